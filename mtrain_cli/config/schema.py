@@ -1,0 +1,160 @@
+"""The typed configuration that all code below the command line sees.
+
+One frozen dataclass per Hydra group. A field's ``help`` is what `mtrain config show` prints beside it; ``choices`` are its allowed words.
+Nothing here knows Hydra: `compose.py` turns the composed YAML into a `Config`, `validate.py` checks it across fields.
+Counts are in tokens, sizes in MiB or GiB where the name says so, times in seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def option(help: str, choices: tuple[str, ...] = (), **default: Any) -> Any:
+    """A dataclass field with the line of help and the allowed words that the command line shows."""
+    return field(metadata={"help": help, "choices": choices}, **default)
+
+
+LAYOUTS = ("contiguous", "zigzag", "striped")
+EXCHANGES = ("auto", "all_gather", "ring")
+KERNELS = ("auto", "reference", "sdpa", "flash4")
+DTYPES = ("auto", "float32", "bfloat16")
+ROPE_SCALINGS = ("none", "yarn", "llama3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding and how it is stretched beyond the length that the model was trained on."""
+
+    theta: float = option("base of the rotary frequencies")
+    scaling: str = option("how positions beyond original_max_position are reached", ROPE_SCALINGS)
+    factor: float | str = option("stretch; auto = seq / original_max_position, at least 1 (yarn)")
+    original_max_position: int = option("tokens the model was first trained on; the YaRN ramp starts from it")
+    beta_fast: float = option("YaRN: rotations above which a dimension is left alone")
+    beta_slow: float = option("YaRN: rotations below which a dimension is interpolated")
+    low_freq_factor: float = option("llama3 scaling only")
+    high_freq_factor: float = option("llama3 scaling only")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape of a decoder."""
+
+    name: str = option("name shown in banners and run names")
+    family: str = option("Hugging Face architecture to import from and export to", ("qwen2", "qwen3", "llama"))
+    vocab_size: int = option("rows of the embedding")
+    hidden_size: int = option("width of the residual stream")
+    num_layers: int = option("decoder layers")
+    num_heads: int = option("query heads")
+    num_kv_heads: int = option("key-value heads; divides num_heads (GQA)")
+    head_dim: int = option("width of one head")
+    intermediate_size: int = option("width of the SwiGLU MLP")
+    qkv_bias: bool = option("bias on the q, k and v projections (Qwen2)")
+    qk_norm: bool = option("RMSNorm on q and k per head (Qwen3)")
+    tie_word_embeddings: bool = option("LM head shares the embedding's weight")
+    rms_norm_eps: float = option("epsilon of RMSNorm")
+    init_std: float = option("standard deviation of random initialisation")
+    rope: RopeConfig = option("rotary embedding")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopologyConfig:
+    """Workers, and how a sequence is spread over them."""
+
+    device: str = option("where workers compute", ("auto", "cpu", "cuda"))
+    workers: int | str = option("processes in all; auto = all GPUs of the job, else 2 on CPU")
+    context_parallel: int | str = option("workers that share one sequence; auto = all of them")
+    gpus_per_node: int | str = option("workers per (virtual) node; auto = as launched")
+    layout: str = option("which worker holds which tokens", LAYOUTS)
+    exchange: str = option("how keys and values reach the queries", EXCHANGES)
+    block_size: int = option("tokens per block, the unit of striping")
+    timeout_s: float = option("seconds a collective may take before the run ends with an error")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparsityConfig:
+    """Which query-key pairs are computed."""
+
+    pattern: str = option("how the index is estimated", ("dense",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where tokens come from."""
+
+    kind: str = option("reader of the corpus", ("stdlib", "text", "tokens"))
+    path: str | None = option("file or folder of the corpus")
+    tokenizer: str = option("bytes, or the path of a Hugging Face tokenizer.json")
+    text_key: str = option("column or key that holds the text in jsonl and parquet")
+    document_mask: bool = option("attention stays inside each packed document")
+    shuffle: bool = option("shuffle documents once, by seed, before packing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW and its schedule."""
+
+    lr: float = option("peak learning rate")
+    betas: tuple[float, float] = option("AdamW betas")
+    eps: float = option("AdamW epsilon")
+    weight_decay: float = option("decoupled weight decay, on matrices only")
+    warmup_steps: int = option("steps of linear warm-up")
+    schedule: str = option("learning rate after warm-up", ("cosine", "constant"))
+    min_lr_ratio: float = option("cosine ends at lr * min_lr_ratio")
+    clip_norm: float = option("global gradient norm is clipped to this; 0 = never")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run: how long, how much at once, and with which arithmetic."""
+
+    steps: int = option("optimizer steps")
+    global_batch: int = option("sequences per optimizer step, whatever the number of workers")
+    micro_batch: int = option("sequences per forward pass on one context group")
+    dtype: str = option("compute dtype; parameters and optimizer states stay float32. auto = bfloat16 on GPU, float32 on CPU", DTYPES)
+    kernel: str = option("local attention implementation", KERNELS)
+    activation_checkpoint: str = option(
+        "none; selective = keep q, k, v and the attention output, recompute the rest; full = recompute each layer",
+        ("none", "selective", "full"),
+    )
+    compile: bool = option("torch.compile the parts of a layer around attention")
+    loss_chunk_mib: int = option("MiB of logits that exist at once in the fused LM head and loss")
+    init_from: str | None = option("Hugging Face folder (config.json and safetensors) to start from; none = random initialisation")
+    checkpoint_every: int = option("steps between checkpoints; 0 = only at the end")
+    keep_checkpoints: int = option("newest checkpoints that stay")
+    checkpoint_at_end: bool = option("save when the run ends")
+    deterministic: bool = option("bitwise repeatable kernels, slower on GPU")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Where a run leaves its files and what it shows."""
+
+    name: str = option("name of the run; auto = model, seq and time")
+    dir: str = option("folder of this run; auto = runs/<name>")
+    log_every: int = option("steps between lines of progress")
+    tensorboard: bool = option("also write TensorBoard events")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything a command needs. ``seq`` is in tokens."""
+
+    seq: int = option("tokens per sequence; 512k = 524288, 1m = 1048576")
+    seed: int = option("seed of initialisation and data order")
+    model: ModelConfig = option("model=...")
+    topology: TopologyConfig = option("topology=...")
+    sparsity: SparsityConfig = option("sparsity=...")
+    data: DataConfig = option("data=...")
+    optim: OptimConfig = option("optim=...")
+    train: TrainConfig = option("train=...")
+    run: RunConfig = option("run=...")
+
+
+class ConfigError(ValueError):
+    """One or more mistakes in a configuration, each a full line that names key, value and what is allowed."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
