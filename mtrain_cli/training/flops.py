@@ -1,0 +1,153 @@
+"""Parameters and floating-point operations of a decoder from its shape alone, and what a GPU could do at most.
+
+One multiply-add counts as two FLOP. Element-wise work (norms, rotary embedding, softmax, SwiGLU gate) is left out of both
+conventions, as is usual.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from math import prod
+
+from mtrain_cli.config.schema import ModelConfig
+
+Shape = tuple[int, ...]
+
+
+def layer_shapes(model: ModelConfig) -> dict[str, Shape]:
+    """Shape of every parameter of one decoder layer; matrices are [out, in], dimension 0 is the one that FSDP shards."""
+    heads, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    shapes: dict[str, Shape] = {
+        "attention norm": (model.hidden_size,),
+        "q": (heads, model.hidden_size),
+        "k": (kv, model.hidden_size),
+        "v": (kv, model.hidden_size),
+        "o": (model.hidden_size, heads),
+        "mlp norm": (model.hidden_size,),
+        "gate": (model.intermediate_size, model.hidden_size),
+        "up": (model.intermediate_size, model.hidden_size),
+        "down": (model.hidden_size, model.intermediate_size),
+    }
+    if model.qkv_bias:
+        shapes |= {"q bias": (heads,), "k bias": (kv,), "v bias": (kv,)}
+    if model.qk_norm:
+        shapes |= {"q norm": (model.head_dim,), "k norm": (model.head_dim,)}
+    return shapes
+
+
+def root_shapes(model: ModelConfig) -> dict[str, Shape]:
+    """Shape of every parameter outside the layers; a tied LM head is the embedding and appears once."""
+    shapes: dict[str, Shape] = {"embedding": (model.vocab_size, model.hidden_size), "norm": (model.hidden_size,)}
+    if not model.tie_word_embeddings:
+        shapes["lm head"] = (model.vocab_size, model.hidden_size)
+    return shapes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterCount:
+    """How many numbers a decoder holds.
+
+    total: every parameter, a tied embedding once.
+    embedding: rows of the embedding table times its width.
+    matmul: parameters that a token is multiplied with: all matrices of the layers and the LM head (tied or not), without the embedding
+        look-up, norms and biases.
+    layer: every parameter of one decoder layer.
+    layer_matmul: matrices of one decoder layer.
+    """
+
+    total: int
+    embedding: int
+    matmul: int
+    layer: int
+    layer_matmul: int
+
+
+def parameters(model: ModelConfig) -> ParameterCount:
+    """Count the parameters of a decoder of this shape, without building it."""
+    layer = [prod(shape) for shape in layer_shapes(model).values()]
+    matrices = [prod(shape) for shape in layer_shapes(model).values() if len(shape) == 2]
+    head = model.vocab_size * model.hidden_size
+    return ParameterCount(
+        total=sum(layer) * model.num_layers + sum(prod(shape) for shape in root_shapes(model).values()),
+        embedding=head,
+        matmul=sum(matrices) * model.num_layers + head,
+        layer=sum(layer),
+        layer_matmul=sum(matrices),
+    )
+
+
+def causal_pairs(seq: int) -> int:
+    """Query-key pairs of a causal mask over ``seq`` tokens, the diagonal included."""
+    return seq * (seq + 1) // 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlopsPerToken:
+    """FLOP of one token's forward and backward pass, averaged over its sequence.
+
+    model: what the mathematics asks for, the convention of PaLM's MFU (Chowdhery et al. 2022, appendix B) with causal attention
+        counted as half the square. 6 per matmul parameter (2 forward, 4 backward) plus, per layer and head, 3 * 4 * head_dim * seq / 2:
+        two products (q k^T and p v) forward, four backward. No recomputation; document boundaries and sparsity are ignored, so that
+        runs of one shape compare.
+    executed: what the kernels are asked to compute. Pads count as tokens in the matrices; attention counts the pairs that mask and
+        sparsity allow, 4 * head_dim FLOP each forward and 10 backward (a flash backward forms q k^T again: five products); activation
+        checkpointing adds the products of what it computes a second time. Tiles that straddle the mask's edge are not rounded up.
+    """
+
+    model: float
+    executed: float
+
+
+def flops_per_token(
+    model: ModelConfig, seq: int, *, activation_checkpoint: str = "none", pairs: float | None = None, padded_seq: int | None = None
+) -> FlopsPerToken:
+    """FLOP per token of training on sequences of ``seq`` tokens, in both conventions (see `FlopsPerToken`).
+
+    activation_checkpoint: none, selective (projections and MLP are computed twice) or full (attention too).
+    pairs: query-key pairs of one sequence and head that are allowed, a mean when it differs between heads or sequences; default causal.
+    padded_seq: tokens that really pass through the matrices, pads included; default ``seq``.
+    """
+    count = parameters(model)
+    allowed = causal_pairs(seq) if pairs is None else pairs
+    heads = model.num_layers * model.num_heads * model.head_dim
+    again = recomputed_matmul(model, activation_checkpoint)
+    products = 14 + (4 if activation_checkpoint == "full" else 0)
+    return FlopsPerToken(
+        model=6 * count.matmul + 6 * heads * seq,
+        executed=((6 * count.matmul + 2 * again) * (padded_seq or seq) + products * heads * allowed) / seq,
+    )
+
+
+def recomputed_matmul(model: ModelConfig, activation_checkpoint: str) -> int:
+    """Matmul parameters whose forward product runs a second time in the backward pass."""
+    return 0 if activation_checkpoint == "none" else parameters(model).layer_matmul * model.num_layers
+
+
+# Dense bf16 tensor-core FLOP/s with fp32 accumulation, from NVIDIA's datasheets; where a sheet prints the sparse figure, half of it.
+# The first pattern that matches the device's name counts, so that longer names stand before the names they contain.
+_PEAK_FLOPS: tuple[tuple[str, float], ...] = (
+    (r"GB[23]00", 2500e12),  # GB200 NVL72 sheet: 5 PFLOPS sparse a GPU; GB300 NVL72 the same
+    (r"B[23]00", 2250e12),  # HGX B200 and B300 sheets: 36 PFLOPS sparse for eight GPUs
+    (r"H200 NVL", 835e12),  # H200 sheet, NVL column: 1671 sparse
+    (r"G?H200", 989e12),  # H200 sheet, SXM column: 1979 sparse; GH200 carries the same GPU
+    (r"H100 NVL", 835e12),  # H100 NVL product brief: 1671 sparse
+    (r"H100 PCIe", 756e12),  # H100 sheet, PCIe column: 1513 sparse
+    (r"H[18]00", 989e12),  # H100 sheet, SXM column: 1979 sparse; H800 differs in links and fp64 only
+    (r"H20\b", 148e12),  # H20 sheet: 148 dense
+    (r"A[18]00", 312e12),  # A100 sheet; A800 differs in links only
+    (r"A40\b", 149.7e12),  # A40 sheet: 149.7 dense
+    (r"A30\b", 165e12),  # A30 sheet: 165 dense
+    (r"A10\b", 125e12),  # A10 sheet: 125 dense
+    (r"L40S", 362e12),  # L40S sheet: 362.05 dense
+    (r"L40\b", 181e12),  # L40 sheet: 181.05 dense
+    (r"L4\b", 121e12),  # L4 sheet: 242 sparse
+    (r"RTX 5090", 209.5e12),  # RTX Blackwell whitepaper, table of the RTX 5090: 209.5 dense with fp32 accumulation
+    (r"RTX 4090", 165.2e12),  # Ada whitepaper, appendix A: 165.2 dense with fp32 accumulation
+    (r"RTX 3090", 71e12),  # GA102 whitepaper, appendix A: 71 dense with fp32 accumulation
+)
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 FLOP/s of a GPU by the name that CUDA gives it; None for a CPU or a GPU not in the table, and MFU is then null."""
+    return next((peak for pattern, peak in _PEAK_FLOPS if re.search(rf"\b{pattern}", device_name)), None)

@@ -1,0 +1,251 @@
+"""What a person watches while a run trains: a live display in a terminal, plain lines elsewhere and always in log.txt."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from io import StringIO
+from itertools import pairwise
+from pathlib import Path
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from mtrain_cli.training.metrics import StepMetrics
+
+WARM_UP_STEPS = 2  # compilation, first communicators and allocator growth: not the pace of the run
+PACE_STEPS = 20
+LOG_WIDTH = 100
+_LEVELS = "▁▂▃▄▅▆▇█"
+
+
+class Progress:
+    """Shows steps as they finish. Made on every worker; only the first has ``enabled``, on the others every call does nothing.
+
+    In a terminal a two-line display stays at the bottom and messages scroll above it; otherwise a line is printed every
+    ``log_every`` steps. The same line goes to ``log`` (appended, flushed), which never holds a control sequence.
+
+    ``console`` and ``clock`` (seconds) are there for tests.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        start_step: int,
+        enabled: bool,
+        *,
+        log: Path | None = None,
+        log_every: int = 1,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.total_steps = total_steps
+        self.start_step = start_step
+        self.enabled = enabled
+        self.losses: list[float] = []
+        self.last: StepMetrics | None = None
+        self._log_every = log_every
+        self._console = console or Console()
+        self._clock = clock
+        self._started = self._finished = clock()
+        self._durations: deque[float] = deque(maxlen=PACE_STEPS)
+        self._rates: list[float] = []
+        self._log = log.open("a", encoding="utf-8") if enabled and log is not None else None
+        self._live: Live | None = None
+
+    def __enter__(self) -> Progress:
+        self._started = self._finished = self._clock()
+        if self.enabled and self._console.is_terminal:
+            # The bar vanishes at the end or on an error: what remains on the screen is the summary or the error, not a stale bar.
+            self._live = Live(_Display(self), console=self._console, refresh_per_second=4, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the display down and close the log. May be called twice."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Show one finished optimizer step."""
+        if not self.enabled:
+            return
+        now = self._clock()
+        if len(self.losses) >= WARM_UP_STEPS:
+            self._durations.append(now - self._finished)
+            self._rates.append(metrics.tokens_per_second_per_gpu)
+        self._finished = now
+        self.losses.append(metrics.loss)
+        self.last = metrics
+        if metrics.step % self._log_every == 0 or metrics.step == self.total_steps:
+            line = self.line(metrics)
+            self._write_log(line)
+            if self._live is None:
+                self._print_plain(line)
+
+    def message(self, text: str, *, warning: bool = False) -> None:
+        """One line for the person (`checkpoint saved`, a warning), above the display and into the log."""
+        if not self.enabled:
+            return
+        line = f"warning: {text}" if warning else text
+        self._write_log(line)
+        if self._live is None:
+            self._print_plain(line)
+        else:
+            self._console.print(Text(line, style="yellow" if warning else ""), soft_wrap=True)
+
+    def show(self, renderable: RenderableType) -> None:
+        """Print a renderable (the banner) and put its plain text into the log."""
+        if not self.enabled:
+            return
+        self._console.print(renderable, soft_wrap=isinstance(renderable, Text))
+        if self._log is not None:
+            plain = StringIO()
+            console = Console(file=plain, width=LOG_WIDTH, color_system=None, force_terminal=False)
+            console.print(renderable, soft_wrap=isinstance(renderable, Text))
+            for line in plain.getvalue().splitlines():
+                self._write_log(line.rstrip())
+
+    def summary(self, headline: str, *, files: Sequence[str] = (), commands: Sequence[tuple[str, str]] = ()) -> None:
+        """The last words of a run; the live display is taken down first.
+
+        headline: how it ended, e.g. "trained 100 steps". files: where its files are. commands: (one word, command) to go on with; a
+        command is never broken into lines, so that it can be copied.
+        """
+        if not self.enabled:
+            return
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        rows = [("time", format_duration(self._clock() - self._started))]
+        if self.last is not None:
+            first = f"{self.losses[0]:.4f} at step {self.start_step + 1}"
+            rows.append(("loss", f"{first}, {self.losses[-1]:.4f} at step {self.last.step}  {self.sparkline(24)}"))
+            rate = statistics.median(self._rates) if self._rates else self.last.tokens_per_second_per_gpu
+            steps = max(1, len(self._rates))
+            rows.append(("throughput", f"{_rate(rate, self.last)}, median of {steps} steps; {self.last.tokens:,} tokens in all"))
+        rows += [("files" if number == 0 else "", file) for number, file in enumerate(files)]
+        text = Text(headline, style="bold")
+        for label, value in [*rows, *commands]:
+            text.append("\n").append(f"{label:<12}", style="not bold dim").append(value.rstrip(), style="not bold")
+        self.show(text)
+
+    def line(self, metrics: StepMetrics) -> str:
+        """A step as one plain line."""
+        width = len(str(self.total_steps))
+        parts = [f"step {metrics.step:>{width}}/{self.total_steps}", f"loss {metrics.loss:.4f}"]
+        if metrics.grad_norm is not None:
+            parts.append(f"grad {metrics.grad_norm:.3g}")
+        parts += [
+            f"lr {metrics.lr:.2e}",
+            _rate(metrics.tokens_per_second_per_gpu, metrics),
+            *_gpu_parts(metrics),
+            f"{metrics.seconds:.2f} s",
+        ]
+        if (left := self.seconds_left()) is not None and metrics.step < self.total_steps:
+            parts.append(f"ETA {format_duration(left)}")
+        return "  ".join(parts)
+
+    def seconds_left(self) -> float | None:
+        """Seconds to the last step at the pace of the latest ones, pauses included; None while only warm-up steps are known."""
+        if self.last is None or not self._durations:
+            return None
+        return statistics.fmean(self._durations) * (self.total_steps - self.last.step)
+
+    def sparkline(self, width: int) -> str:
+        """The losses of this attempt as at most ``width`` bars, each the mean of its share of the steps; empty below two points."""
+        return "" if self._console.options.ascii_only else sparkline(self.losses, width)
+
+    def display(self, width: int) -> RenderableType:
+        """The live display for a terminal of ``width`` columns."""
+        done = self.last.step if self.last is not None else self.start_step
+        left = self.seconds_left()
+        top = Table.grid(padding=(0, 1), expand=True)
+        top.add_column(no_wrap=True)
+        top.add_column(ratio=1)
+        top.add_column(no_wrap=True, justify="right")
+        share = f"{done / max(1, self.total_steps):4.0%}"
+        since = format_duration(self._clock() - self._started)
+        top.add_row(
+            Text(f"step {done}/{self.total_steps}", style="bold"),
+            ProgressBar(total=max(1, self.total_steps), completed=done),
+            Text.assemble(share, ("  elapsed ", "dim"), since, ("  left ", "dim"), format_duration(left)),
+        )
+        if self.last is None:
+            return Group(top, Text("first step: allocating and warming up", style="dim"))
+        metrics = self.last
+        room = 24 if width >= 100 else 10
+        parts: list[Text] = [
+            Text.assemble(("loss ", "dim"), (f"{metrics.loss:.4f}", "bold"), f" {self.sparkline(room)}" if len(self.losses) > 1 else ""),
+            Text.assemble(("lr ", "dim"), f"{metrics.lr:.2e}"),
+            Text(_rate(metrics.tokens_per_second_per_gpu, metrics)),
+            *(Text(part) for part in _gpu_parts(metrics)),
+        ]
+        if width >= 100:
+            parts.insert(1, Text.assemble(("best ", "dim"), f"{min(self.losses):.4f}"))
+        return Group(top, Text("  ").join(parts))
+
+    def _write_log(self, line: str) -> None:
+        if self._log is not None:
+            self._log.write(line + "\n")
+            self._log.flush()
+
+    def _print_plain(self, line: str) -> None:
+        self._console.print(line, soft_wrap=True, markup=False, highlight=False)
+        self._console.file.flush()
+
+
+class _Display:
+    """Asks the progress for its present picture at each refresh."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self._progress.display(options.max_width)
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """``values`` as at most ``width`` bars between their lowest and highest mean."""
+    count = min(width, len(values))
+    if count < 2:
+        return ""
+    edges = [len(values) * i // count for i in range(count + 1)]
+    means = [statistics.fmean(values[low:high]) for low, high in pairwise(edges)]
+    lowest, span = min(means), max(means) - min(means)
+    return "".join(_LEVELS[round((mean - lowest) / span * (len(_LEVELS) - 1)) if span else 0] for mean in means)
+
+
+def format_duration(seconds: float | None) -> str:
+    """1:05 for 65 seconds, 2:03:04 for hours, 3d 04:05 for days; dashes when not known."""
+    if seconds is None:
+        return "-:--"
+    minutes, second = divmod(round(max(0.0, seconds)), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour:02}:{minute:02}"
+    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
+
+
+def _rate(tokens_per_second: float, metrics: StepMetrics) -> str:
+    unit = "tok/s/worker" if metrics.peak_memory_gib is None else "tok/s/GPU"
+    return f"{tokens_per_second:,.0f} {unit}"
+
+
+def _gpu_parts(metrics: StepMetrics) -> list[str]:
+    """What only GPUs have: MFU and memory."""
+    parts = [] if metrics.mfu_model is None else [f"MFU {metrics.mfu_model:.1%}"]
+    return parts + ([] if metrics.peak_memory_gib is None else [f"{metrics.peak_memory_gib:.1f} GiB"])

@@ -1,0 +1,133 @@
+"""metrics.jsonl: what is written is what is read, and a resumed run never shows a step twice."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.training import metrics as module
+from mtrain_cli.training.metrics import MetricsWriter, StepMetrics, read_metrics
+
+STEP = StepMetrics(
+    step=1,
+    loss=5.5,
+    grad_norm=1.25,
+    lr=1e-3,
+    tokens=4096,
+    tokens_per_second_per_gpu=1000.0,
+    mfu_model=None,
+    mfu_executed=None,
+    density=1.0,
+    peak_memory_gib=None,
+    seconds=2.0,
+    epoch=0.1,
+    consumed=1,
+)
+
+
+def write(folder, steps, start_step=0):
+    with MetricsWriter(folder, tensorboard=False, start_step=start_step) as writer:
+        for step in steps:
+            writer.write(replace(STEP, step=step, loss=float(step)))
+
+
+def steps(folder):
+    return [metrics.step for metrics in read_metrics(folder)]
+
+
+def test_steps_are_read_back_as_written(tmp_path):
+    with MetricsWriter(tmp_path, tensorboard=False, start_step=0) as writer:
+        writer.write(STEP)
+        writer.write(replace(STEP, step=2, mfu_model=0.4))
+    assert read_metrics(tmp_path) == [STEP, replace(STEP, step=2, mfu_model=0.4)]
+    assert read_metrics(tmp_path / "metrics.jsonl") == read_metrics(tmp_path)
+
+
+def test_every_key_of_the_contract_is_on_every_line(tmp_path):
+    write(tmp_path, [1])
+    assert set(json.loads((tmp_path / "metrics.jsonl").read_text())) == {
+        *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second_per_gpu", "mfu_model", "mfu_executed"),
+        *("density", "peak_memory_gib", "seconds", "epoch", "consumed"),
+    }
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_non_finite_numbers_become_null(value):
+    line = replace(STEP, loss=value).to_json()
+    assert json.loads(line, parse_constant=pytest.fail)["loss"] is None
+
+
+def test_resuming_drops_the_steps_after_the_checkpoint(tmp_path):
+    write(tmp_path, [1, 2, 3, 4, 5])
+    write(tmp_path, [4, 5, 6], start_step=3)
+    assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_resuming_drops_a_line_that_a_crash_cut_short(tmp_path):
+    write(tmp_path, [1, 2])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')
+    write(tmp_path, [3], start_step=2)
+    assert steps(tmp_path) == [1, 2, 3]
+
+
+def test_a_failing_rewrite_leaves_the_old_file(tmp_path, monkeypatch):
+    write(tmp_path, [1, 2, 3])
+
+    def full_disk(_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(module.os, "fsync", full_disk)
+    with pytest.raises(OSError, match="no space"):
+        write(tmp_path, [2], start_step=1)
+    assert steps(tmp_path) == [1, 2, 3]
+
+
+def test_a_step_outlives_a_killed_process(tmp_path):
+    code = (
+        "import os, sys\nsys.path.insert(0, sys.argv[2])\nfrom pathlib import Path\n"
+        "from test_metrics import STEP, MetricsWriter\n"
+        "MetricsWriter(Path(sys.argv[1]), tensorboard=False, start_step=0).write(STEP)\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path), os.path.dirname(__file__)], timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    assert read_metrics(tmp_path) == [STEP]
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path):
+    write(tmp_path, [1, 2])
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("oops\n" + path.read_text())
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl:1: not a step"):
+        read_metrics(tmp_path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"no such file; give a run's folder"):
+        read_metrics(tmp_path / "nowhere")
+
+
+def test_tensorboard_receives_the_loss(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for start, last in [(0, 3), (1, 2)]:
+        with MetricsWriter(tmp_path, tensorboard=True, start_step=start) as writer:
+            for step in range(start + 1, last + 1):
+                writer.write(replace(STEP, step=step, loss=10.0 * (start + 1) + step))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 11.0), (2, 22.0)]
+
+
+def test_missing_tensorboard_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigError, match=r"run\.tensorboard=true.*mtrain\[tensorboard\]"):
+        MetricsWriter(tmp_path, tensorboard=True, start_step=0)

@@ -1,0 +1,173 @@
+"""The display of a run: plain where nobody watches, live in a terminal, silent on the other workers."""
+
+import io
+import re
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from mtrain_cli.training.metrics import StepMetrics
+from mtrain_cli.training.progress import Progress, format_duration, sparkline
+
+STEP = StepMetrics(
+    step=1,
+    loss=5.5,
+    grad_norm=1.25,
+    lr=1e-3,
+    tokens=4096,
+    tokens_per_second_per_gpu=1234.5,
+    mfu_model=0.431,
+    mfu_executed=0.5,
+    density=1.0,
+    peak_memory_gib=101.26,
+    seconds=2.0,
+    epoch=0.1,
+    consumed=1,
+)
+ON_CPU = replace(STEP, mfu_model=None, mfu_executed=None, peak_memory_gib=None)
+
+
+class Clock:
+    """Seconds that pass only when told to."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def make(tmp_path=None, *, terminal=False, width=80, total=100, start=0, enabled=True, log_every=1):
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=width, color_system=None)
+    clock = Clock()
+    log = None if tmp_path is None else tmp_path / "log.txt"
+    return Progress(total, start, enabled, log=log, log_every=log_every, console=console, clock=clock), console.file, clock
+
+
+def test_outside_a_terminal_each_step_is_one_plain_line():
+    progress, out, _ = make()
+    with progress:
+        progress.step(STEP)
+        progress.step(replace(ON_CPU, step=2))
+    first, second = out.getvalue().splitlines()
+    assert first == "step   1/100  loss 5.5000  grad 1.25  lr 1.00e-03  1,234 tok/s/GPU  MFU 43.1%  101.3 GiB  2.00 s"
+    assert second == "step   2/100  loss 5.5000  grad 1.25  lr 1.00e-03  1,234 tok/s/worker  2.00 s"
+
+
+def test_log_every_thins_the_lines_and_keeps_the_last():
+    progress, out, _ = make(total=7, log_every=3)
+    with progress:
+        for step in range(1, 8):
+            progress.step(replace(STEP, step=step))
+    assert re.findall(r"step (\d)/7", out.getvalue()) == ["3", "6", "7"]
+
+
+def test_the_log_holds_plain_lines_whatever_the_terminal(tmp_path):
+    for terminal in (True, False):
+        progress, _, _ = make(tmp_path, terminal=terminal)
+        with progress:
+            progress.step(STEP)
+            progress.message("checkpoint saved")
+            progress.summary("trained 1 step", commands=[("resume", "mtrain train --resume runs/x")])
+    text = (tmp_path / "log.txt").read_text()
+    assert "\x1b" not in text
+    assert text.count("step   1/100") == text.count("checkpoint saved") == text.count("resume      mtrain train --resume runs/x") == 2
+    assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_other_workers_show_nothing_and_write_nothing(tmp_path):
+    progress, out, _ = make(tmp_path, enabled=False)
+    with progress:
+        progress.step(STEP)
+        progress.message("checkpoint saved")
+        progress.show("banner")
+        progress.summary("trained")
+    assert out.getvalue() == ""
+    assert not (tmp_path / "log.txt").exists()
+
+
+def test_the_time_left_leaves_out_the_first_steps():
+    progress, _, clock = make(total=10)
+    with progress:
+        for step, seconds in [(1, 100.0), (2, 50.0), (3, 2.0), (4, 4.0)]:
+            clock.now += seconds
+            progress.step(replace(STEP, step=step))
+            if step <= 2:
+                assert progress.seconds_left() is None
+        assert progress.seconds_left() == pytest.approx(3.0 * 6)
+
+
+def test_the_time_left_counts_from_the_step_that_a_resumed_run_starts_at():
+    progress, out, clock = make(total=100, start=90)
+    with progress:
+        for step in range(91, 96):
+            clock.now += 2.0
+            progress.step(replace(STEP, step=step))
+    assert progress.seconds_left() == pytest.approx(10.0)
+    assert out.getvalue().splitlines()[-1].endswith("ETA 0:10")
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("metrics", [STEP, ON_CPU])
+def test_the_live_display_is_two_lines_that_fit(width, metrics):
+    progress, _, clock = make(terminal=True, width=width, total=100_000)
+    progress.start_step = 12_000
+    for step in range(12_001, 12_030):
+        clock.now += 60.0
+        progress.step(replace(metrics, step=step, loss=10.0 - step / 1e4, tokens_per_second_per_gpu=123_456.0))
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=True)
+    console.print(progress.display(width))
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == 2
+    assert "step 12029/100000" in lines[0]
+    assert "left 61d 02:11" in lines[0]
+    assert "loss 8.7971" in lines[1]
+    assert "123,456 tok/s" in lines[1]
+
+
+def test_messages_stand_above_the_live_display(tmp_path):
+    progress, out, _ = make(tmp_path, terminal=True)
+    with progress:
+        progress.step(STEP)
+        progress.message("the disk is nearly full", warning=True)
+    assert "warning: the disk is nearly full" in out.getvalue()
+    assert "warning: the disk is nearly full\n" in (tmp_path / "log.txt").read_text()
+
+
+def test_the_summary_names_first_and_last_loss_and_never_breaks_a_command():
+    progress, out, clock = make(total=4)
+    command = "mtrain checkpoint export runs/" + "x" * 120 + " out"
+    with progress:
+        for step in range(1, 5):
+            clock.now += 10.0
+            progress.step(replace(STEP, step=step, loss=6.0 - step, tokens_per_second_per_gpu=100.0 * step))
+        progress.summary("trained 4 steps", files=["runs/x/metrics.jsonl", "runs/x/checkpoints/step-4"], commands=[("export", command)])
+    text = out.getvalue()
+    assert "time        0:40" in text
+    assert "5.0000 at step 1, 2.0000 at step 4" in text
+    assert "350 tok/s/GPU, median of 2 steps" in text
+    assert f"export      {command}\n" in text
+    assert "            runs/x/checkpoints/step-4\n" in text
+
+
+def test_a_run_that_ends_before_its_first_step_still_has_a_summary():
+    progress, out, _ = make()
+    with progress:
+        progress.summary("stopped before the first step")
+    assert "stopped before the first step" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("values", "width", "bars"),
+    [([1.0, 8.0], 10, "▁█"), ([3.0, 3.0, 3.0], 10, "▁▁▁"), ([1.0], 10, ""), ([], 10, ""), ([8.0, 8.0, 1.0, 1.0], 2, "█▁")],
+)
+def test_sparkline(values, width, bars):
+    assert sparkline(values, width) == bars
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(None, "-:--"), (0.2, "0:00"), (65, "1:05"), (7384, "2:03:04"), (3 * 86400 + 4 * 3600 + 300, "3d 04:05")]
+)
+def test_format_duration(seconds, text):
+    assert format_duration(seconds) == text
