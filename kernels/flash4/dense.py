@@ -1,0 +1,104 @@
+"""FlashAttention-4 calls on plain tensors: one rectangle (native causal), or row spans through block lists and an element mask.
+
+Shapes: q, out, dout [batch, queries, heads, head_dim]; k, v [batch, keys, kv_heads, head_dim]; lse float32 [batch, heads, queries], natural logarithm.
+Checked with flash-attn-4 4.0.0b36 on sm_90; its interface is private, so both entry points are gathered in this file.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from flash_attn.cute import utils
+from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+
+@cute.jit
+def _inside(batch, head, query, key, seqlen, aux):  # noqa: ARG001 - the signature is FlashAttention-4's
+    low = utils.scalar_to_ssa(aux[0][batch[0], query[0]], cutlass.Int32)
+    high = utils.scalar_to_ssa(aux[1][batch[0], query[0]], cutlass.Int32)
+    return (key >= low) & (key < high)
+
+
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """One rectangle; if causal, its last row sees its last key (bottom-right alignment)."""
+    out, lse, *_ = _flash_attn_fwd(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)
+    return out, lse
+
+
+def backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of one rectangle, given the out and lse of whole rows."""
+    dq, dk, dv = _flash_attn_bwd(q, k, v, out.to(q.dtype), dout, lse, softmax_scale=scale, causal=causal)
+    return dq, dk, dv
+
+
+def spans_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, low: torch.Tensor, high: torch.Tensor, lists: dict[str, Any], scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row i sees keys low[i] <= j < high[i]; lists as `attention.flash4.block_lists` makes them."""
+    blocks = BlockSparseTensorsTorch(
+        mask_block_cnt=lists["partial_count"],
+        mask_block_idx=lists["partial"],
+        full_block_cnt=lists["full_count"],
+        full_block_idx=lists["full"],
+        block_size=(128, 128),
+    )
+    out, lse, *_ = _flash_attn_fwd(
+        q, k, v, softmax_scale=scale, mask_mod=_inside, aux_tensors=_padded(low, high), block_sparse_tensors=blocks, return_lse=True
+    )
+    return out, lse
+
+
+def spans_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    lists: dict[str, Any],
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of `spans_forward`, given the out and lse of whole rows."""
+    blocks = BlockSparseTensorsTorch(
+        mask_block_cnt=lists["partial_t_count"],
+        mask_block_idx=lists["partial_t"],
+        full_block_cnt=lists["full_t_count"],
+        full_block_idx=lists["full_t"],
+        block_size=(128, 128),
+    )
+    dq, dk, dv = _flash_attn_bwd(
+        q,
+        k,
+        v,
+        out.to(q.dtype),
+        dout,
+        lse,
+        softmax_scale=scale,
+        mask_mod=_inside,
+        aux_tensors=_padded(low, high),
+        block_sparse_tensors=blocks,
+    )
+    return dq, dk, dv
+
+
+def _padded(low: torch.Tensor, high: torch.Tensor) -> list[torch.Tensor]:
+    """The element mask is asked about the rows of a whole tile, also beyond the last query: such rows see nothing."""
+    pad = -low.shape[1] % 128
+    if pad:
+        low, high = (torch.nn.functional.pad(t, (0, pad)) for t in (low, high))
+    return [low.contiguous(), high.contiguous()]

@@ -1,0 +1,142 @@
+"""FlashAttention-4 (CuTe DSL) on Hopper and later: native causal calls where the mask is a few rectangles, block lists otherwise."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+
+from mtrain_cli.attention.kernel import KernelRequest
+from mtrain_cli.attention.tiles import Tiles
+
+# Above this many rectangles a sequence, one call with block lists beats one call a rectangle.
+_MOST_SLICES = 4
+_BLOCK = 128
+
+
+class Flash4Kernel:
+    """The fastest on Hopper: 674 / 607 TFLOP/s forward / backward, dense causal at 128K on an H200 (profiles/notes.md)."""
+
+    name = "flash4"
+
+    def missing(self, request: KernelRequest) -> str | None:
+        if request.device != "cuda":
+            return "needs a CUDA GPU"
+        if request.capability is None or request.capability[0] < 9:
+            return "needs compute capability 9.0 (Hopper) or later"
+        if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
+            return "flash-attn-4 is not installed (pip install 'mtrain[hopper]')"
+        if request.dtype != "bfloat16":
+            return f"computes bfloat16, not {request.dtype}"
+        if request.head_dim not in (64, 128):
+            return f"head_dim {request.head_dim} is not 64 or 128"
+        if request.deterministic:
+            return "its block-sparse backward is not bitwise repeatable"
+        return None
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        from mtrain_cli.kernels.flash4 import dense
+
+        if not _few(tiles):
+            return dense.spans_forward(q, k, v, tiles.low, tiles.high, _lists(tiles), scale)
+        if _whole(tiles):
+            s = tiles.slices[0][0]
+            return dense.forward(q, k[:, s.k_start : s.k_stop], v[:, s.k_start : s.k_stop], s.causal, scale)
+        out = torch.zeros_like(q)
+        lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=torch.float32, device=q.device)
+        for s in tiles.slices[0]:
+            rows, keys = slice(s.q_start, s.q_stop), slice(s.k_start, s.k_stop)
+            part, part_lse = dense.forward(q[:, rows], k[:, keys], v[:, keys], s.causal, scale)
+            out[:, rows] = part
+            lse[:, :, rows] = part_lse
+        return out, lse
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        delta: torch.Tensor | None,  # noqa: ARG002 - its own preprocessing derives it from out and dout
+        tiles: Tiles,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        from mtrain_cli.kernels.flash4 import dense
+
+        if not _few(tiles):
+            return dense.spans_backward(dout, q, k, v, out, lse, tiles.low, tiles.high, _lists(tiles), scale)
+        if _whole(tiles) and tiles.slices[0][0].k_stop - tiles.slices[0][0].k_start == k.shape[1]:
+            return dense.backward(dout, q, k, v, out, lse, tiles.slices[0][0].causal, scale)
+        dq = torch.zeros_like(q)
+        dk, dv = (torch.zeros(k.shape, dtype=torch.float32, device=k.device) for _ in range(2))
+        for s in tiles.slices[0]:
+            rows, keys = slice(s.q_start, s.q_stop), slice(s.k_start, s.k_stop)
+            part_q, part_k, part_v = dense.backward(
+                dout[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[:, :, rows], s.causal, scale
+            )
+            dq[:, rows] = part_q
+            dk[:, keys] += part_k
+            dv[:, keys] += part_v
+        return dq, dk, dv
+
+
+def _few(tiles: Tiles) -> bool:
+    return tiles.same_for_batch and len(tiles.slices[0]) <= _MOST_SLICES
+
+
+def _whole(tiles: Tiles) -> bool:
+    """One rectangle that covers every query row."""
+    return len(tiles.slices[0]) == 1 and tiles.slices[0][0].q_start == 0 and tiles.slices[0][0].q_stop == tiles.low.shape[1]
+
+
+def _lists(tiles: Tiles) -> dict[str, Any]:
+    if "flash4" not in tiles.cache:
+        tiles.cache["flash4"] = block_lists(tiles.low, tiles.high, tiles.num_keys, _BLOCK)
+    return tiles.cache["flash4"]
+
+
+def block_lists(low: torch.Tensor, high: torch.Tensor, num_keys: int, block: int) -> dict[str, torch.Tensor]:
+    """The blocks that spans touch, as FlashAttention-4 wants them.
+
+    low, high: int [batch, queries]. Returns counts int32 [batch, 1, blocks] and ascending indices int32 [batch, 1, blocks, width] under
+    ``partial``, ``full`` (per query block, over key blocks) and ``partial_t``, ``full_t`` (per key block, over query blocks), each with ``_count``.
+    A block is full if each of its rows sees each of its keys; rows beyond the end of the queries do not count.
+    """
+    batch, queries = low.shape
+    pad = -queries % block
+    # Rows beyond the end constrain nothing; rows that see nothing make their blocks partial.
+    rows_low = torch.nn.functional.pad(low, (0, pad), value=-1).view(batch, -1, block)
+    rows_high = torch.nn.functional.pad(high, (0, pad), value=num_keys + block).view(batch, -1, block)
+    real = torch.nn.functional.pad(low < high, (0, pad), value=False).view(batch, -1, block)
+    empty = torch.nn.functional.pad(low >= high, (0, pad), value=False).view(batch, -1, block).any(-1)
+    large = num_keys + block
+    lowest = rows_low.masked_fill(~real, large).amin(-1)
+    highest = rows_high.masked_fill(~real, 0).amax(-1)
+    low_of_full = rows_low.amax(-1)
+    high_of_full = rows_high.amin(-1).clamp(max=num_keys)
+    start = torch.arange(0, num_keys, block, device=low.device)
+    # The last block of keys may be short: FlashAttention-4 masks what lies beyond the end of the keys by itself.
+    stop = (start + block).clamp(max=num_keys)
+    touched = (start < highest[..., None]) & (stop > lowest[..., None])
+    full = touched & (start >= low_of_full[..., None]) & (stop <= high_of_full[..., None]) & ~empty[..., None]
+    partial = touched & ~full
+    result: dict[str, torch.Tensor] = {}
+    for name, blocks in (("partial", partial), ("full", full)):
+        result[name + "_count"], result[name] = _ordered(blocks)
+        result[name + "_t_count"], result[name + "_t"] = _ordered(blocks.transpose(1, 2))
+    return result
+
+
+def _ordered(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """bool [batch, rows, columns] -> counts [batch, 1, rows] and ascending column indices [batch, 1, rows, columns] (set ones first)."""
+    count = blocks.sum(-1, dtype=torch.int32)
+    index = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32)
+    if index.shape[-1] < 2:
+        # A list width of 1 breaks the stride check of FlashAttention-4 4.0.0b36.
+        index = torch.nn.functional.pad(index, (0, 2 - index.shape[-1]))
+    return count[:, None].contiguous(), index[:, None].contiguous()

@@ -1,0 +1,83 @@
+"""The contract of a local attention implementation, and the arithmetic that several of them share.
+
+Shapes: q, out, dout ``[batch, queries, heads, head_dim]``; k, v ``[batch, keys, kv_heads, head_dim]``, never repeated; lse and delta float32 (float64 for
+float64 inputs), natural logarithm, ``[batch, heads, queries]``. A row that sees nothing gives out 0 and lse -inf.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from mtrain_cli.attention.tiles import Tiles
+
+
+@dataclass(frozen=True)
+class KernelRequest:
+    """What a run asks of a kernel. capability: CUDA compute capability such as (9, 0), or None; dtype: torch's name, such as ``bfloat16``."""
+
+    device: str
+    capability: tuple[int, int] | None
+    dtype: str
+    head_dim: int
+    num_heads: int
+    num_kv_heads: int
+    deterministic: bool = False
+
+
+class Kernel(Protocol):
+    """One local attention implementation."""
+
+    name: str
+
+    def missing(self, request: KernelRequest) -> str | None:
+        """Why this kernel cannot serve the request, in a few words; None if it can."""
+        ...
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """-> out, lse over the keys given."""
+        ...
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        delta: torch.Tensor | None,
+        tiles: Tiles,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """-> dq, dk, dv over the keys given. out, lse and delta are those of the whole row, over all keys of all workers.
+
+        delta = rowsum(out * dout) [batch, heads, queries], or None if the kernel is to derive it from out and dout.
+        """
+        ...
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Partial results are added in float32, or float64 where the inputs are."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def merge(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
+    """Adds the attention over more keys to out and lse, in place.
+
+    With w = sigmoid(part_lse - lse): out += w (part_out - out), lse -= logsigmoid(lse - part_lse). Bounded, unlike exp(part_lse - lse), and rows that
+    have seen nothing on either side (lse -inf) stay what they are.
+    out, part_out [batch, queries, heads, head_dim]; lse, part_lse [batch, heads, queries]; out and lse float32 or float64.
+    """
+    difference = part_lse - lse
+    nothing_new = torch.isneginf(part_lse)
+    weight = torch.sigmoid(difference).masked_fill_(nothing_new, 0.0)
+    out.lerp_(part_out.to(out.dtype), weight.transpose(1, 2).unsqueeze(-1).to(out.dtype))
+    grown = lse - torch.nn.functional.logsigmoid(-difference)
+    # lse = -inf: the difference is +inf and the sum above is inf - inf; the new part alone counts.
+    grown = torch.where(torch.isneginf(lse), part_lse, grown)
+    lse.copy_(torch.where(nothing_new, lse, grown))

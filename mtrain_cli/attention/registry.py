@@ -1,0 +1,43 @@
+"""The kernels there are, and the choice among them. A kernel is added by one class and one entry here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mtrain_cli.attention.flash4 import Flash4Kernel
+from mtrain_cli.attention.kernel import Kernel, KernelRequest
+from mtrain_cli.attention.reference import ReferenceKernel
+from mtrain_cli.attention.sdpa import SdpaKernel
+from mtrain_cli.config.schema import ConfigError
+
+# In order of preference: `auto` takes the first that can serve the run. The oracle is never chosen on its own.
+_KERNELS: dict[str, Callable[[], Kernel]] = {"flash4": Flash4Kernel, "sdpa": SdpaKernel, "reference": ReferenceKernel}
+
+
+def survey(request: KernelRequest) -> list[tuple[str, str | None]]:
+    """Every kernel with the reason why it cannot serve the request; None where it can."""
+    return [(name, make().missing(request)) for name, make in _KERNELS.items()]
+
+
+def choose(name: str, request: KernelRequest) -> tuple[Kernel, str]:
+    """The kernel of a run and why. name: one of them, or ``auto``.
+
+    Raises ConfigError if the named one cannot serve the run, naming one that can. Nothing is ever replaced silently.
+    """
+    found = survey(request)
+    usable = [n for n, reason in found if reason is None]
+    if name == "auto":
+        best = usable[0]
+        if best == "reference":
+            raise ConfigError(
+                f"train.kernel=auto: no fast kernel serves this run ({'; '.join(f'{n}: {r}' for n, r in found if r)}); "
+                "train.kernel=reference computes it slowly and exactly"
+            )
+        passed = [f"{n}: {reason}" for n, reason in found[: [n for n, _ in found].index(best)] if reason]
+        return _KERNELS[best](), "the fastest that serves this run" + (f" ({'; '.join(passed)})" if passed else "")
+    if name not in _KERNELS:
+        raise ConfigError(f"train.kernel={name}: no such kernel; allowed: auto, {', '.join(_KERNELS)}")
+    reason = dict(found)[name]
+    if reason is not None:
+        raise ConfigError(f"train.kernel={name}: {reason}; usable here: {', '.join(usable)}")
+    return _KERNELS[name](), "as configured"

@@ -1,0 +1,183 @@
+"""PyTorch's own fused attention: the CPU flash kernel, and FlashAttention-2 on CUDA."""
+
+from __future__ import annotations
+
+import torch
+
+from mtrain_cli.attention.kernel import KernelRequest, accumulation_dtype
+from mtrain_cli.attention.mask import Slice
+from mtrain_cli.attention.tiles import Tiles
+
+# One additive mask of the CPU kernel stays below this; all the masks of one batch are kept for the other layers while they fit the second figure.
+_MASK_BYTES = 16 << 20
+_KEPT_MASK_BYTES = 256 << 20
+_ROWS_PER_CALL = 512
+
+
+class SdpaKernel:
+    """Exact, float32 or bfloat16 (float64 on the CPU). On CUDA a fragmented mask (striped layout, many documents) takes one call a rectangle."""
+
+    name = "sdpa"
+
+    def missing(self, request: KernelRequest) -> str | None:
+        if request.device == "cpu":
+            return None
+        if request.capability is None or request.capability < (8, 0):
+            return "FlashAttention-2 in PyTorch needs compute capability 8.0 or later"
+        if request.dtype != "bfloat16":
+            return f"FlashAttention-2 in PyTorch computes bfloat16, not {request.dtype}; train.kernel=reference serves any"
+        if request.head_dim > 256 or request.head_dim % 8:
+            return f"head_dim {request.head_dim} is not a multiple of 8 up to 256"
+        if request.deterministic:
+            return "its backward adds with atomics, which is not bitwise repeatable"
+        return None
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        batch, queries, heads, _ = q.shape
+        out = torch.zeros_like(q)
+        lse = torch.full((batch, heads, queries), float("-inf"), dtype=accumulation_dtype(q.dtype), device=q.device)
+        piece_forward = _cuda_forward if q.is_cuda else _cpu_forward
+        for b in range(batch):
+            for rows, keys, mask in _pieces(tiles, b, q):
+                part, part_lse = piece_forward(q[b, rows], k[b, keys], v[b, keys], mask, scale)
+                out[b, rows] = part
+                lse[b, :, rows] = part_lse
+        if not q.is_cuda:
+            # The CPU kernel answers 0 where a row sees nothing.
+            lse.masked_fill_((tiles.low >= tiles.high)[:, None], float("-inf"))
+        return out, lse
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        delta: torch.Tensor | None,  # noqa: ARG002 - both kernels derive it from out and dout
+        tiles: Tiles,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dq = torch.zeros_like(q)
+        dk, dv = (torch.zeros(k.shape, dtype=accumulation_dtype(k.dtype), device=k.device) for _ in range(2))
+        # A masked score gives exp(-inf - lse): with lse -inf (a row that sees nothing anywhere) that would be NaN.
+        lse = lse.masked_fill(torch.isneginf(lse), 0.0)
+        piece_backward = _cuda_backward if q.is_cuda else _cpu_backward
+        for b in range(q.shape[0]):
+            for rows, keys, mask in _pieces(tiles, b, q):
+                part_q, part_k, part_v = piece_backward(
+                    dout[b, rows], q[b, rows], k[b, keys], v[b, keys], out[b, rows], lse[b, :, rows], mask, scale
+                )
+                dq[b, rows] = part_q
+                dk[b, keys] += part_k
+                dv[b, keys] += part_v
+        return dq, dk, dv
+
+
+def _pieces(tiles: Tiles, b: int, q: torch.Tensor) -> list[tuple[slice, slice, torch.Tensor | bool]]:
+    """The calls that compute sequence b: query rows, key slots, and an additive mask (CPU) or whether it is causal (CUDA)."""
+    key = f"sdpa:{b}:{q.dtype}"
+    if key not in tiles.cache:
+        tiles.cache[key] = list(_cuda_pieces(tiles.slices[b])) if q.is_cuda else list(_cpu_pieces(tiles, b, q.dtype))
+        total = sum(m.numel() * m.element_size() for _, _, m in tiles.cache[key] if isinstance(m, torch.Tensor))
+        if total > _KEPT_MASK_BYTES:
+            return tiles.cache.pop(key)
+    return tiles.cache[key]
+
+
+def _cuda_pieces(slices: tuple[Slice, ...]):
+    for s in slices:
+        yield slice(s.q_start, s.q_stop), slice(s.k_start, s.k_stop), s.causal
+
+
+def _cpu_pieces(tiles: Tiles, b: int, dtype: torch.dtype):
+    """Groups of rows whose mask stays small; no mask where every row of the group sees all its keys."""
+    low, high = tiles.low[b], tiles.high[b]
+    rows_in_all = len(low)
+    seen = (low < high).nonzero().flatten()
+    start = int(seen[0]) if len(seen) else rows_in_all
+    while start < rows_in_all:
+        stop = min(start + _ROWS_PER_CALL, rows_in_all)
+        width = max(int(high[start:stop].max()) - int(low[start]), 1)
+        stop = min(stop, start + max(16, _MASK_BYTES // (4 * width)))
+        group_low, group_high = low[start:stop], high[start:stop]
+        real = group_low < group_high
+        if not bool(real.any()):
+            break
+        first, last = int(group_low[real].min()), int(group_high[real].max())
+        mask: torch.Tensor | bool = False
+        if bool((group_low != first).any()) or bool((group_high != last).any()):
+            slots = torch.arange(first, last, dtype=torch.int32)
+            hidden = (slots < group_low[:, None]) | (slots >= group_high[:, None])
+            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+        yield slice(start, stop), slice(first, last), mask
+        start = stop
+
+
+def _grouped(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """[queries, heads, head_dim] -> [kv_heads, group, queries, head_dim], a view."""
+    return q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+
+
+def _shared(k: torch.Tensor, group: int) -> torch.Tensor:
+    """[keys, kv_heads, head_dim] -> [kv_heads, group, keys, head_dim], a view: the keys are not repeated in memory."""
+    return k.transpose(0, 1)[:, None].expand(-1, group, -1, -1)
+
+
+def _cpu_forward(q, k, v, mask, scale):
+    kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
+    bias = mask[None, None] if isinstance(mask, torch.Tensor) else None
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        _grouped(q, kv_heads), _shared(k, group), _shared(v, group), 0.0, False, attn_mask=bias, scale=scale
+    )
+    return out.permute(2, 0, 1, 3).flatten(1, 2), lse.flatten(0, 1)
+
+
+def _cpu_backward(dout, q, k, v, out, lse, mask, scale):
+    kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
+    bias = mask[None, None] if isinstance(mask, torch.Tensor) else None
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        _grouped(dout, kv_heads),
+        _grouped(q, kv_heads),
+        _shared(k, group),
+        _shared(v, group),
+        _grouped(out, kv_heads),
+        lse.unflatten(0, (kv_heads, group)),
+        0.0,
+        False,
+        attn_mask=bias,
+        scale=scale,
+    )
+    return dq.permute(2, 0, 1, 3).flatten(1, 2), dk.sum(1).transpose(0, 1), dv.sum(1).transpose(0, 1)
+
+
+def _cuda_forward(q, k, v, causal, scale):
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q[None], k[None], v[None], None, None, q.shape[0], k.shape[0], 0.0, causal, False, scale=scale
+    )
+    return out[0], lse[0]
+
+
+def _cuda_backward(dout, q, k, v, out, lse, causal, scale):
+    unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        dout[None].contiguous(),
+        q[None],
+        k[None],
+        v[None],
+        out[None].to(q.dtype).contiguous(),
+        lse[None].contiguous(),
+        None,
+        None,
+        q.shape[0],
+        k.shape[0],
+        0.0,
+        causal,
+        unused,
+        unused,
+        scale=scale,
+    )
+    return dq[0], dk[0], dv[0]

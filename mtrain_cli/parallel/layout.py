@@ -1,0 +1,135 @@
+"""Layouts: which worker of a context group holds which tokens of a sequence.
+
+A layout is a bijection between positions ``0..padded_seq`` and (rank, slot). In every layout a worker's slots hold ascending positions, which keeps the
+mask of any (query shard, key shard) pair one interval a row (`mtrain_cli.attention.mask`). Lengths that do not divide are padded at the end.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Layout(ABC):
+    """workers: size of the context group; seq: tokens of a sequence; block_size: tokens per block."""
+
+    workers: int
+    seq: int
+    block_size: int
+    name: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def _unit(self) -> int:
+        """The padded length is a multiple of this."""
+
+    @property
+    def padded_seq(self) -> int:
+        return -(-self.seq // self._unit) * self._unit
+
+    @property
+    def tokens_per_worker(self) -> int:
+        return self.padded_seq // self.workers
+
+    @abstractmethod
+    def positions(self, rank: int) -> NDArray[np.int64]:
+        """Global positions [tokens_per_worker] of the slots of a rank, ascending."""
+
+    @abstractmethod
+    def to_sequence(self, shards: torch.Tensor) -> torch.Tensor:
+        """[workers, batch, tokens_per_worker, ...] in rank order -> [batch, padded_seq, ...] in sequence order, one copy."""
+
+    @abstractmethod
+    def to_shards(self, sequence: torch.Tensor) -> torch.Tensor:
+        """The inverse of `to_sequence`; contiguous."""
+
+
+class Contiguous(Layout):
+    """Rank r holds the r-th part. Under a causal mask the last rank computes most."""
+
+    name = "contiguous"
+
+    @property
+    def _unit(self) -> int:
+        return self.workers
+
+    def positions(self, rank: int) -> NDArray[np.int64]:
+        n = self.tokens_per_worker
+        return np.arange(rank * n, (rank + 1) * n, dtype=np.int64)
+
+    def to_sequence(self, shards: torch.Tensor) -> torch.Tensor:
+        return shards.transpose(0, 1).flatten(1, 2)
+
+    def to_shards(self, sequence: torch.Tensor) -> torch.Tensor:
+        return sequence.unflatten(1, (self.workers, -1)).transpose(0, 1).contiguous()
+
+
+class Zigzag(Layout):
+    """Of 2 x workers parts, rank r holds the r-th from the front and the r-th from the back: equal work under a causal mask."""
+
+    name = "zigzag"
+
+    @property
+    def _unit(self) -> int:
+        return 2 * self.workers
+
+    def positions(self, rank: int) -> NDArray[np.int64]:
+        part = self.tokens_per_worker // 2
+        mirrored = 2 * self.workers - 1 - rank
+        front, back = (np.arange(c * part, (c + 1) * part, dtype=np.int64) for c in (rank, mirrored))
+        return np.concatenate([front, back])
+
+    def to_sequence(self, shards: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        halves = shards.unflatten(2, (2, -1))
+        return torch.cat([halves[:, :, 0], halves[:, :, 1].flip(0)]).transpose(0, 1).flatten(1, 2)
+
+    def to_shards(self, sequence: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        parts = sequence.unflatten(1, (2 * self.workers, -1)).transpose(0, 1)
+        return torch.stack([parts[: self.workers], parts[self.workers :].flip(0)], dim=2).flatten(2, 3)
+
+
+class Striped(Layout):
+    """Blocks are dealt to the ranks in turn: rank r holds the blocks r, r + workers, r + 2 workers, ...
+
+    Every ring step then sees one residue class of block diagonals on all ranks, which balances dynamic sparse attention too (MTraining, section 4.1).
+    """
+
+    name = "striped"
+
+    @property
+    def _unit(self) -> int:
+        return self.workers * self.block_size
+
+    def positions(self, rank: int) -> NDArray[np.int64]:
+        blocks = np.arange(rank, self.padded_seq // self.block_size, self.workers, dtype=np.int64)
+        return (blocks[:, None] * self.block_size + np.arange(self.block_size)).reshape(-1)
+
+    def to_sequence(self, shards: torch.Tensor) -> torch.Tensor:
+        blocks = shards.unflatten(2, (-1, self.block_size))
+        return blocks.permute(1, 2, 0, *range(3, blocks.ndim)).flatten(1, 3)
+
+    def to_shards(self, sequence: torch.Tensor) -> torch.Tensor:
+        blocks = sequence.unflatten(1, (-1, self.workers, self.block_size))
+        return blocks.permute(2, 0, 1, *range(3, blocks.ndim)).flatten(2, 3).contiguous()
+
+
+_LAYOUTS: dict[str, type[Layout]] = {cls.name: cls for cls in (Contiguous, Zigzag, Striped)}
+
+
+def make_layout(name: str, workers: int, seq: int, block_size: int) -> Layout:
+    """Raises ValueError if there is no layout of that name."""
+    if name not in _LAYOUTS:
+        raise ValueError(f"topology.layout={name}: no such layout; allowed: {', '.join(_LAYOUTS)}")
+    return _LAYOUTS[name](workers, seq, block_size)

@@ -1,0 +1,37 @@
+"""`topology.exchange=auto`: which exchange a run uses, and why."""
+
+from __future__ import annotations
+
+# A gathered KV and its float32 gradient may take this part of a GPU; beyond it the ring, which holds two shards at a time, is used.
+_GATHER_SHARE = 0.15
+_ASSUMED_MEMORY = 80 << 30
+
+
+def gathered_bytes(tokens: int, kv_heads: int, head_dim: int, dtype_bytes: int) -> int:
+    """Bytes that one layer's gathered keys and values take, with their float32 gradients (backward)."""
+    return tokens * 2 * kv_heads * head_dim * (dtype_bytes + 4)
+
+
+def choose_exchange(
+    name: str,
+    *,
+    workers: int,
+    tokens: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype_bytes: int,
+    device_memory: int | None = None,
+) -> tuple[str, str]:
+    """-> exchange and reason.
+
+    name: as configured. workers: context group. tokens: padded sequence times micro-batch. device_memory: bytes of one device; None = not known.
+    """
+    if name != "auto":
+        return name, "as configured"
+    if workers == 1:
+        return "all_gather", "one worker holds the whole sequence, nothing moves"
+    size = gathered_bytes(tokens, kv_heads, head_dim, dtype_bytes)
+    memory = device_memory or _ASSUMED_MEMORY
+    if size <= _GATHER_SHARE * memory:
+        return "all_gather", f"one collective and one kernel call a layer; gathered KV and dKV take {size / 2**30:.2f} GiB"
+    return "ring", f"gathered KV and dKV would take {size / 2**30:.1f} GiB, over {_GATHER_SHARE:.0%} of {memory / 2**30:.0f} GiB"

@@ -1,0 +1,31 @@
+"""Runs a function on real gloo processes and brings back what each returned."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def run(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """function(rank, world, *args) in each of `world` processes of one group; the results in rank order. A failing process fails the test."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_main, args=(world, folder, function, args), nprocs=world, join=True)
+        return [pickle.loads(Path(folder, f"result-{rank}").read_bytes()) for rank in range(world)]
+
+
+def _main(rank: int, world: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    result = function(rank, world, *args)
+    Path(folder, f"result-{rank}").write_bytes(pickle.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
