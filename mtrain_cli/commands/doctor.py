@@ -1,0 +1,349 @@
+"""`mtrain doctor`: what this machine has, which kernels can serve a run here and why not, and what is missing. Needs no GPU and no extra."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+# (what is shown, distributions that provide it, the extra that installs it, what it is for)
+_PACKAGES: tuple[tuple[str, tuple[str, ...], str | None, str], ...] = (
+    ("torch", ("torch",), None, ""),
+    ("numpy", ("numpy",), None, ""),
+    ("hydra-core", ("hydra-core",), None, ""),
+    ("omegaconf", ("omegaconf",), None, ""),
+    ("typer", ("typer",), None, ""),
+    ("rich", ("rich",), None, ""),
+    ("safetensors", ("safetensors",), None, ""),
+    ("triton", ("triton",), "cuda", "train.compile on GPUs"),
+    ("cupy", ("cupy-cuda13x", "cupy-cuda12x", "cupy"), "cuda", "CUDA kernels"),
+    ("flash-attn-4", ("flash-attn-4",), "hopper", "kernel flash4"),
+    ("tokenizers", ("tokenizers",), "data", "tokenizer.json files, mtrain data prepare"),
+    ("pyarrow", ("pyarrow",), "data", "parquet corpora"),
+    ("transformers", ("transformers",), "hf", "mtrain checkpoint verify"),
+    ("tensorboard", ("tensorboard",), "tensorboard", "run.tensorboard=true"),
+)
+_LINKS = {
+    "X": "itself",
+    "SYS": "PCIe and the link between sockets",
+    "NODE": "PCIe host bridges of one socket",
+    "PHB": "PCIe host bridge",
+    "PXB": "several PCIe switches",
+    "PIX": "one PCIe switch",
+}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """memory_gib: all of it; free_gib: not in use by any process now."""
+
+    index: int
+    name: str
+    memory_gib: float
+    free_gib: float
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Link:
+    """How GPU ``a`` reaches GPU ``b``: NV and the number of NVLinks, or one of nvidia-smi's words for PCIe paths, or ``peer`` / ``no peer``."""
+
+    a: int
+    b: int
+    kind: str
+
+
+@dataclass(frozen=True)
+class Package:
+    """version: None when missing; then extra and purpose say what would install it and what needs it."""
+
+    name: str
+    version: str | None
+    extra: str | None
+    purpose: str
+
+
+@dataclass(frozen=True)
+class KernelState:
+    """reason: why the kernel cannot serve a run on this device; None where it can."""
+
+    name: str
+    device: str
+    dtype: str
+    reason: str | None
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One thing that was really tried. detail: what was seen, or the error."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Everything that `mtrain doctor` knows; the object of ``--json``."""
+
+    python: str
+    system: str
+    cpu_cores: int
+    cpu_memory_gib: float | None
+    cuda: str | None
+    driver: str | None
+    nccl: str | None
+    gpus: list[Gpu]
+    links: list[Link]
+    packages: list[Package]
+    kernels: list[KernelState]
+    checks: list[CheckResult]
+
+
+def doctor(
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of tables."),
+    check: bool = typer.Option(False, "--check", help="Also try: two processes over gloo, and each usable kernel against the reference."),
+) -> None:
+    """Show devices, links, versions, and which attention kernels are usable here (and why not)."""
+    found = diagnose(check)
+    if as_json:
+        typer.echo(json.dumps(asdict(found), indent=2))
+    else:
+        from rich.console import Console
+
+        Console().print(render(found))
+    if not all(result.passed for result in found.checks):
+        raise typer.Exit(1)
+
+
+def diagnose(check: bool) -> Diagnosis:
+    """Look at this machine; with ``check``, also run something on it."""
+    import torch
+
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+        gpus.append(Gpu(index, name, round(total / 2**30, 1), round(free / 2**30, 1), capability))
+    nccl = torch.cuda.nccl.version() if gpus and torch.distributed.is_nccl_available() else None
+    kernels = _kernels(gpus)
+    return Diagnosis(
+        python=platform.python_version(),
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        cpu_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cpu_memory_gib=_cpu_memory(),
+        cuda=torch.version.cuda,
+        driver=_driver() if gpus else None,
+        nccl=".".join(map(str, nccl)) if nccl else None,
+        gpus=gpus,
+        links=_links(len(gpus)),
+        packages=[Package(name, _version(names), extra, purpose) for name, names, extra, purpose in _PACKAGES],
+        kernels=kernels,
+        checks=[_check_gloo(), *(_check_kernel(kernel) for kernel in kernels if kernel.reason is None)] if check else [],
+    )
+
+
+def _cpu_memory() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (ValueError, OSError):
+        return None
+
+
+def _version(distributions: tuple[str, ...]) -> str | None:
+    for name in distributions:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _nvidia_smi(*arguments: str) -> str | None:
+    """What nvidia-smi prints; None where it is missing or fails."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    try:
+        return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=True).stdout
+    except (subprocess.SubprocessError, OSError):
+        return None
+
+
+def _driver() -> str | None:
+    text = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
+    return text.split()[0] if text and text.split() else None
+
+
+def _links(gpus: int) -> list[Link]:
+    if gpus < 2:
+        return []
+    if (text := _nvidia_smi("topo", "-m")) and len(links := parse_topology(text)) == gpus * (gpus - 1):
+        return links
+    import torch
+
+    pairs = [(a, b) for a in range(gpus) for b in range(gpus) if a != b]
+    return [Link(a, b, "peer" if torch.cuda.can_device_access_peer(a, b) else "no peer") for a, b in pairs]
+
+
+def parse_topology(text: str) -> list[Link]:
+    """The GPU part of the matrix of `nvidia-smi topo -m`: every ordered pair of different GPUs."""
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in text.splitlines()]
+    rows = {int(words[0][3:]): words[1:] for words in lines if words and re.fullmatch(r"GPU\d+", words[0]) and "X" in words}
+    return [Link(a, b, row[b]) for a, row in sorted(rows.items()) for b in sorted(rows) if a != b and b < len(row)]
+
+
+def describe_links(links: list[Link]) -> list[str]:
+    """One line for each kind of link, with the pairs that have it; one line in all when every pair is alike."""
+    kinds: dict[str, list[str]] = {}
+    for link in links:
+        if link.a < link.b:
+            kinds.setdefault(link.kind, []).append(f"{link.a}-{link.b}")
+    lines = []
+    for kind, pairs in sorted(kinds.items()):
+        if kind.startswith("NV"):
+            what = f"{kind}: NVLink, {kind[2:]} links"
+        elif kind in ("peer", "no peer"):
+            what = "direct access between the two GPUs" if kind == "peer" else "no direct access, through host memory"
+        else:
+            what = f"{kind}: {_LINKS.get(kind, 'unknown path')}"
+        lines.append(f"{what} ({'every pair' if len(kinds) == 1 else ', '.join(pairs)})")
+    return lines
+
+
+def _kernels(gpus: list[Gpu]) -> list[KernelState]:
+    """What the registry says for the usual request of each kind of device: float32 on the CPU, bfloat16 on a GPU, head_dim 128."""
+    from mtrain_cli.attention.kernel import KernelRequest
+    from mtrain_cli.attention.registry import survey
+
+    requests = [KernelRequest("cuda", capability, "bfloat16", 128, 16, 2) for capability in sorted({gpu.capability for gpu in gpus})]
+    requests.append(KernelRequest("cpu", None, "float32", 128, 16, 2))
+    return [KernelState(name, request.device, request.dtype, reason) for request in requests for name, reason in survey(request)]
+
+
+_GLOO = """
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=int(sys.argv[1]), world_size=2)
+number = torch.tensor([float(sys.argv[1]) + 1])
+dist.all_reduce(number)
+dist.destroy_process_group()
+print(int(number.item()))
+"""
+
+
+def _check_gloo() -> CheckResult:
+    """Two processes add a number over gloo, as CPU workers would."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        commands = [[sys.executable, "-c", _GLOO, str(rank), os.path.join(folder, "meet")] for rank in range(2)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        workers = [
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) for command in commands
+        ]
+        try:
+            answers = [worker.communicate(timeout=60) for worker in workers]
+        except subprocess.TimeoutExpired:
+            return CheckResult("two processes over gloo", False, "no answer within 60 s; is the local network interface blocked?")
+        finally:
+            for worker in workers:
+                worker.kill()
+    if all(out.strip() == "3" for out, _ in answers):
+        return CheckResult("two processes over gloo", True, "all_reduce gave the right sum")
+    errors = [err.strip().splitlines()[-1] for _, err in answers if err.strip()]
+    return CheckResult("two processes over gloo", False, errors[0] if errors else "wrong sum")
+
+
+def _check_kernel(state: KernelState) -> CheckResult:
+    """One small causal call against the reference in float64; passed when off by no more than the dtype's rounding explains."""
+    import numpy as np
+    import torch
+
+    from mtrain_cli.attention.kernel import KernelRequest
+    from mtrain_cli.attention.mask import SequenceMask
+    from mtrain_cli.attention.reference import ReferenceKernel
+    from mtrain_cli.attention.registry import choose
+    from mtrain_cli.attention.tiles import Tiles
+
+    name = f"kernel {state.name} on {state.device}"
+    tokens, dtype = 256, getattr(torch, state.dtype)
+    positions = np.arange(tokens, dtype=np.int64)
+    spans = SequenceMask.causal(tokens, tokens).spans(positions, positions)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, tokens, heads, 128, generator=generator).to(dtype) for heads in (16, 2, 2))
+    exact, _ = ReferenceKernel().forward(q.double(), k.double(), v.double(), Tiles.make([spans]), 128**-0.5)
+    try:
+        capability = torch.cuda.get_device_capability() if state.device == "cuda" else None
+        kernel, _ = choose(state.name, KernelRequest(state.device, capability, state.dtype, 128, 16, 2))
+        out, _ = kernel.forward(*(t.to(state.device) for t in (q, k, v)), Tiles.make([spans], state.device), 128**-0.5)
+    except Exception as error:  # whatever a third-party kernel raises is the finding
+        return CheckResult(name, False, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+    worst = (out.cpu().double() - exact).abs().max().item()
+    return CheckResult(name, worst <= max(8 * torch.finfo(dtype).eps, 1e-5), f"largest difference from float64 {worst:.1e}")
+
+
+def render(found: Diagnosis) -> RenderableType:
+    """The tables for a person, 80 columns wide at most."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    def section(title: str) -> Table:
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0), title=title, title_justify="left")
+        table.title_style = "bold"
+        table.add_column(style="dim", no_wrap=True, min_width=14)
+        table.add_column(overflow="fold")
+        return table
+
+    devices = section("Devices")
+    memory = f", {found.cpu_memory_gib:.0f} GiB" if found.cpu_memory_gib is not None else ""
+    devices.add_row("cpu", f"{found.cpu_cores} cores{memory}, {found.system}")
+    for gpu in found.gpus:
+        state = f"{gpu.memory_gib:.0f} GiB ({gpu.free_gib:.0f} free), compute capability {gpu.capability[0]}.{gpu.capability[1]}"
+        devices.add_row(f"cuda:{gpu.index}", f"{gpu.name}, {state}")
+    if not found.gpus:
+        devices.add_row("cuda", "no GPU visible" + ("" if found.cuda else "; this torch is built without CUDA"))
+    for number, line in enumerate(describe_links(found.links)):
+        devices.add_row("" if number else "links", line)
+
+    versions = section("\nVersions")
+    versions.add_row("python", found.python)
+    for name, version in [("cuda", found.cuda), ("driver", found.driver), ("nccl", found.nccl)]:
+        if version is not None:
+            versions.add_row(name, version)
+    for package in found.packages:
+        if package.version is not None:
+            versions.add_row(package.name, package.version)
+        elif package.extra is not None:
+            versions.add_row(
+                package.name, Text(f"not installed: pip install 'mtrain[{package.extra}]'  ({package.purpose})", style="yellow")
+            )
+        else:
+            versions.add_row(package.name, Text("not installed, and mtrain needs it: reinstall mtrain", style="red"))
+
+    kernels = section("\nAttention kernels")
+    for kernel in found.kernels:
+        where = f"{kernel.device}, {kernel.dtype}"
+        state_text = Text("usable", style="green") if kernel.reason is None else Text(f"no: {kernel.reason}", style="yellow")
+        kernels.add_row(kernel.name, Text.assemble(f"{where:<15}  ", state_text))
+
+    parts = [devices, versions, kernels]
+    if found.checks:
+        checks = section("\nChecks")
+        checks.columns[0].min_width = 26
+        for result in found.checks:
+            word = Text("passed", style="green") if result.passed else Text("FAILED", style="red")
+            checks.add_row(result.name, Text.assemble(word, f"  {result.detail}"))
+        parts.append(checks)
+    return Group(*parts)

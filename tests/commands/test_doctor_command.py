@@ -1,0 +1,108 @@
+"""`mtrain doctor`: works on any machine, and says what is missing and what would bring it."""
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from mtrain_cli.commands import doctor as module
+from mtrain_cli.commands.doctor import CheckResult, Gpu, KernelState, Link, describe_links, diagnose, doctor, parse_topology, render
+
+TOPOLOGY = (
+    "\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
+    "GPU0\t X \tNV18\tSYS\tPIX\t0-55,112-167\t0\t\tN/A\n"
+    "GPU1\tNV18\t X \tSYS\tNODE\t0-55,112-167\t0\t\tN/A\n"
+    "GPU2\tSYS\tSYS\t X \tNODE\t56-111\t1\t\tN/A\n"
+    "NIC0\tPIX\tNODE\tNODE\t X \t\t\t\t\n"
+    "\nLegend:\n\n  X    = Self\n  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes\n"
+)
+
+
+def run(*arguments):
+    app = typer.Typer()
+    app.command()(doctor)
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.fixture(scope="module")
+def here():
+    return diagnose(check=False)
+
+
+def text(found, width=80):
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(render(found))
+    return console.file.getvalue()
+
+
+def test_the_matrix_of_nvidia_smi_is_read():
+    links = parse_topology(TOPOLOGY)
+    assert len(links) == 6
+    assert {(link.a, link.b): link.kind for link in links} == {
+        **{(0, 1): "NV18", (1, 0): "NV18", (0, 2): "SYS", (2, 0): "SYS", (1, 2): "SYS", (2, 1): "SYS"},
+    }
+
+
+def test_links_are_named_in_words_and_grouped():
+    assert describe_links(parse_topology(TOPOLOGY)) == [
+        "NV18: NVLink, 18 links (0-1)",
+        "SYS: PCIe and the link between sockets (0-2, 1-2)",
+    ]
+    assert describe_links([Link(0, 1, "NV18"), Link(1, 0, "NV18")]) == ["NV18: NVLink, 18 links (every pair)"]
+    assert describe_links([]) == []
+
+
+def test_it_ends_well_on_this_machine_and_shows_every_section(here):
+    printed = text(here)
+    for word in ("Devices", "cpu ", "Versions", "torch ", "Attention kernels", "reference"):
+        assert word in printed
+    assert max(map(len, printed.splitlines())) <= 80
+
+
+def test_json_is_one_object_with_the_same_facts():
+    result = run("--json")
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert found["cpu_cores"] >= 1
+    assert {"torch", "triton", "flash-attn-4"} <= {package["name"] for package in found["packages"]}
+    assert {"name": "reference", "device": "cpu", "dtype": "float32", "reason": None} in found["kernels"]
+
+
+def test_a_missing_package_is_shown_with_its_extra(monkeypatch):
+    monkeypatch.setattr(module, "_version", lambda names: None if names == ("tokenizers",) else "1.0")
+    printed = text(diagnose(check=False), width=120)
+    (line,) = [line for line in printed.splitlines() if line.startswith("tokenizers")]
+    assert "pip install 'mtrain[data]'" in line
+    assert printed.count("not installed") == 1
+
+
+def test_gpus_links_and_reasons_are_shown(here):
+    gpus = [Gpu(index, "NVIDIA H200", 139.8, 120.2, (9, 0)) for index in range(2)]
+    kernels = [KernelState("flash4", "cuda", "bfloat16", "flash-attn-4 is not installed"), KernelState("sdpa", "cuda", "bfloat16", None)]
+    checks = [CheckResult("two processes over gloo", False, "no answer")]
+    printed = text(replace(here, gpus=gpus, links=[Link(0, 1, "NV18"), Link(1, 0, "NV18")], kernels=kernels, checks=checks))
+    assert "cuda:1          NVIDIA H200, 140 GiB (120 free), compute capability 9.0" in printed
+    assert "NVLink, 18 links (every pair)" in printed
+    assert "no: flash-attn-4 is not installed" in printed
+    assert "FAILED  no answer" in printed
+
+
+def test_check_runs_two_processes_and_compares_the_kernels_with_the_reference():
+    result = run("--check", "--json")
+    checks = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
+    assert checks["two processes over gloo"]["passed"], checks
+    assert checks["kernel sdpa on cpu"]["passed"], checks
+    assert result.exit_code == 0
+
+
+def test_a_kernel_that_computes_nonsense_fails_its_check(monkeypatch):
+    from mtrain_cli.attention.sdpa import SdpaKernel
+
+    right = SdpaKernel.forward
+    monkeypatch.setattr(SdpaKernel, "forward", lambda *arguments: tuple(1.001 * part for part in right(*arguments)))
+    result = module._check_kernel(KernelState("sdpa", "cpu", "float32", None))
+    assert not result.passed
