@@ -1,4 +1,4 @@
-"""`mtrain doctor`: what this machine has, which kernels can serve a run here and why not, and what is missing. Needs no GPU and no extra."""
+"""`mtrain doctor`: what this machine has, which kernels serve a run here or why not, and what is missing. Needs no GPU and no extra."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Link:
-    """How GPU ``a`` reaches GPU ``b``: NV and the number of NVLinks, or one of nvidia-smi's words for PCIe paths, or ``peer`` / ``no peer``."""
+    """How GPU ``a`` reaches GPU ``b``: NV and the number of NVLinks, nvidia-smi's word for a PCIe path, or ``peer`` / ``no peer``."""
 
     a: int
     b: int
@@ -286,7 +286,8 @@ def _check_kernel(state: KernelState) -> CheckResult:
     try:
         capability = torch.cuda.get_device_capability() if state.device == "cuda" else None
         kernel, _ = choose(state.name, KernelRequest(state.device, capability, state.dtype, 128, 16, 2))
-        out, _ = kernel.forward(*(t.to(state.device) for t in (q, k, v)), Tiles.make([spans], state.device), 128**-0.5)
+        tiles = Tiles.make([spans], state.device)
+        out, _ = kernel.forward(q.to(state.device), k.to(state.device), v.to(state.device), tiles, 128**-0.5)
     except Exception as error:  # whatever a third-party kernel raises is the finding
         return CheckResult(name, False, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
     worst = (out.cpu().double() - exact).abs().max().item()
@@ -326,9 +327,8 @@ def render(found: Diagnosis) -> RenderableType:
         if package.version is not None:
             versions.add_row(package.name, package.version)
         elif package.extra is not None:
-            versions.add_row(
-                package.name, Text(f"not installed: pip install 'mtrain[{package.extra}]'  ({package.purpose})", style="yellow")
-            )
+            remedy = f"not installed: pip install 'mtrain[{package.extra}]'  ({package.purpose})"
+            versions.add_row(package.name, Text(remedy, style="yellow"))
         else:
             versions.add_row(package.name, Text("not installed, and mtrain needs it: reinstall mtrain", style="red"))
 
