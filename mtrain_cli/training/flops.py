@@ -92,7 +92,8 @@ class FlopsPerToken:
         runs of one shape compare.
     executed: what the kernels are asked to compute. Pads count as tokens in the matrices; attention counts the pairs that mask and
         sparsity allow, 4 * head_dim FLOP each forward and 10 backward (a flash backward forms q k^T again: five products); activation
-        checkpointing adds the products of what it computes a second time. Tiles that straddle the mask's edge are not rounded up.
+        checkpointing adds the products that run a second time (in eager mode; a compiler may drop some of them). Tiles that straddle
+        the mask's edge are not rounded up.
     """
 
     model: float
@@ -120,8 +121,13 @@ def flops_per_token(
 
 
 def recomputed_matmul(model: ModelConfig, activation_checkpoint: str) -> int:
-    """Matmul parameters whose forward product runs a second time in the backward pass."""
-    return 0 if activation_checkpoint == "none" else parameters(model).layer_matmul * model.num_layers
+    """Matmul parameters whose forward product runs a second time in the backward pass.
+
+    That is every matrix of a layer but the MLP's last: recomputation stops when it has what backward needs, which is that product's input.
+    """
+    if activation_checkpoint == "none":
+        return 0
+    return (parameters(model).layer_matmul - prod(layer_shapes(model)["down"])) * model.num_layers
 
 
 # Dense bf16 tensor-core FLOP/s with fp32 accumulation, from NVIDIA's datasheets; where a sheet prints the sparse figure, half of it.
@@ -134,14 +140,14 @@ _PEAK_FLOPS: tuple[tuple[str, float], ...] = (
     (r"H100 NVL", 835e12),  # H100 NVL product brief: 1671 sparse
     (r"H100 PCIe", 756e12),  # H100 sheet, PCIe column: 1513 sparse
     (r"H[18]00", 989e12),  # H100 sheet, SXM column: 1979 sparse; H800 differs in links and fp64 only
-    (r"H20\b", 148e12),  # H20 sheet: 148 dense
+    (r"H20", 148e12),  # H20 sheet: 148 dense
     (r"A[18]00", 312e12),  # A100 sheet; A800 differs in links only
-    (r"A40\b", 149.7e12),  # A40 sheet: 149.7 dense
-    (r"A30\b", 165e12),  # A30 sheet: 165 dense
-    (r"A10\b", 125e12),  # A10 sheet: 125 dense
+    (r"A40", 149.7e12),  # A40 sheet: 149.7 dense
+    (r"A30", 165e12),  # A30 sheet: 165 dense
+    (r"A10", 125e12),  # A10 sheet: 125 dense
     (r"L40S", 362e12),  # L40S sheet: 362.05 dense
-    (r"L40\b", 181e12),  # L40 sheet: 181.05 dense
-    (r"L4\b", 121e12),  # L4 sheet: 242 sparse
+    (r"L40", 181e12),  # L40 sheet: 181.05 dense
+    (r"L4", 121e12),  # L4 sheet: 242 sparse
     (r"RTX 5090", 209.5e12),  # RTX Blackwell whitepaper, table of the RTX 5090: 209.5 dense with fp32 accumulation
     (r"RTX 4090", 165.2e12),  # Ada whitepaper, appendix A: 165.2 dense with fp32 accumulation
     (r"RTX 3090", 71e12),  # GA102 whitepaper, appendix A: 71 dense with fp32 accumulation
@@ -150,4 +156,4 @@ _PEAK_FLOPS: tuple[tuple[str, float], ...] = (
 
 def peak_flops(device_name: str) -> float | None:
     """Dense bf16 FLOP/s of a GPU by the name that CUDA gives it; None for a CPU or a GPU not in the table, and MFU is then null."""
-    return next((peak for pattern, peak in _PEAK_FLOPS if re.search(rf"\b{pattern}", device_name)), None)
+    return next((peak for pattern, peak in _PEAK_FLOPS if re.search(rf"\b{pattern}\b", device_name)), None)

@@ -1,0 +1,133 @@
+"""Parameters and FLOP from the shape alone, against the decoder itself and published numbers."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.config.compose import compose
+from mtrain_cli.model.decoder import Decoder
+from mtrain_cli.training.flops import causal_pairs, flops_per_token, layer_shapes, parameters, peak_flops, root_shapes
+
+MODELS = ("tiny", "qwen0.5b", "qwen3b", "qwen7b", "llama8b", "qwen3_8b")
+
+
+def config(name, *overrides):
+    return compose([f"model={name}", *overrides]).model
+
+
+def build(model, activation_checkpoint="none"):
+    return Decoder(model, rope_factor=1.0, loss_chunk_bytes=1 << 16, activation_checkpoint=activation_checkpoint, compile=False)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_shapes_and_counts_equal_those_of_the_decoder(name):
+    model = config(name)
+    with torch.device("meta"):
+        decoder = build(model)
+    assert parameters(model).total == sum(p.numel() for p in decoder.parameters())
+    assert parameters(model).layer == sum(p.numel() for p in decoder.layers[0].parameters())
+    assert sorted(layer_shapes(model).values()) == sorted(tuple(p.shape) for p in decoder.layers[0].parameters())
+    outside = [tuple(p.shape) for key, p in decoder.named_parameters() if not key.startswith("layers.")]
+    assert sorted(root_shapes(model).values()) == sorted(outside)
+
+
+@pytest.mark.parametrize(
+    ("name", "total"),
+    [
+        # Sum of the tensor sizes in each release's safetensors files.
+        ("qwen0.5b", 494_032_768),
+        ("qwen3b", 3_085_938_688),
+        ("qwen7b", 7_615_616_512),
+        ("llama8b", 8_030_261_248),
+        ("qwen3_8b", 8_190_735_360),
+    ],
+)
+def test_counts_equal_those_of_the_published_weights(name, total):
+    assert parameters(config(name)).total == total
+
+
+def test_the_tied_head_multiplies_though_it_is_stored_once():
+    tied, separate = (parameters(config("tiny", f"model.tie_word_embeddings={tied}")) for tied in ("true", "false"))
+    assert tied.matmul == separate.matmul
+    assert separate.total - tied.total == tied.embedding == 264 * 128
+
+
+@pytest.mark.parametrize("activation_checkpoint", ["none", "selective", "full"])
+@pytest.mark.parametrize("overrides", [(), ("model.qk_norm=true", "model.tie_word_embeddings=false")])
+def test_executed_matrix_products_equal_what_a_training_step_runs(activation_checkpoint, overrides):
+    model, seq = config("tiny", *overrides), 32
+    decoder = build(model, activation_checkpoint)
+    for parameter in decoder.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    tokens, positions = torch.zeros(1, seq, dtype=torch.long), torch.arange(seq)[None]
+    with FlopCounterMode(display=False) as counter:
+        decoder(tokens, positions, tokens, lambda q, k, v, _: q * k.sum() * v.sum(), 1.0).backward()
+    # The counter does not see addmm_, in which the loss forms the gradient of the LM head.
+    seen = counter.get_total_flops() + 2 * model.vocab_size * model.hidden_size * seq
+    assert flops_per_token(model, seq, activation_checkpoint=activation_checkpoint, pairs=0).executed == seen / seq
+
+
+def test_attention_adds_two_products_forward_and_five_backward_for_each_pair():
+    model, seq = config("tiny"), 64
+    width = model.num_layers * model.num_heads * model.head_dim
+
+    def attention(activation_checkpoint, pairs):
+        with_pairs, without = (
+            flops_per_token(model, seq, activation_checkpoint=activation_checkpoint, pairs=p).executed for p in (pairs, 0)
+        )
+        return (with_pairs - without) * seq
+
+    assert attention("none", 100) == attention("selective", 100) == pytest.approx((2 + 5) * 2 * width * 100)
+    assert attention("full", 100) == pytest.approx((2 + 2 + 5) * 2 * width * 100)
+
+
+def test_causal_is_the_default_mask():
+    assert causal_pairs(37) == SequenceMask.causal(37, 48).spans(np.arange(48), np.arange(48)).pairs
+    model = config("tiny")
+    assert flops_per_token(model, 37) == flops_per_token(model, 37, pairs=causal_pairs(37), padded_seq=37)
+
+
+def test_pads_cost_matrix_products_and_no_attention():
+    model = config("tiny")
+    plain, padded = flops_per_token(model, 96), flops_per_token(model, 96, padded_seq=128)
+    assert padded.model == plain.model
+    assert padded.executed - plain.executed == pytest.approx(6 * parameters(model).matmul * 32 / 96)
+
+
+@pytest.mark.parametrize(("seq", "expected"), [(32 * 1024, 33e9), (128 * 1024, 76e9), (256 * 1024, 134e9), (512 * 1024, 250e9)])
+def test_model_flops_of_qwen_3b_at_known_lengths(seq, expected):
+    assert flops_per_token(config("qwen3b"), seq).model == pytest.approx(expected, rel=0.015)
+
+
+def test_model_flops_follow_the_formula_of_the_papers():
+    # 6 P + 6 L d N with d = heads * head_dim and causal attention, for Llama-3.1-8B at 256K: P = 7.505e9 without the embedding.
+    assert flops_per_token(config("llama8b"), 262144).model == pytest.approx(6 * 7.505e9 + 6 * 32 * 4096 * 262144, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H800", 989),
+        ("NVIDIA H20", 148),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A800-SXM4-80GB", 312),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+    ],
+)
+def test_peak_by_the_name_of_the_gpu(name, teraflops):
+    assert peak_flops(name) == teraflops * 1e12
+
+
+@pytest.mark.parametrize("name", ["cpu", "NVIDIA GeForce GTX 1080", "", "Tesla T4", "NVIDIA A1000"])
+def test_an_unknown_device_has_no_peak(name):
+    assert peak_flops(name) is None
