@@ -1,0 +1,180 @@
+"""The decoder: only its mathematics. It knows nothing of masks, layouts or workers; attention is a function handed in.
+
+Parameter names are Hugging Face's without the leading ``model.``, so a checkpoint is read and written name by name.
+
+B batch, N local tokens, C hidden, H query heads, K key-value heads, D head dim, F = D/2 rotary frequencies, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from mtrain_cli.config.schema import ModelConfig
+from mtrain_cli.model.loss import fused_linear_cross_entropy
+from mtrain_cli.model.rope import Rotation, attention_factor, inverse_frequencies, rotate, rotation
+
+Attend = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+"""``attend(q_BNHD, k_BNKD, v_BNKD, layer) -> out_BNHD``: scores are q.k / sqrt(D); all inputs are contiguous."""
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension (arXiv:1910.07467, equation 4); the mean square is float32 whatever x's dtype."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """The projections around attention, with grouped key-value heads (GQA, arXiv:2305.13245)."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = model.head_dim
+        query_width, kv_width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+        self.q_proj = nn.Linear(model.hidden_size, query_width, bias=model.qkv_bias)
+        self.k_proj = nn.Linear(model.hidden_size, kv_width, bias=model.qkv_bias)
+        self.v_proj = nn.Linear(model.hidden_size, kv_width, bias=model.qkv_bias)
+        self.o_proj = nn.Linear(query_width, model.hidden_size, bias=False)
+        if model.qk_norm:
+            self.q_norm = RMSNorm(model.head_dim, model.rms_norm_eps)
+            self.k_norm = RMSNorm(model.head_dim, model.rms_norm_eps)
+        self.qk_norm = model.qk_norm
+
+    def project(self, x_BNC: Tensor, cos_BN1F: Tensor, sin_BN1F: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q ``[B, N, H, D]``, k and v ``[B, N, K, D]``, contiguous, q and k rotated."""
+        q_BNHD, k_BNKD, v_BNKD = (p(x_BNC).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        if self.qk_norm:
+            q_BNHD, k_BNKD = self.q_norm(q_BNHD), self.k_norm(k_BNKD)
+        return rotate(q_BNHD, cos_BN1F, sin_BN1F), rotate(k_BNKD, cos_BN1F, sin_BN1F), v_BNKD
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)) (arXiv:2002.05202, equation 6)."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(model.hidden_size, model.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(model.hidden_size, model.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(model.intermediate_size, model.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """One pre-norm layer: two computational parts, `project` and `finish`, around attention."""
+
+    def __init__(self, model: ModelConfig, index: int, *, activation_checkpoint: str, compile: bool) -> None:
+        super().__init__()
+        assert activation_checkpoint in ("none", "selective", "full"), activation_checkpoint
+        self.index = index
+        self.full_checkpoint = activation_checkpoint == "full"
+        self.parts = _parts(activation_checkpoint == "selective", compile)
+        self.input_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps)
+        self.self_attn = Attention(model)
+        self.post_attention_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps)
+        self.mlp = SwiGLU(model)
+
+    def project(self, x_BNC: Tensor, cos_BN1F: Tensor, sin_BN1F: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.self_attn.project(self.input_layernorm(x_BNC), cos_BN1F, sin_BN1F)
+
+    def finish(self, x_BNC: Tensor, out_BNHD: Tensor) -> Tensor:
+        x_BNC = x_BNC + self.self_attn.o_proj(out_BNHD.flatten(-2))
+        return x_BNC + self.mlp(self.post_attention_layernorm(x_BNC))
+
+    def forward(self, x_BNC: Tensor, rope: Rotation, attend: Attend) -> Tensor:
+        # Recomputation starts inside forward, so FSDP's hooks, which gather the parameters around it, are never rerun nor compiled.
+        if self.full_checkpoint:
+            return _recomputed(self._layer, x_BNC, rope, attend)
+        return self._layer(x_BNC, rope, attend)
+
+    def _layer(self, x_BNC: Tensor, rope: Rotation, attend: Attend) -> Tensor:
+        project, finish = self.parts
+        q_BNHD, k_BNKD, v_BNKD = project(self, x_BNC, rope.cos_BN1F, rope.sin_BN1F)
+        return finish(self, x_BNC, attend(q_BNHD, k_BNKD, v_BNKD, self.index))
+
+
+def _recomputed(function: Callable[..., Any], *args: Any) -> Any:
+    # Nothing in the decoder is random, so there is no random state to keep (keeping it would synchronise with the GPU).
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+def _recomputed_project(layer: DecoderLayer, *args: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _recomputed(layer.project, *args)
+
+
+def _recomputed_finish(layer: DecoderLayer, *args: Tensor) -> Tensor:
+    return _recomputed(layer.finish, *args)
+
+
+@cache
+def _parts(recompute: bool, compile: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`project` and `finish` as functions of a layer, one pair for all layers: compiled once, not once per layer.
+
+    Recomputing both but not what lies between keeps exactly x, q, k, v and the attention output of every layer.
+    """
+    parts = (_recomputed_project, _recomputed_finish) if recompute else (DecoderLayer.project, DecoderLayer.finish)
+    return (torch.compile(parts[0], dynamic=False), torch.compile(parts[1], dynamic=False)) if compile else parts
+
+
+class Decoder(nn.Module):
+    """A decoder-only language model.
+
+    Build it under ``torch.device("meta")``, shard it, ``to_empty`` it, then initialise (`init.py`) or load it (`huggingface.py`). It has
+    parameters only, all float32, and no buffers: nothing else needs to survive that. ``rope_factor`` is the resolved stretch (`rope.py`).
+    """
+
+    def __init__(self, model: ModelConfig, *, rope_factor: float, loss_chunk_bytes: int, activation_checkpoint: str, compile: bool) -> None:
+        super().__init__()
+        self.model_config = model
+        self.loss_chunk_bytes = loss_chunk_bytes
+        self.compile_loss = compile
+        self.inverse_frequencies_F = inverse_frequencies(model.rope, model.head_dim, rope_factor)
+        self.attention_factor = attention_factor(model.rope, rope_factor)
+        self.embed_tokens = nn.Embedding(model.vocab_size, model.hidden_size)
+        self.layers = nn.ModuleList(
+            DecoderLayer(model, index, activation_checkpoint=activation_checkpoint, compile=compile) for index in range(model.num_layers)
+        )
+        self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps)
+        if not model.tie_word_embeddings:
+            self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
+
+    def forward(self, tokens_BN: Tensor, positions_BN: Tensor, labels_BN: Tensor, attend: Attend, loss_scale: float | Tensor) -> Tensor:
+        """``loss_scale`` times the sum of token losses, float32 scalar; labels of -100 are ignored, and labels are already shifted.
+
+        Positions are the tokens' places in the whole sequence, in any order. ``loss_scale`` as a tensor must be float32 when it gets here:
+        FSDP2's mixed precision rounds a module's inputs to bfloat16 unless its policy says ``cast_forward_inputs=False``.
+        """
+        x_BNC = self.hidden(tokens_BN, positions_BN, attend)
+        return fused_linear_cross_entropy(
+            x_BNC.flatten(0, 1), self._head_weight(), labels_BN.flatten(), self.loss_chunk_bytes, loss_scale, compile=self.compile_loss
+        )
+
+    def hidden(self, tokens_BN: Tensor, positions_BN: Tensor, attend: Attend) -> Tensor:
+        """The final normalised hidden states ``[B, N, C]``."""
+        if self.inverse_frequencies_F.device != positions_BN.device:
+            self.inverse_frequencies_F = self.inverse_frequencies_F.to(positions_BN.device)
+        rope = rotation(positions_BN, self.inverse_frequencies_F, self.attention_factor)
+        x_BNC = self.embed_tokens(tokens_BN)
+        for layer in self.layers:
+            x_BNC = layer(x_BNC, rope, attend)
+        return self.norm(x_BNC)
+
+    def logits(self, tokens_BN: Tensor, positions_BN: Tensor, attend: Attend) -> Tensor:
+        """Logits ``[B, N, V]`` of every token at once: for verification of small inputs, not for training."""
+        return functional.linear(self.hidden(tokens_BN, positions_BN, attend), self._head_weight())
+
+    def _head_weight(self) -> Tensor:
+        return self.embed_tokens.weight if self.model_config.tie_word_embeddings else self.lm_head.weight

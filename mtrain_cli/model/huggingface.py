@@ -1,0 +1,243 @@
+"""Weights of a Hugging Face folder: read lazily, loaded into a plain or sharded decoder, and written.
+
+A folder is config.json beside model.safetensors, or beside several safetensors files and their index. Tensors go by the decoder's own
+names, which are Hugging Face's without the leading ``model.``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from mtrain_cli.config.schema import ConfigError, ModelConfig
+from mtrain_cli.model.decoder import Decoder
+from mtrain_cli.model.huggingface_config import config_json, read_config, read_json
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MAX_FILE_BYTES = 5 * 10**9
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "tokenizer.model", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_SHOWN_PROBLEMS = 8
+
+
+def hf_name(name: str) -> str:
+    """The name in a Hugging Face file of the decoder's parameter ``name``."""
+    return name if name.startswith("lm_head.") else f"model.{name}"
+
+
+def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every parameter of a decoder; allocates nothing."""
+    with torch.device("meta"):
+        decoder = Decoder(model, rope_factor=1.0, loss_chunk_bytes=1, activation_checkpoint="none", compile=False)
+    return {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
+
+
+class HuggingFaceFolder:
+    """A readable folder: its ``model``, its ``max_position`` (tokens), and its tensors.
+
+    The constructor reads config.json and the headers of all files. It raises ConfigError, naming file and tensor, for a missing, truncated
+    or corrupt file and for a tensor that is missing, unexpected or of another shape than config.json says.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.model, self.max_position = read_config(self.path)
+        self._files: dict[str, Any] = {}
+        self._file_of = self._locate()
+        self._check()
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows ``start:stop`` of the parameter ``name`` in the file's own dtype, on the CPU; reads only these."""
+        with _readable(self.path / self._file_of[hf_name(name)]):
+            return self._slice(hf_name(name))[start:stop]
+
+    def _slice(self, stored_name: str) -> Any:
+        return self._open(self._file_of[stored_name]).get_slice(stored_name)
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            path = self.path / file
+            if not path.is_file():
+                raise ConfigError(f"{path}: no such file")
+            with _readable(path):
+                self._files[file] = safe_open(path, framework="pt", device="cpu").__enter__()
+        return self._files[file]
+
+    def _locate(self) -> dict[str, str]:
+        """File of every stored tensor."""
+        if not (self.path / INDEX).is_file():
+            if not (self.path / SINGLE).is_file():
+                raise ConfigError(f"{self.path}: has neither {SINGLE} nor {INDEX}; other weight formats are not read")
+            return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
+        file_of = read_json(self.path / INDEX).get("weight_map")
+        if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
+            raise ConfigError(f"{self.path / INDEX}: weight_map must give a file for each tensor")
+        for file in sorted(set(file_of.values())):
+            stored = set(self._open(file).keys())
+            lost = [name for name, where in file_of.items() if where == file and name not in stored]
+            if lost:
+                raise ConfigError(f"{self.path / file}: tensor {lost[0]} is missing, though {INDEX} places it here")
+        return file_of
+
+    def _check(self) -> None:
+        shapes = {hf_name(name): shape for name, shape in parameter_shapes(self.model).items()}
+        problems = []
+        for name, shape in shapes.items():
+            if name not in self._file_of:
+                problems.append(f"{self.path}: tensor {name} is missing")
+            elif (stored := tuple(self._slice(name).get_shape())) != shape:
+                problems.append(f"{self.path / self._file_of[name]}: tensor {name} has shape {stored}; config.json asks for {shape}")
+        for name, file in self._file_of.items():
+            # Old Llama folders store the rotary frequencies, and tied ones may repeat the embedding as the head.
+            if name not in shapes and not name.endswith("rotary_emb.inv_freq") and not self._repeats_embedding(name):
+                problems.append(f"{self.path / file}: unexpected tensor {name}; a {self.model.family} model has none of this name")
+        _raise(problems)
+
+    def _repeats_embedding(self, name: str) -> bool:
+        return (
+            name == "lm_head.weight"
+            and self.model.tie_word_embeddings
+            and torch.equal(self._slice(name)[:], self._slice(hf_name("embed_tokens.weight"))[:])
+        )
+
+
+def load_into(decoder: Decoder, folder: Path | str) -> None:
+    """Fill every parameter of ``decoder``, plain or sharded by FSDP2, on any device; each worker reads only its own rows.
+
+    Rotary settings may differ from the folder's (that is how a context is extended). Raises ConfigError for an unreadable folder and for a
+    decoder of another shape, before any parameter is touched.
+    """
+    source = HuggingFaceFolder(folder)
+    _require_same_model(decoder.model_config, source)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            _fill(parameter, partial(source.read, name))
+
+
+def _require_same_model(model: ModelConfig, source: HuggingFaceFolder) -> None:
+    fields = (
+        "family", "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "qkv_bias",
+        "qk_norm", "tie_word_embeddings", "rms_norm_eps",
+    )  # fmt: skip
+    pairs = ((field, getattr(model, field), getattr(source.model, field)) for field in fields)
+    _raise([f"model.{field}={ours}: {source.path / 'config.json'} says {theirs}" for field, ours, theirs in pairs if ours != theirs])
+
+
+def _fill(parameter: Tensor, read: Callable[[int, int | None], Tensor]) -> None:
+    if not isinstance(parameter, DTensor):
+        parameter.copy_(read(0, None))
+        return
+    mesh, placements = parameter.device_mesh, parameter.placements
+    assert all(not isinstance(placement, Shard) or placement.dim == 0 for placement in placements), placements
+    # The same cut applied to the row numbers says which rows are here, without communication.
+    rows = distribute_tensor(torch.arange(parameter.shape[0], device=parameter.device), mesh, placements, src_data_rank=None).to_local()
+    local = parameter.to_local()
+    assert rows.numel() == local.shape[0], (rows.shape, local.shape)
+    if rows.numel():
+        local.copy_(read(int(rows[0]), int(rows[-1]) + 1))
+
+
+def write_folder(
+    path: Path,
+    model: ModelConfig,
+    read: Callable[[Sequence[str]], dict[str, Tensor]],
+    *,
+    rope_factor: float,
+    seq: int,
+    dtype: torch.dtype,
+    tokenizer: Path | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Write config.json and safetensors that transformers opens; ``read(names)`` returns those parameters, whole, for one file at a time.
+
+    ``seq`` is the number of tokens that the model was trained on. Tokenizer files and token ids are copied from the folder ``tokenizer``.
+    The folder appears under its name only when complete. Raises ConfigError if it already has content or cannot be written.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(f"{path}: already exists; give a new or empty folder")
+    config = config_json(model, rope_factor=rope_factor, seq=seq, dtype=str(dtype).removeprefix("torch."))
+    unfinished = path.parent / f".{path.name}.partial-{os.getpid()}"
+    try:
+        unfinished.mkdir(parents=True)
+        if tokenizer is not None:
+            config |= _copy_tokenizer(tokenizer, unfinished)
+        (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        _write_weights(unfinished, parameter_shapes(model), read, dtype, max_file_bytes)
+        if path.exists():
+            path.rmdir()
+        unfinished.rename(path)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path}: could not be written ({error})") from None
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _write_weights(
+    folder: Path, shapes: dict[str, tuple[int, ...]], read: Callable[[Sequence[str]], dict[str, Tensor]], dtype: torch.dtype, max_bytes: int
+) -> None:
+    groups = list(_groups(shapes, dtype.itemsize, max_bytes))
+    file_of: dict[str, str] = {}
+    for number, names in enumerate(groups, 1):
+        file = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        save_file({hf_name(name): tensor.to(dtype).contiguous() for name, tensor in read(names).items()}, folder / file, {"format": "pt"})
+        file_of |= {hf_name(name): file for name in names}
+    if len(groups) > 1:
+        total = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
+        index = {"metadata": {"total_size": total}, "weight_map": file_of}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _groups(shapes: dict[str, tuple[int, ...]], item_bytes: int, max_bytes: int) -> Iterator[list[str]]:
+    """Names in order, cut where a file would grow beyond ``max_bytes`` (a larger tensor has a file of its own)."""
+    group: list[str] = []
+    size = 0
+    for name, shape in shapes.items():
+        tensor_bytes = torch.Size(shape).numel() * item_bytes
+        if group and size + tensor_bytes > max_bytes:
+            yield group
+            group, size = [], 0
+        group.append(name)
+        size += tensor_bytes
+    yield group
+
+
+def _copy_tokenizer(source: Path, target: Path) -> dict[str, Any]:
+    """Copies the tokenizer's files; returns the special token ids of the source's config.json, if it has one."""
+    found = [file for file in _TOKENIZER_FILES if (source / file).is_file()]
+    if not found:
+        raise ConfigError(f"{source}: has no tokenizer files; a folder with tokenizer.json is expected")
+    for file in found:
+        shutil.copyfile(source / file, target / file)
+    config = read_json(source / "config.json") if (source / "config.json").is_file() else {}
+    return {key: config[key] for key in _TOKEN_IDS if key in config}
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path}: truncated or corrupt safetensors file ({error})") from None
+
+
+def _raise(problems: Sequence[str]) -> None:
+    if len(problems) > _SHOWN_PROBLEMS:
+        problems = [*problems[:_SHOWN_PROBLEMS], f"... and {len(problems) - _SHOWN_PROBLEMS} more like these"]
+    if problems:
+        raise ConfigError(*problems)

@@ -1,0 +1,188 @@
+"""The config.json of a Hugging Face folder, read as a `ModelConfig` and written from one.
+
+Both spellings are understood and written: ``rope_parameters`` (transformers 5) and ``rope_theta`` with ``rope_scaling`` (transformers 4).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from mtrain_cli.config.schema import ConfigError, ModelConfig, RopeConfig
+from mtrain_cli.model.rope import attention_factor
+
+ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+_BETA_FAST, _BETA_SLOW = 32.0, 1.0  # what a config.json that leaves them out means (YaRN, section 3.2)
+_LOW_FREQ_FACTOR, _HIGH_FREQ_FACTOR = 1.0, 4.0  # Llama 3.1
+
+
+class _Fields:
+    """Reads typed fields of a JSON object and collects what is wrong with them."""
+
+    def __init__(self, path: Path, raw: dict[str, Any]) -> None:
+        self.path, self.raw, self.problems = path, raw, list[str]()
+
+    def number(self, key: str, kind: type, default: Any = None) -> Any:
+        """The positive int or float under ``key``; a missing or null one is ``default``, or a problem if that is None."""
+        value = self.raw.get(key)
+        value = default if value is None else value
+        if value is None:
+            self.problems.append(f"{self.path}: {key} is missing")
+            return kind(1)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or kind(value) != value or value <= 0:
+            self.problems.append(f"{self.path}: {key}={value}: must be a positive {'integer' if kind is int else 'number'}")
+            return kind(1)
+        return kind(value)
+
+    def refuse(self, key: str, allowed: Any) -> None:
+        """A feature that the decoder does not have: anything but ``allowed``, null or nothing is a problem."""
+        value = self.raw.get(key)
+        if value is not None and value != allowed:
+            self.problems.append(f"{self.path}: {key}={json.dumps(value)} is not supported; only {json.dumps(allowed)} is")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ConfigError when there is none."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; a Hugging Face folder has config.json and safetensors") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read as JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: must hold a JSON object")
+    return raw
+
+
+def read_config(folder: Path) -> tuple[ModelConfig, int]:
+    """The model of ``folder``/config.json, and the longest sequence in tokens that it is meant for (max_position_embeddings).
+
+    Raises ConfigError that lists every missing field and every feature that the decoder lacks.
+    """
+    path = folder / "config.json"
+    raw = read_json(path)
+    family = raw.get("model_type")
+    if family not in ARCHITECTURES:
+        raise ConfigError(f"{path}: model_type={family}: must be one of {', '.join(ARCHITECTURES)}")
+    fields = _Fields(path, raw)
+    fields.refuse("hidden_act", "silu")
+    fields.refuse("attention_bias", False)
+    fields.refuse("mlp_bias", False)
+    fields.refuse("use_sliding_window", False)
+    fields.refuse("quantization_config", None)
+    hidden_size, num_heads = fields.number("hidden_size", int), fields.number("num_attention_heads", int)
+    max_position = fields.number("max_position_embeddings", int, 2048 if family == "llama" else 32768)
+    model = ModelConfig(
+        name=folder.resolve().name,
+        family=family,
+        vocab_size=fields.number("vocab_size", int),
+        hidden_size=hidden_size,
+        num_layers=fields.number("num_hidden_layers", int),
+        num_heads=num_heads,
+        num_kv_heads=fields.number("num_key_value_heads", int, num_heads),
+        head_dim=fields.number("head_dim", int, 128 if family == "qwen3" else max(1, hidden_size // num_heads)),
+        intermediate_size=fields.number("intermediate_size", int),
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        rms_norm_eps=fields.number("rms_norm_eps", float, 1e-6),
+        init_std=fields.number("initializer_range", float, 0.02),
+        rope=_read_rope(fields, max_position),
+    )
+    if fields.problems:
+        raise ConfigError(*fields.problems)
+    if model.num_heads % model.num_kv_heads:
+        raise ConfigError(f"{path}: num_key_value_heads={model.num_kv_heads} does not divide num_attention_heads={model.num_heads}")
+    if model.head_dim % 2:
+        raise ConfigError(f"{path}: head_dim={model.head_dim}: must be even, since rotary embedding turns pairs of dimensions")
+    return model, max_position
+
+
+def _read_rope(outer: _Fields, max_position: int) -> RopeConfig:
+    parameters = outer.raw.get("rope_scaling") or outer.raw.get("rope_parameters") or {}
+    if not isinstance(parameters, dict):
+        outer.problems.append(f"{outer.path}: rope_parameters must be a JSON object")
+        parameters = {}
+    inner = _Fields(outer.path, {"rope_theta": outer.raw.get("rope_theta"), **parameters})
+    inner.problems = outer.problems
+    inner.refuse("partial_rotary_factor", 1.0)
+    outer.refuse("partial_rotary_factor", 1.0)
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    scaling = {"default": "none", "yarn": "yarn", "llama3": "llama3"}.get(kind)
+    if scaling is None:
+        outer.problems.append(f"{outer.path}: rope_type={kind} is not supported; only default, yarn and llama3 are")
+        scaling = "none"
+    original = inner.number("original_max_position_embeddings", int, max_position) if scaling != "none" else max_position
+    rope = RopeConfig(
+        theta=inner.number("rope_theta", float, 10000.0),
+        scaling=scaling,
+        factor=inner.number("factor", float, max_position / original) if scaling != "none" else 1.0,
+        original_max_position=original,
+        beta_fast=inner.number("beta_fast", float, _BETA_FAST),
+        beta_slow=inner.number("beta_slow", float, _BETA_SLOW),
+        low_freq_factor=inner.number("low_freq_factor", float, _LOW_FREQ_FACTOR),
+        high_freq_factor=inner.number("high_freq_factor", float, _HIGH_FREQ_FACTOR),
+    )
+    if rope.scaling == "yarn":
+        _refuse_other_yarn(inner, rope)
+    return rope
+
+
+def _refuse_other_yarn(fields: _Fields, rope: RopeConfig) -> None:
+    """Variants whose angles or temperature are not those of `rope.py`."""
+    assert isinstance(rope.factor, float)
+    ours = attention_factor(rope, rope.factor)
+    theirs = fields.raw.get("attention_factor")
+    if theirs is not None and not (isinstance(theirs, (int, float)) and math.isclose(theirs, ours, rel_tol=1e-6)):
+        fields.problems.append(f"{fields.path}: attention_factor={theirs} is not supported; YaRN's own for this factor is {ours:.6g}")
+    if fields.raw.get("mscale") and fields.raw.get("mscale_all_dim"):
+        fields.problems.append(f"{fields.path}: mscale and mscale_all_dim are not supported; leave them out of rope_parameters")
+    fields.refuse("truncate", True)
+
+
+def config_json(model: ModelConfig, *, rope_factor: float, seq: int, dtype: str) -> dict[str, Any]:
+    """What transformers 4 and 5 need to rebuild ``model`` with its positions stretched by ``rope_factor``, trained on ``seq`` tokens.
+
+    Raises ConfigError when no architecture of the family has this shape.
+    """
+    wanted = (model.family == "qwen2", model.family == "qwen3")
+    if (model.qkv_bias, model.qk_norm) != wanted:
+        raise ConfigError(
+            f"model.qkv_bias={model.qkv_bias}, model.qk_norm={model.qk_norm}: a Hugging Face {model.family} model has "
+            f"qkv_bias={wanted[0]}, qk_norm={wanted[1]}; choose the family that fits, or train with these values"
+        )
+    rope = model.rope
+    stretched = rope.scaling != "none" and rope_factor > 1.0
+    scaling: dict[str, Any] | None = None
+    if stretched:
+        scaling = {"rope_type": rope.scaling, "factor": rope_factor, "original_max_position_embeddings": rope.original_max_position}
+        if rope.scaling == "yarn":
+            scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
+        else:
+            scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    # transformers warns unless the ratio of the two lengths is YaRN's factor.
+    max_position = round(rope_factor * rope.original_max_position) if rope.scaling == "yarn" else max(seq, rope.original_max_position)
+    return {
+        "architectures": [ARCHITECTURES[model.family]],
+        "model_type": model.family,
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "intermediate_size": model.intermediate_size,
+        "hidden_act": "silu",
+        **({} if model.family == "qwen2" else {"attention_bias": False}),
+        "tie_word_embeddings": model.tie_word_embeddings,
+        "rms_norm_eps": model.rms_norm_eps,
+        "initializer_range": model.init_std,
+        "max_position_embeddings": max_position,
+        "rope_theta": rope.theta,
+        "rope_scaling": scaling,
+        "rope_parameters": {"rope_theta": rope.theta, **(scaling or {"rope_type": "default"})},
+        "use_cache": True,
+        "torch_dtype": dtype,
+    }

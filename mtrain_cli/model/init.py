@@ -1,0 +1,45 @@
+"""Random initialisation that does not depend on how the parameters are sharded."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from mtrain_cli.model.decoder import Decoder
+
+
+def initialize(decoder: Decoder, seed: int) -> None:
+    """Give every parameter its starting value; the same for any number of workers and any sharding, on one kind of device.
+
+    Matrices are normal(0, init_std), those that write to the residual stream divided by sqrt(2 num_layers) (GPT-2's report, section 2.3);
+    norms are 1, biases 0. Each parameter has its own generator, seeded from (seed, name), on the parameter's device: every worker draws the
+    whole matrix, one at a time, and keeps its shard. CPU and CUDA generators differ.
+    """
+    residual_std = decoder.model_config.init_std / math.sqrt(2 * decoder.model_config.num_layers)
+    for name, parameter in decoder.named_parameters():
+        if name.endswith("norm.weight"):
+            nn.init.ones_(parameter)
+        elif name.endswith(".bias"):
+            nn.init.zeros_(parameter)
+        else:
+            std = residual_std if name.endswith(("o_proj.weight", "down_proj.weight")) else decoder.model_config.init_std
+            _fill_normal(parameter, std, _seed_of(seed, name))
+
+
+@torch.no_grad()
+def _fill_normal(parameter: Tensor, std: float, seed: int) -> None:
+    assert not parameter.is_meta, "call to_empty(device=...) before initialize"
+    generator = torch.Generator(parameter.device).manual_seed(seed)
+    whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device).normal_(0.0, std, generator=generator)
+    if isinstance(parameter, DTensor):
+        # src_data_rank=None: nothing is sent, each worker cuts its shard from the matrix that it drew itself.
+        whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(whole)
+
+
+def _seed_of(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little") >> 1
