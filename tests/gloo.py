@@ -15,7 +15,9 @@ import torch.multiprocessing as mp
 
 
 def run(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """function(rank, world, *args) in each of `world` processes of one group; the results in rank order. A failing process fails the test."""
+    """function(rank, world, *args) in each of `world` processes of one group; the results in rank order. A failing process fails the
+    test.
+    """
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_main, args=(world, folder, function, args), nprocs=world, join=True)
         return [pickle.loads(Path(folder, f"result-{rank}").read_bytes()) for rank in range(world)]

@@ -1,7 +1,7 @@
 """FlashAttention-4 calls on plain tensors: one rectangle (native causal), or row spans through block lists and an element mask.
 
-Shapes: q, out, dout [batch, queries, heads, head_dim]; k, v [batch, keys, kv_heads, head_dim]; lse float32 [batch, heads, queries], natural logarithm.
-Checked with flash-attn-4 4.0.0b36 on sm_90; its interface is private, so both entry points are gathered in this file.
+Shapes: q, out, dout [batch, queries, heads, head_dim]; k, v [batch, keys, kv_heads, head_dim]; lse float32 [batch, heads, queries], natural
+logarithm. Checked with flash-attn-4 4.0.0b36 on sm_90; its interface is private, so both entry points are gathered in this file.
 """
 
 from __future__ import annotations

@@ -35,9 +35,7 @@ class Flash4Kernel:
             return "its block-sparse backward is not bitwise repeatable"
         return None
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         from mtrain_cli.kernels.flash4 import dense
 
         if not _few(tiles):
@@ -104,8 +102,8 @@ def block_lists(low: torch.Tensor, high: torch.Tensor, num_keys: int, block: int
     """The blocks that spans touch, as FlashAttention-4 wants them.
 
     low, high: int [batch, queries]. Returns counts int32 [batch, 1, blocks] and ascending indices int32 [batch, 1, blocks, width] under
-    ``partial``, ``full`` (per query block, over key blocks) and ``partial_t``, ``full_t`` (per key block, over query blocks), each with ``_count``.
-    A block is full if each of its rows sees each of its keys; rows beyond the end of the queries do not count.
+    ``partial``, ``full`` (per query block, over key blocks) and ``partial_t``, ``full_t`` (per key block, over query blocks), each with
+    ``_count``. A block is full if each of its rows sees each of its keys; rows beyond the end of the queries do not count.
     """
     batch, queries = low.shape
     pad = -queries % block

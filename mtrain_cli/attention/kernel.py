@@ -1,7 +1,7 @@
 """The contract of a local attention implementation, and the arithmetic that several of them share.
 
-Shapes: q, out, dout ``[batch, queries, heads, head_dim]``; k, v ``[batch, keys, kv_heads, head_dim]``, never repeated; lse and delta float32 (float64 for
-float64 inputs), natural logarithm, ``[batch, heads, queries]``. A row that sees nothing gives out 0 and lse -inf.
+Shapes: q, out, dout ``[batch, queries, heads, head_dim]``; k, v ``[batch, keys, kv_heads, head_dim]``, never repeated; lse and delta
+float32 (float64 for float64 inputs), natural logarithm, ``[batch, heads, queries]``. A row that sees nothing gives out 0 and lse -inf.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from mtrain_cli.attention.tiles import Tiles
 
 @dataclass(frozen=True)
 class KernelRequest:
-    """What a run asks of a kernel. capability: CUDA compute capability such as (9, 0), or None; dtype: torch's name, such as ``bfloat16``."""
+    """What a run asks of a kernel. capability: CUDA compute capability such as (9, 0), or None; dtype: torch's name, such as
+    ``bfloat16``.
+    """
 
     device: str
     capability: tuple[int, int] | None
@@ -36,9 +38,7 @@ class Kernel(Protocol):
         """Why this kernel cannot serve the request, in a few words; None if it can."""
         ...
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """-> out, lse over the keys given."""
         ...
 
@@ -69,8 +69,8 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def merge(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
     """Adds the attention over more keys to out and lse, in place.
 
-    With w = sigmoid(part_lse - lse): out += w (part_out - out), lse -= logsigmoid(lse - part_lse). Bounded, unlike exp(part_lse - lse), and rows that
-    have seen nothing on either side (lse -inf) stay what they are.
+    With w = sigmoid(part_lse - lse): out += w (part_out - out), lse -= logsigmoid(lse - part_lse). Bounded, unlike exp(part_lse - lse), and
+    rows that have seen nothing on either side (lse -inf) stay what they are.
     out, part_out [batch, queries, heads, head_dim]; lse, part_lse [batch, heads, queries]; out and lse float32 or float64.
     """
     difference = part_lse - lse

@@ -1,8 +1,8 @@
 """Mask algebra: which query-key pairs are allowed, whatever the data.
 
-A causal mask with packed documents lets the query at position p see the keys ``first[p] <= k <= p``: one interval a row. Every layout of mtrain keeps
-the tokens of a worker in ascending order, so in *any* shard of keys that interval is again one interval of slots. A mask is therefore two integers
-a row, `Spans`, whichever worker holds what: kilobytes, exact, and made on the CPU without a process group.
+A causal mask with packed documents lets the query at position p see the keys ``first[p] <= k <= p``: one interval a row. Every layout of
+mtrain keeps the tokens of a worker in ascending order, so in *any* shard of keys that interval is again one interval of slots. A mask is
+therefore two integers a row, `Spans`, whichever worker holds what: kilobytes, exact, and made on the CPU without a process group.
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ class SequenceMask:
     @property
     def padded(self) -> int:
         return len(self.first)
+
+    @property
+    def pairs(self) -> int:
+        """Query-key pairs that are allowed in the whole sequence."""
+        return int((np.arange(self.length) - self.first[: self.length] + 1).sum())
 
     @staticmethod
     def causal(length: int, padded: int) -> SequenceMask:
@@ -112,7 +117,9 @@ class Spans:
 
 @dataclass(frozen=True)
 class Slice:
-    """Query rows ``q_start:q_stop`` against key slots ``k_start:k_stop``; if causal, row i sees the keys below ``k_stop - (q_stop - 1 - i)``."""
+    """Query rows ``q_start:q_stop`` against key slots ``k_start:k_stop``; if causal, row i sees the keys below ``k_stop - (q_stop - 1 -
+    i)``.
+    """
 
     q_start: int
     q_stop: int

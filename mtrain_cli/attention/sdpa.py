@@ -8,14 +8,17 @@ from mtrain_cli.attention.kernel import KernelRequest, accumulation_dtype
 from mtrain_cli.attention.mask import Slice
 from mtrain_cli.attention.tiles import Tiles
 
-# One additive mask of the CPU kernel stays below this; all the masks of one batch are kept for the other layers while they fit the second figure.
+# One additive mask of the CPU kernel stays below this; all the masks of one batch are kept for the other layers while they fit the second
+# figure.
 _MASK_BYTES = 16 << 20
 _KEPT_MASK_BYTES = 256 << 20
 _ROWS_PER_CALL = 512
 
 
 class SdpaKernel:
-    """Exact, float32 or bfloat16 (float64 on the CPU). On CUDA a fragmented mask (striped layout, many documents) takes one call a rectangle."""
+    """Exact, float32 or bfloat16 (float64 on the CPU). On CUDA a fragmented mask (striped layout, many documents) takes one call a
+    rectangle.
+    """
 
     name = "sdpa"
 
@@ -32,9 +35,7 @@ class SdpaKernel:
             return "its backward adds with atomics, which is not bitwise repeatable"
         return None
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         batch, queries, heads, _ = q.shape
         out = torch.zeros_like(q)
         lse = torch.full((batch, heads, queries), float("-inf"), dtype=accumulation_dtype(q.dtype), device=q.device)

@@ -56,7 +56,5 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, dout):
         q, kept, out, lse = ctx.saved_tensors
         call: ContextAttention = ctx.call
-        dq, dk, dv = call.exchange.backward(
-            dout.contiguous(), q, kept, out, lse, call.tiles, call.kernel, call.scale(q.shape[-1])
-        )
+        dq, dk, dv = call.exchange.backward(dout.contiguous(), q, kept, out, lse, call.tiles, call.kernel, call.scale(q.shape[-1]))
         return dq, dk, dv, None

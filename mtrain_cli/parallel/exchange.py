@@ -1,7 +1,7 @@
 """Exchanges: how keys and values reach the queries of a context group. Each executes a schedule, with any kernel.
 
-k and v travel packed in one message [2, batch, tokens, kv_heads, head_dim]. Partial outputs and gradients are added in float32; gradients of keys and
-values also travel in float32.
+k and v travel packed in one message [2, batch, tokens, kv_heads, head_dim]. Partial outputs and gradients are added in float32; gradients
+of keys and values also travel in float32.
 """
 
 from __future__ import annotations

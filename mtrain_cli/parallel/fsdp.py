@@ -9,7 +9,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 
 def shard_parameters(decoder: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
-    """Shards a decoder in place, layer by layer. Parameters stay float32; they are gathered and used in compute_dtype and reduced in float32.
+    """Shards a decoder in place, layer by layer. Parameters stay float32; they are gathered and used in compute_dtype and reduced in
+    float32.
 
     Gradients are summed, not averaged: the loss is already divided by the number of valid tokens of the whole step.
     """

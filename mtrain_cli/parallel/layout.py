@@ -1,7 +1,8 @@
 """Layouts: which worker of a context group holds which tokens of a sequence.
 
-A layout is a bijection between positions ``0..padded_seq`` and (rank, slot). In every layout a worker's slots hold ascending positions, which keeps the
-mask of any (query shard, key shard) pair one interval a row (`mtrain_cli.attention.mask`). Lengths that do not divide are padded at the end.
+A layout is a bijection between positions ``0..padded_seq`` and (rank, slot). In every layout a worker's slots hold ascending positions,
+which keeps the mask of any (query shard, key shard) pair one interval a row (`mtrain_cli.attention.mask`). Lengths that do not divide are
+padded at the end.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ class Zigzag(Layout):
 class Striped(Layout):
     """Blocks are dealt to the ranks in turn: rank r holds the blocks r, r + workers, r + 2 workers, ...
 
-    Every ring step then sees one residue class of block diagonals on all ranks, which balances dynamic sparse attention too (MTraining, section 4.1).
+    Every ring step then sees one residue class of block diagonals on all ranks, which balances dynamic sparse attention too (MTraining,
+    section 4.1).
     """
 
     name = "striped"

@@ -74,8 +74,9 @@ def all_gather(workers: int) -> Schedule:
 def ring(workers: int) -> Schedule:
     """Key shards travel from rank to rank while the ones at hand are computed.
 
-    Forward: rank r computes shard r - t in step t and passes it on to r + 1. Backward runs the other way round, from the shard that arrived last
-    (r + 1), so that each shard is home in the last step together with its complete gradient: workers - 1 hops for keys and for gradients alike.
+    Forward: rank r computes shard r - t in step t and passes it on to r + 1. Backward runs the other way round, from the shard that arrived
+    last (r + 1), so that each shard is home in the last step together with its complete gradient: workers - 1 hops for keys and for
+    gradients alike.
     """
     w = workers
 
@@ -91,7 +92,9 @@ def ring(workers: int) -> Schedule:
         steps = []
         for t in range(w):
             now, following = (rank + 1 + t) % w, (rank + 2 + t) % w
-            kv, dkv = (Transfer("p2p", payload, (now,), (following,), to=(rank - 1) % w, source=(rank + 1) % w) for payload in ("kv", "dkv"))
+            kv, dkv = (
+                Transfer("p2p", payload, (now,), (following,), to=(rank - 1) % w, source=(rank + 1) % w) for payload in ("kv", "dkv")
+            )
             last = t == w - 1
             steps.append(Step((now,), during=() if last else (kv,), after=() if last else (dkv,)))
         return tuple(steps)

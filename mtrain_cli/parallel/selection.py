@@ -24,7 +24,8 @@ def choose_exchange(
 ) -> tuple[str, str]:
     """-> exchange and reason.
 
-    name: as configured. workers: context group. tokens: padded sequence times micro-batch. device_memory: bytes of one device; None = not known.
+    name: as configured. workers: context group. tokens: padded sequence times micro-batch. device_memory: bytes of one device; None = not
+    known.
     """
     if name != "auto":
         return name, "as configured"

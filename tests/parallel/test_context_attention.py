@@ -32,7 +32,7 @@ def masks(documents: bool, padded: int) -> list[SequenceMask]:
 def inputs(heads: int, kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """q, k, v and dout of whole sequences; the same on every process."""
     generator = torch.Generator().manual_seed(heads * 10 + kv_heads)
-    shapes = ((heads, kv_heads, kv_heads, heads))
+    shapes = (heads, kv_heads, kv_heads, heads)
     return [torch.randn(BATCH, SEQ, h, HEAD_DIM, generator=generator, dtype=torch.float64).to(dtype) for h in shapes]
 
 

@@ -1,0 +1,77 @@
+"""Spans and slices describe exactly the pairs that the definition of the mask allows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtrain_cli.attention.mask import SequenceMask, Slice, Spans
+
+
+@st.composite
+def problems(draw):
+    """A packed sequence, and any ascending sets of query and key positions."""
+    padded = draw(st.integers(1, 40))
+    length = draw(st.integers(1, padded))
+    ids = np.sort(np.array(draw(st.lists(st.integers(0, 4), min_size=length, max_size=length))))
+    queries, keys = (np.array(sorted(draw(st.sets(st.integers(0, padded - 1), min_size=1)))) for _ in range(2))
+    return ids, padded, queries, keys
+
+
+def by_definition(ids: np.ndarray, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    length = len(ids)
+    return np.array([[q < length and k <= q and ids[k] == ids[q] for k in keys] for q in queries])
+
+
+@settings(max_examples=300, deadline=None)
+@given(problems())
+def test_spans_are_the_definition(problem):
+    ids, padded, queries, keys = problem
+    spans = SequenceMask.from_documents(ids, padded).spans(queries, keys)
+    slots = np.arange(len(keys))
+    seen = (slots >= spans.low[:, None]) & (slots < spans.high[:, None])
+    assert (seen == by_definition(ids, queries, keys)).all()
+    assert spans.pairs == seen.sum()
+
+
+@settings(max_examples=300, deadline=None)
+@given(problems())
+def test_slices_cover_each_allowed_pair_once_and_nothing_else(problem):
+    ids, padded, queries, keys = problem
+    spans = SequenceMask.from_documents(ids, padded).spans(queries, keys)
+    count = np.zeros((len(queries), len(keys)), int)
+    for s in spans.slices():
+        for row in range(s.q_start, s.q_stop):
+            count[row, s.k_start : s.k_stop - (s.q_stop - 1 - row) if s.causal else s.k_stop] += 1
+    assert (count == by_definition(ids, queries, keys)).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems())
+def test_pairs_of_a_sequence_are_those_of_its_spans(problem):
+    ids, padded, _, _ = problem
+    mask = SequenceMask.from_documents(ids, padded)
+    everywhere = np.arange(padded)
+    assert mask.pairs == mask.spans(everywhere, everywhere).pairs
+
+
+def test_causal_attention_is_one_slice():
+    positions = np.arange(12)
+    assert SequenceMask.causal(10, 12).spans(positions, positions).slices() == [Slice(0, 10, 0, 10, True)]
+
+
+def test_a_document_is_one_slice():
+    mask = SequenceMask.from_documents(np.array([0, 0, 0, 5, 5, 7]), 8)
+    positions = np.arange(8)
+    assert mask.spans(positions, positions).slices() == [Slice(0, 3, 0, 3, True), Slice(3, 5, 3, 5, True), Slice(5, 6, 5, 6, False)]
+
+
+def test_nothing_seen_gives_no_slices():
+    assert Spans(np.zeros(4, np.int64), np.zeros(4, np.int64), 9).slices() == []
+
+
+def test_decreasing_document_ids_are_refused():
+    with pytest.raises(ValueError, match="non-decreasing"):
+        SequenceMask.from_documents(np.array([1, 0]), 2)

@@ -1,0 +1,56 @@
+"""A layout is a bijection between positions and (rank, slot), ascending on every rank, for any length."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtrain_cli.parallel.layout import make_layout
+
+NAMES = ("contiguous", "zigzag", "striped")
+layouts = st.builds(make_layout, st.sampled_from(NAMES), st.integers(1, 12), st.integers(1, 500), st.sampled_from([1, 4, 16]))
+
+
+@settings(max_examples=200, deadline=None)
+@given(layouts)
+def test_positions_are_a_bijection_and_ascend(layout):
+    shards = [layout.positions(rank) for rank in range(layout.workers)]
+    assert all(len(s) == layout.tokens_per_worker and (np.diff(s) > 0).all() for s in shards)
+    assert sorted(np.concatenate(shards).tolist()) == list(range(layout.padded_seq))
+    assert layout.seq <= layout.padded_seq < layout.seq + layout.workers * 2 * layout.block_size + 2 * layout.workers
+
+
+@settings(max_examples=100, deadline=None)
+@given(layouts)
+def test_gathered_shards_in_sequence_order_and_back(layout):
+    shards = torch.stack([torch.from_numpy(layout.positions(rank)) for rank in range(layout.workers)])
+    shards = shards[:, None, :, None] + torch.tensor([0, 10_000])[:, None, None]
+    sequence = layout.to_sequence(shards)
+    assert sequence[0, :, 0].tolist() == list(range(layout.padded_seq))
+    assert sequence[1, :, 0].tolist() == list(range(10_000, 10_000 + layout.padded_seq))
+    back = layout.to_shards(sequence)
+    assert back.is_contiguous()
+    assert torch.equal(back, shards)
+
+
+def test_zigzag_and_striped_are_where_the_papers_put_them():
+    assert make_layout("zigzag", 2, 8, 1).positions(0).tolist() == [0, 1, 6, 7]
+    assert make_layout("striped", 2, 8, 2).positions(1).tolist() == [2, 3, 6, 7]
+
+
+@pytest.mark.parametrize("name", ["zigzag", "striped"])
+def test_causal_work_is_balanced(name):
+    layout = make_layout(name, 8, 65536, 128)
+    work = [int((layout.positions(rank) + 1).sum()) for rank in range(8)]
+    assert max(work) / (sum(work) / 8) < 1.02
+    contiguous = make_layout("contiguous", 8, 65536, 128)
+    work = [int((contiguous.positions(rank) + 1).sum()) for rank in range(8)]
+    assert max(work) / (sum(work) / 8) > 1.8
+
+
+def test_an_unknown_layout_is_named():
+    with pytest.raises(ValueError, match=r"layuot.*contiguous, zigzag, striped"):
+        make_layout("layuot", 2, 8, 1)
