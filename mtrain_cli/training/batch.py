@@ -1,0 +1,88 @@
+"""One micro-batch as a worker sees it: its slots of every sequence, and the attention that the whole model shares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mtrain_cli.attention.kernel import Kernel
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.parallel.context_attention import ContextAttention
+from mtrain_cli.parallel.exchange import Exchange
+
+IGNORED = -100
+
+
+class PackedSample(Protocol):
+    """One sequence: tokens, labels already shifted (-100 = ignored) and document ids, each [seq]."""
+
+    tokens: NDArray[np.int32]
+    labels: NDArray[np.int32]
+    documents: NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """tokens, positions, labels: int64 [batch, tokens of this worker], in layout order, on the device.
+
+    pairs: query-key pairs that the mask allows, per head, summed over the whole sequences of the batch. valid: labels that count, likewise.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    labels: torch.Tensor
+    attend: ContextAttention
+    pairs: int
+    valid: int
+
+
+class BatchMaker:
+    """Shards samples once, when they are loaded; activations then stay in layout order through the whole model."""
+
+    def __init__(self, exchange: Exchange, kernel: Kernel, device: torch.device, *, document_mask: bool) -> None:
+        self.exchange = exchange
+        self.kernel = kernel
+        self.device = device
+        self.document_mask = document_mask
+        self._positions = exchange.layout.positions(exchange.group.rank)
+        self._causal: dict[int, tuple[ContextAttention, int]] = {}
+
+    def __call__(self, samples: Sequence[PackedSample]) -> Batch:
+        tokens = np.stack([self._shard(s.tokens, 0) for s in samples])
+        labels = np.stack([self._shard(s.labels, IGNORED) for s in samples])
+        positions = np.broadcast_to(self._positions, tokens.shape)
+        host = torch.from_numpy(np.stack([tokens, positions, labels]).astype(np.int64))
+        if self.device.type == "cuda":
+            host = host.pin_memory().to(self.device, non_blocking=True)
+        attend, pairs = self._attention(samples)
+        return Batch(host[0], host[1], host[2], attend, pairs, valid_labels(samples))
+
+    def _shard(self, values: NDArray[np.int32], padding: int) -> NDArray[np.int32]:
+        layout = self.exchange.layout
+        padded = np.full(layout.padded_seq, padding, dtype=values.dtype)
+        padded[: len(values)] = values
+        return padded[self._positions]
+
+    def _attention(self, samples: Sequence[PackedSample]) -> tuple[ContextAttention, int]:
+        layout = self.exchange.layout
+        if self.document_mask:
+            return self._make([SequenceMask.from_documents(s.documents, layout.padded_seq) for s in samples])
+        # The causal mask is the same for every batch of one size: made once.
+        size = len(samples)
+        if size not in self._causal:
+            self._causal[size] = self._make([SequenceMask.causal(layout.seq, layout.padded_seq)] * size)
+        return self._causal[size]
+
+    def _make(self, masks: list[SequenceMask]) -> tuple[ContextAttention, int]:
+        attend = ContextAttention.make(self.exchange, self.kernel, masks, self.device)
+        return attend, sum(mask.pairs for mask in masks)
+
+
+def valid_labels(samples: Sequence[PackedSample]) -> int:
+    """Labels that count, over whole sequences."""
+    return sum(int((s.labels != IGNORED).sum()) for s in samples)

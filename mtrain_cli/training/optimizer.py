@@ -1,0 +1,44 @@
+"""AdamW with float32 states, its learning rate as a pure function of the step, and the global gradient norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from mtrain_cli.config.schema import OptimConfig
+
+
+def make_optimizer(decoder: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
+    """Weight decay acts on matrices only; norms and biases keep their scale."""
+    matrices = [p for p in decoder.parameters() if p.ndim >= 2]
+    vectors = [p for p in decoder.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+
+
+def learning_rate(step: int, steps: int, optim: OptimConfig) -> float:
+    """Learning rate of step `step` (0 = first) of `steps`: linear warm-up, then constant or a cosine down to lr * min_lr_ratio."""
+    if step < optim.warmup_steps:
+        return optim.lr * (step + 1) / optim.warmup_steps
+    if optim.schedule == "constant":
+        return optim.lr
+    progress = (step - optim.warmup_steps) / max(1, steps - 1 - optim.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * cosine)
+
+
+def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """The parts of the gradients that this worker holds."""
+    return [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
+
+
+def squared_norm(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Sum of squares, a float32 scalar on the device; summed over workers it is the square of the global norm."""
+    filled = [g for g in gradients if g.numel()]
+    if not filled:
+        return torch.zeros((), device=device)
+    return torch.stack(torch._foreach_norm(filled)).square().sum()

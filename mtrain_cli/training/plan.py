@@ -1,0 +1,65 @@
+"""What a run resolves to on the machine it runs on: kernel, exchange, layout and arithmetic, each with its reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mtrain_cli.attention.kernel import Kernel, KernelRequest
+from mtrain_cli.attention.registry import choose
+from mtrain_cli.config.schema import Config
+from mtrain_cli.launch.environment import Environment
+from mtrain_cli.parallel.layout import Layout, make_layout
+from mtrain_cli.parallel.selection import choose_exchange
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Facts behind the word `auto`."""
+
+    layout: Layout
+    exchange: str
+    exchange_reason: str
+    kernel: Kernel
+    kernel_reason: str
+    dtype: torch.dtype
+
+
+def compute_dtype(config: Config, device: str) -> torch.dtype:
+    """auto = bfloat16 on a GPU, float32 on a CPU."""
+    name = config.train.dtype
+    if name == "auto":
+        name = "bfloat16" if device == "cuda" else "float32"
+    return getattr(torch, name)
+
+
+def make_choices(config: Config, environment: Environment) -> Choices:
+    """Raises ConfigError if the configured kernel cannot serve the run."""
+    model, topology = config.model, config.topology
+    layout = make_layout(topology.layout, environment.cp, config.seq, topology.block_size)
+    dtype = compute_dtype(config, environment.device)
+    memory = capability = None
+    if environment.device == "cuda":
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        memory, capability = properties.total_memory, (properties.major, properties.minor)
+    exchange, exchange_reason = choose_exchange(
+        topology.exchange,
+        workers=environment.cp,
+        tokens=layout.padded_seq * config.train.micro_batch,
+        kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype_bytes=dtype.itemsize,
+        device_memory=memory,
+    )
+    request = KernelRequest(
+        device=environment.device,
+        capability=capability,
+        dtype=str(dtype).removeprefix("torch."),
+        head_dim=model.head_dim,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        deterministic=config.train.deterministic,
+    )
+    kernel, kernel_reason = choose(config.train.kernel, request)
+    return Choices(layout, exchange, exchange_reason, kernel, kernel_reason, dtype)

@@ -1,0 +1,291 @@
+"""The training loop, run by every worker."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.data.dataset import PackedDataset, open_dataset
+from mtrain_cli.data.loader import Loader
+from mtrain_cli.data.sampler import Sampler
+from mtrain_cli.launch.environment import Environment
+from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.launch.stop import StopFlag
+from mtrain_cli.model.decoder import Decoder
+from mtrain_cli.model.huggingface import load_into
+from mtrain_cli.model.init import initialize
+from mtrain_cli.model.rope import rope_factor
+from mtrain_cli.parallel.exchange import make_exchange
+from mtrain_cli.parallel.fsdp import shard_parameters
+from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
+from mtrain_cli.training.banner import banner
+from mtrain_cli.training.batch import BatchMaker, PackedSample
+from mtrain_cli.training.checkpoint import Checkpointer, CheckpointError
+from mtrain_cli.training.flops import causal_pairs, flops_per_token, peak_flops
+from mtrain_cli.training.metrics import MetricsWriter, StepMetrics
+from mtrain_cli.training.optimizer import learning_rate, local_gradients, make_optimizer, squared_norm
+from mtrain_cli.training.plan import Choices, make_choices
+from mtrain_cli.training.progress import Progress
+
+
+class NonFiniteError(RuntimeError):
+    """A step gave a loss or gradient that is not a number. Nothing of that step is kept."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step, the same on all workers. loss: mean over valid tokens. pairs: allowed query-key pairs, per head, over all
+    sequences.
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    pairs: int
+    stop: bool
+
+
+def train(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> None:
+    """Trains to config.train.steps, from the newest checkpoint of run_dir if resume. Called on every worker, inside a process group."""
+    trainer = Trainer(config, environment)
+    checkpointer = Checkpointer(run_dir.checkpoints, config.train.keep_checkpoints, trainer.host_group)
+    if resume:
+        trainer.resume(checkpointer)
+    first = environment.rank == 0
+    progress = Progress(config.train.steps, trainer.step, first, log=run_dir.log, log_every=config.run.log_every)
+    writer = MetricsWriter(run_dir.path, tensorboard=config.run.tensorboard, start_step=trainer.step) if first else None
+    with progress:
+        progress.show(banner(config, environment, trainer.choices, run_dir.path, trainer.dataset.describe()))
+        if resume:
+            progress.message(f"resumed from the checkpoint of step {trainer.step}")
+        try:
+            ended = _loop(trainer, checkpointer, progress, writer, StopFlag(run_dir, environment))
+        finally:
+            if writer is not None:
+                writer.close()
+        progress.summary(
+            ended,
+            files=[str(run_dir.path)],
+            commands=[("resume", f"mtrain train --resume {run_dir.path}")] if trainer.step < config.train.steps else [],
+        )
+
+
+def _loop(
+    trainer: Trainer,
+    checkpointer: Checkpointer,
+    progress: Progress,
+    writer: MetricsWriter | None,
+    stop_flag: StopFlag,
+) -> str:
+    """Steps, metrics and checkpoints until the end or a request to stop; returns how it ended in a few words."""
+    config = trainer.config
+    saved = trainer.step if checkpointer.latest() == trainer.step else -1
+    stop = False
+    while trainer.step < config.train.steps and not stop:
+        started = time.perf_counter()
+        result = trainer.train_step(stop_flag.requested())
+        seconds = time.perf_counter() - started
+        stop = result.stop
+        metrics = trainer.metrics(result, seconds)
+        if writer is not None:
+            writer.write(metrics)
+        progress.step(metrics)
+        every = config.train.checkpoint_every
+        if every and trainer.step % every == 0 and trainer.step < config.train.steps and not stop:
+            saved = _save(trainer, checkpointer, progress, saved)
+    finish = stop or config.train.checkpoint_at_end
+    if finish and saved != trainer.step:
+        saved = _save(trainer, checkpointer, progress, saved)
+    error = _wait(checkpointer, progress)
+    if finish and (error or saved != trainer.step):
+        raise CheckpointError(f"the state of step {trainer.step} could not be saved; the checkpoint before it is intact")
+    return (
+        f"trained to step {trainer.step}" if trainer.step >= config.train.steps else f"stopped on request after step {trainer.step}, saved"
+    )
+
+
+def _save(trainer: Trainer, checkpointer: Checkpointer, progress: Progress, saved: int) -> int:
+    """Starts a checkpoint; a failure is shown and training goes on."""
+    try:
+        checkpointer.save(trainer.step, trainer.state())
+    except CheckpointError as error:
+        progress.message(str(error), warning=True)
+        return saved
+    return trainer.step
+
+
+def _wait(checkpointer: Checkpointer, progress: Progress) -> bool:
+    try:
+        checkpointer.wait()
+    except CheckpointError as error:
+        progress.message(str(error), warning=True)
+        return True
+    return False
+
+
+class Trainer:
+    """What one worker holds: its shard of the model and optimizer, its slice of the data, and the step it has reached."""
+
+    def __init__(self, config: Config, environment: Environment) -> None:
+        self.config = config
+        self.environment = environment
+        self.device = torch.device("cuda", torch.cuda.current_device()) if environment.device == "cuda" else torch.device("cpu")
+        torch.manual_seed(config.seed)
+        if config.train.deterministic:
+            torch.use_deterministic_algorithms(True)
+        self.choices: Choices = make_choices(config, environment)
+        self.host_group: dist.ProcessGroup = dist.new_group(backend="gloo")
+        group = make_context_group(environment.rank, environment.workers, environment.cp, self.device)
+        exchange = make_exchange(self.choices.exchange, self.choices.layout, group)
+        self.batch_maker = BatchMaker(exchange, self.choices.kernel, self.device, document_mask=config.data.document_mask)
+        self.dataset: PackedDataset = open_dataset(config)
+        self._check_vocabulary()
+        self.sampler = Sampler(len(self.dataset), config.seed)
+        self.loader = Loader(
+            self.dataset,
+            self.sampler,
+            dp_rank=environment.rank // environment.cp,
+            dp=environment.dp,
+            global_batch=config.train.global_batch,
+            micro_batch=config.train.micro_batch,
+        )
+        self.decoder = self._make_decoder()
+        self.optimizer = make_optimizer(self.decoder, config.optim)
+        self.step = 0
+        self.tokens = 0
+        self._batches: Any = None
+        self._peak_flops = peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
+
+    def _check_vocabulary(self) -> None:
+        if self.dataset.vocab_size > self.config.model.vocab_size:
+            raise ConfigError(
+                f"model.vocab_size={self.config.model.vocab_size}: the tokenizer has {self.dataset.vocab_size} tokens; "
+                f"give model.vocab_size={self.dataset.vocab_size} or more"
+            )
+
+    def _make_decoder(self) -> Decoder:
+        """Built on the meta device, sharded, then filled: no worker ever holds the whole model."""
+        config = self.config
+        with torch.device("meta"):
+            decoder = Decoder(
+                config.model,
+                rope_factor=rope_factor(config.model.rope, config.seq),
+                loss_chunk_bytes=config.train.loss_chunk_mib << 20,
+                activation_checkpoint=config.train.activation_checkpoint,
+                compile=config.train.compile,
+            )
+        mesh = make_parameter_mesh(self.environment.workers, self.environment.device)
+        shard_parameters(decoder, mesh, self.choices.dtype)
+        decoder.to_empty(device=self.device)
+        if config.train.init_from:
+            load_into(decoder, config.train.init_from)
+        else:
+            initialize(decoder, config.seed)
+        return decoder
+
+    def train_step(self, stop: bool) -> StepResult:
+        """One optimizer step over config.train.global_batch sequences.
+
+        Raises NonFiniteError, before anything is changed, if the loss or a gradient of any worker is not finite.
+        """
+        if self._batches is None:
+            self._batches = iter(self.loader)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        lr = learning_rate(self.step, self.config.train.steps, self.config.optim)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        micro_batches: Sequence[Sequence[PackedSample]] = next(self._batches)
+        batches = [self.batch_maker(samples) for samples in micro_batches]
+        valid, pairs = self._summed([sum(b.valid for b in batches), sum(b.pairs for b in batches)])
+        loss = torch.zeros((), device=self.device)
+        for batch in batches:
+            # The sum over all workers of local sums over the number of valid tokens of the whole step: equal to one worker's mean.
+            part = self.decoder(batch.tokens, batch.positions, batch.labels, batch.attend, 1.0 / max(1, valid))
+            part.backward()
+            loss += part.detach()
+        gradients = local_gradients(self.decoder.parameters())
+        mine = torch.stack([loss.float(), squared_norm(gradients, self.device).float(), torch.tensor(float(stop), device=self.device)])
+        everyone = torch.empty(self.environment.workers * 3, device=self.device)
+        dist.all_gather_into_tensor(everyone, mine)
+        rows = everyone.view(-1, 3).tolist()
+        self._check_finite(rows)
+        grad_norm = math.sqrt(sum(row[1] for row in rows))
+        clip = self.config.optim.clip_norm
+        if clip and grad_norm > clip:
+            torch._foreach_mul_(gradients, clip / grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        tokens = self.config.train.global_batch * self.config.seq
+        self.tokens += tokens
+        return StepResult(sum(row[0] for row in rows), grad_norm, lr, tokens, pairs, any(row[2] for row in rows))
+
+    def _summed(self, numbers: list[int]) -> list[int]:
+        """Sums over data-parallel replicas; the workers of a context group count the same whole sequences."""
+        if self.environment.dp == 1:
+            return numbers
+        totals = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(totals, group=self.host_group)
+        return [int(n) // self.environment.cp for n in totals]
+
+    def _check_finite(self, rows: list[list[float]]) -> None:
+        for column, what in ((0, "loss"), (1, "gradient")):
+            ranks = [rank for rank, row in enumerate(rows) if not math.isfinite(row[column])]
+            if ranks:
+                raise NonFiniteError(
+                    f"step {self.step + 1}: the {what} is not finite on rank {', '.join(map(str, ranks))}; "
+                    "the step was not applied and the last checkpoint is intact. Try a lower optim.lr or more optim.warmup_steps."
+                )
+
+    def metrics(self, result: StepResult, seconds: float) -> StepMetrics:
+        """The line of metrics.jsonl for a finished step."""
+        config, workers = self.config, self.environment.workers
+        flops = flops_per_token(
+            config.model,
+            config.seq,
+            activation_checkpoint=config.train.activation_checkpoint,
+            pairs=result.pairs / config.train.global_batch,
+            padded_seq=self.choices.layout.padded_seq,
+        )
+        rate = result.tokens / seconds / workers
+        peak = self._peak_flops
+        return StepMetrics(
+            step=self.step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=result.lr,
+            tokens=self.tokens,
+            tokens_per_second_per_gpu=rate,
+            mfu_model=rate * flops.model / peak if peak else None,
+            mfu_executed=rate * flops.executed / peak if peak else None,
+            density=result.pairs / config.train.global_batch / causal_pairs(config.seq),
+            peak_memory_gib=torch.cuda.max_memory_allocated(self.device) / 2**30 if self.device.type == "cuda" else None,
+            seconds=seconds,
+            epoch=self.sampler.consumed / len(self.dataset),
+            consumed=self.sampler.consumed,
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Everything a checkpoint holds; parameters and optimizer states as shards."""
+        model, optimizer = get_state_dict(self.decoder, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "trainer": {"step": self.step, "tokens": self.tokens, **self.loader.state()}}
+
+    def resume(self, checkpointer: Checkpointer) -> None:
+        """Goes on from the newest valid checkpoint, on any number of workers."""
+        state = self.state()
+        checkpointer.load(state)
+        set_state_dict(self.decoder, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        saved = state["trainer"]
+        self.step, self.tokens = int(saved["step"]), int(saved["tokens"])
+        self.loader.load_state(saved)
+        self._batches = None
