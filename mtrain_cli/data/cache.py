@@ -1,0 +1,110 @@
+"""Corpora that are tokenised on the fly are kept as token stores in the user's cache folder, so that workers and later runs share them."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.data.corpora import Corpus
+from mtrain_cli.data.prepare import tokenise
+from mtrain_cli.data.store import DOCUMENTS, TOKENS, VERSION, StoreWriter, TokenStore
+from mtrain_cli.data.tokenizers import Tokenizer
+
+
+def cached_store(corpus: Corpus, tokenizer: Tokenizer) -> tuple[TokenStore, str]:
+    """The token store of a corpus, from the cache if it is there, and where it lies, in words.
+
+    Any number of processes may call this at once: one tokenises, the others wait for it and map the same files. When the cache folder
+    cannot be written (read-only, full, no home), the store is made in this process's memory. Raises ConfigError for a broken corpus.
+    """
+    key = hashlib.sha256(f"{VERSION} {tokenizer.identity} {corpus.signature}".encode()).hexdigest()[:32]
+    try:
+        root = _cache_root()
+        root.mkdir(parents=True, exist_ok=True)
+        entry = root / key
+        with _locked(root / f"{key}.lock") as alone:
+            store = _opened(entry, alone)
+            if store is None:
+                _write(corpus, tokenizer, entry, alone)
+                store = TokenStore.open(entry)
+            # Another path may hold the same corpus.
+            return replace(store, meta=replace(store.meta, source=corpus.description)), f"cached in {entry}"
+    except OSError as error:
+        reason = error.strerror or error
+        return _in_memory(corpus, tokenizer), f"in memory, since the cache folder cannot be written ({reason})"
+
+
+def _cache_root() -> Path:
+    """``$XDG_CACHE_HOME/mtrain/tokens``; the variable counts only when it is absolute (XDG Base Directory Specification)."""
+    chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not chosen.is_absolute():
+        chosen = Path(os.path.expanduser("~/.cache"))  # unlike Path.expanduser, leaves ~ where there is no home
+    if not chosen.is_absolute():
+        raise OSError("this user has no home folder")
+    return chosen / "mtrain" / "tokens"
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """Hold an exclusive lock, waiting for it; false where the file system has none, and then atomic renames alone keep the cache whole."""
+    with path.open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            yield False
+        else:
+            yield True
+
+
+def _opened(entry: Path, alone: bool) -> TokenStore | None:
+    """The entry if it is there and whole. Broken ones, and what killed processes left, are removed by whoever holds the lock."""
+    if alone:
+        for leftover in entry.parent.glob(f"{entry.name}.tmp*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+    if not entry.exists():
+        return None
+    try:
+        return TokenStore.open(entry)
+    except ConfigError:
+        shutil.rmtree(entry, ignore_errors=True)
+        return None
+
+
+def _write(corpus: Corpus, tokenizer: Tokenizer, entry: Path, alone: bool) -> None:
+    folder = Path(tempfile.mkdtemp(prefix=f"{entry.name}.tmp", dir=entry.parent))
+    try:
+        with (folder / TOKENS).open("wb") as tokens, (folder / DOCUMENTS).open("wb") as offsets:
+            writer = StoreWriter(tokens, offsets, tokenizer)
+            _tokenise_all(corpus, tokenizer, writer)
+            writer.finish(folder, corpus.description, {})
+        try:
+            os.rename(folder, entry)
+        except OSError:
+            # Without a lock another worker may have been faster with the same content.
+            if alone or not entry.exists():
+                raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _in_memory(corpus: Corpus, tokenizer: Tokenizer) -> TokenStore:
+    tokens, offsets = io.BytesIO(), io.BytesIO()
+    writer = StoreWriter(tokens, offsets, tokenizer)
+    _tokenise_all(corpus, tokenizer, writer)
+    return writer.from_memory(tokens.getbuffer(), offsets.getbuffer(), corpus.description)
+
+
+def _tokenise_all(corpus: Corpus, tokenizer: Tokenizer, writer: StoreWriter) -> None:
+    for _ in tokenise(corpus, tokenizer, writer):
+        pass
+    if writer.num_documents == 0:
+        raise ConfigError(f"{corpus.origin}: holds no text")

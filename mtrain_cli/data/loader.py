@@ -1,0 +1,84 @@
+"""Micro-batches of one worker, the next step's read by a background thread while the current one trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from types import TracebackType
+from typing import Any
+
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.data.dataset import PackedDataset, Sample
+from mtrain_cli.data.sampler import Sampler
+
+
+class Loader:
+    """Endless iterator over optimizer steps; each is this data-parallel rank's list of micro-batches, a micro-batch a list of ``Sample``.
+
+    A step takes sequences consumed .. consumed + global_batch - 1 of the run, whatever ``dp`` is; rank r of dp gets the r-th equal run of
+    them. All workers of a context group have the same ``dp_rank`` and so the same batches. Reading errors are raised by ``next``.
+    Raises ConfigError when global_batch, dp and micro_batch do not divide.
+    """
+
+    def __init__(self, dataset: PackedDataset, sampler: Sampler, dp_rank: int, dp: int, global_batch: int, micro_batch: int) -> None:
+        if global_batch < 1 or global_batch % dp:
+            raise ConfigError(f"train.global_batch={global_batch}: must be a multiple of the {dp} data-parallel groups")
+        if micro_batch < 1 or (global_batch // dp) % micro_batch:
+            raise ConfigError(
+                f"train.micro_batch={micro_batch}: must divide the {global_batch // dp} sequences per data-parallel group "
+                f"(train.global_batch={global_batch} over {dp})"
+            )
+        assert 0 <= dp_rank < dp
+        assert sampler.num_sequences == len(dataset)
+        self._dataset, self._sampler = dataset, sampler
+        self._dp_rank, self._local = dp_rank, global_batch // dp
+        self._global_batch, self._micro_batch = global_batch, micro_batch
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mtrain-data")
+        self._next: Future[list[list[Sample]]] | None = None
+
+    def __iter__(self) -> Iterator[list[list[Sample]]]:
+        return self
+
+    def __next__(self) -> list[list[Sample]]:
+        """The micro-batches of the next step: local batch / micro_batch of them."""
+        pending, self._next = self._next, None
+        if pending is None:
+            pending = self._reader.submit(self._read, self._sampler.consumed)
+        batches = pending.result()
+        self._sampler.advance(self._global_batch)
+        self._next = self._reader.submit(self._read, self._sampler.consumed)
+        return batches
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop reading ahead. The loader cannot be used again."""
+        self._reader.shutdown(wait=True, cancel_futures=True)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: the sampler's two integers, counting every step handed out so far, and which stream they point into."""
+        return {**self._sampler.state(), "sequences": len(self._dataset), "fingerprint": self._dataset.fingerprint}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on behind the last step of a saved state, which may come from another ``dp``. ConfigError when the corpus is another one."""
+        found = (int(state["sequences"]), str(state["fingerprint"]))
+        mine = (len(self._dataset), self._dataset.fingerprint)
+        if found != mine:
+            raise ConfigError(
+                f"The data changed since the checkpoint: it is of a corpus {found[1][:12]} with {found[0]:,} sequences, "
+                f"this one is {mine[1][:12]} with {mine[0]:,}; give the same data, seq (and for data=stdlib the same Python) to go on"
+            )
+        if self._next is not None:
+            if not self._next.cancel():
+                wait([self._next])  # the reader uses the sampler
+            self._next = None
+        self._sampler.load_state(state)
+
+    def _read(self, consumed: int) -> list[list[Sample]]:
+        first = consumed + self._dp_rank * self._local
+        samples = [self._dataset[self._sampler.sequence(number)] for number in range(first, first + self._local)]
+        return [samples[start : start + self._micro_batch] for start in range(0, self._local, self._micro_batch)]

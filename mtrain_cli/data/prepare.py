@@ -1,0 +1,251 @@
+"""From a corpus and a tokenizer to a token store, in a way that survives an interruption at any moment.
+
+The unfinished store is the folder ``OUT.partial``. A journal in it says how far the arrays are complete; a rerun cuts them back to that
+point and goes on from there. Renaming the folder to ``OUT`` is the last act, so ``OUT`` is complete or absent.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.data.corpora import Corpus, Document
+from mtrain_cli.data.permutation import mix64
+from mtrain_cli.data.store import DOCUMENTS, META, TOKENIZER, TOKENS, StoreMeta, StoreWriter, TokenStore, journal_sizes, write_json
+from mtrain_cli.data.tokenizers import SMALLEST_BPE, FileTokenizer, Tokenizer, open_tokenizer, train_bpe
+
+_JOURNAL, _LOCK = "journal.json", "lock"
+_BATCH_CHARACTERS, _BATCH_PIECES = 1 << 23, 1 << 13
+_COMMIT_TOKENS, _COMMIT_SECONDS = 1 << 24, 2.0
+# Merges are as good from this much text as from more; BPE training holds every distinct word.
+_BPE_CHARACTERS = 1 << 30
+DEFAULT_BPE_VOCABULARY = 8192
+
+
+@dataclass(frozen=True)
+class Position:
+    """All of a corpus before record ``record`` of unit ``unit``. ``read`` is about how many bytes of the corpus that is."""
+
+    unit: int = 0
+    record: int = 0
+    read: int = 0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a progress bar shows: bytes ``read`` of ``size``, and what was written."""
+
+    stage: str
+    read: int
+    size: int
+    tokens: int = 0
+    documents: int = 0
+
+
+@dataclass(frozen=True)
+class _Journal:
+    """How far the files of an unfinished store are complete."""
+
+    recipe: dict[str, str]
+    unit: int = 0
+    record: int = 0
+    read: int = 0
+    tokens: int = 0
+    documents: int = 0
+
+
+def tokenise(corpus: Corpus, tokenizer: Tokenizer, writer: StoreWriter, start: Position = Position()) -> Iterator[Position]:
+    """Write the documents of ``corpus`` from ``start`` on and yield, batch by batch, the position behind the last complete one."""
+    base = sum(unit.size for unit in corpus.units[: start.unit])
+    pieces: list[str] = []
+    ends: list[tuple[int, Position]] = []  # so many pieces end a document, which reaches that position
+    position, characters = start, 0
+
+    def flush() -> Position:
+        written = 0
+        encoded = tokenizer.encode(pieces)
+        for count, _ in ends:
+            for ids in encoded[written:count]:
+                writer.append(ids)
+            writer.end_document()
+            written = count
+        for ids in encoded[written:]:
+            writer.append(ids)
+        reached = ends[-1][1] if ends else Position(position.unit, position.record, position.read + characters)
+        pieces.clear()
+        ends.clear()
+        return reached
+
+    for number, unit in enumerate(corpus.units[start.unit :], start.unit):
+        for document in unit.documents(start.record if number == start.unit else 0):
+            for piece in _encodable(document, tokenizer):
+                pieces.append(piece)
+                characters += len(piece)
+                if characters >= _BATCH_CHARACTERS or len(pieces) >= _BATCH_PIECES:
+                    position = flush()
+                    characters = 0
+                    yield position
+            ends.append((len(pieces), Position(number, document.record, base + document.end)))
+        base += unit.size
+    yield flush()
+
+
+def prepare_store(
+    corpus: Corpus,
+    out: Path,
+    tokenizer: str,
+    vocab_size: int | None,
+    report: Callable[[Progress], None],
+) -> TokenStore:
+    """Tokenise ``corpus`` into the folder ``out``; go on where an interrupted call with the same arguments stopped.
+
+    ``tokenizer`` is ``bytes``, ``bpe`` (trained here, with at most ``vocab_size`` ids) or the path of a tokenizer.json. A store that is
+    already complete is opened and left as it is. Raises ConfigError for mistakes in the arguments or the corpus, for an ``out`` that holds
+    anything else, and when the disk is full or not writable (what was done stays, for a rerun).
+    """
+    chosen = None if tokenizer == "bpe" else open_tokenizer(tokenizer, option="--tokenizer")
+    if chosen is not None and vocab_size is not None:
+        raise ConfigError(f"--vocab-size {vocab_size}: only for --tokenizer bpe; the tokenizer {tokenizer} has its own vocabulary")
+    bpe_size = DEFAULT_BPE_VOCABULARY if vocab_size is None else vocab_size
+    if bpe_size < SMALLEST_BPE:
+        raise ConfigError(f"--vocab-size {bpe_size}: a byte-level BPE needs at least {SMALLEST_BPE} ids")
+    recipe = {"corpus": corpus.signature, "tokenizer": chosen.identity if chosen else f"bpe {bpe_size}"}
+    out = Path(os.path.abspath(out.expanduser()))
+    if store := _finished(out, recipe):
+        return store
+    partial = out.with_name(out.name + ".partial")
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        with _locked(partial):
+            if store := _finished(out, recipe):  # by another process, just now
+                shutil.rmtree(partial)
+                return store
+            journal = _read_journal(partial, recipe)
+            opened = chosen or _trained(corpus, bpe_size, partial, report)
+            if isinstance(chosen, FileTokenizer):
+                (partial / TOKENIZER).write_bytes(chosen.content)
+            _fill(corpus, opened, partial, journal, report)
+            os.rename(partial, out)
+            for leftover in (_JOURNAL, _LOCK):
+                (out / leftover).unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"OUT={out}: cannot be written ({error.strerror or error}); what is done stays, run the same command to go on"
+        ) from None
+    return TokenStore.open(out)
+
+
+def _encodable(document: Document, tokenizer: Tokenizer) -> Iterator[str]:
+    """Pieces that may be encoded one by one; non-empty."""
+    if tokenizer.exact_pieces:
+        yield from document.pieces
+    elif text := "".join(document.pieces):
+        yield text
+
+
+def _finished(out: Path, recipe: dict[str, str]) -> TokenStore | None:
+    """The complete store at ``out`` if it was made in the same way, None if nothing is there, ConfigError for anything else."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return None
+    if not (out / META).is_file():
+        raise ConfigError(f"OUT={out}: exists and is no token store; give a new folder")
+    meta = StoreMeta.read(out, f"OUT={out}")
+    if meta.recipe != recipe:
+        raise ConfigError(
+            f"OUT={out}: holds another token store ({meta.source}, tokenizer {meta.tokenizer}, {meta.num_tokens:,} tokens)"
+            f"{_difference(meta.recipe, recipe)}; give another folder, or delete this one"
+        )
+    return TokenStore.open(out, f"OUT={out}")
+
+
+def _difference(found: dict[str, str], wanted: dict[str, str]) -> str:
+    differing = [part for part in wanted if found.get(part) != wanted[part]]
+    return f": its {' and '.join(differing)} differ{'s' if len(differing) == 1 else ''}" if differing else ""
+
+
+def _read_journal(partial: Path, recipe: dict[str, str]) -> _Journal:
+    path = partial / _JOURNAL
+    if not path.exists():
+        journal = _Journal(recipe)
+        write_json(path, asdict(journal))
+        return journal
+    try:
+        journal = _Journal(**json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError):
+        raise ConfigError(f"{partial}: its {_JOURNAL} is broken; delete the folder to start again") from None
+    if journal.recipe != recipe:
+        raise ConfigError(
+            f"{partial}: holds an unfinished store made in another way{_difference(journal.recipe, recipe)}; "
+            f"delete it to start again, or give another OUT"
+        )
+    return journal
+
+
+def _fill(corpus: Corpus, tokenizer: Tokenizer, partial: Path, journal: _Journal, report: Callable[[Progress], None]) -> None:
+    """Write the arrays from where ``journal`` stands to the end, and the meta."""
+    sizes = journal_sizes(journal.tokens, journal.documents, tokenizer) if journal.documents else (0, 0)
+    for name, size in zip((TOKENS, DOCUMENTS), sizes, strict=True):
+        path = partial / name
+        path.touch()
+        if path.stat().st_size < size:
+            raise ConfigError(f"{partial}: {name} is shorter than its {_JOURNAL} says; delete the folder to start again")
+        os.truncate(path, size)
+    start = Position(journal.unit, journal.record, journal.read)
+    with (partial / TOKENS).open("ab") as tokens, (partial / DOCUMENTS).open("ab") as offsets:
+        writer = StoreWriter(tokens, offsets, tokenizer, journal.tokens, journal.documents)
+        committed_tokens, committed_at = journal.tokens, time.monotonic()
+        for position in tokenise(corpus, tokenizer, writer, start):
+            report(Progress("tokenising", position.read, corpus.size, writer.num_tokens, writer.num_documents))
+            if writer.num_tokens - committed_tokens >= _COMMIT_TOKENS or time.monotonic() - committed_at >= _COMMIT_SECONDS:
+                writer.sync()
+                reached = _Journal(journal.recipe, **asdict(position), tokens=writer.num_tokens, documents=writer.num_documents)
+                write_json(partial / _JOURNAL, asdict(reached))
+                committed_tokens, committed_at = writer.num_tokens, time.monotonic()
+        if writer.num_documents == 0:
+            shutil.rmtree(partial)
+            raise ConfigError(f"{corpus.origin}: holds no text")
+        report(Progress("checking", corpus.size, corpus.size, writer.num_tokens, writer.num_documents))
+        writer.finish(partial, corpus.description, journal.recipe)
+
+
+def _trained(corpus: Corpus, vocab_size: int, partial: Path, report: Callable[[Progress], None]) -> Tokenizer:
+    """The BPE that an earlier, interrupted call trained, else a new one."""
+    path = partial / TOKENIZER
+    if not path.exists():
+        train_bpe(_sample(corpus, report), vocab_size, path)
+    trained = open_tokenizer(str(path), option="tokenizer of the store")
+    trained.name = f"bpe {vocab_size}"
+    return trained
+
+
+def _sample(corpus: Corpus, report: Callable[[Progress], None]) -> Iterator[str]:
+    """All pieces of a corpus, or of a large one an evenly spread part of about ``_BPE_CHARACTERS``."""
+    kept_of_2_64 = min(1.0, _BPE_CHARACTERS / max(1, corpus.size)) * 2.0**64
+    number, base = 0, 0
+    for unit in corpus.units:
+        for document in unit.documents(0):
+            for piece in document.pieces:
+                number += 1
+                if mix64(number) < kept_of_2_64:
+                    yield piece
+            report(Progress("training the tokenizer", base + document.end, corpus.size))
+        base += unit.size
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of ``folder``; ConfigError when another process holds it. The system frees it when its holder dies."""
+    with (folder / _LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{folder}: another `mtrain data prepare` is writing this store") from None
+        yield

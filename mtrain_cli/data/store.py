@@ -1,0 +1,224 @@
+"""The token store: a folder of memory-mapped arrays that holds a tokenised corpus with its document boundaries.
+
+``tokens.bin``     ids of all documents end to end, little-endian uint16, or uint32 for vocabularies above 65,536
+``documents.bin``  little-endian int64[num_documents + 1]: document d is tokens[offsets[d] : offsets[d + 1]], never empty
+``meta.json``      a ``StoreMeta``; written last, so a folder without it is no store
+``tokenizer.json`` the tokenizer, unless it is the byte tokenizer
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.data.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
+
+VERSION = 1
+TOKENS, DOCUMENTS, META, TOKENIZER = "tokens.bin", "documents.bin", "meta.json", "tokenizer.json"
+_OFFSET: np.dtype = np.dtype("<i8")
+_DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+_HASHED_AT_ONCE = 1 << 24
+
+
+@dataclass(frozen=True)
+class StoreMeta:
+    """What a store says of itself. ``sha256`` is over tokens.bin, then documents.bin; ``recipe`` tells two ways of making a store apart."""
+
+    version: int
+    dtype: str
+    tokenizer: str
+    tokenizer_identity: str
+    eos: int | None
+    vocab_size: int
+    num_tokens: int
+    num_documents: int
+    sha256: str
+    source: str
+    recipe: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folder: Path, origin: str) -> StoreMeta:
+        """Parse meta.json; ConfigError when it is missing, broken or newer than this version of mtrain."""
+        try:
+            content = json.loads((folder / META).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(f"{origin}: no {META} in it; give a folder written by `mtrain data prepare`") from None
+        except OSError as error:
+            raise ConfigError(f"{origin}: {META} cannot be read ({error.strerror})") from None
+        except ValueError as error:
+            raise ConfigError(f"{origin}: {META} is not JSON ({error}); prepare the store again") from None
+        if not isinstance(content, dict) or content.get("version") != VERSION:
+            found = content.get("version") if isinstance(content, dict) else None
+            raise ConfigError(f"{origin}: {META} has version {found}, this mtrain reads version {VERSION}; prepare the store again")
+        missing = [known.name for known in fields(cls) if known.name not in content]
+        if missing:
+            raise ConfigError(f"{origin}: {META} lacks {', '.join(missing)}; prepare the store again")
+        meta = cls(**{known.name: content[known.name] for known in fields(cls)})
+        counts = (meta.vocab_size, meta.num_tokens, meta.num_documents)
+        if str(meta.dtype) not in _DTYPES or not all(isinstance(count, int) and count > 0 for count in counts):
+            raise ConfigError(f"{origin}: {META} is broken (dtype {meta.dtype}, counts {counts}); prepare the store again")
+        return meta
+
+    def write(self, folder: Path) -> None:
+        """Write meta.json in one go."""
+        write_json(folder / META, asdict(self))
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """An open store: ``tokens`` uint16 or uint32 [num_tokens], ``offsets`` int64 [num_documents + 1], both memory-mapped if on disk."""
+
+    meta: StoreMeta
+    tokens: np.ndarray
+    offsets: np.ndarray
+    folder: Path | None = None
+
+    @classmethod
+    def open(cls, path: str | Path, origin: str | None = None) -> TokenStore:
+        """Map the arrays of a store without reading the tokens.
+
+        Raises ConfigError for a missing folder, a missing or broken meta.json, or arrays of another size than it says (truncated).
+        """
+        folder, origin = Path(path).expanduser(), origin or str(path)
+        if not folder.is_dir():
+            found = "is not a folder" if folder.exists() else "no such folder"
+            raise ConfigError(f"{origin}: {found}; give a folder written by `mtrain data prepare`")
+        meta = StoreMeta.read(folder, origin)
+        tokens = _map(folder / TOKENS, _DTYPES[meta.dtype], meta.num_tokens, origin)
+        offsets = _map(folder / DOCUMENTS, _OFFSET, meta.num_documents + 1, origin)
+        if offsets[0] != 0 or offsets[-1] != meta.num_tokens or not np.all(offsets[1:] > offsets[:-1]):
+            raise ConfigError(
+                f"{origin}: {DOCUMENTS} is corrupt, its offsets do not rise from 0 to {meta.num_tokens}; prepare the store again"
+            )
+        return cls(meta, tokens, offsets, folder)
+
+    def document(self, number: int) -> np.ndarray:
+        """Ids of one document."""
+        return self.tokens[self.offsets[number] : self.offsets[number + 1]]
+
+    def open_tokenizer(self) -> Tokenizer:
+        """The tokenizer that made the store; ConfigError when its file is gone."""
+        if self.meta.tokenizer_identity == ByteTokenizer.identity:
+            return ByteTokenizer()
+        assert self.folder is not None
+        return open_tokenizer(str(self.folder / TOKENIZER), option="tokenizer of the store")
+
+    def check(self) -> None:
+        """Read everything and compare with the recorded sha256; ConfigError when it differs."""
+        found = _sha256(self.tokens, self.offsets)
+        if found != self.meta.sha256:
+            raise ConfigError(f"{self.folder}: sha256 is {found}, {META} says {self.meta.sha256}; the store is corrupt, prepare it again")
+
+
+class StoreWriter:
+    """Appends documents to a pair of binary files, which are at the end of ``num_documents`` documents already written."""
+
+    def __init__(self, tokens: BinaryIO, offsets: BinaryIO, tokenizer: Tokenizer, num_tokens: int = 0, num_documents: int = 0) -> None:
+        self.tokenizer = tokenizer
+        self.dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+        self.num_tokens = num_tokens
+        self.num_documents = num_documents
+        self._tokens, self._offsets = tokens, offsets
+        self._open_document = 0
+        if num_documents == 0:
+            offsets.write(np.zeros(1, _OFFSET).tobytes())
+
+    def append(self, ids: np.ndarray) -> None:
+        """Add ids[N] to the document that is being written."""
+        assert ids.size == 0 or (ids.min() >= 0 and ids.max() < self.tokenizer.vocab_size)
+        self._tokens.write(ids.astype(_DTYPES[self.dtype]).tobytes())
+        self._open_document += ids.size
+
+    def end_document(self) -> None:
+        """Close the document with the tokenizer's end token. One without any text leaves no trace."""
+        if self._open_document == 0:
+            return
+        if self.tokenizer.eos is not None:
+            self.append(np.array([self.tokenizer.eos]))
+        self.num_tokens += self._open_document
+        self.num_documents += 1
+        self._open_document = 0
+        self._offsets.write(np.array([self.num_tokens], _OFFSET).tobytes())
+
+    def sync(self) -> None:
+        """Push everything to the disk."""
+        for file in (self._tokens, self._offsets):
+            file.flush()
+            os.fsync(file.fileno())
+
+    def meta(self, source: str, recipe: dict[str, str], tokens: np.ndarray, offsets: np.ndarray) -> StoreMeta:
+        """The meta of what was written, whose arrays are ``tokens`` and ``offsets``."""
+        assert self._open_document == 0
+        assert self.num_documents > 0
+        return StoreMeta(
+            version=VERSION,
+            dtype=self.dtype,
+            tokenizer=self.tokenizer.name,
+            tokenizer_identity=self.tokenizer.identity,
+            eos=self.tokenizer.eos,
+            vocab_size=self.tokenizer.vocab_size,
+            num_tokens=self.num_tokens,
+            num_documents=self.num_documents,
+            sha256=_sha256(tokens, offsets),
+            source=source,
+            recipe=recipe,
+        )
+
+    def from_memory(self, tokens: memoryview, offsets: memoryview, source: str) -> TokenStore:
+        """The store whose files were only in memory."""
+        token_array, offset_array = np.frombuffer(tokens, _DTYPES[self.dtype]), np.frombuffer(offsets, _OFFSET)
+        return TokenStore(self.meta(source, {}, token_array, offset_array), token_array, offset_array)
+
+    def finish(self, folder: Path, source: str, recipe: dict[str, str]) -> None:
+        """Sync the files, which lie in ``folder``, and write meta.json beside them."""
+        self.sync()
+        tokens = _map(folder / TOKENS, _DTYPES[self.dtype], self.num_tokens, str(folder))
+        offsets = _map(folder / DOCUMENTS, _OFFSET, self.num_documents + 1, str(folder))
+        self.meta(source, recipe, tokens, offsets).write(folder)
+
+
+def journal_sizes(num_tokens: int, num_documents: int, tokenizer: Tokenizer) -> tuple[int, int]:
+    """Bytes of tokens.bin and documents.bin that hold so many tokens and documents."""
+    dtype = _DTYPES["uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"]
+    return num_tokens * dtype.itemsize, (num_documents + 1) * _OFFSET.itemsize
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Replace a JSON file in one go, so that a crash leaves the old or the new one."""
+    unfinished = path.with_name(path.name + ".tmp")
+    with unfinished.open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+
+
+def _map(path: Path, dtype: np.dtype, count: int, origin: str) -> np.ndarray:
+    try:
+        size = path.stat().st_size
+        if size != count * dtype.itemsize:
+            raise ConfigError(
+                f"{origin}: {path.name} has {size:,} bytes where {META} says {count * dtype.itemsize:,}; "
+                f"the store is truncated or mixed up, prepare it again"
+            )
+        # A plain view: slicing the memmap class itself costs microseconds each time.
+        return np.memmap(path, dtype, mode="r").view(np.ndarray)
+    except FileNotFoundError:
+        raise ConfigError(f"{origin}: {path.name} is missing; prepare the store again") from None
+    except OSError as error:
+        raise ConfigError(f"{origin}: {path.name} cannot be read ({error.strerror})") from None
+
+
+def _sha256(tokens: np.ndarray, offsets: np.ndarray) -> str:
+    digest = hashlib.sha256()
+    for array in (tokens, offsets):
+        for start in range(0, array.size, _HASHED_AT_ONCE):
+            digest.update(np.ascontiguousarray(array[start : start + _HASHED_AT_ONCE]).data)
+    return digest.hexdigest()

@@ -1,0 +1,196 @@
+"""The user's own text: .txt, .md and .py files are one document each, .jsonl and .parquet files one document per record.
+
+A new kind of file is one reader function and one entry in ``READERS``. Every mistake in a file is a ConfigError of one line.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.data.corpora import Corpus, Document, Unit, slices, split_text
+
+_BLOCK = 1 << 22  # bytes of a plain file that are read at once
+_ROWS = 1024  # parquet rows that are turned into Python strings at once
+
+
+class TextKey:
+    """The key or column that holds the text, and the option under which the user gave it."""
+
+    def __init__(self, name: str, option: str) -> None:
+        self.name = name
+        self.option = option
+
+    def missing(self, place: str, present: Iterable[str]) -> ConfigError:
+        """The error for a record or file at ``place`` that has only the keys ``present``."""
+        names = ", ".join(list(present)[:12]) or "none"
+        return ConfigError(f"{self.option}={self.name}: {place} has no such key; its keys are: {names}")
+
+
+def text_corpus(path: str, text_key: str, path_option: str = "data.path", key_option: str = "data.text_key") -> Corpus:
+    """The corpus in a file, or in all readable files below a folder in order of their relative paths.
+
+    Hidden files and folders are left out. The signature is over relative paths, sizes and modification times, so that it is cheap for
+    corpora of any size. Raises ConfigError for a missing path or one without a readable kind of file; broken files raise when read.
+    """
+    origin = f"{path_option}={path}"
+    root = Path(path).expanduser()
+    key = TextKey(text_key, key_option)
+    if root.is_dir():
+        files = sorted(_files_below(root), key=lambda found: found.relative_to(root).parts)
+        if not files:
+            raise ConfigError(f"{origin}: the folder holds no {_kinds()} file")
+    elif root.suffix.lower() in READERS or not root.exists():
+        files = [root]
+    else:
+        raise ConfigError(
+            f"{origin}: a {root.suffix or 'nameless'} file is not readable as text; give a {_kinds()} file or a folder of them"
+        )
+    digest = hashlib.sha256(text_key.encode())
+    units = []
+    for file in files:
+        try:
+            found = file.stat()
+        except FileNotFoundError:
+            raise ConfigError(f"{origin}: no such file{_within(file, root)}; give a {_kinds()} file or a folder of them") from None
+        except OSError as error:
+            raise ConfigError(f"{origin}: {file} cannot be read ({error.strerror})") from None
+        name = file.relative_to(root).as_posix() if root.is_dir() else file.name
+        digest.update(f"{name}\0{found.st_size}\0{found.st_mtime_ns}\0".encode("utf-8", "surrogateescape"))
+        reader = READERS[file.suffix.lower()]
+        label = origin if file == root else f"{origin}: {file}"
+        units.append(Unit(name, found.st_size, partial(_guarded, reader, file, label, key)))
+    return Corpus(str(path), origin, digest.hexdigest(), tuple(units))
+
+
+def _files_below(root: Path) -> Iterator[Path]:
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
+        yield from (Path(folder, name) for name in files if not name.startswith(".") and Path(name).suffix.lower() in READERS)
+
+
+def _kinds() -> str:
+    *first, last = READERS
+    return f"{', '.join(first)} or {last}"
+
+
+def _within(file: Path, root: Path) -> str:
+    return "" if file == root else f" as {file}"
+
+
+def _guarded(reader: Reader, path: Path, label: str, key: TextKey, skip: int) -> Iterator[Document]:
+    """The documents of ``reader``, with the errors of the file system as one line that begins with ``label``."""
+    try:
+        yield from reader(path, label, key, skip)
+    except OSError as error:
+        raise ConfigError(f"{label}: cannot be read ({error.strerror or _one_line(error)})") from None
+
+
+def _plain(path: Path, label: str, _key: TextKey, skip: int) -> Iterator[Document]:
+    if skip == 0:
+        yield Document(path.name, split_text(_decoded(path, label)), record=1, end=path.stat().st_size)
+
+
+def _decoded(path: Path, label: str) -> Iterator[str]:
+    """The text of a file block by block, without its byte order mark."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    position = 0
+    try:
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK):
+                yield decoder.decode(block)
+                position += len(block)
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        # The decoder's own offset counts from the bytes that it carried over from the block before.
+        raise ConfigError(
+            f"{label}: not UTF-8 text (byte {error.object[error.start]:#04x} near offset {position + error.start:,}); convert it first, "
+            f"for example with iconv -t UTF-8"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"{label}: cannot be read ({error.strerror})") from None
+
+
+def _jsonl(path: Path, label: str, key: TextKey, skip: int) -> Iterator[Document]:
+    with path.open("rb") as file:
+        end = sum(len(line) for line in islice(file, skip))
+        for number, line in enumerate(file, skip + 1):
+            end += len(line)
+            if not line.strip():
+                continue
+            place = f"{label} line {number}"
+            try:
+                record = json.loads(line.decode("utf-8-sig"))
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"{place}: not UTF-8 text (byte {error.start})") from None
+            except (json.JSONDecodeError, RecursionError) as error:
+                raise ConfigError(f"{place}: not JSON ({error})") from None
+            if not isinstance(record, dict):
+                raise ConfigError(f"{place}: a JSON object with the key {key.name} is expected, not {_json_kind(record)}")
+            if key.name not in record:
+                raise key.missing(f"{path} line {number}", record)
+            pieces = _text_pieces(record[key.name], key, f"{path} line {number}")
+            yield Document(f"{path.name}:{number}", pieces, record=number, end=end)
+
+
+def _parquet(path: Path, label: str, key: TextKey, skip: int) -> Iterator[Document]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ConfigError(f"{label}: reading parquet needs the pyarrow package; pip install 'mtrain[data]'") from None
+    size = path.stat().st_size
+    row = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            if key.name not in file.schema_arrow.names:
+                raise key.missing(str(path), file.schema_arrow.names)
+            rows = max(1, file.metadata.num_rows)
+            for group in range(file.num_row_groups):
+                in_group = file.metadata.row_group(group).num_rows
+                if row + in_group <= skip:
+                    row += in_group
+                    continue
+                for batch in file.iter_batches(_ROWS, row_groups=[group], columns=[key.name]):
+                    for text in batch.column(0).to_pylist():
+                        row += 1
+                        if row > skip:
+                            pieces = _text_pieces(text, key, f"{path} row {row}")
+                            yield Document(f"{path.name}:{row}", pieces, record=row, end=size * row // rows)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{label}: not UTF-8 text in the {_ROWS} rows behind row {row} (byte {error.object[error.start]:#04x})") from None
+    except pyarrow.ArrowException as error:
+        raise ConfigError(f"{label}: not a readable parquet file ({_one_line(error)})") from None
+
+
+def _text_pieces(text: Any, key: TextKey, place: str) -> Iterable[str]:
+    """Pieces of one record's text; a null record is an empty document."""
+    if text is None:
+        return ()
+    if not isinstance(text, str):
+        raise ConfigError(f"{key.option}={key.name}: {place} holds {_json_kind(text)} there, not text")
+    if not text.isascii():
+        # JSON can spell half of a surrogate pair, which no encoding of text can hold.
+        text = text.encode("utf-8", "replace").decode("utf-8")
+    return split_text(slices(text))
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def _json_kind(value: Any) -> str:
+    kinds = {bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object", str: "a string", bytes: "bytes"}
+    return kinds.get(type(value), "null" if value is None else f"a {type(value).__name__}")
+
+
+Reader = Callable[[Path, str, TextKey, int], Iterator[Document]]
+READERS: dict[str, Reader] = {".txt": _plain, ".md": _plain, ".py": _plain, ".jsonl": _jsonl, ".parquet": _parquet}

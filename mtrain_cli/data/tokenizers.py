@@ -1,0 +1,165 @@
+"""Text to token ids and back: the byte tokenizer, which needs nothing, and Hugging Face ``tokenizer.json`` files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from mtrain_cli.config.schema import ConfigError
+
+# Looked for, in this order, when no tokenizer_config.json beside the tokenizer names its end token.
+_USUAL_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+END_TOKEN = _USUAL_END_TOKENS[0]
+# A byte-level BPE needs its 256 bytes and the end token before the first merge.
+SMALLEST_BPE = 256 + 1 + 1
+
+
+class Tokenizer(Protocol):
+    """What the data pipeline needs of a tokenizer.
+
+    ``identity`` changes whenever the same text would give other ids; ``eos`` ends each document (None: documents simply follow each other);
+    ``vocab_size`` is larger than every id; ``exact_pieces`` says whether the pieces of ``corpora.split_text`` may be encoded one by one.
+    """
+
+    name: str
+    identity: str
+    vocab_size: int
+    eos: int | None
+    exact_pieces: bool
+
+    def encode(self, pieces: Sequence[str]) -> list[np.ndarray]:
+        """Ids of each piece, without special tokens."""
+        ...
+
+    def decode(self, ids: np.ndarray) -> str:
+        """Text of ids[N]; bytes that are no whole character become U+FFFD."""
+        ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes are ids 0 to 255; then begin, end and padding; the vocabulary is rounded up to a multiple of 8."""
+
+    name = "bytes"
+    identity = "bytes-1"
+    bos, pad = 256, 258
+    eos: int | None = 257
+    vocab_size = 264
+    exact_pieces = True
+
+    def encode(self, pieces: Sequence[str]) -> list[np.ndarray]:
+        """uint8 ids of each piece."""
+        return [np.frombuffer(piece.encode("utf-8"), dtype=np.uint8) for piece in pieces]
+
+    def decode(self, ids: np.ndarray) -> str:
+        """Text of ids[N] without the special tokens."""
+        ids = np.asarray(ids)
+        return ids[ids < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+
+class FileTokenizer:
+    """A Hugging Face ``tokenizer.json``, run by the ``tokenizers`` package."""
+
+    def __init__(self, path: Path, content: bytes, tokenizer: Any) -> None:
+        # Files saved for short-context inference carry truncation to 512 tokens and padding; both would silently spoil a corpus.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+        end = _end_token(path, vocabulary)
+        self._tokenizer = tokenizer
+        self.name = path.parent.absolute().name if path.stem == "tokenizer" else path.stem
+        self.eos = None if end is None else vocabulary[end]
+        self.identity = f"sha256:{hashlib.sha256(content).hexdigest()} eos:{self.eos}"
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.content = content
+        # SentencePiece-like files put a space mark before every text they are given, so pieces encoded alone would gain marks.
+        whole, first, second = self.encode(["one two\nthree", "one two\n", "three"])
+        self.exact_pieces = whole.tolist() == [*first.tolist(), *second.tolist()]
+
+    def encode(self, pieces: Sequence[str]) -> list[np.ndarray]:
+        """int64 ids of each piece; pieces are spread over the CPU's cores."""
+        encodings = self._tokenizer.encode_batch_fast(list(pieces), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+    def decode(self, ids: np.ndarray) -> str:
+        """Text of ids[N], special tokens shown by name."""
+        return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
+
+
+def open_tokenizer(choice: str, option: str = "data.tokenizer") -> Tokenizer:
+    """The tokenizer that the user chose: ``bytes``, a tokenizer.json, or a folder that holds one.
+
+    ``option`` is the name under which the choice was given, for error messages.
+    Raises ConfigError when the file is missing or broken, or when the ``tokenizers`` package is.
+    """
+    if choice == "bytes":
+        return ByteTokenizer()
+    path = Path(choice).expanduser()
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise ConfigError(f"{option}={choice}: no such file; give bytes, or the path of a Hugging Face tokenizer.json") from None
+    except OSError as error:
+        raise ConfigError(f"{option}={choice}: cannot be read ({error.strerror})") from None
+    library = _library(f"{option}={choice}")
+    try:
+        tokenizer = library.Tokenizer.from_str(content.decode("utf-8"))
+    except Exception as error:  # the package raises plain Exception for whatever it dislikes
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{option}={choice}: not a Hugging Face tokenizer.json ({reason})") from None
+    return FileTokenizer(path, content, tokenizer)
+
+
+def train_bpe(pieces: Iterable[str], vocab_size: int, path: Path) -> None:
+    """Train a byte-level BPE of at most ``vocab_size`` ids on ``pieces`` and write it to ``path`` in one go.
+
+    Ids: the end-of-document token, the 256 bytes, then merges by frequency. Any text is encodable. A small corpus gives fewer merges.
+    """
+    assert vocab_size >= SMALLEST_BPE
+    library = _library("--tokenizer bpe")
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_TOKEN],
+        initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(pieces, trainer)
+    unfinished = path.with_name(path.name + ".tmp")
+    unfinished.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    os.replace(unfinished, path)
+
+
+def _library(wanted_by: str) -> Any:
+    try:
+        import tokenizers
+        import tokenizers.decoders
+        import tokenizers.models
+        import tokenizers.pre_tokenizers
+        import tokenizers.trainers
+    except ImportError:
+        raise ConfigError(f"{wanted_by}: needs the tokenizers package; pip install 'mtrain[data]', or use the byte tokenizer") from None
+    return tokenizers
+
+
+def _end_token(path: Path, vocabulary: dict[str, int]) -> str | None:
+    """The token that ends a document: what tokenizer_config.json beside the file says, else the first usual name in the vocabulary."""
+    try:
+        named = json.loads(path.with_name("tokenizer_config.json").read_text(encoding="utf-8")).get("eos_token")
+    except (OSError, ValueError, AttributeError):
+        named = None
+    if isinstance(named, dict):
+        named = named.get("content")
+    for token in (named, *_USUAL_END_TOKENS):
+        if isinstance(token, str) and token in vocabulary:
+            return token
+    return None

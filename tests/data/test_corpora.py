@@ -1,0 +1,94 @@
+"""The standard library as a corpus, and how text is cut into pieces."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.data.corpora import Corpus, open_corpus, slices, split_text, stdlib_corpus
+
+
+def _texts(corpus: Corpus) -> dict[str, str]:
+    return {document.name: "".join(document.pieces) for unit in corpus.units for document in unit.documents(0)}
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    """A small copy of the shape of a standard library."""
+    files = {
+        "abc.py": "A = 1\n",
+        "pkg/__init__.py": "B = 2\n\n\n",
+        "pkg/sub/deep.py": "D = 'é'\n",
+        "pkg/a.py": "C = 3\r\n",
+        "pkg/test/test_a.py": "skipped\n",
+        "test/test_abc.py": "skipped\n",
+        "site-packages/other.py": "skipped\n",
+        "dist-packages/other.py": "skipped\n",
+        "__pycache__/x.py": "skipped\n",
+        "_sysconfigdata_linux.py": "skipped\n",
+        "notes.txt": "skipped\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / "lib" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text.encode())
+    (tmp_path / "lib" / "latin.py").write_bytes("# -*- coding: latin-1 -*-\nE = 'é'\n".encode("latin-1"))
+    (tmp_path / "lib" / "broken.py").write_bytes(b"x = '\xff'\n")
+    return tmp_path / "lib"
+
+
+def test_stdlib_is_one_document_per_package_with_its_files_in_order(library: Path) -> None:
+    assert _texts(stdlib_corpus(str(library))) == {
+        "abc": "# abc.py\nA = 1\n",
+        "latin": "# latin.py\n# -*- coding: latin-1 -*-\nE = 'é'\n",
+        "pkg": "# pkg/__init__.py\nB = 2\n# pkg/a.py\nC = 3\n# pkg/sub/deep.py\nD = 'é'\n",
+    }
+
+
+def test_stdlib_signature_changes_with_contents_and_paths_only(library: Path) -> None:
+    before = stdlib_corpus(str(library)).signature
+    (library / "abc.py").touch()
+    assert stdlib_corpus(str(library)).signature == before
+    (library / "abc.py").write_text("A = 2\n")
+    changed = stdlib_corpus(str(library)).signature
+    assert changed != before
+    (library / "abc.py").rename(library / "abd.py")
+    assert stdlib_corpus(str(library)).signature not in (before, changed)
+
+
+def test_stdlib_of_this_interpreter_is_a_corpus_of_megabytes() -> None:
+    corpus = stdlib_corpus()
+    texts = _texts(corpus)
+    assert corpus.size > 4 << 20
+    assert "asyncio" in texts
+    assert texts["asyncio"].startswith("# asyncio/__init__.py\n")
+    assert not {"test", "site-packages", "dist-packages"} & set(texts)
+
+
+def test_stdlib_without_sources_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^data=stdlib: no Python sources in .*data=text"):
+        stdlib_corpus(str(tmp_path))
+
+
+def test_text_without_a_path_is_one_clear_line(make_config) -> None:
+    with pytest.raises(ConfigError, match=r"^data\.path=null: data=text needs a corpus"):
+        open_corpus(make_config(kind="text", path=None).data)
+
+
+@given(text=st.text(st.sampled_from("ab \n\t\u2028é"), max_size=400), block=st.integers(1, 50), size=st.integers(1, 50))
+def test_pieces_join_to_the_text_and_are_cut_between_plain_lines(text: str, block: int, size: int) -> None:
+    pieces = list(split_text(slices(text, block), size))
+    assert "".join(pieces) == text
+    assert all(pieces)
+    for left, right in pairwise(pieces):
+        if len(left) < 16 * size:
+            assert left[-1] == "\n"
+            assert not left[-2].isspace()
+            assert not right[0].isspace()
+
+
+def test_text_without_line_breaks_is_cut_after_sixteen_sizes() -> None:
+    assert [len(piece) for piece in split_text(slices("x" * 1000, 10), 10)] == [160] * 6 + [40]

@@ -1,0 +1,203 @@
+"""Packing documents into sequences."""
+
+import io
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.data.dataset import IGNORED, PackedDataset, open_dataset
+from mtrain_cli.data.store import StoreMeta, StoreWriter, TokenStore
+from mtrain_cli.data.tokenizers import ByteTokenizer, open_tokenizer
+
+
+def _store(lengths: list[int]) -> TokenStore:
+    """Documents whose tokens tell (document, place) apart as far as 256 values can; the last token of each is the end token."""
+    tokens, offsets = io.BytesIO(), io.BytesIO()
+    writer = StoreWriter(tokens, offsets, ByteTokenizer())
+    for number, length in enumerate(lengths):
+        writer.append((np.arange(length - 1) * 7 + number * 31 + 1) % 256)
+        if length == 1:
+            writer.append(np.array([number % 256]))
+            writer.tokenizer.eos = None
+        writer.end_document()
+        writer.tokenizer.eos = 257
+    return writer.from_memory(tokens.getbuffer(), offsets.getbuffer(), "a test")
+
+
+_LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=25)
+
+
+def _expected_stream(dataset: PackedDataset, store: TokenStore) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of the stream and the place of their document in it, from the order that the dataset chose."""
+    order = range(store.meta.num_documents) if dataset._order is None else dataset._order
+    documents = [store.document(number) for number in order]
+    return np.concatenate(documents), np.repeat(np.arange(len(documents)), [document.size for document in documents])
+
+
+@given(lengths=_LENGTHS, seq=st.integers(1, 60), seed=st.integers(0, 1000), shuffle=st.booleans(), mask=st.booleans())
+def test_every_token_is_in_one_sequence_and_labels_are_the_next_token_of_its_document(
+    lengths: list[int], seq: int, seed: int, shuffle: bool, mask: bool
+) -> None:
+    store = _store(lengths)
+    dataset = PackedDataset(store, seq, seed=seed, shuffle=shuffle, document_mask=mask)
+    tokens, documents = _expected_stream(dataset, store)
+    assert sorted(tokens.tolist()) == sorted(store.tokens.tolist())
+    samples = [dataset[index] for index in range(len(dataset))]
+    packed = min(tokens.size, len(dataset) * seq)
+
+    for index, sample in enumerate(samples):
+        assert {part.dtype for part in (sample.tokens, sample.labels, sample.documents)} == {np.dtype(np.int32)}
+        assert {part.shape for part in (sample.tokens, sample.labels, sample.documents)} == {(seq,)}
+        assert np.all(np.diff(sample.documents) >= 0)
+        if mask:
+            here = documents[index * seq : (index + 1) * seq]
+            assert np.array_equal(sample.documents[: here.size], here - here[0])
+        else:
+            assert not sample.documents.any()
+
+    if samples:
+        all_tokens = np.concatenate([sample.tokens for sample in samples])
+        all_labels = np.concatenate([sample.labels for sample in samples])
+        assert np.array_equal(all_tokens[:packed], tokens[:packed])
+        following = np.full(tokens.size, IGNORED)
+        following[:-1] = tokens[1:]
+        if mask:
+            following[:-1][documents[1:] != documents[:-1]] = IGNORED
+        assert np.array_equal(all_labels[:packed], following[:packed])
+        assert not all_tokens[packed:].any()
+        assert np.all(all_labels[packed:] == IGNORED)
+    # What is left out is less than 5 % of a sequence, or the single token that could have no label.
+    assert tokens.size - packed < max(2, 0.05 * seq)
+
+
+def test_padding_is_a_document_of_its_own_at_the_end() -> None:
+    dataset = PackedDataset(_store([10, 5]), 8, shuffle=False)
+    assert len(dataset) == 2
+    last = dataset[1]
+    assert last.documents.tolist() == [0, 0, 1, 1, 1, 1, 1, 2]
+    assert last.labels[1] == last.labels[6] == last.labels[7] == IGNORED
+    assert last.tokens[7] == 0
+
+
+def test_a_short_tail_is_left_out_and_a_longer_one_is_padded() -> None:
+    assert len(PackedDataset(_store([100, 104]), 100)) == 2
+    assert len(PackedDataset(_store([100, 105]), 100)) == 3
+
+
+def test_documents_are_shuffled_once_by_seed_and_not_cut_up() -> None:
+    store = _store([30] * 50)
+    plain = PackedDataset(store, 1500, shuffle=False)[0].tokens
+    first, again, other = (PackedDataset(store, 1500, seed=seed)[0].tokens for seed in (0, 0, 1))
+    assert np.array_equal(plain, store.tokens)
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other)
+    assert sorted(map(tuple, first.reshape(50, 30))) == sorted(map(tuple, plain.reshape(50, 30)))
+
+
+def test_positions_outside_the_dataset_end_iteration() -> None:
+    dataset = PackedDataset(_store([50]), 10)
+    assert len(list(dataset)) == 5
+    for index in (5, -1):
+        with pytest.raises(IndexError):
+            dataset[index]
+
+
+def test_a_billion_tokens_open_at_once_and_a_sequence_reads_only_its_slice(tmp_path: Path) -> None:
+    """The file is sparse: only what is touched exists."""
+    documents, length = 200_000, 5_000
+    with (tmp_path / "tokens.bin").open("wb") as file:
+        file.truncate(documents * length * 2)
+    (np.arange(documents + 1, dtype="<i8") * length).tofile(tmp_path / "documents.bin")
+    meta = _store([3]).meta
+    replace(meta, num_tokens=documents * length, num_documents=documents).write(tmp_path)
+    begin = time.monotonic()
+    dataset = PackedDataset(TokenStore.open(tmp_path), 4096)
+    sample = dataset[len(dataset) // 2]
+    assert time.monotonic() - begin < 2
+    assert len(dataset) == -(-documents * length // 4096)
+    assert sample.documents[-1] in (1, 2)
+
+
+def test_open_dataset_reads_the_standard_library_by_default(base_config: Config) -> None:
+    dataset = open_dataset(base_config)
+    assert len(dataset) > 500
+    assert dataset.num_tokens > 4 << 20
+    assert dataset.vocab_size == 264
+    assert len(dataset.fingerprint) == 64
+    assert "standard library of Python 3" in dataset.describe()
+    sample = dataset[0]
+    valid = sample.labels != IGNORED
+    assert np.array_equal(sample.labels[:-1][valid[:-1]], sample.tokens[1:][valid[:-1]])
+
+
+def test_open_dataset_reads_text_with_both_tokenizers(make_config, jsonl: Callable[..., Path], bpe_file: Path) -> None:
+    path = str(jsonl(["the quick dog", "", "a lazy fox"] * 20))
+    by_bytes = open_dataset(make_config(kind="text", path=path, shuffle=False))
+    assert by_bytes.num_tokens == 20 * (13 + 1 + 10 + 1)
+    assert ByteTokenizer().decode(by_bytes[0].tokens).startswith("the quick doga lazy fox")
+    by_bpe = open_dataset(make_config(kind="text", path=path, tokenizer=str(bpe_file), vocab_size=300))
+    assert by_bpe.num_tokens < by_bytes.num_tokens
+    assert by_bpe.fingerprint != by_bytes.fingerprint
+
+
+def _line(config: Config) -> str:
+    with pytest.raises(ConfigError) as caught:
+        open_dataset(config)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_corpus_of_less_than_one_sequence_is_named_with_both_numbers(make_config, jsonl: Callable[..., Path]) -> None:
+    path = jsonl(["short"])
+    assert _line(make_config(kind="text", path=str(path))) == (
+        f"seq=64: data.path={path} holds only 6 tokens, less than one sequence of 64; give a longer corpus or a smaller seq"
+    )
+
+
+@pytest.mark.parametrize("content", ["", "\n\n", '{"text": ""}\n{"text": null}\n'])
+def test_an_empty_corpus_is_named(make_config, tmp_path: Path, content: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(content)
+    assert _line(make_config(kind="text", path=str(path))) == f"data.path={path}: holds no text"
+
+
+def test_a_vocabulary_larger_than_the_models_names_both(make_config, tmp_path: Path, bpe_file: Path) -> None:
+    assert _line(make_config(vocab_size=256)) == "model.vocab_size=256: data.tokenizer=bytes has 264 ids; set model.vocab_size=264 or more"
+    _prepared(tmp_path / "s", [50])
+    line = _line(make_config(kind="tokens", path=str(tmp_path / "s"), vocab_size=100))
+    assert line.startswith("model.vocab_size=100: the token store")
+    assert "has 264 ids; set model.vocab_size=264 or more" in line
+    needed = open_tokenizer(str(bpe_file)).vocab_size
+    assert f"data.tokenizer={bpe_file} has {needed} ids" in _line(make_config(tokenizer=str(bpe_file), vocab_size=needed - 1))
+
+
+def _prepared(folder: Path, lengths: list[int]) -> StoreMeta:
+    store = _store(lengths)
+    folder.mkdir()
+    store.tokens.tofile(folder / "tokens.bin")
+    store.offsets.tofile(folder / "documents.bin")
+    store.meta.write(folder)
+    return store.meta
+
+
+def test_tokens_are_read_from_a_store_and_damage_is_named(make_config, tmp_path: Path) -> None:
+    meta = _prepared(tmp_path / "s", [50, 60, 70])
+    config = make_config(kind="tokens", path=str(tmp_path / "s"))
+    dataset = open_dataset(config)
+    assert (dataset.num_tokens, dataset.fingerprint) == (180, meta.sha256)
+    assert f"mapped from {tmp_path / 's'}" in dataset.describe()
+    content = np.fromfile(tmp_path / "s" / "tokens.bin", "<u2")
+    content[:] = 999
+    content.tofile(tmp_path / "s" / "tokens.bin")
+    with pytest.raises(ConfigError, match="token 999 is outside the vocabulary of 264; the store is corrupt"):
+        open_dataset(config)[0]
+    (tmp_path / "s" / "tokens.bin").write_bytes(b"")
+    assert "tokens.bin has 0 bytes where meta.json says 360" in _line(config)
+    assert _line(make_config(kind="tokens", path=None)).startswith("data.path=null: data=tokens needs a folder")

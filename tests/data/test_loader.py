@@ -1,0 +1,145 @@
+"""Micro-batches of each data-parallel rank."""
+
+import io
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.data.dataset import PackedDataset, Sample
+from mtrain_cli.data.loader import Loader
+from mtrain_cli.data.sampler import Sampler
+from mtrain_cli.data.store import StoreWriter
+from mtrain_cli.data.tokenizers import ByteTokenizer
+
+
+def _dataset(sequences: int = 13, seq: int = 6) -> PackedDataset:
+    """Sequence i begins with token i, so that a sample tells which one it is."""
+    tokens, offsets = io.BytesIO(), io.BytesIO()
+    writer = StoreWriter(tokens, offsets, ByteTokenizer())
+    for number in range(sequences):
+        writer.append(np.full(seq - 1, number))
+        writer.end_document()
+    return PackedDataset(writer.from_memory(tokens.getbuffer(), offsets.getbuffer(), "a test"), seq, shuffle=False)
+
+
+def _loader(dataset: PackedDataset, dp_rank: int = 0, dp: int = 1, global_batch: int = 4, micro_batch: int = 1, seed: int = 0) -> Loader:
+    return Loader(dataset, Sampler(len(dataset), seed), dp_rank, dp, global_batch, micro_batch)
+
+
+def _names(step: list[list[Sample]]) -> list[int]:
+    return [int(sample.tokens[0]) for micro_batch in step for sample in micro_batch]
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    dp=st.integers(1, 4),
+    micro_batches=st.integers(1, 3),
+    micro_batch=st.integers(1, 3),
+    sequences=st.integers(1, 15),
+    seed=st.integers(0, 9),
+)
+def test_the_union_over_ranks_is_exactly_the_next_sequences_whatever_dp_is(
+    dp: int, micro_batches: int, micro_batch: int, sequences: int, seed: int
+) -> None:
+    dataset = _dataset(sequences)
+    global_batch = dp * micro_batches * micro_batch
+    loaders = [_loader(dataset, rank, dp, global_batch, micro_batch, seed) for rank in range(dp)]
+    reference = Sampler(sequences, seed)
+    for step in range(5):
+        parts = [next(loader) for loader in loaders]
+        for part in parts:
+            assert [len(samples) for samples in part] == [micro_batch] * micro_batches
+        expected = [reference.sequence(number) for number in range(step * global_batch, (step + 1) * global_batch)]
+        assert [name for part in parts for name in _names(part)] == expected
+    for loader in loaders:
+        loader.close()
+
+
+def test_workers_of_one_context_group_get_the_same_batches() -> None:
+    with _loader(_dataset(), 1, 2) as one, _loader(_dataset(), 1, 2) as other:
+        for _ in range(8):
+            for left, right in zip(next(one), next(other), strict=True):
+                assert all(
+                    np.array_equal(a.tokens, b.tokens) and np.array_equal(a.labels, b.labels) for a, b in zip(left, right, strict=True)
+                )
+
+
+@pytest.mark.parametrize(("dp", "new_dp"), [(1, 1), (2, 1), (1, 4), (4, 2)])
+def test_a_restored_run_goes_on_where_it_was_on_any_number_of_ranks(dp: int, new_dp: int) -> None:
+    dataset = _dataset()
+    with _loader(dataset, seed=5) as whole:
+        expected = [_names(next(whole)) for _ in range(9)]
+    loaders = [_loader(dataset, rank, dp, seed=5) for rank in range(dp)]
+    for _ in range(4):
+        for loader in loaders:
+            next(loader)
+    states = [loader.state() for loader in loaders]
+    assert all(state == {"seed": 5, "consumed": 16, "sequences": 13, "fingerprint": dataset.fingerprint} for state in states)
+    restored = [_loader(dataset, rank, new_dp, seed=1) for rank in range(new_dp)]
+    for loader in restored:
+        next(loader)  # what it read ahead must not come back
+        loader.load_state(states[0])
+    for step in range(4, 9):
+        assert [name for loader in restored for name in _names(next(loader))] == expected[step]
+    for loader in (*loaders, *restored):
+        loader.close()
+
+
+def test_state_counts_steps_handed_out_not_steps_read_ahead() -> None:
+    with _loader(_dataset()) as loader:
+        assert loader.state()["consumed"] == 0
+        next(loader)
+        assert loader.state()["consumed"] == 4
+
+
+def test_state_of_another_corpus_is_refused() -> None:
+    with (
+        _loader(_dataset(13)) as loader,
+        _loader(_dataset(14)) as other,
+        pytest.raises(ConfigError, match="The data changed since the checkpoint"),
+    ):
+        other.load_state(loader.state())
+
+
+def test_the_next_step_is_read_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = _dataset()
+    read, threads, real = threading.Event(), set(), PackedDataset.__getitem__
+
+    def noting(self: PackedDataset, index: int) -> Sample:
+        threads.add(threading.current_thread())
+        read.set()
+        return real(self, index)
+
+    monkeypatch.setattr(PackedDataset, "__getitem__", noting)
+    with _loader(dataset) as loader:
+        next(loader)
+        read.clear()
+        assert read.wait(5), "the second step is not read until it is asked for"
+    assert threading.main_thread() not in threads
+
+
+def test_an_error_of_the_reader_is_raised_by_next_and_loses_no_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_self: PackedDataset, _index: int) -> Sample:
+        raise ConfigError("the store is corrupt")
+
+    with _loader(_dataset()) as whole:
+        expected = _names(next(whole))
+    with _loader(_dataset()) as loader:
+        with monkeypatch.context() as patched:
+            patched.setattr(PackedDataset, "__getitem__", broken)
+            with pytest.raises(ConfigError, match="the store is corrupt"):
+                next(loader)
+        assert loader.state()["consumed"] == 0
+        assert _names(next(loader)) == expected
+
+
+@pytest.mark.parametrize(
+    ("dp", "global_batch", "micro_batch", "key"), [(2, 3, 1, "global_batch=3"), (2, 8, 3, "micro_batch=3"), (1, 0, 1, "global_batch=0")]
+)
+def test_batches_that_do_not_divide_are_named(dp: int, global_batch: int, micro_batch: int, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^train\.{key}: must"):
+        _loader(_dataset(), 0, dp, global_batch, micro_batch)

@@ -1,0 +1,59 @@
+"""Orders without a stored list."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtrain_cli.data.permutation import Permutation, mix64, shuffled_order
+
+
+@given(size=st.integers(1, 700), seed=st.integers(-(2**70), 2**70), epoch=st.integers(0, 2**40))
+def test_permutation_is_a_bijection_of_its_range(size: int, seed: int, epoch: int) -> None:
+    permutation = Permutation(size, seed, epoch)
+    assert sorted(permutation(index) for index in range(size)) == list(range(size))
+
+
+@given(size=st.integers(10**9, 10**15), seed=st.integers(0, 2**64 - 1), start=st.integers(0, 10**9 - 100))
+def test_permutation_of_a_huge_range_stays_inside_and_repeats_nothing(size: int, seed: int, start: int) -> None:
+    permutation = Permutation(size, seed)
+    images = [permutation(index) for index in range(start, start + 100)]
+    assert len(set(images)) == 100
+    assert all(0 <= image < size for image in images)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 7, 16, 33])
+def test_every_element_comes_first_about_equally_often(size: int) -> None:
+    epochs = 400 * size
+    counts = np.bincount([Permutation(size, 1, epoch)(0) for epoch in range(epochs)], minlength=size)
+    # 400 expected each, standard deviation below 20
+    assert counts.min() > 300
+    assert counts.max() < 500
+
+
+def test_neighbours_are_not_correlated() -> None:
+    permutation = Permutation(1_000_003, 5)
+    images = np.array([permutation(index) for index in range(4000)], float)
+    assert abs(np.corrcoef(images[:-1], images[1:])[0, 1]) < 0.06
+
+
+def test_orders_never_change_between_versions() -> None:
+    """A resumed run relies on them. Recorded values: change them only together with a version of the checkpoint."""
+    permutation = Permutation(1000, 0, 0)
+    assert [permutation(index) for index in range(5)] == [544, 620, 897, 727, 761]
+    assert shuffled_order(8, 0).tolist() == [5, 0, 4, 3, 6, 7, 2, 1]
+    assert mix64(1, 2) != mix64(2, 1)
+
+
+@given(count=st.integers(0, 300), seed=st.integers(-(2**64), 2**64))
+def test_shuffled_order_has_every_number_once(count: int, seed: int) -> None:
+    assert np.array_equal(np.sort(shuffled_order(count, seed)), np.arange(count))
+
+
+def test_shuffled_order_depends_on_the_seed() -> None:
+    assert shuffled_order(100, 0).tolist() != shuffled_order(100, 1).tolist()
+
+
+def test_an_empty_permutation_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one element"):
+        Permutation(0, 1)

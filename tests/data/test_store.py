@@ -1,0 +1,139 @@
+"""The token store on disk."""
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.data.store import StoreWriter, TokenStore
+from mtrain_cli.data.tokenizers import ByteTokenizer, open_tokenizer
+
+DOCUMENTS = [b"hello", b"", b"the second", b"x"]
+
+
+def _write(folder: Path, documents: list[bytes] = DOCUMENTS) -> Path:
+    folder.mkdir()
+    with (folder / "tokens.bin").open("wb") as tokens, (folder / "documents.bin").open("wb") as offsets:
+        writer = StoreWriter(tokens, offsets, ByteTokenizer())
+        for document in documents:
+            for part in (document[:2], document[2:]):
+                writer.append(np.frombuffer(part, np.uint8))
+            writer.end_document()
+        writer.finish(folder, "a test", {"corpus": "c"})
+    return folder
+
+
+def test_documents_come_back_with_their_boundaries_and_end_tokens(tmp_path: Path) -> None:
+    store = TokenStore.open(_write(tmp_path / "s"))
+    store.check()
+    assert store.tokens.dtype == np.uint16
+    assert [store.document(number).tolist() for number in range(3)] == [[*document, 257] for document in DOCUMENTS if document]
+    assert (store.meta.num_documents, store.meta.num_tokens, store.meta.vocab_size, store.meta.source) == (3, 19, 264, "a test")
+    assert store.open_tokenizer().decode(store.tokens) == "hellothe secondx"
+
+
+def test_a_store_in_memory_equals_one_on_disk(tmp_path: Path) -> None:
+    on_disk = TokenStore.open(_write(tmp_path / "s"))
+    tokens, offsets = io.BytesIO(), io.BytesIO()
+    writer = StoreWriter(tokens, offsets, ByteTokenizer())
+    for document in DOCUMENTS:
+        writer.append(np.frombuffer(document, np.uint8))
+        writer.end_document()
+    in_memory = writer.from_memory(tokens.getbuffer(), offsets.getbuffer(), "a test")
+    assert in_memory.meta.sha256 == on_disk.meta.sha256
+    assert np.array_equal(in_memory.tokens, on_disk.tokens)
+    assert np.array_equal(in_memory.offsets, on_disk.offsets)
+
+
+def test_large_vocabularies_are_stored_in_32_bits(bpe_file: Path) -> None:
+    tokenizer = open_tokenizer(str(bpe_file))
+    tokenizer.vocab_size = 70_000
+    tokens, offsets = io.BytesIO(), io.BytesIO()
+    writer = StoreWriter(tokens, offsets, tokenizer)
+    writer.append(np.array([3, 69_999]))
+    writer.end_document()
+    store = writer.from_memory(tokens.getbuffer(), offsets.getbuffer(), "")
+    assert store.meta.dtype == "uint32"
+    assert store.tokens.tolist() == [3, 69_999, 0]
+
+
+def test_the_fingerprint_depends_on_boundaries_not_only_on_tokens(tmp_path: Path) -> None:
+    one = TokenStore.open(_write(tmp_path / "a", [b"ab"]))
+    tokens, offsets = io.BytesIO(), io.BytesIO()
+    writer = StoreWriter(tokens, offsets, open_tokenizer("bytes"))
+    writer.tokenizer.eos = None
+    for part in ([97], [98, 257]):
+        writer.append(np.array(part))
+        writer.end_document()
+    other = writer.from_memory(tokens.getbuffer(), offsets.getbuffer(), "")
+    assert np.array_equal(one.tokens, other.tokens)
+    assert one.meta.sha256 != other.meta.sha256
+
+
+def _meta(**changes: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        content = json.loads((folder / "meta.json").read_text())
+        (folder / "meta.json").write_text(json.dumps({**content, **changes}))
+
+    return change
+
+
+def _cut(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-2])
+
+
+def _remove(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def _unsorted(folder: Path) -> None:
+    (folder / "documents.bin").write_bytes(np.array([0, 12, 6, 19], "<i8").tobytes())
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_cut("tokens.bin"), "tokens.bin has 36 bytes where meta.json says 38"),
+        (_cut("documents.bin"), "documents.bin has 30 bytes where meta.json says 32"),
+        (_remove("tokens.bin"), "tokens.bin is missing"),
+        (_remove("meta.json"), "no meta.json in it; give a folder written by `mtrain data prepare`"),
+        (_unsorted, "documents.bin is corrupt"),
+        (_meta(version=99), "meta.json has version 99, this mtrain reads version 1"),
+        (_meta(dtype="int8"), "meta.json is broken"),
+        (_meta(dtype=[]), "meta.json is broken"),
+        (_meta(num_tokens=0), "meta.json is broken"),
+        (_meta(num_tokens="many"), "meta.json is broken"),
+        (lambda folder: (folder / "meta.json").write_text("{"), "meta.json is not JSON"),
+        (lambda folder: (folder / "meta.json").write_bytes(b"\xff\xfe"), "meta.json is not JSON"),
+        (lambda folder: (folder / "meta.json").write_text("[]"), "meta.json has version None"),
+        (lambda folder: (folder / "meta.json").write_text('{"version": 1}'), "meta.json lacks dtype, tokenizer"),
+    ],
+)
+def test_a_damaged_store_is_one_clear_line(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
+    folder = _write(tmp_path / "s")
+    damage(folder)
+    with pytest.raises(ConfigError) as caught:
+        TokenStore.open(folder, f"data.path={folder}")
+    assert str(caught.value).startswith(f"data.path={folder}: {message}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_folder_and_a_file_are_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such folder; give a folder written by"):
+        TokenStore.open(tmp_path / "none")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is not a folder; give a folder written by"):
+        TokenStore.open(tmp_path / "file")
+
+
+def test_check_finds_a_changed_token(tmp_path: Path) -> None:
+    folder = _write(tmp_path / "s")
+    content = bytearray((folder / "tokens.bin").read_bytes())
+    content[4] ^= 1
+    (folder / "tokens.bin").write_bytes(content)
+    with pytest.raises(ConfigError, match="the store is corrupt"):
+        TokenStore.open(folder).check()

@@ -1,0 +1,209 @@
+"""The user's own text, whole and broken."""
+
+import builtins
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.data.corpora import Corpus
+from mtrain_cli.data.text_files import text_corpus
+
+
+def _texts(corpus: Corpus, skip: int = 0) -> list[str]:
+    return ["".join(document.pieces) for unit in corpus.units for document in unit.documents(skip)]
+
+
+def _error(path: Path, key: str = "text") -> str:
+    with pytest.raises(ConfigError) as caught:
+        _texts(text_corpus(str(path), key))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def _parquet(path: Path, texts: list[Any], column: str = "text", row_group_size: int = 2, kind: Any = None) -> Path:
+    table = pyarrow.table({"id": list(range(len(texts))), column: pyarrow.array(texts, kind)})
+    pyarrow.parquet.write_table(table, path, row_group_size=row_group_size)
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".md", ".py", ".TXT"])
+def test_a_plain_file_is_one_document_unchanged(tmp_path: Path, suffix: str) -> None:
+    text = "first\r\n\n  second é 世\n\x00"
+    (tmp_path / f"a{suffix}").write_bytes(text.encode())
+    assert _texts(text_corpus(str(tmp_path / f"a{suffix}"), "text")) == [text]
+
+
+def test_a_plain_file_longer_than_a_block_keeps_characters_across_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mtrain_cli.data.text_files._BLOCK", 5)
+    text = "é世界\n" * 40
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert _texts(text_corpus(str(tmp_path / "a.txt"), "text")) == [text]
+
+
+def test_jsonl_is_one_document_per_line(jsonl: Callable[..., Path]) -> None:
+    path = jsonl(["one\ntwo", "", "é"], key="body")
+    with path.open("a") as file:
+        file.write('\n{"body": null}\n{"body": "last"}')
+    assert _texts(text_corpus(str(path), "body")) == ["one\ntwo", "", "é", "", "last"]
+
+
+def test_half_a_surrogate_pair_in_json_becomes_a_question_mark(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a\\ud800b"}\n')
+    assert _texts(text_corpus(str(tmp_path / "a.jsonl"), "text")) == ["a?b"]
+
+
+@pytest.mark.parametrize("kind", [None, pyarrow.large_string(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())])
+def test_parquet_is_one_document_per_row(tmp_path: Path, kind: Any) -> None:
+    path = _parquet(tmp_path / "a.parquet", ["one", None, "three", "four", "five"], kind=kind)
+    assert _texts(text_corpus(str(path), "text")) == ["one", "", "three", "four", "five"]
+
+
+@pytest.mark.parametrize("kind", ["a.jsonl", "a.parquet", "a.txt"])
+def test_reading_can_start_behind_any_record(tmp_path: Path, jsonl: Callable[..., Path], kind: str) -> None:
+    texts = [f"text {number}" for number in range(7)] if kind != "a.txt" else ["only one"]
+    if kind == "a.parquet":
+        path = _parquet(tmp_path / kind, texts)
+    elif kind == "a.jsonl":
+        path = jsonl(texts, kind)
+    else:
+        path = tmp_path / kind
+        path.write_text(texts[0])
+    (unit,) = text_corpus(str(path), "text").units
+    records = [(document.record, document.end) for document in unit.documents(0)]
+    assert records[-1] == (len(texts), path.stat().st_size)
+    for skip in range(len(texts) + 1):
+        assert [(document.record, document.end) for document in unit.documents(skip)] == records[skip:]
+        assert _texts(text_corpus(str(path), "text"), skip) == texts[skip:]
+
+
+def test_a_folder_is_read_recursively_in_sorted_order_without_hidden_files(tmp_path: Path, jsonl: Callable[..., Path]) -> None:
+    jsonl(["2", "3"], "b/c.jsonl")
+    for name, text in {
+        "a.txt": "0",
+        "b/a.md": "1",
+        "z.py": "5",
+        "b/d/x.txt": "4",
+        ".git/x.txt": "no",
+        "b/.x.txt": "no",
+        "x.bin": "no",
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert _texts(text_corpus(str(tmp_path), "text")) == ["0", "1", "2", "3", "4", "5"]
+
+
+def test_signature_changes_with_files_and_key_but_not_with_the_place(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+    (folder / "x.txt").write_text("one")
+    before = text_corpus(str(folder), "text").signature
+    moved = folder.rename(tmp_path / "b")
+    assert text_corpus(str(moved), "text").signature == before
+    assert text_corpus(str(moved), "body").signature != before
+    (moved / "x.txt").write_text("two")
+    assert text_corpus(str(moved), "text").signature != before
+
+
+def test_missing_file_names_what_is_allowed(tmp_path: Path) -> None:
+    path = tmp_path / "none.txt"
+    assert _error(path) == f"data.path={path}: no such file; give a .txt, .md, .py, .jsonl or .parquet file or a folder of them"
+
+
+def test_unknown_kind_of_file_names_what_is_allowed(tmp_path: Path) -> None:
+    (tmp_path / "a.docx").write_text("x")
+    assert "a .docx file is not readable as text; give a .txt, .md" in _error(tmp_path / "a.docx")
+
+
+def test_folder_without_text_names_what_is_allowed(tmp_path: Path) -> None:
+    assert "the folder holds no .txt, .md, .py, .jsonl or .parquet file" in _error(tmp_path)
+
+
+def test_text_in_another_encoding_is_named_with_its_place(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"plain " + "é".encode("latin-1") + b" text")
+    assert "a.txt: not UTF-8 text (byte 0xe9 near offset 6)" in _error(tmp_path / "a.txt")
+    (tmp_path / "a.txt").write_bytes("né".encode()[:-1])
+    assert "not UTF-8 text" in _error(tmp_path / "a.txt")
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "x"}\n{"text": "\xe9"}\n')
+    assert "b.jsonl line 2: not UTF-8 text" in _error(tmp_path / "b.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "x"', "line 2: not JSON"),
+        ("[" * 100_000, "line 2: not JSON"),
+        ('["x"]', "line 2: a JSON object with the key text is expected, not a list"),
+        ('{"id": 1, "body": "x"}', "line 2 has no such key; its keys are: id, body"),
+        ('{"text": 5}', "line 2 holds a number there, not text"),
+    ],
+)
+def test_a_broken_line_is_named_with_file_and_number(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "fine"}\n' + line + "\n")
+    error = _error(path)
+    assert message in error
+    assert str(path) in error
+
+
+def test_missing_parquet_column_names_the_present_ones(tmp_path: Path) -> None:
+    path = _parquet(tmp_path / "a.parquet", ["x"], column="content")
+    assert _error(path) == f"data.text_key=text: {path} has no such key; its keys are: id, content"
+
+
+def test_parquet_column_of_another_type_is_named(tmp_path: Path) -> None:
+    path = _parquet(tmp_path / "a.parquet", [b"x"])
+    assert "a.parquet row 1 holds bytes there, not text" in _error(path)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 200])
+def test_corrupt_parquet_is_one_clear_line(tmp_path: Path, keep: int) -> None:
+    path = _parquet(tmp_path / "a.parquet", ["some text"] * 50)
+    path.write_bytes(path.read_bytes()[:keep])
+    assert f"data.path={path}: not a readable parquet file" in _error(path)
+
+
+def test_corrupt_data_behind_a_good_parquet_footer_is_one_clear_line(tmp_path: Path) -> None:
+    path = _parquet(tmp_path / "a.parquet", [f"some text {number}" for number in range(500)], row_group_size=500)
+    column = pyarrow.parquet.ParquetFile(path).metadata.row_group(0).column(1)
+    begin = column.dictionary_page_offset or column.data_page_offset
+    content = bytearray(path.read_bytes())
+    content[begin : begin + column.total_compressed_size] = b"\xff" * column.total_compressed_size
+    path.write_bytes(content)
+    assert f"data.path={path}: " in _error(path)
+
+
+def test_parquet_text_that_is_not_utf8_is_one_clear_line(tmp_path: Path) -> None:
+    strings = pyarrow.array([b"fine", b"\xff"]).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": strings}), tmp_path / "a.parquet")
+    assert "a.parquet: not UTF-8 text in the 1024 rows behind row 0 (byte 0xff)" in _error(tmp_path / "a.parquet")
+
+
+def test_parquet_without_its_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = _parquet(tmp_path / "a.parquet", ["x"])
+    real = builtins.__import__
+
+    def without(name: str, *arguments: Any, **keywords: Any) -> Any:
+        if name.split(".")[0] == "pyarrow":
+            raise ImportError(name)
+        return real(name, *arguments, **keywords)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert "reading parquet needs the pyarrow package; pip install 'mtrain[data]'" in _error(path)
+
+
+def test_a_file_that_cannot_be_opened_is_one_clear_line(tmp_path: Path) -> None:
+    corpus_file = tmp_path / "a.jsonl"
+    corpus_file.write_text(json.dumps({"text": "x"}))
+    corpus = text_corpus(str(corpus_file), "text")
+    corpus_file.unlink()
+    with pytest.raises(ConfigError, match=r"a\.jsonl: cannot be read \(No such file"):
+        _texts(corpus)
+    (tmp_path / "loop.txt").symlink_to(tmp_path / "loop.txt")
+    assert "no such file" in _error(tmp_path / "loop.txt") or "cannot be read" in _error(tmp_path / "loop.txt")

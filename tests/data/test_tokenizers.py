@@ -1,0 +1,139 @@
+"""Text to ids and back."""
+
+import builtins
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import models, pre_tokenizers
+
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.data.corpora import slices, split_text
+from mtrain_cli.data.tokenizers import ByteTokenizer, FileTokenizer, open_tokenizer, train_bpe
+
+_TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+
+
+@given(texts=st.lists(_TEXT, max_size=5))
+def test_bytes_round_trip_and_are_the_utf8_of_the_text(texts: list[str]) -> None:
+    tokenizer = ByteTokenizer()
+    encoded = tokenizer.encode(texts)
+    assert [ids.tolist() for ids in encoded] == [list(text.encode()) for text in texts]
+    assert [tokenizer.decode(ids) for ids in encoded] == texts
+
+
+def test_bytes_match_the_vocabulary_of_the_tiny_model(base_config: Any) -> None:
+    tokenizer = ByteTokenizer()
+    assert tokenizer.vocab_size == base_config.model.vocab_size == 264
+    assert sorted([tokenizer.bos, tokenizer.eos, tokenizer.pad]) == [256, 257, 258]
+
+
+def test_bytes_decode_drops_special_ids_and_marks_broken_characters() -> None:
+    assert ByteTokenizer().decode(np.array([104, 105, 257, 0xE2, 0x82])) == "hi\ufffd"
+
+
+@given(text=_TEXT)
+def test_a_trained_bpe_encodes_any_text_without_loss(bpe_file: Path, text: str) -> None:
+    tokenizer = open_tokenizer(str(bpe_file))
+    (ids,) = tokenizer.encode([text])
+    assert tokenizer.decode(ids) == text
+    assert ids.size == 0 or ids.max() < tokenizer.vocab_size
+
+
+def test_training_a_bpe_is_repeatable(tmp_path: Path) -> None:
+    text = [("def f(x):\n    return x + 1\n\n" * 30), "class A:\n    pass\n" * 30]
+    for name in ("a.json", "b.json"):
+        train_bpe(iter(text), 280, tmp_path / name)
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+
+
+_LINES = st.lists(st.text(st.sampled_from("ab .\n\t(é世"), max_size=12), max_size=30)
+
+
+@given(lines=_LINES, size=st.integers(1, 40))
+def test_encoding_in_pieces_equals_encoding_the_whole(bpe_file: Path, lines: list[str], size: int) -> None:
+    tokenizer = open_tokenizer(str(bpe_file))
+    assert tokenizer.exact_pieces
+    text = "\n".join(lines)
+    pieces = list(split_text(slices(text, size), size))
+    assert "".join(pieces) == text
+    cut_by_force = any(len(piece) >= 16 * size for piece in pieces)
+    if not cut_by_force:
+        in_pieces = [number for ids in tokenizer.encode(pieces) for number in ids.tolist()]
+        assert in_pieces == tokenizer.encode([text])[0].tolist()
+
+
+def test_a_tokenizer_that_marks_the_start_of_every_text_is_not_cut(tmp_path: Path) -> None:
+    library = tokenizers.Tokenizer(models.WordLevel({"▁one": 0, "▁two": 1, "three": 2, "▁three": 3, "[UNK]": 4}, unk_token="[UNK]"))
+    library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    library.save(str(tmp_path / "t.json"))
+    assert not open_tokenizer(str(tmp_path / "t.json")).exact_pieces
+
+
+def test_truncation_and_padding_saved_in_the_file_are_not_obeyed(bpe_file: Path, tmp_path: Path) -> None:
+    library = tokenizers.Tokenizer.from_file(str(bpe_file))
+    library.enable_truncation(4)
+    library.enable_padding(length=16)
+    library.save(str(tmp_path / "t.json"))
+    tokenizer = open_tokenizer(str(tmp_path / "t.json"))
+    long, short = tokenizer.encode(["x y z " * 50, "x"])
+    assert len(long) > 16
+    assert len(short) == 1
+
+
+def test_end_token_is_the_one_that_tokenizer_config_names(bpe_file: Path, tmp_path: Path) -> None:
+    library = tokenizers.Tokenizer.from_file(str(bpe_file))
+    library.add_special_tokens(["<end>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    assert open_tokenizer(str(tmp_path)).eos == 0  # <|endoftext|>, by its name
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<end>"}}))
+    assert open_tokenizer(str(tmp_path)).eos == library.token_to_id("<end>")
+
+
+def test_a_tokenizer_without_any_end_token_has_none(tmp_path: Path) -> None:
+    tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 7}, unk_token="a")).save(str(tmp_path / "t.json"))
+    tokenizer = open_tokenizer(str(tmp_path / "t.json"))
+    assert tokenizer.eos is None
+    assert tokenizer.vocab_size == 8  # ids may have holes
+
+
+def test_identity_follows_content_not_path(bpe_file: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.json"
+    copy.write_bytes(bpe_file.read_bytes())
+    first, second = open_tokenizer(str(bpe_file)), open_tokenizer(str(copy))
+    assert isinstance(second, FileTokenizer)
+    assert first.identity == second.identity
+    copy.write_bytes(bpe_file.read_bytes() + b" ")
+    assert open_tokenizer(str(copy)).identity != first.identity
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "no such file"), (b"{}", "not a Hugging Face"), (b"\xff\x00", "not a Hugging Face")]
+)
+def test_missing_and_broken_files_are_one_clear_line(tmp_path: Path, content: bytes | None, message: str) -> None:
+    path = tmp_path / "tokenizer.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as caught:
+        open_tokenizer(str(path))
+    assert str(caught.value).startswith(f"data.tokenizer={path}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_without_the_package_the_line_says_what_to_install(bpe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *arguments: Any, **keywords: Any) -> Any:
+        if name.split(".")[0] == "tokenizers":
+            raise ImportError(name)
+        return real(name, *arguments, **keywords)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ConfigError, match=r"pip install 'mtrain\[data\]'"):
+        open_tokenizer(str(bpe_file))
+    assert open_tokenizer("bytes").vocab_size == 264
