@@ -1,0 +1,70 @@
+"""Does this decoder compute what transformers computes from the same weights?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.model.decoder import Decoder
+from mtrain_cli.model.huggingface import HuggingFaceFolder, load_into
+from mtrain_cli.model.rope import rope_factor
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far two sets of logits over the same ``tokens`` positions are apart."""
+
+    tokens: int
+    largest_difference: float
+    largest_logit: float
+    mean_kl: float
+
+
+def verify(folder: Path | str, tokens: int, seed: int = 0) -> Agreement:
+    """Logits of ``tokens`` random tokens by the decoder and by transformers, in float32 on the CPU, from one Hugging Face folder.
+
+    Raises ConfigError if transformers is missing or the folder cannot be read.
+    """
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        raise ConfigError("transformers is not installed, and verify compares with it; install it with: pip install 'mtrain[hf]'") from None
+    source = HuggingFaceFolder(folder)
+    model = source.model
+    tokens_BN = torch.randint(model.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(seed))
+    with torch.device("meta"):
+        decoder = Decoder(
+            model, rope_factor=rope_factor(model.rope, source.max_position), loss_chunk_bytes=1, activation_checkpoint="none", compile=False
+        )
+    decoder.to_empty(device="cpu")
+    load_into(decoder, folder)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    with torch.inference_mode():
+        ours_BNV = decoder.logits(tokens_BN, torch.arange(tokens)[None], causal_attend)
+        del decoder
+        reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+        theirs_BNV = reference(input_ids=tokens_BN, use_cache=False).logits
+    return compare(ours_BNV, theirs_BNV)
+
+
+def compare(ours_BNV: Tensor, theirs_BNV: Tensor) -> Agreement:
+    """Largest absolute difference, largest absolute logit of theirs, and the mean over tokens of KL(theirs || ours) in nats."""
+    theirs_log, ours_log = (functional.log_softmax(logits.double(), dim=-1) for logits in (theirs_BNV, ours_BNV))
+    return Agreement(
+        tokens=ours_BNV.shape[0] * ours_BNV.shape[1],
+        largest_difference=(ours_BNV - theirs_BNV).abs().max().item(),
+        largest_logit=theirs_BNV.abs().max().item(),
+        mean_kl=(theirs_log.exp() * (theirs_log - ours_log)).sum(-1).mean().item(),
+    )
+
+
+def causal_attend(q_BNHD: Tensor, k_BNKD: Tensor, v_BNKD: Tensor, layer: int) -> Tensor:  # noqa: ARG001
+    """Causal attention of one whole sequence in its natural order, the same in every layer."""
+    q, k, v = (x.transpose(1, 2) for x in (q_BNHD, k_BNKD, v_BNKD))
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).contiguous()

@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from tiny_models import YARN, make_decoder, tiny_model, tokens_and_labels
+from torch import Tensor
+from torch.nn import functional
+
+from mtrain_cli.config.schema import ModelConfig, RopeConfig
+from mtrain_cli.model.decoder import Decoder
+from mtrain_cli.model.verify import causal_attend
+
+CONF = Path(__file__).parents[2] / "conf" / "model"
+CHECKPOINTS = ("none", "selective", "full")
+
+
+def loss_and_gradients(decoder: Decoder, attend=causal_attend, scale: float = 1 / 48) -> tuple[Tensor, dict[str, Tensor]]:
+    tokens, positions, labels = tokens_and_labels(decoder.model_config)
+    loss = decoder(tokens, positions, labels, attend, scale)
+    loss.backward()
+    return loss.detach(), {name: parameter.grad for name, parameter in decoder.named_parameters()}
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_loss_and_gradients_equal_cross_entropy_of_the_logits(family, tied):
+    model = tiny_model(family, tied=tied)
+    loss, gradients = loss_and_gradients(make_decoder(model))
+    decoder = make_decoder(model)
+    tokens, positions, labels = tokens_and_labels(model)
+    logits = decoder.logits(tokens, positions, causal_attend)
+    expected = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / 48
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    for name, parameter in decoder.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("checkpoint", ["selective", "full"])
+def test_activation_checkpointing_changes_no_bit_of_loss_and_gradients(checkpoint):
+    model = tiny_model("qwen3", rope=YARN)
+    loss, gradients = loss_and_gradients(make_decoder(model))
+    again, again_gradients = loss_and_gradients(make_decoder(model, checkpoint=checkpoint))
+    assert torch.equal(loss, again)
+    assert all(torch.equal(gradients[name], again_gradients[name]) for name in gradients)
+
+
+@pytest.mark.parametrize(("checkpoint", "calls"), [("none", 1), ("selective", 1), ("full", 2)])
+def test_only_full_checkpointing_repeats_attention(checkpoint, calls):
+    seen: list[int] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        seen.append(layer)
+        return causal_attend(q, k, v, layer)
+
+    loss_and_gradients(make_decoder(tiny_model(), checkpoint=checkpoint), attend)
+    assert seen == [0, 1, 2] + [2, 1, 0] * (calls - 1)
+
+
+def test_selective_checkpointing_keeps_x_q_k_v_and_the_attention_output_of_a_layer_and_no_more():
+    model = tiny_model("qwen3", num_layers=6)
+    kept = {}
+    for layers in (2, 3):
+        decoder = make_decoder(dataclasses.replace(model, num_layers=layers), checkpoint="selective")
+        tokens, positions, labels = tokens_and_labels(model)
+        parameters = {parameter.data_ptr() for parameter in decoder.parameters()}
+        storages: dict[int, Tensor] = {}
+
+        def keep(tensor: Tensor, parameters=parameters, storages=storages) -> Tensor:
+            if tensor.data_ptr() not in parameters:
+                storages[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            decoder(tokens, positions, labels, _attention_that_saves_its_arguments, 1.0)
+        kept[layers] = sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+    width = model.hidden_size + model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
+    assert kept[3] - kept[2] == 4 * tokens.numel() * width
+
+
+class _Attention(torch.autograd.Function):
+    """Shaped like a fused kernel: saves q, k, v and its output, and nothing else."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = causal_attend(q, k, v, 0)
+        ctx.save_for_backward(q, k, v, out)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:
+        raise NotImplementedError
+
+
+def _attention_that_saves_its_arguments(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:  # noqa: ARG001
+    return _Attention.apply(q, k, v)
+
+
+def test_attention_gets_contiguous_unrepeated_heads_and_its_layer():
+    model = tiny_model("qwen3", num_kv_heads=1)
+    shapes = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        assert q.is_contiguous()
+        assert k.is_contiguous()
+        assert v.is_contiguous()
+        shapes.append((tuple(q.shape), tuple(k.shape), tuple(v.shape), layer))
+        return causal_attend(q, k, v, layer)
+
+    tokens, positions, _ = tokens_and_labels(model)
+    make_decoder(model).hidden(tokens, positions, attend)
+    assert shapes == [((2, 24, 4, 16), (2, 24, 1, 16), (2, 24, 1, 16), layer) for layer in range(3)]
+
+
+def test_a_permuted_sequence_gives_the_permuted_result():
+    model = tiny_model(rope=YARN)
+    decoder = make_decoder(model)
+    tokens, positions, labels = tokens_and_labels(model, batch=1)
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(2))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:  # noqa: ARG001
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        allowed = order[:, None] >= order[None, :]
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True).transpose(1, 2).contiguous()
+
+    expected = decoder.logits(tokens, positions, causal_attend)[:, order]
+    torch.testing.assert_close(decoder.logits(tokens[:, order], positions[:, order], attend), expected, rtol=1e-4, atol=1e-4)
+    ours = decoder(tokens[:, order], positions[:, order], labels[:, order], attend, 0.1)
+    torch.testing.assert_close(ours, decoder(tokens, positions, labels, causal_attend, 0.1))
+
+
+def test_normalisation_statistics_are_float32_in_bfloat16():
+    decoder = make_decoder(tiny_model())
+    x = torch.randn(5, 40, generator=torch.Generator().manual_seed(0)).bfloat16() * 100
+    norm = decoder.norm.bfloat16()
+    exact = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6) * norm.weight.float()
+    torch.testing.assert_close(norm(x).float(), exact, rtol=2**-8, atol=0)
+
+
+def test_the_decoder_has_no_buffers_and_only_float32_parameters():
+    decoder = make_decoder(tiny_model())
+    assert not list(decoder.buffers())
+    assert {parameter.dtype for parameter in decoder.parameters()} == {torch.float32}
+
+
+def published_count(model: ModelConfig) -> int:
+    """By hand, from the shape."""
+    hidden, query, kv = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    layer = 2 * hidden * query + 2 * hidden * kv + 3 * hidden * model.intermediate_size + 2 * hidden
+    layer += (query + 2 * kv) * model.qkv_bias + 2 * model.head_dim * model.qk_norm
+    return model.num_layers * layer + model.vocab_size * hidden * (1 if model.tie_word_embeddings else 2) + hidden
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("qwen0.5b", 0.49), ("qwen3b", 3.09), ("qwen7b", 7.62), ("llama8b", 8.03), ("qwen3_8b", 8.19)]
+)
+def test_parameter_counts_are_the_published_ones(name, billions):
+    raw = yaml.safe_load((CONF / f"{name}.yaml").read_text())
+    model = ModelConfig(**{**raw, "rope": RopeConfig(**raw["rope"])})
+    with torch.device("meta"):
+        decoder = Decoder(model, rope_factor=1.0, loss_chunk_bytes=1, activation_checkpoint="none", compile=False)
+    count = sum(parameter.numel() for parameter in decoder.parameters())
+    assert count == published_count(model)
+    assert round(count / 1e9, 2) == billions
+
+
+@pytest.mark.slow
+def test_compiled_parts_give_the_same_gradients_and_are_compiled_once_for_all_layers():
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    model = tiny_model("qwen3", num_layers=6)
+    loss, gradients = loss_and_gradients(make_decoder(model))
+    for checkpoint in CHECKPOINTS:
+        for scale in (1 / 48, 1 / 47):  # a new number of valid tokens must not compile again
+            compiled_loss, compiled = loss_and_gradients(make_decoder(model, checkpoint=checkpoint, compile=True), scale=scale)
+        torch.testing.assert_close(compiled_loss * 47, loss * 48, rtol=1e-5, atol=1e-5)
+        for name in gradients:
+            torch.testing.assert_close(compiled[name] * 47, gradients[name] * 48, rtol=1e-4, atol=1e-4)
+    # project and finish, plain and recomputed, and the loss of a whole chunk and of the last one.
+    assert counters["stats"]["unique_graphs"] == 6
+    assert not counters["graph_break"]

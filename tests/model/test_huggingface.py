@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import gloo
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import LLAMA3, PLAIN, YARN, make_decoder, tiny_model
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from mtrain_cli.config.schema import ConfigError, ModelConfig
+from mtrain_cli.model.decoder import Decoder
+from mtrain_cli.model.huggingface import INDEX, SINGLE, HuggingFaceFolder, load_into, write_folder
+from mtrain_cli.model.huggingface_config import read_config
+from mtrain_cli.model.rope import rope_factor
+
+SEQ = 256
+
+
+def export(path: Path, model: ModelConfig, dtype: torch.dtype = torch.float32, **options: Any) -> dict[str, Tensor]:
+    """Writes a random model; returns its parameters, rounded to dtype."""
+    weights = {name: value.detach().to(dtype) for name, value in make_decoder(model).named_parameters()}
+    write_folder(
+        path,
+        model,
+        lambda names: {name: weights[name] for name in names},
+        rope_factor=rope_factor(model.rope, SEQ),
+        seq=SEQ,
+        dtype=dtype,
+        **options,
+    )
+    return weights
+
+
+def empty_decoder(model: ModelConfig) -> Decoder:
+    with torch.device("meta"):
+        decoder = Decoder(model, rope_factor=1.0, loss_chunk_bytes=1, activation_checkpoint="none", compile=False)
+    return decoder
+
+
+def loaded(model: ModelConfig, folder: Path) -> dict[str, Tensor]:
+    decoder = empty_decoder(model)
+    decoder.to_empty(device="cpu")
+    load_into(decoder, folder)
+    return {name: value.detach() for name, value in decoder.named_parameters()}
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config |= changes
+    config = {key: value for key, value in config.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def edit_tensors(folder: Path, **changes: Tensor | None) -> None:
+    tensors = load_file(folder / SINGLE) | {name.replace("__", "."): value for name, value in changes.items()}
+    save_file({name: value for name, value in tensors.items() if value is not None}, folder / SINGLE, {"format": "pt"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("max_file_bytes", [10**9, 40_000])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_round_trip_keeps_every_bit_and_transformers_opens_it(tmp_path, family, max_file_bytes, dtype):
+    transformers = pytest.importorskip("transformers")
+    model = tiny_model(family, tied=False, rope=LLAMA3 if family == "llama" else YARN)
+    weights = export(tmp_path / "hf", model, dtype, max_file_bytes=max_file_bytes)
+    assert (tmp_path / "hf" / INDEX).exists() == (max_file_bytes < 10**9)
+    read = loaded(model, tmp_path / "hf")
+    assert all(torch.equal(read[name], weights[name].float()) for name in weights)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
+    assert theirs.dtype == dtype
+    for name, value in theirs.state_dict().items():
+        assert torch.equal(value, weights[name.removeprefix("model.")]), name
+    theirs.save_pretrained(tmp_path / "theirs")
+    again = loaded(model, tmp_path / "theirs")
+    assert all(torch.equal(again[name], weights[name].float()) for name in weights)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("rope", [PLAIN, YARN, LLAMA3], ids=["plain", "yarn", "llama3"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_config_survives_our_writer_and_that_of_transformers(tmp_path, family, rope, tied):
+    transformers = pytest.importorskip("transformers")
+    model = tiny_model(family, tied=tied, rope=rope)
+    export(tmp_path / "hf", model)
+    expected = dataclasses.replace(model, rope=dataclasses.replace(rope, original_max_position=SEQ if rope is PLAIN else 64))
+    got, max_position = read_config(tmp_path / "hf")
+    assert max_position == SEQ
+    assert dataclasses.replace(got, name="tiny") == expected
+    transformers.AutoConfig.from_pretrained(tmp_path / "hf").save_pretrained(tmp_path / "theirs")
+    got, _ = read_config(tmp_path / "theirs")
+    assert dataclasses.replace(got, name="tiny") == expected
+
+
+QWEN25_3B = {
+    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151643, "hidden_act": "silu",
+    "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 11008, "max_position_embeddings": 32768, "max_window_layers": 36,
+    "model_type": "qwen2", "num_attention_heads": 16, "num_hidden_layers": 36, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+    "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+LLAMA31_8B = {
+    "model_type": "llama", "attention_bias": False, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+    "mlp_bias": False, "max_position_embeddings": 131072, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192, "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0, "vocab_size": 128256,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("raw", "shape"), [(QWEN25_3B, "qwen3b"), (LLAMA31_8B, "llama8b")], ids=["qwen3b", "llama8b"])
+def test_config_of_a_published_release_is_the_shape_that_ships(tmp_path, raw, shape):
+    import yaml
+
+    ships = yaml.safe_load((Path(__file__).parents[2] / "conf" / "model" / f"{shape}.yaml").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    read = dataclasses.asdict(read_config(tmp_path)[0])
+    ships_rope, read_rope = ships.pop("rope"), read.pop("rope")
+    assert read | {"name": shape} == ships
+    assert read_rope["theta"] == ships_rope["theta"]
+    assert read_rope["original_max_position"] == ships_rope["original_max_position"]
+    assert read_rope["scaling"] == ("none" if shape == "qwen3b" else "llama3")
+
+
+def load_on_workers(rank: int, world: int, folder: str, model: ModelConfig) -> tuple[dict[str, Tensor], int]:  # noqa: ARG001
+    read = []
+    original = HuggingFaceFolder.read
+    HuggingFaceFolder.read = lambda self, *args: read.append(original(self, *args)) or read[-1]
+    decoder = empty_decoder(model)
+    mesh = init_device_mesh("cpu", (world,))
+    for layer in decoder.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(decoder, mesh=mesh)
+    decoder.to_empty(device="cpu")
+    load_into(decoder, folder)
+    return {name: value.full_tensor() for name, value in decoder.named_parameters()}, sum(part.numel() for part in read)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_sharded_workers_load_the_same_weights_and_read_only_their_rows(tmp_path, world):
+    model = tiny_model("qwen2")
+    weights = export(tmp_path / "hf", model, max_file_bytes=40_000)
+    results = gloo.run(world, load_on_workers, str(tmp_path / "hf"), model)
+    for values, _ in results:
+        assert all(torch.equal(values[name], weights[name]) for name in weights)
+    assert sum(count for _, count in results) == sum(value.numel() for value in weights.values())
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: (f / "config.json").unlink(), "config.json: no such file"),
+        (lambda f: (f / "config.json").write_text("{"), "config.json: cannot be read as JSON"),
+        (lambda f: edit_config(f, model_type="gpt2"), "model_type=gpt2: must be one of qwen2, qwen3, llama"),
+        (lambda f: edit_config(f, hidden_size=...), "config.json: hidden_size is missing"),
+        (lambda f: edit_config(f, hidden_size="many"), "hidden_size=many: must be a positive integer"),
+        (lambda f: edit_config(f, hidden_act="gelu"), 'hidden_act="gelu" is not supported; only "silu" is'),
+        (lambda f: edit_config(f, use_sliding_window=True), "use_sliding_window=true is not supported"),
+        (lambda f: edit_config(f, rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "rope_type=dynamic is not supported"),
+        (lambda f: edit_config(f, rope_scaling={"type": "yarn", "factor": 2.0, "attention_factor": 1.0}), "attention_factor=1.0 is not"),
+        (lambda f: (f / SINGLE).unlink(), f"has neither {SINGLE} nor {INDEX}"),
+        (lambda f: (f / SINGLE).write_bytes((f / SINGLE).read_bytes()[:-100]), f"{SINGLE}: truncated or corrupt safetensors file"),
+        (lambda f: (f / SINGLE).write_bytes((f / SINGLE).read_bytes()[:100]), f"{SINGLE}: truncated or corrupt safetensors file"),
+        (lambda f: (f / SINGLE).write_bytes(b""), f"{SINGLE}: truncated or corrupt safetensors file"),
+        (lambda f: edit_tensors(f, model__norm__weight=None), "tensor model.norm.weight is missing"),
+        (lambda f: edit_tensors(f, model__norm__weight=torch.ones(39)), r"norm.weight has shape \(39,\); config.json asks for \(40,\)"),
+        (lambda f: edit_tensors(f, model__norm__bias=torch.ones(40)), "unexpected tensor model.norm.bias"),
+        (lambda f: edit_tensors(f, lm_head__weight=torch.ones(97, 40)), "unexpected tensor lm_head.weight"),
+        (lambda f: edit_config(f, num_attention_heads=2, head_dim=32), r"has shape \(32, 40\); config.json asks for \(64, 40\)"),
+    ],
+)  # fmt: skip
+def test_damage_ends_in_a_line_that_names_it(tmp_path, damage, message):
+    export(tmp_path / "hf", tiny_model())
+    damage(tmp_path / "hf")
+    with pytest.raises(ConfigError, match=message):
+        HuggingFaceFolder(tmp_path / "hf")
+
+
+def test_a_lost_file_of_several_is_named(tmp_path):
+    export(tmp_path / "hf", tiny_model(), max_file_bytes=40_000)
+    lost = sorted((tmp_path / "hf").glob("model-*"))[1]
+    lost.unlink()
+    with pytest.raises(ConfigError, match=f"{lost.name}: no such file"):
+        HuggingFaceFolder(tmp_path / "hf")
+
+
+def test_a_tensor_that_the_index_misplaces_is_named(tmp_path):
+    export(tmp_path / "hf", tiny_model(), max_file_bytes=40_000)
+    index = json.loads((tmp_path / "hf" / INDEX).read_text())
+    index["weight_map"]["model.norm.weight"] = index["weight_map"]["model.embed_tokens.weight"]
+    (tmp_path / "hf" / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=f"tensor model.norm.weight is missing, though {INDEX} places it here"):
+        HuggingFaceFolder(tmp_path / "hf")
+
+
+def test_many_problems_are_cut_short(tmp_path):
+    export(tmp_path / "hf", tiny_model())
+    edit_config(tmp_path / "hf", hidden_size=48)
+    with pytest.raises(ConfigError) as caught:
+        HuggingFaceFolder(tmp_path / "hf")
+    assert len(caught.value.problems) == 9
+    assert caught.value.problems[-1].startswith("... and ")
+
+
+def test_a_repeated_tied_head_and_stored_frequencies_are_harmless(tmp_path):
+    weights = export(tmp_path / "hf", tiny_model("llama"))
+    edit_tensors(
+        tmp_path / "hf",
+        lm_head__weight=weights["embed_tokens.weight"].clone(),
+        model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8),
+    )
+    read = loaded(tiny_model("llama"), tmp_path / "hf")
+    assert all(torch.equal(read[name], weights[name]) for name in weights)
+
+
+def test_a_decoder_of_another_shape_is_refused_before_anything_is_loaded(tmp_path):
+    export(tmp_path / "hf", tiny_model())
+    # 2 heads of 32 have the same matrices as 4 heads of 16.
+    decoder = make_decoder(tiny_model(num_heads=2, num_kv_heads=1, head_dim=32, rms_norm_eps=1e-5))
+    before = {name: value.detach().clone() for name, value in decoder.named_parameters()}
+    with pytest.raises(ConfigError) as caught:
+        load_into(decoder, tmp_path / "hf")
+    config = tmp_path / "hf" / "config.json"
+    assert list(caught.value.problems) == [
+        f"model.num_heads=2: {config} says 4",
+        f"model.num_kv_heads=1: {config} says 2",
+        f"model.head_dim=32: {config} says 16",
+        f"model.rms_norm_eps=1e-05: {config} says 1e-06",
+    ]
+    assert all(torch.equal(value, before[name]) for name, value in decoder.named_parameters())
+
+
+def test_rotary_settings_may_differ_from_the_folder(tmp_path):
+    weights = export(tmp_path / "hf", tiny_model())
+    read = loaded(tiny_model(rope=YARN), tmp_path / "hf")
+    assert all(torch.equal(read[name], weights[name]) for name in weights)
+
+
+def test_a_shape_that_no_family_has_is_not_written(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"model.qkv_bias=False, model.qk_norm=True: a Hugging Face llama model has qkv_bias=False, qk_norm=False"
+    ):
+        export(tmp_path / "hf", tiny_model("llama", qk_norm=True))
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_existing_folder_is_left_alone(tmp_path):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "precious").write_text("x")
+    with pytest.raises(ConfigError, match="already exists; give a new or empty folder"):
+        export(tmp_path / "hf", tiny_model())
+    assert [path.name for path in (tmp_path / "hf").iterdir()] == ["precious"]
+
+
+def test_a_failed_write_leaves_nothing(tmp_path):
+    model = tiny_model()
+
+    def read(names):  # noqa: ARG001
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(ConfigError, match=r"hf: could not be written .*No space left on device"):
+        write_folder(tmp_path / "hf", model, read, rope_factor=1.0, seq=SEQ, dtype=torch.float32)
+    assert not list(tmp_path.iterdir())
+
+
+def test_tokenizer_files_and_token_ids_are_copied(tmp_path):
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "tokenizer.json").write_text("{}")
+    (tmp_path / "source" / "config.json").write_text(json.dumps({"eos_token_id": 7, "hidden_size": 1}))
+    export(tmp_path / "hf", tiny_model(), tokenizer=tmp_path / "source")
+    assert (tmp_path / "hf" / "tokenizer.json").read_text() == "{}"
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config["eos_token_id"] == 7
+    assert config["hidden_size"] == 40

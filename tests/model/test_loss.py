@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mtrain_cli.model.loss import fused_linear_cross_entropy
+
+VOCAB, HIDDEN, ROWS = 50, 16, 37
+
+
+def problem(dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(ROWS, HIDDEN, generator=generator).to(device, dtype).requires_grad_()
+    weight = torch.randn(VOCAB, HIDDEN, generator=generator).to(device, dtype).requires_grad_()
+    labels = torch.randint(VOCAB, (ROWS,), generator=generator)
+    labels[[0, 8, 9, ROWS - 1]] = -100
+    return x, weight, labels.to(device)
+
+
+def plain(x: Tensor, weight: Tensor, labels: Tensor, scale: float) -> Tensor:
+    return functional.cross_entropy(x.float() @ weight.float().t(), labels, reduction="sum") * scale
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 5, 36, 37, 1000])
+def test_loss_and_both_gradients_equal_plain_cross_entropy_for_any_chunk(chunk_rows):
+    x, weight, labels = problem(torch.float32)
+    loss = fused_linear_cross_entropy(x, weight, labels, 4 * VOCAB * chunk_rows, 0.25)
+    expected = plain(x, weight, labels, 0.25)
+    torch.testing.assert_close(loss, expected)
+    # The 3 stands for whatever the loss is multiplied by later: it must reach both gradients.
+    for ours, theirs in zip(torch.autograd.grad(loss * 3, (x, weight)), torch.autograd.grad(expected * 3, (x, weight)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_gradcheck_in_float64():
+    x, weight, labels = problem(torch.float64)
+    assert torch.autograd.gradcheck(lambda x, weight: fused_linear_cross_entropy(x, weight, labels, 8 * VOCAB * 10, 0.3), (x, weight))
+
+
+def test_bfloat16_errs_no_more_than_rounding_its_inputs_and_results_does():
+    x, weight, labels = problem(torch.bfloat16)
+    loss = fused_linear_cross_entropy(x, weight, labels, 4 * VOCAB * 5, 1.0)
+    expected = plain(x, weight, labels, 1.0)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    for ours, theirs in zip(torch.autograd.grad(loss, (x, weight)), torch.autograd.grad(expected, (x, weight)), strict=True):
+        assert ours.dtype == torch.bfloat16
+        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=2**-7 * theirs.abs().max().item())
+
+
+def test_weight_gradient_is_summed_over_chunks_in_float32():
+    # 512 equal contributions of 2^-9 of the total: a bfloat16 sum stops growing at 2^8 of them.
+    rows = 512
+    x = torch.ones(rows, 1, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    loss = fused_linear_cross_entropy(x, weight, torch.zeros(rows, dtype=torch.long), 4 * 2, 1.0)
+    (gradient,) = torch.autograd.grad(loss, weight)
+    assert gradient.flatten().tolist() == [-rows / 2, rows / 2]
+
+
+def test_nearly_certain_prediction_keeps_its_small_bfloat16_gradient():
+    weight = torch.tensor([[8.0], [0.0]], dtype=torch.bfloat16)
+    x = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    (gradient,) = torch.autograd.grad(fused_linear_cross_entropy(x, weight, torch.tensor([0]), 1 << 20, 1.0), x)
+    wrong = 1 / (1 + torch.tensor(8.0).exp())  # of the probability; 1 - wrong rounds to 1 in bfloat16
+    torch.testing.assert_close(gradient.item(), -8 * wrong.item(), rtol=2**-7, atol=0.0)
+
+
+def test_no_valid_label_gives_exactly_zero():
+    x, weight, labels = problem(torch.float32)
+    loss = fused_linear_cross_entropy(x, weight, torch.full_like(labels, -100), 4 * VOCAB * 5, 1.0)
+    dx, dweight = torch.autograd.grad(loss, (x, weight))
+    assert loss.item() == 0.0
+    assert not dx.any()
+    assert not dweight.any()
+
+
+def test_no_grad_gives_the_same_loss_without_gradients():
+    x, weight, labels = problem(torch.float32)
+    with torch.no_grad():
+        loss = fused_linear_cross_entropy(x, weight, labels, 4 * VOCAB * 5, 0.5)
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, plain(x, weight, labels, 0.5))
+
+
+@pytest.mark.parametrize("wanted", [0, 1])
+def test_gradient_of_one_input_alone(wanted):
+    x, weight, labels = problem(torch.float32)
+    inputs = [tensor if index == wanted else tensor.detach() for index, tensor in enumerate((x, weight))]
+    (ours,) = torch.autograd.grad(fused_linear_cross_entropy(*inputs, labels, 4 * VOCAB * 5, 1.0), inputs[wanted])
+    (theirs,) = torch.autograd.grad(plain(*inputs, labels, 1.0), inputs[wanted])
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("label", [VOCAB, -1, -101])
+def test_label_outside_the_vocabulary_is_refused(label):
+    x, weight, labels = problem(torch.float32)
+    labels[11] = label
+    with pytest.raises(ValueError, match=f"Label {label} of row 11 is outside the vocabulary of {VOCAB} tokens"):
+        fused_linear_cross_entropy(x, weight, labels, 4 * VOCAB * 5, 1.0)
+
+
+def test_scale_may_be_a_tensor_and_labels_int32():
+    x, weight, labels = problem(torch.float32)
+    loss = fused_linear_cross_entropy(x, weight, labels.int(), 4 * VOCAB * 5, torch.tensor(0.25))
+    torch.testing.assert_close(loss, plain(x, weight, labels, 0.25))
+
+
+def test_never_more_logits_than_the_budget():
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            result = function(*args, **(kwargs or {}))
+            is_logits = isinstance(result, Tensor) and result.is_floating_point() and result.ndim == 2 and result.shape[1] == VOCAB
+            if is_logits and result.shape[0] != HIDDEN:  # not the transposed weight
+                largest = max(largest, result.numel() * result.element_size())
+            return result
+
+    x, weight, labels = problem(torch.float32)
+    with Watch():
+        fused_linear_cross_entropy(x, weight, labels, 4 * VOCAB * 6 + 3, 1.0)
+    assert largest == 4 * VOCAB * 6
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("compile", [False, True])
+def test_cuda_bfloat16_equals_float32_arithmetic_on_the_same_numbers(compile):
+    x, weight, labels = problem(torch.bfloat16, "cuda")
+    loss = fused_linear_cross_entropy(x, weight, labels, 4 * VOCAB * 5, 0.5, compile=compile)
+    expected = plain(x, weight, labels, 0.5)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    for ours, theirs in zip(torch.autograd.grad(loss, (x, weight)), torch.autograd.grad(expected, (x, weight)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=2**-7 * theirs.abs().max().item())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_cuda_label_outside_the_vocabulary_gives_nan_and_no_synchronisation():
+    x, weight, labels = problem(torch.bfloat16, "cuda")
+    labels[11] = VOCAB
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss = fused_linear_cross_entropy(x, weight, labels, 4 * VOCAB * 5, 0.5)
+        loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert loss.isnan().item()
+    assert x.grad is not None
+    assert x.grad.isnan().any(dim=1).nonzero().flatten().tolist() == [11]

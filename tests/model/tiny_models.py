@@ -1,0 +1,64 @@
+"""Small decoders and the same models in transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from mtrain_cli.config.schema import ModelConfig, RopeConfig
+from mtrain_cli.model.decoder import Decoder
+from mtrain_cli.model.init import initialize
+from mtrain_cli.model.rope import rope_factor
+
+PLAIN = RopeConfig(
+    theta=10000.0,
+    scaling="none",
+    factor=1.0,
+    original_max_position=64,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+)
+YARN = dataclasses.replace(PLAIN, scaling="yarn", factor=4.0)
+LLAMA3 = dataclasses.replace(PLAIN, scaling="llama3", factor=8.0)
+
+
+def tiny_model(family: str = "qwen2", *, num_kv_heads: int = 2, tied: bool = True, rope: RopeConfig = PLAIN, **changes: Any) -> ModelConfig:
+    """A model of a family with its biases and norms; the head dim is not hidden / heads, so that mixing them up shows."""
+    model = ModelConfig(
+        name="tiny", family=family, vocab_size=97, hidden_size=40, num_layers=3, num_heads=4, num_kv_heads=num_kv_heads, head_dim=16,
+        intermediate_size=56, qkv_bias=family == "qwen2", qk_norm=family == "qwen3", tie_word_embeddings=tied, rms_norm_eps=1e-6,
+        init_std=0.2, rope=rope,
+    )  # fmt: skip
+    return dataclasses.replace(model, **changes)
+
+
+def make_decoder(model: ModelConfig, *, seed: int = 0, checkpoint: str = "none", compile: bool = False, chunk_rows: int = 7) -> Decoder:
+    """An initialised decoder whose biases and norms are random too, or a mistake in them would not show."""
+    with torch.device("meta"):
+        decoder = Decoder(
+            model,
+            rope_factor=rope_factor(model.rope, 4 * model.rope.original_max_position),
+            loss_chunk_bytes=4 * model.vocab_size * chunk_rows,
+            activation_checkpoint=checkpoint,
+            compile=compile,
+        )
+    decoder.to_empty(device="cpu")
+    initialize(decoder, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if name.endswith(("bias", "norm.weight")):
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return decoder
+
+
+def tokens_and_labels(model: ModelConfig, batch: int = 2, length: int = 24) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random tokens, their positions in order, and labels of which some are ignored; each ``[batch, length]``."""
+    generator = torch.Generator().manual_seed(5)
+    tokens, labels = (torch.randint(model.vocab_size, (batch, length), generator=generator) for _ in range(2))
+    labels[:, ::5] = -100
+    return tokens, torch.arange(length).expand(batch, length).contiguous(), labels
