@@ -1,0 +1,121 @@
+"""The command `mtrain`: its subcommands, and how mistakes reach the terminal.
+
+A command is one file beside this one. It raises `ConfigError` for a user's mistake; only here is it printed and turned into exit code 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from mtrain_cli import __version__
+from mtrain_cli.commands import config, train
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.launch.job import job_rank
+
+ORDER = ("train", "config", "data", "checkpoint", "doctor")
+USAGE_ERROR = 2
+INTERRUPTED = 130  # 128 + SIGINT, what a shell reports for Ctrl-C
+
+_UsageError: type[Any] = typer.BadParameter.__mro__[1]  # typer carries its own click and does not export this class
+
+
+class Group(TyperGroup):
+    """Commands in the order of use, whose user mistakes end in one line each."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        names = super().list_commands(ctx)
+        return sorted(names, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        with _mistakes_as_lines():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _mistakes_as_lines(ctx):
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _mistakes_as_lines(outer: Any = None) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        _tell(error.problems)
+        raise typer.Exit(USAGE_ERROR) from error
+    except _UsageError as error:
+        ctx = getattr(error, "ctx", None)
+        command = ctx.command_path if ctx is not None else " ".join(filter(None, ("mtrain", outer and outer.invoked_subcommand)))
+        _tell((f"{_describe(error)} See `{command} --help`.",))
+        raise typer.Exit(USAGE_ERROR) from error
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def _tell(problems: Iterable[str]) -> None:
+    """One line each on stderr. In a torchrun or srun job all ranks find the same, so that one of each machine speaks."""
+    rank = job_rank()
+    if rank and (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID")) != "0":
+        return
+    for problem in problems:
+        print(f"mtrain: {f'rank {rank}: ' if rank else ''}{problem}", file=sys.stderr)
+
+
+def _describe(error: Any) -> str:
+    message = " ".join(error.format_message().split())
+    option = getattr(error, "option_name", None)
+    if option:
+        from mtrain_cli.config.keys import all_keys
+        from mtrain_cli.config.suggest import nearest
+
+        key = nearest(option.lstrip("-").replace("-", "_"), all_keys())
+        if key:
+            message = f"{message.rstrip('.')}; settings are written key=value: {key}=..."
+    return message if message.endswith((".", "?", "!")) else f"{message}."
+
+
+app = typer.Typer(name="mtrain", cls=Group, rich_markup_mode="rich", pretty_exceptions_enable=False)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"mtrain {__version__}")
+        raise typer.Exit()
+
+
+@app.callback(invoke_without_command=True)
+def mtrain(
+    ctx: typer.Context,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")] = False,
+) -> None:
+    """Train language models on very long sequences, each spread over many workers.
+
+    [bold]Examples[/bold]
+
+      [cyan]mtrain train[/cyan]
+          a small model on your Python's own source code; 2 processes on a CPU
+      [cyan]mtrain train model=qwen3b seq=128k train.steps=20[/cyan]
+          Qwen2.5-3B at 131,072 tokens per sequence, over all GPUs of this machine
+      [cyan]mtrain train model=llama8b seq=4m topology.workers=64 --dry-run[/cyan]
+          memory, FLOP and choices of a run that needs 64 GPUs, found without one
+    """
+    del version
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help())
+
+
+app.command("train")(train.train)
+app.add_typer(config.app, name="config")
+for _name in ("data", "checkpoint"):
+    if importlib.util.find_spec(f"mtrain_cli.commands.{_name}"):
+        app.add_typer(importlib.import_module(f"mtrain_cli.commands.{_name}").app, name=_name)
+if importlib.util.find_spec("mtrain_cli.commands.doctor"):
+    app.command("doctor")(importlib.import_module("mtrain_cli.commands.doctor").doctor)

@@ -1,0 +1,144 @@
+"""What the shell offers on TAB: keys, groups, their options and words. Reads file names and the schema; imports neither Hydra nor torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from mtrain_cli.config import keys
+from mtrain_cli.config.groups import Groups, open_groups, summary
+from mtrain_cli.config.schema import ConfigError
+
+Candidate = tuple[str, str]  # what to insert, and the help beside it
+
+
+def complete_overrides(incomplete: str) -> list[Candidate]:
+    """Completions of one override, whether or not the shell has cut it at its ``=``."""
+    try:
+        groups = open_groups(_config_dir())
+    except ConfigError:
+        groups = open_groups()
+    cut = _cut_by_bash()
+    if cut is None:
+        return candidates(incomplete, groups)
+    key, value = cut
+    if key in keys.PATHS:
+        return []  # bash then offers file names by itself, and adds no space behind a folder
+    return [(name, help) for name, help in _values(key, groups) if name.startswith(value)]
+
+
+def candidates(incomplete: str, groups: Groups) -> list[Candidate]:
+    """Completions of an uncut word such as ``mo``, ``optim.w`` or ``model=qw``.
+
+    A single match is given with its values behind it: the shell then inserts as far as ``model=`` and, the rest being open, no space.
+    """
+    key, equals, value = incomplete.partition("=")
+    if equals:
+        found = _files(value) if key in keys.PATHS else _values(key, groups)
+        return [(f"{key}={name}", help) for name, help in found if name.startswith(value)]
+    names = _names(groups, everything=bool(incomplete))
+    matches = [(name, help) for name, help in names if name.startswith(incomplete)]
+    if len(matches) == 1:
+        name, help = matches[0]
+        values = _values(name, groups)
+        return [(f"{name}={value}", help) for value, help in (values if len(values) > 1 else [("", help), *values])]
+    return [(f"{name}=", help) for name, help in matches]
+
+
+def complete_runs(incomplete: str) -> list[str]:
+    """Names of runs under runs/."""
+    return sorted(file.parent.name for file in Path("runs").glob("*/resolved.yaml") if file.parent.name.startswith(incomplete))
+
+
+def complete_options(incomplete: str) -> list[Candidate]:
+    """GROUP/NAME of every option of every group."""
+    found = open_groups().options.items()
+    pairs = [(f"{group}/{option}", summary(file)) for group, options in found for option, file in options.items()]
+    return [(name, help) for name, help in pairs if name.startswith(incomplete)]
+
+
+def _names(groups: Groups, everything: bool) -> Iterable[Candidate]:
+    yield from ((group, f"one of {', '.join(options)}") for group, options in groups.options.items())
+    yield from ((key.name, key.help) for key in keys.all_keys().values() if everything or "." not in key.name)
+
+
+def _values(name: str, groups: Groups) -> list[Candidate]:
+    """Values of a group or key: options or words when there are some, else its default."""
+    if name in groups.options:
+        return [(option, summary(file)) for option, file in groups.options[name].items()]
+    key = keys.all_keys().get(name)
+    if key is None:
+        return []
+    if key.choices:
+        return [(choice, key.help) for choice in key.choices]
+    if key.type is bool:
+        return [("true", key.help), ("false", key.help)]
+    words = {"seq": ("4k", "32k", "128k", "512k", "1m")}.get(name) or dict.fromkeys([_default(key.name, groups), *_words_of(key)])
+    return [(word, key.help) for word in words if word]
+
+
+def _words_of(key: keys.Key) -> tuple[str, ...]:
+    return ("auto",) if str in key.types and not key.is_text else keys.PATHS.get(key.name, ())
+
+
+def _default(name: str, groups: Groups) -> str:
+    """The value of a key in the default option of its group, or nothing when it has none."""
+    import yaml
+
+    section = name.partition(".")[0]
+    file = groups.options.get(section, {}).get(groups.defaults.get(section, ""))
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8")) if file else None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return ""
+    value = keys.flatten({section: content}).get(name) if isinstance(content, dict) else None
+    return "" if value is None else keys.show(value)
+
+
+def _files(prefix: str) -> list[Candidate]:
+    folder, _, start = prefix.rpartition("/")
+    base = Path(f"{folder}/" if folder or prefix.startswith("/") else ".").expanduser()
+    lead = prefix[: len(prefix) - len(start)]
+    try:
+        entries = sorted(base.iterdir())
+    except OSError:
+        return []
+    return [
+        (f"{lead}{entry.name}{'/' if entry.is_dir() else ''}", "")
+        for entry in entries
+        if entry.name.startswith(start) and (start or entry.name[0] != ".")
+    ]
+
+
+def _cut_by_bash() -> tuple[str, str] | None:
+    """Key and begun value when bash has split ``key=value`` at the ``=``, which is in its COMP_WORDBREAKS; else None.
+
+    Bash then replaces what stands behind the ``=`` only, so that values must come without their key.
+    """
+    if os.environ.get("_MTRAIN_COMPLETE") != "complete_bash":
+        return None
+    words = _words()
+    at = int(os.environ.get("COMP_CWORD", "0"))
+    words += [""] * (at + 1 - len(words))
+    if words[at] == "=" and at >= 1:
+        return words[at - 1], ""
+    if at >= 2 and words[at - 1] == "=":
+        return words[at - 2], words[at]
+    return None
+
+
+def _words() -> list[str]:
+    line = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")
+    return line.split("\n") if "\n" in line else line.split()
+
+
+def _config_dir() -> Path | None:
+    words = _words()
+    for i, word in enumerate(words):
+        if word == "--config-dir" and i + 1 < len(words):
+            value = words[i + 2] if words[i + 1] == "=" and i + 2 < len(words) else words[i + 1]
+            return Path(value)
+        if word.startswith("--config-dir="):
+            return Path(word.partition("=")[2])
+    return None

@@ -1,0 +1,124 @@
+"""`mtrain config`: what can be set, and what it means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mtrain_cli.commands.completion import complete_options
+from mtrain_cli.config.schema import ConfigError
+
+app = typer.Typer(
+    help="See what can be configured.",
+    rich_markup_mode="rich",
+    no_args_is_help=True,
+    epilog="Example: [cyan]mtrain config show model/qwen3b[/cyan]",
+)
+
+ALLOWED = "allowed"
+ConfigDir = Annotated[
+    Path | None, typer.Option("--config-dir", metavar="DIR", help="Your own groups, as in `mtrain train`.", show_default=False)
+]
+
+
+@app.command("list")
+def list_groups(config_dir: ConfigDir = None) -> None:
+    """List the groups with their options, and the top-level keys.
+
+    [bold]Examples[/bold]
+
+      [cyan]mtrain config list[/cyan]
+      [cyan]mtrain config list --config-dir my-conf[/cyan]
+    """
+    from mtrain_cli.config import keys
+    from mtrain_cli.config.groups import open_groups, summary
+
+    groups = open_groups(config_dir)
+    rows = []
+    for group, options in groups.options.items():
+        for option, file in options.items():
+            chosen = "default" if groups.defaults.get(group) == option else ""
+            rows.append((f"{group}={option}", chosen, summary(file)))
+    _print_table("Groups", ("override", "", "what it is"), rows)
+    top = [(f"{key.name}=...", key.help) for key in keys.all_keys().values() if "." not in key.name]
+    _print_table("Top-level keys", ("override", "what it is"), top)
+    print("`mtrain config show GROUP/NAME` lists the keys of an option.")
+
+
+@app.command("show")
+def show_option(
+    option: Annotated[
+        str, typer.Argument(metavar="GROUP/NAME", help="An option of `mtrain config list`.", autocompletion=complete_options)
+    ],
+    config_dir: ConfigDir = None,
+) -> None:
+    """Show the keys of an option: value, meaning and what is allowed.
+
+    [bold]Examples[/bold]
+
+      [cyan]mtrain config show model/qwen3b[/cyan]
+      [cyan]mtrain config show topology/local[/cyan]
+    """
+    from mtrain_cli.config import keys
+    from mtrain_cli.config.compose import composed_values
+    from mtrain_cli.config.groups import open_groups, summary
+
+    groups = open_groups(config_dir)
+    group, name = _split(option, groups.options, groups.defaults)
+    file = groups.options[group][name]
+    values = composed_values({group: name}, config_dir)
+    rows = []
+    for key in keys.all_keys().values():
+        if key.name.startswith(f"{group}.") and key.name in values:
+            rows.append((key.name, keys.show(values[key.name]), key.help, key.allowed))
+    _print_table(f"{group}={name}  {summary(file)}".rstrip(), ("key", "value", "what it is", ALLOWED), rows)
+
+
+def _split(option: str, options: dict[str, dict[str, Path]], defaults: dict[str, str]) -> tuple[str, str]:
+    """Group and name of ``GROUP/NAME``; ``GROUP=NAME`` and ``GROUP`` alone (its default) are understood too."""
+    from mtrain_cli.config.suggest import did_you_mean
+
+    group, _, name = option.replace("=", "/").strip("/").rpartition("/")
+    if not group:
+        group, name = name, defaults.get(name, "")
+    if group not in options:
+        raise ConfigError(f"{option}: no group is called {group}{did_you_mean(group, options)}; groups: {', '.join(options)}")
+    if name not in options[group]:
+        raise ConfigError(f"{option}: no such {group}; options: {', '.join(options[group])}{did_you_mean(name, options[group])}")
+    return group, name
+
+
+def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table for people on a terminal; aligned plain columns, never cut, for a pipe or a file.
+
+    On a terminal the words that a key allows stand below its help: with a column of their own both would be too narrow to read.
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    if console.is_terminal:
+        table = Table(
+            title=Text(title), title_justify="left", title_style="bold", box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0)
+        )
+        below = header[-1] == ALLOWED
+        for index, name in enumerate(header[:-1] if below else header):
+            table.add_column(name, style="cyan" if index == 0 else "", no_wrap=index == 0)
+        for row in rows:
+            cells = [Text(cell) for cell in row]
+            if below:
+                *cells, allowed = cells
+                if "," in allowed.plain:
+                    cells[-1].append(f"\n{allowed.plain}", style="dim")
+            table.add_row(*cells)
+        console.print(table)
+        console.print()
+        return
+    widths = [max(len(row[i]) for row in rows) for i in range(len(header))] if rows else []
+    print(title)
+    for row in rows:
+        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

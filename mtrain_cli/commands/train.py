@@ -1,0 +1,127 @@
+"""`mtrain train`: compose, then train, print, or plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mtrain_cli.commands.completion import complete_overrides, complete_runs
+from mtrain_cli.config.schema import ConfigError
+
+if TYPE_CHECKING:
+    from mtrain_cli.config.schema import Config
+
+RUNS = Path("runs")
+RESOLVED = "resolved.yaml"
+
+
+def train(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="OVERRIDES",
+            help="group=option and key=value, such as model=qwen3b seq=512k optim.lr=1e-4. `mtrain config list` shows them all.",
+            autocompletion=complete_overrides,
+            show_default=False,
+        ),
+    ] = None,
+    cfg: Annotated[bool, typer.Option("--cfg", help="Print the composed configuration and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, with memory and FLOP per worker, and stop.")] = False,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN",
+            help="Go on from the last checkpoint of a run: its folder, or its name under runs/.",
+            autocompletion=complete_runs,
+        ),
+    ] = None,
+    config_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Your own groups, such as DIR/model/mine.yaml; searched before mtrain's.", show_default=False),
+    ] = None,
+) -> None:
+    """Train a model, with each sequence spread over several workers.
+
+    [bold]Examples[/bold]
+
+      [cyan]mtrain train[/cyan]
+          a small model on your Python's own source code; 2 processes on a CPU
+      [cyan]mtrain train data=text data.path=~/books seq=16k train.steps=500[/cyan]
+          the same model on your own text
+      [cyan]mtrain train model=qwen3b seq=256k --dry-run[/cyan]
+          does it fit, which kernel and exchange would run, and why
+      [cyan]mtrain train --resume my-run train.steps=1000[/cyan]
+          go on from the last checkpoint, for longer
+
+    On several nodes start the same line by `torchrun` or `srun`.
+    """
+    words = list(overrides or ())
+    run_path = _find_run(resume) if resume is not None else None
+    config = _configuration(words, config_dir, run_path)
+    if cfg:
+        _print_configuration(config)
+        return
+    if dry_run:
+        _print_plan(config)
+        return
+    raise typer.Exit(_launch(config, words, run_path))
+
+
+def _configuration(overrides: list[str], config_dir: Path | None, run_path: Path | None) -> Config:
+    from mtrain_cli.config import compose
+
+    if run_path is None:
+        return compose.compose(overrides, config_dir)
+    return compose.resume(compose.load(run_path / RESOLVED), overrides, config_dir)
+
+
+def _find_run(run: str) -> Path:
+    """The folder of a run, given by its path or by its name under runs/.
+
+    Raises:
+        ConfigError: neither holds a resolved.yaml.
+    """
+    from mtrain_cli.config.suggest import did_you_mean
+
+    for folder in (Path(run).expanduser(), RUNS / run):
+        if (folder / RESOLVED).is_file():
+            return folder
+    names = [file.parent.name for file in RUNS.glob(f"*/{RESOLVED}")]
+    hint = did_you_mean(run, names) or (f"; runs here: {', '.join(sorted(names)[-5:])}" if names else "; there are no runs in runs/")
+    raise ConfigError(f"--resume {run}: no run of that name, and no folder with a {RESOLVED}{hint}")
+
+
+def _print_configuration(config: Config) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from mtrain_cli.config.compose import compose
+    from mtrain_cli.config.listing import annotated_yaml
+
+    console = Console(highlight=False, soft_wrap=True)
+    for line, changed in annotated_yaml(config, compose()):
+        console.print(Text(line, style="bold cyan" if changed else ""))
+
+
+def _print_plan(config: Config) -> None:
+    from rich.console import Console
+
+    from mtrain_cli.training.dry_run import dry_run
+
+    Console().print(dry_run(config))
+
+
+def _launch(config: Config, overrides: list[str], run_path: Path | None) -> int:
+    from mtrain_cli.launch import run_dir
+    from mtrain_cli.launch.environment import resolve_environment
+    from mtrain_cli.launch.local import launch
+
+    environment = resolve_environment(config)  # first: sizes that do not fit this machine leave no folder behind
+    if run_path is None:
+        return launch(run_dir.create(config, overrides), environment, resume=False)
+    run = run_dir.open(run_path)
+    if overrides:
+        run.rewrite(config, overrides)
+    return launch(run, environment, resume=True)

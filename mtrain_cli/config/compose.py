@@ -1,0 +1,262 @@
+"""From YAML groups and overrides to one frozen, typed, checked `Config`, and from a run's resolved.yaml back to it.
+
+Hydra composes; every leaf is then converted to its type in the schema and the whole is checked across fields. All problems are reported
+together. Nothing that leaves this module knows Hydra or OmegaConf.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mtrain_cli import __version__
+from mtrain_cli.config import keys, validate
+from mtrain_cli.config.groups import TOP, Groups, open_groups
+from mtrain_cli.config.overrides import Problem, parse
+from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.suggest import did_you_mean
+
+# What a resumed run keeps: its weights, its data order and its name were made with these.
+FIXED = ("model.", "data.", "seq", "seed", "train.init_from", "run.name", "run.dir")
+
+
+def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Config:
+    """The configuration that ``overrides`` ask for, such as ``["model=qwen3b", "seq=512k", "optim.lr=1e-4"]``.
+
+    Paths come out absolute, so that workers on other machines and resumed runs find them from any folder.
+
+    Args:
+        overrides: ``group=option`` and ``key=value``; the last one of a key wins.
+        config_dir: the user's own groups, searched before those that ship.
+
+    Raises:
+        ConfigError: every problem found, one line each.
+    """
+    groups = open_groups(config_dir)
+    asked = parse(overrides, groups)
+    files = _files(groups, asked.groups)
+    raw, unresolved = _composed(groups, asked.groups, asked.values)
+    leaves, wrong = _convert(raw, files)
+    return _checked(leaves, [*asked.problems, *unresolved, *wrong], files)
+
+
+def resume(saved: Config, overrides: Sequence[str] = (), config_dir: Path | None = None) -> Config:
+    """``saved`` with ``overrides`` on top, for a run that goes on from its checkpoint.
+
+    Raises:
+        ConfigError: an override is wrong, or changes one of `FIXED`.
+    """
+    groups = open_groups(config_dir)
+    asked = parse(overrides, groups)
+    files = _files(groups, asked.groups)
+    before = keys.values(saved)
+    raw, unresolved = _composed(groups, asked.groups, asked.values)
+    touched = [name for name in raw if name in asked.values or any(name.startswith(f"{group}.") for group in asked.groups)]
+    changed, wrong = _convert({name: raw[name] for name in touched}, files)
+    problems = [*asked.problems, *unresolved, *wrong]
+    for name, value in _absolute(changed).items():
+        if name.startswith(FIXED) and value != before[name]:
+            line = f"{name}={keys.show(value)}: a resumed run keeps its {name}={keys.show(before[name])}; start a new run to change it"
+            problems.append(Problem(line, (name,)))
+    # The weights that the run started from are in its checkpoint by now.
+    return _checked({**before, **changed}, problems, files, ignore=("train.init_from",))
+
+
+def composed_values(choices: Mapping[str, str], config_dir: Path | None = None) -> dict[str, Any]:
+    """Leaves by dotted name with the options ``choices`` of some groups, as the YAML gives them: neither typed nor checked."""
+    return _composed(open_groups(config_dir), choices, {})[0]
+
+
+def load(path: Path) -> Config:
+    """The configuration of a resolved.yaml. Types are checked; files that it names are not, nor how values fit together.
+
+    Raises:
+        ConfigError: no such file, no YAML, or keys and types that this version does not know.
+    """
+    import yaml
+
+    try:
+        raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read: {_one_line(error)}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: holds no configuration")
+    leaves, problems = _convert(keys.flatten(raw), {})
+    missing = [name for name in keys.all_keys() if name not in leaves and not any(name in problem.keys for problem in problems)]
+    lines = [problem.line for problem in problems] + [f"{name}: missing" for name in missing]
+    if lines:
+        raise ConfigError(*(f"{path}: {line}" for line in lines))
+    return keys.build(leaves)
+
+
+def save(config: Config, path: Path) -> None:
+    """Writes ``config`` where `load` reads it, in one move: a reader sees the old file or the new one, never a part."""
+    import yaml
+
+    text = f"# Composed by mtrain {__version__}.\n" + yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+    path = Path(path)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """``config`` as nested plain dictionaries and lists, in the order of the schema."""
+    return {name: _plain(value) for name, value in dataclasses.asdict(config).items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _composed(groups: Groups, choices: Mapping[str, str], values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """Leaves as Hydra composed them from ``choices``, with ``values`` on top and interpolations resolved."""
+    import yaml
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    *own, shipped = groups.folders
+    words = [f"{'' if group in groups.defaults else '+'}{group}={option}" for group, option in choices.items()]
+    try:
+        with _own_hydra(own), initialize_config_dir(str(shipped), version_base="1.3", job_name="mtrain"):
+            composed = hydra_compose(TOP.removesuffix(".yaml"), overrides=words)
+        tree: Any = OmegaConf.to_container(composed, resolve=False)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{' '.join(words) or TOP}: cannot be composed: {_one_line(error)}") from error
+    leaves: dict[str, Any] = {}
+    problems: dict[str, Problem] = {}
+
+    def update(name: str) -> None:
+        OmegaConf.update(composed, name, values[name], force_add=True)
+
+    def resolve(name: str) -> None:
+        value = OmegaConf.select(composed, name)
+        leaves[name] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+    steps = [(update, name) for name in values] + [(resolve, name) for name in dict.fromkeys([*values, *keys.flatten(tree)])]
+    for step, name in steps:
+        try:
+            step(name)
+        except OmegaConfBaseException as error:
+            shown = f"{name}={keys.show(values[name])}" if name in values else name
+            problems[name] = Problem(f"{shown}: cannot be resolved: {_one_line(error)}", (name,))
+    return leaves, list(problems.values())
+
+
+@contextlib.contextmanager
+def _own_hydra(folders: Sequence[Path]) -> Iterator[None]:
+    """Hydra as if nobody else used it in this process, searching ``folders`` before mtrain's own; `hydra.searchpath` puts them behind."""
+    from hydra.core.global_hydra import GlobalHydra
+
+    _register_search_path()
+    outer = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    _user_folders.extend(folders)
+    try:
+        yield
+    finally:
+        _user_folders.clear()
+        GlobalHydra.instance().hydra = outer
+
+
+_user_folders: list[Path] = []  # Hydra makes its plugins itself, without arguments
+
+
+@functools.cache
+def _register_search_path() -> None:
+    from hydra.core.plugins import Plugins
+    from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+    class UserFolders(SearchPathPlugin):
+        def manipulate_search_path(self, search_path: Any) -> None:
+            for folder in _user_folders:
+                search_path.prepend(provider="--config-dir", path=str(folder), anchor="main")
+
+    Plugins.instance().register(UserFolders)
+
+
+def _convert(raw: Mapping[str, Any], files: Mapping[str, Path]) -> tuple[dict[str, Any], list[Problem]]:
+    """Leaves of ``raw`` in the types of the schema. ``files`` is the YAML file of each group, to name in messages."""
+    leaves: dict[str, Any] = {}
+    problems = []
+    for name, value in raw.items():
+        key = keys.all_keys().get(name)
+        if key is None:
+            file = files.get(name.split(".")[0])
+            where = f"{file}: " if file else ""
+            if name in keys.sections():
+                problems.append(Problem(f"{where}{name}={keys.show(value)}: holds keys, not a value", (f"{name}.",)))
+                continue
+            problems.append(Problem(f"{where}no key is called {name}{did_you_mean(name, keys.all_keys())}"))
+            continue
+        try:
+            leaves[name] = key.convert(value)
+        except ValueError as error:
+            problems.append(Problem(f"{name}={keys.show(value)}: {error}", (name,)))
+    return leaves, problems
+
+
+def _checked(leaves: Mapping[str, Any], problems: Sequence[Problem], files: Mapping[str, Path], ignore: tuple[str, ...] = ()) -> Config:
+    """The configuration, when nothing is wrong with it.
+
+    A leaf that could not be read stands at its default while the others are checked against each other, and a finding that names it is
+    dropped: it may be a mere consequence.
+    """
+    blamed = {name for problem in problems for name in problem.keys}
+    missing = [name for name in keys.all_keys() if name not in leaves and not _concerns(name, blamed)]
+    lines = [problem.line for problem in problems]
+    for section in dict.fromkeys(name.split(".")[0] for name in missing):
+        names = [name for name in missing if name.split(".")[0] == section]
+        named = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        lines.append(
+            f"{files.get(section, TOP)}: does not give {named}; to inherit them from another option begin it with `defaults: [OPTION]`"
+        )
+    blamed.update(missing)
+    complete = {**_defaults(), **leaves} if blamed else leaves
+    for line in validate.problems(keys.build(complete)):
+        mentioned = re.findall(r"[a-z_]+(?:\.[a-z_]+)+|\bseq\b|\bseed\b", line)
+        if not any(_concerns(name, blamed) for name in mentioned) and not line.startswith(ignore or ("\0",)):
+            lines.append(line)
+    if lines:
+        raise ConfigError(*lines)
+    return keys.build(_absolute(leaves))
+
+
+def _concerns(name: str, blamed: set[str]) -> bool:
+    return any(name == other or (other.endswith(".") and name.startswith(other)) for other in blamed)
+
+
+def _absolute(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """``leaves`` with ~ expanded and relative paths made absolute."""
+    paths = {name: leaves.get(name) for name in keys.PATHS}
+    found = {name: str(Path(value).expanduser().absolute()) for name, value in paths.items() if value and value not in keys.PATHS[name]}
+    return {**leaves, **found}
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    raw, _ = _composed(open_groups(), {}, {})
+    return _convert(raw, {})[0]
+
+
+def _files(groups: Groups, choices: Mapping[str, str]) -> dict[str, Path]:
+    chosen = {**groups.defaults, **choices}
+    return {group: groups.options[group][option] for group, option in chosen.items() if option in groups.options.get(group, {})}
+
+
+def _one_line(error: Exception) -> str:
+    """The first line of a library's message and, of a YAML error, the place."""
+    text = str(getattr(error, "problem", None) or getattr(error, "strerror", None) or error).strip() or type(error).__name__
+    mark = getattr(error, "problem_mark", None)
+    return text.splitlines()[0] + (f" ({Path(mark.name).name}, line {mark.line + 1})" if mark is not None else "")

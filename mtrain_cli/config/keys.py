@@ -1,0 +1,192 @@
+"""Every key of the configuration by its dotted name, and the conversion of a raw value to the key's type.
+
+The schema's dataclasses are the only source: a field added there is checked, listed and completed without a change here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mtrain_cli.config import sizes
+from mtrain_cli.config.schema import Config
+from mtrain_cli.config.suggest import did_you_mean
+
+# Keys that count tokens and therefore take sizes such as 512k. A count of steps does not: there 1k would mean 1000 to most people.
+TOKEN_COUNTS = frozenset({"seq", "model.rope.original_max_position", "topology.block_size"})
+# Keys that name a file or a folder when they hold none of these words.
+PATHS: Mapping[str, tuple[str, ...]] = {"data.path": (), "data.tokenizer": ("bytes",), "train.init_from": (), "run.dir": ("auto",)}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One leaf of the configuration."""
+
+    name: str  # dotted, such as optim.lr
+    type: Any  # int, float, bool, str, a union of them with None, or a tuple of them
+    help: str
+    choices: tuple[str, ...]
+
+    @property
+    def types(self) -> tuple[Any, ...]:
+        """The members of the type when it is a union, else the type alone."""
+        return typing.get_args(self.type) if typing.get_origin(self.type) in (types.UnionType, typing.Union) else (self.type,)
+
+    @property
+    def optional(self) -> bool:
+        """Whether null is a value."""
+        return type(None) in self.types
+
+    @property
+    def is_text(self) -> bool:
+        """Whether any text is taken as it stands, with nothing to parse."""
+        return set(self.types) <= {str, type(None)}
+
+    @property
+    def expected(self) -> str:
+        """What the key takes, in words that follow 'expected'."""
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        if self.name in TOKEN_COUNTS:
+            return sizes.EXPECTED
+        words = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
+        first, *rest = self.types
+        if typing.get_origin(first) is tuple:
+            kinds = typing.get_args(first)
+            return f"a list of {len(kinds)} numbers such as [{','.join('0.5' for _ in kinds)}]"
+        if str in rest:
+            return f"{words[first]} or auto"
+        return " or ".join(words[kind] for kind in (first, *rest))
+
+    @property
+    def allowed(self) -> str:
+        """What the key takes, in as few words as a table has room for."""
+        if self.choices:
+            return ", ".join(self.choices)
+        return "tokens" if self.name in TOKEN_COUNTS else self.expected.removeprefix("a ").partition(" such as ")[0]
+
+    def convert(self, value: Any) -> Any:
+        """``value``, as YAML or the command line gave it, in the key's type.
+
+        Raises:
+            ValueError: what is wrong with it, to stand behind ``key=value: ``.
+        """
+        for kind in self.types:
+            converted = self._as(kind, value)
+            if converted is not _WRONG:
+                return converted
+        close = did_you_mean(str(value), self.choices) if self.choices else ""
+        raise ValueError(f"expected {self.expected}{close}")
+
+    def _as(self, kind: Any, value: Any) -> Any:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if kind is type(None):
+            return None if value is None else _WRONG
+        if kind is bool:
+            return value if isinstance(value, bool) else _WRONG
+        if kind is int:
+            if self.name in TOKEN_COUNTS and isinstance(value, str):
+                return sizes.parse_size(value)
+            return int(value) if number and math.isfinite(value) and value == int(value) else _WRONG
+        if kind is float:
+            return float(value) if number and math.isfinite(value) else _WRONG
+        if kind is str:
+            return self._as_text(value, number)
+        kinds = typing.get_args(kind)
+        assert typing.get_origin(kind) is tuple, f"{self.name}: the schema uses a type that has no conversion: {kind}"
+        if not isinstance(value, list | tuple) or len(value) != len(kinds):
+            return _WRONG
+        parts = tuple(self._as(part, item) for part, item in zip(kinds, value, strict=True))
+        return _WRONG if any(part is _WRONG for part in parts) else parts
+
+    def _as_text(self, value: Any, number: bool) -> Any:
+        if not isinstance(value, str) and not (number and self.is_text and not self.choices):
+            return _WRONG
+        text = str(value)
+        if not self.is_text:  # int | str and float | str: a number, or the one word auto
+            return text if text == "auto" else _WRONG
+        return text if not self.choices or text in self.choices else _WRONG
+
+
+_WRONG = object()
+
+
+@functools.cache
+def all_keys() -> dict[str, Key]:
+    """All keys by dotted name, in the order of the schema."""
+    return {key.name: key for key in _flatten(Config, "")}
+
+
+@functools.cache
+def sections() -> tuple[str, ...]:
+    """Dotted names that hold keys: ``model``, ``model.rope``, ``topology``, ..."""
+    found: dict[str, None] = {}
+    for name in all_keys():
+        parts = name.split(".")[:-1]
+        found.update({".".join(parts[: i + 1]): None for i in range(len(parts))})
+    return tuple(found)
+
+
+def flatten(nested: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Leaves of a nested mapping by dotted name. A mapping where the schema has a leaf stays whole; an empty one counts as a leaf."""
+    leaves: dict[str, Any] = {}
+    for name, value in nested.items():
+        dotted = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value and dotted not in all_keys():
+            leaves.update(flatten(value, f"{dotted}."))
+        else:
+            leaves[dotted] = value
+    return leaves
+
+
+def values(config: Config) -> dict[str, Any]:
+    """Every leaf of ``config`` by dotted name."""
+    return {name: functools.reduce(getattr, name.split("."), config) for name in all_keys()}
+
+
+def build(leaves: Mapping[str, Any]) -> Config:
+    """The configuration whose leaves are ``leaves``: every key, each already converted."""
+    config = _build(Config, leaves, "")
+    assert isinstance(config, Config)
+    return config
+
+
+def show(value: Any) -> str:
+    """A value as one would type it on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(show(item) for item in value) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{name}:{show(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return str(int(value))
+    return str(value)
+
+
+def _flatten(owner: type, prefix: str) -> Iterator[Key]:
+    hints = typing.get_type_hints(owner)
+    for item in dataclasses.fields(owner):
+        hint = hints[item.name]
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            yield from _flatten(hint, f"{prefix}{item.name}.")
+        else:
+            yield Key(f"{prefix}{item.name}", hint, item.metadata.get("help", ""), tuple(item.metadata.get("choices", ())))
+
+
+def _build(owner: type, leaves: Mapping[str, Any], prefix: str) -> Any:
+    hints = typing.get_type_hints(owner)
+    values = {}
+    for item in dataclasses.fields(owner):
+        hint = hints[item.name]
+        nested = dataclasses.is_dataclass(hint) and isinstance(hint, type)
+        values[item.name] = _build(hint, leaves, f"{prefix}{item.name}.") if nested else leaves[f"{prefix}{item.name}"]
+    return owner(**values)

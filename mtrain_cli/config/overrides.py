@@ -1,0 +1,149 @@
+"""What a user typed behind a command, read word by word: ``group=option`` and ``key=value``.
+
+Hydra is given only the groups. A value goes to its key directly, because the key's type is known: a path such as ``~/corpus#1.txt``
+needs no second layer of quotes, and a mistake is reported in terms of the key instead of a grammar.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mtrain_cli.config.groups import Groups
+from mtrain_cli.config.keys import Key, all_keys, sections
+from mtrain_cli.config.suggest import did_you_mean, nearest
+
+_SWEEP = re.compile(r"^(choice|range|glob|interval)\(.*\)$")
+_ONE_VALUE = "one value per run; start one run for each"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A mistake, and the keys whose values are unknown because of it (a trailing dot names a whole section)."""
+
+    line: str
+    keys: tuple[str, ...] = ()
+
+
+@dataclass
+class Overrides:
+    """Overrides that make sense, and what is wrong with the others."""
+
+    groups: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def parse(texts: Sequence[str], groups: Groups) -> Overrides:
+    """Reads ``texts``, each one word of the command line. A later override of the same key or group wins."""
+    found = Overrides()
+    for text in texts:
+        problem = _parse_one(text.strip(), groups, found)
+        if problem is not None:
+            found.problems.append(problem)
+    return found
+
+
+def _parse_one(text: str, groups: Groups, found: Overrides) -> Problem | None:
+    if text.startswith("~"):
+        name = text[1:].partition("=")[0]
+        hint = (
+            f"; set it instead, such as {name}=null"
+            if name in all_keys() and all_keys()[name].optional
+            else "; give it another value instead"
+        )
+        return Problem(f"{text}: a key cannot be deleted{hint}", (name,))
+    if "=" not in text:
+        return Problem(_without_equals(text, groups))
+    name, _, raw = text.lstrip("+").partition(
+        "="
+    )  # +key=value is Hydra's way to add; every key here exists, so it means the same as key=value
+    name, raw = name.strip().replace("/", ".") if name.strip().replace("/", ".") in all_keys() else name.strip(), raw.strip()
+    if name.split(".")[0].split("/")[0] == "hydra":
+        hint = (
+            "the folder of a run is run.dir=..." if name.startswith(("hydra.run", "hydra.sweep")) else "mtrain uses Hydra to compose only"
+        )
+        return Problem(f"{text}: settings of Hydra itself have no effect; {hint}")
+    if name in groups.options:
+        return _group(text, name, raw, groups, found)
+    if name in all_keys():
+        return _value(text, all_keys()[name], raw, found)
+    if name in sections():
+        example = next(key for key in all_keys() if key.startswith(f"{name}."))
+        return Problem(f"{text}: {name} is a section, not a value; set its keys one by one, such as {example}=...", (f"{name}.",))
+    return _unknown(text, name, raw, groups)
+
+
+def _without_equals(text: str, groups: Groups) -> str:
+    shown = text or "''"
+    owners = groups.groups_of(text)
+    if owners:
+        return f"{shown}: expected key=value; did you mean {owners[0]}={text}?"
+    if text in groups.options:
+        return f"{shown}: expected {text}=OPTION; options: {', '.join(groups.options[text])}"
+    if text in all_keys():
+        return f"{shown}: expected {text}=VALUE, where the value is {all_keys()[text].expected}"
+    if text.endswith((".yaml", ".yml")):
+        return f"{shown}: expected key=value; a file of your own is given as --config-dir DIR model=mine when it is DIR/model/mine.yaml"
+    option = nearest(text, {option for options in groups.options.values() for option in options})
+    if option:
+        return f"{shown}: expected key=value; did you mean {groups.groups_of(option)[0]}={option}?"
+    hint = did_you_mean(text.lstrip("-"), all_keys(), "=...") or "; a value with spaces needs quotes: 'key=a b'"
+    return f"{shown}: expected key=value, such as model=tiny or optim.lr=1e-3{hint}"
+
+
+def _group(text: str, group: str, raw: str, groups: Groups, found: Overrides) -> Problem | None:
+    option, options = _unquoted(raw), groups.options[group]
+    if option in options:
+        found.groups[group] = option
+        return None
+    if "," in option or _SWEEP.match(option):
+        reason = _ONE_VALUE
+    else:
+        example = next((key for key in all_keys() if key.startswith(f"{group}.")), None)
+        hint = f"; to set one value write {example}=..." if option.startswith("{") and example else did_you_mean(option, options)
+        reason = f"no such {group}; options: {', '.join(options)}{hint}"
+    return Problem(f"{text}: {reason}", (f"{group}.",))
+
+
+def _value(text: str, key: Key, raw: str, found: Overrides) -> Problem | None:
+    if raw == "":
+        return Problem(f"{text}: the value is empty; expected {key.expected}", (key.name,))
+    if key.is_text:
+        found.values[key.name] = _text(key, raw)
+        return None
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        override = OverridesParser.create().parse_override(f"{key.name}={raw}")
+    except HydraException:  # its message speaks of the grammar, not of the key
+        hint = f"; a value with spaces needs quotes: '{key.name}=[a, b]'" if raw.count("[") > raw.count("]") else ""
+        return Problem(f"{text}: expected {key.expected}{hint}", (key.name,))
+    if override.is_sweep_override():
+        is_list = "a list" in key.expected and not _SWEEP.match(raw)
+        return Problem(f"{text}: " + (f"a list needs brackets: {key.name}=[{raw}]" if is_list else _ONE_VALUE), (key.name,))
+    found.values[key.name] = override.value()
+    return None
+
+
+def _text(key: Key, raw: str) -> str | None:
+    if raw.lower() == "null" or (key.optional and raw.lower() == "none"):
+        return None
+    return _unquoted(raw)
+
+
+def _unknown(text: str, name: str, raw: str, groups: Groups) -> Problem:
+    if "@" in name:
+        return Problem(f"{text}: groups stay in their place; write {name.partition('@')[0]}={raw}")
+    bare = name.lstrip("-")
+    close = nearest(bare, [*groups.options, *all_keys()])
+    hint = f"; did you mean {close}={raw}?" if close else "; `mtrain config list` shows all groups and keys"
+    blamed = (f"{close}.", close) if close else ()
+    return Problem(f"{text}: no key or group is called {name}{hint}", blamed)
+
+
+def _unquoted(raw: str) -> str:
+    return raw[1:-1] if len(raw) >= 2 and raw[0] == raw[-1] and raw[0] in "'\"" else raw

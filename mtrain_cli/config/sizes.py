@@ -1,0 +1,36 @@
+"""Numbers of tokens as people write them: ``512k``, ``1m``, ``524288``."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+K = 1024
+_UNITS = {"": 1, "k": K, "m": K * K}
+_SIZE = re.compile(r"(?P<number>[+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*(?P<unit>[a-z]*)", re.IGNORECASE)
+
+EXPECTED = "a number of tokens such as 4096, 512k or 1m (k = 1024, m = 1024 k)"
+
+
+def parse_size(text: str | int | float) -> int:
+    """Tokens meant by ``text``: ``512k`` is 524288, ``0.5M`` too, ``524_288`` as well.
+
+    Raises:
+        ValueError: the text is no number with an optional k or m, or is not a whole number of tokens.
+    """
+    match = _SIZE.fullmatch(str(text).strip())
+    unit = _UNITS.get(match["unit"].lower()) if match else None
+    if match is None or unit is None or isinstance(text, bool):
+        raise ValueError(f"expected {EXPECTED}")
+    tokens = Fraction(match["number"].replace("_", "")) * unit
+    if tokens.denominator != 1:
+        raise ValueError(f"is {float(tokens):g} tokens; expected a whole number")
+    return int(tokens)
+
+
+def format_size(tokens: int) -> str:
+    """The shortest exact spelling: 524288 is ``512k``, 1000 stays ``1000``. ``parse_size`` is its inverse."""
+    for unit, size in (("m", K * K), ("k", K)):
+        if tokens and tokens % size == 0:
+            return f"{tokens // size}{unit}"
+    return str(tokens)

@@ -1,0 +1,38 @@
+"""The nearest real name to a mistyped one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import SequenceMatcher
+
+CUTOFF = 0.6  # difflib's own default: below it a suggestion is more often noise than help
+
+
+def nearest(word: str, names: Iterable[str]) -> str | None:
+    """The name most like ``word``, or None when nothing is close.
+
+    Dotted names are compared part by part, so that the section in front neither hides nor fakes a likeness: ``warmup_steps`` and
+    ``train.warmup_steps`` find ``optim.warmup_steps``, and ``train.lr`` finds ``optim.lr`` rather than ``train.dtype``.
+    """
+    scored = [(_likeness(word.lower(), name.lower()), name) for name in names]
+    best = max(scored, key=lambda pair: (pair[0], -len(pair[1])), default=(0.0, ""))
+    return best[1] if best[0] >= CUTOFF else None
+
+
+def did_you_mean(word: str, names: Iterable[str], suffix: str = "") -> str:
+    """``; did you mean NAME?`` with ``suffix`` behind the name, or nothing when no name is close."""
+    name = nearest(word, names)
+    return f"; did you mean {name}{suffix}?" if name else ""
+
+
+def _likeness(word: str, name: str) -> float:
+    section, _, leaf = name.rpartition(".")
+    word_section, _, word_leaf = word.rpartition(".")
+    ratio = _ratio(word_leaf, leaf)
+    if not word_section:
+        return max(_ratio(word, name), ratio - (0.01 if section else 0.0))
+    return 0.75 * ratio + 0.25 * _ratio(word_section, section)
+
+
+def _ratio(a: str, b: str) -> float:
+    return SequenceMatcher(None, a, b).ratio()

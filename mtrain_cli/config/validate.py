@@ -1,0 +1,190 @@
+"""Checks across the fields of a configuration that need no machine: no GPU, no process group, no model.
+
+Whether the sizes fit the GPUs at hand is `launch/environment.py`'s question, and whether a kernel can do what is asked is the registry's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from mtrain_cli.config import keys
+from mtrain_cli.config.schema import Config, DataConfig, ModelConfig, OptimConfig, TopologyConfig, TrainConfig
+
+BYTE_VOCABULARY = 264  # 256 bytes, begin, end and padding, rounded up to a multiple of 8
+MIN_BLOCK = 16  # one tensor-core tile; smaller blocks would only cost index
+
+
+def problems(config: Config) -> list[str]:
+    """Everything that does not fit together in ``config``, each a line ``key=value: reason``; empty when all is well."""
+    return [
+        *_ranges(config),
+        *_model(config.model),
+        *_topology(config.topology),
+        *_batch(config.train, config.topology),
+        *_data(config.data, config.model),
+        *_optim(config.optim),
+        *_train(config.train, config.topology),
+        *_run(config),
+    ]
+
+
+_POSITIVE = ("must be at least 1", lambda value: value >= 1)
+_ABOVE_ZERO = ("must be above 0", lambda value: value > 0)
+_NOT_NEGATIVE = ("must be 0 or more", lambda value: value >= 0)
+_FRACTION = ("must be between 0 and 1", lambda value: 0 <= value <= 1)
+
+# What one number may be by itself. A value that is a word (auto) or null is not a number and passes.
+_RANGE: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "seq": ("must be at least 2, a token and the one to predict", lambda value: value >= 2),
+    "seed": ("must be between 0 and 2^63 - 1", lambda value: 0 <= value < 2**63),
+    "model.vocab_size": ("must be at least 2", lambda value: value >= 2),
+    "model.hidden_size": _POSITIVE,
+    "model.num_layers": _POSITIVE,
+    "model.num_heads": _POSITIVE,
+    "model.num_kv_heads": _POSITIVE,
+    "model.head_dim": _POSITIVE,
+    "model.intermediate_size": _POSITIVE,
+    "model.rms_norm_eps": _ABOVE_ZERO,
+    "model.init_std": _ABOVE_ZERO,
+    "model.rope.theta": ("must be above 1", lambda value: value > 1),
+    "model.rope.factor": ("must be auto or a number of at least 1", lambda value: value >= 1),
+    "model.rope.original_max_position": _POSITIVE,
+    "model.rope.beta_fast": _ABOVE_ZERO,
+    "model.rope.beta_slow": _ABOVE_ZERO,
+    "model.rope.low_freq_factor": _ABOVE_ZERO,
+    "model.rope.high_freq_factor": _ABOVE_ZERO,
+    "topology.workers": _POSITIVE,
+    "topology.context_parallel": _POSITIVE,
+    "topology.gpus_per_node": _POSITIVE,
+    "topology.block_size": (
+        f"must be a power of two, at least {MIN_BLOCK}",
+        lambda value: value >= MIN_BLOCK and int(value) & (int(value) - 1) == 0,
+    ),
+    "topology.timeout_s": _ABOVE_ZERO,
+    "optim.lr": _ABOVE_ZERO,
+    "optim.eps": _ABOVE_ZERO,
+    "optim.weight_decay": _NOT_NEGATIVE,
+    "optim.warmup_steps": _NOT_NEGATIVE,
+    "optim.min_lr_ratio": _FRACTION,
+    "optim.clip_norm": _NOT_NEGATIVE,
+    "train.steps": _POSITIVE,
+    "train.global_batch": _POSITIVE,
+    "train.micro_batch": _POSITIVE,
+    "train.loss_chunk_mib": _POSITIVE,
+    "train.checkpoint_every": _NOT_NEGATIVE,
+    "train.keep_checkpoints": _POSITIVE,
+    "run.log_every": _POSITIVE,
+}
+
+
+def _ranges(config: Config) -> Iterator[str]:
+    for name, value in keys.values(config).items():
+        if name in _RANGE and isinstance(value, int | float):
+            allowed, fits = _RANGE[name]
+            if not fits(value):
+                yield f"{name}={keys.show(value)}: {allowed}"
+
+
+def _model(model: ModelConfig) -> Iterator[str]:
+    heads, kv_heads, rope = model.num_heads, model.num_kv_heads, model.rope
+    if heads >= 1 and kv_heads >= 1 and heads % kv_heads:
+        divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        yield f"model.num_kv_heads={kv_heads}: does not divide model.num_heads={heads}; allowed: {divisors}"
+    if model.head_dim % 2:
+        yield f"model.head_dim={model.head_dim}: must be even, since the rotary embedding turns pairs of dimensions"
+    if rope.scaling == "yarn" and rope.beta_fast <= rope.beta_slow:
+        yield f"model.rope.beta_fast={rope.beta_fast}: must be above model.rope.beta_slow={rope.beta_slow}"
+    if rope.scaling == "llama3":
+        if rope.factor == "auto":
+            yield "model.rope.factor=auto: is derived for scaling=yarn only; model.rope.scaling=llama3 needs a number such as 8"
+        if rope.high_freq_factor <= rope.low_freq_factor:
+            low, high = rope.low_freq_factor, rope.high_freq_factor
+            yield f"model.rope.high_freq_factor={high}: must be above model.rope.low_freq_factor={low}"
+
+
+def _topology(topology: TopologyConfig) -> Iterator[str]:
+    workers, context, node = topology.workers, topology.context_parallel, topology.gpus_per_node
+    numbers = {"workers": workers, "context_parallel": context, "gpus_per_node": node}
+    if any(isinstance(value, int) and value < 1 for value in numbers.values()):
+        return
+    for name in ("context_parallel", "gpus_per_node"):
+        value = numbers[name]
+        if isinstance(workers, int) and isinstance(value, int) and workers % value:
+            yield f"topology.{name}={value}: does not divide topology.workers={workers}"
+    if isinstance(context, int) and isinstance(node, int) and context % node and node % context:
+        yield (
+            f"topology.context_parallel={context}: a context group fills whole nodes or shares one evenly, "
+            f"so it must divide topology.gpus_per_node={node} or be a multiple of it"
+        )
+
+
+def _batch(train: TrainConfig, topology: TopologyConfig) -> Iterator[str]:
+    if train.global_batch < 1 or train.micro_batch < 1:
+        return
+    if train.global_batch % train.micro_batch:
+        yield f"train.global_batch={train.global_batch}: must be a multiple of train.micro_batch={train.micro_batch}"
+        return
+    workers, context = topology.workers, topology.context_parallel
+    if isinstance(workers, int) and isinstance(context, int) and context >= 1 and workers >= 1 and workers % context == 0:
+        groups = workers // context
+        if train.global_batch % (groups * train.micro_batch):
+            yield (
+                f"train.global_batch={train.global_batch}: must be a multiple of {groups * train.micro_batch}, "
+                f"train.micro_batch={train.micro_batch} on each of the {groups} groups of "
+                f"topology.context_parallel={context} among topology.workers={workers}"
+            )
+
+
+def _data(data: DataConfig, model: ModelConfig) -> Iterator[str]:
+    if data.kind == "stdlib":
+        if data.path is not None:
+            yield f"data.path={data.path}: data=stdlib reads no path; write data=text (or data=tokens) with it"
+    elif data.path is None:
+        what = "a .txt, .jsonl or .parquet file or a folder of them" if data.kind == "text" else "what `mtrain data prepare` wrote"
+        yield f"data.path=null: data={data.kind} needs it: {what}"
+    elif not Path(data.path).expanduser().exists():
+        what = (
+            "give a .txt, .jsonl or .parquet file or a folder of them" if data.kind == "text" else "give what `mtrain data prepare` wrote"
+        )
+        yield f"data.path={data.path}: no such file; {what}"
+    if data.kind == "tokens":
+        return  # the tokens are there already; their vocabulary is known when they are opened
+    if data.tokenizer == "bytes":
+        if 2 <= model.vocab_size < BYTE_VOCABULARY:
+            yield f"model.vocab_size={model.vocab_size}: data.tokenizer=bytes needs at least {BYTE_VOCABULARY}"
+        return
+    tokenizer = Path(data.tokenizer).expanduser()
+    if tokenizer.is_dir():
+        inside = tokenizer / "tokenizer.json"
+        yield f"data.tokenizer={data.tokenizer}: is a folder; give its tokenizer.json" + (f", {inside}" if inside.is_file() else "")
+    elif not tokenizer.is_file():
+        yield f"data.tokenizer={data.tokenizer}: no such file; give bytes or the path of a Hugging Face tokenizer.json"
+
+
+def _optim(optim: OptimConfig) -> Iterator[str]:
+    if not all(0 <= beta < 1 for beta in optim.betas):
+        yield f"optim.betas={keys.show(optim.betas)}: each must be at least 0 and below 1"
+
+
+def _train(train: TrainConfig, topology: TopologyConfig) -> Iterator[str]:
+    if train.kernel == "flash4":
+        if topology.device == "cpu":
+            yield "train.kernel=flash4: runs on GPUs only, not with topology.device=cpu; allowed there: auto, reference, sdpa"
+        if train.dtype == "float32":
+            yield "train.kernel=flash4: computes in bfloat16, not train.dtype=float32; allowed with it: auto, reference, sdpa"
+    if train.init_from is not None:
+        folder = Path(train.init_from).expanduser()
+        if not folder.is_dir():
+            reason = "is a file" if folder.exists() else "no such folder"
+            yield f"train.init_from={train.init_from}: {reason}; give a Hugging Face folder with config.json and .safetensors files"
+        elif not (folder / "config.json").is_file():
+            yield f"train.init_from={train.init_from}: holds no config.json; give a Hugging Face folder"
+
+
+def _run(config: Config) -> Iterator[str]:
+    if not re.fullmatch(r"[\w.+=-]+", config.run.name) or config.run.name in (".", ".."):
+        yield f"run.name={config.run.name}: may hold letters, digits and . _ - + = only, since it names a folder"
+    if config.run.dir == "":
+        yield "run.dir=: give a folder, or auto for runs/<name>"

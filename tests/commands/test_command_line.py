@@ -1,0 +1,130 @@
+"""The command as a person meets it: help, version, mistakes, exit codes."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from mtrain_cli import __version__
+from mtrain_cli.commands import app as command_line
+from mtrain_cli.config.schema import ConfigError
+
+COMMANDS = ([], ["train"], ["config"], ["config", "list"], ["config", "show"])
+
+
+def run(*words: str, **variables: str):
+    return CliRunner(env={"COLUMNS": "80", "TERM": "dumb", **variables}).invoke(command_line.app, list(words), prog_name="mtrain")
+
+
+def process(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mtrain_cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **variables})
+
+
+def test_help_opens_with_three_examples_that_parse():
+    from mtrain_cli.config.compose import compose
+
+    text = run("--help").stdout
+    examples = [line.strip() for line in text.splitlines() if line.strip().startswith("mtrain train")]
+    assert len(examples) == 3
+    assert text.index(examples[-1]) < text.index("Options")
+    for example in examples:
+        compose([word for word in example.split()[2:] if not word.startswith("--")])
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_every_command_has_help_with_an_example_in_80_columns(words):
+    result = run(*words, "--help")
+    assert result.exit_code == 0
+    assert "Example" in result.stdout
+    assert f"mtrain {' '.join(words)}".strip() in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_no_words_show_the_help():
+    assert run().exit_code == 0
+    assert run().stdout.split() == run("--help").stdout.split()
+
+
+def test_the_version_is_printed():
+    result = process("--version")
+    assert (result.returncode, result.stdout, result.stderr) == (0, f"mtrain {__version__}\n", "")
+
+
+def test_help_is_quick_and_loads_neither_torch_nor_hydra():
+    # In a process of its own, and the quickest of three, since other processes may keep the machine busy.
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        result = process("--help")
+        seconds.append(time.perf_counter() - start)
+        assert result.returncode == 0
+    assert min(seconds) < 0.5
+    code = "import sys, mtrain_cli.commands.app; print([m for m in ('torch', 'hydra', 'omegaconf', 'numpy') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train", "--layuot", "zigzag"], "No such option: --layuot; settings are written key=value: topology.layout=..."),
+        (["train", "--zzzzz"], "No such option: --zzzzz. See `mtrain train --help`."),
+        (["trian"], "No such command 'trian'. Did you mean 'train'? See `mtrain --help`."),
+        (["--zzzzz"], "No such option: --zzzzz. See `mtrain --help`."),
+        (["config", "show"], "Missing argument 'GROUP/NAME'. See `mtrain config show --help`."),
+        (["train", "--resume"], "requires an argument. See `mtrain train --help`."),
+        (["train", "tiny"], "tiny: expected key=value; did you mean model=tiny?"),
+        (["train", "seq=512q"], "seq=512q: expected a number of tokens"),
+        (["train", "--", "--layout=zigzag"], "did you mean topology.layout=zigzag?"),
+    ],
+)
+def test_a_mistake_is_one_line_on_stderr_with_exit_code_2(words, said):
+    result = run(*words)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("mtrain: ")
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_each_of_several_mistakes_is_a_line_and_no_traceback_is_shown():
+    result = process("train", "seq=512q", "modle=tiny", "optim.lr=abc")
+    assert result.returncode == 2
+    assert [line.split(": ")[:2] for line in result.stderr.splitlines()] == [
+        ["mtrain", "modle=tiny"],
+        ["mtrain", "seq=512q"],
+        ["mtrain", "optim.lr=abc"],
+    ]
+
+
+def test_in_a_job_one_process_of_each_machine_speaks():
+    def said(rank: int, local_rank: int) -> str:
+        job = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+        return run("train", "seq=512q", RANK=str(rank), LOCAL_RANK=str(local_rank), **job).stderr
+
+    assert said(0, 0).startswith("mtrain: seq=512q")
+    assert said(1, 1) == ""
+    assert said(2, 0).startswith("mtrain: rank 2: seq=512q")
+
+
+@pytest.mark.parametrize(("raised", "code"), [(KeyboardInterrupt(), 130), (ConfigError("a: b", "c: d"), 2)])
+def test_what_a_command_raises_becomes_an_exit_code(monkeypatch, raised, code):
+    from mtrain_cli.config import compose
+
+    def fail(*_: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(compose, "compose", fail)
+    result = run("train", "--cfg")
+    assert result.exit_code == code
+    assert result.stderr == ("mtrain: a: b\nmtrain: c: d\n" if code == 2 else "")
+
+
+def test_a_reader_that_stops_reading_causes_no_traceback():
+    command = f"{sys.executable} -m mtrain_cli train --cfg | head -1"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert result.stdout.startswith("seq:")
+    assert "Traceback" not in result.stderr

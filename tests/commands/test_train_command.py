@@ -1,0 +1,127 @@
+"""`mtrain train` up to the point where workers start: those have tests of their own."""
+
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from mtrain_cli.commands.app import app
+from mtrain_cli.config.compose import compose, load, save
+from mtrain_cli.launch import local
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Calls of the launcher, which here starts nothing and reports 7."""
+    calls = []
+
+    def launch(run_dir, environment, resume):
+        calls.append((run_dir, environment, resume))
+        run_dir.release()
+        return 7
+
+    monkeypatch.setattr(local, "launch", launch)
+    return calls
+
+
+def run(*words: str):
+    return CliRunner().invoke(app, ["train", *words], prog_name="mtrain")
+
+
+def test_cfg_prints_yaml_of_the_composed_configuration_and_runs_nothing(launched, tmp_path):
+    result = run("model=qwen3b", "seq=32k", "--cfg")
+    assert result.exit_code == 0
+    Path("printed.yaml").write_text(result.stdout)
+    assert load(Path("printed.yaml")) == compose(["model=qwen3b", "seq=32k"])
+    assert yaml.safe_load(result.stdout)["seq"] == 32768
+    assert "seq: 32768  # 32k; default 4k" in result.stdout
+    assert not launched
+    assert [path.name for path in tmp_path.iterdir()] == ["printed.yaml"]
+
+
+def test_dry_run_prints_the_plan_and_runs_nothing(monkeypatch, launched, tmp_path):
+    plan = types.ModuleType("plan")
+    plan.dry_run = lambda config: f"a plan for {config.model.name} at {config.seq}"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mtrain_cli.training.dry_run", plan)
+    result = run("model=llama8b", "seq=4m", "topology.workers=64", "--dry-run")
+    assert (result.exit_code, result.stdout) == (0, "a plan for llama8b at 4194304\n")
+    assert not launched
+    assert not list(tmp_path.iterdir())
+
+
+def test_train_makes_the_run_folder_and_leaves_with_the_launchers_code(launched):
+    result = run("seq=256", "topology.device=cpu", "run.name=first")
+    assert result.exit_code == 7
+    ((run_dir, environment, resume),) = launched
+    assert run_dir.path == Path("runs/first").absolute()
+    assert load(run_dir.resolved).seq == 256
+    assert (environment.device, environment.workers, resume) == ("cpu", 2, False)
+
+
+def test_sizes_that_do_not_fit_leave_no_folder(launched, tmp_path):
+    result = run("topology.device=cpu", "topology.workers=3", "topology.context_parallel=auto", "topology.gpus_per_node=2")
+    assert result.exit_code == 2
+    assert not launched
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("by", ["name", "path"])
+def test_resume_goes_on_with_the_saved_configuration(launched, by):
+    run("seq=256", "topology.device=cpu", "run.name=first", "optim.lr=0.5")
+    result = run("--resume", "first" if by == "name" else "runs/first")
+    assert result.exit_code == 7
+    run_dir, _, resume = launched[-1]
+    assert resume
+    assert run_dir.path == Path("runs/first").absolute()
+    assert load(run_dir.resolved).optim.lr == 0.5
+
+
+def test_resume_with_overrides_writes_them_for_the_workers(launched):
+    run("seq=256", "topology.device=cpu", "run.name=first")
+    assert run("--resume", "first", "train.steps=500", "topology.workers=4").exit_code == 7
+    run_dir, environment, _ = launched[-1]
+    assert (load(run_dir.resolved).train.steps, load(run_dir.resolved).seq, environment.workers) == (500, 256, 4)
+
+
+def test_a_resume_that_is_refused_changes_nothing(launched):
+    run("seq=256", "topology.device=cpu", "run.name=first")
+    before = Path("runs/first/resolved.yaml").read_text()
+    result = run("--resume", "first", "seq=512", "train.steps=500")
+    assert result.exit_code == 2
+    assert "seq=512: a resumed run keeps its seq=256; start a new run to change it" in result.stderr
+    assert Path("runs/first/resolved.yaml").read_text() == before
+    assert len(launched) == 1
+
+
+def test_resume_of_an_unknown_run_names_the_nearest(launched):
+    assert "there are no runs in runs/" in run("--resume", "first").stderr
+    run("seq=256", "topology.device=cpu", "run.name=first")
+    assert "did you mean first?" in run("--resume", "frist").stderr
+    result = run("--resume", "zzz")
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "runs here: first" in result.stderr
+    assert len(launched) == 1
+
+
+def test_config_dir_brings_own_options(tmp_path):
+    folder = tmp_path / "conf/model"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text("defaults: [tiny]\nname: mine\n")
+    result = run("model=mine", "--config-dir", "conf", "--cfg")
+    assert yaml.safe_load(result.stdout)["model"]["name"] == "mine"
+    assert run("model=mine", "--cfg").exit_code == 2
+
+
+def test_options_may_stand_anywhere_among_the_overrides(tmp_path):
+    save(compose(["seq=8k"]), tmp_path / "expected.yaml")
+    for words in (["--cfg", "seq=8k"], ["seq=8k", "--cfg"], ["seed=0", "--cfg", "seq=8k"]):
+        Path("printed.yaml").write_text(run(*words).stdout)
+        assert load(Path("printed.yaml")) == load(Path("expected.yaml"))

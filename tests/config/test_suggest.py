@@ -1,0 +1,34 @@
+import pytest
+
+from mtrain_cli.config.keys import all_keys
+from mtrain_cli.config.suggest import did_you_mean, nearest
+
+
+@pytest.mark.parametrize(
+    ("word", "name"),
+    [
+        ("warmup_steps", "optim.warmup_steps"),
+        ("train.warmup_steps", "optim.warmup_steps"),
+        ("lr", "optim.lr"),
+        ("train.lr", "optim.lr"),
+        ("optim.lrr", "optim.lr"),
+        ("topolgy.layout", "topology.layout"),
+        ("layuot", "topology.layout"),
+        ("workers", "topology.workers"),
+        ("Seq", "seq"),
+        ("sed", "seed"),
+        ("rope.theta", "model.rope.theta"),
+    ],
+)
+def test_the_nearest_key_is_found_across_sections(word, name):
+    assert nearest(word, all_keys()) == name
+
+
+def test_nothing_is_suggested_when_nothing_is_near():
+    assert nearest("zzzzzz", all_keys()) is None
+    assert nearest("word", []) is None
+    assert did_you_mean("zzzzzz", all_keys()) == ""
+
+
+def test_every_key_is_nearest_to_itself():
+    assert [name for name in all_keys() if nearest(name, all_keys()) != name] == []

@@ -1,0 +1,100 @@
+"""What is installed: shipped files are found, and nothing but `mtrain_cli` becomes importable."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from mtrain_cli import resource_dir
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+SHIPPED = ("conf", "kernels", "profiles")
+
+# Run by a fresh interpreter without site-packages of its own, outside the repository.
+PROBE = """
+import importlib.util, sys
+for name in ("conf", "kernels", "profiles", "tests"):
+    assert importlib.util.find_spec(name) is None, f"{name} is a top-level import"
+from mtrain_cli import resource_dir
+from mtrain_cli.config.compose import compose
+from mtrain_cli.config.groups import open_groups
+import mtrain_cli.kernels
+for name in ("conf", "kernels", "profiles"):
+    print(name, resource_dir(name))
+for group, options in open_groups().options.items():
+    for option in options:
+        compose([f"{group}={option}", *(["data.path=/"] if option in ("text", "tokens") else [])])
+print("composed", compose(["model=qwen3b"]).model.name)
+"""
+
+
+def test_shipped_folders_are_found_in_the_checkout():
+    assert [resource_dir(name) for name in SHIPPED] == [REPOSITORY / name for name in SHIPPED]
+    with pytest.raises(FileNotFoundError, match="'nosuch' is missing"):
+        resource_dir("nosuch")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """A copy of what is built, so that building writes nothing into the checkout."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in ("mtrain_cli", *SHIPPED, "tests"):
+        shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "hatch_build.py", "LICENSE"):
+        shutil.copy(REPOSITORY / name, folder / name)
+    readme = REPOSITORY / "README.md"
+    (folder / "README.md").write_text(readme.read_text() if readme.is_file() else "mtrain\n")
+    return folder
+
+
+def build(source: Path, out: Path, kind: str) -> Path:
+    """A wheel by the build backend that pyproject.toml names: ``build_wheel`` or ``build_editable``."""
+    code = f"import hatchling.build as backend; print(backend.{kind}({str(out)!r}))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return out / result.stdout.split()[-1]
+
+
+def install(wheel: Path, target: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(target)
+
+
+def probe(target: Path, cwd: Path) -> str:
+    """Output of PROBE with ``target`` as a site folder, so that .pth files in it count."""
+    code = f"import site; site.addsitedir({str(target)!r})\n{PROBE}"
+    result = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_the_wheel_carries_its_resources_inside_the_package(source, tmp_path):
+    pytest.importorskip("hatchling")
+    wheel = build(source, tmp_path, "build_wheel")
+    names = zipfile.ZipFile(wheel).namelist()
+    top = {name.split("/")[0] for name in names}
+    assert {name for name in top if not name.endswith(".dist-info")} == {"mtrain_cli"}
+    for folder in SHIPPED:
+        shipped = {str(path.relative_to(source)) for path in (source / folder).rglob("*") if path.is_file()}
+        packed = {name.removeprefix("mtrain_cli/") for name in names if name.startswith(f"mtrain_cli/{folder}/")}
+        assert {name for name in shipped if not Path(name).name.startswith(".")} <= packed
+    metadata = next(name for name in names if name.endswith("entry_points.txt"))
+    assert "mtrain = mtrain_cli.__main__:main" in zipfile.ZipFile(wheel).read(metadata).decode()
+
+    site = tmp_path / "site"
+    install(wheel, site)
+    text = probe(site, tmp_path)
+    assert all(f"{name} {site}/mtrain_cli/{name}\n" in text for name in SHIPPED)
+    assert "composed qwen3b" in text
+
+
+def test_an_editable_install_finds_the_resources_in_the_checkout(source, tmp_path):
+    pytest.importorskip("hatchling")
+    site = tmp_path / "site"
+    install(build(source, tmp_path, "build_editable"), site)
+    text = probe(site, tmp_path)
+    assert all(f"{name} {source}/{name}\n" in text for name in SHIPPED)
+    assert "composed qwen3b" in text
