@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+import time
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -37,17 +39,16 @@ mtrain data show data/python
 
 mtrain data show data/python --document 17 --check"""
 _SNIPPET = 240  # tokens
+_SECONDS_PER_LINE = 10.0
 
 
 @app.command(epilog=_PREPARE_EXAMPLES)
 def prepare(
     source: Annotated[
         str,
-        typer.Argument(
-            metavar="SOURCE", help="a .txt, .md, .py, .jsonl or .parquet file, a folder of them, or 'stdlib' for Python's own sources"
-        ),
+        typer.Argument(help="a .txt, .md, .py, .jsonl or .parquet file, a folder of them, or 'stdlib' for Python's own sources"),
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="folder of the token store; must not hold anything else")],
+    out: Annotated[Path, typer.Argument(help="folder of the token store; must not hold anything else")],
     tokenizer: Annotated[
         str, typer.Option(metavar="bytes|bpe|FILE", help="raw bytes, a byte-level BPE trained on SOURCE, or a Hugging Face tokenizer.json")
     ] = "bytes",
@@ -85,12 +86,12 @@ def prepare(
     ending = "documents have no end token" if meta.eos is None else f"each document ends with id {meta.eos}"
     console.print(f"  tokenizer {meta.tokenizer}, vocabulary {meta.vocab_size:,}, {ending}", markup=False)
     console.print("Next:")
-    console.print(f"  mtrain train data=tokens {_override('data.path', str(out))} model.vocab_size={rounded}", markup=False)
+    console.print(f"  mtrain train data=tokens {shlex.quote(f'data.path={out}')} model.vocab_size={rounded}", markup=False)
 
 
 @app.command(epilog=_SHOW_EXAMPLES)
 def show(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="a folder written by mtrain data prepare")],
+    path: Annotated[Path, typer.Argument(help="a folder written by mtrain data prepare")],
     document: Annotated[int, typer.Option(metavar="N", help="which document the snippet is from, counted from 0")] = 0,
     check: Annotated[bool, typer.Option("--check", help="read all tokens and compare their checksum")] = False,
 ) -> None:
@@ -116,11 +117,15 @@ def show(
 
 @contextmanager
 def _progress_bar() -> Iterator[Callable[[Progress], None]]:
-    """A function that draws each ``Progress`` that it is given; the bars go at the end."""
+    """A function that shows each ``Progress`` that it is given: as bars on a terminal, else as a line now and then."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bars
 
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _lines(console)
+        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -129,16 +134,32 @@ def _progress_bar() -> Iterator[Callable[[Progress], None]]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[counts]}"),
     )
-    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+    with Bars(*columns, console=console, transient=True) as bars:
         stages: dict[str, TaskID] = {}
 
         def report(progress: Progress) -> None:
             if progress.stage not in stages:
                 stages[progress.stage] = bars.add_task(progress.stage, total=progress.size, counts="", completed=progress.read)
-            counts = f"{progress.documents:,} documents, {progress.tokens:,} tokens" if progress.tokens else ""
-            bars.update(stages[progress.stage], completed=progress.read, total=progress.size, counts=counts)
+            bars.update(stages[progress.stage], completed=progress.read, total=progress.size, counts=_counts(progress))
 
         yield report
+
+
+def _lines(console: Console) -> Callable[[Progress], None]:
+    shown = time.monotonic()
+
+    def report(progress: Progress) -> None:
+        nonlocal shown
+        if time.monotonic() - shown >= _SECONDS_PER_LINE:
+            shown = time.monotonic()
+            read = f"{progress.read / 2**20:,.0f} of {progress.size / 2**20:,.0f} MiB"
+            console.print(f"{progress.stage}: {read}  {_counts(progress)}", soft_wrap=True, highlight=False)
+
+    return report
+
+
+def _counts(progress: Progress) -> str:
+    return f"{progress.documents:,} documents, {progress.tokens:,} tokens" if progress.tokens else ""
 
 
 def _length_table(store: TokenStore) -> Table:
@@ -177,13 +198,3 @@ def _print_snippet(console: Console, store: TokenStore, number: int) -> None:
         return
     # A corpus may hold escape sequences, which a terminal must not obey.
     console.print(re.sub(r"[^\S\n]|[\x00-\x09\x0b-\x1f\x7f-\x9f]", " ", text), markup=False, style="dim")
-
-
-def _override(key: str, value: str) -> str:
-    """``key=value`` as one word for the shell, quoted for Hydra where its grammar needs it."""
-    import shlex
-
-    if not re.fullmatch(r"[\w./+@%-]+", value, flags=re.ASCII):
-        escaped = value.replace("\\", "\\\\").replace("'", "\\'")
-        value = f"'{escaped}'"
-    return shlex.quote(f"{key}={value}")

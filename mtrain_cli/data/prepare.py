@@ -128,11 +128,16 @@ def prepare_store(
             if store := _finished(out, recipe):  # by another process, just now
                 shutil.rmtree(partial)
                 return store
-            journal = _read_journal(partial, recipe)
-            opened = chosen or _trained(corpus, bpe_size, partial, report)
-            if isinstance(chosen, FileTokenizer):
-                (partial / TOKENIZER).write_bytes(chosen.content)
-            _fill(corpus, opened, partial, journal, report)
+            journal = _begin(partial, recipe)
+            try:
+                opened = chosen or _trained(corpus, bpe_size, partial, report)
+                if isinstance(chosen, FileTokenizer):
+                    (partial / TOKENIZER).write_bytes(chosen.content)
+                _fill(corpus, opened, partial, journal, report)
+            except ConfigError:
+                if _read_journal(partial).documents == 0:
+                    shutil.rmtree(partial)
+                raise
             os.rename(partial, out)
             for leftover in (_JOURNAL, _LOCK):
                 (out / leftover).unlink(missing_ok=True)
@@ -171,16 +176,25 @@ def _difference(found: dict[str, str], wanted: dict[str, str]) -> str:
     return f": its {' and '.join(differing)} differ{'s' if len(differing) == 1 else ''}" if differing else ""
 
 
-def _read_journal(partial: Path, recipe: dict[str, str]) -> _Journal:
-    path = partial / _JOURNAL
-    if not path.exists():
-        journal = _Journal(recipe)
-        write_json(path, asdict(journal))
-        return journal
+def _read_journal(partial: Path) -> _Journal:
     try:
-        journal = _Journal(**json.loads(path.read_text(encoding="utf-8")))
+        return _Journal(**json.loads((partial / _JOURNAL).read_text(encoding="utf-8")))
     except (ValueError, TypeError):
         raise ConfigError(f"{partial}: its {_JOURNAL} is broken; delete the folder to start again") from None
+
+
+def _begin(partial: Path, recipe: dict[str, str]) -> _Journal:
+    """The journal to go on from. ConfigError when the folder holds something else, or documents of another recipe."""
+    path = partial / _JOURNAL
+    if not path.exists():
+        if {found.name for found in partial.iterdir()} - {_LOCK, f"{_JOURNAL}.tmp"}:
+            raise ConfigError(f"{partial}: exists and is no unfinished token store; delete or rename it, or give another OUT")
+        write_json(path, asdict(_Journal(recipe)))
+    journal = _read_journal(partial)
+    if journal.recipe != recipe and journal.documents == 0:
+        (partial / TOKENIZER).unlink(missing_ok=True)
+        journal = _Journal(recipe)
+        write_json(path, asdict(journal))
     if journal.recipe != recipe:
         raise ConfigError(
             f"{partial}: holds an unfinished store made in another way{_difference(journal.recipe, recipe)}; "
@@ -210,7 +224,6 @@ def _fill(corpus: Corpus, tokenizer: Tokenizer, partial: Path, journal: _Journal
                 write_json(partial / _JOURNAL, asdict(reached))
                 committed_tokens, committed_at = writer.num_tokens, time.monotonic()
         if writer.num_documents == 0:
-            shutil.rmtree(partial)
             raise ConfigError(f"{corpus.origin}: holds no text")
         report(Progress("checking", corpus.size, corpus.size, writer.num_tokens, writer.num_documents))
         writer.finish(partial, corpus.description, journal.recipe)
