@@ -10,12 +10,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from mtrain_cli.attention.kernel import Kernel, accumulation_dtype, merge
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.tiles import Tiles
+from mtrain_cli.parallel.collectives import all_gather, reduce_scatter
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.schedule import Schedule, Step, Transfer, make_schedule
@@ -75,8 +77,6 @@ class AllGather(Exchange):
     name = "all_gather"
 
     def _key_positions(self, shards: tuple[int, ...]):
-        import numpy as np
-
         assert len(shards) == self.group.size
         return np.arange(self.layout.padded_seq, dtype=np.int64)
 
@@ -84,8 +84,7 @@ class AllGather(Exchange):
         """Packed shard of this rank -> k, v [batch, padded_seq, kv_heads, head_dim] in sequence order."""
         if self.group.size == 1:
             return packed[0], packed[1]
-        shards = packed.new_empty(self.group.size, *packed.shape)
-        dist.all_gather_into_tensor(shards.view(-1), packed.view(-1), group=self.group.kv)
+        shards = all_gather(packed, self.group.size, self.group.kv)
         return self.layout.to_sequence(shards[:, 0]), self.layout.to_sequence(shards[:, 1])
 
     def forward(self, q, k, v, tiles, kernel, scale):
@@ -102,9 +101,7 @@ class AllGather(Exchange):
         if self.group.size > 1:
             high = accumulation_dtype(kept.dtype)
             shards = torch.stack([self.layout.to_shards(dk.to(high)), self.layout.to_shards(dv.to(high))], dim=1)
-            own = torch.empty_like(shards[0])
-            dist.reduce_scatter_tensor(own.view(-1), shards.view(-1), group=self.group.gradients)
-            dk, dv = own[0], own[1]
+            dk, dv = reduce_scatter(shards, self.group.gradients)
         return dq, dk.to(kept.dtype), dv.to(kept.dtype)
 
 

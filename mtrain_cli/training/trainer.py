@@ -23,6 +23,7 @@ from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.huggingface import load_into
 from mtrain_cli.model.init import initialize
 from mtrain_cli.model.rope import rope_factor
+from mtrain_cli.parallel.collectives import all_gather
 from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.fsdp import shard_parameters
 from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
@@ -215,9 +216,7 @@ class Trainer:
             loss += part.detach()
         gradients = local_gradients(self.decoder.parameters())
         mine = torch.stack([loss.float(), squared_norm(gradients, self.device).float(), torch.tensor(float(stop), device=self.device)])
-        everyone = torch.empty(self.environment.workers * 3, device=self.device)
-        dist.all_gather_into_tensor(everyone, mine)
-        rows = everyone.view(-1, 3).tolist()
+        rows = all_gather(mine, self.environment.workers).tolist()
         self._check_finite(rows)
         grad_norm = math.sqrt(sum(row[1] for row in rows))
         clip = self.config.optim.clip_norm
