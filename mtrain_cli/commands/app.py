@@ -52,6 +52,8 @@ def _mistakes_as_lines(outer: Any = None) -> Iterator[None]:
         _tell(error.problems)
         raise typer.Exit(USAGE_ERROR) from error
     except _UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # `mtrain config` alone: making the error has printed the help
+            raise typer.Exit() from error
         ctx = getattr(error, "ctx", None)
         command = ctx.command_path if ctx is not None else " ".join(filter(None, ("mtrain", outer and outer.invoked_subcommand)))
         _tell((f"{_describe(error)} See `{command} --help`.",))

