@@ -1,0 +1,39 @@
+"""What the first worker prints before the first step: which model, kernel, layout and exchange really run, and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from mtrain_cli import __version__
+from mtrain_cli.config.schema import Config
+from mtrain_cli.config.sizes import format_size
+from mtrain_cli.launch.environment import Environment
+from mtrain_cli.training import dry_run
+
+if TYPE_CHECKING:
+    from mtrain_cli.training.plan import Choices
+
+
+def banner(config: Config, environment: Environment, choices: Choices, run_dir: Path, data: str) -> RenderableType:
+    """The facts of a run that starts now. data: one line on the corpus, from `PackedDataset.describe`."""
+    found = dry_run.planned(config, environment, choices)
+    memory = f"{dry_run.size(found.memory.total)} estimated at the peak of a worker"
+    if found.capacity is not None:
+        memory += f", {found.memory.total / found.capacity:.0%} of {dry_run.size(found.capacity)}"
+    rows = [
+        ("model", f"{dry_run.describe_model(found)}, {dry_run.describe_rope(found)}"),
+        ("sequence", f"{format_size(config.seq)}; a step is {dry_run.describe_step(found)}"),
+        ("workers", f"{dry_run.describe_workers(found)}, started by {environment.launcher}"),
+        ("layout", dry_run.describe_layout(found)),
+        ("exchange", f"{found.exchange}: {found.exchange_reason}"),
+        ("kernel", f"{found.kernel}: {found.kernel_reason}"),
+        ("dtype", f"{dry_run.describe_dtype(found)}; recomputation {config.train.activation_checkpoint}"),
+        ("memory", memory),
+        ("data", data),
+        ("run", str(run_dir)),
+    ]
+    return Group(Text(f"mtrain {__version__}", style="bold"), dry_run.facts(rows))

@@ -1,0 +1,397 @@
+"""`mtrain train --dry-run`: what a run would be, computed from its configuration on any machine, in seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from mtrain_cli.attention.kernel import KernelRequest
+from mtrain_cli.attention.registry import choose, survey
+from mtrain_cli.config.schema import Config
+from mtrain_cli.config.sizes import format_size
+from mtrain_cli.launch.environment import Environment, resolve_environment
+from mtrain_cli.model.rope import rope_factor
+from mtrain_cli.parallel.layout import Layout, make_layout
+from mtrain_cli.parallel.schedule import Transfer, make_schedule
+from mtrain_cli.parallel.selection import choose_exchange
+from mtrain_cli.training.flops import FlopsPerToken, ParameterCount, flops_per_token, parameters, peak_flops
+from mtrain_cli.training.memory import GIB, MemoryEstimate, estimate_memory
+from mtrain_cli.training.plan import compute_dtype, make_choices
+from mtrain_cli.training.progress import format_duration
+
+if TYPE_CHECKING:
+    from mtrain_cli.training.plan import Choices
+
+# GiB that CUDA reports for common GPUs, smallest first; a plan for a machine that is not here is held against them.
+GPU_MEMORY = (("40 GB (A100)", 39.4), ("80 GB (A100, H100)", 79.2), ("141 GB (H200)", 139.8), ("180 GB (B200)", 178.3))
+USUAL_MFU = 0.4  # what a well-tuned dense run reaches; only for the time of a step in a plan
+USABLE = 0.95  # of a GPU's memory: the allocator's blocks are never packed without gaps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved:
+    """Bytes that one worker receives (all_gather, ring) or sends (gradients): of one layer and micro-batch forward and backward, of the
+    weights and their gradients in one optimizer step.
+    """
+
+    forward: int
+    backward: int
+    weights: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything that `--dry-run` and the start-up banner show.
+
+    gpu: name of the GPU that the plan reckons with, None on a CPU or when it is not known; capacity: its memory in bytes.
+    micro_batches: forward and backward passes of one worker in an optimizer step. checkpoint: bytes of one checkpoint on disk.
+    """
+
+    config: Config
+    environment: Environment
+    layout: Layout
+    exchange: str
+    exchange_reason: str
+    kernel: str
+    kernel_reason: str
+    dtype: str
+    gpu: str | None
+    capacity: int | None
+    rope_factor: float
+    parameters: ParameterCount
+    flops: FlopsPerToken
+    tokens_per_step: int
+    micro_batches: int
+    memory: MemoryEstimate
+    moved: Moved
+    checkpoint: int
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether a worker's memory suffices; None when the GPU is not known."""
+        return None if self.capacity is None else self.memory.total <= USABLE * self.capacity
+
+
+def plan(config: Config) -> Plan:
+    """The plan of a run on a machine that need not be this one; where this one has GPUs, it reckons with GPUs like them.
+
+    With ``topology.device=auto`` and no GPU here, more workers than this machine has cores are GPUs elsewhere.
+
+    Raises:
+        ConfigError: sizes do not fit each other, or the configured kernel cannot serve the run.
+    """
+    workers = config.topology.workers
+    many = isinstance(workers, int) and workers > (os.cpu_count() or 1)
+    if config.topology.device == "auto" and many and not torch.cuda.is_available():
+        config = dataclasses.replace(config, topology=dataclasses.replace(config.topology, device="cuda"))
+    environment = resolve_environment(config, planning=True)
+    if environment.device == "cuda" and not torch.cuda.is_available():
+        return _elsewhere(config, environment)
+    # The plan is for the first GPU here, whichever worker this process would be.
+    return planned(config, environment, make_choices(config, dataclasses.replace(environment, rank=0, local_rank=0)))
+
+
+def planned(config: Config, environment: Environment, choices: Choices) -> Plan:
+    """The plan of a run whose choices are made, on this machine."""
+    properties = torch.cuda.get_device_properties(environment.local_rank) if environment.device == "cuda" else None
+    return _complete(
+        config,
+        environment,
+        choices.layout,
+        (choices.exchange, choices.exchange_reason),
+        (choices.kernel.name, choices.kernel_reason),
+        choices.dtype,
+        gpu=properties.name if properties else None,
+        capacity=properties.total_memory if properties else None,
+    )
+
+
+def _elsewhere(config: Config, environment: Environment) -> Plan:
+    """A plan for GPUs that are not here: what cannot be asked of them is assumed, and says so."""
+    model, topology = config.model, config.topology
+    layout = make_layout(topology.layout, environment.cp, config.seq, topology.block_size)
+    dtype = compute_dtype(config, environment.device)
+    exchange = choose_exchange(
+        topology.exchange,
+        workers=environment.cp,
+        tokens=layout.padded_seq * config.train.micro_batch,
+        kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype_bytes=dtype.itemsize,
+    )
+    return _complete(config, environment, layout, exchange, _kernel_elsewhere(config, dtype), dtype, gpu=None, capacity=None)
+
+
+def _kernel_elsewhere(config: Config, dtype: torch.dtype) -> tuple[str, str]:
+    """The kernel of a run on Hopper GPUs with every package installed, which is what can be assumed of a machine that is not here."""
+    model, asked = config.model, config.train.kernel
+    request = KernelRequest(
+        device="cuda",
+        capability=(9, 0),
+        dtype=str(dtype).removeprefix("torch."),
+        head_dim=model.head_dim,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        deterministic=config.train.deterministic,
+    )
+    possible = [name for name, reason in survey(request) if reason is None or "not installed" in reason]
+    if asked in possible:
+        return asked, "as configured; no GPU here to ask whether it serves"
+    if asked != "auto" or possible[0] == "reference":
+        kernel, reason = choose(asked, request)
+        return kernel.name, reason
+    others = f", else {possible[1]}" if possible[1] != "reference" else ""
+    return possible[0], f"assumed, no GPU here to ask: what auto takes on Hopper with every package installed{others}"
+
+
+def _complete(
+    config: Config,
+    environment: Environment,
+    layout: Layout,
+    exchange: tuple[str, str],
+    kernel: tuple[str, str],
+    dtype: torch.dtype,
+    *,
+    gpu: str | None,
+    capacity: int | None,
+) -> Plan:
+    train, count = config.train, parameters(config.model)
+    micro_batches = train.global_batch // (train.micro_batch * environment.dp)
+    memory = estimate_memory(
+        config,
+        workers=environment.workers,
+        layout=layout,
+        exchange=exchange[0],
+        kernel=kernel[0],
+        dtype_bytes=dtype.itemsize,
+        cuda=environment.device == "cuda",
+    )
+    return Plan(
+        config=config,
+        environment=environment,
+        layout=layout,
+        exchange=exchange[0],
+        exchange_reason=exchange[1],
+        kernel=kernel[0],
+        kernel_reason=kernel[1],
+        dtype=str(dtype).removeprefix("torch."),
+        gpu=gpu,
+        capacity=capacity,
+        rope_factor=rope_factor(config.model.rope, config.seq),
+        parameters=count,
+        flops=flops_per_token(config.model, config.seq, activation_checkpoint=train.activation_checkpoint, padded_seq=layout.padded_seq),
+        tokens_per_step=train.global_batch * config.seq,
+        micro_batches=micro_batches,
+        memory=memory,
+        moved=moved(config, environment.workers, layout, exchange[0], dtype.itemsize),
+        checkpoint=12 * count.total,
+    )
+
+
+def moved(config: Config, workers: int, layout: Layout, exchange: str, dtype_bytes: int) -> Moved:
+    """Traffic of one worker, counted from the schedule that the exchange follows.
+
+    A shard of keys and values is 2 * tokens * kv_heads * head_dim numbers; its gradient travels in float32. With full recomputation the
+    forward exchange runs twice. Weights are gathered in the compute dtype forward and backward, their gradients reduced in float32,
+    (W - 1) / W of them for each micro-batch.
+    """
+    model, train = config.model, config.train
+    numbers = 2 * layout.tokens_per_worker * train.micro_batch * model.num_kv_heads * model.head_dim
+    schedule = make_schedule(exchange, layout.workers)
+
+    def size(transfer: Transfer) -> int:
+        return len(transfer.sends) * 4 * numbers if transfer.payload == "dkv" else len(transfer.receives) * dtype_bytes * numbers
+
+    forward, backward = (
+        sum(size(transfer) for step in steps[0] for transfer in (*step.before, *step.during, *step.after))
+        for steps in (schedule.forward, schedule.backward)
+    )
+    passes = train.global_batch // (train.micro_batch * (workers // layout.workers))
+    total = parameters(model).total
+    return Moved(
+        forward=forward,
+        backward=backward + (forward if train.activation_checkpoint == "full" else 0),
+        weights=passes * total * (2 * dtype_bytes + 4) * (workers - 1) // workers,
+    )
+
+
+def dry_run(config: Config) -> RenderableType:
+    """The plan of a run as a person reads it, 80 columns wide or more."""
+    return render(plan(config))
+
+
+def render(found: Plan) -> RenderableType:
+    """The table of a plan, and the memory of a worker by part."""
+    config, model = found.config, found.config.model
+    heads = f"{model.num_heads}/{model.num_kv_heads} heads of {model.head_dim}"
+    attention = 1 - 6 * found.parameters.matmul / found.flops.model
+    recomputation = f"{config.train.activation_checkpoint} recomputation"
+    rows = [
+        ("model", describe_model(found)),
+        ("", f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}, vocabulary {model.vocab_size:,}"),
+        ("", f"{count(found.parameters.embedding)} in the embedding{' (and LM head, tied)' if model.tie_word_embeddings else ''}"),
+        ("positions", describe_rope(found)),
+        ("per token", f"{flop(found.flops.model)} model, {attention:.0%} of it attention (causal, whole sequence)"),
+        ("", f"{flop(found.flops.executed)} executed, with {recomputation}"),
+        ("step", describe_step(found)),
+        ("", describe_time(found)),
+        ("workers", describe_workers(found)),
+        ("layout", describe_layout(found)),
+        ("exchange", f"{found.exchange}: {found.exchange_reason}"),
+        ("kernel", f"{found.kernel}: {found.kernel_reason}"),
+        ("dtype", describe_dtype(found)),
+        ("moved", describe_moved(found)),
+        ("checkpoint", f"{size(found.checkpoint)} on disk, {config.train.keep_checkpoints} kept"),
+    ]
+    title = Text(f"Dry run: {model.name}, seq {format_size(config.seq)}, nothing is trained", style="bold")
+    return Group(title, facts(rows), Text(""), memory_table(found))
+
+
+def facts(rows: list[tuple[str, str]]) -> Table:
+    """Two columns: a dim label and its text."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, text in rows:
+        table.add_row(label, Text(text))
+    return table
+
+
+def memory_table(found: Plan) -> RenderableType:
+    """Memory of a worker at its peak by part, and whether it fits."""
+    memory, peak = found.memory, found.memory.peak
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    rows = {**{name.replace("_", " "): part for name, part in peak.parts.items()}, "CUDA and NCCL": memory.reserve}
+    for name, part in rows.items():
+        if part:
+            table.add_row(name, size(part), Text("█" * round(30 * part / memory.total), style="cyan"))
+    table.add_row(Text("total", style="bold not dim"), Text(size(memory.total), style="bold"), fitting(found))
+    moments = [f"{moment.name} {size(moment.allocated)}" for moment in memory.moments if moment is not peak]
+    choices = [f"{name} {size(total)}" for name, total in alternatives(found).items()]
+    return Group(
+        Text.assemble(("Memory of a worker", "bold"), f" at its peak, the {peak.name}"),
+        table,
+        Text(f"At other moments: {', '.join(moments)}.", style="dim"),
+        Text(f"With train.activation_checkpoint: {', '.join(choices)}.", style="dim"),
+    )
+
+
+def alternatives(found: Plan) -> dict[str, int]:
+    """Total bytes of a worker for each kind of activation checkpointing."""
+    totals = {}
+    for kind in ("none", "selective", "full"):
+        train = dataclasses.replace(found.config.train, activation_checkpoint=kind)
+        other = estimate_memory(
+            dataclasses.replace(found.config, train=train),
+            workers=found.environment.workers,
+            layout=found.layout,
+            exchange=found.exchange,
+            kernel=found.kernel,
+            dtype_bytes=getattr(torch, found.dtype).itemsize,
+            cuda=found.environment.device == "cuda",
+        )
+        totals[kind] = other.total
+    return totals
+
+
+def fitting(found: Plan) -> Text:
+    """Whether the peak fits, and on what."""
+    if found.environment.device == "cpu":
+        return Text(f"{found.environment.workers} workers share this machine's memory" if found.environment.workers > 1 else "")
+    if found.capacity is not None:
+        share = found.memory.total / found.capacity
+        word, style = ("fits", "green") if found.fits else ("does not fit", "red")
+        return Text(f"{word}: {share:.0%} of the {size(found.capacity)} of {found.gpu}", style=style)
+    large_enough = [name for name, gib in GPU_MEMORY if found.memory.total <= USABLE * gib * GIB]
+    return Text(f"fits GPUs of {large_enough[0]} and more", style="green") if large_enough else Text("fits no GPU of today", style="red")
+
+
+def describe_model(found: Plan) -> str:
+    return f"{found.config.model.name} ({found.config.model.family}), {count(found.parameters.total)} parameters"
+
+
+def describe_rope(found: Plan) -> str:
+    rope = found.config.model.rope
+    if rope.scaling == "none":
+        return f"rotary, theta {rope.theta:,.0f}, not stretched"
+    reach = f"from {format_size(rope.original_max_position)} tokens"
+    return f"rotary, theta {rope.theta:,.0f}, {rope.scaling} by {found.rope_factor:g} {reach}"
+
+
+def describe_step(found: Plan) -> str:
+    train, environment = found.config.train, found.environment
+    batch = "1 sequence" if train.global_batch == 1 else f"{train.global_batch} sequences"
+    split = "" if train.global_batch == 1 else f" = {environment.dp} x {train.micro_batch} x {found.micro_batches} accumulated"
+    return f"{found.tokens_per_step:,} tokens, {batch}{split}"
+
+
+def describe_time(found: Plan) -> str:
+    """FLOP of a step and how long they take at a usual share of the peak; the GPU of today's clusters where none is known."""
+    text = f"{flop(found.flops.model * found.tokens_per_step)} model"
+    if found.environment.device == "cpu":
+        return text
+    name = found.gpu or "NVIDIA H200"
+    peak = peak_flops(name)
+    if peak is None:
+        return text
+    seconds = found.flops.model * found.tokens_per_step / (USUAL_MFU * peak * found.environment.workers)
+    return f"{text}: {format_duration(seconds)} at {USUAL_MFU:.0%} of the {flop(peak)}/s of {name}"
+
+
+def describe_workers(found: Plan) -> str:
+    environment = found.environment
+    what = found.gpu or ("GPU" if environment.device == "cuda" else "CPU process")
+    if environment.workers > 1 and not found.gpu:
+        what += "es" if what.endswith("s") else "s"
+    nodes = f", {environment.nodes} nodes of {environment.workers_per_node}" if environment.nodes > 1 else ""
+    return f"{environment.workers} {'x ' if found.gpu else ''}{what} = {environment.dp} data x {environment.cp} context{nodes}"
+
+
+def describe_layout(found: Plan) -> str:
+    layout = found.layout
+    name = f"{layout.name}, blocks of {layout.block_size}" if layout.name == "striped" else layout.name
+    pads = layout.padded_seq - layout.seq
+    padding = f", {pads:,} of {layout.padded_seq:,} are padding" if pads else ""
+    return f"{name}: {layout.tokens_per_worker:,} tokens a worker{padding}"
+
+
+def describe_dtype(found: Plan) -> str:
+    return found.dtype if found.dtype == "float32" else f"{found.dtype} compute; float32 parameters, gradients and AdamW states"
+
+
+def describe_moved(found: Plan) -> str:
+    if found.environment.workers == 1:
+        return "nothing, one worker"
+    exchange = f"{size(found.moved.forward)} forward and {size(found.moved.backward)} backward a layer and pass"
+    return f"{exchange if found.environment.cp > 1 else 'no keys or values'}; weights {size(found.moved.weights)} a step"
+
+
+def count(number: int) -> str:
+    """3.09 B, 494 M or 874 K."""
+    for unit, scale in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= scale:
+            return f"{number / scale:.3g} {unit}"
+    return str(number)
+
+
+def flop(number: float) -> str:
+    """1.34 TFLOP."""
+    for unit, scale in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9)):
+        if number >= scale:
+            return f"{number / scale:.3g} {unit}FLOP"
+    return f"{number / 1e6:.3g} MFLOP"
+
+
+def size(number: int) -> str:
+    """Bytes as GiB, or MiB below a tenth of that."""
+    return f"{number / GIB:,.2f} GiB" if number >= GIB / 10 else f"{number / 2**20:,.1f} MiB"

@@ -1,0 +1,270 @@
+"""GPU memory of one worker, in closed form: what each part of a training step holds, at the moments when a step can be at its largest.
+
+Symbols: T tokens of a worker and micro-batch (pads included), C hidden, A = heads * head_dim, K = kv_heads * head_dim, I intermediate,
+V vocabulary, L layers, W workers, e bytes of the compute dtype, P_l weights of a layer, P_r weights outside the layers (embedding, norm,
+LM head). The order of events is FSDP2's (torch/distributed/fsdp/_fully_shard) and that of `Decoder`, `AllGather`, `Ring` and
+`fused_linear_cross_entropy`; norms are counted as CUDA's fused ones. Under train.compile the layer in backward takes less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from math import prod
+
+from mtrain_cli.config.schema import Config, ModelConfig
+from mtrain_cli.parallel.layout import Layout
+from mtrain_cli.training.flops import Shape, layer_shapes, root_shapes
+
+MIB, GIB = 2**20, 2**30
+# Outside the allocator's count, and rough: seen to differ by some hundred MiB between drivers and NCCL versions.
+CONTEXT_BYTES = 600 * MIB  # CUDA context, kernels, cuBLAS
+COMMUNICATOR_BYTES = 400 * MIB  # NCCL channels and buffers, for each communicator
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """What a worker's allocator holds at one moment of a step, bytes by part.
+
+    parameters: 4 * (P_l L + P_r) / W, the float32 shards; each dimension 0 is rounded up to a multiple of W.
+    optimizer: 8 * (P_l L + P_r) / W, both AdamW states in float32.
+    gradients: 4 * P / W for the layers (and root) that were reduced so far; all of them while gradients accumulate over micro-batches.
+    working_weights: unsharded weights e (P_r + P_l), the next layer's gathered ones e P_l, gradients e (P_l + V C), and the float32 input
+        4 P_l of the reduce-scatter that is under way.
+    activations: what the layers keep for backward; for each token of a layer, with activation checkpointing
+        none: e (4 C + 2 A + 2 K + 4 I) + 4 heads, selective: e (C + 2 A + 2 K) + 4 heads, full: e C. lse is the 4 heads.
+    layer: the layer in backward, what it recomputes and the gradients of its activations: e (6 I + 3 C) T at the gate of the MLP, or
+        e (C + A) T at attention, whichever is more together with `exchange` (see `layer_in_backward`).
+    exchange: keys, values and their gradients on the way to and from other workers, and the kernel's own buffers; with N = cp T keys,
+        all_gather holds 2 e N K of keys and values, as much of gradients, and twice 8 N K while these are packed; ring holds two
+        shards of keys and three of float32 gradients (see `exchange_in_backward`, `kernel_backward`).
+    loss: two chunks of float32 logits and the gradient of one, float32 gradient 4 V C of the LM head, and 3 e C T: final hidden states
+        before and after their norm, and their gradient.
+    inputs: tokens, positions, labels (int64), cosine and sine (float32).
+    """
+
+    name: str
+    parameters: int = 0
+    optimizer: int = 0
+    gradients: int = 0
+    working_weights: int = 0
+    activations: int = 0
+    layer: int = 0
+    exchange: int = 0
+    loss: int = 0
+    inputs: int = 0
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by part, in the order above."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "name"}
+
+    @property
+    def allocated(self) -> int:
+        """Sum of the parts: what torch.cuda.max_memory_allocated would report if this moment were the peak."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """moments: the candidates for the peak. reserve: CUDA context and NCCL, outside the allocator; 0 on a CPU."""
+
+    moments: tuple[Moment, ...]
+    reserve: int
+
+    @property
+    def peak(self) -> Moment:
+        """The moment with the most memory."""
+        return max(self.moments, key=lambda moment: moment.allocated)
+
+    @property
+    def allocated(self) -> int:
+        """Bytes at the peak, as torch.cuda.max_memory_allocated counts; compare with ``peak_memory_gib`` of metrics.jsonl."""
+        return self.peak.allocated
+
+    @property
+    def total(self) -> int:
+        """allocated + reserve: what the GPU must have, before fragmentation."""
+        return self.allocated + self.reserve
+
+
+def estimate_memory(
+    config: Config, *, workers: int, layout: Layout, exchange: str, kernel: str, dtype_bytes: int, cuda: bool
+) -> MemoryEstimate:
+    """Memory of one worker (context rank 0, which holds the largest shards) in a steady step, that is from the second on.
+
+    layout: of a context group, ``layout.workers`` = cp. exchange, kernel: names, not ``auto``. dtype_bytes: of the compute dtype.
+    """
+    step = _Step(config, workers, layout, exchange, kernel, dtype_bytes)
+    communicators = 0 if workers == 1 else 1 + (2 if layout.workers > 1 else 0)
+    reserve = CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES if cuda else 0
+    return MemoryEstimate(moments=tuple(step.moments()), reserve=reserve)
+
+
+class _Step:
+    """The sizes of one training step, and its moments."""
+
+    def __init__(self, config: Config, workers: int, layout: Layout, exchange: str, kernel: str, e: int) -> None:
+        model = config.model
+        self.model, self.train, self.layout, self.exchange, self.kernel, self.e = model, config.train, layout, exchange, kernel, e
+        self.workers = workers
+        self.tokens = layout.tokens_per_worker * config.train.micro_batch
+        self.layer_shard = sharded_numbers(layer_shapes(model).values(), workers)
+        self.root_shard = sharded_numbers(root_shapes(model).values(), workers)
+        self.layer_weights = sum(prod(shape) for shape in layer_shapes(model).values())
+        self.root_weights = sum(prod(shape) for shape in root_shapes(model).values())
+        self.shard = self.layer_shard * model.num_layers + self.root_shard
+        self.accumulates = config.train.global_batch > config.train.micro_batch * (workers // layout.workers)
+        self.width, self.kv_width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+        self.hidden = e * self.tokens * model.hidden_size
+        self.head = model.vocab_size * model.hidden_size
+
+    def moments(self) -> list[Moment]:
+        layers = self.model.num_layers
+        kept = layers * self.kept_by_layer()
+        # Weights of the layer at work and their gradients; with several workers also those of the next layer, gathered ahead.
+        weights = self.e * self.layer_weights * (3 if self.workers > 1 else 2)
+        scatter = 4 * self.layer_shard * self.workers
+        first, second = (
+            self.moment(
+                f"backward of layer {index}",
+                gradients=4 * self.layer_shard * (layers - index),
+                working_weights=self.e * (self.root_weights + self.head) + weights + (scatter if index < layers else 0),
+                activations=kept * index // layers,
+            )
+            for index in (layers, max(1, layers - 1))
+        )
+        return [self.at_loss(kept), max(first, second, key=lambda m: m.allocated), self.at_the_end(), self.at_the_optimizer()]
+
+    def moment(
+        self, name: str, *, gradients: int = 0, working_weights: int, activations: int, backward: bool = True, loss: int = 0
+    ) -> Moment:
+        layer, exchange = self.layer_in_backward() if backward else (0, 0)
+        return Moment(
+            name=name,
+            parameters=4 * self.shard,
+            optimizer=8 * self.shard,
+            gradients=4 * self.shard if self.accumulates else gradients,
+            working_weights=working_weights,
+            activations=activations,
+            layer=layer,
+            exchange=exchange,
+            loss=loss,
+            inputs=self.tokens * (3 * 8 + 4 * self.model.head_dim),
+        )
+
+    def at_loss(self, kept: int) -> Moment:
+        """Every layer's activations, the last gathered buffer, and the loss: two chunks overlap while the loop moves on to the next."""
+        rows = max(1, min(self.tokens, (self.train.loss_chunk_mib * MIB) // (4 * self.model.vocab_size)))
+        chunks = -(-self.tokens // rows)
+        logits = 4 * rows * self.model.vocab_size
+        gradient = 0 if self.e == 4 else self.e * rows * self.model.vocab_size
+        in_loop = (2 * logits if chunks > 1 else logits) + gradient + 4 * self.head
+        converting = logits + gradient + (4 + (0 if self.e == 4 else self.e)) * self.head
+        return self.moment(
+            "loss",
+            working_weights=self.e * (self.root_weights + (self.layer_weights if self.workers > 1 else 0)),
+            activations=kept,
+            backward=False,
+            # Last layer's output (kept by the final norm), the normalised hidden states and their gradient.
+            loss=3 * self.hidden + max(in_loop, converting),
+        )
+
+    def at_the_end(self) -> Moment:
+        """First layer in backward, or the reduction of the embedding and LM head: all other gradients are there, activations are gone."""
+        layers = self.model.num_layers
+        scatter = 4 * self.layer_shard * self.workers
+        first_layer = self.moment(
+            "backward of layer 1",
+            gradients=4 * self.layer_shard * (layers - 1),
+            working_weights=self.e * (self.root_weights + self.head + 2 * self.layer_weights) + scatter,
+            activations=self.kept_by_layer(),
+        )
+        # Embedding and LM head each have a gradient (a tied weight's are added up); then they move to the float32 input of reduce-scatter.
+        scatter = 4 * self.root_shard * self.workers
+        gradients = self.e * (self.root_weights + 2 * self.head), self.e * self.root_weights + scatter, scatter + 4 * self.root_shard
+        root = self.moment(
+            "reduction of the embedding",
+            gradients=4 * self.layer_shard * layers,
+            working_weights=max(gradients),
+            activations=0,
+            backward=False,
+        )
+        return max(first_layer, root, key=lambda moment: moment.allocated)
+
+    def at_the_optimizer(self) -> Moment:
+        return self.moment("optimizer step", gradients=4 * self.shard, working_weights=0, activations=0, backward=False)
+
+    def kept_by_layer(self) -> int:
+        """Bytes that one layer keeps from forward to backward."""
+        tokens, e = self.tokens, self.e
+        if self.train.activation_checkpoint == "full":
+            return self.hidden
+        attention = e * tokens * 2 * (self.width + self.kv_width) + 4 * tokens * self.model.num_heads
+        if self.train.activation_checkpoint == "selective":
+            return self.hidden + attention
+        return 4 * self.hidden + attention + 4 * e * tokens * self.model.intermediate_size + self.norms()
+
+    def norms(self) -> int:
+        """q and k before their norms (Qwen3), which only `none` keeps and the others make again."""
+        return self.e * self.tokens * (self.width + self.kv_width) if self.model.qk_norm else 0
+
+    def layer_in_backward(self) -> tuple[int, int]:
+        """(layer, exchange) at the larger of two points: the MLP's gate, where six tensors of its width exist, or attention.
+
+        Selective makes x + attention, its norm, gate, up, silu(gate) again (the product is gone by then) and adds the gradients of product,
+        silu and up; none has the former already; full makes the whole layer again, attention's inputs and output included.
+        """
+        e, tokens, mode = self.e, self.tokens, self.train.activation_checkpoint
+        wide = e * tokens * self.model.intermediate_size
+        mlp = {"none": self.hidden + 2 * wide, "selective": 3 * self.hidden + 6 * wide, "full": 3 * self.hidden + 6 * wide}[mode]
+        attention = self.hidden + e * tokens * self.width
+        if mode == "full":
+            again = self.hidden + e * tokens * 2 * (self.width + self.kv_width) + 4 * tokens * self.model.num_heads + self.norms()
+            mlp, attention = mlp + again, attention + again
+        if mode == "none":
+            # Of the stored tensors of the layer at hand, MLP's have been freed when attention is reached.
+            attention -= 4 * wide + 2 * self.hidden
+        exchange = self.exchange_in_backward()
+        return (mlp, 0) if mlp >= attention + exchange else (attention, exchange)
+
+    def exchange_in_backward(self) -> int:
+        """Most bytes of attention's backward beyond its stored inputs: gradients of q, k, v, KV of others, and the kernel's buffers."""
+        e, cp, tokens = self.e, self.layout.workers, self.tokens
+        queries, shard = tokens * self.width, 2 * tokens * self.kv_width
+        seen = tokens * cp if self.exchange == "all_gather" else tokens
+        # FlashAttention-4 takes the two rectangles of a zigzag worker one after the other and adds their dk and dv in float32.
+        pieces = cp > 1 and self.layout.name == "zigzag"
+        grad, buffers = kernel_backward(self.kernel, self.model, tokens, seen, e, pieces)
+        keys = 2 * seen * self.kv_width
+        if self.exchange == "ring" and cp > 1:
+            # Two shards of keys; three of their gradients (at hand, arriving, leaving); dq so far and dq of this step.
+            return (4 + e) * queries + (2 * e + 3 * 4) * shard + grad * keys + buffers
+        if cp == 1:
+            return e * queries + grad * keys + max(buffers, e * keys if grad != e else 0)
+        # After the kernel: dk and dv in float32 by worker, then packed into one message, while keys and values are still held.
+        by_worker = 0 if grad == 4 and self.layout.name == "contiguous" and self.train.micro_batch == 1 else 4 * keys
+        return e * queries + e * keys + grad * keys + max(buffers, by_worker + 4 * keys)
+
+
+def sharded_numbers(shapes: Iterable[Shape], workers: int) -> int:
+    """Numbers of one worker's shard: FSDP2 cuts dimension 0 of each parameter into equal parts, the last ones padded."""
+    return sum(-(-shape[0] // workers) * prod(shape[1:]) for shape in shapes)
+
+
+def kernel_backward(kernel: str, model: ModelConfig, queries: int, keys: int, e: int, pieces: bool) -> tuple[int, int]:
+    """(bytes of one number of the dk and dv that a kernel returns, bytes of its own buffers in backward).
+
+    queries, keys: tokens of one call, times micro-batch. pieces: flash4 is called for more than one rectangle.
+    flash4: float32 accumulators of dq and, with grouped heads, of dk and dv; lse and delta. sdpa (FlashAttention-2): float32 accumulator of
+    dq, dk and dv for every query head, and dq, dk, dv of the rectangle at hand. reference: three float64 matrices of scores, and more.
+    """
+    heads, width, kv_width = model.num_heads, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    grouped = model.num_heads != model.num_kv_heads
+    if kernel == "flash4":
+        buffers = 4 * queries * width + 8 * queries * heads + (8 * keys * kv_width if grouped else 0)
+        return (4, buffers + e * (queries * width + 2 * keys * kv_width)) if pieces else (e, buffers)
+    if kernel == "sdpa":
+        expanded = 2 * e * keys * width if grouped else 0
+        return 4, (4 + e) * queries * width + 8 * queries * heads + expanded + 2 * e * keys * kv_width
+    return e, 3 * 8 * queries * keys * heads

@@ -1,0 +1,128 @@
+"""Live bytes of a training step on real processes, to hold the closed form of `training/memory.py` against."""
+
+from __future__ import annotations
+
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.config.compose import compose
+from mtrain_cli.model import decoder as decoder_module
+from mtrain_cli.model.decoder import Decoder
+from mtrain_cli.parallel.context_attention import ContextAttention
+from mtrain_cli.parallel.exchange import make_exchange
+from mtrain_cli.parallel.fsdp import shard_parameters
+from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
+from mtrain_cli.training.memory import estimate_memory
+from mtrain_cli.training.optimizer import make_optimizer
+
+
+class LiveBytes(TorchDispatchMode):
+    """Sums the storages that operators have touched and somebody still holds, after every operator. peak: the largest sum."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.peak = 0
+        self._storages: dict[int, Any] = {}
+        for tensor in tensors:
+            self._see(tensor)
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+        self._storages[storage._cdata] = weakref.ref(storage)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_iter((args, kwargs, result)):
+            if isinstance(tensor, torch.Tensor):
+                self._see(tensor)
+        alive = {key: storage for key, ref in self._storages.items() if (storage := ref()) is not None}
+        self._storages = {key: self._storages[key] for key in alive}
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in alive.values()))
+        return result
+
+
+class StandIn:
+    """Allocates what a GPU kernel allocates and computes nothing."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def forward(self, q, k, v, tiles, scale):  # noqa: ARG002
+        return torch.zeros_like(q), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
+
+    def backward(self, dout, q, k, v, out, lse, delta, tiles, scale):  # noqa: ARG002
+        buffers = [torch.empty(q.shape, dtype=torch.float32), torch.empty_like(lse), torch.empty_like(lse)]
+        if self.name == "flash4":
+            buffers += [torch.empty(k.shape, dtype=torch.float32) for _ in range(2)]
+            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        assert self.name == "sdpa"
+        dk, dv = (torch.zeros(k.shape, dtype=torch.float32) for _ in range(2))
+        buffers += [torch.empty_like(q), torch.empty_like(k), torch.empty_like(k)]
+        buffers += [k.new_empty(*k.shape[:2], *q.shape[2:]) for _ in range(2)]
+        return torch.zeros_like(q), dk, dv
+
+
+class FusedNorm(torch.autograd.Function):
+    """Keeps what the CUDA norm keeps: its input and one float32 number a row. The CPU's is made of parts that keep more."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        _, weight, _ = ctx.saved_tensors
+        return grad.clone(), torch.zeros_like(weight)
+
+
+def step_peak(rank: int, world: int, overrides: list[str], exchange: str, kernel: str, dtype: torch.dtype) -> tuple[int, int]:
+    """(peak bytes of the second step, closed form) of one worker in a process group of ``world``; all of them share a sequence."""
+    config = compose(overrides)
+    layout = make_layout(config.topology.layout, world, config.seq, config.topology.block_size)
+    group = make_context_group(rank, world, world, torch.device("cpu"))
+    with torch.device("meta"):
+        decoder = Decoder(
+            config.model,
+            rope_factor=1.0,
+            loss_chunk_bytes=config.train.loss_chunk_mib << 20,
+            activation_checkpoint=config.train.activation_checkpoint,
+            compile=False,
+        )
+    shard_parameters(decoder, make_parameter_mesh(world, "cpu"), dtype)
+    decoder.to_empty(device="cpu")
+    for parameter in decoder.parameters():
+        torch.nn.init.zeros_(parameter)
+    optimizer = make_optimizer(decoder, config.optim)
+    batch, tokens = config.train.micro_batch, layout.tokens_per_worker
+    masks = [SequenceMask.causal(config.seq, layout.padded_seq)] * batch
+    attend = ContextAttention.make(make_exchange(exchange, layout, group), StandIn(kernel), masks, "cpu")
+    functional = SimpleNamespace(rms_norm=lambda x, _, weight, __: FusedNorm.apply(x, weight), silu=torch.nn.functional.silu)
+    peak = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoder_module, "functional", functional)
+        for _ in range(2):
+            inputs = [torch.zeros(batch, tokens, dtype=torch.long) for _ in range(3)]
+            states = [state for states in optimizer.state.values() for state in states.values()]
+            with LiveBytes([*decoder.parameters(), *states]) as live:
+                decoder(*inputs, attend, 1.0).backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            peak = live.peak
+    estimate = estimate_memory(
+        config, workers=world, layout=layout, exchange=exchange, kernel=kernel, dtype_bytes=dtype.itemsize, cuda=False
+    )
+    return peak, estimate.allocated
+
+
+def step_peaks(rank: int, world: int, cases: list[tuple[list[str], str, str, torch.dtype]]) -> list[tuple[int, int]]:
+    """`step_peak` of several cases in one process group."""
+    return [step_peak(rank, world, *case) for case in cases]

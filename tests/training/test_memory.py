@@ -1,0 +1,121 @@
+"""The closed form of a worker's memory: against the live bytes of real training steps, and in its parts."""
+
+import dataclasses
+from math import prod
+
+import allocations
+import gloo
+import pytest
+import torch
+
+from mtrain_cli.config.compose import compose
+from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.training.flops import layer_shapes, parameters, root_shapes
+from mtrain_cli.training.memory import GIB, estimate_memory, sharded_numbers
+
+BF16, FP32 = torch.bfloat16, torch.float32
+BASE = ["seq=2k", "topology.block_size=64", "train.loss_chunk_mib=1"]
+# So narrow an MLP that attention decides.
+ATTENTION = [*BASE, "model.intermediate_size=32"]
+
+
+def with_checkpointing(kind, base=BASE):
+    return [*base, f"train.activation_checkpoint={kind}"]
+
+
+ONE_WORKER = [
+    (with_checkpointing("selective"), "all_gather", "flash4", BF16),
+    (with_checkpointing("none"), "all_gather", "flash4", BF16),
+    (with_checkpointing("full"), "all_gather", "flash4", BF16),
+    (with_checkpointing("selective", ATTENTION), "all_gather", "sdpa", BF16),
+    ([*BASE, "model.vocab_size=4096", "train.loss_chunk_mib=8"], "all_gather", "flash4", FP32),
+]
+TWO_WORKERS = [
+    (with_checkpointing("selective"), "all_gather", "flash4", BF16),
+    (with_checkpointing("none", [*BASE, "model.qk_norm=true"]), "all_gather", "flash4", BF16),
+    (with_checkpointing("selective"), "all_gather", "sdpa", FP32),
+    (with_checkpointing("selective", ATTENTION), "ring", "flash4", BF16),
+    (with_checkpointing("full", ATTENTION), "ring", "flash4", BF16),
+    (with_checkpointing("selective", ATTENTION), "all_gather", "sdpa", BF16),
+]
+
+
+def ratios(world, cases):
+    return [estimate / peak for peak, estimate in gloo.run(world, allocations.step_peaks, cases)[0]]
+
+
+def test_the_estimate_is_within_4_percent_of_the_live_bytes_of_a_step():
+    found = ratios(2, [TWO_WORKERS[0], TWO_WORKERS[3]])
+    assert all(0.96 <= ratio <= 1.04 for ratio in found), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "cases"), [(1, ONE_WORKER), (2, TWO_WORKERS)])
+def test_the_estimate_is_within_4_percent_for_every_way_of_running_a_step(world, cases):
+    found = ratios(world, cases)
+    assert all(0.96 <= ratio <= 1.04 for ratio in found), found
+
+
+def estimate(*overrides, workers=8, exchange="all_gather", kernel="flash4", dtype_bytes=2, cp=None):
+    config = compose(["model=qwen3b", "seq=128k", *overrides])
+    layout = make_layout(config.topology.layout, cp or workers, config.seq, config.topology.block_size)
+    return estimate_memory(config, workers=workers, layout=layout, exchange=exchange, kernel=kernel, dtype_bytes=dtype_bytes, cuda=True)
+
+
+def test_states_are_sharded_over_all_workers_whatever_the_context_group():
+    total = parameters(compose(["model=qwen3b"]).model).total
+    for workers, cp in [(1, 1), (8, 8), (8, 2)]:
+        for moment in estimate(workers=workers, cp=cp).moments:
+            assert moment.parameters == pytest.approx(4 * total / workers, rel=1e-3)
+            assert moment.optimizer == 2 * moment.parameters
+    assert estimate().moments[-1].gradients == pytest.approx(4 * total / 8, rel=1e-3)
+
+
+def test_a_shard_is_rounded_up_in_dimension_0():
+    assert sharded_numbers([(10, 3), (7,)], 4) == 3 * 3 + 2
+    model = compose(["model=qwen3b"]).model
+    whole = sum(prod(shape) for shape in [*layer_shapes(model).values(), *root_shapes(model).values()])
+    assert sharded_numbers([*layer_shapes(model).values(), *root_shapes(model).values()], 1) == whole
+
+
+def test_kept_activations_follow_their_formulas():
+    tokens, c, a, k, i, heads, layers = 131072 // 8, 2048, 2048, 256, 11008, 16, 36
+    expected = {
+        "full": 2 * c,
+        "selective": 2 * (c + 2 * a + 2 * k) + 4 * heads,
+        "none": 2 * (4 * c + 2 * a + 2 * k + 4 * i) + 4 * heads,
+    }
+    for kind, per_token in expected.items():
+        loss = estimate(f"train.activation_checkpoint={kind}").moments[0]
+        assert (loss.name, loss.activations) == ("loss", layers * tokens * per_token)
+
+
+def test_the_more_is_recomputed_the_less_memory():
+    totals = [estimate(f"train.activation_checkpoint={kind}").total for kind in ("none", "selective", "full")]
+    assert totals[0] > totals[1] > totals[2]
+
+
+def test_logits_do_not_grow_with_the_sequence():
+    chunked = [estimate(f"seq={seq}").moments[0].loss - 3 * 2 * 2048 * tokens for seq, tokens in (("128k", 16384), ("512k", 65536))]
+    assert chunked[0] == chunked[1]
+
+
+def test_the_ring_holds_less_than_the_gathered_keys_where_these_are_large():
+    overrides = ("model.intermediate_size=128", "model.num_kv_heads=16", "seq=1m")
+    gathered, ring = (estimate(*overrides, workers=32, exchange=exchange).peak.exchange for exchange in ("all_gather", "ring"))
+    assert ring < gathered / 4
+
+
+def test_gradients_stay_for_the_whole_backward_pass_while_they_accumulate():
+    once, accumulated = (estimate(f"train.global_batch={batch}").moments[0].gradients for batch in (1, 2))
+    assert once == 0
+    assert accumulated == pytest.approx(4 * parameters(compose(["model=qwen3b"]).model).total / 8, rel=1e-3)
+
+
+def test_parts_add_up_and_the_total_includes_the_reserve():
+    found = estimate()
+    for moment in found.moments:
+        assert moment.allocated == sum(value for key, value in dataclasses.asdict(moment).items() if key != "name")
+    assert found.allocated == max(moment.allocated for moment in found.moments)
+    assert found.total == found.allocated + found.reserve
+    assert 0.5 * GIB < found.reserve < 3 * GIB
