@@ -1,0 +1,135 @@
+"""The workers of one machine, as torch's elastic agent starts, watches and stops them.
+
+The agent's own choice of the first failure has a resolution of one second and counts what it ended itself. This one looks before it stops
+anything, and gives the worker whose failure explains the others a moment to show itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import registry as rendezvous
+
+from mtrain_cli.launch import failures
+from mtrain_cli.launch.failures import Failure
+
+POLL_S = 0.1
+# A worker whose peer died may be reaped before the peer is.
+CAUSE_GRACE_S = 2.0
+# Workers leave SIGTERM at its default and die of it at once; this is for one that hangs in the kernel.
+STOP_GRACE_S = 5
+
+
+class WorkerFiles(LogsSpecs):
+    """Where workers leave their failures, and what their environment holds beside the agent's variables.
+
+    Workers send their own output to the run's logs, so both streams stay as they are here.
+    """
+
+    def __init__(self, folder: Path, variables: dict[str, str]) -> None:
+        super().__init__(log_dir=str(folder))
+        self._folder = folder
+        self._variables = variables
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._folder)
+
+    def record_of(self, rank: int) -> Path:
+        """The file in which worker ``rank`` leaves its failure."""
+        return self._folder / f"failure-{rank}.json"
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        for rank, variables in envs.items():
+            variables.update(self._variables, TORCHELASTIC_ERROR_FILE=str(self.record_of(rank)))
+        terminal = dict.fromkeys(envs, "")
+        return LogsDest(stdouts=terminal, stderrs=terminal, error_files={rank: str(self.record_of(rank)) for rank in envs})
+
+
+class WorkerAgent(LocalElasticAgent):
+    """Runs ``command`` once for each of ``workers`` ranks of this machine, without restarts."""
+
+    def __init__(self, workers: int, command: Sequence[str], folder: Path, variables: dict[str, str]) -> None:
+        _quiet()
+        parameters = RendezvousParameters(
+            backend="c10d", endpoint="127.0.0.1:0", run_id=uuid.uuid4().hex, min_nodes=1, max_nodes=1, local_addr="127.0.0.1"
+        )
+        spec = WorkerSpec(
+            role="worker",
+            local_world_size=workers,
+            entrypoint=command[0],
+            args=tuple(command[1:]),
+            rdzv_handler=rendezvous.get_rendezvous_handler(parameters),
+            max_restarts=0,
+            monitor_interval=POLL_S,
+            local_addr="127.0.0.1",
+        )
+        self._files = WorkerFiles(folder, variables)
+        super().__init__(spec, self._files, exit_barrier_timeout=10)
+        self.failures: list[Failure] = []
+
+    def finish(self) -> None:
+        """Start the workers, wait for all to end, and stop the rest as soon as one fails; `failures` then says who did.
+
+        Raises:
+            Exception: the rendezvous or the start of a process failed.
+        """
+        try:
+            self.run()
+        finally:
+            self.kill_workers()
+            self.get_worker_group().spec.rdzv_handler.shutdown()
+
+    def kill_workers(self) -> None:
+        """End every worker at once, with the processes that it started."""
+        for worker in self.get_worker_group().workers:
+            # Each worker leads a process group, which outlives it as long as a child of its own does.
+            with contextlib.suppress(ProcessLookupError, TypeError):
+                os.killpg(worker.id, signal.SIGKILL)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if not self.failures and self._failed_so_far():
+            self._find_failures()
+        return super()._monitor_workers(worker_group)
+
+    def _failed_so_far(self, first: bool = True) -> list[Failure]:
+        assert self._pcontext is not None
+        handlers = self._pcontext.subprocess_handlers  # type: ignore[attr-defined]
+        found = (failures.read(rank, handler.proc.poll(), self._files.record_of(rank), first) for rank, handler in handlers.items())
+        return [failure for failure in found if failure is not None]
+
+    def _find_failures(self) -> None:
+        """Note who failed, after a wait for the cause where there are only consequences so far; then stop the others."""
+        deadline = time.monotonic() + CAUSE_GRACE_S
+        failed = self._failed_so_far()
+        while all(failure.is_consequence for failure in failed) and time.monotonic() < deadline:
+            time.sleep(POLL_S / 2)
+            failed = self._failed_so_far()
+        self.failures = failed
+        assert self._pcontext is not None
+        self._pcontext.close(signal.SIGTERM, STOP_GRACE_S)
+
+
+def _quiet() -> None:
+    """Keep the elastic agent's narration off the terminal: what matters of it is told by the launcher."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+
+
+def worker_command(module: str, *arguments: str) -> list[str]:
+    """The command of a worker that imports what this process would import: the current folder only where it is on the path here."""
+    from_here = "" in sys.path or os.getcwd() in sys.path
+    return [sys.executable, *([] if from_here else ["-P"]), "-u", "-m", module, *arguments]

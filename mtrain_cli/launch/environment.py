@@ -1,0 +1,131 @@
+"""What a run finds around it: the device, the number of workers, and how they divide into context groups and nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.launch.job import current_job
+
+CPU_WORKERS = 2
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The facts behind every ``auto`` of the topology, and the place of this process.
+
+    ``workers`` = ``dp`` (data parallel) x ``cp`` (context parallel); ranks of one context group are consecutive. A node may be virtual:
+    ``workers_per_node`` is ``topology.gpus_per_node`` where given. ``launcher`` is ``mtrain``, ``torchrun`` or ``slurm``.
+    """
+
+    device: str
+    workers: int
+    cp: int
+    dp: int
+    workers_per_node: int
+    nodes: int
+    rank: int
+    local_rank: int
+    launcher: str
+
+    @property
+    def dp_rank(self) -> int:
+        """Which context group this worker belongs to."""
+        return self.rank // self.cp
+
+    @property
+    def cp_rank(self) -> int:
+        """Place of this worker in its context group."""
+        return self.rank % self.cp
+
+
+def resolve_environment(config: Config, *, planning: bool = False) -> Environment:
+    """Turn every ``auto`` of ``config.topology`` into a fact.
+
+    ``planning`` prices a run of any size on any machine: neither the GPUs of this machine nor the job that this process is part of count.
+
+    Raises:
+        ConfigError: sizes do not fit each other, this machine or the job; one line for each.
+    """
+    topology = config.topology
+    job = None if planning else current_job()
+    problems: list[str] = []
+
+    gpus = _visible_gpus() if topology.device != "cpu" else 0
+    device = ("cuda" if gpus else "cpu") if topology.device == "auto" else topology.device
+    if device == "cuda" and not gpus and not planning:
+        problems.append("topology.device=cuda: no GPU is visible to torch on this machine; use cpu or auto")
+
+    given = _count("topology.workers", topology.workers, problems)
+    workers = given or (job.world_size if job else gpus or CPU_WORKERS)
+    if job and given and given != job.world_size:
+        problems.append(
+            f"topology.workers={given}: {job.launcher} started {job.world_size} processes; leave it at auto or give {job.world_size}"
+        )
+    if not job and not planning and device == "cuda" and gpus and workers > gpus:
+        problems.append(f"topology.workers={workers}: this machine has {gpus} GPU{'s' * (gpus > 1)}; give at most {gpus}, or auto")
+
+    cp = _divisor("topology.context_parallel", topology.context_parallel, workers, workers, problems)
+    local_size = job.local_world_size if job else workers
+    workers_per_node = _divisor("topology.gpus_per_node", topology.gpus_per_node, local_size, workers, problems)
+    dp = workers // cp
+
+    per_pass = dp * config.train.micro_batch
+    if not problems and config.train.global_batch % per_pass:
+        problems.append(
+            f"train.global_batch={config.train.global_batch}: must be a multiple of {per_pass} = "
+            f"{dp} context groups (topology.workers={workers} / context_parallel={cp}) x train.micro_batch={config.train.micro_batch}"
+        )
+    if problems:
+        raise ConfigError(*problems)
+    return Environment(
+        device=device,
+        workers=workers,
+        cp=cp,
+        dp=dp,
+        workers_per_node=workers_per_node,
+        nodes=workers // workers_per_node,
+        rank=job.rank if job else 0,
+        local_rank=job.local_rank if job else 0,
+        launcher=job.launcher if job else "mtrain",
+    )
+
+
+def gpu_index(environment: Environment) -> int:
+    """Index of this worker's GPU among those that it can see; SLURM may show each task only its own.
+
+    Raises:
+        ConfigError: this machine shows fewer GPUs than it runs workers.
+    """
+    gpus = _visible_gpus()
+    if gpus == 1 and environment.launcher == "slurm":
+        return 0
+    if environment.local_rank >= gpus:
+        raise ConfigError(f"topology.device=cuda: worker {environment.local_rank} of this machine has no GPU, only {gpus} visible here")
+    return environment.local_rank
+
+
+def _visible_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _count(key: str, value: int | str, problems: list[str]) -> int | None:
+    """A positive count, or None for ``auto`` and for what it added to ``problems``."""
+    if value == "auto":
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        problems.append(f"{key}={value}: must be auto or a whole number of at least 1")
+        return None
+    return value
+
+
+def _divisor(key: str, value: int | str, default: int, workers: int, problems: list[str]) -> int:
+    """``value`` where it divides ``workers``, ``default`` for auto."""
+    size = _count(key, value, problems) or default
+    if workers % size == 0:
+        return size
+    allowed = ", ".join(str(n) for n in range(1, workers + 1) if workers % n == 0)
+    problems.append(f"{key}={size}: must divide the {workers} workers; possible are auto, {allowed}")
+    return workers

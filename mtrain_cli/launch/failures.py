@@ -1,0 +1,121 @@
+"""Why a worker ended: the record that it leaves, which of many failures is the cause, and how that is told.
+
+When one worker dies its peers fail within moments, with a closed connection or an aborted collective. Those are consequences.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtrain_cli.config.schema import ConfigError
+
+# What gloo, NCCL and the store say when a peer has gone, or has kept them waiting for longer than topology.timeout_s.
+_PEER_LOST = re.compile(
+    r"gloo/transport|Connection (closed|reset|refused)|Broken pipe|Socket (closed|timeout)|recvValue|sendBytes|recvBytes"
+    r"|remote process exited|NCCL (communicator was aborted|error: (remote|unhandled system))|ncclRemoteError|ncclSystemError"
+    r"|[Tt]imed out waiting|collective operation timeout",
+)
+_LOG_TAIL_LINES = 20
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one worker ended. ``kind`` is ``config``, ``error``, ``peer lost`` or ``died`` (without a record of its own).
+
+    ``exit_code`` is negative for a signal and None while the process still ran; ``first`` tells that it ended, or left its record, before
+    the launcher began to stop the others.
+    """
+
+    rank: int
+    exit_code: int | None
+    kind: str
+    message: str
+    trace: str
+    time: float
+    first: bool = True
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether another worker's failure may explain this one."""
+        return self.severity >= 3
+
+    @property
+    def severity(self) -> int:
+        """Place in the search for the cause, 0 first: a user's mistake, a death by signal or unexplained exit, an exception, an abort
+        (NCCL's watchdog ends a process that way when a peer is gone), a lost connection, and what the launcher itself ended."""
+        if self.kind == "config":
+            return 0
+        if self.kind == "died":
+            if not self.first:
+                return 5
+            return 3 if self.exit_code == -signal.SIGABRT else 1
+        return 2 if self.kind == "error" else 4
+
+
+def describe(error: BaseException) -> Failure:
+    """The failure that ``error`` makes of this worker; its rank is for whoever collects failures to fill in."""
+    kind = "config" if isinstance(error, ConfigError) else "peer lost" if _PEER_LOST.search(str(error)) else "error"
+    name = type(error).__name__
+    message = str(error) if kind == "config" else f"{name}: {error}" if str(error) else name
+    return Failure(-1, 1, kind, message, "".join(traceback.format_exception(error)), time.time())
+
+
+def leave_record(failure: Failure, path: str | os.PathLike[str] | None) -> None:
+    """Write ``failure`` to ``path``, if there is one, in one move and in the layout of torch's elastic agent, so that torchrun shows it."""
+    if not path:
+        return
+    own = {name: getattr(failure, name) for name in ("kind", "message", "trace", "time")}
+    extra = {"py_callstack": failure.trace, "timestamp": str(int(failure.time))}
+    partial = Path(f"{os.fspath(path)}.partial")
+    # On a full disk the exit code alone has to tell that this worker failed.
+    with contextlib.suppress(OSError):
+        partial.write_text(json.dumps({"message": {"message": failure.message, "extraInfo": extra}, "mtrain": own}))
+        os.replace(partial, path)
+
+
+def read(rank: int, exit_code: int | None, path: Path, first: bool) -> Failure | None:
+    """The failure of a worker that may have left a record at ``path``; None if it did not fail. It still runs if ``exit_code`` is None."""
+    if path.exists():
+        return Failure(rank, exit_code, **json.loads(path.read_text())["mtrain"], first=first)
+    if not exit_code:
+        return None
+    return Failure(rank, exit_code, "died", _how_it_died(exit_code), "", time.time(), first)
+
+
+def cause(failures: Iterable[Failure]) -> Failure:
+    """The failure that explains the others: by `Failure.severity`, then the earliest."""
+    return min(failures, key=lambda failure: (failure.severity, failure.time))
+
+
+def report(failure: Failure, log: Path | None) -> str:
+    """What to tell the user about the cause: rank and reason in the first line, then the traceback or the worker's last words."""
+    if failure.kind == "died":
+        lines = [f"error: rank {failure.rank} {failure.message}"]
+        words = log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:] if log and log.is_file() else []
+        lines += ["The last lines of its output:", *(f"  {line}" for line in words)] if words else []
+    else:
+        lines = [f"error: rank {failure.rank} failed: {failure.message.splitlines()[0]}", failure.trace.rstrip()]
+    if failure.kind == "peer lost":
+        lines.append("No worker left another error: one waited longer than topology.timeout_s, or a worker on another machine is gone.")
+    if log and log.is_file() and log.stat().st_size:
+        lines.append(f"All of its output is in {log}; the other workers were stopped.")
+    return "\n".join(lines)
+
+
+def _how_it_died(exit_code: int) -> str:
+    if exit_code > 0:
+        return f"ended with exit code {exit_code} and no exception"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = f"signal {-exit_code}"
+    return f"was killed by {name}" + " (out of memory killer?)" * (-exit_code == signal.SIGKILL)

@@ -1,0 +1,151 @@
+"""A job that torchrun or srun started: the place of this process in it, and the store through which its processes find each other.
+
+`mtrain train` starts its own workers when none of this is present.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from mtrain_cli.config.schema import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+STORE_TIMEOUT = timedelta(minutes=10)
+_decisions = itertools.count()
+
+
+@dataclass(frozen=True)
+class Job:
+    """Place of this process among the processes of a job; ranks count from 0, ``local_*`` are within one machine."""
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+
+
+def current_job(variables: Mapping[str, str] | None = None) -> Job | None:
+    """The job that this process belongs to, from torchrun's or srun's environment variables; None when there is none.
+
+    One task under srun counts as none, so that `srun --ntasks=1 --gpus=8 mtrain train` starts a worker for each GPU itself; so does a
+    batch script outside srun, which has SLURM_PROCID but no step.
+
+    Raises:
+        ConfigError: the variables contradict each other or miss one.
+    """
+    variables = os.environ if variables is None else variables
+    if "RANK" in variables and "WORLD_SIZE" in variables:
+        return _torchrun_job(variables)
+    in_batch_script = "SLURM_JOB_ID" in variables and not {"SLURM_STEP_ID", "SLURM_STEPID"} & variables.keys()
+    tasks = variables.get("SLURM_STEP_NUM_TASKS") or variables.get("SLURM_NTASKS") or "1"
+    if "SLURM_PROCID" in variables and tasks != "1" and not in_batch_script:
+        return _slurm_job(variables, _number(tasks, "SLURM_NTASKS"))
+    return None
+
+
+def job_rank() -> int:
+    """Global rank of this process in its torchrun or srun job, 0 outside one: only rank 0 need tell the user what all ranks know."""
+    for name in ("RANK", "SLURM_PROCID"):
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return 0
+
+
+def _torchrun_job(variables: Mapping[str, str]) -> Job:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in variables]
+    if missing:
+        raise ConfigError(f"RANK={variables['RANK']}: the environment names a rank but not {', '.join(missing)}; torchrun sets all of them")
+    rank, world_size, local_rank, local_world_size, port = (_number(variables[name], name) for name in names if name != "MASTER_ADDR")
+    return Job("torchrun", rank, world_size, local_rank, local_world_size, variables["MASTER_ADDR"], port)
+
+
+def _slurm_job(variables: Mapping[str, str], tasks: int) -> Job:
+    per_node = variables.get("SLURM_STEP_TASKS_PER_NODE") or variables.get("SLURM_NTASKS_PER_NODE") or variables.get("SLURM_TASKS_PER_NODE")
+    local_sizes = set(re.findall(r"(?:^|,)(\d+)", per_node or str(tasks)))
+    if len(local_sizes) != 1:
+        raise ConfigError(f"SLURM_TASKS_PER_NODE={per_node}: every node must run the same number of workers; use srun --ntasks-per-node")
+    nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST") or variables.get("SLURM_NODELIST") or "127.0.0.1"
+    # Steps of one job may run side by side, so the step is part of the port.
+    identity = 16 * _number(variables.get("SLURM_JOB_ID", "0"), "SLURM_JOB_ID") + int(variables.get("SLURM_STEP_ID", "0"))
+    return Job(
+        launcher="slurm",
+        rank=_number(variables["SLURM_PROCID"], "SLURM_PROCID"),
+        world_size=tasks,
+        local_rank=_number(variables.get("SLURM_LOCALID", "0"), "SLURM_LOCALID"),
+        local_world_size=int(local_sizes.pop()),
+        master_addr=variables.get("MASTER_ADDR") or first_host(nodes),
+        master_port=_number(variables.get("MASTER_PORT") or str(20000 + identity % 20000), "MASTER_PORT"),
+    )
+
+
+def _number(text: str, name: str) -> int:
+    if not text.isdigit():
+        raise ConfigError(f"{name}={text}: the environment variable must be a whole number")
+    return int(text)
+
+
+def first_host(nodes: str) -> str:
+    """First host of a SLURM node list: ``gpu[07-09,12],login1`` gives ``gpu07``."""
+    head = re.match(r"([^\[,]+)(?:\[([^\]]+)\])?([^,\[]*)", nodes)
+    if head is None:
+        raise ConfigError(f"SLURM_JOB_NODELIST={nodes}: cannot read the first host; set MASTER_ADDR")
+    prefix, ranges, suffix = head.groups()
+    return prefix + (re.split(r"[-,]", ranges)[0] if ranges else "") + suffix
+
+
+@functools.cache
+def job_store(job: Job) -> Store:
+    """The key-value store that all processes of ``job`` share; made once, since rank 0 serves it under srun.
+
+    Raises:
+        ConfigError: the store's address does not answer or its port is taken.
+    """
+    import torch.distributed as dist
+
+    host = f"[{job.master_addr}]" if ":" in job.master_addr else job.master_addr
+    try:
+        rendezvous = dist.rendezvous(f"tcp://{host}:{job.master_port}", job.rank, job.world_size, timeout=STORE_TIMEOUT)
+        store = next(iter(rendezvous))[0]
+    except (RuntimeError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        where = f"MASTER_ADDR={job.master_addr} MASTER_PORT={job.master_port}"
+        raise ConfigError(f"{where}: rank {job.rank} cannot reach the job's store there ({reason}); set both to rank 0's") from error
+    return dist.PrefixStore("mtrain", store)
+
+
+def decide_on_rank_zero(action: Callable[[], str]) -> str:
+    """Do ``action`` on global rank 0 alone and return its text on every rank; without a job, just do it.
+
+    All ranks must call this the same number of times. When the action fails on rank 0 the error is raised there, and the other ranks
+    leave with the same exit code and without a word.
+    """
+    job = current_job()
+    if job is None or job.world_size == 1:
+        return action()
+    store, key = job_store(job), f"decision/{next(_decisions)}"
+    if job.rank == 0:
+        try:
+            text = action()
+        except Exception as error:
+            store.set(key, json.dumps({"exit_code": 2 if isinstance(error, ConfigError) else 1}))
+            raise
+        store.set(key, json.dumps({"text": text}))
+        return text
+    answer = json.loads(store.get(key))
+    if "exit_code" in answer:
+        raise SystemExit(answer["exit_code"])
+    return answer["text"]

@@ -1,0 +1,219 @@
+"""How the workers of a torchrun or srun job learn that one of them is gone, and which one failed first.
+
+There is no launcher of ours above them. A worker that waits inside NCCL cannot see that a peer died, and srun without --kill-on-bad-exit
+does not tell it. So every rank keeps one TCP connection to rank 0: the kernel closes it when its process ends, however that ends, and
+however busy its interpreter is. Rank 0 tells the cause once, and all ranks leave with the same exit code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import NoReturn
+
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.launch import failures
+from mtrain_cli.launch.failures import Failure
+from mtrain_cli.launch.job import STORE_TIMEOUT, Job, job_store
+
+CAUSE_GRACE_S = 2.0
+VERDICT_WAIT_S = 15.0
+FAREWELL_S = 3.0
+# A machine that loses power says nothing; the kernel then gives up after 10 + 3 * 5 seconds of silence.
+_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+_STORE_KEY = "lifeline"
+
+
+class Lifeline:
+    """This rank's end of the connection to rank 0, which also runs the `_Hub`."""
+
+    def __init__(self, job: Job) -> None:
+        """Connect; returns once rank 0 answers.
+
+        Raises:
+            ConfigError: rank 0's port cannot be reached from this machine.
+        """
+        store = job_store(job)
+        self._hub = _Hub(job.world_size) if job.rank == 0 else None
+        if self._hub:
+            store.set(_STORE_KEY, f"{self._hub.port} {self._hub.token}")
+        port, token = store.get(_STORE_KEY).decode().split()
+        host = "localhost" if job.rank == 0 else job.master_addr
+        try:
+            self._socket = socket.create_connection((host, int(port)), timeout=STORE_TIMEOUT.total_seconds())
+        except OSError as error:
+            raise ConfigError(
+                f"MASTER_ADDR={job.master_addr}: rank {job.rank} cannot connect to port {port} of rank 0 ({error.strerror or error}); "
+                "workers must reach each other on any port"
+            ) from error
+        self._socket.settimeout(None)
+        self._rank = job.rank
+        self._closing = False
+        self._send({"token": token, "rank": job.rank})
+        self._watcher = threading.Thread(target=self._watch, name="lifeline", daemon=True)
+        self._watcher.start()
+
+    def close(self) -> None:
+        """Report that this rank is done; on rank 0 also wait for the others, which lose their store when it leaves."""
+        self._closing = True
+        self._send({"done": True})
+        if self._hub:
+            self._hub.join()
+
+    def fail(self, failure: Failure) -> NoReturn:
+        """Report this rank's failure, and leave when rank 0 has told the user the cause; without an answer tell it here."""
+        own = {"kind": failure.kind, "message": failure.message, "trace": failure.trace, "time": failure.time}
+        self._send({"failure": own})
+        self._watcher.join(VERDICT_WAIT_S)
+        tell(failure)
+        leave(2 if failure.kind == "config" else 1)
+
+    def _send(self, message: dict[str, object]) -> None:
+        # When rank 0 is gone the watcher knows.
+        with contextlib.suppress(OSError):
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def _watch(self) -> None:
+        """Leave with the exit code that rank 0 sends, or when rank 0 is gone."""
+        try:
+            verdict = self._socket.recv(1)
+        except OSError:
+            verdict = b""
+        if verdict:
+            leave(verdict[0])
+        if not self._closing:
+            if self._rank == 1:
+                tell(_lost(0))
+            leave(1)
+
+
+@dataclass
+class _Peer:
+    """One connection at the hub; ``rank`` is None until it has shown the token."""
+
+    socket: socket.socket
+    rank: int | None = None
+    received: bytes = b""
+
+
+class _Hub:
+    """Rank 0's thread that hears all ranks."""
+
+    def __init__(self, world_size: int) -> None:
+        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        self._server = socket.create_server(("", 0), family=family, backlog=world_size, dualstack_ipv6=family == socket.AF_INET6)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._server, selectors.EVENT_READ)
+        self._expected = set(range(world_size))
+        self._peers: list[_Peer] = []
+        self._failures: list[Failure] = []
+        self.port = self._server.getsockname()[1]
+        self.token = secrets.token_hex(16)
+        self._thread = threading.Thread(target=self._serve, name="lifeline hub", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait until every rank is done."""
+        self._thread.join()
+
+    def _serve(self) -> None:
+        deadline = None
+        while self._expected:
+            for key, _ in self._selector.select(timeout=0.2):
+                if key.data is None:
+                    self._accept()
+                else:
+                    self._read(key.data)
+            if self._failures:
+                deadline = deadline or time.monotonic() + CAUSE_GRACE_S
+                if time.monotonic() > deadline or not all(failure.is_consequence for failure in self._failures):
+                    self._end()
+
+    def _accept(self) -> None:
+        connection, _ = self._server.accept()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        peer = _Peer(connection)
+        self._peers.append(peer)
+        self._selector.register(connection, selectors.EVENT_READ, peer)
+
+    def _read(self, peer: _Peer) -> None:
+        try:
+            data = peer.socket.recv(65536)
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(peer)
+            if peer.rank in self._expected:
+                self._failures.append(_lost(peer.rank))
+            return
+        *lines, peer.received = (peer.received + data).split(b"\n")
+        for line in lines:
+            self._hear(peer, line)
+
+    def _hear(self, peer: _Peer, line: bytes) -> None:
+        if peer.rank is None:
+            # Anyone may connect to this port; only the job's workers can read the token from its store.
+            hello = json.loads(line) if line.startswith(b'{"token"') else {}
+            if not secrets.compare_digest(str(hello.get("token")), self.token):
+                self._drop(peer)
+                return
+            peer.rank = int(hello["rank"])
+            return
+        message = json.loads(line)
+        if "done" in message:
+            self._expected.discard(peer.rank)
+        else:
+            self._failures.append(Failure(rank=peer.rank, exit_code=1, **message["failure"]))
+
+    def _drop(self, peer: _Peer) -> None:
+        self._selector.unregister(peer.socket)
+        self._peers.remove(peer)
+        peer.socket.close()
+
+    def _end(self) -> NoReturn:
+        """Tell the cause, then have every rank leave, this one last: what it has not read by then would reset the others' connections."""
+        cause = failures.cause(self._failures)
+        tell(cause)
+        code = 2 if cause.kind == "config" else 1
+        deadline = time.monotonic() + FAREWELL_S
+        others = [peer.socket for peer in self._peers if peer.rank != 0]
+        for connection in others:
+            with contextlib.suppress(OSError):
+                connection.sendall(bytes([code]))
+        for connection in others:
+            with contextlib.suppress(OSError):
+                connection.settimeout(max(0.01, deadline - time.monotonic()))
+                while connection.recv(65536):
+                    pass
+        leave(code)
+
+
+def tell(failure: Failure) -> None:
+    """Print the cause of a run's end."""
+    lines = [f"error: {line}" for line in failure.message.splitlines()] if failure.kind == "config" else [failures.report(failure, None)]
+    # Whatever became of the terminal, the exit code still has to be given.
+    with contextlib.suppress(OSError):
+        print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def leave(code: int) -> NoReturn:
+    """End without the interpreter's farewell: threads of a save or a communicator may wait for peers that are gone."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def _lost(rank: int) -> Failure:
+    return Failure(rank, None, "died", "is gone: it was killed (out of memory killer?) or its machine failed", "", time.time())

@@ -1,0 +1,160 @@
+"""Starts a run: its own workers on this machine or, under torchrun and srun, this very process as one of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.launch import failures
+from mtrain_cli.launch.environment import Environment
+from mtrain_cli.launch.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from mtrain_cli.launch.agent import WorkerAgent
+
+TRAIN = "mtrain_cli.training.trainer:train"
+KILLED = 130
+
+
+def launch(run_dir: RunDir, environment: Environment, resume: bool, target: str = TRAIN) -> int:
+    """Run ``target`` (``module:function``) on every worker of ``environment`` and wait for the end.
+
+    SIGTERM, SIGHUP and a first Ctrl-C ask the workers to save and stop; a second Ctrl-C kills them.
+
+    Returns:
+        Exit code: 0 after success or a requested stop, 1 when a worker failed (its error is on stderr), 130 when killed.
+
+    Raises:
+        ConfigError: a worker found a mistake of the user's, such as a corpus that is too short.
+    """
+    if environment.launcher != "mtrain":
+        from mtrain_cli.launch.worker import run_in_job
+
+        return run_in_job(run_dir, environment, resume, target)
+
+    from mtrain_cli.launch.agent import WorkerAgent, worker_command
+
+    run_dir.stop_request.unlink(missing_ok=True)
+    arguments = [str(run_dir.path), "--launcher-pid", str(os.getpid()), "--target", target, *(["--resume"] if resume else [])]
+    with tempfile.TemporaryDirectory(prefix="mtrain-") as folder:
+        command = worker_command("mtrain_cli.launch.worker", *arguments)
+        try:
+            agent = WorkerAgent(environment.workers, command, Path(folder), _variables(environment))
+        except (RuntimeError, OSError) as error:
+            return _not_started(error)
+        return _wait(agent, run_dir)
+
+
+def _wait(agent: WorkerAgent, run_dir: RunDir) -> int:
+    """Let the agent run in a thread, so that signals come to this one, and tell how it ended."""
+    problem: list[Exception] = []
+
+    def run() -> None:
+        try:
+            agent.finish()
+        except Exception as error:  # handed to the waiting thread
+            problem.append(error)
+
+    thread = threading.Thread(target=run, name="workers", daemon=True)
+    with _Requests(run_dir) as requests:
+        thread.start()
+        while thread.is_alive() and not requests.kill:
+            thread.join(0.1)
+    if requests.kill:
+        agent.kill_workers()
+        thread.join(2.0)
+        _restore_terminal()
+        return KILLED
+    if agent.failures:
+        return _failed(agent, run_dir)
+    return _not_started(problem[0]) if problem else 0
+
+
+def _failed(agent: WorkerAgent, run_dir: RunDir) -> int:
+    failure = failures.cause(agent.failures)
+    _restore_terminal()
+    if failure.kind == "config":
+        run_dir.discard()
+        raise ConfigError(*failure.message.splitlines())
+    print(failures.report(failure, run_dir.logs / f"rank-{failure.rank}.log"), file=sys.stderr, flush=True)
+    return 1
+
+
+def _not_started(error: Exception) -> int:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    print(f"error: cannot start the workers of this machine: {reason}", file=sys.stderr, flush=True)
+    return 1
+
+
+class _Requests:
+    """Signals to the launcher while workers run: the first asks them to save and stop, a second Ctrl-C sets ``kill``."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._file = run_dir.stop_request
+        self._asked = False
+        self.kill = False
+
+    def __enter__(self) -> _Requests:
+        self._before = {}
+        if threading.current_thread() is threading.main_thread():
+            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                # A run under nohup has SIGHUP ignored, and that should stay so.
+                if signal.getsignal(signum) is not signal.SIG_IGN:
+                    self._before[signum] = signal.signal(signum, self._heed)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+    def _heed(self, signum: int, _frame: FrameType | None) -> None:
+        if self._asked and signum == signal.SIGINT:
+            self.kill = True
+        elif not self._asked:
+            self._asked = True
+            try:
+                self._file.touch()
+                _say("stopping: the workers save a checkpoint after this step; Ctrl-C again ends them at once")
+            except OSError as error:
+                _say(f"cannot ask the workers to stop ({self._file}: {error.strerror}); Ctrl-C again ends them at once")
+
+
+def _say(line: str) -> None:
+    # After a hangup there is no terminal to write to.
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
+
+
+def _restore_terminal() -> None:
+    """Show the cursor again: a worker that was killed in the middle of its progress display could not."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream.isatty():
+            with contextlib.suppress(OSError):
+                stream.write("\x1b[?25h")
+                stream.flush()
+
+
+def _variables(environment: Environment) -> dict[str, str]:
+    """Environment of the workers beyond the agent's, where the user has not set it."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    defaults = dict(_defaults(cores, environment.workers))
+    return {name: value for name, value in defaults.items() if name not in os.environ}
+
+
+def _defaults(cores: int, workers: int) -> Iterator[tuple[str, str]]:
+    yield "OMP_NUM_THREADS", str(max(1, cores // workers))
+    # When a peer dies, c10d warns at length about lost sockets, on the terminal and before the cause is known.
+    yield "TORCH_CPP_LOG_LEVEL", "ERROR"
+    # gloo looks its address up by host name, which many laptops and containers cannot resolve; all workers are on this machine.
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        yield "GLOO_SOCKET_IFNAME", "lo"

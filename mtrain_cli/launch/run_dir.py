@@ -1,0 +1,290 @@
+"""The folder of one run: what the launcher writes before the first step, and the lock that keeps a second run out."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+import mtrain_cli
+from mtrain_cli.config import compose
+from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.sizes import format_size
+from mtrain_cli.launch.job import decide_on_rank_zero
+
+RUNS = Path("runs")
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """A run's folder and the files in it. The process that created or opened it may hold its lock; workers do not."""
+
+    path: Path
+    _lock: RunLock | None = field(default=None, repr=False, compare=False)
+    _origin: str = field(default="opened", repr=False, compare=False)
+
+    @property
+    def resolved(self) -> Path:
+        """The complete configuration; its existence marks the folder as a run."""
+        return self.path / "resolved.yaml"
+
+    @property
+    def overrides(self) -> Path:
+        """The overrides of the command line, one a line."""
+        return self.path / "overrides.txt"
+
+    @property
+    def environment(self) -> Path:
+        """Versions, devices and revision that the run was started with."""
+        return self.path / "environment.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def log(self) -> Path:
+        """What the run showed on the terminal."""
+        return self.path / "log.txt"
+
+    @property
+    def logs(self) -> Path:
+        """Folder of the output of each worker: ``rank-N.log``."""
+        return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of ``step-N``."""
+        return self.path / "checkpoints"
+
+    @property
+    def stop_request(self) -> Path:
+        """A file whose existence asks the workers to save and stop at the next step."""
+        return self.path / "stop_request"
+
+    def rewrite(self, config: Config, overrides: Sequence[str]) -> None:
+        """Replace the configuration of an opened run, for a resume with overrides; the overrides are appended to those before.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+        """
+
+        def write() -> str:
+            with _explained(self.path):
+                compose.save(config, self.resolved)
+                with self.overrides.open("a") as file:
+                    file.writelines(f"{line}\n" for line in overrides)
+            return ""
+
+        decide_on_rank_zero(write)
+
+    def discard(self) -> bool:
+        """Remove what `create` wrote, provided that no step has run since: a user's mistake then leaves nothing behind."""
+        began = any(self.checkpoints.glob("step-*")) or (self.metrics.exists() and self.metrics.stat().st_size)
+        if self._origin == "opened" or began:
+            return False
+        if self._origin == "new folder":
+            shutil.rmtree(self.path, ignore_errors=True)
+            latest = self.path.parent / "latest"
+            if latest.is_symlink() and not latest.exists():
+                latest.unlink(missing_ok=True)
+        else:
+            for file in (self.resolved, self.overrides, self.environment, self.stop_request):
+                file.unlink(missing_ok=True)
+        return True
+
+    def release(self) -> None:
+        """Let go of the lock, if this process holds it; the end of the process does so too."""
+        if self._lock is not None:
+            self._lock.release()
+
+
+class RunLock:
+    """An exclusive lock on a run's folder, released by the kernel when its process ends, however it ends."""
+
+    def __init__(self, folder: Path) -> None:
+        """Take the lock of ``folder``.
+
+        Raises:
+            ConfigError: another process holds it; the line names its pid and host.
+        """
+        path = folder / ".lock"
+        self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = path.read_text().strip() or "another process"
+            self.release()
+            raise ConfigError(f"run.dir={folder}: in use by {holder}; wait for that run, stop it, or choose another run.dir") from None
+        except OSError:
+            # Some network file systems cannot lock. Two runs in one folder are then the user's to avoid; that is no reason not to train.
+            self.release()
+            return
+        os.truncate(self._file, 0)
+        os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Let go of the lock; harmless when it is not held."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def create(config: Config, overrides: Sequence[str]) -> RunDir:
+    """Make the folder of a new run with resolved.yaml, overrides.txt and environment.json in it, locked for this process.
+
+    In a torchrun or srun job global rank 0 does so and the others learn the path from it, whatever ``run.dir=auto`` would give them.
+
+    Raises:
+        ConfigError: the folder holds a run already, is in use, or cannot be written.
+    """
+    created: list[RunDir] = []
+
+    def make() -> str:
+        created.append(_create_here(config, overrides))
+        return str(created[0].path)
+
+    path = decide_on_rank_zero(make)
+    return created[0] if created else RunDir(Path(path))
+
+
+def open(path: str | os.PathLike[str]) -> RunDir:
+    """The folder of an earlier run, locked for this process, to resume it. ``path`` may be a name under ``runs/``, such as ``latest``.
+
+    Raises:
+        ConfigError: there is no run, its configuration cannot be read, or it is in use.
+    """
+    opened: list[RunDir] = []
+
+    def find() -> str:
+        opened.append(_open_here(Path(path).expanduser()))
+        return str(opened[0].path)
+
+    found = decide_on_rank_zero(find)
+    return opened[0] if opened else RunDir(Path(found))
+
+
+def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
+    name = config.run.name
+    if name == "auto":
+        name = f"{config.model.name}-{format_size(config.seq)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    wanted = RUNS / name if config.run.dir == "auto" else Path(config.run.dir).expanduser()
+    with _explained(wanted):
+        path, new_folder = _make_folder(wanted, must_be_new=config.run.dir == "auto" and config.run.name == "auto")
+        run = RunDir(path.absolute(), RunLock(path), "new folder" if new_folder else "new files")
+        try:
+            if run.resolved.exists():
+                run.release()
+                raise ConfigError(f"run.dir={path}: already holds a run; continue it with --resume {path} or choose another run.dir")
+            run.overrides.write_text("".join(f"{line}\n" for line in overrides))
+            run.environment.write_text(json.dumps(_facts(), indent=2) + "\n")
+            # Last, since its existence marks the folder as a run.
+            named = dataclasses.replace(config.run, name=path.name if config.run.dir == "auto" else name, dir=str(run.path))
+            compose.save(dataclasses.replace(config, run=named), run.resolved)
+        except OSError:
+            run.discard()
+            raise
+    if run.path.parent == RUNS.absolute():
+        _point_latest(run.path)
+    return run
+
+
+def _make_folder(wanted: Path, must_be_new: bool) -> tuple[Path, bool]:
+    """Make ``wanted``, or ``wanted-2`` and so on where it must be new; also tell whether it is new."""
+    for attempt in range(1, 1000):
+        path = wanted if attempt == 1 else wanted.with_name(f"{wanted.name}-{attempt}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            if not path.is_dir():
+                raise
+            if not must_be_new:
+                return path, False
+        else:
+            return path, True
+    raise FileExistsError(f"a thousand folders like {wanted} exist")
+
+
+def _open_here(path: Path) -> RunDir:
+    if not path.exists() and (RUNS / path).is_dir():
+        path = RUNS / path
+    path = path.resolve()
+    if not path.is_dir():
+        raise ConfigError(f"--resume {path}: no such folder; give the folder of a run, such as runs/latest")
+    run = RunDir(path)
+    if not run.resolved.is_file():
+        raise ConfigError(f"--resume {path}: holds no run (resolved.yaml is missing); give the folder of a run, such as runs/latest")
+    compose.load(run.resolved)
+    with _explained(path):
+        lock = RunLock(path)
+        run.stop_request.unlink(missing_ok=True)
+    return RunDir(path, lock)
+
+
+def _point_latest(path: Path) -> None:
+    link = path.parent / "latest"
+    partial = path.parent / f".latest-{os.getpid()}"
+    # A convenience: a folder of that name, or a file system without links, is no reason not to train.
+    with contextlib.suppress(OSError):
+        partial.symlink_to(path.name)
+        os.replace(partial, link)
+    partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _explained(path: Path):
+    """Turn an OSError on the run's folder into one line."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"run.dir={path}: cannot write there ({reason}); choose a folder on a writable disk with free space") from error
+
+
+def _facts() -> dict[str, object]:
+    """What a reader of the run needs in order to repeat it."""
+    versions = {"mtrain": mtrain_cli.__version__, "python": platform.python_version()}
+    for package in ("torch", "numpy", "flash-attn-4"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return {
+        "command": sys.argv,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "cpu_cores": os.cpu_count(),
+        "gpus": _output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines(),
+        "versions": versions,
+        "git_revision": _git_revision(),
+    }
+
+
+def _git_revision() -> str | None:
+    """Commit of the checkout that mtrain runs from, with ``+changes`` for uncommitted work; None for an installed wheel."""
+    checkout = Path(mtrain_cli.__file__).resolve().parent.parent
+    if not (checkout / ".git").exists():
+        return None
+    revision = _output_of("git", "-C", str(checkout), "rev-parse", "HEAD")
+    changes = _output_of("git", "-C", str(checkout), "status", "--porcelain", "--untracked-files=no")
+    return revision + "+changes" * bool(changes) if revision else None
+
+
+def _output_of(*command: str) -> str:
+    """What a tool prints, or nothing where it is missing, fails or hangs: the facts that it gives are no condition for training."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -1,0 +1,153 @@
+"""One worker: joins the process group, runs the training function, and leaves a record when it fails.
+
+`python -m mtrain_cli.launch.worker RUN_DIR` is how the launcher starts it; under torchrun and srun `run_in_job` does the same in the
+process that they started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import dataclasses
+import faulthandler
+import importlib
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from mtrain_cli.config import compose
+from mtrain_cli.config.schema import Config
+from mtrain_cli.launch import failures
+from mtrain_cli.launch.environment import Environment, gpu_index, resolve_environment
+from mtrain_cli.launch.job import current_job, decide_on_rank_zero, job_store
+from mtrain_cli.launch.lifeline import Lifeline, leave
+from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.launch.stop import StopFlag, save_and_stop_on_signals
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+__all__ = ["StopFlag", "main", "run_in_job"]
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def main() -> None:
+    """Entry point of a worker that mtrain's own launcher started. Ends the process: 0, 1 after a failure, 2 for a user's mistake."""
+    parser = argparse.ArgumentParser(prog="python -m mtrain_cli.launch.worker", description=__doc__)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--launcher-pid", type=int, help="the worker ends when this parent process does")
+    parser.add_argument("--target", required=True, help="module:function to run, called with config, run_dir, environment, resume")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if arguments.launcher_pid is not None:
+        _end_with_parent(arguments.launcher_pid)
+    run_dir = RunDir(arguments.run_dir)
+    log = _open_log(run_dir, int(os.environ["RANK"]))
+    try:
+        config = compose.load(run_dir.resolved)
+        environment = dataclasses.replace(resolve_environment(config), launcher="mtrain")
+        _work(config, run_dir, environment, arguments.resume, arguments.target)
+    except BaseException as error:
+        failure = failures.describe(error)
+        failures.leave_record(failure, os.environ.get("TORCHELASTIC_ERROR_FILE"))
+        with contextlib.suppress(OSError):
+            print(failure.trace, file=log, flush=True)
+        leave(2 if failure.kind == "config" else 1)
+
+
+def run_in_job(run_dir: RunDir, environment: Environment, resume: bool, target: str) -> int:
+    """Run ``target`` in this process, a rank of a torchrun or srun job; SIGTERM and a first SIGINT mean save and stop.
+
+    Returns 0, or ends the process with exit code 1 or 2 once rank 0 has told the cause.
+
+    Raises:
+        ConfigError: the ranks cannot reach each other.
+    """
+    save_and_stop_on_signals()
+    job = current_job()
+    assert job is not None
+    lifeline = Lifeline(job)
+    try:
+        _work(_configuration_of_rank_zero(run_dir), run_dir, environment, resume, target)
+    except BaseException as error:
+        failure = failures.describe(error)
+        if failure.kind == "error":
+            # torchrun shows what it finds there, so a mistake or a mere consequence stays out of it.
+            failures.leave_record(failure, os.environ.get("TORCHELASTIC_ERROR_FILE"))
+        if failure.kind == "config":
+            run_dir.discard()
+        lifeline.fail(failure)
+    lifeline.close()
+    return 0
+
+
+def _work(config: Config, run_dir: RunDir, environment: Environment, resume: bool, target: str) -> None:
+    """Join the process group, call the target, and leave the group when it returns.
+
+    After a failure the group stays: to leave it in order needs the peers, which may be gone.
+    """
+    import torch.distributed as dist
+
+    job = current_job()
+    assert job is not None, "workers run with torchrun's or srun's environment variables"
+    timeout = timedelta(seconds=config.topology.timeout_s)
+    store: Store = dist.PrefixStore("process_group", job_store(job))
+    if environment.device == "cuda":
+        import torch
+
+        device = torch.device("cuda", gpu_index(environment))
+        torch.cuda.set_device(device)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl", store=store, rank=job.rank, world_size=job.world_size, timeout=timeout, device_id=device
+        )
+    else:
+        dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=timeout)
+    _function(target)(config, run_dir, environment, resume)
+    dist.destroy_process_group()
+
+
+def _function(target: str) -> Callable[[Config, RunDir, Environment, bool], None]:
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _configuration_of_rank_zero(run_dir: RunDir) -> Config:
+    """The resolved configuration as rank 0 has it on disk; other machines may not see that disk."""
+    text = decide_on_rank_zero(run_dir.resolved.read_text)
+    run_dir.path.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="mtrain-") as folder:
+        copy = Path(folder) / "resolved.yaml"
+        copy.write_text(text)
+        return compose.load(copy)
+
+
+def _end_with_parent(launcher: int) -> None:
+    """Have the kernel kill this process when its parent ends, however that ends (Linux); leave at once if it has ended already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:
+        os._exit(1)
+
+
+def _open_log(run_dir: RunDir, rank: int) -> TextIO:
+    """The file of this worker's tracebacks; ranks other than 0 send all of their output there and leave the terminal to rank 0."""
+    run_dir.logs.mkdir(parents=True, exist_ok=True)
+    log = (run_dir.logs / f"rank-{rank}.log").open("a", buffering=1)
+    if rank != 0:
+        os.dup2(log.fileno(), sys.stdout.fileno())
+        os.dup2(log.fileno(), sys.stderr.fileno())
+    faulthandler.enable(file=log)
+    return log
+
+
+if __name__ == "__main__":
+    main()
