@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -46,6 +46,27 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         decoder = Decoder(model, rope_factor=1.0, loss_chunk_bytes=1, activation_checkpoint="none", compile=False)
     return {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
+
+
+def parameter_problems(
+    found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], *, where: Callable[[str], object], asked_by: str
+) -> list[str]:
+    """A line for each tensor that is missing, superfluous or of another shape than ``asked_by`` says, cut short when there are many.
+
+    ``where(name)`` is the file or folder to name.
+    """
+    problems = []
+    for name, shape in wanted.items():
+        if name not in found:
+            problems.append(f"{where(name)}: tensor {name} is missing")
+        elif found[name] != shape:
+            problems.append(f"{where(name)}: tensor {name} has shape {found[name]}; {asked_by} asks for {shape}")
+    problems += [
+        f"{where(name)}: unexpected tensor {name}; the model of {asked_by} has none of this name" for name in sorted(found.keys() - wanted)
+    ]
+    if len(problems) > _SHOWN_PROBLEMS:
+        problems = [*problems[:_SHOWN_PROBLEMS], f"... and {len(problems) - _SHOWN_PROBLEMS} more like these"]
+    return problems
 
 
 class HuggingFaceFolder:
@@ -96,18 +117,15 @@ class HuggingFaceFolder:
         return file_of
 
     def _check(self) -> None:
-        shapes = {hf_name(name): shape for name, shape in parameter_shapes(self.model).items()}
-        problems = []
-        for name, shape in shapes.items():
-            if name not in self._file_of:
-                problems.append(f"{self.path}: tensor {name} is missing")
-            elif (stored := tuple(self._slice(name).get_shape())) != shape:
-                problems.append(f"{self.path / self._file_of[name]}: tensor {name} has shape {stored}; config.json asks for {shape}")
-        for name, file in self._file_of.items():
-            # Old Llama folders store the rotary frequencies, and tied ones may repeat the embedding as the head.
-            if name not in shapes and not name.endswith("rotary_emb.inv_freq") and not self._repeats_embedding(name):
-                problems.append(f"{self.path / file}: unexpected tensor {name}; a {self.model.family} model has none of this name")
-        _raise(problems)
+        wanted = {hf_name(name): shape for name, shape in parameter_shapes(self.model).items()}
+        # Old Llama folders store the rotary frequencies, and tied ones may repeat the embedding as the head.
+        harmless = {name for name in self._file_of.keys() - wanted if name.endswith("rotary_emb.inv_freq") or self._repeats_embedding(name)}
+        found = {name: tuple(self._slice(name).get_shape()) for name in self._file_of if name not in harmless}
+        problems = parameter_problems(
+            found, wanted, where=lambda name: self.path / self._file_of.get(name, ""), asked_by=str(self.path / "config.json")
+        )
+        if problems:
+            raise ConfigError(*problems)
 
     def _repeats_embedding(self, name: str) -> bool:
         return (
@@ -136,7 +154,9 @@ def _require_same_model(model: ModelConfig, source: HuggingFaceFolder) -> None:
         "qk_norm", "tie_word_embeddings", "rms_norm_eps",
     )  # fmt: skip
     pairs = ((field, getattr(model, field), getattr(source.model, field)) for field in fields)
-    _raise([f"model.{field}={ours}: {source.path / 'config.json'} says {theirs}" for field, ours, theirs in pairs if ours != theirs])
+    problems = [f"model.{field}={ours}: {source.path / 'config.json'} says {theirs}" for field, ours, theirs in pairs if ours != theirs]
+    if problems:
+        raise ConfigError(*problems)
 
 
 def _fill(parameter: Tensor, read: Callable[[int, int | None], Tensor]) -> None:
@@ -169,8 +189,7 @@ def write_folder(
     ``seq`` is the number of tokens that the model was trained on. Tokenizer files and token ids are copied from the folder ``tokenizer``.
     The folder appears under its name only when complete. Raises ConfigError if it already has content or cannot be written.
     """
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ConfigError(f"{path}: already exists; give a new or empty folder")
+    require_new_folder(path)
     config = config_json(model, rope_factor=rope_factor, seq=seq, dtype=str(dtype).removeprefix("torch."))
     unfinished = path.parent / f".{path.name}.partial-{os.getpid()}"
     try:
@@ -186,6 +205,12 @@ def write_folder(
         raise ConfigError(f"{path}: could not be written ({error})") from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def require_new_folder(path: Path) -> None:
+    """Raises ConfigError if ``path`` exists and is not an empty folder."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(f"{path}: already exists; give a new or empty folder")
 
 
 def _write_weights(
@@ -234,10 +259,3 @@ def _readable(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{path}: truncated or corrupt safetensors file ({error})") from None
-
-
-def _raise(problems: Sequence[str]) -> None:
-    if len(problems) > _SHOWN_PROBLEMS:
-        problems = [*problems[:_SHOWN_PROBLEMS], f"... and {len(problems) - _SHOWN_PROBLEMS} more like these"]
-    if problems:
-        raise ConfigError(*problems)

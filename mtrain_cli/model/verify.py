@@ -25,15 +25,23 @@ class Agreement:
     mean_kl: float
 
 
+def require_transformers() -> str:
+    """The version of transformers. Raises ConfigError that says how to get it when it is missing."""
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        raise ConfigError("transformers is not installed, and verify compares with it; install it with: pip install 'mtrain[hf]'") from None
+    return transformers.__version__
+
+
 def verify(folder: Path | str, tokens: int, seed: int = 0) -> Agreement:
     """Logits of ``tokens`` random tokens by the decoder and by transformers, in float32 on the CPU, from one Hugging Face folder.
 
     Raises ConfigError if transformers is missing or the folder cannot be read.
     """
-    try:
-        import transformers
-    except ModuleNotFoundError:
-        raise ConfigError("transformers is not installed, and verify compares with it; install it with: pip install 'mtrain[hf]'") from None
+    require_transformers()
+    import transformers
+
     source = HuggingFaceFolder(folder)
     model = source.model
     tokens_BN = torch.randint(model.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from mtrain_cli.commands.app import app
+from mtrain_cli.commands.checkpoint import app as checkpoint_app
+from mtrain_cli.config import compose
+from mtrain_cli.config.schema import ConfigError, ModelConfig
+from mtrain_cli.model.decoder import Decoder
+from mtrain_cli.model.huggingface import HuggingFaceFolder, load_into, write_folder
+from mtrain_cli.model.init import initialize
+from mtrain_cli.training.checkpoint import load_model_state, write_model_state
+from mtrain_cli.training.conversion import export_checkpoint
+
+MODEL = ["model.hidden_size=32", "model.num_layers=2", "model.head_dim=8", "model.intermediate_size=48"]
+
+
+def decoder_of(model: ModelConfig) -> Decoder:
+    with torch.device("meta"):
+        decoder = Decoder(model, rope_factor=1.0, loss_chunk_bytes=1, activation_checkpoint="none", compile=False)
+    decoder.to_empty(device="cpu")
+    initialize(decoder, 0)
+    return decoder
+
+
+@pytest.fixture
+def hf_folder(tmp_path: Path) -> Path:
+    """Random bfloat16 weights."""
+    model = compose.compose([*MODEL, "model.init_std=0.2"]).model
+    weights = dict(decoder_of(model).named_parameters())
+    write_folder(
+        tmp_path / "hf", model, lambda names: {n: weights[n].detach() for n in names}, rope_factor=1.0, seq=4096, dtype=torch.bfloat16
+    )
+    return tmp_path / "hf"
+
+
+def mtrain(*words: str | Path, code: int = 0) -> str:
+    """Runs a command; returns what it printed on both streams."""
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exit_code == code, (result.output, result.exception)
+    assert "Traceback" not in result.output
+    return " ".join(result.output.split())
+
+
+def test_imported_and_exported_weights_are_the_same_bytes(hf_folder, tmp_path):
+    mtrain("checkpoint", "import", hf_folder, tmp_path / "run")
+    state = load_model_state(tmp_path / "run")
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+    assert torch.equal(state["norm.weight"], HuggingFaceFolder(hf_folder).read("norm.weight").float())
+    mtrain("checkpoint", "export", tmp_path / "run", tmp_path / "out")
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "out" / file).read_bytes() == (hf_folder / file).read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out", "run"]
+
+
+def test_one_chosen_checkpoint_is_exported(tmp_path):
+    run = tmp_path / "run"
+    config = compose.compose(MODEL)
+    run.mkdir()
+    compose.save(config, run / "resolved.yaml")
+    states = {}
+    for step in (5, 10):
+        states[step] = {name: value.detach() + step for name, value in decoder_of(config.model).named_parameters()}
+        write_model_state(run / "checkpoints", step, states[step])
+    for source, step in ((run / "checkpoints" / "step-5", 5), (run, 10), (run / "checkpoints", 10)):
+        out = tmp_path / f"out-{source.name}"
+        mtrain("checkpoint", "export", source, out, "--dtype", "float32")
+        decoder = decoder_of(config.model)
+        load_into(decoder, out)
+        assert all(torch.equal(value, states[step][name]) for name, value in decoder.named_parameters())
+
+
+def test_the_stretch_of_auto_yarn_is_written_as_a_number(tmp_path):
+    words = [*MODEL, "seq=16k", "model.rope.scaling=yarn", "model.rope.factor=auto", "model.rope.original_max_position=4096"]
+    config = compose.compose(words)
+    (tmp_path / "run").mkdir()
+    compose.save(config, tmp_path / "run" / "resolved.yaml")
+    write_model_state(tmp_path / "run" / "checkpoints", 1, {n: p.detach() for n, p in decoder_of(config.model).named_parameters()})
+    mtrain("checkpoint", "export", tmp_path / "run", tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["rope_parameters"]["factor"] == 4.0
+    assert written["rope_parameters"]["original_max_position_embeddings"] == 4096
+    assert written["max_position_embeddings"] == 16384
+
+
+def test_verify_agrees_within_tolerance_and_fails_beyond_it(hf_folder, tmp_path):
+    pytest.importorskip("transformers")
+    assert "agrees at tolerance 0.001" in mtrain("checkpoint", "verify", hf_folder, "--tokens", "32")
+    mtrain("checkpoint", "import", hf_folder, tmp_path / "run")
+    output = mtrain("checkpoint", "verify", tmp_path / "run", "--tokens", "32", "--tolerance", "1e-12", code=1)
+    assert "DISAGREES at tolerance 1e-12" in output
+    assert "largest difference of a logit" in output
+    assert "mean KL divergence" in output
+
+
+def test_verify_fails_when_weights_are_not_numbers(hf_folder):
+    pytest.importorskip("transformers")
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(hf_folder / "model.safetensors")
+    tensors["model.norm.weight"].fill_(float("nan"))
+    save_file(tensors, hf_folder / "model.safetensors", {"format": "pt"})
+    assert "DISAGREES" in mtrain("checkpoint", "verify", hf_folder, "--tokens", "8", code=1)
+
+
+def test_verify_without_transformers_says_how_to_get_it(hf_folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "pip install 'mtrain[hf]'" in mtrain("checkpoint", "verify", hf_folder, code=2)
+
+
+def test_mistakes_end_in_one_line_and_leave_nothing(hf_folder, tmp_path):
+    run = tmp_path / "run"
+    assert "nowhere/config.json: no such file" in mtrain("checkpoint", "import", tmp_path / "nowhere", run, code=2)
+    weights = hf_folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    assert "truncated or corrupt safetensors" in mtrain("checkpoint", "import", hf_folder, run, code=2)
+    assert "no run and no checkpoint" in mtrain("checkpoint", "export", run, tmp_path / "out", code=2)
+    assert "already exists" in mtrain("checkpoint", "export", run, hf_folder, code=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_damaged_checkpoint_is_not_exported(hf_folder, tmp_path):
+    mtrain("checkpoint", "import", hf_folder, tmp_path / "run")
+    file = next((tmp_path / "run" / "checkpoints" / "step-0").glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert f"{file.name} was altered" in mtrain("checkpoint", "export", tmp_path / "run", tmp_path / "out", code=2)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_of_another_model_is_not_exported(tmp_path):
+    config = compose.compose(MODEL)
+    (tmp_path / "run").mkdir()
+    compose.save(config, tmp_path / "run" / "resolved.yaml")
+    state = {name: value.detach() for name, value in decoder_of(config.model).named_parameters()}
+    state["norm.weight"] = torch.ones(31)
+    state["norm.bias"] = torch.ones(32)
+    del state["layers.1.mlp.up_proj.weight"]
+    write_model_state(tmp_path / "run" / "checkpoints", 1, state)
+    with pytest.raises(ConfigError) as caught:
+        export_checkpoint(tmp_path / "run", tmp_path / "out", dtype=torch.float32)
+    text = "\n".join(caught.value.problems)
+    assert "tensor layers.1.mlp.up_proj.weight is missing" in text
+    assert "tensor norm.weight has shape (31,)" in text
+    assert "unexpected tensor norm.bias" in text
+
+
+def test_help_shows_examples_without_importing_torch():
+    for name in ("import", "export", "verify"):
+        result = CliRunner().invoke(checkpoint_app, [name, "--help"])
+        assert f"mtrain checkpoint {name}" in " ".join(result.output.split())
+    code = "import sys, mtrain_cli.commands.checkpoint; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
