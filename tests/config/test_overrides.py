@@ -113,7 +113,7 @@ def test_a_mistake_is_one_line_that_repeats_it_and_says_what_is_allowed(override
         ("train.steps=1e3", "train.steps", 1000),
         ("optim.lr=1", "optim.lr", 1.0),
         ("optim.lr=1e-5", "optim.lr", 1e-5),
-        ("optim.lr=${optim.min_lr_ratio}", "optim.lr", 0.1),
+        ("optim.lr=${optim.min_lr_ratio}", "optim.lr", compose().optim.min_lr_ratio),
         ("optim.betas=[0.8, 0.9]", "optim.betas", (0.8, 0.9)),
         ("optim/lr=0.5", "optim.lr", 0.5),
         ("topology.workers=3", "topology.workers", 3),

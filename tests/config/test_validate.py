@@ -27,7 +27,7 @@ def test_the_defaults_have_no_problem(defaults):
     [
         ({"seq": 1}, "seq=1: must be at least 2"),
         ({"seed": -1}, "seed=-1: must be between 0"),
-        ({"model__num_kv_heads": 3}, "model.num_kv_heads=3: does not divide model.num_heads=4; allowed: 1, 2, 4"),
+        ({"model__num_heads": 4, "model__num_kv_heads": 3}, "model.num_kv_heads=3: does not divide model.num_heads=4; allowed: 1, 2, 4"),
         ({"model__head_dim": 33}, "model.head_dim=33: must be even"),
         ({"model__num_layers": 0}, "model.num_layers=0: must be at least 1"),
         ({"model__vocab_size": 200}, "model.vocab_size=200: data.tokenizer=bytes needs at least 264"),
