@@ -18,7 +18,7 @@ from pathlib import Path
 
 from mtrain_cli.config.schema import ConfigError, DataConfig
 
-PIECE = 1 << 20  # characters, about
+PIECE = 1 << 16  # characters: small enough that a batch of pieces keeps many cores busy
 # Folders of the standard library that slim images leave out, or that hold tests and machine-specific files.
 _SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
 _SKIPPED_PREFIXES = ("_sysconfigdata", "config-", "sitecustomize")
@@ -94,38 +94,36 @@ def stdlib_corpus(folder: str | None = None, origin: str = "data=stdlib") -> Cor
 
 
 def split_text(blocks: Iterable[str], size: int = PIECE) -> Iterator[str]:
-    """Join ``blocks`` and cut the text into pieces of about ``size`` characters, where tokenizers would cut too.
+    """Join ``blocks`` and cut the text into pieces of at most ``size`` characters, where tokenizers would cut too.
 
     A cut comes after a single line break between two lines that do not begin or end with space: no usual pre-tokenizer has a token that
-    goes across it. Text without such a place for 16 sizes is cut anyway.
+    goes across it. A piece without such a place grows, and is cut anyway at 16 sizes.
     """
     held = ""
     for block in blocks:
         held += block
-        while len(held) >= size:
-            cut = _last_cut(held)
-            if cut == 0 and len(held) < 16 * size:
-                break
-            cut = cut or len(held)
-            yield held[:cut]
-            held = held[cut:]
+        start, reach = 0, size
+        while len(held) - start >= reach:
+            cut = _last_cut(held, start, start + reach)
+            if cut is None and reach < 16 * size:
+                reach += size
+                continue
+            end = start + reach if cut is None else cut
+            yield held[start:end]
+            start, reach = end, size
+        held = held[start:]
     if held:
         yield held
 
 
-def slices(text: str, size: int = PIECE) -> Iterator[str]:
-    """``text`` in blocks of ``size`` characters."""
-    return (text[start : start + size] for start in range(0, len(text), size))
-
-
-def _last_cut(text: str) -> int:
-    """The largest position where ``text`` may be cut, 0 if there is none."""
-    position = text.rfind("\n", 1, len(text) - 1)
+def _last_cut(text: str, start: int, end: int) -> int | None:
+    """The largest position in text[start:end] where it may be cut, but not at its beginning."""
+    position = text.rfind("\n", start + 1, end - 1)
     while position > 0:
         if not text[position - 1].isspace() and not text[position + 1].isspace():
             return position + 1
-        position = text.rfind("\n", 1, position)
-    return 0
+        position = text.rfind("\n", start + 1, position)
+    return None
 
 
 def _python_sources(root: Path) -> Iterator[Path]:

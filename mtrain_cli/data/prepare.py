@@ -23,7 +23,7 @@ from mtrain_cli.data.store import DOCUMENTS, META, TOKENIZER, TOKENS, StoreMeta,
 from mtrain_cli.data.tokenizers import SMALLEST_BPE, FileTokenizer, Tokenizer, open_tokenizer, train_bpe
 
 _JOURNAL, _LOCK = "journal.json", "lock"
-_BATCH_CHARACTERS, _BATCH_PIECES = 1 << 23, 1 << 13
+_BATCH_CHARACTERS, _BATCH_PIECES = 1 << 22, 1 << 13
 _COMMIT_TOKENS, _COMMIT_SECONDS = 1 << 24, 2.0
 # Merges are as good from this much text as from more; BPE training holds every distinct word.
 _BPE_CHARACTERS = 1 << 30
@@ -79,6 +79,7 @@ def tokenise(corpus: Corpus, tokenizer: Tokenizer, writer: StoreWriter, start: P
             written = count
         for ids in encoded[written:]:
             writer.append(ids)
+        writer.flush()
         reached = ends[-1][1] if ends else Position(position.unit, position.record, position.read + characters)
         pieces.clear()
         ends.clear()

@@ -118,7 +118,10 @@ class TokenStore:
 
 
 class StoreWriter:
-    """Appends documents to a pair of binary files, which are at the end of ``num_documents`` documents already written."""
+    """Appends documents to a pair of binary files, which are at the end of ``num_documents`` documents already written.
+
+    What is appended reaches the files with the next ``flush``, so that many small documents cost one write.
+    """
 
     def __init__(self, tokens: BinaryIO, offsets: BinaryIO, tokenizer: Tokenizer, num_tokens: int = 0, num_documents: int = 0) -> None:
         self.tokenizer = tokenizer
@@ -126,29 +129,39 @@ class StoreWriter:
         self.num_tokens = num_tokens
         self.num_documents = num_documents
         self._tokens, self._offsets = tokens, offsets
+        self._end = np.array([] if tokenizer.eos is None else [tokenizer.eos], _DTYPES[self.dtype])
         self._open_document = 0
-        if num_documents == 0:
-            offsets.write(np.zeros(1, _OFFSET).tobytes())
+        self._pending_tokens: list[np.ndarray] = []
+        self._pending_offsets: list[int] = [] if num_documents else [0]
 
     def append(self, ids: np.ndarray) -> None:
         """Add ids[N] to the document that is being written."""
-        assert ids.size == 0 or (ids.min() >= 0 and ids.max() < self.tokenizer.vocab_size)
-        self._tokens.write(ids.astype(_DTYPES[self.dtype]).tobytes())
+        self._pending_tokens.append(ids)
         self._open_document += ids.size
 
     def end_document(self) -> None:
         """Close the document with the tokenizer's end token. One without any text leaves no trace."""
         if self._open_document == 0:
             return
-        if self.tokenizer.eos is not None:
-            self.append(np.array([self.tokenizer.eos]))
+        self.append(self._end)
         self.num_tokens += self._open_document
         self.num_documents += 1
         self._open_document = 0
-        self._offsets.write(np.array([self.num_tokens], _OFFSET).tobytes())
+        self._pending_offsets.append(self.num_tokens)
+
+    def flush(self) -> None:
+        """Hand everything that was appended to the files."""
+        if self._pending_tokens:
+            ids = np.concatenate(self._pending_tokens)
+            assert ids.size == 0 or (ids.min() >= 0 and ids.max() < self.tokenizer.vocab_size)
+            self._tokens.write(ids.astype(_DTYPES[self.dtype], copy=False).data)
+        self._offsets.write(np.array(self._pending_offsets, _OFFSET).data)
+        self._pending_tokens.clear()
+        self._pending_offsets.clear()
 
     def sync(self) -> None:
         """Push everything to the disk."""
+        self.flush()
         for file in (self._tokens, self._offsets):
             file.flush()
             os.fsync(file.fileno())
@@ -172,7 +185,7 @@ class StoreWriter:
         )
 
     def from_memory(self, tokens: memoryview, offsets: memoryview, source: str) -> TokenStore:
-        """The store whose files were only in memory."""
+        """The store whose flushed files were only in memory."""
         token_array, offset_array = np.frombuffer(tokens, _DTYPES[self.dtype]), np.frombuffer(offsets, _OFFSET)
         return TokenStore(self.meta(source, {}, token_array, offset_array), token_array, offset_array)
 

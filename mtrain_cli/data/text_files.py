@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.data.corpora import Corpus, Document, Unit, slices, split_text
+from mtrain_cli.data.corpora import Corpus, Document, Unit, split_text
 
 _BLOCK = 1 << 22  # bytes of a plain file that are read at once
 _ROWS = 1024  # parquet rows that are turned into Python strings at once
@@ -180,7 +180,7 @@ def _text_pieces(text: Any, key: TextKey, place: str) -> Iterable[str]:
     if not text.isascii():
         # JSON can spell half of a surrogate pair, which no encoding of text can hold.
         text = text.encode("utf-8", "replace").decode("utf-8")
-    return split_text(slices(text))
+    return split_text([text])
 
 
 def _one_line(error: Exception) -> str:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.data.corpora import Corpus, open_corpus, slices, split_text, stdlib_corpus
+from mtrain_cli.data.corpora import Corpus, open_corpus, split_text, stdlib_corpus
 
 
 def _texts(corpus: Corpus) -> dict[str, str]:
@@ -78,9 +78,19 @@ def test_text_without_a_path_is_one_clear_line(make_config) -> None:
         open_corpus(make_config(kind="text", path=None).data)
 
 
+def _blocks(text: str, size: int) -> list[str]:
+    return [text[start : start + size] for start in range(0, len(text), size)]
+
+
+def test_pieces_are_no_longer_than_asked_where_lines_are_short() -> None:
+    text = "some words\n" * 1000
+    for block in (1, 50, len(text)):
+        assert {len(piece) for piece in split_text(_blocks(text, block), 100)} == {99, len(text) % 99}
+
+
 @given(text=st.text(st.sampled_from("ab \n\t\u2028é"), max_size=400), block=st.integers(1, 50), size=st.integers(1, 50))
 def test_pieces_join_to_the_text_and_are_cut_between_plain_lines(text: str, block: int, size: int) -> None:
-    pieces = list(split_text(slices(text, block), size))
+    pieces = list(split_text(_blocks(text, block), size))
     assert "".join(pieces) == text
     assert all(pieces)
     for left, right in pairwise(pieces):
@@ -88,7 +98,8 @@ def test_pieces_join_to_the_text_and_are_cut_between_plain_lines(text: str, bloc
             assert left[-1] == "\n"
             assert not left[-2].isspace()
             assert not right[0].isspace()
+    assert all(len(piece) <= 16 * size for piece in pieces)
 
 
 def test_text_without_line_breaks_is_cut_after_sixteen_sizes() -> None:
-    assert [len(piece) for piece in split_text(slices("x" * 1000, 10), 10)] == [160] * 6 + [40]
+    assert [len(piece) for piece in split_text(_blocks("x" * 1000, 7), 10)] == [160] * 6 + [40]

@@ -18,16 +18,16 @@ from mtrain_cli.data.tokenizers import ByteTokenizer, open_tokenizer
 
 
 def _store(lengths: list[int]) -> TokenStore:
-    """Documents whose tokens tell (document, place) apart as far as 256 values can; the last token of each is the end token."""
+    """Documents whose tokens tell (document, place) apart as far as 256 values can; the last token of the longer ones is the end token."""
     tokens, offsets = io.BytesIO(), io.BytesIO()
-    writer = StoreWriter(tokens, offsets, ByteTokenizer())
+    tokenizer = ByteTokenizer()
+    tokenizer.eos = None
+    writer = StoreWriter(tokens, offsets, tokenizer)
     for number, length in enumerate(lengths):
         writer.append((np.arange(length - 1) * 7 + number * 31 + 1) % 256)
-        if length == 1:
-            writer.append(np.array([number % 256]))
-            writer.tokenizer.eos = None
+        writer.append(np.array([257 if length > 1 else number % 256]))
         writer.end_document()
-        writer.tokenizer.eos = 257
+    writer.flush()
     return writer.from_memory(tokens.getbuffer(), offsets.getbuffer(), "a test")
 
 

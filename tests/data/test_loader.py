@@ -23,6 +23,7 @@ def _dataset(sequences: int = 13, seq: int = 6) -> PackedDataset:
     for number in range(sequences):
         writer.append(np.full(seq - 1, number))
         writer.end_document()
+    writer.flush()
     return PackedDataset(writer.from_memory(tokens.getbuffer(), offsets.getbuffer(), "a test"), seq, shuffle=False)
 
 
@@ -105,21 +106,45 @@ def test_state_of_another_corpus_is_refused() -> None:
         other.load_state(loader.state())
 
 
-def test_the_next_step_is_read_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
-    dataset = _dataset()
-    read, threads, real = threading.Event(), set(), PackedDataset.__getitem__
+def test_the_next_step_is_read_once_and_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, threads, real = threading.Semaphore(0), [], PackedDataset.__getitem__
 
     def noting(self: PackedDataset, index: int) -> Sample:
-        threads.add(threading.current_thread())
-        read.set()
+        threads.append(threading.current_thread())
+        read.release()
         return real(self, index)
 
     monkeypatch.setattr(PackedDataset, "__getitem__", noting)
-    with _loader(dataset) as loader:
-        next(loader)
-        read.clear()
-        assert read.wait(5), "the second step is not read until it is asked for"
+    with _loader(_dataset()) as loader:
+        for _ in range(3):
+            next(loader)
+        for _ in range(4 * 4):
+            assert read.acquire(timeout=5), "the fourth step is not read until it is asked for"
+    assert len(threads) == 4 * 4
     assert threading.main_thread() not in threads
+
+
+def test_loading_a_state_waits_for_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both use the sampler."""
+    dataset, real = _dataset(), PackedDataset.__getitem__
+    reading, release, finished = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(self: PackedDataset, index: int) -> Sample:
+        reading.set()
+        release.wait(5)
+        finished.set()
+        return real(self, index)
+
+    with _loader(dataset, global_batch=1) as loader:
+        state = loader.state()
+        next(loader)
+        next(loader)
+        monkeypatch.setattr(PackedDataset, "__getitem__", slow)
+        next(loader)
+        assert reading.wait(5)
+        threading.Timer(0.2, release.set).start()
+        loader.load_state(state)
+        assert finished.is_set()
 
 
 def test_an_error_of_the_reader_is_raised_by_next_and_loses_no_sequence(monkeypatch: pytest.MonkeyPatch) -> None:

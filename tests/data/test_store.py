@@ -43,6 +43,7 @@ def test_a_store_in_memory_equals_one_on_disk(tmp_path: Path) -> None:
     for document in DOCUMENTS:
         writer.append(np.frombuffer(document, np.uint8))
         writer.end_document()
+    writer.flush()
     in_memory = writer.from_memory(tokens.getbuffer(), offsets.getbuffer(), "a test")
     assert in_memory.meta.sha256 == on_disk.meta.sha256
     assert np.array_equal(in_memory.tokens, on_disk.tokens)
@@ -56,6 +57,7 @@ def test_large_vocabularies_are_stored_in_32_bits(bpe_file: Path) -> None:
     writer = StoreWriter(tokens, offsets, tokenizer)
     writer.append(np.array([3, 69_999]))
     writer.end_document()
+    writer.flush()
     store = writer.from_memory(tokens.getbuffer(), offsets.getbuffer(), "")
     assert store.meta.dtype == "uint32"
     assert store.tokens.tolist() == [3, 69_999, 0]
@@ -64,11 +66,13 @@ def test_large_vocabularies_are_stored_in_32_bits(bpe_file: Path) -> None:
 def test_the_fingerprint_depends_on_boundaries_not_only_on_tokens(tmp_path: Path) -> None:
     one = TokenStore.open(_write(tmp_path / "a", [b"ab"]))
     tokens, offsets = io.BytesIO(), io.BytesIO()
-    writer = StoreWriter(tokens, offsets, open_tokenizer("bytes"))
-    writer.tokenizer.eos = None
+    endless = ByteTokenizer()
+    endless.eos = None
+    writer = StoreWriter(tokens, offsets, endless)
     for part in ([97], [98, 257]):
         writer.append(np.array(part))
         writer.end_document()
+    writer.flush()
     other = writer.from_memory(tokens.getbuffer(), offsets.getbuffer(), "")
     assert np.array_equal(one.tokens, other.tokens)
     assert one.meta.sha256 != other.meta.sha256
