@@ -19,7 +19,6 @@ from mtrain_cli.config.sizes import format_size
 from mtrain_cli.launch.environment import Environment, resolve_environment
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.parallel.layout import Layout, make_layout
-from mtrain_cli.parallel.schedule import Transfer, make_schedule
 from mtrain_cli.parallel.selection import choose_exchange
 from mtrain_cli.training.flops import FlopsPerToken, ParameterCount, flops_per_token, parameters, peak_flops
 from mtrain_cli.training.memory import GIB, MemoryEstimate, estimate_memory
@@ -37,8 +36,8 @@ USABLE = 0.95  # of a GPU's memory: the allocator's blocks are never packed with
 
 @dataclass(frozen=True, kw_only=True)
 class Moved:
-    """Bytes that one worker receives (all_gather, ring) or sends (gradients): of one layer and micro-batch forward and backward, of the
-    weights and their gradients in one optimizer step.
+    """Bytes that reach one worker: keys, values and their gradients of one layer and micro-batch, forward and backward; weights and their
+    gradients of one optimizer step.
     """
 
     forward: int
@@ -190,34 +189,27 @@ def _complete(
         tokens_per_step=train.global_batch * config.seq,
         micro_batches=micro_batches,
         memory=memory,
-        moved=moved(config, environment.workers, layout, exchange[0], dtype.itemsize),
+        moved=moved(config, environment.workers, layout, dtype.itemsize),
         checkpoint=12 * count.total,
     )
 
 
-def moved(config: Config, workers: int, layout: Layout, exchange: str, dtype_bytes: int) -> Moved:
-    """Traffic of one worker, counted from the schedule that the exchange follows.
+def moved(config: Config, workers: int, layout: Layout, dtype_bytes: int) -> Moved:
+    """Traffic of one worker; the same for all_gather and ring, which differ in when it moves and not in how much.
 
-    A shard of keys and values is 2 * tokens * kv_heads * head_dim numbers; its gradient travels in float32. With full recomputation the
-    forward exchange runs twice. Weights are gathered in the compute dtype forward and backward, their gradients reduced in float32,
-    (W - 1) / W of them for each micro-batch.
+    A shard of keys and values is 2 * tokens * kv_heads * head_dim numbers. Those of the other cp - 1 workers arrive in forward and again in
+    backward, and as many of their gradients leave, in float32. With full recomputation the forward exchange runs twice. Weights are
+    gathered in the compute dtype forward and backward and their gradients reduced in float32, (W - 1) / W of them, for each micro-batch.
     """
     model, train = config.model, config.train
     numbers = 2 * layout.tokens_per_worker * train.micro_batch * model.num_kv_heads * model.head_dim
-    schedule = make_schedule(exchange, layout.workers)
-
-    def size(transfer: Transfer) -> int:
-        return len(transfer.sends) * 4 * numbers if transfer.payload == "dkv" else len(transfer.receives) * dtype_bytes * numbers
-
-    forward, backward = (
-        sum(size(transfer) for step in steps[0] for transfer in (*step.before, *step.during, *step.after))
-        for steps in (schedule.forward, schedule.backward)
-    )
+    forward = (layout.workers - 1) * dtype_bytes * numbers
+    gradients = (layout.workers - 1) * 4 * numbers
     passes = train.global_batch // (train.micro_batch * (workers // layout.workers))
     total = parameters(model).total
     return Moved(
         forward=forward,
-        backward=backward + (forward if train.activation_checkpoint == "full" else 0),
+        backward=forward + gradients + (forward if train.activation_checkpoint == "full" else 0),
         weights=passes * total * (2 * dtype_bytes + 4) * (workers - 1) // workers,
     )
 

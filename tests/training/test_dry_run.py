@@ -1,0 +1,188 @@
+"""The dry run: every number of a plan, on a machine that is not the one it plans for."""
+
+import io
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from mtrain_cli.config.compose import compose
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.parallel.schedule import make_schedule
+from mtrain_cli.training import dry_run as module
+from mtrain_cli.training.banner import banner
+from mtrain_cli.training.dry_run import GPU_MEMORY, count, dry_run, flop, plan, size
+from mtrain_cli.training.memory import GIB
+from mtrain_cli.training.plan import make_choices
+
+LARGE = ["model=llama8b", "seq=4m", "topology.workers=64", "topology.device=cuda"]
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="plans for a machine with GPUs from one without")
+
+
+def text(renderable, width=80):
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(renderable)
+    return console.file.getvalue()
+
+
+def test_the_default_run_is_planned_as_it_would_start_here():
+    found = plan(compose(["topology.device=cpu"]))
+    assert (found.environment.device, found.environment.workers, found.dtype, found.gpu) == ("cpu", 2, "float32", None)
+    assert (found.layout.name, found.layout.tokens_per_worker, found.exchange, found.kernel) == ("striped", 2048, "all_gather", "sdpa")
+    assert found.tokens_per_step == 4096
+    assert found.checkpoint == 12 * found.parameters.total
+
+
+@without_gpu
+def test_gpus_need_not_be_here_and_what_is_assumed_is_said():
+    found = plan(compose(LARGE))
+    assert (found.environment.workers, found.environment.cp, found.dtype, found.layout.tokens_per_worker) == (64, 64, "bfloat16", 65536)
+    assert found.kernel == "flash4"
+    assert "assumed, no GPU here" in found.kernel_reason
+    assert found.exchange == "ring"
+    assert "gathered KV and dKV" in found.exchange_reason
+    assert found.rope_factor == 8.0
+    assert found.parameters.total == 8_030_261_248
+    assert found.fits is None
+
+
+@without_gpu
+def test_many_workers_are_gpus_where_no_device_is_named():
+    assert plan(compose([*LARGE[:2], "topology.workers=1024"])).environment.device == "cuda"
+    assert plan(compose(["topology.workers=1"])).environment.device == "cpu"
+    assert plan(compose(["topology.workers=1024", "topology.device=cpu"])).environment.device == "cpu"
+
+
+@without_gpu
+def test_a_kernel_that_no_gpu_could_run_is_refused():
+    with pytest.raises(ConfigError, match=r"train\.kernel=flash4"):
+        plan(compose([*LARGE, "train.kernel=flash4", "train.dtype=float32"]))
+    assert plan(compose([*LARGE, "train.kernel=sdpa"])).kernel == "sdpa"
+    assert "no GPU here to ask" in plan(compose([*LARGE, "train.kernel=sdpa"])).kernel_reason
+
+
+def test_the_largest_plan_takes_seconds():
+    started = time.process_time()
+    text(dry_run(compose(LARGE)))
+    assert time.process_time() - started < 5
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "ring"])
+@pytest.mark.parametrize(("workers", "cp"), [(1, 1), (3, 3), (8, 2), (4, 4)])
+def test_bytes_moved_are_those_of_the_schedule(workers, cp, exchange):
+    sizes = [f"topology.workers={workers}", f"topology.context_parallel={cp}", f"train.global_batch={workers // cp}"]
+    found = plan(compose(["topology.device=cpu", *sizes]))
+    shard = 2 * found.layout.tokens_per_worker * 2 * 32
+    schedule = make_schedule(exchange, cp)
+    for rank in range(cp):
+        for steps, moved in ((schedule.forward[rank], found.moved.forward), (schedule.backward[rank], found.moved.backward)):
+            transfers = [transfer for step in steps for transfer in (*step.before, *step.during, *step.after)]
+            keys = sum(len(transfer.receives) for transfer in transfers if transfer.payload == "kv")
+            gradients = sum(len(transfer.sends) for transfer in transfers if transfer.payload == "dkv")
+            assert moved == (keys * 4 + gradients * 4) * shard
+    assert found.moved.weights == found.parameters.total * (2 * 4 + 4) * (workers - 1) // workers
+
+
+def test_full_recomputation_moves_the_keys_once_more():
+    selective, full = (
+        plan(compose(["topology.device=cpu", f"train.activation_checkpoint={kind}"])).moved for kind in ("selective", "full")
+    )
+    assert full.backward == selective.backward + selective.forward
+
+
+def test_accumulation_and_data_parallel_groups_share_the_global_batch():
+    found = plan(
+        compose(
+            ["topology.device=cpu", "topology.workers=4", "topology.context_parallel=2", "train.global_batch=12", "train.micro_batch=2"]
+        )
+    )
+    assert (found.environment.dp, found.micro_batches, found.tokens_per_step) == (2, 3, 12 * 4096)
+    assert "12 sequences = 2 x 2 x 3 accumulated" in text(module.render(found))
+
+
+def test_padding_is_shown():
+    printed = text(dry_run(compose(["topology.device=cpu", "seq=1000", "topology.workers=3"])), 120)
+    assert "384 tokens a worker, 152 of 1,152 are padding" in printed
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_page_fits_the_terminal_and_names_every_part(width):
+    printed = text(dry_run(compose(LARGE)), width)
+    assert max(len(line.rstrip()) for line in printed.splitlines()) <= width
+    for word in (
+        "8.03 B parameters",
+        "3.34 TFLOP",
+        "64 GPU",
+        "striped",
+        "ring",
+        "flash4",
+        "bfloat16",
+        "parameters",
+        "optimizer",
+        "activations",
+        "total",
+    ):
+        assert word in printed, word
+
+
+def test_the_verdict_follows_the_total():
+    if torch.cuda.is_available():
+        pytest.skip("holds the total against common GPUs only where none is here")
+    verdicts = []
+    for workers in (8, 64, 1024):
+        found = plan(compose(["model=llama8b", "seq=4m", f"topology.workers={workers}", "topology.device=cuda"]))
+        smallest = next((name for name, gib in GPU_MEMORY if found.memory.total <= 0.95 * gib * GIB), None)
+        verdict = str(module.fitting(found))
+        assert (smallest or "no GPU of today") in verdict
+        verdicts.append(verdict)
+    assert len(set(verdicts)) == 3
+
+
+def test_the_banner_names_what_runs_and_why_in_80_columns():
+    config = compose(["topology.device=cpu"])
+    environment = plan(config).environment
+    printed = text(banner(config, environment, make_choices(config, environment), Path("runs/tiny-4k"), "stdlib: 212 documents"))
+    for word in (
+        "tiny (qwen2), 822 K parameters",
+        "2 CPU processes",
+        "all_gather: ",
+        "sdpa: ",
+        "striped",
+        "stdlib: 212 documents",
+        "runs/tiny-4k",
+    ):
+        assert word in printed, word
+    assert max(len(line.rstrip()) for line in printed.splitlines()) <= 80
+    assert len(printed.splitlines()) <= 16
+
+
+@pytest.mark.parametrize(
+    ("text_", "expected"),
+    [
+        (count(822_000), "822 K"),
+        (count(8_030_261_248), "8.03 B"),
+        (flop(3.34e12), "3.34 TFLOP"),
+        (flop(2.5e6), "2.5 MFLOP"),
+        (size(3 * 2**30), "3.00 GiB"),
+        (size(3 * 2**20), "3.0 MiB"),
+    ],
+)
+def test_numbers_are_short(text_, expected):
+    assert text_ == expected
+
+
+def test_the_command_prints_a_plan_and_writes_nothing(tmp_path):
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-m", "mtrain_cli", "train", *LARGE, "--dry-run"]
+    environment = {**os.environ, "PYTHONPATH": str(root), "COLUMNS": "80"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"total +\d+\.\d\d GiB", done.stdout)
+    assert list(tmp_path.iterdir()) == []
