@@ -13,7 +13,7 @@ from mtrain_cli import resource_dir
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHIPPED = ("conf", "kernels", "profiles")
 
-# Run by a fresh interpreter without site-packages of its own, outside the repository.
+# Run by a fresh interpreter outside the repository, which heeds no PYTHONPATH.
 PROBE = """
 import importlib.util, sys
 for name in ("conf", "kernels", "profiles", "tests"):
@@ -66,7 +66,7 @@ def install(wheel: Path, target: Path) -> None:
 def probe(target: Path, cwd: Path) -> str:
     """Output of PROBE with ``target`` as a site folder, so that .pth files in it count."""
     code = f"import site; site.addsitedir({str(target)!r})\n{PROBE}"
-    result = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-I", "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

@@ -6,8 +6,6 @@ A command is one file beside this one. It raises `ConfigError` for a user's mist
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -17,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from mtrain_cli import __version__
-from mtrain_cli.commands import config, train
+from mtrain_cli.commands import checkpoint, config, data, doctor, train
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.job import job_rank
 
@@ -116,8 +114,6 @@ def mtrain(
 
 app.command("train")(train.train)
 app.add_typer(config.app, name="config")
-for _name in ("data", "checkpoint"):
-    if importlib.util.find_spec(f"mtrain_cli.commands.{_name}"):
-        app.add_typer(importlib.import_module(f"mtrain_cli.commands.{_name}").app, name=_name)
-if importlib.util.find_spec("mtrain_cli.commands.doctor"):
-    app.command("doctor")(importlib.import_module("mtrain_cli.commands.doctor").doctor)
+app.add_typer(data.app, name="data")
+app.add_typer(checkpoint.app, name="checkpoint")
+app.command("doctor")(doctor.doctor)
