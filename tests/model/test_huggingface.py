@@ -171,10 +171,10 @@ def test_sharded_workers_load_the_same_weights_and_read_only_their_rows(tmp_path
         (lambda f: (f / SINGLE).write_bytes((f / SINGLE).read_bytes()[:100]), f"{SINGLE}: truncated or corrupt safetensors file"),
         (lambda f: (f / SINGLE).write_bytes(b""), f"{SINGLE}: truncated or corrupt safetensors file"),
         (lambda f: edit_tensors(f, model__norm__weight=None), "tensor model.norm.weight is missing"),
-        (lambda f: edit_tensors(f, model__norm__weight=torch.ones(39)), r"norm.weight has shape \(39,\); config.json asks for \(40,\)"),
+        (lambda f: edit_tensors(f, model__norm__weight=torch.ones(39)), r"norm.weight has shape \(39,\); .*config.json asks for \(40,\)"),
         (lambda f: edit_tensors(f, model__norm__bias=torch.ones(40)), "unexpected tensor model.norm.bias"),
         (lambda f: edit_tensors(f, lm_head__weight=torch.ones(97, 40)), "unexpected tensor lm_head.weight"),
-        (lambda f: edit_config(f, num_attention_heads=2, head_dim=32), r"has shape \(32, 40\); config.json asks for \(64, 40\)"),
+        (lambda f: edit_config(f, num_attention_heads=2, head_dim=32), r"has shape \(32, 40\); .*config.json asks for \(64, 40\)"),
     ],
 )  # fmt: skip
 def test_damage_ends_in_a_line_that_names_it(tmp_path, damage, message):
