@@ -200,7 +200,7 @@ def _links(gpus: int) -> list[Link]:
 def parse_topology(text: str) -> list[Link]:
     """The GPU part of the matrix of `nvidia-smi topo -m`: every ordered pair of different GPUs."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in text.splitlines()]
-    rows = {int(words[0][3:]): words[1:] for words in lines if words and re.fullmatch(r"GPU\d+", words[0]) and "X" in words}
+    rows = {int(words[0][3:]): words[1:] for words in lines if words and re.fullmatch(r"GPU\d+", words[0])}
     return [Link(a, b, row[b]) for a, row in sorted(rows.items()) for b in sorted(rows) if a != b and b < len(row)]
 
 

@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 def banner(config: Config, environment: Environment, choices: Choices, run_dir: Path, data: str) -> RenderableType:
     """The facts of a run that starts now. data: one line on the corpus, from `PackedDataset.describe`."""
     found = dry_run.planned(config, environment, choices)
-    memory = f"{dry_run.size(found.memory.total)} estimated at the peak of a worker"
-    if found.capacity is not None:
-        memory += f", {found.memory.total / found.capacity:.0%} of {dry_run.size(found.capacity)}"
+    if found.capacity is None:
+        memory = f"{dry_run.size(found.memory.total)} of tensors in a worker at its peak, estimated"
+    else:
+        share = found.memory.total / found.capacity
+        memory = f"{dry_run.size(found.memory.total)} a worker at its peak, estimated: {share:.0%} of {dry_run.size(found.capacity)}"
     rows = [
         ("model", f"{dry_run.describe_model(found)}, {dry_run.describe_rope(found)}"),
         ("sequence", f"{format_size(config.seq)}; a step is {dry_run.describe_step(found)}"),

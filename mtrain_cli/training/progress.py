@@ -54,13 +54,13 @@ class Progress:
         self._clock = clock
         self._started = self._finished = clock()
         self._durations: deque[float] = deque(maxlen=PACE_STEPS)
-        self._rates: list[float] = []
+        self._steady: list[StepMetrics] = []
         self._log = log.open("a", encoding="utf-8") if enabled and log is not None else None
         self._live: Live | None = None
 
     def __enter__(self) -> Progress:
         self._started = self._finished = self._clock()
-        if self.enabled and self._console.is_terminal:
+        if self.enabled and self._console.is_terminal and not self._console.is_dumb_terminal:
             # The bar vanishes at the end or on an error: what remains on the screen is the summary or the error, not a stale bar.
             self._live = Live(_Display(self), console=self._console, refresh_per_second=4, transient=True)
             self._live.start()
@@ -85,7 +85,7 @@ class Progress:
         now = self._clock()
         if len(self.losses) >= WARM_UP_STEPS:
             self._durations.append(now - self._finished)
-            self._rates.append(metrics.tokens_per_second_per_gpu)
+            self._steady.append(metrics)
         self._finished = now
         self.losses.append(metrics.loss)
         self.last = metrics
@@ -133,9 +133,13 @@ class Progress:
         if self.last is not None:
             first = f"{self.losses[0]:.4f} at step {self.start_step + 1}"
             rows.append(("loss", f"{first}, {self.losses[-1]:.4f} at step {self.last.step}  {self.sparkline(24)}"))
-            rate = statistics.median(self._rates) if self._rates else self.last.tokens_per_second_per_gpu
-            steps = max(1, len(self._rates))
-            rows.append(("throughput", f"{_rate(rate, self.last)}, median of {steps} steps; {self.last.tokens:,} tokens in all"))
+            steady = self._steady or [self.last]
+            rate = _rate(statistics.median(metrics.tokens_per_second_per_gpu for metrics in steady), self.last)
+            if self.last.mfu_model is not None:
+                rate += f", MFU {statistics.median(metrics.mfu_model or 0.0 for metrics in steady):.1%}"
+            rows.append(("throughput", f"{rate}, median of {len(steady)} steps; {self.last.tokens:,} tokens in all"))
+            if self.last.peak_memory_gib is not None:
+                rows.append(("memory", f"{max(metrics.peak_memory_gib or 0.0 for metrics in steady):.2f} GiB at most"))
         rows += [("files" if number == 0 else "", file) for number, file in enumerate(files)]
         text = Text(headline, style="bold")
         for label, value in [*rows, *commands]:
@@ -147,7 +151,7 @@ class Progress:
         width = len(str(self.total_steps))
         parts = [f"step {metrics.step:>{width}}/{self.total_steps}", f"loss {metrics.loss:.4f}"]
         if metrics.grad_norm is not None:
-            parts.append(f"grad {metrics.grad_norm:.3g}")
+            parts.append(f"grad {metrics.grad_norm:.2f}")
         parts += [
             f"lr {metrics.lr:.2e}",
             _rate(metrics.tokens_per_second_per_gpu, metrics),

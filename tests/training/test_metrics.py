@@ -93,7 +93,7 @@ def test_a_step_outlives_a_killed_process(tmp_path):
     code = (
         "import os, sys\nsys.path.insert(0, sys.argv[2])\nfrom pathlib import Path\n"
         "from test_metrics import STEP, MetricsWriter\n"
-        "MetricsWriter(Path(sys.argv[1]), tensorboard=False, start_step=0).write(STEP)\n"
+        "writer = MetricsWriter(Path(sys.argv[1]), tensorboard=False, start_step=0)\nwriter.write(STEP)\n"
         "os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path), os.path.dirname(__file__)], timeout=60)

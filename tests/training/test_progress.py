@@ -146,9 +146,17 @@ def test_the_summary_names_first_and_last_loss_and_never_breaks_a_command():
     text = out.getvalue()
     assert "time        0:40" in text
     assert "5.0000 at step 1, 2.0000 at step 4" in text
-    assert "350 tok/s/GPU, median of 2 steps" in text
+    assert "350 tok/s/GPU, MFU 43.1%, median of 2 steps" in text
+    assert "memory      101.26 GiB at most" in text
     assert f"export      {command}\n" in text
     assert "            runs/x/checkpoints/step-4\n" in text
+
+
+def test_a_dumb_terminal_gets_plain_lines():
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, _environ={"TERM": "dumb"})
+    with Progress(3, 0, True, console=console) as progress:
+        progress.step(STEP)
+    assert console.file.getvalue().startswith("step 1/3  loss 5.5000")
 
 
 def test_a_run_that_ends_before_its_first_step_still_has_a_summary():
