@@ -66,6 +66,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
                 torch.mm(dlogits_RV, weight_VC, out=dx_RC)
             if weight_needed:
                 _add_matmul(dweight_VC, dlogits_RV.t(), x_RC)
+            del logits_RV, dlogits_RV  # or they would stand beside the next chunk's
         ctx.save_for_backward(dx_NC if x_needed else None, dweight_VC.to(weight_VC.dtype) if weight_needed else None)
         return loss
 
