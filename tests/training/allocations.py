@@ -43,9 +43,9 @@ class LiveBytes(TorchDispatchMode):
         for tensor in tree_iter((args, kwargs, result)):
             if isinstance(tensor, torch.Tensor):
                 self._see(tensor)
-        alive = {key: storage for key, ref in self._storages.items() if (storage := ref()) is not None}
-        self._storages = {key: self._storages[key] for key in alive}
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in alive.values()))
+        alive = [(key, storage) for key, ref in self._storages.items() if (storage := ref()) is not None]
+        self._storages = {key: self._storages[key] for key, _ in alive}
+        self.peak = max(self.peak, sum(storage.nbytes() for _, storage in alive))
         return result
 
 
@@ -106,21 +106,23 @@ def step_peak(rank: int, world: int, overrides: list[str], exchange: str, kernel
     masks = [SequenceMask.causal(config.seq, layout.padded_seq)] * batch
     attend = ContextAttention.make(make_exchange(exchange, layout, group), StandIn(kernel), masks, "cpu")
     functional = SimpleNamespace(rms_norm=lambda x, _, weight, __: FusedNorm.apply(x, weight), silu=torch.nn.functional.silu)
-    peak = 0
+    inputs = [torch.zeros(batch, tokens, dtype=torch.long) for _ in range(3)]
+
+    def step() -> None:
+        decoder(*inputs, attend, 1.0).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoder_module, "functional", functional)
-        for _ in range(2):
-            inputs = [torch.zeros(batch, tokens, dtype=torch.long) for _ in range(3)]
-            states = [state for states in optimizer.state.values() for state in states.values()]
-            with LiveBytes([*decoder.parameters(), *states]) as live:
-                decoder(*inputs, attend, 1.0).backward()
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            peak = live.peak
+        step()
+        states = [state for states in optimizer.state.values() for state in states.values()]
+        with LiveBytes([*decoder.parameters(), *states]) as live:
+            step()
     estimate = estimate_memory(
         config, workers=world, layout=layout, exchange=exchange, kernel=kernel, dtype_bytes=dtype.itemsize, cuda=False
     )
-    return peak, estimate.allocated
+    return live.peak, estimate.allocated
 
 
 def step_peaks(rank: int, world: int, cases: list[tuple[list[str], str, str, torch.dtype]]) -> list[tuple[int, int]]:

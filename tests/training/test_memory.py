@@ -14,7 +14,7 @@ from mtrain_cli.training.flops import layer_shapes, parameters, root_shapes
 from mtrain_cli.training.memory import GIB, estimate_memory, sharded_numbers
 
 BF16, FP32 = torch.bfloat16, torch.float32
-BASE = ["seq=2k", "topology.block_size=64", "train.loss_chunk_mib=1"]
+BASE = ["seq=2k", "model.num_layers=3", "topology.block_size=64", "train.loss_chunk_mib=1"]
 # So narrow an MLP that attention decides.
 ATTENTION = [*BASE, "model.intermediate_size=32"]
 
