@@ -57,7 +57,8 @@ def export_checkpoint(source: Path, target: Path, *, dtype: torch.dtype, tokeniz
         ConfigError: there is no such run or usable checkpoint, the checkpoint is not of the run's model, or ``target`` cannot be written.
     """
     require_new_folder(target)
-    source = source if source.exists() else run_dir.RUNS / source
+    if not source.exists() and (run_dir.RUNS / source).is_dir():
+        source = run_dir.RUNS / source
     run = _run_of(source)
     config = compose.load(run / RESOLVED)
     try:
