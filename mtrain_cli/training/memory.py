@@ -38,8 +38,8 @@ class Moment:
     exchange: keys, values and their gradients on the way to and from other workers, and the kernel's own buffers; with N = cp T keys,
         all_gather holds 2 e N K of keys and values, as much of gradients, and twice 8 N K while these are packed; ring holds two
         shards of keys and three of float32 gradients (see `exchange_in_backward`, `kernel_backward`).
-    loss: two chunks of float32 logits and the gradient of one, float32 gradient 4 V C of the LM head, and 3 e C T: final hidden states
-        before and after their norm, and their gradient.
+    loss: float32 logits of one chunk and their gradient in the compute dtype, float32 gradient 4 V C of the LM head, and 3 e C T: final
+        hidden states before and after their norm, and their gradient.
     inputs: tokens, positions, labels (int64), cosine and sine (float32).
     """
 
@@ -154,20 +154,17 @@ class _Step:
         )
 
     def at_loss(self, kept: int) -> Moment:
-        """Every layer's activations, the last gathered buffer, and the loss: two chunks overlap while the loop moves on to the next."""
+        """Every layer's activations, the last gathered buffer, and the loss: a chunk, or the LM head's gradient in both dtypes."""
         rows = max(1, min(self.tokens, (self.train.loss_chunk_mib * MIB) // (4 * self.model.vocab_size)))
-        chunks = -(-self.tokens // rows)
-        logits = 4 * rows * self.model.vocab_size
-        gradient = 0 if self.e == 4 else self.e * rows * self.model.vocab_size
-        in_loop = (2 * logits if chunks > 1 else logits) + gradient + 4 * self.head
-        converting = logits + gradient + (4 + (0 if self.e == 4 else self.e)) * self.head
+        second = 0 if self.e == 4 else self.e  # in float32 the gradient of the logits takes their place
+        chunk, converted = (4 + second) * rows * self.model.vocab_size, second * self.head
         return self.moment(
             "loss",
             working_weights=self.e * (self.root_weights + (self.layer_weights if self.workers > 1 else 0)),
             activations=kept,
             backward=False,
             # Last layer's output (kept by the final norm), the normalised hidden states and their gradient.
-            loss=3 * self.hidden + max(in_loop, converting),
+            loss=3 * self.hidden + 4 * self.head + max(chunk, converted),
         )
 
     def at_the_end(self) -> Moment:

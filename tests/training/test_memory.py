@@ -28,7 +28,7 @@ ONE_WORKER = [
     (with_checkpointing("none"), "all_gather", "flash4", BF16),
     (with_checkpointing("full"), "all_gather", "flash4", BF16),
     (with_checkpointing("selective", ATTENTION), "all_gather", "sdpa", BF16),
-    ([*BASE, "model.vocab_size=4096", "train.loss_chunk_mib=8"], "all_gather", "flash4", FP32),
+    (with_checkpointing("full", [*BASE, "model.vocab_size=8192", "train.loss_chunk_mib=32"]), "all_gather", "flash4", FP32),
 ]
 TWO_WORKERS = [
     (with_checkpointing("selective"), "all_gather", "flash4", BF16),
