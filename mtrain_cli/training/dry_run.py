@@ -23,7 +23,6 @@ from mtrain_cli.parallel.selection import choose_exchange
 from mtrain_cli.training.flops import FlopsPerToken, ParameterCount, flops_per_token, parameters, peak_flops
 from mtrain_cli.training.memory import GIB, MemoryEstimate, estimate_memory
 from mtrain_cli.training.plan import compute_dtype, make_choices
-from mtrain_cli.training.progress import format_duration
 
 if TYPE_CHECKING:
     from mtrain_cli.training.plan import Choices
@@ -337,7 +336,7 @@ def describe_time(found: Plan) -> str:
     if peak is None:
         return text
     seconds = found.flops.model * found.tokens_per_step / (USUAL_MFU * peak * found.environment.workers)
-    return f"{text}: {format_duration(seconds)} at {USUAL_MFU:.0%} of the {flop(peak)}/s of {name}"
+    return f"{text}: {duration(seconds)} at {USUAL_MFU:.0%} of the {flop(peak)}/s of {name}"
 
 
 def describe_workers(found: Plan) -> str:
@@ -382,6 +381,12 @@ def flop(number: float) -> str:
         if number >= scale:
             return f"{number / scale:.3g} {unit}FLOP"
     return f"{number / 1e6:.3g} MFLOP"
+
+
+def duration(seconds: float) -> str:
+    """41 s, 9.2 min or 2.5 h."""
+    unit, scale = ("s", 1) if seconds < 120 else ("min", 60) if seconds < 7200 else ("h", 3600)
+    return f"{seconds / scale:,.3g} {unit}"
 
 
 def size(number: int) -> str:

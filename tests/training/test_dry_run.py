@@ -17,7 +17,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.parallel.schedule import make_schedule
 from mtrain_cli.training import dry_run as module
 from mtrain_cli.training.banner import banner
-from mtrain_cli.training.dry_run import GPU_MEMORY, count, dry_run, flop, plan, size
+from mtrain_cli.training.dry_run import GPU_MEMORY, count, dry_run, duration, flop, plan, size
 from mtrain_cli.training.memory import GIB
 from mtrain_cli.training.plan import make_choices
 
@@ -170,6 +170,9 @@ def test_the_banner_names_what_runs_and_why_in_80_columns():
         (count(8_030_261_248), "8.03 B"),
         (flop(3.34e12), "3.34 TFLOP"),
         (flop(2.5e6), "2.5 MFLOP"),
+        (duration(41.2), "41.2 s"),
+        (duration(554), "9.23 min"),
+        (duration(9000), "2.5 h"),
         (size(3 * 2**30), "3.00 GiB"),
         (size(3 * 2**20), "3.0 MiB"),
     ],
