@@ -126,20 +126,21 @@ def test_the_next_step_is_read_once_and_in_the_background(monkeypatch: pytest.Mo
 
 def test_loading_a_state_waits_for_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both use the sampler."""
-    dataset, real = _dataset(), PackedDataset.__getitem__
+    real, reads = PackedDataset.__getitem__, 0
     reading, release, finished = threading.Event(), threading.Event(), threading.Event()
 
-    def slow(self: PackedDataset, index: int) -> Sample:
-        reading.set()
-        release.wait(5)
-        finished.set()
+    def slow_second(self: PackedDataset, index: int) -> Sample:
+        nonlocal reads
+        reads += 1
+        if reads == 2:
+            reading.set()
+            release.wait(5)
+            finished.set()
         return real(self, index)
 
-    with _loader(dataset, global_batch=1) as loader:
+    monkeypatch.setattr(PackedDataset, "__getitem__", slow_second)
+    with _loader(_dataset(), global_batch=1) as loader:
         state = loader.state()
-        next(loader)
-        next(loader)
-        monkeypatch.setattr(PackedDataset, "__getitem__", slow)
         next(loader)
         assert reading.wait(5)
         threading.Timer(0.2, release.set).start()

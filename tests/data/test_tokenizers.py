@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import models, pre_tokenizers
+from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.corpora import split_text
@@ -52,12 +52,33 @@ def test_training_a_bpe_is_repeatable(tmp_path: Path) -> None:
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
 
 
-_LINES = st.lists(st.text(st.sampled_from("ab .\n\t(é世"), max_size=12), max_size=30)
+@pytest.fixture(scope="session")
+def qwen_like_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A BPE that cuts words like Qwen2 and Llama 3: the expression stands in their published tokenizer.json."""
+    words = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    library = tokenizers.Tokenizer(models.BPE())
+    library.normalizer = normalizers.NFC()
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(tokenizers.Regex(words), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"], show_progress=False)
+    library.train_from_iterator(["a b .\n\n\nab (a).\r\n  \n\tb\n(\n\n" * 30], trainer)
+    path = tmp_path_factory.mktemp("qwen") / "tokenizer.json"
+    library.save(str(path))
+    return path
 
 
+_LINES = st.lists(st.text(st.sampled_from("ab .\n\r\t(é世\u0301"), max_size=12), max_size=30)
+
+
+@pytest.mark.parametrize("file", ["bpe_file", "qwen_like_file"])
 @given(lines=_LINES, size=st.integers(1, 40))
-def test_encoding_in_pieces_equals_encoding_the_whole(bpe_file: Path, lines: list[str], size: int) -> None:
-    tokenizer = open_tokenizer(str(bpe_file))
+def test_encoding_in_pieces_equals_encoding_the_whole(request: pytest.FixtureRequest, file: str, lines: list[str], size: int) -> None:
+    tokenizer = open_tokenizer(str(request.getfixturevalue(file)))
     assert tokenizer.exact_pieces
     text = "\n".join(lines)
     pieces = list(split_text([text], size))
