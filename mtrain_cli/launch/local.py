@@ -77,7 +77,10 @@ def _wait(agent: WorkerAgent, run_dir: RunDir) -> int:
         return KILLED
     if agent.failures:
         return _failed(agent, run_dir)
-    return _not_started(problem[0]) if problem else 0
+    if problem:
+        return _not_started(problem[0])
+    run_dir.stop_request.unlink(missing_ok=True)
+    return 0
 
 
 def _failed(agent: WorkerAgent, run_dir: RunDir) -> int:

@@ -133,8 +133,10 @@ class RunLock:
             # Some network file systems cannot lock. Two runs in one folder are then the user's to avoid; that is no reason not to train.
             self.release()
             return
-        os.truncate(self._file, 0)
-        os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        # On a full disk the lock holds all the same.
+        with contextlib.suppress(OSError):
+            os.truncate(self._file, 0)
+            os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
     def release(self) -> None:
         """Let go of the lock; harmless when it is not held."""
@@ -184,8 +186,9 @@ def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
     wanted = RUNS / name if config.run.dir == "auto" else Path(config.run.dir).expanduser()
     with _explained(wanted):
         path, new_folder = _make_folder(wanted, must_be_new=config.run.dir == "auto" and config.run.name == "auto")
-        run = RunDir(path.absolute(), RunLock(path), "new folder" if new_folder else "new files")
+        run = RunDir(path.absolute(), None, "new folder" if new_folder else "new files")
         try:
+            run = dataclasses.replace(run, _lock=RunLock(path))
             if run.resolved.exists():
                 run.release()
                 raise ConfigError(f"run.dir={path}: already holds a run; continue it with --resume {path} or choose another run.dir")
@@ -196,6 +199,7 @@ def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
             compose.save(dataclasses.replace(config, run=named), run.resolved)
         except OSError:
             run.discard()
+            run.release()
             raise
     if run.path.parent == RUNS.absolute():
         _point_latest(run.path)

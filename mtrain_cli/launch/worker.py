@@ -87,6 +87,8 @@ def run_in_job(run_dir: RunDir, environment: Environment, resume: bool, target: 
             run_dir.discard()
         lifeline.fail(failure)
     lifeline.close()
+    if environment.rank == 0:
+        run_dir.stop_request.unlink(missing_ok=True)
     return 0
 
 

@@ -46,7 +46,7 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be saved or loaded. The text is for the user; after a failed save training may go on."""
 
 
-class NoCheckpointError(CheckpointError, ConfigError):
+class NoCheckpointError(ConfigError, CheckpointError):
     """Nothing to load: there is no checkpoint, or none that is as it was written; one line for each."""
 
 
@@ -201,7 +201,7 @@ class Checkpointer:
             manifest = Manifest(step, self._workers, torch.__version__, files, trainer)
             self._everywhere(lambda: self._publish(manifest, partial) if self._rank == 0 else None)
         except Exception as error:  # also a peer that is gone: the main thread is to learn of it, not the terminal
-            # By now no rank writes there any more. Where machines do not share the disk each has a part to remove.
+            # Every rank removes what it can, since machines may not share the disk.
             shutil.rmtree(partial, ignore_errors=True)
             final, reason = self._directory / f"step-{step}", error if isinstance(error, _Failed) else self._reason(error)
             self._failure = CheckpointError(f"{final}: the checkpoint of step {step} was not saved ({reason}); the one before it is intact")

@@ -1,0 +1,21 @@
+"""A rank of a torchrun or srun job in the tests: what `mtrain train` does, with a target instead of the trainer."""
+
+from __future__ import annotations
+
+import sys
+
+from mtrain_cli.config import compose
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.launch import run_dir
+from mtrain_cli.launch.environment import resolve_environment
+from mtrain_cli.launch.local import launch
+
+if __name__ == "__main__":
+    target, *overrides = sys.argv[1:]
+    try:
+        config = compose.compose(overrides)
+        environment = resolve_environment(config)
+        sys.exit(launch(run_dir.create(config, overrides), environment, False, target=f"worker_targets:{target}"))
+    except ConfigError as error:
+        print(f"before the workers: {error}", file=sys.stderr)
+        sys.exit(2)

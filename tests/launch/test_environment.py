@@ -1,0 +1,157 @@
+"""Properties of `auto` in the topology, and of the variables of torchrun and srun."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from mtrain_cli.config import compose
+from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.launch import environment
+from mtrain_cli.launch.environment import gpu_index, resolve_environment
+from mtrain_cli.launch.job import Job, current_job, first_host
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+}
+SRUN = {
+    "SLURM_JOB_ID": "1234",
+    "SLURM_STEP_ID": "2",
+    "SLURM_PROCID": "9",
+    "SLURM_NTASKS": "16",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+}
+
+
+@pytest.fixture(scope="module")
+def default() -> Config:
+    return compose.compose([])
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch):
+    """Pretends that this machine has so many GPUs and that the process has such variables."""
+
+    def pretend(gpus: int = 0, variables: dict[str, str] | None = None) -> None:
+        monkeypatch.setattr(environment, "_visible_gpus", lambda: gpus)
+        for name in {*TORCHRUN, *SRUN}:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in (variables or {}).items():
+            monkeypatch.setenv(name, value)
+
+    pretend()
+    return pretend
+
+
+def having(config: Config, global_batch: int = 1, micro_batch: int = 1, **topology: object) -> Config:
+    return dataclasses.replace(
+        config,
+        topology=dataclasses.replace(config.topology, **topology),
+        train=dataclasses.replace(config.train, global_batch=global_batch, micro_batch=micro_batch),
+    )
+
+
+def test_auto_is_two_cpu_workers_in_one_context_group_without_gpus(default):
+    found = resolve_environment(default)
+    assert (found.device, found.workers, found.cp, found.dp, found.nodes, found.launcher) == ("cpu", 2, 2, 1, 1, "mtrain")
+
+
+def test_auto_is_all_visible_gpus(default, machine):
+    machine(gpus=4)
+    found = resolve_environment(default)
+    assert (found.device, found.workers, found.cp, found.workers_per_node) == ("cuda", 4, 4, 4)
+
+
+def test_workers_divide_into_data_and_context_and_virtual_nodes(default, machine):
+    machine(gpus=8)
+    found = resolve_environment(having(default, workers=8, context_parallel=4, gpus_per_node=2, global_batch=2))
+    assert (found.dp, found.cp, found.workers_per_node, found.nodes) == (2, 4, 2, 4)
+    sixth = dataclasses.replace(found, rank=5)
+    assert (sixth.dp_rank, sixth.cp_rank) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "changes", "line"),
+    [
+        (0, {"device": "cuda"}, "topology.device=cuda: no GPU is visible to torch on this machine; use cpu or auto"),
+        (4, {"workers": 8}, "topology.workers=8: this machine has 4 GPUs; give at most 4, or auto"),
+        (0, {"workers": 4, "context_parallel": 3}, "topology.context_parallel=3: must divide the 4 workers; possible are auto, 1, 2, 4"),
+        (0, {"workers": 4, "gpus_per_node": 3}, "topology.gpus_per_node=3: must divide the 4 workers; possible are auto, 1, 2, 4"),
+        (0, {"workers": 4, "context_parallel": 2, "global_batch": 3}, "train.global_batch=3: must be a multiple of 2"),
+        (0, {"workers": 0}, "topology.workers=0: must be auto or a whole number of at least 1"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named_with_what_is_possible(default, machine, gpus, changes, line):
+    machine(gpus=gpus)
+    with pytest.raises(ConfigError) as caught:
+        resolve_environment(having(default, **changes))
+    assert len(caught.value.problems) == 1
+    assert caught.value.problems[0].startswith(line)
+
+
+def test_all_problems_come_together(default):
+    with pytest.raises(ConfigError) as caught:
+        resolve_environment(having(default, device="cuda", workers=4, context_parallel=3, gpus_per_node=3))
+    assert len(caught.value.problems) == 3
+
+
+def test_planning_needs_neither_the_gpus_nor_the_job(default, machine):
+    machine(gpus=0, variables=TORCHRUN)
+    found = resolve_environment(having(default, device="cuda", workers=64), planning=True)
+    assert (found.device, found.workers, found.rank) == ("cuda", 64, 0)
+
+
+@pytest.mark.parametrize(("variables", "launcher", "rank", "workers"), [(TORCHRUN, "torchrun", 5, 8), (SRUN, "slurm", 9, 16)])
+def test_a_job_decides_the_number_of_workers(default, machine, variables, launcher, rank, workers):
+    machine(gpus=8, variables=variables)
+    found = resolve_environment(default)
+    assert (found.launcher, found.rank, found.local_rank, found.workers, found.nodes) == (launcher, rank, 1, workers, 2)
+    with pytest.raises(ConfigError, match=f"topology.workers=6: {launcher} started {workers} processes"):
+        resolve_environment(having(default, workers=6))
+
+
+def test_srun_variables_give_the_address_of_rank_zero():
+    assert current_job(SRUN) == Job("slurm", 9, 16, 1, 8, "gpu07", 20000 + (16 * 1234 + 2) % 20000)
+    assert current_job(SRUN | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"}).master_port == 4000
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{}, SRUN | {"SLURM_NTASKS": "1"}, {name: value for name, value in SRUN.items() if "STEP_ID" not in name}],
+    ids=["nothing", "one task", "batch script outside srun"],
+)
+def test_no_job_where_mtrain_starts_its_own_workers(variables):
+    assert current_job(variables) is None
+
+
+def test_contradictory_job_variables_are_a_clear_error():
+    with pytest.raises(ConfigError, match="RANK=5: the environment names a rank but not LOCAL_RANK"):
+        current_job({name: value for name, value in TORCHRUN.items() if name != "LOCAL_RANK"})
+    with pytest.raises(ConfigError, match=r"8\(x2\),4: every node must run the same number of workers"):
+        current_job(SRUN | {"SLURM_STEP_TASKS_PER_NODE": "8(x2),4"})
+    with pytest.raises(ConfigError, match="MASTER_PORT=http: the environment variable must be a whole number"):
+        current_job(TORCHRUN | {"MASTER_PORT": "http"})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("gpu7", "gpu7"), ("gpu[07-09,12],login1", "gpu07"), ("a-[3,5]-ib,b", "a-3-ib"), ("n1,n2", "n1"), ("127.0.0.1", "127.0.0.1")],
+)
+def test_first_host_of_a_node_list(nodes, first):
+    assert first_host(nodes) == first
+
+
+def test_a_worker_without_a_gpu_of_its_own_is_an_error(default, machine):
+    machine(gpus=1, variables=SRUN)
+    assert gpu_index(resolve_environment(default)) == 0  # SLURM may show each task only its own
+    machine(gpus=1, variables=TORCHRUN)
+    with pytest.raises(ConfigError, match="worker 1 of this machine has no GPU, only 1 visible"):
+        gpu_index(resolve_environment(default))

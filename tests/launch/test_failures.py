@@ -1,0 +1,91 @@
+"""Which of many failures is the cause, and what the user is told of it."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+
+import pytest
+
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.launch import failures
+from mtrain_cli.launch.failures import Failure
+
+
+def failed(rank: int, kind: str, time: float = 0.0, exit_code: int | None = 1, first: bool = True) -> Failure:
+    return Failure(rank, exit_code, kind, "what happened", "Traceback ...", time, first)
+
+
+@pytest.mark.parametrize(
+    ("cause", "consequences"),
+    [
+        (failed(1, "died", 9.0, -signal.SIGKILL), [failed(0, "peer lost", 1.0), failed(2, "error", 2.0)]),
+        (failed(1, "error", 5.0), [failed(0, "peer lost", 1.0), failed(2, "died", 1.0, -signal.SIGABRT), failed(3, "error", 6.0)]),
+        (failed(1, "died", 5.0, -signal.SIGABRT), [failed(0, "peer lost", 1.0)]),
+        (
+            failed(1, "error", 5.0),
+            [failed(0, "died", 1.0, -signal.SIGKILL, first=False), failed(2, "died", 1.0, -signal.SIGTERM, first=False)],
+        ),
+        (failed(1, "died", 9.0, -signal.SIGTERM), [failed(0, "peer lost", 1.0)]),
+        (failed(1, "config", 9.0), [failed(0, "peer lost", 1.0), failed(2, "error", 2.0)]),
+        (failed(1, "peer lost", 1.0), [failed(0, "peer lost", 2.0)]),
+    ],
+    ids=["killed", "exception", "abort", "not what the launcher killed", "terminated from outside", "mistake", "earliest"],
+)
+def test_the_cause_is_found_in_any_order(cause, consequences):
+    for order in itertools.permutations([cause, *consequences]):
+        assert failures.cause(order) is cause
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ValueError("bad"), "error"),
+        (ConfigError("seq=1: too short", "seed=x: no number"), "config"),
+        (RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"), "peer lost"),
+        (RuntimeError("Timed out waiting 600000ms for recv operation to complete"), "peer lost"),
+        (RuntimeError("NCCL error: remote process exited or there was a network error"), "peer lost"),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), "error"),
+    ],
+)
+def test_a_record_comes_back_as_it_was_left(tmp_path, error, kind):
+    left = failures.describe(error)
+    assert left.kind == kind
+    failures.leave_record(left, tmp_path / "record")
+    back = failures.read(3, 1, tmp_path / "record", first=True)
+    assert (back.rank, back.kind, back.message, back.trace, back.time) == (3, left.kind, left.message, left.trace, left.time)
+    assert [path.name for path in tmp_path.iterdir()] == ["record"]
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "words"),
+    [
+        (-signal.SIGKILL, "rank 2 was killed by SIGKILL (out of memory killer?)"),
+        (-signal.SIGSEGV, "rank 2 was killed by SIGSEGV"),
+        (7, "rank 2 ended with exit code 7 and no exception"),
+    ],
+)
+def test_a_death_without_record_is_told_with_the_last_words(tmp_path, exit_code, words):
+    log = tmp_path / "rank-2.log"
+    log.write_text("".join(f"line {n}\n" for n in range(100)))
+    failure = failures.read(2, exit_code, tmp_path / "no record", first=True)
+    lines = failures.report(failure, log).splitlines()
+    assert lines[0] == f"error: {words}"
+    assert lines[2:22] == [f"  line {n}" for n in range(80, 100)]
+    assert str(log) in lines[-1]
+
+
+def test_no_record_and_no_exit_code_is_no_failure(tmp_path):
+    assert failures.read(0, 0, tmp_path / "no record", first=True) is None
+    assert failures.read(0, None, tmp_path / "no record", first=True) is None
+
+
+def test_an_exception_is_told_in_its_first_line_then_with_its_traceback():
+    try:
+        raise ValueError("bad\nvery bad")
+    except ValueError as error:
+        failure = failures.describe(error)
+    lines = failures.report(failure, None).splitlines()
+    assert lines[0] == "error: rank -1 failed: ValueError: bad"
+    assert lines[1].startswith("Traceback")
+    assert lines[-2:] == ["ValueError: bad", "very bad"]

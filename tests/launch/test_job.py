@@ -1,0 +1,142 @@
+"""A run under torchrun and srun: one folder for all ranks, the cause told once, and an end for all when one is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import mtrain_cli
+from mtrain_cli.config import compose
+
+HERE = Path(__file__).parent
+
+
+class SimulatedJob:
+    """Processes with the environment that srun gives its tasks, in the current folder."""
+
+    def __init__(self, target: str, tasks: int, *overrides: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        self.ranks = []
+        for rank in range(tasks):
+            variables = {
+                "SLURM_JOB_ID": "77",
+                "SLURM_STEP_ID": "0",
+                "SLURM_PROCID": str(rank),
+                "SLURM_NTASKS": str(tasks),
+                "SLURM_LOCALID": str(rank),
+                "SLURM_STEP_NODELIST": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": "lo",
+                "PYTHONPATH": os.pathsep.join([str(Path(mtrain_cli.__file__).parents[1]), str(HERE)]),
+            }
+            command = [sys.executable, str(HERE / "job_process.py"), target, "topology.device=cpu", *overrides]
+            pipe = subprocess.PIPE
+            self.ranks.append(subprocess.Popen(command, env={**os.environ, **variables}, stdout=pipe, stderr=pipe, text=True))
+
+    def ends(self) -> list[tuple[int, str]]:
+        """Exit code and stderr of every rank."""
+        try:
+            return [(rank.returncode, stderr) for rank in self.ranks for stderr in [rank.communicate(timeout=90)[1]]]
+        finally:
+            for rank in self.ranks:
+                rank.kill()
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 90.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def signed_in(count: int) -> Callable[[], bool]:
+    return lambda: len(list(Path("run").glob("pid-?"))) == count
+
+
+def test_all_ranks_share_the_folder_that_rank_0_names():
+    assert SimulatedJob("adds_ranks", 2).ends() == [(0, ""), (0, "")]
+    (run,) = (path for path in Path("runs").iterdir() if not path.is_symlink())
+    assert compose.load(run / "resolved.yaml").run.name == run.name
+    for rank in range(2):
+        assert (run / f"result-{rank}").read_text() == f"3 1 slurm False {run.absolute()}"
+
+
+@pytest.mark.parametrize(("killed", "teller"), [(1, 0), pytest.param(0, 1, marks=pytest.mark.slow)])
+def test_a_killed_rank_ends_the_others_though_they_wait_for_nothing(killed, teller):
+    job = SimulatedJob("sleeps", 3, "run.dir=run")
+    wait_for(signed_in(3))
+    killed_at = time.monotonic()
+    job.ranks[killed].send_signal(signal.SIGKILL)
+    ends = job.ends()
+    assert time.monotonic() - killed_at < 10
+    assert [code for code, _ in ends] == [-signal.SIGKILL if rank == killed else 1 for rank in range(3)]
+    told = f"error: rank {killed} is gone: it was killed (out of memory killer?) or its machine failed\n"
+    assert [stderr for _, stderr in ends] == [told if rank == teller else "" for rank in range(3)]
+
+
+@pytest.mark.slow
+def test_rank_0_tells_the_cause_once_and_all_ranks_fail():
+    ends = SimulatedJob("rank_1_raises_late", 2, "run.dir=run").ends()
+    assert [code for code, _ in ends] == [1, 1]
+    assert ends[0][1].startswith("error: rank 1 failed: ValueError: the true cause\nTraceback (most recent call last):")
+    assert "Connection" not in ends[0][1]
+    assert ends[1][1] == ""
+
+
+@pytest.mark.slow
+def test_a_mistake_that_workers_find_is_told_once():
+    ends = SimulatedJob("all_find_a_mistake", 2, "run.dir=run").ends()
+    assert ends == [(2, "error: data.path=x: too short\nerror: seq=4096: too long\n"), (2, "")]
+    assert not Path("run").exists()
+
+
+@pytest.mark.slow
+def test_a_mistake_of_rank_0_ends_the_others_silently():
+    Path("run").write_text("no folder")
+    ends = SimulatedJob("adds_ranks", 2, "run.dir=run").ends()
+    assert [code for code, _ in ends] == [2, 2]
+    assert "run: cannot write there" in ends[0][1]
+    assert ends[1][1] == ""
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_rank_lets_all_save_and_stop():
+    job = SimulatedJob("steps_until_stopped", 2, "run.dir=run")
+    wait_for(signed_in(2))
+    job.ranks[1].terminate()
+    assert job.ends() == [(0, ""), (0, "")]
+    assert Path("run/stopped-0").exists()
+
+
+@pytest.mark.slow
+def test_torchrun_runs_and_shows_the_traceback_of_the_cause(here):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(HERE / "job_process.py")]
+    paths = os.pathsep.join([str(Path(mtrain_cli.__file__).parents[1]), str(HERE)])
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": paths}
+
+    def torchrun(target: str, folder: str) -> subprocess.CompletedProcess[str]:
+        arguments = [*command, target, "topology.device=cpu", f"run.dir={folder}"]
+        return subprocess.run(arguments, env=variables, capture_output=True, text=True, timeout=120, check=False)
+
+    good = torchrun("adds_ranks", "good")
+    assert (good.returncode, good.stderr) == (0, "")
+    assert Path("good/result-1").read_text() == f"3 1 torchrun False {here / 'good'}"
+    bad = torchrun("rank_1_raises", "bad")
+    assert bad.returncode == 1
+    assert bad.stderr.startswith("error: rank 1 failed: ValueError: a bad thing\nTraceback (most recent call last):")

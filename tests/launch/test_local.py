@@ -1,0 +1,177 @@
+"""A run on this machine, with real workers: how it ends, what the user reads, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import mtrain_cli
+from mtrain_cli.config import compose
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.launch import run_dir
+from mtrain_cli.launch.environment import resolve_environment
+from mtrain_cli.launch.local import launch
+from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.training.checkpoint import Checkpointer
+
+LAUNCHER = """
+import sys
+from mtrain_cli.config import compose
+from mtrain_cli.launch.environment import resolve_environment
+from mtrain_cli.launch.local import launch
+from mtrain_cli.launch.run_dir import RunDir
+from pathlib import Path
+run = RunDir(Path(sys.argv[1]))
+launch(run, resolve_environment(compose.load(run.resolved)), False, target=sys.argv[2])
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(mtrain_cli.__file__).parents[1]), str(Path(__file__).parent)]))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    return run_dir.create(compose.compose([f"run.dir={tmp_path / 'run'}", "topology.device=cpu", "topology.workers=2"]), [])
+
+
+def launched(run: RunDir, target: str, resume: bool = False) -> int:
+    return launch(run, resolve_environment(compose.load(run.resolved)), resume, target=f"worker_targets:{target}")
+
+
+def worker_pids(run: RunDir) -> list[int]:
+    return [int(file.read_text()) for file in sorted(run.path.glob("pid-?"))]
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def test_workers_form_one_group_and_leave_the_terminal_to_rank_0(run, capfd):
+    assert launched(run, "adds_ranks", resume=True) == 0
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    for rank in range(2):
+        assert (run.path / f"result-{rank}").read_text() == f"3 {threads} mtrain True {run.path}"
+    shown = capfd.readouterr()
+    assert shown.out == "words of rank 0\n"
+    assert shown.err == ""
+    assert (run.logs / "rank-1.log").read_text() == "words of rank 1\n"
+    assert not any(map(alive, worker_pids(run)))
+
+
+@pytest.mark.parametrize(
+    ("target", "first_line"),
+    [
+        ("rank_1_raises", "error: rank 1 failed: ValueError: a bad thing"),
+        ("rank_1_raises_late", "error: rank 1 failed: ValueError: the true cause"),
+    ],
+)
+def test_the_exception_of_the_worker_that_failed_first_is_told_first_and_alone(run, capfd, target, first_line):
+    assert launched(run, target) == 1
+    shown = capfd.readouterr()
+    assert shown.err.splitlines()[:2] == [first_line, "Traceback (most recent call last):"]
+    assert "Connection" not in shown.err + shown.out
+    assert len(worker_pids(run)) == 2
+    assert not any(map(alive, worker_pids(run)))
+
+
+def test_a_killed_worker_ends_the_run_at_once_and_is_named(run, capfd):
+    killed_at = []
+
+    def kill() -> None:
+        wait_for(lambda: len(worker_pids(run)) == 2)
+        os.kill(worker_pids(run)[1], signal.SIGKILL)
+        killed_at.append(time.monotonic())
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    code = launched(run, "steps_until_stopped")
+    killer.join()
+    assert (code, time.monotonic() - killed_at[0] < 10) == (1, True)
+    assert capfd.readouterr().err.splitlines()[0] == "error: rank 1 was killed by SIGKILL (out of memory killer?)"
+    assert not any(map(alive, worker_pids(run)))
+
+
+def test_a_mistake_that_workers_find_is_raised_once_and_leaves_no_folder(run, capfd):
+    with pytest.raises(ConfigError) as caught:
+        launched(run, "all_find_a_mistake")
+    assert caught.value.problems == ("data.path=x: too short", "seq=4096: too long")
+    shown = capfd.readouterr()
+    assert shown.out + shown.err == ""
+    assert not run.path.exists()
+
+
+def test_sigterm_lets_the_workers_save_and_stop(run, capfd):
+    before = signal.getsignal(signal.SIGTERM)
+
+    def ask() -> None:
+        wait_for(lambda: len(worker_pids(run)) == 2)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=ask).start()
+    assert launched(run, "steps_until_stopped") == 0
+    assert (run.path / "stopped-0").exists()
+    assert (run.path / "stopped-1").exists()
+    assert capfd.readouterr().err.startswith("stopping: the workers save a checkpoint")
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert not run.stop_request.exists()
+
+
+def test_a_second_ctrl_c_kills_workers_that_do_not_stop(run):
+    def insist() -> None:
+        wait_for(lambda: len(worker_pids(run)) == 2)
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_for(run.stop_request.exists)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=insist).start()
+    assert launched(run, "sleeps") == 130
+    assert len(worker_pids(run)) == 2
+    wait_for(lambda: not any(map(alive, worker_pids(run))), seconds=5)
+
+
+def test_no_worker_outlives_a_killed_launcher(run):
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(run.path), "worker_targets:sleeps"])
+    try:
+        wait_for(lambda: len(worker_pids(run)) == 2)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    wait_for(lambda: not any(map(alive, worker_pids(run))), seconds=5)
+
+
+def test_a_worker_killed_during_a_save_leaves_the_checkpoint_before(run, capfd):
+    assert launched(run, "rank_1_is_killed_while_saving") == 1
+    assert capfd.readouterr().err.startswith("error: rank 1 was killed by SIGKILL")
+    state = {"model": {f"weight-{rank}": torch.zeros(1000) for rank in range(2)}, "trainer": {}}
+    assert Checkpointer(run.checkpoints, keep=1).load(state) == 1
+    assert state["trainer"] == {"step": 1}
+    assert all(torch.equal(weight, torch.ones(1000)) for weight in state["model"].values())
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-1"]
+
+
+@pytest.mark.slow
+def test_a_worker_that_does_not_heed_sigterm_is_killed_within_30_seconds(run, capfd):
+    started = time.monotonic()
+    assert launched(run, "rank_0_ignores_sigterm") == 1
+    assert time.monotonic() - started < 30
+    assert capfd.readouterr().err.startswith("error: rank 1 ended with exit code 7 and no exception")
+    assert not any(map(alive, worker_pids(run)))

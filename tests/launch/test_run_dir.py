@@ -1,0 +1,146 @@
+"""Properties of a run's folder: what is in it, who may use it, and what a mistake leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mtrain_cli
+from mtrain_cli.config import compose
+from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.launch import run_dir
+
+HOLDER = """
+import sys, time
+from mtrain_cli.launch.run_dir import RunLock
+from pathlib import Path
+lock = RunLock(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(mtrain_cli.__file__).parents[1]))
+    return tmp_path
+
+
+def config_for(*overrides: str) -> Config:
+    return compose.compose(list(overrides))
+
+
+def test_a_new_run_is_named_after_model_length_and_time_and_can_be_read_back(here):
+    run = run_dir.create(config_for("seq=8k"), ["seq=8k"])
+    assert run.path.parent == here / "runs"
+    assert run.path.name.startswith("tiny-8k-20")
+    saved = compose.load(run.resolved)
+    assert (saved.run.name, Path(saved.run.dir), saved.seq) == (run.path.name, run.path, 8192)
+    assert run.overrides.read_text() == "seq=8k\n"
+    facts = json.loads(run.environment.read_text())
+    assert {"mtrain", "python", "torch"} <= facts["versions"].keys()
+    assert (here / "runs" / "latest").resolve() == run.path
+    run.release()
+    assert run_dir.open("latest").path == run.path
+
+
+def test_two_runs_started_in_the_same_second_get_two_folders(monkeypatch):
+    monkeypatch.setattr(run_dir.time, "strftime", lambda _: "same-second")
+    first, second = (run_dir.create(config_for(), []) for _ in range(2))
+    assert second.path.name == f"{first.path.name}-2"
+    assert compose.load(second.resolved).run.name == second.path.name
+
+
+def test_a_folder_that_holds_a_run_is_refused_and_left_alone():
+    config = config_for("run.dir=mine")
+    run_dir.create(config, []).release()
+    before = {path: path.read_bytes() for path in Path("mine").iterdir() if path.name != ".lock"}
+    with pytest.raises(ConfigError, match=r"run\.dir=.*mine: already holds a run; continue it with --resume .*mine or choose another"):
+        run_dir.create(config, ["seed=1"])
+    assert before == {path: path.read_bytes() for path in Path("mine").iterdir() if path.name != ".lock"}
+
+
+def test_a_folder_in_use_is_refused_until_its_process_ends_even_by_sigkill():
+    run = run_dir.create(config_for("run.dir=mine"), [])
+    run.release()
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(run.path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        for action in (lambda: run_dir.open("mine"), lambda: run_dir.create(config_for("run.dir=mine"), [])):
+            with pytest.raises(ConfigError, match=rf"mine: in use by process {holder.pid} on {os.uname().nodename}"):
+                action()
+    finally:
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+    assert run_dir.open("mine").path == run.path
+
+
+@pytest.mark.parametrize("existed", [False, True])
+def test_discard_leaves_what_was_there_before_create(here, existed):
+    if existed:
+        Path("mine").mkdir()
+        Path("mine/notes").write_text("keep me")
+    run = run_dir.create(config_for("run.dir=mine"), [])
+    assert run.discard()
+    assert sorted(path.name for path in here.rglob("*") if path.name != ".lock") == (["mine", "notes"] if existed else [])
+    run.release()
+    run_dir.create(config_for("run.dir=mine"), [])
+
+
+def test_discard_keeps_a_run_that_has_made_a_step():
+    run = run_dir.create(config_for("run.dir=mine"), [])
+    run.metrics.write_text("{}\n")
+    assert not run.discard()
+    run.metrics.unlink()
+    (run.checkpoints / "step-1").mkdir(parents=True)
+    assert not run.discard()
+    assert run.resolved.exists()
+
+
+def test_open_wants_a_run_and_forgets_an_old_stop_request():
+    with pytest.raises(ConfigError, match=r"--resume .*nothing: no such folder"):
+        run_dir.open("nothing")
+    Path("empty").mkdir()
+    with pytest.raises(ConfigError, match=r"--resume .*empty: holds no run \(resolved.yaml is missing\)"):
+        run_dir.open("empty")
+    run = run_dir.create(config_for("run.dir=mine"), [])
+    run.stop_request.touch()
+    run.release()
+    assert not run_dir.open("mine").stop_request.exists()
+    run.resolved.write_text("seq: [")
+    with pytest.raises(ConfigError, match=r"resolved\.yaml"):
+        run_dir.open("mine")
+
+
+def test_rewrite_changes_the_configuration_and_appends_overrides():
+    run = run_dir.create(config_for("run.dir=mine"), ["run.dir=mine"])
+    run.rewrite(compose.resume(compose.load(run.resolved), ["train.steps=7"]), ["train.steps=7"])
+    assert compose.load(run.resolved).train.steps == 7
+    assert run.overrides.read_text() == "run.dir=mine\ntrain.steps=7\n"
+
+
+def test_a_folder_that_cannot_be_written_is_one_line():
+    Path("file").write_text("")
+    with pytest.raises(ConfigError, match=r"run\.dir=.*file/mine: cannot write there \(Not a directory\)"):
+        run_dir.create(config_for("run.dir=file/mine"), [])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
+def test_a_full_disk_is_one_line_and_leaves_no_folder():
+    Path("disk").mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", "disk"], check=False).returncode:
+        pytest.skip("cannot mount here")
+    try:
+        Path("disk/filler").write_bytes(b"x" * 4096)
+        with pytest.raises(ConfigError, match=r"disk/mine: cannot write there \(No space left on device\)"):
+            run_dir.create(config_for("run.dir=disk/mine"), [])
+        assert [path.name for path in Path("disk").iterdir()] == ["filler"]
+    finally:
+        subprocess.run(["umount", "disk"], check=True)

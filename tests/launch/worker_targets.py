@@ -1,0 +1,104 @@
+"""What workers run in the launch tests, in the place of the trainer. Each leaves its process id in the run's folder."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.launch.environment import Environment
+from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.launch.stop import StopFlag
+from mtrain_cli.training.checkpoint import Checkpointer
+
+
+def _sign_in(run_dir: RunDir, environment: Environment) -> None:
+    file = run_dir.path / f"pid-{environment.rank}"
+    file.with_suffix(".part").write_text(str(os.getpid()))
+    file.with_suffix(".part").rename(file)
+
+
+def adds_ranks(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> None:
+    _sign_in(run_dir, environment)
+    total = torch.tensor([float(environment.rank + 1)])
+    dist.all_reduce(total)
+    facts = f"{total.item():g} {os.environ['OMP_NUM_THREADS']} {environment.launcher} {resume} {config.run.dir}"
+    (run_dir.path / f"result-{environment.rank}").write_text(facts)
+    print(f"words of rank {environment.rank}")
+
+
+def rank_1_raises(_config: Config, run_dir: RunDir, environment: Environment, _resume: bool) -> None:
+    _sign_in(run_dir, environment)
+    while True:
+        dist.all_reduce(torch.ones(1))
+        if environment.rank == 1:
+            raise ValueError("a bad thing\nand more of it")
+
+
+def rank_1_raises_late(_config: Config, run_dir: RunDir, environment: Environment, _resume: bool) -> None:
+    _sign_in(run_dir, environment)
+    dist.barrier()
+    if environment.rank == 0:
+        raise RuntimeError("gloo/transport/tcp/pair.cc: Connection closed by peer")
+    time.sleep(1)
+    raise ValueError("the true cause")
+
+
+def steps_until_stopped(_config: Config, run_dir: RunDir, environment: Environment, _resume: bool) -> None:
+    flag = StopFlag(run_dir, environment)
+    dist.all_reduce(torch.ones(1))
+    _sign_in(run_dir, environment)
+    stop = torch.zeros(1)
+    while not stop.item():
+        time.sleep(0.02)
+        stop = torch.tensor([float(flag.requested())])
+        dist.all_reduce(stop)
+    (run_dir.path / f"stopped-{environment.rank}").touch()
+
+
+def sleeps(_config: Config, run_dir: RunDir, environment: Environment, _resume: bool) -> None:
+    dist.barrier()
+    _sign_in(run_dir, environment)
+    time.sleep(600)
+
+
+def rank_0_ignores_sigterm(_config: Config, run_dir: RunDir, environment: Environment, _resume: bool) -> None:
+    _sign_in(run_dir, environment)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    dist.barrier()
+    if environment.rank == 1:
+        os._exit(7)
+    time.sleep(600)
+
+
+def all_find_a_mistake(_config: Config, _run_dir: RunDir, _environment: Environment, _resume: bool) -> None:
+    raise ConfigError("data.path=x: too short", "seq=4096: too long")
+
+
+def rank_1_is_killed_while_saving(_config: Config, run_dir: RunDir, environment: Environment, _resume: bool) -> None:
+    """Saves step 1, then dies with the files of step 2 half written."""
+    _sign_in(run_dir, environment)
+    checkpointer = Checkpointer(run_dir.checkpoints, keep=1)
+    checkpointer.save(1, _state(1, environment.rank), asynchronous=False)
+    if environment.rank == 1:
+        _die_when_opening("step-2.tmp-2/__1_0.distcp")
+    checkpointer.save(2, _state(2, environment.rank))
+    checkpointer.wait()
+
+
+def _state(step: int, rank: int) -> dict[str, object]:
+    return {"model": {f"weight-{rank}": torch.full((1000,), float(step))}, "trainer": {"step": step}}
+
+
+def _die_when_opening(name: str) -> None:
+    def hook(event: str, arguments: tuple[object, ...]) -> None:
+        if event == "open" and str(arguments[0]).endswith(name) and Path(str(arguments[0])).exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)

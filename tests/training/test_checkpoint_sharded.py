@@ -1,0 +1,144 @@
+"""Checkpoints of FSDP-sharded states on real gloo processes: other world sizes, shared verification, one rank that fails."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import gloo
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from mtrain_cli.training.checkpoint import Checkpointer, CheckpointError, load_model_state
+
+
+def sharded_training(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """State dicts of a model and AdamW after one step; 5 rows over 2 or 3 ranks are uneven shards."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3))
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * (seed + 1))
+    model(torch.randn(4, 7)).square().sum().backward()
+    optimizer.step()
+    return get_state_dict(model, optimizer)
+
+
+def whole(state: Any) -> Any:
+    """``state`` with every shard gathered, for comparison, and words as their bytes."""
+    if isinstance(state, dict):
+        return {name: whole(value) for name, value in state.items()}
+    if isinstance(state, list):
+        return [whole(value) for value in state]
+    if isinstance(state, str):
+        return list(state.encode())
+    return state.full_tensor().clone() if isinstance(state, DTensor) else state.clone() if isinstance(state, torch.Tensor) else state
+
+
+def save_two_steps(rank: int, world: int, directory: Path) -> dict[str, Any]:
+    """Saves steps 1 and 2, spoils the tensors while they are written, and loads them back; the whole state of step 2."""
+    del world
+    checkpointer = Checkpointer(directory, keep=2, process_group=dist.group.WORLD)
+    model, optimizer = sharded_training(seed=1)
+    state = {"model": model, "optimizer": optimizer, "trainer": {"step": 2}, "rng": {"cpu": torch.tensor([rank], dtype=torch.uint8)}}
+    before = whole(state)
+    checkpointer.save(1, state)
+    checkpointer.save(2, state)
+    for tensor in model.values():
+        tensor.to_local().fill_(99)
+    state["rng"]["cpu"].fill_(99)
+    checkpointer.wait()
+    assert checkpointer.load(state) == 2
+    torch.testing.assert_close(whole(state), before, rtol=0, atol=0)
+    return before
+
+
+def load(rank: int, world: int, directory: Path) -> tuple[int, list[str], dict[str, Any]]:
+    del world
+    reports: list[str] = []
+    model, optimizer = sharded_training(seed=5)
+    state = {"model": model, "optimizer": optimizer, "trainer": {}, "rng": {"cpu": torch.tensor([77 + rank], dtype=torch.uint8)}}
+    step = Checkpointer(directory, keep=2, report=reports.append).load(state)
+    return step, reports, whole(state)
+
+
+def test_saved_by_three_is_loaded_by_two_and_by_one_with_the_optimizer(tmp_path):
+    first, *_ = gloo.run(3, save_two_steps, tmp_path)
+    assert {path.name for path in (tmp_path / "step-2").iterdir()} == {
+        *(f"__{rank}_0.distcp" for rank in range(3)),
+        ".metadata",
+        "manifest.json",
+    }
+    with (tmp_path / "step-2" / "__1_0.distcp").open("r+b") as file:
+        file.seek(200)
+        byte = file.read(1)
+        file.seek(200)
+        file.write(bytes([byte[0] ^ 255]))
+    for rank, (step, reports, state) in enumerate(gloo.run(2, load, tmp_path)):
+        assert step == 1
+        line = f"{tmp_path / 'step-2'}: __1_0.distcp was altered (its checksum differs); the checkpoint before it is used instead"
+        assert reports == ([line] if rank == 0 else [])
+        assert state["rng"]["cpu"].item() == 77 + rank  # written by another number of ranks: left alone
+        for part in ("model", "optimizer", "trainer"):
+            torch.testing.assert_close(state[part], first[part], rtol=0, atol=0)
+    alone = {part: _zeros_like(first[part]) for part in ("model", "optimizer")}
+    assert Checkpointer(tmp_path, keep=2, report=lambda _: None).load(alone) == 1
+    torch.testing.assert_close(whole(alone), {part: first[part] for part in alone}, rtol=0, atol=0)
+    torch.testing.assert_close(load_model_state(tmp_path), first["model"], rtol=0, atol=0)
+
+
+def _zeros_like(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {name: _zeros_like(value) for name, value in state.items()}
+    if isinstance(state, list):
+        return [_zeros_like(value) for value in state]
+    return torch.zeros_like(state) if isinstance(state, torch.Tensor) else type(state)()
+
+
+def save_with_a_failing_rank(rank: int, world: int, directory: Path) -> list[str]:
+    """Rank 1 cannot write large files for two saves, in the background and not, and then it can; what each rank was told."""
+    del world
+    told = []
+    checkpointer = Checkpointer(directory, keep=1)
+    model, optimizer = sharded_training(seed=1)
+    state = {"model": model, "optimizer": optimizer, "trainer": {"step": 1}}
+    checkpointer.save(1, state, asynchronous=False)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    for asynchronous in (True, False):
+        try:
+            checkpointer.save(2, state, asynchronous)
+            dist.barrier()  # training goes on meanwhile
+            checkpointer.wait()
+        except CheckpointError as error:
+            told.append(str(error))
+        told.append(",".join(sorted(os.listdir(directory))))
+        dist.barrier()
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    checkpointer.save(3, state)
+    checkpointer.wait()
+    return [*told, ",".join(sorted(os.listdir(directory)))]
+
+
+def test_when_one_rank_cannot_write_all_ranks_learn_it_and_go_on(tmp_path):
+    line = f"{tmp_path / 'step-2'}: the checkpoint of step 2 was not saved (rank 1: File too large); the one before it is intact"
+    for told in gloo.run(2, save_with_a_failing_rank, tmp_path):
+        assert told == [line, "step-1", line, "step-1", "step-3"]
+
+
+def make_a_checkpointer_where_none_can_be(rank: int, world: int, path: Path) -> None:
+    del rank, world
+    with pytest.raises(CheckpointError, match=r"cannot be used for checkpoints: rank 0: .*: "):
+        Checkpointer(path, keep=1)
+
+
+@pytest.mark.slow
+def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(tmp_path):
+    (tmp_path / "file").write_text("")
+    gloo.run(2, make_a_checkpointer_where_none_can_be, tmp_path / "file" / "checkpoints")
