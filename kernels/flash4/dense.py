@@ -6,6 +6,7 @@ logarithm. Checked with flash-attn-4 4.0.0b36 on sm_90; its interface is private
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import cutlass
@@ -14,6 +15,10 @@ import torch
 from flash_attn.cute import utils
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+# Said by CuTe DSL about FlashAttention-4's own classes at each first compilation; nothing that a user could act on.
+warnings.filterwarnings("ignore", category=UserWarning, module=r"cutlass\..*")
+warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"flash_attn\..*")
 
 
 @cute.jit

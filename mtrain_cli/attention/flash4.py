@@ -25,14 +25,14 @@ class Flash4Kernel:
             return "needs a CUDA GPU"
         if request.capability is None or request.capability[0] < 9:
             return "needs compute capability 9.0 (Hopper) or later"
-        if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
-            return "flash-attn-4 is not installed (pip install 'mtrain[hopper]')"
         if request.dtype != "bfloat16":
             return f"computes bfloat16, not {request.dtype}"
         if request.head_dim not in (64, 128):
             return f"head_dim {request.head_dim} is not 64 or 128"
         if request.deterministic:
             return "its block-sparse backward is not bitwise repeatable"
+        if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
+            return "flash-attn-4 is not installed (pip install 'mtrain[hopper]')"
         return None
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -72,8 +72,8 @@ def _values(name: str, groups: Groups) -> list[Candidate]:
         return []
     if key.choices:
         return [(choice, key.help) for choice in key.choices]
-    if key.type is bool:
-        return [("true", key.help), ("false", key.help)]
+    if bool in key.types:
+        return [(word, key.help) for word in (*_words_of(key), "true", "false")]
     words = {"seq": ("4k", "32k", "128k", "512k", "1m")}.get(name) or dict.fromkeys([_default(key.name, groups), *_words_of(key)])
     return [(word, key.help) for word in words if word]
 

@@ -95,7 +95,7 @@ class DataConfig:
 class OptimConfig:
     """AdamW and its schedule."""
 
-    lr: float = option("peak learning rate")
+    lr: float | str = option("peak learning rate; auto = 0.256 / hidden_size from random weights, 2e-5 from train.init_from")
     betas: tuple[float, float] = option("AdamW betas")
     eps: float = option("AdamW epsilon")
     weight_decay: float = option("decoupled weight decay, on matrices only")
@@ -118,7 +118,7 @@ class TrainConfig:
         "none; selective = keep q, k, v and the attention output, recompute the rest; full = recompute each layer",
         ("none", "selective", "full"),
     )
-    compile: bool = option("torch.compile the parts of a layer around attention")
+    compile: bool | str = option("torch.compile the parts of a layer around attention and the loss; auto = on GPUs")
     loss_chunk_mib: int = option("MiB of logits that exist at once in the fused LM head and loss")
     init_from: str | None = option("Hugging Face folder (config.json and safetensors) to start from; none = random initialisation")
     checkpoint_every: int = option("steps between checkpoints; 0 = only at the end")

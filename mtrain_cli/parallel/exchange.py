@@ -99,8 +99,10 @@ class AllGather(Exchange):
         keys, values = self._gathered(kept)
         dq, dk, dv = kernel.backward(dout, q, keys, values, out, lse, None, tiles[step.compute], scale)
         if self.group.size > 1:
-            high = accumulation_dtype(kept.dtype)
-            shards = torch.stack([self.layout.to_shards(dk.to(high)), self.layout.to_shards(dv.to(high))], dim=1)
+            del keys, values
+            shards = torch.empty(self.group.size, *kept.shape, dtype=accumulation_dtype(kept.dtype), device=kept.device)
+            shards[:, 0] = self.layout.to_shards(dk)
+            shards[:, 1] = self.layout.to_shards(dv)
             dk, dv = reduce_scatter(shards, self.group.gradients)
         return dq, dk.to(kept.dtype), dv.to(kept.dtype)
 

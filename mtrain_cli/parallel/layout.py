@@ -50,7 +50,7 @@ class Layout(ABC):
 
     @abstractmethod
     def to_shards(self, sequence: torch.Tensor) -> torch.Tensor:
-        """The inverse of `to_sequence`; contiguous."""
+        """The inverse of `to_sequence`; a view where the layout allows it."""
 
 
 class Contiguous(Layout):
@@ -70,7 +70,7 @@ class Contiguous(Layout):
         return shards.transpose(0, 1).flatten(1, 2)
 
     def to_shards(self, sequence: torch.Tensor) -> torch.Tensor:
-        return sequence.unflatten(1, (self.workers, -1)).transpose(0, 1).contiguous()
+        return sequence.unflatten(1, (self.workers, -1)).transpose(0, 1)
 
 
 class Zigzag(Layout):
@@ -124,7 +124,7 @@ class Striped(Layout):
 
     def to_shards(self, sequence: torch.Tensor) -> torch.Tensor:
         blocks = sequence.unflatten(1, (-1, self.workers, self.block_size))
-        return blocks.permute(2, 0, 1, *range(3, blocks.ndim)).flatten(2, 3).contiguous()
+        return blocks.permute(2, 0, 1, *range(3, blocks.ndim)).flatten(2, 3)
 
 
 _LAYOUTS: dict[str, type[Layout]] = {cls.name: cls for cls in (Contiguous, Zigzag, Striped)}

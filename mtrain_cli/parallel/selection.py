@@ -8,8 +8,8 @@ _ASSUMED_MEMORY = 80 << 30
 
 
 def gathered_bytes(tokens: int, kv_heads: int, head_dim: int, dtype_bytes: int) -> int:
-    """Bytes that one layer's gathered keys and values take, with their float32 gradients (backward)."""
-    return tokens * 2 * kv_heads * head_dim * (dtype_bytes + 4)
+    """Bytes that one layer's backward takes at most for gathered keys and values: these, their gradients, and float32 sums of the latter."""
+    return tokens * 2 * kv_heads * head_dim * (2 * dtype_bytes + 4)
 
 
 def choose_exchange(
@@ -34,5 +34,9 @@ def choose_exchange(
     size = gathered_bytes(tokens, kv_heads, head_dim, dtype_bytes)
     memory = device_memory or _ASSUMED_MEMORY
     if size <= _GATHER_SHARE * memory:
-        return "all_gather", f"one collective and one kernel call a layer; gathered KV and dKV take {size / 2**30:.2f} GiB"
-    return "ring", f"gathered KV and dKV would take {size / 2**30:.1f} GiB, over {_GATHER_SHARE:.0%} of {memory / 2**30:.0f} GiB"
+        return "all_gather", f"one collective and one kernel call a layer; gathered KV and dKV take {_readable(size)}"
+    return "ring", f"gathered KV and dKV would take {_readable(size)}, over {_GATHER_SHARE:.0%} of {memory / 2**30:.0f} GiB"
+
+
+def _readable(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 1 << 30 else f"{size / 2**20:.1f} MiB"

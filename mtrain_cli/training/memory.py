@@ -36,7 +36,7 @@ class Moment:
     layer: the layer in backward, what it recomputes and the gradients of its activations: e (6 I + 3 C) T at the gate of the MLP, or
         e (C + A) T at attention, whichever is more together with `exchange` (see `layer_in_backward`).
     exchange: keys, values and their gradients on the way to and from other workers, and the kernel's own buffers; with N = cp T keys,
-        all_gather holds 2 e N K of keys and values, as much of gradients, and twice 8 N K while these are packed; ring holds two
+        all_gather holds 2 e N K of keys and values, as much of gradients, and 8 N K while these are packed; ring holds two
         shards of keys and three of float32 gradients (see `exchange_in_backward`, `kernel_backward`).
     loss: float32 logits of one chunk and their gradient in the compute dtype, float32 gradient 4 V C of the LM head, and 3 e C T: final
         hidden states before and after their norm, and their gradient.
@@ -239,9 +239,9 @@ class _Step:
             return (4 + e) * queries + (2 * e + 3 * 4) * shard + grad * keys + buffers
         if cp == 1:
             return e * queries + grad * keys + max(buffers, e * keys if grad != e else 0)
-        # After the kernel: dk and dv in float32 by worker, then packed into one message, while keys and values are still held.
-        by_worker = 0 if grad == 4 and self.layout.name == "contiguous" and self.train.micro_batch == 1 else 4 * keys
-        return e * queries + e * keys + grad * keys + max(buffers, by_worker + 4 * keys)
+        # After the kernel the gathered keys and values are gone: dk and dv are packed by worker into one float32 message, and one part returns.
+        packing = 4 * keys + max(grad * keys // 2 if pieces or self.layout.name in ("zigzag", "striped") else 0, 4 * keys // cp)
+        return e * queries + grad * keys + max(e * keys + buffers, packing)
 
 
 def sharded_numbers(shapes: Iterable[Shape], workers: int) -> int:

@@ -9,7 +9,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from mtrain_cli.config.schema import OptimConfig
+from mtrain_cli.config.schema import Config, OptimConfig
+
+
+def peak_learning_rate(config: Config) -> float:
+    """optim.lr, or for ``auto`` a rate that suits the width: 2e-3 at width 128 falling as 1 / width, as hidden matrices want under Adam
+    (Tensor Programs V, table 3); 2e-5 for the continued training of a given model (what the released scripts of MTraining use).
+    """
+    if isinstance(config.optim.lr, float):
+        return config.optim.lr
+    return 2e-5 if config.train.init_from else 0.256 / config.model.hidden_size
 
 
 def make_optimizer(decoder: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
@@ -17,18 +26,18 @@ def make_optimizer(decoder: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
     matrices = [p for p in decoder.parameters() if p.ndim >= 2]
     vectors = [p for p in decoder.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+    return torch.optim.AdamW([g for g in groups if g["params"]], betas=optim.betas, eps=optim.eps, fused=True)
 
 
-def learning_rate(step: int, steps: int, optim: OptimConfig) -> float:
-    """Learning rate of step `step` (0 = first) of `steps`: linear warm-up, then constant or a cosine down to lr * min_lr_ratio."""
+def learning_rate(step: int, steps: int, peak: float, optim: OptimConfig) -> float:
+    """Learning rate of step `step` (0 = first) of `steps`: linear warm-up to `peak`, then constant or a cosine to peak * min_lr_ratio."""
     if step < optim.warmup_steps:
-        return optim.lr * (step + 1) / optim.warmup_steps
+        return peak * (step + 1) / optim.warmup_steps
     if optim.schedule == "constant":
-        return optim.lr
+        return peak
     progress = (step - optim.warmup_steps) / max(1, steps - 1 - optim.warmup_steps)
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    return optim.lr * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * cosine)
+    return peak * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * cosine)
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:

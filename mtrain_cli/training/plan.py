@@ -24,6 +24,7 @@ class Choices:
     kernel: Kernel
     kernel_reason: str
     dtype: torch.dtype
+    compile: bool
 
 
 def compute_dtype(config: Config, device: str) -> torch.dtype:
@@ -62,4 +63,5 @@ def make_choices(config: Config, environment: Environment) -> Choices:
         deterministic=config.train.deterministic,
     )
     kernel, kernel_reason = choose(config.train.kernel, request)
-    return Choices(layout, exchange, exchange_reason, kernel, kernel_reason, dtype)
+    compiled = environment.device == "cuda" if config.train.compile == "auto" else bool(config.train.compile)
+    return Choices(layout, exchange, exchange_reason, kernel, kernel_reason, dtype, compiled)

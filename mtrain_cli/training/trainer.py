@@ -29,10 +29,10 @@ from mtrain_cli.parallel.fsdp import shard_parameters
 from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
 from mtrain_cli.training.banner import banner
 from mtrain_cli.training.batch import BatchMaker, PackedSample
-from mtrain_cli.training.checkpoint import Checkpointer, CheckpointError
+from mtrain_cli.training.checkpoint import Checkpointer, CheckpointError, checkpoint_group
 from mtrain_cli.training.flops import causal_pairs, flops_per_token, peak_flops
 from mtrain_cli.training.metrics import MetricsWriter, StepMetrics
-from mtrain_cli.training.optimizer import learning_rate, local_gradients, make_optimizer, squared_norm
+from mtrain_cli.training.optimizer import learning_rate, local_gradients, make_optimizer, peak_learning_rate, squared_norm
 from mtrain_cli.training.plan import Choices, make_choices
 from mtrain_cli.training.progress import Progress
 
@@ -58,7 +58,8 @@ class StepResult:
 def train(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> None:
     """Trains to config.train.steps, from the newest checkpoint of run_dir if resume. Called on every worker, inside a process group."""
     trainer = Trainer(config, environment)
-    checkpointer = Checkpointer(run_dir.checkpoints, config.train.keep_checkpoints, trainer.host_group)
+    reports: list[str] = []
+    checkpointer = Checkpointer(run_dir.checkpoints, config.train.keep_checkpoints, checkpoint_group(), report=reports.append)
     if resume:
         trainer.resume(checkpointer)
     first = environment.rank == 0
@@ -66,6 +67,8 @@ def train(config: Config, run_dir: RunDir, environment: Environment, resume: boo
     writer = MetricsWriter(run_dir.path, tensorboard=config.run.tensorboard, start_step=trainer.step) if first else None
     with progress:
         progress.show(banner(config, environment, trainer.choices, run_dir.path, trainer.dataset.describe()))
+        for report in reports:
+            progress.message(report, warning=True)
         if resume:
             progress.message(f"resumed from the checkpoint of step {trainer.step}")
         try:
@@ -76,7 +79,10 @@ def train(config: Config, run_dir: RunDir, environment: Environment, resume: boo
         progress.summary(
             ended,
             files=[str(run_dir.path)],
-            commands=[("resume", f"mtrain train --resume {run_dir.path}")] if trainer.step < config.train.steps else [],
+            commands=[
+                ("resume", f"mtrain train --resume {run_dir.path}"),
+                ("export", f"mtrain checkpoint export {run_dir.path} {run_dir.path.name}-hf"),
+            ],
         )
 
 
@@ -121,6 +127,7 @@ def _save(trainer: Trainer, checkpointer: Checkpointer, progress: Progress, save
     except CheckpointError as error:
         progress.message(str(error), warning=True)
         return saved
+    progress.message(f"saving the checkpoint of step {trainer.step} in the background")
     return trainer.step
 
 
@@ -182,7 +189,7 @@ class Trainer:
                 rope_factor=rope_factor(config.model.rope, config.seq),
                 loss_chunk_bytes=config.train.loss_chunk_mib << 20,
                 activation_checkpoint=config.train.activation_checkpoint,
-                compile=config.train.compile,
+                compile=self.choices.compile,
             )
         mesh = make_parameter_mesh(self.environment.workers, self.environment.device)
         shard_parameters(decoder, mesh, self.choices.dtype)
@@ -202,7 +209,7 @@ class Trainer:
             self._batches = iter(self.loader)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        lr = learning_rate(self.step, self.config.train.steps, self.config.optim)
+        lr = learning_rate(self.step, self.config.train.steps, peak_learning_rate(self.config), self.config.optim)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         micro_batches: Sequence[Sequence[PackedSample]] = next(self._batches)

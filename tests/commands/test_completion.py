@@ -26,7 +26,7 @@ def test_nothing_typed_offers_groups_and_top_level_keys():
         ("optim.w", ["optim.weight_decay=", "optim.warmup_steps="]),
         ("model=qwen3", ["model=qwen3_8b", "model=qwen3b"]),
         ("topology.layout=", ["topology.layout=contiguous", "topology.layout=zigzag", "topology.layout=striped"]),
-        ("train.compile=", ["train.compile=true", "train.compile=false"]),
+        ("train.compile=", ["train.compile=auto", "train.compile=true", "train.compile=false"]),
         ("topology.workers=", ["topology.workers=auto"]),
         ("topology.layout=zz", []),
         ("nosuch=", []),

@@ -89,7 +89,7 @@ def test_a_broken_resolved_yaml_is_one_line_each(tmp_path):
     text = re.sub(r"(?m)^  lr: .*$", "  lr: fast\n  momentum: 1", file.read_text())
     file.write_text(re.sub(r"(?m)^seed: .*\n", "", text))
     assert complaints(load, file) == (
-        f"{file}: optim.lr=fast: expected a number",
+        f"{file}: optim.lr=fast: expected a number or auto",
         f"{file}: no key is called optim.momentum",
         f"{file}: seed: missing",
     )
