@@ -8,7 +8,7 @@ _ASSUMED_MEMORY = 80 << 30
 
 
 def gathered_bytes(tokens: int, kv_heads: int, head_dim: int, dtype_bytes: int) -> int:
-    """Bytes that one layer's backward takes at most for gathered keys and values: these, their gradients, and float32 sums of the latter."""
+    """Bytes that one layer's backward takes at most for gathered keys and values: these, their gradients, and float32 sums of them."""
     return tokens * 2 * kv_heads * head_dim * (2 * dtype_bytes + 4)
 
 

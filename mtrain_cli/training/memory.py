@@ -239,7 +239,7 @@ class _Step:
             return (4 + e) * queries + (2 * e + 3 * 4) * shard + grad * keys + buffers
         if cp == 1:
             return e * queries + grad * keys + max(buffers, e * keys if grad != e else 0)
-        # After the kernel the gathered keys and values are gone: dk and dv are packed by worker into one float32 message, and one part returns.
+        # After the kernel the gathered keys and values are gone; dk and dv are packed into one float32 message, of which a part returns.
         packing = 4 * keys + max(grad * keys // 2 if pieces or self.layout.name in ("zigzag", "striped") else 0, 4 * keys // cp)
         return e * queries + grad * keys + max(e * keys + buffers, packing)
 

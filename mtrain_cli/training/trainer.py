@@ -29,7 +29,7 @@ from mtrain_cli.parallel.fsdp import shard_parameters
 from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
 from mtrain_cli.training.banner import banner
 from mtrain_cli.training.batch import BatchMaker, PackedSample
-from mtrain_cli.training.checkpoint import Checkpointer, CheckpointError, checkpoint_group
+from mtrain_cli.training.checkpoint import Checkpointer, CheckpointError
 from mtrain_cli.training.flops import causal_pairs, flops_per_token, peak_flops
 from mtrain_cli.training.metrics import MetricsWriter, StepMetrics
 from mtrain_cli.training.optimizer import learning_rate, local_gradients, make_optimizer, peak_learning_rate, squared_norm
@@ -59,7 +59,7 @@ def train(config: Config, run_dir: RunDir, environment: Environment, resume: boo
     """Trains to config.train.steps, from the newest checkpoint of run_dir if resume. Called on every worker, inside a process group."""
     trainer = Trainer(config, environment)
     reports: list[str] = []
-    checkpointer = Checkpointer(run_dir.checkpoints, config.train.keep_checkpoints, checkpoint_group(), report=reports.append)
+    checkpointer = Checkpointer(run_dir.checkpoints, config.train.keep_checkpoints, report=reports.append)
     if resume:
         trainer.resume(checkpointer)
     first = environment.rank == 0
@@ -108,25 +108,24 @@ def _loop(
         progress.step(metrics)
         every = config.train.checkpoint_every
         if every and trainer.step % every == 0 and trainer.step < config.train.steps and not stop:
-            saved = _save(trainer, checkpointer, progress, saved)
+            saved = _save(trainer, checkpointer, progress)
     finish = stop or config.train.checkpoint_at_end
     if finish and saved != trainer.step:
-        saved = _save(trainer, checkpointer, progress, saved)
+        saved = _save(trainer, checkpointer, progress)
     error = _wait(checkpointer, progress)
-    if finish and (error or saved != trainer.step):
+    if finish and error:
         raise CheckpointError(f"the state of step {trainer.step} could not be saved; the checkpoint before it is intact")
     return (
         f"trained to step {trainer.step}" if trainer.step >= config.train.steps else f"stopped on request after step {trainer.step}, saved"
     )
 
 
-def _save(trainer: Trainer, checkpointer: Checkpointer, progress: Progress, saved: int) -> int:
-    """Starts a checkpoint; a failure is shown and training goes on."""
+def _save(trainer: Trainer, checkpointer: Checkpointer, progress: Progress) -> int:
+    """Starts a checkpoint of the step at hand, which it returns. If the one before failed, that is shown and training goes on."""
     try:
         checkpointer.save(trainer.step, trainer.state())
     except CheckpointError as error:
         progress.message(str(error), warning=True)
-        return saved
     progress.message(f"saving the checkpoint of step {trainer.step} in the background")
     return trainer.step
 

@@ -1,4 +1,4 @@
-"""Loss and every gradient of a sharded decoder equal one process with plain autograd, for every layout, exchange, number of workers and GQA."""
+"""Loss and every gradient of a sharded decoder equal plain autograd on one process: layouts, exchanges, numbers of workers, GQA."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def alone(documents: bool, kv_heads: int, tied: bool) -> tuple[float, dict[str, 
     ids, position = torch.from_numpy(one.documents), torch.arange(SEQ)
     seen = (position[:, None] >= position) & (ids[:, None] == ids)
 
-    def attend(q, k, v, layer):
+    def attend(q, k, v, _layer):
         group = q.shape[2] // k.shape[2]
         q, k, v = (t.transpose(1, 2) for t in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
         return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2)
