@@ -1,0 +1,167 @@
+"""Whole optimizer steps on real processes: however a step is spread over workers and micro-batches, it is the same step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gloo
+import pytest
+import torch
+
+from mtrain_cli.config.compose import compose
+from mtrain_cli.launch.environment import Environment
+from mtrain_cli.training.checkpoint import Checkpointer
+from mtrain_cli.training.trainer import NonFiniteError, Trainer
+
+SMALL = [
+    "seq=160",
+    "topology.block_size=16",
+    "model.hidden_size=32",
+    "model.num_layers=2",
+    "model.head_dim=8",
+    "model.intermediate_size=48",
+    "optim.warmup_steps=2",
+    "train.steps=6",
+    "train.global_batch=4",
+]
+
+
+def make(rank: int, world: int, cp: int, overrides: tuple[str, ...]) -> Trainer:
+    environment = Environment(
+        device="cpu",
+        workers=world,
+        cp=cp,
+        dp=world // cp,
+        workers_per_node=world,
+        nodes=1,
+        rank=rank,
+        local_rank=rank,
+        launcher="mtrain",
+    )
+    return Trainer(compose([*SMALL, *overrides]), environment)
+
+
+def steps(rank: int, world: int, cp: int, overrides: tuple[str, ...], count: int, folder: str | None = None) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of `count` steps; with a folder, goes on from its checkpoint if there is one and leaves one."""
+    trainer = make(rank, world, cp, overrides)
+    checkpointer = Checkpointer(folder, 2) if folder else None
+    if checkpointer and checkpointer.latest() is not None:
+        trainer.resume(checkpointer)
+    result = []
+    for _ in range(count):
+        done = trainer.train_step(False)
+        result.append((done.loss, done.grad_norm))
+    if checkpointer:
+        checkpointer.save(trainer.step, trainer.state())
+        checkpointer.wait()
+    return result
+
+
+def close(a: list[tuple[float, float]], b: list[tuple[float, float]], tolerance: float) -> bool:
+    return all(abs(x - y) <= tolerance * max(1.0, abs(y)) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True))
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[tuple[float, float]]:
+    return gloo.run(1, steps, 1, (), 4)[0]
+
+
+def test_the_loss_falls_and_the_gradient_is_something(alone):
+    assert alone[0][0] == pytest.approx(5.6, abs=0.5), "about ln 264 at random"
+    assert alone[-1][0] < alone[0][0]
+    assert all(norm > 0.1 for _, norm in alone)
+
+
+@pytest.mark.parametrize(
+    ("world", "cp", "overrides"),
+    [
+        (1, 1, ("train.micro_batch=4",)),
+        (2, 2, ("train.micro_batch=2", "topology.layout=zigzag")),
+        (2, 1, ()),
+        (4, 2, ("topology.exchange=ring", "train.activation_checkpoint=full")),
+        (3, 3, ("topology.layout=contiguous", "train.activation_checkpoint=none")),
+    ],
+)
+def test_a_step_does_not_depend_on_how_it_is_spread(alone, world, cp, overrides):
+    for rank, got in enumerate(gloo.run(world, steps, cp, overrides, 4)):
+        assert close(got, alone, 1e-5), f"rank {rank}: {got} instead of {alone}"
+
+
+def test_resumed_training_is_bitwise_the_uninterrupted_one(tmp_path):
+    whole = gloo.run(2, steps, 2, (), 4)
+    first = gloo.run(2, steps, 2, (), 2, str(tmp_path))
+    second = gloo.run(2, steps, 2, (), 2, str(tmp_path))
+    assert [a + b for a, b in zip(first, second, strict=True)] == whole
+
+
+def test_training_resumes_on_another_number_of_workers(tmp_path, alone):
+    first = gloo.run(3, steps, 3, (), 2, str(tmp_path))[0]
+    second = gloo.run(2, steps, 1, (), 2, str(tmp_path))[0]
+    assert close(first + second, alone, 1e-5)
+
+
+def poisoned(rank: int, world: int, folder: str) -> tuple[str, bool, int | None]:
+    """Rank 1's loss becomes NaN in the third step."""
+    trainer = make(rank, world, world, ())
+    checkpointer = Checkpointer(folder, 2)
+    for _ in range(2):
+        trainer.train_step(False)
+    checkpointer.save(trainer.step, trainer.state())
+    checkpointer.wait()
+    before = [p.detach().to_local().clone() for p in trainer.decoder.parameters()]
+    if rank == 1:
+        forward = trainer.decoder.forward
+        trainer.decoder.forward = lambda *args: forward(*args) * float("nan")  # type: ignore[method-assign]
+    with pytest.raises(NonFiniteError) as caught:
+        trainer.train_step(False)
+    same = all(torch.equal(a, p.detach().to_local()) for a, p in zip(before, trainer.decoder.parameters(), strict=True))
+    return str(caught.value), same, checkpointer.latest()
+
+
+def test_a_step_that_is_not_finite_names_step_and_rank_and_changes_nothing(tmp_path):
+    for message, unchanged, saved in gloo.run(2, poisoned, str(tmp_path)):
+        assert message.startswith("step 3: the loss is not finite on rank 1;")
+        assert unchanged
+        assert saved == 2
+
+
+def stopping(rank: int, world: int) -> bool:
+    """Only rank 1 was asked to stop."""
+    return make(rank, world, world, ()).train_step(rank == 1).stop
+
+
+def test_all_workers_stop_when_one_is_asked_to():
+    assert gloo.run(2, stopping) == [True, True]
+
+
+def counts(rank: int, world: int) -> dict[str, Any]:
+    trainer = make(rank, world, world, ("data.document_mask=false",))
+    metrics = trainer.metrics(trainer.train_step(False), 2.0)
+    return {"density": metrics.density, "rate": metrics.tokens_per_second_per_gpu, "tokens": metrics.tokens, "consumed": metrics.consumed}
+
+
+def test_metrics_count_tokens_of_the_whole_step():
+    for got in gloo.run(2, counts):
+        assert got == {"density": 1.0, "rate": 4 * 160 / 2.0 / 2, "tokens": 4 * 160, "consumed": 4}
+
+
+def test_the_learning_rate_warms_up_and_ends_at_its_floor():
+    from mtrain_cli.training.optimizer import learning_rate, peak_learning_rate
+
+    config = compose(["optim.warmup_steps=10", "optim.min_lr_ratio=0.1", "optim.lr=1.0", "train.steps=100"])
+    assert peak_learning_rate(config) == 1.0
+    assert learning_rate(0, 100, 1.0, config.optim) == pytest.approx(0.1)
+    assert learning_rate(9, 100, 1.0, config.optim) == pytest.approx(1.0)
+    assert learning_rate(99, 100, 1.0, config.optim) == pytest.approx(0.1)
+    constant = compose(["optim.schedule=constant", "optim.warmup_steps=0", "optim.lr=1.0"])
+    assert {learning_rate(step, 100, 1.0, constant.optim) for step in range(100)} == {1.0}
+
+
+def test_auto_learning_rate_falls_with_width_and_is_gentle_on_given_weights(tmp_path: Path):
+    from mtrain_cli.training.optimizer import peak_learning_rate
+
+    assert peak_learning_rate(compose([])) == pytest.approx(2e-3)
+    assert peak_learning_rate(compose(["model=qwen3b"])) == pytest.approx(1.25e-4)
+    (tmp_path / "config.json").write_text("{}")
+    assert peak_learning_rate(compose([f"train.init_from={tmp_path}"])) == pytest.approx(2e-5)
