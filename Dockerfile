@@ -17,7 +17,7 @@ RUN apt-get update \
 ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1
 
 # The largest package first: a change of mtrain's source does not install it again.
-RUN pip install --no-cache-dir "torch>=2.11,<2.14" --index-url https://download.pytorch.org/whl/cu130
+RUN pip install --no-cache-dir "torch>=2.11,<2.14"
 
 WORKDIR /opt/mtrain
 COPY pyproject.toml hatch_build.py README.md LICENSE ./
