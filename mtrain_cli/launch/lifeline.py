@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -35,14 +36,14 @@ _STORE_KEY = "lifeline"
 class Lifeline:
     """This rank's end of the connection to rank 0, which also runs the `_Hub`."""
 
-    def __init__(self, job: Job) -> None:
-        """Connect; returns once rank 0 answers.
+    def __init__(self, job: Job, on_mistake: Callable[[], object]) -> None:
+        """Connect; returns once rank 0 answers. Rank 0 calls ``on_mistake`` before it leaves because of a user's mistake.
 
         Raises:
             ConfigError: rank 0's port cannot be reached from this machine.
         """
         store = job_store(job)
-        self._hub = _Hub(job.world_size) if job.rank == 0 else None
+        self._hub = _Hub(job.world_size, on_mistake) if job.rank == 0 else None
         if self._hub:
             store.set(_STORE_KEY, f"{self._hub.port} {self._hub.token}")
         port, token = store.get(_STORE_KEY).decode().split()
@@ -107,7 +108,8 @@ class _Peer:
 class _Hub:
     """Rank 0's thread that hears all ranks."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, on_mistake: Callable[[], object]) -> None:
+        self._on_mistake = on_mistake
         family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
         self._server = socket.create_server(("", 0), family=family, backlog=world_size, dualstack_ipv6=family == socket.AF_INET6)
         self._selector = selectors.DefaultSelector()
@@ -185,7 +187,10 @@ class _Hub:
         """Tell the cause, then have every rank leave, this one last: what it has not read by then would reset the others' connections."""
         cause = failures.cause(self._failures)
         tell(cause)
-        code = 2 if cause.kind == "config" else 1
+        code = 1
+        if cause.kind == "config":
+            code = 2
+            self._on_mistake()
         deadline = time.monotonic() + FAREWELL_S
         others = [peer.socket for peer in self._peers if peer.rank != 0]
         for connection in others:

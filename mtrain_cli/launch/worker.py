@@ -75,7 +75,7 @@ def run_in_job(run_dir: RunDir, environment: Environment, resume: bool, target: 
     save_and_stop_on_signals()
     job = current_job()
     assert job is not None
-    lifeline = Lifeline(job)
+    lifeline = Lifeline(job, on_mistake=run_dir.discard)
     try:
         _work(_configuration_of_rank_zero(run_dir), run_dir, environment, resume, target)
     except BaseException as error:
@@ -83,8 +83,6 @@ def run_in_job(run_dir: RunDir, environment: Environment, resume: bool, target: 
         if failure.kind == "error":
             # torchrun shows what it finds there, so a mistake or a mere consequence stays out of it.
             failures.leave_record(failure, os.environ.get("TORCHELASTIC_ERROR_FILE"))
-        if failure.kind == "config":
-            run_dir.discard()
         lifeline.fail(failure)
     lifeline.close()
     if environment.rank == 0:

@@ -144,6 +144,7 @@ def test_a_second_ctrl_c_kills_workers_that_do_not_stop(run):
 
     threading.Thread(target=insist).start()
     assert launched(run, "sleeps") == 130
+    assert run.stop_request.exists()
     assert len(worker_pids(run)) == 2
     wait_for(lambda: not any(map(alive, worker_pids(run))), seconds=5)
 
