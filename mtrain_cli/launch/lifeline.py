@@ -213,7 +213,11 @@ def tell(failure: Failure) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End without the interpreter's farewell: threads of a save or a communicator may wait for peers that are gone."""
+    """End without the interpreter's farewell.
+
+    After a failure, threads of a save or a communicator may wait for peers that are gone. After success, torch 2.11 now and then aborts
+    there ("terminate called without an active exception"), which would make a good run look like a failed one.
+    """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

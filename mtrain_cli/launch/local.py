@@ -29,7 +29,8 @@ KILLED = 130
 def launch(run_dir: RunDir, environment: Environment, resume: bool, target: str = TRAIN) -> int:
     """Run ``target`` (``module:function``) on every worker of ``environment`` and wait for the end.
 
-    SIGTERM, SIGHUP and a first Ctrl-C ask the workers to save and stop; a second Ctrl-C kills them.
+    SIGTERM, SIGHUP and a first Ctrl-C ask the workers to save and stop; a second Ctrl-C kills them. Under torchrun and srun this process is
+    one of the workers, and ends here.
 
     Returns:
         Exit code: 0 after success or a requested stop, 1 when a worker failed (its error is on stderr), 130 when killed.
@@ -40,7 +41,7 @@ def launch(run_dir: RunDir, environment: Environment, resume: bool, target: str 
     if environment.launcher != "mtrain":
         from mtrain_cli.launch.worker import run_in_job
 
-        return run_in_job(run_dir, environment, resume, target)
+        run_in_job(run_dir, environment, resume, target)
 
     from mtrain_cli.launch.agent import WorkerAgent, worker_command
 

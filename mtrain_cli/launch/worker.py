@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from mtrain_cli.config import compose
 from mtrain_cli.config.schema import Config
@@ -62,12 +62,13 @@ def main() -> None:
         with contextlib.suppress(OSError):
             print(failure.trace, file=log, flush=True)
         leave(2 if failure.kind == "config" else 1)
+    leave(0)
 
 
-def run_in_job(run_dir: RunDir, environment: Environment, resume: bool, target: str) -> int:
+def run_in_job(run_dir: RunDir, environment: Environment, resume: bool, target: str) -> NoReturn:
     """Run ``target`` in this process, a rank of a torchrun or srun job; SIGTERM and a first SIGINT mean save and stop.
 
-    Returns 0, or ends the process with exit code 1 or 2 once rank 0 has told the cause.
+    Ends the process: 0, or 1 or 2 once rank 0 has told the cause.
 
     Raises:
         ConfigError: the ranks cannot reach each other.
@@ -87,7 +88,7 @@ def run_in_job(run_dir: RunDir, environment: Environment, resume: bool, target: 
     lifeline.close()
     if environment.rank == 0:
         run_dir.stop_request.unlink(missing_ok=True)
-    return 0
+    leave(0)
 
 
 def _work(config: Config, run_dir: RunDir, environment: Environment, resume: bool, target: str) -> None:

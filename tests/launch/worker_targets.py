@@ -68,6 +68,17 @@ def sleeps(_config: Config, run_dir: RunDir, environment: Environment, _resume: 
     time.sleep(600)
 
 
+def rank_0_waits_in_nccl(_config: Config, run_dir: RunDir, environment: Environment, _resume: bool) -> None:
+    total = torch.ones(1, device="cuda")
+    dist.all_reduce(total)
+    total.item()
+    _sign_in(run_dir, environment)
+    if environment.rank == 1:
+        time.sleep(600)
+    dist.all_reduce(total)
+    total.item()
+
+
 def rank_0_ignores_sigterm(_config: Config, run_dir: RunDir, environment: Environment, _resume: bool) -> None:
     _sign_in(run_dir, environment)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
