@@ -65,7 +65,9 @@ def install(wheel: Path, target: Path) -> None:
 
 def probe(target: Path, cwd: Path) -> str:
     """Output of PROBE with ``target`` as a site folder, so that .pth files in it count."""
-    code = f"import site; site.addsitedir({str(target)!r})\n{PROBE}"
+    # An editable install of mtrain that is already in this interpreter must not answer in place of the one at hand.
+    first = f"import site, sys; sys.modules.pop('_editable_impl_mtrain', None); sys.path.insert(0, {str(target)!r})"
+    code = f"{first}; site.addsitedir({str(target)!r})\n{PROBE}"
     result = subprocess.run([sys.executable, "-I", "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     return result.stdout
