@@ -1,4 +1,4 @@
-"""What the launcher and checkpoints promise, on GPUs: NCCL does not see a peer die, and copies must leave the device before a save returns."""
+"""Launcher and checkpoints on GPUs: NCCL does not see a peer die, and copies must leave the device before a save returns."""
 
 from __future__ import annotations
 
