@@ -64,7 +64,7 @@ class Checkpointer:
 
         Args:
             directory: made if missing; all ranks must see the same one.
-            keep: newest checkpoints that stay, at least 1.
+            keep: newest checkpoints that stay, at least 1; the disk must hold one more while it is written.
             process_group: its ranks save together, through a gloo group of their own: a save under way must not meet other collectives.
                 None for all ranks, or for this process alone where torch.distributed is not in use.
             report: shown on rank 0 what was wrong with a checkpoint that is passed over; a logger's warning by default.
