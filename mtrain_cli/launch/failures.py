@@ -27,6 +27,10 @@ _PEER_LOST = re.compile(
 _LOG_TAIL_LINES = 20
 
 
+class RunError(RuntimeError):
+    """The run cannot go on for a reason that its text explains in full, such as a full disk or a loss that is no number: no traceback."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """How one worker ended. ``kind`` is ``config``, ``error``, ``peer lost`` or ``died`` (without a record of its own).
@@ -65,8 +69,9 @@ def describe(error: BaseException) -> Failure:
     """The failure that ``error`` makes of this worker; its rank is for whoever collects failures to fill in."""
     kind = "config" if isinstance(error, ConfigError) else "peer lost" if _PEER_LOST.search(str(error)) else "error"
     name = type(error).__name__
-    message = str(error) if kind == "config" else f"{name}: {error}" if str(error) else name
-    return Failure(-1, 1, kind, message, "".join(traceback.format_exception(error)), time.time())
+    explained = isinstance(error, RunError)
+    message = str(error) if kind == "config" or explained else f"{name}: {error}" if str(error) else name
+    return Failure(-1, 1, kind, message, "" if explained else "".join(traceback.format_exception(error)), time.time())
 
 
 def leave_record(failure: Failure, path: str | os.PathLike[str] | None) -> None:
@@ -102,11 +107,14 @@ def report(failure: Failure, log: Path | None) -> str:
         lines = [f"error: rank {failure.rank} {failure.message}"]
         words = log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:] if log and log.is_file() else []
         lines += ["The last lines of its output:", *(f"  {line}" for line in words)] if words else []
+    elif failure.kind == "error" and not failure.trace:
+        lines = [f"error: {failure.message}"]
     else:
         lines = [f"error: rank {failure.rank} failed: {failure.message.splitlines()[0]}", failure.trace.rstrip()]
     if failure.kind == "peer lost":
         lines.append("No worker left another error: one waited longer than topology.timeout_s, or a worker on another machine is gone.")
-    if log and log.is_file() and log.stat().st_size:
+    explained = failure.kind == "error" and not failure.trace
+    if not explained and log and log.is_file() and log.stat().st_size:
         lines.append(f"All of its output is in {log}; the other workers were stopped.")
     return "\n".join(lines)
 

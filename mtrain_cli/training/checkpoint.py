@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.launch.failures import RunError
 from mtrain_cli.training.manifest import FileEntry, Manifest, ManifestError, checksum, committed_steps
 
 T = TypeVar("T")
@@ -42,7 +43,7 @@ T = TypeVar("T")
 GROUP_TIMEOUT = timedelta(hours=1)
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(RunError):
     """A checkpoint could not be saved or loaded. The text is for the user; after a failed save training may go on."""
 
 

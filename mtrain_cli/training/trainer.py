@@ -17,6 +17,7 @@ from mtrain_cli.data.dataset import PackedDataset, open_dataset
 from mtrain_cli.data.loader import Loader
 from mtrain_cli.data.sampler import Sampler
 from mtrain_cli.launch.environment import Environment
+from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.stop import StopFlag
 from mtrain_cli.model.decoder import Decoder
@@ -37,7 +38,7 @@ from mtrain_cli.training.plan import Choices, make_choices
 from mtrain_cli.training.progress import Progress
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(RunError):
     """A step gave a loss or gradient that is not a number. Nothing of that step is kept."""
 
 
@@ -99,7 +100,12 @@ def _loop(
     stop = False
     while trainer.step < config.train.steps and not stop:
         started = time.perf_counter()
-        result = trainer.train_step(stop_flag.requested())
+        try:
+            result = trainer.train_step(stop_flag.requested())
+        except NonFiniteError:
+            # All workers raise it together: the save that is under way may finish.
+            _wait(checkpointer, progress)
+            raise
         seconds = time.perf_counter() - started
         stop = result.stop
         metrics = trainer.metrics(result, seconds)
@@ -155,7 +161,7 @@ class Trainer:
         exchange = make_exchange(self.choices.exchange, self.choices.layout, group)
         self.batch_maker = BatchMaker(exchange, self.choices.kernel, self.device, document_mask=config.data.document_mask)
         self.dataset: PackedDataset = open_dataset(config)
-        self._check_vocabulary()
+        self._check_same_data()
         self.sampler = Sampler(len(self.dataset), config.seed)
         self.loader = Loader(
             self.dataset,
@@ -172,11 +178,14 @@ class Trainer:
         self._batches: Any = None
         self._peak_flops = peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
 
-    def _check_vocabulary(self) -> None:
-        if self.dataset.vocab_size > self.config.model.vocab_size:
+    def _check_same_data(self) -> None:
+        """Machines with other files, or for data=stdlib another Python, would train on different tokens without anyone noticing."""
+        fingerprints: list[str | None] = [None] * self.environment.workers
+        dist.all_gather_object(fingerprints, self.dataset.fingerprint, group=self.host_group)
+        other = next((rank for rank, found in enumerate(fingerprints) if found != fingerprints[0]), None)
+        if other is not None:
             raise ConfigError(
-                f"model.vocab_size={self.config.model.vocab_size}: the tokenizer has {self.dataset.vocab_size} tokens; "
-                f"give model.vocab_size={self.dataset.vocab_size} or more"
+                f"data.kind={self.config.data.kind}: rank {other} reads another corpus than rank 0; give all machines the same data"
             )
 
     def _make_decoder(self) -> Decoder:
@@ -248,7 +257,7 @@ class Trainer:
             ranks = [rank for rank, row in enumerate(rows) if not math.isfinite(row[column])]
             if ranks:
                 raise NonFiniteError(
-                    f"step {self.step + 1}: the {what} is not finite on rank {', '.join(map(str, ranks))}; "
+                    f"step {self.step + 1}: the {what} is not finite on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}; "
                     "the step was not applied and the last checkpoint is intact. Try a lower optim.lr or more optim.warmup_steps."
                 )
 

@@ -89,3 +89,16 @@ def test_an_exception_is_told_in_its_first_line_then_with_its_traceback():
     assert lines[0] == "error: rank -1 failed: ValueError: bad"
     assert lines[1].startswith("Traceback")
     assert lines[-2:] == ["ValueError: bad", "very bad"]
+
+
+def test_an_explained_failure_is_told_without_a_traceback(tmp_path):
+    class Explained(failures.RunError):
+        pass
+
+    try:
+        raise Explained("step 3: the loss is not finite on rank 1")
+    except Explained as error:
+        failure = failures.describe(error)
+    log = tmp_path / "rank-1.log"
+    log.write_text("something")
+    assert failures.report(failure, log) == "error: step 3: the loss is not finite on rank 1"
