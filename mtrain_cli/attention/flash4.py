@@ -107,11 +107,10 @@ def block_lists(low: torch.Tensor, high: torch.Tensor, num_keys: int, block: int
     """
     batch, queries = low.shape
     pad = -queries % block
-    # Rows beyond the end constrain nothing; rows that see nothing make their blocks partial.
+    # Rows beyond the end constrain nothing. A row that sees nothing has low == high, so no block of keys is full for it.
     rows_low = torch.nn.functional.pad(low, (0, pad), value=-1).view(batch, -1, block)
     rows_high = torch.nn.functional.pad(high, (0, pad), value=num_keys + block).view(batch, -1, block)
     real = torch.nn.functional.pad(low < high, (0, pad), value=False).view(batch, -1, block)
-    empty = torch.nn.functional.pad(low >= high, (0, pad), value=False).view(batch, -1, block).any(-1)
     large = num_keys + block
     lowest = rows_low.masked_fill(~real, large).amin(-1)
     highest = rows_high.masked_fill(~real, 0).amax(-1)
@@ -121,7 +120,7 @@ def block_lists(low: torch.Tensor, high: torch.Tensor, num_keys: int, block: int
     # The last block of keys may be short: FlashAttention-4 masks what lies beyond the end of the keys by itself.
     stop = (start + block).clamp(max=num_keys)
     touched = (start < highest[..., None]) & (stop > lowest[..., None])
-    full = touched & (start >= low_of_full[..., None]) & (stop <= high_of_full[..., None]) & ~empty[..., None]
+    full = touched & (start >= low_of_full[..., None]) & (stop <= high_of_full[..., None])
     partial = touched & ~full
     result: dict[str, torch.Tensor] = {}
     for name, blocks in (("partial", partial), ("full", full)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
 from mtrain_cli.training.banner import banner
 from mtrain_cli.training.batch import BatchMaker, PackedSample
 from mtrain_cli.training.checkpoint import Checkpointer, CheckpointError
+from mtrain_cli.training.dry_run import planned
 from mtrain_cli.training.flops import causal_pairs, flops_per_token, peak_flops
 from mtrain_cli.training.metrics import MetricsWriter, StepMetrics
 from mtrain_cli.training.optimizer import learning_rate, local_gradients, make_optimizer, peak_learning_rate, squared_norm
@@ -145,6 +147,23 @@ def _wait(checkpointer: Checkpointer, progress: Progress) -> bool:
     return False
 
 
+def _check_host_memory(config: Config, environment: Environment, choices: Choices) -> None:
+    """CPU workers that need more memory than there is make the whole machine crawl before they are killed: refused at the start.
+
+    A GPU that is too small says so itself, at once.
+    """
+    if environment.device != "cpu":
+        return
+    needed = planned(config, environment, choices).memory.total * environment.workers_per_node
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > available:
+        raise ConfigError(
+            f"seq={config.seq}: {environment.workers_per_node} CPU workers would need about {needed / 2**30:.0f} GiB "
+            f"for model={config.model.name}, this machine has {available / 2**30:.0f} GiB; give a shorter seq, a smaller model, "
+            "or GPUs (--dry-run shows where memory goes)"
+        )
+
+
 class Trainer:
     """What one worker holds: its shard of the model and optimizer, its slice of the data, and the step it has reached."""
 
@@ -156,6 +175,7 @@ class Trainer:
         if config.train.deterministic:
             torch.use_deterministic_algorithms(True)
         self.choices: Choices = make_choices(config, environment)
+        _check_host_memory(config, environment, self.choices)
         self.host_group: dist.ProcessGroup = dist.new_group(backend="gloo")
         group = make_context_group(environment.rank, environment.workers, environment.cp, self.device)
         exchange = make_exchange(self.choices.exchange, self.choices.layout, group)

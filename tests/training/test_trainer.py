@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mtrain_cli.config.compose import compose
+from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.training.checkpoint import Checkpointer
 from mtrain_cli.training.trainer import NonFiniteError, Trainer
@@ -165,3 +166,17 @@ def test_auto_learning_rate_falls_with_width_and_is_gentle_on_given_weights(tmp_
     assert peak_learning_rate(compose(["model=qwen3b"])) == pytest.approx(1.25e-4)
     (tmp_path / "config.json").write_text("{}")
     assert peak_learning_rate(compose([f"train.init_from={tmp_path}"])) == pytest.approx(2e-5)
+
+
+def too_large(rank: int, world: int) -> str:
+    try:
+        make(rank, world, world, ("model.hidden_size=65536", "model.intermediate_size=262144"))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_cpu_workers_that_need_more_memory_than_there_is_are_refused_at_once():
+    message = gloo.run(1, too_large)[0]
+    assert message.startswith("seq=160: 1 CPU workers would need about")
+    assert "this machine has" in message

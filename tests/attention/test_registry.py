@@ -1,0 +1,57 @@
+"""The choice of a kernel: the best that can serve the run, never another one in silence."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from mtrain_cli.attention.kernel import KernelRequest
+from mtrain_cli.attention.registry import choose, survey
+from mtrain_cli.config.schema import ConfigError
+
+CPU = KernelRequest("cpu", None, "float32", 32, 4, 2)
+INSTALLED = importlib.util.find_spec("flash_attn") is not None
+
+
+def cuda(**changes) -> KernelRequest:
+    values = {"capability": (9, 0), "dtype": "bfloat16", "head_dim": 128, "deterministic": False} | changes
+    return KernelRequest("cuda", values["capability"], values["dtype"], values["head_dim"], 16, 2, values["deterministic"])
+
+
+def test_auto_on_a_cpu_is_sdpa_and_says_what_was_passed_over():
+    kernel, reason = choose("auto", CPU)
+    assert kernel.name == "sdpa"
+    assert "flash4: needs a CUDA GPU" in reason
+
+
+def test_auto_on_hopper_is_flash4_where_it_is_installed():
+    assert choose("auto", cuda())[0].name == ("flash4" if INSTALLED else "sdpa")
+    assert choose("auto", cuda(capability=(8, 0)))[0].name == "sdpa"
+
+
+@pytest.mark.parametrize("changes", [{"dtype": "float32"}, {"deterministic": True}, {"capability": (7, 5)}, {"head_dim": 264}])
+def test_auto_never_takes_the_oracle(changes):
+    with pytest.raises(ConfigError, match=r"train\.kernel=auto: no fast kernel .*train\.kernel=reference"):
+        choose("auto", cuda(**changes))
+    assert choose("reference", cuda(**changes))[1] == "as configured"
+
+
+def test_a_named_kernel_that_cannot_serve_is_refused_with_those_that_can():
+    with pytest.raises(ConfigError, match=r"train\.kernel=flash4: needs a CUDA GPU; usable here: sdpa, reference"):
+        choose("flash4", CPU)
+    with pytest.raises(ConfigError, match=r"train\.kernel=flsh: no such kernel; allowed: auto, flash4, sdpa, reference"):
+        choose("flsh", CPU)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"capability": (8, 0)}, "compute capability 9.0"),
+        ({"dtype": "float32"}, "computes bfloat16, not float32"),
+        ({"head_dim": 96}, "head_dim 96 is not 64 or 128"),
+        ({"deterministic": True}, "not bitwise repeatable"),
+    ],
+)
+def test_flash4_says_what_it_lacks(changes, words):
+    assert words in (dict(survey(cuda(**changes)))["flash4"] or "")
