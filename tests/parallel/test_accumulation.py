@@ -1,0 +1,54 @@
+"""Partial gradients of bfloat16 runs are added in float32, on every worker and on the wire."""
+
+from __future__ import annotations
+
+import gloo
+import pytest
+import torch
+
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.parallel.context_attention import ContextAttention
+from mtrain_cli.parallel.exchange import make_exchange
+from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.parallel.mesh import make_context_group
+
+TINY = 2.0**-9  # bfloat16 rounds 1 + TINY to 1, but not 1 + 3 TINY
+
+
+class OnePartEach:
+    """Rank 0 adds 1 to every gradient of keys, the others TINY; each call adds 1 or TINY to that of queries."""
+
+    name = "test"
+
+    def __init__(self, rank: int) -> None:
+        self.part = TINY if rank else 1.0
+        self.calls = 0
+
+    def missing(self, request):  # noqa: ARG002
+        return None
+
+    def forward(self, q, k, v, tiles, scale):  # noqa: ARG002
+        return torch.zeros_like(q), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
+
+    def backward(self, dout, q, k, v, out, lse, delta, tiles, scale):  # noqa: ARG002
+        self.calls += 1
+        return torch.full_like(q, TINY if self.calls > 1 else 1.0), torch.full_like(k, self.part), torch.full_like(v, self.part)
+
+
+def gradients(rank: int, world: int, exchange: str) -> list[float]:
+    group = make_context_group(rank, world, world, torch.device("cpu"))
+    layout = make_layout("striped", world, 32 * world, 1)
+    mask = SequenceMask.causal(layout.seq, layout.padded_seq)
+    attend = ContextAttention.make(make_exchange(exchange, layout, group), OnePartEach(rank), [mask], "cpu")
+    q, k, v = (torch.zeros(1, 32, h, 4, dtype=torch.bfloat16, requires_grad=True) for h in (2, 1, 1))
+    found = torch.autograd.grad(attend(q, k, v, 0), (q, k, v), torch.zeros(1, 32, 2, 4, dtype=torch.bfloat16))
+    return [t.float().unique().item() for t in found]
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "ring"])
+def test_small_parts_are_not_rounded_away(exchange):
+    whole = torch.tensor(1 + 3 * TINY).bfloat16().item()
+    assert whole > 1
+    for dq, dk, dv in gloo.run(4, gradients, exchange):
+        assert (dk, dv) == (whole, whole)
+        assert dq == (whole if exchange == "ring" else 1.0)
