@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -31,3 +32,7 @@ def _main(rank: int, world: int, folder: str, function: Callable[..., Any], args
     Path(folder, f"result-{rank}").write_bytes(pickle.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
+    # As mtrain's own workers: without finalization, in which a thread of gloo that wants Python's lock may abort the process.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
