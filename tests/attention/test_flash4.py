@@ -1,0 +1,115 @@
+"""Which calls the flash4 kernel makes: played through on the CPU with the oracle in the place of FlashAttention-4."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from mtrain_cli.attention.flash4 import Flash4Kernel
+from mtrain_cli.attention.mask import SequenceMask, Spans
+from mtrain_cli.attention.reference import ReferenceKernel
+from mtrain_cli.attention.tiles import Tiles
+
+SCALE = 0.3
+
+
+def rectangle(q: torch.Tensor, k: torch.Tensor, causal: bool) -> Tiles:
+    queries, keys = q.shape[1], k.shape[1]
+    high = np.arange(keys - queries, keys) + 1 if causal else np.full(queries, keys)
+    return Tiles.make([Spans(np.zeros(queries, np.int64), high, keys)] * len(q))
+
+
+def listed(low: torch.Tensor, high: torch.Tensor, k: torch.Tensor, lists: dict[str, torch.Tensor], suffix: str) -> None:
+    """FlashAttention-4 computes the listed blocks alone: none that the spans need may be missing."""
+    assert int(lists[f"partial{suffix}_count"].sum() + lists[f"full{suffix}_count"].sum()) > 0
+    assert lists[f"partial{suffix}"].shape[2] == -(-(k.shape[1] if suffix else low.shape[1]) // 128)
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[str]:
+    made: list[str] = []
+    oracle = ReferenceKernel()
+    fake = ModuleType("dense")
+
+    def forward(q, k, v, causal, scale):
+        made.append("causal" if causal else "full")
+        return oracle.forward(q, k, v, rectangle(q, k, causal), scale)
+
+    def backward(dout, q, k, v, out, lse, causal, scale):
+        made.append("causal" if causal else "full")
+        return oracle.backward(dout, q, k, v, out, lse, None, rectangle(q, k, causal), scale)
+
+    def spans_forward(q, k, v, low, high, lists, scale):
+        made.append("lists")
+        listed(low, high, k, lists, "")
+        return oracle.forward(q, k, v, Tiles(low, high, k.shape[1], 1, ()), scale)
+
+    def spans_backward(dout, q, k, v, out, lse, low, high, lists, scale):
+        made.append("lists")
+        listed(low, high, k, lists, "_t")
+        return oracle.backward(dout, q, k, v, out, lse, None, Tiles(low, high, k.shape[1], 1, ()), scale)
+
+    for function in (forward, backward, spans_forward, spans_backward):
+        setattr(fake, function.__name__, function)
+    monkeypatch.setitem(sys.modules, "mtrain_cli.kernels.flash4", ModuleType("flash4"))
+    monkeypatch.setattr(sys.modules["mtrain_cli.kernels.flash4"], "dense", fake, raising=False)
+    return made
+
+
+def spans_of(name: str) -> list[Spans]:
+    everywhere = np.arange(60)
+    causal, documents = SequenceMask.causal(60, 60), SequenceMask.from_documents(np.repeat([0, 1, 2], 20), 60)
+    many = SequenceMask.from_documents(np.repeat(np.arange(12), 5), 60)
+    second = np.arange(30, 60)
+    zigzag = np.r_[0:15, 45:60]
+    return {
+        "causal": [causal.spans(everywhere, everywhere)] * 2,
+        "padded": [SequenceMask.causal(47, 60).spans(everywhere, everywhere)] * 2,
+        "second half against all": [causal.spans(second, everywhere)] * 2,
+        "second half against the first": [causal.spans(second, np.arange(30))] * 2,
+        "documents": [documents.spans(everywhere, everywhere)] * 2,
+        "the last document": [documents.spans(np.arange(40, 60), everywhere)] * 2,
+        "zigzag": [causal.spans(zigzag, everywhere)] * 2,
+        "many documents": [many.spans(everywhere, everywhere)] * 2,
+        "sequences that differ": [causal.spans(everywhere, everywhere), documents.spans(everywhere, everywhere)],
+        "striped": [causal.spans(np.r_[0:4, 8:12, 16:20, 24:28, 32:36, 40:44], everywhere)] * 2,
+    }[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("causal", ["causal"]),
+        ("padded", ["causal"]),
+        ("second half against all", ["causal"]),
+        ("second half against the first", ["full"]),
+        ("documents", ["causal"] * 3),
+        ("the last document", ["causal"]),
+        ("zigzag", ["causal"] * 2),
+        ("many documents", ["lists"]),
+        ("sequences that differ", ["lists"]),
+        ("striped", ["lists"]),
+    ],
+)
+def test_calls_are_the_oracles_result(calls, name, expected):
+    torch.manual_seed(0)
+    tiles = Tiles.make(spans_of(name))
+    queries = tiles.low.shape[1]
+    q, dout = (torch.randn(2, queries, 4, 8, dtype=torch.float64) for _ in range(2))
+    k, v = (torch.randn(2, tiles.num_keys, 2, 8, dtype=torch.float64) for _ in range(2))
+    kernel, oracle = Flash4Kernel(), ReferenceKernel()
+    out, lse = kernel.forward(q, k, v, tiles, SCALE)
+    want_out, want_lse = oracle.forward(q, k, v, tiles, SCALE)
+    torch.testing.assert_close(out, want_out, atol=1e-12, rtol=0)
+    torch.testing.assert_close(lse.double(), want_lse, atol=1e-6, rtol=0)
+    assert calls == expected
+    final = want_lse + 0.5  # as under a ring, where other workers contribute to the row
+    calls.clear()
+    got = kernel.backward(dout, q, k, v, want_out, final, None, tiles, SCALE)
+    for part, a, b in zip(("dq", "dk", "dv"), got, oracle.backward(dout, q, k, v, want_out, final, None, tiles, SCALE), strict=True):
+        torch.testing.assert_close(a.double(), b, atol=1e-5, rtol=0, msg=part)
+    assert calls == expected
