@@ -52,7 +52,7 @@ def backward(
 def spans_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, low: torch.Tensor, high: torch.Tensor, lists: dict[str, Any], scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row i sees keys low[i] <= j < high[i]; lists as `attention.flash4.block_lists` makes them."""
+    """Row i sees keys low[i] <= j < high[i] of the listed blocks; lists as `attention.flash4.block_lists` makes them."""
     blocks = BlockSparseTensorsTorch(
         mask_block_cnt=lists["partial_count"],
         mask_block_idx=lists["partial"],
@@ -78,12 +78,12 @@ def spans_backward(
     lists: dict[str, Any],
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `spans_forward`, given the out and lse of whole rows."""
+    """Gradients of `spans_forward`, given the out and lse of whole rows; lists of query blocks per key block."""
     blocks = BlockSparseTensorsTorch(
-        mask_block_cnt=lists["partial_t_count"],
-        mask_block_idx=lists["partial_t"],
-        full_block_cnt=lists["full_t_count"],
-        full_block_idx=lists["full_t"],
+        mask_block_cnt=lists["partial_count"],
+        mask_block_idx=lists["partial"],
+        full_block_cnt=lists["full_count"],
+        full_block_idx=lists["full"],
         block_size=(128, 128),
     )
     dq, dk, dv = _flash_attn_bwd(

@@ -1,4 +1,8 @@
-"""FlashAttention-4 (CuTe DSL) on Hopper and later: native causal calls where the mask is a few rectangles, block lists otherwise."""
+"""FlashAttention-4 (CuTe DSL) on Hopper and later.
+
+Dense: native causal calls where the mask is a few rectangles, block lists otherwise. Under a dynamic index: its blocks by FlashAttention-4,
+then its single columns by the Triton kernels, which continue the same softmax, so that nothing is merged afterwards.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,16 @@ from typing import Any
 
 import torch
 
+from mtrain_cli.attention.bars import add_column_gradients, pack_columns
+from mtrain_cli.attention.block_lists import index_lists
 from mtrain_cli.attention.kernel import KernelRequest
 from mtrain_cli.attention.tiles import Tiles
+from mtrain_cli.attention.triton_kernel import make_plan
 
 # Above this many rectangles a sequence, one call with block lists beats one call a rectangle.
 _MOST_SLICES = 4
 _BLOCK = 128
+_PARTS = ("partial", "partial_count", "full", "full_count")
 
 
 class Flash4Kernel:
@@ -31,6 +39,10 @@ class Flash4Kernel:
             return f"head_dim {request.head_dim} is not 64 or 128"
         if request.deterministic:
             return "its block-sparse backward is not bitwise repeatable"
+        if request.index is not None and request.index.block != _BLOCK:
+            return f"computes blocks of {_BLOCK}, not sparsity.block={request.index.block}"
+        if request.index is not None and importlib.util.find_spec("triton") is None:
+            return "needs triton for the columns of an index (pip install 'mtrain[cuda]')"
         if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
             return "flash-attn-4 is not installed (pip install 'mtrain[hopper]')"
         return None
@@ -38,8 +50,10 @@ class Flash4Kernel:
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         from mtrain_cli.kernels.flash4 import dense
 
+        if tiles.index is not None:
+            return _sparse_forward(q, k, v, tiles, scale)
         if not _few(tiles):
-            return dense.spans_forward(q, k, v, tiles.low, tiles.high, _lists(tiles), scale)
+            return dense.spans_forward(q, k, v, tiles.low, tiles.high, _lists(tiles, ""), scale)
         if _whole(tiles):
             s = tiles.slices[0][0]
             return dense.forward(q, k[:, s.k_start : s.k_stop], v[:, s.k_start : s.k_stop], s.causal, scale)
@@ -60,14 +74,17 @@ class Flash4Kernel:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        delta: torch.Tensor | None,  # noqa: ARG002 - its own preprocessing derives it from out and dout
+        delta: torch.Tensor | None,
         tiles: Tiles,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         from mtrain_cli.kernels.flash4 import dense
 
+        # Its own preprocessing derives delta from out and dout; only columns need it here.
+        if tiles.index is not None:
+            return _sparse_backward(dout, q, k, v, out, lse, delta, tiles, scale)
         if not _few(tiles):
-            return dense.spans_backward(dout, q, k, v, out, lse, tiles.low, tiles.high, _lists(tiles), scale)
+            return dense.spans_backward(dout, q, k, v, out, lse, tiles.low, tiles.high, _lists(tiles, "_t"), scale)
         if _whole(tiles) and tiles.slices[0][0].k_stop - tiles.slices[0][0].k_start == k.shape[1]:
             return dense.backward(dout, q, k, v, out, lse, tiles.slices[0][0].causal, scale)
         dq = torch.zeros_like(q)
@@ -83,6 +100,44 @@ class Flash4Kernel:
         return dq, dk, dv
 
 
+def _sparse_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    from mtrain_cli.kernels.flash4 import dense
+    from mtrain_cli.kernels.triton import sparse
+
+    blocks = dense.spans_forward(q, k, v, tiles.low, tiles.high, index_lists(tiles, transposed=False), scale)
+    columns = pack_columns(k, v, tiles)
+    if columns is None:
+        return blocks
+    return sparse.forward(q, k, v, columns, make_plan(tiles), scale, slashes=False, partial=blocks)
+
+
+def _sparse_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor | None,
+    tiles: Tiles,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from mtrain_cli.kernels.flash4 import dense
+    from mtrain_cli.kernels.triton import sparse
+
+    dout = dout.contiguous()
+    dq, dk, dv = dense.spans_backward(dout, q, k, v, out, lse, tiles.low, tiles.high, index_lists(tiles, transposed=True), scale)
+    columns = pack_columns(k, v, tiles)
+    if columns is None:
+        return dq, dk, dv
+    plan = make_plan(tiles)
+    delta = sparse.row_delta(out, dout) if delta is None else delta.contiguous()
+    dq = sparse.backward_queries(dout, q, k, v, columns, lse, delta, plan, scale, slashes=False, partial=dq)
+    dk, dv = dk.float(), dv.float()
+    add_column_gradients(dk, dv, *sparse.backward_columns(dout, q, columns, lse, delta, plan, scale), tiles)
+    return dq, dk, dv
+
+
 def _few(tiles: Tiles) -> bool:
     return tiles.same_for_batch and len(tiles.slices[0]) <= _MOST_SLICES
 
@@ -92,10 +147,12 @@ def _whole(tiles: Tiles) -> bool:
     return len(tiles.slices[0]) == 1 and tiles.slices[0][0].q_start == 0 and tiles.slices[0][0].q_stop == tiles.low.shape[1]
 
 
-def _lists(tiles: Tiles) -> dict[str, Any]:
+def _lists(tiles: Tiles, suffix: str) -> dict[str, Any]:
+    """suffix: _t for the lists per key block."""
     if "flash4" not in tiles.cache:
         tiles.cache["flash4"] = block_lists(tiles.low, tiles.high, tiles.num_keys, _BLOCK)
-    return tiles.cache["flash4"]
+    lists = tiles.cache["flash4"]
+    return {part: lists[part.replace("_count", "") + suffix + "_count" * part.endswith("_count")] for part in _PARTS}
 
 
 def block_lists(low: torch.Tensor, high: torch.Tensor, num_keys: int, block: int) -> dict[str, torch.Tensor]:

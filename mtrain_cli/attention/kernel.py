@@ -15,9 +15,17 @@ from mtrain_cli.attention.tiles import Tiles
 
 
 @dataclass(frozen=True)
+class IndexRequest:
+    """The dynamic index that a run's pattern makes. block: tokens of a block; bitmap: listed blocks instead of diagonals and columns."""
+
+    block: int
+    bitmap: bool
+
+
+@dataclass(frozen=True)
 class KernelRequest:
     """What a run asks of a kernel. capability: CUDA compute capability such as (9, 0), or None; dtype: torch's name, such as
-    ``bfloat16``.
+    ``bfloat16``; index: None for dense attention.
     """
 
     device: str
@@ -27,6 +35,7 @@ class KernelRequest:
     num_heads: int
     num_kv_heads: int
     deterministic: bool = False
+    index: IndexRequest | None = None
 
 
 class Kernel(Protocol):

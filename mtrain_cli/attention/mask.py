@@ -35,6 +35,13 @@ class SequenceMask:
         """Query-key pairs that are allowed in the whole sequence."""
         return int((np.arange(self.length) - self.first[: self.length] + 1).sum())
 
+    def last(self) -> IntArray:
+        """int64 [padded], the last query that sees the key at each position (end of its document); for padding, that of the last token."""
+        last = np.full(self.padded, self.length - 1, np.int64)
+        starts = np.flatnonzero(np.diff(self.first[: self.length])) + 1
+        last[: self.length] = np.repeat(np.append(starts, self.length) - 1, np.diff(np.append(np.append(0, starts), self.length)))
+        return last
+
     @staticmethod
     def causal(length: int, padded: int) -> SequenceMask:
         """Plain causal attention over the whole sequence."""

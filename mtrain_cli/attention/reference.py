@@ -56,6 +56,4 @@ def _scores(
     group = q.shape[2] // k.shape[2]
     k_BHKD, v_BHKD = (t.double().repeat_interleave(group, 2).transpose(1, 2) for t in (k, v))
     scores = q.double().transpose(1, 2) @ k_BHKD.transpose(-1, -2) * scale
-    slots = torch.arange(tiles.num_keys, device=q.device)
-    seen = (slots >= tiles.low[..., None]) & (slots < tiles.high[..., None])
-    return scores.masked_fill(~seen[:, None], float("-inf")), k_BHKD, v_BHKD
+    return scores.masked_fill(~tiles.seen(), float("-inf")), k_BHKD, v_BHKD

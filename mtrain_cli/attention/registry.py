@@ -8,10 +8,11 @@ from mtrain_cli.attention.flash4 import Flash4Kernel
 from mtrain_cli.attention.kernel import Kernel, KernelRequest
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.sdpa import SdpaKernel
+from mtrain_cli.attention.triton_kernel import TritonKernel
 from mtrain_cli.config.schema import ConfigError
 
 # In order of preference: `auto` takes the first that can serve the run. The oracle is never chosen on its own.
-_KERNELS: dict[str, Callable[[], Kernel]] = {"flash4": Flash4Kernel, "sdpa": SdpaKernel, "reference": ReferenceKernel}
+_KERNELS: dict[str, Callable[[], Kernel]] = {"flash4": Flash4Kernel, "triton": TritonKernel, "sdpa": SdpaKernel, "reference": ReferenceKernel}
 
 
 def survey(request: KernelRequest) -> list[tuple[str, str | None]]:

@@ -1,0 +1,76 @@
+// Single key columns: gathered into packed keys and values, and their gradients added back, always in one order.
+
+// One warp copies one row of a packed tensor: 16 bytes a lane.
+extern "C" __global__ void pack_columns(
+    const uint4* __restrict__ k,                 // [batch, keys, kv_heads, row] with row in units of 16 bytes
+    const uint4* __restrict__ v,
+    const int* __restrict__ slots,               // [batch, heads, width] key slot of each column, -1 = none
+    uint4* __restrict__ packed_k,                // [batch, heads, width, row]
+    uint4* __restrict__ packed_v,
+    long long k_batch, long long k_token, long long k_head, long long v_batch, long long v_token, long long v_head,
+    int heads, int group, int width, int row)
+{
+    const int lane = threadIdx.x & 31;
+    const int column = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
+    if (column >= width) return;
+    const long long bh = blockIdx.y;
+    const long long batch = bh / heads, kv_head = (bh % heads) / group;
+    const int slot = slots[bh * width + column];
+    const long long to = (bh * width + column) * row;
+    for (int i = lane; i < row; i += 32) {
+        uint4 key = make_uint4(0, 0, 0, 0), value = key;
+        if (slot >= 0) {
+            key = k[batch * k_batch + slot * k_token + kv_head * k_head + i];
+            value = v[batch * v_batch + slot * v_token + kv_head * v_head + i];
+        }
+        packed_k[to + i] = key;
+        packed_v[to + i] = value;
+    }
+}
+
+// One warp owns one column of one head of a group and adds it only if no earlier head of the group has the same one; the owner adds the
+// columns of the later heads too. So each row of dk and dv is written once, by one warp, in the order of the heads.
+extern "C" __global__ void add_column_gradients(
+    float* __restrict__ dk,                      // [batch, keys, kv_heads, dim], contiguous
+    float* __restrict__ dv,
+    const float* __restrict__ columns_dk,        // [parts, batch, heads, width, dim]
+    const float* __restrict__ columns_dv,
+    const int* __restrict__ slots,               // [batch, heads, width] ascending with -1 at the end
+    const int* __restrict__ counts,              // [batch, heads] columns that are there
+    int parts, long long part, long long keys, int kv_heads, int group, int width, int dim)
+{
+    const int lane = threadIdx.x & 31;
+    const int column = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
+    const long long bh = blockIdx.y;
+    const int heads = kv_heads * group;
+    const long long batch = bh / heads;
+    const int head = bh % heads, kv_head = head / group, mine = head % group;
+    if (column >= counts[bh]) return;
+    const int slot = slots[bh * width + column];
+    const long long at = ((batch * keys + slot) * kv_heads + kv_head) * dim;
+    for (int other = 0; other < group; ++other) {
+        const long long from = batch * heads + kv_head * group + other;
+        int place = -1;
+        if (other == mine) {
+            place = column;
+        } else {
+            int low = 0, high = counts[from];
+            while (low < high) {
+                const int middle = (low + high) >> 1;
+                if (slots[from * width + middle] < slot) low = middle + 1; else high = middle;
+            }
+            if (low < counts[from] && slots[from * width + low] == slot) place = low;
+        }
+        if (place < 0) continue;
+        if (other < mine) return;
+        for (int i = lane; i < dim; i += 32) {
+            float sum_k = 0.0f, sum_v = 0.0f;
+            for (int p = 0; p < parts; ++p) {
+                sum_k += columns_dk[p * part + (from * width + place) * dim + i];
+                sum_v += columns_dv[p * part + (from * width + place) * dim + i];
+            }
+            dk[at + i] += sum_k;
+            dv[at + i] += sum_v;
+        }
+    }
+}

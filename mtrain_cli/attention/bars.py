@@ -1,0 +1,94 @@
+"""Single key columns, packed side by side: gathered before the kernels run, and their gradients added back after.
+
+On a GPU with CuPy the work is done by `kernels/cuda/columns.cu`, elsewhere by PyTorch; both add in the same order of heads.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import torch
+
+from mtrain_cli.attention.tiles import Tiles
+
+_WARPS = 8
+
+
+def cuda_kernels_usable(tensor: torch.Tensor) -> bool:
+    """Whether mtrain's own CUDA kernels can serve the tensor: it is on a GPU and CuPy is installed."""
+    return tensor.is_cuda and importlib.util.find_spec("cupy") is not None
+
+
+def pack_columns(k: torch.Tensor, v: torch.Tensor, tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """k, v [batch, keys, kv_heads, head_dim] -> the keys and values of each query head's columns, [batch, heads, width, head_dim].
+
+    None where the index has no columns. What stands in places that hold no column is finite and must be masked.
+    """
+    if tiles.index is None or tiles.index.columns is None or not tiles.index.columns.shape[-1]:
+        return None
+    _, slots = local_columns(tiles)
+    batch, heads, width = slots.shape
+    group, dim = heads // k.shape[2], k.shape[3]
+    if cuda_kernels_usable(k):
+        from mtrain_cli.kernels.cuda.launch import launch
+
+        packed = tuple(torch.empty(batch, heads, width, dim, dtype=k.dtype, device=k.device) for _ in range(2))
+        unit = 16 // k.element_size()
+        assert not any(s % unit for t in (k, v) for s in (*t.stride()[:3], dim)), "rows start at multiples of 16 bytes"
+        strides = (np.int64(s // unit) for t in (k, v) for s in t.stride()[:3])
+        grid = (-(-width // _WARPS), batch * heads)
+        launch("columns", "pack_columns", grid, 32 * _WARPS, k, v, slots.int(), *packed, *strides, heads, group, width, dim // unit)
+        return packed[0], packed[1]
+    slots = slots.clamp(min=0)
+    rows = torch.arange(batch, device=k.device)[:, None, None]
+    kv_heads = (torch.arange(heads, device=k.device) // group)[None, :, None]
+    return k[rows, slots, kv_heads], v[rows, slots, kv_heads]
+
+
+def add_column_gradients(dk: torch.Tensor, dv: torch.Tensor, columns_dk: torch.Tensor, columns_dv: torch.Tensor, tiles: Tiles) -> None:
+    """Adds the gradients of packed columns to dk and dv [batch, keys, kv_heads, head_dim] float32, in place and in one order.
+
+    columns_dk, columns_dv: float32 [parts, batch, heads, width, head_dim], parts to be added.
+    """
+    _, slots = local_columns(tiles)
+    batch, keys, kv_heads, dim = dk.shape
+    heads, width = slots.shape[1:]
+    group = heads // kv_heads
+    if cuda_kernels_usable(dk):
+        from mtrain_cli.kernels.cuda.launch import launch
+
+        assert dk.is_contiguous()
+        assert dv.is_contiguous()
+        counts = (slots >= 0).sum(-1, dtype=torch.int32)
+        launch(
+            "columns", "add_column_gradients", (-(-width // _WARPS), batch * heads), 32 * _WARPS,
+            dk, dv, columns_dk, columns_dv, slots.int(), counts,
+            len(columns_dk), np.int64(columns_dk[0].numel()), np.int64(keys), kv_heads, group, width, dim,
+        )  # fmt: skip
+        return
+    real, at = slots >= 0, slots.clamp(min=0).unflatten(1, (kv_heads, group))
+    for target, source in ((dk, columns_dk), (dv, columns_dv)):
+        # Within one head no column stands twice; what holds no column adds 0.
+        source = source.sum(0).masked_fill(~real[..., None], 0.0).unflatten(1, (kv_heads, group))
+        for g in range(group):
+            index = at[:, :, g].transpose(1, 2)[..., None].expand(-1, -1, -1, dim)
+            target.scatter_add_(1, index, source[:, :, g].transpose(1, 2).to(target.dtype))
+
+
+def local_columns(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor]:
+    """The index's columns among the keys at hand: int32 [batch, heads, width], ascending, ``blocks * block`` where there is none, and the
+    key slot of each, int64, -1 where there is none.
+    """
+    index, geometry = tiles.index, tiles.geometry
+    assert index is not None
+    assert geometry is not None
+    assert index.columns is not None
+    columns, none = index.columns, index.blocks * index.block
+    if geometry.holes:
+        there = geometry.key_slot[(columns // index.block).clamp(max=index.blocks - 1).long()] >= 0
+        columns = columns.masked_fill(~there, none).sort(-1).values
+    real = columns < none
+    number = torch.where(real, columns // index.block, 0).long()
+    slots = torch.where(real, geometry.key_slot[number].long() * index.block + columns % index.block, -1)
+    return columns.contiguous(), slots

@@ -1,0 +1,68 @@
+"""An index as lists of blocks per row, the form that FlashAttention-4 reads; made for one kernel call and dropped after it."""
+
+from __future__ import annotations
+
+import torch
+
+from mtrain_cli.attention.bars import cuda_kernels_usable
+from mtrain_cli.attention.index import BlockBitmap, VerticalSlash
+from mtrain_cli.attention.tiles import Tiles
+
+_WARPS = 4
+
+
+def index_lists(tiles: Tiles, transposed: bool) -> dict[str, torch.Tensor]:
+    """The blocks that index and mask leave, per query block or, transposed, per key block; columns are not among them.
+
+    Counts int32 [batch, heads, rows] and ascending local block numbers int32 [batch, heads, rows, width] under ``partial`` and ``full``,
+    with ``_count``. In a full block every row of queries sees every key. Entries beyond the count hold anything.
+    """
+    index, geometry = tiles.index, tiles.geometry
+    assert index is not None
+    assert geometry is not None
+    batch, heads = index.heads
+    queries, keys = geometry.query_blocks.numel(), geometry.key_blocks.numel()
+    rows, others = (keys, queries) if transposed else (queries, keys)
+    device = geometry.first.device
+    if cuda_kernels_usable(geometry.first):
+        from mtrain_cli.kernels.cuda.launch import launch
+
+        bitmap = isinstance(index, BlockBitmap)
+        chosen = (index.bits if isinstance(index, BlockBitmap) else _slashes(index)).contiguous()
+        width = max(2, others)  # a list width of 1 breaks the stride check of FlashAttention-4 4.0.0b36
+        counts = [torch.empty(batch, heads, rows, dtype=torch.int32, device=device) for _ in range(2)]
+        lists = [torch.empty(batch, heads, rows, width, dtype=torch.int32, device=device) for _ in range(2)]
+        launch(
+            "block_lists", "block_lists", (-(-rows // _WARPS), batch * heads), 32 * _WARPS,
+            chosen, geometry.query_blocks, geometry.key_blocks, geometry.first_min, geometry.first_max,
+            counts[0], lists[0], counts[1], lists[1],
+            heads, index.blocks, index.block, queries, keys, width, bitmap, transposed,
+        )  # fmt: skip
+        return {"partial_count": counts[0], "partial": lists[0], "full_count": counts[1], "full": lists[1]}
+    q, k = geometry.query_blocks.long(), geometry.key_blocks.long()
+    touched = (k <= q[:, None]) & ((k + 1) * index.block > geometry.first_min[:, q][..., None])
+    whole = touched & (k < q[:, None]) & (k * index.block >= geometry.first_max[:, q][..., None])
+    active = index.chosen(q, k) & touched[:, None]
+    result: dict[str, torch.Tensor] = {}
+    for name, blocks in (("partial", active & ~whole[:, None]), ("full", active & whole[:, None])):
+        blocks = blocks.transpose(-1, -2) if transposed else blocks
+        lists_of_name, upto = ordered_lines(blocks)
+        result[name] = torch.nn.functional.pad(lists_of_name, (0, max(0, 2 - others)))
+        result[name + "_count"] = upto[..., -1].contiguous()
+    return result
+
+
+def _slashes(index: object) -> torch.Tensor:
+    assert isinstance(index, VerticalSlash)
+    return index.slashes
+
+
+def ordered_lines(on: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """bool [..., n] -> int32 numbers of the set ones first, ascending, [..., n], and int32 [..., n + 1], how many are set below each."""
+    n = on.shape[-1]
+    upto = torch.nn.functional.pad(on.cumsum(-1, dtype=torch.int32), (1, 0))
+    # Each set number goes to its rank; the others to a place beyond the end.
+    to = torch.where(on, upto[..., :-1], n).long()
+    lines = torch.zeros(*on.shape[:-1], n + 1, dtype=torch.int32, device=on.device)
+    lines.scatter_(-1, to, torch.arange(n, dtype=torch.int32, device=on.device).expand(on.shape))
+    return lines[..., :n].contiguous(), upto

@@ -1,0 +1,131 @@
+"""The portable sparse kernel: block diagonals, listed blocks and packed columns in Triton, on NVIDIA GPUs from Ampere on."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from mtrain_cli.attention.bars import add_column_gradients, local_columns, pack_columns
+from mtrain_cli.attention.block_lists import ordered_lines
+from mtrain_cli.attention.index import BlockBitmap, VerticalSlash
+from mtrain_cli.attention.kernel import KernelRequest
+from mtrain_cli.attention.tiles import Tiles
+
+if TYPE_CHECKING:
+    from mtrain_cli.kernels.triton.sparse import Plan
+
+HEAD_DIMS = (16, 32, 64, 128)
+BLOCKS = (16, 32, 64, 128)
+
+
+class TritonKernel:
+    """Bitwise repeatable: no atomics, one program owns each result (arXiv:2205.14135, algorithm 1; two-pass backward)."""
+
+    name = "triton"
+
+    def missing(self, request: KernelRequest) -> str | None:
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed (pip install 'mtrain[cuda]')"
+        if request.device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            return "needs a CUDA GPU"
+        if request.device == "cuda" and (request.capability is None or request.capability < (8, 0)):
+            return "needs compute capability 8.0 (Ampere) or later"
+        if request.index is None:
+            return "computes under a dynamic index only, not sparsity=dense"
+        if request.dtype not in ("bfloat16", "float32"):
+            return f"computes bfloat16 or float32, not {request.dtype}"
+        if request.head_dim not in HEAD_DIMS:
+            return f"head_dim {request.head_dim} is none of {', '.join(map(str, HEAD_DIMS))}"
+        if request.index.block not in BLOCKS:
+            return f"sparsity.block {request.index.block} is none of {', '.join(map(str, BLOCKS))}"
+        return None
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        from mtrain_cli.kernels.triton import sparse
+
+        plan = make_plan(tiles)
+        return sparse.forward(q, k, v, pack_columns(k, v, tiles), plan, scale)
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        delta: torch.Tensor | None,
+        tiles: Tiles,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        from mtrain_cli.kernels.triton import sparse
+
+        plan = make_plan(tiles)
+        dout, lse = dout.contiguous(), lse.contiguous()
+        delta = sparse.row_delta(out, dout) if delta is None else delta.contiguous()
+        columns = pack_columns(k, v, tiles)
+        dq = sparse.backward_queries(dout, q, k, v, columns, lse, delta, plan, scale)
+        dk, dv = sparse.backward_keys(dout, q, k, v, lse, delta, plan, scale)
+        if columns is not None:
+            add_column_gradients(dk, dv, *sparse.backward_columns(dout, q, columns, lse, delta, plan, scale), tiles)
+        return dq, dk, dv
+
+
+def make_plan(tiles: Tiles) -> Plan:
+    """The index of the tiles as the kernels read it."""
+    from mtrain_cli.kernels.triton.sparse import Plan
+
+    index, geometry = tiles.index, tiles.geometry
+    assert index is not None
+    assert geometry is not None
+    flat = index.heads[0] * index.heads[1]
+    if isinstance(index, VerticalSlash):
+        lines, upto = ordered_lines(index.slashes.reshape(flat, -1))
+        lines_t, upto_t, slash, listed = lines, upto, index.slashes, False
+        starts = torch.arange(index.blocks + 1, device=index.bars.device, dtype=torch.int32) * index.block
+        bars = local_columns(tiles)[0].reshape(flat, -1)
+        bars_upto = torch.searchsorted(bars, starts.expand(flat, -1).contiguous(), out_int32=True) if bars.shape[-1] else None
+    else:
+        assert isinstance(index, BlockBitmap)
+        bits = index.bits & touched_blocks(tiles)[:, None]
+        lines, upto = ordered_lines(bits.reshape(flat, *bits.shape[2:]))
+        lines_t, upto_t = ordered_lines(bits.transpose(-1, -2).reshape(flat, *bits.shape[2:]))
+        upto, upto_t = (u[..., -1].contiguous() for u in (upto, upto_t))
+        slash = torch.zeros(flat, index.blocks, dtype=torch.bool, device=bits.device)
+        bars, bars_upto, listed = None, None, True
+    return Plan(
+        block=index.block,
+        blocks=index.blocks,
+        first=geometry.first,
+        last=geometry.last,
+        query_blocks=geometry.query_blocks,
+        key_blocks=geometry.key_blocks,
+        query_slot=geometry.query_slot,
+        key_slot=geometry.key_slot,
+        query_count=geometry.query_count,
+        first_min=geometry.first_min,
+        first_max=geometry.first_max,
+        lines=lines,
+        upto=upto,
+        lines_t=lines_t,
+        upto_t=upto_t,
+        slash=slash.reshape(flat, -1).contiguous().view(torch.uint8),
+        bars=bars if bars_upto is not None else None,
+        bars_upto=bars_upto,
+        listed=listed,
+        holes=geometry.holes,
+    )
+
+
+def touched_blocks(tiles: Tiles) -> torch.Tensor:
+    """bool [batch, blocks, blocks]: pairs of blocks in which the mask allows anything; of rows in the sequence, whatever the shard."""
+    geometry = tiles.geometry
+    assert geometry is not None
+    key = "touched blocks"
+    if key not in tiles.cache:
+        number = torch.arange(geometry.blocks, device=geometry.first.device)
+        tiles.cache[key] = (number <= number[:, None]) & ((number + 1) * geometry.block > geometry.first_min[..., None])
+    return tiles.cache[key]

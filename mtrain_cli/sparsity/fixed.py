@@ -1,0 +1,36 @@
+"""Given numbers of block diagonals and columns, drawn from a seed: synthetic, for benchmarks and tests of speed only."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from mtrain_cli.attention.index import VerticalSlash
+
+
+def fixed_index(
+    *, seed: int, batch: int, heads: int, seq: int, block: int, slashes: int | None, bars: int, density: float | None = None
+) -> VerticalSlash:
+    """Diagonals 0 and 1 and others that crowd towards the recent past, as many as ``slashes`` or as fill ``density`` of the causal blocks;
+    columns anywhere with equal chance. Every head draws its own.
+    """
+    rng = np.random.default_rng(seed)
+    blocks = -(-seq // block)
+    on = np.zeros((batch, heads, blocks), bool)
+    columns = np.full((batch, heads, bars), blocks * block, np.int32)
+    area = blocks - np.arange(blocks)
+    for b in range(batch):
+        for h in range(heads):
+            order = np.unique(np.floor(rng.random(64 * blocks) ** 3 * blocks).astype(np.int64), return_index=True)
+            # In the order of their first appearance; what never appeared comes last, by number.
+            drawn = order[0][np.argsort(order[1])]
+            drawn = np.concatenate([[0, 1], drawn[drawn > 1], np.setdiff1d(np.arange(2, blocks), drawn)])[:blocks]
+            if density is not None:
+                wanted = int(np.searchsorted(np.cumsum(area[drawn]), density * area.sum())) + 1
+            else:
+                assert slashes is not None
+                wanted = slashes
+            on[b, h, drawn[: max(1, wanted)]] = True
+            count = min(bars, seq)
+            columns[b, h, :count] = np.sort(rng.permutation(seq)[:count])
+    return VerticalSlash(block, blocks, torch.from_numpy(on), torch.from_numpy(columns))

@@ -1,0 +1,77 @@
+"""Indices, masks and tensors for tests of sparse attention: uneven lengths, documents, shards, empty rows, heads that differ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mtrain_cli.attention.index import BlockBitmap, Index, VerticalSlash
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.tiles import BlockGeometry, Tiles
+
+
+@dataclass(frozen=True)
+class Problem:
+    masks: list[SequenceMask]
+    tiles: Tiles
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+
+
+def make_index(kind: str, rng: np.random.Generator, batch: int, heads: int, seq: int, block: int) -> Index:
+    """kind: slashes, bars, both, all (every block), none (nothing at all), bitmap."""
+    blocks = -(-seq // block)
+    if kind == "bitmap":
+        bits = torch.from_numpy(rng.random((batch, heads, blocks, blocks)) < 0.4)
+        return BlockBitmap(block, blocks, bits.tril() | torch.eye(blocks, dtype=torch.bool))
+    slashes = torch.from_numpy(rng.random((batch, heads, blocks)) < (0.4 if kind in ("slashes", "both") else 0.0))
+    if kind in ("slashes", "both"):
+        # Diagonal 0 in all heads but one: no kernel may rely on it.
+        slashes[:, :, 0] = True
+        slashes[0, 0, 0] = False
+    if kind == "all":
+        slashes[:] = True
+    bars = torch.full((batch, heads, seq), blocks * block, dtype=torch.int32)
+    widest = 1
+    if kind in ("bars", "both", "all"):
+        for b in range(batch):
+            for h in range(heads):
+                count = int(rng.integers(0, max(2, seq // 2)))
+                widest = max(widest, count)
+                bars[b, h, :count] = torch.from_numpy(np.sort(rng.permutation(seq)[:count]))
+    return VerticalSlash(block, blocks, slashes, bars[..., :widest].contiguous())
+
+
+def shard(kind: str, seq: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """Query and key positions: the whole sequence, or blocks dealt to three workers, or a part of it."""
+    everywhere = np.arange(seq)
+    number = everywhere // block
+    return {
+        "whole": (everywhere, everywhere),
+        "striped queries": (everywhere[number % 3 == 1], everywhere),
+        "striped": (everywhere[number % 3 == 1], everywhere[number % 3 == 0]),
+        "later queries": (everywhere[number >= number[-1] // 2], everywhere[number < max(1, number[-1] // 2)]),
+    }[kind]
+
+
+def make_problem(
+    seed: int, kind: str, *, seq: int, block: int, heads: int, kv_heads: int, dim: int, documents: bool, where: str, dtype=torch.float32, device="cpu"
+) -> Problem:
+    rng = np.random.default_rng(seed)
+    batch = 2
+    padded = seq + int(rng.integers(0, 5))
+    if documents:
+        masks = [SequenceMask.from_documents(np.sort(rng.integers(0, 4, seq - b)), padded) for b in range(batch)]
+    else:
+        masks = [SequenceMask.causal(seq - b, padded) for b in range(batch)]
+    queries, keys = shard(where, padded, block)
+    geometry = BlockGeometry.make(masks, queries, keys, block, device)
+    index = make_index(kind, rng, batch, heads, padded, block).to(device)
+    tiles = Tiles.make([m.spans(queries, keys) for m in masks], device, geometry).under(index)
+    torch.manual_seed(seed)
+    shapes = ((len(queries), heads), (len(keys), kv_heads), (len(keys), kv_heads), (len(queries), heads))
+    return Problem(masks, tiles, *(torch.randn(batch, n, h, dim).to(device, dtype) for n, h in shapes))

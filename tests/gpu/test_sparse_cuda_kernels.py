@@ -1,0 +1,85 @@
+"""The sparse CUDA kernels equal the float64 oracle: GQA shapes, block sizes, patterns, uneven lengths, shards; needs a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention.sparse_problems import make_problem
+
+from mtrain_cli.attention.kernel import IndexRequest, KernelRequest
+from mtrain_cli.attention.reference import ReferenceKernel
+from mtrain_cli.attention.registry import _KERNELS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return ((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30)).item()
+
+
+def errors(name: str, kind: str, where: str, documents: bool, block: int, heads: int, kv_heads: int, dim: int) -> dict[str, float]:
+    kernel = _KERNELS[name]()
+    request = KernelRequest(
+        "cuda", torch.cuda.get_device_capability(), "bfloat16", dim, heads, kv_heads, index=IndexRequest(block, kind == "bitmap")
+    )
+    if kernel.missing(request):
+        pytest.skip(str(kernel.missing(request)))
+    p = make_problem(
+        3, kind, seq=1801, block=block, heads=heads, kv_heads=kv_heads, dim=dim, documents=documents, where=where,
+        dtype=torch.bfloat16, device="cuda",
+    )  # fmt: skip
+    scale = dim**-0.5
+    q, k, v, dout = (t.double() for t in (p.q, p.k, p.v, p.dout))
+    want, want_lse = ReferenceKernel().forward(q, k, v, p.tiles, scale)
+    out, lse = kernel.forward(p.q, p.k, p.v, p.tiles, scale)
+    seen = ~torch.isneginf(want_lse)
+    assert torch.equal(torch.isneginf(lse), ~seen), "rows that see nothing, and only they, have lse -inf"
+    assert bool(out.transpose(1, 2)[~seen].eq(0).all()), "and out 0"
+    final = want_lse + 0.5  # as under a ring, where other workers contribute to the row
+    rounded = want.to(p.q.dtype)
+    grads = kernel.backward(p.dout, p.q, p.k, p.v, rounded, final.float(), None, p.tiles, scale)
+    delta = (rounded.double() * dout).sum(-1).transpose(1, 2)
+    expected = ReferenceKernel().backward(dout, q, k, v, want, final, delta, p.tiles, scale)
+    found = {"out": error(out, want), "lse": (lse.double()[seen] - want_lse[seen]).abs().max().item() if seen.any() else 0.0}
+    if name == "triton":
+        again = kernel.backward(p.dout, p.q, p.k, p.v, rounded, final.float(), None, p.tiles, scale)
+        assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True)), "the same gradients bitwise twice"
+    return found | {part: error(got, exact) for part, got, exact in zip(("dq", "dk", "dv"), grads, expected, strict=True)}
+
+
+@pytest.mark.parametrize("name", ["triton", "flash4"])
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("kind", ["slashes", "bars", "both", "all", "none", "bitmap"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "documents", "where"),
+    [
+        (16, 2, 128, False, "whole"),
+        (16, 2, 128, True, "striped queries"),
+        (4, 4, 128, True, "whole"),
+        (4, 4, 64, False, "later queries"),
+        (32, 8, 128, False, "striped"),
+        (32, 8, 64, True, "whole"),
+    ],
+)
+def test_sparse_attention_equals_the_oracle(name, block, kind, heads, kv_heads, dim, documents, where):
+    found = errors(name, kind, where, documents, block, heads, kv_heads, dim)
+    limits = {"out": 6e-3, "lse": 2e-3, "dq": 8e-3, "dk": 8e-3, "dv": 8e-3}
+    assert not {part: value for part, value in found.items() if not value < limits[part]}, found
+
+
+@pytest.mark.parametrize("name", ["triton", "flash4"])
+@pytest.mark.parametrize("kind", ["both", "bitmap"])
+def test_the_future_never_changes_an_output(name, kind):
+    kernel = _KERNELS[name]()
+    p = make_problem(
+        5, kind, seq=1500, block=128, heads=4, kv_heads=2, dim=128, documents=False, where="whole", dtype=torch.bfloat16, device="cuda"
+    )
+    request = KernelRequest("cuda", torch.cuda.get_device_capability(), "bfloat16", 128, 4, 2, index=IndexRequest(128, kind == "bitmap"))
+    if kernel.missing(request):
+        pytest.skip(str(kernel.missing(request)))
+    out, _ = kernel.forward(p.q, p.k, p.v, p.tiles, 0.1)
+    for cut in (1, 127, 128, 700, 1498):
+        k, v = p.k.clone(), p.v.clone()
+        k[:, cut:], v[:, cut:] = 50.0, -50.0
+        changed, _ = kernel.forward(p.q, k, v, p.tiles, 0.1)
+        assert torch.equal(changed[:, :cut], out[:, :cut])
