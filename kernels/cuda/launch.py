@@ -25,6 +25,6 @@ def launch(file: str, kernel: str, grid: tuple[int, int], threads: int, *argumen
     values = tuple(
         np.uintp(a.data_ptr()) if isinstance(a, torch.Tensor) else a if isinstance(a, np.int64) else np.int32(a) for a in arguments
     )
-    stream = cupy.cuda.ExternalStream(torch.cuda.current_stream(device).cuda_stream, device)
+    stream = cupy.cuda.Stream.from_external(torch.cuda.current_stream(device))
     with cupy.cuda.Device(device), stream:
         _module(file, device).get_function(kernel)((*grid, 1), (threads, 1, 1), values)

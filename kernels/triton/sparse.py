@@ -37,7 +37,9 @@ class Plan:
         listed, active key blocks [batch * heads, blocks, width] of each query block with upto [batch * heads, blocks], their number, and
         the same transposed.
     slash: uint8 [batch * heads, blocks], the diagonals as a table (all zero if listed).
-    bars: [batch * heads, width] ascending positions of single columns, blocks * block = none, with bars_upto [batch * heads, blocks + 1].
+    bars: [batch * heads, width] ascending positions of single columns, blocks * block = none, with bars_upto [batch * heads, blocks + 1];
+        width is a multiple of 128. covered: bits [batch * heads, local query blocks, width / 32] of the columns that lie on a diagonal of
+        the query block, as `covered_columns` makes them.
     holes: some blocks of keys or queries are absent, so a visited block may have to be skipped.
     """
 
@@ -59,6 +61,7 @@ class Plan:
     slash: torch.Tensor
     bars: torch.Tensor | None
     bars_upto: torch.Tensor | None
+    covered: torch.Tensor | None
     listed: bool
     holes: bool
 
@@ -66,12 +69,13 @@ class Plan:
 @triton.jit
 def _attend(q, k, v, hidden, m, l, acc, scale, MASKED: tl.constexpr):
     """One tile of keys joins the online softmax; hidden marks pairs that are not seen."""
-    s = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2E)
+    s = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
         s = tl.where(hidden, float("-inf"), s)
-    top = tl.maximum(m, tl.max(s, 1))
-    base = tl.where(top == float("-inf"), 0.0, top)
-    p = tl.exp2(s - base[:, None])
+    # Scores are scaled where the maximum is subtracted, one multiply-add; the scale is above 0, so the maximum may be scaled alone.
+    top = tl.maximum(m, tl.max(s, 1) * (scale * LOG2E))
+    base = tl.maximum(top, -1e30)  # a row that has seen nothing yet: exp2(-inf + 1e30) = 0
+    p = tl.exp2(s * (scale * LOG2E) - base[:, None])
     kept = tl.exp2(m - base)
     acc = tl.dot(p.to(v.dtype), v, acc * kept[:, None], input_precision="ieee")
     return top, l * kept + tl.sum(p, 1), acc
@@ -138,7 +142,7 @@ def _bar_ranges(
 @triton.jit
 def _forward(
     Q, K, V, KB, VB, OUT, LSE, OUT_IN, LSE_IN,
-    FIRST, QUERY_BLOCKS, KEY_SLOT, FIRST_MIN, FIRST_MAX, LINES, UPTO, SLASH, BARS, BARS_UPTO,
+    FIRST, QUERY_BLOCKS, KEY_SLOT, FIRST_MIN, FIRST_MAX, LINES, UPTO, SLASH, BARS, BARS_UPTO, COVERED,
     scale, queries, keys, width, bar_width, BLOCKS, SEQ,
     stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -179,7 +183,9 @@ def _forward(
             kb = tl.load(list_at + n)
             if not LISTED:
                 kb = qb - kb
-            slot = tl.load(KEY_SLOT + kb)
+            slot = kb
+            if HOLES:
+                slot = tl.load(KEY_SLOT + kb)
             if slot >= 0:
                 inside = (t % SUB) * BLOCK_N + within
                 at = slot * BLOCK + inside
@@ -190,8 +196,9 @@ def _forward(
                 m, l, acc = _attend(q, k, v, hidden, m, l, acc, scale, True)
         if not LISTED:
             for t in range(diagonal * SUB, whole * SUB):
-                kb = qb - tl.load(list_at + t // SUB)
-                slot = tl.load(KEY_SLOT + kb)
+                slot = qb - tl.load(list_at + t // SUB)
+                if HOLES:
+                    slot = tl.load(KEY_SLOT + slot)
                 at = slot * BLOCK + (t % SUB) * BLOCK_N + within
                 if HOLES:
                     if slot >= 0:
@@ -206,13 +213,17 @@ def _forward(
         column = bh.to(tl.int64) * bar_width
         begin, full_begin, full_end, end = _bar_ranges(BARS_UPTO, FIRST_MIN, FIRST_MAX, bh, b, qb, BLOCKS, BLOCK, BLOCK_N)
         slash = SLASH + bh.to(tl.int64) * BLOCKS
+        words = COVERED + (bh.to(tl.int64) * tl.num_programs(0) + i) * (bar_width // 32)
+        # The next tile's bits are asked for before this tile's products, which hide the wait.
+        word = tl.load(words + tl.minimum(full_begin * BLOCK_N + within, bar_width - 1) // 32)
         for t in range(full_begin, full_end):
+            following = tl.load(words + (tl.minimum(t + 1, full_end - 1) * BLOCK_N + within) // 32)
             at = t * BLOCK_N + within
-            where = tl.load(BARS + column + at)
             k = tl.load(KB + (column + at)[:, None] * D + d)
             v = tl.load(VB + (column + at)[:, None] * D + d)
-            covered = tl.load(slash + qb - where // BLOCK) != 0
+            covered = ((word >> (at % 32)) & 1) != 0
             m, l, acc = _attend(q, k, v, covered[None, :], m, l, acc, scale, True)
+            word = following
         for s in range(begin, end - full_end + full_begin):
             t = tl.where(s < full_begin, s, s - full_begin + full_end)
             at = t * BLOCK_N + within
@@ -233,7 +244,7 @@ def _forward(
 @triton.jit
 def _backward_queries(
     Q, K, V, KB, VB, DO, LSE, DELTA, DQ, DQ_IN,
-    FIRST, QUERY_BLOCKS, KEY_SLOT, FIRST_MIN, FIRST_MAX, LINES, UPTO, SLASH, BARS, BARS_UPTO,
+    FIRST, QUERY_BLOCKS, KEY_SLOT, FIRST_MIN, FIRST_MAX, LINES, UPTO, SLASH, BARS, BARS_UPTO, COVERED,
     scale, queries, keys, width, bar_width, BLOCKS, SEQ,
     stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -270,7 +281,9 @@ def _backward_queries(
             kb = tl.load(list_at + n)
             if not LISTED:
                 kb = qb - kb
-            slot = tl.load(KEY_SLOT + kb)
+            slot = kb
+            if HOLES:
+                slot = tl.load(KEY_SLOT + kb)
             if slot >= 0:
                 inside = (t % SUB) * BLOCK_N + within
                 at = slot * BLOCK + inside
@@ -281,8 +294,9 @@ def _backward_queries(
                 acc = _query_gradient(q, k, v, do, lse, delta, hidden, acc, scale, True)
         if not LISTED:
             for t in range(diagonal * SUB, whole * SUB):
-                kb = qb - tl.load(list_at + t // SUB)
-                slot = tl.load(KEY_SLOT + kb)
+                slot = qb - tl.load(list_at + t // SUB)
+                if HOLES:
+                    slot = tl.load(KEY_SLOT + slot)
                 at = slot * BLOCK + (t % SUB) * BLOCK_N + within
                 if HOLES:
                     if slot >= 0:
@@ -297,13 +311,17 @@ def _backward_queries(
         column = bh.to(tl.int64) * bar_width
         begin, full_begin, full_end, end = _bar_ranges(BARS_UPTO, FIRST_MIN, FIRST_MAX, bh, b, qb, BLOCKS, BLOCK, BLOCK_N)
         slash = SLASH + bh.to(tl.int64) * BLOCKS
+        words = COVERED + (bh.to(tl.int64) * tl.num_programs(0) + i) * (bar_width // 32)
+        # The next tile's bits are asked for before this tile's products, which hide the wait.
+        word = tl.load(words + tl.minimum(full_begin * BLOCK_N + within, bar_width - 1) // 32)
         for t in range(full_begin, full_end):
+            following = tl.load(words + (tl.minimum(t + 1, full_end - 1) * BLOCK_N + within) // 32)
             at = t * BLOCK_N + within
-            where = tl.load(BARS + column + at)
             k = tl.load(KB + (column + at)[:, None] * D + d)
             v = tl.load(VB + (column + at)[:, None] * D + d)
-            covered = tl.load(slash + qb - where // BLOCK) != 0
+            covered = ((word >> (at % 32)) & 1) != 0
             acc = _query_gradient(q, k, v, do, lse, delta, covered[None, :], acc, scale, True)
+            word = following
         for s in range(begin, end - full_end + full_begin):
             t = tl.where(s < full_begin, s, s - full_begin + full_end)
             at = t * BLOCK_N + within
@@ -371,7 +389,9 @@ def _backward_keys(
             qb = tl.load(list_at + n)
             if not LISTED:
                 qb = kb + qb
-            slot = tl.load(QUERY_SLOT + qb)
+            slot = qb
+            if HOLES:
+                slot = tl.load(QUERY_SLOT + qb)
             if slot >= 0:
                 inside = (t % SUB) * BLOCK_M + within
                 at = slot * BLOCK + inside
@@ -387,7 +407,9 @@ def _backward_keys(
                 dk, dv = _key_gradient(q, k, v, do, lse, delta, hidden, dk, dv, scale, True)
         if not LISTED:
             for t in range(diagonal * SUB, whole * SUB):
-                slot = tl.load(QUERY_SLOT + kb + tl.load(list_at + t // SUB))
+                slot = kb + tl.load(list_at + t // SUB)
+                if HOLES:
+                    slot = tl.load(QUERY_SLOT + slot)
                 at = slot * BLOCK + (t % SUB) * BLOCK_M + within
                 if HOLES:
                     if slot >= 0:
@@ -412,8 +434,8 @@ def _backward_keys(
 @triton.jit
 def _backward_columns(
     Q, KB, VB, DO, LSE, DELTA, DK, DV,
-    FIRST, LAST, QUERY_BLOCKS, QUERY_COUNT, SLASH, BARS,
-    scale, queries, bar_width, BLOCKS, SEQ,
+    FIRST, LAST, QUERY_BLOCKS, QUERY_COUNT, SLASH, BARS, COVERED,
+    scale, queries, query_blocks, bar_width, BLOCKS, SEQ,
     stride_qb, stride_qn, stride_qh,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -451,7 +473,10 @@ def _backward_columns(
         do_base = DO + b.to(tl.int64) * queries * (HEADS * D) + h * D + d
         row_base = bh.to(tl.int64) * queries
         slash = SLASH + bh.to(tl.int64) * BLOCKS
+        words = COVERED + bh.to(tl.int64) * query_blocks * (bar_width // 32) + tile * (BLOCK_N // 32) + tl.arange(0, BLOCK_N) // 32
+        word = tl.load(words + tl.minimum(full_begin, query_blocks - 1).to(tl.int64) * (bar_width // 32))
         for t in range(full_begin * SUB, full_end * SUB):
+            following = tl.load(words + tl.minimum((t + 1) // SUB, full_end - 1).to(tl.int64) * (bar_width // 32))
             i = t // SUB
             rows = i * BLOCK + (t % SUB) * BLOCK_M + within
             qb = tl.load(QUERY_BLOCKS + i)
@@ -460,9 +485,9 @@ def _backward_columns(
             lse = tl.load(LSE + row_base + rows)
             lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
             delta = tl.load(DELTA + row_base + rows)
-            away = qb - where // BLOCK
-            covered = tl.load(slash + away, mask=away >= 0, other=1) != 0
+            covered = ((word >> (tl.arange(0, BLOCK_N) % 32)) & 1) != 0
             dk, dv = _key_gradient(q, k, v, do, lse, delta, covered[:, None], dk, dv, scale, True)
+            word = following
         for s in range(begin * SUB, (end - full_end + full_begin) * SUB):
             i = s // SUB
             i = tl.where(i < full_begin, i, i - full_begin + full_end)
@@ -483,6 +508,29 @@ def _backward_columns(
     to = ((part.to(tl.int64) * tl.num_programs(1) + bh) * bar_width + at[:, None]) * D + d
     tl.store(DK + to, dk * scale, mask=(at < bar_width)[:, None])
     tl.store(DV + to, dv, mask=(at < bar_width)[:, None])
+
+
+@triton.jit
+def _covered_columns(SLASH, BARS, QUERY_BLOCKS, COVERED, width, BLOCKS, BLOCK: tl.constexpr, WORDS: tl.constexpr):
+    i = tl.program_id(0)
+    bh = tl.program_id(1).to(tl.int64)
+    qb = tl.load(QUERY_BLOCKS + i)
+    bit = tl.arange(0, 32)
+    for begin in range(0, width // 32, WORDS):
+        word = begin + tl.arange(0, WORDS)
+        there = word < width // 32
+        where = tl.load(BARS + bh * width + word[:, None] * 32 + bit[None, :], mask=there[:, None], other=0)
+        away = qb - where // BLOCK
+        covered = tl.load(SLASH + bh * BLOCKS + away, mask=(away >= 0) & there[:, None], other=1).to(tl.int32)
+        tl.store(COVERED + (bh * tl.num_programs(0) + i) * (width // 32) + word, tl.sum(covered << bit[None, :], 1), mask=there)
+
+
+def covered_columns(slash: torch.Tensor, bars: torch.Tensor, query_blocks: torch.Tensor, block: int) -> torch.Tensor:
+    """Bit c of int32 [batch * heads, query blocks, width / 32]: column c lies on an active diagonal of the query block, or in its future."""
+    flat, width = bars.shape
+    covered = torch.empty(flat, query_blocks.numel(), width // 32, dtype=torch.int32, device=bars.device)
+    _covered_columns[(query_blocks.numel(), flat)](slash, bars, query_blocks, covered, width, slash.shape[-1], BLOCK=block, WORDS=16)
+    return covered
 
 
 @triton.jit
@@ -518,9 +566,10 @@ class _Tile:
     stages: int
 
 
-# By block size; head_dim 128 decides. Registers and shared memory of each as compiled for sm_90 stand in profiles/notes.md.
-_FORWARD = {128: _Tile(64, 8, 3), 64: _Tile(64, 4, 2)}
-_QUERIES = {128: _Tile(64, 8, 2), 64: _Tile(64, 4, 2)}
+# By block size; the fastest of those tried on an H200 with head_dim 128 (profiles/notes.md).
+_FORWARD = {128: _Tile(64, 4, 3), 64: _Tile(64, 4, 2)}
+_FORWARD_COLUMNS = {128: _Tile(32, 4, 3), 64: _Tile(32, 4, 3)}
+_QUERIES = {128: _Tile(64, 8, 3), 64: _Tile(64, 4, 2)}
 _KEYS = {128: _Tile(64, 8, 2), 64: _Tile(64, 8, 2)}
 _COLUMNS_PER_TILE = 128
 _PROGRAMS_WANTED = 1024  # programs for the gradient of columns: enough to fill any GPU several times
@@ -551,11 +600,11 @@ def forward(
     batch, queries, heads, dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
-    tile = _tile(_FORWARD, plan.block)
-    packed, bars, bars_upto, bar_width = _columns(columns, plan, q)
+    tile = _tile(_FORWARD if slashes else _FORWARD_COLUMNS, plan.block)
+    packed, bars, bars_upto, covered, bar_width = _columns(columns, plan, q)
     _forward[(plan.query_blocks.numel(), batch * heads)](
         q, k, v, *packed, out, lse, *(partial or (out, lse)),
-        plan.first, plan.query_blocks, plan.key_slot, plan.first_min, plan.first_max, plan.lines, plan.upto, plan.slash, bars, bars_upto,
+        plan.first, plan.query_blocks, plan.key_slot, plan.first_min, plan.first_max, plan.lines, plan.upto, plan.slash, bars, bars_upto, covered,
         scale, queries, k.shape[1], plan.lines.shape[-1], bar_width, plan.blocks, plan.blocks * plan.block,
         *_strides(q, k, v),
         HEADS=heads, GROUP=heads // k.shape[2], D=dim, BLOCK=plan.block, BLOCK_N=tile.moving,
@@ -582,10 +631,10 @@ def backward_queries(
     batch, queries, heads, dim = q.shape
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tile = _tile(_QUERIES, plan.block)
-    packed, bars, bars_upto, bar_width = _columns(columns, plan, q)
+    packed, bars, bars_upto, covered, bar_width = _columns(columns, plan, q)
     _backward_queries[(plan.query_blocks.numel(), batch * heads)](
         q, k, v, *packed, dout, lse, delta, dq, dq if partial is None else partial,
-        plan.first, plan.query_blocks, plan.key_slot, plan.first_min, plan.first_max, plan.lines, plan.upto, plan.slash, bars, bars_upto,
+        plan.first, plan.query_blocks, plan.key_slot, plan.first_min, plan.first_max, plan.lines, plan.upto, plan.slash, bars, bars_upto, covered,
         scale, queries, k.shape[1], plan.lines.shape[-1], bar_width, plan.blocks, plan.blocks * plan.block,
         *_strides(q, k, v),
         HEADS=heads, GROUP=heads // k.shape[2], D=dim, BLOCK=plan.block, BLOCK_N=tile.moving,
@@ -626,15 +675,15 @@ def backward_columns(
     assert plan.bars is not None
     batch, queries, heads, dim = q.shape
     width = plan.bars.shape[-1]
-    per_tile = min(_COLUMNS_PER_TILE, max(16, triton.next_power_of_2(width)))
+    per_tile = _COLUMNS_PER_TILE
     tiles = triton.cdiv(width, per_tile)
     parts = max(1, min(16, _PROGRAMS_WANTED // (tiles * batch * heads)))
     dk, dv = (torch.empty(parts, batch, heads, width, dim, dtype=torch.float32, device=q.device) for _ in range(2))
     moving = min(64, plan.block)
     _backward_columns[(tiles * parts, batch * heads)](
         q, *columns, dout, lse, delta, dk, dv,
-        plan.first, plan.last, plan.query_blocks, plan.query_count, plan.slash, plan.bars,
-        scale, queries, width, plan.blocks, plan.blocks * plan.block,
+        plan.first, plan.last, plan.query_blocks, plan.query_count, plan.slash, plan.bars, plan.covered,
+        scale, queries, plan.query_blocks.numel(), width, plan.blocks, plan.blocks * plan.block,
         *_strides(q),
         HEADS=heads, D=dim, BLOCK=plan.block, BLOCK_M=moving, BLOCK_N=per_tile, PARTS=parts,
         num_warps=8 if per_tile == 128 else 4, num_stages=2,
@@ -645,6 +694,6 @@ def backward_columns(
 def _columns(columns: tuple[torch.Tensor, torch.Tensor] | None, plan: Plan, unused: torch.Tensor):
     """-> packed keys and values, their positions, counts and width; any tensor stands in where there are none."""
     if columns is None:
-        return (unused, unused), unused, unused, 0
+        return (unused, unused), unused, unused, unused, 0
     assert plan.bars is not None
-    return columns, plan.bars, plan.bars_upto, plan.bars.shape[-1]
+    return columns, plan.bars, plan.bars_upto, plan.covered, plan.bars.shape[-1]

@@ -12,6 +12,7 @@ import torch
 
 from mtrain_cli.attention.tiles import Tiles
 
+COLUMN_TILE = 128  # packed columns are filled up to a multiple of this
 _WARPS = 8
 
 
@@ -78,7 +79,7 @@ def add_column_gradients(dk: torch.Tensor, dv: torch.Tensor, columns_dk: torch.T
 
 def local_columns(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor]:
     """The index's columns among the keys at hand: int32 [batch, heads, width], ascending, ``blocks * block`` where there is none, and the
-    key slot of each, int64, -1 where there is none.
+    key slot of each, int64, -1 where there is none. width is a multiple of `COLUMN_TILE`.
     """
     index, geometry = tiles.index, tiles.geometry
     assert index is not None
@@ -88,6 +89,7 @@ def local_columns(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor]:
     if geometry.holes:
         there = geometry.key_slot[(columns // index.block).clamp(max=index.blocks - 1).long()] >= 0
         columns = columns.masked_fill(~there, none).sort(-1).values
+    columns = torch.nn.functional.pad(columns, (0, -columns.shape[-1] % COLUMN_TILE), value=none)
     real = columns < none
     number = torch.where(real, columns // index.block, 0).long()
     slots = torch.where(real, geometry.key_slot[number].long() * index.block + columns % index.block, -1)

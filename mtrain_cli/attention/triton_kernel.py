@@ -76,7 +76,7 @@ class TritonKernel:
 
 def make_plan(tiles: Tiles) -> Plan:
     """The index of the tiles as the kernels read it."""
-    from mtrain_cli.kernels.triton.sparse import Plan
+    from mtrain_cli.kernels.triton.sparse import Plan, covered_columns
 
     index, geometry = tiles.index, tiles.geometry
     assert index is not None
@@ -96,6 +96,8 @@ def make_plan(tiles: Tiles) -> Plan:
         upto, upto_t = (u[..., -1].contiguous() for u in (upto, upto_t))
         slash = torch.zeros(flat, index.blocks, dtype=torch.bool, device=bits.device)
         bars, bars_upto, listed = None, None, True
+    table = slash.reshape(flat, -1).contiguous().view(torch.uint8)
+    covered = covered_columns(table, bars, geometry.query_blocks, index.block) if bars_upto is not None else None
     return Plan(
         block=index.block,
         blocks=index.blocks,
@@ -112,9 +114,10 @@ def make_plan(tiles: Tiles) -> Plan:
         upto=upto,
         lines_t=lines_t,
         upto_t=upto_t,
-        slash=slash.reshape(flat, -1).contiguous().view(torch.uint8),
+        slash=table,
         bars=bars if bars_upto is not None else None,
         bars_upto=bars_upto,
+        covered=covered,
         listed=listed,
         holes=geometry.holes,
     )
