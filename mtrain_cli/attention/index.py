@@ -8,6 +8,7 @@ pair of blocks. In both, a pair of query and key counts once, however many lines
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -49,8 +50,8 @@ class Index(ABC):
         return seen
 
     @abstractmethod
-    def counts(self, masks: list[SequenceMask]) -> Counts:
-        """Exact work under the masks (one per sequence of the batch), from the index alone, on the CPU."""
+    def counts(self, work: MaskWork) -> Counts:
+        """Exact work under the masks, from the index alone: no attention is computed, and nothing waits for the device."""
 
     @abstractmethod
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -103,16 +104,45 @@ class Counts:
     block. columns: single columns. column_pairs: the part of pairs that only columns give. slashes: block diagonals (0 for a bitmap).
     """
 
-    pairs: NDArray[np.int64]
-    blocks: NDArray[np.int64]
-    columns: NDArray[np.int64]
-    column_pairs: NDArray[np.int64]
-    slashes: NDArray[np.int64]
+    pairs: torch.Tensor
+    blocks: torch.Tensor
+    columns: torch.Tensor
+    column_pairs: torch.Tensor
+    slashes: torch.Tensor
 
     def flop(self, head_dim: int) -> tuple[int, int]:
         """Forward and backward FLOP of the useful work over batch and heads: 2 and 5 products of 2 * head_dim a pair."""
         pairs = int(self.pairs.sum())
         return 4 * head_dim * pairs, 10 * head_dim * pairs
+
+
+@dataclass(frozen=True)
+class MaskWork:
+    """What the masks of a batch leave to compute, in blocks; int64 tensors, made once per batch.
+
+    per_diagonal, touched: [batch, blocks], allowed pairs in each block diagonal, and pairs of blocks that hold any. last: [batch, blocks *
+    block], the last query that sees the key at a position. lengths: [batch] tokens that are no padding. per_block: [batch, blocks, blocks]
+    allowed pairs of each pair of blocks, for bitmaps only.
+    """
+
+    per_diagonal: torch.Tensor
+    touched: torch.Tensor
+    last: torch.Tensor
+    lengths: torch.Tensor
+    per_block: torch.Tensor | None
+
+    @staticmethod
+    def make(masks: Sequence[SequenceMask], block: int, device: torch.device | str = "cpu", bitmap: bool = False) -> MaskWork:
+        """masks: one per sequence of the batch."""
+        blocks = -(-masks[0].padded // block)
+        by_diagonal = [diagonal_work(mask, block, blocks) for mask in masks]
+        last = np.zeros((len(masks), blocks * block), np.int64)
+        for row, mask in enumerate(masks):
+            last[row, : mask.padded] = mask.last()
+        arrays = (*map(np.stack, zip(*by_diagonal, strict=True)), last, np.array([mask.length for mask in masks]))
+        tensors = [torch.from_numpy(t).to(device) for t in arrays]
+        per_block = torch.from_numpy(np.stack([block_pairs(m, block, blocks) for m in masks])).to(device) if bitmap else None
+        return MaskWork(*tensors, per_block)
 
 
 @dataclass(frozen=True)
@@ -140,32 +170,26 @@ class VerticalSlash(Index):
     def tensors(self) -> dict[str, torch.Tensor]:
         return {"slashes": self.slashes, "bars": self.bars}
 
-    def counts(self, masks: list[SequenceMask]) -> Counts:
-        slashes, bars = self.slashes.cpu().numpy(), self.bars.cpu().numpy().astype(np.int64)
-        batch, heads = self.heads
-        pairs, blocks, columns, column_pairs = (np.zeros((batch, heads), np.int64) for _ in range(4))
-        for b, mask in enumerate(masks):
-            per_diagonal, touched = diagonal_work(mask, self.block, self.blocks)
-            last = mask.last()
-            for h in range(heads):
-                on = slashes[b, h]
-                blocks[b, h] = touched[on].sum()
-                real = bars[b, h][bars[b, h] < mask.length]
-                columns[b, h] = len(real)
-                column_pairs[b, h] = (last[real] - real + 1 - self._covered(on, real, last[real])).sum()
-                pairs[b, h] = per_diagonal[on].sum() + column_pairs[b, h]
-        return Counts(pairs, blocks, columns, column_pairs, slashes.sum(-1))
+    def counts(self, work: MaskWork) -> Counts:
+        on = self.slashes.long()
+        real = self.bars < work.lengths[:, None, None]
+        bars = self.bars.long().masked_fill(~real, 0)
+        last = work.last[:, None].expand(-1, self.heads[1], -1).gather(-1, bars)
+        alone = (last - bars + 1 - self._covered(bars, last)).masked_fill(~real, 0).sum(-1)
+        pairs = (on * work.per_diagonal[:, None]).sum(-1) + alone
+        return Counts(pairs, (on * work.touched[:, None]).sum(-1), real.sum(-1), alone, on.sum(-1))
 
-    def _covered(self, on: NDArray[np.bool_], bars: NDArray[np.int64], last: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Query positions bar <= q <= last whose block lies on a diagonal that holds the bar's block."""
-        upto = np.concatenate([[0], np.cumsum(on)])
+    def _covered(self, bars: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        """Query positions bar <= q <= last whose block lies on a diagonal that holds the bar's block; like bars."""
+        on = self.slashes.long()
+        upto = torch.nn.functional.pad(on.cumsum(-1), (1, 0))
         own, end = bars // self.block, last // self.block
         away = end - own
-        inside_end = last - end * self.block + 1
         # Blocks strictly between the bar's own and the last one count in full, the own one from the bar on, the last one up to its row.
-        between = np.where(away > 0, upto[np.maximum(away, 1)] - upto[1], 0) * self.block
-        first_rows = np.where(away > 0, (own + 1) * self.block - bars, last - bars + 1)
-        return on[0] * first_rows + between + np.where(away > 0, on[np.maximum(away, 0)] * inside_end, 0)
+        between = torch.where(away > 0, upto.gather(-1, away.clamp(min=1)) - upto[..., 1:2], 0) * self.block
+        first_rows = torch.where(away > 0, (own + 1) * self.block - bars, last - bars + 1)
+        last_rows = torch.where(away > 0, on.gather(-1, away) * (last - end * self.block + 1), 0)
+        return on[..., :1] * first_rows + between + last_rows
 
 
 def diagonal_work(mask: SequenceMask, block: int, blocks: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -209,14 +233,11 @@ class BlockBitmap(Index):
     def tensors(self) -> dict[str, torch.Tensor]:
         return {"bits": self.bits}
 
-    def counts(self, masks: list[SequenceMask]) -> Counts:
-        bits = self.bits.cpu().numpy()
-        zero = np.zeros(self.heads, np.int64)
-        pairs, blocks = zero.copy(), zero.copy()
-        for b, mask in enumerate(masks):
-            work = block_pairs(mask, self.block, self.blocks)
-            pairs[b] = (bits[b] * work).sum((-1, -2))
-            blocks[b] = (bits[b] & (work > 0)).sum((-1, -2))
+    def counts(self, work: MaskWork) -> Counts:
+        assert work.per_block is not None, "work for bitmaps is asked for"
+        zero = torch.zeros(self.heads, dtype=torch.int64, device=self.bits.device)
+        pairs = (self.bits * work.per_block[:, None]).sum((-1, -2))
+        blocks = (self.bits & (work.per_block > 0)[:, None]).sum((-1, -2))
         return Counts(pairs, blocks, zero, zero, zero)
 
 

@@ -1,4 +1,7 @@
-"""PyTorch's own fused attention: the CPU flash kernel, and FlashAttention-2 on CUDA."""
+"""PyTorch's own fused attention: the CPU flash kernel, and FlashAttention-2 on CUDA.
+
+Under a dynamic index the CPU kernel computes all pairs and hides those that are not chosen: exact, and no faster than dense.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,8 @@ class SdpaKernel:
     def missing(self, request: KernelRequest) -> str | None:
         if request.device == "cpu":
             return None
+        if request.index is not None:
+            return "FlashAttention-2 in PyTorch computes dense attention only"
         if request.capability is None or request.capability < (8, 0):
             return "FlashAttention-2 in PyTorch needs compute capability 8.0 or later"
         if request.dtype != "bfloat16":
@@ -45,7 +50,7 @@ class SdpaKernel:
                 part, part_lse = piece_forward(q[b, rows], k[b, keys], v[b, keys], mask, scale)
                 out[b, rows] = part
                 lse[b, :, rows] = part_lse
-        if not q.is_cuda:
+        if not q.is_cuda and tiles.index is None:
             # The CPU kernel answers 0 where a row sees nothing.
             lse.masked_fill_((tiles.low >= tiles.high)[:, None], float("-inf"))
         return out, lse
@@ -80,6 +85,8 @@ class SdpaKernel:
 
 def _pieces(tiles: Tiles, b: int, q: torch.Tensor) -> list[tuple[slice, slice, torch.Tensor | bool]]:
     """The calls that compute sequence b: query rows, key slots, and an additive mask (CPU) or whether it is causal (CUDA)."""
+    if tiles.index is not None:
+        return list(_cpu_index_pieces(tiles, b, q.dtype))
     key = f"sdpa:{b}:{q.dtype}"
     if key not in tiles.cache:
         tiles.cache[key] = list(_cuda_pieces(tiles.slices[b])) if q.is_cuda else list(_cpu_pieces(tiles, b, q.dtype))
@@ -118,6 +125,29 @@ def _cpu_pieces(tiles: Tiles, b: int, dtype: torch.dtype):
         start = stop
 
 
+def _cpu_index_pieces(tiles: Tiles, b: int, dtype: torch.dtype):
+    """Groups of rows with the mask of every head, [heads, rows, keys]."""
+    assert tiles.index is not None
+    positions, key_positions = tiles.positions()
+    rows = max(16, _MASK_BYTES // (4 * tiles.num_keys * tiles.index.heads[1]))
+    slots = torch.arange(tiles.num_keys, dtype=torch.int32)
+    for start in range(0, len(positions), rows):
+        stop = min(start + rows, len(positions))
+        last = int(tiles.high[b, start:stop].max())
+        if not last:
+            continue
+        seen = (slots[:last] >= tiles.low[b, start:stop, None]) & (slots[:last] < tiles.high[b, start:stop, None])
+        seen = seen & tiles.index.allowed(positions[start:stop], key_positions[:last])[b]
+        yield slice(start, stop), slice(0, last), torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
+
+
+def _bias(mask: torch.Tensor | bool, kv_heads: int) -> torch.Tensor | None:
+    """The mask of a piece, for all heads [rows, keys] or for each [heads, rows, keys], as the kernel takes it with grouped heads."""
+    if not isinstance(mask, torch.Tensor):
+        return None
+    return mask[None, None] if mask.ndim == 2 else mask.unflatten(0, (kv_heads, -1))
+
+
 def _grouped(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """[queries, heads, head_dim] -> [kv_heads, group, queries, head_dim], a view."""
     return q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
@@ -130,16 +160,19 @@ def _shared(k: torch.Tensor, group: int) -> torch.Tensor:
 
 def _cpu_forward(q, k, v, mask, scale):
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
-    bias = mask[None, None] if isinstance(mask, torch.Tensor) else None
+    bias = _bias(mask, kv_heads)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         _grouped(q, kv_heads), _shared(k, group), _shared(v, group), 0.0, False, attn_mask=bias, scale=scale
     )
-    return out.permute(2, 0, 1, 3).flatten(1, 2), lse.flatten(0, 1)
+    lse = lse.flatten(0, 1)
+    if isinstance(mask, torch.Tensor) and mask.ndim == 3:
+        lse = lse.masked_fill(mask.amax(-1) < 0, float("-inf"))
+    return out.permute(2, 0, 1, 3).flatten(1, 2), lse
 
 
 def _cpu_backward(dout, q, k, v, out, lse, mask, scale):
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
-    bias = mask[None, None] if isinstance(mask, torch.Tensor) else None
+    bias = _bias(mask, kv_heads)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         _grouped(dout, kv_heads),
         _grouped(q, kv_heads),

@@ -19,7 +19,7 @@ from mtrain_cli.config.schema import Config
 from mtrain_cli.config.suggest import did_you_mean
 
 # Keys that count tokens and therefore take sizes such as 512k. A count of steps does not: there 1k would mean 1000 to most people.
-TOKEN_COUNTS = frozenset({"seq", "model.rope.original_max_position", "topology.block_size"})
+TOKEN_COUNTS = frozenset({"seq", "model.rope.original_max_position", "topology.block_size", "sparsity.block", "sparsity.chunk"})
 # Keys that name a file or a folder when they hold none of these words.
 PATHS: Mapping[str, tuple[str, ...]] = {"data.path": (), "data.tokenizer": ("bytes",), "train.init_from": (), "run.dir": ("auto",)}
 

@@ -18,7 +18,8 @@ def option(help: str, choices: tuple[str, ...] = (), **default: Any) -> Any:
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
 EXCHANGES = ("auto", "all_gather", "ring")
-KERNELS = ("auto", "reference", "sdpa", "flash4")
+KERNELS = ("auto", "reference", "sdpa", "triton", "flash4")
+PATTERNS = ("dense", "vertical_slash", "xattention", "moba", "fixed")
 DTYPES = ("auto", "float32", "bfloat16")
 ROPE_SCALINGS = ("none", "yarn", "llama3")
 
@@ -74,9 +75,29 @@ class TopologyConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SparsityConfig:
-    """Which query-key pairs are computed."""
+    """Which query-key pairs are computed. A key that the pattern does not have is null."""
 
-    pattern: str = option("how the index is estimated", ("dense",))
+    pattern: str = option("how the index is estimated", PATTERNS)
+    block: int | None = option("tokens of a block, the unit in which pairs are chosen")
+    dense_steps: int | None = option("first steps of a run that compute every pair")
+    last_q: int | None = option("vertical_slash: queries of a window that is probed")
+    windows: int | None = option("vertical_slash: windows, evenly spread; the last one ends the sequence")
+    p_v: float | None = option("vertical_slash: share of the probed attention that columns hold")
+    p_s: float | None = option("vertical_slash: share of the probed attention that block diagonals hold")
+    joint: bool | None = option("vertical_slash: columns count only what lies outside the chosen diagonals")
+    index_per: str | None = option("vertical_slash: heads that share an index", ("query_head", "kv_group"))
+    sink_tokens: int | None = option("vertical_slash: first columns that are always kept")
+    min_bars: int | None = option("vertical_slash: fewest columns a head")
+    max_bars: int | None = option("vertical_slash: most columns a head; 0 = any number")
+    min_slashes: int | None = option("vertical_slash: fewest block diagonals a head")
+    max_slashes: int | None = option("vertical_slash: most block diagonals a head; 0 = any number")
+    stride: int | None = option("xattention: side of the squares whose antidiagonals are summed")
+    threshold: float | None = option("xattention: share of a row's scores that its blocks hold")
+    chunk: int | None = option("moba: keys of a chunk")
+    top_k: int | None = option("moba: chunks that a block of queries sees, its own included")
+    slashes: int | None = option("fixed: block diagonals a head, if density is 0")
+    bars: int | None = option("fixed: columns a head")
+    density: float | None = option("fixed: share of the causal blocks that diagonals fill; 0 = as many as slashes says")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mtrain_cli.config import keys
-from mtrain_cli.config.schema import Config, DataConfig, ModelConfig, OptimConfig, TopologyConfig, TrainConfig
+from mtrain_cli.config.schema import Config, DataConfig, ModelConfig, OptimConfig, SparsityConfig, TopologyConfig, TrainConfig
 
 BYTE_VOCABULARY = 264  # 256 bytes, begin, end and padding, rounded up to a multiple of 8
 MIN_BLOCK = 16  # one tensor-core tile; smaller blocks would only cost index
@@ -22,6 +22,7 @@ def problems(config: Config) -> list[str]:
         *_ranges(config),
         *_model(config.model),
         *_topology(config.topology),
+        *_sparsity(config.sparsity, config.seq),
         *_batch(config.train, config.topology),
         *_data(config.data, config.model),
         *_optim(config.optim),
@@ -33,6 +34,7 @@ def problems(config: Config) -> list[str]:
 _POSITIVE = ("must be at least 1", lambda value: value >= 1)
 _ABOVE_ZERO = ("must be above 0", lambda value: value > 0)
 _NOT_NEGATIVE = ("must be 0 or more", lambda value: value >= 0)
+_SHARE = ("must be above 0 and at most 1", lambda value: 0 < value <= 1)
 _FRACTION = ("must be between 0 and 1", lambda value: 0 <= value <= 1)
 
 # What one number may be by itself. A value that is a word (auto) or null is not a number and passes.
@@ -63,6 +65,27 @@ _RANGE: dict[str, tuple[str, Callable[[float], bool]]] = {
         lambda value: value >= MIN_BLOCK and int(value) & (int(value) - 1) == 0,
     ),
     "topology.timeout_s": _ABOVE_ZERO,
+    "sparsity.block": (
+        "must be 16, 32, 64 or 128",
+        lambda value: value in (16, 32, 64, 128),
+    ),
+    "sparsity.dense_steps": _NOT_NEGATIVE,
+    "sparsity.last_q": _POSITIVE,
+    "sparsity.windows": _POSITIVE,
+    "sparsity.p_v": _SHARE,
+    "sparsity.p_s": _SHARE,
+    "sparsity.sink_tokens": _NOT_NEGATIVE,
+    "sparsity.min_bars": _NOT_NEGATIVE,
+    "sparsity.max_bars": _NOT_NEGATIVE,
+    "sparsity.min_slashes": _POSITIVE,
+    "sparsity.max_slashes": _NOT_NEGATIVE,
+    "sparsity.stride": _POSITIVE,
+    "sparsity.threshold": _SHARE,
+    "sparsity.chunk": _POSITIVE,
+    "sparsity.top_k": _POSITIVE,
+    "sparsity.slashes": _NOT_NEGATIVE,
+    "sparsity.bars": _NOT_NEGATIVE,
+    "sparsity.density": _FRACTION,
     "optim.lr": _ABOVE_ZERO,
     "optim.eps": _ABOVE_ZERO,
     "optim.weight_decay": _NOT_NEGATIVE,
@@ -118,6 +141,63 @@ def _topology(topology: TopologyConfig) -> Iterator[str]:
             f"topology.context_parallel={context}: a context group fills whole nodes or shares one evenly, "
             f"so it must divide topology.gpus_per_node={node} or be a multiple of it"
         )
+
+
+# The keys of each pattern, beside `pattern` itself.
+_PATTERN_KEYS: dict[str, tuple[str, ...]] = {
+    "dense": (),
+    "vertical_slash": (
+        "block", "dense_steps", "last_q", "windows", "p_v", "p_s", "joint", "index_per",
+        "sink_tokens", "min_bars", "max_bars", "min_slashes", "max_slashes",
+    ),
+    "xattention": ("block", "dense_steps", "stride", "threshold"),
+    "moba": ("block", "dense_steps", "chunk", "top_k"),
+    "fixed": ("block", "dense_steps", "slashes", "bars", "density"),
+}  # fmt: skip
+
+
+def _sparsity(sparsity: SparsityConfig, seq: int) -> Iterator[str]:
+    own = _PATTERN_KEYS[sparsity.pattern]
+    complete = True
+    for name, value in vars(sparsity).items():
+        if name == "pattern":
+            continue
+        if name in own and value is None:
+            complete = False
+            yield f"sparsity.{name}=null: sparsity.pattern={sparsity.pattern} needs it; sparsity={sparsity.pattern} gives a default"
+        if name not in own and value is not None:
+            allowed = ", ".join(own) or "none"
+            yield f"sparsity.{name}={keys.show(value)}: is no key of sparsity.pattern={sparsity.pattern}; its keys: {allowed}"
+    if not complete:
+        return
+    if sparsity.pattern == "vertical_slash":
+        s = sparsity
+        assert s.max_bars is not None
+        assert s.min_bars is not None
+        assert s.sink_tokens is not None
+        assert s.max_slashes is not None
+        assert s.min_slashes is not None
+        assert s.last_q is not None
+        least = max(s.min_bars, s.sink_tokens)
+        if 0 < s.max_bars < least:
+            which = "min_bars" if s.min_bars >= s.sink_tokens else "sink_tokens"
+            yield f"sparsity.max_bars={s.max_bars}: is below the {least} columns that sparsity.{which} always keeps; give 0 or at least {least}"
+        if 0 < s.max_slashes < s.min_slashes:
+            yield f"sparsity.max_slashes={s.max_slashes}: is below sparsity.min_slashes={s.min_slashes}; give 0 or at least {s.min_slashes}"
+        if seq >= 1 and s.last_q > seq:
+            yield f"sparsity.last_q={s.last_q}: is above seq={seq}"
+    if sparsity.pattern == "xattention":
+        assert sparsity.block is not None
+        assert sparsity.stride is not None
+        if sparsity.stride >= 1 and sparsity.block % sparsity.stride:
+            yield f"sparsity.stride={sparsity.stride}: does not divide sparsity.block={sparsity.block}"
+    if sparsity.pattern == "moba":
+        assert sparsity.block is not None
+        assert sparsity.chunk is not None
+        if sparsity.block >= 1 and sparsity.chunk % sparsity.block:
+            yield f"sparsity.chunk={sparsity.chunk}: must be a multiple of sparsity.block={sparsity.block}"
+    if sparsity.pattern == "fixed" and not sparsity.density and not sparsity.slashes:
+        yield "sparsity.slashes=0: give block diagonals here or a share of the blocks in sparsity.density"
 
 
 def _batch(train: TrainConfig, topology: TopologyConfig) -> Iterator[str]:

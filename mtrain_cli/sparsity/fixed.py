@@ -2,10 +2,50 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
 from mtrain_cli.attention.index import VerticalSlash
+from mtrain_cli.attention.kernel import IndexRequest
+from mtrain_cli.sparsity.pattern import Masked
+
+
+@dataclass(frozen=True)
+class FixedPattern:
+    """The same lines for every step, of another seed in every layer. slashes, bars: lines a head; density: instead of slashes, 0 = unused."""
+
+    block: int
+    slashes: int
+    bars: int
+    density: float
+    seed: int
+    name: str = "fixed"
+    synthetic: bool = True
+
+    def request(self) -> IndexRequest:
+        return IndexRequest(self.block, bitmap=False)
+
+    def describe(self) -> str:
+        lines = f"diagonals of {self.density:.1%} of the causal blocks" if self.density else f"{self.slashes} block diagonals"
+        return f"SYNTHETIC: {lines} and {self.bars} columns a head from a seed, whatever the data"
+
+    def estimate(self, q: torch.Tensor, k: torch.Tensor, masked: Masked, layer: int) -> VerticalSlash:  # noqa: ARG002
+        batch, seq, heads, _ = q.shape
+        index = fixed_index(
+            seed=self.seed + 1000 * layer,
+            batch=batch,
+            heads=heads,
+            seq=seq,
+            block=self.block,
+            slashes=self.slashes,
+            bars=self.bars,
+            density=self.density or None,
+        )
+        moved = index.to(q.device)
+        assert isinstance(moved, VerticalSlash)
+        return moved
 
 
 def fixed_index(

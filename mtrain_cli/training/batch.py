@@ -14,6 +14,7 @@ from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import Exchange
+from mtrain_cli.sparsity.pattern import Pattern
 
 IGNORED = -100
 
@@ -44,11 +45,14 @@ class Batch:
 class BatchMaker:
     """Shards samples once, when they are loaded; activations then stay in layout order through the whole model."""
 
-    def __init__(self, exchange: Exchange, kernel: Kernel, device: torch.device, *, document_mask: bool) -> None:
+    def __init__(
+        self, exchange: Exchange, kernel: Kernel, device: torch.device, *, document_mask: bool, pattern: Pattern | None = None
+    ) -> None:
         self.exchange = exchange
         self.kernel = kernel
         self.device = device
         self.document_mask = document_mask
+        self.pattern = pattern
         self._positions = exchange.layout.positions(exchange.group.rank)
         self._causal: dict[int, tuple[ContextAttention, int]] = {}
 
@@ -76,10 +80,11 @@ class BatchMaker:
         size = len(samples)
         if size not in self._causal:
             self._causal[size] = self._make([SequenceMask.causal(layout.seq, layout.padded_seq)] * size)
-        return self._causal[size]
+        attend, pairs = self._causal[size]
+        return attend.again(), pairs
 
     def _make(self, masks: list[SequenceMask]) -> tuple[ContextAttention, int]:
-        attend = ContextAttention.make(self.exchange, self.kernel, masks, self.device)
+        attend = ContextAttention.make(self.exchange, self.kernel, masks, self.device, self.pattern)
         return attend, sum(mask.pairs for mask in masks)
 
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from mtrain_cli.attention.kernel import Kernel, KernelRequest
 from mtrain_cli.attention.registry import choose
-from mtrain_cli.config.schema import Config
+from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.selection import choose_exchange
+from mtrain_cli.sparsity.registry import make_pattern
 
 
 @dataclass(frozen=True)
 class Choices:
-    """Facts behind the word `auto`."""
+    """Facts behind the word `auto`. pattern: None for dense attention; dense_kernel computes the first steps if those are to be dense."""
 
     layout: Layout
     exchange: str
@@ -25,6 +26,8 @@ class Choices:
     kernel_reason: str
     dtype: torch.dtype
     compile: bool
+    pattern: Pattern | None = None
+    dense_kernel: Kernel | None = None
 
 
 def compute_dtype(config: Config, device: str) -> torch.dtype:
@@ -36,7 +39,7 @@ def compute_dtype(config: Config, device: str) -> torch.dtype:
 
 
 def make_choices(config: Config, environment: Environment) -> Choices:
-    """Raises ConfigError if the configured kernel cannot serve the run."""
+    """Raises ConfigError if the configured kernel cannot serve the run, or nothing serves its pattern over that many workers."""
     model, topology = config.model, config.topology
     layout = make_layout(topology.layout, environment.cp, config.seq, topology.block_size)
     dtype = compute_dtype(config, environment.device)
@@ -62,6 +65,18 @@ def make_choices(config: Config, environment: Environment) -> Choices:
         num_kv_heads=model.num_kv_heads,
         deterministic=config.train.deterministic,
     )
+    pattern = make_pattern(config.sparsity, config.seed)
+    dense_kernel = None
+    if pattern is not None:
+        if environment.cp > 1:
+            raise ConfigError(
+                f"sparsity.pattern={pattern.name}: is computed by one worker a sequence so far, not topology.context_parallel="
+                f"{environment.cp}; give topology.context_parallel=1 (or topology.workers=1), or sparsity=dense"
+            )
+        if config.sparsity.dense_steps:
+            named = config.train.kernel if config.train.kernel != "triton" else "auto"
+            dense_kernel, _ = choose(named, request)
+        request = replace(request, index=pattern.request())
     kernel, kernel_reason = choose(config.train.kernel, request)
     compiled = environment.device == "cuda" if config.train.compile == "auto" else bool(config.train.compile)
-    return Choices(layout, exchange, exchange_reason, kernel, kernel_reason, dtype, compiled)
+    return Choices(layout, exchange, exchange_reason, kernel, kernel_reason, dtype, compiled, pattern, dense_kernel)

@@ -7,6 +7,7 @@ import torch
 from attention.sparse_problems import make_problem
 
 from mtrain_cli.attention.reference import ReferenceKernel
+from mtrain_cli.attention.sdpa import SdpaKernel
 
 SCALE = 0.3
 KINDS = ("slashes", "bars", "both", "all", "none", "bitmap")
@@ -37,3 +38,13 @@ def test_triton_equals_the_oracle(kind, documents, where):
     from mtrain_cli.attention.triton_kernel import TritonKernel
 
     check(TritonKernel(), make_problem(1, kind, seq=117, block=16, heads=4, kv_heads=2, dim=16, documents=documents, where=where), 1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("where", ["whole", "striped queries", "striped", "later queries"])
+@pytest.mark.parametrize("rows", [16, 64])
+def test_sdpa_equals_the_oracle(monkeypatch, kind, documents, where, rows):
+    monkeypatch.setattr("mtrain_cli.attention.sdpa._MASK_BYTES", 4 * 4 * 117 * rows)
+    problem = make_problem(2, kind, seq=117, block=16, heads=4, kv_heads=2, dim=16, documents=documents, where=where)
+    check(SdpaKernel(), problem, 1e-5)

@@ -106,7 +106,8 @@ def test_own_options_inherit_from_those_that_ship(mine):
 
 
 def test_own_options_are_searched_first(mine):
-    write(mine, "sparsity/dense.yaml", "# Mine.\npattern: dense\n")
+    shipped = (resource_dir("conf") / "sparsity/dense.yaml").read_text()
+    write(mine, "sparsity/dense.yaml", "# Mine.\n" + shipped)
     shipped = (resource_dir("conf") / "optim/adamw.yaml").read_text()
     write(mine, "optim/adamw.yaml", re.sub(r"(?m)^warmup_steps: .*$", "warmup_steps: 7777", shipped))
     assert compose([], mine).optim.warmup_steps == 7777
