@@ -67,7 +67,7 @@ class Plan:
 
 
 @triton.jit
-def _attend(q, k, v, hidden, m, l, acc, scale, MASKED: tl.constexpr):
+def _attend(q, k, v, hidden, m, total, acc, scale, MASKED: tl.constexpr):
     """One tile of keys joins the online softmax; hidden marks pairs that are not seen."""
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
@@ -78,7 +78,7 @@ def _attend(q, k, v, hidden, m, l, acc, scale, MASKED: tl.constexpr):
     p = tl.exp2(s * (scale * LOG2E) - base[:, None])
     kept = tl.exp2(m - base)
     acc = tl.dot(p.to(v.dtype), v, acc * kept[:, None], input_precision="ieee")
-    return top, l * kept + tl.sum(p, 1), acc
+    return top, total * kept + tl.sum(p, 1), acc
 
 
 @triton.jit
@@ -106,9 +106,7 @@ def _key_gradient(q, k, v, do, lse, delta, hidden_t, dk, dv, scale, MASKED: tl.c
 
 
 @triton.jit
-def _block_ranges(
-    LINES, UPTO, FIRST_MIN, FIRST_MAX, bh, b, qb, width, BLOCKS, BLOCK: tl.constexpr, LISTED: tl.constexpr
-):
+def _block_ranges(LINES, UPTO, FIRST_MIN, FIRST_MAX, bh, b, qb, width, BLOCKS, BLOCK: tl.constexpr, LISTED: tl.constexpr):
     """-> address of the list, masked before, end of unmasked, end: entries [0, a) and [b, c) need a mask, [a, b) none."""
     if LISTED:
         row = bh.to(tl.int64) * BLOCKS + qb
@@ -125,9 +123,7 @@ def _block_ranges(
 
 
 @triton.jit
-def _bar_ranges(
-    BARS_UPTO, FIRST_MIN, FIRST_MAX, bh, b, qb, BLOCKS, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr
-):
+def _bar_ranges(BARS_UPTO, FIRST_MIN, FIRST_MAX, bh, b, qb, BLOCKS, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr):
     """Tiles of columns [begin, end) that query block qb may see; [full_begin, full_end) of them need no row-wise mask."""
     base = BARS_UPTO + bh.to(tl.int64) * (BLOCKS + 1)
     low = tl.minimum(tl.load(FIRST_MIN + b * BLOCKS + qb) // BLOCK, qb + 1)
@@ -165,11 +161,11 @@ def _forward(
     if CONTINUE:
         lse_in = tl.load(LSE_IN + lse_at, mask=real, other=float("-inf"))
         m = lse_in * LOG2E
-        l = tl.where(lse_in == float("-inf"), 0.0, 1.0)
+        total = tl.where(lse_in == float("-inf"), 0.0, 1.0)
         acc = tl.load(OUT_IN + out_at, mask=real[:, None], other=0.0).to(tl.float32)
     else:
         m = tl.full([BLOCK], float("-inf"), tl.float32)
-        l = tl.zeros([BLOCK], tl.float32)
+        total = tl.zeros([BLOCK], tl.float32)
         acc = tl.zeros([BLOCK, D], tl.float32)
     within = tl.arange(0, BLOCK_N)
     SUB: tl.constexpr = BLOCK // BLOCK_N
@@ -193,7 +189,7 @@ def _forward(
                 v = tl.load(v_base + at[:, None].to(tl.int64) * stride_vn, mask=(at < keys)[:, None], other=0.0)
                 where = kb * BLOCK + inside
                 hidden = (where[None, :] < first[:, None]) | (where[None, :] > positions[:, None])
-                m, l, acc = _attend(q, k, v, hidden, m, l, acc, scale, True)
+                m, total, acc = _attend(q, k, v, hidden, m, total, acc, scale, True)
         if not LISTED:
             for t in range(diagonal * SUB, whole * SUB):
                 slot = qb - tl.load(list_at + t // SUB)
@@ -204,11 +200,11 @@ def _forward(
                     if slot >= 0:
                         k = tl.load(k_base + at[:, None].to(tl.int64) * stride_kn)
                         v = tl.load(v_base + at[:, None].to(tl.int64) * stride_vn)
-                        m, l, acc = _attend(q, k, v, q, m, l, acc, scale, False)
+                        m, total, acc = _attend(q, k, v, q, m, total, acc, scale, False)
                 else:
                     k = tl.load(k_base + at[:, None].to(tl.int64) * stride_kn)
                     v = tl.load(v_base + at[:, None].to(tl.int64) * stride_vn)
-                    m, l, acc = _attend(q, k, v, q, m, l, acc, scale, False)
+                    m, total, acc = _attend(q, k, v, q, m, total, acc, scale, False)
     if COLUMNS:
         column = bh.to(tl.int64) * bar_width
         begin, full_begin, full_end, end = _bar_ranges(BARS_UPTO, FIRST_MIN, FIRST_MAX, bh, b, qb, BLOCKS, BLOCK, BLOCK_N)
@@ -222,7 +218,7 @@ def _forward(
             k = tl.load(KB + (column + at)[:, None] * D + d)
             v = tl.load(VB + (column + at)[:, None] * D + d)
             covered = ((word >> (at % 32)) & 1) != 0
-            m, l, acc = _attend(q, k, v, covered[None, :], m, l, acc, scale, True)
+            m, total, acc = _attend(q, k, v, covered[None, :], m, total, acc, scale, True)
             word = following
         for s in range(begin, end - full_end + full_begin):
             t = tl.where(s < full_begin, s, s - full_begin + full_end)
@@ -233,10 +229,10 @@ def _forward(
             away = qb - where // BLOCK
             covered = tl.load(slash + away, mask=away >= 0, other=1) != 0
             hidden = covered[None, :] | (where[None, :] < first[:, None]) | (where[None, :] > positions[:, None])
-            m, l, acc = _attend(q, k, v, hidden, m, l, acc, scale, True)
-    some = seeing & (l > 0.0)
-    out = tl.where(some[:, None], acc / tl.where(some, l, 1.0)[:, None], 0.0)
-    lse = tl.where(some, m * LN2 + tl.log(tl.where(some, l, 1.0)), float("-inf"))
+            m, total, acc = _attend(q, k, v, hidden, m, total, acc, scale, True)
+    some = seeing & (total > 0.0)
+    out = tl.where(some[:, None], acc / tl.where(some, total, 1.0)[:, None], 0.0)
+    lse = tl.where(some, m * LN2 + tl.log(tl.where(some, total, 1.0)), float("-inf"))
     tl.store(OUT + out_at, out.to(OUT.dtype.element_ty), mask=real[:, None])
     tl.store(LSE + lse_at, lse, mask=real)
 
@@ -355,8 +351,12 @@ def _backward_keys(
     d = tl.arange(0, D)
     kb = tl.load(KEY_BLOCKS + j)
     positions = kb * BLOCK + tl.arange(0, BLOCK)
-    k = tl.load(K + b.to(tl.int64) * stride_kb + slots[:, None].to(tl.int64) * stride_kn + kv * stride_kh + d, mask=real[:, None], other=0.0)
-    v = tl.load(V + b.to(tl.int64) * stride_vb + slots[:, None].to(tl.int64) * stride_vn + kv * stride_vh + d, mask=real[:, None], other=0.0)
+    k = tl.load(
+        K + b.to(tl.int64) * stride_kb + slots[:, None].to(tl.int64) * stride_kn + kv * stride_kh + d, mask=real[:, None], other=0.0
+    )
+    v = tl.load(
+        V + b.to(tl.int64) * stride_vb + slots[:, None].to(tl.int64) * stride_vn + kv * stride_vh + d, mask=real[:, None], other=0.0
+    )
     dk = tl.zeros([BLOCK, D], tl.float32)
     dv = tl.zeros([BLOCK, D], tl.float32)
     within = tl.arange(0, BLOCK_M)
@@ -526,7 +526,7 @@ def _covered_columns(SLASH, BARS, QUERY_BLOCKS, COVERED, width, BLOCKS, BLOCK: t
 
 
 def covered_columns(slash: torch.Tensor, bars: torch.Tensor, query_blocks: torch.Tensor, block: int) -> torch.Tensor:
-    """Bit c of int32 [batch * heads, query blocks, width / 32]: column c lies on an active diagonal of the query block, or in its future."""
+    """Bit c of int32 [batch * heads, query blocks, width / 32]: column c lies on an active diagonal of the query block or in its future."""
     flat, width = bars.shape
     covered = torch.empty(flat, query_blocks.numel(), width // 32, dtype=torch.int32, device=bars.device)
     _covered_columns[(query_blocks.numel(), flat)](slash, bars, query_blocks, covered, width, slash.shape[-1], BLOCK=block, WORDS=16)
@@ -604,7 +604,8 @@ def forward(
     packed, bars, bars_upto, covered, bar_width = _columns(columns, plan, q)
     _forward[(plan.query_blocks.numel(), batch * heads)](
         q, k, v, *packed, out, lse, *(partial or (out, lse)),
-        plan.first, plan.query_blocks, plan.key_slot, plan.first_min, plan.first_max, plan.lines, plan.upto, plan.slash, bars, bars_upto, covered,
+        plan.first, plan.query_blocks, plan.key_slot, plan.first_min, plan.first_max, plan.lines, plan.upto, plan.slash,
+        bars, bars_upto, covered,
         scale, queries, k.shape[1], plan.lines.shape[-1], bar_width, plan.blocks, plan.blocks * plan.block,
         *_strides(q, k, v),
         HEADS=heads, GROUP=heads // k.shape[2], D=dim, BLOCK=plan.block, BLOCK_N=tile.moving,
@@ -634,7 +635,8 @@ def backward_queries(
     packed, bars, bars_upto, covered, bar_width = _columns(columns, plan, q)
     _backward_queries[(plan.query_blocks.numel(), batch * heads)](
         q, k, v, *packed, dout, lse, delta, dq, dq if partial is None else partial,
-        plan.first, plan.query_blocks, plan.key_slot, plan.first_min, plan.first_max, plan.lines, plan.upto, plan.slash, bars, bars_upto, covered,
+        plan.first, plan.query_blocks, plan.key_slot, plan.first_min, plan.first_max, plan.lines, plan.upto, plan.slash,
+        bars, bars_upto, covered,
         scale, queries, k.shape[1], plan.lines.shape[-1], bar_width, plan.blocks, plan.blocks * plan.block,
         *_strides(q, k, v),
         HEADS=heads, GROUP=heads // k.shape[2], D=dim, BLOCK=plan.block, BLOCK_N=tile.moving,

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,11 +60,12 @@ class Index(ABC):
 
     def to(self, device: torch.device | str) -> Index:
         """The same index with its tensors elsewhere."""
-        return replace(self, **{name: t.to(device) for name, t in self.tensors().items()})
+        moved: dict[str, Any] = {name: t.to(device) for name, t in self.tensors().items()}
+        return replace(self, **moved)
 
     def save(self, path: Path) -> None:
         """Writes the index to an .npz file."""
-        values = {name: t.cpu().numpy() for name, t in self.tensors().items()}
+        values: dict[str, Any] = {name: t.cpu().numpy() for name, t in self.tensors().items()}
         np.savez_compressed(path, kind=type(self).__name__, block=self.block, blocks=self.blocks, **values)
 
     def same_as(self, other: Index) -> bool:
@@ -140,9 +142,9 @@ class MaskWork:
         for row, mask in enumerate(masks):
             last[row, : mask.padded] = mask.last()
         arrays = (*map(np.stack, zip(*by_diagonal, strict=True)), last, np.array([mask.length for mask in masks]))
-        tensors = [torch.from_numpy(t).to(device) for t in arrays]
+        per_diagonal, touched, last_of, lengths = (torch.from_numpy(t).to(device) for t in arrays)
         per_block = torch.from_numpy(np.stack([block_pairs(m, block, blocks) for m in masks])).to(device) if bitmap else None
-        return MaskWork(*tensors, per_block)
+        return MaskWork(per_diagonal, touched, last_of, lengths, per_block)
 
 
 @dataclass(frozen=True)

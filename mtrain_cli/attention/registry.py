@@ -12,7 +12,12 @@ from mtrain_cli.attention.triton_kernel import TritonKernel
 from mtrain_cli.config.schema import ConfigError
 
 # In order of preference: `auto` takes the first that can serve the run. The oracle is never chosen on its own.
-_KERNELS: dict[str, Callable[[], Kernel]] = {"flash4": Flash4Kernel, "triton": TritonKernel, "sdpa": SdpaKernel, "reference": ReferenceKernel}
+_KERNELS: dict[str, Callable[[], Kernel]] = {
+    "flash4": Flash4Kernel,
+    "triton": TritonKernel,
+    "sdpa": SdpaKernel,
+    "reference": ReferenceKernel,
+}
 
 
 def survey(request: KernelRequest) -> list[tuple[str, str | None]]:

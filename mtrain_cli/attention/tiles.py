@@ -1,4 +1,4 @@
-"""Mask and index as one kernel call sees them: the mask on the device, made once per batch and shared by all layers, the index per layer."""
+"""Mask and index as one kernel call sees them: the mask made once per batch and shared by all layers, the index per layer."""
 
 from __future__ import annotations
 
@@ -69,9 +69,24 @@ class BlockGeometry:
         slots = np.full((2, blocks), -1, np.int64)
         slots[0, query_blocks], slots[1, key_blocks] = np.arange(len(query_blocks)), np.arange(len(key_blocks))
         count = np.searchsorted(query_blocks, np.arange(blocks + 1))
-        tensors = (first, last, first_min, first_max, query_blocks, key_blocks, slots[0], slots[1], count)
-        moved = (torch.from_numpy(np.ascontiguousarray(t)).to(torch.int32).to(device) for t in tensors)
-        return BlockGeometry(block, blocks, *moved, holes=bool((slots < 0).any()))
+
+        def moved(values: IntArray) -> torch.Tensor:
+            return torch.from_numpy(values.astype(np.int32)).to(device)
+
+        return BlockGeometry(
+            block=block,
+            blocks=blocks,
+            first=moved(first),
+            last=moved(last),
+            first_min=moved(first_min),
+            first_max=moved(first_max),
+            query_blocks=moved(query_blocks),
+            key_blocks=moved(key_blocks),
+            query_slot=moved(slots[0]),
+            key_slot=moved(slots[1]),
+            query_count=moved(count),
+            holes=bool((slots < 0).any()),
+        )
 
 
 def _whole_blocks(positions: IntArray, block: int, padded: int) -> IntArray:

@@ -70,7 +70,8 @@ class TritonKernel:
         dq = sparse.backward_queries(dout, q, k, v, columns, lse, delta, plan, scale)
         dk, dv = sparse.backward_keys(dout, q, k, v, lse, delta, plan, scale)
         if columns is not None:
-            add_column_gradients(dk, dv, *sparse.backward_columns(dout, q, columns, lse, delta, plan, scale), tiles)
+            columns_dk, columns_dv = sparse.backward_columns(dout, q, columns, lse, delta, plan, scale)
+            add_column_gradients(dk, dv, columns_dk, columns_dv, tiles)
         return dq, dk, dv
 
 

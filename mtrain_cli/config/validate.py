@@ -181,9 +181,10 @@ def _sparsity(sparsity: SparsityConfig, seq: int) -> Iterator[str]:
         least = max(s.min_bars, s.sink_tokens)
         if 0 < s.max_bars < least:
             which = "min_bars" if s.min_bars >= s.sink_tokens else "sink_tokens"
-            yield f"sparsity.max_bars={s.max_bars}: is below the {least} columns that sparsity.{which} always keeps; give 0 or at least {least}"
+            yield f"sparsity.max_bars={s.max_bars}: is below the {least} columns of sparsity.{which}; give 0 (no bound) or at least {least}"
         if 0 < s.max_slashes < s.min_slashes:
-            yield f"sparsity.max_slashes={s.max_slashes}: is below sparsity.min_slashes={s.min_slashes}; give 0 or at least {s.min_slashes}"
+            least = s.min_slashes
+            yield f"sparsity.max_slashes={s.max_slashes}: is below sparsity.min_slashes={least}; give 0 (any number) or at least {least}"
         if seq >= 1 and s.last_q > seq:
             yield f"sparsity.last_q={s.last_q}: is above seq={seq}"
     if sparsity.pattern == "xattention":

@@ -30,10 +30,11 @@ class IndexRecord:
     @property
     def seconds(self) -> float:
         """Time on the device; on a GPU its work must have ended."""
-        if isinstance(self.started, torch.cuda.Event):
-            return self.started.elapsed_time(self.ended) / 1e3
-        assert isinstance(self.ended, float)
-        return self.ended - self.started
+        if isinstance(self.started, float):
+            assert isinstance(self.ended, float)
+            return self.ended - self.started
+        assert not isinstance(self.ended, float)
+        return self.started.elapsed_time(self.ended) / 1e3
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -14,15 +15,15 @@ from mtrain_cli.sparsity.pattern import Masked
 
 @dataclass(frozen=True)
 class FixedPattern:
-    """The same lines for every step, of another seed in every layer. slashes, bars: lines a head; density: instead of slashes, 0 = unused."""
+    """The same lines for every step, of another seed in every layer. slashes, bars: lines a head; density: instead of slashes, unless 0."""
 
     block: int
     slashes: int
     bars: int
     density: float
     seed: int
-    name: str = "fixed"
-    synthetic: bool = True
+    name: ClassVar[str] = "fixed"
+    synthetic: ClassVar[bool] = True
 
     def request(self) -> IndexRequest:
         return IndexRequest(self.block, bitmap=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -22,8 +23,8 @@ class MobaPattern:
     block: int
     chunk: int
     top_k: int
-    name: str = "moba"
-    synthetic: bool = False
+    name: ClassVar[str] = "moba"
+    synthetic: ClassVar[bool] = False
 
     def request(self) -> IndexRequest:
         return IndexRequest(self.block, bitmap=True)
@@ -32,7 +33,7 @@ class MobaPattern:
         return f"{self.top_k} chunks of {self.chunk} keys for every block of {self.block} queries"
 
     def estimate(self, q: torch.Tensor, k: torch.Tensor, masked: Masked, layer: int) -> BlockBitmap:  # noqa: ARG002
-        batch, seq, heads, _ = q.shape
+        seq, heads = q.shape[1:3]
         blocks, chunks = masked.geometry.blocks, -(-seq // self.chunk)
         queries = _means(q, self.block)
         keys = _means(k, self.chunk).repeat_interleave(heads // k.shape[2], 2)
@@ -40,7 +41,7 @@ class MobaPattern:
         own = torch.arange(blocks, device=q.device) * self.block // self.chunk
         chunk = torch.arange(chunks, device=q.device)
         scores = scores.nan_to_num(0.0).masked_fill(chunk > own[:, None], float("-inf")).masked_fill(chunk == own[:, None], float("inf"))
-        best = scores.argsort(-1, descending=True, stable=True)[..., : self.top_k]
+        best = torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., : self.top_k]
         taken = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & (chunk <= own[:, None])
         bits = taken.repeat_interleave(self.chunk // self.block, -1)[..., :blocks]
         return BlockBitmap(self.block, blocks, bits & torch.ones(blocks, blocks, dtype=torch.bool, device=q.device).tril())

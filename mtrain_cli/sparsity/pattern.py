@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -30,8 +30,8 @@ class Masked:
 class Pattern(Protocol):
     """Deterministic: the same queries and keys give the same index."""
 
-    name: str
-    synthetic: bool
+    name: ClassVar[str]
+    synthetic: ClassVar[bool]
     """The index does not come from the data: fit for benchmarks only, and labelled wherever it shows."""
 
     def request(self) -> IndexRequest:

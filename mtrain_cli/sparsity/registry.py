@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from mtrain_cli.config.schema import SparsityConfig
 from mtrain_cli.sparsity.fixed import FixedPattern
@@ -12,33 +13,28 @@ from mtrain_cli.sparsity.vertical_slash import VerticalSlashPattern
 from mtrain_cli.sparsity.xattention import XAttentionPattern
 
 
+def _own(sparsity: SparsityConfig, *names: str) -> dict[str, Any]:
+    """The keys of one pattern; `config.validate` has made sure that they are there."""
+    values = {name: getattr(sparsity, name) for name in names}
+    assert None not in values.values(), values
+    return values
+
+
 def _vertical_slash(s: SparsityConfig, seed: int) -> Pattern:  # noqa: ARG001
-    return VerticalSlashPattern(
-        block=s.block,
-        last_q=s.last_q,
-        windows=s.windows,
-        p_v=s.p_v,
-        p_s=s.p_s,
-        joint=s.joint,
-        sink_tokens=s.sink_tokens,
-        min_bars=s.min_bars,
-        max_bars=s.max_bars,
-        min_slashes=s.min_slashes,
-        max_slashes=s.max_slashes,
-        per_group=s.index_per == "kv_group",
-    )
+    budgets = _own(s, "p_v", "p_s", "joint", "sink_tokens", "min_bars", "max_bars", "min_slashes", "max_slashes")
+    return VerticalSlashPattern(**_own(s, "block", "last_q", "windows"), **budgets, per_group=s.index_per == "kv_group")
 
 
 def _xattention(s: SparsityConfig, seed: int) -> Pattern:  # noqa: ARG001
-    return XAttentionPattern(block=s.block, stride=s.stride, threshold=s.threshold)
+    return XAttentionPattern(**_own(s, "block", "stride", "threshold"))
 
 
 def _moba(s: SparsityConfig, seed: int) -> Pattern:  # noqa: ARG001
-    return MobaPattern(block=s.block, chunk=s.chunk, top_k=s.top_k)
+    return MobaPattern(**_own(s, "block", "chunk", "top_k"))
 
 
 def _fixed(s: SparsityConfig, seed: int) -> Pattern:
-    return FixedPattern(block=s.block, slashes=s.slashes, bars=s.bars, density=s.density, seed=seed)
+    return FixedPattern(**_own(s, "block", "slashes", "bars", "density"), seed=seed)
 
 
 _PATTERNS: dict[str, Callable[[SparsityConfig, int], Pattern]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -22,7 +23,7 @@ class VerticalSlashPattern:
         documents, since its queries see only their own.
     p_v, p_s: share of the probed attention that columns and slashes are to hold, each by itself; the line that crosses it is kept.
     joint: columns are counted on the mass outside the chosen slashes only, until both together hold p_v.
-    min_bars, max_bars, min_slashes, max_slashes: bounds per head; max 0 = none. Diagonal 0 and the first sink_tokens columns are always kept.
+    min_bars, max_bars, min_slashes, max_slashes: bounds per head; max 0 = none. Diagonal 0 and the first sink_tokens columns always stay.
     per_group: one index for the query heads that share a key-value head.
     """
 
@@ -38,8 +39,8 @@ class VerticalSlashPattern:
     min_slashes: int
     max_slashes: int
     per_group: bool
-    name: str = "vertical_slash"
-    synthetic: bool = False
+    name: ClassVar[str] = "vertical_slash"
+    synthetic: ClassVar[bool] = False
 
     def request(self) -> IndexRequest:
         return IndexRequest(self.block, bitmap=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -24,8 +25,8 @@ class XAttentionPattern:
     block: int
     stride: int
     threshold: float
-    name: str = "xattention"
-    synthetic: bool = False
+    name: ClassVar[str] = "xattention"
+    synthetic: ClassVar[bool] = False
 
     def request(self) -> IndexRequest:
         return IndexRequest(self.block, bitmap=True)

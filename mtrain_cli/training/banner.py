@@ -32,6 +32,7 @@ def banner(config: Config, environment: Environment, choices: Choices, run_dir: 
         ("workers", f"{dry_run.describe_workers(found)}, started by {environment.launcher}"),
         ("layout", dry_run.describe_layout(found)),
         ("exchange", f"{found.exchange}: {found.exchange_reason}"),
+        ("sparsity", dry_run.describe_sparsity(found)),
         ("kernel", f"{found.kernel}: {found.kernel_reason}"),
         ("dtype", f"{dry_run.describe_dtype(found)}; recomputation {config.train.activation_checkpoint}"),
         ("memory", memory),

@@ -20,9 +20,10 @@ from mtrain_cli.launch.environment import Environment, resolve_environment
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.selection import choose_exchange
+from mtrain_cli.sparsity.registry import make_pattern
 from mtrain_cli.training.flops import FlopsPerToken, ParameterCount, flops_per_token, parameters, peak_flops
 from mtrain_cli.training.memory import GIB, MemoryEstimate, estimate_memory
-from mtrain_cli.training.plan import compute_dtype, make_choices
+from mtrain_cli.training.plan import check_one_worker, compute_dtype, make_choices
 
 if TYPE_CHECKING:
     from mtrain_cli.training.plan import Choices
@@ -113,6 +114,7 @@ def planned(config: Config, environment: Environment, choices: Choices) -> Plan:
 
 def _elsewhere(config: Config, environment: Environment) -> Plan:
     """A plan for GPUs that are not here: what cannot be asked of them is assumed, and says so."""
+    check_one_worker(config, environment.cp)
     model, topology = config.model, config.topology
     layout = make_layout(topology.layout, environment.cp, config.seq, topology.block_size)
     dtype = compute_dtype(config, environment.device)
@@ -138,6 +140,7 @@ def _kernel_elsewhere(config: Config, dtype: torch.dtype) -> tuple[str, str]:
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
         deterministic=config.train.deterministic,
+        index=pattern.request() if (pattern := make_pattern(config.sparsity, config.seed)) is not None else None,
     )
     possible = [name for name, reason in survey(request) if reason is None or "not installed" in reason]
     if asked in possible:
@@ -236,6 +239,7 @@ def render(found: Plan) -> RenderableType:
         ("workers", describe_workers(found)),
         ("layout", describe_layout(found)),
         ("exchange", f"{found.exchange}: {found.exchange_reason}"),
+        ("sparsity", describe_sparsity(found)),
         ("kernel", f"{found.kernel}: {found.kernel_reason}"),
         ("dtype", describe_dtype(found)),
         ("moved", describe_moved(found)),
@@ -346,6 +350,14 @@ def describe_workers(found: Plan) -> str:
         what += "es" if what.endswith("s") else "s"
     nodes = f", {environment.nodes} nodes of {environment.workers_per_node}" if environment.nodes > 1 else ""
     return f"{environment.workers} {'x ' if found.gpu else ''}{what} = {environment.dp} data x {environment.cp} context{nodes}"
+
+
+def describe_sparsity(found: Plan) -> str:
+    pattern = make_pattern(found.config.sparsity, found.config.seed)
+    if pattern is None:
+        return "dense: every pair that the mask allows"
+    dense = found.config.sparsity.dense_steps
+    return f"{pattern.name}: {pattern.describe()}" + (f"; the first {dense} steps dense" if dense else "")
 
 
 def describe_layout(found: Plan) -> str:

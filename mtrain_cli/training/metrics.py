@@ -30,6 +30,9 @@ class StepMetrics:
     seconds: wall time of the step, data loading included.
     epoch: passes over the data, with a fraction.
     consumed: sequences read since step 0.
+    slashes, bars: block diagonals and single columns of a head, means over heads and layers; None for a dense step.
+    index_seconds: time that the first worker spent estimating indices; None for a dense step.
+    density_by_layer: density of each layer; None for a dense step.
     """
 
     step: int
@@ -45,6 +48,10 @@ class StepMetrics:
     seconds: float
     epoch: float
     consumed: int
+    slashes: float | None = None
+    bars: float | None = None
+    index_seconds: float | None = None
+    density_by_layer: list[float] | None = None
 
     def to_json(self) -> str:
         """One line of strict JSON; NaN and infinities, which JSON has no word for, become null."""
@@ -76,7 +83,7 @@ class MetricsWriter:
         if self._events is not None:
             for field in fields(metrics):
                 value = getattr(metrics, field.name)
-                if field.name != "step" and value is not None:
+                if isinstance(value, int | float) and field.name != "step":
                     self._events.add_scalar(f"train/{field.name}", value, metrics.step)
             self._events.flush()
 

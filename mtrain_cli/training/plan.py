@@ -12,6 +12,7 @@ from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.selection import choose_exchange
+from mtrain_cli.sparsity.pattern import Pattern
 from mtrain_cli.sparsity.registry import make_pattern
 
 
@@ -36,6 +37,15 @@ def compute_dtype(config: Config, device: str) -> torch.dtype:
     if name == "auto":
         name = "bfloat16" if device == "cuda" else "float32"
     return getattr(torch, name)
+
+
+def check_one_worker(config: Config, cp: int) -> None:
+    """Raises ConfigError if a dynamic index is asked for over several workers."""
+    if config.sparsity.pattern != "dense" and cp > 1:
+        raise ConfigError(
+            f"sparsity.pattern={config.sparsity.pattern}: is computed by one worker a sequence so far, not "
+            f"topology.context_parallel={cp}; give topology.workers=1 (or topology.context_parallel=1), or sparsity=dense"
+        )
 
 
 def make_choices(config: Config, environment: Environment) -> Choices:
@@ -68,11 +78,7 @@ def make_choices(config: Config, environment: Environment) -> Choices:
     pattern = make_pattern(config.sparsity, config.seed)
     dense_kernel = None
     if pattern is not None:
-        if environment.cp > 1:
-            raise ConfigError(
-                f"sparsity.pattern={pattern.name}: is computed by one worker a sequence so far, not topology.context_parallel="
-                f"{environment.cp}; give topology.context_parallel=1 (or topology.workers=1), or sparsity=dense"
-            )
+        check_one_worker(config, environment.cp)
         if config.sparsity.dense_steps:
             named = config.train.kernel if config.train.kernel != "triton" else "auto"
             dense_kernel, _ = choose(named, request)

@@ -156,6 +156,7 @@ class Progress:
             f"lr {metrics.lr:.2e}",
             _rate(metrics.tokens_per_second_per_gpu, metrics),
             *_gpu_parts(metrics),
+            *_index_parts(metrics),
             f"{metrics.seconds:.2f} s",
         ]
         if (left := self.seconds_left()) is not None and metrics.step < self.total_steps:
@@ -195,7 +196,7 @@ class Progress:
             Text.assemble(("loss ", "dim"), (f"{metrics.loss:.4f}", "bold"), f" {self.sparkline(room)}" if len(self.losses) > 1 else ""),
             Text.assemble(("lr ", "dim"), f"{metrics.lr:.2e}"),
             Text(_rate(metrics.tokens_per_second_per_gpu, metrics)),
-            *(Text(part) for part in _gpu_parts(metrics)),
+            *(Text(part) for part in (*_gpu_parts(metrics), *_index_parts(metrics))),
         ]
         if width >= 100:
             parts.insert(1, Text.assemble(("best ", "dim"), f"{min(self.losses):.4f}"))
@@ -253,3 +254,8 @@ def _gpu_parts(metrics: StepMetrics) -> list[str]:
     """What only GPUs have: MFU and memory."""
     parts = [] if metrics.mfu_model is None else [f"MFU {metrics.mfu_model:.1%}"]
     return parts + ([] if metrics.peak_memory_gib is None else [f"{metrics.peak_memory_gib:.1f} GiB"])
+
+
+def _index_parts(metrics: StepMetrics) -> list[str]:
+    """What only steps under a dynamic index have."""
+    return [] if metrics.index_seconds is None else [f"density {metrics.density:.1%}"]

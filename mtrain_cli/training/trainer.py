@@ -34,6 +34,7 @@ from mtrain_cli.training.batch import BatchMaker, PackedSample
 from mtrain_cli.training.checkpoint import Checkpointer, CheckpointError
 from mtrain_cli.training.dry_run import planned
 from mtrain_cli.training.flops import causal_pairs, flops_per_token, peak_flops
+from mtrain_cli.training.index_metrics import IndexMetrics, index_metrics, index_records, summed
 from mtrain_cli.training.metrics import MetricsWriter, StepMetrics
 from mtrain_cli.training.optimizer import learning_rate, local_gradients, make_optimizer, peak_learning_rate, squared_norm
 from mtrain_cli.training.plan import Choices, make_choices
@@ -46,16 +47,17 @@ class NonFiniteError(RunError):
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step, the same on all workers. loss: mean over valid tokens. pairs: allowed query-key pairs, per head, over all
-    sequences.
+    """One optimizer step, the same on all workers. loss: mean over valid tokens. pairs: computed query-key pairs, the mean over heads and
+    layers, over all sequences. index: None for a dense step.
     """
 
     loss: float
     grad_norm: float
     lr: float
     tokens: int
-    pairs: int
+    pairs: float
     stop: bool
+    index: IndexMetrics | None = None
 
 
 def train(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> None:
@@ -179,7 +181,10 @@ class Trainer:
         self.host_group: dist.ProcessGroup = dist.new_group(backend="gloo")
         group = make_context_group(environment.rank, environment.workers, environment.cp, self.device)
         exchange = make_exchange(self.choices.exchange, self.choices.layout, group)
-        self.batch_maker = BatchMaker(exchange, self.choices.kernel, self.device, document_mask=config.data.document_mask)
+        mask = config.data.document_mask
+        self.batch_maker = BatchMaker(exchange, self.choices.kernel, self.device, document_mask=mask, pattern=self.choices.pattern)
+        dense = self.choices.dense_kernel
+        self.dense_batch_maker = BatchMaker(exchange, dense, self.device, document_mask=mask) if dense is not None else None
         self.dataset: PackedDataset = open_dataset(config)
         self._check_same_data()
         self.sampler = Sampler(len(self.dataset), config.seed)
@@ -241,7 +246,10 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         micro_batches: Sequence[Sequence[PackedSample]] = next(self._batches)
-        batches = [self.batch_maker(samples) for samples in micro_batches]
+        make = self.batch_maker
+        if self.dense_batch_maker is not None and self.step < (self.config.sparsity.dense_steps or 0):
+            make = self.dense_batch_maker
+        batches = [make(samples) for samples in micro_batches]
         valid, pairs = self._summed([sum(b.valid for b in batches), sum(b.pairs for b in batches)])
         loss = torch.zeros((), device=self.device)
         for batch in batches:
@@ -250,7 +258,10 @@ class Trainer:
             part.backward()
             loss += part.detach()
         gradients = local_gradients(self.decoder.parameters())
-        mine = torch.stack([loss.float(), squared_norm(gradients, self.device).float(), torch.tensor(float(stop), device=self.device)])
+        mine = torch.stack([loss.double(), squared_norm(gradients, self.device).double(), torch.tensor(float(stop), device=self.device)])
+        records = index_records(batch.attend for batch in batches)
+        if records:
+            mine = torch.cat([mine, summed(records, self.config.model.num_layers, self.device)])
         rows = all_gather(mine, self.environment.workers).tolist()
         self._check_finite(rows)
         grad_norm = math.sqrt(sum(row[1] for row in rows))
@@ -262,7 +273,11 @@ class Trainer:
         self.step += 1
         tokens = self.config.train.global_batch * self.config.seq
         self.tokens += tokens
-        return StepResult(sum(row[0] for row in rows), grad_norm, lr, tokens, pairs, any(row[2] for row in rows))
+        index = None
+        if records:
+            index = index_metrics([sum(column) for column in zip(*(row[3:] for row in rows), strict=True)], records, self.config.seq)
+        computed = index.density * causal_pairs(self.config.seq) * self.config.train.global_batch if index else float(pairs)
+        return StepResult(sum(row[0] for row in rows), grad_norm, lr, tokens, computed, any(row[2] for row in rows), index)
 
     def _summed(self, numbers: list[int]) -> list[int]:
         """Sums over data-parallel replicas; the workers of a context group count the same whole sequences."""
@@ -307,6 +322,10 @@ class Trainer:
             seconds=seconds,
             epoch=self.sampler.consumed / len(self.dataset),
             consumed=self.sampler.consumed,
+            slashes=result.index.slashes if result.index else None,
+            bars=result.index.bars if result.index else None,
+            index_seconds=result.index.seconds if result.index else None,
+            density_by_layer=list(result.index.density_by_layer) if result.index else None,
         )
 
     def state(self) -> dict[str, Any]:

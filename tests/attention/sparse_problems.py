@@ -59,7 +59,18 @@ def shard(kind: str, seq: int, block: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def make_problem(
-    seed: int, kind: str, *, seq: int, block: int, heads: int, kv_heads: int, dim: int, documents: bool, where: str, dtype=torch.float32, device="cpu"
+    seed: int,
+    kind: str,
+    *,
+    seq: int,
+    block: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    documents: bool,
+    where: str,
+    dtype=torch.float32,
+    device="cpu",
 ) -> Problem:
     rng = np.random.default_rng(seed)
     batch = 2

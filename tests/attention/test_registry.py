@@ -40,7 +40,7 @@ def test_auto_never_takes_the_oracle(changes):
 def test_a_named_kernel_that_cannot_serve_is_refused_with_those_that_can():
     with pytest.raises(ConfigError, match=r"train\.kernel=flash4: needs a CUDA GPU; usable here: sdpa, reference"):
         choose("flash4", CPU)
-    with pytest.raises(ConfigError, match=r"train\.kernel=flsh: no such kernel; allowed: auto, flash4, sdpa, reference"):
+    with pytest.raises(ConfigError, match=r"train\.kernel=flsh: no such kernel; allowed: auto, flash4, triton, sdpa, reference"):
         choose("flsh", CPU)
 
 

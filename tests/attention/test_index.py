@@ -1,0 +1,77 @@
+"""An index counts its work exactly, comes back from disk, and says what it allows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from attention.sparse_problems import make_index, make_problem
+
+from mtrain_cli.attention.index import MaskWork, VerticalSlash, load_index
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.tiles import BlockGeometry
+
+KINDS = ("slashes", "bars", "both", "all", "none", "bitmap")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_counts_are_those_of_the_pairs_themselves(kind, documents, seed):
+    p = make_problem(seed, kind, seq=109 + seed, block=16, heads=4, kv_heads=2, dim=16, documents=documents, where="whole")
+    index = p.tiles.index
+    counts = index.counts(MaskWork.make(p.masks, 16, bitmap=kind == "bitmap"))
+    seen = p.tiles.seen()
+    positions = p.tiles.positions()[0]
+    chosen = index.chosen(positions // 16, positions // 16)
+    assert counts.pairs.tolist() == seen.sum((-1, -2)).tolist()
+    assert counts.column_pairs.tolist() == (seen & ~chosen).sum((-1, -2)).tolist()
+    pad = -seen.shape[-1] % 16
+    by_block = torch.nn.functional.pad(seen & chosen, (0, pad, 0, pad)).unflatten(-1, (-1, 16)).unflatten(-3, (-1, 16)).any(-1).any(-2)
+    assert counts.blocks.tolist() == by_block.sum((-1, -2)).tolist()
+    if isinstance(index, VerticalSlash):
+        lengths = torch.tensor([m.length for m in p.masks])
+        assert counts.columns.tolist() == (index.bars < lengths[:, None, None]).sum(-1).tolist()
+        assert counts.slashes.tolist() == index.slashes.sum(-1).tolist()
+    forward, backward = counts.flop(128)
+    assert (forward, backward) == (512 * int(seen.sum()), 1280 * int(seen.sum()))
+
+
+@pytest.mark.parametrize("kind", ["both", "bitmap"])
+def test_an_index_comes_back_from_disk(tmp_path, kind):
+    index = make_index(kind, np.random.default_rng(0), 2, 3, 100, 16)
+    index.save(tmp_path / "index.npz")
+    again = load_index(tmp_path / "index.npz")
+    assert again.same_as(index)
+    assert index.same_as(again)
+
+
+def test_comparing_ignores_how_wide_columns_are_filled():
+    index = make_index("both", np.random.default_rng(0), 1, 2, 100, 16)
+    wider = VerticalSlash(16, index.blocks, index.slashes, torch.nn.functional.pad(index.bars, (0, 5), value=index.blocks * 16))
+    assert index.same_as(wider)
+    other = index.slashes.clone()
+    other[0, 0, 3] ^= True
+    assert not index.same_as(VerticalSlash(16, index.blocks, other, index.bars))
+    moved = index.bars.clone()
+    moved[0, 1, 0] += 1
+    assert not index.same_as(VerticalSlash(16, index.blocks, index.slashes, moved))
+    assert not index.same_as(make_index("bitmap", np.random.default_rng(0), 1, 2, 100, 16))
+
+
+def test_a_file_that_is_no_index_is_refused(tmp_path):
+    np.savez(tmp_path / "other.npz", kind="Other")
+    with pytest.raises(ValueError, match="holds no index"):
+        load_index(tmp_path / "other.npz")
+
+
+def test_geometry_refuses_shards_that_are_not_whole_blocks():
+    mask = SequenceMask.causal(100, 100)
+    with pytest.raises(ValueError, match="whole blocks"):
+        BlockGeometry.make([mask], np.arange(8, 100), np.arange(100), 16)
+
+
+def test_last_is_the_last_query_that_sees_a_key():
+    mask = SequenceMask.from_documents(np.array([0, 0, 0, 1, 2, 2, 2]), 9)
+    assert mask.last().tolist() == [2, 2, 2, 3, 6, 6, 6, 6, 6]
+    assert SequenceMask.causal(5, 6).last().tolist() == [4] * 6

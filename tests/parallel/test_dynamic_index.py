@@ -1,0 +1,109 @@
+"""The index of a layer is estimated once, serves backward and recomputation, and gives exactly the gradients of the pairs it allows."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from mtrain_cli.attention.kernel import IndexRequest
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.sdpa import SdpaKernel
+from mtrain_cli.parallel.context_attention import ContextAttention
+from mtrain_cli.parallel.exchange import make_exchange
+from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.parallel.mesh import ContextGroup
+from mtrain_cli.sparsity.vertical_slash import VerticalSlashPattern
+
+SEQ, BLOCK = 90, 16
+
+
+class Counting(VerticalSlashPattern):
+    calls: ClassVar[list[int]] = []
+
+    def estimate(self, q, k, masked, layer):
+        self.calls.append(layer)
+        assert not torch.is_grad_enabled()
+        return super().estimate(q, k, masked, layer)
+
+
+@pytest.fixture
+def attend() -> ContextAttention:
+    Counting.calls.clear()
+    pattern = Counting(
+        block=BLOCK, last_q=16, windows=1, p_v=0.4, p_s=0.4, joint=False, sink_tokens=2, min_bars=2, max_bars=20,
+        min_slashes=1, max_slashes=0, per_group=False,
+    )  # fmt: skip
+    masks = [SequenceMask.from_documents(np.repeat([0, 1], [40, 50]), SEQ), SequenceMask.causal(SEQ, SEQ)]
+    layout = make_layout("striped", 1, SEQ, 1)
+    return ContextAttention.make(make_exchange("all_gather", layout, ContextGroup.alone()), SdpaKernel(), masks, "cpu", pattern)
+
+
+def tensors() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(2, SEQ, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+
+
+def expected(attend: ContextAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> list[torch.Tensor]:
+    """Output and gradients by autograd through the definition, with the index that the call keeps."""
+    (tiles,) = attend.tiles.values()
+    seen = tiles.under(attend.index.kept[layer]).seen()
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) / 8**0.5
+    out = torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v.repeat_interleave(2, 2))
+    return [out.detach(), *torch.autograd.grad(out.sum(), (q, k, v))]
+
+
+def test_output_and_gradients_are_those_of_the_allowed_pairs(attend):
+    q, k, v = tensors()
+    out = attend(q, k, v, 3)
+    want = expected(attend, q, k, v, 3)
+    assert attend.index.records[0].counts.pairs.max() < attend.index.work.per_diagonal.sum(-1).max(), "something is left out"
+    for got, exact in zip((out, *torch.autograd.grad(out.sum(), (q, k, v))), want, strict=True):
+        torch.testing.assert_close(got, exact, atol=1e-10, rtol=0)
+
+
+def test_it_is_estimated_once_a_layer_and_dropped_after_backward(attend):
+    q, k, v = tensors()
+    for layer in (0, 1):
+        out = checkpoint(lambda q, k, v, layer=layer: attend(q, k, v, layer), q, k, v, use_reentrant=False)
+        kept = attend.index.kept[layer]
+        out.sum().backward()
+        assert layer not in attend.index.kept
+        assert kept.heads == (2, 4)
+    assert Counting.calls == [0, 1], "recomputation estimates nothing"
+    assert [record.layer for record in attend.index.records] == [0, 1]
+
+
+def test_another_batch_starts_with_nothing(attend):
+    q, k, v = tensors()
+    attend(q, k, v, 0)
+    other = attend.again()
+    assert other.index.kept == {}
+    assert other.index.records == []
+    assert other.tiles is attend.tiles
+    other(q * 2, k, v, 0)
+    assert Counting.calls == [0, 0]
+
+
+def test_time_and_work_are_recorded(attend):
+    q, k, v = tensors()
+    attend(q, k, v, 0)
+    (record,) = attend.index.records
+    assert record.seconds > 0
+    (tiles,) = attend.tiles.values()
+    assert record.counts.pairs.tolist() == tiles.under(attend.index.kept[0]).seen().sum((-1, -2)).tolist()
+
+
+def test_several_workers_are_refused():
+    layout = make_layout("striped", 2, SEQ, BLOCK)
+    exchange = make_exchange("all_gather", layout, ContextGroup(0, (0, 1)))
+    pattern = Counting(
+        block=BLOCK, last_q=16, windows=1, p_v=0.4, p_s=0.4, joint=False, sink_tokens=2, min_bars=2, max_bars=20,
+        min_slashes=1, max_slashes=0, per_group=False,
+    )  # fmt: skip
+    assert pattern.request() == IndexRequest(BLOCK, bitmap=False)
+    with pytest.raises(ValueError, match="on one worker; the context group has 2"):
+        ContextAttention.make(exchange, SdpaKernel(), [SequenceMask.causal(SEQ, layout.padded_seq)], "cpu", pattern)

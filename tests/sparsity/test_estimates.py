@@ -1,0 +1,180 @@
+"""Estimated indices equal their definitions, computed pair by pair in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.tiles import BlockGeometry
+from mtrain_cli.sparsity.fixed import FixedPattern, fixed_index
+from mtrain_cli.sparsity.moba import MobaPattern
+from mtrain_cli.sparsity.pattern import Masked
+from mtrain_cli.sparsity.vertical_slash import VerticalSlashPattern
+from mtrain_cli.sparsity.xattention import XAttentionPattern
+
+SEQ, BLOCK, HEADS, KV_HEADS, DIM = 150, 16, 4, 2, 8
+
+
+def inputs(seed: int = 0, documents: bool = False, length: int = SEQ) -> tuple[torch.Tensor, torch.Tensor, Masked]:
+    torch.manual_seed(seed)
+    # Keys of a few positions stand out, as sinks and topics do, so that budgets differ between heads.
+    q, k = torch.randn(2, SEQ, HEADS, DIM), torch.randn(2, SEQ, KV_HEADS, DIM)
+    k[:, ::37] *= 4
+    if documents:
+        masks = [SequenceMask.from_documents(np.sort(np.random.default_rng(b).integers(0, 3, length)), SEQ) for b in range(2)]
+    else:
+        masks = [SequenceMask.causal(length, SEQ)] * 2
+    everywhere = np.arange(SEQ)
+    return q, k, Masked(masks, BlockGeometry.make(masks, everywhere, everywhere, BLOCK))
+
+
+def probabilities(q: torch.Tensor, k: torch.Tensor, masked: Masked, b: int) -> torch.Tensor:
+    """float64 [heads, seq, seq] of one sequence, from the definition."""
+    first, length = torch.from_numpy(masked.masks[b].first), masked.masks[b].length
+    position = torch.arange(SEQ)
+    seen = (position >= first[:, None]) & (position <= position[:, None]) & (position[:, None] < length)
+    keys = k[b].double().repeat_interleave(HEADS // KV_HEADS, 1)
+    scores = torch.einsum("qhd,khd->hqk", q[b].double(), keys) / DIM**0.5
+    return scores.masked_fill(~seen, float("-inf")).softmax(-1).nan_to_num(0.0)
+
+
+def pattern(**changed) -> VerticalSlashPattern:
+    default = {
+        "block": BLOCK, "last_q": 20, "windows": 1, "p_v": 0.6, "p_s": 0.7, "joint": False, "sink_tokens": 2,
+        "min_bars": 3, "max_bars": 60, "min_slashes": 1, "max_slashes": 0, "per_group": False,
+    }  # fmt: skip
+    return VerticalSlashPattern(**{**default, **changed})
+
+
+def fewest(mass: list[float], share: float, forced: set[int], least: int, most: int) -> set[int]:
+    order = sorted(range(len(mass)), key=lambda line: (line not in forced, -mass[line], line))
+    kept: set[int] = set()
+    held, total = 0.0, sum(mass)
+    for rank, line in enumerate(order[:most]):
+        if held < share * total or rank < least or line in forced:
+            kept.add(line)
+        held += mass[line]
+    return kept
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(
+    "changed", [{}, {"windows": 3}, {"last_q": 40}, {"joint": True}, {"max_bars": 10, "max_slashes": 2}, {"min_bars": 50}]
+)
+def test_vertical_slash_is_what_its_definition_says(documents, changed):
+    q, k, masked = inputs(1, documents, length=SEQ - 3)
+    p = pattern(**changed)
+    index = p.estimate(q, k, masked, 0)
+    blocks = masked.geometry.blocks
+    for b in range(2):
+        length = masked.masks[b].length
+        rows = sorted({r for w in range(p.windows) for e in [length * (w + 1) // p.windows] for r in range(max(0, e - p.last_q), e)})
+        probed = probabilities(q, k, masked, b)[:, rows] / len(rows)
+        for h in range(HEADS):
+            diagonals, columns = [0.0] * blocks, [0.0] * (blocks * BLOCK)
+            for row, position in zip(probed[h].tolist(), rows, strict=True):
+                for key in range(position + 1):
+                    diagonals[position // BLOCK - key // BLOCK] += row[key]
+            slashes = fewest(diagonals, p.p_s, {0}, p.min_slashes, p.max_slashes or blocks)
+            assert set(index.slashes[b, h].nonzero().flatten().tolist()) == slashes
+            for row, position in zip(probed[h].tolist(), rows, strict=True):
+                for key in range(position + 1):
+                    if not (p.joint and position // BLOCK - key // BLOCK in slashes):
+                        columns[key] += row[key]
+            share = p.p_v if not p.joint else max(0.0, (sum(columns) - (1 - p.p_v)) / sum(columns))
+            bars = fewest(columns, share, set(range(p.sink_tokens)), p.min_bars, p.max_bars)
+            found = index.bars[b, h]
+            assert found[found < blocks * BLOCK].tolist() == sorted(bars)
+
+
+def test_heads_of_a_group_share_an_index_if_asked():
+    q, k, masked = inputs(2)
+    index = pattern(per_group=True).estimate(q, k, masked, 0)
+    group = HEADS // KV_HEADS
+    assert index.heads == (2, HEADS)
+    for tensor in (index.slashes, index.bars):
+        first = tensor.unflatten(1, (KV_HEADS, group))[:, :, :1]
+        assert torch.equal(tensor.unflatten(1, (KV_HEADS, group)), first.expand(-1, -1, group, -1))
+    assert not pattern().estimate(q, k, masked, 0).same_as(index)
+
+
+def test_scores_in_parts_choose_the_same(monkeypatch):
+    q, k, masked = inputs(3)
+    whole = pattern().estimate(q, k, masked, 0)
+    monkeypatch.setattr("mtrain_cli.sparsity.vertical_slash._SCORE_BYTES", 1)
+    assert pattern().estimate(q, k, masked, 0).same_as(whole)
+
+
+def test_what_is_not_a_number_leaves_a_sound_index():
+    q, k, masked = inputs(4)
+    q[0, -1, 0] = float("nan")
+    index = pattern().estimate(q, k, masked, 0)
+    assert bool(index.slashes[..., 0].all())
+    assert index.bars.min() >= 0
+    assert index.bars.max() <= masked.geometry.blocks * BLOCK
+    assert bool((index.bars[..., 1:] >= index.bars[..., :-1]).all())
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("score_bytes", [1, 1 << 30])
+def test_xattention_is_what_its_definition_says(monkeypatch, documents, score_bytes):
+    monkeypatch.setattr("mtrain_cli.sparsity.xattention._SCORE_BYTES", score_bytes)
+    q, k, masked = inputs(5, documents)
+    stride, threshold = 4, 0.6
+    index = XAttentionPattern(BLOCK, stride, threshold).estimate(q, k, masked, 0)
+    blocks = masked.geometry.blocks
+    squares, per_block = blocks * BLOCK // stride, BLOCK // stride
+    q64, k64 = (torch.nn.functional.pad(t.double(), (0, 0, 0, 0, 0, blocks * BLOCK - SEQ)) for t in (q, k))
+    for b in range(2):
+        first = masked.masks[b].first
+        for h in range(HEADS):
+            scores = np.full((squares, squares), -np.inf)
+            for i in range(squares):
+                for j in range(i + 1):
+                    if i * stride < SEQ and (j + 1) * stride > first[i * stride]:
+                        pairs = ((i * stride + stride - 1 - t, j * stride + t) for t in range(stride))
+                        total = sum(float(q64[b, x, h] @ k64[b, y, h // 2]) for x, y in pairs)
+                        scores[i, j] = total / DIM**0.5 / stride
+            with np.errstate(invalid="ignore"):
+                p = np.nan_to_num(np.exp(scores - scores.max(1, keepdims=True)))
+                p = np.nan_to_num(p / p.sum(1, keepdims=True))
+            mass = p.reshape(blocks, per_block, blocks, per_block).sum((1, 3)) / per_block
+            for i in range(blocks):
+                wanted = fewest(mass[i, : i + 1].tolist(), threshold, {0, i}, 1, blocks)
+                assert set(index.bits[b, h, i].nonzero().flatten().tolist()) == wanted, (b, h, i)
+
+
+def test_moba_takes_the_best_chunks_and_its_own():
+    q, k, masked = inputs(6)
+    chunk, top_k = 32, 2
+    index = MobaPattern(BLOCK, chunk, top_k).estimate(q, k, masked, 0)
+    for b in range(2):
+        for h in range(HEADS):
+            for i in range(masked.geometry.blocks):
+                mean_q = q[b, i * BLOCK : (i + 1) * BLOCK, h].double().mean(0)
+                own = i * BLOCK // chunk
+                scores = [float(mean_q @ k[b, c * chunk : (c + 1) * chunk, h // 2].double().mean(0)) for c in range(own)]
+                chunks = {own, *sorted(range(own), key=lambda c: -scores[c])[: top_k - 1]}
+                wanted = {j for j in range(i + 1) if j * BLOCK // chunk in chunks}
+                assert set(index.bits[b, h, i].nonzero().flatten().tolist()) == wanted
+
+
+def test_fixed_has_the_numbers_asked_for_and_depends_on_the_seed_alone():
+    index = fixed_index(seed=1, batch=1, heads=3, seq=1000, block=16, slashes=7, bars=20)
+    assert index.slashes.sum(-1).tolist() == [[7, 7, 7]]
+    assert bool(index.slashes[..., :2].all())
+    assert (index.bars < 63 * 16).sum(-1).tolist() == [[20, 20, 20]]
+    assert not torch.equal(index.bars[0, 0], index.bars[0, 1]), "every head draws its own"
+    assert index.same_as(fixed_index(seed=1, batch=1, heads=3, seq=1000, block=16, slashes=7, bars=20))
+    assert not index.same_as(fixed_index(seed=2, batch=1, heads=3, seq=1000, block=16, slashes=7, bars=20))
+    assert "SYNTHETIC" in FixedPattern(16, 7, 20, 0.0, 1).describe()
+
+
+@pytest.mark.parametrize("density", [0.02, 0.1, 0.5, 1.0])
+def test_fixed_fills_the_density_asked_for(density):
+    index = fixed_index(seed=0, batch=1, heads=4, seq=100_000, block=128, slashes=None, bars=0, density=density)
+    area = torch.arange(index.blocks, 0, -1)
+    share = (index.slashes * area).sum(-1) / area.sum()
+    assert bool(((share - density).abs() < 0.01).all()), share
