@@ -15,11 +15,11 @@ import typer
 from typer.core import TyperGroup
 
 from mtrain_cli import __version__
-from mtrain_cli.commands import checkpoint, config, data, doctor, train
+from mtrain_cli.commands import checkpoint, config, data, doctor, profile, train
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.job import job_rank
 
-ORDER = ("train", "config", "data", "checkpoint", "doctor")
+ORDER = ("train", "profile", "config", "data", "checkpoint", "doctor")
 USAGE_ERROR = 2
 INTERRUPTED = 130  # 128 + SIGINT, what a shell reports for Ctrl-C
 
@@ -113,6 +113,7 @@ def mtrain(
 
 
 app.command("train")(train.train)
+app.add_typer(profile.app, name="profile")
 app.add_typer(config.app, name="config")
 app.add_typer(data.app, name="data")
 app.add_typer(checkpoint.app, name="checkpoint")

@@ -144,7 +144,7 @@ def _topology(topology: TopologyConfig) -> Iterator[str]:
 
 
 # The keys of each pattern, beside `pattern` itself.
-_PATTERN_KEYS: dict[str, tuple[str, ...]] = {
+PATTERN_KEYS: dict[str, tuple[str, ...]] = {
     "dense": (),
     "vertical_slash": (
         "block", "dense_steps", "last_q", "windows", "p_v", "p_s", "joint", "index_per",
@@ -157,7 +157,7 @@ _PATTERN_KEYS: dict[str, tuple[str, ...]] = {
 
 
 def _sparsity(sparsity: SparsityConfig, seq: int) -> Iterator[str]:
-    own = _PATTERN_KEYS[sparsity.pattern]
+    own = PATTERN_KEYS[sparsity.pattern]
     complete = True
     for name, value in vars(sparsity).items():
         if name == "pattern":

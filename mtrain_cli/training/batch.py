@@ -31,7 +31,7 @@ class PackedSample(Protocol):
 class Batch:
     """tokens, positions, labels: int64 [batch, tokens of this worker], in layout order, on the device.
 
-    pairs: query-key pairs that the mask allows, per head, summed over the whole sequences of the batch. valid: labels that count, likewise.
+    pairs: query-key pairs that the masks allow, per head, summed over the whole sequences of the batch. valid: labels that count, likewise.
     """
 
     tokens: torch.Tensor
@@ -40,6 +40,7 @@ class Batch:
     attend: ContextAttention
     pairs: int
     valid: int
+    masks: list[SequenceMask]
 
 
 class BatchMaker:
@@ -54,7 +55,7 @@ class BatchMaker:
         self.document_mask = document_mask
         self.pattern = pattern
         self._positions = exchange.layout.positions(exchange.group.rank)
-        self._causal: dict[int, tuple[ContextAttention, int]] = {}
+        self._causal: dict[int, ContextAttention] = {}
 
     def __call__(self, samples: Sequence[PackedSample]) -> Batch:
         tokens = np.stack([self._shard(s.tokens, 0) for s in samples])
@@ -63,8 +64,9 @@ class BatchMaker:
         host = torch.from_numpy(np.stack([tokens, positions, labels]).astype(np.int64))
         if self.device.type == "cuda":
             host = host.pin_memory().to(self.device, non_blocking=True)
-        attend, pairs = self._attention(samples)
-        return Batch(host[0], host[1], host[2], attend, pairs, valid_labels(samples))
+        masks = self._masks(samples)
+        attend = self._attention(masks)
+        return Batch(host[0], host[1], host[2], attend, sum(mask.pairs for mask in masks), valid_labels(samples), masks)
 
     def _shard(self, values: NDArray[np.int32], padding: int) -> NDArray[np.int32]:
         layout = self.exchange.layout
@@ -72,20 +74,22 @@ class BatchMaker:
         padded[: len(values)] = values
         return padded[self._positions]
 
-    def _attention(self, samples: Sequence[PackedSample]) -> tuple[ContextAttention, int]:
+    def _masks(self, samples: Sequence[PackedSample]) -> list[SequenceMask]:
         layout = self.exchange.layout
         if self.document_mask:
-            return self._make([SequenceMask.from_documents(s.documents, layout.padded_seq) for s in samples])
-        # The causal mask is the same for every batch of one size: made once.
-        size = len(samples)
-        if size not in self._causal:
-            self._causal[size] = self._make([SequenceMask.causal(layout.seq, layout.padded_seq)] * size)
-        attend, pairs = self._causal[size]
-        return attend.again(), pairs
+            return [SequenceMask.from_documents(s.documents, layout.padded_seq) for s in samples]
+        return [SequenceMask.causal(layout.seq, layout.padded_seq)] * len(samples)
 
-    def _make(self, masks: list[SequenceMask]) -> tuple[ContextAttention, int]:
-        attend = ContextAttention.make(self.exchange, self.kernel, masks, self.device, self.pattern)
-        return attend, sum(mask.pairs for mask in masks)
+    def _attention(self, masks: list[SequenceMask]) -> ContextAttention:
+        if self.document_mask:
+            return self._make(masks)
+        # The causal mask is the same for every batch of one size: made once.
+        if len(masks) not in self._causal:
+            self._causal[len(masks)] = self._make(masks)
+        return self._causal[len(masks)].again()
+
+    def _make(self, masks: list[SequenceMask]) -> ContextAttention:
+        return ContextAttention.make(self.exchange, self.kernel, masks, self.device, self.pattern)
 
 
 def valid_labels(samples: Sequence[PackedSample]) -> int:

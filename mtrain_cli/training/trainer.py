@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.stop import StopFlag
-from mtrain_cli.model.decoder import Decoder
+from mtrain_cli.model.decoder import Attend, Decoder
 from mtrain_cli.model.huggingface import load_into
 from mtrain_cli.model.init import initialize
 from mtrain_cli.model.rope import rope_factor
@@ -30,7 +30,7 @@ from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.fsdp import shard_parameters
 from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
 from mtrain_cli.training.banner import banner
-from mtrain_cli.training.batch import BatchMaker, PackedSample
+from mtrain_cli.training.batch import Batch, BatchMaker, PackedSample
 from mtrain_cli.training.checkpoint import Checkpointer, CheckpointError
 from mtrain_cli.training.dry_run import planned
 from mtrain_cli.training.flops import causal_pairs, flops_per_token, peak_flops
@@ -167,7 +167,10 @@ def _check_host_memory(config: Config, environment: Environment, choices: Choice
 
 
 class Trainer:
-    """What one worker holds: its shard of the model and optimizer, its slice of the data, and the step it has reached."""
+    """What one worker holds: its shard of the model and optimizer, its slice of the data, and the step it has reached.
+
+    observe: gives the attention of a batch instead of the batch's own, for measurements.
+    """
 
     def __init__(self, config: Config, environment: Environment) -> None:
         self.config = config
@@ -200,6 +203,7 @@ class Trainer:
         self.optimizer = make_optimizer(self.decoder, config.optim)
         self.step = 0
         self.tokens = 0
+        self.observe: Callable[[Batch], Attend] | None = None
         self._batches: Any = None
         self._peak_flops = peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
 
@@ -254,7 +258,8 @@ class Trainer:
         loss = torch.zeros((), device=self.device)
         for batch in batches:
             # The sum over all workers of local sums over the number of valid tokens of the whole step: equal to one worker's mean.
-            part = self.decoder(batch.tokens, batch.positions, batch.labels, batch.attend, 1.0 / max(1, valid))
+            attend = batch.attend if self.observe is None else self.observe(batch)
+            part = self.decoder(batch.tokens, batch.positions, batch.labels, attend, 1.0 / max(1, valid))
             part.backward()
             loss += part.detach()
         gradients = local_gradients(self.decoder.parameters())

@@ -1,0 +1,117 @@
+"""`mtrain profile sparsity`: density and recall of patterns on the queries and keys of real training steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mtrain_cli.attention.index import MaskWork
+from mtrain_cli.attention.tiles import BlockGeometry
+from mtrain_cli.config.schema import Config
+from mtrain_cli.launch.environment import Environment, resolve_environment
+from mtrain_cli.sparsity.pattern import Masked, Pattern
+from mtrain_cli.sparsity.recall import recall
+from mtrain_cli.training.batch import Batch
+from mtrain_cli.training.flops import causal_pairs
+from mtrain_cli.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class HeadRecord:
+    """One query head of one layer under one pattern, in one training step.
+
+    density: pairs that pattern and mask leave, over causal pairs without document mask. of_mask: the same over what the mask allows.
+    recall: mean share of dense attention kept, over the sampled queries; worst: the smallest share of any of them.
+    slashes, bars: block diagonals and single columns; both 0 for patterns that list blocks.
+    """
+
+    step: int
+    pattern: str
+    layer: int
+    head: int
+    density: float
+    of_mask: float
+    recall: float
+    worst: float
+    slashes: int
+    bars: int
+
+
+def profile_sparsity(
+    config: Config, patterns: Sequence[Pattern], steps: Sequence[int], rows: int, progress: Callable[[int, float], None]
+) -> list[HeadRecord]:
+    """Trains on one worker to the last of ``steps`` and measures the patterns in each of them, on the first sequence of the step.
+
+    rows: queries that are sampled per layer, evenly over the sequence with a seed. progress: called with step and loss after each.
+    """
+    config = dataclasses.replace(config, topology=dataclasses.replace(config.topology, workers=1, context_parallel=1))
+    environment = resolve_environment(config)
+    records: list[HeadRecord] = []
+    with _alone(environment):
+        trainer = Trainer(config, environment)
+        for step in range(1, max(steps) + 1):
+            if step in steps:
+                seen: set[tuple[str, int]] = set()
+                trainer.observe = lambda batch, step=step, seen=seen: _measured(batch, patterns, step, seen, rows, records, config.seq)
+            result = trainer.train_step(False)
+            trainer.observe = None
+            progress(step, result.loss)
+    return records
+
+
+def _measured(
+    batch: Batch, patterns: Sequence[Pattern], step: int, seen: set[tuple[str, int]], rows: int, records: list[HeadRecord], seq: int
+):
+    """The attention of a batch, which also measures every layer the first time it is called."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
+        for pattern in patterns:
+            if (pattern.name, layer) not in seen:
+                seen.add((pattern.name, layer))
+                records.extend(_heads(pattern, q.detach()[:1], k.detach()[:1], batch, layer, step, rows, seq))
+        return batch.attend(q, k, v, layer)
+
+    return attend
+
+
+@torch.no_grad()
+def _heads(
+    pattern: Pattern, q: torch.Tensor, k: torch.Tensor, batch: Batch, layer: int, step: int, rows: int, seq: int
+) -> Iterator[HeadRecord]:
+    masks, request = batch.masks[:1], pattern.request()
+    everywhere = np.arange(masks[0].padded)
+    masked = Masked(masks, BlockGeometry.make(masks, everywhere, everywhere, request.block, q.device))
+    index = pattern.estimate(q, k, masked, layer)
+    counts = index.counts(MaskWork.make(masks, request.block, q.device, request.bitmap))
+    sampled = np.sort(np.random.default_rng(step).permutation(masks[0].length)[:rows])
+    kept = recall(index, q, k, masked, torch.from_numpy(sampled).to(q.device))[0]
+    numbers = zip(
+        counts.pairs[0].tolist(),
+        kept.mean(-1).tolist(),
+        kept.amin(-1).tolist(),
+        counts.slashes[0].tolist(),
+        counts.columns[0].tolist(),
+        strict=True,
+    )
+    for head, (pairs, mean, worst, slashes, bars) in enumerate(numbers):
+        yield HeadRecord(
+            step, pattern.name, layer, head, pairs / causal_pairs(seq), pairs / masks[0].pairs, mean, worst, int(slashes), int(bars)
+        )
+
+
+@contextmanager
+def _alone(environment: Environment) -> Iterator[None]:
+    """A process group of this process alone."""
+    backend = "cpu:gloo,cuda:nccl" if environment.device == "cuda" else "gloo"
+    device = torch.device("cuda", torch.cuda.current_device()) if environment.device == "cuda" else None
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
