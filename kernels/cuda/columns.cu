@@ -30,9 +30,21 @@ extern "C" __global__ void pack_columns(
 
 // One warp owns one column of one head of a group and adds it only if no earlier head of the group has the same one; the owner adds the
 // columns of the later heads too. So each row of dk and dv is written once, by one warp, in the order of the heads.
-extern "C" __global__ void add_column_gradients(
-    float* __restrict__ dk,                      // [batch, keys, kv_heads, dim], contiguous
-    float* __restrict__ dv,
+__device__ __forceinline__ void add_to(float* where, float value) { *where += value; }
+
+// bfloat16 is the upper half of a float32; rounds to nearest even.
+__device__ __forceinline__ void add_to(unsigned short* where, float value)
+{
+    const float sum = __uint_as_float((unsigned)*where << 16) + value;
+    const unsigned bits = __float_as_uint(sum);
+    const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    *where = nan ? 0x7fc0 : (unsigned short)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+template <typename Number>
+__device__ __forceinline__ void add_columns(
+    Number* __restrict__ dk,                     // [batch, keys, kv_heads, dim], contiguous
+    Number* __restrict__ dv,
     const float* __restrict__ columns_dk,        // [parts, batch, heads, width, dim]
     const float* __restrict__ columns_dv,
     const int* __restrict__ slots,               // [batch, heads, width] ascending with -1 at the end
@@ -69,8 +81,22 @@ extern "C" __global__ void add_column_gradients(
                 sum_k += columns_dk[p * part + (from * width + place) * dim + i];
                 sum_v += columns_dv[p * part + (from * width + place) * dim + i];
             }
-            dk[at + i] += sum_k;
-            dv[at + i] += sum_v;
+            add_to(dk + at + i, sum_k);
+            add_to(dv + at + i, sum_v);
         }
     }
+}
+
+extern "C" __global__ void add_column_gradients_float32(
+    float* dk, float* dv, const float* columns_dk, const float* columns_dv, const int* slots, const int* counts,
+    int parts, long long part, long long keys, int kv_heads, int group, int width, int dim)
+{
+    add_columns(dk, dv, columns_dk, columns_dv, slots, counts, parts, part, keys, kv_heads, group, width, dim);
+}
+
+extern "C" __global__ void add_column_gradients_bfloat16(
+    unsigned short* dk, unsigned short* dv, const float* columns_dk, const float* columns_dv, const int* slots, const int* counts,
+    int parts, long long part, long long keys, int kv_heads, int group, int width, int dim)
+{
+    add_columns(dk, dv, columns_dk, columns_dv, slots, counts, parts, part, keys, kv_heads, group, width, dim);
 }

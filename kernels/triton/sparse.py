@@ -596,9 +596,29 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> out, lse. columns: packed keys and values of plan.bars. slashes: whether blocks are computed, or columns alone. partial: out and
     lse over other keys, which these continue.
+
+    Blocks and columns take a launch each: in one kernel both loops share registers, and each runs slower than alone (profiles/notes.md).
     """
+    if slashes and columns is not None:
+        partial = _forward_pass(q, k, v, None, plan, scale, partial, torch.float32)
+        return _forward_pass(q, k, v, columns, plan, scale, partial, q.dtype)
+    return _forward_pass(q, k, v, columns, plan, scale, partial, q.dtype)
+
+
+def _forward_pass(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    columns: tuple[torch.Tensor, torch.Tensor] | None,
+    plan: Plan,
+    scale: float,
+    partial: tuple[torch.Tensor, torch.Tensor] | None,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The blocks, or, if there are columns, these alone."""
+    slashes = columns is None
     batch, queries, heads, dim = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=dtype, device=q.device)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
     tile = _tile(_FORWARD if slashes else _FORWARD_COLUMNS, plan.block)
     packed, bars, bars_upto, covered, bar_width = _columns(columns, plan, q)

@@ -48,7 +48,7 @@ def pack_columns(k: torch.Tensor, v: torch.Tensor, tiles: Tiles) -> tuple[torch.
 
 
 def add_column_gradients(dk: torch.Tensor, dv: torch.Tensor, columns_dk: torch.Tensor, columns_dv: torch.Tensor, tiles: Tiles) -> None:
-    """Adds the gradients of packed columns to dk and dv [batch, keys, kv_heads, head_dim] float32, in place and in one order.
+    """Adds the gradients of packed columns to dk and dv [batch, keys, kv_heads, head_dim], float32 or bfloat16, in place and in one order.
 
     columns_dk, columns_dv: float32 [parts, batch, heads, width, head_dim], parts to be added.
     """
@@ -63,7 +63,7 @@ def add_column_gradients(dk: torch.Tensor, dv: torch.Tensor, columns_dk: torch.T
         assert dv.is_contiguous()
         counts = (slots >= 0).sum(-1, dtype=torch.int32)
         launch(
-            "columns", "add_column_gradients", (-(-width // _WARPS), batch * heads), 32 * _WARPS,
+            "columns", f"add_column_gradients_{str(dk.dtype).removeprefix('torch.')}", (-(-width // _WARPS), batch * heads), 32 * _WARPS,
             dk, dv, columns_dk, columns_dv, slots.int(), counts,
             len(columns_dk), np.int64(columns_dk[0].numel()), np.int64(keys), kv_heads, group, width, dim,
         )  # fmt: skip
@@ -72,9 +72,11 @@ def add_column_gradients(dk: torch.Tensor, dv: torch.Tensor, columns_dk: torch.T
     for target, source in ((dk, columns_dk), (dv, columns_dv)):
         # Within one head no column stands twice; what holds no column adds 0.
         source = source.sum(0).masked_fill(~real[..., None], 0.0).unflatten(1, (kv_heads, group))
+        whole = target.float()
         for g in range(group):
             index = at[:, :, g].transpose(1, 2)[..., None].expand(-1, -1, -1, dim)
-            target.scatter_add_(1, index, source[:, :, g].transpose(1, 2).to(target.dtype))
+            whole.scatter_add_(1, index, source[:, :, g].transpose(1, 2))
+        target.copy_(whole)
 
 
 def local_columns(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor]:

@@ -133,7 +133,6 @@ def _sparse_backward(
     plan = make_plan(tiles)
     delta = sparse.row_delta(out, dout) if delta is None else delta.contiguous()
     dq = sparse.backward_queries(dout, q, k, v, columns, lse, delta, plan, scale, slashes=False, partial=dq)
-    dk, dv = dk.float(), dv.float()
     columns_dk, columns_dv = sparse.backward_columns(dout, q, columns, lse, delta, plan, scale)
     add_column_gradients(dk, dv, columns_dk, columns_dv, tiles)
     return dq, dk, dv

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -69,25 +70,19 @@ class VerticalSlashPattern:
         Returns the attention that each column gets from the queries of each probed block, float32 [probed blocks, heads, blocks * block],
         adding up to 1 per head, and the number of each probed block.
         """
-        length, blocks = masked.masks[sequence].length, masked.geometry.blocks
-        heads, dim = q.shape[1:]
-        kv_heads = k.shape[1]
+        length, width = masked.masks[sequence].length, masked.geometry.blocks * self.block
         positions = self.probed_rows(length)
         numbers, of_row = torch.unique(positions // self.block, return_inverse=True)
         rows = positions.to(q.device)
-        columns = torch.zeros(len(numbers), heads, blocks * self.block, device=q.device)
-        probe = q[rows].float().unflatten(1, (kv_heads, -1))
-        hidden = ~masked.visible(sequence, rows, length)
-        mean_of = (torch.nn.functional.one_hot(of_row, len(numbers)).float().T / len(rows)).to(q.device)
-        # As many key-value heads at once as the budget for scores allows.
-        at_once = max(1, _SCORE_BYTES // (4 * len(rows) * length * (heads // kv_heads)))
-        for g in range(0, kv_heads, at_once):
-            queries = probe[:, g : g + at_once].permute(1, 2, 0, 3)  # [kv heads, group, rows, dim]
-            keys = k[:length, g : g + at_once].permute(1, 2, 0).float()
-            scores = (queries.flatten(1, 2) @ keys).mul_(dim**-0.5).view(-1, len(rows), length)
-            p = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
-            first = g * (heads // kv_heads)
-            columns[:, first : first + len(p), :length] = (mean_of @ p).transpose(0, 1)
+        if fused_probe_usable(q):
+            from mtrain_cli.kernels.triton.probe import probed_columns
+
+            first = masked.geometry.first[sequence, rows]
+            group = of_row.int().to(q.device)
+            columns = probed_columns(q[rows], k[:length], first, rows.int(), group, len(numbers), width, q.shape[-1] ** -0.5)
+        else:
+            mean_of = (torch.nn.functional.one_hot(of_row, len(numbers)).float().T / len(rows)).to(q.device)
+            columns = _columns(q[rows], k[:length], ~masked.visible(sequence, rows, length), mean_of, width)
         return columns, numbers.tolist()
 
     def probed_rows(self, length: int) -> torch.Tensor:
@@ -124,3 +119,29 @@ class VerticalSlashPattern:
         forced = torch.arange(tokens, device=columns.device) < self.sink_tokens
         lines, keep = kept_lines(vertical, share, forced, self.min_bars, self.max_bars or tokens)
         return torch.where(keep, lines, tokens).sort(-1).values.to(torch.int32)
+
+
+def fused_probe_usable(q: torch.Tensor) -> bool:
+    """Whether the Triton kernel, which never writes scores to memory, can serve the queries."""
+    return q.is_cuda and q.shape[-1] in (16, 32, 64, 128) and importlib.util.find_spec("triton") is not None
+
+
+def _columns(q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor, mean_of: torch.Tensor, width: int) -> torch.Tensor:
+    """Attention of probed queries summed per group and key.
+
+    q [rows, heads, head_dim], k [keys, kv_heads, head_dim], hidden bool [rows, keys], mean_of [groups, rows] -> float32 [groups, heads,
+    width].
+    """
+    heads, dim = q.shape[1:]
+    keys, kv_heads = k.shape[:2]
+    columns = torch.zeros(len(mean_of), heads, width, device=q.device)
+    probe = q.float().unflatten(1, (kv_heads, -1))
+    # As many key-value heads at once as the budget for scores allows.
+    at_once = max(1, _SCORE_BYTES // (4 * len(q) * keys * (heads // kv_heads)))
+    for g in range(0, kv_heads, at_once):
+        queries = probe[:, g : g + at_once].permute(1, 2, 0, 3)  # [kv heads, group, rows, dim]
+        scores = (queries.flatten(1, 2) @ k[:, g : g + at_once].permute(1, 2, 0).float()).mul_(dim**-0.5).view(-1, len(q), keys)
+        p = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
+        first = g * (heads // kv_heads)
+        columns[:, first : first + len(p), :keys] = (mean_of @ p).transpose(0, 1)
+    return columns

@@ -178,3 +178,20 @@ def test_fixed_fills_the_density_asked_for(density):
     area = torch.arange(index.blocks, 0, -1)
     share = (index.slashes * area).sum(-1) / area.sum()
     assert bool(((share - density).abs() < 0.01).all()), share
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("windows", [1, 3])
+def test_the_fused_probe_finds_the_same_masses(monkeypatch, documents, windows):
+    torch.manual_seed(0)
+    q, k = torch.randn(2, SEQ, HEADS, 16), torch.randn(2, SEQ, KV_HEADS, 16)
+    _, _, masked = inputs(0, documents, length=SEQ - 3)
+    for last_q in (20, 70):
+        p = pattern(windows=windows, last_q=last_q)
+        want, numbers = p.mass(q[1], k[1], masked, 1)
+        monkeypatch.setattr("mtrain_cli.sparsity.vertical_slash.fused_probe_usable", lambda _: True)
+        got, same = p.mass(q[1], k[1], masked, 1)
+        monkeypatch.undo()
+        assert same == numbers
+        torch.testing.assert_close(got, want, atol=1e-7, rtol=1e-5)
+        torch.testing.assert_close(want.sum((0, 2)), torch.ones(HEADS))
