@@ -58,9 +58,9 @@ def kept_lines(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The fewest lines that hold a share of all mass, the one that crosses it included (MTraining, algorithm 1).
 
-    mass: float32 [..., n], not negative, each row adding up to 1 or less. share: of that sum, a number or [..., 1]. forced: bool [n], lines
-    that are kept whatever their mass and counted first. least, most: bounds on how many are kept, forced ones included. Of equal masses the
-    lower number goes first.
+    mass: float32 [..., n], not negative, each row adding up to 1 or less. share: of that sum, a number or [..., 1]. forced: bool [n] or
+    like mass, lines that are kept whatever their mass and counted first. least, most: bounds on how many are kept, forced ones included.
+    Of equal masses the lower number goes first.
     Returns the numbers of the lines, int64 [..., min(most, n)] by falling rank, and which of them are kept.
     """
     n = mass.shape[-1]
@@ -72,5 +72,5 @@ def kept_lines(
     taken = units.gather(-1, lines)
     before = taken.cumsum(-1) - taken
     rank = torch.arange(lines.shape[-1], device=mass.device)
-    keep = (before < share * units.sum(-1, keepdim=True).double()) | (rank < least) | forced[lines]
+    keep = (before < share * units.sum(-1, keepdim=True).double()) | (rank < least) | forced.expand_as(mass).gather(-1, lines)
     return lines, keep

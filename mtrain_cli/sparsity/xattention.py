@@ -60,8 +60,8 @@ class XAttentionPattern:
             visible = (square <= square[rows, None]) & ((square + 1) * stride > first[rows, None])
             p = scores.masked_fill_(~visible, float("-inf")).softmax(-1).nan_to_num_(0.0)
             mass = p.view(heads, end - begin, per_block, blocks, per_block).sum((2, 4)) / per_block
-            for i in range(begin, end):
-                forced = (number == i) | (number == 0)
-                lines, keep = kept_lines(mass[:, i - begin, : i + 1], self.threshold, forced[: i + 1], 1, blocks)
-                chosen[:, i, : i + 1].scatter_(-1, lines, keep)
+            own = number[begin:end, None]
+            # Blocks of the future have no mass, so none of them is kept.
+            lines, keep = kept_lines(mass, self.threshold, (number == own) | (number == 0), 0, blocks)
+            chosen[:, begin:end].scatter_(-1, lines, keep)
         return chosen
