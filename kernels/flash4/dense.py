@@ -16,6 +16,8 @@ from flash_attn.cute import utils
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
+Spans = tuple[torch.Tensor, torch.Tensor]
+
 # Said by CuTe DSL about FlashAttention-4's own classes at each first compilation; nothing that a user could act on.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"cutlass\..*")
 warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"flash_attn\..*")
@@ -26,6 +28,11 @@ def _inside(batch, head, query, key, seqlen, aux):  # noqa: ARG001 - the signatu
     low = utils.scalar_to_ssa(aux[0][batch[0], query[0]], cutlass.Int32)
     high = utils.scalar_to_ssa(aux[1][batch[0], query[0]], cutlass.Int32)
     return (key >= low) & (key < high)
+
+
+@cute.jit
+def _inside_diagonal(batch, head, query, key, seqlen, aux):  # noqa: ARG001 - the signature is FlashAttention-4's
+    return (query & 127) >= (key & 127)
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,9 +57,11 @@ def backward(
 
 
 def spans_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, low: torch.Tensor, high: torch.Tensor, lists: dict[str, Any], scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans | None, lists: dict[str, Any], scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row i sees keys low[i] <= j < high[i] of the listed blocks; lists as `attention.flash4.block_lists` makes them."""
+    """Row i sees keys low[i] <= j < high[i] of the listed blocks, with spans = (low, high); lists as `attention.flash4.block_lists` makes
+    them. spans None: the blocks listed as partial lie on the diagonal of a causal mask, which needs no look-up.
+    """
     blocks = BlockSparseTensorsTorch(
         mask_block_cnt=lists["partial_count"],
         mask_block_idx=lists["partial"],
@@ -60,9 +69,7 @@ def spans_forward(
         full_block_idx=lists["full"],
         block_size=(128, 128),
     )
-    out, lse, *_ = _flash_attn_fwd(
-        q, k, v, softmax_scale=scale, mask_mod=_inside, aux_tensors=_padded(low, high), block_sparse_tensors=blocks, return_lse=True
-    )
+    out, lse, *_ = _flash_attn_fwd(q, k, v, softmax_scale=scale, block_sparse_tensors=blocks, return_lse=True, **_mask(spans))
     return out, lse
 
 
@@ -73,8 +80,7 @@ def spans_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    low: torch.Tensor,
-    high: torch.Tensor,
+    spans: Spans | None,
     lists: dict[str, Any],
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -94,11 +100,16 @@ def spans_backward(
         dout,
         lse,
         softmax_scale=scale,
-        mask_mod=_inside,
-        aux_tensors=_padded(low, high),
         block_sparse_tensors=blocks,
+        **_mask(spans),
     )
     return dq, dk, dv
+
+
+def _mask(spans: Spans | None) -> dict[str, Any]:
+    if spans is None:
+        return {"mask_mod": _inside_diagonal}
+    return {"mask_mod": _inside, "aux_tensors": _padded(*spans)}
 
 
 def _padded(low: torch.Tensor, high: torch.Tensor) -> list[torch.Tensor]:

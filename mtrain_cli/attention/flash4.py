@@ -53,7 +53,7 @@ class Flash4Kernel:
         if tiles.index is not None:
             return _sparse_forward(q, k, v, tiles, scale)
         if not _few(tiles):
-            return dense.spans_forward(q, k, v, tiles.low, tiles.high, _lists(tiles, ""), scale)
+            return dense.spans_forward(q, k, v, (tiles.low, tiles.high), _lists(tiles, ""), scale)
         if _whole(tiles):
             s = tiles.slices[0][0]
             return dense.forward(q, k[:, s.k_start : s.k_stop], v[:, s.k_start : s.k_stop], s.causal, scale)
@@ -84,7 +84,7 @@ class Flash4Kernel:
         if tiles.index is not None:
             return _sparse_backward(dout, q, k, v, out, lse, delta, tiles, scale)
         if not _few(tiles):
-            return dense.spans_backward(dout, q, k, v, out, lse, tiles.low, tiles.high, _lists(tiles, "_t"), scale)
+            return dense.spans_backward(dout, q, k, v, out, lse, (tiles.low, tiles.high), _lists(tiles, "_t"), scale)
         if _whole(tiles) and tiles.slices[0][0].k_stop - tiles.slices[0][0].k_start == k.shape[1]:
             return dense.backward(dout, q, k, v, out, lse, tiles.slices[0][0].causal, scale)
         dq = torch.zeros_like(q)
@@ -104,7 +104,7 @@ def _sparse_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Ti
     from mtrain_cli.kernels.flash4 import dense
     from mtrain_cli.kernels.triton import sparse
 
-    blocks = dense.spans_forward(q, k, v, tiles.low, tiles.high, index_lists(tiles, transposed=False), scale)
+    blocks = dense.spans_forward(q, k, v, _spans(tiles), index_lists(tiles, transposed=False), scale)
     columns = pack_columns(k, v, tiles)
     if columns is None:
         return blocks
@@ -126,7 +126,7 @@ def _sparse_backward(
     from mtrain_cli.kernels.triton import sparse
 
     dout = dout.contiguous()
-    dq, dk, dv = dense.spans_backward(dout, q, k, v, out, lse, tiles.low, tiles.high, index_lists(tiles, transposed=True), scale)
+    dq, dk, dv = dense.spans_backward(dout, q, k, v, out, lse, _spans(tiles), index_lists(tiles, transposed=True), scale)
     columns = pack_columns(k, v, tiles)
     if columns is None:
         return dq, dk, dv
@@ -136,6 +136,11 @@ def _sparse_backward(
     columns_dk, columns_dv = sparse.backward_columns(dout, q, columns, lse, delta, plan, scale)
     add_column_gradients(dk, dv, columns_dk, columns_dv, tiles)
     return dq, dk, dv
+
+
+def _spans(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor] | None:
+    assert tiles.geometry is not None
+    return None if tiles.geometry.plain else (tiles.low, tiles.high)
 
 
 def _few(tiles: Tiles) -> bool:

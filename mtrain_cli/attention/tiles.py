@@ -28,6 +28,7 @@ class BlockGeometry:
     query_blocks, key_blocks: global number of each local block, ascending; query_slot, key_slot: [blocks], the inverse, -1 where absent.
     query_count: [blocks + 1], local query blocks below a global one.
     holes: some block of the sequence is absent among queries or keys.
+    plain: the masks are causal alone, without documents or padding, so that only blocks on the diagonal are seen in part.
     """
 
     block: int
@@ -42,6 +43,7 @@ class BlockGeometry:
     key_slot: torch.Tensor
     query_count: torch.Tensor
     holes: bool
+    plain: bool
 
     @staticmethod
     def make(
@@ -86,6 +88,7 @@ class BlockGeometry:
             key_slot=moved(slots[1]),
             query_count=moved(count),
             holes=bool((slots < 0).any()),
+            plain=all(mask.length == padded and not mask.first.any() for mask in masks),
         )
 
 

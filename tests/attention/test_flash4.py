@@ -42,15 +42,15 @@ def calls(monkeypatch) -> list[str]:
         made.append("causal" if causal else "full")
         return oracle.backward(dout, q, k, v, out, lse, None, rectangle(q, k, causal), scale)
 
-    def spans_forward(q, k, v, low, high, lists, scale):
+    def spans_forward(q, k, v, spans, lists, scale):
         made.append("lists")
-        listed(low, lists)
-        return oracle.forward(q, k, v, Tiles(low, high, k.shape[1], 1, ()), scale)
+        listed(spans[0], lists)
+        return oracle.forward(q, k, v, Tiles(*spans, k.shape[1], 1, ()), scale)
 
-    def spans_backward(dout, q, k, v, out, lse, low, high, lists, scale):
+    def spans_backward(dout, q, k, v, out, lse, spans, lists, scale):
         made.append("lists")
         listed(k, lists)
-        return oracle.backward(dout, q, k, v, out, lse, None, Tiles(low, high, k.shape[1], 1, ()), scale)
+        return oracle.backward(dout, q, k, v, out, lse, None, Tiles(*spans, k.shape[1], 1, ()), scale)
 
     for function in (forward, backward, spans_forward, spans_backward):
         setattr(fake, function.__name__, function)
