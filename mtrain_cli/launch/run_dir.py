@@ -87,6 +87,22 @@ class RunDir:
         """Step of the newest complete checkpoint; its files are not verified."""
         return next(iter(committed_steps(self.checkpoints)), None)
 
+    def require_steps_left(self, steps: int) -> None:
+        """Refuse to resume towards a step that lies behind, and let go of the lock; to ask for the very last one again is harmless.
+
+        Raises:
+            ConfigError: the newest checkpoint is of a later step than ``steps``.
+        """
+
+        def check() -> str:
+            done = self.last_step()
+            if done is not None and done > steps:
+                self.release()
+                raise ConfigError(f"train.steps={steps}: the run is at step {done} already; give more than {done}")
+            return ""
+
+        decide_on_rank_zero(check)
+
     def rewrite(self, config: Config, overrides: Sequence[str]) -> None:
         """Replace the configuration of an opened run, for a resume with overrides; the overrides are appended to those before.
 

@@ -205,7 +205,8 @@ class Checkpointer:
             # Every rank removes what it can, since machines may not share the disk.
             shutil.rmtree(partial, ignore_errors=True)
             final, reason = self._directory / f"step-{step}", error if isinstance(error, _Failed) else self._reason(error)
-            self._failure = CheckpointError(f"{final}: the checkpoint of step {step} was not saved ({reason}); the one before it is intact")
+            kept = "the one before it is intact" if self.latest() is not None else "there is none before it"
+            self._failure = CheckpointError(f"{final}: the checkpoint of step {step} was not saved ({reason}); {kept}")
 
     def _publish(self, manifest: Manifest, partial: Path) -> None:
         """Give ``partial`` its manifest and its final name, then remove what is no longer kept."""
