@@ -69,8 +69,11 @@ def _tell(problems: Iterable[str]) -> None:
         print(f"mtrain: {f'rank {rank}: ' if rank else ''}{problem}", file=sys.stderr)
 
 
+_EXPECTED = {"int_parsing": "expected a whole number", "int_type": "expected a whole number", "float_parsing": "expected a number"}
+
+
 def _describe(error: Any) -> str:
-    message = " ".join(error.format_message().split())
+    message = _wrong_value(error) or " ".join(error.format_message().split())
     option = getattr(error, "option_name", None)
     if option:
         from mtrain_cli.config.keys import all_keys
@@ -80,6 +83,23 @@ def _describe(error: Any) -> str:
         if key:
             message = f"{message.rstrip('.')}; settings are written key=value: {key}=..."
     return message if message.endswith((".", "?", "!")) else f"{message}."
+
+
+def _wrong_value(error: Any) -> str | None:
+    """``--option=value: what is allowed``, where pydantic refused the value of an option for typer: its own words do not name the value."""
+    find = getattr(error.__cause__, "errors", None)
+    param = getattr(error, "param", None)
+    if find is None or param is None:
+        return None
+    found = find()[0]
+    bounds = found.get("ctx", {})
+    if "ge" in bounds:
+        reason = f"must be at least {bounds['ge']:g}"
+    elif " is not one of " in found["msg"]:
+        reason = "expected one of " + found["msg"].partition(" is not one of ")[2].replace("'", "")
+    else:
+        reason = _EXPECTED.get(found["type"], found["msg"])
+    return f"{max(param.opts, key=len)}={found['input']}: {reason}"
 
 
 app = typer.Typer(name="mtrain", cls=Group, rich_markup_mode="rich", pretty_exceptions_enable=False)

@@ -64,7 +64,7 @@ _RANGE: dict[str, tuple[str, Callable[[float], bool]]] = {
         f"must be a power of two, at least {MIN_BLOCK}",
         lambda value: value >= MIN_BLOCK and int(value) & (int(value) - 1) == 0,
     ),
-    "topology.timeout_s": _ABOVE_ZERO,
+    "topology.timeout_s": ("must be at least 1 second, or the workers give each other up while they start", lambda value: value >= 1),
     "sparsity.block": (
         "must be 16, 32, 64 or 128",
         lambda value: value in (16, 32, 64, 128),

@@ -137,7 +137,8 @@ class Progress:
             rate = _rate(statistics.median(metrics.tokens_per_second_per_gpu for metrics in steady), self.last)
             if self.last.mfu_model is not None:
                 rate += f", MFU {statistics.median(metrics.mfu_model or 0.0 for metrics in steady):.1%}"
-            rows.append(("throughput", f"{rate}, median of {len(steady)} steps; {self.last.tokens:,} tokens in all"))
+            of = "one step" if len(steady) == 1 else f"median of {len(steady)} steps"
+            rows.append(("throughput", f"{rate}, {of}; {self.last.tokens:,} tokens in all"))
             if self.last.peak_memory_gib is not None:
                 rows.append(("memory", f"{max(metrics.peak_memory_gib or 0.0 for metrics in steady):.2f} GiB at most"))
         rows += [("files" if number == 0 else "", file) for number, file in enumerate(files)]

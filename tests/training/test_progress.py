@@ -152,6 +152,14 @@ def test_the_summary_names_first_and_last_loss_and_never_breaks_a_command():
     assert "            runs/x/checkpoints/step-4\n" in text
 
 
+def test_a_single_step_is_no_median():
+    progress, out, _ = make(total=1)
+    with progress:
+        progress.step(STEP)
+        progress.summary("trained 1 step")
+    assert "1,234 tok/s/GPU, MFU 43.1%, one step; 4,096 tokens in all" in out.getvalue()
+
+
 def test_a_dumb_terminal_gets_plain_lines():
     console = Console(file=io.StringIO(), force_terminal=True, width=80, _environ={"TERM": "dumb"})
     with Progress(3, 0, True, console=console) as progress:
