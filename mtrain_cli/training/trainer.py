@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.data.dataset import PackedDataset, open_dataset
 from mtrain_cli.data.loader import Loader
 from mtrain_cli.data.sampler import Sampler
-from mtrain_cli.launch.environment import Environment
+from mtrain_cli.launch.environment import Environment, host_memory
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.stop import StopFlag
@@ -168,9 +167,9 @@ def _check_host_memory(config: Config, environment: Environment, choices: Choice
     """
     if environment.device != "cpu":
         return
-    needed = planned(config, environment, choices).memory.total * environment.workers_per_node
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > available:
+    found = planned(config, environment, choices)
+    needed, available = found.host_bytes, host_memory()
+    if not found.fits:
         raise ConfigError(
             f"seq={config.seq}: {environment.workers_per_node} CPU workers would need about {needed / 2**30:.0f} GiB "
             f"for model={config.model.name}, this machine has {available / 2**30:.0f} GiB; give a shorter seq, a smaller model, "
