@@ -46,7 +46,7 @@ _SECONDS_PER_LINE = 10.0
 def prepare(
     source: Annotated[
         str,
-        typer.Argument(help="a .txt, .md, .py, .jsonl or .parquet file, a folder of them, or 'stdlib' for Python's own sources"),
+        typer.Argument(help="a .txt, .md, .py, .jsonl or .parquet file, or a folder of them, or 'stdlib' for Python's own sources"),
     ],
     out: Annotated[Path, typer.Argument(help="folder of the token store; must not hold anything else")],
     tokenizer: Annotated[

@@ -217,13 +217,15 @@ def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
         path, new_folder = _make_folder(wanted, must_be_new=config.run.dir == "auto" and config.run.name == "auto")
         run = RunDir(path.absolute(), None, "new folder" if new_folder else "new files")
         if not new_folder and not run.resolved.exists() and (found := _content(path)):
-            named = ", ".join(found[:3]) + (" and more" if len(found) > 3 else "")
-            raise ConfigError(f"run.dir={path}: is not empty and holds no run ({named}); choose a new or an empty folder")
+            some = ", ".join(found[:3]) + (" and more" if len(found) > 3 else "")
+            raise ConfigError(f"run.dir={path}: is not empty and holds no run ({some}); choose a new or an empty folder")
         try:
             run = dataclasses.replace(run, _lock=RunLock(path))
             if run.resolved.exists():
                 run.release()
-                raise ConfigError(f"run.dir={path}: already holds a run; continue it with --resume {shlex.quote(str(path))} or choose another run.dir")
+                raise ConfigError(
+                    f"run.dir={path}: already holds a run; continue it with --resume {shlex.quote(str(path))} or choose another run.dir"
+                )
             run.overrides.write_text("".join(f"{line}\n" for line in overrides))
             run.environment.write_text(json.dumps(_facts(), indent=2) + "\n")
             # Last, since its existence marks the folder as a run.

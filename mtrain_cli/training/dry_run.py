@@ -118,7 +118,9 @@ def _here(config: Config) -> Plan:
 def _machine_here(found: Plan) -> str:
     if found.gpu is None:
         asked = found.config.topology.device == "cpu"
-        return "the CPU of this machine" + ("" if asked else ", since no GPU is here; topology.device=cuda topology.workers=N plans for N GPUs")
+        return "the CPU of this machine" + (
+            "" if asked else ", since no GPU is here; topology.device=cuda topology.workers=N plans for N GPUs"
+        )
     gpus = torch.cuda.device_count()
     return f"GPUs like the {gpus} x {found.gpu} of this machine" if found.environment.workers > gpus else "the GPUs of this machine"
 
@@ -294,7 +296,9 @@ def render(found: Plan) -> RenderableType:
         ("checkpoint", f"{size(found.checkpoint)} on disk, {config.train.keep_checkpoints} kept"),
     ]
     title = Text(f"Dry run: {model.name}, seq {format_size(config.seq)}, nothing is trained", style="bold")
-    help_ = [Text(f"Does not fit this machine: {advice(found)}", style="red")] if found.environment.device == "cpu" and not found.fits else []
+    help_ = (
+        [Text(f"Does not fit this machine: {advice(found)}", style="red")] if found.environment.device == "cpu" and not found.fits else []
+    )
     return Group(title, facts(rows), Text(""), memory_table(found), *help_)
 
 

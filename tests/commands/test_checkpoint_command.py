@@ -9,6 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from mtrain_cli import install_command
 from mtrain_cli.commands.app import app
 from mtrain_cli.commands.checkpoint import app as checkpoint_app
 from mtrain_cli.config import compose
@@ -112,7 +113,7 @@ def test_verify_fails_when_weights_are_not_numbers(hf_folder):
 
 def test_verify_without_transformers_says_how_to_get_it(hf_folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert "pip install 'mtrain[hf]'" in mtrain("checkpoint", "verify", hf_folder, code=2)
+    assert install_command("hf") in mtrain("checkpoint", "verify", hf_folder, code=2)
 
 
 def test_mistakes_end_in_one_line_and_leave_nothing(hf_folder, tmp_path):

@@ -62,7 +62,10 @@ def test_the_defaults_have_no_problem(defaults):
         ({"optim__warmup_steps": -1}, "optim.warmup_steps=-1: must be 0 or more"),
         ({"data__kind": "text"}, "data.path=null: data=text needs it"),
         ({"data__kind": "tokens"}, "data.path=null: data=tokens needs it: what `mtrain data prepare` wrote"),
-        ({"data__kind": "text", "data__path": "/no/corpus.txt"}, "data.path=/no/corpus.txt: no such file; give a .txt, .jsonl or .parquet"),
+        (
+            {"data__kind": "text", "data__path": "/no/corpus.txt"},
+            "data.path=/no/corpus.txt: no such file; give a .txt, .md, .py, .jsonl or",
+        ),
         ({"data__path": "/etc"}, "data.path=/etc: data=stdlib reads no path; write data=text"),
         ({"data__tokenizer": "/no/tokenizer.json"}, "data.tokenizer=/no/tokenizer.json: no such file; give bytes"),
         ({"data__tokenizer": "/etc"}, "data.tokenizer=/etc: is a folder; give its tokenizer.json"),

@@ -103,7 +103,9 @@ def test_a_folder_with_something_else_in_it_is_refused_and_left_alone(here):
     with pytest.raises(ConfigError) as caught:
         run_dir.create(config_for("run.dir=thesis"), [])
     (line,) = caught.value.problems
-    assert line.endswith("thesis: is not empty and holds no run (chapter-0, chapter-1, chapter-2 and more); choose a new or an empty folder")
+    assert line.endswith(
+        "thesis: is not empty and holds no run (chapter-0, chapter-1, chapter-2 and more); choose a new or an empty folder"
+    )
     assert sorted(path.name for path in here.rglob("*")) == [*(f"chapter-{number}" for number in range(4)), "thesis"]
 
 

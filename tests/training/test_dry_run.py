@@ -75,7 +75,8 @@ def test_workers_that_this_machine_would_refuse_are_gpus_and_the_first_lines_say
     found = plan(compose(LARGE[:3]))
     assert (found.environment.device, found.environment.workers, found.dtype) == ("cuda", 64, "bfloat16")
     assert re.fullmatch(
-        r"GPUs elsewhere, taken to be NVIDIA H200: no GPU is here, and 64 CPU workers would need about [\d,]+ GiB where this machine has 24 GiB",
+        "GPUs elsewhere, taken to be NVIDIA H200: no GPU is here, "
+        r"and 64 CPU workers would need about [\d,]+ GiB where this machine has 24 GiB",
         found.machine,
     )
     assert " ".join(text(module.render(found), 1000).splitlines()[1].split()) == f"machine {found.machine}"

@@ -169,7 +169,7 @@ def test_auto_learning_rate_falls_with_width_and_is_gentle_on_given_weights(tmp_
     assert peak_learning_rate(compose([f"train.init_from={tmp_path}"])) == pytest.approx(2e-5)
 
 
-def trained(rank: int, world: int, folder: str, overrides: tuple[str, ...], resume: bool) -> str:
+def trained(rank: int, _world: int, folder: str, overrides: tuple[str, ...], resume: bool) -> str:
     """A run from its banner to its last words; returns its log."""
     run_dir = RunDir(Path(folder))
     run_dir.path.mkdir(exist_ok=True)
