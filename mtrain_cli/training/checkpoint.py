@@ -279,6 +279,8 @@ def load_model_state(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     if (folder / "checkpoints").is_dir():
         folder = folder / "checkpoints"
     candidates = [folder / f"step-{step}" for step in committed_steps(folder)] or [folder]
+    if candidates == [folder] and (folder.name == "checkpoints" or (folder / "resolved.yaml").is_file()):
+        raise NoCheckpointError(f"{folder}: holds no checkpoint")
     problems = []
     for candidate in candidates:
         found = _verify(candidate, 0, 1)

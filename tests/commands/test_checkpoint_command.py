@@ -127,6 +127,14 @@ def test_mistakes_end_in_one_line_and_leave_nothing(hf_folder, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
+@pytest.mark.parametrize("folder", ["run", "run/checkpoints"])
+def test_a_run_without_a_checkpoint_is_called_so(tmp_path, folder):
+    (tmp_path / folder).mkdir(parents=True)
+    compose.save(compose.compose(MODEL), tmp_path / "run" / "resolved.yaml")
+    said = mtrain("checkpoint", "export", tmp_path / "run", tmp_path / "out", code=2)
+    assert said == f"mtrain: {tmp_path / folder}: holds no checkpoint"
+
+
 def test_a_damaged_checkpoint_is_not_exported(hf_folder, tmp_path):
     mtrain("checkpoint", "import", hf_folder, tmp_path / "run")
     file = next((tmp_path / "run" / "checkpoints" / "step-0").glob("*.distcp"))
