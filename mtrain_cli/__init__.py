@@ -1,5 +1,6 @@
 """mtrain: train language models on very long sequences, and see who computes, who waits and why."""
 
+import shlex
 from pathlib import Path
 
 __version__ = "0.1.0"
@@ -9,6 +10,14 @@ __version__ = "0.1.0"
 _checkout = Path(__file__).resolve().parent.parent
 if not (Path(__file__).parent / "kernels").is_dir() and (_checkout / "pyproject.toml").is_file():
     __path__.append(str(_checkout))
+
+
+def install_command(extra: str) -> str:
+    """What brings the packages of an extra, for the way in which this mtrain is installed: from a clone, or as a package."""
+    if not (_checkout / "pyproject.toml").is_file():
+        return f"pip install 'mtrain[{extra}]'"
+    clone = "." if Path.cwd() == _checkout else _checkout
+    return f"pip install -e {shlex.quote(f'{clone}[{extra}]')}"
 
 
 def resource_dir(name: str) -> Path:

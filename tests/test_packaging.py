@@ -1,5 +1,6 @@
 """What is installed: shipped files are found, and nothing but `mtrain_cli` becomes importable."""
 
+import shlex
 import shutil
 import subprocess
 import sys
@@ -8,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mtrain_cli import resource_dir
+import mtrain_cli
+from mtrain_cli import install_command, resource_dir
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHIPPED = ("conf", "kernels", "profiles")
@@ -35,6 +37,15 @@ def test_shipped_folders_are_found_in_the_checkout():
     assert [resource_dir(name) for name in SHIPPED] == [REPOSITORY / name for name in SHIPPED]
     with pytest.raises(FileNotFoundError, match="'nosuch' is missing"):
         resource_dir("nosuch")
+
+
+def test_the_line_that_installs_an_extra_is_one_that_works_here(monkeypatch, tmp_path):
+    monkeypatch.chdir(REPOSITORY)
+    assert install_command("cuda") == "pip install -e '.[cuda]'"
+    monkeypatch.chdir(tmp_path)
+    assert shlex.split(install_command("cuda")) == ["pip", "install", "-e", f"{REPOSITORY}[cuda]"]
+    monkeypatch.setattr(mtrain_cli, "_checkout", tmp_path)
+    assert install_command("cuda") == "pip install 'mtrain[cuda]'"
 
 
 @pytest.fixture(scope="module")

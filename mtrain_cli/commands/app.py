@@ -6,6 +6,7 @@ A command is one file beside this one. It raises `ConfigError` for a user's mist
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -56,6 +57,13 @@ def _mistakes_as_lines(outer: Any = None) -> Iterator[None]:
         command = ctx.command_path if ctx is not None else " ".join(filter(None, ("mtrain", outer and outer.invoked_subcommand)))
         _tell((f"{_describe(error)} See `{command} --help`.",))
         raise typer.Exit(USAGE_ERROR) from error
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EIO) or error.filename is not None:
+            raise
+        # Standard output cannot be written; what Python still holds for it would fail once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _tell((f"the output cannot be written: {error.strerror}",))
+        raise typer.Exit(1) from error
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
 
@@ -69,8 +77,11 @@ def _tell(problems: Iterable[str]) -> None:
         print(f"mtrain: {f'rank {rank}: ' if rank else ''}{problem}", file=sys.stderr)
 
 
+_EXPECTED = {"int_parsing": "expected a whole number", "int_type": "expected a whole number", "float_parsing": "expected a number"}
+
+
 def _describe(error: Any) -> str:
-    message = " ".join(error.format_message().split())
+    message = _wrong_value(error) or " ".join(error.format_message().split())
     option = getattr(error, "option_name", None)
     if option:
         from mtrain_cli.config.keys import all_keys
@@ -80,6 +91,23 @@ def _describe(error: Any) -> str:
         if key:
             message = f"{message.rstrip('.')}; settings are written key=value: {key}=..."
     return message if message.endswith((".", "?", "!")) else f"{message}."
+
+
+def _wrong_value(error: Any) -> str | None:
+    """``--option=value: what is allowed``, where pydantic refused the value of an option for typer: its own words do not name the value."""
+    find = getattr(error.__cause__, "errors", None)
+    param = getattr(error, "param", None)
+    if find is None or param is None:
+        return None
+    found = find()[0]
+    bounds = found.get("ctx", {})
+    if "ge" in bounds:
+        reason = f"must be at least {bounds['ge']:g}"
+    elif " is not one of " in found["msg"]:
+        reason = "expected one of " + found["msg"].partition(" is not one of ")[2].replace("'", "")
+    else:
+        reason = _EXPECTED.get(found["type"], found["msg"])
+    return f"{max(param.opts, key=len)}={found['input']}: {reason}"
 
 
 app = typer.Typer(name="mtrain", cls=Group, rich_markup_mode="rich", pretty_exceptions_enable=False)

@@ -46,7 +46,7 @@ _SECONDS_PER_LINE = 10.0
 def prepare(
     source: Annotated[
         str,
-        typer.Argument(help="a .txt, .md, .py, .jsonl or .parquet file, a folder of them, or 'stdlib' for Python's own sources"),
+        typer.Argument(help="a .txt, .md, .py, .jsonl or .parquet file, or a folder of them, or 'stdlib' for Python's own sources"),
     ],
     out: Annotated[Path, typer.Argument(help="folder of the token store; must not hold anything else")],
     tokenizer: Annotated[
@@ -84,7 +84,8 @@ def prepare(
     console.print(f"{'Already there, nothing to do' if had_store else 'Wrote'}: {out}", markup=False)
     console.print(f"  {meta.num_documents:,} documents, {meta.num_tokens:,} tokens, {store.tokens.nbytes / 2**20:,.1f} MiB of {meta.dtype}")
     ending = "documents have no end token" if meta.eos is None else f"each document ends with id {meta.eos}"
-    console.print(f"  tokenizer {meta.tokenizer}, vocabulary {meta.vocab_size:,}, {ending}", markup=False)
+    room = f" ({rounded:,} for the model, a multiple of 8)" if rounded != meta.vocab_size else ""
+    console.print(f"  tokenizer {meta.tokenizer}, vocabulary {meta.vocab_size:,}{room}, {ending}", markup=False)
     console.print("Next:")
     console.print(f"  mtrain train data=tokens {shlex.quote(f'data.path={out}')} model.vocab_size={rounded}", markup=False)
 

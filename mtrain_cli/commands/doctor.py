@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from mtrain_cli import install_command
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -327,7 +329,7 @@ def render(found: Diagnosis) -> RenderableType:
         if package.version is not None:
             versions.add_row(package.name, package.version)
         elif package.extra is not None:
-            remedy = f"not installed: pip install 'mtrain[{package.extra}]'  ({package.purpose})"
+            remedy = f"not installed: {install_command(package.extra)}  ({package.purpose})"
             versions.add_row(package.name, Text(remedy, style="yellow"))
         else:
             versions.add_row(package.name, Text("not installed, and mtrain needs it: reinstall mtrain", style="red"))

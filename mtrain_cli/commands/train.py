@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 RUNS = Path("runs")
 RESOLVED = "resolved.yaml"
+SHOWN = 5  # names of runs in a message
 
 
 def train(
@@ -88,8 +89,11 @@ def _find_run(run: str) -> Path:
     for folder in (Path(run).expanduser(), RUNS / run):
         if (folder / RESOLVED).is_file():
             return folder
-    names = [file.parent.name for file in RUNS.glob(f"*/{RESOLVED}")]
-    hint = did_you_mean(run, names) or (f"; runs here: {', '.join(sorted(names)[-5:])}" if names else "; there are no runs in runs/")
+    files = sorted(RUNS.glob(f"*/{RESOLVED}"), key=lambda file: file.stat().st_mtime, reverse=True)
+    names = [file.parent.name for file in files if not file.parent.is_symlink()]
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    newest = f"; runs here, newest first: {', '.join(names[:SHOWN])}{more}" if names else "; there are no runs in runs/"
+    hint = did_you_mean(run, names) or newest
     raise ConfigError(f"--resume {run}: no run of that name, and no folder with a {RESOLVED}{hint}")
 
 
@@ -122,6 +126,7 @@ def _launch(config: Config, overrides: list[str], run_path: Path | None) -> int:
     if run_path is None:
         return launch(run_dir.create(config, overrides), environment, resume=False)
     run = run_dir.open(run_path)
+    run.require_steps_left(config.train.steps)
     if overrides:
         run.rewrite(config, overrides)
     return launch(run, environment, resume=True)

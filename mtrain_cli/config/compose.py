@@ -61,7 +61,15 @@ def resume(saved: Config, overrides: Sequence[str] = (), config_dir: Path | None
     changed, wrong = _convert({name: raw[name] for name in touched}, files)
     problems = [*asked.problems, *unresolved, *wrong]
     for name, value in _absolute(changed).items():
-        if name.startswith(FIXED) and value != before[name]:
+        if not name.startswith(FIXED) or value == before[name]:
+            continue
+        group = name.partition(".")[0]
+        if group in asked.groups and name not in asked.values:
+            # One line for all the keys of an option.
+            line = f"{group}={asked.groups[group]}: a resumed run keeps its {group}; start a new run to change it"
+            if not any(problem.line == line for problem in problems):
+                problems.append(Problem(line, (f"{group}.",)))
+        else:
             line = f"{name}={keys.show(value)}: a resumed run keeps its {name}={keys.show(before[name])}; start a new run to change it"
             problems.append(Problem(line, (name,)))
     # The weights that the run started from are in its checkpoint by now.

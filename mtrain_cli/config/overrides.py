@@ -61,6 +61,8 @@ def _parse_one(text: str, groups: Groups, found: Overrides) -> Problem | None:
         "="
     )  # +key=value is Hydra's way to add; every key here exists, so it means the same as key=value
     name, raw = name.strip().replace("/", ".") if name.strip().replace("/", ".") in all_keys() else name.strip(), raw.strip()
+    if not name:
+        return Problem(f"{text}: the key before = is missing; expected key=value, such as seq=4k")
     if name.split(".")[0].split("/")[0] == "hydra":
         hint = (
             "the folder of a run is run.dir=..." if name.startswith(("hydra.run", "hydra.sweep")) else "mtrain uses Hydra to compose only"

@@ -13,6 +13,7 @@ from mtrain_cli.config import keys
 from mtrain_cli.config.schema import Config, DataConfig, ModelConfig, OptimConfig, SparsityConfig, TopologyConfig, TrainConfig
 
 BYTE_VOCABULARY = 264  # 256 bytes, begin, end and padding, rounded up to a multiple of 8
+TEXT = "a .txt, .md, .py, .jsonl or .parquet file, or a folder of them"
 MIN_BLOCK = 16  # one tensor-core tile; smaller blocks would only cost index
 
 
@@ -64,7 +65,7 @@ _RANGE: dict[str, tuple[str, Callable[[float], bool]]] = {
         f"must be a power of two, at least {MIN_BLOCK}",
         lambda value: value >= MIN_BLOCK and int(value) & (int(value) - 1) == 0,
     ),
-    "topology.timeout_s": _ABOVE_ZERO,
+    "topology.timeout_s": ("must be at least 1 second, or the workers give each other up while they start", lambda value: value >= 1),
     "sparsity.block": (
         "must be 16, 32, 64 or 128",
         lambda value: value in (16, 32, 64, 128),
@@ -223,12 +224,10 @@ def _data(data: DataConfig, model: ModelConfig) -> Iterator[str]:
         if data.path is not None:
             yield f"data.path={data.path}: data=stdlib reads no path; write data=text (or data=tokens) with it"
     elif data.path is None:
-        what = "a .txt, .jsonl or .parquet file or a folder of them" if data.kind == "text" else "what `mtrain data prepare` wrote"
+        what = TEXT if data.kind == "text" else "what `mtrain data prepare` wrote"
         yield f"data.path=null: data={data.kind} needs it: {what}"
     elif not Path(data.path).expanduser().exists():
-        what = (
-            "give a .txt, .jsonl or .parquet file or a folder of them" if data.kind == "text" else "give what `mtrain data prepare` wrote"
-        )
+        what = f"give {TEXT}" if data.kind == "text" else "give what `mtrain data prepare` wrote"
         yield f"data.path={data.path}: no such file; {what}"
     if data.kind == "tokens":
         return  # the tokens are there already; their vocabulary is known when they are opened

@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from mtrain_cli import install_command
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.corpora import Corpus, Document, Unit, split_text
 
@@ -146,7 +147,7 @@ def _parquet(path: Path, label: str, key: TextKey, skip: int) -> Iterator[Docume
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise ConfigError(f"{label}: reading parquet needs the pyarrow package; pip install 'mtrain[data]'") from None
+        raise ConfigError(f"{label}: reading parquet needs the pyarrow package; {install_command('data')}") from None
     size = path.stat().st_size
     row = 0
     try:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from mtrain_cli import install_command
 from mtrain_cli.config.schema import ConfigError
 
 # Looked for, in this order, when no tokenizer_config.json beside the tokenizer names its end token.
@@ -147,7 +148,7 @@ def _library(wanted_by: str) -> Any:
         import tokenizers.pre_tokenizers
         import tokenizers.trainers
     except ImportError:
-        raise ConfigError(f"{wanted_by}: needs the tokenizers package; pip install 'mtrain[data]', or use the byte tokenizer") from None
+        raise ConfigError(f"{wanted_by}: needs the tokenizers package; {install_command('data')}, or use the byte tokenizer") from None
     return tokenizers
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from mtrain_cli.config.schema import Config, ConfigError
@@ -89,6 +90,11 @@ def resolve_environment(config: Config, *, planning: bool = False) -> Environmen
         local_rank=job.local_rank if job else 0,
         launcher=job.launcher if job else "mtrain",
     )
+
+
+def host_memory() -> int:
+    """Bytes of memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def gpu_index(environment: Environment) -> int:

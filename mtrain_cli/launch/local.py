@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 TRAIN = "mtrain_cli.training.trainer:train"
 KILLED = 130
+DISPLAY_LINES = 2  # of `training.progress`
 
 
 def launch(run_dir: RunDir, environment: Environment, resume: bool, target: str = TRAIN) -> int:
@@ -33,7 +34,8 @@ def launch(run_dir: RunDir, environment: Environment, resume: bool, target: str 
     one of the workers, and ends here.
 
     Returns:
-        Exit code: 0 after success or a requested stop, 1 when a worker failed (its error is on stderr), 130 when killed.
+        Exit code: 0 after success or a requested stop, 1 when a worker failed, 130 when killed. Of the latter two stderr tells more, and
+        how to go on from the newest checkpoint.
 
     Raises:
         ConfigError: a worker found a mistake of the user's, such as a corpus that is too short.
@@ -75,13 +77,14 @@ def _wait(agent: WorkerAgent, run_dir: RunDir) -> int:
         agent.kill_workers()
         thread.join(2.0)
         _restore_terminal()
+    # Whoever asked has been heard, whatever came of it.
+    run_dir.stop_request.unlink(missing_ok=True)
+    if requests.kill:
+        _say(f"ended at once, nothing was saved; {_way_on(run_dir) or 'there is no checkpoint to go on from'}")
         return KILLED
     if agent.failures:
         return _failed(agent, run_dir)
-    if problem:
-        return _not_started(problem[0])
-    run_dir.stop_request.unlink(missing_ok=True)
-    return 0
+    return _not_started(problem[0]) if problem else 0
 
 
 def _failed(agent: WorkerAgent, run_dir: RunDir) -> int:
@@ -91,7 +94,15 @@ def _failed(agent: WorkerAgent, run_dir: RunDir) -> int:
         run_dir.discard()
         raise ConfigError(*failure.message.splitlines())
     print(failures.report(failure, run_dir.logs / f"rank-{failure.rank}.log"), file=sys.stderr, flush=True)
+    if way_on := _way_on(run_dir):
+        _say(way_on)
     return 1
+
+
+def _way_on(run_dir: RunDir) -> str:
+    """How to go on from the newest checkpoint; nothing where there is none."""
+    step = run_dir.last_step()
+    return "" if step is None else f"go on from the checkpoint of step {step}: {run_dir.resume_command}"
 
 
 def _not_started(error: Exception) -> int:
@@ -128,23 +139,28 @@ class _Requests:
             self._asked = True
             try:
                 self._file.touch()
-                _say("stopping: the workers save a checkpoint after this step; Ctrl-C again ends them at once")
+                _say("stopping: the workers save a checkpoint after this step; Ctrl-C again ends them at once", over_display=True)
             except OSError as error:
-                _say(f"cannot ask the workers to stop ({self._file}: {error.strerror}); Ctrl-C again ends them at once")
+                _say(f"cannot ask the workers to stop ({self._file}: {error.strerror}); Ctrl-C again ends them at once", over_display=True)
 
 
-def _say(line: str) -> None:
+def _say(line: str, over_display: bool = False) -> None:
+    """One line for the user; ``over_display`` where a worker's live display may be on the terminal."""
+    if over_display and sys.stderr.isatty():
+        # The cursor stands at the end of the display's last line, and the next refresh clears as many lines as the display has, this one
+        # and those above: they must not be the ones written here.
+        line = f"\n{line}" + "\n" * (DISPLAY_LINES - 1)
     # After a hangup there is no terminal to write to.
     with contextlib.suppress(OSError):
         print(line, file=sys.stderr, flush=True)
 
 
 def _restore_terminal() -> None:
-    """Show the cursor again: a worker that was killed in the middle of its progress display could not."""
+    """Show the cursor again, at the beginning of a line: a worker that was killed in the middle of its progress display could not."""
     for stream in (sys.stdout, sys.stderr):
         if stream.isatty():
             with contextlib.suppress(OSError):
-                stream.write("\x1b[?25h")
+                stream.write("\x1b[?25h\r\x1b[K")
                 stream.flush()
 
 

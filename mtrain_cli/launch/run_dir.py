@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import platform
+import shlex
 import shutil
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from mtrain_cli.config import compose
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.launch.job import decide_on_rank_zero
+from mtrain_cli.training.manifest import committed_steps
 
 RUNS = Path("runs")
 
@@ -34,6 +36,7 @@ class RunDir:
     path: Path
     _lock: RunLock | None = field(default=None, repr=False, compare=False)
     _origin: str = field(default="opened", repr=False, compare=False)
+    _latest_before: str | None = field(default=None, repr=False, compare=False)
 
     @property
     def resolved(self) -> Path:
@@ -75,6 +78,31 @@ class RunDir:
         """A file whose existence asks the workers to save and stop at the next step."""
         return self.path / "stop_request"
 
+    @property
+    def resume_command(self) -> str:
+        """What a person types to go on with this run."""
+        return f"mtrain train --resume {shlex.quote(str(self.path))}"
+
+    def last_step(self) -> int | None:
+        """Step of the newest complete checkpoint; its files are not verified."""
+        return next(iter(committed_steps(self.checkpoints)), None)
+
+    def require_steps_left(self, steps: int) -> None:
+        """Refuse to resume towards a step that lies behind, and let go of the lock; to ask for the very last one again is harmless.
+
+        Raises:
+            ConfigError: the newest checkpoint is of a later step than ``steps``.
+        """
+
+        def check() -> str:
+            done = self.last_step()
+            if done is not None and done > steps:
+                self.release()
+                raise ConfigError(f"train.steps={steps}: the run is at step {done} already; give more than {done}")
+            return ""
+
+        decide_on_rank_zero(check)
+
     def rewrite(self, config: Config, overrides: Sequence[str]) -> None:
         """Replace the configuration of an opened run, for a resume with overrides; the overrides are appended to those before.
 
@@ -96,14 +124,15 @@ class RunDir:
         began = any(self.checkpoints.glob("step-*")) or (self.metrics.exists() and self.metrics.stat().st_size)
         if self._origin == "opened" or began:
             return False
+        _point_latest_back(self.path, self._latest_before)
         if self._origin == "new folder":
             shutil.rmtree(self.path, ignore_errors=True)
-            latest = self.path.parent / "latest"
-            if latest.is_symlink() and not latest.exists():
-                latest.unlink(missing_ok=True)
         else:
-            for file in (self.resolved, self.overrides, self.environment, self.stop_request):
+            # It was empty but for the lock, which another process may wait for by now.
+            for file in (self.resolved, self.overrides, self.environment, self.metrics, self.log, self.stop_request):
                 file.unlink(missing_ok=True)
+            for folder in (self.logs, self.checkpoints):
+                shutil.rmtree(folder, ignore_errors=True)
         return True
 
     def release(self) -> None:
@@ -151,7 +180,7 @@ def create(config: Config, overrides: Sequence[str]) -> RunDir:
     In a torchrun or srun job global rank 0 does so and the others learn the path from it, whatever ``run.dir=auto`` would give them.
 
     Raises:
-        ConfigError: the folder holds a run already, is in use, or cannot be written.
+        ConfigError: the folder holds a run or anything else already, is in use, or cannot be written.
     """
     created: list[RunDir] = []
 
@@ -187,11 +216,16 @@ def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
     with _explained(wanted):
         path, new_folder = _make_folder(wanted, must_be_new=config.run.dir == "auto" and config.run.name == "auto")
         run = RunDir(path.absolute(), None, "new folder" if new_folder else "new files")
+        if not new_folder and not run.resolved.exists() and (found := _content(path)):
+            some = ", ".join(found[:3]) + (" and more" if len(found) > 3 else "")
+            raise ConfigError(f"run.dir={path}: is not empty and holds no run ({some}); choose a new or an empty folder")
         try:
             run = dataclasses.replace(run, _lock=RunLock(path))
             if run.resolved.exists():
                 run.release()
-                raise ConfigError(f"run.dir={path}: already holds a run; continue it with --resume {path} or choose another run.dir")
+                raise ConfigError(
+                    f"run.dir={path}: already holds a run; continue it with --resume {shlex.quote(str(path))} or choose another run.dir"
+                )
             run.overrides.write_text("".join(f"{line}\n" for line in overrides))
             run.environment.write_text(json.dumps(_facts(), indent=2) + "\n")
             # Last, since its existence marks the folder as a run.
@@ -202,7 +236,8 @@ def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
             run.release()
             raise
     if run.path.parent == RUNS.absolute():
-        _point_latest(run.path)
+        run = dataclasses.replace(run, _latest_before=_latest_target(run.path.parent))
+        _point_latest(run.path.parent, run.path.name)
     return run
 
 
@@ -238,14 +273,34 @@ def _open_here(path: Path) -> RunDir:
     return RunDir(path, lock)
 
 
-def _point_latest(path: Path) -> None:
-    link = path.parent / "latest"
-    partial = path.parent / f".latest-{os.getpid()}"
+def _content(folder: Path) -> list[str]:
+    """What is in a folder, but for the lock that a discarded run leaves there."""
+    return sorted(entry.name for entry in folder.iterdir() if entry.name != ".lock")
+
+
+def _latest_target(runs: Path) -> str | None:
+    """Where the link ``latest`` points; None where there is no such link."""
+    link = runs / "latest"
+    return os.readlink(link) if link.is_symlink() else None
+
+
+def _point_latest(runs: Path, target: str) -> None:
+    partial = runs / f".latest-{os.getpid()}"
     # A convenience: a folder of that name, or a file system without links, is no reason not to train.
     with contextlib.suppress(OSError):
-        partial.symlink_to(path.name)
-        os.replace(partial, link)
+        partial.symlink_to(target)
+        os.replace(partial, runs / "latest")
     partial.unlink(missing_ok=True)
+
+
+def _point_latest_back(run: Path, before: str | None) -> None:
+    """Have ``latest`` point where it did before ``run`` was made, unless a later run has moved it since."""
+    if _latest_target(run.parent) != run.name:
+        return
+    if before is not None and (run.parent / before).exists():
+        _point_latest(run.parent, before)
+    else:
+        (run.parent / "latest").unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

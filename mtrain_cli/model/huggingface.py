@@ -221,6 +221,8 @@ def _write_weights(
     for number, names in enumerate(groups, 1):
         file = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         save_file({hf_name(name): tensor.to(dtype).contiguous() for name, tensor in read(names).items()}, folder / file, {"format": "pt"})
+        # safetensors makes files that only their owner can read; an inference server may be another user.
+        (folder / file).chmod((folder / "config.json").stat().st_mode)
         file_of |= {hf_name(name): file for name in names}
     if len(groups) > 1:
         total = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mtrain_cli import install_command
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.huggingface import HuggingFaceFolder, load_into
@@ -30,7 +31,7 @@ def require_transformers() -> str:
     try:
         import transformers
     except ModuleNotFoundError:
-        raise ConfigError("transformers is not installed, and verify compares with it; install it with: pip install 'mtrain[hf]'") from None
+        raise ConfigError(f"transformers is not installed, and verify compares with it; {install_command('hf')}") from None
     return transformers.__version__
 
 

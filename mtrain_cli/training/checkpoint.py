@@ -205,7 +205,8 @@ class Checkpointer:
             # Every rank removes what it can, since machines may not share the disk.
             shutil.rmtree(partial, ignore_errors=True)
             final, reason = self._directory / f"step-{step}", error if isinstance(error, _Failed) else self._reason(error)
-            self._failure = CheckpointError(f"{final}: the checkpoint of step {step} was not saved ({reason}); the one before it is intact")
+            kept = "the one before it is intact" if self.latest() is not None else "there is none before it"
+            self._failure = CheckpointError(f"{final}: the checkpoint of step {step} was not saved ({reason}); {kept}")
 
     def _publish(self, manifest: Manifest, partial: Path) -> None:
         """Give ``partial`` its manifest and its final name, then remove what is no longer kept."""
@@ -278,6 +279,8 @@ def load_model_state(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     if (folder / "checkpoints").is_dir():
         folder = folder / "checkpoints"
     candidates = [folder / f"step-{step}" for step in committed_steps(folder)] or [folder]
+    if candidates == [folder] and (folder.name == "checkpoints" or (folder / "resolved.yaml").is_file()):
+        raise NoCheckpointError(f"{folder}: holds no checkpoint")
     problems = []
     for candidate in candidates:
         found = _verify(candidate, 0, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,9 +13,9 @@ from rich.text import Text
 
 from mtrain_cli.attention.kernel import KernelRequest
 from mtrain_cli.attention.registry import choose, survey
-from mtrain_cli.config.schema import Config
+from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_size
-from mtrain_cli.launch.environment import Environment, resolve_environment
+from mtrain_cli.launch.environment import Environment, host_memory, resolve_environment
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.selection import choose_exchange
@@ -30,6 +29,9 @@ if TYPE_CHECKING:
 
 # GiB that CUDA reports for common GPUs, smallest first; a plan for a machine that is not here is held against them.
 GPU_MEMORY = (("40 GB (A100)", 39.4), ("80 GB (A100, H100)", 79.2), ("141 GB (H200)", 139.8), ("180 GB (B200)", 178.3))
+# The one GPU that a plan reckons with where none is here to ask: that of today's clusters.
+ASSUMED_GPU, ASSUMED_GPU_BYTES = "NVIDIA H200", round(139.8 * GIB)
+SHORTEST_SEQ = 1024  # that is worth a proposal
 USUAL_MFU = 0.4  # what a well-tuned dense run reaches; only for the time of a step in a plan
 USABLE = 0.95  # of a GPU's memory: the allocator's blocks are never packed without gaps
 
@@ -49,7 +51,8 @@ class Moved:
 class Plan:
     """Everything that `--dry-run` and the start-up banner show.
 
-    gpu: name of the GPU that the plan reckons with, None on a CPU or when it is not known; capacity: its memory in bytes.
+    machine: which machine the plan is for, and why. gpu: name of its GPUs, None on a CPU or when they are assumed; capacity: memory of one
+    in bytes.
     micro_batches: forward and backward passes of one worker in an optimizer step. checkpoint: bytes of one checkpoint on disk.
     """
 
@@ -71,30 +74,72 @@ class Plan:
     memory: MemoryEstimate
     moved: Moved
     checkpoint: int
+    machine: str = ""
+
+    @property
+    def host_bytes(self) -> int:
+        """What the CPU workers of one machine need together."""
+        return self.memory.total * self.environment.workers_per_node
 
     @property
     def fits(self) -> bool | None:
-        """Whether a worker's memory suffices; None when the GPU is not known."""
+        """Whether the memory of a worker, or on a CPU that of this machine, suffices; None when the GPU is not known."""
+        if self.environment.device == "cpu":
+            return self.host_bytes <= host_memory()
         return None if self.capacity is None else self.memory.total <= USABLE * self.capacity
 
 
 def plan(config: Config) -> Plan:
     """The plan of a run on a machine that need not be this one; where this one has GPUs, it reckons with GPUs like them.
 
-    With ``topology.device=auto`` and no GPU here, more workers than this machine has cores are GPUs elsewhere.
+    With ``topology.device=auto`` and no GPU here it is what the same line would do here, on the CPU, unless this machine would refuse that
+    and ``topology.workers`` is a number: then it is a plan for so many GPUs. ``topology.device`` = cpu or cuda leaves no choice.
 
     Raises:
         ConfigError: sizes do not fit each other, or the configured kernel cannot serve the run.
     """
-    workers = config.topology.workers
-    many = isinstance(workers, int) and workers > (os.cpu_count() or 1)
-    if config.topology.device == "auto" and many and not torch.cuda.is_available():
-        config = dataclasses.replace(config, topology=dataclasses.replace(config.topology, device="cuda"))
+    device = config.topology.device
+    if torch.cuda.is_available() or device == "cpu":
+        return _here(config)
+    if device == "cuda":
+        return _elsewhere(config, "topology.device=cuda, and no GPU is here")
+    refusal = _refusal_here(config) if config.topology.workers != "auto" else None
+    return _elsewhere(config, refusal) if refusal else _here(config)
+
+
+def _here(config: Config) -> Plan:
+    """A plan for this machine, or for more GPUs like its own."""
     environment = resolve_environment(config, planning=True)
-    if environment.device == "cuda" and not torch.cuda.is_available():
-        return _elsewhere(config, environment)
     # The plan is for the first GPU here, whichever worker this process would be.
-    return planned(config, environment, make_choices(config, dataclasses.replace(environment, rank=0, local_rank=0)))
+    found = planned(config, environment, make_choices(config, dataclasses.replace(environment, rank=0, local_rank=0)))
+    return dataclasses.replace(found, machine=_machine_here(found))
+
+
+def _machine_here(found: Plan) -> str:
+    if found.gpu is None:
+        asked = found.config.topology.device == "cpu"
+        return "the CPU of this machine" + (
+            "" if asked else ", since no GPU is here; topology.device=cuda topology.workers=N plans for N GPUs"
+        )
+    gpus = torch.cuda.device_count()
+    return f"GPUs like the {gpus} x {found.gpu} of this machine" if found.environment.workers > gpus else "the GPUs of this machine"
+
+
+def _refusal_here(config: Config) -> str | None:
+    """Why this machine's CPU would not take a run; None if it would."""
+    try:
+        found = _here(config)
+    except ConfigError as error:
+        return f"no GPU is here, and the CPU refuses {error.problems[0]}"
+    if found.fits:
+        return None
+    workers = found.environment.workers
+    return f"no GPU is here, and {workers} CPU worker{'s' * (workers > 1)} would need {needed_here(found)}"
+
+
+def needed_here(found: Plan) -> str:
+    """Memory of CPU workers against that of this machine, in whole GiB as the run itself says it."""
+    return f"about {found.host_bytes / GIB:,.0f} GiB where this machine has {host_memory() / GIB:,.0f} GiB"
 
 
 def planned(config: Config, environment: Environment, choices: Choices) -> Plan:
@@ -112,8 +157,10 @@ def planned(config: Config, environment: Environment, choices: Choices) -> Plan:
     )
 
 
-def _elsewhere(config: Config, environment: Environment) -> Plan:
+def _elsewhere(config: Config, why: str) -> Plan:
     """A plan for GPUs that are not here: what cannot be asked of them is assumed, and says so."""
+    config = dataclasses.replace(config, topology=dataclasses.replace(config.topology, device="cuda"))
+    environment = resolve_environment(config, planning=True)
     check_one_worker(config, environment.cp)
     model, topology = config.model, config.topology
     layout = make_layout(topology.layout, environment.cp, config.seq, topology.block_size)
@@ -125,8 +172,10 @@ def _elsewhere(config: Config, environment: Environment) -> Plan:
         kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         dtype_bytes=dtype.itemsize,
+        device_memory=ASSUMED_GPU_BYTES,
     )
-    return _complete(config, environment, layout, exchange, _kernel_elsewhere(config, dtype), dtype, gpu=None, capacity=None)
+    found = _complete(config, environment, layout, exchange, _kernel_elsewhere(config, dtype), dtype, gpu=None, capacity=None)
+    return dataclasses.replace(found, machine=f"GPUs elsewhere, taken to be {ASSUMED_GPU}: {why}")
 
 
 def _kernel_elsewhere(config: Config, dtype: torch.dtype) -> tuple[str, str]:
@@ -228,6 +277,7 @@ def render(found: Plan) -> RenderableType:
     attention = 1 - 6 * found.parameters.matmul / found.flops.model
     recomputation = f"{config.train.activation_checkpoint} recomputation"
     rows = [
+        ("machine", found.machine),
         ("model", describe_model(found)),
         ("", f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}, vocabulary {model.vocab_size:,}"),
         ("", f"{count(found.parameters.embedding)} in the embedding{' (and LM head, tied)' if model.tie_word_embeddings else ''}"),
@@ -246,7 +296,10 @@ def render(found: Plan) -> RenderableType:
         ("checkpoint", f"{size(found.checkpoint)} on disk, {config.train.keep_checkpoints} kept"),
     ]
     title = Text(f"Dry run: {model.name}, seq {format_size(config.seq)}, nothing is trained", style="bold")
-    return Group(title, facts(rows), Text(""), memory_table(found))
+    help_ = (
+        [Text(f"Does not fit this machine: {advice(found)}", style="red")] if found.environment.device == "cpu" and not found.fits else []
+    )
+    return Group(title, facts(rows), Text(""), memory_table(found), *help_)
 
 
 def facts(rows: list[tuple[str, str]]) -> Table:
@@ -301,14 +354,43 @@ def alternatives(found: Plan) -> dict[str, int]:
 
 def fitting(found: Plan) -> Text:
     """Whether the peak fits, and on what."""
+    word, style = ("fits", "green") if found.fits else ("does not fit", "red")
     if found.environment.device == "cpu":
-        return Text(f"{found.environment.workers} workers share this machine's memory" if found.environment.workers > 1 else "")
+        workers = found.environment.workers_per_node
+        share = found.host_bytes / host_memory()
+        percent = f"{share:.0%}" if share >= 0.01 else "less than 1%"
+        return Text(f"{word}: {f'{workers} of them are ' if workers > 1 else ''}{percent} of {size(host_memory())}", style=style)
     if found.capacity is not None:
         share = found.memory.total / found.capacity
-        word, style = ("fits", "green") if found.fits else ("does not fit", "red")
         return Text(f"{word}: {share:.0%} of the {size(found.capacity)} of {found.gpu}", style=style)
     large_enough = [name for name, gib in GPU_MEMORY if found.memory.total <= USABLE * gib * GIB]
     return Text(f"fits GPUs of {large_enough[0]} and more", style="green") if large_enough else Text("fits no GPU of today", style="red")
+
+
+def advice(found: Plan) -> str:
+    """What CPU workers need, and what would help, for a plan that does not fit this machine."""
+    workers = found.environment.workers
+    helps = [
+        f"train.activation_checkpoint={kind}"
+        for kind, total in alternatives(found).items()
+        if total * found.environment.workers_per_node <= host_memory()
+    ][:1]
+    if (seq := _longest_seq(found)) is not None:
+        helps.append(f"seq={format_size(seq)}")
+    would = f"{' or '.join(helps)} would fit" if helps else "only a smaller model would fit"
+    gpus = "topology.workers=8" if found.config.topology.device == "auto" else "topology.device=cuda topology.workers=8"
+    need = f"{workers} worker{'s' * (workers > 1)} need{'s' * (workers == 1)} {needed_here(found)}"
+    return f"{need}; {would}. {gpus} plans for eight GPUs."
+
+
+def _longest_seq(found: Plan) -> int | None:
+    """The length that fits this machine when that of the plan is halved again and again; None where the weights alone are too much."""
+    seq = found.config.seq // 2
+    while seq >= SHORTEST_SEQ:
+        if _here(dataclasses.replace(found.config, seq=seq)).fits:
+            return seq
+        seq //= 2
+    return None
 
 
 def describe_model(found: Plan) -> str:
@@ -331,11 +413,11 @@ def describe_step(found: Plan) -> str:
 
 
 def describe_time(found: Plan) -> str:
-    """FLOP of a step and how long they take at a usual share of the peak; the GPU of today's clusters where none is known."""
+    """FLOP of a step and how long they take at a usual share of the peak; that of the GPU assumed where none is known."""
     text = f"{flop(found.flops.model * found.tokens_per_step)} model"
     if found.environment.device == "cpu":
         return text
-    name = found.gpu or "NVIDIA H200"
+    name = found.gpu or ASSUMED_GPU
     peak = peak_flops(name)
     if peak is None:
         return text

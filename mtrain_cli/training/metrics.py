@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from mtrain_cli import install_command
 from mtrain_cli.config.schema import ConfigError
 
 METRICS_FILE = "metrics.jsonl"
@@ -152,5 +153,5 @@ def _summary_writer(run_dir: Path, start_step: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise ConfigError("run.tensorboard=true: tensorboard is not installed; pip install 'mtrain[tensorboard]'") from error
+        raise ConfigError(f"run.tensorboard=true: tensorboard is not installed; {install_command('tensorboard')}") from error
     return SummaryWriter(log_dir=str(run_dir / "tensorboard"), purge_step=start_step + 1)

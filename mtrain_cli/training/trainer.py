@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.data.dataset import PackedDataset, open_dataset
 from mtrain_cli.data.loader import Loader
 from mtrain_cli.data.sampler import Sampler
-from mtrain_cli.launch.environment import Environment
+from mtrain_cli.launch.environment import Environment, host_memory
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.stop import StopFlag
@@ -76,19 +76,25 @@ def train(config: Config, run_dir: RunDir, environment: Environment, resume: boo
             progress.message(report, warning=True)
         if resume:
             progress.message(f"resumed from the checkpoint of step {trainer.step}")
+        nothing_left = trainer.step >= config.train.steps
         try:
             ended = _loop(trainer, checkpointer, progress, writer, StopFlag(run_dir, environment))
         finally:
             if writer is not None:
                 writer.close()
-        progress.summary(
-            ended,
-            files=[str(run_dir.path)],
-            commands=[
-                ("resume", f"mtrain train --resume {run_dir.path}"),
-                ("export", f"mtrain checkpoint export {run_dir.path} {run_dir.path.name}-hf"),
-            ],
-        )
+        if nothing_left:
+            ended = f"nothing is left to train: step {trainer.step} is the last of train.steps={config.train.steps}; a larger one continues"
+        progress.summary(ended, files=[str(run_dir.path)], commands=_ways_on(run_dir, config))
+
+
+def _ways_on(run_dir: RunDir, config: Config) -> list[tuple[str, str]]:
+    """Commands that go on from the newest checkpoint, each with a word; none where there is no checkpoint."""
+    step = run_dir.last_step()
+    if step is None:
+        return []
+    longer = f" train.steps={2 * config.train.steps}" if step >= config.train.steps else ""
+    export = ["mtrain", "checkpoint", "export", str(run_dir.path), f"{run_dir.path.name}-hf"]
+    return [("resume", run_dir.resume_command + longer), ("export", shlex.join(export))]
 
 
 def _loop(
@@ -124,7 +130,7 @@ def _loop(
         saved = _save(trainer, checkpointer, progress)
     error = _wait(checkpointer, progress)
     if finish and error:
-        raise CheckpointError(f"the state of step {trainer.step} could not be saved; the checkpoint before it is intact")
+        raise CheckpointError(f"the state of step {trainer.step} could not be saved; {_left(checkpointer)}")
     return (
         f"trained to step {trainer.step}" if trainer.step >= config.train.steps else f"stopped on request after step {trainer.step}, saved"
     )
@@ -138,6 +144,11 @@ def _save(trainer: Trainer, checkpointer: Checkpointer, progress: Progress) -> i
         progress.message(str(error), warning=True)
     progress.message(f"saving the checkpoint of step {trainer.step} in the background")
     return trainer.step
+
+
+def _left(checkpointer: Checkpointer) -> str:
+    step = checkpointer.latest()
+    return "there is no checkpoint" if step is None else f"the checkpoint of step {step} is intact"
 
 
 def _wait(checkpointer: Checkpointer, progress: Progress) -> bool:
@@ -156,9 +167,9 @@ def _check_host_memory(config: Config, environment: Environment, choices: Choice
     """
     if environment.device != "cpu":
         return
-    needed = planned(config, environment, choices).memory.total * environment.workers_per_node
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > available:
+    found = planned(config, environment, choices)
+    needed, available = found.host_bytes, host_memory()
+    if not found.fits:
         raise ConfigError(
             f"seq={config.seq}: {environment.workers_per_node} CPU workers would need about {needed / 2**30:.0f} GiB "
             f"for model={config.model.name}, this machine has {available / 2**30:.0f} GiB; give a shorter seq, a smaller model, "
@@ -298,7 +309,7 @@ class Trainer:
             if ranks:
                 raise NonFiniteError(
                     f"step {self.step + 1}: the {what} is not finite on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}; "
-                    "the step was not applied and the last checkpoint is intact. Try a lower optim.lr or more optim.warmup_steps."
+                    "the step was neither applied nor saved. Try a lower optim.lr or more optim.warmup_steps."
                 )
 
     def metrics(self, result: StepResult, seconds: float) -> StepMetrics:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from mtrain_cli import install_command
 from mtrain_cli.commands.app import app
 from mtrain_cli.commands.checkpoint import app as checkpoint_app
 from mtrain_cli.config import compose
@@ -112,7 +113,7 @@ def test_verify_fails_when_weights_are_not_numbers(hf_folder):
 
 def test_verify_without_transformers_says_how_to_get_it(hf_folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert "pip install 'mtrain[hf]'" in mtrain("checkpoint", "verify", hf_folder, code=2)
+    assert install_command("hf") in mtrain("checkpoint", "verify", hf_folder, code=2)
 
 
 def test_mistakes_end_in_one_line_and_leave_nothing(hf_folder, tmp_path):
@@ -124,6 +125,14 @@ def test_mistakes_end_in_one_line_and_leave_nothing(hf_folder, tmp_path):
     assert "no run and no checkpoint" in mtrain("checkpoint", "export", run, tmp_path / "out", code=2)
     assert "already exists" in mtrain("checkpoint", "export", run, hf_folder, code=2)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+@pytest.mark.parametrize("folder", ["run", "run/checkpoints"])
+def test_a_run_without_a_checkpoint_is_called_so(tmp_path, folder):
+    (tmp_path / folder).mkdir(parents=True)
+    compose.save(compose.compose(MODEL), tmp_path / "run" / "resolved.yaml")
+    said = mtrain("checkpoint", "export", tmp_path / "run", tmp_path / "out", code=2)
+    assert said == f"mtrain: {tmp_path / folder}: holds no checkpoint"
 
 
 def test_a_damaged_checkpoint_is_not_exported(hf_folder, tmp_path):

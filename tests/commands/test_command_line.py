@@ -78,6 +78,11 @@ def test_help_is_quick_and_loads_neither_torch_nor_hydra():
         (["--zzzzz"], "No such option: --zzzzz. See `mtrain --help`."),
         (["config", "show"], "Missing argument GROUP/NAME. See `mtrain config show --help`."),
         (["train", "--resume"], "requires an argument. See `mtrain train --help`."),
+        (["checkpoint", "verify", "x", "--tokens", "0"], "--tokens=0: must be at least 1. See"),
+        (["checkpoint", "verify", "x", "--tokens", "few"], "--tokens=few: expected a whole number. See"),
+        (["checkpoint", "verify", "x", "--tolerance", "none"], "--tolerance=none: expected a number. See"),
+        (["checkpoint", "export", "x", "y", "--dtype", "float16"], "--dtype=float16: expected one of bfloat16, float32. See"),
+        (["data", "show", "x", "--document", "first"], "--document=first: expected a whole number. See"),
         (["train", "tiny"], "tiny: expected key=value; did you mean model=tiny?"),
         (["train", "seq=512q"], "seq=512q: expected a number of tokens"),
         (["train", "--", "--layout=zigzag"], "did you mean topology.layout=zigzag?"),
@@ -123,6 +128,13 @@ def test_what_a_command_raises_becomes_an_exit_code(monkeypatch, raised, code):
     result = run("train", "--cfg")
     assert result.exit_code == code
     assert result.stderr == ("mtrain: a: b\nmtrain: c: d\n" if code == 2 else "")
+
+
+@pytest.mark.parametrize("words", ["train --cfg", "config list"])
+def test_output_that_cannot_be_written_is_one_line(words):
+    command = f"{sys.executable} -m mtrain_cli {words} >/dev/full"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (1, "mtrain: the output cannot be written: No space left on device\n")
 
 
 def test_a_reader_that_stops_reading_causes_no_traceback():

@@ -44,6 +44,7 @@ def test_prepare_prints_counts_and_a_next_command_that_works(corpus: Path, tmp_p
     assert command[:3] == ["mtrain", "train", "data=tokens"]
     config = compose([*command[2:], "seq=64"])
     assert config.data.path == str(out)
+    assert "vocabulary 301 (304 for the model, a multiple of 8), each document" in result.stdout
     assert config.model.vocab_size % 8 == 0
     assert open_dataset(config).num_tokens > 64
 

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
+from mtrain_cli import install_command
 from mtrain_cli.commands import doctor as module
 from mtrain_cli.commands.doctor import CheckResult, Gpu, KernelState, Link, describe_links, diagnose, doctor, parse_topology, render
 
@@ -76,7 +77,7 @@ def test_a_missing_package_is_shown_with_its_extra(monkeypatch):
     monkeypatch.setattr(module, "_version", lambda names: None if names == ("tokenizers",) else "1.0")
     printed = text(diagnose(check=False), width=120)
     (line,) = [line for line in printed.splitlines() if line.startswith("tokenizers")]
-    assert "pip install 'mtrain[data]'" in line
+    assert f"not installed: {install_command('data')}  (" in line
     assert printed.count("not installed") == 1
 
 

@@ -1,5 +1,6 @@
 """`mtrain train` up to the point where workers start: those have tests of their own."""
 
+import os
 import sys
 import types
 from pathlib import Path
@@ -107,7 +108,38 @@ def test_resume_of_an_unknown_run_names_the_nearest(launched):
     assert "did you mean first?" in run("--resume", "frist").stderr
     result = run("--resume", "zzz")
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert "runs here: first" in result.stderr
+    assert "runs here, newest first: first\n" in result.stderr
+    assert len(launched) == 1
+
+
+def test_resume_of_an_unknown_run_says_how_many_runs_it_does_not_name(launched):
+    for number in range(7):
+        run("seq=256", "topology.device=cpu", f"run.name=r{number}")
+        os.utime(f"runs/r{number}/resolved.yaml", (number, number))
+    assert run("--resume", "zzz").stderr.endswith("; runs here, newest first: r6, r5, r4, r3, r2 and 2 more\n")
+    assert len(launched) == 7
+
+
+def test_a_resume_to_fewer_steps_than_are_done_is_refused_and_changes_nothing(launched):
+    run("seq=256", "topology.device=cpu", "run.name=first")
+    before = Path("runs/first/resolved.yaml").read_text()
+    checkpoint = Path("runs/first/checkpoints/step-15")
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").touch()
+    result = run("--resume", "first", "train.steps=4")
+    assert (result.exit_code, result.stderr) == (2, "mtrain: train.steps=4: the run is at step 15 already; give more than 15\n")
+    assert Path("runs/first/resolved.yaml").read_text() == before
+    assert len(launched) == 1
+    assert run("--resume", "first", "train.steps=15").exit_code == 7
+
+
+def test_a_group_that_a_resumed_run_keeps_is_one_line(launched):
+    run("seq=256", "topology.device=cpu", "run.name=first")
+    result = run("--resume", "first", "model=qwen3b", "model.num_layers=3")
+    assert sorted(result.stderr.splitlines(), reverse=True) == [
+        "mtrain: model=qwen3b: a resumed run keeps its model; start a new run to change it",
+        "mtrain: model.num_layers=3: a resumed run keeps its model.num_layers=4; start a new run to change it",
+    ]
     assert len(launched) == 1
 
 

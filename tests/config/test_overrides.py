@@ -24,6 +24,7 @@ def complaints(*overrides: str, config_dir: Path | None = None) -> tuple[str, ..
         ("warmup_steps=5", "did you mean optim.warmup_steps=5?"),
         ("lr=5", "did you mean optim.lr=5?"),
         ("foo=1", "no key or group is called foo; `mtrain config list` shows all groups and keys"),
+        ("=5", "=5: the key before = is missing; expected key=value, such as seq=4k"),
         ("a=b=c", "no key or group is called a"),
         ("path=~/x", "did you mean data.path=~/x?"),
         ("--layout=zigzag", "did you mean topology.layout=zigzag?"),

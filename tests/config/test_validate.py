@@ -43,7 +43,7 @@ def test_the_defaults_have_no_problem(defaults):
         ({"topology__workers": 4, "topology__context_parallel": 3}, "topology.context_parallel=3: does not divide topology.workers=4"),
         ({"topology__workers": 4, "topology__gpus_per_node": 3}, "topology.gpus_per_node=3: does not divide topology.workers=4"),
         ({"topology__context_parallel": 4, "topology__gpus_per_node": 6}, "must divide topology.gpus_per_node=6 or be a multiple of it"),
-        ({"topology__timeout_s": 0.0}, "topology.timeout_s=0: must be above 0"),
+        ({"topology__timeout_s": 0.001}, "topology.timeout_s=0.001: must be at least 1 second"),
         ({"train__steps": 0}, "train.steps=0: must be at least 1"),
         ({"train__global_batch": 3, "train__micro_batch": 2}, "train.global_batch=3: must be a multiple of train.micro_batch=2"),
         (
@@ -62,7 +62,10 @@ def test_the_defaults_have_no_problem(defaults):
         ({"optim__warmup_steps": -1}, "optim.warmup_steps=-1: must be 0 or more"),
         ({"data__kind": "text"}, "data.path=null: data=text needs it"),
         ({"data__kind": "tokens"}, "data.path=null: data=tokens needs it: what `mtrain data prepare` wrote"),
-        ({"data__kind": "text", "data__path": "/no/corpus.txt"}, "data.path=/no/corpus.txt: no such file; give a .txt, .jsonl or .parquet"),
+        (
+            {"data__kind": "text", "data__path": "/no/corpus.txt"},
+            "data.path=/no/corpus.txt: no such file; give a .txt, .md, .py, .jsonl or",
+        ),
         ({"data__path": "/etc"}, "data.path=/etc: data=stdlib reads no path; write data=text"),
         ({"data__tokenizer": "/no/tokenizer.json"}, "data.tokenizer=/no/tokenizer.json: no such file; give bytes"),
         ({"data__tokenizer": "/etc"}, "data.tokenizer=/etc: is a folder; give its tokenizer.json"),

@@ -1,6 +1,7 @@
 """The user's own text, whole and broken."""
 
 import builtins
+import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +11,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from mtrain_cli import install_command, resource_dir
+from mtrain_cli.commands.data import prepare
+from mtrain_cli.config.groups import summary
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.validate import TEXT
 from mtrain_cli.data.corpora import Corpus
-from mtrain_cli.data.text_files import text_corpus
+from mtrain_cli.data.text_files import READERS, text_corpus
 
 
 def _texts(corpus: Corpus, skip: int = 0) -> list[str]:
@@ -195,7 +200,7 @@ def test_parquet_without_its_package_says_what_to_install(tmp_path: Path, monkey
         return real(name, *arguments, **keywords)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    assert "reading parquet needs the pyarrow package; pip install 'mtrain[data]'" in _error(path)
+    assert f"reading parquet needs the pyarrow package; {install_command('data')}" in _error(path)
 
 
 def test_a_file_that_cannot_be_opened_is_one_clear_line(tmp_path: Path) -> None:
@@ -207,3 +212,13 @@ def test_a_file_that_cannot_be_opened_is_one_clear_line(tmp_path: Path) -> None:
         _texts(corpus)
     (tmp_path / "loop.txt").symlink_to(tmp_path / "loop.txt")
     assert "no such file" in _error(tmp_path / "loop.txt") or "cannot be read" in _error(tmp_path / "loop.txt")
+
+
+def test_help_and_messages_name_every_kind_of_file_that_is_read():
+    *first, last = READERS
+    kinds = f"a {', '.join(first)} or {last} file, or a folder of them"
+    source = inspect.signature(prepare, eval_str=True).parameters["source"].annotation.__metadata__[0]
+    assert source.help.startswith(kinds)
+    assert kinds in summary(resource_dir("conf") / "data/text.yaml")
+    assert kinds == TEXT
+    assert f"`text` ({kinds})" in (Path(__file__).parents[2] / "README.md").read_text()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,16 +15,34 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 import mtrain_cli
 from mtrain_cli.config import compose
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.launch import run_dir
+from mtrain_cli.launch import local, run_dir
 from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.launch.local import launch
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.training.checkpoint import Checkpointer
+from mtrain_cli.training.metrics import StepMetrics
+from mtrain_cli.training.progress import Progress
 
+STEP = StepMetrics(
+    step=1,
+    loss=5.5,
+    grad_norm=1.25,
+    lr=1e-3,
+    tokens=4096,
+    tokens_per_second_per_gpu=1234.5,
+    mfu_model=None,
+    mfu_executed=None,
+    density=1.0,
+    peak_memory_gib=None,
+    seconds=2.0,
+    epoch=0.1,
+    consumed=1,
+)
 LAUNCHER = """
 import sys
 from mtrain_cli.config import compose
@@ -106,7 +126,9 @@ def test_a_killed_worker_ends_the_run_at_once_and_is_named(run, capfd):
     code = launched(run, "steps_until_stopped")
     killer.join()
     assert (code, time.monotonic() - killed_at[0] < 10) == (1, True)
-    assert capfd.readouterr().err.splitlines()[0] == "error: rank 1 was killed by SIGKILL (out of memory killer?)"
+    shown = capfd.readouterr().err
+    assert shown.splitlines()[0] == "error: rank 1 was killed by SIGKILL (out of memory killer?)"
+    assert "--resume" not in shown, "there is no checkpoint"
     assert not any(map(alive, worker_pids(run)))
 
 
@@ -135,7 +157,46 @@ def test_sigterm_lets_the_workers_save_and_stop(run, capfd):
     assert not run.stop_request.exists()
 
 
-def test_a_second_ctrl_c_kills_workers_that_do_not_stop(run):
+class Terminal(io.StringIO):
+    """A stream that claims to be a terminal, and what would then stand on the screen, too tall to scroll."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def screen(self) -> list[str]:
+        rows, row, column = [""], 0, 0
+        for sequence, letter in re.findall(r"(\x1b\[[?\d;]*[A-Za-z])|(.|\n)", self.getvalue()):
+            if letter == "\n":
+                row, column = row + 1, 0
+                rows += [""] * (row == len(rows))
+            elif letter == "\r":
+                column = 0
+            elif letter:
+                rows[row] = rows[row][:column].ljust(column) + letter + rows[row][column + 1 :]
+                column += 1
+            elif sequence == "\x1b[2K":
+                rows[row] = ""
+            elif sequence.endswith("A"):
+                row -= int(sequence[2:-1])
+        return rows
+
+
+def test_what_is_said_over_the_live_display_stays_on_the_screen(monkeypatch):
+    terminal = Terminal()
+    console = Console(file=terminal, force_terminal=True, width=60, color_system=None)
+    with Progress(10, 0, True, console=console) as progress:
+        progress.step(STEP)
+        assert progress._live is not None
+        progress._live.refresh()
+        monkeypatch.setattr(sys, "stderr", terminal)  # the launcher is another process, which the display does not know of
+        local._say("stopping: the workers save a checkpoint after this step; Ctrl-C again ends them at once", over_display=True)
+        progress._live.refresh()
+        progress._live.refresh()
+        assert "stopping: the workers save a checkpoint after this step; Ctrl-C again ends them at once" in terminal.screen()
+        assert sum("step 1/10" in row for row in terminal.screen()) == 2, "the display goes on below"
+
+
+def test_a_second_ctrl_c_kills_workers_that_do_not_stop_and_says_so(run, capfd):
     def insist() -> None:
         wait_for(lambda: len(worker_pids(run)) == 2)
         os.kill(os.getpid(), signal.SIGINT)
@@ -144,7 +205,9 @@ def test_a_second_ctrl_c_kills_workers_that_do_not_stop(run):
 
     threading.Thread(target=insist).start()
     assert launched(run, "sleeps") == 130
-    assert run.stop_request.exists()
+    assert not run.stop_request.exists()
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last == "ended at once, nothing was saved; there is no checkpoint to go on from"
     assert len(worker_pids(run)) == 2
     wait_for(lambda: not any(map(alive, worker_pids(run))), seconds=5)
 
@@ -161,7 +224,9 @@ def test_no_worker_outlives_a_killed_launcher(run):
 
 def test_a_worker_killed_during_a_save_leaves_the_checkpoint_before(run, capfd):
     assert launched(run, "rank_1_is_killed_while_saving") == 1
-    assert capfd.readouterr().err.startswith("error: rank 1 was killed by SIGKILL")
+    shown = capfd.readouterr().err.splitlines()
+    assert shown[0].startswith("error: rank 1 was killed by SIGKILL")
+    assert shown[-1] == f"go on from the checkpoint of step 1: mtrain train --resume {run.path}"
     state = {"model": {f"weight-{rank}": torch.zeros(1000) for rank in range(2)}, "trainer": {}}
     assert Checkpointer(run.checkpoints, keep=1).load(state) == 1
     assert state["trainer"] == {"step": 1}

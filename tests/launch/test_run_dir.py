@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -86,12 +87,50 @@ def test_a_folder_in_use_is_refused_until_its_process_ends_even_by_sigkill():
 def test_discard_leaves_what_was_there_before_create(here, existed):
     if existed:
         Path("mine").mkdir()
-        Path("mine/notes").write_text("keep me")
     run = run_dir.create(config_for("run.dir=mine"), [])
+    run.logs.mkdir()
+    run.log.write_text("what a worker said before it found a mistake")
     assert run.discard()
-    assert sorted(path.name for path in here.rglob("*") if path.name != ".lock") == (["mine", "notes"] if existed else [])
+    assert sorted(path.name for path in here.rglob("*") if path.name != ".lock") == (["mine"] if existed else [])
     run.release()
     run_dir.create(config_for("run.dir=mine"), [])
+
+
+def test_a_folder_with_something_else_in_it_is_refused_and_left_alone(here):
+    Path("thesis").mkdir()
+    for number in range(4):
+        Path(f"thesis/chapter-{number}").write_text("mine")
+    with pytest.raises(ConfigError) as caught:
+        run_dir.create(config_for("run.dir=thesis"), [])
+    (line,) = caught.value.problems
+    assert line.endswith(
+        "thesis: is not empty and holds no run (chapter-0, chapter-1, chapter-2 and more); choose a new or an empty folder"
+    )
+    assert sorted(path.name for path in here.rglob("*")) == [*(f"chapter-{number}" for number in range(4)), "thesis"]
+
+
+def test_latest_points_to_the_earlier_run_again_when_a_start_is_discarded(here):
+    first = run_dir.create(config_for("run.name=first"), [])
+    run_dir.create(config_for("run.name=second"), []).discard()
+    assert (here / "runs/latest").resolve() == first.path
+    discarded = run_dir.create(config_for("run.name=third"), [])
+    later = run_dir.create(config_for("run.name=fourth"), [])
+    discarded.discard()
+    assert (here / "runs/latest").resolve() == later.path, "a run that was started meanwhile keeps it"
+
+
+def test_latest_vanishes_with_the_only_run(here):
+    run_dir.create(config_for("run.name=only"), []).discard()
+    assert list((here / "runs").iterdir()) == []
+
+
+def test_the_line_that_resumes_a_run_survives_a_shell(here):
+    run = run_dir.create(config_for("run.dir=my runs/it's one"), [])
+    assert shlex.split(run.resume_command) == ["mtrain", "train", "--resume", str(here / "my runs/it's one")]
+    run.release()
+    with pytest.raises(ConfigError) as caught:
+        run_dir.create(config_for("run.dir=my runs/it's one"), [])
+    assert shlex.quote(str(run.path)) in str(caught.value)
 
 
 def test_discard_keeps_a_run_that_has_made_a_step():

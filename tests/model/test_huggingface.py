@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,16 @@ def test_rotary_settings_may_differ_from_the_folder(tmp_path):
     weights = export(tmp_path / "hf", tiny_model())
     read = loaded(tiny_model(rope=YARN), tmp_path / "hf")
     assert all(torch.equal(read[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("max_file_bytes", [10**9, 40_000])
+def test_everything_written_follows_the_umask(tmp_path, max_file_bytes):
+    before = os.umask(0o027)
+    try:
+        export(tmp_path / "hf", tiny_model("qwen2"), max_file_bytes=max_file_bytes)
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "hf").iterdir()} == {0o640}
 
 
 def test_a_shape_that_no_family_has_is_not_written(tmp_path):

@@ -208,6 +208,13 @@ def test_a_full_disk_fails_the_save_in_one_line_and_the_next_save_may_succeed(sm
     assert loaded(small_disk) == (3, [])
 
 
+def test_a_failed_first_save_does_not_speak_of_one_before_it(small_disk):
+    (small_disk / "filler").write_bytes(b"x" * 110_000)
+    with pytest.raises(CheckpointError, match="No space left on device") as caught:
+        save(Checkpointer(small_disk, keep=1), 1, asynchronous=False)
+    assert str(caught.value).endswith("; there is none before it")
+
+
 def test_an_earlier_failure_is_told_by_the_next_save_which_is_made_all_the_same(tmp_path):
     checkpointer = Checkpointer(tmp_path, keep=1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -15,6 +15,7 @@ from rich.console import Console
 from mtrain_cli.config.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.parallel.schedule import make_schedule
+from mtrain_cli.parallel.selection import gathered_bytes
 from mtrain_cli.training import dry_run as module
 from mtrain_cli.training.banner import banner
 from mtrain_cli.training.dry_run import GPU_MEMORY, count, dry_run, duration, flop, plan, size
@@ -53,11 +54,64 @@ def test_gpus_need_not_be_here_and_what_is_assumed_is_said():
     assert found.fits is None
 
 
+@pytest.fixture
+def with_24_gib(monkeypatch):
+    """A machine of 24 GiB, in the eyes of the plan and of the trainer."""
+    monkeypatch.setattr(module, "host_memory", lambda: 24 * GIB)
+
+
 @without_gpu
-def test_many_workers_are_gpus_where_no_device_is_named():
-    assert plan(compose([*LARGE[:2], "topology.workers=1024"])).environment.device == "cuda"
-    assert plan(compose(["topology.workers=1"])).environment.device == "cpu"
-    assert plan(compose(["topology.workers=1024", "topology.device=cpu"])).environment.device == "cpu"
+@pytest.mark.usefixtures("with_24_gib")
+@pytest.mark.parametrize("workers", [1, 3, 16])
+def test_what_would_run_here_is_planned_for_here_however_many_workers(workers):
+    found = plan(compose([f"topology.workers={workers}"]))
+    assert (found.environment.device, found.environment.workers, found.dtype, found.fits) == ("cpu", workers, "float32", True)
+    assert found.machine.startswith("the CPU of this machine, since no GPU is here")
+
+
+@without_gpu
+@pytest.mark.usefixtures("with_24_gib")
+def test_workers_that_this_machine_would_refuse_are_gpus_and_the_first_lines_say_why():
+    found = plan(compose(LARGE[:3]))
+    assert (found.environment.device, found.environment.workers, found.dtype) == ("cuda", 64, "bfloat16")
+    assert re.fullmatch(
+        "GPUs elsewhere, taken to be NVIDIA H200: no GPU is here, "
+        r"and 64 CPU workers would need about [\d,]+ GiB where this machine has 24 GiB",
+        found.machine,
+    )
+    assert " ".join(text(module.render(found), 1000).splitlines()[1].split()) == f"machine {found.machine}"
+    kernel = plan(compose(["model=qwen3b", "seq=1k", "topology.workers=1", "train.kernel=flash4", "train.dtype=bfloat16"]))
+    assert kernel.machine.startswith("GPUs elsewhere, taken to be NVIDIA H200: no GPU is here, and the CPU refuses train.kernel=flash4: ")
+    assert plan(compose([*LARGE[:3], "topology.device=cpu"])).environment.device == "cpu"
+
+
+@without_gpu
+@pytest.mark.usefixtures("with_24_gib")
+def test_a_plan_that_does_not_fit_this_machine_says_so_and_what_would_help():
+    last = " ".join(text(dry_run(compose(["model=qwen3b", "seq=256k"])), 1000).splitlines()[-1].split())
+    assert last == (
+        "Does not fit this machine: 2 workers need about 346 GiB where this machine has 24 GiB; only a smaller model would fit. "
+        "topology.workers=8 plans for eight GPUs."
+    )
+    words = ["seq=1m", "topology.device=cpu", "train.activation_checkpoint=none"]
+    helps = text(dry_run(compose(words)), 1000).splitlines()[-1]
+    assert "; train.activation_checkpoint=selective or seq=" in helps
+    proposed = re.search(r"or (seq=\w+) would fit", helps)[1]
+    for proposal, fits in ((words[0], False), (proposed, True), (f"seq={2 * compose([proposed]).seq}", False)):
+        assert plan(compose([proposal, *words[1:]])).fits is fits
+    assert plan(compose([words[0], words[1], "train.activation_checkpoint=selective"])).fits
+    assert "Does not fit" not in text(dry_run(compose(["topology.device=cpu"])))
+
+
+@without_gpu
+def test_one_gpu_is_assumed_throughout():
+    # Its gathered keys and values are over 15 % of 80 GiB, and under 15 % of an H200.
+    found = plan(compose(["model=llama8b", "seq=1m", "topology.workers=64", "topology.device=cuda"]))
+    assert 0.15 * 80 < gathered_bytes(2**20, 8, 128, 2) / GIB < 0.15 * 139
+    assert found.exchange == "all_gather"
+    printed = " ".join(text(module.render(found), 1000).split())
+    assert "taken to be NVIDIA H200" in printed
+    assert "of the 989 TFLOP/s of NVIDIA H200" in printed
 
 
 @without_gpu

@@ -129,5 +129,5 @@ def test_tensorboard_receives_the_loss(tmp_path):
 
 def test_missing_tensorboard_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ConfigError, match=r"run\.tensorboard=true.*mtrain\[tensorboard\]"):
+    with pytest.raises(ConfigError, match=r"run\.tensorboard=true: tensorboard is not installed; pip install .*\[tensorboard\]"):
         MetricsWriter(tmp_path, tensorboard=True, start_step=0)

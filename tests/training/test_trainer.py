@@ -12,8 +12,9 @@ import torch
 from mtrain_cli.config.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.environment import Environment
+from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.training.checkpoint import Checkpointer
-from mtrain_cli.training.trainer import NonFiniteError, Trainer
+from mtrain_cli.training.trainer import NonFiniteError, Trainer, train
 
 SMALL = [
     "seq=160",
@@ -166,6 +167,37 @@ def test_auto_learning_rate_falls_with_width_and_is_gentle_on_given_weights(tmp_
     assert peak_learning_rate(compose(["model=qwen3b"])) == pytest.approx(1.25e-4)
     (tmp_path / "config.json").write_text("{}")
     assert peak_learning_rate(compose([f"train.init_from={tmp_path}"])) == pytest.approx(2e-5)
+
+
+def trained(rank: int, _world: int, folder: str, overrides: tuple[str, ...], resume: bool) -> str:
+    """A run from its banner to its last words; returns its log."""
+    run_dir = RunDir(Path(folder))
+    run_dir.path.mkdir(exist_ok=True)
+    environment = Environment(
+        device="cpu", workers=1, cp=1, dp=1, workers_per_node=1, nodes=1, rank=rank, local_rank=rank, launcher="mtrain"
+    )
+    train(compose([*SMALL, "train.steps=2", f"run.dir={folder}", *overrides]), run_dir, environment, resume)
+    return run_dir.log.read_text()
+
+
+def test_the_last_words_of_a_run_are_commands_that_go_on_and_a_shell_can_read(tmp_path):
+    folder = tmp_path / "my runs"
+    (log,) = gloo.run(1, trained, str(folder), (), False)
+    assert "trained to step 2" in log
+    assert f"resume      mtrain train --resume '{folder}' train.steps=4\n" in log
+    assert f"export      mtrain checkpoint export '{folder}' 'my runs-hf'\n" in log
+
+    (log,) = gloo.run(1, trained, str(folder), (), True)
+    last = log[log.index("resumed from") :]
+    assert "nothing is left to train: step 2 is the last of train.steps=2; a larger one continues" in last
+    assert "trained to step" not in last
+
+
+def test_no_command_goes_on_from_a_checkpoint_that_was_not_made(tmp_path):
+    (log,) = gloo.run(1, trained, str(tmp_path / "run"), ("train.checkpoint_at_end=false",), False)
+    assert "trained to step 2" in log
+    assert "mtrain train --resume" not in log
+    assert "checkpoint export" not in log
 
 
 def too_large(rank: int, world: int) -> str:
