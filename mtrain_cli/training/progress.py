@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any, TextIO, cast
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
@@ -52,7 +50,7 @@ class Progress:
         self.losses: list[float] = []
         self.last: StepMetrics | None = None
         self._log_every = log_every
-        self._console = console or Console(file=cast(IO[str], _Lasting(sys.stdout, on_loss=self._note_loss)))
+        self._console = console or Console()
         self._clock = clock
         self._started = self._finished = clock()
         self._durations: deque[float] = deque(maxlen=PACE_STEPS)
@@ -205,9 +203,6 @@ class Progress:
             parts.insert(1, Text.assemble(("best ", "dim"), f"{min(self.losses):.4f}"))
         return Group(top, Text("  ").join(parts))
 
-    def _note_loss(self, reason: str) -> None:
-        self._write_log(f"warning: nobody reads the output any more ({reason}); the run goes on, and this log with it")
-
     def _write_log(self, line: str) -> None:
         if self._log is not None:
             self._log.write(line + "\n")
@@ -216,36 +211,6 @@ class Progress:
     def _print_plain(self, line: str) -> None:
         self._console.print(line, soft_wrap=True, markup=False, highlight=False)
         self._console.file.flush()
-
-
-class _Lasting:
-    """A stream that outlives its reader: a closed terminal, an ended pipe or a full disk behind it must not end hours of training, nor
-    keep the state from being saved. ``on_loss`` is told the reason, once.
-    """
-
-    def __init__(self, stream: TextIO, on_loss: Callable[[str], None]) -> None:
-        self._stream = stream
-        self._on_loss = on_loss
-        self._lost = False
-
-    def write(self, text: str) -> int:
-        self._attempt(lambda: self._stream.write(text))
-        return len(text)
-
-    def flush(self) -> None:
-        self._attempt(self._stream.flush)
-
-    def _attempt(self, action: Callable[[], object]) -> None:
-        if self._lost:
-            return
-        try:
-            action()
-        except OSError as error:
-            self._lost = True
-            self._on_loss(error.strerror or type(error).__name__)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 class _Display:

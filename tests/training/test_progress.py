@@ -1,10 +1,7 @@
 """The display of a run: plain where nobody watches, live in a terminal, silent on the other workers."""
 
-import errno
 import io
-import os
 import re
-import sys
 from dataclasses import replace
 
 import pytest
@@ -153,35 +150,6 @@ def test_the_summary_names_first_and_last_loss_and_never_breaks_a_command():
     assert "memory      101.26 GiB at most" in text
     assert f"export      {command}\n" in text
     assert "            runs/x/checkpoints/step-4\n" in text
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-@pytest.mark.parametrize("code", [errno.EPIPE, errno.EIO, errno.ENOSPC])
-def test_a_reader_that_is_gone_does_not_end_the_run(tmp_path, monkeypatch, code, terminal):
-    class Gone(io.StringIO):
-        """Takes a few words, then fails as a closed pipe, a closed terminal or a full disk does."""
-
-        def isatty(self):
-            return terminal
-
-        def write(self, text):
-            if self.tell() > 40:
-                raise OSError(code, os.strerror(code))
-            return super().write(text)
-
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys, "stdout", Gone())
-    with Progress(3, 0, True, log=tmp_path / "log.txt") as progress:
-        progress.show("a banner of more than forty letters, written at once")
-        for step in (1, 2, 3):
-            progress.step(replace(STEP, step=step))
-        progress.message("saving the checkpoint of step 3 in the background")
-        progress.summary("trained to step 3")
-    log = (tmp_path / "log.txt").read_text()
-    assert log.count("nobody reads the output any more") == 1
-    assert os.strerror(code) in log
-    assert "step 3/3" in log
-    assert "trained to step 3" in log
 
 
 def test_a_single_step_is_no_median():
