@@ -6,7 +6,6 @@ A command is one file beside this one. It raises `ConfigError` for a user's mist
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -57,13 +56,6 @@ def _mistakes_as_lines(outer: Any = None) -> Iterator[None]:
         command = ctx.command_path if ctx is not None else " ".join(filter(None, ("mtrain", outer and outer.invoked_subcommand)))
         _tell((f"{_describe(error)} See `{command} --help`.",))
         raise typer.Exit(USAGE_ERROR) from error
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EIO) or error.filename is not None:
-            raise
-        # Standard output cannot be written; what Python still holds for it would fail once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        _tell((f"the output cannot be written: {error.strerror}",))
-        raise typer.Exit(1) from error
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
 
