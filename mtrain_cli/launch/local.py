@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.launch import failures
+from mtrain_cli.launch import failures, streams
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.run_dir import RunDir
 
@@ -38,6 +38,7 @@ def launch(run_dir: RunDir, environment: Environment, resume: bool, target: str 
     Raises:
         ConfigError: a worker found a mistake of the user's, such as a corpus that is too short.
     """
+    streams.guard(output_required=False)
     if environment.launcher != "mtrain":
         from mtrain_cli.launch.worker import run_in_job
 

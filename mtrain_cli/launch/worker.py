@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from mtrain_cli.config import compose
 from mtrain_cli.config.schema import Config
-from mtrain_cli.launch import failures
+from mtrain_cli.launch import failures, streams
 from mtrain_cli.launch.environment import Environment, gpu_index, resolve_environment
 from mtrain_cli.launch.job import current_job, decide_on_rank_zero, job_store
 from mtrain_cli.launch.lifeline import Lifeline, leave
@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--launcher-pid", type=int, help="the worker ends when this parent process does")
     parser.add_argument("--target", required=True, help="module:function to run, called with config, run_dir, environment, resume")
     arguments = parser.parse_args()
+    streams.guard(output_required=False)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if arguments.launcher_pid is not None:
@@ -66,13 +67,14 @@ def main() -> None:
 
 
 def run_in_job(run_dir: RunDir, environment: Environment, resume: bool, target: str) -> NoReturn:
-    """Run ``target`` in this process, a rank of a torchrun or srun job; SIGTERM and a first SIGINT mean save and stop.
+    """Run ``target`` in this process, a rank of a torchrun or srun job; SIGTERM, SIGHUP and a first SIGINT mean save and stop.
 
     Ends the process: 0, or 1 or 2 once rank 0 has told the cause.
 
     Raises:
         ConfigError: the ranks cannot reach each other.
     """
+    streams.guard(output_required=False)
     save_and_stop_on_signals()
     job = current_job()
     assert job is not None

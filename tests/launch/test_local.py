@@ -31,7 +31,7 @@ from mtrain_cli.launch.local import launch
 from mtrain_cli.launch.run_dir import RunDir
 from pathlib import Path
 run = RunDir(Path(sys.argv[1]))
-launch(run, resolve_environment(compose.load(run.resolved)), False, target=sys.argv[2])
+sys.exit(launch(run, resolve_environment(compose.load(run.resolved)), False, target=sys.argv[2]))
 """
 
 
@@ -133,6 +133,25 @@ def test_sigterm_lets_the_workers_save_and_stop(run, capfd):
     assert capfd.readouterr().err.startswith("stopping: the workers save a checkpoint")
     assert signal.getsignal(signal.SIGTERM) == before
     assert not run.stop_request.exists()
+
+
+@pytest.mark.parametrize("lost", ["terminal", "reader"])
+def test_a_terminal_or_reader_that_goes_ends_no_run_before_its_save(run, lost):
+    ours, theirs = os.openpty() if lost == "terminal" else os.pipe()
+    command = [sys.executable, "-c", LAUNCHER, str(run.path), "worker_targets:shows_steps_until_stopped"]
+    launcher = subprocess.Popen(command, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm"})
+    os.close(theirs)
+    try:
+        wait_for(lambda: len(worker_pids(run)) == 2)
+        os.close(ours)
+        launcher.send_signal(signal.SIGHUP)
+        launcher.wait(timeout=60)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 0
+    assert (run.path / "stopped-0").exists()
+    assert run.log.read_text().splitlines()[:3] == ["before the steps", "saving", "stopped"]
+    assert (run.logs / "rank-0.log").read_text() == ""
 
 
 def test_a_second_ctrl_c_kills_workers_that_do_not_stop(run):

@@ -16,6 +16,7 @@ from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.stop import StopFlag
 from mtrain_cli.training.checkpoint import Checkpointer
+from mtrain_cli.training.progress import Progress
 
 
 def _sign_in(run_dir: RunDir, environment: Environment) -> None:
@@ -60,6 +61,17 @@ def steps_until_stopped(_config: Config, run_dir: RunDir, environment: Environme
         stop = torch.tensor([float(flag.requested())])
         dist.all_reduce(stop)
     (run_dir.path / f"stopped-{environment.rank}").touch()
+
+
+def shows_steps_until_stopped(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> None:
+    """With the display of a training, from its first line to its summary."""
+    with Progress(1000, 0, environment.rank == 0, log=run_dir.log) as progress:
+        progress.message("before the steps")
+        steps_until_stopped(config, run_dir, environment, resume)
+        time.sleep(0.5)  # the display refreshes four times a second
+        progress.message("saving")
+        progress.summary("stopped")
+    print("a last word")
 
 
 def sleeps(_config: Config, run_dir: RunDir, environment: Environment, _resume: bool) -> None:
