@@ -16,8 +16,8 @@ _signalled = threading.Event()
 class StopFlag:
     """Whether someone asked this run to save and stop, as far as this worker knows.
 
-    Ranks may learn of it at different steps, so the trainer must let them agree. Under torchrun and srun a SIGTERM or first Ctrl-C that
-    reached this process counts; under mtrain's own launcher only the file does, since there SIGTERM ends a worker at once.
+    Ranks may learn of it at different steps, so the trainer must let them agree. Under torchrun and srun a SIGTERM, SIGHUP or first Ctrl-C
+    that reached this process counts; under mtrain's own launcher only the file does, since there SIGTERM ends a worker at once.
     """
 
     def __init__(self, run_dir: RunDir, environment: Environment) -> None:
@@ -30,9 +30,12 @@ class StopFlag:
 
 
 def save_and_stop_on_signals() -> None:
-    """Let SIGTERM and the first SIGINT of this process raise `StopFlag` instead of ending it. Call in the main thread."""
+    """Let SIGTERM, SIGHUP and the first SIGINT of this process raise `StopFlag` instead of ending it. Call in the main thread."""
     signal.signal(signal.SIGTERM, _remember)
     signal.signal(signal.SIGINT, _remember)
+    # A run under nohup has SIGHUP ignored, and that should stay so.
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, _remember)
 
 
 def _remember(signum: int, _frame: FrameType | None) -> None:
