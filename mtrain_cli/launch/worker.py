@@ -28,7 +28,7 @@ from mtrain_cli.launch.environment import Environment, gpu_index, resolve_enviro
 from mtrain_cli.launch.job import current_job, decide_on_rank_zero, job_store
 from mtrain_cli.launch.lifeline import Lifeline, leave
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.launch.stop import StopFlag, save_and_stop_on_signals
+from mtrain_cli.launch.stop import StopFlag, mark_stopped, save_and_stop_on_signals
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--launcher-pid", type=int, help="the worker ends when this parent process does")
-    parser.add_argument("--target", required=True, help="module:function to run, called with config, run_dir, environment, resume")
+    parser.add_argument("--target", required=True, help="module:function to run; see launch.local.launch")
     arguments = parser.parse_args()
     streams.guard(output_required=False)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -56,7 +56,8 @@ def main() -> None:
     try:
         config = compose.load(run_dir.resolved)
         environment = dataclasses.replace(resolve_environment(config), launcher="mtrain")
-        _work(config, run_dir, environment, arguments.resume, arguments.target)
+        if _work(config, run_dir, environment, arguments.resume, arguments.target):
+            mark_stopped(os.environ.get("TORCHELASTIC_ERROR_FILE"))
     except BaseException as error:
         failure = failures.describe(error)
         failures.leave_record(failure, os.environ.get("TORCHELASTIC_ERROR_FILE"))
@@ -90,11 +91,12 @@ def run_in_job(run_dir: RunDir, environment: Environment, resume: bool, target: 
     lifeline.close()
     if environment.rank == 0:
         run_dir.stop_request.unlink(missing_ok=True)
+    # Also after a requested stop: to torchrun and srun any other code is a failed worker, whose peers are to be killed or restarted.
     leave(0)
 
 
-def _work(config: Config, run_dir: RunDir, environment: Environment, resume: bool, target: str) -> None:
-    """Join the process group, call the target, and leave the group when it returns.
+def _work(config: Config, run_dir: RunDir, environment: Environment, resume: bool, target: str) -> bool:
+    """Join the process group, call the target, and leave the group when it returns; returns whether it stopped on request.
 
     After a failure the group stays: to leave it in order needs the peers, which may be gone.
     """
@@ -114,11 +116,12 @@ def _work(config: Config, run_dir: RunDir, environment: Environment, resume: boo
         )
     else:
         dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=timeout)
-    _function(target)(config, run_dir, environment, resume)
+    stopped = _function(target)(config, run_dir, environment, resume)
     dist.destroy_process_group()
+    return bool(stopped)
 
 
-def _function(target: str) -> Callable[[Config, RunDir, Environment, bool], None]:
+def _function(target: str) -> Callable[[Config, RunDir, Environment, bool], bool | None]:
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)
 

@@ -60,8 +60,11 @@ class StepResult:
     index: IndexMetrics | None = None
 
 
-def train(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> None:
-    """Trains to config.train.steps, from the newest checkpoint of run_dir if resume. Called on every worker, inside a process group."""
+def train(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> bool:
+    """Trains to config.train.steps, from the newest checkpoint of run_dir if resume. Called on every worker, inside a process group.
+
+    Returns whether it stopped before the last step, on request.
+    """
     trainer = Trainer(config, environment)
     reports: list[str] = []
     checkpointer = Checkpointer(run_dir.checkpoints, config.train.keep_checkpoints, report=reports.append)
@@ -89,6 +92,7 @@ def train(config: Config, run_dir: RunDir, environment: Environment, resume: boo
                 ("export", f"mtrain checkpoint export {run_dir.path} {run_dir.path.name}-hf"),
             ],
         )
+    return trainer.step < config.train.steps
 
 
 def _loop(

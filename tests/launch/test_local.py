@@ -119,20 +119,30 @@ def test_a_mistake_that_workers_find_is_raised_once_and_leaves_no_folder(run, ca
     assert not run.path.exists()
 
 
-def test_sigterm_lets_the_workers_save_and_stop(run, capfd):
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)])
+def test_a_signal_lets_the_workers_save_and_stop_and_is_told_by_the_exit_code(run, capfd, signum, code):
+    before = signal.getsignal(signum)
 
+    def ask() -> None:
+        wait_for(lambda: len(worker_pids(run)) == 2)
+        os.kill(os.getpid(), signum)
+
+    threading.Thread(target=ask).start()
+    assert launched(run, "steps_until_stopped") == code
+    assert (run.path / "stopped-0").exists()
+    assert (run.path / "stopped-1").exists()
+    assert capfd.readouterr().err.startswith("stopping: the workers save a checkpoint")
+    assert signal.getsignal(signum) == before
+    assert not run.stop_request.exists()
+
+
+def test_a_request_that_comes_during_the_last_step_is_a_success(run):
     def ask() -> None:
         wait_for(lambda: len(worker_pids(run)) == 2)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=ask).start()
-    assert launched(run, "steps_until_stopped") == 0
-    assert (run.path / "stopped-0").exists()
-    assert (run.path / "stopped-1").exists()
-    assert capfd.readouterr().err.startswith("stopping: the workers save a checkpoint")
-    assert signal.getsignal(signal.SIGTERM) == before
-    assert not run.stop_request.exists()
+    assert launched(run, "finishes_when_asked") == 0
 
 
 @pytest.mark.parametrize("lost", ["terminal", "reader"])
@@ -148,7 +158,7 @@ def test_a_terminal_or_reader_that_goes_ends_no_run_before_its_save(run, lost):
         launcher.wait(timeout=60)
     finally:
         launcher.kill()
-    assert launcher.returncode == 0
+    assert launcher.returncode == 143
     assert (run.path / "stopped-0").exists()
     assert run.log.read_text().splitlines()[:3] == ["before the steps", "saving", "stopped"]
     assert (run.logs / "rank-0.log").read_text() == ""

@@ -51,7 +51,7 @@ def rank_1_raises_late(_config: Config, run_dir: RunDir, environment: Environmen
     raise ValueError("the true cause")
 
 
-def steps_until_stopped(_config: Config, run_dir: RunDir, environment: Environment, _resume: bool) -> None:
+def steps_until_stopped(_config: Config, run_dir: RunDir, environment: Environment, _resume: bool) -> bool:
     flag = StopFlag(run_dir, environment)
     dist.all_reduce(torch.ones(1))
     _sign_in(run_dir, environment)
@@ -61,9 +61,15 @@ def steps_until_stopped(_config: Config, run_dir: RunDir, environment: Environme
         stop = torch.tensor([float(flag.requested())])
         dist.all_reduce(stop)
     (run_dir.path / f"stopped-{environment.rank}").touch()
+    return True
 
 
-def shows_steps_until_stopped(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> None:
+def finishes_when_asked(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> bool:
+    """Its last step was under way when the request came."""
+    return not steps_until_stopped(config, run_dir, environment, resume)
+
+
+def shows_steps_until_stopped(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> bool:
     """With the display of a training, from its first line to its summary."""
     with Progress(1000, 0, environment.rank == 0, log=run_dir.log) as progress:
         progress.message("before the steps")
@@ -72,6 +78,7 @@ def shows_steps_until_stopped(config: Config, run_dir: RunDir, environment: Envi
         progress.message("saving")
         progress.summary("stopped")
     print("a last word")
+    return True
 
 
 def sleeps(_config: Config, run_dir: RunDir, environment: Environment, _resume: bool) -> None:
