@@ -110,10 +110,11 @@ def _loop(
         started = time.perf_counter()
         try:
             result = trainer.train_step(stop_flag.requested())
-        except NonFiniteError:
+        except NonFiniteError as error:
             # All workers raise it together: the save that is under way may finish.
             _wait(checkpointer, progress)
-            raise
+            remedy = "Try a lower optim.lr or more optim.warmup_steps."
+            raise NonFiniteError(f"{error}; {checkpointer.what_remains()}. {remedy}") from error
         seconds = time.perf_counter() - started
         stop = result.stop
         metrics = trainer.metrics(result, seconds)
@@ -128,7 +129,7 @@ def _loop(
         saved = _save(trainer, checkpointer, progress)
     error = _wait(checkpointer, progress)
     if finish and error:
-        raise CheckpointError(f"the state of step {trainer.step} could not be saved; the checkpoint before it is intact")
+        raise CheckpointError(f"the state of step {trainer.step} could not be saved; {checkpointer.what_remains()}")
     return (
         f"trained to step {trainer.step}" if trainer.step >= config.train.steps else f"stopped on request after step {trainer.step}, saved"
     )
@@ -297,7 +298,7 @@ class Trainer:
             if ranks:
                 raise NonFiniteError(
                     f"step {self.step + 1}: the {what} is not finite on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}; "
-                    "the step was not applied and the last checkpoint is intact. Try a lower optim.lr or more optim.warmup_steps."
+                    "the step was not applied"
                 )
 
     def metrics(self, result: StepResult, seconds: float) -> StepMetrics:
