@@ -110,11 +110,11 @@ def _loop(
         started = time.perf_counter()
         try:
             result = trainer.train_step(stop_flag.requested())
-        except NonFiniteError as error:
+        except NonFiniteError as found:
             # All workers raise it together: the save that is under way may finish.
             _wait(checkpointer, progress)
             remedy = "Try a lower optim.lr or more optim.warmup_steps."
-            raise NonFiniteError(f"{error}; {checkpointer.what_remains()}. {remedy}") from error
+            raise NonFiniteError(f"{found}; {checkpointer.what_remains()}. {remedy}") from found
         seconds = time.perf_counter() - started
         stop = result.stop
         metrics = trainer.metrics(result, seconds)

@@ -146,9 +146,10 @@ def poisoned_run(rank: int, world: int, folder: str, checkpoint_every: int) -> l
         raise OSError(28, "No space left on device")
 
     for owner, name, replacement in ((Trainer, "train_step", poisoned_step), (Checkpointer, "_publish", refuse)):
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(RunError) as caught:
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(owner, name, replacement)
-            train(compose(words), run_dir, Environment("cpu", 2, 2, 1, 2, 1, rank, rank, "mtrain"), False)
+            with pytest.raises(RunError) as caught:
+                train(compose(words), run_dir, Environment("cpu", 2, 2, 1, 2, 1, rank, rank, "mtrain"), False)
         said.append(str(caught.value))
     return said
 
