@@ -16,7 +16,8 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
@@ -62,7 +63,7 @@ def main() -> None:
         failure = failures.describe(error)
         failures.leave_record(failure, os.environ.get("TORCHELASTIC_ERROR_FILE"))
         with contextlib.suppress(OSError):
-            print(failure.trace, file=log, flush=True)
+            traceback.print_exception(error, file=log)
         leave(2 if failure.kind == "config" else 1)
     leave(0)
 
@@ -106,19 +107,34 @@ def _work(config: Config, run_dir: RunDir, environment: Environment, resume: boo
     assert job is not None, "workers run with torchrun's or srun's environment variables"
     timeout = timedelta(seconds=config.topology.timeout_s)
     store: Store = dist.PrefixStore("process_group", job_store(job))
-    if environment.device == "cuda":
-        import torch
+    with _timeouts_explained(config, job.rank):
+        if environment.device == "cuda":
+            import torch
 
-        device = torch.device("cuda", gpu_index(environment))
-        torch.cuda.set_device(device)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl", store=store, rank=job.rank, world_size=job.world_size, timeout=timeout, device_id=device
-        )
-    else:
-        dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=timeout)
-    stopped = _function(target)(config, run_dir, environment, resume)
-    dist.destroy_process_group()
+            device = torch.device("cuda", gpu_index(environment))
+            torch.cuda.set_device(device)
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl", store=store, rank=job.rank, world_size=job.world_size, timeout=timeout, device_id=device
+            )
+        else:
+            dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=timeout)
+        stopped = _function(target)(config, run_dir, environment, resume)
+        dist.destroy_process_group()
     return bool(stopped)
+
+
+@contextlib.contextmanager
+def _timeouts_explained(config: Config, rank: int) -> Iterator[None]:
+    """Where the wait for another worker ended by ``topology.timeout_s``, say so in a line; the traceback stays in this worker's log."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not failures.timed_out(error):
+            raise
+        raise failures.PeerLostError(
+            f"topology.timeout_s={config.topology.timeout_s:g}: rank {rank} waited longer than that for another worker, and none left "
+            "another error; give more seconds, or see in the run's logs/ which one hangs"
+        ) from error
 
 
 def _function(target: str) -> Callable[[Config, RunDir, Environment, bool], bool | None]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -91,6 +93,17 @@ def test_the_exception_of_the_worker_that_failed_first_is_told_first_and_alone(r
     assert "Connection" not in shown.err + shown.out
     assert len(worker_pids(run)) == 2
     assert not any(map(alive, worker_pids(run)))
+
+
+@pytest.mark.parametrize(("timeout_s", "target"), [(0.001, "adds_ranks"), (1.0, "rank_1_is_late")])
+def test_a_wait_that_is_too_long_is_told_in_one_line_with_the_key_that_sets_it(run, capfd, timeout_s, target):
+    config = compose.load(run.resolved)
+    topology = dataclasses.replace(config.topology, timeout_s=timeout_s)
+    compose.save(dataclasses.replace(config, topology=topology), run.resolved)
+    assert launched(run, target) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert re.match(rf"error: topology.timeout_s={timeout_s:g}: rank \d waited longer than that for another worker", line)
+    assert any("Traceback" in file.read_text() for file in run.logs.iterdir())
 
 
 def test_a_killed_worker_ends_the_run_at_once_and_is_named(run, capfd):

@@ -51,6 +51,11 @@ def rank_1_raises_late(_config: Config, run_dir: RunDir, environment: Environmen
     raise ValueError("the true cause")
 
 
+def rank_1_is_late(_config: Config, _run_dir: RunDir, environment: Environment, _resume: bool) -> None:
+    time.sleep(600 * environment.rank)
+    dist.barrier()
+
+
 def steps_until_stopped(_config: Config, run_dir: RunDir, environment: Environment, _resume: bool) -> bool:
     flag = StopFlag(run_dir, environment)
     dist.all_reduce(torch.ones(1))
