@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from mtrain_cli import __version__
 from mtrain_cli.commands import app as command_line
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.launch.failures import RunError
 
 COMMANDS = ([], ["train"], ["config"], ["config", "list"], ["config", "show"])
 
@@ -112,7 +113,7 @@ def test_in_a_job_one_process_of_each_machine_speaks():
     assert said(2, 0).startswith("mtrain: rank 2: seq=512q")
 
 
-@pytest.mark.parametrize(("raised", "code"), [(KeyboardInterrupt(), 130), (ConfigError("a: b", "c: d"), 2)])
+@pytest.mark.parametrize(("raised", "code"), [(KeyboardInterrupt(), 130), (ConfigError("a: b", "c: d"), 2), (RunError("no room"), 1)])
 def test_what_a_command_raises_becomes_an_exit_code(monkeypatch, raised, code):
     from mtrain_cli.config import compose
 
@@ -122,7 +123,7 @@ def test_what_a_command_raises_becomes_an_exit_code(monkeypatch, raised, code):
     monkeypatch.setattr(compose, "compose", fail)
     result = run("train", "--cfg")
     assert result.exit_code == code
-    assert result.stderr == ("mtrain: a: b\nmtrain: c: d\n" if code == 2 else "")
+    assert result.stderr == {130: "", 2: "mtrain: a: b\nmtrain: c: d\n", 1: "error: no room\n"}[code]
 
 
 def shell(command: str) -> subprocess.CompletedProcess[str]:
