@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mtrain_cli import install_command
 from mtrain_cli.attention.bars import add_column_gradients, pack_columns
 from mtrain_cli.attention.block_lists import index_lists
 from mtrain_cli.attention.kernel import KernelRequest
@@ -42,9 +43,9 @@ class Flash4Kernel:
         if request.index is not None and request.index.block != _BLOCK:
             return f"computes blocks of {_BLOCK}, not sparsity.block={request.index.block}"
         if request.index is not None and importlib.util.find_spec("triton") is None:
-            return "needs triton for the columns of an index (pip install 'mtrain[cuda]')"
+            return f"needs triton for the columns of an index ({install_command('cuda')})"
         if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
-            return "flash-attn-4 is not installed (pip install 'mtrain[hopper]')"
+            return f"flash-attn-4 is not installed ({install_command('hopper')})"
         return None
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mtrain_cli import install_command
 from mtrain_cli.attention.bars import add_column_gradients, local_columns, pack_columns
 from mtrain_cli.attention.block_lists import ordered_lines
 from mtrain_cli.attention.index import BlockBitmap, VerticalSlash
@@ -28,7 +29,7 @@ class TritonKernel:
 
     def missing(self, request: KernelRequest) -> str | None:
         if importlib.util.find_spec("triton") is None:
-            return "triton is not installed (pip install 'mtrain[cuda]')"
+            return f"triton is not installed ({install_command('cuda')})"
         if request.device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             return "needs a CUDA GPU"
         if request.device == "cuda" and (request.capability is None or request.capability < (8, 0)):

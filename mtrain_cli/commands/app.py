@@ -1,6 +1,7 @@
 """The command `mtrain`: its subcommands, and how mistakes reach the terminal.
 
-A command is one file beside this one. It raises `ConfigError` for a user's mistake; only here is it printed and turned into exit code 2.
+A command is one file beside this one. It raises `ConfigError` for a user's mistake and `RunError` for what went wrong all the same, such as
+a full disk; only here are they printed and turned into exit codes 2 and 1.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from typer.core import TyperGroup
 from mtrain_cli import __version__
 from mtrain_cli.commands import checkpoint, config, data, doctor, profile, train
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.job import job_rank
 
 ORDER = ("train", "profile", "config", "data", "checkpoint", "doctor")
+FAILURE = 1
 USAGE_ERROR = 2
 INTERRUPTED = 130  # 128 + SIGINT, what a shell reports for Ctrl-C
 
@@ -49,6 +52,9 @@ def _mistakes_as_lines(outer: Any = None) -> Iterator[None]:
     except ConfigError as error:
         _tell(error.problems)
         raise typer.Exit(USAGE_ERROR) from error
+    except RunError as error:
+        print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
+        raise typer.Exit(FAILURE) from error
     except _UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # `mtrain config` alone: making the error has printed the help
             raise typer.Exit() from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -100,14 +101,15 @@ def verify_weights(
 
     version = require_transformers()
     if (source / "config.json").is_file():
-        agreement = verify(source, tokens)
+        agreement = verify(source, tokens, _tell)
     else:
         from mtrain_cli.training.conversion import export_checkpoint
 
         with tempfile.TemporaryDirectory(prefix="mtrain-verify-") as folder:
             exported = Path(folder) / "hf"
+            _tell(f"exporting {source} to a temporary folder")
             export_checkpoint(source, exported, dtype=torch.float32)
-            agreement = verify(exported, tokens)
+            agreement = verify(exported, tokens, _tell)
     agrees = agreement.largest_difference <= tolerance  # false for NaN
     _say(f"{source} in float32 on {tokens:,} random tokens, mtrain against transformers {version}")
     _say(f"  largest difference of a logit {agreement.largest_difference:.2e}  (largest logit {agreement.largest_logit:.2f})")
@@ -115,6 +117,11 @@ def verify_weights(
     _say(f"  {'agrees' if agrees else 'DISAGREES'} at tolerance {tolerance:g}")
     if not agrees:
         raise typer.Exit(1)
+
+
+def _tell(line: str) -> None:
+    """What is under way, beside the result."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def _say(line: str) -> None:

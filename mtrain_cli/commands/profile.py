@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mtrain_cli import install_command
 from mtrain_cli.commands.completion import complete_overrides
 from mtrain_cli.config.schema import ConfigError
 
@@ -139,7 +140,7 @@ def _write_parquet(records: list[HeadRecord], out: Path) -> None:
         import pandas
         import pyarrow  # noqa: F401 - what pandas writes Parquet with
     except ImportError as error:
-        raise ConfigError(f"--out {out}: needs pandas and pyarrow; pip install 'mtrain[profile]'") from error
+        raise ConfigError(f"--out {out}: needs pandas and pyarrow; {install_command('profile')}") from error
     out.parent.mkdir(parents=True, exist_ok=True)
     pandas.DataFrame([dataclasses.asdict(r) for r in records]).to_parquet(out)
 

@@ -57,6 +57,8 @@ def train(
           go on from the last checkpoint, for longer
 
     On several nodes start the same line by `torchrun` or `srun`.
+
+    Ctrl-C, SIGTERM and SIGHUP save and stop; the exit code is then 130 or 143, that of a finished training 0.
     """
     words = list(overrides or ())
     run_path = _find_run(resume) if resume is not None else None

@@ -21,6 +21,7 @@ from mtrain_cli.data.corpora import Corpus, Document
 from mtrain_cli.data.permutation import mix64
 from mtrain_cli.data.store import DOCUMENTS, META, TOKENIZER, TOKENS, StoreMeta, StoreWriter, TokenStore, journal_sizes, write_json
 from mtrain_cli.data.tokenizers import SMALLEST_BPE, FileTokenizer, Tokenizer, open_tokenizer, train_bpe
+from mtrain_cli.launch.failures import write_failure
 
 _JOURNAL, _LOCK = "journal.json", "lock"
 _BATCH_CHARACTERS, _BATCH_PIECES = 1 << 22, 1 << 13
@@ -110,7 +111,7 @@ def prepare_store(
 
     ``tokenizer`` is ``bytes``, ``bpe`` (trained here, with at most ``vocab_size`` ids) or the path of a tokenizer.json. A store that is
     already complete is opened and left as it is. Raises ConfigError for mistakes in the arguments or the corpus, for an ``out`` that holds
-    anything else, and when the disk is full or not writable (what was done stays, for a rerun).
+    anything else or is not writable, and RunError when the disk is full or fails (what was done stays, for a rerun).
     """
     chosen = None if tokenizer == "bpe" else open_tokenizer(tokenizer, option="--tokenizer")
     if chosen is not None and vocab_size is not None:
@@ -143,8 +144,8 @@ def prepare_store(
             for leftover in (_JOURNAL, _LOCK):
                 (out / leftover).unlink(missing_ok=True)
     except OSError as error:
-        raise ConfigError(
-            f"OUT={out}: cannot be written ({error.strerror or error}); what is done stays, run the same command to go on"
+        raise write_failure(
+            error, f"OUT={out}: cannot be written ({error.strerror or error}); what is done stays, run the same command to go on"
         ) from None
     return TokenStore.open(out)
 

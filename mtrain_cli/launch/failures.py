@@ -6,6 +6,7 @@ When one worker dies its peers fail within moments, with a closed connection or 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -24,11 +25,23 @@ _PEER_LOST = re.compile(
     r"|remote process exited|NCCL (communicator was aborted|error: (remote|unhandled system))|ncclRemoteError|ncclSystemError"
     r"|[Tt]imed out waiting|collective operation timeout",
 )
+_TIMED_OUT = re.compile(r"[Tt]imed out waiting|[Tt]imed out after|wait timeout after|Socket Timeout|connectFullMesh failed.*timed out")
 _LOG_TAIL_LINES = 20
+# What a disk may do to a command that was given in good order.
+_DISK_FAILURES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 
 class RunError(RuntimeError):
     """The run cannot go on for a reason that its text explains in full, such as a full disk or a loss that is no number: no traceback."""
+
+
+class PeerLostError(RunError):
+    """Another worker did not answer in time."""
+
+
+def write_failure(error: OSError, text: str) -> RunError | ConfigError:
+    """What a failed write is to the user: a failure of the disk, such as a full one, or a mistake, such as a folder of another user."""
+    return RunError(text) if error.errno in _DISK_FAILURES else ConfigError(text)
 
 
 @dataclass(frozen=True)
@@ -67,11 +80,17 @@ class Failure:
 
 def describe(error: BaseException) -> Failure:
     """The failure that ``error`` makes of this worker; its rank is for whoever collects failures to fill in."""
-    kind = "config" if isinstance(error, ConfigError) else "peer lost" if _PEER_LOST.search(str(error)) else "error"
+    lost = isinstance(error, PeerLostError) or _PEER_LOST.search(str(error))
+    kind = "config" if isinstance(error, ConfigError) else "peer lost" if lost else "error"
     name = type(error).__name__
     explained = isinstance(error, RunError)
     message = str(error) if kind == "config" or explained else f"{name}: {error}" if str(error) else name
     return Failure(-1, 1, kind, message, "" if explained else "".join(traceback.format_exception(error)), time.time())
+
+
+def timed_out(error: BaseException) -> bool:
+    """Whether gloo or the store gave up waiting for another worker."""
+    return _TIMED_OUT.search(str(error)) is not None
 
 
 def leave_record(failure: Failure, path: str | os.PathLike[str] | None) -> None:
@@ -103,17 +122,17 @@ def cause(failures: Iterable[Failure]) -> Failure:
 
 def report(failure: Failure, log: Path | None) -> str:
     """What to tell the user about the cause: rank and reason in the first line, then the traceback or the worker's last words."""
+    explained = failure.kind != "died" and not failure.trace
     if failure.kind == "died":
         lines = [f"error: rank {failure.rank} {failure.message}"]
         words = log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:] if log and log.is_file() else []
         lines += ["The last lines of its output:", *(f"  {line}" for line in words)] if words else []
-    elif failure.kind == "error" and not failure.trace:
+    elif explained:
         lines = [f"error: {failure.message}"]
     else:
         lines = [f"error: rank {failure.rank} failed: {failure.message.splitlines()[0]}", failure.trace.rstrip()]
-    if failure.kind == "peer lost":
+    if failure.kind == "peer lost" and not explained:
         lines.append("No worker left another error: one waited longer than topology.timeout_s, or a worker on another machine is gone.")
-    explained = failure.kind == "error" and not failure.trace
     if not explained and log and log.is_file() and log.stat().st_size:
         lines.append(f"All of its output is in {log}; the other workers were stopped.")
     return "\n".join(lines)

@@ -15,9 +15,10 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.launch import failures
+from mtrain_cli.launch import failures, streams
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.launch.stop import was_stopped
 
 if TYPE_CHECKING:
     from mtrain_cli.launch.agent import WorkerAgent
@@ -25,21 +26,27 @@ if TYPE_CHECKING:
 TRAIN = "mtrain_cli.training.trainer:train"
 KILLED = 130
 DISPLAY_LINES = 2  # of `training.progress`
+# 128 + the signal, as shells count. A hangup is an end by the system like SIGTERM; one code for both is easier to test for.
+_STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 143}
 
 
 def launch(run_dir: RunDir, environment: Environment, resume: bool, target: str = TRAIN) -> int:
     """Run ``target`` (``module:function``) on every worker of ``environment`` and wait for the end.
 
+    It is called with config, run_dir, environment and resume, and returns whether a request stopped it before its work was done.
+
     SIGTERM, SIGHUP and a first Ctrl-C ask the workers to save and stop; a second Ctrl-C kills them. Under torchrun and srun this process is
     one of the workers, and ends here.
 
     Returns:
-        Exit code: 0 after success or a requested stop, 1 when a worker failed, 130 when killed. Of the latter two stderr tells more, and
-        how to go on from the newest checkpoint.
+        Exit code: 0 after success; 130 (SIGINT) or 143 (SIGTERM, SIGHUP) after a requested stop, so that `mtrain train && evaluate` does
+        not evaluate half a training; 1 when a worker failed, 130 when killed. Of the latter two stderr tells more, and how to go on from
+        the newest checkpoint.
 
     Raises:
         ConfigError: a worker found a mistake of the user's, such as a corpus that is too short.
     """
+    streams.guard(output_required=False)
     if environment.launcher != "mtrain":
         from mtrain_cli.launch.worker import run_in_job
 
@@ -55,10 +62,10 @@ def launch(run_dir: RunDir, environment: Environment, resume: bool, target: str 
             agent = WorkerAgent(environment.workers, command, Path(folder), _variables(environment))
         except (RuntimeError, OSError) as error:
             return _not_started(error)
-        return _wait(agent, run_dir)
+        return _wait(agent, run_dir, Path(folder))
 
 
-def _wait(agent: WorkerAgent, run_dir: RunDir) -> int:
+def _wait(agent: WorkerAgent, run_dir: RunDir, folder: Path) -> int:
     """Let the agent run in a thread, so that signals come to this one, and tell how it ended."""
     problem: list[Exception] = []
 
@@ -84,7 +91,10 @@ def _wait(agent: WorkerAgent, run_dir: RunDir) -> int:
         return KILLED
     if agent.failures:
         return _failed(agent, run_dir)
-    return _not_started(problem[0]) if problem else 0
+    if problem:
+        return _not_started(problem[0])
+    run_dir.stop_request.unlink(missing_ok=True)
+    return _STOPPED[requests.asked] if requests.asked and was_stopped(folder) else 0
 
 
 def _failed(agent: WorkerAgent, run_dir: RunDir) -> int:
@@ -116,7 +126,7 @@ class _Requests:
 
     def __init__(self, run_dir: RunDir) -> None:
         self._file = run_dir.stop_request
-        self._asked = False
+        self.asked: signal.Signals | None = None
         self.kill = False
 
     def __enter__(self) -> _Requests:
@@ -133,10 +143,10 @@ class _Requests:
             signal.signal(signum, handler)
 
     def _heed(self, signum: int, _frame: FrameType | None) -> None:
-        if self._asked and signum == signal.SIGINT:
+        if self.asked and signum == signal.SIGINT:
             self.kill = True
-        elif not self._asked:
-            self._asked = True
+        elif not self.asked:
+            self.asked = signal.Signals(signum)
             try:
                 self._file.touch()
                 _say("stopping: the workers save a checkpoint after this step; Ctrl-C again ends them at once", over_display=True)

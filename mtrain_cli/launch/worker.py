@@ -16,19 +16,20 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from mtrain_cli.config import compose
 from mtrain_cli.config.schema import Config
-from mtrain_cli.launch import failures
+from mtrain_cli.launch import failures, streams
 from mtrain_cli.launch.environment import Environment, gpu_index, resolve_environment
 from mtrain_cli.launch.job import current_job, decide_on_rank_zero, job_store
 from mtrain_cli.launch.lifeline import Lifeline, leave
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.launch.stop import StopFlag, save_and_stop_on_signals
+from mtrain_cli.launch.stop import StopFlag, mark_stopped, save_and_stop_on_signals
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -44,8 +45,9 @@ def main() -> None:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--launcher-pid", type=int, help="the worker ends when this parent process does")
-    parser.add_argument("--target", required=True, help="module:function to run, called with config, run_dir, environment, resume")
+    parser.add_argument("--target", required=True, help="module:function to run; see launch.local.launch")
     arguments = parser.parse_args()
+    streams.guard(output_required=False)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if arguments.launcher_pid is not None:
@@ -55,24 +57,26 @@ def main() -> None:
     try:
         config = compose.load(run_dir.resolved)
         environment = dataclasses.replace(resolve_environment(config), launcher="mtrain")
-        _work(config, run_dir, environment, arguments.resume, arguments.target)
+        if _work(config, run_dir, environment, arguments.resume, arguments.target):
+            mark_stopped(os.environ.get("TORCHELASTIC_ERROR_FILE"))
     except BaseException as error:
         failure = failures.describe(error)
         failures.leave_record(failure, os.environ.get("TORCHELASTIC_ERROR_FILE"))
         with contextlib.suppress(OSError):
-            print(failure.trace, file=log, flush=True)
+            traceback.print_exception(error, file=log)
         leave(2 if failure.kind == "config" else 1)
     leave(0)
 
 
 def run_in_job(run_dir: RunDir, environment: Environment, resume: bool, target: str) -> NoReturn:
-    """Run ``target`` in this process, a rank of a torchrun or srun job; SIGTERM and a first SIGINT mean save and stop.
+    """Run ``target`` in this process, a rank of a torchrun or srun job; SIGTERM, SIGHUP and a first SIGINT mean save and stop.
 
     Ends the process: 0, or 1 or 2 once rank 0 has told the cause.
 
     Raises:
         ConfigError: the ranks cannot reach each other.
     """
+    streams.guard(output_required=False)
     save_and_stop_on_signals()
     job = current_job()
     assert job is not None
@@ -88,11 +92,12 @@ def run_in_job(run_dir: RunDir, environment: Environment, resume: bool, target: 
     lifeline.close()
     if environment.rank == 0:
         run_dir.stop_request.unlink(missing_ok=True)
+    # Also after a requested stop: to torchrun and srun any other code is a failed worker, whose peers are to be killed or restarted.
     leave(0)
 
 
-def _work(config: Config, run_dir: RunDir, environment: Environment, resume: bool, target: str) -> None:
-    """Join the process group, call the target, and leave the group when it returns.
+def _work(config: Config, run_dir: RunDir, environment: Environment, resume: bool, target: str) -> bool:
+    """Join the process group, call the target, and leave the group when it returns; returns whether it stopped on request.
 
     After a failure the group stays: to leave it in order needs the peers, which may be gone.
     """
@@ -102,21 +107,37 @@ def _work(config: Config, run_dir: RunDir, environment: Environment, resume: boo
     assert job is not None, "workers run with torchrun's or srun's environment variables"
     timeout = timedelta(seconds=config.topology.timeout_s)
     store: Store = dist.PrefixStore("process_group", job_store(job))
-    if environment.device == "cuda":
-        import torch
+    with _timeouts_explained(config, job.rank):
+        if environment.device == "cuda":
+            import torch
 
-        device = torch.device("cuda", gpu_index(environment))
-        torch.cuda.set_device(device)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl", store=store, rank=job.rank, world_size=job.world_size, timeout=timeout, device_id=device
-        )
-    else:
-        dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=timeout)
-    _function(target)(config, run_dir, environment, resume)
-    dist.destroy_process_group()
+            device = torch.device("cuda", gpu_index(environment))
+            torch.cuda.set_device(device)
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl", store=store, rank=job.rank, world_size=job.world_size, timeout=timeout, device_id=device
+            )
+        else:
+            dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=timeout)
+        stopped = _function(target)(config, run_dir, environment, resume)
+        dist.destroy_process_group()
+    return bool(stopped)
 
 
-def _function(target: str) -> Callable[[Config, RunDir, Environment, bool], None]:
+@contextlib.contextmanager
+def _timeouts_explained(config: Config, rank: int) -> Iterator[None]:
+    """Where the wait for another worker ended by ``topology.timeout_s``, say so in a line; the traceback stays in this worker's log."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not failures.timed_out(error):
+            raise
+        raise failures.PeerLostError(
+            f"topology.timeout_s={config.topology.timeout_s:g}: rank {rank} waited longer than that for another worker, and none left "
+            "another error; give more seconds, or see in the run's logs/ which one hangs"
+        ) from error
+
+
+def _function(target: str) -> Callable[[Config, RunDir, Environment, bool], bool | None]:
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from mtrain_cli.config.schema import ConfigError, ModelConfig
+from mtrain_cli.launch.failures import RunError, write_failure
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.huggingface_config import config_json, read_config, read_json
 
@@ -187,7 +188,8 @@ def write_folder(
     """Write config.json and safetensors that transformers opens; ``read(names)`` returns those parameters, whole, for one file at a time.
 
     ``seq`` is the number of tokens that the model was trained on. Tokenizer files and token ids are copied from the folder ``tokenizer``.
-    The folder appears under its name only when complete. Raises ConfigError if it already has content or cannot be written.
+    The folder appears under its name only when complete. Raises ConfigError if it already has content or cannot be written, RunError if the
+    disk fails or is full.
     """
     require_new_folder(path)
     config = config_json(model, rope_factor=rope_factor, seq=seq, dtype=str(dtype).removeprefix("torch."))
@@ -201,8 +203,10 @@ def write_folder(
         if path.exists():
             path.rmdir()
         unfinished.rename(path)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{path}: could not be written ({error})") from None
+    except OSError as error:
+        raise write_failure(error, f"{path}: could not be written ({error.strerror or error})") from None
+    except SafetensorError as error:  # the folder could be made, so it is the disk
+        raise RunError(f"{path}: could not be written ({error})") from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,10 +36,11 @@ def require_transformers() -> str:
     return transformers.__version__
 
 
-def verify(folder: Path | str, tokens: int, seed: int = 0) -> Agreement:
+def verify(folder: Path | str, tokens: int, report: Callable[[str], None] = lambda _: None, seed: int = 0) -> Agreement:
     """Logits of ``tokens`` random tokens by the decoder and by transformers, in float32 on the CPU, from one Hugging Face folder.
 
-    Raises ConfigError if transformers is missing or the folder cannot be read.
+    ``report`` is told what begins, since each half takes minutes for many tokens. Raises ConfigError if transformers is missing or the
+    folder cannot be read.
     """
     require_transformers()
     import transformers
@@ -55,9 +57,12 @@ def verify(folder: Path | str, tokens: int, seed: int = 0) -> Agreement:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     with torch.inference_mode():
+        what = f"logits of {tokens:,} tokens through {model.num_layers} layers, in float32 on the CPU"
+        report(f"1 of 2: mtrain's {what}")
         ours_BNV = decoder.logits(tokens_BN, torch.arange(tokens)[None], causal_attend)
         del decoder
         reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+        report(f"2 of 2: transformers' {what}")
         theirs_BNV = reference(input_ids=tokens_BN, use_cache=False).logits
     return compare(ours_BNV, theirs_BNV)
 

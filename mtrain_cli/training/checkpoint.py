@@ -134,6 +134,13 @@ class Checkpointer:
         """Step of the newest committed checkpoint that this rank sees, verified or not."""
         return next(iter(committed_steps(self._directory)), None)
 
+    def what_remains(self) -> str:
+        """What a user who just lost a step has to go on from, as this rank sees it."""
+        # An older checkpoint of the same step, put aside for one that never arrived, comes back at the next start.
+        if self.latest() is not None or any(self._directory.glob("step-*.replaced")):
+            return "the checkpoint before it is intact"
+        return "no checkpoint was written before"
+
     def load(self, state: dict[str, Any]) -> int:
         """Load the newest checkpoint whose files are all as they were written into ``state``, and return its step.
 
@@ -205,8 +212,7 @@ class Checkpointer:
             # Every rank removes what it can, since machines may not share the disk.
             shutil.rmtree(partial, ignore_errors=True)
             final, reason = self._directory / f"step-{step}", error if isinstance(error, _Failed) else self._reason(error)
-            kept = "the one before it is intact" if self.latest() is not None else "there is none before it"
-            self._failure = CheckpointError(f"{final}: the checkpoint of step {step} was not saved ({reason}); {kept}")
+            self._failure = CheckpointError(f"{final}: the checkpoint of step {step} was not saved ({reason}); {self.what_remains()}")
 
     def _publish(self, manifest: Manifest, partial: Path) -> None:
         """Give ``partial`` its manifest and its final name, then remove what is no longer kept."""

@@ -26,6 +26,7 @@ def import_folder(source: Path, run: Path) -> Config:
 
     Raises:
         ConfigError: ``source`` cannot be read, ``run`` holds a run already or cannot be written. Nothing is left behind.
+        CheckpointError: the weights could not be written, such as on a full disk; nothing is left behind either.
     """
     folder = HuggingFaceFolder(source)
     base = compose.compose()
@@ -35,9 +36,6 @@ def import_folder(source: Path, run: Path) -> Config:
     try:
         weights = {name: folder.read(name).float() for name in parameter_shapes(folder.model)}
         write_model_state(created.checkpoints, 0, weights)
-    except CheckpointError as error:
-        created.discard()
-        raise ConfigError(*str(error).splitlines()) from error
     except BaseException:
         created.discard()
         raise
@@ -55,6 +53,7 @@ def export_checkpoint(source: Path, target: Path, *, dtype: torch.dtype, tokeniz
 
     Raises:
         ConfigError: there is no such run or usable checkpoint, the checkpoint is not of the run's model, or ``target`` cannot be written.
+        RunError: the disk of ``target`` is full or fails.
     """
     require_new_folder(target)
     if not source.exists() and (run_dir.RUNS / source).is_dir():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections import deque
@@ -75,7 +76,8 @@ class Progress:
             self._live.stop()
             self._live = None
         if self._log is not None:
-            self._log.close()
+            with contextlib.suppress(OSError):
+                self._log.close()
             self._log = None
 
     def step(self, metrics: StepMetrics) -> None:
@@ -205,8 +207,10 @@ class Progress:
 
     def _write_log(self, line: str) -> None:
         if self._log is not None:
-            self._log.write(line + "\n")
-            self._log.flush()
+            # On a full disk lines wait in the buffer for room. Their loss is no reason to end a training; that of a checkpoint is told.
+            with contextlib.suppress(OSError):
+                self._log.write(line + "\n")
+                self._log.flush()
 
     def _print_plain(self, line: str) -> None:
         self._console.print(line, soft_wrap=True, markup=False, highlight=False)

@@ -60,8 +60,11 @@ class StepResult:
     index: IndexMetrics | None = None
 
 
-def train(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> None:
-    """Trains to config.train.steps, from the newest checkpoint of run_dir if resume. Called on every worker, inside a process group."""
+def train(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> bool:
+    """Trains to config.train.steps, from the newest checkpoint of run_dir if resume. Called on every worker, inside a process group.
+
+    Returns whether it stopped before the last step, on request.
+    """
     trainer = Trainer(config, environment)
     reports: list[str] = []
     checkpointer = Checkpointer(run_dir.checkpoints, config.train.keep_checkpoints, report=reports.append)
@@ -85,6 +88,7 @@ def train(config: Config, run_dir: RunDir, environment: Environment, resume: boo
         if nothing_left:
             ended = f"nothing is left to train: step {trainer.step} is the last of train.steps={config.train.steps}; a larger one continues"
         progress.summary(ended, files=[str(run_dir.path)], commands=_ways_on(run_dir, config))
+    return trainer.step < config.train.steps
 
 
 def _ways_on(run_dir: RunDir, config: Config) -> list[tuple[str, str]]:
@@ -112,10 +116,11 @@ def _loop(
         started = time.perf_counter()
         try:
             result = trainer.train_step(stop_flag.requested())
-        except NonFiniteError:
+        except NonFiniteError as found:
             # All workers raise it together: the save that is under way may finish.
             _wait(checkpointer, progress)
-            raise
+            remedy = "Try a lower optim.lr or more optim.warmup_steps."
+            raise NonFiniteError(f"{found}; {checkpointer.what_remains()}. {remedy}") from found
         seconds = time.perf_counter() - started
         stop = result.stop
         metrics = trainer.metrics(result, seconds)
@@ -130,7 +135,7 @@ def _loop(
         saved = _save(trainer, checkpointer, progress)
     error = _wait(checkpointer, progress)
     if finish and error:
-        raise CheckpointError(f"the state of step {trainer.step} could not be saved; {_left(checkpointer)}")
+        raise CheckpointError(f"the state of step {trainer.step} could not be saved; {checkpointer.what_remains()}")
     return (
         f"trained to step {trainer.step}" if trainer.step >= config.train.steps else f"stopped on request after step {trainer.step}, saved"
     )
@@ -144,11 +149,6 @@ def _save(trainer: Trainer, checkpointer: Checkpointer, progress: Progress) -> i
         progress.message(str(error), warning=True)
     progress.message(f"saving the checkpoint of step {trainer.step} in the background")
     return trainer.step
-
-
-def _left(checkpointer: Checkpointer) -> str:
-    step = checkpointer.latest()
-    return "there is no checkpoint" if step is None else f"the checkpoint of step {step} is intact"
 
 
 def _wait(checkpointer: Checkpointer, progress: Progress) -> bool:
@@ -309,7 +309,7 @@ class Trainer:
             if ranks:
                 raise NonFiniteError(
                     f"step {self.step + 1}: the {what} is not finite on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}; "
-                    "the step was neither applied nor saved. Try a lower optim.lr or more optim.warmup_steps."
+                    "the step was not applied"
                 )
 
     def metrics(self, result: StepResult, seconds: float) -> StepMetrics:

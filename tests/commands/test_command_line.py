@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from mtrain_cli import __version__
 from mtrain_cli.commands import app as command_line
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.launch.failures import RunError
 
 COMMANDS = ([], ["train"], ["config"], ["config", "list"], ["config", "show"])
 
@@ -117,7 +118,7 @@ def test_in_a_job_one_process_of_each_machine_speaks():
     assert said(2, 0).startswith("mtrain: rank 2: seq=512q")
 
 
-@pytest.mark.parametrize(("raised", "code"), [(KeyboardInterrupt(), 130), (ConfigError("a: b", "c: d"), 2)])
+@pytest.mark.parametrize(("raised", "code"), [(KeyboardInterrupt(), 130), (ConfigError("a: b", "c: d"), 2), (RunError("no room"), 1)])
 def test_what_a_command_raises_becomes_an_exit_code(monkeypatch, raised, code):
     from mtrain_cli.config import compose
 
@@ -127,11 +128,25 @@ def test_what_a_command_raises_becomes_an_exit_code(monkeypatch, raised, code):
     monkeypatch.setattr(compose, "compose", fail)
     result = run("train", "--cfg")
     assert result.exit_code == code
-    assert result.stderr == ("mtrain: a: b\nmtrain: c: d\n" if code == 2 else "")
+    assert result.stderr == {130: "", 2: "mtrain: a: b\nmtrain: c: d\n", 1: "error: no room\n"}[code]
 
 
-def test_a_reader_that_stops_reading_causes_no_traceback():
-    command = f"{sys.executable} -m mtrain_cli train --cfg | head -1"
-    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
-    assert result.stdout.startswith("seq:")
-    assert "Traceback" not in result.stderr
+def shell(command: str) -> subprocess.CompletedProcess[str]:
+    line = command.replace("mtrain", f"{sys.executable} -m mtrain_cli", 1)
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("command", ["mtrain train --cfg", "mtrain config list", "mtrain --help"])
+def test_a_reader_that_leaves_ends_a_command_quietly(command):
+    result = shell(f"{command} | true; exit ${{PIPESTATUS[0]}}")
+    assert (result.returncode, result.stdout, result.stderr) == (141, "", "")
+
+
+@pytest.mark.parametrize("command", ["mtrain train --cfg", "mtrain config list", "mtrain --help", "mtrain --version"])
+def test_a_result_that_cannot_be_written_is_a_failure_in_one_line(command):
+    result = shell(f"{command} > /dev/full")
+    assert (result.returncode, result.stderr) == (1, "error: standard output: No space left on device\n")
+
+
+def test_a_mistake_keeps_its_exit_code_where_it_cannot_be_told():
+    assert shell("mtrain train seq=512q 2> /dev/full").returncode == 2

@@ -18,6 +18,7 @@ from mtrain_cli.data.prepare import Progress, prepare_store
 from mtrain_cli.data.store import TokenStore
 from mtrain_cli.data.text_files import text_corpus
 from mtrain_cli.data.tokenizers import ByteTokenizer
+from mtrain_cli.launch.failures import RunError
 
 _STORE_FILES = {"tokens.bin", "documents.bin", "meta.json"}
 
@@ -236,7 +237,8 @@ def test_a_full_disk_keeps_what_is_done(source: Path, tmp_path: Path, monkeypatc
         real(writer, ids)
 
     monkeypatch.setattr(prepare.StoreWriter, "append", full)
-    assert "cannot be written (No space left on device); what is done stays" in _refused(source, tmp_path / "out")
+    with pytest.raises(RunError, match=r"cannot be written \(No space left on device\); what is done stays"):
+        _prepare(source, tmp_path / "out")
     monkeypatch.setattr(prepare.StoreWriter, "append", real)
     assert _contents(_prepare(source, tmp_path / "out").folder) == _contents(_prepare(source, tmp_path / "whole").folder)
 

@@ -116,10 +116,11 @@ def test_a_mistake_of_rank_0_ends_the_others_silently():
 
 
 @pytest.mark.slow
-def test_sigterm_to_one_rank_lets_all_save_and_stop():
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_one_rank_lets_all_save_and_stop(signum):
     job = SimulatedJob("steps_until_stopped", 2, "run.dir=run")
     wait_for(signed_in(2))
-    job.ranks[1].terminate()
+    job.ranks[1].send_signal(signum)
     assert job.ends() == [(0, ""), (0, "")]
     assert Path("run/stopped-0").exists()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import re
@@ -51,7 +52,7 @@ from mtrain_cli.launch.local import launch
 from mtrain_cli.launch.run_dir import RunDir
 from pathlib import Path
 run = RunDir(Path(sys.argv[1]))
-launch(run, resolve_environment(compose.load(run.resolved)), False, target=sys.argv[2])
+sys.exit(launch(run, resolve_environment(compose.load(run.resolved)), False, target=sys.argv[2]))
 """
 
 
@@ -113,6 +114,19 @@ def test_the_exception_of_the_worker_that_failed_first_is_told_first_and_alone(r
     assert not any(map(alive, worker_pids(run)))
 
 
+@pytest.mark.parametrize(("timeout_s", "target"), [(0.001, "adds_ranks"), (1.0, "rank_1_is_late")])
+def test_a_wait_that_is_too_long_is_told_in_one_line_with_the_key_that_sets_it(run, capfd, timeout_s, target):
+    config = compose.load(run.resolved)
+    topology = dataclasses.replace(config.topology, timeout_s=timeout_s)
+    compose.save(dataclasses.replace(config, topology=topology), run.resolved)
+    assert launched(run, target) == 1
+    shown = capfd.readouterr().err
+    # gloo may have said that it cannot connect, from C++, before.
+    (line,) = (line for line in shown.splitlines() if "gloo" not in line.lower())
+    assert re.match(rf"error: topology.timeout_s={timeout_s:g}: rank \d waited longer than that for another worker", line)
+    assert any("Traceback" in file.read_text() for file in run.logs.iterdir())
+
+
 def test_a_killed_worker_ends_the_run_at_once_and_is_named(run, capfd):
     killed_at = []
 
@@ -141,20 +155,49 @@ def test_a_mistake_that_workers_find_is_raised_once_and_leaves_no_folder(run, ca
     assert not run.path.exists()
 
 
-def test_sigterm_lets_the_workers_save_and_stop(run, capfd):
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)])
+def test_a_signal_lets_the_workers_save_and_stop_and_is_told_by_the_exit_code(run, capfd, signum, code):
+    before = signal.getsignal(signum)
 
+    def ask() -> None:
+        wait_for(lambda: len(worker_pids(run)) == 2)
+        os.kill(os.getpid(), signum)
+
+    threading.Thread(target=ask).start()
+    assert launched(run, "steps_until_stopped") == code
+    assert (run.path / "stopped-0").exists()
+    assert (run.path / "stopped-1").exists()
+    assert capfd.readouterr().err.startswith("stopping: the workers save a checkpoint")
+    assert signal.getsignal(signum) == before
+    assert not run.stop_request.exists()
+
+
+def test_a_request_that_comes_during_the_last_step_is_a_success(run):
     def ask() -> None:
         wait_for(lambda: len(worker_pids(run)) == 2)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=ask).start()
-    assert launched(run, "steps_until_stopped") == 0
+    assert launched(run, "finishes_when_asked") == 0
+
+
+@pytest.mark.parametrize("lost", ["terminal", "reader"])
+def test_a_terminal_or_reader_that_goes_ends_no_run_before_its_save(run, lost):
+    ours, theirs = os.openpty() if lost == "terminal" else os.pipe()
+    command = [sys.executable, "-c", LAUNCHER, str(run.path), "worker_targets:shows_steps_until_stopped"]
+    launcher = subprocess.Popen(command, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm"})
+    os.close(theirs)
+    try:
+        wait_for(lambda: len(worker_pids(run)) == 2)
+        os.close(ours)
+        launcher.send_signal(signal.SIGHUP)
+        launcher.wait(timeout=60)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 143
     assert (run.path / "stopped-0").exists()
-    assert (run.path / "stopped-1").exists()
-    assert capfd.readouterr().err.startswith("stopping: the workers save a checkpoint")
-    assert signal.getsignal(signal.SIGTERM) == before
-    assert not run.stop_request.exists()
+    assert run.log.read_text().splitlines()[:3] == ["before the steps", "saving", "stopped"]
+    assert (run.logs / "rank-0.log").read_text() == ""
 
 
 class Terminal(io.StringIO):

@@ -16,6 +16,7 @@ from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.stop import StopFlag
 from mtrain_cli.training.checkpoint import Checkpointer
+from mtrain_cli.training.progress import Progress
 
 
 def _sign_in(run_dir: RunDir, environment: Environment) -> None:
@@ -50,7 +51,12 @@ def rank_1_raises_late(_config: Config, run_dir: RunDir, environment: Environmen
     raise ValueError("the true cause")
 
 
-def steps_until_stopped(_config: Config, run_dir: RunDir, environment: Environment, _resume: bool) -> None:
+def rank_1_is_late(_config: Config, _run_dir: RunDir, environment: Environment, _resume: bool) -> None:
+    time.sleep(600 * environment.rank)
+    dist.barrier()
+
+
+def steps_until_stopped(_config: Config, run_dir: RunDir, environment: Environment, _resume: bool) -> bool:
     flag = StopFlag(run_dir, environment)
     dist.all_reduce(torch.ones(1))
     _sign_in(run_dir, environment)
@@ -60,6 +66,24 @@ def steps_until_stopped(_config: Config, run_dir: RunDir, environment: Environme
         stop = torch.tensor([float(flag.requested())])
         dist.all_reduce(stop)
     (run_dir.path / f"stopped-{environment.rank}").touch()
+    return True
+
+
+def finishes_when_asked(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> bool:
+    """Its last step was under way when the request came."""
+    return not steps_until_stopped(config, run_dir, environment, resume)
+
+
+def shows_steps_until_stopped(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> bool:
+    """With the display of a training, from its first line to its summary."""
+    with Progress(1000, 0, environment.rank == 0, log=run_dir.log) as progress:
+        progress.message("before the steps")
+        steps_until_stopped(config, run_dir, environment, resume)
+        time.sleep(0.5)  # the display refreshes four times a second
+        progress.message("saving")
+        progress.summary("stopped")
+    print("a last word")
+    return True
 
 
 def sleeps(_config: Config, run_dir: RunDir, environment: Environment, _resume: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import gloo
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tiny_models import LLAMA3, PLAIN, YARN, make_decoder, tiny_model
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from mtrain_cli.config.schema import ConfigError, ModelConfig
+from mtrain_cli.launch.failures import RunError
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.huggingface import INDEX, SINGLE, HuggingFaceFolder, load_into, write_folder
 from mtrain_cli.model.huggingface_config import read_config
@@ -271,13 +273,21 @@ def test_an_existing_folder_is_left_alone(tmp_path):
     assert [path.name for path in (tmp_path / "hf").iterdir()] == ["precious"]
 
 
-def test_a_failed_write_leaves_nothing(tmp_path):
+@pytest.mark.parametrize(
+    ("raised", "kind"),
+    [
+        (OSError(28, "No space left on device"), RunError),
+        (SafetensorError("I/O error: No space left on device (os error 28)"), RunError),
+        (PermissionError(13, "Permission denied"), ConfigError),
+    ],
+)
+def test_a_failed_write_leaves_nothing_and_only_the_disk_makes_it_a_failure(tmp_path, raised, kind):
     model = tiny_model()
 
     def read(names):  # noqa: ARG001
-        raise OSError(28, "No space left on device")
+        raise raised
 
-    with pytest.raises(ConfigError, match=r"hf: could not be written .*No space left on device"):
+    with pytest.raises(kind, match=r"hf: could not be written .*(No space left on device|Permission denied)"):
         write_folder(tmp_path / "hf", model, read, rope_factor=1.0, seq=SEQ, dtype=torch.float32)
     assert not list(tmp_path.iterdir())
 

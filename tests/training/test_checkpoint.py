@@ -199,7 +199,7 @@ def test_a_full_disk_fails_the_save_in_one_line_and_the_next_save_may_succeed(sm
     with pytest.raises(CheckpointError) as caught:
         checkpointer.wait()
     assert str(caught.value) == (
-        f"{small_disk / 'step-2'}: the checkpoint of step 2 was not saved (No space left on device); the one before it is intact"
+        f"{small_disk / 'step-2'}: the checkpoint of step 2 was not saved (No space left on device); the checkpoint before it is intact"
     )
     assert names(small_disk) == ["filler", "step-1"]
     assert loaded(small_disk) == (1, [])
@@ -221,7 +221,7 @@ def test_an_earlier_failure_is_told_by_the_next_save_which_is_made_all_the_same(
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
     try:
         save(checkpointer, 1)
-        with pytest.raises(CheckpointError, match=r"step 1 was not saved \(File too large\)"):
+        with pytest.raises(CheckpointError, match=r"step 1 was not saved \(File too large\); no checkpoint was written before"):
             save(checkpointer, 2)
         with pytest.raises(CheckpointError, match=r"step 2 was not saved \(File too large\)"):
             checkpointer.wait()

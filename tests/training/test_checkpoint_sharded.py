@@ -127,7 +127,7 @@ def save_with_a_failing_rank(rank: int, world: int, directory: Path) -> list[str
 
 
 def test_when_one_rank_cannot_write_all_ranks_learn_it_and_go_on(tmp_path):
-    line = f"{tmp_path / 'step-2'}: the checkpoint of step 2 was not saved (rank 1: File too large); the one before it is intact"
+    line = f"{tmp_path / 'step-2'}: the checkpoint of step 2 was not saved (rank 1: File too large); the checkpoint before it is intact"
     for told in gloo.run(2, save_with_a_failing_rank, tmp_path):
         assert told == [line, "step-1", line, "step-1", "step-3"]
 

@@ -76,6 +76,15 @@ def test_the_log_holds_plain_lines_whatever_the_terminal(tmp_path):
     assert all(line == line.rstrip() for line in text.splitlines())
 
 
+def test_a_log_on_a_full_disk_does_not_end_the_run(tmp_path):
+    (tmp_path / "log.txt").symlink_to("/dev/full")
+    progress, out, _ = make(tmp_path)
+    with progress:
+        progress.step(STEP)
+        progress.summary("trained 1 step")
+    assert "trained 1 step" in out.getvalue()
+
+
 def test_other_workers_show_nothing_and_write_nothing(tmp_path):
     progress, out, _ = make(tmp_path, enabled=False)
     with progress:

@@ -12,9 +12,10 @@ import torch
 from mtrain_cli.config.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.environment import Environment
+from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.training.checkpoint import Checkpointer
-from mtrain_cli.training.trainer import NonFiniteError, Trainer, train
+from mtrain_cli.training.trainer import NonFiniteError, StepResult, Trainer, train
 
 SMALL = [
     "seq=160",
@@ -126,6 +127,43 @@ def test_a_step_that_is_not_finite_names_step_and_rank_and_changes_nothing(tmp_p
         assert message.startswith("step 3: the loss is not finite on rank 1;")
         assert unchanged
         assert saved == 2
+
+
+def poisoned_run(rank: int, world: int, folder: str, checkpoint_every: int) -> list[str]:
+    """What train() raises on a run whose third step is not finite, and then on one that goes well but cannot save its end."""
+    del world
+    words = [*SMALL, "topology.device=cpu", "topology.workers=2", f"train.checkpoint_every={checkpoint_every}"]
+    run_dir = RunDir(Path(folder))
+    said = []
+    healthy = Trainer.train_step
+
+    def poisoned_step(self: Trainer, stop: bool) -> StepResult:
+        if self.step == 2:
+            self._check_finite([[float("nan"), 1.0]])
+        return healthy(self, stop)
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    for owner, name, replacement in ((Trainer, "train_step", poisoned_step), (Checkpointer, "_publish", refuse)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, replacement)
+            with pytest.raises(RunError) as caught:
+                train(compose(words), run_dir, Environment("cpu", 2, 2, 1, 2, 1, rank, rank, "mtrain"), False)
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("checkpoint_every", "remains"), [(0, "no checkpoint was written before"), (2, "the checkpoint before it is intact")]
+)
+def test_a_run_that_fails_says_whether_there_is_a_checkpoint_to_go_on_from(tmp_path, checkpoint_every, remains):
+    for not_finite, not_saved in gloo.run(2, poisoned_run, str(tmp_path), checkpoint_every):
+        assert not_finite == (
+            f"step 3: the loss is not finite on rank 0; the step was not applied; {remains}. "
+            "Try a lower optim.lr or more optim.warmup_steps."
+        )
+        assert not_saved == f"the state of step 6 could not be saved; {remains}"
 
 
 def stopping(rank: int, world: int) -> bool:

@@ -1,0 +1,65 @@
+"""Mistakes in sparsity.*: one line each that names key, value and what is allowed."""
+
+import pytest
+
+from mtrain_cli.config.compose import compose
+from mtrain_cli.config.schema import PATTERNS, ConfigError
+from mtrain_cli.config.validate import PATTERN_KEYS
+from mtrain_cli.sparsity.registry import make_pattern
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_every_pattern_composes_and_is_made(name):
+    config = compose([f"sparsity={name}"])
+    pattern = make_pattern(config.sparsity, 0)
+    assert (pattern is None) == (name == "dense")
+    if pattern is not None:
+        assert pattern.name == name
+        assert pattern.synthetic == (name == "fixed")
+        assert pattern.request().block == 128
+        assert pattern.describe()
+    set_keys = {key for key, value in vars(config.sparsity).items() if value is not None and key != "pattern"}
+    assert set_keys == set(PATTERN_KEYS[name])
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("sparsity=vertical_slash sparsity.p_v=0", "sparsity.p_v=0: must be above 0 and at most 1"),
+        ("sparsity=vertical_slash sparsity.p_s=1.5", "sparsity.p_s=1.5: must be above 0 and at most 1"),
+        ("sparsity=xattention sparsity.threshold=-1", "sparsity.threshold=-1: must be above 0 and at most 1"),
+        (
+            "sparsity=vertical_slash sparsity.max_bars=10",
+            "sparsity.max_bars=10: is below the 64 columns of sparsity.min_bars; give 0 (no bound) or at least 64",
+        ),
+        (
+            "sparsity=vertical_slash sparsity.max_bars=10 sparsity.min_bars=2 sparsity.sink_tokens=20",
+            "sparsity.max_bars=10: is below the 20 columns of sparsity.sink_tokens; give 0 (no bound) or at least 20",
+        ),
+        (
+            "sparsity=vertical_slash sparsity.max_slashes=1",
+            "sparsity.max_slashes=1: is below sparsity.min_slashes=2; give 0 (any number) or at least 2",
+        ),
+        ("sparsity=vertical_slash sparsity.last_q=8k seq=4k", "sparsity.last_q=8k: expected a whole number or null"),
+        ("sparsity=vertical_slash sparsity.last_q=8192 seq=4k", "sparsity.last_q=8192: is above seq=4096"),
+        ("sparsity=vertical_slash sparsity.block=100", "sparsity.block=100: must be 16, 32, 64 or 128"),
+        ("sparsity=xattention sparsity.stride=24", "sparsity.stride=24: does not divide sparsity.block=128"),
+        ("sparsity=moba sparsity.chunk=100", "sparsity.chunk=100: must be a multiple of sparsity.block=128"),
+        ("sparsity=moba sparsity.top_k=null", "sparsity.top_k=null: sparsity.pattern=moba needs it; sparsity=moba gives a default"),
+        (
+            "sparsity=moba sparsity.p_v=0.5",
+            "sparsity.p_v=0.5: is no key of sparsity.pattern=moba; its keys: block, dense_steps, chunk, top_k",
+        ),
+        ("sparsity.p_v=0.5", "sparsity.p_v=0.5: is no key of sparsity.pattern=dense; its keys: none"),
+        (
+            "sparsity=fixed sparsity.density=0",
+            "sparsity.slashes=0: give block diagonals here or a share of the blocks in sparsity.density",
+        ),
+        ("sparsity=vertical_slash sparsity.index_per=head", "expected one of query_head, kv_group"),
+    ],
+)
+def test_a_mistake_is_one_line(words, line):
+    with pytest.raises(ConfigError) as caught:
+        compose(words.split())
+    (problem,) = caught.value.problems
+    assert line in problem

@@ -1,0 +1,130 @@
+"""Training under a dynamic index: metrics, dense first steps, replicas, recomputation, and what is refused."""
+
+from __future__ import annotations
+
+import gloo
+import pytest
+import torch
+
+from mtrain_cli.config.compose import compose
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.launch.environment import Environment
+from mtrain_cli.training.trainer import Trainer
+
+SMALL = [
+    "seq=200",
+    "topology.block_size=16",
+    "model.hidden_size=32",
+    "model.num_layers=2",
+    "model.head_dim=8",
+    "model.intermediate_size=48",
+    "train.steps=6",
+    "train.global_batch=2",
+    "sparsity.block=16",
+]
+VERTICAL_SLASH = [
+    "sparsity=vertical_slash",
+    "sparsity.last_q=16",
+    "sparsity.p_v=0.3",
+    "sparsity.p_s=0.3",
+    "sparsity.min_bars=4",
+]
+
+
+def trainer(rank: int, world: int, cp: int, overrides: list[str]) -> Trainer:
+    environment = Environment(
+        device="cpu",
+        workers=world,
+        cp=cp,
+        dp=world // cp,
+        workers_per_node=world,
+        nodes=1,
+        rank=rank,
+        local_rank=rank,
+        launcher="mtrain",
+    )
+    return Trainer(compose([*SMALL, *overrides]), environment)
+
+
+def steps(rank: int, world: int, overrides: list[str], count: int) -> list[dict]:
+    made = trainer(rank, world, 1, overrides)
+    found = []
+    for _ in range(count):
+        result = made.train_step(False)
+        metrics = made.metrics(result, 1.0)
+        found.append({name: getattr(metrics, name) for name in ("loss", "grad_norm", "density", "slashes", "bars", "density_by_layer")})
+        assert (metrics.index_seconds is None) == (result.index is None)
+    return found
+
+
+def test_metrics_tell_what_the_index_left():
+    (found,) = gloo.run(1, steps, VERTICAL_SLASH, 2)
+    for step in found:
+        assert 0.2 < step["density"] < 0.8
+        assert 1 <= step["slashes"] < 13
+        assert 4 <= step["bars"] < 100
+        assert len(step["density_by_layer"]) == 2
+        assert step["density"] == pytest.approx(sum(step["density_by_layer"]) / 2)
+
+
+def test_everything_kept_is_dense_attention():
+    whole = ["sparsity=vertical_slash", "sparsity.last_q=16", "sparsity.p_v=1.0", "sparsity.p_s=1.0"]
+    (sparse,) = gloo.run(1, steps, whole, 2)
+    (dense,) = gloo.run(1, steps, ["sparsity=dense", "sparsity.block=null"], 2)
+    for a, b in zip(sparse, dense, strict=True):
+        assert a["density"] == pytest.approx(b["density"])
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+        assert (b["slashes"], b["density_by_layer"]) == (None, None)
+
+
+def test_the_first_steps_may_be_dense():
+    (found,) = gloo.run(1, steps, [*VERTICAL_SLASH, "sparsity.dense_steps=1"], 2)
+    assert [step["slashes"] is None for step in found] == [True, False]
+    assert found[0]["density"] > 0.9 > found[1]["density"]
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "full"])
+def test_recomputation_changes_nothing(checkpoint):
+    (found,) = gloo.run(1, steps, [*VERTICAL_SLASH, f"train.activation_checkpoint={checkpoint}"], 2)
+    (expected,) = gloo.run(1, steps, VERTICAL_SLASH, 2)
+    for a, b in zip(found, expected, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)
+        assert a["density_by_layer"] == b["density_by_layer"]
+
+
+def test_replicas_report_the_mean_of_all_sequences():
+    (alone,) = gloo.run(1, steps, VERTICAL_SLASH, 2)
+    for found in gloo.run(2, steps, VERTICAL_SLASH, 2):
+        for a, b in zip(found, alone, strict=True):
+            for name in ("loss", "density", "slashes", "bars"):
+                assert a[name] == pytest.approx(b[name], rel=1e-5), name
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        ["sparsity=moba", "sparsity.chunk=32", "sparsity.top_k=2"],
+        ["sparsity=xattention", "sparsity.stride=4", "sparsity.threshold=0.5"],
+        ["sparsity=fixed", "sparsity.slashes=3", "sparsity.bars=8", "sparsity.density=0"],
+    ],
+)
+def test_every_pattern_trains(pattern):
+    (found,) = gloo.run(1, steps, [*pattern, "optim.lr=0.01", "optim.warmup_steps=0", "optim.schedule=constant"], 6)
+    assert all(0 < step["density"] < 0.9 for step in found)
+    assert found[-1]["loss"] < found[0]["loss"] - 0.3
+
+
+def refused(rank: int, world: int, overrides: list[str]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        trainer(rank, world, world, overrides)
+    torch.distributed.barrier()
+    return str(caught.value)
+
+
+def test_several_workers_a_sequence_are_refused():
+    for said in gloo.run(2, refused, VERTICAL_SLASH):
+        assert said == (
+            "sparsity.pattern=vertical_slash: is computed by one worker a sequence so far, not topology.context_parallel=2; "
+            "give topology.workers=1 (or topology.context_parallel=1), or sparsity=dense"
+        )
