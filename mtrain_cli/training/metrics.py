@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -75,18 +76,35 @@ class MetricsWriter:
         self._events = _summary_writer(Path(run_dir), start_step) if tensorboard else None
         if self.path.exists():
             _keep_steps(self.path, start_step)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = self.path.open("ab", buffering=0)
+        self.lost = 0  # lines in a row that could not be written
 
-    def write(self, metrics: StepMetrics) -> None:
-        """Append one step and flush it to the operating system, so that it outlives this process."""
-        self._file.write(metrics.to_json() + "\n")
-        self._file.flush()
+    def write(self, metrics: StepMetrics) -> str | None:
+        """Append one step and flush it to the operating system, so that it outlives this process.
+
+        Returns what is wrong the first time that a line cannot be written, such as a full disk; training goes on without that line.
+        """
+        problem = None
+        before = os.fstat(self._file.fileno()).st_size
+        line = (metrics.to_json() + "\n").encode()
+        try:
+            while line:
+                line = line[self._file.write(line) or 0 :]
+            self.lost = 0
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                # Half a line would spoil the next one.
+                os.ftruncate(self._file.fileno(), before)
+            self.lost += 1
+            if self.lost == 1:
+                problem = f"{self.path}: step {metrics.step} was not written ({error.strerror}); training goes on"
         if self._events is not None:
             for field in fields(metrics):
                 value = getattr(metrics, field.name)
                 if isinstance(value, int | float) and field.name != "step":
                     self._events.add_scalar(f"train/{field.name}", value, metrics.step)
             self._events.flush()
+        return problem
 
     def close(self) -> None:
         """Close the files; writing afterwards is an error."""

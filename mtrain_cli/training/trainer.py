@@ -125,7 +125,9 @@ def _loop(
         stop = result.stop
         metrics = trainer.metrics(result, seconds)
         if writer is not None:
-            writer.write(metrics)
+            problem = writer.write(metrics)
+            if problem:
+                progress.message(problem, warning=True)
         progress.step(metrics)
         every = config.train.checkpoint_every
         if every and trainer.step % every == 0 and trainer.step < config.train.steps and not stop:

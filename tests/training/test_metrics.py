@@ -132,3 +132,32 @@ def test_missing_tensorboard_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ConfigError, match=r"run\.tensorboard=true: tensorboard is not installed; pip install .*\[tensorboard\]"):
         MetricsWriter(tmp_path, tensorboard=True, start_step=0)
+
+
+def test_a_full_disk_costs_lines_and_not_the_training(tmp_path, monkeypatch):
+    writer = MetricsWriter(tmp_path, tensorboard=False, start_step=0)
+    assert writer.write(replace(STEP, step=1)) is None
+    real = writer._file
+
+    class Full:
+        """Takes ten bytes of a line, as a disk does that is nearly full."""
+
+        def __init__(self) -> None:
+            self.room = 10
+
+        def write(self, data: bytes) -> int:
+            if not self.room:
+                raise OSError(28, "No space left on device")
+            taken, self.room = self.room, 0
+            return real.write(data[:taken])
+
+        def fileno(self) -> int:
+            return real.fileno()
+
+    for step, said in ((2, f"{tmp_path / 'metrics.jsonl'}: step 2 was not written (No space left on device); training goes on"), (3, None)):
+        monkeypatch.setattr(writer, "_file", Full())
+        assert writer.write(replace(STEP, step=step)) == said, "it is said once"
+    monkeypatch.setattr(writer, "_file", real)
+    assert writer.write(replace(STEP, step=4)) is None
+    writer.close()
+    assert steps(tmp_path) == [1, 4]
