@@ -7,6 +7,7 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -192,8 +193,10 @@ class Trainer:
             torch.use_deterministic_algorithms(True)
         self.choices: Choices = make_choices(config, environment)
         _check_host_memory(config, environment, self.choices)
-        self.host_group: dist.ProcessGroup = dist.new_group(backend="gloo")
-        group = make_context_group(environment.rank, environment.workers, environment.cp, self.device)
+        # A new group does not take over the default group's.
+        timeout = timedelta(seconds=config.topology.timeout_s)
+        self.host_group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+        group = make_context_group(environment.rank, environment.workers, environment.cp, self.device, timeout)
         exchange = make_exchange(self.choices.exchange, self.choices.layout, group)
         mask = config.data.document_mask
         self.batch_maker = BatchMaker(exchange, self.choices.kernel, self.device, document_mask=mask, pattern=self.choices.pattern)
