@@ -212,7 +212,7 @@ def test_a_failed_first_save_does_not_speak_of_one_before_it(small_disk):
     (small_disk / "filler").write_bytes(b"x" * 110_000)
     with pytest.raises(CheckpointError, match="No space left on device") as caught:
         save(Checkpointer(small_disk, keep=1), 1, asynchronous=False)
-    assert str(caught.value).endswith("; there is none before it")
+    assert str(caught.value).endswith("; no checkpoint was written before")
 
 
 def test_an_earlier_failure_is_told_by_the_next_save_which_is_made_all_the_same(tmp_path):
