@@ -37,7 +37,14 @@ from mtrain_cli.training.dry_run import planned
 from mtrain_cli.training.flops import causal_pairs, flops_per_token, peak_flops
 from mtrain_cli.training.index_metrics import IndexMetrics, index_metrics, index_records, summed
 from mtrain_cli.training.metrics import MetricsWriter, StepMetrics
-from mtrain_cli.training.optimizer import learning_rate, local_gradients, make_optimizer, peak_learning_rate, squared_norm
+from mtrain_cli.training.optimizer import (
+    learning_rate,
+    local_gradients,
+    make_optimizer,
+    peak_learning_rate,
+    set_hyperparameters,
+    squared_norm,
+)
 from mtrain_cli.training.plan import Choices, make_choices
 from mtrain_cli.training.progress import Progress
 
@@ -357,6 +364,8 @@ class Trainer:
         state = self.state()
         checkpointer.load(state)
         set_state_dict(self.decoder, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        # They came with the optimizer's state, and the configuration of the resume may have others.
+        set_hyperparameters(self.optimizer, self.config.optim)
         saved = state["trainer"]
         self.step, self.tokens = int(saved["step"]), int(saved["tokens"])
         self.loader.load_state(saved)

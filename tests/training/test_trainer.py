@@ -105,6 +105,24 @@ def test_training_resumes_on_another_number_of_workers(tmp_path, alone):
 
 
 def poisoned(rank: int, world: int, folder: str) -> tuple[str, bool, int | None]:
+def hyperparameters(rank: int, world: int, folder: str) -> list[dict[str, Any]]:
+    """Those of each group of a run that was resumed with others than it began with."""
+    trainer = make(rank, world, world, ("optim.weight_decay=0.1",))
+    trainer.train_step(False)
+    checkpointer = Checkpointer(folder, 2)
+    checkpointer.save(trainer.step, trainer.state(), asynchronous=False)
+    changed = make(rank, world, world, ("optim.weight_decay=0.5", "optim.betas=[0.8,0.9]", "optim.eps=1e-5"))
+    changed.resume(checkpointer)
+    found = [{"ndim": group["params"][0].ndim, **group} for group in changed.optimizer.param_groups]
+    return [{name: group[name] for name in ("ndim", "weight_decay", "betas", "eps")} for group in found]
+
+
+def test_a_resume_with_other_hyperparameters_uses_them(tmp_path):
+    (found,) = gloo.run(1, hyperparameters, str(tmp_path))
+    others = {"betas": (0.8, 0.9), "eps": 1e-5}
+    assert found == [{"ndim": 2, "weight_decay": 0.5, **others}, {"ndim": 1, "weight_decay": 0.0, **others}]
+
+
     """Rank 1's loss becomes NaN in the third step."""
     trainer = make(rank, world, world, ())
     checkpointer = Checkpointer(folder, 2)
