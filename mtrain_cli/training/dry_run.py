@@ -15,7 +15,7 @@ from mtrain_cli.attention.kernel import KernelRequest
 from mtrain_cli.attention.registry import choose, survey
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_size
-from mtrain_cli.launch.environment import Environment, host_memory, resolve_environment
+from mtrain_cli.launch.environment import Environment, gpu_index, host_memory, resolve_environment
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.selection import choose_exchange
@@ -144,7 +144,7 @@ def needed_here(found: Plan) -> str:
 
 def planned(config: Config, environment: Environment, choices: Choices) -> Plan:
     """The plan of a run whose choices are made, on this machine."""
-    properties = torch.cuda.get_device_properties(environment.local_rank) if environment.device == "cuda" else None
+    properties = torch.cuda.get_device_properties(gpu_index(environment)) if environment.device == "cuda" else None
     return _complete(
         config,
         environment,
