@@ -79,7 +79,7 @@ class Plan:
     @property
     def host_bytes(self) -> int:
         """What the CPU workers of one machine need together."""
-        return self.memory.total * self.environment.workers_per_node
+        return self.memory.total * self.environment.local_workers
 
     @property
     def fits(self) -> bool | None:
@@ -356,7 +356,7 @@ def fitting(found: Plan) -> Text:
     """Whether the peak fits, and on what."""
     word, style = ("fits", "green") if found.fits else ("does not fit", "red")
     if found.environment.device == "cpu":
-        workers = found.environment.workers_per_node
+        workers = found.environment.local_workers
         share = found.host_bytes / host_memory()
         percent = f"{share:.0%}" if share >= 0.01 else "less than 1%"
         return Text(f"{word}: {f'{workers} of them are ' if workers > 1 else ''}{percent} of {size(host_memory())}", style=style)
@@ -373,7 +373,7 @@ def advice(found: Plan) -> str:
     helps = [
         f"train.activation_checkpoint={kind}"
         for kind, total in alternatives(found).items()
-        if total * found.environment.workers_per_node <= host_memory()
+        if total * found.environment.local_workers <= host_memory()
     ][:1]
     if (seq := _longest_seq(found)) is not None:
         helps.append(f"seq={format_size(seq)}")

@@ -179,7 +179,7 @@ def _check_host_memory(config: Config, environment: Environment, choices: Choice
     needed, available = found.host_bytes, host_memory()
     if not found.fits:
         raise ConfigError(
-            f"seq={config.seq}: {environment.workers_per_node} CPU workers would need about {needed / 2**30:.0f} GiB "
+            f"seq={config.seq}: {environment.local_workers} CPU workers would need about {needed / 2**30:.0f} GiB "
             f"for model={config.model.name}, this machine has {available / 2**30:.0f} GiB; give a shorter seq, a smaller model, "
             "or GPUs (--dry-run shows where memory goes)"
         )

@@ -41,6 +41,7 @@ def make(rank: int, world: int, cp: int, overrides: tuple[str, ...]) -> Trainer:
         rank=rank,
         local_rank=rank,
         launcher="mtrain",
+        local_workers=world,
     )
     return Trainer(compose([*SMALL, *overrides]), environment)
 
@@ -104,7 +105,6 @@ def test_training_resumes_on_another_number_of_workers(tmp_path, alone):
     assert close(first + second, alone, 1e-5)
 
 
-def poisoned(rank: int, world: int, folder: str) -> tuple[str, bool, int | None]:
 def hyperparameters(rank: int, world: int, folder: str) -> list[dict[str, Any]]:
     """Those of each group of a run that was resumed with others than it began with."""
     trainer = make(rank, world, world, ("optim.weight_decay=0.1",))
@@ -123,6 +123,7 @@ def test_a_resume_with_other_hyperparameters_uses_them(tmp_path):
     assert found == [{"ndim": 2, "weight_decay": 0.5, **others}, {"ndim": 1, "weight_decay": 0.0, **others}]
 
 
+def poisoned(rank: int, world: int, folder: str) -> tuple[str, bool, int | None]:
     """Rank 1's loss becomes NaN in the third step."""
     trainer = make(rank, world, world, ())
     checkpointer = Checkpointer(folder, 2)
@@ -167,7 +168,7 @@ def poisoned_run(rank: int, world: int, folder: str, checkpoint_every: int) -> l
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(owner, name, replacement)
             with pytest.raises(RunError) as caught:
-                train(compose(words), run_dir, Environment("cpu", 2, 2, 1, 2, 1, rank, rank, "mtrain"), False)
+                train(compose(words), run_dir, Environment("cpu", 2, 2, 1, 2, 1, rank, rank, "mtrain", 2), False)
         said.append(str(caught.value))
     return said
 
@@ -230,7 +231,7 @@ def trained(rank: int, _world: int, folder: str, overrides: tuple[str, ...], res
     run_dir = RunDir(Path(folder))
     run_dir.path.mkdir(exist_ok=True)
     environment = Environment(
-        device="cpu", workers=1, cp=1, dp=1, workers_per_node=1, nodes=1, rank=rank, local_rank=rank, launcher="mtrain"
+        device="cpu", workers=1, cp=1, dp=1, workers_per_node=1, nodes=1, rank=rank, local_rank=rank, launcher="mtrain", local_workers=1
     )
     train(compose([*SMALL, "train.steps=2", f"run.dir={folder}", *overrides]), run_dir, environment, resume)
     return run_dir.log.read_text()
