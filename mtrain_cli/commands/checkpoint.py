@@ -71,9 +71,10 @@ def export_weights(
 
     from mtrain_cli.training.conversion import export_checkpoint
 
-    config = export_checkpoint(source, hf_folder, dtype=getattr(torch, dtype.value), tokenizer=tokenizer)
+    exported = export_checkpoint(source, hf_folder, dtype=getattr(torch, dtype.value), tokenizer=tokenizer, report=_warn)
     size = sum(file.stat().st_size for file in hf_folder.glob("*.safetensors"))
-    _say(f"Wrote {hf_folder}: {config.model.family}, {dtype.value}, {size / 2**20:,.1f} MiB of weights")
+    family = exported.config.model.family
+    _say(f"Wrote {hf_folder}: step {exported.step}, {family}, {dtype.value}, {size / 2**20:,.1f} MiB of weights")
 
 
 @app.command("verify")
@@ -100,6 +101,7 @@ def verify_weights(
     from mtrain_cli.model.verify import require_transformers, verify
 
     version = require_transformers()
+    what = str(source)
     if (source / "config.json").is_file():
         agreement = verify(source, tokens, _tell)
     else:
@@ -108,10 +110,10 @@ def verify_weights(
         with tempfile.TemporaryDirectory(prefix="mtrain-verify-") as folder:
             exported = Path(folder) / "hf"
             _tell(f"exporting {source} to a temporary folder")
-            export_checkpoint(source, exported, dtype=torch.float32)
+            what = f"{source}, step {export_checkpoint(source, exported, dtype=torch.float32, report=_warn).step},"
             agreement = verify(exported, tokens, _tell)
     agrees = agreement.largest_difference <= tolerance  # false for NaN
-    _say(f"{source} in float32 on {tokens:,} random tokens, mtrain against transformers {version}")
+    _say(f"{what} in float32 on {tokens:,} random tokens, mtrain against transformers {version}")
     _say(f"  largest difference of a logit {agreement.largest_difference:.2e}  (largest logit {agreement.largest_logit:.2f})")
     _say(f"  mean KL divergence            {agreement.mean_kl:.2e} nats")
     _say(f"  {'agrees' if agrees else 'DISAGREES'} at tolerance {tolerance:g}")
@@ -122,6 +124,10 @@ def verify_weights(
 def _tell(line: str) -> None:
     """What is under way, beside the result."""
     print(line, file=sys.stderr, flush=True)
+
+
+def _warn(line: str) -> None:
+    _tell(f"warning: {line}")
 
 
 def _say(line: str) -> None:

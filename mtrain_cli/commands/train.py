@@ -130,5 +130,5 @@ def _launch(config: Config, overrides: list[str], run_path: Path | None) -> int:
     run = run_dir.open(run_path)
     run.require_steps_left(config.train.steps)
     if overrides:
-        run.rewrite(config, overrides)
+        run = run.rewrite(config, overrides)
     return launch(run, environment, resume=True)

@@ -16,7 +16,8 @@ class Environment:
     """The facts behind every ``auto`` of the topology, and the place of this process.
 
     ``workers`` = ``dp`` (data parallel) x ``cp`` (context parallel); ranks of one context group are consecutive. A node may be virtual:
-    ``workers_per_node`` is ``topology.gpus_per_node`` where given. ``launcher`` is ``mtrain``, ``torchrun`` or ``slurm``.
+    ``workers_per_node`` is ``topology.gpus_per_node`` where given, while ``local_workers`` really run on this machine. ``launcher`` is
+    ``mtrain``, ``torchrun`` or ``slurm``.
     """
 
     device: str
@@ -28,6 +29,7 @@ class Environment:
     rank: int
     local_rank: int
     launcher: str
+    local_workers: int
 
     @property
     def dp_rank(self) -> int:
@@ -89,6 +91,7 @@ def resolve_environment(config: Config, *, planning: bool = False) -> Environmen
         rank=job.rank if job else 0,
         local_rank=job.local_rank if job else 0,
         launcher=job.launcher if job else "mtrain",
+        local_workers=local_size,
     )
 
 

@@ -31,6 +31,7 @@ FAREWELL_S = 3.0
 # A machine that loses power says nothing; the kernel then gives up after 10 + 3 * 5 seconds of silence.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _STORE_KEY = "lifeline"
+_GREETING_BYTES = 64  # the token and a rank are shorter
 
 
 class Lifeline:
@@ -58,7 +59,7 @@ class Lifeline:
         self._socket.settimeout(None)
         self._rank = job.rank
         self._closing = False
-        self._send({"token": token, "rank": job.rank})
+        self._write(f"{token} {job.rank}")
         self._watcher = threading.Thread(target=self._watch, name="lifeline", daemon=True)
         self._watcher.start()
 
@@ -78,9 +79,12 @@ class Lifeline:
         leave(2 if failure.kind == "config" else 1)
 
     def _send(self, message: dict[str, object]) -> None:
+        self._write(json.dumps(message))
+
+    def _write(self, line: str) -> None:
         # When rank 0 is gone the watcher knows.
         with contextlib.suppress(OSError):
-            self._socket.sendall(json.dumps(message).encode() + b"\n")
+            self._socket.sendall(line.encode() + b"\n")
 
     def _watch(self) -> None:
         """Leave with the exit code that rank 0 sends, or when rank 0 is gone."""
@@ -140,11 +144,15 @@ class _Hub:
                     self._end()
 
     def _accept(self) -> None:
-        connection, _ = self._server.accept()
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEPALIVE.items():
-            if hasattr(socket, name):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        try:
+            connection, _ = self._server.accept()
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in _KEEPALIVE.items():
+                if hasattr(socket, name):
+                    connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        except OSError:
+            # Gone again already, or too many files are open here: that of a worker stays in the queue until there is room.
+            return
         peer = _Peer(connection)
         self._peers.append(peer)
         self._selector.register(connection, selectors.EVENT_READ, peer)
@@ -160,23 +168,28 @@ class _Hub:
                 self._failures.append(_lost(peer.rank))
             return
         *lines, peer.received = (peer.received + data).split(b"\n")
-        for line in lines:
-            self._hear(peer, line)
-
-    def _hear(self, peer: _Peer, line: bytes) -> None:
         if peer.rank is None:
             # Anyone may connect to this port; only the job's workers can read the token from its store.
-            hello = json.loads(line) if line.startswith(b'{"token"') else {}
-            if not secrets.compare_digest(str(hello.get("token")), self.token):
-                self._drop(peer)
+            greeting = lines.pop(0) if lines else None
+            peer.rank = None if greeting is None else self._rank_of(greeting)
+            if peer.rank is None:
+                if greeting is not None or len(peer.received) > _GREETING_BYTES:
+                    self._drop(peer)
                 return
-            peer.rank = int(hello["rank"])
-            return
+        for line in lines:
+            self._hear(peer.rank, line)
+
+    def _rank_of(self, greeting: bytes) -> int | None:
+        """The rank that shows the token; None for a stranger, whose bytes may be anything and are never parsed."""
+        token, _, rank = greeting.partition(b" ")
+        return int(rank) if secrets.compare_digest(token, self.token.encode()) and rank.isdigit() else None
+
+    def _hear(self, rank: int, line: bytes) -> None:
         message = json.loads(line)
         if "done" in message:
-            self._expected.discard(peer.rank)
+            self._expected.discard(rank)
         else:
-            self._failures.append(Failure(rank=peer.rank, exit_code=1, **message["failure"]))
+            self._failures.append(Failure(rank=rank, exit_code=1, **message["failure"]))
 
     def _drop(self, peer: _Peer) -> None:
         self._selector.unregister(peer.socket)
@@ -192,15 +205,17 @@ class _Hub:
             code = 2
             self._on_mistake()
         deadline = time.monotonic() + FAREWELL_S
-        others = [peer.socket for peer in self._peers if peer.rank != 0]
+        others = [peer.socket for peer in self._peers if peer.rank != 0]  # also workers that were not heard yet
         for connection in others:
             with contextlib.suppress(OSError):
                 connection.sendall(bytes([code]))
         for connection in others:
             with contextlib.suppress(OSError):
-                connection.settimeout(max(0.01, deadline - time.monotonic()))
-                while connection.recv(65536):
-                    pass
+                # The deadline holds against a stranger that never stops to talk, too.
+                while (left := deadline - time.monotonic()) > 0:
+                    connection.settimeout(left)
+                    if not connection.recv(65536):
+                        break
         leave(code)
 
 

@@ -37,6 +37,7 @@ class RunDir:
     _lock: RunLock | None = field(default=None, repr=False, compare=False)
     _origin: str = field(default="opened", repr=False, compare=False)
     _latest_before: str | None = field(default=None, repr=False, compare=False)
+    _before_rewrite: tuple[tuple[Path, bytes | None], ...] = field(default=(), repr=False, compare=False)
 
     @property
     def resolved(self) -> Path:
@@ -103,24 +104,39 @@ class RunDir:
 
         decide_on_rank_zero(check)
 
-    def rewrite(self, config: Config, overrides: Sequence[str]) -> None:
+    def rewrite(self, config: Config, overrides: Sequence[str]) -> RunDir:
         """Replace the configuration of an opened run, for a resume with overrides; the overrides are appended to those before.
 
+        Returns the run, whose `discard` puts back what was there.
+
         Raises:
-            ConfigError: the folder cannot be written.
+            ConfigError: the folder cannot be written; what was there still is.
         """
+        rewritten: list[RunDir] = []
 
         def write() -> str:
             with _explained(self.path):
-                compose.save(config, self.resolved)
-                with self.overrides.open("a") as file:
-                    file.writelines(f"{line}\n" for line in overrides)
+                before = tuple((file, file.read_bytes() if file.exists() else None) for file in (self.resolved, self.overrides))
+                rewritten.append(dataclasses.replace(self, _before_rewrite=before))
+                try:
+                    compose.save(config, self.resolved)
+                    with self.overrides.open("a") as file:
+                        file.writelines(f"{line}\n" for line in overrides)
+                except OSError:
+                    rewritten[0].discard()
+                    raise
             return ""
 
         decide_on_rank_zero(write)
+        return rewritten[0] if rewritten else self
 
     def discard(self) -> bool:
-        """Remove what `create` wrote, provided that no step has run since: a user's mistake then leaves nothing behind."""
+        """Take back what `create` or `rewrite` wrote: a user's mistake then leaves nothing behind. Returns whether the folder is gone.
+
+        A new run stays when a step has run since.
+        """
+        for file, content in self._before_rewrite:
+            _put_back(file, content)
         began = any(self.checkpoints.glob("step-*")) or (self.metrics.exists() and self.metrics.stat().st_size)
         if self._origin == "opened" or began:
             return False
@@ -271,6 +287,18 @@ def _open_here(path: Path) -> RunDir:
         lock = RunLock(path)
         run.stop_request.unlink(missing_ok=True)
     return RunDir(path, lock)
+
+
+def _put_back(file: Path, content: bytes | None) -> None:
+    """Give a file the content that it had, None for no file, in one move; what fails here is not what the user is to hear of."""
+    part = file.with_name(f".{file.name}.{os.getpid()}.part")
+    with contextlib.suppress(OSError):
+        if content is None:
+            file.unlink(missing_ok=True)
+        elif file.read_bytes() != content:
+            part.write_bytes(content)
+            part.replace(file)
+    part.unlink(missing_ok=True)
 
 
 def _content(folder: Path) -> list[str]:

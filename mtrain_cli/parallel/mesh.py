@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -31,13 +32,16 @@ class ContextGroup:
         return ContextGroup(0, (0,))
 
 
-def make_context_group(rank: int, world: int, cp: int, device: torch.device) -> ContextGroup:
-    """Consecutive ranks form a context group: ``dp_rank = rank // cp``. Called by all ranks, since groups are made together."""
+def make_context_group(rank: int, world: int, cp: int, device: torch.device, timeout: timedelta | None = None) -> ContextGroup:
+    """Consecutive ranks form a context group: ``dp_rank = rank // cp``. Called by all ranks, since groups are made together.
+
+    timeout: of each message, after which a peer counts as hung; None for torch's own, whatever that of the default group is.
+    """
     mine: ContextGroup | None = None
     for first in range(0, world, cp):
         ranks = tuple(range(first, first + cp))
         # Every rank takes part in making every group, its own or not.
-        kv, gradients = (dist.new_group(list(ranks)) if cp > 1 else None for _ in range(2))
+        kv, gradients = (dist.new_group(list(ranks), timeout=timeout) if cp > 1 else None for _ in range(2))
         if rank in ranks:
             mine = ContextGroup(rank - first, ranks, kv, gradients)
     assert mine is not None

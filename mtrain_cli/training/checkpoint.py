@@ -272,11 +272,12 @@ class Checkpointer:
         return f"rank {rank}: {_one_line(error)}" if self._workers > 1 else _one_line(error)
 
 
-def load_model_state(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The whole model of a checkpoint as CPU tensors by parameter name, read by this process alone.
+def load_model_state(path: str | os.PathLike[str], report: Callable[[str], None] | None = None) -> tuple[int, dict[str, Tensor]]:
+    """Step and whole model of a checkpoint, as CPU tensors by parameter name, read by this process alone.
 
     Args:
         path: a ``step-N`` folder or, for the newest usable one, a checkpoints folder or a run.
+        report: shown what was wrong with a checkpoint that is passed over; a logger's warning by default.
 
     Raises:
         NoCheckpointError: there is none, or it is not as it was written.
@@ -287,12 +288,15 @@ def load_model_state(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     candidates = [folder / f"step-{step}" for step in committed_steps(folder)] or [folder]
     if candidates == [folder] and (folder.name == "checkpoints" or (folder / "resolved.yaml").is_file()):
         raise NoCheckpointError(f"{folder}: holds no checkpoint")
+    report = report or logging.getLogger(__name__).warning
     problems = []
     for candidate in candidates:
         found = _verify(candidate, 0, 1)
         if not found:
-            return _read_model(candidate)
+            return Manifest.read(candidate).step, _read_model(candidate)
         problems.append(f"{candidate}: {'; '.join(found)}")
+        if candidate != candidates[-1]:
+            report(f"{problems[-1]}; the checkpoint before it is used instead")
     raise NoCheckpointError(*problems)
 
 

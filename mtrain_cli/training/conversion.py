@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,6 +18,14 @@ from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.training.checkpoint import CheckpointError, load_model_state, write_model_state
 
 RESOLVED = "resolved.yaml"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was exported: the configuration of the run, and the step of its checkpoint."""
+
+    config: Config
+    step: int
 
 
 def import_folder(source: Path, run: Path) -> Config:
@@ -44,12 +53,19 @@ def import_folder(source: Path, run: Path) -> Config:
     return config
 
 
-def export_checkpoint(source: Path, target: Path, *, dtype: torch.dtype, tokenizer: Path | None = None) -> Config:
+def export_checkpoint(
+    source: Path,
+    target: Path,
+    *,
+    dtype: torch.dtype,
+    tokenizer: Path | None = None,
+    report: Callable[[str], None] | None = None,
+) -> Exported:
     """Write the model of a run (its newest usable checkpoint) or of one ``step-N`` folder as a Hugging Face folder.
 
     ``source`` may be a path or, for a run, its name under runs/.
-    ``tokenizer`` is a folder whose tokenizer files go with it. Needs memory for the whole model in float32. Returns the configuration of
-    the run.
+    ``tokenizer`` is a folder whose tokenizer files go with it. ``report`` is shown what was wrong with a checkpoint that is passed over.
+    Needs memory for the whole model in float32.
 
     Raises:
         ConfigError: there is no such run or usable checkpoint, the checkpoint is not of the run's model, or ``target`` cannot be written.
@@ -61,7 +77,7 @@ def export_checkpoint(source: Path, target: Path, *, dtype: torch.dtype, tokeniz
     run = _run_of(source)
     config = compose.load(run / RESOLVED)
     try:
-        weights = load_model_state(source)
+        step, weights = load_model_state(source, report)
     except CheckpointError as error:
         raise ConfigError(*str(error).splitlines()) from error
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
@@ -74,7 +90,7 @@ def export_checkpoint(source: Path, target: Path, *, dtype: torch.dtype, tokeniz
 
     factor = rope_factor(config.model.rope, config.seq)
     write_folder(target, config.model, read, rope_factor=factor, seq=config.seq, dtype=dtype, tokenizer=tokenizer)
-    return config
+    return Exported(config, step)
 
 
 def _run_of(source: Path) -> Path:

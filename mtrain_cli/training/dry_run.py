@@ -15,7 +15,7 @@ from mtrain_cli.attention.kernel import KernelRequest
 from mtrain_cli.attention.registry import choose, survey
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_size
-from mtrain_cli.launch.environment import Environment, host_memory, resolve_environment
+from mtrain_cli.launch.environment import Environment, gpu_index, host_memory, resolve_environment
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.selection import choose_exchange
@@ -79,7 +79,7 @@ class Plan:
     @property
     def host_bytes(self) -> int:
         """What the CPU workers of one machine need together."""
-        return self.memory.total * self.environment.workers_per_node
+        return self.memory.total * self.environment.local_workers
 
     @property
     def fits(self) -> bool | None:
@@ -144,7 +144,7 @@ def needed_here(found: Plan) -> str:
 
 def planned(config: Config, environment: Environment, choices: Choices) -> Plan:
     """The plan of a run whose choices are made, on this machine."""
-    properties = torch.cuda.get_device_properties(environment.local_rank) if environment.device == "cuda" else None
+    properties = torch.cuda.get_device_properties(gpu_index(environment)) if environment.device == "cuda" else None
     return _complete(
         config,
         environment,
@@ -356,7 +356,7 @@ def fitting(found: Plan) -> Text:
     """Whether the peak fits, and on what."""
     word, style = ("fits", "green") if found.fits else ("does not fit", "red")
     if found.environment.device == "cpu":
-        workers = found.environment.workers_per_node
+        workers = found.environment.local_workers
         share = found.host_bytes / host_memory()
         percent = f"{share:.0%}" if share >= 0.01 else "less than 1%"
         return Text(f"{word}: {f'{workers} of them are ' if workers > 1 else ''}{percent} of {size(host_memory())}", style=style)
@@ -373,7 +373,7 @@ def advice(found: Plan) -> str:
     helps = [
         f"train.activation_checkpoint={kind}"
         for kind, total in alternatives(found).items()
-        if total * found.environment.workers_per_node <= host_memory()
+        if total * found.environment.local_workers <= host_memory()
     ][:1]
     if (seq := _longest_seq(found)) is not None:
         helps.append(f"seq={format_size(seq)}")

@@ -254,7 +254,8 @@ def kernel_backward(kernel: str, model: ModelConfig, queries: int, keys: int, e:
 
     queries, keys: tokens of one call, times micro-batch. pieces: flash4 is called for more than one rectangle.
     flash4: float32 accumulators of dq and, with grouped heads, of dk and dv; lse and delta. sdpa (FlashAttention-2): float32 accumulator of
-    dq, dk and dv for every query head, and dq, dk, dv of the rectangle at hand. reference: three float64 matrices of scores, and more.
+    dq, dk and dv for every query head, and dq, dk, dv of the rectangle at hand. triton: lse and delta; its packed columns, of which there
+    are at most sparsity.max_bars however long the sequence is, are left out. reference: three float64 matrices of scores, and more.
     """
     heads, width, kv_width = model.num_heads, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     grouped = model.num_heads != model.num_kv_heads
@@ -264,4 +265,6 @@ def kernel_backward(kernel: str, model: ModelConfig, queries: int, keys: int, e:
     if kernel == "sdpa":
         expanded = 2 * e * keys * width if grouped else 0
         return 4, (4 + e) * queries * width + 8 * queries * heads + expanded + 2 * e * keys * kv_width
+    if kernel == "triton":
+        return 4, 8 * queries * heads
     return e, 3 * 8 * queries * keys * heads

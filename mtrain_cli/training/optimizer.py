@@ -22,11 +22,19 @@ def peak_learning_rate(config: Config) -> float:
 
 
 def make_optimizer(decoder: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
-    """Weight decay acts on matrices only; norms and biases keep their scale."""
+    """Matrices and the rest in groups of their own; see `set_hyperparameters`."""
     matrices = [p for p in decoder.parameters() if p.ndim >= 2]
     vectors = [p for p in decoder.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW([g for g in groups if g["params"]], betas=optim.betas, eps=optim.eps, fused=True)
+    optimizer = torch.optim.AdamW([{"params": group} for group in (matrices, vectors) if group], fused=True)
+    set_hyperparameters(optimizer, optim)
+    return optimizer
+
+
+def set_hyperparameters(optimizer: torch.optim.Optimizer, optim: OptimConfig) -> None:
+    """All but the learning rate. Weight decay acts on matrices only; norms and biases keep their scale."""
+    for group in optimizer.param_groups:
+        decays = group["params"][0].ndim >= 2
+        group.update(weight_decay=optim.weight_decay if decays else 0.0, betas=optim.betas, eps=optim.eps)
 
 
 def learning_rate(step: int, steps: int, peak: float, optim: OptimConfig) -> float:

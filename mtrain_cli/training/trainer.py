@@ -7,6 +7,7 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -36,7 +37,14 @@ from mtrain_cli.training.dry_run import planned
 from mtrain_cli.training.flops import causal_pairs, flops_per_token, peak_flops
 from mtrain_cli.training.index_metrics import IndexMetrics, index_metrics, index_records, summed
 from mtrain_cli.training.metrics import MetricsWriter, StepMetrics
-from mtrain_cli.training.optimizer import learning_rate, local_gradients, make_optimizer, peak_learning_rate, squared_norm
+from mtrain_cli.training.optimizer import (
+    learning_rate,
+    local_gradients,
+    make_optimizer,
+    peak_learning_rate,
+    set_hyperparameters,
+    squared_norm,
+)
 from mtrain_cli.training.plan import Choices, make_choices
 from mtrain_cli.training.progress import Progress
 
@@ -173,7 +181,7 @@ def _check_host_memory(config: Config, environment: Environment, choices: Choice
     needed, available = found.host_bytes, host_memory()
     if not found.fits:
         raise ConfigError(
-            f"seq={config.seq}: {environment.workers_per_node} CPU workers would need about {needed / 2**30:.0f} GiB "
+            f"seq={config.seq}: {environment.local_workers} CPU workers would need about {needed / 2**30:.0f} GiB "
             f"for model={config.model.name}, this machine has {available / 2**30:.0f} GiB; give a shorter seq, a smaller model, "
             "or GPUs (--dry-run shows where memory goes)"
         )
@@ -194,8 +202,10 @@ class Trainer:
             torch.use_deterministic_algorithms(True)
         self.choices: Choices = make_choices(config, environment)
         _check_host_memory(config, environment, self.choices)
-        self.host_group: dist.ProcessGroup = dist.new_group(backend="gloo")
-        group = make_context_group(environment.rank, environment.workers, environment.cp, self.device)
+        # A new group does not take over the default group's.
+        timeout = timedelta(seconds=config.topology.timeout_s)
+        self.host_group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+        group = make_context_group(environment.rank, environment.workers, environment.cp, self.device, timeout)
         exchange = make_exchange(self.choices.exchange, self.choices.layout, group)
         mask = config.data.document_mask
         self.batch_maker = BatchMaker(exchange, self.choices.kernel, self.device, document_mask=mask, pattern=self.choices.pattern)
@@ -356,6 +366,8 @@ class Trainer:
         state = self.state()
         checkpointer.load(state)
         set_state_dict(self.decoder, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        # They came with the optimizer's state, and the configuration of the resume may have others.
+        set_hyperparameters(self.optimizer, self.config.optim)
         saved = state["trainer"]
         self.step, self.tokens = int(saved["step"]), int(saved["tokens"])
         self.loader.load_state(saved)

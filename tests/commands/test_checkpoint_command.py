@@ -53,7 +53,7 @@ def mtrain(*words: str | Path, code: int = 0) -> str:
 
 def test_imported_and_exported_weights_are_the_same_bytes(hf_folder, tmp_path):
     mtrain("checkpoint", "import", hf_folder, tmp_path / "run")
-    state = load_model_state(tmp_path / "run")
+    _, state = load_model_state(tmp_path / "run")
     assert {tensor.dtype for tensor in state.values()} == {torch.float32}
     assert torch.equal(state["norm.weight"], HuggingFaceFolder(hf_folder).read("norm.weight").float())
     mtrain("checkpoint", "export", tmp_path / "run", tmp_path / "out")
@@ -147,6 +147,23 @@ def test_a_damaged_checkpoint_is_not_exported(hf_folder, tmp_path):
     file.write_bytes(content)
     assert f"{file.name} was altered" in mtrain("checkpoint", "export", tmp_path / "run", tmp_path / "out", code=2)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_that_is_passed_over_is_told_and_so_is_the_step_used_instead(tmp_path):
+    run = tmp_path / "run"
+    config = compose.compose(MODEL)
+    run.mkdir()
+    compose.save(config, run / "resolved.yaml")
+    for step in (5, 10):
+        write_model_state(run / "checkpoints", step, {name: value.detach() for name, value in decoder_of(config.model).named_parameters()})
+    next((run / "checkpoints/step-10").glob("*.distcp")).unlink()
+    said = mtrain("checkpoint", "export", run, tmp_path / "out")
+    assert f"warning: {run / 'checkpoints/step-10'}: __0_0.distcp is missing; the checkpoint before it is used instead" in said
+    assert f"Wrote {tmp_path / 'out'}: step 5, qwen2, bfloat16, " in said
+    pytest.importorskip("transformers")
+    said = mtrain("checkpoint", "verify", run, "--tokens", "8")
+    assert f"warning: {run / 'checkpoints/step-10'}: __0_0.distcp is missing" in said
+    assert f"{run}, step 5, in float32 on 8 random tokens" in said
 
 
 def test_a_full_disk_is_a_failure_in_one_line_and_leaves_nothing(hf_folder, tmp_path):

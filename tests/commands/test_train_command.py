@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from mtrain_cli.commands.app import app
 from mtrain_cli.config.compose import compose, load, save
 from mtrain_cli.launch import local
+from mtrain_cli.launch.failures import Failure
 
 
 @pytest.fixture(autouse=True)
@@ -100,6 +101,19 @@ def test_a_resume_that_is_refused_changes_nothing(launched):
     assert "seq=512: a resumed run keeps its seq=256; start a new run to change it" in result.stderr
     assert Path("runs/first/resolved.yaml").read_text() == before
     assert len(launched) == 1
+
+
+@pytest.mark.usefixtures("launched")
+def test_a_resume_that_the_workers_refuse_changes_nothing(monkeypatch):
+    run("seq=256", "topology.device=cpu", "run.name=first")
+    files = [Path("runs/first/resolved.yaml"), Path("runs/first/overrides.txt")]
+    before = [file.read_bytes() for file in files]
+
+    mistake = Failure(0, 2, "config", "train.kernel=triton: needs a GPU", "", 0.0)
+    monkeypatch.setattr(local, "launch", lambda run_dir, *_, **__: local._failed(types.SimpleNamespace(failures=[mistake]), run_dir))
+    result = run("--resume", "first", "train.steps=400", "train.kernel=triton")
+    assert (result.exit_code, result.stderr) == (2, "mtrain: train.kernel=triton: needs a GPU\n")
+    assert [file.read_bytes() for file in files] == before
 
 
 def test_resume_of_an_unknown_run_names_the_nearest(launched):

@@ -114,6 +114,8 @@ def test_a_job_decides_the_number_of_workers(default, machine, variables, launch
     machine(gpus=8, variables=variables)
     found = resolve_environment(default)
     assert (found.launcher, found.rank, found.local_rank, found.workers, found.nodes) == (launcher, rank, 1, workers, 2)
+    # Those of a machine, whatever nodes the topology imagines.
+    assert found.local_workers == resolve_environment(having(default, gpus_per_node=2)).local_workers == workers // 2
     with pytest.raises(ConfigError, match=f"topology.workers=6: {launcher} started {workers} processes"):
         resolve_environment(having(default, workers=6))
 

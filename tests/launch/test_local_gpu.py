@@ -47,6 +47,6 @@ def test_a_save_in_the_background_does_not_see_later_changes_on_the_gpu(tmp_path
     checkpointer.save(1, {"model": {"weight": weight}})
     weight.fill_(-1)
     checkpointer.wait()
-    assert torch.equal(load_model_state(tmp_path)["weight"], expected)
+    assert torch.equal(load_model_state(tmp_path)[1]["weight"], expected)
     assert checkpointer.load({"model": {"weight": weight}}) == 1
     assert torch.equal(weight.cpu(), expected)

@@ -165,6 +165,33 @@ def test_rewrite_changes_the_configuration_and_appends_overrides():
     assert run.overrides.read_text() == "run.dir=mine\ntrain.steps=7\n"
 
 
+def test_discard_puts_back_what_a_rewrite_replaced():
+    run_dir.create(config_for("run.dir=mine"), ["run.dir=mine"]).release()
+    run = run_dir.open("mine")
+    (run.checkpoints / "step-1").mkdir(parents=True)
+    for overrides_were_there in (True, False):
+        if not overrides_were_there:
+            run.overrides.unlink()
+        before = {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
+        rewritten = run.rewrite(compose.resume(compose.load(run.resolved), ["train.steps=7"]), ["train.steps=7"])
+        assert compose.load(run.resolved).train.steps == 7
+        assert not rewritten.discard()
+        assert {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()} == before
+        assert not run.discard(), "the run itself stays"
+    assert run.checkpoints.exists()
+
+
+def test_a_rewrite_that_fails_half_way_leaves_what_was_there():
+    run_dir.create(config_for("run.dir=mine"), []).release()
+    run = run_dir.open("mine")
+    run.overrides.unlink()
+    run.overrides.symlink_to("no folder/overrides.txt")
+    before = run.resolved.read_bytes()
+    with pytest.raises(ConfigError, match="cannot write there"):
+        run.rewrite(compose.resume(compose.load(run.resolved), ["train.steps=7"]), ["train.steps=7"])
+    assert run.resolved.read_bytes() == before
+
+
 def test_a_folder_that_cannot_be_written_is_one_line():
     Path("file").write_text("")
     with pytest.raises(ConfigError, match=r"run\.dir=.*file/mine: cannot write there \(Not a directory\)"):

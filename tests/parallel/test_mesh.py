@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import gloo
 import pytest
 import torch
@@ -29,6 +31,16 @@ def test_consecutive_ranks_share_a_sequence():
         assert ranks == ((0, 1) if rank < 2 else (2, 3))
         assert members == [list(ranks), list(ranks)]
         assert not same
+
+
+def timeouts(rank: int, world: int, seconds: float | None) -> list[timedelta]:
+    timeout = None if seconds is None else timedelta(seconds=seconds)
+    group = make_context_group(rank, world, world, torch.device("cpu"), timeout)
+    return [g._get_backend(torch.device("cpu")).options._timeout for g in (group.kv, group.gradients) if g is not None]
+
+
+def test_a_context_group_waits_for_a_peer_as_long_as_it_is_told_to():
+    assert gloo.run(2, timeouts, 45.0) == [[timedelta(seconds=45)] * 2] * 2
 
 
 def users(rank: int, world: int, name: str) -> set[tuple[str, str]]:

@@ -88,7 +88,7 @@ def test_a_checkpoint_that_was_just_saved_stays_when_later_steps_exist(tmp_path)
 def test_saving_a_step_again_replaces_it(saved):
     checkpointer = Checkpointer(saved, keep=2)
     checkpointer.save(2, {**state_of(5), "trainer": {}}, asynchronous=False)
-    assert torch.equal(load_model_state(saved)["weight"], torch.full((300, 7), 5.0))
+    assert torch.equal(load_model_state(saved)[1]["weight"], torch.full((300, 7), 5.0))
     assert names(saved) == ["step-1", "step-2"]
 
 
@@ -165,15 +165,15 @@ def test_a_state_that_json_cannot_hold_is_refused_at_once(tmp_path):
 
 def test_the_model_alone_can_be_read_and_written_without_a_process_group(saved, tmp_path):
     for path in (saved, saved.parent, saved / "step-2"):
-        model = load_model_state(path)
+        model = load_model_state(path)[1]
         assert model.keys() == {"weight", "bias"}
         assert torch.equal(model["weight"], torch.full((300, 7), 2.0))
         assert model["bias"].dtype == torch.bfloat16
     assert write_model_state(tmp_path / "imported", 0, model) == tmp_path / "imported" / "step-0"
-    again = load_model_state(tmp_path / "imported")
+    _, again = load_model_state(tmp_path / "imported")
     assert all(torch.equal(again[name], model[name]) for name in model)
     flip_a_byte(saved / "step-2" / "__0_0.distcp")
-    assert torch.equal(load_model_state(saved)["weight"], torch.full((300, 7), 1.0))
+    assert torch.equal(load_model_state(saved)[1]["weight"], torch.full((300, 7), 1.0))
     with pytest.raises(NoCheckpointError, match=r"step-2: __0_0\.distcp was altered"):
         load_model_state(saved / "step-2")
     with pytest.raises(NoCheckpointError, match=r"manifest\.json is missing"):

@@ -1,5 +1,6 @@
 """The dry run: every number of a plan, on a machine that is not the one it plans for."""
 
+import dataclasses
 import io
 import os
 import re
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -101,6 +103,39 @@ def test_a_plan_that_does_not_fit_this_machine_says_so_and_what_would_help():
         assert plan(compose([proposal, *words[1:]])).fits is fits
     assert plan(compose([words[0], words[1], "train.activation_checkpoint=selective"])).fits
     assert "Does not fit" not in text(dry_run(compose(["topology.device=cpu"])))
+
+
+def test_workers_of_imagined_nodes_share_the_memory_of_this_machine():
+    words = ["topology.device=cpu", "topology.workers=4"]
+    one, imagined = (plan(compose([*words, f"topology.gpus_per_node={size}"])) for size in (4, 1))
+    assert imagined.environment.nodes == 4
+    assert imagined.host_bytes == one.host_bytes == 4 * one.memory.total
+
+
+def test_a_task_that_sees_only_its_own_gpu_is_planned_for_that_one(monkeypatch):
+    config = compose(["topology.device=cpu"])
+    here = plan(config).environment
+    choices = make_choices(config, here)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    asked = []
+    properties = SimpleNamespace(name="NVIDIA H200", total_memory=140 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: (asked.append(index), properties)[1])
+    task = dataclasses.replace(here, device="cuda", rank=1, local_rank=1, launcher="slurm")
+    assert module.planned(config, task, choices).capacity == 140 * GIB
+    assert asked == [0]
+
+
+@without_gpu
+def test_the_sparse_kernel_needs_no_matrix_of_scores():
+    words = ["model=qwen3b", "seq=64k", "sparsity=vertical_slash", "topology.workers=1", "topology.device=cuda"]
+    triton = plan(compose([*words, "train.kernel=triton"]))
+    dense = plan(compose(["model=qwen3b", "seq=64k", "topology.workers=1", "topology.device=cuda", "train.kernel=flash4"]))
+    assert triton.kernel == "triton"
+    assert triton.memory.total == pytest.approx(dense.memory.total, rel=0.05)
+    longer = plan(compose([*words, "seq=128k", "train.kernel=triton"])).memory.peak
+    assert longer.exchange <= 2 * triton.memory.peak.exchange
+    printed = " ".join(text(dry_run(compose([*words, "train.kernel=triton"])), 1000).split())
+    assert "fits no GPU of today" not in printed
 
 
 @without_gpu

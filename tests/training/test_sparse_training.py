@@ -42,6 +42,7 @@ def trainer(rank: int, world: int, cp: int, overrides: list[str]) -> Trainer:
         rank=rank,
         local_rank=rank,
         launcher="mtrain",
+        local_workers=world,
     )
     return Trainer(compose([*SMALL, *overrides]), environment)
 

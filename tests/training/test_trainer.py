@@ -41,6 +41,7 @@ def make(rank: int, world: int, cp: int, overrides: tuple[str, ...]) -> Trainer:
         rank=rank,
         local_rank=rank,
         launcher="mtrain",
+        local_workers=world,
     )
     return Trainer(compose([*SMALL, *overrides]), environment)
 
@@ -104,6 +105,24 @@ def test_training_resumes_on_another_number_of_workers(tmp_path, alone):
     assert close(first + second, alone, 1e-5)
 
 
+def hyperparameters(rank: int, world: int, folder: str) -> list[dict[str, Any]]:
+    """Those of each group of a run that was resumed with others than it began with."""
+    trainer = make(rank, world, world, ("optim.weight_decay=0.1",))
+    trainer.train_step(False)
+    checkpointer = Checkpointer(folder, 2)
+    checkpointer.save(trainer.step, trainer.state(), asynchronous=False)
+    changed = make(rank, world, world, ("optim.weight_decay=0.5", "optim.betas=[0.8,0.9]", "optim.eps=1e-5"))
+    changed.resume(checkpointer)
+    found = [{"ndim": group["params"][0].ndim, **group} for group in changed.optimizer.param_groups]
+    return [{name: group[name] for name in ("ndim", "weight_decay", "betas", "eps")} for group in found]
+
+
+def test_a_resume_with_other_hyperparameters_uses_them(tmp_path):
+    (found,) = gloo.run(1, hyperparameters, str(tmp_path))
+    others = {"betas": (0.8, 0.9), "eps": 1e-5}
+    assert found == [{"ndim": 2, "weight_decay": 0.5, **others}, {"ndim": 1, "weight_decay": 0.0, **others}]
+
+
 def poisoned(rank: int, world: int, folder: str) -> tuple[str, bool, int | None]:
     """Rank 1's loss becomes NaN in the third step."""
     trainer = make(rank, world, world, ())
@@ -149,7 +168,7 @@ def poisoned_run(rank: int, world: int, folder: str, checkpoint_every: int) -> l
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(owner, name, replacement)
             with pytest.raises(RunError) as caught:
-                train(compose(words), run_dir, Environment("cpu", 2, 2, 1, 2, 1, rank, rank, "mtrain"), False)
+                train(compose(words), run_dir, Environment("cpu", 2, 2, 1, 2, 1, rank, rank, "mtrain", 2), False)
         said.append(str(caught.value))
     return said
 
@@ -212,7 +231,7 @@ def trained(rank: int, _world: int, folder: str, overrides: tuple[str, ...], res
     run_dir = RunDir(Path(folder))
     run_dir.path.mkdir(exist_ok=True)
     environment = Environment(
-        device="cpu", workers=1, cp=1, dp=1, workers_per_node=1, nodes=1, rank=rank, local_rank=rank, launcher="mtrain"
+        device="cpu", workers=1, cp=1, dp=1, workers_per_node=1, nodes=1, rank=rank, local_rank=rank, launcher="mtrain", local_workers=1
     )
     train(compose([*SMALL, "train.steps=2", f"run.dir={folder}", *overrides]), run_dir, environment, resume)
     return run_dir.log.read_text()
@@ -236,6 +255,17 @@ def test_no_command_goes_on_from_a_checkpoint_that_was_not_made(tmp_path):
     assert "trained to step 2" in log
     assert "mtrain train --resume" not in log
     assert "checkpoint export" not in log
+
+
+def group_timeouts(rank: int, world: int) -> list[float]:
+    trainer = make(rank, world, world, ("topology.timeout_s=45",))
+    group = trainer.batch_maker.exchange.group
+    groups = [group.kv, group.gradients, trainer.host_group]
+    return [g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups]
+
+
+def test_every_group_of_a_trainer_gives_up_after_the_configured_seconds():
+    assert gloo.run(2, group_timeouts) == [[45.0] * 3] * 2
 
 
 def too_large(rank: int, world: int) -> str:
