@@ -134,6 +134,18 @@ class Checkpointer:
         """Step of the newest committed checkpoint that this rank sees, verified or not."""
         return next(iter(committed_steps(self._directory)), None)
 
+    def weights_alone(self) -> bool:
+        """Whether the newest checkpoint holds a model and nothing else, as an import leaves it; the same on all ranks."""
+
+        def found() -> bool:
+            step = self.latest()
+            try:
+                return step is not None and not Manifest.read(self._directory / f"step-{step}").trainer
+            except (OSError, ValueError):
+                return False  # damaged: loading tells
+
+        return self._everywhere(found)[0]
+
     def what_remains(self) -> str:
         """What a user who just lost a step has to go on from, as this rank sees it."""
         # An older checkpoint of the same step, put aside for one that never arrived, comes back at the next start.

@@ -16,6 +16,7 @@ from mtrain_cli.launch import run_dir
 from mtrain_cli.model.huggingface import HuggingFaceFolder, parameter_problems, parameter_shapes, require_new_folder, write_folder
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.training.checkpoint import CheckpointError, load_model_state, write_model_state
+from mtrain_cli.training.optimizer import GIVEN_WEIGHTS_LR
 
 RESOLVED = "resolved.yaml"
 
@@ -40,7 +41,8 @@ def import_folder(source: Path, run: Path) -> Config:
     folder = HuggingFaceFolder(source)
     base = compose.compose()
     named = dataclasses.replace(base.run, name=run.resolve().name, dir=str(run))
-    config = dataclasses.replace(base, seq=folder.max_position, model=folder.model, run=named)
+    optim = dataclasses.replace(base.optim, lr=GIVEN_WEIGHTS_LR)
+    config = dataclasses.replace(base, seq=folder.max_position, model=folder.model, optim=optim, run=named)
     created = run_dir.create(config, [])
     try:
         weights = {name: folder.read(name).float() for name in parameter_shapes(folder.model)}

@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from mtrain_cli.config.schema import Config, OptimConfig
 
+GIVEN_WEIGHTS_LR = 2e-5
+
 
 def peak_learning_rate(config: Config) -> float:
     """optim.lr, or for ``auto`` a rate that suits the width: 2e-3 at width 128 falling as 1 / width, as hidden matrices want under Adam
@@ -18,7 +20,7 @@ def peak_learning_rate(config: Config) -> float:
     """
     if isinstance(config.optim.lr, float):
         return config.optim.lr
-    return 2e-5 if config.train.init_from else 0.256 / config.model.hidden_size
+    return GIVEN_WEIGHTS_LR if config.train.init_from else 0.256 / config.model.hidden_size
 
 
 def make_optimizer(decoder: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict, set_state_dict
 
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.data.dataset import PackedDataset, open_dataset
@@ -362,7 +362,12 @@ class Trainer:
         return {"model": model, "optimizer": optimizer, "trainer": {"step": self.step, "tokens": self.tokens, **self.loader.state()}}
 
     def resume(self, checkpointer: Checkpointer) -> None:
-        """Goes on from the newest valid checkpoint, on any number of workers."""
+        """Goes on from the newest valid checkpoint, on any number of workers; from step 0 where that holds imported weights alone."""
+        if checkpointer.weights_alone():
+            weights = {"model": self.state()["model"]}
+            checkpointer.load(weights)
+            set_model_state_dict(self.decoder, weights["model"])
+            return
         state = self.state()
         checkpointer.load(state)
         set_state_dict(self.decoder, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])

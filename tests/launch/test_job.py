@@ -99,7 +99,6 @@ def test_rank_0_tells_the_cause_once_and_all_ranks_fail():
     assert ends[1][1] == ""
 
 
-@pytest.mark.slow
 def test_a_mistake_that_workers_find_is_told_once():
     ends = SimulatedJob("all_find_a_mistake", 2, "run.dir=run").ends()
     assert ends == [(2, "error: data.path=x: too short\nerror: seq=4096: too long\n"), (2, "")]

@@ -13,7 +13,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.dataset import open_dataset
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.training.checkpoint import Checkpointer
+from mtrain_cli.training.checkpoint import Checkpointer, load_model_state, write_model_state
 from mtrain_cli.training.trainer import Trainer, train
 
 SMALL = [
@@ -32,7 +32,16 @@ def run(rank: int, world: int, folder: str, overrides: list[str], resume: bool =
     run_dir = RunDir(Path(folder))
     run_dir.path.mkdir(exist_ok=True)
     environment = Environment(
-        device="cpu", workers=world, cp=world, dp=1, workers_per_node=world, nodes=1, rank=rank, local_rank=rank, launcher="mtrain"
+        device="cpu",
+        workers=world,
+        cp=world,
+        dp=1,
+        workers_per_node=world,
+        local_workers=world,
+        nodes=1,
+        rank=rank,
+        local_rank=rank,
+        launcher="mtrain",
     )
     begun: list[int] = []
     save, step = Checkpointer.save, Trainer.train_step
@@ -79,9 +88,38 @@ def test_a_stop_saves_at_once_and_resuming_gives_the_same_losses(tmp_path):
     assert "resumed from the checkpoint of step 3" in log
 
 
+def test_a_stop_saves_where_the_end_would_not(tmp_path):
+    words = ["train.steps=6", "train.checkpoint_every=0", "train.checkpoint_at_end=false"]
+    assert gloo.run(2, run, str(tmp_path), words, False, 3) == [[3], [3]]
+
+
+def test_imported_weights_are_trained_from_step_0(tmp_path):
+    words = ["train.steps=2", "optim.lr=1e-9", "optim.weight_decay=0", "train.checkpoint_every=0"]
+    gloo.run(1, run, str(tmp_path / "first"), words)
+    weights = load_model_state(tmp_path / "first")[1]
+    (tmp_path / "imported").mkdir()
+    write_model_state(tmp_path / "imported" / "checkpoints", 0, weights)
+    assert gloo.run(2, run, str(tmp_path / "imported"), words, True) == [[2], [2]]
+    assert [m["step"] for m in metrics(tmp_path / "imported")] == [1, 2]
+    first, imported = (metrics(tmp_path / name)[0]["loss"] for name in ("first", "imported"))
+    assert imported == pytest.approx(first, abs=1e-4), "the weights have hardly moved in two steps of 1e-9"
+    other = gloo.run(1, run, str(tmp_path / "other"), [*words, "seed=7"])
+    assert other
+    assert abs(metrics(tmp_path / "other")[0]["loss"] - first) > 1e-3, "and others would show"
+
+
 def other_data(rank: int, world: int) -> str:
     environment = Environment(
-        device="cpu", workers=world, cp=world, dp=1, workers_per_node=world, nodes=1, rank=rank, local_rank=rank, launcher="mtrain"
+        device="cpu",
+        workers=world,
+        cp=world,
+        dp=1,
+        workers_per_node=world,
+        local_workers=world,
+        nodes=1,
+        rank=rank,
+        local_rank=rank,
+        launcher="mtrain",
     )
     config = compose(SMALL)
     dataset = open_dataset(config)

@@ -14,7 +14,9 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.training.checkpoint import Checkpointer
+from mtrain_cli.training.optimizer import local_gradients, make_optimizer, squared_norm
 from mtrain_cli.training.trainer import NonFiniteError, StepResult, Trainer, train
 
 SMALL = [
@@ -28,6 +30,9 @@ SMALL = [
     "train.steps=6",
     "train.global_batch=4",
 ]
+
+
+DECODER: dict[str, Any] = {"rope_factor": 1.0, "loss_chunk_bytes": 1 << 20, "activation_checkpoint": "none", "compile": False}
 
 
 def make(rank: int, world: int, cp: int, overrides: tuple[str, ...]) -> Trainer:
@@ -192,6 +197,57 @@ def stopping(rank: int, world: int) -> bool:
 
 def test_all_workers_stop_when_one_is_asked_to():
     assert gloo.run(2, stopping) == [True, True]
+
+
+def not_finite(rank: int, world: int, what: str) -> str:
+    """The loss of rank 1 is infinite, or its part of the gradient is not a number."""
+    trainer = make(rank, world, world, ())
+    if rank == 1 and what == "loss":
+        forward = trainer.decoder.forward
+        trainer.decoder.forward = lambda *args: forward(*args) + float("inf")  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1 and what == "gradient":
+            patch.setattr("mtrain_cli.training.trainer.squared_norm", lambda *_: torch.tensor(float("nan")))
+        with pytest.raises(NonFiniteError) as caught:
+            trainer.train_step(False)
+    assert trainer.step == 0
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_infinity_and_gradients_count_as_not_finite(what):
+    for said in gloo.run(2, not_finite, what):
+        assert said.startswith(f"step 1: the {what} is not finite on rank 1; the step was not applied")
+
+
+def test_weight_decay_spares_norms_and_biases():
+    optimizer = make_optimizer(Decoder(compose(["model.num_layers=1"]).model, **DECODER), compose([]).optim)
+    by_shape = {group["weight_decay"] for group in optimizer.param_groups if group["params"][0].ndim >= 2}
+    rest = {group["weight_decay"] for group in optimizer.param_groups if group["params"][0].ndim < 2}
+    assert (by_shape, rest) == ({0.1}, {0.0})
+    assert all(p.ndim < 2 for group in optimizer.param_groups if group["weight_decay"] == 0 for p in group["params"])
+
+
+def clipped(rank: int, world: int, clip: float) -> tuple[float, float]:
+    """Gradient norm as reported, and this rank's part of the squared norm of what the optimizer was given."""
+    trainer = make(rank, world, world, (f"optim.clip_norm={clip}",))
+    given: list[float] = []
+    step = trainer.optimizer.step
+
+    def spy() -> None:
+        given.append(squared_norm(local_gradients(trainer.decoder.parameters()), torch.device("cpu")).item())
+        step()
+
+    trainer.optimizer.step = spy  # type: ignore[method-assign]
+    return trainer.train_step(False).grad_norm, given[0]
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.01, 1e6])
+def test_gradients_are_clipped_by_their_norm_over_all_workers(clip):
+    found = gloo.run(2, clipped, clip)
+    (norm,) = {norm for norm, _ in found}
+    assert 0.1 < norm < 100
+    assert sum(part for _, part in found) ** 0.5 == pytest.approx(clip if 0 < clip < norm else norm, rel=1e-4)
 
 
 def counts(rank: int, world: int) -> dict[str, Any]:
