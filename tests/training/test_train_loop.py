@@ -32,7 +32,16 @@ def run(rank: int, world: int, folder: str, overrides: list[str], resume: bool =
     run_dir = RunDir(Path(folder))
     run_dir.path.mkdir(exist_ok=True)
     environment = Environment(
-        device="cpu", workers=world, cp=world, dp=1, workers_per_node=world, nodes=1, rank=rank, local_rank=rank, launcher="mtrain"
+        device="cpu",
+        workers=world,
+        cp=world,
+        dp=1,
+        workers_per_node=world,
+        nodes=1,
+        rank=rank,
+        local_rank=rank,
+        launcher="mtrain",
+        local_workers=world,
     )
     begun: list[int] = []
     save, step = Checkpointer.save, Trainer.train_step
@@ -81,7 +90,16 @@ def test_a_stop_saves_at_once_and_resuming_gives_the_same_losses(tmp_path):
 
 def other_data(rank: int, world: int) -> str:
     environment = Environment(
-        device="cpu", workers=world, cp=world, dp=1, workers_per_node=world, nodes=1, rank=rank, local_rank=rank, launcher="mtrain"
+        device="cpu",
+        workers=world,
+        cp=world,
+        dp=1,
+        workers_per_node=world,
+        nodes=1,
+        rank=rank,
+        local_rank=rank,
+        launcher="mtrain",
+        local_workers=world,
     )
     config = compose(SMALL)
     dataset = open_dataset(config)
