@@ -183,6 +183,8 @@ class Checkpointer:
             if problems:
                 return "; ".join(problems[:3]) + (f" and {len(problems) - 3} more" if len(problems) > 3 else "")
             manifest = Manifest.read(folder)
+            if "optimizer" in state and not manifest.trainer:
+                return "holds weights alone, no training to go on with; a new run begins with given ones by train.init_from=HF_FOLDER"
             tensors = self._tensors(state if manifest.workers == self._workers else {k: v for k, v in state.items() if k != "rng"})
             planner = DefaultLoadPlanner()
             dcp.load(tensors, checkpoint_id=folder, planner=planner, process_group=self._group, no_dist=self._group is None)

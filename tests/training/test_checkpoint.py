@@ -158,6 +158,14 @@ def test_another_model_is_not_loaded(saved):
         Checkpointer(saved, keep=1).load(state)
 
 
+def test_weights_alone_are_no_training_to_go_on_with(tmp_path):
+    write_model_state(tmp_path, 0, state_of(0)["model"])
+    with pytest.raises(ConfigError, match=r"step-0: holds weights alone, .* train\.init_from=HF_FOLDER$"):
+        Checkpointer(tmp_path, keep=1).load(state_of(0))
+    state = {"model": state_of(1)["model"]}
+    assert Checkpointer(tmp_path, keep=1).load(state) == 0
+
+
 def test_a_state_that_json_cannot_hold_is_refused_at_once(tmp_path):
     with pytest.raises(TypeError):
         Checkpointer(tmp_path, keep=1).save(1, {**state_of(1), "trainer": {"loss": torch.ones(1)}})
