@@ -27,11 +27,9 @@ SMALL = [
 ]
 
 
-def run(rank: int, world: int, folder: str, overrides: list[str], resume: bool = False, stop_after: int | None = None) -> list[int]:
-    """One run; returns the steps whose checkpoints were begun."""
-    run_dir = RunDir(Path(folder))
-    run_dir.path.mkdir(exist_ok=True)
-    environment = Environment(
+def place(rank: int, world: int) -> Environment:
+    """One of `world` CPU processes that share every sequence."""
+    return Environment(
         device="cpu",
         workers=world,
         cp=world,
@@ -43,13 +41,19 @@ def run(rank: int, world: int, folder: str, overrides: list[str], resume: bool =
         local_rank=rank,
         launcher="mtrain",
     )
+
+
+def run(rank: int, world: int, folder: str, overrides: list[str], resume: bool = False, stop_after: int | None = None) -> list[int]:
+    """One run; returns the steps whose checkpoints were begun."""
+    run_dir = RunDir(Path(folder))
+    run_dir.path.mkdir(exist_ok=True)
     begun: list[int] = []
     save, step = Checkpointer.save, Trainer.train_step
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Checkpointer, "save", lambda self, number, state: (begun.append(number), save(self, number, state))[1])
         if stop_after is not None:
             patch.setattr(Trainer, "train_step", lambda self, stop: step(self, stop or self.step + 1 >= stop_after))
-        train(compose([*SMALL, *overrides]), run_dir, environment, resume)
+        train(compose([*SMALL, *overrides]), run_dir, place(rank, world), resume)
     return begun
 
 
@@ -109,25 +113,13 @@ def test_imported_weights_are_trained_from_step_0(tmp_path):
 
 
 def other_data(rank: int, world: int) -> str:
-    environment = Environment(
-        device="cpu",
-        workers=world,
-        cp=world,
-        dp=1,
-        workers_per_node=world,
-        local_workers=world,
-        nodes=1,
-        rank=rank,
-        local_rank=rank,
-        launcher="mtrain",
-    )
     config = compose(SMALL)
     dataset = open_dataset(config)
     dataset.fingerprint = f"of machine {rank // 2}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mtrain_cli.training.trainer.open_dataset", lambda _: dataset)
         with pytest.raises(ConfigError) as caught:
-            Trainer(config, environment)
+            Trainer(config, place(rank, world))
     return str(caught.value)
 
 
