@@ -63,7 +63,7 @@ def errors(name: str, kind: str, where: str, documents: bool, block: int, heads:
 )
 def test_sparse_attention_equals_the_oracle(name, block, kind, heads, kv_heads, dim, documents, where):
     found = errors(name, kind, where, documents, block, heads, kv_heads, dim)
-    limits = {"out": 6e-3, "lse": 2e-3, "dq": 8e-3, "dk": 8e-3, "dv": 8e-3}
+    limits = {"out": 4e-3, "lse": 1e-4, "dq": 4e-3, "dk": 5e-3, "dv": 5e-3}  # about 1.5 times what was seen (profiles/notes.md)
     assert not {part: value for part, value in found.items() if not value < limits[part]}, found
 
 
