@@ -276,6 +276,8 @@ def render(found: Plan) -> RenderableType:
     heads = f"{model.num_heads}/{model.num_kv_heads} heads of {model.head_dim}"
     attention = 1 - 6 * found.parameters.matmul / found.flops.model
     recomputation = f"{config.train.activation_checkpoint} recomputation"
+    # How much a pattern leaves depends on the data.
+    sparsely = "" if config.sparsity.pattern == "dense" else f" were it dense, {config.sparsity.pattern} computes less"
     rows = [
         ("machine", found.machine),
         ("model", describe_model(found)),
@@ -283,7 +285,7 @@ def render(found: Plan) -> RenderableType:
         ("", f"{count(found.parameters.embedding)} in the embedding{' (and LM head, tied)' if model.tie_word_embeddings else ''}"),
         ("positions", describe_rope(found)),
         ("per token", f"{flop(found.flops.model)} model, {attention:.0%} of it attention (causal, whole sequence)"),
-        ("", f"{flop(found.flops.executed)} executed, with {recomputation}"),
+        ("", f"{flop(found.flops.executed)} executed{sparsely}, with {recomputation}"),
         ("step", describe_step(found)),
         ("", describe_time(found)),
         ("workers", describe_workers(found)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -199,6 +200,8 @@ class Trainer:
         self.device = torch.device("cuda", torch.cuda.current_device()) if environment.device == "cuda" else torch.device("cpu")
         torch.manual_seed(config.seed)
         if config.train.deterministic:
+            # cuBLAS is repeatable with a workspace of its own per stream only, and asks for it by this variable before its first product.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         self.choices: Choices = make_choices(config, environment)
         _check_host_memory(config, environment, self.choices)
