@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import gloo
@@ -14,7 +15,7 @@ from mtrain_cli.data.dataset import open_dataset
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.training.checkpoint import Checkpointer, load_model_state, write_model_state
-from mtrain_cli.training.trainer import Trainer, train
+from mtrain_cli.training.trainer import NonFiniteError, Trainer, train
 
 SMALL = [
     "seq=96",
@@ -126,3 +127,29 @@ def other_data(rank: int, world: int) -> str:
 def test_machines_with_other_data_are_refused():
     for said in gloo.run(3, other_data):
         assert said == "data.kind=stdlib: rank 2 reads another corpus than rank 0; give all machines the same data"
+
+
+def fails_while_saving(rank: int, world: int, folder: str) -> bool:
+    """The third step is not finite while the checkpoint of the second is still being written."""
+    publish, step = Checkpointer._publish, Trainer.train_step
+
+    def slowly(self: Checkpointer, *arguments) -> None:
+        time.sleep(1.0)
+        publish(self, *arguments)
+
+    def poisoned(self: Trainer, stop: bool):
+        if self.step == 2:
+            self._check_finite([[float("nan"), 1.0]])
+        return step(self, stop)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpointer, "_publish", slowly)
+        patch.setattr(Trainer, "train_step", poisoned)
+        run_dir = RunDir(Path(folder))
+        with pytest.raises(NonFiniteError, match="the checkpoint before it is intact"):
+            train(compose([*SMALL, "train.steps=4", "train.checkpoint_every=2"]), run_dir, place(rank, world), False)
+    return (Path(folder) / "checkpoints" / "step-2").is_dir()
+
+
+def test_a_step_that_is_not_finite_waits_for_the_save_under_way(tmp_path):
+    assert gloo.run(1, fails_while_saving, str(tmp_path)) == [True]
