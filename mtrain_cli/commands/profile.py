@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
+import math
 import statistics
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -59,18 +63,23 @@ def sparsity(
     from rich.console import Console
 
     from mtrain_cli.profiling.sparsity import profile_sparsity
+    from mtrain_cli.sparsity.pattern import label
 
     if out.suffix != ".parquet":
         raise ConfigError(f"--out {out}: give a file that ends in .parquet")
     config, patterns = _patterns(list(overrides or ()), pattern)
+    _require_parquet(out)
+    replaced = _check_out(out, _is_sparsity_file, "sparsity profile")
     measured = sorted({1, steps, *range(every, steps + 1, every)} if every else {1, steps})
     console = Console(highlight=False, soft_wrap=True)
     records = profile_sparsity(config, patterns, measured, rows, lambda step, loss: console.print(f"step {step}/{steps}  loss {loss:.4f}"))
     for name in dict.fromkeys(r.pattern for r in records):
         for step in (measured[0], measured[-1])[: len(measured)]:
-            console.print(_layers([r for r in records if r.pattern == name and r.step == step], name, step))
-    _write_parquet(records, out)
-    console.print(f"{len(records)} rows in {out}")
+            title = f"{next(label(p) for p in patterns if p.name == name)}, step {step}"
+            console.print(_layers([r for r in records if r.pattern == name and r.step == step], title))
+    with _writing(out):
+        _write_parquet(records, out)
+    console.print(f"{len(records)} rows in {out}{replaced}")
 
 
 def _patterns(overrides: list[str], names: str) -> tuple[Config, list[Pattern]]:
@@ -112,47 +121,141 @@ def _patterns(overrides: list[str], names: str) -> tuple[Config, list[Pattern]]:
     return composed(trained), made
 
 
-def _layers(records: list[HeadRecord], name: str, step: int) -> Table:
+def _layers(records: list[HeadRecord], title: str) -> Table:
+    """Means over heads. The share of what the document mask allows has a column of its own only where it is not the density."""
     from rich.table import Table
 
-    table = Table(title=f"{name}, step {step}: means over heads, worst query in brackets", title_justify="left")
-    for column in ("layer", "recall", "", "density", "of the mask", "slashes", "bars"):
-        table.add_column(column, justify="right")
+    masked = any(abs(r.of_mask - r.density) >= 5e-5 for r in records)
+    caption = "means over heads; worst: the sampled query of which least is kept; density: of all causal pairs"
+    table = Table(
+        title=title,
+        title_justify="left",
+        caption=caption + ("; of mask: of those inside a document" if masked else ""),
+        caption_justify="left",
+    )
+    for column in ("layer", "recall", "worst", "density", *(("of mask",) if masked else ()), "slashes", "bars"):
+        table.add_column(column, justify="right", no_wrap=True)
     groups: list[tuple[str, list[HeadRecord]]] = [
         (str(layer), [r for r in records if r.layer == layer]) for layer in sorted({r.layer for r in records})
     ]
-    for label, rows in [*groups, ("all", records)]:
+    for name, rows in [*groups, ("all", records)]:
         table.add_row(
-            label,
+            name,
             f"{statistics.fmean(r.recall for r in rows):.4f}",
-            f"({min(r.worst for r in rows):.3f})",
+            f"{min(r.worst for r in rows):.3f}",
             f"{statistics.fmean(r.density for r in rows):.2%}",
-            f"{statistics.fmean(r.of_mask for r in rows):.2%}",
+            *((f"{statistics.fmean(r.of_mask for r in rows):.2%}",) if masked else ()),
             f"{statistics.fmean(r.slashes for r in rows):.1f}",
             f"{statistics.fmean(r.bars for r in rows):.0f}",
-            end_section=label == groups[-1][0],
+            end_section=name == groups[-1][0],
         )
     return table
 
 
-def _write_parquet(records: list[HeadRecord], out: Path) -> None:
+def _require_parquet(out: Path) -> None:
     try:
-        import pandas
+        import pandas  # noqa: F401
         import pyarrow  # noqa: F401 - what pandas writes Parquet with
     except ImportError as error:
         raise ConfigError(f"--out {out}: needs pandas and pyarrow; {install_command('profile')}") from error
-    out.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _is_sparsity_file(out: Path) -> bool:
+    import pyarrow
+    import pyarrow.parquet
+
+    from mtrain_cli.profiling.sparsity import HeadRecord
+
+    try:
+        names = set(pyarrow.parquet.read_schema(out).names)
+    except (pyarrow.ArrowException, OSError):
+        return False
+    return names >= {field.name for field in dataclasses.fields(HeadRecord)}
+
+
+def _is_calibration(out: Path) -> bool:
+    try:
+        document = json.loads(out.read_text(encoding="utf-8"))
+    except ValueError:
+        return False
+    return isinstance(document, dict) and document.get("kind") == "kernels" and "schema" in document
+
+
+def _check_out(out: Path, is_own: Callable[[Path], bool], what: str) -> str:
+    """What to say of an earlier result that will be replaced, if there is one. Makes the folders above.
+
+    Raises:
+        ConfigError: nothing can be written there, or something else would be lost. It is better known before a long measurement.
+    """
+    try:
+        if out.is_dir():
+            raise ConfigError(f"--out {out}: is a folder; give a file")
+        if out.exists():
+            with out.open("r+b"):
+                pass
+            if not out.is_file() or not out.stat().st_size:
+                return ""
+            if not is_own(out):
+                raise ConfigError(f"--out {out}: exists and is no {what} of mtrain; give another name, or remove it")
+            return f", in place of the {what} that was there"
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with out.open("xb"):
+            pass
+        out.unlink()
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ConfigError(f"--out {out}: a part of the path is a file, not a folder") from error
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be written: {error.strerror or error}") from error
+    return ""
+
+
+@contextlib.contextmanager
+def _within_memory() -> Iterator[None]:
+    import torch
+
+    from mtrain_cli.launch.failures import RunError
+
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        raise RunError(
+            "The next of these shapes does not fit the memory; give shorter --seq, fewer --heads or a smaller --head-dim"
+        ) from error
+
+
+@contextlib.contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    from mtrain_cli.launch.failures import RunError
+
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"--out {out}: could not be written: {error.strerror or error}") from error
+
+
+def _write_parquet(records: list[HeadRecord], out: Path) -> None:
+    import pandas
+
     pandas.DataFrame([dataclasses.asdict(r) for r in records]).to_parquet(out)
 
 
 @app.command("kernels")
 def kernels(
     seq: Annotated[str, typer.Option(metavar="N,...", help="Lengths, such as 32k,128k.")] = "auto",
-    density: Annotated[str, typer.Option(metavar="D,...", help="Shares of the causal blocks on diagonals.")] = "0.1,0.05,0.02",
-    bars: Annotated[int, typer.Option(metavar="N", help="Single columns a head.", min=0)] = 2048,
+    density: Annotated[
+        str, typer.Option(metavar="D,...", help="Shares of the causal blocks that diagonals fill, such as 0.05 or 5%.")
+    ] = "0.1,0.05,0.02",
+    bars: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Single columns a head; 2048 on a GPU and 1/64 of the length on a CPU.", min=0, show_default=False),
+    ] = None,
     heads: Annotated[str, typer.Option(metavar="Q/KV,...", help="Query and key-value heads.")] = "16/2",
     head_dim: Annotated[int, typer.Option(metavar="N", min=16)] = 128,
-    block: Annotated[int, typer.Option(metavar="N", help="Tokens of a block.")] = 128,
+    block: Annotated[
+        int | None, typer.Option(metavar="N", help="Tokens of a block; 128 on a GPU and 16 on a CPU.", show_default=False)
+    ] = None,
     kernel: Annotated[str, typer.Option(metavar="NAME,...", help="Kernels under an index; empty = all that serve.")] = "",
     repeats: Annotated[int, typer.Option(metavar="N", min=1)] = 7,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Calibration to write, as JSON.", show_default=False)] = None,
@@ -163,6 +266,8 @@ def kernels(
 
       [cyan]mtrain profile kernels[/cyan]
           lengths that suit this machine
+      [cyan]mtrain profile kernels --seq 512 --density 20%,5% --bars 8 --heads 4/2 --head-dim 32 --repeats 3[/cyan]
+          a few seconds on a CPU, which shows the table and no speed: there nothing is skipped
       [cyan]mtrain profile kernels --seq 32k,128k,256k --out profiles/kernels-h200.json[/cyan]
           a calibration for the simulator
     """
@@ -170,13 +275,17 @@ def kernels(
     from rich.console import Console
 
     from mtrain_cli.config.sizes import parse_size
-    from mtrain_cli.profiling.kernels import Case, profile_kernels, save_calibration
+    from mtrain_cli.profiling.kernels import Case, missing, profile_kernels, save_calibration
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     lengths = _numbers("--seq", ("32k,128k" if device == "cuda" else "1k,2k") if seq == "auto" else seq, parse_size)
-    densities = _numbers("--density", density, float)
+    if any(s < 2 for s in lengths):
+        raise ConfigError(f"--seq {seq}: each must be at least 2 tokens")
+    densities = _numbers("--density", density, _share)
     if any(not 0 < d <= 1 for d in densities):
-        raise ConfigError(f"--density {density}: each must be above 0 and at most 1")
+        raise ConfigError(f"--density {density}: each must be above 0 and at most 1, which is 100%")
+    if block is None:
+        block = 128 if device == "cuda" else 16
     if block not in (16, 32, 64, 128):
         raise ConfigError(f"--block {block}: must be 16, 32, 64 or 128")
     shapes = []
@@ -185,21 +294,38 @@ def kernels(
         if not (query.isdigit() and kv.isdigit() and int(kv) and int(query) and int(query) % int(kv) == 0):
             raise ConfigError(f"--heads {heads}: expected query heads / key-value heads that divide them, such as 16/2")
         shapes.append((int(query), int(kv)))
+
+    def columns(length: int) -> int:
+        return min(bars if bars is not None else 2048 if device == "cuda" else length // 64, length)
+
     cases = [
-        Case(seq=s, heads=h, kv_heads=kv, head_dim=head_dim, block=block, density=d, bars=min(bars, s))
+        Case(seq=s, heads=h, kv_heads=kv, head_dim=head_dim, block=block, density=d, bars=columns(s))
         for h, kv in shapes
         for s in lengths
         for d in densities
     ]
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    console = Console(highlight=False, soft_wrap=True)
     names = [name.strip() for name in kernel.split(",") if name.strip()]
     _check_kernels(names)
+    absent = [(name, reason) for name, reason, everywhere in missing(cases, names, dtype, device) if everywhere]
+    if names and {name for name, _ in absent} >= set(names):
+        raise ConfigError(*(f"--kernel {name}: {reason}" for name, reason in absent))
+    replaced = "" if out is None else _check_out(out, _is_calibration, "calibration")
+    console = Console(highlight=False, soft_wrap=True)
     console.print(_HEADER)
-    times = profile_kernels(cases, names, dtype, device, repeats, lambda found: console.print(_line(found)))
+    with _within_memory():
+        times = profile_kernels(cases, names, dtype, device, repeats, lambda found: console.print(_line(found)))
+    console.print(_LEGEND)
+    for name, reason, everywhere in missing(cases, names, dtype, device):
+        console.print(f"{name}: {reason}" + ("" if everywhere else " (some of the shapes)"))
     if out is not None:
-        save_calibration(times, out, " ".join(["mtrain", *sys.argv[1:]]), dtype, device)
-        console.print(f"{len(times)} times in {out}")
+        with _writing(out):
+            save_calibration(times, out, " ".join(["mtrain", *sys.argv[1:]]), dtype, device)
+        console.print(f"{len(times)} times in {out}{replaced}")
+
+
+def _share(text: str) -> float:
+    return float(text.removesuffix("%")) / 100 if text.endswith("%") else float(text)
 
 
 def _check_kernels(names: list[str]) -> None:
@@ -216,21 +342,26 @@ def _numbers(option: str, text: str, parse):
         try:
             values.append(parse(part.strip()))
         except ValueError:
-            raise ConfigError(
-                f"{option} {text}: {part.strip() or 'an empty item'} is no number; give items such as 32k,128k or 0.05"
-            ) from None
+            example = "32k,128k" if option == "--seq" else "0.05 or 5%"
+            raise ConfigError(f"{option} {text}: {part.strip() or 'an empty item'} is no number; give items such as {example}") from None
     return values
 
 
-_HEADER = f"{'kernel':<10} {'seq':>8} {'heads':>6} {'density':>8} {'bars':>6}  {'forward':>22} {'backward':>22}   ratio to dense"
+_HEADER = (
+    f"{'kernel':<10} {'seq':>8} {'heads':>6} {'diagonals':>9} {'columns':>8} {'pairs':>7} {'forward':>23} {'backward':>23}   ratio to dense"
+)
+_LEGEND = (
+    "diagonals: share of the causal blocks asked for; columns: single ones a head; pairs: share of the causal pairs that is computed, "
+    "for which TF (TFLOP/s) counts."
+)
 
 
-def _line(found: KernelTime | str) -> str:
-    if isinstance(found, str):
-        return found
+def _line(found: KernelTime) -> str:
     case = found.case
     what = "dense" if case.density is None else f"{case.density:.1%}"
-    parts = [f"{found.kernel:<10} {case.seq:>8} {case.heads:>3}/{case.kv_heads:<2} {what:>8} {case.bars:>6} "]
+    bars = "" if case.density is None else f"all {case.seq}" if case.bars == case.seq else str(case.bars)
+    share = found.pairs / (case.heads * math.comb(case.seq + 1, 2))
+    parts = [f"{found.kernel:<10} {case.seq:>8} {case.heads:>3}/{case.kv_heads:<2} {what:>9} {bars:>8} {share:>7.1%}"]
     for ms, tflops in ((found.forward_ms, found.forward_tflops), (found.backward_ms, found.backward_tflops)):
         parts.append(f"{ms:>10.3f} ms {tflops:>6.1f} TF")
     if found.forward_ratio and found.backward_ratio:

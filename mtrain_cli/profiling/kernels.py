@@ -62,11 +62,11 @@ class KernelTime:
 
 
 def profile_kernels(
-    cases: Sequence[Case], kernels: Sequence[str], dtype: torch.dtype, device: str, repeats: int, report: Callable[[KernelTime | str], None]
+    cases: Sequence[Case], kernels: Sequence[str], dtype: torch.dtype, device: str, repeats: int, report: Callable[[KernelTime], None]
 ) -> list[KernelTime]:
-    """Times every kernel on every case, and the fastest dense kernel at each length first, for the ratio.
+    """Times every kernel on every case that it serves, and the fastest dense kernel at each length first, for the ratio.
 
-    kernels: names, or empty for all that serve. report: called with every time as it is known, or with a line on what cannot run and why.
+    kernels: names, or empty for all that serve. report: called with every time as it is known. `missing` says what cannot run.
     """
     times: list[KernelTime] = []
     dense: dict[tuple[int, int, int, int], tuple[float, float]] = {}
@@ -81,17 +81,33 @@ def profile_kernels(
             report(measured)
         if case.density is None:
             continue
-        for name, reason in survey(_request(case, dtype, device, IndexRequest(case.block, bitmap=False))):
-            if (kernels and name not in kernels) or (not kernels and name == "reference"):
-                continue
+        for name, reason in _survey(case, kernels, dtype, device):
             if reason is not None:
-                report(f"{name} at {case.seq}: {reason}")
                 continue
             kernel, _ = choose(name, _request(case, dtype, device, IndexRequest(case.block, bitmap=False)))
             measured = _measure(kernel, case, dtype, device, repeats, dense[shape])
             times.append(measured)
             report(measured)
     return times
+
+
+def missing(cases: Sequence[Case], kernels: Sequence[str], dtype: torch.dtype, device: str) -> list[tuple[str, str, bool]]:
+    """Name and reason of what cannot run under an index, each once, and whether it can run on none of the cases."""
+    found: dict[tuple[str, str], None] = {}
+    served: set[str] = set()
+    for case in cases:
+        for name, reason in _survey(case, kernels, dtype, device):
+            if reason is None:
+                served.add(name)
+            else:
+                found[name, reason] = None
+    return [(name, reason, name not in served) for name, reason in found]
+
+
+def _survey(case: Case, kernels: Sequence[str], dtype: torch.dtype, device: str) -> list[tuple[str, str | None]]:
+    """Every kernel asked for, with the reason why it cannot serve; the oracle only where it is named."""
+    found = survey(_request(case, dtype, device, IndexRequest(case.block, bitmap=False)))
+    return [(name, reason) for name, reason in found if (name in kernels if kernels else name != "reference")]
 
 
 def _request(case: Case, dtype: torch.dtype, device: str, index: IndexRequest | None) -> KernelRequest:

@@ -49,6 +49,11 @@ class Pattern(Protocol):
         ...
 
 
+def label(pattern: Pattern) -> str:
+    """The name of a pattern where people read it; in a measurement nobody is to take a synthetic one for a real one."""
+    return f"{pattern.name} (SYNTHETIC)" if pattern.synthetic else pattern.name
+
+
 _UNIT = 2.0**38  # masses are compared and added as integers of this resolution: exact, and the same in any order
 _NUMBER_BITS = 24
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from mtrain_cli.commands.app import app
@@ -36,6 +37,9 @@ def test_sparsity_measures_every_layer_and_head_of_the_steps_asked_for(tmp_path)
     assert "step 3/3  loss" in result.output
     assert "vertical_slash, step 1" in result.output
     assert "moba, step 3" in result.output
+    assert "worst: the sampled query of which least is kept" in result.output
+    again = run("sparsity", *SMALL[:7], "--pattern", "fixed", "--steps", "1", "--rows", "4", "--out", str(tmp_path / "again.parquet"))
+    assert "fixed (SYNTHETIC), step 1" in again.output
     found = pandas.read_parquet(out)
     assert len(found) == 3 * 2 * 2 * 4
     assert set(found.step) == {1, 2, 3}
@@ -88,10 +92,78 @@ def test_the_calibration_that_ships_is_read_and_names_its_hardware():
         (["kernels", "--heads", "16/3"], "--heads 16/3: expected query heads / key-value heads that divide them"),
         (["kernels", "--block", "100"], "--block 100: must be 16, 32, 64 or 128"),
         (["kernels", "--kernel", "flash5"], "--kernel flash5: no such kernel"),
+        (["kernels", "--seq", "0"], "--seq 0: each must be at least 2 tokens"),
+        (["kernels", "--seq", "-5"], "--seq -5: each must be at least 2 tokens"),
+        (["kernels", "--density", "101%"], "--density 101%: each must be above 0 and at most 1, which is 100%"),
+        (["kernels", "--density", "5%%"], "--density 5%%: 5%% is no number; give items such as 0.05 or 5%"),
+        (["kernels", "--out", "folder"], "--out folder: is a folder; give a file"),
+        (["kernels", "--out", "file/x.json"], "--out file/x.json: a part of the path is a file, not a folder"),
+        (["kernels", "--out", "file"], "--out file: exists and is no calibration of mtrain; give another name, or remove it"),
+        (["kernels", "--out", "/proc/x/y.json"], "--out /proc/x/y.json: cannot be written: "),
+        (["sparsity", "--out", "folder.parquet"], "--out folder.parquet: is a folder; give a file"),
+        (["sparsity", "--out", "other.parquet"], "--out other.parquet: exists and is no sparsity profile of mtrain"),
+        (["sparsity", "--out", "file/x.parquet"], "--out file/x.parquet: a part of the path is a file"),
     ],
 )
-def test_mistakes_are_one_line(words, line):
+def test_mistakes_are_one_line(tmp_path, monkeypatch, words, line):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("mtrain_cli.profiling.kernels.profile_kernels", _nothing_is_measured)
+    monkeypatch.setattr("mtrain_cli.profiling.sparsity.profile_sparsity", _nothing_is_measured)
+    for folder in ("folder", "folder.parquet"):
+        (tmp_path / folder).mkdir()
+    for file in ("file", "other.parquet"):
+        (tmp_path / file).write_text("a letter")
     result = run(*words)
     assert result.exit_code == 2
     assert line in result.stderr
-    assert "Traceback" not in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert (tmp_path / "file").read_text() == "a letter"
+
+
+def _nothing_is_measured(*_):
+    raise AssertionError("a mistake is found before anything is measured")
+
+
+KERNELS = ("kernels", "--seq", "64", "--heads", "2/1", "--head-dim", "16", "--block", "16", "--repeats", "1")
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what cannot run differs")
+
+
+@without_gpu
+def test_named_kernels_of_which_none_can_run_are_refused_one_line_each(monkeypatch):
+    monkeypatch.setattr("mtrain_cli.profiling.kernels.profile_kernels", _nothing_is_measured)
+    result = run(*KERNELS, "--kernel", "flash4,triton")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.splitlines() == [f"mtrain: --kernel {name}: needs a CUDA GPU" for name in ("flash4", "triton")]
+
+
+@without_gpu
+def test_what_cannot_run_stands_once_below_the_table():
+    lines = run(*KERNELS, "--density", "50%,0.2", "--kernel", "sdpa,flash4").stdout.splitlines()
+    assert [line.split()[0] for line in lines[:4]] == ["kernel", "sdpa", "sdpa", "sdpa"]
+    assert lines[-1] == "flash4: needs a CUDA GPU"
+    assert sum("flash4" in line for line in lines) == 1
+
+
+def test_columns_really_used_and_the_share_of_pairs_are_printed():
+    lines = run(*KERNELS, "--density", "50%,5%", "--bars", "5000", "--kernel", "sdpa").stdout.splitlines()
+    for line, density in zip(lines[2:4], ("50.0%", "5.0%"), strict=True):
+        assert line.split()[3:7] == [density, "all", "64", "100.0%"]
+    few = run(*KERNELS, "--density", "5%", "--bars", "2", "--kernel", "sdpa").stdout.splitlines()[2].split()
+    assert few[3:5] == ["5.0%", "2"]
+    diagonal = 4 * 16 * 17 // 2 / (64 * 65 // 2)
+    assert diagonal < float(few[5].rstrip("%")) / 100 < diagonal + 2 * 64 / (64 * 65 // 2)
+
+
+def test_an_own_calibration_is_replaced_and_that_is_said(tmp_path):
+    out = tmp_path / "deep" / "calibration.json"
+    first, second = (run(*KERNELS, "--density", density, "--kernel", "sdpa", "--out", str(out)) for density in ("0.5", "0.5,0.2"))
+    assert first.stdout.endswith(f"2 times in {out}\n")
+    assert second.stdout.endswith(f"3 times in {out}, in place of the calibration that was there\n")
+    assert len(json.loads(out.read_text())["times"]) == 3
+
+
+@without_gpu
+def test_shapes_beyond_the_memory_are_told_in_one_line():
+    result = run("kernels", "--seq", "16", "--heads", "64/64", "--head-dim", "999999999999", "--kernel", "sdpa")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: The next of these shapes does not fit the memory")
