@@ -62,7 +62,7 @@ def show_option(
       [cyan]mtrain config show model/qwen3b[/cyan]
       [cyan]mtrain config show topology/local[/cyan]
     """
-    from mtrain_cli.config import keys
+    from mtrain_cli.config import keys, validate
     from mtrain_cli.config.compose import composed_values
     from mtrain_cli.config.groups import open_groups, summary
 
@@ -73,8 +73,17 @@ def show_option(
     rows = []
     for key in keys.all_keys().values():
         if key.name.startswith(f"{group}.") and key.name in values:
-            rows.append((key.name, keys.show(values[key.name]), key.help, key.allowed))
+            if group == "sparsity" and not _has(str(values.get("sparsity.pattern")), key.name, values[key.name]):
+                continue
+            rows.append((key.name, keys.show(values[key.name]), key.help, validate.allowed(key)))
     _print_table(f"{group}={name}  {summary(file)}".rstrip(), ("key", "value", "what it is", ALLOWED), rows)
+
+
+def _has(pattern: str, name: str, value: object) -> bool:
+    """Whether a key of the group sparsity is one of the pattern's; one that has a value all the same is shown too."""
+    from mtrain_cli.config.validate import PATTERN_KEYS
+
+    return value is not None or name.removeprefix("sparsity.") in ("pattern", *PATTERN_KEYS.get(pattern, ()))
 
 
 def _split(option: str, options: dict[str, dict[str, Path]], defaults: dict[str, str]) -> tuple[str, str]:

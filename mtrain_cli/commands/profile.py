@@ -63,7 +63,7 @@ def sparsity(
     from rich.console import Console
 
     from mtrain_cli.profiling.sparsity import profile_sparsity
-    from mtrain_cli.sparsity.pattern import label
+    from mtrain_cli.sparsity.pattern import shown_name
 
     if out.suffix != ".parquet":
         raise ConfigError(f"--out {out}: give a file that ends in .parquet")
@@ -75,7 +75,7 @@ def sparsity(
     records = profile_sparsity(config, patterns, measured, rows, lambda step, loss: console.print(f"step {step}/{steps}  loss {loss:.4f}"))
     for name in dict.fromkeys(r.pattern for r in records):
         for step in (measured[0], measured[-1])[: len(measured)]:
-            title = f"{next(label(p) for p in patterns if p.name == name)}, step {step}"
+            title = f"{next(shown_name(p) for p in patterns if p.name == name)}, step {step}"
             console.print(_layers([r for r in records if r.pattern == name and r.step == step], title))
     with _writing(out):
         _write_parquet(records, out)

@@ -25,6 +25,9 @@ from mtrain_cli.config.suggest import did_you_mean
 # What a resumed run keeps: its weights, its data order and its name were made with these.
 FIXED = ("model.", "data.", "seq", "seed", "train.init_from", "run.name", "run.dir")
 
+# Keys that say the same in two ways: the first, when given, takes the place of the default of the second.
+_INSTEAD = {"sparsity.slashes": "sparsity.density"}
+
 
 def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Config:
     """The configuration that ``overrides`` ask for, such as ``["model=qwen3b", "seq=512k", "optim.lr=1e-4"]``.
@@ -159,6 +162,9 @@ def _composed(groups: Groups, choices: Mapping[str, str], values: Mapping[str, A
         except OmegaConfBaseException as error:
             shown = f"{name}={keys.show(values[name])}" if name in values else name
             problems[name] = Problem(f"{shown}: cannot be resolved: {_one_line(error)}", (name,))
+    for name, other in _INSTEAD.items():
+        if values.get(name) and other not in values and leaves.get(other):
+            leaves[other] = 0
     return leaves, list(problems.values())
 
 

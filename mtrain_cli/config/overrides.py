@@ -51,8 +51,8 @@ def _parse_one(text: str, groups: Groups, found: Overrides) -> Problem | None:
         name = text[1:].partition("=")[0]
         hint = (
             f"; set it instead, such as {name}=null"
-            if name in all_keys() and all_keys()[name].optional
-            else "; give it another value instead"
+            if name in all_keys() and all_keys()[name].optional and not name.startswith("sparsity.")  # there null means: no such key
+            else "; leave it out for its default, or give it another value"
         )
         return Problem(f"{text}: a key cannot be deleted{hint}", (name,))
     if "=" not in text:

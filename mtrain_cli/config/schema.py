@@ -81,7 +81,9 @@ class SparsityConfig:
     block: int | None = option("tokens of a block, the unit in which pairs are chosen")
     dense_steps: int | None = option("first steps of a run that compute every pair")
     last_q: int | None = option("vertical_slash: queries of a window that is probed")
-    windows: int | None = option("vertical_slash: windows, evenly spread; the last one ends the sequence")
+    windows: int | None = option(
+        "vertical_slash: windows, evenly spread; the last one ends the sequence. With packed documents one probes the last of them alone"
+    )
     p_v: float | None = option("vertical_slash: share of the probed attention that columns hold")
     p_s: float | None = option("vertical_slash: share of the probed attention that block diagonals hold")
     joint: bool | None = option("vertical_slash: columns count only what lies outside the chosen diagonals")
@@ -95,9 +97,9 @@ class SparsityConfig:
     threshold: float | None = option("xattention: share of a row's scores that its blocks hold")
     chunk: int | None = option("moba: keys of a chunk")
     top_k: int | None = option("moba: chunks that a block of queries sees, its own included")
-    slashes: int | None = option("fixed: block diagonals a head, if density is 0")
+    slashes: int | None = option("fixed: block diagonals a head; given alone, density is 0")
     bars: int | None = option("fixed: columns a head")
-    density: float | None = option("fixed: share of the causal blocks that diagonals fill; 0 = as many as slashes says")
+    density: float | None = option("fixed: share of the causal blocks that diagonals fill, unless slashes is given")
 
 
 @dataclass(frozen=True, kw_only=True)

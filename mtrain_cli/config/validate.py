@@ -103,6 +103,16 @@ _RANGE: dict[str, tuple[str, Callable[[float], bool]]] = {
 }
 
 
+def allowed(key: keys.Key) -> str:
+    """What a key takes, with the range of its numbers: the words of `mtrain config show`."""
+    # Null is no choice for a key that the pattern has.
+    kind = key.allowed.removesuffix(" or null") if key.name.startswith("sparsity.") else key.allowed
+    if key.name not in _RANGE:
+        return kind
+    reason = _RANGE[key.name][0].removeprefix("must be ")
+    return reason if reason.startswith("auto") else f"{kind}, {reason}"
+
+
 def _ranges(config: Config) -> Iterator[str]:
     for name, value in keys.values(config).items():
         if name in _RANGE and isinstance(value, int | float):
@@ -159,6 +169,17 @@ PATTERN_KEYS: dict[str, tuple[str, ...]] = {
 
 def _sparsity(sparsity: SparsityConfig, seq: int) -> Iterator[str]:
     own = PATTERN_KEYS[sparsity.pattern]
+    absent = [f"sparsity.{name}" for name in own if getattr(sparsity, name) is None]
+    if len(absent) > 1:
+        # The pattern was named without its group: one cause, and not a mistake for each key.
+        yield (
+            f"sparsity.pattern={sparsity.pattern}: needs {', '.join(absent)}; "
+            f"give sparsity={sparsity.pattern}, which brings its keys, and no sparsity.pattern"
+        )
+        return
+    if sparsity.pattern == "dense" and sparsity.block is not None and sparsity.dense_steps is not None:
+        yield "sparsity.pattern=dense: has none of the keys of the pattern given before; give sparsity=dense and no sparsity.pattern"
+        return
     complete = True
     for name, value in vars(sparsity).items():
         if name == "pattern":
@@ -188,6 +209,11 @@ def _sparsity(sparsity: SparsityConfig, seq: int) -> Iterator[str]:
             yield f"sparsity.max_slashes={s.max_slashes}: is below sparsity.min_slashes={least}; give 0 (any number) or at least {least}"
         if seq >= 1 and s.last_q > seq:
             yield f"sparsity.last_q={s.last_q}: is above seq={seq}"
+        elif s.windows is not None and s.last_q >= 1 and seq >= 1 and s.windows * s.last_q > seq:
+            yield (
+                f"sparsity.windows={s.windows}: windows of sparsity.last_q={s.last_q} queries would overlap; "
+                f"seq={seq} has room for {seq // s.last_q}"
+            )
     if sparsity.pattern == "xattention":
         assert sparsity.block is not None
         assert sparsity.stride is not None
@@ -198,6 +224,9 @@ def _sparsity(sparsity: SparsityConfig, seq: int) -> Iterator[str]:
         assert sparsity.chunk is not None
         if sparsity.block >= 1 and sparsity.chunk % sparsity.block:
             yield f"sparsity.chunk={sparsity.chunk}: must be a multiple of sparsity.block={sparsity.block}"
+    if sparsity.pattern == "fixed" and sparsity.density and sparsity.slashes:
+        given = f"sparsity.density={keys.show(sparsity.density)}"
+        yield f"sparsity.slashes={sparsity.slashes}: {given} says how many block diagonals already; give one of them, or 0 for the other"
     if sparsity.pattern == "fixed" and not sparsity.density and not sparsity.slashes:
         yield "sparsity.slashes=0: give block diagonals here or a share of the blocks in sparsity.density"
 

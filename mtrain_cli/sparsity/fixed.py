@@ -30,7 +30,15 @@ class FixedPattern:
 
     def describe(self) -> str:
         lines = f"diagonals of {self.density:.1%} of the causal blocks" if self.density else f"{self.slashes} block diagonals"
-        return f"SYNTHETIC: {lines} and {self.bars} columns a head from a seed, whatever the data"
+        return f"{lines} and {self.bars} columns a head from a seed, whatever the data"
+
+    def covers(self, seq: int) -> str | None:
+        blocks = -(-seq // self.block)
+        if self.bars >= seq:
+            return f"{self.bars} columns cover"
+        if (self.density >= 1) if self.density else self.slashes >= blocks:
+            return f"diagonals of {self.density:.0%} of the blocks cover" if self.density else f"{self.slashes} block diagonals cover"
+        return f"one block of {self.block} tokens covers" if blocks == 1 else None
 
     def estimate(self, q: torch.Tensor, k: torch.Tensor, masked: Masked, layer: int) -> VerticalSlash:  # noqa: ARG002
         batch, seq, heads, _ = q.shape

@@ -32,6 +32,9 @@ class MobaPattern:
     def describe(self) -> str:
         return f"{self.top_k} chunks of {self.chunk} keys for every block of {self.block} queries"
 
+    def covers(self, seq: int) -> str | None:
+        return f"{self.top_k} chunks of {self.chunk} keys cover" if self.top_k * self.chunk >= seq else None
+
     def estimate(self, q: torch.Tensor, k: torch.Tensor, masked: Masked, layer: int) -> BlockBitmap:  # noqa: ARG002
         seq, heads = q.shape[1:3]
         blocks, chunks = masked.geometry.blocks, -(-seq // self.chunk)

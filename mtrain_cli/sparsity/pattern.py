@@ -42,6 +42,10 @@ class Pattern(Protocol):
         """One line for banners."""
         ...
 
+    def covers(self, seq: int) -> str | None:
+        """Which setting leaves every pair of ``seq`` tokens, whatever the data, in words before "all of seq=..."; None if none does."""
+        ...
+
     def estimate(self, q: torch.Tensor, k: torch.Tensor, masked: Masked, layer: int) -> Index:
         """q [batch, seq, heads, head_dim], k [batch, seq, kv_heads, head_dim] in sequence order -> what is worth computing. Called without
         gradients, once per layer and step.
@@ -49,7 +53,7 @@ class Pattern(Protocol):
         ...
 
 
-def label(pattern: Pattern) -> str:
+def shown_name(pattern: Pattern) -> str:
     """The name of a pattern where people read it; in a measurement nobody is to take a synthetic one for a real one."""
     return f"{pattern.name} (SYNTHETIC)" if pattern.synthetic else pattern.name
 

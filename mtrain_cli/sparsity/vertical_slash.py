@@ -48,7 +48,23 @@ class VerticalSlashPattern:
 
     def describe(self) -> str:
         probe = f"the last {self.last_q} queries" + (f" of {self.windows} windows" if self.windows > 1 else "")
-        return f"columns that hold {self.p_v:.0%} and block diagonals that hold {self.p_s:.0%} of the attention of {probe}"
+        caps = [f"{most} {what}" for most, what in ((self.max_bars, "columns"), (self.max_slashes, "diagonals")) if most]
+        columns = f"columns that with the diagonals hold {self.p_v:.0%}" if self.joint else f"columns that hold {self.p_v:.0%}"
+        told = [
+            f"{columns} and block diagonals that hold {self.p_s:.0%} of the attention of {probe}",
+            *((f"at most {' and '.join(caps)} a head",) if caps else ()),
+            *(("joint: columns count only what lies outside the diagonals",) if self.joint else ()),
+            *(("one index per key-value group",) if self.per_group else ()),
+        ]
+        return ", ".join(told)
+
+    def covers(self, seq: int) -> str | None:
+        blocks = -(-seq // self.block)
+        if self.min_slashes >= blocks:
+            return f"at least {self.min_slashes} block diagonals of {self.block} tokens cover"
+        if max(self.min_bars, self.sink_tokens) >= seq:
+            return f"at least {max(self.min_bars, self.sink_tokens)} columns cover"
+        return f"one block of {self.block} tokens covers" if blocks == 1 else None
 
     def estimate(self, q: torch.Tensor, k: torch.Tensor, masked: Masked, layer: int) -> VerticalSlash:  # noqa: ARG002
         group = q.shape[2] // k.shape[2]

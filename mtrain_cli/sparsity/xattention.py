@@ -34,6 +34,9 @@ class XAttentionPattern:
     def describe(self) -> str:
         return f"blocks that hold {self.threshold:.0%} of antidiagonal scores, stride {self.stride}"
 
+    def covers(self, seq: int) -> str | None:
+        return f"2 blocks of {self.block} tokens, the own and the first, cover" if seq <= 2 * self.block else None
+
     def estimate(self, q: torch.Tensor, k: torch.Tensor, masked: Masked, layer: int) -> BlockBitmap:  # noqa: ARG002
         return BlockBitmap(self.block, masked.geometry.blocks, torch.stack([self._choose(q[b], k[b], masked, b) for b in range(len(q))]))
 

@@ -12,6 +12,7 @@ from mtrain_cli import __version__
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.launch.environment import Environment
+from mtrain_cli.sparsity.remarks import remarks
 from mtrain_cli.training import dry_run
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def banner(config: Config, environment: Environment, choices: Choices, run_dir: 
         ("layout", dry_run.describe_layout(found)),
         ("exchange", f"{found.exchange}: {found.exchange_reason}"),
         ("sparsity", dry_run.describe_sparsity(found)),
+        *(("", line) for line in remarks(config)),
         ("kernel", f"{found.kernel}: {found.kernel_reason}"),
         ("dtype", f"{dry_run.describe_dtype(found)}; recomputation {config.train.activation_checkpoint}"),
         ("memory", memory),

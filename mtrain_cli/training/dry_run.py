@@ -19,7 +19,9 @@ from mtrain_cli.launch.environment import Environment, gpu_index, host_memory, r
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.selection import choose_exchange
+from mtrain_cli.sparsity.pattern import shown_name
 from mtrain_cli.sparsity.registry import make_pattern
+from mtrain_cli.sparsity.remarks import computes_everything, remarks
 from mtrain_cli.training.flops import FlopsPerToken, ParameterCount, flops_per_token, parameters, peak_flops
 from mtrain_cli.training.memory import GIB, MemoryEstimate, estimate_memory
 from mtrain_cli.training.plan import check_one_worker, compute_dtype, make_choices
@@ -194,6 +196,8 @@ def _kernel_elsewhere(config: Config, dtype: torch.dtype) -> tuple[str, str]:
     possible = [name for name, reason in survey(request) if reason is None or "not installed" in reason]
     if asked in possible:
         return asked, "as configured; no GPU here to ask whether it serves"
+    if asked != "auto" and (reason := dict(survey(request)).get(asked)) is not None:
+        raise ConfigError(f"train.kernel={asked}: {reason}; allowed on {ASSUMED_GPU}: {', '.join(['auto', *possible])}")
     if asked != "auto" or possible[0] == "reference":
         kernel, reason = choose(asked, request)
         return kernel.name, reason
@@ -277,7 +281,8 @@ def render(found: Plan) -> RenderableType:
     attention = 1 - 6 * found.parameters.matmul / found.flops.model
     recomputation = f"{config.train.activation_checkpoint} recomputation"
     # How much a pattern leaves depends on the data.
-    sparsely = "" if config.sparsity.pattern == "dense" else f" were it dense, {config.sparsity.pattern} computes less"
+    less = config.sparsity.pattern != "dense" and not computes_everything(config)
+    sparsely = f" were it dense, {config.sparsity.pattern} computes less" if less else ""
     rows = [
         ("machine", found.machine),
         ("model", describe_model(found)),
@@ -292,6 +297,7 @@ def render(found: Plan) -> RenderableType:
         ("layout", describe_layout(found)),
         ("exchange", f"{found.exchange}: {found.exchange_reason}"),
         ("sparsity", describe_sparsity(found)),
+        *(("", line) for line in remarks(config)),
         ("kernel", f"{found.kernel}: {found.kernel_reason}"),
         ("dtype", describe_dtype(found)),
         ("moved", describe_moved(found)),
@@ -441,7 +447,7 @@ def describe_sparsity(found: Plan) -> str:
     if pattern is None:
         return "dense: every pair that the mask allows"
     dense = found.config.sparsity.dense_steps
-    return f"{pattern.name}: {pattern.describe()}" + (f"; the first {dense} steps dense" if dense else "")
+    return f"{shown_name(pattern)}: {pattern.describe()}" + (f"; the first {dense} steps dense" if dense else "")
 
 
 def describe_layout(found: Plan) -> str:

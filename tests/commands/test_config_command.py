@@ -9,6 +9,7 @@ from mtrain_cli.commands import config as config_command
 from mtrain_cli.commands.app import app
 from mtrain_cli.config.groups import open_groups
 from mtrain_cli.config.keys import all_keys
+from mtrain_cli.config.validate import PATTERN_KEYS, allowed
 
 
 def run(*words: str):
@@ -25,16 +26,32 @@ def test_list_names_every_option_and_top_level_key_on_a_line_of_its_own():
     assert {"seq=...", "seed=..."} <= {words[0] for words in lines if words}
 
 
+# The default, dense attention, has no keys.
+ABSENT = {"sparsity": [name for name in all_keys() if name.startswith("sparsity.") and name != "sparsity.pattern"]}
+
+
+@pytest.mark.parametrize("name", PATTERN_KEYS)
+def test_show_gives_the_keys_of_a_pattern_alone_with_their_ranges(name):
+    rows = {line.split()[0]: line for line in run("show", f"sparsity/{name}").stdout.splitlines()[1:]}
+    assert sorted(rows) == sorted(f"sparsity.{key}" for key in ("pattern", *PATTERN_KEYS[name]))
+    ranges = {
+        "sparsity.p_v": "number, above 0 and at most 1", "sparsity.block": "tokens, 16, 32, 64 or 128", "sparsity.joint": "true or false",
+        "sparsity.max_bars": "whole number, 0 or more", "sparsity.index_per": "query_head, kv_group",
+    }  # fmt: skip
+    for key, text in ranges.items():
+        assert key not in rows or rows[key].endswith(f"  {text}"), key
+
+
 @pytest.mark.parametrize("group", open_groups().options)
 def test_show_gives_value_help_and_allowed_words_of_every_key(group):
     option = open_groups().defaults[group]
     text = run("show", f"{group}/{option}").stdout
     rows = {line.split()[0]: line for line in text.splitlines()[1:]}
-    keys = [key for key in all_keys().values() if key.name.startswith(f"{group}.")]
+    keys = [key for key in all_keys().values() if key.name.startswith(f"{group}.") and key.name not in ABSENT.get(group, ())]
     assert list(rows) == [key.name for key in keys]
     for key in keys:
         assert key.help in rows[key.name]
-        assert rows[key.name].endswith(", ".join(key.choices) or key.allowed)
+        assert rows[key.name].endswith(allowed(key))
 
 
 def test_show_gives_the_values_of_that_option():

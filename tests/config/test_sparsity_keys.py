@@ -55,6 +55,23 @@ def test_every_pattern_composes_and_is_made(name):
             "sparsity=fixed sparsity.density=0",
             "sparsity.slashes=0: give block diagonals here or a share of the blocks in sparsity.density",
         ),
+        (
+            "sparsity=fixed sparsity.density=0.1 sparsity.slashes=5",
+            "sparsity.slashes=5: sparsity.density=0.1 says how many block diagonals already; give one of them, or 0 for the other",
+        ),
+        (
+            "sparsity.pattern=moba",
+            "sparsity.pattern=moba: needs sparsity.block, sparsity.dense_steps, sparsity.chunk, sparsity.top_k; "
+            "give sparsity=moba, which brings its keys, and no sparsity.pattern",
+        ),
+        ("sparsity=vertical_slash sparsity.pattern=moba", "give sparsity=moba, which brings its keys"),
+        ("sparsity=moba sparsity.pattern=dense", "give sparsity=dense and no sparsity.pattern"),
+        ("sparsity=moba sparsity.chunk=no", "sparsity.chunk=no: expected"),
+        (
+            "sparsity=vertical_slash sparsity.windows=65 seq=4k",
+            "sparsity.windows=65: windows of sparsity.last_q=64 queries would overlap; seq=4096 has room for 64",
+        ),
+        ("sparsity=vertical_slash ~sparsity.p_v", "~sparsity.p_v: a key cannot be deleted; leave it out for its default"),
         ("sparsity=vertical_slash sparsity.index_per=head", "expected one of query_head, kv_group"),
     ],
 )
@@ -63,3 +80,22 @@ def test_a_mistake_is_one_line(words, line):
         compose(words.split())
     (problem,) = caught.value.problems
     assert line in problem
+
+
+@pytest.mark.parametrize(
+    ("words", "slashes", "density"),
+    [
+        ("", 0, 0.05),
+        ("sparsity.slashes=5", 5, 0),
+        ("sparsity.density=0.1", 0, 0.1),
+        ("sparsity.slashes=5 sparsity.density=0", 5, 0),
+        ("sparsity.slashes=0", 0, 0.05),
+    ],
+)
+def test_fixed_takes_either_diagonals_or_a_density(words, slashes, density):
+    sparsity = compose(["sparsity=fixed", *words.split()]).sparsity
+    assert (sparsity.slashes, sparsity.density) == (slashes, density)
+
+
+def test_as_many_windows_as_there_is_room_for():
+    assert compose(["sparsity=vertical_slash", "sparsity.windows=64", "seq=4k"]).sparsity.windows == 64

@@ -10,7 +10,7 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.tiles import BlockGeometry
 from mtrain_cli.sparsity.fixed import FixedPattern, fixed_index
 from mtrain_cli.sparsity.moba import MobaPattern
-from mtrain_cli.sparsity.pattern import Masked
+from mtrain_cli.sparsity.pattern import Masked, shown_name
 from mtrain_cli.sparsity.vertical_slash import VerticalSlashPattern
 from mtrain_cli.sparsity.xattention import XAttentionPattern
 
@@ -169,7 +169,47 @@ def test_fixed_has_the_numbers_asked_for_and_depends_on_the_seed_alone():
     assert not torch.equal(index.bars[0, 0], index.bars[0, 1]), "every head draws its own"
     assert index.same_as(fixed_index(seed=1, batch=1, heads=3, seq=1000, block=16, slashes=7, bars=20))
     assert not index.same_as(fixed_index(seed=2, batch=1, heads=3, seq=1000, block=16, slashes=7, bars=20))
-    assert "SYNTHETIC" in FixedPattern(16, 7, 20, 0.0, 1).describe()
+    assert shown_name(FixedPattern(16, 7, 20, 0.0, 1)) == "fixed (SYNTHETIC)"
+    assert shown_name(pattern()) == "vertical_slash"
+
+
+def test_the_banner_names_every_bound_of_vertical_slash():
+    assert pattern(max_bars=0).describe() == (
+        "columns that hold 60% and block diagonals that hold 70% of the attention of the last 20 queries"
+    )
+    assert pattern(windows=4, max_bars=256, max_slashes=4, joint=True, per_group=True).describe() == (
+        "columns that with the diagonals hold 60% and block diagonals that hold 70% of the attention of the last 20 queries of 4 windows, "
+        "at most 256 columns and 4 diagonals a head, joint: columns count only what lies outside the diagonals, "
+        "one index per key-value group"
+    )
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        MobaPattern(BLOCK, 64, 3), MobaPattern(BLOCK, 64, 2), MobaPattern(BLOCK, 64, 10**15),
+        XAttentionPattern(BLOCK, 4, 0.01), FixedPattern(BLOCK, 10, 0, 0.0, 0), FixedPattern(BLOCK, 9, 0, 0.0, 0),
+        FixedPattern(BLOCK, 0, 0, 1.0, 0), FixedPattern(BLOCK, 0, 0, 0.5, 0), FixedPattern(BLOCK, 1, SEQ, 0.0, 0),
+        pattern(min_slashes=10), pattern(min_slashes=9), pattern(min_bars=SEQ, max_bars=0), pattern(min_bars=60, max_bars=0),
+    ],
+)  # fmt: skip
+def test_a_pattern_that_says_it_covers_everything_does(made):
+    q, k, masked = inputs(7)
+    everywhere = torch.arange(SEQ)
+    dense = masked.visible(0, everywhere, SEQ)
+    seen = made.estimate(q, k, masked, 0).allowed(everywhere, everywhere) & dense
+    assert (made.covers(SEQ) is not None) == bool((seen == dense).all())
+
+
+@pytest.mark.parametrize("name", ["xattention", "vertical_slash", "fixed"])
+@pytest.mark.parametrize("length", [BLOCK, 2 * BLOCK, 2 * BLOCK + 1])
+def test_a_short_sequence_is_covered(name, length):
+    made = {
+        "xattention": XAttentionPattern(BLOCK, 4, 0.01),
+        "vertical_slash": pattern(last_q=1, p_v=0.01, p_s=0.01, min_bars=0),
+        "fixed": FixedPattern(BLOCK, 1, 0, 0.0, 0),
+    }[name]
+    assert (made.covers(length) is not None) == (length <= (2 * BLOCK if name == "xattention" else BLOCK))
 
 
 @pytest.mark.parametrize("density", [0.02, 0.1, 0.5, 1.0])

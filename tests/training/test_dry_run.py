@@ -157,6 +157,15 @@ def test_a_kernel_that_no_gpu_could_run_is_refused():
     assert "no GPU here to ask" in plan(compose([*LARGE, "train.kernel=sdpa"])).kernel_reason
 
 
+@without_gpu
+def test_kernels_that_could_serve_elsewhere_are_not_called_usable_here():
+    with pytest.raises(ConfigError) as caught:
+        plan(compose(["topology.device=cuda", "topology.workers=1", "train.kernel=flash4"]))
+    (line,) = caught.value.problems
+    assert line.startswith("train.kernel=flash4: head_dim 32 is not 64 or 128; allowed on NVIDIA H200: auto, ")
+    assert "here" not in line
+
+
 def test_the_largest_plan_takes_seconds():
     started = time.process_time()
     text(dry_run(compose(LARGE)))
