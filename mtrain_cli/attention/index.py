@@ -7,6 +7,8 @@ pair of blocks. In both, a pair of query and key counts once, however many lines
 
 from __future__ import annotations
 
+import zipfile
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -64,9 +66,10 @@ class Index(ABC):
         return replace(self, **moved)
 
     def save(self, path: Path) -> None:
-        """Writes the index to an .npz file."""
+        """Writes the index to exactly that file, in NumPy's .npz format."""
         values: dict[str, Any] = {name: t.cpu().numpy() for name, t in self.tensors().items()}
-        np.savez_compressed(path, kind=type(self).__name__, block=self.block, blocks=self.blocks, **values)
+        with Path(path).open("wb") as file:  # a path, unlike a file, would be given another ending
+            np.savez_compressed(file, kind=type(self).__name__, block=self.block, blocks=self.blocks, **values)
 
     def same_as(self, other: Index) -> bool:
         """Whether both choose the same blocks and columns."""
@@ -89,13 +92,15 @@ def load_index(path: Path, device: torch.device | str = "cpu") -> Index:
     Raises:
         ValueError: the file holds no index.
     """
-    with np.load(path) as file:
-        kinds = {cls.__name__: cls for cls in (VerticalSlash, BlockBitmap)}
-        kind = str(file["kind"]) if "kind" in file else ""
-        if kind not in kinds:
-            raise ValueError(f"{path}: holds no index of mtrain.")
-        values = {name: torch.from_numpy(file[name]).to(device) for name in file.files if name not in ("kind", "block", "blocks")}
-        return kinds[kind](int(file["block"]), int(file["blocks"]), **values)
+    kinds = {cls.__name__: cls for cls in (VerticalSlash, BlockBitmap)}
+    # Whatever NumPy, zipfile or a constructor makes of another file: an array, a pickle, a damaged or foreign archive.
+    foreign = (ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error)
+    try:
+        with np.load(path) as file:
+            values = {name: torch.from_numpy(file[name]).to(device) for name in file.files if name not in ("kind", "block", "blocks")}
+            return kinds[str(file["kind"])](int(file["block"]), int(file["blocks"]), **values)
+    except foreign as error:
+        raise ValueError(f"{path}: holds no index of mtrain.") from error
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -59,10 +61,37 @@ def test_comparing_ignores_how_wide_columns_are_filled():
     assert not index.same_as(make_index("bitmap", np.random.default_rng(0), 1, 2, 100, 16))
 
 
-def test_a_file_that_is_no_index_is_refused(tmp_path):
-    np.savez(tmp_path / "other.npz", kind="Other")
-    with pytest.raises(ValueError, match="holds no index"):
-        load_index(tmp_path / "other.npz")
+def test_an_index_lies_where_it_was_told_to(tmp_path):
+    index = make_index("both", np.random.default_rng(0), 1, 2, 100, 16)
+    index.save(tmp_path / "index.layer-3")
+    assert [file.name for file in tmp_path.iterdir()] == ["index.layer-3"]
+    assert load_index(tmp_path / "index.layer-3").same_as(index)
+
+
+FOREIGN = {
+    "another kind": lambda file: np.savez(file, kind="Other"),
+    "no kind": lambda file: np.savez(file, slashes=np.ones(3)),
+    "no sizes": lambda file: np.savez(file, kind="VerticalSlash", slashes=np.ones(3), bars=np.ones(3)),
+    "no tensors": lambda file: np.savez(file, kind="VerticalSlash", block=16, blocks=4),
+    "other tensors": lambda file: np.savez(file, kind="BlockBitmap", block=16, blocks=4, bits=np.ones(3), more=np.ones(3)),
+    "words": lambda file: np.savez(file, kind="BlockBitmap", block="x", blocks=4, bits=np.ones(3)),
+    "objects": lambda file: np.savez(file, kind="BlockBitmap", block=16, blocks=4, bits=np.array([None])),
+    "an array": lambda file: np.save(file, np.ones(3)),
+    "a pickle": lambda file: pickle.dump([1, 2], file),
+    "text": lambda file: file.write(b"no index at all"),
+    "nothing": lambda file: file.write(b""),
+    "half an archive": lambda file: file.write(b"PK\x03\x04" + b"0" * 40),
+}
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_a_file_that_is_no_index_is_refused(tmp_path, what):
+    path = tmp_path / "other.npz"
+    with path.open("wb") as file:
+        FOREIGN[what](file)
+    with pytest.raises(ValueError, match="holds no index") as caught:
+        load_index(path)
+    assert str(caught.value) == f"{path}: holds no index of mtrain."
 
 
 def test_geometry_refuses_shards_that_are_not_whole_blocks():

@@ -1,0 +1,67 @@
+"""Block lists of index and mask hold the blocks that the definition of both leaves, each once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention.sparse_problems import Problem, make_problem
+
+from mtrain_cli.attention.block_lists import index_lists
+
+BLOCK = 16
+
+
+def by_block(seen: torch.Tensor) -> torch.Tensor:
+    """[..., queries, keys] -> [..., query blocks, key blocks, BLOCK, BLOCK]; positions beyond the end see nothing."""
+    pad = (0, -seen.shape[-1] % BLOCK, 0, -seen.shape[-2] % BLOCK)
+    return torch.nn.functional.pad(seen, pad).unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK)).transpose(-3, -2)
+
+
+def listed(lists: dict[str, torch.Tensor], name: str, shape: torch.Size) -> torch.Tensor:
+    """bool like shape [batch, heads, rows, blocks], from counts and lists; every list ascends."""
+    found = torch.zeros(shape, dtype=torch.bool)
+    count, numbers = lists[f"{name}_count"], lists[name]
+    assert count.dtype == numbers.dtype == torch.int32
+    assert count.shape == shape[:-1]
+    assert numbers.shape == (*shape[:-1], max(2, shape[-1]))
+    for place in torch.cartesian_prod(*(torch.arange(n) for n in shape[:-1])).tolist():
+        row = numbers[tuple(place)][: count[tuple(place)]].tolist()
+        assert row == sorted(set(row))
+        found[tuple(place)][row] = True
+    return found
+
+
+def blocks_of(p: Problem) -> torch.Tensor:
+    """bool [batch, heads, query blocks, key blocks, BLOCK, BLOCK]: the pairs of chosen blocks that the mask leaves, without columns."""
+    queries, keys = p.tiles.positions()
+    return by_block(p.tiles.seen() & p.tiles.index.chosen(queries // BLOCK, keys // BLOCK))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("kind", ["slashes", "bars", "both", "all", "none", "bitmap"])
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("where", ["whole", "striped queries", "striped", "later queries"])
+def test_lists_hold_what_index_and_mask_leave(kind, documents, where, transposed):
+    for seed, seq in ((0, 109), (1, 96), (2, 33)):
+        p = make_problem(seed, kind, seq=seq, block=BLOCK, heads=4, kv_heads=2, dim=16, documents=documents, where=where)
+        seen = blocks_of(p)
+        touched, whole = seen.any(-1).any(-1), seen.all(-1).all(-1)
+        if transposed:
+            touched, whole = touched.transpose(-1, -2), whole.transpose(-1, -2)
+        lists = index_lists(p.tiles, transposed)
+        partial, full = (listed(lists, name, touched.shape) for name in ("partial", "full"))
+        assert not (partial & full).any()
+        assert not (touched & ~(partial | full)).any(), "no pair is lost"
+        # Full blocks are computed without a mask. The rows and keys beyond the end of the tensors do not exist.
+        queries, keys = p.tiles.seen().shape[-2:]
+        real = by_block(torch.ones(queries, keys, dtype=torch.bool))
+        holds = (seen | ~real).all(-1).all(-1)
+        assert not (full & ~(holds.transpose(-1, -2) if transposed else holds)).any(), "no pair is added"
+        assert not ((partial | full) & ~touched).any(), "no block is listed in vain"
+        assert not (whole & ~full & ~on_diagonal(p, transposed)).any(), "a mask is applied only where it is needed"
+
+
+def on_diagonal(p: Problem, transposed: bool) -> torch.Tensor:
+    queries, keys = p.tiles.geometry.query_blocks, p.tiles.geometry.key_blocks
+    same = queries[:, None] == keys
+    return same.T if transposed else same
