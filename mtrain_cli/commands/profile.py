@@ -57,7 +57,7 @@ def sparsity(
 
       [cyan]mtrain profile sparsity[/cyan]
           the tiny model at its first and second step
-      [cyan]mtrain profile sparsity --pattern vertical_slash,moba --steps 100 --every 25 seq=8k sparsity.chunk=512[/cyan]
+      [cyan]mtrain profile sparsity --pattern vertical_slash,moba --steps 100 --every 25 sparsity.chunk=256 sparsity.top_k=3[/cyan]
           two patterns while a model learns; keys of a pattern apply to the pattern that has them
     """
     from rich.console import Console
