@@ -105,6 +105,8 @@ def _patterns(overrides: list[str], names: str) -> tuple[Config, list[Pattern]]:
     rest = [word for word in overrides if not word.startswith(("sparsity.", "topology.workers=", "sparsity="))]
     for word in keys:
         key = word.partition("=")[0].removeprefix("sparsity.")
+        if key == "pattern":
+            raise ConfigError(f"{word}: give what is measured as --pattern NAME,... and what the model trains with as sparsity=NAME")
         if not any(key in PATTERN_KEYS[name] for name in (*wanted, trained) if name in PATTERN_KEYS):
             raise ConfigError(f"{word}: is a key of none of the patterns {', '.join(wanted)}")
 
@@ -123,6 +125,7 @@ def _patterns(overrides: list[str], names: str) -> tuple[Config, list[Pattern]]:
 
 def _layers(records: list[HeadRecord], title: str) -> Table:
     """Means over heads. The share of what the document mask allows has a column of its own only where it is not the density."""
+    from rich.box import SIMPLE
     from rich.table import Table
 
     masked = any(abs(r.of_mask - r.density) >= 5e-5 for r in records)
@@ -132,6 +135,8 @@ def _layers(records: list[HeadRecord], title: str) -> Table:
         title_justify="left",
         caption=caption + ("; of mask: of those inside a document" if masked else ""),
         caption_justify="left",
+        box=SIMPLE,  # without borders it fits 60 columns
+        padding=(0, 1, 0, 0),
     )
     for column in ("layer", "recall", "worst", "density", *(("of mask",) if masked else ()), "slashes", "bars"):
         table.add_column(column, justify="right", no_wrap=True)

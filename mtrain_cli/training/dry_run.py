@@ -281,7 +281,9 @@ def render(found: Plan) -> RenderableType:
     attention = 1 - 6 * found.parameters.matmul / found.flops.model
     recomputation = f"{config.train.activation_checkpoint} recomputation"
     # How much a pattern leaves depends on the data.
-    less = config.sparsity.pattern != "dense" and not computes_everything(config)
+    less = (
+        config.sparsity.pattern != "dense" and not computes_everything(config) and (config.sparsity.dense_steps or 0) < config.train.steps
+    )
     sparsely = f" were it dense, {config.sparsity.pattern} computes less" if less else ""
     rows = [
         ("machine", found.machine),

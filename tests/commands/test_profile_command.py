@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from mtrain_cli.commands.app import app
+from mtrain_cli.commands.profile import _layers
+from mtrain_cli.profiling.sparsity import HeadRecord
 
 SMALL = [
     "seq=256",
@@ -69,6 +73,24 @@ def test_kernels_are_timed_beside_dense_and_leave_a_calibration(tmp_path):
     assert half["backward_tflops"] == pytest.approx(10 * 16 * half["pairs"] / half["backward_ms"] / 1e9)
 
 
+@pytest.mark.parametrize(("of_mask", "columns"), [(0.25, 6), (0.5, 7)])
+def test_every_column_has_a_name_and_fits_60_columns(of_mask, columns):
+    records = [
+        HeadRecord(
+            step=1, pattern="moba", layer=layer, head=0, density=0.25, of_mask=of_mask, recall=0.9, worst=0.1, slashes=40000, bars=100000
+        )
+        for layer in range(2)
+    ]
+    console = Console(file=io.StringIO(), width=60, color_system=None)
+    table = _layers(records, "moba, step 1")
+    assert all(str(column.header) for column in table.columns)
+    assert len(table.columns) == columns
+    console.print(table)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 60
+    assert any(line.split()[:4] == ["all", "0.9000", "0.100", "25.00%"] and line.split()[-2:] == ["40000.0", "100000"] for line in lines)
+
+
 def test_the_calibration_that_ships_is_read_and_names_its_hardware():
     from mtrain_cli import resource_dir
 
@@ -86,6 +108,7 @@ def test_the_calibration_that_ships_is_read_and_names_its_hardware():
         (["sparsity", "--pattern", ","], "names no pattern"),
         (["sparsity", "sparsity.chunk=512"], "sparsity.chunk=512: is a key of none of the patterns vertical_slash"),
         (["sparsity", "--out", "x.csv"], "--out x.csv: give a file that ends in .parquet"),
+        (["sparsity", "sparsity.pattern=moba"], "sparsity.pattern=moba: give what is measured as --pattern NAME,..."),
         (["sparsity", "sparsity.p_v=2"], "sparsity.p_v=2: must be above 0 and at most 1"),
         (["kernels", "--seq", "12q"], "--seq 12q: 12q is no number"),
         (["kernels", "--density", "0"], "--density 0: each must be above 0 and at most 1"),
@@ -131,6 +154,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what cannot 
 @without_gpu
 def test_named_kernels_of_which_none_can_run_are_refused_one_line_each(monkeypatch):
     monkeypatch.setattr("mtrain_cli.profiling.kernels.profile_kernels", _nothing_is_measured)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # other tests of the same process run the kernel without a GPU
     result = run(*KERNELS, "--kernel", "flash4,triton")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.splitlines() == [f"mtrain: --kernel {name}: needs a CUDA GPU" for name in ("flash4", "triton")]

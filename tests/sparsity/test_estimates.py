@@ -178,9 +178,8 @@ def test_the_banner_names_every_bound_of_vertical_slash():
         "columns that hold 60% and block diagonals that hold 70% of the attention of the last 20 queries"
     )
     assert pattern(windows=4, max_bars=256, max_slashes=4, joint=True, per_group=True).describe() == (
-        "columns that with the diagonals hold 60% and block diagonals that hold 70% of the attention of the last 20 queries of 4 windows, "
-        "at most 256 columns and 4 diagonals a head, joint: columns count only what lies outside the diagonals, "
-        "one index per key-value group"
+        "columns that, joint with the diagonals, hold 60% and block diagonals that hold 70% of the attention of the last 20 queries "
+        "of 4 windows, at most 256 columns and 4 diagonals a head, one index per key-value group"
     )
 
 
