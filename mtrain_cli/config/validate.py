@@ -36,6 +36,7 @@ _POSITIVE = ("must be at least 1", lambda value: value >= 1)
 _ABOVE_ZERO = ("must be above 0", lambda value: value > 0)
 _NOT_NEGATIVE = ("must be 0 or more", lambda value: value >= 0)
 _SHARE = ("must be above 0 and at most 1", lambda value: 0 < value <= 1)
+_LINES = ("must be between 0 and 2^31 - 1", lambda value: 0 <= value < 2**31)
 _FRACTION = ("must be between 0 and 1", lambda value: 0 <= value <= 1)
 
 # What one number may be by itself. A value that is a word (auto) or null is not a number and passes.
@@ -75,10 +76,10 @@ _RANGE: dict[str, tuple[str, Callable[[float], bool]]] = {
     "sparsity.windows": _POSITIVE,
     "sparsity.p_v": _SHARE,
     "sparsity.p_s": _SHARE,
-    "sparsity.sink_tokens": _NOT_NEGATIVE,
-    "sparsity.min_bars": _NOT_NEGATIVE,
+    "sparsity.sink_tokens": _LINES,
+    "sparsity.min_bars": _LINES,
     "sparsity.max_bars": _NOT_NEGATIVE,
-    "sparsity.min_slashes": _POSITIVE,
+    "sparsity.min_slashes": ("must be between 1 and 2^31 - 1", lambda value: 1 <= value < 2**31),
     "sparsity.max_slashes": _NOT_NEGATIVE,
     "sparsity.stride": _POSITIVE,
     "sparsity.threshold": _SHARE,

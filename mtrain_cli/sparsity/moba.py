@@ -37,16 +37,18 @@ class MobaPattern:
 
     def estimate(self, q: torch.Tensor, k: torch.Tensor, masked: Masked, layer: int) -> BlockBitmap:  # noqa: ARG002
         seq, heads = q.shape[1:3]
-        blocks, chunks = masked.geometry.blocks, -(-seq // self.chunk)
+        blocks = masked.geometry.blocks
+        size = min(self.chunk, blocks * self.block)  # of a chunk beyond the end nothing is to be padded
+        chunks = -(-seq // size)
         queries = _means(q, self.block)
-        keys = _means(k, self.chunk).repeat_interleave(heads // k.shape[2], 2)
+        keys = _means(k, size).repeat_interleave(heads // k.shape[2], 2)
         scores = torch.einsum("bqhd,bkhd->bhqk", queries, keys)
-        own = torch.arange(blocks, device=q.device) * self.block // self.chunk
+        own = torch.arange(blocks, device=q.device) * self.block // size
         chunk = torch.arange(chunks, device=q.device)
         scores = scores.nan_to_num(0.0).masked_fill(chunk > own[:, None], float("-inf")).masked_fill(chunk == own[:, None], float("inf"))
         best = torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., : self.top_k]
         taken = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & (chunk <= own[:, None])
-        bits = taken.repeat_interleave(self.chunk // self.block, -1)[..., :blocks]
+        bits = taken.repeat_interleave(size // self.block, -1)[..., :blocks]
         return BlockBitmap(self.block, blocks, bits & torch.ones(blocks, blocks, dtype=torch.bool, device=q.device).tril())
 
 

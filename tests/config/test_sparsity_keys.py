@@ -71,6 +71,8 @@ def test_every_pattern_composes_and_is_made(name):
             "sparsity=vertical_slash sparsity.windows=65 seq=4k",
             "sparsity.windows=65: windows of sparsity.last_q=64 queries would overlap; seq=4096 has room for 64",
         ),
+        (f"sparsity=vertical_slash sparsity.min_slashes={10**20}", f"sparsity.min_slashes={10**20}: must be between 1 and 2^31 - 1"),
+        (f"sparsity=vertical_slash sparsity.min_bars={2**31} sparsity.max_bars=0", "must be between 0 and 2^31 - 1"),
         ("sparsity=vertical_slash ~sparsity.p_v", "~sparsity.p_v: a key cannot be deleted; leave it out for its default"),
         ("sparsity=vertical_slash sparsity.index_per=head", "expected one of query_head, kv_group"),
     ],

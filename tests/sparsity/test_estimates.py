@@ -186,7 +186,7 @@ def test_the_banner_names_every_bound_of_vertical_slash():
 @pytest.mark.parametrize(
     "made",
     [
-        MobaPattern(BLOCK, 64, 3), MobaPattern(BLOCK, 64, 2), MobaPattern(BLOCK, 64, 10**15),
+        MobaPattern(BLOCK, 64, 3), MobaPattern(BLOCK, 64, 2), MobaPattern(BLOCK, 64, 10**20), MobaPattern(BLOCK, BLOCK << 60, 1),
         XAttentionPattern(BLOCK, 4, 0.01), FixedPattern(BLOCK, 10, 0, 0.0, 0), FixedPattern(BLOCK, 9, 0, 0.0, 0),
         FixedPattern(BLOCK, 0, 0, 1.0, 0), FixedPattern(BLOCK, 0, 0, 0.5, 0), FixedPattern(BLOCK, 1, SEQ, 0.0, 0),
         pattern(min_slashes=10), pattern(min_slashes=9), pattern(min_bars=SEQ, max_bars=0), pattern(min_bars=60, max_bars=0),
