@@ -27,7 +27,7 @@ def make_index(kind: str, rng: np.random.Generator, batch: int, heads: int, seq:
     blocks = -(-seq // block)
     if kind == "bitmap":
         bits = torch.from_numpy(rng.random((batch, heads, blocks, blocks)) < 0.4)
-        return BlockBitmap(block, blocks, bits.tril() | torch.eye(blocks, dtype=torch.bool))
+        return BlockBitmap.whole(block, bits.tril() | torch.eye(blocks, dtype=torch.bool))
     slashes = torch.from_numpy(rng.random((batch, heads, blocks)) < (0.4 if kind in ("slashes", "both") else 0.0))
     if kind in ("slashes", "both"):
         # Diagonal 0 in all heads but one: no kernel may rely on it.
