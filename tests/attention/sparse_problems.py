@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -81,7 +81,11 @@ def make_problem(
         masks = [SequenceMask.causal(seq - b, padded) for b in range(batch)]
     queries, keys = shard(where, padded, block)
     geometry = BlockGeometry.make(masks, queries, keys, block, device)
-    index = make_index(kind, rng, batch, heads, padded, block).to(device)
+    index = make_index(kind.removeprefix("local "), rng, batch, heads, padded, block).to(device)
+    if kind == "local bitmap":
+        # As a worker of a context group makes it: the rows of its own queries alone.
+        assert isinstance(index, BlockBitmap)
+        index = replace(index, bits=index.bits[:, :, geometry.query_blocks.long()], rows=geometry.query_blocks)
     tiles = Tiles.make([m.spans(queries, keys) for m in masks], device, geometry).under(index)
     torch.manual_seed(seed)
     shapes = ((len(queries), heads), (len(keys), kv_heads), (len(keys), kv_heads), (len(queries), heads))
