@@ -213,8 +213,8 @@ def _merged(partial: list[torch.Tensor], masked: Masked) -> torch.Tensor:
     totals = []
     for tiles, largest in zip(partial, top.split([t.shape[-1] for t in partial], -1), strict=True):
         units = tiles.sub_(largest).exp_().mul_(MASS_UNITS).round_()
-        # Head by head as 64-bit integers: several times the partial results otherwise.
-        totals.append(torch.stack([units[:, h].long().sum(0) for h in range(units.shape[1])]))
+        at_once = max(1, _SCORE_BYTES // (8 * units[:, 0].numel()))
+        totals.append(torch.cat([heads.long().sum(0) for heads in units.split(at_once, 1)]))
     total = masked.group.sum(torch.cat(totals, -1)).double() / MASS_UNITS
     return torch.where(total > 0, top.double() + total.log(), float("inf")).to(top.dtype)
 

@@ -192,9 +192,10 @@ class _Pair:
     rank, size = 0, 2
 
 
-def test_an_index_of_local_rows_says_nothing_of_others():
-    bits = torch.ones(1, 1, 2, 4, dtype=torch.bool)
-    index = BlockBitmap(BLOCK, 4, bits, torch.tensor([1, 3], dtype=torch.int32))
-    everything = torch.arange(4)
-    assert index.chosen(everything, everything)[0, 0].any(-1).tolist() == [False, True, False, True]
-    assert not index.same_as(BlockBitmap(BLOCK, 4, bits, torch.tensor([1, 2], dtype=torch.int32)))
+def test_an_index_of_local_rows_is_that_part_of_the_whole():
+    bits = torch.eye(4, dtype=torch.bool)[None, None]
+    rows, everything = torch.tensor([1, 3], dtype=torch.int32), torch.arange(4)
+    index = BlockBitmap(BLOCK, 4, bits[:, :, rows.long()], rows)
+    assert index.chosen(everything, everything)[0, 0].tolist() == torch.diag(torch.tensor([False, True, False, True])).tolist()
+    assert index.chosen(rows.long(), everything).equal(BlockBitmap.whole(BLOCK, bits).chosen(rows.long(), everything))
+    assert not index.same_as(BlockBitmap(BLOCK, 4, index.bits, torch.tensor([1, 2], dtype=torch.int32)))
