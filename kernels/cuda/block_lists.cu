@@ -3,7 +3,8 @@
 // One warp makes one row: 32 blocks a turn, their places found by counting bits, so the order needs no sorting and no atomics.
 
 extern "C" __global__ void block_lists(
-    const unsigned char* __restrict__ chosen,    // diagonals [batch * heads, blocks], or bits [batch * heads, blocks, blocks]
+    const unsigned char* __restrict__ chosen,    // diagonals [batch * heads, blocks], or bits [batch * heads, held, blocks]
+    const int* __restrict__ slots,               // bits only: [blocks] row of the bits that holds a query block, -1 where none does
     const int* __restrict__ query_blocks,        // [queries] global numbers, ascending
     const int* __restrict__ key_blocks,          // [keys]
     const int* __restrict__ first_min,           // [batch, blocks] smallest and largest first visible position of a query block
@@ -12,7 +13,7 @@ extern "C" __global__ void block_lists(
     int* __restrict__ partial,                   // [batch * heads, rows, width]
     int* __restrict__ full_count,
     int* __restrict__ full,
-    int heads, int blocks, int block, int queries, int keys, int width, int bitmap, int transposed)
+    int heads, int blocks, int block, int held, int queries, int keys, int width, int bitmap, int transposed)
 {
     const int lane = threadIdx.x & 31;
     const int rows = transposed ? keys : queries;
@@ -22,7 +23,7 @@ extern "C" __global__ void block_lists(
     const long long bh = blockIdx.y;
     const int* low = first_min + (bh / heads) * blocks;
     const int* high = first_max + (bh / heads) * blocks;
-    const unsigned char* mine = chosen + bh * blocks * (bitmap ? (long long)blocks : 1LL);
+    const unsigned char* mine = chosen + bh * blocks * (bitmap ? (long long)held : 1LL);
     const int own = transposed ? key_blocks[row] : query_blocks[row];
     int* partial_row = partial + (bh * rows + row) * (long long)width;
     int* full_row = full + (bh * rows + row) * (long long)width;
@@ -33,7 +34,8 @@ extern "C" __global__ void block_lists(
         if (n < others) {
             const int other = transposed ? query_blocks[n] : key_blocks[n];
             const int q = transposed ? other : own, k = transposed ? own : other;
-            if (k <= q && (long long)(k + 1) * block > low[q] && mine[bitmap ? (long long)q * blocks + k : q - k]) {
+            const long long line = bitmap ? slots[q] : 0;
+            if (k <= q && line >= 0 && (long long)(k + 1) * block > low[q] && mine[bitmap ? line * blocks + k : q - k]) {
                 touched = true;
                 whole = k < q && (long long)k * block >= high[q];
             }

@@ -34,8 +34,8 @@ class Plan:
     query_count: [blocks + 1], local query blocks below a global one.
     first_min, first_max: [batch, blocks], over the positions of a block that see something (first_min: a large number if none does).
     lines: [batch * heads, width] active diagonals, ascending, with upto [batch * heads, blocks + 1], their number below a diagonal; or, if
-        listed, active key blocks [batch * heads, blocks, width] of each query block with upto [batch * heads, blocks], their number, and
-        the same transposed.
+        listed, active key blocks [batch * heads, query blocks, width] of each query block at hand with upto [batch * heads, query blocks],
+        their number, and the same transposed, each among the blocks at hand by its number in the sequence.
     slash: uint8 [batch * heads, blocks], the diagonals as a table (all zero if listed).
     bars: [batch * heads, width] ascending positions of single columns, blocks * block = none, with bars_upto [batch * heads, blocks + 1];
         width is a multiple of 128. covered: bits [batch * heads, local query blocks, width / 32] of the columns that lie on a diagonal of
@@ -106,10 +106,12 @@ def _key_gradient(q, k, v, do, lse, delta, hidden_t, dk, dv, scale, MASKED: tl.c
 
 
 @triton.jit
-def _block_ranges(LINES, UPTO, FIRST_MIN, FIRST_MAX, bh, b, qb, width, BLOCKS, BLOCK: tl.constexpr, LISTED: tl.constexpr):
-    """-> address of the list, masked before, end of unmasked, end: entries [0, a) and [b, c) need a mask, [a, b) none."""
+def _block_ranges(LINES, UPTO, FIRST_MIN, FIRST_MAX, bh, b, i, qb, width, BLOCKS, BLOCK: tl.constexpr, LISTED: tl.constexpr):
+    """-> address of the list, masked before, end of unmasked, end: entries [0, a) and [b, c) need a mask, [a, b) none. i: local
+    number of query block qb, which owns the program.
+    """
     if LISTED:
-        row = bh.to(tl.int64) * BLOCKS + qb
+        row = bh.to(tl.int64) * tl.num_programs(0) + i
         end = tl.load(UPTO + row)
         return LINES + row * width, end, end, end
     base = UPTO + bh.to(tl.int64) * (BLOCKS + 1)
@@ -172,7 +174,7 @@ def _forward(
     if SLASHES:
         k_base = K + b.to(tl.int64) * stride_kb + (h // GROUP) * stride_kh + d
         v_base = V + b.to(tl.int64) * stride_vb + (h // GROUP) * stride_vh + d
-        list_at, diagonal, whole, end = _block_ranges(LINES, UPTO, FIRST_MIN, FIRST_MAX, bh, b, qb, width, BLOCKS, BLOCK, LISTED)
+        list_at, diagonal, whole, end = _block_ranges(LINES, UPTO, FIRST_MIN, FIRST_MAX, bh, b, i, qb, width, BLOCKS, BLOCK, LISTED)
         for t in range((diagonal + end - whole) * SUB):
             n = t // SUB
             n = tl.where(n < diagonal, n, n - diagonal + whole)
@@ -270,7 +272,7 @@ def _backward_queries(
     if SLASHES:
         k_base = K + b.to(tl.int64) * stride_kb + (h // GROUP) * stride_kh + d
         v_base = V + b.to(tl.int64) * stride_vb + (h // GROUP) * stride_vh + d
-        list_at, diagonal, whole, end = _block_ranges(LINES, UPTO, FIRST_MIN, FIRST_MAX, bh, b, qb, width, BLOCKS, BLOCK, LISTED)
+        list_at, diagonal, whole, end = _block_ranges(LINES, UPTO, FIRST_MIN, FIRST_MAX, bh, b, i, qb, width, BLOCKS, BLOCK, LISTED)
         for t in range((diagonal + end - whole) * SUB):
             n = t // SUB
             n = tl.where(n < diagonal, n, n - diagonal + whole)
@@ -369,7 +371,7 @@ def _backward_keys(
         h = kv * GROUP + g
         bh = b * HEADS + h
         if LISTED:
-            row = bh.to(tl.int64) * BLOCKS + kb
+            row = bh.to(tl.int64) * tl.num_programs(0) + j
             list_at = LINES + row * width
             end = tl.load(UPTO + row)
             diagonal = end

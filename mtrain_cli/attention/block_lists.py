@@ -29,14 +29,16 @@ def index_lists(tiles: Tiles, transposed: bool) -> dict[str, torch.Tensor]:
 
         bitmap = isinstance(index, BlockBitmap)
         chosen = (index.bits if isinstance(index, BlockBitmap) else _slashes(index)).contiguous()
+        # Diagonals have no rows, so that any address stands in for the rows' numbers.
+        slots, held = (index.slots, len(index.rows)) if isinstance(index, BlockBitmap) else (geometry.query_slot, 1)
         width = max(2, others)  # a list width of 1 breaks the stride check of FlashAttention-4 4.0.0b36
         counts = [torch.empty(batch, heads, rows, dtype=torch.int32, device=device) for _ in range(2)]
         lists = [torch.empty(batch, heads, rows, width, dtype=torch.int32, device=device) for _ in range(2)]
         launch(
             "block_lists", "block_lists", (-(-rows // _WARPS), batch * heads), 32 * _WARPS,
-            chosen, geometry.query_blocks, geometry.key_blocks, geometry.first_min, geometry.first_max,
+            chosen, slots, geometry.query_blocks, geometry.key_blocks, geometry.first_min, geometry.first_max,
             counts[0], lists[0], counts[1], lists[1],
-            heads, index.blocks, index.block, queries, keys, width, bitmap, transposed,
+            heads, index.blocks, index.block, held, queries, keys, width, bitmap, transposed,
         )  # fmt: skip
         return {"partial_count": counts[0], "partial": lists[0], "full_count": counts[1], "full": lists[1]}
     q, k = geometry.query_blocks.long(), geometry.key_blocks.long()

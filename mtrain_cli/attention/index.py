@@ -12,6 +12,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.mask import IntArray, SequenceMask
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,10 @@ class Index(ABC):
 
     @abstractmethod
     def counts(self, work: MaskWork) -> Counts:
-        """Exact work under the masks, from the index alone: no attention is computed, and nothing waits for the device."""
+        """Exact work under the masks, from the index alone: no attention is computed, and nothing waits for the device.
+
+        The work of all queries, or of a bitmap that of the query blocks it holds, which ``work`` has to be made for.
+        """
 
     @abstractmethod
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -128,8 +132,8 @@ class MaskWork:
     """What the masks of a batch leave to compute, in blocks; int64 tensors, made once per batch.
 
     per_diagonal, touched: [batch, blocks], allowed pairs in each block diagonal, and pairs of blocks that hold any. last: [batch, blocks *
-    block], the last query that sees the key at a position. lengths: [batch] tokens that are no padding. per_block: [batch, blocks, blocks]
-    allowed pairs of each pair of blocks, for bitmaps only.
+    block], the last query that sees the key at a position. lengths: [batch] tokens that are no padding. per_block: [batch, query
+    blocks, blocks] allowed pairs of each pair of blocks, for bitmaps only and for the query blocks that these hold.
     """
 
     per_diagonal: torch.Tensor
@@ -139,8 +143,10 @@ class MaskWork:
     per_block: torch.Tensor | None
 
     @staticmethod
-    def make(masks: Sequence[SequenceMask], block: int, device: torch.device | str = "cpu", bitmap: bool = False) -> MaskWork:
-        """masks: one per sequence of the batch."""
+    def make(
+        masks: Sequence[SequenceMask], block: int, device: torch.device | str = "cpu", bitmap: bool = False, rows: IntArray | None = None
+    ) -> MaskWork:
+        """masks: one per sequence of the batch. rows: the query blocks that a bitmap holds, ascending; None for all."""
         blocks = -(-masks[0].padded // block)
         by_diagonal = [diagonal_work(mask, block, blocks) for mask in masks]
         last = np.zeros((len(masks), blocks * block), np.int64)
@@ -148,7 +154,7 @@ class MaskWork:
             last[row, : mask.padded] = mask.last()
         arrays = (*map(np.stack, zip(*by_diagonal, strict=True)), last, np.array([mask.length for mask in masks]))
         per_diagonal, touched, last_of, lengths = (torch.from_numpy(t).to(device) for t in arrays)
-        per_block = torch.from_numpy(np.stack([block_pairs(m, block, blocks) for m in masks])).to(device) if bitmap else None
+        per_block = torch.from_numpy(np.stack([block_pairs(m, block, blocks, rows) for m in masks])).to(device) if bitmap else None
         return MaskWork(per_diagonal, touched, last_of, lengths, per_block)
 
 
@@ -226,35 +232,56 @@ def diagonal_work(mask: SequenceMask, block: int, blocks: int) -> tuple[NDArray[
 
 @dataclass(frozen=True)
 class BlockBitmap(Index):
-    """bits: bool [batch, heads, blocks, blocks], query block by key block; only key blocks up to the query's own are ever set."""
+    """bits: bool [batch, heads, held, blocks], query block by key block; only key blocks up to the query's own are ever set.
+
+    rows: int32 [held], ascending: which query blocks of the sequence are held. A worker of a context group holds those of its own queries.
+    """
 
     bits: torch.Tensor
+    rows: torch.Tensor
+
+    @staticmethod
+    def whole(block: int, bits: torch.Tensor) -> BlockBitmap:
+        """All query blocks: bits [batch, heads, blocks, blocks]."""
+        blocks = bits.shape[-1]
+        assert bits.shape[-2] == blocks
+        return BlockBitmap(block, blocks, bits, torch.arange(blocks, dtype=torch.int32, device=bits.device))
 
     @property
     def heads(self) -> tuple[int, int]:
         return self.bits.shape[0], self.bits.shape[1]
 
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        """int32 [blocks], the row of bits that holds each query block, -1 where none does."""
+        slots = torch.full((self.blocks,), -1, dtype=torch.int32, device=self.rows.device)
+        return slots.index_copy_(0, self.rows.long(), torch.arange(len(self.rows), dtype=torch.int32, device=self.rows.device))
+
     def chosen(self, query_blocks: torch.Tensor, key_blocks: torch.Tensor) -> torch.Tensor:
-        return self.bits[:, :, query_blocks][..., key_blocks]
+        """As for every index; nothing is chosen for query blocks that are not held."""
+        slots = self.slots[query_blocks].long()
+        return self.bits[:, :, slots.clamp(min=0)][..., key_blocks] & (slots >= 0)[:, None]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return {"bits": self.bits}
+        return {"bits": self.bits, "rows": self.rows}
 
     def counts(self, work: MaskWork) -> Counts:
         assert work.per_block is not None, "work for bitmaps is asked for"
+        assert work.per_block.shape[1:] == self.bits.shape[2:], "work is made for the query blocks that are held"
         zero = torch.zeros(self.heads, dtype=torch.int64, device=self.bits.device)
         pairs = (self.bits * work.per_block[:, None]).sum((-1, -2))
         blocks = (self.bits & (work.per_block > 0)[:, None]).sum((-1, -2))
         return Counts(pairs, blocks, zero, zero, zero)
 
 
-def block_pairs(mask: SequenceMask, block: int, blocks: int) -> NDArray[np.int64]:
-    """Allowed pairs in each pair of blocks, int64 [blocks, blocks]."""
+def block_pairs(mask: SequenceMask, block: int, blocks: int, rows: IntArray | None = None) -> NDArray[np.int64]:
+    """Allowed pairs in each pair of blocks, int64 [query blocks, blocks]; rows: which query blocks, None for all."""
     starts = np.arange(blocks + 1) * block
-    work = np.zeros((blocks, blocks), np.int64)
-    for i in range(blocks):
+    rows = np.arange(blocks) if rows is None else rows
+    work = np.zeros((len(rows), blocks), np.int64)
+    for row, i in zip(work, rows, strict=True):
         q = np.arange(i * block, min((i + 1) * block, mask.length))
         if len(q):
             seen = np.minimum(starts[None, 1 : i + 2], q[:, None] + 1) - np.maximum(starts[None, : i + 1], mask.first[q][:, None])
-            work[i, : i + 1] = np.maximum(seen, 0).sum(0)
+            row[: i + 1] = np.maximum(seen, 0).sum(0)
     return work

@@ -92,10 +92,11 @@ def make_plan(tiles: Tiles) -> Plan:
         bars_upto = torch.searchsorted(bars, starts.expand(flat, -1).contiguous(), out_int32=True) if bars.shape[-1] else None
     else:
         assert isinstance(index, BlockBitmap)
-        bits = index.bits & touched_blocks(tiles)[:, None]
-        lines, upto = ordered_lines(bits.reshape(flat, *bits.shape[2:]))
-        lines_t, upto_t = ordered_lines(bits.transpose(-1, -2).reshape(flat, *bits.shape[2:]))
-        upto, upto_t = (u[..., -1].contiguous() for u in (upto, upto_t))
+        # Lists hold the keys (or, transposed, the queries) at hand only, by their numbers in the sequence, which ascend as slots do.
+        queries, keys = geometry.query_blocks.long(), geometry.key_blocks.long()
+        bits = (index.chosen(queries, keys) & touched_blocks(tiles)[:, None]).flatten(0, 1)
+        lines, upto = _listed(bits, geometry.key_blocks)
+        lines_t, upto_t = _listed(bits.transpose(-1, -2), geometry.query_blocks)
         slash = torch.zeros(flat, index.blocks, dtype=torch.bool, device=bits.device)
         bars, bars_upto, listed = None, None, True
     table = slash.reshape(flat, -1).contiguous().view(torch.uint8)
@@ -125,12 +126,19 @@ def make_plan(tiles: Tiles) -> Plan:
     )
 
 
+def _listed(bits: torch.Tensor, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """bool [..., rows, n], numbers int32 [n] -> those of the set ones first, int32 [..., rows, n], and how many are set [..., rows]."""
+    slots, upto = ordered_lines(bits)
+    return numbers[slots.long()], upto[..., -1].contiguous()
+
+
 def touched_blocks(tiles: Tiles) -> torch.Tensor:
-    """bool [batch, blocks, blocks]: pairs of blocks in which the mask allows anything; of rows in the sequence, whatever the shard."""
+    """bool [batch, query blocks, key blocks] of the shards: pairs of blocks in which the mask allows anything."""
     geometry = tiles.geometry
     assert geometry is not None
     key = "touched blocks"
     if key not in tiles.cache:
-        number = torch.arange(geometry.blocks, device=geometry.first.device)
-        tiles.cache[key] = (number <= number[:, None]) & ((number + 1) * geometry.block > geometry.first_min[..., None])
+        queries, keys = geometry.query_blocks.long(), geometry.key_blocks.long()
+        first = geometry.first_min[:, queries]
+        tiles.cache[key] = (keys <= queries[:, None]) & ((keys + 1) * geometry.block > first[..., None])
     return tiles.cache[key]

@@ -7,14 +7,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 
 from mtrain_cli.attention.index import Counts, Index, MaskWork
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.attention.tiles import BlockGeometry, Tiles
+from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.parallel.exchange import Exchange
+from mtrain_cli.parallel.index_group import make_index_group
+from mtrain_cli.parallel.layout import Layout
+from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.sparsity.pattern import Masked, Pattern
 
 
@@ -51,12 +53,23 @@ class DynamicIndex:
     records: list[IndexRecord] = field(default_factory=list)
 
     @staticmethod
-    def make(pattern: Pattern, masks: Sequence[SequenceMask], device: torch.device | str) -> DynamicIndex:
-        """masks: one per sequence of the batch."""
+    def make(
+        pattern: Pattern,
+        masks: Sequence[SequenceMask],
+        device: torch.device | str,
+        layout: Layout | None = None,
+        group: ContextGroup | None = None,
+    ) -> DynamicIndex:
+        """masks: one per sequence of the batch. layout, group: who holds which tokens; None: one worker holds all. Over several workers
+        a record counts the work of all queries for diagonals and columns, and that of this worker's own queries for listed blocks.
+
+        Raises:
+            ValueError: the layout does not give every worker whole blocks of the pattern, as many to each.
+        """
         request = pattern.request()
-        everywhere = np.arange(masks[0].padded)
-        geometry = BlockGeometry.make(masks, everywhere, everywhere, request.block, device)
-        return DynamicIndex(pattern, Masked(masks, geometry), MaskWork.make(masks, request.block, device, request.bitmap))
+        shards = None if layout is None else [layout.positions(rank) for rank in range(layout.workers)]
+        masked = Masked.make(masks, request.block, device, shards, make_index_group(group or ContextGroup.alone()))
+        return DynamicIndex(pattern, masked, MaskWork.make(masks, request.block, device, request.bitmap, masked.numbers))
 
     def of(self, layer: int, q: torch.Tensor, k: torch.Tensor) -> Index:
         """The index of a layer: estimated once, then kept."""

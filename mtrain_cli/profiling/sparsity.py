@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from mtrain_cli.attention.index import MaskWork
-from mtrain_cli.attention.tiles import BlockGeometry
 from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.environment import Environment, resolve_environment
 from mtrain_cli.sparsity.pattern import Masked, Pattern
@@ -85,8 +84,7 @@ def _heads(
     pattern: Pattern, q: torch.Tensor, k: torch.Tensor, batch: Batch, layer: int, step: int, rows: int, seq: int
 ) -> Iterator[HeadRecord]:
     masks, request = batch.masks[:1], pattern.request()
-    everywhere = np.arange(masks[0].padded)
-    masked = Masked(masks, BlockGeometry.make(masks, everywhere, everywhere, request.block, q.device))
+    masked = Masked.make(masks, request.block, q.device)
     index = pattern.estimate(q, k, masked, layer)
     counts = index.counts(MaskWork.make(masks, request.block, q.device, request.bitmap))
     sampled = np.sort(np.random.default_rng(step).permutation(masks[0].length)[:rows])

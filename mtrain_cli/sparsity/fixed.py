@@ -41,12 +41,12 @@ class FixedPattern:
         return f"one block of {self.block} tokens covers" if blocks == 1 else None
 
     def estimate(self, q: torch.Tensor, k: torch.Tensor, masked: Masked, layer: int) -> VerticalSlash:  # noqa: ARG002
-        batch, seq, heads, _ = q.shape
+        heads = q.shape[2]
         index = fixed_index(
             seed=self.seed + 1000 * layer,
-            batch=batch,
+            batch=len(q),
             heads=heads,
-            seq=seq,
+            seq=masked.masks[0].padded,
             block=self.block,
             slashes=self.slashes,
             bars=self.bars,

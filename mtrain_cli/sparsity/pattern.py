@@ -1,34 +1,124 @@
-"""The contract of a pattern: how a dynamic index is estimated from the queries and keys of one layer."""
+"""The contract of a pattern: how a dynamic index is estimated from the queries and keys of one layer, wherever their tokens are held."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, Protocol
 
+import numpy as np
 import torch
 
 from mtrain_cli.attention.index import Index
 from mtrain_cli.attention.kernel import IndexRequest
-from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.tiles import BlockGeometry
+
+
+class IndexGroup(Protocol):
+    """The workers that estimate one index together. Every worker calls the same operations in the same order."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def sum(self, mine: torch.Tensor) -> torch.Tensor:
+        """mine [...], contiguous: becomes the sum over all workers, and is returned."""
+        ...
+
+    def max(self, mine: torch.Tensor) -> torch.Tensor:
+        """mine [...], contiguous, no NaN in it: becomes the largest over all workers, and is returned."""
+        ...
+
+    def gather(self, mine: torch.Tensor) -> torch.Tensor:
+        """mine [...], of one shape everywhere -> [size, ...] in the order of ranks."""
+        ...
+
+
+@dataclass(frozen=True)
+class Alone:
+    """One worker that holds the whole sequence: its own values are those of all."""
+
+    rank: int = 0
+    size: int = 1
+
+    def sum(self, mine: torch.Tensor) -> torch.Tensor:
+        return mine
+
+    def max(self, mine: torch.Tensor) -> torch.Tensor:
+        return mine
+
+    def gather(self, mine: torch.Tensor) -> torch.Tensor:
+        return mine[None]
 
 
 @dataclass(frozen=True)
 class Masked:
-    """The masks of a batch as patterns see them: one per sequence, and the same as tensors on the device."""
+    """The masks of a batch and the shard of one worker, as patterns see them: on the host, and as tensors on the device.
+
+    masks: one per sequence. geometry: where the blocks of this worker stand, the same for queries and keys. shards: per worker the numbers
+    of its blocks, ascending, as many for each. cache: what patterns derive from all this, kept for the other layers.
+    """
 
     masks: Sequence[SequenceMask]
     geometry: BlockGeometry
+    shards: tuple[IntArray, ...]
+    group: IndexGroup
+    cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @staticmethod
+    def make(
+        masks: Sequence[SequenceMask],
+        block: int,
+        device: torch.device | str = "cpu",
+        shards: Sequence[IntArray] | None = None,
+        group: IndexGroup | None = None,
+    ) -> Masked:
+        """shards: the positions [tokens] that each worker of the group holds, ascending, as many for each; None: one worker holds all.
+
+        Raises:
+            ValueError: the positions of a worker are not whole blocks, or some workers hold more blocks than others.
+        """
+        group = group or Alone()
+        shards = shards or [np.arange(masks[0].padded, dtype=np.int64)]
+        assert len(shards) == group.size
+        mine = shards[group.rank]
+        numbers = tuple(np.unique(positions // block) for positions in shards)
+        held = [len(blocks) for blocks in numbers]
+        if len(set(held)) > 1 or sum(held) != -(-masks[0].padded // block):
+            raise ValueError(f"The workers hold {held} blocks of {block}; an index needs whole blocks, as many on each worker.")
+        return Masked(masks, BlockGeometry.make(masks, mine, mine, block, device), numbers, group)
+
+    @property
+    def numbers(self) -> IntArray:
+        """int64 [local blocks], the blocks of this worker, ascending."""
+        return self.shards[self.group.rank]
+
+    @cached_property
+    def host_positions(self) -> IntArray:
+        """int64 [local blocks * block], the positions of this worker's slots, those beyond the end of a short last block included."""
+        return (self.numbers[:, None] * self.geometry.block + np.arange(self.geometry.block)).reshape(-1)
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """`host_positions` on the device."""
+        return torch.from_numpy(self.host_positions).to(self.geometry.first.device)
+
+    def real(self, sequence: int) -> int:
+        """Local slots of one sequence that hold a token; padding comes after them."""
+        return int(np.searchsorted(self.host_positions, self.masks[sequence].length))
 
     def visible(self, sequence: int, rows: torch.Tensor, keys: int) -> torch.Tensor:
-        """bool [rows, keys]: which of the first keys the queries at positions ``rows`` (int64) of one sequence may see."""
-        position = torch.arange(keys, device=rows.device)
+        """bool [rows, keys]: which of the first local keys the queries at positions ``rows`` (int64) of one sequence may see."""
+        position = self.positions[:keys]
         return (position >= self.geometry.first[sequence, rows][:, None]) & (position <= rows[:, None])
 
 
 class Pattern(Protocol):
-    """Deterministic: the same queries and keys give the same index."""
+    """Deterministic: the same queries and keys give the same index, however many workers hold them, up to ties in rounding."""
 
     name: ClassVar[str]
     synthetic: ClassVar[bool]
@@ -47,8 +137,9 @@ class Pattern(Protocol):
         ...
 
     def estimate(self, q: torch.Tensor, k: torch.Tensor, masked: Masked, layer: int) -> Index:
-        """q [batch, seq, heads, head_dim], k [batch, seq, kv_heads, head_dim] in sequence order -> what is worth computing. Called without
-        gradients, once per layer and step.
+        """q [batch, tokens, heads, head_dim], k [batch, tokens, kv_heads, head_dim] of this worker, in the order of ``masked.positions`` ->
+        what is worth computing: the whole index on every worker, or of a bitmap the rows of its own blocks. Called without gradients, once
+        per layer and step, by all workers of ``masked.group`` together.
         """
         ...
 
@@ -58,8 +149,37 @@ def shown_name(pattern: Pattern) -> str:
     return f"{pattern.name} (SYNTHETIC)" if pattern.synthetic else pattern.name
 
 
-_UNIT = 2.0**38  # masses are compared and added as integers of this resolution: exact, and the same in any order
+MASS_UNITS = 2.0**38  # masses are compared and added as integers of this resolution: exact, and the same in any order and on any worker
+_MOST_UNITS = (1 << 38) - 1
 _NUMBER_BITS = 24
+
+
+def in_units(mass: torch.Tensor) -> torch.Tensor:
+    """float [...], not negative -> int64 [...] in units of 1 / `MASS_UNITS`; what is not finite has no mass."""
+    return (torch.nan_to_num(mass, nan=0.0, posinf=0.0) * MASS_UNITS).round_().long()
+
+
+def ranking(units: torch.Tensor, forced: torch.Tensor, numbers: torch.Tensor, n: int) -> torch.Tensor:
+    """units int64 [..., lines], forced bool, numbers int64 [lines] below n -> int64 like units, all different: a larger one goes before,
+    by forced, mass and lower number. Keys of several workers may be merged and sorted together.
+    """
+    assert n <= 1 << _NUMBER_BITS
+    # 1 + 38 + 24 bits.
+    return (forced.long() << 62) | (units.clamp(max=_MOST_UNITS) << _NUMBER_BITS) | (n - 1 - numbers)
+
+
+def fewest_lines(
+    order: torch.Tensor, total: torch.Tensor, share: float | torch.Tensor, least: int, most: int, n: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The choice of `kept_lines` from keys of `ranking` [..., candidates], among them the ``most`` largest of all lines, and the mass of
+    all lines in units, int64 [..., 1].
+    """
+    order = torch.topk(order, min(most, order.shape[-1]), dim=-1).values
+    lines = n - 1 - (order & ((1 << _NUMBER_BITS) - 1))
+    taken = (order >> _NUMBER_BITS) & _MOST_UNITS
+    before = taken.cumsum(-1) - taken
+    rank = torch.arange(lines.shape[-1], device=order.device)
+    return lines, (before < share * total.double()) | (rank < least) | (order >> 62 > 0)
 
 
 def kept_lines(
@@ -67,19 +187,12 @@ def kept_lines(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The fewest lines that hold a share of all mass, the one that crosses it included (MTraining, algorithm 1).
 
-    mass: float32 [..., n], not negative, each row adding up to 1 or less. share: of that sum, a number or [..., 1]. forced: bool [n] or
-    like mass, lines that are kept whatever their mass and counted first. least, most: bounds on how many are kept, forced ones included.
-    Of equal masses the lower number goes first.
+    mass: float [..., n], not negative, each row adding up to 1 or less, or the same in units, int64. share: of that sum, a number or
+    [..., 1]. forced: bool [n] or like mass, lines that are kept whatever their mass and counted first. least, most: bounds on how many are
+    kept, forced ones included. Of equal masses the lower number goes first.
     Returns the numbers of the lines, int64 [..., min(most, n)] by falling rank, and which of them are kept.
     """
     n = mass.shape[-1]
-    assert n < 1 << _NUMBER_BITS
-    units = (torch.nan_to_num(mass, nan=0.0, posinf=0.0).double() * _UNIT).long()
-    # One integer orders by forced, mass and number: 1 + 38 + 24 bits.
-    order = (forced.long() << 62) | (units.clamp(max=(1 << 38) - 1) << _NUMBER_BITS) | (n - 1 - torch.arange(n, device=mass.device))
-    lines = n - 1 - (torch.topk(order, min(most, n), dim=-1).values & ((1 << _NUMBER_BITS) - 1))
-    taken = units.gather(-1, lines)
-    before = taken.cumsum(-1) - taken
-    rank = torch.arange(lines.shape[-1], device=mass.device)
-    keep = (before < share * units.sum(-1, keepdim=True).double()) | (rank < least) | forced.expand_as(mass).gather(-1, lines)
-    return lines, keep
+    units = (in_units(mass) if mass.is_floating_point() else mass).clamp(max=_MOST_UNITS)
+    order = ranking(units, forced, torch.arange(n, device=mass.device), n)
+    return fewest_lines(order, units.sum(-1, keepdim=True), share, least, most, n)

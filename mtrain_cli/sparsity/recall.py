@@ -14,8 +14,10 @@ def recall(index: Index, q: torch.Tensor, k: torch.Tensor, masked: Masked, rows:
     """The share of the attention of the queries at positions ``rows`` (int64 [rows], the same for every sequence) that falls on pairs
     which the index allows: the quantity of MTraining, figure 2b. Softmax in float32 over all that the mask allows.
 
-    q [batch, seq, heads, head_dim], k [batch, seq, kv_heads, head_dim] -> float32 [batch, heads, rows]; NaN for padding.
+    q [batch, seq, heads, head_dim], k [batch, seq, kv_heads, head_dim], all on one worker -> float32 [batch, heads, rows]; NaN for
+    padding.
     """
+    assert masked.group.size == 1, "recall needs all keys of a sequence in one place"
     batch, seq, heads, dim = q.shape
     kv_heads = k.shape[2]
     group = heads // kv_heads

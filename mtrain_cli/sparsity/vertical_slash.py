@@ -1,18 +1,45 @@
-"""The vertical-slash training pattern of MTraining: block diagonals and single columns, with budgets found online."""
+"""The vertical-slash training pattern of MTraining: block diagonals and single columns, with budgets found online.
+
+A sequence may be spread over several workers. Keys never move: the probed queries go to all workers, each worker scores them against its
+own keys, and what is added across workers are integers (`pattern.in_units`), so that the index is the same on all of them, and as on one.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 
 from mtrain_cli.attention.index import VerticalSlash
-from mtrain_cli.attention.kernel import IndexRequest
-from mtrain_cli.sparsity.pattern import Masked, kept_lines
+from mtrain_cli.attention.kernel import IndexRequest, accumulation_dtype
+from mtrain_cli.sparsity.pattern import MASS_UNITS, Masked, fewest_lines, in_units, kept_lines, ranking
 
 _SCORE_BYTES = 1 << 30  # scores that exist at once while an index is estimated
+_SMALLEST_TILE, _LARGEST_TILE = 16, 128  # keys of a tile of the fused probe, which has to lie in one block
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The probed queries of one sequence, in ascending order, and where they meet the shard of this worker; tensors on the device.
+
+    rows: int64 [rows], positions. first: int32 [rows], the first position that each sees. of_row: int64 [rows], the place of the block of
+        each among the probed blocks.
+    held, slots: int64, the places among the rows of those that this worker holds, and their local slots.
+    away: int64 [probed blocks, local blocks], the diagonal on which a local block of keys meets a probed block; 0 for keys of the future,
+        which have no mass.
+    """
+
+    rows: torch.Tensor
+    first: torch.Tensor
+    of_row: torch.Tensor
+    held: torch.Tensor
+    slots: torch.Tensor
+    away: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -66,97 +93,184 @@ class VerticalSlashPattern:
         return f"one block of {self.block} tokens covers" if blocks == 1 else None
 
     def estimate(self, q: torch.Tensor, k: torch.Tensor, masked: Masked, layer: int) -> VerticalSlash:  # noqa: ARG002
-        group = q.shape[2] // k.shape[2]
-        slashes, bars = [], []
-        for b in range(len(q)):
-            columns, numbers = self.mass(q[b], k[b], masked, b)
-            if self.per_group:
-                columns = columns.unflatten(1, (-1, group)).mean(2)
-            chosen = self._slashes(columns, numbers)
-            slashes.append(chosen)
-            bars.append(self._bars(columns, numbers, chosen))
-        repeat = group if self.per_group else 1
-        chosen, single = (torch.stack(t).repeat_interleave(repeat, 1) for t in (slashes, bars))
-        return VerticalSlash(self.block, masked.geometry.blocks, chosen, single)
+        """Five collectives over the batch: probed queries, largest scores and their sums per row, diagonals, candidates for columns."""
+        group = q.shape[2] // k.shape[2] if self.per_group else 1
+        columns, probes = self.mass(q, k, masked), self.probes(masked)
+        slashes = self._slashes(columns, probes, masked, group)
+        bars = self._bars(columns, probes, masked, group, slashes)
+        return VerticalSlash(self.block, masked.geometry.blocks, *(t.repeat_interleave(group, 1) for t in (slashes, bars)))
 
-    def mass(self, q: torch.Tensor, k: torch.Tensor, masked: Masked, sequence: int) -> tuple[torch.Tensor, list[int]]:
-        """Probed attention of one sequence, q [seq, heads, head_dim], k [seq, kv_heads, head_dim].
+    def mass(self, q: torch.Tensor, k: torch.Tensor, masked: Masked) -> list[torch.Tensor]:
+        """Probed attention, q [batch, tokens, heads, head_dim], k [batch, tokens, kv_heads, head_dim] of this worker.
 
-        Returns the attention that each column gets from the queries of each probed block, float32 [probed blocks, heads, blocks * block],
-        adding up to 1 per head, and the number of each probed block.
+        Returns for each sequence the attention that each local column gets from the queries of each probed block, float32 (float64 for such
+        queries) [probed blocks, heads, local blocks * block], adding up to 1 per head over all workers.
         """
-        length, width = masked.masks[sequence].length, masked.geometry.blocks * self.block
-        positions = self.probed_rows(length)
-        numbers, of_row = torch.unique(positions // self.block, return_inverse=True)
-        rows = positions.to(q.device)
-        if fused_probe_usable(q):
-            from mtrain_cli.kernels.triton.probe import probed_columns
+        probes = self.probes(masked)
+        everyone = q.new_zeros(sum(len(p.rows) for p in probes), *q.shape[2:])
+        parts = everyone.split([len(p.rows) for p in probes])
+        for part, own, probe in zip(parts, q, probes, strict=True):
+            part.index_copy_(0, probe.held, own.index_select(0, probe.slots))
+        # One worker holds each row, and the others add zeros: exact in any precision.
+        masked.group.sum(everyone)
+        each = list(zip(parts, k, probes, range(len(probes)), strict=True))
+        width, fused = len(masked.host_positions), fused_probe_usable(q, self.block)
+        if fused:
+            from mtrain_cli.kernels.triton import probe as kernel
 
-            first = masked.geometry.first[sequence, rows]
-            group = of_row.int().to(q.device)
-            columns = probed_columns(q[rows], k[:length], first, rows.int(), group, len(numbers), width, q.shape[-1] ** -0.5)
+            tile, blocks, scale = tile_keys(self.block), masked.geometry.key_blocks, q.shape[-1] ** -0.5
+            places = [(p.first, p.rows.int(), blocks, self.block) for p in probes]
+            partial = [kernel.tile_lse(rows, keys, *places[b], tile, scale) for rows, keys, _, b in each]
         else:
-            mean_of = (torch.nn.functional.one_hot(of_row, len(numbers)).float().T / len(rows)).to(q.device)
-            columns = _columns(q[rows], k[:length], ~masked.visible(sequence, rows, length), mean_of, width)
-        return columns, numbers.tolist()
+            hidden = [~masked.visible(b, p.rows, k.shape[1]) for b, p in enumerate(probes)]
+            partial = [_block_lse(rows, keys, hidden[b], self.block) for rows, keys, _, b in each]
+        lse = _merged(partial, masked).split([len(p.rows) for p in probes], -1)
+        del partial
+        if fused:
+            return [
+                kernel.probed_columns(rows, keys, *places[b], tile, scale, lse[b].contiguous(), p.of_row.int(), len(p.away), width)
+                for rows, keys, p, b in each
+            ]
+        return [_columns(rows, keys, hidden[b], lse[b], p.of_row, len(p.away), width) for rows, keys, p, b in each]
 
     def probed_rows(self, length: int) -> torch.Tensor:
         """Positions of the probed queries, ascending, each once."""
         ends = [length * (w + 1) // self.windows for w in range(self.windows)]
         return torch.unique(torch.cat([torch.arange(max(0, end - self.last_q), end) for end in ends]))
 
-    def _slashes(self, columns: torch.Tensor, numbers: list[int]) -> torch.Tensor:
-        """-> bool [heads, blocks]."""
-        pooled = columns.unflatten(-1, (-1, self.block)).sum(-1)
-        diagonals = torch.zeros_like(pooled[0])
-        for number, row in zip(numbers, pooled, strict=True):
-            diagonals[:, : number + 1] += row[:, : number + 1].flip(-1)
-        blocks = diagonals.shape[-1]
-        forced = torch.arange(blocks, device=columns.device) == 0
-        lines, keep = kept_lines(diagonals, self.p_s, forced, self.min_slashes, self.max_slashes or blocks)
-        return torch.zeros_like(diagonals, dtype=torch.bool).scatter_(1, lines, keep)
+    def probes(self, masked: Masked) -> list[Probe]:
+        """One per sequence of the batch, the same for all layers."""
+        key = (type(self).__name__, self.last_q, self.windows)
+        if key not in masked.cache:
+            masked.cache[key] = [self._probe(masked, b) for b in range(len(masked.masks))]
+        return masked.cache[key]
 
-    def _bars(self, columns: torch.Tensor, numbers: list[int], slashes: torch.Tensor) -> torch.Tensor:
-        """-> int32 [heads, width], ascending."""
-        tokens = columns.shape[-1]
+    def _probe(self, masked: Masked, sequence: int) -> Probe:
+        geometry, device = masked.geometry, masked.geometry.first.device
+        positions = self.probed_rows(masked.masks[sequence].length)
+        numbers, of_row = torch.unique(positions // self.block, return_inverse=True)
+        slots = np.searchsorted(masked.host_positions, positions.numpy())
+        held = np.flatnonzero(masked.host_positions[np.minimum(slots, len(masked.host_positions) - 1)] == positions.numpy())
+        rows = positions.to(device)
+        return Probe(
+            rows=rows,
+            first=geometry.first[sequence].index_select(0, rows),
+            of_row=of_row.to(device),
+            held=torch.from_numpy(held).to(device),
+            slots=torch.from_numpy(slots[held]).to(device),
+            away=(numbers[:, None] - torch.from_numpy(masked.numbers)).clamp(min=0).to(device),
+        )
+
+    def _slashes(self, columns: list[torch.Tensor], probes: list[Probe], masked: Masked, group: int) -> torch.Tensor:
+        """-> bool [batch, heads, blocks]."""
+        blocks = masked.geometry.blocks
+        diagonals = torch.zeros(len(columns), columns[0].shape[1] // group, blocks, dtype=torch.int64, device=columns[0].device)
+        for table, masses, probe in zip(diagonals, columns, probes, strict=True):
+            for mass, away in zip(masses, probe.away, strict=True):
+                table.index_add_(-1, away, _units(mass, group).unflatten(-1, (-1, self.block)).sum(-1))
+        masked.group.sum(diagonals)
+        forced = torch.arange(blocks, device=diagonals.device) == 0
+        lines, keep = kept_lines(diagonals, self.p_s, forced, self.min_slashes, self.max_slashes or blocks)
+        return torch.zeros_like(diagonals, dtype=torch.bool).scatter_(-1, lines, keep)
+
+    def _bars(self, columns: list[torch.Tensor], probes: list[Probe], masked: Masked, group: int, slashes: torch.Tensor) -> torch.Tensor:
+        """-> int32 [batch, heads, width], ascending."""
+        batch, heads, blocks = slashes.shape
+        tokens = blocks * self.block
+        vertical = torch.zeros(batch, heads, columns[0].shape[-1], dtype=torch.int64, device=slashes.device)
+        for total, masses, probe, chosen in zip(vertical, columns, probes, slashes, strict=True):
+            for mass, away in zip(masses, probe.away, strict=True):
+                units = _units(mass, group)
+                if self.joint:
+                    units = units.unflatten(-1, (-1, self.block)).masked_fill(chosen[:, away][..., None], 0).flatten(-2)
+                total += units
+        most = self.max_bars or tokens
+        order = ranking(vertical, masked.positions < self.sink_tokens, masked.positions, tokens)
+        if most < order.shape[-1]:
+            # The largest of all are among the largest of each worker.
+            order = torch.topk(order, most, dim=-1).values
+        everyone = masked.group.gather(torch.cat([order, vertical.sum(-1, keepdim=True)], -1))
+        left = everyone[..., -1:].sum(0)
         share: float | torch.Tensor = self.p_v
         if self.joint:
-            outside = []
-            for number, row in zip(numbers, columns, strict=True):
-                covered = slashes[:, : number + 1].flip(-1).repeat_interleave(self.block, -1)
-                outside.append(row[:, : covered.shape[-1]].masked_fill(covered, 0.0))
-            vertical = torch.stack([torch.nn.functional.pad(t, (0, tokens - t.shape[-1])) for t in outside]).sum(0)
             # Slashes hold what is not outside; columns have to bring what is missing to p_v of all.
-            left = vertical.sum(-1, keepdim=True)
-            share = ((left - (1 - self.p_v)) / left.clamp(min=1e-20)).clamp(min=0.0)
-        else:
-            vertical = columns.sum(0)
-        forced = torch.arange(tokens, device=columns.device) < self.sink_tokens
-        lines, keep = kept_lines(vertical, share, forced, self.min_bars, self.max_bars or tokens)
+            share = ((left - (1 - self.p_v) * MASS_UNITS) / left.clamp(min=1)).clamp(min=0.0)
+        candidates = everyone[..., :-1].permute(1, 2, 0, 3).flatten(2)
+        lines, keep = fewest_lines(candidates, left, share, self.min_bars, most, tokens)
         return torch.where(keep, lines, tokens).sort(-1).values.to(torch.int32)
 
 
-def fused_probe_usable(q: torch.Tensor) -> bool:
-    """Whether the Triton kernel, which never writes scores to memory, can serve the queries."""
-    return q.is_cuda and q.shape[-1] in (16, 32, 64, 128) and importlib.util.find_spec("triton") is not None
+def fused_probe_usable(q: torch.Tensor, block: int) -> bool:
+    """Whether the Triton kernels, which never write scores to memory, can serve the queries."""
+    shapes = q.shape[-1] in (16, 32, 64, 128) and tile_keys(block) >= _SMALLEST_TILE and q.dtype != torch.float64
+    return q.is_cuda and shapes and importlib.util.find_spec("triton") is not None
 
 
-def _columns(q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor, mean_of: torch.Tensor, width: int) -> torch.Tensor:
-    """Attention of probed queries summed per group and key.
+def tile_keys(block: int) -> int:
+    """Keys of a tile of the fused probe: a power of two that divides the block."""
+    return math.gcd(block, _LARGEST_TILE)
 
-    q [rows, heads, head_dim], k [keys, kv_heads, head_dim], hidden bool [rows, keys], mean_of [groups, rows] -> float32 [groups, heads,
-    width].
+
+def _units(mass: torch.Tensor, group: int) -> torch.Tensor:
+    """[heads, columns] -> int64 [heads / group, columns], the mean mass of each group of heads in units."""
+    units = in_units(mass)
+    return units if group == 1 else units.unflatten(0, (-1, group)).sum(1) // group
+
+
+def _merged(partial: list[torch.Tensor], masked: Masked) -> torch.Tensor:
+    """Log-sum-exp of rows over the keys of all workers, [heads, rows of all sequences], from that over tiles [tiles, heads, rows] of each
+    sequence; the partial results are overwritten. +inf for a row that sees nothing.
+
+    Tiles lie within blocks, so they are the same whoever holds them; their sums are added as integers, so the result is, too.
+    """
+    lowest = torch.finfo(partial[0].dtype).min
+    top = masked.group.max(torch.cat([t.amax(0) for t in partial], -1)).clamp(min=lowest)
+    totals = []
+    for tiles, largest in zip(partial, top.split([t.shape[-1] for t in partial], -1), strict=True):
+        units = tiles.sub_(largest).exp_().mul_(MASS_UNITS).round_()
+        at_once = max(1, _SCORE_BYTES // (8 * units[:, 0].numel()))
+        totals.append(torch.cat([heads.long().sum(0) for heads in units.split(at_once, 1)]))
+    total = masked.group.sum(torch.cat(totals, -1)).double() / MASS_UNITS
+    return torch.where(total > 0, top.double() + total.log(), float("inf")).to(top.dtype)
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Scores of probed queries q [rows, heads, head_dim] with k [keys, kv_heads, head_dim], as many heads at once as the budget allows.
+
+    Yields the query heads and their scores [heads, rows, keys], -inf where hidden [rows, keys] or not finite.
     """
     heads, dim = q.shape[1:]
     keys, kv_heads = k.shape[:2]
-    columns = torch.zeros(len(mean_of), heads, width, device=q.device)
-    probe = q.float().unflatten(1, (kv_heads, -1))
-    # As many key-value heads at once as the budget for scores allows.
-    at_once = max(1, _SCORE_BYTES // (4 * len(q) * keys * (heads // kv_heads)))
+    dtype, per_kv = accumulation_dtype(q.dtype), heads // kv_heads
+    probe = q.to(dtype).unflatten(1, (kv_heads, -1))
+    at_once = max(1, _SCORE_BYTES // (4 * len(q) * keys * per_kv))
     for g in range(0, kv_heads, at_once):
-        queries = probe[:, g : g + at_once].permute(1, 2, 0, 3)  # [kv heads, group, rows, dim]
-        scores = (queries.flatten(1, 2) @ k[:, g : g + at_once].permute(1, 2, 0).float()).mul_(dim**-0.5).view(-1, len(q), keys)
-        p = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
-        first = g * (heads // kv_heads)
-        columns[:, first : first + len(p), :keys] = (mean_of @ p).transpose(0, 1)
+        queries = probe[:, g : g + at_once].permute(1, 2, 0, 3).flatten(1, 2)  # [kv heads, group * rows, dim]
+        scores = (queries @ k[:, g : g + at_once].permute(1, 2, 0).to(dtype)).mul_(dim**-0.5).view(-1, len(q), keys)
+        first = g * per_kv
+        yield slice(first, first + len(scores)), scores.masked_fill_(hidden | ~(scores < float("inf")), float("-inf"))
+
+
+def _block_lse(q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor, block: int) -> torch.Tensor:
+    """-> log-sum-exp of each row over each local block, [local blocks, heads, rows]."""
+    short = -len(k) % block
+    parts = []
+    for _, scores in _scores(q, k, hidden):
+        scores = torch.nn.functional.pad(scores, (0, short), value=float("-inf")) if short else scores
+        parts.append(scores.unflatten(-1, (-1, block)).logsumexp(-1).permute(2, 0, 1))
+    return torch.cat(parts, 1)
+
+
+def _columns(
+    q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor, lse: torch.Tensor, of_row: torch.Tensor, groups: int, width: int
+) -> torch.Tensor:
+    """Attention of probed queries summed per group and local key, over the number of queries, given lse [heads, rows] over all keys.
+
+    -> [groups, heads, width].
+    """
+    columns = torch.zeros(groups, q.shape[1], width, dtype=lse.dtype, device=q.device)
+    mean_of = (of_row == torch.arange(groups, device=q.device)[:, None]).to(lse.dtype) / len(q)
+    for heads, scores in _scores(q, k, hidden):
+        p = scores.sub_(lse[heads, :, None]).exp_()
+        columns[:, heads, : len(k)] = (mean_of @ p).transpose(0, 1)
     return columns

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 
 from mtrain_cli.attention.index import BlockBitmap
-from mtrain_cli.attention.kernel import IndexRequest
+from mtrain_cli.attention.kernel import IndexRequest, accumulation_dtype
 from mtrain_cli.sparsity.pattern import Masked, kept_lines
 
 _SCORE_BYTES = 1 << 30
@@ -38,32 +39,51 @@ class XAttentionPattern:
         return f"2 blocks of {self.block} tokens, the own and the first, cover" if seq <= 2 * self.block else None
 
     def estimate(self, q: torch.Tensor, k: torch.Tensor, masked: Masked, layer: int) -> BlockBitmap:  # noqa: ARG002
-        return BlockBitmap(self.block, masked.geometry.blocks, torch.stack([self._choose(q[b], k[b], masked, b) for b in range(len(q))]))
+        """One collective: all keys go to all workers, as in the published distributed form; queries stay."""
+        geometry = masked.geometry
+        keys = self._sequence(torch.stack([self._padded(t, masked, b) for b, t in enumerate(k)]), masked)
+        bits = torch.stack([self._choose(self._padded(t, masked, b), keys[b], masked, b) for b, t in enumerate(q)])
+        return BlockBitmap(self.block, geometry.blocks, bits, geometry.query_blocks)
+
+    def _padded(self, tokens: torch.Tensor, masked: Masked, sequence: int) -> torch.Tensor:
+        """[tokens, heads, head_dim] -> whole blocks [local blocks, block, heads, head_dim], with zeros for padding."""
+        real = masked.real(sequence)
+        whole = torch.nn.functional.pad(tokens[:real], (0, 0, 0, 0, 0, len(masked.host_positions) - real))
+        return whole.unflatten(0, (-1, self.block))
+
+    def _sequence(self, mine: torch.Tensor, masked: Masked) -> torch.Tensor:
+        """[batch, local blocks, block, heads, head_dim] of this worker -> [batch, tokens, heads, head_dim] of all, in sequence order."""
+        if type(self).__name__ not in masked.cache:
+            order = np.argsort(np.concatenate(masked.shards))
+            masked.cache[type(self).__name__] = torch.from_numpy(order).to(mine.device)
+        everyone = masked.group.gather(mine).transpose(0, 1).flatten(1, 2)
+        return everyone.index_select(1, masked.cache[type(self).__name__]).flatten(1, 2)
 
     def _choose(self, q: torch.Tensor, k: torch.Tensor, masked: Masked, sequence: int) -> torch.Tensor:
-        """One sequence -> bool [heads, blocks, blocks]."""
-        heads, dim = q.shape[1:]
+        """One sequence, q [local blocks, block, heads, head_dim], k [tokens, kv_heads, head_dim] -> bool [heads, local blocks, blocks]."""
+        heads, dim = q.shape[2:]
         kv_heads, blocks, stride = k.shape[1], masked.geometry.blocks, self.stride
-        pad = blocks * self.block - len(q)
-        q, k = (torch.nn.functional.pad(t, (0, 0, 0, 0, 0, pad)) for t in (q, k))
         # A square's queries in reverse order and its keys, side by side: one product sums an antidiagonal.
-        queries = q.unflatten(0, (-1, stride)).flip(1).permute(2, 0, 1, 3).flatten(2).unflatten(0, (kv_heads, -1))
+        queries = q.flatten(0, 1).unflatten(0, (-1, stride)).flip(1).permute(2, 0, 1, 3).flatten(2).unflatten(0, (kv_heads, -1))
         keys = k.unflatten(0, (-1, stride)).permute(2, 0, 1, 3).flatten(2)
         squares, per_block = keys.shape[1], self.block // stride
         first = masked.geometry.first[sequence].view(-1, stride).amin(-1)
         square = torch.arange(squares, device=q.device)
+        number, own_blocks = square[:blocks], masked.geometry.query_blocks.long()
+        own_squares = (own_blocks[:, None] * per_block + square[:per_block]).flatten()
+        local = len(own_blocks)
         at_once = max(1, _SCORE_BYTES // (4 * heads * per_block * squares))
-        chosen = torch.zeros(heads, blocks, blocks, dtype=torch.bool, device=q.device)
-        number = torch.arange(blocks, device=q.device)
-        for begin in range(0, blocks, at_once):
-            end = min(begin + at_once, blocks)
+        chosen = torch.zeros(heads, local, blocks, dtype=torch.bool, device=q.device)
+        for begin in range(0, local, at_once):
+            end = min(begin + at_once, local)
             rows = slice(begin * per_block, end * per_block)
-            scores = (queries[:, :, rows].flatten(1, 2) @ keys.transpose(-1, -2)).float().view(heads, -1, squares)
+            mine = own_squares[rows]
+            scores = (queries[:, :, rows].flatten(1, 2) @ keys.transpose(-1, -2)).to(accumulation_dtype(q.dtype)).view(heads, -1, squares)
             scores *= dim**-0.5 / stride
-            visible = (square <= square[rows, None]) & ((square + 1) * stride > first[rows, None])
+            visible = (square <= mine[:, None]) & ((square + 1) * stride > first[mine][:, None])
             p = scores.masked_fill_(~visible, float("-inf")).softmax(-1).nan_to_num_(0.0)
             mass = p.view(heads, end - begin, per_block, blocks, per_block).sum((2, 4)) / per_block
-            own = number[begin:end, None]
+            own = own_blocks[begin:end, None]
             # Blocks of the future have no mass, so none of them is kept.
             lines, keep = kept_lines(mass, self.threshold, (number == own) | (number == 0), 0, blocks)
             chosen[:, begin:end].scatter_(-1, lines, keep)

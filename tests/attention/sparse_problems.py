@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ def make_index(kind: str, rng: np.random.Generator, batch: int, heads: int, seq:
     blocks = -(-seq // block)
     if kind == "bitmap":
         bits = torch.from_numpy(rng.random((batch, heads, blocks, blocks)) < 0.4)
-        return BlockBitmap(block, blocks, bits.tril() | torch.eye(blocks, dtype=torch.bool))
+        return BlockBitmap.whole(block, bits.tril() | torch.eye(blocks, dtype=torch.bool))
     slashes = torch.from_numpy(rng.random((batch, heads, blocks)) < (0.4 if kind in ("slashes", "both") else 0.0))
     if kind in ("slashes", "both"):
         # Diagonal 0 in all heads but one: no kernel may rely on it.
@@ -81,7 +81,11 @@ def make_problem(
         masks = [SequenceMask.causal(seq - b, padded) for b in range(batch)]
     queries, keys = shard(where, padded, block)
     geometry = BlockGeometry.make(masks, queries, keys, block, device)
-    index = make_index(kind, rng, batch, heads, padded, block).to(device)
+    index = make_index(kind.removeprefix("local "), rng, batch, heads, padded, block).to(device)
+    if kind == "local bitmap":
+        # As a worker of a context group makes it: the rows of its own queries alone.
+        assert isinstance(index, BlockBitmap)
+        index = replace(index, bits=index.bits[:, :, geometry.query_blocks.long()], rows=geometry.query_blocks)
     tiles = Tiles.make([m.spans(queries, keys) for m in masks], device, geometry).under(index)
     torch.manual_seed(seed)
     shapes = ((len(queries), heads), (len(keys), kv_heads), (len(keys), kv_heads), (len(queries), heads))

@@ -10,7 +10,7 @@ from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.sdpa import SdpaKernel
 
 SCALE = 0.3
-KINDS = ("slashes", "bars", "both", "all", "none", "bitmap")
+KINDS = ("slashes", "bars", "both", "all", "none", "bitmap", "local bitmap")
 
 
 def check(kernel, problem, tolerance: float) -> None:
@@ -33,7 +33,7 @@ def check(kernel, problem, tolerance: float) -> None:
 
 # The interpreter takes seconds a case: shards of every sort for the indices that have everything, the rest is slow.
 SHARDS = [
-    pytest.param(kind, where, marks=() if where == "whole" or kind in ("both", "bitmap") else pytest.mark.slow)
+    pytest.param(kind, where, marks=() if where == "whole" or kind in ("both", "bitmap", "local bitmap") else pytest.mark.slow)
     for kind in KINDS
     for where in ("whole", "striped queries", "striped", "later queries")
 ]

@@ -20,7 +20,7 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 def errors(name: str, kind: str, where: str, documents: bool, block: int, heads: int, kv_heads: int, dim: int) -> dict[str, float]:
     kernel = _KERNELS[name]()
     request = KernelRequest(
-        "cuda", torch.cuda.get_device_capability(), "bfloat16", dim, heads, kv_heads, index=IndexRequest(block, kind == "bitmap")
+        "cuda", torch.cuda.get_device_capability(), "bfloat16", dim, heads, kv_heads, index=IndexRequest(block, "bitmap" in kind)
     )
     if kernel.missing(request):
         pytest.skip(str(kernel.missing(request)))
@@ -49,7 +49,7 @@ def errors(name: str, kind: str, where: str, documents: bool, block: int, heads:
 
 @pytest.mark.parametrize("name", ["triton", "flash4"])
 @pytest.mark.parametrize("block", [64, 128])
-@pytest.mark.parametrize("kind", ["slashes", "bars", "both", "all", "none", "bitmap"])
+@pytest.mark.parametrize("kind", ["slashes", "bars", "both", "all", "none", "bitmap", "local bitmap"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "documents", "where"),
     [

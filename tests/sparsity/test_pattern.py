@@ -52,7 +52,7 @@ def test_no_smaller_set_reaches_the_share(values, share):
     total = sum(values) or 1.0
     mass = [float(np.float32(v / total)) for v in values]
     found = kept(mass, share)
-    units = [int(m * 2.0**38) for m in mass]
+    units = [round(m * 2.0**38) for m in mass]
     held = sum(units[line] for line in found)
     assert held >= share * sum(units)
     if found:

@@ -1,0 +1,201 @@
+"""An index that several real processes estimate together is the one that a single process estimates from the whole sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gloo
+import numpy as np
+import pytest
+import torch
+
+from mtrain_cli.attention.index import BlockBitmap, MaskWork
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.parallel.context_attention import DynamicIndex
+from mtrain_cli.parallel.layout import Layout, make_layout
+from mtrain_cli.parallel.mesh import make_context_group
+from mtrain_cli.sparsity.fixed import FixedPattern
+from mtrain_cli.sparsity.moba import MobaPattern
+from mtrain_cli.sparsity.pattern import Masked, Pattern
+from mtrain_cli.sparsity.vertical_slash import VerticalSlashPattern
+from mtrain_cli.sparsity.xattention import XAttentionPattern
+
+SEQ, BATCH, BLOCK, HEAD_DIM = 217, 2, 16, 16
+LAYOUTS = ("contiguous", "zigzag", "striped")
+HEADS = ((4, 4), (4, 2), (4, 1))
+
+
+def vertical_slash(**changed) -> VerticalSlashPattern:
+    default = {
+        "block": BLOCK, "last_q": 20, "windows": 1, "p_v": 0.6, "p_s": 0.7, "joint": False, "sink_tokens": 2,
+        "min_bars": 3, "max_bars": 40, "min_slashes": 1, "max_slashes": 0, "per_group": False,
+    }  # fmt: skip
+    return VerticalSlashPattern(**{**default, **changed})
+
+
+PATTERNS: dict[str, Pattern] = {
+    "plain": vertical_slash(),
+    "joint": vertical_slash(joint=True, p_v=0.8),
+    "windows": vertical_slash(windows=3),
+    "joint windows of groups": vertical_slash(windows=3, joint=True, per_group=True, p_v=0.8),
+    "per group": vertical_slash(per_group=True),
+    "any number of bars": vertical_slash(max_bars=0),
+    # More than one worker holds of the largest: every worker's own candidates have to meet.
+    "few bars": vertical_slash(max_bars=7, min_bars=7, max_slashes=3, sink_tokens=0),
+    "moba": MobaPattern(BLOCK, 32, 3),
+    "xattention": XAttentionPattern(BLOCK, 4, 0.6),
+    "fixed": FixedPattern(BLOCK, 4, 9, 0.0, 1),
+}
+
+
+def layout_of(name: str, world: int) -> Layout:
+    """Whole blocks on every worker; with four workers the last part of a contiguous layout is padding alone."""
+    unit = 2 * world * BLOCK
+    return make_layout(name, world, SEQ if name == "striped" else -(-SEQ // unit) * unit, BLOCK)
+
+
+def masks(documents: bool, padded: int) -> list[SequenceMask]:
+    lengths = (SEQ, SEQ - 30)
+    if not documents:
+        return [SequenceMask.causal(n, padded) for n in lengths]
+    rng = np.random.default_rng(7)
+    return [SequenceMask.from_documents(np.sort(rng.integers(0, 4, n)), padded) for n in lengths]
+
+
+def inputs(heads: int, kv_heads: int, dtype: torch.dtype, padded: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k of whole sequences, the same on every process; a few keys stand out."""
+    generator = torch.Generator().manual_seed(heads * 10 + kv_heads)
+    q, k = (torch.randn(BATCH, padded, h, HEAD_DIM, generator=generator, dtype=torch.float64) for h in (heads, kv_heads))
+    k[:, ::37] *= 3
+    return q.to(dtype), k.to(dtype)
+
+
+def estimates(rank: int, world: int, dtype_name: str, fused: bool = False, names: tuple[str, ...] = tuple(PATTERNS)) -> dict[str, Any]:
+    """Per cell what this worker found and the work that it counts; on rank 0 also both as one worker finds them from everything."""
+    dtype = getattr(torch, dtype_name)
+    if fused:
+        import mtrain_cli.sparsity.vertical_slash as module
+
+        module.fused_probe_usable = lambda *_: True
+    group = make_context_group(rank, world, world, torch.device("cpu"))
+    found: dict[str, Any] = {}
+    # The interpreter takes seconds a cell.
+    for heads, kv_heads in HEADS[1:2] if fused else HEADS:
+        for documents in (True,) if fused else (False, True):
+            for layout_name in LAYOUTS[1:] if fused else LAYOUTS:
+                layout = layout_of(layout_name, world)
+                padded = layout.padded_seq
+                batch_masks = masks(documents, padded)
+                q, k = inputs(heads, kv_heads, dtype, padded)
+                own = torch.from_numpy(layout.positions(rank))
+                my_q, my_k = q[:, own], k[:, own]
+                for b, mask in enumerate(batch_masks):
+                    # What stands in the padding must not matter.
+                    my_q[b, own >= mask.length] = float("nan")
+                    my_k[b, own >= mask.length] = 70.0
+                for name in names:
+                    pattern = PATTERNS[name]
+                    dynamic = DynamicIndex.make(pattern, batch_masks, "cpu", layout, group)
+                    index = dynamic.of(3, my_q, my_k)
+                    cell = f"{layout_name}/{heads}:{kv_heads}/{'docs' if documents else 'causal'}/{name}"
+                    found[cell] = (index.tensors(), dynamic.records[0].counts.pairs)
+                    if rank == 0:
+                        alone = pattern.estimate(q, k, Masked.make(batch_masks, BLOCK), 3)
+                        work = MaskWork.make(batch_masks, BLOCK, bitmap=isinstance(index, BlockBitmap))
+                        found[cell] += (alone.tensors(), alone.counts(work).pairs)
+    return found
+
+
+def chosen_lines(tensors: dict[str, torch.Tensor]) -> set[tuple]:
+    """All that an index chooses, as (kind, sequence, head, ...)."""
+    if "slashes" in tensors:
+        bars = tensors["bars"]
+        lines = {("slash", *at) for at in tensors["slashes"].nonzero().tolist()}
+        unused = tensors["slashes"].shape[-1] * BLOCK
+        return lines | {("bar", b, h, int(bars[b, h, i])) for b, h, i in (bars < unused).nonzero().tolist()}
+    rows = tensors["rows"].tolist()
+    return {("block", b, h, rows[i], j) for b, h, i, j in tensors["bits"].nonzero().tolist()}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_in_float64_it_is_the_same_bit_for_bit(world):
+    ranks = gloo.run(world, estimates, "float64")
+    assert len(ranks[0]) == len(HEADS) * 2 * len(LAYOUTS) * len(PATTERNS)
+    for cell, (_, _, alone, pairs) in ranks[0].items():
+        found = [rank[cell][0] for rank in ranks]
+        assert alone.keys() == found[0].keys()
+        if "slashes" in alone:
+            for rank, tensors in enumerate(found):
+                assert all(torch.equal(tensors[name], alone[name]) for name in alone), (cell, rank)
+                assert torch.equal(ranks[rank][cell][1], pairs), cell
+            continue
+        held = torch.cat([tensors["rows"] for tensors in found])
+        assert sorted(held.tolist()) == alone["rows"].tolist(), cell
+        bits = torch.cat([tensors["bits"] for tensors in found], 2)[:, :, held.argsort()]
+        real = pairs_of_real_rows(bits, alone["bits"])
+        assert torch.equal(bits[real], alone["bits"][real]), cell
+        assert torch.equal(sum(rank[cell][1] for rank in ranks), pairs), f"{cell}: rows of all workers make the whole"
+
+
+def pairs_of_real_rows(bits: torch.Tensor, alone: torch.Tensor) -> torch.Tensor:
+    """bool like bits: query blocks that hold a token; what is chosen for padding concerns nobody."""
+    assert bits.shape == alone.shape
+    real = torch.zeros_like(bits)
+    for b, mask in enumerate(masks(False, bits.shape[-1] * BLOCK)):
+        real[b, :, : -(-mask.length // BLOCK)] = True
+    return real
+
+
+# The interpreter runs the fused probe.
+KINDS = [("float32", False), ("bfloat16", False), ("float32", True)]
+
+
+@pytest.mark.parametrize(("dtype", "fused"), KINDS)
+@pytest.mark.parametrize("world", [2, 3])
+def test_in_lower_precision_only_ties_differ(world, dtype, fused):
+    ranks = gloo.run(world, estimates, dtype, fused, ("joint windows of groups",) if fused else tuple(PATTERNS))
+    differing, lines = 0, 0
+    for cell, (_, _, alone, _) in ranks[0].items():
+        found = [rank[cell][0] for rank in ranks]
+        if "slashes" in alone:
+            assert all(torch.equal(tensors[name], found[0][name]) for tensors in found for name in alone), f"{cell}: one for all workers"
+            got = chosen_lines(found[0])
+        else:
+            got = set().union(*map(chosen_lines, found))
+        differing += len(got ^ chosen_lines(alone))
+        lines += len(got)
+        assert len(got ^ chosen_lines(alone)) <= 2, cell
+    assert lines > 100
+    # The fused probe adds up in one way wherever the keys are.
+    assert differing <= (0 if fused else lines / 5000), (differing, lines)
+
+
+def scattered(rank: int, world: int) -> list[bool]:
+    """Whether each worker holds a probed row of each sequence, under a contiguous layout."""
+    group = make_context_group(rank, world, world, torch.device("cpu"))
+    layout = layout_of("contiguous", world)
+    dynamic = DynamicIndex.make(PATTERNS["plain"], masks(False, layout.padded_seq), "cpu", layout, group)
+    return [len(probe.held) > 0 for probe in vertical_slash().probes(dynamic.masked)]
+
+
+def test_some_workers_hold_no_probed_query_and_some_only_padding():
+    assert gloo.run(4, scattered) == [[False, False], [False, False], [False, True], [True, False]]
+
+
+def test_shards_that_are_not_whole_blocks_are_refused():
+    layout = make_layout("zigzag", 2, 72, BLOCK)
+    with pytest.raises(ValueError, match="whole blocks"):
+        Masked.make([SequenceMask.causal(72, 72)], BLOCK, shards=[layout.positions(r) for r in range(2)], group=_Pair())
+
+
+class _Pair:
+    rank, size = 0, 2
+
+
+def test_an_index_of_local_rows_is_that_part_of_the_whole():
+    bits = torch.eye(4, dtype=torch.bool)[None, None]
+    rows, everything = torch.tensor([1, 3], dtype=torch.int32), torch.arange(4)
+    index = BlockBitmap(BLOCK, 4, bits[:, :, rows.long()], rows)
+    assert index.chosen(everything, everything)[0, 0].tolist() == torch.diag(torch.tensor([False, True, False, True])).tolist()
+    assert index.chosen(rows.long(), everything).equal(BlockBitmap.whole(BLOCK, bits).chosen(rows.long(), everything))
+    assert not index.same_as(BlockBitmap(BLOCK, 4, index.bits, torch.tensor([1, 2], dtype=torch.int32)))
