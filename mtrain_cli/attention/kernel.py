@@ -6,12 +6,16 @@ float32 (float64 for float64 inputs), natural logarithm, ``[batch, heads, querie
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from mtrain_cli.attention.tiles import Tiles
+
+if TYPE_CHECKING:
+    from mtrain_cli.attention.shared_columns import SharedColumns
 
 
 @dataclass(frozen=True)
@@ -39,9 +43,13 @@ class KernelRequest:
 
 
 class Kernel(Protocol):
-    """One local attention implementation."""
+    """One local attention implementation.
+
+    needs_out: backward derives delta from out and dout by itself, even if delta is given, so out must travel with queries.
+    """
 
     name: str
+    needs_out: bool
 
     def missing(self, request: KernelRequest) -> str | None:
         """Why this kernel cannot serve the request, in a few words; None if it can."""
@@ -69,6 +77,32 @@ class Kernel(Protocol):
         """
         ...
 
+    def forward_columns(
+        self,
+        q: torch.Tensor,
+        packed: torch.Tensor,
+        columns: SharedColumns,
+        scale: float,
+        partial: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """-> out, lse in the accumulation dtype, over columns that were gathered once. packed [2, batch, heads, width, head_dim]. partial:
+        out and lse over other keys, which these continue.
+        """
+        ...
+
+    def backward_columns(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        packed: torch.Tensor,
+        lse: torch.Tensor,
+        delta: torch.Tensor,
+        columns: SharedColumns,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """-> dq and the gradients of packed, in the accumulation dtype; lse and delta are those of whole rows."""
+        ...
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Partial results are added in float32, or float64 where the inputs are."""
@@ -90,3 +124,32 @@ def merge(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse
     # lse = -inf: the difference is +inf and the sum above is inf - inf; the new part alone counts.
     grown = torch.where(torch.isneginf(lse), part_lse, grown)
     lse.copy_(torch.where(nothing_new, lse, grown))
+
+
+def row_delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
+    """rowsum(out * dout), [batch, heads, queries] in the accumulation dtype."""
+    if out.is_cuda and out.dtype != torch.float64 and importlib.util.find_spec("triton") is not None:
+        from mtrain_cli.kernels.triton import sparse
+
+        return sparse.row_delta(out, dout)
+    high = accumulation_dtype(out.dtype)
+    return (out.to(high) * dout.to(high)).sum(-1).transpose(1, 2).contiguous()
+
+
+class DefinitionColumns:
+    """Columns gathered once, from their definition: for kernels that are not made for speed."""
+
+    def forward_columns(self, q, packed, columns, scale, partial):
+        from mtrain_cli.attention.shared_columns import columns_forward
+
+        out, lse = columns_forward(q, packed, columns, scale)
+        if partial is None:
+            return out, lse
+        whole, whole_lse = partial[0].to(out.dtype, copy=True), partial[1].clone()
+        merge(whole, whole_lse, out, lse)
+        return whole, whole_lse
+
+    def backward_columns(self, dout, q, packed, lse, delta, columns, scale):
+        from mtrain_cli.attention.shared_columns import columns_backward
+
+        return columns_backward(dout, q, packed, lse, delta, columns, scale)

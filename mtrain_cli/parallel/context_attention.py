@@ -13,8 +13,8 @@ import torch
 from mtrain_cli.attention.index import Counts, Index, MaskWork
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.attention.tiles import BlockGeometry, Tiles
-from mtrain_cli.parallel.exchange import Exchange
+from mtrain_cli.attention.tiles import BlockGeometry
+from mtrain_cli.parallel.exchange import Exchange, Work
 from mtrain_cli.sparsity.pattern import Masked, Pattern
 
 
@@ -82,12 +82,12 @@ def _now(device: torch.device) -> torch.cuda.Event | float:
 class ContextAttention:
     """Attention of one batch: ``attend(q, k, v, layer)`` for every layer of the model. Exact over what mask and index allow.
 
-    tiles: what this rank computes in each step, made once per batch. index: None for dense attention.
+    work: what this rank computes, made once per batch. index: None for dense attention.
     """
 
     exchange: Exchange
     kernel: Kernel
-    tiles: dict[tuple[int, ...], Tiles]
+    work: Work
     index: DynamicIndex | None = None
 
     @staticmethod
@@ -101,32 +101,26 @@ class ContextAttention:
         """masks: one per sequence of the batch. pattern: None for dense attention.
 
         Raises:
-            ValueError: a dynamic index is asked for over several workers, which no exchange serves yet.
+            ValueError: the shards of the layout are not whole blocks of the pattern.
         """
         if pattern is None:
-            return ContextAttention(exchange, kernel, exchange.tiles(masks, device))
-        if exchange.group.size > 1:
-            raise ValueError(f"A {pattern.name} index is estimated on one worker; the context group has {exchange.group.size}.")
+            return ContextAttention(exchange, kernel, exchange.work(masks, device))
         index = DynamicIndex.make(pattern, masks, device)
-        tiles = {step: replace(t, geometry=index.masked.geometry) for step, t in exchange.tiles(masks, device).items()}
-        return ContextAttention(exchange, kernel, tiles, index)
+        return ContextAttention(exchange, kernel, exchange.work(masks, device, pattern.request().block), index)
 
     def again(self) -> ContextAttention:
         """For another batch under the same masks: nothing that this one estimated is kept."""
         return self if self.index is None else replace(self, index=replace(self.index, kept={}, records=[]))
 
     @property
-    def pairs(self) -> int:
-        """Query-key pairs that this rank computes per head and layer."""
-        return sum(t.pairs for t in self.tiles.values())
+    def pairs(self) -> float:
+        """Query-key pairs that the masks leave this rank, per head and layer."""
+        return self.exchange.pairs(self.work)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
         """q [batch, tokens, heads, head_dim], k and v [batch, tokens, kv_heads, head_dim] of this rank -> out like q."""
-        tiles = self.tiles
-        if self.index is not None:
-            index = self.index.of(layer, q, k)
-            tiles = {step: t.under(index) for step, t in tiles.items()}
-        return _Attend.apply(q, k, v, self, tiles, layer)
+        work = self.work if self.index is None else self.work.under(self.index.of(layer, q, k))
+        return _Attend.apply(q, k, v, self, work, layer)
 
     def done(self, layer: int) -> None:
         """Backward of a layer has run: its index is needed no more."""
@@ -140,16 +134,16 @@ class ContextAttention:
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, call: ContextAttention, tiles: dict[tuple[int, ...], Tiles], layer: int):
-        out, lse, kept = call.exchange.forward(q, k, v, tiles, call.kernel, call.scale(q.shape[-1]))
-        ctx.call, ctx.tiles, ctx.layer = call, tiles, layer
-        ctx.save_for_backward(q, kept, out, lse)
+    def forward(ctx, q, k, v, call: ContextAttention, work: Work, layer: int):
+        scale = call.scale(q.shape[-1])
+        out, _, saved = call.exchange.forward(q, k, v, work, call.kernel, scale, f"layer {layer}")
+        ctx.call, ctx.work, ctx.layer, ctx.scale = call, work, layer, scale
+        ctx.save_for_backward(*saved)
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        q, kept, out, lse = ctx.saved_tensors
         call: ContextAttention = ctx.call
-        dq, dk, dv = call.exchange.backward(dout.contiguous(), q, kept, out, lse, ctx.tiles, call.kernel, call.scale(q.shape[-1]))
+        gradients = call.exchange.backward(dout.contiguous(), ctx.saved_tensors, ctx.work, call.kernel, ctx.scale, f"layer {ctx.layer}")
         call.done(ctx.layer)
-        return dq, dk, dv, None, None, None
+        return *gradients, None, None, None

@@ -215,9 +215,10 @@ def _rings(name: str, options: Options, nodes: int) -> Schedule:
     rings = _Rings(nodes, options.workers // nodes, options.prefetch, CONTEXT if name == "ring" else INNER)
     forward = tuple(rings.forward(r) for r in ranks)
     if options.circulates == QUERIES:
-        backward, keeps = tuple(rings.backward_of_queries(r) for r in ranks), tuple((r,) for r in ranks)
+        backward = tuple(rings.backward_of_queries(r) for r in ranks)
     else:
-        backward, keeps = tuple(rings.backward_of_keys(r) for r in ranks), tuple(forward[r][-1].keys for r in ranks)
+        backward = tuple(rings.backward_of_keys(r) for r in ranks)
+    keeps = tuple((r,) if options.circulates == QUERIES else forward[r][-1].keys for r in ranks)
     return Schedule(name, options.workers, options.per_node, forward, backward, keeps, options.circulates)
 
 
