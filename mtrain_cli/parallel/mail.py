@@ -33,6 +33,10 @@ class Buffers:
     def like(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         return self.take(tensor.shape, dtype or tensor.dtype, tensor.device)
 
+    def free(self) -> list[torch.Tensor]:
+        """All that are free now."""
+        return [tensor for tensors in self._free.values() for tensor in tensors]
+
     def give(self, tensor: torch.Tensor) -> None:
         """Back, once everything that reads or writes it has been queued on the current stream or waited for by it."""
         self._free[tensor.shape, tensor.dtype, tensor.device].append(tensor)
