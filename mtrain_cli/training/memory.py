@@ -37,8 +37,8 @@ class Moment:
     layer: the layer in backward, what it recomputes and the gradients of its activations: e (6 I + 3 C) T at the gate of the MLP, or
         e (C + A) T at attention, whichever is more together with `exchange` (see `layer_in_backward`).
     exchange: keys, values and their gradients on the way to and from other workers, and the kernel's own buffers; with N = cp T keys,
-        all_gather holds 2 e N K of keys and values, as much of gradients, and 8 N K while these are packed; ring holds two
-        shards of keys and three of float32 gradients (see `exchange_in_backward`, `kernel_backward`).
+        all_gather holds 2 e N K of keys and values, as much of gradients, and 8 N K while these are packed; a ring holds a few
+        shards of keys and of float32 gradients, most of them from step to step (see `exchange_in_backward`, `kernel_backward`).
     loss: float32 logits of one chunk and their gradient in the compute dtype, float32 gradient 4 V C of the LM head, and 3 e C T: final
         hidden states before and after their norm, and their gradient.
     inputs: tokens, positions, labels (int64), cosine and sine (float32).
@@ -140,7 +140,7 @@ class _Step:
     def moment(
         self, name: str, *, gradients: int = 0, working_weights: int, activations: int, backward: bool = True, loss: int = 0
     ) -> Moment:
-        layer, exchange = self.layer_in_backward() if backward else (0, 0)
+        layer, exchange = self.layer_in_backward() if backward else (0, self.ring_buffers())
         return Moment(
             name=name,
             parameters=4 * self.shard,
@@ -224,7 +224,21 @@ class _Step:
             # Of the stored tensors of the layer at hand, MLP's have been freed when attention is reached.
             attention -= 4 * wide + 2 * self.hidden
         exchange = self.exchange_in_backward()
-        return (mlp, 0) if mlp >= attention + exchange else (attention, exchange)
+        buffers = self.ring_buffers()
+        return (mlp, buffers) if mlp + buffers >= attention + exchange else (attention, exchange)
+
+    def ring_buffers(self) -> int:
+        """Messages of a ring, which stay allocated from layer to layer: shards on the way, and gradients at hand, arriving and leaving."""
+        how, cp = self.exchange, self.layout.workers
+        if how.name not in ("ring", "hierarchical_ring") or cp == how.heads:
+            return 0
+        e, tokens = self.e, self.tokens * how.heads
+        shard = 2 * tokens * max(self.model.num_kv_heads // how.heads, 1) * self.model.head_dim
+        across = 1 if how.name == "hierarchical_ring" else 0
+        if how.circulates == "queries":
+            queries = self.tokens * self.width
+            return (1 + across) * 3 * e * queries + (3 + across) * 4 * queries + (e + 4) * shard
+        return (how.prefetch + across) * e * shard + (3 + across) * 4 * shard
 
     def exchange_in_backward(self) -> int:
         """Most bytes of attention's backward beyond its stored inputs: gradients of q, k, v, KV of others, and the kernel's buffers."""
@@ -248,14 +262,10 @@ class _Step:
         grad, buffers = kernel_backward(self.kernel, self.model, self.tokens, seen, e, pieces)
         keys = 2 * seen * kv_width
         if rings and ranks > 1:
-            across = 1 if how.name == "hierarchical_ring" else 0
+            # dq so far and dq of this step; the message at hand.
             sums = (4 + e) * queries + (0 if self.kernel in ("flash4", "sdpa") else 4 * self.tokens * self.model.num_heads)
-            if how.circulates == "queries":
-                # Bundles at hand and arriving; gradients at hand, arriving, leaving; kept keys and the sum of their gradients.
-                bundle = 3 * e * queries
-                return sums + (2 + across) * bundle + (3 + across) * 4 * queries + (e + 4) * shard + grad * keys + buffers
-            # Shards at hand and arriving; three of their gradients (at hand, arriving, leaving); dq so far and dq of this step.
-            return sums + ((1 + how.prefetch + across) * e + (3 + across) * 4) * shard + grad * keys + buffers
+            at_hand = 3 * e * queries if how.circulates == "queries" else e * shard
+            return sums + at_hand + self.ring_buffers() + grad * keys + buffers
         if ranks == 1:
             return e * queries + grad * keys + max(buffers, e * keys if grad != e else 0)
         # After the kernel the gathered keys and values are gone; dk and dv are packed into one float32 message, of which a part returns.
