@@ -116,6 +116,8 @@ def merge(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse
     rows that have seen nothing on either side (lse -inf) stay what they are.
     out, part_out [batch, queries, heads, head_dim]; lse, part_lse [batch, heads, queries]; out and lse float32 or float64.
     """
+    if _fused_merge(out, lse, part_out, part_lse):
+        return
     difference = part_lse - lse
     nothing_new = torch.isneginf(part_lse)
     weight = torch.sigmoid(difference).masked_fill_(nothing_new, 0.0)
@@ -124,6 +126,24 @@ def merge(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse
     # lse = -inf: the difference is +inf and the sum above is inf - inf; the new part alone counts.
     grown = torch.where(torch.isneginf(lse), part_lse, grown)
     lse.copy_(torch.where(nothing_new, lse, grown))
+
+
+def _fused_merge(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> bool:
+    """`merge` by mtrain's own CUDA kernel, which reads and writes each number once; False where it cannot serve."""
+    if not (out.is_cuda and out.dtype == lse.dtype == part_lse.dtype == torch.float32) or importlib.util.find_spec("cupy") is None:
+        return False
+    tensors = (out, lse, part_out, part_lse)
+    if part_out.dtype not in (torch.float32, torch.bfloat16) or not all(t.is_contiguous() for t in tensors):
+        return False
+    import numpy as np
+
+    from mtrain_cli.kernels.cuda.launch import launch
+
+    batch, queries, heads, dim = out.shape
+    rows = batch * queries * heads
+    kernel = f"merge_{str(part_out.dtype).removeprefix('torch.')}"
+    launch("merge", kernel, (-(-rows // 8), 1), 256, *tensors, np.int64(rows), np.int64(queries), heads, dim)
+    return True
 
 
 def row_delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,8 @@ from mtrain_cli.parallel.schedule import Transfer
 class ExchangeError(RuntimeError):
     """A message of an exchange did not come: a peer is gone or hangs. Names the exchange, the step and the peer."""
 
+    peer_lost = True
+
 
 class Buffers:
     """Tensors of messages, made once and handed out again: each is free when its content has been used and sent."""
