@@ -595,16 +595,19 @@ def forward(
     scale: float,
     slashes: bool = True,
     partial: tuple[torch.Tensor, torch.Tensor] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> out, lse. columns: packed keys and values of plan.bars. slashes: whether blocks are computed, or columns alone. partial: out and
+    """-> out of the given dtype (q's if None), lse.
+
+    columns: packed keys and values of plan.bars. slashes: whether blocks are computed, or columns alone. partial: out and
     lse over other keys, which these continue.
 
     Blocks and columns take a launch each: in one kernel both loops share registers, and each runs slower than alone (profiles/notes.md).
     """
     if slashes and columns is not None:
         partial = _forward_pass(q, k, v, None, plan, scale, partial, torch.float32)
-        return _forward_pass(q, k, v, columns, plan, scale, partial, q.dtype)
-    return _forward_pass(q, k, v, columns, plan, scale, partial, q.dtype)
+        return _forward_pass(q, k, v, columns, plan, scale, partial, dtype or q.dtype)
+    return _forward_pass(q, k, v, columns, plan, scale, partial, dtype or q.dtype)
 
 
 def _forward_pass(
@@ -649,10 +652,11 @@ def backward_queries(
     scale: float,
     slashes: bool = True,
     partial: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """-> dq like q. partial: the gradient from other keys, to which this is added."""
+    """-> dq like q, of the given dtype (q's if None). partial: the gradient from other keys, to which this is added."""
     batch, queries, heads, dim = q.shape
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dq = torch.empty(q.shape, dtype=dtype or q.dtype, device=q.device)
     tile = _tile(_QUERIES, plan.block)
     packed, bars, bars_upto, covered, bar_width = _columns(columns, plan, q)
     _backward_queries[(plan.query_blocks.numel(), batch * heads)](

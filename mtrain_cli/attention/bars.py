@@ -10,6 +10,7 @@ import importlib.util
 import numpy as np
 import torch
 
+from mtrain_cli.attention.kernel import accumulation_dtype
 from mtrain_cli.attention.tiles import Tiles
 
 COLUMN_TILE = 128  # packed columns are filled up to a multiple of this
@@ -28,7 +29,11 @@ def pack_columns(k: torch.Tensor, v: torch.Tensor, tiles: Tiles) -> tuple[torch.
     """
     if tiles.index is None or tiles.index.columns is None or not tiles.index.columns.shape[-1]:
         return None
-    _, slots = local_columns(tiles)
+    return pack_rows(k, v, local_columns(tiles)[1])
+
+
+def pack_rows(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """slots: int64 [batch, heads, width], the key slot of each column, -1 = none -> packed keys and values, as `pack_columns`."""
     batch, heads, width = slots.shape
     group, dim = heads // k.shape[2], k.shape[3]
     if cuda_kernels_usable(k):
@@ -52,7 +57,11 @@ def add_column_gradients(dk: torch.Tensor, dv: torch.Tensor, columns_dk: torch.T
 
     columns_dk, columns_dv: float32 [parts, batch, heads, width, head_dim], parts to be added.
     """
-    _, slots = local_columns(tiles)
+    add_rows(dk, dv, columns_dk, columns_dv, local_columns(tiles)[1])
+
+
+def add_rows(dk: torch.Tensor, dv: torch.Tensor, columns_dk: torch.Tensor, columns_dv: torch.Tensor, slots: torch.Tensor) -> None:
+    """As `add_column_gradients`, for columns whose key slots are given: int64 [batch, heads, width], those without one (-1) at the end."""
     batch, keys, kv_heads, dim = dk.shape
     heads, width = slots.shape[1:]
     group = heads // kv_heads
@@ -72,7 +81,7 @@ def add_column_gradients(dk: torch.Tensor, dv: torch.Tensor, columns_dk: torch.T
     for target, source in ((dk, columns_dk), (dv, columns_dv)):
         # Within one head no column stands twice; what holds no column adds 0.
         source = source.sum(0).masked_fill(~real[..., None], 0.0).unflatten(1, (kv_heads, group))
-        whole = target.float()
+        whole = target.to(accumulation_dtype(target.dtype))
         for g in range(group):
             index = at[:, :, g].transpose(1, 2)[..., None].expand(-1, -1, -1, dim)
             whole.scatter_add_(1, index, source[:, :, g].transpose(1, 2))

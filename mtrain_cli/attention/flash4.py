@@ -16,7 +16,7 @@ from mtrain_cli.attention.bars import add_column_gradients, pack_columns
 from mtrain_cli.attention.block_lists import index_lists
 from mtrain_cli.attention.kernel import KernelRequest
 from mtrain_cli.attention.tiles import Tiles
-from mtrain_cli.attention.triton_kernel import make_plan
+from mtrain_cli.attention.triton_kernel import TritonColumns, make_plan
 
 # Above this many rectangles a sequence, one call with block lists beats one call a rectangle.
 _MOST_SLICES = 4
@@ -24,10 +24,11 @@ _BLOCK = 128
 _PARTS = ("partial", "partial_count", "full", "full_count")
 
 
-class Flash4Kernel:
+class Flash4Kernel(TritonColumns):
     """The fastest on Hopper: 674 / 607 TFLOP/s forward / backward, dense causal at 128K on an H200 (profiles/notes.md)."""
 
     name = "flash4"
+    needs_out = True
 
     def missing(self, request: KernelRequest) -> str | None:
         if request.device != "cuda":

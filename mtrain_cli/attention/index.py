@@ -39,6 +39,10 @@ class Index(ABC):
     def chosen(self, query_blocks: torch.Tensor, key_blocks: torch.Tensor) -> torch.Tensor:
         """bool [batch, heads, queries, keys]: which pairs of blocks (given by their global numbers) are chosen as a whole."""
 
+    @abstractmethod
+    def part(self, i: int, n: int) -> Index:
+        """The i-th of n equal parts of the heads."""
+
     @property
     def columns(self) -> torch.Tensor | None:
         """int32 [batch, heads, width], ascending positions of single columns; ``blocks * block`` fills what is not used."""
@@ -81,6 +85,10 @@ class Index(ABC):
             return False
         mine, theirs = self.tensors(), other.tensors()
         return all(_same(mine[name].cpu(), theirs[name].cpu(), self.blocks * self.block) for name in mine)
+
+
+def _part(of_heads: torch.Tensor, i: int, n: int) -> torch.Tensor:
+    return of_heads.unflatten(1, (n, -1))[:, i].contiguous()
 
 
 def _same(a: torch.Tensor, b: torch.Tensor, unused: int) -> bool:
@@ -172,6 +180,13 @@ class VerticalSlash(Index):
     def heads(self) -> tuple[int, int]:
         return self.slashes.shape[0], self.slashes.shape[1]
 
+    def part(self, i: int, n: int) -> VerticalSlash:
+        return self if n == 1 else replace(self, slashes=_part(self.slashes, i, n), bars=_part(self.bars, i, n))
+
+    def without_columns(self) -> VerticalSlash:
+        """Its block diagonals alone."""
+        return replace(self, bars=self.bars[..., :0])
+
     @property
     def columns(self) -> torch.Tensor | None:
         return self.bars
@@ -256,6 +271,9 @@ class BlockBitmap(Index):
         """int32 [blocks], the row of bits that holds each query block, -1 where none does."""
         slots = torch.full((self.blocks,), -1, dtype=torch.int32, device=self.rows.device)
         return slots.index_copy_(0, self.rows.long(), torch.arange(len(self.rows), dtype=torch.int32, device=self.rows.device))
+
+    def part(self, i: int, n: int) -> BlockBitmap:
+        return self if n == 1 else replace(self, bits=_part(self.bits, i, n))
 
     def chosen(self, query_blocks: torch.Tensor, key_blocks: torch.Tensor) -> torch.Tensor:
         """As for every index; nothing is chosen for query blocks that are not held."""

@@ -6,12 +6,16 @@ float32 (float64 for float64 inputs), natural logarithm, ``[batch, heads, querie
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from mtrain_cli.attention.tiles import Tiles
+
+if TYPE_CHECKING:
+    from mtrain_cli.attention.shared_columns import SharedColumns
 
 
 @dataclass(frozen=True)
@@ -39,9 +43,13 @@ class KernelRequest:
 
 
 class Kernel(Protocol):
-    """One local attention implementation."""
+    """One local attention implementation.
+
+    needs_out: backward derives delta from out and dout by itself, even if delta is given, so out must travel with queries.
+    """
 
     name: str
+    needs_out: bool
 
     def missing(self, request: KernelRequest) -> str | None:
         """Why this kernel cannot serve the request, in a few words; None if it can."""
@@ -69,6 +77,32 @@ class Kernel(Protocol):
         """
         ...
 
+    def forward_columns(
+        self,
+        q: torch.Tensor,
+        packed: torch.Tensor,
+        columns: SharedColumns,
+        scale: float,
+        partial: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """-> out, lse in the accumulation dtype, over columns that were gathered once. packed [2, batch, heads, width, head_dim]. partial:
+        out and lse over other keys, which these continue.
+        """
+        ...
+
+    def backward_columns(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        packed: torch.Tensor,
+        lse: torch.Tensor,
+        delta: torch.Tensor,
+        columns: SharedColumns,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """-> dq and the gradients of packed, in the accumulation dtype; lse and delta are those of whole rows."""
+        ...
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Partial results are added in float32, or float64 where the inputs are."""
@@ -82,6 +116,8 @@ def merge(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse
     rows that have seen nothing on either side (lse -inf) stay what they are.
     out, part_out [batch, queries, heads, head_dim]; lse, part_lse [batch, heads, queries]; out and lse float32 or float64.
     """
+    if _fused_merge(out, lse, part_out, part_lse):
+        return
     difference = part_lse - lse
     nothing_new = torch.isneginf(part_lse)
     weight = torch.sigmoid(difference).masked_fill_(nothing_new, 0.0)
@@ -90,3 +126,50 @@ def merge(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse
     # lse = -inf: the difference is +inf and the sum above is inf - inf; the new part alone counts.
     grown = torch.where(torch.isneginf(lse), part_lse, grown)
     lse.copy_(torch.where(nothing_new, lse, grown))
+
+
+def _fused_merge(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> bool:
+    """`merge` by mtrain's own CUDA kernel, which reads and writes each number once; False where it cannot serve."""
+    if not (out.is_cuda and out.dtype == lse.dtype == part_lse.dtype == torch.float32) or importlib.util.find_spec("cupy") is None:
+        return False
+    tensors = (out, lse, part_out, part_lse)
+    if part_out.dtype not in (torch.float32, torch.bfloat16) or not all(t.is_contiguous() for t in tensors):
+        return False
+    import numpy as np
+
+    from mtrain_cli.kernels.cuda.launch import launch
+
+    batch, queries, heads, dim = out.shape
+    rows = batch * queries * heads
+    kernel = f"merge_{str(part_out.dtype).removeprefix('torch.')}"
+    launch("merge", kernel, (-(-rows // 8), 1), 256, *tensors, np.int64(rows), np.int64(queries), heads, dim)
+    return True
+
+
+def row_delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
+    """rowsum(out * dout), [batch, heads, queries] in the accumulation dtype."""
+    if out.is_cuda and out.dtype != torch.float64 and importlib.util.find_spec("triton") is not None:
+        from mtrain_cli.kernels.triton import sparse
+
+        return sparse.row_delta(out, dout)
+    high = accumulation_dtype(out.dtype)
+    return (out.to(high) * dout.to(high)).sum(-1).transpose(1, 2).contiguous()
+
+
+class DefinitionColumns:
+    """Columns gathered once, from their definition: for kernels that are not made for speed."""
+
+    def forward_columns(self, q, packed, columns, scale, partial):
+        from mtrain_cli.attention.shared_columns import columns_forward
+
+        out, lse = columns_forward(q, packed, columns, scale)
+        if partial is None:
+            return out, lse
+        whole, whole_lse = partial[0].to(out.dtype, copy=True), partial[1].clone()
+        merge(whole, whole_lse, out, lse)
+        return whole, whole_lse
+
+    def backward_columns(self, dout, q, packed, lse, delta, columns, scale):
+        from mtrain_cli.attention.shared_columns import columns_backward
+
+        return columns_backward(dout, q, packed, lse, delta, columns, scale)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from mtrain_cli.attention.kernel import KernelRequest, accumulation_dtype
+from mtrain_cli.attention.kernel import DefinitionColumns, KernelRequest, accumulation_dtype
 from mtrain_cli.attention.tiles import Tiles
 
 
-class ReferenceKernel:
+class ReferenceKernel(DefinitionColumns):
     """Slow and exact; O(queries x keys) memory. Every other kernel is tested against it."""
 
     name = "reference"
+    needs_out = False
 
     def missing(self, request: KernelRequest) -> str | None:  # noqa: ARG002 - it serves any
         return None

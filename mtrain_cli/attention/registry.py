@@ -20,6 +20,11 @@ _KERNELS: dict[str, Callable[[], Kernel]] = {
 }
 
 
+def make_kernel(name: str) -> Kernel:
+    """The kernel of that name, whether it can run here or not."""
+    return _KERNELS[name]()
+
+
 def survey(request: KernelRequest) -> list[tuple[str, str | None]]:
     """Every kernel with the reason why it cannot serve the request; None where it can."""
     return [(name, make().missing(request)) for name, make in _KERNELS.items()]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from mtrain_cli.attention.kernel import KernelRequest, accumulation_dtype
+from mtrain_cli.attention.kernel import DefinitionColumns, KernelRequest, accumulation_dtype
 from mtrain_cli.attention.mask import Slice
 from mtrain_cli.attention.tiles import Tiles
 
@@ -18,12 +18,13 @@ _KEPT_MASK_BYTES = 256 << 20
 _ROWS_PER_CALL = 512
 
 
-class SdpaKernel:
+class SdpaKernel(DefinitionColumns):
     """Exact, float32 or bfloat16 (float64 on the CPU). On CUDA a fragmented mask (striped layout, many documents) takes one call a
     rectangle.
     """
 
     name = "sdpa"
+    needs_out = True
 
     def missing(self, request: KernelRequest) -> str | None:
         if request.device == "cpu":

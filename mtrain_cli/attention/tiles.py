@@ -27,6 +27,8 @@ class BlockGeometry:
         that no key block is full for it.
     query_blocks, key_blocks: global number of each local block, ascending; query_slot, key_slot: [blocks], the inverse, -1 where absent.
     query_count: [blocks + 1], local query blocks below a global one.
+    diagonals: bool [blocks], which block diagonals (query block - key block) the two shards have; one residue class of the number of
+        workers where layouts are striped.
     holes: some block of the sequence is absent among queries or keys.
     plain: the masks are causal alone, without documents or padding, so that only blocks on the diagonal are seen in part.
     """
@@ -42,6 +44,7 @@ class BlockGeometry:
     query_slot: torch.Tensor
     key_slot: torch.Tensor
     query_count: torch.Tensor
+    diagonals: torch.Tensor
     holes: bool
     plain: bool
 
@@ -67,28 +70,56 @@ class BlockGeometry:
         # Positions beyond the end of the tensors constrain nothing.
         by_block[:, -1, block - (blocks * block - padded) :] = 0
         first_max = by_block.max(-1)
-        query_blocks, key_blocks = (_whole_blocks(p, block, padded) for p in (query_positions, key_positions))
-        slots = np.full((2, blocks), -1, np.int64)
-        slots[0, query_blocks], slots[1, key_blocks] = np.arange(len(query_blocks)), np.arange(len(key_blocks))
-        count = np.searchsorted(query_blocks, np.arange(blocks + 1))
 
         def moved(values: IntArray) -> torch.Tensor:
             return torch.from_numpy(values.astype(np.int32)).to(device)
 
-        return BlockGeometry(
+        nothing = torch.empty(0, dtype=torch.int32, device=device)
+        whole = BlockGeometry(
             block=block,
             blocks=blocks,
             first=moved(first),
             last=moved(last),
             first_min=moved(first_min),
             first_max=moved(first_max),
-            query_blocks=moved(query_blocks),
-            key_blocks=moved(key_blocks),
-            query_slot=moved(slots[0]),
-            key_slot=moved(slots[1]),
-            query_count=moved(count),
-            holes=bool((slots < 0).any()),
+            query_blocks=nothing,
+            key_blocks=nothing,
+            query_slot=nothing,
+            key_slot=nothing,
+            query_count=nothing,
+            diagonals=nothing,
+            holes=True,
             plain=all(mask.length == padded and not mask.first.any() for mask in masks),
+        )
+        return whole.between(query_positions, key_positions, padded)
+
+    def between(self, query_positions: IntArray, key_positions: IntArray, padded: int) -> BlockGeometry:
+        """The same masks for another pair of shards. padded: tokens of the padded sequence.
+
+        Raises:
+            ValueError: the positions are not whole blocks.
+        """
+        query_blocks, key_blocks = (_whole_blocks(p, self.block, padded) for p in (query_positions, key_positions))
+        slots = np.full((2, self.blocks), -1, np.int64)
+        slots[0, query_blocks], slots[1, key_blocks] = np.arange(len(query_blocks)), np.arange(len(key_blocks))
+        count = np.searchsorted(query_blocks, np.arange(self.blocks + 1))
+        # Which differences occur: a correlation of the two sets of numbers.
+        present = slots >= 0
+        size = 2 * self.blocks
+        spectrum = np.fft.rfft(present[0], size) * np.conj(np.fft.rfft(present[1], size))
+        diagonals = np.fft.irfft(spectrum, size)[: self.blocks] > 0.5
+        device = self.first.device
+        arrays = (query_blocks, key_blocks, slots[0], slots[1], count)
+        q, k, q_slot, k_slot, q_count = (torch.from_numpy(t.astype(np.int32)).to(device) for t in arrays)
+        return replace(
+            self,
+            query_blocks=q,
+            key_blocks=k,
+            query_slot=q_slot,
+            key_slot=k_slot,
+            query_count=q_count,
+            holes=bool((slots < 0).any()),
+            diagonals=torch.from_numpy(diagonals).to(device),
         )
 
 

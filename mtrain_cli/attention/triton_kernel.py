@@ -22,10 +22,30 @@ HEAD_DIMS = (16, 32, 64, 128)
 BLOCKS = (16, 32, 64, 128)
 
 
-class TritonKernel:
+class TritonColumns:
+    """Columns gathered once, by the Triton kernels for packed columns."""
+
+    def forward_columns(self, q, packed, columns, scale, partial):
+        from mtrain_cli.kernels.triton import sparse
+
+        plan = make_plan(columns.tiles)
+        return sparse.forward(q, q, q, (packed[0], packed[1]), plan, scale, slashes=False, partial=partial, dtype=torch.float32)
+
+    def backward_columns(self, dout, q, packed, lse, delta, columns, scale):
+        from mtrain_cli.kernels.triton import sparse
+
+        plan = make_plan(columns.tiles)
+        pair = (packed[0], packed[1])
+        dq = sparse.backward_queries(dout, q, q, q, pair, lse, delta, plan, scale, slashes=False, dtype=torch.float32)
+        parts = sparse.backward_columns(dout, q, pair, lse, delta, plan, scale)
+        return dq, torch.stack([t.sum(0) for t in parts])
+
+
+class TritonKernel(TritonColumns):
     """Bitwise repeatable: no atomics, one program owns each result (arXiv:2205.14135, algorithm 1; two-pass backward)."""
 
     name = "triton"
+    needs_out = False
 
     def missing(self, request: KernelRequest) -> str | None:
         if importlib.util.find_spec("triton") is None:
@@ -85,7 +105,8 @@ def make_plan(tiles: Tiles) -> Plan:
     assert geometry is not None
     flat = index.heads[0] * index.heads[1]
     if isinstance(index, VerticalSlash):
-        lines, upto = ordered_lines(index.slashes.reshape(flat, -1))
+        # Only diagonals that the two shards have: a striped ring step visits one residue class and skips nothing.
+        lines, upto = ordered_lines((index.slashes & geometry.diagonals).reshape(flat, -1))
         lines_t, upto_t, slash, listed = lines, upto, index.slashes, False
         starts = torch.arange(index.blocks + 1, device=index.bars.device, dtype=torch.int32) * index.block
         bars = local_columns(tiles)[0].reshape(flat, -1)

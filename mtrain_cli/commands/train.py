@@ -126,9 +126,9 @@ def _launch(config: Config, overrides: list[str], run_path: Path | None) -> int:
 
     environment = resolve_environment(config)  # first: sizes that do not fit this machine leave no folder behind
     if run_path is None:
-        return launch(run_dir.create(config, overrides), environment, resume=False)
+        return launch(run_dir.create(config, overrides), environment, resume=False, config=config)
     run = run_dir.open(run_path)
     run.require_steps_left(config.train.steps)
     if overrides:
         run = run.rewrite(config, overrides)
-    return launch(run, environment, resume=True)
+    return launch(run, environment, resume=True, config=config)

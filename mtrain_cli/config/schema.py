@@ -17,7 +17,7 @@ def option(help: str, choices: tuple[str, ...] = (), **default: Any) -> Any:
 
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
-EXCHANGES = ("auto", "all_gather", "ring")
+EXCHANGES = ("auto", "all_gather", "hierarchical_all_gather", "ring", "hierarchical_ring", "ulysses")
 KERNELS = ("auto", "reference", "sdpa", "triton", "flash4")
 PATTERNS = ("dense", "vertical_slash", "xattention", "moba", "fixed")
 DTYPES = ("auto", "float32", "bfloat16")
@@ -69,6 +69,11 @@ class TopologyConfig:
     gpus_per_node: int | str = option("workers per (virtual) node; auto = as launched")
     layout: str = option("which worker holds which tokens", LAYOUTS)
     exchange: str = option("how keys and values reach the queries", EXCHANGES)
+    ulysses: int | str = option("workers that trade tokens for heads before keys move; auto = all of them for exchange=ulysses, else 1")
+    chunks: int | str = option("all_gather: parts of the heads, each moved while the one before is computed")
+    prefetch: int = option("ring: hops posted ahead of the computation")
+    circulates: str = option("ring: what travels in the backward pass; auto = what is fewer bytes", ("auto", "kv", "queries"))
+    columns: str = option("ring: single columns of an index, gathered once or left to the steps", ("auto", "once", "in_steps"))
     block_size: int = option("tokens per block, the unit of striping")
     timeout_s: float = option("seconds a collective may take before the run ends with an error")
 

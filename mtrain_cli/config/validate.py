@@ -14,6 +14,7 @@ from mtrain_cli.config.schema import Config, DataConfig, ModelConfig, OptimConfi
 
 BYTE_VOCABULARY = 264  # 256 bytes, begin, end and padding, rounded up to a multiple of 8
 TEXT = "a .txt, .md, .py, .jsonl or .parquet file, or a folder of them"
+BLOCKS = (16, 32, 64, 128)  # of a dynamic index
 MIN_BLOCK = 16  # one tensor-core tile; smaller blocks would only cost index
 
 
@@ -23,6 +24,7 @@ def problems(config: Config) -> list[str]:
         *_ranges(config),
         *_model(config.model),
         *_topology(config.topology),
+        *_blocks(config),
         *_sparsity(config.sparsity, config.seq),
         *_batch(config.train, config.topology),
         *_data(config.data, config.model),
@@ -62,6 +64,9 @@ _RANGE: dict[str, tuple[str, Callable[[float], bool]]] = {
     "topology.workers": _POSITIVE,
     "topology.context_parallel": _POSITIVE,
     "topology.gpus_per_node": _POSITIVE,
+    "topology.ulysses": _POSITIVE,
+    "topology.chunks": _POSITIVE,
+    "topology.prefetch": _POSITIVE,
     "topology.block_size": (
         f"must be a power of two, at least {MIN_BLOCK}",
         lambda value: value >= MIN_BLOCK and int(value) & (int(value) - 1) == 0,
@@ -69,7 +74,7 @@ _RANGE: dict[str, tuple[str, Callable[[float], bool]]] = {
     "topology.timeout_s": ("must be at least 1 second, or the workers give each other up while they start", lambda value: value >= 1),
     "sparsity.block": (
         "must be 16, 32, 64 or 128",
-        lambda value: value in (16, 32, 64, 128),
+        lambda value: value in BLOCKS,
     ),
     "sparsity.dense_steps": _NOT_NEGATIVE,
     "sparsity.last_q": _POSITIVE,
@@ -153,6 +158,33 @@ def _topology(topology: TopologyConfig) -> Iterator[str]:
             f"topology.context_parallel={context}: a context group fills whole nodes or shares one evenly, "
             f"so it must divide topology.gpus_per_node={node} or be a multiple of it"
         )
+
+
+def _blocks(config: Config) -> Iterator[str]:
+    topology, sparse = config.topology, config.sparsity.block
+    if topology.block_size < 1 or config.seq < 2:
+        return
+    if topology.layout == "striped" and sparse in BLOCKS and topology.block_size % sparse:
+        yield (
+            f"topology.block_size={topology.block_size}: is not a multiple of sparsity.block={sparse}; "
+            f"the striped layout deals whole blocks of a pattern, so give {sparse} or a multiple of it"
+        )
+    workers = topology.context_parallel if isinstance(topology.context_parallel, int) else topology.workers
+    if topology.layout == "striped" and isinstance(workers, int) and workers > 1:
+        blocks = -(-config.seq // topology.block_size)
+        if blocks < workers:
+            yield (
+                f"topology.block_size={topology.block_size}: seq={config.seq} has {blocks} such blocks for {workers} workers, "
+                f"some would hold none; give fewer workers, a longer seq or blocks of at most {_largest_block(config.seq, workers)}"
+            )
+
+
+def _largest_block(seq: int, workers: int) -> int:
+    """The largest power of two of which each worker gets one."""
+    block = MIN_BLOCK
+    while -(-seq // (2 * block)) >= workers:
+        block *= 2
+    return block
 
 
 # The keys of each pattern, beside `pattern` itself.

@@ -26,6 +26,7 @@ _PEER_LOST = re.compile(
     r"|[Tt]imed out waiting|collective operation timeout",
 )
 _TIMED_OUT = re.compile(r"[Tt]imed out waiting|[Tt]imed out after|wait timeout after|Socket Timeout|connectFullMesh failed.*timed out")
+_EXCHANGE = "ExchangeError: "  # how a worker's record begins that lost a peer in the middle of an exchange
 _LOG_TAIL_LINES = 20
 # What a disk may do to a command that was given in good order.
 _DISK_FAILURES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
@@ -80,7 +81,7 @@ class Failure:
 
 def describe(error: BaseException) -> Failure:
     """The failure that ``error`` makes of this worker; its rank is for whoever collects failures to fill in."""
-    lost = isinstance(error, PeerLostError) or _PEER_LOST.search(str(error))
+    lost = isinstance(error, PeerLostError) or getattr(error, "peer_lost", False) or _PEER_LOST.search(str(error))
     kind = "config" if isinstance(error, ConfigError) else "peer lost" if lost else "error"
     name = type(error).__name__
     explained = isinstance(error, RunError)
@@ -120,8 +121,11 @@ def cause(failures: Iterable[Failure]) -> Failure:
     return min(failures, key=lambda failure: (failure.severity, failure.time))
 
 
-def report(failure: Failure, log: Path | None) -> str:
-    """What to tell the user about the cause: rank and reason in the first line, then the traceback or the worker's last words."""
+def report(failure: Failure, log: Path | None, others: Iterable[Failure] = ()) -> str:
+    """What to tell the user about the cause: rank and reason in the first line, then the traceback or the worker's last words.
+
+    others: failures that it explains. Where one of them was waiting for a message of an exchange, that is told too.
+    """
     explained = failure.kind != "died" and not failure.trace
     if failure.kind == "died":
         lines = [f"error: rank {failure.rank} {failure.message}"]
@@ -133,6 +137,10 @@ def report(failure: Failure, log: Path | None) -> str:
         lines = [f"error: rank {failure.rank} failed: {failure.message.splitlines()[0]}", failure.trace.rstrip()]
     if failure.kind == "peer lost" and not explained:
         lines.append("No worker left another error: one waited longer than topology.timeout_s, or a worker on another machine is gone.")
+    waiting = [other for other in others if other.message.startswith(_EXCHANGE)]
+    if waiting:
+        first = min(waiting, key=lambda other: other.time)
+        lines.insert(1, f"Rank {first.rank} was waiting for it: {first.message.removeprefix(_EXCHANGE).splitlines()[0]}")
     if not explained and log and log.is_file() and log.stat().st_size:
         lines.append(f"All of its output is in {log}; the other workers were stopped.")
     return "\n".join(lines)

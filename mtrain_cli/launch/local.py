@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch import failures, streams
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.run_dir import RunDir
@@ -30,10 +30,11 @@ DISPLAY_LINES = 2  # of `training.progress`
 _STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 143}
 
 
-def launch(run_dir: RunDir, environment: Environment, resume: bool, target: str = TRAIN) -> int:
+def launch(run_dir: RunDir, environment: Environment, resume: bool, target: str = TRAIN, config: Config | None = None) -> int:
     """Run ``target`` (``module:function``) on every worker of ``environment`` and wait for the end.
 
-    It is called with config, run_dir, environment and resume, and returns whether a request stopped it before its work was done.
+    It is called with config, run_dir, environment and resume, and returns whether a request stopped it before its work was done. config: as
+    this process composed it; under torchrun and srun all ranks have to agree on it.
 
     SIGTERM, SIGHUP and a first Ctrl-C ask the workers to save and stop; a second Ctrl-C kills them. Under torchrun and srun this process is
     one of the workers, and ends here.
@@ -50,7 +51,7 @@ def launch(run_dir: RunDir, environment: Environment, resume: bool, target: str 
     if environment.launcher != "mtrain":
         from mtrain_cli.launch.worker import run_in_job
 
-        run_in_job(run_dir, environment, resume, target)
+        run_in_job(run_dir, environment, resume, target, config)
 
     from mtrain_cli.launch.agent import WorkerAgent, worker_command
 
@@ -103,7 +104,8 @@ def _failed(agent: WorkerAgent, run_dir: RunDir) -> int:
     if failure.kind == "config":
         run_dir.discard()
         raise ConfigError(*failure.message.splitlines())
-    print(failures.report(failure, run_dir.logs / f"rank-{failure.rank}.log"), file=sys.stderr, flush=True)
+    others = [f for f in agent.failures if f is not failure]
+    print(failures.report(failure, run_dir.logs / f"rank-{failure.rank}.log", others), file=sys.stderr, flush=True)
     if way_on := _way_on(run_dir):
         _say(way_on)
     return 1

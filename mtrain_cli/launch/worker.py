@@ -22,8 +22,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
-from mtrain_cli.config import compose
-from mtrain_cli.config.schema import Config
+from mtrain_cli.config import compose, keys
+from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch import failures, streams
 from mtrain_cli.launch.environment import Environment, gpu_index, resolve_environment
 from mtrain_cli.launch.job import current_job, decide_on_rank_zero, job_store
@@ -68,10 +68,10 @@ def main() -> None:
     leave(0)
 
 
-def run_in_job(run_dir: RunDir, environment: Environment, resume: bool, target: str) -> NoReturn:
+def run_in_job(run_dir: RunDir, environment: Environment, resume: bool, target: str, config: Config | None = None) -> NoReturn:
     """Run ``target`` in this process, a rank of a torchrun or srun job; SIGTERM, SIGHUP and a first SIGINT mean save and stop.
 
-    Ends the process: 0, or 1 or 2 once rank 0 has told the cause.
+    config: as this rank composed it, which has to be what rank 0 did. Ends the process: 0, or 1 or 2 once rank 0 has told the cause.
 
     Raises:
         ConfigError: the ranks cannot reach each other.
@@ -82,7 +82,9 @@ def run_in_job(run_dir: RunDir, environment: Environment, resume: bool, target: 
     assert job is not None
     lifeline = Lifeline(job, on_mistake=run_dir.discard)
     try:
-        _work(_configuration_of_rank_zero(run_dir), run_dir, environment, resume, target)
+        agreed = _configuration_of_rank_zero(run_dir)
+        _check_same(config, agreed, job.rank)
+        _work(agreed, run_dir, environment, resume, target)
     except BaseException as error:
         failure = failures.describe(error)
         if failure.kind == "error":
@@ -131,9 +133,10 @@ def _timeouts_explained(config: Config, rank: int) -> Iterator[None]:
     except RuntimeError as error:
         if not failures.timed_out(error):
             raise
+        where = f" ({error})" if getattr(error, "peer_lost", False) else ""
         raise failures.PeerLostError(
-            f"topology.timeout_s={config.topology.timeout_s:g}: rank {rank} waited longer than that for another worker, and none left "
-            "another error; give more seconds, or see in the run's logs/ which one hangs"
+            f"topology.timeout_s={config.topology.timeout_s:g}: rank {rank} waited longer than that for another worker{where}, and none "
+            "left another error; give more seconds, or see in the run's logs/ which one hangs"
         ) from error
 
 
@@ -150,6 +153,24 @@ def _configuration_of_rank_zero(run_dir: RunDir) -> Config:
         copy = Path(folder) / "resolved.yaml"
         copy.write_text(text)
         return compose.load(copy)
+
+
+def _check_same(mine: Config | None, agreed: Config, rank: int) -> None:
+    """Ranks that were started with different words would wait for each other in different places; they end before that.
+
+    Raises:
+        ConfigError: a line for every key that differs, the folder of the run aside, which rank 0 names.
+    """
+    if mine is None:
+        return
+    theirs = keys.values(agreed)
+    problems = [
+        f"{name}={keys.show(value)}: rank {rank} was started with this, rank 0 with {keys.show(theirs[name])}; start all ranks alike"
+        for name, value in keys.values(mine).items()
+        if not name.startswith("run.") and value != theirs[name]
+    ]
+    if problems:
+        raise ConfigError(*problems)
 
 
 def _end_with_parent(launcher: int) -> None:

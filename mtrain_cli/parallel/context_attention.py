@@ -9,12 +9,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from mtrain_cli.attention.index import Counts, Index, MaskWork
+from mtrain_cli.attention.index import BlockBitmap, Counts, Index, MaskWork
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.attention.tiles import Tiles
-from mtrain_cli.parallel.exchange import Exchange
-from mtrain_cli.parallel.index_group import make_index_group
+from mtrain_cli.parallel.exchange import Exchange, Work
+from mtrain_cli.parallel.index_group import gathered, make_index_group
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.sparsity.pattern import Masked, Pattern
@@ -22,10 +21,14 @@ from mtrain_cli.sparsity.pattern import Masked, Pattern
 
 @dataclass(frozen=True)
 class IndexRecord:
-    """One estimate of an index: what it leaves to compute, and how long it took."""
+    """One estimate of an index: what it leaves to compute, and how long it took.
+
+    workers: among how many the counts are divided, each counting for its own queries; 1 where each counts everything.
+    """
 
     layer: int
     counts: Counts
+    workers: int
     started: torch.cuda.Event | float
     ended: torch.cuda.Event | float
 
@@ -43,12 +46,14 @@ class IndexRecord:
 class DynamicIndex:
     """The pattern of a run at work on one batch.
 
-    kept: the index of every layer between its forward and backward pass, so that recomputation finds it. records: one per estimate.
+    foreign_queries: listed blocks of all queries are wanted, since this worker computes for those of others, too. kept: the index of every
+    layer between its forward and backward pass, so that recomputation finds it. records: one per estimate.
     """
 
     pattern: Pattern
     masked: Masked
     work: MaskWork
+    foreign_queries: bool = False
     kept: dict[int, Index] = field(default_factory=dict)
     records: list[IndexRecord] = field(default_factory=list)
 
@@ -59,9 +64,10 @@ class DynamicIndex:
         device: torch.device | str,
         layout: Layout | None = None,
         group: ContextGroup | None = None,
+        *,
+        foreign_queries: bool = False,
     ) -> DynamicIndex:
-        """masks: one per sequence of the batch. layout, group: who holds which tokens; None: one worker holds all. Over several workers
-        a record counts the work of all queries for diagonals and columns, and that of this worker's own queries for listed blocks.
+        """masks: one per sequence of the batch. layout, group: who holds which tokens; None: one worker holds all.
 
         Raises:
             ValueError: the layout does not give every worker whole blocks of the pattern, as many to each.
@@ -69,7 +75,8 @@ class DynamicIndex:
         request = pattern.request()
         shards = None if layout is None else [layout.positions(rank) for rank in range(layout.workers)]
         masked = Masked.make(masks, request.block, device, shards, make_index_group(group or ContextGroup.alone()))
-        return DynamicIndex(pattern, masked, MaskWork.make(masks, request.block, device, request.bitmap, masked.numbers))
+        work = MaskWork.make(masks, request.block, device, request.bitmap, masked.numbers)
+        return DynamicIndex(pattern, masked, work, foreign_queries)
 
     def of(self, layer: int, q: torch.Tensor, k: torch.Tensor) -> Index:
         """The index of a layer: estimated once, then kept."""
@@ -77,9 +84,13 @@ class DynamicIndex:
             started = _now(q.device)
             with torch.no_grad():
                 index = self.pattern.estimate(q.detach(), k.detach(), self.masked, layer)
+                counts, workers = index.counts(self.work), 1
+                if isinstance(index, BlockBitmap):
+                    workers = self.masked.group.size
+                    index = gathered(index, self.masked) if self.foreign_queries else index
             ended = _now(q.device)
             self.kept[layer] = index
-            self.records.append(IndexRecord(layer, index.counts(self.work), started, ended))
+            self.records.append(IndexRecord(layer, counts, workers, started, ended))
         return self.kept[layer]
 
 
@@ -95,12 +106,12 @@ def _now(device: torch.device) -> torch.cuda.Event | float:
 class ContextAttention:
     """Attention of one batch: ``attend(q, k, v, layer)`` for every layer of the model. Exact over what mask and index allow.
 
-    tiles: what this rank computes in each step, made once per batch. index: None for dense attention.
+    work: what this rank computes, made once per batch. index: None for dense attention.
     """
 
     exchange: Exchange
     kernel: Kernel
-    tiles: dict[tuple[int, ...], Tiles]
+    work: Work
     index: DynamicIndex | None = None
 
     @staticmethod
@@ -114,32 +125,26 @@ class ContextAttention:
         """masks: one per sequence of the batch. pattern: None for dense attention.
 
         Raises:
-            ValueError: a dynamic index is asked for over several workers, which no exchange serves yet.
+            ValueError: the shards of the layout are not whole blocks of the pattern.
         """
         if pattern is None:
-            return ContextAttention(exchange, kernel, exchange.tiles(masks, device))
-        if exchange.group.size > 1:
-            raise ValueError(f"A {pattern.name} index is estimated on one worker; the context group has {exchange.group.size}.")
-        index = DynamicIndex.make(pattern, masks, device)
-        tiles = {step: replace(t, geometry=index.masked.geometry) for step, t in exchange.tiles(masks, device).items()}
-        return ContextAttention(exchange, kernel, tiles, index)
+            return ContextAttention(exchange, kernel, exchange.work(masks, device))
+        index = DynamicIndex.make(pattern, masks, device, exchange.layout, exchange.group, foreign_queries=exchange.foreign_queries)
+        return ContextAttention(exchange, kernel, exchange.work(masks, device, pattern.request().block), index)
 
     def again(self) -> ContextAttention:
         """For another batch under the same masks: nothing that this one estimated is kept."""
         return self if self.index is None else replace(self, index=replace(self.index, kept={}, records=[]))
 
     @property
-    def pairs(self) -> int:
-        """Query-key pairs that this rank computes per head and layer."""
-        return sum(t.pairs for t in self.tiles.values())
+    def pairs(self) -> float:
+        """Query-key pairs that the masks leave this rank, per head and layer."""
+        return self.exchange.pairs(self.work)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
         """q [batch, tokens, heads, head_dim], k and v [batch, tokens, kv_heads, head_dim] of this rank -> out like q."""
-        tiles = self.tiles
-        if self.index is not None:
-            index = self.index.of(layer, q, k)
-            tiles = {step: t.under(index) for step, t in tiles.items()}
-        return _Attend.apply(q, k, v, self, tiles, layer)
+        work = self.work if self.index is None else self.work.under(self.index.of(layer, q, k))
+        return _Attend.apply(q, k, v, self, work, layer)
 
     def done(self, layer: int) -> None:
         """Backward of a layer has run: its index is needed no more."""
@@ -153,16 +158,16 @@ class ContextAttention:
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, call: ContextAttention, tiles: dict[tuple[int, ...], Tiles], layer: int):
-        out, lse, kept = call.exchange.forward(q, k, v, tiles, call.kernel, call.scale(q.shape[-1]))
-        ctx.call, ctx.tiles, ctx.layer = call, tiles, layer
-        ctx.save_for_backward(q, kept, out, lse)
+    def forward(ctx, q, k, v, call: ContextAttention, work: Work, layer: int):
+        scale = call.scale(q.shape[-1])
+        out, _, saved = call.exchange.forward(q, k, v, work, call.kernel, scale, f"layer {layer}")
+        ctx.call, ctx.work, ctx.layer, ctx.scale = call, work, layer, scale
+        ctx.save_for_backward(*saved)
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        q, kept, out, lse = ctx.saved_tensors
         call: ContextAttention = ctx.call
-        dq, dk, dv = call.exchange.backward(dout.contiguous(), q, kept, out, lse, ctx.tiles, call.kernel, call.scale(q.shape[-1]))
+        gradients = call.exchange.backward(dout.contiguous(), ctx.saved_tensors, ctx.work, call.kernel, ctx.scale, f"layer {ctx.layer}")
         call.done(ctx.layer)
-        return dq, dk, dv, None, None, None
+        return *gradients, None, None, None

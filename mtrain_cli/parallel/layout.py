@@ -7,8 +7,10 @@ padded at the end.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -20,11 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layout(ABC):
-    """workers: size of the context group; seq: tokens of a sequence; block_size: tokens per block."""
+    """workers: size of the context group; seq: tokens of a sequence; block_size: tokens per block of a striped layout. unit: every
+    contiguous piece that a rank holds is a multiple of this long, such as the block of a dynamic index.
+    """
 
     workers: int
     seq: int
     block_size: int
+    unit: int = 1
     name: ClassVar[str]
 
     @property
@@ -60,7 +65,7 @@ class Contiguous(Layout):
 
     @property
     def _unit(self) -> int:
-        return self.workers
+        return self.workers * self.unit
 
     def positions(self, rank: int) -> NDArray[np.int64]:
         n = self.tokens_per_worker
@@ -80,7 +85,7 @@ class Zigzag(Layout):
 
     @property
     def _unit(self) -> int:
-        return 2 * self.workers
+        return 2 * self.workers * self.unit
 
     def positions(self, rank: int) -> NDArray[np.int64]:
         part = self.tokens_per_worker // 2
@@ -112,7 +117,7 @@ class Striped(Layout):
 
     @property
     def _unit(self) -> int:
-        return self.workers * self.block_size
+        return self.workers * math.lcm(self.block_size, self.unit)
 
     def positions(self, rank: int) -> NDArray[np.int64]:
         blocks = np.arange(rank, self.padded_seq // self.block_size, self.workers, dtype=np.int64)
@@ -127,11 +132,52 @@ class Striped(Layout):
         return blocks.permute(2, 0, 1, *range(3, blocks.ndim)).flatten(2, 3)
 
 
+@dataclass(frozen=True)
+class Joined(Layout):
+    """Neighbouring ranks of another layout as one: each holds the tokens of ``together`` of them, in ascending order."""
+
+    base: Layout | None = None
+    together: int = 1
+    name = "joined"
+
+    @staticmethod
+    def of(base: Layout, together: int) -> Joined:
+        return Joined(base.workers // together, base.seq, base.block_size, base.unit, base, together)
+
+    @property
+    def _unit(self) -> int:
+        assert self.base is not None
+        return self.base._unit
+
+    def positions(self, rank: int) -> NDArray[np.int64]:
+        assert self.base is not None
+        members = range(rank * self.together, (rank + 1) * self.together)
+        return np.sort(np.concatenate([self.base.positions(r) for r in members]))
+
+    @cached_property
+    def _places(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where each position of the sequence stands when shards follow one another, and the inverse."""
+        order = np.concatenate([self.positions(r) for r in range(self.workers)])
+        return np.argsort(order), order
+
+    def to_sequence(self, shards: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        flat = shards.transpose(0, 1).flatten(1, 2)
+        return flat.index_select(1, torch.from_numpy(self._places[0]).to(shards.device))
+
+    def to_shards(self, sequence: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        flat = sequence.index_select(1, torch.from_numpy(self._places[1]).to(sequence.device))
+        return flat.unflatten(1, (self.workers, -1)).transpose(0, 1)
+
+
 _LAYOUTS: dict[str, type[Layout]] = {cls.name: cls for cls in (Contiguous, Zigzag, Striped)}
 
 
-def make_layout(name: str, workers: int, seq: int, block_size: int) -> Layout:
+def make_layout(name: str, workers: int, seq: int, block_size: int, unit: int = 1) -> Layout:
     """Raises ValueError if there is no layout of that name."""
     if name not in _LAYOUTS:
         raise ValueError(f"topology.layout={name}: no such layout; allowed: {', '.join(_LAYOUTS)}")
-    return _LAYOUTS[name](workers, seq, block_size)
+    return _LAYOUTS[name](workers, seq, block_size, unit)

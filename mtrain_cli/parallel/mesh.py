@@ -2,54 +2,130 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from mtrain_cli.parallel.schedule import CONTEXT, GRADIENTS, HEADS, INNER, OUTER
+
+Channel = tuple[str, bool]  # (channel of a schedule, whether it carries gradients)
+WHOLE: Channel = ("whole", False)
+
 
 @dataclass(frozen=True)
 class ContextGroup:
     """The workers that share one sequence, as one of them sees it.
 
-    kv and gradients are separate communicators, so that messages of the one never queue behind the other. None: a group of one.
-    ranks: global ranks in context order.
+    ranks: global ranks in context order. per_node: how many consecutive ones share a node. channels: a communicator for every channel of
+    the exchange, and for its gradients another, so that messages of the one never queue behind the other; none for a group of one.
+    heads: ranks that trade tokens for heads before keys move. exchange: the group among which keys then move, of which this rank is one;
+    None: this group itself.
     """
 
     rank: int
     ranks: tuple[int, ...]
-    kv: dist.ProcessGroup | None = None
-    gradients: dist.ProcessGroup | None = None
+    per_node: int = 1
+    channels: dict[Channel, dist.ProcessGroup] = field(default_factory=dict, repr=False)
+    heads: int = 1
+    exchange: ContextGroup | None = None
 
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def whole(self) -> dist.ProcessGroup | None:
+        """For what all ranks do together: dynamic indices and their columns."""
+        return self.channels.get(WHOLE)
+
+    def channel(self, name: str, payload: str) -> dist.ProcessGroup:
+        """The communicator of a transfer."""
+        return self.channels[name, payload in GRADIENTS]
 
     @staticmethod
     def alone() -> ContextGroup:
         return ContextGroup(0, (0,))
 
 
-def make_context_group(rank: int, world: int, cp: int, device: torch.device, timeout: timedelta | None = None) -> ContextGroup:
+def make_context_group(
+    rank: int,
+    world: int,
+    cp: int,
+    device: torch.device,
+    timeout: timedelta | None = None,
+    *,
+    per_node: int | None = None,
+    heads: int = 1,
+    channels: Sequence[str] = (CONTEXT, INNER, OUTER),
+) -> ContextGroup:
     """Consecutive ranks form a context group: ``dp_rank = rank // cp``. Called by all ranks, since groups are made together.
 
     timeout: of each message, after which a peer counts as hung; None for torch's own, whatever that of the default group is.
+    per_node: ranks of a node, None for all. heads: ranks that trade tokens for heads. channels: those of the exchange.
     """
-    mine: ContextGroup | None = None
-    for first in range(0, world, cp):
-        ranks = tuple(range(first, first + cp))
-        # Every rank takes part in making every group, its own or not.
-        kv, gradients = (dist.new_group(list(ranks), timeout=timeout) if cp > 1 else None for _ in range(2))
-        if rank in ranks:
-            mine = ContextGroup(rank - first, ranks, kv, gradients)
-    assert mine is not None
-    if mine.size > 1:
-        for group in (mine.kv, mine.gradients):
-            # The first message builds the connections; a collective makes that happen on all ranks at once.
-            dist.all_reduce(torch.zeros(1, device=device), group=group)
-    return mine
+    per_node = min(per_node or cp, cp)
+    first = rank // cp * cp
+    make = _Maker(rank, world, cp, timeout)
+    whole = {WHOLE: make([range(cp)])} if cp > 1 else {}
+    if heads == 1:
+        made = _channels(make, [list(range(cp))], per_node, channels)
+        group = ContextGroup(rank - first, tuple(range(first, first + cp)), per_node, {**whole, **made})
+    else:
+        # Places in the head groups: place p of every head group exchanges keys with place p of the others.
+        places = [list(range(p, cp, heads)) for p in range(heads)]
+        groups_per_node = max(1, per_node // heads)
+        made = _channels(make, places, min(groups_per_node, cp // heads), channels)
+        mine = (rank - first) % heads
+        if cp > heads:
+            made[WHOLE] = make(places)
+        exchange = ContextGroup(
+            (rank - first) // heads,
+            tuple(first + r for r in places[mine]),
+            min(groups_per_node, cp // heads),
+            {k: v for k, v in made.items() if v},
+        )
+        trading = {(HEADS, False): make([range(g, g + heads) for g in range(0, cp, heads)])}
+        group = ContextGroup(rank - first, tuple(range(first, first + cp)), per_node, {**whole, **trading}, heads, exchange)
+    for process_group in [*group.channels.values(), *(group.exchange.channels.values() if group.exchange else ())]:
+        # The first message builds the connections; a collective makes that happen on all ranks at once.
+        dist.all_reduce(torch.zeros(1, device=device), group=process_group)
+    return group
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """Makes one communicator for each of some sets of context ranks, in every context group, and gives back this rank's."""
+
+    rank: int
+    world: int
+    cp: int
+    timeout: timedelta | None
+
+    def __call__(self, sets: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        mine: dist.ProcessGroup | None = None
+        for first in range(0, self.world, self.cp):
+            for ranks in sets:
+                members = [first + r for r in ranks]
+                # Every rank takes part in making every group, its own or not.
+                group = dist.new_group(members, timeout=self.timeout)
+                if self.rank in members:
+                    assert mine is None
+                    mine = group
+        assert mine is not None
+        return mine
+
+
+def _channels(make: _Maker, sets: Sequence[list[int]], per_node: int, names: Sequence[str]) -> dict[Channel, dist.ProcessGroup]:
+    """Communicators of the named channels among each of the sets, whose nodes hold per_node consecutive members each."""
+    size = len(sets[0])
+    whole_nodes = [members[n : n + per_node] for members in sets for n in range(0, size, per_node)]
+    counterparts = [members[local::per_node] for members in sets for local in range(per_node)]
+    among = {CONTEXT: (sets, size), INNER: (whole_nodes, per_node), OUTER: (counterparts, size // per_node)}
+    return {(name, gradients): make(among[name][0]) for name in names if among[name][1] > 1 for gradients in (False, True)}
 
 
 def make_parameter_mesh(world: int, device: str) -> DeviceMesh:

@@ -1,113 +1,430 @@
-"""Schedules: for every rank the steps of an exchange, as plain data.
+"""Schedules: for every rank of a context group the steps of an exchange, as plain data.
 
-A schedule is made without a process group. The executor (`exchange.py`) follows it; tests check it; profiler and simulator read it.
+A schedule is made without a process group. The executor (`exchange.py`) follows it, tests play it through, profiler and simulator read it.
+
+Shard s is what rank s of the context group holds: its queries, its keys and values. Ranks are numbered node by node: rank = node *
+per_node + local.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
+
+CONTEXT, INNER, OUTER = "context", "inner", "outer"  # all ranks; those of a node; counterparts, one of each node
+KV, DKV, QUERIES, DQ, HEADS = "kv", "dkv", "queries", "dq", "heads"  # payloads; heads is a channel too
+GRADIENTS = (DKV, DQ)
 
 
 @dataclass(frozen=True)
 class Transfer:
     """One message of one rank.
 
-    kind: ``p2p`` (to one peer while the same payload arrives from another), ``all_gather`` or ``reduce_scatter`` (whole context group).
-    payload: ``kv`` or ``dkv``. sends, receives: the key shards that leave and arrive. to, source: context ranks, for p2p.
+    number: counts the transfers of a rank and pass, from 0. Those of one channel and of one kind of payload are posted in this order.
+    kind: ``p2p`` (to one peer while the same payload arrives from another), or a collective among ``peers``: ``all_gather``,
+        ``reduce_scatter``, ``all_to_all``.
+    payload: ``kv``, ``queries`` (what another worker needs to compute the gradients of these queries), their gradients ``dkv`` and ``dq``,
+        or ``heads`` (all_to_all: tokens of all heads for heads of all tokens, or back).
+    channel: the ranks among which it is one of many such messages: ``context``, ``inner`` (of a node) or ``outer`` (counterparts).
+    sends, receives: the shards that leave and arrive. to, source: ranks, for p2p. peers: ranks in order, for collectives.
+    after: number of the transfer that has to be complete before this one can begin, since it sends on what that one brought.
+    part: (i, n), the i-th of n equal parts of the heads.
     """
 
+    number: int
     kind: str
     payload: str
+    channel: str
     sends: tuple[int, ...]
     receives: tuple[int, ...]
     to: int | None = None
     source: int | None = None
+    peers: tuple[int, ...] = ()
+    after: int | None = None
+    part: tuple[int, int] = (0, 1)
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a rank does between two waits.
+    """One computation of a rank, in one kernel call, and the transfers around it, in this order: post, wait, compute, collect, send.
 
-    compute: key shards whose attention with the local queries is computed, in one kernel call.
-    before: transfers that must be complete before the computation. during: posted before it, complete after it.
-    after: posted after the computation, complete before the computation of the next step is added to (or the end).
+    queries, keys: the shards whose attention is computed; none in a step that only closes a pass. part: (i, n), for the i-th of n equal
+    parts of the heads.
+    post: posted first, so that they run beside the computation. wait: numbers of transfers that must be complete before it.
+    collect: numbers of gradient transfers that must be complete after it, whose content is added to what it gave.
+    send: posted after that.
     """
 
-    compute: tuple[int, ...]
-    before: tuple[Transfer, ...] = ()
-    during: tuple[Transfer, ...] = ()
-    after: tuple[Transfer, ...] = ()
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    part: tuple[int, int] = (0, 1)
+    wait: tuple[int, ...] = ()
+    post: tuple[Transfer, ...] = ()
+    collect: tuple[int, ...] = ()
+    send: tuple[Transfer, ...] = ()
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        return self.post + self.send
+
+
+Steps = tuple[Step, ...]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """forward[rank] and backward[rank] are the steps of that rank. keeps[rank]: the key shard it holds between forward and backward."""
+    """forward[rank], backward[rank]: the steps of that rank. keeps[rank]: the key shards that it holds between the two.
+
+    heads: how many ranks share heads by all-to-all (Ulysses) before anything else moves; 1 = none.
+    """
 
     exchange: str
     workers: int
-    forward: tuple[tuple[Step, ...], ...]
-    backward: tuple[tuple[Step, ...], ...]
-    keeps: tuple[int, ...]
+    per_node: int
+    forward: tuple[Steps, ...]
+    backward: tuple[Steps, ...]
+    keeps: tuple[tuple[int, ...], ...]
+    circulates: str = KV
+    heads: int = 1
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.workers // self.per_node)
+
+    def crosses_nodes(self, rank: int, transfer: Transfer) -> bool:
+        """Whether a transfer of a rank leaves or enters its node."""
+        others = transfer.peers if transfer.kind != "p2p" else (transfer.to, transfer.source)
+        return any(other is not None and other // self.per_node != rank // self.per_node for other in others)
 
 
-def all_gather(workers: int) -> Schedule:
-    """All keys and values reach every rank in one collective; gradients return in one reduce-scatter. One kernel call a pass."""
+@dataclass(frozen=True)
+class Options:
+    """What a schedule is made for.
+
+    workers: ranks of the context group. per_node: how many of them share a node. chunks: parts of the heads that all_gather moves one
+    after the other, each beside the computation of the one before. prefetch: hops that a ring posts ahead of the computation.
+    circulates: what travels in a ring's backward pass, ``kv`` or ``queries``. heads: ranks that share heads by all-to-all.
+    """
+
+    workers: int
+    per_node: int
+    chunks: int = 1
+    prefetch: int = 1
+    circulates: str = KV
+    heads: int = 1
+
+
+def make_schedule(exchange: str, options: Options) -> Schedule:
+    """The schedule of an exchange.
+
+    Raises:
+        ValueError: there is no such exchange, or the numbers do not fit together.
+    """
+    if exchange not in EXCHANGES:
+        raise ValueError(f"topology.exchange={exchange}: no such exchange; allowed: auto, {', '.join(EXCHANGES)}")
+    workers, heads = options.workers, options.heads
+    if workers % heads:
+        raise ValueError(f"{heads} ranks that share heads do not divide {workers} workers.")
+    if min(workers, options.per_node, options.chunks, options.prefetch, heads) < 1:
+        raise ValueError(f"Every number of {options} must be at least 1.")
+    if workers > options.per_node and workers % options.per_node:
+        raise ValueError(f"{options.per_node} ranks a node do not divide {workers} workers.")
+    if heads == 1:
+        return _EXCHANGES[exchange](options)
+    groups = workers // heads
+    if options.per_node % heads and heads % options.per_node:
+        raise ValueError(f"{heads} ranks that share heads do not fit {options.per_node} ranks a node.")
+    # Neighbours share heads, so a node holds this many of the groups between which keys move.
+    per_node = min(groups, max(1, options.per_node // heads))
+    return _share_heads(_EXCHANGES[exchange](replace(options, workers=groups, per_node=per_node, heads=1)), options)
+
+
+def all_gather(options: Options) -> Schedule:
+    """All keys and values reach every rank in one collective a part of the heads; gradients return in one reduce-scatter a part."""
+    return _gather("all_gather", options, nodes=1)
+
+
+def hierarchical_all_gather(options: Options) -> Schedule:
+    """Each rank pulls the shards of its counterparts from the other nodes, then shares them inside its node: between nodes every shard
+    crosses once a node, over as many links as a node has ranks.
+    """
+    return _gather("hierarchical_all_gather", options, nodes=-(-options.workers // options.per_node))
+
+
+def _gather(name: str, options: Options, nodes: int) -> Schedule:
+    workers, chunks = options.workers, options.chunks
     everyone = tuple(range(workers))
+    per_node = workers // nodes
 
-    def steps(rank: int, backward: bool) -> tuple[Step, ...]:
+    def collectives(rank: int, payload: str, part: tuple[int, int], number: count[int]) -> tuple[Transfer, ...]:
+        gathers = payload == KV
+        kind = "all_gather" if gathers else "reduce_scatter"
+
+        def collective(
+            peers: tuple[int, ...], holds: tuple[int, ...], all_of_them: tuple[int, ...], channel: str, after: int | None = None
+        ):
+            others = tuple(s for s in all_of_them if s not in holds)
+            sends, receives = (holds, others) if gathers else (others, holds)
+            return Transfer(next(number), kind, payload, channel, sends, receives, peers=peers, after=after, part=part)
+
+        if 1 in (nodes, per_node):
+            return (collective(everyone, (rank,), everyone, CONTEXT),)
+        node, local = divmod(rank, per_node)
+        counterparts = tuple(n * per_node + local for n in range(nodes))
+        housemates = tuple(node * per_node + m for m in range(per_node))
+        if gathers:
+            outer = collective(counterparts, (rank,), counterparts, OUTER)
+            return outer, collective(housemates, counterparts, everyone, INNER, outer.number)
+        inner = collective(housemates, counterparts, everyone, INNER)
+        return inner, collective(counterparts, (rank,), counterparts, OUTER, inner.number)
+
+    def steps(rank: int, backward: bool) -> Steps:
         if workers == 1:
-            return (Step(compute=(0,)),)
-        gather = Transfer("all_gather", "kv", sends=(rank,), receives=tuple(s for s in everyone if s != rank))
-        scatter = Transfer("reduce_scatter", "dkv", sends=tuple(s for s in everyone if s != rank), receives=(rank,))
-        return (Step(compute=everyone, before=(gather,), after=(scatter,) if backward else ()),)
+            return (Step((0,), (0,)),)
+        number = count()
+        result: list[Step] = []
+        # The first part is gathered at the start of the first step, which waits for it; each other part beside the part before it.
+        ready = collectives(rank, KV, (0, chunks), number)
+        for c in range(chunks):
+            following = collectives(rank, KV, (c + 1, chunks), number) if c + 1 < chunks else ()
+            gradients = collectives(rank, DKV, (c, chunks), number) if backward else ()
+            posted = (*ready, *following) if c == 0 else following
+            result.append(Step((rank,), everyone, (c, chunks), (ready[-1].number,), posted, (), gradients))
+            ready = following
+        return tuple(result)
+
+    forward, backward = (tuple(steps(r, b) for r in everyone) for b in (False, True))
+    return Schedule(name, workers, options.per_node, forward, backward, tuple((r,) for r in everyone))
+
+
+def ring(options: Options) -> Schedule:
+    """Key shards travel from rank to rank, over all ranks as one ring, while the ones at hand are computed."""
+    return _rings("ring", options, nodes=1)
+
+
+def hierarchical_ring(options: Options) -> Schedule:
+    """A ring inside every node, and rings of counterparts across nodes whose hops are posted a whole turn of the inner ring ahead
+    (MTraining, section 4.2 and algorithm 2, whose inner neighbours lack the first rank of the node).
+    """
+    return _rings("hierarchical_ring", options, nodes=-(-options.workers // options.per_node))
+
+
+def _rings(name: str, options: Options, nodes: int) -> Schedule:
+    ranks = range(options.workers)
+    rings = _Rings(nodes, options.workers // nodes, options.prefetch, CONTEXT if name == "ring" else INNER)
+    forward = tuple(rings.forward(r) for r in ranks)
+    if options.circulates == QUERIES:
+        backward = tuple(rings.backward_of_queries(r) for r in ranks)
+    else:
+        backward = tuple(rings.backward_of_keys(r) for r in ranks)
+    keeps = tuple((r,) if options.circulates == QUERIES else forward[r][-1].keys for r in ranks)
+    return Schedule(name, options.workers, options.per_node, forward, backward, keeps, options.circulates)
+
+
+@dataclass(frozen=True)
+class _Rings:
+    """Rings of ``size`` ranks inside ``nodes`` nodes, and of counterparts across them. One node: a flat ring.
+
+    A pass has a phase for every node and, in it, a turn for every rank of the node.
+    """
+
+    nodes: int
+    size: int
+    prefetch: int
+    inner: str
+
+    def rank(self, node: int, local: int) -> int:
+        return node % self.nodes * self.size + local % self.size
+
+    def forward(self, rank: int) -> Steps:
+        """In phase p and turn t the shard of node - p, local - t is computed, while it moves on to local + 1."""
+        return self._travel(rank, KV, direction=1, first=0)
+
+    def backward_of_keys(self, rank: int) -> Steps:
+        """The same ways back, from the shard that arrived last in the forward pass: each shard is home in the last step, together with
+        its gradient, which every rank hands on after adding its part. What the ranks of a node add up ends its turn at the counterpart of
+        the shard's owner and joins there what came from the node before: size - 1 hops a phase inside, nodes - 1 hops across.
+        """
+        node, local = divmod(rank, self.size)
+        steps = list(self._travel(rank, KV, direction=-1, first=1))
+        number = _numbers_after(steps)
+        to_inner, from_inner = self.rank(node, local - 1), self.rank(node, local + 1)
+        to_outer, from_outer = self.rank(node - 1, local), self.rank(node + 1, local)
+        inner: list[Transfer] = []  # on the way to this rank, to be added in the next step
+        outer: list[Transfer] = []  # on the way to this rank, to be added at the end of the next phase
+        for at, step in enumerate(steps):
+            phase, turn = divmod(at, self.size)
+            collect, inner = inner, []
+            send = []
+            now = step.keys[0]
+            if turn < self.size - 1:
+                inner = [self._hop(number, DKV, self.inner, now, steps[at + 1].keys[0], to_inner, from_inner)]
+                send = inner
+            else:
+                collect, outer = collect + outer, []
+                if phase < self.nodes - 1:
+                    outer = [self._hop(number, DKV, OUTER, now, self.rank(node + phase + 2, local), to_outer, from_outer)]
+                    send = outer
+            steps[at] = replace(step, collect=tuple(t.number for t in collect), send=tuple(send))
+        return tuple(steps)
+
+    def backward_of_queries(self, rank: int) -> Steps:
+        """Keys stay; queries travel with what is needed for their gradients, and these follow one hop behind (BurstEngine, section 3.1).
+
+        What a rank adds for the first queries of a phase stays there until the gradient comes back from its turn. After the first phase
+        those are a counterpart's, and the sum of the node goes on to the next node, as far as the owner.
+        """
+        node, local = divmod(rank, self.size)
+        steps = list(self._travel(rank, QUERIES, direction=1, first=0))
+        number = _numbers_after(steps)
+        to_inner, from_inner = self.rank(node, local + 1), self.rank(node, local - 1)
+        to_outer, from_outer = self.rank(node + 1, local), self.rank(node - 1, local)
+        inner: list[Transfer] = []
+        outer: list[Transfer] = []
+        for at in range(len(steps)):
+            phase, turn = divmod(at, self.size)
+            collect, inner = inner, []
+            send: list[Transfer] = []
+            if turn > 0:
+                inner = [
+                    self._hop(number, DQ, self.inner, steps[at].queries[0], self.rank(node - phase, local - turn - 1), to_inner, from_inner)
+                ]
+                send = inner
+            elif phase > 0:
+                collect, outer, send = self._hand_on(number, phase - 1, node, local, collect + outer, to_outer, from_outer)
+            steps[at] = replace(steps[at], collect=tuple(t.number for t in collect), send=tuple(send))
+        collect, outer, send = self._hand_on(number, self.nodes - 1, node, local, inner + outer, to_outer, from_outer)
+        if collect or send:
+            steps.append(Step((), (), collect=tuple(t.number for t in collect), send=tuple(send)))
+        if outer:
+            steps.append(Step((), (), collect=tuple(t.number for t in outer)))
+        return tuple(steps)
+
+    def _hand_on(
+        self, number: count[int], phase: int, node: int, local: int, collect: list[Transfer], to: int, source: int
+    ) -> tuple[list[Transfer], list[Transfer], list[Transfer]]:
+        """At the end of a phase of queries -> what is added first, what comes from the node before, and what is sent."""
+        if phase == 0:
+            return collect, [], []
+        hop = self._hop(number, DQ, OUTER, self.rank(node - phase, local), self.rank(node - phase - 1, local), to, source)
+        return collect, [hop], [hop]
+
+    def _travel(self, rank: int, payload: str, direction: int, first: int) -> Steps:
+        """The steps in which a shard is computed and handed on, without gradients.
+
+        direction: 1, shards go to the next rank and the next node, so that the rank meets its predecessors; -1 the other way round. first:
+        how far from itself, in nodes and in ranks of a node, the first shard comes from.
+        """
+        node, local = divmod(rank, self.size)
+        number = count()
+        steps: list[Step] = []
+        base: Transfer | None = None  # brings the first shard of the next phase
+        for phase in range(self.nodes):
+            from_node = node - direction * (phase + first)
+            shards = [self.rank(from_node, local - direction * (turn + first)) for turn in range(self.size)]
+            arrived = base
+            waits: list[list[int]] = [[] for _ in shards]
+            posts: list[list[Transfer]] = [[] for _ in shards]
+            if arrived is not None:
+                waits[0].append(arrived.number)
+            if phase < self.nodes - 1:
+                # Posted first: it has the whole phase to arrive.
+                following = self.rank(from_node - direction, local - direction * first)
+                to, source = self.rank(node + direction, local), self.rank(node - direction, local)
+                base = self._hop(number, payload, OUTER, shards[0], following, to, source, arrived)
+                posts[0].append(base)
+            to, source = self.rank(node, local + direction), self.rank(node, local - direction)
+            before = arrived
+            for turn in range(1, self.size):
+                before = self._hop(number, payload, self.inner, shards[turn - 1], shards[turn], to, source, before)
+                posts[max(0, turn - self.prefetch)].append(before)
+                waits[turn].append(before.number)
+            for shard, wait, post in zip(shards, waits, posts, strict=True):
+                pair = ((shard,), (rank,)) if payload == QUERIES else ((rank,), (shard,))
+                steps.append(Step(*pair, wait=tuple(wait), post=tuple(post)))
+        return tuple(steps)
+
+    def _hop(
+        self, number: count[int], payload: str, channel: str, sent: int, received: int, to: int, source: int, before: Transfer | None = None
+    ) -> Transfer:
+        after = None if before is None else before.number
+        return Transfer(next(number), "p2p", payload, channel, (sent,), (received,), to=to, source=source, after=after)
+
+
+def _numbers_after(steps: list[Step]) -> count[int]:
+    return count(sum(len(step.transfers) for step in steps))
+
+
+def _share_heads(inner: Schedule, options: Options) -> Schedule:
+    """Ulysses around another exchange: ranks R * heads .. R * heads + heads - 1 first trade their tokens for parts of the heads, and then
+    work as one shard R of the inner exchange, each on its part of the heads (DeepSpeed-Ulysses, arXiv:2309.14509; USP, arXiv:2405.07719).
+    """
+    heads = options.heads
+
+    def members(groups: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(g * heads + m for g in groups for m in range(heads))
+
+    def lifted(steps: Steps, group: int, place: int) -> Steps:
+        def rank(of_group: int | None) -> int | None:
+            return None if of_group is None else of_group * heads + place
+
+        def part(of_inner: tuple[int, int]) -> tuple[int, int]:
+            return place * of_inner[1] + of_inner[0], heads * of_inner[1]
+
+        def moved(t: Transfer) -> Transfer:
+            return replace(
+                t,
+                number=t.number + 1,
+                sends=members(t.sends),
+                receives=members(t.receives),
+                to=rank(t.to),
+                source=rank(t.source),
+                peers=tuple(p * heads + place for p in t.peers),
+                after=0 if t.after is None else t.after + 1,  # nothing moves before the heads are there
+                part=part(t.part),
+            )
+
+        def shifted(numbers: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(n + 1 for n in numbers)
+
+        result = [
+            Step(
+                members(s.queries),
+                members(s.keys),
+                part(s.part),
+                shifted(s.wait),
+                tuple(map(moved, s.post)),
+                shifted(s.collect),
+                tuple(map(moved, s.send)),
+            )
+            for s in steps
+        ]
+        peers = members((group,))
+        trade = Transfer(0, "all_to_all", HEADS, HEADS, (group * heads + place,), peers, peers=peers, part=(place, heads))
+        result[0] = replace(result[0], post=(trade, *result[0].post), wait=(0, *result[0].wait))
+        back = replace(trade, number=sum(len(s.transfers) for s in result), sends=peers, receives=trade.sends)
+        return (*result, Step((), (), post=(back,), wait=(back.number,)))
+
+    def spread(of_groups: tuple[Steps, ...]) -> tuple[Steps, ...]:
+        return tuple(lifted(steps, group, place) for group, steps in enumerate(of_groups) for place in range(heads))
 
     return Schedule(
-        "all_gather",
-        workers,
-        tuple(steps(r, False) for r in everyone),
-        tuple(steps(r, True) for r in everyone),
-        everyone,
+        inner.exchange,
+        options.workers,
+        options.per_node,
+        spread(inner.forward),
+        spread(inner.backward),
+        tuple(members(kept) for kept in inner.keeps for _ in range(heads)),
+        inner.circulates,
+        heads,
     )
 
 
-def ring(workers: int) -> Schedule:
-    """Key shards travel from rank to rank while the ones at hand are computed.
-
-    Forward: rank r computes shard r - t in step t and passes it on to r + 1. Backward runs the other way round, from the shard that arrived
-    last (r + 1), so that each shard is home in the last step together with its complete gradient: workers - 1 hops for keys and for
-    gradients alike.
-    """
-    w = workers
-
-    def forward(rank: int) -> tuple[Step, ...]:
-        steps = []
-        for t in range(w):
-            now, following = (rank - t) % w, (rank - t - 1) % w
-            move = Transfer("p2p", "kv", (now,), (following,), to=(rank + 1) % w, source=(rank - 1) % w)
-            steps.append(Step((now,), during=(move,) if t < w - 1 else ()))
-        return tuple(steps)
-
-    def backward(rank: int) -> tuple[Step, ...]:
-        steps = []
-        for t in range(w):
-            now, following = (rank + 1 + t) % w, (rank + 2 + t) % w
-            kv, dkv = (
-                Transfer("p2p", payload, (now,), (following,), to=(rank - 1) % w, source=(rank + 1) % w) for payload in ("kv", "dkv")
-            )
-            last = t == w - 1
-            steps.append(Step((now,), during=() if last else (kv,), after=() if last else (dkv,)))
-        return tuple(steps)
-
-    ranks = range(w)
-    return Schedule("ring", w, tuple(map(forward, ranks)), tuple(map(backward, ranks)), tuple((r + 1) % w for r in ranks))
-
-
-_SCHEDULES: dict[str, Callable[[int], Schedule]] = {"all_gather": all_gather, "ring": ring}
-
-
-def make_schedule(exchange: str, workers: int) -> Schedule:
-    """The schedule of an exchange over a context group of `workers` ranks."""
-    if exchange not in _SCHEDULES:
-        raise ValueError(f"topology.exchange={exchange}: no such exchange; allowed: auto, {', '.join(_SCHEDULES)}")
-    return _SCHEDULES[exchange](workers)
+_EXCHANGES: dict[str, Callable[[Options], Schedule]] = {
+    "all_gather": all_gather,
+    "hierarchical_all_gather": hierarchical_all_gather,
+    "ring": ring,
+    "hierarchical_ring": hierarchical_ring,
+}
+EXCHANGES = tuple(_EXCHANGES)

@@ -1,41 +1,227 @@
-"""`topology.exchange=auto`: which exchange a run uses, and why."""
+"""Which exchange a run uses, with which numbers, and why: every ``auto`` of the topology that is about moving keys and values."""
 
 from __future__ import annotations
 
-# A gathered KV and its float32 gradient may take this part of a GPU; beyond it the ring, which holds two shards at a time, is used.
+from dataclasses import dataclass
+
+from mtrain_cli.attention.kernel import IndexRequest
+from mtrain_cli.config.schema import ConfigError, TopologyConfig
+from mtrain_cli.parallel.schedule import CONTEXT, INNER, KV, OUTER, QUERIES, Options
+
+# A gathered KV and its float32 gradient may take this part of a GPU; beyond it the ring, which holds a few shards at a time, is used.
 _GATHER_SHARE = 0.15
 _ASSUMED_MEMORY = 80 << 30
+# From this size on a gather is cut into parts of the heads, so that most of it runs beside computation.
+_CHUNK_BYTES = 64 << 20
+_ACCUMULATION_BYTES = 4
+
+
+@dataclass(frozen=True)
+class ExchangeChoice:
+    """What `exchange.make_exchange` and `mesh.make_context_group` take, and the reason in words."""
+
+    name: str
+    reason: str
+    per_node: int
+    heads: int = 1
+    chunks: int = 1
+    prefetch: int = 1
+    circulates: str = KV
+    shared_columns: bool = True
+    exchanges: bool = True
+    """Keys move between workers; False where sharing heads is all."""
+
+    @property
+    def channels(self) -> tuple[str, ...]:
+        """The communicators that its schedule needs."""
+        return (INNER, OUTER) if self.name.startswith("hierarchical") else (CONTEXT,)
+
+    @property
+    def communicators(self) -> int:
+        """How many it makes: one for what all ranks do together, two a channel, and those of sharing heads."""
+        return 1 + 2 * len(self.channels) * self.exchanges + (1 + self.exchanges if self.heads > 1 else 0)
+
+    def options(self, workers: int) -> Options:
+        """For `schedule.make_schedule`, over a context group of so many workers."""
+        return Options(workers, self.per_node, self.chunks, self.prefetch, self.circulates, self.heads)
+
+    @property
+    def label(self) -> str:
+        """For banners."""
+        parts = []
+        if self.heads > 1:
+            parts.append(f"ulysses over {self.heads}")
+        if self.heads == 1 or self.exchanges:
+            parts.append(self.name)
+        more = []
+        if self.chunks > 1:
+            more.append(f"{self.chunks} parts of the heads")
+        if self.prefetch > 1:
+            more.append(f"{self.prefetch} hops ahead")
+        if self.circulates == QUERIES:
+            more.append("queries circulate in backward")
+        return ", then ".join(parts) + (f" ({', '.join(more)})" if more else "")
+
+
+@dataclass(frozen=True)
+class ExchangeNeeds:
+    """What a choice depends on.
+
+    workers: of the context group. per_node: ranks of it that share a node. tokens: padded sequence times micro-batch. heads, kv_heads,
+    head_dim: of the model. dtype_bytes: of the compute dtype. device_memory: bytes of one device, None if unknown. index: of the dynamic
+    pattern, None if dense; columns: how many single columns a head may have, None without a bound. needs_out: of the kernel.
+    """
+
+    workers: int
+    per_node: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype_bytes: int
+    device_memory: int | None = None
+    index: IndexRequest | None = None
+    columns: int | None = 0
+    needs_out: bool = False
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.workers // self.per_node)
+
+    @property
+    def shard(self) -> int:
+        """Tokens of a worker."""
+        return self.tokens // self.workers
 
 
 def gathered_bytes(tokens: int, kv_heads: int, head_dim: int, dtype_bytes: int) -> int:
     """Bytes that one layer's backward takes at most for gathered keys and values: these, their gradients, and float32 sums of them."""
-    return tokens * 2 * kv_heads * head_dim * (2 * dtype_bytes + 4)
+    return tokens * 2 * kv_heads * head_dim * (2 * dtype_bytes + _ACCUMULATION_BYTES)
 
 
-def choose_exchange(
-    name: str,
-    *,
-    workers: int,
-    tokens: int,
-    kv_heads: int,
-    head_dim: int,
-    dtype_bytes: int,
-    device_memory: int | None = None,
-) -> tuple[str, str]:
-    """-> exchange and reason.
+def keys_bytes(needs: ExchangeNeeds) -> tuple[int, int]:
+    """Bytes that a worker sends in forward and backward of one layer where keys and values travel, in a ring as in a gather."""
+    numbers = (needs.workers - 1) * needs.shard * 2 * needs.kv_heads * needs.head_dim
+    return numbers * needs.dtype_bytes, numbers * (needs.dtype_bytes + _ACCUMULATION_BYTES)
 
-    name: as configured. workers: context group. tokens: padded sequence times micro-batch. device_memory: bytes of one device; None = not
-    known.
-    """
-    if name != "auto":
-        return name, "as configured"
-    if workers == 1:
-        return "all_gather", "one worker holds the whole sequence, nothing moves"
-    size = gathered_bytes(tokens, kv_heads, head_dim, dtype_bytes)
-    memory = device_memory or _ASSUMED_MEMORY
+
+def queries_bytes(needs: ExchangeNeeds) -> int:
+    """The same for backward where queries travel: q, dout, lse, delta (or out, for kernels that derive it), and float32 dq
+    (BurstEngine, section 3.1)."""
+    row = needs.heads * needs.head_dim
+    travels = 2 * row * needs.dtype_bytes + 4 * needs.heads + (row * needs.dtype_bytes if needs.needs_out else 4 * needs.heads)
+    return (needs.workers - 1) * needs.shard * (travels + row * _ACCUMULATION_BYTES)
+
+
+def trading_bytes(needs: ExchangeNeeds, heads: int) -> int:
+    """The same for one direction of an all-to-all among so many ranks; key-value heads are repeated where there are too few."""
+    width = 2 * needs.heads + 2 * max(needs.kv_heads, heads)
+    return needs.shard * needs.head_dim * needs.dtype_bytes * width * (heads - 1) // heads
+
+
+def choose_exchange(topology: TopologyConfig, needs: ExchangeNeeds) -> ExchangeChoice:
+    """Raises ConfigError if what is configured does not fit the model, the nodes or the pattern."""
+    heads = _head_ranks(topology, needs)
+    left = needs.workers // heads
+    if topology.exchange == "ulysses":
+        name, reason = "all_gather", "as configured: every worker computes whole sequences for its heads"
+    elif topology.exchange != "auto":
+        name, reason = topology.exchange, "as configured"
+    elif left == 1:
+        name, reason = (
+            "all_gather",
+            "one worker holds the whole sequence, nothing moves" if heads == 1 else "the heads are all that is shared",
+        )
+    else:
+        name, reason = _fastest(needs, left, heads)
+    return ExchangeChoice(
+        name,
+        reason,
+        min(needs.per_node, needs.workers),
+        heads=heads,
+        chunks=_chunks(topology, needs, name, left, heads),
+        prefetch=topology.prefetch,
+        circulates=_circulates(topology, needs, name),
+        shared_columns=_shared_columns(topology, needs),
+        exchanges=left > 1,
+    )
+
+
+def _head_ranks(topology: TopologyConfig, needs: ExchangeNeeds) -> int:
+    """Ranks that trade tokens for heads."""
+    key = "topology.exchange=ulysses"
+    heads = needs.workers if topology.exchange == "ulysses" else 1
+    if topology.ulysses != "auto":
+        assert isinstance(topology.ulysses, int)
+        key = f"topology.ulysses={topology.ulysses}"
+        if topology.exchange == "ulysses" and topology.ulysses != needs.workers:
+            raise ConfigError(
+                f"{key}: topology.exchange=ulysses shares heads among all {needs.workers} workers of a sequence; give it another exchange, "
+                "which then moves keys between the groups that share heads"
+            )
+        heads = topology.ulysses
+    fits = [u for u in range(1, needs.workers + 1) if _heads_fit(u, needs)]
+    if heads not in fits:
+        raise ConfigError(
+            f"{key}: cannot share {needs.heads} query heads and {needs.kv_heads} key-value heads among {heads} workers of "
+            f"{needs.workers} in nodes of {needs.per_node}; allowed for topology.ulysses: {', '.join(map(str, fits))}"
+        )
+    return heads
+
+
+def _heads_fit(u: int, needs: ExchangeNeeds) -> bool:
+    whole_nodes = needs.workers <= needs.per_node or needs.per_node % u == 0 or u % needs.per_node == 0
+    shared = needs.heads % u == 0 and (needs.kv_heads % u == 0 or u % needs.kv_heads == 0)
+    return needs.workers % u == 0 and shared and whole_nodes
+
+
+def _fastest(needs: ExchangeNeeds, left: int, heads: int) -> tuple[str, str]:
+    size = gathered_bytes(needs.tokens, needs.kv_heads, needs.head_dim, needs.dtype_bytes) // heads
+    memory = needs.device_memory or _ASSUMED_MEMORY
+    groups_per_node = max(1, needs.per_node // heads)
+    across = left > groups_per_node > 1
+    prefix = "hierarchical_" if across else ""
+    nodes = f"; every shard crosses to each of {needs.nodes} nodes once" if across else ""
     if size <= _GATHER_SHARE * memory:
-        return "all_gather", f"one collective and one kernel call a layer; gathered KV and dKV take {_readable(size)}"
-    return "ring", f"gathered KV and dKV would take {_readable(size)}, over {_GATHER_SHARE:.0%} of {memory / 2**30:.0f} GiB"
+        return prefix + "all_gather", f"one collective and one kernel call a layer; gathered KV and dKV take {_readable(size)}{nodes}"
+    return prefix + "ring", f"gathered KV and dKV would take {_readable(size)}, over {_GATHER_SHARE:.0%} of {memory / 2**30:.0f} GiB{nodes}"
+
+
+def _chunks(topology: TopologyConfig, needs: ExchangeNeeds, name: str, left: int, heads: int) -> int:
+    kv_heads = max(1, needs.kv_heads // heads)
+    gathers = name in ("all_gather", "hierarchical_all_gather")
+    if topology.chunks == "auto":
+        size = needs.tokens * 2 * kv_heads * needs.head_dim * needs.dtype_bytes
+        return 2 if gathers and left > 1 and kv_heads % 2 == 0 and size >= 2 * _CHUNK_BYTES else 1
+    assert isinstance(topology.chunks, int)
+    if topology.chunks > 1 and not gathers:
+        raise ConfigError(f"topology.chunks={topology.chunks}: is for all_gather and hierarchical_all_gather, not topology.exchange={name}")
+    if kv_heads % topology.chunks:
+        allowed = ", ".join(str(n) for n in range(1, kv_heads + 1) if kv_heads % n == 0)
+        raise ConfigError(
+            f"topology.chunks={topology.chunks}: does not divide the {kv_heads} key-value heads of a worker; allowed: {allowed}"
+        )
+    return topology.chunks
+
+
+def _circulates(topology: TopologyConfig, needs: ExchangeNeeds, name: str) -> str:
+    rings = name in ("ring", "hierarchical_ring")
+    bitmap = needs.index is not None and needs.index.bitmap
+    if topology.circulates == "queries" and not rings:
+        raise ConfigError(f"topology.circulates=queries: is for ring and hierarchical_ring, not topology.exchange={name}")
+    if topology.circulates != "auto":
+        return topology.circulates
+    # Listed blocks of all queries would have to be gathered from the workers that chose them.
+    return QUERIES if rings and not bitmap and needs.workers > 1 and queries_bytes(needs) < keys_bytes(needs)[1] else KV
+
+
+def _shared_columns(topology: TopologyConfig, needs: ExchangeNeeds) -> bool:
+    if topology.columns != "auto":
+        return topology.columns == "once"
+    # An all-reduce sends each number about twice. Steps need nothing more than the keys, which travel anyway.
+    if needs.columns is None:
+        return False
+    return 2 * needs.heads * needs.columns < (needs.workers - 1) * needs.shard * needs.kv_heads
 
 
 def _readable(size: int) -> str:

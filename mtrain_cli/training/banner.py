@@ -32,7 +32,7 @@ def banner(config: Config, environment: Environment, choices: Choices, run_dir: 
         ("sequence", f"{format_size(config.seq)}; a step is {dry_run.describe_step(found)}"),
         ("workers", f"{dry_run.describe_workers(found)}, started by {environment.launcher}"),
         ("layout", dry_run.describe_layout(found)),
-        ("exchange", f"{found.exchange}: {found.exchange_reason}"),
+        ("exchange", f"{found.exchange.label}: {found.exchange.reason}"),
         ("sparsity", dry_run.describe_sparsity(found)),
         *(("", line) for line in remarks(config)),
         ("kernel", f"{found.kernel}: {found.kernel_reason}"),

@@ -12,19 +12,21 @@ from rich.table import Table
 from rich.text import Text
 
 from mtrain_cli.attention.kernel import KernelRequest
-from mtrain_cli.attention.registry import choose, survey
+from mtrain_cli.attention.registry import choose, make_kernel, survey
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.launch.environment import Environment, gpu_index, host_memory, resolve_environment
 from mtrain_cli.model.rope import rope_factor
-from mtrain_cli.parallel.layout import Layout, make_layout
-from mtrain_cli.parallel.selection import choose_exchange
+from mtrain_cli.parallel.layout import Layout
+from mtrain_cli.parallel.schedule import make_schedule
+from mtrain_cli.parallel.selection import ExchangeChoice, choose_exchange
+from mtrain_cli.parallel.traffic import Sizes, pass_bytes
 from mtrain_cli.sparsity.pattern import shown_name
 from mtrain_cli.sparsity.registry import make_pattern
 from mtrain_cli.sparsity.remarks import computes_everything, remarks
 from mtrain_cli.training.flops import FlopsPerToken, ParameterCount, flops_per_token, parameters, peak_flops
 from mtrain_cli.training.memory import GIB, MemoryEstimate, estimate_memory
-from mtrain_cli.training.plan import check_one_worker, compute_dtype, make_choices
+from mtrain_cli.training.plan import compute_dtype, exchange_needs, make_choices, run_layout
 
 if TYPE_CHECKING:
     from mtrain_cli.training.plan import Choices
@@ -61,8 +63,7 @@ class Plan:
     config: Config
     environment: Environment
     layout: Layout
-    exchange: str
-    exchange_reason: str
+    exchange: ExchangeChoice
     kernel: str
     kernel_reason: str
     dtype: str
@@ -151,7 +152,7 @@ def planned(config: Config, environment: Environment, choices: Choices) -> Plan:
         config,
         environment,
         choices.layout,
-        (choices.exchange, choices.exchange_reason),
+        choices.exchange,
         (choices.kernel.name, choices.kernel_reason),
         choices.dtype,
         gpu=properties.name if properties else None,
@@ -163,20 +164,13 @@ def _elsewhere(config: Config, why: str) -> Plan:
     """A plan for GPUs that are not here: what cannot be asked of them is assumed, and says so."""
     config = dataclasses.replace(config, topology=dataclasses.replace(config.topology, device="cuda"))
     environment = resolve_environment(config, planning=True)
-    check_one_worker(config, environment.cp)
-    model, topology = config.model, config.topology
-    layout = make_layout(topology.layout, environment.cp, config.seq, topology.block_size)
+    layout = run_layout(config, environment.cp)
     dtype = compute_dtype(config, environment.device)
+    kernel = _kernel_elsewhere(config, dtype)
     exchange = choose_exchange(
-        topology.exchange,
-        workers=environment.cp,
-        tokens=layout.padded_seq * config.train.micro_batch,
-        kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype_bytes=dtype.itemsize,
-        device_memory=ASSUMED_GPU_BYTES,
+        config.topology, exchange_needs(config, environment, layout, dtype, make_kernel(kernel[0]), ASSUMED_GPU_BYTES)
     )
-    found = _complete(config, environment, layout, exchange, _kernel_elsewhere(config, dtype), dtype, gpu=None, capacity=None)
+    found = _complete(config, environment, layout, exchange, kernel, dtype, gpu=None, capacity=None)
     return dataclasses.replace(found, machine=f"GPUs elsewhere, taken to be {ASSUMED_GPU}: {why}")
 
 
@@ -209,7 +203,7 @@ def _complete(
     config: Config,
     environment: Environment,
     layout: Layout,
-    exchange: tuple[str, str],
+    exchange: ExchangeChoice,
     kernel: tuple[str, str],
     dtype: torch.dtype,
     *,
@@ -222,7 +216,7 @@ def _complete(
         config,
         workers=environment.workers,
         layout=layout,
-        exchange=exchange[0],
+        exchange=exchange,
         kernel=kernel[0],
         dtype_bytes=dtype.itemsize,
         cuda=environment.device == "cuda",
@@ -231,8 +225,7 @@ def _complete(
         config=config,
         environment=environment,
         layout=layout,
-        exchange=exchange[0],
-        exchange_reason=exchange[1],
+        exchange=exchange,
         kernel=kernel[0],
         kernel_reason=kernel[1],
         dtype=str(dtype).removeprefix("torch."),
@@ -244,27 +237,26 @@ def _complete(
         tokens_per_step=train.global_batch * config.seq,
         micro_batches=micro_batches,
         memory=memory,
-        moved=moved(config, environment.workers, layout, dtype.itemsize),
+        moved=moved(config, environment.workers, layout, exchange, dtype.itemsize, needs_out=make_kernel(kernel[0]).needs_out),
         checkpoint=12 * count.total,
     )
 
 
-def moved(config: Config, workers: int, layout: Layout, dtype_bytes: int) -> Moved:
-    """Traffic of one worker; the same for all_gather and ring, which differ in when it moves and not in how much.
+def moved(config: Config, workers: int, layout: Layout, exchange: ExchangeChoice, dtype_bytes: int, *, needs_out: bool) -> Moved:
+    """Traffic of one worker, from the schedule of its exchange; columns of an index that are gathered once come on top.
 
-    A shard of keys and values is 2 * tokens * kv_heads * head_dim numbers. Those of the other cp - 1 workers arrive in forward and again in
-    backward, and as many of their gradients leave, in float32. With full recomputation the forward exchange runs twice. Weights are
-    gathered in the compute dtype forward and backward and their gradients reduced in float32, (W - 1) / W of them, for each micro-batch.
+    With full recomputation the forward exchange runs twice. Weights are gathered in the compute dtype forward and backward and their
+    gradients reduced in float32, (W - 1) / W of them, for each micro-batch.
     """
     model, train = config.model, config.train
-    numbers = 2 * layout.tokens_per_worker * train.micro_batch * model.num_kv_heads * model.head_dim
-    forward = (layout.workers - 1) * dtype_bytes * numbers
-    gradients = (layout.workers - 1) * 4 * numbers
+    sizes = Sizes(layout.tokens_per_worker * train.micro_batch, model.num_heads, model.num_kv_heads, model.head_dim, dtype_bytes, needs_out)
+    schedule = make_schedule(exchange.name, exchange.options(layout.workers))
+    forward, backward = (pass_bytes(schedule, 0, sizes, backward=b) for b in (False, True))
     passes = train.global_batch // (train.micro_batch * (workers // layout.workers))
     total = parameters(model).total
     return Moved(
         forward=forward,
-        backward=forward + gradients + (forward if train.activation_checkpoint == "full" else 0),
+        backward=backward + (forward if train.activation_checkpoint == "full" else 0),
         weights=passes * total * (2 * dtype_bytes + 4) * (workers - 1) // workers,
     )
 
@@ -297,7 +289,7 @@ def render(found: Plan) -> RenderableType:
         ("", describe_time(found)),
         ("workers", describe_workers(found)),
         ("layout", describe_layout(found)),
-        ("exchange", f"{found.exchange}: {found.exchange_reason}"),
+        ("exchange", f"{found.exchange.label}: {found.exchange.reason}"),
         ("sparsity", describe_sparsity(found)),
         *(("", line) for line in remarks(config)),
         ("kernel", f"{found.kernel}: {found.kernel_reason}"),

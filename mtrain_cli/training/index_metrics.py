@@ -39,7 +39,7 @@ def summed(records: list[IndexRecord], layers: int, device: torch.device) -> tor
     total = torch.zeros(layers + 3, dtype=torch.float64, device=device)
     for record in records:
         counts = record.counts
-        total[record.layer] += counts.pairs.double().mean(-1).sum()
+        total[record.layer] += counts.pairs.double().mean(-1).sum() * record.workers
         total[layers] += counts.slashes.double().mean(-1).sum()
         total[layers + 1] += counts.columns.double().mean(-1).sum()
         total[layers + 2] += counts.pairs.shape[0] / layers

@@ -14,6 +14,7 @@ from math import prod
 
 from mtrain_cli.config.schema import Config, ModelConfig
 from mtrain_cli.parallel.layout import Layout
+from mtrain_cli.parallel.selection import ExchangeChoice
 from mtrain_cli.training.flops import Shape, layer_shapes, root_shapes
 
 MIB, GIB = 2**20, 2**30
@@ -36,8 +37,8 @@ class Moment:
     layer: the layer in backward, what it recomputes and the gradients of its activations: e (6 I + 3 C) T at the gate of the MLP, or
         e (C + A) T at attention, whichever is more together with `exchange` (see `layer_in_backward`).
     exchange: keys, values and their gradients on the way to and from other workers, and the kernel's own buffers; with N = cp T keys,
-        all_gather holds 2 e N K of keys and values, as much of gradients, and 8 N K while these are packed; ring holds two
-        shards of keys and three of float32 gradients (see `exchange_in_backward`, `kernel_backward`).
+        all_gather holds 2 e N K of keys and values, as much of gradients, and 8 N K while these are packed; a ring holds a few
+        shards of keys and of float32 gradients, most of them from step to step (see `exchange_in_backward`, `kernel_backward`).
     loss: float32 logits of one chunk and their gradient in the compute dtype, float32 gradient 4 V C of the LM head, and 3 e C T: final
         hidden states before and after their norm, and their gradient.
     inputs: tokens, positions, labels (int64), cosine and sine (float32).
@@ -89,14 +90,14 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    config: Config, *, workers: int, layout: Layout, exchange: str, kernel: str, dtype_bytes: int, cuda: bool
+    config: Config, *, workers: int, layout: Layout, exchange: ExchangeChoice, kernel: str, dtype_bytes: int, cuda: bool
 ) -> MemoryEstimate:
     """Memory of one worker (context rank 0, which holds the largest shards) in a steady step, that is from the second on.
 
-    layout: of a context group, ``layout.workers`` = cp. exchange, kernel: names, not ``auto``. dtype_bytes: of the compute dtype.
+    layout: of a context group, ``layout.workers`` = cp. kernel: a name, not ``auto``. dtype_bytes: of the compute dtype.
     """
     step = _Step(config, workers, layout, exchange, kernel, dtype_bytes)
-    communicators = 0 if workers == 1 else 1 + (2 if layout.workers > 1 else 0)
+    communicators = 0 if workers == 1 else 1 + (exchange.communicators if layout.workers > 1 else 0)
     reserve = CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES if cuda else 0
     return MemoryEstimate(moments=tuple(step.moments()), reserve=reserve)
 
@@ -104,7 +105,7 @@ def estimate_memory(
 class _Step:
     """The sizes of one training step, and its moments."""
 
-    def __init__(self, config: Config, workers: int, layout: Layout, exchange: str, kernel: str, e: int) -> None:
+    def __init__(self, config: Config, workers: int, layout: Layout, exchange: ExchangeChoice, kernel: str, e: int) -> None:
         model = config.model
         self.model, self.train, self.layout, self.exchange, self.kernel, self.e = model, config.train, layout, exchange, kernel, e
         self.workers = workers
@@ -139,7 +140,7 @@ class _Step:
     def moment(
         self, name: str, *, gradients: int = 0, working_weights: int, activations: int, backward: bool = True, loss: int = 0
     ) -> Moment:
-        layer, exchange = self.layer_in_backward() if backward else (0, 0)
+        layer, exchange = self.layer_in_backward() if backward else (0, self.ring_buffers())
         return Moment(
             name=name,
             parameters=4 * self.shard,
@@ -223,24 +224,55 @@ class _Step:
             # Of the stored tensors of the layer at hand, MLP's have been freed when attention is reached.
             attention -= 4 * wide + 2 * self.hidden
         exchange = self.exchange_in_backward()
-        return (mlp, 0) if mlp >= attention + exchange else (attention, exchange)
+        buffers = self.ring_buffers()
+        return (mlp, buffers) if mlp + buffers >= attention + exchange else (attention, exchange)
+
+    def ring_buffers(self) -> int:
+        """Messages of a ring, which stay allocated from layer to layer: shards on the way, and gradients at hand, arriving and leaving."""
+        how, cp = self.exchange, self.layout.workers
+        if how.name not in ("ring", "hierarchical_ring") or cp == how.heads:
+            return 0
+        e, tokens = self.e, self.tokens * how.heads
+        shard = 2 * tokens * max(self.model.num_kv_heads // how.heads, 1) * self.model.head_dim
+        across = 1 if how.name == "hierarchical_ring" else 0
+        if how.circulates == "queries":
+            queries = self.tokens * self.width
+            return (1 + across) * 3 * e * queries + (3 + across) * 4 * queries + (e + 4) * shard
+        return (how.prefetch + across) * e * shard + (3 + across) * 4 * shard
 
     def exchange_in_backward(self) -> int:
         """Most bytes of attention's backward beyond its stored inputs: gradients of q, k, v, KV of others, and the kernel's buffers."""
-        e, cp, tokens = self.e, self.layout.workers, self.tokens
-        queries, shard = tokens * self.width, 2 * tokens * self.kv_width
-        seen = tokens * cp if self.exchange == "all_gather" else tokens
+        e, cp, how = self.e, self.layout.workers, self.exchange
+        queries, shard = self.tokens * self.width, 2 * self.tokens * self.kv_width
+        if how.heads > 1:
+            # The tokens of all ranks that share heads, for a part of them; traded tensors stand beside what is sent.
+            kv_width = max(self.model.num_kv_heads // how.heads, 1) * self.model.head_dim
+            shard = 2 * self.tokens * how.heads * kv_width
+            trading = 2 * e * (queries + shard)
+            return trading + self._keys_in_backward(queries, shard, cp // how.heads, self.tokens * how.heads, kv_width)
+        return self._keys_in_backward(queries, shard, cp, self.tokens, self.kv_width)
+
+    def _keys_in_backward(self, queries: int, shard: int, ranks: int, tokens: int, kv_width: int) -> int:
+        """queries, shard: numbers of a rank's queries and of its keys and values. ranks: between which keys move. tokens: of a rank."""
+        e, how = self.e, self.exchange
+        rings = how.name in ("ring", "hierarchical_ring")
+        seen = tokens if rings else tokens * ranks
         # FlashAttention-4 takes the two rectangles of a zigzag worker one after the other and adds their dk and dv in float32.
-        pieces = cp > 1 and self.layout.name == "zigzag"
-        grad, buffers = kernel_backward(self.kernel, self.model, tokens, seen, e, pieces)
-        keys = 2 * seen * self.kv_width
-        if self.exchange == "ring" and cp > 1:
-            # Two shards of keys; three of their gradients (at hand, arriving, leaving); dq so far and dq of this step.
-            return (4 + e) * queries + (2 * e + 3 * 4) * shard + grad * keys + buffers
-        if cp == 1:
+        pieces = ranks > 1 and self.layout.name == "zigzag"
+        grad, buffers = kernel_backward(self.kernel, self.model, self.tokens, seen, e, pieces)
+        keys = 2 * seen * kv_width
+        if rings and ranks > 1:
+            # dq so far and dq of this step; the message at hand.
+            sums = (4 + e) * queries + (0 if self.kernel in ("flash4", "sdpa") else 4 * self.tokens * self.model.num_heads)
+            at_hand = 3 * e * queries if how.circulates == "queries" else e * shard
+            return sums + at_hand + self.ring_buffers() + grad * keys + buffers
+        if ranks == 1:
             return e * queries + grad * keys + max(buffers, e * keys if grad != e else 0)
         # After the kernel the gathered keys and values are gone; dk and dv are packed into one float32 message, of which a part returns.
-        packing = 4 * keys + max(grad * keys // 2 if pieces or self.layout.name in ("zigzag", "striped") else 0, 4 * keys // cp)
+        packing = 4 * keys + max(grad * keys // 2 if pieces or self.layout.name in ("zigzag", "striped") else 0, 4 * keys // ranks)
+        if how.chunks > 1:
+            # One part is computed while the next one comes and the gradients of the one before leave.
+            return e * queries + (grad * keys + 2 * e * keys + packing) // how.chunks + 4 * keys // how.chunks + buffers
         return e * queries + grad * keys + max(e * keys + buffers, packing)
 
 

@@ -8,10 +8,10 @@ import torch
 
 from mtrain_cli.attention.kernel import Kernel, KernelRequest
 from mtrain_cli.attention.registry import choose
-from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.parallel.layout import Layout, make_layout
-from mtrain_cli.parallel.selection import choose_exchange
+from mtrain_cli.parallel.selection import ExchangeChoice, ExchangeNeeds, choose_exchange
 from mtrain_cli.sparsity.pattern import Pattern
 from mtrain_cli.sparsity.registry import make_pattern
 
@@ -21,8 +21,7 @@ class Choices:
     """Facts behind the word `auto`. pattern: None for dense attention; dense_kernel computes the first steps if those are to be dense."""
 
     layout: Layout
-    exchange: str
-    exchange_reason: str
+    exchange: ExchangeChoice
     kernel: Kernel
     kernel_reason: str
     dtype: torch.dtype
@@ -39,33 +38,43 @@ def compute_dtype(config: Config, device: str) -> torch.dtype:
     return getattr(torch, name)
 
 
-def check_one_worker(config: Config, cp: int) -> None:
-    """Raises ConfigError if a dynamic index is asked for over several workers."""
-    if config.sparsity.pattern != "dense" and cp > 1:
-        raise ConfigError(
-            f"sparsity.pattern={config.sparsity.pattern}: is computed by one worker a sequence so far, not "
-            f"topology.context_parallel={cp}; give topology.workers=1 (or topology.context_parallel=1), or sparsity=dense"
-        )
+def run_layout(config: Config, cp: int) -> Layout:
+    """The layout of a context group; under a dynamic index a worker holds whole blocks of it."""
+    return make_layout(config.topology.layout, cp, config.seq, config.topology.block_size, unit=config.sparsity.block or 1)
+
+
+def exchange_needs(
+    config: Config, environment: Environment, layout: Layout, dtype: torch.dtype, kernel: Kernel, device_memory: int | None
+) -> ExchangeNeeds:
+    """What the choice of an exchange depends on."""
+    model, sparsity = config.model, config.sparsity
+    pattern = make_pattern(sparsity, config.seed)
+    most = sparsity.max_bars if sparsity.pattern == "vertical_slash" else sparsity.bars
+    unbounded = sparsity.pattern == "vertical_slash" and not most
+    return ExchangeNeeds(
+        workers=environment.cp,
+        per_node=min(environment.workers_per_node, environment.cp),
+        tokens=layout.padded_seq * config.train.micro_batch,
+        heads=model.num_heads,
+        kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype_bytes=dtype.itemsize,
+        device_memory=device_memory,
+        index=None if pattern is None else pattern.request(),
+        columns=None if unbounded else most or 0,
+        needs_out=kernel.needs_out,
+    )
 
 
 def make_choices(config: Config, environment: Environment) -> Choices:
-    """Raises ConfigError if the configured kernel cannot serve the run, or nothing serves its pattern over that many workers."""
-    model, topology = config.model, config.topology
-    layout = make_layout(topology.layout, environment.cp, config.seq, topology.block_size)
+    """Raises ConfigError if the configured kernel or exchange cannot serve the run."""
+    model = config.model
+    layout = run_layout(config, environment.cp)
     dtype = compute_dtype(config, environment.device)
     memory = capability = None
     if environment.device == "cuda":
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         memory, capability = properties.total_memory, (properties.major, properties.minor)
-    exchange, exchange_reason = choose_exchange(
-        topology.exchange,
-        workers=environment.cp,
-        tokens=layout.padded_seq * config.train.micro_batch,
-        kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype_bytes=dtype.itemsize,
-        device_memory=memory,
-    )
     request = KernelRequest(
         device=environment.device,
         capability=capability,
@@ -78,11 +87,11 @@ def make_choices(config: Config, environment: Environment) -> Choices:
     pattern = make_pattern(config.sparsity, config.seed)
     dense_kernel = None
     if pattern is not None:
-        check_one_worker(config, environment.cp)
         if config.sparsity.dense_steps:
             named = config.train.kernel if config.train.kernel != "triton" else "auto"
             dense_kernel, _ = choose(named, request)
         request = replace(request, index=pattern.request())
     kernel, kernel_reason = choose(config.train.kernel, request)
+    exchange = choose_exchange(config.topology, exchange_needs(config, environment, layout, dtype, kernel, memory))
     compiled = environment.device == "cuda" if config.train.compile == "auto" else bool(config.train.compile)
-    return Choices(layout, exchange, exchange_reason, kernel, kernel_reason, dtype, compiled, pattern, dense_kernel)
+    return Choices(layout, exchange, kernel, kernel_reason, dtype, compiled, pattern, dense_kernel)

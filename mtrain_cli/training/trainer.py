@@ -208,8 +208,15 @@ class Trainer:
         # A new group does not take over the default group's.
         timeout = timedelta(seconds=config.topology.timeout_s)
         self.host_group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
-        group = make_context_group(environment.rank, environment.workers, environment.cp, self.device, timeout)
-        exchange = make_exchange(self.choices.exchange, self.choices.layout, group)
+        how = self.choices.exchange
+        group = make_context_group(
+            environment.rank, environment.workers, environment.cp, self.device, timeout,
+            per_node=how.per_node, heads=how.heads, channels=how.channels,
+        )  # fmt: skip
+        exchange = make_exchange(
+            how.name, self.choices.layout, group,
+            chunks=how.chunks, prefetch=how.prefetch, circulates=how.circulates, shared_columns=how.shared_columns,
+        )  # fmt: skip
         mask = config.data.document_mask
         self.batch_maker = BatchMaker(exchange, self.choices.kernel, self.device, document_mask=mask, pattern=self.choices.pattern)
         dense = self.choices.dense_kernel

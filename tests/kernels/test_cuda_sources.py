@@ -13,7 +13,7 @@ SOURCES = sorted(resource_dir("kernels").glob("cuda/*.cu"))
 
 
 def test_the_sources_ship():
-    assert [path.name for path in SOURCES] == ["block_lists.cu", "columns.cu"]
+    assert [path.name for path in SOURCES] == ["block_lists.cu", "columns.cu", "merge.cu"]
 
 
 @pytest.mark.skipif(NVCC is None, reason="needs nvcc")

@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 class SimulatedJob:
     """Processes with the environment that srun gives its tasks, in the current folder."""
 
-    def __init__(self, target: str, tasks: int, *overrides: str) -> None:
+    def __init__(self, target: str, tasks: int, *overrides: str, of_rank: dict[int, list[str]] | None = None) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
         self.ranks = []
@@ -39,7 +39,8 @@ class SimulatedJob:
                 "GLOO_SOCKET_IFNAME": "lo",
                 "PYTHONPATH": os.pathsep.join([str(Path(mtrain_cli.__file__).parents[1]), str(HERE)]),
             }
-            command = [sys.executable, str(HERE / "job_process.py"), target, "topology.device=cpu", *overrides]
+            own = (of_rank or {}).get(rank, [])
+            command = [sys.executable, str(HERE / "job_process.py"), target, "topology.device=cpu", *overrides, *own]
             pipe = subprocess.PIPE
             self.ranks.append(subprocess.Popen(command, env={**os.environ, **variables}, stdout=pipe, stderr=pipe, text=True))
 
@@ -88,6 +89,18 @@ def test_a_killed_rank_ends_the_others_though_they_wait_for_nothing(killed, tell
     assert [code for code, _ in ends] == [-signal.SIGKILL if rank == killed else 1 for rank in range(3)]
     told = f"error: rank {killed} is gone: it was killed (out of memory killer?) or its machine failed\n"
     assert [stderr for _, stderr in ends] == [told if rank == teller else "" for rank in range(3)]
+
+
+def test_ranks_that_were_started_with_different_words_end_before_they_wait_for_each_other():
+    job = SimulatedJob("adds_ranks", 2, "run.dir=run", of_rank={1: ["topology.exchange=ring", "seed=7"]})
+    ends = job.ends()
+    assert [code for code, _ in ends] == [2, 2]
+    told = ends[0][1].splitlines()
+    assert told == [
+        "error: seed=7: rank 1 was started with this, rank 0 with 0; start all ranks alike",
+        "error: topology.exchange=ring: rank 1 was started with this, rank 0 with auto; start all ranks alike",
+    ]
+    assert not Path("run").exists()
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ class OnePartEach:
     """Rank 0 adds 1 to every gradient of keys, the others TINY; each call adds 1 or TINY to that of queries."""
 
     name = "test"
+    needs_out = False
 
     def __init__(self, rank: int) -> None:
         self.part = TINY if rank else 1.0

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.parallel.context_attention import ContextAttention
@@ -49,7 +48,7 @@ def tensors() -> list[torch.Tensor]:
 
 def expected(attend: ContextAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> list[torch.Tensor]:
     """Output and gradients by autograd through the definition, with the index that the call keeps."""
-    (tiles,) = attend.tiles.values()
+    (tiles,) = attend.work.tiles.values()
     seen = tiles.under(attend.index.kept[layer]).seen()
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) / 8**0.5
     out = torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v.repeat_interleave(2, 2))
@@ -83,7 +82,7 @@ def test_another_batch_starts_with_nothing(attend):
     other = attend.again()
     assert other.index.kept == {}
     assert other.index.records == []
-    assert other.tiles is attend.tiles
+    assert other.work is attend.work
     other(q * 2, k, v, 0)
     assert Counting.calls == [0, 0]
 
@@ -93,17 +92,5 @@ def test_time_and_work_are_recorded(attend):
     attend(q, k, v, 0)
     (record,) = attend.index.records
     assert record.seconds > 0
-    (tiles,) = attend.tiles.values()
+    (tiles,) = attend.work.tiles.values()
     assert record.counts.pairs.tolist() == tiles.under(attend.index.kept[0]).seen().sum((-1, -2)).tolist()
-
-
-def test_several_workers_are_refused():
-    layout = make_layout("striped", 2, SEQ, BLOCK)
-    exchange = make_exchange("all_gather", layout, ContextGroup(0, (0, 1)))
-    pattern = Counting(
-        block=BLOCK, last_q=16, windows=1, p_v=0.4, p_s=0.4, joint=False, sink_tokens=2, min_bars=2, max_bars=20,
-        min_slashes=1, max_slashes=0, per_group=False,
-    )  # fmt: skip
-    assert pattern.request() == IndexRequest(BLOCK, bitmap=False)
-    with pytest.raises(ValueError, match="on one worker; the context group has 2"):
-        ContextAttention.make(exchange, SdpaKernel(), [SequenceMask.causal(SEQ, layout.padded_seq)], "cpu", pattern)

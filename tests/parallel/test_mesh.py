@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.reference import ReferenceKernel
-from mtrain_cli.parallel import exchange
+from mtrain_cli.parallel import mail
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.layout import make_layout
@@ -20,8 +20,8 @@ from mtrain_cli.parallel.mesh import make_context_group
 
 def groups(rank: int, world: int, cp: int) -> tuple[int, tuple[int, ...], list[list[int]], bool]:
     group = make_context_group(rank, world, cp, torch.device("cpu"))
-    members = [dist.get_process_group_ranks(g) for g in (group.kv, group.gradients) if g is not None]
-    return group.rank, group.ranks, members, group.kv is group.gradients
+    pair = [group.channel("context", payload) for payload in ("kv", "dkv")]
+    return group.rank, group.ranks, [dist.get_process_group_ranks(g) for g in pair], pair[0] is pair[1]
 
 
 def test_consecutive_ranks_share_a_sequence():
@@ -36,11 +36,11 @@ def test_consecutive_ranks_share_a_sequence():
 def timeouts(rank: int, world: int, seconds: float | None) -> list[timedelta]:
     timeout = None if seconds is None else timedelta(seconds=seconds)
     group = make_context_group(rank, world, world, torch.device("cpu"), timeout)
-    return [g._get_backend(torch.device("cpu")).options._timeout for g in (group.kv, group.gradients) if g is not None]
+    return [g._get_backend(torch.device("cpu")).options._timeout for g in group.channels.values()]
 
 
 def test_a_context_group_waits_for_a_peer_as_long_as_it_is_told_to():
-    assert gloo.run(2, timeouts, 45.0) == [[timedelta(seconds=45)] * 2] * 2
+    assert gloo.run(2, timeouts, 45.0) == [[timedelta(seconds=45)] * 5] * 2
 
 
 def users(rank: int, world: int, name: str) -> set[tuple[str, str]]:
@@ -51,13 +51,14 @@ def users(rank: int, world: int, name: str) -> set[tuple[str, str]]:
 
     def spy(function, used):
         def call(*args):
-            seen.add((phase, "kv" if used(args) is group.kv else "gradients" if used(args) is group.gradients else "another"))
+            names = {group.channel("context", payload): payload for payload in ("kv", "dkv")}
+            seen.add((phase, names.get(used(args), "another")))
             return function(*args)
 
         return call
 
-    exchange.all_gather = spy(exchange.all_gather, lambda args: args[-1])
-    exchange.reduce_scatter = spy(exchange.reduce_scatter, lambda args: args[-1])
+    mail.start_all_gather = spy(mail.start_all_gather, lambda args: args[-1])
+    mail.start_reduce_scatter = spy(mail.start_reduce_scatter, lambda args: args[-1])
     dist.batch_isend_irecv = spy(dist.batch_isend_irecv, lambda args: args[0][0].group)
     layout = make_layout("striped", world, 24, 4)
     attend = ContextAttention.make(
@@ -73,4 +74,28 @@ def users(rank: int, world: int, name: str) -> set[tuple[str, str]]:
 @pytest.mark.parametrize("name", ["all_gather", "ring"])
 def test_gradients_never_queue_behind_keys_and_values(name):
     for seen in gloo.run(2, users, name):
-        assert seen == {("forward", "kv"), ("backward", "kv"), ("backward", "gradients")}
+        assert seen == {("forward", "kv"), ("backward", "kv"), ("backward", "dkv")}
+
+
+def subgroups(rank: int, world: int, cp: int, per_node: int, heads: int) -> dict[str, list[int]]:
+    group = make_context_group(rank, world, cp, torch.device("cpu"), per_node=per_node, heads=heads)
+    found = {"whole": dist.get_process_group_ranks(group.whole)}
+    inside = group.exchange or group
+    if group.exchange is not None:
+        found["heads"] = dist.get_process_group_ranks(group.channel("heads", "heads"))
+        found["exchange"] = list(group.exchange.ranks)
+    for (name, gradients), members in inside.channels.items():
+        if name != "whole" and not gradients:
+            found[name] = dist.get_process_group_ranks(members)
+    return found
+
+
+def test_nodes_and_counterparts_of_every_context_group():
+    found = gloo.run(8, subgroups, 4, 2, 1)
+    assert found[5] == {"whole": [4, 5, 6, 7], "context": [4, 5, 6, 7], "inner": [4, 5], "outer": [5, 7]}
+    assert found[2] == {"whole": [0, 1, 2, 3], "context": [0, 1, 2, 3], "inner": [2, 3], "outer": [0, 2]}
+
+
+def test_neighbours_share_heads_and_their_counterparts_exchange_keys():
+    found = gloo.run(4, subgroups, 4, 4, 2)
+    assert found[3] == {"whole": [0, 1, 2, 3], "heads": [2, 3], "exchange": [1, 3], "context": [1, 3], "inner": [1, 3]}

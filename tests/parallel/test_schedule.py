@@ -1,83 +1,305 @@
-"""Schedules as data, played through without processes: every pair once, sends match receives, gradients come home complete."""
+"""Schedules as data, played through without processes: every pair once, sends match receives, gradients come home complete, no deadlock."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from dataclasses import replace
+from itertools import product
+
 import pytest
 
-from mtrain_cli.parallel.schedule import Step, Transfer, make_schedule
+from mtrain_cli.parallel.schedule import DKV, DQ, EXCHANGES, GRADIENTS, HEADS, KV, QUERIES, Options, Schedule, Step, Transfer, make_schedule
 
-NAMES = ("all_gather", "ring")
-
-
-def play_keys(steps: tuple[tuple[Step, ...], ...], first: list[int]) -> None:
-    """All ranks in lockstep, from the shard each holds first: what is computed and sent is at hand, and every pair comes once."""
-    workers = len(steps)
-    held = [{shard} for shard in first]
-    computed: list[tuple[int, int]] = []
-    for now in zip(*steps, strict=True):
-        for rank, step in enumerate(now):
-            for transfer in step.before:
-                assert set(transfer.sends) <= held[rank]
-                held[rank] = held[rank] | set(transfer.receives)
-            assert set(step.compute) <= held[rank], "computes only what it holds"
-            computed += [(rank, shard) for shard in step.compute]
-        arriving: list[set[int]] = [set() for _ in range(workers)]
-        for rank, step in enumerate(now):
-            for transfer in step.during:
-                check_partners(transfer, [s.during for s in now], rank)
-                assert set(transfer.sends) <= held[rank], "sends only what it holds"
-                arriving[transfer.to] |= set(transfer.sends)
-        held = [new if step.during else old for new, old, step in zip(arriving, held, now, strict=True)]
-    assert sorted(computed) == [(rank, shard) for rank in range(workers) for shard in range(workers)], "every pair exactly once"
+SIZES = [(1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (4, 8), (6, 2), (6, 3), (7, 7), (7, 1), (8, 4), (12, 3), (12, 4), (12, 12), (16, 8)]
 
 
-def play_gradients(steps: tuple[tuple[Step, ...], ...]) -> None:
-    """Every worker's part of a shard's gradient is added exactly once and ends at the owner of the shard."""
-    workers = len(steps)
-    at_hand: list[dict[int, list[int]]] = [{} for _ in range(workers)]
-    for now in zip(*steps, strict=True):
-        for rank, step in enumerate(now):
-            for shard in step.compute:
-                at_hand[rank].setdefault(shard, []).append(rank)
-        arriving: list[dict[int, list[int]]] = [{} for _ in range(workers)]
-        for rank, step in enumerate(now):
-            for transfer in step.after:
-                assert transfer.payload == "dkv"
-                if transfer.kind == "reduce_scatter":
-                    for shard in transfer.sends:
-                        arriving[shard].setdefault(shard, []).extend(at_hand[rank].pop(shard))
-                else:
-                    check_partners(transfer, [s.after for s in now], rank)
-                    (shard,) = transfer.sends
-                    arriving[transfer.to][shard] = at_hand[rank].pop(shard)
-        for rank in range(workers):
-            for shard, parts in arriving[rank].items():
-                at_hand[rank].setdefault(shard, []).extend(parts)
-    assert [list(shards) for shards in at_hand] == [[rank] for rank in range(workers)], "each owner ends with its own shard alone"
-    assert all(sorted(at_hand[rank][rank]) == list(range(workers)) for rank in range(workers)), "complete, nothing twice"
+def cases() -> list[tuple[str, Options]]:
+    """Every exchange with every combination of numbers that fits."""
+    found = []
+    for (workers, per_node), heads, circulates, prefetch in product(SIZES, (1, 2, 3, 4, 6), (KV, QUERIES), (1, 2, 3)):
+        if workers % heads or (per_node % heads and heads % per_node):
+            continue
+        for chunks in (1, 2, 4):
+            options = Options(workers, per_node, chunks, prefetch, circulates, heads)
+            if circulates == KV and prefetch == 1:
+                found += [("all_gather", options), ("hierarchical_all_gather", options)]
+            if chunks == 1:
+                found += [("ring", options), ("hierarchical_ring", options)]
+    return [(name, o) for name, o in found if (o.workers // o.heads) % min(o.workers // o.heads, max(1, o.per_node // o.heads)) == 0]
 
 
-def check_partners(transfer: Transfer, of_ranks: list[tuple[Transfer, ...]], rank: int) -> None:
-    assert transfer.kind == "p2p"
-    assert any(t.source == rank and t.receives == transfer.sends and t.payload == transfer.payload for t in of_ranks[transfer.to])
-    assert any(t.to == rank and t.sends == transfer.receives and t.payload == transfer.payload for t in of_ranks[transfer.source])
+class Play:
+    """All ranks of one pass, each as far as it gets until all are through: a rank waits for its transfers, a transfer for its partners."""
+
+    def __init__(self, schedule: Schedule, steps: tuple[tuple[Step, ...], ...], held: list[set[int]], moves: str) -> None:
+        self.schedule, self.steps, self.moves = schedule, steps, moves
+        self.heads = schedule.heads
+        self.held = held  # shards of what moves that each rank has
+        self.ready = [schedule.heads == 1 for _ in steps]  # tokens have been traded for heads
+        self.back = [schedule.heads == 1 for _ in steps]
+        self.posted: list[dict[int, Transfer]] = [{} for _ in steps]
+        self.lines: dict[tuple, list[tuple[int, Transfer]]] = defaultdict(list)  # what is posted between two ranks, in order
+        self.begun: set[tuple[int, int]] = set()
+        self.complete: set[tuple[int, int]] = set()
+        self.collected: set[tuple[int, int]] = set()
+        self.arrived: dict[tuple[int, int], dict[int, list]] = {}
+        self.sums: list[dict[tuple[int, int, int], list]] = [defaultdict(list) for _ in steps]  # (shard, part) -> who added what
+        self.computed: list[tuple] = []
+        programs = [self.program(rank) for rank in range(len(steps))]
+        waiting = list(range(len(steps)))
+        while waiting:
+            before = (len(self.complete), len(waiting), sum(len(p) for p in self.posted))
+            for rank in list(waiting):
+                if next(programs[rank], "through") == "through":
+                    waiting.remove(rank)
+            self.progress()
+            assert (len(self.complete), len(waiting), sum(len(p) for p in self.posted)) != before, "deadlock"
+        assert all((rank, number) in self.complete for rank, posted in enumerate(self.posted) for number in posted), "all end"
+        unwaited = {(r, n) for r, posted in enumerate(self.posted) for n, t in posted.items() if t.payload in GRADIENTS} - self.collected
+        assert all(self.posted[r][n].kind == "reduce_scatter" for r, n in unwaited), "every gradient that arrives by hops is added"
+
+    def program(self, rank: int):
+        for step in self.steps[rank]:
+            for transfer in step.post:
+                self.post(rank, transfer)
+            for number in step.wait:
+                while (rank, number) not in self.complete:
+                    yield "waits"
+            self.compute(rank, step)
+            for number in step.collect:
+                while (rank, number) not in self.complete:
+                    yield "waits"
+                self.collected.add((rank, number))
+                for key, parts in self.arrived.pop((rank, number)).items():
+                    self.sums[rank][key] += parts
+            for transfer in step.send:
+                self.post(rank, transfer)
+
+    def compute(self, rank: int, step: Step) -> None:
+        if not step.queries:
+            assert not step.keys
+            return
+        assert self.ready[rank]
+        assert set(step.queries if self.moves == QUERIES else step.keys) <= self.held[rank], "computes only what it holds"
+        i, n = step.part
+        assert 0 <= i < n
+        members = set(range(rank - rank % self.heads, rank - rank % self.heads + self.heads))
+        assert (set(step.keys) if self.moves == QUERIES else set(step.queries)) == members, "one side is its own"
+        for q, k in product(step.queries, step.keys):
+            self.computed.append((q, k, step.part))
+            self.sums[rank][(q if self.moves == QUERIES else k), i, n].append((q, k))
+
+    def post(self, rank: int, t: Transfer) -> None:
+        assert t.number not in self.posted[rank], "numbers are unique"
+        assert t.after is None or t.after in self.posted[rank], "what it sends on is on its way"
+        self.posted[rank][t.number] = t
+        what = "gradients" if t.payload in GRADIENTS else t.payload
+        if t.kind == "p2p":
+            self.lines[t.channel, what, rank, t.to, "out"].append((rank, t))
+            self.lines[t.channel, what, t.source, rank, "in"].append((rank, t))
+        else:
+            assert rank in t.peers
+            self.lines[t.channel, what, t.peers, rank].append((rank, t))
+        if t.payload in GRADIENTS and t.after is None:
+            self.take(rank, t)
+
+    def take(self, rank: int, t: Transfer) -> None:
+        """What is sent leaves now: nothing may be added to it later."""
+        taken = {key: self.sums[rank].pop(key) for key in list(self.sums[rank]) if key[0] in t.sends and self.inside(key, t.part)}
+        assert {key[0] for key in taken} == set(t.sends), "sends what it has"
+        self.arrived[rank, -2 - t.number] = taken
+
+    @staticmethod
+    def inside(key: tuple[int, int, int], part: tuple[int, int]) -> bool:
+        _, i, n = key
+        return part[0] * n <= i * part[1] < (part[0] + 1) * n or n == 1
+
+    def progress(self) -> None:
+        """Completes the transfers whose partners have all begun."""
+        changed = True
+        while changed:
+            changed = False
+            for rank, posted in enumerate(self.posted):
+                for number, t in posted.items():
+                    if (rank, number) in self.begun or (t.after is not None and (rank, t.after) not in self.complete):
+                        continue
+                    if t.payload in (KV, QUERIES):
+                        assert set(t.sends) <= self.held[rank] or t.kind == "p2p", "sends only what it holds"
+                        if not set(t.sends) <= self.held[rank]:
+                            continue
+                    if t.payload in GRADIENTS and t.after is not None:
+                        self.take(rank, t)
+                    self.begun.add((rank, number))
+                    changed = True
+            for rank, posted in enumerate(self.posted):
+                for number, t in posted.items():
+                    if (rank, number) in self.begun and (rank, number) not in self.complete and self.finish(rank, t):
+                        self.complete.add((rank, number))
+                        changed = True
+
+    def partner(self, line: tuple, mine: tuple, t: Transfer) -> tuple[int, Transfer] | None:
+        """The message at the same place of the partner's line as t has in this rank's."""
+        place = [n.number for _, n in self.lines[mine]].index(t.number)
+        others = self.lines[line]
+        return others[place] if place < len(others) and (others[place][0], others[place][1].number) in self.begun else None
+
+    def finish(self, rank: int, t: Transfer) -> bool:
+        what = "gradients" if t.payload in GRADIENTS else t.payload
+        if t.kind == "p2p":
+            sender = self.partner((t.channel, what, t.source, rank, "out"), (t.channel, what, t.source, rank, "in"), t)
+            receiver = self.partner((t.channel, what, rank, t.to, "in"), (t.channel, what, rank, t.to, "out"), t)
+            if sender is None or receiver is None:
+                return False
+            assert (sender[1].sends, sender[1].part, sender[1].payload) == (t.receives, t.part, t.payload), "what arrives is what was sent"
+            assert receiver[1].receives == t.sends
+            others = [sender]
+        else:
+            found = [self.partner((t.channel, what, t.peers, p), (t.channel, what, t.peers, rank), t) for p in t.peers]
+            if any(f is None for f in found):
+                return False
+            others = [f for f in found if f is not None]
+            assert all((o.kind, o.peers) == (t.kind, t.peers) for _, o in others)
+        if t.payload == HEADS:
+            assert not self.back[rank]
+            self.back[rank], self.ready[rank] = self.ready[rank], True
+        elif t.payload in GRADIENTS:
+            arriving: dict = defaultdict(list)
+            for other, o in others:
+                for key, parts in self.arrived[other, -2 - o.number].items():
+                    if key[0] in (t.receives if t.kind == "p2p" else set(t.receives)):
+                        arriving[key] += parts
+            assert {key[0] for key in arriving} == set(t.receives)
+            if t.kind == "p2p":
+                self.arrived[rank, t.number] = arriving
+            else:
+                for key, parts in arriving.items():
+                    self.sums[rank][key] += parts
+        else:
+            if t.kind != "p2p":
+                assert set(t.receives) <= {s for _, o in others for s in o.sends}
+            self.held[rank] |= set(t.receives)
+        return True
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("workers", [1, 2, 3, 4, 7, 8, 12])
-def test_every_pair_is_computed_once_and_every_gradient_comes_home(name, workers):
-    schedule = make_schedule(name, workers)
-    assert len(schedule.forward) == len(schedule.backward) == workers
-    play_keys(schedule.forward, list(range(workers)))
-    play_keys(schedule.backward, list(schedule.keeps))
-    play_gradients(schedule.backward)
+def check(name: str, options: Options) -> None:
+    check_schedule(make_schedule(name, options), options)
+
+
+def check_schedule(schedule: Schedule, options: Options) -> None:
+    w, u = options.workers, options.heads
+    everyone = range(w)
+    own = [set(range(r - r % u, r - r % u + u)) for r in everyone]
+    assert len(schedule.forward) == len(schedule.backward) == w
+    assert all(schedule.keeps[r] and (schedule.circulates == KV or set(schedule.keeps[r]) == own[r]) for r in everyone)
+    forward = Play(schedule, schedule.forward, [set(s) for s in own], KV)
+    moves = schedule.circulates
+    backward = Play(schedule, schedule.backward, [set(schedule.keeps[r]) if moves == KV else set(own[r]) for r in everyone], moves)
+    for play in (forward, backward):
+        parts = {part[1] for *_, part in play.computed}
+        assert len(parts) == 1
+        n = parts.pop()
+        assert sorted(play.computed) == [(q, k, (i, n)) for q in everyone for k in everyone for i in range(n)], "every pair once"
+    ready = [(rank, set(schedule.keeps[rank])) for rank in everyone]
+    assert all(kept <= forward.held[rank] for rank, kept in ready), "keeps what it held"
+    for rank in everyone:
+        sums = backward.sums[rank]
+        shards = {key[0] for key, parts in sums.items() if parts}
+        assert shards == own[rank], "each owner ends with its own shard alone"
+        for (shard, *_), parts in sums.items():
+            pairs = [(q, shard) for q in everyone] if moves == KV else [(shard, k) for k in everyone]
+            assert sorted(parts) == pairs, "complete, nothing twice"
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_pairs_partners_and_gradients(name):
+    mine = [options for exchange, options in cases() if exchange == name]
+    assert len(mine) > 40
+    for options in mine:
+        check(name, options)
+
+
+def test_the_tests_see_a_lost_hop_a_wrong_neighbour_and_a_gradient_that_stays():
+    options = Options(4, 2)
+    good = make_schedule("hierarchical_ring", options)
+
+    def without(steps, rank, at, **what):
+        mine = list(steps[rank])
+        mine[at] = replace(mine[at], **what)
+        return (*steps[:rank], tuple(mine), *steps[rank + 1 :])
+
+    hop = good.forward[1][0].post[1]
+    bad = [
+        {"forward": without(good.forward, 1, 0, post=good.forward[1][0].post[:1])},
+        {"forward": without(good.forward, 1, 0, post=(good.forward[1][0].post[0], replace(hop, to=3)))},
+        {"forward": without(good.forward, 2, 1, keys=good.forward[2][0].keys)},
+        {"backward": without(good.backward, 0, 0, send=())},
+        {"backward": without(good.backward, 0, 1, collect=())},
+    ]
+    for change in bad:
+        schedule = replace(good, **change)
+        with pytest.raises((AssertionError, KeyError, ValueError)):
+            check_schedule(schedule, Options(4, 2))
 
 
 @pytest.mark.parametrize("workers", [2, 7])
 def test_a_ring_hops_one_time_less_than_it_has_workers(workers):
-    schedule = make_schedule("ring", workers)
+    schedule = make_schedule("ring", Options(workers, workers))
+    for steps in (*schedule.forward, *schedule.backward):
+        assert sum(t.payload == KV for s in steps for t in s.transfers) == workers - 1
+    assert all(sum(t.payload == DKV for s in steps for t in s.transfers) == workers - 1 for steps in schedule.backward)
+    assert all(schedule.keeps[r] == schedule.forward[r][-1].keys for r in range(workers)), "backward starts from what came last"
+    queries = make_schedule("ring", Options(workers, workers, circulates=QUERIES))
+    assert all(sum(t.payload == DQ for s in steps for t in s.transfers) == workers - 1 for steps in queries.backward)
+
+
+@pytest.mark.parametrize("name", ["hierarchical_ring", "hierarchical_all_gather"])
+def test_between_nodes_a_shard_crosses_once_a_node(name):
+    schedule = make_schedule(name, Options(12, 4))
+    for steps, payload in ((schedule.forward, KV), (schedule.backward, DKV)):
+        for rank, mine in enumerate(steps):
+            crossing = [t for s in mine for t in s.transfers if t.payload == payload and schedule.crosses_nodes(rank, t)]
+            assert sum(len(t.receives if payload == KV else t.sends) for t in crossing) == 2, "two other nodes, one shard of each"
+
+
+def test_a_flat_ring_crosses_nodes_at_their_ends_only():
+    schedule = make_schedule("ring", Options(8, 4))
+    crossing = [any(schedule.crosses_nodes(r, t) for s in schedule.forward[r] for t in s.transfers) for r in range(8)]
+    assert crossing == [True, False, False, True, True, False, False, True]
+
+
+def test_neighbours_of_a_node_are_in_that_node():
+    schedule = make_schedule("hierarchical_ring", Options(8, 4))
+    inner = [(r, t) for r in range(8) for s in schedule.forward[r] for t in s.transfers if t.channel == "inner"]
+    assert inner
+    assert not any(schedule.crosses_nodes(r, t) for r, t in inner)
+
+
+@pytest.mark.parametrize(("name", "classes"), [("ring", 1), ("hierarchical_ring", 2)])
+def test_ranks_of_one_step_look_equally_far_back(name, classes):
+    # The balance of striped layouts rests on it: query block - key block is in one residue class on all ranks. Rings that stay in their
+    # node have two classes in a step, since the first ranks of a node look back at its last ones.
+    schedule = make_schedule(name, Options(8, 4))
     for steps in (schedule.forward, schedule.backward):
-        for rank_steps in steps:
-            assert sum(len(s.during) for s in rank_steps) == workers - 1
-    assert all(sum(len(s.after) for s in rank_steps) == workers - 1 for rank_steps in schedule.backward)
-    assert all(schedule.keeps[r] == schedule.forward[r][-1].compute[0] for r in range(workers)), "backward starts from what came last"
+        for now in zip(*steps, strict=True):
+            distances = {(rank - step.keys[0]) % 8 for rank, step in enumerate(now)}
+            assert len(distances) <= classes
+            assert len({d % 4 for d in distances}) == 1
+
+
+def test_how_many_cases():
+    assert len(cases()) > 300
+
+
+@pytest.mark.parametrize(
+    ("exchange", "options", "message"),
+    [
+        ("star", Options(2, 2), "topology.exchange=star"),
+        ("ring", Options(6, 4), "do not divide 6 workers"),
+        ("ring", Options(6, 6, heads=4), "do not divide 6 workers"),
+        ("ring", Options(12, 4, heads=3), "do not fit 4 ranks a node"),
+        ("ring", Options(2, 2, prefetch=0), "at least 1"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(exchange, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_schedule(exchange, options)

@@ -1,24 +1,117 @@
-"""`exchange=auto`: gathered where memory allows, in a ring where not, and why."""
+"""`auto`: gathered where memory allows, in a ring where not, over nodes in the hierarchical form, and why; what does not fit is refused."""
 
-from mtrain_cli.parallel.selection import choose_exchange, gathered_bytes
+from __future__ import annotations
 
-SHAPE = {"kv_heads": 2, "head_dim": 128, "dtype_bytes": 2}
+from dataclasses import replace
+
+import pytest
+
+from mtrain_cli.attention.kernel import IndexRequest
+from mtrain_cli.config.compose import compose
+from mtrain_cli.config.schema import ConfigError, TopologyConfig
+from mtrain_cli.parallel.schedule import Options, make_schedule
+from mtrain_cli.parallel.selection import ExchangeNeeds, choose_exchange, gathered_bytes, keys_bytes, queries_bytes, trading_bytes
+from mtrain_cli.parallel.traffic import Sizes, pass_bytes
+
+AUTO = compose([]).topology
+NEEDS = ExchangeNeeds(workers=4, per_node=4, tokens=1 << 17, heads=16, kv_heads=2, head_dim=128, dtype_bytes=2, device_memory=8 << 30)
+
+
+def asked(**keys) -> TopologyConfig:
+    return replace(AUTO, **keys)
 
 
 def test_gathered_bytes_are_keys_values_their_gradients_and_float32_sums():
     numbers = 2 * 1000 * 2 * 128  # keys and values
-    assert gathered_bytes(1000, **SHAPE) == numbers * (2 + 2 + 4)
+    assert gathered_bytes(1000, 2, 128, 2) == numbers * (2 + 2 + 4)
 
 
 def test_the_ring_begins_where_the_gathered_keys_pass_the_share_of_memory():
-    limit = int(0.15 * (8 << 30))
-    fits = limit // gathered_bytes(1, **SHAPE)
-    assert choose_exchange("auto", workers=4, tokens=fits, device_memory=8 << 30, **SHAPE)[0] == "all_gather"
-    name, why = choose_exchange("auto", workers=4, tokens=fits + 1, device_memory=8 << 30, **SHAPE)
-    assert name == "ring"
-    assert "over 15% of 8 GiB" in why
+    fits = int(0.15 * (8 << 30)) // gathered_bytes(1, 2, 128, 2)
+    assert choose_exchange(AUTO, replace(NEEDS, tokens=fits)).name == "all_gather"
+    chosen = choose_exchange(AUTO, replace(NEEDS, tokens=fits + 1))
+    assert chosen.name == "ring"
+    assert "over 15% of 8 GiB" in chosen.reason
+
+
+def test_several_nodes_take_the_hierarchical_forms():
+    nodes = replace(NEEDS, workers=8, per_node=4)
+    assert choose_exchange(AUTO, nodes).name == "hierarchical_all_gather"
+    assert choose_exchange(AUTO, replace(nodes, tokens=1 << 24)).name == "hierarchical_ring"
+    assert choose_exchange(AUTO, replace(nodes, per_node=1)).name == "all_gather", "one worker a node: there is nothing inside"
+    assert choose_exchange(asked(ulysses=2), replace(nodes, per_node=2)).name == "all_gather", "a node is one group"
 
 
 def test_one_worker_and_what_is_configured_are_not_weighed():
-    assert choose_exchange("auto", workers=1, tokens=1 << 40, **SHAPE)[0] == "all_gather"
-    assert choose_exchange("ring", workers=4, tokens=1, **SHAPE) == ("ring", "as configured")
+    assert choose_exchange(AUTO, replace(NEEDS, workers=1, per_node=1, tokens=1 << 40)).name == "all_gather"
+    chosen = choose_exchange(asked(exchange="ring"), NEEDS)
+    assert (chosen.name, chosen.reason) == ("ring", "as configured")
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "needs_out", "circulates"), [
+    (16, 2, False, "kv"), (16, 16, False, "queries"), (16, 16, True, "queries"),
+    (20, 16, True, "kv"), (20, 16, False, "queries"), (32, 16, False, "kv"),
+])  # fmt: skip
+def test_what_circulates_is_what_is_fewer_bytes(heads, kv_heads, needs_out, circulates):
+    needs = replace(NEEDS, heads=heads, kv_heads=kv_heads, needs_out=needs_out)
+    assert choose_exchange(asked(exchange="ring"), needs).circulates == circulates
+    assert (queries_bytes(needs) < keys_bytes(needs)[1]) == (circulates == "queries")
+    assert choose_exchange(asked(exchange="all_gather"), needs).circulates == "kv"
+    bitmap = replace(needs, index=IndexRequest(128, bitmap=True))
+    assert choose_exchange(asked(exchange="ring"), bitmap).circulates == "kv", "rows of a bitmap stay with their queries"
+
+
+@pytest.mark.parametrize("exchange", ["ring", "all_gather", "hierarchical_ring", "hierarchical_all_gather"])
+@pytest.mark.parametrize("kv_heads", [2, 16])
+def test_bytes_of_formulas_are_those_of_the_schedule(exchange, kv_heads):
+    needs = replace(NEEDS, kv_heads=kv_heads)
+    sizes = Sizes(needs.shard, needs.heads, kv_heads, needs.head_dim, needs.dtype_bytes)
+    schedule = make_schedule(exchange, Options(4, 4))
+    for rank in range(4):
+        assert (pass_bytes(schedule, rank, sizes, backward=False), pass_bytes(schedule, rank, sizes, backward=True)) == keys_bytes(needs)
+    if exchange == "ring":
+        queries = make_schedule(exchange, Options(4, 4, circulates="queries"))
+        assert pass_bytes(queries, 0, sizes, backward=True) == queries_bytes(needs)
+        trading = make_schedule("all_gather", Options(4, 4, heads=4))
+        assert pass_bytes(trading, 0, sizes, backward=False) == trading_bytes(needs, 4)
+        assert pass_bytes(trading, 0, sizes, backward=True) == trading_bytes(needs, 4)
+
+
+def test_ulysses_shares_heads_among_all_workers_or_as_many_as_asked():
+    whole = choose_exchange(asked(exchange="ulysses"), NEEDS)
+    assert (whole.name, whole.heads, whole.exchanges) == ("all_gather", 4, False)
+    assert "ulysses over 4" in whole.label
+    both = choose_exchange(asked(exchange="ring", ulysses=2), NEEDS)
+    assert (both.name, both.heads, both.exchanges) == ("ring", 2, True)
+    assert both.label == "ulysses over 2, then ring"
+
+
+def test_columns_are_gathered_once_where_they_are_fewer_than_the_keys():
+    assert choose_exchange(AUTO, replace(NEEDS, columns=2048)).shared_columns
+    assert not choose_exchange(AUTO, replace(NEEDS, columns=20_000)).shared_columns
+    assert not choose_exchange(AUTO, replace(NEEDS, columns=None)).shared_columns
+    assert choose_exchange(asked(columns="once"), replace(NEEDS, columns=None)).shared_columns
+    assert not choose_exchange(asked(columns="in_steps"), replace(NEEDS, columns=1)).shared_columns
+
+
+def test_large_gathers_are_cut_into_parts():
+    assert choose_exchange(AUTO, replace(NEEDS, tokens=1 << 17, device_memory=1 << 40)).chunks == 2
+    assert choose_exchange(AUTO, replace(NEEDS, tokens=1 << 12)).chunks == 1
+    assert choose_exchange(AUTO, replace(NEEDS, tokens=1 << 17, kv_heads=1, device_memory=1 << 40)).chunks == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "needs", "message"),
+    [
+        ({"exchange": "ulysses"}, {"workers": 3, "per_node": 3}, "cannot share 16 query heads and 2 key-value heads among 3 workers"),
+        ({"ulysses": 8}, {}, "allowed for topology.ulysses: 1, 2, 4"),
+        ({"exchange": "ulysses", "ulysses": 2}, {}, "shares heads among all 4 workers"),
+        ({"ulysses": 2}, {"workers": 6, "per_node": 3}, "nodes of 3"),
+        ({"exchange": "ring", "chunks": 2}, {}, "topology.chunks=2: is for all_gather"),
+        ({"exchange": "all_gather", "chunks": 3}, {}, "does not divide the 2 key-value heads of a worker; allowed: 1, 2"),
+        ({"exchange": "all_gather", "circulates": "queries"}, {}, "is for ring and hierarchical_ring"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_is_allowed(keys, needs, message):
+    with pytest.raises(ConfigError, match=message):
+        choose_exchange(asked(**keys), replace(NEEDS, **needs))

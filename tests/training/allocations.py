@@ -20,6 +20,7 @@ from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.fsdp import shard_parameters
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
+from mtrain_cli.parallel.selection import ExchangeChoice
 from mtrain_cli.training.memory import estimate_memory
 from mtrain_cli.training.optimizer import make_optimizer
 
@@ -54,6 +55,7 @@ class StandIn:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.needs_out = True
 
     def forward(self, q, k, v, tiles, scale):  # noqa: ARG002
         return torch.zeros_like(q), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
@@ -117,10 +119,16 @@ def step_peak(rank: int, world: int, overrides: list[str], exchange: str, kernel
         patch.setattr(decoder_module, "functional", functional)
         step()
         states = [state for states in optimizer.state.values() for state in states.values()]
-        with LiveBytes([*decoder.parameters(), *states]) as live:
+        with LiveBytes([*decoder.parameters(), *states, *attend.exchange.buffers.free()]) as live:
             step()
     estimate = estimate_memory(
-        config, workers=world, layout=layout, exchange=exchange, kernel=kernel, dtype_bytes=dtype.itemsize, cuda=False
+        config,
+        workers=world,
+        layout=layout,
+        exchange=ExchangeChoice(exchange, "", per_node=world),
+        kernel=kernel,
+        dtype_bytes=dtype.itemsize,
+        cuda=False,
     )
     return live.peak, estimate.allocated
 

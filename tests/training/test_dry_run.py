@@ -16,7 +16,7 @@ from rich.console import Console
 
 from mtrain_cli.config.compose import compose
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.parallel.schedule import make_schedule
+from mtrain_cli.parallel.schedule import Options, make_schedule
 from mtrain_cli.parallel.selection import gathered_bytes
 from mtrain_cli.training import dry_run as module
 from mtrain_cli.training.banner import banner
@@ -38,7 +38,7 @@ def text(renderable, width=80):
 def test_the_default_run_is_planned_as_it_would_start_here():
     found = plan(compose(["topology.device=cpu"]))
     assert (found.environment.device, found.environment.workers, found.dtype, found.gpu) == ("cpu", 2, "float32", None)
-    assert (found.layout.name, found.layout.tokens_per_worker, found.exchange, found.kernel) == ("striped", 2048, "all_gather", "sdpa")
+    assert (found.layout.name, found.layout.tokens_per_worker, found.exchange.name, found.kernel) == ("striped", 2048, "all_gather", "sdpa")
     assert found.tokens_per_step == 4096
     assert found.checkpoint == 12 * found.parameters.total
 
@@ -49,8 +49,8 @@ def test_gpus_need_not_be_here_and_what_is_assumed_is_said():
     assert (found.environment.workers, found.environment.cp, found.dtype, found.layout.tokens_per_worker) == (64, 64, "bfloat16", 65536)
     assert found.kernel == "flash4"
     assert "assumed, no GPU here" in found.kernel_reason
-    assert found.exchange == "ring"
-    assert "gathered KV and dKV" in found.exchange_reason
+    assert found.exchange.name == "ring"
+    assert "gathered KV and dKV" in found.exchange.reason
     assert found.rope_factor == 8.0
     assert found.parameters.total == 8_030_261_248
     assert found.fits is None
@@ -143,7 +143,7 @@ def test_one_gpu_is_assumed_throughout():
     # Its gathered keys and values are over 15 % of 80 GiB, and under 15 % of an H200.
     found = plan(compose(["model=llama8b", "seq=1m", "topology.workers=64", "topology.device=cuda"]))
     assert 0.15 * 80 < gathered_bytes(2**20, 8, 128, 2) / GIB < 0.15 * 139
-    assert found.exchange == "all_gather"
+    assert found.exchange.name == "all_gather"
     printed = " ".join(text(module.render(found), 1000).split())
     assert "taken to be NVIDIA H200" in printed
     assert "of the 989 TFLOP/s of NVIDIA H200" in printed
@@ -178,10 +178,10 @@ def test_bytes_moved_are_those_of_the_schedule(workers, cp, exchange):
     sizes = [f"topology.workers={workers}", f"topology.context_parallel={cp}", f"train.global_batch={workers // cp}"]
     found = plan(compose(["topology.device=cpu", *sizes]))
     shard = 2 * found.layout.tokens_per_worker * 2 * 32
-    schedule = make_schedule(exchange, cp)
+    schedule = make_schedule(exchange, Options(cp, cp))
     for rank in range(cp):
         for steps, moved in ((schedule.forward[rank], found.moved.forward), (schedule.backward[rank], found.moved.backward)):
-            transfers = [transfer for step in steps for transfer in (*step.before, *step.during, *step.after)]
+            transfers = [transfer for step in steps for transfer in step.transfers]
             keys = sum(len(transfer.receives) for transfer in transfers if transfer.payload == "kv")
             gradients = sum(len(transfer.sends) for transfer in transfers if transfer.payload == "dkv")
             assert moved == (keys * 4 + gradients * 4) * shard

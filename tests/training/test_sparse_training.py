@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gloo
 import pytest
-import torch
 
 from mtrain_cli.config.compose import compose
-from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.training.trainer import Trainer
 
@@ -31,13 +29,13 @@ VERTICAL_SLASH = [
 ]
 
 
-def trainer(rank: int, world: int, cp: int, overrides: list[str]) -> Trainer:
+def trainer(rank: int, world: int, cp: int, overrides: list[str], per_node: int | None = None) -> Trainer:
     environment = Environment(
         device="cpu",
         workers=world,
         cp=cp,
         dp=world // cp,
-        workers_per_node=world,
+        workers_per_node=per_node or world,
         nodes=1,
         rank=rank,
         local_rank=rank,
@@ -47,8 +45,8 @@ def trainer(rank: int, world: int, cp: int, overrides: list[str]) -> Trainer:
     return Trainer(compose([*SMALL, *overrides]), environment)
 
 
-def steps(rank: int, world: int, overrides: list[str], count: int) -> list[dict]:
-    made = trainer(rank, world, 1, overrides)
+def steps(rank: int, world: int, overrides: list[str], count: int, cp: int = 1, per_node: int | None = None) -> list[dict]:
+    made = trainer(rank, world, cp, overrides, per_node)
     found = []
     for _ in range(count):
         result = made.train_step(False)
@@ -116,16 +114,35 @@ def test_every_pattern_trains(pattern):
     assert found[-1]["loss"] < found[0]["loss"] - 0.15
 
 
-def refused(rank: int, world: int, overrides: list[str]) -> str:
-    with pytest.raises(ConfigError) as caught:
-        trainer(rank, world, world, overrides)
-    torch.distributed.barrier()
-    return str(caught.value)
+PATTERNS = {
+    "vertical_slash": VERTICAL_SLASH,
+    "moba": ["sparsity=moba", "sparsity.chunk=32", "sparsity.top_k=2"],
+    "xattention": ["sparsity=xattention", "sparsity.stride=4", "sparsity.threshold=0.5"],
+}
+WAYS = {
+    "ring": ["topology.exchange=ring"],
+    "ring, columns in steps": ["topology.exchange=ring", "topology.columns=in_steps", "topology.layout=zigzag"],
+    "queries": ["topology.exchange=ring", "topology.circulates=queries"],
+    "all_gather": ["topology.exchange=all_gather", "topology.chunks=2"],
+    "ulysses": ["topology.exchange=ulysses"],
+    "nodes": ["topology.exchange=hierarchical_ring"],
+}
 
 
-def test_several_workers_a_sequence_are_refused():
-    for said in gloo.run(2, refused, VERTICAL_SLASH):
-        assert said == (
-            "sparsity.pattern=vertical_slash: is computed by one worker a sequence so far, not topology.context_parallel=2; "
-            "give topology.workers=1 (or topology.context_parallel=1), or sparsity=dense"
-        )
+@pytest.mark.parametrize(
+    ("world", "pattern", "way"),
+    [
+        (2, "vertical_slash", "ring"), (2, "vertical_slash", "ring, columns in steps"), (2, "vertical_slash", "queries"),
+        (2, "vertical_slash", "all_gather"), (2, "vertical_slash", "ulysses"), (2, "moba", "ring"), (2, "xattention", "ulysses"),
+        (4, "vertical_slash", "nodes"), (4, "xattention", "nodes"), (4, "moba", "queries"),
+    ],
+)  # fmt: skip
+def test_workers_that_share_a_sequence_train_as_one(world, pattern, way):
+    overrides = [*PATTERNS[pattern], "optim.lr=0.01", "optim.warmup_steps=0", "optim.schedule=constant", "topology.block_size=16"]
+    (alone,) = gloo.run(1, steps, overrides, 10)
+    assert alone[-1]["loss"] < alone[0]["loss"] - 0.15
+    for found in gloo.run(world, steps, [*overrides, *WAYS[way]], 10, world, 2 if way == "nodes" else None):
+        for a, b in zip(found, alone, strict=True):
+            assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
+            for name in ("grad_norm", "density", "slashes", "bars", "density_by_layer"):
+                assert a[name] == pytest.approx(b[name], rel=1e-3), name
