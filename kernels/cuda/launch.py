@@ -18,6 +18,11 @@ def _module(name: str, device: int) -> Any:
         return cupy.RawModule(code=Path(__file__).with_name(f"{name}.cu").read_text(), options=("--std=c++17",), backend="nvrtc")
 
 
+def check() -> None:
+    """Compiles the smallest file for the current device; raises what CuPy raises where that fails."""
+    _module("merge", torch.cuda.current_device()).compile()
+
+
 def launch(file: str, kernel: str, grid: tuple[int, int], threads: int, *arguments: torch.Tensor | int) -> None:
     """Queues one kernel. Tensors are passed by address; integers as 32 bits unless they are `np.int64`."""
     tensor = next(a for a in arguments if isinstance(a, torch.Tensor))

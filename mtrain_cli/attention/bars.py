@@ -5,21 +5,15 @@ On a GPU with CuPy the work is done by `kernels/cuda/columns.cu`, elsewhere by P
 
 from __future__ import annotations
 
-import importlib.util
-
 import numpy as np
 import torch
 
+from mtrain_cli.attention.cupy_kernels import cuda_kernels_usable
 from mtrain_cli.attention.kernel import accumulation_dtype
 from mtrain_cli.attention.tiles import Tiles
 
 COLUMN_TILE = 128  # packed columns are filled up to a multiple of this
 _WARPS = 8
-
-
-def cuda_kernels_usable(tensor: torch.Tensor) -> bool:
-    """Whether mtrain's own CUDA kernels can serve the tensor: it is on a GPU and CuPy is installed."""
-    return tensor.is_cuda and importlib.util.find_spec("cupy") is not None
 
 
 def pack_columns(k: torch.Tensor, v: torch.Tensor, tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor] | None:

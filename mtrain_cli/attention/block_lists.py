@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mtrain_cli.attention.bars import cuda_kernels_usable
+from mtrain_cli.attention.cupy_kernels import cuda_kernels_usable
 from mtrain_cli.attention.index import BlockBitmap, VerticalSlash
 from mtrain_cli.attention.tiles import Tiles
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from mtrain_cli.attention.cupy_kernels import cuda_kernels_usable
 from mtrain_cli.attention.tiles import Tiles
 
 if TYPE_CHECKING:
@@ -45,11 +46,13 @@ class KernelRequest:
 class Kernel(Protocol):
     """One local attention implementation.
 
-    needs_out: backward derives delta from out and dout by itself, even if delta is given, so out must travel with queries.
+    needs_out: backward derives delta from out and dout by itself, even if delta is given, so out must travel with queries. skips: what a
+    dynamic index leaves out is not computed; otherwise it is computed and hidden, no faster than dense.
     """
 
     name: str
     needs_out: bool
+    skips: bool
 
     def missing(self, request: KernelRequest) -> str | None:
         """Why this kernel cannot serve the request, in a few words; None if it can."""
@@ -130,7 +133,7 @@ def merge(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse
 
 def _fused_merge(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> bool:
     """`merge` by mtrain's own CUDA kernel, which reads and writes each number once; False where it cannot serve."""
-    if not (out.is_cuda and out.dtype == lse.dtype == part_lse.dtype == torch.float32) or importlib.util.find_spec("cupy") is None:
+    if not (out.dtype == lse.dtype == part_lse.dtype == torch.float32 and cuda_kernels_usable(out)):
         return False
     tensors = (out, lse, part_out, part_lse)
     if part_out.dtype not in (torch.float32, torch.bfloat16) or not all(t.is_contiguous() for t in tensors):
@@ -158,6 +161,8 @@ def row_delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
 
 class DefinitionColumns:
     """Columns gathered once, from their definition: for kernels that are not made for speed."""
+
+    skips = False
 
     def forward_columns(self, q, packed, columns, scale, partial):
         from mtrain_cli.attention.shared_columns import columns_forward

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from mtrain_cli.attention.cupy_kernels import cupy_missing
 from mtrain_cli.attention.flash4 import Flash4Kernel
 from mtrain_cli.attention.kernel import Kernel, KernelRequest
 from mtrain_cli.attention.reference import ReferenceKernel
@@ -45,10 +46,21 @@ def choose(name: str, request: KernelRequest) -> tuple[Kernel, str]:
                 "train.kernel=reference computes it slowly and exactly"
             )
         passed = [f"{n}: {reason}" for n, reason in found[: [n for n, _ in found].index(best)] if reason]
-        return _KERNELS[best](), "the fastest that serves this run" + (f" ({'; '.join(passed)})" if passed else "")
+        return _explained(best, "the fastest that serves this run" + (f" ({'; '.join(passed)})" if passed else ""), request)
     if name not in _KERNELS:
         raise ConfigError(f"train.kernel={name}: no such kernel; allowed: auto, {', '.join(_KERNELS)}")
     reason = dict(found)[name]
     if reason is not None:
         raise ConfigError(f"train.kernel={name}: {reason}; usable here: {', '.join(usable)}")
-    return _KERNELS[name](), "as configured"
+    return _explained(name, "as configured", request)
+
+
+def _explained(name: str, reason: str, request: KernelRequest) -> tuple[Kernel, str]:
+    """The kernel, and the reason with what is to be known of the way in which it serves a dynamic index."""
+    kernel = make_kernel(name)
+    if request.index is None:
+        return kernel, reason
+    if not kernel.skips:
+        return kernel, f"{reason}; computes every pair and hides what the index leaves out"
+    absent = cupy_missing() if request.device == "cuda" else None
+    return kernel, f"{reason}; columns and lists of blocks by PyTorch, since {absent}" if absent else reason

@@ -25,6 +25,8 @@ BLOCKS = (16, 32, 64, 128)
 class TritonColumns:
     """Columns gathered once, by the Triton kernels for packed columns."""
 
+    skips = True
+
     def forward_columns(self, q, packed, columns, scale, partial):
         from mtrain_cli.kernels.triton import sparse
 

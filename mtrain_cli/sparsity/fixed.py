@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
@@ -41,20 +42,25 @@ class FixedPattern:
         return f"one block of {self.block} tokens covers" if blocks == 1 else None
 
     def estimate(self, q: torch.Tensor, k: torch.Tensor, masked: Masked, layer: int) -> VerticalSlash:  # noqa: ARG002
-        heads = q.shape[2]
-        index = fixed_index(
-            seed=self.seed + 1000 * layer,
-            batch=len(q),
-            heads=heads,
-            seq=masked.masks[0].padded,
-            block=self.block,
-            slashes=self.slashes,
-            bars=self.bars,
-            density=self.density or None,
-        )
-        moved = index.to(q.device)
-        assert isinstance(moved, VerticalSlash)
-        return moved
+        # Drawing takes tenths of a second at long lengths, so that a layer keeps what it drew once.
+        return _drawn(self, layer, len(q), q.shape[2], masked.masks[0].padded, q.device)
+
+
+@lru_cache(maxsize=256)
+def _drawn(pattern: FixedPattern, layer: int, batch: int, heads: int, seq: int, device: torch.device) -> VerticalSlash:
+    index = fixed_index(
+        seed=pattern.seed + 1000 * layer,
+        batch=batch,
+        heads=heads,
+        seq=seq,
+        block=pattern.block,
+        slashes=pattern.slashes,
+        bars=pattern.bars,
+        density=pattern.density or None,
+    )
+    moved = index.to(device)
+    assert isinstance(moved, VerticalSlash)
+    return moved
 
 
 def fixed_index(

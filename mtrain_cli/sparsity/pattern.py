@@ -107,6 +107,11 @@ class Masked:
         """`host_positions` on the device."""
         return torch.from_numpy(self.host_positions).to(self.geometry.first.device)
 
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        """int64 [batch], the tokens of each sequence that are no padding, on the device."""
+        return torch.tensor([mask.length for mask in self.masks]).to(self.geometry.first.device)
+
     def real(self, sequence: int) -> int:
         """Local slots of one sequence that hold a token; padding comes after them."""
         return int(np.searchsorted(self.host_positions, self.masks[sequence].length))

@@ -20,6 +20,7 @@ from mtrain_cli.attention.kernel import IndexRequest, accumulation_dtype
 from mtrain_cli.sparsity.pattern import MASS_UNITS, Masked, fewest_lines, in_units, kept_lines, ranking
 
 _SCORE_BYTES = 1 << 30  # scores that exist at once while an index is estimated
+_COLUMN_STEP = 128  # the width of unbounded columns is a multiple of this
 _SMALLEST_TILE, _LARGEST_TILE = 16, 128  # keys of a tile of the fused probe, which has to lie in one block
 
 
@@ -197,7 +198,14 @@ class VerticalSlashPattern:
             share = ((left - (1 - self.p_v) * MASS_UNITS) / left.clamp(min=1)).clamp(min=0.0)
         candidates = everyone[..., :-1].permute(1, 2, 0, 3).flatten(2)
         lines, keep = fewest_lines(candidates, left, share, self.min_bars, most, tokens)
-        return torch.where(keep, lines, tokens).sort(-1).values.to(torch.int32)
+        # Padding is never chosen, not even where more columns are asked for than there are tokens.
+        keep &= lines < masked.lengths[:, None, None]
+        bars = torch.where(keep, lines, tokens).sort(-1).values.to(torch.int32)
+        if not self.max_bars:
+            # Without a bound the host has to know how many there are, or every later step would work on as many as there are tokens.
+            widest = int(keep.sum(-1).max())
+            bars = bars[..., : min(tokens, max(1, -(-widest // _COLUMN_STEP)) * _COLUMN_STEP)].contiguous()
+        return bars
 
 
 def fused_probe_usable(q: torch.Tensor, block: int) -> bool:

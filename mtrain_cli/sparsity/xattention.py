@@ -78,7 +78,7 @@ class XAttentionPattern:
             end = min(begin + at_once, local)
             rows = slice(begin * per_block, end * per_block)
             mine = own_squares[rows]
-            scores = (queries[:, :, rows].flatten(1, 2) @ keys.transpose(-1, -2)).to(accumulation_dtype(q.dtype)).view(heads, -1, squares)
+            scores = _products(queries[:, :, rows].flatten(1, 2), keys.transpose(-1, -2)).view(heads, -1, squares)
             scores *= dim**-0.5 / stride
             visible = (square <= mine[:, None]) & ((square + 1) * stride > first[mine][:, None])
             p = scores.masked_fill_(~visible, float("-inf")).softmax(-1).nan_to_num_(0.0)
@@ -88,3 +88,11 @@ class XAttentionPattern:
             lines, keep = kept_lines(mass, self.threshold, (number == own) | (number == 0), 0, blocks)
             chosen[:, begin:end].scatter_(-1, lines, keep)
         return chosen
+
+
+def _products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Batched a @ b in the accumulation dtype: sums of thousands of numbers are not to be rounded before they are compared."""
+    high = accumulation_dtype(a.dtype)
+    if a.is_cuda and a.dtype != high:
+        return torch.bmm(a, b, out_dtype=high)
+    return a.to(high) @ b.to(high)

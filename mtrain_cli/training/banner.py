@@ -35,7 +35,7 @@ def banner(config: Config, environment: Environment, choices: Choices, run_dir: 
         ("exchange", f"{found.exchange.label}: {found.exchange.reason}"),
         ("sparsity", dry_run.describe_sparsity(found)),
         *(("", line) for line in remarks(config)),
-        ("kernel", f"{found.kernel}: {found.kernel_reason}"),
+        *dry_run.kernel_rows(found),
         ("dtype", f"{dry_run.describe_dtype(found)}; recomputation {config.train.activation_checkpoint}"),
         ("memory", memory),
         ("data", data),

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mtrain_cli.attention.kernel import KernelRequest
+from mtrain_cli.attention.kernel import IndexRequest, KernelRequest
 from mtrain_cli.attention.registry import choose, make_kernel, survey
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_size
@@ -26,7 +26,7 @@ from mtrain_cli.sparsity.registry import make_pattern
 from mtrain_cli.sparsity.remarks import computes_everything, remarks
 from mtrain_cli.training.flops import FlopsPerToken, ParameterCount, flops_per_token, parameters, peak_flops
 from mtrain_cli.training.memory import GIB, MemoryEstimate, estimate_memory
-from mtrain_cli.training.plan import compute_dtype, exchange_needs, make_choices, run_layout
+from mtrain_cli.training.plan import compute_dtype, dense_kernel_asked, dense_steps_named, exchange_needs, make_choices, run_layout
 
 if TYPE_CHECKING:
     from mtrain_cli.training.plan import Choices
@@ -58,6 +58,7 @@ class Plan:
     machine: which machine the plan is for, and why. gpu: name of its GPUs, None on a CPU or when they are assumed; capacity: memory of one
     in bytes.
     micro_batches: forward and backward passes of one worker in an optimizer step. checkpoint: bytes of one checkpoint on disk.
+    dense_kernel: name and reason for the dense first steps of a sparse run.
     """
 
     config: Config
@@ -77,6 +78,7 @@ class Plan:
     memory: MemoryEstimate
     moved: Moved
     checkpoint: int
+    dense_kernel: tuple[str, str] | None = None
     machine: str = ""
 
     @property
@@ -148,7 +150,7 @@ def needed_here(found: Plan) -> str:
 def planned(config: Config, environment: Environment, choices: Choices) -> Plan:
     """The plan of a run whose choices are made, on this machine."""
     properties = torch.cuda.get_device_properties(gpu_index(environment)) if environment.device == "cuda" else None
-    return _complete(
+    found = _complete(
         config,
         environment,
         choices.layout,
@@ -158,6 +160,10 @@ def planned(config: Config, environment: Environment, choices: Choices) -> Plan:
         gpu=properties.name if properties else None,
         capacity=properties.total_memory if properties else None,
     )
+    if choices.dense_kernel is None:
+        return found
+    kernel, reason = choices.dense_kernel
+    return dataclasses.replace(found, dense_kernel=(kernel.name, reason))
 
 
 def _elsewhere(config: Config, why: str) -> Plan:
@@ -166,17 +172,22 @@ def _elsewhere(config: Config, why: str) -> Plan:
     environment = resolve_environment(config, planning=True)
     layout = run_layout(config, environment.cp)
     dtype = compute_dtype(config, environment.device)
-    kernel = _kernel_elsewhere(config, dtype)
+    pattern = make_pattern(config.sparsity, config.seed)
+    kernel = _kernel_elsewhere(config, dtype, config.train.kernel, None if pattern is None else pattern.request())
+    dense_kernel = None
+    if config.sparsity.dense_steps:
+        with dense_steps_named(config):
+            dense_kernel = _kernel_elsewhere(config, dtype, dense_kernel_asked(config), None)
     exchange = choose_exchange(
         config.topology, exchange_needs(config, environment, layout, dtype, make_kernel(kernel[0]), ASSUMED_GPU_BYTES)
     )
     found = _complete(config, environment, layout, exchange, kernel, dtype, gpu=None, capacity=None)
-    return dataclasses.replace(found, machine=f"GPUs elsewhere, taken to be {ASSUMED_GPU}: {why}")
+    return dataclasses.replace(found, dense_kernel=dense_kernel, machine=f"GPUs elsewhere, taken to be {ASSUMED_GPU}: {why}")
 
 
-def _kernel_elsewhere(config: Config, dtype: torch.dtype) -> tuple[str, str]:
+def _kernel_elsewhere(config: Config, dtype: torch.dtype, asked: str, index: IndexRequest | None) -> tuple[str, str]:
     """The kernel of a run on Hopper GPUs with every package installed, which is what can be assumed of a machine that is not here."""
-    model, asked = config.model, config.train.kernel
+    model = config.model
     request = KernelRequest(
         device="cuda",
         capability=(9, 0),
@@ -185,7 +196,7 @@ def _kernel_elsewhere(config: Config, dtype: torch.dtype) -> tuple[str, str]:
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
         deterministic=config.train.deterministic,
-        index=pattern.request() if (pattern := make_pattern(config.sparsity, config.seed)) is not None else None,
+        index=index,
     )
     possible = [name for name, reason in survey(request) if reason is None or "not installed" in reason]
     if asked in possible:
@@ -292,7 +303,7 @@ def render(found: Plan) -> RenderableType:
         ("exchange", f"{found.exchange.label}: {found.exchange.reason}"),
         ("sparsity", describe_sparsity(found)),
         *(("", line) for line in remarks(config)),
-        ("kernel", f"{found.kernel}: {found.kernel_reason}"),
+        *kernel_rows(found),
         ("dtype", describe_dtype(found)),
         ("moved", describe_moved(found)),
         ("checkpoint", f"{size(found.checkpoint)} on disk, {config.train.keep_checkpoints} kept"),
@@ -302,6 +313,15 @@ def render(found: Plan) -> RenderableType:
         [Text(f"Does not fit this machine: {advice(found)}", style="red")] if found.environment.device == "cpu" and not found.fits else []
     )
     return Group(title, facts(rows), Text(""), memory_table(found), *help_)
+
+
+def kernel_rows(found: Plan) -> list[tuple[str, str]]:
+    """The kernel, and that of dense first steps where there are some."""
+    rows = [("kernel", f"{found.kernel}: {found.kernel_reason}")]
+    if found.dense_kernel is not None:
+        name, reason = found.dense_kernel
+        rows.append(("", f"{name} in the first {found.config.sparsity.dense_steps} steps, which are dense: {reason}"))
+    return rows
 
 
 def facts(rows: list[tuple[str, str]]) -> Table:

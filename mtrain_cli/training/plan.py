@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 
 from mtrain_cli.attention.kernel import Kernel, KernelRequest
 from mtrain_cli.attention.registry import choose
-from mtrain_cli.config.schema import Config
+from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.selection import ExchangeChoice, ExchangeNeeds, choose_exchange
@@ -18,7 +20,9 @@ from mtrain_cli.sparsity.registry import make_pattern
 
 @dataclass(frozen=True)
 class Choices:
-    """Facts behind the word `auto`. pattern: None for dense attention; dense_kernel computes the first steps if those are to be dense."""
+    """Facts behind the word `auto`. pattern: None for dense attention; dense_kernel, with its reason, computes the first steps if those are
+    to be dense.
+    """
 
     layout: Layout
     exchange: ExchangeChoice
@@ -27,7 +31,7 @@ class Choices:
     dtype: torch.dtype
     compile: bool
     pattern: Pattern | None = None
-    dense_kernel: Kernel | None = None
+    dense_kernel: tuple[Kernel, str] | None = None
 
 
 def compute_dtype(config: Config, device: str) -> torch.dtype:
@@ -87,11 +91,38 @@ def make_choices(config: Config, environment: Environment) -> Choices:
     pattern = make_pattern(config.sparsity, config.seed)
     dense_kernel = None
     if pattern is not None:
-        if config.sparsity.dense_steps:
-            named = config.train.kernel if config.train.kernel != "triton" else "auto"
-            dense_kernel, _ = choose(named, request)
+        dense_kernel = choose_dense_kernel(config, request)
         request = replace(request, index=pattern.request())
     kernel, kernel_reason = choose(config.train.kernel, request)
     exchange = choose_exchange(config.topology, exchange_needs(config, environment, layout, dtype, kernel, memory))
     compiled = environment.device == "cuda" if config.train.compile == "auto" else bool(config.train.compile)
     return Choices(layout, exchange, kernel, kernel_reason, dtype, compiled, pattern, dense_kernel)
+
+
+def choose_dense_kernel(config: Config, request: KernelRequest) -> tuple[Kernel, str] | None:
+    """What computes the first, dense steps of a sparse run, and why; None where it has none. request: for dense attention.
+
+    A kernel that computes under an index only leaves them to what `auto` takes.
+
+    Raises ConfigError if none can.
+    """
+    if not config.sparsity.dense_steps:
+        return None
+    named = dense_kernel_asked(config)
+    with dense_steps_named(config):
+        kernel, reason = choose(named, request)
+    return kernel, reason if named == config.train.kernel else f"{reason}; {config.train.kernel} computes under an index only"
+
+
+def dense_kernel_asked(config: Config) -> str:
+    """`train.kernel` as it holds for dense steps."""
+    return "auto" if config.train.kernel == "triton" else config.train.kernel
+
+
+@contextmanager
+def dense_steps_named(config: Config) -> Iterator[None]:
+    """A kernel that is missing for dense steps is told as a matter of these."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"sparsity.dense_steps={config.sparsity.dense_steps}: nothing computes these steps: {error}") from None

@@ -220,7 +220,7 @@ class Trainer:
         mask = config.data.document_mask
         self.batch_maker = BatchMaker(exchange, self.choices.kernel, self.device, document_mask=mask, pattern=self.choices.pattern)
         dense = self.choices.dense_kernel
-        self.dense_batch_maker = BatchMaker(exchange, dense, self.device, document_mask=mask) if dense is not None else None
+        self.dense_batch_maker = BatchMaker(exchange, dense[0], self.device, document_mask=mask) if dense is not None else None
         self.dataset: PackedDataset = open_dataset(config)
         self._check_same_data()
         self.sampler = Sampler(len(self.dataset), config.seed)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 
-from mtrain_cli.attention.kernel import KernelRequest
+from mtrain_cli.attention import registry
+from mtrain_cli.attention.kernel import IndexRequest, KernelRequest
 from mtrain_cli.attention.registry import choose, survey
 from mtrain_cli.config.schema import ConfigError
 
@@ -55,3 +57,17 @@ def test_a_named_kernel_that_cannot_serve_is_refused_with_those_that_can():
 )
 def test_flash4_says_what_it_lacks(changes, words):
     assert words in (dict(survey(cuda(**changes)))["flash4"] or "")
+
+
+@pytest.mark.parametrize("name", ["auto", "reference"])
+def test_a_kernel_that_only_hides_what_an_index_leaves_out_says_so(name):
+    request = KernelRequest("cpu", None, "float64", 128, 16, 2, index=IndexRequest(64, bitmap=False))
+    assert choose(name, request)[1].endswith("; computes every pair and hides what the index leaves out")
+    assert "hides" not in choose(name, replace(request, index=None))[1]
+
+
+def test_kernels_without_cupy_say_who_does_its_work(monkeypatch):
+    request = KernelRequest("cuda", (9, 0), "bfloat16", 128, 16, 2, index=IndexRequest(64, bitmap=False))
+    for absent, ending in ((None, "as configured"), ("CuPy is not installed", "by PyTorch, since CuPy is not installed")):
+        monkeypatch.setattr(registry, "cupy_missing", lambda absent=absent: absent)
+        assert choose("triton", request)[1].endswith(ending)

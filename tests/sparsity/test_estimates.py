@@ -105,6 +105,31 @@ def test_scores_in_parts_choose_the_same(monkeypatch):
     assert pattern().estimate(q, k, masked, 0).same_as(whole)
 
 
+@pytest.mark.parametrize(
+    "bounds", [{"min_bars": 145, "max_bars": 0}, {"sink_tokens": 148, "max_bars": 0}, {"min_bars": 155, "max_bars": 160}]
+)
+@pytest.mark.parametrize("joint", [False, True])
+def test_columns_lie_within_the_tokens_however_many_are_forced(bounds, joint):
+    q, k, masked = inputs(length=140)
+    index = pattern(joint=joint, **bounds).estimate(q, k, masked, 0)
+    beyond = masked.geometry.blocks * BLOCK
+    assert index.bars[..., :140].tolist() == [[list(range(140))] * HEADS] * 2
+    assert (index.bars[..., 140:] == beyond).all()
+
+
+def test_columns_without_a_bound_are_as_wide_as_what_was_found():
+    torch.manual_seed(0)
+    seq = 1000
+    q, k = torch.randn(1, seq, HEADS, DIM), torch.randn(1, seq, KV_HEADS, DIM)
+    masked = Masked.make([SequenceMask.causal(seq, seq)], BLOCK)
+    unbounded = pattern(p_v=0.3, max_bars=0).estimate(q, k, masked, 0)
+    bounded = pattern(p_v=0.3, max_bars=seq).estimate(q, k, masked, 0)
+    most = int((bounded.bars < seq).sum(-1).max())
+    assert 128 < most < 256, "more than one step of the width"
+    assert unbounded.bars.shape[-1] == 256
+    assert unbounded.bars.equal(bounded.bars[..., :256])
+
+
 def test_what_is_not_a_number_leaves_a_sound_index():
     q, k, masked = inputs(4)
     q[0, -1, 0] = float("nan")

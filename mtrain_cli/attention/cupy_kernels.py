@@ -1,0 +1,33 @@
+"""Whether mtrain's own CUDA kernels (`kernels/cuda`) can run: CuPy is there and compiles here."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+
+import torch
+
+
+@cache
+def cupy_missing() -> str | None:
+    """Why the kernels cannot run on the current GPU, in a few words; None if they can. The first call compiles one of them."""
+    if importlib.util.find_spec("cupy") is None:
+        return "CuPy is not installed"
+    try:
+        from mtrain_cli.kernels.cuda.launch import check
+    except Exception as error:  # of whatever kind a broken installation raises
+        return f"CuPy cannot be imported: {_first_line(error)}"
+    try:
+        check()
+    except Exception as error:
+        return f"CuPy cannot compile here: {_first_line(error)}"
+    return None
+
+
+def cuda_kernels_usable(tensor: torch.Tensor) -> bool:
+    """Whether the kernels can serve the tensor: it is on a GPU, and nothing is missing."""
+    return tensor.is_cuda and cupy_missing() is None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:120]
