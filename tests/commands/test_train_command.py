@@ -25,7 +25,7 @@ def launched(monkeypatch):
     """Calls of the launcher, which here starts nothing and reports 7."""
     calls = []
 
-    def launch(run_dir, environment, resume):
+    def launch(run_dir, environment, resume, config):
         calls.append((run_dir, environment, resume))
         run_dir.release()
         return 7
@@ -87,7 +87,7 @@ def test_resume_goes_on_with_the_saved_configuration(launched, by):
 
 
 def test_resume_with_overrides_writes_them_for_the_workers(launched):
-    run("seq=256", "topology.device=cpu", "run.name=first")
+    run("seq=512", "topology.device=cpu", "run.name=first")
     assert run("--resume", "first", "train.steps=500", "topology.workers=4").exit_code == 7
     run_dir, environment, _ = launched[-1]
     assert (load(run_dir.resolved).train.steps, load(run_dir.resolved).seq, environment.workers) == (500, 256, 4)

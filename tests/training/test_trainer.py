@@ -316,12 +316,12 @@ def test_no_command_goes_on_from_a_checkpoint_that_was_not_made(tmp_path):
 def group_timeouts(rank: int, world: int) -> list[float]:
     trainer = make(rank, world, world, ("topology.timeout_s=45",))
     group = trainer.batch_maker.exchange.group
-    groups = [group.kv, group.gradients, trainer.host_group]
+    groups = [*group.channels.values(), trainer.host_group]
     return [g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups]
 
 
 def test_every_group_of_a_trainer_gives_up_after_the_configured_seconds():
-    assert gloo.run(2, group_timeouts) == [[45.0] * 3] * 2
+    assert gloo.run(2, group_timeouts) == [[45.0] * 4] * 2
 
 
 def too_large(rank: int, world: int) -> str:
