@@ -90,7 +90,7 @@ def test_resume_with_overrides_writes_them_for_the_workers(launched):
     run("seq=512", "topology.device=cpu", "run.name=first")
     assert run("--resume", "first", "train.steps=500", "topology.workers=4").exit_code == 7
     run_dir, environment, _ = launched[-1]
-    assert (load(run_dir.resolved).train.steps, load(run_dir.resolved).seq, environment.workers) == (500, 256, 4)
+    assert (load(run_dir.resolved).train.steps, load(run_dir.resolved).seq, environment.workers) == (500, 512, 4)
 
 
 def test_a_resume_that_is_refused_changes_nothing(launched):
