@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,6 +17,7 @@ from mtrain_cli.parallel.exchange import Exchange, Work
 from mtrain_cli.parallel.index_group import gathered, make_index_group
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.mesh import ContextGroup
+from mtrain_cli.parallel.recording import INDEX, Recorder
 from mtrain_cli.sparsity.pattern import Masked, Pattern
 
 
@@ -78,11 +80,12 @@ class DynamicIndex:
         work = MaskWork.make(masks, request.block, device, request.bitmap, masked.numbers)
         return DynamicIndex(pattern, masked, work, foreign_queries)
 
-    def of(self, layer: int, q: torch.Tensor, k: torch.Tensor) -> Index:
+    def of(self, layer: int, q: torch.Tensor, k: torch.Tensor, recorder: Recorder | None = None) -> Index:
         """The index of a layer: estimated once, then kept."""
         if layer not in self.kept:
             started = _now(q.device)
-            with torch.no_grad():
+            span = nullcontext() if recorder is None else recorder.span(INDEX, f"layer {layer}", "forward", 0)
+            with torch.no_grad(), span:
                 index = self.pattern.estimate(q.detach(), k.detach(), self.masked, layer)
                 counts, workers = index.counts(self.work), 1
                 if isinstance(index, BlockBitmap):
@@ -143,7 +146,7 @@ class ContextAttention:
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
         """q [batch, tokens, heads, head_dim], k and v [batch, tokens, kv_heads, head_dim] of this rank -> out like q."""
-        work = self.work if self.index is None else self.work.under(self.index.of(layer, q, k))
+        work = self.work if self.index is None else self.work.under(self.index.of(layer, q, k, self.exchange.recorder))
         return _Attend.apply(q, k, v, self, work, layer)
 
     def done(self, layer: int) -> None:

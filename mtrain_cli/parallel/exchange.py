@@ -24,11 +24,13 @@ from mtrain_cli.attention.tiles import BlockGeometry, Tiles
 from mtrain_cli.parallel.layout import Joined, Layout
 from mtrain_cli.parallel.mail import Buffers, Mail
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.parallel.schedule import KV, QUERIES, Options, Schedule, Step, Steps, Transfer, make_schedule
+from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, COLUMNS, MERGE, WAIT, Recorder
+from mtrain_cli.parallel.schedule import CONTEXT, KV, QUERIES, Options, Schedule, Step, Steps, Transfer, make_schedule
 
 Shards = tuple[int, ...]
 Saved = tuple[torch.Tensor, ...]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+FORWARD, BACKWARD = "forward", "backward"
 WHOLE_SEQUENCE = (-1,)  # in place of key shards: all of them, in sequence order
 
 
@@ -75,10 +77,15 @@ class Exchange(ABC):
         self.forward_steps: Steps = schedule.forward[group.rank]
         self.backward_steps: Steps = schedule.backward[group.rank]
         self.buffers = Buffers()
+        self.recorder: Recorder | None = None
 
     @property
     def name(self) -> str:
         return self.schedule.exchange
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Has the times of all later passes recorded, until it is called with None."""
+        self.recorder = recorder
 
     @property
     def foreign_queries(self) -> bool:
@@ -138,9 +145,9 @@ class Exchange(ABC):
     @contextmanager
     def _mail(self, what: str, direction: str) -> Iterator[Mail]:
         """The transfers of one pass; all of them are complete at its end."""
-        mail = Mail(self.group, f"{self.name}, {what}, {direction}")
+        steps = self.forward_steps if direction == FORWARD else self.backward_steps
+        mail = Mail(self.group, self.name, what, direction, len(steps), self.recorder)
         yield mail
-        mail.step = "end"
         mail.finish()
 
 
@@ -156,10 +163,11 @@ class Gathering(Exchange):
     def forward(self, q, k, v, work, kernel, scale, what=""):
         packed = torch.stack([k, v])
         parts = []
-        with self._mail(what, "forward") as mail:
+        with self._mail(what, FORWARD) as mail:
             for step, keys, values in self._gathered(mail, self.forward_steps, packed):
                 tiles = work.of(*self._tile(step), self._part(step))
-                parts.append(kernel.forward(_heads(q, step.part, 2), keys, values, tiles, scale))
+                with mail.span(ATTENTION):
+                    parts.append(kernel.forward(_heads(q, step.part, 2), keys, values, tiles, scale))
         outs, lses = zip(*parts, strict=True)
         out, lse = _joined(outs, 2), _joined(lses, 1)
         return out, lse, (q, packed, out, lse)
@@ -168,16 +176,18 @@ class Gathering(Exchange):
         q, packed, out, lse = saved
         high = accumulation_dtype(packed.dtype)
         queries, gradients = [], []
-        with self._mail(what, "backward") as mail:
+        with self._mail(what, BACKWARD) as mail:
             for step, keys, values in self._gathered(mail, self.backward_steps, packed):
                 tiles = work.of(*self._tile(step), self._part(step))
                 mine = (_heads(t, step.part, 2).contiguous() for t in (dout, q, out))
                 dout_part, q_part, out_part = mine
                 lse_part = _heads(lse, step.part, 1).contiguous()
-                dq, dk, dv = kernel.backward(dout_part, q_part, keys, values, out_part, lse_part, None, tiles, scale)
+                with mail.span(ATTENTION):
+                    dq, dk, dv = kernel.backward(dout_part, q_part, keys, values, out_part, lse_part, None, tiles, scale)
                 del keys, values
                 queries.append(dq)
-                gradients.append(self._returned(mail, step.send, dk, dv, high) if step.send else torch.stack([dk, dv]))
+                with mail.span(ARRANGE):
+                    gradients.append(self._returned(mail, step.send, dk, dv, high) if step.send else torch.stack([dk, dv]))
         dk, dv = _joined(gradients, 3).to(packed.dtype)
         return _joined(queries, 2), dk, dv
 
@@ -185,7 +195,7 @@ class Gathering(Exchange):
         """-> every step with its keys and values [batch, padded_seq, kv_heads of the part, head_dim], once they are complete."""
         coming: dict[int, tuple[Transfer, torch.Tensor]] = {}
         for at, step in enumerate(steps):
-            mail.step = _name(at, steps)
+            mail.at = at
             for transfer in step.post:
                 # The second collective of a pair sends on what the first one brought.
                 mine = _heads(packed, transfer.part, 3) if transfer.after is None else coming[transfer.after][1]
@@ -196,11 +206,12 @@ class Gathering(Exchange):
                 yield step, packed[0], packed[1]
                 continue
             transfer, shards = coming.pop(step.wait[-1])
-            if transfer.after is not None:
-                # [ranks of the node, nodes, ...] -> rank order
-                coming.pop(transfer.after)
-                shards = shards.transpose(0, 1).flatten(0, 1)
-            keys, values = (self.layout.to_sequence(shards[:, i]) for i in (0, 1))
+            with mail.span(ARRANGE):
+                if transfer.after is not None:
+                    # [ranks of the node, nodes, ...] -> rank order
+                    coming.pop(transfer.after)
+                    shards = shards.transpose(0, 1).flatten(0, 1)
+                keys, values = (self.layout.to_sequence(shards[:, i]) for i in (0, 1))
             del shards
             yield step, keys, values
 
@@ -246,20 +257,27 @@ class Circulating(Exchange):
     def forward(self, q, k, v, work, kernel, scale, what=""):
         packed = torch.stack([k, v])
         total = _Total(q)
-        with self._mail(what, "forward") as mail:
+        with self._mail(what, FORWARD) as mail:
             columns = _Columns.make(self, work)
             if columns is not None:
                 columns.gather(packed)
             (last,) = self.schedule.keeps[self.group.rank]
             travel = _Travel(self.buffers, mail, self.forward_steps, {self.group.rank: packed}, KV, keep=last)
             for at, step in enumerate(self.forward_steps):
-                mail.step = _name(at, self.forward_steps)
+                mail.at = at
                 keys = travel.begin(at)
                 tiles = work.of(*self._tile(step), self._part(step), columns=columns is None)
                 if not tiles.empty:
-                    total.add(*kernel.forward(q, keys[0], keys[1], tiles, scale))
+                    with mail.span(ATTENTION):
+                        part = kernel.forward(q, keys[0], keys[1], tiles, scale)
+                    with mail.span(MERGE):
+                        total.add(*part)
+                    del part
                 if at == 0 and columns is not None:
-                    total.continued(*kernel.forward_columns(q, columns.packed(), columns.shared, scale, total.partial()))
+                    with mail.span(WAIT, CONTEXT):
+                        packed_columns = columns.packed()
+                    with mail.span(COLUMNS):
+                        total.continued(*kernel.forward_columns(q, packed_columns, columns.shared, scale, total.partial()))
                 travel.end(at)
             kept = travel.kept()
         out, lse = total.result()
@@ -271,17 +289,21 @@ class Circulating(Exchange):
         columns = _Columns.make(self, work)
         # Kernels that derive it by themselves would not read it.
         delta = None if kernel.needs_out and columns is None else row_delta(out, dout)
-        with self._mail(what, "backward") as mail:
+        with self._mail(what, BACKWARD) as mail:
             if columns is None:
                 dq = torch.zeros(q.shape, dtype=high, device=q.device)
             else:
                 assert delta is not None
-                dq, of_columns = kernel.backward_columns(dout, q, gathered[0], lse, delta, columns.shared, scale)
+                with mail.span(COLUMNS):
+                    dq, of_columns = kernel.backward_columns(dout, q, gathered[0], lse, delta, columns.shared, scale)
                 columns.give_back(of_columns)
             run = self._backward_of_queries if self.schedule.circulates == QUERIES else self._backward_of_keys
             gradient = run(mail, (q, dout, out, lse, delta), kept, dq, work, kernel, scale, with_columns=columns is None)
-        if columns is not None:
-            columns.add_to(gradient)
+            if columns is not None:
+                with mail.span(WAIT, CONTEXT):
+                    columns.packed()
+                with mail.span(COLUMNS):
+                    columns.add_to(gradient)
         dk, dv = gradient.to(kept.dtype, copy=True)
         self.buffers.give(gradient)
         return dq.to(q.dtype), dk, dv
@@ -294,17 +316,19 @@ class Circulating(Exchange):
         travel = _Travel(self.buffers, mail, steps, {start: kept}, KV)
         sums = _Sums(self.buffers, mail)
         for at, step in enumerate(steps):
-            mail.step = _name(at, steps)
+            mail.at = at
             packed = travel.begin(at)
             tiles = work.of(*self._tile(step), self._part(step), columns=with_columns)
             gradient = sums.fresh(step.keys[0], packed.shape, dq.dtype, packed.device)
             if tiles.empty:
                 gradient.zero_()
             else:
-                part_q, part_k, part_v = kernel.backward(dout, q, packed[0], packed[1], out, lse, delta, tiles, scale)
-                dq += part_q
-                gradient[0].copy_(part_k)
-                gradient[1].copy_(part_v)
+                with mail.span(ATTENTION):
+                    part_q, part_k, part_v = kernel.backward(dout, q, packed[0], packed[1], out, lse, delta, tiles, scale)
+                with mail.span(MERGE):
+                    dq += part_q
+                    gradient[0].copy_(part_k)
+                    gradient[1].copy_(part_v)
             sums.exchange(step)
             travel.end(at)
         return sums.only(self.group.rank)
@@ -317,7 +341,7 @@ class Circulating(Exchange):
         sums = _Sums(self.buffers, mail)
         gradient = self.buffers.like(kept, dq.dtype).zero_()
         for at, step in enumerate(steps):
-            mail.step = _name(at, steps)
+            mail.at = at
             bundle = travel.begin(at)
             if step.queries:
                 tiles = work.of(*self._tile(step), self._part(step), columns=with_columns)
@@ -326,10 +350,12 @@ class Circulating(Exchange):
                     their.zero_()
                 else:
                     q, dout, out, lse, delta = message.unpack(bundle)
-                    part_q, part_k, part_v = kernel.backward(dout, q, kept[0], kept[1], out, lse, delta, tiles, scale)
-                    their.copy_(part_q)
-                    gradient[0] += part_k
-                    gradient[1] += part_v
+                    with mail.span(ATTENTION):
+                        part_q, part_k, part_v = kernel.backward(dout, q, kept[0], kept[1], out, lse, delta, tiles, scale)
+                    with mail.span(MERGE):
+                        their.copy_(part_q)
+                        gradient[0] += part_k
+                        gradient[1] += part_v
             sums.exchange(step)
             travel.end(at)
         mine = sums.only(self.group.rank)
@@ -353,6 +379,10 @@ class SharedHeads(Exchange):
         self._kv_heads = 0  # of the model, known from the first forward pass
         self._order, self._back = torch.from_numpy(order), torch.from_numpy(np.argsort(order))
 
+    def record(self, recorder: Recorder | None) -> None:
+        super().record(recorder)
+        self.inner.record(recorder)
+
     @property
     def foreign_queries(self) -> bool:
         return True
@@ -370,18 +400,20 @@ class SharedHeads(Exchange):
         return self.inner.pairs(work)
 
     def forward(self, q, k, v, work, kernel, scale, what=""):
-        with self._mail(what, "forward") as mail:
+        with self._mail(what, FORWARD) as mail:
             parts = [_heads_for(t, self.heads) for t in (q, k, v)]
             q_part, k_part, v_part = self._to_heads(mail, self.forward_steps[0].post[0], parts)
             out, lse, saved = self.inner.forward(q_part, k_part, v_part, work, kernel, scale, what)
+            mail.at = len(self.forward_steps) - 1
             (whole,) = self._to_tokens(mail, self.forward_steps[-1].post[0], [out])
             self._kv_heads = k.shape[2]
         return whole.flatten(2, 3), lse, saved
 
     def backward(self, dout, saved, work, kernel, scale, what=""):
-        with self._mail(what, "backward") as mail:
+        with self._mail(what, BACKWARD) as mail:
             (mine,) = self._to_heads(mail, self.backward_steps[0].post[0], [_heads_for(dout, self.heads)])
             gradients = self.inner.backward(mine, saved, work, kernel, scale, what)
+            mail.at = len(self.backward_steps) - 1
             dq, dk, dv = self._to_tokens(mail, self.backward_steps[-1].post[0], list(gradients))
         return dq.flatten(2, 3), _added(dk, self._kv_heads), _added(dv, self._kv_heads)
 
@@ -583,10 +615,6 @@ class _Columns:
     def add_to(self, gradient: torch.Tensor) -> None:
         """gradient [2, batch, tokens, kv_heads, head_dim] of this rank's keys and values."""
         self.shared.add_gradients(gradient[0], gradient[1], self.packed())
-
-
-def _name(at: int, steps: Steps) -> str:
-    return f"step {at + 1} of {len(steps)}"
 
 
 def _heads(tensor: torch.Tensor, part: tuple[int, int], dim: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from mtrain_cli.parallel.collectives import start_all_gather, start_reduce_scatter
 from mtrain_cli.parallel.mesh import ContextGroup
+from mtrain_cli.parallel.recording import WAIT, Recorder
 from mtrain_cli.parallel.schedule import Transfer
 
 
@@ -46,13 +47,26 @@ class Buffers:
 
 @dataclass
 class Mail:
-    """The transfers of one pass of one layer on this rank. what: for messages, such as ``ring, layer 3, forward``."""
+    """The transfers of one pass of one layer on this rank, and the times of what it does meanwhile.
+
+    exchange, layer, direction: for messages and records, such as ``ring``, ``layer 3``, ``forward``. at: the step, from 0; steps: how many.
+    """
 
     group: ContextGroup
-    what: str
-    step: str = "start"
+    exchange: str
+    layer: str
+    direction: str
+    steps: int
+    recorder: Recorder | None = None
+    at: int = 0
     _works: dict[int, list[dist.Work]] = field(default_factory=dict)
     _transfers: dict[int, Transfer] = field(default_factory=dict)
+
+    def span(self, kind: str, link: str = "") -> AbstractContextManager[None]:
+        """What is done inside is one span of the current step, where times are recorded."""
+        if self.recorder is None:
+            return nullcontext()
+        return self.recorder.span(kind, self.layer, self.direction, self.at, link)
 
     def hop(self, transfer: Transfer, leaving: torch.Tensor, arriving: torch.Tensor) -> None:
         """Begins to send one tensor to a peer and to receive another from one."""
@@ -84,15 +98,17 @@ class Mail:
     def trade(self, transfer: Transfer, parts: torch.Tensor) -> torch.Tensor:
         """parts [peers, ...], one for each -> the one of every peer for this rank, complete at once."""
         arrived = torch.empty_like(parts)
-        with self._begun(transfer):
+        with self._begun(transfer), self.span(WAIT, transfer.channel):
             dist.all_to_all_single(arrived, parts, group=self.group.channel(transfer.channel, transfer.payload))
         return arrived
 
     def wait(self, number: int) -> None:
         """What is queued on the current stream from here on sees the content of the transfer; on a CPU it has come."""
-        for work in self._works.pop(number, ()):
-            with self._named(number):
-                work.wait()
+        works = self._works.pop(number, ())
+        if works:
+            with self.span(WAIT, self._transfers[number].channel), self._named(number):
+                for work in works:
+                    work.wait()
 
     def finish(self) -> None:
         """Waits for what nothing has waited for."""
@@ -133,7 +149,8 @@ class Mail:
             t = self._transfers[number]
             peers = f"from rank {self.group.ranks[t.source]}" if t.source is not None else f"among {len(t.peers)} ranks"
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise ExchangeError(f"{self.what}, {self.step}: {t.payload} {peers} did not come ({reason})") from error
+            where = f"{self.exchange}, {self.layer}, {self.direction}, step {self.at + 1} of {self.steps}"
+            raise ExchangeError(f"{where}: {t.payload} {peers} did not come ({reason})") from error
 
 
 _SIDE: dict[int, torch.cuda.Stream] = {}

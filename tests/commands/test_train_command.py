@@ -25,7 +25,7 @@ def launched(monkeypatch):
     """Calls of the launcher, which here starts nothing and reports 7."""
     calls = []
 
-    def launch(run_dir, environment, resume, config):
+    def launch(run_dir, environment, resume, config):  # noqa: ARG001
         calls.append((run_dir, environment, resume))
         run_dir.release()
         return 7
