@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from mtrain_cli import __version__
-from mtrain_cli.commands import checkpoint, config, data, doctor, profile, train
+from mtrain_cli.commands import checkpoint, config, data, doctor, profile_imbalance, train
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.job import job_rank
@@ -139,7 +139,7 @@ def mtrain(
 
 
 app.command("train")(train.train)
-app.add_typer(profile.app, name="profile")
+app.add_typer(profile_imbalance.app, name="profile")
 app.add_typer(config.app, name="config")
 app.add_typer(data.app, name="data")
 app.add_typer(checkpoint.app, name="checkpoint")

@@ -47,7 +47,7 @@ class Recorder:
     def start(self) -> None:
         """Begins: times count from here."""
         self._spans.clear()
-        self._zero = self._now()
+        self._zero = self.now()
 
     @contextmanager
     def span(self, kind: str, layer: str, direction: str, step: int, link: str = "") -> Iterator[None]:
@@ -55,9 +55,9 @@ class Recorder:
         if self._zero is None:
             yield
             return
-        started = self._now()
+        started = self.now()
         yield
-        self._spans.append((kind, layer, direction, step, link, started, self._now()))
+        self._spans.append((kind, layer, direction, step, link, started, self.now()))
 
     def read(self) -> list[Span]:
         """Ends the recording; waits until everything recorded has happened."""
@@ -72,12 +72,19 @@ class Recorder:
         self._spans.clear()
         return found
 
-    def _now(self) -> Moment:
+    def now(self) -> Moment:
+        """This point of the current stream, or of time."""
         if not self._cuda:
             return time.perf_counter()
         event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+    def seconds(self, began: Moment, ended: Moment) -> float:
+        """Between two moments; waits until both have been."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        return _between(began, ended)
 
 
 def _between(began: Moment, ended: Moment) -> float:
