@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -10,29 +11,89 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from mtrain_cli.attention.kernel import KernelRequest
+from mtrain_cli.attention.index import BlockBitmap, VerticalSlash
+from mtrain_cli.attention.kernel import IndexRequest, KernelRequest
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.registry import _KERNELS
-from mtrain_cli.attention.tiles import Tiles
+from mtrain_cli.attention.tiles import BlockGeometry, Tiles
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.layout import make_layout
-from mtrain_cli.parallel.mesh import make_context_group
+from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
+from mtrain_cli.sparsity.fixed import fixed_index
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs or more")]
 
-SEQ, HEADS, KV_HEADS, HEAD_DIM = 3000, 16, 2, 128
+SEQ, HEADS, KV_HEADS, HEAD_DIM, BLOCK = 3000, 16, 2, 128, 128
 
 
-def work(rank: int, world: int, store: str, kernel_name: str) -> None:
+@dataclass(frozen=True)
+class Way:
+    """What `make_exchange` and `make_context_group` take."""
+
+    exchange: str
+    per_node: int = 8
+    chunks: int = 1
+    prefetch: int = 1
+    circulates: str = "kv"
+    heads: int = 1
+    shared_columns: bool = True
+
+
+WAYS = (
+    Way("all_gather"),
+    Way("all_gather", chunks=2),
+    Way("hierarchical_all_gather", per_node=2),
+    Way("hierarchical_all_gather", per_node=2, chunks=2),
+    Way("ring"),
+    Way("ring", prefetch=2, shared_columns=False),
+    Way("ring", circulates="queries"),
+    Way("hierarchical_ring", per_node=2),
+    Way("hierarchical_ring", per_node=2, circulates="queries", shared_columns=False),
+    Way("ring", heads=2),
+    Way("all_gather", heads=4),
+)
+
+
+@dataclass(frozen=True)
+class Given:
+    """A pattern that gives an index which all workers know."""
+
+    index: VerticalSlash | BlockBitmap
+
+    def request(self) -> IndexRequest:
+        return IndexRequest(BLOCK, bitmap=isinstance(self.index, BlockBitmap))
+
+    def estimate(self, q, k, masked, layer):  # noqa: ARG002
+        if isinstance(self.index, VerticalSlash):
+            return self.index
+        rows = masked.geometry.query_blocks
+        return BlockBitmap(BLOCK, self.index.blocks, self.index.bits[:, :, rows.long()], rows)
+
+
+def index_of(kind: str, blocks: int, device: torch.device) -> VerticalSlash | BlockBitmap | None:
+    if kind == "dense":
+        return None
+    if kind == "bitmap":
+        bits = torch.from_numpy(np.random.default_rng(4).random((1, HEADS, 64, 64)) < 0.4).tril()[..., :blocks, :blocks]
+        return BlockBitmap.whole(BLOCK, bits.to(device))
+    drawn = fixed_index(seed=3, batch=1, heads=HEADS, seq=SEQ, block=BLOCK, slashes=4, bars=70).to(device)
+    assert isinstance(drawn, VerticalSlash)
+    # Columns beyond the tokens are named by the number of padded positions, which differs between layouts.
+    bars = torch.where(drawn.bars < SEQ, drawn.bars, blocks * BLOCK)
+    slashes = torch.nn.functional.pad(drawn.slashes, (0, blocks - drawn.slashes.shape[-1]))
+    slashes[:, 3] = False
+    return VerticalSlash(BLOCK, blocks, slashes, bars)
+
+
+def work(rank: int, world: int, store: str, kernel_name: str, kinds: tuple[str, ...]) -> None:
     # A failed rank leaves the others in a collective: the test must end with a traceback, not hang.
-    faulthandler.dump_traceback_later(240, exit=True)
+    faulthandler.dump_traceback_later(280, exit=True)
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=world, device_id=device)
-    group = make_context_group(rank, world, world, device)
     kernel = _KERNELS[kernel_name]()
     generator = torch.Generator(device).manual_seed(1)
     q, k, v, dout = (
@@ -41,40 +102,64 @@ def work(rank: int, world: int, store: str, kernel_name: str) -> None:
     )
     scale = HEAD_DIM**-0.5
     wrong: list[str] = []
-    for documents in (False, True):
-        ids = np.sort(np.random.default_rng(2).integers(0, 5 if documents else 1, SEQ))
-        positions = np.arange(SEQ)
-        whole = Tiles.make([SequenceMask.from_documents(ids, SEQ).spans(positions, positions)], device)
-        exact = [t.double() for t in (q, k, v)]
-        out, lse = ReferenceKernel().forward(*exact, whole, scale)
-        expected = (out, *ReferenceKernel().backward(dout.double(), *exact, out, lse, None, whole, scale))
-        for layout_name in ("zigzag", "striped"):
-            layout = make_layout(layout_name, world, SEQ, 128)
-            own = layout.positions(rank)
-            real = torch.from_numpy(own < SEQ).to(device)
-            index = torch.from_numpy(np.minimum(own, SEQ - 1)).to(device)
-            for exchange in ("all_gather", "ring"):
-                mask = SequenceMask.from_documents(ids, layout.padded_seq)
-                attend = ContextAttention.make(make_exchange(exchange, layout, group), kernel, [mask], device)
-                mine = [t[:, index].clone().requires_grad_() for t in (q, k, v)]
-                got_out = attend(*mine, 0)
-                got = (got_out, *torch.autograd.grad(got_out, mine, dout[:, index]))
-                for name, a, b in zip(("out", "dq", "dk", "dv"), got, expected, strict=True):
-                    a, b = a[:, real].double(), b[:, index[real]]
-                    error = ((a - b).norm() / b.norm()).item()
-                    if not error < 1e-2:
-                        wrong.append(f"{layout_name} {exchange} documents={documents} {name}: {error:.2e}")
+    groups: dict[tuple[int, int], ContextGroup] = {}
+    cells = 0
+    for kind in kinds:
+        for documents in (False, True):
+            ids = np.sort(np.random.default_rng(2).integers(0, 5 if documents else 1, SEQ))
+            positions = np.arange(SEQ)
+            mask = SequenceMask.from_documents(ids, SEQ)
+            whole = Tiles.make([mask.spans(positions, positions)], device, BlockGeometry.make([mask], positions, positions, BLOCK, device))
+            if (index := index_of(kind, -(-SEQ // BLOCK), device)) is not None:
+                whole = whole.under(index)
+            exact = [t.double() for t in (q, k, v)]
+            out, lse = ReferenceKernel().forward(*exact, whole, scale)
+            expected = (out, *ReferenceKernel().backward(dout.double(), *exact, out, lse, None, whole, scale))
+            del exact, lse
+            for layout_name in ("zigzag", "striped"):
+                layout = make_layout(layout_name, world, SEQ, BLOCK, unit=BLOCK)
+                own = layout.positions(rank)
+                real = torch.from_numpy(own < SEQ).to(device)
+                place = torch.from_numpy(np.minimum(own, SEQ - 1)).to(device)
+                given = index_of(kind, layout.padded_seq // BLOCK, device)
+                for way in WAYS:
+                    if world % way.heads or (way.per_node < world and world % way.per_node):
+                        continue
+                    per_node = min(way.per_node, world)
+                    if (per_node, way.heads) not in groups:
+                        groups[per_node, way.heads] = make_context_group(rank, world, world, device, per_node=per_node, heads=way.heads)
+                    exchange = make_exchange(
+                        way.exchange, layout, groups[per_node, way.heads], chunks=way.chunks, prefetch=way.prefetch,
+                        circulates=way.circulates, shared_columns=way.shared_columns,
+                    )  # fmt: skip
+                    masks = [SequenceMask.from_documents(ids, layout.padded_seq)]
+                    attend = ContextAttention.make(exchange, kernel, masks, device, None if given is None else Given(given))
+                    mine = [t[:, place].clone().requires_grad_() for t in (q, k, v)]
+                    got_out = attend(*mine, 0)
+                    got = (got_out, *torch.autograd.grad(got_out, mine, dout[:, place]))
+                    cells += 1
+                    for name, a, b in zip(("out", "dq", "dk", "dv"), got, expected, strict=True):
+                        a, b = a[:, real].double(), b[:, place[real]]
+                        error = ((a - b).norm() / b.norm()).item()
+                        if not error < 1e-2:
+                            wrong.append(f"{kind} {layout_name} {way} documents={documents} {name}: {error:.2e}")
     answers: list[list[str] | None] = [None] * world
     dist.all_gather_object(answers, wrong)
+    if rank == 0:
+        print(f"{kernel_name}: {cells} cells on {world} GPUs", flush=True)
     dist.destroy_process_group()
-    assert not any(answers), answers[rank]
+    assert not any(answers), (answers[rank] or [])[:8]
 
 
-@pytest.mark.parametrize("kernel", ["flash4", "sdpa"])
-def test_output_and_gradients_equal_the_oracle(kernel, tmp_path):
+@pytest.mark.parametrize(
+    ("kernel", "kinds"), [("flash4", ("dense", "vertical_slash", "bitmap")), ("triton", ("vertical_slash", "bitmap")), ("sdpa", ("dense",))]
+)
+def test_output_and_gradients_equal_the_oracle(kernel, kinds, tmp_path):
     request = KernelRequest("cuda", torch.cuda.get_device_capability(), "bfloat16", HEAD_DIM, HEADS, KV_HEADS)
+    if "dense" not in kinds:
+        request = replace(request, index=IndexRequest(BLOCK, bitmap=True))
     missing = _KERNELS[kernel]().missing(request)
     if missing:
         pytest.skip(missing)
     world = min(GPUS, 4)
-    mp.spawn(work, args=(world, str(tmp_path / "store"), kernel), nprocs=world, join=True)
+    mp.spawn(work, args=(world, str(tmp_path / "store"), kernel, kinds), nprocs=world, join=True)
