@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -53,7 +56,7 @@ def imbalance(
 
     words = list(overrides or ())
     cases = _cases(words, _names("--layout", layout), _names("--exchange", exchange), _names("--pattern", pattern), _names("--seq", seq))
-    config = cases[0][1]
+    config = _in_own_folder(cases[0][1])
     environment = resolve_environment(config)
     run = run_dir.create(config, words)
     Plan(cases, repeats, peer).save(run)
@@ -61,6 +64,14 @@ def imbalance(
     if code == 0:
         typer.echo(f"medians of {repeats} iterations, of the slowest worker; details in {run.path / RESULTS}")
     raise typer.Exit(code)
+
+
+def _in_own_folder(config: Config) -> Config:
+    """Measurements lie apart from the runs that can be resumed."""
+    name = f"imbalance-{time.strftime('%Y%m%d-%H%M%S')}" if config.run.name == "auto" else config.run.name
+    if config.run.dir != "auto":
+        return config
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(Path("measurements", name).absolute())))
 
 
 def _names(option: str, text: str) -> list[str]:
