@@ -32,7 +32,7 @@ def _scores(
     row = start + tl.arange(0, ROWS)
     there = row < rows
     q = tl.load(Q + (row[:, None] * HEADS + h) * D + d, mask=there[:, None], other=0.0)
-    k = tl.load(K + slot[:, None].to(tl.int64) * stride_kn + kv * stride_kh + d, mask=(slot < keys)[:, None], other=0.0)
+    k = tl.load(K + slot[:, None].to(tl.int64) * stride_kn + kv.to(tl.int64) * stride_kh + d, mask=(slot < keys)[:, None], other=0.0)
     position = tl.load(ROWS_AT + row, mask=there, other=-1)
     first = tl.load(FIRST + row, mask=there, other=0)
     s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale

@@ -157,7 +157,11 @@ def _forward(
     positions = qb * BLOCK + tl.arange(0, BLOCK)
     first = tl.load(FIRST + b.to(tl.int64) * SEQ + positions)
     seeing = real & (first <= positions)
-    q = tl.load(Q + b.to(tl.int64) * stride_qb + rows[:, None].to(tl.int64) * stride_qn + h * stride_qh + d, mask=real[:, None], other=0.0)
+    q = tl.load(
+        Q + b.to(tl.int64) * stride_qb + rows[:, None].to(tl.int64) * stride_qn + h.to(tl.int64) * stride_qh + d,
+        mask=real[:, None],
+        other=0.0,
+    )
     out_at = (b.to(tl.int64) * queries + rows[:, None]) * (HEADS * D) + h * D + d
     lse_at = bh.to(tl.int64) * queries + rows
     if CONTINUE:
@@ -172,8 +176,8 @@ def _forward(
     within = tl.arange(0, BLOCK_N)
     SUB: tl.constexpr = BLOCK // BLOCK_N
     if SLASHES:
-        k_base = K + b.to(tl.int64) * stride_kb + (h // GROUP) * stride_kh + d
-        v_base = V + b.to(tl.int64) * stride_vb + (h // GROUP) * stride_vh + d
+        k_base = K + b.to(tl.int64) * stride_kb + (h // GROUP).to(tl.int64) * stride_kh + d
+        v_base = V + b.to(tl.int64) * stride_vb + (h // GROUP).to(tl.int64) * stride_vh + d
         list_at, diagonal, whole, end = _block_ranges(LINES, UPTO, FIRST_MIN, FIRST_MAX, bh, b, i, qb, width, BLOCKS, BLOCK, LISTED)
         for t in range((diagonal + end - whole) * SUB):
             n = t // SUB
@@ -232,7 +236,7 @@ def _forward(
             covered = tl.load(slash + away, mask=away >= 0, other=1) != 0
             hidden = covered[None, :] | (where[None, :] < first[:, None]) | (where[None, :] > positions[:, None])
             m, total, acc = _attend(q, k, v, hidden, m, total, acc, scale, True)
-    some = seeing & (total > 0.0)
+    some = seeing & (total != 0.0)  # NaN is something, and is not to look like nothing
     out = tl.where(some[:, None], acc / tl.where(some, total, 1.0)[:, None], 0.0)
     lse = tl.where(some, m * LN2 + tl.log(tl.where(some, total, 1.0)), float("-inf"))
     tl.store(OUT + out_at, out.to(OUT.dtype.element_ty), mask=real[:, None])
@@ -258,7 +262,11 @@ def _backward_queries(
     qb = tl.load(QUERY_BLOCKS + i)
     positions = qb * BLOCK + tl.arange(0, BLOCK)
     first = tl.load(FIRST + b.to(tl.int64) * SEQ + positions)
-    q = tl.load(Q + b.to(tl.int64) * stride_qb + rows[:, None].to(tl.int64) * stride_qn + h * stride_qh + d, mask=real[:, None], other=0.0)
+    q = tl.load(
+        Q + b.to(tl.int64) * stride_qb + rows[:, None].to(tl.int64) * stride_qn + h.to(tl.int64) * stride_qh + d,
+        mask=real[:, None],
+        other=0.0,
+    )
     out_at = (b.to(tl.int64) * queries + rows[:, None]) * (HEADS * D) + h * D + d
     do = tl.load(DO + out_at, mask=real[:, None], other=0.0)
     lse_at = bh.to(tl.int64) * queries + rows
@@ -270,8 +278,8 @@ def _backward_queries(
     within = tl.arange(0, BLOCK_N)
     SUB: tl.constexpr = BLOCK // BLOCK_N
     if SLASHES:
-        k_base = K + b.to(tl.int64) * stride_kb + (h // GROUP) * stride_kh + d
-        v_base = V + b.to(tl.int64) * stride_vb + (h // GROUP) * stride_vh + d
+        k_base = K + b.to(tl.int64) * stride_kb + (h // GROUP).to(tl.int64) * stride_kh + d
+        v_base = V + b.to(tl.int64) * stride_vb + (h // GROUP).to(tl.int64) * stride_vh + d
         list_at, diagonal, whole, end = _block_ranges(LINES, UPTO, FIRST_MIN, FIRST_MAX, bh, b, i, qb, width, BLOCKS, BLOCK, LISTED)
         for t in range((diagonal + end - whole) * SUB):
             n = t // SUB
@@ -354,10 +362,14 @@ def _backward_keys(
     kb = tl.load(KEY_BLOCKS + j)
     positions = kb * BLOCK + tl.arange(0, BLOCK)
     k = tl.load(
-        K + b.to(tl.int64) * stride_kb + slots[:, None].to(tl.int64) * stride_kn + kv * stride_kh + d, mask=real[:, None], other=0.0
+        K + b.to(tl.int64) * stride_kb + slots[:, None].to(tl.int64) * stride_kn + kv.to(tl.int64) * stride_kh + d,
+        mask=real[:, None],
+        other=0.0,
     )
     v = tl.load(
-        V + b.to(tl.int64) * stride_vb + slots[:, None].to(tl.int64) * stride_vn + kv * stride_vh + d, mask=real[:, None], other=0.0
+        V + b.to(tl.int64) * stride_vb + slots[:, None].to(tl.int64) * stride_vn + kv.to(tl.int64) * stride_vh + d,
+        mask=real[:, None],
+        other=0.0,
     )
     dk = tl.zeros([BLOCK, D], tl.float32)
     dv = tl.zeros([BLOCK, D], tl.float32)
@@ -382,7 +394,7 @@ def _backward_keys(
             end = tl.load(base + tl.maximum(somewhere - kb + 1, 0))
             diagonal = tl.minimum(tl.load(base + 1), end)
             whole = tl.minimum(tl.maximum(tl.load(base + tl.maximum(everywhere - kb + 1, 0)), diagonal), end)
-        q_base = Q + b.to(tl.int64) * stride_qb + h * stride_qh + d
+        q_base = Q + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh + d
         do_base = DO + b.to(tl.int64) * queries * (HEADS * D) + h * D + d
         row_base = bh.to(tl.int64) * queries
         for t in range((diagonal + end - whole) * SUB):
@@ -471,7 +483,7 @@ def _backward_columns(
         full_end = tl.minimum(tl.maximum(full_end, full_begin), tl.maximum(end, begin))
         within = tl.arange(0, BLOCK_M)
         SUB: tl.constexpr = BLOCK // BLOCK_M
-        q_base = Q + b.to(tl.int64) * stride_qb + h * stride_qh + d
+        q_base = Q + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh + d
         do_base = DO + b.to(tl.int64) * queries * (HEADS * D) + h * D + d
         row_base = bh.to(tl.int64) * queries
         slash = SLASH + bh.to(tl.int64) * BLOCKS

@@ -286,20 +286,35 @@ class BlockBitmap(Index):
     def counts(self, work: MaskWork) -> Counts:
         assert work.per_block is not None, "work for bitmaps is asked for"
         assert work.per_block.shape[1:] == self.bits.shape[2:], "work is made for the query blocks that are held"
-        zero = torch.zeros(self.heads, dtype=torch.int64, device=self.bits.device)
-        pairs = (self.bits * work.per_block[:, None]).sum((-1, -2))
-        blocks = (self.bits & (work.per_block > 0)[:, None]).sum((-1, -2))
+        zero, pairs, blocks = (torch.zeros(self.heads, dtype=torch.int64, device=self.bits.device) for _ in range(3))
+        for b, per_block in enumerate(work.per_block):
+            touched = per_block > 0
+            # Head by head: a product of all of them would take eight bytes a bit.
+            for h, bits in enumerate(self.bits[b]):
+                pairs[b, h] = torch.where(bits, per_block, 0).sum(dtype=torch.int64)
+                blocks[b, h] = (bits & touched).sum()
         return Counts(pairs, blocks, zero, zero, zero)
 
 
-def block_pairs(mask: SequenceMask, block: int, blocks: int, rows: IntArray | None = None) -> NDArray[np.int64]:
-    """Allowed pairs in each pair of blocks, int64 [query blocks, blocks]; rows: which query blocks, None for all."""
-    starts = np.arange(blocks + 1) * block
+def block_pairs(mask: SequenceMask, block: int, blocks: int, rows: IntArray | None = None) -> NDArray[Any]:
+    """Allowed pairs in each pair of blocks, [query blocks, blocks]; rows: which query blocks, ascending, None for all. int16 where a block
+    squared fits, else int32.
+    """
     rows = np.arange(blocks) if rows is None else rows
-    work = np.zeros((len(rows), blocks), np.int64)
-    for row, i in zip(work, rows, strict=True):
-        q = np.arange(i * block, min((i + 1) * block, mask.length))
-        if len(q):
-            seen = np.minimum(starts[None, 1 : i + 2], q[:, None] + 1) - np.maximum(starts[None, : i + 1], mask.first[q][:, None])
-            row[: i + 1] = np.maximum(seen, 0).sum(0)
-    return work
+    queries = (rows[:, None] * block + np.arange(block)).reshape(-1)
+    place = np.repeat(np.arange(len(rows)), block)
+    real = queries < mask.length
+    queries, place = queries[real], place[real]
+    first = mask.first[queries]
+    own, start = queries // block, first // block
+    one, width = own == start, blocks + 1
+    # Every block between the first visible one and its own a query sees in full: one step up and one down, added up along the row.
+    steps = np.bincount((place * width + start + 1)[~one], minlength=len(rows) * width).astype(np.int32)
+    steps -= np.bincount((place * width + own)[~one], minlength=len(rows) * width).astype(np.int32)
+    work = np.cumsum(steps.reshape(len(rows), width)[:, :blocks] * np.int32(block), 1, dtype=np.int32)
+    del steps
+    ends = ((place, own, queries - np.where(one, first, own * block) + 1), (place[~one], start[~one], ((start + 1) * block - first)[~one]))
+    for row, column, count in ends:
+        # Weights are whole numbers far below 2^53, so exact.
+        work += np.bincount(row * blocks + column, count, len(rows) * blocks).astype(np.int32).reshape(work.shape)
+    return work.astype(np.int16) if block * block < 1 << 15 else work
