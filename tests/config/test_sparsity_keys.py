@@ -22,6 +22,11 @@ def test_every_pattern_composes_and_is_made(name):
     assert set_keys == set(PATTERN_KEYS[name])
 
 
+def test_heads_share_an_index_only_if_asked():
+    for word, shared in (("query_head", False), ("kv_group", True)):
+        assert make_pattern(compose(["sparsity=vertical_slash", f"sparsity.index_per={word}"]).sparsity, 0).per_group is shared
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
