@@ -209,6 +209,11 @@ def test_the_banner_names_every_bound_of_vertical_slash():
     )
 
 
+def test_shares_are_told_as_they_were_given():
+    assert "columns that hold 99.5% and block diagonals that hold 87.5% of" in pattern(p_v=0.995, p_s=0.875).describe()
+    assert XAttentionPattern(BLOCK, 4, 0.995).describe() == "blocks that hold 99.5% of antidiagonal scores, stride 4"
+
+
 @pytest.mark.parametrize(
     "made",
     [
