@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mtrain_cli.config import keys
-from mtrain_cli.config.schema import Config, DataConfig, ModelConfig, OptimConfig, SparsityConfig, TopologyConfig, TrainConfig
+from mtrain_cli.config.schema import PATTERN_KEYS, Config, DataConfig, ModelConfig, OptimConfig, SparsityConfig, TopologyConfig, TrainConfig
 
 BYTE_VOCABULARY = 264  # 256 bytes, begin, end and padding, rounded up to a multiple of 8
 TEXT = "a .txt, .md, .py, .jsonl or .parquet file, or a folder of them"
@@ -185,19 +185,6 @@ def _largest_block(seq: int, workers: int) -> int:
     while -(-seq // (2 * block)) >= workers:
         block *= 2
     return block
-
-
-# The keys of each pattern, beside `pattern` itself.
-PATTERN_KEYS: dict[str, tuple[str, ...]] = {
-    "dense": (),
-    "vertical_slash": (
-        "block", "dense_steps", "last_q", "windows", "p_v", "p_s", "joint", "index_per",
-        "sink_tokens", "min_bars", "max_bars", "min_slashes", "max_slashes",
-    ),
-    "xattention": ("block", "dense_steps", "stride", "threshold"),
-    "moba": ("block", "dense_steps", "chunk", "top_k"),
-    "fixed": ("block", "dense_steps", "slashes", "bars", "density"),
-}  # fmt: skip
 
 
 def _sparsity(sparsity: SparsityConfig, seq: int) -> Iterator[str]:

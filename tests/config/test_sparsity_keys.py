@@ -3,8 +3,7 @@
 import pytest
 
 from mtrain_cli.config.compose import compose
-from mtrain_cli.config.schema import PATTERNS, ConfigError
-from mtrain_cli.config.validate import PATTERN_KEYS
+from mtrain_cli.config.schema import PATTERN_KEYS, PATTERNS, ConfigError
 from mtrain_cli.sparsity.registry import make_pattern
 
 
