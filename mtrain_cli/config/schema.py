@@ -34,6 +34,7 @@ PATTERN_KEYS: dict[str, tuple[str, ...]] = {
     "fixed": ("block", "dense_steps", "slashes", "bars", "density"),
 }  # fmt: skip
 PATTERNS = tuple(PATTERN_KEYS)
+MOST_LINES = 1 << 24  # lines among which budgets choose: their numbers share an int64 with their mass (`sparsity.pattern.ranking`)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mtrain_cli.config import keys
-from mtrain_cli.config.schema import PATTERN_KEYS, Config, DataConfig, ModelConfig, OptimConfig, SparsityConfig, TopologyConfig, TrainConfig
+from mtrain_cli.config.schema import (
+    MOST_LINES,
+    PATTERN_KEYS,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    SparsityConfig,
+    TopologyConfig,
+    TrainConfig,
+)
 
 BYTE_VOCABULARY = 264  # 256 bytes, begin, end and padding, rounded up to a multiple of 8
 TEXT = "a .txt, .md, .py, .jsonl or .parquet file, or a folder of them"
@@ -227,6 +237,8 @@ def _sparsity(sparsity: SparsityConfig, seq: int) -> Iterator[str]:
         if 0 < s.max_slashes < s.min_slashes:
             least = s.min_slashes
             yield f"sparsity.max_slashes={s.max_slashes}: is below sparsity.min_slashes={least}; give 0 (any number) or at least {least}"
+        if seq > MOST_LINES:
+            yield f"seq={seq}: is above the {MOST_LINES} columns among which sparsity.pattern=vertical_slash can choose"
         if seq >= 1 and s.last_q > seq:
             yield f"sparsity.last_q={s.last_q}: is above seq={seq}"
         elif s.windows is not None and s.last_q >= 1 and seq >= 1 and s.windows * s.last_q > seq:

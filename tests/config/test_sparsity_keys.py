@@ -46,6 +46,7 @@ def test_heads_share_an_index_only_if_asked():
         ),
         ("sparsity=vertical_slash sparsity.last_q=8k seq=4k", "sparsity.last_q=8k: expected a whole number or null"),
         ("sparsity=vertical_slash sparsity.last_q=8192 seq=4k", "sparsity.last_q=8192: is above seq=4096"),
+        ("sparsity=vertical_slash seq=32m", "seq=33554432: is above the 16777216 columns among which sparsity.pattern=vertical_slash can"),
         ("sparsity=vertical_slash sparsity.block=100", "sparsity.block=100: must be 16, 32, 64 or 128"),
         ("sparsity=xattention sparsity.stride=24", "sparsity.stride=24: does not divide sparsity.block=128"),
         ("sparsity=moba sparsity.chunk=100", "sparsity.chunk=100: must be a multiple of sparsity.block=128"),
