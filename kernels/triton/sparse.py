@@ -1,8 +1,9 @@
 """Sparse attention on plain tensors: block diagonals (or listed blocks) plus packed single columns, forward and backward, in Triton.
 
-Four kernels, none with atomics, so results are bitwise repeatable: the forward pass, the gradient of queries (a program owns a block of
-queries), the gradient of keys and values (a program owns a block of keys and sums over the query heads of its group), and the gradient of
-packed columns (a program owns a tile of columns and a part of the queries).
+No kernel uses atomics, so results are bitwise repeatable: the forward pass, the gradient of queries (a program owns a block of queries),
+the gradient of keys and values (a program owns a block of keys and sums over the query heads of its group), and the gradient of packed
+columns (a program owns a tile of columns and a part of the queries). Two small ones prepare them: which columns lie on a diagonal of which
+query block, and rowsum(out * dout).
 
 Positions are global: query slot ``i * block + r`` stands at position ``query_blocks[i] * block + r``, so shards need not be contiguous.
 Which blocks a program visits follows from the index alone: key block = query block - diagonal going forward, query block = key block +
@@ -32,7 +33,8 @@ class Plan:
     last: [batch, blocks * block], the last query position that sees the key at a position.
     query_blocks, key_blocks: global block of each local block, ascending. query_slot, key_slot: the inverse over all blocks, -1 = absent.
     query_count: [blocks + 1], local query blocks below a global one.
-    first_min, first_max: [batch, blocks], over the positions of a block that see something (first_min: a large number if none does).
+    first_min, first_max: [batch, blocks], smallest and largest of first over the positions of a block: above all positions where none of
+        them sees anything (first_min), or where one sees nothing (first_max).
     lines: [batch * heads, width] active diagonals, ascending, with upto [batch * heads, blocks + 1], their number below a diagonal; or, if
         listed, active key blocks [batch * heads, query blocks, width] of each query block at hand with upto [batch * heads, query blocks],
         their number, and the same transposed, each among the blocks at hand by its number in the sequence.
@@ -715,8 +717,7 @@ def backward_columns(
     assert plan.bars is not None
     batch, queries, heads, dim = q.shape
     width = plan.bars.shape[-1]
-    per_tile = _COLUMNS_PER_TILE
-    tiles = triton.cdiv(width, per_tile)
+    tiles = triton.cdiv(width, _COLUMNS_PER_TILE)
     parts = max(1, min(16, _PROGRAMS_WANTED // (tiles * batch * heads)))
     dk, dv = (torch.empty(parts, batch, heads, width, dim, dtype=torch.float32, device=q.device) for _ in range(2))
     moving = min(64, plan.block)
@@ -725,8 +726,8 @@ def backward_columns(
         plan.first, plan.last, plan.query_blocks, plan.query_count, plan.slash, plan.bars, plan.covered,
         scale, queries, plan.query_blocks.numel(), width, plan.blocks, plan.blocks * plan.block,
         *_strides(q),
-        HEADS=heads, D=dim, BLOCK=plan.block, BLOCK_M=moving, BLOCK_N=per_tile, PARTS=parts,
-        num_warps=8 if per_tile == 128 else 4, num_stages=2,
+        HEADS=heads, D=dim, BLOCK=plan.block, BLOCK_M=moving, BLOCK_N=_COLUMNS_PER_TILE, PARTS=parts,
+        num_warps=8, num_stages=2,
     )  # fmt: skip
     return dk, dv
 

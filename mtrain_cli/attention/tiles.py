@@ -13,7 +13,8 @@ import torch
 from mtrain_cli.attention.index import Index
 from mtrain_cli.attention.mask import IntArray, SequenceMask, Slice, Spans
 
-NOTHING = 1 << 30  # the first position that a query sees, for one that sees nothing; above all positions, sums of two fit int32
+# The first position that a query sees, for one that sees nothing: above all positions, and kernels add a block to it in int32.
+NOTHING = 1 << 30
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def show_option(
 
 def _has(pattern: str, name: str, value: object) -> bool:
     """Whether a key of the group sparsity is one of the pattern's; one that has a value all the same is shown too."""
-    from mtrain_cli.config.validate import PATTERN_KEYS
+    from mtrain_cli.config.schema import PATTERN_KEYS
 
     return value is not None or name.removeprefix("sparsity.") in ("pattern", *PATTERN_KEYS.get(pattern, ()))
 

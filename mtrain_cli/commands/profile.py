@@ -88,9 +88,8 @@ def _patterns(overrides: list[str], names: str) -> tuple[Config, list[Pattern]]:
     A key such as sparsity.chunk goes to the measured pattern that has it, and to the trained one if it has it too.
     """
     from mtrain_cli.config.compose import compose
-    from mtrain_cli.config.schema import PATTERNS
+    from mtrain_cli.config.schema import PATTERN_KEYS, PATTERNS
     from mtrain_cli.config.suggest import did_you_mean
-    from mtrain_cli.config.validate import PATTERN_KEYS
     from mtrain_cli.sparsity.registry import make_pattern
 
     wanted = [name.strip() for name in names.split(",") if name.strip()]

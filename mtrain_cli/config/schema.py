@@ -19,9 +19,22 @@ def option(help: str, choices: tuple[str, ...] = (), **default: Any) -> Any:
 LAYOUTS = ("contiguous", "zigzag", "striped")
 EXCHANGES = ("auto", "all_gather", "hierarchical_all_gather", "ring", "hierarchical_ring", "ulysses")
 KERNELS = ("auto", "reference", "sdpa", "triton", "flash4")
-PATTERNS = ("dense", "vertical_slash", "xattention", "moba", "fixed")
 DTYPES = ("auto", "float32", "bfloat16")
 ROPE_SCALINGS = ("none", "yarn", "llama3")
+
+# The patterns and the keys of each, beside `pattern` itself.
+PATTERN_KEYS: dict[str, tuple[str, ...]] = {
+    "dense": (),
+    "vertical_slash": (
+        "block", "dense_steps", "last_q", "windows", "p_v", "p_s", "joint", "index_per",
+        "sink_tokens", "min_bars", "max_bars", "min_slashes", "max_slashes",
+    ),
+    "xattention": ("block", "dense_steps", "stride", "threshold"),
+    "moba": ("block", "dense_steps", "chunk", "top_k"),
+    "fixed": ("block", "dense_steps", "slashes", "bars", "density"),
+}  # fmt: skip
+PATTERNS = tuple(PATTERN_KEYS)
+MOST_LINES = 1 << 24  # lines among which budgets choose: their numbers share an int64 with their mass (`sparsity.pattern.ranking`)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mtrain_cli.config import keys
-from mtrain_cli.config.schema import Config, DataConfig, ModelConfig, OptimConfig, SparsityConfig, TopologyConfig, TrainConfig
+from mtrain_cli.config.schema import (
+    MOST_LINES,
+    PATTERN_KEYS,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    SparsityConfig,
+    TopologyConfig,
+    TrainConfig,
+)
 
 BYTE_VOCABULARY = 264  # 256 bytes, begin, end and padding, rounded up to a multiple of 8
 TEXT = "a .txt, .md, .py, .jsonl or .parquet file, or a folder of them"
@@ -187,19 +197,6 @@ def _largest_block(seq: int, workers: int) -> int:
     return block
 
 
-# The keys of each pattern, beside `pattern` itself.
-PATTERN_KEYS: dict[str, tuple[str, ...]] = {
-    "dense": (),
-    "vertical_slash": (
-        "block", "dense_steps", "last_q", "windows", "p_v", "p_s", "joint", "index_per",
-        "sink_tokens", "min_bars", "max_bars", "min_slashes", "max_slashes",
-    ),
-    "xattention": ("block", "dense_steps", "stride", "threshold"),
-    "moba": ("block", "dense_steps", "chunk", "top_k"),
-    "fixed": ("block", "dense_steps", "slashes", "bars", "density"),
-}  # fmt: skip
-
-
 def _sparsity(sparsity: SparsityConfig, seq: int) -> Iterator[str]:
     own = PATTERN_KEYS[sparsity.pattern]
     absent = [f"sparsity.{name}" for name in own if getattr(sparsity, name) is None]
@@ -240,6 +237,8 @@ def _sparsity(sparsity: SparsityConfig, seq: int) -> Iterator[str]:
         if 0 < s.max_slashes < s.min_slashes:
             least = s.min_slashes
             yield f"sparsity.max_slashes={s.max_slashes}: is below sparsity.min_slashes={least}; give 0 (any number) or at least {least}"
+        if seq > MOST_LINES:
+            yield f"seq={seq}: is above the {MOST_LINES} columns among which sparsity.pattern=vertical_slash can choose"
         if seq >= 1 and s.last_q > seq:
             yield f"sparsity.last_q={s.last_q}: is above seq={seq}"
         elif s.windows is not None and s.last_q >= 1 and seq >= 1 and s.windows * s.last_q > seq:

@@ -47,7 +47,7 @@ def profile_sparsity(
 ) -> list[HeadRecord]:
     """Trains on one worker to the last of ``steps`` and measures the patterns in each of them, on the first sequence of the step.
 
-    rows: queries that are sampled per layer, evenly over the sequence with a seed. progress: called with step and loss after each.
+    rows: queries that are sampled per layer at random, seeded by the step. progress: called with step and loss after each.
     """
     config = dataclasses.replace(config, topology=dataclasses.replace(config.topology, workers=1, context_parallel=1))
     environment = resolve_environment(config)

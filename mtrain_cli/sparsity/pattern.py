@@ -14,6 +14,7 @@ from mtrain_cli.attention.index import Index
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.tiles import BlockGeometry
+from mtrain_cli.config.schema import MOST_LINES
 
 
 class IndexGroup(Protocol):
@@ -156,7 +157,7 @@ def shown_name(pattern: Pattern) -> str:
 
 MASS_UNITS = 2.0**38  # masses are compared and added as integers of this resolution: exact, and the same in any order and on any worker
 _MOST_UNITS = (1 << 38) - 1
-_NUMBER_BITS = 24
+_NUMBER_BITS = MOST_LINES.bit_length() - 1
 
 
 def in_units(mass: torch.Tensor) -> torch.Tensor:
@@ -168,7 +169,7 @@ def ranking(units: torch.Tensor, forced: torch.Tensor, numbers: torch.Tensor, n:
     """units int64 [..., lines], forced bool, numbers int64 [lines] below n -> int64 like units, all different: a larger one goes before,
     by forced, mass and lower number. Keys of several workers may be merged and sorted together.
     """
-    assert n <= 1 << _NUMBER_BITS
+    assert n <= MOST_LINES
     # 1 + 38 + 24 bits.
     return (forced.long() << 62) | (units.clamp(max=_MOST_UNITS) << _NUMBER_BITS) | (n - 1 - numbers)
 

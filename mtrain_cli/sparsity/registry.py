@@ -1,11 +1,18 @@
-"""The patterns there are. One is added by one class, one entry here, and one file under conf/sparsity/."""
+"""The patterns there are. One is added by
+
+- its class, and an entry here that makes it of a configuration;
+- its name and keys in `config.schema.PATTERN_KEYS`, with a field of `SparsityConfig` for each key that is new;
+- conf/sparsity/NAME.yaml with its defaults, and null in conf/sparsity/dense.yaml for each key that is new;
+- in `config.validate` the range of each such key, and bounds between keys, if any;
+- in `training.plan.exchange_needs` the most columns of its index, if it has any.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from mtrain_cli.config.schema import SparsityConfig
+from mtrain_cli.config.schema import PATTERN_KEYS, SparsityConfig
 from mtrain_cli.sparsity.fixed import FixedPattern
 from mtrain_cli.sparsity.moba import MobaPattern
 from mtrain_cli.sparsity.pattern import Pattern
@@ -13,35 +20,19 @@ from mtrain_cli.sparsity.vertical_slash import VerticalSlashPattern
 from mtrain_cli.sparsity.xattention import XAttentionPattern
 
 
-def _own(sparsity: SparsityConfig, *names: str) -> dict[str, Any]:
-    """The keys of one pattern; `config.validate` has made sure that they are there."""
-    values = {name: getattr(sparsity, name) for name in names}
+def _own(sparsity: SparsityConfig, *others: str) -> dict[str, Any]:
+    """The keys of its pattern but for ``others`` and those of the run; `config.validate` has made sure that they are there."""
+    keys = (name for name in PATTERN_KEYS[sparsity.pattern] if name not in ("dense_steps", *others))
+    values = {name: getattr(sparsity, name) for name in keys}
     assert None not in values.values(), values
     return values
 
 
-def _vertical_slash(s: SparsityConfig, seed: int) -> Pattern:  # noqa: ARG001
-    budgets = _own(s, "p_v", "p_s", "joint", "sink_tokens", "min_bars", "max_bars", "min_slashes", "max_slashes")
-    return VerticalSlashPattern(**_own(s, "block", "last_q", "windows"), **budgets, per_group=s.index_per == "kv_group")
-
-
-def _xattention(s: SparsityConfig, seed: int) -> Pattern:  # noqa: ARG001
-    return XAttentionPattern(**_own(s, "block", "stride", "threshold"))
-
-
-def _moba(s: SparsityConfig, seed: int) -> Pattern:  # noqa: ARG001
-    return MobaPattern(**_own(s, "block", "chunk", "top_k"))
-
-
-def _fixed(s: SparsityConfig, seed: int) -> Pattern:
-    return FixedPattern(**_own(s, "block", "slashes", "bars", "density"), seed=seed)
-
-
 _PATTERNS: dict[str, Callable[[SparsityConfig, int], Pattern]] = {
-    "vertical_slash": _vertical_slash,
-    "xattention": _xattention,
-    "moba": _moba,
-    "fixed": _fixed,
+    "vertical_slash": lambda s, _: VerticalSlashPattern(**_own(s, "index_per"), per_group=s.index_per == "kv_group"),
+    "xattention": lambda s, _: XAttentionPattern(**_own(s)),
+    "moba": lambda s, _: MobaPattern(**_own(s)),
+    "fixed": lambda s, seed: FixedPattern(**_own(s), seed=seed),
 }
 
 

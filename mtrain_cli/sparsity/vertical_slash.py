@@ -77,9 +77,9 @@ class VerticalSlashPattern:
     def describe(self) -> str:
         probe = f"the last {self.last_q} queries" + (f" of {self.windows} windows" if self.windows > 1 else "")
         caps = [f"{most} {what}" for most, what in ((self.max_bars, "columns"), (self.max_slashes, "diagonals")) if most]
-        columns = f"columns that, joint with the diagonals, hold {self.p_v:.0%}" if self.joint else f"columns that hold {self.p_v:.0%}"
+        joint = ", joint with the diagonals," if self.joint else ""
         told = [
-            f"{columns} and block diagonals that hold {self.p_s:.0%} of the attention of {probe}",
+            f"columns that{joint} hold {100 * self.p_v:g}% and block diagonals that hold {100 * self.p_s:g}% of the attention of {probe}",
             *((f"at most {' and '.join(caps)} a head",) if caps else ()),
             *(("one index per key-value group",) if self.per_group else ()),
         ]

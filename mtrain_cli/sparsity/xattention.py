@@ -33,7 +33,7 @@ class XAttentionPattern:
         return IndexRequest(self.block, bitmap=True)
 
     def describe(self) -> str:
-        return f"blocks that hold {self.threshold:.0%} of antidiagonal scores, stride {self.stride}"
+        return f"blocks that hold {100 * self.threshold:g}% of antidiagonal scores, stride {self.stride}"
 
     def covers(self, seq: int) -> str | None:
         return f"2 blocks of {self.block} tokens, the own and the first, cover" if seq <= 2 * self.block else None

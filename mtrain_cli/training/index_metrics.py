@@ -33,7 +33,7 @@ def index_records(batches: Iterable[ContextAttention]) -> list[IndexRecord]:
 
 
 def summed(records: list[IndexRecord], layers: int, device: torch.device) -> torch.Tensor:
-    """float32 [layers + 3] on the device: mean pairs of each layer (sum over sequences of means over heads), the same sums of slashes and
+    """float64 [layers + 3] on the device: mean pairs of each layer (sum over sequences of means over heads), the same sums of slashes and
     bars over all layers, and sequences. Adding these vectors of several workers gives that of all of them.
     """
     total = torch.zeros(layers + 3, dtype=torch.float64, device=device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from attention.sparse_problems import make_index, make_problem
 
 from mtrain_cli.attention.index import MaskWork, VerticalSlash, load_index
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.attention.tiles import BlockGeometry
+from mtrain_cli.attention.tiles import NOTHING, BlockGeometry
 
 KINDS = ("slashes", "bars", "both", "all", "none", "bitmap")
 
@@ -61,6 +62,12 @@ def test_comparing_ignores_how_wide_columns_are_filled():
     assert not index.same_as(make_index("bitmap", np.random.default_rng(0), 1, 2, 100, 16))
 
 
+def test_the_same_lines_of_other_blocks_are_another_index():
+    index = make_index("both", np.random.default_rng(0), 1, 2, 100, 16)
+    assert not index.same_as(replace(index, block=32))
+    assert not index.same_as(replace(index, blocks=index.blocks + 1))
+
+
 def test_an_index_lies_where_it_was_told_to(tmp_path):
     index = make_index("both", np.random.default_rng(0), 1, 2, 100, 16)
     index.save(tmp_path / "index.layer-3")
@@ -98,6 +105,27 @@ def test_geometry_refuses_shards_that_are_not_whole_blocks():
     mask = SequenceMask.causal(100, 100)
     with pytest.raises(ValueError, match="whole blocks"):
         BlockGeometry.make([mask], np.arange(8, 100), np.arange(100), 16)
+
+
+def geometry(masks: list[SequenceMask]) -> BlockGeometry:
+    everywhere = np.arange(masks[0].padded)
+    return BlockGeometry.make(masks, everywhere, everywhere, 16)
+
+
+def test_positions_beyond_the_tensors_keep_no_block_from_being_full_and_padding_does():
+    documents = np.repeat([0, 1, 2], [20, 16, 5])
+    found = geometry([SequenceMask.from_documents(documents, 41), SequenceMask.causal(41, 41), SequenceMask.causal(40, 41)])
+    assert found.first_min.tolist() == [[0, 0, 20], [0, 0, 0], [0, 0, 0]]
+    assert found.first_max.tolist() == [[0, 20, 36], [0, 0, 0], [0, 0, NOTHING]]
+
+
+@pytest.mark.parametrize("padded", [41, 48])
+def test_a_mask_is_plain_without_documents_and_padding_alone(padded):
+    whole, short = SequenceMask.causal(padded, padded), SequenceMask.causal(padded - 1, padded)
+    documents = SequenceMask.from_documents(np.repeat([0, 1], [20, padded - 20]), padded)
+    assert geometry([whole, whole]).plain
+    assert not geometry([whole, short]).plain
+    assert not geometry([documents, whole]).plain
 
 
 def test_last_is_the_last_query_that_sees_a_key():

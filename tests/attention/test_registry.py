@@ -18,7 +18,7 @@ INSTALLED = importlib.util.find_spec("flash_attn") is not None
 
 def cuda(**changes) -> KernelRequest:
     values = {"capability": (9, 0), "dtype": "bfloat16", "head_dim": 128, "deterministic": False} | changes
-    return KernelRequest("cuda", values["capability"], values["dtype"], values["head_dim"], 16, 2, values["deterministic"])
+    return KernelRequest("cuda", **values, num_heads=16, num_kv_heads=2)
 
 
 def test_auto_on_a_cpu_is_sdpa_and_says_what_was_passed_over():
@@ -53,6 +53,8 @@ def test_a_named_kernel_that_cannot_serve_is_refused_with_those_that_can():
         ({"dtype": "float32"}, "computes bfloat16, not float32"),
         ({"head_dim": 96}, "head_dim 96 is not 64 or 128"),
         ({"deterministic": True}, "not bitwise repeatable"),
+        ({"index": IndexRequest(64, bitmap=False)}, "computes blocks of 128, not sparsity.block=64"),
+        ({"index": IndexRequest(64, bitmap=True)}, "computes blocks of 128, not sparsity.block=64"),
     ],
 )
 def test_flash4_says_what_it_lacks(changes, words):
@@ -71,3 +73,15 @@ def test_kernels_without_cupy_say_who_does_its_work(monkeypatch):
     for absent, ending in ((None, "as configured"), ("CuPy is not installed", "by PyTorch, since CuPy is not installed")):
         monkeypatch.setattr(registry, "cupy_missing", lambda absent=absent: absent)
         assert choose("triton", request)[1].endswith(ending)
+
+
+def test_flash4_serves_an_index_of_its_blocks_where_triton_computes_the_columns(monkeypatch):
+    installed = {"triton", "flash_attn", "flash_attn.cute"}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in installed else None)
+    request = cuda(index=IndexRequest(128, bitmap=False))
+    assert choose("auto", request)[0].name == "flash4"
+    with pytest.raises(ConfigError, match=r"train\.kernel=flash4: computes blocks of 128, not .*; usable here: triton, reference"):
+        choose("flash4", cuda(index=IndexRequest(64, bitmap=False)))
+    installed.remove("triton")
+    assert dict(survey(request))["flash4"].startswith("needs triton for the columns of an index")
+    assert dict(survey(cuda()))["flash4"] is None

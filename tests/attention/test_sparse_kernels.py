@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType, SimpleNamespace
+
 import pytest
 import torch
-from attention.sparse_problems import make_problem
+from attention.sparse_problems import Problem, make_problem
 
+from mtrain_cli.attention.bars import pack_columns
+from mtrain_cli.attention.flash4 import Flash4Kernel
+from mtrain_cli.attention.index import BlockBitmap
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.registry import make_kernel
 from mtrain_cli.attention.sdpa import SdpaKernel
+from mtrain_cli.attention.tiles import Tiles
+from mtrain_cli.attention.triton_kernel import make_plan
 
 SCALE = 0.3
 KINDS = ("slashes", "bars", "both", "all", "none", "bitmap", "local bitmap")
@@ -46,6 +54,80 @@ def test_triton_equals_the_oracle(kind, documents, where):
     from mtrain_cli.attention.triton_kernel import TritonKernel
 
     check(TritonKernel(), make_problem(1, kind, seq=117, block=16, heads=4, kv_heads=2, dim=16, documents=documents, where=where), 1e-5)
+
+
+def small(dtype: torch.dtype = torch.float32) -> Problem:
+    return make_problem(4, "both", seq=37, block=16, heads=4, kv_heads=2, dim=16, documents=False, where="whole", dtype=dtype)
+
+
+def test_triton_derives_delta_where_none_is_given():
+    from mtrain_cli.attention.triton_kernel import TritonKernel
+
+    p = small()
+    q, k, v, dout = (t.double() for t in (p.q, p.k, p.v, p.dout))
+    out, lse = ReferenceKernel().forward(q, k, v, p.tiles, SCALE)
+    got = TritonKernel().backward(p.dout, p.q, p.k, p.v, out.float(), lse.float(), None, p.tiles, SCALE)
+    for a, b in zip(got, ReferenceKernel().backward(dout, q, k, v, out, lse, None, p.tiles, SCALE), strict=True):
+        torch.testing.assert_close(a.double(), b, atol=5e-5, rtol=0)
+
+
+def test_triton_continues_with_columns_what_blocks_gave():
+    from mtrain_cli.kernels.triton import sparse
+
+    p = small()
+    plan, columns = make_plan(p.tiles), pack_columns(p.k, p.v, p.tiles)
+    out, lse = sparse.forward(p.q, p.k, p.v, columns, plan, SCALE)
+    delta = sparse.row_delta(out, p.dout)
+    torch.testing.assert_close(delta, (out * p.dout).sum(-1).transpose(1, 2), atol=1e-5, rtol=0)
+    rest = (lse, delta, plan, SCALE)
+    whole = sparse.backward_queries(p.dout, p.q, p.k, p.v, columns, *rest)
+    blocks = sparse.backward_queries(p.dout, p.q, p.k, p.v, None, *rest)
+    assert (whole - blocks).abs().max() > 0.01, "columns matter here"
+    both = sparse.backward_queries(p.dout, p.q, p.k, p.v, columns, *rest, slashes=False, partial=blocks)
+    torch.testing.assert_close(both, whole, atol=1e-5, rtol=0)
+
+
+def test_the_result_of_blocks_goes_on_to_columns_unrounded():
+    from mtrain_cli.kernels.triton import sparse
+
+    p = small(torch.float16)  # Triton's interpreter multiplies no bfloat16
+    plan, columns = make_plan(p.tiles), pack_columns(p.k, p.v, p.tiles)
+    blocks = sparse.forward(p.q, p.k, p.v, None, plan, SCALE, dtype=torch.float32)
+    both = sparse.forward(p.q, p.k, p.v, columns, plan, SCALE, slashes=False, partial=blocks)
+    for a, b in zip(sparse.forward(p.q, p.k, p.v, columns, plan, SCALE), both, strict=True):
+        assert torch.equal(a, b)
+    rounded = sparse.forward(p.q, p.k, p.v, columns, plan, SCALE, slashes=False, partial=(blocks[0].half(), blocks[1]))
+    assert not torch.equal(both[0], rounded[0]), "it would show"
+
+
+@pytest.mark.parametrize("kind", ["both", "slashes", "bitmap"])
+@pytest.mark.parametrize("where", ["whole", "striped"])
+def test_flash4_equals_the_oracle_where_its_lists_are_computed_exactly(monkeypatch, kind, where):
+    """The oracle stands in for FlashAttention-4 and computes the blocks of the lists alone."""
+    p = make_problem(5, kind, seq=61, block=16, heads=4, kv_heads=2, dim=16, documents=where == "striped", where=where)
+
+    def listed(lists: dict[str, torch.Tensor], transposed: bool) -> Tiles:
+        geometry = p.tiles.geometry
+        rows, others = (geometry.key_blocks, geometry.query_blocks) if transposed else (geometry.query_blocks, geometry.key_blocks)
+        bits = torch.zeros(2, 4, geometry.blocks, geometry.blocks, dtype=torch.bool)
+        for b, h, row in torch.cartesian_prod(torch.arange(2), torch.arange(4), torch.arange(len(rows))).tolist():
+            for name in ("partial", "full"):
+                slots = lists[name][b, h, row][: lists[name + "_count"][b, h, row]].long()
+                bits[b, h, rows[row], others[slots].long()] = True
+        return p.tiles.under(BlockBitmap.whole(16, bits.transpose(-1, -2) if transposed else bits))
+
+    def forward(q, k, v, spans, lists, scale):
+        assert spans == (p.tiles.low, p.tiles.high), "the mask of the problem is not plain"
+        return [t.contiguous() for t in ReferenceKernel().forward(q, k, v, listed(lists, False), scale)]
+
+    def backward(dout, q, k, v, out, lse, spans, lists, scale):
+        assert spans == (p.tiles.low, p.tiles.high)
+        return [t.contiguous() for t in ReferenceKernel().backward(dout, q, k, v, out, lse, None, listed(lists, True), scale)]
+
+    fake = ModuleType("flash4")
+    fake.dense = SimpleNamespace(spans_forward=forward, spans_backward=backward)
+    monkeypatch.setitem(sys.modules, "mtrain_cli.kernels.flash4", fake)
+    check(Flash4Kernel(), p, 1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

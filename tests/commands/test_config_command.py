@@ -9,7 +9,8 @@ from mtrain_cli.commands import config as config_command
 from mtrain_cli.commands.app import app
 from mtrain_cli.config.groups import open_groups
 from mtrain_cli.config.keys import all_keys
-from mtrain_cli.config.validate import PATTERN_KEYS, allowed
+from mtrain_cli.config.schema import PATTERN_KEYS
+from mtrain_cli.config.validate import allowed
 
 
 def run(*words: str):

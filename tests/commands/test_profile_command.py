@@ -10,9 +10,12 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from mtrain_cli.attention.index import MaskWork
+from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.commands.app import app
-from mtrain_cli.commands.profile import _layers
+from mtrain_cli.commands.profile import _layers, _patterns
 from mtrain_cli.profiling.sparsity import HeadRecord
+from mtrain_cli.sparsity.fixed import fixed_index
 
 SMALL = [
     "seq=256",
@@ -70,6 +73,12 @@ def test_kernels_are_timed_beside_dense_and_leave_a_calibration(tmp_path):
     assert [t["case"]["density"] for t in (half, fifth)] == [0.5, 0.2]
     assert dense["pairs"] > half["pairs"] > fifth["pairs"] > 0
     assert half["forward_ratio"] == pytest.approx(dense["forward_ms"] / half["forward_ms"])
+    assert half["backward_ratio"] == pytest.approx(dense["backward_ms"] / half["backward_ms"])
+    shape = {"seed": 0, "batch": 1, "heads": 4, "seq": 256, "block": 16, "slashes": None, "bars": 8}
+    counts = fixed_index(**shape, density=0.5).counts(MaskWork.make([SequenceMask.causal(256, 256)], 16))
+    assert [half[name] for name in ("pairs", "blocks", "column_pairs")] == [
+        int(t.sum()) for t in (counts.pairs, counts.blocks, counts.column_pairs)
+    ]
     assert half["backward_tflops"] == pytest.approx(10 * 16 * half["pairs"] / half["backward_ms"] / 1e9)
 
 
@@ -77,9 +86,9 @@ def test_kernels_are_timed_beside_dense_and_leave_a_calibration(tmp_path):
 def test_every_column_has_a_name_and_fits_60_columns(of_mask, columns):
     records = [
         HeadRecord(
-            step=1, pattern="moba", layer=layer, head=0, density=0.25, of_mask=of_mask, recall=0.9, worst=0.1, slashes=40000, bars=100000
+            step=1, pattern="moba", layer=layer, head=0, density=0.25, of_mask=of_mask, recall=0.9, worst=worst, slashes=40000, bars=100000
         )
-        for layer in range(2)
+        for layer, worst in enumerate((0.3, 0.1))
     ]
     console = Console(file=io.StringIO(), width=60, color_system=None)
     table = _layers(records, "moba, step 1")
@@ -88,7 +97,17 @@ def test_every_column_has_a_name_and_fits_60_columns(of_mask, columns):
     console.print(table)
     lines = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= 60
-    assert any(line.split()[:4] == ["all", "0.9000", "0.100", "25.00%"] and line.split()[-2:] == ["40000.0", "100000"] for line in lines)
+    cells = [line.split() for line in lines if line.split()[:1] in (["0"], ["1"], ["all"])]
+    density = ["25.00%"] if columns == 6 else ["25.00%", "50.00%"]
+    worst = (("0", "0.300"), ("1", "0.100"), ("all", "0.100"))
+    assert cells == [[name, "0.9000", least, *density, "40000.0", "100000"] for name, least in worst]
+
+
+def test_a_key_goes_to_the_measured_and_the_trained_pattern_that_have_it():
+    words = ["sparsity=moba", "sparsity.chunk=512", "sparsity.p_v=0.5", "sparsity.block=64"]
+    config, (measured,) = _patterns(words, "vertical_slash")
+    assert (config.sparsity.pattern, config.sparsity.chunk, config.sparsity.block) == ("moba", 512, 64)
+    assert (measured.name, measured.p_v, measured.block) == ("vertical_slash", 0.5, 64)
 
 
 def test_the_calibration_that_ships_is_read_and_names_its_hardware():

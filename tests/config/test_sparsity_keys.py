@@ -3,8 +3,7 @@
 import pytest
 
 from mtrain_cli.config.compose import compose
-from mtrain_cli.config.schema import PATTERNS, ConfigError
-from mtrain_cli.config.validate import PATTERN_KEYS
+from mtrain_cli.config.schema import PATTERN_KEYS, PATTERNS, ConfigError
 from mtrain_cli.sparsity.registry import make_pattern
 
 
@@ -20,6 +19,11 @@ def test_every_pattern_composes_and_is_made(name):
         assert pattern.describe()
     set_keys = {key for key, value in vars(config.sparsity).items() if value is not None and key != "pattern"}
     assert set_keys == set(PATTERN_KEYS[name])
+
+
+def test_heads_share_an_index_only_if_asked():
+    for word, shared in (("query_head", False), ("kv_group", True)):
+        assert make_pattern(compose(["sparsity=vertical_slash", f"sparsity.index_per={word}"]).sparsity, 0).per_group is shared
 
 
 @pytest.mark.parametrize(
@@ -42,6 +46,7 @@ def test_every_pattern_composes_and_is_made(name):
         ),
         ("sparsity=vertical_slash sparsity.last_q=8k seq=4k", "sparsity.last_q=8k: expected a whole number or null"),
         ("sparsity=vertical_slash sparsity.last_q=8192 seq=4k", "sparsity.last_q=8192: is above seq=4096"),
+        ("sparsity=vertical_slash seq=32m", "seq=33554432: is above the 16777216 columns among which sparsity.pattern=vertical_slash can"),
         ("sparsity=vertical_slash sparsity.block=100", "sparsity.block=100: must be 16, 32, 64 or 128"),
         ("sparsity=xattention sparsity.stride=24", "sparsity.stride=24: does not divide sparsity.block=128"),
         ("sparsity=moba sparsity.chunk=100", "sparsity.chunk=100: must be a multiple of sparsity.block=128"),

@@ -59,8 +59,12 @@ def fewest(mass: list[float], share: float, forced: set[int], least: int, most: 
 
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize(
-    "changed", [{}, {"windows": 3}, {"last_q": 40}, {"joint": True}, {"max_bars": 10, "max_slashes": 2}, {"min_bars": 50}]
-)
+    "changed",
+    [
+        {}, {"windows": 3}, {"last_q": 40}, {"joint": True}, {"joint": True, "p_v": 0.9, "p_s": 0.3, "min_bars": 0}, {"per_group": True},
+        {"max_bars": 10, "max_slashes": 2}, {"min_bars": 50},
+    ],
+)  # fmt: skip
 def test_vertical_slash_is_what_its_definition_says(documents, changed):
     q, k, masked = inputs(1, documents, length=SEQ - 3)
     p = pattern(**changed)
@@ -70,6 +74,9 @@ def test_vertical_slash_is_what_its_definition_says(documents, changed):
         length = masked.masks[b].length
         rows = sorted({r for w in range(p.windows) for e in [length * (w + 1) // p.windows] for r in range(max(0, e - p.last_q), e)})
         probed = probabilities(q, k, masked, b)[:, rows] / len(rows)
+        if p.per_group:
+            group = HEADS // KV_HEADS
+            probed = probed.unflatten(0, (-1, group)).mean(1).repeat_interleave(group, 0)
         for h in range(HEADS):
             diagonals, columns = [0.0] * blocks, [0.0] * (blocks * BLOCK)
             for row, position in zip(probed[h].tolist(), rows, strict=True):
@@ -196,6 +203,27 @@ def test_fixed_has_the_numbers_asked_for_and_depends_on_the_seed_alone():
     assert shown_name(pattern()) == "vertical_slash"
 
 
+def test_every_layer_draws_its_own_fixed_index():
+    q, k, masked = inputs(0)
+    made = FixedPattern(BLOCK, 3, 8, 0.0, 1)
+    first, second = (made.estimate(q, k, masked, layer) for layer in (0, 1))
+    assert made.estimate(q, k, masked, 0).same_as(first)
+    assert not torch.equal(first.slashes, second.slashes)
+    assert not torch.equal(first.bars, second.bars)
+
+
+@pytest.mark.parametrize("density", [0.05, 0.3, 0.6, 0.9])
+def test_fixed_takes_the_fewest_diagonals_that_fill_the_density(density):
+    shape = {"seed": 3, "batch": 1, "heads": 4, "seq": 9 * BLOCK, "block": BLOCK, "bars": 0}
+    slashes = fixed_index(**shape, slashes=None, density=density).slashes
+    area = torch.arange(9, 0, -1)
+    for h, count in enumerate(slashes[0].sum(-1).tolist()):
+        assert int((slashes[0, h] * area).sum()) >= density * 45
+        # The same draw, one diagonal shorter.
+        fewer = fixed_index(**shape, slashes=count - 1).slashes[0, h]
+        assert count == 1 or int((fewer * area).sum()) < density * 45
+
+
 def test_the_banner_names_every_bound_of_vertical_slash():
     assert pattern(max_bars=0).describe() == (
         "columns that hold 60% and block diagonals that hold 70% of the attention of the last 20 queries"
@@ -204,6 +232,11 @@ def test_the_banner_names_every_bound_of_vertical_slash():
         "columns that, joint with the diagonals, hold 60% and block diagonals that hold 70% of the attention of the last 20 queries "
         "of 4 windows, at most 256 columns and 4 diagonals a head, one index per key-value group"
     )
+
+
+def test_shares_are_told_as_they_were_given():
+    assert "columns that hold 99.5% and block diagonals that hold 87.5% of" in pattern(p_v=0.995, p_s=0.875).describe()
+    assert XAttentionPattern(BLOCK, 4, 0.995).describe() == "blocks that hold 99.5% of antidiagonal scores, stride 4"
 
 
 @pytest.mark.parametrize(

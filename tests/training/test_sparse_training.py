@@ -66,6 +66,13 @@ def test_metrics_tell_what_the_index_left():
         assert step["density"] == pytest.approx(sum(step["density_by_layer"]) / 2)
 
 
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_metrics_are_the_lines_of_a_head(micro_batch):
+    lines = ["sparsity=fixed", "sparsity.slashes=3", "sparsity.bars=8", "sparsity.density=0"]
+    (found,) = gloo.run(1, steps, [*lines, "seq=208", f"train.micro_batch={micro_batch}"], 2)
+    assert [(step["slashes"], step["bars"]) for step in found] == [(3, 8)] * 2
+
+
 def test_everything_kept_is_dense_attention():
     whole = ["sparsity=vertical_slash", "sparsity.last_q=16", "sparsity.p_v=1.0", "sparsity.p_s=1.0"]
     (sparse,) = gloo.run(1, steps, whole, 2)

@@ -1,0 +1,44 @@
+"""A profile's rows are what index, mask and recall say of each head."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.profiling.sparsity import _heads
+from mtrain_cli.sparsity.fixed import FixedPattern
+from mtrain_cli.sparsity.moba import MobaPattern
+from mtrain_cli.sparsity.pattern import Masked
+from mtrain_cli.sparsity.recall import recall
+
+SEQ, BLOCK, HEADS = 100, 16, 4
+
+
+@pytest.mark.parametrize("pattern", [FixedPattern(BLOCK, 2, 6, 0.0, 0), MobaPattern(BLOCK, 32, 1)])
+def test_rows_are_what_index_mask_and_recall_say(pattern):
+    torch.manual_seed(0)
+    q, k = torch.randn(1, SEQ, HEADS, 8), torch.randn(1, SEQ, 2, 8)
+    mask = SequenceMask.from_documents(np.repeat([0, 1, 2], [40, 37, 20]), SEQ)  # 3 tokens are padding
+    rows = list(_heads(pattern, q, k, SimpleNamespace(masks=[mask, SequenceMask.causal(SEQ, SEQ)]), 5, 7, SEQ, SEQ))
+    masked = Masked.make([mask], BLOCK)
+    index = pattern.estimate(q, k, masked, 5)
+    everywhere = torch.arange(SEQ)
+    real = everywhere[: mask.length]
+    pairs = (index.allowed(real, everywhere)[0] & masked.visible(0, real, SEQ)).sum((-1, -2)).tolist()
+    kept = recall(index, q, k, masked, real)[0]
+    assert [(row.step, row.pattern, row.layer, row.head) for row in rows] == [(7, pattern.name, 5, head) for head in range(HEADS)]
+    for row, computed, shares in zip(rows, pairs, kept, strict=True):
+        assert row.density == computed / 5050
+        assert row.of_mask == computed / (820 + 703 + 210)
+        assert row.density < row.of_mask < 1
+        assert row.recall == float(shares.mean())
+        assert row.worst == float(shares.min()) < row.recall
+    lines = [(row.slashes, row.bars) for row in rows]
+    if pattern.name == "moba":
+        assert lines == [(0, 0)] * HEADS
+    else:
+        assert lines == [(2, int((bars < mask.length).sum())) for bars in index.bars[0]]

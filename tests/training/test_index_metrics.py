@@ -1,0 +1,52 @@
+"""What a step's indices left is a mean over layers, heads and sequences, however many micro-batches and workers counted it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mtrain_cli.attention.index import Counts
+from mtrain_cli.parallel.context_attention import IndexRecord
+from mtrain_cli.training.index_metrics import index_metrics, summed
+
+SEQ, LAYERS = 9, 2  # 45 causal pairs
+
+
+def record(layer: int, pairs: list[list[int]], slashes: list[list[int]], columns: list[list[int]], workers: int = 1) -> IndexRecord:
+    """Counts [sequences, heads]."""
+    zero = torch.zeros(len(pairs), len(pairs[0]), dtype=torch.int64)
+    counts = Counts(torch.tensor(pairs), blocks=zero, columns=torch.tensor(columns), column_pairs=zero, slashes=torch.tensor(slashes))
+    return IndexRecord(layer, counts, workers, started=1.0, ended=1.25 + layer)
+
+
+# Two heads. The first micro-batch has two sequences, the second one.
+RECORDS = [
+    record(0, [[20, 30], [10, 40]], [[1, 2], [3, 4]], [[10, 20], [30, 40]]),
+    record(1, [[45, 45], [44, 45]], [[5, 6], [7, 8]], [[0, 50], [60, 70]]),
+    record(0, [[12, 14]], [[2, 2]], [[7, 9]]),
+    record(1, [[5, 6]], [[3, 1]], [[4, 5]]),
+]
+SUM = [25.0 + 25 + 13, 45.0 + 44.5 + 5.5, 1.5 + 3.5 + 5.5 + 7.5 + 2 + 2, 15.0 + 35 + 25 + 65 + 8 + 4.5, 3.0]
+
+
+def test_sums_are_over_sequences_and_of_means_over_heads():
+    total = summed(RECORDS, LAYERS, torch.device("cpu"))
+    assert total.dtype == torch.float64
+    assert total.tolist() == SUM
+
+
+def test_a_step_is_the_mean_over_sequences_and_layers():
+    found = index_metrics(SUM, RECORDS, SEQ)
+    assert found.density_by_layer == (63 / 3 / 45, 95 / 3 / 45)
+    assert found.density == pytest.approx(158 / 6 / 45)
+    assert found.slashes == 22 / 6
+    assert found.bars == 152.5 / 6
+    assert found.seconds == 0.25 + 1.25 + 0.25 + 1.25
+
+
+def test_workers_that_count_a_part_each_add_up_to_the_whole():
+    parts = [[[8, 30], [6, 18]], [[12, 0], [4, 22]]]
+    none = [[0, 0], [0, 0]]
+    mine, other = (summed([record(0, pairs, none, none, workers=2)], 1, torch.device("cpu")) for pairs in parts)
+    found = index_metrics((mine + other).tolist(), [], SEQ)
+    assert found.density_by_layer == (25 / 45,)
