@@ -104,8 +104,7 @@ def _failed(agent: WorkerAgent, run_dir: RunDir) -> int:
     if failure.kind == "config":
         run_dir.discard()
         raise ConfigError(*failure.message.splitlines())
-    others = [f for f in agent.failures if f is not failure]
-    print(failures.report(failure, run_dir.logs / f"rank-{failure.rank}.log", others), file=sys.stderr, flush=True)
+    print(failures.report(failure, run_dir.logs / f"rank-{failure.rank}.log", agent.where), file=sys.stderr, flush=True)
     if way_on := _way_on(run_dir):
         _say(way_on)
     return 1

@@ -15,6 +15,7 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.parallel.exchange import Exchange, Work
 from mtrain_cli.parallel.index_group import gathered, make_index_group
 from mtrain_cli.parallel.layout import Layout
+from mtrain_cli.parallel.mail import naming
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.sparsity.pattern import Masked, Pattern
 
@@ -82,7 +83,7 @@ class DynamicIndex:
         """The index of a layer: estimated once, then kept."""
         if layer not in self.kept:
             started = _now(q.device)
-            with torch.no_grad():
+            with torch.no_grad(), naming(f"index, layer {layer}", "estimates", "the part of another worker did not come"):
                 index = self.pattern.estimate(q.detach(), k.detach(), self.masked, layer)
                 counts, workers = index.counts(self.work), 1
                 if isinstance(index, BlockBitmap):

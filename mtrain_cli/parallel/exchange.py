@@ -21,8 +21,9 @@ from mtrain_cli.attention.kernel import Kernel, accumulation_dtype, merge, row_d
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.shared_columns import SharedColumns
 from mtrain_cli.attention.tiles import BlockGeometry, Tiles
+from mtrain_cli.launch import whereabouts
 from mtrain_cli.parallel.layout import Joined, Layout
-from mtrain_cli.parallel.mail import Buffers, Mail
+from mtrain_cli.parallel.mail import Buffers, Mail, naming
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.schedule import KV, QUERIES, Options, Schedule, Step, Steps, Transfer, make_schedule
 
@@ -140,8 +141,9 @@ class Exchange(ABC):
         """The transfers of one pass; all of them are complete at its end."""
         mail = Mail(self.group, f"{self.name}, {what}, {direction}")
         yield mail
-        mail.step = "end"
+        mail.begin("end")
         mail.finish()
+        whereabouts.note(f"after {mail.what}")
 
 
 class Gathering(Exchange):
@@ -185,7 +187,7 @@ class Gathering(Exchange):
         """-> every step with its keys and values [batch, padded_seq, kv_heads of the part, head_dim], once they are complete."""
         coming: dict[int, tuple[Transfer, torch.Tensor]] = {}
         for at, step in enumerate(steps):
-            mail.step = _name(at, steps)
+            mail.begin(_name(at, steps))
             for transfer in step.post:
                 # The second collective of a pair sends on what the first one brought.
                 mine = _heads(packed, transfer.part, 3) if transfer.after is None else coming[transfer.after][1]
@@ -247,13 +249,13 @@ class Circulating(Exchange):
         packed = torch.stack([k, v])
         total = _Total(q)
         with self._mail(what, "forward") as mail:
-            columns = _Columns.make(self, work)
+            columns = _Columns.make(self, work, mail.what)
             if columns is not None:
                 columns.gather(packed)
             (last,) = self.schedule.keeps[self.group.rank]
             travel = _Travel(self.buffers, mail, self.forward_steps, {self.group.rank: packed}, KV, keep=last)
             for at, step in enumerate(self.forward_steps):
-                mail.step = _name(at, self.forward_steps)
+                mail.begin(_name(at, self.forward_steps))
                 keys = travel.begin(at)
                 tiles = work.of(*self._tile(step), self._part(step), columns=columns is None)
                 if not tiles.empty:
@@ -268,7 +270,7 @@ class Circulating(Exchange):
     def backward(self, dout, saved, work, kernel, scale, what=""):
         q, kept, out, lse, *gathered = saved
         high = accumulation_dtype(q.dtype)
-        columns = _Columns.make(self, work)
+        columns = _Columns.make(self, work, f"{self.name}, {what}, backward")
         # Kernels that derive it by themselves would not read it.
         delta = None if kernel.needs_out and columns is None else row_delta(out, dout)
         with self._mail(what, "backward") as mail:
@@ -294,7 +296,7 @@ class Circulating(Exchange):
         travel = _Travel(self.buffers, mail, steps, {start: kept}, KV)
         sums = _Sums(self.buffers, mail)
         for at, step in enumerate(steps):
-            mail.step = _name(at, steps)
+            mail.begin(_name(at, steps))
             packed = travel.begin(at)
             tiles = work.of(*self._tile(step), self._part(step), columns=with_columns)
             gradient = sums.fresh(step.keys[0], packed.shape, dq.dtype, packed.device)
@@ -317,7 +319,7 @@ class Circulating(Exchange):
         sums = _Sums(self.buffers, mail)
         gradient = self.buffers.like(kept, dq.dtype).zero_()
         for at, step in enumerate(steps):
-            mail.step = _name(at, steps)
+            mail.begin(_name(at, steps))
             bundle = travel.begin(at)
             if step.queries:
                 tiles = work.of(*self._tile(step), self._part(step), columns=with_columns)
@@ -545,22 +547,23 @@ class _QueryMessage:
 
 
 class _Columns:
-    """The shared columns of one layer on their way between the ranks (`SharedColumns`)."""
+    """The shared columns of one layer on their way between the ranks (`SharedColumns`). what: for messages."""
 
-    def __init__(self, shared: SharedColumns, group: ContextGroup) -> None:
+    def __init__(self, shared: SharedColumns, group: ContextGroup, what: str) -> None:
         self.shared = shared
         self._group = group
+        self._what = f"{what}, shared columns"
         self._tensor: torch.Tensor | None = None
         self._work: dist.Work | None = None
 
     @staticmethod
-    def make(exchange: Circulating, work: Work) -> _Columns | None:
+    def make(exchange: Circulating, work: Work, what: str) -> _Columns | None:
         """None where steps compute the columns themselves, or there are none."""
         if not exchange.shared_columns or work.index is None:
             return None
         whole, own = (work.of(exchange.own, keys, exchange.part) for keys in (WHOLE_SEQUENCE, exchange.own))
         shared = SharedColumns.make(whole, own)
-        return None if shared is None else _Columns(shared, exchange.group)
+        return None if shared is None else _Columns(shared, exchange.group, what)
 
     def gather(self, packed: torch.Tensor) -> None:
         """Begins to bring the columns of all ranks together. packed: this rank's keys and values."""
@@ -576,7 +579,8 @@ class _Columns:
     def packed(self) -> torch.Tensor:
         assert self._tensor is not None
         if self._work is not None:
-            self._work.wait()
+            with naming(self._what, f"waits for {self._group.size} ranks", "they did not come together", whereabouts.SEVERAL):
+                self._work.wait()
             self._work = None
         return self._tensor
 

@@ -51,7 +51,8 @@ def rank_1_raises_late(_config: Config, run_dir: RunDir, environment: Environmen
     raise ValueError("the true cause")
 
 
-def rank_1_is_late(_config: Config, _run_dir: RunDir, environment: Environment, _resume: bool) -> None:
+def rank_1_hangs(_config: Config, _run_dir: RunDir, environment: Environment, _resume: bool) -> None:
+    dist.barrier()
     time.sleep(600 * environment.rank)
     dist.barrier()
 
