@@ -115,9 +115,13 @@ def read(path: Path) -> Where | None:
 
 
 def table(records: Mapping[int, Where], about: Iterable[int], now: float) -> list[str]:
-    """A line for each rank; of more than eight those of ``about``, then those that wait for one of them, then the first."""
+    """A line for each rank, or one where all were at the same; of more than eight ranks those of ``about``, then those that wait for one
+    of them, then the first."""
+    texts = {rank: record.text(now) for rank, record in records.items()}
+    if len(texts) > 1 and len(set(texts.values())) == 1:
+        return [f"  all: {next(iter(texts.values()))}"]
     named = set(about)
     ranks = sorted(records, key=lambda rank: (rank not in named, records[rank].waits_for not in named, rank))
     shown = sorted(ranks[:_SHOWN])
-    lines = [f"  rank {rank}: {records[rank].text(now)}" for rank in shown]
+    lines = [f"  rank {rank}: {texts[rank]}" for rank in shown]
     return lines + [f"  and {len(ranks) - len(shown)} more ranks"] * (len(ranks) > len(shown))

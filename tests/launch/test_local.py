@@ -138,7 +138,7 @@ def test_a_worker_that_hangs_is_named_and_leaves_its_stack(run, capfd):
         "if it is slow, give more seconds"
     )
     assert lines[1] == "Where each worker was:"
-    assert re.fullmatch(r"  rank 1: before the first training step, prepares \(\d+ s ago\)", lines[3])
+    assert re.fullmatch(r"  rank 1: training step 2 \(\d+ s ago\)", lines[3])
     assert lines[4:] == [f"What it was at, if it could still tell, is at the end of {run.logs / 'rank-1.log'}."]
     assert "in rank_1_hangs" in (run.logs / "rank-1.log").read_text()
 

@@ -79,3 +79,8 @@ def test_a_table_of_many_ranks_shows_whom_it_is_about_and_who_waits_for_it():
     assert "  rank 41: training step 3, waits for kv from rank 40 (12 s ago)" in lines
     assert lines[0] == "  rank 0: before the first training step, prepares (12 s ago)"
     assert lines[-1] == "  and 56 more ranks"
+
+
+def test_a_table_of_ranks_that_were_all_at_the_same_is_one_line():
+    records = {rank: Where(1.0, 0, "prepares") for rank in range(8)}
+    assert whereabouts.table(records, [3], 1.0) == ["  all: before the first training step, prepares"]
