@@ -68,7 +68,8 @@ class WorkerFiles(LogsSpecs):
 class WorkerAgent(LocalElasticAgent):
     """Runs ``command`` once for each of ``workers`` ranks of this machine, without restarts."""
 
-    def __init__(self, workers: int, command: Sequence[str], folder: Path, variables: dict[str, str]) -> None:
+    def __init__(self, workers: int, command: Sequence[str], folder: Path, variables: dict[str, str], timeout_s: float) -> None:
+        """timeout_s: how long a worker waits for another before it gives up."""
         _quiet()
         parameters = RendezvousParameters(
             backend="c10d", endpoint="127.0.0.1:0", run_id=uuid.uuid4().hex, min_nodes=1, max_nodes=1, local_addr="127.0.0.1"
@@ -87,6 +88,7 @@ class WorkerAgent(LocalElasticAgent):
         super().__init__(spec, self._files, exit_barrier_timeout=10)
         self.failures: list[Failure] = []
         self.where: list[str] = []
+        self._timeout_s = timeout_s
 
     def finish(self) -> None:
         """Start the workers, wait for all to end, and stop the rest as soon as one fails; `failures` then says who did.
@@ -142,7 +144,9 @@ class WorkerAgent(LocalElasticAgent):
         """Whom the others waited for, among workers that left no failure. running: their process ids."""
         stopped = [rank for rank, pid in running.items() if _is_stopped(pid)]
         going = [rank for rank in running if rank not in records or records[rank].waits_for is None]
-        found = failures.silence(failed, stopped, going)
+        # NCCL's watchdog ends a process without a record. One that had noted nothing for long was waiting, not at fault.
+        quiet = [f.rank in records and time.time() - records[f.rank].time > self._timeout_s / 2 for f in failed if f.is_abort]
+        found = failures.silence(failed, stopped, going, f"topology.timeout_s={self._timeout_s:g}" if any(quiet) else "")
         if found is None:
             return []
         # A worker that hangs is asked to write the stacks of all its threads into its log; one that is stopped heeds nothing but this.

@@ -74,8 +74,13 @@ class Failure:
         if self.kind == "died":
             if not self.first:
                 return 6
-            return 4 if self.exit_code == -signal.SIGABRT else 1
+            return 4 if self.is_abort else 1
         return {"config": 0, "error": 2, "silent": 3}.get(self.kind, 5)
+
+    @property
+    def is_abort(self) -> bool:
+        """Whether the process aborted itself, as NCCL's watchdog does after a wait that was too long; so does a failed check in C++."""
+        return self.kind == "died" and self.exit_code == -signal.SIGABRT
 
     @property
     def waited(self) -> str:
@@ -104,12 +109,13 @@ def first_sentence(error: BaseException) -> str:
     return re.sub(r"^\[[^]]*:\d+\] ", "", lines[0]).split(". ")[0] if lines else type(error).__name__
 
 
-def silence(failed: Sequence[Failure], stopped: Sequence[int], running: Sequence[int]) -> Failure | None:
+def silence(failed: Sequence[Failure], stopped: Sequence[int], running: Sequence[int], waited: str = "") -> Failure | None:
     """What is to be said of ranks without a failure of their own for which the others may have waited; None: nothing.
 
-    stopped: whose processes a signal has stopped. running: that go on and, as far as is known, wait for nobody.
+    stopped: whose processes a signal has stopped. running: that go on and, as far as is known, wait for nobody. waited: as
+    `Failure.waited`, where that is known of a worker that could not say so.
     """
-    waited = next((failure.waited for failure in failed if failure.waited), "")
+    waited = next((failure.waited for failure in failed if failure.waited), waited)
     if not all(failure.is_consequence for failure in failed) or not (stopped or (waited and running)):
         return None
     ranks = sorted(stopped or running)

@@ -134,6 +134,13 @@ def test_a_rank_is_blamed_for_its_silence_where_nothing_else_explains_the_waits(
     assert lines == [f"error: {found.message}", "Where each worker was:", "  rank 0: training step 1"]
 
 
+def test_an_abort_is_a_consequence_of_silence_where_it_came_after_a_long_wait():
+    assert failures.silence([ABORTED], [], [1]) is None
+    found = failures.silence([ABORTED], [], [1], "topology.timeout_s=6")
+    assert found is not None
+    assert failures.cause([ABORTED, found]) is found
+
+
 def test_what_a_lost_peer_leaves_is_told_apart_from_other_errors_and_without_its_line_of_code():
     gloo = RuntimeError("[/w/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:34710: Connection reset by peer. This is typical. 🏖️")
     assert failures.lost_peer(gloo)

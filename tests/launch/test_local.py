@@ -143,6 +143,13 @@ def test_a_worker_that_hangs_is_named_and_leaves_its_stack(run, capfd):
     assert "in rank_1_hangs" in (run.logs / "rank-1.log").read_text()
 
 
+def test_an_abort_after_a_long_wait_is_blamed_on_the_worker_that_goes_on(run, capfd):
+    assert launched_with_timeout(run, "rank_0_is_aborted_as_by_nccl", 5.0) == 1
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith(("error", "  rank"))]
+    assert lines[0].startswith("error: topology.timeout_s=5: rank 1 kept the others waiting longer than that and gave no sign")
+    assert [line[:25].strip() for line in lines[1:]] == ["rank 0: training step 2", "rank 1: training step 3"]
+
+
 def test_a_killed_worker_ends_the_run_at_once_and_is_named(run, capfd):
     killed_at = []
 

@@ -79,6 +79,14 @@ def _lost_in_a_ring(environment: Environment, signum: signal.Signals) -> None:
         dist.recv(torch.ones(1), 1)
 
 
+def rank_0_is_aborted_as_by_nccl(_config: Config, _run_dir: RunDir, environment: Environment, _resume: bool) -> None:
+    """What is left of a wait in NCCL that was too long: the watchdog ends the process, which can say nothing."""
+    dist.barrier()
+    whereabouts.begin(2 + environment.rank)
+    time.sleep(600 if environment.rank else 4)
+    os.abort()
+
+
 def steps_until_stopped(_config: Config, run_dir: RunDir, environment: Environment, _resume: bool) -> bool:
     flag = StopFlag(run_dir, environment)
     dist.all_reduce(torch.ones(1))
