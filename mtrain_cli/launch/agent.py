@@ -22,14 +22,17 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous
 
-from mtrain_cli.launch import failures
+from mtrain_cli.launch import failures, whereabouts
 from mtrain_cli.launch.failures import Failure
+from mtrain_cli.launch.whereabouts import Where
 
 POLL_S = 0.1
 # A worker whose peer died may be reaped before the peer is.
 CAUSE_GRACE_S = 2.0
 # Workers leave SIGTERM at its default and die of it at once; this is for one that hangs in the kernel.
 STOP_GRACE_S = 5
+# For a worker that hangs to write its stack into its log, which takes milliseconds.
+STACK_S = 0.3
 
 
 class WorkerFiles(LogsSpecs):
@@ -51,6 +54,10 @@ class WorkerFiles(LogsSpecs):
         """The file in which worker ``rank`` leaves its failure."""
         return self._folder / f"failure-{rank}.json"
 
+    def where_of(self, rank: int) -> Path:
+        """The file in which worker ``rank`` keeps where it is."""
+        return whereabouts.beside(self.record_of(rank), rank)
+
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         for rank, variables in envs.items():
             variables.update(self._variables, TORCHELASTIC_ERROR_FILE=str(self.record_of(rank)))
@@ -61,7 +68,8 @@ class WorkerFiles(LogsSpecs):
 class WorkerAgent(LocalElasticAgent):
     """Runs ``command`` once for each of ``workers`` ranks of this machine, without restarts."""
 
-    def __init__(self, workers: int, command: Sequence[str], folder: Path, variables: dict[str, str]) -> None:
+    def __init__(self, workers: int, command: Sequence[str], folder: Path, variables: dict[str, str], timeout_s: float) -> None:
+        """timeout_s: how long a worker waits for another before it gives up."""
         _quiet()
         parameters = RendezvousParameters(
             backend="c10d", endpoint="127.0.0.1:0", run_id=uuid.uuid4().hex, min_nodes=1, max_nodes=1, local_addr="127.0.0.1"
@@ -79,6 +87,8 @@ class WorkerAgent(LocalElasticAgent):
         self._files = WorkerFiles(folder, variables)
         super().__init__(spec, self._files, exit_barrier_timeout=10)
         self.failures: list[Failure] = []
+        self.where: list[str] = []
+        self._timeout_s = timeout_s
 
     def finish(self) -> None:
         """Start the workers, wait for all to end, and stop the rest as soon as one fails; `failures` then says who did.
@@ -111,15 +121,49 @@ class WorkerAgent(LocalElasticAgent):
         return [failure for failure in found if failure is not None]
 
     def _find_failures(self) -> None:
-        """Note who failed, after a wait for the cause where there are only consequences so far; then stop the others."""
+        """Note who failed, after a wait for the cause where there are only consequences so far; then stop the others.
+
+        With it, where each worker was.
+        """
         deadline = time.monotonic() + CAUSE_GRACE_S
         failed = self._failed_so_far()
         while all(failure.is_consequence for failure in failed) and time.monotonic() < deadline:
             time.sleep(POLL_S / 2)
             failed = self._failed_so_far()
-        self.failures = failed
         assert self._pcontext is not None
+        processes = {rank: handler.proc for rank, handler in self._pcontext.subprocess_handlers.items()}  # type: ignore[attr-defined]
+        records = {rank: record for rank in processes if (record := whereabouts.read(self._files.where_of(rank)))}
+        heard = {failure.rank for failure in failed}
+        running = {rank: process.pid for rank, process in processes.items() if rank not in heard and process.poll() is None}
+        failed += self._silent(failed, running, records)
+        self.where = whereabouts.table(records, [failures.cause(failed).rank], time.time())
+        self.failures = failed
         self._pcontext.close(signal.SIGTERM, STOP_GRACE_S)
+
+    def _silent(self, failed: list[Failure], running: dict[int, int], records: dict[int, Where]) -> list[Failure]:
+        """Whom the others waited for, among workers that left no failure. running: their process ids."""
+        stopped = [rank for rank, pid in running.items() if _is_stopped(pid)]
+        going = [rank for rank in running if rank not in records or records[rank].waits_for is None]
+        # NCCL's watchdog ends a process without a record. One that had noted nothing for long was waiting, not at fault.
+        quiet = [f.rank in records and time.time() - records[f.rank].time > self._timeout_s / 2 for f in failed if f.is_abort]
+        found = failures.silence(failed, stopped, going, f"topology.timeout_s={self._timeout_s:g}" if any(quiet) else "")
+        if found is None:
+            return []
+        # A worker that hangs is asked to write the stacks of all its threads into its log; one that is stopped heeds nothing but this.
+        for rank in stopped or going:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(running[rank], signal.SIGKILL if stopped else signal.SIGUSR1)
+        time.sleep(0 if stopped else STACK_S)
+        return [found]
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal or a debugger holds the process (Linux; elsewhere that is not known)."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state in ("T", "t")
 
 
 def _quiet() -> None:

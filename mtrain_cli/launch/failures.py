@@ -13,7 +13,7 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,6 @@ _PEER_LOST = re.compile(
     r"|[Tt]imed out waiting|collective operation timeout",
 )
 _TIMED_OUT = re.compile(r"[Tt]imed out waiting|[Tt]imed out after|wait timeout after|Socket Timeout|connectFullMesh failed.*timed out")
-_EXCHANGE = "ExchangeError: "  # how a worker's record begins that lost a peer in the middle of an exchange
 _LOG_TAIL_LINES = 20
 # What a disk may do to a command that was given in good order.
 _DISK_FAILURES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
@@ -47,7 +46,8 @@ def write_failure(error: OSError, text: str) -> RunError | ConfigError:
 
 @dataclass(frozen=True)
 class Failure:
-    """How one worker ended. ``kind`` is ``config``, ``error``, ``peer lost`` or ``died`` (without a record of its own).
+    """How one worker ended. ``kind`` is ``config``, ``error``, ``peer lost``, ``died`` (without a record of its own) or ``silent`` (it ran
+    on without a word while the others waited for it).
 
     ``exit_code`` is negative for a signal and None while the process still ran; ``first`` tells that it ended, or left its record, before
     the launcher began to stop the others.
@@ -64,19 +64,28 @@ class Failure:
     @property
     def is_consequence(self) -> bool:
         """Whether another worker's failure may explain this one."""
-        return self.severity >= 3
+        return self.severity >= 4
 
     @property
     def severity(self) -> int:
-        """Place in the search for the cause, 0 first: a user's mistake, a death by signal or unexplained exit, an exception, an abort
-        (NCCL's watchdog ends a process that way when a peer is gone), a lost connection, and what the launcher itself ended."""
-        if self.kind == "config":
-            return 0
+        """Place in the search for the cause, 0 first: a user's mistake, a death by signal or unexplained exit, an exception, a worker that
+        keeps the others waiting, an abort (NCCL's watchdog ends a process that way when a peer is gone), a lost connection, and what the
+        launcher itself ended."""
         if self.kind == "died":
             if not self.first:
-                return 5
-            return 3 if self.exit_code == -signal.SIGABRT else 1
-        return 2 if self.kind == "error" else 4
+                return 6
+            return 4 if self.is_abort else 1
+        return {"config": 0, "error": 2, "silent": 3}.get(self.kind, 5)
+
+    @property
+    def is_abort(self) -> bool:
+        """Whether the process aborted itself, as NCCL's watchdog does after a wait that was too long; so does a failed check in C++."""
+        return self.kind == "died" and self.exit_code == -signal.SIGABRT
+
+    @property
+    def waited(self) -> str:
+        """``topology.timeout_s=60`` where it waited for longer than that; a peer that only went away leaves a traceback, too."""
+        return self.message.partition(":")[0] if self.kind == "peer lost" and not self.trace else ""
 
 
 def describe(error: BaseException) -> Failure:
@@ -87,6 +96,38 @@ def describe(error: BaseException) -> Failure:
     explained = isinstance(error, RunError)
     message = str(error) if kind == "config" or explained else f"{name}: {error}" if str(error) else name
     return Failure(-1, 1, kind, message, "" if explained else "".join(traceback.format_exception(error)), time.time())
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether gloo, NCCL or the store says that a peer has gone or did not answer in time."""
+    return _PEER_LOST.search(str(error)) is not None or timed_out(error)
+
+
+def first_sentence(error: BaseException) -> str:
+    """What such an error says, without the line of C++ that says so and without advice."""
+    lines = str(error).strip().splitlines()
+    return re.sub(r"^\[[^]]*:\d+\] ", "", lines[0]).split(". ")[0] if lines else type(error).__name__
+
+
+def silence(failed: Sequence[Failure], stopped: Sequence[int], running: Sequence[int], waited: str = "") -> Failure | None:
+    """What is to be said of ranks without a failure of their own for which the others may have waited; None: nothing.
+
+    stopped: whose processes a signal has stopped. running: that go on and, as far as is known, wait for nobody. waited: as
+    `Failure.waited`, where that is known of a worker that could not say so.
+    """
+    waited = next((failure.waited for failure in failed if failure.waited), waited)
+    if not all(failure.is_consequence for failure in failed) or not (stopped or (waited and running)):
+        return None
+    ranks = sorted(stopped or running)
+    one = len(ranks) == 1
+    message = f"rank{'s' * (not one)} {' and '.join(map(str, ranks))} kept the others waiting"
+    if waited:
+        message = f"{waited}: {message} longer than that"
+    if stopped:
+        message += f": {'its process is' if one else 'their processes are'} stopped (SIGSTOP, or a debugger)"
+    else:
+        message += f" and gave no sign: {'it' if one else 'one of them'} hangs or is slow; if it is slow, give more seconds"
+    return Failure(ranks[0], None, "silent", message, "", time.time())
 
 
 def timed_out(error: BaseException) -> bool:
@@ -121,28 +162,30 @@ def cause(failures: Iterable[Failure]) -> Failure:
     return min(failures, key=lambda failure: (failure.severity, failure.time))
 
 
-def report(failure: Failure, log: Path | None, others: Iterable[Failure] = ()) -> str:
+def report(failure: Failure, log: Path | None, where: Sequence[str] = ()) -> str:
     """What to tell the user about the cause: rank and reason in the first line, then the traceback or the worker's last words.
 
-    others: failures that it explains. Where one of them was waiting for a message of an exchange, that is told too.
+    where: lines that tell where each worker was. They are shown where a worker ended without an exception, or lost a peer.
     """
     explained = failure.kind != "died" and not failure.trace
     if failure.kind == "died":
         lines = [f"error: rank {failure.rank} {failure.message}"]
-        words = log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:] if log and log.is_file() else []
-        lines += ["The last lines of its output:", *(f"  {line}" for line in words)] if words else []
     elif explained:
         lines = [f"error: {failure.message}"]
     else:
         lines = [f"error: rank {failure.rank} failed: {failure.message.splitlines()[0]}", failure.trace.rstrip()]
+    if where and failure.kind in ("died", "silent", "peer lost"):
+        lines += ["Where each worker was:", *where]
+    if failure.kind == "died":
+        words = log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:] if log and log.is_file() else []
+        lines += ["The last lines of its output:", *(f"  {line}" for line in words)] if words else []
     if failure.kind == "peer lost" and not explained:
         lines.append("No worker left another error: one waited longer than topology.timeout_s, or a worker on another machine is gone.")
-    waiting = [other for other in others if other.message.startswith(_EXCHANGE)]
-    if waiting:
-        first = min(waiting, key=lambda other: other.time)
-        lines.insert(1, f"Rank {first.rank} was waiting for it: {first.message.removeprefix(_EXCHANGE).splitlines()[0]}")
-    if not explained and log and log.is_file() and log.stat().st_size:
-        lines.append(f"All of its output is in {log}; the other workers were stopped.")
+    if log and log.is_file() and log.stat().st_size:
+        if failure.kind == "silent":
+            lines.append(f"What it was at, if it could still tell, is at the end of {log}.")
+        elif not explained:
+            lines.append(f"All of its output is in {log}; the other workers were stopped.")
     return "\n".join(lines)
 
 

@@ -16,14 +16,16 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.launch import failures
+from mtrain_cli.launch import failures, whereabouts
 from mtrain_cli.launch.failures import Failure
 from mtrain_cli.launch.job import STORE_TIMEOUT, Job, job_store
+from mtrain_cli.launch.whereabouts import Where
 
 CAUSE_GRACE_S = 2.0
 VERDICT_WAIT_S = 15.0
@@ -37,14 +39,16 @@ _GREETING_BYTES = 64  # the token and a rank are shorter
 class Lifeline:
     """This rank's end of the connection to rank 0, which also runs the `_Hub`."""
 
-    def __init__(self, job: Job, on_mistake: Callable[[], object]) -> None:
+    def __init__(self, job: Job, on_mistake: Callable[[], object], logs: Path | None = None) -> None:
         """Connect; returns once rank 0 answers. Rank 0 calls ``on_mistake`` before it leaves because of a user's mistake.
+
+        logs: where ranks keep their records (`whereabouts.in_logs`), as far as they share a disk.
 
         Raises:
             ConfigError: rank 0's port cannot be reached from this machine.
         """
         store = job_store(job)
-        self._hub = _Hub(job.world_size, on_mistake) if job.rank == 0 else None
+        self._hub = _Hub(job.world_size, on_mistake, logs) if job.rank == 0 else None
         if self._hub:
             store.set(_STORE_KEY, f"{self._hub.port} {self._hub.token}")
         port, token = store.get(_STORE_KEY).decode().split()
@@ -58,6 +62,8 @@ class Lifeline:
             ) from error
         self._socket.settimeout(None)
         self._rank = job.rank
+        self._world_size = job.world_size
+        self._logs = logs
         self._closing = False
         self._write(f"{token} {job.rank}")
         self._watcher = threading.Thread(target=self._watch, name="lifeline", daemon=True)
@@ -96,7 +102,7 @@ class Lifeline:
             leave(verdict[0])
         if not self._closing:
             if self._rank == 1:
-                tell(_lost(0))
+                tell(_lost(0), _where(_records(self._logs, self._world_size), 0))
             leave(1)
 
 
@@ -112,8 +118,10 @@ class _Peer:
 class _Hub:
     """Rank 0's thread that hears all ranks."""
 
-    def __init__(self, world_size: int, on_mistake: Callable[[], object]) -> None:
+    def __init__(self, world_size: int, on_mistake: Callable[[], object], logs: Path | None = None) -> None:
         self._on_mistake = on_mistake
+        self._world_size = world_size
+        self._logs = logs
         family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
         self._server = socket.create_server(("", 0), family=family, backlog=world_size, dualstack_ipv6=family == socket.AF_INET6)
         self._selector = selectors.DefaultSelector()
@@ -198,8 +206,9 @@ class _Hub:
 
     def _end(self) -> NoReturn:
         """Tell the cause, then have every rank leave, this one last: what it has not read by then would reset the others' connections."""
-        cause = failures.cause(self._failures)
-        tell(cause)
+        records = _records(self._logs, self._world_size)
+        cause = self._cause(records)
+        tell(cause, _where(records, cause.rank))
         code = 1
         if cause.kind == "config":
             code = 2
@@ -218,10 +227,29 @@ class _Hub:
                         break
         leave(code)
 
+    def _cause(self, records: Mapping[int, Where]) -> Failure:
+        """Whoever failed first, or a rank for which the others waited in vain."""
+        heard = {failure.rank for failure in self._failures}
+        going = [rank for rank in self._expected - heard if rank not in records or records[rank].waits_for is None]
+        silent = failures.silence(self._failures, [], going)
+        return failures.cause([*self._failures, silent] if silent else self._failures)
 
-def tell(failure: Failure) -> None:
-    """Print the cause of a run's end."""
-    lines = [f"error: {line}" for line in failure.message.splitlines()] if failure.kind == "config" else [failures.report(failure, None)]
+
+def _records(logs: Path | None, world_size: int) -> dict[int, Where]:
+    """Where each rank was, as far as this machine sees the files of the others."""
+    if logs is None:
+        return {}
+    return {rank: record for rank in range(world_size) if (record := whereabouts.read(whereabouts.in_logs(logs, rank)))}
+
+
+def _where(records: Mapping[int, Where], about: int) -> list[str]:
+    return whereabouts.table(records, [about], time.time())
+
+
+def tell(failure: Failure, where: Sequence[str] = ()) -> None:
+    """Print the cause of a run's end. where: of each rank, see `failures.report`."""
+    config = failure.kind == "config"
+    lines = [f"error: {line}" for line in failure.message.splitlines()] if config else [failures.report(failure, None, where)]
     # Whatever became of the terminal, the exit code still has to be given.
     with contextlib.suppress(OSError):
         print("\n".join(lines), file=sys.stderr, flush=True)

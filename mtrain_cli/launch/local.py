@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from mtrain_cli.config import compose
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch import failures, streams
 from mtrain_cli.launch.environment import Environment
@@ -60,7 +61,8 @@ def launch(run_dir: RunDir, environment: Environment, resume: bool, target: str 
     with tempfile.TemporaryDirectory(prefix="mtrain-") as folder:
         command = worker_command("mtrain_cli.launch.worker", *arguments)
         try:
-            agent = WorkerAgent(environment.workers, command, Path(folder), _variables(environment))
+            timeout_s = compose.load(run_dir.resolved).topology.timeout_s
+            agent = WorkerAgent(environment.workers, command, Path(folder), _variables(environment), timeout_s)
         except (RuntimeError, OSError) as error:
             return _not_started(error)
         return _wait(agent, run_dir, Path(folder))
@@ -104,8 +106,7 @@ def _failed(agent: WorkerAgent, run_dir: RunDir) -> int:
     if failure.kind == "config":
         run_dir.discard()
         raise ConfigError(*failure.message.splitlines())
-    others = [f for f in agent.failures if f is not failure]
-    print(failures.report(failure, run_dir.logs / f"rank-{failure.rank}.log", others), file=sys.stderr, flush=True)
+    print(failures.report(failure, run_dir.logs / f"rank-{failure.rank}.log", agent.where), file=sys.stderr, flush=True)
     if way_on := _way_on(run_dir):
         _say(way_on)
     return 1

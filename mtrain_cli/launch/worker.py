@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from mtrain_cli.config import compose, keys
 from mtrain_cli.config.schema import Config, ConfigError
-from mtrain_cli.launch import failures, streams
+from mtrain_cli.launch import failures, streams, whereabouts
 from mtrain_cli.launch.environment import Environment, gpu_index, resolve_environment
 from mtrain_cli.launch.job import current_job, decide_on_rank_zero, job_store
 from mtrain_cli.launch.lifeline import Lifeline, leave
@@ -53,7 +53,10 @@ def main() -> None:
     if arguments.launcher_pid is not None:
         _end_with_parent(arguments.launcher_pid)
     run_dir = RunDir(arguments.run_dir)
-    log = _open_log(run_dir, int(os.environ["RANK"]))
+    rank = int(os.environ["RANK"])
+    log = _open_log(run_dir, rank)
+    if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        whereabouts.keep(whereabouts.beside(error_file, rank))
     try:
         config = compose.load(run_dir.resolved)
         environment = dataclasses.replace(resolve_environment(config), launcher="mtrain")
@@ -80,10 +83,14 @@ def run_in_job(run_dir: RunDir, environment: Environment, resume: bool, target: 
     save_and_stop_on_signals()
     job = current_job()
     assert job is not None
-    lifeline = Lifeline(job, on_mistake=run_dir.discard)
+    lifeline = Lifeline(job, on_mistake=run_dir.discard, logs=run_dir.logs)
+    record = whereabouts.in_logs(run_dir.logs, job.rank)
     try:
         agreed = _configuration_of_rank_zero(run_dir)
         _check_same(config, agreed, job.rank)
+        with contextlib.suppress(OSError):
+            run_dir.logs.mkdir(exist_ok=True)
+        whereabouts.keep(record)
         _work(agreed, run_dir, environment, resume, target)
     except BaseException as error:
         failure = failures.describe(error)
@@ -92,6 +99,7 @@ def run_in_job(run_dir: RunDir, environment: Environment, resume: bool, target: 
             failures.leave_record(failure, os.environ.get("TORCHELASTIC_ERROR_FILE"))
         lifeline.fail(failure)
     lifeline.close()
+    record.unlink(missing_ok=True)
     if environment.rank == 0:
         run_dir.stop_request.unlink(missing_ok=True)
     # Also after a requested stop: to torchrun and srun any other code is a failed worker, whose peers are to be killed or restarted.
@@ -110,6 +118,7 @@ def _work(config: Config, run_dir: RunDir, environment: Environment, resume: boo
     timeout = timedelta(seconds=config.topology.timeout_s)
     store: Store = dist.PrefixStore("process_group", job_store(job))
     with _timeouts_explained(config, job.rank):
+        whereabouts.note("waits for all ranks to join", whereabouts.SEVERAL)
         if environment.device == "cuda":
             import torch
 
@@ -120,6 +129,7 @@ def _work(config: Config, run_dir: RunDir, environment: Environment, resume: boo
             )
         else:
             dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=timeout)
+        whereabouts.note("prepares")
         stopped = _function(target)(config, run_dir, environment, resume)
         dist.destroy_process_group()
     return bool(stopped)
@@ -189,6 +199,8 @@ def _open_log(run_dir: RunDir, rank: int) -> TextIO:
         os.dup2(log.fileno(), sys.stdout.fileno())
         os.dup2(log.fileno(), sys.stderr.fileno())
     faulthandler.enable(file=log)
+    # The launcher asks a worker that hangs for its stack before it ends it.
+    faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
     return log
 
 

@@ -16,6 +16,7 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.parallel.exchange import Exchange, Work
 from mtrain_cli.parallel.index_group import gathered, make_index_group
 from mtrain_cli.parallel.layout import Layout
+from mtrain_cli.parallel.mail import naming
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.recording import INDEX, Recorder
 from mtrain_cli.sparsity.pattern import Masked, Pattern
@@ -85,7 +86,8 @@ class DynamicIndex:
         if layer not in self.kept:
             started = _now(q.device)
             span = nullcontext() if recorder is None else recorder.span(INDEX, f"layer {layer}", "forward", 0)
-            with torch.no_grad(), span:
+            come = naming(f"index, layer {layer}", "estimates", "the part of another worker did not come")
+            with torch.no_grad(), span, come:
                 index = self.pattern.estimate(q.detach(), k.detach(), self.masked, layer)
                 counts, workers = index.counts(self.work), 1
                 if isinstance(index, BlockBitmap):

@@ -21,8 +21,9 @@ from mtrain_cli.attention.kernel import Kernel, accumulation_dtype, merge, row_d
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.shared_columns import SharedColumns
 from mtrain_cli.attention.tiles import BlockGeometry, Tiles
+from mtrain_cli.launch import whereabouts
 from mtrain_cli.parallel.layout import Joined, Layout
-from mtrain_cli.parallel.mail import Buffers, Mail
+from mtrain_cli.parallel.mail import Buffers, Mail, naming
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, COLUMNS, MERGE, WAIT, Recorder
 from mtrain_cli.parallel.schedule import CONTEXT, KV, QUERIES, Options, Schedule, Step, Steps, Transfer, make_schedule
@@ -149,6 +150,7 @@ class Exchange(ABC):
         mail = Mail(self.group, self.name, what, direction, len(steps), self.recorder)
         yield mail
         mail.finish()
+        whereabouts.note(f"after {mail.what}")
 
 
 class Gathering(Exchange):
@@ -195,7 +197,7 @@ class Gathering(Exchange):
         """-> every step with its keys and values [batch, padded_seq, kv_heads of the part, head_dim], once they are complete."""
         coming: dict[int, tuple[Transfer, torch.Tensor]] = {}
         for at, step in enumerate(steps):
-            mail.at = at
+            mail.begin(at)
             for transfer in step.post:
                 # The second collective of a pair sends on what the first one brought.
                 mine = _heads(packed, transfer.part, 3) if transfer.after is None else coming[transfer.after][1]
@@ -258,13 +260,13 @@ class Circulating(Exchange):
         packed = torch.stack([k, v])
         total = _Total(q)
         with self._mail(what, FORWARD) as mail:
-            columns = _Columns.make(self, work)
+            columns = _Columns.make(self, work, mail.what)
             if columns is not None:
                 columns.gather(packed)
             (last,) = self.schedule.keeps[self.group.rank]
             travel = _Travel(self.buffers, mail, self.forward_steps, {self.group.rank: packed}, KV, keep=last)
             for at, step in enumerate(self.forward_steps):
-                mail.at = at
+                mail.begin(at)
                 keys = travel.begin(at)
                 tiles = work.of(*self._tile(step), self._part(step), columns=columns is None)
                 if not tiles.empty:
@@ -286,7 +288,7 @@ class Circulating(Exchange):
     def backward(self, dout, saved, work, kernel, scale, what=""):
         q, kept, out, lse, *gathered = saved
         high = accumulation_dtype(q.dtype)
-        columns = _Columns.make(self, work)
+        columns = _Columns.make(self, work, f"{self.name}, {what}, backward")
         # Kernels that derive it by themselves would not read it.
         delta = None if kernel.needs_out and columns is None else row_delta(out, dout)
         with self._mail(what, BACKWARD) as mail:
@@ -316,7 +318,7 @@ class Circulating(Exchange):
         travel = _Travel(self.buffers, mail, steps, {start: kept}, KV)
         sums = _Sums(self.buffers, mail)
         for at, step in enumerate(steps):
-            mail.at = at
+            mail.begin(at)
             packed = travel.begin(at)
             tiles = work.of(*self._tile(step), self._part(step), columns=with_columns)
             gradient = sums.fresh(step.keys[0], packed.shape, dq.dtype, packed.device)
@@ -341,7 +343,7 @@ class Circulating(Exchange):
         sums = _Sums(self.buffers, mail)
         gradient = self.buffers.like(kept, dq.dtype).zero_()
         for at, step in enumerate(steps):
-            mail.at = at
+            mail.begin(at)
             bundle = travel.begin(at)
             if step.queries:
                 tiles = work.of(*self._tile(step), self._part(step), columns=with_columns)
@@ -404,7 +406,7 @@ class SharedHeads(Exchange):
             parts = [_heads_for(t, self.heads) for t in (q, k, v)]
             q_part, k_part, v_part = self._to_heads(mail, self.forward_steps[0].post[0], parts)
             out, lse, saved = self.inner.forward(q_part, k_part, v_part, work, kernel, scale, what)
-            mail.at = len(self.forward_steps) - 1
+            mail.begin(len(self.forward_steps) - 1)
             (whole,) = self._to_tokens(mail, self.forward_steps[-1].post[0], [out])
             self._kv_heads = k.shape[2]
         return whole.flatten(2, 3), lse, saved
@@ -413,7 +415,7 @@ class SharedHeads(Exchange):
         with self._mail(what, BACKWARD) as mail:
             (mine,) = self._to_heads(mail, self.backward_steps[0].post[0], [_heads_for(dout, self.heads)])
             gradients = self.inner.backward(mine, saved, work, kernel, scale, what)
-            mail.at = len(self.backward_steps) - 1
+            mail.begin(len(self.backward_steps) - 1)
             dq, dk, dv = self._to_tokens(mail, self.backward_steps[-1].post[0], list(gradients))
         return dq.flatten(2, 3), _added(dk, self._kv_heads), _added(dv, self._kv_heads)
 
@@ -577,22 +579,23 @@ class _QueryMessage:
 
 
 class _Columns:
-    """The shared columns of one layer on their way between the ranks (`SharedColumns`)."""
+    """The shared columns of one layer on their way between the ranks (`SharedColumns`). what: for messages."""
 
-    def __init__(self, shared: SharedColumns, group: ContextGroup) -> None:
+    def __init__(self, shared: SharedColumns, group: ContextGroup, what: str) -> None:
         self.shared = shared
         self._group = group
+        self._what = f"{what}, shared columns"
         self._tensor: torch.Tensor | None = None
         self._work: dist.Work | None = None
 
     @staticmethod
-    def make(exchange: Circulating, work: Work) -> _Columns | None:
+    def make(exchange: Circulating, work: Work, what: str) -> _Columns | None:
         """None where steps compute the columns themselves, or there are none."""
         if not exchange.shared_columns or work.index is None:
             return None
         whole, own = (work.of(exchange.own, keys, exchange.part) for keys in (WHOLE_SEQUENCE, exchange.own))
         shared = SharedColumns.make(whole, own)
-        return None if shared is None else _Columns(shared, exchange.group)
+        return None if shared is None else _Columns(shared, exchange.group, what)
 
     def gather(self, packed: torch.Tensor) -> None:
         """Begins to bring the columns of all ranks together. packed: this rank's keys and values."""
@@ -608,7 +611,8 @@ class _Columns:
     def packed(self) -> torch.Tensor:
         assert self._tensor is not None
         if self._work is not None:
-            self._work.wait()
+            with naming(self._what, f"waits for {self._group.size} ranks", "they did not come together", whereabouts.SEVERAL):
+                self._work.wait()
             self._work = None
         return self._tensor
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from mtrain_cli.launch import failures, whereabouts
 from mtrain_cli.parallel.collectives import start_all_gather, start_reduce_scatter
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.recording import WAIT, Recorder
@@ -20,6 +21,27 @@ class ExchangeError(RuntimeError):
     """A message of an exchange did not come: a peer is gone or hangs. Names the exchange, the step and the peer."""
 
     peer_lost = True
+
+
+@contextmanager
+def naming(what: str, doing: str, missing: str, waits_for: int | None = None) -> Iterator[None]:
+    """Says in this worker's record, and in the error where a peer is lost, what goes on inside.
+
+    what: the place, such as ``ring, layer 3, forward, step 2 of 4``. doing: for the record; waits_for: as there. missing: for the error.
+
+    Raises:
+        ExchangeError: a peer is gone, or did not answer in time.
+    """
+    whereabouts.note(f"{what}: {doing}", waits_for)
+    try:
+        yield
+    except ExchangeError:
+        raise
+    except RuntimeError as error:
+        if not failures.lost_peer(error):
+            raise
+        raise ExchangeError(f"{what}: {missing} ({failures.first_sentence(error)})") from error
+    whereabouts.note(what)
 
 
 class Buffers:
@@ -61,12 +83,23 @@ class Mail:
     at: int = 0
     _works: dict[int, list[dist.Work]] = field(default_factory=dict)
     _transfers: dict[int, Transfer] = field(default_factory=dict)
+    # What a collective reads, until the stream that computes has waited for it: to wait on another stream lets go of it too early.
+    _held: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def span(self, kind: str, link: str = "") -> AbstractContextManager[None]:
         """What is done inside is one span of the current step, where times are recorded."""
         if self.recorder is None:
             return nullcontext()
         return self.recorder.span(kind, self.layer, self.direction, self.at, link)
+
+    def begin(self, at: int) -> None:
+        """What follows belongs to this step."""
+        self.at = at
+        whereabouts.note(self._where)
+
+    @property
+    def what(self) -> str:
+        return f"{self.exchange}, {self.layer}, {self.direction}"
 
     def hop(self, transfer: Transfer, leaving: torch.Tensor, arriving: torch.Tensor) -> None:
         """Begins to send one tensor to a peer and to receive another from one."""
@@ -84,31 +117,34 @@ class Mail:
     def gather(self, transfer: Transfer, mine: torch.Tensor) -> torch.Tensor:
         """Begins to gather -> [peers, ...], complete after `wait`."""
         with self._begun(transfer):
+            mine = mine.contiguous()
             everyone, work = start_all_gather(mine, len(transfer.peers), self.group.channel(transfer.channel, transfer.payload))
-            self._works[transfer.number] = [work]
+            self._works[transfer.number], self._held[transfer.number] = [work], mine
         return everyone
 
     def scatter(self, transfer: Transfer, shards: torch.Tensor) -> torch.Tensor:
         """Begins to add up shards [peers, ...] over the peers -> this rank's, complete after `wait`."""
         with self._begun(transfer):
             mine, work = start_reduce_scatter(shards, self.group.channel(transfer.channel, transfer.payload))
-            self._works[transfer.number] = [work]
+            self._works[transfer.number], self._held[transfer.number] = [work], shards
         return mine
 
     def trade(self, transfer: Transfer, parts: torch.Tensor) -> torch.Tensor:
         """parts [peers, ...], one for each -> the one of every peer for this rank, complete at once."""
         arrived = torch.empty_like(parts)
-        with self._begun(transfer), self.span(WAIT, transfer.channel):
+        with self._begun(transfer), self.span(WAIT, transfer.channel), self._come(transfer.number):
             dist.all_to_all_single(arrived, parts, group=self.group.channel(transfer.channel, transfer.payload))
         return arrived
 
     def wait(self, number: int) -> None:
         """What is queued on the current stream from here on sees the content of the transfer; on a CPU it has come."""
-        works = self._works.pop(number, ())
-        if works:
-            with self.span(WAIT, self._transfers[number].channel), self._named(number):
-                for work in works:
+        works = self._works.pop(number, [])
+        with self.span(WAIT, self._transfers[number].channel) if works else nullcontext():
+            for at, work in enumerate(works):
+                # gloo has one for each direction, NCCL one for both.
+                with self._taken(number) if len(works) == 2 and at == 0 else self._come(number):
                     work.wait()
+        self._held.pop(number, None)
 
     def finish(self) -> None:
         """Waits for what nothing has waited for."""
@@ -122,7 +158,7 @@ class Mail:
         """
         self._transfers[transfer.number] = transfer
         works = self._works.get(transfer.after, []) if transfer.after is not None else []
-        with self._named(transfer.number):
+        with naming(self._where, f"posts {transfer.payload}", f"{transfer.payload} could not be posted"):
             if not works:
                 yield
             elif not torch.cuda.is_available() or not torch.cuda.is_initialized():
@@ -139,18 +175,21 @@ class Mail:
                         work.wait()
                     yield
 
-    @contextmanager
-    def _named(self, number: int) -> Iterator[None]:
-        try:
-            yield
-        except ExchangeError:
-            raise
-        except RuntimeError as error:
-            t = self._transfers[number]
-            peers = f"from rank {self.group.ranks[t.source]}" if t.source is not None else f"among {len(t.peers)} ranks"
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            where = f"{self.exchange}, {self.layer}, {self.direction}, step {self.at + 1} of {self.steps}"
-            raise ExchangeError(f"{where}: {t.payload} {peers} did not come ({reason})") from error
+    @property
+    def _where(self) -> str:
+        return f"{self.what}, step {self.at + 1} of {self.steps}"
+
+    def _taken(self, number: int) -> AbstractContextManager[None]:
+        t = self._transfers[number]
+        assert t.to is not None
+        peer = self.group.ranks[t.to]
+        return naming(self._where, f"waits for rank {peer} to take {t.payload}", f"rank {peer} did not take {t.payload}", peer)
+
+    def _come(self, number: int) -> AbstractContextManager[None]:
+        t = self._transfers[number]
+        peer = whereabouts.SEVERAL if t.source is None else self.group.ranks[t.source]
+        message = f"{t.payload} " + (f"among {len(t.peers)} ranks" if t.source is None else f"from rank {peer}")
+        return naming(self._where, f"waits for {message}", f"{message} did not come", peer)
 
 
 _SIDE: dict[int, torch.cuda.Stream] = {}

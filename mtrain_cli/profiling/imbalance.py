@@ -36,7 +36,7 @@ def imbalance(table: ArrayLike) -> Imbalance:
     if t.ndim != 2 or not t.size or not (t >= 0).all() or not np.isfinite(t).all():
         raise ValueError(f"Expected finite numbers of at least 0, [workers, steps]; got a table of shape {t.shape}.")
     steps = t[:, t.sum(0) > 0]
-    workers = t[t.sum(1) > 0]
+    workers = steps[t.sum(1) > 0]
     if not steps.size:
         return Imbalance(1.0, 1.0, 1.0, 1.0)
     largest, mean = steps.max(0), steps.mean(0)

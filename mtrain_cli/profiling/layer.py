@@ -63,9 +63,10 @@ class CaseResult:
 
     exchange: with its options. density: computed over causal pairs. forward, backward: the whole pass, index and communication included.
     by_kind: ms of a worker spent in each kind of span, mean over workers, forward and backward together; exposed communication is ``wait``.
-    of_wait: the same of waits, by the channel waited for. time, work: imbalance of attention in ms and in pairs over (worker, step), each
-    the mean of both passes. computation: share of attention and columns in the time of both passes. overhead: recorded over not recorded.
-    tables: ms of attention [workers, steps] of each pass.
+    of_wait: the same of waits, by the channel waited for. time: imbalance of attention in ms, the mean of both passes. Columns that were
+    gathered once are one step more in which workers are compared, and none of the steps that a worker's are compared with. computation:
+    share of attention and columns in the time of both passes. overhead: recorded over not recorded. tables: ms of attention [workers,
+    steps] of each pass; columns: ms of gathered columns [workers] of each pass.
     """
 
     label: str
@@ -86,6 +87,7 @@ class CaseResult:
     overhead: float
     iterations: int
     tables: dict[str, list[list[float]]]
+    columns: dict[str, list[float]]
 
     @property
     def total(self) -> float:
@@ -239,25 +241,9 @@ class _Bench:
         self.clean()
         nan = float("nan")
         return CaseResult(
-            PEER,
-            "torch",
-            "all_gather",
-            "dense",
-            "cuDNN",
-            config.seq,
-            world,
-            1.0,
-            forward,
-            backward,
-            spread,
-            {},
-            {},
-            None,
-            nan,
-            nan,
-            len(times),
-            {},
-        )
+            PEER, "torch", "all_gather", "dense", "cuDNN", config.seq, world, 1.0, forward, backward, spread,
+            {}, {}, None, nan, nan, len(times), {}, {},
+        )  # fmt: skip
 
     def _inputs(self, config: Config, choices: Choices) -> list[torch.Tensor]:
         model, tokens = config.model, choices.layout.tokens_per_worker
@@ -308,9 +294,16 @@ def _summary(how: dict[str, Any], everyone: Sequence[Any], steps: tuple[int, int
                 by_kind[span.kind] += share
                 if span.kind == WAIT:
                     of_wait[span.link] = of_wait.get(span.link, 0.0) + share
-    tables = {name: _table(spans, name, count, iterations) for name, count in ((FORWARD, steps[0]), (BACKWARD, steps[1]))}
-    degrees = [imbalance(table) for table in tables.values()]
-    time = Imbalance(*(statistics.fmean(getattr(d, name) for d in degrees) for name in ("worker", "step", "total", "critical")))
+    passes = {FORWARD: steps[0], BACKWARD: steps[1]}
+    tables = {name: _table(spans, ATTENTION, name, count, iterations) for name, count in passes.items()}
+    columns = {name: _table(spans, COLUMNS, name, 1, iterations)[:, 0] for name in passes}
+    across = [imbalance(np.column_stack([table, columns[name]])) for name, table in tables.items()]
+    time = Imbalance(
+        worker=statistics.fmean(d.worker for d in across),
+        step=statistics.fmean(imbalance(table).step for table in tables.values()),
+        total=statistics.fmean(d.total for d in across),
+        critical=statistics.fmean(d.critical for d in across),
+    )
     wall = statistics.fmean(sum(t) for mine in recorded for t in mine) * 1e3
     return CaseResult(
         **how,
@@ -325,16 +318,17 @@ def _summary(how: dict[str, Any], everyone: Sequence[Any], steps: tuple[int, int
         overhead=with_records / (forward + backward) - 1,
         iterations=iterations,
         tables={name: table.round(4).tolist() for name, table in tables.items()},
+        columns={name: part.round(4).tolist() for name, part in columns.items()},
     )
 
 
-def _table(spans: Sequence[Sequence[Sequence[Span]]], direction: str, steps: int, iterations: int) -> np.ndarray:
-    """ms of attention and columns, [workers, steps], median over iterations."""
+def _table(spans: Sequence[Sequence[Sequence[Span]]], kind: str, direction: str, steps: int, iterations: int) -> np.ndarray:
+    """ms of one kind of span, [workers, steps], median over iterations."""
     table = np.zeros((iterations, len(spans), steps))
     for rank, mine in enumerate(spans):
         for i, found in enumerate(mine):
             for span in found:
-                if span.kind in (ATTENTION, COLUMNS) and span.direction == direction:
+                if span.kind == kind and span.direction == direction:
                     table[i, rank, min(span.step, steps - 1)] += span.seconds * 1e3
     return np.median(table, 0)
 

@@ -19,6 +19,7 @@ from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.data.dataset import PackedDataset, open_dataset
 from mtrain_cli.data.loader import Loader
 from mtrain_cli.data.sampler import Sampler
+from mtrain_cli.launch import whereabouts
 from mtrain_cli.launch.environment import Environment, host_memory
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.run_dir import RunDir
@@ -275,6 +276,7 @@ class Trainer:
 
         Raises NonFiniteError, before anything is changed, if the loss or a gradient of any worker is not finite.
         """
+        whereabouts.begin(self.step + 1)
         if self._batches is None:
             self._batches = iter(self.loader)
         if self.device.type == "cuda":
@@ -300,7 +302,9 @@ class Trainer:
         records = index_records(batch.attend for batch in batches)
         if records:
             mine = torch.cat([mine, summed(records, self.config.model.num_layers, self.device)])
+        whereabouts.note("waits for loss and gradient norm of all ranks", whereabouts.SEVERAL)
         rows = all_gather(mine, self.environment.workers).tolist()
+        whereabouts.note("optimizer")
         self._check_finite(rows)
         grad_norm = math.sqrt(sum(row[1] for row in rows))
         clip = self.config.optim.clip_norm
@@ -308,6 +312,7 @@ class Trainer:
             torch._foreach_mul_(gradients, clip / grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        whereabouts.note("done")
         self.step += 1
         tokens = self.config.train.global_batch * self.config.seq
         self.tokens += tokens

@@ -102,3 +102,48 @@ def test_an_explained_failure_is_told_without_a_traceback(tmp_path):
     log = tmp_path / "rank-1.log"
     log.write_text("something")
     assert failures.report(failure, log) == "error: step 3: the loss is not finite on rank 1"
+
+
+LATE = Failure(0, 1, "peer lost", "topology.timeout_s=6: rank 0 waited longer than that", "", 1.0)
+ABORTED = failed(3, "died", exit_code=-signal.SIGABRT)
+
+
+@pytest.mark.parametrize(
+    ("failures_so_far", "stopped", "running", "told"),
+    [
+        ([LATE], [1], [1, 2], "topology.timeout_s=6: rank 1 kept the others waiting longer than that: its process is stopped"),
+        ([LATE, ABORTED], [], [2], "topology.timeout_s=6: rank 2 kept the others waiting longer than that and gave no sign: it hangs"),
+        ([LATE], [], [2, 1], "topology.timeout_s=6: ranks 1 and 2 kept the others waiting longer than that and gave no sign: one of them"),
+        ([ABORTED], [1], [], "rank 1 kept the others waiting: its process is stopped"),
+        ([ABORTED], [], [1], None),
+        ([failed(0, "peer lost")], [], [1], None),
+        ([LATE], [], [], None),
+        ([LATE, failed(2, "error")], [1], [], None),
+        ([LATE, failed(2, "died", exit_code=-signal.SIGKILL)], [1], [], None),
+    ],
+    ids=["stopped", "hangs", "one of two", "abort", "its own abort", "peer gone", "all waited", "exception", "killed"],
+)
+def test_a_rank_is_blamed_for_its_silence_where_nothing_else_explains_the_waits(failures_so_far, stopped, running, told):
+    found = failures.silence(failures_so_far, stopped, running)
+    if told is None:
+        assert found is None
+        return
+    assert found.message.startswith(told)
+    assert failures.cause([*failures_so_far, found]) is found
+    lines = failures.report(found, None, ["  rank 0: training step 1"]).splitlines()
+    assert lines == [f"error: {found.message}", "Where each worker was:", "  rank 0: training step 1"]
+
+
+def test_an_abort_is_a_consequence_of_silence_where_it_came_after_a_long_wait():
+    assert failures.silence([ABORTED], [], [1]) is None
+    found = failures.silence([ABORTED], [], [1], "topology.timeout_s=6")
+    assert found is not None
+    assert failures.cause([ABORTED, found]) is found
+
+
+def test_what_a_lost_peer_leaves_is_told_apart_from_other_errors_and_without_its_line_of_code():
+    gloo = RuntimeError("[/w/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:34710: Connection reset by peer. This is typical. 🏖️")
+    assert failures.lost_peer(gloo)
+    assert failures.first_sentence(gloo) == "Read error [127.0.0.1]:34710: Connection reset by peer"
+    assert not failures.lost_peer(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    assert failures.first_sentence(RuntimeError()) == "RuntimeError"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -87,8 +88,43 @@ def test_a_killed_rank_ends_the_others_though_they_wait_for_nothing(killed, tell
     ends = job.ends()
     assert time.monotonic() - killed_at < 10
     assert [code for code, _ in ends] == [-signal.SIGKILL if rank == killed else 1 for rank in range(3)]
-    told = f"error: rank {killed} is gone: it was killed (out of memory killer?) or its machine failed\n"
+    told = (
+        f"error: rank {killed} is gone: it was killed (out of memory killer?) or its machine failed\n"
+        "Where each worker was:\n  all: before the first training step, prepares\n"
+    )
+    ends = [(code, re.sub(r" \(\d+ s ago\)", "", stderr)) for code, stderr in ends]
     assert [stderr for _, stderr in ends] == [told if rank == teller else "" for rank in range(3)]
+
+
+def test_a_rank_killed_in_a_ring_is_told_with_where_all_ranks_were():
+    ends = SimulatedJob("rank_1_is_killed_in_a_ring", 3, "run.dir=run").ends()
+    assert [code for code, _ in ends] == [1, -signal.SIGKILL, 1]
+    assert ends[0][1].splitlines() == [
+        "error: rank 1 is gone: it was killed (out of memory killer?) or its machine failed",
+        "Where each worker was:",
+        "  rank 0: training step 3, ring, layer 1, forward, step 3 of 3: waits for kv from rank 1",
+        "  rank 1: training step 3, ring, layer 1, forward, step 2 of 3",
+        "  rank 2: training step 3, ring, layer 1, forward, step 3 of 3: waits for kv from rank 1",
+    ]
+    assert ends[2][1] == ""
+
+
+@pytest.mark.slow
+def test_a_rank_stopped_in_a_ring_is_told_and_the_others_end_in_time():
+    job = SimulatedJob("rank_1_is_stopped_in_a_ring", 3, "run.dir=run", "topology.timeout_s=5")
+    wait_for(lambda: b"step 2 of 3" in Path("run/logs/rank-1.where").read_bytes() if Path("run/logs/rank-1.where").exists() else False)
+    stopped_at = time.monotonic()
+    try:
+        told = [job.ranks[rank].communicate(timeout=30)[1] for rank in (0, 2)]
+        assert time.monotonic() - stopped_at < 25
+        assert [rank.poll() for rank in job.ranks] == [1, None, 1], "srun or torchrun ends the one that is stopped"
+    finally:
+        for rank in job.ranks:
+            rank.kill()
+    first, *where = told[0].splitlines()
+    assert first.startswith("error: topology.timeout_s=5: rank 1 kept the others waiting longer than that and gave no sign")
+    assert re.fullmatch(r"  rank 1: training step 3, ring, layer 1, forward, step 2 of 3 \(\d+ s ago\)", where[2])
+    assert told[1] == ""
 
 
 def test_ranks_that_were_started_with_different_words_end_before_they_wait_for_each_other():
@@ -100,6 +136,25 @@ def test_ranks_that_were_started_with_different_words_end_before_they_wait_for_e
         "error: seed=7: rank 1 was started with this, rank 0 with 0; start all ranks alike",
         "error: topology.exchange=ring: rank 1 was started with this, rank 0 with auto; start all ranks alike",
     ]
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(
+    ("agreed", "odd", "told"),
+    [
+        ([], "topology.layout=zigzag", "topology.layout=zigzag: rank 2 was started with this, rank 0 with striped"),
+        (["sparsity=vertical_slash"], "sparsity.p_v=0.5", "sparsity.p_v=0.5: rank 2 was started with this, rank 0 with 0.9"),
+        ([], "seq=1k", "seq=1024: rank 2 was started with this, rank 0 with 4096"),
+    ],
+    ids=["layout", "sparsity", "sequence"],
+)
+def test_one_rank_with_another_word_ends_all_at_once(agreed, odd, told):
+    started = time.monotonic()
+    ends = SimulatedJob("sleeps", 3, "run.dir=run", *agreed, of_rank={2: [odd]}).ends()
+    assert time.monotonic() - started < 60, "nobody waited for topology.timeout_s"
+    assert [code for code, _ in ends] == [2, 2, 2]
+    assert ends[0][1] == f"error: {told}; start all ranks alike\n"
+    assert [stderr for _, stderr in ends[1:]] == ["", ""]
     assert not Path("run").exists()
 
 

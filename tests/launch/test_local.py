@@ -114,17 +114,40 @@ def test_the_exception_of_the_worker_that_failed_first_is_told_first_and_alone(r
     assert not any(map(alive, worker_pids(run)))
 
 
-@pytest.mark.parametrize(("timeout_s", "target"), [(0.001, "adds_ranks"), (1.0, "rank_1_is_late")])
-def test_a_wait_that_is_too_long_is_told_in_one_line_with_the_key_that_sets_it(run, capfd, timeout_s, target):
+def launched_with_timeout(run: RunDir, target: str, timeout_s: float) -> int:
     config = compose.load(run.resolved)
     topology = dataclasses.replace(config.topology, timeout_s=timeout_s)
     compose.save(dataclasses.replace(config, topology=topology), run.resolved)
-    assert launched(run, target) == 1
-    shown = capfd.readouterr().err
+    return launched(run, target)
+
+
+def test_a_wait_that_is_too_long_is_told_first_with_the_key_that_sets_it(run, capfd):
+    assert launched_with_timeout(run, "adds_ranks", 0.001) == 1
     # gloo may have said that it cannot connect, from C++, before.
-    (line,) = (line for line in shown.splitlines() if "gloo" not in line.lower())
-    assert re.match(rf"error: topology.timeout_s={timeout_s:g}: rank \d waited longer than that for another worker", line)
+    lines = [line for line in capfd.readouterr().err.splitlines() if "gloo" not in line.lower()]
+    assert re.match(r"error: topology.timeout_s=0.001: rank \d (waited|kept the others waiting) longer than that", lines[0])
+    assert len(lines) <= 4, "no more than where each worker was"
     assert any("Traceback" in file.read_text() for file in run.logs.iterdir())
+
+
+def test_a_worker_that_hangs_is_named_and_leaves_its_stack(run, capfd):
+    assert launched_with_timeout(run, "rank_1_hangs", 5.0) == 1
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0] == (
+        "error: topology.timeout_s=5: rank 1 kept the others waiting longer than that and gave no sign: it hangs or is slow; "
+        "if it is slow, give more seconds"
+    )
+    assert lines[1] == "Where each worker was:"
+    assert re.fullmatch(r"  rank 1: training step 2 \(\d+ s ago\)", lines[3])
+    assert lines[4:] == [f"What it was at, if it could still tell, is at the end of {run.logs / 'rank-1.log'}."]
+    assert "in rank_1_hangs" in (run.logs / "rank-1.log").read_text()
+
+
+def test_an_abort_after_a_long_wait_is_blamed_on_the_worker_that_goes_on(run, capfd):
+    assert launched_with_timeout(run, "rank_0_is_aborted_as_by_nccl", 5.0) == 1
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith(("error", "  rank"))]
+    assert lines[0].startswith("error: topology.timeout_s=5: rank 1 kept the others waiting longer than that and gave no sign")
+    assert [line[:25].strip() for line in lines[1:]] == ["rank 0: training step 2", "rank 1: training step 3"]
 
 
 def test_a_killed_worker_ends_the_run_at_once_and_is_named(run, capfd):

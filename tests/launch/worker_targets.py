@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 
 from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.launch import whereabouts
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.stop import StopFlag
+from mtrain_cli.parallel.mail import naming
 from mtrain_cli.training.checkpoint import Checkpointer
 from mtrain_cli.training.progress import Progress
 
@@ -51,9 +53,38 @@ def rank_1_raises_late(_config: Config, run_dir: RunDir, environment: Environmen
     raise ValueError("the true cause")
 
 
-def rank_1_is_late(_config: Config, _run_dir: RunDir, environment: Environment, _resume: bool) -> None:
-    time.sleep(600 * environment.rank)
+def rank_1_hangs(_config: Config, _run_dir: RunDir, environment: Environment, _resume: bool) -> None:
     dist.barrier()
+    if environment.rank == 1:
+        whereabouts.begin(2)
+        time.sleep(600)
+    dist.barrier()
+
+
+def rank_1_is_killed_in_a_ring(_config: Config, _run_dir: RunDir, environment: Environment, _resume: bool) -> None:
+    _lost_in_a_ring(environment, signal.SIGKILL)
+
+
+def rank_1_is_stopped_in_a_ring(_config: Config, _run_dir: RunDir, environment: Environment, _resume: bool) -> None:
+    _lost_in_a_ring(environment, signal.SIGSTOP)
+
+
+def _lost_in_a_ring(environment: Environment, signum: signal.Signals) -> None:
+    dist.barrier()
+    whereabouts.begin(3)
+    if environment.rank == 1:
+        whereabouts.note("ring, layer 1, forward, step 2 of 3")
+        os.kill(os.getpid(), signum)
+    with naming("ring, layer 1, forward, step 3 of 3", "waits for kv from rank 1", "kv from rank 1 did not come", 1):
+        dist.recv(torch.ones(1), 1)
+
+
+def rank_0_is_aborted_as_by_nccl(_config: Config, _run_dir: RunDir, environment: Environment, _resume: bool) -> None:
+    """What is left of a wait in NCCL that was too long: the watchdog ends the process, which can say nothing."""
+    dist.barrier()
+    whereabouts.begin(2 + environment.rank)
+    time.sleep(600 if environment.rank else 4)
+    os.abort()
 
 
 def steps_until_stopped(_config: Config, run_dir: RunDir, environment: Environment, _resume: bool) -> bool:

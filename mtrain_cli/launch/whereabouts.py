@@ -1,0 +1,127 @@
+"""What the host of each worker did last, in a small file that outlives its process however that ends.
+
+A worker that is killed, hangs or is ended by NCCL's watchdog says nothing any more. So each keeps a record in memory that is mapped to a
+file: a note costs about a microsecond and no system call, and the launcher reads it when it has a failure to report. On a GPU the host
+posts its exchanges ahead of the device: there a record is what was posted last, and the device may be behind it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+SEVERAL = -1  # in place of a rank that is waited for: the members of a collective
+_NOBODY = -2
+_HEAD = struct.Struct("<dii")  # seconds since the epoch, training step, rank that is waited for
+_SLOT = 256
+# The first byte tells which of two slots holds the record: the other one is written, so no reader ever finds half of a note.
+_SLOTS = (_SLOT, 2 * _SLOT)
+_SIZE = 3 * _SLOT
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where a worker was: ``doing`` such as ``ring, layer 3, forward, step 2 of 4``, in ``training_step`` (0: before the first).
+
+    ``waits_for``: the rank without which it does not go on, SEVERAL in a collective; None: none.
+    """
+
+    time: float
+    training_step: int
+    doing: str
+    waits_for: int | None = None
+
+    def text(self, now: float) -> str:
+        """One line; how long ago where that is a second or more."""
+        ago = f" ({now - self.time:.0f} s ago)" if now - self.time >= 1 else ""
+        step = f"training step {self.training_step}" if self.training_step else "before the first training step"
+        return f"{step}{', ' if self.doing else ''}{self.doing}{ago}"
+
+
+class _Record:
+    def __init__(self, path: Path) -> None:
+        with path.open("w+b") as file:
+            # Blocks of its own: a page of a hole that a full disk cannot fill would end the process by SIGBUS.
+            file.write(bytes(_SIZE))
+            file.flush()
+            self._map = mmap.mmap(file.fileno(), _SIZE)
+        self._current = 0
+        self.training_step = 0
+
+    def write(self, doing: str, waits_for: int) -> None:
+        self._current = 1 - self._current
+        at = _SLOTS[self._current]
+        text = doing.encode()[: _SLOT - _HEAD.size - 1] + b"\0"
+        _HEAD.pack_into(self._map, at, time.time(), self.training_step, waits_for)
+        self._map[at + _HEAD.size : at + _HEAD.size + len(text)] = text
+        self._map[0] = self._current + 1
+
+
+_record: _Record | None = None  # of this process, which is one worker
+
+
+def keep(path: Path) -> None:
+    """Begin this worker's record in an existing folder. Where the disk does not take it there is none: no reason not to train."""
+    global _record
+    with contextlib.suppress(OSError):
+        _record = _Record(path)
+
+
+def note(doing: str, waits_for: int | None = None) -> None:
+    """What the host does from here on; nothing without a record."""
+    if _record is not None:
+        _record.write(doing, _NOBODY if waits_for is None else waits_for)
+
+
+def begin(training_step: int) -> None:
+    """The host begins a training step, counted from 1."""
+    if _record is not None:
+        _record.training_step = training_step
+        _record.write("", _NOBODY)
+
+
+def beside(error_file: str | os.PathLike[str], rank: int) -> Path:
+    """The record of a worker of mtrain's own launcher, in the folder of the workers' failures."""
+    return Path(error_file).with_name(f"where-{rank}")
+
+
+def in_logs(logs: Path, rank: int) -> Path:
+    """The record of a rank of a torchrun or srun job, which has no folder but that of the run.
+
+    Rank 0 reads those of other machines where they share a disk; on a network file system what it finds may be seconds old.
+    """
+    return logs / f"rank-{rank}.where"
+
+
+def read(path: Path) -> Where | None:
+    """The record at ``path``; None where nothing was noted there."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    if len(content) < _SIZE or content[0] not in (1, 2):
+        return None
+    at = _SLOTS[content[0] - 1]
+    seconds, step, waits_for = _HEAD.unpack_from(content, at)
+    doing = content[at + _HEAD.size : at + _SLOT].split(b"\0", 1)[0].decode(errors="replace")
+    return Where(seconds, step, doing, None if waits_for == _NOBODY else waits_for)
+
+
+def table(records: Mapping[int, Where], about: Iterable[int], now: float) -> list[str]:
+    """A line for each rank, or one where all were at the same; of more than eight ranks those of ``about``, then those that wait for one
+    of them, then the first."""
+    texts = {rank: record.text(now) for rank, record in records.items()}
+    if len(texts) > 1 and len(set(texts.values())) == 1:
+        return [f"  all: {next(iter(texts.values()))}"]
+    named = set(about)
+    ranks = sorted(records, key=lambda rank: (rank not in named, records[rank].waits_for not in named, rank))
+    shown = sorted(ranks[:_SHOWN])
+    lines = [f"  rank {rank}: {texts[rank]}" for rank in shown]
+    return lines + [f"  and {len(ranks) - len(shown)} more ranks"] * (len(ranks) > len(shown))

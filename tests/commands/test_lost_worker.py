@@ -1,0 +1,149 @@
+"""`mtrain train` when one worker is killed, stopped or hangs in the middle of a ring: it ends in time and says who, and where."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from launch.faulty_train import HANGS, Fault
+
+import mtrain_cli
+
+LAUNCH = Path(__file__).parents[1] / "launch"
+TIMEOUT_S = 6
+# To look for the cause, to end the workers, and for a busy machine.
+MARGIN_S = 12
+RUN = [
+    "seq=192",
+    "topology.block_size=16",
+    "model.hidden_size=32",
+    "model.num_layers=2",
+    "model.head_dim=8",
+    "model.intermediate_size=48",
+    "train.steps=50",
+    "sparsity=vertical_slash",
+    "sparsity.block=16",
+    "sparsity.last_q=16",
+    "sparsity.p_v=0.3",
+    "sparsity.p_s=0.3",
+    "sparsity.min_bars=4",
+    "topology.device=cpu",
+    f"topology.timeout_s={TIMEOUT_S}",
+    "run.dir=run",
+]
+
+
+@dataclass(frozen=True)
+class End:
+    """How the command ended, and how many seconds after the fault. pids: of the workers."""
+
+    code: int
+    stderr: str
+    seconds: float
+    pids: tuple[int, ...]
+
+    @property
+    def lines(self) -> list[str]:
+        return self.stderr.splitlines()
+
+    def worker(self, rank: int) -> str:
+        """What is told of where a worker was, without how long ago."""
+        (line,) = (line for line in self.lines if line.startswith(f"  rank {rank}: "))
+        return re.sub(r" \(\d+ s ago\)$", "", line.removeprefix(f"  rank {rank}: "))
+
+
+def train(fault: Fault, *words: str) -> End:
+    """Runs the command in the current folder until the fault has ended it."""
+    paths = os.pathsep.join([str(Path(mtrain_cli.__file__).parents[1]), str(LAUNCH)])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **fault.variable()}
+    command = [sys.executable, str(LAUNCH / "faulty_train.py"), "train", *RUN, *words]
+    with Path("stderr").open("w") as stderr:
+        launcher = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=stderr)
+        try:
+            code = launcher.wait(timeout=120)
+        finally:
+            launcher.kill()
+    ended = time.time()
+    pids = tuple(int(path.read_text()) for path in sorted(Path("run").glob("pid-?")))
+    return End(code, Path("stderr").read_text(), ended - Path("run/fault").stat().st_mtime, pids)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+RING = ["topology.workers=3", "topology.exchange=ring"]
+NODES = ["topology.workers=4", "topology.gpus_per_node=2", "topology.exchange=hierarchical_ring"]
+
+
+def check(end: End, ranks: int, within: float) -> None:
+    assert end.code == 1
+    assert end.seconds < within
+    assert len(end.pids) == ranks
+    assert not any(map(alive, end.pids))
+    assert "Traceback" not in end.stderr
+    assert len(end.lines) <= ranks + 4
+    assert end.lines[1] == "Where each worker was:"
+
+
+def test_a_worker_killed_in_a_ring_is_named_with_the_step_and_the_way_on():
+    fault = Fault(1, signal.SIGKILL, 5, "ring, layer 1, forward", "step 2 of 3")
+    end = train(fault, *RING, "train.checkpoint_every=2")
+    check(end, 3, within=MARGIN_S)
+    assert end.lines[0] == "error: rank 1 was killed by SIGKILL (out of memory killer?)"
+    assert end.worker(1) == "training step 5, ring, layer 1, forward, step 2 of 3"
+    # The others may be anywhere up to where they need it, and no further.
+    assert re.fullmatch(r"training step 5, ring, layer 1, forward, step [23] of 3: waits for .*kv.*", end.worker(2))
+    assert re.fullmatch(r"go on from the checkpoint of step [24]: mtrain train --resume .*/run", end.lines[-1])
+
+
+@pytest.mark.parametrize("signum", [signal.SIGSTOP, pytest.param(HANGS, marks=pytest.mark.slow)], ids=["stopped", "hangs"])
+def test_a_worker_that_does_not_go_on_in_a_ring_is_blamed_and_not_those_that_wait(signum):
+    end = train(Fault(1, signum, 2, "ring, layer 0, forward", "step 2 of 3"), *RING)
+    check(end, 3, within=TIMEOUT_S + MARGIN_S)
+    assert end.lines[0].startswith(f"error: topology.timeout_s={TIMEOUT_S}: rank 1 kept the others waiting longer than that")
+    assert ("its process is stopped" if signum else "it hangs or is slow") in end.lines[0]
+    assert end.worker(1) == "training step 2, ring, layer 0, forward, step 2 of 3"
+    # What is sent in one step is needed in the next.
+    assert re.fullmatch("training step 2, ring, layer 0, forward, step [23] of 3: waits for kv from rank 1", end.worker(2))
+    assert end.worker(0).startswith("training step 2, ring, layer 0, forward, step 3 of 3: waits for ")
+    assert "--resume" not in end.stderr, "there is no checkpoint"
+    if signum == HANGS:
+        assert "in faulty" in Path("run/logs/rank-1.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "what", "step"),
+    [
+        (RING, "ring, layer 1, backward", "step 2 of 3"),
+        (NODES, "hierarchical_ring, layer 1, forward", "step 3 of 4"),
+        ([*NODES, "topology.circulates=queries"], "hierarchical_ring, layer 0, backward", "step 4 of 6"),
+    ],
+    ids=["backward", "nodes", "nodes, backward"],
+)
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_every_ring_ends_that_way(words, what, step, signum):
+    ranks = 3 if words is RING else 4
+    end = train(Fault(2, signum, 2, what, step), *words)
+    check(end, ranks, within=TIMEOUT_S + MARGIN_S)
+    assert ("rank 2 was killed by SIGKILL" if signum == signal.SIGKILL else "rank 2 kept the others waiting") in end.lines[0]
+    assert end.worker(2) == f"training step 2, {what}, {step}"
+    others = [end.worker(rank) for rank in range(ranks) if rank != 2]
+    assert any("rank 2" in other and what in other for other in others)
+    assert all(": waits for" in other for other in others)

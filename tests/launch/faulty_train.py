@@ -1,0 +1,68 @@
+"""`mtrain` as a user types it, but for one worker that kills, stops or suspends itself where FAULT tells it to (see `Fault`)."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import time
+from dataclasses import asdict, dataclass
+
+VARIABLE = "FAULT"
+HANGS = 0  # in place of a signal
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``rank`` sends itself ``signum`` (or hangs) before it posts the hop of ``exchange_step``, such as ``step 2 of 3``, of ``what``, such
+    as ``ring, layer 1, forward``, in the training step of that number.
+    """
+
+    rank: int
+    signum: int
+    training_step: int
+    what: str
+    exchange_step: str
+
+    def variable(self) -> dict[str, str]:
+        return {VARIABLE: json.dumps(asdict(self))}
+
+
+def train(config, run_dir, environment, resume):
+    """In the place of the trainer: the trainer, with the fault in it."""
+    from mtrain_cli.parallel.mail import Mail
+    from mtrain_cli.training import trainer
+
+    fault = Fault(**json.loads(os.environ[VARIABLE]))
+    (run_dir.path / f"pid-{environment.rank}").write_text(str(os.getpid()))
+    at = [0]
+    step, hop = trainer.Trainer.train_step, Mail.hop
+
+    def counted(self, stop):
+        at[0] = self.step + 1
+        return step(self, stop)
+
+    def faulty(self, *arguments):
+        if (environment.rank, at[0], self.what, f"step {self.at + 1} of {self.steps}") == (
+            fault.rank,
+            fault.training_step,
+            fault.what,
+            fault.exchange_step,
+        ):
+            (run_dir.path / "fault").touch()
+            if fault.signum == HANGS:
+                time.sleep(600)
+            os.kill(os.getpid(), signal.Signals(fault.signum))
+        hop(self, *arguments)
+
+    trainer.Trainer.train_step, Mail.hop = counted, faulty
+    return trainer.train(config, run_dir, environment, resume)
+
+
+if __name__ == "__main__":
+    from mtrain_cli import __main__
+    from mtrain_cli.launch import local
+
+    local.launch = functools.partial(local.launch, target="faulty_train:train")
+    __main__.main()
