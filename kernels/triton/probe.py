@@ -46,14 +46,14 @@ def _lse_of_tiles(
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
-    h = tl.program_id(1)
+    h = tl.program_id(1).to(tl.int64)
     slot, key = _tile_of_keys(KEY_BLOCKS, tile, BLOCK, KEYS)
     for start in range(0, rows, ROWS):
         s = _scores(Q, K, FIRST, ROWS_AT, h, h // GROUP, slot, key, start, rows, keys, scale, stride_kn, stride_kh, HEADS, D, ROWS)
         top = tl.maximum(tl.max(s, 1), -1e30)
         lse = top + tl.log(tl.sum(tl.exp(s - top[:, None]), 1))
         row = start + tl.arange(0, ROWS)
-        tl.store(LSE + (tile * HEADS + h).to(tl.int64) * rows + row, lse, mask=row < rows)
+        tl.store(LSE + (tile * HEADS + h) * rows + row, lse, mask=row < rows)
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def _columns(
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
-    h = tl.program_id(1)
+    h = tl.program_id(1).to(tl.int64)
     slot, key = _tile_of_keys(KEY_BLOCKS, tile, BLOCK, KEYS)
     for group in range(groups):
         total = tl.zeros([KEYS], tl.float32)
@@ -73,7 +73,7 @@ def _columns(
                 s = _scores(Q, K, FIRST, ROWS_AT, h, h // GROUP, slot, key, start, rows, keys, scale, stride_kn, stride_kh, HEADS, D, ROWS)
                 lse = tl.load(LSE + h * rows + row, mask=row < rows, other=float("inf"))
                 total += tl.sum(tl.where(mine[:, None], tl.exp(s - lse[:, None]), 0.0), 0)
-        at = (h.to(tl.int64) + group * HEADS) * width + slot
+        at = (h + group * HEADS) * width + slot
         tl.store(COLUMNS + at, total / rows, mask=slot < width)
 
 

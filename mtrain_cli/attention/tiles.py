@@ -13,7 +13,9 @@ import torch
 from mtrain_cli.attention.index import Index
 from mtrain_cli.attention.mask import IntArray, SequenceMask, Slice, Spans
 
-NOTHING = 1 << 30  # the first position that a query sees, for one that sees nothing; above all positions, sums of two fit int32
+NOTHING = (
+    1 << 30
+)  # the first position that a query sees, for one that sees nothing; above all positions; with a block added it still fits int32
 
 
 @dataclass(frozen=True)
