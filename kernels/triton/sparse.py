@@ -34,8 +34,8 @@ class Plan:
     query_count: [blocks + 1], local query blocks below a global one.
     first_min, first_max: [batch, blocks], over the positions of a block that see something (first_min: a large number if none does).
     lines: [batch * heads, width] active diagonals, ascending, with upto [batch * heads, blocks + 1], their number below a diagonal; or, if
-        listed, active key blocks [batch * heads, query blocks, width] of each query block at hand with upto [batch * heads, query blocks],
-        their number, and the same transposed, each among the blocks at hand by its number in the sequence.
+        listed, as `list_blocks` makes them, active key blocks [batch * heads, query blocks, width] of each query block at hand with upto
+        [batch * heads, query blocks], their number, int16 if that is enough. lines_t, upto_t: the same transposed, for backward only.
     slash: uint8 [batch * heads, blocks], the diagonals as a table (all zero if listed).
     bars: [batch * heads, width] ascending positions of single columns, blocks * block = none, with bars_upto [batch * heads, blocks + 1];
         width is a multiple of 128. covered: bits [batch * heads, local query blocks, width / 32] of the columns that lie on a diagonal of
@@ -56,8 +56,8 @@ class Plan:
     first_max: torch.Tensor
     lines: torch.Tensor
     upto: torch.Tensor
-    lines_t: torch.Tensor
-    upto_t: torch.Tensor
+    lines_t: torch.Tensor | None
+    upto_t: torch.Tensor | None
     slash: torch.Tensor
     bars: torch.Tensor | None
     bars_upto: torch.Tensor | None
@@ -178,7 +178,7 @@ def _forward(
         for t in range((diagonal + end - whole) * SUB):
             n = t // SUB
             n = tl.where(n < diagonal, n, n - diagonal + whole)
-            kb = tl.load(list_at + n)
+            kb = tl.load(list_at + n).to(tl.int32)
             if not LISTED:
                 kb = qb - kb
             slot = kb
@@ -276,7 +276,7 @@ def _backward_queries(
         for t in range((diagonal + end - whole) * SUB):
             n = t // SUB
             n = tl.where(n < diagonal, n, n - diagonal + whole)
-            kb = tl.load(list_at + n)
+            kb = tl.load(list_at + n).to(tl.int32)
             if not LISTED:
                 kb = qb - kb
             slot = kb
@@ -384,7 +384,7 @@ def _backward_keys(
         for t in range((diagonal + end - whole) * SUB):
             n = t // SUB
             n = tl.where(n < diagonal, n, n - diagonal + whole)
-            qb = tl.load(list_at + n)
+            qb = tl.load(list_at + n).to(tl.int32)
             if not LISTED:
                 qb = kb + qb
             slot = qb
@@ -532,6 +532,63 @@ def covered_columns(slash: torch.Tensor, bars: torch.Tensor, query_blocks: torch
 
 
 @triton.jit
+def _list_blocks(
+    BITS, SLOTS, OWN, OTHERS, FIRST_MIN, LINES, UPTO, held, rows, others, width, BLOCKS,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    bh = tl.program_id(1).to(tl.int64)
+    own = tl.load(OWN + row, mask=row < rows, other=0)[:, None]
+    to = LINES + (bh * rows + row[:, None]) * width
+    count = tl.zeros([ROWS], tl.int32)
+    for begin in range(0, others, WIDE):
+        n = begin + tl.arange(0, WIDE)
+        other = tl.load(OTHERS + n, mask=n < others, other=0)[None, :]
+        q = other if TRANSPOSED else own
+        k = own if TRANSPOSED else other
+        there = (row < rows)[:, None] & (n < others)[None, :] & (k <= q)
+        line = tl.load(SLOTS + q)
+        first = tl.load(FIRST_MIN + bh // HEADS * BLOCKS + q)
+        there = there & (line >= 0) & ((k + 1) * BLOCK > first)
+        on = tl.load(BITS + (bh * held + line) * BLOCKS + k, mask=there, other=0).to(tl.int32)
+        place = count[:, None] + tl.cumsum(on, 1) - 1
+        tl.store(to + place, (other + tl.zeros_like(on)).to(LINES.dtype.element_ty), mask=on != 0)
+        count += tl.sum(on, 1)
+    tl.store(UPTO + bh * rows + row, count, mask=row < rows)
+
+
+def list_blocks(
+    bits: torch.Tensor,
+    slots: torch.Tensor,
+    query_blocks: torch.Tensor,
+    key_blocks: torch.Tensor,
+    first_min: torch.Tensor,
+    block: int,
+    transposed: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Key blocks that bits and mask leave each query block at hand, or, transposed, query blocks of each key block at hand.
+
+    bits: bool [batch, heads, held, blocks], with slots int32 [blocks], the row of each query block, -1 where none is held. query_blocks,
+    key_blocks, first_min: as for `Plan`.
+    -> numbers in the sequence, ascending, [batch * heads, rows, blocks of the other side], anything beyond their count int32
+    [batch * heads, rows]. int16 while that holds the numbers: with the transposed list, 4 bytes for a pair of blocks.
+    """
+    batch, heads, held, blocks = bits.shape
+    own, others = (key_blocks, query_blocks) if transposed else (query_blocks, key_blocks)
+    dtype = torch.int16 if blocks <= torch.iinfo(torch.int16).max else torch.int32
+    lines = torch.empty(batch * heads, own.numel(), others.numel(), dtype=dtype, device=bits.device)
+    upto = torch.empty(batch * heads, own.numel(), dtype=torch.int32, device=bits.device)
+    # Bits of neighbouring keys lie side by side: transposed, these are rows of a tile.
+    rows, wide = (32, 64) if transposed else (4, 512)
+    _list_blocks[(triton.cdiv(own.numel(), rows), batch * heads)](
+        bits.contiguous().view(torch.uint8), slots, own, others, first_min, lines, upto,
+        held, own.numel(), others.numel(), others.numel(), blocks,
+        HEADS=heads, BLOCK=block, TRANSPOSED=transposed, ROWS=rows, WIDE=wide,
+    )  # fmt: skip
+    return lines, upto
+
+
+@triton.jit
 def _row_delta(OUT, DO, DELTA, tokens, HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     bh = tl.program_id(1).to(tl.int64)
@@ -672,6 +729,7 @@ def backward_keys(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, plan: Plan, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> dk, dv over the blocks (not the columns), float32 like the keys."""
+    assert plan.lines_t is not None
     batch, queries, heads, dim = q.shape
     dk, dv = (torch.empty(k.shape, dtype=torch.float32, device=k.device) for _ in range(2))
     tile = _tile(_KEYS, plan.block)
