@@ -46,34 +46,34 @@ def _lse_of_tiles(
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
-    h = tl.program_id(1)
+    h = tl.program_id(1).to(tl.int64)
     slot, key = _tile_of_keys(KEY_BLOCKS, tile, BLOCK, KEYS)
     for start in range(0, rows, ROWS):
         s = _scores(Q, K, FIRST, ROWS_AT, h, h // GROUP, slot, key, start, rows, keys, scale, stride_kn, stride_kh, HEADS, D, ROWS)
         top = tl.maximum(tl.max(s, 1), -1e30)
         lse = top + tl.log(tl.sum(tl.exp(s - top[:, None]), 1))
         row = start + tl.arange(0, ROWS)
-        tl.store(LSE + (tile * HEADS + h).to(tl.int64) * rows + row, lse, mask=row < rows)
+        tl.store(LSE + (tile * HEADS + h) * rows + row, lse, mask=row < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin", "groups"])
 def _columns(
-    Q, K, FIRST, ROWS_AT, KEY_BLOCKS, OF_ROW, LSE, COLUMNS, rows, keys, width, groups, scale, stride_kn, stride_kh,
+    Q, K, FIRST, ROWS_AT, KEY_BLOCKS, OF_ROW, LSE, COLUMNS, rows, keys, width, begin, groups, scale, stride_kn, stride_kh,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
-    h = tl.program_id(1)
+    h = tl.program_id(1).to(tl.int64)
     slot, key = _tile_of_keys(KEY_BLOCKS, tile, BLOCK, KEYS)
     for group in range(groups):
         total = tl.zeros([KEYS], tl.float32)
         for start in range(0, rows, ROWS):
             row = start + tl.arange(0, ROWS)
-            mine = tl.load(OF_ROW + row, mask=row < rows, other=-1) == group
+            mine = tl.load(OF_ROW + row, mask=row < rows, other=-1) == begin + group
             if tl.max(mine.to(tl.int32), 0) > 0:
                 s = _scores(Q, K, FIRST, ROWS_AT, h, h // GROUP, slot, key, start, rows, keys, scale, stride_kn, stride_kh, HEADS, D, ROWS)
                 lse = tl.load(LSE + h * rows + row, mask=row < rows, other=float("inf"))
                 total += tl.sum(tl.where(mine[:, None], tl.exp(s - lse[:, None]), 0.0), 0)
-        at = (h.to(tl.int64) + group * HEADS) * width + slot
+        at = (h + group * HEADS) * width + slot
         tl.store(COLUMNS + at, total / rows, mask=slot < width)
 
 
@@ -113,19 +113,19 @@ def probed_columns(
     scale: float,
     lse: torch.Tensor,
     of_row: torch.Tensor,
-    groups: int,
+    groups: range,
     width: int,
 ) -> torch.Tensor:
-    """Attention that each key of a shard gets from the probed queries of each group, over the number of all probed queries.
+    """Attention that each key of a shard gets from the probed queries of each of some groups, over the number of all probed queries.
 
     lse: float32 [heads, rows], contiguous, over the keys of all shards; +inf for a query that sees nothing. of_row: int32 [rows], the group
-    of each. The rest as for `tile_lse`. -> float32 [groups, heads, width], 0 beyond the keys.
+    of each; groups: their numbers. The rest as for `tile_lse`. -> float32 [groups, heads, width], 0 beyond the keys.
     """
     rows, heads = q.shape[:2]
     tiles = len(key_blocks) * block // tile
     assert width <= tiles * tile
-    columns = torch.empty(groups, heads, width, dtype=torch.float32, device=q.device)
-    shared = (rows, len(k), width, groups, scale, *_key_strides(k))
+    columns = torch.empty(len(groups), heads, width, dtype=torch.float32, device=q.device)
+    shared = (rows, len(k), width, groups.start, len(groups), scale, *_key_strides(k))
     _columns[(tiles, heads)](
         q.contiguous(), k, first, positions, key_blocks, of_row, lse, columns, *shared, **_shape(q, k, block, tile)
     )  # fmt: skip

@@ -36,8 +36,8 @@ class Plan:
     first_min, first_max: [batch, blocks], smallest and largest of first over the positions of a block: above all positions where none of
         them sees anything (first_min), or where one sees nothing (first_max).
     lines: [batch * heads, width] active diagonals, ascending, with upto [batch * heads, blocks + 1], their number below a diagonal; or, if
-        listed, active key blocks [batch * heads, query blocks, width] of each query block at hand with upto [batch * heads, query blocks],
-        their number, and the same transposed, each among the blocks at hand by its number in the sequence.
+        listed, as `list_blocks` makes them, active key blocks [batch * heads, query blocks, width] of each query block at hand with upto
+        [batch * heads, query blocks], their number, int16 if that is enough. lines_t, upto_t: the same transposed, for backward only.
     slash: uint8 [batch * heads, blocks], the diagonals as a table (all zero if listed).
     bars: [batch * heads, width] ascending positions of single columns, blocks * block = none, with bars_upto [batch * heads, blocks + 1];
         width is a multiple of 128. covered: bits [batch * heads, local query blocks, width / 32] of the columns that lie on a diagonal of
@@ -58,8 +58,8 @@ class Plan:
     first_max: torch.Tensor
     lines: torch.Tensor
     upto: torch.Tensor
-    lines_t: torch.Tensor
-    upto_t: torch.Tensor
+    lines_t: torch.Tensor | None
+    upto_t: torch.Tensor | None
     slash: torch.Tensor
     bars: torch.Tensor | None
     bars_upto: torch.Tensor | None
@@ -113,23 +113,23 @@ def _block_ranges(LINES, UPTO, FIRST_MIN, FIRST_MAX, bh, b, i, qb, width, BLOCKS
     number of query block qb, which owns the program.
     """
     if LISTED:
-        row = bh.to(tl.int64) * tl.num_programs(0) + i
+        row = bh * tl.num_programs(0) + i
         end = tl.load(UPTO + row)
         return LINES + row * width, end, end, end
-    base = UPTO + bh.to(tl.int64) * (BLOCKS + 1)
+    base = UPTO + bh * (BLOCKS + 1)
     low = tl.load(FIRST_MIN + b * BLOCKS + qb)
     high = tl.load(FIRST_MAX + b * BLOCKS + qb)
     end = tl.load(base + tl.maximum(qb - low // BLOCK + 1, 0))
     diagonal = tl.minimum(tl.load(base + 1), end)
     whole = tl.load(base + tl.maximum(qb - (high + BLOCK - 1) // BLOCK + 1, 0))
     whole = tl.minimum(tl.maximum(whole, diagonal), end)
-    return LINES + bh.to(tl.int64) * width, diagonal, whole, end
+    return LINES + bh * width, diagonal, whole, end
 
 
 @triton.jit
 def _bar_ranges(BARS_UPTO, FIRST_MIN, FIRST_MAX, bh, b, qb, BLOCKS, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr):
     """Tiles of columns [begin, end) that query block qb may see; [full_begin, full_end) of them need no row-wise mask."""
-    base = BARS_UPTO + bh.to(tl.int64) * (BLOCKS + 1)
+    base = BARS_UPTO + bh * (BLOCKS + 1)
     low = tl.minimum(tl.load(FIRST_MIN + b * BLOCKS + qb) // BLOCK, qb + 1)
     high = tl.minimum((tl.load(FIRST_MAX + b * BLOCKS + qb) + BLOCK - 1) // BLOCK, qb + 1)
     begin = tl.load(base + low) // BLOCK_N
@@ -149,7 +149,7 @@ def _forward(
     SLASHES: tl.constexpr, COLUMNS: tl.constexpr, LISTED: tl.constexpr, HOLES: tl.constexpr, CONTINUE: tl.constexpr,
 ):  # fmt: skip
     i = tl.num_programs(0) - 1 - tl.program_id(0)  # the last queries see most
-    bh = tl.program_id(1)
+    bh = tl.program_id(1).to(tl.int64)
     b = bh // HEADS
     h = bh % HEADS
     rows = i * BLOCK + tl.arange(0, BLOCK)
@@ -157,15 +157,11 @@ def _forward(
     d = tl.arange(0, D)
     qb = tl.load(QUERY_BLOCKS + i)
     positions = qb * BLOCK + tl.arange(0, BLOCK)
-    first = tl.load(FIRST + b.to(tl.int64) * SEQ + positions)
+    first = tl.load(FIRST + b * SEQ + positions)
     seeing = real & (first <= positions)
-    q = tl.load(
-        Q + b.to(tl.int64) * stride_qb + rows[:, None].to(tl.int64) * stride_qn + h.to(tl.int64) * stride_qh + d,
-        mask=real[:, None],
-        other=0.0,
-    )
-    out_at = (b.to(tl.int64) * queries + rows[:, None]) * (HEADS * D) + h * D + d
-    lse_at = bh.to(tl.int64) * queries + rows
+    q = tl.load(Q + b * stride_qb + rows[:, None].to(tl.int64) * stride_qn + h * stride_qh + d, mask=real[:, None], other=0.0)
+    out_at = (b * queries + rows[:, None]) * (HEADS * D) + h * D + d
+    lse_at = bh * queries + rows
     if CONTINUE:
         lse_in = tl.load(LSE_IN + lse_at, mask=real, other=float("-inf"))
         m = lse_in * LOG2E
@@ -178,13 +174,13 @@ def _forward(
     within = tl.arange(0, BLOCK_N)
     SUB: tl.constexpr = BLOCK // BLOCK_N
     if SLASHES:
-        k_base = K + b.to(tl.int64) * stride_kb + (h // GROUP).to(tl.int64) * stride_kh + d
-        v_base = V + b.to(tl.int64) * stride_vb + (h // GROUP).to(tl.int64) * stride_vh + d
+        k_base = K + b * stride_kb + (h // GROUP) * stride_kh + d
+        v_base = V + b * stride_vb + (h // GROUP) * stride_vh + d
         list_at, diagonal, whole, end = _block_ranges(LINES, UPTO, FIRST_MIN, FIRST_MAX, bh, b, i, qb, width, BLOCKS, BLOCK, LISTED)
         for t in range((diagonal + end - whole) * SUB):
             n = t // SUB
             n = tl.where(n < diagonal, n, n - diagonal + whole)
-            kb = tl.load(list_at + n)
+            kb = tl.load(list_at + n).to(tl.int32)
             if not LISTED:
                 kb = qb - kb
             slot = kb
@@ -214,10 +210,10 @@ def _forward(
                     v = tl.load(v_base + at[:, None].to(tl.int64) * stride_vn)
                     m, total, acc = _attend(q, k, v, q, m, total, acc, scale, False)
     if COLUMNS:
-        column = bh.to(tl.int64) * bar_width
+        column = bh * bar_width
         begin, full_begin, full_end, end = _bar_ranges(BARS_UPTO, FIRST_MIN, FIRST_MAX, bh, b, qb, BLOCKS, BLOCK, BLOCK_N)
-        slash = SLASH + bh.to(tl.int64) * BLOCKS
-        words = COVERED + (bh.to(tl.int64) * tl.num_programs(0) + i) * (bar_width // 32)
+        slash = SLASH + bh * BLOCKS
+        words = COVERED + (bh * tl.num_programs(0) + i) * (bar_width // 32)
         # The next tile's bits are asked for before this tile's products, which hide the wait.
         word = tl.load(words + tl.minimum(full_begin * BLOCK_N + within, bar_width - 1) // 32)
         for t in range(full_begin, full_end):
@@ -238,7 +234,7 @@ def _forward(
             covered = tl.load(slash + away, mask=away >= 0, other=1) != 0
             hidden = covered[None, :] | (where[None, :] < first[:, None]) | (where[None, :] > positions[:, None])
             m, total, acc = _attend(q, k, v, hidden, m, total, acc, scale, True)
-    some = seeing & (total != 0.0)  # NaN is something, and is not to look like nothing
+    some = seeing & (total != 0.0)  # NaN is something: it must not look like a row that sees nothing
     out = tl.where(some[:, None], acc / tl.where(some, total, 1.0)[:, None], 0.0)
     lse = tl.where(some, m * LN2 + tl.log(tl.where(some, total, 1.0)), float("-inf"))
     tl.store(OUT + out_at, out.to(OUT.dtype.element_ty), mask=real[:, None])
@@ -255,7 +251,7 @@ def _backward_queries(
     SLASHES: tl.constexpr, COLUMNS: tl.constexpr, LISTED: tl.constexpr, HOLES: tl.constexpr, CONTINUE: tl.constexpr,
 ):  # fmt: skip
     i = tl.num_programs(0) - 1 - tl.program_id(0)
-    bh = tl.program_id(1)
+    bh = tl.program_id(1).to(tl.int64)
     b = bh // HEADS
     h = bh % HEADS
     rows = i * BLOCK + tl.arange(0, BLOCK)
@@ -263,15 +259,11 @@ def _backward_queries(
     d = tl.arange(0, D)
     qb = tl.load(QUERY_BLOCKS + i)
     positions = qb * BLOCK + tl.arange(0, BLOCK)
-    first = tl.load(FIRST + b.to(tl.int64) * SEQ + positions)
-    q = tl.load(
-        Q + b.to(tl.int64) * stride_qb + rows[:, None].to(tl.int64) * stride_qn + h.to(tl.int64) * stride_qh + d,
-        mask=real[:, None],
-        other=0.0,
-    )
-    out_at = (b.to(tl.int64) * queries + rows[:, None]) * (HEADS * D) + h * D + d
+    first = tl.load(FIRST + b * SEQ + positions)
+    q = tl.load(Q + b * stride_qb + rows[:, None].to(tl.int64) * stride_qn + h * stride_qh + d, mask=real[:, None], other=0.0)
+    out_at = (b * queries + rows[:, None]) * (HEADS * D) + h * D + d
     do = tl.load(DO + out_at, mask=real[:, None], other=0.0)
-    lse_at = bh.to(tl.int64) * queries + rows
+    lse_at = bh * queries + rows
     lse = tl.load(LSE + lse_at, mask=real, other=float("-inf"))
     # A row that sees nothing has no gradient: exp(s - inf) = 0.
     lse = tl.where((lse == float("-inf")) | (first > positions), float("inf"), lse * LOG2E)
@@ -280,13 +272,13 @@ def _backward_queries(
     within = tl.arange(0, BLOCK_N)
     SUB: tl.constexpr = BLOCK // BLOCK_N
     if SLASHES:
-        k_base = K + b.to(tl.int64) * stride_kb + (h // GROUP).to(tl.int64) * stride_kh + d
-        v_base = V + b.to(tl.int64) * stride_vb + (h // GROUP).to(tl.int64) * stride_vh + d
+        k_base = K + b * stride_kb + (h // GROUP) * stride_kh + d
+        v_base = V + b * stride_vb + (h // GROUP) * stride_vh + d
         list_at, diagonal, whole, end = _block_ranges(LINES, UPTO, FIRST_MIN, FIRST_MAX, bh, b, i, qb, width, BLOCKS, BLOCK, LISTED)
         for t in range((diagonal + end - whole) * SUB):
             n = t // SUB
             n = tl.where(n < diagonal, n, n - diagonal + whole)
-            kb = tl.load(list_at + n)
+            kb = tl.load(list_at + n).to(tl.int32)
             if not LISTED:
                 kb = qb - kb
             slot = kb
@@ -316,10 +308,10 @@ def _backward_queries(
                     v = tl.load(v_base + at[:, None].to(tl.int64) * stride_vn)
                     acc = _query_gradient(q, k, v, do, lse, delta, q, acc, scale, False)
     if COLUMNS:
-        column = bh.to(tl.int64) * bar_width
+        column = bh * bar_width
         begin, full_begin, full_end, end = _bar_ranges(BARS_UPTO, FIRST_MIN, FIRST_MAX, bh, b, qb, BLOCKS, BLOCK, BLOCK_N)
-        slash = SLASH + bh.to(tl.int64) * BLOCKS
-        words = COVERED + (bh.to(tl.int64) * tl.num_programs(0) + i) * (bar_width // 32)
+        slash = SLASH + bh * BLOCKS
+        words = COVERED + (bh * tl.num_programs(0) + i) * (bar_width // 32)
         # The next tile's bits are asked for before this tile's products, which hide the wait.
         word = tl.load(words + tl.minimum(full_begin * BLOCK_N + within, bar_width - 1) // 32)
         for t in range(full_begin, full_end):
@@ -356,53 +348,45 @@ def _backward_keys(
     LISTED: tl.constexpr, HOLES: tl.constexpr,
 ):  # fmt: skip
     j = tl.program_id(0)  # the first keys are seen most
-    b = tl.program_id(1) // (HEADS // GROUP)
-    kv = tl.program_id(1) % (HEADS // GROUP)
+    b = tl.program_id(1).to(tl.int64) // (HEADS // GROUP)
+    kv = tl.program_id(1).to(tl.int64) % (HEADS // GROUP)
     slots = j * BLOCK + tl.arange(0, BLOCK)
     real = slots < keys
     d = tl.arange(0, D)
     kb = tl.load(KEY_BLOCKS + j)
     positions = kb * BLOCK + tl.arange(0, BLOCK)
-    k = tl.load(
-        K + b.to(tl.int64) * stride_kb + slots[:, None].to(tl.int64) * stride_kn + kv.to(tl.int64) * stride_kh + d,
-        mask=real[:, None],
-        other=0.0,
-    )
-    v = tl.load(
-        V + b.to(tl.int64) * stride_vb + slots[:, None].to(tl.int64) * stride_vn + kv.to(tl.int64) * stride_vh + d,
-        mask=real[:, None],
-        other=0.0,
-    )
+    k = tl.load(K + b * stride_kb + slots[:, None].to(tl.int64) * stride_kn + kv * stride_kh + d, mask=real[:, None], other=0.0)
+    v = tl.load(V + b * stride_vb + slots[:, None].to(tl.int64) * stride_vn + kv * stride_vh + d, mask=real[:, None], other=0.0)
     dk = tl.zeros([BLOCK, D], tl.float32)
     dv = tl.zeros([BLOCK, D], tl.float32)
     within = tl.arange(0, BLOCK_M)
     SUB: tl.constexpr = BLOCK // BLOCK_M
     # The last query that sees the first key of the block, and the last key: blocks of queries up to the one see all keys, and up to the
     # other some.
-    everywhere = (tl.load(LAST + b.to(tl.int64) * SEQ + kb * BLOCK) + 1) // BLOCK - 1
-    somewhere = tl.load(LAST + b.to(tl.int64) * SEQ + kb * BLOCK + BLOCK - 1) // BLOCK
+    everywhere = (tl.load(LAST + b * SEQ + kb * BLOCK) + 1) // BLOCK - 1
+    somewhere = tl.load(LAST + b * SEQ + kb * BLOCK + BLOCK - 1) // BLOCK
     for g in range(GROUP):
         h = kv * GROUP + g
         bh = b * HEADS + h
         if LISTED:
-            row = bh.to(tl.int64) * tl.num_programs(0) + j
+            row = bh * tl.num_programs(0) + j
             list_at = LINES + row * width
             end = tl.load(UPTO + row)
             diagonal = end
             whole = end
         else:
-            base = UPTO + bh.to(tl.int64) * (BLOCKS + 1)
-            list_at = LINES + bh.to(tl.int64) * width
+            base = UPTO + bh * (BLOCKS + 1)
+            list_at = LINES + bh * width
             end = tl.load(base + tl.maximum(somewhere - kb + 1, 0))
             diagonal = tl.minimum(tl.load(base + 1), end)
             whole = tl.minimum(tl.maximum(tl.load(base + tl.maximum(everywhere - kb + 1, 0)), diagonal), end)
-        q_base = Q + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh + d
-        do_base = DO + b.to(tl.int64) * queries * (HEADS * D) + h * D + d
-        row_base = bh.to(tl.int64) * queries
+        q_base = Q + b * stride_qb + h * stride_qh + d
+        do_base = DO + b * queries * (HEADS * D) + h * D + d
+        row_base = bh * queries
         for t in range((diagonal + end - whole) * SUB):
             n = t // SUB
             n = tl.where(n < diagonal, n, n - diagonal + whole)
-            qb = tl.load(list_at + n)
+            qb = tl.load(list_at + n).to(tl.int32)
             if not LISTED:
                 qb = kb + qb
             slot = qb
@@ -413,7 +397,7 @@ def _backward_keys(
                 at = slot * BLOCK + inside
                 there = at < queries
                 where = qb * BLOCK + inside
-                first = tl.load(FIRST + b.to(tl.int64) * SEQ + where)
+                first = tl.load(FIRST + b * SEQ + where)
                 q = tl.load(q_base + at[:, None].to(tl.int64) * stride_qn, mask=there[:, None], other=0.0)
                 do = tl.load(do_base + at[:, None].to(tl.int64) * (HEADS * D), mask=there[:, None], other=0.0)
                 lse = tl.load(LSE + row_base + at, mask=there, other=float("-inf"))
@@ -442,7 +426,7 @@ def _backward_keys(
                     lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
                     delta = tl.load(DELTA + row_base + at)
                     dk, dv = _key_gradient(q, k, v, do, lse, delta, q, dk, dv, scale, False)
-    at = ((b.to(tl.int64) * keys + slots[:, None]) * (HEADS // GROUP) + kv) * D + d
+    at = ((b * keys + slots[:, None]) * (HEADS // GROUP) + kv) * D + d
     tl.store(DK + at, (dk * scale).to(DK.dtype.element_ty), mask=real[:, None])
     tl.store(DV + at, dv.to(DV.dtype.element_ty), mask=real[:, None])
 
@@ -457,12 +441,12 @@ def _backward_columns(
 ):  # fmt: skip
     tile = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
-    bh = tl.program_id(1)
+    bh = tl.program_id(1).to(tl.int64)
     b = bh // HEADS
     h = bh % HEADS
     d = tl.arange(0, D)
     at = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    column = bh.to(tl.int64) * bar_width
+    column = bh * bar_width
     where = tl.load(BARS + column + at, mask=at < bar_width, other=SEQ)
     bar = where < SEQ
     k = tl.load(KB + (column + at)[:, None] * D + d, mask=bar[:, None], other=0.0)
@@ -472,7 +456,7 @@ def _backward_columns(
     lowest = tl.min(where, 0)
     highest = tl.max(tl.where(bar, where, -1), 0)
     if highest >= 0:
-        last = LAST + b.to(tl.int64) * SEQ
+        last = LAST + b * SEQ
         # Local query blocks [begin, end) see some column of the tile; [full_begin, full_end) see all of them in every row.
         begin = tl.load(QUERY_COUNT + lowest // BLOCK)
         end = tl.load(QUERY_COUNT + tl.load(last + highest) // BLOCK + 1)
@@ -485,11 +469,11 @@ def _backward_columns(
         full_end = tl.minimum(tl.maximum(full_end, full_begin), tl.maximum(end, begin))
         within = tl.arange(0, BLOCK_M)
         SUB: tl.constexpr = BLOCK // BLOCK_M
-        q_base = Q + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh + d
-        do_base = DO + b.to(tl.int64) * queries * (HEADS * D) + h * D + d
-        row_base = bh.to(tl.int64) * queries
-        slash = SLASH + bh.to(tl.int64) * BLOCKS
-        words = COVERED + bh.to(tl.int64) * query_blocks * (bar_width // 32) + tile * (BLOCK_N // 32) + tl.arange(0, BLOCK_N) // 32
+        q_base = Q + b * stride_qb + h * stride_qh + d
+        do_base = DO + b * queries * (HEADS * D) + h * D + d
+        row_base = bh * queries
+        slash = SLASH + bh * BLOCKS
+        words = COVERED + bh * query_blocks * (bar_width // 32) + tile * (BLOCK_N // 32) + tl.arange(0, BLOCK_N) // 32
         word = tl.load(words + tl.minimum(full_begin, query_blocks - 1).to(tl.int64) * (bar_width // 32))
         for t in range(full_begin * SUB, full_end * SUB):
             following = tl.load(words + tl.minimum((t + 1) // SUB, full_end - 1).to(tl.int64) * (bar_width // 32))
@@ -511,7 +495,7 @@ def _backward_columns(
             there = rows < queries
             qb = tl.load(QUERY_BLOCKS + i)
             position = qb * BLOCK + (s % SUB) * BLOCK_M + within
-            first = tl.load(FIRST + b.to(tl.int64) * SEQ + position)
+            first = tl.load(FIRST + b * SEQ + position)
             q = tl.load(q_base + rows[:, None].to(tl.int64) * stride_qn, mask=there[:, None], other=0.0)
             do = tl.load(do_base + rows[:, None].to(tl.int64) * (HEADS * D), mask=there[:, None], other=0.0)
             lse = tl.load(LSE + row_base + rows, mask=there, other=float("-inf"))
@@ -550,16 +534,73 @@ def covered_columns(slash: torch.Tensor, bars: torch.Tensor, query_blocks: torch
 
 
 @triton.jit
+def _list_blocks(
+    BITS, SLOTS, OWN, OTHERS, FIRST_MIN, LINES, UPTO, held, rows, others, width, BLOCKS,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    bh = tl.program_id(1).to(tl.int64)
+    own = tl.load(OWN + row, mask=row < rows, other=0)[:, None]
+    to = LINES + (bh * rows + row[:, None]) * width
+    count = tl.zeros([ROWS], tl.int32)
+    for begin in range(0, others, WIDE):
+        n = begin + tl.arange(0, WIDE)
+        other = tl.load(OTHERS + n, mask=n < others, other=0)[None, :]
+        q = other if TRANSPOSED else own
+        k = own if TRANSPOSED else other
+        there = (row < rows)[:, None] & (n < others)[None, :] & (k <= q)
+        line = tl.load(SLOTS + q)
+        first = tl.load(FIRST_MIN + bh // HEADS * BLOCKS + q)
+        there = there & (line >= 0) & ((k + 1) * BLOCK > first)
+        on = tl.load(BITS + (bh * held + line) * BLOCKS + k, mask=there, other=0).to(tl.int32)
+        place = count[:, None] + tl.cumsum(on, 1) - 1
+        tl.store(to + place, (other + tl.zeros_like(on)).to(LINES.dtype.element_ty), mask=on != 0)
+        count += tl.sum(on, 1)
+    tl.store(UPTO + bh * rows + row, count, mask=row < rows)
+
+
+def list_blocks(
+    bits: torch.Tensor,
+    slots: torch.Tensor,
+    query_blocks: torch.Tensor,
+    key_blocks: torch.Tensor,
+    first_min: torch.Tensor,
+    block: int,
+    transposed: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Key blocks that bits and mask leave each query block at hand, or, transposed, query blocks of each key block at hand.
+
+    bits: bool [batch, heads, held, blocks], with slots int32 [blocks], the row of each query block, -1 where none is held. query_blocks,
+    key_blocks, first_min: as for `Plan`.
+    -> numbers in the sequence, ascending, [batch * heads, rows, blocks of the other side], anything beyond their count int32
+    [batch * heads, rows]. int16 while that holds the numbers: with the transposed list, 4 bytes for a pair of blocks.
+    """
+    batch, heads, held, blocks = bits.shape
+    own, others = (key_blocks, query_blocks) if transposed else (query_blocks, key_blocks)
+    dtype = torch.int16 if blocks <= torch.iinfo(torch.int16).max else torch.int32
+    lines = torch.empty(batch * heads, own.numel(), others.numel(), dtype=dtype, device=bits.device)
+    upto = torch.empty(batch * heads, own.numel(), dtype=torch.int32, device=bits.device)
+    # Bits of neighbouring keys lie side by side: transposed, these are rows of a tile.
+    rows, wide = (32, 64) if transposed else (4, 512)
+    _list_blocks[(triton.cdiv(own.numel(), rows), batch * heads)](
+        bits.contiguous().view(torch.uint8), slots, own, others, first_min, lines, upto,
+        held, own.numel(), others.numel(), others.numel(), blocks,
+        HEADS=heads, BLOCK=block, TRANSPOSED=transposed, ROWS=rows, WIDE=wide,
+    )  # fmt: skip
+    return lines, upto
+
+
+@triton.jit
 def _row_delta(OUT, DO, DELTA, tokens, HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    bh = tl.program_id(1)
+    bh = tl.program_id(1).to(tl.int64)
     b = bh // HEADS
     h = bh % HEADS
-    at = ((b.to(tl.int64) * tokens + rows[:, None]) * HEADS + h) * D + tl.arange(0, D)
+    at = ((b * tokens + rows[:, None]) * HEADS + h) * D + tl.arange(0, D)
     real = rows < tokens
     out = tl.load(OUT + at, mask=real[:, None], other=0.0).to(tl.float32)
     do = tl.load(DO + at, mask=real[:, None], other=0.0).to(tl.float32)
-    tl.store(DELTA + bh.to(tl.int64) * tokens + rows, tl.sum(out * do, 1), mask=real)
+    tl.store(DELTA + bh * tokens + rows, tl.sum(out * do, 1), mask=real)
 
 
 def row_delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
@@ -690,6 +731,7 @@ def backward_keys(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, plan: Plan, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> dk, dv over the blocks (not the columns), float32 like the keys."""
+    assert plan.lines_t is not None
     batch, queries, heads, dim = q.shape
     dk, dv = (torch.empty(k.shape, dtype=torch.float32, device=k.device) for _ in range(2))
     tile = _tile(_KEYS, plan.block)

@@ -19,7 +19,7 @@ _WARPS = 8
 def pack_columns(k: torch.Tensor, v: torch.Tensor, tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor] | None:
     """k, v [batch, keys, kv_heads, head_dim] -> the keys and values of each query head's columns, [batch, heads, width, head_dim].
 
-    None where the index has no columns. What stands in places that hold no column is finite and must be masked.
+    None where the index has no columns. Places that hold no column are 0 and must be masked.
     """
     if tiles.index is None or tiles.index.columns is None or not tiles.index.columns.shape[-1]:
         return None
@@ -40,10 +40,10 @@ def pack_rows(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> tuple[to
         grid = (-(-width // _WARPS), batch * heads)
         launch("columns", "pack_columns", grid, 32 * _WARPS, k, v, slots.int(), *packed, *strides, heads, group, width, dim // unit)
         return packed[0], packed[1]
-    slots = slots.clamp(min=0)
+    none, at = (slots < 0)[..., None], slots.clamp(min=0)
     rows = torch.arange(batch, device=k.device)[:, None, None]
     kv_heads = (torch.arange(heads, device=k.device) // group)[None, :, None]
-    return k[rows, slots, kv_heads], v[rows, slots, kv_heads]
+    return k[rows, at, kv_heads].masked_fill_(none, 0.0), v[rows, at, kv_heads].masked_fill_(none, 0.0)
 
 
 def add_column_gradients(dk: torch.Tensor, dv: torch.Tensor, columns_dk: torch.Tensor, columns_dv: torch.Tensor, tiles: Tiles) -> None:

@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 
+_COUNTED_AT_ONCE = 1 << 24  # bits
+
 
 @dataclass(frozen=True)
 class Index(ABC):
@@ -137,7 +139,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class MaskWork:
-    """What the masks of a batch leave to compute, in blocks; int64 tensors, made once per batch.
+    """What the masks of a batch leave to compute, in blocks; tensors made once per batch, int64 but for per_block (`block_pairs`).
 
     per_diagonal, touched: [batch, blocks], allowed pairs in each block diagonal, and pairs of blocks that hold any. last: [batch, blocks *
     block], the last query that sees the key at a position. lengths: [batch] tokens that are no padding. per_block: [batch, query
@@ -162,7 +164,7 @@ class MaskWork:
             last[row, : mask.padded] = mask.last()
         arrays = (*map(np.stack, zip(*by_diagonal, strict=True)), last, np.array([mask.length for mask in masks]))
         per_diagonal, touched, last_of, lengths = (torch.from_numpy(t).to(device) for t in arrays)
-        per_block = torch.from_numpy(np.stack([block_pairs(m, block, blocks, rows) for m in masks])).to(device) if bitmap else None
+        per_block = block_pairs(masks, block, blocks, rows, device) if bitmap else None
         return MaskWork(per_diagonal, touched, last_of, lengths, per_block)
 
 
@@ -286,35 +288,56 @@ class BlockBitmap(Index):
     def counts(self, work: MaskWork) -> Counts:
         assert work.per_block is not None, "work for bitmaps is asked for"
         assert work.per_block.shape[1:] == self.bits.shape[2:], "work is made for the query blocks that are held"
-        zero, pairs, blocks = (torch.zeros(self.heads, dtype=torch.int64, device=self.bits.device) for _ in range(3))
-        for b, per_block in enumerate(work.per_block):
-            touched = per_block > 0
-            # Head by head: a product of all of them would take eight bytes a bit.
-            for h, bits in enumerate(self.bits[b]):
-                pairs[b, h] = torch.where(bits, per_block, 0).sum(dtype=torch.int64)
-                blocks[b, h] = (bits & touched).sum()
+        zero = torch.zeros(self.heads, dtype=torch.int64, device=self.bits.device)
+        pairs, blocks = zero.clone(), zero.clone()
+        # Sums of integers are made on copies of 32 or 64 bits a number: a few rows at a time.
+        at_once = max(1, _COUNTED_AT_ONCE // max(1, self.bits[:, :, :1].numel()))
+        exact = torch.int32 if self.blocks * self.block**2 < 2**31 else torch.int64
+        for bits, of_mask in zip(self.bits.split(at_once, 2), work.per_block[:, None].split(at_once, 2), strict=True):
+            pairs += (bits * of_mask).sum(-1, dtype=exact).sum(-1)
+            blocks += (bits & (of_mask > 0)).sum(-1, dtype=torch.int32).sum(-1)
         return Counts(pairs, blocks, zero, zero, zero)
 
 
-def block_pairs(mask: SequenceMask, block: int, blocks: int, rows: IntArray | None = None) -> NDArray[Any]:
-    """Allowed pairs in each pair of blocks, [query blocks, blocks]; rows: which query blocks, ascending, None for all. int16 where a block
-    squared fits, else int32.
+def block_pairs(
+    masks: Sequence[SequenceMask], block: int, blocks: int, rows: IntArray | None = None, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Allowed pairs in each pair of blocks, int16 [batch, query blocks, blocks], int32 for blocks of more than 181 tokens.
+
+    rows: which query blocks, ascending; None for all. Along a row of blocks the number changes where a document begins and at the diagonal
+    only: the host finds these few places, and the device adds up the changes.
     """
     rows = np.arange(blocks) if rows is None else rows
-    queries = (rows[:, None] * block + np.arange(block)).reshape(-1)
-    place = np.repeat(np.arange(len(rows)), block)
-    real = queries < mask.length
-    queries, place = queries[real], place[real]
-    first = mask.first[queries]
-    own, start = queries // block, first // block
-    one, width = own == start, blocks + 1
-    # Every block between the first visible one and its own a query sees in full: one step up and one down, added up along the row.
-    steps = np.bincount((place * width + start + 1)[~one], minlength=len(rows) * width).astype(np.int32)
-    steps -= np.bincount((place * width + own)[~one], minlength=len(rows) * width).astype(np.int32)
-    work = np.cumsum(steps.reshape(len(rows), width)[:, :blocks] * np.int32(block), 1, dtype=np.int32)
-    del steps
-    ends = ((place, own, queries - np.where(one, first, own * block) + 1), (place[~one], start[~one], ((start + 1) * block - first)[~one]))
-    for row, column, count in ends:
-        # Weights are whole numbers far below 2^53, so exact.
-        work += np.bincount(row * blocks + column, count, len(rows) * blocks).astype(np.int32).reshape(work.shape)
-    return work.astype(np.int16) if block * block < 1 << 15 else work
+    places, changes = zip(*(_changes_of_pairs(mask, block, blocks, rows) for mask in masks), strict=True)
+    shift = np.repeat(np.arange(len(masks)), [len(p) for p in places]) * (len(rows) * (blocks + 1))
+    at, by = np.concatenate(places) + shift, np.concatenate(changes)
+    dtype = torch.int16 if block * block <= torch.iinfo(torch.int16).max else torch.int32
+    work = torch.zeros(len(masks), len(rows), blocks + 1, dtype=dtype, device=device)
+    work.view(-1)[torch.from_numpy(at).to(device)] = torch.from_numpy(by).to(device, dtype)
+    return work.cumsum(-1, dtype=dtype)[..., :-1]
+
+
+def _changes_of_pairs(mask: SequenceMask, block: int, blocks: int, rows: IntArray) -> tuple[IntArray, IntArray]:
+    """Where in [query blocks, blocks + 1], flat, the pairs of a block of keys differ from those of the block before it, and by how much."""
+    first, q = mask.first[: mask.length], np.arange(mask.length)
+    own = q // block
+    # Runs of rows of one query block and document.
+    starts = np.flatnonzero(np.diff(own, prepend=-1) | np.diff(first, prepend=-1))
+    count = np.diff(starts, append=mask.length)
+    own, first, begin = own[starts], first[starts], q[starts]
+    away = first // block
+    # In the block of the first key, in those between, and in the query's own, whose rows see one key more each.
+    there = np.where(away < own, count * ((away + 1) * block - first), 0)
+    between = count * block
+    last = count * (begin - np.maximum(own * block, first)) + count * (count + 1) // 2
+    slot = np.full(blocks, -1)
+    slot[rows] = np.arange(len(rows))
+    line = slot[own] * (blocks + 1)
+    ahead = away < own
+    places = np.concatenate([(line + away)[ahead], (line + away + 1)[ahead], line + own, line + own + 1])
+    changes = np.concatenate([there[ahead], (between - there)[ahead], last - np.where(ahead, between, 0), -last])
+    held = np.concatenate([(slot[own] >= 0)[ahead]] * 2 + [slot[own] >= 0] * 2)
+    places, of = np.unique(places[held], return_inverse=True)
+    summed = np.zeros(len(places), np.int64)
+    np.add.at(summed, of, changes[held])
+    return places, summed

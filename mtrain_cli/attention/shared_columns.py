@@ -43,8 +43,7 @@ class SharedColumns:
 
     def pack(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """k, v [batch, keys, kv_heads, head_dim] of this worker -> [2, batch, heads, width, head_dim], 0 for the columns of others."""
-        missing = (self.slots < 0)[..., None]
-        return torch.stack([t.masked_fill(missing, 0.0) for t in pack_rows(k, v, self.slots)])
+        return torch.stack(pack_rows(k, v, self.slots))
 
     def add_gradients(self, dk: torch.Tensor, dv: torch.Tensor, gradients: torch.Tensor) -> None:
         """Adds what belongs to this worker's keys. gradients: [2, batch, heads, width, head_dim], complete; dk, dv like k and v."""

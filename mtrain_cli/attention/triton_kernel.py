@@ -86,7 +86,7 @@ class TritonKernel(TritonColumns):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         from mtrain_cli.kernels.triton import sparse
 
-        plan = make_plan(tiles)
+        plan = make_plan(tiles, backward=True)
         dout, lse = dout.contiguous(), lse.contiguous()
         delta = sparse.row_delta(out, dout) if delta is None else delta.contiguous()
         columns = pack_columns(k, v, tiles)
@@ -98,14 +98,16 @@ class TritonKernel(TritonColumns):
         return dq, dk, dv
 
 
-def make_plan(tiles: Tiles) -> Plan:
-    """The index of the tiles as the kernels read it."""
-    from mtrain_cli.kernels.triton.sparse import Plan, covered_columns
+def make_plan(tiles: Tiles, *, backward: bool = False) -> Plan:
+    """The index of the tiles as the kernels read it. backward: for the gradient of keys, too."""
+    from mtrain_cli.kernels.triton.sparse import Plan, covered_columns, list_blocks
 
     index, geometry = tiles.index, tiles.geometry
     assert index is not None
     assert geometry is not None
     flat = index.heads[0] * index.heads[1]
+    lines_t: torch.Tensor | None = None
+    upto_t: torch.Tensor | None = None
     if isinstance(index, VerticalSlash):
         # Only diagonals that the two shards have: a striped ring step visits one residue class and skips nothing.
         lines, upto = ordered_lines((index.slashes & geometry.diagonals).reshape(flat, -1))
@@ -116,11 +118,11 @@ def make_plan(tiles: Tiles) -> Plan:
     else:
         assert isinstance(index, BlockBitmap)
         # Lists hold the keys (or, transposed, the queries) at hand only, by their numbers in the sequence, which ascend as slots do.
-        queries, keys = geometry.query_blocks.long(), geometry.key_blocks.long()
-        bits = (index.chosen(queries, keys) & touched_blocks(tiles)[:, None]).flatten(0, 1)
-        lines, upto = _listed(bits, geometry.key_blocks)
-        lines_t, upto_t = _listed(bits.transpose(-1, -2), geometry.query_blocks)
-        slash = torch.zeros(flat, index.blocks, dtype=torch.bool, device=bits.device)
+        what = (index.bits, index.slots, geometry.query_blocks, geometry.key_blocks, geometry.first_min, index.block)
+        lines, upto = list_blocks(*what, transposed=False)
+        if backward:
+            lines_t, upto_t = list_blocks(*what, transposed=True)
+        slash = torch.zeros(flat, index.blocks, dtype=torch.bool, device=index.bits.device)
         bars, bars_upto, listed = None, None, True
     table = slash.reshape(flat, -1).contiguous().view(torch.uint8)
     covered = covered_columns(table, bars, geometry.query_blocks, index.block) if bars_upto is not None else None
@@ -147,21 +149,3 @@ def make_plan(tiles: Tiles) -> Plan:
         listed=listed,
         holes=geometry.holes,
     )
-
-
-def _listed(bits: torch.Tensor, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """bool [..., rows, n], numbers int32 [n] -> those of the set ones first, int32 [..., rows, n], and how many are set [..., rows]."""
-    slots, upto = ordered_lines(bits)
-    return numbers[slots.long()], upto[..., -1].contiguous()
-
-
-def touched_blocks(tiles: Tiles) -> torch.Tensor:
-    """bool [batch, query blocks, key blocks] of the shards: pairs of blocks in which the mask allows anything."""
-    geometry = tiles.geometry
-    assert geometry is not None
-    key = "touched blocks"
-    if key not in tiles.cache:
-        queries, keys = geometry.query_blocks.long(), geometry.key_blocks.long()
-        first = geometry.first_min[:, queries]
-        tiles.cache[key] = (keys <= queries[:, None]) & ((keys + 1) * geometry.block > first[..., None])
-    return tiles.cache[key]

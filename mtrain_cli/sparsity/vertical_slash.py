@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,6 +22,10 @@ from mtrain_cli.sparsity.pattern import MASS_UNITS, Masked, fewest_lines, in_uni
 _SCORE_BYTES = 1 << 30  # scores that exist at once while an index is estimated
 _COLUMN_STEP = 128  # the width of unbounded columns is a multiple of this
 _SMALLEST_TILE, _LARGEST_TILE = 16, 128  # keys of a tile of the fused probe, which has to lie in one block
+
+
+_ROWS = 64  # of a tile of the fused probe, so that it adds up in one way however many rows are taken at once
+Table = tuple[int, range, torch.Tensor]  # a sequence, some of its probed blocks, and their masses [blocks, heads, local columns]
 
 
 @dataclass(frozen=True)
@@ -94,11 +98,18 @@ class VerticalSlashPattern:
         return f"one block of {self.block} tokens covers" if blocks == 1 else None
 
     def estimate(self, q: torch.Tensor, k: torch.Tensor, masked: Masked, layer: int) -> VerticalSlash:  # noqa: ARG002
-        """Five collectives over the batch: probed queries, largest scores and their sums per row, diagonals, candidates for columns."""
+        """Five collectives over the batch: probed queries, largest scores and their sums per row, diagonals, candidates for columns. Where
+        the sums of all rows exceed the budget, each part of the rows takes two.
+        """
         group = q.shape[2] // k.shape[2] if self.per_group else 1
-        columns, probes = self.mass(q, k, masked), self.probes(masked)
-        slashes = self._slashes(columns, probes, masked, group)
-        bars = self._bars(columns, probes, masked, group, slashes)
+        tables, size = self._tables(q, k, masked)
+        # The joint budget reads them twice, for diagonals and for the columns outside these; what is large is made twice.
+        kept = list(tables()) if self.joint and size <= _SCORE_BYTES else None
+        diagonals, vertical = self._totals(kept or tables(), masked, q.shape[2], group, None)
+        slashes = self._slashes(diagonals, masked)
+        if self.joint:
+            _, vertical = self._totals(kept or tables(), masked, q.shape[2], group, slashes)
+        bars = self._bars(vertical, masked)
         return VerticalSlash(self.block, masked.geometry.blocks, *(t.repeat_interleave(group, 1) for t in (slashes, bars)))
 
     def mass(self, q: torch.Tensor, k: torch.Tensor, masked: Masked) -> list[torch.Tensor]:
@@ -107,6 +118,13 @@ class VerticalSlashPattern:
         Returns for each sequence the attention that each local column gets from the queries of each probed block, float32 (float64 for such
         queries) [probed blocks, heads, local blocks * block], adding up to 1 per head over all workers.
         """
+        found: list[list[torch.Tensor]] = [[] for _ in masked.masks]
+        for sequence, _, table in self._tables(q, k, masked)[0]():
+            found[sequence].append(table)
+        return [torch.cat(tables) for tables in found]
+
+    def _tables(self, q: torch.Tensor, k: torch.Tensor, masked: Masked) -> tuple[Callable[[], Iterator[Table]], int]:
+        """`mass`, some probed blocks of a sequence at a time, as often as asked for, and the bytes of all of it."""
         probes = self.probes(masked)
         everyone = q.new_zeros(sum(len(p.rows) for p in probes), *q.shape[2:])
         parts = everyone.split([len(p.rows) for p in probes])
@@ -114,25 +132,77 @@ class VerticalSlashPattern:
             part.index_copy_(0, probe.held, own.index_select(0, probe.slots))
         # One worker holds each row, and the others add zeros: exact in any precision.
         masked.group.sum(everyone)
-        each = list(zip(parts, k, probes, range(len(probes)), strict=True))
-        width, fused = len(masked.host_positions), fused_probe_usable(q, self.block)
-        if fused:
+        each = list(zip(parts, k, probes, strict=True))
+        heads, width, element = q.shape[2], len(masked.host_positions), accumulation_dtype(q.dtype).itemsize
+        at_once = max(1, _SCORE_BYTES // (element * heads * width))
+
+        if fused_probe_usable(q, self.block):
             from mtrain_cli.kernels.triton import probe as kernel
 
-            tile, blocks, scale = tile_keys(self.block), masked.geometry.key_blocks, q.shape[-1] ** -0.5
-            places = [(p.first, p.rows.int(), blocks, self.block) for p in probes]
-            partial = [kernel.tile_lse(rows, keys, *places[b], tile, scale) for rows, keys, _, b in each]
+            tile, scale = tile_keys(self.block), q.shape[-1] ** -0.5
+            places = [(p.first, p.rows.int(), p.of_row.int()) for p in probes]
+            fixed = (masked.geometry.key_blocks, self.block, tile, scale)
+
+            def lse_of(b: int, rows: slice) -> torch.Tensor:
+                return kernel.tile_lse(parts[b][rows], k[b], *(t[rows] for t in places[b][:2]), *fixed)
+
+            def columns_of(b: int, lse: torch.Tensor, blocks: range) -> torch.Tensor:
+                first, at, of_row = places[b]
+                return kernel.probed_columns(parts[b], k[b], first, at, *fixed, lse, of_row, blocks, width)
         else:
+            tile = self.block
             hidden = [~masked.visible(b, p.rows, k.shape[1]) for b, p in enumerate(probes)]
-            partial = [_block_lse(rows, keys, hidden[b], self.block) for rows, keys, _, b in each]
-        lse = _merged(partial, masked).split([len(p.rows) for p in probes], -1)
-        del partial
-        if fused:
-            return [
-                kernel.probed_columns(rows, keys, *places[b], tile, scale, lse[b].contiguous(), p.of_row.int(), len(p.away), width)
-                for rows, keys, p, b in each
-            ]
-        return [_columns(rows, keys, hidden[b], lse[b], p.of_row, len(p.away), width) for rows, keys, p, b in each]
+
+            def lse_of(b: int, rows: slice) -> torch.Tensor:
+                return _block_lse(parts[b][rows], k[b], hidden[b][rows], self.block)
+
+            def columns_of(b: int, lse: torch.Tensor, blocks: range) -> torch.Tensor:
+                of_row, total = probes[b].of_row, len(probes[b].rows)
+                if len(blocks) == len(probes[b].away):
+                    return _columns(parts[b], k[b], hidden[b], lse, of_row, blocks, total, width)
+                some = (of_row >= blocks.start) & (of_row < blocks.stop)
+                return _columns(parts[b][some], k[b], hidden[b][some], lse[:, some], of_row[some], blocks, total, width)
+
+        rows = max(_ROWS, _SCORE_BYTES // (element * heads * (width // tile) * len(each)) // _ROWS * _ROWS)
+        logs: list[list[torch.Tensor]] = [[] for _ in each]
+        for start in range(0, max(len(p.rows) for p in probes), rows):
+            these = [b for b, p in enumerate(probes) if start < len(p.rows)]
+            partial = [lse_of(b, slice(start, start + rows)) for b in these]
+            merged = _merged(partial, masked).split([t.shape[-1] for t in partial], -1)
+            for b, lse in zip(these, merged, strict=True):
+                logs[b].append(lse)
+            del partial
+        lses = [torch.cat(of_sequence, -1).contiguous() for of_sequence in logs]
+
+        def tables() -> Iterator[Table]:
+            for b, probe in enumerate(probes):
+                for begin in range(0, len(probe.away), at_once):
+                    blocks = range(begin, min(begin + at_once, len(probe.away)))
+                    yield b, blocks, columns_of(b, lses[b], blocks)
+
+        return tables, sum(len(p.away) for p in probes) * element * heads * width
+
+    def _totals(
+        self, tables: Iterable[Table], masked: Masked, heads: int, group: int, chosen: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Probed mass by diagonal, int64 [batch, heads, blocks], and by local column, [batch, heads, columns], in units; of this worker.
+
+        chosen: bool [batch, heads, blocks], diagonals whose mass is left out.
+        """
+        probes, shape = self.probes(masked), (len(masked.masks), heads // group)
+        device = masked.geometry.first.device
+        diagonals = torch.zeros(*shape, masked.geometry.blocks, dtype=torch.int64, device=device)
+        vertical = torch.zeros(*shape, len(masked.host_positions), dtype=torch.int64, device=device)
+        for b, blocks, table in tables:
+            for mass, number in zip(table, blocks, strict=True):
+                away, units = probes[b].away[number], _units(mass, group)
+                by_block = units.unflatten(-1, (-1, self.block))
+                if chosen is None:
+                    diagonals[b].index_add_(-1, away, by_block.sum(-1))
+                else:
+                    by_block.masked_fill_(chosen[b][:, away][..., None], 0)
+                vertical[b] += units
+        return diagonals, vertical
 
     def probed_rows(self, length: int) -> torch.Tensor:
         """Positions of the probed queries, ascending, each once."""
@@ -162,29 +232,19 @@ class VerticalSlashPattern:
             away=(numbers[:, None] - torch.from_numpy(masked.numbers)).clamp(min=0).to(device),
         )
 
-    def _slashes(self, columns: list[torch.Tensor], probes: list[Probe], masked: Masked, group: int) -> torch.Tensor:
-        """-> bool [batch, heads, blocks]."""
+    def _slashes(self, diagonals: torch.Tensor, masked: Masked) -> torch.Tensor:
+        """diagonals: mass of this worker, as `_totals` -> bool like it."""
         blocks = masked.geometry.blocks
-        diagonals = torch.zeros(len(columns), columns[0].shape[1] // group, blocks, dtype=torch.int64, device=columns[0].device)
-        for table, masses, probe in zip(diagonals, columns, probes, strict=True):
-            for mass, away in zip(masses, probe.away, strict=True):
-                table.index_add_(-1, away, _units(mass, group).unflatten(-1, (-1, self.block)).sum(-1))
         masked.group.sum(diagonals)
         forced = torch.arange(blocks, device=diagonals.device) == 0
         lines, keep = kept_lines(diagonals, self.p_s, forced, self.min_slashes, self.max_slashes or blocks)
         return torch.zeros_like(diagonals, dtype=torch.bool).scatter_(-1, lines, keep)
 
-    def _bars(self, columns: list[torch.Tensor], probes: list[Probe], masked: Masked, group: int, slashes: torch.Tensor) -> torch.Tensor:
-        """-> int32 [batch, heads, width], ascending."""
-        batch, heads, blocks = slashes.shape
-        tokens = blocks * self.block
-        vertical = torch.zeros(batch, heads, columns[0].shape[-1], dtype=torch.int64, device=slashes.device)
-        for total, masses, probe, chosen in zip(vertical, columns, probes, slashes, strict=True):
-            for mass, away in zip(masses, probe.away, strict=True):
-                units = _units(mass, group)
-                if self.joint:
-                    units = units.unflatten(-1, (-1, self.block)).masked_fill(chosen[:, away][..., None], 0).flatten(-2)
-                total += units
+    def _bars(self, vertical: torch.Tensor, masked: Masked) -> torch.Tensor:
+        """vertical: mass of this worker, as `_totals`, with the joint budget that outside the slashes -> int32 [batch, heads, width],
+        ascending.
+        """
+        tokens = masked.geometry.blocks * self.block
         most = self.max_bars or tokens
         order = ranking(vertical, masked.positions < self.sink_tokens, masked.positions, tokens)
         if most < order.shape[-1]:
@@ -270,14 +330,14 @@ def _block_lse(q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor, block: in
 
 
 def _columns(
-    q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor, lse: torch.Tensor, of_row: torch.Tensor, groups: int, width: int
+    q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor, lse: torch.Tensor, of_row: torch.Tensor, groups: range, total: int, width: int
 ) -> torch.Tensor:
-    """Attention of probed queries summed per group and local key, over the number of queries, given lse [heads, rows] over all keys.
+    """Attention of probed queries summed per group and local key, over the total number of queries, given lse [heads, rows] over all keys.
 
-    -> [groups, heads, width].
+    of_row: the group of each query; groups: those wanted. -> [groups, heads, width].
     """
-    columns = torch.zeros(groups, q.shape[1], width, dtype=lse.dtype, device=q.device)
-    mean_of = (of_row == torch.arange(groups, device=q.device)[:, None]).to(lse.dtype) / len(q)
+    columns = torch.zeros(len(groups), q.shape[1], width, dtype=lse.dtype, device=q.device)
+    mean_of = (of_row == torch.arange(groups.start, groups.stop, device=q.device)[:, None]).to(lse.dtype) / total
     for heads, scores in _scores(q, k, hidden):
         p = scores.sub_(lse[heads, :, None]).exp_()
         columns[:, heads, : len(k)] = (mean_of @ p).transpose(0, 1)

@@ -81,9 +81,9 @@ class BatchMaker:
         return [SequenceMask.causal(layout.seq, layout.padded_seq)] * len(samples)
 
     def _attention(self, masks: list[SequenceMask]) -> ContextAttention:
-        if self.document_mask:
+        if any(mask.length < self.exchange.layout.seq or mask.first.any() for mask in masks):
             return self._make(masks)
-        # The causal mask is the same for every batch of one size: made once.
+        # The causal mask is the same for every batch of one size, also of documents that fill their sequences: made once.
         if len(masks) not in self._causal:
             self._causal[len(masks)] = self._make(masks)
         return self._causal[len(masks)].again()

@@ -12,15 +12,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from math import prod
 
+from mtrain_cli.attention.bars import COLUMN_TILE
 from mtrain_cli.config.schema import Config, ModelConfig
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.selection import ExchangeChoice
+from mtrain_cli.sparsity.pattern import Pattern
+from mtrain_cli.sparsity.registry import make_pattern
 from mtrain_cli.training.flops import Shape, layer_shapes, root_shapes
 
 MIB, GIB = 2**20, 2**30
 # Outside the allocator's count, and rough: seen to differ by some hundred MiB between drivers and NCCL versions.
 CONTEXT_BYTES = 600 * MIB  # CUDA context, kernels, cuBLAS
 COMMUNICATOR_BYTES = 400 * MIB  # NCCL channels and buffers, for each communicator
+_MOST_PARTS, _PROGRAMS_WANTED = 16, 1024  # of the gradient of columns, as in kernels/triton/sparse.py, which needs Triton to be read
+_MOST_OF_16_BITS = 32767
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +41,10 @@ class Moment:
         none: e (4 C + 2 A + 2 K + 4 I) + 4 heads, selective: e (C + 2 A + 2 K) + 4 heads, full: e C. lse is the 4 heads.
     layer: the layer in backward, what it recomputes and the gradients of its activations: e (6 I + 3 C) T at the gate of the MLP, or
         e (C + A) T at attention, whichever is more together with `exchange` (see `layer_in_backward`).
+    index: the dynamic indices of the layers between their forward and backward pass: bitmaps take heads * (T / block) * (S / block) bytes
+        a layer and sequence of S tokens (all of their rows where queries circulate), diagonals and columns heads * (S / block + 4 columns);
+        columns that a ring gathers once, 2 e heads * columns * head_dim a layer; and the pairs of each pair of blocks, which bitmaps are
+        counted by, 2 bytes for every micro-batch of the step.
     exchange: keys, values and their gradients on the way to and from other workers, and the kernel's own buffers; with N = cp T keys,
         all_gather holds 2 e N K of keys and values, as much of gradients, and 8 N K while these are packed; a ring holds a few
         shards of keys and of float32 gradients, most of them from step to step (see `exchange_in_backward`, `kernel_backward`).
@@ -51,6 +60,7 @@ class Moment:
     working_weights: int = 0
     activations: int = 0
     layer: int = 0
+    index: int = 0
     exchange: int = 0
     loss: int = 0
     inputs: int = 0
@@ -119,6 +129,9 @@ class _Step:
         self.width, self.kv_width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
         self.hidden = e * self.tokens * model.hidden_size
         self.head = model.vocab_size * model.hidden_size
+        pattern = make_pattern(config.sparsity, config.seed)
+        self.index = None if pattern is None else IndexShape.make(config, pattern, layout, exchange)
+        self.micro_batches = config.train.global_batch // (config.train.micro_batch * (workers // layout.workers))
 
     def moments(self) -> list[Moment]:
         layers = self.model.num_layers
@@ -132,14 +145,24 @@ class _Step:
                 gradients=4 * self.layer_shard * (layers - index),
                 working_weights=self.e * (self.root_weights + self.head) + weights + (scatter if index < layers else 0),
                 activations=kept * index // layers,
+                indices=index,
             )
             for index in (layers, max(1, layers - 1))
         )
         return [self.at_loss(kept), max(first, second, key=lambda m: m.allocated), self.at_the_end(), self.at_the_optimizer()]
 
     def moment(
-        self, name: str, *, gradients: int = 0, working_weights: int, activations: int, backward: bool = True, loss: int = 0
+        self,
+        name: str,
+        *,
+        gradients: int = 0,
+        working_weights: int,
+        activations: int,
+        indices: int = 0,
+        backward: bool = True,
+        loss: int = 0,
     ) -> Moment:
+        """indices: of how many layers the index is there."""
         layer, exchange = self.layer_in_backward() if backward else (0, self.ring_buffers())
         return Moment(
             name=name,
@@ -149,6 +172,7 @@ class _Step:
             working_weights=working_weights,
             activations=activations,
             layer=layer,
+            index=self.kept_index(indices),
             exchange=exchange,
             loss=loss,
             inputs=self.tokens * (3 * 8 + 4 * self.model.head_dim),
@@ -163,6 +187,7 @@ class _Step:
             "loss",
             working_weights=self.e * (self.root_weights + (self.layer_weights if self.workers > 1 else 0)),
             activations=kept,
+            indices=self.model.num_layers,
             backward=False,
             # Last layer's output (kept by the final norm), the normalised hidden states and their gradient.
             loss=3 * self.hidden + 4 * self.head + max(chunk, converted),
@@ -177,6 +202,7 @@ class _Step:
             gradients=4 * self.layer_shard * (layers - 1),
             working_weights=self.e * (self.root_weights + self.head + 2 * self.layer_weights) + scatter,
             activations=self.kept_by_layer(),
+            indices=1,
         )
         # Embedding and LM head each have a gradient (a tied weight's are added up); then they move to the float32 input of reduce-scatter.
         scatter = 4 * self.root_shard * self.workers
@@ -202,6 +228,15 @@ class _Step:
         if self.train.activation_checkpoint == "selective":
             return self.hidden + attention
         return 4 * self.hidden + attention + 4 * e * tokens * self.model.intermediate_size + self.norms()
+
+    def kept_index(self, layers: int) -> int:
+        """Bytes of the indices of so many layers, and of what they are counted by."""
+        if self.index is None:
+            return 0
+        gathered = 0
+        if self.index.gathered and self.train.activation_checkpoint != "full":
+            gathered = 2 * self.e * self.index.columns * self.model.head_dim
+        return layers * (self.index.kept + gathered) + self.micro_batches * self.index.counted
 
     def norms(self) -> int:
         """q and k before their norms (Qwen3), which only `none` keeps and the others make again."""
@@ -258,8 +293,8 @@ class _Step:
         rings = how.name in ("ring", "hierarchical_ring")
         seen = tokens if rings else tokens * ranks
         # FlashAttention-4 takes the two rectangles of a zigzag worker one after the other and adds their dk and dv in float32.
-        pieces = ranks > 1 and self.layout.name == "zigzag"
-        grad, buffers = kernel_backward(self.kernel, self.model, self.tokens, seen, e, pieces)
+        pieces = ranks > 1 and self.layout.name == "zigzag" and self.index is None
+        grad, buffers = kernel_backward(self.kernel, self.model, self.tokens, seen, e, pieces, self.index)
         keys = 2 * seen * kv_width
         if rings and ranks > 1:
             # dq so far and dq of this step; the message at hand.
@@ -281,22 +316,98 @@ def sharded_numbers(shapes: Iterable[Shape], workers: int) -> int:
     return sum(-(-shape[0] // workers) * prod(shape[1:]) for shape in shapes)
 
 
-def kernel_backward(kernel: str, model: ModelConfig, queries: int, keys: int, e: int, pieces: bool) -> tuple[int, int]:
+@dataclass(frozen=True, kw_only=True)
+class IndexShape:
+    """Sizes of the dynamic index of one layer, as one worker holds it for its micro-batch.
+
+    sequences, heads, block, blocks: of the index, all query heads and the blocks of a whole sequence. bitmap: listed blocks instead of
+    diagonals. kept: bytes. counted: bytes that a micro-batch holds to count bitmaps by. columns: numbers of packed columns, over heads and
+    sequences, filled up to tiles; without a bound in the configuration every token may be one. ways: the heads of a call are divided among
+    so many ranks, each with the tokens of all of them. gathered: columns are gathered once and kept from forward to backward.
+    """
+
+    sequences: int
+    heads: int
+    block: int
+    blocks: int
+    bitmap: bool
+    kept: int
+    counted: int
+    columns: int
+    ways: int
+    gathered: bool
+
+    @staticmethod
+    def make(config: Config, pattern: Pattern, layout: Layout, exchange: ExchangeChoice) -> IndexShape:
+        """Of what the pattern may choose at most."""
+        sparsity, heads, sequences = config.sparsity, config.model.num_heads, config.train.micro_batch
+        request = pattern.request()
+        blocks = -(-layout.padded_seq // request.block)
+        own = -(-blocks // layout.workers)
+        rings = exchange.name in ("ring", "hierarchical_ring") and layout.workers > exchange.heads
+        if request.bitmap:
+            held = blocks if exchange.heads > 1 or (rings and exchange.circulates == "queries") else own
+            each = 2 if request.block**2 < 1 << 15 else 4
+            kept, counted, width = sequences * heads * held * blocks, each * sequences * own * blocks, 0
+        else:
+            most = sparsity.bars if sparsity.pattern == "fixed" else sparsity.max_bars or layout.padded_seq
+            width = min(most or 0, blocks * request.block)
+            kept, counted = sequences * heads * (blocks + 4 * width), 0
+        width = -(-width // COLUMN_TILE) * COLUMN_TILE
+        return IndexShape(
+            sequences=sequences,
+            heads=heads,
+            block=request.block,
+            blocks=blocks,
+            bitmap=request.bitmap,
+            kept=kept,
+            counted=counted,
+            columns=sequences * (heads // exchange.heads) * width,
+            ways=exchange.heads,
+            gathered=rings and exchange.shared_columns and width > 0,
+        )
+
+    def pairs_of_blocks(self, queries: int, keys: int) -> int:
+        """Of a call, over heads and sequences. queries, keys: tokens of the call, times sequences."""
+        rows, others = (-(-tokens // (self.block * self.sequences)) for tokens in (queries, keys))
+        return self.sequences * self.heads * rows * others
+
+    def columns_in_backward(self, queries: int, head_dim: int, e: int) -> int:
+        """Bytes of the packed columns of a call, of what a query block has of them on its diagonals (a bit each), of their key slots and
+        places (16 bytes each), and of their float32 gradients, in the parts that `backward_columns` makes.
+        """
+        if not self.columns:
+            return 0
+        tiles = self.columns // COLUMN_TILE
+        parts = max(1, min(_MOST_PARTS, _PROGRAMS_WANTED // tiles))
+        covered = -(-queries * self.ways // (self.block * self.sequences)) * self.columns // 8
+        return self.columns * (2 * e * head_dim + 16 + 8 * (parts + (parts > 1)) * head_dim) + covered
+
+
+def kernel_backward(
+    kernel: str, model: ModelConfig, queries: int, keys: int, e: int, pieces: bool, index: IndexShape | None = None
+) -> tuple[int, int]:
     """(bytes of one number of the dk and dv that a kernel returns, bytes of its own buffers in backward).
 
-    queries, keys: tokens of one call, times micro-batch. pieces: flash4 is called for more than one rectangle.
-    flash4: float32 accumulators of dq and, with grouped heads, of dk and dv; lse and delta. sdpa (FlashAttention-2): float32 accumulator of
-    dq, dk and dv for every query head, and dq, dk, dv of the rectangle at hand. triton: lse and delta; its packed columns, of which there
-    are at most sparsity.max_bars however long the sequence is, are left out. reference: three float64 matrices of scores, and more.
+    queries, keys: tokens of one call, times micro-batch. pieces: flash4 is called for more than one rectangle. index: narrows the call.
+    flash4: float32 accumulators of dq and, with grouped heads, of dk and dv; lse and delta; under an index also its lists of blocks, 2 x 4
+    bytes for each pair of blocks of every head, and after it the columns. sdpa (FlashAttention-2): float32 accumulator of dq, dk and dv for
+    every query head, and dq, dk, dv of the rectangle at hand. triton: lse and delta; the lists of a bitmap, 2 bytes for each pair of blocks
+    and direction (4 beyond 32767 blocks), or the columns. reference: three float64 matrices of scores, and more.
     """
     heads, width, kv_width = model.num_heads, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     grouped = model.num_heads != model.num_kv_heads
+    lists = 0 if index is None else index.pairs_of_blocks(queries, keys)
+    columns = 0 if index is None else index.columns_in_backward(queries, model.head_dim, e)
     if kernel == "flash4":
         buffers = 4 * queries * width + 8 * queries * heads + (8 * keys * kv_width if grouped else 0)
-        return (4, buffers + e * (queries * width + 2 * keys * kv_width)) if pieces else (e, buffers)
+        if pieces:
+            return 4, buffers + e * (queries * width + 2 * keys * kv_width)
+        return e, max(buffers + 8 * lists, columns + 4 * queries * heads)
     if kernel == "sdpa":
         expanded = 2 * e * keys * width if grouped else 0
         return 4, (4 + e) * queries * width + 8 * queries * heads + expanded + 2 * e * keys * kv_width
     if kernel == "triton":
-        return 4, 8 * queries * heads
+        each = 0 if index is None or not index.bitmap else 4 if index.blocks <= _MOST_OF_16_BITS else 8
+        return 4, 8 * queries * heads + each * lists + columns
     return e, 3 * 8 * queries * keys * heads

@@ -10,7 +10,8 @@ import pytest
 import torch
 from attention.sparse_problems import make_index, make_problem
 
-from mtrain_cli.attention.index import MaskWork, VerticalSlash, load_index
+from mtrain_cli.attention import index as index_module
+from mtrain_cli.attention.index import BlockBitmap, MaskWork, VerticalSlash, block_pairs, load_index
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.tiles import NOTHING, BlockGeometry
 
@@ -38,6 +39,43 @@ def test_counts_are_those_of_the_pairs_themselves(kind, documents, seed):
         assert counts.slashes.tolist() == index.slashes.sum(-1).tolist()
     forward, backward = counts.flop(128)
     assert (forward, backward) == (512 * int(seen.sum()), 1280 * int(seen.sum()))
+
+
+@pytest.mark.parametrize("block", [1, 3, 16, 128, 181, 182, 200])
+@pytest.mark.parametrize("documents", [0, 1, 4, 60])
+def test_pairs_of_blocks_are_those_of_the_pairs_themselves(block, documents):
+    rng = np.random.default_rng(block + documents)
+    padded, blocks = 333, -(-333 // block)
+    masks = [
+        SequenceMask.from_documents(np.sort(rng.integers(0, documents, length)), padded)
+        if documents
+        else SequenceMask.causal(length, padded)
+        for length in (333, 330, 200, 1)
+    ]
+    seen = torch.zeros(len(masks), blocks * block, blocks * block, dtype=torch.bool)
+    for table, mask in zip(seen, masks, strict=True):
+        for q in range(mask.length):
+            table[q, mask.first[q] : q + 1] = True
+    want = seen.unflatten(-1, (-1, block)).unflatten(-3, (-1, block)).sum((-1, -3))
+    found = block_pairs(masks, block, blocks)
+    assert found.dtype == (torch.int16 if block <= 181 else torch.int32)
+    assert torch.equal(found.long(), want)
+    rows = np.sort(rng.permutation(blocks)[: blocks // 2])
+    assert torch.equal(block_pairs(masks, block, blocks, rows).long(), want[:, torch.from_numpy(rows)])
+
+
+def test_counts_of_a_bitmap_are_exact_whatever_is_added_up_at_once(monkeypatch):
+    masks = [SequenceMask.causal(1 << 16, 1 << 16)]
+    blocks = 512
+    work = MaskWork.make(masks, 128, bitmap=True)
+    bits = torch.ones(1, 2, blocks, blocks, dtype=torch.bool).tril()
+    bits[0, 1, 7, 3] = False
+    for at_once in (1, 1000, 1 << 24):
+        monkeypatch.setattr(index_module, "_COUNTED_AT_ONCE", at_once)
+        counts = BlockBitmap.whole(128, bits).counts(work)
+        # More than float32 holds exactly.
+        assert counts.pairs.tolist() == [[masks[0].pairs, masks[0].pairs - 128 * 128]]
+        assert counts.blocks.tolist() == [[512 * 513 // 2, 512 * 513 // 2 - 1]]
 
 
 @pytest.mark.parametrize("kind", ["both", "bitmap"])

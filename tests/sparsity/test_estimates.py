@@ -290,3 +290,37 @@ def test_the_fused_probe_finds_the_same_masses(monkeypatch, documents, windows):
         for b in range(2):
             torch.testing.assert_close(got[b], want[b], atol=1e-7, rtol=1e-5)
             torch.testing.assert_close(want[b].sum((0, 2)), torch.ones(HEADS))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("changed", [{}, {"joint": True, "p_v": 0.9}, {"per_group": True, "joint": True, "p_v": 0.9}])
+def test_the_index_is_the_same_however_little_memory_there_is(monkeypatch, changed, fused):
+    """One probed block, 64 rows, and for the joint budget everything twice."""
+    monkeypatch.setattr("mtrain_cli.sparsity.vertical_slash.fused_probe_usable", lambda *_: fused)
+    torch.manual_seed(0)
+    dtype = torch.float32 if fused else torch.float64
+    q, k = torch.randn(2, SEQ, HEADS, 16, dtype=dtype), torch.randn(2, SEQ, KV_HEADS, 16, dtype=dtype)
+    _, _, masked = inputs(0, True, length=SEQ - 3)
+    p = pattern(windows=3, last_q=40, p_s=0.4, **changed)
+    assert all(len(probe.away) > 3 and len(probe.rows) > 64 for probe in p.probes(masked))
+    want, masses = p.estimate(q, k, masked, 0), p.mass(q, k, masked)
+    monkeypatch.setattr("mtrain_cli.sparsity.vertical_slash._SCORE_BYTES", 1)
+    tables = []
+    whole = VerticalSlashPattern._tables
+
+    def counted(self, *arguments):
+        made, size = whole(self, *arguments)
+
+        def again():
+            for table in made():
+                tables.append(table[2].shape[0])
+                yield table
+
+        return again, size
+
+    monkeypatch.setattr(VerticalSlashPattern, "_tables", counted)
+    assert p.estimate(q, k, masked, 0).same_as(want)
+    assert set(tables) == {1}
+    assert len(tables) == sum(len(probe.away) for probe in p.probes(masked)) * (2 if changed else 1)
+    for a, b in zip(p.mass(q, k, masked), masses, strict=True):
+        assert torch.equal(a, b) if fused else torch.allclose(a, b, atol=1e-12)

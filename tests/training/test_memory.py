@@ -58,10 +58,10 @@ def test_the_estimate_is_within_4_percent_for_every_way_of_running_a_step(world,
     assert all(0.96 <= ratio <= 1.04 for ratio in found), found
 
 
-def estimate(*overrides, workers=8, exchange="all_gather", kernel="flash4", dtype_bytes=2, cp=None):
+def estimate(*overrides, workers=8, exchange="all_gather", kernel="flash4", dtype_bytes=2, cp=None, heads=1):
     config = compose(["model=qwen3b", "seq=128k", *overrides])
     layout = make_layout(config.topology.layout, cp or workers, config.seq, config.topology.block_size)
-    how = ExchangeChoice(exchange, "", per_node=8)
+    how = ExchangeChoice(exchange, "", per_node=8, heads=heads)
     return estimate_memory(config, workers=workers, layout=layout, exchange=how, kernel=kernel, dtype_bytes=dtype_bytes, cuda=True)
 
 
@@ -122,3 +122,39 @@ def test_parts_add_up_and_the_total_includes_the_reserve():
     assert found.allocated == max(moment.allocated for moment in found.moments)
     assert found.total == found.allocated + found.reserve
     assert 0.5 * GIB < found.reserve < 3 * GIB
+
+
+def moba(*overrides, **kwargs):
+    return estimate("model=llama8b", "sparsity=moba", "train.activation_checkpoint=full", *overrides, **kwargs)
+
+
+def test_bitmaps_are_kept_until_backward_and_counted_by_pairs_of_blocks():
+    layers, heads, blocks = 32, 32, 1024
+    for workers in (1, 8):
+        counted = 2 * blocks * blocks // workers
+        at_loss = moba(workers=workers, kernel="triton").moments[0]
+        assert at_loss.index == layers * heads * blocks * blocks // workers + counted
+        assert moba(workers=workers, kernel="triton").moments[-1].index == counted
+    four = moba("train.global_batch=4", workers=8, kernel="triton").moments[0]
+    assert four.index - at_loss.index == 3 * counted
+    # Ranks that compute for the queries of others hold all rows.
+    everywhere = moba("train.global_batch=1", workers=8, kernel="triton", exchange="all_to_all", heads=8).moments[0]
+    assert everywhere.index == layers * heads * blocks * blocks + counted
+
+
+def test_a_million_tokens_of_bitmaps_are_seen_not_to_fit():
+    dense, sparse = (estimate("model=llama8b", "seq=1m", what, workers=8, kernel="triton") for what in ("sparsity=dense", "sparsity=moba"))
+    bits = 32 * 32 * 8192 * 8192 // 8
+    assert bits == 8 * GIB
+    assert sparse.total - dense.total > bits
+
+
+def test_diagonals_and_columns_are_kilobytes_and_gathered_columns_are_not():
+    overrides = ("sparsity=vertical_slash", "model=llama8b")
+    layers, heads, width, dim = 32, 32, 4096, 128
+    lines = layers * heads * (1024 + 4 * width)
+    assert estimate(*overrides, "train.activation_checkpoint=selective").moments[0].index == lines
+    ring = estimate(*overrides, "train.activation_checkpoint=selective", exchange="ring", kernel="triton").moments[0].index
+    assert ring == lines + layers * 2 * 2 * heads * width * dim
+    # Recomputation gathers them again.
+    assert estimate(*overrides, "train.activation_checkpoint=full", exchange="ring", kernel="triton").moments[0].index == lines

@@ -1,0 +1,57 @@
+"""What the kernels hold under an index has the size that the closed form of a step's memory tells."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from attention.sparse_problems import Problem, make_problem
+from mtrain_cli.kernels.triton import sparse
+
+from mtrain_cli.attention.bars import local_columns, pack_columns
+from mtrain_cli.attention.block_lists import index_lists
+from mtrain_cli.attention.triton_kernel import make_plan
+from mtrain_cli.config.compose import compose
+from mtrain_cli.training.memory import IndexShape, kernel_backward
+
+
+def shape_of(p: Problem) -> IndexShape:
+    index = p.tiles.index
+    sequences, heads = index.heads
+    columns = 0 if index.columns is None else pack_columns(p.k, p.v, p.tiles)[0][..., 0].numel()
+    return IndexShape(
+        sequences=sequences, heads=heads, block=16, blocks=index.blocks, bitmap=columns == 0, kept=0, counted=0, columns=columns, ways=1,
+        gathered=False,
+    )  # fmt: skip
+
+
+def own_bytes(kernel: str, p: Problem, index: IndexShape | None) -> int:
+    model = dataclasses.replace(compose(["model=tiny"]).model, num_heads=4, num_kv_heads=2, head_dim=16)
+    queries, keys = (t.shape[0] * t.shape[1] for t in (p.q, p.k))
+    return kernel_backward(kernel, model, queries, keys, p.q.element_size(), False, index)[1]
+
+
+def size(*tensors: torch.Tensor) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+SHAPE = {"seq": 640, "block": 16, "heads": 4, "kv_heads": 2, "dim": 16, "documents": True, "where": "later queries"}
+
+
+def test_the_lists_of_a_call_have_the_size_that_is_told():
+    p = make_problem(0, "bitmap", **SHAPE)
+    plan = make_plan(p.tiles, backward=True)
+    assert own_bytes("triton", p, shape_of(p)) - own_bytes("triton", p, None) == size(plan.lines, plan.lines_t)
+    for transposed in (False, True):
+        lists = index_lists(p.tiles, transposed)
+        assert own_bytes("flash4", p, shape_of(p)) - own_bytes("flash4", p, None) == size(lists["partial"], lists["full"])
+
+
+def test_the_columns_of_a_call_have_the_size_that_is_told():
+    p = make_problem(0, "both", **SHAPE)
+    plan, packed = make_plan(p.tiles), pack_columns(p.k, p.v, p.tiles)
+    rows = torch.zeros(p.q.shape[0], p.q.shape[2], p.q.shape[1])
+    gradients = sparse.backward_columns(p.dout, p.q, packed, rows, rows, plan, 1.0)
+    held = size(*packed, *gradients, plan.covered, *local_columns(p.tiles))
+    told = own_bytes("triton", p, shape_of(p)) - own_bytes("triton", p, None)
+    assert held <= told <= 1.2 * held
