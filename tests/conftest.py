@@ -1,6 +1,12 @@
-"""The same tests whichever way they are started."""
+"""The same tests whichever way they are started. Triton kernels run through Triton's interpreter where there is no GPU."""
 
+import os
 import signal
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_configure() -> None:
