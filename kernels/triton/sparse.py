@@ -678,6 +678,7 @@ def _forward_pass(
     """The blocks, or, if there are columns, these alone."""
     slashes = columns is None
     batch, queries, heads, dim = q.shape
+    assert partial is None or all(t.is_contiguous() for t in partial), "partial results are read as they would be written"
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
     tile = _tile(_FORWARD if slashes else _FORWARD_COLUMNS, plan.block)
@@ -709,7 +710,8 @@ def backward_queries(
     partial: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """-> dq like q, of the given dtype (q's if None). partial: the gradient from other keys, to which this is added."""
+    """-> dq like q, of the given dtype (q's if None). partial: the gradient from other keys, contiguous, to which this is added."""
+    assert partial is None or partial.is_contiguous()
     batch, queries, heads, dim = q.shape
     dq = torch.empty(q.shape, dtype=dtype or q.dtype, device=q.device)
     tile = _tile(_QUERIES, plan.block)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from parallel.ways import Way
 
 from mtrain_cli.attention.index import BlockBitmap, VerticalSlash
 from mtrain_cli.attention.kernel import IndexRequest, KernelRequest
@@ -27,19 +28,6 @@ GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs or more")]
 
 SEQ, HEADS, KV_HEADS, HEAD_DIM, BLOCK = 3000, 16, 2, 128, 128
-
-
-@dataclass(frozen=True)
-class Way:
-    """What `make_exchange` and `make_context_group` take."""
-
-    exchange: str
-    per_node: int = 8
-    chunks: int = 1
-    prefetch: int = 1
-    circulates: str = "kv"
-    heads: int = 1
-    shared_columns: bool = True
 
 
 WAYS = (
@@ -123,7 +111,7 @@ def work(rank: int, world: int, store: str, kernel_name: str, kinds: tuple[str, 
                 place = torch.from_numpy(np.minimum(own, SEQ - 1)).to(device)
                 given = index_of(kind, layout.padded_seq // BLOCK, device)
                 for way in WAYS:
-                    if world % way.heads or (way.per_node < world and world % way.per_node):
+                    if not way.fits(world, KV_HEADS):
                         continue
                     per_node = min(way.per_node, world)
                     if (per_node, way.heads) not in groups:
