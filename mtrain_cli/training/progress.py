@@ -138,7 +138,8 @@ class Progress:
             steady = self._steady or [self.last]
             rate = _rate(statistics.median(metrics.tokens_per_second_per_gpu for metrics in steady), self.last)
             if self.last.mfu_model is not None:
-                rate += f", MFU {statistics.median(metrics.mfu_model or 0.0 for metrics in steady):.1%}"
+                alike = [metrics for metrics in steady if _utilization(metrics)[0] == _utilization(self.last)[0]]
+                rate += f", {_utilization(self.last)[0]} {statistics.median(_utilization(metrics)[1] for metrics in alike):.1%}"
             of = "one step" if len(steady) == 1 else f"median of {len(steady)} steps"
             rows.append(("throughput", f"{rate}, {of}; {self.last.tokens:,} tokens in all"))
             if self.last.peak_memory_gib is not None:
@@ -255,9 +256,17 @@ def _rate(tokens_per_second: float, metrics: StepMetrics) -> str:
     return f"{tokens_per_second:,.0f} {unit}"
 
 
+def _utilization(metrics: StepMetrics) -> tuple[str, float]:
+    """Share of the GPU's peak, and its name: MFU, or under a dynamic index HFU, since MFU counts what dense attention would compute."""
+    if metrics.index_seconds is None:
+        return "MFU", metrics.mfu_model or 0.0
+    return "HFU", metrics.mfu_executed or 0.0
+
+
 def _gpu_parts(metrics: StepMetrics) -> list[str]:
-    """What only GPUs have: MFU and memory."""
-    parts = [] if metrics.mfu_model is None else [f"MFU {metrics.mfu_model:.1%}"]
+    """What only GPUs have: utilization and memory."""
+    name, share = _utilization(metrics)
+    parts = [] if metrics.mfu_model is None else [f"{name} {share:.1%}"]
     return parts + ([] if metrics.peak_memory_gib is None else [f"{metrics.peak_memory_gib:.1f} GiB"])
 
 

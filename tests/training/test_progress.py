@@ -196,3 +196,18 @@ def test_sparkline(values, width, bars):
 )
 def test_format_duration(seconds, text):
     assert format_duration(seconds) == text
+
+
+def test_sparse_steps_show_what_is_computed_and_not_what_dense_attention_would():
+    sparse = replace(STEP, mfu_model=2.256, mfu_executed=0.5069, density=0.057, index_seconds=0.07)
+    progress, out, clock = make()
+    with progress:
+        progress.step(replace(STEP, mfu_model=0.3))
+        for step, share in ((2, 0.51), (3, 0.52), (4, 0.53), (5, 0.54)):
+            clock.now += 10.0
+            progress.step(replace(sparse, step=step, mfu_executed=share))
+        progress.summary("trained 5 steps")
+    text = out.getvalue()
+    assert "HFU 51.0%  101.3 GiB  density 5.7%" in text
+    assert "MFU 225.6%" not in text
+    assert "HFU 53.0%, median of 3 steps" in text
