@@ -92,6 +92,13 @@ class Schedule:
     def nodes(self) -> int:
         return -(-self.workers // self.per_node)
 
+    @property
+    def channels(self) -> tuple[str, ...]:
+        """Those on which keys or queries move, between the ranks that share no heads."""
+        steps = [step for rank in (*self.forward, *self.backward) for step in rank]
+        named = {t.channel for step in steps for t in (*step.post, *step.send)}
+        return tuple(channel for channel in (CONTEXT, INNER, OUTER) if channel in named)
+
     def crosses_nodes(self, rank: int, transfer: Transfer) -> bool:
         """Whether a transfer of a rank leaves or enters its node."""
         others = transfer.peers if transfer.kind != "p2p" else (transfer.to, transfer.source)

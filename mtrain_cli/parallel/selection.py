@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.config.schema import ConfigError, TopologyConfig
-from mtrain_cli.parallel.schedule import CONTEXT, INNER, KV, OUTER, QUERIES, Options
+from mtrain_cli.parallel.schedule import CONTEXT, KV, QUERIES, Options, make_schedule
 
 # A gathered KV and its float32 gradient may take this part of a GPU; beyond it the ring, which holds a few shards at a time, is used.
 _GATHER_SHARE = 0.15
@@ -28,18 +28,13 @@ class ExchangeChoice:
     prefetch: int = 1
     circulates: str = KV
     shared_columns: bool = True
-    exchanges: bool = True
-    """Keys move between workers; False where sharing heads is all."""
-
-    @property
-    def channels(self) -> tuple[str, ...]:
-        """The communicators that its schedule needs."""
-        return (INNER, OUTER) if self.name.startswith("hierarchical") else (CONTEXT,)
+    channels: tuple[str, ...] = (CONTEXT,)
+    """Those of its schedule; none where sharing heads is all."""
 
     @property
     def communicators(self) -> int:
         """How many it makes: one for what all ranks do together, two a channel, and those of sharing heads."""
-        return 1 + 2 * len(self.channels) * self.exchanges + (1 + self.exchanges if self.heads > 1 else 0)
+        return 1 + 2 * len(self.channels) + (1 + bool(self.channels) if self.heads > 1 else 0)
 
     def options(self, workers: int) -> Options:
         """For `schedule.make_schedule`, over a context group of so many workers."""
@@ -51,7 +46,7 @@ class ExchangeChoice:
         parts = []
         if self.heads > 1:
             parts.append(f"ulysses over {self.heads}")
-        if self.heads == 1 or self.exchanges:
+        if self.heads == 1 or self.channels:
             parts.append(self.name)
         more = []
         if self.chunks > 1:
@@ -134,7 +129,7 @@ def choose_exchange(topology: TopologyConfig, needs: ExchangeNeeds) -> ExchangeC
         )
     else:
         name, reason = _fastest(needs, left, heads)
-    return ExchangeChoice(
+    choice = ExchangeChoice(
         name,
         reason,
         min(needs.per_node, needs.workers),
@@ -143,8 +138,8 @@ def choose_exchange(topology: TopologyConfig, needs: ExchangeNeeds) -> ExchangeC
         prefetch=topology.prefetch,
         circulates=_circulates(topology, needs, name),
         shared_columns=_shared_columns(topology, needs),
-        exchanges=left > 1,
     )
+    return replace(choice, channels=make_schedule(name, choice.options(needs.workers)).channels)
 
 
 def _head_ranks(topology: TopologyConfig, needs: ExchangeNeeds) -> int:

@@ -136,6 +136,7 @@ WAYS = {
     "all_gather": ["topology.exchange=all_gather", "topology.chunks=2"],
     "ulysses": ["topology.exchange=ulysses"],
     "nodes": ["topology.exchange=hierarchical_ring"],
+    "one node": ["topology.exchange=hierarchical_all_gather"],
 }
 
 
@@ -151,7 +152,8 @@ def alone(pattern: str) -> list[dict]:
     [
         (2, "vertical_slash", "ring"),
         (2, "vertical_slash", "ulysses"),
-        (2, "xattention", "ulysses"),
+        (2, "xattention", "one node"),
+        pytest.param(2, "xattention", "ulysses", marks=pytest.mark.slow),
         (4, "vertical_slash", "nodes"),
         (4, "moba", "queries"),
         pytest.param(2, "vertical_slash", "ring, columns in steps", marks=pytest.mark.slow),
