@@ -45,7 +45,9 @@ def naming(what: str, doing: str, missing: str, waits_for: int | None = None) ->
 
 
 class Buffers:
-    """Tensors of messages, made once and handed out again: each is free when its content has been used and sent."""
+    """Tensors of messages, handed out again and again: each is free when its content has been used and sent. The shard that waits for the
+    backward pass does not come back: autograd holds it as long as it may be asked for.
+    """
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.Size, torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)

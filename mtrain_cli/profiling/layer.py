@@ -26,7 +26,7 @@ from mtrain_cli.parallel.recording import ATTENTION, COLUMNS, INDEX, KINDS, WAIT
 from mtrain_cli.profiling.imbalance import Imbalance, imbalance
 from mtrain_cli.profiling.peers import torch_context_parallel
 from mtrain_cli.training.flops import causal_pairs
-from mtrain_cli.training.plan import Choices, make_choices
+from mtrain_cli.training.plan import Choices, compute_dtype, make_choices
 
 RESULTS, RECORDS = "summary.json", "records.parquet"
 PEER = "torch context_parallel, cuDNN"
@@ -211,17 +211,18 @@ class _Bench:
         return _summary(how, everyone, steps, causal_pairs(config.seq)), rows
 
     def measure_peer(self, config: Config) -> CaseResult | None:
-        """What PyTorch itself offers, on the same shapes: dense only."""
+        """What PyTorch itself offers, on the same shapes: dense, bfloat16, on GPUs, one context group of all workers; None elsewhere."""
         if self.device.type != "cuda":
             return None
-        model, world = config.model, self.environment.workers
+        model, world = config.model, self.environment.cp
+        if world != self.environment.workers or compute_dtype(config, "cuda") != torch.bfloat16:
+            return None
         call = torch_context_parallel(world, model.num_heads // model.num_kv_heads)
         tokens = config.seq // world
         generator = torch.Generator(self.device).manual_seed(self.environment.rank)
         heads = (model.num_heads, model.num_kv_heads, model.num_kv_heads, model.num_heads)
-        q, k, v, dout = (
-            torch.randn(1, h, tokens, model.head_dim, device=self.device, dtype=torch.bfloat16, generator=generator) for h in heads
-        )
+        shapes = [(config.train.micro_batch, h, tokens, model.head_dim) for h in heads]
+        q, k, v, dout = (torch.randn(s, device=self.device, dtype=torch.bfloat16, generator=generator) for s in shapes)
         for t in (q, k, v):
             t.requires_grad_()
         clock = Recorder(self.device)

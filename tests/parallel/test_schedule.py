@@ -303,3 +303,46 @@ def test_how_many_cases():
 def test_numbers_that_do_not_fit_are_refused(exchange, options, message):
     with pytest.raises(ValueError, match=message):
         make_schedule(exchange, options)
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 3])
+def test_a_hop_is_posted_as_many_turns_ahead_as_asked(prefetch):
+    for steps in make_schedule("ring", Options(5, 5, prefetch=prefetch)).forward:
+        posted = {t.number: at for at, step in enumerate(steps) for t in step.post}
+        awaited = {number: at for at, step in enumerate(steps) for number in step.wait}
+        assert [posted[n] for n in sorted(posted)] == [max(0, turn - prefetch) for turn in range(1, 5)]
+        assert [awaited[n] for n in sorted(posted)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("name", ["all_gather", "hierarchical_all_gather"])
+def test_a_part_of_the_heads_is_gathered_while_the_one_before_is_computed(name):
+    for steps in make_schedule(name, Options(4, 2, chunks=3)).forward:
+        coming = [{t.part for t in step.post} for step in steps]
+        assert coming == [{(0, 3), (1, 3)}, {(2, 3)}, set()]
+
+
+def test_what_moves_between_those_who_share_no_heads_waits_for_the_trade():
+    for steps in make_schedule("ring", Options(4, 4, heads=2)).forward:
+        trade, *others = steps[0].post
+        assert trade.kind == "all_to_all"
+        assert others
+        assert all(t.after is not None for t in others)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "channels"),
+    [
+        ("ring", Options(4, 2), ("context",)),
+        ("hierarchical_ring", Options(4, 2), ("inner", "outer")),
+        ("hierarchical_ring", Options(4, 4), ("inner",)),
+        ("hierarchical_ring", Options(4, 1), ("outer",)),
+        ("hierarchical_all_gather", Options(4, 2), ("inner", "outer")),
+        ("hierarchical_all_gather", Options(4, 4), ("context",)),
+        ("hierarchical_all_gather", Options(4, 1), ("context",)),
+        ("hierarchical_all_gather", Options(4, 2, heads=2), ("context",)),
+        ("all_gather", Options(4, 4, heads=4), ()),
+        ("ring", Options(1, 1), ()),
+    ],
+)
+def test_a_schedule_names_its_channels(name, options, channels):
+    assert make_schedule(name, options).channels == channels

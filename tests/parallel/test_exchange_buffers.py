@@ -1,0 +1,90 @@
+"""Messages use the same memory again and again, and nothing that is still needed; what is empty is not computed."""
+
+from __future__ import annotations
+
+import gloo
+import pytest
+import torch
+
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.sdpa import SdpaKernel
+from mtrain_cli.parallel.context_attention import ContextAttention
+from mtrain_cli.parallel.exchange import _QueryMessage, make_exchange
+from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.parallel.mail import Buffers
+from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
+
+SEQ = 48
+
+
+class Counting(SdpaKernel):
+    calls = 0
+
+    def forward(self, *arguments):
+        Counting.calls += 1
+        return super().forward(*arguments)
+
+
+def passes(rank: int, world: int, circulates: str) -> dict[str, object]:
+    group = make_context_group(rank, world, world, torch.device("cpu"))
+    layout = make_layout("contiguous", world, SEQ, 4)
+    exchange = make_exchange("ring", layout, group, circulates=circulates)
+    attend = ContextAttention.make(exchange, Counting(), [SequenceMask.causal(SEQ, SEQ)], "cpu")
+    torch.manual_seed(rank)
+    tensors = [torch.randn(1, SEQ // world, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
+    free, made, gradients = [], [], []
+    take = Buffers.take
+
+    def counted(self, shape, dtype, device):
+        if not self._free[shape, dtype, device]:
+            made[-1] += 1
+        return take(self, shape, dtype, device)
+
+    Buffers.take = counted
+    for _ in range(4):
+        made.append(0)
+        Counting.calls = 0
+        gradients.append(torch.autograd.grad(attend(*tensors, 0).sum(), tensors))
+        free.append(len(exchange.buffers.free()))
+    first = [t.clone() for t in gradients[0]]
+    return {
+        "made": made,
+        "free": free,
+        "calls": Counting.calls,
+        "kept": all(torch.equal(a, b) for later in gradients for a, b in zip(later, first, strict=True)),
+    }
+
+
+@pytest.mark.parametrize("circulates", ["kv", "queries"])
+def test_later_passes_allocate_next_to_nothing_and_gradients_of_earlier_ones_stay(circulates):
+    for rank, found in enumerate(gloo.run(3, passes, circulates)):
+        assert found["made"][0] > 2
+        # The shard that waits for the backward pass is kept by autograd.
+        assert max(found["made"][1:]) <= 1, found
+        assert found["free"][1] == found["free"][2] == found["free"][3]
+        assert found["kept"], "memory of a gradient that was handed out is not used again"
+        # Contiguous shards: a rank sees its own and earlier ones only.
+        assert found["calls"] == rank + 1
+
+
+def test_parts_of_a_message_start_at_multiples_of_256_bytes():
+    q, dout, out = (torch.randn(1, 5, 3, 7) for _ in range(3))
+    lse, delta = torch.randn(1, 3, 5), torch.randn(1, 3, 5)
+    for needs_out in (False, True):
+        message = _QueryMessage((q, dout, out, lse, delta), needs_out=needs_out)
+        base = message.packed.data_ptr()
+        parts = [t for t in message.unpack(message.packed) if t is not None]
+        assert all((t.data_ptr() - base) % 256 == 0 for t in parts)
+        got_q, got_dout, _, got_lse, _ = message.unpack(message.packed)
+        assert got_q.equal(q)
+        assert got_dout.equal(dout)
+        assert got_lse.equal(lse)
+
+
+def test_pairs_of_all_ranks_are_those_of_the_mask():
+    mask = SequenceMask.causal(SEQ, SEQ)
+    total = SEQ * (SEQ + 1) // 2
+    for exchange, chunks in (("all_gather", 2), ("ring", 1)):
+        layout = make_layout("zigzag", 4, SEQ, 4)
+        made = [make_exchange(exchange, layout, ContextGroup(rank, (0, 1, 2, 3)), chunks=chunks) for rank in range(4)]
+        assert sum(e.pairs(e.work([mask], "cpu")) for e in made) == total
