@@ -58,6 +58,8 @@ def imbalance(
     cases = _cases(words, _names("--layout", layout), _names("--exchange", exchange), _names("--pattern", pattern), _names("--seq", seq))
     config = _in_own_folder(cases[0][1])
     environment = resolve_environment(config)
+    if peer and (environment.device == "cpu" or environment.cp != environment.workers):
+        raise ConfigError("--peer: PyTorch's context parallelism with cuDNN needs GPUs, all of them in one context group; leave it out here")
     run = run_dir.create(config, words)
     Plan(cases, repeats, peer).save(run)
     code = launch(run, environment, resume=False, target=TARGET, config=config)

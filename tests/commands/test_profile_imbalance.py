@@ -56,6 +56,7 @@ def test_cases_are_measured_side_by_side(tmp_path):
     [
         (["--layout", "zigzig"], "topology.layout=zigzig: expected one of contiguous, zigzag, striped; did you mean zigzag?"),
         (["--pattern", "vertical"], "--pattern vertical: no such pattern; did you mean vertical_slash?; allowed: dense, vertical_slash"),
+        (["--peer", "seq=512"], "--peer: PyTorch's context parallelism with cuDNN needs GPUs"),
         (["--layout", ","], "--layout ',': names nothing"),
         (["topology.layout=zigzag"], "topology.layout=zigzag: give what is compared as --layout NAME,..."),
         (["sparsity=moba"], "sparsity=moba: give what is compared as --pattern NAME,..."),
