@@ -59,7 +59,7 @@ def imbalance(
     config = _in_own_folder(cases[0][1])
     environment = resolve_environment(config)
     if peer and (environment.device == "cpu" or environment.cp != environment.workers):
-        raise ConfigError("--peer: PyTorch's context parallelism with cuDNN needs GPUs, all of them in one context group; leave it out here")
+        raise ConfigError("--peer: PyTorch's context parallelism with cuDNN needs GPUs, all in one context group; leave it out here")
     run = run_dir.create(config, words)
     Plan(cases, repeats, peer).save(run)
     code = launch(run, environment, resume=False, target=TARGET, config=config)
