@@ -15,9 +15,15 @@ import torch
 
 Moment = torch.cuda.Event | float
 
-# Kinds of span. `arrange` copies what was gathered into sequence order or cuts it into shards again.
-INDEX, WAIT, ATTENTION, COLUMNS, MERGE, ARRANGE = "index", "wait", "attention", "columns", "merge", "arrange"
-KINDS = (INDEX, WAIT, ATTENTION, COLUMNS, MERGE, ARRANGE)
+# Kinds of span on the stream that computes, none of which overlap: `arrange` copies what was gathered into sequence order or cuts it into
+# shards again; `gap` is what is left of a step, such as the time of launching kernels.
+INDEX, WAIT, ATTENTION, COLUMNS, MERGE, ARRANGE, GAP = "index", "wait", "attention", "columns", "merge", "arrange", "gap"
+# Messages under way beside it; and what contains the others: all of one iteration, and one pass of the attention of a layer.
+SEND, RECEIVE, ITERATION, PASS = "send", "receive", "iteration", "pass"
+COMPUTING = (INDEX, WAIT, ATTENTION, COLUMNS, MERGE, ARRANGE, GAP)
+KINDS = (*COMPUTING, SEND, RECEIVE, ITERATION, PASS)
+# `recompute`: the forward pass once more, for the backward pass of a layer that kept nothing. Spans of an iteration have none.
+DIRECTIONS = ("", "forward", "recompute", "backward")
 
 
 @dataclass(frozen=True)
