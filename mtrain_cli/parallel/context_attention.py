@@ -13,12 +13,13 @@ import torch
 from mtrain_cli.attention.index import BlockBitmap, Counts, Index, MaskWork
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.parallel import ranges
 from mtrain_cli.parallel.exchange import Exchange, Work
 from mtrain_cli.parallel.index_group import gathered, make_index_group
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.mail import naming
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.parallel.recording import INDEX, Recorder
+from mtrain_cli.parallel.recording import BACKWARD, FORWARD, INDEX, Recorder
 from mtrain_cli.sparsity.pattern import Masked, Pattern
 
 
@@ -50,7 +51,8 @@ class DynamicIndex:
     """The pattern of a run at work on one batch.
 
     foreign_queries: listed blocks of all queries are wanted, since this worker computes for those of others, too. kept: the index of every
-    layer between its forward and backward pass, so that recomputation finds it. records: one per estimate.
+    layer between its forward and backward pass, so that recomputation finds it. records: one per estimate. estimated: the index of every
+    layer, for a profile; None: not kept.
     """
 
     pattern: Pattern
@@ -59,6 +61,7 @@ class DynamicIndex:
     foreign_queries: bool = False
     kept: dict[int, Index] = field(default_factory=dict)
     records: list[IndexRecord] = field(default_factory=list)
+    estimated: dict[int, Index] | None = None
 
     @staticmethod
     def make(
@@ -85,7 +88,7 @@ class DynamicIndex:
         """The index of a layer: estimated once, then kept."""
         if layer not in self.kept:
             started = _now(q.device)
-            span = nullcontext() if recorder is None else recorder.span(INDEX, f"layer {layer}", "forward", 0)
+            span = ranges.span(INDEX, "", "", -1) if recorder is None or not recorder.recording else recorder.span(INDEX, -1)
             come = naming(f"index, layer {layer}", "estimates", "the part of another worker did not come")
             with torch.no_grad(), span, come:
                 index = self.pattern.estimate(q.detach(), k.detach(), self.masked, layer)
@@ -95,6 +98,8 @@ class DynamicIndex:
                     index = gathered(index, self.masked) if self.foreign_queries else index
             ended = _now(q.device)
             self.kept[layer] = index
+            if self.estimated is not None:
+                self.estimated[layer] = index
             self.records.append(IndexRecord(layer, counts, workers, started, ended))
         return self.kept[layer]
 
@@ -139,7 +144,11 @@ class ContextAttention:
 
     def again(self) -> ContextAttention:
         """For another batch under the same masks: nothing that this one estimated is kept."""
-        return self if self.index is None else replace(self, index=replace(self.index, kept={}, records=[]))
+        return self if self.index is None else replace(self, index=replace(self.index, kept={}, records=[], estimated=None))
+
+    def keeping(self) -> ContextAttention:
+        """The same batch, whose indices stay after the backward pass."""
+        return self if self.index is None else replace(self, index=replace(self.index, estimated={}))
 
     @property
     def pairs(self) -> float:
@@ -148,8 +157,10 @@ class ContextAttention:
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
         """q [batch, tokens, heads, head_dim], k and v [batch, tokens, kv_heads, head_dim] of this rank -> out like q."""
-        work = self.work if self.index is None else self.work.under(self.index.of(layer, q, k, self.exchange.recorder))
-        return _Attend.apply(q, k, v, self, work, layer)
+        recorder = self.exchange.recorder
+        with nullcontext() if recorder is None else recorder.attention_pass(layer, FORWARD):
+            work = self.work if self.index is None else self.work.under(self.index.of(layer, q, k, recorder))
+            return _Attend.apply(q, k, v, self, work, layer)
 
     def done(self, layer: int) -> None:
         """Backward of a layer has run: its index is needed no more."""
@@ -173,6 +184,8 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):
         call: ContextAttention = ctx.call
-        gradients = call.exchange.backward(dout.contiguous(), ctx.saved_tensors, ctx.work, call.kernel, ctx.scale, f"layer {ctx.layer}")
+        recorder = call.exchange.recorder
+        with nullcontext() if recorder is None else recorder.attention_pass(ctx.layer, BACKWARD):
+            gradients = call.exchange.backward(dout.contiguous(), ctx.saved_tensors, ctx.work, call.kernel, ctx.scale, f"layer {ctx.layer}")
         call.done(ctx.layer)
         return *gradients, None, None, None

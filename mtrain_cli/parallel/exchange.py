@@ -25,13 +25,12 @@ from mtrain_cli.launch import whereabouts
 from mtrain_cli.parallel.layout import Joined, Layout
 from mtrain_cli.parallel.mail import Buffers, Mail, naming
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, COLUMNS, MERGE, WAIT, Recorder
+from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, BACKWARD, COLUMNS, FORWARD, MERGE, Recorder
 from mtrain_cli.parallel.schedule import CONTEXT, KV, QUERIES, Options, Schedule, Step, Steps, Transfer, make_schedule
 
 Shards = tuple[int, ...]
 Saved = tuple[torch.Tensor, ...]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-FORWARD, BACKWARD = "forward", "backward"
 WHOLE_SEQUENCE = (-1,)  # in place of key shards: all of them, in sequence order
 
 
@@ -163,15 +162,17 @@ class Gathering(Exchange):
         return step.queries, WHOLE_SEQUENCE
 
     def forward(self, q, k, v, work, kernel, scale, what=""):
-        packed = torch.stack([k, v])
         parts = []
         with self._mail(what, FORWARD) as mail:
+            with mail.span(ARRANGE):
+                packed = torch.stack([k, v])
             for step, keys, values in self._gathered(mail, self.forward_steps, packed):
                 tiles = work.of(*self._tile(step), self._part(step))
                 with mail.span(ATTENTION):
                     parts.append(kernel.forward(_heads(q, step.part, 2), keys, values, tiles, scale))
-        outs, lses = zip(*parts, strict=True)
-        out, lse = _joined(outs, 2), _joined(lses, 1)
+            outs, lses = zip(*parts, strict=True)
+            with mail.span(ARRANGE):
+                out, lse = _joined(outs, 2), _joined(lses, 1)
         return out, lse, (q, packed, out, lse)
 
     def backward(self, dout, saved, work, kernel, scale, what=""):
@@ -181,9 +182,9 @@ class Gathering(Exchange):
         with self._mail(what, BACKWARD) as mail:
             for step, keys, values in self._gathered(mail, self.backward_steps, packed):
                 tiles = work.of(*self._tile(step), self._part(step))
-                mine = (_heads(t, step.part, 2).contiguous() for t in (dout, q, out))
-                dout_part, q_part, out_part = mine
-                lse_part = _heads(lse, step.part, 1).contiguous()
+                with mail.span(ARRANGE):
+                    dout_part, q_part, out_part = (_heads(t, step.part, 2).contiguous() for t in (dout, q, out))
+                    lse_part = _heads(lse, step.part, 1).contiguous()
                 with mail.span(ATTENTION):
                     dq, dk, dv = kernel.backward(dout_part, q_part, keys, values, out_part, lse_part, None, tiles, scale)
                 del keys, values
@@ -257,12 +258,14 @@ class Circulating(Exchange):
         return step.queries, step.keys
 
     def forward(self, q, k, v, work, kernel, scale, what=""):
-        packed = torch.stack([k, v])
         total = _Total(q)
         with self._mail(what, FORWARD) as mail:
+            with mail.span(ARRANGE):
+                packed = torch.stack([k, v])
             columns = _Columns.make(self, work, mail.what)
             if columns is not None:
-                columns.gather(packed)
+                with mail.span(ARRANGE):
+                    columns.gather(packed, mail)
             (last,) = self.schedule.keeps[self.group.rank]
             travel = _Travel(self.buffers, mail, self.forward_steps, {self.group.rank: packed}, KV, keep=last)
             for at, step in enumerate(self.forward_steps):
@@ -276,39 +279,41 @@ class Circulating(Exchange):
                         total.add(*part)
                     del part
                 if at == 0 and columns is not None:
-                    with mail.span(WAIT, CONTEXT):
-                        packed_columns = columns.packed()
+                    packed_columns = columns.awaited(mail)
                     with mail.span(COLUMNS):
                         total.continued(*kernel.forward_columns(q, packed_columns, columns.shared, scale, total.partial()))
                 travel.end(at)
             kept = travel.kept()
-        out, lse = total.result()
+            with mail.span(ARRANGE):
+                out, lse = total.result()
         return out, lse, (q, kept, out, lse, *(() if columns is None else (columns.packed(),)))
 
     def backward(self, dout, saved, work, kernel, scale, what=""):
         q, kept, out, lse, *gathered = saved
         high = accumulation_dtype(q.dtype)
         columns = _Columns.make(self, work, f"{self.name}, {what}, backward")
-        # Kernels that derive it by themselves would not read it.
-        delta = None if kernel.needs_out and columns is None else row_delta(out, dout)
         with self._mail(what, BACKWARD) as mail:
+            with mail.span(ARRANGE):
+                # Kernels that derive it by themselves would not read it.
+                delta = None if kernel.needs_out and columns is None else row_delta(out, dout)
             if columns is None:
                 dq = torch.zeros(q.shape, dtype=high, device=q.device)
             else:
                 assert delta is not None
                 with mail.span(COLUMNS):
                     dq, of_columns = kernel.backward_columns(dout, q, gathered[0], lse, delta, columns.shared, scale)
-                columns.give_back(of_columns)
+                columns.give_back(of_columns, mail)
             run = self._backward_of_queries if self.schedule.circulates == QUERIES else self._backward_of_keys
             gradient = run(mail, (q, dout, out, lse, delta), kept, dq, work, kernel, scale, with_columns=columns is None)
             if columns is not None:
-                with mail.span(WAIT, CONTEXT):
-                    columns.packed()
+                columns.awaited(mail)
                 with mail.span(COLUMNS):
                     columns.add_to(gradient)
-        dk, dv = gradient.to(kept.dtype, copy=True)
+            with mail.span(ARRANGE):
+                dk, dv = gradient.to(kept.dtype, copy=True)
+                dq = dq.to(q.dtype)
         self.buffers.give(gradient)
-        return dq.to(q.dtype), dk, dv
+        return dq, dk, dv
 
     def _backward_of_keys(self, mail, rows, kept, dq, work, kernel, scale, *, with_columns):
         """-> gradient of this rank's keys and values; adds to dq."""
@@ -338,7 +343,8 @@ class Circulating(Exchange):
     def _backward_of_queries(self, mail, rows, kept, dq, work, kernel, scale, *, with_columns):
         """-> gradient of this rank's keys and values; adds to dq."""
         steps = self.backward_steps
-        message = _QueryMessage(rows, needs_out=kernel.needs_out)
+        with mail.span(ARRANGE):
+            message = _QueryMessage(rows, needs_out=kernel.needs_out)
         travel = _Travel(self.buffers, mail, steps, {self.group.rank: message.packed}, QUERIES)
         sums = _Sums(self.buffers, mail)
         gradient = self.buffers.like(kept, dq.dtype).zero_()
@@ -404,6 +410,7 @@ class SharedHeads(Exchange):
     def forward(self, q, k, v, work, kernel, scale, what=""):
         with self._mail(what, FORWARD) as mail:
             parts = [_heads_for(t, self.heads) for t in (q, k, v)]
+            mail.begin(0)
             q_part, k_part, v_part = self._to_heads(mail, self.forward_steps[0].post[0], parts)
             out, lse, saved = self.inner.forward(q_part, k_part, v_part, work, kernel, scale, what)
             mail.begin(len(self.forward_steps) - 1)
@@ -413,6 +420,7 @@ class SharedHeads(Exchange):
 
     def backward(self, dout, saved, work, kernel, scale, what=""):
         with self._mail(what, BACKWARD) as mail:
+            mail.begin(0)
             (mine,) = self._to_heads(mail, self.backward_steps[0].post[0], [_heads_for(dout, self.heads)])
             gradients = self.inner.backward(mine, saved, work, kernel, scale, what)
             mail.begin(len(self.backward_steps) - 1)
@@ -421,14 +429,19 @@ class SharedHeads(Exchange):
 
     def _to_heads(self, mail: Mail, transfer: Transfer, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """tensors [ranks, batch, tokens, heads of the rank, head_dim] -> [batch, tokens of all ranks ascending, heads, head_dim]."""
-        arrived = mail.trade(transfer, torch.cat(tensors, 3))
-        whole = arrived.transpose(0, 1).flatten(1, 2).index_select(1, self._order.to(arrived.device))
-        return [t.contiguous() for t in whole.split([t.shape[3] for t in tensors], 2)]
+        with mail.span(ARRANGE):
+            together = torch.cat(tensors, 3)
+        arrived = mail.trade(transfer, together)
+        with mail.span(ARRANGE):
+            whole = arrived.transpose(0, 1).flatten(1, 2).index_select(1, self._order.to(arrived.device))
+            return [t.contiguous() for t in whole.split([t.shape[3] for t in tensors], 2)]
 
     def _to_tokens(self, mail: Mail, transfer: Transfer, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """tensors [batch, tokens of all ranks, heads, head_dim] -> [batch, tokens, ranks, heads, head_dim]."""
-        together = torch.cat(tensors, 2).index_select(1, self._back.to(tensors[0].device))
-        arrived = mail.trade(transfer, together.unflatten(1, (self.heads, -1)).transpose(0, 1).contiguous())
+        with mail.span(ARRANGE):
+            together = torch.cat(tensors, 2).index_select(1, self._back.to(tensors[0].device))
+            leaving = together.unflatten(1, (self.heads, -1)).transpose(0, 1).contiguous()
+        arrived = mail.trade(transfer, leaving)
         return list(arrived.permute(1, 2, 0, 3, 4).split([t.shape[2] for t in tensors], 3))
 
 
@@ -597,23 +610,31 @@ class _Columns:
         shared = SharedColumns.make(whole, own)
         return None if shared is None else _Columns(shared, exchange.group, what)
 
-    def gather(self, packed: torch.Tensor) -> None:
+    def gather(self, packed: torch.Tensor, mail: Mail) -> None:
         """Begins to bring the columns of all ranks together. packed: this rank's keys and values."""
-        self._start(self.shared.pack(packed[0], packed[1]))
+        self._start(self.shared.pack(packed[0], packed[1]), mail)
 
-    def give_back(self, gradients: torch.Tensor) -> None:
+    def give_back(self, gradients: torch.Tensor, mail: Mail) -> None:
         """Begins to add up the gradients of all ranks."""
-        self._start(gradients)
+        self._start(gradients, mail)
 
-    def _start(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._work = tensor, dist.all_reduce(tensor, group=self._group.whole, async_op=True)
+    def _start(self, tensor: torch.Tensor, mail: Mail) -> None:
+        self._tensor, self._work = tensor, mail.add_up(tensor, CONTEXT, COLUMNS, self._group.whole)
 
-    def packed(self) -> torch.Tensor:
+    def awaited(self, mail: Mail) -> torch.Tensor:
+        """What was begun, complete."""
         assert self._tensor is not None
         if self._work is not None:
-            with naming(self._what, f"waits for {self._group.size} ranks", "they did not come together", whereabouts.SEVERAL):
-                self._work.wait()
+            come = naming(self._what, f"waits for {self._group.size} ranks", "they did not come together", whereabouts.SEVERAL)
+            with come:
+                mail.wait_for(self._work)
             self._work = None
+        return self._tensor
+
+    def packed(self) -> torch.Tensor:
+        """The columns of all ranks, or their gradients, as they were awaited."""
+        assert self._tensor is not None
+        assert self._work is None
         return self._tensor
 
     def add_to(self, gradient: torch.Tensor) -> None:

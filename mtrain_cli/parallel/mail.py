@@ -11,10 +11,13 @@ import torch
 import torch.distributed as dist
 
 from mtrain_cli.launch import failures, whereabouts
+from mtrain_cli.parallel import ranges
 from mtrain_cli.parallel.collectives import start_all_gather, start_reduce_scatter
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.parallel.recording import WAIT, Recorder
+from mtrain_cli.parallel.recording import NOTHING, WAIT, Message, Recorder
 from mtrain_cli.parallel.schedule import Transfer
+
+UNSCHEDULED = -2  # in place of the number of a transfer
 
 
 class ExchangeError(RuntimeError):
@@ -87,12 +90,13 @@ class Mail:
     _transfers: dict[int, Transfer] = field(default_factory=dict)
     # What a collective reads, until the stream that computes has waited for it: to wait on another stream lets go of it too early.
     _held: dict[int, torch.Tensor] = field(default_factory=dict)
+    _messages: dict[int, Message] = field(default_factory=dict)
 
-    def span(self, kind: str, link: str = "") -> AbstractContextManager[None]:
+    def span(self, kind: str, message: Message = NOTHING) -> AbstractContextManager[None]:
         """What is done inside is one span of the current step, where times are recorded."""
-        if self.recorder is None:
-            return nullcontext()
-        return self.recorder.span(kind, self.layer, self.direction, self.at, link)
+        if self.recorder is None or not self.recorder.recording:
+            return ranges.span(kind, self.direction, message.link, self.at)
+        return self.recorder.span(kind, self.at, message)
 
     def begin(self, at: int) -> None:
         """What follows belongs to this step."""
@@ -109,49 +113,99 @@ class Mail:
         assert transfer.source is not None
         group = self.group.channel(transfer.channel, transfer.payload)
         with self._begun(transfer):
+            self._posts(transfer, leaving.nbytes, arriving.nbytes)
             self._works[transfer.number] = dist.batch_isend_irecv(
                 [
                     dist.P2POp(dist.isend, leaving, self.group.ranks[transfer.to], group),
                     dist.P2POp(dist.irecv, arriving, self.group.ranks[transfer.source], group),
                 ]
             )
+        self._watch(transfer)
 
     def gather(self, transfer: Transfer, mine: torch.Tensor) -> torch.Tensor:
         """Begins to gather -> [peers, ...], complete after `wait`."""
         with self._begun(transfer):
             mine = mine.contiguous()
+            others = mine.nbytes * (len(transfer.peers) - 1)
+            self._posts(transfer, others, others)
             everyone, work = start_all_gather(mine, len(transfer.peers), self.group.channel(transfer.channel, transfer.payload))
             self._works[transfer.number], self._held[transfer.number] = [work], mine
+        self._watch(transfer)
         return everyone
 
     def scatter(self, transfer: Transfer, shards: torch.Tensor) -> torch.Tensor:
         """Begins to add up shards [peers, ...] over the peers -> this rank's, complete after `wait`."""
         with self._begun(transfer):
+            others = shards.nbytes // len(shards) * (len(transfer.peers) - 1)
+            self._posts(transfer, others, others)
             mine, work = start_reduce_scatter(shards, self.group.channel(transfer.channel, transfer.payload))
             self._works[transfer.number], self._held[transfer.number] = [work], shards
+        self._watch(transfer)
         return mine
 
     def trade(self, transfer: Transfer, parts: torch.Tensor) -> torch.Tensor:
         """parts [peers, ...], one for each -> the one of every peer for this rank, complete at once."""
         arrived = torch.empty_like(parts)
-        with self._begun(transfer), self.span(WAIT, transfer.channel), self._come(transfer.number):
-            dist.all_to_all_single(arrived, parts, group=self.group.channel(transfer.channel, transfer.payload))
+        others = parts.nbytes // len(parts) * (len(parts) - 1)
+        with self._begun(transfer):
+            message = self._posts(transfer, others, others)
+            with self.span(WAIT, message), self._come(transfer.number):
+                dist.all_to_all_single(arrived, parts, group=self.group.channel(transfer.channel, transfer.payload))
+        if self.recorder is not None:
+            self.recorder.arrived(transfer.number)
         return arrived
+
+    def add_up(self, tensor: torch.Tensor, link: str, payload: str, group: dist.ProcessGroup | None) -> dist.Work:
+        """Begins to add up a tensor over a group, beside the schedule and one at a time. Complete after `wait_for`."""
+        message = Message(link, payload, sent=tensor.nbytes, received=tensor.nbytes, number=UNSCHEDULED, peers=self.group.ranks)
+        self._messages[UNSCHEDULED] = message
+        if self.recorder is not None:
+            self.recorder.posted(self.at, message)
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        assert work is not None
+        if self.recorder is not None:
+            self.recorder.watch(UNSCHEDULED, [work])
+        return work
+
+    def wait_for(self, work: dist.Work) -> None:
+        """Waits for what `add_up` began."""
+        with self.span(WAIT, self._messages[UNSCHEDULED]):
+            work.wait()
+        if self.recorder is not None:
+            self.recorder.arrived(UNSCHEDULED)
 
     def wait(self, number: int) -> None:
         """What is queued on the current stream from here on sees the content of the transfer; on a CPU it has come."""
         works = self._works.pop(number, [])
-        with self.span(WAIT, self._transfers[number].channel) if works else nullcontext():
+        with self.span(WAIT, self._messages.get(number, NOTHING)) if works else nullcontext():
             for at, work in enumerate(works):
                 # gloo has one for each direction, NCCL one for both.
                 with self._taken(number) if len(works) == 2 and at == 0 else self._come(number):
                     work.wait()
+        if works and self.recorder is not None:
+            self.recorder.arrived(number)
         self._held.pop(number, None)
 
     def finish(self) -> None:
         """Waits for what nothing has waited for."""
         for number in list(self._works):
             self.wait(number)
+
+    def _posts(self, transfer: Transfer, sent: int, received: int) -> Message:
+        """Notes that a transfer is posted now. sent, received: bytes."""
+        ranks = self.group.ranks
+        shard = transfer.receives[0] if transfer.kind == "p2p" else -1
+        to, source = (-1 if rank is None else ranks[rank] for rank in (transfer.to, transfer.source))
+        peers = tuple(ranks[peer] for peer in transfer.peers)
+        message = Message(transfer.channel, transfer.payload, shard, to, source, sent, received, transfer.number, peers)
+        self._messages[transfer.number] = message
+        if self.recorder is not None:
+            self.recorder.posted(self.at, message)
+        return message
+
+    def _watch(self, transfer: Transfer) -> None:
+        if self.recorder is not None:
+            self.recorder.watch(transfer.number, self._works[transfer.number])
 
     @contextmanager
     def _begun(self, transfer: Transfer) -> Iterator[None]:

@@ -1,81 +1,194 @@
-"""Times of what a rank does in an exchange: which part of which step, when it began, and how long it took.
+"""Times of what a rank does in the attention of its layers: which part of which step, when it began, and how long it took.
 
-On a GPU a span is a pair of events on the stream that computes: a wait shows there as the time for which that stream stands still. Nothing
-is read, and nothing waits, before `Recorder.read`.
+On a GPU a span is a pair of events on the stream that computes: a wait shows there as the time for which that stream stands still, and the
+end of a message as an event on a stream that waits for nothing else. Nothing is read, and nothing waits, before `Recorder.read`. The same
+places are NVTX ranges of the domain ``mtrain`` whenever a profiler such as Nsight Systems listens.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from mtrain_cli.parallel import ranges
 
 Moment = torch.cuda.Event | float
 
-# Kinds of span on the stream that computes, none of which overlap: `arrange` copies what was gathered into sequence order or cuts it into
-# shards again; `gap` is what is left of a step, such as the time of launching kernels.
+# Kinds of span on the stream that computes, none of which overlap: `arrange` is what else a pass computes, such as copies into sequence
+# order and sums over rows; `gap` is what is left of a step, such as the time of launching kernels.
 INDEX, WAIT, ATTENTION, COLUMNS, MERGE, ARRANGE, GAP = "index", "wait", "attention", "columns", "merge", "arrange", "gap"
 # Messages under way beside it; and what contains the others: all of one iteration, and one pass of the attention of a layer.
 SEND, RECEIVE, ITERATION, PASS = "send", "receive", "iteration", "pass"
 COMPUTING = (INDEX, WAIT, ATTENTION, COLUMNS, MERGE, ARRANGE, GAP)
 KINDS = (*COMPUTING, SEND, RECEIVE, ITERATION, PASS)
 # `recompute`: the forward pass once more, for the backward pass of a layer that kept nothing. Spans of an iteration have none.
-DIRECTIONS = ("", "forward", "recompute", "backward")
+FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
+DIRECTIONS = ("", FORWARD, RECOMPUTE, BACKWARD)
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a wait or a message is about.
+
+    link: channel. shard: whose, -1 for a collective. to, source: ranks, -1 for a collective. sent, received: bytes. number: of the transfer
+    among those of its pass, negative for what is in no schedule. peers: ranks of a collective.
+    """
+
+    link: str = ""
+    payload: str = ""
+    shard: int = -1
+    to: int = -1
+    source: int = -1
+    sent: int = 0
+    received: int = 0
+    number: int = -1
+    peers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Span:
-    """layer: as the model numbers them. direction: forward or backward. step: of the schedule, from 0. link: the channel whose message was
-    waited for, empty otherwise. start, seconds: from the beginning of the recording, on this rank's clock.
+    """direction: one of `DIRECTIONS`. layer, step: -1 for none. micro: which forward pass of the iteration. start: seconds of this rank's
+    monotonic clock (`time.perf_counter`). seconds: how long.
     """
 
     kind: str
-    layer: str
+    micro: int
+    layer: int
     direction: str
     step: int
-    link: str
+    message: Message
     start: float
     seconds: float
 
 
+NOTHING = Message()
+
+
 class Recorder:
-    """Collects spans from `start` to `read`; outside of these it records nothing."""
+    """Collects spans from `start` to `read`; outside of these it records nothing. One pass of one layer at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._spans: list[tuple[str, str, str, int, str, Moment, Moment]] = []
+        self._spans: list[tuple[str, int, int, str, int, Message, Moment, Moment]] = []
+        self._under_way: dict[int, tuple[int, Message, Moment]] = {}  # transfers: step in which it was posted, what, when
         self._pool: list[torch.cuda.Event] = []
-        self._zero: Moment | None = None
+        self._watchers: dict[tuple[str, bool], torch.cuda.Stream] = {}
+        self._zero: tuple[Moment, float, float] | None = None
+        self._micro, self._layer, self._direction = 0, -1, ""
+        self._forwards: set[tuple[int, int]] = set()
 
-    def start(self) -> None:
-        """Begins: times count from here."""
+    @property
+    def recording(self) -> bool:
+        return self._zero is not None
+
+    def start(self) -> float:
+        """Begins -> seconds by which the times of the device may be off against this process' clock."""
         self._spans.clear()
-        self._zero = self.now()
+        self._forwards.clear()
+        self._micro, self._layer, self._direction = 0, -1, ""
+        if self._cuda:
+            torch.cuda.synchronize()
+        before = time.perf_counter()
+        zero = self.now()
+        if self._cuda:
+            torch.cuda.synchronize()
+        after = time.perf_counter() if self._cuda else before
+        # The event happened between the two.
+        self._zero = zero, (before + after) / 2, (after - before) / 2
+        return self._zero[2]
+
+    def micro_batch(self, number: int) -> None:
+        """What follows belongs to this forward pass of the iteration and to its backward pass."""
+        self._micro = number
 
     @contextmanager
-    def span(self, kind: str, layer: str, direction: str, step: int, link: str = "") -> Iterator[None]:
-        """What is queued inside, or on a CPU done, is one span."""
-        if self._zero is None:
+    def iteration(self) -> Iterator[None]:
+        """What is inside is one iteration."""
+        with self._timed(ITERATION, -1, NOTHING):
+            yield
+
+    @contextmanager
+    def attention_pass(self, layer: int, direction: str) -> Iterator[None]:
+        """What is inside is one pass of the attention of a layer; a second forward pass is recomputation."""
+        if not self.recording:
             yield
             return
-        started = self.now()
-        yield
-        self._spans.append((kind, layer, direction, step, link, started, self.now()))
+        if direction == FORWARD:
+            direction = RECOMPUTE if (self._micro, layer) in self._forwards else FORWARD
+            self._forwards.add((self._micro, layer))
+        before = self._layer, self._direction
+        self._layer, self._direction = layer, direction
+        with self._timed(PASS, -1, NOTHING):
+            yield
+        self._layer, self._direction = before
+        assert not self._under_way, "a transfer outlived its pass"
+
+    def span(self, kind: str, step: int, message: Message = NOTHING) -> AbstractContextManager[None]:
+        """What is queued inside, or on a CPU done, is one span of the pass at hand."""
+        return self._timed(kind, step, message) if self.recording else nullcontext()
+
+    @contextmanager
+    def _timed(self, kind: str, step: int, message: Message) -> Iterator[None]:
+        if not self.recording:
+            yield
+            return
+        began = self.now()
+        with ranges.span(kind, self._direction, message.link, step):
+            yield
+        self._add(kind, step, message, began, self.now())
+
+    def posted(self, step: int, message: Message) -> None:
+        """A transfer has been posted, behind what has been queued so far."""
+        if self.recording:
+            self._under_way[message.number] = step, message, self.now()
+
+    def watch(self, number: int, works: list[dist.Work]) -> None:
+        """On a GPU, has the end of a transfer recorded where it happens."""
+        if not self.recording or not self._cuda or number not in self._under_way:
+            return
+        step, message, began = self._under_way.pop(number)
+        # Messages of one communicator end in their order; waiting for them disturbs no other stream.
+        key = message.link, message.payload.startswith("d")
+        if key not in self._watchers:
+            self._watchers[key] = torch.cuda.Stream()
+        with torch.cuda.stream(self._watchers[key]):
+            for work in works:
+                work.wait()
+            self._moved(step, message, began, self.now())
+
+    def arrived(self, number: int) -> None:
+        """On a CPU a transfer ends when this rank has seen that it did."""
+        if number in self._under_way:
+            step, message, began = self._under_way.pop(number)
+            self._moved(step, message, began, self.now())
+
+    def _moved(self, step: int, message: Message, began: Moment, ended: Moment) -> None:
+        for kind in (SEND, RECEIVE):
+            self._add(kind, step, message, began, ended)
+
+    def _add(self, kind: str, step: int, message: Message, began: Moment, ended: Moment) -> None:
+        self._spans.append((kind, self._micro, self._layer, self._direction, step, message, began, ended))
 
     def read(self) -> list[Span]:
         """Ends the recording; waits until everything recorded has happened."""
-        zero, self._zero = self._zero, None
-        assert zero is not None, "nothing was started"
+        assert self._zero is not None, "nothing was started"
+        (zero, host, _), self._zero = self._zero, None
         if self._cuda:
             torch.cuda.synchronize()
         found = []
-        for kind, layer, direction, step, link, began, ended in self._spans:
-            found.append(Span(kind, layer, direction, step, link, _between(zero, began), _between(began, ended)))
-            self._pool += [moment for moment in (began, ended) if isinstance(moment, torch.cuda.Event)]
+        used: dict[int, torch.cuda.Event] = {}
+        for kind, micro, layer, direction, step, message, began, ended in self._spans:
+            found.append(Span(kind, micro, layer, direction, step, message, host + _between(zero, began), _between(began, ended)))
+            used.update({id(m): m for m in (began, ended) if isinstance(m, torch.cuda.Event)})
+        self._pool += used.values()
         self._spans.clear()
+        self._under_way.clear()
         return found
 
     def now(self) -> Moment:
@@ -93,10 +206,33 @@ class Recorder:
         return _between(began, ended)
 
 
-def _between(began: Moment, ended: Moment) -> float:
+def with_gaps(spans: list[Span]) -> list[Span]:
+    """The spans and, for every step of a pass, what of the pass none of them covers: the time before the spans of that step, in the last
+    step also that after them.
+    """
+    found = list(spans)
+    passes: dict[tuple[int, int, str], list[Span]] = {}
+    for span in spans:
+        if span.kind in COMPUTING or span.kind == PASS:
+            passes.setdefault((span.micro, span.layer, span.direction), []).append(span)
+    for members in passes.values():
+        whole = next((s for s in members if s.kind == PASS), None)
+        if whole is None:
+            continue
+        inside = sorted((s for s in members if s.kind != PASS), key=lambda s: s.start)
+        gaps: dict[int, tuple[float, float]] = {}
+        at, step = whole.start, -1
+        end = replace(whole, kind=GAP, start=whole.start + whole.seconds, seconds=0.0, step=inside[-1].step if inside else -1)
+        for span in [*inside, end]:
+            step = max(step, span.step)
+            if span.start > at:
+                first, length = gaps.get(step, (at, 0.0))
+                gaps[step] = first, length + span.start - at
+            at = max(at, span.start + span.seconds)
+        found += [replace(whole, kind=GAP, step=step, start=first, seconds=length) for step, (first, length) in gaps.items()]
+    return found
+
+
+def _between(began: Any, ended: Any) -> float:
     """Seconds."""
-    if isinstance(began, float):
-        assert isinstance(ended, float)
-        return ended - began
-    assert not isinstance(ended, float)
-    return began.elapsed_time(ended) / 1e3
+    return ended - began if isinstance(began, float) else began.elapsed_time(ended) / 1e3

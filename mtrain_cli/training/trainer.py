@@ -7,6 +7,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -32,6 +33,7 @@ from mtrain_cli.parallel.collectives import all_gather
 from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.fsdp import shard_parameters
 from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
+from mtrain_cli.parallel.recording import Recorder
 from mtrain_cli.training.banner import banner
 from mtrain_cli.training.batch import Batch, BatchMaker, PackedSample
 from mtrain_cli.training.checkpoint import Checkpointer, CheckpointError
@@ -192,7 +194,8 @@ def _check_host_memory(config: Config, environment: Environment, choices: Choice
 class Trainer:
     """What one worker holds: its shard of the model and optimizer, its slice of the data, and the step it has reached.
 
-    observe: gives the attention of a batch instead of the batch's own, for measurements.
+    observe: gives the attention of a batch instead of the batch's own, for measurements. rehearse: called with the samples of a step, by
+    micro-batch, before they are trained on; has to leave no gradients.
     """
 
     def __init__(self, config: Config, environment: Environment) -> None:
@@ -218,6 +221,7 @@ class Trainer:
             how.name, self.choices.layout, group,
             chunks=how.chunks, prefetch=how.prefetch, circulates=how.circulates, shared_columns=how.shared_columns,
         )  # fmt: skip
+        self.exchange = exchange
         mask = config.data.document_mask
         self.batch_maker = BatchMaker(exchange, self.choices.kernel, self.device, document_mask=mask, pattern=self.choices.pattern)
         dense = self.choices.dense_kernel
@@ -238,6 +242,8 @@ class Trainer:
         self.step = 0
         self.tokens = 0
         self.observe: Callable[[Batch], Attend] | None = None
+        self.rehearse: Callable[[Sequence[Sequence[PackedSample]]], None] | None = None
+        self.recorder: Recorder | None = None
         self._batches: Any = None
         self._peak_flops = peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
 
@@ -288,15 +294,11 @@ class Trainer:
         make = self.batch_maker
         if self.dense_batch_maker is not None and self.step < (self.config.sparsity.dense_steps or 0):
             make = self.dense_batch_maker
+        if self.rehearse is not None:
+            self.rehearse(micro_batches)
         batches = [make(samples) for samples in micro_batches]
-        valid, pairs = self._summed([sum(b.valid for b in batches), sum(b.pairs for b in batches)])
-        loss = torch.zeros((), device=self.device)
-        for batch in batches:
-            # The sum over all workers of local sums over the number of valid tokens of the whole step: equal to one worker's mean.
-            attend = batch.attend if self.observe is None else self.observe(batch)
-            part = self.decoder(batch.tokens, batch.positions, batch.labels, attend, 1.0 / max(1, valid))
-            part.backward()
-            loss += part.detach()
+        valid, pairs = self.totals(batches)
+        loss = self.forward_backward(batches, [batch.attend if self.observe is None else self.observe(batch) for batch in batches], valid)
         gradients = local_gradients(self.decoder.parameters())
         mine = torch.stack([loss.double(), squared_norm(gradients, self.device).double(), torch.tensor(float(stop), device=self.device)])
         records = index_records(batch.attend for batch in batches)
@@ -321,6 +323,31 @@ class Trainer:
             index = index_metrics([sum(column) for column in zip(*(row[3:] for row in rows), strict=True)], records, self.config.seq)
         computed = index.density * causal_pairs(self.config.seq) * self.config.train.global_batch if index else float(pairs)
         return StepResult(sum(row[0] for row in rows), grad_norm, lr, tokens, computed, any(row[2] for row in rows), index)
+
+    def forward_backward(self, batches: Sequence[Batch], attends: Sequence[Attend], valid: int) -> torch.Tensor:
+        """Adds the gradients of a step -> this worker's part of the loss. attends: the attention of each batch. valid: labels that count, of
+        all workers.
+        """
+        loss = torch.zeros((), device=self.device)
+        with nullcontext() if self.recorder is None else self.recorder.iteration():
+            for number, (batch, attend) in enumerate(zip(batches, attends, strict=True)):
+                if self.recorder is not None:
+                    self.recorder.micro_batch(number)
+                # The sum over all workers of local sums over the number of valid tokens of the whole step: equal to one worker's mean.
+                part = self.decoder(batch.tokens, batch.positions, batch.labels, attend, 1.0 / max(1, valid))
+                part.backward()
+                loss += part.detach()
+        return loss
+
+    def totals(self, batches: Sequence[Batch]) -> tuple[int, int]:
+        """Labels that count and query-key pairs per head that the masks allow, of all workers in a step."""
+        valid, pairs = self._summed([sum(b.valid for b in batches), sum(b.pairs for b in batches)])
+        return valid, pairs
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Has what later steps do recorded, until it is called with None."""
+        self.recorder = recorder
+        self.exchange.record(recorder)
 
     def _summed(self, numbers: list[int]) -> list[int]:
         """Sums over data-parallel replicas; the workers of a context group count the same whole sequences."""

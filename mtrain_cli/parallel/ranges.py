@@ -1,0 +1,66 @@
+"""NVTX ranges of the domain ``mtrain``, for Nsight Systems and whatever else listens.
+
+Names are few, so that `nsys stats` sums them up; the step of the exchange is the payload. Without a listener nothing is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+DOMAIN = "mtrain"
+COLORS = {"attention": "green", "columns": "cyan", "wait": "red", "index": "yellow", "merge": "blue", "arrange": "purple"}
+
+
+class Ranges:
+    """Pushes and pops ranges of a domain; what a range says is made once."""
+
+    def __init__(self, domain: Any) -> None:
+        self._domain = domain
+        self._attributes: dict[tuple[str, int], Any] = {}
+
+    @contextmanager
+    def span(self, name: str, kind: str, step: int) -> Iterator[None]:
+        key = name, step
+        if key not in self._attributes:
+            color = COLORS.get(kind, "gray")
+            self._attributes[key] = self._domain.get_event_attributes(message=name, color=color, category=kind, payload=step)
+        self._domain.push_range(self._attributes[key])
+        try:
+            yield
+        finally:
+            self._domain.pop_range()
+
+
+def name(kind: str, direction: str, link: str) -> str:
+    """Such as ``attention.forward``, ``wait.inner``, ``index``."""
+    if link:
+        return f"{kind}.{link}"
+    return f"{kind}.{direction}" if direction and kind != "index" else kind
+
+
+def span(kind: str, direction: str, link: str, step: int) -> AbstractContextManager[None]:
+    """A range around what this thread does inside."""
+    ranges = listener()
+    return nullcontext() if ranges is None else ranges.span(name(kind, direction, link), kind, step)
+
+
+_LISTENER: list[Ranges | None] = []
+
+
+def listener() -> Ranges | None:
+    """None where nobody listens. Asked once: tools attach before the program starts."""
+    if not _LISTENER:
+        _LISTENER.append(_found())
+    return _LISTENER[0]
+
+
+def _found() -> Ranges | None:
+    try:
+        import nvtx
+    except ImportError:
+        return None
+    domain = nvtx.get_domain(DOMAIN)
+    # Without a tool the library hands out a stand-in.
+    return None if type(domain).__name__ == "DummyDomain" else Ranges(domain)
