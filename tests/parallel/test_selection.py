@@ -9,7 +9,7 @@ import pytest
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.config.compose import compose
 from mtrain_cli.config.schema import ConfigError, TopologyConfig
-from mtrain_cli.parallel.schedule import Options, make_schedule
+from mtrain_cli.parallel.schedule import CONTEXT, Options, make_schedule
 from mtrain_cli.parallel.selection import ExchangeNeeds, choose_exchange, gathered_bytes, keys_bytes, queries_bytes, trading_bytes
 from mtrain_cli.parallel.traffic import Sizes, pass_bytes
 
@@ -79,10 +79,10 @@ def test_bytes_of_formulas_are_those_of_the_schedule(exchange, kv_heads):
 
 def test_ulysses_shares_heads_among_all_workers_or_as_many_as_asked():
     whole = choose_exchange(asked(exchange="ulysses"), NEEDS)
-    assert (whole.name, whole.heads, whole.exchanges) == ("all_gather", 4, False)
+    assert (whole.name, whole.heads, whole.channels) == ("all_gather", 4, ())
     assert "ulysses over 4" in whole.label
     both = choose_exchange(asked(exchange="ring", ulysses=2), NEEDS)
-    assert (both.name, both.heads, both.exchanges) == ("ring", 2, True)
+    assert (both.name, both.heads, both.channels) == ("ring", 2, (CONTEXT,))
     assert both.label == "ulysses over 2, then ring"
 
 
