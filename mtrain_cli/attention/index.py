@@ -308,7 +308,7 @@ def block_pairs(
     only: the host finds these few places, and the device adds up the changes.
     """
     rows = np.arange(blocks) if rows is None else rows
-    places, changes = zip(*(_changes_of_pairs(mask, block, blocks, rows) for mask in masks), strict=True)
+    places, changes = zip(*(changes_of_pairs(mask, block, blocks, rows) for mask in masks), strict=True)
     shift = np.repeat(np.arange(len(masks)), [len(p) for p in places]) * (len(rows) * (blocks + 1))
     at, by = np.concatenate(places) + shift, np.concatenate(changes)
     dtype = torch.int16 if block * block <= torch.iinfo(torch.int16).max else torch.int32
@@ -317,7 +317,7 @@ def block_pairs(
     return work.cumsum(-1, dtype=dtype)[..., :-1]
 
 
-def _changes_of_pairs(mask: SequenceMask, block: int, blocks: int, rows: IntArray) -> tuple[IntArray, IntArray]:
+def changes_of_pairs(mask: SequenceMask, block: int, blocks: int, rows: IntArray) -> tuple[IntArray, IntArray]:
     """Where in [query blocks, blocks + 1], flat, the pairs of a block of keys differ from those of the block before it, and by how much."""
     first, q = mask.first[: mask.length], np.arange(mask.length)
     own = q // block

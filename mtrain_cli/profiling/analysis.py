@@ -1,0 +1,411 @@
+"""What a profile or simulation says: degrees of imbalance, where the time of every worker goes, and why workers wait.
+
+`profiles/definitions.md` defines every figure. Rows are read once, some at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mtrain_cli.parallel.recording import ATTENTION, COLUMNS
+from mtrain_cli.profiling.causes import Blame, Cause
+from mtrain_cli.profiling.collect import BUSY, EXPOSED, LATE, SPENT, Iteration, Shape, iterations, survey
+from mtrain_cli.profiling.imbalance import degrees, ratios
+from mtrain_cli.profiling.records import LINKS, Recorded
+
+DEGREES = ("worker", "step", "total", "critical")
+# Where the time of a pass goes. Exposed transfer is by link; `exposed` alone is that of no named link.
+BINS = (*BUSY, LATE, *(f"{EXPOSED} {link}".strip() for link in LINKS))
+MOST_VALUES = 1 << 21  # of step times kept for percentiles
+MOST_TABLES = 48  # samples kept for distributions
+QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Mean and standard deviation over n samples."""
+
+    mean: float
+    std: float
+    n: int
+
+    @staticmethod
+    def of(values: np.ndarray) -> Estimate:
+        values = np.asarray(values, np.float64).reshape(-1)
+        if not len(values):
+            return Estimate(float("nan"), float("nan"), 0)
+        return Estimate(float(values.mean()), float(values.std(ddof=1)) if len(values) > 1 else 0.0, len(values))
+
+    @property
+    def error(self) -> float:
+        """Standard error of the mean; NaN for one sample, of which no spread is known."""
+        return self.std / self.n**0.5 if self.n > 1 else float("nan")
+
+    def to_json(self) -> dict[str, Any]:
+        return {"mean": _rounded(self.mean), "std": _rounded(self.std), "n": self.n}
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Imbalance degrees over samples, see `Imbalance`."""
+
+    worker: Estimate
+    step: Estimate
+    total: Estimate
+    critical: Estimate
+
+    @staticmethod
+    def of(values: np.ndarray) -> Degrees:
+        """values: [4, samples]."""
+        return Degrees(*(Estimate.of(v) for v in values))
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name).to_json() for name in DEGREES}
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """Computation ratios over samples, see `Computation`."""
+
+    step: Estimate
+    total: Estimate
+
+    def to_json(self) -> dict[str, Any]:
+        return {"step": self.step.to_json(), "total": self.total.to_json()}
+
+
+@dataclass(frozen=True)
+class PassAnalysis:
+    """One direction: forward, recompute or backward. A worker is a place in a context group; times in ms.
+
+    attention, elapsed, late, exposed, pairs, blocks: means over samples, [workers, steps]; elapsed is all time of a step. columns: ms of
+    single columns gathered once, [workers]; column_pairs their work.
+    time, work: degrees of ms and of pairs. duration: of a layer, the slowest worker, over iterations. p50, p95, longest: elapsed time of a
+    worker's step. layers: by layer, ms of the slowest worker, of attention (mean worker), and share of late and exposed waits.
+    across_workers: quantiles (`QUANTILES`) of attention time of the workers of a step, [steps, 5]; across_steps: of the steps of a worker,
+    [workers, 5].
+    """
+
+    direction: str
+    attention: np.ndarray
+    elapsed: np.ndarray
+    late: np.ndarray
+    exposed: np.ndarray
+    pairs: np.ndarray
+    blocks: np.ndarray
+    columns: np.ndarray
+    column_pairs: np.ndarray
+    time: Degrees
+    work: Degrees
+    computation: Ratios
+    duration: Estimate
+    p50: float
+    p95: float
+    longest: float
+    layers: list[dict[str, float]]
+    across_workers: np.ndarray
+    across_steps: np.ndarray
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "direction": self.direction,
+            "time": self.time.to_json(),
+            "work": self.work.to_json(),
+            "computation": self.computation.to_json(),
+            "duration_ms": self.duration.to_json(),
+            "step_ms": {"p50": _rounded(self.p50), "p95": _rounded(self.p95), "max": _rounded(self.longest)},
+            "attention_ms": _rounded(self.attention),
+            "step_time_ms": _rounded(self.elapsed),
+            "late_ms": _rounded(self.late),
+            "exposed_ms": _rounded(self.exposed),
+            "pairs": np.rint(self.pairs).astype(np.int64).tolist(),
+            "blocks": np.rint(self.blocks).astype(np.int64).tolist(),
+            "columns_ms": _rounded(self.columns),
+            "column_pairs": np.rint(self.column_pairs).astype(np.int64).tolist(),
+            "layers": [{name: _rounded(value) for name, value in layer.items()} for layer in self.layers],
+            "across_workers_ms": _rounded(self.across_workers),
+            "across_steps_ms": _rounded(self.across_steps),
+        }
+
+
+@dataclass(frozen=True)
+class CaseAnalysis:
+    """One case of a profile.
+
+    facts: of the case, from the summary. time, work, computation: the mean of forward and backward pass. bins: ms that every rank spends in
+    an iteration, [directions, ranks, BINS]; passes_ms: the same of its passes, which the bins fill, [directions, ranks].
+    iteration_ms: whole iterations, the slowest rank. tokens: of an iteration, all groups together. samples: iterations x forward passes x
+    layers x groups. typical: the iteration whose passes took the median time. missing: ranks without rows. partial: fewer iterations than
+    wanted, or fewer ranks.
+    """
+
+    number: int
+    label: str
+    facts: dict[str, Any]
+    passes: dict[str, PassAnalysis]
+    time: Degrees
+    work: Degrees
+    computation: Ratios
+    bins: np.ndarray
+    passes_ms: np.ndarray
+    iteration_ms: Estimate
+    tokens: int | None
+    iterations: int
+    wanted: int
+    samples: int
+    workers: int
+    groups: int
+    layers: tuple[int, ...]
+    typical: int
+    missing: tuple[int, ...]
+    partial: bool
+    causes: list[Cause] = field(default_factory=list)
+
+    @property
+    def directions(self) -> tuple[str, ...]:
+        return tuple(self.passes)
+
+    @property
+    def present(self) -> list[int]:
+        """Ranks with rows."""
+        return [rank for rank in range(self.workers * self.groups) if rank not in self.missing]
+
+    def bin_ms(self, name: str, direction: str | None = None) -> float:
+        """ms of a bin in an iteration, mean over ranks."""
+        chosen = slice(None) if direction is None else [self.directions.index(direction)]
+        return float(self.bins[chosen][:, self.present, BINS.index(name)].sum(0).mean())
+
+    @property
+    def exposed(self) -> dict[str, float]:
+        """Exposed ms by link, mean over ranks, of an iteration; links without any are left out."""
+        found = {name: self.bin_ms(name) for name in BINS if name.startswith(EXPOSED)}
+        return {name.removeprefix(EXPOSED).strip() or "link": ms for name, ms in found.items() if ms > 0}
+
+    def to_json(self) -> dict[str, Any]:
+        """What summary.json keeps; tables are rounded."""
+        used = [i for i, name in enumerate(BINS) if self.bins[..., i].any() or name in SPENT]
+        return {
+            "case": self.number,
+            "label": self.label,
+            "samples": self.samples,
+            "iterations": self.iterations,
+            "iterations_wanted": self.wanted,
+            "partial": self.partial,
+            "missing_ranks": list(self.missing),
+            "workers": self.workers,
+            "groups": self.groups,
+            "layers": list(self.layers),
+            "typical_iteration": self.typical,
+            "tokens": self.tokens,
+            "iteration_ms": self.iteration_ms.to_json(),
+            "time": self.time.to_json(),
+            "work": self.work.to_json(),
+            "computation": self.computation.to_json(),
+            "bins": [BINS[i] for i in used],
+            "bins_ms": {name: _rounded(self.bins[d][:, used]) for d, name in enumerate(self.directions)},
+            "passes_ms": {name: _rounded(self.passes_ms[d]) for d, name in enumerate(self.directions)},
+            "passes": {name: found.to_json() for name, found in self.passes.items()},
+            "causes": [
+                {"text": c.text, "ms": _rounded(c.ms), "kind": c.kind, "direction": c.direction, "rank": c.rank, "step": c.step}
+                for c in self.causes
+            ],
+        }
+
+
+def analyse(recorded: Recorded) -> list[CaseAnalysis]:
+    """One analysis a case that has rows, in the order of the cases.
+
+    Raises:
+        ConfigError: a file of rows is damaged, of another schema, or does not belong to its summary.
+    """
+    shapes, last = survey(recorded)
+    # The reader of a profile that never synchronised its clocks gets no causes below a millisecond of doubt.
+    uncertainty = float((recorded.summary.get("clock") or {}).get("uncertainty_us") or 0.0) / 1e3
+    gathered = {case: _Gathered(shape, uncertainty) for case, shape in shapes.items() if shape.steps and shape.layers}
+    for shape, iteration in iterations(recorded, shapes, last):
+        if shape.case in gathered:
+            gathered[shape.case].add(iteration)
+    wanted = int(recorded.summary.get("samples_wanted") or 0)
+    return [found.result(wanted) for found in gathered.values()]
+
+
+class _Gathered:
+    """What is kept of the iterations of a case."""
+
+    def __init__(self, shape: Shape, uncertainty: float) -> None:
+        self.shape = shape
+        self.blame = Blame(shape, uncertainty)
+        directions, layers = len(shape.directions), len(shape.layers)
+        self.present = shape.present.any(0)  # workers of which some group has rows
+        self.sums = np.zeros((len(SPENT), directions, shape.workers, shape.slots))
+        self.pairs, self.blocks = np.zeros((2, directions, shape.workers, shape.slots))
+        self.counts = np.zeros((directions, shape.workers))
+        self.bins = np.zeros((directions, shape.groups, shape.workers, len(BINS)))
+        self.passes = np.zeros((directions, shape.groups, shape.workers))
+        self.by_layer = np.zeros((directions, layers, 5))  # samples, slowest, attention, late, exposed
+        self.degrees: list[list[np.ndarray]] = [[] for _ in shape.directions]  # [ms and pairs, 4 degrees, samples]
+        self.ratios: list[list[np.ndarray]] = [[] for _ in shape.directions]
+        self.durations: list[np.ndarray] = []  # [directions] an iteration
+        self.wholes: list[float] = []
+        self.numbers: list[int] = []
+        self.values: list[list[np.ndarray]] = [[] for _ in shape.directions]
+        self.longest = np.zeros(directions)
+        self.tables: list[list[np.ndarray]] = [[] for _ in shape.directions]
+        total = len(shape.iterations) * len(shape.micros) * layers * shape.groups
+        self.value_stride = max(1, total * shape.workers * shape.slots // MOST_VALUES)
+        self.table_stride = max(1, -(-total // MOST_TABLES))
+        self.seen = 0
+
+    def add(self, found: Iteration) -> None:
+        shape = self.shape
+        self.numbers.append(found.number)
+        self.blame.add(found)
+        self.bins[..., : len(BUSY)] += np.moveaxis(found.spent[: len(BUSY)].sum((2, 5), dtype=np.float64), 0, -1)
+        self.bins[..., len(BUSY)] += found.spent[SPENT.index(LATE)].sum((1, 4), dtype=np.float64)
+        self.bins[..., len(BUSY) + 1 :] += np.moveaxis(found.link.sum(-1), 1, -1)
+        there = ~np.isnan(found.length)
+        self.passes += np.where(there, found.length, 0).sum(1)
+        if not np.isnan(found.whole).all():
+            self.wholes.append(float(np.nanmax(found.whole)))
+        # A context group enters with the workers that it has.
+        durations = np.zeros((len(shape.directions), shape.groups, found.length.shape[1]))
+        for group in range(shape.groups):
+            workers = np.flatnonzero(shape.present[group])
+            if not len(workers):
+                continue
+            for d, direction in enumerate(shape.directions):
+                steps = shape.steps[direction]
+                spent = found.spent[:, d, :, group][:, :, workers].astype(np.float64)  # [SPENT, samples, workers, slots]
+                valid = spent.sum((0, 2, 3)) > 0
+                if not valid.any():
+                    continue
+                spent = spent[:, valid]
+                pairs = found.pairs[d, valid, group][:, workers].astype(np.float64)
+                blocks = found.blocks[d, valid, group][:, workers].astype(np.float64)
+                length = found.length[d, valid, group][:, workers]
+                length = np.where(np.isnan(length), spent.sum((0, 3)), length)
+                slowest = length.max(1)
+                durations[d, group, valid] = slowest
+                self._add_samples(d, steps, spent, pairs, slowest, found.link[d, :, group].any())
+                self.sums[:, d, workers] += spent.sum(1)
+                self.pairs[d, workers] += pairs.sum(0)
+                self.blocks[d, workers] += blocks.sum(0)
+                self.counts[d, workers] += valid.sum()
+                self._add_layers(d, np.flatnonzero(valid) % len(shape.layers), spent, slowest)
+        live = np.maximum((durations > 0).sum((1, 2)), 1)
+        self.durations.append(durations.sum((1, 2)) / live)
+
+    def _add_samples(self, d: int, steps: int, spent: np.ndarray, pairs: np.ndarray, slowest: np.ndarray, waits: bool) -> None:
+        """spent [SPENT, samples, workers, slots]."""
+        del waits
+        attention, columns = spent[SPENT.index(ATTENTION)], spent[SPENT.index(COLUMNS), ..., 0]
+        in_steps = attention[..., 1 : steps + 1]
+        elapsed = spent[..., 1 : steps + 1].sum(0)
+        self.degrees[d].append(np.stack([_degrees(in_steps, columns), _degrees(pairs[..., 1 : steps + 1], pairs[..., 0])]))
+        self.ratios[d].append(ratios(in_steps, elapsed, in_steps.sum(2) + columns, slowest))
+        self.values[d].append(elapsed.reshape(-1)[:: self.value_stride].astype(np.float32))
+        self.longest[d] = max(self.longest[d], float(elapsed.max(initial=0)))
+        first = -self.seen % self.table_stride
+        if spent.shape[2] == int(self.present.sum()):
+            self.tables[d] += list(in_steps[first :: self.table_stride].astype(np.float32))
+        if d == len(self.shape.directions) - 1:
+            self.seen += len(slowest)
+
+    def _add_layers(self, d: int, layers: np.ndarray, spent: np.ndarray, slowest: np.ndarray) -> None:
+        mean = spent.mean(2).sum(2)  # [SPENT, samples]
+        computed = mean[SPENT.index(ATTENTION)] + mean[SPENT.index(COLUMNS)]
+        parts = (np.ones(len(slowest)), slowest, computed, mean[SPENT.index(LATE)], mean[SPENT.index(EXPOSED)])
+        np.add.at(self.by_layer[d], layers, np.stack(parts, -1))
+
+    def result(self, wanted: int) -> CaseAnalysis:
+        shape, count = self.shape, max(1, len(self.numbers))
+        passes = {name: self._pass(d, name) for d, name in enumerate(shape.directions) if self.degrees[d]}
+        chosen = [d for d, name in enumerate(shape.directions) if name in passes and name != "recompute"] or list(range(len(passes)))
+        both = [np.concatenate(self.degrees[d], -1) for d in chosen]
+        shares = [np.concatenate(self.ratios[d], -1) for d in chosen]
+        # Samples of both directions belong together, unless a killed run left one out.
+        samples = min((b.shape[-1] for b in both), default=0)
+        mean = np.mean([b[..., :samples] for b in both], 0) if both else np.zeros((2, 4, 0))
+        share = np.mean([s[..., :samples] for s in shares], 0) if shares else np.zeros((2, 0))
+        total = np.array(self.durations).sum(1)
+        facts = shape.facts
+        tokens = int(facts.get("seq") or 0) * int(facts.get("micro_batch") or 1) * len(shape.micros) * shape.groups
+        return CaseAnalysis(
+            number=shape.case,
+            label=str(facts.get("label") or f"case {shape.case}"),
+            facts=facts,
+            passes=passes,
+            time=Degrees.of(mean[0]),
+            work=Degrees.of(mean[1]),
+            computation=Ratios(Estimate.of(share[0]), Estimate.of(share[1])),
+            bins=self.bins.reshape(len(shape.directions), shape.ranks, len(BINS)) / count,
+            passes_ms=self.passes.reshape(len(shape.directions), shape.ranks) / count,
+            iteration_ms=Estimate.of(np.array(self.wholes)),
+            tokens=tokens or None,
+            iterations=len(self.numbers),
+            wanted=max(wanted, len(self.numbers)),
+            samples=samples,
+            workers=shape.workers,
+            groups=shape.groups,
+            layers=shape.layers,
+            typical=self.numbers[int(np.argsort(total, kind="stable")[(len(total) - 1) // 2])],
+            missing=shape.missing,
+            partial=len(self.numbers) < wanted or bool(shape.missing),
+            causes=self.blame.causes(),
+        )
+
+    def _pass(self, d: int, name: str) -> PassAnalysis:
+        steps = self.shape.steps[name]
+        counts = np.maximum(self.counts[d], 1)[:, None]
+        spent = self.sums[:, d] / counts
+        pairs, blocks = self.pairs[d] / counts, self.blocks[d] / counts
+        inside = slice(1, steps + 1)
+        values = np.concatenate(self.values[d])
+        found = np.concatenate(self.degrees[d], -1)
+        share = np.concatenate(self.ratios[d], -1)
+        layers = []
+        for layer, (number, slowest, attention, late, exposed) in zip(self.shape.layers, self.by_layer[d], strict=True):
+            if number:
+                row = {"ms": slowest, "attention_ms": attention, "late_ms": late, "exposed_ms": exposed}
+                layers.append({"layer": float(layer), **{key: float(value / number) for key, value in row.items()}})
+        tables = np.stack(self.tables[d]) if self.tables[d] else np.zeros((1, int(self.present.sum()), steps), np.float32)
+        return PassAnalysis(
+            direction=name,
+            attention=spent[SPENT.index(ATTENTION), :, inside],
+            elapsed=spent[..., inside].sum(0),
+            late=spent[SPENT.index(LATE), :, inside],
+            exposed=spent[SPENT.index(EXPOSED), :, inside],
+            pairs=pairs[:, inside],
+            blocks=blocks[:, inside],
+            columns=spent[SPENT.index(COLUMNS), :, 0],
+            column_pairs=pairs[:, 0],
+            time=Degrees.of(found[0]),
+            work=Degrees.of(found[1]),
+            computation=Ratios(Estimate.of(share[0]), Estimate.of(share[1])),
+            duration=Estimate.of(np.array(self.durations)[:, d]),
+            p50=float(np.percentile(values, 50)) if len(values) else float("nan"),
+            p95=float(np.percentile(values, 95)) if len(values) else float("nan"),
+            longest=float(self.longest[d]),
+            layers=layers,
+            across_workers=np.quantile(tables, QUANTILES, axis=(0, 1)).T,
+            across_steps=np.quantile(tables, QUANTILES, axis=(0, 2)).T,
+        )
+
+
+def _degrees(tables: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """[4, samples]: columns are one step more where workers are compared, and none of those of a worker."""
+    found = degrees(tables)
+    if columns.any():
+        found[[0, 2, 3]] = degrees(np.concatenate([tables, columns[..., None]], -1))[[0, 2, 3]]
+    return found
+
+
+def _rounded(value: Any) -> Any:
+    """Numbers of five digits; what is no number becomes null."""
+    array = np.asarray(value, np.float64)
+    if array.ndim:
+        return [_rounded(part) for part in array] if array.ndim > 1 else [_rounded(float(v)) for v in array]
+    return float(f"{array:.5g}") if np.isfinite(array) else None

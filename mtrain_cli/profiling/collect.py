@@ -1,0 +1,241 @@
+"""Rows of a profile, added up: dense arrays of one case and iteration after another, whatever the number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, COLUMNS, DIRECTIONS, GAP, INDEX, ITERATION, KINDS, MERGE, PASS, WAIT
+from mtrain_cli.parallel.schedule import GRADIENTS
+from mtrain_cli.profiling.records import LINKS, PAYLOADS, SUMMARY, Recorded
+
+# What the time of a pass is spent on. A wait is `late` until the peer has begun to send, and `exposed` on its link from then on.
+LATE, EXPOSED = "late", "exposed"
+SPENT = (INDEX, ATTENTION, COLUMNS, MERGE, ARRANGE, GAP, LATE, EXPOSED)
+BUSY = SPENT[:6]
+
+_COLUMNS = (
+    "case", "iteration", "micro", "layer", "direction", "step", "rank", "phase", "link", "payload", "peer",
+    "start_us", "dur_us", "late_us", "blocks", "pairs",
+)  # fmt: skip
+_SURVEY = ("case", "iteration", "micro", "layer", "direction", "step", "rank")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the rows of a case span.
+
+    workers: ranks of a context group. ranks: of all groups. present: [groups, workers], whether there are rows of that rank. steps: of
+    each direction that has rows.
+    """
+
+    case: int
+    facts: dict[str, Any]
+    iterations: tuple[int, ...]
+    micros: tuple[int, ...]
+    layers: tuple[int, ...]
+    workers: int
+    ranks: int
+    present: np.ndarray
+    steps: dict[str, int]
+
+    @property
+    def directions(self) -> tuple[str, ...]:
+        return tuple(self.steps)
+
+    @property
+    def groups(self) -> int:
+        return self.ranks // self.workers
+
+    @property
+    def slots(self) -> int:
+        """Slot 0 holds what comes before all steps, slot t + 1 step t."""
+        return max(self.steps.values(), default=0) + 1
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        return tuple(np.flatnonzero(~self.present.reshape(-1)).tolist())
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One iteration of a case; times in ms. Samples are layers of forward passes: micro x layer.
+
+    spent: [SPENT, direction, sample, group, worker, slot]. pairs, blocks: [direction, sample, group, worker, slot]. Single columns that
+    were gathered once belong to no step: their time and pairs are in slot 0.
+    link: exposed time [direction, LINKS, group, worker, slot], all samples together.
+    behind: of the wait with the longest late part: ((rank waited for + 1) * len(LINKS) + link) * 2 + (after the computation of its step);
+    -1 where there is none.
+    start, length: of the pass, [direction, sample, group, worker]; NaN without rows. whole: of the iteration, [group, worker].
+    """
+
+    number: int
+    spent: np.ndarray
+    pairs: np.ndarray
+    blocks: np.ndarray
+    link: np.ndarray
+    behind: np.ndarray
+    start: np.ndarray
+    length: np.ndarray
+    whole: np.ndarray
+
+
+def survey(recorded: Recorded) -> tuple[dict[int, Shape], dict[tuple[int, int], int]]:
+    """-> what each case spans, and the number of the last batch that has rows of (case, iteration).
+
+    Raises:
+        ConfigError: rows and summary do not belong together.
+    """
+    seen: dict[int, dict[str, set[int]]] = {}
+    steps: dict[int, dict[int, int]] = {}
+    last: dict[tuple[int, int], int] = {}
+    for number, batch in enumerate(recorded.batches(_SURVEY)):
+        for case in _unique(batch["case"]):
+            mine = batch if (batch["case"] == case).all() else _where(batch, batch["case"] == case)
+            of_case = seen.setdefault(case, {name: set() for name in ("iteration", "micro", "layer", "rank")})
+            for name, values in of_case.items():
+                values.update(_unique(mine[name]))
+            last.update({(case, iteration): number for iteration in _unique(mine["iteration"])})
+            counts = steps.setdefault(case, {})
+            for direction in _unique(mine["direction"]):
+                most = int(mine["step"][mine["direction"] == direction].max()) + 1
+                counts[direction] = max(most, counts.get(direction, 0))
+    cases = recorded.summary.get("cases") or []
+    shapes = {}
+    for case, values in sorted(seen.items()):
+        if not 0 <= case < len(cases):
+            raise ConfigError(f"{recorded.folder}: has rows of case {case}, of which {SUMMARY} knows nothing")
+        shapes[case] = _shape(case, cases[case], values, steps[case], recorded)
+    return shapes, last
+
+
+def _shape(case: int, facts: dict[str, Any], seen: dict[str, set[int]], steps: dict[int, int], recorded: Recorded) -> Shape:
+    highest = max(seen["rank"]) + 1
+    total = max(highest, int(facts.get("workers") or recorded.summary.get("workers") or highest))
+    workers = min(int(facts.get("cp") or total), total)
+    total = -(-total // workers) * workers
+    present = np.zeros(total, bool)
+    present[sorted(seen["rank"])] = True
+    said = facts.get("steps") or {}
+    counted = {}
+    for code, most in sorted(steps.items()):
+        if name := DIRECTIONS[code]:
+            counted[name] = max(most, int(said.get("backward" if name == "backward" else "forward") or 0))
+    layers = tuple(sorted(layer for layer in seen["layer"] if layer >= 0))
+    micros, iterations = tuple(sorted(seen["micro"])), tuple(sorted(seen["iteration"]))
+    return Shape(case, facts, iterations, micros, layers, workers, total, present.reshape(-1, workers), counted)
+
+
+def iterations(recorded: Recorded, shapes: dict[int, Shape], last: dict[tuple[int, int], int]) -> Iterator[tuple[Shape, Iteration]]:
+    """Each iteration of each case once its last row is read; others than those under way take no memory."""
+    under_way: dict[tuple[int, int], _Sums] = {}
+    for number, batch in enumerate(recorded.batches(_COLUMNS)):
+        for case in _unique(batch["case"]):
+            of_case = batch if (batch["case"] == case).all() else _where(batch, batch["case"] == case)
+            for iteration in _unique(of_case["iteration"]):
+                alone = (of_case["iteration"] == iteration).all()
+                rows = of_case if alone else _where(of_case, of_case["iteration"] == iteration)
+                key = (case, iteration)
+                if key not in under_way:
+                    under_way[key] = _Sums(shapes[case], iteration)
+                under_way[key].add(rows)
+        for key in [key for key in under_way if last[key] == number]:
+            yield shapes[key[0]], under_way.pop(key).result()
+
+
+class _Sums:
+    """Adds up the rows of one iteration."""
+
+    def __init__(self, shape: Shape, number: int) -> None:
+        self.shape, self.number = shape, number
+        self.samples = len(shape.micros) * len(shape.layers)
+        self.passes = (len(shape.directions), self.samples, shape.groups, shape.workers)
+        self.cells = int(np.prod(self.passes)) * shape.slots
+        self.spent = np.zeros(len(SPENT) * self.cells, np.float32)
+        self.pairs, self.blocks = np.zeros(self.cells, np.int64), np.zeros(self.cells, np.int64)
+        self.behind = np.full(self.cells, -1, np.int32)
+        self.longest = np.zeros(self.cells, np.float32)
+        self.start, self.length = (np.full(int(np.prod(self.passes)), np.nan) for _ in range(2))
+        self.link = np.zeros((len(shape.directions), len(LINKS), shape.ranks, shape.slots))
+        self.whole = np.full(shape.ranks, np.nan)
+        self.direction = _table(len(DIRECTIONS), {DIRECTIONS.index(name): i for i, name in enumerate(shape.directions)})
+        self.layer = _table(max(shape.layers, default=0) + 1, {layer: i for i, layer in enumerate(shape.layers)})
+        self.micro = _table(max(shape.micros, default=0) + 1, {micro: i for i, micro in enumerate(shape.micros)})
+        self.place = _table(len(KINDS), {KINDS.index(kind): SPENT.index(kind) for kind in BUSY})
+
+    def add(self, rows: dict[str, np.ndarray]) -> None:
+        phase = rows["phase"]
+        whole = phase == KINDS.index(ITERATION)
+        self.whole[rows["rank"][whole]] = rows["dur_us"][whole] / 1e3
+        keep = (rows["layer"] >= 0) & (self.direction[rows["direction"]] >= 0)
+        at = (
+            (self.direction[rows["direction"]] * len(self.shape.micros) + self.micro[rows["micro"]]) * len(self.shape.layers)
+        ) + self.layer[rows["layer"]]
+        at = at * self.shape.ranks + rows["rank"]  # of the pass
+        passes = keep & (phase == KINDS.index(PASS))
+        self.start[at[passes]] = rows["start_us"][passes] / 1e3
+        self.length[at[passes]] = rows["dur_us"][passes] / 1e3
+        slot = np.where(phase == KINDS.index(COLUMNS), 0, rows["step"] + 1)
+        cell = at * self.shape.slots + slot
+        busy = keep & (self.place[phase] >= 0)
+        np.add.at(self.spent, self.place[phase[busy]] * self.cells + cell[busy], rows["dur_us"][busy] / np.float32(1e3))
+        work = keep & ((phase == KINDS.index(ATTENTION)) | (phase == KINDS.index(COLUMNS)))
+        np.add.at(self.pairs, cell[work], rows["pairs"][work])
+        np.add.at(self.blocks, cell[work], rows["blocks"][work].astype(np.int64))
+        waits = keep & (phase == KINDS.index(WAIT))
+        if waits.any():
+            self._add_waits(_where(rows, waits), cell[waits], slot[waits])
+
+    def _add_waits(self, rows: dict[str, np.ndarray], cell: np.ndarray, slot: np.ndarray) -> None:
+        late = np.clip(rows["late_us"], 0, rows["dur_us"]) / np.float32(1e3)
+        exposed = rows["dur_us"] / np.float32(1e3) - late
+        np.add.at(self.spent, SPENT.index(LATE) * self.cells + cell, late)
+        np.add.at(self.spent, SPENT.index(EXPOSED) * self.cells + cell, exposed)
+        np.add.at(self.link, (self.direction[rows["direction"]], rows["link"].astype(np.int64), rows["rank"], slot), exposed)
+        gradient = np.isin(rows["payload"], [PAYLOADS.index(name) for name in GRADIENTS])
+        code = ((rows["peer"].astype(np.int32) + 1) * len(LINKS) + rows["link"]) * 2 + gradient
+        order = np.argsort(late, kind="stable")
+        order = order[late[order] > self.longest[cell[order]]]
+        # The longest is written last, and stays.
+        self.behind[cell[order]] = code[order]
+        self.longest[cell[order]] = late[order]
+
+    def result(self) -> Iteration:
+        shape = (*self.passes, self.shape.slots)
+        return Iteration(
+            self.number,
+            self.spent.reshape(len(SPENT), *shape),
+            self.pairs.reshape(shape),
+            self.blocks.reshape(shape),
+            self.link.reshape(len(self.shape.directions), len(LINKS), self.shape.groups, self.shape.workers, self.shape.slots),
+            self.behind.reshape(shape),
+            self.start.reshape(self.passes),
+            self.length.reshape(self.passes),
+            self.whole.reshape(self.shape.groups, self.shape.workers),
+        )
+
+
+def _table(size: int, values: dict[int, int]) -> np.ndarray:
+    """code -> index, -1 for others."""
+    table = np.full(size + 1, -1, np.int64)  # one more, so that a layer of -1 finds the last and no neighbour's
+    for code, index in values.items():
+        table[code] = index
+    return table
+
+
+def _where(batch: dict[str, np.ndarray], mask: np.ndarray) -> dict[str, np.ndarray]:
+    return {name: values[mask] for name, values in batch.items()}
+
+
+def _unique(values: np.ndarray) -> list[int]:
+    """Of whole numbers that lie near each other, without sorting."""
+    if not len(values):
+        return []
+    low = int(values.min())
+    if int(values.max()) - low > 1 << 22:
+        return np.unique(values).tolist()
+    return (np.flatnonzero(np.bincount(values.astype(np.int64) - low)) + low).tolist()

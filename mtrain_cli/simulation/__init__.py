@@ -1,0 +1,1 @@
+"""What a plan costs, without running it: work counts, and what other layouts, exchanges and worker counts would give."""
