@@ -92,6 +92,11 @@ class Exchange(ABC):
         """Whether this rank computes attention of other ranks' queries, too."""
         return False
 
+    @property
+    def gathers_columns(self) -> bool:
+        """Whether single columns of an index are gathered once, and computed apart from the steps."""
+        return False
+
     @abstractmethod
     def named_tiles(self, *, indexed: bool) -> set[tuple[Shards, Shards]]:
         """Which tiles `forward` and `backward` ask for."""
@@ -246,6 +251,10 @@ class Circulating(Exchange):
         self.own: Shards = (group.rank,)
 
     @property
+    def gathers_columns(self) -> bool:
+        return self.shared_columns
+
+    @property
     def foreign_queries(self) -> bool:
         return self.schedule.circulates == QUERIES
 
@@ -394,6 +403,10 @@ class SharedHeads(Exchange):
     @property
     def foreign_queries(self) -> bool:
         return True
+
+    @property
+    def gathers_columns(self) -> bool:
+        return self.inner.gathers_columns
 
     def named_tiles(self, *, indexed):
         return self.inner.named_tiles(indexed=indexed)

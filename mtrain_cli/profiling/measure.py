@@ -14,16 +14,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mtrain_cli.attention.index import Index
-from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.config import compose
 from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.parallel.context_attention import ContextAttention
-from mtrain_cli.parallel.exchange import Circulating, Exchange, SharedHeads, make_exchange
+from mtrain_cli.parallel.exchange import Exchange, make_exchange
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
-from mtrain_cli.profiling.session import Collector, Work
+from mtrain_cli.profiling.session import Collector
 from mtrain_cli.training.plan import Choices, make_choices
 
 ATTENTION_ONLY, TRAINING = "attention", "training"

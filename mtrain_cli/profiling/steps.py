@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -12,7 +11,6 @@ from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.stop import StopFlag
 from mtrain_cli.profiling.leave import Leaving
 from mtrain_cli.profiling.measure import Bench, Case, Plan, Progress
-from mtrain_cli.profiling.work import own_work
 from mtrain_cli.training.batch import Batch, BatchMaker, PackedSample
 from mtrain_cli.training.trainer import Trainer
 
@@ -49,9 +47,7 @@ class _Rehearsal:
     def __init__(self, bench: Bench, trainer: Trainer, cases: Sequence[Case], leaving: Leaving, progress: Progress) -> None:
         self.bench, self.trainer, self.cases, self.leaving, self.progress = bench, trainer, cases, leaving, progress
         mask = trainer.config.data.document_mask
-        self._make = [
-            BatchMaker(c.exchange, c.choices.kernel, bench.device, document_mask=mask, pattern=c.choices.pattern) for c in cases
-        ]
+        self._make = [BatchMaker(c.exchange, c.choices.kernel, bench.device, document_mask=mask, pattern=c.choices.pattern) for c in cases]
         self._warm = False
 
     def __call__(self, micro_batches: MicroBatches) -> None:
@@ -71,7 +67,7 @@ class _Rehearsal:
                 seconds[recorded] = self._recorded(case, micro_batches) if recorded else self._once(case, micro_batches)[1]
             self.leaving.timed(case, seconds[False], seconds[True])
             self.progress.done()
-        self.leaving.sampled(self.trainer.step + 1)
+        self.leaving.sampled()
 
     def _once(self, case: Case, micro_batches: MicroBatches) -> tuple[list[Batch], float]:
         """-> the batches, whose indices are kept, and seconds on this worker."""
@@ -99,7 +95,3 @@ class _Rehearsal:
         case.exchange.record(None)
         self.leaving.recorded(case, self.trainer.step + 1, [(b.masks, found) for b, found in zip(batches, self._estimated, strict=True)])
         return seconds
-
-
-def median(values: Sequence[float]) -> float:
-    return statistics.median(values)
