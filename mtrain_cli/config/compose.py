@@ -84,6 +84,10 @@ def composed_values(choices: Mapping[str, str], config_dir: Path | None = None) 
     return _composed(open_groups(config_dir), choices, {})[0]
 
 
+# Keys that configurations of earlier versions lack, with what those did.
+_LATER = {"profile.every": 0}
+
+
 def load(path: Path) -> Config:
     """The configuration of a resolved.yaml. Types are checked; files that it names are not, nor how values fit together.
 
@@ -98,7 +102,7 @@ def load(path: Path) -> Config:
         raise ConfigError(f"{path}: cannot be read: {_one_line(error)}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: holds no configuration")
-    leaves, problems = _convert(keys.flatten(raw), {})
+    leaves, problems = _convert({**_LATER, **keys.flatten(raw)}, {})
     missing = [name for name in keys.all_keys() if name not in leaves and not any(name in problem.keys for problem in problems)]
     lines = [problem.line for problem in problems] + [f"{name}: missing" for name in missing]
     if lines:

@@ -169,6 +169,13 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Recorded steps of a training."""
+
+    every: int = option("record every N-th step, in profile/ of the run, for `mtrain report`; 0 = none")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Where a run leaves its files and what it shows."""
 
@@ -190,6 +197,7 @@ class Config:
     data: DataConfig = option("data=...")
     optim: OptimConfig = option("optim=...")
     train: TrainConfig = option("train=...")
+    profile: ProfileConfig = option("profile=...")
     run: RunConfig = option("run=...")
 
 

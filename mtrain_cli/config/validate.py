@@ -115,6 +115,7 @@ _RANGE: dict[str, tuple[str, Callable[[float], bool]]] = {
     "train.loss_chunk_mib": _POSITIVE,
     "train.checkpoint_every": _NOT_NEGATIVE,
     "train.keep_checkpoints": _POSITIVE,
+    "profile.every": _NOT_NEGATIVE,
     "run.log_every": _POSITIVE,
 }
 

@@ -194,10 +194,10 @@ class Mail:
     def _posts(self, transfer: Transfer, sent: int, received: int) -> Message:
         """Notes that a transfer is posted now. sent, received: bytes."""
         ranks = self.group.ranks
-        shard = transfer.receives[0] if transfer.kind == "p2p" else -1
+        shard, leaving = (transfer.receives[0], transfer.sends[0]) if transfer.kind == "p2p" else (-1, -1)
         to, source = (-1 if rank is None else ranks[rank] for rank in (transfer.to, transfer.source))
         peers = tuple(ranks[peer] for peer in transfer.peers)
-        message = Message(transfer.channel, transfer.payload, shard, to, source, sent, received, transfer.number, peers)
+        message = Message(transfer.channel, transfer.payload, shard, leaving, to, source, sent, received, transfer.number, peers)
         self._messages[transfer.number] = message
         if self.recorder is not None:
             self.recorder.posted(self.at, message)

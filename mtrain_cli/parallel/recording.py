@@ -36,13 +36,14 @@ DIRECTIONS = ("", FORWARD, RECOMPUTE, BACKWARD)
 class Message:
     """What a wait or a message is about.
 
-    link: channel. shard: whose, -1 for a collective. to, source: ranks, -1 for a collective. sent, received: bytes. number: of the transfer
+    link: channel. shard, leaving: whose arrives and whose is sent, -1 for a collective. to, source: ranks, -1 for a collective. sent, received: bytes. number: of the transfer
     among those of its pass, negative for what is in no schedule. peers: ranks of a collective.
     """
 
     link: str = ""
     payload: str = ""
     shard: int = -1
+    leaving: int = -1
     to: int = -1
     source: int = -1
     sent: int = 0

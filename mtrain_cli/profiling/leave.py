@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,17 +15,19 @@ from mtrain_cli.profiling import records
 from mtrain_cli.profiling.analysis import analyse
 from mtrain_cli.profiling.measure import ATTENTION_ONLY, Bench, Case, Plan, slowest
 from mtrain_cli.profiling.work import Estimated, own_work
+from mtrain_cli.reporting.trace import write_trace
 from mtrain_cli.training.flops import causal_pairs
 
 
 class Leaving:
     """What becomes of the samples. Called alike by all workers; the first one writes."""
 
-    def __init__(self, run_dir: RunDir, plan: Plan, bench: Bench, cases: Sequence[Case]) -> None:
-        self.folder, self.plan, self.bench, self.cases = run_dir.path, plan, bench, cases
+    def __init__(self, run_dir: RunDir, plan: Plan, bench: Bench, cases: Sequence[Case], folder: Path | None = None) -> None:
+        """folder: where files are left, None for the run's own."""
+        self.folder, self.plan, self.bench, self.cases = folder or run_dir.path, plan, bench, cases
         self.samples = 0
         self.first = bench.environment.rank == 0
-        self._parts = 0
+        self._parts = records.reopen(self.folder) if self.first else 0
         self._waiting: list[np.ndarray] = []
         self._last: dict[int, Sequence[Estimated]] = {}
         self._times: dict[int, list[tuple[float, float]]] = {case.number: [] for case in cases}
@@ -132,6 +135,7 @@ class Leaving:
             recorded = records.open_records(self.folder)
             self._document["results"] = [found.to_json() for found in analyse(recorded)]
             records.write_summary(self.folder, self._document)
+            write_trace(recorded, self.folder / records.TRACE)
         return self._document
 
     def _save_indices(self) -> None:

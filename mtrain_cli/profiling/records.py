@@ -87,14 +87,21 @@ class Recorded:
 
     def frame(self) -> pandas.DataFrame:
         """All rows, words as categories."""
-        import pandas
-
         found = list(self.batches())
-        values = {name: np.concatenate([b[name] for b in found]) if found else np.empty(0, ROW[name]) for name in ROW.names or ()}
-        frame = pandas.DataFrame(values)
-        for name, words in WORDS.items():
-            frame[name] = pandas.Categorical.from_codes(frame[name], categories=list(words))
-        return frame
+        return _frame({name: np.concatenate([b[name] for b in found]) if found else np.empty(0, ROW[name]) for name in ROW.names or ()})
+
+    def frames(self) -> Iterator[pandas.DataFrame]:
+        """The same, some rows at a time."""
+        return map(_frame, self.batches())
+
+
+def _frame(values: dict[str, np.ndarray]) -> pandas.DataFrame:
+    import pandas
+
+    frame = pandas.DataFrame(values)
+    for name, words in WORDS.items():
+        frame[name] = pandas.Categorical.from_codes(frame[name], categories=list(words))
+    return frame
 
 
 def _codes(column: Any, name: str, part: Path) -> np.ndarray:
@@ -130,6 +137,17 @@ def write_part(rows: np.ndarray, folder: Path, number: int) -> None:
     """The rows of one sample, beside those before."""
     (folder / PARTS).mkdir(exist_ok=True)
     write_rows(rows, folder / PARTS / f"{number:06d}.parquet")
+
+
+def reopen(folder: Path) -> int:
+    """Makes the folder, or has later parts follow those that are in it -> how many there are."""
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = folder / RECORDS
+    parts = sorted((folder / PARTS).glob("*.parquet"))
+    if whole.exists():
+        (folder / PARTS).mkdir(exist_ok=True)
+        whole.replace(folder / PARTS / "000000.parquet")
+    return int(parts[-1].stem) if parts else 0
 
 
 def join_parts(folder: Path) -> None:

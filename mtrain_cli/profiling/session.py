@@ -136,6 +136,7 @@ def own_rows(spans: Sequence[Span], rank: int, offset: float, work: Work, flop: 
             row["first"], row["peers"] = min(message.peers, default=-1), len(message.peers)
             row["bytes"] = message.sent if span.kind == SEND else message.received
             row["peer"] = message.to if span.kind == SEND else message.source
+            row["shard"] = message.leaving if span.kind == SEND else message.shard
         elif span.kind in (ATTENTION, COLUMNS):
             # Several kernels may compute one piece of work: it counts once.
             key = (span.micro, span.layer, span.direction, span.step, span.kind)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,10 @@ from mtrain_cli.training.plan import Choices, make_choices
 from mtrain_cli.training.progress import Progress
 
 
+if TYPE_CHECKING:
+    from mtrain_cli.profiling.training import TrainingProfile
+
+
 class NonFiniteError(RunError):
     """A step gave a loss or gradient that is not a number. Nothing of that step is kept."""
 
@@ -93,7 +97,7 @@ def train(config: Config, run_dir: RunDir, environment: Environment, resume: boo
             progress.message(f"resumed from the checkpoint of step {trainer.step}")
         nothing_left = trainer.step >= config.train.steps
         try:
-            ended = _loop(trainer, checkpointer, progress, writer, StopFlag(run_dir, environment))
+            ended = _loop(trainer, checkpointer, progress, writer, StopFlag(run_dir, environment), run_dir)
         finally:
             if writer is not None:
                 writer.close()
@@ -119,12 +123,16 @@ def _loop(
     progress: Progress,
     writer: MetricsWriter | None,
     stop_flag: StopFlag,
+    run_dir: RunDir,
 ) -> str:
     """Steps, metrics and checkpoints until the end or a request to stop; returns how it ended in a few words."""
     config = trainer.config
     saved = trainer.step if checkpointer.latest() == trainer.step else -1
     stop = False
+    profile = _profile(trainer, run_dir)
     while trainer.step < config.train.steps and not stop:
+        if profile is not None:
+            profile.before_step()
         started = time.perf_counter()
         try:
             result = trainer.train_step(stop_flag.requested())
@@ -141,9 +149,13 @@ def _loop(
             if problem:
                 progress.message(problem, warning=True)
         progress.step(metrics)
+        if profile is not None:
+            profile.after_step(seconds)
         every = config.train.checkpoint_every
         if every and trainer.step % every == 0 and trainer.step < config.train.steps and not stop:
             saved = _save(trainer, checkpointer, progress)
+    if profile is not None and (recorded := profile.finish()):
+        progress.message(recorded)
     finish = stop or config.train.checkpoint_at_end
     if finish and saved != trainer.step:
         saved = _save(trainer, checkpointer, progress)
@@ -153,6 +165,15 @@ def _loop(
     return (
         f"trained to step {trainer.step}" if trainer.step >= config.train.steps else f"stopped on request after step {trainer.step}, saved"
     )
+
+
+def _profile(trainer: Trainer, run_dir: RunDir) -> TrainingProfile | None:
+    """None where no step is to be recorded."""
+    if not trainer.config.profile.every:
+        return None
+    from mtrain_cli.profiling.training import TrainingProfile
+
+    return TrainingProfile(trainer, run_dir)
 
 
 def _save(trainer: Trainer, checkpointer: Checkpointer, progress: Progress) -> int:

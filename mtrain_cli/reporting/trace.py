@@ -1,0 +1,164 @@
+"""Records as a trace: `trace.json` for Perfetto and chrome://tracing, and one file a rank for HolisticTraceAnalysis.
+
+A process is a rank. Its first thread is the stream that computes; the others are the links, one lane for every message under way at once.
+An arrow leads from the send of a shard to its arrival. Every row but gaps and waits of no length is a slice, so that slices and rows agree.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+
+from mtrain_cli.parallel.recording import COMPUTING, GAP, ITERATION, PASS, RECEIVE, SEND
+from mtrain_cli.profiling.records import Recorded
+
+MOST_ROWS = 400_000  # what a browser still opens; beyond that only some layers are drawn
+FOLDER = "trace"
+_COMPUTE = 0
+_LANES = 100  # thread numbers of a link
+
+
+def write_trace(recorded: Recorded, path: Path) -> int:
+    """Draws the last sample of every case -> slices. Beside it, in a folder, the same by rank."""
+    rows = _last_samples(recorded)
+    events = list(_events(rows, recorded.summary))
+    info = {"mtrain": {"cases": [case["label"] for case in recorded.summary["cases"]], "layers": sorted(map(int, set(rows.layer) - {-1}))}}
+    _write(path, {"displayTimeUnit": "ms", "otherData": info, "traceEvents": events})
+    folder = path.parent / FOLDER
+    folder.mkdir(exist_ok=True)
+    by_rank: dict[int, list[dict[str, Any]]] = {}
+    for event in events:
+        by_rank.setdefault(event["pid"], []).append(event)
+    for rank, mine in by_rank.items():
+        found = {"rank": rank, "world_size": recorded.summary["workers"], "backend": "mtrain"}
+        _write(folder / f"rank-{rank}.json.gz", {"schemaVersion": 1, "distributedInfo": found, "traceEvents": mine})
+    return sum(event["ph"] == "X" for event in events)
+
+
+def _last_samples(recorded: Recorded) -> pandas.DataFrame:
+    """Rows of the last iteration of every case, of some layers if there are too many; `start_us` goes on from one case to the next."""
+    last: dict[int, int] = {}
+    for batch in recorded.batches(["case", "iteration"]):
+        for case in np.unique(batch["case"]):
+            last[int(case)] = max(last.get(int(case), -1), int(batch["iteration"][batch["case"] == case].max()))
+    parts = []
+    for frame in recorded.frames():
+        wanted = frame["iteration"].to_numpy() == np.array([last[c] for c in frame["case"]])
+        parts.append(frame[wanted])
+    rows = pandas.concat(parts, ignore_index=True) if parts else recorded.frame()
+    if len(rows) > MOST_ROWS:
+        layers = np.unique(rows.layer[rows.layer >= 0])
+        count = max(1, len(layers) * MOST_ROWS // len(rows))
+        rows = rows[rows.layer.isin([-1, *layers[np.linspace(0, len(layers) - 1, count).astype(int)]])]
+    rows = rows[(rows.phase != GAP)].copy()
+    begin = 0.0
+    for case in sorted(last):
+        mine = rows.case == case
+        rows.loc[mine, "start_us"] += begin
+        ends = (rows.start_us + rows.dur_us)[mine]
+        begin = float(ends.max()) * 1.02 if len(ends) else begin
+    return rows
+
+
+def _events(rows: pandas.DataFrame, summary: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    cases = [case["label"] for case in summary["cases"]]
+    rows = rows.assign(tid=_COMPUTE)
+    moved = rows.phase.isin([SEND, RECEIVE])
+    names: dict[tuple[int, int], str] = {}
+    for (rank, link, phase), mine in rows[moved].groupby(["rank", "link", "phase"], observed=True):
+        first = _LANES * (1 + 2 * list(rows.link.cat.categories).index(link) + (phase == RECEIVE))
+        lanes = _lanes(mine.start_us.to_numpy(), mine.dur_us.to_numpy())
+        rows.loc[mine.index, "tid"] = first + lanes
+        names.update({(int(rank), first + int(lane)): f"{link} {phase}" + f" {lane + 1}" * bool(lane) for lane in np.unique(lanes)})
+    for rank in sorted(set(rows["rank"])):
+        yield _meta(rank, 0, "process_name", f"rank {rank}")
+        yield _meta(rank, 0, "process_sort_index", int(rank), "sort_index")
+        yield _meta(rank, _COMPUTE, "thread_name", "attention")
+    for (rank, tid), name in sorted(names.items()):
+        yield _meta(rank, tid, "thread_name", name)
+        yield _meta(rank, tid, "thread_sort_index", tid, "sort_index")
+    order = {ITERATION: 0, PASS: 1}
+    rows = rows.assign(depth=[order.get(phase, 2) for phase in rows.phase]).sort_values(["rank", "tid", "start_us", "depth"])
+    for row in rows.itertuples():
+        if row.phase in COMPUTING and not row.dur_us > 0:
+            continue
+        yield {
+            "ph": "X", "cat": _category(row.phase), "name": _name(row), "pid": int(row.rank), "tid": int(row.tid),
+            "ts": round(row.start_us, 3), "dur": round(float(row.dur_us), 3), "args": _arguments(row, cases),
+        }  # fmt: skip
+    yield from _arrows(rows)
+
+
+def _category(phase: str) -> str:
+    return "message" if phase in (SEND, RECEIVE) else "span" if phase in (ITERATION, PASS) else "compute"
+
+
+def _name(row: Any) -> str:
+    if row.phase == PASS:
+        return f"layer {row.layer} {row.direction}"
+    if row.phase in (SEND, RECEIVE):
+        return f"{row.phase} {row.payload}"
+    return f"wait {row.link}".strip() if row.phase == "wait" else str(row.phase)
+
+
+def _arguments(row: Any, cases: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {"case": cases[row.case], "iteration": int(row.iteration), "layer": int(row.layer), "step": int(row.step)}
+    for name in ("shard", "peer"):
+        if getattr(row, name) >= 0:
+            found[name] = int(getattr(row, name))
+    for name in ("blocks", "columns", "pairs", "bytes"):
+        if getattr(row, name):
+            found[name] = int(getattr(row, name))
+    if row.late_us > 0:
+        found["late_us"] = round(float(row.late_us), 3)
+    return found
+
+
+def _lanes(start: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """A lane for every interval, so that those of one lane do not overlap."""
+    ends: list[float] = []
+    lanes = np.zeros(len(start), np.int64)
+    for at in np.argsort(start, kind="stable"):
+        # Times are written to the nanosecond.
+        lane = next((lane for lane, end in enumerate(ends) if end <= start[at] + 1e-3), len(ends))
+        if lane == len(ends):
+            ends.append(0.0)
+        ends[lane] = start[at] + length[at] + 2e-3
+        lanes[at] = lane
+    return lanes
+
+
+def _arrows(rows: pandas.DataFrame) -> Iterator[dict[str, Any]]:
+    """From the send of a shard to its arrival: the k-th between two ranks in a pass is the k-th that arrives."""
+    key = ["case", "iteration", "micro", "layer", "direction", "payload", "shard"]
+    hops = rows[rows.phase.isin([SEND, RECEIVE]) & (rows.peer >= 0)].sort_values("start_us")
+    sent, received = hops[hops.phase == SEND].copy(), hops[hops.phase == RECEIVE].copy()
+    sent["source"], sent["to"] = sent["rank"], sent["peer"]
+    received["source"], received["to"] = received["peer"], received["rank"]
+    both = [*key, "source", "to"]
+    for table in (sent, received):
+        table["turn"] = table.groupby(both, observed=True).cumcount()
+    pairs = sent.merge(received, on=[*both, "turn"], suffixes=("_s", "_r"))
+    for number, row in enumerate(pairs.itertuples()):
+        arrow = {"cat": "shard", "name": f"{row.payload}", "id": number}
+        begin = row.start_us_s
+        end = max(row.start_us_r + row.dur_us_r, begin)
+        yield {**arrow, "ph": "s", "pid": int(row.source), "tid": int(row.tid_s), "ts": round(begin, 3)}
+        yield {**arrow, "ph": "f", "bp": "e", "pid": int(row.to), "tid": int(row.tid_r), "ts": round(end, 3)}
+
+
+def _meta(rank: int, tid: int, kind: str, value: Any, key: str = "name") -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": int(rank), "tid": int(tid), "ts": 0, "args": {key: value}}
+
+
+def _write(path: Path, document: dict[str, Any]) -> None:
+    draft = path.with_name(f".{path.name}.part")
+    with gzip.open(draft, "wt") if path.suffix == ".gz" else draft.open("w") as file:
+        json.dump(document, file, separators=(",", ":"))
+    draft.replace(path)
