@@ -36,8 +36,9 @@ class RecordedSetup:
     """What the indices were recorded under, as far as a replay asks.
 
     seq: tokens of a sequence before padding. heads, kv_heads, head_dim: of the model. dtype_bytes: of the compute dtype. needs_out: of the
-    kernel (`traffic.Sizes`). layout, exchange, workers, per_node, block_size: of the topology. columns: per pattern, how many single
-    columns a head may have, None without a bound (`selection.ExchangeNeeds`). iteration: training step.
+    kernel (`traffic.Sizes`). layout, exchange, workers, per_node, block_size: of the topology. columns: per pattern label, how many
+    single columns a head may have, None without a bound (`selection.ExchangeNeeds`); a label that is absent has what it
+    uses. iteration: training step.
     """
 
     seq: int
