@@ -255,7 +255,7 @@ def test_what_does_not_fit_together_is_told():
         count_work(schedule, layout, masks, index, heads=HEADS)
     aligned = make_layout("contiguous", 3, SEQ, BLOCK, unit=BLOCK)
     masks = [SequenceMask.causal(SEQ, aligned.padded_seq)]
-    with pytest.raises(ValueError, match="An index of 16 blocks of 4 .* does not fit 18 blocks"):
+    with pytest.raises(ValueError, match=r"An index of 16 blocks of 4 .* does not fit 18 blocks"):
         count_work(schedule, aligned, masks, index, heads=HEADS)
     with pytest.raises(ValueError, match="Masks of "):
         count_work(schedule, layout, masks, None, heads=HEADS)
@@ -271,4 +271,4 @@ def test_a_sequence_of_padding_alone_is_no_work():
     masks = [SequenceMask.causal(0, 32)]
     for kind in ("vertical_slash", "bitmap", "dense"):
         work = count_work(options(Way("ring"), layout), layout, masks, index_of(kind, layout, 16, batch=1), heads=HEADS)["forward"]
-        assert not (work.pairs.any() or work.blocks.any() or work.columns.any() or work.column_pairs.any())
+        assert [int(t.sum()) for t in (work.pairs, work.blocks, work.columns, work.column_pairs)] == [0] * 4

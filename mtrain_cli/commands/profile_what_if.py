@@ -1,0 +1,205 @@
+"""`mtrain profile what-if`: recorded indices under other layouts, exchanges and worker counts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mtrain_cli.commands.profile import app
+from mtrain_cli.config.schema import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.table import Table
+
+    from mtrain_cli.profiling.index_file import RecordedIndices
+    from mtrain_cli.simulation.what_if import Replayed, Setup
+
+_MOST_WORKERS = 1024
+_BAR, _WIDEST = 32, 400  # characters
+
+
+@app.command("what-if")
+def what_if(
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="Folder of a profile, its name in measurements/ or runs/, or an index.npz.", show_default=False),
+    ],
+    layout: Annotated[str, typer.Option(metavar="NAME,...", help="Layouts to compare.")] = "contiguous,zigzag,striped",
+    exchange: Annotated[str, typer.Option(metavar="NAME,...", help="Exchanges to compare.")] = "ring,all_gather",
+    workers: Annotated[
+        str, typer.Option(metavar="N,...", help="Workers that share a sequence; as recorded if not given.", show_default=False)
+    ] = "",
+    per_node: Annotated[
+        int | None, typer.Option(metavar="N", help="Workers of a node; as recorded if not given.", min=1, show_default=False)
+    ] = None,
+    layers: Annotated[str, typer.Option(metavar="N,...", help="Layers to replay; all if not given.", show_default=False)] = "",
+    pattern: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Patterns to replay; all that were recorded if not given.", show_default=False)
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Replay the dynamic indices of a profile under other layouts, exchanges and worker counts, on this machine and without a GPU.
+
+    Work is counted exactly, in query-key pairs; times are not predicted. worker, step, total and critical are imbalance degrees of work,
+    largest over mean, of the forward and the backward pass; 1 is perfect. largest: share of the worker with most work, beside that of
+    perfect balance. sent: by the worker that sends most, in both passes of a layer. The bar shows the work of every worker.
+
+    [bold]Examples[/bold]
+
+      [cyan]mtrain profile what-if measurements/imbalance-20260101-120000[/cyan]
+          three layouts under two exchanges, on as many workers as recorded
+      [cyan]mtrain profile what-if RUN --exchange ring,hierarchical_ring --workers 8,32 --per-node 8 --layers 0,8,16[/cyan]
+          the same index on one node and on four
+    """
+    from rich.console import Console
+
+    from mtrain_cli.config.schema import EXCHANGES, LAYOUTS
+    from mtrain_cli.profiling.index_file import load_indices
+    from mtrain_cli.simulation.what_if import setups_of
+
+    layouts, exchanges = _names("--layout", layout, LAYOUTS), _names("--exchange", exchange, EXCHANGES)
+    counts = _numbers("--workers", workers)
+    for n in counts:
+        if not 1 <= n <= _MOST_WORKERS:
+            raise ConfigError(f"--workers {workers}: {n} is out of range; allowed: 1 to {_MOST_WORKERS}")
+    wanted = _numbers("--layers", layers)
+    recorded = load_indices(_index_file(run))
+    patterns = _names("--pattern", pattern, recorded.patterns) if pattern else list(recorded.patterns)
+    for name in patterns:
+        for layer in wanted:
+            if layer not in recorded.layers(name):
+                there = ", ".join(map(str, recorded.layers(name)))
+                raise ConfigError(f"--layers {layers}: layer {layer} of {name} was not recorded; allowed: {there}")
+    setups = list(setups_of(layouts, exchanges, counts or [recorded.setup.workers], per_node or recorded.setup.per_node))
+    console = Console(highlight=False, soft_wrap=True)
+    found = {name: _replay(recorded, name, setups, wanted or None) for name in patterns}
+    if as_json:
+        typer.echo(json.dumps(_document(recorded, found), indent=1))
+        return
+    for name, rows in found.items():
+        table = _table(recorded, name, rows)
+        # A row is one line on any terminal.
+        wide = Console(highlight=False, width=_WIDEST)
+        wide.width = wide.measure(table).maximum
+        wide.print(table)
+    console.print(_LEGEND)
+
+
+_LEGEND = (
+    "worker, step, total, critical: imbalance of work, largest over mean, 1 is perfect; means over layers. "
+    "sent: by one worker in both passes of a layer."
+)
+
+
+def _names(option: str, text: str, allowed: Sequence[str]) -> list[str]:
+    from mtrain_cli.config.suggest import did_you_mean
+
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise ConfigError(f"{option} {text!r}: names nothing; allowed: {', '.join(allowed)}")
+    for name in names:
+        if name not in allowed:
+            raise ConfigError(f"{option} {name}: unknown{did_you_mean(name, allowed)}; allowed: {', '.join(allowed)}")
+    return names
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    """Empty where nothing is given."""
+    parts = [part.strip() for part in text.split(",")] if text else []
+    for part in parts:
+        if not (part.isascii() and part.isdigit()):
+            raise ConfigError(f"{option} {text}: {part or 'an empty item'} is no number; give whole numbers such as 8,32")
+    return list(dict.fromkeys(map(int, parts)))
+
+
+def _index_file(run: Path) -> Path:
+    from mtrain_cli.profiling.records import INDEX
+
+    if run.is_file():
+        return run
+    folders = [run, *(Path(parent, run) for parent in ("measurements", "runs") if not run.is_absolute())]
+    for folder in folders:
+        if (folder / INDEX).is_file():
+            return folder / INDEX
+    if not any(folder.is_dir() for folder in folders):
+        raise ConfigError(f"RUN {run}: there is no such folder; give that of a profile, or its name in measurements/ or runs/")
+    raise ConfigError(f"RUN {run}: holds no {INDEX}; `mtrain profile imbalance` writes one beside its records")
+
+
+def _replay(recorded: RecordedIndices, pattern: str, setups: Sequence[Setup], layers: Sequence[int] | None) -> list[Replayed]:
+    from mtrain_cli.simulation.what_if import Unfit, replay
+
+    try:
+        return replay(recorded, pattern, setups, layers)
+    except Unfit as error:
+        option = "--" + error.about.replace("_", "-")
+        raise ConfigError(f"{option} {error.value}: {error}") from None
+
+
+def _table(recorded: RecordedIndices, pattern: str, rows: Sequence[Replayed]) -> Table:
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    setup, layers = recorded.setup, rows[0].layers
+    of_layers = f"layer {layers[0]}" if len(layers) == 1 else f"{len(layers)} layers"
+    title = f"{pattern}, seq {setup.seq}, {of_layers} of iteration {setup.iteration}, recorded with {setup.workers} workers, {setup.layout}"
+    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
+    for column in ("layout", "exchange"):
+        table.add_column(f"\n{column}")
+    table.add_column("\nworkers", justify="right")
+    for name in ("forward", "backward"):
+        for i, degree in enumerate(("worker", "step", "total", "critical")):
+            table.add_column(f"{name if not i else ''}\n{degree}", justify="right")
+    table.add_column("\nlargest", justify="right")
+    table.add_column("\nsent", justify="right")
+    table.add_column("work of\neach worker")
+    for row in rows:
+        degrees = [getattr(found.degrees, name) for found in row.passes.values() for name in ("worker", "step", "total", "critical")]
+        per_node = row.setup.per_node
+        nodes = f"{row.setup.workers // per_node}x{per_node}" if row.setup.workers > per_node else str(row.setup.workers)
+        table.add_row(
+            row.setup.layout,
+            row.exchange.partition(" (")[0],
+            nodes,
+            *(f"{degree:.2f}" for degree in degrees),
+            f"{row.shares.max():.1%} / {1 / row.setup.workers:.1%}",
+            _readable(sum(found.sent for found in row.passes.values())),
+            _bar(row.shares.tolist()),
+        )
+    return table
+
+
+def _readable(size: float) -> str:
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size:.0f} B"
+
+
+def _bar(shares: Sequence[float]) -> str:
+    """A character for every worker, as high as its share of the largest; for several neighbours where there are many, the most of them."""
+    together = -(-len(shares) // _BAR)
+    heights = [max(shares[i : i + together]) for i in range(0, len(shares), together)]
+    largest = max(heights) or 1.0
+    return "".join(" ▁▂▃▄▅▆▇█"[min(8, round(8 * height / largest))] for height in heights)
+
+
+def _document(recorded: RecordedIndices, found: dict[str, list[Replayed]]) -> dict[str, Any]:
+    import dataclasses
+
+    setup = recorded.setup
+    cases = []
+    for pattern, rows in found.items():
+        for row in rows:
+            passes = {
+                name: {**dataclasses.asdict(of_pass.degrees), "pairs": of_pass.pairs.tolist(), "sent_bytes": round(of_pass.sent)}
+                for name, of_pass in row.passes.items()
+            }
+            case = {"pattern": pattern, **dataclasses.asdict(row.setup), "exchange_options": row.exchange, "padded_seq": row.padded_seq}
+            cases.append({**case, "layers": list(row.layers), **passes, "shares": row.shares.round(6).tolist()})
+    return {"schema": 1, "kind": "what-if", "recorded": {"path": str(recorded.path), **dataclasses.asdict(setup)}, "cases": cases}

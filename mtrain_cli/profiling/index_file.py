@@ -1,0 +1,248 @@
+"""`index.npz` of a profile: the dynamic indices of one iteration as they were, for replay under other layouts and exchanges.
+
+An archive of NumPy arrays, written layer by layer: ``about`` (JSON: schema, shapes, the recorded setup, which entries exist), ``lengths``,
+``padded``, ``mask<i>`` (of each sequence the starts of runs of `SequenceMask.first` and their values, int64 [2, runs]), and for entry i
+either ``<i>.slashes`` (bits packed along the diagonals, uint8) with ``<i>.bars`` (int32), or ``<i>.bits`` (bits packed along the key
+blocks) with ``<i>.rows``. Vertical-slash indices take kilobytes a layer; a bitmap takes a bit a pair of blocks and head before compression.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import zipfile
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from mtrain_cli.attention.index import BlockBitmap, Index, VerticalSlash
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.config.schema import ConfigError
+
+INDEX_SCHEMA = 1
+_KIND = "mtrain indices"
+# Whatever NumPy, zipfile, json or a constructor makes of another file: an array, a pickle, a damaged or foreign archive.
+_FOREIGN = (ValueError, KeyError, TypeError, AttributeError, IndexError, EOFError, OSError, zipfile.BadZipFile, zlib.error, RuntimeError)
+
+
+@dataclass(frozen=True)
+class RecordedSetup:
+    """What the indices were recorded under, as far as a replay asks.
+
+    seq: tokens of a sequence before padding. heads, kv_heads, head_dim: of the model. dtype_bytes: of the compute dtype. needs_out: of the
+    kernel (`traffic.Sizes`). layout, exchange, workers, per_node, block_size: of the topology. columns: per pattern label, how many
+    single columns a head may have, None without a bound (`selection.ExchangeNeeds`); a label that is absent has what it
+    uses. iteration: training step.
+    """
+
+    seq: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype_bytes: int
+    workers: int
+    per_node: int
+    layout: str
+    exchange: str
+    block_size: int = 128
+    needs_out: bool = False
+    columns: Mapping[str, int | None] = field(default_factory=dict)
+    iteration: int = 0
+
+
+@dataclass(frozen=True)
+class RecordedIndices:
+    """An index file. masks: of the batch, as padded when it was recorded. entries: (pattern label, layer), as recorded."""
+
+    path: Path
+    setup: RecordedSetup
+    masks: tuple[SequenceMask, ...]
+    entries: tuple[tuple[str, int], ...]
+    _stored: dict[tuple[str, int], tuple[dict[str, Any], ...]] = field(repr=False, compare=False)
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(label for label, _ in self.entries))
+
+    def layers(self, pattern: str) -> tuple[int, ...]:
+        """Ascending."""
+        return tuple(sorted(layer for label, layer in self.entries if label == pattern))
+
+    def block(self, pattern: str) -> int | None:
+        """Tokens of a block of its indices; None if it is dense."""
+        return next(self._stored[entry][0].get("block") for entry in self.entries if entry[0] == pattern)
+
+    def index(self, pattern: str, layer: int) -> Index | None:
+        """Read now; None: dense. Parts of a bitmap that workers recorded apart are one.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
+        parts = self._stored[pattern, layer]
+        if parts[0]["kind"] == "dense":
+            return None
+        try:
+            with np.load(self.path) as file:
+                found = [_unpacked(part, file) for part in parts]
+            return found[0] if len(found) == 1 else _joined(found)
+        except _FOREIGN as error:
+            raise ConfigError(f"{self.path}: layer {layer} of {pattern} is damaged; record it again") from error
+
+
+class IndexWriter:
+    """Writes an index file, one layer after the other, in a ``with`` statement. The file appears complete at its end, or not at all."""
+
+    def __init__(self, path: Path, setup: RecordedSetup, masks: Sequence[SequenceMask]) -> None:
+        self._path, self._draft = Path(path), Path(path).with_suffix(".part")
+        self._setup, self._masks = setup, masks
+        self._entries: list[dict[str, Any]] = []
+        self._file: zipfile.ZipFile | None = None
+
+    def __enter__(self) -> IndexWriter:
+        self._file = zipfile.ZipFile(self._draft, "w", zipfile.ZIP_DEFLATED)
+        return self
+
+    def add(self, pattern: str, layer: int, index: Index | None) -> None:
+        """index: None for dense attention. Of a bitmap whose query blocks are spread over workers, each part is added by itself."""
+        number = len(self._entries)
+        entry: dict[str, Any] = {"pattern": pattern, "layer": layer, "kind": "dense"}
+        if index is not None:
+            entry |= {"kind": type(index).__name__, "block": index.block, "blocks": index.blocks}
+            for name, values in _packed(index).items():
+                self._write(f"{number}.{name}", values)
+        self._entries.append(entry)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        assert self._file is not None
+        try:
+            if kind is None:
+                for row, mask in enumerate(self._masks):
+                    starts = np.flatnonzero(np.diff(mask.first, prepend=-1))
+                    self._write(f"mask{row}", np.stack([starts, mask.first[starts]]))
+                self._write("lengths", np.array([mask.length for mask in self._masks], np.int64))
+                self._write("padded", np.array([mask.padded for mask in self._masks], np.int64))
+                about = {"kind": _KIND, "schema": INDEX_SCHEMA, "setup": dataclasses.asdict(self._setup), "entries": self._entries}
+                self._write("about", np.array(json.dumps(about)))
+        finally:
+            self._file.close()
+            if kind is not None:
+                self._draft.unlink(missing_ok=True)
+        if kind is None:
+            self._draft.replace(self._path)
+
+    def _write(self, name: str, values: np.ndarray) -> None:
+        assert self._file is not None, "IndexWriter is used in a `with` statement"
+        with self._file.open(f"{name}.npy", "w", force_zip64=True) as entry:
+            np.lib.format.write_array(entry, values, allow_pickle=False)
+
+
+def save_indices(path: Path, setup: RecordedSetup, masks: Sequence[SequenceMask], indices: Iterable[tuple[str, int, Index | None]]) -> None:
+    """Writes exactly that file. indices: (pattern label, layer, index), made one at a time where they are many."""
+    with IndexWriter(path, setup, masks) as writer:
+        for pattern, layer, index in indices:
+            writer.add(pattern, layer, index)
+
+
+def load_indices(path: Path) -> RecordedIndices:
+    """Opens what `IndexWriter` wrote; indices themselves are read when they are asked for.
+
+    Raises:
+        ConfigError: there is no such file, or it is damaged, foreign or of another schema.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"{path}: there is no such file")
+    try:
+        with np.load(path) as file:
+            about = json.loads(str(file["about"]))
+            if about["kind"] != _KIND:
+                raise ValueError(about["kind"])
+            if about["schema"] != INDEX_SCHEMA:
+                raise ConfigError(f"{path}: has schema {about['schema']}, this version of mtrain reads {INDEX_SCHEMA}; record it again")
+            setup = RecordedSetup(**about["setup"])
+            masks = tuple(
+                _mask(file[f"mask{row}"], int(length), int(padded))
+                for row, (length, padded) in enumerate(zip(file["lengths"], file["padded"], strict=True))
+            )
+            stored: dict[tuple[str, int], list[dict[str, Any]]] = {}
+            for number, entry in enumerate(about["entries"]):
+                stored.setdefault((str(entry["pattern"]), int(entry["layer"])), []).append(entry | {"number": number})
+            _check(setup, masks, stored, set(file.files))
+    except ConfigError:
+        raise
+    except _FOREIGN as error:
+        raise ConfigError(f"{path}: holds no indices of mtrain, or is damaged") from error
+    return RecordedIndices(path, setup, masks, tuple(stored), {key: tuple(parts) for key, parts in stored.items()})
+
+
+def _check(
+    setup: RecordedSetup, masks: Sequence[SequenceMask], stored: Mapping[tuple[str, int], Sequence[dict[str, Any]]], present: set[str]
+) -> None:
+    """Raises ValueError or KeyError where parts of the file contradict each other."""
+    numbers = (setup.seq, setup.heads, setup.kv_heads, setup.head_dim, setup.dtype_bytes, setup.workers, setup.per_node, setup.block_size)
+    if not all(isinstance(n, int) and n >= 1 for n in numbers) or setup.heads % setup.kv_heads:
+        raise ValueError("shapes")
+    if not masks or not stored or any(mask.length > setup.seq or mask.padded < setup.seq for mask in masks):
+        raise ValueError("masks")
+    for parts in stored.values():
+        for part in parts:
+            names = {"dense": (), "VerticalSlash": ("slashes", "bars"), "BlockBitmap": ("bits", "rows")}[part["kind"]]
+            if not {f"{part['number']}.{name}" for name in names} <= present:
+                raise ValueError("arrays")
+            if names and part["block"] * part["blocks"] < masks[0].padded:
+                raise ValueError("blocks")
+
+
+def _mask(runs: np.ndarray, length: int, padded: int) -> SequenceMask:
+    starts, values = runs
+    counts = np.diff(starts, append=padded)
+    if not 0 <= length <= padded or (len(starts) and starts[0] != 0) or (counts < 0).any() or counts.sum() != padded:
+        raise ValueError("masks")
+    first = np.repeat(values, counts)
+    if (first < 0).any() or (first[:length] > np.arange(length)).any():
+        raise ValueError("masks")
+    return SequenceMask(first, length)
+
+
+def _packed(index: Index) -> dict[str, np.ndarray]:
+    arrays = {name: tensor.cpu().numpy() for name, tensor in index.tensors().items()}
+    if isinstance(index, VerticalSlash):
+        used = int((arrays["bars"] < index.blocks * index.block).sum(-1).max(initial=0))
+        return {"slashes": np.packbits(arrays["slashes"], axis=-1), "bars": arrays["bars"][..., :used].astype(np.int32)}
+    assert isinstance(index, BlockBitmap)
+    return {"bits": np.packbits(arrays["bits"], axis=-1), "rows": arrays["rows"].astype(np.int32)}
+
+
+def _unpacked(part: Mapping[str, Any], file: Any) -> Index:
+    block, blocks, number = int(part["block"]), int(part["blocks"]), part["number"]
+    if part["kind"] == "VerticalSlash":
+        slashes, bars = file[f"{number}.slashes"], file[f"{number}.bars"]
+        if bars.dtype != np.int32 or bars.shape[:2] != slashes.shape[:2] or slashes.shape[2:] != (-(-blocks // 8),) or (bars < 0).any():
+            raise ValueError("bars")
+        return VerticalSlash(block, blocks, _bits(slashes, blocks), torch.from_numpy(bars))
+    bits, rows = file[f"{number}.bits"], file[f"{number}.rows"]
+    if bits.shape[2:] != (len(rows), -(-blocks // 8)) or not ((rows >= 0) & (rows < blocks)).all():
+        raise ValueError("rows")
+    return BlockBitmap(block, blocks, _bits(bits, blocks), torch.from_numpy(rows))
+
+
+def _bits(packed: np.ndarray, blocks: int) -> torch.Tensor:
+    return torch.from_numpy(np.unpackbits(packed, axis=-1, count=blocks).view(np.bool_))
+
+
+def _joined(parts: Sequence[Index]) -> BlockBitmap:
+    bitmaps = [part for part in parts if isinstance(part, BlockBitmap)]
+    if len(bitmaps) < len(parts):
+        raise ValueError("an index has one form")
+    rows = torch.cat([part.rows for part in bitmaps])
+    if len(rows.unique()) < len(rows):
+        raise ValueError("a query block was recorded twice")
+    order = rows.argsort()
+    bits = torch.cat([part.bits for part in bitmaps], 2).index_select(2, order)
+    return BlockBitmap(bitmaps[0].block, bitmaps[0].blocks, bits, rows[order])

@@ -1,0 +1,254 @@
+"""What if: recorded indices under other layouts, exchanges and worker counts, as exact work and bytes, not as time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import fmean
+
+import numpy as np
+import torch
+
+from mtrain_cli.attention.bars import COLUMN_TILE
+from mtrain_cli.attention.index import BlockBitmap, Index, VerticalSlash
+from mtrain_cli.attention.kernel import IndexRequest
+from mtrain_cli.attention.mask import IntArray, SequenceMask
+from mtrain_cli.config.schema import ConfigError, TopologyConfig
+from mtrain_cli.parallel.layout import Layout, make_layout
+from mtrain_cli.parallel.schedule import Schedule, make_schedule
+from mtrain_cli.parallel.selection import ExchangeChoice, ExchangeNeeds, choose_exchange
+from mtrain_cli.parallel.traffic import Sizes, pass_bytes
+from mtrain_cli.profiling.imbalance import Imbalance, imbalance
+from mtrain_cli.profiling.index_file import RecordedIndices
+from mtrain_cli.simulation.work import BACKWARD, FLOP_PER_PAIR, FORWARD, StepWork, WorkCounter
+
+PASSES = (FORWARD, BACKWARD)
+_SUM_BYTES = 4  # gradients of columns are added up in float32
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One configuration to replay under. exchange: a value of ``topology.exchange``. per_node: ranks of a node."""
+
+    layout: str
+    exchange: str
+    workers: int
+    per_node: int
+
+
+@dataclass(frozen=True)
+class ReplayedPass:
+    """One pass. degrees: of work, the mean over layers; columns that are gathered once are one step more in which workers are compared, and
+    none of the steps that a worker's are compared with. pairs: int64 [workers], of all layers. sent: bytes that the worker that sends
+    most sends a layer, in the mean over layers, gathered columns included.
+    """
+
+    degrees: Imbalance
+    pairs: IntArray
+    sent: float
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One configuration. exchange: with the options that ``auto`` chose. padded_seq: tokens that are dealt. passes: by name."""
+
+    setup: Setup
+    exchange: str
+    padded_seq: int
+    layers: tuple[int, ...]
+    passes: dict[str, ReplayedPass]
+
+    @property
+    def flop(self) -> IntArray:
+        """int64 [workers], both passes over head_dim."""
+        return sum((FLOP_PER_PAIR[name] * found.pairs for name, found in self.passes.items()), np.zeros(self.setup.workers, np.int64))
+
+    @property
+    def shares(self) -> np.ndarray:
+        """[workers], of the work of both passes in FLOP."""
+        return self.flop / max(1, int(self.flop.sum()))
+
+
+class Unfit(ValueError):
+    """A configuration that cannot be. about, value: which field of `Setup` is to blame."""
+
+    def __init__(self, setup: Setup, about: str, reason: str) -> None:
+        super().__init__(reason)
+        self.about, self.value = about, getattr(setup, about)
+
+
+@dataclass(frozen=True)
+class _Case:
+    setup: Setup
+    layout: Layout
+    choice: ExchangeChoice
+    schedule: Schedule
+    counter: WorkCounter
+    sizes: Sizes
+
+    @cached_property
+    def scheduled(self) -> dict[str, int]:
+        """Bytes that the worker which sends most sends in each pass, without columns."""
+        ranks = range(self.setup.workers)
+        return {name: max(pass_bytes(self.schedule, r, self.sizes, backward=name == BACKWARD) for r in ranks) for name in PASSES}
+
+    def sent(self, direction: str, index: Index | None) -> float:
+        """The same under an index, with the columns that are gathered."""
+        largest = self.scheduled[direction]
+        if not self.counter.gathers_columns or not isinstance(index, VerticalSlash):
+            return largest
+        # An all-reduce sends every number about twice.
+        width, groups = -(-index.bars.shape[-1] // COLUMN_TILE) * COLUMN_TILE, self.counter.groups
+        numbers = 2 * index.heads[0] * (index.heads[1] // self.schedule.heads) * width * self.sizes.head_dim
+        return largest + 2 * (groups - 1) / groups * numbers * (_SUM_BYTES if direction == BACKWARD else self.sizes.dtype_bytes)
+
+
+def replay(
+    recorded: RecordedIndices,
+    pattern: str,
+    setups: Sequence[Setup],
+    layers: Sequence[int] | None = None,
+) -> list[Replayed]:
+    """pattern: a label of the file. layers: None for all.
+
+    Raises:
+        Unfit: one of the configurations cannot be.
+        ConfigError: the file is damaged, or holds a part of an index only.
+    """
+    layers = tuple(recorded.layers(pattern) if layers is None else layers)
+    first = _index(recorded, pattern, layers[0])
+    cases = [_case(recorded, pattern, setup, first) for setup in setups]
+    found: list[dict[str, list[tuple[Imbalance, IntArray, float]]]] = [{name: [] for name in PASSES} for _ in cases]
+    for layer in layers:
+        index = _index(recorded, pattern, layer)
+        for case, passes in zip(cases, found, strict=True):
+            fitted = None if index is None else resized(index, case.counter.blocks)
+            for name, work in case.counter.count(fitted).items():
+                passes[name].append((degrees(work), work.total_pairs, case.sent(name, fitted)))
+    return [
+        Replayed(case.setup, case.choice.label, case.layout.padded_seq, layers, {name: _mean(passes[name]) for name in PASSES})
+        for case, passes in zip(cases, found, strict=True)
+    ]
+
+
+def degrees(work: StepWork) -> Imbalance:
+    """Imbalance of the pairs of one pass of a layer."""
+    across = imbalance(np.column_stack([work.pairs, work.column_pairs]))
+    return replace(across, step=imbalance(work.pairs).step)
+
+
+def _mean(layers: Sequence[tuple[Imbalance, IntArray, float]]) -> ReplayedPass:
+    of_layers = [d for d, _, _ in layers]
+    mean = Imbalance(**{name: fmean(getattr(d, name) for d in of_layers) for name in ("worker", "step", "total", "critical")})
+    return ReplayedPass(mean, np.sum([pairs for _, pairs, _ in layers], axis=0), fmean(sent for _, _, sent in layers))
+
+
+def _index(recorded: RecordedIndices, pattern: str, layer: int) -> Index | None:
+    index = recorded.index(pattern, layer)
+    if isinstance(index, BlockBitmap) and len(index.rows) < index.blocks:
+        raise ConfigError(
+            f"{recorded.path}: layer {layer} of {pattern} has {len(index.rows)} of {index.blocks} query blocks; a replay needs all of them"
+        )
+    if index is not None and index.heads != (len(recorded.masks), recorded.setup.heads):
+        raise ConfigError(f"{recorded.path}: layer {layer} of {pattern} is damaged; record it again")
+    return index
+
+
+def _case(recorded: RecordedIndices, pattern: str, setup: Setup, index: Index | None) -> _Case:
+    made, block = recorded.setup, None if index is None else index.block
+    width = index.bars.shape[-1] if isinstance(index, VerticalSlash) else 0
+    workers, per_node = setup.workers, min(setup.per_node, setup.workers)
+    piece = block or (made.block_size if setup.layout == "striped" else 1)
+    if workers * piece > made.seq:
+        most = max(1, made.seq // piece)
+        raise Unfit(setup, "workers", f"{made.seq} tokens in blocks of {piece} cannot be dealt to so many; allowed: 1 to {most}")
+    if workers % per_node:
+        divisors = ", ".join(str(n) for n in range(1, workers + 1) if workers % n == 0)
+        raise Unfit(setup, "per_node", f"does not divide {workers} workers; allowed: {divisors}")
+    if block and setup.layout == "striped" and made.block_size % block:
+        raise Unfit(setup, "layout", f"its stripes of {made.block_size} tokens, as recorded, do not hold whole blocks of {block}")
+    layout = make_layout(setup.layout, workers, made.seq, made.block_size, unit=block or 1)
+    needs = ExchangeNeeds(
+        workers=workers,
+        per_node=per_node,
+        tokens=layout.padded_seq * len(recorded.masks),
+        heads=made.heads,
+        kv_heads=made.kv_heads,
+        head_dim=made.head_dim,
+        dtype_bytes=made.dtype_bytes,
+        index=IndexRequest(block, isinstance(index, BlockBitmap)) if block else None,
+        columns=made.columns.get(pattern, width),
+        needs_out=made.needs_out,
+    )
+    choice = _choice(setup, needs)
+    schedule = make_schedule(choice.name, choice.options(workers))
+    masks = [repadded(mask, layout.padded_seq) for mask in recorded.masks]
+    counter = WorkCounter.make(schedule, layout, masks, made.heads, block, shared_columns=choice.shared_columns)
+    tokens = layout.tokens_per_worker * len(masks)
+    return _Case(
+        setup, layout, choice, schedule, counter,
+        Sizes(tokens, made.heads, made.kv_heads, made.head_dim, made.dtype_bytes, made.needs_out),
+    )  # fmt: skip
+
+
+def _choice(setup: Setup, needs: ExchangeNeeds) -> ExchangeChoice:
+    try:
+        return choose_exchange(_topology(setup), needs)
+    except ConfigError:
+        fitting = []
+        for workers in range(1, needs.heads + 1):
+            per_node = min(setup.per_node, workers)
+            if workers % per_node == 0 and _accepted(replace(setup, workers=workers), replace(needs, workers=workers, per_node=per_node)):
+                fitting.append(str(workers))
+        raise Unfit(
+            setup,
+            "exchange",
+            f"cannot share {needs.heads} query heads and {needs.kv_heads} key-value heads among {setup.workers} workers in nodes of "
+            f"{needs.per_node}; allowed with it: --workers {','.join(fitting)}",
+        ) from None
+
+
+def _accepted(setup: Setup, needs: ExchangeNeeds) -> bool:
+    try:
+        choose_exchange(_topology(setup), needs)
+    except ConfigError:
+        return False
+    return True
+
+
+def _topology(setup: Setup) -> TopologyConfig:
+    return TopologyConfig(
+        device="auto", workers=setup.workers, context_parallel="auto", gpus_per_node=setup.per_node, layout=setup.layout,
+        exchange=setup.exchange, ulysses="auto", chunks="auto", prefetch=1, circulates="auto", columns="auto", block_size=0, timeout_s=0,
+    )  # fmt: skip
+
+
+def repadded(mask: SequenceMask, padded: int) -> SequenceMask:
+    """The same sequence in another number of positions, at least its length."""
+    first = np.zeros(padded, np.int64)
+    first[: mask.length] = mask.first[: mask.length]
+    return SequenceMask(first, mask.length)
+
+
+def resized(index: Index, blocks: int) -> Index:
+    """The same choice in a sequence of another number of blocks, which only padding is added to or taken from."""
+    if blocks == index.blocks:
+        return index
+    more = max(0, blocks - index.blocks)
+    if isinstance(index, BlockBitmap):
+        bits = torch.nn.functional.pad(index.bits, (0, more, 0, more))[:, :, :blocks, :blocks]
+        return BlockBitmap.whole(index.block, bits.contiguous())
+    assert isinstance(index, VerticalSlash)
+    slashes = torch.nn.functional.pad(index.slashes, (0, more))[..., :blocks]
+    # What fills the unused width is the end of the sequence.
+    unused = min(blocks, index.blocks) * index.block
+    return VerticalSlash(index.block, blocks, slashes, index.bars.masked_fill(index.bars >= unused, blocks * index.block))
+
+
+def setups_of(layouts: Sequence[str], exchanges: Sequence[str], workers: Sequence[int], per_node: int) -> Iterator[Setup]:
+    """Every combination, worker counts outermost."""
+    for n in workers:
+        for layout in layouts:
+            for exchange in exchanges:
+                yield Setup(layout, exchange, n, per_node)
