@@ -185,7 +185,8 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, dout):
         call: ContextAttention = ctx.call
         recorder = call.exchange.recorder
+        saved = ctx.saved_tensors  # where nothing was kept, this runs the forward pass once more
         with nullcontext() if recorder is None else recorder.attention_pass(ctx.layer, BACKWARD):
-            gradients = call.exchange.backward(dout.contiguous(), ctx.saved_tensors, ctx.work, call.kernel, ctx.scale, f"layer {ctx.layer}")
+            gradients = call.exchange.backward(dout.contiguous(), saved, ctx.work, call.kernel, ctx.scale, f"layer {ctx.layer}")
         call.done(ctx.layer)
         return *gradients, None, None, None

@@ -36,8 +36,8 @@ DIRECTIONS = ("", FORWARD, RECOMPUTE, BACKWARD)
 class Message:
     """What a wait or a message is about.
 
-    link: channel. shard, leaving: whose arrives and whose is sent, -1 for a collective. to, source: ranks, -1 for a collective. sent, received: bytes. number: of the transfer
-    among those of its pass, negative for what is in no schedule. peers: ranks of a collective.
+    link: channel. shard, leaving: whose arrives and whose is sent, -1 for a collective. to, source: ranks, -1 for a collective. sent,
+    received: bytes. number: of the transfer among those of its pass, negative for what is in no schedule. peers: ranks of a collective.
     """
 
     link: str = ""
@@ -125,10 +125,12 @@ class Recorder:
             self._forwards.add((self._micro, layer))
         before = self._layer, self._direction
         self._layer, self._direction = layer, direction
-        with self._timed(PASS, -1, NOTHING):
-            yield
-        self._layer, self._direction = before
-        assert not self._under_way, "a transfer outlived its pass"
+        try:
+            with self._timed(PASS, -1, NOTHING):
+                yield
+        finally:
+            # Recomputation ends by an exception when it has what it is there for.
+            self._layer, self._direction = before
 
     def span(self, kind: str, step: int, message: Message = NOTHING) -> AbstractContextManager[None]:
         """What is queued inside, or on a CPU done, is one span of the pass at hand."""
@@ -140,9 +142,11 @@ class Recorder:
             yield
             return
         began = self.now()
-        with ranges.span(kind, self._direction, message.link, step):
-            yield
-        self._add(kind, step, message, began, self.now())
+        try:
+            with ranges.span(kind, self._direction, message.link, step):
+                yield
+        finally:
+            self._add(kind, step, message, began, self.now())
 
     def posted(self, step: int, message: Message) -> None:
         """A transfer has been posted, behind what has been queued so far."""

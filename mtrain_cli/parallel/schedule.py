@@ -8,9 +8,13 @@ per_node + local.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
+from typing import TypeVar
+
+T = TypeVar("T")
 
 CONTEXT, INNER, OUTER = "context", "inner", "outer"  # all ranks; those of a node; counterparts, one of each node
 KV, DKV, QUERIES, DQ, HEADS = "kv", "dkv", "queries", "dq", "heads"  # payloads; heads is a channel too
@@ -72,19 +76,43 @@ class Step:
 Steps = tuple[Step, ...]
 
 
+class PerRank(Sequence[T]):
+    """One thing for every rank, made when it is asked for: a rank of a thousand executes its own schedule only."""
+
+    def __init__(self, ranks: int, make: Callable[[int], T]) -> None:
+        self._make = make
+        self._made: list[T | None] = [None] * ranks
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def __getitem__(self, rank):
+        if isinstance(rank, slice):
+            return tuple(self[r] for r in range(*rank.indices(len(self))))
+        found = self._made[rank]
+        if found is None:
+            found = self._made[rank] = self._make(rank % len(self))
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PerRank) and tuple(self) == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 @dataclass(frozen=True)
 class Schedule:
     """forward[rank], backward[rank]: the steps of that rank. keeps[rank]: the key shards that it holds between the two.
 
-    heads: how many ranks share heads by all-to-all (Ulysses) before anything else moves; 1 = none.
+    All ranks have as many steps, with transfers on the same channels. heads: how many ranks share heads by all-to-all (Ulysses) before anything else moves; 1 = none.
     """
 
     exchange: str
     workers: int
     per_node: int
-    forward: tuple[Steps, ...]
-    backward: tuple[Steps, ...]
-    keeps: tuple[tuple[int, ...], ...]
+    forward: Sequence[Steps]
+    backward: Sequence[Steps]
+    keeps: Sequence[tuple[int, ...]]
     circulates: str = KV
     heads: int = 1
 
@@ -95,7 +123,7 @@ class Schedule:
     @property
     def channels(self) -> tuple[str, ...]:
         """Those on which keys or queries move, between the ranks that share no heads."""
-        steps = [step for rank in (*self.forward, *self.backward) for step in rank]
+        steps = (*self.forward[0], *self.backward[0])
         named = {t.channel for step in steps for t in (*step.post, *step.send)}
         return tuple(channel for channel in (CONTEXT, INNER, OUTER) if channel in named)
 
@@ -201,8 +229,8 @@ def _gather(name: str, options: Options, nodes: int) -> Schedule:
             ready = following
         return tuple(result)
 
-    forward, backward = (tuple(steps(r, b) for r in everyone) for b in (False, True))
-    return Schedule(name, workers, options.per_node, forward, backward, tuple((r,) for r in everyone))
+    forward, backward = (PerRank(workers, partial(steps, backward=b)) for b in (False, True))
+    return Schedule(name, workers, options.per_node, forward, backward, PerRank(workers, lambda r: (r,)))
 
 
 def ring(options: Options) -> Schedule:
@@ -218,15 +246,12 @@ def hierarchical_ring(options: Options) -> Schedule:
 
 
 def _rings(name: str, options: Options, nodes: int) -> Schedule:
-    ranks = range(options.workers)
     rings = _Rings(nodes, options.workers // nodes, options.prefetch, CONTEXT if name == "ring" else INNER)
-    forward = tuple(rings.forward(r) for r in ranks)
-    if options.circulates == QUERIES:
-        backward = tuple(rings.backward_of_queries(r) for r in ranks)
-    else:
-        backward = tuple(rings.backward_of_keys(r) for r in ranks)
-    keeps = tuple((r,) if options.circulates == QUERIES else forward[r][-1].keys for r in ranks)
-    return Schedule(name, options.workers, options.per_node, forward, backward, keeps, options.circulates)
+    queries, workers = options.circulates == QUERIES, options.workers
+    forward = PerRank(workers, rings.forward)
+    backward = PerRank(workers, rings.backward_of_queries if queries else rings.backward_of_keys)
+    keeps = PerRank(workers, lambda r: (r,) if queries else forward[r][-1].keys)
+    return Schedule(name, workers, options.per_node, forward, backward, keeps, options.circulates)
 
 
 @dataclass(frozen=True)
@@ -413,8 +438,8 @@ def _share_heads(inner: Schedule, options: Options) -> Schedule:
         back = replace(trade, number=sum(len(s.transfers) for s in result), sends=peers, receives=trade.sends)
         return (*result, Step((), (), post=(back,), wait=(back.number,)))
 
-    def spread(of_groups: tuple[Steps, ...]) -> tuple[Steps, ...]:
-        return tuple(lifted(steps, group, place) for group, steps in enumerate(of_groups) for place in range(heads))
+    def spread(of_groups: Sequence[Steps]) -> Sequence[Steps]:
+        return PerRank(options.workers, lambda r: lifted(of_groups[r // heads], r // heads, r % heads))
 
     return Schedule(
         inner.exchange,
@@ -422,7 +447,7 @@ def _share_heads(inner: Schedule, options: Options) -> Schedule:
         options.per_node,
         spread(inner.forward),
         spread(inner.backward),
-        tuple(members(kept) for kept in inner.keeps for _ in range(heads)),
+        PerRank(options.workers, lambda r: members(inner.keeps[r // heads])),
         inner.circulates,
         heads,
     )

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 
+from mtrain_cli.attention.index import BlockBitmap, Index
+from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.profiling import records
 from mtrain_cli.profiling.analysis import analyse
+from mtrain_cli.profiling.index_file import RecordedSetup, save_indices
 from mtrain_cli.profiling.measure import ATTENTION_ONLY, Bench, Case, Plan, slowest
 from mtrain_cli.profiling.work import Estimated, own_work
 from mtrain_cli.reporting.trace import write_trace
@@ -139,6 +143,64 @@ class Leaving:
         return self._document
 
     def _save_indices(self) -> None:
-        """Writes the indices of the last sample, those of the first context group: one set for each pattern."""
-        for case in self.cases:
-            del case
+        """Writes the indices of the last sample, those of the first forward pass of the first context group: one set for each pattern."""
+        first = self.cases[0]
+        chosen = {case.config.sparsity.pattern: case for case in reversed(self.cases) if case.config.seq == first.config.seq}
+        cases = [chosen[name] for name in dict.fromkeys(case.config.sparsity.pattern for case in self.cases) if name in chosen]
+        cases = [case for case in cases if case.number in self._last]
+        if not cases:
+            return
+        masks, _ = self._last[cases[0].number][0]
+        columns = {case.config.sparsity.pattern: _most_columns(case.config) for case in cases}
+        setup = RecordedSetup(
+            seq=first.config.seq,
+            heads=first.config.model.num_heads,
+            kv_heads=first.config.model.num_kv_heads,
+            head_dim=first.config.model.head_dim,
+            dtype_bytes=first.choices.dtype.itemsize,
+            workers=self.bench.environment.cp,
+            per_node=first.exchange.schedule.per_node,
+            layout=first.config.topology.layout,
+            exchange=first.exchange.schedule.exchange,
+            block_size=first.config.topology.block_size,
+            needs_out=first.choices.kernel.needs_out,
+            columns={name: most for name, most in columns.items() if most != 0},
+        )
+        found = self._parts_of_indices(cases)
+        if self.first:
+            save_indices(self.folder / records.INDEX, setup, masks, found)
+        else:
+            for _ in found:
+                pass
+
+    def _parts_of_indices(self, cases: Sequence[Case]) -> Iterator[tuple[str, int, Index | None]]:
+        """Layer by layer, called alike by all workers; on the first one everything that is there."""
+        e = self.bench.environment
+        for case in cases:
+            _, indices = self._last[case.number][0]
+            for layer in self._layers(case):
+                index = indices.get(layer) if indices is not None else None
+                mine = index.to("cpu") if index is not None and e.rank < e.cp and (self.first or _in_parts(index)) else None
+                everyone: list[Index | None] | None = [None] * e.workers if self.first else None
+                if index is not None and _in_parts(index):
+                    dist.gather_object(mine, everyone, group=self.bench.host_group)
+                elif everyone is not None:
+                    everyone = [mine]
+                if indices is None:
+                    yield case.config.sparsity.pattern, layer, None
+                for part in everyone or ():
+                    if part is not None:
+                        yield case.config.sparsity.pattern, layer, part
+
+
+def _in_parts(index: Index) -> bool:
+    """Whether every worker holds the rows of its own queries only."""
+    return isinstance(index, BlockBitmap) and len(index.rows) < index.blocks
+
+
+def _most_columns(config: Config) -> int | None:
+    """As `selection.ExchangeNeeds` wants it."""
+    sparsity = config.sparsity
+    if sparsity.pattern == "vertical_slash":
+        return sparsity.max_bars or None
+    return sparsity.bars or 0

@@ -15,7 +15,7 @@ Estimated = tuple[Sequence[SequenceMask], Mapping[int, Index] | None]
 
 
 def own_work(exchange: Exchange, heads: int, layers: Sequence[int], micro_batches: Sequence[Estimated]) -> Work:
-    """heads: query heads of the model. layers: those whose attention ran. The indices of a bitmap hold the rows that this worker computes."""
+    """heads: query heads of the model. layers: those whose attention ran. Bitmaps hold the rows that this worker computes."""
     rank = exchange.group.rank
     found: Work = {}
     for micro, (masks, indices) in enumerate(micro_batches):

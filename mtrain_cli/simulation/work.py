@@ -110,7 +110,7 @@ class WorkCounter:
             raise ValueError(f"A layout for {layout.workers} workers does not fit a schedule for {schedule.workers}.")
         if not masks or any(mask.padded != padded for mask in masks):
             raise ValueError(f"Masks of {[mask.padded for mask in masks]} positions do not fit a layout of {padded}.")
-        parts = {step.part[1] for steps in schedule.forward for step in steps if step.keys}
+        parts = {step.part[1] for step in schedule.forward[0] if step.keys}
         if any(heads % n for n in parts):
             raise ValueError(f"{heads} heads cannot be cut into {max(parts)} equal parts.")
         block = block or layout.block_size

@@ -52,7 +52,6 @@ from mtrain_cli.training.optimizer import (
 from mtrain_cli.training.plan import Choices, make_choices
 from mtrain_cli.training.progress import Progress
 
-
 if TYPE_CHECKING:
     from mtrain_cli.profiling.training import TrainingProfile
 
@@ -346,8 +345,9 @@ class Trainer:
         return StepResult(sum(row[0] for row in rows), grad_norm, lr, tokens, computed, any(row[2] for row in rows), index)
 
     def forward_backward(self, batches: Sequence[Batch], attends: Sequence[Attend], valid: int) -> torch.Tensor:
-        """Adds the gradients of a step -> this worker's part of the loss. attends: the attention of each batch. valid: labels that count, of
-        all workers.
+        """Adds the gradients of a step -> this worker's part of the loss.
+
+        attends: the attention of each batch. valid: labels that count, of all workers.
         """
         loss = torch.zeros((), device=self.device)
         with nullcontext() if self.recorder is None else self.recorder.iteration():

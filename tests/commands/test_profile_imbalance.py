@@ -1,4 +1,4 @@
-"""`mtrain profile imbalance` on CPU processes: cases side by side, files, and what is refused."""
+"""`mtrain profile imbalance` on CPU processes: cases side by side on the same steps, files that agree, and what is refused."""
 
 from __future__ import annotations
 
@@ -8,47 +8,196 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pandas
+import numpy as np
 import pytest
 
 import mtrain_cli
+from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.parallel.recording import COMPUTING
+from mtrain_cli.parallel.schedule import Options, make_schedule
 from mtrain_cli.profiling.imbalance import imbalance
+from mtrain_cli.profiling.index_file import load_indices
+from mtrain_cli.profiling.records import open_records
 
-SMALL = ["seq=512", "topology.workers=2", "topology.device=cpu", "topology.block_size=32"]
+SMALL = ["seq=512", "topology.device=cpu", "topology.block_size=32", "model.num_layers=2"]
+SPARSE = ["sparsity.block=32", "sparsity.last_q=32", "sparsity.min_slashes=3", "sparsity.max_slashes=3", "sparsity.max_bars=64"]
 
 
-def run(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(Path(mtrain_cli.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "mtrain_cli", "profile", "imbalance", *words]
-    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
 
 
-def test_cases_are_measured_side_by_side(tmp_path):
-    sparse = ["sparsity.block=32", "sparsity.last_q=32", "sparsity.min_slashes=3", "sparsity.max_slashes=3", "sparsity.max_bars=64"]
-    words = ["--layout", "zigzag,striped", "--exchange", "ring,all_gather", "--pattern", "dense,vertical_slash", "--repeats", "2"]
-    found = run(tmp_path, *words, *SMALL, *sparse, "run.name=one")
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory) -> Path:
+    """Two layouts and two patterns on three workers, two steps."""
+    folder = tmp_path_factory.mktemp("profile")
+    words = [
+        "--layout",
+        "zigzag,striped",
+        "--pattern",
+        "dense,vertical_slash",
+        "--steps",
+        "2",
+        "topology.workers=3",
+        "topology.exchange=ring",
+    ]
+    found = run(folder, *words, *SMALL, *SPARSE, "run.name=one")
     assert found.returncode == 0, found.stderr
-    lines = found.stdout.splitlines()
-    assert len([line for line in lines if "zigzag" in line or "striped" in line]) == 8
-    document = json.loads((tmp_path / "measurements/one/summary.json").read_text())
-    assert document["schema"] == 1
-    records = pandas.read_parquet(tmp_path / "measurements/one/records.parquet")
-    for case in document["cases"]:
-        mine = records[records.case == case["label"]]
-        assert set(mine["rank"]) == {0, 1}
-        assert set(mine.iteration) == {0, 1}
-        assert case["density"] == 1.0 if case["pattern"] == "dense" else 0.1 < case["density"] < 0.6
-        assert (case["by_kind"]["index"] > 0) == (case["pattern"] != "dense")
-        assert case["forward"] > 0 < case["backward"]
-        # The summary is what the records say.
-        spent = mine.groupby("kind").seconds.sum() * 1e3 / 4
-        assert case["by_kind"]["attention"] == pytest.approx(spent["attention"])
-        degrees = [imbalance(table) for table in case["tables"].values()]
-        assert case["time"]["step"] == pytest.approx(sum(d.step for d in degrees) / 2, abs=1e-3)
-        if "columns" not in set(mine.kind):
-            assert case["time"]["worker"] == pytest.approx(sum(d.worker for d in degrees) / 2, abs=1e-3)
-        steps = 2 if case["exchange"].startswith("ring") else 1
-        assert all(len(row) == steps for table in case["tables"].values() for row in table)
+    (folder / "stdout").write_text(found.stdout)
+    return folder / "measurements/one"
+
+
+def test_all_cases_are_measured_on_the_same_steps(profile):
+    recorded = open_records(profile)
+    assert recorded.complete
+    assert recorded.summary["mode"] == "training"
+    frame = recorded.frame()
+    labels = [case["label"] for case in recorded.summary["cases"]]
+    assert labels == [f"{p} {layout} ring" for p in ("dense", "vertical_slash") for layout in ("zigzag", "striped")]
+    for case in range(4):
+        mine = frame[frame.case == case]
+        assert set(mine["rank"]) == {0, 1, 2}
+        assert set(mine.iteration) == {2, 3}  # the first step of the training is a warm-up
+        assert set(mine.layer) == {-1, 0, 1}
+        for direction in ("forward", "backward"):
+            assert set(mine.step[(mine.phase == "attention") & (mine.direction == direction)]) == {0, 1, 2}
+        assert bool((mine.phase == "index").any()) == labels[case].startswith("vertical")
+    # Layouts see the same tokens, weights and therefore indices: they have the same work in all.
+    work = frame[frame.direction == "forward"].groupby(["case", "iteration", "layer"]).pairs.sum().unstack("case")
+    assert (work[0] == work[1]).all()
+    assert (work[2] == work[3]).all()
+    assert (work[2] < 0.8 * work[0]).all()
+
+
+def test_density_is_what_was_computed(profile):
+    dense, _, sparse, _ = open_records(profile).summary["cases"]
+    frame = open_records(profile).frame()
+    heads, causal = 4, 512 * 513 / 2
+    last = frame[(frame.iteration == 3) & (frame.direction == "forward") & (frame.case == 2)]
+    assert sparse["density"] == pytest.approx(last.pairs.sum() / (heads * 2 * causal))
+    assert dense["density"] > sparse["density"]
+
+
+def test_every_moment_of_every_pass_has_one_reason(profile):
+    frame = open_records(profile).frame()
+    key = ["case", "iteration", "rank", "layer", "direction"]
+    parts = frame[frame.phase.isin(COMPUTING)].groupby(key, observed=True).dur_us.sum()
+    whole = frame[frame.phase == "pass"].groupby(key, observed=True).dur_us.sum()
+    assert len(whole) == 4 * 2 * 3 * 2 * 2
+    np.testing.assert_allclose(parts, whole, rtol=1e-5)
+    iteration = frame[frame.phase == "iteration"].groupby(["case", "iteration", "rank"]).dur_us.sum()
+    assert (whole.groupby(["case", "iteration", "rank"]).sum() < iteration).all()
+
+
+def test_work_is_that_of_the_schedule(profile):
+    """What the records count is what the steps of a ring compute, counted here from the layouts alone."""
+    recorded = open_records(profile)
+    frame = recorded.frame()
+    schedule = make_schedule("ring", Options(3, 3))
+    for case, layout in ((0, "zigzag"), (1, "striped")):
+        indices = load_indices(profile / "index.npz")
+        first = indices.masks[0].first
+        held = make_layout(layout, 3, 512, 32)
+        mine = frame[(frame.case == case) & (frame.iteration == 3) & (frame.layer == 1) & (frame.direction == "forward")]
+        for rank in range(3):
+            for step, planned in enumerate(schedule.forward[rank]):
+                q, k = held.positions(rank), held.positions(planned.keys[0])
+                q = q[q < 512]
+                start = np.array([first[p] for p in q])
+                allowed = ((k[None] <= q[:, None]) & (k[None] >= start[:, None])).sum()
+                row = mine[(mine["rank"] == rank) & (mine.step == step) & (mine.phase == "attention")]
+                assert int(row.pairs.sum()) == 4 * allowed, (layout, rank, step)
+
+
+def test_results_are_those_of_the_records(profile):
+    recorded = open_records(profile)
+    frame = recorded.frame()
+    for number, found in enumerate(recorded.summary["results"]):
+        mine = frame[(frame.case == number) & (frame.direction == "forward")]
+        tables = mine[mine.phase == "attention"].pivot_table(
+            index=["iteration", "layer", "rank"], columns="step", values="pairs", aggfunc="sum"
+        )
+        columns = mine[mine.phase == "columns"].groupby(["iteration", "layer", "rank"]).pairs.sum()
+        degrees = []
+        for key, table in tables.groupby(level=["iteration", "layer"]):
+            extra = [columns.loc[key].to_numpy()[:, None]] if len(columns) else []
+            degrees.append(imbalance(np.hstack([table.to_numpy(), *extra])).worker)
+        (forward,) = (p for p in found["passes"] if p["direction"] == "forward")
+        assert forward["work"]["worker"]["mean"] == pytest.approx(np.mean(degrees), abs=1e-4)
+
+
+def test_indices_are_the_real_ones(profile):
+    indices = load_indices(profile / "index.npz")
+    assert indices.patterns == ("dense", "vertical_slash")
+    assert indices.layers("vertical_slash") == (0, 1)
+    assert indices.index("dense", 0) is None
+    index = indices.index("vertical_slash", 1)
+    assert index.block == 32
+    assert int(index.slashes.sum(-1).max()) <= 3 + 1
+    assert indices.setup.workers == 3
+    assert indices.masks[0].length == 512
+
+
+def test_the_trace_is_one_that_viewers_open(profile):
+    events = json.loads((profile / "trace.json").read_text())["traceEvents"]
+    slices = [e for e in events if e["ph"] == "X"]
+    frame = open_records(profile).frame()
+    last = frame[(frame.iteration == 3) & (frame.phase != "gap")]
+    last = last[~(last.phase.isin(COMPUTING) & (last.dur_us == 0))]
+    assert len(slices) == len(last)
+    by_thread: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for e in slices:
+        assert e["dur"] >= 0
+        by_thread.setdefault((e["pid"], e["tid"]), []).append((e["ts"], e["ts"] + e["dur"]))
+    for spans in by_thread.values():
+        open_ends: list[float] = []
+        for start, end in sorted(spans, key=lambda s: (s[0], -s[1])):
+            while open_ends and open_ends[-1] <= start + 2e-3:
+                open_ends.pop()
+            # Inside of what is open, or after it; never across its end.
+            assert not open_ends or end <= open_ends[-1] + 2e-3
+            open_ends.append(end)
+    ends = {ph: {e["id"]: e for e in events if e["ph"] == ph} for ph in "sf"}
+    hops = last[(last.phase == "send") & (last.peer >= 0)]
+    assert set(ends["s"]) == set(ends["f"])
+    assert len(ends["s"]) == len(hops)
+    for number, begin in ends["s"].items():
+        end = ends["f"][number]
+        assert begin["pid"] != end["pid"]
+        assert begin["ts"] <= end["ts"]
+        for e in (begin, end):
+            assert any(start - 2e-3 <= e["ts"] <= stop + 2e-3 for start, stop in by_thread[e["pid"], e["tid"]])
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"rank 0", "rank 1", "rank 2"}
+    assert len(list((profile / "trace").glob("rank-*.json.gz"))) == 3
+
+
+def test_attention_alone_at_several_lengths(tmp_path):
+    words = ["--attention-only", "--layout", "striped", "--exchange", "ring,all_gather", "--seq", "512,1k", "--steps", "2"]
+    found = run(tmp_path, *words, "topology.workers=2", *SMALL[1:], "run.name=one")
+    assert found.returncode == 0, found.stderr
+    assert len([line for line in found.stdout.splitlines() if "dense striped" in line and "%" in line]) >= 4
+    recorded = open_records(tmp_path / "measurements/one")
+    assert recorded.complete
+    assert recorded.summary["mode"] == "attention"
+    for case in recorded.summary["cases"]:
+        assert case["forward_ms"] > 0 < case["backward_ms"]
+        assert case["density"] == pytest.approx(1.0)
+    frame = recorded.frame()
+    assert set(frame.layer) == {-1, 0}
+    assert [case["seq"] for case in recorded.summary["cases"]] == [512, 512, 1024, 1024]
+
+
+def test_for_scripts_it_prints_json_and_fails_above_a_limit(tmp_path):
+    words = ["--layout", "contiguous,striped", "--steps", "1", "--json", "--fail-above", "work.worker=1.3,step=99"]
+    found = run(tmp_path, *words, "topology.workers=2", *SMALL, "data.document_mask=false")
+    # Contiguous: the second of two workers has three quarters of the pairs.
+    assert found.returncode == 1
+    (line,) = (line for line in found.stderr.splitlines() if "above" in line)
+    assert line == "error: work worker ID 1.499 of dense contiguous auto is above --fail-above worker=1.3"
+    summary = json.loads(found.stdout)
+    assert [round(r["work"]["worker"]["mean"], 2) for r in summary["results"]] == [1.5, 1.06]
 
 
 @pytest.mark.parametrize(
@@ -56,12 +205,17 @@ def test_cases_are_measured_side_by_side(tmp_path):
     [
         (["--layout", "zigzig"], "topology.layout=zigzig: expected one of contiguous, zigzag, striped; did you mean zigzag?"),
         (["--pattern", "vertical"], "--pattern vertical: no such pattern; did you mean vertical_slash?; allowed: dense, vertical_slash"),
-        (["--peer", "seq=512"], "--peer: PyTorch's context parallelism with cuDNN needs GPUs"),
+        (["--peer", "--attention-only", "seq=512"], "--peer: PyTorch's context parallelism with cuDNN needs GPUs"),
+        (["--peer", "seq=512"], "--peer: compares one layer's attention; give --attention-only, too"),
         (["--layout", ","], "--layout ',': names nothing"),
-        (["topology.layout=zigzag"], "topology.layout=zigzag: give what is compared as --layout NAME,..."),
-        (["sparsity=moba"], "sparsity=moba: give what is compared as --pattern NAME,..."),
-        (["sparsity.p_v=0.5"], "sparsity.p_v=0.5: is a key of none of the patterns dense"),
-        (["--seq", "512,x"], "seq=x: "),
+        (["--layout", "zigzag", "topology.layout=zigzag"], "topology.layout=zigzag: is compared by --layout zigzag already"),
+        (["--pattern", "moba", "sparsity=moba"], "sparsity=moba: is compared by --pattern moba already"),
+        (["--pattern", "dense", "sparsity.p_v=0.5"], "sparsity.p_v=0.5: is a key of none of the patterns dense"),
+        (["--seq", "512,1k"], "--seq 512,1k: several lengths need --attention-only"),
+        (["--seq", "512,x", "--attention-only"], "seq=x: "),
+        (["--fail-above", "worse=1"], "--fail-above worse=1: no such degree; allowed: worker, step, total, critical, work.worker"),
+        (["--fail-above", "worker=much"], "--fail-above worker=much: expected DEGREE=X with a number"),
+        (["--steps", "0"], "--steps=0: must be at least 1"),
     ],
 )
 def test_what_cannot_be_compared_is_one_line(tmp_path, words, said):

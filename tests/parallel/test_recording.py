@@ -1,0 +1,184 @@
+"""What a recording of attention must hold: every moment of a pass once, every message with its bytes, on any exchange."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+
+import gloo
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.sdpa import SdpaKernel
+from mtrain_cli.parallel import ranges
+from mtrain_cli.parallel.context_attention import ContextAttention
+from mtrain_cli.parallel.exchange import make_exchange
+from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
+from mtrain_cli.parallel.recording import COMPUTING, NOTHING, Recorder, Span, with_gaps
+from mtrain_cli.parallel.traffic import Sizes, pass_bytes
+from mtrain_cli.sparsity.fixed import FixedPattern
+
+HEADS, KV_HEADS, HEAD_DIM, SEQ = 4, 2, 8, 96
+WAYS = [
+    ("ring", 1, {"context"}),
+    ("hierarchical_ring", 1, {"inner", "outer"}),
+    ("all_gather", 1, {"context"}),
+    ("ring", 2, {"context", "heads"}),
+]
+
+
+def recorded(rank: int, world: int, name: str, heads: int, sparse: bool) -> tuple[list[Span], tuple[int, int]]:
+    """Layer 7 twice, the second time recorded; and the bytes that the schedule has this rank send, forward and backward."""
+    group = make_context_group(rank, world, world, torch.device("cpu"), per_node=2, heads=heads)
+    layout = make_layout("zigzag", world, SEQ, 4, unit=4)
+    exchange = make_exchange(name, layout, group)
+    pattern = FixedPattern(block=4, slashes=4, bars=6, density=0.0, seed=0) if sparse else None
+    attend = ContextAttention.make(exchange, SdpaKernel(), [SequenceMask.causal(SEQ, layout.padded_seq)], "cpu", pattern)
+    q, k, v = (torch.randn(1, layout.tokens_per_worker, h, HEAD_DIM, requires_grad=True) for h in (HEADS, KV_HEADS, KV_HEADS))
+    recorder = Recorder(torch.device("cpu"))
+    exchange.record(recorder)
+    attend(q, k, v, 7).sum().backward()
+    recorder.start()
+    again = attend.again()
+    with recorder.iteration():
+        again(q, k, v, 7).sum().backward()
+    found = recorder.read()
+    attend(q, k, v, 7).sum().backward()
+    recorder.start()
+    assert recorder.read() == [], "what is done outside of a recording is not in it"
+    sizes = Sizes(layout.tokens_per_worker, HEADS, KV_HEADS, HEAD_DIM, 4, SdpaKernel().needs_out)
+    return found, tuple(pass_bytes(exchange.schedule, rank, sizes, backward=b) for b in (False, True))
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize(("name", "heads", "links"), WAYS)
+def test_every_moment_of_a_pass_is_in_one_span(name, heads, links, sparse):
+    for rank, (spans, sent) in enumerate(gloo.run(4, recorded, name, heads, sparse)):
+        assert [s.kind for s in spans].count("iteration") == 1
+        inside = [s for s in spans if s.kind != "iteration"]
+        assert {s.layer for s in inside} == {7}
+        for direction, bytes_sent in zip(("forward", "backward"), sent, strict=True):
+            mine = [s for s in inside if s.direction == direction]
+            if not sparse:
+                # Zigzag: every pair of shards has something to compute.
+                computed = [s.step for s in mine if s.kind == "attention"]
+                assert computed == list(range(4 // heads if "ring" in name else 1)), (rank, direction)
+            assert {s.message.link for s in mine if s.kind == "wait"} <= links | {"context"}
+            (whole,) = (s for s in mine if s.kind == "pass")
+            parts = sorted((s for s in with_gaps(mine) if s.kind in COMPUTING and s.kind != "gap"), key=lambda s: s.start)
+            # One thing after the other, on one thread, from the beginning of the pass to its end.
+            assert all(a.start + a.seconds <= b.start + 1e-7 for a, b in itertools.pairwise(parts))
+            assert whole.start <= parts[0].start
+            assert parts[-1].start + parts[-1].seconds <= whole.start + whole.seconds + 1e-7
+            filled = sum(s.seconds for s in with_gaps(mine) if s.kind in COMPUTING)
+            assert filled == pytest.approx(whole.seconds, abs=1e-7)
+            scheduled = [s for s in mine if s.kind == "send" and s.message.payload != "columns"]
+            assert sum(s.message.sent for s in scheduled) == bytes_sent
+            # Each message is one sent and one received, under way at least until it was waited for.
+            assert len(scheduled) == sum(s.kind == "receive" and s.message.payload != "columns" for s in mine)
+            for wait in (s for s in mine if s.kind == "wait"):
+                (message,) = (s for s in mine if s.kind == "receive" and s.message == wait.message)
+                assert message.start <= wait.start
+                assert message.start + message.seconds >= wait.start + wait.seconds - 1e-7
+            assert any(s.kind == "columns" for s in mine) == (sparse and "ring" in name)
+        assert {s.step for s in inside if s.kind == "index"} == ({-1} if sparse else set())
+
+
+def test_a_second_forward_pass_is_recomputation():
+    group = ContextGroup.alone()
+    recorder = Recorder(torch.device("cpu"))
+    layout = make_layout("striped", 1, SEQ, 4)
+    exchange = make_exchange("all_gather", layout, group)
+    attend = ContextAttention.make(exchange, SdpaKernel(), [SequenceMask.causal(SEQ, layout.padded_seq)], "cpu")
+    exchange.record(recorder)
+    q, k, v = (torch.randn(1, SEQ, h, HEAD_DIM, requires_grad=True) for h in (HEADS, KV_HEADS, KV_HEADS))
+    recorder.start()
+    for micro in range(2):
+        recorder.micro_batch(micro)
+        checkpoint(attend, q, k, v, 3, use_reentrant=False).sum().backward()
+    passes = [(s.micro, s.layer, s.direction) for s in recorder.read() if s.kind == "pass"]
+    # The backward pass of autograd begins with the second forward pass.
+    assert passes == [(m, 3, d) for m in range(2) for d in ("forward", "recompute", "backward")]
+
+
+def span(kind: str, start: float, end: float, step: int = 0) -> Span:
+    return Span(kind, 0, 0, "forward", step, NOTHING, start, end - start)
+
+
+def test_what_no_span_covers_is_a_gap_of_the_step_to_come():
+    spans = [
+        span("pass", 0, 20, -1),
+        span("index", 1, 3, -1),
+        span("attention", 4, 6, 0),
+        span("merge", 7, 8, 0),
+        span("wait", 8, 10, 1),
+        span("attention", 13, 17, 1),
+        span("receive", 2, 15, 0),  # under way beside it
+    ]
+    gaps = {s.step: (s.start, s.seconds) for s in with_gaps(spans) if s.kind == "gap"}
+    assert gaps == {-1: (0, 1), 0: (3, 2), 1: (10, 6)}  # 13 - 10 and 20 - 17
+
+
+def test_a_pass_without_anything_is_a_gap():
+    (gap,) = (s for s in with_gaps([span("pass", 2, 5, -1)]) if s.kind == "gap")
+    assert (gap.step, gap.start, gap.seconds) == (-1, 2, 3)
+
+
+class Domain:
+    """In place of a profiler that listens."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, int] | None] = []
+        self.made = 0
+
+    def get_event_attributes(self, message, color, category, payload):
+        assert color
+        assert category
+        self.made += 1
+        return message, payload
+
+    def push_range(self, attributes):
+        self.said.append(attributes)
+
+    def pop_range(self):
+        self.said.append(None)
+
+
+@pytest.mark.parametrize("recording_too", [False, True])
+def test_a_listener_hears_few_names_with_the_step_as_payload(monkeypatch, recording_too):
+    domain = Domain()
+    monkeypatch.setattr(ranges, "_LISTENER", [ranges.Ranges(domain)])
+    layout = make_layout("striped", 1, SEQ, 4)
+    exchange = make_exchange("all_gather", layout, ContextGroup.alone())
+    attend = ContextAttention.make(exchange, SdpaKernel(), [SequenceMask.causal(SEQ, layout.padded_seq)], "cpu")
+    recorder = Recorder(torch.device("cpu"))
+    if recording_too:
+        exchange.record(recorder)
+        recorder.start()
+    q, k, v = (torch.randn(1, SEQ, h, HEAD_DIM, requires_grad=True) for h in (HEADS, KV_HEADS, KV_HEADS))
+    for layer in range(3):
+        attend(q, k, v, layer).sum().backward()
+    depth = list(itertools.accumulate(1 if said else -1 for said in domain.said))
+    assert min(depth) == 0 == depth[-1], "every range ends"
+    names: dict[str, set[int]] = defaultdict(set)
+    for said in filter(None, domain.said):
+        names[said[0]].add(said[1])
+    wanted = {"attention.forward", "attention.backward", "arrange.forward", "arrange.backward"}
+    assert set(names) == wanted | ({"pass.forward", "pass.backward"} if recording_too else set())
+    assert names["attention.forward"] == {0}
+    assert domain.made == len(names), "what a range says is made once"
+
+
+def test_names_of_ranges():
+    assert ranges.name("wait", "forward", "inner") == "wait.inner"
+    assert ranges.name("index", "forward", "") == "index"
+    assert ranges.name("attention", "backward", "") == "attention.backward"
+
+
+def test_nobody_listens_by_default():
+    assert ranges.listener() is None
+    with ranges.span("attention", "forward", "", 0):
+        pass

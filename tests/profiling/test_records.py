@@ -1,0 +1,122 @@
+"""Files of a profile: what is written is read, parts become one table, and what is none is refused in a line."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pandas
+import pytest
+
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.profiling import records
+from mtrain_cli.profiling.records import ROW, WORDS, join_parts, open_records, reopen, write_part, write_rows, write_summary
+
+
+def some_rows(count: int, seed: int = 0) -> np.ndarray:
+    random = np.random.default_rng(seed)
+    rows = np.zeros(count, ROW)
+    for name in ROW.names:
+        top = len(WORDS[name]) if name in WORDS else 100
+        rows[name] = random.integers(0, top, count)
+    rows["start_us"] += random.random(count)
+    return rows
+
+
+def same(recorded: records.Recorded, rows: np.ndarray) -> bool:
+    found = {name: np.concatenate([b[name] for b in recorded.batches()]) for name in ROW.names}
+    return all((found[name] == rows[name]).all() and found[name].dtype == ROW[name] for name in ROW.names)
+
+
+def test_rows_come_back_as_they_were(tmp_path):
+    rows = some_rows(1000)
+    write_rows(rows, tmp_path / "records.parquet")
+    write_summary(tmp_path, {"complete": True})
+    recorded = open_records(tmp_path)
+    assert recorded.complete
+    assert same(recorded, rows)
+    frame = recorded.frame()
+    assert list(frame.phase) == [WORDS["phase"][code] for code in rows["phase"]]
+    assert len(pandas.concat(list(recorded.frames()))) == 1000
+    # Any tool reads it, with words in place of codes.
+    assert list(pandas.read_parquet(tmp_path / "records.parquet").link) == [WORDS["link"][code] for code in rows["link"]]
+
+
+def test_parts_are_read_before_and_after_they_are_joined(tmp_path):
+    parts = [some_rows(n, seed=n) for n in (10, 20, 5)]
+    assert reopen(tmp_path) == 0
+    write_summary(tmp_path, {"complete": False})
+    for number, rows in enumerate(parts, 1):
+        write_part(rows, tmp_path, number)
+    killed = open_records(tmp_path)
+    assert not killed.complete
+    assert same(killed, np.concatenate(parts))
+    join_parts(tmp_path)
+    assert not (tmp_path / "records").exists()
+    assert same(open_records(tmp_path), np.concatenate(parts))
+
+
+def test_a_later_attempt_goes_on_behind_what_is_there(tmp_path):
+    first, second, third = (some_rows(n, seed=n) for n in (10, 20, 7))
+    reopen(tmp_path)
+    write_part(first, tmp_path, 1)
+    join_parts(tmp_path)
+    assert reopen(tmp_path) == 0  # the joined table is part 0
+    write_part(second, tmp_path, 1)
+    assert reopen(tmp_path) == 1  # killed: parts were never joined
+    write_part(third, tmp_path, 2)
+    join_parts(tmp_path)
+    write_summary(tmp_path, {"complete": True})
+    assert same(open_records(tmp_path), np.concatenate([first, second, third]))
+
+
+def test_no_rows_are_no_file(tmp_path):
+    reopen(tmp_path)
+    join_parts(tmp_path)
+    write_summary(tmp_path, {"complete": False})
+    assert len(open_records(tmp_path).frame()) == 0
+
+
+def damage(folder, how: str) -> None:
+    write_rows(some_rows(5), folder / "records.parquet")
+    write_summary(folder, {"complete": True})
+    if how == "no summary":
+        (folder / "summary.json").unlink()
+    elif how == "no JSON":
+        (folder / "summary.json").write_text("{")
+    elif how == "a list":
+        (folder / "summary.json").write_text("[1]")
+    elif how == "older":
+        (folder / "summary.json").write_text(json.dumps({"schema": 1}))
+    elif how == "no parquet":
+        (folder / "records.parquet").write_text("who computes, who waits")
+    elif how == "cut":
+        whole = (folder / "records.parquet").read_bytes()
+        (folder / "records.parquet").write_bytes(whole[: len(whole) // 2])
+    elif how == "columns":
+        pandas.read_parquet(folder / "records.parquet").drop(columns=["late_us", "pairs"]).to_parquet(folder / "records.parquet")
+    elif how == "words":
+        frame = pandas.read_parquet(folder / "records.parquet")
+        frame["phase"] = "dreaming"
+        frame.to_parquet(folder / "records.parquet")
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("no summary", "holds no profile (summary.json is missing)"),
+        ("no JSON", "is no summary of a profile"),
+        ("a list", "is no summary of a profile"),
+        ("older", "has schema 1, this version of mtrain reads 2"),
+        ("no parquet", "is no parquet file, or a damaged one"),
+        ("cut", "is no parquet file, or a damaged one"),
+        ("columns", "has no column late_us, pairs"),
+        ("words", "phase 'dreaming' is unknown"),
+    ],
+)
+def test_what_is_no_profile_is_refused_in_a_line(tmp_path, how, said):
+    damage(tmp_path, how)
+    with pytest.raises(ConfigError) as found:
+        list(open_records(tmp_path).batches())
+    assert said in str(found.value)
+    assert "\n" not in str(found.value)
