@@ -357,11 +357,15 @@ class _Diagonals:
             value[row[now]] -= changes[now]
             allowed = value[d:]
             where = owner[d:] * groups + owner[: blocks - d]
-            pairs = np.bincount(where, allowed, groups * groups)
+            names: IntArray | None = None
+            if groups * groups > 4 * blocks:  # few of all pairs of groups occur
+                names, where = np.unique(where, return_inverse=True)
+            pairs = np.bincount(where, allowed)
             some = np.flatnonzero(pairs)
             if len(some):
-                number = np.bincount(where, allowed > 0, groups * groups)
-                found.append((some, np.full(len(some), d), pairs[some].astype(np.int64), number[some].astype(np.int64)))
+                number = np.bincount(where, allowed > 0)[some].astype(np.int64)
+                which = some if names is None else names[some]
+                found.append((which, np.full(len(some), d), pairs[some].astype(np.int64), number))
         if not found:
             nothing = np.empty(0, np.int64)
             return _Diagonals(groups, nothing, nothing, nothing, nothing, nothing)

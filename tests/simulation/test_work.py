@@ -169,6 +169,11 @@ def test_stripes_of_several_blocks_of_an_index(layout, index):
     check(Way("ring", heads=2), 4, layout, "causal", index, stripe=2 * BLOCK)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_many_workers_of_a_block_or_two(layout):
+    check(Way("ring"), 12, layout, "documents", "vertical_slash")
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_dense_shards_need_not_be_whole_blocks(layout):
     for masks, way in product(("causal", "documents"), (Way("ring"), Way("all_gather", heads=2))):
