@@ -171,7 +171,7 @@ def test_stripes_of_several_blocks_of_an_index(layout, index):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_many_workers_of_a_block_or_two(layout):
-    check(Way("ring"), 12, layout, "documents", "vertical_slash")
+    check(Way("ring", per_node=12), 12, layout, "documents", "vertical_slash")
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
