@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mtrain_cli.profiling.index_file import RecordedIndices
     from mtrain_cli.simulation.what_if import Replayed, Setup
 
-_MOST_WORKERS = 1024
+_MOST_WORKERS = 512  # a schedule holds a step for every two of them
 _BAR, _WIDEST = 32, 400  # characters
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from mtrain_cli.attention.index import BlockBitmap, Index, VerticalSlash, block_pairs, changes_of_pairs
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.parallel.layout import Layout
-from mtrain_cli.parallel.schedule import Schedule, Step
+from mtrain_cli.parallel.schedule import Schedule
 
 FORWARD, BACKWARD = "forward", "backward"
 FLOP_PER_PAIR = {FORWARD: 4, BACKWARD: 10}  # times head_dim: 2 and 5 products of 2 * head_dim, as in `Counts.flop`
@@ -143,23 +143,35 @@ class WorkCounter:
         Raises:
             ValueError: the index has other blocks, heads or sequences, or lacks query blocks; or a worker does not hold whole blocks.
         """
+        steps = {name: _of_rank(places, rank) for name, places in self._places.items()}
         ranks = range(self.schedule.workers) if rank is None else (rank,)
-        wanted = {step.part for r in ranks for steps in self._steps(r) for step in steps if step.keys}
+        wanted = {(int(i), int(n)) for places in steps.values() for i, n in np.unique(places[:, 2:4], axis=0)}
         wanted |= {self._own_part(r) for r in ranks} if self.gathers_columns else set()
         parts = sorted(wanted)
         if index is None:
             tables = self._dense(parts)
         else:
             self._check(index)
-            queries = {step.queries[0] // self.schedule.heads for r in ranks for steps in self._steps(r) for step in steps if step.queries}
+            queries = np.unique(np.concatenate([places[:, 4] for places in steps.values()]))
             tables = self._of_bitmap(index, parts, queries) if isinstance(index, BlockBitmap) else self._of_lines(index, parts)
-        return {
-            FORWARD: self._by_step(FORWARD, [self.schedule.forward[r] for r in ranks], ranks, tables),
-            BACKWARD: self._by_step(BACKWARD, [self.schedule.backward[r] for r in ranks], ranks, tables),
-        }
+        return {name: self._by_step(name, steps[name], ranks, tables) for name in (FORWARD, BACKWARD)}
 
-    def _steps(self, rank: int) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-        return self.schedule.forward[rank], self.schedule.backward[rank]
+    @cached_property
+    def _places(self) -> dict[str, IntArray]:
+        """Per pass: int64 [computations, 6] of rank, step, part (i, n), and group of queries and of keys; ``groups`` for keys of all."""
+        schedule, share = self.schedule, self.schedule.heads
+        found = {}
+        for name, of_ranks in ((FORWARD, schedule.forward), (BACKWARD, schedule.backward)):
+            rows = []
+            for rank, steps in enumerate(of_ranks):
+                for at, step in enumerate(steps):
+                    if not step.keys:
+                        continue
+                    whole = len(step.keys) == schedule.workers
+                    assert whole or len(step.keys) == len(step.queries) == share, "a step computes one group, or all keys"
+                    rows.append((rank, at, *step.part, step.queries[0] // share, self.groups if whole else step.keys[0] // share))
+            found[name] = np.array(rows, np.int64)
+        return found
 
     def _own_part(self, rank: int) -> Part:
         """The heads of which a worker computes gathered columns."""
@@ -175,27 +187,21 @@ class WorkCounter:
                 f"{expected[1]} blocks of {self.block} for {len(self.masks)} sequences of {self.heads} heads."
             )
 
-    def _by_step(self, direction: str, steps: Sequence[Sequence[Step]], ranks: Iterable[int], tables: dict[Part, _Table]) -> StepWork:
-        shape = len(steps), max(map(len, steps))
+    def _by_step(self, direction: str, places: IntArray, ranks: Sequence[int], tables: dict[Part, _Table]) -> StepWork:
+        steps = getattr(self.schedule, direction)
+        shape = len(ranks), max(len(steps[r]) for r in ranks)
         pairs, blocks = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         columns, column_pairs = np.zeros(shape[0], np.int64), np.zeros(shape[0], np.int64)
-        share = self.schedule.heads
-        for row, (rank, mine) in enumerate(zip(ranks, steps, strict=True)):
-            for at, step in enumerate(mine):
-                if not step.keys:
-                    continue
-                table, q = tables[step.part], step.queries[0] // share
-                keys: slice | list[int] = slice(None)
-                if len(step.keys) < self.schedule.workers:
-                    keys = sorted({k // share for k in step.keys})
-                pairs[row, at] = table.pairs[q, keys].sum()
-                blocks[row, at] = table.blocks[q, keys].sum()
-                if not self.gathers_columns:
-                    pairs[row, at] += table.column_pairs[q, keys].sum()
-            if self.gathers_columns:
+        for part, table in tables.items():
+            rank, step, _, _, q, k = places[(places[:, 2] == part[0]) & (places[:, 3] == part[1])].T
+            with_columns = table.pairs if self.gathers_columns else table.pairs + table.column_pairs
+            for values, counted in ((pairs, with_columns), (blocks, table.blocks)):
+                values[rank - ranks[0], step] = np.column_stack([counted, counted.sum(1)])[q, k]
+        if self.gathers_columns:
+            for row, rank in enumerate(ranks):
                 table = tables[self._own_part(rank)]
                 columns[row] = table.columns
-                column_pairs[row] = table.column_pairs[rank // share].sum()
+                column_pairs[row] = table.column_pairs[rank // self.schedule.heads].sum()
         return StepWork(direction, pairs, blocks, columns, column_pairs)
 
     @cached_property
@@ -240,9 +246,9 @@ class WorkCounter:
                 table.columns += columns
         return tables
 
-    def _of_bitmap(self, index: BlockBitmap, parts: Sequence[Part], queries: set[int]) -> dict[Part, _Table]:
+    def _of_bitmap(self, index: BlockBitmap, parts: Sequence[Part], queries: IntArray) -> dict[Part, _Table]:
         assert self.block_owner is not None
-        needed = np.flatnonzero(np.isin(self.block_owner, sorted(queries)))
+        needed = np.flatnonzero(np.isin(self.block_owner, queries))
         slots = index.slots.cpu().numpy()[needed]
         if (slots < 0).any():
             raise ValueError(f"The index holds {len(index.rows)} of {self.blocks} query blocks, and {(slots < 0).sum()} more are needed.")
@@ -351,11 +357,15 @@ class _Diagonals:
             value[row[now]] -= changes[now]
             allowed = value[d:]
             where = owner[d:] * groups + owner[: blocks - d]
-            pairs = np.bincount(where, allowed, groups * groups)
+            names: IntArray | None = None
+            if groups * groups > 4 * blocks:  # few of all pairs of groups occur
+                names, where = np.unique(where, return_inverse=True)
+            pairs = np.bincount(where, allowed)
             some = np.flatnonzero(pairs)
             if len(some):
-                number = np.bincount(where, allowed > 0, groups * groups)
-                found.append((some, np.full(len(some), d), pairs[some].astype(np.int64), number[some].astype(np.int64)))
+                number = np.bincount(where, allowed > 0)[some].astype(np.int64)
+                which = some if names is None else names[some]
+                found.append((which, np.full(len(some), d), pairs[some].astype(np.int64), number))
         if not found:
             nothing = np.empty(0, np.int64)
             return _Diagonals(groups, nothing, nothing, nothing, nothing, nothing)
@@ -383,8 +393,8 @@ class _ColumnCounter:
     Columns of one block and document, a segment, differ in the rows of their own block only. segment: [length], of each real position.
     key_block, last: [segments], its block and the last query that sees it.
 
-    Blocks of a group are pieces ``start, start + stride, ...`` below stop: runs of neighbours, or, where blocks are dealt out, residue
-    classes. Sums of every stride-th diagonal then give the uncovered blocks of a piece as one difference.
+    Blocks of a group are pieces: runs of neighbours (stride 1), or, where blocks are dealt out, residue classes ``start, start + stride,
+    ...``. Sums of every stride-th diagonal then give the uncovered blocks of a piece as one difference.
     """
 
     length: int
@@ -396,15 +406,14 @@ class _ColumnCounter:
     last: IntArray
     stride: int
     start: IntArray
-    stop: IntArray
 
     @staticmethod
     def make(mask: SequenceMask, block: int, owner: IntArray, groups: int) -> _ColumnCounter:
         own, last = np.arange(mask.length) // block, mask.last()[: mask.length]
         begins = (np.diff(own, prepend=-1) != 0) | (np.diff(last, prepend=-1) != 0)
-        stride, start, stop = _pieces(owner)
+        stride, start = _pieces(owner)
         return _ColumnCounter(
-            mask.length, block, groups, owner, np.cumsum(begins) - 1, own[begins], last[begins], stride, start, stop
+            mask.length, block, groups, owner, np.cumsum(begins) - 1, own[begins], last[begins], stride, start
         )  # fmt: skip
 
     def count(self, slashes: NDArray[np.bool_], bars: NDArray[np.int32]) -> tuple[int, IntArray]:
@@ -452,20 +461,26 @@ class _ColumnCounter:
 
     def _between(self, below: IntArray, row: IntArray, own: IntArray, end: IntArray) -> IntArray:
         """[segments, pieces]: blocks of each piece above the own one and below the end whose diagonal with the own one is off."""
-        before = self.start - self.stride
-        high = np.minimum(self.stop, end[:, None]) - 1
-        high = np.maximum(high - (high - self.start) % self.stride, before) - own[:, None]
-        low = before - own[:, None]
-        line = row[:, None]
-        return below[line, np.maximum(high, 0)].astype(np.int64) - below[line, np.maximum(low, 0)]
+        base = (row * below.shape[1])[:, None]
+        before_end, own = end[:, None] - 1, own[:, None]
+        if self.stride > 1:
+            # The first of a residue class comes before all others: nothing is to be subtracted.
+            distance = before_end - (before_end - self.start) % self.stride - own
+            return below.ravel()[base + np.maximum(distance, 0)].astype(np.int64)
+        # A run ends where the next one begins.
+        distance = np.minimum(np.append(self.start, len(self.owner)) - 1, before_end) - own
+        return np.diff(below.ravel()[base + np.maximum(distance, 0)].astype(np.int64), axis=1)
 
 
-def _pieces(owner: IntArray) -> tuple[int, IntArray, IntArray]:
-    """-> stride, start [pieces] and stop [pieces] of arithmetic series of blocks that one group holds, and together all blocks; few."""
-    blocks = len(owner)
+def _pieces(owner: IntArray) -> tuple[int, IntArray]:
+    """-> stride and start [pieces] of the pieces of `_ColumnCounter`, as few as there can be."""
     start = np.flatnonzero(np.diff(owner, prepend=-1))
     repeats = [int(p) for p in start[1:] if owner[p] == owner[0]]
     for period in repeats[:4]:
         if period < len(start) and np.array_equal(owner[period:], owner[:-period]):
-            return period, np.arange(period), np.full(period, blocks)
-    return 1, start, np.append(start[1:], blocks)
+            return period, np.arange(period)
+    return 1, start
+
+
+def _of_rank(places: IntArray, rank: int | None) -> IntArray:
+    return places if rank is None else places[places[:, 0] == rank]

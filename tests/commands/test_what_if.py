@@ -62,7 +62,7 @@ def test_json_has_what_the_table_shows(tmp_path):
         (["--pattern", "mobo"], "--pattern mobo: unknown; did you mean moba?; allowed: vertical_slash, moba"),
         (["--workers", "8,x"], "--workers 8,x: x is no number; give whole numbers such as 8,32"),
         (["--workers", "8,"], "--workers 8,: an empty item is no number"),
-        (["--workers", "0"], "--workers 0: 0 is out of range; allowed: 1 to 1024"),
+        (["--workers", "0"], "--workers 0: 0 is out of range; allowed: 1 to 512"),
         (["--workers", "64"], "--workers 64: 1000 tokens in blocks of 16 cannot be dealt to so many; allowed: 1 to 62"),
         (["--workers", "6", "--per-node", "4"], "--per-node 4: does not divide 6 workers; allowed: 1, 2, 3, 6"),
         (["--per-node", "0"], "--per-node=0: must be at least 1"),

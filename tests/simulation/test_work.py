@@ -151,12 +151,12 @@ def test_every_step_counts_what_its_kernel_gets(way, workers):
     """Each way and number of workers under a few of the layouts, masks and indices, all of which occur together somewhere."""
     mine = [case for case in CASES if case[:2] == (way, workers)]
     rng = np.random.default_rng(workers + WAYS.index(way))
-    for case in rng.permutation(len(mine))[:6]:
+    for case in rng.permutation(len(mine))[:4]:
         check(*mine[case])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "workers"), sorted({(c[0], c[1]) for c in CASES}, key=str), ids=str)
+@pytest.mark.parametrize(("way", "workers"), sorted({(c[0], c[1]) for c in CASES if c[1] in (2, 4)}, key=str), ids=str)
 def test_every_combination_counts_what_its_kernel_gets(way, workers):
     for case in (case for case in CASES if case[:2] == (way, workers)):
         check(*case)
@@ -167,6 +167,11 @@ def test_every_combination_counts_what_its_kernel_gets(way, workers):
 def test_stripes_of_several_blocks_of_an_index(layout, index):
     check(Way("ring", shared_columns=False), 3, layout, "documents", index, stripe=2 * BLOCK)
     check(Way("ring", heads=2), 4, layout, "causal", index, stripe=2 * BLOCK)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_many_workers_of_a_block_or_two(layout):
+    check(Way("ring", per_node=12), 12, layout, "documents", "vertical_slash")
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
