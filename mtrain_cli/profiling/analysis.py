@@ -289,7 +289,7 @@ class _Gathered:
                 length = np.where(np.isnan(length), spent.sum((0, 3)), length)
                 slowest = length.max(1)
                 durations[d, group, valid] = slowest
-                self._add_samples(d, steps, spent, pairs, slowest, found.link[d, :, group].any())
+                self._add_samples(d, steps, spent, pairs, slowest)
                 self.sums[:, d, workers] += spent.sum(1)
                 self.pairs[d, workers] += pairs.sum(0)
                 self.blocks[d, workers] += blocks.sum(0)
@@ -298,9 +298,8 @@ class _Gathered:
         live = np.maximum((durations > 0).sum((1, 2)), 1)
         self.durations.append(durations.sum((1, 2)) / live)
 
-    def _add_samples(self, d: int, steps: int, spent: np.ndarray, pairs: np.ndarray, slowest: np.ndarray, waits: bool) -> None:
+    def _add_samples(self, d: int, steps: int, spent: np.ndarray, pairs: np.ndarray, slowest: np.ndarray) -> None:
         """spent [SPENT, samples, workers, slots]."""
-        del waits
         attention, columns = spent[SPENT.index(ATTENTION)], spent[SPENT.index(COLUMNS), ..., 0]
         in_steps = attention[..., 1 : steps + 1]
         elapsed = spent[..., 1 : steps + 1].sum(0)
