@@ -24,7 +24,8 @@ def even(direction: str, rank: int, step: int) -> float:  # noqa: ARG001
 class Play:
     """What is played: ms of attention, pairs, and ms of a message by channel; index before the first step, merge and gap in every step.
 
-    starts: ms by which a rank begins its passes later. columns: ms of single columns gathered once, before the first step.
+    starts: ms by which a rank begins its passes later. gaps: more gap in every step of a rank.
+    columns: ms of single columns gathered once, before the first step.
     """
 
     schedule: Schedule
@@ -35,6 +36,7 @@ class Play:
     columns: float = 0.0
     merge: float = 0.0
     gap: float = 0.0
+    gaps: dict[int, float] = field(default_factory=dict)
     starts: dict[int, float] = field(default_factory=dict)
 
 
@@ -102,7 +104,7 @@ class _Rank:
                     pairs=int(self.what.pairs(self.direction, self.rank, step)),
                 )
                 self._spend(MERGE, step, self.what.merge)
-                self._spend(GAP, step, self.what.gap)
+                self._spend(GAP, step, self.what.gap + self.what.gaps.get(self.rank, 0.0))
             self.todo.pop(0)
         if not self.todo and before:
             self._add(PASS, -1, self.began, self.now - self.began)

@@ -88,8 +88,8 @@ class Blame:
         if self.shape.workers == 1:
             return
         for d in range(len(self.shape.directions)):
-            for group in range(self.shape.groups):
-                self._add(found, d, group)
+            for group in np.flatnonzero(self.shape.present.sum(1) > 1):
+                self._add(found, d, int(group))
 
     def _add(self, found: Iteration, d: int, group: int) -> None:
         s = self.shape
@@ -103,7 +103,9 @@ class Blame:
         own = spent[: len(BUSY)]
         busy = own.sum(0)
         begin = found.start[d, kept, group]
-        begin = np.where(np.isnan(begin), np.nanmean(begin, 1, keepdims=True) if not np.isnan(begin).all() else 0.0, begin)
+        known = ~np.isnan(begin)
+        mean = np.where(known, begin, 0).sum(1, keepdims=True) / np.maximum(known.sum(1, keepdims=True), 1)
+        begin = np.where(known, begin, mean)
         present = s.present[group]
         others = max(1, int(present.sum()) - 1)
 
@@ -115,7 +117,7 @@ class Blame:
         excess[..., 0] += offset
         starts = begin[..., None] + np.cumsum(busy + late + exposed, -1) - (busy + late + exposed)
         middle = starts + late + exposed + busy / 2
-        threshold = max(self.uncertainty, 1e-3, 1e-3 * float(np.nan_to_num(np.nanmean(found.length[d, :, group]))))
+        threshold = max(self.uncertainty, 1e-3, 1e-3 * float(np.nan_to_num(found.length[d, :, group]).mean()))
         # In the end all wait for the last.
         ends = starts[..., -1] + (busy + late + exposed)[..., -1]
         tail = np.where(present, ends[:, present].max(1, keepdims=True) - ends, 0)

@@ -43,12 +43,12 @@ def test_bins_fill_the_passes_for_every_exchange(tmp_path, exchange, options):
     assert found.bins.sum(-1) == pytest.approx(found.passes_ms, rel=1e-4)
     assert found.bin_ms("index") == pytest.approx(0.3 * 2 * 2)  # two layers, both directions, of each iteration
     assert found.bin_ms("columns") == pytest.approx(0.2 * 2 * 2)
-    assert found.bin_ms("late") > 0
     assert set(found.exposed) <= {"context", "inner", "outer", "heads"}
+    assert found.exposed or exchange == "hierarchical_ring"
 
 
 def test_tables_and_degrees_are_those_of_the_times_played(tmp_path):
-    found = analysed(tmp_path, Play(ring(4), uneven, pairs=lambda d, r, s: 100 * (r + 1)), layers=(2, 5), iterations=3)
+    found = analysed(tmp_path, Play(ring(4), uneven, pairs=lambda _d, r, _s: 100 * (r + 1)), layers=(2, 5), iterations=3)
     assert (found.samples, found.iterations, found.layers) == (6, 3, (2, 5))
     for direction in ("forward", "backward"):
         table = [[uneven(direction, rank, step) for step in range(4)] for rank in range(4)]
@@ -70,7 +70,7 @@ def test_tables_and_degrees_are_those_of_the_times_played(tmp_path):
 
 
 def test_columns_are_a_step_more_for_workers_and_none_of_a_worker(tmp_path):
-    found = analysed(tmp_path, Play(ring(2), lambda d, r, s: 1.0 + r, columns=3.0)).passes["forward"]
+    found = analysed(tmp_path, Play(ring(2), lambda _d, r, _s: 1.0 + r, columns=3.0)).passes["forward"]
     assert found.time.worker.mean == pytest.approx((2 / 1.5 + 2 / 1.5 + 1) / 3, rel=1e-5)
     assert found.time.total.mean == pytest.approx((2 + 2 + 3) / 6, rel=1e-5)
     assert found.time.step.mean == pytest.approx(1)
@@ -78,8 +78,8 @@ def test_columns_are_a_step_more_for_workers_and_none_of_a_worker(tmp_path):
 
 
 def test_spread_is_over_samples_and_groups_are_samples(tmp_path):
-    def of(iteration: int, layer: int, group: int) -> Play:
-        return Play(ring(2), lambda d, r, s: 1.0 + r * (group + iteration))
+    def of(iteration: int, _layer: int, group: int) -> Play:
+        return Play(ring(2), lambda _d, r, _s: 1.0 + r * (group + iteration))
 
     rows = [rows_of(of, iteration=i, groups=2) for i in range(2)]
     folder = write(tmp_path, rows, [facts_of(ring(2), groups=2)])
@@ -91,7 +91,7 @@ def test_spread_is_over_samples_and_groups_are_samples(tmp_path):
 
 
 def slower(rank: int, times: float):
-    return lambda d, r, s: times if r == rank else 1.0
+    return lambda _d, r, _s: times if r == rank else 1.0
 
 
 @pytest.mark.parametrize("schedule", [ring(2), ring(8), ring(8, 4, "hierarchical_ring"), ring(4, exchange="all_gather"), ring(4, heads=2)])
@@ -117,7 +117,7 @@ def test_a_rank_with_more_work_in_a_step_is_named_with_that_step(tmp_path):
 
 def test_more_work_in_all_steps_is_one_cause(tmp_path):
     times = np.random.default_rng(0).gamma(20, 0.05, (6, 6)) * np.where(np.arange(6) == 2, 1.6, 1)[:, None]
-    found = analysed(tmp_path, Play(ring(6), lambda d, r, s: times[r, s], pairs=lambda d, r, s: int(1e4 * times[r, s])))
+    found = analysed(tmp_path, Play(ring(6), lambda _d, r, s: times[r, s], pairs=lambda _d, r, s: int(1e4 * times[r, s])))
     assert [(c.rank, c.kind) for c in found.causes[:2]] == [(2, "work")] * 2
     assert all("x the pairs of the others over all its steps" in c.text for c in found.causes[:2])
 
@@ -129,11 +129,9 @@ def test_a_delay_before_the_first_step_is_named(tmp_path):
 
 
 def test_a_busy_host_is_named(tmp_path):
-    rows = rows_of(lambda *_: Play(ring(3), gap=0.1))
-    late = rows_of(Play(ring(3), gap=3.0))
-    del rows, late
-    found = analysed(tmp_path, Play(ring(3), gap=0.1, attention=lambda d, r, s: 1.0), layers=(0,))
-    assert found.causes == []
+    found = analysed(tmp_path, Play(ring(4), gap=0.1, gaps={1: 0.6}))
+    assert [(c.rank, c.kind) for c in found.causes] == [(1, "gap")]
+    assert "rank 1, which stands still" in found.causes[0].text
 
 
 def test_slow_links_are_named_with_their_step(tmp_path):
@@ -164,6 +162,12 @@ def test_missing_ranks_are_said_and_left_out(tmp_path):
     assert found.passes["forward"].time.worker.mean == pytest.approx(imbalance(table).worker, rel=1e-5)
 
 
+def test_a_group_without_any_rows_is_missing(tmp_path):
+    rows = rows_of(Play(ring(2), uneven))
+    (found,) = analyse(open_records(write(tmp_path, [rows], [facts_of(ring(2), groups=2)])))
+    assert (found.missing, found.time.worker.n) == ((2, 3), 1)
+
+
 def test_a_killed_profile_is_analysed_as_far_as_it_went(tmp_path):
     folder = recorded_once(tmp_path, Play(ring(2)), iterations=3, complete=False, wanted=10)
     (found,) = analyse(open_records(folder))
@@ -174,7 +178,7 @@ def test_cases_and_iterations_may_lie_mixed_in_one_file(tmp_path):
     first, second = Play(ring(2), uneven), Play(ring(4), slower(0, 3.0))
     rows = np.concatenate([rows_of(p, case=c, iteration=i) for i in range(2) for c, p in enumerate((first, second))])
     shuffled = rows[np.random.default_rng(0).permutation(len(rows))]
-    facts = [facts_of(p.schedule, label=name, workers=4) for p, name in ((first, "a"), (second, "b"))]
+    facts = [facts_of(p.schedule, label=name) for p, name in ((first, "a"), (second, "b"))]
     found = analyse(open_records(write(tmp_path / "mixed", [shuffled], facts)))
     assert [f.label for f in found] == ["a", "b"]
     alone = analysed(tmp_path / "alone", second, iterations=2)
