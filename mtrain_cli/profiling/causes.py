@@ -267,6 +267,7 @@ class Blame:
         merged: dict[tuple[int, str, int], list[tuple[float, int, int]]] = {}
         for d in range(len(self.shape.directions)):
             lost = self.charges[d].lost.reshape(-1, self.shape.slots) / self.iterations
+            lost[~self.shape.present.reshape(-1)] = 0  # nothing is known of what they did
             for rank, slot in zip(*np.nonzero(lost), strict=True):
                 kind = self._kind(d, int(rank), int(slot))
                 merged.setdefault((int(rank), kind, d if kind == "work" else -1), []).append((float(lost[rank, slot]), d, int(slot)))
@@ -310,7 +311,9 @@ class Blame:
                 whole = self.pairs[d, rank // self.shape.workers]
                 mine = whole[rank % self.shape.workers]
                 more, unit, where = _over(mine * max(1, np.count_nonzero(whole) - 1), whole.sum() - mine), "pairs", " over all its steps"
-            if np.isinf(more):
+            if where == " over all its steps" and more < 1.1:
+                why = f"which has the most work in several steps, with {more:.2f}x the {unit} in all"
+            elif np.isinf(more):
                 why = f"which has all the {unit} of step {slot - 1}"
             elif more < 1.1:
                 why = f"which takes {longer:.2f}x as long as the others{where}, with {more:.2f}x the {unit}"
@@ -335,7 +338,8 @@ class Blame:
         when = f"{name} step {step - 1}" if step < self.shape.slots else f"{name}, at the end"
         text = f"{when}: rank {victim} waits {_ms(each)} for rank {rank}, {why}"
         if ms > 1.5 * each:
-            text += f"; {_ms(ms)} an iteration over all ranks"
+            share = ms * self.iterations / self.passes
+            text += f"; {_ms(ms)} an iteration over all ranks, {share:.1%} of their time"
         return Cause(text, ms, kind, name, rank, slot - 1)
 
     def _victim(self, d: int, rank: int, slot: int) -> tuple[int, int, float]:
