@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from mtrain_cli.reporting.source import Source
 
-PAGE = "report.html"
+PAGE, TABLES = "report.html", "tables"
 PIPED = 100  # columns of a table that goes to no terminal
 FIGURES = 3  # heat maps in the terminal; the page has all
 
@@ -70,12 +70,14 @@ def report(
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = PIPED
-    if not runs and recorded:
-        console.print(f"{recorded[0].folder}", soft_wrap=True)
+    # Files first: a reader of the tables that stops early must not keep them from being written.
+    written, page = _write(folder, recorded, html, csv) if folder is not None else ([], None)
+    if not runs:
+        said = str(recorded[0].folder) if recorded else "nothing in runs/ or measurements/ of this folder; here is what ships with mtrain"
+        console.print(said, soft_wrap=True)
     _print(console, sources)
-    if folder is None:
-        return
-    page = _write(folder, recorded, html, csv, console)
+    for line in written:
+        console.print(line, soft_wrap=True)
     if show and page is not None:
         _show(page, console)
 
@@ -117,8 +119,13 @@ def _about(source: Source) -> str:
     facts = source.facts
     gpus = facts.get("gpus") or []
     where = f"{len(gpus)} x {gpus[0]}" if gpus else "CPU" if facts else ""
-    parts = [where, facts.get("started"), *([f"{max(case.samples for case in source.cases)} samples"] if source.cases else [])]
+    parts = [where, facts.get("started"), *([_samples(source)] if source.cases else [])]
     return "".join(f", {part}" for part in parts if part)
+
+
+def _samples(source: Source) -> str:
+    most = max(case.samples for case in source.cases)
+    return f"{most} sample{'s' * (most != 1)}{' of each case' * (len(source.cases) > 1)}"
 
 
 def _document(source: Source) -> dict[str, Any]:
@@ -151,24 +158,24 @@ def _folder(out: Path | None, sources: list[Source]) -> Path:
     return folder
 
 
-def _write(folder: Path, sources: list[Source], html: bool, csv: bool, console: Console) -> Path | None:
+def _write(folder: Path, sources: list[Source], html: bool, csv: bool) -> tuple[list[str], Path | None]:
+    """-> what to say of the files, and the page."""
     from mtrain_cli.launch.failures import RunError
     from mtrain_cli.reporting.html import write_page
     from mtrain_cli.reporting.tables import sheets
 
+    said, page = [], None
     try:
         if csv:
-            tables = folder / "tables"
+            tables = folder / TABLES
             tables.mkdir(exist_ok=True)
-            written = [sheet.write(tables).name for sheet in sheets(sources)]
-            console.print(f"{tables}: {', '.join(written)}", soft_wrap=True)
+            said.append(f"{tables}: {', '.join(sheet.write(tables).name for sheet in sheets(sources))}")
         if html:
             page = write_page(folder / PAGE, sources)
-            console.print(str(page), soft_wrap=True)
-            return page
+            said.append(str(page))
     except OSError as error:
         raise RunError(f"{folder}: could not be written ({error.strerror or error})") from error
-    return None
+    return said, page
 
 
 def _show(page: Path, console: Console) -> None:

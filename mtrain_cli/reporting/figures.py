@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 import numpy as np
@@ -58,11 +59,11 @@ def figures(sources: Sequence[Source]) -> list[Figure]:
     """All that have anything to show, in the order of the page."""
     cases = [(_label(source, case, len(sources)), source, case) for source in sources for case in source.cases]
     found: list[Figure | None] = []
-    if cases:
-        found += [where_time_goes(cases), heat_maps(cases), timelines(cases), ranks(cases), distributions(cases), layers(cases)]
     trained = [source for source in sources if source.metrics]
     if trained:
         found += [training(trained), density(trained)]
+    if cases:
+        found += [where_time_goes(cases), heat_maps(cases), timelines(cases), ranks(cases), distributions(cases), layers(cases)]
     return [figure for figure in found if figure is not None and figure.views]
 
 
@@ -84,10 +85,10 @@ def where_time_goes(cases: Named) -> Figure:
         for name in BINS:
             values = [case.bin_ms(name, direction) for _, case in has]
             if any(values):
-                data.append(_bar([label for label, _ in has], values, name, horizontal=True))
+                data.append(_bar([_folded(label) for label, _ in has], values, name, horizontal=True))
         layout = {
             "barmode": "stack",
-            "height": 130 + 34 * len(has),
+            "height": 160 + 40 * len(has),
             "xaxis": {"title": {"text": "ms of an iteration, mean over workers"}, "rangemode": "tozero"},
             "yaxis": {"autorange": "reversed", "automargin": True},
             "margin": {"l": 10},
@@ -126,7 +127,9 @@ def heat_maps(cases: Named) -> Figure:
             "x": _positions(table.shape[1], steps),
             "y": _positions(table.shape[0], workers),
             "colorscale": "YlOrRd" if unit == "ms" else "YlGnBu",
+            "reversescale": True,
             "zmin": 0,
+            "zmax": float(small.max(initial=0)) or 1.0,
             "colorbar": {"title": {"text": unit}, "thickness": 14},
             "hovertemplate": f"worker %{{y}}, step %{{x}}: %{{z:.4g}} {unit}<extra></extra>",
         }
@@ -381,7 +384,7 @@ def training(sources: Sequence[Source]) -> Figure:
             }
             views.append(View((title,), data, layout))
     note = f"{POINTS} steps of more are shown." if thinned else ""
-    return Figure("training", "Training", ("curve",), views, note)
+    return Figure("training", "Training, step by step", ("curve",), views, note)
 
 
 def density(sources: Sequence[Source]) -> Figure | None:
@@ -399,7 +402,9 @@ def density(sources: Sequence[Source]) -> Figure | None:
             "x": [m.step for m in kept],
             "y": list(range(len(table))),
             "colorscale": "YlGnBu",
+            "reversescale": True,
             "zmin": 0,
+            "zmax": float(table.max(initial=0)) or 1.0,
             "colorbar": {"title": {"text": "density"}, "thickness": 14, "tickformat": ".0%"},
             "hovertemplate": "step %{x}, layer %{y}: %{z:.2%}<extra></extra>",
         }
@@ -428,6 +433,16 @@ def _bar(labels: Sequence[Any], values: Any, name: str, horizontal: bool = False
         "marker": {"color": colour},
         "hovertemplate": f"%{{{where}}}: {shown} %{{{value}:.4g}} ms<extra></extra>",
     }
+
+
+def _folded(label: str, width: int = 26) -> str:
+    """In lines of so many characters, at spaces."""
+    lines = [""]
+    for word in label.split():
+        if lines[-1] and len(lines[-1]) + len(word) > width:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {word}".strip()
+    return "<br>".join(escape(line) for line in lines)
 
 
 def _whole(count: int) -> dict[str, Any]:

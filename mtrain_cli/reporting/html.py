@@ -15,7 +15,7 @@ import numpy as np
 from mtrain_cli import __version__, resource_dir
 from mtrain_cli.reporting.figures import Figure, figures
 from mtrain_cli.reporting.source import Source
-from mtrain_cli.reporting.tables import comparison, ms, spread
+from mtrain_cli.reporting.tables import TRAINING, comparison, ms, spread, training_row
 
 DEFINITIONS = "definitions.md"
 
@@ -28,6 +28,7 @@ def write_page(path: Path, sources: Sequence[Source]) -> Path:
     body = "\n".join(
         [
             *map(_header, sources),
+            _trained(sources),
             _summary(sources),
             _compared(sources),
             _causes(sources),
@@ -114,6 +115,12 @@ def _summary(sources: Sequence[Source]) -> str:
         "ID: largest over mean, 1 is perfect; mean ± standard deviation over n samples. Waits: one iteration of a worker. Pass: one layer."
     )
     return f"<section><h2>Balance</h2>{_table(heads, rows)}<p class='note'>{note}</p></section>"
+
+
+def _trained(sources: Sequence[Source]) -> str:
+    rows = [[source.name, *training_row(source)] for source in sources if source.metrics]
+    note = "Medians of all steps but the first."
+    return f"<section><h2>Training</h2>{_table(('run', *TRAINING), rows)}<p class='note'>{note}</p></section>" if rows else ""
 
 
 def _compared(sources: Sequence[Source]) -> str:
@@ -240,8 +247,8 @@ h3 { font-size: 1rem; margin: 1rem 0 .2rem; } h4, h5 { margin: .9rem 0 .2rem; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; margin: .6rem 0; font-size: .9rem; }
 dt { color: #666; } dd { margin: 0; overflow-wrap: anywhere; }
 .remark { background: #fff4e0; border-left: 4px solid #d97706; margin: .4rem 0; padding: .3rem .7rem; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .65rem; border-bottom: 1px solid #e4e4e4; text-align: right; vertical-align: top; white-space: nowrap; }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .45rem; border-bottom: 1px solid #e4e4e4; text-align: right; vertical-align: top; white-space: nowrap; }
 th { white-space: normal; color: #444; border-bottom: 2px solid #bbb; vertical-align: bottom; }
 th:first-child, td.words { text-align: left; } details td.words, details th { text-align: left; white-space: normal; }
 .note { color: #666; font-size: .85rem; margin: .3rem 0; } ol { margin: .2rem 0; padding-left: 1.4rem; } li { margin: .15rem 0; }
@@ -259,13 +266,19 @@ footer { margin-top: 2.5rem; color: #888; font-size: .85rem; }
 _SCRIPT = """
 "use strict";
 const base = {
-  margin: {l: 62, r: 12, t: 24, b: 48}, paper_bgcolor: "#fff", plot_bgcolor: "#fff", autosize: true,
+  margin: {l: 62, r: 12, t: 58, b: 48}, paper_bgcolor: "#fff", plot_bgcolor: "#fff", autosize: true,
   font: {family: "system-ui, -apple-system, 'Segoe UI', Roboto, Arial, sans-serif", size: 13, color: "#1b1b1b"},
-  legend: {orientation: "h", y: 1, yanchor: "bottom", x: 0, xanchor: "left"},
+  legend: {orientation: "h", traceorder: "normal", y: 1, yanchor: "bottom", x: 0, xanchor: "left"},
 };
 const axis = {gridcolor: "#e8e8e8", zerolinecolor: "#ccc", linecolor: "#999", ticks: "outside", tickcolor: "#bbb"};
-function merged(layout) {
+function merged(layout, entries) {
   const result = Object.assign({}, base, layout, {margin: Object.assign({}, base.margin, layout.margin)});
+  if (window.innerWidth < 640) {
+    // One entry of the legend a line there: below the figure, which grows by them.
+    result.legend = Object.assign({}, base.legend, {yref: "container", y: 0, yanchor: "bottom"});
+    if (entries > 1) result.height = layout.height + 20 * entries;
+    result.margin.t = 30;
+  }
   for (const name of ["xaxis", "yaxis"]) result[name] = Object.assign({automargin: true}, axis, layout[name]);
   return result;
 }
@@ -287,7 +300,7 @@ function setUp(figure) {
       select.parentElement.style.display = names.length < 2 ? "none" : "";
     });
     const view = figure.views.find((one) => one.labels.every((label, i) => label === chosen[i]));
-    Plotly.react(place, view.data, merged(view.layout), {responsive: true, displaylogo: false, showTips: false});
+    Plotly.react(place, view.data, merged(view.layout, view.data.length), {responsive: true, displaylogo: false, showTips: false});
   }
   selects.forEach((select, at) => select.addEventListener("change", () => { chosen[at] = select.value; refresh(); }));
   refresh();

@@ -139,27 +139,41 @@ def fold(table: np.ndarray, cells: int) -> tuple[np.ndarray, bool]:
     return table, table.shape != whole
 
 
+TRAINING = ("steps", "loss, first", "last", "s / step", "tokens/s/GPU", "MFU", "density", "peak GiB")
+
+
 def training_table(sources: Sequence[Source]) -> Table:
-    """One row a training run; medians leave the first step out, which also compiles and fills caches."""
+    """One row a training run."""
     table = _table("Training", "medians of all steps but the first")
-    for heading in ("run", "steps", "loss\nfirst, last", "s / step", "tokens/s/GPU", "MFU", "density", "peak GiB"):
+    for heading in ("run", *TRAINING):
         table.add_column(heading, justify="left" if heading == "run" else "right", overflow="fold")
     for source in sources:
-        m = source.metrics
-        rest = m[1:] or m
-        mfu = [s.mfu_model for s in rest if s.mfu_model is not None]
-        peak = [s.peak_memory_gib for s in m if s.peak_memory_gib is not None]
-        table.add_row(
-            source.name,
-            str(m[-1].step),
-            f"{_number(m[0].loss, 3)}, {_number(m[-1].loss, 3)}",
-            f"{statistics.median(s.seconds for s in rest):.3g}",
-            f"{statistics.median(s.tokens_per_second_per_gpu for s in rest):,.0f}",
-            f"{statistics.median(mfu):.1%}" if mfu else "-",
-            f"{statistics.median(s.density for s in rest):.1%}",
-            f"{max(peak):.1f}" if peak else "-",
-        )
+        table.add_row(source.name, *training_row(source))
     return table
+
+
+def training_row(source: Source) -> list[str]:
+    """In the order of `TRAINING`. Medians leave the first step out, which also compiles and fills caches."""
+    steps = source.metrics
+    rest = steps[1:] or steps
+
+    def median(name: str) -> float | None:
+        values = [value for value in (getattr(step, name) for step in rest) if value is not None]
+        return statistics.median(values) if values else None
+
+    mfu, density = median("mfu_model"), median("density")
+    speed, seconds = median("tokens_per_second_per_gpu"), median("seconds")
+    peak = [step.peak_memory_gib for step in steps if step.peak_memory_gib is not None]
+    return [
+        str(steps[-1].step),
+        _number(steps[0].loss, 3),
+        _number(steps[-1].loss, 3),
+        "-" if seconds is None else f"{seconds:.3g}",
+        "-" if speed is None else f"{speed:,.0f}",
+        "-" if mfu is None else f"{mfu:.1%}",
+        "-" if density is None else f"{density:.1%}",
+        f"{max(peak):.1f}" if peak else "-",
+    ]
 
 
 def shipped_table(document: dict[str, Any]) -> Table:
@@ -191,9 +205,12 @@ def compare_table(sources: Sequence[Source]) -> Table | None:
     table = _table(f"Against {sources[0].name}", "noise: twice the standard error of the difference, from the spread over samples")
     for heading in ("run", "case", "what", "first", "this", "ratio", "noise", ""):
         table.add_column(heading, justify="left" if heading in ("run", "case", "what", "") else "right", overflow="fold")
+    above = ("", "")
     for row in rows:
+        name = ("", "") if (row.run, row.case) == above else (row.run, row.case)
+        above = (row.run, row.case)
         noise = f"±{row.noise:.1%}" if np.isfinite(row.noise) else "unknown"
-        table.add_row(row.run, row.case, row.what, f"{row.first:.4g}", f"{row.other:.4g}", f"{row.ratio:.3f}x", noise, row.verdict)
+        table.add_row(*name, row.what, f"{row.first:.4g}", f"{row.other:.4g}", f"{row.ratio:.3f}x", noise, row.verdict)
     return table
 
 
