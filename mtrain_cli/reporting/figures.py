@@ -202,9 +202,11 @@ def _timeline(rows: dict[str, np.ndarray], ranks: Sequence[int], most: int) -> t
     keep = np.isin(rows["phase"], [KINDS.index(kind) for kind in (*COMPUTING, RECEIVE)]) & (rows["dur_us"] > 0)
     left_out = 0
     if keep.sum() > most:
-        shortest = np.sort(rows["dur_us"][keep])[-most]
-        left_out = int(keep.sum() - (keep & (rows["dur_us"] >= shortest)).sum())
-        keep &= rows["dur_us"] >= shortest
+        candidates = np.flatnonzero(keep)
+        longest = candidates[np.argsort(-rows["dur_us"][candidates], kind="stable")[:most]]
+        left_out = len(candidates) - len(longest)
+        keep[:] = False
+        keep[longest] = True
     rows = {name: values[keep] for name, values in rows.items()}
     place = {rank: i for i, rank in enumerate(ranks)}
     y = np.array([place[rank] for rank in rows["rank"].tolist()], float)

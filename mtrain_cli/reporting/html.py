@@ -27,7 +27,7 @@ def write_page(path: Path, sources: Sequence[Source]) -> Path:
     drawn = figures(sources)
     body = "\n".join(
         [
-            *map(_header, sources),
+            f'<div class="headers">{"".join(map(_header, sources))}</div>',
             _trained(sources),
             _summary(sources),
             _compared(sources),
@@ -137,7 +137,7 @@ def _compared(sources: Sequence[Source]) -> str:
             f"±{r.noise:.1%}" if np.isfinite(r.noise) else "unknown",
             r.verdict,
         ]
-        for r in found
+        for i, r in enumerate(found)
     ]
     heads = ("run", "case", "what", sources[0].name, "this", "ratio", "noise", "")
     note = "Noise: twice the standard error of the difference, from the spread over samples."
@@ -161,7 +161,7 @@ def _causes(sources: Sequence[Source]) -> str:
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], text: int = 1) -> str:
     """text: how many columns on the left are words."""
-    head = "".join(f"<th>{escape(name)}</th>" for name in heads)
+    head = "".join(f"<th{' class=words' if i < text else ''}>{escape(name)}</th>" for i, name in enumerate(heads))
     body = "".join(
         "<tr>" + "".join(f"<td{' class=words' if i < text else ''}>{escape(cell)}</td>" for i, cell in enumerate(row)) + "</tr>"
         for row in rows
@@ -244,13 +244,14 @@ body { margin: 0 auto; padding: 1.2rem 1.6rem 3rem; max-width: 1360px; backgroun
 h1 { font-size: 1.5rem; margin: .4rem 0; } h1 small { font-weight: 400; color: #666; font-size: 1rem; }
 h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem; border-bottom: 1px solid #ddd; padding-bottom: .2rem; }
 h3 { font-size: 1rem; margin: 1rem 0 .2rem; } h4, h5 { margin: .9rem 0 .2rem; }
+.headers { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 0 2rem; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; margin: .6rem 0; font-size: .9rem; }
 dt { color: #666; } dd { margin: 0; overflow-wrap: anywhere; }
 .remark { background: #fff4e0; border-left: 4px solid #d97706; margin: .4rem 0; padding: .3rem .7rem; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .45rem; border-bottom: 1px solid #e4e4e4; text-align: right; vertical-align: top; white-space: nowrap; }
 th { white-space: normal; color: #444; border-bottom: 2px solid #bbb; vertical-align: bottom; }
-th:first-child, td.words { text-align: left; } details td.words, details th { text-align: left; white-space: normal; }
+th.words, td.words { text-align: left; } details td.words, details th { text-align: left; white-space: normal; }
 .note { color: #666; font-size: .85rem; margin: .3rem 0; } ol { margin: .2rem 0; padding-left: 1.4rem; } li { margin: .15rem 0; }
 .selectors { display: flex; flex-wrap: wrap; gap: .4rem 1rem; } label { color: #555; font-size: .9rem; }
 select { font: inherit; color: #1b1b1b; background: #fff; border: 1px solid #bbb; border-radius: 4px; padding: .15rem .3rem;

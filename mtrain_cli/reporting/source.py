@@ -212,8 +212,8 @@ def _facts(path: Path, recorded: Recorded | None) -> dict[str, Any]:
     if (path / ENVIRONMENT).is_file():
         facts = _document(path / ENVIRONMENT)
     if recorded is not None:
-        facts = {**facts, **(recorded.summary.get("environment") or {})}
-        facts["command"] = recorded.summary.get("command") or facts.get("command")
+        said = recorded.summary
+        facts = {**(said.get("environment") or {}), **({"command": said["command"]} if said.get("command") else {}), **facts}
     return facts
 
 
