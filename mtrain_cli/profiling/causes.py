@@ -16,6 +16,7 @@ from mtrain_cli.profiling.collect import BUSY, EXPOSED, LATE, SPENT, Iteration, 
 from mtrain_cli.profiling.records import LINKS
 
 SLOWER = 1.25  # times as long as the work explains: a rank beyond it is slow, one below has more work
+MORE = 1.1  # times as much work as others: what is below is called as much
 WORTH = 0.005  # of the time of all passes: what costs less is not worth a line
 MOST_LINES = 5
 MOST_CELLS = 1 << 28  # of (sample, worker, step, step) looked at in an iteration; more samples than that are thinned
@@ -65,6 +66,7 @@ class Blame:
 
     shape: Shape
     uncertainty: float  # of the clocks of different ranks, ms
+    together: bool = True  # all ranks wait for the last at the end of a pass; in training they go on, and wait in the next
     iterations: int = 0
     charges: list[_Charges] = field(default_factory=list)
     victims: list[list[tuple[np.ndarray, np.ndarray]]] = field(default_factory=list)  # direction -> (codes, ms)
@@ -72,17 +74,20 @@ class Blame:
     passes: float = 0.0  # ms of all passes of all ranks
     layers: int = 0
     pairs: np.ndarray = field(init=False)  # of whole passes, [directions, groups, workers]
+    attention: np.ndarray = field(init=False)  # the same, ms
 
     def __post_init__(self) -> None:
         s = self.shape
         self.charges = [_Charges.none((s.groups, s.workers, s.slots)) for _ in s.directions]
         self.victims = [[] for _ in s.directions]
-        self.pairs = np.zeros((len(s.directions), s.groups, s.workers))
+        self.pairs, self.attention = np.zeros((2, len(s.directions), s.groups, s.workers))
 
     def add(self, found: Iteration) -> None:
         self.iterations += 1
         self.layers = found.spent.shape[2]
         self.pairs += found.pairs.sum((1, 4))
+        computed = found.spent[[SPENT.index(ATTENTION), SPENT.index(COLUMNS)]]
+        self.attention += computed.sum((0, 2, 5), dtype=np.float64)
         self.passes += float(np.nansum(found.length))
         self.link = found.link if self.link is None else self.link + found.link
         if self.shape.workers == 1:
@@ -131,26 +136,29 @@ class Blame:
         origin = np.full(late.shape, -1, np.int32)
         last = np.full(late.shape[:2], -1)
         charge = self.charges[d]
-        for t in range(1, s.slots + 1):
+        for t in range(s.slots + self.together):
             at, victim = np.nonzero((late[..., t] > threshold) & (behind[..., t] >= 0))
             if not len(at):
                 continue
             lost = late[at, victim, t]
             peer = self._peers(behind[at, victim, t], late[at, :, t], victim, group)
-            after = (behind[at, victim, t] & 1).astype(bool)
-            end = starts[at, victim, t] + lost + np.where(after, busy[at, victim, min(t, s.slots - 1)], 0)
-            came = self._origins(
-                lost,
-                peer * s.slots,
-                window=np.arange(t) >= np.maximum(last[at, victim] - 1, 0)[:, None],
-                did=middle[at, peer, :t] < end[:, None],
-                waited=late[at, peer, :t],
-                waited_too=late[at, victim, :t].sum(1),
-                excess=excess[at, peer, :t],
-                over=(np.where(middle[at, peer, :t] < end[:, None], busy[at, peer, :t], 0) - busy[at, victim, :t]).sum(1),
-                link=link[at, peer, :t],
-                before=origin[at, peer, :t],
-            )
+            if t == 0:
+                came = peer * s.slots
+            else:
+                after = (behind[at, victim, t] & 1).astype(bool)
+                end = starts[at, victim, t] + lost + np.where(after, busy[at, victim, min(t, s.slots - 1)], 0)
+                came = self._origins(
+                    lost,
+                    peer * s.slots,
+                    window=np.arange(t) >= np.maximum(last[at, victim] - 1, 0)[:, None],
+                    did=middle[at, peer, :t] < end[:, None],
+                    waited=late[at, peer, :t],
+                    waited_too=late[at, victim, :t].sum(1),
+                    excess=excess[at, peer, :t],
+                    over=(np.where(middle[at, peer, :t] < end[:, None], busy[at, peer, :t], 0) - busy[at, victim, :t]).sum(1),
+                    link=link[at, peer, :t],
+                    before=origin[at, peer, :t],
+                )
             origin[at, victim, t] = came
             last[at, victim] = t
             worker, slot = np.divmod(came, s.slots)
@@ -284,6 +292,14 @@ class Blame:
         charge, at = self.charges[d], (*divmod(rank, self.shape.workers), slot)
         own = charge.own[(slice(None), *at)]
         phase = _OWN[int(own.argmax())]
+        if phase == START and not self.together:
+            # The delay of the pass before, if there is anything in this rank's attention that explains one.
+            group, worker = at[0], at[1]
+            longer, more = (_against(table[d, group], worker) for table in (self.attention, self.pairs))
+            if longer > SLOWER * more:
+                return "slow"
+            if more > MORE:
+                return "work"
         if phase in (ATTENTION, COLUMNS):
             longer = _over(charge.attention[at], charge.attention_of_others[at])
             more = _over(charge.pairs[at], charge.pairs_of_others[at])
@@ -306,21 +322,23 @@ class Blame:
         extra = charge.own[(slice(None), *at)] / lost
         name = self.shape.directions[d]
         if kind == "work":
+            whole = False
             where = (f" in step {slot - 1}" if slot else " outside of all steps") if slot != step else ""
             if places[0][0] < 0.6 * ms or extra[BUSY.index(ATTENTION)] + extra[BUSY.index(COLUMNS)] < 0.5 * each:
-                whole = self.pairs[d, rank // self.shape.workers]
-                mine = whole[rank % self.shape.workers]
-                more, unit, where = _over(mine * max(1, np.count_nonzero(whole) - 1), whole.sum() - mine), "pairs", " over all its steps"
-            if where == " over all its steps" and more < 1.1:
+                whole, unit, where = True, "pairs", " over all its steps"
+                more = _against(self.pairs[d, at[0]], at[1])
+            if whole and more < MORE:
                 why = f"which has the most work in several steps, with {more:.2f}x the {unit} in all"
             elif np.isinf(more):
                 why = f"which has all the {unit} of step {slot - 1}"
-            elif more < 1.1:
+            elif more < MORE:
                 why = f"which takes {longer:.2f}x as long as the others{where}, with {more:.2f}x the {unit}"
             else:
                 why = f"which has {more:.1f}x the {unit} of the others{where}"
         elif kind == "slow":
-            work = "as much work" if 0.9 < more_pairs < 1.1 else f"{more_pairs:.1f}x the work"
+            if slot == 0 and not charge.attention[at]:
+                longer, more_pairs = (_against(table[d, at[0]], at[1]) for table in (self.attention, self.pairs))
+            work = "as much work" if 1 / MORE < more_pairs < MORE else f"{more_pairs:.1f}x the work"
             why = f"which takes {longer:.1f}x as long for {work}: a slower device, or one that is disturbed"
         else:
             what = {
@@ -330,12 +348,14 @@ class Blame:
                 ARRANGE: "takes {} longer to arrange what it gathered",
                 GAP: "stands still {} longer between kernels: a busy host, or one that is disturbed",
             }[kind]
-            why = "which " + what.format(_ms(extra[_OWN.index(kind)]))
+            more_ms = float(extra[_OWN.index(kind)])
+            # Of the times at which somebody waited for it; the wait is a mean of all.
+            why = "which " + ("at times " if more_ms > 2 * each else "") + what.format(_ms(more_ms))
         spread = len({(direction, s) for _, direction, s in places})
         if spread > 1 and kind != "work":
             directions = " and ".join(self.shape.directions[i] for i in sorted({direction for _, direction, _ in places}))
             why += f" ({directions}, {spread} steps)"
-        when = f"{name} step {step - 1}" if step < self.shape.slots else f"{name}, at the end"
+        when = f"{name}, at the end" if step == self.shape.slots else f"{name} step {step - 1}" if step else f"{name} before the first step"
         text = f"{when}: rank {victim} waits {_ms(each)} for rank {rank}, {why}"
         if ms > 1.5 * each:
             share = ms * self.iterations / self.passes
@@ -361,6 +381,13 @@ def _summed(codes: np.ndarray, ms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _over(part: float, whole: float) -> float:
     return float(part / whole) if whole > 0 else float("inf") if part > 0 else 1.0
+
+
+def _against(values: np.ndarray, worker: int) -> float:
+    """A worker's share over the mean of the others that have any."""
+    mine = float(values[worker])
+    others = max(1, int((values > 0).sum()) - 1)
+    return _over(mine * others, float(values.sum()) - mine)
 
 
 def _in_step(slot: int) -> str:

@@ -199,7 +199,9 @@ def _timeline(rows: dict[str, np.ndarray], ranks: Sequence[int], most: int) -> t
         return None, 0
     zero = rows["start_us"][rows["phase"] == KINDS.index(PASS)].min(initial=np.inf)
     zero = rows["start_us"].min() if not np.isfinite(zero) else zero
-    keep = np.isin(rows["phase"], [KINDS.index(kind) for kind in (*COMPUTING, RECEIVE)]) & (rows["dur_us"] > 0)
+    passes = rows["phase"] == KINDS.index(PASS)
+    whole = {name: values[passes] for name, values in rows.items()}
+    keep = np.isin(rows["phase"], [KINDS.index(kind) for kind in (*COMPUTING, RECEIVE) if kind != GAP]) & (rows["dur_us"] > 0)
     left_out = 0
     if keep.sum() > most:
         candidates = np.flatnonzero(keep)
@@ -213,8 +215,13 @@ def _timeline(rows: dict[str, np.ndarray], ranks: Sequence[int], most: int) -> t
     start, duration, late = ((rows[name] - base) / 1e3 for name, base in (("start_us", zero), ("dur_us", 0), ("late_us", 0)))
     waits = rows["phase"] == KINDS.index(WAIT)
     late = np.where(waits, np.clip(late, 0, duration), 0)
-    data = []
-    for kind in COMPUTING:
+    # Gaps are what shows of the pass between the phases.
+    under = np.array([place[rank] for rank in whole["rank"].tolist()], float)
+    all_of_it = np.ones(len(under), bool)
+    data = [_spans(whole, all_of_it, under, (whole["start_us"] - zero) / 1e3, whole["dur_us"] / 1e3, GAP, COLOURS[GAP])]
+    data[0]["hoverinfo"] = "skip"
+    del data[0]["hovertemplate"]
+    for kind in (kind for kind in COMPUTING if kind != GAP):
         mine = rows["phase"] == KINDS.index(kind)
         if kind != WAIT:
             data.append(_spans(rows, mine, y, start, duration, kind, COLOURS[kind]))

@@ -63,19 +63,31 @@ def _header(source: Source) -> str:
         if gpus
         else f"CPU of {facts.get('host', 'an unknown host')}",
         "when": facts.get("started"),
-        "command": shlex.join(map(str, command)) if isinstance(command, list) else str(command),
+        "command": _typed(command) if isinstance(command, list) else str(command),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "revision": facts.get("git_revision"),
         "samples": ", ".join(sorted({f"{case.samples} ({case.iterations} iterations)" for case in source.cases})),
         "workers": ", ".join(sorted({_workers(case.workers, case.groups) for case in source.cases})),
-        "clocks": f"agree within {uncertainty:.3g} µs" if isinstance(uncertainty, int | float) else None,
-        "recording": f"made an iteration {overhead:+.1%} longer" if isinstance(overhead, int | float) else None,
+        "clocks": _clocks(uncertainty),
+        "recording": f"changes the time of an iteration by {overhead:+.1%}" if isinstance(overhead, int | float) else None,
         "folder": str(source.folder.resolve()),
     }
     listed = "".join(f"<dt>{name}</dt><dd>{escape(str(value))}</dd>" for name, value in rows.items() if value)
     state = "partial" if source.remarks and any("partial" in remark or "no rows" in remark for remark in source.remarks) else "complete"
     remarks = "".join(f'<p class="remark">{escape(remark)}</p>' for remark in source.remarks)
     return f"<header><h1>{escape(source.name)} <small>{escape(source.kind)}, {state}</small></h1>{remarks}<dl>{listed}</dl></header>"
+
+
+def _clocks(uncertainty: Any) -> str | None:
+    if not isinstance(uncertainty, int | float):
+        return None
+    return f"agree within {uncertainty:.3g} µs" if uncertainty else "all ranks share one"
+
+
+def _typed(command: list[Any]) -> str:
+    """As a person typed it: the file that Python ran is `mtrain`."""
+    first, *rest = map(str, command) if command else [""]
+    return shlex.join([Path(first).name.replace("__main__.py", "mtrain"), *rest]) if first else ""
 
 
 def _workers(workers: int, groups: int) -> str:

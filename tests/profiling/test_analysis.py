@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, write
 
+from mtrain_cli.parallel.recording import KINDS
 from mtrain_cli.profiling.analysis import BINS, Estimate, analyse
 from mtrain_cli.profiling.imbalance import computation, imbalance
-from mtrain_cli.profiling.records import open_records
+from mtrain_cli.profiling.records import LINKS, PAYLOADS, open_records
 
 LINK = {"context": 0.2, "inner": 0.1, "outer": 0.5, "heads": 0.2}
 
@@ -126,6 +127,34 @@ def test_a_delay_before_the_first_step_is_named(tmp_path):
     found = analysed(tmp_path, Play(ring(4), starts={2: 0.7}))
     assert [(c.rank, c.kind) for c in found.causes] == [(2, "start")]
     assert "rank 2, which begins its attention 0.70 ms later than the others" in found.causes[0].text
+
+
+def test_in_training_a_late_start_is_the_slow_attention_before(tmp_path):
+    # Nobody waits at the end of a pass there; the others go on and wait in the next layer.
+    slow = Play(ring(4, exchange="all_gather"), slower(3, 2.1), link=LINK, starts={3: 1.1})
+    found = analysed(tmp_path / "slow", slow, mode="training")
+    assert found.causes[0].ms == pytest.approx(2 * 3 * 1.1, rel=0.01)
+    assert (found.causes[0].rank, found.causes[0].kind) == (3, "slow")
+    pairs = Play(slow.schedule, slow.attention, pairs=lambda _d, r, _s: 2100 if r == 3 else 1000, link=LINK, starts={3: 1.1})
+    found = analysed(tmp_path / "work", pairs, mode="training")
+    assert "rank 3, which has 2.1x the pairs of the others over all its steps" in found.causes[0].text
+    found = analysed(tmp_path / "start", Play(slow.schedule, link=LINK, starts={3: 1.1}), mode="training")
+    assert (found.causes[0].rank, found.causes[0].kind) == (3, "start")
+
+
+def test_a_slow_index_that_all_wait_for_is_named(tmp_path):
+    rows = rows_of(Play(ring(2), index=1.3), directions=("forward",))
+    index = rows["phase"] == KINDS.index("index")
+    waits = rows[index].copy()
+    rows["dur_us"][index & (rows["rank"] == 0)] = 300
+    waits["phase"], waits["link"], waits["payload"] = KINDS.index("wait"), LINKS.index("context"), PAYLOADS.index("index")
+    waits["dur_us"] = waits["late_us"] = np.where(waits["rank"] == 0, 1000, 0)
+    waits["start_us"] += np.where(waits["rank"] == 0, 300, 1300)
+    (found,) = analyse(open_records(write(tmp_path, [np.concatenate([rows, waits])], [facts_of(ring(2))])))
+    assert [(c.rank, c.kind, c.step) for c in found.causes] == [(1, "index", -1)]
+    assert (
+        "forward before the first step: rank 0 waits 1.00 ms for rank 1, which takes 1.00 ms longer for the index" in found.causes[0].text
+    )
 
 
 def test_a_busy_host_is_named(tmp_path):

@@ -53,13 +53,17 @@ def test_the_timeline_has_what_a_rank_did_in_order_and_fills_the_pass(tmp_path):
     text, found = page_of(tmp_path)
     assert "3 of " not in text
     view = next(v for v in found["timeline"] if v["labels"][1] == "layer 3, forward")
-    computing = [trace for trace in view["data"] if not trace["name"].startswith("message")]
+    background, *others = view["data"]
+    computing = [trace for trace in others if not trace["name"].startswith("message")]
     spans = sorted(
         (start, length) for trace in computing for start, length, y in zip(trace["base"], trace["x"], trace["y"], strict=True) if y == 2
     )
     for (start, length), (following, _) in itertools.pairwise(spans):
         assert start + length == pytest.approx(following, abs=2e-3)
     assert spans[0][0] == pytest.approx(0, abs=1e-6)
+    # What is not covered by any of them shows the pass below, as a gap.
+    assert background["name"] == "gap"
+    assert dict(zip(background["y"], background["x"], strict=True))[2] == pytest.approx(sum(spans[-1]), rel=1e-3)
     assert [trace for trace in view["data"] if trace["name"] == "message, context"]
     assert any(trace["name"] == "waiting for the context link" for trace in computing)
 
@@ -74,7 +78,7 @@ def test_stacked_bars_of_a_rank_add_up_to_its_passes(tmp_path):
 
 def test_the_header_says_what_where_when_and_whether_it_is_complete(tmp_path):
     text, _ = page_of(tmp_path / "a")
-    for word in ("complete", "CPU of here", "2026-11-21", "torch 2.13.0", "mtrain profile imbalance", "agree within 1 µs", "+1.0% longer"):
+    for word in ("complete", "CPU of here", "2026-11-21", "torch 2.13.0", "mtrain profile imbalance", "agree within 1 µs", "by +1.0%"):
         assert word in text, word
     assert "Definitions</summary>" in text
     assert "mean_t( max_r T[r,t] / mean_r T[r,t] )" in text
