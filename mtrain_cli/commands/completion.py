@@ -51,6 +51,12 @@ def complete_runs(incomplete: str) -> list[str]:
     return sorted(file.parent.name for file in Path("runs").glob("*/resolved.yaml") if file.parent.name.startswith(incomplete))
 
 
+def complete_measured(incomplete: str) -> list[str]:
+    """Names of runs and measurements, whatever they hold."""
+    folders = [folder for root in ("runs", "measurements") if Path(root).is_dir() for folder in Path(root).iterdir() if folder.is_dir()]
+    return sorted({folder.name for folder in folders if folder.name.startswith(incomplete)})
+
+
 def complete_options(incomplete: str) -> list[Candidate]:
     """GROUP/NAME of every option of every group."""
     found = open_groups().options.items()

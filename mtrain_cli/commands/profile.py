@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtrain_cli import install_command
 from mtrain_cli.commands.completion import complete_overrides
 from mtrain_cli.config.schema import ConfigError
 
@@ -68,7 +67,6 @@ def sparsity(
     if out.suffix != ".parquet":
         raise ConfigError(f"--out {out}: give a file that ends in .parquet")
     config, patterns = _patterns(list(overrides or ()), pattern)
-    _require_parquet(out)
     replaced = _check_out(out, _is_sparsity_file, "sparsity profile")
     measured = sorted({1, steps, *range(every, steps + 1, every)} if every else {1, steps})
     console = Console(highlight=False, soft_wrap=True)
@@ -154,14 +152,6 @@ def _layers(records: list[HeadRecord], title: str) -> Table:
             end_section=name == groups[-1][0],
         )
     return table
-
-
-def _require_parquet(out: Path) -> None:
-    try:
-        import pandas  # noqa: F401
-        import pyarrow  # noqa: F401 - what pandas writes Parquet with
-    except ImportError as error:
-        raise ConfigError(f"--out {out}: needs pandas and pyarrow; {install_command('profile')}") from error
 
 
 def _is_sparsity_file(out: Path) -> bool:

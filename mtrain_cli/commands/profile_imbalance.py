@@ -36,7 +36,7 @@ def imbalance(
         ),
     ] = "",
     seq: Annotated[str, typer.Option(metavar="N,...", help="Lengths to compare (with --attention-only).")] = "",
-    steps: Annotated[int, typer.Option("--steps", "--repeats", metavar="N", help="Recorded iterations of each case.", min=1)] = 5,
+    steps: Annotated[int, typer.Option(metavar="N", help="Recorded iterations of each case.", min=1)] = 5,
     warmup: Annotated[int, typer.Option(metavar="N", help="Training steps before the first recorded one.", min=0)] = 1,
     every: Annotated[int, typer.Option(metavar="N", help="Training steps from one recorded step to the next.", min=1)] = 1,
     attention_only: Annotated[

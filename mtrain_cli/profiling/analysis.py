@@ -222,9 +222,11 @@ def analyse(recorded: Recorded) -> list[CaseAnalysis]:
         ConfigError: a file of rows is damaged, of another schema, or does not belong to its summary.
     """
     shapes, last = survey(recorded)
-    # The reader of a profile that never synchronised its clocks gets no causes below a millisecond of doubt.
     uncertainty = float((recorded.summary.get("clock") or {}).get("uncertainty_us") or 0.0) / 1e3
-    gathered = {case: _Gathered(shape, uncertainty) for case, shape in shapes.items() if shape.steps and shape.layers}
+    together = recorded.summary.get("mode") != "training"
+    gathered = {
+        case: _Gathered(shape, Blame(shape, uncertainty, together)) for case, shape in shapes.items() if shape.steps and shape.layers
+    }
     for shape, iteration in iterations(recorded, shapes, last):
         if shape.case in gathered:
             gathered[shape.case].add(iteration)
@@ -235,9 +237,8 @@ def analyse(recorded: Recorded) -> list[CaseAnalysis]:
 class _Gathered:
     """What is kept of the iterations of a case."""
 
-    def __init__(self, shape: Shape, uncertainty: float) -> None:
-        self.shape = shape
-        self.blame = Blame(shape, uncertainty)
+    def __init__(self, shape: Shape, blame: Blame) -> None:
+        self.shape, self.blame = shape, blame
         directions, layers = len(shape.directions), len(shape.layers)
         self.present = shape.present.any(0)  # workers of which some group has rows
         self.sums = np.zeros((len(SPENT), directions, shape.workers, shape.slots))
@@ -289,7 +290,7 @@ class _Gathered:
                 length = np.where(np.isnan(length), spent.sum((0, 3)), length)
                 slowest = length.max(1)
                 durations[d, group, valid] = slowest
-                self._add_samples(d, steps, spent, pairs, slowest, found.link[d, :, group].any())
+                self._add_samples(d, steps, spent, pairs, slowest)
                 self.sums[:, d, workers] += spent.sum(1)
                 self.pairs[d, workers] += pairs.sum(0)
                 self.blocks[d, workers] += blocks.sum(0)
@@ -298,9 +299,8 @@ class _Gathered:
         live = np.maximum((durations > 0).sum((1, 2)), 1)
         self.durations.append(durations.sum((1, 2)) / live)
 
-    def _add_samples(self, d: int, steps: int, spent: np.ndarray, pairs: np.ndarray, slowest: np.ndarray, waits: bool) -> None:
+    def _add_samples(self, d: int, steps: int, spent: np.ndarray, pairs: np.ndarray, slowest: np.ndarray) -> None:
         """spent [SPENT, samples, workers, slots]."""
-        del waits
         attention, columns = spent[SPENT.index(ATTENTION)], spent[SPENT.index(COLUMNS), ..., 0]
         in_steps = attention[..., 1 : steps + 1]
         elapsed = spent[..., 1 : steps + 1].sum(0)

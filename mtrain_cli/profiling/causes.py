@@ -1,7 +1,7 @@
 """Why workers wait: the origins of late messages, in words with numbers.
 
-A delay travels: in a ring the wait of a rank in a step comes from its neighbour one step before, which may itself have waited. So every wait
-is followed back to the rank that kept the others waiting by what it did itself, and it is charged to that rank and step.
+A delay travels: in a ring the wait of a rank in a step comes from its neighbour one step before, which may itself have waited. So every
+wait is followed back to the rank that kept the others waiting by what it did itself, and it is charged to that rank and step.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from mtrain_cli.profiling.collect import BUSY, EXPOSED, LATE, SPENT, Iteration, 
 from mtrain_cli.profiling.records import LINKS
 
 SLOWER = 1.25  # times as long as the work explains: a rank beyond it is slow, one below has more work
+MORE = 1.1  # times as much work as others: what is below is called as much
 WORTH = 0.005  # of the time of all passes: what costs less is not worth a line
 MOST_LINES = 5
 MOST_CELLS = 1 << 28  # of (sample, worker, step, step) looked at in an iteration; more samples than that are thinned
@@ -55,7 +56,8 @@ class _Charges:
 
     @staticmethod
     def none(shape: tuple[int, ...]) -> _Charges:
-        return _Charges(*(np.zeros(shape) for _ in range(7)), np.zeros((len(_OWN), *shape)))
+        tables = [np.zeros(shape) for _ in range(7)]
+        return _Charges(*tables, np.zeros((len(_OWN), *shape)))  # type: ignore[call-arg]
 
 
 @dataclass
@@ -64,28 +66,35 @@ class Blame:
 
     shape: Shape
     uncertainty: float  # of the clocks of different ranks, ms
+    together: bool = True  # all ranks wait for the last at the end of a pass; in training they go on, and wait in the next
     iterations: int = 0
     charges: list[_Charges] = field(default_factory=list)
     victims: list[list[tuple[np.ndarray, np.ndarray]]] = field(default_factory=list)  # direction -> (codes, ms)
     link: np.ndarray | None = None
     passes: float = 0.0  # ms of all passes of all ranks
     layers: int = 0
+    pairs: np.ndarray = field(init=False)  # of whole passes, [directions, groups, workers]
+    attention: np.ndarray = field(init=False)  # the same, ms
 
     def __post_init__(self) -> None:
         s = self.shape
         self.charges = [_Charges.none((s.groups, s.workers, s.slots)) for _ in s.directions]
         self.victims = [[] for _ in s.directions]
+        self.pairs, self.attention = np.zeros((2, len(s.directions), s.groups, s.workers))
 
     def add(self, found: Iteration) -> None:
         self.iterations += 1
         self.layers = found.spent.shape[2]
+        self.pairs += found.pairs.sum((1, 4))
+        computed = found.spent[[SPENT.index(ATTENTION), SPENT.index(COLUMNS)]]
+        self.attention += computed.sum((0, 2, 5), dtype=np.float64)
         self.passes += float(np.nansum(found.length))
         self.link = found.link if self.link is None else self.link + found.link
         if self.shape.workers == 1:
             return
         for d in range(len(self.shape.directions)):
-            for group in range(self.shape.groups):
-                self._add(found, d, group)
+            for group in np.flatnonzero(self.shape.present.sum(1) > 1):
+                self._add(found, d, int(group))
 
     def _add(self, found: Iteration, d: int, group: int) -> None:
         s = self.shape
@@ -95,10 +104,13 @@ class Blame:
         weight = samples / len(kept)
         spent = found.spent[:, d, kept, group].astype(np.float64)  # [SPENT, samples, workers, slots]
         late, exposed = spent[SPENT.index(LATE)], spent[SPENT.index(EXPOSED)]
+        link = exposed - exposed.mean(1, keepdims=True)
         own = spent[: len(BUSY)]
         busy = own.sum(0)
         begin = found.start[d, kept, group]
-        begin = np.where(np.isnan(begin), np.nanmean(begin, 1, keepdims=True) if not np.isnan(begin).all() else 0.0, begin)
+        known = ~np.isnan(begin)
+        mean = np.where(known, begin, 0).sum(1, keepdims=True) / np.maximum(known.sum(1, keepdims=True), 1)
+        begin = np.where(known, begin, mean)
         present = s.present[group]
         others = max(1, int(present.sum()) - 1)
 
@@ -110,33 +122,48 @@ class Blame:
         excess[..., 0] += offset
         starts = begin[..., None] + np.cumsum(busy + late + exposed, -1) - (busy + late + exposed)
         middle = starts + late + exposed + busy / 2
-        threshold = max(self.uncertainty, 1e-3, 1e-3 * float(np.nan_to_num(np.nanmean(found.length[d, :, group]))))
-        behind = found.behind[d, kept, group]
-        # Where a wait comes from: worker * slots + slot.
-        origin = np.zeros(late.shape, np.int32)
+        threshold = max(self.uncertainty, 1e-3, 1e-3 * float(np.nan_to_num(found.length[d, :, group]).mean()))
+        # In the end all wait for the last.
+        ends = starts[..., -1] + (busy + late + exposed)[..., -1]
+        tail = np.where(present, ends[:, present].max(1, keepdims=True) - ends, 0)
+        ended = np.where(present, ends, -np.inf).argmax(1)
+        behind = np.concatenate(
+            [found.behind[d, kept, group], np.repeat((ended + 1)[:, None] * len(LINKS) * 2, s.workers, 1)[..., None]], -1
+        )
+        late = np.concatenate([late, tail[..., None]], -1)
+        starts = np.concatenate([starts, ends[..., None]], -1)
+        # Where a wait comes from: worker * slots + slot; -1 for a link.
+        origin = np.full(late.shape, -1, np.int32)
         last = np.full(late.shape[:2], -1)
         charge = self.charges[d]
-        for t in range(1, s.slots):
+        for t in range(s.slots + self.together):
             at, victim = np.nonzero((late[..., t] > threshold) & (behind[..., t] >= 0))
             if not len(at):
                 continue
             lost = late[at, victim, t]
             peer = self._peers(behind[at, victim, t], late[at, :, t], victim, group)
-            after = (behind[at, victim, t] & 1).astype(bool)
-            end = starts[at, victim, t] + lost + np.where(after, busy[at, victim, t], 0)
-            slots = np.arange(t)
-            window = slots >= np.maximum(last[at, victim] - 1, 0)[:, None]
-            did = window & (middle[at, peer, :t] < end[:, None])
-            waited = np.where(window, late[at, peer, :t], 0)
-            inherits = waited.sum(1) >= lost / 2
-            longest = waited.argmax(1)
-            most = np.where(did, excess[at, peer, :t], -np.inf).argmax(1)
-            came = np.where(inherits, origin[at, peer, longest], peer * s.slots + most)
+            if t == 0:
+                came = peer * s.slots
+            else:
+                after = (behind[at, victim, t] & 1).astype(bool)
+                end = starts[at, victim, t] + lost + np.where(after, busy[at, victim, min(t, s.slots - 1)], 0)
+                came = self._origins(
+                    lost,
+                    peer * s.slots,
+                    window=np.arange(t) >= np.maximum(last[at, victim] - 1, 0)[:, None],
+                    did=middle[at, peer, :t] < end[:, None],
+                    waited=late[at, peer, :t],
+                    waited_too=late[at, victim, :t].sum(1),
+                    excess=excess[at, peer, :t],
+                    over=(np.where(middle[at, peer, :t] < end[:, None], busy[at, peer, :t], 0) - busy[at, victim, :t]).sum(1),
+                    link=link[at, peer, :t],
+                    before=origin[at, peer, :t],
+                )
             origin[at, victim, t] = came
             last[at, victim] = t
             worker, slot = np.divmod(came, s.slots)
-            own_fault = worker == victim  # a delay that came round, or what rounding leaves
-            at, victim, worker, slot, lost, came = (v[~own_fault] for v in (at, victim, worker, slot, lost * weight, came))
+            counts = (worker != victim) & (came >= 0)  # the same: a delay that came round
+            at, victim, worker, slot, lost = (v[counts] for v in (at, victim, worker, slot, lost * weight))
             where = (group, worker, slot)
             np.add.at(charge.lost, where, lost)
             attention = own[BUSY.index(ATTENTION)] + own[BUSY.index(COLUMNS)]
@@ -159,10 +186,45 @@ class Blame:
                 np.add.at(charge.own[i], where, lost * (own[i][at, worker, slot] - (column.sum(1) - own[i][at, worker, slot]) / others))
             np.add.at(charge.own[-1], where, lost * np.where(slot == 0, offset[at, worker], 0))
             rank = group * s.workers
-            codes = (((rank + worker) * s.slots + slot) * s.ranks + rank + victim) * s.slots + t
+            codes = (((rank + worker) * s.slots + slot) * s.ranks + rank + victim) * (s.slots + 1) + t
             self.victims[d].append(_summed(codes.astype(np.int64), lost))
         if len(self.victims[d]) > 64:
             self.victims[d] = [_summed(*(np.concatenate(v) for v in zip(*self.victims[d], strict=True)))]
+
+    @staticmethod
+    def _origins(
+        lost: np.ndarray,
+        first: np.ndarray,
+        *,
+        window: np.ndarray,
+        did: np.ndarray,
+        waited: np.ndarray,
+        waited_too: np.ndarray,
+        excess: np.ndarray,
+        over: np.ndarray,
+        link: np.ndarray,
+        before: np.ndarray,
+    ) -> np.ndarray:
+        """Where waits come from, given what the one that was waited for did in the slots before, [waits, slots].
+
+        window: slots since the one that waits last waited; what lies before has often been paid for. did: computed before it sent. over:
+        how much more it computed, in all. before: origins of its own waits. Whichever explains half of what is lost, near things first;
+        else what explains most of all slots together.
+        """
+        rows = np.arange(len(lost))
+        recent = np.where(window, waited, 0)
+        own = np.where(window & did, excess, -np.inf)
+        inherited = recent.sum(1) >= lost / 2
+        linked = np.where(window, link, 0).sum(1) >= lost / 2
+        computed = np.maximum(own, 0).sum(1) >= lost / 2
+        in_all = np.stack([waited.sum(1) - waited_too, over, link.sum(1)]).argmax(0)
+        longest = np.where(inherited, recent.argmax(1), waited.argmax(1))
+        most = np.where(computed, own.argmax(1), np.where(did, excess, -np.inf).argmax(1))
+        from_before, from_own = before[rows, longest], first + most
+        result = np.choose(in_all, [from_before, from_own, np.full_like(from_own, -1)])
+        result = np.where(linked, -1, result)
+        result = np.where(computed, from_own, result)
+        return np.where(inherited, from_before, result)
 
     def _peers(self, behind: np.ndarray, late: np.ndarray, victim: np.ndarray, group: int) -> np.ndarray:
         """Workers that were waited for. Of a collective it is the one that waited least, since it came last."""
@@ -202,7 +264,7 @@ class Blame:
                 worst = int(each.argmax())
                 link = f"the {name} link" if name else "the link"
                 text = f"{direction}: {link} is exposed for {_ms(each.sum())} a layer"
-                if (each > 0.05 * each.sum()).sum() > 1:
+                if np.count_nonzero(each) > 1:
                     text += f", most {_in_step(worst)}: {_ms(each[worst])}"
                 else:
                     text += f", {_in_step(worst)}"
@@ -210,18 +272,18 @@ class Blame:
         return found
 
     def _ranks(self) -> list[Cause]:
-        slow: dict[tuple[int, str], list[tuple[float, int, int]]] = {}
-        found = []
+        merged: dict[tuple[int, str, int], list[tuple[float, int, int]]] = {}
         for d in range(len(self.shape.directions)):
             lost = self.charges[d].lost.reshape(-1, self.shape.slots) / self.iterations
+            lost[~self.shape.present.reshape(-1)] = 0  # nothing is known of what they did
             for rank, slot in zip(*np.nonzero(lost), strict=True):
                 kind = self._kind(d, int(rank), int(slot))
-                if kind == "work":
-                    found.append((float(lost[rank, slot]), kind, [(float(lost[rank, slot]), d, int(slot))], int(rank)))
-                else:
-                    slow.setdefault((int(rank), kind), []).append((float(lost[rank, slot]), d, int(slot)))
-        for (rank, kind), places in slow.items():
-            found.append((sum(ms for ms, _, _ in places), kind, sorted(places, reverse=True), rank))
+                merged.setdefault((int(rank), kind, d if kind == "work" else -1), []).append((float(lost[rank, slot]), d, int(slot)))
+        for rank, kind, d in list(merged):
+            # A slow rank also begins later what comes next: the same delay, seen again.
+            if kind == START and (rank, "slow", -1) in merged:
+                del merged[rank, kind, d]
+        found = [(sum(p[0] for p in places), kind, sorted(places, reverse=True), rank) for (rank, kind, _), places in merged.items()]
         found.sort(key=lambda item: -item[0])
         return [self._cause(rank, kind, places) for _, kind, places, rank in found[: 2 * MOST_LINES]]
 
@@ -230,6 +292,14 @@ class Blame:
         charge, at = self.charges[d], (*divmod(rank, self.shape.workers), slot)
         own = charge.own[(slice(None), *at)]
         phase = _OWN[int(own.argmax())]
+        if phase == START and not self.together:
+            # The delay of the pass before, if there is anything in this rank's attention that explains one.
+            group, worker = at[0], at[1]
+            longer, more = (_against(table[d, group], worker) for table in (self.attention, self.pairs))
+            if longer > SLOWER * more:
+                return "slow"
+            if more > MORE:
+                return "work"
         if phase in (ATTENTION, COLUMNS):
             longer = _over(charge.attention[at], charge.attention_of_others[at])
             more = _over(charge.pairs[at], charge.pairs_of_others[at])
@@ -241,7 +311,7 @@ class Blame:
         ms, (_, d, slot) = sum(p[0] for p in places), places[0]
         charge, at = self.charges[d], (*divmod(rank, self.shape.workers), slot)
         lost = charge.lost[at]
-        victim, step, each, number = self._victim(d, rank, slot)
+        victim, step, each = self._victim(d, rank, slot)
         longer = _over(charge.attention[at], charge.attention_of_others[at])
         more_pairs, more_blocks = (
             _over(charge.pairs[at], charge.pairs_of_others[at]),
@@ -252,11 +322,23 @@ class Blame:
         extra = charge.own[(slice(None), *at)] / lost
         name = self.shape.directions[d]
         if kind == "work":
-            where = f" in step {slot - 1}" if slot else " outside of all steps"
-            has = f"has all the {unit} of that step" if np.isinf(more) else f"has {more:.1f}x the {unit} of the others"
-            why = f"which {has}" + (where if slot != step else "")
+            whole = False
+            where = (f" in step {slot - 1}" if slot else " outside of all steps") if slot != step else ""
+            if places[0][0] < 0.6 * ms or extra[BUSY.index(ATTENTION)] + extra[BUSY.index(COLUMNS)] < 0.5 * each:
+                whole, unit, where = True, "pairs", " over all its steps"
+                more = _against(self.pairs[d, at[0]], at[1])
+            if whole and more < MORE:
+                why = f"which has the most work in several steps, with {more:.2f}x the {unit} in all"
+            elif np.isinf(more):
+                why = f"which has all the {unit} of step {slot - 1}"
+            elif more < MORE:
+                why = f"which takes {longer:.2f}x as long as the others{where}, with {more:.2f}x the {unit}"
+            else:
+                why = f"which has {more:.1f}x the {unit} of the others{where}"
         elif kind == "slow":
-            work = "as much work" if 0.9 < more_pairs < 1.1 else f"{more_pairs:.1f}x the work"
+            if slot == 0 and not charge.attention[at]:
+                longer, more_pairs = (_against(table[d, at[0]], at[1]) for table in (self.attention, self.pairs))
+            work = "as much work" if 1 / MORE < more_pairs < MORE else f"{more_pairs:.1f}x the work"
             why = f"which takes {longer:.1f}x as long for {work}: a slower device, or one that is disturbed"
         else:
             what = {
@@ -266,27 +348,30 @@ class Blame:
                 ARRANGE: "takes {} longer to arrange what it gathered",
                 GAP: "stands still {} longer between kernels: a busy host, or one that is disturbed",
             }[kind]
-            why = "which " + what.format(_ms(extra[_OWN.index(kind)]))
+            more_ms = float(extra[_OWN.index(kind)])
+            # Of the times at which somebody waited for it; the wait is a mean of all.
+            why = "which " + ("at times " if more_ms > 2 * each else "") + what.format(_ms(more_ms))
         spread = len({(direction, s) for _, direction, s in places})
         if spread > 1 and kind != "work":
             directions = " and ".join(self.shape.directions[i] for i in sorted({direction for _, direction, _ in places}))
             why += f" ({directions}, {spread} steps)"
-        text = f"{name} step {step - 1}: rank {victim} waits {_ms(each)} for rank {rank}, {why}"
-        if number > 1:
-            text += f"; {number - 1} more wait{'s' if number == 2 else ''} come{'s' if number == 2 else ''} of it"
+        when = f"{name}, at the end" if step == self.shape.slots else f"{name} step {step - 1}" if step else f"{name} before the first step"
+        text = f"{when}: rank {victim} waits {_ms(each)} for rank {rank}, {why}"
+        if ms > 1.5 * each:
+            share = ms * self.iterations / self.passes
+            text += f"; {_ms(ms)} an iteration over all ranks, {share:.1%} of their time"
         return Cause(text, ms, kind, name, rank, slot - 1)
 
-    def _victim(self, d: int, rank: int, slot: int) -> tuple[int, int, float, int]:
-        """Who waits longest for what a rank did in a slot -> rank, slot, ms a layer, and how many (rank, step) wait for it at all."""
+    def _victim(self, d: int, rank: int, slot: int) -> tuple[int, int, float]:
+        """Who waits longest for what a rank did in a slot -> rank, slot (one more than there are: the end of the pass), ms a layer."""
         codes, ms = _summed(*(np.concatenate(v) for v in zip(*self.victims[d], strict=True)))
         self.victims[d] = [(codes, ms)]
         s = self.shape
-        rest, at = np.divmod(codes, s.slots)
+        rest, at = np.divmod(codes, s.slots + 1)
         rest, victim = np.divmod(rest, s.ranks)
         mine = rest == rank * s.slots + slot
         best = int(np.where(mine, ms, -1).argmax())
-        number = int((mine & (ms > 0.05 * ms[best])).sum())
-        return int(victim[best]), int(at[best]), float(ms[best] / (self.iterations * self.layers)), number
+        return int(victim[best]), int(at[best]), float(ms[best] / (self.iterations * self.layers))
 
 
 def _summed(codes: np.ndarray, ms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -298,9 +383,16 @@ def _over(part: float, whole: float) -> float:
     return float(part / whole) if whole > 0 else float("inf") if part > 0 else 1.0
 
 
+def _against(values: np.ndarray, worker: int) -> float:
+    """A worker's share over the mean of the others that have any."""
+    mine = float(values[worker])
+    others = max(1, int((values > 0).sum()) - 1)
+    return _over(mine * others, float(values.sum()) - mine)
+
+
 def _in_step(slot: int) -> str:
     return f"in step {slot - 1}" if slot else "before the first step"
 
 
 def _ms(value: float) -> str:
-    return f"{value:.2f} ms" if value < 10 else f"{value:.0f} ms"
+    return f"{value:.2f} ms" if value < 10 else f"{value:.0f} ms" if value < 1e4 else f"{value / 1e3:.0f} s"

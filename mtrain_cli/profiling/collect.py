@@ -97,8 +97,8 @@ def survey(recorded: Recorded) -> tuple[dict[int, Shape], dict[tuple[int, int], 
         for case in _unique(batch["case"]):
             mine = batch if (batch["case"] == case).all() else _where(batch, batch["case"] == case)
             of_case = seen.setdefault(case, {name: set() for name in ("iteration", "micro", "layer", "rank")})
-            for name, values in of_case.items():
-                values.update(_unique(mine[name]))
+            for name, found in of_case.items():
+                found.update(_unique(mine[name]))
             last.update({(case, iteration): number for iteration in _unique(mine["iteration"])})
             counts = steps.setdefault(case, {})
             for direction in _unique(mine["direction"]):

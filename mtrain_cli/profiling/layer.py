@@ -43,7 +43,8 @@ def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool)
             leaving.case_done(
                 case, forward_ms=float(np.median(found[:, 0])), backward_ms=float(np.median(found[:, 1])), spread=_spread(found)
             )
-            progress.say(_line(case, leaving))
+            if environment.rank == 0:
+                progress.say(_line(case, leaving))
             bench.clean()
         for config in {case.config.seq: case.config for case in cases}.values() if plan.peer else ():
             peer = _measure_peer(config, bench, plan.samples)

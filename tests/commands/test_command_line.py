@@ -13,7 +13,7 @@ from mtrain_cli.commands import app as command_line
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.failures import RunError
 
-COMMANDS = ([], ["train"], ["config"], ["config", "list"], ["config", "show"])
+COMMANDS = ([], ["train"], ["report"], ["config"], ["config", "list"], ["config", "show"])
 
 
 def run(*words: str, **variables: str):

@@ -124,8 +124,7 @@ def test_results_are_those_of_the_records(profile):
         for key, table in tables.groupby(level=["iteration", "layer"]):
             extra = [columns.loc[key].to_numpy()[:, None]] if len(columns) else []
             degrees.append(imbalance(np.hstack([table.to_numpy(), *extra])).worker)
-        (forward,) = (p for p in found["passes"] if p["direction"] == "forward")
-        assert forward["work"]["worker"]["mean"] == pytest.approx(np.mean(degrees), abs=1e-4)
+        assert found["passes"]["forward"]["work"]["worker"]["mean"] == pytest.approx(np.mean(degrees), abs=1e-4)
 
 
 def test_indices_are_the_real_ones(profile):
@@ -213,7 +212,10 @@ def test_for_scripts_it_prints_json_and_fails_above_a_limit(tmp_path):
         (["--pattern", "dense", "sparsity.p_v=0.5"], "sparsity.p_v=0.5: is a key of none of the patterns dense"),
         (["--seq", "512,1k"], "--seq 512,1k: several lengths need --attention-only"),
         (["--seq", "512,x", "--attention-only"], "seq=x: "),
-        (["--fail-above", "worse=1"], "--fail-above worse=1: no such degree; allowed: worker, step, total, critical, work.worker"),
+        (
+            ["--fail-above", "worse=1"],
+            "--fail-above worse=1: no such degree; did you mean worker?; allowed: worker, step, total, critical, work.worker",
+        ),
         (["--fail-above", "worker=much"], "--fail-above worker=much: expected DEGREE=X with a number"),
         (["--steps", "0"], "--steps=0: must be at least 1"),
     ],

@@ -151,7 +151,7 @@ KINDS = [("float32", False), ("bfloat16", False), ("float32", True)]
 
 
 @pytest.mark.parametrize(("dtype", "fused"), KINDS)
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_in_lower_precision_only_ties_differ(world, dtype, fused):
     ranks = gloo.run(world, estimates, dtype, fused, ("joint windows of groups",) if fused else tuple(PATTERNS))
     differing, lines = 0, 0

@@ -1,10 +1,11 @@
-"""Imbalance degrees of matrices of which the answer is known, and what a recording of an exchange must hold."""
+"""Imbalance degrees and computation ratios of matrices of which the answer is known."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from mtrain_cli.profiling.imbalance import imbalance
+from mtrain_cli.profiling.imbalance import computation, degrees, imbalance
 
 
 @pytest.mark.parametrize(
@@ -29,3 +30,33 @@ def test_degrees_of_small_matrices(table, worker, step, total, critical):
 def test_no_table_of_times_is_refused(table):
     with pytest.raises(ValueError, match="finite numbers"):
         imbalance(table)
+
+
+@pytest.mark.parametrize(
+    ("attention", "elapsed", "wall", "step", "total"),
+    [
+        ([[2, 2], [2, 2]], [[2, 2], [2, 2]], None, 1, 1),
+        ([[1, 3], [2, 2]], [[2, 3], [4, 4]], None, (1 / 2 + 1 + 1 / 2 + 1 / 2) / 4, (4 / 8 + 4 / 8) / 2),
+        ([[1, 3], [2, 2]], [[2, 3], [4, 4]], 10.0, (1 / 2 + 1 + 1 / 2 + 1 / 2) / 4, 0.4),
+        ([[4, 0], [0, 4]], [[4, 1], [4, 4]], None, (1 + 0 + 0 + 1) / 4, (4 / 8 + 4 / 8) / 2),  # one that only waits counts, with 0
+        ([[2, 0], [2, 0]], [[2, 6], [2, 6]], None, 1, 2 / 8),  # a step in which nobody computes is in the whole only
+        ([[3]], [[4]], None, 0.75, 0.75),
+        ([[0, 0]], [[0, 0]], None, 0, 0),
+        ([[2, 0]], [[2, 0]], 0.0, 1, 0),
+    ],
+)
+def test_computation_ratios_of_small_matrices(attention, elapsed, wall, step, total):
+    found = computation(attention, elapsed, wall)
+    assert (found.step, found.total) == pytest.approx((step, total))
+
+
+def test_computation_of_tables_that_do_not_fit_is_refused():
+    with pytest.raises(ValueError, match="no part of time"):
+        computation([[1.0, 2.0]], [[1.0], [2.0]])
+
+
+def test_many_tables_at_once_are_each_of_them():
+    tables = np.random.default_rng(0).gamma(2, size=(7, 5, 6)) * (np.random.default_rng(1).random((7, 5, 6)) > 0.4)
+    for table, found in zip(tables, degrees(tables).T, strict=True):
+        alone = imbalance(table)
+        assert tuple(found) == pytest.approx((alone.worker, alone.step, alone.total, alone.critical))

@@ -275,8 +275,9 @@ def test_fixed_fills_the_density_asked_for(density):
     assert bool(((share - density).abs() < 0.01).all()), share
 
 
-@pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("windows", [1, 3])
+@pytest.mark.parametrize(
+    ("windows", "documents"), [(1, False), (1, True), *(pytest.param(3, d, marks=pytest.mark.slow) for d in (False, True))]
+)
 def test_the_fused_probe_finds_the_same_masses(monkeypatch, documents, windows):
     torch.manual_seed(0)
     q, k = torch.randn(2, SEQ, HEADS, 16), torch.randn(2, SEQ, KV_HEADS, 16)
@@ -292,7 +293,8 @@ def test_the_fused_probe_finds_the_same_masses(monkeypatch, documents, windows):
             torch.testing.assert_close(want[b].sum((0, 2)), torch.ones(HEADS))
 
 
-@pytest.mark.parametrize("fused", [False, True])
+# The interpreter runs the fused probe, slowly.
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("changed", [{}, {"joint": True, "p_v": 0.9}, {"per_group": True, "joint": True, "p_v": 0.9}])
 def test_the_index_is_the_same_however_little_memory_there_is(monkeypatch, changed, fused):
     """One probed block, 64 rows, and for the joint budget everything twice."""

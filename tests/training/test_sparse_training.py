@@ -152,7 +152,7 @@ def alone(pattern: str) -> list[dict]:
     [
         (2, "vertical_slash", "ring"),
         (2, "vertical_slash", "ulysses"),
-        (2, "xattention", "one node"),
+        pytest.param(2, "xattention", "one node", marks=pytest.mark.slow),
         pytest.param(2, "xattention", "ulysses", marks=pytest.mark.slow),
         (4, "vertical_slash", "nodes"),
         (4, "moba", "queries"),

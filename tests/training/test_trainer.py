@@ -242,7 +242,7 @@ def clipped(rank: int, world: int, clip: float) -> tuple[float, float]:
     return trainer.train_step(False).grad_norm, given[0]
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.01, 1e6])
+@pytest.mark.parametrize("clip", [pytest.param(0.0, marks=pytest.mark.slow), 0.01, 1e6])
 def test_gradients_are_clipped_by_their_norm_over_all_workers(clip):
     found = gloo.run(2, clipped, clip)
     (norm,) = {norm for norm, _ in found}

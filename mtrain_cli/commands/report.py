@@ -1,0 +1,191 @@
+"""`mtrain report`: what a run, profile or simulation says, in the terminal, as a page and as CSV."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mtrain_cli.commands.completion import complete_measured
+from mtrain_cli.config.schema import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from mtrain_cli.reporting.source import Source
+
+PAGE, TABLES = "report.html", "tables"
+PIPED = 100  # columns of a table that goes to no terminal
+FIGURES = 3  # heat maps in the terminal; the page has all
+
+
+def report(
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="RUN",
+            help="Folders of runs, profiles or simulations, or their names under runs/ and measurements/; the newest by default.",
+            autocompletion=complete_measured,
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where the files go; beside the run by default. Needed for several.", show_default=False),
+    ] = None,
+    html: Annotated[bool, typer.Option("--html/--no-html", help=f"Write {PAGE}: one file, figures included, no network needed.")] = True,
+    csv: Annotated[bool, typer.Option("--csv/--no-csv", help="Write one CSV file a table.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the analysis as JSON and nothing else; write no files.")] = False,
+    show: Annotated[bool, typer.Option("--open", help="Open the page in a browser, if there is one.")] = False,
+) -> None:
+    """Show who computed how much in which step, who waited and why: of any training run with a profile, measurement or simulation, or of
+    several side by side.
+
+    [bold]Examples[/bold]
+
+      [cyan]mtrain report[/cyan]
+          the newest run or measurement of this folder; without any, the profiles that ship with mtrain
+      [cyan]mtrain report my-run[/cyan]
+          its name under runs/ or measurements/, or a folder
+      [cyan]mtrain report before after --out compared[/cyan]
+          two of them, with ratios and what is inside the noise
+    """
+    from rich.console import Console
+
+    from mtrain_cli.reporting import source as sources_of
+
+    paths = [sources_of.find(name) for name in runs or ()] or sources_of.default()
+    sources = [sources_of.open_source(path) for path in paths]
+    if as_json:
+        typer.echo(json.dumps([_document(source) for source in sources], indent=1))
+        return
+    recorded = [source for source in sources if source.shipped is None]
+    wanted = bool(recorded) and (html or csv)
+    if len(recorded) > 1 and out is None and wanted:
+        raise ConfigError("--out DIR: needed for several runs, since none of their folders is the place for all; or --no-html --no-csv")
+    folder = _folder(out, recorded) if wanted else None
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = PIPED
+    # Files first: a reader of the tables that stops early must not keep them from being written.
+    written, page = _write(folder, recorded, html, csv) if folder is not None else ([], None)
+    if not runs:
+        said = str(recorded[0].folder) if recorded else "nothing in runs/ or measurements/ of this folder; here is what ships with mtrain"
+        console.print(said, soft_wrap=True)
+    _print(console, sources)
+    for line in written:
+        console.print(line, soft_wrap=True)
+    if show and page is not None:
+        _show(page, console)
+
+
+def _print(console: Console, sources: list[Source]) -> None:
+    from rich.padding import Padding
+
+    from mtrain_cli.reporting import tables
+
+    for source in sources:
+        console.print(f"{source.name}: {source.kind}{_about(source)}", style="bold", soft_wrap=True)
+        for remark in source.remarks:
+            console.print(f"  {remark}", style="yellow", soft_wrap=True)
+        if source.shipped is not None:
+            console.print(tables.shipped_table(source.shipped))
+            console.print(f"recorded by {source.shipped.get('command', '')}", style="dim", soft_wrap=True)
+    trained = [source for source in sources if source.metrics]
+    if trained:
+        console.print(tables.training_table(trained))
+    cases = [(source, case) for source in sources for case in source.cases]
+    if not cases:
+        return
+    names = [source.name for source, _ in cases] if len(sources) > 1 else []
+    console.print(tables.summary_table([case for _, case in cases], names))
+    console.print(tables.bins_table([case for _, case in cases]))
+    shown = [(source, case) for source, case in cases if case.workers > 1][:FIGURES]
+    for _, case in shown:
+        console.print(tables.heat_map(case, next(iter(case.passes))))
+        console.print()
+    for source, case in cases:
+        console.print(f"{source.name + ', ' if names else ''}{case.label}: what costs most", style="bold", soft_wrap=True)
+        console.print(Padding(tables.causes_text(case), (0, 0, 1, 2)))
+    compared = tables.compare_table(sources) if len(sources) > 1 else None
+    if compared is not None:
+        console.print(compared)
+
+
+def _about(source: Source) -> str:
+    facts = source.facts
+    gpus = facts.get("gpus") or []
+    where = f"{len(gpus)} x {gpus[0]}" if gpus else "CPU" if facts else ""
+    parts = [where, facts.get("started"), *([_samples(source)] if source.cases else [])]
+    return "".join(f", {part}" for part in parts if part)
+
+
+def _samples(source: Source) -> str:
+    most = max(case.samples for case in source.cases)
+    return f"{most} sample{'s' * (most != 1)}{' of each case' * (len(source.cases) > 1)}"
+
+
+def _document(source: Source) -> dict[str, Any]:
+    return {
+        "name": source.name,
+        "folder": str(source.folder),
+        "kind": source.kind,
+        "remarks": source.remarks,
+        "environment": source.facts,
+        "cases": [case.to_json() for case in source.cases],
+        **({"training": [json.loads(m.to_json()) for m in source.metrics]} if source.metrics else {}),
+        **({"recorded": source.shipped} if source.shipped is not None else {}),
+    }
+
+
+def _folder(out: Path | None, sources: list[Source]) -> Path:
+    """Where files go; it exists and can be written to.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    folder = (out or sources[0].folder).expanduser()
+    advice = "" if out is not None else "; give another folder as --out DIR, or --no-html --no-csv"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {folder}: is no folder and cannot be made ({error.strerror})") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{folder}: cannot be written to{advice}")
+    return folder
+
+
+def _write(folder: Path, sources: list[Source], html: bool, csv: bool) -> tuple[list[str], Path | None]:
+    """-> what to say of the files, and the page."""
+    from mtrain_cli.launch.failures import RunError
+    from mtrain_cli.reporting.html import write_page
+    from mtrain_cli.reporting.tables import sheets
+
+    said, page = [], None
+    try:
+        if csv:
+            tables = folder / TABLES
+            tables.mkdir(exist_ok=True)
+            said.append(f"{tables}: {', '.join(sheet.write(tables).name for sheet in sheets(sources))}")
+        if html:
+            page = write_page(folder / PAGE, sources)
+            said.append(str(page))
+    except OSError as error:
+        raise RunError(f"{folder}: could not be written ({error.strerror or error})") from error
+    return said, page
+
+
+def _show(page: Path, console: Console) -> None:
+    import webbrowser
+
+    try:
+        opened = bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or os.environ.get("BROWSER")) and webbrowser.open(
+            page.resolve().as_uri()
+        )
+    except webbrowser.Error:
+        opened = False
+    if not opened:
+        console.print("no browser here; the page is one file, open it on another machine", soft_wrap=True)

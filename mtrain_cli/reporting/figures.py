@@ -1,0 +1,480 @@
+"""Figures of a report, as plain plotly data. Every figure is a list of views, of which the reader chooses one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, COLUMNS, COMPUTING, DIRECTIONS, GAP, INDEX, KINDS, MERGE, PASS, RECEIVE, WAIT
+from mtrain_cli.profiling.analysis import BINS, CaseAnalysis
+from mtrain_cli.profiling.collect import EXPOSED, LATE
+from mtrain_cli.profiling.records import LINKS
+from mtrain_cli.reporting.source import Source
+from mtrain_cli.reporting.tables import fold
+
+HEAT_NUMBERS = 300_000  # of all heat maps of a page together
+TIMELINE_BARS = 40_000  # of all timelines of a page together
+TIMELINE_RANKS, TIMELINE_LAYERS = 16, 6
+POINTS = 1500  # of a curve of training
+
+COLOURS = {
+    ATTENTION: "#2f6fb5",
+    COLUMNS: "#7fb2e5",
+    INDEX: "#8c6bb1",
+    MERGE: "#4d9f6f",
+    ARRANGE: "#a6d19f",
+    GAP: "#b8b8b8",
+    LATE: "#c8352b",
+    EXPOSED: "#f0a030",
+}
+_LINK_COLOURS = {"": "#f0a030", "context": "#f0a030", "inner": "#f7c873", "outer": "#d97706", "heads": "#e6b8a2"}
+_NAMES = {LATE: "waiting for others", GAP: "gap", "message": "message under way"}
+
+
+@dataclass(frozen=True)
+class View:
+    """What the reader can choose: a label for every selector of the figure, traces and layout."""
+
+    labels: tuple[str, ...]
+    data: list[dict[str, Any]]
+    layout: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """selectors: what each label of a view is called. note: what a reader must know, such as what was thinned."""
+
+    name: str
+    title: str
+    selectors: tuple[str, ...]
+    views: list[View]
+    note: str = ""
+
+
+def figures(sources: Sequence[Source]) -> list[Figure]:
+    """All that have anything to show, in the order of the page."""
+    cases = [(_label(source, case, len(sources)), source, case) for source in sources for case in source.cases]
+    found: list[Figure | None] = []
+    trained = [source for source in sources if source.metrics]
+    if trained:
+        found += [training(trained), density(trained)]
+    if cases:
+        found += [where_time_goes(cases), heat_maps(cases), timelines(cases), ranks(cases), distributions(cases), layers(cases)]
+    return [figure for figure in found if figure is not None and figure.views]
+
+
+Named = Sequence[tuple[str, Source, CaseAnalysis]]
+
+
+def _label(source: Source, case: CaseAnalysis, sources: int) -> str:
+    return f"{source.name}: {case.label}" if sources > 1 else case.label
+
+
+def where_time_goes(cases: Named) -> Figure:
+    """Bins of every case side by side, mean over ranks."""
+    views = []
+    directions = list(dict.fromkeys(name for _, _, case in cases for name in case.directions))
+    for which in ("all passes", *directions):
+        direction = None if which == "all passes" else which
+        has = [(label, case) for label, _, case in cases if direction is None or direction in case.passes]
+        data = []
+        for name in BINS:
+            values = [case.bin_ms(name, direction) for _, case in has]
+            if any(values):
+                data.append(_bar([_folded(label) for label, _ in has], values, name, horizontal=True))
+        layout = {
+            "barmode": "stack",
+            "height": 160 + 40 * len(has),
+            "xaxis": {"title": {"text": "ms of an iteration, mean over workers"}, "rangemode": "tozero"},
+            "yaxis": {"autorange": "reversed", "automargin": True},
+            "margin": {"l": 10},
+        }
+        views.append(View((which,), data, layout))
+    return Figure("cases", "Where the time of attention goes", ("passes",), views)
+
+
+_HEATS = (
+    ("attention, ms", "attention", "ms"),
+    ("all of the step, ms", "elapsed", "ms"),
+    ("waiting for others, ms", LATE, "ms"),
+    ("waiting for links, ms", EXPOSED, "ms"),
+    ("work: pairs", "pairs", "pairs"),
+    ("work: blocks", "blocks", "blocks"),
+)
+
+
+def heat_maps(cases: Named) -> Figure:
+    tables = [
+        (label, name, what, unit, getattr(found, key))
+        for label, _, case in cases
+        for name, found in case.passes.items()
+        for what, key, unit in _HEATS
+    ]
+    tables = [table for table in tables if table[4].any() or table[3] == "ms"]
+    side = max(16, int((HEAT_NUMBERS / max(1, len(tables))) ** 0.5))
+    views, thinned = [], False
+    for label, direction, what, unit, table in tables:
+        small, folded = fold(table, side)
+        thinned |= folded
+        workers, steps = (-(-table.shape[axis] // small.shape[axis]) for axis in (0, 1))
+        trace = {
+            "type": "heatmap",
+            "z": _numbers(small),
+            "x": _positions(table.shape[1], steps),
+            "y": _positions(table.shape[0], workers),
+            "colorscale": "YlOrRd" if unit == "ms" else "YlGnBu",
+            "reversescale": True,
+            "zmin": 0,
+            "zmax": float(small.max(initial=0)) or 1.0,
+            "colorbar": {"title": {"text": unit}, "thickness": 14},
+            "hovertemplate": f"worker %{{y}}, step %{{x}}: %{{z:.4g}} {unit}<extra></extra>",
+        }
+        layout = {
+            "height": 190 + 22 * min(24, max(4, small.shape[0])),
+            "xaxis": {"title": {"text": "step of the schedule"}, **_whole(small.shape[1])},
+            "yaxis": {"title": {"text": "worker"}, "autorange": "reversed", **_whole(small.shape[0])},
+        }
+        views.append(View((label, direction, what), [trace], layout))
+    note = "Means over samples."
+    if thinned:
+        note += f" Larger tables are shown in at most {side} x {side} cells: each is the largest of its group."
+    return Figure("heat", "Who computes how much at which step", ("case", "pass", "what"), views, note)
+
+
+def timelines(cases: Named) -> Figure | None:
+    """One iteration: what the computing stream of each rank does, and below it the messages that come in."""
+    views, notes = [], []
+    budget = TIMELINE_BARS // max(1, len(cases))
+    for label, source, case in cases:
+        chosen = _spread(case.layers, TIMELINE_LAYERS)
+        rows = _rows(source, case, chosen)
+        shown = _ranks_shown(case)
+        passes = [(layer, d) for layer in chosen for d in case.directions]
+        each = budget // max(1, len(passes))
+        cut = 0
+        for layer, direction in passes:
+            mine = (rows["layer"] == layer) & (rows["direction"] == DIRECTIONS.index(direction)) & np.isin(rows["rank"], shown)
+            view, left_out = _timeline({name: values[mine] for name, values in rows.items()}, shown, each)
+            cut += left_out
+            if view is not None:
+                views.append(View((label, f"layer {layer}, {direction}"), *view))
+        remark = f"iteration {case.typical}, whose passes took the median time"
+        if len(shown) < len(case.present):
+            remark += f"; {len(shown)} of {len(case.present)} ranks"
+        if len(chosen) < len(case.layers):
+            remark += f"; {len(chosen)} of {len(case.layers)} layers"
+        if cut:
+            remark += f"; {cut:,} of the shortest phases are left out"
+        notes.append(f"{label}: {remark}." if len(cases) > 1 else f"{remark[0].upper()}{remark[1:]}.")
+    note = " ".join(notes[:4]) + (f" And so on for {len(notes) - 4} more cases." if len(notes) > 4 else "")
+    return Figure("timeline", "One iteration, rank by rank", ("case", "pass"), views, note) if views else None
+
+
+def _rows(source: Source, case: CaseAnalysis, layers: Sequence[int]) -> dict[str, np.ndarray]:
+    assert source.recorded is not None
+    names = ("case", "iteration", "micro", "layer", "direction", "step", "rank", "phase", "link", "start_us", "dur_us", "late_us", "peer")
+    parts = []
+    for batch in source.recorded.batches(names):
+        mine = (batch["case"] == case.number) & (batch["iteration"] == case.typical) & np.isin(batch["layer"], layers)
+        if mine.any():
+            parts.append({name: batch[name][mine] for name in names})
+    rows = {name: np.concatenate([part[name] for part in parts]) for name in names}
+    first = rows["micro"] == rows["micro"].min()
+    return {name: values[first] for name, values in rows.items()}
+
+
+def _ranks_shown(case: CaseAnalysis) -> list[int]:
+    """Those that are named in causes, and others evenly."""
+    blamed = [cause.rank for cause in case.causes if cause.rank is not None and cause.rank in case.present][:4]
+    rest = [rank for rank in case.present if rank not in blamed]
+    return sorted({*blamed, *_spread(rest, TIMELINE_RANKS - len(blamed))})
+
+
+def _timeline(rows: dict[str, np.ndarray], ranks: Sequence[int], most: int) -> tuple[tuple[list[dict], dict], int] | tuple[None, int]:
+    if not len(rows["rank"]):
+        return None, 0
+    zero = rows["start_us"][rows["phase"] == KINDS.index(PASS)].min(initial=np.inf)
+    zero = rows["start_us"].min() if not np.isfinite(zero) else zero
+    passes = rows["phase"] == KINDS.index(PASS)
+    whole = {name: values[passes] for name, values in rows.items()}
+    keep = np.isin(rows["phase"], [KINDS.index(kind) for kind in (*COMPUTING, RECEIVE) if kind != GAP]) & (rows["dur_us"] > 0)
+    left_out = 0
+    if keep.sum() > most:
+        candidates = np.flatnonzero(keep)
+        longest = candidates[np.argsort(-rows["dur_us"][candidates], kind="stable")[:most]]
+        left_out = len(candidates) - len(longest)
+        keep[:] = False
+        keep[longest] = True
+    rows = {name: values[keep] for name, values in rows.items()}
+    place = {rank: i for i, rank in enumerate(ranks)}
+    y = np.array([place[rank] for rank in rows["rank"].tolist()], float)
+    start, duration, late = ((rows[name] - base) / 1e3 for name, base in (("start_us", zero), ("dur_us", 0), ("late_us", 0)))
+    waits = rows["phase"] == KINDS.index(WAIT)
+    late = np.where(waits, np.clip(late, 0, duration), 0)
+    # Gaps are what shows of the pass between the phases.
+    under = np.array([place[rank] for rank in whole["rank"].tolist()], float)
+    all_of_it = np.ones(len(under), bool)
+    data = [_spans(whole, all_of_it, under, (whole["start_us"] - zero) / 1e3, whole["dur_us"] / 1e3, GAP, COLOURS[GAP])]
+    data[0]["hoverinfo"] = "skip"
+    del data[0]["hovertemplate"]
+    for kind in (kind for kind in COMPUTING if kind != GAP):
+        mine = rows["phase"] == KINDS.index(kind)
+        if kind != WAIT:
+            data.append(_spans(rows, mine, y, start, duration, kind, COLOURS[kind]))
+            continue
+        data.append(_spans(rows, mine & (late > 0), y, start, late, _NAMES[LATE], COLOURS[LATE], "for rank %{customdata[1]}"))
+        for link in sorted(set(rows["link"][mine].tolist())):
+            of_link = mine & (rows["link"] == link) & (duration - late > 0)
+            name = f"waiting for the {LINKS[link]} link" if LINKS[link] else "waiting for a link"
+            colour = _LINK_COLOURS[LINKS[link]]
+            data.append(_spans(rows, of_link, y, start + late, duration - late, name, colour, "from rank %{customdata[1]}"))
+    for link in sorted(set(rows["link"][rows["phase"] == KINDS.index(RECEIVE)].tolist())):
+        mine = (rows["phase"] == KINDS.index(RECEIVE)) & (rows["link"] == link)
+        trace = _spans(
+            rows, mine, y + 0.36, start, duration, f"message, {LINKS[link]}", "#5b5b5b" if link % 2 else "#9a8c7a", "from %{customdata[1]}"
+        )
+        data.append({**trace, "width": 0.14, "opacity": 0.8})
+    layout = {
+        "barmode": "overlay",
+        "bargap": 0,
+        "height": 150 + 30 * len(ranks),
+        "xaxis": {"title": {"text": "ms since the pass began"}},
+        "yaxis": {"tickvals": list(range(len(ranks))), "ticktext": [f"rank {rank}" for rank in ranks], "autorange": "reversed"},
+        "hovermode": "closest",
+    }
+    return ([trace for trace in data if trace["x"]], layout), left_out
+
+
+def _spans(
+    rows: dict[str, np.ndarray],
+    mine: np.ndarray,
+    y: np.ndarray,
+    start: np.ndarray,
+    duration: np.ndarray,
+    name: str,
+    colour: str,
+    more: str = "",
+) -> dict[str, Any]:
+    peers = rows["peer"][mine].tolist()
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": name,
+        "x": _numbers(duration[mine]),
+        "base": _numbers(start[mine], 6),
+        "y": _numbers(y[mine]),
+        "width": 0.5,
+        "marker": {"color": colour},
+        "customdata": [[step, "several" if peer < 0 else peer] for step, peer in zip(rows["step"][mine].tolist(), peers, strict=True)],
+        "hovertemplate": f"{name}, step %{{customdata[0]}}: %{{x:.3f}} ms {more}<extra></extra>",
+    }
+
+
+def ranks(cases: Named) -> Figure:
+    """Bins stacked, one bar a rank."""
+    views = []
+    for label, _, case in cases:
+        for which in ("all passes", *case.directions) if len(case.directions) > 1 else case.directions:
+            chosen = slice(None) if which == "all passes" else [case.directions.index(which)]
+            table = case.bins[chosen].sum(0)[case.present]
+            data = [_bar(case.present, table[:, i], name) for i, name in enumerate(BINS) if table[:, i].any()]
+            layout = {
+                "barmode": "stack",
+                "height": 380,
+                "bargap": 0.15 if len(case.present) < 40 else 0,
+                "xaxis": {"title": {"text": "rank"}, **_whole(len(case.present))},
+                "yaxis": {"title": {"text": "ms of an iteration"}, "rangemode": "tozero"},
+            }
+            views.append(View((label, which), data, layout))
+    return Figure("ranks", "Where the time of every rank goes", ("case", "passes"), views)
+
+
+def distributions(cases: Named) -> Figure:
+    """As figures 12 and 13 of the paper: attention time across the workers of a step, and across the steps of a worker."""
+    views, thinned = [], False
+    for label, _, case in cases:
+        for direction, found in case.passes.items():
+            for what, axis, table in (
+                ("across the workers of a step", "step of the schedule", found.across_workers),
+                ("across the steps of a worker", "worker", found.across_steps),
+            ):
+                at = np.array(_spread(range(len(table)), 64))
+                thinned |= len(at) < len(table)
+                low, first, median, third, high = (_numbers(column) for column in table[at].T)
+                trace = {
+                    "type": "box",
+                    "x": at.tolist(),
+                    "lowerfence": low,
+                    "q1": first,
+                    "median": median,
+                    "q3": third,
+                    "upperfence": high,
+                    "marker": {"color": COLOURS[ATTENTION]},
+                    "line": {"width": 1.2},
+                    "showlegend": False,
+                }
+                layout = {
+                    "height": 340,
+                    "xaxis": {"title": {"text": axis}, **_whole(len(at))},
+                    "yaxis": {"title": {"text": "ms of attention"}, "rangemode": "tozero"},
+                }
+                views.append(View((label, direction, what), [trace], layout))
+    note = "Box: middle half; line: median; whiskers: smallest and largest, over the samples and the workers or steps."
+    if thinned:
+        note += " 64 of more boxes are shown."
+    return Figure("spread", "Distribution of attention time", ("case", "pass", "what"), views, note)
+
+
+def layers(cases: Named) -> Figure | None:
+    views = []
+    for label, _, case in cases:
+        for direction, found in case.passes.items():
+            if len(found.layers) < 2:
+                continue
+            x = [row["layer"] for row in found.layers]
+            data = [
+                {
+                    "type": "scatter",
+                    "mode": "lines+markers",
+                    "name": name,
+                    "x": x,
+                    "y": _numbers(np.array([row[key] for row in found.layers])),
+                    "line": {"color": colour},
+                }
+                for name, key, colour in (
+                    ("pass, slowest worker", "ms", "#333333"),
+                    ("attention", "attention_ms", COLOURS[ATTENTION]),
+                    (_NAMES[LATE], "late_ms", COLOURS[LATE]),
+                    ("waiting for links", "exposed_ms", COLOURS[EXPOSED]),
+                )
+            ]
+            layout = {
+                "height": 340,
+                "xaxis": {"title": {"text": "layer"}, **_whole(len(x))},
+                "yaxis": {"title": {"text": "ms"}, "rangemode": "tozero"},
+            }
+            views.append(View((label, direction), data, layout))
+    return Figure("layers", "Layer by layer", ("case", "pass"), views) if views else None
+
+
+_CURVES = (
+    ("loss, nats", "loss", "linear"),
+    ("tokens/s/GPU", "tokens_per_second_per_gpu", "linear"),
+    ("seconds of a step", "seconds", "linear"),
+    ("share of the GPU's peak (MFU)", "mfu_model", "linear"),
+    ("density", "density", "linear"),
+    ("learning rate", "lr", "linear"),
+    ("gradient norm", "grad_norm", "log"),
+    ("peak memory, GiB", "peak_memory_gib", "linear"),
+)
+
+
+def training(sources: Sequence[Source]) -> Figure:
+    views, thinned = [], False
+    for title, key, scale in _CURVES:
+        data = []
+        for source in sources:
+            kept = _spread(source.metrics, POINTS)
+            thinned |= len(kept) < len(source.metrics)
+            values = [getattr(m, key) for m in kept]
+            if any(value is not None for value in values):
+                y = [None if value is None else float(f"{value:.5g}") for value in values]
+                data.append({"type": "scatter", "mode": "lines", "name": source.name, "x": [m.step for m in kept], "y": y})
+        if data:
+            layout = {
+                "height": 340,
+                "xaxis": {"title": {"text": "step"}},
+                "yaxis": {"title": {"text": title}, "type": scale, **({"rangemode": "tozero"} if key not in ("loss", "grad_norm") else {})},
+                "showlegend": len(sources) > 1,
+            }
+            views.append(View((title,), data, layout))
+    note = f"{POINTS} steps of more are shown." if thinned else ""
+    return Figure("training", "Training, step by step", ("curve",), views, note)
+
+
+def density(sources: Sequence[Source]) -> Figure | None:
+    """Density of every layer over training."""
+    views = []
+    for source in sources:
+        steps = [m for m in source.metrics if m.density_by_layer]
+        if not steps:
+            continue
+        kept = _spread(steps, 300)
+        table = np.array([m.density_by_layer for m in kept], float).T
+        trace = {
+            "type": "heatmap",
+            "z": _numbers(table, 4),
+            "x": [m.step for m in kept],
+            "y": list(range(len(table))),
+            "colorscale": "YlGnBu",
+            "reversescale": True,
+            "zmin": 0,
+            "zmax": float(table.max(initial=0)) or 1.0,
+            "colorbar": {"title": {"text": "density"}, "thickness": 14, "tickformat": ".0%"},
+            "hovertemplate": "step %{x}, layer %{y}: %{z:.2%}<extra></extra>",
+        }
+        layout = {
+            "height": 200 + 14 * min(40, len(table)),
+            "xaxis": {"title": {"text": "step"}},
+            "yaxis": {"title": {"text": "layer"}, "autorange": "reversed", **_whole(len(table))},
+        }
+        views.append(View((source.name,), [trace], layout))
+    return Figure("density", "Density by layer", ("run",), views) if views else None
+
+
+def _bar(labels: Sequence[Any], values: Any, name: str, horizontal: bool = False) -> dict[str, Any]:
+    first, _, link = name.partition(" ")
+    colour = _LINK_COLOURS.get(link, COLOURS[EXPOSED]) if first == EXPOSED else COLOURS[name]
+    shown = f"waiting for the {link} link" if link else "waiting for a link" if first == EXPOSED else _NAMES.get(name, name)
+    lengths, places = _numbers(np.asarray(values, float)), list(labels)
+    x, y = (lengths, places) if horizontal else (places, lengths)
+    value, where = ("x", "y") if horizontal else ("y", "x")
+    return {
+        "type": "bar",
+        "name": shown,
+        "x": x,
+        "y": y,
+        "orientation": "h" if horizontal else "v",
+        "marker": {"color": colour},
+        "hovertemplate": f"%{{{where}}}: {shown} %{{{value}:.4g}} ms<extra></extra>",
+    }
+
+
+def _folded(label: str, width: int = 26) -> str:
+    """In lines of so many characters, at spaces."""
+    lines = [""]
+    for word in label.split():
+        if lines[-1] and len(lines[-1]) + len(word) > width:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {word}".strip()
+    return "<br>".join(escape(line) for line in lines)
+
+
+def _whole(count: int) -> dict[str, Any]:
+    """Ticks at whole numbers only."""
+    return {"dtick": 1} if count <= 20 else {"tickformat": "d"}
+
+
+def _positions(size: int, each: int) -> list[Any]:
+    if each == 1:
+        return list(range(size))
+    return [f"{first}-{min(first + each, size) - 1}" for first in range(0, size, each)]
+
+
+def _spread(items: Sequence[Any], most: int) -> list[Any]:
+    """All of them, or so many at even distances, first and last included."""
+    if len(items) <= most:
+        return list(items)
+    return [items[i] for i in np.unique(np.linspace(0, len(items) - 1, max(most, 1)).astype(int))]
+
+
+def _numbers(values: np.ndarray, digits: int = 5) -> Any:
+    """Short decimals: a page need not hold more digits than can be seen."""
+    array = np.asarray(values, float)
+    if array.ndim > 1:
+        return [_numbers(row, digits) for row in array]
+    return [float(f"{value:.{digits}g}") if np.isfinite(value) else None for value in array.tolist()]

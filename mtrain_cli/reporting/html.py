@@ -1,0 +1,340 @@
+"""`report.html`: one file that shows everything, without any network."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from mtrain_cli import __version__, resource_dir
+from mtrain_cli.reporting.figures import Figure, figures
+from mtrain_cli.reporting.source import Source
+from mtrain_cli.reporting.tables import TRAINING, comparison, ms, spread, training_row
+
+DEFINITIONS = "definitions.md"
+
+
+def write_page(path: Path, sources: Sequence[Source]) -> Path:
+    """The page appears complete or not at all."""
+    from plotly.offline import get_plotlyjs
+
+    drawn = figures(sources)
+    body = "\n".join(
+        [
+            f'<div class="headers">{"".join(map(_header, sources))}</div>',
+            _trained(sources),
+            _summary(sources),
+            _compared(sources),
+            _causes(sources),
+            *map(_section, drawn),
+            _definitions(),
+            f"<footer>written by mtrain {escape(__version__)}</footer>",
+        ]
+    )
+    title = escape(", ".join(source.name for source in sources))
+    # A closing tag inside a string would end the script.
+    data = json.dumps([_plain(figure) for figure in drawn], separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
+    page = _PAGE.format(title=title, style=_STYLE, body=body, plotly=get_plotlyjs(), data=data, script=_SCRIPT)
+    draft = path.with_name(f".{path.name}.part")
+    draft.write_text(page, encoding="utf-8")
+    draft.replace(path)
+    return path
+
+
+def _plain(figure: Figure) -> dict[str, Any]:
+    return {"name": figure.name, "views": [{"labels": v.labels, "data": v.data, "layout": v.layout} for v in figure.views]}
+
+
+def _header(source: Source) -> str:
+    facts = source.facts
+    gpus = facts.get("gpus") or []
+    versions = facts.get("versions") or {}
+    command = facts.get("command") or []
+    uncertainty = (source.summary.get("clock") or {}).get("uncertainty_us")
+    overhead = source.summary.get("overhead")
+    rows = {
+        "where": f"{len(gpus)} x {gpus[0]} on {facts.get('host', 'an unknown host')}"
+        if gpus
+        else f"CPU of {facts.get('host', 'an unknown host')}",
+        "when": facts.get("started"),
+        "command": _typed(command) if isinstance(command, list) else str(command),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "revision": facts.get("git_revision"),
+        "samples": ", ".join(sorted({f"{case.samples} ({case.iterations} iterations)" for case in source.cases})),
+        "workers": ", ".join(sorted({_workers(case.workers, case.groups) for case in source.cases})),
+        "clocks": _clocks(uncertainty),
+        "recording": f"changes the time of an iteration by {overhead:+.1%}" if isinstance(overhead, int | float) else None,
+        "folder": str(source.folder.resolve()),
+    }
+    listed = "".join(f"<dt>{name}</dt><dd>{escape(str(value))}</dd>" for name, value in rows.items() if value)
+    state = "partial" if source.remarks and any("partial" in remark or "no rows" in remark for remark in source.remarks) else "complete"
+    remarks = "".join(f'<p class="remark">{escape(remark)}</p>' for remark in source.remarks)
+    return f"<header><h1>{escape(source.name)} <small>{escape(source.kind)}, {state}</small></h1>{remarks}<dl>{listed}</dl></header>"
+
+
+def _clocks(uncertainty: Any) -> str | None:
+    if not isinstance(uncertainty, int | float):
+        return None
+    return f"agree within {uncertainty:.3g} µs" if uncertainty else "all ranks share one"
+
+
+def _typed(command: list[Any]) -> str:
+    """As a person typed it: the file that Python ran is `mtrain`."""
+    first, *rest = map(str, command) if command else [""]
+    return shlex.join([Path(first).name.replace("__main__.py", "mtrain"), *rest]) if first else ""
+
+
+def _workers(workers: int, groups: int) -> str:
+    return f"{workers}" if groups == 1 else f"{groups} groups of {workers}"
+
+
+def _summary(sources: Sequence[Source]) -> str:
+    rows = []
+    for source in sources:
+        for case in source.cases:
+            name = f"{source.name}: {case.label}" if len(sources) > 1 else case.label
+            links = ", ".join(f"{link} {ms(value)}" for link, value in case.exposed.items()) or "0"
+            steps = list(case.passes.values())
+            rows.append(
+                [
+                    name,
+                    *(spread(d) for d in (case.time.worker, case.work.worker, case.time.step, case.work.step)),
+                    spread(case.computation.step),
+                    spread(case.computation.total),
+                    ms(case.bin_ms("late")),
+                    links,
+                    " / ".join(
+                        ms(value)
+                        for value in (*(fmean(getattr(p, name) for p in steps) for name in ("p50", "p95")), max(p.longest for p in steps))
+                    ),
+                    " / ".join(ms(case.passes[d].duration.mean) if d in case.passes else "-" for d in ("forward", "backward")),
+                    str(case.samples),
+                ]
+            )
+    if not rows:
+        return ""
+    heads = (
+        "case", "worker ID, time", "worker ID, work", "step ID, time", "step ID, work", "computed, in steps", "computed, in all",
+        "waiting for others, ms", "waiting for links, ms", "step p50 / p95 / max, ms", "pass forward / backward, ms", "n",
+    )  # fmt: skip
+    note = (
+        "ID: largest over mean, 1 is perfect; mean ± standard deviation over n samples. Waits: one iteration of a worker. Pass: one layer."
+    )
+    return f"<section><h2>Balance</h2>{_table(heads, rows)}<p class='note'>{note}</p></section>"
+
+
+def _trained(sources: Sequence[Source]) -> str:
+    rows = [[source.name, *training_row(source)] for source in sources if source.metrics]
+    note = "Medians of all steps but the first."
+    return f"<section><h2>Training</h2>{_table(('run', *TRAINING), rows)}<p class='note'>{note}</p></section>" if rows else ""
+
+
+def _compared(sources: Sequence[Source]) -> str:
+    if len(sources) < 2 or not (found := comparison(sources)):
+        return ""
+    rows = [
+        [
+            r.run,
+            r.case,
+            r.what,
+            f"{r.first:.4g}",
+            f"{r.other:.4g}",
+            f"{r.ratio:.3f}x",
+            f"±{r.noise:.1%}" if np.isfinite(r.noise) else "unknown",
+            r.verdict,
+        ]
+        for i, r in enumerate(found)
+    ]
+    heads = ("run", "case", "what", sources[0].name, "this", "ratio", "noise", "")
+    note = "Noise: twice the standard error of the difference, from the spread over samples."
+    return f"<section><h2>Against {escape(sources[0].name)}</h2>{_table(heads, rows, text=3)}<p class='note'>{note}</p></section>"
+
+
+def _causes(sources: Sequence[Source]) -> str:
+    parts = []
+    for source in sources:
+        for case in source.cases:
+            name = f"{source.name}: {case.label}" if len(sources) > 1 else case.label
+            if case.workers == 1:
+                text = "<p>One worker: nobody waits.</p>"
+            elif not case.causes:
+                text = "<p>Nobody waits for more than half a per cent of the time.</p>"
+            else:
+                text = "<ol>" + "".join(f"<li>{escape(cause.text)}</li>" for cause in case.causes) + "</ol>"
+            parts.append(f"<h3>{escape(name)}</h3>{text}")
+    return f"<section><h2>What costs most</h2>{''.join(parts)}</section>" if parts else ""
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], text: int = 1) -> str:
+    """text: how many columns on the left are words."""
+    head = "".join(f"<th{' class=words' if i < text else ''}>{escape(name)}</th>" for i, name in enumerate(heads))
+    body = "".join(
+        "<tr>" + "".join(f"<td{' class=words' if i < text else ''}>{escape(cell)}</td>" for i, cell in enumerate(row)) + "</tr>"
+        for row in rows
+    )
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _section(figure: Figure) -> str:
+    selectors = "".join(
+        f'<label>{escape(name)} <select data-figure="{figure.name}" data-at="{i}"></select></label>'
+        for i, name in enumerate(figure.selectors)
+    )
+    note = f'<p class="note">{escape(figure.note)}</p>' if figure.note else ""
+    return (
+        f'<section><h2>{escape(figure.title)}</h2><div class="selectors">{selectors}</div>'
+        f'<div class="figure" id="figure-{figure.name}"></div>{note}</section>'
+    )
+
+
+def _definitions() -> str:
+    path = resource_dir("profiles") / DEFINITIONS
+    if not path.is_file():
+        return ""
+    return f"<details><summary>Definitions</summary>{_markdown(path.read_text(encoding='utf-8'))}</details>"
+
+
+def _markdown(text: str) -> str:
+    """Headings, lists, tables, code and paragraphs, which is all that definitions.md has."""
+    result: list[str] = []
+    lines = text.splitlines()
+    at = 0
+    while at < len(lines):
+        line = lines[at]
+        if line.startswith("#"):
+            level = len(line) - len(line.lstrip("#"))
+            result.append(f"<h{level + 2}>{_inline(line[level:].strip())}</h{level + 2}>")
+            at += 1
+        elif line.startswith("```"):
+            end = next((i for i in range(at + 1, len(lines)) if lines[i].startswith("```")), len(lines))
+            result.append("<pre>" + escape("\n".join(lines[at + 1 : end])) + "</pre>")
+            at = end + 1
+        elif line.startswith("|"):
+            end = next((i for i in range(at, len(lines)) if not lines[i].startswith("|")), len(lines))
+            cells = [[_inline(cell.strip()) for cell in row.strip().strip("|").split("|")] for row in lines[at:end]]
+            head = "".join(f"<th>{cell}</th>" for cell in cells[0])
+            body = "".join("<tr>" + "".join(f"<td class=words>{cell}</td>" for cell in row) + "</tr>" for row in cells[2:])
+            result.append(f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>')
+            at = end
+        elif line.startswith("- "):
+            items: list[str] = []
+            while at < len(lines) and (lines[at].startswith("- ") or lines[at].startswith("  ")):
+                if lines[at].startswith("- "):
+                    items.append(lines[at][2:])
+                else:
+                    items[-1] += " " + lines[at].strip()
+                at += 1
+            result.append("<ul>" + "".join(f"<li>{_inline(item)}</li>" for item in items) + "</ul>")
+        elif line.strip():
+            end = next((i for i in range(at, len(lines)) if not lines[i].strip() or (lines[i][:1] in "#|-`" and i > at)), len(lines))
+            result.append(f"<p>{_inline(' '.join(lines[at:end]))}</p>")
+            at = end
+        else:
+            at += 1
+    return "\n".join(result)
+
+
+def _inline(text: str) -> str:
+    """Code and bold."""
+    parts = escape(text).split("`")
+    marked = "".join(f"<code>{part}</code>" if i % 2 else part for i, part in enumerate(parts))
+    bold = marked.split("**")
+    return "".join(f"<b>{part}</b>" if i % 2 else part for i, part in enumerate(bold))
+
+
+_STYLE = """
+:root { color-scheme: light; }
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 1.2rem 1.6rem 3rem; max-width: 1360px; background: #fff; color: #1b1b1b;
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
+h1 { font-size: 1.5rem; margin: .4rem 0; } h1 small { font-weight: 400; color: #666; font-size: 1rem; }
+h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem; border-bottom: 1px solid #ddd; padding-bottom: .2rem; }
+h3 { font-size: 1rem; margin: 1rem 0 .2rem; } h4, h5 { margin: .9rem 0 .2rem; }
+.headers { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 0 2rem; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; margin: .6rem 0; font-size: .9rem; }
+dt { color: #666; } dd { margin: 0; overflow-wrap: anywhere; }
+.remark { background: #fff4e0; border-left: 4px solid #d97706; margin: .4rem 0; padding: .3rem .7rem; }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .45rem; border-bottom: 1px solid #e4e4e4; text-align: right; vertical-align: top; white-space: nowrap; }
+th { white-space: normal; color: #444; border-bottom: 2px solid #bbb; vertical-align: bottom; }
+th.words, td.words { text-align: left; } details td.words, details th { text-align: left; white-space: normal; }
+.note { color: #666; font-size: .85rem; margin: .3rem 0; } ol { margin: .2rem 0; padding-left: 1.4rem; } li { margin: .15rem 0; }
+.selectors { display: flex; flex-wrap: wrap; gap: .4rem 1rem; } label { color: #555; font-size: .9rem; }
+select { font: inherit; color: #1b1b1b; background: #fff; border: 1px solid #bbb; border-radius: 4px; padding: .15rem .3rem;
+  max-width: 80vw; }
+.figure { width: 100%; min-height: 200px; } details { margin-top: 2rem; } summary { cursor: pointer; font-size: 1.15rem; font-weight: 600; }
+code, pre { font: .88em ui-monospace, Menlo, Consolas, monospace; background: #f5f5f5; padding: 0 .2em; }
+pre { padding: .6rem; overflow-x: auto; }
+footer { margin-top: 2.5rem; color: #888; font-size: .85rem; }
+@media (max-width: 640px) { body { padding: .8rem .7rem 2rem; } dl { grid-template-columns: 1fr; gap: 0; } dt { margin-top: .35rem; } }
+@media print { .selectors { display: none; } }
+"""
+
+_SCRIPT = """
+"use strict";
+const base = {
+  margin: {l: 62, r: 12, t: 58, b: 48}, paper_bgcolor: "#fff", plot_bgcolor: "#fff", autosize: true,
+  font: {family: "system-ui, -apple-system, 'Segoe UI', Roboto, Arial, sans-serif", size: 13, color: "#1b1b1b"},
+  legend: {orientation: "h", traceorder: "normal", y: 1, yanchor: "bottom", x: 0, xanchor: "left"},
+};
+const axis = {gridcolor: "#e8e8e8", zerolinecolor: "#ccc", linecolor: "#999", ticks: "outside", tickcolor: "#bbb"};
+function merged(layout, entries) {
+  const result = Object.assign({}, base, layout, {margin: Object.assign({}, base.margin, layout.margin)});
+  if (window.innerWidth < 640) {
+    // One entry of the legend a line there: below the figure, which grows by them.
+    result.legend = Object.assign({}, base.legend, {yref: "container", y: 0, yanchor: "bottom"});
+    if (entries > 1) result.height = layout.height + 20 * entries;
+    result.margin.t = 30;
+  }
+  for (const name of ["xaxis", "yaxis"]) result[name] = Object.assign({automargin: true}, axis, layout[name]);
+  return result;
+}
+function setUp(figure) {
+  const place = document.getElementById("figure-" + figure.name);
+  const selects = Array.from(document.querySelectorAll(`select[data-figure="${figure.name}"]`));
+  const chosen = figure.views[0].labels.slice();
+  function options(at) {
+    const seen = new Set();
+    for (const view of figure.views) if (chosen.slice(0, at).every((label, i) => view.labels[i] === label)) seen.add(view.labels[at]);
+    return Array.from(seen);
+  }
+  function refresh() {
+    selects.forEach((select, at) => {
+      const names = options(at);
+      if (!names.includes(chosen[at])) chosen[at] = names[0];
+      select.replaceChildren(...names.map((name) => new Option(name, name, false, name === chosen[at])));
+      select.parentElement.hidden = names.length < 2;
+      select.parentElement.style.display = names.length < 2 ? "none" : "";
+    });
+    const view = figure.views.find((one) => one.labels.every((label, i) => label === chosen[i]));
+    Plotly.react(place, view.data, merged(view.layout, view.data.length), {responsive: true, displaylogo: false, showTips: false});
+  }
+  selects.forEach((select, at) => select.addEventListener("change", () => { chosen[at] = select.value; refresh(); }));
+  refresh();
+}
+FIGURES.forEach(setUp);
+"""
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+{body}
+<script>{plotly}</script>
+<script>const FIGURES = {data};</script>
+<script>{script}</script>
+</body>
+</html>
+"""

@@ -1,0 +1,235 @@
+"""What can be reported: folders of training runs, profiles and simulations, and the profiles that ship with mtrain."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mtrain_cli import resource_dir
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.suggest import did_you_mean
+from mtrain_cli.profiling.analysis import CaseAnalysis, analyse
+from mtrain_cli.profiling.records import RECORDS, SCHEMA, SUMMARY, Recorded, open_records
+from mtrain_cli.training.metrics import METRICS_FILE, StepMetrics, read_metrics
+
+RUNS, MEASUREMENTS, PROFILE = Path("runs"), Path("measurements"), "profile"
+RESOLVED, ENVIRONMENT = "resolved.yaml", "environment.json"
+SHOWN = 5  # names in a message
+LAYER = "layer"  # the kind of the profiles that ship
+
+
+@dataclass(frozen=True)
+class Source:
+    """One thing to report. facts: of run_dir._facts(). shipped: a document of profiles/, of an older kind, which has a table only."""
+
+    name: str
+    folder: Path
+    facts: dict[str, Any] = field(default_factory=dict)
+    recorded: Recorded | None = None
+    cases: tuple[CaseAnalysis, ...] = ()
+    metrics: tuple[StepMetrics, ...] = ()
+    steps_wanted: int | None = None
+    shipped: dict[str, Any] | None = None
+
+    @property
+    def kind(self) -> str:
+        if self.shipped is not None:
+            return "recorded profile"
+        if self.metrics:
+            return "training run"
+        return str(self.recorded.summary.get("kind") or "profile") if self.recorded is not None else "training run"
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return self.recorded.summary if self.recorded is not None else {}
+
+    @property
+    def remarks(self) -> list[str]:
+        """What a reader has to know before the figures: what is missing."""
+        found = []
+        if self.recorded is not None and not self.recorded.complete:
+            done = max((case.iterations for case in self.cases), default=0)
+            wanted = self.summary.get("samples_wanted")
+            short = [f"{case.label}: {case.iterations}" for case in self.cases if case.iterations < done]
+            of = f"{done} of {wanted} samples" if wanted else f"{done} samples"
+            left_out = len(self.summary.get("cases") or []) - len(self.cases)
+            found.append(
+                f"partial: {of}; the run did not end"
+                + (f" ({', '.join(short)})" if short else "")
+                + (f"; {left_out} of {len(self.summary['cases'])} cases have none" if left_out > 0 else "")
+            )
+        missing = {case.missing: case for case in self.cases if case.missing}
+        for ranks, case in missing.items():
+            of_all = f"{len(ranks)} of {case.workers * case.groups}"
+            found.append(f"no rows of rank{'s' * (len(ranks) > 1)} {shortened(ranks)} ({of_all}); degrees are over the others")
+        if self.cases and all(case.workers == 1 for case in self.cases):
+            found.append("one worker: there is nobody to compare it with, and every degree across workers is 1")
+        if self.metrics and self.steps_wanted and self.metrics[-1].step < self.steps_wanted:
+            found.append(f"step {self.metrics[-1].step} of {self.steps_wanted}")
+        return found
+
+
+def shortened(ranks: Sequence[int]) -> str:
+    """1, 4-7, 9"""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return ", ".join(words[:12]) + (" and more" if len(words) > 12 else "")
+
+
+def find(name: str) -> Path:
+    """The folder or file of something to report, by its path or by its name under runs/ or measurements/.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    path = Path(name).expanduser()
+    for candidate in (path, RUNS / name, MEASUREMENTS / name):
+        if candidate.is_dir():
+            return candidate
+        if candidate.is_file():
+            return candidate.parent if candidate.name in (RECORDS, SUMMARY, METRICS_FILE, RESOLVED) else candidate
+    if name == "latest" and (known := _known()):
+        return known[0]
+    names = [folder.name for folder in _known()]
+    if "/" in name:
+        near = [str(entry) for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        hint = did_you_mean(str(path), near)
+    else:
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        listed = f"; here are, newest first: {', '.join(names[:SHOWN])}{more}" if names else "; there is nothing in runs/ or measurements/"
+        hint = did_you_mean(name, names) or listed
+    raise ConfigError(f"{name}: no such folder, and no run or measurement of that name{hint}")
+
+
+def default() -> list[Path]:
+    """The newest run or measurement of this folder; without any, the profiles that ship."""
+    known = _known()
+    return known[:1] if known else shipped()
+
+
+def shipped() -> list[Path]:
+    """Recorded profiles in mtrain's own profiles/."""
+    found = []
+    root = resource_dir("profiles")
+    for path in sorted(root.iterdir()):
+        if (path.is_dir() and (path / SUMMARY).is_file()) or (path.suffix == ".json" and _document(path).get("kind") == LAYER):
+            found.append(path)
+    return found
+
+
+def _known() -> list[Path]:
+    """Folders under runs/ and measurements/ that hold anything to report, newest first."""
+    found = []
+    for root in (RUNS, MEASUREMENTS):
+        for folder in root.iterdir() if root.is_dir() else ():
+            files = [folder / name for name in (SUMMARY, f"{PROFILE}/{SUMMARY}", METRICS_FILE)]
+            times = [file.stat().st_mtime for file in files if file.is_file()]
+            if times and not folder.is_symlink():
+                found.append((max(times), folder))
+    return [folder for _, folder in sorted(found, key=lambda pair: (-pair[0], pair[1].name))]
+
+
+def open_source(path: Path) -> Source:
+    """Reads and analyses everything that a folder holds.
+
+    Raises:
+        ConfigError: it holds nothing that can be reported, or something damaged.
+    """
+    if path.is_file():
+        return _open_file(path)
+    recorded = next((open_records(folder) for folder in (path, path / PROFILE) if (folder / SUMMARY).is_file()), None)
+    metrics = tuple(read_metrics(path)) if (path / METRICS_FILE).is_file() else ()
+    if recorded is None and not metrics:
+        raise ConfigError(_nothing(path))
+    cases: tuple[CaseAnalysis, ...] = ()
+    if recorded is not None:
+        _check_schema(recorded)
+        cases = tuple(analyse(recorded))
+        if not cases and not metrics:
+            raise ConfigError(f"{recorded.folder}: has no sample yet; the profile was ended before its first, or still runs")
+    facts = _facts(path, recorded)
+    return Source(_name(path), path, facts, recorded, cases, metrics, _steps_wanted(path) if metrics else None)
+
+
+def _open_file(path: Path) -> Source:
+    if path.suffix == ".json":
+        document = _document(path)
+        if document.get("kind") == LAYER and isinstance(document.get("cases"), list):
+            return Source(path.stem, path.parent, shipped=document)
+    raise ConfigError(f"{path}: is a file, and no profile of mtrain; give the folder of a run, a profile or a simulation")
+
+
+def _nothing(path: Path) -> str:
+    try:
+        content = sorted(entry.name for entry in path.iterdir() if entry.name != ".lock")
+    except OSError as error:
+        return f"{path}: cannot be read ({error.strerror})"
+    if not content:
+        return f"{path}: is empty; give the folder of a run, a profile or a simulation"
+    if RESOLVED in content:
+        return f"{path}: is a run that has no step yet, and no profile"
+    if (path / PROFILE).is_dir():
+        return f"{path}: holds a folder {PROFILE}/ without {SUMMARY}, and no {METRICS_FILE}"
+    inside = [entry for entry in content if (path / entry / SUMMARY).is_file() or (path / entry / METRICS_FILE).is_file()]
+    if inside:
+        return f"{path}: is no run itself, but holds {', '.join(inside[:SHOWN])}{' and more' * (len(inside) > SHOWN)}; give one of these"
+    some = ", ".join(content[:3]) + " and more" * (len(content) > 3)
+    return f"{path}: holds no run, profile or simulation ({SUMMARY} and {METRICS_FILE} are missing; there are {some})"
+
+
+def _check_schema(recorded: Recorded) -> None:
+    """Every file of rows says which schema it has.
+
+    Raises:
+        ConfigError: one is of another schema than the summary, or no parquet file.
+    """
+    import pyarrow.parquet as pq
+
+    for part in recorded.parts:
+        try:
+            found = (pq.read_schema(part).metadata or {}).get(b"mtrain_schema")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{part}: is no parquet file, or a damaged one ({str(error).splitlines()[0]})") from error
+        if found is not None and found != str(SCHEMA).encode():
+            raise ConfigError(f"{part}: has schema {found.decode()}, and {SUMMARY} beside it {SCHEMA}; measure again into a new folder")
+
+
+def _name(path: Path) -> str:
+    return os.path.basename(path.resolve()) or str(path)
+
+
+def _facts(path: Path, recorded: Recorded | None) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
+    if (path / ENVIRONMENT).is_file():
+        facts = _document(path / ENVIRONMENT)
+    if recorded is not None:
+        said = recorded.summary
+        facts = {**(said.get("environment") or {}), **({"command": said["command"]} if said.get("command") else {}), **facts}
+    return facts
+
+
+def _steps_wanted(path: Path) -> int | None:
+    """train.steps of the run; None where its configuration cannot be read."""
+    from mtrain_cli.config import compose
+
+    try:
+        return compose.load(path / RESOLVED).train.steps
+    except ConfigError:
+        return None
+
+
+def _document(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return document if isinstance(document, dict) else {}

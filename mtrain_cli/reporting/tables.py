@@ -1,0 +1,403 @@
+"""Tables of a report: for the terminal (rich), and as sheets of plain rows for CSV and HTML."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.box import SIMPLE
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from mtrain_cli.profiling.analysis import BINS, CaseAnalysis, Estimate, PassAnalysis
+from mtrain_cli.reporting.source import Source
+from mtrain_cli.training.metrics import StepMetrics
+
+CELLS = 32  # of a heat map in the terminal, in each direction
+SHADES = " ░▒▓█"
+_COLOURS = ("grey93", "light_yellow3", "gold3", "dark_orange3", "red3")
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """One CSV file. Numbers are as they were computed."""
+
+    name: str
+    columns: tuple[str, ...]
+    rows: list[tuple[Any, ...]]
+
+    def write(self, folder: Path) -> Path:
+        path = folder / f"{self.name}.csv"
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(self.columns)
+            writer.writerows([_cell(value) for value in row] for row in self.rows)
+        return path
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, float | np.floating):
+        return "" if not np.isfinite(value) else f"{value:.6g}"
+    return "" if value is None else value
+
+
+# --- terminal -----------------------------------------------------------------------------------------------------------------------
+
+
+def summary_table(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> Table:
+    """One row a case: first line time, second line work. names: of the runs, where there are several."""
+    table = _table("Balance", f"{_over(cases)} 1 is perfect; ms are of one layer, waits of one iteration of a worker")
+    if names:
+        table.add_column("run", overflow="fold")
+    table.add_column("case", overflow="fold", min_width=10)
+    for heading in (
+        "worker ID\ntime\nwork",
+        "step ID\ntime\nwork",
+        "computed\nin steps\nin all",
+        "waits ms\nfor others\nfor links",
+        "step ms\np50, p95\nmax",
+        "pass ms\nforward\nbackward",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("n", justify="right")
+    for i, case in enumerate(cases):
+        steps = list(case.passes.values())
+        p50, p95 = (statistics.fmean(getattr(p, name) for p in steps) for name in ("p50", "p95"))
+        links = "\n".join(f"{link} {ms(value)}" for link, value in case.exposed.items())
+        table.add_row(
+            *((names[i],) if names else ()),
+            case.label + (" (partial)" if case.partial else ""),
+            f"{spread(case.time.worker)}\n{spread(case.work.worker)}",
+            f"{spread(case.time.step)}\n{spread(case.work.step)}",
+            f"{case.computation.step.mean:.3f}\n{case.computation.total.mean:.3f}",
+            f"{ms(case.bin_ms('late'))}\n{links or '0'}",
+            f"{ms(p50)}, {ms(p95)}\n{ms(max(p.longest for p in steps))}",
+            "\n".join(ms(case.passes[name].duration.mean) if name in case.passes else "" for name in ("forward", "backward")),
+            str(case.samples),
+        )
+    return table
+
+
+def bins_table(cases: Sequence[CaseAnalysis]) -> Table:
+    """Where the time of the passes goes, mean over ranks, as shares."""
+    table = _table("Where the time of attention goes", "shares of all passes of an iteration, means over workers; late: waiting for others")
+    used = [name for name in BINS if any(case.bin_ms(name) > 0 for case in cases)]
+    table.add_column("case", overflow="fold")
+    table.add_column("ms", justify="right")
+    for name in used:
+        table.add_column(name.replace(" ", "\n"), justify="right")
+    for case in cases:
+        whole = float(case.passes_ms[:, case.present].sum(0).mean())
+        shares = [case.bin_ms(name) / whole if whole else 0.0 for name in used]
+        table.add_row(case.label, ms(whole), *(f"{share:.1%}" if share >= 5e-4 else "" if not share else "<0.1%" for share in shares))
+    return table
+
+
+def causes_text(case: CaseAnalysis) -> RenderableType:
+    """Why workers wait, dearest first."""
+    if case.workers == 1:
+        return Text("One worker: nobody waits.")
+    if not case.causes:
+        return Text("Nobody waits for more than half a per cent of the time.")
+    return Group(*(Text(f"{i}. {cause.text}") for i, cause in enumerate(case.causes, 1)))
+
+
+def heat_map(case: CaseAnalysis, direction: str, *, cells: int = CELLS) -> RenderableType:
+    """ms of attention, workers down and steps across, in shades that show without colours too."""
+    whole = case.passes[direction].attention
+    table, folded = fold(whole, cells)
+    top = float(table.max(initial=0)) or 1.0
+    lines = []
+    per_worker, per_step = -(-whole.shape[0] // table.shape[0]), -(-whole.shape[1] // table.shape[1])
+    for i, row in enumerate(table):
+        first = i * per_worker
+        last = min(first + per_worker, len(whole)) - 1
+        line = Text(f"{first if first == last else f'{first}-{last}':>8} ")
+        for value in row:
+            level = min(len(SHADES) - 1, int(value / top * (len(SHADES) - 1) + 0.5))
+            line.append(SHADES[level] * 2, style=_COLOURS[level])
+        line.append(f" {ms(float(whole[first : last + 1].sum(1).max()))}")
+        lines.append(line)
+    caption = f"{'':>8} steps 0-{whole.shape[1] - 1} across; {SHADES[-1] * 2} = {ms(top)} ms in a step; right: ms of the worker"
+    if folded:
+        caption += f"\n{'':>8} each cell is the largest of {per_worker} workers x {per_step} steps"
+    return Group(Text(f"{case.label}, {direction}: attention of worker and step", style="bold"), *lines, Text(caption, style="dim"))
+
+
+def fold(table: np.ndarray, cells: int) -> tuple[np.ndarray, bool]:
+    """A table of at most cells x cells: the largest of each group of neighbours. -> also whether it had to be."""
+    whole = table.shape
+    for axis in (0, 1):
+        size = -(-table.shape[axis] // cells)
+        table = np.maximum.reduceat(table, np.arange(0, table.shape[axis], max(size, 1)), axis=axis)
+    return table, table.shape != whole
+
+
+TRAINING = ("steps", "loss, first", "last", "s / step", "tokens/s/GPU", "MFU", "density", "peak GiB")
+
+
+def training_table(sources: Sequence[Source]) -> Table:
+    """One row a training run."""
+    table = _table("Training", "medians of all steps but the first")
+    for heading in ("run", *TRAINING):
+        table.add_column(heading, justify="left" if heading == "run" else "right", overflow="fold")
+    for source in sources:
+        table.add_row(source.name, *training_row(source))
+    return table
+
+
+def training_row(source: Source) -> list[str]:
+    """In the order of `TRAINING`. Medians leave the first step out, which also compiles and fills caches."""
+    steps = source.metrics
+    rest = steps[1:] or steps
+
+    def median(name: str) -> float | None:
+        values = [value for value in (getattr(step, name) for step in rest) if value is not None]
+        return statistics.median(values) if values else None
+
+    mfu, density = median("mfu_model"), median("density")
+    speed, seconds = median("tokens_per_second_per_gpu"), median("seconds")
+    peak = [step.peak_memory_gib for step in steps if step.peak_memory_gib is not None]
+    return [
+        str(steps[-1].step),
+        _number(steps[0].loss, 3),
+        _number(steps[-1].loss, 3),
+        "-" if seconds is None else f"{seconds:.3g}",
+        "-" if speed is None else f"{speed:,.0f}",
+        "-" if mfu is None else f"{mfu:.1%}",
+        "-" if density is None else f"{density:.1%}",
+        f"{max(peak):.1f}" if peak else "-",
+    ]
+
+
+def shipped_table(document: dict[str, Any]) -> Table:
+    """The cases of a recorded profile of the older kind."""
+    table = _table(f"{document.get('hardware', '')}, {document.get('date', '')}", str(document.get("note") or ""))
+    for heading in ("case", "seq", "density", "forward\nms", "backward\nms", "waits\nms", "worker\nID", "step\nID", "computed"):
+        table.add_column(heading, justify="left" if heading == "case" else "right", overflow="fold")
+    for case in document["cases"]:
+        degrees = case.get("time") or {}
+        table.add_row(
+            str(case["label"]),
+            f"{case['seq'] // 1024}K",
+            f"{case['density']:.1%}",
+            ms(case["forward"]),
+            ms(case["backward"]),
+            ms(sum(case.get("of_wait", {}).values())) if case.get("by_kind") else "",
+            f"{degrees['worker']:.2f}" if degrees else "",
+            f"{degrees['step']:.2f}" if degrees else "",
+            _number(case.get("computation"), 2),
+        )
+    return table
+
+
+def compare_table(sources: Sequence[Source]) -> Table | None:
+    """Every run against the first; None where they have nothing in common."""
+    rows = comparison(sources)
+    if not rows:
+        return None
+    table = _table(f"Against {sources[0].name}", "noise: twice the standard error of the difference, from the spread over samples")
+    for heading in ("run", "case", "what", "first", "this", "ratio", "noise", ""):
+        table.add_column(heading, justify="left" if heading in ("run", "case", "what", "") else "right", overflow="fold")
+    above = ("", "")
+    for row in rows:
+        name = ("", "") if (row.run, row.case) == above else (row.run, row.case)
+        above = (row.run, row.case)
+        noise = f"±{row.noise:.1%}" if np.isfinite(row.noise) else "unknown"
+        table.add_row(*name, row.what, f"{row.first:.4g}", f"{row.other:.4g}", f"{row.ratio:.3f}x", noise, row.verdict)
+    return table
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One figure of a run against that of the first. noise: half the width of the band around 1 in which the ratio may lie by chance."""
+
+    run: str
+    case: str
+    what: str
+    first: float
+    other: float
+    noise: float
+
+    @property
+    def ratio(self) -> float:
+        return self.other / self.first
+
+    @property
+    def verdict(self) -> str:
+        if not np.isfinite(self.noise):
+            return "too few samples to tell"
+        if abs(self.ratio - 1) <= self.noise:
+            return "inside the noise"
+        return "more" if self.ratio > 1 else "less"
+
+
+def comparison(sources: Sequence[Source]) -> list[Comparison]:
+    """Figures that a later run shares with the first: of cases with the same label, or of the only case of each."""
+    first = sources[0]
+    rows: list[Comparison] = []
+    for other in sources[1:]:
+        pairs = [(a, b) for a in first.cases for b in other.cases if a.label == b.label]
+        if not pairs and len(first.cases) == len(other.cases) == 1:
+            pairs = [(first.cases[0], other.cases[0])]
+        for a, b in pairs:
+            label = a.label if a.label == b.label else f"{b.label} against {a.label}"
+            rows += _compared(other.name, label, _figures(a), _figures(b))
+        if first.metrics and other.metrics:
+            rows += _compared(other.name, "training", _training_figures(first.metrics), _training_figures(other.metrics))
+    return rows
+
+
+def _compared(run: str, case: str, first: dict[str, Estimate], other: dict[str, Estimate]) -> list[Comparison]:
+    rows = []
+    for what in first.keys() & other.keys():
+        a, b = first[what], other[what]
+        if a.n and b.n and a.mean > 0:
+            rows.append(Comparison(run, case, what, a.mean, b.mean, 2 * float(np.hypot(a.error, b.error)) / a.mean))
+    return sorted(rows, key=lambda row: list(first).index(row.what))
+
+
+def _figures(case: CaseAnalysis) -> dict[str, Estimate]:
+    found = {f"{name} ms": p.duration for name, p in case.passes.items()}
+    found["worker ID, time"], found["step ID, time"] = case.time.worker, case.time.step
+    found["worker ID, work"], found["step ID, work"] = case.work.worker, case.work.step
+    found["computed, in steps"], found["computed, in all"] = case.computation.step, case.computation.total
+    found["iteration ms"] = case.iteration_ms
+    return found
+
+
+def _training_figures(metrics: Sequence[StepMetrics]) -> dict[str, Estimate]:
+    rest = metrics[1:] or metrics
+    return {
+        "s / step": Estimate.of(np.array([m.seconds for m in rest])),
+        "tokens/s/GPU": Estimate.of(np.array([m.tokens_per_second_per_gpu for m in rest])),
+    }
+
+
+# --- sheets -------------------------------------------------------------------------------------------------------------------------
+
+
+def sheets(sources: Sequence[Source]) -> list[Sheet]:
+    """One for each kind of table that has rows."""
+    found = [
+        summary_sheet(sources), steps_sheet(sources), bins_sheet(sources), layers_sheet(sources), causes_sheet(sources),
+        training_sheet(sources), compare_sheet(sources),
+    ]  # fmt: skip
+    return [sheet for sheet in found if sheet.rows]
+
+
+def summary_sheet(sources: Sequence[Source]) -> Sheet:
+    """One row a case and direction; `both` is the mean of forward and backward."""
+    columns = ["run", "case", "direction", "layout", "exchange", "pattern", "kernel", "seq", "workers", "groups"]
+    columns += ["samples", "iterations", "partial"]
+    for kind in ("time", "work"):
+        columns += [f"{kind}_{degree}_id{end}" for degree in ("worker", "step", "total", "critical") for end in ("", "_std")]
+    columns += ["computed_step", "computed_step_std", "computed_total", "computed_total_std", "pass_ms", "pass_ms_std"]
+    columns += ["step_ms_p50", "step_ms_p95", "step_ms_max"]
+    rows = []
+    for source, case in _cases(sources):
+        facts = case.facts
+        about = [facts.get(key) for key in ("layout", "exchange", "pattern", "kernel", "seq")]
+        both: list[tuple[str, CaseAnalysis | PassAnalysis]] = [("both", case), *case.passes.items()]
+        for name, found in both:
+            row: list[Any] = [source.name, case.label, name, *about, case.workers, case.groups, case.samples, case.iterations, case.partial]
+            for degrees in (found.time, found.work):
+                for one in (degrees.worker, degrees.step, degrees.total, degrees.critical):
+                    row += [one.mean, one.std]
+            for one in (found.computation.step, found.computation.total):
+                row += [one.mean, one.std]
+            if isinstance(found, CaseAnalysis):
+                row += [sum(p.duration.mean for p in case.passes.values()), None, None, None, None]
+            else:
+                row += [found.duration.mean, found.duration.std, found.p50, found.p95, found.longest]
+            rows.append(tuple(row))
+    return Sheet("summary", tuple(columns), rows)
+
+
+def steps_sheet(sources: Sequence[Source]) -> Sheet:
+    """One row a case, direction, worker and step."""
+    columns = ("run", "case", "direction", "worker", "step", "attention_ms", "step_ms", "late_ms", "exposed_ms", "pairs", "blocks")
+    rows: list[tuple[Any, ...]] = []
+    for source, case in _cases(sources):
+        for name, found in case.passes.items():
+            tables = (found.attention, found.elapsed, found.late, found.exposed, found.pairs, found.blocks)
+            workers, steps = found.attention.shape
+            for worker in range(workers):
+                for step in range(steps):
+                    rows.append((source.name, case.label, name, worker, step, *(float(t[worker, step]) for t in tables)))
+    return Sheet("steps", columns, rows)
+
+
+def bins_sheet(sources: Sequence[Source]) -> Sheet:
+    """ms of every rank in an iteration; the bins fill pass_ms."""
+    rows = []
+    for source, case in _cases(sources):
+        for d, name in enumerate(case.directions):
+            for rank in case.present:
+                rows.append((source.name, case.label, name, rank, float(case.passes_ms[d, rank]), *map(float, case.bins[d, rank])))
+    names = tuple(f"{name.replace(' ', '_')}_ms" for name in BINS)
+    return Sheet("time_by_rank", ("run", "case", "direction", "rank", "pass_ms", *names), rows)
+
+
+def layers_sheet(sources: Sequence[Source]) -> Sheet:
+    """ms by layer: the pass of the slowest worker, and means over workers."""
+    rows = [
+        (s.name, c.label, name, int(row["layer"]), row["ms"], row["attention_ms"], row["late_ms"], row["exposed_ms"])
+        for s, c in _cases(sources)
+        for name, found in c.passes.items()
+        for row in found.layers
+    ]
+    return Sheet("layers", ("run", "case", "direction", "layer", "pass_ms", "attention_ms", "late_ms", "exposed_ms"), rows)
+
+
+def causes_sheet(sources: Sequence[Source]) -> Sheet:
+    rows = [(s.name, case.label, c.ms, c.kind, c.direction, c.rank, c.step, c.text) for s, case in _cases(sources) for c in case.causes]
+    return Sheet("causes", ("run", "case", "ms", "kind", "direction", "rank", "step", "text"), rows)
+
+
+def training_sheet(sources: Sequence[Source]) -> Sheet:
+    names = ("step", "loss", "lr", "tokens", "tokens_per_second_per_gpu", "mfu_model", "density", "peak_memory_gib", "seconds")
+    rows = [(source.name, *(getattr(m, name) for name in names)) for source in sources for m in source.metrics]
+    return Sheet("training", ("run", *names), rows)
+
+
+def compare_sheet(sources: Sequence[Source]) -> Sheet:
+    rows = [(r.run, r.case, r.what, r.first, r.other, r.ratio, r.noise, r.verdict) for r in comparison(sources)]
+    return Sheet("compare", ("run", "case", "what", "first", "this", "ratio", "noise", "verdict"), rows)
+
+
+# --- words --------------------------------------------------------------------------------------------------------------------------
+
+
+def _cases(sources: Sequence[Source]) -> list[tuple[Source, CaseAnalysis]]:
+    return [(source, case) for source in sources for case in source.cases]
+
+
+def _table(title: str, caption: str) -> Table:
+    return Table(title=title, title_justify="left", caption=caption, caption_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
+
+
+def _over(cases: Sequence[CaseAnalysis]) -> str:
+    several = any(case.samples > 1 for case in cases)
+    return "ID: largest over mean, mean ± standard deviation over n samples;" if several else "ID: largest over mean, of one sample;"
+
+
+def spread(value: Estimate) -> str:
+    return f"{value.mean:.2f} ±{value.std:.2f}" if value.n > 1 else f"{value.mean:.2f}"
+
+
+def ms(value: float) -> str:
+    """Three digits."""
+    if value == 0 or not np.isfinite(value):
+        return "0" if value == 0 else "-"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None or not np.isfinite(value) else f"{value:.{digits}f}"

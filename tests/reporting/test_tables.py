@@ -1,0 +1,123 @@
+"""Tables for the terminal and for CSV say what the analysis found, and fit."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+import numpy as np
+import pytest
+from rich.console import Console
+from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, write
+
+from mtrain_cli.reporting import tables
+from mtrain_cli.reporting.source import Source, open_source, shortened
+
+
+def printed(item, *, width: int = 100, colour: bool = False) -> str:
+    file = io.StringIO()
+    Console(file=file, width=width, force_terminal=colour, color_system="256" if colour else None).print(item)
+    return file.getvalue()
+
+
+def heavy(_direction: str, rank: int, step: int) -> float:
+    return 3.0 if (rank, step) == (1, 2) else 1.0
+
+
+@pytest.fixture
+def source(tmp_path) -> Source:
+    return open_source(recorded_once(tmp_path / "one", Play(ring(4), heavy, link={"context": 0.3}), layers=(0, 1), iterations=2))
+
+
+def test_the_summary_has_every_figure_in_100_columns(source):
+    (case,) = source.cases
+    text = printed(tables.summary_table(source.cases))
+    assert max(map(len, text.splitlines())) <= 100
+    for value in (case.time.worker, case.work.worker, case.time.step):
+        assert f"{value.mean:.2f} ±{value.std:.2f}" in text
+    assert f"{case.computation.total.mean:.3f}" in text
+    assert f"context {tables.ms(case.exposed['context'])}" in text
+    assert "…" not in text
+
+
+def test_shares_of_the_bins_add_up(source):
+    line = next(line for line in printed(tables.bins_table(source.cases)).splitlines() if "%" in line)
+    shares = [float(word.removesuffix("%")) for word in line.split() if word.endswith("%")]
+    assert sum(shares) == pytest.approx(100, abs=0.3)
+
+
+def test_a_heat_map_is_darkest_where_most_is_computed_without_colours(source):
+    lines = printed(tables.heat_map(source.cases[0], "forward")).splitlines()[1:5]
+    cells = [line[9:17] for line in lines]
+    assert cells[1][4:6] == "██"
+    assert sum(line.count("█") for line in cells) == 2
+    assert "\x1b[" not in "".join(lines)
+    assert "\x1b[" in printed(tables.heat_map(source.cases[0], "forward"), colour=True)
+
+
+@pytest.mark.parametrize(("shape", "folded"), [((4, 4), (4, 4)), ((33, 5), (17, 5)), ((128, 100), (32, 25)), ((1, 1), (1, 1))])
+def test_folding_keeps_the_largest(shape, folded):
+    table = np.random.default_rng(0).random(shape)
+    small, was_folded = tables.fold(table, 32)
+    assert small.shape == folded
+    assert small.max() == table.max()
+    assert was_folded == (shape != folded)
+    rows, columns = (-(-a // b) for a, b in zip(shape, folded, strict=True))
+    assert small[0, 0] == table[:rows, :columns].max()
+
+
+def test_a_folded_heat_map_says_so(tmp_path):
+    (case,) = open_source(recorded_once(tmp_path, Play(ring(40)))).cases
+    text = printed(tables.heat_map(case, "forward"))
+    assert "each cell is the largest of 2 workers x 2 steps" in text
+    assert len(text.splitlines()) <= 32 + 3
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_sheets_are_read_back_with_their_numbers(source, tmp_path):
+    (case,) = source.cases
+    found = {sheet.name: sheet for sheet in tables.sheets([source])}
+    assert set(found) == {"summary", "steps", "time_by_rank", "layers", "causes"}
+    with found["steps"].write(tmp_path).open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * 4 * 4
+    (row,) = [r for r in rows if (r["direction"], r["worker"], r["step"]) == ("forward", "1", "2")]
+    assert float(row["attention_ms"]) == pytest.approx(3.0, rel=1e-5)
+    with found["time_by_rank"].write(tmp_path).open() as file:
+        for line in csv.DictReader(file):
+            bins = [float(value) for name, value in line.items() if name.endswith("_ms") and name != "pass_ms"]
+            assert sum(bins) == pytest.approx(float(line["pass_ms"]), rel=1e-4)
+    with found["summary"].write(tmp_path).open() as file:
+        assert float(next(csv.DictReader(file))["time_worker_id"]) == pytest.approx(case.time.worker.mean, rel=1e-5)
+    assert len(found["causes"].rows) == len(case.causes) > 0
+
+
+def noisy(folder, seed: int, scale: float = 1.0) -> Source:
+    random = np.random.default_rng(seed)
+    parts = []
+    for i in range(6):
+        times = random.normal(1, 0.05, (2, 4, 4)) * scale
+        parts.append(rows_of(Play(ring(4), lambda d, r, s, t=times: float(t[int(d == "backward"), r, s])), iteration=i))
+    return open_source(write(folder, parts, [facts_of(ring(4))]))
+
+
+def test_a_difference_inside_the_noise_is_called_so_and_a_real_one_is_not(tmp_path):
+    first, same, slower = noisy(tmp_path / "a", 1), noisy(tmp_path / "b", 2), noisy(tmp_path / "c", 3, 1.3)
+    found = {(row.run, row.what): row for row in tables.comparison([first, same, slower])}
+    assert found["b", "forward ms"].verdict == "inside the noise"
+    assert found["c", "forward ms"].verdict == "more"
+    assert found["c", "forward ms"].ratio == pytest.approx(1.3, rel=0.1)
+    assert found["c", "worker ID, work"].ratio == 1
+    text = printed(tables.compare_table([first, same, slower]))
+    assert "inside the noise" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_one_sample_has_no_noise_to_compare_with(tmp_path):
+    both = [open_source(recorded_once(tmp_path / name, Play(ring(2)))) for name in "ab"]
+    assert {row.verdict for row in tables.comparison(both)} == {"too few samples to tell"}
+
+
+def test_ranks_are_shortened():
+    assert shortened([1, 4, 5, 6, 9]) == "1, 4-6, 9"
+    assert shortened(range(0, 60, 2)).endswith(" and more")
