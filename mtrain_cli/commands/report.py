@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from mtrain_cli.reporting.source import Source
 
 PAGE, TABLES = "report.html", "tables"
-PIPED = 100  # columns of a table that goes to no terminal
-FIGURES = 3  # heat maps in the terminal; the page has all
 
 
 def report(
@@ -53,9 +51,8 @@ def report(
       [cyan]mtrain report before after --out compared[/cyan]
           two of them, with ratios and what is inside the noise
     """
-    from rich.console import Console
-
     from mtrain_cli.reporting import source as sources_of
+    from mtrain_cli.reporting.terminal import make_console, show_sources
 
     paths = [sources_of.find(name) for name in runs or ()] or sources_of.default()
     sources = [sources_of.open_source(path) for path in paths]
@@ -67,65 +64,17 @@ def report(
     if len(recorded) > 1 and out is None and wanted:
         raise ConfigError("--out DIR: needed for several runs, since none of their folders is the place for all; or --no-html --no-csv")
     folder = _folder(out, recorded) if wanted else None
-    console = Console(highlight=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = PIPED
+    console = make_console()
     # Files first: a reader of the tables that stops early must not keep them from being written.
     written, page = _write(folder, recorded, html, csv) if folder is not None else ([], None)
     if not runs:
         said = str(recorded[0].folder) if recorded else "nothing in runs/ or measurements/ of this folder; here is what ships with mtrain"
         console.print(said, soft_wrap=True)
-    _print(console, sources)
+    show_sources(console, sources)
     for line in written:
         console.print(line, soft_wrap=True)
     if show and page is not None:
         _show(page, console)
-
-
-def _print(console: Console, sources: list[Source]) -> None:
-    from rich.padding import Padding
-
-    from mtrain_cli.reporting import tables
-
-    for source in sources:
-        console.print(f"{source.name}: {source.kind}{_about(source)}", style="bold", soft_wrap=True)
-        for remark in source.remarks:
-            console.print(f"  {remark}", style="yellow", soft_wrap=True)
-        if source.shipped is not None:
-            console.print(tables.shipped_table(source.shipped))
-            console.print(f"recorded by {source.shipped.get('command', '')}", style="dim", soft_wrap=True)
-    trained = [source for source in sources if source.metrics]
-    if trained:
-        console.print(tables.training_table(trained))
-    cases = [(source, case) for source in sources for case in source.cases]
-    if not cases:
-        return
-    names = [source.name for source, _ in cases] if len(sources) > 1 else []
-    console.print(tables.summary_table([case for _, case in cases], names))
-    console.print(tables.bins_table([case for _, case in cases]))
-    shown = [(source, case) for source, case in cases if case.workers > 1][:FIGURES]
-    for _, case in shown:
-        console.print(tables.heat_map(case, next(iter(case.passes))))
-        console.print()
-    for source, case in cases:
-        console.print(f"{source.name + ', ' if names else ''}{case.label}: what costs most", style="bold", soft_wrap=True)
-        console.print(Padding(tables.causes_text(case), (0, 0, 1, 2)))
-    compared = tables.compare_table(sources) if len(sources) > 1 else None
-    if compared is not None:
-        console.print(compared)
-
-
-def _about(source: Source) -> str:
-    facts = source.facts
-    gpus = facts.get("gpus") or []
-    where = f"{len(gpus)} x {gpus[0]}" if gpus else "CPU" if facts else ""
-    parts = [where, facts.get("started"), *([_samples(source)] if source.cases else [])]
-    return "".join(f", {part}" for part in parts if part)
-
-
-def _samples(source: Source) -> str:
-    most = max(case.samples for case in source.cases)
-    return f"{most} sample{'s' * (most != 1)}{' of each case' * (len(source.cases) > 1)}"
 
 
 def _document(source: Source) -> dict[str, Any]:

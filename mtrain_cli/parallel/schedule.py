@@ -104,7 +104,8 @@ class PerRank(Sequence[T]):
 class Schedule:
     """forward[rank], backward[rank]: the steps of that rank. keeps[rank]: the key shards that it holds between the two.
 
-    All ranks have as many steps, with transfers on the same channels. heads: how many ranks share heads by all-to-all (Ulysses) before anything else moves; 1 = none.
+    All ranks have as many steps, with transfers on the same channels. heads: how many ranks share heads by all-to-all (Ulysses) before
+    anything else moves; 1 = none.
     """
 
     exchange: str

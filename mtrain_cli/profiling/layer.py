@@ -52,6 +52,8 @@ def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool)
                 leaving.peer(peer)
                 progress.say(_row(PEER, config.seq, 1.0, peer))
     leaving.finish()
+    if not plan.quiet:
+        leaving.show()
     return leaving.samples < plan.samples
 
 

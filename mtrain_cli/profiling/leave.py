@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ from mtrain_cli.profiling.analysis import analyse
 from mtrain_cli.profiling.index_file import RecordedSetup, save_indices
 from mtrain_cli.profiling.measure import ATTENTION_ONLY, Bench, Case, Plan, slowest
 from mtrain_cli.profiling.work import Estimated, own_work
+from mtrain_cli.reporting.source import open_source
+from mtrain_cli.reporting.terminal import make_console, show_sources
 from mtrain_cli.reporting.trace import write_trace
 from mtrain_cli.training.flops import causal_pairs
 
@@ -141,6 +144,21 @@ class Leaving:
             records.write_summary(self.folder, self._document)
             write_trace(recorded, self.folder / records.TRACE)
         return self._document
+
+    def show(self) -> None:
+        """Prints what was found, on the first worker."""
+        if not self.first or not self._parts:
+            return
+        source = open_source(self.folder)
+        console = make_console()
+        show_sources(console, [source])
+        overhead = self._document["overhead"]
+        if overhead is not None:
+            of = f"iterations of each case took {overhead:+.1%} with records, the mean of {len(self.cases)}"
+            console.print(of, soft_wrap=True)
+        console.print(f"files  {self.folder}", soft_wrap=True)
+        console.print(f"draw   mtrain report {shlex.quote(str(self.folder))}", soft_wrap=True)
+        console.print(f"other  mtrain profile what-if {shlex.quote(str(self.folder))}", soft_wrap=True)
 
     def _save_indices(self) -> None:
         """Writes the indices of the last sample, those of the first forward pass of the first context group: one set for each pattern."""

@@ -38,6 +38,8 @@ def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool)
             if trainer.train_step(stop.requested()).stop:
                 break
     leaving.finish()
+    if not plan.quiet:
+        leaving.show()
     return leaving.samples < plan.samples
 
 
@@ -59,7 +61,8 @@ class _Rehearsal:
             self._warm = True
         sample = self.leaving.samples
         # Nobody is always first, and neither is what is recorded.
-        order = self.cases[sample % len(self.cases) :] + self.cases[: sample % len(self.cases)]
+        first = sample % len(self.cases)
+        order = [*self.cases[first:], *self.cases[:first]]
         for case in order:
             self.progress.now(case.label)
             seconds = {}

@@ -1,0 +1,65 @@
+"""Reports in the terminal."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.padding import Padding
+
+from mtrain_cli.reporting import tables
+from mtrain_cli.reporting.source import Source
+
+PIPED = 100  # columns of a table that goes to no terminal
+FIGURES = 3  # heat maps; the page has all
+
+
+def make_console() -> Console:
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = PIPED
+    return console
+
+
+def show_sources(console: Console, sources: Sequence[Source]) -> None:
+    """Tables, some heat maps, and what costs most."""
+    for source in sources:
+        console.print(f"{source.name}: {source.kind}{_about(source)}", style="bold", soft_wrap=True)
+        for remark in source.remarks:
+            console.print(f"  {remark}", style="yellow", soft_wrap=True)
+        if source.shipped is not None:
+            console.print(tables.shipped_table(source.shipped))
+            console.print(f"recorded by {source.shipped.get('command', '')}", style="dim", soft_wrap=True)
+    trained = [source for source in sources if source.metrics]
+    if trained:
+        console.print(tables.training_table(trained))
+    cases = [(source, case) for source in sources for case in source.cases]
+    if not cases:
+        return
+    names = [source.name for source, _ in cases] if len(sources) > 1 else []
+    console.print(tables.summary_table([case for _, case in cases], names))
+    console.print(tables.bins_table([case for _, case in cases]))
+    shown = [(source, case) for source, case in cases if case.workers > 1][:FIGURES]
+    for _, case in shown:
+        console.print(tables.heat_map(case, next(iter(case.passes))))
+        console.print()
+    for source, case in cases:
+        console.print(f"{source.name + ', ' if names else ''}{case.label}: what costs most", style="bold", soft_wrap=True)
+        console.print(Padding(tables.causes_text(case), (0, 0, 1, 2)))
+    compared = tables.compare_table(sources) if len(sources) > 1 else None
+    if compared is not None:
+        console.print(compared)
+
+
+def _about(source: Source) -> str:
+    facts = source.facts
+    gpus = facts.get("gpus") or []
+    where = f"{len(gpus)} x {gpus[0]}" if gpus else "CPU" if facts else ""
+    parts = [where, facts.get("started"), *([_samples(source)] if source.cases else [])]
+    return "".join(f", {part}" for part in parts if part)
+
+
+def _samples(source: Source) -> str:
+    most = max(case.samples for case in source.cases)
+    return f"{most} sample{'s' * (most != 1)}{' of each case' * (len(source.cases) > 1)}"
