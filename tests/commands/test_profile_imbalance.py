@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from command import mtrain
 
-import mtrain_cli
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.recording import COMPUTING
 from mtrain_cli.parallel.schedule import Options, make_schedule
@@ -24,9 +22,7 @@ SPARSE = ["sparsity.block=32", "sparsity.last_q=32", "sparsity.min_slashes=3", "
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(mtrain_cli.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "mtrain_cli", "profile", "imbalance", *words]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
+    return mtrain(folder, "profile", "imbalance", *words)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,82 @@
+"""A rank that is slow, for real: it is named as the cause, though it is its neighbours who wait."""
+
+from __future__ import annotations
+
+import time
+
+import gloo
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.sdpa import SdpaKernel
+from mtrain_cli.parallel.context_attention import ContextAttention
+from mtrain_cli.parallel.exchange import make_exchange
+from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.parallel.mesh import make_context_group
+from mtrain_cli.profiling.analysis import CaseAnalysis, analyse
+from mtrain_cli.profiling.records import open_records, write_part, write_summary
+from mtrain_cli.profiling.session import Collector
+from mtrain_cli.profiling.work import own_work
+
+WORKERS, SEQ, HEADS, SLOW, DELAY = 4, 256, 4, 2, 0.03
+
+
+class Delayed(SdpaKernel):
+    """As a device that is too hot."""
+
+    def forward(self, *arguments):
+        time.sleep(DELAY)
+        return super().forward(*arguments)
+
+
+def profiled(rank: int, world: int, slow: int | None, exchange_name: str) -> np.ndarray:
+    """Three recorded iterations of two layers -> rows on the first rank."""
+    group = make_context_group(rank, world, world, torch.device("cpu"), per_node=2)
+    layout = make_layout("striped", world, SEQ, 16)
+    exchange = make_exchange(exchange_name, layout, group)
+    masks = [SequenceMask.causal(SEQ, layout.padded_seq)]
+    attend = ContextAttention.make(exchange, Delayed() if rank == slow else SdpaKernel(), masks, "cpu")
+    collector = Collector(rank, world, torch.device("cpu"), dist.group.WORLD)
+    q, k, v = (torch.randn(1, layout.tokens_per_worker, h, 16, requires_grad=True) for h in (HEADS, 2, 2))
+    found = []
+    for iteration in range(4):
+        dist.barrier()
+        collector.start()
+        exchange.record(collector.recorder)
+        with collector.recorder.iteration():
+            for layer in range(2):
+                attend(q, k, v, layer).sum().backward()
+        exchange.record(None)
+        found.append(collector.collect(0, iteration, own_work(exchange, HEADS, range(2), [(masks, None)]), (64.0, 160.0)))
+    return np.concatenate(found[1:])
+
+
+def analysed(folder, slow: int | None, exchange: str = "ring") -> CaseAnalysis:
+    rows = gloo.run(WORKERS, profiled, slow, exchange)[0]
+    write_part(rows, folder, 1)
+    facts = {"label": "a ring", "workers": WORKERS, "cp": WORKERS, "layers": 2, "steps": {"forward": WORKERS, "backward": WORKERS}}
+    more = {"layout": "striped", "exchange": exchange, "pattern": "dense", "kernel": "sdpa", "model": "tiny", "seq": SEQ, "micro_batch": 1}
+    shapes = {"per_node": 2, "heads": 1, "num_heads": HEADS, "num_kv_heads": 2, "head_dim": 16, "density": 1.0}
+    write_summary(folder, {"complete": True, "workers": WORKERS, "samples_wanted": 3, "cases": [{**facts, **more, **shapes}]})
+    (case,) = analyse(open_records(folder))
+    return case
+
+
+@pytest.mark.parametrize("exchange", ["ring", "hierarchical_ring"])
+def test_a_slow_rank_is_the_first_cause(tmp_path, exchange):
+    case = analysed(tmp_path, SLOW, exchange)
+    first = case.causes[0]
+    assert first.rank == SLOW, case.causes
+    assert first.direction == "forward"
+    assert f"for rank {SLOW}" in first.text
+    assert "a slower device, or one that is disturbed" in first.text
+    # Work is spread evenly, time is not.
+    assert case.passes["forward"].work.worker.mean < 1.2
+    assert case.passes["forward"].time.worker.mean > 2
+    # The delay is in its own attention, and in the waits of the others: as long for each of them.
+    attention = case.passes["forward"].attention.sum(1)
+    assert attention[SLOW] == pytest.approx(1e3 * DELAY * WORKERS, rel=0.5)
+    assert case.passes["forward"].late.sum(1)[SLOW] < 0.3 * case.passes["forward"].late.sum(1).max()
