@@ -104,7 +104,6 @@ class Blame:
         weight = samples / len(kept)
         spent = found.spent[:, d, kept, group].astype(np.float64)  # [SPENT, samples, workers, slots]
         late, exposed = spent[SPENT.index(LATE)], spent[SPENT.index(EXPOSED)]
-        link = exposed - exposed.mean(1, keepdims=True)
         own = spent[: len(BUSY)]
         busy = own.sum(0)
         begin = found.start[d, kept, group]
@@ -158,7 +157,7 @@ class Blame:
                     over=(np.where(middle[at, peer, :t] < end[:, None], busy[at, peer, :t], 0) - busy[at, victim, :t]).sum(1)
                     + begin[at, peer]
                     - begin[at, victim],
-                    link=link[at, peer, :t],
+                    moved=exposed[at, peer, :t].sum(1) - exposed[at, victim, :t].sum(1),
                     before=origin[at, peer, :t],
                 )
             origin[at, victim, t] = came
@@ -204,21 +203,22 @@ class Blame:
         waited_too: np.ndarray,
         excess: np.ndarray,
         over: np.ndarray,
-        link: np.ndarray,
+        moved: np.ndarray,
         before: np.ndarray,
     ) -> np.ndarray:
         """Where waits come from, given what the one that was waited for did in the slots before, [waits, slots].
 
         window: slots since the one that waits last waited; what lies before has often been paid for. did: computed before it sent. over:
-        how much more it computed, in all, and how much later it began. before: origins of its own waits. A recent wait of its own that
-        explains half of what is lost is followed; else whichever explains most in all: waits, computation, or links.
+        how much more it computed, in all, and how much later it began. moved: how much more it waited for links. before: origins of its
+        own waits. A recent wait of its own that explains half of what is lost is followed; else whichever explains most in all: waits,
+        computation, or links.
         """
         rows = np.arange(len(lost))
         recent = np.where(window, waited, 0)
         own = np.where(window & did, excess, -np.inf)
         inherited = recent.sum(1) >= lost / 2
         computed = np.maximum(own, 0).sum(1) >= lost / 2
-        in_all = np.stack([waited.sum(1) - waited_too, over, link.sum(1)]).argmax(0)
+        in_all = np.stack([waited.sum(1) - waited_too, over, moved]).argmax(0)
         longest = np.where(inherited, recent.argmax(1), waited.argmax(1))
         most = np.where(computed, own.argmax(1), np.where(did, excess, -np.inf).argmax(1))
         from_before, from_own = before[rows, longest], first + most

@@ -144,7 +144,7 @@ def test_two_delays_are_told_apart(tmp_path):
     # The second hits a rank that waited for the first: those behind it wait for both.
     found = charged(tmp_path / "ranks", {(1, 2): 4.0, (2, 7): 4.0})
     assert set(found) == {(1, 2), (2, 7)}
-    assert found[1, 2] > 8  # 3 ms to rank 2, and on to others before the second comes
+    assert 8 < found[1, 2] < 14  # 3 ms to rank 2, and on to others before the second comes
     # The second delay of a rank is no echo of its first, which was longer.
     found = charged(tmp_path / "steps", {(1, 1): 6.0, (1, 8): 4.0})
     assert set(found) == {(1, 1), (1, 8)}
@@ -152,8 +152,12 @@ def test_two_delays_are_told_apart(tmp_path):
 
 
 def test_a_rank_behind_a_slow_link_is_not_to_blame(tmp_path):
-    found = analysed(tmp_path, Play(ring(4, heads=2), slower(3, 2.1), link={"context": 0.3, "heads": 0.2}))
-    assert {cause.rank for cause in found.causes if cause.kind != "link"} == {3}
+    # Rank 1 gets its keys late, and is a little slow; rank 0, which shares heads with it, then waits for rank 1.
+    what = Play(ring(4, heads=2), slower(1, 1.05), link={"context": 0.3, "heads": 0.1}, slow_into={("context", 1): 3.0})
+    found = analysed(tmp_path, what)
+    assert found.bin_ms("late") > 0.5
+    assert found.causes[0].kind == "link"
+    assert all(cause.kind == "link" or cause.ms < 0.5 for cause in found.causes)
 
 
 def test_more_work_in_all_steps_is_one_cause(tmp_path):
