@@ -287,19 +287,21 @@ class Blame:
         charge, at = self.charges[d], (*divmod(rank, self.shape.workers), slot)
         own = charge.own[(slice(None), *at)]
         phase = _OWN[int(own.argmax())]
-        if phase == START and not self.together:
-            # The delay of the pass before, if there is anything in this rank's attention that explains one.
-            group, worker = at[0], at[1]
-            longer, more = (_against(table[d, group], worker) for table in (self.attention, self.pairs))
-            if longer > SLOWER * more:
-                return "slow"
-            if more > MORE:
-                return "work"
+        if phase == START and not self.together and self._over(d, rank) > 0.5 * own[-1] / charge.lost[at]:
+            # The delay of the pass before: this rank's attention takes longer by as much.
+            longer, more = (_against(table[d, at[0]], at[1]) for table in (self.attention, self.pairs))
+            return "slow" if longer > SLOWER * more else "work"
         if phase in (ATTENTION, COLUMNS):
             longer = _over(charge.attention[at], charge.attention_of_others[at])
             more = _over(charge.pairs[at], charge.pairs_of_others[at])
             return "slow" if longer > SLOWER * more else "work"
         return phase
+
+    def _over(self, d: int, rank: int) -> float:
+        """By how many ms the attention of a layer takes longer on a rank than on the others."""
+        group, worker = divmod(rank, self.shape.workers)
+        computed = self.attention[d, group] / (self.iterations * self.layers)
+        return float(computed[worker] - (computed.sum() - computed[worker]) / max(1, int((computed > 0).sum()) - 1))
 
     def _cause(self, rank: int, kind: str, places: list[tuple[float, int, int]]) -> Cause:
         """places: (ms lost, direction, slot), dearest first."""
@@ -319,9 +321,7 @@ class Blame:
         if kind == "work":
             whole = False
             where = (f" in step {slot - 1}" if slot else " outside of all steps") if slot != step else ""
-            computed = self.attention[d, at[0]] / (self.iterations * self.layers)
-            over = computed[at[1]] - (computed.sum() - computed[at[1]]) / max(1, int((computed > 0).sum()) - 1)
-            if places[0][0] < 0.6 * ms or extra[BUSY.index(ATTENTION)] + extra[BUSY.index(COLUMNS)] < 0.6 * over:
+            if places[0][0] < 0.6 * ms or extra[BUSY.index(ATTENTION)] + extra[BUSY.index(COLUMNS)] < 0.6 * self._over(d, rank):
                 whole, unit, where = True, "pairs", " over all its steps"
                 more = _against(self.pairs[d, at[0]], at[1])
             if whole and more < MORE:
