@@ -25,7 +25,7 @@ class Play:
     """What is played: ms of attention, pairs, and ms of a message by channel; index before the first step, merge and gap in every step.
 
     starts: ms by which a rank begins its passes later. gaps: more gap in every step of a rank.
-    columns: ms of single columns gathered once, before the first step.
+    columns: ms of single columns gathered once, before the first step. slow_into: more ms of the messages of (channel, receiving rank).
     """
 
     schedule: Schedule
@@ -38,6 +38,7 @@ class Play:
     gap: float = 0.0
     gaps: dict[int, float] = field(default_factory=dict)
     starts: dict[int, float] = field(default_factory=dict)
+    slow_into: dict[tuple[str, int], float] = field(default_factory=dict)
 
 
 def ring(workers: int, per_node: int = 0, exchange: str = "ring", **options: Any) -> Schedule:
@@ -118,7 +119,7 @@ class _Rank:
         if any(b is None for b in begun):
             return None
         begin = max(b for b in begun if b is not None)
-        return begin, begin + self.what.link.get(transfer.channel, 0.0)
+        return begin, begin + self.what.link.get(transfer.channel, 0.0) + self.what.slow_into.get((transfer.channel, self.rank), 0.0)
 
     def _wait(self, step: int, transfer: Transfer, begin: float, arrival: float) -> None:
         wait = max(0.0, arrival - self.now)

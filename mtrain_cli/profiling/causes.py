@@ -104,7 +104,6 @@ class Blame:
         weight = samples / len(kept)
         spent = found.spent[:, d, kept, group].astype(np.float64)  # [SPENT, samples, workers, slots]
         late, exposed = spent[SPENT.index(LATE)], spent[SPENT.index(EXPOSED)]
-        link = exposed - exposed.mean(1, keepdims=True)
         own = spent[: len(BUSY)]
         busy = own.sum(0)
         begin = found.start[d, kept, group]
@@ -155,8 +154,10 @@ class Blame:
                     waited=late[at, peer, :t],
                     waited_too=late[at, victim, :t].sum(1),
                     excess=excess[at, peer, :t],
-                    over=(np.where(middle[at, peer, :t] < end[:, None], busy[at, peer, :t], 0) - busy[at, victim, :t]).sum(1),
-                    link=link[at, peer, :t],
+                    over=(np.where(middle[at, peer, :t] < end[:, None], busy[at, peer, :t], 0) - busy[at, victim, :t]).sum(1)
+                    + begin[at, peer]
+                    - begin[at, victim],
+                    moved=exposed[at, peer, :t].sum(1) - exposed[at, victim, :t].sum(1),
                     before=origin[at, peer, :t],
                 )
             origin[at, victim, t] = came
@@ -202,28 +203,26 @@ class Blame:
         waited_too: np.ndarray,
         excess: np.ndarray,
         over: np.ndarray,
-        link: np.ndarray,
+        moved: np.ndarray,
         before: np.ndarray,
     ) -> np.ndarray:
         """Where waits come from, given what the one that was waited for did in the slots before, [waits, slots].
 
         window: slots since the one that waits last waited; what lies before has often been paid for. did: computed before it sent. over:
-        how much more it computed, in all. before: origins of its own waits. Whichever explains half of what is lost, near things first;
-        else what explains most of all slots together.
+        how much more it computed, in all, and how much later it began. moved: how much more it waited for links. before: origins of its
+        own waits. A recent wait of its own that explains half of what is lost is followed; else whichever explains most in all: waits,
+        computation, or links.
         """
         rows = np.arange(len(lost))
         recent = np.where(window, waited, 0)
         own = np.where(window & did, excess, -np.inf)
         inherited = recent.sum(1) >= lost / 2
-        linked = np.where(window, link, 0).sum(1) >= lost / 2
         computed = np.maximum(own, 0).sum(1) >= lost / 2
-        in_all = np.stack([waited.sum(1) - waited_too, over, link.sum(1)]).argmax(0)
+        in_all = np.stack([waited.sum(1) - waited_too, over, moved]).argmax(0)
         longest = np.where(inherited, recent.argmax(1), waited.argmax(1))
         most = np.where(computed, own.argmax(1), np.where(did, excess, -np.inf).argmax(1))
         from_before, from_own = before[rows, longest], first + most
         result = np.choose(in_all, [from_before, from_own, np.full_like(from_own, -1)])
-        result = np.where(linked, -1, result)
-        result = np.where(computed, from_own, result)
         return np.where(inherited, from_before, result)
 
     def _peers(self, behind: np.ndarray, late: np.ndarray, victim: np.ndarray, group: int) -> np.ndarray:
@@ -279,10 +278,6 @@ class Blame:
             for rank, slot in zip(*np.nonzero(lost), strict=True):
                 kind = self._kind(d, int(rank), int(slot))
                 merged.setdefault((int(rank), kind, d if kind == "work" else -1), []).append((float(lost[rank, slot]), d, int(slot)))
-        for rank, kind, d in list(merged):
-            # A slow rank also begins later what comes next: the same delay, seen again.
-            if kind == START and (rank, "slow", -1) in merged:
-                del merged[rank, kind, d]
         found = [(sum(p[0] for p in places), kind, sorted(places, reverse=True), rank) for (rank, kind, _), places in merged.items()]
         found.sort(key=lambda item: -item[0])
         return [self._cause(rank, kind, places) for _, kind, places, rank in found[: 2 * MOST_LINES]]
@@ -292,19 +287,21 @@ class Blame:
         charge, at = self.charges[d], (*divmod(rank, self.shape.workers), slot)
         own = charge.own[(slice(None), *at)]
         phase = _OWN[int(own.argmax())]
-        if phase == START and not self.together:
-            # The delay of the pass before, if there is anything in this rank's attention that explains one.
-            group, worker = at[0], at[1]
-            longer, more = (_against(table[d, group], worker) for table in (self.attention, self.pairs))
-            if longer > SLOWER * more:
-                return "slow"
-            if more > MORE:
-                return "work"
+        if phase == START and not self.together and self._over(d, rank) > 0.5 * own[-1] / charge.lost[at]:
+            # The delay of the pass before: this rank's attention takes longer by as much.
+            longer, more = (_against(table[d, at[0]], at[1]) for table in (self.attention, self.pairs))
+            return "slow" if longer > SLOWER * more else "work"
         if phase in (ATTENTION, COLUMNS):
             longer = _over(charge.attention[at], charge.attention_of_others[at])
             more = _over(charge.pairs[at], charge.pairs_of_others[at])
             return "slow" if longer > SLOWER * more else "work"
         return phase
+
+    def _over(self, d: int, rank: int) -> float:
+        """By how many ms the attention of a layer takes longer on a rank than on the others."""
+        group, worker = divmod(rank, self.shape.workers)
+        computed = self.attention[d, group] / (self.iterations * self.layers)
+        return float(computed[worker] - (computed.sum() - computed[worker]) / max(1, int((computed > 0).sum()) - 1))
 
     def _cause(self, rank: int, kind: str, places: list[tuple[float, int, int]]) -> Cause:
         """places: (ms lost, direction, slot), dearest first."""
@@ -324,7 +321,7 @@ class Blame:
         if kind == "work":
             whole = False
             where = (f" in step {slot - 1}" if slot else " outside of all steps") if slot != step else ""
-            if places[0][0] < 0.6 * ms or extra[BUSY.index(ATTENTION)] + extra[BUSY.index(COLUMNS)] < 0.5 * each:
+            if places[0][0] < 0.6 * ms or extra[BUSY.index(ATTENTION)] + extra[BUSY.index(COLUMNS)] < 0.6 * self._over(d, rank):
                 whole, unit, where = True, "pairs", " over all its steps"
                 more = _against(self.pairs[d, at[0]], at[1])
             if whole and more < MORE:

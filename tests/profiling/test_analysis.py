@@ -12,6 +12,8 @@ from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, writ
 
 from mtrain_cli.parallel.recording import KINDS
 from mtrain_cli.profiling.analysis import BINS, Estimate, analyse
+from mtrain_cli.profiling.causes import Blame
+from mtrain_cli.profiling.collect import iterations, survey
 from mtrain_cli.profiling.imbalance import computation, imbalance
 from mtrain_cli.profiling.records import LINKS, PAYLOADS, open_records
 
@@ -78,6 +80,14 @@ def test_columns_are_a_step_more_for_workers_and_none_of_a_worker(tmp_path):
     assert found.column_pairs.tolist() == [500, 500]
 
 
+def test_columns_computed_inside_a_step_belong_to_none_all_the_same(tmp_path):
+    rows = rows_of(Play(ring(2), lambda _d, r, _s: 1.0 + r, columns=3.0))
+    inside = rows.copy()
+    inside["step"][rows["phase"] == KINDS.index("columns")] = 1
+    both = [analyse(open_records(write(tmp_path / name, [r], [facts_of(ring(2))])))[0] for name, r in (("a", rows), ("b", inside))]
+    assert json.dumps(both[0].to_json()) == json.dumps(both[1].to_json())
+
+
 def test_spread_is_over_samples_and_groups_are_samples(tmp_path):
     def of(iteration: int, _layer: int, group: int) -> Play:
         return Play(ring(2), lambda _d, r, _s: 1.0 + r * (group + iteration))
@@ -114,6 +124,40 @@ def test_a_rank_with_more_work_in_a_step_is_named_with_that_step(tmp_path):
     assert "rank 4, which has 1.9x the blocks of the others in step 2" in cause.text
     # 0.9 ms that the five others wait for in each of three layers.
     assert cause.ms == pytest.approx(0.9 * 5 * 3, rel=0.01)
+
+
+def charged(folder, heavy: dict[tuple[int, int], float]) -> dict[tuple[int, int], float]:
+    """ms of waiting in the forward pass of a ring of 12 that are charged to (rank, step), where some steps take longer."""
+    schedule = ring(12)
+    recorded = open_records(
+        recorded_once(folder, Play(schedule, lambda d, r, s: heavy.get((r, s), 1.0) if d == "forward" else 1.0, link=LINK))
+    )
+    shapes, last = survey(recorded)
+    ((shape, iteration),) = iterations(recorded, shapes, last)
+    blame = Blame(shape, 0.0)
+    blame.add(iteration)
+    lost = blame.charges[0].lost[0]
+    return {(int(r), int(s) - 1): float(lost[r, s]) for r, s in zip(*np.nonzero(lost), strict=True)}
+
+
+def test_two_delays_are_told_apart(tmp_path):
+    # The second hits a rank that waited for the first: those behind it wait for both.
+    found = charged(tmp_path / "ranks", {(1, 2): 4.0, (2, 7): 4.0})
+    assert set(found) == {(1, 2), (2, 7)}
+    assert 8 < found[1, 2] < 14  # 3 ms to rank 2, and on to others before the second comes
+    # The second delay of a rank is no echo of its first, which was longer.
+    found = charged(tmp_path / "steps", {(1, 1): 6.0, (1, 8): 4.0})
+    assert set(found) == {(1, 1), (1, 8)}
+    assert min(found.values()) > 3
+
+
+def test_a_rank_behind_a_slow_link_is_not_to_blame(tmp_path):
+    # Rank 1 gets its keys late, and is a little slow; rank 0, which shares heads with it, then waits for rank 1.
+    what = Play(ring(4, heads=2), slower(1, 1.05), link={"context": 0.3, "heads": 0.1}, slow_into={("context", 1): 3.0})
+    found = analysed(tmp_path, what)
+    assert found.bin_ms("late") > 0.5
+    assert found.causes[0].kind == "link"
+    assert all(cause.kind == "link" or cause.ms < 0.5 for cause in found.causes)
 
 
 def test_more_work_in_all_steps_is_one_cause(tmp_path):
@@ -215,11 +259,16 @@ def test_cases_and_iterations_may_lie_mixed_in_one_file(tmp_path):
 
 
 def test_recomputation_is_a_pass_of_its_own(tmp_path):
-    rows = rows_of(Play(ring(2), uneven), directions=("forward", "recompute", "backward"))
+    def again(direction: str, rank: int, step: int) -> float:
+        return 1.0 if direction == "recompute" else uneven(direction, rank, step)
+
+    rows = rows_of(Play(ring(2), again), directions=("forward", "recompute", "backward"))
     (found,) = analyse(open_records(write(tmp_path, [rows], [facts_of(ring(2))])))
     assert found.directions == ("forward", "recompute", "backward")
     assert found.bins.sum(-1) == pytest.approx(found.passes_ms, rel=1e-4)
     assert found.time.worker.n == 1
+    assert found.passes["recompute"].time.worker.mean == 1
+    assert found.time.worker.mean == pytest.approx(found.passes["forward"].time.worker.mean, rel=1e-5)
 
 
 def test_json_is_strict_and_small_numbers_stay(tmp_path):

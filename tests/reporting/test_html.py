@@ -52,18 +52,17 @@ def test_heat_maps_are_the_tables(tmp_path):
 def test_the_timeline_has_what_a_rank_did_in_order_and_fills_the_pass(tmp_path):
     text, found = page_of(tmp_path)
     assert "3 of " not in text
-    view = next(v for v in found["timeline"] if v["labels"][1] == "layer 3, forward")
-    background, *others = view["data"]
-    computing = [trace for trace in others if not trace["name"].startswith("message")]
-    spans = sorted(
-        (start, length) for trace in computing for start, length, y in zip(trace["base"], trace["x"], trace["y"], strict=True) if y == 2
-    )
-    for (start, length), (following, _) in itertools.pairwise(spans):
-        assert start + length == pytest.approx(following, abs=2e-3)
-    assert spans[0][0] == pytest.approx(0, abs=1e-6)
-    # What is not covered by any of them shows the pass below, as a gap.
-    assert background["name"] == "gap"
-    assert dict(zip(background["y"], background["x"], strict=True))[2] == pytest.approx(sum(spans[-1]), rel=1e-3)
+    for view, rank in itertools.product(found["timeline"], range(4)):
+        background, *others = view["data"]
+        computing = [trace for trace in others if not trace["name"].startswith("message")]
+        bars = [bar for trace in computing for bar in zip(trace["base"], trace["x"], trace["y"], strict=True)]
+        spans = sorted((start, length) for start, length, y in bars if y == rank)
+        for (start, length), (following, _) in itertools.pairwise(spans):
+            assert start + length == pytest.approx(following, abs=2e-3)
+        assert spans[0][0] == pytest.approx(0, abs=1e-6)
+        # What is not covered by any of them shows the pass below, as a gap.
+        assert background["name"] == "gap"
+        assert dict(zip(background["y"], background["x"], strict=True))[rank] == pytest.approx(sum(spans[-1]), rel=1e-3)
     assert [trace for trace in view["data"] if trace["name"] == "message, context"]
     assert any(trace["name"] == "waiting for the context link" for trace in computing)
 
