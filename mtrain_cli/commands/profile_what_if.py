@@ -119,16 +119,17 @@ def _numbers(option: str, text: str) -> list[int]:
 
 def _index_file(run: Path) -> Path:
     from mtrain_cli.profiling.records import INDEX
+    from mtrain_cli.reporting.source import PROFILE, find
 
     if run.is_file():
         return run
-    folders = [run, *(Path(parent, run) for parent in ("measurements", "runs") if not run.is_absolute())]
-    for folder in folders:
-        if (folder / INDEX).is_file():
-            return folder / INDEX
-    if not any(folder.is_dir() for folder in folders):
-        raise ConfigError(f"RUN {run}: there is no such folder; give that of a profile, or its name in measurements/ or runs/")
-    raise ConfigError(f"RUN {run}: holds no {INDEX}; `mtrain profile imbalance` writes one beside its records")
+    folder = find(str(run))
+    for place in (folder, folder / PROFILE):
+        if (place / INDEX).is_file():
+            return place / INDEX
+    raise ConfigError(
+        f"RUN {run}: holds no {INDEX}; `mtrain profile imbalance` and `mtrain train profile.every=N` leave one beside their records"
+    )
 
 
 def _replay(recorded: RecordedIndices, pattern: str, setups: Sequence[Setup], layers: Sequence[int] | None) -> list[Replayed]:

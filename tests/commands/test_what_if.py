@@ -85,8 +85,8 @@ def test_a_run_without_indices_is_one_line(tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "text").write_text("text")
     for name, said in {
-        "other": "holds no index.npz; `mtrain profile imbalance` writes one",
-        "absent": "there is no such folder; give that of a profile",
+        "other": "holds no index.npz; `mtrain profile imbalance` and",
+        "absent": "no such folder, and no run or measurement of that name",
         "text": "holds no indices of mtrain, or is damaged",
     }.items():
         found = run(str(tmp_path / name))
