@@ -37,6 +37,7 @@ class Leaving:
         self._parts = records.reopen(self.folder) if self.first else 0
         self._waiting: list[np.ndarray] = []
         self._last: dict[int, Sequence[Estimated]] = {}
+        self._iteration = 0
         self._times: dict[int, list[tuple[float, float]]] = {case.number: [] for case in cases}
         facts = run_dir.environment
         self._document: dict[str, Any] = {
@@ -60,7 +61,7 @@ class Leaving:
     def recorded(self, case: Case, iteration: int, estimated: Sequence[Estimated]) -> None:
         """The iteration that was just recorded. iteration: training step, or sample where attention alone is measured."""
         work = own_work(case.exchange, case.config.model.num_heads, self._layers(case), estimated)
-        self._last[case.number] = estimated
+        self._last[case.number], self._iteration = estimated, iteration
         rows = self.bench.collector.collect(case.number, iteration, work, case.flop)
         if self.first:
             self._waiting.append(rows)
@@ -182,6 +183,7 @@ class Leaving:
             exchange=first.exchange.schedule.exchange,
             block_size=first.config.topology.block_size,
             needs_out=first.choices.kernel.needs_out,
+            iteration=self._iteration,
             columns={name: most for name, most in columns.items() if most != 0},
         )
         found = self._parts_of_indices(cases)

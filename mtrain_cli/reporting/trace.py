@@ -34,7 +34,7 @@ def write_trace(recorded: Recorded, path: Path) -> int:
     folder.mkdir(exist_ok=True)
     by_rank: dict[int, list[dict[str, Any]]] = {}
     for event in events:
-        by_rank.setdefault(event["pid"], []).append(event)
+        by_rank.setdefault(event["pid"], []).append(_as_kernel(event))
     for rank, mine in by_rank.items():
         found = {"rank": rank, "world_size": recorded.summary["workers"], "backend": "mtrain"}
         _write(folder / f"rank-{rank}.json.gz", {"schemaVersion": 1, "distributedInfo": found, "traceEvents": mine})
@@ -93,6 +93,14 @@ def _events(rows: pandas.DataFrame, summary: dict[str, Any]) -> Iterator[dict[st
             "ts": round(row.start_us, 3), "dur": round(float(row.dur_us), 3), "args": _arguments(row, cases),
         }  # fmt: skip
     yield from _arrows(rows)
+
+
+def _as_kernel(event: dict[str, Any]) -> dict[str, Any]:
+    """For HolisticTraceAnalysis: what computes and what is under way is work of a stream, and messages are told by a name like NCCL's."""
+    if event["ph"] != "X" or event["cat"] == "span" or event["name"].startswith("wait"):
+        return event
+    name = f"ncclKernel {event['name']}" if event["cat"] == "message" else event["name"]
+    return {**event, "cat": "kernel", "name": name, "args": {**event["args"], "stream": event["tid"], "correlation": -1}}
 
 
 def _category(phase: str) -> str:
