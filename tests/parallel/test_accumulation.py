@@ -8,9 +8,10 @@ import torch
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.parallel.context_attention import ContextAttention
-from mtrain_cli.parallel.exchange import make_exchange
+from mtrain_cli.parallel.exchange import _Total, make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import make_context_group
+from mtrain_cli.parallel.traffic import Sizes
 
 TINY = 2.0**-9  # bfloat16 rounds 1 + TINY to 1, but not 1 + 3 TINY
 
@@ -53,3 +54,24 @@ def test_small_parts_are_not_rounded_away(exchange):
     for dq, dk, dv in gloo.run(4, gradients, exchange):
         assert (dk, dv) == (whole, whole)
         assert dq == (whole if exchange == "ring" else 1.0)
+
+
+def test_partial_outputs_in_bfloat16_are_merged_in_float32():
+    """Seven keys with equal scores, one a step: 1 and six times 0. In bfloat16 every merge would round."""
+    total = _Total(torch.zeros(1, 1, 1, 4, dtype=torch.bfloat16))
+    for step in range(7):
+        out = torch.full((1, 1, 1, 4), 1.0 if step == 0 else 0.0, dtype=torch.bfloat16)
+        total.add(out, torch.zeros(1, 1, 1))
+    partial = total.partial()
+    assert partial is not None
+    torch.testing.assert_close(partial[0], torch.full((1, 1, 1, 4), 1 / 7), atol=1e-7, rtol=0)
+    out, lse = total.result()
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(lse, torch.full((1, 1, 1), 7.0).log())
+
+
+def test_a_part_of_few_heads_holds_at_least_one():
+    sizes = Sizes(tokens=10, heads=8, kv_heads=2, head_dim=16, dtype_bytes=2)
+    assert sizes.shard("kv", (0, 4)) == 2 * 10 * 16 * 1 * 2
+    assert sizes.shard("dkv", (0, 2)) == 2 * 10 * 16 * 1 * 4
+    assert sizes.shard("dq", (0, 4)) == 4 * 10 * 16 * 2
