@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
 
+from mtrain_cli.attention.index import Index
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.config.schema import Config
+from mtrain_cli.config.sizes import format_size
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.stop import StopFlag
@@ -17,7 +21,6 @@ from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.profiling.leave import Leaving
 from mtrain_cli.profiling.measure import Bench, Case, Plan, Progress, slowest
 from mtrain_cli.profiling.peers import torch_context_parallel
-from mtrain_cli.training.plan import compute_dtype
 
 TARGET = "mtrain_cli.profiling.layer:run"
 PEER = "torch context_parallel, cuDNN"
@@ -29,94 +32,125 @@ def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool)
     bench = Bench(environment, timedelta(seconds=config.topology.timeout_s))
     plan: Plan = bench.everyone(Plan.load(run_dir) if environment.rank == 0 else None)[0]
     stop = StopFlag(run_dir, environment)
+    stopped = False
     with Progress(environment.rank == 0 and not plan.quiet, plan.samples * len(plan.cases)) as progress:
         cases = [bench.case(number, label, case) for number, (label, case) in enumerate(plan.cases)]
         leaving = Leaving(run_dir, plan, bench, cases)
         progress.say(HEADER, "bold")
-        # One case after the other: at the longest sequences two do not fit at once.
-        for case in cases:
-            progress.now(case.label)
-            times = _measure(case, bench, leaving, progress, stop)
-            if times is None:
-                break
-            found = slowest(bench.everyone(times)) * 1e3
-            leaving.case_done(
-                case, forward_ms=float(np.median(found[:, 0])), backward_ms=float(np.median(found[:, 1])), spread=_spread(found)
-            )
-            if environment.rank == 0:
-                progress.say(_line(case, leaving))
-            bench.clean()
-        for config in {case.config.seq: case.config for case in cases}.values() if plan.peer else ():
-            peer = _measure_peer(config, bench, plan.samples)
-            if peer is not None:
+        for seq in dict.fromkeys(case.config.seq for case in cases):
+            mine = [case for case in cases if case.config.seq == seq]
+            stopped = stopped or _measure(mine, bench, leaving, progress, stop)
+            if not stopped and plan.peer:
+                peer = _measure_peer(mine[0].config, bench, plan.samples)
                 leaving.peer(peer)
-                progress.say(_row(PEER, config.seq, 1.0, peer))
+                progress.say(_row(f"{PEER} {format_size(seq)}", 1.0, peer))
     leaving.finish()
     if not plan.quiet:
         leaving.show()
-    return leaving.samples < plan.samples
+    return stopped
 
 
-def _measure(case: Case, bench: Bench, leaving: Leaving, progress: Progress, stop: StopFlag) -> list[tuple[float, float]] | None:
-    """-> seconds of both passes of every iteration that was not recorded, on this worker; None if it was stopped."""
-    masks = [SequenceMask.causal(case.config.seq, case.choices.layout.padded_seq)] * case.config.train.micro_batch
-    attend = ContextAttention.make(case.exchange, case.choices.kernel, masks, bench.device, case.choices.pattern)
-    tensors = _inputs(case, bench)
-    recorder = bench.collector.recorder
-    times = []
+def _measure(cases: Sequence[Case], bench: Bench, leaving: Leaving, progress: Progress, stop: StopFlag) -> bool:
+    """All samples of cases of one length, whose iterations take turns. Returns whether it was stopped."""
+    inputs: dict[tuple[str, int], list[torch.Tensor]] = {}
+    attentions = [_Attention.make(case, bench, inputs) for case in cases]
+    for attention in attentions:
+        progress.now(f"{attention.case.label}: warms up")
+        attention(False)
+    for sample in range(leaving.plan.samples):
+        if any(bench.everyone(stop.requested())):
+            return True
+        first = sample % len(cases)
+        for attention in [*attentions[first:], *attentions[:first]]:
+            progress.now(attention.case.label)
+            seconds = {}
+            # Nobody is always first, and neither is what is recorded.
+            for recorded in (False, True) if sample % 2 == 0 else (True, False):
+                seconds[recorded] = attention(recorded)
+                if recorded:
+                    leaving.recorded(attention.case, sample + 1, [(attention.masks, attention.estimated)])
+            attention.times.append(seconds[False])
+            leaving.timed(attention.case, sum(seconds[False]), sum(seconds[True]))
+            progress.done()
+        leaving.sampled_some()
+    for attention in attentions:
+        found = slowest(bench.everyone(attention.times)) * 1e3
+        forward, backward = (float(ms) for ms in np.median(found, 0))
+        leaving.measured(attention.case, forward_ms=forward, backward_ms=backward, spread=_spread(found))
+        if leaving.first:
+            facts = leaving.facts(attention.case)
+            progress.say(_row(attention.case.label, facts["density"], facts))
+    del attentions, inputs
+    bench.clean()
+    return False
 
-    def once(recorded: bool) -> tuple[tuple[float, float], ContextAttention]:
+
+@dataclass
+class _Attention:
+    """One layer of a case. times: seconds of both passes, on this worker, of what was not recorded. estimated: the last index, by layer."""
+
+    case: Case
+    bench: Bench
+    masks: list[SequenceMask]
+    attend: ContextAttention
+    tensors: list[torch.Tensor]
+    times: list[tuple[float, float]] = field(default_factory=list)
+    estimated: dict[int, Index] | None = None
+
+    @staticmethod
+    def make(case: Case, bench: Bench, inputs: dict[tuple[str, int], list[torch.Tensor]]) -> _Attention:
+        """inputs: those of other cases, by layout; cases of one layout share them."""
+        layout = case.choices.layout
+        masks = [SequenceMask.causal(case.config.seq, layout.padded_seq)] * case.config.train.micro_batch
+        attend = ContextAttention.make(case.exchange, case.choices.kernel, masks, bench.device, case.choices.pattern)
+        key = layout.name, layout.padded_seq
+        if key not in inputs:
+            inputs[key] = _inputs(case, bench)
+        return _Attention(case, bench, masks, attend, inputs[key])
+
+    def __call__(self, recorded: bool) -> tuple[float, float]:
         """-> seconds of both passes on this worker, which all begin together."""
-        batch = attend.again().keeping()
-        q, k, v, dout = tensors
-        case.exchange.record(recorder if recorded else None)
-        bench.together()
+        batch, recorder = self.attend.again().keeping(), self.bench.collector.recorder
+        q, k, v, dout = self.tensors
+        self.case.exchange.record(recorder if recorded else None)
+        self.bench.together()
         if recorded:
-            bench.collector.start()
+            self.bench.collector.start()
         with recorder.iteration():
             began = recorder.now()
             out = batch(q, k, v, 0)
             between = recorder.now()
             torch.autograd.grad(out, (q, k, v), dout)
             ended = recorder.now()
-        case.exchange.record(None)
-        return (recorder.seconds(began, between), recorder.seconds(between, ended)), batch
-
-    once(False)
-    for sample in range(leaving.plan.samples):
-        if any(bench.everyone(stop.requested())):
-            return None
-        seconds: dict[bool, tuple[float, float]] = {}
-        for recorded in (False, True) if sample % 2 == 0 else (True, False):
-            seconds[recorded], batch = once(recorded)
-            if recorded:
-                estimated = batch.index.estimated if batch.index is not None else None
-                leaving.recorded(case, sample + 1, [(masks, estimated)])
-        times.append(seconds[False])
-        leaving.timed(case, sum(seconds[False]), sum(seconds[True]))
-        leaving.sampled_case()
-        progress.done()
-    return times
+        self.case.exchange.record(None)
+        self.estimated = batch.index.estimated if batch.index is not None else None
+        return recorder.seconds(began, between), recorder.seconds(between, ended)
 
 
 def _inputs(case: Case, bench: Bench) -> list[torch.Tensor]:
-    model, tokens = case.config.model, case.choices.layout.tokens_per_worker
-    generator = torch.Generator(bench.device).manual_seed(case.config.seed + bench.environment.rank)
-    heads = (model.num_heads, model.num_kv_heads, model.num_kv_heads, model.num_heads)
-    shapes = [(case.config.train.micro_batch, tokens, h, model.head_dim) for h in heads]
-    made = [torch.randn(shape, device=bench.device, dtype=case.choices.dtype, generator=generator) for shape in shapes]
+    """q, k, v and the gradient of out: of random sequences that are the same for every layout, the tokens of this worker."""
+    model, layout, config = case.config.model, case.choices.layout, case.config
+    group = bench.environment.rank // bench.environment.cp
+    held = torch.from_numpy(layout.positions(case.exchange.group.rank)).to(bench.device)
+    generator = torch.Generator(bench.device).manual_seed(config.seed + group)
+    made = []
+    for heads in (model.num_heads, model.num_kv_heads, model.num_kv_heads, model.num_heads):
+        shape = (config.train.micro_batch, layout.tokens_per_worker, heads, model.head_dim)
+        tensor = torch.empty(shape, device=bench.device, dtype=case.choices.dtype)
+        # A head at a time: no worker holds whole sequences of all.
+        for of_sequence in tensor:
+            for head in range(heads):
+                whole = torch.randn(config.seq, model.head_dim, device=bench.device, dtype=case.choices.dtype, generator=generator)
+                of_sequence[:, head] = whole[held.clamp(max=config.seq - 1)]
+        made.append(tensor)
     for t in made[:3]:
         t.requires_grad_()
     return made
 
 
-def _measure_peer(config: Config, bench: Bench, repeats: int) -> dict[str, Any] | None:
-    """What PyTorch itself offers, on the same shapes: dense, bfloat16, on GPUs, one context group of all workers; None elsewhere."""
-    if bench.device.type != "cuda":
-        return None
+def _measure_peer(config: Config, bench: Bench, repeats: int) -> dict[str, Any]:
+    """What PyTorch itself offers, on the same shapes: dense, bfloat16, on GPUs, one context group of all workers."""
     model, world = config.model, bench.environment.cp
-    if world != bench.environment.workers or compute_dtype(config, "cuda") != torch.bfloat16:
-        return None
     call = torch_context_parallel(world, model.num_heads // model.num_kv_heads)
     tokens = config.seq // world
     generator = torch.Generator(bench.device).manual_seed(bench.environment.rank)
@@ -148,13 +182,7 @@ def _spread(found: np.ndarray) -> float:
     return float((both.max() - both.min()) / np.median(both))
 
 
-def _line(case: Case, leaving: Leaving) -> str:
-    facts = leaving.facts(case)
-    return _row(case.label, case.config.seq, facts["density"], facts)
-
-
-def _row(label: str, seq: int, density: float, times: dict[str, Any]) -> str:
+def _row(label: str, density: float, times: dict[str, Any]) -> str:
     """One case under `HEADER`."""
-    name = f"{seq // 1024}K {label}" if seq % 1024 == 0 else f"{seq} {label}"
     forward, backward = times["forward_ms"], times["backward_ms"]
-    return f"{name:48s} {density:7.2%} {forward:9.2f} {backward:9.2f} {forward + backward:9.2f} {times['spread']:7.1%}"
+    return f"{label:48s} {density:7.2%} {forward:9.2f} {backward:9.2f} {forward + backward:9.2f} {times['spread']:7.1%}"

@@ -78,16 +78,15 @@ class Leaving:
         self.samples += 1
         self._write_part()
 
-    def sampled_case(self) -> None:
-        """A sample of one case is complete, where cases follow one another."""
+    def sampled_some(self) -> None:
+        """A sample of some cases is complete, where others follow later."""
         self._write_part()
 
-    def case_done(self, case: Case, **measured: float) -> None:
-        """All samples of one case are complete. measured: for its entry in the summary."""
-        self._document["cases"][case.number].update(measured)
+    def measured(self, case: Case, **values: float) -> None:
+        """All samples of one case are complete. values: for its entry in the summary."""
+        self._document["cases"][case.number].update(values)
         if case.number == len(self.cases) - 1:
-            self.samples = self.plan.samples
-            self._document["samples"] = self.samples
+            self.samples = self._document["samples"] = self.plan.samples
 
     def peer(self, measured: dict[str, Any]) -> None:
         """What was measured of others, for the summary."""
