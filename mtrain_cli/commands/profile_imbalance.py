@@ -90,9 +90,7 @@ def imbalance(
     if limits and environment.launcher != "mtrain":
         raise ConfigError(f"--fail-above {fail_above}: exit codes are those of torchrun or srun here; read summary.json instead")
     if peer and (environment.device == "cpu" or environment.cp != environment.workers or config.train.dtype == "float32"):
-        raise ConfigError(
-            "--peer: PyTorch's context parallelism with cuDNN needs GPUs in one context group, and bfloat16; leave it out"
-        )
+        raise ConfigError("--peer: PyTorch's context parallelism with cuDNN needs GPUs in one context group, and bfloat16; leave it out")
     run = run_dir.create(config, words)
     mode, target = (ATTENTION_ONLY, layer.TARGET) if attention_only else (TRAINING, training_steps.TARGET)
     Plan(mode, cases, steps, warmup, every, peer, quiet=as_json).save(run)

@@ -27,8 +27,8 @@ _BAR, _WIDEST = 32, 400  # characters
 def what_if(
     run: Annotated[
         Path,
-        typer.Argument(metavar="RUN", help="Folder of a profile, its name in measurements/ or runs/, or an index.npz.", show_default=False),
-    ],
+        typer.Argument(metavar="RUN", help="A profile: folder, name under measurements/ or runs/, or index.npz."),
+    ] = Path("latest"),
     layout: Annotated[str, typer.Option(metavar="NAME,...", help="Layouts to compare.")] = "contiguous,zigzag,striped",
     exchange: Annotated[str, typer.Option(metavar="NAME,...", help="Exchanges to compare.")] = "ring,all_gather",
     workers: Annotated[
@@ -119,12 +119,13 @@ def _numbers(option: str, text: str) -> list[int]:
 
 def _index_file(run: Path) -> Path:
     from mtrain_cli.profiling.records import INDEX
-    from mtrain_cli.reporting.source import PROFILE, find
+    from mtrain_cli.reporting.source import PROFILE, find, known
 
     if run.is_file():
         return run
-    folder = find(str(run))
-    for place in (folder, folder / PROFILE):
+    # The newest is the newest that has indices.
+    folders = known() if str(run) == "latest" and not run.exists() else [find(str(run))]
+    for place in (place for folder in folders for place in (folder, folder / PROFILE)):
         if (place / INDEX).is_file():
             return place / INDEX
     raise ConfigError(

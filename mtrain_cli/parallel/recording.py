@@ -212,9 +212,7 @@ class Recorder:
 
 
 def with_gaps(spans: list[Span]) -> list[Span]:
-    """The spans and, for every step of a pass, what of the pass none of them covers: the time before the spans of that step, in the last
-    step also that after them.
-    """
+    """The spans and what of every pass none of them covers. A gap belongs to the step of the span after it, the last one to that before."""
     found = list(spans)
     passes: dict[tuple[int, int, str], list[Span]] = {}
     for span in spans:
@@ -224,17 +222,13 @@ def with_gaps(spans: list[Span]) -> list[Span]:
         whole = next((s for s in members if s.kind == PASS), None)
         if whole is None:
             continue
-        inside = sorted((s for s in members if s.kind != PASS), key=lambda s: s.start)
-        gaps: dict[int, tuple[float, float]] = {}
         at, step = whole.start, -1
-        end = replace(whole, kind=GAP, start=whole.start + whole.seconds, seconds=0.0, step=inside[-1].step if inside else -1)
-        for span in [*inside, end]:
+        end = replace(whole, start=whole.start + whole.seconds, seconds=0.0)
+        for span in [*sorted((s for s in members if s.kind != PASS), key=lambda s: s.start), end]:
             step = max(step, span.step)
             if span.start > at:
-                first, length = gaps.get(step, (at, 0.0))
-                gaps[step] = first, length + span.start - at
+                found.append(replace(whole, kind=GAP, step=step, start=at, seconds=span.start - at))
             at = max(at, span.start + span.seconds)
-        found += [replace(whole, kind=GAP, step=step, start=first, seconds=length) for step, (first, length) in gaps.items()]
     return found
 
 

@@ -168,7 +168,7 @@ def _causes(sources: Sequence[Source]) -> str:
             else:
                 text = "<ol>" + "".join(f"<li>{escape(cause.text)}</li>" for cause in case.causes) + "</ol>"
             parts.append(f"<h3>{escape(name)}</h3>{text}")
-    return f"<section><h2>What costs most</h2>{''.join(parts)}</section>" if parts else ""
+    return f"<section><h2>Why workers wait</h2>{''.join(parts)}</section>" if parts else ""
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], text: int = 1) -> str:

@@ -97,9 +97,9 @@ def find(name: str) -> Path:
             return candidate
         if candidate.is_file():
             return candidate.parent if candidate.name in (RECORDS, SUMMARY, METRICS_FILE, RESOLVED) else candidate
-    if name == "latest" and (known := _known()):
-        return known[0]
-    names = [folder.name for folder in _known()]
+    if name == "latest" and (newest := known()):
+        return newest[0]
+    names = [folder.name for folder in known()]
     if "/" in name:
         near = [str(entry) for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         hint = did_you_mean(str(path), near)
@@ -112,8 +112,7 @@ def find(name: str) -> Path:
 
 def default() -> list[Path]:
     """The newest run or measurement of this folder; without any, the profiles that ship."""
-    known = _known()
-    return known[:1] if known else shipped()
+    return known()[:1] or shipped()
 
 
 def shipped() -> list[Path]:
@@ -126,7 +125,7 @@ def shipped() -> list[Path]:
     return found
 
 
-def _known() -> list[Path]:
+def known() -> list[Path]:
     """Folders under runs/ and measurements/ that hold anything to report, newest first."""
     found = []
     for root in (RUNS, MEASUREMENTS):

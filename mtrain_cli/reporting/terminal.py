@@ -23,7 +23,7 @@ def make_console() -> Console:
 
 
 def show_sources(console: Console, sources: Sequence[Source]) -> None:
-    """Tables, some heat maps, and what costs most."""
+    """Tables, some heat maps, and why workers wait."""
     for source in sources:
         console.print(f"{source.name}: {source.kind}{_about(source)}", style="bold", soft_wrap=True)
         for remark in source.remarks:
@@ -44,8 +44,10 @@ def show_sources(console: Console, sources: Sequence[Source]) -> None:
     for _, case in shown:
         console.print(tables.heat_map(case, next(iter(case.passes))))
         console.print()
+    if (many := sum(case.workers > 1 for _, case in cases)) > len(shown):
+        console.print(f"maps of {len(shown)} of {many} cases; report.html has all, of both passes", style="dim", soft_wrap=True)
     for source, case in cases:
-        console.print(f"{source.name + ', ' if names else ''}{case.label}: what costs most", style="bold", soft_wrap=True)
+        console.print(f"{source.name + ', ' if names else ''}{case.label}: why workers wait", style="bold", soft_wrap=True)
         console.print(Padding(tables.causes_text(case), (0, 0, 1, 2)))
     compared = tables.compare_table(sources) if len(sources) > 1 else None
     if compared is not None:

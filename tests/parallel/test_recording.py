@@ -118,8 +118,8 @@ def test_what_no_span_covers_is_a_gap_of_the_step_to_come():
         span("attention", 13, 17, 1),
         span("receive", 2, 15, 0),  # under way beside it
     ]
-    gaps = {s.step: (s.start, s.seconds) for s in with_gaps(spans) if s.kind == "gap"}
-    assert gaps == {-1: (0, 1), 0: (3, 2), 1: (10, 6)}  # 13 - 10 and 20 - 17
+    gaps = [(s.step, s.start, s.seconds) for s in with_gaps(spans) if s.kind == "gap"]
+    assert gaps == [(-1, 0, 1), (0, 3, 1), (0, 6, 1), (1, 10, 3), (1, 17, 3)]
 
 
 def test_a_pass_without_anything_is_a_gap():
