@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -115,13 +114,17 @@ class Bench:
         self.host_group = dist.new_group(backend="gloo", timeout=self.timeout)
         self.collector = Collector(e.rank, e.workers, self.device, self.host_group)
 
+    def adopt(self, choices: Choices, group: ContextGroup) -> None:
+        """Has cases of the same kind use communicators that there are already."""
+        self._groups[_kind(choices)] = group
+
     def case(self, number: int, label: str, config: Config) -> Case:
         choices = make_choices(config, self.environment)
         return Case(number, label, config, choices, self._exchange(choices))
 
     def _exchange(self, choices: Choices) -> Exchange:
         how, e = choices.exchange, self.environment
-        key = (how.per_node, how.heads, tuple(how.channels))
+        key = _kind(choices)
         if key not in self._groups:
             self._groups[key] = make_context_group(
                 e.rank, e.workers, e.cp, self.device, self.timeout, per_node=how.per_node, heads=how.heads, channels=how.channels
@@ -149,6 +152,12 @@ class Bench:
         found: list[Any] = [None] * self.environment.workers
         dist.all_gather_object(found, mine, group=self.host_group)
         return found
+
+
+def _kind(choices: Choices) -> tuple[int, int, tuple[str, ...]]:
+    """What communicators depend on."""
+    how = choices.exchange
+    return how.per_node, how.heads, tuple(how.channels)
 
 
 def slowest(everyone: Sequence[Sequence[Sequence[float]]]) -> np.ndarray:
@@ -188,7 +197,3 @@ class Progress:
     def say(self, line: str, style: str = "") -> None:
         if self._shown:
             self._console.print(line, style=style)
-
-
-def started() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
