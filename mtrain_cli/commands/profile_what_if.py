@@ -113,7 +113,7 @@ def _numbers(option: str, text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")] if text else []
     for part in parts:
         if not (part.isascii() and part.isdigit()):
-            raise ConfigError(f"{option} {text}: {part or 'an empty item'} is no number; give whole numbers such as 8,32")
+            raise ConfigError(f"{option} {text}: {part or 'an empty item'} is no whole number of at least 0; give some such as 8,32")
     return list(dict.fromkeys(map(int, parts)))
 
 

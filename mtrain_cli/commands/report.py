@@ -54,6 +54,8 @@ def report(
     from mtrain_cli.reporting import source as sources_of
     from mtrain_cli.reporting.terminal import make_console, show_sources
 
+    if as_json and out is not None:
+        raise ConfigError(f"--out {out}: --json writes no files; give one of the two")
     paths = [sources_of.find(name) for name in runs or ()] or sources_of.default()
     sources = [sources_of.open_source(path) for path in paths]
     if as_json:

@@ -186,8 +186,15 @@ def _blocks(config: Config) -> Iterator[str]:
         if blocks < workers:
             yield (
                 f"topology.block_size={topology.block_size}: seq={config.seq} has {blocks} such blocks for {workers} workers, "
-                f"some would hold none; give fewer workers, a longer seq or blocks of at most {_largest_block(config.seq, workers)}"
+                "some would hold none; " + _smaller(config.seq, workers)
             )
+
+
+def _smaller(seq: int, workers: int) -> str:
+    """What to give instead."""
+    if workers * MIN_BLOCK > seq:
+        return f"give at most {max(1, seq // MIN_BLOCK)} workers, or a longer seq"
+    return f"give fewer workers, a longer seq or blocks of at most {_largest_block(seq, workers)}"
 
 
 def _largest_block(seq: int, workers: int) -> int:

@@ -119,8 +119,10 @@ class Bench:
         self._groups[_kind(choices)] = group
 
     def case(self, number: int, label: str, config: Config) -> Case:
+        """label: in which ``auto`` becomes the exchange that runs."""
         choices = make_choices(config, self.environment)
-        return Case(number, label, config, choices, self._exchange(choices))
+        words = [choices.exchange.label if word == "auto" else word for word in label.split()]
+        return Case(number, " ".join(words), config, choices, self._exchange(choices))
 
     def _exchange(self, choices: Choices) -> Exchange:
         how, e = choices.exchange, self.environment

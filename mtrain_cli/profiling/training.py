@@ -23,7 +23,8 @@ class TrainingProfile:
         config = trainer.config
         self._trainer = trainer
         self._bench = Bench(trainer.environment, timedelta(seconds=config.topology.timeout_s))
-        self._case = Case(0, f"{config.sparsity.pattern} {config.topology.layout}", config, trainer.choices, trainer.exchange)
+        label = f"{config.sparsity.pattern} {config.topology.layout} {trainer.choices.exchange.label}"
+        self._case = Case(0, label, config, trainer.choices, trainer.exchange)
         plan = Plan(TRAINING, [(self._case.label, config)], (config.train.steps - trainer.step) // config.profile.every)
         self._leaving = Leaving(run_dir, plan, self._bench, [self._case], run_dir.path / FOLDER)
         self._seen: list[tuple[list[SequenceMask], ContextAttention]] = []

@@ -260,8 +260,8 @@ h3 { font-size: 1rem; margin: 1rem 0 .2rem; } h4, h5 { margin: .9rem 0 .2rem; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; margin: .6rem 0; font-size: .9rem; }
 dt { color: #666; } dd { margin: 0; overflow-wrap: anywhere; }
 .remark { background: #fff4e0; border-left: 4px solid #d97706; margin: .4rem 0; padding: .3rem .7rem; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .45rem; border-bottom: 1px solid #e4e4e4; text-align: right; vertical-align: top; white-space: nowrap; }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .8rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .35rem; border-bottom: 1px solid #e4e4e4; text-align: right; vertical-align: top; white-space: nowrap; }
 th { white-space: normal; color: #444; border-bottom: 2px solid #bbb; vertical-align: bottom; }
 th.words, td.words { text-align: left; } details td.words, details th { text-align: left; white-space: normal; }
 .note { color: #666; font-size: .85rem; margin: .3rem 0; } ol { margin: .2rem 0; padding-left: 1.4rem; } li { margin: .15rem 0; }
@@ -279,7 +279,7 @@ footer { margin-top: 2.5rem; color: #888; font-size: .85rem; }
 _SCRIPT = """
 "use strict";
 const base = {
-  margin: {l: 62, r: 12, t: 58, b: 48}, paper_bgcolor: "#fff", plot_bgcolor: "#fff", autosize: true,
+  margin: {l: 62, r: 12, t: 76, b: 48}, paper_bgcolor: "#fff", plot_bgcolor: "#fff", autosize: true,
   font: {family: "system-ui, -apple-system, 'Segoe UI', Roboto, Arial, sans-serif", size: 13, color: "#1b1b1b"},
   legend: {orientation: "h", traceorder: "normal", y: 1, yanchor: "bottom", x: 0, xanchor: "left"},
 };

@@ -13,7 +13,7 @@ from mtrain_cli import resource_dir
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.suggest import did_you_mean
 from mtrain_cli.profiling.analysis import CaseAnalysis, analyse
-from mtrain_cli.profiling.records import RECORDS, SCHEMA, SUMMARY, Recorded, open_records
+from mtrain_cli.profiling.records import PARTS, RECORDS, SCHEMA, SUMMARY, Recorded, open_records
 from mtrain_cli.training.metrics import METRICS_FILE, StepMetrics, read_metrics
 
 RUNS, MEASUREMENTS, PROFILE = Path("runs"), Path("measurements"), "profile"
@@ -154,6 +154,8 @@ def open_source(path: Path) -> Source:
         _check_schema(recorded)
         cases = tuple(analyse(recorded))
         if not cases and not metrics:
+            if recorded.complete or recorded.summary.get("samples"):
+                raise ConfigError(f"{recorded.folder}: {RECORDS} is missing, and {SUMMARY} says that there were samples; measure again")
             raise ConfigError(f"{recorded.folder}: has no sample yet; the profile was ended before its first, or still runs")
     facts = _facts(path, recorded)
     return Source(_name(path), path, facts, recorded, cases, metrics, _steps_wanted(path) if metrics else None)
@@ -174,6 +176,8 @@ def _nothing(path: Path) -> str:
         return f"{path}: cannot be read ({error.strerror})"
     if not content:
         return f"{path}: is empty; give the folder of a run, a profile or a simulation"
+    if RECORDS in content or PARTS in content:
+        return f"{path}: holds records without {SUMMARY}, which says what they are of; measure again"
     if RESOLVED in content:
         return f"{path}: is a run that has no step yet, and no profile"
     if (path / PROFILE).is_dir():
