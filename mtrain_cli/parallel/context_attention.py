@@ -15,7 +15,7 @@ from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.parallel import ranges
 from mtrain_cli.parallel.exchange import Exchange, Work
-from mtrain_cli.parallel.index_group import gathered, make_index_group
+from mtrain_cli.parallel.index_group import gathered, make_index_group, record_messages
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.mail import naming
 from mtrain_cli.parallel.mesh import ContextGroup
@@ -91,6 +91,7 @@ class DynamicIndex:
             span = ranges.span(INDEX, "", "", -1) if recorder is None or not recorder.recording else recorder.span(INDEX, -1)
             come = naming(f"index, layer {layer}", "estimates", "the part of another worker did not come")
             with torch.no_grad(), span, come:
+                record_messages(self.masked.group, recorder)
                 index = self.pattern.estimate(q.detach(), k.detach(), self.masked, layer)
                 counts, workers = index.counts(self.work), 1
                 if isinstance(index, BlockBitmap):

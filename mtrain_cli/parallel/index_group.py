@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,28 +12,56 @@ import torch.distributed as dist
 
 from mtrain_cli.attention.index import BlockBitmap
 from mtrain_cli.parallel.collectives import all_gather
+from mtrain_cli.parallel.mail import UNSCHEDULED
 from mtrain_cli.parallel.mesh import ContextGroup
+from mtrain_cli.parallel.recording import INDEX, WAIT, Message, Recorder
+from mtrain_cli.parallel.schedule import CONTEXT
 from mtrain_cli.sparsity.pattern import Alone, IndexGroup, Masked
 
 
-@dataclass(frozen=True)
+@dataclass
 class DistributedIndexGroup:
-    """rank, size: place in the process group, and its workers."""
+    """rank, size: place in the process group, and its workers. ranks: of all its workers."""
 
     rank: int
     size: int
     process_group: dist.ProcessGroup
+    ranks: tuple[int, ...] = ()
+    _recorder: Recorder | None = None
+    _messages: int = 0
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Has the messages of the estimate to come recorded, or those of none."""
+        self._recorder, self._messages = recorder, 0
 
     def sum(self, mine: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(mine, group=self.process_group)
+        with self._waiting(mine.nbytes):
+            dist.all_reduce(mine, group=self.process_group)
         return mine
 
     def max(self, mine: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(mine, dist.ReduceOp.MAX, group=self.process_group)
+        with self._waiting(mine.nbytes):
+            dist.all_reduce(mine, dist.ReduceOp.MAX, group=self.process_group)
         return mine
 
     def gather(self, mine: torch.Tensor) -> torch.Tensor:
-        return all_gather(mine.contiguous(), self.size, self.process_group)
+        with self._waiting(mine.nbytes * (self.size - 1)):
+            return all_gather(mine.contiguous(), self.size, self.process_group)
+
+    @contextmanager
+    def _waiting(self, nbytes: int) -> Iterator[None]:
+        """Around a message for which the estimate stands still."""
+        recorder = self._recorder
+        if recorder is None:
+            yield
+            return
+        self._messages += 1
+        number = UNSCHEDULED - self._messages
+        message = Message(CONTEXT, INDEX, sent=nbytes, received=nbytes, number=number, peers=self.ranks)
+        recorder.posted(-1, message)
+        with recorder.span(WAIT, -1, message):
+            yield
+        recorder.arrived(number)
 
 
 def make_index_group(group: ContextGroup) -> IndexGroup:
@@ -39,7 +69,13 @@ def make_index_group(group: ContextGroup) -> IndexGroup:
     if group.size == 1:
         return Alone()
     assert group.whole is not None
-    return DistributedIndexGroup(group.rank, group.size, group.whole)
+    return DistributedIndexGroup(group.rank, group.size, group.whole, group.ranks)
+
+
+def record_messages(group: IndexGroup, recorder: Recorder | None) -> None:
+    """Has the messages of the estimate to come recorded; one worker alone has none."""
+    if isinstance(group, DistributedIndexGroup):
+        group.record(recorder)
 
 
 def gathered(index: BlockBitmap, masked: Masked) -> BlockBitmap:

@@ -79,7 +79,7 @@ class Recorder:
         self._spans: list[tuple[str, int, int, str, int, Message, Moment, Moment]] = []
         self._under_way: dict[int, tuple[int, Message, Moment]] = {}  # transfers: step in which it was posted, what, when
         self._pool: list[torch.cuda.Event] = []
-        self._watchers: dict[tuple[str, bool], torch.cuda.Stream] = {}
+        self._watchers: dict[tuple[str, bool, bool], torch.cuda.Stream] = {}
         self._zero: tuple[Moment, float, float] | None = None
         self._micro, self._layer, self._direction = 0, -1, ""
         self._forwards: set[tuple[int, int]] = set()
@@ -159,7 +159,7 @@ class Recorder:
             return
         step, message, began = self._under_way.pop(number)
         # Messages of one communicator end in their order; waiting for them disturbs no other stream.
-        key = message.link, message.payload.startswith("d")
+        key = message.link, message.payload.startswith("d"), message.number < 0
         if key not in self._watchers:
             self._watchers[key] = torch.cuda.Stream()
         with torch.cuda.stream(self._watchers[key]):
@@ -186,10 +186,18 @@ class Recorder:
         (zero, host, _), self._zero = self._zero, None
         if self._cuda:
             torch.cuda.synchronize()
+        # Events tell milliseconds in float32, long times are coarse: spans of a pass are timed from its beginning.
+        anchors: dict[tuple[int, int, str], tuple[Moment, float]] = {
+            (micro, layer, direction): (began, host + _between(zero, began))
+            for kind, micro, layer, direction, _, _, began, _ in self._spans
+            if kind == PASS
+        }
         found = []
         used: dict[int, torch.cuda.Event] = {}
         for kind, micro, layer, direction, step, message, began, ended in self._spans:
-            found.append(Span(kind, micro, layer, direction, step, message, host + _between(zero, began), _between(began, ended)))
+            anchor, at = anchors.get((micro, layer, direction), (zero, host))
+            start = at if anchor is began else at + _between(anchor, began)
+            found.append(Span(kind, micro, layer, direction, step, message, start, _between(began, ended)))
             used.update({id(m): m for m in (began, ended) if isinstance(m, torch.cuda.Event)})
         self._pool += used.values()
         self._spans.clear()
@@ -212,10 +220,13 @@ class Recorder:
 
 
 def with_gaps(spans: list[Span]) -> list[Span]:
-    """The spans and what of every pass none of them covers. A gap belongs to the step of the span after it, the last one to that before."""
-    found = list(spans)
+    """The spans and what of every pass none of them covers. A gap belongs to the step of the span after it, the last one to that before.
+
+    While an index is estimated its workers wait for each other: that is taken out of the time of estimating.
+    """
+    found = [part for span in spans for part in (_without_waits(span, spans) if span.kind == INDEX else (span,))]
     passes: dict[tuple[int, int, str], list[Span]] = {}
-    for span in spans:
+    for span in found:
         if span.kind in COMPUTING or span.kind == PASS:
             passes.setdefault((span.micro, span.layer, span.direction), []).append(span)
     for members in passes.values():
@@ -230,6 +241,17 @@ def with_gaps(spans: list[Span]) -> list[Span]:
                 found.append(replace(whole, kind=GAP, step=step, start=at, seconds=span.start - at))
             at = max(at, span.start + span.seconds)
     return found
+
+
+def _without_waits(span: Span, spans: list[Span]) -> list[Span]:
+    """What the waits inside of a span leave of it."""
+    end = span.start + span.seconds
+    inside = [s for s in spans if s.kind == WAIT and s.step == span.step and span.start <= s.start and s.start + s.seconds <= end]
+    left, at = [], span.start
+    for wait in sorted(inside, key=lambda s: s.start):
+        left.append(replace(span, start=at, seconds=wait.start - at))
+        at = wait.start + wait.seconds
+    return [*left, replace(span, start=at, seconds=end - at)]
 
 
 def _between(began: Any, ended: Any) -> float:

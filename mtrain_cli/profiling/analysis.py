@@ -256,9 +256,9 @@ class _Gathered:
         self.longest = np.zeros(directions)
         self.tables: list[list[np.ndarray]] = [[] for _ in shape.directions]
         total = len(shape.iterations) * len(shape.micros) * layers * shape.groups
+        self.random = np.random.default_rng(0)
         self.value_stride = max(1, total * shape.workers * shape.slots // MOST_VALUES)
         self.table_stride = max(1, -(-total // MOST_TABLES))
-        self.seen = 0
 
     def add(self, found: Iteration) -> None:
         shape = self.shape
@@ -306,13 +306,15 @@ class _Gathered:
         elapsed = spent[..., 1 : steps + 1].sum(0)
         self.degrees[d].append(np.stack([_degrees(in_steps, columns), _degrees(pairs[..., 1 : steps + 1], pairs[..., 0])]))
         self.ratios[d].append(ratios(in_steps, elapsed, in_steps.sum(2) + columns, slowest))
-        self.values[d].append(elapsed.reshape(-1)[:: self.value_stride].astype(np.float32))
+        # Drawn at random: every so many-th would be the same steps, or layers, again and again.
+        kept = elapsed.reshape(-1)
+        kept = kept if self.value_stride == 1 else kept[self.random.random(kept.size) * self.value_stride < 1]
+        self.values[d].append(kept.astype(np.float32))
         self.longest[d] = max(self.longest[d], float(elapsed.max(initial=0)))
-        first = -self.seen % self.table_stride
         if spent.shape[2] == int(self.present.sum()):
-            self.tables[d] += list(in_steps[first :: self.table_stride].astype(np.float32))
-        if d == len(self.shape.directions) - 1:
-            self.seen += len(slowest)
+            drawn = self.random.random(len(in_steps)) * self.table_stride < 1
+            drawn[0] |= not self.tables[d]
+            self.tables[d] += list(in_steps[drawn].astype(np.float32))
 
     def _add_layers(self, d: int, layers: np.ndarray, spent: np.ndarray, slowest: np.ndarray) -> None:
         mean = spent.mean(2).sum(2)  # [SPENT, samples]

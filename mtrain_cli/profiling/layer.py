@@ -39,7 +39,7 @@ def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool)
         progress.say(HEADER, "bold")
         for seq in dict.fromkeys(case.config.seq for case in cases):
             mine = [case for case in cases if case.config.seq == seq]
-            stopped = stopped or _measure(mine, bench, leaving, progress, stop)
+            stopped = stopped or _measure(mine, bench, leaving, progress, stop, first_part=1 + plan.samples * cases.index(mine[0]))
             if not stopped and plan.peer:
                 peer = _measure_peer(mine[0].config, bench, plan.samples)
                 leaving.peer(peer)
@@ -50,7 +50,7 @@ def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool)
     return stopped
 
 
-def _measure(cases: Sequence[Case], bench: Bench, leaving: Leaving, progress: Progress, stop: StopFlag) -> bool:
+def _measure(cases: Sequence[Case], bench: Bench, leaving: Leaving, progress: Progress, stop: StopFlag, *, first_part: int) -> bool:
     """All samples of cases of one length, whose iterations take turns. Returns whether it was stopped."""
     inputs: dict[tuple[str, int], list[torch.Tensor]] = {}
     attentions = [_Attention.make(case, bench, inputs) for case in cases]
@@ -72,7 +72,8 @@ def _measure(cases: Sequence[Case], bench: Bench, leaving: Leaving, progress: Pr
             attention.times.append(seconds[False])
             leaving.timed(attention.case, sum(seconds[False]), sum(seconds[True]))
             progress.done()
-        leaving.sampled_some()
+        last = cases[-1] is leaving.cases[-1]
+        leaving.sampled(first_part + sample, sample + 1 if last else 0)
     for attention in attentions:
         found = slowest(bench.everyone(attention.times)) * 1e3
         forward, backward = (float(ms) for ms in np.median(found, 0))

@@ -13,6 +13,7 @@ import numpy as np
 import torch.distributed as dist
 
 from mtrain_cli.attention.index import BlockBitmap, Index
+from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.profiling import records
@@ -27,15 +28,27 @@ from mtrain_cli.training.flops import causal_pairs
 
 
 class Leaving:
-    """What becomes of the samples. Called alike by all workers; the first one writes."""
+    """What becomes of the samples. Called alike by all workers; the first one writes.
 
-    def __init__(self, run_dir: RunDir, plan: Plan, bench: Bench, cases: Sequence[Case], folder: Path | None = None) -> None:
-        """folder: where files are left, None for the run's own."""
+    cases: those to come, each with its place among the entries of the summary. entries: of these and of earlier attempts; None: of cases
+    alone. folder: where files are left, None for the run's own.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        plan: Plan,
+        bench: Bench,
+        cases: Sequence[Case],
+        folder: Path | None = None,
+        entries: Sequence[dict[str, Any]] | None = None,
+    ) -> None:
         self.folder, self.plan, self.bench, self.cases = folder or run_dir.path, plan, bench, cases
         self.samples = 0
         self.first = bench.environment.rank == 0
-        self._parts = records.reopen(self.folder) if self.first else 0
+        self.problem: str | None = None  # with what was to be written
         self._waiting: list[np.ndarray] = []
+        self._latest: dict[int, np.ndarray] = {}  # by case: rows of its last iteration
         self._last: dict[int, Sequence[Estimated]] = {}
         self._iteration = 0
         self._times: dict[int, list[tuple[float, float]]] = {case.number: [] for case in cases}
@@ -50,7 +63,7 @@ class Leaving:
             "environment": json.loads(facts.read_text()) if self.first and facts.exists() else {},
             "clock": {"uncertainty_us": None},
             "overhead": None,
-            "cases": [case.facts(bench.environment) for case in cases],
+            "cases": [case.facts(bench.environment) for case in cases] if entries is None else list(entries),
             "peers": [],
             "results": [],
         }
@@ -60,11 +73,14 @@ class Leaving:
 
     def recorded(self, case: Case, iteration: int, estimated: Sequence[Estimated]) -> None:
         """The iteration that was just recorded. iteration: training step, or sample where attention alone is measured."""
-        work = own_work(case.exchange, case.config.model.num_heads, self._layers(case), estimated)
-        self._last[case.number], self._iteration = estimated, iteration
+        # Devices keep nothing of it.
+        held = [(masks, None if found is None else {n: index.to("cpu") for n, index in found.items()}) for masks, found in estimated]
+        work = own_work(case.exchange, case.config.model.num_heads, self._layers(case), held)
+        self._last[case.number], self._iteration = held, iteration
         rows = self.bench.collector.collect(case.number, iteration, work, case.flop)
         if self.first:
             self._waiting.append(rows)
+            self._latest[case.number] = rows
 
     def _layers(self, case: Case) -> range:
         return range(1 if self.plan.mode == ATTENTION_ONLY else case.config.model.num_layers)
@@ -73,20 +89,20 @@ class Leaving:
         """Seconds of one iteration on this worker, without and with records."""
         self._times[case.number].append((plain, recorded))
 
-    def sampled(self) -> None:
-        """One sample of every case is complete."""
-        self.samples += 1
-        self._write_part()
-
-    def sampled_some(self) -> None:
-        """A sample of some cases is complete, where others follow later."""
-        self._write_part()
+    def sampled(self, number: int, samples: int) -> None:
+        """Writes what was recorded since the last time as a part of that number. samples: complete ones, of all cases, so far."""
+        self.samples = self._document["samples"] = samples
+        if not self.first:
+            return
+        rows = np.concatenate(self._waiting)
+        self._waiting.clear()
+        self._note_density(rows)
+        records.write_part(rows, self.folder, number)
+        records.write_summary(self.folder, self._document)
 
     def measured(self, case: Case, **values: float) -> None:
-        """All samples of one case are complete. values: for its entry in the summary."""
+        """values: for the entry of a case in the summary."""
         self._document["cases"][case.number].update(values)
-        if case.number == len(self.cases) - 1:
-            self.samples = self._document["samples"] = self.plan.samples
 
     def peer(self, measured: dict[str, Any]) -> None:
         """What was measured of others, for the summary."""
@@ -95,17 +111,6 @@ class Leaving:
     def facts(self, case: Case) -> dict[str, Any]:
         """The entry of a case in the summary."""
         return self._document["cases"][case.number]
-
-    def _write_part(self) -> None:
-        if not self.first:
-            return
-        rows = np.concatenate(self._waiting)
-        self._waiting.clear()
-        self._note_density(rows)
-        self._parts += 1
-        records.write_part(rows, self.folder, self._parts)
-        self._document["samples"] = self.samples
-        records.write_summary(self.folder, self._document)
 
     def _note_density(self, rows: np.ndarray) -> None:
         """Of the cases in rows: pairs computed over causal pairs, the mean over heads, layers and sequences."""
@@ -120,34 +125,35 @@ class Leaving:
             if len(mine):
                 self._document["cases"][case.number]["density"] = float(mine.sum() / every)
 
-    def finish(self) -> dict[str, Any]:
-        """Joins what there is -> the summary, on the first worker."""
+    def finish(self, *, analysed: bool = True) -> None:
+        """Indices, trace and summary; on the first worker. analysed: with one table of all parts, and results in the summary."""
         everyone = self.bench.everyone((self._times, self.bench.collector.uncertainty))
-        self._save_indices()
+        self.save_indices()
         if not self.first:
-            return {}
-        for case, facts in zip(self.cases, self._document["cases"], strict=True):
+            return
+        for case in self.cases:
             times = [mine[case.number] for mine, _ in everyone]
             if times[0]:
                 plain, recorded = slowest(times).T
-                facts["iteration_ms"] = [round(float(ms), 4) for ms in plain * 1e3]
-                facts["overhead"] = float(np.median(recorded / plain) - 1)
+                self.measured(case, overhead=float(np.median(recorded / plain) - 1))
+                self.facts(case)["iteration_ms"] = [round(float(ms), 4) for ms in plain * 1e3]
         overheads = [facts["overhead"] for facts in self._document["cases"] if facts.get("overhead") is not None]
         self._document["overhead"] = statistics.fmean(overheads) if overheads else None
         self._document["clock"] = {"uncertainty_us": max(uncertainty for _, uncertainty in everyone) * 1e6}
         self._document["complete"] = self.samples >= self.plan.samples
-        records.join_parts(self.folder)
+        if analysed:
+            records.join_parts(self.folder)
         records.write_summary(self.folder, self._document)
-        if self._parts:
-            recorded = records.open_records(self.folder)
-            self._document["results"] = [found.to_json() for found in analyse(recorded)]
+        if not self._latest:
+            return
+        if analysed:
+            self._document["results"] = [found.to_json() for found in analyse(records.open_records(self.folder))]
             records.write_summary(self.folder, self._document)
-            write_trace(recorded, self.folder / records.TRACE)
-        return self._document
+        write_trace(np.concatenate(list(self._latest.values())), self._document, self.folder / records.TRACE)
 
     def show(self) -> None:
         """Prints what was found, on the first worker."""
-        if not self.first or not self._parts:
+        if not self.first or not self._latest:
             return
         source = open_source(self.folder)
         console = make_console()
@@ -160,7 +166,7 @@ class Leaving:
         console.print(f"draw   mtrain report {shlex.quote(str(self.folder))}", soft_wrap=True)
         console.print(f"other  mtrain profile what-if {shlex.quote(str(self.folder))}", soft_wrap=True)
 
-    def _save_indices(self) -> None:
+    def save_indices(self) -> None:
         """Writes the indices of the last sample, those of the first forward pass of the first context group: one set for each pattern."""
         first = self.cases[0]
         chosen = {case.config.sparsity.pattern: case for case in reversed(self.cases) if case.config.seq == first.config.seq}
@@ -187,10 +193,15 @@ class Leaving:
         )
         found = self._parts_of_indices(cases)
         if self.first:
+            self._write_indices(setup, masks, found)
+        for _ in found:  # to the end, on every worker
+            pass
+
+    def _write_indices(self, setup: RecordedSetup, masks: Sequence[SequenceMask], found: Iterator[tuple[str, int, Index | None]]) -> None:
+        try:
             save_indices(self.folder / records.INDEX, setup, masks, found)
-        else:
-            for _ in found:
-                pass
+        except OSError as error:
+            self.problem = f"{self.folder / records.INDEX}: could not be written ({error.strerror or error})"
 
     def _parts_of_indices(self, cases: Sequence[Case]) -> Iterator[tuple[str, int, Index | None]]:
         """Layer by layer, called alike by all workers; on the first one everything that is there."""

@@ -45,8 +45,8 @@ ROW = np.dtype(
         ("start_us", np.float64),  # since the iteration began, on the clock of rank 0
         ("dur_us", np.float32),
         ("late_us", np.float32),  # wait: the part before the peer had begun to send, which no link could have shortened
-        ("blocks", np.int32),  # attention: pairs of blocks that hold computed pairs, summed over heads and sequences
-        ("columns", np.int32),  # columns: single columns, summed over heads and sequences
+        ("blocks", np.int64),  # attention: pairs of blocks that hold computed pairs, summed over heads and sequences
+        ("columns", np.int64),  # columns: single columns, summed over heads and sequences
         ("pairs", np.int64),  # attention, columns: query-key pairs, summed over heads and sequences
         ("flop", np.float64),  # attention, columns
         ("bytes", np.int64),  # wait, send, receive
@@ -88,14 +88,15 @@ class Recorded:
     def frame(self) -> pandas.DataFrame:
         """All rows, words as categories."""
         found = list(self.batches())
-        return _frame({name: np.concatenate([b[name] for b in found]) if found else np.empty(0, ROW[name]) for name in ROW.names or ()})
+        return as_frame({name: np.concatenate([b[name] for b in found]) if found else np.empty(0, ROW[name]) for name in ROW.names or ()})
 
     def frames(self) -> Iterator[pandas.DataFrame]:
         """The same, some rows at a time."""
-        return map(_frame, self.batches())
+        return map(as_frame, self.batches())
 
 
-def _frame(values: dict[str, np.ndarray]) -> pandas.DataFrame:
+def as_frame(values: dict[str, np.ndarray]) -> pandas.DataFrame:
+    """Columns with words as codes -> a frame with words as categories."""
     import pandas
 
     frame = pandas.DataFrame(values)
@@ -134,24 +135,22 @@ def write_rows(rows: np.ndarray, path: Path) -> None:
 
 
 def write_part(rows: np.ndarray, folder: Path, number: int) -> None:
-    """The rows of one sample, beside those before."""
-    (folder / PARTS).mkdir(exist_ok=True)
+    """The rows of one sample, beside those of others."""
+    (folder / PARTS).mkdir(parents=True, exist_ok=True)
     write_rows(rows, folder / PARTS / f"{number:06d}.parquet")
 
 
-def reopen(folder: Path) -> int:
-    """Makes the folder, or has later parts follow those that are in it -> how many there are."""
-    folder.mkdir(parents=True, exist_ok=True)
-    whole = folder / RECORDS
+def forget_parts(folder: Path, last: int) -> int:
+    """Removes the parts after number ``last``, which an attempt left that is not gone on with -> how many stay."""
     parts = sorted((folder / PARTS).glob("*.parquet"))
-    if whole.exists():
-        (folder / PARTS).mkdir(exist_ok=True)
-        whole.replace(folder / PARTS / "000000.parquet")
-    return int(parts[-1].stem) if parts else 0
+    for part in parts:
+        if int(part.stem) > last:
+            part.unlink()
+    return sum(int(part.stem) <= last for part in parts)
 
 
 def join_parts(folder: Path) -> None:
-    """Makes one file of all parts, some rows at a time, and removes them."""
+    """Makes one file of all parts, one after the other, and removes them."""
     import pyarrow.parquet as pq
 
     parts = sorted((folder / PARTS).glob("*.parquet"))
@@ -168,6 +167,7 @@ def join_parts(folder: Path) -> None:
 
 
 def write_summary(folder: Path, document: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     draft = folder / f".{SUMMARY}.part"
     draft.write_text(json.dumps({"schema": SCHEMA, **document}, indent=1) + "\n")
     draft.replace(folder / SUMMARY)

@@ -44,14 +44,19 @@ class Clock:
     uncertainty: float
 
 
-def align_clocks(rank: int, workers: int, group: dist.ProcessGroup) -> Clock:
-    """Called by all ranks. Processes of one machine share its clock; others are asked for the time, and the quickest answer counts: it
-    happened between question and answer.
+def boots_of_all(workers: int, group: dist.ProcessGroup) -> list[str]:
+    """What machine, since which start, every rank runs on: processes of one share its monotonic clock."""
+    found: list[str] = [""] * workers
+    dist.all_gather_object(found, _boot(), group=group)
+    return found
+
+
+def align_clocks(rank: int, boots: Sequence[str], group: dist.ProcessGroup) -> Clock:
+    """Called by all ranks. boots: `boots_of_all`. Ranks on another machine than the first are asked for the time, and the quickest answer
+    counts: it happened between question and answer.
     """
-    hosts: list[str] = [""] * workers
-    dist.all_gather_object(hosts, _boot(), group=group)
     mine = Clock(0.0, 0.0)
-    for other in [r for r in range(workers) if hosts[r] != hosts[0]]:
+    for other in [r for r in range(len(boots)) if boots[r] != boots[0]]:
         if rank == 0:
             best = (float("inf"), 0.0)
             for _ in range(_PINGS):
@@ -95,15 +100,19 @@ class Collector:
     device: torch.device
     host_group: dist.ProcessGroup
     clock: Clock = field(init=False)
+    boots: list[str] = field(init=False)
     recorder: Recorder = field(init=False)
     uncertainty: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
-        self.clock = align_clocks(self.rank, self.workers, self.host_group)
+        self.boots = boots_of_all(self.workers, self.host_group)
+        self.clock = Clock(0.0, 0.0)
         self.recorder = Recorder(self.device)
 
     def start(self) -> None:
-        """An iteration begins."""
+        """An iteration begins. Clocks of several machines drift, so they are set anew."""
+        if len(set(self.boots)) > 1:
+            self.clock = align_clocks(self.rank, self.boots, self.host_group)
         self.uncertainty = max(self.uncertainty, self.recorder.start() + self.clock.uncertainty)
 
     def collect(self, case: int, iteration: int, work: Work, flop: tuple[float, float]) -> np.ndarray:
@@ -138,8 +147,8 @@ def own_rows(spans: Sequence[Span], rank: int, offset: float, work: Work, flop: 
             row["peer"] = message.to if span.kind == SEND else message.source
             row["shard"] = message.leaving if span.kind == SEND else message.shard
         elif span.kind in (ATTENTION, COLUMNS):
-            # Several kernels may compute one piece of work: it counts once.
-            key = (span.micro, span.layer, span.direction, span.step, span.kind)
+            # Several kernels compute one piece of work, those of single columns before and after the steps: it counts once.
+            key = (span.micro, span.layer, span.direction, span.step if span.kind == ATTENTION else -1, span.kind)
             found = work.get((span.micro, span.layer), {}).get(FORWARD if span.direction == RECOMPUTE else span.direction)
             if found is not None and key not in counted:
                 counted.add(key)

@@ -71,7 +71,10 @@ class _Rehearsal:
                 seconds[recorded] = self._recorded(case, micro_batches) if recorded else self._once(case, micro_batches)[1]
             self.leaving.timed(case, seconds[False], seconds[True])
             self.progress.done()
-        self.leaving.sampled()
+        self.leaving.sampled(self.trainer.step + 1, sample + 1)
+        if sample == 0:
+            # So that a run that is killed can be replayed, too.
+            self.leaving.save_indices()
 
     def _once(self, case: Case, micro_batches: MicroBatches) -> tuple[list[Batch], float]:
         """-> the batches, whose indices are kept, and seconds on this worker."""

@@ -16,7 +16,7 @@ import numpy as np
 import pandas
 
 from mtrain_cli.parallel.recording import COMPUTING, GAP, ITERATION, PASS, RECEIVE, SEND
-from mtrain_cli.profiling.records import Recorded
+from mtrain_cli.profiling.records import ROW, as_frame
 
 MOST_ROWS = 400_000  # what a browser still opens; beyond that only some layers are drawn
 FOLDER = "trace"
@@ -24,11 +24,11 @@ _COMPUTE = 0
 _LANES = 100  # thread numbers of a link
 
 
-def write_trace(recorded: Recorded, path: Path) -> int:
-    """Draws the last sample of every case -> slices. Beside it, in a folder, the same by rank."""
-    rows = _last_samples(recorded)
-    events = list(_events(rows, recorded.summary))
-    info = {"mtrain": {"cases": [case["label"] for case in recorded.summary["cases"]], "layers": sorted(map(int, set(rows.layer) - {-1}))}}
+def write_trace(rows: np.ndarray, summary: dict[str, Any], path: Path) -> int:
+    """rows: of dtype `records.ROW`, one iteration of every case -> slices. Beside the file, in a folder, the same by rank."""
+    found = _in_order(as_frame({name: rows[name] for name in ROW.names or ()}))
+    events = list(_events(found, summary))
+    info = {"mtrain": {"cases": [case["label"] for case in summary["cases"]], "layers": sorted(map(int, set(found.layer) - {-1}))}}
     _write(path, {"displayTimeUnit": "ms", "otherData": info, "traceEvents": events})
     folder = path.parent / FOLDER
     folder.mkdir(exist_ok=True)
@@ -36,33 +36,23 @@ def write_trace(recorded: Recorded, path: Path) -> int:
     for event in events:
         by_rank.setdefault(event["pid"], []).append(_as_kernel(event))
     for rank, mine in by_rank.items():
-        found = {"rank": rank, "world_size": recorded.summary["workers"], "backend": "mtrain"}
-        _write(folder / f"rank-{rank}.json.gz", {"schemaVersion": 1, "distributedInfo": found, "traceEvents": mine})
+        about = {"rank": rank, "world_size": summary["workers"], "backend": "mtrain"}
+        _write(folder / f"rank-{rank}.json.gz", {"schemaVersion": 1, "distributedInfo": about, "traceEvents": mine})
     return sum(event["ph"] == "X" for event in events)
 
 
-def _last_samples(recorded: Recorded) -> pandas.DataFrame:
-    """Rows of the last iteration of every case, of some layers if there are too many; `start_us` goes on from one case to the next."""
-    last: dict[int, int] = {}
-    for batch in recorded.batches(["case", "iteration"]):
-        for case in np.unique(batch["case"]):
-            last[int(case)] = max(last.get(int(case), -1), int(batch["iteration"][batch["case"] == case].max()))
-    parts = []
-    for frame in recorded.frames():
-        wanted = frame["iteration"].to_numpy() == np.array([last[c] for c in frame["case"]])
-        parts.append(frame[wanted])
-    rows = pandas.concat(parts, ignore_index=True) if parts else recorded.frame()
+def _in_order(rows: pandas.DataFrame) -> pandas.DataFrame:
+    """Without gaps, and of some layers if there are too many; `start_us` goes on from one case to the next."""
+    rows = rows[rows.phase != GAP].copy()
     if len(rows) > MOST_ROWS:
         layers = np.unique(rows.layer[rows.layer >= 0])
         count = max(1, len(layers) * MOST_ROWS // len(rows))
-        rows = rows[rows.layer.isin([-1, *layers[np.linspace(0, len(layers) - 1, count).astype(int)]])]
-    rows = rows[(rows.phase != GAP)].copy()
+        rows = rows[rows.layer.isin([-1, *layers[np.linspace(0, len(layers) - 1, count).astype(int)]])].copy()
     begin = 0.0
-    for case in sorted(last):
+    for case in sorted(set(rows.case)):
         mine = rows.case == case
         rows.loc[mine, "start_us"] += begin
-        ends = (rows.start_us + rows.dur_us)[mine]
-        begin = float(ends.max()) * 1.02 if len(ends) else begin
+        begin = float((rows.start_us + rows.dur_us)[mine].max()) * 1.02
     return rows
 
 

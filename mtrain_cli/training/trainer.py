@@ -150,15 +150,20 @@ def _loop(
         progress.step(metrics)
         if profile is not None:
             profile.after_step(seconds)
+            _complain(profile, progress)
         every = config.train.checkpoint_every
         if every and trainer.step % every == 0 and trainer.step < config.train.steps and not stop:
             saved = _save(trainer, checkpointer, progress)
-    if profile is not None and (recorded := profile.finish()):
-        progress.message(recorded)
     finish = stop or config.train.checkpoint_at_end
     if finish and saved != trainer.step:
         saved = _save(trainer, checkpointer, progress)
     error = _wait(checkpointer, progress)
+    # After the state is safe: it may take a while.
+    if profile is not None:
+        recorded = profile.finish()
+        if recorded:
+            progress.message(recorded)
+        _complain(profile, progress)
     if finish and error:
         raise CheckpointError(f"the state of step {trainer.step} could not be saved; {checkpointer.what_remains()}")
     return (
@@ -173,6 +178,12 @@ def _profile(trainer: Trainer, run_dir: RunDir) -> TrainingProfile | None:
     from mtrain_cli.profiling.training import TrainingProfile
 
     return TrainingProfile(trainer, run_dir)
+
+
+def _complain(profile: TrainingProfile, progress: Progress) -> None:
+    problem = profile.complaint()
+    if problem:
+        progress.message(problem, warning=True)
 
 
 def _save(trainer: Trainer, checkpointer: Checkpointer, progress: Progress) -> int:

@@ -10,7 +10,7 @@ import pytest
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.profiling import records
-from mtrain_cli.profiling.records import ROW, WORDS, join_parts, open_records, reopen, write_part, write_rows, write_summary
+from mtrain_cli.profiling.records import ROW, WORDS, forget_parts, join_parts, open_records, write_part, write_rows, write_summary
 
 
 def some_rows(count: int, seed: int = 0) -> np.ndarray:
@@ -44,7 +44,6 @@ def test_rows_come_back_as_they_were(tmp_path):
 
 def test_parts_are_read_before_and_after_they_are_joined(tmp_path):
     parts = [some_rows(n, seed=n) for n in (10, 20, 5)]
-    assert reopen(tmp_path) == 0
     write_summary(tmp_path, {"complete": False})
     for number, rows in enumerate(parts, 1):
         write_part(rows, tmp_path, number)
@@ -56,22 +55,18 @@ def test_parts_are_read_before_and_after_they_are_joined(tmp_path):
     assert same(open_records(tmp_path), np.concatenate(parts))
 
 
-def test_a_later_attempt_goes_on_behind_what_is_there(tmp_path):
-    first, second, third = (some_rows(n, seed=n) for n in (10, 20, 7))
-    reopen(tmp_path)
-    write_part(first, tmp_path, 1)
-    join_parts(tmp_path)
-    assert reopen(tmp_path) == 0  # the joined table is part 0
-    write_part(second, tmp_path, 1)
-    assert reopen(tmp_path) == 1  # killed: parts were never joined
-    write_part(third, tmp_path, 2)
-    join_parts(tmp_path)
-    write_summary(tmp_path, {"complete": True})
-    assert same(open_records(tmp_path), np.concatenate([first, second, third]))
+def test_parts_of_steps_that_are_taken_again_are_forgotten(tmp_path):
+    parts = {step: some_rows(step, seed=step) for step in (2, 4, 6, 8)}
+    for step, rows in parts.items():
+        write_part(rows, tmp_path, step)
+    assert forget_parts(tmp_path, 5) == 2
+    write_part(parts[6], tmp_path, 6)
+    write_summary(tmp_path, {"complete": False})
+    assert same(open_records(tmp_path), np.concatenate([parts[2], parts[4], parts[6]]))
+    assert forget_parts(tmp_path / "nowhere", 5) == 0
 
 
 def test_no_rows_are_no_file(tmp_path):
-    reopen(tmp_path)
     join_parts(tmp_path)
     write_summary(tmp_path, {"complete": False})
     assert len(open_records(tmp_path).frame()) == 0

@@ -97,7 +97,7 @@ def test_rows_say_what_was_moved_and_computed():
         *moved(message, 0, 1),
         span("attention", 1, 2, step=0),
         span("columns", 2, 3, step=0),
-        span("columns", 3, 4, step=0),
+        span("columns", 3, 4, step=1),
         span("attention", 4, 5, step=1),
         span("attention", 5, 6, step=1, direction="recompute"),
         span("attention", 6, 7, step=0, direction="backward"),
@@ -124,7 +124,7 @@ def aligned(rank: int, world: int) -> tuple[float, float, float]:
     ahead = 1000.0 * (rank // 2)
     session.time.perf_counter = lambda: real() + ahead
     try:
-        found = session.align_clocks(rank, world, dist.group.WORLD)
+        found = session.align_clocks(rank, session.boots_of_all(world, dist.group.WORLD), dist.group.WORLD)
     finally:
         session.time.perf_counter = real
     return found.offset, found.uncertainty, -ahead

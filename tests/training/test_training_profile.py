@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from command import mtrain
 
+from mtrain_cli.profiling.analysis import analyse
 from mtrain_cli.profiling.index_file import load_indices
 from mtrain_cli.profiling.records import open_records
 
@@ -47,10 +48,11 @@ def test_a_resumed_training_goes_on_with_its_profile(trained):
     assert set(frame.micro[frame.layer >= 0]) == {0, 1}  # two sequences a step, one after the other
     assert set(frame.layer) == {-1, 0, 1}
     (facts,) = recorded.summary["cases"]
-    assert facts["pattern"] == "vertical_slash"
-    (result,) = recorded.summary["results"]
-    assert result["passes"]["forward"]["work"]["worker"]["n"] == 3 * 2 * 2
-    assert len(list((trained / "runs/one/profile").glob("records*"))) == 1
+    assert (facts["pattern"], facts["label"]) == ("vertical_slash", "vertical_slash striped ring")
+    (case,) = analyse(recorded)
+    assert case.passes["forward"].work.worker.n == 3 * 2 * 2
+    assert (recorded.summary["samples"], recorded.summary["samples_wanted"]) == (3, 3)
+    assert (trained / "runs/one/profile/trace.json").is_file()
     assert load_indices(trained / "runs/one/profile/index.npz").layers("vertical_slash") == (0, 1)
 
 
@@ -71,6 +73,52 @@ def test_losses_are_those_without_a_profile(trained, tmp_path):
     plain = train(tmp_path, *WORDS, "train.steps=4", "run.name=one")
     recorded = [json.loads(line) for line in (trained / "runs/one/metrics.jsonl").read_text().splitlines()]
     assert [step["loss"] for step in plain] == [step["loss"] for step in recorded[:4]]
+
+
+def test_steps_that_are_taken_again_are_recorded_once_and_another_spread_is_another_case(tmp_path):
+    """Ended after step 5, with a checkpoint of step 3; then on three workers."""
+    dense = [word for word in WORDS if not word.startswith(("sparsity", "train.checkpoint_every"))]
+    train(tmp_path, *dense, "train.steps=5", "profile.every=1", "train.checkpoint_every=3", "train.checkpoint_at_end=false", "run.name=one")
+    profile = tmp_path / "runs/one/profile"
+    assert set(open_records(profile).frame().iteration) == {1, 2, 3, 4, 5}
+    train(tmp_path, "--resume", "runs/one", "topology.workers=3")
+    recorded = open_records(profile)
+    frame = recorded.frame()
+    assert {(case, iteration) for case, iteration in zip(frame.case, frame.iteration, strict=True)} == {
+        (0, 1),
+        (0, 2),
+        (0, 3),
+        (1, 4),
+        (1, 5),
+    }
+    assert [case["workers"] for case in recorded.summary["cases"]] == [2, 3]
+    assert [case["label"] for case in recorded.summary["cases"]] == ["dense striped ring", "dense striped ring, from step 4"]
+    assert recorded.complete
+    assert [case.workers for case in analyse(recorded)] == [2, 3]
+    assert [case.missing for case in analyse(recorded)] == [(), ()]
+
+
+def test_a_profile_that_cannot_be_gone_on_with_is_put_aside_and_costs_no_training(tmp_path):
+    dense = [word for word in WORDS if not word.startswith("sparsity")]
+    train(tmp_path, *dense, "train.steps=2", "profile.every=1", "run.name=one")
+    summary = tmp_path / "runs/one/profile/summary.json"
+    summary.write_text("{")
+    metrics = train(tmp_path, "--resume", "runs/one", "train.steps=3")
+    assert len(metrics) == 3
+    assert "held no profile that can be gone on with; it is now profile-1" in " ".join((tmp_path / "stdout").read_text().split())
+    assert set(open_records(tmp_path / "runs/one/profile").frame().iteration) == {3}
+    assert (tmp_path / "runs/one/profile-1/summary.json").read_text() == "{"
+
+
+def test_dense_first_steps_are_a_case_of_their_own(tmp_path):
+    train(tmp_path, *WORDS, "sparsity.dense_steps=2", "train.steps=3", "profile.every=1", "run.name=one")
+    recorded = open_records(tmp_path / "runs/one/profile")
+    frame = recorded.frame()
+    labels = [case["label"] for case in recorded.summary["cases"]]
+    assert labels == ["vertical_slash striped ring", "dense striped ring, first steps"]
+    assert set(frame.iteration[frame.case == 1]) == {1, 2}
+    assert set(frame.iteration[frame.case == 0]) == {3}
+    assert recorded.summary["cases"][1]["density"] > 1.5 * recorded.summary["cases"][0]["density"]
 
 
 def test_negative_numbers_of_steps_are_refused(tmp_path):
