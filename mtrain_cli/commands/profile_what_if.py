@@ -154,14 +154,17 @@ def _table(recorded: RecordedIndices, pattern: str, rows: Sequence[Replayed]) ->
     for column in ("layout", "exchange"):
         table.add_column(f"\n{column}")
     table.add_column("\nworkers", justify="right")
-    for name in ("forward", "backward"):
+    # Where both passes have the same work, as they mostly have, it stands once.
+    alike = all(len({tuple(vars(found.degrees).values()) for found in row.passes.values()}) == 1 for row in rows)
+    for name in ("both passes",) if alike else ("forward", "backward"):
         for i, degree in enumerate(("worker", "step", "total", "critical")):
             table.add_column(f"{name if not i else ''}\n{degree}", justify="right")
     table.add_column("\nlargest", justify="right")
     table.add_column("\nsent", justify="right")
     table.add_column("work of\neach worker")
     for row in rows:
-        degrees = [getattr(found.degrees, name) for found in row.passes.values() for name in ("worker", "step", "total", "critical")]
+        passes = list(row.passes.values())[: 1 if alike else None]
+        degrees = [getattr(found.degrees, name) for found in passes for name in ("worker", "step", "total", "critical")]
         per_node = row.setup.per_node
         nodes = f"{row.setup.workers // per_node}x{per_node}" if row.setup.workers > per_node else str(row.setup.workers)
         table.add_row(

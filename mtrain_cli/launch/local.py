@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mtrain_cli.launch.agent import WorkerAgent
 
 TRAIN = "mtrain_cli.training.trainer:train"
+MEASURING = "mtrain_cli.profiling."  # targets that save nothing
 KILLED = 130
 DISPLAY_LINES = 2  # of `training.progress`
 # 128 + the signal, as shells count. A hangup is an end by the system like SIGTERM; one code for both is easier to test for.
@@ -65,10 +66,10 @@ def launch(run_dir: RunDir, environment: Environment, resume: bool, target: str 
             agent = WorkerAgent(environment.workers, command, Path(folder), _variables(environment), timeout_s)
         except (RuntimeError, OSError) as error:
             return _not_started(error)
-        return _wait(agent, run_dir, Path(folder))
+        return _wait(agent, run_dir, Path(folder), "end" if target.startswith(MEASURING) else "save a checkpoint")
 
 
-def _wait(agent: WorkerAgent, run_dir: RunDir, folder: Path) -> int:
+def _wait(agent: WorkerAgent, run_dir: RunDir, folder: Path, then: str) -> int:
     """Let the agent run in a thread, so that signals come to this one, and tell how it ended."""
     problem: list[Exception] = []
 
@@ -79,7 +80,7 @@ def _wait(agent: WorkerAgent, run_dir: RunDir, folder: Path) -> int:
             problem.append(error)
 
     thread = threading.Thread(target=run, name="workers", daemon=True)
-    with _Requests(run_dir) as requests:
+    with _Requests(run_dir, then) as requests:
         thread.start()
         while thread.is_alive() and not requests.kill:
             thread.join(0.1)
@@ -127,8 +128,10 @@ def _not_started(error: Exception) -> int:
 class _Requests:
     """Signals to the launcher while workers run: the first asks them to save and stop, a second Ctrl-C sets ``kill``."""
 
-    def __init__(self, run_dir: RunDir) -> None:
+    def __init__(self, run_dir: RunDir, then: str) -> None:
+        """then: what the workers do when they are asked to stop."""
         self._file = run_dir.stop_request
+        self._then = then
         self.asked: signal.Signals | None = None
         self.kill = False
 
@@ -152,7 +155,7 @@ class _Requests:
             self.asked = signal.Signals(signum)
             try:
                 self._file.touch()
-                _say("stopping: the workers save a checkpoint after this step; Ctrl-C again ends them at once", over_display=True)
+                _say(f"stopping: the workers {self._then} after this step; Ctrl-C again ends them at once", over_display=True)
             except OSError as error:
                 _say(f"cannot ask the workers to stop ({self._file}: {error.strerror}); Ctrl-C again ends them at once", over_display=True)
 

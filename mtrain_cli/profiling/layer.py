@@ -56,7 +56,8 @@ def _measure(cases: Sequence[Case], bench: Bench, leaving: Leaving, progress: Pr
     attentions = [_Attention.make(case, bench, inputs) for case in cases]
     for attention in attentions:
         progress.now(f"{attention.case.label}: warms up")
-        attention(False)
+        attention(True)
+        bench.collector.recorder.read()
     for sample in range(leaving.plan.samples):
         if any(bench.everyone(stop.requested())):
             return True

@@ -55,10 +55,10 @@ class _Rehearsal:
 
     def __call__(self, micro_batches: MicroBatches) -> None:
         if not self._warm:
-            # Kernels are compiled, and connections made.
+            # Kernels are compiled, connections and events made.
             for case in self.cases:
                 self.progress.now(f"{case.label}: warms up")
-                self._once(case, micro_batches)
+                self._recorded(case, micro_batches, kept=False)
             self._warm = True
         sample = self.leaving.samples
         # Nobody is always first, and neither is what is recorded.
@@ -93,12 +93,15 @@ class _Rehearsal:
         self._estimated = [attend.index.estimated if attend.index is not None else None for attend in attends]
         return batches, seconds
 
-    def _recorded(self, case: Case, micro_batches: MicroBatches) -> float:
+    def _recorded(self, case: Case, micro_batches: MicroBatches, *, kept: bool = True) -> float:
         recorder = self.bench.collector.recorder
         self.trainer.recorder = recorder
         case.exchange.record(recorder)
         batches, seconds = self._once(case, micro_batches)
         self.trainer.recorder = None
         case.exchange.record(None)
+        if not kept:
+            recorder.read()
+            return seconds
         self.leaving.recorded(case, self.trainer.step + 1, [(b.masks, found) for b, found in zip(batches, self._estimated, strict=True)])
         return seconds

@@ -73,7 +73,7 @@ def _header(source: Source) -> str:
         "folder": str(source.folder.resolve()),
     }
     listed = "".join(f"<dt>{name}</dt><dd>{escape(str(value))}</dd>" for name, value in rows.items() if value)
-    state = "partial" if source.remarks and any("partial" in remark or "no rows" in remark for remark in source.remarks) else "complete"
+    state = "complete" if source.complete else "partial"
     remarks = "".join(f'<p class="remark">{escape(remark)}</p>' for remark in source.remarks)
     return f"<header><h1>{escape(source.name)} <small>{escape(source.kind)}, {state}</small></h1>{remarks}<dl>{listed}</dl></header>"
 
@@ -313,7 +313,8 @@ function setUp(figure) {
       select.parentElement.style.display = names.length < 2 ? "none" : "";
     });
     const view = figure.views.find((one) => one.labels.every((label, i) => label === chosen[i]));
-    Plotly.react(place, view.data, merged(view.layout, view.data.length), {responsive: true, displaylogo: false, showTips: false});
+    Plotly.react(place, view.data, merged(view.layout, view.data.length), {responsive: true, displaylogo: false, showTips: false,
+      modeBarButtonsToRemove: ["sendDataToCloud", "sendChartToCloud", "select2d", "lasso2d"]});
   }
   selects.forEach((select, at) => select.addEventListener("change", () => { chosen[at] = select.value; refresh(); }));
   refresh();

@@ -48,6 +48,12 @@ class Source:
         return self.recorded.summary if self.recorded is not None else {}
 
     @property
+    def complete(self) -> bool:
+        """Whether nothing is missing of what was to be measured, or trained."""
+        recorded = self.recorded is None or (self.recorded.complete and not any(case.missing for case in self.cases))
+        return recorded and not (self.metrics and self.steps_wanted and self.metrics[-1].step < self.steps_wanted)
+
+    @property
     def remarks(self) -> list[str]:
         """What a reader has to know before the figures: what is missing."""
         found = []
@@ -130,8 +136,10 @@ def known() -> list[Path]:
     found = []
     for root in (RUNS, MEASUREMENTS):
         for folder in root.iterdir() if root.is_dir() else ():
-            files = [folder / name for name in (SUMMARY, f"{PROFILE}/{SUMMARY}", METRICS_FILE)]
-            times = [file.stat().st_mtime for file in files if file.is_file()]
+            # A profile that was ended before its first sample, or a run before its first step, says nothing.
+            places = [place for place in (folder, folder / PROFILE) if (place / RECORDS).exists() or (place / PARTS).exists()]
+            files = [folder / METRICS_FILE, *(place / SUMMARY for place in places)]
+            times = [file.stat().st_mtime for file in files if file.is_file() and file.stat().st_size]
             if times and not folder.is_symlink():
                 found.append((max(times), folder))
     return [folder for _, folder in sorted(found, key=lambda pair: (-pair[0], pair[1].name))]

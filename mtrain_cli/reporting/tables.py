@@ -84,19 +84,41 @@ def summary_table(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> T
     return table
 
 
-def bins_table(cases: Sequence[CaseAnalysis]) -> Table:
+def bins_table(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> Table:
     """Where the time of the passes goes, mean over ranks, as shares."""
     table = _table("Where the time of attention goes", "shares of all passes of an iteration, means over workers; late: waiting for others")
     used = [name for name in BINS if any(case.bin_ms(name) > 0 for case in cases)]
+    if names:
+        table.add_column("run", overflow="fold")
     table.add_column("case", overflow="fold")
-    table.add_column("ms", justify="right")
+    table.add_column("ms", justify="right", no_wrap=True)
     for name in used:
-        table.add_column(name.replace(" ", "\n"), justify="right")
-    for case in cases:
+        table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
+    for i, case in enumerate(cases):
         whole = float(case.passes_ms[:, case.present].sum(0).mean())
         shares = [case.bin_ms(name) / whole if whole else 0.0 for name in used]
-        table.add_row(case.label, ms(whole), *(f"{share:.1%}" if share >= 5e-4 else "" if not share else "<0.1%" for share in shares))
+        run = (names[i],) if names else ()
+        table.add_row(*run, case.label, ms(whole), *(f"{share:.1%}" if share >= 5e-4 else "" if not share else "<0.1%" for share in shares))
     return table
+
+
+def summary_lines(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> RenderableType:
+    """What `summary_table` and `bins_table` say, in sentences that wrap: for narrow terminals."""
+    lines = []
+    for i, case in enumerate(cases):
+        name = f"{names[i]}: " if names else ""
+        lines.append(Text(f"{name}{case.label}{' (partial)' if case.partial else ''}, {case.samples} samples", style="bold"))
+        for degree in ("worker", "step"):
+            time, work = (spread(getattr(of, degree)) for of in (case.time, case.work))
+            lines.append(Text(f"  {degree} ID {time} of time, {work} of work"))
+        passes = ", ".join(f"{direction} {ms(of.duration.mean)}" for direction, of in case.passes.items())
+        lines.append(Text(f"  ms of a layer's pass: {passes}"))
+        lines.append(Text(f"  computed {case.computation.step.mean:.1%} in steps, {case.computation.total.mean:.1%} in all"))
+        whole = float(case.passes_ms[:, case.present].sum(0).mean())
+        parts = [f"{bin} {case.bin_ms(bin) / whole:.1%}" for bin in BINS if whole and case.bin_ms(bin) > 0]
+        lines.append(Text(f"  {ms(whole)} ms an iteration: {', '.join(parts)}"))
+    caption = f"{_over(cases)} 1 is perfect; late: waiting for others; exposed: for a link"
+    return Group(*lines, Text(caption, style="dim italic"))
 
 
 def causes_text(case: CaseAnalysis) -> RenderableType:
@@ -108,8 +130,10 @@ def causes_text(case: CaseAnalysis) -> RenderableType:
     return Group(*(Text(f"{i}. {cause.text}") for i, cause in enumerate(case.causes, 1)))
 
 
-def heat_map(case: CaseAnalysis, direction: str, *, cells: int = CELLS) -> RenderableType:
-    """ms of attention, workers down and steps across, in shades that show without colours too."""
+def heat_map(case: CaseAnalysis, direction: str, *, cells: int = CELLS, name: str = "") -> RenderableType:
+    """name: of the run, where there are several.
+
+    ms of attention, workers down and steps across, in shades that show without colours too."""
     whole = case.passes[direction].attention
     table, folded = fold(whole, cells)
     top = float(table.max(initial=0)) or 1.0
@@ -127,7 +151,8 @@ def heat_map(case: CaseAnalysis, direction: str, *, cells: int = CELLS) -> Rende
     caption = f"{'':>8} steps 0-{whole.shape[1] - 1} across; {SHADES[-1] * 2} = {ms(top)} ms in a step; right: ms of the worker"
     if folded:
         caption += f"\n{'':>8} each cell is the largest of {per_worker} workers x {per_step} steps"
-    return Group(Text(f"{case.label}, {direction}: attention of worker and step", style="bold"), *lines, Text(caption, style="dim"))
+    of_run = f"{name}, " if name else ""
+    return Group(Text(f"{of_run}{case.label}, {direction}: attention of worker and step", style="bold"), *lines, Text(caption, style="dim"))
 
 
 def fold(table: np.ndarray, cells: int) -> tuple[np.ndarray, bool]:

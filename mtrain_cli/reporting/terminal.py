@@ -12,6 +12,7 @@ from mtrain_cli.reporting import tables
 from mtrain_cli.reporting.source import Source
 
 PIPED = 100  # columns of a table that goes to no terminal
+NARROW = 98  # columns that tables need
 FIGURES = 3  # heat maps; the page has all
 
 
@@ -38,11 +39,16 @@ def show_sources(console: Console, sources: Sequence[Source]) -> None:
     if not cases:
         return
     names = [source.name for source, _ in cases] if len(sources) > 1 else []
-    console.print(tables.summary_table([case for _, case in cases], names))
-    console.print(tables.bins_table([case for _, case in cases]))
+    measured = [case for _, case in cases]
+    if console.width < NARROW:
+        console.print(tables.summary_lines(measured, names))
+        console.print()
+    else:
+        console.print(tables.summary_table(measured, names))
+        console.print(tables.bins_table(measured, names))
     shown = [(source, case) for source, case in cases if case.workers > 1][:FIGURES]
-    for _, case in shown:
-        console.print(tables.heat_map(case, next(iter(case.passes))))
+    for source, case in shown:
+        console.print(tables.heat_map(case, next(iter(case.passes)), name=source.name if names else ""))
         console.print()
     if (many := sum(case.workers > 1 for _, case in cases)) > len(shown):
         console.print(f"maps of {len(shown)} of {many} cases; report.html has all, of both passes", style="dim", soft_wrap=True)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import defaultdict
 
 import gloo
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.sdpa import SdpaKernel
+from mtrain_cli.config.compose import compose
 from mtrain_cli.parallel import ranges
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import make_exchange
@@ -20,6 +23,7 @@ from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
 from mtrain_cli.parallel.recording import COMPUTING, NOTHING, Recorder, Span, with_gaps
 from mtrain_cli.parallel.traffic import Sizes, pass_bytes
 from mtrain_cli.sparsity.fixed import FixedPattern
+from mtrain_cli.sparsity.registry import make_pattern
 
 HEADS, KV_HEADS, HEAD_DIM, SEQ = 4, 2, 8, 96
 WAYS = [
@@ -102,6 +106,40 @@ def test_a_second_forward_pass_is_recomputation():
     passes = [(s.micro, s.layer, s.direction) for s in recorder.read() if s.kind == "pass"]
     # The backward pass of autograd begins with the second forward pass.
     assert passes == [(m, 3, d) for m in range(2) for d in ("forward", "recompute", "backward")]
+
+
+def estimated(rank: int, world: int) -> list[Span]:
+    """Rank 1 comes to the index of a layer 0.3 s after rank 0."""
+    group = make_context_group(rank, world, world, torch.device("cpu"))
+    layout = make_layout("striped", world, SEQ, 16, unit=16)
+    exchange = make_exchange("ring", layout, group)
+    pattern = make_pattern(compose(["sparsity=vertical_slash", "sparsity.block=16", "sparsity.last_q=16"]).sparsity, 0)
+    attend = ContextAttention.make(exchange, SdpaKernel(), [SequenceMask.causal(SEQ, layout.padded_seq)], "cpu", pattern)
+    q, k, v = (torch.randn(1, layout.tokens_per_worker, h, HEAD_DIM) for h in (HEADS, KV_HEADS, KV_HEADS))
+    recorder = Recorder(torch.device("cpu"))
+    attend.again()(q, k, v, 0)
+    exchange.record(recorder)
+    dist.barrier()
+    recorder.start()
+    time.sleep(0.3 * rank)
+    attend.again()(q, k, v, 0)
+    return with_gaps(recorder.read())
+
+
+def test_waiting_for_others_is_no_part_of_estimating_an_index():
+    first, second = gloo.run(2, estimated)
+    for spans, most, least in ((first, 0.6, 0.25), (second, 0.15, 0.0)):
+        waited = sum(s.seconds for s in spans if s.kind == "wait" and s.message.payload == "index")
+        assert least <= waited <= most
+        assert sum(s.seconds for s in spans if s.kind == "index") < 0.15
+        (whole,) = (s for s in spans if s.kind == "pass")
+        assert sum(s.seconds for s in spans if s.kind in COMPUTING) == pytest.approx(whole.seconds, abs=1e-7)
+
+
+def test_waits_are_taken_out_of_the_span_of_an_index():
+    spans = [span("pass", 0, 10, -1), span("index", 1, 8, -1), span("wait", 2, 3, -1), span("wait", 5, 7, -1), span("wait", 8, 9, 0)]
+    found = sorted((s.start, s.start + s.seconds) for s in with_gaps(spans) if s.kind == "index")
+    assert found == [(1, 2), (3, 5), (7, 8)]
 
 
 def span(kind: str, start: float, end: float, step: int = 0) -> Span:

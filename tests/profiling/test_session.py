@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import gloo
 import numpy as np
@@ -55,6 +56,20 @@ def test_messages_between_two_ranks_are_matched_in_their_order():
         [*moved(b[0], 2, 3), *moved(b[1], 4, 8), span("wait", 2, 3, b[0], 1), span("wait", 4, 8, b[1], 2)],
     )
     assert found == [(1, 1.0), (1, 0.0), (0, 0.0), (0, 1.0)]
+
+
+@pytest.mark.parametrize("other", [{"layer": 1}, {"micro": 1}, {"direction": "backward"}])
+def test_messages_of_other_passes_are_other_messages(other):
+    zero, one = hop(1, 1), hop(0, 0)
+
+    def later(spans: list[Span]) -> list[Span]:
+        return [replace(s, start=s.start + 100, **other) for s in spans]
+
+    # In the first pass rank 0 comes 3 s after rank 1, in the second both come at once; then the other way round.
+    late = [*moved(zero, 4, 9)], [*moved(one, 0, 9), span("wait", 1, 9, one)]
+    prompt = [*moved(zero, 0, 9)], [*moved(one, 0, 9), span("wait", 1, 9, one)]
+    assert waits(late[0] + later(prompt[0]), late[1] + later(prompt[1])) == [(0, 3.0), (0, 0.0)]
+    assert waits(prompt[0] + later(late[0]), prompt[1] + later(late[1])) == [(0, 0.0), (0, 3.0)]
 
 
 def test_a_collective_waits_for_whoever_comes_last():
