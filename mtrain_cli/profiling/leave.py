@@ -160,8 +160,9 @@ class Leaving:
         show_sources(console, [source])
         overhead = self._document["overhead"]
         if overhead is not None:
-            of = f"iterations of each case took {overhead:+.1%} with records, the mean of {len(self.cases)}"
-            console.print(of, soft_wrap=True)
+            plain = [np.array(facts["iteration_ms"]) for facts in self._document["cases"] if facts.get("iteration_ms")]
+            noise = max(float((times.max() - times.min()) / np.median(times)) for times in plain)
+            console.print(f"records cost {overhead:+.1%} of an iteration; those without differ by up to {noise:.1%} anyway", soft_wrap=True)
         console.print(f"files  {self.folder}", soft_wrap=True)
         console.print(f"draw   mtrain report {shlex.quote(str(self.folder))}", soft_wrap=True)
         console.print(f"other  mtrain profile what-if {shlex.quote(str(self.folder))}", soft_wrap=True)
