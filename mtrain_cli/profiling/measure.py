@@ -196,6 +196,11 @@ class Progress:
     def done(self) -> None:
         self._bar.advance(self._task)
 
+    def sampled(self, done: int, of: int) -> None:
+        """A line where there is no bar."""
+        if not self._console.is_terminal:
+            self.say(f"sample {done} of {of}")
+
     def say(self, line: str, style: str = "") -> None:
         if self._shown:
             self._console.print(line, style=style)

@@ -72,6 +72,7 @@ class _Rehearsal:
             self.leaving.timed(case, seconds[False], seconds[True])
             self.progress.done()
         self.leaving.sampled(self.trainer.step + 1, sample + 1)
+        self.progress.sampled(sample + 1, self.leaving.plan.samples)
         if sample == 0:
             # So that a run that is killed can be replayed, too.
             self.leaving.save_indices()

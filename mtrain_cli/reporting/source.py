@@ -72,6 +72,9 @@ class Source:
         for ranks, case in missing.items():
             of_all = f"{len(ranks)} of {case.workers * case.groups}"
             found.append(f"no rows of rank{'s' * (len(ranks) > 1)} {shortened(ranks)} ({of_all}); degrees are over the others")
+        cores, workers = self.facts.get("cpu_cores"), self.summary.get("workers")
+        if self.cases and not self.facts.get("gpus") and isinstance(cores, int) and isinstance(workers, int) and workers > cores:
+            found.append(f"{workers} workers share {cores} CPU cores: times tell who gets a core, work tells who has more to do")
         if self.cases and all(case.workers == 1 for case in self.cases):
             found.append("one worker: there is nobody to compare it with, and every degree across workers is 1")
         if self.metrics and self.steps_wanted and self.metrics[-1].step < self.steps_wanted:
@@ -103,6 +106,9 @@ def find(name: str) -> Path:
             return candidate
         if candidate.is_file():
             return candidate.parent if candidate.name in (RECORDS, SUMMARY, METRICS_FILE, RESOLVED) else candidate
+    for candidate in shipped():
+        if name == candidate.stem:
+            return candidate
     if name == "latest" and (newest := known()):
         return newest[0]
     names = [folder.name for folder in known()]
