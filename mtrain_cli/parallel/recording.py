@@ -8,6 +8,7 @@ places are NVTX ranges of the domain ``mtrain`` whenever a profiler such as Nsig
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -222,9 +223,12 @@ class Recorder:
 def with_gaps(spans: list[Span]) -> list[Span]:
     """The spans and what of every pass none of them covers. A gap belongs to the step of the span after it, the last one to that before.
 
-    While an index is estimated its workers wait for each other: that is taken out of the time of estimating.
+    Waits inside of other spans are taken out of these: workers that estimate an index wait for each other, and on a CPU a collective that
+    sends on what another brought waits for that.
     """
-    found = [part for span in spans for part in (_without_waits(span, spans) if span.kind == INDEX else (span,))]
+    waits = sorted((s for s in spans if s.kind == WAIT), key=lambda s: s.start)
+    starts = [s.start for s in waits]
+    found = [part for span in spans for part in (_without(span, waits, starts) if span.kind in (INDEX, ARRANGE) else (span,))]
     passes: dict[tuple[int, int, str], list[Span]] = {}
     for span in found:
         if span.kind in COMPUTING or span.kind == PASS:
@@ -243,12 +247,11 @@ def with_gaps(spans: list[Span]) -> list[Span]:
     return found
 
 
-def _without_waits(span: Span, spans: list[Span]) -> list[Span]:
-    """What the waits inside of a span leave of it."""
+def _without(span: Span, waits: list[Span], starts: list[float]) -> list[Span]:
+    """What the waits inside of a span leave of it. waits: ascending. starts: of waits."""
     end = span.start + span.seconds
-    inside = [s for s in spans if s.kind == WAIT and s.step == span.step and span.start <= s.start and s.start + s.seconds <= end]
     left, at = [], span.start
-    for wait in sorted(inside, key=lambda s: s.start):
+    for wait in waits[bisect_left(starts, span.start) : bisect_left(starts, end)]:
         left.append(replace(span, start=at, seconds=wait.start - at))
         at = wait.start + wait.seconds
     return [*left, replace(span, start=at, seconds=end - at)]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pandas
 
-from mtrain_cli.parallel.recording import COMPUTING, GAP, ITERATION, PASS, RECEIVE, SEND
+from mtrain_cli.parallel.recording import COMPUTING, GAP, ITERATION, KINDS, PASS, RECEIVE, SEND
 from mtrain_cli.profiling.records import ROW, as_frame
 
 MOST_ROWS = 400_000  # what a browser still opens; beyond that only some layers are drawn
@@ -26,6 +26,7 @@ _LANES = 100  # thread numbers of a link
 
 def write_trace(rows: np.ndarray, summary: dict[str, Any], path: Path) -> int:
     """rows: of dtype `records.ROW`, one iteration of every case -> slices. Beside the file, in a folder, the same by rank."""
+    rows = _drawn(rows)
     found = _in_order(as_frame({name: rows[name] for name in ROW.names or ()}))
     events = list(_events(found, summary))
     info = {"mtrain": {"cases": [case["label"] for case in summary["cases"]], "layers": sorted(map(int, set(found.layer) - {-1}))}}
@@ -41,13 +42,19 @@ def write_trace(rows: np.ndarray, summary: dict[str, Any], path: Path) -> int:
     return sum(event["ph"] == "X" for event in events)
 
 
-def _in_order(rows: pandas.DataFrame) -> pandas.DataFrame:
-    """Without gaps, and of some layers if there are too many; `start_us` goes on from one case to the next."""
-    rows = rows[rows.phase != GAP].copy()
+def _drawn(rows: np.ndarray) -> np.ndarray:
+    """Without gaps, and of some layers if there are too many."""
+    rows = rows[rows["phase"] != KINDS.index(GAP)]
     if len(rows) > MOST_ROWS:
-        layers = np.unique(rows.layer[rows.layer >= 0])
+        layers = np.unique(rows["layer"][rows["layer"] >= 0])
         count = max(1, len(layers) * MOST_ROWS // len(rows))
-        rows = rows[rows.layer.isin([-1, *layers[np.linspace(0, len(layers) - 1, count).astype(int)]])].copy()
+        chosen = [-1, *layers[np.linspace(0, len(layers) - 1, count).astype(int)]]
+        rows = rows[np.isin(rows["layer"], chosen)]
+    return rows
+
+
+def _in_order(rows: pandas.DataFrame) -> pandas.DataFrame:
+    """`start_us` goes on from one case to the next."""
     begin = 0.0
     for case in sorted(set(rows.case)):
         mine = rows.case == case

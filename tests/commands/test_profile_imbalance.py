@@ -105,6 +105,20 @@ def test_work_is_that_of_the_schedule(profile):
                 allowed = ((k[None] <= q[:, None]) & (k[None] >= start[:, None])).sum()
                 row = mine[(mine["rank"] == rank) & (mine.step == step) & (mine.phase == "attention")]
                 assert int(row.pairs.sum()) == 4 * allowed, (layout, rank, step)
+                assert float(row.flop.sum()) == 4 * 32 * 4 * allowed
+        backward = frame[(frame.case == case) & (frame.direction == "backward") & (frame.phase == "attention")]
+        assert (backward.flop == 10 * 32 * backward.pairs).all()
+
+
+def test_overhead_is_that_of_the_recorded_iterations(profile):
+    recorded = open_records(profile)
+    frame = recorded.frame()
+    whole = frame[frame.phase == "iteration"].groupby(["case", "iteration"]).dur_us.max() / 1e3
+    for number, case in enumerate(recorded.summary["cases"]):
+        # What the clock said around them is what they recorded of themselves.
+        np.testing.assert_allclose(sorted(case["recorded_ms"]), sorted(whole[number]), rtol=0.05)
+        ratios = np.array(case["recorded_ms"]) / case["iteration_ms"]
+        assert case["overhead"] == pytest.approx(np.median(ratios) - 1, abs=1e-4)
 
 
 def test_results_are_those_of_the_records(profile):
@@ -142,6 +156,8 @@ def test_the_trace_is_one_that_viewers_open(profile):
     last = frame[(frame.iteration == 3) & (frame.phase != "gap")]
     last = last[~(last.phase.isin(COMPUTING) & (last.dur_us == 0))]
     assert len(slices) == len(last)
+    assert {e["args"]["iteration"] for e in slices} == {3}
+    assert {e["args"]["case"] for e in slices} == {case["label"] for case in open_records(profile).summary["cases"]}
     by_thread: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for e in slices:
         assert e["dur"] >= 0
@@ -177,7 +193,7 @@ def test_attention_alone_at_several_lengths(tmp_path):
     assert recorded.complete
     assert recorded.summary["mode"] == "attention"
     for case in recorded.summary["cases"]:
-        assert case["forward_ms"] > 0 < case["backward_ms"]
+        assert 0 < case["forward_ms"] < case["backward_ms"]  # five products against two
         assert case["density"] == pytest.approx(1.0)
     frame = recorded.frame()
     assert set(frame.layer) == {-1, 0}
@@ -185,7 +201,7 @@ def test_attention_alone_at_several_lengths(tmp_path):
 
 
 def test_for_scripts_it_prints_json_and_fails_above_a_limit(tmp_path):
-    words = ["--layout", "contiguous,striped", "--steps", "1", "--json", "--fail-above", "work.worker=1.3,step=99"]
+    words = ["--layout", "contiguous,striped", "--steps", "1", "--json", "--fail-above", "step=99,work.worker=1.3"]
     found = run(tmp_path, *words, "topology.workers=2", *SMALL, "data.document_mask=false")
     # Contiguous: the second of two workers has three quarters of the pairs.
     assert found.returncode == 1

@@ -30,6 +30,7 @@ WAYS = [
     ("ring", 1, {"context"}),
     ("hierarchical_ring", 1, {"inner", "outer"}),
     ("all_gather", 1, {"context"}),
+    ("hierarchical_all_gather", 1, {"inner", "outer"}),
     ("ring", 2, {"context", "heads"}),
 ]
 
@@ -72,13 +73,17 @@ def test_every_moment_of_a_pass_is_in_one_span(name, heads, links, sparse):
                 assert computed == list(range(4 // heads if "ring" in name else 1)), (rank, direction)
             assert {s.message.link for s in mine if s.kind == "wait"} <= links | {"context"}
             (whole,) = (s for s in mine if s.kind == "pass")
-            parts = sorted((s for s in with_gaps(mine) if s.kind in COMPUTING and s.kind != "gap"), key=lambda s: s.start)
+            parts = sorted((s for s in with_gaps(mine) if s.kind in COMPUTING and s.kind != "gap" and s.seconds), key=lambda s: s.start)
             # One thing after the other, on one thread, from the beginning of the pass to its end.
             assert all(a.start + a.seconds <= b.start + 1e-7 for a, b in itertools.pairwise(parts))
             assert whole.start <= parts[0].start
             assert parts[-1].start + parts[-1].seconds <= whole.start + whole.seconds + 1e-7
             filled = sum(s.seconds for s in with_gaps(mine) if s.kind in COMPUTING)
             assert filled == pytest.approx(whole.seconds, abs=1e-7)
+            if name == "ring" and heads == 1:
+                neighbours = {(s.message.source, s.message.to) for s in mine if s.kind == "receive" and s.message.payload == "kv"}
+                away = 1 if direction == "forward" else -1
+                assert neighbours == {((rank - away) % 4, (rank + away) % 4)}
             scheduled = [s for s in mine if s.kind == "send" and s.message.payload != "columns"]
             assert sum(s.message.sent for s in scheduled) == bytes_sent
             # Each message is one sent and one received, under way at least until it was waited for.

@@ -1,0 +1,39 @@
+"""Work of a recorded iteration: each layer and micro-batch under its own index and masks."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from mtrain_cli.attention.index import VerticalSlash
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.parallel.exchange import make_exchange
+from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.parallel.mesh import ContextGroup
+from mtrain_cli.profiling.work import own_work
+
+SEQ, BLOCK, HEADS = 64, 16, 2
+
+
+def slashes(*chosen: int) -> VerticalSlash:
+    on = torch.zeros(1, HEADS, SEQ // BLOCK, dtype=torch.bool)
+    on[..., list(chosen)] = True
+    return VerticalSlash(BLOCK, SEQ // BLOCK, on, torch.full((1, HEADS, 1), SEQ, dtype=torch.int32))
+
+
+def test_every_layer_of_every_micro_batch_has_its_own_work():
+    exchange = make_exchange("all_gather", make_layout("striped", 1, SEQ, BLOCK, unit=BLOCK), ContextGroup.alone())
+    causal = [SequenceMask.causal(SEQ, SEQ)]
+    documents = [SequenceMask.from_documents(np.repeat([0, 1], SEQ // 2), SEQ)]
+    indices = {0: slashes(0), 1: slashes(0, 1)}
+    found = own_work(exchange, HEADS, range(2), [(causal, indices), (documents, indices), (causal, None)])
+    own, next_to_it = BLOCK * (BLOCK + 1) // 2, BLOCK * BLOCK
+    wanted = {
+        (0, 0): 4 * own,
+        (0, 1): 4 * own + 3 * next_to_it,
+        (1, 0): 4 * own,
+        (1, 1): 4 * own + 2 * next_to_it,  # none between the documents
+        (2, 0): SEQ * (SEQ + 1) // 2,
+        (2, 1): SEQ * (SEQ + 1) // 2,
+    }
+    assert {key: int(work["forward"].pairs.sum()) for key, work in found.items()} == {key: HEADS * pairs for key, pairs in wanted.items()}
