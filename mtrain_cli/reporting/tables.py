@@ -19,6 +19,7 @@ from mtrain_cli.profiling.analysis import BINS, CaseAnalysis, Estimate, PassAnal
 from mtrain_cli.reporting.source import Source
 from mtrain_cli.training.metrics import StepMetrics
 
+SAME = 5e-4  # what shows as a ratio of 1.000
 CELLS = 32  # of a heat map in the terminal, in each direction
 SHADES = " ░▒▓█"
 _COLOURS = ("grey93", "light_yellow3", "gold3", "dark_orange3", "red3")
@@ -256,6 +257,8 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
+        if abs(self.ratio - 1) < SAME:
+            return "equal"
         if not np.isfinite(self.noise):
             return "too few samples to tell"
         if abs(self.ratio - 1) <= self.noise:
