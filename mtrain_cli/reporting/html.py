@@ -313,8 +313,8 @@ function setUp(figure) {
       select.parentElement.style.display = names.length < 2 ? "none" : "";
     });
     const view = figure.views.find((one) => one.labels.every((label, i) => label === chosen[i]));
-    Plotly.react(place, view.data, merged(view.layout, view.data.length), {responsive: true, displaylogo: false, showTips: false, plotlyServerURL: "",
-      modeBarButtonsToRemove: ["sendDataToCloud", "sendChartToCloud", "select2d", "lasso2d"]});
+    Plotly.react(place, view.data, merged(view.layout, view.data.length), {responsive: true, displaylogo: false, showTips: false,
+      plotlyServerURL: "", modeBarButtonsToRemove: ["sendDataToCloud", "sendChartToCloud", "select2d", "lasso2d"]});
   }
   selects.forEach((select, at) => select.addEventListener("change", () => { chosen[at] = select.value; refresh(); }));
   refresh();

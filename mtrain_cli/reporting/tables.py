@@ -257,10 +257,10 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        if abs(self.ratio - 1) < SAME:
-            return "equal"
         if not np.isfinite(self.noise):
             return "too few samples to tell"
+        if abs(self.ratio - 1) < SAME:
+            return "equal"
         if abs(self.ratio - 1) <= self.noise:
             return "inside the noise"
         return "more" if self.ratio > 1 else "less"
