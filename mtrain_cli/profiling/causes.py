@@ -71,7 +71,7 @@ class Blame:
     charges: list[_Charges] = field(default_factory=list)
     victims: list[list[tuple[np.ndarray, np.ndarray]]] = field(default_factory=list)  # direction -> (codes, ms)
     link: np.ndarray | None = None
-    passes: float = 0.0  # ms of all passes of all ranks
+    passes: float = 0.0  # ms of all passes of all ranks, and of the waits at their ends where ranks are `together`
     layers: int = 0
     pairs: np.ndarray = field(init=False)  # of whole passes, [directions, groups, workers]
     attention: np.ndarray = field(init=False)  # the same, ms
@@ -125,6 +125,7 @@ class Blame:
         # In the end all wait for the last.
         ends = starts[..., -1] + (busy + late + exposed)[..., -1]
         tail = np.where(present, ends[:, present].max(1, keepdims=True) - ends, 0)
+        self.passes += weight * float(tail.sum()) if self.together else 0.0
         ended = np.where(present, ends, -np.inf).argmax(1)
         behind = np.concatenate(
             [found.behind[d, kept, group], np.repeat((ended + 1)[:, None] * len(LINKS) * 2, s.workers, 1)[..., None]], -1

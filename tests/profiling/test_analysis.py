@@ -11,7 +11,7 @@ import pytest
 from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, write
 
 from mtrain_cli.parallel.recording import KINDS
-from mtrain_cli.profiling.analysis import BINS, Estimate, analyse
+from mtrain_cli.profiling.analysis import BINS, Estimate, _Gathered, analyse
 from mtrain_cli.profiling.causes import Blame
 from mtrain_cli.profiling.collect import iterations, survey
 from mtrain_cli.profiling.imbalance import computation, imbalance
@@ -99,6 +99,69 @@ def test_spread_is_over_samples_and_groups_are_samples(tmp_path):
     assert found.time.worker == Estimate(*(pytest.approx(v, rel=1e-5) for v in (np.mean(degrees), np.std(degrees, ddof=1))), 4)
     assert (found.workers, found.groups, found.bins.shape) == (2, 2, (2, 4, len(BINS)))
     assert found.tokens == 2 * 4096
+
+
+def test_a_pass_and_its_layers_last_as_long_as_the_slowest_worker(tmp_path):
+    factors = {2: 1, 5: 4, 9: 2}
+
+    def of(iteration: int, layer: int, _group: int) -> Play:
+        return Play(ring(2), lambda _d, r, _s: (1.0 + iteration) * factors[layer] * (1.0 + r))
+
+    rows = [rows_of(of, iteration=i, layers=tuple(factors), micros=2) for i in range(2)]
+    (found,) = analyse(open_records(write(tmp_path, rows, [facts_of(ring(2), layers=3)])))
+    forward = found.passes["forward"]
+    # Two steps of 1 ms and of 2 ms, in layers of 1, 4 and 2 times that; everything twice as long in the second iteration.
+    assert forward.duration == Estimate(*(pytest.approx(v, rel=1e-5) for v in (14, 28 / 3 / 2**0.5)), 2)
+    assert forward.layers == [
+        {"layer": layer, "ms": pytest.approx(1.5 * 4 * f), "attention_ms": pytest.approx(1.5 * 3 * f), "late_ms": 0, "exposed_ms": 0}
+        for layer, f in factors.items()
+    ]
+    # Of the slowest worker's time, the other computes in half.
+    assert (forward.computation.step.mean, forward.computation.total.mean) == pytest.approx((1, 0.75))
+
+
+def test_percentiles_are_of_the_time_of_steps(tmp_path):
+    found = analysed(tmp_path, Play(ring(4), lambda _d, _r, s: (1.0, 1.0, 1.0, 9.0)[s], merge=0.5), layers=(0, 1)).passes["forward"]
+    assert (found.p50, found.p95, found.longest) == pytest.approx((1.5, 9.5, 9.5))
+
+
+def test_an_iteration_lasts_as_long_as_its_slowest_rank(tmp_path):
+    rows = [rows_of(Play(ring(3)), iteration=i) for i in range(2)]
+    for i, part in enumerate(rows):
+        whole = part["phase"] == KINDS.index("iteration")
+        part["dur_us"][whole] = np.array([10, 30, 20])[part["rank"][whole]] * (i + 1) * 1e3
+    (found,) = analyse(open_records(write(tmp_path, rows, [facts_of(ring(3))])))
+    assert found.iteration_ms == Estimate(pytest.approx(45), pytest.approx(30 / 2**0.5), 2)
+
+
+def test_what_is_drawn_from_long_recordings_has_every_step_and_layer(tmp_path, monkeypatch):
+    layers, steps, count = 5, 4, 40
+    what = rows_of(
+        lambda _i, layer, _g: Play(ring(steps), lambda _d, _r, s: 10.0 * (layer + 1) + s), layers=range(layers), directions=("forward",)
+    )
+    rows = np.tile(what, count)
+    rows["iteration"] = np.repeat(np.arange(count), len(what))
+    # One value of as many as there are steps is kept, one table of as many as there are layers.
+    monkeypatch.setattr("mtrain_cli.profiling.analysis.MOST_VALUES", count * layers * (steps + 1))
+    monkeypatch.setattr("mtrain_cli.profiling.analysis.MOST_TABLES", count)
+    recorded = open_records(write(tmp_path, [rows], [facts_of(ring(steps), layers=layers)], wanted=count))
+    shapes, last = survey(recorded)
+    gathered = _Gathered(shapes[0], Blame(shapes[0], 0.0))
+    assert (gathered.value_stride, gathered.table_stride) == (steps, layers)
+    for _, iteration in iterations(recorded, shapes, last):
+        gathered.add(iteration)
+    times = [[10 * (layer + 1) + step for step in range(steps)] for layer in range(layers)]
+    values = np.rint(np.concatenate(gathered.values[0]))
+    assert len(values) == pytest.approx(count * layers * steps, rel=0.2)  # of four times as many
+    assert set(values) == {time for layer in times for time in layer}
+    assert len(gathered.tables[0]) == pytest.approx(count, rel=0.4)
+    assert {tuple(np.rint(table[0])) for table in gathered.tables[0]} == {tuple(layer) for layer in times}
+    found = gathered.result(count).passes["forward"]
+    assert found.p50 == pytest.approx(np.percentile(times, 50), abs=1)
+    assert found.p95 == pytest.approx(np.percentile(times, 95), abs=1)
+    assert found.longest == pytest.approx(53)
+    assert found.across_workers[:, [0, -1]] == pytest.approx(np.array([times[0], times[-1]]).T)
+    assert found.across_steps[:, [0, -1]] == pytest.approx(np.array([[10, 53]] * steps))
 
 
 def slower(rank: int, times: float):
@@ -214,6 +277,27 @@ def test_slow_links_are_named_with_their_step(tmp_path):
     assert cause.text == "forward: the inner link is exposed for 2.40 ms a layer, most in step 1: 0.40 ms"
     assert found.exposed == pytest.approx({"inner": 2.4}, rel=1e-3)
     assert found.bin_ms("late") == pytest.approx(0, abs=1e-3)
+
+
+def test_waits_for_links_are_those_of_one_layer_and_rank(tmp_path):
+    what = Play(ring(8, 4, "hierarchical_ring"), link={"inner": 1.4, "outer": 0.1})
+    (cause,) = analysed(tmp_path, what, layers=(0, 1, 2), iterations=2).causes
+    assert cause.text == "forward: the inner link is exposed for 2.40 ms a layer, most in step 1: 0.40 ms"
+    assert cause.ms == pytest.approx(2.4 * 8 * 3, rel=1e-3)  # of an iteration, all ranks together
+
+
+def test_a_cause_has_its_share_of_the_time_of_all_ranks(tmp_path):
+    # Three of four are done after 1 ms and wait for the last until it is, in two passes of two layers: 9 of 10 ms.
+    found = analysed(tmp_path / "alone", Play(ring(4, exchange="all_gather"), slower(3, 10.0)), layers=(0, 1), iterations=2)
+    (cause,) = found.causes
+    assert cause.ms == pytest.approx(3 * 9 * 4)
+    assert "waits 9.00 ms for rank 3" in cause.text
+    assert cause.text.endswith("; 108 ms an iteration over all ranks, 67.5% of their time")
+    # In training nobody waits at the end: 1.1 of 2.1 ms, before the step.
+    slow = Play(ring(4, exchange="all_gather"), slower(3, 2.1), starts={3: 1.1})
+    (cause,) = analysed(tmp_path / "training", slow, layers=(0, 1), iterations=2, mode="training").causes
+    assert "waits 1.10 ms for rank 3" in cause.text
+    assert cause.text.endswith(f"; 13 ms an iteration over all ranks, {3 * 1.1 / (4 * 2.1):.1%} of their time")
 
 
 def test_one_worker_has_degrees_of_one(tmp_path):

@@ -12,6 +12,7 @@ from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, writ
 
 from mtrain_cli.reporting import tables
 from mtrain_cli.reporting.source import Source, open_source, shortened
+from mtrain_cli.reporting.terminal import show_sources
 
 
 def printed(item, *, width: int = 100, colour: bool = False) -> str:
@@ -38,6 +39,75 @@ def test_the_summary_has_every_figure_in_100_columns(source):
     assert f"{case.computation.total.mean:.3f}" in text
     assert f"context {tables.ms(case.exposed['context'])}" in text
     assert "…" not in text
+
+
+def cells(table) -> dict[str, list[str]]:
+    return {str(column.header).replace("\n", " "): [str(cell) for cell in column.cells] for column in table.columns}
+
+
+def test_waits_for_others_and_for_links_are_each_in_their_place(tmp_path):
+    # Rank 1 begins 1.5 ms later; messages take 3 ms, of which 1 ms of computation hides some: rank 0 waits 0.5 ms for rank 1 and 3 ms for
+    # the link, rank 1 only 0.5 ms for the link.
+    rows = rows_of(Play(ring(2), link={"context": 3.0}, starts={1: 1.5}), directions=("forward",))
+    (case,) = open_source(write(tmp_path, [rows], [facts_of(ring(2))])).cases
+    (waits,) = cells(tables.summary_table([case]))["waits ms for others for links"]
+    assert waits == "0.25\ncontext 1.75"
+    shares = cells(tables.bins_table([case]))
+    assert (shares["ms"], shares["late"], shares["exposed context"]) == (["4"], ["6.2%"], ["43.8%"])
+
+
+def test_sentences_for_narrow_terminals_have_the_numbers_of_the_tables(tmp_path):
+    def skewed(direction: str, rank: int, step: int) -> float:
+        return (1 + 0.3 * rank + 0.7 * (step == 2)) * (1.7 if direction == "backward" else 1)
+
+    what = Play(
+        ring(4), skewed, pairs=lambda _d, r, s: 1000 + 300 * r + 500 * s, link={"context": 1.4}, index=0.2, merge=0.1, starts={2: 4.0}
+    )
+    source = open_source(recorded_once(tmp_path, what, layers=(0, 1), iterations=2))
+    summary, bins = cells(tables.summary_table(source.cases)), cells(tables.bins_table(source.cases))
+    lines = printed(tables.summary_lines(source.cases), width=400).splitlines()
+    for line, name in ((lines[1], "worker"), (lines[2], "step")):
+        time, work = summary[f"{name} ID time work"][0].split("\n")
+        assert line == f"  {name} ID {time} of time, {work} of work"
+        assert time != work
+    forward, backward = summary["pass ms forward backward"][0].split("\n")
+    assert lines[3] == f"  ms of a layer's pass: forward {forward}, backward {backward}"
+    in_steps, in_all = (f"{float(share):.1%}" for share in summary["computed in steps in all"][0].split("\n"))
+    assert in_steps != in_all
+    assert lines[4] == f"  computed {in_steps} in steps, {in_all} in all"
+    shares = ", ".join(f"{name} {share}" for name, (share,) in bins.items() if share.endswith("%"))
+    assert lines[5] == f"  {bins['ms'][0]} ms an iteration: {shares}"
+    for name in ("index", "attention", "merge", "late", "exposed context"):
+        assert name in shares
+
+
+def test_every_table_of_several_runs_says_whose_it_is(tmp_path):
+    sources = [open_source(recorded_once(tmp_path / name, Play(ring(2), times))) for name, times in (("left", heavy), ("right", rising))]
+    for table in (tables.summary_table, tables.bins_table):
+        assert cells(table([s.cases[0] for s in sources], ["left", "right"]))["run"] == ["left", "right"]
+        assert "run" not in cells(table(sources[0].cases))
+    for width in (80, 120):
+        file = io.StringIO()
+        show_sources(Console(file=file, width=width), sources)
+        lines = [" ".join(line.split()) for line in file.getvalue().splitlines()]
+        for name in ("left", "right"):
+            assert f"{name}, dense striped ring, forward: attention of worker and step" in lines
+            assert f"{name}, dense striped ring: why workers wait" in lines
+            starts = f"{name}: dense striped ring, 1 sample" if width == 80 else f"{name} dense striped"
+            before = lines[: lines.index("left, dense striped ring, forward: attention of worker and step")]
+            assert sum(line.startswith(starts) for line in before) == (1 if width == 80 else 2)  # the summary, and where time goes
+
+
+def rising(direction: str, rank: int, step: int) -> float:
+    return (1.0 + rank + step) * (3 if direction == "backward" else 1)
+
+
+def test_a_heat_map_is_of_the_direction_that_it_names(tmp_path):
+    (case,) = open_source(recorded_once(tmp_path, Play(ring(2), rising))).cases
+    for direction, sums in (("forward", (3, 5)), ("backward", (9, 15))):
+        lines = printed(tables.heat_map(case, direction)).splitlines()
+        assert f"{direction}: attention" in lines[0]
+        assert [float(line.split()[-1]) for line in lines[1:3]] == pytest.approx(sums, rel=1e-2)
 
 
 def test_shares_of_the_bins_add_up(source):
