@@ -143,7 +143,7 @@ def known() -> list[Path]:
     for root in (RUNS, MEASUREMENTS):
         for folder in root.iterdir() if root.is_dir() else ():
             # A profile that was ended before its first sample, or a run before its first step, says nothing.
-            places = [place for place in (folder, folder / PROFILE) if (place / RECORDS).exists() or (place / PARTS).exists()]
+            places = [place for place in (folder, folder / PROFILE) if (place / RECORDS).exists() or any((place / PARTS).glob("*.parquet"))]
             files = [folder / METRICS_FILE, *(place / SUMMARY for place in places)]
             times = [file.stat().st_mtime for file in files if file.is_file() and file.stat().st_size]
             if times and not folder.is_symlink():

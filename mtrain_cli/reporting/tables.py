@@ -108,7 +108,11 @@ def summary_lines(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> R
     lines = []
     for i, case in enumerate(cases):
         name = f"{names[i]}: " if names else ""
-        lines.append(Text(f"{name}{case.label}{' (partial)' if case.partial else ''}, {case.samples} samples", style="bold"))
+        lines.append(
+            Text(
+                f"{name}{case.label}{' (partial)' if case.partial else ''}, {case.samples} sample{'s' * (case.samples != 1)}", style="bold"
+            )
+        )
         for degree in ("worker", "step"):
             time, work = (spread(getattr(of, degree)) for of in (case.time, case.work))
             lines.append(Text(f"  {degree} ID {time} of time, {work} of work"))
