@@ -17,7 +17,8 @@ def values(word: str, config_dir: Path | None = None) -> list[str]:
 
 
 def test_nothing_typed_offers_groups_and_top_level_keys():
-    assert values("") == [f"{name}=" for name in ("data", "model", "optim", "run", "sparsity", "topology", "train", "seq", "seed")]
+    groups = ("data", "model", "optim", "profile", "run", "sparsity", "topology", "train")
+    assert values("") == [f"{name}=" for name in (*groups, "seq", "seed")]
 
 
 @pytest.mark.parametrize(
