@@ -85,8 +85,8 @@ def play(
     rows: bool = False,
     stream: int = 0,
 ) -> PassTimes:
-    """start: [workers], when each rank begins; 0. rows: also makes records, in which ``grid`` names shards. stream: each pass has a jitter of
-    its own.
+    """start: [workers], when each rank begins; 0. rows: also makes records, in which ``grid`` names shards. stream: each pass draws its
+    own jitter.
     """
     begin = np.zeros(workers) if start is None else np.asarray(start, np.float64)
     player = _Player(direction, begin, steps, conditions or Conditions(), stream, _Rows(direction, workers, grid) if rows else None)

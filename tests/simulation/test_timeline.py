@@ -58,7 +58,7 @@ class Given(Prices):
         grid = self.lockstep.grid
         return collective_of_all("columns", grid.workers, grid.heads, (self.sum_us, 0.0), self.share, crosses=False, size=1)
 
-    def message(self, move: Move, *, first: bool) -> Message:
+    def message(self, move: Move, *, first: bool) -> Message:  # noqa: ARG002
         t, workers = move.first, self.lockstep.grid.workers
         latency, busy, outer, share = self.cost(t.number, t.channel, np.arange(workers), move)
         return Message(
