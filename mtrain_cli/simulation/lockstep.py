@@ -47,12 +47,12 @@ class Move:
 @dataclass(frozen=True, eq=False)
 class Beat:
     """One step of all ranks, see `schedule.Step`. queries, keys: places of the groups that rank 0 computes, None for none; ``keys`` is
-    `EVERYTHING` where all are computed at once. parts: of the heads.
+    `EVERYTHING` where all are computed at once. part: of the heads of rank 0 (`parts_of`).
     """
 
     queries: int | None
     keys: int | None
-    parts: int
+    part: tuple[int, int]
     post: tuple[Move, ...]
     wait: tuple[int, ...]
     collect: tuple[int, ...]
@@ -127,6 +127,11 @@ class Lockstep:
     def beats(self, direction: str) -> tuple[Beat, ...]:
         return self.backward if direction == "backward" else self.forward
 
+    def parts_of(self, beat: Beat) -> IntArray:
+        """[workers]: which of the equal parts of the heads each rank computes."""
+        own = beat.part[1] // self.grid.heads
+        return np.arange(self.grid.workers) % self.grid.heads * own + beat.part[0]
+
     def node(self, rank: IntArray) -> IntArray:
         return rank // self.schedule.per_node
 
@@ -143,7 +148,7 @@ class Lockstep:
         if beat.computes:
             assert beat.queries is not None
             assert beat.keys is not None
-            assert beat.parts == step.part[1]
+            assert (self.parts_of(beat)[rank], beat.part[1]) == step.part
             assert self.grid.groups_of(beat.queries)[rank] == step.queries[0] // heads
             whole = beat.keys == EVERYTHING
             assert whole == (len(step.keys) == self.schedule.workers)
@@ -176,7 +181,7 @@ class _Maker:
         queries = step.queries[0] // heads if step.queries else None
         everything = len(step.keys) == self.grid.workers
         keys = None if not step.keys else EVERYTHING if everything else step.keys[0] // heads
-        return Beat(queries, keys, step.part[1], self._moves(step.post), step.wait, step.collect, self._moves(step.send))
+        return Beat(queries, keys, step.part, self._moves(step.post), step.wait, step.collect, self._moves(step.send))
 
     def _moves(self, transfers: Sequence[Transfer]) -> tuple[Move, ...]:
         return tuple(map(self._move, transfers))
