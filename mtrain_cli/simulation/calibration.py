@@ -62,7 +62,7 @@ class Curve:
     scaled: str | None = None
     stands_for: str | None = None
 
-    def us(self, flop: FloatArray, of_columns: FloatArray | float = 0.0, bound: str = VALUE) -> FloatArray:
+    def us(self, flop: np.ndarray, of_columns: np.ndarray | float = 0.0, bound: str = VALUE) -> FloatArray:
         """flop: of calls, of everything but single columns. 0 where there is no work."""
         ms = self.fixed_ms + np.asarray(flop) * (self.ms_per_tflop / 1e12) + np.asarray(of_columns) * (self.ms_per_column_tflop / 1e12)
         factor = {LOW: self.low, VALUE: 1.0, HIGH: self.high}[bound]

@@ -15,7 +15,7 @@ import numpy as np
 
 from mtrain_cli.attention.bars import COLUMN_TILE
 from mtrain_cli.attention.mask import IntArray
-from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
+from mtrain_cli.parallel.recording import BACKWARD, FORWARD
 from mtrain_cli.parallel.schedule import HEADS, QUERIES
 from mtrain_cli.parallel.traffic import Sizes, sent_bytes
 from mtrain_cli.simulation import program as words
@@ -254,7 +254,7 @@ class LayerPrices(Prices):
             float(per_pair) * (self.counts.pairs - of_columns), float(per_pair) * of_columns, bound
         )
         zero = np.zeros(len(self.counts.columns))
-        self._columns = kernels.columns[counted].us(zero, float(per_pair) * self.counts.column_pairs, bound)
+        self._columns = kernels.columns[counted].us(zero, per_pair * self.counts.column_pairs.astype(np.float64), bound)
 
     def attention(self, step: int) -> FloatArray:
         return self._attention[:, step]
@@ -282,6 +282,3 @@ class LayerPrices(Prices):
 
     def column_sum(self) -> Message:
         return self.costs.sum_of_columns(self.direction)
-
-
-PASSES = (FORWARD, RECOMPUTE, BACKWARD)

@@ -17,7 +17,7 @@ The definitions of `late` and of who was waited for are those of profiles (`prof
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -61,6 +61,13 @@ class PassTimes:
     def duration(self) -> float:
         """From the first start to the last end."""
         return float(self.end.max() - self.start.min())
+
+    def moved(self, by: float) -> PassTimes:
+        """The same, so many us later."""
+        rows = tuple(table.copy() for table in self.rows)
+        for table in rows:
+            table["start_us"] += by
+        return replace(self, start=self.start + by, end=self.end + by, rows=rows)
 
     @property
     def attention(self) -> FloatArray:

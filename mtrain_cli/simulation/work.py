@@ -192,7 +192,7 @@ class WorkCounter:
 
     def _by_step(self, direction: str, places: IntArray, ranks: Sequence[int], tables: dict[Part, _Table]) -> StepWork:
         steps = getattr(self.schedule, direction)
-        shape = len(ranks), max(len(steps[r]) for r in ranks)
+        shape = len(ranks), len(steps[ranks[0]])  # all ranks have as many
         pairs, blocks, of_columns = np.zeros((3, *shape), np.int64)
         columns, column_pairs = np.zeros(shape[0], np.int64), np.zeros(shape[0], np.int64)
         for part, table in tables.items():
@@ -354,6 +354,7 @@ class _Diagonals:
         row, changes = row[order], changes[order]
         bounds = np.searchsorted(away[order], np.arange(blocks + 1))
         value = np.zeros(blocks)
+        place = np.empty(groups * groups, np.int64)
         found: list[tuple[IntArray, IntArray, IntArray, IntArray]] = []
         for d in range(blocks):
             now = slice(bounds[d], bounds[d + 1])
@@ -362,7 +363,7 @@ class _Diagonals:
             where = owner[d:] * groups + owner[: blocks - d]
             names: IntArray | None = None
             if groups * groups > 4 * blocks:  # few of all pairs of groups occur
-                names, where = np.unique(where, return_inverse=True)
+                names, where = _distinct(where, place)
             pairs = np.bincount(where, allowed)
             some = np.flatnonzero(pairs)
             if len(some):
@@ -386,6 +387,15 @@ class _Diagonals:
             pairs[self.group_pair] = np.add.reduceat(weight * self.pairs, self.start)
             blocks[self.group_pair] = np.add.reduceat(weight * self.blocks, self.start)
         return pairs.reshape(self.groups, -1), blocks.reshape(self.groups, -1)
+
+
+def _distinct(values: IntArray, place: IntArray) -> tuple[IntArray, IntArray]:
+    """As `np.unique` with its inverse, in another order and without sorting. place: scratch, longer than the largest value."""
+    each = np.arange(len(values))
+    place[values] = each
+    one = place[values]  # of each value the same place
+    chosen = one == each
+    return values[chosen], (np.cumsum(chosen) - 1)[one]
 
 
 @dataclass(frozen=True)
