@@ -2,7 +2,8 @@
 and bandwidth of their links. Every figure can be asked for as it is likely, and as it is at best and at worst (`LOW`, `HIGH`).
 
 Messages: between two GPUs, latency + bytes / bandwidth of the link that they cross (BurstEngine, table 1). Collectives as rings: every link
-carries what a rank has to receive; across nodes the network cards of a node carry it together. GPUs behind one card share it.
+carries what a rank has to receive; across nodes the network cards of a node carry it together. GPUs behind one card share it. Nodes are
+those of the cluster: a schedule may divide them further (`topology.gpus_per_node`).
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Costs:
 
     def crosses(self, move: Move) -> np.ndarray:
         """bool [workers]: what arrives at a rank comes from another node; for a collective, that anything does."""
-        per_node, ranks = self.lockstep.schedule.per_node, np.arange(self.lockstep.grid.workers)
+        per_node, ranks = self.cluster.gpus_per_node, np.arange(self.lockstep.grid.workers)
         if move.source is not None:
             return move.source // per_node != ranks // per_node
         return np.full(len(ranks), len({peer // per_node for peer in move.first.peers}) > 1)
@@ -81,7 +82,7 @@ class Costs:
     def _cards(self) -> IntArray:
         """[workers]: the network card of each rank."""
         shared = 1 if self.cluster.outer is None else int(self.burden(self.cluster.outer.shared_by))
-        ranks, per_node = np.arange(self.lockstep.grid.workers), self.lockstep.schedule.per_node
+        ranks, per_node = np.arange(self.lockstep.grid.workers), self.cluster.gpus_per_node
         return ranks // per_node * per_node + ranks % per_node // shared
 
     def message(self, move: Move, direction: str, *, first: bool) -> Message:
@@ -134,7 +135,7 @@ class Costs:
 
     def _members(self, peers: tuple[int, ...]) -> int:
         """Ranks of a collective that share a node."""
-        nodes = np.bincount(np.array(peers) // self.lockstep.schedule.per_node)
+        nodes = np.bincount(np.array(peers) // self.cluster.gpus_per_node)
         return int(nodes.max())
 
     def collective(self, to_all: bool, ranks: int, members: int, size: int) -> tuple[float, float]:
@@ -164,12 +165,12 @@ class Costs:
 
     def sum_of_columns(self, direction: str) -> Message:
         """An all-reduce sends every number about twice."""
-        grid, schedule = self.lockstep.grid, self.lockstep.schedule
+        grid = self.lockstep.grid
         each = _SUM_BYTES if direction == BACKWARD else self.sizes.dtype_bytes
         width = -(-self.columns // COLUMN_TILE) * COLUMN_TILE
         size = 2 * self.sequences * (self.sizes.heads // grid.heads) * width * self.head_dim * each
         ranks = grid.workers // grid.heads
-        members = max(1, min(ranks, schedule.per_node // grid.heads))
+        members = max(1, min(ranks, self.cluster.gpus_per_node // grid.heads))
         us, busy = self.collective(False, ranks, members, int(2 * (ranks - 1) / ranks * size))
         crosses = members < ranks
         share = self.burden(self.cluster.link(outer=crosses).gpu_share)

@@ -33,8 +33,8 @@ _SM90 = ("H100", "H200", "H800", "GH200", "H20")
 
 @dataclass(frozen=True)
 class Problem:
-    """What is computed. made: shapes. masks: one a sequence. layers: which. index: of a layer, None for dense; made when asked for. pattern:
-    what the indices are, in words. columns: as in `what_if.make_case`. estimated: whether estimating indices is in the time.
+    """What is computed. made: shapes. masks: one a sequence. layers: which. index: of a layer, None for dense; made when asked for.
+    pattern: what the indices are, in words. columns: as in `what_if.make_case`. estimated: whether estimating indices is in the time.
     """
 
     made: RecordedSetup
@@ -149,7 +149,8 @@ def predict(
 
 
 def _kernels(cluster: Cluster, name: str, index: Index | None, case: Case, calibration: Calibration | None) -> Kernels:
-    lists = index is None and case.setup.layout == "striped" and case.setup.workers > 1
+    # Workers that share all heads compute whole sequences, whatever the layout.
+    lists = index is None and case.setup.layout == "striped" and case.schedule.heads < case.setup.workers
     form = SPARSE if index is not None else LISTS if lists else DENSE
     known = [*([calibration] if calibration is not None else []), *shipped()]
     peaks = {c.device: peak_flops(c.device) or cluster.gpu.peak_tflops.value * 1e12 for c in known}
