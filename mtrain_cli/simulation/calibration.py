@@ -45,6 +45,7 @@ class Point:
 class Curve:
     """Time of a call in ms: ``fixed_ms + tflop * ms_per_tflop + column_tflop * ms_per_column_tflop``.
 
+    fixed_bounds: what fixed_ms may be, where it is not as certain as the rest.
     error: mean absolute error of points left out, a share. points: how many were measured. low, high: factors for bounds. scaled: the
     device that was measured, where this is for another one; stands_for: the kernel or form, where it was another one.
     """
@@ -59,12 +60,16 @@ class Curve:
     points: int
     low: float = 1.0
     high: float = 1.0
+    fixed_bounds: tuple[float, float] | None = None
     scaled: str | None = None
     stands_for: str | None = None
 
     def us(self, flop: np.ndarray, of_columns: np.ndarray | float = 0.0, bound: str = VALUE) -> FloatArray:
         """flop: of calls, of everything but single columns. 0 where there is no work."""
-        ms = self.fixed_ms + np.asarray(flop) * (self.ms_per_tflop / 1e12) + np.asarray(of_columns) * (self.ms_per_column_tflop / 1e12)
+        fixed = self.fixed_ms
+        if self.fixed_bounds is not None and bound != VALUE:
+            fixed = self.fixed_bounds[bound == HIGH]
+        ms = fixed + np.asarray(flop) * (self.ms_per_tflop / 1e12) + np.asarray(of_columns) * (self.ms_per_column_tflop / 1e12)
         factor = {LOW: self.low, VALUE: 1.0, HIGH: self.high}[bound]
         return np.where(np.asarray(flop) + of_columns > 0, ms * 1e3 * factor, 0.0)
 
@@ -178,15 +183,23 @@ def shipped() -> tuple[Calibration, ...]:
 
 @dataclass(frozen=True)
 class Kernels:
-    """What the kernels of a cluster's GPU take: measured, or scaled from another GPU. remarks: what a reader has to know of that."""
+    """What the kernels of a cluster's GPU take, by direction: measured, or scaled from another GPU. whole: of calls with everything that
+    was measured together. remarks: what a reader has to know.
+    """
 
-    curves: dict[str, Curve]  # by direction
-    columns: dict[str, Curve]
+    whole: dict[str, Curve]
     remarks: tuple[str, ...]
 
     @property
     def calibrated(self) -> bool:
-        return all(curve.scaled is None for curve in self.curves.values())
+        return all(curve.scaled is None for curve in self.whole.values())
+
+    def part(self, direction: str) -> Curve:
+        """Of calls with block diagonals or with single columns alone. The fixed time is known of both together: a half is given to each,
+        and it may be none or all of it.
+        """
+        curve = self.whole[direction]
+        return replace(curve, fixed_ms=curve.fixed_ms / 2, fixed_bounds=(0.0, curve.fixed_ms))
 
 
 def kernels_for(gpu: str, peak: float, kernel: str, form: str, peaks: dict[str, float], calibration: Calibration | None = None) -> Kernels:
@@ -211,7 +224,8 @@ def kernels_for(gpu: str, peak: float, kernel: str, form: str, peaks: dict[str, 
             remarks += [said] if said not in remarks else []
         curves[direction] = replace(
             found,
-            fixed_ms=found.fixed_ms * factor,
+            # Launches and the like: a slower GPU does not make them longer.
+            fixed_bounds=None if factor == 1 else (min(1.0, factor) * found.fixed_ms, max(1.0, factor) * found.fixed_ms),
             ms_per_tflop=found.ms_per_tflop * factor,
             ms_per_column_tflop=found.ms_per_column_tflop * factor,
             low=found.low * low,
@@ -219,9 +233,7 @@ def kernels_for(gpu: str, peak: float, kernel: str, form: str, peaks: dict[str, 
             scaled=None if measured is not None else source.device,
             stands_for=stands,
         )
-    # Of a call with block diagonals and columns the fixed time is known in all: half of it is given to each.
-    halves = {name: replace(curve, fixed_ms=curve.fixed_ms / 2) for name, curve in curves.items()}
-    return Kernels(curves, halves, tuple(remarks))
+    return Kernels(curves, tuple(remarks))
 
 
 def _curve(source: Calibration, kernel: str, form: str, direction: str) -> tuple[Curve, str | None]:

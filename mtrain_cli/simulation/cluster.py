@@ -242,6 +242,8 @@ class _Reader:
         bounds = [self._number(content, name, key, check) if content.get(name) is not None else None for name in ("low", "high")]
         if len(self.problems) > before or value is None:
             return None
+        if check is _COUNT:
+            bounds = [value if bound is None else bound for bound in bounds]
         found = Constant.of(value, str(source), str(content.get("note") or ""), *bounds)
         if not found.low <= value <= found.high:
             self.problems.append(f"{key}: low={found.low:g} and high={found.high:g} must stand on either side of value={value:g}")

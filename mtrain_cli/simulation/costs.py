@@ -251,11 +251,10 @@ class LayerPrices(Prices):
         kernels, bound = costs.kernels, costs.bound
         per_pair = FLOP_PER_PAIR[counted] * costs.head_dim
         of_columns = 0 if self.counts.of_columns is None else self.counts.of_columns
-        self._attention = kernels.curves[counted].us(
-            float(per_pair) * (self.counts.pairs - of_columns), float(per_pair) * of_columns, bound
-        )
+        curve = kernels.part(counted) if self.columns else kernels.whole[counted]
+        self._attention = curve.us(float(per_pair) * (self.counts.pairs - of_columns), float(per_pair) * of_columns, bound)
         zero = np.zeros(len(self.counts.columns))
-        self._columns = kernels.columns[counted].us(zero, per_pair * self.counts.column_pairs.astype(np.float64), bound)
+        self._columns = kernels.part(counted).us(zero, per_pair * self.counts.column_pairs.astype(np.float64), bound)
 
     def attention(self, step: int) -> FloatArray:
         return self._attention[:, step]

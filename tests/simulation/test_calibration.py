@@ -72,16 +72,18 @@ def test_a_gpu_that_was_not_measured_is_scaled_and_says_so():
     assert not here.remarks
     assert not there.calibrated
     assert "not calibrated on NVIDIA A100-SXM4-40GB" in there.remarks[0]
-    measured = kernels_for("NVIDIA H200", 989e12, "triton", SPARSE, PEAKS).curves["forward"]
-    scaled = there.curves["forward"]
+    measured = kernels_for("NVIDIA H200", 989e12, "triton", SPARSE, PEAKS).whole["forward"]
+    scaled = there.whole["forward"]
     assert scaled.ms_per_tflop == pytest.approx(measured.ms_per_tflop * 989 / 312)
+    # Launches are no slower there.
+    assert scaled.fixed_ms == measured.fixed_ms
     assert scaled.high / scaled.low > 2.5 > measured.high / measured.low
 
 
 def test_a_kernel_that_was_not_measured_is_stood_for_and_says_so():
     found = kernels_for("NVIDIA H200", 989e12, "triton", LISTS, PEAKS)
     assert "triton was not measured on lists calls" in found.remarks[0]
-    assert found.curves["forward"].high >= 2
+    assert found.whole["forward"].high >= 2
 
 
 def test_ones_own_file(tmp_path):
@@ -100,7 +102,7 @@ def test_ones_own_file(tmp_path):
     own = load_calibration(mine)
     found = kernels_for("NVIDIA B200", 2250e12, "flash4", DENSE, {"NVIDIA B200": 2250e12}, own)
     assert found.calibrated
-    assert float(found.curves["forward"].us(np.array(2e9 * 512.0))) == pytest.approx(2000)
+    assert float(found.whole["forward"].us(np.array(2e9 * 512.0))) == pytest.approx(2000)
     other = tmp_path / "other.json"
     other.write_text(times("NVIDIA H100"))
     with pytest.raises(ConfigError, match="is of NVIDIA H100, and the other file of NVIDIA B200"):

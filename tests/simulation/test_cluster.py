@@ -25,6 +25,7 @@ def test_there_are_the_clusters_of_the_papers():
     assert {"h200_1x8", "h100_4x8", "a100_4x8", "a800_4x8", "b200_4x8"} <= set(shipped())
     a100 = load_cluster("a100_4x8")
     assert (a100.outer.bandwidth_gbps.value, a100.inner.bandwidth_gbps.value, a100.gpus) == (25, 300, 32)
+    assert (a100.outer.shared_by.low, a100.outer.shared_by.high) == (1, 8)
     # What a file leaves out stands for itself.
     assert a100.inner.capacity_gbps == a100.inner.bandwidth_gbps == a100.inner.collective_bandwidth_gbps
 
