@@ -140,8 +140,8 @@ def simulate(
 
 _LEGEND = (
     "ms: attention of a layer, the slowest worker, mean over layers; best and worst by the bounds of the constants. worker, step: "
-    "imbalance degrees of time, of work in brackets, largest over mean. late: waits for slower workers; exposed: transfer that nothing hid, "
-    "by link."
+    "imbalance degrees of time, of work in brackets, largest over mean. late: waits for slower workers. exposed: transfer that nothing "
+    "hid, by link."
 )
 
 
