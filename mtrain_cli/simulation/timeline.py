@@ -4,8 +4,9 @@ All ranks run the same program (`simulation.program`), and what happens at one d
 others. So each action is played for all ranks together, in the order of the program, and no queue of events is needed:
 
 - A message is ready at a rank once it was posted there, the message before it on the same communicator has ended there, and what it sends
-  on has arrived. What moves from one rank to another begins when both are ready and the link of each is free: the GPU's own inside a node,
-  and its way to the network card across nodes. A link carries messages in the order in which they were posted.
+  on has arrived. What moves from one rank to another begins when both are ready and the link into the latter is free: one inside its node,
+  one from other nodes. A link carries messages in the order in which they were posted. All that leaves a rank of a ring goes to the same
+  neighbour by each link, so that links out of ranks need no account of their own.
 - A message between two ranks ends at a rank when what it sends has left and what it receives is there; a collective begins when all that
   take part are ready.
 - A wait keeps the stream that computes until the message has ended at this rank.
@@ -115,7 +116,7 @@ class _Player:
         self.ranks = np.arange(workers)
         # When communicators are free, [workers]; and links, [inner or outer, workers].
         self.queues: dict[tuple[str, bool], FloatArray] = {}
-        self.leaving, self.arriving = np.full((2, 2, workers), -np.inf)
+        self.arriving = np.full((2, workers), -np.inf)
         self.messages: dict[int, Message] = {}
         self.posted: dict[int, FloatArray] = {}
         self.ended: dict[int, FloatArray] = {}
@@ -217,10 +218,9 @@ class _Player:
         assert to is not None
         assert source is not None
         outer = message.outer.astype(np.intp)
-        begin = np.maximum(np.maximum(ready, ready[source]), np.maximum(self.arriving[outer, self.ranks], self.leaving[outer, source]))
+        begin = np.maximum(np.maximum(ready, ready[source]), self.arriving[outer, self.ranks])
         through = begin + busy
         self.arriving[outer, self.ranks] = through
-        self.leaving[outer, source] = through
         arrived = through + latency
         return np.maximum(arrived, arrived[to])
 
@@ -228,9 +228,9 @@ class _Player:
         assert message.peers is not None
         link = int(message.outer.any())
         groups = self._groups(message.peers)
-        begin = groups.most(np.maximum(ready, np.maximum(self.arriving[link], self.leaving[link])))
+        begin = groups.most(np.maximum(ready, self.arriving[link]))
         through = begin + busy
-        self.arriving[link] = self.leaving[link] = through
+        self.arriving[link] = through
         return through + latency
 
     def _groups(self, peers: IntArray) -> _Groups:

@@ -7,7 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 
+from mtrain_cli.attention.index import MaskWork
 from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.schedule import Options, make_schedule
 from mtrain_cli.parallel.traffic import Sizes, sent_bytes
 from mtrain_cli.profiling import records
@@ -127,6 +129,19 @@ def test_work_is_that_of_the_counter():
                     assert columns["pairs"].sum() == work.column_pairs.sum()
                     checked += 1
     assert checked == 3 * 4 * 2 * 2
+
+
+def test_pairs_of_columns_are_told_apart_wherever_they_are_computed():
+    one = problem()
+    index = one.index(0)
+    expected = int(index.counts(MaskWork.make(one.masks, BLOCK)).column_pairs.sum())
+    assert expected > 0
+    for exchange, shared_columns, apart in (("all_gather", True, False), ("ring", False, False), ("ring", True, True)):
+        schedule = make_schedule(exchange, Options(8, 8))
+        layout = make_layout("striped", 8, SEQ, BLOCK, unit=BLOCK)
+        for work in count_work(schedule, layout, one.masks, index, heads=HEADS, shared_columns=shared_columns).values():
+            assert (int(work.of_columns.sum()), int(work.column_pairs.sum())) == ((0, expected) if apart else (expected, 0))
+            assert (work.of_columns <= work.pairs).all()
 
 
 def test_a_simulation_reads_like_a_profile(tmp_path):
