@@ -46,9 +46,10 @@ def test_held_out_errors_of_what_ships():
     errors = {(c.kernel, c.form, c.direction): c.error for c in calibration.curves if c.points > 2}
     assert errors["triton", SPARSE, "forward"] < 0.02
     assert errors["triton", SPARSE, "backward"] < 0.02
-    assert errors["flash4", SPARSE, "backward"] < 0.03
-    assert errors["flash4", SPARSE, "forward"] < 0.08  # at 32K the host is slower than the GPU
-    assert max(errors.values()) < 0.09
+    # Whole sequences and the shares of workers in one fit; at 32K the host is slower than the GPU.
+    assert errors["flash4", SPARSE, "backward"] < 0.07
+    assert errors["flash4", SPARSE, "forward"] < 0.09
+    assert max(errors.values()) < 0.1
     for curve in calibration.curves:
         assert curve.low < 1 < curve.high
         assert curve.high - 1 >= curve.error or not np.isfinite(curve.error)
