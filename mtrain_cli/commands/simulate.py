@@ -83,13 +83,15 @@ def simulate(
     """
     from rich.console import Console
 
-    from mtrain_cli.config.schema import EXCHANGES, LAYOUTS
+    from mtrain_cli.config.schema import EXCHANGES, KERNELS, LAYOUTS
     from mtrain_cli.simulation.calibration import load_calibration
     from mtrain_cli.simulation.cluster import load_cluster
     from mtrain_cli.simulation.simulate import predict
     from mtrain_cli.simulation.what_if import Setup, Unfit
 
     layouts, exchanges = _names("--layout", layout, LAYOUTS), _names("--exchange", exchange, EXCHANGES)
+    if len(_names("--kernel", kernel, KERNELS)) > 1:
+        raise ConfigError(f"--kernel {kernel}: give one of {', '.join(KERNELS)}")
     found_cluster = load_cluster(cluster, nodes=nodes)
     count = found_cluster.gpus if workers is None else workers
     if not 1 <= count <= min(found_cluster.gpus, _MOST_WORKERS):

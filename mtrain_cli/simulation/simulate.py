@@ -28,6 +28,7 @@ from mtrain_cli.simulation.work import FLOP_PER_PAIR, StepWork
 from mtrain_cli.training.flops import causal_pairs, peak_flops
 
 MOST_ROWS = 20_000_000  # of a case; beyond it there are tables only
+_NEED_OUT = ("flash4", "sdpa")  # kernels whose backward derives delta from out (`Kernel.needs_out`; its classes need torch)
 _SM90 = ("H100", "H200", "H800", "GH200", "H20")
 
 
@@ -116,8 +117,9 @@ def predict(
         ConfigError: its kernel has no times, or the index is damaged.
     """
     first = problem.index(problem.layers[0])
-    case = make_case(problem.made, problem.masks, setup, first, problem.columns)
     name = kernel or default_kernel(cluster.gpu.name, first is None)
+    problem = replace(problem, made=replace(problem.made, needs_out=name in _NEED_OUT))
+    case = make_case(problem.made, problem.masks, setup, first, problem.columns)
     lockstep = Lockstep.of(case.schedule)
     kernels = _kernels(cluster, name, first, case, calibration)
     player = _Player(cluster, problem, case, lockstep, kernels, conditions or Conditions(), recompute)

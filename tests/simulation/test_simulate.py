@@ -7,8 +7,12 @@ import dataclasses
 import numpy as np
 import pytest
 
+from mtrain_cli.attention.flash4 import Flash4Kernel
 from mtrain_cli.attention.index import MaskWork
 from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.reference import ReferenceKernel
+from mtrain_cli.attention.sdpa import SdpaKernel
+from mtrain_cli.attention.triton_kernel import TritonKernel
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.schedule import Options, make_schedule
 from mtrain_cli.parallel.traffic import Sizes, sent_bytes
@@ -20,7 +24,7 @@ from mtrain_cli.simulation.cluster import Cluster, Constant, load_cluster
 from mtrain_cli.simulation.costs import Costs
 from mtrain_cli.simulation.families import FAMILIES, Family
 from mtrain_cli.simulation.lockstep import Lockstep
-from mtrain_cli.simulation.simulate import Prediction, Problem, predict
+from mtrain_cli.simulation.simulate import _NEED_OUT, Prediction, Problem, predict
 from mtrain_cli.simulation.timeline import Conditions
 from mtrain_cli.simulation.what_if import Setup, make_case
 from mtrain_cli.simulation.work import count_work
@@ -129,6 +133,11 @@ def test_work_is_that_of_the_counter():
                     assert columns["pairs"].sum() == work.column_pairs.sum()
                     checked += 1
     assert checked == 3 * 4 * 2 * 2
+
+
+def test_kernels_that_need_out_are_those_that_say_so():
+    kernels = (ReferenceKernel, SdpaKernel, TritonKernel, Flash4Kernel)
+    assert all((kernel.name in _NEED_OUT) == kernel.needs_out for kernel in kernels)
 
 
 def test_pairs_of_columns_are_told_apart_wherever_they_are_computed():
