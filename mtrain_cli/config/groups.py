@@ -13,6 +13,7 @@ from mtrain_cli import resource_dir
 from mtrain_cli.config.schema import ConfigError
 
 TOP = "config.yaml"
+_NO_GROUPS = ("cluster",)  # folders of conf/ that no run is composed from: what `mtrain simulate` runs on
 _DEPTH = 3  # folders below a configuration folder that may hold options; keeps `--config-dir .` from walking a home folder
 
 
@@ -30,7 +31,7 @@ class Groups:
             for depth in range(1, _DEPTH + 1):
                 for file in sorted(folder.glob("*/" * depth + "*.yaml")):
                     group = file.parent.relative_to(folder)
-                    if not any(part.startswith(".") for part in group.parts):
+                    if group.parts[0] not in _NO_GROUPS and not any(part.startswith(".") for part in group.parts):
                         found.setdefault(group.as_posix(), {})[file.stem] = file
         return {group: dict(sorted(found[group].items())) for group in sorted(found)}
 

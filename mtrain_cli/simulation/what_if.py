@@ -20,7 +20,7 @@ from mtrain_cli.parallel.schedule import Schedule, make_schedule
 from mtrain_cli.parallel.selection import ExchangeChoice, ExchangeNeeds, choose_exchange
 from mtrain_cli.parallel.traffic import Sizes, pass_bytes
 from mtrain_cli.profiling.imbalance import Imbalance, imbalance
-from mtrain_cli.profiling.index_file import RecordedIndices
+from mtrain_cli.profiling.index_file import RecordedIndices, RecordedSetup
 from mtrain_cli.simulation.work import BACKWARD, FLOP_PER_PAIR, FORWARD, StepWork, WorkCounter
 
 PASSES = (FORWARD, BACKWARD)
@@ -79,7 +79,9 @@ class Unfit(ValueError):
 
 
 @dataclass(frozen=True)
-class _Case:
+class Case:
+    """A configuration made ready: everything that its work and messages follow from."""
+
     setup: Setup
     layout: Layout
     choice: ExchangeChoice
@@ -117,11 +119,11 @@ def replay(
         ConfigError: the file is damaged, or holds a part of an index only.
     """
     layers = tuple(recorded.layers(pattern) if layers is None else layers)
-    first = _index(recorded, pattern, layers[0])
-    cases = [_case(recorded, pattern, setup, first) for setup in setups]
+    first = index_of(recorded, pattern, layers[0])
+    cases = [make_case(recorded.setup, recorded.masks, setup, first, recorded.setup.columns.get(pattern, _OF_INDEX)) for setup in setups]
     found: list[dict[str, list[tuple[Imbalance, IntArray, float]]]] = [{name: [] for name in PASSES} for _ in cases]
     for layer in layers:
-        index = _index(recorded, pattern, layer)
+        index = index_of(recorded, pattern, layer)
         for case, passes in zip(cases, found, strict=True):
             fitted = None if index is None else resized(index, case.counter.blocks)
             for name, work in case.counter.count(fitted).items():
@@ -144,7 +146,12 @@ def _mean(layers: Sequence[tuple[Imbalance, IntArray, float]]) -> ReplayedPass:
     return ReplayedPass(mean, np.sum([pairs for _, pairs, _ in layers], axis=0), fmean(sent for _, _, sent in layers))
 
 
-def _index(recorded: RecordedIndices, pattern: str, layer: int) -> Index | None:
+def index_of(recorded: RecordedIndices, pattern: str, layer: int) -> Index | None:
+    """None: dense.
+
+    Raises:
+        ConfigError: the file is damaged, or holds a part of the index only.
+    """
     index = recorded.index(pattern, layer)
     if isinstance(index, BlockBitmap) and len(index.rows) < index.blocks:
         raise ConfigError(
@@ -155,8 +162,18 @@ def _index(recorded: RecordedIndices, pattern: str, layer: int) -> Index | None:
     return index
 
 
-def _case(recorded: RecordedIndices, pattern: str, setup: Setup, index: Index | None) -> _Case:
-    made, block = recorded.setup, None if index is None else index.block
+_OF_INDEX = -1  # as many single columns as the index has
+
+
+def make_case(
+    made: RecordedSetup, of_batch: Sequence[SequenceMask], setup: Setup, index: Index | None, columns: int | None = _OF_INDEX
+) -> Case:
+    """made: shapes. of_batch: the masks of its sequences, however they are padded. index: of any layer. columns: how many a head may have.
+
+    Raises:
+        Unfit: the configuration cannot be.
+    """
+    block = None if index is None else index.block
     width = index.bars.shape[-1] if isinstance(index, VerticalSlash) else 0
     workers, per_node = setup.workers, min(setup.per_node, setup.workers)
     piece = block or (made.block_size if setup.layout == "striped" else 1)
@@ -172,21 +189,21 @@ def _case(recorded: RecordedIndices, pattern: str, setup: Setup, index: Index | 
     needs = ExchangeNeeds(
         workers=workers,
         per_node=per_node,
-        tokens=layout.padded_seq * len(recorded.masks),
+        tokens=layout.padded_seq * len(of_batch),
         heads=made.heads,
         kv_heads=made.kv_heads,
         head_dim=made.head_dim,
         dtype_bytes=made.dtype_bytes,
         index=IndexRequest(block, isinstance(index, BlockBitmap)) if block else None,
-        columns=made.columns.get(pattern, width),
+        columns=width if columns == _OF_INDEX else columns,
         needs_out=made.needs_out,
     )
     choice = _choice(setup, needs)
     schedule = make_schedule(choice.name, choice.options(workers))
-    masks = [repadded(mask, layout.padded_seq) for mask in recorded.masks]
+    masks = [repadded(mask, layout.padded_seq) for mask in of_batch]
     counter = WorkCounter.make(schedule, layout, masks, made.heads, block, shared_columns=choice.shared_columns)
     tokens = layout.tokens_per_worker * len(masks)
-    return _Case(
+    return Case(
         setup, layout, choice, schedule, counter,
         Sizes(tokens, made.heads, made.kv_heads, made.head_dim, made.dtype_bytes, made.needs_out),
     )  # fmt: skip

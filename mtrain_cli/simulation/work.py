@@ -21,6 +21,7 @@ from mtrain_cli.attention.index import BlockBitmap, Index, VerticalSlash, block_
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.schedule import Schedule
+from mtrain_cli.simulation.lockstep import EVERYTHING, Lockstep
 
 FORWARD, BACKWARD = "forward", "backward"
 FLOP_PER_PAIR = {FORWARD: 4, BACKWARD: 10}  # times head_dim: 2 and 5 products of 2 * head_dim, as in `Counts.flop`
@@ -35,7 +36,8 @@ class StepWork:
 
     pairs: [workers, steps], query-key pairs that masks and index allow. blocks: [workers, steps], pairs of blocks that hold at least one
     pair of a chosen block, which single columns are not. columns, column_pairs: [workers], of the phase that computes single columns which
-    were gathered once: how many real ones, and the pairs that only they give; 0 where the steps compute them.
+    were gathered once: how many real ones, and the pairs that only they give; 0 where the steps compute them. of_columns: [workers, steps],
+    of the pairs of steps those that only single columns give; None: not counted apart.
     """
 
     direction: str
@@ -43,6 +45,7 @@ class StepWork:
     blocks: IntArray
     columns: IntArray
     column_pairs: IntArray
+    of_columns: IntArray | None = None
 
     def flop(self, head_dim: int) -> IntArray:
         """[workers, steps]."""
@@ -159,18 +162,18 @@ class WorkCounter:
     @cached_property
     def _places(self) -> dict[str, IntArray]:
         """Per pass: int64 [computations, 6] of rank, step, part (i, n), and group of queries and of keys; ``groups`` for keys of all."""
-        schedule, share = self.schedule, self.schedule.heads
+        lockstep = Lockstep.of(self.schedule)
+        ranks = np.arange(self.schedule.workers)
         found = {}
-        for name, of_ranks in ((FORWARD, schedule.forward), (BACKWARD, schedule.backward)):
+        for name in (FORWARD, BACKWARD):
             rows = []
-            for rank, steps in enumerate(of_ranks):
-                for at, step in enumerate(steps):
-                    if not step.keys:
-                        continue
-                    whole = len(step.keys) == schedule.workers
-                    assert whole or len(step.keys) == len(step.queries) == share, "a step computes one group, or all keys"
-                    rows.append((rank, at, *step.part, step.queries[0] // share, self.groups if whole else step.keys[0] // share))
-            found[name] = np.array(rows, np.int64)
+            for at, beat in enumerate(lockstep.beats(name)):
+                if beat.queries is None or beat.keys is None:
+                    continue
+                keys = np.full_like(ranks, self.groups) if beat.keys == EVERYTHING else lockstep.grid.groups_of(beat.keys)
+                columns = (ranks, np.full_like(ranks, at), lockstep.parts_of(beat), np.full_like(ranks, beat.part[1]))
+                rows.append(np.stack([*columns, lockstep.grid.groups_of(beat.queries), keys], 1))
+            found[name] = np.concatenate(rows)
         return found
 
     def _own_part(self, rank: int) -> Part:
@@ -189,20 +192,20 @@ class WorkCounter:
 
     def _by_step(self, direction: str, places: IntArray, ranks: Sequence[int], tables: dict[Part, _Table]) -> StepWork:
         steps = getattr(self.schedule, direction)
-        shape = len(ranks), max(len(steps[r]) for r in ranks)
-        pairs, blocks = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        shape = len(ranks), len(steps[ranks[0]])  # all ranks have as many
+        pairs, blocks, of_columns = np.zeros((3, *shape), np.int64)
         columns, column_pairs = np.zeros(shape[0], np.int64), np.zeros(shape[0], np.int64)
         for part, table in tables.items():
             rank, step, _, _, q, k = places[(places[:, 2] == part[0]) & (places[:, 3] == part[1])].T
-            with_columns = table.pairs if self.gathers_columns else table.pairs + table.column_pairs
-            for values, counted in ((pairs, with_columns), (blocks, table.blocks)):
+            in_steps = np.zeros_like(table.pairs) if self.gathers_columns else table.column_pairs
+            for values, counted in ((pairs, table.pairs + in_steps), (blocks, table.blocks), (of_columns, in_steps)):
                 values[rank - ranks[0], step] = np.column_stack([counted, counted.sum(1)])[q, k]
         if self.gathers_columns:
             for row, rank in enumerate(ranks):
                 table = tables[self._own_part(rank)]
                 columns[row] = table.columns
                 column_pairs[row] = table.column_pairs[rank // self.schedule.heads].sum()
-        return StepWork(direction, pairs, blocks, columns, column_pairs)
+        return StepWork(direction, pairs, blocks, columns, column_pairs, of_columns)
 
     @cached_property
     def _kinds(self) -> list[_Kind]:
@@ -351,6 +354,7 @@ class _Diagonals:
         row, changes = row[order], changes[order]
         bounds = np.searchsorted(away[order], np.arange(blocks + 1))
         value = np.zeros(blocks)
+        place = np.empty(groups * groups, np.int64)
         found: list[tuple[IntArray, IntArray, IntArray, IntArray]] = []
         for d in range(blocks):
             now = slice(bounds[d], bounds[d + 1])
@@ -359,7 +363,7 @@ class _Diagonals:
             where = owner[d:] * groups + owner[: blocks - d]
             names: IntArray | None = None
             if groups * groups > 4 * blocks:  # few of all pairs of groups occur
-                names, where = np.unique(where, return_inverse=True)
+                names, where = _distinct(where, place)
             pairs = np.bincount(where, allowed)
             some = np.flatnonzero(pairs)
             if len(some):
@@ -383,6 +387,15 @@ class _Diagonals:
             pairs[self.group_pair] = np.add.reduceat(weight * self.pairs, self.start)
             blocks[self.group_pair] = np.add.reduceat(weight * self.blocks, self.start)
         return pairs.reshape(self.groups, -1), blocks.reshape(self.groups, -1)
+
+
+def _distinct(values: IntArray, place: IntArray) -> tuple[IntArray, IntArray]:
+    """As `np.unique` with its inverse, in another order and without sorting. place: scratch, longer than the largest value."""
+    each = np.arange(len(values))
+    place[values] = each
+    one = place[values]  # of each value the same place
+    chosen = one == each
+    return values[chosen], (np.cumsum(chosen) - 1)[one]
 
 
 @dataclass(frozen=True)

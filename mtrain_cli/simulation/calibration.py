@@ -1,0 +1,255 @@
+"""How long attention kernels take, from times that were measured: a fixed time a call, and a rate for the work of block diagonals and for
+that of single columns, forward and backward apart.
+
+A kernel's efficiency grows with the work of a call, w / (w + w0): the fixed time is w0 at full speed. Errors are those of points that were
+left out of the fit, one after the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtrain_cli import resource_dir
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.simulation.program import FloatArray
+from mtrain_cli.simulation.work import BACKWARD, FLOP_PER_PAIR, FORWARD
+
+# What a call is given: whole intervals, a list of blocks under plain masks, or the block diagonals and columns of an index.
+DENSE, LISTS, SPARSE = "dense", "lists", "sparse"
+KINDS_OF_FILES = ("kernels", "shares")
+LOW, VALUE, HIGH = "low", "value", "high"
+# A GPU of which nothing is known: another's share of the peak, and how far time may be off it.
+_UNKNOWN = (1 / 1.6, 2.0)
+_LEAST_ERROR = 0.05  # one GPU to another of the same kind
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured call. flop: of block diagonals or of everything that is dense, and of single columns; 1e12."""
+
+    flop: float
+    of_columns: float
+    ms: float
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Time of a call in ms: ``fixed_ms + tflop * ms_per_tflop + column_tflop * ms_per_column_tflop``.
+
+    fixed_bounds: what fixed_ms may be, where it is not as certain as the rest.
+    error: mean absolute error of points left out, a share. points: how many were measured. low, high: factors for bounds. scaled: the
+    device that was measured, where this is for another one; stands_for: the kernel or form, where it was another one.
+    """
+
+    kernel: str
+    form: str
+    direction: str
+    fixed_ms: float
+    ms_per_tflop: float
+    ms_per_column_tflop: float
+    error: float
+    points: int
+    low: float = 1.0
+    high: float = 1.0
+    fixed_bounds: tuple[float, float] | None = None
+    scaled: str | None = None
+    stands_for: str | None = None
+
+    def us(self, flop: np.ndarray, of_columns: np.ndarray | float = 0.0, bound: str = VALUE) -> FloatArray:
+        """flop: of calls, of everything but single columns. 0 where there is no work."""
+        fixed = self.fixed_ms
+        if self.fixed_bounds is not None and bound != VALUE:
+            fixed = self.fixed_bounds[bound == HIGH]
+        ms = fixed + np.asarray(flop) * (self.ms_per_tflop / 1e12) + np.asarray(of_columns) * (self.ms_per_column_tflop / 1e12)
+        factor = {LOW: self.low, VALUE: 1.0, HIGH: self.high}[bound]
+        return np.where(np.asarray(flop) + of_columns > 0, ms * 1e3 * factor, 0.0)
+
+    def efficiency(self, flop: float, peak: float) -> float:
+        """Share of the peak FLOP/s that a call of so much work reaches."""
+        return flop / (float(self.us(np.array(flop))) / 1e6) / peak
+
+
+def fit(points: Sequence[Point]) -> tuple[float, float, float]:
+    """-> fixed ms, ms of 1e12 FLOP, and of 1e12 FLOP of columns: none negative, with the least sum of squared relative errors."""
+    ms = np.array([p.ms for p in points])
+    table = np.array([[1.0, p.flop, p.of_columns] for p in points]) / ms[:, None]
+    best, least = np.zeros(3), np.inf
+    # One or two points say nothing of a fixed time.
+    used = [i for i in range(3) if table[:, i].any() and (i or len(points) > 2)]
+    for number in range(1, len(used) + 1):
+        for chosen in itertools.combinations(used, number):
+            found = np.zeros(3)
+            found[list(chosen)] = np.linalg.lstsq(table[:, chosen], np.ones(len(ms)), rcond=None)[0]
+            error = float(((table @ found - 1) ** 2).sum())
+            if (found >= 0).all() and error < least * (1 - 1e-9):
+                best, least = found, error
+    return float(best[0]), float(best[1]), float(best[2])
+
+
+def held_out_error(points: Sequence[Point]) -> float:
+    """Mean absolute error, a share, of every point as the others predict it."""
+    if len(points) < 3:
+        return float("nan")
+    errors = []
+    for i, left_out in enumerate(points):
+        fixed, rate, of_columns = fit([*points[:i], *points[i + 1 :]])
+        errors.append(abs((fixed + left_out.flop * rate + left_out.of_columns * of_columns) / left_out.ms - 1))
+    return float(np.mean(errors))
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The curves of one device. files: where they come from."""
+
+    device: str
+    curves: tuple[Curve, ...]
+    files: tuple[str, ...]
+
+    def find(self, kernel: str, form: str, direction: str) -> Curve | None:
+        return next((c for c in self.curves if (c.kernel, c.form, c.direction) == (kernel, form, direction)), None)
+
+
+def load_calibration(*paths: Path) -> Calibration:
+    """Curves from files of ``mtrain profile kernels --out FILE``; all of the same device.
+
+    Raises:
+        ConfigError: a file is missing, damaged or of something else.
+    """
+    points: dict[tuple[str, str, str], list[Point]] = {}
+    devices = []
+    for path in paths:
+        document = _document(path)
+        devices.append(str(document["device"]))
+        if devices[0] != devices[-1]:
+            raise ConfigError(f"--calibration {path}: is of {devices[-1]}, and the other file of {devices[0]}; give files of one GPU")
+        try:
+            for time in document["times"]:
+                form = time.get("form") or (DENSE if time["case"]["density"] is None else SPARSE)
+                of_columns = int(time.get("column_pairs") or 0)
+                for direction in (FORWARD, BACKWARD):
+                    flop = FLOP_PER_PAIR[direction] * int(time["case"]["head_dim"]) / 1e12
+                    point = Point((int(time["pairs"]) - of_columns) * flop, of_columns * flop, float(time[f"{direction}_ms"]))
+                    if not point.ms > 0 or not point.flop + point.of_columns > 0:
+                        raise ValueError("times")
+                    points.setdefault((str(time["kernel"]), str(form), direction), []).append(point)
+        except (KeyError, TypeError, ValueError) as problem:
+            raise ConfigError(f"--calibration {path}: is damaged ({type(problem).__name__}: {problem}); measure again") from problem
+    curves = []
+    for (kernel, form, direction), measured in points.items():
+        error = held_out_error(measured)
+        spread = max(_LEAST_ERROR, 2 * (error if np.isfinite(error) else 0.25))
+        curves.append(Curve(kernel, form, direction, *fit(measured), error, len(measured), 1 - min(spread, 0.9), 1 + spread))
+    return Calibration(devices[0], tuple(curves), tuple(path.name for path in paths))
+
+
+def _document(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"--calibration {path}: there is no such file; `mtrain profile kernels --out FILE` writes one") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--calibration {path}: is no readable JSON ({str(error).splitlines()[0]})") from error
+    if (
+        not isinstance(document, dict)
+        or document.get("kind") not in KINDS_OF_FILES
+        or not document.get("times")
+        or "device" not in document
+    ):
+        raise ConfigError(f"--calibration {path}: holds no times of kernels; `mtrain profile kernels --out FILE` writes such a file")
+    return document
+
+
+@lru_cache(maxsize=1)
+def shipped() -> tuple[Calibration, ...]:
+    """One for each device of which times ship."""
+    by_device: dict[str, list[Path]] = {}
+    for path in sorted(resource_dir("profiles").glob("*.json")):
+        try:
+            document = _document(path)
+        except ConfigError:
+            continue
+        by_device.setdefault(str(document["device"]), []).append(path)
+    return tuple(load_calibration(*paths) for paths in by_device.values())
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What the kernels of a cluster's GPU take, by direction: measured, or scaled from another GPU. whole: of calls with everything that
+    was measured together. remarks: what a reader has to know.
+    """
+
+    whole: dict[str, Curve]
+    remarks: tuple[str, ...]
+
+    @property
+    def calibrated(self) -> bool:
+        return all(curve.scaled is None for curve in self.whole.values())
+
+    def part(self, direction: str) -> Curve:
+        """Of calls with block diagonals or with single columns alone. The fixed time is known of both together: a half is given to each,
+        and it may be none or all of it.
+        """
+        curve = self.whole[direction]
+        return replace(curve, fixed_ms=curve.fixed_ms / 2, fixed_bounds=(0.0, curve.fixed_ms))
+
+
+def kernels_for(gpu: str, peak: float, kernel: str, form: str, peaks: dict[str, float], calibration: Calibration | None = None) -> Kernels:
+    """gpu: name of the cluster's GPU; peak: its FLOP/s. peaks: those of devices that were measured. calibration: the user's own."""
+    known = (calibration,) if calibration is not None else shipped()
+    measured = next((c for c in known if _same(c.device, gpu)), None)
+    remarks: list[str] = []
+    source = measured or known[0]
+    factor, low, high = 1.0, 1.0, 1.0
+    if measured is None:
+        factor, (low, high) = peaks[source.device] / peak, _UNKNOWN
+        remarks.append(
+            f"not calibrated on {gpu}: kernel times are those of {source.device} by peak FLOP/s (x {factor:.2f}), within "
+            f"x {low:.2f} and x {high:.2f}; `mtrain profile kernels --out FILE` on that GPU, then --calibration FILE"
+        )
+    curves = {}
+    for direction in (FORWARD, BACKWARD):
+        found, stands = _curve(source, kernel, form, direction)
+        if stands is not None:
+            low, high = min(low, _UNKNOWN[0]), max(high, _UNKNOWN[1])
+            said = f"{kernel} was not measured on {form} calls: {stands} stands for it, within x {low:.2f} and x {high:.2f}"
+            remarks += [said] if said not in remarks else []
+        curves[direction] = replace(
+            found,
+            # Launches and the like: a slower GPU does not make them longer.
+            fixed_bounds=None if factor == 1 else (min(1.0, factor) * found.fixed_ms, max(1.0, factor) * found.fixed_ms),
+            ms_per_tflop=found.ms_per_tflop * factor,
+            ms_per_column_tflop=found.ms_per_column_tflop * factor,
+            low=found.low * low,
+            high=found.high * high,
+            scaled=None if measured is not None else source.device,
+            stands_for=stands,
+        )
+    return Kernels(curves, tuple(remarks))
+
+
+def _curve(source: Calibration, kernel: str, form: str, direction: str) -> tuple[Curve, str | None]:
+    """-> a curve, and what it stands in for: None where exactly that was measured."""
+    found = source.find(kernel, form, direction)
+    if found is not None:
+        return found, None
+    others = [(kernel, LISTS), (kernel, DENSE), (kernel, SPARSE)] if form != SPARSE else []
+    others += [(c.kernel, form) for c in source.curves] + [(c.kernel, c.form) for c in source.curves]
+    for name, other in others:
+        if (found := source.find(name, other, direction)) is not None:
+            return found, f"{name} ({other})"
+    raise ConfigError(f"the calibration of {source.device} holds no {direction} times")
+
+
+def _same(device: str, gpu: str) -> bool:
+    """Whether both are of the same kind: H200, A100 and so on; of an A100 also by memory, of which bandwidth depends."""
+    kinds = [re.search(r"\b(?:GB|B|GH|H|A|L|RTX )\d{2,4}S?\b", name) for name in (device, gpu)]
+    return device == gpu or (kinds[0] is not None and kinds[1] is not None and kinds[0][0] == kinds[1][0])

@@ -1,0 +1,298 @@
+"""Clusters: how many GPUs, how fast they compute and how they are linked, each constant with where it comes from.
+
+``conf/cluster/*.yaml`` ship; any other file of that form is given by its path.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mtrain_cli import resource_dir
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.suggest import did_you_mean
+
+FOLDER = "cluster"  # under conf/
+SOURCES = ("measured", "datasheet", "paper", "guess")
+# What a constant may really be, as shares of it, where a file does not say. Of the rates on a datasheet a program gets a part.
+_SPREAD = {"measured": (0.9, 1.1), "datasheet": (0.6, 1.0), "paper": (0.6, 1.0), "guess": (0.5, 2.0)}
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A number, what it may really be, and where it comes from: `SOURCES`. note: says more."""
+
+    value: float
+    source: str
+    note: str
+    low: float
+    high: float
+
+    @staticmethod
+    def of(value: float, source: str, note: str = "", low: float | None = None, high: float | None = None) -> Constant:
+        below, above = _SPREAD[source]
+        return Constant(value, source, note, value * below if low is None else low, value * above if high is None else high)
+
+    def scaled(self, by: float) -> Constant:
+        return replace(self, value=self.value * by, low=self.low * by, high=self.high * by)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """name: as CUDA has it. peak_tflops: dense bf16. hbm_gib: memory. hbm_gbps: of a copy, reads and writes together. launch_us: of the
+    host, to launch one kernel.
+    """
+
+    name: str
+    peak_tflops: Constant
+    hbm_gib: Constant
+    hbm_gbps: Constant
+    launch_us: Constant
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """Between GPUs of a node (inner) or of different nodes (outer). Bandwidths in GB/s, one direction.
+
+    latency_us, bandwidth_gbps: of one message between two GPUs that nothing else disturbs. capacity_gbps: of the link of a GPU, which
+    several messages share. collective_latency_us, collective_bandwidth_gbps: of collectives, by the bandwidth that a ring has on every
+    link. shared_by: GPUs behind one network card, whose capacity they share; 1 for inner. gpu_share: of a GPU's computing power, taken by
+    a message that is under way.
+    """
+
+    latency_us: Constant
+    bandwidth_gbps: Constant
+    capacity_gbps: Constant
+    collective_latency_us: Constant
+    collective_bandwidth_gbps: Constant
+    shared_by: Constant
+    gpu_share: Constant
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """dollars_per_gpu_hour: None where unknown. outer: None for one node."""
+
+    name: str
+    nodes: int
+    gpus_per_node: int
+    gpu: Gpu
+    inner: Link
+    outer: Link | None = None
+    dollars_per_gpu_hour: Constant | None = None
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    def link(self, *, outer: bool) -> Link:
+        if not outer:
+            return self.inner
+        assert self.outer is not None, "one node has no links to others"
+        return self.outer
+
+    def constants(self) -> dict[str, Constant]:
+        """All by name, such as ``links.inner.latency_us``."""
+        found: dict[str, Constant] = {}
+        for prefix, part in (("gpu", self.gpu), ("links.inner", self.inner), ("links.outer", self.outer)):
+            if part is not None:
+                values = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+                found |= {f"{prefix}.{name}": value for name, value in values.items() if isinstance(value, Constant)}
+        return found if self.dollars_per_gpu_hour is None else {**found, "dollars_per_gpu_hour": self.dollars_per_gpu_hour}
+
+
+def shipped() -> dict[str, Path]:
+    """Presets by name."""
+    return {file.stem: file for file in sorted((resource_dir("conf") / FOLDER).glob("*.yaml"))}
+
+
+def load_cluster(name: str, *, nodes: int | None = None, gpus_per_node: int | None = None) -> Cluster:
+    """A preset by its name, or a YAML file by its path. nodes, gpus_per_node: instead of those of the file.
+
+    Raises:
+        ConfigError: there is no such cluster, or the file does not say all that it should; all problems together, each with the file.
+    """
+    presets = shipped()
+    path = presets.get(name, Path(name).expanduser())
+    if not path.is_file():
+        if path.suffix in (".yaml", ".yml") or "/" in name:
+            raise ConfigError(f"--cluster {name}: there is no such file")
+        known = ", ".join(presets)
+        raise ConfigError(f"--cluster {name}: no such cluster{did_you_mean(name, presets)}; allowed: {known}, or the path of a YAML file")
+    reader = _Reader(path, _content(path))
+    found = reader.cluster(nodes, gpus_per_node)
+    if reader.problems or found is None:
+        raise ConfigError(*(f"{path}: {problem}" for problem in reader.problems))
+    return found
+
+
+def _content(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: is no readable YAML ({str(error).splitlines()[0]})") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: describes no cluster; expected keys such as nodes, gpus_per_node, gpu and links")
+    return content
+
+
+_Check = tuple[str, Callable[[float], bool]]
+_ABOVE: _Check = ("a number above 0", lambda v: v > 0)
+_AT_LEAST: _Check = ("a number of at least 0", lambda v: v >= 0)
+_COUNT: _Check = ("a whole number of at least 1", lambda v: v >= 1 and v == int(v))
+_SHARE: _Check = ("a share, at least 0 and below 1", lambda v: 0 <= v < 1)
+_OF_GPU = {"peak_tflops": _ABOVE, "hbm_gib": _ABOVE, "hbm_gbps": _ABOVE, "launch_us": _AT_LEAST}
+_OF_LINK = {
+    "latency_us": _AT_LEAST, "bandwidth_gbps": _ABOVE, "capacity_gbps": _ABOVE, "collective_latency_us": _AT_LEAST,
+    "collective_bandwidth_gbps": _ABOVE, "shared_by": _COUNT, "gpu_share": _SHARE,
+}  # fmt: skip
+# What stands for a constant of a link that a file leaves out.
+_DEFAULTS = {"capacity_gbps": "bandwidth_gbps", "collective_latency_us": "latency_us", "collective_bandwidth_gbps": "capacity_gbps"}
+_KEYS = ("name", "nodes", "gpus_per_node", "gpu", "links", "dollars_per_gpu_hour")
+_PARTS = ("value", "source", "note", "low", "high")
+
+
+class _Reader:
+    """Reads one document and collects everything that is wrong with it."""
+
+    def __init__(self, path: Path, content: dict[str, Any]) -> None:
+        self.path, self.content = path, content
+        self.problems: list[str] = []
+
+    def cluster(self, nodes: int | None, gpus_per_node: int | None) -> Cluster | None:
+        content = self.content
+        self._unknown(content, _KEYS, "")
+        name = self._text(content, "name", "", default=self.path.stem)
+        counts = [self._count(key, given) for key, given in (("nodes", nodes), ("gpus_per_node", gpus_per_node))]
+        of_gpu = self._section(content, "gpu", "")
+        gpu_name = self._text(of_gpu, "name", "gpu.") if of_gpu is not None else ""
+        gpu = self._constants(of_gpu, _OF_GPU, "gpu.", ("name",))
+        links = self._section(content, "links", "")
+        if links is not None:
+            self._unknown(links, ("inner", "outer"), "links.")
+        inner = self._link(links, "inner")
+        outer = self._link(links, "outer") if (counts[0] or 1) > 1 or (links or {}).get("outer") is not None else {}
+        price = content.get("dollars_per_gpu_hour")
+        cost = None if price is None else self._constant(price, _AT_LEAST, "dollars_per_gpu_hour")
+        per_node, shared = counts[1], outer.get("shared_by")
+        if per_node and shared and per_node % int(shared.value):
+            divisors = ", ".join(str(n) for n in range(1, per_node + 1) if per_node % n == 0)
+            self.problems.append(
+                f"links.outer.shared_by={int(shared.value)}: does not divide gpus_per_node={per_node}; allowed: {divisors}"
+            )
+        if self.problems:
+            return None
+        assert counts[0] is not None
+        assert counts[1] is not None
+        return Cluster(
+            name=name,
+            nodes=counts[0],
+            gpus_per_node=counts[1],
+            gpu=Gpu(name=gpu_name, **gpu),
+            inner=Link(**inner),
+            outer=Link(**outer) if outer else None,
+            dollars_per_gpu_hour=cost,
+        )
+
+    def _link(self, links: Mapping[str, Any] | None, name: str) -> dict[str, Constant]:
+        content = self._section(links, name, "links.") if links is not None else None
+        if content is None:
+            return {}
+        given = {**content}
+        for key, stands in _DEFAULTS.items():
+            if key not in given and stands in given:
+                given[key] = given[stands]
+        if name == "inner":
+            given.setdefault("shared_by", {"value": 1, "source": "datasheet", "note": "every GPU has its own links in a node"})
+        return self._constants(given, _OF_LINK, f"links.{name}.", ())
+
+    def _constants(
+        self, content: Mapping[str, Any] | None, checks: Mapping[str, _Check], prefix: str, more: tuple[str, ...]
+    ) -> dict[str, Constant]:
+        if content is None:
+            return {}
+        self._unknown(content, (*checks, *more), prefix)
+        found = {}
+        for key, check in checks.items():
+            if content.get(key) is None:
+                self.problems.append(f"{prefix}{key}: is missing; expected {check[0]} as {_form(0)}")
+                continue
+            constant = self._constant(content[key], check, f"{prefix}{key}")
+            if constant is not None:
+                found[key] = constant
+        return found
+
+    def _constant(self, content: Any, check: _Check, key: str) -> Constant | None:
+        if not isinstance(content, Mapping):
+            self.problems.append(f"{key}={content}: expected {check[0]} with its source, as {_form(content)}")
+            return None
+        before = len(self.problems)
+        self._unknown(content, _PARTS, f"{key}.")
+        value = self._number(content, "value", key, check)
+        source = content.get("source")
+        if source not in SOURCES:
+            said = f"{key}.source: is missing" if source is None else f"{key}.source={source}: is no source"
+            self.problems.append(f"{said}; allowed: {', '.join(SOURCES)}")
+        bounds = [self._number(content, name, key, check) if content.get(name) is not None else None for name in ("low", "high")]
+        if len(self.problems) > before or value is None:
+            return None
+        if check is _COUNT:
+            bounds = [value if bound is None else bound for bound in bounds]
+        found = Constant.of(value, str(source), str(content.get("note") or ""), *bounds)
+        if not found.low <= value <= found.high:
+            self.problems.append(f"{key}: low={found.low:g} and high={found.high:g} must stand on either side of value={value:g}")
+            return None
+        return found
+
+    def _number(self, content: Mapping[str, Any], name: str, key: str, check: _Check) -> float | None:
+        raw = content.get(name)
+        if raw is None:
+            self.problems.append(f"{key}.{name}: is missing; expected {check[0]}")
+            return None
+        try:
+            # YAML takes 1e3 for a word.
+            value = math.nan if isinstance(raw, bool) else float(raw)
+        except (TypeError, ValueError):
+            value = math.nan
+        if not math.isfinite(value) or not check[1](value):
+            self.problems.append(f"{key}.{name}={raw}: expected {check[0]}")
+            return None
+        return value
+
+    def _count(self, key: str, given: int | None) -> int | None:
+        raw = self.content.get(key) if given is None else given
+        if isinstance(raw, int) and not isinstance(raw, bool) and raw >= 1:
+            return raw
+        said = f"{key}: is missing" if raw is None else f"{key}={raw}: is no cluster"
+        self.problems.append(f"{said}; expected {_COUNT[0]}")
+        return None
+
+    def _text(self, content: Mapping[str, Any], key: str, prefix: str, default: str | None = None) -> str:
+        raw = content.get(key, default)
+        if not isinstance(raw, str) or not raw:
+            self.problems.append(f"{prefix}{key}: is missing; expected a name" if raw is None else f"{prefix}{key}={raw}: expected a name")
+            return ""
+        return raw
+
+    def _section(self, content: Mapping[str, Any], key: str, prefix: str) -> Mapping[str, Any] | None:
+        raw = content.get(key)
+        if isinstance(raw, Mapping):
+            return raw
+        self.problems.append(f"{prefix}{key}: is missing" if raw is None else f"{prefix}{key}={raw}: expected keys with values")
+        return None
+
+    def _unknown(self, content: Mapping[str, Any], allowed: tuple[str, ...], prefix: str) -> None:
+        for key in content:
+            if key not in allowed:
+                hint = did_you_mean(str(key), allowed)
+                self.problems.append(f"{prefix}{key}={content[key]}: unknown key{hint}; allowed: {', '.join(allowed)}")
+
+
+def _form(value: Any) -> str:
+    return f"{{value: {value}, source: {'|'.join(SOURCES)}, note: ...}}"

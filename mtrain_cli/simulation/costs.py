@@ -1,0 +1,284 @@
+"""What a pass of one layer costs on a cluster: kernels from calibrated curves, copies from the bandwidth of memory, messages from latency
+and bandwidth of their links. Every figure can be asked for as it is likely, and as it is at best and at worst (`LOW`, `HIGH`).
+
+Messages: between two GPUs, latency + bytes / bandwidth of the link that they cross (BurstEngine, table 1). Collectives as rings: every link
+carries what a rank has to receive; across nodes the network cards of a node carry it together. GPUs behind one card share it. Nodes are
+those of the cluster: a schedule may divide them further (`topology.gpus_per_node`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from mtrain_cli.attention.bars import COLUMN_TILE
+from mtrain_cli.attention.mask import IntArray
+from mtrain_cli.parallel.recording import BACKWARD, FORWARD
+from mtrain_cli.parallel.schedule import HEADS, QUERIES
+from mtrain_cli.parallel.traffic import Sizes, sent_bytes
+from mtrain_cli.simulation import program as words
+from mtrain_cli.simulation.calibration import HIGH, LOW, VALUE, Kernels
+from mtrain_cli.simulation.cluster import Cluster, Constant, Link
+from mtrain_cli.simulation.lockstep import Lockstep, Move
+from mtrain_cli.simulation.program import FloatArray, Message, Prices, collective_of_all
+from mtrain_cli.simulation.work import FLOP_PER_PAIR, StepWork
+
+BOUNDS = (VALUE, LOW, HIGH)
+_SUM_BYTES = 4  # of sums that are not rounded
+# Ranks of the collectives whose latency was measured; a ring's grows with its length.
+_MEASURED_RANKS = 8
+# Kernels that the host launches, counted in the code of exchanges and kernels, roughly: a pass begins; a step under an index, and without
+# one; messages alone.
+_LAUNCHES: Mapping[str, float] = {"begin": 10, "sparse step": 14, "dense step": 6, "moves": 3}
+# Estimating a vertical-slash index: profiles/notes.md (one H200: 1.81 ms at 128K, 3.85 ms at 512K) and profiles/layer-4xh200.json (four:
+# 2.4 to 3.3 ms at any length, launches and small messages).
+_INDEX_ALONE_US, _INDEX_PER_TOKEN_US, _INDEX_TOGETHER_US = 1130.0, 5.2e-3, 2700.0
+_INDEX_BOUNDS = {LOW: 0.5, VALUE: 1.0, HIGH: 1.5}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Prices of everything on one cluster. bound: how likely. sizes: of a shard. columns: single columns a head, as wide as they travel.
+    estimated: how many tokens an index is estimated over; 0: there is none, or it costs nothing.
+    """
+
+    cluster: Cluster
+    kernels: Kernels
+    sizes: Sizes
+    lockstep: Lockstep
+    head_dim: int
+    columns: int = 0
+    sequences: int = 1
+    sparse: bool = False
+    estimated: int = 0
+    bound: str = VALUE
+    _messages: dict[tuple, Message] = field(default_factory=dict, repr=False, compare=False)
+
+    def rate(self, constant: Constant) -> float:
+        """Of what makes things faster: at best high."""
+        return {LOW: constant.high, VALUE: constant.value, HIGH: constant.low}[self.bound]
+
+    def burden(self, constant: Constant) -> float:
+        """Of what makes things slower."""
+        return {LOW: constant.low, VALUE: constant.value, HIGH: constant.high}[self.bound]
+
+    def copied(self, numbers_of_bytes: float) -> float:
+        """us in which memory moves so many bytes, and the launch where that takes longer."""
+        if not numbers_of_bytes:
+            return 0.0
+        return max(numbers_of_bytes / self.rate(self.cluster.gpu.hbm_gbps) / 1e3, 2.0)
+
+    def crosses(self, move: Move) -> np.ndarray:
+        """bool [workers]: what arrives at a rank comes from another node; for a collective, that anything does."""
+        per_node, ranks = self.cluster.gpus_per_node, np.arange(self.lockstep.grid.workers)
+        if move.source is not None:
+            return move.source // per_node != ranks // per_node
+        return np.full(len(ranks), len({peer // per_node for peer in move.first.peers}) > 1)
+
+    @cached_property
+    def _cards(self) -> IntArray:
+        """[workers]: the network card of each rank."""
+        shared = 1 if self.cluster.outer is None else int(self.burden(self.cluster.outer.shared_by))
+        ranks, per_node = np.arange(self.lockstep.grid.workers), self.cluster.gpus_per_node
+        return ranks // per_node * per_node + ranks % per_node // shared
+
+    def message(self, move: Move, direction: str, *, first: bool) -> Message:
+        backward = direction == BACKWARD
+        size = sent_bytes(move.first, self.sizes, first=first, backward=backward)
+        key = move.first.channel, move.first.payload, move.first.kind, size, id(move.to), id(move.peers)
+        if key not in self._messages:
+            self._messages[key] = self._between_two(move, size) if move.to is not None else self._collective(move, size)
+        like, t = self._messages[key], move.first
+        return Message(
+            t.number, t.channel, t.payload, move.queue, t.after, move.to, move.source, move.peers,
+            like.latency, like.busy, like.outer, like.share, size, size, move,
+        )  # fmt: skip
+
+    def _between_two(self, move: Move, size: int) -> Message:
+        assert move.to is not None
+        assert move.source is not None
+        outer = self.crosses(move)
+        alone, busy, share = (np.zeros(len(outer)) for _ in range(3))
+        for crossing in (False, True):
+            if not (outer == crossing).any():
+                continue
+            link = self.cluster.link(outer=crossing)
+            mine = outer == crossing
+            # What leaves through a card and what arrives through one at the same time.
+            sharing = np.maximum(self._sharing(move.source, mine), self._sharing(np.arange(len(mine)), mine)) if crossing else 1
+            per_us = self.rate(link.bandwidth_gbps) * 1e3
+            capacity = max(self.rate(link.capacity_gbps) * 1e3, per_us)
+            moving = np.where(mine, size * np.maximum(1.0 / per_us, sharing / capacity), 0.0)
+            alone += np.where(mine, self.burden(link.latency_us) + moving, 0.0)
+            busy += np.where(mine, size * sharing / capacity, 0.0)
+            share[mine] = self.burden(link.gpu_share)
+        # A rank's message takes its share of the GPU for what leaves as for what arrives.
+        share = np.maximum(share, share[move.to])
+        return Message(0, "", "", ("", False), None, move.to, move.source, None, alone - busy, busy, outer, share, size, size)
+
+    def _sharing(self, ranks: IntArray, crossing: np.ndarray) -> FloatArray:
+        """[workers]: how many of the messages that cross pass the card of the given rank of each."""
+        cards = self._cards[ranks]
+        return np.maximum(np.bincount(cards[crossing], minlength=len(cards))[cards], 1).astype(np.float64)
+
+    def _collective(self, move: Move, size: int) -> Message:
+        t = move.first
+        outer = self.crosses(move)
+        us, busy = self.collective(t.payload == HEADS, len(t.peers), self._members(t.peers), size)
+        workers = len(outer)
+        share = np.full(workers, self.burden(self.cluster.link(outer=bool(outer[0])).gpu_share))
+        latency = np.full(workers, us - busy)
+        return Message(0, "", "", ("", False), None, None, None, move.peers, latency, np.full(workers, busy), outer, share, size, size)
+
+    def _members(self, peers: tuple[int, ...]) -> int:
+        """Ranks of a collective that share a node."""
+        nodes = np.bincount(np.array(peers) // self.cluster.gpus_per_node)
+        return int(nodes.max())
+
+    def collective(self, to_all: bool, ranks: int, members: int, size: int) -> tuple[float, float]:
+        """-> us, and for how long of it the links are busy. to_all: an all-to-all, else a ring. ranks: that take part, ``members`` of them
+        on a node. size: bytes that a rank sends.
+        """
+        inner = self.cluster.inner
+        inner_us = self._moving(inner, size)
+        if members == ranks:
+            return self.burden(inner.collective_latency_us) + inner_us, size / self._capacity(inner)
+        link = self.cluster.link(outer=True)
+        shared = int(self.burden(link.shared_by))
+        latency = self.burden(link.collective_latency_us)
+        if to_all:
+            across = size * (ranks - members) / (ranks - 1)
+            moving = max(self._moving(link, across) * shared, self._moving(inner, size - across))
+            return latency + moving, across * shared / self._capacity(link)
+        # All groups of this kind share the cards of a node, a part for each member.
+        moving = max(self._moving(link, size) * shared / members, inner_us if members > 1 else 0.0)
+        return latency * max(1.0, (ranks - 1) / (_MEASURED_RANKS - 1)) + moving, moving
+
+    def _moving(self, link: Link, size: float) -> float:
+        return size / (self.rate(link.collective_bandwidth_gbps) * 1e3)
+
+    def _capacity(self, link: Link) -> float:
+        return max(self.rate(link.capacity_gbps), self.rate(link.collective_bandwidth_gbps)) * 1e3
+
+    def sum_of_columns(self, direction: str) -> Message:
+        """An all-reduce sends every number about twice."""
+        grid = self.lockstep.grid
+        each = _SUM_BYTES if direction == BACKWARD else self.sizes.dtype_bytes
+        width = -(-self.columns // COLUMN_TILE) * COLUMN_TILE
+        size = 2 * self.sequences * (self.sizes.heads // grid.heads) * width * self.head_dim * each
+        ranks = grid.workers // grid.heads
+        members = max(1, min(ranks, self.cluster.gpus_per_node // grid.heads))
+        us, busy = self.collective(False, ranks, members, int(2 * (ranks - 1) / ranks * size))
+        crosses = members < ranks
+        share = self.burden(self.cluster.link(outer=crosses).gpu_share)
+        return collective_of_all("columns", grid.workers, grid.heads, (us - busy, busy), share, crosses=crosses, size=size)
+
+    def host(self, what: str) -> float:
+        """us that the host needs to launch it."""
+        name = f"{'sparse' if self.sparse else 'dense'} step" if what == "step" else what
+        return _LAUNCHES[name] * self.burden(self.cluster.gpu.launch_us)
+
+    def index_us(self) -> float:
+        if not self.estimated:
+            return 0.0
+        workers = self.lockstep.grid.workers
+        alone = _INDEX_ALONE_US + _INDEX_PER_TOKEN_US * self.estimated / workers
+        return max(alone, _INDEX_TOGETHER_US if workers > 1 else 0.0) * _INDEX_BOUNDS[self.bound]
+
+    # What is copied and added, in bytes that memory reads and writes: `parallel.exchange`, line by line.
+
+    @property
+    def _rows(self) -> float:
+        """Numbers of queries, of an output, of their gradients, at a rank."""
+        return self.sizes.tokens * self.sizes.heads * self.head_dim
+
+    @property
+    def _kv(self) -> float:
+        """Numbers of the keys and values of a rank; too few heads are repeated."""
+        heads = self.lockstep.grid.heads
+        return 2 * self.sizes.tokens * max(self.sizes.kv_heads, heads) * self.head_dim
+
+    def merge(self, direction: str, step: int) -> float:
+        e, high = self.sizes.dtype_bytes, _SUM_BYTES
+        added, copied = 2 * high + e, high + e
+        if direction != BACKWARD:
+            # The first partial output is kept as it is, and brought into float32 with the second.
+            return 0.0 if step == 0 else self.copied(added * self._rows + (copied * self._rows if step == 1 else 0))
+        if self.lockstep.schedule.circulates == QUERIES:
+            return self.copied(copied * self._rows + added * self._kv)
+        return self.copied(added * self._rows + copied * self._kv)
+
+    def other(self, direction: str, what: str) -> float:
+        e, high, rows, kv = self.sizes.dtype_bytes, _SUM_BYTES, self._rows, self._kv
+        schedule, heads = self.lockstep.schedule, self.lockstep.grid.heads
+        rings = schedule.exchange in ("ring", "hierarchical_ring")
+        backward = direction == BACKWARD
+        gathered = kv * schedule.workers / heads
+        parts = next(beat.part[1] for beat in self.lockstep.beats(direction) if beat.computes) // heads
+        queries = schedule.circulates == QUERIES
+        bytes_of = {
+            words.PACK: (2 * e * rows + high * rows + (4 * e * rows if queries else 0) if rings else 0) if backward else 2 * e * kv,
+            words.PICK: 2 * e * 2 * self.sequences * (self.sizes.heads / heads) * self.columns * self.head_dim,
+            words.TRADE: 3 * e * ((rows if backward else rows + kv) if what == words.TRADE else 0),
+            words.ORDER: 2 * e * gathered / parts,
+            words.CUT: 3 * 2 * e * rows / parts if parts > 1 else 0,
+            words.SHARDS: (e + high) * gathered / parts,
+            words.ADD: 3 * high * (rows if queries else kv),
+            words.SCATTER: 3 * high * 2 * self.sequences * (self.sizes.heads / heads) * self.columns * self.head_dim / schedule.workers,
+            words.RESULT: self._result(backward, rings, parts),
+        }
+        return self.copied(bytes_of[what])
+
+    def _result(self, backward: bool, rings: bool, parts: int) -> float:
+        e, high = self.sizes.dtype_bytes, _SUM_BYTES
+        if rings:
+            return (high + e) * (self._rows + (self._kv if backward else 0))
+        joined = 2 * e * self._rows if parts > 1 else 0
+        return joined + ((high + e) * self._kv if backward else 0)
+
+
+class LayerPrices(Prices):
+    """The work of one layer, priced: the same for all passes of a layer whose index is alike."""
+
+    def __init__(self, costs: Costs, work: Mapping[str, StepWork], direction: str) -> None:
+        self.costs, self.direction = costs, direction
+        counted = BACKWARD if direction == BACKWARD else FORWARD
+        self.counts = work[counted]
+        self.columns = bool(self.counts.columns.any())
+        kernels, bound = costs.kernels, costs.bound
+        per_pair = FLOP_PER_PAIR[counted] * costs.head_dim
+        of_columns = 0 if self.counts.of_columns is None else self.counts.of_columns
+        curve = kernels.part(counted) if self.columns else kernels.whole[counted]
+        self._attention = curve.us(float(per_pair) * (self.counts.pairs - of_columns), float(per_pair) * of_columns, bound)
+        zero = np.zeros(len(self.counts.columns))
+        self._columns = kernels.part(counted).us(zero, per_pair * self.counts.column_pairs.astype(np.float64), bound)
+
+    def attention(self, step: int) -> FloatArray:
+        return self._attention[:, step]
+
+    def work(self, step: int) -> tuple[IntArray, IntArray]:
+        return self.counts.pairs[:, step], self.counts.blocks[:, step]
+
+    def message(self, move: Move, *, first: bool) -> Message:
+        return self.costs.message(move, self.direction, first=first)
+
+    def merge(self, step: int) -> float:
+        return self.costs.merge(self.direction, step)
+
+    def other(self, what: str) -> float:
+        return self.costs.other(self.direction, what)
+
+    def index(self) -> float:
+        return self.costs.index_us()
+
+    def dispatch(self, what: str) -> float:
+        return self.costs.host(what)
+
+    def column_times(self) -> tuple[FloatArray, IntArray, IntArray]:
+        return self._columns, self.counts.columns, self.counts.column_pairs
+
+    def column_sum(self) -> Message:
+        return self.costs.sum_of_columns(self.direction)

@@ -1,0 +1,209 @@
+"""A schedule for all ranks at once: every rank takes the same steps, with the same kinds of transfers, among other peers.
+
+Schedules are alike seen from any rank: ranks are the places of a grid of nodes and ranks of a node, whose edges are joined, and what a rank
+does is what rank 0 does, moved to its place. So a thousand ranks need one schedule, not a thousand; `Lockstep.of` compares some ranks with
+their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from mtrain_cli.attention.mask import IntArray
+from mtrain_cli.parallel.schedule import GRADIENTS, HEADS, Schedule, Step, Transfer
+
+NOBODY = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Move:
+    """One transfer of all ranks.
+
+    first: that of rank 0, for what all of them share. to, source: [workers], for p2p. peers: [workers], for collectives: the lowest rank of
+    those that take part in the same one. arriving, leaving: places of the shards of rank 0 (`Grid.of`), None for a collective.
+    """
+
+    first: Transfer
+    to: IntArray | None
+    source: IntArray | None
+    peers: IntArray | None
+    arriving: int | None = None
+    leaving: int | None = None
+
+    @property
+    def number(self) -> int:
+        return self.first.number
+
+    @property
+    def queue(self) -> tuple[str, bool]:
+        """The communicator: its messages go one after the other, in the order in which they are posted."""
+        return self.first.channel, self.first.payload in GRADIENTS
+
+
+@dataclass(frozen=True, eq=False)
+class Beat:
+    """One step of all ranks, see `schedule.Step`. queries, keys: places of the groups that rank 0 computes, None for none; ``keys`` is
+    `EVERYTHING` where all are computed at once. part: of the heads of rank 0 (`parts_of`).
+    """
+
+    queries: int | None
+    keys: int | None
+    part: tuple[int, int]
+    post: tuple[Move, ...]
+    wait: tuple[int, ...]
+    collect: tuple[int, ...]
+    send: tuple[Move, ...]
+
+    @property
+    def computes(self) -> bool:
+        return self.queries is not None
+
+
+EVERYTHING = -1
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Places of ranks: ``nodes`` x ``size`` groups of ``heads`` ranks that share heads, numbered in this order."""
+
+    nodes: int
+    size: int
+    heads: int
+
+    @staticmethod
+    def of(schedule: Schedule) -> Grid:
+        groups = schedule.workers // schedule.heads
+        per_node = min(groups, max(1, schedule.per_node // schedule.heads)) if schedule.heads > 1 else schedule.per_node
+        nodes = -(-groups // per_node) if schedule.exchange.startswith("hierarchical") else 1
+        return Grid(nodes, groups // nodes, schedule.heads)
+
+    @property
+    def workers(self) -> int:
+        return self.nodes * self.size * self.heads
+
+    @cached_property
+    def _node(self) -> IntArray:
+        return np.arange(self.workers) // self.heads // self.size
+
+    @cached_property
+    def _local(self) -> IntArray:
+        return np.arange(self.workers) // self.heads % self.size
+
+    def groups_of(self, group: int) -> IntArray:
+        """[workers]: the group that is to each rank what ``group`` is to rank 0."""
+        node, local = divmod(group, self.size)
+        return (self._node + node) % self.nodes * self.size + (self._local + local) % self.size
+
+    def ranks_of(self, rank: int) -> IntArray:
+        """[workers]: the same of a rank that has the place of rank 0 in its group."""
+        assert rank % self.heads == 0
+        return self.groups_of(rank // self.heads) * self.heads + np.arange(self.workers) % self.heads
+
+
+@dataclass(frozen=True, eq=False)
+class Lockstep:
+    """forward, backward: the steps of all ranks."""
+
+    schedule: Schedule
+    grid: Grid
+    forward: tuple[Beat, ...]
+    backward: tuple[Beat, ...]
+
+    @staticmethod
+    def of(schedule: Schedule) -> Lockstep:
+        grid = Grid.of(schedule)
+        assert grid.workers == schedule.workers
+        maker = _Maker(grid)
+        forward, backward = (tuple(map(maker.beat, steps)) for steps in (schedule.forward[0], schedule.backward[0]))
+        found = Lockstep(schedule, grid, forward, backward)
+        for rank in {1, schedule.workers // 2, schedule.workers - 1} - {0, schedule.workers}:
+            found.compare(rank)
+        return found
+
+    def beats(self, direction: str) -> tuple[Beat, ...]:
+        return self.backward if direction == "backward" else self.forward
+
+    def parts_of(self, beat: Beat) -> IntArray:
+        """[workers]: which of the equal parts of the heads each rank computes."""
+        own = beat.part[1] // self.grid.heads
+        return np.arange(self.grid.workers) % self.grid.heads * own + beat.part[0]
+
+    def node(self, rank: IntArray) -> IntArray:
+        return rank // self.schedule.per_node
+
+    def compare(self, rank: int) -> None:
+        """Raises AssertionError where a rank's own schedule says something else."""
+        for beats, steps in ((self.forward, self.schedule.forward[rank]), (self.backward, self.schedule.backward[rank])):
+            assert len(beats) == len(steps), "every rank has as many steps"
+            for beat, step in zip(beats, steps, strict=True):
+                self._compare(rank, beat, step)
+
+    def _compare(self, rank: int, beat: Beat, step: Step) -> None:
+        heads = self.grid.heads
+        assert (beat.wait, beat.collect, beat.computes) == (step.wait, step.collect, bool(step.queries))
+        if beat.computes:
+            assert beat.queries is not None
+            assert beat.keys is not None
+            assert (self.parts_of(beat)[rank], beat.part[1]) == step.part
+            assert self.grid.groups_of(beat.queries)[rank] == step.queries[0] // heads
+            whole = beat.keys == EVERYTHING
+            assert whole == (len(step.keys) == self.schedule.workers)
+            assert whole or self.grid.groups_of(beat.keys)[rank] == step.keys[0] // heads
+        for moves, transfers in ((beat.post, step.post), (beat.send, step.send)):
+            assert len(moves) == len(transfers)
+            for move, transfer in zip(moves, transfers, strict=True):
+                for name in ("number", "kind", "payload", "channel", "after"):
+                    assert getattr(move.first, name) == getattr(transfer, name), name
+                assert (len(move.first.sends), len(move.first.receives)) == (len(transfer.sends), len(transfer.receives))
+                if move.to is not None and move.source is not None:
+                    assert (move.to[rank], move.source[rank]) == (transfer.to, transfer.source)
+                    shards = [self.grid.groups_of(place)[rank] for place in (move.arriving, move.leaving) if place is not None]
+                    assert shards == [transfer.receives[0] // heads, transfer.sends[0] // heads]
+                if move.peers is not None:
+                    assert move.peers[rank] == min(transfer.peers)
+                    assert len(move.first.peers) == len(transfer.peers)
+
+
+class _Maker:
+    """Makes beats; arrays that many moves share are made once."""
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
+        self._ranks: dict[int, IntArray] = {}
+        self._peers: dict[tuple[bool, tuple[int, ...]], IntArray] = {}
+
+    def beat(self, step: Step) -> Beat:
+        heads = self.grid.heads
+        queries = step.queries[0] // heads if step.queries else None
+        everything = len(step.keys) == self.grid.workers
+        keys = None if not step.keys else EVERYTHING if everything else step.keys[0] // heads
+        return Beat(queries, keys, step.part, self._moves(step.post), step.wait, step.collect, self._moves(step.send))
+
+    def _moves(self, transfers: Sequence[Transfer]) -> tuple[Move, ...]:
+        return tuple(map(self._move, transfers))
+
+    def _move(self, t: Transfer) -> Move:
+        if t.kind == "p2p":
+            assert t.to is not None
+            assert t.source is not None
+            heads = self.grid.heads
+            return Move(t, self._of(t.to), self._of(t.source), None, t.receives[0] // heads, t.sends[0] // heads)
+        return Move(t, None, None, self._lowest(t))
+
+    def _of(self, rank: int) -> IntArray:
+        if rank not in self._ranks:
+            self._ranks[rank] = self.grid.ranks_of(rank)
+        return self._ranks[rank]
+
+    def _lowest(self, t: Transfer) -> IntArray:
+        key = t.payload == HEADS, t.peers
+        if key not in self._peers:
+            if t.payload == HEADS:
+                self._peers[key] = np.arange(self.grid.workers) // self.grid.heads * self.grid.heads
+            else:
+                self._peers[key] = np.min([self.grid.ranks_of(peer) for peer in t.peers], axis=0)
+        return self._peers[key]

@@ -1,0 +1,256 @@
+"""What every rank does in one pass of the attention of a layer, in order, priced: the same list for all ranks, with arrays over ranks.
+
+The order is that of `parallel.exchange`: post, wait, compute, collect, send, and around it what an exchange copies and adds up.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtrain_cli.attention.mask import IntArray
+from mtrain_cli.parallel.mail import UNSCHEDULED
+from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, BACKWARD, COLUMNS, FORWARD, GAP, INDEX, MERGE
+from mtrain_cli.parallel.schedule import CONTEXT, HEADS
+from mtrain_cli.simulation.lockstep import Beat, Lockstep, Move
+
+FloatArray = NDArray[np.float64]
+
+# What is copied or added beside attention, and when: k and v packed and columns picked at the start; tokens traded for heads made ready and
+# brought into order; gathered keys brought into sequence order, queries of a part of the heads cut out; gradients of keys cut into shards;
+# gradients that arrived added; gradients of columns added; results brought into the compute dtype.
+PACK, PICK, TRADE, ORDER, CUT, SHARDS, ADD, SCATTER, RESULT = (
+    "pack", "pick", "trade", "order", "cut", "shards", "add", "scatter", "result",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Spend:
+    """The stream that computes is busy. us: [workers], 0 for a rank that has nothing to do. slowed: messages under way take a part of the
+    GPU from it. pairs, blocks, columns: its work, for records.
+    """
+
+    kind: str
+    step: int
+    us: FloatArray
+    slowed: bool = False
+    pairs: IntArray | None = None
+    blocks: IntArray | None = None
+    columns: IntArray | None = None
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """The host needs so long for the launches that follow: nothing that follows begins earlier."""
+
+    step: int
+    us: float
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    """A transfer of all ranks. queue: its communicator, which carries one message after the other. after: what it waits for. to, source,
+    peers: as in `lockstep.Move`. latency, busy: us [workers], of what arrives at a rank: until it is there, in which its link is free for
+    the next, and in which it is not. outer: bool [workers], what arrives crosses nodes. share: [workers], of the GPU's computing power that
+    the message takes at a rank while it is under way. sent, received: bytes. arriving, leaving: shards [workers], None for a collective.
+    """
+
+    number: int
+    link: str
+    payload: str
+    queue: tuple[str, bool]
+    after: int | None
+    to: IntArray | None
+    source: IntArray | None
+    peers: IntArray | None
+    latency: FloatArray
+    busy: FloatArray
+    outer: NDArray[np.bool_]
+    share: FloatArray
+    sent: int
+    received: int
+    move: Move | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Post:
+    step: int
+    message: Message
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Until a message is there."""
+
+    step: int
+    number: int
+
+
+Action = Spend | Dispatch | Post | Wait
+
+
+class Prices(ABC):
+    """What one pass of one layer costs. Times in us, [workers] or one number for all."""
+
+    direction: str  # forward, recompute or backward
+    columns: bool = False  # single columns are gathered once, apart from the steps
+
+    @abstractmethod
+    def attention(self, step: int) -> FloatArray: ...
+
+    @abstractmethod
+    def message(self, move: Move, *, first: bool) -> Message:
+        """first: of the two trades of heads of a pass."""
+
+    def work(self, step: int) -> tuple[IntArray | None, IntArray | None]:  # noqa: ARG002 - none is known
+        """Pairs and blocks of a step, for records."""
+        return None, None
+
+    def merge(self, step: int) -> float:  # noqa: ARG002
+        """Of a rank that computes in this step."""
+        return 0.0
+
+    def other(self, what: str) -> float:  # noqa: ARG002
+        """What is copied or added, by the words above."""
+        return 0.0
+
+    def index(self) -> float:
+        return 0.0
+
+    def dispatch(self, what: str) -> float:  # noqa: ARG002
+        """What the host needs: to begin a pass (``begin``), for a step that computes (``step``), for messages alone (``moves``)."""
+        return 0.0
+
+    def column_times(self) -> tuple[FloatArray, IntArray | None, IntArray | None]:
+        """Of gathered columns: us, how many, and their pairs."""
+        raise NotImplementedError
+
+    def column_sum(self) -> Message:
+        """That of gathered columns over workers, or of their gradients."""
+        raise NotImplementedError
+
+
+def program(lockstep: Lockstep, prices: Prices) -> Iterator[Action]:
+    """All actions of one pass, in order."""
+    return _Program(lockstep, prices).actions()
+
+
+class _Program:
+    def __init__(self, lockstep: Lockstep, prices: Prices) -> None:
+        self.schedule, self.prices = lockstep.schedule, prices
+        self.backward = prices.direction == BACKWARD
+        self.beats = lockstep.beats(prices.direction)
+        self.rings = self.schedule.exchange in ("ring", "hierarchical_ring")
+        self.workers = self.schedule.workers
+        self.trades = 0
+        self.under_way: list[int] = []
+
+    def actions(self) -> Iterator[Action]:
+        prices = self.prices
+        yield Dispatch(-1, prices.dispatch("begin"))
+        if prices.direction == FORWARD:
+            yield self._spend(INDEX, -1, prices.index())
+        last = len(self.beats) - 1
+        inner_last = last - (self.schedule.heads > 1)
+        for at, beat in enumerate(self.beats):
+            yield Dispatch(at, prices.dispatch("step" if beat.computes else "moves"))
+            traded = [m for m in beat.post if m.first.payload == HEADS]
+            for move in traded:
+                yield from self._trade(at, move)
+            if at == 0:
+                yield from self._begin()
+            if not traded or beat.computes:
+                yield from self._step(at, beat)
+            if at == inner_last:
+                yield from self._end(at)
+        # Nobody else waits for these: sums of gradients.
+        for number in list(self.under_way):
+            yield self._wait(last, number)
+        if self.backward:
+            yield self._spend(GAP, last, 0.0 if self.rings else prices.other(RESULT))
+
+    def _step(self, at: int, beat: Beat) -> Iterator[Action]:
+        prices = self.prices
+        for move in beat.post:
+            if move.first.payload != HEADS:
+                yield self._post(at, move)
+        for number in beat.wait:
+            if number in self.under_way:
+                yield self._wait(at, number)
+        if beat.computes:
+            if not self.rings and self.workers > self.schedule.heads:
+                yield self._spend(ARRANGE, at, prices.other(ORDER))
+            if not self.rings and self.backward:
+                yield self._spend(ARRANGE, at, prices.other(CUT))
+            us = prices.attention(at)
+            yield Spend(ATTENTION, at, us, True, *prices.work(at))
+            if self.rings:
+                yield Spend(MERGE, at, np.where(us > 0, prices.merge(at), 0.0))
+            elif self.backward:
+                yield self._spend(ARRANGE, at, prices.other(SHARDS))
+        if at == 0 and prices.columns and not self.backward:
+            yield self._wait(at, UNSCHEDULED)
+            yield self._columns(at)
+        for number in beat.collect:
+            yield self._wait(at, number)
+            yield self._spend(GAP, at, prices.other(ADD))
+        for move in beat.send:
+            yield self._post(at, move)
+
+    def _begin(self) -> Iterator[Action]:
+        prices = self.prices
+        yield self._spend(ARRANGE, 0, prices.other(PACK))
+        if prices.columns and self.backward:
+            yield self._columns(0)
+        elif prices.columns:
+            yield self._spend(ARRANGE, 0, prices.other(PICK))
+        if prices.columns:
+            self.under_way.append(UNSCHEDULED)
+            yield Post(0, prices.column_sum())
+
+    def _end(self, at: int) -> Iterator[Action]:
+        prices = self.prices
+        if prices.columns and self.backward:
+            yield self._wait(at, UNSCHEDULED)
+            yield self._spend(COLUMNS, at, prices.other(SCATTER))
+        if self.rings or not self.backward:
+            yield self._spend(ARRANGE, at, prices.other(RESULT))
+
+    def _trade(self, at: int, move: Move) -> Iterator[Action]:
+        yield self._spend(ARRANGE, at, self.prices.other(TRADE))
+        yield self._post(at, move)
+        yield self._wait(at, move.number)
+        yield self._spend(ARRANGE, at, self.prices.other(TRADE))
+
+    def _columns(self, at: int) -> Spend:
+        us, columns, pairs = self.prices.column_times()
+        return Spend(COLUMNS, at, us, True, pairs, None, columns)
+
+    def _spend(self, kind: str, at: int, us: float) -> Spend:
+        return Spend(kind, at, np.full(self.workers, us))
+
+    def _post(self, at: int, move: Move) -> Post:
+        message = self.prices.message(move, first=self.trades == 0)
+        self.trades += move.first.payload == HEADS
+        self.under_way.append(move.number)
+        return Post(at, message)
+
+    def _wait(self, at: int, number: int) -> Wait:
+        self.under_way.remove(number)
+        return Wait(at, number)
+
+
+def collective_of_all(
+    payload: str, workers: int, heads: int, us: tuple[float, float], share: float, *, crosses: bool, size: int
+) -> Message:
+    """A sum over all ranks that hold the same heads, beside the schedule. us: latency and busy."""
+    latency, busy = (np.full(workers, t) for t in us)
+    peers = np.arange(workers) % heads
+    return Message(
+        UNSCHEDULED, CONTEXT, payload, ("whole", False), None, None, None, peers, latency, busy,
+        np.full(workers, crosses), np.full(workers, share), size, size,
+    )  # fmt: skip

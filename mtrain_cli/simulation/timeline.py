@@ -1,0 +1,362 @@
+"""When everything of a pass happens: a discrete-event simulation of the real schedule, over all ranks at once.
+
+All ranks run the same program (`simulation.program`), and what happens at one depends only on what comes earlier in the program of the
+others. So each action is played for all ranks together, in the order of the program, and no queue of events is needed:
+
+- A message is ready at a rank once it was posted there, the message before it on the same communicator has ended there, and what it sends
+  on has arrived. What moves from one rank to another begins when both are ready and the link into the latter is free: one inside its node,
+  one from other nodes. A link carries messages in the order in which they were posted. All that leaves a rank of a ring goes to the same
+  neighbour by each link, so that links out of ranks need no account of their own.
+- A message between two ranks ends at a rank when what it sends has left and what it receives is there; a collective begins when all that
+  take part are ready.
+- A wait keeps the stream that computes until the message has ended at this rank.
+- While messages are under way at a rank they take a part of its computing power from attention.
+
+The definitions of `late` and of who was waited for are those of profiles (`profiling.session`): late is a wait until the peer has posted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from mtrain_cli.attention.mask import IntArray
+from mtrain_cli.parallel.recording import COLUMNS, COMPUTING, DIRECTIONS, GAP, ITERATION, KINDS, PASS, RECEIVE, SEND, WAIT
+from mtrain_cli.profiling.records import LINKS, PAYLOADS, ROW
+from mtrain_cli.simulation.lockstep import Grid
+from mtrain_cli.simulation.program import Action, Dispatch, FloatArray, Message, Post, Spend, Wait
+
+_LEAST_POWER = 0.05  # of the GPU that messages leave to computation
+_KIND, _LINK, _PAYLOAD, _DIRECTION = ({word: code for code, word in enumerate(words)} for words in (KINDS, LINKS, PAYLOADS, DIRECTIONS))
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What is not as it should be. slow: rank -> how many times as long it computes. jitter: standard deviation of the logarithm of the
+    time of a message, drawn from ``seed`` for every message and rank.
+    """
+
+    slow: Mapping[int, float] = field(default_factory=dict)
+    jitter: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class PassTimes:
+    """One pass; times in us. start, end: [workers]. spent: of each kind of `recording.COMPUTING` but waits, [workers, 1 + steps]: slot 0 is
+    what comes before all steps, and single columns that were gathered once. late, exposed: waits, the latter by link, of the same shape.
+    under_way: us in which any message was under way at a rank, [workers].
+    """
+
+    direction: str
+    start: FloatArray
+    end: FloatArray
+    spent: dict[str, FloatArray]
+    late: FloatArray
+    exposed: dict[str, FloatArray]
+    rows: tuple[np.ndarray, ...] = ()
+
+    @property
+    def duration(self) -> float:
+        """From the first start to the last end."""
+        return float(self.end.max() - self.start.min())
+
+    def moved(self, by: float) -> PassTimes:
+        """The same, so many us later."""
+        rows = tuple(table.copy() for table in self.rows)
+        for table in rows:
+            table["start_us"] += by
+        return replace(self, start=self.start + by, end=self.end + by, rows=rows)
+
+    @property
+    def attention(self) -> FloatArray:
+        """[workers, steps]."""
+        return self.spent["attention"][:, 1:]
+
+    @property
+    def elapsed(self) -> FloatArray:
+        """All time of a step, [workers, 1 + steps]."""
+        return np.sum([*self.spent.values(), self.late, *self.exposed.values()], axis=0)
+
+
+def play(
+    actions: Iterable[Action],
+    direction: str,
+    workers: int,
+    steps: int,
+    *,
+    start: FloatArray | None = None,
+    grid: Grid | None = None,
+    conditions: Conditions | None = None,
+    rows: bool = False,
+    stream: int = 0,
+) -> PassTimes:
+    """start: [workers], when each rank begins; 0. rows: also makes records, in which ``grid`` names shards. stream: each pass draws its
+    own jitter.
+    """
+    begin = np.zeros(workers) if start is None else np.asarray(start, np.float64)
+    player = _Player(direction, begin, steps, conditions or Conditions(), stream, _Rows(direction, workers, grid) if rows else None)
+    for action in actions:
+        player.act(action)
+    return player.result()
+
+
+class _Player:
+    def __init__(self, direction: str, start: FloatArray, steps: int, conditions: Conditions, stream: int, rows: _Rows | None) -> None:
+        workers = len(start)
+        self.direction, self.start, self.rows = direction, start, rows
+        self.now, self.host = start.copy(), start.copy()
+        self.factor = np.ones(workers)
+        for rank, factor in conditions.slow.items():
+            self.factor[rank] *= factor
+        self.jitter = conditions.jitter
+        self.random = np.random.default_rng([conditions.seed, stream])
+        self.ranks = np.arange(workers)
+        # When communicators are free, [workers]; and links, [inner or outer, workers].
+        self.queues: dict[tuple[str, bool], FloatArray] = {}
+        self.arriving = np.full((2, workers), -np.inf)
+        self.messages: dict[int, Message] = {}
+        self.posted: dict[int, FloatArray] = {}
+        self.ended: dict[int, FloatArray] = {}
+        self.active: list[tuple[FloatArray, FloatArray, FloatArray]] = []  # ready, end, share
+        self.groups: dict[int, _Groups] = {}
+        self.spent = {kind: np.zeros((steps + 1, workers)) for kind in COMPUTING if kind != WAIT}
+        self.late = np.zeros((steps + 1, workers))
+        self.exposed: dict[str, FloatArray] = {}
+
+    def act(self, action: Action) -> None:
+        if isinstance(action, Spend):
+            self._spend(action)
+        elif isinstance(action, Post):
+            self._post(action)
+        elif isinstance(action, Wait):
+            self._wait(action)
+        else:
+            self._dispatch(action)
+
+    def result(self) -> PassTimes:
+        if self.rows is not None:
+            self.rows.add(PASS, -1, self.start, self.now - self.start)
+        return PassTimes(
+            self.direction,
+            self.start,
+            self.now,
+            {kind: table.T for kind, table in self.spent.items()},
+            self.late.T,
+            {link: table.T for link, table in self.exposed.items()},
+            tuple(self.rows.tables) if self.rows is not None else (),
+        )
+
+    def _dispatch(self, action: Dispatch) -> None:
+        # The host never waits for the GPU; where it is behind, the GPU waits for it.
+        self.host = self.host + action.us
+        gap = np.maximum(self.host - self.now, 0.0)
+        if gap.any():
+            self._busy(GAP, action.step, gap)
+
+    def _spend(self, action: Spend) -> None:
+        us = action.us * self.factor
+        if not us.any():
+            return
+        if action.slowed:
+            us = self._slowed(us)
+        self._busy(action.kind, action.step, us, action)
+
+    def _busy(self, kind: str, step: int, us: FloatArray, work: Spend | None = None) -> None:
+        self.spent[kind][0 if kind == COLUMNS else step + 1] += us
+        if self.rows is not None:
+            self.rows.add(kind, step, self.now, us, work=work)
+        self.now = self.now + us
+
+    def _slowed(self, us: FloatArray) -> FloatArray:
+        """How long that takes from now on with the messages that are under way. Those posted later come after it."""
+        self.active = [entry for entry in self.active if (entry[1] > self.now).any()]
+        if not self.active:
+            return us
+        begins, ends, shares = (np.stack(parts) for parts in zip(*self.active, strict=True))
+        edges = np.sort(np.maximum(np.concatenate([begins, ends]), self.now), axis=0)
+        left, at = us.copy(), self.now.copy()
+        for edge in edges:
+            power = self._power(begins, ends, shares, at)
+            done = np.minimum((edge - at) * power, left)
+            at = at + done / power
+            left = left - done
+            # Where something is left, it goes on from the edge exactly.
+            at = np.where(left > 0, edge, at)
+        return at + left - self.now
+
+    @staticmethod
+    def _power(begins: FloatArray, ends: FloatArray, shares: FloatArray, at: FloatArray) -> FloatArray:
+        return np.maximum(1.0 - np.where((begins <= at) & (at < ends), shares, 0.0).sum(0), _LEAST_POWER)
+
+    def _post(self, action: Post) -> None:
+        message = action.message
+        ready = self.now
+        if message.queue in self.queues:
+            ready = np.maximum(ready, self.queues[message.queue])
+        if message.after is not None:
+            ready = np.maximum(ready, self.ended[message.after])
+        latency, busy = message.latency, message.busy
+        if self.jitter:
+            factor = np.exp(self.random.normal(0.0, self.jitter, len(self.now)))
+            if message.peers is not None:
+                factor = self._groups(message.peers).first(factor)
+            latency, busy = latency * factor, busy * factor
+        ended = self._between_two(message, ready, latency, busy) if message.peers is None else self._among(message, ready, latency, busy)
+        self.queues[message.queue] = ended
+        self.messages[message.number], self.posted[message.number], self.ended[message.number] = message, self.now, ended
+        if message.share.any():
+            self.active.append((ready, ended, message.share))
+        if self.rows is not None:
+            for kind in (SEND, RECEIVE):
+                self.rows.add(kind, action.step, self.now, ended - self.now, message=message)
+
+    def _between_two(self, message: Message, ready: FloatArray, latency: FloatArray, busy: FloatArray) -> FloatArray:
+        to, source = message.to, message.source
+        assert to is not None
+        assert source is not None
+        outer = message.outer.astype(np.intp)
+        begin = np.maximum(np.maximum(ready, ready[source]), self.arriving[outer, self.ranks])
+        through = begin + busy
+        self.arriving[outer, self.ranks] = through
+        arrived = through + latency
+        return np.maximum(arrived, arrived[to])
+
+    def _among(self, message: Message, ready: FloatArray, latency: FloatArray, busy: FloatArray) -> FloatArray:
+        assert message.peers is not None
+        link = int(message.outer.any())
+        groups = self._groups(message.peers)
+        begin = groups.most(np.maximum(ready, self.arriving[link]))
+        through = begin + busy
+        self.arriving[link] = through
+        return through + latency
+
+    def _groups(self, peers: IntArray) -> _Groups:
+        if id(peers) not in self.groups:
+            self.groups[id(peers)] = _Groups(peers)
+        return self.groups[id(peers)]
+
+    def _wait(self, action: Wait) -> None:
+        message, posted = self.messages.pop(action.number), self.posted.pop(action.number)
+        us = np.maximum(self.ended[action.number] - self.now, 0.0)
+        if message.peers is None:
+            assert message.to is not None
+            assert message.source is not None
+            by_source, by_to = posted[message.source], posted[message.to]
+            peer = np.where(by_to > by_source, message.to, message.source)
+            last = np.maximum(by_source, by_to)
+        else:
+            groups = self._groups(message.peers)
+            last, peer = groups.most(posted), groups.latest(posted)
+            peer = np.where(peer == self.ranks, -1, peer)
+        late = np.clip(last - self.now, 0.0, us)
+        self.late[action.step + 1] += late
+        if message.link not in self.exposed:
+            self.exposed[message.link] = np.zeros_like(self.late)
+        self.exposed[message.link][action.step + 1] += us - late
+        if self.rows is not None:
+            self.rows.add(WAIT, action.step, self.now, us, message=message, late=late, peer=peer)
+        self.now = self.now + us
+
+
+class _Groups:
+    """Ranks that take part in the same collective. peers: [workers], the lowest of each."""
+
+    def __init__(self, peers: IntArray) -> None:
+        self.peers = peers  # kept, so that its id stays its own
+        self.alone = bool((peers == peers[0]).all())
+        self.order = np.argsort(peers, kind="stable")
+        ordered = peers[self.order]
+        self.begin = np.flatnonzero(np.diff(ordered, prepend=-1))
+        self.of = np.searchsorted(ordered[self.begin], peers)
+
+    def most(self, values: FloatArray) -> FloatArray:
+        """[workers]: the largest of the group of each rank."""
+        if self.alone:
+            return np.full(len(values), values.max())
+        return np.maximum.reduceat(values[self.order], self.begin)[self.of]
+
+    def first(self, values: FloatArray) -> FloatArray:
+        """That of the lowest rank."""
+        return values[self.peers]
+
+    def latest(self, values: FloatArray) -> IntArray:
+        """The rank of the largest; the lowest of several."""
+        largest = values == self.most(values)
+        candidates = np.where(largest, np.arange(len(values)), len(values))
+        if self.alone:
+            return np.full(len(values), candidates.min())
+        return np.minimum.reduceat(candidates[self.order], self.begin)[self.of]
+
+
+class _Rows:
+    """Records of one pass, an array [workers] an action."""
+
+    def __init__(self, direction: str, workers: int, grid: Grid | None) -> None:
+        self.direction, self.workers, self.grid = _DIRECTION[direction], workers, grid
+        self.tables: list[np.ndarray] = []
+
+    def add(
+        self,
+        kind: str,
+        step: int,
+        start: FloatArray,
+        us: FloatArray,
+        *,
+        work: Spend | None = None,
+        message: Message | None = None,
+        late: FloatArray | None = None,
+        peer: IntArray | None = None,
+    ) -> None:
+        rows = np.zeros(self.workers, ROW)
+        rows["direction"], rows["phase"], rows["step"] = self.direction, _KIND[kind], step
+        rows["rank"], rows["start_us"], rows["dur_us"] = np.arange(self.workers), start, us
+        rows["shard"] = rows["peer"] = -1
+        if work is not None and work.pairs is not None:
+            rows["pairs"] = work.pairs
+        if work is not None and work.blocks is not None:
+            rows["blocks"] = work.blocks
+        if work is not None and work.columns is not None:
+            rows["columns"] = work.columns
+        if message is not None:
+            rows["link"], rows["payload"] = _LINK[message.link], _PAYLOAD[message.payload]
+            rows["bytes"] = message.sent if kind == SEND else message.received
+            ranks = message.to if kind == SEND else message.source
+            if ranks is not None:
+                rows["peer"] = ranks
+            move = message.move
+            place = None if move is None else move.leaving if kind == SEND else move.arriving
+            if place is not None and self.grid is not None:
+                rows["shard"] = self.grid.groups_of(place)
+        if late is not None and peer is not None:
+            rows["late_us"], rows["peer"] = late, peer
+        # What a rank does not do is no row; a wait that takes no time is one.
+        self.tables.append(rows if kind in (WAIT, SEND, RECEIVE, PASS) else rows[us > 0])
+
+
+def together(
+    passes: Sequence[tuple[int, PassTimes]], *, case: int = 0, iteration: int = 0, flop: tuple[float, float] = (0.0, 0.0)
+) -> np.ndarray:
+    """Rows of one iteration (`records.ROW`), whose passes are of (layer, times). flop: of a pair, forward and backward."""
+    parts = list(_parts(passes))
+    start, end = (np.stack([getattr(times, name) for _, times in passes]) for name in ("start", "end"))
+    whole = np.zeros(start.shape[1], ROW)
+    whole["layer"] = whole["step"] = whole["shard"] = whole["peer"] = -1
+    whole["phase"], whole["rank"] = _KIND[ITERATION], np.arange(start.shape[1])
+    whole["start_us"], whole["dur_us"] = start.min(0), end.max(0) - start.min(0)
+    found = np.concatenate([*parts, whole])
+    found["case"], found["iteration"] = case, iteration
+    backward = found["direction"] == _DIRECTION["backward"]
+    found["flop"] = found["pairs"] * np.where(backward, flop[1], flop[0])
+    found["start_us"] -= found["start_us"].min()
+    return found
+
+
+def _parts(passes: Sequence[tuple[int, PassTimes]]) -> Iterator[np.ndarray]:
+    for layer, times in passes:
+        assert times.rows, "rows were not asked for"
+        of_pass = np.concatenate(times.rows)
+        of_pass["layer"] = layer
+        yield of_pass

@@ -1,0 +1,133 @@
+"""Curves of kernels: what a fit finds again, its errors on points left out, and GPUs of which nothing was measured."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.simulation.calibration import (
+    DENSE,
+    HIGH,
+    LISTS,
+    LOW,
+    SPARSE,
+    Point,
+    fit,
+    held_out_error,
+    kernels_for,
+    load_calibration,
+    shipped,
+)  # fmt: skip
+
+PEAKS = {"NVIDIA H200": 989e12}
+
+
+def made(fixed: float, rate: float, columns: float, noise: float = 0.0) -> list[Point]:
+    rng = np.random.default_rng(0)
+    works = [(f, c) for f in (0.5, 2.0, 8.0, 30.0) for c in (0.1, 0.5, 2.0)]
+    return [Point(f, c, (fixed + rate * f + columns * c) * float(np.exp(rng.normal(0, noise)))) for f, c in works]
+
+
+def test_a_fit_finds_what_the_points_were_made_of():
+    assert fit(made(0.3, 1.7, 3.4)) == pytest.approx((0.3, 1.7, 3.4))
+    assert held_out_error(made(0.3, 1.7, 3.4)) == pytest.approx(0, abs=1e-9)
+    assert 0.02 < held_out_error(made(0.3, 1.7, 3.4, noise=0.05)) < 0.08
+    # No time is negative, and one point says nothing of a fixed time.
+    assert min(fit([Point(1, 0, 1.0), Point(2, 0, 2.2), Point(4, 0, 4.9)])) >= 0
+    assert fit([Point(2, 0, 3.0)]) == (0, pytest.approx(1.5), 0)
+
+
+def test_held_out_errors_of_what_ships():
+    (calibration,) = shipped()
+    assert calibration.device == "NVIDIA H200"
+    errors = {(c.kernel, c.form, c.direction): c.error for c in calibration.curves if c.points > 2}
+    assert errors["triton", SPARSE, "forward"] < 0.02
+    assert errors["triton", SPARSE, "backward"] < 0.02
+    # Whole sequences and the shares of workers in one fit; at 32K the host is slower than the GPU.
+    assert errors["flash4", SPARSE, "backward"] < 0.07
+    assert errors["flash4", SPARSE, "forward"] < 0.09
+    assert max(errors.values()) < 0.1
+    for curve in calibration.curves:
+        assert curve.low < 1 < curve.high
+        assert curve.high - 1 >= curve.error or not np.isfinite(curve.error)
+
+
+def test_efficiency_grows_with_the_work_of_a_call():
+    (calibration,) = shipped()
+    curve = calibration.find("flash4", SPARSE, "forward")
+    shares = [curve.efficiency(flop, 989e12) for flop in (1e11, 1e12, 1e13, 1e14)]
+    assert shares == sorted(shares)
+    assert 0.5 < shares[-1] < 0.7
+    assert curve.us(np.array([0.0, 1e12])).tolist()[0] == 0
+    low, value, high = (float(curve.us(np.array(1e13), bound=bound)) for bound in (LOW, "value", HIGH))
+    assert low < value < high
+
+
+def test_a_gpu_that_was_not_measured_is_scaled_and_says_so():
+    here = kernels_for("NVIDIA H200", 989e12, "flash4", SPARSE, PEAKS)
+    there = kernels_for("NVIDIA A100-SXM4-40GB", 312e12, "triton", SPARSE, PEAKS)
+    assert here.calibrated
+    assert not here.remarks
+    assert not there.calibrated
+    assert "not calibrated on NVIDIA A100-SXM4-40GB" in there.remarks[0]
+    measured = kernels_for("NVIDIA H200", 989e12, "triton", SPARSE, PEAKS).whole["forward"]
+    scaled = there.whole["forward"]
+    assert scaled.ms_per_tflop == pytest.approx(measured.ms_per_tflop * 989 / 312)
+    # Launches are no slower there.
+    assert scaled.fixed_ms == measured.fixed_ms
+    assert scaled.high / scaled.low > 2.5 > measured.high / measured.low
+
+
+def test_a_kernel_that_was_not_measured_is_stood_for_and_says_so():
+    found = kernels_for("NVIDIA H200", 989e12, "triton", LISTS, PEAKS)
+    assert "triton was not measured on lists calls" in found.remarks[0]
+    assert found.whole["forward"].high >= 2
+
+
+def test_ones_own_file(tmp_path):
+    def times(device: str, scale: float = 1.0) -> str:
+        rows = [
+            {
+                "kernel": "flash4", "case": {"density": None, "head_dim": 128}, "pairs": n * 10**9, "column_pairs": 0,
+                "forward_ms": n * scale, "backward_ms": 3 * n * scale,
+            }
+            for n in (1, 2, 4)
+        ]  # fmt: skip
+        return json.dumps({"schema": 1, "kind": "kernels", "device": device, "times": rows})
+
+    mine = tmp_path / "mine.json"
+    mine.write_text(times("NVIDIA B200"))
+    own = load_calibration(mine)
+    found = kernels_for("NVIDIA B200", 2250e12, "flash4", DENSE, {"NVIDIA B200": 2250e12}, own)
+    assert found.calibrated
+    assert float(found.whole["forward"].us(np.array(2e9 * 512.0))) == pytest.approx(2000)
+    other = tmp_path / "other.json"
+    other.write_text(times("NVIDIA H100"))
+    with pytest.raises(ConfigError, match="is of NVIDIA H100, and the other file of NVIDIA B200"):
+        load_calibration(mine, other)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "there is no such file"),
+        ("{", "is no readable JSON"),
+        ("[]", "holds no times of kernels"),
+        ('{"kind": "layer", "times": [1], "device": "x"}', "holds no times of kernels"),
+        ('{"kind": "kernels", "times": [{"kernel": "triton"}], "device": "x"}', "is damaged"),
+        (
+            '{"kind": "kernels", "device": "x", "times": [{"kernel": "k", "case": {"density": 0.1, "head_dim": 8}, "pairs": 9, '
+            '"column_pairs": 1, "forward_ms": -1, "backward_ms": 1}]}',
+            "is damaged",
+        ),
+    ],
+)
+def test_what_is_no_calibration(tmp_path, content, said):
+    path = tmp_path / "file.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=f"--calibration {path}: {said}"):
+        load_calibration(path)

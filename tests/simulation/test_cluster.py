@@ -1,0 +1,116 @@
+"""Cluster files: what ships is complete, and everything wrong with a file is told at once."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.simulation.cluster import SOURCES, Constant, load_cluster, shipped
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_what_ships_says_where_every_constant_comes_from(name):
+    found = load_cluster(name)
+    assert found.name == name
+    assert f"{found.nodes}x{found.gpus_per_node}" == name.split("_")[1]
+    for key, constant in found.constants().items():
+        assert constant.source in SOURCES, key
+        assert constant.note, key
+        assert constant.low <= constant.value <= constant.high, key
+        assert constant.source != "measured" or name == "h200_1x8", key
+
+
+def test_there_are_the_clusters_of_the_papers():
+    assert {"h200_1x8", "h100_4x8", "a100_4x8", "a800_4x8", "b200_4x8"} <= set(shipped())
+    a100 = load_cluster("a100_4x8")
+    assert (a100.outer.bandwidth_gbps.value, a100.inner.bandwidth_gbps.value, a100.gpus) == (25, 300, 32)
+    assert (a100.outer.shared_by.low, a100.outer.shared_by.high) == (1, 8)
+    # What a file leaves out stands for itself.
+    assert a100.inner.capacity_gbps == a100.inner.bandwidth_gbps == a100.inner.collective_bandwidth_gbps
+
+
+def document() -> dict:
+    return yaml.safe_load(shipped()["a100_4x8"].read_text())
+
+
+def problems(tmp_path, content) -> list[str]:
+    path = tmp_path / "mine.yaml"
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+    with pytest.raises(ConfigError) as error:
+        load_cluster(str(path))
+    assert all(line.startswith(str(path)) for line in error.value.problems)
+    return [line.removeprefix(f"{path}: ") for line in error.value.problems]
+
+
+def test_a_file_of_ones_own(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(document() | {"nodes": 2, "dollars_per_gpu_hour": {"value": "1.5e0", "source": "guess"}}))
+    found = load_cluster(str(path))
+    assert (found.name, found.gpus, found.dollars_per_gpu_hour.value) == ("mine", 16, 1.5)
+    assert load_cluster(str(path), nodes=128).gpus == 1024
+
+
+def test_all_problems_are_told_together(tmp_path):
+    wrong = document()
+    wrong["nodes"] = 0
+    wrong["colour"] = "red"
+    del wrong["gpu"]["peak_tflops"]
+    wrong["gpu"]["hbm_gbps"]["value"] = -3
+    wrong["links"]["inner"]["latency_us"] = 60
+    wrong["links"]["inner"]["gpu_share"]["value"] = 1.5
+    wrong["links"]["outer"]["shared_by"]["value"] = 3
+    wrong["links"]["outer"]["bandwith_gbps"] = wrong["links"]["outer"].pop("bandwidth_gbps")
+    wrong["links"]["outer"]["latency_us"]["source"] = "a friend"
+    assert problems(tmp_path, wrong) == [
+        "colour=red: unknown key; allowed: name, nodes, gpus_per_node, gpu, links, dollars_per_gpu_hour",
+        "nodes=0: is no cluster; expected a whole number of at least 1",
+        "gpu.peak_tflops: is missing; expected a number above 0 as {value: 0, source: measured|datasheet|paper|guess, note: ...}",
+        "gpu.hbm_gbps.value=-3: expected a number above 0",
+        "links.inner.latency_us=60: expected a number of at least 0 with its source, as "
+        "{value: 60, source: measured|datasheet|paper|guess, note: ...}",
+        "links.inner.collective_latency_us=60: expected a number of at least 0 with its source, as "
+        "{value: 60, source: measured|datasheet|paper|guess, note: ...}",
+        "links.inner.gpu_share.value=1.5: expected a share, at least 0 and below 1",
+        *[line for line in problems(tmp_path, wrong) if line.startswith("links.outer")],
+    ]
+    outer = [line for line in problems(tmp_path, wrong) if line.startswith("links.outer")]
+    assert outer[0].startswith("links.outer.bandwith_gbps=")
+    assert "unknown key; did you mean bandwidth_gbps?; allowed: latency_us" in outer[0]
+    assert "links.outer.latency_us.source=a friend: is no source; allowed: measured, datasheet, paper, guess" in outer
+    assert "links.outer.shared_by=3: does not divide gpus_per_node=8; allowed: 1, 2, 4, 8" in outer
+    assert any(line.startswith("links.outer.bandwidth_gbps: is missing; expected a number above 0") for line in outer)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "describes no cluster"),
+        ("- 1", "describes no cluster"),
+        ("a: [", "is no readable YAML"),
+        ("nodes: 2", "gpus_per_node: is missing"),
+        ("nodes: two", "nodes=two: is no cluster; expected a whole number of at least 1"),
+        ("nodes: 2", "links: is missing"),
+    ],
+)
+def test_what_is_no_cluster(tmp_path, content, said):
+    assert any(said in line for line in problems(tmp_path, content))
+
+
+def test_a_second_node_needs_a_link_to_it():
+    with pytest.raises(ConfigError, match=r"h200_1x8.yaml: links.outer: is missing"):
+        load_cluster("h200_1x8", nodes=2)
+    with pytest.raises(ConfigError, match="nodes=0: is no cluster"):
+        load_cluster("h200_1x8", nodes=0)
+
+
+@pytest.mark.parametrize(("name", "said"), [("a100_4x", "did you mean a100_4x8?"), ("no/such.yaml", "there is no such file")])
+def test_names_that_are_none(name, said):
+    with pytest.raises(ConfigError) as error:
+        load_cluster(name)
+    assert said in str(error.value)
+
+
+def test_bounds_are_of_the_source_or_of_the_file():
+    assert (Constant.of(10, "measured").low, Constant.of(10, "guess").high) == (9, 20)
+    assert (Constant.of(10, "guess", "", 3).low, Constant.of(10, "guess").scaled(2).high) == (3, 40)
