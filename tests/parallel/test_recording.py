@@ -58,7 +58,7 @@ def recorded(rank: int, world: int, name: str, heads: int, sparse: bool) -> tupl
     return found, tuple(pass_bytes(exchange.schedule, rank, sizes, backward=b) for b in (False, True))
 
 
-@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("sparse", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(("name", "heads", "links"), WAYS)
 def test_every_moment_of_a_pass_is_in_one_span(name, heads, links, sparse):
     for rank, (spans, sent) in enumerate(gloo.run(4, recorded, name, heads, sparse)):

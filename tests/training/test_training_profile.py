@@ -69,6 +69,7 @@ def test_the_density_of_a_profile_is_that_of_the_metrics(trained):
             assert pairs / (4 * 2 * 512 * 513 / 2) == pytest.approx(metrics[step - 1]["density_by_layer"][layer], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_losses_are_those_without_a_profile(trained, tmp_path):
     plain = train(tmp_path, *WORDS, "train.steps=4", "run.name=one")
     recorded = [json.loads(line) for line in (trained / "runs/one/metrics.jsonl").read_text().splitlines()]
@@ -98,6 +99,7 @@ def test_steps_that_are_taken_again_are_recorded_once_and_another_spread_is_anot
     assert [case.missing for case in analyse(recorded)] == [(), ()]
 
 
+@pytest.mark.slow
 def test_a_profile_that_cannot_be_gone_on_with_is_put_aside_and_costs_no_training(tmp_path):
     dense = [word for word in WORDS if not word.startswith("sparsity")]
     train(tmp_path, *dense, "train.steps=2", "profile.every=1", "run.name=one")
@@ -110,6 +112,7 @@ def test_a_profile_that_cannot_be_gone_on_with_is_put_aside_and_costs_no_trainin
     assert (tmp_path / "runs/one/profile-1/summary.json").read_text() == "{"
 
 
+@pytest.mark.slow
 def test_dense_first_steps_are_a_case_of_their_own(tmp_path):
     train(tmp_path, *WORDS, "sparsity.dense_steps=2", "train.steps=3", "profile.every=1", "run.name=one")
     recorded = open_records(tmp_path / "runs/one/profile")
