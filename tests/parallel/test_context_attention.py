@@ -114,6 +114,7 @@ class Given:
     def __init__(self, exchange, kernel) -> None:
         self.of, self.kernel = exchange, kernel
         self.exchange = self
+        self.recorder = None
         self.lse = torch.empty(0)
 
     def forward(self, *args):
