@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mtrain_cli.commands.completion import complete_overrides
+from mtrain_cli.commands.options import names
 from mtrain_cli.commands.profile import app
 from mtrain_cli.config.schema import ConfigError
 
@@ -83,7 +84,7 @@ def imbalance(
     limits = _limits(fail_above)
     _only_together(attention_only, seq=seq, peer=peer)
     cases = _cases(
-        words, *(_names(o, t) for o, t in (("--layout", layout), ("--exchange", exchange), ("--pattern", pattern), ("--seq", seq)))
+        words, *(names(o, t) for o, t in (("--layout", layout), ("--exchange", exchange), ("--pattern", pattern), ("--seq", seq)))
     )
     config = _in_own_folder(cases[0][1])
     environment = resolve_environment(config)
@@ -148,13 +149,6 @@ def _in_own_folder(config: Config) -> Config:
     if config.run.dir != "auto":
         return config
     return dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(Path("measurements", name).absolute())))
-
-
-def _names(option: str, text: str) -> list[str]:
-    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    if text and not names:
-        raise ConfigError(f"{option} {text!r}: names nothing")
-    return names
 
 
 # What an option compares, and the words that would say it otherwise.

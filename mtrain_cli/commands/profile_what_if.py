@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mtrain_cli.commands.options import names
 from mtrain_cli.commands.profile import app
 from mtrain_cli.config.schema import ConfigError
 
@@ -62,14 +63,14 @@ def what_if(
     from mtrain_cli.profiling.index_file import load_indices
     from mtrain_cli.simulation.what_if import setups_of
 
-    layouts, exchanges = _names("--layout", layout, LAYOUTS), _names("--exchange", exchange, EXCHANGES)
+    layouts, exchanges = names("--layout", layout, LAYOUTS), names("--exchange", exchange, EXCHANGES)
     counts = _numbers("--workers", workers)
     for n in counts:
         if not 1 <= n <= _MOST_WORKERS:
             raise ConfigError(f"--workers {workers}: {n} is out of range; allowed: 1 to {_MOST_WORKERS}")
     wanted = _numbers("--layers", layers)
     recorded = load_indices(_index_file(run))
-    patterns = _names("--pattern", pattern, recorded.patterns) if pattern else list(recorded.patterns)
+    patterns = names("--pattern", pattern, recorded.patterns) if pattern else list(recorded.patterns)
     for name in patterns:
         for layer in wanted:
             if layer not in recorded.layers(name):
@@ -94,18 +95,6 @@ _LEGEND = (
     "worker, step, total, critical: imbalance of work, largest over mean, 1 is perfect; means over layers. "
     "sent: by one worker in both passes of a layer."
 )
-
-
-def _names(option: str, text: str, allowed: Sequence[str]) -> list[str]:
-    from mtrain_cli.config.suggest import did_you_mean
-
-    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    if not names:
-        raise ConfigError(f"{option} {text!r}: names nothing; allowed: {', '.join(allowed)}")
-    for name in names:
-        if name not in allowed:
-            raise ConfigError(f"{option} {name}: unknown{did_you_mean(name, allowed)}; allowed: {', '.join(allowed)}")
-    return names
 
 
 def _numbers(option: str, text: str) -> list[int]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mtrain_cli.commands.completion import complete_overrides
+from mtrain_cli.commands.options import names
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -89,8 +90,8 @@ def simulate(
     from mtrain_cli.simulation.simulate import predict
     from mtrain_cli.simulation.what_if import Setup, Unfit
 
-    layouts, exchanges = _names("--layout", layout, LAYOUTS), _names("--exchange", exchange, EXCHANGES)
-    if len(_names("--kernel", kernel, KERNELS)) > 1:
+    layouts, exchanges = names("--layout", layout, LAYOUTS), names("--exchange", exchange, EXCHANGES)
+    if len(names("--kernel", kernel, KERNELS)) > 1:
         raise ConfigError(f"--kernel {kernel}: give one of {', '.join(KERNELS)}")
     found_cluster = load_cluster(cluster, nodes=nodes)
     count = found_cluster.gpus if workers is None else workers
@@ -240,18 +241,6 @@ def _conditions(slow: str, jitter: float, workers: int) -> Conditions:
         if not 0.1 <= ranks[int(rank)] <= 100:
             raise ConfigError(f"--slow {word}: a rank may take 0.1 to 100 times as long")
     return Conditions(slow=ranks, jitter=jitter)
-
-
-def _names(option: str, text: str, allowed: Sequence[str]) -> list[str]:
-    from mtrain_cli.config.suggest import did_you_mean
-
-    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    if not names:
-        raise ConfigError(f"{option} {text!r}: names nothing; allowed: {', '.join(allowed)}")
-    for name in names:
-        if name not in allowed:
-            raise ConfigError(f"{option} {name}: unknown{did_you_mean(name, allowed)}; allowed: {', '.join(allowed)}")
-    return names
 
 
 def _table(cluster: Cluster, problem: Problem, predictions: Sequence[Prediction]) -> Table:
