@@ -52,7 +52,7 @@ def simulate(
         int | None,
         typer.Option(metavar="N", help="Workers that share a sequence; all GPUs of the cluster if not given.", show_default=False),
     ] = None,
-    nodes: Annotated[int | None, typer.Option(metavar="N", help="Nodes, instead of the cluster's own.", show_default=False)] = None,
+    nodes: Annotated[int | None, typer.Option(metavar="N", min=1, help="Nodes, instead of the cluster's own.", show_default=False)] = None,
     kernel: Annotated[str, typer.Option(metavar="NAME", help="Attention kernel; auto = by the GPU's name.")] = "auto",
     calibration: Annotated[
         Path | None,

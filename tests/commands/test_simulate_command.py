@@ -88,7 +88,7 @@ def test_dense_and_a_cluster_of_ones_own(tmp_path):
         (["--exchange", "rong"], "--exchange rong: unknown; did you mean ring?"),
         (["--kernel", "flsh4"], "--kernel flsh4: unknown; did you mean flash4?; allowed: auto, reference, sdpa, triton, flash4"),
         (["--cluster", "h200"], "--cluster h200: no such cluster"),
-        (["--nodes", "0"], "nodes=0: is no cluster; expected a whole number of at least 1"),
+        (["--nodes", "0"], "--nodes=0: must be at least 1"),
         (["--workers", "9"], "--workers 9: h200_1x8 has 8 GPUs; allowed: 1 to 8"),
         (["--index", "nothing"], "--index nothing: is neither a file nor a folder with index.npz; allowed besides: dense, local,"),
         (["--density", "0"], "--density 0: must be above 0 and at most 1"),
