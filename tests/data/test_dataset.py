@@ -117,10 +117,10 @@ def test_a_billion_tokens_open_at_once_and_a_sequence_reads_only_its_slice(tmp_p
     (np.arange(documents + 1, dtype="<i8") * length).tofile(tmp_path / "documents.bin")
     meta = _store([3]).meta
     replace(meta, num_tokens=documents * length, num_documents=documents).write(tmp_path)
-    begin = time.monotonic()
+    begin = time.process_time()
     dataset = PackedDataset(TokenStore.open(tmp_path), 4096)
     sample = dataset[len(dataset) // 2]
-    assert time.monotonic() - begin < 2
+    assert time.process_time() - begin < 2
     assert len(dataset) == -(-documents * length // 4096)
     assert sample.documents[-1] in (1, 2)
 
