@@ -1,7 +1,12 @@
-"""Runs a function on real gloo processes and brings back what each returned."""
+"""Runs a function on real gloo processes and brings back what each returned.
+
+They are forked from a server that has imported what all of them need and has done nothing else: importing torch anew in each took most
+of the time of the tests.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import sys
@@ -19,8 +24,9 @@ def run(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """function(rank, world, *args) in each of `world` processes of one group; the results in rank order. A failing process fails the
     test.
     """
+    multiprocessing.set_forkserver_preload(["torch", "torch.distributed.fsdp", "mtrain_cli.training.trainer"])
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_main, args=(world, folder, function, args), nprocs=world, join=True)
+        mp.start_processes(_main, args=(world, folder, function, args), nprocs=world, join=True, start_method="forkserver")
         return [pickle.loads(Path(folder, f"result-{rank}").read_bytes()) for rank in range(world)]
 
 
