@@ -26,23 +26,27 @@ QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 @dataclass(frozen=True)
 class Estimate:
-    """Mean and standard deviation over n samples."""
+    """Mean and standard deviation over n samples. error: standard error of the mean; NaN where there is one iteration, of which no spread
+    is known.
+    """
 
     mean: float
     std: float
     n: int
+    error: float = field(default=float("nan"), compare=False)
 
     @staticmethod
-    def of(values: np.ndarray) -> Estimate:
+    def of(values: np.ndarray, iterations: np.ndarray | None = None) -> Estimate:
+        """iterations: of each sample. The layers of one iteration are slow or fast together: its mean counts as one for the error."""
         values = np.asarray(values, np.float64).reshape(-1)
         if not len(values):
             return Estimate(float("nan"), float("nan"), 0)
-        return Estimate(float(values.mean()), float(values.std(ddof=1)) if len(values) > 1 else 0.0, len(values))
-
-    @property
-    def error(self) -> float:
-        """Standard error of the mean; NaN for one sample, of which no spread is known."""
-        return self.std / self.n**0.5 if self.n > 1 else float("nan")
+        means = values
+        if iterations is not None:
+            _, of = np.unique(iterations, return_inverse=True)
+            means = np.bincount(of, values) / np.bincount(of)
+        error = float(means.std(ddof=1)) / len(means) ** 0.5 if len(means) > 1 else float("nan")
+        return Estimate(float(values.mean()), float(values.std(ddof=1)) if len(values) > 1 else 0.0, len(values), error)
 
     def to_json(self) -> dict[str, Any]:
         return {"mean": _rounded(self.mean), "std": _rounded(self.std), "n": self.n}
@@ -58,9 +62,9 @@ class Degrees:
     critical: Estimate
 
     @staticmethod
-    def of(values: np.ndarray) -> Degrees:
-        """values: [4, samples]."""
-        return Degrees(*(Estimate.of(v) for v in values))
+    def of(values: np.ndarray, iterations: np.ndarray) -> Degrees:
+        """values: [4, samples]; iterations: of each sample."""
+        return Degrees(*(Estimate.of(v, iterations) for v in values))
 
     def to_json(self) -> dict[str, Any]:
         return {name: getattr(self, name).to_json() for name in DEGREES}
@@ -249,6 +253,7 @@ class _Gathered:
         self.by_layer = np.zeros((directions, layers, 5))  # samples, slowest, attention, late, exposed
         self.degrees: list[list[np.ndarray]] = [[] for _ in shape.directions]  # [ms and pairs, 4 degrees, samples]
         self.ratios: list[list[np.ndarray]] = [[] for _ in shape.directions]
+        self.owners: list[list[np.ndarray]] = [[] for _ in shape.directions]  # the iteration of each sample
         self.durations: list[np.ndarray] = []  # [directions] an iteration
         self.wholes: list[float] = []
         self.numbers: list[int] = []
@@ -305,6 +310,7 @@ class _Gathered:
         in_steps = attention[..., 1 : steps + 1]
         elapsed = spent[..., 1 : steps + 1].sum(0)
         self.degrees[d].append(np.stack([_degrees(in_steps, columns), _degrees(pairs[..., 1 : steps + 1], pairs[..., 0])]))
+        self.owners[d].append(np.full(len(in_steps), len(self.numbers)))
         self.ratios[d].append(ratios(in_steps, elapsed, in_steps.sum(2) + columns, slowest))
         # Drawn at random: every so many-th would be the same steps, or layers, again and again.
         kept = elapsed.reshape(-1)
@@ -332,6 +338,7 @@ class _Gathered:
         samples = min((b.shape[-1] for b in both), default=0)
         mean = np.mean([b[..., :samples] for b in both], 0) if both else np.zeros((2, 4, 0))
         share = np.mean([s[..., :samples] for s in shares], 0) if shares else np.zeros((2, 0))
+        owners = np.concatenate(self.owners[chosen[0]])[:samples] if both else np.zeros(0, np.int64)
         total = np.array(self.durations).sum(1)
         facts = shape.facts
         tokens = int(facts.get("seq") or 0) * int(facts.get("micro_batch") or 1) * len(shape.micros) * shape.groups
@@ -340,9 +347,9 @@ class _Gathered:
             label=str(facts.get("label") or f"case {shape.case}"),
             facts=facts,
             passes=passes,
-            time=Degrees.of(mean[0]),
-            work=Degrees.of(mean[1]),
-            computation=Ratios(Estimate.of(share[0]), Estimate.of(share[1])),
+            time=Degrees.of(mean[0], owners),
+            work=Degrees.of(mean[1], owners),
+            computation=Ratios(Estimate.of(share[0], owners), Estimate.of(share[1], owners)),
             bins=self.bins.reshape(len(shape.directions), shape.ranks, len(BINS)) / count,
             passes_ms=self.passes.reshape(len(shape.directions), shape.ranks) / count,
             iteration_ms=Estimate.of(np.array(self.wholes)),
@@ -368,6 +375,7 @@ class _Gathered:
         values = np.concatenate(self.values[d])
         found = np.concatenate(self.degrees[d], -1)
         share = np.concatenate(self.ratios[d], -1)
+        owners = np.concatenate(self.owners[d])
         layers = []
         for layer, (number, slowest, attention, late, exposed) in zip(self.shape.layers, self.by_layer[d], strict=True):
             if number:
@@ -384,9 +392,9 @@ class _Gathered:
             blocks=blocks[:, inside],
             columns=spent[SPENT.index(COLUMNS), :, 0],
             column_pairs=pairs[:, 0],
-            time=Degrees.of(found[0]),
-            work=Degrees.of(found[1]),
-            computation=Ratios(Estimate.of(share[0]), Estimate.of(share[1])),
+            time=Degrees.of(found[0], owners),
+            work=Degrees.of(found[1], owners),
+            computation=Ratios(Estimate.of(share[0], owners), Estimate.of(share[1], owners)),
             duration=Estimate.of(np.array(self.durations)[:, d]),
             p50=float(np.percentile(values, 50)) if len(values) else float("nan"),
             p95=float(np.percentile(values, 95)) if len(values) else float("nan"),

@@ -152,7 +152,7 @@ def _compared(sources: Sequence[Source]) -> str:
         for i, r in enumerate(found)
     ]
     heads = ("run", "case", "what", sources[0].name, "this", "ratio", "noise", "")
-    note = "Noise: twice the standard error of the difference, from the spread over samples."
+    note = "Noise: twice the standard error of the difference, from the spread over iterations."
     return f"<section><h2>Against {escape(sources[0].name)}</h2>{_table(heads, rows, text=3)}<p class='note'>{note}</p></section>"
 
 

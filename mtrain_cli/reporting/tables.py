@@ -232,7 +232,7 @@ def compare_table(sources: Sequence[Source]) -> Table | None:
     rows = comparison(sources)
     if not rows:
         return None
-    table = _table(f"Against {sources[0].name}", "noise: twice the standard error of the difference, from the spread over samples")
+    table = _table(f"Against {sources[0].name}", "noise: twice the standard error of the difference, from the spread over iterations")
     for heading in ("run", "case", "what", "first", "this", "ratio", "noise", ""):
         table.add_column(heading, justify="left" if heading in ("run", "case", "what", "") else "right", overflow="fold")
     above = ("", "")

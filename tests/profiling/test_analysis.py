@@ -97,6 +97,10 @@ def test_spread_is_over_samples_and_groups_are_samples(tmp_path):
     (found,) = analyse(open_records(folder))
     degrees = [2 * (1 + x) / (2 + x) for x in (0, 1, 1, 2)]
     assert found.time.worker == Estimate(*(pytest.approx(v, rel=1e-5) for v in (np.mean(degrees), np.std(degrees, ddof=1))), 4)
+    # Two iterations are two samples, however many groups and layers each has.
+    means = np.mean(degrees[:2]), np.mean(degrees[2:])
+    assert found.time.worker.error == pytest.approx(abs(means[0] - means[1]) / 2)
+    assert np.isnan(analyse(open_records(write(tmp_path / "one", rows[:1], [facts_of(ring(2), groups=2)])))[0].time.worker.error)
     assert (found.workers, found.groups, found.bins.shape) == (2, 2, (2, 4, len(BINS)))
     assert found.tokens == 2 * 4096
 
