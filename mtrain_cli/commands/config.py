@@ -19,6 +19,7 @@ app = typer.Typer(
 )
 
 ALLOWED = "allowed"
+RECIPE = "recipe"  # a group whose options set keys of all the others
 ConfigDir = Annotated[
     Path | None, typer.Option("--config-dir", metavar="DIR", help="Your own groups, as in `mtrain train`.", show_default=False)
 ]
@@ -71,6 +72,10 @@ def show_option(
     file = groups.options[group][name]
     values = composed_values({group: name}, config_dir)
     rows = []
+    if group == RECIPE:
+        before = composed_values({}, config_dir)
+        changed = [key for key in keys.all_keys().values() if key.name in values and values[key.name] != before.get(key.name)]
+        rows = [(key.name, keys.show(values[key.name]), key.help, validate.allowed(key)) for key in changed]
     for key in keys.all_keys().values():
         if key.name.startswith(f"{group}.") and key.name in values:
             if group == "sparsity" and not _has(str(values.get("sparsity.pattern")), key.name, values[key.name]):

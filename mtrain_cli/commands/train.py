@@ -53,6 +53,8 @@ def train(
           the same model on your own text
       [cyan]mtrain train model=qwen3b seq=256k --dry-run[/cyan]
           does it fit, which kernel and exchange would run, and why
+      [cyan]mtrain train recipe=stdlib_8k[/cyan]
+          a recipe: model, data, schedule together; any key of it can be given anew
       [cyan]mtrain train --resume my-run train.steps=1000[/cyan]
           go on from the last checkpoint, for longer
 
@@ -62,7 +64,7 @@ def train(
     """
     words = list(overrides or ())
     run_path = _find_run(resume) if resume is not None else None
-    config = _configuration(words, config_dir, run_path)
+    config = _configuration(words, config_dir, run_path, plan=cfg or dry_run)
     if cfg:
         _print_configuration(config)
         return
@@ -72,11 +74,11 @@ def train(
     raise typer.Exit(_launch(config, words, run_path))
 
 
-def _configuration(overrides: list[str], config_dir: Path | None, run_path: Path | None) -> Config:
+def _configuration(overrides: list[str], config_dir: Path | None, run_path: Path | None, plan: bool) -> Config:
     from mtrain_cli.config import compose
 
     if run_path is None:
-        return compose.compose(overrides, config_dir)
+        return compose.compose(overrides, config_dir, plan=plan)
     return compose.resume(compose.load(run_path / RESOLVED), overrides, config_dir)
 
 

@@ -25,11 +25,15 @@ from mtrain_cli.config.suggest import did_you_mean
 # What a resumed run keeps: its weights, its data order and its name were made with these.
 FIXED = ("model.", "data.", "seq", "seed", "train.init_from", "run.name", "run.dir")
 
+# A value that has to be given. (OmegaConf's own mark, ???, gives way to the null that it is merged over.)
+_OPEN = "REQUIRED"
+_DISPENSABLE = ("train.init_from",)  # what may be left out all the same
+
 # Keys that say the same in two ways: the first, when given, takes the place of the default of the second.
 _INSTEAD = {"sparsity.slashes": "sparsity.density"}
 
 
-def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Config:
+def compose(overrides: Sequence[str] = (), config_dir: Path | None = None, *, plan: bool = False) -> Config:
     """The configuration that ``overrides`` ask for, such as ``["model=qwen3b", "seq=512k", "optim.lr=1e-4"]``.
 
     Paths come out absolute, so that workers on other machines and resumed runs find them from any folder.
@@ -37,6 +41,7 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Co
     Args:
         overrides: ``group=option`` and ``key=value``; the last one of a key wins.
         config_dir: the user's own groups, searched before those that ship.
+        plan: what a recipe leaves to the user (REQUIRED), such as the folder of the weights, may be null: nothing is going to read it.
 
     Raises:
         ConfigError: every problem found, one line each.
@@ -45,8 +50,9 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Co
     asked = parse(overrides, groups)
     files = _files(groups, asked.groups)
     raw, unresolved = _composed(groups, asked.groups, asked.values)
+    open_keys, raw = _left_open(raw, asked.groups)
     leaves, wrong = _convert(raw, files)
-    return _checked(leaves, [*asked.problems, *unresolved, *wrong], files)
+    return _checked(leaves, [*asked.problems, *unresolved, *wrong, *([] if plan else open_keys)], files, unsaid=open_keys if plan else ())
 
 
 def resume(saved: Config, overrides: Sequence[str] = (), config_dir: Path | None = None) -> Config:
@@ -60,6 +66,10 @@ def resume(saved: Config, overrides: Sequence[str] = (), config_dir: Path | None
     files = _files(groups, asked.groups)
     before = keys.values(saved)
     raw, unresolved = _composed(groups, asked.groups, asked.values)
+    _, raw = _left_open(raw, asked.groups)
+    if asked.groups.get("recipe", "none") != "none":
+        line = f"recipe={asked.groups['recipe']}: a resumed run keeps its recipe; start a new run to change it, or give single keys"
+        unresolved.append(Problem(line))
     touched = [name for name in raw if name in asked.values or any(name.startswith(f"{group}.") for group in asked.groups)]
     changed, wrong = _convert({name: raw[name] for name in touched}, files)
     problems = [*asked.problems, *unresolved, *wrong]
@@ -79,13 +89,26 @@ def resume(saved: Config, overrides: Sequence[str] = (), config_dir: Path | None
     return _checked({**before, **changed}, problems, files, ignore=("train.init_from",))
 
 
+def _left_open(raw: Mapping[str, Any], choices: Mapping[str, str]) -> tuple[list[Problem], dict[str, Any]]:
+    """A line for each leaf that is still to be given, and the leaves with null in those places."""
+    found = []
+    for name in [name for name, value in raw.items() if value == _OPEN]:
+        owner = next((f"{group}={choices[group]}" for group in ("recipe", name.split(".")[0]) if choices.get(group, "none") != "none"), TOP)
+        key = keys.all_keys().get(name)
+        without = f", or {name}=null to do without" if key is not None and name in _DISPENSABLE else ""
+        found.append(
+            Problem(f"{name}={_OPEN}: {owner} leaves it to you: {key.help if key else 'a value'}; give {name}=...{without}", (name,))
+        )
+    return found, {name: None if value == _OPEN else value for name, value in raw.items()}
+
+
 def composed_values(choices: Mapping[str, str], config_dir: Path | None = None) -> dict[str, Any]:
     """Leaves by dotted name with the options ``choices`` of some groups, as the YAML gives them: neither typed nor checked."""
     return _composed(open_groups(config_dir), choices, {})[0]
 
 
 # Keys that configurations of earlier versions lack, with what those did.
-_LATER = {"profile.every": 0}
+_LATER = {"profile.every": 0, "data.mix": None, "data.token_dtype": "auto", "data.eval_sequences": 0, "train.eval_every": 0}
 
 
 def load(path: Path) -> Config:
@@ -153,7 +176,7 @@ def _composed(groups: Groups, choices: Mapping[str, str], values: Mapping[str, A
     problems: dict[str, Problem] = {}
 
     def update(name: str) -> None:
-        OmegaConf.update(composed, name, values[name], force_add=True)
+        OmegaConf.update(composed, name, values[name], merge=False, force_add=True)
 
     def resolve(name: str) -> None:
         value = OmegaConf.select(composed, name)
@@ -225,14 +248,21 @@ def _convert(raw: Mapping[str, Any], files: Mapping[str, Path]) -> tuple[dict[st
     return leaves, problems
 
 
-def _checked(leaves: Mapping[str, Any], problems: Sequence[Problem], files: Mapping[str, Path], ignore: tuple[str, ...] = ()) -> Config:
-    """The configuration, when nothing is wrong with it.
+def _checked(
+    leaves: Mapping[str, Any],
+    problems: Sequence[Problem],
+    files: Mapping[str, Path],
+    ignore: tuple[str, ...] = (),
+    unsaid: Sequence[Problem] = (),
+) -> Config:
+    """The configuration, when nothing is wrong with it but ``unsaid``.
 
     A leaf that could not be read stands at its default while the others are checked against each other, and a finding that names it is
     dropped: it may be a mere consequence.
     """
     blamed = {name for problem in problems for name in problem.keys}
     missing = [name for name in keys.all_keys() if name not in leaves and not _concerns(name, blamed)]
+    unsaid_keys = {name for problem in unsaid for name in problem.keys}
     lines = [problem.line for problem in problems]
     for section in dict.fromkeys(name.split(".")[0] for name in missing):
         names = [name for name in missing if name.split(".")[0] == section]
@@ -244,7 +274,7 @@ def _checked(leaves: Mapping[str, Any], problems: Sequence[Problem], files: Mapp
     complete = {**_defaults(), **leaves} if blamed else leaves
     for line in validate.problems(keys.build(complete)):
         mentioned = re.findall(r"[a-z_]+(?:\.[a-z_]+)+|\bseq\b|\bseed\b", line)
-        if not any(_concerns(name, blamed) for name in mentioned) and not line.startswith(ignore or ("\0",)):
+        if not any(_concerns(name, blamed | unsaid_keys) for name in mentioned) and not line.startswith(ignore or ("\0",)):
             lines.append(line)
     if lines:
         raise ConfigError(*lines)
@@ -258,7 +288,11 @@ def _concerns(name: str, blamed: set[str]) -> bool:
 def _absolute(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """``leaves`` with ~ expanded and relative paths made absolute."""
     paths = {name: leaves.get(name) for name in keys.PATHS}
-    found = {name: str(Path(value).expanduser().absolute()) for name, value in paths.items() if value and value not in keys.PATHS[name]}
+    found = {
+        name: str(Path(value).expanduser().absolute())
+        for name, value in paths.items()
+        if isinstance(value, str) and value and value not in keys.PATHS[name]
+    }
     return {**leaves, **found}
 
 

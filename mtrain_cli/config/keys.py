@@ -21,7 +21,13 @@ from mtrain_cli.config.suggest import did_you_mean
 # Keys that count tokens and therefore take sizes such as 512k. A count of steps does not: there 1k would mean 1000 to most people.
 TOKEN_COUNTS = frozenset({"seq", "model.rope.original_max_position", "topology.block_size", "sparsity.block", "sparsity.chunk"})
 # Keys that name a file or a folder when they hold none of these words.
-PATHS: Mapping[str, tuple[str, ...]] = {"data.path": (), "data.tokenizer": ("bytes",), "train.init_from": (), "run.dir": ("auto",)}
+PATHS: Mapping[str, tuple[str, ...]] = {
+    "data.path": (),
+    "data.mix": (),
+    "data.tokenizer": ("bytes",),
+    "train.init_from": (),
+    "run.dir": ("auto",),
+}
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,11 @@ class Key:
         return type(None) in self.types
 
     @property
+    def is_mapping(self) -> bool:
+        """Whether the value is numbers by name; text is then the path of a file that holds them."""
+        return any(typing.get_origin(kind) is dict for kind in self.types)
+
+    @property
     def is_text(self) -> bool:
         """Whether any text is taken as it stands, with nothing to parse."""
         return set(self.types) <= {str, type(None)}
@@ -55,6 +66,8 @@ class Key:
             return "one of " + ", ".join(self.choices)
         if self.name in TOKEN_COUNTS:
             return sizes.EXPECTED
+        if self.is_mapping:
+            return "numbers by name such as {code: 0.3, book: 0.7}, a YAML file of them, or null"
         words = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
         first, *rest = self.types
         if typing.get_origin(first) is tuple:
@@ -96,8 +109,13 @@ class Key:
             return int(value) if number and math.isfinite(value) and value == int(value) else _WRONG
         if kind is float:
             return float(value) if number and math.isfinite(value) else _WRONG
+        if typing.get_origin(kind) is dict:
+            numbers = isinstance(value, Mapping) and all(isinstance(n, int | float) and not isinstance(n, bool) for n in value.values())
+            return {str(name): float(item) for name, item in value.items()} if numbers else _WRONG
         if kind is str:
-            return self._as_text(value, number)
+            return (
+                value if self.is_mapping and isinstance(value, str) and not value.lstrip().startswith("{") else self._as_text(value, number)
+            )
         kinds = typing.get_args(kind)
         assert typing.get_origin(kind) is tuple, f"{self.name}: the schema uses a type that has no conversion: {kind}"
         if not isinstance(value, list | tuple) or len(value) != len(kinds):

@@ -113,7 +113,7 @@ def _group(text: str, group: str, raw: str, groups: Groups, found: Overrides) ->
 def _value(text: str, key: Key, raw: str, found: Overrides) -> Problem | None:
     if raw == "":
         return Problem(f"{text}: the value is empty; expected {key.expected}", (key.name,))
-    if key.is_text:
+    if key.is_text or (key.is_mapping and not raw.startswith("{")):
         found.values[key.name] = _text(key, raw)
         return None
     from hydra.core.override_parser.overrides_parser import OverridesParser

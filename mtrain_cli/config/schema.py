@@ -124,12 +124,19 @@ class SparsityConfig:
 class DataConfig:
     """Where tokens come from."""
 
-    kind: str = option("reader of the corpus", ("stdlib", "text", "tokens"))
-    path: str | None = option("file or folder of the corpus")
+    kind: str = option("reader of the corpus", ("stdlib", "text", "tokens", "mds"))
+    path: str | None = option("file or folder of the corpus; with mix, the folder that holds its corpora")
+    mix: dict[str, float] | str | None = option(
+        "weights of several corpora by folder or file, {code: 0.3, book: 0.7}, or a YAML file of them"
+    )
     tokenizer: str = option("bytes, or the path of a Hugging Face tokenizer.json")
     text_key: str = option("column or key that holds the text in jsonl and parquet")
+    token_dtype: str = option("tokens: numbers in a .bin; auto = uint16 if model.vocab_size fits", ("auto", "uint16", "uint32"))
     document_mask: bool = option("attention stays inside each packed document")
     shuffle: bool = option("shuffle documents once, by seed, before packing")
+    eval_sequences: int = option(
+        "sequences held out of training, for losses by position; with mix about as many, at least one of each corpus"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +169,7 @@ class TrainConfig:
     compile: bool | str = option("torch.compile the parts of a layer around attention and the loss; auto = on GPUs")
     loss_chunk_mib: int = option("MiB of logits that exist at once in the fused LM head and loss")
     init_from: str | None = option("Hugging Face folder (config.json and safetensors) to start from; none = random initialisation")
+    eval_every: int = option("steps between evaluations of data.eval_sequences, which is done at both ends in any case; 0 = there alone")
     checkpoint_every: int = option("steps between checkpoints; 0 = only at the end")
     keep_checkpoints: int = option("newest checkpoints that stay")
     checkpoint_at_end: bool = option("save when the run ends")

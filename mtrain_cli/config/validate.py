@@ -24,6 +24,11 @@ from mtrain_cli.config.schema import (
 
 BYTE_VOCABULARY = 264  # 256 bytes, begin, end and padding, rounded up to a multiple of 8
 TEXT = "a .txt, .md, .py, .jsonl or .parquet file, or a folder of them"
+_READS = {
+    "text": TEXT,
+    "tokens": "what `mtrain data prepare` wrote, or a .npy or .bin of token ids",
+    "mds": "a folder of MDS shards, which holds an index.json",
+}
 BLOCKS = (16, 32, 64, 128)  # of a dynamic index
 MIN_BLOCK = 16  # one tensor-core tile; smaller blocks would only cost index
 
@@ -40,6 +45,7 @@ def problems(config: Config) -> list[str]:
         *_data(config.data, config.model),
         *_optim(config.optim),
         *_train(config.train, config.topology),
+        *_evaluation(config),
         *_run(config),
     ]
 
@@ -113,7 +119,9 @@ _RANGE: dict[str, tuple[str, Callable[[float], bool]]] = {
     "train.global_batch": _POSITIVE,
     "train.micro_batch": _POSITIVE,
     "train.loss_chunk_mib": _POSITIVE,
+    "train.eval_every": _NOT_NEGATIVE,
     "train.checkpoint_every": _NOT_NEGATIVE,
+    "data.eval_sequences": _NOT_NEGATIVE,
     "train.keep_checkpoints": _POSITIVE,
     "profile.every": _NOT_NEGATIVE,
     "run.log_every": _POSITIVE,
@@ -289,16 +297,18 @@ def _batch(train: TrainConfig, topology: TopologyConfig) -> Iterator[str]:
 
 
 def _data(data: DataConfig, model: ModelConfig) -> Iterator[str]:
+    what = _READS.get(data.kind, "")
     if data.kind == "stdlib":
-        if data.path is not None:
-            yield f"data.path={data.path}: data=stdlib reads no path; write data=text (or data=tokens) with it"
+        for name, value in (("path", data.path), ("mix", data.mix)):
+            if value is not None:
+                yield f"data.{name}={keys.show(value)}: data=stdlib reads no {name}; write data=text, tokens or mds with it"
+    elif data.mix is not None:
+        yield from _mix(data, what)
     elif data.path is None:
-        what = TEXT if data.kind == "text" else "what `mtrain data prepare` wrote"
         yield f"data.path=null: data={data.kind} needs it: {what}"
     elif not Path(data.path).expanduser().exists():
-        what = f"give {TEXT}" if data.kind == "text" else "give what `mtrain data prepare` wrote"
-        yield f"data.path={data.path}: no such file; {what}"
-    if data.kind == "tokens":
+        yield f"data.path={data.path}: no such file; give {what}"
+    if data.kind in ("tokens", "mds"):
         return  # the tokens are there already; their vocabulary is known when they are opened
     if data.tokenizer == "bytes":
         if 2 <= model.vocab_size < BYTE_VOCABULARY:
@@ -310,6 +320,25 @@ def _data(data: DataConfig, model: ModelConfig) -> Iterator[str]:
         yield f"data.tokenizer={data.tokenizer}: is a folder; give its tokenizer.json" + (f", {inside}" if inside.is_file() else "")
     elif not tokenizer.is_file():
         yield f"data.tokenizer={data.tokenizer}: no such file; give bytes or the path of a Hugging Face tokenizer.json"
+
+
+def _mix(data: DataConfig, what: str) -> Iterator[str]:
+    """Weights that are no weights, and folders that are not there. A file of weights is read when the data are opened."""
+    if isinstance(data.mix, str):
+        if not Path(data.mix).expanduser().is_file():
+            yield f"data.mix={data.mix}: no such file; give weights such as data.mix={{code: 0.3, book: 0.7}}, or a YAML file of them"
+        return
+    assert data.mix is not None
+    if not data.mix:
+        yield "data.mix={}: names no corpus; give weights such as {code: 0.3, book: 0.7}, or null"
+    for name, weight in data.mix.items():
+        if weight <= 0:
+            yield f"data.mix={keys.show(data.mix)}: the weight of {name} must be above 0; leave out what is not wanted"
+    missing = [name for name in data.mix if not Path(data.path or ".", name).expanduser().exists()]
+    if missing:
+        place = f"in data.path={data.path}" if data.path else "here; if they lie in one folder give it as data.path=FOLDER"
+        first = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        yield f"data.mix: {first}: no such folder or file {place}; each name is {what}"
 
 
 def _optim(optim: OptimConfig) -> Iterator[str]:
@@ -330,6 +359,11 @@ def _train(train: TrainConfig, topology: TopologyConfig) -> Iterator[str]:
             yield f"train.init_from={train.init_from}: {reason}; give a Hugging Face folder with config.json and .safetensors files"
         elif not (folder / "config.json").is_file():
             yield f"train.init_from={train.init_from}: holds no config.json; give a Hugging Face folder"
+
+
+def _evaluation(config: Config) -> Iterator[str]:
+    if config.train.eval_every > 0 and config.data.eval_sequences == 0:
+        yield f"train.eval_every={config.train.eval_every}: nothing is held out to evaluate; give data.eval_sequences=4 or so too"
 
 
 def _run(config: Config) -> Iterator[str]:

@@ -8,10 +8,12 @@ import io
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.corpora import Corpus
@@ -41,6 +43,25 @@ def cached_store(corpus: Corpus, tokenizer: Tokenizer) -> tuple[TokenStore, str]
     except OSError as error:
         reason = error.strerror or error
         return _in_memory(corpus, tokenizer), f"in memory, since the cache folder cannot be written ({reason})"
+
+
+def cached_array(key: str, make: Callable[[], np.ndarray]) -> np.ndarray:
+    """The array that ``make`` gives, from the cache folder if another process or run has made it; ``key`` names its content."""
+    try:
+        root = _cache_root()
+        root.mkdir(parents=True, exist_ok=True)
+        entry = root / f"{key}.npy"
+        with _locked(root / f"{key}.lock"):
+            try:
+                return np.load(entry, allow_pickle=False)
+            except (FileNotFoundError, ValueError, EOFError):
+                array = make()
+                with tempfile.NamedTemporaryFile(dir=root, prefix=f"{key}.tmp", delete=False) as file:
+                    np.save(file, array)
+                os.replace(file.name, entry)
+                return array
+    except OSError:
+        return make()
 
 
 def _cache_root() -> Path:

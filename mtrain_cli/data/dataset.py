@@ -1,16 +1,20 @@
-"""Documents packed end to end into sequences of equal length, read from the token store as they are asked for."""
+"""Documents packed end to end into sequences of equal length, read from where the tokens lie as they are asked for."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
-from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.schema import Config, ConfigError, DataConfig
+from mtrain_cli.data.arrays import SUFFIXES, open_array
 from mtrain_cli.data.cache import cached_store
 from mtrain_cli.data.corpora import open_corpus
 from mtrain_cli.data.permutation import shuffled_order
-from mtrain_cli.data.store import TokenStore
+from mtrain_cli.data.sampler import Sampler
+from mtrain_cli.data.store import StoreMeta, Stretch, TokenStore
 from mtrain_cli.data.tokenizers import open_tokenizer
 
 IGNORED = -100
@@ -31,20 +35,58 @@ class Sample:
     documents: np.ndarray
 
 
+class Source(Protocol):
+    """Where a dataset reads: units that shuffling keeps whole, end to end. ``offsets`` int64[units + 1]; unit u has tokens offsets[u] to
+    offsets[u + 1]. A ``meta.vocab_size`` of 0 says that nobody knows it.
+    """
+
+    @property
+    def meta(self) -> StoreMeta: ...
+    @property
+    def offsets(self) -> np.ndarray: ...
+    @property
+    def folder(self) -> Path | None: ...
+    def read(self, unit: int, start: int, stop: int) -> Stretch: ...
+
+
+class Dataset(Protocol):
+    """What a training reads: sequences by number, some of them held out, and the order in which they come."""
+
+    @property
+    def fingerprint(self) -> str: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> Sample: ...
+    def sampler(self, seed: int) -> Sampler: ...
+    def describe(self) -> str: ...
+    @property
+    def held_out(self) -> list[Sample]: ...
+
+
 class PackedDataset:
     """The stream of all documents cut every ``seq`` tokens; ``ds[i]`` reads one slice of it.
 
-    The stream is the store's documents end to end, shuffled once by ``seed`` if ``shuffle``. Every token is in exactly one sequence,
-    except a tail of less than 5 % of a sequence, which is left out. A label is the next token of the stream, also across the end of a
-    sequence. With ``document_mask`` the last token of a document has no label; without it the sequence is one document with number 0.
+    The stream is the source's units end to end, shuffled once by ``seed`` if ``shuffle``. Every token is in exactly one sequence, except a
+    tail of less than 5 % of a sequence, which is left out. A label is the next token of the stream, also across the end of a sequence.
+    With ``document_mask`` the last token of a document has no label; without it the sequence is one document with number 0. The last
+    ``held_out`` sequences of the stream are not among ``ds[0]`` to ``ds[len - 1]``. ``vocab_size`` is the model's, which every token has
+    to be below where the source does not say how many ids it has.
     """
 
     def __init__(
-        self, store: TokenStore, seq: int, *, seed: int = 0, shuffle: bool = True, document_mask: bool = True, where: str = ""
+        self,
+        store: Source,
+        seq: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        document_mask: bool = True,
+        where: str = "",
+        vocab_size: int = 0,
+        held_out: int = 0,
     ) -> None:
         self.seq = seq
         self.num_tokens = store.meta.num_tokens
-        self.vocab_size = store.meta.vocab_size
+        self.vocab_size = store.meta.vocab_size or vocab_size
         self.fingerprint = store.meta.sha256
         self._store, self._document_mask, self._where = store, document_mask, where
         self._order = shuffled_order(store.meta.num_documents, seed) if shuffle else None
@@ -53,22 +95,40 @@ class PackedDataset:
             self._starts = np.zeros(store.meta.num_documents + 1, np.int64)
             np.cumsum(np.diff(store.offsets)[self._order], out=self._starts[1:])
         whole, rest = divmod(self.num_tokens, seq)
-        self._length = whole + (rest >= max(2, _LEAST_FILLED * seq))
+        self._sequences = whole + (rest >= max(2, _LEAST_FILLED * seq))
+        self._length = self._sequences - held_out
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, index: int) -> Sample:
-        """Sequence ``index``. Raises IndexError outside 0..len-1 and ConfigError for a corrupt store."""
+        """Sequence ``index``. Raises IndexError outside 0..len-1 and ConfigError for a corrupt source."""
         if not 0 <= index < self._length:
             raise IndexError(f"Sequence {index} of {self._length}.")
+        return self._sample(index)
+
+    @property
+    def held_out(self) -> list[Sample]:
+        """The sequences behind the last, which are never trained on."""
+        return [self._sample(index) for index in range(self._length, self._sequences)]
+
+    def sampler(self, seed: int) -> Sampler:
+        """The order of a run: each pass another permutation."""
+        return Sampler(self._length, seed)
+
+    def _sample(self, index: int) -> Sample:
         begin = index * self.seq
-        stream, ends = self._read(begin, min(begin + self.seq + 1, self.num_tokens))
+        end = min(begin + self.seq + 1, self.num_tokens)
+        if self._document_mask and end == begin + self.seq + 1 and self._starts[np.searchsorted(self._starts, end - 1)] == end - 1:
+            end -= 1  # the last token has no label, and to look at the unit behind it may mean to unpack a shard
+        stream, ends, targets = self._read(begin, end)
         real = min(self.seq, self.num_tokens - begin)
         tokens = np.zeros(self.seq, np.int32)
         tokens[:real] = stream[:real]
         labels = np.full(self.seq, IGNORED, np.int32)
         labels[: stream.size - 1] = stream[1:]
+        if targets is not None:
+            labels[: stream.size - 1][~targets[1:]] = IGNORED
         documents = np.zeros(self.seq, np.int32)
         if self._document_mask:
             labels[ends[ends <= self.seq] - 1] = IGNORED
@@ -79,56 +139,121 @@ class PackedDataset:
     def describe(self) -> str:
         """One line: source, documents, tokens, tokenizer, sequences, and where the tokens lie."""
         meta = self._store.meta
-        rest = self.num_tokens - len(self) * self.seq
+        rest = self.num_tokens - self._sequences * self.seq
         tail = f", {rest:,} tokens left out" if rest > 0 else f", the last one with {-rest:,} tokens of padding" if rest < 0 else ""
+        held = f", {self._sequences - self._length} more held out" if self._sequences > self._length else ""
         return (
             f"{meta.source}: {_counted(meta.num_documents, 'document')}, {self.num_tokens:,} tokens "
-            f"({meta.tokenizer}, vocabulary {meta.vocab_size:,}), {_counted(len(self), 'sequence')} of {self.seq:,}{tail}; {self._where}"
+            f"({meta.tokenizer}, vocabulary {f'{meta.vocab_size:,}' if meta.vocab_size else 'unknown'}), "
+            f"{_counted(len(self), 'sequence')} of {self.seq:,}{tail}{held}; {self._where}"
         )
 
-    def _read(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens begin..end-1 of the stream, and where in them documents end: ends[k] is one past the last token of the k-th."""
+    def _read(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Tokens begin..end-1 of the stream; where in them documents end, ends[k] being one past the last token of the k-th; and which of
+        them are targets (None: all).
+        """
         first = int(np.searchsorted(self._starts, begin, side="right")) - 1
         last = int(np.searchsorted(self._starts, end, side="left"))
         bounds = self._starts[first : last + 1] - begin
-        if self._order is None:
+        ends, targets = bounds[1:], None
+        if self._order is None and isinstance(self._store, TokenStore):
             stream = self._store.tokens[begin:end]
         else:
-            parts = []
-            for place, document in enumerate(self._order[first:last]):
+            parts, inner = [], []
+            units = range(first, last) if self._order is None else self._order[first:last]
+            for place, unit in enumerate(units):
                 start, stop = max(0, -int(bounds[place])), min(int(bounds[place + 1]), end - begin) - int(bounds[place])
-                offset = int(self._store.offsets[document])
-                parts.append(self._store.tokens[offset + start : offset + stop])
-            stream = np.concatenate(parts)
-        if (largest := int(stream.max())) >= self.vocab_size:
-            problem = f"token {largest} is outside the vocabulary of {self.vocab_size}; the store is corrupt, prepare it again"
-            raise ConfigError(f"{self._store.folder}: {problem}")
-        return stream, bounds[1:]
+                part = self._store.read(int(unit), start, stop)
+                parts.append(part)
+                if part.ends is not None:
+                    inner.append(part.ends + max(0, int(bounds[place])))
+            stream = np.concatenate([part.tokens for part in parts])
+            if inner:
+                ends = np.sort(np.concatenate([ends, *inner]))
+            if any(part.targets is not None for part in parts):
+                targets = np.concatenate([np.ones(p.tokens.size, bool) if p.targets is None else p.targets for p in parts])
+        self._check(stream)
+        return stream, ends, targets
+
+    def _check(self, stream: np.ndarray) -> None:
+        """Raises ConfigError for ids that the model has no row for."""
+        largest = int(stream.max())
+        lowest = int(stream.min()) if stream.dtype.kind == "i" else 0
+        if largest < self.vocab_size and lowest >= 0:
+            return
+        token = largest if largest >= self.vocab_size else lowest
+        if self._store.meta.vocab_size:
+            problem = f"token {token} is outside the vocabulary of {self.vocab_size}; the store is corrupt, prepare it again"
+        else:
+            problem = (
+                f"token {token} does not fit model.vocab_size={self.vocab_size}; these tokens are of another tokenizer: give a model with "
+                f"as many ids, or make new ones with `mtrain data prepare --from-tokenizer`"
+            )
+        raise ConfigError(f"{self._store.folder}: {problem}")
 
 
-def open_dataset(config: Config) -> PackedDataset:
+def open_dataset(config: Config) -> Dataset:
     """The dataset of a configuration: groups ``data`` and ``seq``, ``seed``, ``model.vocab_size``.
 
-    A corpus that is not a token store is tokenised first, once for all workers and runs (see ``cache``). Raises ConfigError for a missing
+    A corpus that is not tokenised yet is tokenised first, once for all workers and runs (see ``cache``). Raises ConfigError for a missing
     or broken corpus, tokenizer or store, a vocabulary larger than the model's, and a corpus of less than one sequence.
     """
+    from mtrain_cli.data.mixture import MixedDataset, parse_mix
+
     data = config.data
-    if data.kind == "tokens":
-        if not data.path:
-            raise ConfigError("data.path=null: data=tokens needs a folder written by `mtrain data prepare`")
-        store, where = TokenStore.open(data.path, f"data.path={data.path}"), f"mapped from {data.path}"
-        _check_vocabulary(config, store.meta.vocab_size, f"the token store {data.path} (tokenizer {store.meta.tokenizer})")
-    else:
-        tokenizer = open_tokenizer(data.tokenizer)
-        _check_vocabulary(config, tokenizer.vocab_size, f"data.tokenizer={data.tokenizer}")
-        store, where = cached_store(open_corpus(data), tokenizer)
+    if data.mix is None:
+        return _part(config, data, f"data.path={data.path}" if data.path else f"data={data.kind}", data.eval_sequences)
+    weights = parse_mix(data.mix)
+    parts = {}
+    for name, weight in weights.items():
+        path = str(Path(data.path, name) if data.path else Path(name).expanduser())
+        held_out = max(1, round(data.eval_sequences * weight)) if data.eval_sequences else 0
+        parts[name] = _part(config, replace(data, path=path), f"data.mix: {name}: {path}", held_out)
+    return MixedDataset(parts, weights)
+
+
+def _part(config: Config, data: DataConfig, origin: str, held_out: int) -> PackedDataset:
+    """One corpus as sequences."""
+    store, where = _open(config, data, origin)
     if store.meta.num_tokens < config.seq:
-        origin = f"data.path={data.path}" if data.path else f"data={data.kind}"
         raise ConfigError(
             f"seq={config.seq}: {origin} holds only {store.meta.num_tokens:,} tokens, less than one sequence of {config.seq:,}; "
             f"give a longer corpus or a smaller seq"
         )
-    return PackedDataset(store, config.seq, seed=config.seed, shuffle=data.shuffle, document_mask=data.document_mask, where=where)
+    dataset = PackedDataset(
+        store, config.seq, seed=config.seed, shuffle=data.shuffle, document_mask=data.document_mask, where=where,
+        vocab_size=config.model.vocab_size, held_out=held_out,
+    )  # fmt: skip
+    if len(dataset) < 1:
+        raise ConfigError(
+            f"data.eval_sequences={config.data.eval_sequences}: {origin} has {len(dataset) + held_out} sequences of {config.seq:,} in all, "
+            "and none would be left to train on; give fewer, a smaller seq or a longer corpus"
+        )
+    if not store.meta.vocab_size:
+        dataset[0]  # tokens of another tokenizer are found before anything starts
+    return dataset
+
+
+def _open(config: Config, data: DataConfig, origin: str) -> tuple[Source, str]:
+    """Where the tokens of a corpus lie, and the same in words."""
+    if data.kind == "mds":
+        from mtrain_cli.data.mds_source import MdsSource
+
+        if not data.path:
+            raise ConfigError("data.path=null: data=mds needs a folder of MDS shards, or data.mix with several")
+        return MdsSource(data.path, origin), f"mapped from {data.path}"
+    if data.kind == "tokens":
+        if not data.path:
+            raise ConfigError("data.path=null: data=tokens needs a folder written by `mtrain data prepare`")
+        path, where = Path(data.path).expanduser(), f"mapped from {data.path}"
+        if path.suffix in SUFFIXES and not path.is_dir():
+            return open_array(path, origin, data.token_dtype, config.model.vocab_size), where
+        store = TokenStore.open(data.path, origin)
+        _check_vocabulary(config, store.meta.vocab_size, f"the token store {data.path} (tokenizer {store.meta.tokenizer})")
+        return store, where
+    tokenizer = open_tokenizer(data.tokenizer)
+    _check_vocabulary(config, tokenizer.vocab_size, f"data.tokenizer={data.tokenizer}")
+    return cached_store(open_corpus(data), tokenizer)
 
 
 def _check_vocabulary(config: Config, needed: int, owner: str) -> None:

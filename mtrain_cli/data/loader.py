@@ -1,26 +1,40 @@
-"""Micro-batches of one worker, the next step's read by a background thread while the current one trains."""
+"""Micro-batches of one worker, the next step's read and made ready by a background thread while the current one trains."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from types import TracebackType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.data.dataset import PackedDataset, Sample
+from mtrain_cli.data.dataset import Dataset, Sample
 from mtrain_cli.data.sampler import Sampler
 
 
-class Loader:
-    """Endless iterator over optimizer steps; each is this data-parallel rank's list of micro-batches, a micro-batch a list of ``Sample``.
+Made = TypeVar("Made")
+
+
+class Loader(Generic[Made]):
+    """Endless iterator over optimizer steps; each is this data-parallel rank's list of micro-batches, a micro-batch what ``make`` gives
+    for a list of ``Sample``. ``make`` is called in the background thread.
 
     A step takes sequences consumed .. consumed + global_batch - 1 of the run, whatever ``dp`` is; rank r of dp gets the r-th equal run of
     them. All workers of a context group have the same ``dp_rank`` and so the same batches. Reading errors are raised by ``next``.
     Raises ConfigError when global_batch, dp and micro_batch do not divide.
     """
 
-    def __init__(self, dataset: PackedDataset, sampler: Sampler, dp_rank: int, dp: int, global_batch: int, micro_batch: int) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        sampler: Sampler,
+        dp_rank: int,
+        dp: int,
+        global_batch: int,
+        micro_batch: int,
+        make: Callable[[list[Sample]], Made],
+    ) -> None:
         if global_batch < 1 or global_batch % dp:
             raise ConfigError(f"train.global_batch={global_batch}: must be a multiple of the {dp} data-parallel groups")
         if micro_batch < 1 or (global_batch // dp) % micro_batch:
@@ -32,14 +46,15 @@ class Loader:
         assert sampler.num_sequences == len(dataset)
         self._dataset, self._sampler = dataset, sampler
         self._dp_rank, self._local = dp_rank, global_batch // dp
-        self._global_batch, self._micro_batch = global_batch, micro_batch
+        self._global_batch, self._micro_batch, self._make = global_batch, micro_batch, make
+        self._closing = threading.Event()
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mtrain-data")
-        self._next: Future[list[list[Sample]]] | None = None
+        self._next: Future[list[Made]] | None = None
 
-    def __iter__(self) -> Iterator[list[list[Sample]]]:
+    def __iter__(self) -> Iterator[list[Made]]:
         return self
 
-    def __next__(self) -> list[list[Sample]]:
+    def __next__(self) -> list[Made]:
         """The micro-batches of the next step: local batch / micro_batch of them."""
         pending, self._next = self._next, None
         if pending is None:
@@ -49,14 +64,15 @@ class Loader:
         self._next = self._reader.submit(self._read, self._sampler.consumed)
         return batches
 
-    def __enter__(self) -> Loader:
+    def __enter__(self) -> Loader[Made]:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     def close(self) -> None:
-        """Stop reading ahead. The loader cannot be used again."""
+        """Stop reading ahead, after the sequence that is being read. The loader cannot be used again."""
+        self._closing.set()
         self._reader.shutdown(wait=True, cancel_futures=True)
 
     def state(self) -> dict[str, Any]:
@@ -78,7 +94,14 @@ class Loader:
             self._next = None
         self._sampler.load_state(state)
 
-    def _read(self, consumed: int) -> list[list[Sample]]:
+    def _read(self, consumed: int) -> list[Made]:
         first = consumed + self._dp_rank * self._local
-        samples = [self._dataset[self._sampler.sequence(number)] for number in range(first, first + self._local)]
-        return [samples[start : start + self._micro_batch] for start in range(0, self._local, self._micro_batch)]
+        made = []
+        for start in range(first, first + self._local, self._micro_batch):
+            samples = []
+            for number in range(start, start + self._micro_batch):
+                if self._closing.is_set():
+                    raise CancelledError
+                samples.append(self._dataset[self._sampler.sequence(number)])
+            made.append(self._make(samples))
+        return made

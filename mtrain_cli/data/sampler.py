@@ -22,8 +22,7 @@ class Sampler:
         self.num_sequences = num_sequences
         self.seed = seed
         self.consumed = consumed
-        self._epoch = 0
-        self._permutation = Permutation(num_sequences, seed, 0)
+        self._permutations: dict[tuple[int, ...], Permutation] = {}
 
     @property
     def epoch(self) -> int:
@@ -35,11 +34,9 @@ class Sampler:
         if number < 0:
             raise ValueError(f"Sequence numbers start at 0, not {number}.")
         epoch, position = divmod(number, self.num_sequences)
-        permutation = self._permutation
-        if epoch != self._epoch:
-            permutation = Permutation(self.num_sequences, self.seed, epoch)
-            self._permutation, self._epoch = permutation, epoch
-        return permutation(position)
+        if (epoch,) not in self._permutations:
+            self._permutations = {(epoch,): Permutation(self.num_sequences, self.seed, epoch)}
+        return self._permutations[(epoch,)](position)
 
     def advance(self, count: int) -> None:
         """Note that ``count`` more sequences were handed out."""
@@ -56,4 +53,4 @@ class Sampler:
         if consumed < 0:
             raise ValueError(f"The number of consumed sequences cannot be negative: {consumed}.")
         self.seed, self.consumed = seed, consumed
-        self._epoch, self._permutation = 0, Permutation(self.num_sequences, seed, 0)
+        self._permutations = {}

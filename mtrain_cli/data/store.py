@@ -72,6 +72,17 @@ class StoreMeta:
 
 
 @dataclass(frozen=True)
+class Stretch:
+    """A run of tokens of one unit. ``ends``: places inside it where a document ends; ``targets``: which tokens may be predicted. None: no
+    document ends inside; all of them.
+    """
+
+    tokens: np.ndarray
+    ends: np.ndarray | None = None
+    targets: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
 class TokenStore:
     """An open store: ``tokens`` uint16 or uint32 [num_tokens], ``offsets`` int64 [num_documents + 1], both memory-mapped if on disk."""
 
@@ -98,6 +109,11 @@ class TokenStore:
                 f"{origin}: {DOCUMENTS} is corrupt, its offsets do not rise from 0 to {meta.num_tokens}; prepare the store again"
             )
         return cls(meta, tokens, offsets, folder)
+
+    def read(self, unit: int, start: int, stop: int) -> Stretch:
+        """Tokens start..stop-1 of document ``unit``."""
+        offset = int(self.offsets[unit])
+        return Stretch(self.tokens[offset + start : offset + stop])
 
     def document(self, number: int) -> np.ndarray:
         """Ids of one document."""

@@ -22,9 +22,27 @@ IGNORED = -100
 class PackedSample(Protocol):
     """One sequence: tokens, labels already shifted (-100 = ignored) and document ids, each [seq]."""
 
-    tokens: NDArray[np.int32]
-    labels: NDArray[np.int32]
-    documents: NDArray[np.int32]
+    @property
+    def tokens(self) -> NDArray[np.int32]: ...
+    @property
+    def labels(self) -> NDArray[np.int32]: ...
+    @property
+    def documents(self) -> NDArray[np.int32]: ...
+
+
+@dataclass(frozen=True)
+class HostBatch:
+    """A micro-batch before it goes to the device: what can be made while another step is computed.
+
+    numbers: int64 [3, batch, tokens of this worker], tokens, positions and labels in layout order; pinned where the device is a GPU.
+    pairs, valid: as in `Batch`.
+    """
+
+    samples: Sequence[PackedSample]
+    numbers: torch.Tensor
+    masks: list[SequenceMask]
+    pairs: int
+    valid: int
 
 
 @dataclass(frozen=True)
@@ -58,15 +76,24 @@ class BatchMaker:
         self._causal: dict[int, ContextAttention] = {}
 
     def __call__(self, samples: Sequence[PackedSample]) -> Batch:
+        return self.to_device(self.on_host(samples))
+
+    def on_host(self, samples: Sequence[PackedSample]) -> HostBatch:
+        """May be called in any thread: touches neither the device nor other workers."""
         tokens = np.stack([self._shard(s.tokens, 0) for s in samples])
         labels = np.stack([self._shard(s.labels, IGNORED) for s in samples])
         positions = np.broadcast_to(self._positions, tokens.shape)
-        host = torch.from_numpy(np.stack([tokens, positions, labels]).astype(np.int64))
+        numbers = torch.from_numpy(np.stack([tokens, positions, labels]).astype(np.int64))
         if self.device.type == "cuda":
-            host = host.pin_memory().to(self.device, non_blocking=True)
+            with torch.cuda.device(self.device):  # a new thread begins with device 0
+                numbers = numbers.pin_memory()
         masks = self._masks(samples)
-        attend = self._attention(masks)
-        return Batch(host[0], host[1], host[2], attend, sum(mask.pairs for mask in masks), valid_labels(samples), masks)
+        return HostBatch(samples, numbers, masks, sum(mask.pairs for mask in masks), valid_labels(samples))
+
+    def to_device(self, host: HostBatch) -> Batch:
+        """The copy is asynchronous from pinned memory, which its allocator keeps until the copy is done."""
+        numbers = host.numbers.to(self.device, non_blocking=True)
+        return Batch(numbers[0], numbers[1], numbers[2], self._attention(host.masks), host.pairs, host.valid, host.masks)
 
     def _shard(self, values: NDArray[np.int32], padding: int) -> NDArray[np.int32]:
         layout = self.exchange.layout

@@ -32,6 +32,7 @@ class StepMetrics:
     seconds: wall time of the step, data loading included.
     epoch: passes over the data, with a fraction.
     consumed: sequences read since step 0.
+    data_seconds: what of `seconds` the worker that waited longest stood still for its data: to be read, and to be brought to the device.
     slashes, bars: block diagonals and single columns of a head, means over heads and layers; None for a dense step.
     index_seconds: time that the first worker spent estimating indices; None for a dense step.
     density_by_layer: density of each layer; None for a dense step.
@@ -50,6 +51,7 @@ class StepMetrics:
     seconds: float
     epoch: float
     consumed: int
+    data_seconds: float | None = None
     slashes: float | None = None
     bars: float | None = None
     index_seconds: float | None = None

@@ -22,6 +22,7 @@ from mtrain_cli.training.metrics import StepMetrics
 WARM_UP_STEPS = 2  # compilation, first communicators and allocator growth: not the pace of the run
 PACE_STEPS = 20
 LOG_WIDTH = 100
+SHOWN_WAIT = 0.05  # share of a step's time that is worth a word when it is spent waiting for data
 _LEVELS = "▁▂▃▄▅▆▇█"
 
 
@@ -142,6 +143,9 @@ class Progress:
                 rate += f", {_utilization(self.last)[0]} {statistics.median(_utilization(metrics)[1] for metrics in alike):.1%}"
             of = "one step" if len(steady) == 1 else f"median of {len(steady)} steps"
             rows.append(("throughput", f"{rate}, {of}; {self.last.tokens:,} tokens in all"))
+            waiting = sum(metrics.data_seconds or 0.0 for metrics in steady) / max(1e-9, sum(metrics.seconds for metrics in steady))
+            if waiting >= SHOWN_WAIT:
+                rows.append(("data", f"{waiting:.0%} of the time went by in waiting for data; `mtrain data prepare` makes reading cheap"))
             if self.last.peak_memory_gib is not None:
                 rows.append(("memory", f"{max(metrics.peak_memory_gib or 0.0 for metrics in steady):.2f} GiB at most"))
         rows += [("files" if number == 0 else "", file) for number, file in enumerate(files)]
@@ -162,6 +166,7 @@ class Progress:
             *_gpu_parts(metrics),
             *_index_parts(metrics),
             f"{metrics.seconds:.2f} s",
+            *_data_parts(metrics),
         ]
         if (left := self.seconds_left()) is not None and metrics.step < self.total_steps:
             parts.append(f"ETA {format_duration(left)}")
@@ -200,7 +205,7 @@ class Progress:
             Text.assemble(("loss ", "dim"), (f"{metrics.loss:.4f}", "bold"), f" {self.sparkline(room)}" if len(self.losses) > 1 else ""),
             Text.assemble(("lr ", "dim"), f"{metrics.lr:.2e}"),
             Text(_rate(metrics.tokens_per_second_per_gpu, metrics)),
-            *(Text(part) for part in (*_gpu_parts(metrics), *_index_parts(metrics))),
+            *(Text(part) for part in (*_gpu_parts(metrics), *_index_parts(metrics), *_data_parts(metrics))),
         ]
         if width >= 100:
             parts.insert(1, Text.assemble(("best ", "dim"), f"{min(self.losses):.4f}"))
@@ -273,3 +278,9 @@ def _gpu_parts(metrics: StepMetrics) -> list[str]:
 def _index_parts(metrics: StepMetrics) -> list[str]:
     """What only steps under a dynamic index have."""
     return [] if metrics.index_seconds is None else [f"density {metrics.density:.1%}"]
+
+
+def _data_parts(metrics: StepMetrics) -> list[str]:
+    """What only steps that waited for data have."""
+    share = (metrics.data_seconds or 0.0) / metrics.seconds if metrics.seconds else 0.0
+    return [f"data {share:.0%}"] if share >= SHOWN_WAIT else []

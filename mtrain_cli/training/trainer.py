@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict, set_state_dict
 
 from mtrain_cli.config.schema import Config, ConfigError
-from mtrain_cli.data.dataset import PackedDataset, open_dataset
+from mtrain_cli.data.dataset import Dataset, open_dataset
 from mtrain_cli.data.loader import Loader
-from mtrain_cli.data.sampler import Sampler
 from mtrain_cli.launch import whereabouts
 from mtrain_cli.launch.environment import Environment, host_memory
 from mtrain_cli.launch.failures import RunError
@@ -35,7 +34,7 @@ from mtrain_cli.parallel.fsdp import shard_parameters
 from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
 from mtrain_cli.parallel.recording import Recorder
 from mtrain_cli.training.banner import banner
-from mtrain_cli.training.batch import Batch, BatchMaker, PackedSample
+from mtrain_cli.training.batch import Batch, BatchMaker, HostBatch, PackedSample
 from mtrain_cli.training.checkpoint import Checkpointer, CheckpointError
 from mtrain_cli.training.dry_run import planned
 from mtrain_cli.training.flops import causal_pairs, flops_per_token, peak_flops
@@ -63,7 +62,7 @@ class NonFiniteError(RunError):
 @dataclass(frozen=True)
 class StepResult:
     """One optimizer step, the same on all workers. loss: mean over valid tokens. pairs: computed query-key pairs, the mean over heads and
-    layers, over all sequences. index: None for a dense step.
+    layers, over all sequences. index: None for a dense step. data_seconds: how long the worker that waited longest had to wait for its data.
     """
 
     loss: float
@@ -73,6 +72,7 @@ class StepResult:
     pairs: float
     stop: bool
     index: IndexMetrics | None = None
+    data_seconds: float = 0.0
 
 
 def train(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> bool:
@@ -257,9 +257,9 @@ class Trainer:
         self.batch_maker = BatchMaker(exchange, self.choices.kernel, self.device, document_mask=mask, pattern=self.choices.pattern)
         dense = self.choices.dense_kernel
         self.dense_batch_maker = BatchMaker(exchange, dense[0], self.device, document_mask=mask) if dense is not None else None
-        self.dataset: PackedDataset = open_dataset(config)
+        self.dataset: Dataset = open_dataset(config)
         self._check_same_data()
-        self.sampler = Sampler(len(self.dataset), config.seed)
+        self.sampler = self.dataset.sampler(config.seed)
         self.loader = Loader(
             self.dataset,
             self.sampler,
@@ -267,6 +267,7 @@ class Trainer:
             dp=environment.dp,
             global_batch=config.train.global_batch,
             micro_batch=config.train.micro_batch,
+            make=self.batch_maker.on_host,
         )
         self.decoder = self._make_decoder()
         self.optimizer = make_optimizer(self.decoder, config.optim)
@@ -321,17 +322,22 @@ class Trainer:
         lr = learning_rate(self.step, self.config.train.steps, peak_learning_rate(self.config), self.config.optim)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        micro_batches: Sequence[Sequence[PackedSample]] = next(self._batches)
+        asked = time.perf_counter()
+        on_host: Sequence[HostBatch] = next(self._batches)
+        waited = time.perf_counter() - asked
         make = self.batch_maker
         if self.dense_batch_maker is not None and self.step < (self.config.sparsity.dense_steps or 0):
             make = self.dense_batch_maker
         if self.rehearse is not None:
-            self.rehearse(micro_batches)
-        batches = [make(samples) for samples in micro_batches]
+            self.rehearse([host.samples for host in on_host])
+        asked = time.perf_counter()
+        batches = [make.to_device(host) for host in on_host]
+        waited += time.perf_counter() - asked
         valid, pairs = self.totals(batches)
         loss = self.forward_backward(batches, [batch.attend if self.observe is None else self.observe(batch) for batch in batches], valid)
         gradients = local_gradients(self.decoder.parameters())
-        mine = torch.stack([loss.double(), squared_norm(gradients, self.device).double(), torch.tensor(float(stop), device=self.device)])
+        facts = torch.tensor([float(stop), waited], dtype=torch.float64, device=self.device)
+        mine = torch.cat([torch.stack([loss.double(), squared_norm(gradients, self.device).double()]), facts])
         records = index_records(batch.attend for batch in batches)
         if records:
             mine = torch.cat([mine, summed(records, self.config.model.num_layers, self.device)])
@@ -351,9 +357,11 @@ class Trainer:
         self.tokens += tokens
         index = None
         if records:
-            index = index_metrics([sum(column) for column in zip(*(row[3:] for row in rows), strict=True)], records, self.config.seq)
+            index = index_metrics([sum(column) for column in zip(*(row[4:] for row in rows), strict=True)], records, self.config.seq)
         computed = index.density * causal_pairs(self.config.seq) * self.config.train.global_batch if index else float(pairs)
-        return StepResult(sum(row[0] for row in rows), grad_norm, lr, tokens, computed, any(row[2] for row in rows), index)
+        return StepResult(
+            sum(row[0] for row in rows), grad_norm, lr, tokens, computed, any(row[2] for row in rows), index, max(row[3] for row in rows)
+        )
 
     def forward_backward(self, batches: Sequence[Batch], attends: Sequence[Attend], valid: int) -> torch.Tensor:
         """Adds the gradients of a step -> this worker's part of the loss.
@@ -424,6 +432,7 @@ class Trainer:
             seconds=seconds,
             epoch=self.sampler.consumed / len(self.dataset),
             consumed=self.sampler.consumed,
+            data_seconds=result.data_seconds,
             slashes=result.index.slashes if result.index else None,
             bars=result.index.bars if result.index else None,
             index_seconds=result.index.seconds if result.index else None,

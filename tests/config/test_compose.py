@@ -40,8 +40,10 @@ def write(folder: Path, name: str, text: str) -> None:
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids="/".join)
 def test_every_option_that_ships_composes_and_survives_a_file(group, option, tmp_path):
-    words = [f"{group}={option}"] + ([f"data.path={tmp_path}"] if option in ("text", "tokens") else [])
-    config = compose(words)
+    words = [f"{group}={option}"] + ([f"data.path={tmp_path}"] if option in ("text", "tokens", "mds") else [])
+    if option == "prolong512k":
+        words.append(f"data.mix={{{tmp_path}: 1}}")
+    config = compose(words, plan=True)
     save(config, tmp_path / "resolved.yaml")
     assert load(tmp_path / "resolved.yaml") == config
     assert summary(open_groups().options[group][option]), "every option opens with a comment that says what it is"
@@ -49,7 +51,7 @@ def test_every_option_that_ships_composes_and_survives_a_file(group, option, tmp
 
 def test_every_group_of_the_schema_has_a_folder_and_a_default():
     groups = {field.name for field in dataclasses.fields(Config) if field.name not in ("seq", "seed")}
-    assert groups == set(open_groups().options) == set(open_groups().defaults)
+    assert groups | {"recipe"} == set(open_groups().options) == set(open_groups().defaults)
 
 
 def test_numbers_come_back_from_a_file_bit_for_bit(tmp_path):

@@ -28,7 +28,7 @@ def _dataset(sequences: int = 13, seq: int = 6) -> PackedDataset:
 
 
 def _loader(dataset: PackedDataset, dp_rank: int = 0, dp: int = 1, global_batch: int = 4, micro_batch: int = 1, seed: int = 0) -> Loader:
-    return Loader(dataset, Sampler(len(dataset), seed), dp_rank, dp, global_batch, micro_batch)
+    return Loader(dataset, Sampler(len(dataset), seed), dp_rank, dp, global_batch, micro_batch, lambda samples: samples)
 
 
 def _names(step: list[list[Sample]]) -> list[int]:

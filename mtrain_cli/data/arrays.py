@@ -1,0 +1,88 @@
+"""Plain arrays of token ids: ``.npy`` of any integers, and ``.bin``, which is nothing but uint16 or uint32 end to end.
+
+Documents are, in this order: the rows of a two-dimensional .npy; what an array of offsets beside the file says (``corpus.bin`` or
+``corpus.npy`` with ``corpus.documents.npy``, or ``corpus.documents.bin`` in int64: document d is tokens[offsets[d] : offsets[d + 1]]); else
+the whole file is one document.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.data.store import VERSION, StoreMeta, TokenStore
+
+SUFFIXES = (".npy", ".bin")
+_PROBES, _PROBE = 64, 1 << 14  # places of a file, and elements at each, that its fingerprint is over
+
+
+def open_array(path: Path, origin: str, token_dtype: str, vocab_size: int) -> TokenStore:
+    """The array as a token store. ``vocab_size`` (the model's) says for .bin whether ``token_dtype=auto`` is uint16 or uint32.
+
+    Raises ConfigError for files that are missing, of another kind, or whose offsets do not fit.
+    """
+    try:
+        rows = _npy(path, origin) if path.suffix == ".npy" else _bin(path, origin, token_dtype, vocab_size)
+    except FileNotFoundError:
+        raise ConfigError(f"{origin}: no such file; give a token store, or an array ({' or '.join(SUFFIXES)})") from None
+    except OSError as error:
+        raise ConfigError(f"{origin}: cannot be read ({error.strerror or error})") from None
+    tokens = rows.reshape(-1)
+    if tokens.size == 0:
+        raise ConfigError(f"{origin}: holds no tokens")
+    if rows.ndim == 2:
+        offsets, documents = np.arange(rows.shape[0] + 1, dtype=np.int64) * rows.shape[1], "a document each row"
+    else:
+        offsets, documents = _offsets(path, tokens.size, origin)
+    digest = hashlib.sha256(f"{tokens.dtype.name} {tokens.size}".encode())
+    for start in np.linspace(0, max(0, tokens.size - _PROBE), _PROBES).astype(np.int64):
+        digest.update(np.ascontiguousarray(tokens[start : start + _PROBE]).data)
+    digest.update(np.ascontiguousarray(offsets).data)
+    meta = StoreMeta(
+        version=VERSION,
+        dtype=tokens.dtype.name,
+        tokenizer=f"{tokens.dtype.name} array, {documents}",
+        tokenizer_identity="",
+        eos=None,
+        vocab_size=0,
+        num_tokens=tokens.size,
+        num_documents=offsets.size - 1,
+        sha256=digest.hexdigest(),
+        source=str(path),
+    )
+    return TokenStore(meta, tokens, offsets, path)
+
+
+def _npy(path: Path, origin: str) -> np.ndarray:
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ConfigError(f"{origin}: not a readable .npy file ({' '.join(str(error).split())[:120]})") from None
+    if not np.issubdtype(array.dtype, np.integer) or array.ndim not in (1, 2):
+        raise ConfigError(f"{origin}: holds {array.dtype} of shape {array.shape}; a row of integers, or rows of them, is expected")
+    return array.view(np.ndarray)
+
+
+def _bin(path: Path, origin: str, token_dtype: str, vocab_size: int) -> np.ndarray:
+    dtype = np.dtype("<u2" if token_dtype == "uint16" or (token_dtype == "auto" and vocab_size <= 1 << 16) else "<u4")
+    size = path.stat().st_size
+    if size % dtype.itemsize:
+        raise ConfigError(
+            f"{origin}: has {size:,} bytes, no whole number of {dtype.name}; it is truncated, or give data.token_dtype=uint16"
+        )
+    return np.memmap(path, dtype, mode="r").view(np.ndarray) if size else np.zeros(0, dtype)
+
+
+def _offsets(path: Path, num_tokens: int, origin: str) -> tuple[np.ndarray, str]:
+    for suffix in SUFFIXES:
+        beside = path.with_name(f"{path.stem}.documents{suffix}")
+        if not beside.exists():
+            continue
+        offsets = _npy(beside, f"{origin}: {beside.name}") if suffix == ".npy" else np.fromfile(beside, "<i8")
+        if offsets.ndim != 1 or offsets.size < 2 or offsets[0] != 0 or offsets[-1] != num_tokens or np.any(offsets[1:] <= offsets[:-1]):
+            raise ConfigError(f"{origin}: the offsets in {beside.name} do not rise from 0 to its {num_tokens:,} tokens")
+        return np.asarray(offsets, np.int64), f"documents by {beside.name}"
+    return np.array([0, num_tokens], np.int64), "one document"

@@ -1,0 +1,330 @@
+"""Reads folders of MDS shards, the format of mosaicml-streaming in which ProLong's data comes; written from the format, read-only.
+
+``index.json`` lists the shards. A shard, when nothing is compressed, is: uint32 number of samples n; uint32[n + 1] offsets of the samples
+from the beginning of the file; a JSON text that nobody needs; the samples. A sample is uint32 sizes of those of its columns that have no
+fixed size, then the bytes of all columns, in the order of ``column_names``. All numbers are little-endian.
+
+Shards are mapped when they are first needed, those that are compressed are unpacked in memory and a few of them kept; size and checksum
+are compared then. Pickled columns are refused: to read one means to run whatever its author put there.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtrain_cli import install_command
+from mtrain_cli.config.schema import ConfigError
+
+INDEX = "index.json"
+_UNPACKED = 4  # compressed shards that stay in memory, usually 64 MiB each
+_MAPPED = 256
+_SCALARS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+_PLAIN = ("bytes", "str", "str_int", "str_float", "int", "json", *_SCALARS)
+# The byte by which an array without a fixed dtype names its own.
+_DTYPE_OF_CODE = {
+    8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32", 64: "uint64", 65: "int64",
+    66: "float64",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How a column is written: ``kind`` and, of an ndarray, what is fixed of it. ``size`` in bytes, None where it differs by sample."""
+
+    kind: str
+    dtype: np.dtype | None = None
+    shape: tuple[int, ...] | None = None
+
+    @property
+    def size(self) -> int | None:
+        if self.kind == "ndarray":
+            return None if self.dtype is None or self.shape is None else int(np.prod(self.shape)) * self.dtype.itemsize
+        return 8 if self.kind == "int" else np.dtype(self.kind).itemsize if self.kind in _SCALARS else None
+
+    def decode(self, raw: np.ndarray) -> Any:
+        """The value in raw, uint8 [bytes]. Raises ValueError where the bytes are no such value."""
+        if self.kind == "ndarray":
+            return self._array(raw)
+        if self.kind == "int" or self.kind in _SCALARS:
+            return np.frombuffer(raw, np.dtype("int64" if self.kind == "int" else self.kind).newbyteorder("<"))[0].item()
+        content = raw.tobytes()
+        if self.kind == "bytes":
+            return content
+        text = content.decode("utf-8")
+        return {"str": str, "json": json.loads, "str_int": int, "str_float": float}[self.kind](text)
+
+    def _array(self, raw: np.ndarray) -> np.ndarray:
+        dtype, shape, start = self.dtype, self.shape, 0
+        if dtype is None:
+            dtype, start = _dtype_of(int(raw[0])), 1
+        if shape is None:
+            axes, width = int(raw[start]) >> 2, 1 << (int(raw[start]) & 3)
+            shape = tuple(np.frombuffer(raw[start + 1 : start + 1 + axes * width], f"<u{width}").tolist())
+            start += 1 + axes * width
+        return np.frombuffer(raw[start:], dtype).reshape(shape)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One entry of index.json. ``packed`` is the compressed file and its size, where there is one."""
+
+    name: str
+    size: int
+    samples: int
+    hashes: dict[str, str]
+    compression: str | None
+    packed: tuple[str, int, dict[str, str]] | None
+
+
+class MdsFolder:
+    """An open folder. ``columns`` by name, in the order of the bytes; ``starts`` int64 [shards + 1], the first sample of each shard."""
+
+    def __init__(self, path: str | Path, origin: str | None = None) -> None:
+        """Reads index.json alone. Raises ConfigError, which begins with ``origin``, for whatever is missing or not understood."""
+        self.folder, self.origin = Path(path).expanduser(), origin or str(path)
+        content = self._index()
+        shards = content["shards"]
+        try:
+            self.shards = [_shard(entry) for entry in shards]
+            names, encodings = shards[0]["column_names"], shards[0]["column_encodings"]
+            alike = all((entry["column_names"], entry["column_encodings"]) == (names, encodings) for entry in shards)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{self.origin}: {INDEX} is no index of MDS shards ({error!r} is missing or wrong)") from None
+        if not alike:
+            raise ConfigError(f"{self.origin}: {INDEX} lists shards with different columns; put them into folders of their own")
+        self.encodings = dict(zip(names, encodings, strict=True))
+        self.columns = {name: self._encoding(name, text) for name, text in self.encodings.items()}
+        self.starts = np.cumsum([0, *(shard.samples for shard in self.shards)])
+        self.identity = hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()
+        self._variable = [name for name, encoding in self.columns.items() if encoding.size is None]
+        self._opened: OrderedDict[int, tuple[np.ndarray, np.ndarray]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def num_samples(self) -> int:
+        return int(self.starts[-1])
+
+    @property
+    def compression(self) -> str | None:
+        """Of the first shard."""
+        return self.shards[0].compression
+
+    def sample(self, number: int, columns: Sequence[str]) -> dict[str, Any]:
+        """Values of some columns of a sample. Arrays are views where that is possible."""
+        shard = int(np.searchsorted(self.starts, number, side="right")) - 1
+        raw, offsets = self._open(shard)
+        place = number - int(self.starts[shard])
+        bounds = self._bounds(raw, offsets[place : place + 2])
+        found = {}
+        for name in columns:
+            begin, end = bounds[name]
+            try:
+                if end[0] > offsets[place + 1]:
+                    raise ValueError("it ends behind its sample")
+                found[name] = self.columns[name].decode(raw[int(begin[0]) : int(end[0])])
+            except (ValueError, IndexError, TypeError) as error:
+                file = self.shards[shard].name
+                raise ConfigError(
+                    f"{self.origin}: {file} is corrupt: sample {place}, column {name} ({self.encodings[name]}): {' '.join(str(error).split())}"
+                ) from None
+        return found
+
+    def array_lengths(self, name: str, shard: int) -> np.ndarray:
+        """Elements of the one-dimensional ndarray ``name`` in every sample of a shard, int64 [samples], without reading the elements."""
+        encoding = self.columns[name]
+        if encoding.shape is not None:
+            return np.full(self.shards[shard].samples, int(np.prod(encoding.shape)), np.int64)
+        raw, offsets = self._open(shard)
+        begin, end = self._bounds(raw, offsets)[name]
+        start, itemsize = begin.copy(), 0 if encoding.dtype is None else encoding.dtype.itemsize
+        if encoding.dtype is None:
+            codes = set(raw[start].tolist())
+            itemsize = 0 if len(codes) != 1 or not codes <= _DTYPE_OF_CODE.keys() else np.dtype(_DTYPE_OF_CODE[codes.pop()]).itemsize
+            start += 1
+        head = raw[np.minimum(start, raw.size - 1)].astype(np.int64)
+        payload = end - start - 1 - (head >> 2) * (1 << (head & 3))
+        if itemsize == 0 or np.any(head >> 2 != 1) or np.any(payload < 0) or np.any(payload % itemsize) or np.any(end > offsets[1:]):
+            raise ConfigError(
+                f"{self.origin}: {self.shards[shard].name} is corrupt: column {name} ({self.encodings[name]}) holds no rows of numbers of one dtype"
+            )
+        return payload // itemsize
+
+    def require(self, name: str, *kinds: str) -> None:
+        """Raises ConfigError unless there is a column of this name, written in one of these ways."""
+        if name not in self.columns:
+            raise ConfigError(f"{self.origin}: has no column {name}; its columns: {self.described()}")
+        if self.columns[name].kind not in kinds:
+            raise ConfigError(f"{self.origin}: column {name} is {self.encodings[name]}; {' or '.join(kinds)} is expected")
+
+    def described(self) -> str:
+        return ", ".join(f"{name} ({encoding})" for name, encoding in self.encodings.items())
+
+    def _bounds(self, raw: np.ndarray, offsets: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Where each column begins and ends in the samples that begin at offsets[:-1], int64 each."""
+        heads = offsets[:-1, None] + np.arange(4 * len(self._variable))
+        if heads.size and heads.max() >= raw.size:
+            raise ConfigError(f"{self.origin}: a shard is corrupt: a sample has no room for the sizes of its columns")
+        sizes = raw[heads].view("<u4").astype(np.int64).reshape(len(offsets) - 1, len(self._variable))
+        by_name = {name: sizes[:, place] for place, name in enumerate(self._variable)}
+        bounds, position = {}, offsets[:-1] + 4 * len(self._variable)
+        for name, encoding in self.columns.items():
+            end = position + (by_name[name] if encoding.size is None else encoding.size)
+            bounds[name] = (position, end)
+            position = end
+        return bounds
+
+    def _open(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes of a shard, uint8, and offsets of its samples, int64 [samples + 1]."""
+        with self._lock:
+            if number in self._opened:
+                self._opened.move_to_end(number)
+                return self._opened[number]
+            shard = self.shards[number]
+            path = self.folder / shard.name
+            raw = self._map(path, shard.size, shard.hashes) if shard.packed is None or path.exists() else self._unpack(shard)
+            count = int(np.frombuffer(raw[:4], "<u4")[0]) if raw.size >= 4 else -1
+            offsets = np.frombuffer(raw[4 : 8 + 4 * shard.samples], "<u4").astype(np.int64)
+            rises = offsets.size == shard.samples + 1 and np.all(offsets[1:] >= offsets[:-1])
+            if count != shard.samples or not rises or offsets[0] < 8 + 4 * shard.samples or offsets[-1] != shard.size:
+                raise ConfigError(f"{self.origin}: {shard.name} is corrupt: its header does not fit {INDEX} ({shard.samples} samples)")
+            self._opened[number] = (raw, offsets)
+            while len(self._opened) > (_MAPPED if shard.packed is None else _UNPACKED):
+                self._opened.popitem(last=False)
+            return raw, offsets
+
+    def _map(self, path: Path, size: int, hashes: dict[str, str]) -> np.ndarray:
+        try:
+            found = path.stat().st_size
+            if found != size:
+                raise ConfigError(
+                    f"{self.origin}: {path.name} has {found:,} bytes where {INDEX} says {size:,}; it is truncated, copy it again"
+                )
+            raw = np.memmap(path, np.uint8, mode="r").view(np.ndarray)
+        except FileNotFoundError:
+            raise ConfigError(f"{self.origin}: {path.name} is missing; {INDEX} lists it") from None
+        except OSError as error:
+            raise ConfigError(f"{self.origin}: {path.name} cannot be read ({error.strerror})") from None
+        self._compare(path.name, raw, hashes)
+        return raw
+
+    def _unpack(self, shard: Shard) -> np.ndarray:
+        assert shard.packed is not None
+        name, size, hashes = shard.packed
+        raw = self._map(self.folder / name, size, hashes)
+        try:
+            content = _unpacker(shard.compression, f"{self.origin}: {name}")(raw.data)
+        except (OSError, ValueError, EOFError, zlib.error) as error:
+            raise ConfigError(f"{self.origin}: {name} cannot be unpacked ({error}); copy it again") from None
+        if len(content) != shard.size:
+            raise ConfigError(f"{self.origin}: {name} unpacks to {len(content):,} bytes where {INDEX} says {shard.size:,}")
+        unpacked = np.frombuffer(content, np.uint8)
+        self._compare(shard.name, unpacked, shard.hashes)
+        return unpacked
+
+    def _compare(self, name: str, raw: np.ndarray, hashes: dict[str, str]) -> None:
+        """With the first of the checksums that Python can compute; without one there is nothing to compare."""
+        for algorithm, expected in hashes.items():
+            if algorithm in hashlib.algorithms_guaranteed and not algorithm.startswith("shake"):
+                found = hashlib.new(algorithm, raw.data, usedforsecurity=False).hexdigest()
+                if found != expected:
+                    raise ConfigError(
+                        f"{self.origin}: {name} is corrupt: its {algorithm} is {found}, {INDEX} says {expected}; copy it again"
+                    )
+                return
+
+    def _index(self) -> dict[str, Any]:
+        if not self.folder.is_dir():
+            found = "is not a folder" if self.folder.exists() else "no such folder"
+            raise ConfigError(f"{self.origin}: {found}; give a folder of MDS shards, which holds an {INDEX}")
+        try:
+            content = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            inside = sorted(path.parent.name for path in self.folder.glob(f"*/{INDEX}"))
+            hint = f"; it has folders that do: {', '.join(inside[:8])} (name them in data.mix)" if inside else ""
+            raise ConfigError(f"{self.origin}: no {INDEX} in it; give a folder of MDS shards{hint}") from None
+        except OSError as error:
+            raise ConfigError(f"{self.origin}: {INDEX} cannot be read ({error.strerror})") from None
+        except ValueError as error:
+            raise ConfigError(f"{self.origin}: {INDEX} is not JSON ({error})") from None
+        if not isinstance(content, dict) or not isinstance(content.get("shards"), list) or content.get("version") != 2:
+            version = content.get("version") if isinstance(content, dict) else None
+            raise ConfigError(f"{self.origin}: {INDEX} has version {version}; MDS shards of version 2 are expected")
+        if not content["shards"]:
+            raise ConfigError(f"{self.origin}: {INDEX} lists no shards")
+        return content
+
+    def _encoding(self, name: str, text: str) -> Encoding:
+        kind, *details = str(text).split(":")
+        try:
+            if kind == "ndarray" and len(details) <= 2:
+                dtype = np.dtype(details[0]).newbyteorder("<") if details else None
+                if dtype is None or dtype.name in _SCALARS:
+                    return Encoding(kind, dtype, tuple(map(int, details[1].split(","))) if len(details) == 2 else None)
+            if not details and kind in _PLAIN:
+                return Encoding(kind)
+        except (TypeError, ValueError):
+            pass
+        # A column that nobody asks for may be of any kind, as long as its size stands in the sample.
+        return Encoding(str(text))
+
+
+def _shard(entry: dict[str, Any]) -> Shard:
+    if entry["format"] != "mds":
+        raise KeyError("format mds")
+    raw, packed = entry["raw_data"], entry.get("zip_data")
+    return Shard(
+        str(raw["basename"]),
+        int(raw["bytes"]),
+        int(entry["samples"]),
+        dict(raw.get("hashes") or {}),
+        entry.get("compression"),
+        (str(packed["basename"]), int(packed["bytes"]), dict(packed.get("hashes") or {})) if packed else None,
+    )
+
+
+def _dtype_of(code: int) -> np.dtype:
+    if code not in _DTYPE_OF_CODE:
+        raise ValueError(f"no dtype has the number {code}")
+    return np.dtype(_DTYPE_OF_CODE[code]).newbyteorder("<")
+
+
+def _unpacker(compression: str | None, place: str) -> Callable[[Any], bytes]:
+    kind = str(compression).partition(":")[0]
+    if kind == "gz":
+        return gzip.decompress
+    if kind == "zstd":
+        return _zstd(place)
+    raise ConfigError(f"{place}: is compressed by {compression}; zstd and gz can be read")
+
+
+def _zstd(place: str) -> Callable[[Any], bytes]:
+    """Python's own from 3.14 on, else the package's."""
+    try:
+        from compression import zstd  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        pass
+    else:
+        return zstd.decompress
+    try:
+        import zstandard
+    except ImportError:
+        raise ConfigError(f"{place}: needs the zstandard package; {install_command('data')}") from None
+
+    def decompress(content: Any) -> bytes:
+        try:
+            return zstandard.ZstdDecompressor().decompressobj().decompress(content)
+        except zstandard.ZstdError as error:
+            raise ValueError(str(error)) from None
+
+    return decompress

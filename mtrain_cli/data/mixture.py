@@ -1,0 +1,143 @@
+"""Several corpora in given proportions, by sequences: which sequence of which corpus comes as the n-th of a run.
+
+The order is a pure function of n, so that any number of workers agrees on it and a resumed run needs one integer. Numbers are dealt in
+blocks. Up to the end of block b corpus d has had floor(W_d m) - floor(W_(d-1) m) sequences, with m = b x block and W the cumulative
+weights: within one of its share, always. Inside a block the order is a random permutation, and inside a corpus each pass is another
+permutation of all its sequences, so that nothing comes twice before everything has come once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.data.dataset import PackedDataset, Sample
+from mtrain_cli.data.permutation import Permutation, mix64
+from mtrain_cli.data.sampler import Sampler
+
+_SCALE = 40  # weights are multiples of 2^-40
+_LEAST_BLOCK = 64
+
+
+def parse_mix(mix: Mapping[str, float] | str) -> dict[str, float]:
+    """Weights by name that add up to 1. ``mix`` is a mapping, or the path of a YAML file that holds one.
+
+    Raises ConfigError for a file that cannot be read, and weights that are no positive numbers.
+    """
+    import yaml
+
+    origin = f"data.mix={mix}" if isinstance(mix, str) else "data.mix"
+    if isinstance(mix, str):
+        try:
+            content: Any = yaml.safe_load(Path(mix).expanduser().read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{origin}: no such file; give weights such as data.mix={{code: 0.3, book: 0.7}}, or a YAML file of them"
+            ) from None
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(f"{origin}: cannot be read as YAML ({' '.join(str(error).split())[:120]})") from None
+    else:
+        content = mix
+    if not isinstance(content, Mapping) or not content:
+        raise ConfigError(f"{origin}: expected weights by name, such as {{code: 0.3, book: 0.7}}")
+    for name, weight in content.items():
+        number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not number or not math.isfinite(weight) or weight <= 0:
+            raise ConfigError(f"{origin}: the weight of {name} is {weight}; expected a number above 0 (leave out what is not wanted)")
+    total = sum(content.values())
+    weights = {str(name): float(weight) / total for name, weight in content.items()}
+    small = [name for name, weight in weights.items() if weight < 1e-6]
+    if small:
+        raise ConfigError(f"{origin}: the weight of {small[0]} is below a millionth of all; leave it out")
+    return weights
+
+
+class MixtureSampler(Sampler):
+    """The order of a `MixedDataset`. ``sizes`` and ``weights`` by corpus; an index counts through all corpora, one behind the other."""
+
+    def __init__(self, sizes: list[int], weights: list[float], seed: int, consumed: int = 0) -> None:
+        super().__init__(sum(sizes), seed, consumed)
+        self.sizes = sizes
+        self._starts = np.cumsum([0, *sizes]).tolist()
+        total, running = sum(weights), 0.0
+        self._cumulative = [0]
+        for weight in weights:
+            running += weight
+            self._cumulative.append(round(running / total * (1 << _SCALE)))
+        least = min(b - a for a, b in pairwise(self._cumulative)) / (1 << _SCALE)
+        self.block = max(_LEAST_BLOCK, 1 << math.ceil(math.log2(2 / least)))
+
+    def place(self, number: int) -> tuple[int, int]:
+        """Corpus of sequence ``number`` of the run, and how many of that corpus came before."""
+        block, slot = divmod(number, self.block)
+        before, after = (self._counts(b * self.block) for b in (block, block + 1))
+        slot = self._permuted(slot, self.block, self.seed, -1, block)
+        for corpus, (first, end) in enumerate(zip(before, after, strict=True)):
+            if slot < end - first:
+                return corpus, first + slot
+            slot -= end - first
+        raise AssertionError("The corpora of a block fill it.")
+
+    def sequence(self, number: int) -> int:
+        """Index into the dataset of sequence ``number`` of the whole run."""
+        if number < 0:
+            raise ValueError(f"Sequence numbers start at 0, not {number}.")
+        corpus, count = self.place(number)
+        epoch, position = divmod(count, self.sizes[corpus])
+        return self._starts[corpus] + self._permuted(position, self.sizes[corpus], self.seed, corpus, epoch)
+
+    def _counts(self, number: int) -> list[int]:
+        """Sequences of each corpus among the first ``number``, at a block's end."""
+        reached = [weight * number >> _SCALE for weight in self._cumulative]
+        return [b - a for a, b in pairwise(reached)]
+
+    def _permuted(self, index: int, size: int, *keys: int) -> int:
+        key = (size, *keys)
+        if key not in self._permutations:
+            if len(self._permutations) > 256:
+                self._permutations.clear()
+            self._permutations[key] = Permutation(size, mix64(*keys))
+        return self._permutations[key](index)
+
+
+class MixedDataset:
+    """The sequences of several datasets, one behind the other, to be drawn by weight."""
+
+    def __init__(self, parts: dict[str, PackedDataset], weights: dict[str, float]) -> None:
+        self.parts, self.weights = parts, weights
+        self._datasets = list(parts.values())
+        self._starts = np.cumsum([0, *(len(part) for part in self._datasets)])
+        facts = [f"{name} {weights[name]!r} {part.fingerprint}" for name, part in parts.items()]
+        self.fingerprint = hashlib.sha256("\n".join(facts).encode()).hexdigest()
+        self.num_tokens = sum(part.num_tokens for part in self._datasets)
+        self.vocab_size = max(part.vocab_size for part in self._datasets)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(f"Sequence {index} of {len(self)}.")
+        part = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return self._datasets[part][index - int(self._starts[part])]
+
+    @property
+    def held_out(self) -> list[Sample]:
+        """Sequences that are never trained on, of every corpus."""
+        return [sample for part in self._datasets for sample in part.held_out]
+
+    def sampler(self, seed: int) -> MixtureSampler:
+        return MixtureSampler([len(part) for part in self._datasets], [self.weights[name] for name in self.parts], seed)
+
+    def describe(self) -> str:
+        """One line: the shares, and sequences of each corpus."""
+        shares = ", ".join(f"{name} {self.weights[name]:.1%} of {len(part):,}" for name, part in self.parts.items())
+        seq = self._datasets[0].seq
+        return f"mixture of {len(self.parts)} corpora, {self.num_tokens:,} tokens; share of each, and its sequences of {seq:,}: {shares}"
