@@ -16,12 +16,12 @@ import typer
 from typer.core import TyperGroup
 
 from mtrain_cli import __version__
-from mtrain_cli.commands import checkpoint, config, data, doctor, profile_imbalance, profile_what_if, report, simulate, train
+from mtrain_cli.commands import checkpoint, config, data, doctor, profile_imbalance, profile_what_if, report, simulate, status, train
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.job import job_rank
 
-ORDER = ("train", "profile", "simulate", "report", "config", "data", "checkpoint", "doctor")
+ORDER = ("train", "status", "profile", "simulate", "report", "config", "data", "checkpoint", "doctor")
 FAILURE = 1
 USAGE_ERROR = 2
 INTERRUPTED = 130  # 128 + SIGINT, what a shell reports for Ctrl-C
@@ -139,6 +139,7 @@ def mtrain(
 
 
 app.command("train")(train.train)
+app.command("status")(status.status)
 assert profile_what_if.app is profile_imbalance.app  # both add their command to that of commands/profile.py
 app.add_typer(profile_imbalance.app, name="profile")
 app.command("simulate")(simulate.simulate)

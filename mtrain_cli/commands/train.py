@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 RUNS = Path("runs")
 RESOLVED = "resolved.yaml"
+AUTO = "auto"
 SHOWN = 5  # names of runs in a message
 
 
@@ -34,7 +35,8 @@ def train(
         str | None,
         typer.Option(
             metavar="RUN",
-            help="Go on from the last checkpoint of a run: its folder, or its name under runs/.",
+            help="Go on from the last checkpoint of a run: its folder, or its name under runs/. auto: of the run that this very line "
+            "began before, if there is one.",
             autocompletion=complete_runs,
         ),
     ] = None,
@@ -58,12 +60,13 @@ def train(
       [cyan]mtrain train --resume my-run train.steps=1000[/cyan]
           go on from the last checkpoint, for longer
 
-    On several nodes start the same line by `torchrun` or `srun`.
+    On several nodes start the same line by `torchrun` or `srun`. With `torchrun --max-restarts=N`, or in a job that SLURM requeues, the
+    line goes on from the last checkpoint by itself when it is started again. On one machine mtrain does so without either: run.restarts.
 
     Ctrl-C, SIGTERM and SIGHUP save and stop; the exit code is then 130 or 143, that of a finished training 0.
     """
     words = list(overrides or ())
-    run_path = _find_run(resume) if resume is not None else None
+    run_path = _run_to_resume(resume, words, config_dir)
     config = _configuration(words, config_dir, run_path, plan=cfg or dry_run)
     if cfg:
         _print_configuration(config)
@@ -74,7 +77,7 @@ def train(
     raise typer.Exit(_launch(config, words, run_path))
 
 
-def _configuration(overrides: list[str], config_dir: Path | None, run_path: Path | None, plan: bool) -> Config:
+def _configuration(overrides: list[str], config_dir: Path | None, run_path: Path | None, plan: bool = False) -> Config:
     from mtrain_cli.config import compose
 
     if run_path is None:
@@ -82,7 +85,31 @@ def _configuration(overrides: list[str], config_dir: Path | None, run_path: Path
     return compose.resume(compose.load(run_path / RESOLVED), overrides, config_dir)
 
 
-def _find_run(run: str) -> Path:
+def _run_to_resume(resume: str | None, words: list[str], config_dir: Path | None) -> Path | None:
+    """The folder of the run that is to go on; None for a new one.
+
+    Raises:
+        ConfigError: there is no such run, or ``auto`` has no way to tell which.
+    """
+    if resume not in (None, AUTO):
+        return find_run(resume, "--resume ")
+    from mtrain_cli.launch import run_dir
+    from mtrain_cli.launch.job import current_job
+
+    job = current_job()
+    if resume is None and (job is None or not job.name):
+        return None  # nothing starts this line again
+    config = _configuration(words, config_dir, None)
+    named = config.run.dir != "auto" or config.run.name != "auto"
+    if resume == AUTO and job is None and not named:
+        raise ConfigError("--resume auto: needs run.name=NAME or run.dir=FOLDER, so that the same line finds its run again")
+    if resume is None and job is not None and not job.started_again:
+        return None
+    found = run_dir.begun(config, this_job=resume is None)
+    return found.path if found else None
+
+
+def find_run(run: str, option: str = "") -> Path:
     """The folder of a run, given by its path or by its name under runs/.
 
     Raises:
@@ -98,7 +125,7 @@ def _find_run(run: str) -> Path:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     newest = f"; runs here, newest first: {', '.join(names[:SHOWN])}{more}" if names else "; there are no runs in runs/"
     hint = did_you_mean(run, names) or newest
-    raise ConfigError(f"--resume {run}: no run of that name, and no folder with a {RESOLVED}{hint}")
+    raise ConfigError(f"{option}{run}: no run of that name, and no folder with a {RESOLVED}{hint}")
 
 
 def _print_configuration(config: Config) -> None:
@@ -122,6 +149,7 @@ def _print_plan(config: Config) -> None:
 
 
 def _launch(config: Config, overrides: list[str], run_path: Path | None) -> int:
+    from mtrain_cli.config import compose
     from mtrain_cli.launch import run_dir
     from mtrain_cli.launch.environment import resolve_environment
     from mtrain_cli.launch.local import launch
@@ -131,6 +159,6 @@ def _launch(config: Config, overrides: list[str], run_path: Path | None) -> int:
         return launch(run_dir.create(config, overrides), environment, resume=False, config=config)
     run = run_dir.open(run_path)
     run.require_steps_left(config.train.steps)
-    if overrides:
+    if overrides and config != compose.load(run.resolved):
         run = run.rewrite(config, overrides)
     return launch(run, environment, resume=True, config=config)

@@ -108,7 +108,17 @@ def composed_values(choices: Mapping[str, str], config_dir: Path | None = None) 
 
 
 # Keys that configurations of earlier versions lack, with what those did.
-_LATER = {"profile.every": 0, "data.mix": None, "data.token_dtype": "auto", "data.eval_sequences": 0, "train.eval_every": 0}
+_LATER = {
+    "profile.every": 0,
+    "data.mix": None,
+    "data.token_dtype": "auto",
+    "data.eval_sequences": 0,
+    "train.eval_every": 0,
+    "optim.skip_spikes": False,
+    "run.restarts": 0,
+    "run.spike_sigma": 0.0,
+    "run.straggler": 0.0,
+}
 
 
 def load(path: Path) -> Config:

@@ -151,6 +151,7 @@ class OptimConfig:
     schedule: str = option("learning rate after warm-up", ("cosine", "constant"))
     min_lr_ratio: float = option("cosine ends at lr * min_lr_ratio")
     clip_norm: float = option("global gradient norm is clipped to this; 0 = never")
+    skip_spikes: bool = option("leave out the update of a step whose loss or gradient norm is a spike, see run.spike_sigma")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,12 +186,21 @@ class ProfileConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Where a run leaves its files and what it shows."""
+    """Where a run leaves its files, what it shows, and what it does when a worker is lost."""
 
     name: str = option("name of the run; auto = model, seq and time")
     dir: str = option("folder of this run; auto = runs/<name>")
     log_every: int = option("steps between lines of progress")
     tensorboard: bool = option("also write TensorBoard events")
+    restarts: int | str = option(
+        "times that a run which lost a worker begins again by itself; auto = whenever there is a newer checkpoint than at the last restart"
+    )
+    spike_sigma: float = option(
+        "warn of a loss or gradient norm so many robust standard deviations above the median of the last 64 steps; 0 = never"
+    )
+    straggler: float | str = option(
+        "warn of a worker that takes this share longer than the others for the same work; auto = 0.1 on GPUs, 0.5 on CPUs; 0 = never"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,6 @@ from mtrain_cli.config.schema import (
     Config,
     DataConfig,
     ModelConfig,
-    OptimConfig,
     SparsityConfig,
     TopologyConfig,
     TrainConfig,
@@ -43,7 +42,7 @@ def problems(config: Config) -> list[str]:
         *_sparsity(config.sparsity, config.seq),
         *_batch(config.train, config.topology),
         *_data(config.data, config.model),
-        *_optim(config.optim),
+        *_optim(config),
         *_train(config.train, config.topology),
         *_evaluation(config),
         *_run(config),
@@ -125,6 +124,9 @@ _RANGE: dict[str, tuple[str, Callable[[float], bool]]] = {
     "train.keep_checkpoints": _POSITIVE,
     "profile.every": _NOT_NEGATIVE,
     "run.log_every": _POSITIVE,
+    "run.restarts": ("must be auto or a whole number of at least 0", lambda value: value >= 0),
+    "run.spike_sigma": ("must be 0, or at least 3: below that ordinary steps are spikes", lambda value: value == 0 or value >= 3),
+    "run.straggler": ("must be auto or a number of at least 0", lambda value: value >= 0),
 }
 
 
@@ -341,7 +343,10 @@ def _mix(data: DataConfig, what: str) -> Iterator[str]:
         yield f"data.mix: {first}: no such folder or file {place}; each name is {what}"
 
 
-def _optim(optim: OptimConfig) -> Iterator[str]:
+def _optim(config: Config) -> Iterator[str]:
+    optim = config.optim
+    if optim.skip_spikes and not config.run.spike_sigma:
+        yield "optim.skip_spikes=true: needs to know what a spike is; give run.spike_sigma a number of at least 3, such as 8"
     if not all(0 <= beta < 1 for beta in optim.betas):
         yield f"optim.betas={keys.show(optim.betas)}: each must be at least 0 and below 1"
 

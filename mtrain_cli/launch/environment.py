@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch.job import current_job
+
+if TYPE_CHECKING:
+    import torch
 
 CPU_WORKERS = 2
 
@@ -17,7 +22,7 @@ class Environment:
 
     ``workers`` = ``dp`` (data parallel) x ``cp`` (context parallel); ranks of one context group are consecutive. A node may be virtual:
     ``workers_per_node`` is ``topology.gpus_per_node`` where given, while ``local_workers`` really run on this machine. ``launcher`` is
-    ``mtrain``, ``torchrun`` or ``slurm``.
+    ``mtrain``, ``torchrun`` or ``slurm``. ``restarts``: how often workers of this run were lost and started again by it.
     """
 
     device: str
@@ -30,6 +35,7 @@ class Environment:
     local_rank: int
     launcher: str
     local_workers: int
+    restarts: int = 0
 
     @property
     def dp_rank(self) -> int:
@@ -92,6 +98,7 @@ def resolve_environment(config: Config, *, planning: bool = False) -> Environmen
         local_rank=job.local_rank if job else 0,
         launcher=job.launcher if job else "mtrain",
         local_workers=local_size,
+        restarts=job.restarts if job else 0,
     )
 
 
@@ -112,6 +119,18 @@ def gpu_index(environment: Environment) -> int:
     if environment.local_rank >= gpus:
         raise ConfigError(f"topology.device=cuda: worker {environment.local_rank} of this machine has no GPU, only {gpus} visible here")
     return environment.local_rank
+
+
+def describe_place(device: torch.device) -> str:
+    """Host and device of this worker, such as ``node7, GPU 3 (NVIDIA H200)``."""
+    host = socket.gethostname()
+    if device.type != "cuda":
+        return f"{host}, {device.type}"
+    import torch
+
+    seen = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    index = device.index or 0
+    return f"{host}, GPU {seen[index] if index < len(seen) else index} ({torch.cuda.get_device_name(device)})"
 
 
 def _visible_gpus() -> int:

@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
 import os
 import re
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtrain_cli.config.schema import ConfigError
@@ -26,7 +29,11 @@ _decisions = itertools.count()
 
 @dataclass(frozen=True)
 class Job:
-    """Place of this process among the processes of a job; ranks count from 0, ``local_*`` are within one machine."""
+    """Place of this process among the processes of a job; ranks count from 0, ``local_*`` are within one machine.
+
+    restarts: how often torchrun or SLURM has started the job again. most_restarts: how often it would, where that is known. name: the same
+    after such a restart and of no other job, as far as it can be told; empty: it cannot.
+    """
 
     launcher: str
     rank: int
@@ -35,6 +42,16 @@ class Job:
     local_world_size: int
     master_addr: str
     master_port: int
+    restarts: int = 0
+    most_restarts: int | None = None
+    name: str = ""
+
+    @property
+    def started_again(self) -> bool:
+        """Whether a start of this job may have been before this one. torchrun does not count those after a change of its nodes; there the
+        agent, which is still the same, tells.
+        """
+        return self.restarts > 0 or self.name.startswith("torchrun process")
 
 
 def current_job(variables: Mapping[str, str] | None = None) -> Job | None:
@@ -70,7 +87,22 @@ def _torchrun_job(variables: Mapping[str, str]) -> Job:
     if missing:
         raise ConfigError(f"RANK={variables['RANK']}: the environment names a rank but not {', '.join(missing)}; torchrun sets all of them")
     rank, world_size, local_rank, local_world_size, port = (_number(variables[name], name) for name in names if name != "MASTER_ADDR")
-    return Job("torchrun", rank, world_size, local_rank, local_world_size, variables["MASTER_ADDR"], port)
+    return Job(
+        "torchrun", rank, world_size, local_rank, local_world_size, variables["MASTER_ADDR"], port,
+        restarts=_number(variables.get("TORCHELASTIC_RESTART_COUNT", "0"), "TORCHELASTIC_RESTART_COUNT"),
+        most_restarts=_number(variables.get("TORCHELASTIC_MAX_RESTARTS", "0"), "TORCHELASTIC_MAX_RESTARTS"),
+        name=_torchrun_name(variables.get("TORCHELASTIC_RUN_ID", "none")),
+    )  # fmt: skip
+
+
+def _torchrun_name(run_id: str) -> str:
+    """torchrun's --rdzv-id where it has one of its own, else the agent: it is the parent of this process, before and after a restart."""
+    if run_id and run_id != "none":
+        return f"torchrun {run_id}"
+    with contextlib.suppress(OSError, IndexError):
+        started = Path(f"/proc/{os.getppid()}/stat").read_text().rsplit(")", 1)[1].split()[19]
+        return f"torchrun process {os.getppid()} of {started} on {socket.gethostname()}"
+    return ""
 
 
 def _slurm_job(variables: Mapping[str, str], tasks: int) -> Job:
@@ -89,6 +121,8 @@ def _slurm_job(variables: Mapping[str, str], tasks: int) -> Job:
         local_world_size=int(local_sizes.pop()),
         master_addr=variables.get("MASTER_ADDR") or first_host(nodes),
         master_port=_number(variables.get("MASTER_PORT") or str(20000 + identity % 20000), "MASTER_PORT"),
+        restarts=_number(variables.get("SLURM_RESTART_COUNT") or "0", "SLURM_RESTART_COUNT"),
+        name=f"slurm {variables.get('SLURM_CLUSTER_NAME', '')} {variables.get('SLURM_JOB_ID', '')}.{variables.get('SLURM_STEP_ID', '0')}",
     )
 
 

@@ -30,6 +30,7 @@ from mtrain_cli.launch.whereabouts import Where
 CAUSE_GRACE_S = 2.0
 VERDICT_WAIT_S = 15.0
 FAREWELL_S = 3.0
+BEAT_S = 10.0  # as `launch.state`, which cannot be read before rank 0 has a run
 # A machine that loses power says nothing; the kernel then gives up after 10 + 3 * 5 seconds of silence.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _STORE_KEY = "lifeline"
@@ -39,8 +40,16 @@ _GREETING_BYTES = 64  # the token and a rank are shorter
 class Lifeline:
     """This rank's end of the connection to rank 0, which also runs the `_Hub`."""
 
-    def __init__(self, job: Job, on_mistake: Callable[[], object], logs: Path | None = None) -> None:
-        """Connect; returns once rank 0 answers. Rank 0 calls ``on_mistake`` before it leaves because of a user's mistake.
+    def __init__(
+        self,
+        job: Job,
+        on_mistake: Callable[[], object],
+        logs: Path | None = None,
+        on_failure: Callable[[Failure], str] = lambda _: "",
+        beat: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Connect; returns once rank 0 answers. Rank 0 calls ``on_mistake`` before it leaves because of a user's mistake, ``on_failure``
+        before it leaves because of another failure, and shows the line that this gives; ``beat`` every few seconds.
 
         logs: where ranks keep their records (`whereabouts.in_logs`), as far as they share a disk.
 
@@ -48,7 +57,7 @@ class Lifeline:
             ConfigError: rank 0's port cannot be reached from this machine.
         """
         store = job_store(job)
-        self._hub = _Hub(job.world_size, on_mistake, logs) if job.rank == 0 else None
+        self._hub = _Hub(job.world_size, on_mistake, logs, on_failure, beat) if job.rank == 0 else None
         if self._hub:
             store.set(_STORE_KEY, f"{self._hub.port} {self._hub.token}")
         port, token = store.get(_STORE_KEY).decode().split()
@@ -118,8 +127,17 @@ class _Peer:
 class _Hub:
     """Rank 0's thread that hears all ranks."""
 
-    def __init__(self, world_size: int, on_mistake: Callable[[], object], logs: Path | None = None) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        on_mistake: Callable[[], object],
+        logs: Path | None = None,
+        on_failure: Callable[[Failure], str] = lambda _: "",
+        beat: Callable[[], object] = lambda: None,
+    ) -> None:
         self._on_mistake = on_mistake
+        self._on_failure = on_failure
+        self._beat = beat
         self._world_size = world_size
         self._logs = logs
         family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
@@ -140,7 +158,11 @@ class _Hub:
 
     def _serve(self) -> None:
         deadline = None
+        beaten = -BEAT_S
         while self._expected:
+            if time.monotonic() - beaten >= BEAT_S:
+                self._beat()
+                beaten = time.monotonic()
             for key, _ in self._selector.select(timeout=0.2):
                 if key.data is None:
                     self._accept()
@@ -213,6 +235,9 @@ class _Hub:
         if cause.kind == "config":
             code = 2
             self._on_mistake()
+        elif line := self._on_failure(cause):
+            with contextlib.suppress(OSError):
+                print(line, file=sys.stderr, flush=True)
         deadline = time.monotonic() + FAREWELL_S
         others = [peer.socket for peer in self._peers if peer.rank != 0]  # also workers that were not heard yet
         for connection in others:

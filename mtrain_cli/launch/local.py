@@ -9,6 +9,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -16,8 +17,10 @@ from typing import TYPE_CHECKING
 
 from mtrain_cli.config import compose
 from mtrain_cli.config.schema import Config, ConfigError
-from mtrain_cli.launch import failures, streams
+from mtrain_cli.launch import failures, state, streams
 from mtrain_cli.launch.environment import Environment
+from mtrain_cli.launch.failures import Failure
+from mtrain_cli.launch.restart import Again, Restarts, describe, one_line
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.stop import was_stopped
 
@@ -38,8 +41,8 @@ def launch(run_dir: RunDir, environment: Environment, resume: bool, target: str 
     It is called with config, run_dir, environment and resume, and returns whether a request stopped it before its work was done. config: as
     this process composed it; under torchrun and srun all ranks have to agree on it.
 
-    SIGTERM, SIGHUP and a first Ctrl-C ask the workers to save and stop; a second Ctrl-C kills them. Under torchrun and srun this process is
-    one of the workers, and ends here.
+    SIGTERM, SIGHUP and a first Ctrl-C ask the workers to save and stop; a second Ctrl-C kills them. When a worker is lost all are started
+    again, as `run.restarts` allows. Under torchrun and srun this process is one of the workers, and ends here.
 
     Returns:
         Exit code: 0 after success; 130 (SIGINT) or 143 (SIGTERM, SIGHUP) after a requested stop, so that `mtrain train && evaluate` does
@@ -55,21 +58,91 @@ def launch(run_dir: RunDir, environment: Environment, resume: bool, target: str 
 
         run_in_job(run_dir, environment, resume, target, config)
 
-    from mtrain_cli.launch.agent import WorkerAgent, worker_command
-
     run_dir.stop_request.unlink(missing_ok=True)
-    arguments = [str(run_dir.path), "--launcher-pid", str(os.getpid()), "--target", target, *(["--resume"] if resume else [])]
-    with tempfile.TemporaryDirectory(prefix="mtrain-") as folder:
-        command = worker_command("mtrain_cli.launch.worker", *arguments)
-        try:
-            timeout_s = compose.load(run_dir.resolved).topology.timeout_s
-            agent = WorkerAgent(environment.workers, command, Path(folder), _variables(environment), timeout_s)
-        except (RuntimeError, OSError) as error:
-            return _not_started(error)
-        return _wait(agent, run_dir, Path(folder), "end" if target.startswith(MEASURING) else "save a checkpoint")
+    measuring = target.startswith(MEASURING)
+    restarts = Restarts(run_dir, compose.load(run_dir.resolved), resume)
+    with _Requests(run_dir, "end" if measuring else "save a checkpoint") as requests:
+        attempt = _Attempt(run_dir, environment, resume, target, requests)
+        while True:
+            code, failure = attempt.run()
+            if failure is None:
+                return code
+            if not measuring:
+                state.change(run_dir, "failed", one_line(failure))
+            again = "" if requests.asked or measuring else restarts.after(failure, attempt.environment)
+            if isinstance(again, str):
+                for line in filter(None, (again, _way_on(run_dir))):
+                    _say(line)
+                return code
+            if not _wait_for_restart(run_dir, again, requests):
+                return _stopped_before_restart(run_dir, requests)
+            attempt = _Attempt(run_dir, again.environment, again.resume, target, requests, again.devices)
 
 
-def _wait(agent: WorkerAgent, run_dir: RunDir, folder: Path, then: str) -> int:
+def _wait_for_restart(run_dir: RunDir, again: Again, requests: _Requests) -> bool:
+    """Tell of the restart, here and in the log, and wait; returns whether nobody asked to stop meanwhile."""
+    line = describe(again, again.environment.restarts)
+    _say(line)
+    with contextlib.suppress(OSError), run_dir.log.open("a", encoding="utf-8") as log:
+        log.write(f"lost a worker after step {again.entry.reached}: {again.entry.reason}\n{line}\n")
+    state.change(run_dir, "restarting", again.entry.reason)
+    deadline = time.monotonic() + again.wait_s
+    requests.waiting = True
+    while not requests.asked and time.monotonic() < deadline:
+        time.sleep(0.1)
+    requests.waiting = False
+    return not requests.asked
+
+
+def _stopped_before_restart(run_dir: RunDir, requests: _Requests) -> int:
+    assert requests.asked is not None
+    run_dir.stop_request.unlink(missing_ok=True)
+    state.change(run_dir, "stopped", "on request, before a restart")
+    _say(_way_on(run_dir) or "there is no checkpoint to go on from")
+    return _STOPPED[requests.asked]
+
+
+class _Attempt:
+    """One start of all workers, up to their end."""
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        environment: Environment,
+        resume: bool,
+        target: str,
+        requests: _Requests,
+        devices: tuple[str, ...] | None = None,
+    ) -> None:
+        """devices: the GPUs that the workers see; None: all."""
+        self.environment = environment
+        self._run_dir, self._requests, self._devices = run_dir, requests, devices
+        arguments = [str(run_dir.path), "--launcher-pid", str(os.getpid()), "--target", target, *(["--resume"] if resume else [])]
+        self._arguments = [*arguments, "--restarts", str(environment.restarts)]
+
+    def run(self) -> tuple[int, Failure | None]:
+        """Exit code, and the failure that ended it, which has been told.
+
+        Raises:
+            ConfigError: a worker found a mistake of the user's.
+        """
+        from mtrain_cli.launch.agent import WorkerAgent, worker_command
+
+        run_dir, environment = self._run_dir, self.environment
+        with tempfile.TemporaryDirectory(prefix="mtrain-") as folder:
+            command = worker_command("mtrain_cli.launch.worker", *self._arguments)
+            variables = _variables(environment)
+            if self._devices is not None:
+                variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices)
+            try:
+                timeout_s = compose.load(run_dir.resolved).topology.timeout_s
+                agent = WorkerAgent(environment.workers, command, Path(folder), variables, timeout_s)
+            except (RuntimeError, OSError) as error:
+                return _not_started(error), None
+            return _wait(agent, run_dir, Path(folder), self._requests)
+
+
+def _wait(agent: WorkerAgent, run_dir: RunDir, folder: Path, requests: _Requests) -> tuple[int, Failure | None]:
     """Let the agent run in a thread, so that signals come to this one, and tell how it ended."""
     problem: list[Exception] = []
 
@@ -80,10 +153,13 @@ def _wait(agent: WorkerAgent, run_dir: RunDir, folder: Path, then: str) -> int:
             problem.append(error)
 
     thread = threading.Thread(target=run, name="workers", daemon=True)
-    with _Requests(run_dir, then) as requests:
-        thread.start()
-        while thread.is_alive() and not requests.kill:
-            thread.join(0.1)
+    thread.start()
+    beaten = -state.BEAT_S
+    while thread.is_alive() and not requests.kill:
+        thread.join(0.1)
+        if time.monotonic() - beaten >= state.BEAT_S:
+            run_dir.beat()
+            beaten = time.monotonic()
     if requests.kill:
         agent.kill_workers()
         thread.join(2.0)
@@ -91,26 +167,27 @@ def _wait(agent: WorkerAgent, run_dir: RunDir, folder: Path, then: str) -> int:
     # Whoever asked has been heard, whatever came of it.
     run_dir.stop_request.unlink(missing_ok=True)
     if requests.kill:
+        state.change(run_dir, "failed", "ended at once, by a second Ctrl-C")
         _say(f"ended at once, nothing was saved; {_way_on(run_dir) or 'there is no checkpoint to go on from'}")
-        return KILLED
+        return KILLED, None
     if agent.failures:
-        return _failed(agent, run_dir)
+        return 1, _failed(agent, run_dir)
     if problem:
-        return _not_started(problem[0])
-    run_dir.stop_request.unlink(missing_ok=True)
-    return _STOPPED[requests.asked] if requests.asked and was_stopped(folder) else 0
+        return _not_started(problem[0]), None
+    return _STOPPED[requests.asked] if requests.asked and was_stopped(folder) else 0, None
 
 
-def _failed(agent: WorkerAgent, run_dir: RunDir) -> int:
+def _failed(agent: WorkerAgent, run_dir: RunDir) -> Failure:
+    """Tell the cause."""
     failure = failures.cause(agent.failures)
     _restore_terminal()
     if failure.kind == "config":
         run_dir.discard()
+        if run_dir.state.exists():
+            state.change(run_dir, "failed", failure.message.splitlines()[0])
         raise ConfigError(*failure.message.splitlines())
     print(failures.report(failure, run_dir.logs / f"rank-{failure.rank}.log", agent.where), file=sys.stderr, flush=True)
-    if way_on := _way_on(run_dir):
-        _say(way_on)
-    return 1
+    return failure
 
 
 def _way_on(run_dir: RunDir) -> str:
@@ -134,6 +211,7 @@ class _Requests:
         self._then = then
         self.asked: signal.Signals | None = None
         self.kill = False
+        self.waiting = False  # for a restart, with no workers that could save
 
     def __enter__(self) -> _Requests:
         self._before = {}
@@ -153,6 +231,9 @@ class _Requests:
             self.kill = True
         elif not self.asked:
             self.asked = signal.Signals(signum)
+            if self.waiting:
+                _say("stopping: there is no restart")
+                return
             try:
                 self._file.touch()
                 _say(f"stopping: the workers {self._then} after this step; Ctrl-C again ends them at once", over_display=True)

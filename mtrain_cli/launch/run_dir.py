@@ -23,10 +23,12 @@ import mtrain_cli
 from mtrain_cli.config import compose
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_size
-from mtrain_cli.launch.job import decide_on_rank_zero
-from mtrain_cli.training.manifest import committed_steps
+from mtrain_cli.launch.job import current_job, decide_on_rank_zero
+from mtrain_cli.training.manifest import committed_steps, manifest_file
 
 RUNS = Path("runs")
+LOCK = ".lock"
+LOOKS = 3  # at a lock that is taken
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,16 @@ class RunDir:
         return self.path / "stop_request"
 
     @property
+    def state(self) -> Path:
+        """Where the run stands now, for `mtrain status`; see `launch.state`."""
+        return self.path / "state.json"
+
+    @property
+    def restarts(self) -> Path:
+        """One JSON object for each time that the run lost a worker and began again; see `launch.restart`."""
+        return self.path / "restarts.jsonl"
+
+    @property
     def resume_command(self) -> str:
         """What a person types to go on with this run."""
         return f"mtrain train --resume {shlex.quote(str(self.path))}"
@@ -87,6 +99,19 @@ class RunDir:
     def last_step(self) -> int | None:
         """Step of the newest complete checkpoint; its files are not verified."""
         return next(iter(committed_steps(self.checkpoints)), None)
+
+    def last_commit(self) -> int:
+        """When the latest checkpoint was committed, in nanoseconds since the epoch by the clock of its disk; 0 where there is none."""
+        times = [0]
+        for step in committed_steps(self.checkpoints):
+            with contextlib.suppress(OSError):  # removed meanwhile, for newer ones
+                times.append(manifest_file(self.checkpoints, step).stat().st_mtime_ns)
+        return max(times)
+
+    def beat(self) -> None:
+        """Show whoever looks at the lock from another machine that its holder lives; nothing where this process does not hold it."""
+        if self._lock is not None:
+            self._lock.beat()
 
     def require_steps_left(self, steps: int) -> None:
         """Refuse to resume towards a step that lies behind, and let go of the lock; to ask for the very last one again is harmless.
@@ -145,7 +170,8 @@ class RunDir:
             shutil.rmtree(self.path, ignore_errors=True)
         else:
             # It was empty but for the lock, which another process may wait for by now.
-            for file in (self.resolved, self.overrides, self.environment, self.metrics, self.log, self.stop_request):
+            written = (self.resolved, self.overrides, self.environment, self.metrics, self.log, self.state, self.restarts)
+            for file in (*written, self.stop_request):
                 file.unlink(missing_ok=True)
             for folder in (self.logs, self.checkpoints):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -166,10 +192,10 @@ class RunLock:
         Raises:
             ConfigError: another process holds it; the line names its pid and host.
         """
-        path = folder / ".lock"
+        path = folder / LOCK
         self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._take()
         except BlockingIOError:
             holder = path.read_text().strip() or "another process"
             self.release()
@@ -182,6 +208,21 @@ class RunLock:
         with contextlib.suppress(OSError):
             os.truncate(self._file, 0)
             os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+    def _take(self) -> None:
+        assert self._file is not None
+        for _ in range(LOOKS):
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            time.sleep(0.05)  # someone may merely look (`launch.state`)
+        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def beat(self) -> None:
+        """Give the lock's file the time of its disk."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                os.utime(self._file)
 
     def release(self) -> None:
         """Let go of the lock; harmless when it is not held."""
@@ -222,6 +263,37 @@ def open(path: str | os.PathLike[str]) -> RunDir:
 
     found = decide_on_rank_zero(find)
     return opened[0] if opened else RunDir(Path(found))
+
+
+def begun(config: Config, this_job: bool) -> RunDir | None:
+    """The run that an earlier start of this very line began; not locked. None: there is none.
+
+    A folder or name that ``config`` gives is the run's; without one it is the newest run of this torchrun or SLURM job. this_job: a run
+    that another job began does not count.
+    """
+
+    def find() -> str:
+        job = current_job()
+        name = job.name if job else ""
+        if config.run.dir == "auto" and config.run.name == "auto":
+            found = sorted(RUNS.glob("*/resolved.yaml"), key=lambda file: file.stat().st_mtime, reverse=True)
+        else:
+            folder = RUNS / config.run.name if config.run.dir == "auto" else Path(config.run.dir).expanduser()
+            found = [file for file in [folder.absolute() / "resolved.yaml"] if file.is_file()]
+            if found and not this_job:
+                return str(folder.absolute())
+        mine = (file.parent.resolve() for file in found if name and _job_of(file.parent) == name)
+        return str(next(mine, ""))
+
+    path = decide_on_rank_zero(find)
+    return RunDir(Path(path)) if path else None
+
+
+def _job_of(folder: Path) -> str | None:
+    try:
+        return json.loads(RunDir(folder).environment.read_text()).get("job")
+    except (OSError, ValueError):
+        return None
 
 
 def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
@@ -303,7 +375,7 @@ def _put_back(file: Path, content: bytes | None) -> None:
 
 def _content(folder: Path) -> list[str]:
     """What is in a folder, but for the lock that a discarded run leaves there."""
-    return sorted(entry.name for entry in folder.iterdir() if entry.name != ".lock")
+    return sorted(entry.name for entry in folder.iterdir() if entry.name != LOCK)
 
 
 def _latest_target(runs: Path) -> str | None:
@@ -347,8 +419,10 @@ def _facts() -> dict[str, object]:
     for package in ("torch", "numpy", "flash-attn-4"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
+    job = current_job()
     return {
         "command": sys.argv,
+        "job": job.name if job else None,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "host": socket.gethostname(),
         "platform": platform.platform(),

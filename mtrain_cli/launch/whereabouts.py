@@ -63,6 +63,9 @@ class _Record:
         self._map[at + _HEAD.size : at + _HEAD.size + len(text)] = text
         self._map[0] = self._current + 1
 
+    def last(self) -> Where | None:
+        return _parsed(self._map[:])
+
 
 _record: _Record | None = None  # of this process, which is one worker
 
@@ -100,12 +103,29 @@ def in_logs(logs: Path, rank: int) -> Path:
     return logs / f"rank-{rank}.where"
 
 
+def pattern(logs: Path, launcher: str) -> str:
+    """The record of each rank of this run, with {rank} in the place of its number."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if launcher == "mtrain":
+        return str(Path(error_file).with_name("where-{rank}")) if error_file else ""
+    return str(logs / "rank-{rank}.where")
+
+
+def here() -> Where | None:
+    """This worker's own record; None where it keeps none."""
+    return None if _record is None else _record.last()
+
+
 def read(path: Path) -> Where | None:
     """The record at ``path``; None where nothing was noted there."""
     try:
         content = path.read_bytes()
     except OSError:
         return None
+    return _parsed(content)
+
+
+def _parsed(content: bytes) -> Where | None:
     if len(content) < _SIZE or content[0] not in (1, 2):
         return None
     at = _SLOTS[content[0] - 1]

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from mtrain_cli.config import compose, keys
 from mtrain_cli.config.schema import Config, ConfigError
-from mtrain_cli.launch import failures, streams, whereabouts
+from mtrain_cli.launch import failures, restart, state, streams, whereabouts
 from mtrain_cli.launch.environment import Environment, gpu_index, resolve_environment
-from mtrain_cli.launch.job import current_job, decide_on_rank_zero, job_store
+from mtrain_cli.launch.job import Job, current_job, decide_on_rank_zero, job_store
 from mtrain_cli.launch.lifeline import Lifeline, leave
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.stop import StopFlag, mark_stopped, save_and_stop_on_signals
@@ -44,6 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m mtrain_cli.launch.worker", description=__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--restarts", type=int, default=0, help="how often the launcher has started the workers again")
     parser.add_argument("--launcher-pid", type=int, help="the worker ends when this parent process does")
     parser.add_argument("--target", required=True, help="module:function to run; see launch.local.launch")
     arguments = parser.parse_args()
@@ -59,7 +60,7 @@ def main() -> None:
         whereabouts.keep(whereabouts.beside(error_file, rank))
     try:
         config = compose.load(run_dir.resolved)
-        environment = dataclasses.replace(resolve_environment(config), launcher="mtrain")
+        environment = dataclasses.replace(resolve_environment(config), launcher="mtrain", restarts=arguments.restarts)
         if _work(config, run_dir, environment, arguments.resume, arguments.target):
             mark_stopped(os.environ.get("TORCHELASTIC_ERROR_FILE"))
     except BaseException as error:
@@ -83,7 +84,12 @@ def run_in_job(run_dir: RunDir, environment: Environment, resume: bool, target: 
     save_and_stop_on_signals()
     job = current_job()
     assert job is not None
-    lifeline = Lifeline(job, on_mistake=run_dir.discard, logs=run_dir.logs)
+
+    def failed(failure: failures.Failure) -> str:
+        state.change(run_dir, "failed", restart.one_line(failure))
+        return _what_follows(run_dir, job)
+
+    lifeline = Lifeline(job, on_mistake=run_dir.discard, logs=run_dir.logs, on_failure=failed, beat=run_dir.beat)
     record = whereabouts.in_logs(run_dir.logs, job.rank)
     try:
         agreed = _configuration_of_rank_zero(run_dir)
@@ -104,6 +110,17 @@ def run_in_job(run_dir: RunDir, environment: Environment, resume: bool, target: 
         run_dir.stop_request.unlink(missing_ok=True)
     # Also after a requested stop: to torchrun and srun any other code is a failed worker, whose peers are to be killed or restarted.
     leave(0)
+
+
+def _what_follows(run_dir: RunDir, job: Job) -> str:
+    """What the user of torchrun or srun reads after a failure."""
+    step = run_dir.last_step()
+    if step is None:
+        return ""
+    if job.most_restarts is not None and job.restarts < job.most_restarts:
+        return f"torchrun starts the workers again (restart {job.restarts + 1} of {job.most_restarts}), from the checkpoint of step {step}"
+    again = "torchrun --max-restarts=3" if job.launcher == "torchrun" else "a requeued job (sbatch --requeue)"
+    return f"go on from the checkpoint of step {step}: the same line with --resume {run_dir.path}; under {again} it does so by itself"
 
 
 def _work(config: Config, run_dir: RunDir, environment: Environment, resume: bool, target: str) -> bool:

@@ -103,6 +103,11 @@ def committed_steps(directory: Path) -> list[int]:
     return sorted((int(match[1]) for match, folder in steps if match and (folder / NAME).is_file()), reverse=True)
 
 
+def manifest_file(directory: Path, step: int) -> Path:
+    """The file that is written last, before a checkpoint is committed."""
+    return directory / f"step-{step}" / NAME
+
+
 def _problem(path: Path, expected: FileEntry) -> str | None:
     try:
         size = path.stat().st_size

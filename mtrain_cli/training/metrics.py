@@ -36,6 +36,7 @@ class StepMetrics:
     slashes, bars: block diagonals and single columns of a head, means over heads and layers; None for a dense step.
     index_seconds: time that the first worker spent estimating indices; None for a dense step.
     density_by_layer: density of each layer; None for a dense step.
+    skipped: whether the step was a spike whose update was left out; None without optim.skip_spikes.
     """
 
     step: int
@@ -56,6 +57,7 @@ class StepMetrics:
     bars: float | None = None
     index_seconds: float | None = None
     density_by_layer: list[float] | None = None
+    skipped: bool | None = None
 
     def to_json(self) -> str:
         """One line of strict JSON; NaN and infinities, which JSON has no word for, become null."""

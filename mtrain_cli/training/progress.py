@@ -17,12 +17,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from mtrain_cli.launch.state import Reporter
 from mtrain_cli.training.metrics import StepMetrics
 
 WARM_UP_STEPS = 2  # compilation, first communicators and allocator growth: not the pace of the run
 PACE_STEPS = 20
 LOG_WIDTH = 100
 SHOWN_WAIT = 0.05  # share of a step's time that is worth a word when it is spent waiting for data
+LONG_S = 600.0  # of a run that is worth a look from elsewhere
 _LEVELS = "▁▂▃▄▅▆▇█"
 
 
@@ -32,7 +34,7 @@ class Progress:
     In a terminal a two-line display stays at the bottom and messages scroll above it; otherwise a line is printed every
     ``log_every`` steps. The same line goes to ``log`` (appended, flushed), which never holds a control sequence.
 
-    ``console`` and ``clock`` (seconds) are there for tests.
+    ``reporter`` is told the same, for `mtrain status`. ``console`` and ``clock`` (seconds) are there for tests.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Progress:
         *,
         log: Path | None = None,
         log_every: int = 1,
+        reporter: Reporter | None = None,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -54,6 +57,8 @@ class Progress:
         self._log_every = log_every
         self._console = console or Console()
         self._clock = clock
+        self._reporter = reporter
+        self._hinted = False
         self._started = self._finished = clock()
         self._durations: deque[float] = deque(maxlen=PACE_STEPS)
         self._steady: list[StepMetrics] = []
@@ -97,12 +102,32 @@ class Progress:
             self._write_log(line)
             if self._live is None:
                 self._print_plain(line)
+        if self._reporter is not None:
+            self._report(self._reporter, metrics)
+
+    def _report(self, reporter: Reporter, metrics: StepMetrics) -> None:
+        left = self.seconds_left()
+        reporter.step(
+            last=metrics.step == self.total_steps,
+            step=metrics.step,
+            loss=metrics.loss,
+            grad_norm=metrics.grad_norm,
+            tokens=metrics.tokens,
+            tokens_per_second_per_gpu=metrics.tokens_per_second_per_gpu,
+            seconds=metrics.seconds,
+            seconds_left=left,
+        )
+        if not self._hinted and left is not None and left > LONG_S:
+            self._hinted = True
+            self.message(f"about {format_duration(left)} to go; from another terminal: mtrain status {reporter.name} --watch")
 
     def message(self, text: str, *, warning: bool = False) -> None:
         """One line for the person (`checkpoint saved`, a warning), above the display and into the log."""
         if not self.enabled:
             return
         line = f"warning: {text}" if warning else text
+        if warning and self._reporter is not None:
+            self._reporter.warn(text)
         self._write_log(line)
         if self._live is None:
             self._print_plain(line)

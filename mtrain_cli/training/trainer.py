@@ -20,9 +20,10 @@ from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.data.dataset import Dataset, open_dataset
 from mtrain_cli.data.loader import Loader
 from mtrain_cli.launch import whereabouts
-from mtrain_cli.launch.environment import Environment, host_memory
+from mtrain_cli.launch.environment import Environment, describe_place, host_memory
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.launch.state import Reporter
 from mtrain_cli.launch.stop import StopFlag
 from mtrain_cli.model.decoder import Attend, Decoder
 from mtrain_cli.model.huggingface import load_into
@@ -48,8 +49,11 @@ from mtrain_cli.training.optimizer import (
     set_hyperparameters,
     squared_norm,
 )
+from mtrain_cli.training.out_of_memory import explained_where_memory_is_full
+from mtrain_cli.training.pace import OwnTime
 from mtrain_cli.training.plan import Choices, make_choices
 from mtrain_cli.training.progress import Progress
+from mtrain_cli.training.watch import SpikeWatch, StragglerWatch
 
 if TYPE_CHECKING:
     from mtrain_cli.profiling.training import TrainingProfile
@@ -62,7 +66,8 @@ class NonFiniteError(RunError):
 @dataclass(frozen=True)
 class StepResult:
     """One optimizer step, the same on all workers. loss: mean over valid tokens. pairs: computed query-key pairs, the mean over heads and
-    layers, over all sequences. index: None for a dense step. data_seconds: how long the worker that waited longest had to wait for its data.
+    layers, over all sequences. index: None for a dense step. data_seconds: how long the worker that waited longest waited for data.
+    skipped: a spike, whose update was left out. warnings: lines, on the first worker.
     """
 
     loss: float
@@ -73,6 +78,8 @@ class StepResult:
     stop: bool
     index: IndexMetrics | None = None
     data_seconds: float = 0.0
+    skipped: bool = False
+    warnings: tuple[str, ...] = ()
 
 
 def train(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> bool:
@@ -80,20 +87,29 @@ def train(config: Config, run_dir: RunDir, environment: Environment, resume: boo
 
     Returns whether it stopped before the last step, on request.
     """
-    trainer = Trainer(config, environment)
-    reports: list[str] = []
-    checkpointer = Checkpointer(run_dir.checkpoints, config.train.keep_checkpoints, report=reports.append)
-    if resume:
-        trainer.resume(checkpointer)
+    with explained_where_memory_is_full(config, environment, run_dir) as about:
+        trainer = about.trainer = Trainer(config, environment)
+        reports: list[str] = []
+        checkpointer = Checkpointer(run_dir.checkpoints, config.train.keep_checkpoints, report=reports.append)
+        if resume:
+            trainer.resume(checkpointer)
+        return _train(trainer, checkpointer, run_dir, resume, reports)
+
+
+def _train(trainer: Trainer, checkpointer: Checkpointer, run_dir: RunDir, resume: bool, reports: Sequence[str]) -> bool:
+    config, environment = trainer.config, trainer.environment
     first = environment.rank == 0
-    progress = Progress(config.train.steps, trainer.step, first, log=run_dir.log, log_every=config.run.log_every)
+    reporter = _reporter(trainer, run_dir) if first else None
+    progress = Progress(config.train.steps, trainer.step, first, log=run_dir.log, log_every=config.run.log_every, reporter=reporter)
     writer = MetricsWriter(run_dir.path, tensorboard=config.run.tensorboard, start_step=trainer.step) if first else None
     with progress:
-        progress.show(banner(config, environment, trainer.choices, run_dir.path, trainer.dataset.describe()))
+        if not environment.restarts:
+            progress.show(banner(config, environment, trainer.choices, run_dir.path, trainer.dataset.describe()))
         for report in reports:
             progress.message(report, warning=True)
         if resume:
-            progress.message(f"resumed from the checkpoint of step {trainer.step}")
+            how = f", restart {environment.restarts}, on {environment.workers} workers" if environment.restarts else ""
+            progress.message(f"resumed from the checkpoint of step {trainer.step}{how}")
         nothing_left = trainer.step >= config.train.steps
         try:
             ended = _loop(trainer, checkpointer, progress, writer, StopFlag(run_dir, environment), run_dir)
@@ -102,8 +118,17 @@ def train(config: Config, run_dir: RunDir, environment: Environment, resume: boo
                 writer.close()
         if nothing_left:
             ended = f"nothing is left to train: step {trainer.step} is the last of train.steps={config.train.steps}; a larger one continues"
+        if reporter is not None:
+            reporter.end("finished" if trainer.step >= config.train.steps else "stopped")
         progress.summary(ended, files=[str(run_dir.path)], commands=_ways_on(run_dir, config))
     return trainer.step < config.train.steps
+
+
+def _reporter(trainer: Trainer, run_dir: RunDir) -> Reporter:
+    return Reporter(
+        run_dir, launcher=trainer.environment.launcher, steps=trainer.config.train.steps, step=trainer.step, workers=trainer.places,
+        records=whereabouts.pattern(run_dir.logs, trainer.environment.launcher),
+    )  # fmt: skip
 
 
 def _ways_on(run_dir: RunDir, config: Config) -> list[tuple[str, str]]:
@@ -148,6 +173,8 @@ def _loop(
             if problem:
                 progress.message(problem, warning=True)
         progress.step(metrics)
+        for warning in result.warnings:
+            progress.message(warning, warning=True)
         if profile is not None:
             profile.after_step(seconds)
             _complain(profile, progress)
@@ -258,7 +285,7 @@ class Trainer:
         dense = self.choices.dense_kernel
         self.dense_batch_maker = BatchMaker(exchange, dense[0], self.device, document_mask=mask) if dense is not None else None
         self.dataset: Dataset = open_dataset(config)
-        self._check_same_data()
+        self.places = self._check_same_data()
         self.sampler = self.dataset.sampler(config.seed)
         self.loader = Loader(
             self.dataset,
@@ -277,17 +304,27 @@ class Trainer:
         self.rehearse: Callable[[Sequence[Sequence[PackedSample]]], None] | None = None
         self.recorder: Recorder | None = None
         self._batches: Any = None
+        self._own_time = OwnTime(list(self.decoder.layers), self.device)
+        self._spikes = SpikeWatch(config.run.spike_sigma)
+        share = config.run.straggler
+        share = (0.1 if environment.device == "cuda" else 0.5) if isinstance(share, str) else share
+        self._slow_devices = StragglerWatch(share, self.places, "the same part of a layer")
+        self._slow_loaders = StragglerWatch(share, self.places, "the data of a step")
+        self._step_began = 0.0
         self._peak_flops = peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
 
-    def _check_same_data(self) -> None:
-        """Machines with other files, or for data=stdlib another Python, would train on different tokens without anyone noticing."""
-        fingerprints: list[str | None] = [None] * self.environment.workers
-        dist.all_gather_object(fingerprints, self.dataset.fingerprint, group=self.host_group)
-        other = next((rank for rank, found in enumerate(fingerprints) if found != fingerprints[0]), None)
+    def _check_same_data(self) -> list[str]:
+        """Host and device of each rank. Machines with other files, or for data=stdlib another Python, would train on different tokens
+        without anyone noticing.
+        """
+        told: list[Any] = [None] * self.environment.workers
+        dist.all_gather_object(told, (self.dataset.fingerprint, describe_place(self.device)), group=self.host_group)
+        other = next((rank for rank, (found, _) in enumerate(told) if found != told[0][0]), None)
         if other is not None:
             raise ConfigError(
                 f"data.kind={self.config.data.kind}: rank {other} reads another corpus than rank 0; give all machines the same data"
             )
+        return [place for _, place in told]
 
     def _make_decoder(self) -> Decoder:
         """Built on the meta device, sharded, then filled: no worker ever holds the whole model."""
@@ -315,6 +352,8 @@ class Trainer:
         Raises NonFiniteError, before anything is changed, if the loss or a gradient of any worker is not finite.
         """
         whereabouts.begin(self.step + 1)
+        began, own_seconds = time.perf_counter(), self._own_time.begin()
+        last_seconds, self._step_began = began - self._step_began, began
         if self._batches is None:
             self._batches = iter(self.loader)
         if self.device.type == "cuda":
@@ -334,10 +373,12 @@ class Trainer:
         batches = [make.to_device(host) for host in on_host]
         waited += time.perf_counter() - asked
         valid, pairs = self.totals(batches)
-        loss = self.forward_backward(batches, [batch.attend if self.observe is None else self.observe(batch) for batch in batches], valid)
+        attends: list[Attend] = [batch.attend if self.observe is None else self.observe(batch) for batch in batches]
+        loss = self.forward_backward(batches, [self._own_time.around(attends[0]), *attends[1:]], valid)
         gradients = local_gradients(self.decoder.parameters())
-        facts = torch.tensor([float(stop), waited], dtype=torch.float64, device=self.device)
-        mine = torch.cat([torch.stack([loss.double(), squared_norm(gradients, self.device).double()]), facts])
+        found = torch.stack([loss.double(), squared_norm(gradients, self.device).double()])
+        told = torch.tensor([float(stop), own_seconds, waited], dtype=torch.float64, device=self.device)
+        mine = torch.cat([found, told])
         records = index_records(batch.attend for batch in batches)
         if records:
             mine = torch.cat([mine, summed(records, self.config.model.num_layers, self.device)])
@@ -346,10 +387,15 @@ class Trainer:
         whereabouts.note("optimizer")
         self._check_finite(rows)
         grad_norm = math.sqrt(sum(row[1] for row in rows))
-        clip = self.config.optim.clip_norm
-        if clip and grad_norm > clip:
-            torch._foreach_mul_(gradients, clip / grad_norm)
-        self.optimizer.step()
+        mean_loss = sum(row[0] for row in rows)
+        # Of the same numbers on all workers, which therefore all leave the update out, or none.
+        spike, warning = self._spikes.see(self.step + 1, mean_loss, grad_norm)
+        skipped = spike and self.config.optim.skip_spikes
+        if not skipped:
+            clip = self.config.optim.clip_norm
+            if clip and grad_norm > clip:
+                torch._foreach_mul_(gradients, clip / grad_norm)
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         whereabouts.note("done")
         self.step += 1
@@ -357,11 +403,15 @@ class Trainer:
         self.tokens += tokens
         index = None
         if records:
-            index = index_metrics([sum(column) for column in zip(*(row[4:] for row in rows), strict=True)], records, self.config.seq)
+            index = index_metrics([sum(column) for column in zip(*(row[5:] for row in rows), strict=True)], records, self.config.seq)
         computed = index.density * causal_pairs(self.config.seq) * self.config.train.global_batch if index else float(pairs)
-        return StepResult(
-            sum(row[0] for row in rows), grad_norm, lr, tokens, computed, any(row[2] for row in rows), index, max(row[3] for row in rows)
-        )
+        waits = [row[4] for row in rows]
+        warnings = [warning + "; its update is left out" * skipped] if warning else []
+        if self.environment.rank == 0:
+            warnings += self._slow_devices.see([row[3] for row in rows])
+            warnings += self._slow_loaders.see(waits, last_seconds)
+        stopping = any(row[2] for row in rows)
+        return StepResult(mean_loss, grad_norm, lr, tokens, computed, stopping, index, max(waits), skipped, tuple(warnings))
 
     def forward_backward(self, batches: Sequence[Batch], attends: Sequence[Attend], valid: int) -> torch.Tensor:
         """Adds the gradients of a step -> this worker's part of the loss.
@@ -437,12 +487,14 @@ class Trainer:
             bars=result.index.bars if result.index else None,
             index_seconds=result.index.seconds if result.index else None,
             density_by_layer=list(result.index.density_by_layer) if result.index else None,
+            skipped=result.skipped if config.optim.skip_spikes else None,
         )
 
     def state(self) -> dict[str, Any]:
         """Everything a checkpoint holds; parameters and optimizer states as shards."""
         model, optimizer = get_state_dict(self.decoder, self.optimizer)
-        return {"model": model, "optimizer": optimizer, "trainer": {"step": self.step, "tokens": self.tokens, **self.loader.state()}}
+        trainer = {"step": self.step, "tokens": self.tokens, "spikes": self._spikes.state(), **self.loader.state()}
+        return {"model": model, "optimizer": optimizer, "trainer": trainer}
 
     def resume(self, checkpointer: Checkpointer) -> None:
         """Goes on from the newest valid checkpoint, on any number of workers; from step 0 where that holds imported weights alone."""
@@ -459,4 +511,6 @@ class Trainer:
         saved = state["trainer"]
         self.step, self.tokens = int(saved["step"]), int(saved["tokens"])
         self.loader.load_state(saved)
+        if "spikes" in saved:  # checkpoints of earlier versions have none
+            self._spikes.load_state(saved["spikes"])
         self._batches = None

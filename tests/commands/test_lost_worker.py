@@ -37,6 +37,7 @@ RUN = [
     "topology.device=cpu",
     f"topology.timeout_s={TIMEOUT_S}",
     "run.dir=run",
+    "run.restarts=0",
 ]
 
 

@@ -121,7 +121,7 @@ def test_a_job_decides_the_number_of_workers(default, machine, variables, launch
 
 
 def test_srun_variables_give_the_address_of_rank_zero():
-    assert current_job(SRUN) == Job("slurm", 9, 16, 1, 8, "gpu07", 20000 + (16 * 1234 + 2) % 20000)
+    assert current_job(SRUN) == Job("slurm", 9, 16, 1, 8, "gpu07", 20000 + (16 * 1234 + 2) % 20000, name="slurm  1234.2")
     assert current_job(SRUN | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"}).master_port == 4000
 
 

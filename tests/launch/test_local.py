@@ -60,7 +60,9 @@ sys.exit(launch(run, resolve_environment(compose.load(run.resolved)), False, tar
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(mtrain_cli.__file__).parents[1]), str(Path(__file__).parent)]))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    return run_dir.create(compose.compose([f"run.dir={tmp_path / 'run'}", "topology.device=cpu", "topology.workers=2"]), [])
+    return run_dir.create(
+        compose.compose([f"run.dir={tmp_path / 'run'}", "topology.device=cpu", "topology.workers=2", "run.restarts=0"]), []
+    )
 
 
 def launched(run: RunDir, target: str, resume: bool = False) -> int:

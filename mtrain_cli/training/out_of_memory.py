@@ -1,0 +1,368 @@
+"""What fills the memory of a worker at the moment when there is no more: by name and shape, in the error and in `oom-rank-N.json`.
+
+Parameters, gradients, optimizer states and gathered weights are known by name. Other tensors are described by their shape in the sizes of
+the run (tokens, hidden, ...), and named after the variable that holds them where a function on the stack does. What autograd alone holds
+cannot be seen from Python; on a GPU the allocator knows its sizes, and these are matched with those of a layer's activations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import re
+import sys
+import traceback
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from mtrain_cli.config.schema import Config
+from mtrain_cli.launch import whereabouts
+from mtrain_cli.launch.environment import Environment, host_memory
+from mtrain_cli.launch.failures import RunError
+from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.model.decoder import DecoderLayer
+from mtrain_cli.training.dry_run import planned, size
+
+if TYPE_CHECKING:
+    from mtrain_cli.training.trainer import Trainer
+
+SHOWN = 10  # groups of tensors in the error
+_FULL = re.compile(r"out of memory|DefaultCPUAllocator: (can't allocate|not enough) memory", re.IGNORECASE)
+_OTHERS = 0.05  # of a GPU, held by other processes: worth a word
+_GAPS = 0.1  # of a GPU, held by the allocator and not in use: worth a word
+PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED = "parameters", "gradients", "optimizer states", "gathered weights"
+ACTIVATIONS, LOGITS, REST = "activations", "logits", "other"
+
+
+class MemoryFullError(RunError):
+    """A worker's memory is full; the text says with what, and what would help."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Tensors of one kind, shape and dtype. name: of the first of them; shape: None for memory that only the allocator knows."""
+
+    kind: str
+    name: str
+    shape: tuple[int, ...] | None
+    dtype: str
+    count: int
+    bytes: int
+
+    @property
+    def text(self) -> str:
+        more = f" and {self.count - 1} more" if self.count > 1 else ""
+        what = f"{list(self.shape)} {self.dtype}, " if self.shape is not None else ""
+        return f"{self.kind}: {what}{self.name}{more}"
+
+
+@dataclass
+class About:
+    """What is known of the run by the time that its memory is full. trainer: None while it is being made."""
+
+    config: Config
+    environment: Environment
+    trainer: Trainer | None = None
+
+
+@contextlib.contextmanager
+def explained_where_memory_is_full(config: Config, environment: Environment, run: RunDir) -> Iterator[About]:
+    """Everything inside; gives the place to leave the trainer.
+
+    Raises:
+        MemoryFullError: in the place of whatever says that memory is full.
+    """
+    about = About(config, environment)
+    try:
+        yield about
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, RunError) or not is_memory_full(error):
+            raise
+        raise MemoryFullError(_explain(error, about, run)) from error
+
+
+def is_memory_full(error: BaseException) -> bool:
+    """Whether this error says that an allocation failed."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or _FULL.search(str(error)) is not None
+
+
+def _explain(error: BaseException, about: About, run: RunDir) -> str:
+    cuda = about.environment.device == "cuda"
+    found = held(about, error)
+    counted = torch.cuda.memory_allocated() if cuda else sum(group.bytes for group in found)
+    where = place(error)
+    tried = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
+    first = f"rank {about.environment.rank} ran out of {'GPU ' * cuda}memory {where}"
+    lines = [first + (f": it tried to allocate {tried[1]} more" if tried else ""), _room(counted, cuda), _estimate(about)]
+    lines += [f"{size(group.bytes):>12}  {group.text}" for group in found[:SHOWN]]
+    if len(found) > SHOWN:
+        lines.append(f"{size(sum(group.bytes for group in found[SHOWN:])):>12}  in {len(found) - SHOWN} more kinds of tensors")
+    advice = _advice(about, found, cuda)
+    lines.append(f"What would help: {'; '.join(advice)}")
+    file = run.path / f"oom-rank-{about.environment.rank}.json"
+    report = {"error": str(error).splitlines()[0], "where": where, "allocated": counted, "estimate": _parts(about), "advice": advice}
+    with contextlib.suppress(OSError):
+        file.write_text(json.dumps({**report, "tensors": [asdict(group) for group in found]}, indent=1))
+        lines.append(f"All tensors: {file}")
+    if cuda:
+        with contextlib.suppress(OSError, RuntimeError):
+            torch.cuda.memory._dump_snapshot(str(file.with_suffix(".pickle")))
+            lines.append(f"Blocks of the allocator, for https://pytorch.org/memory_viz: {file.with_suffix('.pickle')}")
+    return "\n".join(filter(None, lines))
+
+
+def _room(counted: int, cuda: bool) -> str:
+    if not cuda:
+        return f"tensors seen: {size(counted)}, of {size(host_memory())} of this machine"
+    free, total = torch.cuda.mem_get_info()
+    reserved = torch.cuda.memory_reserved()
+    gaps = reserved - counted
+    others = total - free - reserved
+    line = f"allocated {size(counted)} of {size(total)}"
+    if gaps > _GAPS * total:
+        line += f"; {size(gaps)} more are held by the allocator in blocks that do not fit: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    if others > _OTHERS * total:
+        line += f"; {size(others)} are the CUDA context's, NCCL's and other processes'"
+    return line
+
+
+def _estimate(about: About) -> str:
+    if about.trainer is None:
+        return ""
+    memory = planned(about.config, about.environment, about.trainer.choices).memory
+    largest = sorted(memory.peak.parts.items(), key=lambda part: -part[1])[:3]
+    parts = ", ".join(f"{name.replace('_', ' ')} {size(number)}" for name, number in largest)
+    return (
+        f"--dry-run estimates {size(memory.allocated)} at the peak ({memory.peak.name}: {parts}) and {size(memory.reserve)} beside tensors"
+    )
+
+
+def _parts(about: About) -> dict[str, Any] | None:
+    if about.trainer is None:
+        return None
+    memory = planned(about.config, about.environment, about.trainer.choices).memory
+    return {"moment": memory.peak.name, "allocated": memory.allocated, "reserve": memory.reserve, **memory.peak.parts}
+
+
+def _advice(about: About, found: list[Held], cuda: bool) -> list[str]:
+    """What to change, the largest kind of tensors first."""
+    config = about.config
+    by_kind: dict[str, int] = defaultdict(int)
+    for group in found:
+        by_kind[group.kind] += group.bytes
+    total = max(1, sum(by_kind.values()))
+    said = []
+    for kind, number in sorted(by_kind.items(), key=lambda item: -item[1]):
+        if number < total / 10:
+            continue
+        if kind in (ACTIVATIONS, REST) and config.train.activation_checkpoint != "full":
+            said.append(f"train.activation_checkpoint=full ({kind} are {number / total:.0%})")
+        elif kind in (ACTIVATIONS, REST) and config.train.micro_batch > 1:
+            said.append(f"train.micro_batch=1 ({kind} are {number / total:.0%})")
+        elif kind == LOGITS and config.train.loss_chunk_mib > 64:
+            said.append(f"train.loss_chunk_mib={config.train.loss_chunk_mib // 4} ({kind} are {number / total:.0%})")
+        elif kind in (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED):
+            said.append(f"more workers, which share parameters and optimizer ({kind} are {number / total:.0%})")
+    return [*dict.fromkeys(said), f"more {'GPUs' if cuda else 'memory'} or a shorter seq (now {config.seq:,})"]
+
+
+def place(error: BaseException) -> str:
+    """In which part of which step, from the stack; from the worker's record where the stack does not tell."""
+    backward, layer, part = False, None, ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        name, file = frame.f_code.co_name, frame.f_code.co_filename
+        backward = backward or name in ("backward", "_engine_run_backward")
+        found = next((value for value in frame.f_locals.values() if isinstance(value, DecoderLayer)), None)
+        layer = found.index if found is not None else layer
+        part = _part(file, name) or part
+    here = whereabouts.here()
+    step = f"in training step {here.training_step}" if here is not None and here.training_step else "before the first training step"
+    words = [step]
+    if layer is not None:
+        words.append(f"{'backward' if backward else 'forward'} of layer {layer}{f' ({part})' if part else ''}")
+    elif part:
+        words.append(f"{'backward, ' if backward else ''}{part}")
+    elif backward:
+        words.append("backward")
+    if here is not None and here.doing and layer is None:
+        words.append(f"last noted: {here.doing}")
+    return ", ".join(words)
+
+
+def _part(file: str, function: str) -> str:
+    for ending, word in _PARTS:
+        if ending in file:
+            return word
+    return {"project": "q, k and v", "finish": "MLP", "_make_decoder": "making the model"}.get(function, "")
+
+
+_PARTS = (
+    ("model/loss.py", "LM head and loss"),
+    ("torch/optim/", "optimizer"),
+    ("parallel/exchange.py", "attention"),
+    ("parallel/context_attention.py", "attention"),
+    ("torch/distributed/fsdp", "weights gathered or gradients reduced"),
+    ("training/checkpoint.py", "checkpoint"),
+)
+
+
+def held(about: About, error: BaseException) -> list[Held]:
+    """All tensors on the device of the run, largest group first."""
+    named = _named(about.trainer) if about.trainer is not None else {}
+    variables = dict(_variables(error))
+    groups: dict[tuple[str, tuple[int, ...] | None, str], list[tuple[str, int]]] = defaultdict(list)
+    seen: set[int] = set()
+    words = _Words(about)
+    for tensor in _tensors(about.environment.device):
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if not address or address in seen:
+            continue
+        seen.add(address)
+        kind, name = named.get(address) or (words.kind(tensor), variables.get(address) or words.describe(tensor))
+        groups[kind, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")].append((name, storage.nbytes()))
+    if about.environment.device == "cuda":
+        for number in _unseen_blocks(seen):
+            kind, name = words.guess(number)
+            groups[kind, None, name].append((name, number))
+    found = [
+        Held(kind, members[0][0], shape, dtype, len(members), sum(number for _, number in members))
+        for (kind, shape, dtype), members in groups.items()
+    ]
+    return sorted(found, key=lambda group: -group.bytes)
+
+
+def _named(trainer: Trainer) -> dict[int, tuple[str, str]]:
+    """What parameters, their gradients and optimizer states, and gathered weights are, by the address of their storage."""
+    found: dict[int, tuple[str, str]] = {}
+
+    def add(tensor: Any, kind: str, name: str) -> None:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        with contextlib.suppress(RuntimeError, AttributeError):
+            found.setdefault(local.untyped_storage().data_ptr(), (kind, name))
+
+    names = {id(p): name for name, p in trainer.decoder.named_parameters()}
+    for parameter, state in trainer.optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                add(value, OPTIMIZER, f"{key} of {names.get(id(parameter), 'a parameter')}")
+    for module in trainer.decoder.modules():
+        for fsdp in _fsdp_parameters(module):
+            # While a layer computes, its parameters are the gathered ones.
+            name = names.get(id(fsdp.sharded_param)) or getattr(fsdp, "_param_fqn", None) or "a layer"
+            for tensor in [*getattr(fsdp, "all_gather_outputs", ()), getattr(fsdp, "_unsharded_param", None)]:
+                if tensor is not None:
+                    add(tensor, GATHERED, name)
+            add(fsdp.sharded_param, PARAMETERS, name)
+            if fsdp.sharded_param.grad is not None:
+                add(fsdp.sharded_param.grad, GRADIENTS, name)
+    for name, parameter in trainer.decoder.named_parameters():
+        add(parameter, PARAMETERS, name)
+        if parameter.grad is not None:
+            add(parameter.grad, GRADIENTS, name)
+    return found
+
+
+def _fsdp_parameters(module: Any) -> list[Any]:
+    """FSDP2's own view of its parameters, which is private: where a version has another there is one name less."""
+    with contextlib.suppress(AttributeError):
+        group = module._get_fsdp_state()._fsdp_param_group
+        return list(group.fsdp_params) if group is not None else []
+    return []
+
+
+def _tensors(device: str) -> Iterator[Tensor]:
+    """Tensors with memory of their own that Python knows."""
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), Tensor) and not isinstance(candidate, DTensor):
+            with contextlib.suppress(RuntimeError, NotImplementedError, ReferenceError):
+                if candidate.device.type == device and candidate.layout == torch.strided:
+                    candidate.untyped_storage().data_ptr()
+                    yield candidate
+
+
+def _variables(error: BaseException) -> Iterator[tuple[int, str]]:
+    """(address, name) of the tensors in the functions on the stack, the innermost function last, which wins."""
+    frames: list[FrameType] = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    own = sys._getframe()
+    for frame in frames:
+        if frame is own:
+            continue
+        layer = next((value for value in frame.f_locals.values() if isinstance(value, DecoderLayer)), None)
+        where = frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name
+        for name, value in list(frame.f_locals.items()):
+            for tensor in _members(value):
+                with contextlib.suppress(RuntimeError, NotImplementedError):
+                    yield tensor.untyped_storage().data_ptr(), f"{name} in {where}" + (f" of layer {layer.index}" if layer else "")
+
+
+def _members(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor) and not isinstance(value, DTensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [item for item in value[:8] if isinstance(item, Tensor) and not isinstance(item, DTensor)]
+    return []
+
+
+class _Words:
+    """Shapes in the sizes of the run."""
+
+    def __init__(self, about: About) -> None:
+        model, train = about.config.model, about.config.train
+        tokens = about.trainer.choices.layout.tokens_per_worker if about.trainer is not None else about.config.seq
+        e = about.trainer.choices.dtype.itemsize if about.trainer is not None else 4
+        rows = tokens * train.micro_batch
+        self._tokens = {tokens, rows}
+        self._vocabulary = model.vocab_size
+        self._sizes = {
+            model.vocab_size: "vocabulary",
+            model.intermediate_size: "MLP width",
+            model.hidden_size: "hidden",
+            model.num_heads: "heads",
+            model.num_kv_heads: "key-value heads",
+            model.head_dim: "head_dim",
+            **dict.fromkeys(self._tokens, "tokens"),
+        }
+        width = model.num_heads * model.head_dim
+        self._activations = {
+            e * rows * model.intermediate_size: "as [tokens, MLP width]",
+            e * rows * model.num_kv_heads * model.head_dim: "as keys or values",
+            e * rows * width: "as queries or attention output",
+            4 * rows * model.num_heads: "as the log-sum-exp of attention",
+            e * rows * model.hidden_size: "as [tokens, hidden]",
+        }
+
+    def kind(self, tensor: Tensor) -> str:
+        dims = set(tensor.shape)
+        if self._vocabulary in dims and not tensor.requires_grad and tensor.ndim == 2 and tensor.is_floating_point():
+            return LOGITS
+        return ACTIVATIONS if dims & self._tokens and tensor.is_floating_point() else REST
+
+    def describe(self, tensor: Tensor) -> str:
+        words = [self._sizes.get(dim, "") for dim in tensor.shape if dim != 1]
+        return " x ".join(filter(None, words)) or "not named"
+
+    def guess(self, number: int) -> tuple[str, str]:
+        """Kind and name of memory that only the allocator knows, by its bytes."""
+        name = self._activations.get(number)
+        return (ACTIVATIONS, f"kept for backward, {name}") if name else (REST, "known to the allocator alone")
+
+
+def _unseen_blocks(seen: set[int]) -> Iterator[int]:
+    """Bytes of the blocks in use that no tensor of Python lies in."""
+    for segment in torch.cuda.memory_snapshot():
+        if segment.get("device") != torch.cuda.current_device():
+            continue
+        address = segment["address"]
+        for block in segment["blocks"]:
+            if block["state"] == "active_allocated" and block.get("address", address) not in seen:
+                yield block.get("requested_size") or block["size"]
+            address += block["size"]
