@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,7 @@ from mtrain_cli.parallel.collectives import all_gather
 from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.fsdp import shard_parameters
 from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
+from mtrain_cli.parallel.offload import Offload
 from mtrain_cli.parallel.recording import Recorder
 from mtrain_cli.training.banner import banner
 from mtrain_cli.training.batch import Batch, BatchMaker, PackedSample
@@ -49,7 +51,7 @@ from mtrain_cli.training.optimizer import (
     set_hyperparameters,
     squared_norm,
 )
-from mtrain_cli.training.plan import Choices, make_choices
+from mtrain_cli.training.plan import Choices, attention_kept, make_choices
 from mtrain_cli.training.progress import Progress
 
 if TYPE_CHECKING:
@@ -254,9 +256,11 @@ class Trainer:
         )  # fmt: skip
         self.exchange = exchange
         mask = config.data.document_mask
-        self.batch_maker = BatchMaker(exchange, self.choices.kernel, self.device, document_mask=mask, pattern=self.choices.pattern)
+        self.offload = Offload(config.model.num_layers, self.device) if config.train.offload_activations else None
+        make = partial(BatchMaker, exchange, document_mask=mask, keep=attention_kept(config.train), offload=self.offload)
+        self.batch_maker = make(self.choices.kernel, self.device, pattern=self.choices.pattern)
         dense = self.choices.dense_kernel
-        self.dense_batch_maker = BatchMaker(exchange, dense[0], self.device, document_mask=mask) if dense is not None else None
+        self.dense_batch_maker = make(dense[0], self.device) if dense is not None else None
         self.dataset: PackedDataset = open_dataset(config)
         self._check_same_data()
         self.sampler = Sampler(len(self.dataset), config.seed)
@@ -298,6 +302,10 @@ class Trainer:
                 loss_chunk_bytes=config.train.loss_chunk_mib << 20,
                 activation_checkpoint=config.train.activation_checkpoint,
                 compile=self.choices.compile,
+                tile_bytes=config.train.tile_mib << 20,
+                offload=self.offload,
+                loss_gradients=config.train.loss_gradients,
+                z_loss=config.train.z_loss,
             )
         mesh = make_parameter_mesh(self.environment.workers, self.environment.device)
         shard_parameters(decoder, mesh, self.choices.dtype)
