@@ -18,9 +18,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from mtrain_cli.config.schema import CHECKPOINTS, LOSS_GRADIENTS, ModelConfig
-from mtrain_cli.model.feed_forward import feed_forward, tile_rows
+from mtrain_cli.model.feed_forward import feed_forward
 from mtrain_cli.model.loss import with_z_loss
 from mtrain_cli.model.rope import Rotation, attention_factor, inverse_frequencies, rotate, rotation
+from mtrain_cli.model.tiling import tile_rows
 from mtrain_cli.parallel.offload import Offload
 
 Attend = Callable[[Tensor, Tensor, Tensor, int], Tensor]

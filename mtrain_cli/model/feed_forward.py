@@ -21,20 +21,6 @@ from torch.nn import functional
 from mtrain_cli.model.loss import accumulation, add_matmul
 
 
-def tile_rows(tokens: int, hidden: int, intermediate: int, itemsize: int, tile_bytes: int) -> int:
-    """Tokens of a tile, so that no more than ``tile_bytes`` of temporaries exist (0: no bound, one tile of all tokens).
-
-    At the gate of the MLP a token has six tensors of its width and four of the residual's. Tiles of one size are compiled once, so a
-    number of them that divides the tokens is taken where there is one up to twice the least number.
-    """
-    row = itemsize * (6 * intermediate + 4 * hidden)
-    if not tile_bytes or tokens * row <= tile_bytes:
-        return tokens
-    least = min(tokens, -(-tokens * row // max(tile_bytes, row)))
-    tiles = next((n for n in range(least, 2 * least) if tokens % n == 0), least)
-    return -(-tokens // tiles)
-
-
 def feed_forward(
     x_BNC: Tensor, out_BNHD: Tensor, weights: tuple[Tensor, ...], eps: float, rows: int, *, compile: bool, inputs_only: bool = False
 ) -> Tensor:
@@ -152,14 +138,19 @@ def _gate_backward(gate_RI: Tensor, up_RI: Tensor, dinner_RI: Tensor) -> tuple[T
 
 
 def _norm_backward(h_RC: Tensor, norm_C: Tensor, dn_RC: Tensor, grad_RC: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Gradients of h = residual + norm's input, of which the residual's is ``grad_RC``, and of the norm's weight; inside in float32."""
+    """Gradients of h = residual + norm's input, of which the residual's is ``grad_RC``, and of the norm's weight.
+
+    Inside in float32, where it overwrites ``h_RC`` and ``dn_RC`` if they are.
+    """
     high = accumulation(h_RC.dtype)
-    h, dn = h_RC.to(high), dn_RC.to(high)
-    scale_R1 = torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
-    unit = h * scale_R1
-    dunit = dn * norm_C.to(high)
-    dh = (dunit - unit * (dunit * unit).mean(-1, keepdim=True)) * scale_R1 + grad_RC
-    return dh.to(h_RC.dtype), (dn * unit).sum(0)
+    unit_RC, dn_RC = h_RC.to(high), dn_RC.to(high)
+    scale_R1 = torch.rsqrt(unit_RC.square().mean(-1, keepdim=True) + eps)
+    unit_RC.mul_(scale_R1)
+    dnorm_C = (dn_RC * unit_RC).sum(0)
+    dn_RC.mul_(norm_C)
+    along_R1 = (dn_RC * unit_RC).mean(-1, keepdim=True)
+    dn_RC.addcmul_(unit_RC, along_R1, value=-1.0).mul_(scale_R1).add_(grad_RC)
+    return dn_RC.to(h_RC.dtype), dnorm_C
 
 
 @cache

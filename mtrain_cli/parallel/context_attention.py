@@ -16,14 +16,12 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.parallel import ranges
 from mtrain_cli.parallel.exchange import Exchange, Work
 from mtrain_cli.parallel.index_group import gathered, make_index_group, record_messages
-from mtrain_cli.parallel.layout import Layout
+from mtrain_cli.parallel.layout import Layout, early_queries
 from mtrain_cli.parallel.mail import naming
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.offload import Kept, Offload
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, INDEX, Recorder
 from mtrain_cli.sparsity.pattern import Masked, Pattern
-
-_TILE = 128  # queries that kernels take at once
 
 
 @dataclass(frozen=True)
@@ -208,12 +206,6 @@ class ContextAttention:
     def kept_of(self, layer: int) -> tuple[torch.Tensor, ...]:
         """What stayed of a layer."""
         return tuple(t.detach() if isinstance(t, torch.Tensor) else t.get() for t in self.kept[layer])
-
-
-def early_queries(queries: int, keep: float, block: int | None) -> int:
-    """How many of a worker's queries are computed again where the share ``keep`` is kept: whole blocks of an index, or of kernels."""
-    unit = block or (_TILE if queries % _TILE == 0 else 1)
-    return min(queries, round((1 - keep) * queries / unit) * unit)
 
 
 class _Attend(torch.autograd.Function):

@@ -12,7 +12,7 @@ from mtrain_cli.launch.stop import StopFlag
 from mtrain_cli.profiling.leave import Leaving
 from mtrain_cli.profiling.measure import Bench, Case, Plan, Progress
 from mtrain_cli.training.batch import Batch, BatchMaker, PackedSample
-from mtrain_cli.training.plan import attention_kept
+from mtrain_cli.training.flops import attention_kept
 from mtrain_cli.training.trainer import Trainer
 
 TARGET = "mtrain_cli.profiling.steps:run"

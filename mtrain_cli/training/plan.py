@@ -10,7 +10,7 @@ import torch
 
 from mtrain_cli.attention.kernel import Kernel, KernelRequest
 from mtrain_cli.attention.registry import choose
-from mtrain_cli.config.schema import Config, ConfigError, TrainConfig
+from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.selection import ExchangeChoice, ExchangeNeeds, choose_exchange
@@ -40,11 +40,6 @@ def compute_dtype(config: Config, device: str) -> torch.dtype:
     if name == "auto":
         name = "bfloat16" if device == "cuda" else "float32"
     return getattr(torch, name)
-
-
-def attention_kept(train: TrainConfig) -> float:
-    """The share of a worker's queries whose attention output stays for a second forward pass; without one (none), nothing need stay."""
-    return {"none": 0.0, "selective": 1.0, "sequence_selective": float(train.checkpoint_keep), "full": 0.0}[train.activation_checkpoint]
 
 
 def run_layout(config: Config, cp: int) -> Layout:

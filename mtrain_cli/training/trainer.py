@@ -40,7 +40,7 @@ from mtrain_cli.training.banner import banner
 from mtrain_cli.training.batch import Batch, BatchMaker, PackedSample
 from mtrain_cli.training.checkpoint import Checkpointer, CheckpointError
 from mtrain_cli.training.dry_run import planned
-from mtrain_cli.training.flops import causal_pairs, flops_per_token, peak_flops
+from mtrain_cli.training.flops import attention_kept, causal_pairs, peak_flops, training_flops
 from mtrain_cli.training.index_metrics import IndexMetrics, index_metrics, index_records, summed
 from mtrain_cli.training.metrics import MetricsWriter, StepMetrics
 from mtrain_cli.training.optimizer import (
@@ -51,7 +51,7 @@ from mtrain_cli.training.optimizer import (
     set_hyperparameters,
     squared_norm,
 )
-from mtrain_cli.training.plan import Choices, attention_kept, make_choices
+from mtrain_cli.training.plan import Choices, make_choices
 from mtrain_cli.training.progress import Progress
 
 if TYPE_CHECKING:
@@ -409,13 +409,8 @@ class Trainer:
     def metrics(self, result: StepResult, seconds: float) -> StepMetrics:
         """The line of metrics.jsonl for a finished step."""
         config, workers = self.config, self.environment.workers
-        flops = flops_per_token(
-            config.model,
-            config.seq,
-            activation_checkpoint=config.train.activation_checkpoint,
-            pairs=result.pairs / config.train.global_batch,
-            padded_seq=self.choices.layout.padded_seq,
-        )
+        pairs = result.pairs / config.train.global_batch
+        flops = training_flops(config, self.choices.layout, dtype_bytes=self.choices.dtype.itemsize, pairs=pairs)
         rate = result.tokens / seconds / workers
         peak = self._peak_flops
         return StepMetrics(

@@ -13,7 +13,7 @@ from training.allocations import LiveBytes
 
 from mtrain_cli.config.schema import CHECKPOINTS, ModelConfig, RopeConfig
 from mtrain_cli.model.decoder import Decoder
-from mtrain_cli.model.feed_forward import tile_rows
+from mtrain_cli.model.tiling import tile_rows
 from mtrain_cli.model.verify import causal_attend
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
