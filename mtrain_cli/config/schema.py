@@ -20,6 +20,8 @@ LAYOUTS = ("contiguous", "zigzag", "striped")
 EXCHANGES = ("auto", "all_gather", "hierarchical_all_gather", "ring", "hierarchical_ring", "ulysses")
 KERNELS = ("auto", "reference", "sdpa", "triton", "flash4")
 DTYPES = ("auto", "float32", "bfloat16")
+CHECKPOINTS = ("none", "selective", "sequence_selective", "full")
+LOSS_GRADIENTS = ("forward", "recompute")
 ROPE_SCALINGS = ("none", "yarn", "llama3")
 
 # The patterns and the keys of each, beside `pattern` itself.
@@ -164,11 +166,17 @@ class TrainConfig:
     dtype: str = option("compute dtype; parameters and optimizer states stay float32. auto = bfloat16 on GPU, float32 on CPU", DTYPES)
     kernel: str = option("local attention implementation", KERNELS)
     activation_checkpoint: str = option(
-        "none; selective = keep q, k, v and the attention output, recompute the rest; full = recompute each layer",
-        ("none", "selective", "full"),
+        "what a layer keeps for its backward pass; all but none keep its input: selective also the attention output of every token, "
+        "sequence_selective that of the last train.checkpoint_keep of each worker's tokens, full no more; the rest is recomputed",
+        CHECKPOINTS,
     )
+    checkpoint_keep: float = option("sequence_selective: share of the tokens, the last ones, whose attention is not computed twice")
+    offload_activations: bool = option("what layers keep waits in pinned host memory; not with train.activation_checkpoint=none")
+    tile_mib: int = option("MiB of temporaries after attention (norm, MLP), more are computed in tiles of the sequence; 0 = no bound")
     compile: bool | str = option("torch.compile the parts of a layer around attention and the loss; auto = on GPUs")
     loss_chunk_mib: int = option("MiB of logits that exist at once in the fused LM head and loss")
+    loss_gradients: str = option("when the loss forms its gradients; recompute = in backward, from logits computed again", LOSS_GRADIENTS)
+    z_loss: float = option("coefficient of logsumexp^2, added to the gradient and not to the loss that is shown; 0 = none, PaLM has 1e-4")
     init_from: str | None = option("Hugging Face folder (config.json and safetensors) to start from; none = random initialisation")
     eval_every: int = option("steps between evaluations of data.eval_sequences, which is done at both ends in any case; 0 = there alone")
     checkpoint_every: int = option("steps between checkpoints; 0 = only at the end")
