@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import time
@@ -13,14 +14,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
+    import numpy as np
     from rich.console import Console
     from rich.progress import TaskID
     from rich.table import Table
 
+    from mtrain_cli.data.corpora import Corpus
     from mtrain_cli.data.prepare import Progress
     from mtrain_cli.data.store import TokenStore
+    from mtrain_cli.data.tokenizers import Tokenizer
 
 app = typer.Typer(
     name="data", help="Tokenise a corpus once for many runs, and look at the result.", no_args_is_help=True, rich_markup_mode="rich"
@@ -32,12 +36,16 @@ mtrain data prepare stdlib data/python --tokenizer bpe --vocab-size 8192
 
 mtrain data prepare corpus/ data/corpus --tokenizer Qwen2.5-3B/tokenizer.json
 
-mtrain data prepare books.jsonl data/books --text-key body"""
+mtrain data prepare books.jsonl data/books --text-key body
+
+mtrain data prepare prolong-data-512K data/prolong --from-tokenizer llama3.json --tokenizer qwen.json --min-tokens 512k"""
 _SHOW_EXAMPLES = """Examples:
 
 mtrain data show data/python
 
-mtrain data show data/python --document 17 --check"""
+mtrain data show data/python --document 17 --check
+
+mtrain data show prolong-data-512K/book-524288 --tokenizer llama3.json"""
 _SNIPPET = 240  # tokens
 _SECONDS_PER_LINE = 10.0
 
@@ -46,7 +54,9 @@ _SECONDS_PER_LINE = 10.0
 def prepare(
     source: Annotated[
         str,
-        typer.Argument(help="a .txt, .md, .py, .jsonl or .parquet file, or a folder of them, or 'stdlib' for Python's own sources"),
+        typer.Argument(
+            help="a .txt, .md, .py, .jsonl or .parquet file, or a folder of them, or of MDS shards, or 'stdlib' for Python's own sources"
+        ),
     ],
     out: Annotated[Path, typer.Argument(help="folder of the token store; must not hold anything else")],
     tokenizer: Annotated[
@@ -56,26 +66,43 @@ def prepare(
         int | None, typer.Option(metavar="N", help="ids of the BPE to train, 8192 unless told; only with --tokenizer bpe")
     ] = None,
     text_key: Annotated[str, typer.Option(metavar="KEY", help="key or column that holds the text in .jsonl and .parquet")] = "text",
+    from_tokenizer: Annotated[
+        str | None, typer.Option(metavar="bytes|FILE", help="MDS shards: the tokenizer whose ids they hold", show_default=False)
+    ] = None,
+    domain: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B",
+            help="these domains only: a record's key or column 'domain', else its first folder below SOURCE",
+            show_default=False,
+        ),
+    ] = None,
+    min_tokens: Annotated[str, typer.Option(metavar="N", help="leave out documents with fewer tokens, such as 64k")] = "0",
+    max_tokens: Annotated[str, typer.Option(metavar="N", help="leave out documents with more tokens; 0 = none")] = "0",
+    truncate: Annotated[bool, typer.Option("--truncate", help="cut them at --max-tokens instead")] = False,
+    min_chars: Annotated[int, typer.Option(metavar="N", help="leave out documents with less text")] = 0,
+    threads: Annotated[int | None, typer.Option(metavar="N", min=1, help="cores to use; all unless told", show_default=False)] = None,
 ) -> None:
     """Tokenise SOURCE into memory-mapped arrays in OUT, for data=tokens.
 
-    Document boundaries are kept. After an interruption of any kind the same command goes on where it stopped, with the same result.
+    Document boundaries and domains are kept. Tokenizers of files run on all cores. After an interruption of any kind the same command goes
+    on where it stopped, with the same result.
     """
     from rich.console import Console
 
-    from mtrain_cli.data.corpora import stdlib_corpus
+    from mtrain_cli.data.filters import Filters
     from mtrain_cli.data.prepare import prepare_store
-    from mtrain_cli.data.text_files import text_corpus
 
+    if threads is not None:
+        os.environ["RAYON_NUM_THREADS"] = str(threads)
+    wanted = tuple(part.strip() for part in (domain or "").split(",") if part.strip())
+    filters = Filters(wanted, _count("--min-tokens", min_tokens), _count("--max-tokens", max_tokens), truncate, min_chars)
     console = Console(soft_wrap=True, highlight=False)
-    if source == "stdlib":
-        corpus = stdlib_corpus(origin="SOURCE=stdlib")
-    else:
-        corpus = text_corpus(source, text_key, path_option="SOURCE", key_option="--text-key")
+    corpus = _corpus(source, text_key, from_tokenizer, wanted)
     had_store = (out.expanduser() / "meta.json").is_file()
     try:
         with _progress_bar() as report:
-            store = prepare_store(corpus, out, tokenizer, vocab_size, report)
+            store = prepare_store(corpus, out, tokenizer, vocab_size, report, filters)
     except KeyboardInterrupt:
         console.print("Interrupted. What is done stays: run the same command to go on.")
         raise typer.Exit(130) from None
@@ -86,34 +113,176 @@ def prepare(
     ending = "documents have no end token" if meta.eos is None else f"each document ends with id {meta.eos}"
     room = f" ({rounded:,} for the model, a multiple of 8)" if rounded != meta.vocab_size else ""
     console.print(f"  tokenizer {meta.tokenizer}, vocabulary {meta.vocab_size:,}{room}, {ending}", markup=False)
+    if meta.left_out:
+        console.print("  left out: " + ", ".join(f"{count:,} {reason}" for reason, count in meta.left_out.items()))
+    if (table := _domain_table(*_by_domain(store))) is not None:
+        console.print(table)
     console.print("Next:")
     console.print(f"  mtrain train data=tokens {shlex.quote(f'data.path={out}')} model.vocab_size={rounded}", markup=False)
 
 
+def _corpus(source: str, text_key: str, from_tokenizer: str | None, domains: tuple[str, ...]) -> Corpus:
+    """Where documents come from: shards of token ids, Python's own sources, or files of text."""
+    from mtrain_cli.config.schema import ConfigError
+    from mtrain_cli.data.corpora import stdlib_corpus
+    from mtrain_cli.data.mds_corpus import mds_corpus, mds_folders
+    from mtrain_cli.data.text_files import text_corpus
+    from mtrain_cli.data.tokenizers import open_tokenizer
+
+    path = Path(source).expanduser()
+    if source != "stdlib" and path.is_dir() and mds_folders(path):
+        if from_tokenizer is None:
+            raise ConfigError(f"SOURCE={source}: holds token ids; give their tokenizer as --from-tokenizer FILE (or bytes)")
+        return mds_corpus(source, open_tokenizer(from_tokenizer, "--from-tokenizer"), domains)
+    if from_tokenizer is not None:
+        raise ConfigError(f"--from-tokenizer {from_tokenizer}: only for MDS shards, and SOURCE={source} is no folder of them")
+    if source == "stdlib":
+        return stdlib_corpus(origin="SOURCE=stdlib")
+    return text_corpus(source, text_key, path_option="SOURCE", key_option="--text-key")
+
+
+def _count(option: str, text: str) -> int:
+    from mtrain_cli.config.schema import ConfigError
+    from mtrain_cli.config.sizes import EXPECTED, parse_size
+
+    try:
+        return 0 if text == "0" else parse_size(text)
+    except ValueError:
+        raise ConfigError(f"{option} {text}: expected {EXPECTED}, or 0 for any number") from None
+
+
 @app.command(epilog=_SHOW_EXAMPLES)
 def show(
-    path: Annotated[Path, typer.Argument(help="a folder written by mtrain data prepare")],
+    path: Annotated[
+        Path, typer.Argument(help="a folder written by mtrain data prepare, a folder of MDS shards (or of such folders), or a .npy or .bin")
+    ],
     document: Annotated[int, typer.Option(metavar="N", help="which document the snippet is from, counted from 0")] = 0,
-    check: Annotated[bool, typer.Option("--check", help="read all tokens and compare their checksum")] = False,
+    check: Annotated[bool, typer.Option("--check", help="read everything and compare checksums")] = False,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="bytes|FILE", help="turns ids of shards and arrays into the snippet", show_default=False)
+    ] = None,
+    token_dtype: Annotated[str, typer.Option(metavar="uint16|uint32", help="numbers in a .bin")] = "uint16",
 ) -> None:
-    """Show what a token store holds: counts, lengths of documents, and the beginning of one document as text."""
+    """Show what holds tokens: counts, lengths of documents, domains, and the beginning of one document as text."""
     from rich.console import Console
 
     from mtrain_cli.config.schema import ConfigError
+    from mtrain_cli.data.arrays import SUFFIXES, open_array
+    from mtrain_cli.data.mds_corpus import mds_folders
     from mtrain_cli.data.store import TokenStore
+    from mtrain_cli.data.tokenizers import open_tokenizer
 
     console = Console(soft_wrap=True, highlight=False)
-    store = TokenStore.open(path, f"PATH={path}")
+    origin = f"PATH={path}"
+    if token_dtype not in ("uint16", "uint32"):
+        raise ConfigError(f"--token-dtype {token_dtype}: expected uint16 or uint32")
+    chosen = None if tokenizer is None else open_tokenizer(tokenizer, "--tokenizer")
+    folder = path.expanduser()
+    if folder.is_dir() and not (folder / "meta.json").is_file() and mds_folders(folder):
+        _show_shards(console, folder, origin, document, check, chosen)
+        return
+    array = folder.suffix in SUFFIXES and not folder.is_dir()
+    store = open_array(folder, origin, token_dtype, 0) if array else TokenStore.open(path, origin)
     meta = store.meta
     if not 0 <= document < meta.num_documents:
         raise ConfigError(f"--document {document}: the store has documents 0 to {meta.num_documents - 1}")
-    if check:
+    if check and not array:
         store.check()
     console.print(f"{path}: {meta.num_documents:,} documents, {meta.num_tokens:,} tokens of {meta.source}", markup=False)
-    console.print(f"  tokenizer {meta.tokenizer}, vocabulary {meta.vocab_size:,}, {meta.dtype}, end token {meta.eos}", markup=False)
-    console.print(f"  sha256 {meta.sha256}{' (checked)' if check else ''}")
-    console.print(_length_table(store))
-    _print_snippet(console, store, document)
+    if array:
+        largest = int(store.tokens.max()) if check else int(store.tokens[: 1 << 24].max())
+        where = "" if check or store.tokens.size <= 1 << 24 else " among the first 16M"
+        console.print(f"  {meta.tokenizer}; largest id {largest:,}{where}", markup=False)
+    else:
+        console.print(f"  tokenizer {meta.tokenizer}, vocabulary {meta.vocab_size:,}, {meta.dtype}, end token {meta.eos}", markup=False)
+        console.print(f"  sha256 {meta.sha256}{' (checked)' if check else ''}")
+    names, lengths = _by_domain(store)
+    if (table := _domain_table(names, lengths)) is not None:
+        console.print(table)
+    console.print(_length_table(_concatenated(lengths)))
+    _print_snippet(console, store.document(document), document, chosen or (None if array else store.open_tokenizer))
+
+
+def _show_shards(console: Console, root: Path, origin: str, document: int, check: bool, tokenizer: Tokenizer | None) -> None:
+    """Folders of MDS shards: columns, samples, tokens by domain and length."""
+    import numpy as np
+
+    from mtrain_cli.config.schema import ConfigError
+    from mtrain_cli.data.mds import MdsFolder
+    from mtrain_cli.data.mds_corpus import mds_folders
+    from mtrain_cli.data.mds_source import DOMAIN, TOKENS, require_tokens, sample_lengths
+
+    found: dict[str, list[np.ndarray]] = {}
+    folders = mds_folders(root)
+    first: MdsFolder | None = None
+    for path in folders:
+        name = "" if path == root else path.relative_to(root).as_posix()
+        shards = MdsFolder(path, f"{origin}: {name}" if name else origin)
+        require_tokens(shards)
+        lengths = sample_lengths(shards)
+        size = sum(shard.packed[1] if shard.packed else shard.size for shard in shards.shards)
+        console.print(
+            f"{path}: {shards.num_samples:,} samples, {int(lengths.sum()):,} tokens in {len(shards.shards)} MDS shards "
+            f"({size / 2**20:,.1f} MiB{f', {shards.compression}' if shards.compression else ''})",
+            markup=False,
+        )
+        console.print(f"  columns {shards.described()}", markup=False)
+        if name or DOMAIN not in shards.columns:
+            found.setdefault(name, []).append(lengths)
+        else:
+            labels = np.array([str(shards.sample(number, [DOMAIN])[DOMAIN]) for number in range(shards.num_samples)])
+            for label in np.unique(labels):
+                found.setdefault(str(label), []).append(lengths[labels == label])
+        if check:
+            for number in range(shards.num_samples):
+                shards.sample(number, list(shards.columns) if all(c.known for c in shards.columns.values()) else [TOKENS])
+        first = first or shards
+    if check:
+        console.print("  every sample was read; sizes and the checksums that there are agree")
+    names, by_name = list(found), [np.concatenate(parts) for parts in found.values()]
+    if (table := _domain_table(names, by_name)) is not None:
+        console.print(table)
+    console.print(_length_table(np.concatenate(by_name)))
+    assert first is not None
+    if not 0 <= document < first.num_samples:
+        raise ConfigError(f"--document {document}: {first.folder} has samples 0 to {first.num_samples - 1}")
+    _print_snippet(console, first.sample(document, [TOKENS])[TOKENS], document, tokenizer)
+
+
+def _by_domain(store: TokenStore) -> tuple[list[str], list[np.ndarray]]:
+    """Names of the domains, and lengths of the documents of each; one without a name where the store has none."""
+    import numpy as np
+
+    lengths = np.diff(store.offsets)
+    if store.domains is None:
+        return [""], [lengths]
+    return store.meta.domains, [lengths[store.domains == number] for number in range(len(store.meta.domains))]
+
+
+def _concatenated(parts: Sequence[np.ndarray]) -> np.ndarray:
+    import numpy as np
+
+    return np.concatenate(parts)
+
+
+def _domain_table(names: Sequence[str], lengths: Sequence[np.ndarray]) -> Table | None:
+    """Documents and lengths of each domain; None where no domain has a name."""
+    import numpy as np
+    from rich.table import Table
+
+    if not any(names):
+        return None
+    table = Table(title="by domain, lengths in tokens", title_justify="left", title_style="")
+    table.add_column("domain", overflow="fold")
+    for heading in ("documents", "tokens", "share", "median", "90 %", "longest"):
+        table.add_column(heading, justify="right")
+    total = sum(int(part.sum()) for part in lengths)
+    for name, part in sorted(zip(names, lengths, strict=True), key=lambda pair: -int(pair[1].sum())):
+        median, high = np.quantile(part, (0.5, 0.9)).astype(int) if part.size else (0, 0)
+        longest = int(part.max()) if part.size else 0
+        numbers = (f"{part.size:,}", f"{part.sum():,}", f"{part.sum() / total:.1%}", f"{median:,}", f"{high:,}", f"{longest:,}")
+        table.add_row(name or "(none)", *numbers)
+    return table
 
 
 @contextmanager
@@ -163,12 +332,11 @@ def _counts(progress: Progress) -> str:
     return f"{progress.documents:,} documents, {progress.tokens:,} tokens" if progress.tokens else ""
 
 
-def _length_table(store: TokenStore) -> Table:
+def _length_table(lengths: np.ndarray) -> Table:
     """Documents and tokens by length of document, in powers of four."""
     import numpy as np
     from rich.table import Table
 
-    lengths = np.diff(store.offsets)
     low, median, high = np.quantile(lengths, (0.1, 0.5, 0.9)).astype(int)
     table = Table(
         title=f"lengths: 10 % up to {low:,}, half up to {median:,}, 90 % up to {high:,}, longest {lengths.max():,} tokens",
@@ -182,18 +350,20 @@ def _length_table(store: TokenStore) -> Table:
     for low, high in pairwise(bounds):
         inside = lengths[(lengths >= low) & (lengths < high)]
         if inside.size:
-            share = inside.sum() / store.meta.num_tokens
+            share = inside.sum() / lengths.sum()
             table.add_row(f"{low:,} to {high - 1:,}", f"{inside.size:,}", f"{share:.1%}", "█" * round(30 * share))
     return table
 
 
-def _print_snippet(console: Console, store: TokenStore, number: int) -> None:
+def _print_snippet(console: Console, ids: np.ndarray, number: int, tokenizer: Tokenizer | Callable[[], Tokenizer] | None) -> None:
     from mtrain_cli.config.schema import ConfigError
 
-    ids = store.document(number)
+    if tokenizer is None:
+        console.print(f"document {number} ({ids.size:,} tokens) begins with ids {', '.join(map(str, ids[:12]))}; --tokenizer shows text")
+        return
     console.print(f"document {number} ({ids.size:,} tokens) begins:")
     try:
-        text = store.open_tokenizer().decode(ids[:_SNIPPET])
+        text = (tokenizer() if callable(tokenizer) else tokenizer).decode(ids[:_SNIPPET])
     except ConfigError as error:
         console.print(f"  (not shown: {error})", markup=False)
         return

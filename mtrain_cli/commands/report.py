@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -88,6 +89,7 @@ def _document(source: Source) -> dict[str, Any]:
         "environment": source.facts,
         "cases": [case.to_json() for case in source.cases],
         **({"training": [json.loads(m.to_json()) for m in source.metrics]} if source.metrics else {}),
+        **({"evaluations": [asdict(evaluation) for evaluation in source.evaluations]} if source.evaluations else {}),
         **({"recorded": source.shipped} if source.shipped is not None else {}),
     }
 

@@ -179,6 +179,12 @@ def _composed(groups: Groups, choices: Mapping[str, str], values: Mapping[str, A
     try:
         with _own_hydra(own), initialize_config_dir(str(shipped), version_base="1.3", job_name="mtrain"):
             composed = hydra_compose(TOP.removesuffix(".yaml"), overrides=words)
+            named = [group for group in choices if group != "recipe"]
+            if named and choices.get("recipe", "none") != "none":
+                # A group from the command line takes the place of all that a recipe says of it: half of each would be neither.
+                own_way = hydra_compose(TOP.removesuffix(".yaml"), overrides=[word for word in words if not word.startswith("recipe=")])
+                for group in named:
+                    OmegaConf.update(composed, group, own_way[group], merge=False, force_add=True)
         tree: Any = OmegaConf.to_container(composed, resolve=False)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{' '.join(words) or TOP}: cannot be composed: {_one_line(error)}") from error

@@ -27,12 +27,13 @@ _SKIPPED_PREFIXES = ("_sysconfigdata", "config-", "sitecustomize")
 @dataclass(frozen=True)
 class Document:
     """One document. ``pieces`` joined give its text; ``record`` counts the unit's records up to and with this one, empty ones included;
-    ``end`` is how many of the unit's bytes are behind once it is read (for progress)."""
+    ``end`` is how many of the unit's bytes are behind once it is read (for progress); ``domain`` is empty where none is known."""
 
     name: str
     pieces: Iterable[str]
     record: int
     end: int
+    domain: str = ""
 
 
 @dataclass(frozen=True)

@@ -95,8 +95,8 @@ class PackedDataset:
             self._starts = np.zeros(store.meta.num_documents + 1, np.int64)
             np.cumsum(np.diff(store.offsets)[self._order], out=self._starts[1:])
         whole, rest = divmod(self.num_tokens, seq)
-        self._sequences = whole + (rest >= max(2, _LEAST_FILLED * seq))
-        self._length = self._sequences - held_out
+        self.sequences = whole + (rest >= max(2, _LEAST_FILLED * seq))
+        self._length = self.sequences - held_out
 
     def __len__(self) -> int:
         return self._length
@@ -110,7 +110,7 @@ class PackedDataset:
     @property
     def held_out(self) -> list[Sample]:
         """The sequences behind the last, which are never trained on."""
-        return [self._sample(index) for index in range(self._length, self._sequences)]
+        return [self._sample(index) for index in range(self._length, self.sequences)]
 
     def sampler(self, seed: int) -> Sampler:
         """The order of a run: each pass another permutation."""
@@ -139,9 +139,9 @@ class PackedDataset:
     def describe(self) -> str:
         """One line: source, documents, tokens, tokenizer, sequences, and where the tokens lie."""
         meta = self._store.meta
-        rest = self.num_tokens - self._sequences * self.seq
+        rest = self.num_tokens - self.sequences * self.seq
         tail = f", {rest:,} tokens left out" if rest > 0 else f", the last one with {-rest:,} tokens of padding" if rest < 0 else ""
-        held = f", {self._sequences - self._length} more held out" if self._sequences > self._length else ""
+        held = f", {self.sequences - self._length} more held out" if self.sequences > self._length else ""
         return (
             f"{meta.source}: {_counted(meta.num_documents, 'document')}, {self.num_tokens:,} tokens "
             f"({meta.tokenizer}, vocabulary {f'{meta.vocab_size:,}' if meta.vocab_size else 'unknown'}), "
@@ -224,9 +224,9 @@ def _part(config: Config, data: DataConfig, origin: str, held_out: int) -> Packe
         store, config.seq, seed=config.seed, shuffle=data.shuffle, document_mask=data.document_mask, where=where,
         vocab_size=config.model.vocab_size, held_out=held_out,
     )  # fmt: skip
-    if len(dataset) < 1:
+    if dataset.sequences <= held_out:
         raise ConfigError(
-            f"data.eval_sequences={config.data.eval_sequences}: {origin} has {len(dataset) + held_out} sequences of {config.seq:,} in all, "
+            f"data.eval_sequences={config.data.eval_sequences}: {origin} has {dataset.sequences} sequences of {config.seq:,} in all, "
             "and none would be left to train on; give fewer, a smaller seq or a longer corpus"
         )
     if not store.meta.vocab_size:

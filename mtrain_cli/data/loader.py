@@ -12,7 +12,6 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.dataset import Dataset, Sample
 from mtrain_cli.data.sampler import Sampler
 
-
 Made = TypeVar("Made")
 
 

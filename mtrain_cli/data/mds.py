@@ -47,6 +47,11 @@ class Encoding:
     shape: tuple[int, ...] | None = None
 
     @property
+    def known(self) -> bool:
+        """Whether values can be read."""
+        return self.kind == "ndarray" or self.kind in _PLAIN
+
+    @property
     def size(self) -> int | None:
         if self.kind == "ndarray":
             return None if self.dtype is None or self.shape is None else int(np.prod(self.shape)) * self.dtype.itemsize
@@ -62,7 +67,8 @@ class Encoding:
         if self.kind == "bytes":
             return content
         text = content.decode("utf-8")
-        return {"str": str, "json": json.loads, "str_int": int, "str_float": float}[self.kind](text)
+        readers: dict[str, Callable[[str], Any]] = {"str": str, "json": json.loads, "str_int": int, "str_float": float}
+        return readers[self.kind](text)
 
     def _array(self, raw: np.ndarray) -> np.ndarray:
         dtype, shape, start = self.dtype, self.shape, 0
@@ -104,7 +110,7 @@ class MdsFolder:
         if not alike:
             raise ConfigError(f"{self.origin}: {INDEX} lists shards with different columns; put them into folders of their own")
         self.encodings = dict(zip(names, encodings, strict=True))
-        self.columns = {name: self._encoding(name, text) for name, text in self.encodings.items()}
+        self.columns = {name: _encoding(text) for name, text in self.encodings.items()}
         self.starts = np.cumsum([0, *(shard.samples for shard in self.shards)])
         self.identity = hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()
         self._variable = [name for name, encoding in self.columns.items() if encoding.size is None]
@@ -134,9 +140,9 @@ class MdsFolder:
                     raise ValueError("it ends behind its sample")
                 found[name] = self.columns[name].decode(raw[int(begin[0]) : int(end[0])])
             except (ValueError, IndexError, TypeError) as error:
-                file = self.shards[shard].name
+                file, why = self.shards[shard].name, " ".join(str(error).split())
                 raise ConfigError(
-                    f"{self.origin}: {file} is corrupt: sample {place}, column {name} ({self.encodings[name]}): {' '.join(str(error).split())}"
+                    f"{self.origin}: {file} is corrupt: sample {place}, column {name} ({self.encodings[name]}): {why}"
                 ) from None
         return found
 
@@ -156,7 +162,7 @@ class MdsFolder:
         payload = end - start - 1 - (head >> 2) * (1 << (head & 3))
         if itemsize == 0 or np.any(head >> 2 != 1) or np.any(payload < 0) or np.any(payload % itemsize) or np.any(end > offsets[1:]):
             raise ConfigError(
-                f"{self.origin}: {self.shards[shard].name} is corrupt: column {name} ({self.encodings[name]}) holds no rows of numbers of one dtype"
+                f"{self.origin}: {self.shards[shard].name} is corrupt: column {name} ({self.encodings[name]}) holds no rows of one dtype"
             )
         return payload // itemsize
 
@@ -264,19 +270,20 @@ class MdsFolder:
             raise ConfigError(f"{self.origin}: {INDEX} lists no shards")
         return content
 
-    def _encoding(self, name: str, text: str) -> Encoding:
-        kind, *details = str(text).split(":")
-        try:
-            if kind == "ndarray" and len(details) <= 2:
-                dtype = np.dtype(details[0]).newbyteorder("<") if details else None
-                if dtype is None or dtype.name in _SCALARS:
-                    return Encoding(kind, dtype, tuple(map(int, details[1].split(","))) if len(details) == 2 else None)
-            if not details and kind in _PLAIN:
-                return Encoding(kind)
-        except (TypeError, ValueError):
-            pass
-        # A column that nobody asks for may be of any kind, as long as its size stands in the sample.
-        return Encoding(str(text))
+
+def _encoding(text: str) -> Encoding:
+    kind, *details = str(text).split(":")
+    try:
+        if kind == "ndarray" and len(details) <= 2:
+            dtype = np.dtype(details[0]).newbyteorder("<") if details else None
+            if dtype is None or dtype.name in _SCALARS:
+                return Encoding(kind, dtype, tuple(map(int, details[1].split(","))) if len(details) == 2 else None)
+        if not details and kind in _PLAIN:
+            return Encoding(kind)
+    except (TypeError, ValueError):
+        pass
+    # A column that nobody asks for may be of any kind, as long as its size stands in the sample.
+    return Encoding(str(text))
 
 
 def _shard(entry: dict[str, Any]) -> Shard:

@@ -47,12 +47,16 @@ def parse_mix(mix: Mapping[str, float] | str) -> dict[str, float]:
         content = mix
     if not isinstance(content, Mapping) or not content:
         raise ConfigError(f"{origin}: expected weights by name, such as {{code: 0.3, book: 0.7}}")
+    weights = {}
     for name, weight in content.items():
-        number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not number or not math.isfinite(weight) or weight <= 0:
+        try:
+            weights[str(name)] = float(weight)  # YAML 1.1 takes 1e-3 for text
+        except (TypeError, ValueError):
+            weights[str(name)] = math.nan
+        if not 0 < weights[str(name)] < math.inf:
             raise ConfigError(f"{origin}: the weight of {name} is {weight}; expected a number above 0 (leave out what is not wanted)")
-    total = sum(content.values())
-    weights = {str(name): float(weight) / total for name, weight in content.items()}
+    total = sum(weights.values())
+    weights = {name: weight / total for name, weight in weights.items()}
     small = [name for name, weight in weights.items() if weight < 1e-6]
     if small:
         raise ConfigError(f"{origin}: the weight of {small[0]} is below a millionth of all; leave it out")

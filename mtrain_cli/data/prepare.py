@@ -13,13 +13,15 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.corpora import Corpus, Document
+from mtrain_cli.data.filters import EVERYTHING, Filters
 from mtrain_cli.data.permutation import mix64
-from mtrain_cli.data.store import DOCUMENTS, META, TOKENIZER, TOKENS, StoreMeta, StoreWriter, TokenStore, journal_sizes, write_json
+from mtrain_cli.data.store import DOCUMENTS, DOMAINS, META, TOKENIZER, TOKENS, StoreMeta, StoreWriter, TokenStore, journal_sizes, write_json
 from mtrain_cli.data.tokenizers import SMALLEST_BPE, FileTokenizer, Tokenizer, open_tokenizer, train_bpe
 from mtrain_cli.launch.failures import write_failure
 
@@ -61,22 +63,24 @@ class _Journal:
     read: int = 0
     tokens: int = 0
     documents: int = 0
+    domains: list[str] = field(default_factory=list)
+    left_out: dict[str, int] = field(default_factory=dict)
 
 
 def tokenise(corpus: Corpus, tokenizer: Tokenizer, writer: StoreWriter, start: Position = Position()) -> Iterator[Position]:
     """Write the documents of ``corpus`` from ``start`` on and yield, batch by batch, the position behind the last complete one."""
     base = sum(unit.size for unit in corpus.units[: start.unit])
     pieces: list[str] = []
-    ends: list[tuple[int, Position]] = []  # so many pieces end a document, which reaches that position
+    ends: list[tuple[int, Position, str]] = []  # so many pieces end a document, which reaches that position and is of that domain
     position, characters = start, 0
 
     def flush() -> Position:
         written = 0
         encoded = tokenizer.encode(pieces)
-        for count, _ in ends:
+        for count, _, domain in ends:
             for ids in encoded[written:count]:
                 writer.append(ids)
-            writer.end_document()
+            writer.end_document(domain)
             written = count
         for ids in encoded[written:]:
             writer.append(ids)
@@ -88,14 +92,17 @@ def tokenise(corpus: Corpus, tokenizer: Tokenizer, writer: StoreWriter, start: P
 
     for number, unit in enumerate(corpus.units[start.unit :], start.unit):
         for document in unit.documents(start.record if number == start.unit else 0):
-            for piece in _encodable(document, tokenizer):
+            for piece in _encodable(document, tokenizer, writer):
                 pieces.append(piece)
                 characters += len(piece)
                 if characters >= _BATCH_CHARACTERS or len(pieces) >= _BATCH_PIECES:
                     position = flush()
                     characters = 0
                     yield position
-            ends.append((len(pieces), Position(number, document.record, base + document.end)))
+            ends.append((len(pieces), Position(number, document.record, base + document.end), document.domain))
+            if len(ends) >= _BATCH_PIECES:
+                position, characters = flush(), 0
+                yield position
         base += unit.size
     yield flush()
 
@@ -106,6 +113,7 @@ def prepare_store(
     tokenizer: str,
     vocab_size: int | None,
     report: Callable[[Progress], None],
+    filters: Filters = EVERYTHING,
 ) -> TokenStore:
     """Tokenise ``corpus`` into the folder ``out``; go on where an interrupted call with the same arguments stopped.
 
@@ -119,7 +127,7 @@ def prepare_store(
     bpe_size = DEFAULT_BPE_VOCABULARY if vocab_size is None else vocab_size
     if bpe_size < SMALLEST_BPE:
         raise ConfigError(f"--vocab-size {bpe_size}: a byte-level BPE needs at least {SMALLEST_BPE} ids")
-    recipe = {"corpus": corpus.signature, "tokenizer": chosen.identity if chosen else f"bpe {bpe_size}"}
+    recipe = {"corpus": corpus.signature, "tokenizer": chosen.identity if chosen else f"bpe {bpe_size}", **filters.recipe}
     out = Path(os.path.abspath(out.expanduser()))
     if store := _finished(out, recipe):
         return store
@@ -135,7 +143,7 @@ def prepare_store(
                 opened = chosen or _trained(corpus, bpe_size, partial, report)
                 if isinstance(chosen, FileTokenizer):
                     (partial / TOKENIZER).write_bytes(chosen.content)
-                _fill(corpus, opened, partial, journal, report)
+                _fill(corpus, opened, partial, journal, filters, report)
             except ConfigError:
                 if _read_journal(partial).documents == 0:
                     shutil.rmtree(partial)
@@ -150,11 +158,24 @@ def prepare_store(
     return TokenStore.open(out)
 
 
-def _encodable(document: Document, tokenizer: Tokenizer) -> Iterator[str]:
-    """Pieces that may be encoded one by one; non-empty."""
+def _encodable(document: Document, tokenizer: Tokenizer, writer: StoreWriter) -> Iterator[str]:
+    """Pieces that may be encoded one by one; non-empty. None of a document that the filters refuse by its domain or text."""
+    filters = writer.filters
+    if filters.domains and document.domain not in filters.domains:
+        writer.leave_out("of another domain")
+        return
+    pieces = iter(document.pieces)
+    if filters.min_chars:
+        held: list[str] = []
+        while sum(map(len, held)) < filters.min_chars and (piece := next(pieces, None)) is not None:
+            held.append(piece)
+        if sum(map(len, held)) < filters.min_chars:
+            writer.leave_out("shorter than --min-chars")
+            return
+        pieces = chain(held, pieces)
     if tokenizer.exact_pieces:
-        yield from document.pieces
-    elif text := "".join(document.pieces):
+        yield from pieces
+    elif text := "".join(pieces):
         yield text
 
 
@@ -205,28 +226,37 @@ def _begin(partial: Path, recipe: dict[str, str]) -> _Journal:
     return journal
 
 
-def _fill(corpus: Corpus, tokenizer: Tokenizer, partial: Path, journal: _Journal, report: Callable[[Progress], None]) -> None:
+def _fill(
+    corpus: Corpus, tokenizer: Tokenizer, partial: Path, journal: _Journal, filters: Filters, report: Callable[[Progress], None]
+) -> None:
     """Write the arrays from where ``journal`` stands to the end, and the meta."""
-    sizes = journal_sizes(journal.tokens, journal.documents, tokenizer) if journal.documents else (0, 0)
-    for name, size in zip((TOKENS, DOCUMENTS), sizes, strict=True):
+    sizes = journal_sizes(journal.tokens, journal.documents, tokenizer) if journal.documents else (0, 0, 0)
+    for name, size in zip((TOKENS, DOCUMENTS, DOMAINS), sizes, strict=True):
         path = partial / name
         path.touch()
         if path.stat().st_size < size:
             raise ConfigError(f"{partial}: {name} is shorter than its {_JOURNAL} says; delete the folder to start again")
         os.truncate(path, size)
     start = Position(journal.unit, journal.record, journal.read)
-    with (partial / TOKENS).open("ab") as tokens, (partial / DOCUMENTS).open("ab") as offsets:
-        writer = StoreWriter(tokens, offsets, tokenizer, journal.tokens, journal.documents)
+    with (partial / TOKENS).open("ab") as tokens, (partial / DOCUMENTS).open("ab") as offsets, (partial / DOMAINS).open("ab") as labels:
+        writer = StoreWriter(
+            tokens, offsets, tokenizer, journal.tokens, journal.documents,
+            labels=labels, domains=journal.domains, filters=filters, left_out=journal.left_out,
+        )  # fmt: skip
         committed_tokens, committed_at = journal.tokens, time.monotonic()
         for position in tokenise(corpus, tokenizer, writer, start):
             report(Progress("tokenising", position.read, corpus.size, writer.num_tokens, writer.num_documents))
             if writer.num_tokens - committed_tokens >= _COMMIT_TOKENS or time.monotonic() - committed_at >= _COMMIT_SECONDS:
                 writer.sync()
-                reached = _Journal(journal.recipe, **asdict(position), tokens=writer.num_tokens, documents=writer.num_documents)
+                reached = _Journal(
+                    journal.recipe, **asdict(position), tokens=writer.num_tokens, documents=writer.num_documents,
+                    domains=writer.domains, left_out=writer.left_out,
+                )  # fmt: skip
                 write_json(partial / _JOURNAL, asdict(reached))
                 committed_tokens, committed_at = writer.num_tokens, time.monotonic()
         if writer.num_documents == 0:
-            raise ConfigError(f"{corpus.origin}: holds no text")
+            refused = ", ".join(f"{count:,} {reason}" for reason, count in writer.left_out.items())
+            raise ConfigError(f"{corpus.origin}: holds no text" + (f" that the filters keep: {refused}" if refused else ""))
         report(Progress("checking", corpus.size, corpus.size, writer.num_tokens, writer.num_documents))
         writer.finish(partial, corpus.description, journal.recipe)
 

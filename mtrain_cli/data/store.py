@@ -2,6 +2,7 @@
 
 ``tokens.bin``     ids of all documents end to end, little-endian uint16, or uint32 for vocabularies above 65,536
 ``documents.bin``  little-endian int64[num_documents + 1]: document d is tokens[offsets[d] : offsets[d + 1]], never empty
+``domains.bin``    uint16[num_documents], the domain of each by its number in the meta; only where the corpus has domains
 ``meta.json``      a ``StoreMeta``; written last, so a folder without it is no store
 ``tokenizer.json`` the tokenizer, unless it is the byte tokenizer
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import BinaryIO
@@ -18,10 +20,12 @@ from typing import BinaryIO
 import numpy as np
 
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.data.filters import EVERYTHING, Filters
 from mtrain_cli.data.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
 
 VERSION = 1
-TOKENS, DOCUMENTS, META, TOKENIZER = "tokens.bin", "documents.bin", "meta.json", "tokenizer.json"
+TOKENS, DOCUMENTS, DOMAINS, META, TOKENIZER = "tokens.bin", "documents.bin", "domains.bin", "meta.json", "tokenizer.json"
+_DOMAIN: np.dtype = np.dtype("<u2")
 _OFFSET: np.dtype = np.dtype("<i8")
 _DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _HASHED_AT_ONCE = 1 << 24
@@ -29,7 +33,9 @@ _HASHED_AT_ONCE = 1 << 24
 
 @dataclass(frozen=True)
 class StoreMeta:
-    """What a store says of itself. ``sha256`` is over tokens.bin, then documents.bin; ``recipe`` tells two ways of making a store apart."""
+    """What a store says of itself. ``sha256`` is over tokens.bin, then documents.bin; ``recipe`` tells two ways of making a store apart.
+    ``domains``: names by number; ``left_out``: how many documents the filters kept out, by reason. Stores of earlier versions have neither.
+    """
 
     version: int
     dtype: str
@@ -42,6 +48,8 @@ class StoreMeta:
     sha256: str
     source: str
     recipe: dict[str, str] = field(default_factory=dict)
+    domains: list[str] = field(default_factory=list)
+    left_out: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: Path, origin: str) -> StoreMeta:
@@ -57,6 +65,7 @@ class StoreMeta:
         if not isinstance(content, dict) or content.get("version") != VERSION:
             found = content.get("version") if isinstance(content, dict) else None
             raise ConfigError(f"{origin}: {META} has version {found}, this mtrain reads version {VERSION}; prepare the store again")
+        content = {"domains": [], "left_out": {}, **content}
         missing = [known.name for known in fields(cls) if known.name not in content]
         if missing:
             raise ConfigError(f"{origin}: {META} lacks {', '.join(missing)}; prepare the store again")
@@ -90,6 +99,7 @@ class TokenStore:
     tokens: np.ndarray
     offsets: np.ndarray
     folder: Path | None = None
+    domains: np.ndarray | None = None
 
     @classmethod
     def open(cls, path: str | Path, origin: str | None = None) -> TokenStore:
@@ -108,7 +118,12 @@ class TokenStore:
             raise ConfigError(
                 f"{origin}: {DOCUMENTS} is corrupt, its offsets do not rise from 0 to {meta.num_tokens}; prepare the store again"
             )
-        return cls(meta, tokens, offsets, folder)
+        domains = None
+        if meta.domains:
+            domains = _map(folder / DOMAINS, _DOMAIN, meta.num_documents, origin)
+            if int(domains.max()) >= len(meta.domains):
+                raise ConfigError(f"{origin}: {DOMAINS} is corrupt, it has domains that {META} does not name; prepare the store again")
+        return cls(meta, tokens, offsets, folder, domains)
 
     def read(self, unit: int, start: int, stop: int) -> Stretch:
         """Tokens start..stop-1 of document ``unit``."""
@@ -139,31 +154,87 @@ class StoreWriter:
     What is appended reaches the files with the next ``flush``, so that many small documents cost one write.
     """
 
-    def __init__(self, tokens: BinaryIO, offsets: BinaryIO, tokenizer: Tokenizer, num_tokens: int = 0, num_documents: int = 0) -> None:
+    def __init__(
+        self,
+        tokens: BinaryIO,
+        offsets: BinaryIO,
+        tokenizer: Tokenizer,
+        num_tokens: int = 0,
+        num_documents: int = 0,
+        *,
+        labels: BinaryIO | None = None,
+        domains: Sequence[str] = (),
+        filters: Filters = EVERYTHING,
+        left_out: Mapping[str, int] | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
         self.dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
         self.num_tokens = num_tokens
         self.num_documents = num_documents
-        self._tokens, self._offsets = tokens, offsets
+        self.filters = filters
+        self.domains = list(domains)
+        self.left_out = dict(left_out or {})
+        self._tokens, self._offsets, self._labels = tokens, offsets, labels
         self._end = np.array([] if tokenizer.eos is None else [tokenizer.eos], _DTYPES[self.dtype])
-        self._open_document = 0
+        self._open_document = self._flushed = 0  # tokens of the document that is written, and how many of them are in the file
+        self._too_long = False
+        self._begin = 0  # of the open document among the pending arrays
         self._pending_tokens: list[np.ndarray] = []
         self._pending_offsets: list[int] = [] if num_documents else [0]
+        self._pending_labels: list[int] = []
 
     def append(self, ids: np.ndarray) -> None:
         """Add ids[N] to the document that is being written."""
+        limit = self.filters.max_tokens
+        if limit and self._open_document + ids.size > limit:
+            self._too_long = True
+            ids = ids[: limit - self._open_document]
         self._pending_tokens.append(ids)
         self._open_document += ids.size
 
-    def end_document(self) -> None:
-        """Close the document with the tokenizer's end token. One without any text leaves no trace."""
-        if self._open_document == 0:
-            return
-        self.append(self._end)
+    def end_document(self, domain: str = "") -> None:
+        """Close the document with the tokenizer's end token. One without any text, or that the filters refuse, leaves no trace."""
+        filters = self.filters
+        if self._open_document:
+            too_long = self._too_long or 0 < filters.max_tokens < self._open_document + self._end.size
+            if too_long and not filters.truncate:
+                self._drop("longer than --max-tokens")
+            else:
+                if not too_long:
+                    self._pending_tokens.append(self._end)
+                    self._open_document += self._end.size
+                if self._open_document < filters.min_tokens:
+                    self._drop("shorter than --min-tokens")
+                else:
+                    self._keep(domain)
+        self._open_document = self._flushed = 0
+        self._too_long = False
+        self._begin = len(self._pending_tokens)
+
+    def leave_out(self, reason: str) -> None:
+        """Count a document that was refused."""
+        self.left_out[reason] = self.left_out.get(reason, 0) + 1
+
+    def _keep(self, domain: str) -> None:
         self.num_tokens += self._open_document
         self.num_documents += 1
-        self._open_document = 0
         self._pending_offsets.append(self.num_tokens)
+        if self._labels is not None:
+            if domain not in self.domains:
+                if len(self.domains) >= 1 << 16:
+                    raise ConfigError(
+                        f"the corpus has more than {1 << 16:,} domains; leave the key or column domain out, or have fewer folders"
+                    )
+                self.domains.append(domain)
+            self._pending_labels.append(self.domains.index(domain))
+
+    def _drop(self, reason: str) -> None:
+        del self._pending_tokens[self._begin :]
+        if self._flushed:
+            self._tokens.flush()
+            self._tokens.truncate(self.num_tokens * _DTYPES[self.dtype].itemsize)
+            self._tokens.seek(0, os.SEEK_END)
+        self.leave_out(reason)
 
     def flush(self) -> None:
         """Hand everything that was appended to the files."""
@@ -172,13 +243,17 @@ class StoreWriter:
             assert ids.size == 0 or (ids.min() >= 0 and ids.max() < self.tokenizer.vocab_size)
             self._tokens.write(ids.astype(_DTYPES[self.dtype], copy=False).data)
         self._offsets.write(np.array(self._pending_offsets, _OFFSET).data)
+        if self._labels is not None:
+            self._labels.write(np.array(self._pending_labels, _DOMAIN).data)
+        self._flushed, self._begin = self._open_document, 0
         self._pending_tokens.clear()
         self._pending_offsets.clear()
+        self._pending_labels.clear()
 
     def sync(self) -> None:
         """Push everything to the disk."""
         self.flush()
-        for file in (self._tokens, self._offsets):
+        for file in (self._tokens, self._offsets, *([self._labels] if self._labels is not None else [])):
             file.flush()
             os.fsync(file.fileno())
 
@@ -198,6 +273,8 @@ class StoreWriter:
             sha256=_sha256(tokens, offsets),
             source=source,
             recipe=recipe,
+            domains=self.domains if any(self.domains) else [],
+            left_out=self.left_out,
         )
 
     def from_memory(self, tokens: memoryview, offsets: memoryview, source: str) -> TokenStore:
@@ -210,13 +287,16 @@ class StoreWriter:
         self.sync()
         tokens = _map(folder / TOKENS, _DTYPES[self.dtype], self.num_tokens, str(folder))
         offsets = _map(folder / DOCUMENTS, _OFFSET, self.num_documents + 1, str(folder))
-        self.meta(source, recipe, tokens, offsets).write(folder)
+        meta = self.meta(source, recipe, tokens, offsets)
+        if not meta.domains:
+            (folder / DOMAINS).unlink(missing_ok=True)
+        meta.write(folder)
 
 
-def journal_sizes(num_tokens: int, num_documents: int, tokenizer: Tokenizer) -> tuple[int, int]:
-    """Bytes of tokens.bin and documents.bin that hold so many tokens and documents."""
+def journal_sizes(num_tokens: int, num_documents: int, tokenizer: Tokenizer) -> tuple[int, int, int]:
+    """Bytes of tokens.bin, documents.bin and domains.bin that hold so many tokens and documents."""
     dtype = _DTYPES["uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"]
-    return num_tokens * dtype.itemsize, (num_documents + 1) * _OFFSET.itemsize
+    return num_tokens * dtype.itemsize, (num_documents + 1) * _OFFSET.itemsize, num_documents * _DOMAIN.itemsize
 
 
 def write_json(path: Path, content: dict) -> None:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -20,6 +21,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.corpora import Corpus, Document, Unit, split_text
 
 _BLOCK = 1 << 22  # bytes of a plain file that are read at once
+DOMAIN = "domain"  # key or column that names a record's domain; else that is the first folder on the way to its file
 _ROWS = 1024  # parquet rows that are turned into Python strings at once
 
 
@@ -68,7 +70,8 @@ def text_corpus(path: str, text_key: str, path_option: str = "data.path", key_op
         digest.update(f"{name}\0{found.st_size}\0{found.st_mtime_ns}\0".encode("utf-8", "surrogateescape"))
         reader = READERS[file.suffix.lower()]
         label = origin if file == root else f"{origin}: {file}"
-        units.append(Unit(name, found.st_size, partial(_guarded, reader, file, label, key)))
+        domain = name.partition("/")[0] if "/" in name else ""
+        units.append(Unit(name, found.st_size, partial(_guarded, reader, file, label, key, domain)))
     return Corpus(str(path), origin, digest.hexdigest(), tuple(units))
 
 
@@ -87,10 +90,13 @@ def _within(file: Path, root: Path) -> str:
     return "" if file == root else f" as {file}"
 
 
-def _guarded(reader: Reader, path: Path, label: str, key: TextKey, skip: int) -> Iterator[Document]:
-    """The documents of ``reader``, with the errors of the file system as one line that begins with ``label``."""
+def _guarded(reader: Reader, path: Path, label: str, key: TextKey, domain: str, skip: int) -> Iterator[Document]:
+    """The documents of ``reader``, with the errors of the file system as one line that begins with ``label``; of ``domain`` unless they
+    name one themselves.
+    """
     try:
-        yield from reader(path, label, key, skip)
+        for document in reader(path, label, key, skip):
+            yield document if document.domain or not domain else replace(document, domain=domain)
     except OSError as error:
         raise ConfigError(f"{label}: cannot be read ({error.strerror or _one_line(error)})") from None
 
@@ -139,7 +145,7 @@ def _jsonl(path: Path, label: str, key: TextKey, skip: int) -> Iterator[Document
             if key.name not in record:
                 raise key.missing(f"{path} line {number}", record)
             pieces = _text_pieces(record[key.name], key, f"{path} line {number}")
-            yield Document(f"{path.name}:{number}", pieces, record=number, end=end)
+            yield Document(f"{path.name}:{number}", pieces, record=number, end=end, domain=_domain(record.get(DOMAIN)))
 
 
 def _parquet(path: Path, label: str, key: TextKey, skip: int) -> Iterator[Document]:
@@ -154,22 +160,29 @@ def _parquet(path: Path, label: str, key: TextKey, skip: int) -> Iterator[Docume
         with pyarrow.parquet.ParquetFile(path) as file:
             if key.name not in file.schema_arrow.names:
                 raise key.missing(str(path), file.schema_arrow.names)
+            columns = [key.name, *([DOMAIN] if DOMAIN in file.schema_arrow.names and key.name != DOMAIN else [])]
             rows = max(1, file.metadata.num_rows)
             for group in range(file.num_row_groups):
                 in_group = file.metadata.row_group(group).num_rows
                 if row + in_group <= skip:
                     row += in_group
                     continue
-                for batch in file.iter_batches(_ROWS, row_groups=[group], columns=[key.name]):
-                    for text in batch.column(0).to_pylist():
+                for batch in file.iter_batches(_ROWS, row_groups=[group], columns=columns):
+                    texts = batch.column(key.name).to_pylist()
+                    domains = batch.column(DOMAIN).to_pylist() if len(columns) == 2 else [""] * len(texts)
+                    for text, domain in zip(texts, domains, strict=True):
                         row += 1
                         if row > skip:
                             pieces = _text_pieces(text, key, f"{path} row {row}")
-                            yield Document(f"{path.name}:{row}", pieces, record=row, end=size * row // rows)
+                            yield Document(f"{path.name}:{row}", pieces, row, size * row // rows, _domain(domain))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{label}: not UTF-8 text in the {_ROWS} rows behind row {row} (byte {error.object[error.start]:#04x})") from None
     except pyarrow.ArrowException as error:
         raise ConfigError(f"{label}: not a readable parquet file ({_one_line(error)})") from None
+
+
+def _domain(value: Any) -> str:
+    return value if isinstance(value, str) else ""
 
 
 def _text_pieces(text: Any, key: TextKey, place: str) -> Iterable[str]:

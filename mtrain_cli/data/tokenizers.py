@@ -62,6 +62,10 @@ class ByteTokenizer:
         ids = np.asarray(ids)
         return ids[ids < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
+    def decode_batch(self, documents: Sequence[np.ndarray]) -> list[str]:
+        """Text of each of ``documents``."""
+        return [self.decode(ids) for ids in documents]
+
 
 class FileTokenizer:
     """A Hugging Face ``tokenizer.json``, run by the ``tokenizers`` package."""
@@ -91,8 +95,18 @@ class FileTokenizer:
         """Text of ids[N], special tokens shown by name."""
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
+    def decode_batch(self, documents: Sequence[np.ndarray]) -> list[str]:
+        """Text of each of ``documents`` without special tokens, on all cores. ConfigError for ids that the vocabulary lacks."""
+        for ids in documents:
+            if ids.size and (int(ids.max()) >= self.vocab_size or int(ids.min()) < 0):
+                token = int(ids.max()) if int(ids.max()) >= self.vocab_size else int(ids.min())
+                raise ConfigError(
+                    f"--from-tokenizer: token {token} is none of the {self.vocab_size:,} ids of {self.name}; give the right one"
+                )
+        return self._tokenizer.decode_batch([ids.tolist() for ids in documents], skip_special_tokens=True)
 
-def open_tokenizer(choice: str, option: str = "data.tokenizer") -> Tokenizer:
+
+def open_tokenizer(choice: str, option: str = "data.tokenizer") -> ByteTokenizer | FileTokenizer:
     """The tokenizer that the user chose: ``bytes``, a tokenizer.json, or a folder that holds one.
 
     ``option`` is the name under which the choice was given, for error messages.

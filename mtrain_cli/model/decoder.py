@@ -22,6 +22,7 @@ from mtrain_cli.model.feed_forward import feed_forward
 from mtrain_cli.model.loss import with_z_loss
 from mtrain_cli.model.rope import Rotation, attention_factor, inverse_frequencies, rotate, rotation
 from mtrain_cli.model.tiling import tile_rows
+from mtrain_cli.model.token_losses import token_losses
 from mtrain_cli.parallel.offload import Offload
 
 Attend = Callable[[Tensor, Tensor, Tensor, int], Tensor]
@@ -238,6 +239,13 @@ class Decoder(nn.Module):
         for layer in self.layers:
             x_BNC = layer(x_BNC, rope, attend)
         return self.norm(x_BNC)
+
+    def token_losses(self, tokens_BN: Tensor, positions_BN: Tensor, labels_BN: Tensor, attend: Attend) -> Tensor:
+        """The loss of every token, ``[B, N]``, 0 where the label is -100; without gradients."""
+        with torch.no_grad():
+            x_BNC = self.hidden(tokens_BN, positions_BN, attend)
+            losses_N = token_losses(x_BNC.flatten(0, 1), self._head_weight(), labels_BN.flatten(), self.loss_chunk_bytes)
+        return losses_N.view(labels_BN.shape)
 
     def logits(self, tokens_BN: Tensor, positions_BN: Tensor, attend: Attend) -> Tensor:
         """Logits ``[B, N, V]`` of every token at once: for verification of small inputs, not for training."""

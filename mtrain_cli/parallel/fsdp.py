@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 
 def shard_parameters(decoder: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
@@ -21,6 +21,7 @@ def shard_parameters(decoder: nn.Module, mesh: DeviceMesh, compute_dtype: torch.
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(decoder, mesh=mesh, mp_policy=policy)
+    register_fsdp_forward_method(decoder, "token_losses")  # evaluation enters here and needs the root's parameters gathered too
     for module in (*layers, decoder):
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)

@@ -14,6 +14,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.suggest import did_you_mean
 from mtrain_cli.profiling.analysis import CaseAnalysis, analyse
 from mtrain_cli.profiling.records import PARTS, RECORDS, SCHEMA, SUMMARY, Recorded, open_records
+from mtrain_cli.training.evaluation import Evaluation, read_evaluations
 from mtrain_cli.training.metrics import METRICS_FILE, StepMetrics, read_metrics
 
 RUNS, MEASUREMENTS, PROFILE = Path("runs"), Path("measurements"), "profile"
@@ -34,6 +35,7 @@ class Source:
     metrics: tuple[StepMetrics, ...] = ()
     steps_wanted: int | None = None
     shipped: dict[str, Any] | None = None
+    evaluations: tuple[Evaluation, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -172,7 +174,8 @@ def open_source(path: Path) -> Source:
                 raise ConfigError(f"{recorded.folder}: {RECORDS} is missing, and {SUMMARY} says that there were samples; measure again")
             raise ConfigError(f"{recorded.folder}: has no sample yet; the profile was ended before its first, or still runs")
     facts = _facts(path, recorded)
-    return Source(_name(path), path, facts, recorded, cases, metrics, _steps_wanted(path) if metrics else None)
+    wanted = _steps_wanted(path) if metrics else None
+    return Source(_name(path), path, facts, recorded, cases, metrics, wanted, evaluations=tuple(read_evaluations(path)))
 
 
 def _open_file(path: Path) -> Source:

@@ -15,8 +15,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from mtrain_cli.config.sizes import format_size
 from mtrain_cli.profiling.analysis import BINS, CaseAnalysis, Estimate, PassAnalysis
 from mtrain_cli.reporting.source import Source
+from mtrain_cli.training.evaluation import side_by_side
 from mtrain_cli.training.metrics import StepMetrics
 
 SAME = 5e-4  # what shows as a ratio of 1.000
@@ -182,6 +184,28 @@ def training_table(sources: Sequence[Source]) -> Table:
     return table
 
 
+def positions_table(sources: Sequence[Source]) -> Table | None:
+    """Held-out losses by how many earlier tokens a token sees: of one run its first and last evaluation, of several the last of each."""
+    evaluated = [source for source in sources if source.evaluations]
+    if not evaluated:
+        return None
+    shown = [(source.name, source.evaluations[-1]) for source in evaluated]
+    if len(evaluated) == 1 and len(evaluated[0].evaluations) > 1:
+        shown.insert(0, (evaluated[0].name, evaluated[0].evaluations[0]))
+    last = shown[-1][1]
+    tokens = {(b.begin, b.end): b.tokens for b in last.buckets}
+    table = _table("Held-out loss by context", f"nats a token, over {last.sequences} sequences that were never trained on")
+    for heading in ("earlier tokens", "tokens"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, evaluation in shown:
+        table.add_column(f"{name}\nstep {evaluation.step}\n{evaluation.attention}", justify="right", overflow="fold")
+    for begin, end, losses in side_by_side([evaluation for _, evaluation in shown]):
+        cells = [_number(loss, 4) for loss in losses]
+        table.add_row(f"{format_size(begin)} to {format_size(end)}", f"{tokens.get((begin, end), 0):,}", *cells)
+    table.add_row("all", f"{last.tokens:,}", *(_number(evaluation.loss, 4) for _, evaluation in shown), style="bold")
+    return table
+
+
 def training_row(source: Source) -> list[str]:
     """In the order of `TRAINING`. Medians leave the first step out, which also compiles and fills caches."""
     steps = source.metrics
@@ -319,7 +343,7 @@ def sheets(sources: Sequence[Source]) -> list[Sheet]:
     """One for each kind of table that has rows."""
     found = [
         summary_sheet(sources), steps_sheet(sources), bins_sheet(sources), layers_sheet(sources), causes_sheet(sources),
-        training_sheet(sources), compare_sheet(sources),
+        training_sheet(sources), positions_sheet(sources), compare_sheet(sources),
     ]  # fmt: skip
     return [sheet for sheet in found if sheet.rows]
 
@@ -397,6 +421,17 @@ def training_sheet(sources: Sequence[Source]) -> Sheet:
     names = ("step", "loss", "lr", "tokens", "tokens_per_second_per_gpu", "mfu_model", "density", "peak_memory_gib", "seconds")
     rows = [(source.name, *(getattr(m, name) for name in names)) for source in sources for m in source.metrics]
     return Sheet("training", ("run", *names), rows)
+
+
+def positions_sheet(sources: Sequence[Source]) -> Sheet:
+    """One row a run, evaluation and bucket."""
+    rows = [
+        (source.name, e.step, e.attention, bucket.begin, bucket.end, bucket.tokens, bucket.loss)
+        for source in sources
+        for e in source.evaluations
+        for bucket in e.buckets
+    ]
+    return Sheet("positions", ("run", "step", "attention", "begin", "end", "tokens", "loss"), rows)
 
 
 def compare_sheet(sources: Sequence[Source]) -> Sheet:

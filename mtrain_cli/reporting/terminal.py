@@ -35,6 +35,9 @@ def show_sources(console: Console, sources: Sequence[Source]) -> None:
     trained = [source for source in sources if source.metrics]
     if trained:
         console.print(tables.training_table(trained))
+    positions = tables.positions_table(sources)
+    if positions is not None:
+        console.print(positions)
     cases = [(source, case) for source in sources for case in source.cases]
     if not cases:
         return

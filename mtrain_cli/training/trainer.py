@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict, set_state_dict
 
 from mtrain_cli.config.schema import Config, ConfigError
-from mtrain_cli.data.dataset import Dataset, open_dataset
+from mtrain_cli.data.dataset import Dataset, Sample, open_dataset
 from mtrain_cli.data.loader import Loader
 from mtrain_cli.launch import whereabouts
 from mtrain_cli.launch.environment import Environment, describe_place, host_memory
@@ -40,6 +40,7 @@ from mtrain_cli.training.banner import banner
 from mtrain_cli.training.batch import Batch, BatchMaker, HostBatch, PackedSample
 from mtrain_cli.training.checkpoint import Checkpointer, CheckpointError
 from mtrain_cli.training.dry_run import planned
+from mtrain_cli.training.evaluation import EvaluationWriter, evaluate
 from mtrain_cli.training.flops import attention_kept, causal_pairs, peak_flops, training_flops
 from mtrain_cli.training.index_metrics import IndexMetrics, index_metrics, index_records, summed
 from mtrain_cli.training.metrics import MetricsWriter, StepMetrics
@@ -116,6 +117,7 @@ def _train(trainer: Trainer, checkpointer: Checkpointer, run_dir: RunDir, resume
         try:
             ended = _loop(trainer, checkpointer, progress, writer, StopFlag(run_dir, environment), run_dir)
         finally:
+            trainer.close()
             if writer is not None:
                 writer.close()
         if nothing_left:
@@ -156,6 +158,8 @@ def _loop(
     saved = trainer.step if checkpointer.latest() == trainer.step else -1
     stop = False
     profile = _profile(trainer, run_dir)
+    evaluations = Evaluations(trainer, run_dir, progress)
+    evaluations.after_step(trainer.step == 0)
     while trainer.step < config.train.steps and not stop:
         if profile is not None:
             profile.before_step()
@@ -180,6 +184,7 @@ def _loop(
         if profile is not None:
             profile.after_step(seconds)
             _complain(profile, progress)
+        evaluations.after_step(trainer.step >= config.train.steps, skip=stop)
         every = config.train.checkpoint_every
         if every and trainer.step % every == 0 and trainer.step < config.train.steps and not stop:
             saved = _save(trainer, checkpointer, progress)
@@ -198,6 +203,27 @@ def _loop(
     return (
         f"trained to step {trainer.step}" if trainer.step >= config.train.steps else f"stopped on request after step {trainer.step}, saved"
     )
+
+
+class Evaluations:
+    """Held-out losses at both ends of a training and every so many steps, on all workers alike."""
+
+    def __init__(self, trainer: Trainer, run_dir: RunDir, progress: Progress) -> None:
+        self._trainer, self._progress = trainer, progress
+        first = trainer.environment.rank == 0 and bool(trainer.held_out)
+        self._writer = EvaluationWriter(run_dir.path, trainer.step) if first else None
+
+    def after_step(self, at_end: bool, *, skip: bool = False) -> None:
+        """at_end: the training begins or ends here. skip: whoever asked for a stop waits for the checkpoint."""
+        trainer, every = self._trainer, self._trainer.config.train.eval_every
+        if skip or not trainer.held_out or not (at_end or (every and trainer.step % every == 0)):
+            return
+        whereabouts.note("evaluation", whereabouts.SEVERAL)
+        found = evaluate(trainer)
+        self._progress.message(found.line())
+        problem = self._writer.write(found) if self._writer is not None else None
+        if problem:
+            self._progress.message(problem, warning=True)
 
 
 def _profile(trainer: Trainer, run_dir: RunDir) -> TrainingProfile | None:
@@ -300,6 +326,7 @@ class Trainer:
             micro_batch=config.train.micro_batch,
             make=self.batch_maker.on_host,
         )
+        self.held_out: list[Sample] = self.dataset.held_out
         self.decoder = self._make_decoder()
         self.optimizer = make_optimizer(self.decoder, config.optim)
         self.step = 0
@@ -372,9 +399,7 @@ class Trainer:
         asked = time.perf_counter()
         on_host: Sequence[HostBatch] = next(self._batches)
         waited = time.perf_counter() - asked
-        make = self.batch_maker
-        if self.dense_batch_maker is not None and self.step < (self.config.sparsity.dense_steps or 0):
-            make = self.dense_batch_maker
+        make = self.next_batch_maker()
         if self.rehearse is not None:
             self.rehearse([host.samples for host in on_host])
         asked = time.perf_counter()
@@ -420,6 +445,16 @@ class Trainer:
             warnings += self._slow_loaders.see(waits, last_seconds)
         stopping = any(row[2] for row in rows)
         return StepResult(mean_loss, grad_norm, lr, tokens, computed, stopping, index, max(waits), skipped, tuple(warnings))
+
+    def next_batch_maker(self) -> BatchMaker:
+        """For the step to come: the first ones of a sparse run may be dense."""
+        if self.dense_batch_maker is not None and self.step < (self.config.sparsity.dense_steps or 0):
+            return self.dense_batch_maker
+        return self.batch_maker
+
+    def close(self) -> None:
+        """Ends what runs in the background."""
+        self.loader.close()
 
     def forward_backward(self, batches: Sequence[Batch], attends: Sequence[Attend], valid: int) -> torch.Tensor:
         """Adds the gradients of a step -> this worker's part of the loss.

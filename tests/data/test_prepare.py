@@ -110,9 +110,9 @@ def test_a_rerun_does_not_repeat_what_is_done(source: Path, tmp_path: Path, monk
     read: list[str] = []
     real = prepare._encodable
 
-    def noting(document, tokenizer):
+    def noting(document, tokenizer, writer):
         read.append(document.name)
-        return real(document, tokenizer)
+        return real(document, tokenizer, writer)
 
     monkeypatch.setattr(prepare, "_encodable", noting)
 

@@ -1,0 +1,91 @@
+"""MDS shards as a corpus of text: token ids back to characters, so that another tokenizer can make its own of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.data.corpora import Corpus, Document, Unit, split_text
+from mtrain_cli.data.mds import INDEX, MdsFolder
+from mtrain_cli.data.mds_source import DOMAIN, SPANS, TOKENS, require_tokens
+from mtrain_cli.data.tokenizers import ByteTokenizer, FileTokenizer
+
+_AT_ONCE = 1 << 21  # tokens that are turned into text together, on all cores
+
+
+def mds_folders(root: Path) -> list[Path]:
+    """``root`` if it is a folder of shards, else the folders of shards below it, up to two levels deep."""
+    if (root / INDEX).is_file():
+        return [root]
+    return sorted({path.parent for pattern in (f"*/{INDEX}", f"*/*/{INDEX}") for path in root.glob(pattern)})
+
+
+def mds_corpus(path: str, decoder: ByteTokenizer | FileTokenizer, domains: tuple[str, ...] = (), origin: str = "SOURCE") -> Corpus:
+    """The documents of one folder of shards, or of all below ``path``; of packed samples every span is one.
+
+    A document's domain is its column ``domain``; where there are several folders, it is the folder's path below ``path``. Documents of
+    other domains than ``domains`` (if there are any) come without text. Raises ConfigError for folders that are broken.
+    """
+    root, place = Path(path).expanduser(), f"{origin}={path}"
+    folders = mds_folders(root)
+    digest = hashlib.sha256(f"mds 1 {decoder.identity}".encode())
+    units = []
+    for folder in folders:
+        name = "" if folder == root else folder.relative_to(root).as_posix()
+        shards = MdsFolder(folder, f"{place}: {name}" if name else place)
+        require_tokens(shards)
+        digest.update(f"{name} {shards.identity}".encode())
+        for number, shard in enumerate(shards.shards):
+            documents = partial(_documents, shards, number, name, decoder, domains)
+            units.append(Unit(f"{name}/{shard.name}" if name else shard.name, shard.size, documents))
+    return Corpus(path, place, digest.hexdigest(), tuple(units))
+
+
+def _documents(
+    shards: MdsFolder, shard: int, folder: str, decoder: ByteTokenizer | FileTokenizer, domains: tuple[str, ...], skip: int
+) -> Iterator[Document]:
+    """Documents of a shard behind the first ``skip``, decoded some at a time."""
+    first, last = int(shards.starts[shard]), int(shards.starts[shard + 1])
+    columns = [name for name in (TOKENS, SPANS, DOMAIN) if name in shards.columns]
+    size, record, held_tokens = shards.shards[shard].size, 0, 0
+    held: list[tuple[Document, np.ndarray | None]] = []
+    for number in range(first, last):
+        sample = shards.sample(number, columns)
+        domain = folder or (str(sample[DOMAIN]) if DOMAIN in sample else "")
+        end = size * (number + 1 - first) // (last - first)
+        for ids in _spans(sample[TOKENS], sample.get(SPANS), f"{shards.origin}: sample {number}"):
+            record += 1
+            if record <= skip:
+                continue
+            wanted = not domains or domain in domains
+            held.append((Document(f"{shards.shards[shard].name}:{record}", (), record, end, domain), ids if wanted else None))
+            held_tokens += ids.size
+        if held_tokens >= _AT_ONCE:
+            yield from _with_text(held, decoder)
+            held, held_tokens = [], 0
+    yield from _with_text(held, decoder)
+
+
+def _with_text(held: list[tuple[Document, np.ndarray | None]], decoder: ByteTokenizer | FileTokenizer) -> Iterator[Document]:
+    texts = iter(decoder.decode_batch([ids for _, ids in held if ids is not None]))
+    for document, ids in held:
+        pieces: Iterable[str] = () if ids is None else split_text([next(texts)])
+        yield Document(document.name, pieces, document.record, document.end, document.domain)
+
+
+def _spans(tokens: np.ndarray, spans: object, place: str) -> Iterator[np.ndarray]:
+    if spans is None:
+        yield tokens
+        return
+    try:
+        pairs = np.asarray(spans, dtype=np.int64).reshape(-1, 2)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{place}: {SPANS} is no list of (begin, end)") from None
+    if np.any(np.diff(pairs.ravel()) < 0) or (pairs.size and (pairs.min() < 0 or pairs.max() > tokens.size)):
+        raise ConfigError(f"{place}: {SPANS} are not spans that rise inside its {tokens.size} tokens")
+    yield from (tokens[begin:end] for begin, end in pairs)

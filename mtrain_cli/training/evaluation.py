@@ -1,0 +1,168 @@
+"""Loss on sequences that are never trained on, by how much context a token has: what long attention is for, seen in one table.
+
+Layout and exchange do not matter: a token's context is counted from its place in the whole sequence, and sums are float64 over all workers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.sizes import format_size
+
+if TYPE_CHECKING:
+    from mtrain_cli.training.batch import HostBatch
+    from mtrain_cli.training.trainer import Trainer
+
+EVALUATIONS_FILE = "evaluations.jsonl"
+FIRST_EDGE = 128  # tokens; from here on each bucket reaches twice as far as the one before
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tokens that see ``begin`` to ``end`` - 1 earlier ones: their mean loss in nats, None where there are none."""
+
+    begin: int
+    end: int
+    tokens: int
+    loss: float | None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The model after ``step`` optimizer steps. loss: mean over all tokens. attention: the pattern that was computed."""
+
+    step: int
+    loss: float
+    tokens: int
+    sequences: int
+    seconds: float
+    attention: str
+    buckets: tuple[Bucket, ...]
+
+    def line(self) -> str:
+        """One line for the person."""
+        by = ", ".join(f"{format_size(b.end)} {b.loss:.4f}" for b in self.buckets if b.loss is not None)
+        return f"held-out loss {self.loss:.4f} at step {self.step} ({self.attention}, {self.sequences} sequences); up to context {by}"
+
+
+def edges(seq: int) -> np.ndarray:
+    """Where buckets begin, and the end of the last: 0, 128, 256, ... seq."""
+    powers = [FIRST_EDGE << n for n in range(max(0, math.ceil(math.log2(max(1, seq / FIRST_EDGE)))))]
+    return np.array([0, *(edge for edge in powers if edge < seq), seq])
+
+
+def evaluate(trainer: Trainer) -> Evaluation:
+    """Called on every worker, between steps. Attention is that of the step to come."""
+    started = time.perf_counter()
+    e, held_out = trainer.environment, trainer.held_out
+    make = trainer.next_batch_maker()
+    bounds = edges(trainer.config.seq)
+    # The last row is for tokens without a label.
+    sums = torch.zeros(2, len(bounds), dtype=torch.float64, device=trainer.device)
+    replica = e.rank // e.cp
+    with torch.no_grad():
+        for first in range(0, len(held_out), e.dp):
+            # All workers gather parameters together, so one without a sequence of its own goes through another's and does not count it.
+            mine = first + replica < len(held_out)
+            host = make.on_host([held_out[first + replica if mine else first]])
+            batch = make.to_device(host)
+            losses = trainer.decoder.token_losses(batch.tokens, batch.positions, batch.labels, batch.attend)
+            if mine:
+                places = _places(host, bounds).to(trainer.device)
+                sums[0].index_add_(0, places, losses.flatten().double())
+                sums[1].index_add_(0, places, torch.ones_like(places, dtype=torch.float64))
+    if isinstance(trainer.decoder, FSDPModule):
+        trainer.decoder.reshard()  # no backward pass follows that would do it
+    totals = sums.cpu()
+    dist.all_reduce(totals, group=trainer.host_group)
+    return _evaluation(trainer, totals.numpy()[:, :-1], bounds, time.perf_counter() - started, "dense" if make.pattern is None else None)
+
+
+def _evaluation(trainer: Trainer, totals: np.ndarray, bounds: np.ndarray, seconds: float, attention: str | None) -> Evaluation:
+    losses, counts = totals
+    buckets = tuple(
+        Bucket(int(begin), int(end), int(count), float(loss / count) if count else None)
+        for begin, end, loss, count in zip(bounds[:-1], bounds[1:], losses, counts, strict=True)
+    )
+    return Evaluation(
+        step=trainer.step,
+        loss=float(losses.sum() / max(1.0, counts.sum())),
+        tokens=int(counts.sum()),
+        sequences=len(trainer.held_out),
+        seconds=seconds,
+        attention=attention or trainer.config.sparsity.pattern,
+        buckets=buckets,
+    )
+
+
+def _places(host: HostBatch, bounds: np.ndarray) -> torch.Tensor:
+    """The bucket of every token of this worker, int64 [batch * tokens]."""
+    positions, labels = host.numbers[1].numpy(), host.numbers[2].numpy()
+    begins = np.stack([mask.first[row] for mask, row in zip(host.masks, positions, strict=True)])
+    places = np.searchsorted(bounds, positions - begins, side="right") - 1
+    return torch.from_numpy(np.where(labels < 0, len(bounds) - 1, places).ravel())
+
+
+class EvaluationWriter:
+    """Appends to ``evaluations.jsonl`` of a run; what an earlier attempt wrote behind ``start_step`` goes."""
+
+    def __init__(self, run_dir: Path, start_step: int) -> None:
+        self.path = Path(run_dir) / EVALUATIONS_FILE
+        if self.path.exists():
+            kept = [row for row in _rows(self.path) if row["step"] <= start_step]
+            draft = self.path.with_suffix(".jsonl.new")
+            draft.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+            os.replace(draft, self.path)
+
+    def write(self, evaluation: Evaluation) -> str | None:
+        """What is wrong where the line cannot be written; training goes on without it."""
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(evaluation)) + "\n")
+        except OSError as error:
+            return f"{self.path}: the evaluation of step {evaluation.step} was not written ({error.strerror}); training goes on"
+        return None
+
+
+def read_evaluations(path: Path) -> list[Evaluation]:
+    """The evaluations of a run's folder, in file order; none where it has none. Raises ConfigError for a line that is none."""
+    file = Path(path) / EVALUATIONS_FILE
+    if not file.is_file():
+        return []
+    try:
+        return [Evaluation(**{**row, "buckets": tuple(Bucket(**bucket) for bucket in row["buckets"])}) for row in _rows(file)]
+    except (TypeError, KeyError) as error:
+        raise ConfigError(f"{file}: holds a line that is no evaluation ({error})") from None
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    """Whole lines; one cut short by a crash is left out."""
+    rows = []
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+    return rows
+
+
+def side_by_side(evaluations: Sequence[Evaluation]) -> list[tuple[int, int, list[float | None]]]:
+    """(begin, end, loss of each evaluation) for every bucket that any of them has."""
+    spans = sorted({(b.begin, b.end) for evaluation in evaluations for b in evaluation.buckets if b.tokens})
+    found = [{(b.begin, b.end): b.loss for b in evaluation.buckets} for evaluation in evaluations]
+    return [(begin, end, [losses.get((begin, end)) for losses in found]) for begin, end in spans]
