@@ -53,6 +53,7 @@ def train(config, run_dir, environment, resume):
         here = (environment.rank, at[0], self.what, f"step {self.at + 1} of {self.steps}")
         if here == (fault.rank, due, fault.what, fault.exchange_step):
             (run_dir.path / f"fault{before or ''}").touch()
+            _wait_for_checkpoint(config, run_dir, due)
             if fault.signum == HANGS:
                 time.sleep(600)
             os.kill(os.getpid(), signal.Signals(fault.signum))
@@ -60,6 +61,14 @@ def train(config, run_dir, environment, resume):
 
     trainer.Trainer.train_step, Mail.hop = counted, faulty
     return trainer.train(config, run_dir, environment, resume)
+
+
+def _wait_for_checkpoint(config, run_dir, step):
+    """The one before a step is written in the background, and tests are to know which one there is."""
+    last = (step - 1) // config.train.checkpoint_every * config.train.checkpoint_every if config.train.checkpoint_every else 0
+    deadline = time.monotonic() + 30
+    while last and not (run_dir.checkpoints / f"step-{last}").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 if __name__ == "__main__":

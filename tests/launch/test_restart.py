@@ -85,8 +85,13 @@ def test_a_number_is_the_most_that_is_done(run):
 
 @pytest.mark.parametrize(
     ("limit", "reached", "why"),
-    [("0", 5, ""), ("auto", 5, ""), ("3", 0, "not restarted: no step was done")],
-    ids=["not wanted", "auto before the first checkpoint", "at the start"],
+    [
+        ("0", 5, ""),
+        ("auto", 5, "not restarted: there is no checkpoint yet; run.restarts=N would begin again from step 0"),
+        ("auto", 0, ""),
+        ("3", 0, "not restarted: no step was done"),
+    ],
+    ids=["not wanted", "auto before the first checkpoint", "auto at the start", "at the start"],
 )
 def test_without_a_checkpoint_little_is_tried_again(run, limit, reached, why):
     restarts, e = policy(run, limit)
