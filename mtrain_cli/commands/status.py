@@ -145,7 +145,8 @@ def _sheet(found: Status) -> RenderableType:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row("run", Text(found.folder))
+    folder = Path(found.folder)
+    table.add_row("run", Text(str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)))
     head = Text(found.what, style=f"bold {_COLOURS.get(found.what, '')}".strip())
     table.add_row("state", head.append("".join(f"; {part}" for part in _state_parts(found)), style="not bold default"))
     for label, text in _rows(found):

@@ -31,6 +31,8 @@ POLL_S = 0.1
 CAUSE_GRACE_S = 2.0
 # Workers leave SIGTERM at its default and die of it at once; this is for one that hangs in the kernel.
 STOP_GRACE_S = 5
+# Beyond topology.timeout_s, for a wait that gloo or NCCL should have ended by itself; and how often that is looked at.
+OVERDUE_S, OVERDUE_LOOK_S = 30.0, 5.0
 # For a worker that hangs to write its stack into its log, which takes milliseconds.
 STACK_S = 0.3
 
@@ -89,6 +91,8 @@ class WorkerAgent(LocalElasticAgent):
         self.failures: list[Failure] = []
         self.where: list[str] = []
         self._timeout_s = timeout_s
+        self._looked = time.monotonic()
+        self._overdue_found: list[Failure] = []
 
     def finish(self) -> None:
         """Start the workers, wait for all to end, and stop the rest as soon as one fails; `failures` then says who did.
@@ -110,7 +114,7 @@ class WorkerAgent(LocalElasticAgent):
                 os.killpg(worker.id, signal.SIGKILL)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if not self.failures and self._failed_so_far():
+        if not self.failures and (self._failed_so_far() or self._overdue()):
             self._find_failures()
         return super()._monitor_workers(worker_group)
 
@@ -120,16 +124,36 @@ class WorkerAgent(LocalElasticAgent):
         found = (failures.read(rank, handler.proc.poll(), self._files.record_of(rank), first) for rank, handler in handlers.items())
         return [failure for failure in found if failure is not None]
 
+    def _overdue(self) -> list[Failure]:
+        """Workers that wait for another for longer than they should have let themselves: NCCL's watchdog ends most waits, not all.
+
+        They are looked at now and then only.
+        """
+        if time.monotonic() - self._looked < OVERDUE_LOOK_S:
+            return []
+        self._looked = time.monotonic()
+        assert self._pcontext is not None
+        found = []
+        for rank in self._pcontext.subprocess_handlers:  # type: ignore[attr-defined]
+            record = whereabouts.read(self._files.where_of(rank))
+            if record is None or record.waits_for is None or time.time() - record.time < self._timeout_s + OVERDUE_S:
+                continue
+            given = f"topology.timeout_s={self._timeout_s:g}"
+            message = f"{given}: rank {rank} waited longer than that for another worker, and nothing ended it"
+            found.append(Failure(rank, None, "peer lost", message, "", record.time))
+        self._overdue_found = found
+        return found
+
     def _find_failures(self) -> None:
         """Note who failed, after a wait for the cause where there are only consequences so far; then stop the others.
 
         With it, where each worker was.
         """
         deadline = time.monotonic() + CAUSE_GRACE_S
-        failed = self._failed_so_far()
+        failed = self._failed_so_far() or self._overdue_found
         while all(failure.is_consequence for failure in failed) and time.monotonic() < deadline:
             time.sleep(POLL_S / 2)
-            failed = self._failed_so_far()
+            failed = self._failed_so_far() or self._overdue_found
         assert self._pcontext is not None
         processes = {rank: handler.proc for rank, handler in self._pcontext.subprocess_handlers.items()}  # type: ignore[attr-defined]
         records = {rank: record for rank in processes if (record := whereabouts.read(self._files.where_of(rank)))}

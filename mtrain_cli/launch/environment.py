@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtrain_cli.config.schema import Config, ConfigError
@@ -119,6 +120,21 @@ def gpu_index(environment: Environment) -> int:
     if environment.local_rank >= gpus:
         raise ConfigError(f"topology.device=cuda: worker {environment.local_rank} of this machine has no GPU, only {gpus} visible here")
     return environment.local_rank
+
+
+def nccl_variables(logs: Path, timeout_s: float) -> dict[str, str]:
+    """What has a hang in NCCL end in time, for processes that are yet to start torch; where the user has not said otherwise.
+
+    A collective that takes longer than ``topology.timeout_s`` is ended by NCCL's watchdog, which ends its process. By default the watchdog
+    itself may be stuck, in a call to a device that does not answer, for 8 minutes. What ranks had posted last goes into the run's logs.
+    """
+    trace = str(logs / "nccl-rank-")
+    return {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # torch's default, which older set-ups turn off
+        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(max(120, round(timeout_s))),
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": trace,
+        "TORCH_FR_DUMP_TEMP_FILE": trace,  # the same by its newer name
+    }
 
 
 def describe_place(device: torch.device) -> str:

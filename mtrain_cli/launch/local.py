@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from mtrain_cli.config import compose
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch import failures, state, streams
-from mtrain_cli.launch.environment import Environment
+from mtrain_cli.launch.environment import Environment, nccl_variables
 from mtrain_cli.launch.failures import Failure
 from mtrain_cli.launch.restart import Again, Restarts, describe, one_line
 from mtrain_cli.launch.run_dir import RunDir
@@ -119,6 +119,7 @@ class _Attempt:
         self._run_dir, self._requests, self._devices = run_dir, requests, devices
         arguments = [str(run_dir.path), "--launcher-pid", str(os.getpid()), "--target", target, *(["--resume"] if resume else [])]
         self._arguments = [*arguments, "--restarts", str(environment.restarts)]
+        self._timeout_s = compose.load(run_dir.resolved).topology.timeout_s
 
     def run(self) -> tuple[int, Failure | None]:
         """Exit code, and the failure that ended it, which has been told.
@@ -131,12 +132,11 @@ class _Attempt:
         run_dir, environment = self._run_dir, self.environment
         with tempfile.TemporaryDirectory(prefix="mtrain-") as folder:
             command = worker_command("mtrain_cli.launch.worker", *self._arguments)
-            variables = _variables(environment)
+            variables = _variables(environment, run_dir, self._timeout_s)
             if self._devices is not None:
                 variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices)
             try:
-                timeout_s = compose.load(run_dir.resolved).topology.timeout_s
-                agent = WorkerAgent(environment.workers, command, Path(folder), variables, timeout_s)
+                agent = WorkerAgent(environment.workers, command, Path(folder), variables, self._timeout_s)
             except (RuntimeError, OSError) as error:
                 return _not_started(error), None
             return _wait(agent, run_dir, Path(folder), self._requests)
@@ -261,10 +261,12 @@ def _restore_terminal() -> None:
                 stream.flush()
 
 
-def _variables(environment: Environment) -> dict[str, str]:
+def _variables(environment: Environment, run_dir: RunDir, timeout_s: float) -> dict[str, str]:
     """Environment of the workers beyond the agent's, where the user has not set it."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     defaults = dict(_defaults(cores, environment.workers))
+    if environment.device == "cuda":
+        defaults |= nccl_variables(run_dir.logs, timeout_s)
     return {name: value for name, value in defaults.items() if name not in os.environ}
 
 

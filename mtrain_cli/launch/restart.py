@@ -85,7 +85,8 @@ class Restarts:
             return f"not restarted: run.restarts={self._limit} {'has' if self._limit == 1 else 'have'} been made"
         commit, step, reached = self._run.last_commit(), self._run.last_step(), last_step_done(self._run)
         if step is None and self._limit is None:
-            return ""  # auto: a failure before the first checkpoint is most often one of how the run was set up
+            # A failure before the first checkpoint is most often one of how the run was set up.
+            return "not restarted: there is no checkpoint yet; run.restarts=N would begin again from step 0" if reached else ""
         if step is None and not reached:
             return "not restarted: no step was done"
         if self._commit is not None and commit <= self._commit:

@@ -57,13 +57,12 @@ class Status:
 def look(run: RunDir) -> Status:
     """The run as it is now."""
     now = time.time()
-    written = state.read(run)
     life = state.life(run, now)
+    written = state.read(run)  # afterwards: a run that has ended by then has said how
     recent = _recent(run)
     step = max(written.step if written else 0, recent[-1].step if recent else 0)
-    if written is not None and written.phase in ("starting", "training", "restarting") and written.began < now:
-        # After a restart the state is of the checkpoint, and so will metrics.jsonl be.
-        step = written.step if written.phase != "restarting" else step
+    if written is not None and written.phase in ("starting", "training"):
+        step = written.step  # after a restart that of the checkpoint, to which metrics.jsonl is cut back
     since = None if written is None else now - (written.stepped or written.began)
     what, detail = _what(run, written, life.alive, since, step)
     return Status(

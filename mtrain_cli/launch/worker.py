@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 from mtrain_cli.config import compose, keys
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch import failures, restart, state, streams, whereabouts
-from mtrain_cli.launch.environment import Environment, gpu_index, resolve_environment
+from mtrain_cli.launch.environment import Environment, gpu_index, nccl_variables, resolve_environment
 from mtrain_cli.launch.job import Job, current_job, decide_on_rank_zero, job_store
 from mtrain_cli.launch.lifeline import Lifeline, leave
 from mtrain_cli.launch.run_dir import RunDir
@@ -96,6 +96,9 @@ def run_in_job(run_dir: RunDir, environment: Environment, resume: bool, target: 
         _check_same(config, agreed, job.rank)
         with contextlib.suppress(OSError):
             run_dir.logs.mkdir(exist_ok=True)
+        if environment.device == "cuda":
+            for name, value in nccl_variables(run_dir.logs, agreed.topology.timeout_s).items():
+                os.environ.setdefault(name, value)
         whereabouts.keep(record)
         _work(agreed, run_dir, environment, resume, target)
     except BaseException as error:

@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -66,11 +66,19 @@ class Held:
 
 @dataclass
 class About:
-    """What is known of the run by the time that its memory is full. trainer: None while it is being made."""
+    """What is known of the run by the time that its memory is full. trainer: None while it is being made. names: of its parameters by their
+    `id`: while a layer computes, the model has the gathered ones in their place.
+    """
 
     config: Config
     environment: Environment
     trainer: Trainer | None = None
+    names: dict[int, str] = field(default_factory=dict)
+
+    def begin(self, trainer: Trainer) -> Trainer:
+        self.trainer = trainer
+        self.names = {id(parameter): name for name, parameter in trainer.decoder.named_parameters()}
+        return trainer
 
 
 @contextlib.contextmanager
@@ -216,7 +224,7 @@ _PARTS = (
 
 def held(about: About, error: BaseException) -> list[Held]:
     """All tensors on the device of the run, largest group first."""
-    named = _named(about.trainer) if about.trainer is not None else {}
+    named = _named(about.trainer, about.names) if about.trainer is not None else {}
     variables = dict(_variables(error))
     groups: dict[tuple[str, tuple[int, ...] | None, str], list[tuple[str, int]]] = defaultdict(list)
     seen: set[int] = set()
@@ -240,7 +248,7 @@ def held(about: About, error: BaseException) -> list[Held]:
     return sorted(found, key=lambda group: -group.bytes)
 
 
-def _named(trainer: Trainer) -> dict[int, tuple[str, str]]:
+def _named(trainer: Trainer, names: dict[int, str]) -> dict[int, tuple[str, str]]:
     """What parameters, their gradients and optimizer states, and gathered weights are, by the address of their storage."""
     found: dict[int, tuple[str, str]] = {}
 
@@ -249,15 +257,13 @@ def _named(trainer: Trainer) -> dict[int, tuple[str, str]]:
         with contextlib.suppress(RuntimeError, AttributeError):
             found.setdefault(local.untyped_storage().data_ptr(), (kind, name))
 
-    names = {id(p): name for name, p in trainer.decoder.named_parameters()}
     for parameter, state in trainer.optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, Tensor):
                 add(value, OPTIMIZER, f"{key} of {names.get(id(parameter), 'a parameter')}")
     for module in trainer.decoder.modules():
         for fsdp in _fsdp_parameters(module):
-            # While a layer computes, its parameters are the gathered ones.
-            name = names.get(id(fsdp.sharded_param)) or getattr(fsdp, "_param_fqn", None) or "a layer"
+            name = names.get(id(fsdp.sharded_param), "a layer")
             for tensor in [*getattr(fsdp, "all_gather_outputs", ()), getattr(fsdp, "_unsharded_param", None)]:
                 if tensor is not None:
                     add(tensor, GATHERED, name)

@@ -91,7 +91,7 @@ def train(config: Config, run_dir: RunDir, environment: Environment, resume: boo
     Returns whether it stopped before the last step, on request.
     """
     with explained_where_memory_is_full(config, environment, run_dir) as about:
-        trainer = about.trainer = Trainer(config, environment)
+        trainer = about.begin(Trainer(config, environment))
         reports: list[str] = []
         checkpointer = Checkpointer(run_dir.checkpoints, config.train.keep_checkpoints, report=reports.append)
         if resume:

@@ -55,6 +55,7 @@ class SpikeWatch:
         """Whether this step is a spike, and a line where that has changed."""
         log_norm = math.log(grad_norm) if grad_norm > 0 else -math.inf
         found = []
+        before = len(self._loss.values)
         if self._sigma:
             middle = statistics.median(self._loss.values) if self._loss.values else 0.0
             far = self._loss.sigmas(loss, _LEAST_LOSS * abs(middle))
@@ -70,7 +71,7 @@ class SpikeWatch:
         line = ""
         if found and self._since is None:
             self._since = step
-            line = f"step {step} is a spike: {' and '.join(found)} of the {len(self._loss.values) - 1} steps before"
+            line = f"step {step} is a spike: {' and '.join(found)} of the {before} steps before"
         elif not found and self._since is not None:
             count = step - self._since
             line = f"step {step} is inside the band again, after {count} step{'s' * (count > 1)} outside"
@@ -118,7 +119,7 @@ class StragglerWatch:
             ratios.append(1 + (mine - others) / (others if base is None else base))
             if len(ratios) < STRAGGLER_STEPS:
                 continue
-            ratio = statistics.median(ratios)
+            ratio = statistics.median_low(ratios)
             if rank not in self._slow and ratio > 1 + self._share:
                 self._slow.add(rank)
                 lines.append(f"rank {rank} ({self._places[rank]}) is slow: {self._describe(ratio, base)}, {_LASTING}")

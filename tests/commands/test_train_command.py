@@ -171,3 +171,16 @@ def test_options_may_stand_anywhere_among_the_overrides(tmp_path):
     for words in (["--cfg", "seq=8k"], ["seq=8k", "--cfg"], ["seed=0", "--cfg", "seq=8k"]):
         Path("printed.yaml").write_text(run(*words).stdout)
         assert load(Path("printed.yaml")) == load(Path("expected.yaml"))
+
+
+def test_the_same_line_with_resume_auto_begins_and_then_goes_on(launched):
+    line = ("seq=256", "topology.device=cpu", "run.name=night", "--resume", "auto")
+    assert run(*line).exit_code == 7
+    assert run(*line).exit_code == 7
+    (first, _, begun), (second, _, resumed) = launched
+    assert first.path == second.path == Path("runs/night").absolute()
+    assert (begun, resumed) == (False, True)
+    assert Path("runs/night/overrides.txt").read_text().count("seq=256") == 1, "the same words are not added again"
+    refused = run("--resume", "auto", "seq=256")
+    line = "mtrain: --resume auto: needs run.name=NAME or run.dir=FOLDER, so that the same line finds its run again\n"
+    assert (refused.exit_code, refused.stderr) == (2, line)

@@ -16,7 +16,8 @@ HANGS = 0  # in place of a signal
 @dataclass(frozen=True)
 class Fault:
     """``rank`` sends itself ``signum`` (or hangs) before it posts the hop of ``exchange_step``, such as ``step 2 of 3``, of ``what``, such
-    as ``ring, layer 1, forward``, in the training step of that number.
+    as ``ring, layer 1, forward``, in the training step of that number. later: steps in which it does so again, after restarts. once: and
+    then no more.
     """
 
     rank: int
@@ -24,6 +25,8 @@ class Fault:
     training_step: int
     what: str
     exchange_step: str
+    later: tuple[int, ...] = ()
+    once: bool = False
 
     def variable(self) -> dict[str, str]:
         return {VARIABLE: json.dumps(asdict(self))}
@@ -44,13 +47,13 @@ def train(config, run_dir, environment, resume):
         return step(self, stop)
 
     def faulty(self, *arguments):
-        if (environment.rank, at[0], self.what, f"step {self.at + 1} of {self.steps}") == (
-            fault.rank,
-            fault.training_step,
-            fault.what,
-            fault.exchange_step,
-        ):
-            (run_dir.path / "fault").touch()
+        before = len(list(run_dir.path.glob("fault*")))
+        steps = [fault.training_step, *fault.later]
+        due = steps[min(before, len(steps) - 1)] if before < len(steps) or not fault.once else -1
+        here = (environment.rank, at[0], self.what, f"step {self.at + 1} of {self.steps}")
+        if here == (fault.rank, due, fault.what, fault.exchange_step):
+            (run_dir.path / f"fault{before or ''}").touch()
+            _wait_for_checkpoint(config, run_dir, due)
             if fault.signum == HANGS:
                 time.sleep(600)
             os.kill(os.getpid(), signal.Signals(fault.signum))
@@ -58,6 +61,14 @@ def train(config, run_dir, environment, resume):
 
     trainer.Trainer.train_step, Mail.hop = counted, faulty
     return trainer.train(config, run_dir, environment, resume)
+
+
+def _wait_for_checkpoint(config, run_dir, step):
+    """The one before a step is written in the background, and tests are to know which one there is."""
+    last = (step - 1) // config.train.checkpoint_every * config.train.checkpoint_every if config.train.checkpoint_every else 0
+    deadline = time.monotonic() + 30
+    while last and not (run_dir.checkpoints / f"step-{last}").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 if __name__ == "__main__":

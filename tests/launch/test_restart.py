@@ -1,0 +1,196 @@
+"""When a run begins again, and on how many workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from mtrain_cli.config import compose
+from mtrain_cli.launch import restart
+from mtrain_cli.launch.environment import Environment, resolve_environment
+from mtrain_cli.launch.failures import Failure
+from mtrain_cli.launch.restart import Again, Restarts
+from mtrain_cli.launch.run_dir import RunDir
+
+KILLED = Failure(1, -signal.SIGKILL, "died", "was killed by SIGKILL (out of memory killer?)", "", 0.0)
+
+
+class Run:
+    """A run's folder in which steps and checkpoints appear."""
+
+    def __init__(self, path: Path) -> None:
+        self.dir = RunDir(path)
+        self.commits = 0
+
+    def reach(self, step: int, checkpoint: int | None = None) -> None:
+        with self.dir.metrics.open("a") as file:
+            file.write(json.dumps({"step": step}) + "\n")
+        if checkpoint is not None:
+            self.commits += 1
+            manifest = self.dir.checkpoints / f"step-{checkpoint}" / "manifest.json"
+            manifest.parent.mkdir(parents=True, exist_ok=True)
+            manifest.touch()
+            os.utime(manifest, (self.commits, self.commits))
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Run(tmp_path)
+
+
+def policy(run: Run, limit: str = "auto") -> tuple[Restarts, Environment]:
+    config = compose.compose([f"run.restarts={limit}", "topology.device=cpu"])
+    return Restarts(run.dir, config, False), resolve_environment(config)
+
+
+def test_a_run_begins_again_as_long_as_each_time_has_a_newer_checkpoint(run):
+    restarts, e = policy(run)
+    run.reach(10, checkpoint=8)
+    for number in range(1, 9):
+        run.reach(10 * number + 3, checkpoint=10 * number)
+        again = restarts.after(KILLED, e)
+        assert isinstance(again, Again)
+        assert (again.resume, again.entry.step, again.entry.reached, again.environment.restarts) == (
+            True, 10 * number, 10 * number + 3, number,
+        )  # fmt: skip
+        assert again.wait_s == restart.WAITS_S[min(number, 5) - 1]
+        e = again.environment
+    assert restarts.after(KILLED, e) == restarts.after(KILLED, e), "and no more without"
+    assert "no checkpoint was written since" in str(restarts.after(KILLED, e))
+    assert len(restart.read(run.dir)) == 8
+
+
+def test_a_checkpoint_that_takes_the_place_of_a_damaged_one_is_progress(run):
+    restarts, e = policy(run)
+    run.reach(10, checkpoint=8)
+    assert isinstance(restarts.after(KILLED, e), Again)
+    run.reach(7, checkpoint=6)
+    assert isinstance(restarts.after(KILLED, e), Again)
+
+
+def test_a_number_is_the_most_that_is_done(run):
+    restarts, e = policy(run, "1")
+    run.reach(5)
+    first = restarts.after(KILLED, e)
+    assert isinstance(first, Again)
+    assert (first.resume, first.entry.step) == (False, 0)
+    run.reach(9, checkpoint=8)
+    assert restarts.after(KILLED, e) == "not restarted: run.restarts=1 has been made"
+
+
+@pytest.mark.parametrize(
+    ("limit", "reached", "why"),
+    [
+        ("0", 5, ""),
+        ("auto", 5, "not restarted: there is no checkpoint yet; run.restarts=N would begin again from step 0"),
+        ("auto", 0, ""),
+        ("3", 0, "not restarted: no step was done"),
+    ],
+    ids=["not wanted", "auto before the first checkpoint", "auto at the start", "at the start"],
+)
+def test_without_a_checkpoint_little_is_tried_again(run, limit, reached, why):
+    restarts, e = policy(run, limit)
+    if reached:
+        run.reach(reached)
+    assert restarts.after(KILLED, e) == why
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "again"),
+    [
+        ("died", "was killed by SIGKILL", True),
+        ("silent", "topology.timeout_s=600: rank 3 kept the others waiting longer than that", True),
+        ("peer lost", "Connection closed by peer", True),
+        ("error", "AcceleratorError: CUDA error: uncorrectable ECC error encountered", True),
+        ("error", "RuntimeError: NCCL error in: ..., unhandled cuda error", True),
+        ("error", "OSError: [Errno 5] Input/output error: 'shard-00017.mds'", True),
+        ("error", "AcceleratorError: CUDA error: device-side assert triggered", False),
+        ("error", "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", False),
+        ("error", "rank 1 ran out of GPU memory in training step 5", False),
+        ("error", "step 3: the loss is not finite on rank 1; the step was not applied", False),
+        ("error", "KeyError: 'text'", False),
+    ],
+)
+def test_only_what_happens_to_machines_is_tried_again(run, kind, message, again):
+    run.reach(10, checkpoint=8)
+    restarts, e = policy(run)
+    found = restarts.after(Failure(1, 1, kind, message, "", 0.0), e)
+    assert isinstance(found, Again) == again
+    assert again or found == "not restarted: it would happen again"
+
+
+def on_gpus(workers: int, *words: str):
+    config = compose.compose([*words])
+    return config, Environment("cuda", workers, workers, 1, workers, 1, 0, 0, "mtrain", workers)
+
+
+@pytest.fixture
+def _four_gpus(monkeypatch):
+    monkeypatch.setattr("mtrain_cli.launch.environment._visible_gpus", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+
+
+@pytest.mark.usefixtures("_four_gpus")
+@pytest.mark.parametrize(
+    ("words", "workers"),
+    [
+        ([], 3),
+        (["topology.context_parallel=2", "train.global_batch=2"], 2),
+        (["topology.context_parallel=1", "train.global_batch=4"], 2),
+        (["topology.workers=4"], "topology.workers=4; 3 are left: resume with topology.workers=auto"),
+        (
+            ["topology.context_parallel=4"],
+            "the run does not fit the 3 that are left: topology.context_parallel=4: does not divide topology.workers=3",
+        ),
+    ],
+    ids=["any number", "groups of two", "the global batch divides", "a number", "none"],
+)
+def test_without_a_gpu_as_many_workers_go_on_as_fit(run, monkeypatch, words, workers):
+    monkeypatch.setattr(restart, "answering_devices", lambda devices: [d for d in devices if d != "6"])
+    config, e = on_gpus(4, *words)
+    run.reach(10, checkpoint=8)
+    found = Restarts(run.dir, config, False).after(KILLED, e)
+    if isinstance(workers, str):
+        assert isinstance(found, str)
+        assert found.startswith("not restarted: GPU 6 does not answer, and ")
+        assert workers in found
+        return
+    assert isinstance(found, Again)
+    assert (found.environment.workers, found.entry.workers) == (workers, workers)
+    assert found.devices == ("4", "5", "7")[:workers]
+    assert found.environment.launcher == "mtrain"
+    assert "without GPU 6, which does not answer" in restart.describe(found, 1)
+
+
+@pytest.mark.usefixtures("_four_gpus")
+def test_a_gpu_that_no_worker_needs_is_left_out(run, monkeypatch):
+    monkeypatch.setattr(restart, "answering_devices", lambda devices: [d for d in devices if d != "4"])
+    config, e = on_gpus(2, "topology.workers=2")
+    run.reach(10, checkpoint=8)
+    found = Restarts(run.dir, config, False).after(KILLED, e)
+    assert isinstance(found, Again)
+    assert (found.environment.workers, found.devices) == (2, ("5", "6"))
+
+
+def test_a_device_that_does_not_answer_is_found_by_asking_it():
+    """Here is no GPU at all."""
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("has GPUs")
+    assert restart.answering_devices(["0"]) == []
+
+
+def test_the_line_before_a_restart_says_what_is_done_again():
+    entry = restart.Restart(0.0, "why", 1, 17, 10, 2)
+    e = on_gpus(2)[1]
+    assert restart.describe(Again(e, True, 1.0, entry), 2) == (
+        "restart 2: goes on from the checkpoint of step 10, on 2 workers, in 1 s; steps 11 to 17 are done again"
+    )
+    at_once = dataclasses.replace(entry, reached=10, workers=1)
+    assert restart.describe(Again(e, True, 1.0, at_once), 2).endswith("of step 10, on 1 worker, in 1 s")

@@ -1,0 +1,148 @@
+"""Spikes and stragglers: what is named and what is not, by numbers alone and in a training of several workers."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+
+import gloo
+import pytest
+import torch
+from training.test_train_loop import SMALL, place
+
+from mtrain_cli.config.compose import compose
+from mtrain_cli.training.trainer import Trainer
+from mtrain_cli.training.watch import FEWEST, STRAGGLER_STEPS, STRAGGLER_WARM_UP, SpikeWatch, StragglerWatch
+
+
+def falling(step: int, noise: random.Random) -> tuple[float, float]:
+    """A loss and gradient norm as of an ordinary training."""
+    return 2 + 3 * 0.98**step + noise.gauss(0, 0.05), 1.5 * noise.lognormvariate(0, 0.3)
+
+
+def watched(values: list[tuple[float, float]], sigma: float = 8.0) -> list[tuple[int, str]]:
+    watch = SpikeWatch(sigma)
+    lines = [(step, watch.see(step, *pair)[1]) for step, pair in enumerate(values, start=1)]
+    return [(step, line) for step, line in lines if line]
+
+
+def test_an_ordinary_training_has_no_spikes():
+    for seed in range(20):
+        noise = random.Random(seed)
+        assert watched([falling(step, noise) for step in range(400)]) == []
+
+
+@pytest.mark.parametrize("which", ["loss", "norm"])
+def test_a_spike_is_told_once_with_its_size_and_so_is_its_end(which):
+    noise = random.Random(0)
+    values = [falling(step, noise) for step in range(200)]
+    for step in (100, 101, 102):
+        loss, norm = values[step]
+        values[step] = (loss + 4, norm) if which == "loss" else (loss, 40 * norm)
+    (first, told), (last, over) = watched(values)
+    assert (first, last) == (101, 104)
+    assert told.startswith(f"step 101 is a spike: {'loss' if which == 'loss' else 'gradient norm'} ")
+    assert told.endswith(" of the 64 steps before")
+    assert over == "step 104 is inside the band again, after 3 steps outside"
+    assert watched(values, sigma=0) == []
+
+
+def test_a_change_that_lasts_becomes_ordinary():
+    noise = random.Random(0)
+    values = [(2 + noise.gauss(0, 0.05) + (3 if step >= 100 else 0), 1.0) for step in range(200)]
+    (first, _), (last, _) = watched(values)
+    assert first == 101
+    assert 101 + 20 < last < 101 + 40
+
+
+def test_no_step_is_a_spike_before_there_is_a_band():
+    values = [(1.0, 1.0)] * (FEWEST - 1) + [(100.0, 100.0)]
+    assert watched(values) == []
+    assert [step for step, _ in watched([(1.0, 1.0)] * FEWEST + [(100.0, 100.0)])] == [FEWEST + 1]
+
+
+def test_the_band_goes_on_from_a_checkpoint():
+    noise = random.Random(1)
+    values = [falling(step, noise) for step in range(60)]
+    whole, first, second = SpikeWatch(8), SpikeWatch(8), SpikeWatch(8)
+    for step, pair in enumerate(values[:40]):
+        whole.see(step, *pair)
+        first.see(step, *pair)
+    second.load_state(first.state())
+    assert whole.see(40, 9.0, 1.0) == second.see(40, 9.0, 1.0)
+    assert second.state() == whole.state()
+
+
+def slow_by(factors: list[float], steps: int, watch: StragglerWatch) -> list[str]:
+    noise = random.Random(0)
+    return [line for _ in range(steps) for line in watch.see([f * (1 + noise.gauss(0, 0.02)) for f in factors])]
+
+
+def test_a_slow_rank_is_named_once_and_again_when_it_is_not():
+    watch = StragglerWatch(0.1, ["a, GPU 0", "a, GPU 1", "b, GPU 0"], "a layer")
+    assert slow_by([1, 1, 1], 50, watch) == []
+    (line,) = slow_by([1, 1.3, 1], 100, watch)
+    told = re.fullmatch(
+        r"rank 1 \(a, GPU 1\) is slow: it takes (1\.\d\d)x as long as the others for a layer, in most of the last 20 steps", line
+    )
+    assert told is not None
+    assert 1.2 < float(told[1]) < 1.4
+    assert slow_by([1, 1, 1], 100, watch) == ["rank 1 (a, GPU 1) is as fast as the others again"]
+
+
+def test_now_and_then_is_not_slow():
+    watch = StragglerWatch(0.1, ["a", "b"], "a layer")
+    noise = random.Random(0)
+    lines = [line for step in range(200) for line in watch.see([1.0, 3.0 if step % 5 == 0 else 1 + noise.gauss(0, 0.01)])]
+    assert lines == []
+    assert slow_by([1, 1.3], 100, StragglerWatch(0, ["a", "b"], "a layer")) == []
+
+
+def test_a_slow_loader_is_measured_by_the_step():
+    watch = StragglerWatch(0.1, ["a", "b"], "the data of a step")
+    # Ten times as long, and still nothing beside a step; then a third of one.
+    assert [line for _ in range(50) for line in watch.see([0.001, 0.01], base=1.0)] == []
+    (line,) = [line for _ in range(50) for line in watch.see([0.001, 0.3], base=1.0)]
+    assert line.startswith("rank 1 (b) is slow: it takes longer than the others for the data of a step, by 30% of a step, in most")
+
+
+def stepped(rank: int, world: int, slow: int, spike: int) -> tuple[list[str], list[bool], list[float], float]:
+    """Steps of a training in which a rank dawdles in a layer, and one step has a hundredfold loss."""
+    trainer = Trainer(compose([*SMALL, "optim.skip_spikes=true", "train.steps=60", "topology.device=cpu"]), place(rank, world))
+    layer = trainer.decoder.layers[0]
+    project, finish = layer.parts
+    whole = trainer.decoder.forward
+
+    def dawdling(*arguments):
+        time.sleep(0.05)
+        return finish(*arguments)
+
+    if rank == slow:
+        layer.parts = (project, dawdling)
+    lines, skipped, weights = [], [], []
+    for step in range(1, STRAGGLER_STEPS + STRAGGLER_WARM_UP + 5):
+        trainer.decoder.forward = (lambda *a: 100 * whole(*a)) if step == spike else whole
+        before = trainer.decoder.norm.weight.to_local().clone()
+        result = trainer.train_step(False)
+        lines += result.warnings
+        skipped.append(result.skipped)
+        weights.append(float((trainer.decoder.norm.weight.to_local() - before).abs().sum()))
+    return lines, skipped, weights, float(trainer.decoder.norm.weight.full_tensor().sum())
+
+
+def test_workers_name_the_slow_one_and_leave_out_the_update_of_a_spike_together():
+    spike = 20
+    found = gloo.run(3, stepped, 1, spike)
+    lines = found[0][0]
+    assert [line for line in lines if "rank" in line and "slow" in line] == [line for line in lines if line.startswith("rank 1 (")]
+    assert sum(line.startswith("rank 1 (") for line in lines) == 1, lines
+    assert "for the same part of a layer" in next(line for line in lines if line.startswith("rank 1 ("))
+    assert any(line.startswith(f"step {spike} is a spike: loss ") and line.endswith("; its update is left out") for line in lines)
+    for others in found:
+        assert [step for step, skipped in enumerate(others[1], start=1) if skipped] == [spike]
+        moved = [moved > 0 for moved in others[2]]
+        assert all(moved[: spike - 1] + moved[spike:])
+        assert not moved[spike - 1]
+        assert others[3] == found[0][3]
+    assert torch.isfinite(torch.tensor(found[0][3]))
