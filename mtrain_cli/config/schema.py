@@ -20,6 +20,8 @@ LAYOUTS = ("contiguous", "zigzag", "striped")
 EXCHANGES = ("auto", "all_gather", "hierarchical_all_gather", "ring", "hierarchical_ring", "ulysses")
 KERNELS = ("auto", "reference", "sdpa", "triton", "flash4")
 DTYPES = ("auto", "float32", "bfloat16")
+SHARDS = ("full", "gradients", "optimizer")
+REDUCE_DTYPES = ("float32", "bfloat16")
 ROPE_SCALINGS = ("none", "yarn", "llama3")
 
 # The patterns and the keys of each, beside `pattern` itself.
@@ -144,6 +146,7 @@ class OptimConfig:
     schedule: str = option("learning rate after warm-up", ("cosine", "constant"))
     min_lr_ratio: float = option("cosine ends at lr * min_lr_ratio")
     clip_norm: float = option("global gradient norm is clipped to this; 0 = never")
+    offload: bool = option("float32 weights and AdamW states stay in host memory and are stepped there; the GPU keeps bfloat16 weights")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +162,12 @@ class TrainConfig:
         "none; selective = keep q, k, v and the attention output, recompute the rest; full = recompute each layer",
         ("none", "selective", "full"),
     )
+    shard: str = option(
+        "what is gathered anew or reduced in each micro-batch: full = weights and gradients (ZeRO-3), gradients = gradients alone, weights "
+        "stay whole for the step (ZeRO-2), optimizer = nothing before the last one, gradients add up whole in float32 (ZeRO-1)",
+        SHARDS,
+    )
+    reduce_dtype: str = option("in what gradients are added up over workers; over micro-batches always in float32", REDUCE_DTYPES)
     compile: bool | str = option("torch.compile the parts of a layer around attention and the loss; auto = on GPUs")
     loss_chunk_mib: int = option("MiB of logits that exist at once in the fused LM head and loss")
     init_from: str | None = option("Hugging Face folder (config.json and safetensors) to start from; none = random initialisation")
