@@ -22,6 +22,8 @@ KERNELS = ("auto", "reference", "sdpa", "triton", "flash4")
 DTYPES = ("auto", "float32", "bfloat16")
 SHARDS = ("full", "gradients", "optimizer")
 REDUCE_DTYPES = ("float32", "bfloat16")
+CHECKPOINTS = ("none", "selective", "sequence_selective", "full")
+LOSS_GRADIENTS = ("forward", "recompute")
 ROPE_SCALINGS = ("none", "yarn", "llama3")
 
 # The patterns and the keys of each, beside `pattern` itself.
@@ -159,8 +161,9 @@ class TrainConfig:
     dtype: str = option("compute dtype; parameters and optimizer states stay float32. auto = bfloat16 on GPU, float32 on CPU", DTYPES)
     kernel: str = option("local attention implementation", KERNELS)
     activation_checkpoint: str = option(
-        "none; selective = keep q, k, v and the attention output, recompute the rest; full = recompute each layer",
-        ("none", "selective", "full"),
+        "what a layer keeps for its backward pass; all but none keep its input: selective also the attention output of every token, "
+        "sequence_selective that of the last train.checkpoint_keep of each worker's tokens, full no more; the rest is recomputed",
+        CHECKPOINTS,
     )
     shard: str = option(
         "what is gathered anew or reduced in each micro-batch: full = weights and gradients (ZeRO-3), gradients = gradients alone, weights "
@@ -168,8 +171,13 @@ class TrainConfig:
         SHARDS,
     )
     reduce_dtype: str = option("in what gradients are added up over workers; over micro-batches always in float32", REDUCE_DTYPES)
+    checkpoint_keep: float = option("sequence_selective: share of the tokens, the last ones, whose attention is not computed twice")
+    offload_activations: bool = option("what layers keep waits in pinned host memory; not with train.activation_checkpoint=none")
+    tile_mib: int = option("MiB of temporaries after attention (norm, MLP), more are computed in tiles of the sequence; 0 = no bound")
     compile: bool | str = option("torch.compile the parts of a layer around attention and the loss; auto = on GPUs")
     loss_chunk_mib: int = option("MiB of logits that exist at once in the fused LM head and loss")
+    loss_gradients: str = option("when the loss forms its gradients; recompute = in backward, from logits computed again", LOSS_GRADIENTS)
+    z_loss: float = option("coefficient of logsumexp^2, added to the gradient and not to the loss that is shown; 0 = none, PaLM has 1e-4")
     init_from: str | None = option("Hugging Face folder (config.json and safetensors) to start from; none = random initialisation")
     checkpoint_every: int = option("steps between checkpoints; 0 = only at the end")
     keep_checkpoints: int = option("newest checkpoints that stay")

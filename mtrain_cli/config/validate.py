@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mtrain_cli.config import keys
 from mtrain_cli.config.schema import (
+    CHECKPOINTS,
     MOST_LINES,
     PATTERN_KEYS,
     Config,
@@ -112,7 +113,10 @@ _RANGE: dict[str, tuple[str, Callable[[float], bool]]] = {
     "train.steps": _POSITIVE,
     "train.global_batch": _POSITIVE,
     "train.micro_batch": _POSITIVE,
+    "train.checkpoint_keep": _FRACTION,
+    "train.tile_mib": _NOT_NEGATIVE,
     "train.loss_chunk_mib": _POSITIVE,
+    "train.z_loss": _NOT_NEGATIVE,
     "train.checkpoint_every": _NOT_NEGATIVE,
     "train.keep_checkpoints": _POSITIVE,
     "profile.every": _NOT_NEGATIVE,
@@ -318,6 +322,12 @@ def _optim(optim: OptimConfig) -> Iterator[str]:
 
 
 def _train(train: TrainConfig, topology: TopologyConfig) -> Iterator[str]:
+    if train.offload_activations and train.activation_checkpoint == "none":
+        others = ", ".join(kind for kind in CHECKPOINTS if kind != "none")
+        yield (
+            "train.offload_activations=true: train.activation_checkpoint=none keeps every intermediate, too many to move; "
+            f"allowed with it: {others}"
+        )
     if train.kernel == "flash4":
         if topology.device == "cpu":
             yield "train.kernel=flash4: runs on GPUs only, not with topology.device=cpu; allowed there: auto, reference, sdpa"

@@ -7,8 +7,9 @@ B batch, N local tokens, C hidden, H query heads, K key-value heads, D head dim,
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -16,9 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from mtrain_cli.config.schema import ModelConfig
-from mtrain_cli.model.loss import fused_linear_cross_entropy
+from mtrain_cli.config.schema import CHECKPOINTS, LOSS_GRADIENTS, ModelConfig
+from mtrain_cli.model.feed_forward import feed_forward
+from mtrain_cli.model.loss import with_z_loss
 from mtrain_cli.model.rope import Rotation, attention_factor, inverse_frequencies, rotate, rotation
+from mtrain_cli.model.tiling import tile_rows
+from mtrain_cli.parallel.offload import Offload
 
 Attend = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 """``attend(q_BNHD, k_BNKD, v_BNKD, layer) -> out_BNHD``: scores are q.k / sqrt(D); all inputs are contiguous."""
@@ -74,14 +78,33 @@ class SwiGLU(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """One pre-norm layer: two computational parts, `project` and `finish`, around attention."""
+    """One pre-norm layer: two computational parts, `project` and `finish`, around attention.
 
-    def __init__(self, model: ModelConfig, index: int, *, activation_checkpoint: str, compile: bool) -> None:
+    With any ``activation_checkpoint`` but none, a layer keeps its input, and its backward pass begins with a second forward pass: `project`
+    again, attention by what it kept for itself, and of `finish` nothing but its inputs (`feed_forward.py`). The words differ in what
+    attention keeps, which is its own matter. offload: where the input waits, None: on the device. tile_bytes: most bytes of temporaries
+    of `finish`, 0: no bound.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        index: int,
+        *,
+        activation_checkpoint: str,
+        compile: bool,
+        tile_bytes: int = 0,
+        offload: Offload | None = None,
+    ) -> None:
         super().__init__()
-        assert activation_checkpoint in ("none", "selective", "full"), activation_checkpoint
+        assert activation_checkpoint in CHECKPOINTS, activation_checkpoint
+        assert offload is None or activation_checkpoint != "none", "offload is for what a second forward pass starts from"
         self.index = index
-        self.full_checkpoint = activation_checkpoint == "full"
-        self.parts = _parts(activation_checkpoint == "selective", compile)
+        self.recomputed = activation_checkpoint != "none"
+        self.offload = offload
+        self.compiled = compile
+        self.tile_bytes = tile_bytes
+        self.model = model
         self.input_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps)
         self.self_attn = Attention(model)
         self.post_attention_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps)
@@ -95,37 +118,61 @@ class DecoderLayer(nn.Module):
         return x_BNC + self.mlp(self.post_attention_layernorm(x_BNC))
 
     def forward(self, x_BNC: Tensor, rope: Rotation, attend: Attend) -> Tensor:
+        passes = _Passes()
+        layer: Callable[[Tensor], Tensor] = partial(self._layer, rope=rope, attend=attend, passes=passes)
+        if not self.recomputed:
+            return layer(x_BNC)
         # Recomputation starts inside forward, so FSDP's hooks, which gather the parameters around it, are never rerun nor compiled.
-        if self.full_checkpoint:
-            return _recomputed(self._layer, x_BNC, rope, attend)
-        return self._layer(x_BNC, rope, attend)
+        with nullcontext() if self.offload is None else self._input_offloaded(self.offload):
+            return _recomputed(passes, layer, x_BNC)
 
-    def _layer(self, x_BNC: Tensor, rope: Rotation, attend: Attend) -> Tensor:
-        project, finish = self.parts
+    def _layer(self, x_BNC: Tensor, rope: Rotation, attend: Attend, passes: _Passes) -> Tensor:
+        project, finish = _parts(self.compiled)
         q_BNHD, k_BNKD, v_BNKD = project(self, x_BNC, rope.cos_BN1F, rope.sin_BN1F)
-        return finish(self, x_BNC, attend(q_BNHD, k_BNKD, v_BNKD, self.index))
+        out_BNHD = attend(q_BNHD, k_BNKD, v_BNKD, self.index)
+        del q_BNHD, k_BNKD, v_BNKD
+        tokens, model = x_BNC.shape[0] * x_BNC.shape[1], self.model
+        rows = tile_rows(tokens, model.hidden_size, model.intermediate_size, x_BNC.element_size(), self.tile_bytes)
+        if not self.recomputed and rows == tokens:
+            return finish(self, x_BNC, out_BNHD)
+        norm, mlp = self.post_attention_layernorm, self.mlp
+        weights = (self.self_attn.o_proj.weight, norm.weight, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
+        return feed_forward(x_BNC, out_BNHD, weights, norm.eps, rows, compile=self.compiled, inputs_only=passes.second)
+
+    def _input_offloaded(self, offload: Offload) -> AbstractContextManager[None]:
+        """What is saved inside, the input of the checkpointed layer alone, waits in host memory."""
+        return torch.autograd.graph.saved_tensors_hooks(partial(offload.put, self.index), offload.get)
 
 
-def _recomputed(function: Callable[..., Any], *args: Any) -> Any:
+def _recomputed(passes: _Passes, function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    """function(*args), of which only the arguments stay until backward."""
     # Nothing in the decoder is random, so there is no random state to keep (keeping it would synchronise with the GPU).
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=passes.contexts)
 
 
-def _recomputed_project(layer: DecoderLayer, *args: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return _recomputed(layer.project, *args)
+class _Passes:
+    """Which pass of one call of a layer is running. second: the one that makes again what the backward pass needs."""
 
+    def __init__(self) -> None:
+        self.second = False
 
-def _recomputed_finish(layer: DecoderLayer, *args: Tensor) -> Tensor:
-    return _recomputed(layer.finish, *args)
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Around the first and the second pass, as `checkpoint` takes them."""
+        return nullcontext(), self._again()
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        self.second = True
+        try:
+            yield
+        finally:
+            self.second = False
 
 
 @cache
-def _parts(recompute: bool, compile: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """`project` and `finish` as functions of a layer, one pair for all layers: compiled once, not once per layer.
-
-    Recomputing both but not what lies between keeps exactly x, q, k, v and the attention output of every layer.
-    """
-    parts = (_recomputed_project, _recomputed_finish) if recompute else (DecoderLayer.project, DecoderLayer.finish)
+def _parts(compile: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`project` and `finish` as functions of a layer, one pair for all layers: compiled once, not once per layer."""
+    parts = (DecoderLayer.project, DecoderLayer.finish)
     return (torch.compile(parts[0], dynamic=False), torch.compile(parts[1], dynamic=False)) if compile else parts
 
 
@@ -136,16 +183,32 @@ class Decoder(nn.Module):
     parameters only, all float32, and no buffers: nothing else needs to survive that. ``rope_factor`` is the resolved stretch (`rope.py`).
     """
 
-    def __init__(self, model: ModelConfig, *, rope_factor: float, loss_chunk_bytes: int, activation_checkpoint: str, compile: bool) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        rope_factor: float,
+        loss_chunk_bytes: int,
+        activation_checkpoint: str,
+        compile: bool,
+        tile_bytes: int = 0,
+        offload: Offload | None = None,
+        loss_gradients: str = "forward",
+        z_loss: float = 0.0,
+    ) -> None:
         super().__init__()
+        assert loss_gradients in LOSS_GRADIENTS, loss_gradients
         self.model_config = model
         self.loss_chunk_bytes = loss_chunk_bytes
         self.compile_loss = compile
+        self.recompute_logits = loss_gradients == "recompute"
+        self.z_loss = z_loss
         self.inverse_frequencies_F = inverse_frequencies(model.rope, model.head_dim, rope_factor)
         self.attention_factor = attention_factor(model.rope, rope_factor)
         self.embed_tokens = nn.Embedding(model.vocab_size, model.hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(model, index, activation_checkpoint=activation_checkpoint, compile=compile) for index in range(model.num_layers)
+            DecoderLayer(model, index, activation_checkpoint=activation_checkpoint, compile=compile, tile_bytes=tile_bytes, offload=offload)
+            for index in range(model.num_layers)
         )
         self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps)
         if not model.tie_word_embeddings:
@@ -156,11 +219,15 @@ class Decoder(nn.Module):
 
         Positions are the tokens' places in the whole sequence, in any order. ``loss_scale`` as a tensor must be float32 when it gets here:
         FSDP2's mixed precision rounds a module's inputs to bfloat16 unless its policy says ``cast_forward_inputs=False``.
+
+        With ``z_loss`` the gradient is that of loss and z-loss together; the value stays the loss alone, which compares with other runs.
         """
-        x_BNC = self.hidden(tokens_BN, positions_BN, attend)
-        return fused_linear_cross_entropy(
-            x_BNC.flatten(0, 1), self._head_weight(), labels_BN.flatten(), self.loss_chunk_bytes, loss_scale, compile=self.compile_loss
-        )
+        x_NC = self.hidden(tokens_BN, positions_BN, attend).flatten(0, 1)
+        total, loss = with_z_loss(
+            x_NC, self._head_weight(), labels_BN.flatten(), self.loss_chunk_bytes, loss_scale, self.z_loss,
+            recompute=self.recompute_logits, compile=self.compile_loss,
+        )  # fmt: skip
+        return loss + (total - total.detach()) if self.z_loss else total
 
     def hidden(self, tokens_BN: Tensor, positions_BN: Tensor, attend: Attend) -> Tensor:
         """The final normalised hidden states ``[B, N, C]``."""

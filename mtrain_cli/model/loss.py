@@ -1,7 +1,8 @@
 """LM head and cross entropy in one step, without ever holding the logits of more than a few rows.
 
-Both gradients are formed while a chunk's logits exist (BurstEngine, SC '25, algorithm 3), so nothing is recomputed: three matrix
-products in all. A chunk is a fixed number of bytes, not a number of chunks: its memory must not grow with the sequence.
+By default both gradients are formed while a chunk's logits exist (BurstEngine, SC '25, algorithm 3), so nothing is recomputed: three matrix
+products in all. Or logits are computed again in the backward pass, a fourth product, and nothing but the inputs is kept until then. A chunk
+is a fixed number of bytes, not a number of chunks: its memory must not grow with the sequence.
 
 N local tokens, C hidden, V vocabulary, R rows of one chunk.
 """
@@ -9,6 +10,7 @@ N local tokens, C hidden, V vocabulary, R rows of one chunk.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -20,17 +22,44 @@ IGNORED = -100
 
 
 def fused_linear_cross_entropy(
-    x_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, chunk_bytes: int, scale: float | Tensor, *, compile: bool = False
+    x_NC: Tensor,
+    weight_VC: Tensor,
+    labels_N: Tensor,
+    chunk_bytes: int,
+    scale: float | Tensor,
+    *,
+    recompute: bool = False,
+    compile: bool = False,
 ) -> Tensor:
     """``scale`` times the sum over rows of -log softmax(x W^T)[label]: a float32 scalar (float64 for float64 input).
 
     Differentiable in x and W. Rows whose label is -100 count for nothing; with none left the result and both gradients are exactly 0.
     The logits of ``max(1, chunk_bytes // (4 V))`` rows exist at once, in float32; for bfloat16 input their gradient too, in bfloat16.
     dW is summed over chunks in float32 and returned in the weight's dtype. ``scale`` is a number or a 0-dim tensor without gradient.
-    Under ``torch.no_grad`` no gradient is computed. ``compile`` fuses what happens between the matrix products.
+    Under ``torch.no_grad`` no gradient is computed. ``recompute`` forms gradients in the backward pass, from logits computed again.
+    ``compile`` fuses what happens between the matrix products.
 
     Never synchronises with a GPU. So a label outside [0, V) raises ValueError on the CPU, while on CUDA it makes the loss and that row's
     gradient NaN, which the trainer's check for non-finite steps reports.
+    """
+    return with_z_loss(x_NC, weight_VC, labels_N, chunk_bytes, scale, 0.0, recompute=recompute, compile=compile)[0]
+
+
+def with_z_loss(
+    x_NC: Tensor,
+    weight_VC: Tensor,
+    labels_N: Tensor,
+    chunk_bytes: int,
+    scale: float | Tensor,
+    z_loss: float,
+    *,
+    recompute: bool = False,
+    compile: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """-> `fused_linear_cross_entropy` plus ``scale`` times the sum over the rows that count of z_loss * logsumexp(x W^T)^2, and the former
+    alone, without gradient.
+
+    The second term keeps logits from drifting away (PaLM, arXiv:2204.02311, section 5, with 1e-4; ST-MoE, arXiv:2202.08906, equation 5).
     """
     rows_in_all, hidden = x_NC.shape
     vocab_size = weight_VC.shape[0]
@@ -39,72 +68,118 @@ def fused_linear_cross_entropy(
     assert x_NC.dtype == weight_VC.dtype, (x_NC.dtype, weight_VC.dtype)
     if labels_N.device.type == "cpu":
         _check_labels(labels_N, vocab_size)
-    rows = max(1, chunk_bytes // (_accumulation(x_NC.dtype).itemsize * vocab_size))
+    rows = max(1, chunk_bytes // (accumulation(x_NC.dtype).itemsize * vocab_size))
     # A tensor, filled on the device: as a Python number it would be a constant of the compiled code, which a new value compiles again.
-    scale_tensor = scale if isinstance(scale, Tensor) else torch.full((), scale, dtype=_accumulation(x_NC.dtype), device=x_NC.device)
-    return _FusedLinearCrossEntropy.apply(x_NC, weight_VC, labels_N.long(), rows, scale_tensor, torch.is_grad_enabled(), compile)
+    scale_tensor = scale if isinstance(scale, Tensor) else torch.full((), scale, dtype=accumulation(x_NC.dtype), device=x_NC.device)
+    how = _How(rows, float(z_loss), compile)
+    return _FusedLinearCrossEntropy.apply(x_NC, weight_VC, labels_N.long(), how, scale_tensor, torch.is_grad_enabled(), recompute)
+
+
+@dataclass(frozen=True)
+class _How:
+    """rows: of a chunk. z_loss: coefficient. compile: what is between the products."""
+
+    rows: int
+    z_loss: float
+    compile: bool
 
 
 class _FusedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, rows: int, scale: Tensor, grad_enabled: bool, compile: bool
-    ) -> Tensor:
-        dtype = _accumulation(x_NC.dtype)
-        x_needed, weight_needed = (needed and grad_enabled for needed in ctx.needs_input_grad[:2])
-        # Empty tensors stand for gradients that nobody asked for, so that every chunk takes the same path.
-        dx_NC = torch.empty_like(x_NC if x_needed else x_NC[:, :0])
-        dweight_VC = torch.zeros_like(weight_VC if weight_needed else weight_VC[:0], dtype=dtype)
-        loss = torch.zeros((), dtype=dtype, device=x_NC.device)
-        row_losses = _compiled_row_losses() if compile else _row_losses
-        gradient_dtype = x_NC.dtype if x_needed or weight_needed else None
-        for x_RC, labels_R, dx_RC in zip(x_NC.split(rows), labels_N.split(rows), dx_NC.split(rows), strict=True):
-            logits_RV = _matmul(x_RC, weight_VC.t(), dtype)
-            loss_R, dlogits_RV = row_losses(logits_RV, labels_R, scale, gradient_dtype)
-            loss += loss_R.sum() * scale
-            if x_needed:
-                torch.mm(dlogits_RV, weight_VC, out=dx_RC)
-            if weight_needed:
-                _add_matmul(dweight_VC, dlogits_RV.t(), x_RC)
-            del logits_RV, dlogits_RV  # or they would stand beside the next chunk's
-        ctx.save_for_backward(dx_NC if x_needed else None, dweight_VC.to(weight_VC.dtype) if weight_needed else None)
-        return loss
+        ctx: Any, x_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, how: _How, scale: Tensor, grad_enabled: bool, recompute: bool
+    ) -> tuple[Tensor, Tensor]:
+        needed = tuple(needed and grad_enabled for needed in ctx.needs_input_grad[:2])
+        ctx.how, ctx.needed, ctx.recompute = how, needed, recompute
+        total, loss, dx_NC, dweight_VC = _chunks(x_NC, weight_VC, labels_N, how, scale, (False, False) if recompute else needed)
+        if recompute:
+            ctx.save_for_backward(x_NC, weight_VC, labels_N, scale)
+        else:
+            ctx.save_for_backward(dx_NC, dweight_VC)
+        ctx.mark_non_differentiable(loss)
+        return total, loss
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        dx_NC, dweight_VC = ctx.saved_tensors
-        return None if dx_NC is None else dx_NC * grad, None if dweight_VC is None else dweight_VC * grad, None, None, None, None, None
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.recompute:
+            x_NC, weight_VC, labels_N, scale = ctx.saved_tensors
+            dx_NC, dweight_VC = _chunks(x_NC, weight_VC, labels_N, ctx.how, scale * grad, ctx.needed)[2:]
+        else:
+            dx_NC, dweight_VC = (None if gradient is None else gradient * grad for gradient in ctx.saved_tensors)
+        return dx_NC, dweight_VC, None, None, None, None, None
 
 
-def _row_losses(logits_RV: Tensor, labels_R: Tensor, scale: Tensor, gradient_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    """Unscaled loss of every row, and ``scale * (softmax - one_hot)`` in ``gradient_dtype`` (if None, something unspecified).
+def _chunks(
+    x_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, how: _How, scale: Tensor, needed: tuple[bool, ...]
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """-> loss with and without the z-loss, and the gradients of x and W that are ``needed``."""
+    x_needed, weight_needed = needed
+    dtype = accumulation(x_NC.dtype)
+    # Empty tensors stand for gradients that nobody asked for, so that every chunk takes the same path.
+    dx_NC = torch.empty_like(x_NC if x_needed else x_NC[:, :0])
+    dweight_VC = torch.zeros_like(weight_VC if weight_needed else weight_VC[:0], dtype=dtype)
+    loss = torch.zeros((), dtype=dtype, device=x_NC.device)
+    total = torch.zeros_like(loss)
+    row_losses = _compiled_row_losses() if how.compile else _row_losses
+    gradient_dtype = x_NC.dtype if x_needed or weight_needed else None
+    for x_RC, labels_R, dx_RC in zip(x_NC.split(how.rows), labels_N.split(how.rows), dx_NC.split(how.rows), strict=True):
+        logits_RV = _matmul(x_RC, weight_VC.t(), dtype)
+        loss_R, total_R, dlogits_RV = row_losses(logits_RV, labels_R, scale, gradient_dtype, how.z_loss)
+        loss += loss_R.sum() * scale
+        total += total_R.sum() * scale
+        if x_needed:
+            torch.mm(dlogits_RV, weight_VC, out=dx_RC)
+        if weight_needed:
+            add_matmul(dweight_VC, dlogits_RV.t(), x_RC)
+        del logits_RV, dlogits_RV  # or they would stand beside the next chunk's
+    return total, loss, dx_NC if x_needed else None, dweight_VC.to(weight_VC.dtype) if weight_needed else None
+
+
+def _row_losses(
+    logits_RV: Tensor, labels_R: Tensor, scale: Tensor, gradient_dtype: torch.dtype | None, z_loss: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Unscaled loss of every row without and with its z-loss, and ``scale`` times the gradient of the latter by the logits, in
+    ``gradient_dtype`` (if None, something unspecified): softmax * (1 + 2 z_loss logsumexp) - one_hot.
 
     Overwrites ``logits_RV``, and returns it where its dtype is the one asked for.
     """
     ignored_R1 = (labels_R == IGNORED)[:, None]
     inside_R1 = ((labels_R >= 0) & (labels_R < logits_RV.shape[1]))[:, None]
     label_R1 = torch.where(inside_R1, labels_R[:, None], 0)
-    exponentials_RV = logits_RV.sub_(logits_RV.amax(dim=1, keepdim=True))
+    highest_R1 = logits_RV.amax(dim=1, keepdim=True)
+    exponentials_RV = logits_RV.sub_(highest_R1)
     label_logit_R1 = exponentials_RV.gather(1, label_R1)
     exponentials_RV.exp_()
     sum_R1 = exponentials_RV.sum(dim=1, keepdim=True)
     loss_R1 = torch.where(ignored_R1, 0.0, torch.where(inside_R1, sum_R1.log() - label_logit_R1, torch.nan))
+    total_R1, weight_R1 = loss_R1, None
+    if z_loss:
+        logsumexp_R1 = sum_R1.log() + highest_R1
+        total_R1 = loss_R1 + torch.where(ignored_R1, 0.0, z_loss * logsumexp_R1.square())
+        weight_R1 = 1.0 + 2.0 * z_loss * logsumexp_R1
     if gradient_dtype is None:
-        return loss_R1[:, 0], exponentials_RV
-    # (softmax - one_hot) * sum, subtracted in full precision: rounding a probability near 1 first would lose the whole difference.
-    exponentials_RV.scatter_(1, label_R1, exponentials_RV.gather(1, label_R1) - sum_R1)
+        return loss_R1[:, 0], total_R1[:, 0], exponentials_RV
     factor_R1 = torch.where(ignored_R1, 0.0, torch.where(inside_R1, scale / sum_R1, torch.nan))
+    # The label's own: (softmax - one_hot) * sum, in full precision; rounding a probability near 1 first would lose the whole difference.
+    label_exponential_R1 = exponentials_RV.gather(1, label_R1)
+    if weight_R1 is not None:
+        label_exponential_R1 = label_exponential_R1 * weight_R1
+    label_gradient_R1 = (label_exponential_R1 - sum_R1) * factor_R1
+    if weight_R1 is not None:
+        factor_R1 = factor_R1 * weight_R1
     gradient_RV = exponentials_RV if gradient_dtype == logits_RV.dtype else torch.empty_like(logits_RV, dtype=gradient_dtype)
-    return loss_R1[:, 0], torch.mul(exponentials_RV, factor_R1, out=gradient_RV)
+    torch.mul(exponentials_RV, factor_R1, out=gradient_RV)
+    return loss_R1[:, 0], total_R1[:, 0], gradient_RV.scatter_(1, label_R1, label_gradient_R1.to(gradient_dtype))
 
 
 @cache
-def _compiled_row_losses() -> Callable[..., tuple[Tensor, Tensor]]:
+def _compiled_row_losses() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     return torch.compile(_row_losses, dynamic=False)
 
 
-def _accumulation(dtype: torch.dtype) -> torch.dtype:
+def accumulation(dtype: torch.dtype) -> torch.dtype:
+    """In which sums are made."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -117,7 +192,7 @@ def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return a.to(dtype) @ b.to(dtype)
 
 
-def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
+def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b, summed in total's dtype without a temporary of its size."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)

@@ -16,9 +16,10 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.parallel import ranges
 from mtrain_cli.parallel.exchange import Exchange, Work
 from mtrain_cli.parallel.index_group import gathered, make_index_group, record_messages
-from mtrain_cli.parallel.layout import Layout
+from mtrain_cli.parallel.layout import Layout, early_queries
 from mtrain_cli.parallel.mail import naming
 from mtrain_cli.parallel.mesh import ContextGroup
+from mtrain_cli.parallel.offload import Kept, Offload
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, INDEX, Recorder
 from mtrain_cli.sparsity.pattern import Masked, Pattern
 
@@ -118,12 +119,19 @@ class ContextAttention:
     """Attention of one batch: ``attend(q, k, v, layer)`` for every layer of the model. Exact over what mask and index allow.
 
     work: what this rank computes, made once per batch. index: None for dense attention.
+    early: how many queries, the first of this rank, a second forward pass computes again; of the others output and lse stay from the first
+    pass. None: nothing stays. early_work: what these queries compute. kept: by layer, what stays. offload: where it stays, None: on the
+    device.
     """
 
     exchange: Exchange
     kernel: Kernel
     work: Work
     index: DynamicIndex | None = None
+    early: int | None = None
+    early_work: Work | None = None
+    kept: dict[int, tuple[Kept, ...]] = field(default_factory=dict, repr=False, compare=False)
+    offload: Offload | None = None
 
     @staticmethod
     def make(
@@ -132,20 +140,30 @@ class ContextAttention:
         masks: Sequence[SequenceMask],
         device: torch.device | str,
         pattern: Pattern | None = None,
+        *,
+        keep: float = 0.0,
+        offload: Offload | None = None,
     ) -> ContextAttention:
-        """masks: one per sequence of the batch. pattern: None for dense attention.
+        """masks: one per sequence of the batch. pattern: None for dense attention. keep: the share of the queries of this rank, its last
+        ones, whose output and lse a second forward pass takes from the first.
 
         Raises:
             ValueError: the shards of the layout are not whole blocks of the pattern.
         """
-        if pattern is None:
-            return ContextAttention(exchange, kernel, exchange.work(masks, device))
-        index = DynamicIndex.make(pattern, masks, device, exchange.layout, exchange.group, foreign_queries=exchange.foreign_queries)
-        return ContextAttention(exchange, kernel, exchange.work(masks, device, pattern.request().block), index)
+        index = block = None
+        if pattern is not None:
+            index = DynamicIndex.make(pattern, masks, device, exchange.layout, exchange.group, foreign_queries=exchange.foreign_queries)
+            block = pattern.request().block
+        early = early_queries(exchange.queries, keep, block)
+        if early == exchange.queries:
+            return ContextAttention(exchange, kernel, exchange.work(masks, device, block), index)
+        early_work = exchange.work(masks, device, block, early=early) if early else None
+        return ContextAttention(exchange, kernel, exchange.work(masks, device, block), index, early, early_work, offload=offload)
 
     def again(self) -> ContextAttention:
-        """For another batch under the same masks: nothing that this one estimated is kept."""
-        return self if self.index is None else replace(self, index=replace(self.index, kept={}, records=[], estimated=None))
+        """For another batch under the same masks: nothing that this one estimated or kept is there."""
+        index = None if self.index is None else replace(self.index, kept={}, records=[], estimated=None)
+        return replace(self, index=index, kept={})
 
     def keeping(self) -> ContextAttention:
         """The same batch, whose indices stay after the backward pass."""
@@ -159,12 +177,17 @@ class ContextAttention:
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
         """q [batch, tokens, heads, head_dim], k and v [batch, tokens, kv_heads, head_dim] of this rank -> out like q."""
         recorder = self.exchange.recorder
-        with nullcontext() if recorder is None else recorder.attention_pass(layer, FORWARD):
-            work = self.work if self.index is None else self.work.under(self.index.of(layer, q, k, recorder))
-            return _Attend.apply(q, k, v, self, work, layer)
+        # Without a computation or a message there is nothing to record.
+        quiet = layer in self.kept and self.early == 0 and self.exchange.rebuilds_alone
+        with nullcontext() if recorder is None or quiet else recorder.attention_pass(layer, FORWARD):
+            index = None if self.index is None else self.index.of(layer, q, k, recorder)
+            work = self.work.under(index)
+            early_work = None if self.early_work is None else self.early_work.under(index)
+            return _Attend.apply(q, k, v, self, work, early_work, layer, torch.is_grad_enabled())
 
     def done(self, layer: int) -> None:
-        """Backward of a layer has run: its index is needed no more."""
+        """Backward of a layer has run: its index, and what was kept, are needed no more."""
+        self.kept.pop(layer, None)
         if self.index is not None:
             self.index.kept.pop(layer, None)
 
@@ -172,12 +195,31 @@ class ContextAttention:
     def scale(head_dim: int) -> float:
         return 1.0 / math.sqrt(head_dim)
 
+    def keep(self, layer: int, saved: tuple[torch.Tensor, ...]) -> None:
+        """Has what a second forward pass takes over stay. saved: by the first one."""
+        if self.early is None:
+            return
+        # Detached: the output of a differentiable call would keep all that it comes from.
+        stays = [t.detach() for t in self.exchange.kept(saved, self.early)]
+        self.kept[layer] = tuple(stays if self.offload is None else [self.offload.put(layer, t) for t in stays])
+
+    def kept_of(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """What stayed of a layer."""
+        return tuple(t.detach() if isinstance(t, torch.Tensor) else t.get() for t in self.kept[layer])
+
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, call: ContextAttention, work: Work, layer: int):
-        scale = call.scale(q.shape[-1])
-        out, _, saved = call.exchange.forward(q, k, v, work, call.kernel, scale, f"layer {layer}")
+    def forward(ctx, q, k, v, call: ContextAttention, work: Work, early_work: Work | None, layer: int, keep: bool):
+        scale, what = call.scale(q.shape[-1]), f"layer {layer}"
+        if layer in call.kept:
+            assert call.early is not None
+            early = early_work or work  # of no queries
+            out, saved = call.exchange.again(q, k, v, call.kept_of(layer), call.early, early, call.kernel, scale, what)
+        else:
+            out, _, saved = call.exchange.forward(q, k, v, work, call.kernel, scale, what)
+            if keep:
+                call.keep(layer, saved)
         ctx.call, ctx.work, ctx.layer, ctx.scale = call, work, layer, scale
         ctx.save_for_backward(*saved)
         return out
@@ -186,8 +228,8 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, dout):
         call: ContextAttention = ctx.call
         recorder = call.exchange.recorder
-        saved = ctx.saved_tensors  # where nothing was kept, this runs the forward pass once more
+        saved = ctx.saved_tensors  # where they were not kept, this runs the forward pass once more
         with nullcontext() if recorder is None else recorder.attention_pass(ctx.layer, BACKWARD):
             gradients = call.exchange.backward(dout.contiguous(), saved, ctx.work, call.kernel, ctx.scale, f"layer {ctx.layer}")
         call.done(ctx.layer)
-        return *gradients, None, None, None
+        return *gradients, None, None, None, None, None

@@ -98,23 +98,37 @@ class Exchange(ABC):
         return False
 
     @abstractmethod
-    def named_tiles(self, *, indexed: bool) -> set[tuple[Shards, Shards]]:
-        """Which tiles `forward` and `backward` ask for."""
+    def named_tiles(self, *, indexed: bool, forward_only: bool = False) -> set[tuple[Shards, Shards]]:
+        """Which tiles `forward`, and unless it is ``forward_only`` `backward`, ask for."""
 
-    def work(self, masks: Sequence[SequenceMask], device: torch.device | str, block: int | None = None) -> Work:
-        """masks: one per sequence of the batch. block: of the dynamic index that will narrow it, if any.
+    @property
+    def queries(self) -> int:
+        """How many queries of a sequence this rank computes for, where it shares heads those of all ranks that it shares them with."""
+        return self.layout.tokens_per_worker
+
+    @property
+    def rebuilds_alone(self) -> bool:
+        """Whether `again` needs no other rank where nothing is computed again."""
+        return True
+
+    def work(
+        self, masks: Sequence[SequenceMask], device: torch.device | str, block: int | None = None, *, early: int | None = None
+    ) -> Work:
+        """masks: one per sequence of the batch. block: of the dynamic index that will narrow it, if any. early: only what a forward pass
+        of the first so many queries of this rank asks for.
 
         Raises:
             ValueError: a shard does not consist of whole blocks of the index.
         """
-        named = sorted(self.named_tiles(indexed=block is not None))
+        named = sorted(self.named_tiles(indexed=block is not None, forward_only=early is not None))
         positions = {shards: self._positions(shards) for pair in named for shards in pair}
         everything = self._positions(WHOLE_SEQUENCE)
         geometry = None if block is None else BlockGeometry.make(masks, everything, everything, block, device)
         tiles = {}
         for queries, keys in named:
-            spans = [mask.spans(positions[queries], positions[keys]) for mask in masks]
-            between = None if geometry is None else geometry.between(positions[queries], positions[keys], masks[0].padded)
+            rows = positions[queries][:early]
+            spans = [mask.spans(rows, positions[keys]) for mask in masks]
+            between = None if geometry is None else geometry.between(rows, positions[keys], masks[0].padded)
             tiles[queries, keys] = Tiles.make(spans, device, between)
         return Work(tiles)
 
@@ -147,6 +161,48 @@ class Exchange(ABC):
     def backward(self, dout: torch.Tensor, saved: Saved, work: Work, kernel: Kernel, scale: float, what: str = "") -> Triple:
         """-> dq, dk, dv of this rank's own queries, keys and values."""
 
+    def kept(self, saved: Saved, early: int) -> Saved:
+        """What of ``saved`` stays for `again`, which computes the first ``early`` queries once more: output and lse of the later ones.
+
+        Of all queries, also the keys and values that came from other ranks: with grouped heads they are fewer bytes than what comes from
+        here, and fetching them again would stop the backward pass.
+        """
+        _, keys, out, lse, *columns = saved
+        if early:
+            # Copies, or the whole would stay.
+            return out[:, early:].clone(), lse[..., early:].clone()
+        return (out, lse) if self._keys_are_own else (out, lse, keys, *columns)
+
+    def again(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kept: Saved,
+        early: int,
+        work: Work,
+        kernel: Kernel,
+        scale: float,
+        what: str = "",
+    ) -> tuple[torch.Tensor, Saved]:
+        """A forward pass once more, by what stayed of it (`kept`) -> out and what `backward` takes, as `forward` gave it.
+
+        work: of the early queries (`work`). Only these are computed; where there are any, keys travel as they did before, on all ranks.
+        """
+        if not early:
+            out, lse, *travelled = kept
+            keys, *columns = travelled or [torch.stack([k, v])]
+            return out, (q, keys, out, lse, *columns)
+        late, late_lse = kept
+        first, first_lse, saved = self.forward(q[:, :early].contiguous(), k, v, work, kernel, scale, what)
+        out, lse = torch.cat([first, late], 1), torch.cat([first_lse, late_lse], 2)
+        return out, (q, saved[1], out, lse, *saved[4:])
+
+    @property
+    def _keys_are_own(self) -> bool:
+        """Whether the keys that `forward` saves are this rank's own."""
+        return True
+
     @contextmanager
     def _mail(self, what: str, direction: str) -> Iterator[Mail]:
         """The transfers of one pass; all of them are complete at its end."""
@@ -160,7 +216,7 @@ class Exchange(ABC):
 class Gathering(Exchange):
     """Keys and values are gathered in sequence order, one part of the heads after the other; their gradients return by reduce-scatter."""
 
-    def named_tiles(self, *, indexed: bool) -> set[tuple[Shards, Shards]]:  # noqa: ARG002 - the same for both
+    def named_tiles(self, *, indexed: bool, forward_only: bool = False) -> set[tuple[Shards, Shards]]:  # noqa: ARG002 - the same for all
         return {((self.group.rank,), WHOLE_SEQUENCE)}
 
     def _tile(self, step: Step) -> tuple[Shards, Shards]:
@@ -258,8 +314,13 @@ class Circulating(Exchange):
     def foreign_queries(self) -> bool:
         return self.schedule.circulates == QUERIES
 
-    def named_tiles(self, *, indexed: bool) -> set[tuple[Shards, Shards]]:
-        steps = {self._tile(step) for step in (*self.forward_steps, *self.backward_steps) if step.keys}
+    @property
+    def _keys_are_own(self) -> bool:
+        return self.group.size == 1
+
+    def named_tiles(self, *, indexed: bool, forward_only: bool = False) -> set[tuple[Shards, Shards]]:
+        named = self.forward_steps if forward_only else (*self.forward_steps, *self.backward_steps)
+        steps = {self._tile(step) for step in named if step.keys}
         # Shared columns are seen by the queries at hand among all keys.
         return steps | {(self.own, WHOLE_SEQUENCE)} if indexed and self.shared_columns else steps
 
@@ -408,24 +469,47 @@ class SharedHeads(Exchange):
     def gathers_columns(self) -> bool:
         return self.inner.gathers_columns
 
-    def named_tiles(self, *, indexed):
-        return self.inner.named_tiles(indexed=indexed)
+    def named_tiles(self, *, indexed, forward_only=False):
+        return self.inner.named_tiles(indexed=indexed, forward_only=forward_only)
+
+    @property
+    def queries(self) -> int:
+        return self.inner.queries
+
+    @property
+    def rebuilds_alone(self) -> bool:
+        return False
 
     def _tile(self, step: Step) -> tuple[Shards, Shards]:  # noqa: ARG002
         raise AssertionError("its tiles are those of the exchange inside")
 
-    def work(self, masks, device, block=None):
-        return self.inner.work(masks, device, block)
+    def work(self, masks, device, block=None, *, early=None):
+        return self.inner.work(masks, device, block, early=early)
 
     def pairs(self, work: Work) -> float:
         return self.inner.pairs(work)
 
     def forward(self, q, k, v, work, kernel, scale, what=""):
+        return self._traded(q, k, v, what, lambda q, k, v: self.inner.forward(q, k, v, work, kernel, scale, what))
+
+    def kept(self, saved, early):
+        return self.inner.kept(saved, early)
+
+    def again(self, q, k, v, kept, early, work, kernel, scale, what=""):
+        def inside(q, k, v):
+            out, saved = self.inner.again(q, k, v, kept, early, work, kernel, scale, what)
+            return out, saved[3], saved
+
+        out, _, saved = self._traded(q, k, v, what, inside)
+        return out, saved
+
+    def _traded(self, q, k, v, what, attend):
+        """attend: takes q, k, v of a part of the heads for the tokens of all ranks -> out, lse, saved."""
         with self._mail(what, FORWARD) as mail:
             parts = [_heads_for(t, self.heads) for t in (q, k, v)]
             mail.begin(0)
             q_part, k_part, v_part = self._to_heads(mail, self.forward_steps[0].post[0], parts)
-            out, lse, saved = self.inner.forward(q_part, k_part, v_part, work, kernel, scale, what)
+            out, lse, saved = attend(q_part, k_part, v_part)
             mail.begin(len(self.forward_steps) - 1)
             (whole,) = self._to_tokens(mail, self.forward_steps[-1].post[0], [out])
             self._kv_heads = k.shape[2]

@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import torch
 
+_TILE = 128  # queries that kernels take at once
+
 
 @dataclass(frozen=True)
 class Layout(ABC):
@@ -181,3 +183,11 @@ def make_layout(name: str, workers: int, seq: int, block_size: int, unit: int = 
     if name not in _LAYOUTS:
         raise ValueError(f"topology.layout={name}: no such layout; allowed: {', '.join(_LAYOUTS)}")
     return _LAYOUTS[name](workers, seq, block_size, unit)
+
+
+def early_queries(queries: int, keep: float, block: int | None) -> int:
+    """How many of a worker's queries are computed again where the share ``keep`` is kept: whole blocks of an index, or of kernels where
+    that changes the share by little.
+    """
+    unit = block or (_TILE if queries % _TILE == 0 and queries >= 16 * _TILE else 1)
+    return min(queries, round((1 - keep) * queries / unit) * unit)

@@ -12,6 +12,7 @@ from mtrain_cli.launch.stop import StopFlag
 from mtrain_cli.profiling.leave import Leaving
 from mtrain_cli.profiling.measure import Bench, Case, Plan, Progress
 from mtrain_cli.training.batch import Batch, BatchMaker, PackedSample
+from mtrain_cli.training.flops import attention_kept
 from mtrain_cli.training.trainer import Trainer
 
 TARGET = "mtrain_cli.profiling.steps:run"
@@ -50,7 +51,13 @@ class _Rehearsal:
     def __init__(self, bench: Bench, trainer: Trainer, cases: Sequence[Case], leaving: Leaving, progress: Progress) -> None:
         self.bench, self.trainer, self.cases, self.leaving, self.progress = bench, trainer, cases, leaving, progress
         mask = trainer.config.data.document_mask
-        self._make = [BatchMaker(c.exchange, c.choices.kernel, bench.device, document_mask=mask, pattern=c.choices.pattern) for c in cases]
+        keep, offload = attention_kept(trainer.config.train), trainer.offload
+        self._make = [
+            BatchMaker(
+                c.exchange, c.choices.kernel, bench.device, document_mask=mask, pattern=c.choices.pattern, keep=keep, offload=offload
+            )
+            for c in cases
+        ]
         self._warm = False
 
     def __call__(self, micro_batches: MicroBatches) -> None:

@@ -27,6 +27,8 @@ def banner(config: Config, environment: Environment, choices: Choices, run_dir: 
     else:
         share = found.memory.total / found.capacity
         memory = f"{dry_run.size(found.memory.total)} a worker at its peak, estimated: {share:.0%} of {dry_run.size(found.capacity)}"
+    if found.memory.host:
+        memory += f"; {dry_run.size(found.memory.host)} wait in host memory"
     rows = [
         ("model", f"{dry_run.describe_model(found)}, {dry_run.describe_rope(found)}"),
         ("sequence", f"{format_size(config.seq)}; a step is {dry_run.describe_step(found)}"),
@@ -36,7 +38,7 @@ def banner(config: Config, environment: Environment, choices: Choices, run_dir: 
         ("sparsity", dry_run.describe_sparsity(found)),
         *(("", line) for line in remarks(config)),
         *dry_run.kernel_rows(found),
-        ("dtype", f"{dry_run.describe_dtype(found)}; recomputation {config.train.activation_checkpoint}"),
+        ("dtype", f"{dry_run.describe_dtype(found)}; recomputation {dry_run.describe_activations(config)}"),
         ("memory", memory),
         ("data", data),
         ("run", str(run_dir)),

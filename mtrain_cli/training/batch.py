@@ -14,6 +14,7 @@ from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import Exchange
+from mtrain_cli.parallel.offload import Offload
 from mtrain_cli.sparsity.pattern import Pattern
 
 IGNORED = -100
@@ -47,13 +48,23 @@ class BatchMaker:
     """Shards samples once, when they are loaded; activations then stay in layout order through the whole model."""
 
     def __init__(
-        self, exchange: Exchange, kernel: Kernel, device: torch.device, *, document_mask: bool, pattern: Pattern | None = None
+        self,
+        exchange: Exchange,
+        kernel: Kernel,
+        device: torch.device,
+        *,
+        document_mask: bool,
+        pattern: Pattern | None = None,
+        keep: float = 0.0,
+        offload: Offload | None = None,
     ) -> None:
+        """keep, offload: what attention keeps for a second forward pass, and where (`ContextAttention.make`)."""
         self.exchange = exchange
         self.kernel = kernel
         self.device = device
         self.document_mask = document_mask
         self.pattern = pattern
+        self.keep, self.offload = keep, offload
         self._positions = exchange.layout.positions(exchange.group.rank)
         self._causal: dict[int, ContextAttention] = {}
 
@@ -89,7 +100,7 @@ class BatchMaker:
         return self._causal[len(masks)].again()
 
     def _make(self, masks: list[SequenceMask]) -> ContextAttention:
-        return ContextAttention.make(self.exchange, self.kernel, masks, self.device, self.pattern)
+        return ContextAttention.make(self.exchange, self.kernel, masks, self.device, self.pattern, keep=self.keep, offload=self.offload)
 
 
 def valid_labels(samples: Sequence[PackedSample]) -> int:

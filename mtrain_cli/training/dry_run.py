@@ -13,7 +13,7 @@ from rich.text import Text
 
 from mtrain_cli.attention.kernel import IndexRequest, KernelRequest
 from mtrain_cli.attention.registry import choose, make_kernel, survey
-from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.schema import CHECKPOINTS, Config, ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.launch.environment import Environment, gpu_index, host_memory, resolve_environment
 from mtrain_cli.model.rope import rope_factor
@@ -24,7 +24,7 @@ from mtrain_cli.parallel.traffic import Sizes, pass_bytes
 from mtrain_cli.sparsity.pattern import shown_name
 from mtrain_cli.sparsity.registry import make_pattern
 from mtrain_cli.sparsity.remarks import computes_everything, remarks
-from mtrain_cli.training.flops import FlopsPerToken, ParameterCount, flops_per_token, parameters, peak_flops
+from mtrain_cli.training.flops import FlopsPerToken, ParameterCount, attention_kept, parameters, peak_flops, training_flops
 from mtrain_cli.training.memory import GIB, MemoryEstimate, estimate_memory
 from mtrain_cli.training.plan import compute_dtype, dense_kernel_asked, dense_steps_named, exchange_needs, make_choices, run_layout
 from mtrain_cli.training.state_memory import StateMemory
@@ -246,7 +246,7 @@ def _complete(
         capacity=capacity,
         rope_factor=rope_factor(config.model.rope, config.seq),
         parameters=count,
-        flops=flops_per_token(config.model, config.seq, activation_checkpoint=train.activation_checkpoint, padded_seq=layout.padded_seq),
+        flops=training_flops(config, layout, dtype_bytes=dtype.itemsize),
         tokens_per_step=train.global_batch * config.seq,
         micro_batches=micro_batches,
         memory=memory,
@@ -258,8 +258,8 @@ def _complete(
 def moved(config: Config, workers: int, layout: Layout, exchange: ExchangeChoice, dtype_bytes: int, *, needs_out: bool) -> Moved:
     """Traffic of one worker, from the schedule of its exchange; columns of an index that are gathered once come on top.
 
-    With full recomputation the forward exchange runs twice. Weights are gathered in the compute dtype and their gradients reduced in
-    train.reduce_dtype, (W - 1) / W of them, as often as train.shard says (see `parallel.fsdp`).
+    Where attention is computed again, in part or in full, the forward exchange runs twice. Weights are gathered in the compute dtype and
+    their gradients reduced in train.reduce_dtype, (W - 1) / W of them, as often as train.shard says (see `parallel.fsdp`).
     """
     model, train = config.model, config.train
     sizes = Sizes(layout.tokens_per_worker * train.micro_batch, model.num_heads, model.num_kv_heads, model.head_dim, dtype_bytes, needs_out)
@@ -269,7 +269,7 @@ def moved(config: Config, workers: int, layout: Layout, exchange: ExchangeChoice
     states = StateMemory(config, workers, passes, dtype_bytes)
     return Moved(
         forward=forward,
-        backward=backward + (forward if train.activation_checkpoint == "full" else 0),
+        backward=backward + (forward if train.activation_checkpoint != "none" and attention_kept(train) < 1 else 0),
         weights=states.sent(),
         host=states.over_host_link(),
     )
@@ -285,7 +285,7 @@ def render(found: Plan) -> RenderableType:
     config, model = found.config, found.config.model
     heads = f"{model.num_heads}/{model.num_kv_heads} heads of {model.head_dim}"
     attention = 1 - 6 * found.parameters.matmul / found.flops.model
-    recomputation = f"{config.train.activation_checkpoint} recomputation"
+    recomputation = f"recomputation {describe_activations(config)}"
     # How much a pattern leaves depends on the data.
     less = (
         config.sparsity.pattern != "dense" and not computes_everything(config) and (config.sparsity.dense_steps or 0) < config.train.steps
@@ -351,19 +351,31 @@ def memory_table(found: Plan) -> RenderableType:
     table.add_row(Text("total", style="bold not dim"), Text(size(memory.total), style="bold"), fitting(found))
     moments = [f"{moment.name} {size(moment.allocated)}" for moment in memory.moments if moment is not peak]
     choices = [f"{name} {size(total)}" for name, total in alternatives(found).items()]
+    waiting = (
+        f"Offloaded: {size(memory.host)} of pinned host memory a worker, {size(memory.host * found.environment.local_workers)} a machine."
+    )
     return Group(
         Text.assemble(("Memory of a worker", "bold"), f" at its peak, the {peak.name}"),
         table,
         Text(f"At other moments: {', '.join(moments)}.", style="dim"),
+        *([Text(waiting)] if memory.host else []),
         Text(f"With train.activation_checkpoint: {', '.join(choices)}.", style="dim"),
     )
+
+
+def describe_activations(config: Config) -> str:
+    """What layers keep, and where."""
+    train = config.train
+    kept = f" (last {train.checkpoint_keep:.0%} kept)" if train.activation_checkpoint == "sequence_selective" else ""
+    return f"{train.activation_checkpoint}{kept}{', offloaded' if train.offload_activations else ''}"
 
 
 def alternatives(found: Plan) -> dict[str, int]:
     """Total bytes of a worker for each kind of activation checkpointing."""
     totals = {}
-    for kind in ("none", "selective", "full"):
-        train = dataclasses.replace(found.config.train, activation_checkpoint=kind)
+    for kind in CHECKPOINTS:
+        offload = found.config.train.offload_activations and kind != "none"
+        train = dataclasses.replace(found.config.train, activation_checkpoint=kind, offload_activations=offload)
         other = estimate_memory(
             dataclasses.replace(found.config, train=train),
             workers=found.environment.workers,
@@ -373,7 +385,7 @@ def alternatives(found: Plan) -> dict[str, int]:
             dtype_bytes=getattr(torch, found.dtype).itemsize,
             cuda=found.environment.device == "cuda",
         )
-        totals[kind] = other.total
+        totals[kind] = other.total + (0 if found.environment.device == "cuda" else other.host)
     return totals
 
 

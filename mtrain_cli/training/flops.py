@@ -10,7 +10,9 @@ import re
 from dataclasses import dataclass
 from math import prod
 
-from mtrain_cli.config.schema import ModelConfig
+from mtrain_cli.config.schema import Config, ModelConfig, TrainConfig
+from mtrain_cli.model.tiling import tile_rows
+from mtrain_cli.parallel.layout import Layout, early_queries
 
 Shape = tuple[int, ...]
 
@@ -82,6 +84,25 @@ def causal_pairs(seq: int) -> int:
     return seq * (seq + 1) // 2
 
 
+def attention_kept(train: TrainConfig) -> float:
+    """The share of a worker's queries whose attention output stays for a second forward pass; without one (none), nothing need stay."""
+    return {"none": 0.0, "selective": 1.0, "sequence_selective": float(train.checkpoint_keep), "full": 0.0}[train.activation_checkpoint]
+
+
+def computed_again(train: TrainConfig, layout: Layout) -> float:
+    """The share of a causal sequence's query-key pairs whose attention is computed a second time: those of every worker's early tokens.
+
+    The first half of a sequence has a quarter of its pairs. Of packed documents it has up to half, which is not known beforehand.
+    """
+    if train.activation_checkpoint in ("none", "selective"):
+        return 0.0
+    early = early_queries(layout.tokens_per_worker, attention_kept(train), layout.unit if layout.unit > 1 else None)
+    if early == layout.tokens_per_worker:
+        return 1.0
+    positions = (layout.positions(rank)[:early] for rank in range(layout.workers))
+    return float(sum(int((p + 1).sum()) for p in positions)) / causal_pairs(layout.padded_seq)
+
+
 @dataclass(frozen=True, kw_only=True)
 class FlopsPerToken:
     """FLOP of one token's forward and backward pass, averaged over its sequence.
@@ -101,33 +122,61 @@ class FlopsPerToken:
 
 
 def flops_per_token(
-    model: ModelConfig, seq: int, *, activation_checkpoint: str = "none", pairs: float | None = None, padded_seq: int | None = None
+    model: ModelConfig,
+    seq: int,
+    *,
+    recomputed: bool = False,
+    pairs: float | None = None,
+    padded_seq: int | None = None,
+    pairs_again: float = 0.0,
+    tiled: bool = False,
+    recomputed_logits: bool = False,
 ) -> FlopsPerToken:
     """FLOP per token of training on sequences of ``seq`` tokens, in both conventions (see `FlopsPerToken`).
 
-    activation_checkpoint: none, selective (projections and MLP are computed twice) or full (attention too).
+    recomputed: projections and MLP are computed twice, as with every activation checkpointing but none. tiled: of a model without it, the
+        MLP in tiles, which are. recomputed_logits: the LM head, too.
+    pairs_again: share of the pairs whose attention is computed twice (`computed_again`).
     pairs: query-key pairs of one sequence and head that are allowed, a mean when it differs between heads or sequences; default causal.
     padded_seq: tokens that really pass through the matrices, pads included; default ``seq``.
     """
     count = parameters(model)
     allowed = causal_pairs(seq) if pairs is None else pairs
     heads = model.num_layers * model.num_heads * model.head_dim
-    again = recomputed_matmul(model, activation_checkpoint)
-    products = 14 + (4 if activation_checkpoint == "full" else 0)
+    again = recomputed_matmul(model, recomputed=recomputed, tiled=tiled) + (count.embedding if recomputed_logits else 0)
+    products = 14 + 4 * pairs_again
     return FlopsPerToken(
         model=6 * count.matmul + 6 * heads * seq,
         executed=((6 * count.matmul + 2 * again) * (padded_seq or seq) + products * heads * allowed) / seq,
     )
 
 
-def recomputed_matmul(model: ModelConfig, activation_checkpoint: str) -> int:
-    """Matmul parameters whose forward product runs a second time in the backward pass.
+def training_flops(config: Config, layout: Layout, *, dtype_bytes: int, pairs: float | None = None) -> FlopsPerToken:
+    """`flops_per_token` of a run. pairs: of one sequence and head; default causal."""
+    model, train = config.model, config.train
+    tokens = layout.tokens_per_worker * train.micro_batch
+    rows = tile_rows(tokens, model.hidden_size, model.intermediate_size, dtype_bytes, train.tile_mib << 20)
+    return flops_per_token(
+        model,
+        config.seq,
+        recomputed=train.activation_checkpoint != "none",
+        pairs=pairs,
+        padded_seq=layout.padded_seq,
+        pairs_again=computed_again(train, layout),
+        tiled=rows < tokens,
+        recomputed_logits=train.loss_gradients == "recompute",
+    )
 
-    That is every matrix of a layer but the MLP's last: recomputation stops when it has what backward needs, which is that product's input.
+
+def recomputed_matmul(model: ModelConfig, *, recomputed: bool, tiled: bool = False) -> int:
+    """Matmul parameters of the layers whose forward product runs a second time in the backward pass.
+
+    Of a recomputed layer that is every matrix but the MLP's last: all that backward needs of that product is its input. Of a layer that
+    is not, but computes its MLP in tiles, it is not those of q, k and v either.
     """
-    if activation_checkpoint == "none":
-        return 0
-    return (parameters(model).layer_matmul - prod(layer_shapes(model)["down"])) * model.num_layers
+    shapes = layer_shapes(model)
+    names = ("q", "k", "v", "o", "gate", "up") if recomputed else ("o", "gate", "up") if tiled else ()
+    return sum(prod(shapes[name]) for name in names) * model.num_layers
 
 
 # Dense bf16 tensor-core FLOP/s with fp32 accumulation, from NVIDIA's datasheets; where a sheet prints the sparse figure, half of it.

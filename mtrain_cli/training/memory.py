@@ -12,10 +12,12 @@ from dataclasses import dataclass, fields
 
 from mtrain_cli.attention.bars import COLUMN_TILE
 from mtrain_cli.config.schema import Config, ModelConfig
-from mtrain_cli.parallel.layout import Layout
+from mtrain_cli.model.tiling import tile_rows
+from mtrain_cli.parallel.layout import Layout, early_queries
 from mtrain_cli.parallel.selection import ExchangeChoice
 from mtrain_cli.sparsity.pattern import Pattern
 from mtrain_cli.sparsity.registry import make_pattern
+from mtrain_cli.training.flops import attention_kept
 from mtrain_cli.training.state_memory import StateMemory
 
 MIB, GIB = 2**20, 2**30
@@ -37,9 +39,11 @@ class Moment:
     working_weights: unsharded weights e (P_r + P_l), the next layer's gathered ones e P_l (all layers' unless train.shard=full), gradients
         e (P_l + V C), and the input r P_l of the reduce-scatter that is under way, in train.reduce_dtype (see `state_memory`).
     activations: what the layers keep for backward; for each token of a layer, with activation checkpointing
-        none: e (4 C + 2 A + 2 K + 4 I) + 4 heads, selective: e (C + 2 A + 2 K) + 4 heads, full: e C. lse is the 4 heads.
-    layer: the layer in backward, what it recomputes and the gradients of its activations: e (6 I + 3 C) T at the gate of the MLP, or
-        e (C + A) T at attention, whichever is more together with `exchange` (see `layer_in_backward`).
+        none: e (4 C + 2 A + 2 K + 4 I) + 4 heads, and in tiles e (2 C + 2 A + 2 K) + 4 heads; selective: e (C + A) + 4 heads, in a ring
+        also the 2 e K that came from another worker; sequence_selective: e C + (e A + 4 heads) train.checkpoint_keep; full: e C. lse is
+        the 4 heads. Of all layers, or offloaded of two.
+    layer: the layer in backward, what it recomputes and the gradients of its activations: at the gate of the MLP e (6 I + 2 C) for each
+        token of a tile, or attention, whichever is more together with `exchange` (see `layer_in_backward`).
     index: the dynamic indices of the layers between their forward and backward pass: bitmaps take heads * (T / block) * (S / block) bytes
         a layer and sequence of S tokens (all of their rows where queries circulate), diagonals and columns heads * (S / block + 4 columns);
         columns that a ring gathers once, 2 e heads * columns * head_dim a layer; and the pairs of each pair of blocks, which bitmaps are
@@ -77,8 +81,8 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """moments: the candidates for the peak. reserve: CUDA context and NCCL, outside the allocator; 0 on a CPU. host: what an offloading
-    worker holds in host memory beside it.
+    """moments: the candidates for the peak. reserve: CUDA context and NCCL, outside the allocator; 0 on a CPU. host: bytes of host memory
+    beside all that, in which offloaded activations wait, and the weights and states of an offloaded optimizer.
     """
 
     moments: tuple[Moment, ...]
@@ -111,7 +115,7 @@ def estimate_memory(
     step = _Step(config, workers, layout, exchange, kernel, dtype_bytes)
     communicators = 0 if workers == 1 else 1 + (exchange.communicators if layout.workers > 1 else 0)
     reserve = CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES if cuda else 0
-    return MemoryEstimate(moments=tuple(step.moments()), reserve=reserve, host=step.states.host)
+    return MemoryEstimate(moments=tuple(step.moments()), reserve=reserve, host=step.host() + step.states.host)
 
 
 class _Step:
@@ -125,6 +129,12 @@ class _Step:
         self.width, self.kv_width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
         self.hidden = e * self.tokens * model.hidden_size
         self.head = model.vocab_size * model.hidden_size
+        self.heads = 4 * self.tokens * model.num_heads
+        self.recomputes = config.train.activation_checkpoint != "none"
+        self.rows = tile_rows(self.tokens, model.hidden_size, model.intermediate_size, e, config.train.tile_mib * MIB)
+        # Of how many queries, among which, attention is computed again.
+        self.queries = layout.tokens_per_worker * exchange.heads
+        self.early = early_queries(self.queries, attention_kept(config.train), config.sparsity.block) if self.recomputes else 0
         pattern = make_pattern(config.sparsity, config.seed)
         self.index = None if pattern is None else IndexShape.make(config, pattern, layout, exchange)
         self.micro_batches = config.train.global_batch // (config.train.micro_batch * (workers // layout.workers))
@@ -133,7 +143,7 @@ class _Step:
 
     def moments(self) -> list[Moment]:
         layers, states = self.model.num_layers, self.states
-        kept = layers * self.kept_by_layer()
+        kept = self.kept(layers)
         scatter = states.scatter(states.layer_shard)
         first, second = (
             self.moment(
@@ -143,7 +153,7 @@ class _Step:
                 working_weights=self.e * (states.root_weights + self.head + states.layer_weights)
                 + states.weights(index, self.ahead)
                 + (scatter if index < layers else 0),
-                activations=kept * index // layers,
+                activations=self.kept(index),
                 indices=index,
             )
             for index in (layers, max(1, layers - 1))
@@ -221,24 +231,42 @@ class _Step:
     def at_the_optimizer(self) -> Moment:
         return self.moment("optimizer step", gradients=4 * self.states.shard, working_weights=0, activations=0, backward=False)
 
+    def kept(self, layers: int) -> int:
+        """Bytes on the device of what so many layers keep from forward to backward."""
+        return self.kept_by_layer() * (min(layers, 2) if self.train.offload_activations else layers)
+
+    def host(self) -> int:
+        """Bytes of host memory for what is offloaded: all layers but the last."""
+        return (self.model.num_layers - 1) * self.kept_by_layer() if self.train.offload_activations else 0
+
     def kept_by_layer(self) -> int:
         """Bytes that one layer keeps from forward to backward."""
         tokens, e = self.tokens, self.e
-        if self.train.activation_checkpoint == "full":
-            return self.hidden
-        attention = e * tokens * 2 * (self.width + self.kv_width) + 4 * tokens * self.model.num_heads
-        if self.train.activation_checkpoint == "selective":
-            return self.hidden + attention
-        return 4 * self.hidden + attention + 4 * e * tokens * self.model.intermediate_size + self.norms()
+        out = e * tokens * self.width + self.heads
+        if self.recomputes:
+            return self.hidden + out * (self.queries - self.early) // self.queries + (0 if self.early else self.travelled())
+        attention = out + e * tokens * (self.width + 2 * self.kv_width) + self.norms()
+        if self.rows < tokens:
+            return 2 * self.hidden + attention
+        return 4 * self.hidden + attention + 4 * e * tokens * self.model.intermediate_size
+
+    def travelled(self) -> int:
+        """Keys and values of the shard that a ring ends with, which another worker made."""
+        how = self.exchange
+        if how.name not in ("ring", "hierarchical_ring") or self.layout.workers == how.heads:
+            return 0
+        return 2 * self.e * self.tokens * how.heads * max(self.model.num_kv_heads // how.heads, 1) * self.model.head_dim
 
     def kept_index(self, layers: int) -> int:
         """Bytes of the indices of so many layers, and of what they are counted by."""
         if self.index is None:
             return 0
-        gathered = 0
-        if self.index.gathered and self.train.activation_checkpoint != "full":
-            gathered = 2 * self.e * self.index.columns * self.model.head_dim
+        gathered = 0 if self.early else self.gathered_columns()
         return layers * (self.index.kept + gathered) + self.micro_batches * self.index.counted
+
+    def gathered_columns(self) -> int:
+        """Bytes of the columns of one layer that a ring gathers once."""
+        return 2 * self.e * self.index.columns * self.model.head_dim if self.index is not None and self.index.gathered else 0
 
     def norms(self) -> int:
         """q and k before their norms (Qwen3), which only `none` keeps and the others make again."""
@@ -247,17 +275,28 @@ class _Step:
     def layer_in_backward(self) -> tuple[int, int]:
         """(layer, exchange) at the larger of two points: the MLP's gate, where six tensors of its width exist, or attention.
 
-        Selective makes x + attention, its norm, gate, up, silu(gate) again (the product is gone by then) and adds the gradients of product,
-        silu and up; none has the former already; full makes the whole layer again, attention's inputs and output included.
+        A recomputed layer has first made the normalised input, q, k, v, and what of output and lse was not kept. Its MLP, and any in
+        tiles, then holds the gradients of its output, of x and of attention's output; for a tile x + attention, its norm, gate, up,
+        silu(gate), their product, and the gradients of product and gate; and over several tiles float32 gradients of the weights. `none`
+        in one tile has kept all of that, and makes the gradients of product, silu and up.
         """
-        e, tokens, mode = self.e, self.tokens, self.train.activation_checkpoint
-        wide = e * tokens * self.model.intermediate_size
-        mlp = {"none": self.hidden + 2 * wide, "selective": 3 * self.hidden + 6 * wide, "full": 3 * self.hidden + 6 * wide}[mode]
-        attention = self.hidden + e * tokens * self.width
-        if mode == "full":
-            again = self.hidden + e * tokens * 2 * (self.width + self.kv_width) + 4 * tokens * self.model.num_heads + self.norms()
+        e, tokens, model = self.e, self.tokens, self.model
+        wide, out = e * tokens * model.intermediate_size, e * tokens * self.width
+        several = self.rows < tokens
+        mlp, attention = self.hidden + 2 * wide, self.hidden + out
+        if self.recomputes or several:
+            # Or, where the MLP is narrow, at its norm: x + attention, gradient of the norm, both and their product in float32.
+            norm = (12 if e < 4 else 4) * model.hidden_size
+            mlp = 2 * self.hidden + out + self.rows * (max(6 * e * model.intermediate_size, norm) + 2 * e * model.hidden_size)
+            if several:
+                weights = model.hidden_size * (3 * model.intermediate_size + self.width)
+                mlp += max(0, 4 * weights - e * self.states.layer_weights)
+        if self.recomputes:
+            again = self.hidden + out + self.norms() + (out + self.heads + self.gathered_columns() if self.early else 0)
+            # Of a ring nothing but the shard that travelled is used in backward.
+            again += 0 if self.travelled() and not self.early else 2 * e * tokens * self.kv_width
             mlp, attention = mlp + again, attention + again
-        if mode == "none":
+        elif not several:
             # Of the stored tensors of the layer at hand, MLP's have been freed when attention is reached.
             attention -= 4 * wide + 2 * self.hidden
         exchange = self.exchange_in_backward()

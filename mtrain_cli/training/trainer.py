@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,12 +34,13 @@ from mtrain_cli.parallel.collectives import all_gather
 from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.fsdp import begin_micro_batch, shard_parameters
 from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
+from mtrain_cli.parallel.offload import Offload
 from mtrain_cli.parallel.recording import Recorder
 from mtrain_cli.training.banner import banner
 from mtrain_cli.training.batch import Batch, BatchMaker, PackedSample
 from mtrain_cli.training.checkpoint import Checkpointer, CheckpointError
 from mtrain_cli.training.dry_run import planned
-from mtrain_cli.training.flops import causal_pairs, flops_per_token, peak_flops
+from mtrain_cli.training.flops import attention_kept, causal_pairs, peak_flops, training_flops
 from mtrain_cli.training.index_metrics import IndexMetrics, index_metrics, index_records, summed
 from mtrain_cli.training.metrics import MetricsWriter, StepMetrics
 from mtrain_cli.training.offload import HostStates
@@ -255,9 +257,11 @@ class Trainer:
         )  # fmt: skip
         self.exchange = exchange
         mask = config.data.document_mask
-        self.batch_maker = BatchMaker(exchange, self.choices.kernel, self.device, document_mask=mask, pattern=self.choices.pattern)
+        self.offload = Offload(config.model.num_layers, self.device) if config.train.offload_activations else None
+        make = partial(BatchMaker, exchange, document_mask=mask, keep=attention_kept(config.train), offload=self.offload)
+        self.batch_maker = make(self.choices.kernel, self.device, pattern=self.choices.pattern)
         dense = self.choices.dense_kernel
-        self.dense_batch_maker = BatchMaker(exchange, dense[0], self.device, document_mask=mask) if dense is not None else None
+        self.dense_batch_maker = make(dense[0], self.device) if dense is not None else None
         self.dataset: PackedDataset = open_dataset(config)
         self._check_same_data()
         self.sampler = Sampler(len(self.dataset), config.seed)
@@ -320,6 +324,10 @@ class Trainer:
                 loss_chunk_bytes=config.train.loss_chunk_mib << 20,
                 activation_checkpoint=config.train.activation_checkpoint,
                 compile=self.choices.compile,
+                tile_bytes=config.train.tile_mib << 20,
+                offload=self.offload,
+                loss_gradients=config.train.loss_gradients,
+                z_loss=config.train.z_loss,
             )
 
     def train_step(self, stop: bool) -> StepResult:
@@ -426,13 +434,8 @@ class Trainer:
     def metrics(self, result: StepResult, seconds: float) -> StepMetrics:
         """The line of metrics.jsonl for a finished step."""
         config, workers = self.config, self.environment.workers
-        flops = flops_per_token(
-            config.model,
-            config.seq,
-            activation_checkpoint=config.train.activation_checkpoint,
-            pairs=result.pairs / config.train.global_batch,
-            padded_seq=self.choices.layout.padded_seq,
-        )
+        pairs = result.pairs / config.train.global_batch
+        flops = training_flops(config, self.choices.layout, dtype_bytes=self.choices.dtype.itemsize, pairs=pairs)
         rate = result.tokens / seconds / workers
         peak = self._peak_flops
         return StepMetrics(

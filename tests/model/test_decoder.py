@@ -9,13 +9,14 @@ import yaml
 from tiny_models import YARN, make_decoder, tiny_model, tokens_and_labels
 from torch import Tensor
 from torch.nn import functional
+from training.allocations import LiveBytes
 
-from mtrain_cli.config.schema import ModelConfig, RopeConfig
+from mtrain_cli.config.schema import CHECKPOINTS, ModelConfig, RopeConfig
 from mtrain_cli.model.decoder import Decoder
+from mtrain_cli.model.tiling import tile_rows
 from mtrain_cli.model.verify import causal_attend
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
-CHECKPOINTS = ("none", "selective", "full")
 
 
 def loss_and_gradients(decoder: Decoder, attend=causal_attend, scale: float = 1 / 48) -> tuple[Tensor, dict[str, Tensor]]:
@@ -40,17 +41,22 @@ def test_loss_and_gradients_equal_cross_entropy_of_the_logits(family, tied):
         torch.testing.assert_close(gradients[name], parameter.grad, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("checkpoint", ["selective", "full"])
-def test_activation_checkpointing_changes_no_bit_of_loss_and_gradients(checkpoint):
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("tile_rows", [0, 1, 20, 48])
+def test_neither_checkpointing_nor_tiles_change_loss_and_gradients(checkpoint, tile_rows):
     model = tiny_model("qwen3", rope=YARN)
-    loss, gradients = loss_and_gradients(make_decoder(model))
-    again, again_gradients = loss_and_gradients(make_decoder(model, checkpoint=checkpoint))
-    assert torch.equal(loss, again)
-    assert all(torch.equal(gradients[name], again_gradients[name]) for name in gradients)
+    loss, gradients = loss_and_gradients(make_decoder(model).double())
+    tile_bytes = tile_rows * 8 * (6 * model.intermediate_size + 4 * model.hidden_size)
+    again, again_gradients = loss_and_gradients(make_decoder(model, checkpoint=checkpoint, tile_bytes=tile_bytes).double())
+    torch.testing.assert_close(again, loss, rtol=1e-12, atol=0)
+    for name in gradients:
+        torch.testing.assert_close(
+            again_gradients[name], gradients[name], rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
-@pytest.mark.parametrize(("checkpoint", "calls"), [("none", 1), ("selective", 1), ("full", 2)])
-def test_only_full_checkpointing_repeats_attention(checkpoint, calls):
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_a_layer_is_projected_and_attends_once_more_where_it_is_checkpointed(checkpoint):
     seen: list[int] = []
 
     def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
@@ -58,10 +64,10 @@ def test_only_full_checkpointing_repeats_attention(checkpoint, calls):
         return causal_attend(q, k, v, layer)
 
     loss_and_gradients(make_decoder(tiny_model(), checkpoint=checkpoint), attend)
-    assert seen == [0, 1, 2] + [2, 1, 0] * (calls - 1)
+    assert seen == [0, 1, 2] + [2, 1, 0] * (checkpoint != "none")
 
 
-def test_selective_checkpointing_keeps_x_q_k_v_and_the_attention_output_of_a_layer_and_no_more():
+def test_a_checkpointed_layer_keeps_its_input_and_no_more():
     model = tiny_model("qwen3", num_layers=6)
     kept = {}
     for layers in (2, 3):
@@ -76,28 +82,49 @@ def test_selective_checkpointing_keeps_x_q_k_v_and_the_attention_output_of_a_lay
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            decoder(tokens, positions, labels, _attention_that_saves_its_arguments, 1.0)
+            decoder(tokens, positions, labels, causal_attend, 1.0)
         kept[layers] = sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
-    width = model.hidden_size + model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
-    assert kept[3] - kept[2] == 4 * tokens.numel() * width
+    assert kept[3] - kept[2] == 4 * tokens.numel() * model.hidden_size
 
 
-class _Attention(torch.autograd.Function):
-    """Shaped like a fused kernel: saves q, k, v and its output, and nothing else."""
-
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = causal_attend(q, k, v, 0)
-        ctx.save_for_backward(q, k, v, out)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:
-        raise NotImplementedError
+def test_tiles_hold_their_budget_and_are_equal_where_they_can_be():
+    row = 2 * (6 * 11008 + 4 * 2048)
+    assert tile_rows(65536, 2048, 11008, 2, 0) == 65536
+    assert tile_rows(65536, 2048, 11008, 2, 65536 * row) == 65536
+    for budget, tokens in [(4 << 30, 65536), (1 << 30, 65536), (1 << 20, 1000), (1, 7), (3 * row, 7)]:
+        rows = tile_rows(tokens, 2048, 11008, 2, budget)
+        assert rows * row <= max(budget, row)
+        assert 2 * rows * row > budget or rows == tokens
+    assert 65536 % tile_rows(65536, 2048, 11008, 2, 4 << 30) == 0
 
 
-def _attention_that_saves_its_arguments(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:  # noqa: ARG001
-    return _Attention.apply(q, k, v)
+def test_the_wide_tensors_of_the_mlp_exist_for_one_tile_at_a_time():
+    model = tiny_model(intermediate_size=4000, num_layers=1)
+    peaks = {}
+    for rows in (6, 12, 24):
+        decoder = make_decoder(model, checkpoint="selective", tile_bytes=rows * 4 * (6 * model.intermediate_size + 4 * model.hidden_size))
+        with LiveBytes(list(decoder.parameters())) as live:
+            loss_and_gradients(decoder)
+        peaks[rows] = live.peak
+    wide = 4 * model.intermediate_size
+    # Six tensors a row. Whatever the tiles, the sums of the gradients of the weights are the same.
+    assert 5.5 * 6 * wide <= peaks[12] - peaks[6] <= 6.5 * 6 * wide
+    assert 5.5 * 12 * wide <= peaks[24] - peaks[12] <= 6.5 * 12 * wide
+
+
+def test_the_z_loss_changes_gradients_and_not_the_loss_that_is_shown():
+    model = tiny_model(tied=True)
+    tokens, positions, labels = tokens_and_labels(model)
+    decoder, plain = make_decoder(model, z_loss=0.01, loss_gradients="recompute"), make_decoder(model)
+    loss = decoder(tokens, positions, labels, causal_attend, 1 / 48)
+    loss.backward()
+    logits = plain.logits(tokens, positions, causal_attend).flatten(0, 1)
+    entropy = functional.cross_entropy(logits, labels.flatten(), reduction="sum") / 48
+    counts = (labels.flatten() != -100) / 48
+    (entropy + 0.01 * (logits.logsumexp(-1).square() * counts).sum()).backward()
+    torch.testing.assert_close(loss.detach(), entropy.detach())
+    for (name, ours), theirs in zip(decoder.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_attention_gets_contiguous_unrepeated_heads_and_its_layer():
@@ -182,6 +209,6 @@ def test_compiled_parts_give_the_same_gradients_and_are_compiled_once_for_all_la
         torch.testing.assert_close(compiled_loss * 47, loss * 48, rtol=1e-5, atol=1e-5)
         for name in gradients:
             torch.testing.assert_close(compiled[name] * 47, gradients[name] * 48, rtol=1e-4, atol=1e-4)
-    # project and finish, plain and recomputed, and the loss of a whole chunk and of the last one.
-    assert counters["stats"]["unique_graphs"] == 6
+    # project and finish, the four pieces of a feed-forward part, and the loss of a whole chunk and of the last one.
+    assert counters["stats"]["unique_graphs"] == 8
     assert not counters["graph_break"]

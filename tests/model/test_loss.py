@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mtrain_cli.model.loss import fused_linear_cross_entropy
+from mtrain_cli.model.loss import fused_linear_cross_entropy, with_z_loss
 
 VOCAB, HIDDEN, ROWS = 50, 16, 37
 
@@ -36,9 +36,54 @@ def test_loss_and_both_gradients_equal_plain_cross_entropy_for_any_chunk(chunk_r
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_gradcheck_in_float64():
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("z_loss", [0.0, 0.07])
+def test_gradcheck_in_float64(recompute, z_loss):
     x, weight, labels = problem(torch.float64)
-    assert torch.autograd.gradcheck(lambda x, weight: fused_linear_cross_entropy(x, weight, labels, 8 * VOCAB * 10, 0.3), (x, weight))
+
+    def total(x, weight):
+        return with_z_loss(x, weight, labels, 8 * VOCAB * 10, 0.3, z_loss, recompute=recompute)[0]
+
+    assert torch.autograd.gradcheck(total, (x, weight))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("chunk_rows", [1, 5, 1000])
+def test_z_loss_is_the_squared_logsumexp_of_rows_that_count(recompute, chunk_rows):
+    x, weight, labels = problem(torch.float64)
+    scale = torch.tensor(0.25, dtype=torch.float64)
+    total, loss = with_z_loss(x, weight, labels, 8 * VOCAB * chunk_rows, scale, 1e-2, recompute=recompute)
+    logits = x @ weight.t()
+    plain_loss = functional.cross_entropy(logits, labels, reduction="sum") * 0.25
+    squares = logits.logsumexp(-1)[labels != -100].square().sum() * 0.25
+    torch.testing.assert_close(loss, plain_loss.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(total, plain_loss + 1e-2 * squares, rtol=1e-12, atol=0)
+    assert not loss.requires_grad
+    expected = torch.autograd.grad((plain_loss + 1e-2 * squares) * 3, (x, weight))
+    for ours, theirs in zip(torch.autograd.grad(total * 3, (x, weight)), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_gradients_by_recomputation_are_those_formed_in_forward():
+    for dtype in (torch.float32, torch.bfloat16):
+        x, weight, labels = problem(dtype)
+        found = [
+            torch.autograd.grad(fused_linear_cross_entropy(x, weight, labels, 4 * VOCAB * 5, 0.25, recompute=again), (x, weight))
+            for again in (False, True)
+        ]
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_recomputation_keeps_no_gradient_until_backward():
+    x, weight, labels = problem(torch.float32)
+    kept = {}
+    for again in (False, True):
+        seen: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, seen=seen: seen.append(t) or t, lambda t: t):
+            fused_linear_cross_entropy(x, weight, labels, 4 * VOCAB * 5, 0.25, recompute=again)
+        mine = {x.data_ptr(), weight.data_ptr(), labels.data_ptr()}
+        kept[again] = sum(t.nbytes for t in seen if t.ndim and t.data_ptr() not in mine)
+    assert kept == {False: x.nbytes + weight.nbytes, True: 0}
 
 
 def test_bfloat16_errs_no_more_than_rounding_its_inputs_and_results_does():

@@ -36,7 +36,9 @@ def tiny_model(family: str = "qwen2", *, num_kv_heads: int = 2, tied: bool = Tru
     return dataclasses.replace(model, **changes)
 
 
-def make_decoder(model: ModelConfig, *, seed: int = 0, checkpoint: str = "none", compile: bool = False, chunk_rows: int = 7) -> Decoder:
+def make_decoder(
+    model: ModelConfig, *, seed: int = 0, checkpoint: str = "none", compile: bool = False, chunk_rows: int = 7, **options: Any
+) -> Decoder:
     """An initialised decoder whose biases and norms are random too, or a mistake in them would not show."""
     with torch.device("meta"):
         decoder = Decoder(
@@ -45,6 +47,7 @@ def make_decoder(model: ModelConfig, *, seed: int = 0, checkpoint: str = "none",
             loss_chunk_bytes=4 * model.vocab_size * chunk_rows,
             activation_checkpoint=checkpoint,
             compile=compile,
+            **options,
         )
     decoder.to_empty(device="cpu")
     initialize(decoder, seed)

@@ -14,16 +14,20 @@ from torch.utils._pytree import tree_iter
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.config.compose import compose
 from mtrain_cli.model import decoder as decoder_module
+from mtrain_cli.model import feed_forward as feed_forward_module
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.fsdp import begin_micro_batch, shard_parameters
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
+from mtrain_cli.parallel.offload import Offload
 from mtrain_cli.parallel.selection import ExchangeChoice
+from mtrain_cli.training.flops import attention_kept
 from mtrain_cli.training.memory import estimate_memory
 from mtrain_cli.training.offload import HostStates
 from mtrain_cli.training.optimizer import make_optimizer
+from mtrain_cli.training.state_memory import StateMemory
 
 
 class LiveBytes(TorchDispatchMode):
@@ -95,7 +99,8 @@ def step_peak(rank: int, world: int, overrides: list[str], exchange: str, kernel
     config = compose(overrides)
     layout = make_layout(config.topology.layout, world, config.seq, config.topology.block_size)
     group = make_context_group(rank, world, world, torch.device("cpu"))
-    train, offload = config.train, config.optim.offload
+    train, states_away = config.train, config.optim.offload
+    offload = Offload(config.model.num_layers, torch.device("cpu")) if train.offload_activations else None
 
     def empty() -> Decoder:
         with torch.device("meta"):
@@ -105,19 +110,24 @@ def step_peak(rank: int, world: int, overrides: list[str], exchange: str, kernel
                 loss_chunk_bytes=train.loss_chunk_mib << 20,
                 activation_checkpoint=train.activation_checkpoint,
                 compile=False,
+                tile_bytes=train.tile_mib << 20,
+                offload=offload,
+                loss_gradients=train.loss_gradients,
             )
 
-    decoder = empty().to(dtype) if offload else empty()
+    decoder = empty().to(dtype) if states_away else empty()
     mesh = make_parameter_mesh(world, "cpu")
     shard_parameters(decoder, mesh, dtype, shard=train.shard, reduce_dtype=getattr(torch, train.reduce_dtype))
     decoder.to_empty(device="cpu")
     for parameter in decoder.parameters():
         torch.nn.init.zeros_(parameter)
-    host = HostStates(decoder, empty(), config.optim) if offload else None
+    host = HostStates(decoder, empty(), config.optim) if states_away else None
     optimizer = host.optimizer if host else make_optimizer(decoder, config.optim)
     batch, tokens = config.train.micro_batch, layout.tokens_per_worker
     masks = [SequenceMask.causal(config.seq, layout.padded_seq)] * batch
-    attend = ContextAttention.make(make_exchange(exchange, layout, group), StandIn(kernel), masks, "cpu")
+    attend = ContextAttention.make(
+        make_exchange(exchange, layout, group), StandIn(kernel), masks, "cpu", keep=attention_kept(config.train), offload=offload
+    )
     functional = SimpleNamespace(rms_norm=lambda x, _, weight, __: FusedNorm.apply(x, weight), silu=torch.nn.functional.silu)
     inputs = [torch.zeros(batch, tokens, dtype=torch.long) for _ in range(3)]
 
@@ -131,13 +141,16 @@ def step_peak(rank: int, world: int, overrides: list[str], exchange: str, kernel
         optimizer.zero_grad(set_to_none=True)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoder_module, "functional", functional)
+        for module in (decoder_module, feed_forward_module):
+            patch.setattr(module, "functional", functional)
         gradients()
         step()
-        states = [] if offload else [state for states in optimizer.state.values() for state in states.values()]
-        with LiveBytes([*decoder.parameters(), *states, *attend.exchange.buffers.free()]) as live:
+        # Host buffers of what was offloaded, which stay from step to step.
+        waiting = [] if offload is None else [t for free in offload._free.values() for t in free]
+        states = [] if states_away else [state for states in optimizer.state.values() for state in states.values()]
+        with LiveBytes([*decoder.parameters(), *states, *attend.exchange.buffers.free(), *waiting]) as live:
             gradients()
-            if not offload:
+            if not states_away:
                 step()
     estimate = estimate_memory(
         config,
@@ -148,7 +161,8 @@ def step_peak(rank: int, world: int, overrides: list[str], exchange: str, kernel
         dtype_bytes=dtype.itemsize,
         cuda=False,
     )
-    return live.peak, estimate.allocated
+    states_on_host = StateMemory(config, world, train.global_batch, dtype.itemsize).host
+    return live.peak, estimate.allocated + estimate.host - states_on_host
 
 
 def step_peaks(rank: int, world: int, cases: list[tuple[list[str], str, str, torch.dtype]]) -> list[tuple[int, int]]:

@@ -92,7 +92,7 @@ def test_workers_that_this_machine_would_refuse_are_gpus_and_the_first_lines_say
 def test_a_plan_that_does_not_fit_this_machine_says_so_and_what_would_help():
     last = " ".join(text(dry_run(compose(["model=qwen3b", "seq=256k"])), 1000).splitlines()[-1].split())
     assert last == (
-        "Does not fit this machine: 2 workers need about 346 GiB where this machine has 24 GiB; only a smaller model would fit. "
+        "Does not fit this machine: 2 workers need about 212 GiB where this machine has 24 GiB; only a smaller model would fit. "
         "topology.workers=8 plans for eight GPUs."
     )
     words = ["seq=1m", "topology.device=cpu", "train.activation_checkpoint=none"]

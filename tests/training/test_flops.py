@@ -8,7 +8,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.config.compose import compose
 from mtrain_cli.model.decoder import Decoder
-from mtrain_cli.training.flops import causal_pairs, flops_per_token, layer_shapes, parameters, peak_flops, root_shapes
+from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.training.flops import (
+    causal_pairs,
+    computed_again,
+    flops_per_token,
+    layer_shapes,
+    parameters,
+    peak_flops,
+    root_shapes,
+    training_flops,
+)
 
 MODELS = ("tiny", "qwen0.5b", "qwen3b", "qwen7b", "llama8b", "qwen3_8b")
 
@@ -17,8 +27,8 @@ def config(name, *overrides):
     return compose([f"model={name}", *overrides]).model
 
 
-def build(model, activation_checkpoint="none"):
-    return Decoder(model, rope_factor=1.0, loss_chunk_bytes=1 << 16, activation_checkpoint=activation_checkpoint, compile=False)
+def build(model):
+    return Decoder(model, rope_factor=1.0, loss_chunk_bytes=1 << 16, activation_checkpoint="none", compile=False)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -54,33 +64,62 @@ def test_the_tied_head_multiplies_though_it_is_stored_once():
     assert separate.total - tied.total == tied.embedding == 264 * 128
 
 
-@pytest.mark.parametrize("activation_checkpoint", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    ("checkpoint", "tile_mib", "gradients"),
+    [
+        ("none", 0, "forward"),
+        ("none", 1, "forward"),
+        ("selective", 0, "recompute"),
+        ("sequence_selective", 1, "forward"),
+        ("full", 0, "forward"),
+    ],
+)
 @pytest.mark.parametrize("overrides", [(), ("model.qk_norm=true", "model.tie_word_embeddings=false")])
-def test_executed_matrix_products_equal_what_a_training_step_runs(activation_checkpoint, overrides):
-    model, seq = config("tiny", *overrides), 32
-    decoder = build(model, activation_checkpoint)
+def test_executed_matrix_products_equal_what_a_training_step_runs(checkpoint, tile_mib, gradients, overrides):
+    options = [f"train.activation_checkpoint={checkpoint}", f"train.tile_mib={tile_mib}", f"train.loss_gradients={gradients}"]
+    whole = compose(["model=tiny", "seq=256", *overrides, *options])
+    model, seq = whole.model, whole.seq
+    with torch.device("cpu"):
+        decoder = Decoder(
+            model, rope_factor=1.0, loss_chunk_bytes=1 << 16, activation_checkpoint=checkpoint, compile=False,
+            tile_bytes=tile_mib << 20, loss_gradients=gradients,
+        )  # fmt: skip
     for parameter in decoder.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     tokens, positions = torch.zeros(1, seq, dtype=torch.long), torch.arange(seq)[None]
     with FlopCounterMode(display=False) as counter:
         decoder(tokens, positions, tokens, lambda q, k, v, _: q * k.sum() * v.sum(), 1.0).backward()
-    # The counter does not see addmm_, in which the loss forms the gradient of the LM head.
-    seen = counter.get_total_flops() + 2 * model.vocab_size * model.hidden_size * seq
-    assert flops_per_token(model, seq, activation_checkpoint=activation_checkpoint, pairs=0).executed == seen / seq
+    # The counter does not see addmm_, in which the loss forms the gradient of the LM head, and tiles those of o and the MLP.
+    hidden = 2 * model.hidden_size * seq
+    seen = counter.get_total_flops() + hidden * model.vocab_size
+    if tile_mib:
+        seen += model.num_layers * hidden * (model.num_heads * model.head_dim + 3 * model.intermediate_size)
+    assert training_flops(whole, make_layout("striped", 1, seq, 128), dtype_bytes=4, pairs=0).executed == seen / seq
 
 
 def test_attention_adds_two_products_forward_and_five_backward_for_each_pair():
     model, seq = config("tiny"), 64
     width = model.num_layers * model.num_heads * model.head_dim
 
-    def attention(activation_checkpoint, pairs):
-        with_pairs, without = (
-            flops_per_token(model, seq, activation_checkpoint=activation_checkpoint, pairs=p).executed for p in (pairs, 0)
-        )
+    def attention(again, pairs):
+        with_pairs, without = (flops_per_token(model, seq, recomputed=True, pairs=p, pairs_again=again).executed for p in (pairs, 0))
         return (with_pairs - without) * seq
 
-    assert attention("none", 100) == attention("selective", 100) == pytest.approx((2 + 5) * 2 * width * 100)
-    assert attention("full", 100) == pytest.approx((2 + 2 + 5) * 2 * width * 100)
+    assert attention(0, 100) == pytest.approx((2 + 5) * 2 * width * 100)
+    assert attention(0.25, 100) == pytest.approx((2 + 0.5 + 5) * 2 * width * 100)
+
+
+@pytest.mark.parametrize("layout", ["striped", "zigzag", "contiguous"])
+def test_the_early_half_of_a_sequence_has_a_quarter_of_its_pairs(layout):
+    def again(checkpoint, keep=0.5):
+        train = compose([f"train.activation_checkpoint={checkpoint}", f"train.checkpoint_keep={keep}"]).train
+        return computed_again(train, make_layout(layout, 4, 16384, 64))
+
+    assert again("none") == again("selective") == again("sequence_selective", 1) == 0
+    assert again("full") == again("sequence_selective", 0) == 1
+    # Of contiguous parts every worker computes the early half of its own again.
+    expected = {"striped": 0.25, "zigzag": 0.25, "contiguous": (1 + 5 + 9 + 13) / 64}[layout]
+    assert again("sequence_selective") == pytest.approx(expected, abs=0.01)
 
 
 def test_causal_is_the_default_mask():

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mtrain_cli.config.compose import compose
+from mtrain_cli.config.schema import CHECKPOINTS
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.selection import ExchangeChoice
 from mtrain_cli.training.flops import layer_shapes, parameters, root_shapes
@@ -21,8 +22,14 @@ BASE = ["seq=2k", "model.num_layers=3", "topology.block_size=64", "train.loss_ch
 ATTENTION = [*BASE, "model.intermediate_size=32"]
 
 
-def with_checkpointing(kind, base=BASE):
-    return [*base, f"train.activation_checkpoint={kind}"]
+def with_checkpointing(kind, base=BASE, *more):
+    return [*base, f"train.activation_checkpoint={kind}", *more]
+
+
+OFFLOADED = "train.offload_activations=true"
+# So many layers that what they keep is most of the memory, and so few words that the loss is little.
+DEEP = [*BASE, "model.num_layers=12", "model.intermediate_size=128"]
+QUARTER = "train.checkpoint_keep=0.25"
 
 
 ONE_WORKER = [
@@ -32,6 +39,13 @@ ONE_WORKER = [
     (with_checkpointing("selective", ATTENTION), "all_gather", "sdpa", BF16),
     (with_checkpointing("full", [*BASE, "model.vocab_size=8192", "train.loss_chunk_mib=32"]), "all_gather", "flash4", FP32),
     ([*BASE, "train.shard=optimizer", "train.global_batch=2", "optim.offload=true"], "all_gather", "flash4", BF16),
+    (with_checkpointing("selective", DEEP), "all_gather", "flash4", FP32),
+    (with_checkpointing("sequence_selective", DEEP, QUARTER), "all_gather", "flash4", FP32),
+    (with_checkpointing("selective", DEEP, OFFLOADED), "all_gather", "flash4", FP32),
+    (with_checkpointing("sequence_selective", DEEP, OFFLOADED), "all_gather", "flash4", FP32),
+    (with_checkpointing("selective", BASE, "train.tile_mib=1"), "all_gather", "flash4", FP32),
+    (with_checkpointing("none", BASE, "train.tile_mib=1"), "all_gather", "flash4", FP32),
+    (with_checkpointing("selective", BASE, "train.loss_gradients=recompute"), "all_gather", "flash4", FP32),
 ]
 # So much of the memory is weights, gradients and states.
 STATES = ["seq=1k", *BASE[1:], "model.num_layers=6", "model.vocab_size=1024"]
@@ -49,7 +63,11 @@ TWO_WORKERS = [
     ([*STATES, "train.reduce_dtype=bfloat16", "train.global_batch=2"], "all_gather", "flash4", BF16),
     ([*STATES, "optim.offload=true"], "all_gather", "flash4", BF16),
     ([*STATES, "train.shard=gradients", "optim.offload=true", "train.global_batch=2"], "all_gather", "flash4", FP32),
+    (with_checkpointing("selective", DEEP), "ring", "flash4", FP32),
+    (with_checkpointing("sequence_selective", DEEP, OFFLOADED), "ring", "flash4", FP32),
+    (with_checkpointing("full", DEEP, "train.tile_mib=1"), "all_gather", "flash4", FP32),
 ]
+QUICK = [TWO_WORKERS[0], TWO_WORKERS[3], TWO_WORKERS[7]]
 
 
 def ratios(world, cases):
@@ -57,7 +75,7 @@ def ratios(world, cases):
 
 
 def test_the_estimate_is_within_4_percent_of_the_live_bytes_of_a_step():
-    found = ratios(2, [TWO_WORKERS[0], TWO_WORKERS[3], TWO_WORKERS[7]])
+    found = ratios(2, QUICK)
     assert all(0.96 <= ratio <= 1.04 for ratio in found), found
 
 
@@ -95,17 +113,34 @@ def test_kept_activations_follow_their_formulas():
     tokens, c, a, k, i, heads, layers = 131072 // 8, 2048, 2048, 256, 11008, 16, 36
     expected = {
         "full": 2 * c,
-        "selective": 2 * (c + 2 * a + 2 * k) + 4 * heads,
+        "selective": 2 * (c + a) + 4 * heads,
+        "sequence_selective": 2 * c + (2 * a + 4 * heads) // 2,
         "none": 2 * (4 * c + 2 * a + 2 * k + 4 * i) + 4 * heads,
     }
     for kind, per_token in expected.items():
         loss = estimate(f"train.activation_checkpoint={kind}").moments[0]
         assert (loss.name, loss.activations) == ("loss", layers * tokens * per_token)
+    ring = estimate("train.activation_checkpoint=selective", exchange="ring").moments[0].activations
+    assert ring == layers * tokens * (expected["selective"] + 2 * 2 * k), "the keys that a ring ends with came from another worker"
+
+
+def test_offloaded_activations_are_those_of_two_layers_on_the_device_and_the_others_on_the_host():
+    kept, found = (estimate(f"train.offload_activations={word}") for word in ("false", "true"))
+    whole = kept.moments[0].activations
+    assert found.moments[0].activations == whole * 2 // 36
+    assert (kept.host, found.host) == (0, whole * 35 // 36)
+
+
+def test_the_mlp_takes_no_more_than_its_tiles():
+    million, tiled = (estimate("seq=1m", f"train.tile_mib={mib}") for mib in (0, 512))
+    assert million.peak.name == "backward of layer 36"
+    assert million.total - tiled.total > 10 * GIB
 
 
 def test_the_more_is_recomputed_the_less_memory():
-    totals = [estimate(f"train.activation_checkpoint={kind}").total for kind in ("none", "selective", "full")]
-    assert totals[0] > totals[1] > totals[2]
+    totals = [estimate(f"train.activation_checkpoint={kind}").total for kind in CHECKPOINTS]
+    assert totals == sorted(totals, reverse=True)
+    assert len(set(totals)) == len(CHECKPOINTS) == 4
 
 
 def test_logits_do_not_grow_with_the_sequence():

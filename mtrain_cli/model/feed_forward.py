@@ -1,0 +1,160 @@
+"""What a layer does after attention, keeping nothing but its inputs: output projection, norm and MLP, in tiles along the sequence.
+
+A tile's forward is computed again in its own backward, so that the wide tensors of the MLP exist for one tile at a time (the idea of
+TiledMLP in ALST, arXiv:2506.13996, section 3.1.1). The products are written out, since autograd would make a gradient of each weight for
+every tile: here they are added up in float32.
+
+N tokens of all sequences of a batch, R tokens of a tile, C hidden, A width of the attention output, I intermediate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from mtrain_cli.model.loss import accumulation, add_matmul
+
+
+def feed_forward(
+    x_BNC: Tensor, out_BNHD: Tensor, weights: tuple[Tensor, ...], eps: float, rows: int, *, compile: bool, inputs_only: bool = False
+) -> Tensor:
+    """h + down(silu(gate(n)) * up(n)) with h = x + o(out), n = norm(h) -> like x. Keeps x, out and the weights for its backward pass.
+
+    weights: of o, norm, gate, up and down. eps: of the norm. rows: tokens of a tile (`tile_rows`). inputs_only: computes nothing, for a
+    second forward pass that is there to keep the inputs; what it returns must not be read.
+    """
+    return _FeedForward.apply(x_BNC, out_BNHD, *weights, eps, rows, compile, inputs_only)
+
+
+class _FeedForward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_BNC: Tensor, out_BNHD: Tensor, o_CA: Tensor, norm_C: Tensor, gate_IC: Tensor, up_IC: Tensor, down_CI: Tensor,
+        eps: float, rows: int, compile: bool, inputs_only: bool,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(x_BNC, out_BNHD, o_CA, norm_C, gate_IC, up_IC, down_CI)
+        ctx.eps, ctx.rows, ctx.compile = eps, rows, compile
+        if inputs_only:
+            return x_BNC.new_empty(()).expand_as(x_BNC)
+        join, gated = _pieces(compile)[:2]
+        result_BNC = x_BNC.new_empty(x_BNC.shape)
+        for x_RC, out_RA, result_RC in zip(*(_tiles(t, rows) for t in (x_BNC, out_BNHD, result_BNC)), strict=True):
+            h_RC, n_RC = join(x_RC, out_RA @ o_CA.t(), norm_C, eps)
+            inner_RI = gated(n_RC @ gate_IC.t(), n_RC @ up_IC.t())
+            del n_RC
+            torch.mm(inner_RI, down_CI.t(), out=result_RC)
+            del inner_RI
+            result_RC += h_RC
+            del h_RC
+        return result_BNC
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BNC: Tensor) -> tuple[Tensor | None, ...]:
+        x_BNC, out_BNHD, o_CA, norm_C, gate_IC, up_IC, down_CI = ctx.saved_tensors
+        join, _, gate_backward, norm_backward = _pieces(ctx.compile)
+        # Contiguous, whatever the inputs are, so that tiles are views.
+        dx_BNC, dout_BNHD = x_BNC.new_empty(x_BNC.shape), out_BNHD.new_empty(out_BNHD.shape)
+        several = ctx.rows < x_BNC.shape[0] * x_BNC.shape[1]
+        sums = _Sums(several)
+        tensors = (x_BNC, out_BNHD, grad_BNC.contiguous(), dx_BNC, dout_BNHD)
+        for x_RC, out_RA, grad_RC, dx_RC, dout_RA in zip(*(_tiles(t, ctx.rows) for t in tensors), strict=True):
+            h_RC, n_RC = join(x_RC, out_RA @ o_CA.t(), norm_C, ctx.eps)
+            wide = n_RC @ gate_IC.t(), n_RC @ up_IC.t(), grad_RC @ down_CI
+            inner_RI, dgate_RI, dup_RI = gate_backward(*wide)
+            del wide
+            sums.add("down", grad_RC.t(), inner_RI)
+            del inner_RI
+            sums.add("gate", dgate_RI.t(), n_RC)
+            sums.add("up", dup_RI.t(), n_RC)
+            del n_RC
+            dn_RC = dgate_RI @ gate_IC
+            del dgate_RI
+            dn_RC += dup_RI @ up_IC
+            del dup_RI
+            dh_RC, dnorm_C = norm_backward(h_RC, norm_C, dn_RC, grad_RC, ctx.eps)
+            del h_RC, dn_RC
+            sums.add_vector("norm", dnorm_C)
+            dx_RC.copy_(dh_RC)
+            torch.mm(dh_RC, o_CA, out=dout_RA)
+            sums.add("o", dh_RC.t(), out_RA)
+            del dh_RC
+        weights = {"o": o_CA, "norm": norm_C, "gate": gate_IC, "up": up_IC, "down": down_CI}
+        return dx_BNC, dout_BNHD, *(sums.of(name, weight) for name, weight in weights.items()), None, None, None, None
+
+
+class _Sums:
+    """Gradients of the weights over the tiles: of one tile in the compute dtype, as autograd makes them, of several in float32."""
+
+    def __init__(self, several: bool) -> None:
+        self._several = several
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, name: str, a: Tensor, b: Tensor) -> None:
+        """Adds a @ b."""
+        if not self._several:
+            self._sums[name] = a @ b
+            return
+        if name not in self._sums:
+            self._sums[name] = torch.zeros(a.shape[0], b.shape[1], dtype=accumulation(a.dtype), device=a.device)
+        add_matmul(self._sums[name], a, b)
+
+    def add_vector(self, name: str, vector: Tensor) -> None:
+        self._sums[name] = self._sums[name] + vector if name in self._sums else vector
+
+    def of(self, name: str, weight: Tensor) -> Tensor:
+        """The gradient of a weight; taken once."""
+        return self._sums.pop(name).to(weight.dtype)
+
+
+def _tiles(tensor: Tensor, rows: int) -> tuple[Tensor, ...]:
+    """[B, N, ...] -> [R, width] each, views of what is contiguous."""
+    return tensor.flatten(0, 1).flatten(1).split(rows)
+
+
+def _join(x_RC: Tensor, projected_RC: Tensor, norm_C: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The residual stream after attention, and normalised."""
+    h_RC = x_RC + projected_RC
+    return h_RC, functional.rms_norm(h_RC, norm_C.shape, norm_C, eps)
+
+
+def _gated(gate_RI: Tensor, up_RI: Tensor) -> Tensor:
+    return functional.silu(gate_RI) * up_RI
+
+
+def _gate_backward(gate_RI: Tensor, up_RI: Tensor, dinner_RI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """-> silu(gate) * up, and the gradients of gate and up; overwrites ``dinner_RI``."""
+    silu_RI = functional.silu(gate_RI)
+    inner_RI = silu_RI * up_RI
+    dup_RI = silu_RI.mul_(dinner_RI)
+    dgate_RI = torch.ops.aten.silu_backward(dinner_RI.mul_(up_RI), gate_RI)
+    return inner_RI, dgate_RI, dup_RI
+
+
+def _norm_backward(h_RC: Tensor, norm_C: Tensor, dn_RC: Tensor, grad_RC: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Gradients of h = residual + norm's input, of which the residual's is ``grad_RC``, and of the norm's weight.
+
+    Inside in float32, where it overwrites ``h_RC`` and ``dn_RC`` if they are.
+    """
+    high = accumulation(h_RC.dtype)
+    unit_RC, dn_RC = h_RC.to(high), dn_RC.to(high)
+    scale_R1 = torch.rsqrt(unit_RC.square().mean(-1, keepdim=True) + eps)
+    unit_RC.mul_(scale_R1)
+    dnorm_C = (dn_RC * unit_RC).sum(0)
+    dn_RC.mul_(norm_C)
+    along_R1 = (dn_RC * unit_RC).mean(-1, keepdim=True)
+    dn_RC.addcmul_(unit_RC, along_R1, value=-1.0).mul_(scale_R1).add_(grad_RC)
+    return dn_RC.to(h_RC.dtype), dnorm_C
+
+
+@cache
+def _pieces(compile: bool) -> tuple[Callable[..., Any], ...]:
+    """What happens between the products, one set for all layers."""
+    pieces = (_join, _gated, _gate_backward, _norm_backward)
+    return tuple(torch.compile(piece, dynamic=False) for piece in pieces) if compile else pieces

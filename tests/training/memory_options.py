@@ -1,0 +1,212 @@
+"""Prints how far gradients with each memory option are from those with none:
+`PYTHONPATH=tests python -m training.memory_options [WORKERS ...]`.
+
+One row per option and number of workers: the largest difference of any gradient element and of the loss, over exchanges, dense and
+vertical_slash attention and packed documents, relative to the largest element of that gradient; float32, two micro-batches of two
+sequences, parameters sharded by FSDP.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+
+import gloo
+import numpy as np
+import torch
+from parallel.ways import Way
+
+from mtrain_cli.attention.sdpa import SdpaKernel
+from mtrain_cli.config.schema import ModelConfig, RopeConfig
+from mtrain_cli.model.decoder import Decoder
+from mtrain_cli.model.init import initialize
+from mtrain_cli.parallel.exchange import make_exchange
+from mtrain_cli.parallel.fsdp import shard_parameters
+from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
+from mtrain_cli.parallel.offload import Offload
+from mtrain_cli.sparsity.vertical_slash import VerticalSlashPattern
+from mtrain_cli.training.batch import BatchMaker
+
+SEQ, BLOCK, VOCAB = 250, 16, 50
+ROPE = RopeConfig(
+    theta=1e4, scaling="none", factor=1.0, original_max_position=32, beta_fast=32.0, beta_slow=1.0, low_freq_factor=1.0,
+    high_freq_factor=4.0,
+)  # fmt: skip
+MODEL = ModelConfig(
+    name="test", family="qwen3", vocab_size=VOCAB, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8,
+    intermediate_size=48, qkv_bias=True, qk_norm=True, tie_word_embeddings=True, rms_norm_eps=1e-6, init_std=0.1, rope=ROPE,
+)  # fmt: skip
+LAYERS = MODEL.num_layers
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way of saving memory: what the decoder and its attention take."""
+
+    checkpoint: str = "none"
+    keep: float = 0.0
+    offload: bool = False
+    tile_bytes: int = 0
+    loss_gradients: str = "forward"
+
+
+TILE = 4 * 40 * (6 * MODEL.intermediate_size + 4 * MODEL.hidden_size)  # 40 tokens, which divide nothing here
+OPTIONS = {
+    "selective": Option("selective", 1.0),
+    "selective, offloaded": Option("selective", 1.0, offload=True),
+    "sequence_selective, half kept": Option("sequence_selective", 0.5),
+    "sequence_selective, a quarter kept, offloaded": Option("sequence_selective", 0.25, offload=True),
+    "full": Option("full"),
+    "full, offloaded": Option("full", offload=True),
+    "tiles": Option(tile_bytes=TILE),
+    "sequence_selective, tiles, offloaded": Option("sequence_selective", 0.5, offload=True, tile_bytes=TILE),
+    "loss by recomputation": Option(loss_gradients="recompute"),
+}
+WAYS = {
+    1: (Way("all_gather"),),
+    2: (Way("all_gather"), Way("all_gather", chunks=2), Way("ring"), Way("ring", circulates="queries"), Way("all_gather", heads=2)),
+    4: (Way("hierarchical_ring", per_node=2), Way("ring", heads=2), Way("hierarchical_all_gather", per_node=2)),
+}
+
+
+@dataclass(frozen=True)
+class Sample:
+    tokens: np.ndarray
+    labels: np.ndarray
+    documents: np.ndarray
+
+
+def sample(seed: int) -> Sample:
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, VOCAB, SEQ + 1).astype(np.int32)
+    ids = np.sort(rng.integers(0, 3, SEQ)).astype(np.int32)
+    labels = tokens[1:].copy()
+    labels[np.flatnonzero(np.diff(ids))] = -100
+    return Sample(tokens[:SEQ], labels, ids)
+
+
+@dataclass
+class CountingKernel(SdpaKernel):
+    """Query-key pairs of the mask and calls, forward and backward."""
+
+    pairs: int = 0
+    backward_pairs: int = 0
+
+    def forward(self, q, k, v, tiles, scale):
+        self.pairs += tiles.pairs
+        return super().forward(q, k, v, tiles, scale)
+
+    def backward(self, dout, q, k, v, out, lse, delta, tiles, scale):
+        self.backward_pairs += tiles.pairs
+        return super().backward(dout, q, k, v, out, lse, delta, tiles, scale)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountingPattern(VerticalSlashPattern):
+    estimates: list[int] = field(default_factory=list, compare=False)
+
+    def estimate(self, q, k, masked, layer):
+        self.estimates.append(layer)
+        return super().estimate(q, k, masked, layer)
+
+
+def pattern() -> CountingPattern:
+    return CountingPattern(
+        block=BLOCK, last_q=16, windows=1, p_v=0.4, p_s=0.4, joint=False, sink_tokens=2, min_bars=2, max_bars=20,
+        min_slashes=1, max_slashes=0, per_group=False,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One step: loss, gradients of this worker's shards by name, and what was done for them."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    pairs: int
+    backward_pairs: int
+    estimates: int
+    offloaded: int
+
+
+def step(option: Option, world: int, exchange, sparse: bool) -> Outcome:
+    """Two micro-batches of two sequences, gradients accumulated."""
+    device = torch.device("cpu")
+    offload = Offload(LAYERS, device) if option.offload else None
+    with torch.device("meta"):
+        decoder = Decoder(
+            MODEL, rope_factor=1.0, loss_chunk_bytes=4 * VOCAB * 37, activation_checkpoint=option.checkpoint, compile=False,
+            tile_bytes=option.tile_bytes, offload=offload, loss_gradients=option.loss_gradients, z_loss=1e-3,
+        )  # fmt: skip
+    shard_parameters(decoder, make_parameter_mesh(world, "cpu"), torch.float32)
+    decoder.to_empty(device="cpu")
+    initialize(decoder, 0)
+    kernel, chosen = CountingKernel(), pattern() if sparse else None
+    make = BatchMaker(exchange, kernel, device, document_mask=True, pattern=chosen, keep=option.keep, offload=offload)
+    loss = torch.zeros(())
+    for number in range(2):
+        batch = make([sample(2 * number), sample(2 * number + 1)])
+        part = decoder(batch.tokens, batch.positions, batch.labels, batch.attend, 1.0 / batch.valid)
+        part.backward()
+        loss += part.detach()
+        assert not batch.attend.kept, "what was kept is gone after backward"
+    gradients = {name: parameter.grad.to_local().clone() for name, parameter in decoder.named_parameters()}
+    if offload is not None:
+        assert not offload.waiting, "everything that left came back"
+    estimates = 0 if chosen is None else len(chosen.estimates)
+    return Outcome(loss.item(), gradients, kernel.pairs, kernel.backward_pairs, estimates, 0 if offload is None else offload.allocated)
+
+
+def outcomes(rank: int, world: int, names: list[str], ways: tuple[Way, ...], layout_name: str = "striped") -> list[dict]:
+    """For each way of exchanging, dense and sparse, the outcome with no option and those with ``names``, compared."""
+    found = []
+    for way in ways:
+        layout = make_layout(layout_name, world, SEQ, BLOCK, unit=BLOCK)
+        group = make_context_group(rank, world, world, torch.device("cpu"), per_node=min(way.per_node, world), heads=way.heads)
+        for sparse in (False, True):
+            exchange = make_exchange(
+                way.exchange, layout, group, chunks=way.chunks, prefetch=way.prefetch, circulates=way.circulates,
+                shared_columns=way.shared_columns,
+            )  # fmt: skip
+            plain = step(Option(), world, exchange, sparse)
+            for name in names:
+                one = step(OPTIONS[name], world, exchange, sparse)
+                found.append({"way": str(way), "sparse": sparse, "option": name, **compared(plain, one)})
+    return found
+
+
+def compared(plain: Outcome, one: Outcome) -> dict:
+    """gradient: largest difference, relative to the largest element of the same parameter. repeated: pairs computed more than once,
+    as a share of those of one forward pass. estimates: of an index, beyond those without the option."""
+    differences = [
+        (one.gradients[name] - gradient).abs().max().item() / gradient.abs().max().item()
+        for name, gradient in plain.gradients.items()
+        if gradient.numel() and gradient.abs().max() > 1e-6
+    ]
+    assert len(differences) > 10
+    return {
+        "gradient": max(differences),
+        "loss": abs(one.loss - plain.loss),
+        "repeated": one.pairs / max(1, plain.pairs) - 1,
+        "backward": one.backward_pairs - plain.backward_pairs,
+        "estimates": one.estimates - plain.estimates,
+        "offloaded": one.offloaded,
+    }
+
+
+def main(worlds: list[int]) -> None:
+    print("| workers | option | cells | gradient | loss |\n|---|---|---|---|---|")
+    for world in worlds:
+        rows: dict[str, list[dict]] = {}
+        for layout in ("striped", "zigzag"):
+            for of_rank in gloo.run(world, outcomes, list(OPTIONS), WAYS[world], layout):
+                for cell in of_rank:
+                    rows.setdefault(cell["option"], []).append(cell)
+        for name, cells in rows.items():
+            worst, loss = (max(cell[what] for cell in cells) for what in ("gradient", "loss"))
+            print(f"| {world} | {name} | {len(cells) // world} | {worst:.1e} | {loss:.1e} |", flush=True)
+
+
+if __name__ == "__main__":
+    main([int(word) for word in sys.argv[1:]] or [1, 2, 4])
