@@ -20,6 +20,8 @@ LAYOUTS = ("contiguous", "zigzag", "striped")
 EXCHANGES = ("auto", "all_gather", "hierarchical_all_gather", "ring", "hierarchical_ring", "ulysses")
 KERNELS = ("auto", "reference", "sdpa", "triton", "flash4")
 DTYPES = ("auto", "float32", "bfloat16")
+SHARDS = ("full", "gradients", "optimizer")
+REDUCE_DTYPES = ("float32", "bfloat16")
 CHECKPOINTS = ("none", "selective", "sequence_selective", "full")
 LOSS_GRADIENTS = ("forward", "recompute")
 ROPE_SCALINGS = ("none", "yarn", "llama3")
@@ -154,6 +156,7 @@ class OptimConfig:
     min_lr_ratio: float = option("cosine ends at lr * min_lr_ratio")
     clip_norm: float = option("global gradient norm is clipped to this; 0 = never")
     skip_spikes: bool = option("leave out the update of a step whose loss or gradient norm is a spike, see run.spike_sigma")
+    offload: bool = option("float32 weights and AdamW states stay in host memory and are stepped there; the GPU keeps bfloat16 weights")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +173,12 @@ class TrainConfig:
         "sequence_selective that of the last train.checkpoint_keep of each worker's tokens, full no more; the rest is recomputed",
         CHECKPOINTS,
     )
+    shard: str = option(
+        "what is gathered anew or reduced in each micro-batch: full = weights and gradients (ZeRO-3), gradients = gradients alone, weights "
+        "stay whole for the step (ZeRO-2), optimizer = nothing before the last one, gradients add up whole in float32 (ZeRO-1)",
+        SHARDS,
+    )
+    reduce_dtype: str = option("in what gradients are added up over workers; over micro-batches always in float32", REDUCE_DTYPES)
     checkpoint_keep: float = option("sequence_selective: share of the tokens, the last ones, whose attention is not computed twice")
     offload_activations: bool = option("what layers keep waits in pinned host memory; not with train.activation_checkpoint=none")
     tile_mib: int = option("MiB of temporaries after attention (norm, MLP), more are computed in tiles of the sequence; 0 = no bound")

@@ -367,6 +367,11 @@ def _train(train: TrainConfig, topology: TopologyConfig) -> Iterator[str]:
             yield "train.kernel=flash4: runs on GPUs only, not with topology.device=cpu; allowed there: auto, reference, sdpa"
         if train.dtype == "float32":
             yield "train.kernel=flash4: computes in bfloat16, not train.dtype=float32; allowed with it: auto, reference, sdpa"
+    if train.shard == "optimizer" and train.reduce_dtype == "bfloat16":
+        yield (
+            "train.reduce_dtype=bfloat16: train.shard=optimizer would add up the gradients of micro-batches in it; "
+            "allowed with it: float32, which is sent once a step"
+        )
     if train.init_from is not None:
         folder = Path(train.init_from).expanduser()
         if not folder.is_dir():

@@ -97,7 +97,7 @@ class _Rehearsal:
         began = clock.now()
         trainer.forward_backward(batches, attends, valid)
         seconds = clock.seconds(began, clock.now())
-        trainer.optimizer.zero_grad(set_to_none=True)
+        trainer.drop_gradients()
         self._estimated = [attend.index.estimated if attend.index is not None else None for attend in attends]
         return batches, seconds
 

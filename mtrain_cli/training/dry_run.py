@@ -27,6 +27,7 @@ from mtrain_cli.sparsity.remarks import computes_everything, remarks
 from mtrain_cli.training.flops import FlopsPerToken, ParameterCount, attention_kept, parameters, peak_flops, training_flops
 from mtrain_cli.training.memory import GIB, MemoryEstimate, estimate_memory
 from mtrain_cli.training.plan import compute_dtype, dense_kernel_asked, dense_steps_named, exchange_needs, make_choices, run_layout
+from mtrain_cli.training.state_memory import StateMemory
 
 if TYPE_CHECKING:
     from mtrain_cli.training.plan import Choices
@@ -43,12 +44,13 @@ USABLE = 0.95  # of a GPU's memory: the allocator's blocks are never packed with
 @dataclass(frozen=True, kw_only=True)
 class Moved:
     """Bytes that reach one worker: keys, values and their gradients of one layer and micro-batch, forward and backward; weights and their
-    gradients of one optimizer step.
+    gradients of one optimizer step; host: both between its device and the host in such a step, where the optimizer is offloaded.
     """
 
     forward: int
     backward: int
     weights: int
+    host: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,19 +258,20 @@ def _complete(
 def moved(config: Config, workers: int, layout: Layout, exchange: ExchangeChoice, dtype_bytes: int, *, needs_out: bool) -> Moved:
     """Traffic of one worker, from the schedule of its exchange; columns of an index that are gathered once come on top.
 
-    Where attention is computed again, in part or in full, the forward exchange runs twice. Weights are gathered in the compute dtype
-    forward and backward and their gradients reduced in float32, (W - 1) / W of them, for each micro-batch.
+    Where attention is computed again, in part or in full, the forward exchange runs twice. Weights are gathered in the compute dtype and
+    their gradients reduced in train.reduce_dtype, (W - 1) / W of them, as often as train.shard says (see `parallel.fsdp`).
     """
     model, train = config.model, config.train
     sizes = Sizes(layout.tokens_per_worker * train.micro_batch, model.num_heads, model.num_kv_heads, model.head_dim, dtype_bytes, needs_out)
     schedule = make_schedule(exchange.name, exchange.options(layout.workers))
     forward, backward = (pass_bytes(schedule, 0, sizes, backward=b) for b in (False, True))
     passes = train.global_batch // (train.micro_batch * (workers // layout.workers))
-    total = parameters(model).total
+    states = StateMemory(config, workers, passes, dtype_bytes)
     return Moved(
         forward=forward,
         backward=backward + (forward if train.activation_checkpoint != "none" and attention_kept(train) < 1 else 0),
-        weights=passes * total * (2 * dtype_bytes + 4) * (workers - 1) // workers,
+        weights=states.sent(),
+        host=states.over_host_link(),
     )
 
 
@@ -485,14 +488,25 @@ def describe_layout(found: Plan) -> str:
 
 
 def describe_dtype(found: Plan) -> str:
-    return found.dtype if found.dtype == "float32" else f"{found.dtype} compute; float32 parameters, gradients and AdamW states"
+    train = found.config.train
+    text = found.dtype if found.dtype == "float32" else f"{found.dtype} compute; float32 parameters, gradients and AdamW states"
+    if found.config.optim.offload:
+        text = f"{found.dtype} compute and weights, float32 gradients; float32 parameters and AdamW states on the host"
+    return f"{text}, gradients reduced in {train.reduce_dtype}" if train.reduce_dtype != "float32" else text
 
 
 def describe_moved(found: Plan) -> str:
+    host = found.moved.host
+    link = f"{size(host)} between GPU and host a step" if host and found.environment.device == "cuda" else ""
     if found.environment.workers == 1:
-        return "nothing, one worker"
+        return link or "nothing, one worker"
     exchange = f"{size(found.moved.forward)} forward and {size(found.moved.backward)} backward a layer and pass"
-    return f"{exchange if found.environment.cp > 1 else 'no keys or values'}; weights {size(found.moved.weights)} a step"
+    n = found.micro_batches
+    often = {"full": "twice", "gradients": "once a step", "optimizer": "once a step"}[found.config.train.shard]
+    each = "" if n == 1 or found.config.train.shard == "optimizer" else f" in each of {n} micro-batches"
+    how = f"gathered {often}, reduced{each}" if found.config.train.shard != "full" else f"gathered {often} and reduced{each}"
+    weights = f"weights and gradients {size(found.moved.weights)} a step ({how})"
+    return "; ".join(part for part in (exchange if found.environment.cp > 1 else "no keys or values", weights, link) if part)
 
 
 def count(number: int) -> str:

@@ -8,9 +8,7 @@ LM head). The order of events is FSDP2's (torch/distributed/fsdp/_fully_shard) a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from math import prod
 
 from mtrain_cli.attention.bars import COLUMN_TILE
 from mtrain_cli.config.schema import Config, ModelConfig
@@ -19,7 +17,8 @@ from mtrain_cli.parallel.layout import Layout, early_queries
 from mtrain_cli.parallel.selection import ExchangeChoice
 from mtrain_cli.sparsity.pattern import Pattern
 from mtrain_cli.sparsity.registry import make_pattern
-from mtrain_cli.training.flops import Shape, attention_kept, layer_shapes, root_shapes
+from mtrain_cli.training.flops import attention_kept
+from mtrain_cli.training.state_memory import StateMemory
 
 MIB, GIB = 2**20, 2**30
 # Outside the allocator's count, and rough: seen to differ by some hundred MiB between drivers and NCCL versions.
@@ -33,11 +32,12 @@ _MOST_OF_16_BITS = 32767
 class Moment:
     """What a worker's allocator holds at one moment of a step, bytes by part.
 
-    parameters: 4 * (P_l L + P_r) / W, the float32 shards; each dimension 0 is rounded up to a multiple of W.
-    optimizer: 8 * (P_l L + P_r) / W, both AdamW states in float32.
-    gradients: 4 * P / W for the layers (and root) that were reduced so far; all of them while gradients accumulate over micro-batches.
-    working_weights: unsharded weights e (P_r + P_l), the next layer's gathered ones e P_l, gradients e (P_l + V C), and the float32 input
-        4 P_l of the reduce-scatter that is under way.
+    parameters: 4 * (P_l L + P_r) / W, the float32 shards; each dimension 0 is rounded up to a multiple of W. e in place of 4 with offload.
+    optimizer: 8 * (P_l L + P_r) / W, both AdamW states in float32; on the host with offload.
+    gradients: 4 * P / W for the layers (and root) that were reduced so far; all of them while gradients accumulate over micro-batches, and
+        4 P then with train.shard=optimizer.
+    working_weights: unsharded weights e (P_r + P_l), the next layer's gathered ones e P_l (all layers' unless train.shard=full), gradients
+        e (P_l + V C), and the input r P_l of the reduce-scatter that is under way, in train.reduce_dtype (see `state_memory`).
     activations: what the layers keep for backward; for each token of a layer, with activation checkpointing
         none: e (4 C + 2 A + 2 K + 4 I) + 4 heads, and in tiles e (2 C + 2 A + 2 K) + 4 heads; selective: e (C + A) + 4 heads, in a ring
         also the 2 e K that came from another worker; sequence_selective: e C + (e A + 4 heads) train.checkpoint_keep; full: e C. lse is
@@ -82,7 +82,7 @@ class Moment:
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
     """moments: the candidates for the peak. reserve: CUDA context and NCCL, outside the allocator; 0 on a CPU. host: bytes of host memory
-    in which offloaded activations wait, beside all that.
+    beside all that, in which offloaded activations wait, and the weights and states of an offloaded optimizer.
     """
 
     moments: tuple[Moment, ...]
@@ -115,7 +115,7 @@ def estimate_memory(
     step = _Step(config, workers, layout, exchange, kernel, dtype_bytes)
     communicators = 0 if workers == 1 else 1 + (exchange.communicators if layout.workers > 1 else 0)
     reserve = CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES if cuda else 0
-    return MemoryEstimate(moments=tuple(step.moments()), reserve=reserve, host=step.host())
+    return MemoryEstimate(moments=tuple(step.moments()), reserve=reserve, host=step.host() + step.states.host)
 
 
 class _Step:
@@ -126,12 +126,6 @@ class _Step:
         self.model, self.train, self.layout, self.exchange, self.kernel, self.e = model, config.train, layout, exchange, kernel, e
         self.workers = workers
         self.tokens = layout.tokens_per_worker * config.train.micro_batch
-        self.layer_shard = sharded_numbers(layer_shapes(model).values(), workers)
-        self.root_shard = sharded_numbers(root_shapes(model).values(), workers)
-        self.layer_weights = sum(prod(shape) for shape in layer_shapes(model).values())
-        self.root_weights = sum(prod(shape) for shape in root_shapes(model).values())
-        self.shard = self.layer_shard * model.num_layers + self.root_shard
-        self.accumulates = config.train.global_batch > config.train.micro_batch * (workers // layout.workers)
         self.width, self.kv_width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
         self.hidden = e * self.tokens * model.hidden_size
         self.head = model.vocab_size * model.hidden_size
@@ -144,18 +138,21 @@ class _Step:
         pattern = make_pattern(config.sparsity, config.seed)
         self.index = None if pattern is None else IndexShape.make(config, pattern, layout, exchange)
         self.micro_batches = config.train.global_batch // (config.train.micro_batch * (workers // layout.workers))
+        self.states = StateMemory(config, workers, self.micro_batches, e)
+        self.ahead = 2 if workers > 1 else 1  # layers that are whole at once: the one at work, and the next one if it is gathered
 
     def moments(self) -> list[Moment]:
-        layers = self.model.num_layers
+        layers, states = self.model.num_layers, self.states
         kept = self.kept(layers)
-        # Weights of the layer at work and their gradients; with several workers also those of the next layer, gathered ahead.
-        weights = self.e * self.layer_weights * (3 if self.workers > 1 else 2)
-        scatter = 4 * self.layer_shard * self.workers
+        scatter = states.scatter(states.layer_shard)
         first, second = (
             self.moment(
                 f"backward of layer {index}",
-                gradients=4 * self.layer_shard * (layers - index),
-                working_weights=self.e * (self.root_weights + self.head) + weights + (scatter if index < layers else 0),
+                gradients=states.gradients(layers - index),
+                # Whole weights, and the gradients of the LM head and of the layer at work.
+                working_weights=self.e * (states.root_weights + self.head + states.layer_weights)
+                + states.weights(index, self.ahead)
+                + (scatter if index < layers else 0),
                 activations=self.kept(index),
                 indices=index,
             )
@@ -178,9 +175,9 @@ class _Step:
         layer, exchange = self.layer_in_backward() if backward else (0, self.ring_buffers())
         return Moment(
             name=name,
-            parameters=4 * self.shard,
-            optimizer=8 * self.shard,
-            gradients=4 * self.shard if self.accumulates else gradients,
+            parameters=self.states.parameters,
+            optimizer=self.states.optimizer,
+            gradients=gradients,
             working_weights=working_weights,
             activations=activations,
             layer=layer,
@@ -197,7 +194,8 @@ class _Step:
         chunk, converted = (4 + second) * rows * self.model.vocab_size, second * self.head
         return self.moment(
             "loss",
-            working_weights=self.e * (self.root_weights + (self.layer_weights if self.workers > 1 else 0)),
+            gradients=self.states.gradients(0),
+            working_weights=self.e * self.states.root_weights + self.states.weights(self.model.num_layers, self.ahead - 1),
             activations=kept,
             indices=self.model.num_layers,
             backward=False,
@@ -207,29 +205,31 @@ class _Step:
 
     def at_the_end(self) -> Moment:
         """First layer in backward, or the reduction of the embedding and LM head: all other gradients are there, activations are gone."""
-        layers = self.model.num_layers
-        scatter = 4 * self.layer_shard * self.workers
+        layers, states = self.model.num_layers, self.states
         first_layer = self.moment(
             "backward of layer 1",
-            gradients=4 * self.layer_shard * (layers - 1),
-            working_weights=self.e * (self.root_weights + self.head + 2 * self.layer_weights) + scatter,
+            gradients=states.gradients(layers - 1),
+            working_weights=self.e * (states.root_weights + self.head + states.layer_weights)
+            + states.weights(1, 1)
+            + states.scatter(states.layer_shard),
             activations=self.kept_by_layer(),
             indices=1,
         )
         # Embedding and LM head each have a gradient (a tied weight's are added up); then they move to the float32 input of reduce-scatter.
-        scatter = 4 * self.root_shard * self.workers
-        gradients = self.e * (self.root_weights + 2 * self.head), self.e * self.root_weights + scatter, scatter + 4 * self.root_shard
+        scatter = states.scatter(states.root_shard)
+        whole = self.e * states.root_weights
+        gradients = whole + 2 * self.e * self.head, whole + scatter, scatter + 4 * states.root_shard
         root = self.moment(
             "reduction of the embedding",
-            gradients=4 * self.layer_shard * layers,
-            working_weights=max(gradients),
+            gradients=states.gradients(layers),
+            working_weights=max(gradients) + states.weights(0, 0),
             activations=0,
             backward=False,
         )
         return max(first_layer, root, key=lambda moment: moment.allocated)
 
     def at_the_optimizer(self) -> Moment:
-        return self.moment("optimizer step", gradients=4 * self.shard, working_weights=0, activations=0, backward=False)
+        return self.moment("optimizer step", gradients=4 * self.states.shard, working_weights=0, activations=0, backward=False)
 
     def kept(self, layers: int) -> int:
         """Bytes on the device of what so many layers keep from forward to backward."""
@@ -290,7 +290,7 @@ class _Step:
             mlp = 2 * self.hidden + out + self.rows * (max(6 * e * model.intermediate_size, norm) + 2 * e * model.hidden_size)
             if several:
                 weights = model.hidden_size * (3 * model.intermediate_size + self.width)
-                mlp += max(0, 4 * weights - e * self.layer_weights)
+                mlp += max(0, 4 * weights - e * self.states.layer_weights)
         if self.recomputes:
             again = self.hidden + out + self.norms() + (out + self.heads + self.gathered_columns() if self.early else 0)
             # Of a ring nothing but the shard that travelled is used in backward.
@@ -350,11 +350,6 @@ class _Step:
             # One part is computed while the next one comes and the gradients of the one before leave.
             return e * queries + (grad * keys + 2 * e * keys + packing) // how.chunks + 4 * keys // how.chunks + buffers
         return e * queries + grad * keys + max(e * keys + buffers, packing)
-
-
-def sharded_numbers(shapes: Iterable[Shape], workers: int) -> int:
-    """Numbers of one worker's shard: FSDP2 cuts dimension 0 of each parameter into equal parts, the last ones padded."""
-    return sum(-(-shape[0] // workers) * prod(shape[1:]) for shape in shapes)
 
 
 @dataclass(frozen=True, kw_only=True)

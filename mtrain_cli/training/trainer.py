@@ -32,7 +32,7 @@ from mtrain_cli.model.init import initialize
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.parallel.collectives import all_gather
 from mtrain_cli.parallel.exchange import make_exchange
-from mtrain_cli.parallel.fsdp import shard_parameters
+from mtrain_cli.parallel.fsdp import begin_micro_batch, shard_parameters
 from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
 from mtrain_cli.parallel.offload import Offload
 from mtrain_cli.parallel.recording import Recorder
@@ -44,6 +44,7 @@ from mtrain_cli.training.evaluation import EvaluationWriter, evaluate
 from mtrain_cli.training.flops import attention_kept, causal_pairs, peak_flops, training_flops
 from mtrain_cli.training.index_metrics import IndexMetrics, index_metrics, index_records, summed
 from mtrain_cli.training.metrics import MetricsWriter, StepMetrics
+from mtrain_cli.training.offload import HostStates
 from mtrain_cli.training.optimizer import (
     learning_rate,
     local_gradients,
@@ -327,8 +328,9 @@ class Trainer:
             make=self.batch_maker.on_host,
         )
         self.held_out: list[Sample] = self.dataset.held_out
+        self.host_states: HostStates | None = None
         self.decoder = self._make_decoder()
-        self.optimizer = make_optimizer(self.decoder, config.optim)
+        self.optimizer = self.host_states.optimizer if self.host_states else make_optimizer(self.decoder, config.optim)
         self.step = 0
         self.tokens = 0
         self.observe: Callable[[Batch], Attend] | None = None
@@ -359,9 +361,29 @@ class Trainer:
 
     def _make_decoder(self) -> Decoder:
         """Built on the meta device, sharded, then filled: no worker ever holds the whole model."""
+        config, dtype = self.config, self.choices.dtype
+        decoder = self._empty_decoder()
+        if config.optim.offload:
+            decoder.to(dtype)
+        mesh = make_parameter_mesh(self.environment.workers, self.environment.device)
+        shard_parameters(decoder, mesh, dtype, shard=config.train.shard, reduce_dtype=getattr(torch, config.train.reduce_dtype))
+        decoder.to_empty(device=self.device)
+        filled = decoder
+        if config.optim.offload:
+            self.host_states = HostStates(decoder, self._empty_decoder(), config.optim)
+            filled = self.host_states.masters
+        if config.train.init_from:
+            load_into(filled, config.train.init_from)
+        else:
+            initialize(filled, config.seed)
+        if self.host_states:
+            self.host_states.send()
+        return decoder
+
+    def _empty_decoder(self) -> Decoder:
         config = self.config
         with torch.device("meta"):
-            decoder = Decoder(
+            return Decoder(
                 config.model,
                 rope_factor=rope_factor(config.model.rope, config.seq),
                 loss_chunk_bytes=config.train.loss_chunk_mib << 20,
@@ -372,14 +394,6 @@ class Trainer:
                 loss_gradients=config.train.loss_gradients,
                 z_loss=config.train.z_loss,
             )
-        mesh = make_parameter_mesh(self.environment.workers, self.environment.device)
-        shard_parameters(decoder, mesh, self.choices.dtype)
-        decoder.to_empty(device=self.device)
-        if config.train.init_from:
-            load_into(decoder, config.train.init_from)
-        else:
-            initialize(decoder, config.seed)
-        return decoder
 
     def train_step(self, stop: bool) -> StepResult:
         """One optimizer step over config.train.global_batch sequences.
@@ -408,7 +422,7 @@ class Trainer:
         valid, pairs = self.totals(batches)
         attends: list[Attend] = [batch.attend if self.observe is None else self.observe(batch) for batch in batches]
         loss = self.forward_backward(batches, [self._own_time.around(attends[0]), *attends[1:]], valid)
-        gradients = local_gradients(self.decoder.parameters())
+        gradients = self.gradients()
         found = torch.stack([loss.double(), squared_norm(gradients, self.device).double()])
         told = torch.tensor([float(stop), own_seconds, waited], dtype=torch.float64, device=self.device)
         mine = torch.cat([found, told])
@@ -428,8 +442,8 @@ class Trainer:
             clip = self.config.optim.clip_norm
             if clip and grad_norm > clip:
                 torch._foreach_mul_(gradients, clip / grad_norm)
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+            (self.host_states or self.optimizer).step()
+        self.drop_gradients()
         whereabouts.note("done")
         self.step += 1
         tokens = self.config.train.global_batch * self.config.seq
@@ -466,11 +480,22 @@ class Trainer:
             for number, (batch, attend) in enumerate(zip(batches, attends, strict=True)):
                 if self.recorder is not None:
                     self.recorder.micro_batch(number)
+                begin_micro_batch(self.decoder, self.config.train.shard, last=number == len(batches) - 1)
                 # The sum over all workers of local sums over the number of valid tokens of the whole step: equal to one worker's mean.
                 part = self.decoder(batch.tokens, batch.positions, batch.labels, attend, 1.0 / max(1, valid))
                 part.backward()
                 loss += part.detach()
         return loss
+
+    def gradients(self) -> list[torch.Tensor]:
+        """What this worker holds of the reduced gradients, on the device."""
+        return self.host_states.gradients() if self.host_states else local_gradients(self.decoder.parameters())
+
+    def drop_gradients(self) -> None:
+        if self.host_states:
+            self.host_states.drop_gradients()
+        else:
+            self.optimizer.zero_grad(set_to_none=True)
 
     def totals(self, batches: Sequence[Batch]) -> tuple[int, int]:
         """Labels that count and query-key pairs per head that the masks allow, of all workers in a step."""
@@ -528,9 +553,17 @@ class Trainer:
             skipped=result.skipped if config.optim.skip_spikes else None,
         )
 
+    def _float32(self) -> Decoder:
+        """Where the parameters of the optimizer are: the decoder itself, or its masters on the host."""
+        return self.host_states.masters if self.host_states else self.decoder
+
+    def _send_weights(self) -> None:
+        if self.host_states:
+            self.host_states.send()
+
     def state(self) -> dict[str, Any]:
         """Everything a checkpoint holds; parameters and optimizer states as shards."""
-        model, optimizer = get_state_dict(self.decoder, self.optimizer)
+        model, optimizer = get_state_dict(self._float32(), self.optimizer)
         trainer = {"step": self.step, "tokens": self.tokens, "spikes": self._spikes.state(), **self.loader.state()}
         return {"model": model, "optimizer": optimizer, "trainer": trainer}
 
@@ -539,11 +572,13 @@ class Trainer:
         if checkpointer.weights_alone():
             weights = {"model": self.state()["model"]}
             checkpointer.load(weights)
-            set_model_state_dict(self.decoder, weights["model"])
+            set_model_state_dict(self._float32(), weights["model"])
+            self._send_weights()
             return
         state = self.state()
         checkpointer.load(state)
-        set_state_dict(self.decoder, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(self._float32(), self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        self._send_weights()
         # They came with the optimizer's state, and the configuration of the resume may have others.
         set_hyperparameters(self.optimizer, self.config.optim)
         saved = state["trainer"]

@@ -18,14 +18,16 @@ from mtrain_cli.model import feed_forward as feed_forward_module
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import make_exchange
-from mtrain_cli.parallel.fsdp import shard_parameters
+from mtrain_cli.parallel.fsdp import begin_micro_batch, shard_parameters
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group, make_parameter_mesh
 from mtrain_cli.parallel.offload import Offload
 from mtrain_cli.parallel.selection import ExchangeChoice
 from mtrain_cli.training.flops import attention_kept
 from mtrain_cli.training.memory import MemoryEstimate, estimate_memory
+from mtrain_cli.training.offload import HostStates
 from mtrain_cli.training.optimizer import make_optimizer
+from mtrain_cli.training.state_memory import StateMemory
 
 
 class LiveBytes(TorchDispatchMode):
@@ -94,27 +96,37 @@ class FusedNorm(torch.autograd.Function):
 
 
 def step_peak(rank: int, world: int, overrides: list[str], exchange: str, kernel: str, dtype: torch.dtype) -> tuple[int, int]:
-    """(peak bytes of the second step, closed form) of one worker in a process group of ``world``; all of them share a sequence."""
+    """(peak bytes of the second step, closed form) of one worker in a process group of ``world``; all of them share a sequence.
+
+    With optimizer offload the step on the host is left out of both, since host and device are one here.
+    """
     config = compose(overrides)
     layout = make_layout(config.topology.layout, world, config.seq, config.topology.block_size)
     group = make_context_group(rank, world, world, torch.device("cpu"))
-    offload = Offload(config.model.num_layers, torch.device("cpu")) if config.train.offload_activations else None
-    with torch.device("meta"):
-        decoder = Decoder(
-            config.model,
-            rope_factor=1.0,
-            loss_chunk_bytes=config.train.loss_chunk_mib << 20,
-            activation_checkpoint=config.train.activation_checkpoint,
-            compile=False,
-            tile_bytes=config.train.tile_mib << 20,
-            offload=offload,
-            loss_gradients=config.train.loss_gradients,
-        )
-    shard_parameters(decoder, make_parameter_mesh(world, "cpu"), dtype)
+    train, states_away = config.train, config.optim.offload
+    offload = Offload(config.model.num_layers, torch.device("cpu")) if train.offload_activations else None
+
+    def empty() -> Decoder:
+        with torch.device("meta"):
+            return Decoder(
+                config.model,
+                rope_factor=1.0,
+                loss_chunk_bytes=train.loss_chunk_mib << 20,
+                activation_checkpoint=train.activation_checkpoint,
+                compile=False,
+                tile_bytes=train.tile_mib << 20,
+                offload=offload,
+                loss_gradients=train.loss_gradients,
+            )
+
+    decoder = empty().to(dtype) if states_away else empty()
+    mesh = make_parameter_mesh(world, "cpu")
+    shard_parameters(decoder, mesh, dtype, shard=train.shard, reduce_dtype=getattr(torch, train.reduce_dtype))
     decoder.to_empty(device="cpu")
     for parameter in decoder.parameters():
         torch.nn.init.zeros_(parameter)
-    optimizer = make_optimizer(decoder, config.optim)
+    host = HostStates(decoder, empty(), config.optim) if states_away else None
+    optimizer = host.optimizer if host else make_optimizer(decoder, config.optim)
     batch, tokens = config.train.micro_batch, layout.tokens_per_worker
     masks = [SequenceMask.causal(config.seq, layout.padded_seq)] * batch
     attend = ContextAttention.make(
@@ -123,20 +135,27 @@ def step_peak(rank: int, world: int, overrides: list[str], exchange: str, kernel
     functional = SimpleNamespace(rms_norm=lambda x, _, weight, __: FusedNorm.apply(x, weight), silu=torch.nn.functional.silu)
     inputs = [torch.zeros(batch, tokens, dtype=torch.long) for _ in range(3)]
 
+    def gradients() -> None:
+        for number in range(train.global_batch):
+            begin_micro_batch(decoder, train.shard, last=number == train.global_batch - 1)
+            decoder(*inputs, attend, 1.0).backward()
+
     def step() -> None:
-        decoder(*inputs, attend, 1.0).backward()
-        optimizer.step()
+        (host or optimizer).step()
         optimizer.zero_grad(set_to_none=True)
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (decoder_module, feed_forward_module):
             patch.setattr(module, "functional", functional)
+        gradients()
         step()
         # Host buffers of what was offloaded, which stay from step to step.
         waiting = [] if offload is None else [t for free in offload._free.values() for t in free]
-        states = [state for states in optimizer.state.values() for state in states.values()]
+        states = [] if states_away else [state for states in optimizer.state.values() for state in states.values()]
         with LiveBytes([*decoder.parameters(), *states, *attend.exchange.buffers.free(), *waiting]) as live:
-            step()
+            gradients()
+            if not states_away:
+                step()
     estimate = estimate_memory(
         config,
         workers=world,
@@ -146,7 +165,8 @@ def step_peak(rank: int, world: int, overrides: list[str], exchange: str, kernel
         dtype_bytes=dtype.itemsize,
         cuda=False,
     )
-    return live.peak, estimate.allocated + estimate.host
+    states_on_host = StateMemory(config, world, train.global_batch, dtype.itemsize).host
+    return live.peak, estimate.allocated + estimate.host - states_on_host
 
 
 def kept(layers: int, overrides: list[str], dtype: torch.dtype) -> tuple[int, MemoryEstimate]:

@@ -185,7 +185,26 @@ def test_bytes_moved_are_those_of_the_schedule(workers, cp, exchange):
             keys = sum(len(transfer.receives) for transfer in transfers if transfer.payload == "kv")
             gradients = sum(len(transfer.sends) for transfer in transfers if transfer.payload == "dkv")
             assert moved == (keys * 4 + gradients * 4) * shard
-    assert found.moved.weights == found.parameters.total * (2 * 4 + 4) * (workers - 1) // workers
+    # The embedding and the last norm are gathered once.
+    layers = found.config.model.num_layers * found.parameters.layer
+    sharded = (2 * 4 + 4) * layers + (4 + 4) * (found.parameters.total - layers)
+    assert found.moved.weights == pytest.approx(sharded * (workers - 1) / workers, rel=1e-2)  # 3 divides few rows
+
+
+def test_what_weights_and_gradients_move_depends_on_what_is_sharded_and_is_said():
+    words = ["topology.device=cpu", "topology.workers=2", "train.global_batch=64", "train.shard="]
+    full, gradients, optimizer = (plan(compose([*words[:3], words[3] + kind])) for kind in ("full", "gradients", "optimizer"))
+    one = plan(compose([*words[:2], "train.shard=optimizer"]))
+    assert full.moved.weights > 2 * gradients.moved.weights > 60 * optimizer.moved.weights
+    assert optimizer.moved.weights == one.moved.weights == 8 * optimizer.parameters.total // 2
+    printed = [" ".join(text(module.render(found), 1000).split()) for found in (full, gradients, optimizer)]
+    assert "(gathered twice and reduced in each of 64 micro-batches)" in printed[0]
+    assert "(gathered once a step, reduced in each of 64 micro-batches)" in printed[1]
+    assert "(gathered once a step, reduced) checkpoint" in printed[2]
+    assert one.memory.host == 0
+    offloaded = plan(compose([*words[:2], "optim.offload=true"]))
+    assert offloaded.memory.host > 12 * offloaded.parameters.total // 2
+    assert offloaded.moved.host == 8 * offloaded.parameters.total // 2
 
 
 def test_full_recomputation_moves_the_keys_once_more():

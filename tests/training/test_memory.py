@@ -13,7 +13,8 @@ from mtrain_cli.config.schema import CHECKPOINTS
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.selection import ExchangeChoice
 from mtrain_cli.training.flops import layer_shapes, parameters, root_shapes
-from mtrain_cli.training.memory import GIB, estimate_memory, sharded_numbers
+from mtrain_cli.training.memory import GIB, estimate_memory
+from mtrain_cli.training.state_memory import sharded_numbers
 
 BF16, FP32 = torch.bfloat16, torch.float32
 BASE = ["seq=2k", "model.num_layers=3", "topology.block_size=64", "train.loss_chunk_mib=1"]
@@ -37,6 +38,7 @@ ONE_WORKER = [
     (with_checkpointing("full"), "all_gather", "flash4", BF16),
     (with_checkpointing("selective", ATTENTION), "all_gather", "sdpa", BF16),
     (with_checkpointing("full", [*BASE, "model.vocab_size=8192", "train.loss_chunk_mib=32"]), "all_gather", "flash4", FP32),
+    ([*BASE, "train.shard=optimizer", "train.global_batch=2", "optim.offload=true"], "all_gather", "flash4", BF16),
     (with_checkpointing("selective", DEEP), "all_gather", "flash4", FP32),
     (with_checkpointing("sequence_selective", DEEP, QUARTER), "all_gather", "flash4", FP32),
     (with_checkpointing("selective", DEEP, OFFLOADED), "all_gather", "flash4", FP32),
@@ -45,6 +47,8 @@ ONE_WORKER = [
     (with_checkpointing("none", BASE, "train.tile_mib=1"), "all_gather", "flash4", FP32),
     (with_checkpointing("selective", BASE, "train.loss_gradients=recompute"), "all_gather", "flash4", FP32),
 ]
+# So much of the memory is weights, gradients and states.
+STATES = ["seq=1k", *BASE[1:], "model.num_layers=6", "model.vocab_size=1024"]
 TWO_WORKERS = [
     (with_checkpointing("selective"), "all_gather", "flash4", BF16),
     # float32, since the CPU's loss makes float32 copies of bfloat16 operands, which a GPU does not.
@@ -53,6 +57,12 @@ TWO_WORKERS = [
     (with_checkpointing("selective", ATTENTION), "ring", "flash4", FP32),
     (with_checkpointing("full", ATTENTION), "ring", "flash4", BF16),
     (with_checkpointing("selective", ATTENTION), "all_gather", "sdpa", BF16),
+    ([*STATES, "train.shard=gradients"], "all_gather", "flash4", FP32),
+    ([*STATES, "train.shard=gradients", "train.global_batch=3"], "all_gather", "flash4", BF16),
+    ([*STATES, "train.shard=optimizer", "train.global_batch=3"], "all_gather", "flash4", FP32),
+    ([*STATES, "train.reduce_dtype=bfloat16", "train.global_batch=2"], "all_gather", "flash4", BF16),
+    ([*STATES, "optim.offload=true"], "all_gather", "flash4", BF16),
+    ([*STATES, "train.shard=gradients", "optim.offload=true", "train.global_batch=2"], "all_gather", "flash4", FP32),
     (with_checkpointing("selective", DEEP), "ring", "flash4", FP32),
     (with_checkpointing("sequence_selective", DEEP, OFFLOADED), "ring", "flash4", FP32),
     (with_checkpointing("full", DEEP, "train.tile_mib=1"), "all_gather", "flash4", FP32),

@@ -1,0 +1,85 @@
+"""Bytes of weights, gradients and optimizer states in a worker's memory, by `train.shard`, `train.reduce_dtype` and `optim.offload`.
+
+P_l weights of a layer, P_r weights outside the layers, L layers, P = L P_l + P_r, W workers, e bytes of the compute dtype, r of the dtype
+in which gradients are reduced, n micro-batches a step of a worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+
+from mtrain_cli.config.schema import Config
+from mtrain_cli.training.flops import Shape, layer_shapes, root_shapes
+
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def sharded_numbers(shapes: Iterable[Shape], workers: int) -> int:
+    """Numbers of one worker's shard: FSDP2 cuts dimension 0 of each parameter into equal parts, the last ones padded."""
+    return sum(-(-shape[0] // workers) * prod(shape[1:]) for shape in shapes)
+
+
+class StateMemory:
+    """shards and wholes in numbers, all else in bytes."""
+
+    def __init__(self, config: Config, workers: int, micro_batches: int, e: int) -> None:
+        model, train = config.model, config.train
+        self.workers, self.micro_batches, self.layers, self.e = workers, micro_batches, model.num_layers, e
+        self.r = BYTES[train.reduce_dtype]
+        self.shard_kind, self.offload = train.shard, config.optim.offload
+        self.layer_shard = sharded_numbers(layer_shapes(model).values(), workers)
+        self.root_shard = sharded_numbers(root_shapes(model).values(), workers)
+        self.layer_weights = sum(prod(shape) for shape in layer_shapes(model).values())
+        self.root_weights = sum(prod(shape) for shape in root_shapes(model).values())
+        self.shard = self.layer_shard * self.layers + self.root_shard
+        self.accumulates = micro_batches > 1
+
+    @property
+    def parameters(self) -> int:
+        """What lasts: 4 P / W, or e P / W where the float32 weights are on the host."""
+        return (self.e if self.offload else 4) * self.shard
+
+    @property
+    def optimizer(self) -> int:
+        return 0 if self.offload else 8 * self.shard
+
+    @property
+    def host(self) -> int:
+        """Of a worker in host memory: weights and both states in float32, and two units' gradients and rounded weights on the way."""
+        if not self.offload:
+            return 0
+        return 12 * self.shard + 2 * (4 + self.e) * max(self.layer_shard, self.root_shard)
+
+    def gradients(self, reduced: int) -> int:
+        """In a backward pass that has reduced those of so many layers; all of them while micro-batches add up, whole ones under
+        ``optimizer``, since the largest moment is that of a micro-batch in the middle.
+        """
+        if self.accumulates and self.shard_kind == "optimizer":
+            return 4 * (self.layers * self.layer_weights + self.root_weights)
+        return 4 * self.shard if self.accumulates else 4 * self.layer_shard * reduced
+
+    def weights(self, left: int, at_once: int) -> int:
+        """Of layers, whole, in the compute dtype. left: layers whose backward pass is not over, or, in forward, all that have begun.
+        at_once: layers that ``full`` holds: the one at work, and the one that is gathered ahead where there are several workers.
+        """
+        if self.shard_kind == "full":
+            return self.e * self.layer_weights * min(left, at_once)
+        return self.e * self.layer_weights * (self.layers if self.accumulates else left)
+
+    def scatter(self, shard: int) -> int:
+        """Input of the reduce-scatter of gradients of so large a shard: r times their number, filled up."""
+        if self.accumulates and self.shard_kind == "optimizer":
+            return 0
+        return self.r * shard * self.workers
+
+    def sent(self) -> int:
+        """Bytes of weights and gradients that reach one worker in an optimizer step."""
+        n, layers = self.micro_batches, self.layers * self.layer_shard
+        gathered = {"full": n * (2 * layers + self.root_shard)}.get(self.shard_kind, self.shard)
+        reduced = self.shard * (1 if self.shard_kind == "optimizer" else n)
+        return (self.workers - 1) * (self.e * gathered + self.r * reduced)
+
+    def over_host_link(self) -> int:
+        """Bytes between device and host in an optimizer step, of one worker: float32 gradients down, weights up."""
+        return (4 + self.e) * self.shard if self.offload else 0

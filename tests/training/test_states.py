@@ -1,0 +1,122 @@
+"""How weights, gradients and optimizer states are held and sent: every way takes the same steps and leaves the same checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gloo
+import pytest
+import torch
+import torch.distributed as dist
+from test_trainer import make
+
+from mtrain_cli.training.checkpoint import Checkpointer
+from mtrain_cli.training.state_memory import BYTES, StateMemory
+
+WAYS: dict[str, tuple[str, ...]] = {
+    "full": (),
+    "gradients": ("train.shard=gradients",),
+    "optimizer": ("train.shard=optimizer",),
+    "full, offload": ("optim.offload=true",),
+    "optimizer, offload": ("train.shard=optimizer", "optim.offload=true"),
+}
+BATCHES = ("model.num_layers=3", "train.steps=4")
+
+# By what FSDP2 sends: the names changed after torch 2.11.
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def trained(rank: int, world: int, cp: int, words: tuple[str, ...], folder: str) -> dict[str, Any]:
+    """Of each way: losses and norms of two steps, the weights after them, and one more step after a resume from another way."""
+    before: dict[str, Any] = {}
+    after: dict[str, Any] = {}
+    names = list(WAYS)
+    for name, way in WAYS.items():
+        trainer = make(rank, world, cp, (*words, *way))
+        done = [trainer.train_step(False) for _ in range(2)]
+        weights = {key: whole(value).clone() for key, value in trainer.state()["model"].items()}
+        Checkpointer(f"{folder}/{name}", 2).save(trainer.step, trainer.state(), asynchronous=False)
+        before[name] = ([(step.loss, step.grad_norm) for step in done], weights)
+    for number, name in enumerate(names):
+        trainer = make(rank, world, cp, (*words, *WAYS[name]))
+        trainer.resume(Checkpointer(f"{folder}/{names[number - 2]}", 2))
+        step = trainer.train_step(False)
+        after[name] = (trainer.step, step.loss, step.grad_norm)
+    return {"before": before, "after": after}
+
+
+@pytest.mark.parametrize(
+    ("world", "cp", "words"),
+    [
+        # Three workers: rows do not divide, so that shards and packed gradients are padded. Norms clipped.
+        (3, 3, (*BATCHES, "optim.clip_norm=0.5")),
+        pytest.param(1, 1, BATCHES, marks=pytest.mark.slow),
+        pytest.param(4, 2, (*BATCHES, "model.tie_word_embeddings=false"), marks=pytest.mark.slow),
+        pytest.param(2, 1, (*BATCHES, "train.dtype=bfloat16"), marks=pytest.mark.slow),
+    ],
+)
+def test_every_way_of_holding_states_takes_the_same_steps_and_resumes_any_other(world, cp, words, tmp_path):
+    found = gloo.run(world, trained, cp, words, str(tmp_path))[0]
+    expected, weights = found["before"]["full"]
+    # Whole gradients of bfloat16 add up over micro-batches before they are reduced: another order.
+    loose = 10 if "train.dtype=bfloat16" in words else 1
+    for name, (steps, mine) in found["before"].items():
+        assert steps == [pytest.approx(step, rel=2e-6 * loose) for step in expected], name
+        for key, value in mine.items():
+            torch.testing.assert_close(value, weights[key], rtol=2e-5 * loose, atol=2e-6 * loose, msg=f"{name}: {key}")
+    assert found["after"]["full"][0] == 3
+    for name, step in found["after"].items():
+        assert step == pytest.approx(found["after"]["full"], rel=1e-5 * loose), name
+
+
+def sent(rank: int, world: int) -> list[tuple[str, int, int, int]]:
+    """(configuration, bytes that reached this worker, bytes by the closed form, reductions) of a step of two micro-batches and of one."""
+    found = []
+    for batches in (2, 1):
+        for words in (
+            *((f"train.shard={shard}",) for shard in ("full", "gradients", "optimizer")),
+            ("train.reduce_dtype=bfloat16",),
+            ("optim.offload=true", "train.shard=optimizer"),
+        ):
+            overrides = (*BATCHES, *words, f"train.global_batch={batches * world}", "train.dtype=bfloat16")
+            trainer = make(rank, world, 1, overrides)
+            received: list[int] = []
+            reduced: list[int] = []
+            gather, scatter = getattr(dist, GATHER), getattr(dist, SCATTER)
+
+            def gathered(*args, gather=gather, received=received, **kwargs):
+                # (output, input), of which FSDP2 names neither or both.
+                received.append((args[1] if args else kwargs["input_tensor"]).nbytes * (world - 1))
+                return gather(*args, **kwargs)
+
+            def scattered(*args, scatter=scatter, reduced=reduced, **kwargs):
+                reduced.append((args[0] if args else kwargs["output"]).nbytes * (world - 1))
+                return scatter(*args, **kwargs)
+
+            compute = trainer.forward_backward
+
+            def counted(*args, compute=compute, gathered=gathered, scattered=scattered):
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(dist, GATHER, gathered)
+                    patch.setattr(dist, SCATTER, scattered)
+                    return compute(*args)
+
+            trainer.forward_backward = counted  # type: ignore[method-assign]
+            trainer.train_step(False)
+            form = StateMemory(trainer.config, world, batches, BYTES["bfloat16"]).sent()
+            found.append((" ".join(overrides), sum(received) + sum(reduced), form, len(reduced)))
+    return found
+
+
+def test_bytes_of_weights_and_gradients_are_those_of_the_closed_form_and_accumulation_adds_none_where_nothing_is_reduced_early():
+    found = gloo.run(2, sent)[0]
+    for words, counted, form, _ in found:
+        assert counted == form, words
+    two, one = found[:5], found[5:]
+    assert two[2][1] == one[2][1] == one[1][1], "accumulation sends nothing more under shard=optimizer"
+    assert [reductions for *_, reductions in two] == [8, 8, 4, 8, 4], "three layers and the rest"
