@@ -10,6 +10,7 @@ from rich.padding import Padding
 
 from mtrain_cli.reporting import tables
 from mtrain_cli.reporting.source import Source
+from mtrain_cli.reporting.sweeps import sweep_table
 
 PIPED = 100  # columns of a table that goes to no terminal
 NARROW = 98  # columns that tables need
@@ -32,6 +33,8 @@ def show_sources(console: Console, sources: Sequence[Source]) -> None:
         if source.shipped is not None:
             console.print(tables.shipped_table(source.shipped))
             console.print(f"recorded by {source.shipped.get('command', '')}", style="dim", soft_wrap=True)
+        if source.swept:
+            tables.print_wide(console, sweep_table(source.swept))
     trained = [source for source in sources if source.metrics]
     if trained:
         console.print(tables.training_table(trained))

@@ -38,7 +38,19 @@ def test_every_configuration_is_one_row_however_narrow_the_terminal(tmp_path):
 
 def test_what_it_leaves_is_reported_like_a_profile(tmp_path):
     found = run(
-        "simulate", *SMALL, "--layers", "2", "--recompute", "--out", "mine", "--exchange", "ring", "--slow", "3=2", "--jitter", "0.1"
+        "simulate",
+        *SMALL,
+        "train.activation_checkpoint=full",
+        "--layers",
+        "2",
+        "--out",
+        "mine",
+        "--exchange",
+        "ring",
+        "--slow",
+        "3=2",
+        "--jitter",
+        "0.1",
     )
     assert found.exit_code == 0, found.stderr
     assert "mtrain report mine" in found.stdout
