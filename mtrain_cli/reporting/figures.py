@@ -71,7 +71,9 @@ def figures(sources: Sequence[Source]) -> list[Figure]:
 def scaling(sources: Sequence[Source]) -> Figure | None:
     """Throughput over the number of GPUs, of sweeps; as figure 6b of MTraining."""
     views = [View(*view) for source in sources if source.swept for view in scaling_views(source.name, source.swept)]
-    note = "Bands: from all constants at their best to all at their worst. Crosses do not fit the memory of a GPU."
+    note = (
+        "Band: the fastest line, from all constants at their best to all at their worst; point at a line for its own. Crosses do not fit."
+    )
     return Figure("scaling", "How it scales", ("sweep", "settings", "what"), views, note) if views else None
 
 

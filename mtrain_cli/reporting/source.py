@@ -54,6 +54,21 @@ class Source:
         return rows if isinstance(rows, list) else []
 
     @property
+    def steps(self) -> list[dict[str, Any]]:
+        """Whole steps that were predicted, of a sweep or of single configurations, as `sweeps` shows them."""
+        predicted = self.summary.get("predicted")
+        return self.swept or [entry["step"] for entry in predicted or [] if isinstance(entry, dict) and "step" in entry]
+
+    @property
+    def where(self) -> str:
+        """On what it was measured, or for what it was predicted; empty where that is unknown."""
+        cluster = self.summary.get("cluster")
+        if isinstance(cluster, dict):
+            return f"predicted for {cluster.get('name')}, {cluster.get('gpu')}"
+        gpus = self.facts.get("gpus") or []
+        return f"{len(gpus)} x {gpus[0]}" if gpus else "CPU" if self.facts else ""
+
+    @property
     def complete(self) -> bool:
         """Whether nothing is missing of what was to be measured, or trained."""
         recorded = self.recorded is None or (self.recorded.complete and not any(case.missing for case in self.cases))
