@@ -275,7 +275,7 @@ class _Job:
         # A setting that was typed is not searched.
         given = [word for word in self.asked.words if word.startswith("train.activation_checkpoint=")]
         kinds = {"recomputations": (scenario.config.train.activation_checkpoint,)} if given else {}
-        with self._progress("configurations") as told:
+        with self._unfit(self.exchanges[0]), self._progress("configurations") as told:
             found = recommend(self.cluster, scenario, self.workers, self.layouts, self.exchanges, progress=told, **kinds)
         ranked = [{"configuration": label(o.plan), **row_of(o)} for o in found.ranked]
         content = shown.document(

@@ -44,6 +44,9 @@ class Asked:
         from mtrain_cli.simulation.scenario import Scenario, pattern_words
 
         words = [*self.words, *extra]
+        for word in words:
+            if word.startswith("topology.workers=") and not word.endswith("=auto"):
+                raise ConfigError(f"{word}: how many GPUs there are is what --workers, --nodes or --sweep workers= say; leave it out")
         if recorded := self.file(words):
             problem = self.recorded(recorded, words)
             more = [] if _sparsity(words) else pattern_words(problem.pattern)

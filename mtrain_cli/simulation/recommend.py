@@ -15,6 +15,7 @@ from mtrain_cli.training.dry_run import SHORTEST_SEQ, USABLE, Plan
 from mtrain_cli.training.memory import GIB
 
 RECOMPUTATIONS = ("none", "selective", "full")
+DOES_NOT_FIT = "does not fit"
 _CLOSE = 0.02  # of a step: less than what the prediction can tell apart
 _SHOWN = 3
 _MOST_NODES = 512
@@ -79,20 +80,26 @@ def recommend(
     recomputations: Sequence[str] = RECOMPUTATIONS,
     progress: Callable[[int, int], None] = lambda done, of: None,  # noqa: ARG005
 ) -> Recommendation:
-    """progress: is told how many attentions of how many have been played."""
+    """progress: is told how many attentions of how many have been played.
+
+    Raises:
+        Unfit, ConfigError: no configuration can be, whatever the memory.
+    """
     per_node = min(cluster.gpus_per_node, workers)
     rejected: list[Rejected] = []
     fitting: list[list[Plan]] = []
+    mistakes: list[Exception] = []
     for context in contexts(scenario.config, workers, per_node):
         replicas, train = workers // context, scenario.config.train
         if train.global_batch % (replicas * train.micro_batch):
             short = f"train.global_batch={train.global_batch} cannot be dealt to the replicas of smaller context groups"
             rejected.append(Rejected(f"{replicas} of {context} workers", short))
             continue
-        for layout, exchange in itertools.product(layouts, exchanges):
+        for layout, exchange in _distinct(layouts, exchanges, context, per_node):
             try:
                 plans = list(_plans(cluster, scenario, workers, context, layout, exchange, recomputations))
             except (Unfit, ConfigError) as error:
+                mistakes.append(error)
                 rejected.append(Rejected(f"{layout} {exchange} over {context}", str(error).splitlines()[0].partition("; allowed")[0]))
                 continue
             good = [plan for plan in plans if plan.fits]
@@ -100,8 +107,9 @@ def recommend(
                 fitting.append(good)
             for plan in plans:
                 if not plan.fits:
-                    short = f"does not fit {_usable(plan):.1f} GiB that can be used"
-                    rejected.append(Rejected(f"{label(plan)} ({plan.memory.total / GIB:.1f} GiB)", short))
+                    rejected.append(Rejected(f"{label(plan)} ({plan.memory.total / GIB:.1f} of {_usable(plan):.1f} GiB)", DOES_NOT_FIT))
+    if mistakes and all(r.why != DOES_NOT_FIT for r in rejected) and not fitting:
+        raise mistakes[0]
     found: list[Outcome] = []
     for done, plans in enumerate(fitting):
         progress(done, len(fitting))
@@ -116,6 +124,15 @@ def recommend(
     top = [evaluate(cluster, scenario, o.plan) for o in (best, runner) if o is not None]
     rest = [o for o in found if o is not best and o is not runner]
     return Recommendation((*top, *rest), tuple(rejected))
+
+
+def _distinct(layouts: Sequence[str], exchanges: Sequence[str], context: int, per_node: int) -> list[tuple[str, str]]:
+    """Combinations that differ: one worker exchanges nothing, and inside a node hierarchies are none."""
+    if context == 1:
+        return [(layouts[0], exchanges[0])]
+    plain = {e: e.removeprefix("hierarchical_") for e in exchanges}
+    flat = [e for e in exchanges if context > per_node or plain[e] == e or plain[e] not in exchanges]
+    return list(itertools.product(layouts, flat))
 
 
 def _place(outcome: Outcome) -> tuple[str, str, int]:

@@ -149,6 +149,8 @@ def plan_on(cluster: Cluster, config: Config, *, workers: int, kernel: str | Non
     """
     if config.train.dtype not in ("auto", "bfloat16"):
         raise ConfigError(f"train.dtype={config.train.dtype}: kernels were measured in bfloat16 alone; allowed: auto, bfloat16")
+    if config.topology.device == "cpu":
+        raise ConfigError(f"topology.device=cpu: {cluster.name} has GPUs; allowed: auto, cuda")
     per_node = config.topology.gpus_per_node
     topology = {"workers": workers, "gpus_per_node": min(cluster.gpus_per_node, workers) if per_node == "auto" else per_node, **topology}
     config = replace(config, topology=replace(config.topology, **topology))
