@@ -333,6 +333,11 @@ class _Job:
             raise ConfigError(f"--workers {workers}: --sweep gives workers too; leave one of them out")
         for value in swept.get(NODES, ()):
             cluster_of(int(value))
+        for value in swept.get(WORKERS, ()):
+            if int(value) > self.cluster.gpus:
+                raise ConfigError(
+                    f"--sweep workers={value}: {self.cluster.name} has {self.cluster.gpus} GPUs; allowed: 1 to {self.cluster.gpus}"
+                )
         todo = points(swept, self.layouts, self.exchanges)
         folder = shown.new_folder(self.out) if self.files else None
         about = json.dumps([repr(self.asked), repr(self.cluster), workers])
@@ -341,8 +346,6 @@ class _Job:
         for settings in dict.fromkeys(tuple(point.settings) for point in todo):
             self.asked.scenario(settings)
         try:
-            if folder is not None:
-                folder.mkdir(parents=True, exist_ok=True)
             with self._progress("configurations") as told:
                 rows = list(job.rows(None if folder is None else folder / SWEEP, lambda done: told(done, len(todo))))
         except OSError as error:

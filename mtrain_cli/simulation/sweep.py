@@ -121,16 +121,19 @@ class Sweep:
         Raises:
             ConfigError: settings that are wrong whatever the other axes are.
         """
-        there = _read(journal)
+        there, waiting = _read(journal), ""
         for number, point in enumerate(self.points):
             told(number)
             key = hashlib.sha256(json.dumps([__version__, self.about, dataclasses.asdict(point)]).encode()).hexdigest()[:16]
             if key not in there:
-                row = self._row(point)
-                if journal is not None:
+                row = there[key] = self._row(point)
+                waiting += json.dumps({"key": key, **row}) + "\n"
+                # A sweep in which nothing can be leaves nothing.
+                if journal is not None and "cannot" not in row:
+                    journal.parent.mkdir(parents=True, exist_ok=True)
                     with journal.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps({"key": key, **row}) + "\n")
-                there[key] = row
+                        file.write(waiting)
+                    waiting = ""
             yield there[key]
         told(len(self.points))
 
@@ -139,8 +142,6 @@ class Sweep:
         scenario = self._scenario(point)
         count = point.own(WORKERS, int, self.workers or cluster.gpus)
         said: dict[str, Any] = {"point": point.values, "workers": count, "layout": point.layout, "exchange": point.exchange}
-        if count > cluster.gpus:
-            raise ConfigError(f"--sweep workers={count}: {cluster.name} has {cluster.gpus} GPUs; allowed: 1 to {cluster.gpus}")
         try:
             context = scenario.config.topology.context_parallel
             check_dealt(scenario.config, point.layout, count, count if isinstance(context, str) else context)
@@ -161,7 +162,11 @@ class Sweep:
 def _read(journal: Path | None) -> dict[str, dict[str, Any]]:
     found = {}
     if journal is not None and journal.is_file():
-        for line in journal.read_text(encoding="utf-8").splitlines():
+        text = journal.read_text(encoding="utf-8")
+        if text and not text.endswith("\n"):
+            with journal.open("a", encoding="utf-8") as file:
+                file.write("\n")
+        for line in text.splitlines():
             try:
                 row = json.loads(line)
                 found[row.pop("key")] = row
