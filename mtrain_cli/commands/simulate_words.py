@@ -49,7 +49,7 @@ class Asked:
                 raise ConfigError(f"{word}: how many GPUs there are is what --workers, --nodes or --sweep workers= say; leave it out")
         if recorded := self.file(words):
             problem = self.recorded(recorded, words)
-            more = [] if _sparsity(words) else pattern_words(problem.pattern)
+            more = _as_recorded(problem, words, pattern_words(problem.pattern))
             config = compose([*words, *more])
             if len(problem.masks) != config.train.micro_batch:
                 raise ConfigError(f"train.micro_batch={config.train.micro_batch}: --index {recorded} holds {len(problem.masks)} sequences")
@@ -167,6 +167,17 @@ class Asked:
 
 def _sparsity(words: Sequence[str]) -> bool:
     return any(word.startswith("sparsity=") for word in words)
+
+
+def _as_recorded(problem: Problem, words: Sequence[str], pattern: Sequence[str]) -> list[str]:
+    """Settings that a recording says, where nothing else was typed. pattern: of its name."""
+    index = problem.index(problem.layers[0])
+    typed = {word.partition("=")[0] for word in words}
+    found = [] if "sparsity" in typed else list(pattern)
+    if found and index is not None:
+        found.append(f"sparsity.block={index.block}")
+    found.append(f"topology.block_size={problem.made.block_size}")
+    return [word for word in found if word.partition("=")[0] not in typed]
 
 
 def _compare(words: Sequence[str], file: Path, made: Any) -> None:

@@ -15,7 +15,7 @@ from mtrain_cli.config.schema import PATTERNS, Config, ConfigError
 from mtrain_cli.profiling.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import Calibration
 from mtrain_cli.simulation.cluster import Cluster
-from mtrain_cli.simulation.families import Family
+from mtrain_cli.simulation.families import FAMILIES, Family
 from mtrain_cli.simulation.simulate import Prediction, Problem, predict
 from mtrain_cli.simulation.step import PredictedStep, predict_step
 from mtrain_cli.simulation.timeline import Conditions
@@ -129,6 +129,10 @@ class Outcome:
             "steps: matrix products, memory and links by the constants of the cluster; every sequence is one document; loading data and "
             "writing checkpoints are not in them",
         ]
+        if self.attention.facts["pattern"] in FAMILIES:
+            found.append(
+                f"which pairs are computed is drawn ({self.attention.facts['pattern']}): balance depends on it; --index takes those of a profile"
+            )
         if train.compile == False:  # noqa: E712 - auto is a word
             found.append("train.compile=false: element-wise kernels take 2.8 times as long, as measured on one H200 at 32K")
         return tuple(found)
