@@ -1,13 +1,13 @@
 """A whole training step: attention as it was played, the rest of every layer, weights and gradients on their way, and the optimizer.
 
 Order and overlap are FSDP2's: the weights of the next layer are gathered while one is computed, and in backward the gradients of the layer
-before are scattered at the same time, one collective after the other. All layers are alike, so that a layer's time is a closed form:
+before are scattered at the same time, one collective after the other. All layers are alike, so that the time of a layer is a closed form:
 computation, or what links have to carry where that is longer. The first gather and the last scatter have nothing to hide behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
@@ -74,14 +74,17 @@ class Transfer:
     busy: float
     outer: bool
 
-    def beside(self, computing: float, carried: tuple[float, float], bound: str) -> float:
-        """us that it takes beside so many us of computation, in which attention's messages fill the links for ``carried`` us: it gets what
-        they leave. At best they never meet; at worst its messages come first wherever they do.
-        """
-        if not self.us or not computing or bound == LOW:
-            return self.us
-        left = max(0.05, 1.0 - carried[self.outer] / computing)
-        return max(self.us, self.busy / left)
+
+def beside(transfers: Sequence[Transfer], computing: float, carried: tuple[float, float], bound: str) -> float:
+    """us that collectives take, one after the other, beside so many us of computation in which attention's messages fill the links for
+    ``carried`` us: they get what is left of them, and all of it after the computation. At best they never meet attention's messages.
+    """
+    alone, busy = sum(t.us for t in transfers), sum(t.busy for t in transfers)
+    if not alone or not computing or bound == LOW:
+        return alone
+    left = max(0.0, 1.0 - carried[transfers[0].outer] / computing)
+    speed = min(1.0, left * alone / busy) if busy else 1.0
+    return alone / speed if alone <= speed * computing else computing + alone - speed * computing
 
 
 def predict_step(
@@ -123,7 +126,9 @@ class _Step:
         again = priced(rest.recomputed, costs)
         backward = self._layers(passes, [priced(rest.backward, costs)], layers, again)
         carried = tuple(sum(self._carried(name)[i] for name in passes) for i in (0, 1))
-        self._weights(backward / layers, (carried[0], carried[1]), [gather, reduce], layers - 1)
+        # Beside the last layer nothing is to be scattered yet, beside the first nothing to be gathered.
+        for transfers, times in (([gather], 1), ([gather, reduce], layers - 2), ([reduce], 1)):
+            self._weights(backward / layers, (carried[0], carried[1]), transfers, times if layers > 1 else 0)
         # Weights outside of the layers and of the first layer; of the last one at the start of backward; gradients that come last.
         alone = [self._transfer(rest.root_gather), gather, gather, reduce, self._transfer(rest.root_reduce)]
         self.us["weights"] += sum(transfer.us for transfer in alone)
@@ -187,11 +192,11 @@ class _Step:
         us, busy = self.costs.collective(False, workers, members, int(size))
         return Transfer(us, busy, members < workers)
 
-    def _weights(self, computing: float, carried: tuple[float, float], transfers: list[Transfer], times: int) -> None:
+    def _weights(self, computing: float, carried: tuple[float, float], transfers: Sequence[Transfer], times: int) -> None:
         """Adds what the weights of so many layers cost beside the computation of one."""
         if not times:
             return
-        needed = sum(transfer.beside(computing, carried, self.costs.bound) for transfer in transfers)
+        needed = beside(transfers, computing, carried, self.costs.bound)
         hidden = min(needed, computing)
         share = self.costs.burden(self.cluster.link(outer=transfers[0].outer).gpu_share) if needed else 0.0
         late = 0.0
