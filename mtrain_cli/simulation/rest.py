@@ -15,7 +15,8 @@ from mtrain_cli.simulation.cluster import Constant
 from mtrain_cli.simulation.costs import Costs
 from mtrain_cli.training.dry_run import Plan
 from mtrain_cli.training.flops import layer_shapes, recomputed_matmul, root_shapes
-from mtrain_cli.training.memory import MIB, sharded_numbers
+from mtrain_cli.training.memory import MIB
+from mtrain_cli.training.state_memory import sharded_numbers
 
 EAGER = Constant.of(2.8, "measured", "a step of 32K on one H200 takes 10 to 15 % longer uncompiled (profiles/notes.md)", 2.0, 3.5)
 LAUNCHES = Constant.of(16, "guess", "kernels of the compiled parts of a layer and of FSDP2, forward; twice as many backward", 8, 40)
@@ -62,7 +63,7 @@ class Rest:
             root_shapes(model).values(), workers
         )
         eager = 1.0 if train.compile != False else EAGER.value  # noqa: E712 - auto compiles on GPUs
-        again = recomputed_matmul(model, train.activation_checkpoint) / model.num_layers
+        again = recomputed_matmul(model, recomputed=train.activation_checkpoint != "none") / model.num_layers
         logits, head = tokens * model.vocab_size, model.vocab_size * hidden
         chunks = -(-4 * logits // (train.loss_chunk_mib * MIB))
         launches = LAUNCHES.value

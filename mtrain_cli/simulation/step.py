@@ -18,7 +18,7 @@ from mtrain_cli.simulation.rest import Rest, Spent, priced
 from mtrain_cli.simulation.simulate import Prediction, Range
 from mtrain_cli.simulation.timeline import Conditions
 from mtrain_cli.training.dry_run import Plan
-from mtrain_cli.training.flops import causal_pairs, flops_per_token
+from mtrain_cli.training.flops import causal_pairs, training_flops
 
 DAY, HOUR = 86400.0, 3600.0
 # In this order they are shown. late: for slower workers, in attention; links: for keys, values and their gradients.
@@ -96,13 +96,10 @@ def predict_step(
     likely = found[VALUE]
     times = sorted(step.seconds for step in found.values())
     seconds = Range(times[0], likely.seconds, times[-1])
-    model, train, workers = plan.config.model, plan.config.train, plan.environment.workers
+    workers = plan.environment.workers
     rate = Range(*(plan.tokens_per_step / getattr(seconds, name) / workers for name in (HIGH, VALUE, LOW)))
-    seq = plan.config.seq
-    executed = flops_per_token(
-        model, seq, activation_checkpoint=train.activation_checkpoint, pairs=attention.facts["density"] * causal_pairs(seq),
-        padded_seq=plan.layout.padded_seq,
-    )  # fmt: skip
+    pairs = attention.facts["density"] * causal_pairs(plan.config.seq)
+    executed = training_flops(plan.config, plan.layout, dtype_bytes=2 if plan.dtype == "bfloat16" else 4, pairs=pairs)
     peak = cluster.gpu.peak_tflops.value * 1e12
     return PredictedStep(
         plan, seconds, likely.parts, likely.hidden, rate,

@@ -57,11 +57,10 @@ def test_products_are_those_that_training_counts(kind):
     layer = rest.forward.flop + rest.recomputed.flop + rest.backward.flop
     mine = (layer * model.num_layers + rest.loss.flop) * found.environment.cp
     padded = found.layout.padded_seq
-    both = flops_per_token(model, found.config.seq, activation_checkpoint=kind, padded_seq=padded).executed * found.config.seq
-    attention = (18 if kind == "full" else 14) * model.num_layers * model.num_heads * model.head_dim * causal_pairs(found.config.seq)
+    both = flops_per_token(model, found.config.seq, recomputed=kind != "none", padded_seq=padded).executed * found.config.seq
+    attention = 14 * model.num_layers * model.num_heads * model.head_dim * causal_pairs(found.config.seq)
     assert mine == pytest.approx(both - attention, rel=1e-9)
-    # What arrives in a step; the dry run counts the weights outside of the layers twice, which FSDP2 keeps until backward has ended.
-    arriving = model.num_layers * (2 * rest.gather + rest.reduce) + 2 * rest.root_gather + rest.root_reduce
+    arriving = model.num_layers * (2 * rest.gather + rest.reduce) + rest.root_gather + rest.root_reduce
     assert arriving * found.micro_batches == pytest.approx(found.moved.weights, rel=1e-6)
 
 
