@@ -73,6 +73,7 @@ class BatchMaker:
         self.document_mask = document_mask
         self.pattern = pattern
         self._positions = exchange.layout.positions(exchange.group.rank)
+        self._plain = SequenceMask.causal(exchange.layout.seq, exchange.layout.padded_seq)
         self._causal: dict[int, ContextAttention] = {}
 
     def __call__(self, samples: Sequence[PackedSample]) -> Batch:
@@ -105,7 +106,7 @@ class BatchMaker:
         layout = self.exchange.layout
         if self.document_mask:
             return [SequenceMask.from_documents(s.documents, layout.padded_seq) for s in samples]
-        return [SequenceMask.causal(layout.seq, layout.padded_seq)] * len(samples)
+        return [self._plain] * len(samples)
 
     def _attention(self, masks: list[SequenceMask]) -> ContextAttention:
         if any(mask.length < self.exchange.layout.seq or mask.first.any() for mask in masks):

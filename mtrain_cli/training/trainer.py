@@ -8,7 +8,7 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -253,7 +253,7 @@ class Trainer:
     """What one worker holds: its shard of the model and optimizer, its slice of the data, and the step it has reached.
 
     observe: gives the attention of a batch instead of the batch's own, for measurements. rehearse: called with the samples of a step, by
-    micro-batch, before they are trained on; has to leave no gradients.
+    micro-batch, before they are trained on; has to leave no gradients, and needs keeps_samples from before the first step.
     """
 
     def __init__(self, config: Config, environment: Environment) -> None:
@@ -294,7 +294,7 @@ class Trainer:
             dp=environment.dp,
             global_batch=config.train.global_batch,
             micro_batch=config.train.micro_batch,
-            make=self.batch_maker.on_host,
+            make=self._on_host,
         )
         self.held_out: list[Sample] = self.dataset.held_out
         self.decoder = self._make_decoder()
@@ -303,6 +303,7 @@ class Trainer:
         self.tokens = 0
         self.observe: Callable[[Batch], Attend] | None = None
         self.rehearse: Callable[[Sequence[Sequence[PackedSample]]], None] | None = None
+        self.keeps_samples = False
         self.recorder: Recorder | None = None
         self._batches: Any = None
         self._peak_flops = peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
@@ -388,6 +389,11 @@ class Trainer:
         return StepResult(
             sum(row[0] for row in rows), grad_norm, lr, tokens, computed, any(row[2] for row in rows), index, max(row[3] for row in rows)
         )
+
+    def _on_host(self, samples: list[Sample]) -> HostBatch:
+        """Called in the loader's thread. Whole sequences stay only for those who asked for them: a step may have gigabytes of them."""
+        host = self.batch_maker.on_host(samples)
+        return host if self.keeps_samples else replace(host, samples=())
 
     def next_batch_maker(self) -> BatchMaker:
         """For the step to come: the first ones of a sparse run may be dense."""
