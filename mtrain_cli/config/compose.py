@@ -309,6 +309,8 @@ def _absolute(leaves: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in paths.items()
         if isinstance(value, str) and value and value not in keys.PATHS[name]
     }
+    if leaves.get("data.mix") and leaves.get("data.path", "") is None:
+        found["data.path"] = str(Path.cwd())  # where the names of a mixture are looked for
     return {**leaves, **found}
 
 

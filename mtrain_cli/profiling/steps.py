@@ -29,6 +29,7 @@ def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool)
     with Progress(environment.rank == 0 and not plan.quiet, plan.samples * len(plan.cases)) as progress:
         progress.now("prepares")
         trainer = Trainer(plan.cases[0][1], environment)
+        trainer.keeps_samples = True
         bench.adopt(trainer.choices, trainer.exchange.group)
         cases = [bench.case(number, label, case) for number, (label, case) in enumerate(plan.cases)]
         leaving = Leaving(run_dir, plan, bench, cases)

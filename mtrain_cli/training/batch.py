@@ -84,6 +84,7 @@ class BatchMaker:
         self.pattern = pattern
         self.keep, self.offload = keep, offload
         self._positions = exchange.layout.positions(exchange.group.rank)
+        self._plain = SequenceMask.causal(exchange.layout.seq, exchange.layout.padded_seq)
         self._causal: dict[int, ContextAttention] = {}
 
     def __call__(self, samples: Sequence[PackedSample]) -> Batch:
@@ -116,7 +117,7 @@ class BatchMaker:
         layout = self.exchange.layout
         if self.document_mask:
             return [SequenceMask.from_documents(s.documents, layout.padded_seq) for s in samples]
-        return [SequenceMask.causal(layout.seq, layout.padded_seq)] * len(samples)
+        return [self._plain] * len(samples)
 
     def _attention(self, masks: list[SequenceMask]) -> ContextAttention:
         if any(mask.length < self.exchange.layout.seq or mask.first.any() for mask in masks):

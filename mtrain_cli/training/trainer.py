@@ -8,7 +8,7 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -282,7 +282,7 @@ class Trainer:
     """What one worker holds: its shard of the model and optimizer, its slice of the data, and the step it has reached.
 
     observe: gives the attention of a batch instead of the batch's own, for measurements. rehearse: called with the samples of a step, by
-    micro-batch, before they are trained on; has to leave no gradients.
+    micro-batch, before they are trained on; has to leave no gradients, and needs keeps_samples from before the first step.
     """
 
     def __init__(self, config: Config, environment: Environment) -> None:
@@ -325,7 +325,7 @@ class Trainer:
             dp=environment.dp,
             global_batch=config.train.global_batch,
             micro_batch=config.train.micro_batch,
-            make=self.batch_maker.on_host,
+            make=self._on_host,
         )
         self.held_out: list[Sample] = self.dataset.held_out
         self.host_states: HostStates | None = None
@@ -335,6 +335,7 @@ class Trainer:
         self.tokens = 0
         self.observe: Callable[[Batch], Attend] | None = None
         self.rehearse: Callable[[Sequence[Sequence[PackedSample]]], None] | None = None
+        self.keeps_samples = False
         self.recorder: Recorder | None = None
         self._batches: Any = None
         self._own_time = OwnTime(list(self.decoder.layers), self.device)
@@ -459,6 +460,11 @@ class Trainer:
             warnings += self._slow_loaders.see(waits, last_seconds)
         stopping = any(row[2] for row in rows)
         return StepResult(mean_loss, grad_norm, lr, tokens, computed, stopping, index, max(waits), skipped, tuple(warnings))
+
+    def _on_host(self, samples: list[Sample]) -> HostBatch:
+        """Called in the loader's thread. Whole sequences stay only for those who asked for them: a step may have gigabytes of them."""
+        host = self.batch_maker.on_host(samples)
+        return host if self.keeps_samples else replace(host, samples=())
 
     def next_batch_maker(self) -> BatchMaker:
         """For the step to come: the first ones of a sparse run may be dense."""

@@ -17,7 +17,7 @@ def values(word: str, config_dir: Path | None = None) -> list[str]:
 
 
 def test_nothing_typed_offers_groups_and_top_level_keys():
-    groups = ("data", "model", "optim", "profile", "run", "sparsity", "topology", "train")
+    groups = ("data", "model", "optim", "profile", "recipe", "run", "sparsity", "topology", "train")
     assert values("") == [f"{name}=" for name in (*groups, "seq", "seed")]
 
 

@@ -169,3 +169,42 @@ def test_an_error_of_the_reader_is_raised_by_next_and_loses_no_sequence(monkeypa
 def test_batches_that_do_not_divide_are_named(dp: int, global_batch: int, micro_batch: int, key: str) -> None:
     with pytest.raises(ConfigError, match=rf"^train\.{key}: must"):
         _loader(_dataset(), 0, dp, global_batch, micro_batch)
+
+
+def test_micro_batches_are_made_in_the_background_too() -> None:
+    made: list[threading.Thread] = []
+
+    def make(samples: list[Sample]) -> int:
+        made.append(threading.current_thread())
+        return len(samples)
+
+    dataset = _dataset()
+    with Loader(dataset, Sampler(len(dataset), 0), 0, 1, 4, 2, make) as loader:
+        assert next(loader) == [2, 2]
+    assert made
+    assert threading.main_thread() not in made
+
+
+def test_closing_waits_for_one_sequence_and_not_for_the_step_and_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of 64 sequences on a slow disk would hold up Ctrl-C for minutes."""
+    read, real = threading.Semaphore(0), PackedDataset.__getitem__
+    closing = threading.Event()
+    count = 0
+
+    def slow(self: PackedDataset, index: int) -> Sample:
+        nonlocal count
+        count += 1
+        read.release()
+        if count > 12:
+            closing.wait(5)
+        return real(self, index)
+
+    monkeypatch.setattr(PackedDataset, "__getitem__", slow)
+    loader = _loader(_dataset(), global_batch=12)
+    next(loader)
+    for _ in range(13):
+        assert read.acquire(timeout=5)
+    threading.Timer(0.1, closing.set).start()
+    loader.close()
+    assert count < 24, "the step that is read ahead is not read to its end"
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("mtrain-data")]

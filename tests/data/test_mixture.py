@@ -162,6 +162,13 @@ def test_a_file_of_wrong_weights_is_named(tmp_path: Path, content: str, expected
     assert expected in str(caught.value)
 
 
+def test_names_without_a_folder_are_looked_for_here_and_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "code").mkdir()
+    monkeypatch.chdir(tmp_path)
+    config = compose(["data=mds", "data.mix={code: 1}"])
+    assert config.data.path == str(tmp_path)
+
+
 def test_stdlib_has_no_mixture() -> None:
     with pytest.raises(ConfigError, match=r"^data.mix={a:1}: data=stdlib reads no mix; write data=text, tokens or mds with it$"):
         compose(["data.mix={a: 1}"])

@@ -55,6 +55,18 @@ def test_outside_a_terminal_each_step_is_one_plain_line():
     assert second == "step   2/100  loss 5.5000  grad 1.25  lr 1.00e-03  1,234 tok/s/worker  2.00 s"
 
 
+def test_waiting_for_data_is_shown_when_it_matters():
+    progress, out, _ = make()
+    with progress:
+        for number, waited in enumerate((0.01, 0.0, 0.5, 0.5)):
+            progress.step(replace(ON_CPU, step=number + 1, data_seconds=waited))
+        progress.summary("done")
+    lines = out.getvalue().splitlines()
+    assert ["data" in line for line in lines[:4]] == [False, False, True, True]
+    assert lines[3].endswith("2.00 s  data 25%") or "  data 25%" in lines[3]
+    assert any(line.startswith("data        25% of the time went by in waiting for data") for line in lines)
+
+
 def test_log_every_thins_the_lines_and_keeps_the_last():
     progress, out, _ = make(total=7, log_every=3)
     with progress:
