@@ -158,7 +158,8 @@ def job_store(job: Job) -> Store:
         reason = str(error).splitlines()[0]
         where = f"MASTER_ADDR={job.master_addr} MASTER_PORT={job.master_port}"
         raise ConfigError(f"{where}: rank {job.rank} cannot reach the job's store there ({reason}); set both to rank 0's") from error
-    return dist.PrefixStore("mtrain", store)
+    # torchrun's store outlives its workers: what those before a restart left there would be taken for answers of today.
+    return dist.PrefixStore(f"mtrain/{job.restarts}/{job.world_size}", store)
 
 
 def decide_on_rank_zero(action: Callable[[], str]) -> str:

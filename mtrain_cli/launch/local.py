@@ -81,13 +81,13 @@ def launch(run_dir: RunDir, environment: Environment, resume: bool, target: str 
 
 def _wait_for_restart(run_dir: RunDir, again: Again, requests: _Requests) -> bool:
     """Tell of the restart, here and in the log, and wait; returns whether nobody asked to stop meanwhile."""
+    requests.waiting = True
     line = describe(again, again.environment.restarts)
     _say(line)
     with contextlib.suppress(OSError), run_dir.log.open("a", encoding="utf-8") as log:
         log.write(f"lost a worker after step {again.entry.reached}: {again.entry.reason}\n{line}\n")
     state.change(run_dir, "restarting", again.entry.reason)
     deadline = time.monotonic() + again.wait_s
-    requests.waiting = True
     while not requests.asked and time.monotonic() < deadline:
         time.sleep(0.1)
     requests.waiting = False

@@ -136,7 +136,7 @@ def shrunk(config: Config, before: Environment, answering: Sequence[str], lost: 
     for workers in range(left, 0, -1):
         tried = replace(config, topology=replace(config.topology, workers=workers))
         try:
-            found = validate.problems(tried)
+            found = [line for line in validate.problems(tried) if "topology." in line]
             if not found:
                 environment = replace(resolve_environment(tried), launcher=before.launcher)
                 return environment, tuple(answering[:workers]), f"without GPU {lost}, which does not answer"
@@ -180,13 +180,20 @@ def read(run: RunDir) -> list[Restart]:
     return found
 
 
-def last_step_done(run: RunDir) -> int:
-    """The last step of metrics.jsonl, whole lines only; 0 where there is none."""
+def latest_steps(run: RunDir) -> list[tuple[int, float | None]]:
+    """(step, loss) of the last whole lines of metrics.jsonl, oldest first; of a long file only the end is read."""
+    found = []
     with contextlib.suppress(OSError):
-        for line in reversed(_tail(run.metrics).splitlines(keepends=True)):
+        for line in _tail(run.metrics).splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):
-                return int(json.loads(line)["step"])
-    return 0
+                row = json.loads(line)
+                found.append((int(row["step"]), row.get("loss")))
+    return found
+
+
+def last_step_done(run: RunDir) -> int:
+    """The last step of metrics.jsonl; 0 where there is none."""
+    return max((step for step, _ in latest_steps(run)), default=0)
 
 
 def one_line(failure: Failure) -> str:

@@ -14,7 +14,6 @@ from mtrain_cli.launch.restart import Restart
 from mtrain_cli.launch.run_dir import RUNS, RunDir
 from mtrain_cli.launch.state import State
 from mtrain_cli.training.manifest import committed_steps, manifest_file
-from mtrain_cli.training.metrics import StepMetrics, read_metrics
 
 STALLED_S = 60.0  # and this many times a usual step: a step that takes so long may never end
 STALLED_STEPS = 5.0
@@ -59,8 +58,8 @@ def look(run: RunDir) -> Status:
     now = time.time()
     life = state.life(run, now)
     written = state.read(run)  # afterwards: a run that has ended by then has said how
-    recent = _recent(run)
-    step = max(written.step if written else 0, recent[-1].step if recent else 0)
+    recent = restart.latest_steps(run)
+    step = max(written.step if written else 0, recent[-1][0] if recent else 0)
     if written is not None and written.phase in ("starting", "training"):
         step = written.step  # after a restart that of the checkpoint, to which metrics.jsonl is cut back
     since = None if written is None else now - (written.stepped or written.began)
@@ -76,7 +75,7 @@ def look(run: RunDir) -> Status:
         since_step=since,
         checkpoint=_checkpoint(run, now),
         restarts=tuple(restart.read(run)),
-        losses=tuple(metrics.loss for metrics in recent if metrics.loss is not None),
+        losses=tuple(loss for _, loss in recent if loss is not None),
         where=tuple(_where(written, now)) if what == "stalled" else (),
         written=written,
     )
@@ -138,12 +137,6 @@ def _checkpoint(run: RunDir, now: float) -> Checkpoint | None:
         with contextlib.suppress(OSError):
             return Checkpoint(step, max(0.0, now - manifest_file(run.checkpoints, step).stat().st_mtime))
     return None
-
-
-def _recent(run: RunDir) -> list[StepMetrics]:
-    with contextlib.suppress(ConfigError, OSError, TypeError):
-        return read_metrics(run.metrics)
-    return []
 
 
 def _where(written: State | None, now: float) -> list[str]:

@@ -108,8 +108,9 @@ def _explain(error: BaseException, about: About, run: RunDir) -> str:
     counted = torch.cuda.memory_allocated() if cuda else sum(group.bytes for group in found)
     where = place(error)
     tried = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
+    more = "" if tried is None else size(int(tried[1].split()[0])) if tried[1].endswith("bytes") else tried[1]
     first = f"rank {about.environment.rank} ran out of {'GPU ' * cuda}memory {where}"
-    lines = [first + (f": it tried to allocate {tried[1]} more" if tried else ""), _room(counted, cuda), _estimate(about)]
+    lines = [first + (f": it tried to allocate {more} more" if more else ""), _room(counted, cuda), _estimate(about)]
     lines += [f"{size(group.bytes):>12}  {group.text}" for group in found[:SHOWN]]
     if len(found) > SHOWN:
         lines.append(f"{size(sum(group.bytes for group in found[SHOWN:])):>12}  in {len(found) - SHOWN} more kinds of tensors")
@@ -148,9 +149,8 @@ def _estimate(about: About) -> str:
     memory = planned(about.config, about.environment, about.trainer.choices).memory
     largest = sorted(memory.peak.parts.items(), key=lambda part: -part[1])[:3]
     parts = ", ".join(f"{name.replace('_', ' ')} {size(number)}" for name, number in largest)
-    return (
-        f"--dry-run estimates {size(memory.allocated)} at the peak ({memory.peak.name}: {parts}) and {size(memory.reserve)} beside tensors"
-    )
+    beside = f", and {size(memory.reserve)} beside tensors" if memory.reserve else ""
+    return f"--dry-run estimates {size(memory.allocated)} at the peak ({memory.peak.name}: {parts}){beside}"
 
 
 def _parts(about: About) -> dict[str, Any] | None:
@@ -167,19 +167,23 @@ def _advice(about: About, found: list[Held], cuda: bool) -> list[str]:
     for group in found:
         by_kind[group.kind] += group.bytes
     total = max(1, sum(by_kind.values()))
-    said = []
+    said: dict[str, list[str]] = defaultdict(list)
     for kind, number in sorted(by_kind.items(), key=lambda item: -item[1]):
-        if number < total / 10:
-            continue
-        if kind in (ACTIVATIONS, REST) and config.train.activation_checkpoint != "full":
-            said.append(f"train.activation_checkpoint=full ({kind} are {number / total:.0%})")
-        elif kind in (ACTIVATIONS, REST) and config.train.micro_batch > 1:
-            said.append(f"train.micro_batch=1 ({kind} are {number / total:.0%})")
-        elif kind == LOGITS and config.train.loss_chunk_mib > 64:
-            said.append(f"train.loss_chunk_mib={config.train.loss_chunk_mib // 4} ({kind} are {number / total:.0%})")
-        elif kind in (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED):
-            said.append(f"more workers, which share parameters and optimizer ({kind} are {number / total:.0%})")
-    return [*dict.fromkeys(said), f"more {'GPUs' if cuda else 'memory'} or a shorter seq (now {config.seq:,})"]
+        if number >= total / 10 and (change := _change(kind, config)):
+            said[change].append(f"{kind} are {number / total:.0%}")
+    changes = [f"{change} ({', '.join(kinds)})" for change, kinds in said.items()]
+    return [*changes, f"more {'GPUs' if cuda else 'memory'} or a shorter seq (now {config.seq:,})"]
+
+
+def _change(kind: str, config: Config) -> str:
+    """What would make tensors of this kind fewer."""
+    if kind in (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED):
+        return "more workers, which share parameters and optimizer"
+    if kind == LOGITS:
+        return f"train.loss_chunk_mib={config.train.loss_chunk_mib // 4}" if config.train.loss_chunk_mib > 64 else ""
+    if config.train.activation_checkpoint != "full":
+        return "train.activation_checkpoint=full"
+    return "train.micro_batch=1" if config.train.micro_batch > 1 else ""
 
 
 def place(error: BaseException) -> str:
@@ -353,8 +357,8 @@ class _Words:
         return ACTIVATIONS if dims & self._tokens and tensor.is_floating_point() else REST
 
     def describe(self, tensor: Tensor) -> str:
-        words = [self._sizes.get(dim, "") for dim in tensor.shape if dim != 1]
-        return " x ".join(filter(None, words)) or "not named"
+        words = [self._sizes.get(dim, str(dim)) for dim in tensor.shape if dim != 1]
+        return " x ".join(words) if set(tensor.shape) & set(self._sizes) else "not named"
 
     def guess(self, number: int) -> tuple[str, str]:
         """Kind and name of memory that only the allocator knows, by its bytes."""

@@ -71,6 +71,19 @@ def test_a_run_whose_workers_are_killed_twice_ends_with_the_losses_of_one_that_w
 
 
 @pytest.mark.slow
+def test_with_fewer_workers_the_losses_go_on_as_they_were(tmp_path):
+    words = ["train.steps=8", "train.checkpoint_every=3", "topology.workers=auto"]
+    ended = train(Fault(1, signal.SIGKILL, 5, *FORWARD, once=True, fewer=True), *words)
+    assert ended.returncode == 0, ended.stderr
+    assert "from the checkpoint of step 3, on 1 worker (without GPU 1, which does not answer), in 1 s" in ended.stderr
+    assert mtrain(tmp_path, "train", *RUN, "run.dir=whole", *words).returncode == 0
+    assert [row[0] for row in rows()] == list(range(1, 9))
+    for mine, whole in zip(rows(), rows("whole"), strict=True):
+        assert mine == pytest.approx(whole, rel=2e-5)
+    assert rows() != rows("whole"), "other workers add up in another order"
+
+
+@pytest.mark.slow
 def test_a_failure_that_comes_back_before_a_new_checkpoint_ends_the_run():
     ended = train(Fault(1, signal.SIGKILL, 5, *FORWARD), "train.steps=10", "train.checkpoint_every=3")
     assert ended.returncode == 1

@@ -17,7 +17,7 @@ HANGS = 0  # in place of a signal
 class Fault:
     """``rank`` sends itself ``signum`` (or hangs) before it posts the hop of ``exchange_step``, such as ``step 2 of 3``, of ``what``, such
     as ``ring, layer 1, forward``, in the training step of that number. later: steps in which it does so again, after restarts. once: and
-    then no more.
+    then no more. fewer: the launcher then finds one device only.
     """
 
     rank: int
@@ -27,6 +27,7 @@ class Fault:
     exchange_step: str
     later: tuple[int, ...] = ()
     once: bool = False
+    fewer: bool = False
 
     def variable(self) -> dict[str, str]:
         return {VARIABLE: json.dumps(asdict(self))}
@@ -76,4 +77,8 @@ if __name__ == "__main__":
     from mtrain_cli.launch import local
 
     local.launch = functools.partial(local.launch, target="faulty_train:train")
+    if json.loads(os.environ[VARIABLE])["fewer"]:
+        from mtrain_cli.launch import restart
+
+        restart.Restarts._where = lambda self, before: restart.shrunk(self._config, before, ["0"], "1")
     __main__.main()

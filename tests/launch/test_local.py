@@ -152,6 +152,16 @@ def test_an_abort_after_a_long_wait_is_blamed_on_the_worker_that_goes_on(run, ca
     assert [line[:25].strip() for line in lines[1:]] == ["rank 0: training step 2", "rank 1: training step 3"]
 
 
+@pytest.mark.slow
+def test_a_wait_that_neither_gloo_nor_nccl_ends_is_ended_by_the_launcher(run, capfd, monkeypatch):
+    monkeypatch.setattr("mtrain_cli.launch.agent.OVERDUE_S", 1.0)
+    monkeypatch.setattr("mtrain_cli.launch.agent.OVERDUE_LOOK_S", 0.2)
+    assert launched_with_timeout(run, "rank_0_waits_and_nothing_ends_it", 5.0) == 1
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0].startswith("error: topology.timeout_s=5: rank 1 kept the others waiting longer than that and gave no sign")
+    assert lines[2].startswith("  rank 0: training step 2, waits for gradients of all ranks")
+
+
 def test_a_killed_worker_ends_the_run_at_once_and_is_named(run, capfd):
     killed_at = []
 

@@ -16,6 +16,7 @@ import mtrain_cli
 from mtrain_cli.config import compose
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch import run_dir
+from mtrain_cli.launch.job import current_job
 
 HOLDER = """
 import sys, time
@@ -210,3 +211,39 @@ def test_a_full_disk_is_one_line_and_leaves_no_folder():
         assert [path.name for path in Path("disk").iterdir()] == ["filler"]
     finally:
         subprocess.run(["umount", "disk"], check=True)
+
+
+def torchrun(monkeypatch, run_id: str, restarts: int = 0) -> None:
+    variables = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    for name, value in {**variables, "TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_RESTART_COUNT": restarts}.items():
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.mark.parametrize("words", [[], ["run.name=night"]], ids=["no name", "a name"])
+def test_a_job_that_is_started_again_finds_the_run_that_it_began_and_no_other(tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    config = compose.compose(["topology.device=cpu", *words])
+    torchrun(monkeypatch, "first")
+    assert run_dir.begun(config, this_job=True) is None
+    mine = run_dir.create(config, [])
+    mine.release()
+    torchrun(monkeypatch, "first", restarts=1)
+    found = run_dir.begun(config, this_job=True)
+    assert found is not None
+    assert found.path == mine.path
+    torchrun(monkeypatch, "second", restarts=1)
+    assert run_dir.begun(config, this_job=True) is None
+    asked = run_dir.begun(config, this_job=False)
+    assert (asked.path if asked else None) == (mine.path if words else None), "--resume auto takes the name for what it is"
+
+
+def test_the_agent_is_the_name_of_a_torchrun_job_that_has_none(monkeypatch):
+    torchrun(monkeypatch, "none")
+    job = current_job()
+    assert job is not None
+    assert job.name.startswith(f"torchrun process {os.getppid()} of ")
+    assert job.started_again, "torchrun does not count a start after a change of nodes"
+    torchrun(monkeypatch, "given")
+    assert not current_job().started_again
+    torchrun(monkeypatch, "given", restarts=1)
+    assert current_job().started_again

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from mtrain_cli.launch import state
+from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.training.metrics import StepMetrics
 from mtrain_cli.training.progress import Progress, format_duration, sparkline
 
@@ -223,3 +225,21 @@ def test_sparse_steps_show_what_is_computed_and_not_what_dense_attention_would()
     assert "HFU 51.0%  101.3 GiB  density 5.7%" in text
     assert "MFU 225.6%" not in text
     assert "HFU 53.0%, median of 3 steps" in text
+
+
+@pytest.mark.parametrize(("seconds", "hinted"), [(10.0, 1), (1.0, 0)])
+def test_a_long_run_says_once_how_to_look_at_it_and_its_state_is_what_is_shown(tmp_path, seconds, hinted):
+    run = RunDir(tmp_path)
+    reporter = state.Reporter(run, launcher="mtrain", steps=100, step=0, workers=["a, cpu"], records="")
+    console = Console(file=io.StringIO(), width=80, color_system=None)
+    clock = Clock()
+    progress = Progress(100, 0, True, reporter=reporter, console=console, clock=clock)
+    with progress:
+        for step in (1, 2, 3, 4, 5, 100):
+            clock.now += seconds
+            progress.step(replace(STEP, step=step, loss=1.0 * step))
+        progress.message("a spike", warning=True)
+    assert console.file.getvalue().count(f"mtrain status {tmp_path} --watch") == hinted
+    written = state.read(run)
+    assert (written.phase, written.step, written.loss, written.seconds_left) == ("training", 100, 100.0, 0.0)
+    assert [text for _, text in written.warnings] == ["a spike"]
