@@ -265,7 +265,9 @@ def test_the_verdict_follows_the_total():
 def test_the_banner_names_what_runs_and_why_in_80_columns():
     config = compose(["topology.device=cpu"])
     environment = plan(config).environment
-    printed = text(banner(config, environment, make_choices(config, environment), Path("runs/tiny-4k"), "stdlib: 212 documents"))
+    printed = text(
+        banner(module.planned(config, environment, make_choices(config, environment)), Path("runs/tiny-4k"), "stdlib: 212 documents")
+    )
     for word in (
         "tiny (qwen2), 822 K parameters",
         "2 CPU processes",
