@@ -22,7 +22,7 @@ from mtrain_cli.model.feed_forward import feed_forward
 from mtrain_cli.model.loss import with_z_loss
 from mtrain_cli.model.rope import Rotation, attention_factor, inverse_frequencies, rotate, rotation
 from mtrain_cli.model.tiling import tile_rows
-from mtrain_cli.parallel.offload import Offload
+from mtrain_cli.parallel.offload import Kept, Offload
 
 Attend = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 """``attend(q_BNHD, k_BNKD, v_BNKD, layer) -> out_BNHD``: scores are q.k / sqrt(D); all inputs are contiguous."""
@@ -140,8 +140,13 @@ class DecoderLayer(nn.Module):
         return feed_forward(x_BNC, out_BNHD, weights, norm.eps, rows, compile=self.compiled, inputs_only=passes.second)
 
     def _input_offloaded(self, offload: Offload) -> AbstractContextManager[None]:
-        """What is saved inside, the input of the checkpointed layer alone, waits in host memory."""
-        return torch.autograd.graph.saved_tensors_hooks(partial(offload.put, self.index), offload.get)
+        """What is saved inside, the input of the checkpointed layer, waits in host memory."""
+
+        def leave(saved: Tensor) -> Kept:
+            # Some versions of `checkpoint` also save an empty tensor of their own.
+            return offload.put(self.index, saved) if saved.numel() else saved
+
+        return torch.autograd.graph.saved_tensors_hooks(leave, lambda kept: kept if isinstance(kept, Tensor) else kept.get())
 
 
 def _recomputed(passes: _Passes, function: Callable[..., Tensor], *args: Tensor) -> Tensor:

@@ -43,9 +43,10 @@ class _FeedForward(torch.autograd.Function):
         if inputs_only:
             return x_BNC.new_empty(()).expand_as(x_BNC)
         join, gated = _pieces(compile)[:2]
+        # Weights are detached for compiled code, to which a parameter here and the saved tensor in backward would be two types.
         result_BNC = x_BNC.new_empty(x_BNC.shape)
         for x_RC, out_RA, result_RC in zip(*(_tiles(t, rows) for t in (x_BNC, out_BNHD, result_BNC)), strict=True):
-            h_RC, n_RC = join(x_RC, out_RA @ o_CA.t(), norm_C, eps)
+            h_RC, n_RC = join(x_RC, out_RA @ o_CA.t(), norm_C.detach(), eps)
             inner_RI = gated(n_RC @ gate_IC.t(), n_RC @ up_IC.t())
             del n_RC
             torch.mm(inner_RI, down_CI.t(), out=result_RC)
@@ -65,7 +66,7 @@ class _FeedForward(torch.autograd.Function):
         sums = _Sums(several)
         tensors = (x_BNC, out_BNHD, grad_BNC.contiguous(), dx_BNC, dout_BNHD)
         for x_RC, out_RA, grad_RC, dx_RC, dout_RA in zip(*(_tiles(t, ctx.rows) for t in tensors), strict=True):
-            h_RC, n_RC = join(x_RC, out_RA @ o_CA.t(), norm_C, ctx.eps)
+            h_RC, n_RC = join(x_RC, out_RA @ o_CA.t(), norm_C.detach(), ctx.eps)
             wide = n_RC @ gate_IC.t(), n_RC @ up_IC.t(), grad_RC @ down_CI
             inner_RI, dgate_RI, dup_RI = gate_backward(*wide)
             del wide

@@ -45,6 +45,7 @@ class Offload:
         self.device = device
         self.allocated = 0
         self.moved = 0
+        self._at = -1  # layer whose tensors are leaving
         self._waiting: dict[int, list[Waiting]] = {}
         self._free: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
         self._stream: torch.cuda.Stream | None = None
@@ -56,7 +57,7 @@ class Offload:
 
     def put(self, layer: int, tensor: torch.Tensor) -> Waiting:
         """Begins to copy a tensor out, behind what has been queued so far. Nobody may change it afterwards."""
-        if layer not in self._waiting:
+        if layer != self._at:
             self._begin(layer)
         kept = Waiting(self, layer, tensor.detach())
         self._waiting[layer].append(kept)
@@ -74,6 +75,7 @@ class Offload:
 
     def _begin(self, layer: int) -> None:
         """The first tensor of a layer: what the layer before the last one left behind on the device is free, once it has been copied."""
+        self._at = layer
         if layer == 0:
             # Of a forward pass that had no backward pass.
             for kept in [kept for row in self._waiting.values() for kept in row]:
@@ -87,6 +89,7 @@ class Offload:
 
     def get(self, kept: Waiting) -> torch.Tensor:
         """See `Waiting.get`."""
+        self._at = -1
         self._fetch(kept.layer)
         self._fetch(kept.layer - 1)
         assert kept.device is not None, "what is kept is taken once"

@@ -69,6 +69,15 @@ def test_the_defaults_have_no_problem(defaults):
         ({"data__path": "/etc"}, "data.path=/etc: data=stdlib reads no path; write data=text"),
         ({"data__tokenizer": "/no/tokenizer.json"}, "data.tokenizer=/no/tokenizer.json: no such file; give bytes"),
         ({"data__tokenizer": "/etc"}, "data.tokenizer=/etc: is a folder; give its tokenizer.json"),
+        ({"train__checkpoint_keep": 1.5}, "train.checkpoint_keep=1.5: must be between 0 and 1"),
+        ({"train__checkpoint_keep": -0.1}, "train.checkpoint_keep=-0.1: must be between 0 and 1"),
+        ({"train__tile_mib": -1}, "train.tile_mib=-1: must be 0 or more"),
+        ({"train__z_loss": -1e-4}, "train.z_loss=-0.0001: must be 0 or more"),
+        (
+            {"train__offload_activations": True, "train__activation_checkpoint": "none"},
+            "train.offload_activations=true: train.activation_checkpoint=none keeps every intermediate, too many to move; "
+            "allowed with it: selective, sequence_selective, full",
+        ),
         ({"run__log_every": 0}, "run.log_every=0: must be at least 1"),
         ({"run__name": "a/b"}, "run.name=a/b: may hold letters"),
         ({"run__name": ".."}, "run.name=..: may hold letters"),

@@ -20,11 +20,11 @@ from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import make_exchange
 from mtrain_cli.parallel.fsdp import begin_micro_batch, shard_parameters
 from mtrain_cli.parallel.layout import make_layout
-from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
+from mtrain_cli.parallel.mesh import ContextGroup, make_context_group, make_parameter_mesh
 from mtrain_cli.parallel.offload import Offload
 from mtrain_cli.parallel.selection import ExchangeChoice
 from mtrain_cli.training.flops import attention_kept
-from mtrain_cli.training.memory import estimate_memory
+from mtrain_cli.training.memory import MemoryEstimate, estimate_memory
 from mtrain_cli.training.offload import HostStates
 from mtrain_cli.training.optimizer import make_optimizer
 from mtrain_cli.training.state_memory import StateMemory
@@ -49,10 +49,14 @@ class LiveBytes(TorchDispatchMode):
         for tensor in tree_iter((args, kwargs, result)):
             if isinstance(tensor, torch.Tensor):
                 self._see(tensor)
+        self.peak = max(self.peak, self.now())
+        return result
+
+    def now(self) -> int:
+        """The sum at this moment."""
         alive = [(key, storage) for key, ref in self._storages.items() if (storage := ref()) is not None]
         self._storages = {key: self._storages[key] for key, _ in alive}
-        self.peak = max(self.peak, sum(storage.nbytes() for _, storage in alive))
-        return result
+        return sum(storage.nbytes() for _, storage in alive)
 
 
 class StandIn:
@@ -163,6 +167,33 @@ def step_peak(rank: int, world: int, overrides: list[str], exchange: str, kernel
     )
     states_on_host = StateMemory(config, world, train.global_batch, dtype.itemsize).host
     return live.peak, estimate.allocated + estimate.host - states_on_host
+
+
+def kept(layers: int, overrides: list[str], dtype: torch.dtype) -> tuple[int, MemoryEstimate]:
+    """(bytes that a forward pass on one worker leaves behind, beyond parameters and inputs, closed form)."""
+    config = compose([*overrides, f"model.num_layers={layers}"])
+    layout = make_layout(config.topology.layout, 1, config.seq, config.topology.block_size)
+    offload = Offload(layers, torch.device("cpu")) if config.train.offload_activations else None
+    decoder = Decoder(
+        config.model, rope_factor=1.0, loss_chunk_bytes=1 << 20, activation_checkpoint=config.train.activation_checkpoint, compile=False,
+        tile_bytes=config.train.tile_mib << 20, offload=offload,
+    ).to(dtype)  # fmt: skip
+    masks = [SequenceMask.causal(config.seq, config.seq)]
+    exchange, keep = make_exchange("all_gather", layout, ContextGroup.alone()), attention_kept(config.train)
+    attend = ContextAttention.make(exchange, StandIn("flash4"), masks, "cpu", keep=keep, offload=offload)
+    functional = SimpleNamespace(rms_norm=lambda x, _, weight, __: FusedNorm.apply(x, weight), silu=torch.nn.functional.silu)
+    inputs = [torch.zeros(1, config.seq, dtype=torch.long) for _ in range(3)]
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (decoder_module, feed_forward_module):
+            patch.setattr(module, "functional", functional)
+        with LiveBytes([*decoder.parameters(), *inputs]) as live:
+            before = live.now()
+            loss = decoder(*inputs, attend, 1.0)
+            left = live.now() - before
+    assert loss.requires_grad
+    how = ExchangeChoice("all_gather", "", per_node=1)
+    estimate = estimate_memory(config, workers=1, layout=layout, exchange=how, kernel="flash4", dtype_bytes=dtype.itemsize, cuda=False)
+    return left, estimate
 
 
 def step_peaks(rank: int, world: int, cases: list[tuple[list[str], str, str, torch.dtype]]) -> list[tuple[int, int]]:

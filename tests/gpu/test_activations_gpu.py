@@ -1,0 +1,110 @@
+"""What layers keep, on a GPU: offloading frees device memory, changes no bit, and never makes the host wait."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.sdpa import SdpaKernel
+from mtrain_cli.config.schema import ModelConfig, RopeConfig
+from mtrain_cli.model.decoder import Decoder
+from mtrain_cli.model.init import initialize
+from mtrain_cli.parallel.context_attention import ContextAttention
+from mtrain_cli.parallel.exchange import make_exchange
+from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.parallel.mesh import ContextGroup
+from mtrain_cli.parallel.offload import Offload
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+SEQ, LAYERS, HIDDEN = 16384, 8, 1024
+KEPT = 2 * SEQ * (HIDDEN + HIDDEN) + 4 * SEQ * 8  # of a layer with selective checkpointing, bytes
+ROPE = RopeConfig(
+    theta=1e4, scaling="none", factor=1.0, original_max_position=4096, beta_fast=32.0, beta_slow=1.0, low_freq_factor=1.0,
+    high_freq_factor=4.0,
+)  # fmt: skip
+MODEL = ModelConfig(
+    name="test", family="qwen2", vocab_size=512, hidden_size=HIDDEN, num_layers=LAYERS, num_heads=8, num_kv_heads=2, head_dim=128,
+    intermediate_size=2816, qkv_bias=True, qk_norm=False, tie_word_embeddings=True, rms_norm_eps=1e-6, init_std=0.05, rope=ROPE,
+)  # fmt: skip
+
+
+class Steps:
+    """A decoder in bfloat16 and its forward and backward passes on one sequence."""
+
+    def __init__(self, checkpoint: str, keep: float, *, offload: bool = False, tile_mib: int = 0, compile: bool = False) -> None:
+        device = torch.device("cuda")
+        self.offload = Offload(LAYERS, device) if offload else None
+        with torch.device("meta"):
+            self.decoder = Decoder(
+                MODEL, rope_factor=1.0, loss_chunk_bytes=16 << 20, activation_checkpoint=checkpoint, compile=compile,
+                tile_bytes=tile_mib << 20, offload=self.offload,
+            )  # fmt: skip
+        self.decoder.to_empty(device=device)
+        initialize(self.decoder, 0)
+        self.decoder.bfloat16()
+        exchange = make_exchange("all_gather", make_layout("striped", 1, SEQ, 128), ContextGroup.alone())
+        masks = [SequenceMask.causal(SEQ, SEQ)]
+        self.attend = ContextAttention.make(exchange, SdpaKernel(), masks, device, keep=keep, offload=self.offload)
+        generator = torch.Generator().manual_seed(0)
+        self.tokens = torch.randint(512, (1, SEQ), generator=generator).to(device)
+        self.positions = torch.arange(SEQ, device=device)[None]
+        self.between = 0  # bytes allocated between the passes
+
+    def __call__(self) -> torch.Tensor:
+        self.decoder.zero_grad(set_to_none=True)
+        loss = self.decoder(self.tokens, self.positions, self.tokens, self.attend, 1 / SEQ)
+        self.between = torch.cuda.memory_allocated()
+        loss.backward()
+        return loss.detach()
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [parameter.grad for parameter in self.decoder.parameters()]
+
+
+@pytest.mark.parametrize(("checkpoint", "keep"), [("selective", 1.0), ("sequence_selective", 0.5), ("full", 0.0)])
+def test_offloading_changes_no_bit_and_the_host_never_waits(checkpoint, keep):
+    plain, offloaded = Steps(checkpoint, keep), Steps(checkpoint, keep, offload=True)
+    for steps in (plain, offloaded):
+        steps()  # makes buffers, events and workspaces
+    assert offloaded.offload is not None
+    allocated = offloaded.offload.allocated
+    for _ in range(3):
+        expected = plain()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            loss = offloaded()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(loss, expected)
+        assert all(torch.equal(a, b) for a, b in zip(offloaded.gradients(), plain.gradients(), strict=True))
+    assert offloaded.offload.allocated == allocated > 0, "host buffers are used again"
+    assert offloaded.offload.waiting == 0
+
+
+def test_offloading_frees_the_memory_of_all_layers_but_two():
+    plain, offloaded = Steps("selective", 1.0), Steps("selective", 1.0, offload=True)
+    peaks = []
+    for steps in (plain, offloaded):
+        steps()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        steps()
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert plain.between - offloaded.between == pytest.approx((LAYERS - 2) * KEPT, rel=0.02)
+    assert peaks[0] - peaks[1] > (LAYERS - 3) * KEPT
+    assert offloaded.offload is not None
+    assert offloaded.offload.allocated == (LAYERS - 1) * KEPT
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_recomputation_and_tiles_give_the_gradients_of_autograd(compile):
+    plain = Steps("none", 0.0)
+    expected = plain()
+    for checkpoint, keep in [("selective", 1.0), ("sequence_selective", 0.25), ("full", 0.0), ("none", 0.0)]:
+        steps = Steps(checkpoint, keep, tile_mib=64, compile=compile)
+        torch.testing.assert_close(steps(), expected, rtol=1e-3, atol=0)
+        for ours, theirs in zip(steps.gradients(), plain.gradients(), strict=True):
+            difference = (ours.float() - theirs.float()).norm() / theirs.float().norm()
+            assert difference < 2e-2, "rounding of bfloat16"

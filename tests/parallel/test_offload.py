@@ -1,0 +1,55 @@
+"""Host memory for activations: what leaves comes back, one layer ahead, in buffers that are used again."""
+
+import torch
+
+from mtrain_cli.parallel.offload import Offload
+
+LAYERS = 4
+
+
+def forward(store: Offload, step: int) -> list[list]:
+    kept = []
+    for layer in range(LAYERS):
+        tensors = [torch.full((3, 5), 10.0 * step + layer), torch.arange(7) + layer]
+        kept.append([store.put(layer, tensor) for tensor in tensors])
+    return kept
+
+
+def backward(kept: list[list], step: int) -> None:
+    for layer in reversed(range(LAYERS)):
+        first, second = (one.get() for one in kept[layer])
+        assert torch.equal(first, torch.full((3, 5), 10.0 * step + layer))
+        assert torch.equal(second, torch.arange(7) + layer)
+
+
+def test_what_left_comes_back_and_buffers_are_used_again():
+    store = Offload(LAYERS, torch.device("cpu"))
+    once = (LAYERS - 1) * (3 * 5 * 4 + 7 * 8)  # the last layer stays
+    for step in range(3):
+        kept = forward(store, step)
+        assert store.waiting == 2 * LAYERS
+        backward(kept, step)
+        assert store.waiting == 0
+        assert store.allocated == once
+        assert store.moved == 2 * once * (step + 1)
+
+
+def test_a_layer_is_fetched_while_the_one_behind_it_is_in_backward():
+    store = Offload(LAYERS, torch.device("cpu"))
+    kept = forward(store, 0)
+    there = [[one.device is not None for one in row] for row in kept]
+    assert there == [[False] * 2] * (LAYERS - 1) + [[True] * 2]
+    kept[3][0].get()
+    assert [[one.device is not None for one in row] for row in kept[:3]] == [[False] * 2, [False] * 2, [True] * 2]
+    kept[2][0].get()
+    assert all(one.device is not None for one in kept[1])
+    assert all(one.device is None for one in kept[0])
+
+
+def test_a_forward_pass_without_backward_leaves_nothing_behind():
+    store = Offload(LAYERS, torch.device("cpu"))
+    forward(store, 0)
+    allocated = store.allocated
+    backward(forward(store, 1), 1)
+    assert store.allocated == allocated
+    assert store.waiting == 0
