@@ -88,7 +88,7 @@ def test_the_loss_falls_and_the_gradient_is_something(alone):
         (1, 1, ("train.micro_batch=4",)),
         (2, 2, ("train.micro_batch=2", "topology.layout=zigzag")),
         (2, 1, ()),
-        (4, 2, ("topology.exchange=ring", "train.activation_checkpoint=full")),
+        (4, 2, ("topology.exchange=ring", "train.activation_checkpoint=sequence_selective", "train.offload_activations=true")),
         (3, 3, ("topology.layout=contiguous", "train.activation_checkpoint=none")),
     ],
 )
