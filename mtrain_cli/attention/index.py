@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from mtrain_cli.attention.mask import IntArray, SequenceMask
+from mtrain_cli.attention.transfer import to_device
 
 _COUNTED_AT_ONCE = 1 << 24  # bits
 
@@ -163,7 +164,7 @@ class MaskWork:
         for row, mask in enumerate(masks):
             last[row, : mask.padded] = mask.last()
         arrays = (*map(np.stack, zip(*by_diagonal, strict=True)), last, np.array([mask.length for mask in masks]))
-        per_diagonal, touched, last_of, lengths = (torch.from_numpy(t).to(device) for t in arrays)
+        per_diagonal, touched, last_of, lengths = (to_device(t, device) for t in arrays)
         per_block = block_pairs(masks, block, blocks, rows, device) if bitmap else None
         return MaskWork(per_diagonal, touched, last_of, lengths, per_block)
 
@@ -313,7 +314,7 @@ def block_pairs(
     at, by = np.concatenate(places) + shift, np.concatenate(changes)
     dtype = torch.int16 if block * block <= torch.iinfo(torch.int16).max else torch.int32
     work = torch.zeros(len(masks), len(rows), blocks + 1, dtype=dtype, device=device)
-    work.view(-1)[torch.from_numpy(at).to(device)] = torch.from_numpy(by).to(device, dtype)
+    work.view(-1)[to_device(at, device)] = to_device(by, device).to(dtype)
     return work.cumsum(-1, dtype=dtype)[..., :-1]
 
 

@@ -12,6 +12,7 @@ import torch
 
 from mtrain_cli.attention.index import Index
 from mtrain_cli.attention.mask import IntArray, SequenceMask, Slice, Spans
+from mtrain_cli.attention.transfer import to_device
 
 # The first position that a query sees, for one that sees nothing: above all positions, and kernels add a block to it in int32.
 NOTHING = 1 << 30
@@ -73,7 +74,7 @@ class BlockGeometry:
         first_max = by_block.max(-1)
 
         def moved(values: IntArray) -> torch.Tensor:
-            return torch.from_numpy(values.astype(np.int32)).to(device)
+            return to_device(values.astype(np.int32), device)
 
         nothing = torch.empty(0, dtype=torch.int32, device=device)
         whole = BlockGeometry(
@@ -111,7 +112,7 @@ class BlockGeometry:
         diagonals = np.fft.irfft(spectrum, size)[: self.blocks] > 0.5
         device = self.first.device
         arrays = (query_blocks, key_blocks, slots[0], slots[1], count)
-        q, k, q_slot, k_slot, q_count = (torch.from_numpy(t.astype(np.int32)).to(device) for t in arrays)
+        q, k, q_slot, k_slot, q_count = (to_device(t.astype(np.int32), device) for t in arrays)
         return replace(
             self,
             query_blocks=q,
@@ -120,7 +121,7 @@ class BlockGeometry:
             key_slot=k_slot,
             query_count=q_count,
             holes=bool((slots < 0).any()),
-            diagonals=torch.from_numpy(diagonals).to(device),
+            diagonals=to_device(diagonals, device),
         )
 
 

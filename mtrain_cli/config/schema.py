@@ -20,6 +20,7 @@ LAYOUTS = ("contiguous", "zigzag", "striped")
 EXCHANGES = ("auto", "all_gather", "hierarchical_all_gather", "ring", "hierarchical_ring", "ulysses")
 KERNELS = ("auto", "reference", "sdpa", "triton", "flash4")
 DTYPES = ("auto", "float32", "bfloat16")
+MEMORIES = ("manual", "auto")
 SHARDS = ("full", "gradients", "optimizer")
 REDUCE_DTYPES = ("float32", "bfloat16")
 CHECKPOINTS = ("none", "selective", "sequence_selective", "full")
@@ -83,6 +84,7 @@ class TopologyConfig:
     device: str = option("where workers compute", ("auto", "cpu", "cuda"))
     workers: int | str = option("processes in all; auto = all GPUs of the job, else 2 on CPU")
     context_parallel: int | str = option("workers that share one sequence; auto = all of them")
+    gpu_memory_gib: float | str = option("memory of a GPU that plans and train.memory=auto reckon with; auto = what it has, else H200's")
     gpus_per_node: int | str = option("workers per (virtual) node; auto = as launched")
     layout: str = option("which worker holds which tokens", LAYOUTS)
     exchange: str = option("how keys and values reach the queries", EXCHANGES)
@@ -172,6 +174,11 @@ class TrainConfig:
         "what a layer keeps for its backward pass; all but none keep its input: selective also the attention output of every token, "
         "sequence_selective that of the last train.checkpoint_keep of each worker's tokens, full no more; the rest is recomputed",
         CHECKPOINTS,
+    )
+    memory: str = option(
+        "manual = as its keys say; auto = the fastest setting that fits, of those of these keys that have their default value: "
+        "activation_checkpoint, checkpoint_keep, offload_activations, tile_mib, loss_chunk_mib, shard, optim.offload",
+        MEMORIES,
     )
     shard: str = option(
         "what is gathered anew or reduced in each micro-batch: full = weights and gradients (ZeRO-3), gradients = gradients alone, weights "

@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from mtrain_cli.attention.index import Index, VerticalSlash
 from mtrain_cli.attention.kernel import Kernel, accumulation_dtype, merge, row_delta
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.shared_columns import SharedColumns
 from mtrain_cli.attention.tiles import BlockGeometry, Tiles
+from mtrain_cli.attention.transfer import to_device
 from mtrain_cli.launch import whereabouts
 from mtrain_cli.parallel.layout import Joined, Layout
 from mtrain_cli.parallel.mail import Buffers, Mail, naming
@@ -455,7 +457,14 @@ class SharedHeads(Exchange):
         together = np.concatenate([layout.positions(r) for r in range(first, first + self.heads)])
         order = np.argsort(together, kind="stable")
         self._kv_heads = 0  # of the model, known from the first forward pass
-        self._order, self._back = torch.from_numpy(order), torch.from_numpy(np.argsort(order))
+        self._order, self._back = order, np.argsort(order)
+        self._moved: dict[int, torch.Tensor] = {}
+
+    def _on(self, order: NDArray[np.int64], device: torch.device) -> torch.Tensor:
+        """On the device, where it is copied once."""
+        if id(order) not in self._moved:
+            self._moved[id(order)] = to_device(order, device)
+        return self._moved[id(order)]
 
     def record(self, recorder: Recorder | None) -> None:
         super().record(recorder)
@@ -530,13 +539,13 @@ class SharedHeads(Exchange):
             together = torch.cat(tensors, 3)
         arrived = mail.trade(transfer, together)
         with mail.span(ARRANGE):
-            whole = arrived.transpose(0, 1).flatten(1, 2).index_select(1, self._order.to(arrived.device))
+            whole = arrived.transpose(0, 1).flatten(1, 2).index_select(1, self._on(self._order, arrived.device))
             return [t.contiguous() for t in whole.split([t.shape[3] for t in tensors], 2)]
 
     def _to_tokens(self, mail: Mail, transfer: Transfer, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """tensors [batch, tokens of all ranks, heads, head_dim] -> [batch, tokens, ranks, heads, head_dim]."""
         with mail.span(ARRANGE):
-            together = torch.cat(tensors, 2).index_select(1, self._back.to(tensors[0].device))
+            together = torch.cat(tensors, 2).index_select(1, self._on(self._back, tensors[0].device))
             leaving = together.unflatten(1, (self.heads, -1)).transpose(0, 1).contiguous()
         arrived = mail.trade(transfer, leaving)
         return list(arrived.permute(1, 2, 0, 3, 4).split([t.shape[2] for t in tensors], 3))

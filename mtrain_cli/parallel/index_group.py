@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mtrain_cli.attention.index import BlockBitmap
+from mtrain_cli.attention.transfer import to_device
 from mtrain_cli.parallel.collectives import all_gather
 from mtrain_cli.parallel.mail import UNSCHEDULED
 from mtrain_cli.parallel.mesh import ContextGroup
@@ -83,5 +84,5 @@ def gathered(index: BlockBitmap, masked: Masked) -> BlockBitmap:
     if masked.group.size == 1:
         return index
     bits = masked.group.gather(index.bits.to(torch.uint8)).bool().movedim(0, 2).flatten(2, 3)  # [batch, heads, workers * held, blocks]
-    order = torch.from_numpy(np.argsort(np.concatenate(masked.shards))).to(bits.device)
+    order = to_device(np.argsort(np.concatenate(masked.shards)), bits.device)
     return BlockBitmap.whole(index.block, bits.index_select(2, order))

@@ -162,16 +162,24 @@ class Joined(Layout):
         order = np.concatenate([self.positions(r) for r in range(self.workers)])
         return np.argsort(order), order
 
-    def to_sequence(self, shards: torch.Tensor) -> torch.Tensor:
-        import torch
+    @cached_property
+    def _moved(self) -> dict[torch.device, tuple[torch.Tensor, torch.Tensor]]:
+        return {}
 
-        flat = shards.transpose(0, 1).flatten(1, 2)
-        return flat.index_select(1, torch.from_numpy(self._places[0]).to(shards.device))
+    def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """`_places` on a device, to which they are copied once."""
+        from mtrain_cli.attention.transfer import to_device
+
+        if device not in self._moved:
+            order, back = (to_device(places, device) for places in self._places)
+            self._moved[device] = order, back
+        return self._moved[device]
+
+    def to_sequence(self, shards: torch.Tensor) -> torch.Tensor:
+        return shards.transpose(0, 1).flatten(1, 2).index_select(1, self._on(shards.device)[0])
 
     def to_shards(self, sequence: torch.Tensor) -> torch.Tensor:
-        import torch
-
-        flat = sequence.index_select(1, torch.from_numpy(self._places[1]).to(sequence.device))
+        flat = sequence.index_select(1, self._on(sequence.device)[1])
         return flat.unflatten(1, (self.workers, -1)).transpose(0, 1)
 
 

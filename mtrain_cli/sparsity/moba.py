@@ -10,6 +10,7 @@ import torch
 
 from mtrain_cli.attention.index import BlockBitmap
 from mtrain_cli.attention.kernel import IndexRequest, accumulation_dtype
+from mtrain_cli.attention.transfer import to_device
 from mtrain_cli.sparsity.pattern import Masked
 
 
@@ -72,7 +73,7 @@ class MobaPattern:
             chunks = np.arange(-(-masked.geometry.blocks * self.block // size))
             starts = ((masked.numbers * self.block, self.block), (chunks * size, size))
             counts = (np.clip(lengths - start, 1, most).astype(np.float64) for start, most in starts)
-            masked.cache[key] = tuple(torch.from_numpy(count).to(masked.geometry.first.device) for count in counts)
+            masked.cache[key] = tuple(to_device(count, masked.geometry.first.device) for count in counts)
         return masked.cache[key]
 
 

@@ -14,6 +14,7 @@ from mtrain_cli.attention.index import Index
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.tiles import BlockGeometry
+from mtrain_cli.attention.transfer import to_device
 from mtrain_cli.config.schema import MOST_LINES
 
 
@@ -106,12 +107,12 @@ class Masked:
     @cached_property
     def positions(self) -> torch.Tensor:
         """`host_positions` on the device."""
-        return torch.from_numpy(self.host_positions).to(self.geometry.first.device)
+        return to_device(self.host_positions, self.geometry.first.device)
 
     @cached_property
     def lengths(self) -> torch.Tensor:
         """int64 [batch], the tokens of each sequence that are no padding, on the device."""
-        return torch.tensor([mask.length for mask in self.masks]).to(self.geometry.first.device)
+        return to_device(torch.tensor([mask.length for mask in self.masks]), self.geometry.first.device)
 
     def real(self, sequence: int) -> int:
         """Local slots of one sequence that hold a token; padding comes after them."""

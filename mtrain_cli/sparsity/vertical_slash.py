@@ -17,6 +17,7 @@ import torch
 
 from mtrain_cli.attention.index import VerticalSlash
 from mtrain_cli.attention.kernel import IndexRequest, accumulation_dtype
+from mtrain_cli.attention.transfer import to_device
 from mtrain_cli.sparsity.pattern import MASS_UNITS, Masked, fewest_lines, in_units, kept_lines, ranking
 
 _SCORE_BYTES = 1 << 30  # scores that exist at once while an index is estimated
@@ -222,14 +223,14 @@ class VerticalSlashPattern:
         numbers, of_row = torch.unique(positions // self.block, return_inverse=True)
         slots = np.searchsorted(masked.host_positions, positions.numpy())
         held = np.flatnonzero(masked.host_positions[np.minimum(slots, len(masked.host_positions) - 1)] == positions.numpy())
-        rows = positions.to(device)
+        rows = to_device(positions, device)
         return Probe(
             rows=rows,
             first=geometry.first[sequence].index_select(0, rows),
-            of_row=of_row.to(device),
-            held=torch.from_numpy(held).to(device),
-            slots=torch.from_numpy(slots[held]).to(device),
-            away=(numbers[:, None] - torch.from_numpy(masked.numbers)).clamp(min=0).to(device),
+            of_row=to_device(of_row, device),
+            held=to_device(held, device),
+            slots=to_device(slots[held], device),
+            away=to_device((numbers[:, None] - torch.from_numpy(masked.numbers)).clamp(min=0), device),
         )
 
     def _slashes(self, diagonals: torch.Tensor, masked: Masked) -> torch.Tensor:

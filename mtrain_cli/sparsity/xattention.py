@@ -10,6 +10,7 @@ import torch
 
 from mtrain_cli.attention.index import BlockBitmap
 from mtrain_cli.attention.kernel import IndexRequest, accumulation_dtype
+from mtrain_cli.attention.transfer import to_device
 from mtrain_cli.sparsity.pattern import Masked, kept_lines
 
 _SCORE_BYTES = 1 << 30
@@ -55,7 +56,7 @@ class XAttentionPattern:
         """[batch, local blocks, block, heads, head_dim] of this worker -> [batch, tokens, heads, head_dim] of all, in sequence order."""
         if type(self).__name__ not in masked.cache:
             order = np.argsort(np.concatenate(masked.shards))
-            masked.cache[type(self).__name__] = torch.from_numpy(order).to(mine.device)
+            masked.cache[type(self).__name__] = to_device(order, mine.device)
         everyone = masked.group.gather(mine).transpose(0, 1).flatten(1, 2)
         return everyone.index_select(1, masked.cache[type(self).__name__]).flatten(1, 2)
 

@@ -9,19 +9,17 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from mtrain_cli import __version__
-from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import format_size
-from mtrain_cli.launch.environment import Environment
 from mtrain_cli.sparsity.remarks import remarks
 from mtrain_cli.training import dry_run
 
 if TYPE_CHECKING:
-    from mtrain_cli.training.plan import Choices
+    pass
 
 
-def banner(config: Config, environment: Environment, choices: Choices, run_dir: Path, data: str) -> RenderableType:
+def banner(found: dry_run.Plan, run_dir: Path, data: str) -> RenderableType:
     """The facts of a run that starts now. data: one line on the corpus, from `PackedDataset.describe`."""
-    found = dry_run.planned(config, environment, choices)
+    config, environment = found.config, found.environment
     if found.capacity is None:
         memory = f"{dry_run.size(found.memory.total)} of tensors in a worker at its peak, estimated"
     else:
@@ -29,6 +27,10 @@ def banner(config: Config, environment: Environment, choices: Choices, run_dir: 
         memory = f"{dry_run.size(found.memory.total)} a worker at its peak, estimated: {share:.0%} of {dry_run.size(found.capacity)}"
     if found.memory.host:
         memory += f"; {dry_run.size(found.memory.host)} wait in host memory"
+    chosen: list[tuple[str, str]] = []
+    if found.search is not None:
+        rejected = "; ".join(f"{way}: {reason}" for way, reason in found.search.rejected())
+        chosen = [("", dry_run.describe_choice(found)), ("", f"rejected: {rejected}")]
     rows = [
         ("model", f"{dry_run.describe_model(found)}, {dry_run.describe_rope(found)}"),
         ("sequence", f"{format_size(config.seq)}; a step is {dry_run.describe_step(found)}"),
@@ -40,6 +42,7 @@ def banner(config: Config, environment: Environment, choices: Choices, run_dir: 
         *dry_run.kernel_rows(found),
         ("dtype", f"{dry_run.describe_dtype(found)}; recomputation {dry_run.describe_activations(config)}"),
         ("memory", memory),
+        *chosen,
         ("data", data),
         ("run", str(run_dir)),
     ]

@@ -24,9 +24,18 @@ from mtrain_cli.parallel.traffic import Sizes, pass_bytes
 from mtrain_cli.sparsity.pattern import shown_name
 from mtrain_cli.sparsity.registry import make_pattern
 from mtrain_cli.sparsity.remarks import computes_everything, remarks
+from mtrain_cli.training.auto import Search, longest_seq, refusal, search
 from mtrain_cli.training.flops import FlopsPerToken, ParameterCount, attention_kept, parameters, peak_flops, training_flops
 from mtrain_cli.training.memory import GIB, MemoryEstimate, estimate_memory
-from mtrain_cli.training.plan import compute_dtype, dense_kernel_asked, dense_steps_named, exchange_needs, make_choices, run_layout
+from mtrain_cli.training.plan import (
+    compute_dtype,
+    dense_kernel_asked,
+    dense_steps_named,
+    exchange_needs,
+    given_memory,
+    make_choices,
+    run_layout,
+)
 from mtrain_cli.training.state_memory import StateMemory
 
 if TYPE_CHECKING:
@@ -36,6 +45,9 @@ if TYPE_CHECKING:
 GPU_MEMORY = (("40 GB (A100)", 39.4), ("80 GB (A100, H100)", 79.2), ("141 GB (H200)", 139.8), ("180 GB (B200)", 178.3))
 # The one GPU that a plan reckons with where none is here to ask: that of today's clusters.
 ASSUMED_GPU, ASSUMED_GPU_BYTES = "NVIDIA H200", round(139.8 * GIB)
+ASSUMED_HOST_BYTES = 128 * GIB  # of host memory for each such GPU
+USABLE_HOST = 0.9  # of host memory; the rest is for processes, files and data
+CERTAIN = 1.05  # a run is refused where the estimate is so much above all the memory of a GPU: it has been off by less
 SHORTEST_SEQ = 1024  # that is worth a proposal
 USUAL_MFU = 0.4  # what a well-tuned dense run reaches; only for the time of a step in a plan
 USABLE = 0.95  # of a GPU's memory: the allocator's blocks are never packed without gaps
@@ -60,7 +72,8 @@ class Plan:
     machine: which machine the plan is for, and why. gpu: name of its GPUs, None on a CPU or when they are assumed; capacity: memory of one
     in bytes.
     micro_batches: forward and backward passes of one worker in an optimizer step. checkpoint: bytes of one checkpoint on disk.
-    dense_kernel: name and reason for the dense first steps of a sparse run.
+    dense_kernel: name and reason for the dense first steps of a sparse run. elsewhere: for GPUs that are not here. host_share: bytes of
+    host memory that each worker may fill. search: what ``train.memory=auto`` found.
     """
 
     config: Config
@@ -82,6 +95,38 @@ class Plan:
     checkpoint: int
     dense_kernel: tuple[str, str] | None = None
     machine: str = ""
+    elsewhere: bool = False
+    host_share: int = round(USABLE_HOST * ASSUMED_HOST_BYTES)
+    search: Search | None = None
+
+    @property
+    def gpu_name(self) -> str:
+        return self.gpu or ASSUMED_GPU
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Memory of a GPU, assumed where it is not known."""
+        return self.capacity or ASSUMED_GPU_BYTES
+
+    @property
+    def has(self) -> str:
+        """What there is of memory, for messages."""
+        if self.environment.device == "cpu":
+            return f"the {size(host_memory())} that {self.environment.local_workers} CPU workers of this machine share"
+        return f"the {size(self.gpu_bytes)} of {self.gpu_name} with {size(self.host_share)} of host memory"
+
+    def takes(self, memory: MemoryEstimate, usable: float = USABLE) -> bool:
+        """Whether a worker of this plan has so much memory, on its device and on the host."""
+        if self.environment.device == "cpu":
+            return (memory.total + memory.host) * self.environment.local_workers <= host_memory()
+        return memory.total <= usable * self.gpu_bytes and memory.host <= self.host_share
+
+    def again(self, config: Config) -> Plan:
+        """The plan of another configuration on the same kind of machine; as many workers, unless it names their number."""
+        workers = config.topology.workers if isinstance(config.topology.workers, int) else self.environment.workers
+        topology = dataclasses.replace(config.topology, device=self.environment.device, workers=workers)
+        config = dataclasses.replace(config, topology=topology)
+        return _elsewhere(config, "") if self.elsewhere else _here(config)
 
     @property
     def host_bytes(self) -> int:
@@ -105,6 +150,35 @@ def plan(config: Config) -> Plan:
     Raises:
         ConfigError: sizes do not fit each other, or the configured kernel cannot serve the run.
     """
+    found = _plan(config)
+    return found if config.train.memory == "manual" else decided(found)
+
+
+def decided(found: Plan) -> Plan:
+    """A plan with what ``train.memory=auto`` decides, or the least that it could take where nothing fits; ``search`` tells."""
+    result = search(found)
+    setting = result.chosen or min(result.settings, key=lambda setting: setting.memory.total)
+    train = setting.config.train
+    dtype_bytes = getattr(torch, found.dtype).itemsize
+    return dataclasses.replace(
+        found,
+        config=setting.config,
+        memory=setting.memory,
+        flops=training_flops(setting.config, found.layout, dtype_bytes=dtype_bytes),
+        moved=moved(
+            setting.config,
+            found.environment.workers,
+            found.layout,
+            found.exchange,
+            dtype_bytes,
+            needs_out=make_kernel(found.kernel).needs_out,
+        ),
+        micro_batches=train.global_batch // (train.micro_batch * found.environment.dp),
+        search=result,
+    )
+
+
+def _plan(config: Config) -> Plan:
     device = config.topology.device
     if torch.cuda.is_available() or device == "cpu":
         return _here(config)
@@ -160,8 +234,11 @@ def planned(config: Config, environment: Environment, choices: Choices) -> Plan:
         (choices.kernel.name, choices.kernel_reason),
         choices.dtype,
         gpu=properties.name if properties else None,
-        capacity=properties.total_memory if properties else None,
+        capacity=given_memory(config) or properties.total_memory if properties else None,
     )
+    if environment.device == "cuda":
+        per_machine = min(environment.local_workers, max(1, torch.cuda.device_count()))
+        found = dataclasses.replace(found, host_share=round(USABLE_HOST * host_memory() / per_machine))
     if choices.dense_kernel is None:
         return found
     kernel, reason = choices.dense_kernel
@@ -181,10 +258,13 @@ def _elsewhere(config: Config, why: str) -> Plan:
         with dense_steps_named(config):
             dense_kernel = _kernel_elsewhere(config, dtype, dense_kernel_asked(config), None)
     exchange = choose_exchange(
-        config.topology, exchange_needs(config, environment, layout, dtype, make_kernel(kernel[0]), ASSUMED_GPU_BYTES)
+        config.topology,
+        exchange_needs(config, environment, layout, dtype, make_kernel(kernel[0]), given_memory(config) or ASSUMED_GPU_BYTES),
     )
-    found = _complete(config, environment, layout, exchange, kernel, dtype, gpu=None, capacity=None)
-    return dataclasses.replace(found, dense_kernel=dense_kernel, machine=f"GPUs elsewhere, taken to be {ASSUMED_GPU}: {why}")
+    found = _complete(config, environment, layout, exchange, kernel, dtype, gpu=None, capacity=given_memory(config))
+    return dataclasses.replace(
+        found, dense_kernel=dense_kernel, machine=f"GPUs elsewhere, taken to be {ASSUMED_GPU}: {why}", elsewhere=True
+    )
 
 
 def plan_for(config: Config, *, gpu: str, capability: tuple[int, int], capacity: int, kernel: str | None = None) -> Plan:
@@ -340,10 +420,63 @@ def render(found: Plan) -> RenderableType:
         ("checkpoint", f"{size(found.checkpoint)} on disk, {config.train.keep_checkpoints} kept"),
     ]
     title = Text(f"Dry run: {model.name}, seq {format_size(config.seq)}, nothing is trained", style="bold")
-    help_ = (
-        [Text(f"Does not fit this machine: {advice(found)}", style="red")] if found.environment.device == "cpu" and not found.fits else []
-    )
-    return Group(title, facts(rows), Text(""), memory_table(found), *help_)
+    return Group(title, facts(rows), Text(""), memory_table(found), *search_rows(found), *verdict(found))
+
+
+def search_rows(found: Plan) -> list[RenderableType]:
+    """What ``train.memory=auto`` chose, and what it rejected and why."""
+    if found.search is None or found.search.chosen is None:
+        return []
+    rejected = "; ".join(f"{way}: {reason}" for way, reason in found.search.rejected())
+    return [Text(f"{describe_choice(found)}."), Text(f"Rejected, by the fastest setting of each: {rejected}.", style="dim")]
+
+
+def describe_choice(found: Plan) -> str:
+    assert found.search is not None
+    assert found.search.chosen is not None
+    chosen = found.search.chosen
+    how = f"the fastest of {len(found.search.settings)} settings that fits"
+    return f"train.memory=auto takes {chosen.words or 'the defaults'}, {how}: {duration(chosen.seconds)} a step by the model"
+
+
+def verdict(found: Plan) -> list[RenderableType]:
+    """What would help where a plan does not fit, and how long a sequence may be."""
+    config = found.config
+    on_cpu = found.environment.device == "cpu"
+    if on_cpu and not found.fits:
+        return [Text(f"Does not fit this machine: {advice(found)}", style="red")]
+    if on_cpu:
+        return []
+    if found.search is not None:
+        if found.search.chosen is None:
+            return [Text(f"Does not fit: {refusal(found, found.search)}.", style="red")]
+        longest = longest_seq(found)
+        return [Text(f"Longest sequence that fits with train.memory=auto: {'none' if longest is None else format_size(longest)}.")]
+    lines: list[RenderableType] = []
+    if not found.takes(found.memory):
+        lines.append(Text(f"Does not fit: {refusal(found, search(found))}.", style="red"))
+    longest = longest_seq(found)
+    automatic = longest_seq(dataclasses.replace(found, config=with_memory(config, "auto")))
+    shown = ["none" if seq is None else format_size(seq) for seq in (longest, automatic)]
+    on = f"on {found.gpu_name}" if found.elsewhere else "here"
+    lines.append(Text(f"Longest sequence that fits {on}: {shown[0]} with these settings, {shown[1]} with train.memory=auto.", style="dim"))
+    return lines
+
+
+def with_memory(config: Config, memory: str) -> Config:
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, memory=memory))
+
+
+def require_fit(found: Plan) -> None:
+    """At the start of a run, where it can be told that memory will not do.
+
+    Raises:
+        ConfigError: one line with what would.
+    """
+    if found.search is not None and found.search.chosen is None:
+        raise ConfigError(refusal(found, found.search))
+    if found.environment.device == "cuda" and not found.takes(found.memory, CERTAIN):
+        raise ConfigError(refusal(found, search(found)))
 
 
 def kernel_rows(found: Plan) -> list[tuple[str, str]]:

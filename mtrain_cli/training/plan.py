@@ -70,6 +70,12 @@ def exchange_needs(
     )
 
 
+def given_memory(config: Config) -> int | None:
+    """``topology.gpu_memory_gib`` in bytes; None for auto."""
+    gib = config.topology.gpu_memory_gib
+    return None if isinstance(gib, str) else round(gib * 2**30)
+
+
 def make_choices(config: Config, environment: Environment) -> Choices:
     """Raises ConfigError if the configured kernel or exchange cannot serve the run."""
     model = config.model
@@ -78,7 +84,7 @@ def make_choices(config: Config, environment: Environment) -> Choices:
     memory = capability = None
     if environment.device == "cuda":
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        memory, capability = properties.total_memory, (properties.major, properties.minor)
+        memory, capability = given_memory(config) or properties.total_memory, (properties.major, properties.minor)
     request = KernelRequest(
         device=environment.device,
         capability=capability,

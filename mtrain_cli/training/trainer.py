@@ -39,7 +39,7 @@ from mtrain_cli.parallel.recording import Recorder
 from mtrain_cli.training.banner import banner
 from mtrain_cli.training.batch import Batch, BatchMaker, HostBatch, PackedSample
 from mtrain_cli.training.checkpoint import Checkpointer, CheckpointError
-from mtrain_cli.training.dry_run import planned
+from mtrain_cli.training.dry_run import Plan, decided, planned, require_fit
 from mtrain_cli.training.evaluation import EvaluationWriter, evaluate
 from mtrain_cli.training.flops import attention_kept, causal_pairs, peak_flops, training_flops
 from mtrain_cli.training.index_metrics import IndexMetrics, index_metrics, index_records, summed
@@ -108,7 +108,7 @@ def _train(trainer: Trainer, checkpointer: Checkpointer, run_dir: RunDir, resume
     writer = MetricsWriter(run_dir.path, tensorboard=config.run.tensorboard, start_step=trainer.step) if first else None
     with progress:
         if not environment.restarts:
-            progress.show(banner(config, environment, trainer.choices, run_dir.path, trainer.dataset.describe()))
+            progress.show(banner(trainer.plan, run_dir.path, trainer.dataset.describe()))
         for report in reports:
             progress.message(report, warning=True)
         if resume:
@@ -266,7 +266,7 @@ def _check_host_memory(config: Config, environment: Environment, choices: Choice
 
     A GPU that is too small says so itself, at once.
     """
-    if environment.device != "cpu":
+    if environment.device != "cpu" or config.train.memory == "auto":
         return
     found = planned(config, environment, choices)
     needed, available = found.host_bytes, host_memory()
@@ -276,6 +276,24 @@ def _check_host_memory(config: Config, environment: Environment, choices: Choice
             f"for model={config.model.name}, this machine has {available / 2**30:.0f} GiB; give a shorter seq, a smaller model, "
             "or GPUs (--dry-run shows where memory goes)"
         )
+
+
+def _checked_plan(config: Config, environment: Environment, choices: Choices) -> Plan:
+    """The plan of a run, with what ``train.memory=auto`` decides, the same on all ranks; called by all of them.
+
+    Raises:
+        ConfigError: it cannot fit the GPUs; one line with what would.
+    """
+    found = planned(config, environment, choices)
+    if environment.device == "cuda" and environment.workers > 1:
+        # GPUs of one job may differ by some MiB, and so would decisions; the smallest counts.
+        everyone: list[tuple[int, int]] = [(0, 0)] * environment.workers
+        dist.all_gather_object(everyone, (found.gpu_bytes, found.host_share))
+        found = replace(found, capacity=min(gpu for gpu, _ in everyone), host_share=min(host for _, host in everyone))
+    if config.train.memory == "auto":
+        found = decided(found)
+    require_fit(found)
+    return found
 
 
 class Trainer:
@@ -296,6 +314,8 @@ class Trainer:
             torch.use_deterministic_algorithms(True)
         self.choices: Choices = make_choices(config, environment)
         _check_host_memory(config, environment, self.choices)
+        self.plan = _checked_plan(config, environment, self.choices)
+        self.config = config = self.plan.config
         # A new group does not take over the default group's.
         timeout = timedelta(seconds=config.topology.timeout_s)
         self.host_group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)

@@ -10,7 +10,6 @@ from mtrain_cli.config.compose import compose
 from mtrain_cli.sparsity.remarks import remarks
 from mtrain_cli.training.banner import banner
 from mtrain_cli.training.dry_run import plan, render
-from mtrain_cli.training.plan import make_choices
 
 MOBA = "12 chunks of 4096 keys cover all of seq=4k: computes every pair, as dense does"
 WINDOW = "one window at the end probes only the last document of packed ones; sparsity.windows=4 probes several"
@@ -45,7 +44,7 @@ def test_what_is_remarked(words, lines):
 def test_banner_and_dry_run_say_it():
     config = compose(["sparsity=moba", "topology.workers=1", "topology.device=cpu", "sparsity.dense_steps=100"])
     found = plan(config)
-    for page in (render(found), banner(config, found.environment, make_choices(config, found.environment), Path("runs/x"), "data")):
+    for page in (render(found), banner(found, Path("runs/x"), "data")):
         console = Console(file=io.StringIO(), width=200, color_system=None)
         console.print(page)
         printed = console.file.getvalue()

@@ -95,13 +95,13 @@ def test_a_plan_that_does_not_fit_this_machine_says_so_and_what_would_help():
         "Does not fit this machine: 2 workers need about 212 GiB where this machine has 24 GiB; only a smaller model would fit. "
         "topology.workers=8 plans for eight GPUs."
     )
-    words = ["seq=1m", "topology.device=cpu", "train.activation_checkpoint=none"]
+    words = ["seq=1m", "topology.device=cpu", "train.activation_checkpoint=none", "train.tile_mib=0"]
     helps = text(dry_run(compose(words)), 1000).splitlines()[-1]
     assert "; train.activation_checkpoint=selective or seq=" in helps
     proposed = re.search(r"or (seq=\w+) would fit", helps)[1]
     for proposal, fits in ((words[0], False), (proposed, True), (f"seq={2 * compose([proposed]).seq}", False)):
         assert plan(compose([proposal, *words[1:]])).fits is fits
-    assert plan(compose([words[0], words[1], "train.activation_checkpoint=selective"])).fits
+    assert plan(compose([words[0], words[1], words[3], "train.activation_checkpoint=selective"])).fits
     assert "Does not fit" not in text(dry_run(compose(["topology.device=cpu"])))
 
 
@@ -265,7 +265,9 @@ def test_the_verdict_follows_the_total():
 def test_the_banner_names_what_runs_and_why_in_80_columns():
     config = compose(["topology.device=cpu"])
     environment = plan(config).environment
-    printed = text(banner(config, environment, make_choices(config, environment), Path("runs/tiny-4k"), "stdlib: 212 documents"))
+    printed = text(
+        banner(module.planned(config, environment, make_choices(config, environment)), Path("runs/tiny-4k"), "stdlib: 212 documents")
+    )
     for word in (
         "tiny (qwen2), 822 K parameters",
         "2 CPU processes",

@@ -1,0 +1,273 @@
+"""`train.memory=auto`: the fastest way of using memory that fits, by closed forms of both; and what would help where nothing fits.
+
+The time of a step is reckoned from counts alone, so every rank of every run finds the same:
+
+    compute     executed FLOP / (0.65 x peak), pairs of a sparse pattern at its density, or 10 % of the causal ones where data decide
+    weights     bytes of `StateMemory.sent` / link; beside computation, of which a tenth is lost, and what is longer than it
+    activations bytes offloaded / host link, down beside forward (a quarter of compute), up beside backward, counted likewise
+    optimizer   28 bytes a weight of a shard through the GPU's memory, or through that of the host, which its workers share
+    tiles       20 us for each tile of a layer and micro-batch
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.sizes import format_size
+from mtrain_cli.training.flops import causal_pairs, peak_flops, training_flops
+from mtrain_cli.training.memory import GIB, MemoryEstimate, estimate_memory
+from mtrain_cli.training.state_memory import BYTES, StateMemory
+
+if TYPE_CHECKING:
+    from mtrain_cli.training.dry_run import Plan
+
+USED_OF_PEAK = 0.65  # by kernels as measured on an H200: products 0.77, attention 0.6 to 0.7
+NODE_LINK, NETWORK = 250e9, 40e9  # bytes a second that reach one GPU: gathers over NVLink as measured; 400 Gbit/s a GPU
+HOST_LINK = 50e9  # PCIe 5 x16, pinned, one direction
+HOST_MEMORY, GPU_MEMORY = 150e9, 3.5e12  # bytes a second; of a whole machine, of one GPU
+GPUS_OF_A_HOST = 8
+ADAMW_BYTES = 28  # a weight: reads weight, gradient and two states, writes all but the gradient
+HIDDEN_COST = 0.1  # of a transfer beside computation
+ASSUMED_DENSITY = 0.1
+TILE_SECONDS = 20e-6
+
+# What `auto` may change: the default, and what else is tried. A key with another value than the default was given, and stays.
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "train.activation_checkpoint": ("selective", "none", "sequence_selective", "full"),
+    "train.checkpoint_keep": (0.5, 0.75, 0.25),
+    "train.offload_activations": (False, True),
+    "train.tile_mib": (4096, 1024, 256),
+    "train.loss_chunk_mib": (512, 128),
+    "train.shard": ("full", "gradients", "optimizer"),
+    "optim.offload": (False, True),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A configuration with what it takes. changes: of the keys of `CHOICES`, those that differ from the configuration asked about."""
+
+    config: Config
+    changes: dict[str, Any]
+    memory: MemoryEstimate
+    seconds: float
+    fits: bool
+
+    @property
+    def words(self) -> str:
+        return " ".join(f"{key}={_shown(value)}" for key, value in self.changes.items())
+
+
+@dataclass(frozen=True)
+class Search:
+    """All settings, fastest first; chosen: the first that fits, None where none does."""
+
+    settings: tuple[Setting, ...]
+    chosen: Setting | None
+
+    def rejected(self) -> list[tuple[str, str]]:
+        """For each way of keeping activations its fastest other setting: (words, reason)."""
+        assert self.chosen is not None
+        rows: dict[str, tuple[str, str]] = {}
+        for setting in self.settings:
+            kind = setting.config.train.activation_checkpoint
+            if setting is self.chosen or kind in rows:
+                continue
+            reason = f"{_seconds(setting.seconds)} a step"
+            if not setting.fits:
+                host = f" and {_gib(setting.memory.host)} of host memory" if setting.memory.host else ""
+                reason += f", but needs {_gib(setting.memory.total)}{host}"
+            rows[kind] = (_way(setting.config, self.chosen.config), reason)
+        return list(rows.values())
+
+
+def search(plan: Plan) -> Search:
+    """Every setting that ``train.memory=auto`` may take for a run that is planned otherwise, priced."""
+    settings = [_priced(plan, config, changes) for config, changes in _variants(plan.config)]
+    # The fewer changes, the better, where the time is the same; and then the order of CHOICES.
+    settings.sort(key=lambda setting: (round(setting.seconds, 6), len(setting.changes)))
+    return Search(tuple(settings), next((setting for setting in settings if setting.fits), None))
+
+
+def _variants(config: Config) -> Iterator[tuple[Config, dict[str, Any]]]:
+    given = {key: _get(config, key) for key in CHOICES}
+    free = {key: values for key, values in CHOICES.items() if given[key] == values[0]}
+    usual_share = CHOICES["train.checkpoint_keep"][0]
+    for values in itertools.product(*free.values()):
+        setting = given | dict(zip(free, values, strict=True))
+        kind = setting["train.activation_checkpoint"]
+        if kind != "sequence_selective" and "train.checkpoint_keep" in free and setting["train.checkpoint_keep"] != usual_share:
+            continue
+        if kind == "none" and setting["train.offload_activations"]:
+            continue
+        if setting["train.shard"] == "optimizer" and config.train.reduce_dtype != "float32":
+            continue
+        changes = {key: value for key, value in setting.items() if value != given[key]}
+        yield _with(config, changes), changes
+
+
+def _priced(plan: Plan, config: Config, changes: dict[str, Any]) -> Setting:
+    memory = _memory(plan, config)
+    return Setting(config, changes, memory, step_seconds(plan, config, memory), plan.takes(memory))
+
+
+def _memory(plan: Plan, config: Config) -> MemoryEstimate:
+    return estimate_memory(
+        config,
+        workers=plan.environment.workers,
+        layout=plan.layout,
+        exchange=plan.exchange,
+        kernel=plan.kernel,
+        dtype_bytes=BYTES[plan.dtype],
+        cuda=plan.environment.device == "cuda",
+    )
+
+
+def step_seconds(plan: Plan, config: Config, memory: MemoryEstimate) -> float:
+    """Of an optimizer step, by the counts at the head of this file: for comparing settings, not a promise."""
+    environment, train, e = plan.environment, config.train, BYTES[plan.dtype]
+    peak = peak_flops(plan.gpu_name) or 100e12
+    pairs = density(config) * causal_pairs(config.seq)
+    flop = training_flops(config, plan.layout, dtype_bytes=e, pairs=pairs).executed
+    n = plan.micro_batches
+    compute = flop * config.seq * train.micro_batch / environment.cp / (USED_OF_PEAK * peak)  # of a micro-batch
+    states = StateMemory(config, environment.workers, n, e)
+    link = NETWORK if environment.nodes > 1 else NODE_LINK
+    seconds = n * compute + _exposed(states.sent() / link, n * compute)
+    if train.offload_activations:
+        down = (memory.host - states.host) / HOST_LINK
+        seconds += n * (_exposed(down, compute / 4) + _exposed(down, 3 * compute / 4))
+    shard = ADAMW_BYTES * states.shard
+    if config.optim.offload:
+        seconds += shard * min(environment.local_workers, GPUS_OF_A_HOST) / HOST_MEMORY + e * states.shard / HOST_LINK
+    else:
+        seconds += shard / GPU_MEMORY
+    temporary = e * plan.layout.tokens_per_worker * train.micro_batch * (6 * config.model.intermediate_size + 2 * config.model.hidden_size)
+    tiles = max(1.0, temporary / (train.tile_mib << 20)) if train.tile_mib else 1.0
+    logits = 4 * plan.layout.tokens_per_worker * train.micro_batch * config.model.vocab_size / (train.loss_chunk_mib << 20)
+    return seconds + n * TILE_SECONDS * (2 * tiles * config.model.num_layers + logits)
+
+
+def density(config: Config) -> float:
+    """Share of the causal pairs that attention computes, as far as the configuration says."""
+    if config.sparsity.pattern == "dense":
+        return 1.0
+    if config.sparsity.pattern == "fixed" and config.sparsity.density:
+        return min(1.0, config.sparsity.density + 2 * (config.sparsity.bars or 0) / config.seq)
+    return ASSUMED_DENSITY
+
+
+def _exposed(transfer: float, beside: float) -> float:
+    return HIDDEN_COST * transfer + max(0.0, transfer - beside)
+
+
+def refusal(plan: Plan, found: Search) -> str:
+    """One line on a run that does not fit: what it needs, and the shortest lists of changes that would do."""
+    smallest = min(found.settings, key=lambda setting: setting.memory.total)
+    auto = plan.config.train.memory == "auto"
+    needed = smallest.memory if auto else plan.memory
+    least = "at least " if auto else "about "
+    host = f" and {_gib(needed.host)} of host memory" if needed.host else ""
+    helps = remedies(plan, found)
+    would = f"fits with {', or '.join(helps)}" if helps else "only a smaller model or more workers would fit"
+    return f"seq={format_size(plan.config.seq)}: a worker needs {least}{_gib(needed.total)}{host}, of {plan.has}; {would}"
+
+
+def remedies(plan: Plan, found: Search) -> list[str]:
+    """Changes of which each would make a run fit: of the ways of using memory with the fewest keys, of the length, of the workers."""
+    helps = []
+    fitting = [setting for setting in found.settings if setting.fits]
+    if fitting:
+        fewest = min(len(setting.changes) for setting in fitting)
+        helps.append(next(setting.words for setting in fitting if len(setting.changes) == fewest))
+    seq = longest_seq(plan)
+    if seq:
+        helps.append(f"seq={format_size(seq)}")
+    workers = _enough_workers(plan)
+    if workers:
+        helps.append(f"{workers} GPUs (topology.workers={workers})")
+    return helps
+
+
+def longest_seq(plan: Plan, *, shortest: int = 1024, most: int = 1 << 27) -> int | None:
+    """The longest sequence that fits with the settings of a plan, or under ``train.memory=auto`` with any, to an eighth below; None where
+    the shortest does not.
+    """
+
+    def fits(seq: int) -> bool:
+        try:
+            other = plan.again(replace(plan.config, seq=seq))
+        except ConfigError:
+            return False
+        return _possible(other)
+
+    if not fits(shortest):
+        return None
+    low = shortest
+    while low < most and fits(2 * low):
+        low *= 2
+    # Eighths of a power of two: 512k, 576k, 640k, ...
+    return max((low + eighth * low // 8 for eighth in range(8) if eighth == 0 or fits(low + eighth * low // 8)), default=low)
+
+
+def _enough_workers(plan: Plan, most: int = 1024) -> int | None:
+    """The fewest workers, doubled from what is planned, that would do."""
+    config, environment = plan.config, plan.environment
+    if environment.device == "cpu":
+        return None
+    workers = 2 * environment.workers
+    while workers <= most:
+        topology = replace(config.topology, workers=workers)
+        try:
+            other = plan.again(replace(config, topology=topology))
+        except ConfigError:
+            return None
+        if _possible(other):
+            return workers
+        workers *= 2
+    return None
+
+
+def _possible(plan: Plan) -> bool:
+    """Whether a run fits as it is configured, which may be with whatever fits."""
+    if plan.takes(plan.memory):
+        return True
+    return plan.config.train.memory == "auto" and any(plan.takes(_memory(plan, config)) for config, _ in _variants(plan.config))
+
+
+def _way(config: Config, chosen: Config) -> str:
+    """How activations are kept, and what else differs from the chosen setting."""
+    kept = ("train.activation_checkpoint", "train.checkpoint_keep")
+    train = config.train
+    keep = f" {train.checkpoint_keep:g}" if train.activation_checkpoint == "sequence_selective" else ""
+    others = [f"{key}={_shown(_get(config, key))}" for key in CHOICES if key not in kept and _get(config, key) != _get(chosen, key)]
+    return f"{train.activation_checkpoint}{keep}{' with ' if others else ''}{' '.join(others)}"
+
+
+def _get(config: Config, key: str) -> Any:
+    group, _, name = key.partition(".")
+    return getattr(getattr(config, group), name)
+
+
+def _with(config: Config, changes: dict[str, Any]) -> Config:
+    for group in ("train", "optim"):
+        values = {key.partition(".")[2]: value for key, value in changes.items() if key.startswith(f"{group}.")}
+        if values:
+            config = replace(config, **{group: replace(getattr(config, group), **values)})  # type: ignore[arg-type]
+    return config
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _gib(number: int) -> str:
+    return f"{number / GIB:,.1f} GiB"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.3g} s" if seconds < 120 else f"{seconds / 60:,.3g} min" if seconds < 7200 else f"{seconds / 3600:,.3g} h"

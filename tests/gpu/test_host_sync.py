@@ -1,0 +1,95 @@
+"""The host never waits for the GPU inside the loop over micro-batches, under any way of holding weights and states."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mtrain_cli.config.compose import compose
+from mtrain_cli.launch.environment import Environment
+from mtrain_cli.training.trainer import Trainer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+SMALL = [
+    "topology.device=cuda",
+    "topology.workers=1",
+    "seq=4k",
+    "model.head_dim=64",
+    "model.num_layers=3",
+    "train.steps=9",
+    "train.global_batch=3",
+    "train.compile=false",
+    "data.document_mask=false",
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group():
+    """A group of one, as a worker makes it."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        torch.cuda.set_device(0)
+        dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        yield
+        dist.destroy_process_group()
+
+
+def make(*words: str) -> Trainer:
+    alone = Environment(
+        device="cuda", workers=1, cp=1, dp=1, workers_per_node=1, nodes=1, rank=0, local_rank=0, launcher="mtrain", local_workers=1
+    )
+    return Trainer(compose([*SMALL, *words]), alone)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("train.activation_checkpoint=full", "train.shard=optimizer"),
+        ("train.shard=gradients", "optim.offload=true"),
+        ("sparsity=vertical_slash", "sparsity.windows=2"),
+        ("data.document_mask=true",),
+    ],
+)
+def test_the_host_does_not_wait_in_the_loop_over_micro_batches(words):
+    trainer = make(*words)
+    trainer.train_step(False)  # tables that last, buffers, compiled kernels
+    compute = trainer.forward_backward
+
+    def watched(*args):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return compute(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    trainer.forward_backward = watched  # type: ignore[method-assign]
+    losses = [trainer.train_step(False).loss for _ in range(2)]
+    assert all(0 < loss < 20 for loss in losses)
+
+
+def test_states_on_the_host_train_as_those_on_the_gpu_and_leave_it_memory():
+    """A transfer that nobody waits for would show in the losses of the next steps."""
+    wide = ("model.hidden_size=512", "model.intermediate_size=2048", "optim.clip_norm=0.1")
+    trainer = make(*wide)
+    # Random numbers of a CPU and a GPU differ: the masters get those of the GPU.
+    drawn = {name: parameter.detach().to_local().cpu() for name, parameter in trainer.decoder.named_parameters()}
+    expected = [trainer.train_step(False).loss for _ in range(4)]
+    states = sum(12 * tensor.numel() for tensor in drawn.values())
+    held = torch.cuda.memory_allocated()
+    del trainer
+    for words in (("optim.offload=true",), ("optim.offload=true", "train.shard=optimizer")):
+        before = torch.cuda.memory_allocated()
+        trainer = make(*wide, *words)
+        assert trainer.host_states is not None
+        for name, parameter in trainer.host_states.masters.named_parameters():
+            parameter.detach().to_local().copy_(drawn[name])
+        trainer.host_states.send()
+        assert [trainer.train_step(False).loss for _ in range(4)] == pytest.approx(expected, rel=1e-2)
+        assert torch.cuda.memory_allocated() - before < held - 0.7 * states
+        del trainer

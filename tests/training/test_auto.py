@@ -1,0 +1,121 @@
+"""train.memory=auto: the fastest setting that fits GPUs of any size, and what would help where none does."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import re
+
+import gloo
+import pytest
+import torch
+from rich.console import Console
+from test_trainer import make
+
+from mtrain_cli.config import keys
+from mtrain_cli.config.compose import compose
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.training import auto
+from mtrain_cli.training.dry_run import dry_run, plan, require_fit
+from mtrain_cli.training.memory import GIB
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="plans for GPUs that are not here")
+
+RUN = ["model=llama8b", "seq=512k", "topology.workers=8", "topology.device=cuda"]
+
+
+def planned(*words):
+    return plan(compose([*RUN, *words]))
+
+
+def test_a_default_is_what_auto_may_change():
+    values = keys.values(compose([]))
+    assert {key: values[key] for key in auto.CHOICES} == {key: choices[0] for key, choices in auto.CHOICES.items()}
+
+
+def test_the_fastest_that_fits_is_taken_on_gpus_of_every_size():
+    chosen = []
+    for gib in (24, 40, 64, 80, 141, 280):
+        found = planned("train.memory=auto", f"topology.gpu_memory_gib={gib}")
+        search = found.search
+        assert search.chosen is not None
+        assert found.memory.total <= 0.95 * gib * GIB
+        assert found.config.train == search.chosen.config.train
+        faster = [setting for setting in search.settings if setting.seconds < search.chosen.seconds - 1e-6]
+        assert not any(setting.fits for setting in faster)
+        again = planned("train.memory=auto", f"topology.gpu_memory_gib={gib}")
+        assert again.search.chosen == search.chosen
+        # What it says of the setting is what that setting says of itself.
+        words = [*search.chosen.words.split(), f"topology.gpu_memory_gib={gib}"]
+        alone = planned(*words)
+        assert (alone.memory, alone.moved, alone.flops) == (found.memory, found.moved, found.flops)
+        chosen.append(search.chosen)
+    seconds = [setting.seconds for setting in chosen]
+    assert seconds == sorted(seconds, reverse=True), "more memory is never slower"
+    assert len({setting.words for setting in chosen}) >= 4
+
+
+def test_a_key_that_was_given_stays():
+    found = planned("train.memory=auto", "train.activation_checkpoint=full", "optim.offload=true")
+    assert (found.config.train.activation_checkpoint, found.config.optim.offload) == ("full", True)
+    assert all(setting.config.optim.offload for setting in found.search.settings)
+
+
+def test_more_accumulation_makes_whole_gradients_worth_their_memory():
+    few, many = (planned("train.memory=auto", "seq=16k", f"train.global_batch={batch}").config.train.shard for batch in (1, 64))
+    assert (few, many) == ("gradients", "optimizer")
+
+
+@pytest.mark.parametrize(("memory", "gib"), [("manual", 26), ("auto", 18)])
+def test_an_impossible_run_is_refused_in_one_line_and_each_remedy_helps(memory, gib):
+    words = [f"train.memory={memory}", f"topology.gpu_memory_gib={gib}"]
+    found = planned(*words)
+    with pytest.raises(ConfigError) as caught:
+        require_fit(found)
+    (line,) = caught.value.problems
+    assert line.startswith("seq=512k: a worker needs ")
+    assert f"of the {gib}.00 GiB of NVIDIA H200" in line
+    remedies = re.search(r"; fits with (.*)$", line)[1].split(", or ")
+    changes = [re.search(r"topology\.workers=\d+", remedy)[0] if "GPUs" in remedy else remedy for remedy in remedies]
+    assert any(change.startswith("seq=") for change in changes)
+    assert any(change.startswith("topology.workers=") for change in changes)
+    for change in changes:
+        helped = planned(*words, *change.split())
+        assert helped.takes(helped.memory), change
+        require_fit(helped)
+    (seq,) = (change for change in changes if change.startswith("seq="))
+    longer = planned(*words, f"seq={compose([seq]).seq * 9 // 8}")
+    assert not longer.takes(longer.memory)
+
+
+def test_a_run_that_fits_is_not_refused_and_states_may_fill_the_host():
+    require_fit(planned("topology.gpu_memory_gib=80", "train.activation_checkpoint=full"))
+    one = planned("topology.workers=1", "optim.offload=true", "seq=8k")
+    assert one.takes(one.memory)
+    crowded = dataclasses.replace(one, host_share=64 * GIB)
+    assert not crowded.takes(one.memory)
+    with pytest.raises(ConfigError, match=r"and \d+\.\d GiB of host memory, of the"):
+        require_fit(crowded)
+
+
+def test_the_page_says_what_was_chosen_and_rejected_and_the_longest_sequence():
+    console = Console(file=io.StringIO(), width=80, color_system=None)
+    console.print(dry_run(compose([*RUN, "train.memory=auto", "topology.gpu_memory_gib=64"])))
+    page = console.file.getvalue()
+    assert max(len(line.rstrip()) for line in page.splitlines()) <= 80
+    flat = " ".join(page.split())
+    assert re.search(r"train\.memory=auto takes train\.\S+=.*, the fastest of \d+ settings that fits: [\d.]+ (s|min) a step", flat)
+    assert re.search(r"Rejected, .*none.*: [\d.]+ (s|min) a step, but needs \d+\.\d GiB", flat)
+    assert re.search(r"Longest sequence that fits with train\.memory=auto: \d+[km]\.", flat)
+
+
+def decided(rank: int, world: int) -> tuple[dict[str, object], float]:
+    trainer = make(rank, world, world, ("train.memory=auto",))
+    assert trainer.plan.search is not None
+    return keys.values(trainer.config), trainer.train_step(False).loss
+
+
+def test_all_ranks_of_a_run_decide_alike_and_train():
+    (first, loss), (second, same) = gloo.run(2, decided)
+    assert first == second
+    assert loss == same == pytest.approx(5.6, abs=0.5)
