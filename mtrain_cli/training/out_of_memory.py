@@ -29,7 +29,7 @@ from mtrain_cli.launch.environment import Environment, host_memory
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.model.decoder import DecoderLayer
-from mtrain_cli.training.dry_run import planned, size
+from mtrain_cli.training.dry_run import size
 
 if TYPE_CHECKING:
     from mtrain_cli.training.trainer import Trainer
@@ -76,7 +76,7 @@ class About:
     names: dict[int, str] = field(default_factory=dict)
 
     def begin(self, trainer: Trainer) -> Trainer:
-        self.trainer = trainer
+        self.trainer, self.config = trainer, trainer.config
         self.names = {id(parameter): name for name, parameter in trainer.decoder.named_parameters()}
         return trainer
 
@@ -146,7 +146,7 @@ def _room(counted: int, cuda: bool) -> str:
 def _estimate(about: About) -> str:
     if about.trainer is None:
         return ""
-    memory = planned(about.config, about.environment, about.trainer.choices).memory
+    memory = about.trainer.plan.memory
     largest = sorted(memory.peak.parts.items(), key=lambda part: -part[1])[:3]
     parts = ", ".join(f"{name.replace('_', ' ')} {size(number)}" for name, number in largest)
     beside = f", and {size(memory.reserve)} beside tensors" if memory.reserve else ""
@@ -156,7 +156,7 @@ def _estimate(about: About) -> str:
 def _parts(about: About) -> dict[str, Any] | None:
     if about.trainer is None:
         return None
-    memory = planned(about.config, about.environment, about.trainer.choices).memory
+    memory = about.trainer.plan.memory
     return {"moment": memory.peak.name, "allocated": memory.allocated, "reserve": memory.reserve, **memory.peak.parts}
 
 
@@ -177,12 +177,18 @@ def _advice(about: About, found: list[Held], cuda: bool) -> list[str]:
 
 def _change(kind: str, config: Config) -> str:
     """What would make tensors of this kind fewer."""
+    if kind in (GRADIENTS, GATHERED) and config.train.shard != "full":
+        return "train.shard=full"
+    if kind in (PARAMETERS, OPTIMIZER) and not config.optim.offload:
+        return "optim.offload=true"
     if kind in (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED):
         return "more workers, which share parameters and optimizer"
     if kind == LOGITS:
         return f"train.loss_chunk_mib={config.train.loss_chunk_mib // 4}" if config.train.loss_chunk_mib > 64 else ""
     if config.train.activation_checkpoint != "full":
         return "train.activation_checkpoint=full"
+    if not config.train.offload_activations:
+        return "train.offload_activations=true"
     return "train.micro_batch=1" if config.train.micro_batch > 1 else ""
 
 
