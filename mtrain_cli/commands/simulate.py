@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
+    from mtrain_cli.config.schema import Config
     from mtrain_cli.simulation.cluster import Cluster
     from mtrain_cli.simulation.simulate import Prediction, Problem, Range
     from mtrain_cli.simulation.timeline import Conditions
 
 _MOST_WORKERS = 4096
 _WIDEST = 400  # characters
-DENSE = "dense"
+DENSE, FIXED = "dense", "fixed"
 
 
 def simulate(
@@ -42,7 +43,8 @@ def simulate(
         str,
         typer.Option(
             metavar="FILE|NAME",
-            help="Pairs that are computed: index.npz of a profile (or its folder), dense, or a family: local, clustered, uniform.",
+            help="Pairs that are computed: index.npz of a profile (or its folder), dense, fixed (that of sparsity=fixed), or a family: "
+            "local, clustered, uniform, drifting.",
         ),
     ] = "clustered",
     density: Annotated[float, typer.Option(metavar="X", help="Of a family: share of the causal blocks on its diagonals.")] = 0.05,
@@ -53,6 +55,18 @@ def simulate(
         typer.Option(metavar="N", help="Workers that share a sequence; all GPUs of the cluster if not given.", show_default=False),
     ] = None,
     nodes: Annotated[int | None, typer.Option(metavar="N", min=1, help="Nodes, instead of the cluster's own.", show_default=False)] = None,
+    validate: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="RUN...", help="Predict the cases of these profiles instead, and compare with what was measured.", show_default=False
+        ),
+    ] = None,
+    prediction: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="DIR", help="With --validate: what was written down before (--out DIR) instead of a new prediction.", show_default=False
+        ),
+    ] = None,
     kernel: Annotated[str, typer.Option(metavar="NAME", help="Attention kernel; auto = by the GPU's name.")] = "auto",
     calibration: Annotated[
         Path | None,
@@ -81,6 +95,8 @@ def simulate(
           the indices of a profile on a cluster that is not here
       [cyan]mtrain simulate model=qwen3b seq=4m --nodes 128 --cluster my.yaml --exchange hierarchical_ring --no-files[/cyan]
           1,024 GPUs of your own description
+      [cyan]mtrain simulate --validate measurements/imbalance-20260101-120000 --cluster my.yaml --calibration mine.json[/cyan]
+          how far to trust it: predicted against measured, every step and worker
     """
     from rich.console import Console
 
@@ -98,12 +114,21 @@ def simulate(
     if not 1 <= count <= min(found_cluster.gpus, _MOST_WORKERS):
         most = min(found_cluster.gpus, _MOST_WORKERS)
         raise ConfigError(f"--workers {count}: {found_cluster.name} has {found_cluster.gpus} GPUs; allowed: 1 to {most}")
+    own = load_calibration(calibration) if calibration is not None else None
+    if validate:
+        from mtrain_cli.commands.simulate_validate import validate as compare
+
+        # RUN... after one option: what follows the first stands where overrides would.
+        compare([*map(str, validate), *(overrides or [])], prediction or [], found_cluster, own, out, as_json=as_json)
+        return
+    if prediction:
+        raise ConfigError(f"--prediction {prediction[0]}: is compared with what was measured; give --validate RUN, too")
     conditions = _conditions(slow, jitter, count)
     problem = _problem(overrides or [], index, density, columns, layers)
-    own = load_calibration(calibration) if calibration is not None else None
+    per_node = _per_node(overrides or [], count) or min(found_cluster.gpus_per_node, count)
     predictions, clock = [], time.perf_counter()
     for number, (name, way) in enumerate(itertools.product(layouts, exchanges)):
-        setup = Setup(name, way, count, min(found_cluster.gpus_per_node, count))
+        setup = Setup(name, way, count, per_node)
         try:
             predictions.append(
                 predict(
@@ -123,6 +148,7 @@ def simulate(
             raise ConfigError(f"--{about} {error.value if about != 'cluster' else cluster}: {error}") from None
     seconds = time.perf_counter() - clock
     document = _document(found_cluster, problem, predictions)
+    document["calibration"] = None if own is None else {"device": own.device, "files": list(own.files), "own": True}
     folder = _leave(out, document, predictions) if files else None
     if as_json:
         typer.echo(json.dumps(document, indent=1))
@@ -138,6 +164,9 @@ def simulate(
         console.print(f"note   {remark}", style="yellow")
     console.print(f"took   {seconds:.1f} s")
     if folder is not None:
+        from mtrain_cli.simulation.validation import digest
+
+        console.print(f"sha256 {digest(folder / 'summary.json')}  {folder}/summary.json")
         console.print(f"files  {folder}\ndraw   mtrain report {folder}")
 
 
@@ -155,15 +184,17 @@ def _problem(words: Sequence[str], index: str, density: float, columns: int, lay
     from mtrain_cli.simulation.families import FAMILIES, Family
     from mtrain_cli.simulation.simulate import Problem
 
-    if index not in (*FAMILIES, DENSE):
+    if index not in (*FAMILIES, DENSE, FIXED):
         return _recorded(words, index, layers)
+    if index == FIXED:
+        return _fixed(words, layers)
     if not 0 < density <= 1:
         raise ConfigError(f"--density {density:g}: must be above 0 and at most 1")
     config = compose(list(words))
     model, block = config.model, config.topology.block_size
     family = Family(index, density, min(columns, config.seq), block, config.seed) if index != DENSE else None
     setup = RecordedSetup(
-        seq=config.seq, heads=model.num_heads, kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype_bytes=2,
+        seq=config.seq, heads=model.num_heads, kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype_bytes=_bytes(config),
         workers=1, per_node=1, layout=config.topology.layout, exchange=config.topology.exchange, block_size=block, needs_out=True,
     )  # fmt: skip
     kept: dict[int, Any] = {}
@@ -182,6 +213,47 @@ def _problem(words: Sequence[str], index: str, density: float, columns: int, lay
     return Problem(setup, masks, tuple(range(layers or 1)), of, DENSE if family is None else index, model=model.name)
 
 
+def _fixed(words: Sequence[str], layers: int | None) -> Problem:
+    """The indices that ``sparsity=fixed`` draws, as `mtrain profile imbalance` with the same words measures them."""
+    from mtrain_cli.attention.mask import SequenceMask
+    from mtrain_cli.config.compose import compose
+    from mtrain_cli.profiling.index_file import RecordedSetup
+    from mtrain_cli.simulation.simulate import Problem
+    from mtrain_cli.simulation.validation import fixed_of
+
+    given = next((word for word in words if word.startswith("sparsity=")), None)
+    if given not in (None, "sparsity=fixed"):
+        raise ConfigError(f"{given}: --index fixed is that of sparsity=fixed; leave one of the two out")
+    config = compose([*words, *([] if given else ["sparsity=fixed"])])
+    model, batch = config.model, config.train.micro_batch
+    setup = RecordedSetup(
+        seq=config.seq, heads=model.num_heads, kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype_bytes=_bytes(config),
+        workers=1, per_node=1, layout=config.topology.layout, exchange=config.topology.exchange, block_size=config.topology.block_size,
+        needs_out=True,
+    )  # fmt: skip
+    masks = (SequenceMask.causal(config.seq, config.seq),) * batch
+    return Problem(
+        setup, masks, tuple(range(layers or 1)), fixed_of(config), FIXED, int(config.sparsity.bars or 0), estimated=False, model=model.name
+    )
+
+
+def _bytes(config: Config) -> int:
+    """Of a number, as `training.plan.compute_dtype` has it for the device that the words name."""
+    name = config.train.dtype
+    return 4 if name == "float32" or (name == "auto" and config.topology.device == "cpu") else 2
+
+
+def _per_node(words: Sequence[str], workers: int) -> int | None:
+    """Workers of a node, real or virtual, where the words say it."""
+    given = next((word.partition("=")[2] for word in words if word.startswith("topology.gpus_per_node=")), "auto")
+    if given == "auto":
+        return None
+    if not given.isdigit() or not int(given) or workers % int(given):
+        divisors = ", ".join(str(n) for n in range(1, workers + 1) if workers % n == 0)
+        raise ConfigError(f"topology.gpus_per_node={given}: must divide the {workers} workers; possible are auto, {divisors}")
+    return int(given)
+
+
 def _recorded(words: Sequence[str], index: str, layers: int | None) -> Problem:
     from mtrain_cli.profiling.index_file import load_indices
     from mtrain_cli.simulation.families import FAMILIES
@@ -192,7 +264,7 @@ def _recorded(words: Sequence[str], index: str, layers: int | None) -> Problem:
     candidates = (path, path / "index.npz", path / "profile" / "index.npz")
     file = next((candidate for candidate in candidates if candidate.is_file()), None)
     if file is None:
-        allowed = ", ".join((DENSE, *FAMILIES))
+        allowed = ", ".join((DENSE, *FAMILIES, FIXED))
         raise ConfigError(f"--index {index}: is neither a file nor a folder with index.npz; allowed besides: {allowed}")
     recorded = load_indices(file)
     made = recorded.setup
@@ -341,6 +413,7 @@ def _leave(out: Path | None, document: dict[str, Any], predictions: Sequence[Pre
     from mtrain_cli.launch.failures import RunError
     from mtrain_cli.profiling import records
     from mtrain_cli.profiling.analysis import analyse
+    from mtrain_cli.simulation.validation import digest
 
     with_rows = [p for p in predictions if p.rows is not None]
     folder = out or Path("measurements", f"simulation-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -354,6 +427,9 @@ def _leave(out: Path | None, document: dict[str, Any], predictions: Sequence[Pre
         records.join_parts(folder)
         records.write_summary(folder, document)
         if with_rows:
+            # The digest of the summary is one of everything that was predicted.
+            document["records_sha256"] = digest(folder / records.RECORDS)
+            records.write_summary(folder, document)
             document["results"] = [found.to_json() for found in analyse(records.open_records(folder))]
             records.write_summary(folder, document)
     except OSError as error:
