@@ -259,6 +259,7 @@ def kernels(
             show_default=False,
         ),
     ] = "",
+    whole: Annotated[bool, typer.Option("--whole/--no-whole", help="Whole sequences; with --shares they may be left out.")] = True,
     threads: Annotated[
         int | None, typer.Option(metavar="N", help="Threads on a CPU, as workers have them: cores / workers.", min=1, show_default=False)
     ] = None,
@@ -317,6 +318,8 @@ def kernels(
             raise ConfigError(f"--shares {shares}: each must be at least 2 workers")
         if not any(s % (2 * n * block) == 0 for s in lengths):
             raise ConfigError(f"--shares {n}: none of --seq {seq} can be dealt to so many in whole blocks: a multiple of {2 * n * block}")
+    if not whole and not of_so_many:
+        raise ConfigError("--no-whole: leaves nothing to time; give --shares N, too")
     if threads is not None:
         if device == "cuda":
             raise ConfigError(f"--threads {threads}: is for CPUs; leave it out")
@@ -331,7 +334,7 @@ def kernels(
     console = Console(highlight=False, soft_wrap=True)
     console.print(_HEADER)
     with _within_memory():
-        times = profile_kernels(cases, names, dtype, device, repeats, lambda found: console.print(_line(found)))
+        times = profile_kernels(cases if whole else [], names, dtype, device, repeats, lambda found: console.print(_line(found)))
         if of_so_many:
             from mtrain_cli.profiling.shares import profile_shares
 

@@ -35,7 +35,7 @@ def validate(
     from rich.console import Console
 
     from mtrain_cli.profiling import records
-    from mtrain_cli.simulation.validation import agreement, compare, open_prediction, open_run
+    from mtrain_cli.simulation.validation import Unlike, agreement, compare, open_prediction, open_run
 
     folder = out or Path("measurements", f"validation-{time.strftime('%Y%m%d-%H%M%S')}")
     if (folder / FILE).exists() or (folder / records.SUMMARY).exists():
@@ -53,10 +53,13 @@ def validate(
             if predicted is None:
                 absent.append(f"{run.folder.name}: {case.label}")
                 continue
-            compared.append(compare(run, case, predicted))
+            try:
+                compared.append(compare(run, case, predicted))
+            except Unlike as reason:
+                absent.append(f"{run.folder.name}: {case.label}: {reason}")
     if not compared:
-        which = ", ".join(str(path) for path in predictions)
-        raise ConfigError(f"--prediction {which}: holds none of the {len(absent)} cases that were measured, such as {absent[0]}")
+        which = ", ".join(f"--prediction {path}" for path in predictions) or f"--validate {runs[0]}"
+        raise ConfigError(f"{which}: nothing to compare for the {len(absent)} cases that were measured, such as {absent[0]}")
     together = agreement(compared)
     document = _document(opened, predictions, cluster, calibration, compared, together, absent)
     _leave(folder, document)

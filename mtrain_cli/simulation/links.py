@@ -79,10 +79,10 @@ def fit_link(times: Sequence[LinkTime]) -> LinkFit:
         found = _not_negative(table, weights)
         weights = 1 / np.maximum(np.abs(table @ found - 1), _NEGLIGIBLE)
     latency, per_byte = (float(v) for v in found)
-    errors = np.abs((latency + per_byte * size) / us - 1)
-    moving = per_byte * size
-    large = moving >= min(latency, float(moving.max()))
-    small = ~large if not large.all() else size == size.min()
+    moving = [per_byte * t.size for t in times]
+    errors = np.abs((latency + np.array(moving)) / us - 1)
+    large = [us >= min(latency, max(moving)) for us in moving]
+    small = [not one for one in large] if not all(large) else [t.size == min(u.size for u in times) for t in times]
     samples = [(at, t) for at, entry in enumerate(times) for t in (entry.low, entry.high, entry.loaded_us) if t is not None]
     latencies = [max(t - moving[at], 0.0) for at, t in samples if small[at]]
     rates = [1e-3 / per_byte * moving[at] / max(t - latency, 0.5 * moving[at]) for at, t in samples if large[at]]

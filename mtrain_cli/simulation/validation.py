@@ -1,8 +1,8 @@
 """Predictions against measurements: the cases of a profile through the simulator, compared step by step, rank by rank and as a whole.
 
-Predictions are made from what a run recorded (shapes, indices, configuration) and never from its times; or they were
-written down before by `mtrain simulate --out FOLDER`, and are read. Both are records, which the analysis of profiles reads, so that every figure compared has one
-definition (`profiles/definitions.md`).
+Predictions are made from what a run recorded (shapes, indices, configuration) and never from its times; or they were written down before
+by `mtrain simulate --out FOLDER`, and are read. Both are records, which the analysis of profiles reads, so that every figure compared has
+one definition (`profiles/definitions.md`).
 """
 
 from __future__ import annotations
@@ -76,8 +76,9 @@ def open_run(folder: Path) -> Run:
 def key_of(facts: dict[str, Any]) -> Key:
     """What makes two cases the same."""
     numbers = ("seq", "micro_batch", "cp", "num_heads", "num_kv_heads", "head_dim", "kernel")
-    per_node = facts.get("per_node") if "hierarchical" in str(facts.get("exchange")) else None
-    return facts.get("pattern"), facts.get("layout"), facts.get("exchange"), per_node, *(facts.get(name) for name in numbers)
+    name = _exchange(str(facts.get("exchange")))
+    per_node = facts.get("per_node") if name.startswith("hierarchical") else None
+    return facts.get("pattern"), facts.get("layout"), name, per_node, *(facts.get(name) for name in numbers)
 
 
 def replay(run: Run, case: CaseAnalysis, cluster: Cluster, calibration: Calibration | None, number: int) -> Prediction:
@@ -102,11 +103,6 @@ def replay(run: Run, case: CaseAnalysis, cluster: Cluster, calibration: Calibrat
         raise ConfigError(f"--validate {run.folder}: {case.label}: {error}") from None
     if found.rows is None:
         raise ConfigError(f"--validate {run.folder}: {case.label}: too large for records; give a prediction of fewer layers")
-    if found.exchange != facts["exchange"]:
-        raise ConfigError(
-            f"--validate {run.folder}: {case.label}: ran as {facts['exchange']}, which the simulator takes for {found.exchange}; options "
-            "of an exchange cannot be replayed"
-        )
     return found
 
 
@@ -317,9 +313,13 @@ class CaseComparison:
         }  # fmt: skip
 
 
+class Unlike(ValueError):
+    """A prediction of something else than what ran."""
+
+
 def compare(run: Run, case: CaseAnalysis, predicted: Predicted) -> CaseComparison:
     """Raises:
-    ConfigError: the two have other steps or workers.
+    Unlike: the two have other steps or workers.
     """
     passes = {}
     for name in PASSES:
@@ -327,9 +327,9 @@ def compare(run: Run, case: CaseAnalysis, predicted: Predicted) -> CaseCompariso
             continue
         mine, other = case.passes[name], predicted.analysis.passes[name]
         if mine.attention.shape != other.attention.shape:
-            raise ConfigError(
-                f"--prediction {predicted.folder}: {case.label}, {name}: has (workers, steps) {other.attention.shape}, measured were "
-                f"{mine.attention.shape}; predict with the same exchange and nodes"
+            raise Unlike(
+                f"predicted as {predicted.analysis.facts.get('exchange')} with {other.attention.shape[1]} steps {name}, ran as "
+                f"{case.facts.get('exchange')} with {mine.attention.shape[1]}"
             )
         passes[name] = _compare_pass(mine, other, predicted.bounds[name], _median(case, name))
     facts = case.facts
