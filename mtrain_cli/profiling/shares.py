@@ -211,9 +211,10 @@ def _columns(
     width = shared.slots.shape[-1]
     packed = torch.randn(2, 1, case.heads, width, case.head_dim, device=device, dtype=dtype)
     high = accumulation_dtype(dtype)
-    partial = torch.zeros(q.shape, device=device, dtype=high), torch.zeros(1, case.heads, len(own), device=device, dtype=high)
+    # What there is of other keys: the output of one step, as kernels give it.
+    partial = torch.zeros_like(q), torch.zeros(1, case.heads, len(own), device=device, dtype=high)
     out, lse = kernel.forward_columns(q, packed, shared, scale, partial)
-    delta = row_delta(out, dout)
+    delta = row_delta(out.to(dtype), dout)
     forward = median_ms(lambda: kernel.forward_columns(q, packed, shared, scale, partial), device, repeats)
     backward = median_ms(lambda: kernel.backward_columns(dout, q, packed, lse, delta, shared, scale), device, repeats)
     pairs = int(counter.count(index, rank)[FORWARD].column_pairs[0])
