@@ -117,11 +117,28 @@ def _document(
         "cluster": named,
         "constants": by_source,
         "assumed": ASSUMED,
+        "elsewhere": _elsewhere(runs, predictions, cluster),
         "calibration": files,
         "agreement": together.to_json(),
         "cases": [case.to_json() for case in compared],
         "not_predicted": list(absent),
     }
+
+
+def _elsewhere(runs: Sequence[Run], predictions: Sequence[Path], cluster: Cluster) -> list[str]:
+    """Runs on devices that the cluster does not have."""
+    from mtrain_cli.simulation.calibration import same_device
+    from mtrain_cli.training.flops import peak_flops
+
+    if predictions:
+        return []
+    known = peak_flops(cluster.gpu.name) is not None  # a GPU; a CPU has no entry there
+    found = []
+    for run in runs:
+        devices = dict.fromkeys(_devices(run))
+        wrong = [name for name in devices if (known if name == "CPU" else not same_device(name, cluster.gpu.name))]
+        found += [f"{run.folder} ran on {name}, and {cluster.name} has {cluster.gpu.name}" for name in wrong]
+    return found
 
 
 def _devices(run: Run) -> list[str]:
@@ -176,6 +193,8 @@ def _show(console: Console, document: dict[str, Any], compared: Sequence[CaseCom
     _say_when(console, document, compared)
     for remark in dict.fromkeys(remark for case in compared for remark in case.remarks):
         console.print(f"note       {remark}", style="yellow")
+    for line in document["elsewhere"]:
+        console.print(f"note       {line}", style="yellow")
     for label in document["not_predicted"]:
         console.print(f"note       measured, but not predicted: {label}", style="yellow")
 

@@ -379,7 +379,7 @@ def _leave(run_dir: RunDir, plan: Plan, environment: Environment, times: Sequenc
         "kind": "links",
         "complete": complete,
         "device": machine.gpu,
-        "backend": dist.get_backend(),
+        "backend": "nccl" if environment.device == "cuda" else "gloo",
         "workers": environment.workers,
         "per_node": environment.workers_per_node,
         "nodes": environment.nodes,
@@ -407,7 +407,8 @@ def cluster_text(document: dict[str, Any]) -> str:
     import yaml
 
     command = document["command"]
-    said = command if isinstance(command, str) else " ".join(command)
+    # The program's own path says nothing to others.
+    said = " ".join(["mtrain", *command[1:]])
     head = f"# Measured on {document['workers']} x {document['device']} by {document['backend']}: {said}\n"
     return head + yaml.safe_dump(document["cluster"], sort_keys=False, default_flow_style=None, width=160, allow_unicode=True)
 

@@ -218,7 +218,7 @@ class Kernels:
 def kernels_for(gpu: str, peak: float, kernel: str, form: str, peaks: dict[str, float], calibration: Calibration | None = None) -> Kernels:
     """gpu: name of the cluster's GPU; peak: its FLOP/s. peaks: those of devices that were measured. calibration: the user's own."""
     known = (calibration,) if calibration is not None else shipped()
-    measured = next((c for c in known if _same(c.device, gpu)), None)
+    measured = next((c for c in known if same_device(c.device, gpu)), None)
     remarks: list[str] = []
     source = measured or known[0]
     factor, low, high = 1.0, 1.0, 1.0
@@ -270,7 +270,7 @@ def _curve(source: Calibration, kernel: str, form: str, direction: str) -> tuple
     raise ConfigError(f"the calibration of {source.device} holds no {direction} times")
 
 
-def _same(device: str, gpu: str) -> bool:
+def same_device(device: str, gpu: str) -> bool:
     """Whether both are of the same kind: H200, A100 and so on; of an A100 also by memory, of which bandwidth depends."""
     kinds = [re.search(r"\b(?:GB|B|GH|H|A|L|RTX )\d{2,4}S?\b", name) for name in (device, gpu)]
     return device == gpu or (kinds[0] is not None and kinds[1] is not None and kinds[0][0] == kinds[1][0])

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.tiles import Tiles
-from mtrain_cli.profiling import shares
+from mtrain_cli.profiling import records, shares
+from mtrain_cli.profiling.index_file import RecordedSetup
 from mtrain_cli.profiling.kernels import Case, KernelTime, save_calibration
 from mtrain_cli.profiling.shares import profile_shares
 from mtrain_cli.simulation.calibration import ALONE_COLUMNS, DENSE, DIAGONALS, LISTS, SPARSE, kernels_for, load_calibration
+from mtrain_cli.simulation.cluster import load_cluster
+from mtrain_cli.simulation.families import Family
+from mtrain_cli.simulation.simulate import Problem, predict
+from mtrain_cli.simulation.what_if import Setup
 
 CASE = Case(seq=128, heads=4, kv_heads=2, head_dim=16, block=16, density=0.3, bars=8)
 
@@ -73,3 +80,28 @@ def test_a_calibration_has_a_curve_for_each_kind_of_call(timed, tmp_path):
         assert kernels.part(direction, DIAGONALS).fixed_bounds is None, "it was measured"
         work = {f.mask_pairs for f, _ in timed if f.form == DIAGONALS}
         assert len(work) > 3, "of what is hidden, all is counted"
+
+
+def test_a_kernel_that_hides_pairs_is_priced_by_all_of_them(timed, tmp_path):
+    """Whatever the density, sdpa computes what the mask leaves; single columns that were gathered are computed as they are."""
+    path = tmp_path / "mine.json"
+    save_calibration([found for found, _ in timed], path, "test", torch.float32, "cpu")
+    calibration = load_calibration(path)
+    made = RecordedSetup(
+        seq=4096, heads=4, kv_heads=2, head_dim=16, dtype_bytes=4, workers=4, per_node=4, layout="striped", exchange="ring", block_size=16,
+    )  # fmt: skip
+    base = load_cluster("h200_1x8")
+    cluster = dataclasses.replace(base, gpu=dataclasses.replace(base.gpu, name=calibration.device))
+
+    def attention(exchange: str, density: float) -> np.ndarray:
+        family = Family("uniform", density=density, columns=0, block=16)
+        problem = Problem(made, (SequenceMask.causal(4096, 4096),), (0,), lambda layer: family.index(layer, 4096, 4), "uniform")
+        setup = Setup("striped", exchange, 4, 4)
+        rows = predict(cluster, problem, setup, kernel="sdpa", calibration=calibration, rows=True, bounds=False).rows
+        assert rows is not None
+        mine = rows[rows["phase"] == records.WORDS["phase"].index("attention")]
+        assert 0 < mine["pairs"].sum() < 0.6 * 2 * 4 * 4096 * 4097 / 2
+        return np.sort(mine["dur_us"])
+
+    for exchange in ("ring", "all_gather"):
+        assert attention(exchange, 0.1) == pytest.approx(attention(exchange, 0.5), rel=0.1)
