@@ -116,6 +116,7 @@ def test_errors_are_signed_and_those_of_what_changed(recorded, tmp_path):
     for case in said["cases"]:
         assert case["error"] == pytest.approx(-0.75, abs=1e-3)
         for of_pass in case["passes"].values():
+            assert of_pass["error"] == pytest.approx(-0.75, abs=1e-3)
             assert of_pass["attention_mape"] == pytest.approx(0.75, abs=1e-3)
             assert of_pass["inside_bounds"] == (of_pass["high_ms"] >= of_pass["measured_ms"])
     one = changed(
