@@ -16,7 +16,7 @@ from mtrain_cli.config.schema import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-_SIZES = "4k,64k,1m,16m,64m,128m"
+_SIZES = {"cuda": "4k,64k,1m,16m,64m,128m", "cpu": "4k,64k,1m,4m"}
 _LEAST, _MOST = 64, 4 << 30  # bytes
 _WIDEST = 400  # characters
 
@@ -33,8 +33,12 @@ def links(
         ),
     ] = None,
     sizes: Annotated[
-        str, typer.Option(metavar="N,...", help="Bytes of a message, such as 4k,1m,128m; of a collective, what a worker receives.")
-    ] = _SIZES,
+        str,
+        typer.Option(
+            metavar="N,...",
+            help="Bytes of a message; of a collective, what a worker receives. auto: 4k to 128m on GPUs, 4k to 4m on a CPU.",
+        ),
+    ] = "auto",
     repeats: Annotated[int, typer.Option(metavar="N", help="Samples of each size.", min=3)] = 7,
     load: Annotated[bool, typer.Option("--load/--no-load", help="Measure again while everybody computes.")] = True,
     cluster_out: Annotated[
@@ -70,11 +74,11 @@ def links(
     from mtrain_cli.launch.local import launch
     from mtrain_cli.profiling import links as measuring
 
-    wanted = _sizes(sizes)
     if cluster_out is not None:
         _check_cluster(cluster_out)
     config = in_own_folder(compose(list(overrides or ())), "links")
     environment = resolve_environment(config)
+    wanted = _sizes(_SIZES[environment.device] if sizes == "auto" else sizes)
     if environment.workers < 2:
         raise ConfigError("topology.workers=1: there are no links to measure; give at least 2")
     if environment.dp > 1:
