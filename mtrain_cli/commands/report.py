@@ -88,6 +88,7 @@ def _document(source: Source) -> dict[str, Any]:
         "environment": source.facts,
         "cases": [case.to_json() for case in source.cases],
         **({"training": [json.loads(m.to_json()) for m in source.metrics]} if source.metrics else {}),
+        **({"sweep": source.swept} if source.swept else {}),
         **({"recorded": source.shipped} if source.shipped is not None else {}),
     }
 
@@ -113,6 +114,7 @@ def _write(folder: Path, sources: list[Source], html: bool, csv: bool) -> tuple[
     """-> what to say of the files, and the page."""
     from mtrain_cli.launch.failures import RunError
     from mtrain_cli.reporting.html import write_page
+    from mtrain_cli.reporting.sweeps import sheet as sweep_sheet
     from mtrain_cli.reporting.tables import sheets
 
     said, page = [], None
@@ -120,7 +122,8 @@ def _write(folder: Path, sources: list[Source], html: bool, csv: bool) -> tuple[
         if csv:
             tables = folder / TABLES
             tables.mkdir(exist_ok=True)
-            said.append(f"{tables}: {', '.join(sheet.write(tables).name for sheet in sheets(sources))}")
+            found = [*sheets(sources), *(sweep_sheet(source.swept) for source in sources if source.swept)]
+            said.append(f"{tables}: {', '.join(sheet.write(tables).name for sheet in found)}")
         if html:
             page = write_page(folder / PAGE, sources)
             said.append(str(page))

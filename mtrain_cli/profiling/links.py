@@ -343,13 +343,11 @@ def _machine(device: torch.device) -> Machine:
     name = device_name(kind)
     known = peak_flops(name)
     side, dtype = (8192, torch.bfloat16) if gpu else (1024, torch.float32)
-    if known is None:
-        square = torch.randn(side, side, device=device, dtype=dtype)
-        known, source = 2 * side**3 / median_ms(lambda: square @ square, kind, 5) * 1e3, "measured"
-    else:
-        source = "datasheet"
+    square = torch.randn(side, side, device=device, dtype=dtype)
+    product = 2 * side**3 / median_ms(lambda: square @ square, kind, 5) * 1e3
+    peak, source = (product, "measured") if known is None else (known, "datasheet")
     memory = torch.cuda.get_device_properties(device).total_memory if gpu else host_memory()
-    return Machine(name, known / 1e12, source, memory / 2**30, copied, added, _launch_us(device))
+    return Machine(name, peak / 1e12, source, product / 1e12, memory / 2**30, copied, added, _launch_us(device))
 
 
 def _launch_us(device: torch.device) -> tuple[float, float, float]:

@@ -14,6 +14,7 @@ from mtrain_cli.profiling.analysis import BINS, CaseAnalysis
 from mtrain_cli.profiling.collect import EXPOSED, LATE
 from mtrain_cli.profiling.records import LINKS
 from mtrain_cli.reporting.source import Source
+from mtrain_cli.reporting.sweeps import scaling_views
 from mtrain_cli.reporting.tables import fold
 
 HEAT_NUMBERS = 300_000  # of all heat maps of a page together
@@ -58,13 +59,22 @@ class Figure:
 def figures(sources: Sequence[Source]) -> list[Figure]:
     """All that have anything to show, in the order of the page."""
     cases = [(_label(source, case, len(sources)), source, case) for source in sources for case in source.cases]
-    found: list[Figure | None] = []
+    found: list[Figure | None] = [scaling(sources)]
     trained = [source for source in sources if source.metrics]
     if trained:
         found += [training(trained), density(trained)]
     if cases:
         found += [where_time_goes(cases), heat_maps(cases), timelines(cases), ranks(cases), distributions(cases), layers(cases)]
     return [figure for figure in found if figure is not None and figure.views]
+
+
+def scaling(sources: Sequence[Source]) -> Figure | None:
+    """Throughput over the number of GPUs, of sweeps; as figure 6b of MTraining."""
+    views = [View(*view) for source in sources if source.swept for view in scaling_views(source.name, source.swept)]
+    note = (
+        "Band: the fastest line, from all constants at their best to all at their worst; point at a line for its own. Crosses do not fit."
+    )
+    return Figure("scaling", "How it scales", ("sweep", "settings", "what"), views, note) if views else None
 
 
 Named = Sequence[tuple[str, Source, CaseAnalysis]]

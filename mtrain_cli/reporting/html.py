@@ -15,6 +15,7 @@ import numpy as np
 from mtrain_cli import __version__, resource_dir
 from mtrain_cli.reporting.figures import Figure, figures
 from mtrain_cli.reporting.source import Source
+from mtrain_cli.reporting.sweeps import WORDS, cells
 from mtrain_cli.reporting.tables import TRAINING, comparison, ms, spread, training_row
 
 DEFINITIONS = "definitions.md"
@@ -29,6 +30,7 @@ def write_page(path: Path, sources: Sequence[Source]) -> Path:
         [
             f'<div class="headers">{"".join(map(_header, sources))}</div>',
             _trained(sources),
+            *map(_steps, sources),
             _summary(sources),
             _compared(sources),
             _causes(sources),
@@ -59,9 +61,7 @@ def _header(source: Source) -> str:
     uncertainty = (source.summary.get("clock") or {}).get("uncertainty_us")
     overhead = source.summary.get("overhead")
     rows = {
-        "where": f"{len(gpus)} x {gpus[0]} on {facts.get('host', 'an unknown host')}"
-        if gpus
-        else f"CPU of {facts.get('host', 'an unknown host')}",
+        "where": source.where if "cluster" in source.summary else _host(facts, gpus),
         "when": facts.get("started"),
         "command": _typed(command) if isinstance(command, list) else str(command),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
@@ -76,6 +76,11 @@ def _header(source: Source) -> str:
     state = "complete" if source.complete else "partial"
     remarks = "".join(f'<p class="remark">{escape(remark)}</p>' for remark in source.remarks)
     return f"<header><h1>{escape(source.name)} <small>{escape(source.kind)}, {state}</small></h1>{remarks}<dl>{listed}</dl></header>"
+
+
+def _host(facts: dict[str, Any], gpus: list[Any]) -> str:
+    host = facts.get("host", "an unknown host")
+    return f"{len(gpus)} x {gpus[0]} on {host}" if gpus else f"CPU of {host}"
 
 
 def _clocks(uncertainty: Any) -> str | None:
@@ -133,6 +138,23 @@ def _trained(sources: Sequence[Source]) -> str:
     rows = [[source.name, *training_row(source)] for source in sources if source.metrics]
     note = "Medians of all steps but the first."
     return f"<section><h2>Training</h2>{_table(('run', *TRAINING), rows)}<p class='note'>{note}</p></section>" if rows else ""
+
+
+def _steps(source: Source) -> str:
+    """Whole steps that were predicted."""
+    if not source.steps:
+        return ""
+    heads, rows, states = cells(source.steps)
+    head = "".join(f"<th{' class=words' if name in WORDS else ''}>{escape(name)}</th>" for name in heads)
+    body = "".join(
+        f'<tr class="{state}">'
+        + "".join(f"<td{' class=words' if name in WORDS else ''}>{escape(cell)}</td>" for name, cell in zip(heads, row, strict=True))
+        + "</tr>"
+        for row, state in zip(rows, states, strict=True)
+    )
+    note = "One optimizer step; best and worst by the bounds of all constants. Bold: the fastest that fits, of equal settings and GPUs."
+    table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    return f"<section><h2>Steps, predicted</h2>{table}<p class='note'>{note}</p></section>"
 
 
 def _compared(sources: Sequence[Source]) -> str:
@@ -264,6 +286,7 @@ dt { color: #666; } dd { margin: 0; overflow-wrap: anywhere; }
 th, td { padding: .3rem .35rem; border-bottom: 1px solid #e4e4e4; text-align: right; vertical-align: top; white-space: nowrap; }
 th { white-space: normal; color: #444; border-bottom: 2px solid #bbb; vertical-align: bottom; }
 th.words, td.words { text-align: left; } details td.words, details th { text-align: left; white-space: normal; }
+tr.best { font-weight: 600; } tr.not { color: #888; }
 .note { color: #666; font-size: .85rem; margin: .3rem 0; } ol { margin: .2rem 0; padding-left: 1.4rem; } li { margin: .15rem 0; }
 .selectors { display: flex; flex-wrap: wrap; gap: .4rem 1rem; } label { color: #555; font-size: .9rem; }
 select { font: inherit; color: #1b1b1b; background: #fff; border: 1px solid #bbb; border-radius: 4px; padding: .15rem .3rem;

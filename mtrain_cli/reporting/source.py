@@ -13,7 +13,7 @@ from mtrain_cli import resource_dir
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.suggest import did_you_mean
 from mtrain_cli.profiling.analysis import CaseAnalysis, analyse
-from mtrain_cli.profiling.records import PARTS, RECORDS, SCHEMA, SUMMARY, Recorded, open_records
+from mtrain_cli.profiling.records import PARTS, RECORDS, SCHEMA, SUMMARY, SWEEP, Recorded, open_records
 from mtrain_cli.training.metrics import METRICS_FILE, StepMetrics, read_metrics
 
 RUNS, MEASUREMENTS, PROFILE = Path("runs"), Path("measurements"), "profile"
@@ -46,6 +46,27 @@ class Source:
     @property
     def summary(self) -> dict[str, Any]:
         return self.recorded.summary if self.recorded is not None else {}
+
+    @property
+    def swept(self) -> list[dict[str, Any]]:
+        """Rows of a sweep of `mtrain simulate`."""
+        rows = self.summary.get("sweep")
+        return rows if isinstance(rows, list) else []
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """Whole steps that were predicted, of a sweep or of single configurations, as `sweeps` shows them."""
+        predicted = self.summary.get("predicted")
+        return self.swept or [entry["step"] for entry in predicted or [] if isinstance(entry, dict) and "step" in entry]
+
+    @property
+    def where(self) -> str:
+        """On what it was measured, or for what it was predicted; empty where that is unknown."""
+        cluster = self.summary.get("cluster")
+        if isinstance(cluster, dict):
+            return f"predicted for {cluster.get('name')}, {cluster.get('gpu')}"
+        gpus = self.facts.get("gpus") or []
+        return f"{len(gpus)} x {gpus[0]}" if gpus else "CPU" if self.facts else ""
 
     @property
     def complete(self) -> bool:
@@ -143,12 +164,16 @@ def known() -> list[Path]:
     for root in (RUNS, MEASUREMENTS):
         for folder in root.iterdir() if root.is_dir() else ():
             # A profile that was ended before its first sample, or a run before its first step, says nothing.
-            places = [place for place in (folder, folder / PROFILE) if (place / RECORDS).exists() or any((place / PARTS).glob("*.parquet"))]
+            places = [place for place in (folder, folder / PROFILE) if _has_figures(place)]
             files = [folder / METRICS_FILE, *(place / SUMMARY for place in places)]
             times = [file.stat().st_mtime for file in files if file.is_file() and file.stat().st_size]
             if times and not folder.is_symlink():
                 found.append((max(times), folder))
     return [folder for _, folder in sorted(found, key=lambda pair: (-pair[0], pair[1].name))]
+
+
+def _has_figures(place: Path) -> bool:
+    return (place / RECORDS).exists() or any((place / PARTS).glob("*.parquet")) or (place / SWEEP).exists()
 
 
 def open_source(path: Path) -> Source:
@@ -167,7 +192,7 @@ def open_source(path: Path) -> Source:
     if recorded is not None:
         _check_schema(recorded)
         cases = tuple(analyse(recorded))
-        if not cases and not metrics:
+        if not cases and not metrics and not recorded.summary.get("sweep"):
             if recorded.complete or recorded.summary.get("samples"):
                 raise ConfigError(f"{recorded.folder}: {RECORDS} is missing, and {SUMMARY} says that there were samples; measure again")
             raise ConfigError(f"{recorded.folder}: has no sample yet; the profile was ended before its first, or still runs")

@@ -10,6 +10,7 @@ from rich.padding import Padding
 
 from mtrain_cli.reporting import tables
 from mtrain_cli.reporting.source import Source
+from mtrain_cli.reporting.sweeps import sweep_table
 
 PIPED = 100  # columns of a table that goes to no terminal
 NARROW = 98  # columns that tables need
@@ -32,6 +33,8 @@ def show_sources(console: Console, sources: Sequence[Source]) -> None:
         if source.shipped is not None:
             console.print(tables.shipped_table(source.shipped))
             console.print(f"recorded by {source.shipped.get('command', '')}", style="dim", soft_wrap=True)
+        if source.steps:
+            tables.print_wide(console, sweep_table(source.steps))
     trained = [source for source in sources if source.metrics]
     if trained:
         console.print(tables.training_table(trained))
@@ -62,9 +65,7 @@ def show_sources(console: Console, sources: Sequence[Source]) -> None:
 
 def _about(source: Source) -> str:
     facts = source.facts
-    gpus = facts.get("gpus") or []
-    where = f"{len(gpus)} x {gpus[0]}" if gpus else "CPU" if facts else ""
-    parts = [where, facts.get("started"), *([_samples(source)] if source.cases else [])]
+    parts = [source.where, facts.get("started"), *([_samples(source)] if source.cases else [])]
     return "".join(f", {part}" for part in parts if part)
 
 

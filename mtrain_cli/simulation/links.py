@@ -113,13 +113,15 @@ def _not_negative(table: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Machine:
-    """What was measured beside links. gpu: the device's name. peak_tflops, peak_source: dense. copy_gbps, added_gbps: of a copy and of an
-    addition, reads and writes together. launch_us: of the host, to launch one small operation: 10th, 50th and 90th percentile.
+    """What was measured beside links. gpu: the device's name. peak_tflops, peak_source: dense; matmul_tflops: of a large product. copy_gbps,
+    added_gbps: of a copy and of an addition, reads and writes together. launch_us: host time of one small operation, 10th, 50th and 90th
+    percentile.
     """
 
     gpu: str
     peak_tflops: float
     peak_source: str
+    matmul_tflops: float
     memory_gib: float
     copy_gbps: float
     added_gbps: float
@@ -183,6 +185,7 @@ def cluster_document(
         "gpu": {
             "name": machine.gpu,
             "peak_tflops": peak | {"source": machine.peak_source} | ({"note": "dense bf16"} if machine.peak_source != "measured" else {}),
+            "gemm_tflops": _constant(machine.matmul_tflops, 0.75 * machine.matmul_tflops, machine.matmul_tflops, "largest matrix product"),
             "hbm_gib": _constant(machine.memory_gib, machine.memory_gib, machine.memory_gib, "what the device reports"),
             "hbm_gbps": _constant((copy * added) ** 0.5, min(copy, added), max(copy, added), f"copy {copy:.4g}, addition {added:.4g} GB/s"),
             "launch_us": _constant(likely, low, high, "host time of one small operation"),

@@ -1,7 +1,7 @@
 """Predictions: configurations of a cluster, their work counted, priced and played, with the figures of a profile.
 
-What is predicted is the attention of each layer, index estimates and messages included, as `mtrain profile imbalance --attention-only`
-measures it: all ranks begin a pass together. The rest of a training step is not in it.
+What is predicted here is the attention of each layer, index estimates and messages included, as `mtrain profile imbalance
+--attention-only` measures it: all ranks begin a pass together. `step` makes a whole training step of it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 from mtrain_cli.attention.index import Index, VerticalSlash
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
+from mtrain_cli.parallel.selection import ExchangeChoice
 from mtrain_cli.profiling.imbalance import Imbalance, degrees
 from mtrain_cli.profiling.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import DENSE, HIGH, LISTS, LOW, SPARSE, VALUE, Calibration, Kernels, kernels_for, shipped
@@ -60,7 +61,8 @@ class Range:
 @dataclass(frozen=True)
 class PredictedPass:
     """Means over layers; ms. duration: of a layer, the slowest worker. time, work: degrees. computed: share of attention in the time of a
-    pass (`imbalance.Computation.total`). late, exposed: waits of a worker in a layer, the mean over workers.
+    pass (`imbalance.Computation.total`). spent: by `recording.COMPUTING`, the mean over workers; late, exposed: waits, likewise. carried:
+    ms in which the links to a rank are full, inside its node and from others, of the rank with most.
     """
 
     duration: Range
@@ -69,11 +71,13 @@ class PredictedPass:
     computed: float
     late: float
     exposed: dict[str, float]
+    spent: dict[str, float]
+    carried: tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One configuration. rows: `records.ROW` of one iteration, where they were asked for."""
+    """One configuration. rows: `records.ROW` of one iteration, where they were asked for. costs: what it was priced with, by bound."""
 
     setup: Setup
     exchange: str
@@ -82,6 +86,7 @@ class Prediction:
     facts: dict[str, Any]
     remarks: tuple[str, ...]
     rows: np.ndarray | None = field(default=None, repr=False)
+    costs: dict[str, Costs] = field(default_factory=dict, repr=False)
 
     @property
     def duration(self) -> Range:
@@ -109,8 +114,10 @@ def predict(
     number: int = 0,
     rows: bool = False,
     bounds: bool = True,
+    choice: ExchangeChoice | None = None,
 ) -> Prediction:
-    """number: of the case in its file. bounds: also what it is at best and at worst, which takes three times as long.
+    """number: of the case in its file. bounds: also what it is at best and at worst, which takes three times as long. choice: the exchange
+    of ``setup`` where it was chosen already.
 
     Raises:
         Unfit: the configuration cannot be.
@@ -119,7 +126,7 @@ def predict(
     first = problem.index(problem.layers[0])
     name = kernel or default_kernel(cluster.gpu.name, first is None)
     problem = replace(problem, made=replace(problem.made, needs_out=name in _NEED_OUT))
-    case = make_case(problem.made, problem.masks, setup, first, problem.columns)
+    case = make_case(problem.made, problem.masks, setup, first, problem.columns, choice)
     lockstep = Lockstep.of(case.schedule)
     kernels = _kernels(cluster, name, first, case, calibration)
     player = _Player(cluster, problem, case, lockstep, kernels, conditions or Conditions(), recompute)
@@ -146,7 +153,7 @@ def predict(
     }
     return Prediction(
         setup, case.choice.label, name, passes, _facts(cluster, problem, case, name, works), tuple(remarks),
-        _rows(played, problem.made.head_dim, number) if fits else None,
+        _rows(played, problem.made.head_dim, number) if fits else None, player.costs,
     )  # fmt: skip
 
 
@@ -211,7 +218,12 @@ def _summary(of_layers: Sequence[dict[str, PassTimes]], works: Sequence[StepWork
     zero = np.zeros(1)
     exposed = {link: float(np.mean([t.exposed.get(link, zero).sum() / len(t.end) for t in likely])) / 1e3 for link in links}
     late = float(np.mean([t.late.sum() / len(t.end) for t in likely])) / 1e3
-    return PredictedPass(Range(min(bounds), bounds[1], max(bounds)), _mean(time), _mean(work), float(np.mean(computed)), late, exposed)
+    spent = {kind: float(np.mean([t.spent[kind].sum() / len(t.end) for t in likely])) / 1e3 for kind in likely[0].spent}
+    inner, outer = np.mean([t.carried.max(1) for t in likely], axis=0) / 1e3
+    return PredictedPass(
+        Range(min(bounds), bounds[1], max(bounds)), _mean(time), _mean(work), float(np.mean(computed)), late, exposed,
+        spent, (float(inner), float(outer)),
+    )  # fmt: skip
 
 
 def _degrees(table: np.ndarray, columns: np.ndarray) -> Imbalance:

@@ -47,7 +47,7 @@ class Conditions:
 class PassTimes:
     """One pass; times in us. start, end: [workers]. spent: of each kind of `recording.COMPUTING` but waits, [workers, 1 + steps]: slot 0 is
     what comes before all steps, and single columns that were gathered once. late, exposed: waits, the latter by link, of the same shape.
-    under_way: us in which any message was under way at a rank, [workers].
+    carried: [inner or outer, workers], us in which the links to a rank, inside its node and from others, were full.
     """
 
     direction: str
@@ -56,6 +56,7 @@ class PassTimes:
     spent: dict[str, FloatArray]
     late: FloatArray
     exposed: dict[str, FloatArray]
+    carried: FloatArray
     rows: tuple[np.ndarray, ...] = ()
 
     @property
@@ -125,6 +126,7 @@ class _Player:
         self.spent = {kind: np.zeros((steps + 1, workers)) for kind in COMPUTING if kind != WAIT}
         self.late = np.zeros((steps + 1, workers))
         self.exposed: dict[str, FloatArray] = {}
+        self.carried = np.zeros((2, workers))
 
     def act(self, action: Action) -> None:
         if isinstance(action, Spend):
@@ -146,6 +148,7 @@ class _Player:
             {kind: table.T for kind, table in self.spent.items()},
             self.late.T,
             {link: table.T for link, table in self.exposed.items()},
+            self.carried,
             tuple(self.rows.tables) if self.rows is not None else (),
         )
 
@@ -204,6 +207,7 @@ class _Player:
             if message.peers is not None:
                 factor = self._groups(message.peers).first(factor)
             latency, busy = latency * factor, busy * factor
+        self.carried[message.outer.astype(np.intp), self.ranks] += busy
         ended = self._between_two(message, ready, latency, busy) if message.peers is None else self._among(message, ready, latency, busy)
         self.queues[message.queue] = ended
         self.messages[message.number], self.posted[message.number], self.ended[message.number] = message, self.now, ended

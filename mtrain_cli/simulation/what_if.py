@@ -166,9 +166,15 @@ _OF_INDEX = -1  # as many single columns as the index has
 
 
 def make_case(
-    made: RecordedSetup, of_batch: Sequence[SequenceMask], setup: Setup, index: Index | None, columns: int | None = _OF_INDEX
+    made: RecordedSetup,
+    of_batch: Sequence[SequenceMask],
+    setup: Setup,
+    index: Index | None,
+    columns: int | None = _OF_INDEX,
+    choice: ExchangeChoice | None = None,
 ) -> Case:
     """made: shapes. of_batch: the masks of its sequences, however they are padded. index: of any layer. columns: how many a head may have.
+    choice: the exchange of ``setup`` where it was chosen already.
 
     Raises:
         Unfit: the configuration cannot be.
@@ -198,7 +204,7 @@ def make_case(
         columns=width if columns == _OF_INDEX else columns,
         needs_out=made.needs_out,
     )
-    choice = _choice(setup, needs)
+    choice = choice or _choice(setup, needs)
     schedule = make_schedule(choice.name, choice.options(workers))
     masks = [repadded(mask, layout.padded_seq) for mask in of_batch]
     counter = WorkCounter.make(schedule, layout, masks, made.heads, block, shared_columns=choice.shared_columns)

@@ -185,12 +185,39 @@ def _elsewhere(config: Config, why: str) -> Plan:
     return dataclasses.replace(found, dense_kernel=dense_kernel, machine=f"GPUs elsewhere, taken to be {ASSUMED_GPU}: {why}")
 
 
-def _kernel_elsewhere(config: Config, dtype: torch.dtype, asked: str, index: IndexRequest | None) -> tuple[str, str]:
-    """The kernel of a run on Hopper GPUs with every package installed, which is what can be assumed of a machine that is not here."""
+def plan_for(config: Config, *, gpu: str, capability: tuple[int, int], capacity: int, kernel: str | None = None) -> Plan:
+    """The plan of a run on described GPUs; ``config.topology`` says how many, in nodes of how many. kernel: instead of ``train.kernel``.
+
+    Its memory is that of a `plan` of the same configuration, with the same kernel and exchange.
+
+    Raises:
+        ConfigError: sizes do not fit each other, or no kernel serves the run.
+    """
+    config = dataclasses.replace(config, topology=dataclasses.replace(config.topology, device="cuda"))
+    environment = resolve_environment(config, planning=True)
+    layout, dtype = run_layout(config, environment.cp), compute_dtype(config, "cuda")
+    pattern = make_pattern(config.sparsity, config.seed)
+    index = None if pattern is None else pattern.request()
+    found = _kernel_elsewhere(config, dtype, kernel or config.train.kernel, index, capability, gpu)
+    exchange = choose_exchange(config.topology, exchange_needs(config, environment, layout, dtype, make_kernel(found[0]), capacity))
+    return _complete(config, environment, layout, exchange, found, dtype, gpu=gpu, capacity=capacity)
+
+
+def _kernel_elsewhere(
+    config: Config,
+    dtype: torch.dtype,
+    asked: str,
+    index: IndexRequest | None,
+    capability: tuple[int, int] = (9, 0),
+    gpu: str = ASSUMED_GPU,
+) -> tuple[str, str]:
+    """The kernel of a run with every package installed, which is what can be assumed of a machine that is not here; on Hopper, if nothing
+    else is said.
+    """
     model = config.model
     request = KernelRequest(
         device="cuda",
-        capability=(9, 0),
+        capability=capability,
         dtype=str(dtype).removeprefix("torch."),
         head_dim=model.head_dim,
         num_heads=model.num_heads,
@@ -202,12 +229,13 @@ def _kernel_elsewhere(config: Config, dtype: torch.dtype, asked: str, index: Ind
     if asked in possible:
         return asked, "as configured; no GPU here to ask whether it serves"
     if asked != "auto" and (reason := dict(survey(request)).get(asked)) is not None:
-        raise ConfigError(f"train.kernel={asked}: {reason}; allowed on {ASSUMED_GPU}: {', '.join(['auto', *possible])}")
+        raise ConfigError(f"train.kernel={asked}: {reason}; allowed on {gpu}: {', '.join(['auto', *possible])}")
     if asked != "auto" or possible[0] == "reference":
         kernel, reason = choose(asked, request)
         return kernel.name, reason
     others = f", else {possible[1]}" if possible[1] != "reference" else ""
-    return possible[0], f"assumed, no GPU here to ask: what auto takes on Hopper with every package installed{others}"
+    on = "Hopper" if gpu == ASSUMED_GPU else gpu
+    return possible[0], f"assumed, no GPU here to ask: what auto takes on {on} with every package installed{others}"
 
 
 def _complete(

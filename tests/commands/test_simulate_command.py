@@ -38,7 +38,19 @@ def test_every_configuration_is_one_row_however_narrow_the_terminal(tmp_path):
 
 def test_what_it_leaves_is_reported_like_a_profile(tmp_path):
     found = run(
-        "simulate", *SMALL, "--layers", "2", "--recompute", "--out", "mine", "--exchange", "ring", "--slow", "3=2", "--jitter", "0.1"
+        "simulate",
+        *SMALL,
+        "train.activation_checkpoint=full",
+        "--layers",
+        "2",
+        "--out",
+        "mine",
+        "--exchange",
+        "ring",
+        "--slow",
+        "3=2",
+        "--jitter",
+        "0.1",
     )
     assert found.exit_code == 0, found.stderr
     assert "mtrain report mine" in found.stdout
@@ -81,9 +93,108 @@ def test_dense_and_a_cluster_of_ones_own(tmp_path):
     assert {case["density"] for case in document["cases"]} == {1.0}
 
 
+def test_a_step_by_part_and_what_a_training_takes():
+    found = run("simulate", "model=qwen3b", "seq=8k", "--layout", "striped", "--exchange", "ring", "--no-files", "--tokens", "1b", "--json")
+    (entry,) = json.loads(found.stdout)["predicted"]
+    step = entry["step"]
+    assert sum(step["parts_s"].values()) == pytest.approx(step["seconds"]["value"], rel=1e-4)
+    assert step["dollars"] is None
+    assert step["days"]["value"] == pytest.approx(1e9 / 8 / step["tokens_per_second_per_gpu"]["value"] / 86400, rel=1e-4)
+    dry = run("train", "model=qwen3b", "seq=8k", "sparsity=vertical_slash", "sparsity.max_bars=2048", "topology.exchange=ring",
+              "topology.workers=8", "topology.device=cuda", "--dry-run")  # fmt: skip
+    total = next(line for line in dry.stdout.splitlines() if line.startswith("total"))
+    assert f"{step['memory_bytes'] / 2**30:.2f} GiB" in total
+    shown = run(
+        "simulate", "model=qwen3b", "seq=8k", "--layout", "striped", "--exchange", "ring", "--no-files", "--tokens", "1b", "--price", "2"
+    )
+    assert f"memory {step['memory_bytes'] / 2**30:.2f} GiB of 139.8 at its peak" in shown.stdout
+    assert "at $2 a GPU and hour" in shown.stdout
+    unknown = run("simulate", *SMALL, "--layout", "striped", "--exchange", "ring", "--no-files", "--tokens", "1b")
+    assert "cost unknown, --price X gives" in unknown.stdout
+
+
+def test_a_sweep_is_a_table_files_and_a_report(tmp_path):
+    words = ("simulate", "model=tiny", "--columns", "64", "--cluster", "a100_4x8", "--layout", "striped,zigzag", "--exchange", "ring")
+    found = run(*words, "--sweep", "seq=1k,32k nodes=1,2,4", "--tokens", "1e9", "--price", "1", "--out", "swept")
+    assert (found.exit_code, found.stderr) == (0, "")
+    assert len([line for line in found.stdout.splitlines() if line.strip().startswith(("1k", "32k"))]) == 12
+    assert "cannot be dealt to so many" in found.stdout
+    summary = json.loads((tmp_path / "swept/summary.json").read_text())
+    assert len(summary["sweep"]) == 12
+    assert all("cannot" in row or row["dollars"]["value"] > 0 for row in summary["sweep"])
+    assert len((tmp_path / "swept/sweep.csv").read_text().splitlines()) == 13
+    shown = run("report", "swept", columns=200)
+    assert shown.exit_code == 0, shown.stderr
+    assert "predicted for a100_4x8" in shown.stdout
+    page = (tmp_path / "swept/report.html").read_text()
+    assert "How it scales" in page
+    assert "Steps, predicted" in page
+    again = run(*words, "--sweep", "seq=32k", "--out", "swept")
+    assert again.exit_code == 2
+    assert "--out swept: holds a profile or simulation already" in again.stderr
+
+
+def test_a_recommendation_is_reasoned_and_reported(tmp_path):
+    words = ("simulate", "model=tiny", "seq=32k", "--columns", "64", "--cluster", "a100_4x8", "--nodes", "2")
+    found = run(*words, "--recommend", "--out", "best", "--price", "1", columns=200)
+    assert (found.exit_code, found.stderr) == (0, "")
+    for start in ("best   ", "next   ", "why    ", "type   torchrun --nnodes 2", "not    ", "time   ", "memory "):
+        assert any(line.startswith(start) for line in found.stdout.splitlines()), start
+    summary = json.loads((tmp_path / "best/summary.json").read_text())
+    assert summary["recommended"]["ranked"][0]["seconds"] == summary["predicted"][0]["step"]["seconds"]
+    assert len(summary["cases"]) == len(summary["results"]) == 1
+    assert run("report", "best").exit_code == 0
+    content = yaml.safe_load(shipped()["a100_4x8"].read_text())
+    content["gpu"]["hbm_gib"] = {"value": 1, "source": "guess"}
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(content))
+    none = run("simulate", "model=tiny", "seq=32k", "--cluster", "small.yaml", "--recommend", "--exchange", "ring", "--no-files")
+    assert none.exit_code == 1
+    assert "nothing fits small. What would:" in none.stdout
+    assert "instead of 1:" in none.stdout
+
+
+def test_a_gpu_that_nobody_measured_is_answered_with_wide_bounds(tmp_path):
+    content = yaml.safe_load(shipped()["h200_1x8"].read_text())
+    content["gpu"] |= {"name": "Unheard Of X9", "peak_tflops": {"value": 500, "source": "guess"}}
+    del content["gpu"]["gemm_tflops"]
+    (tmp_path / "new.yaml").write_text(yaml.safe_dump(content))
+    found = run(
+        "simulate", "model=qwen3b", "seq=64k", "--cluster", "new.yaml", "--layout", "striped", "--exchange", "ring", "--no-files", "--json"
+    )
+    assert found.exit_code == 0, found.stderr
+    document = json.loads(found.stdout)
+    (entry,) = document["predicted"]
+    assert "not calibrated on Unheard Of X9" in entry["remarks"][0]
+    assert entry["step"]["seconds"]["high"] > 2.5 * entry["step"]["seconds"]["low"]
+    gemm = document["cluster"]["constants"]["gpu.gemm_tflops"]
+    assert (gemm["value"], gemm["low"], gemm["high"], gemm["source"]) == (385, 250, 475, "guess")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["--price", "-1"], "--price -1: expected dollars of a GPU and hour, at least 0"),
+        (["--tokens", "many"], "--tokens many: expected a number of tokens such as 20b"),
+        (["--tokens", "0"], "--tokens 0: expected a number of tokens"),
+        (["--sweep", "nods=1"], "--sweep nods=1: nods cannot be swept; did you mean nodes?"),
+        (["--sweep", "nodes=0"], "nodes=0: expected a whole number of at least 1"),
+        (["--sweep", "nodes=2"], "h200_1x8.yaml: links.outer: is missing"),
+        (["--sweep", "workers=4,9"], "--sweep workers=9: h200_1x8 has 8 GPUs; allowed: 1 to 8"),
+        (["--sweep", "seq=32k,long"], "seq=long: expected a number of tokens"),
+        (["--sweep", "seq=512"], "--sweep seq=512: 512 tokens in blocks of 128 cannot be dealt"),
+        (["--sweep", "nodes=1", "--recommend"], "--sweep and --recommend: ask for one of them"),
+        (["--sweep", "nodes=1", "--slow", "1=2"], "--slow 1=2: which rank that is changes"),
+        (["--recompute"], "--recompute: is for --attention-only"),
+        (["--layers", "5"], "--layers 5: tiny has 4; allowed: 1 to 4"),
+        (["train.dtype=float32"], "train.dtype=float32: kernels were measured in bfloat16 alone"),
+        (["train.kernel=flash4"], "train.kernel=flash4: head_dim 32 is not 64 or 128; allowed on NVIDIA H200: auto"),
+        (["sparsity=moba"], "sparsity=moba: there are no synthetic lists of blocks"),
+        (["sparsity=dense", "--index", "local"], "--index local: contradicts sparsity=dense"),
+        (["sparsity=fixed", "--columns", "3"], "--columns 3: sparsity=fixed says it itself"),
+        (["topology.workers=4"], "topology.workers=4: how many GPUs there are is what --workers, --nodes"),
+        (["topology.device=cpu"], "topology.device=cpu: h200_1x8 has GPUs; allowed: auto, cuda"),
+        (["topology.context_parallel=3"], "topology.context_parallel=3: must divide the 8 workers"),
+        (["topology.context_parallel=4"], "train.global_batch=1: must be a multiple of 2 = 2 context groups"),
         (["--layout", "zigzig"], "--layout zigzig: unknown; did you mean zigzag?; allowed: contiguous, zigzag, striped"),
         (["--exchange", "rong"], "--exchange rong: unknown; did you mean ring?"),
         (["--kernel", "flsh4"], "--kernel flsh4: unknown; did you mean flash4?; allowed: auto, reference, sdpa, triton, flash4"),
@@ -109,6 +220,24 @@ def test_mistakes_are_one_line(tmp_path, words, said):
     assert "Traceback" not in found.stderr
     assert len(found.stderr.strip().splitlines()) == 1
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_an_index_of_another_model_is_refused(tmp_path):
+    path = record(tmp_path / "one", "vertical_slash")
+    shape = ["model=tiny", f"seq={SEQ}", "train.global_batch=2"]
+    for more, said in (
+        (["train.micro_batch=2", "model.num_layers=5"], "model.num_layers=5: --index {} holds layer 5; is of another model"),
+        (["model.num_layers=6"], "train.micro_batch=1: --index {} holds 2 sequences"),
+    ):
+        found = run("simulate", *shape, *more, "--index", str(path), "--json", "--no-files")
+        assert found.exit_code == 2
+        assert said.format(path) in found.stderr
+        assert len(found.stderr.strip().splitlines()) == 1
+    good = run(
+        "simulate", *shape, "model.num_layers=6", "train.micro_batch=2", "--workers", "4", "--index", str(path), "--json", "--no-files"
+    )
+    assert good.exit_code == 0, good.stderr
+    assert all(entry["step"]["seconds"]["value"] > 0 for entry in json.loads(good.stdout)["predicted"])
 
 
 def test_an_index_of_another_shape_is_refused(tmp_path):

@@ -25,7 +25,7 @@ from mtrain_cli.simulation.links import (
 )
 
 SIZES = tuple(1 << n for n in range(12, 28, 3))
-MACHINE = Machine("NVIDIA H200", 989.0, "datasheet", 139.8, 4200.0, 3600.0, (3.9, 4.2, 5.5))
+MACHINE = Machine("NVIDIA H200", 989.0, "datasheet", 760.0, 139.8, 4200.0, 3600.0, (3.9, 4.2, 5.5))
 
 
 def times(link: str, what: str, latency: float, gbps: float, *, loaded: float | None = None, slowdown: float | None = None):
@@ -101,7 +101,7 @@ def test_a_cluster_of_what_was_measured(tmp_path: Path, slower: float, shared: i
         assert link.gpu_share.value == pytest.approx(0.2), "computing took 1.25 times as long"
         assert link.latency_us.low < link.latency_us.value < link.latency_us.high
     measured = {name for name, constant in cluster.constants().items() if constant.source == "measured"}
-    assert {name for name in cluster.constants() if name not in measured} == {"gpu.peak_tflops", "links.inner.shared_by"}
+    assert {name for name in cluster.constants() if name not in measured} == {"gpu.peak_tflops", "gpu.step_ms", "links.inner.shared_by"}
 
 
 def test_computing_that_was_not_slower_has_no_share():

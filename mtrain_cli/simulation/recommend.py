@@ -1,0 +1,219 @@
+"""Which configuration to choose: every layout, exchange, context group and recomputation that can be, the fastest that fits, and why."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.sizes import format_size
+from mtrain_cli.simulation.cluster import Cluster
+from mtrain_cli.simulation.scenario import Outcome, Scenario, check_dealt, evaluate, plan_on, with_step
+from mtrain_cli.simulation.what_if import Unfit
+from mtrain_cli.training.dry_run import SHORTEST_SEQ, USABLE, Plan
+from mtrain_cli.training.memory import GIB
+
+RECOMPUTATIONS = ("none", "selective", "full")
+DOES_NOT_FIT = "does not fit"
+_CLOSE = 0.02  # of a step: less than what the prediction can tell apart
+_SHOWN = 3
+_MOST_NODES = 512
+# What a difference between two steps is called, by the part of the step.
+_WORDS = {
+    "attention": "attention",
+    "index": "estimating indices",
+    "merge and copies": "merging partial results and copying",
+    "late": "waiting for slower workers",
+    "links": "waiting for keys and values",
+    "matrices": "matrix products",
+    "recomputed": "recomputed products",
+    "element-wise": "element-wise kernels",
+    "weights": "waiting for weights and gradients",
+    "host": "launches",
+}
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A configuration that cannot be or does not fit. why: the same words for the same reason."""
+
+    what: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """ranked: what fits, fastest first; the first two with bounds. Where nothing fits, ``needed`` says what would help."""
+
+    ranked: tuple[Outcome, ...]
+    rejected: tuple[Rejected, ...]
+    needed: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> Outcome:
+        return self.ranked[0]
+
+
+def label(plan: Plan) -> str:
+    """A configuration in words."""
+    environment, train = plan.environment, plan.config.train
+    groups = f", {environment.dp} x {environment.cp} workers" if environment.dp > 1 else ""
+    kind = "no" if train.activation_checkpoint == "none" else train.activation_checkpoint
+    return f"{plan.layout.name} {plan.exchange.label}{groups}, {kind} recomputation"
+
+
+def contexts(config: Config, workers: int, per_node: int) -> list[int]:
+    """Sizes of context groups that lie well on nodes, the largest first."""
+    if config.topology.context_parallel != "auto":
+        assert isinstance(config.topology.context_parallel, int)
+        return [config.topology.context_parallel]
+    return [c for c in range(workers, 0, -1) if workers % c == 0 and (c % per_node == 0 or per_node % c == 0)]
+
+
+def recommend(
+    cluster: Cluster,
+    scenario: Scenario,
+    workers: int,
+    layouts: Sequence[str],
+    exchanges: Sequence[str],
+    recomputations: Sequence[str] = RECOMPUTATIONS,
+    progress: Callable[[int, int], None] = lambda done, of: None,  # noqa: ARG005
+) -> Recommendation:
+    """progress: is told how many attentions of how many have been played.
+
+    Raises:
+        Unfit, ConfigError: no configuration can be, whatever the memory.
+    """
+    per_node = min(cluster.gpus_per_node, workers)
+    rejected: list[Rejected] = []
+    fitting: list[list[Plan]] = []
+    mistakes: list[Exception] = []
+    for context in contexts(scenario.config, workers, per_node):
+        replicas, train = workers // context, scenario.config.train
+        if train.global_batch % (replicas * train.micro_batch):
+            short = f"train.global_batch={train.global_batch} cannot be dealt to the replicas of smaller context groups"
+            rejected.append(Rejected(f"{replicas} of {context} workers", short))
+            continue
+        for layout, exchange in _distinct(layouts, exchanges, context, per_node):
+            try:
+                plans = list(_plans(cluster, scenario, workers, context, layout, exchange, recomputations))
+            except (Unfit, ConfigError) as error:
+                mistakes.append(error)
+                rejected.append(Rejected(f"{layout} {exchange} over {context}", str(error).splitlines()[0].partition("; allowed")[0]))
+                continue
+            good = [plan for plan in plans if plan.fits]
+            if good:
+                fitting.append(good)
+            for plan in plans:
+                if not plan.fits:
+                    rejected.append(Rejected(f"{label(plan)} ({plan.memory.total / GIB:.1f} of {_usable(plan):.1f} GiB)", DOES_NOT_FIT))
+    if mistakes and all(r.why != DOES_NOT_FIT for r in rejected) and not fitting:
+        raise mistakes[0]
+    found: list[Outcome] = []
+    for done, plans in enumerate(fitting):
+        progress(done, len(fitting))
+        full = any(plan.config.train.activation_checkpoint == "full" for plan in plans)
+        first = evaluate(cluster, scenario, plans[0], bounds=False, recompute=full)
+        found += [first, *(with_step(cluster, scenario, plan, first.attention, bounds=False) for plan in plans[1:])]
+    if not found:
+        return Recommendation((), tuple(rejected), tuple(_needed(cluster, scenario, workers, layouts, exchanges)))
+    found.sort(key=lambda outcome: outcome.step.seconds.value)
+    best = found[0]
+    runner = next((o for o in found[1:] if _place(o) != _place(best)), None)
+    top = [evaluate(cluster, scenario, o.plan) for o in (best, runner) if o is not None]
+    rest = [o for o in found if o is not best and o is not runner]
+    return Recommendation((*top, *rest), tuple(rejected))
+
+
+def _distinct(layouts: Sequence[str], exchanges: Sequence[str], context: int, per_node: int) -> list[tuple[str, str]]:
+    """Combinations that differ: one worker exchanges nothing, and inside a node hierarchies are none."""
+    if context == 1:
+        return [(layouts[0], exchanges[0])]
+    plain = {e: e.removeprefix("hierarchical_") for e in exchanges}
+    flat = [e for e in exchanges if context > per_node or plain[e] == e or plain[e] not in exchanges]
+    return list(itertools.product(layouts, flat))
+
+
+def _place(outcome: Outcome) -> tuple[str, str, int]:
+    return outcome.layout, outcome.plan.exchange.label, outcome.context
+
+
+def _usable(plan: Plan) -> float:
+    return USABLE * (plan.capacity or 0) / GIB
+
+
+def _plans(
+    cluster: Cluster, scenario: Scenario, workers: int, context: int, layout: str, exchange: str, recomputations: Sequence[str]
+) -> Iterator[Plan]:
+    check_dealt(scenario.config, layout, workers, context)
+    for kind in recomputations:
+        config = replace(scenario.config, train=replace(scenario.config.train, activation_checkpoint=kind))
+        yield plan_on(cluster, config, workers=workers, kernel=scenario.kernel, layout=layout, exchange=exchange, context_parallel=context)
+
+
+def _needed(cluster: Cluster, scenario: Scenario, workers: int, layouts: Sequence[str], exchanges: Sequence[str]) -> Iterator[str]:
+    """What would make it fit, one change at a time."""
+
+    def least(config: Config, of: Cluster, count: int) -> Plan | None:
+        found = []
+        for layout, exchange in itertools.product(layouts, exchanges):
+            try:
+                tried = replace(scenario, config=config)
+                found += list(_plans(of, tried, count, count, layout, exchange, ("full",)))
+            except (Unfit, ConfigError):
+                continue
+        return min(found, key=lambda plan: plan.memory.total, default=None)
+
+    now = least(scenario.config, cluster, workers)
+    if now is None:
+        return
+    yield f"GPUs with {now.memory.total / GIB / USABLE:.0f} GiB instead of {cluster.gpu.hbm_gib.value:.0f}: {label(now)}"
+    nodes = 2 * cluster.nodes
+    while nodes <= _MOST_NODES:
+        if cluster.outer is None:
+            yield f"more nodes than {cluster.nodes}: {cluster.name} does not say how nodes are linked (links.outer)"
+            break
+        more = replace(cluster, nodes=nodes)
+        found = least(scenario.config, more, more.gpus)
+        if found is not None and found.fits:
+            yield f"--nodes {nodes} instead of {cluster.nodes}: {label(found)}, {found.memory.total / GIB:.1f} GiB"
+            break
+        nodes *= 2
+    seq = scenario.config.seq // 2
+    while seq >= SHORTEST_SEQ:
+        found = least(replace(scenario.config, seq=seq), cluster, workers)
+        if found is not None and found.fits:
+            asked = format_size(scenario.config.seq)
+            yield f"seq={format_size(seq)} instead of {asked}: {label(found)}, {found.memory.total / GIB:.1f} GiB"
+            break
+        seq //= 2
+
+
+def reasons(best: Outcome, other: Outcome) -> list[str]:
+    """Why one step is faster than another, dearest first, in words with numbers."""
+    mine, its = best.step, other.step
+    gap = its.seconds.value - mine.seconds.value
+    said = [f"{gap:.3g} s ({gap / its.seconds.value:.1%}) a step less" if gap > _CLOSE * its.seconds.value else _close(best, other)]
+    differences = sorted(((its.parts[name] - mine.parts[name], name) for name in _WORDS), reverse=True)
+    for difference, name in differences[:_SHOWN]:
+        if difference > 0.002 * its.seconds.value:
+            said.append(f"{_WORDS[name]} takes {mine.parts[name]:.3g} s instead of {its.parts[name]:.3g} s{_degree(best, other, name)}")
+    lost = [(d, name) for d, name in differences if d < -0.002 * its.seconds.value]
+    if lost:
+        difference, name = min(lost)
+        said.append(f"against it: {_WORDS[name]} takes {mine.parts[name]:.3g} s instead of {its.parts[name]:.3g} s")
+    said.append(f"memory {mine.gib:.1f} GiB, the other {its.gib:.1f} GiB, of {_usable(best.plan):.1f} that can be used")
+    return said
+
+
+def _close(best: Outcome, other: Outcome) -> str:
+    gap = other.step.seconds.value / best.step.seconds.value - 1
+    return f"{gap:.1%} faster, which is less than the prediction can tell apart: measure both"
+
+
+def _degree(best: Outcome, other: Outcome, name: str) -> str:
+    if name not in ("late", "attention"):
+        return ""
+    mine, its = (sum(p.work.worker for p in o.attention.passes.values()) / len(o.attention.passes) for o in (best, other))
+    return f" (worker imbalance of work {mine:.2f}, not {its:.2f})" if its > mine + 0.005 else ""

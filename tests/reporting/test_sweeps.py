@@ -1,0 +1,65 @@
+"""How sweeps are shown: the fastest of each group, a line a layout and exchange, what is linear, and what does not fit."""
+
+from __future__ import annotations
+
+from mtrain_cli.reporting.sweeps import cells, scaling_views, sheet
+
+
+def row(workers: int, layout: str, seconds: float, *, seq: int = 1 << 19, fits: bool = True, **point: str) -> dict:
+    rate = seq / seconds / workers
+    return {
+        "point": {"nodes": str(workers // 8), **point}, "workers": workers, "cp": workers, "dp": 1, "layout": layout,
+        "exchange": "ring (so)", "kernel": "triton", "seq": seq, "density": 0.05, "mfu": 0.1,
+        "hfu": 0.2, "memory_bytes": 30 << 30, "fits": fits,
+        "seconds": {"low": seconds / 2, "value": seconds, "high": 2 * seconds},
+        "tokens_per_second_per_gpu": {"low": rate / 2, "value": rate, "high": 2 * rate},
+    }  # fmt: skip
+
+
+ROWS = [
+    row(8, "striped", 16, fits=False), row(16, "striped", 9), row(32, "striped", 5), row(8, "zigzag", 18), row(16, "zigzag", 11),
+    row(32, "zigzag", 4), {"point": {"nodes": "64"}, "workers": 512, "layout": "zigzag", "exchange": "ring", "cannot": "so it is"},
+]  # fmt: skip
+
+
+def test_the_fastest_that_fits_of_each_number_of_gpus_is_the_best():
+    heads, found, states = cells(ROWS)
+    assert heads[:3] == ["GPUs", "layout", "exchange"]
+    assert states == ["not", "best", "fits", "best", "fits", "best", "not"]
+    assert found[0][-1] == "does not fit"
+    assert found[-1][-1] == "so it is"
+    assert all(len(line) == len(heads) for line in found)
+    table = sheet(ROWS)
+    assert all(len(line) == len(table.columns) for line in table.rows)
+
+
+def test_throughput_over_gpus_with_bounds_and_what_is_linear():
+    views = {labels[-1]: (data, layout) for labels, data, layout in scaling_views("mine", ROWS)}
+    assert set(views) == {"tokens/s of all GPUs", "tokens/s/GPU", "seconds of a step", "GiB of a GPU"}
+    data, layout = views["tokens/s of all GPUs"]
+    by_name = {trace["name"]: trace for trace in data if "name" in trace}
+    assert by_name["striped, ring"]["x"] == [8, 16, 32]
+    assert by_name["striped, ring"]["y"] == [32768, 58254, 104860]
+    # From the fastest at the fewest GPUs.
+    assert by_name["linear"]["y"] == [32768, 65536, 131070]
+    (band,) = [trace for trace in data if trace.get("fill")]
+    assert band["legendgroup"] == "zigzag, ring", "the fastest at the most GPUs"
+    assert band["x"] == [8, 16, 32, 32, 16, 8]
+    assert [round(high / low) for high, low in zip(band["y"][:3], band["y"][:2:-1], strict=True)] == [4, 4, 4]
+    (crosses,) = [trace for trace in data if trace.get("mode") == "markers"]
+    assert (crosses["x"], crosses["legendgroup"]) == ([8], "striped, ring")
+    assert layout["xaxis"]["ticktext"] == ["8", "16", "32"]
+    assert "linear" not in [trace.get("name") for trace in views["seconds of a step"][0]]
+
+
+def test_lengths_are_the_axis_where_gpus_do_not_change():
+    rows = [row(8, "striped", 5, seq=1 << 18, seq_="x"), row(8, "striped", 15, seq=1 << 19, seq_="x")]
+    for one in rows:
+        one["point"] = {"seq": str(one["seq"]), "train.micro_batch": "1"}
+    views = scaling_views("mine", rows)
+    assert {labels[1] for labels, _, _ in views} == {"train.micro_batch 1"}
+    _, data, layout = views[0]
+    assert data[-1]["x"] == [1 << 18, 1 << 19]
+    assert layout["xaxis"]["ticktext"] == ["256k", "512k"]
+    several = scaling_views("mine", [*ROWS, row(16, "striped", 20, seq=1 << 20, seq_="1m")])
+    assert len({labels[1] for labels, _, _ in several}) == 2

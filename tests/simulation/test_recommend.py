@@ -1,0 +1,124 @@
+"""Recommendations: the fastest that fits of everything that can be, what was rejected, and what would help where nothing fits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from mtrain_cli.config.compose import compose
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.simulation.cluster import Cluster, Constant, load_cluster
+from mtrain_cli.simulation.recommend import DOES_NOT_FIT, contexts, label, reasons, recommend
+from mtrain_cli.simulation.scenario import Pairs, Scenario, evaluate, plan_on, train_line
+from mtrain_cli.simulation.what_if import Unfit
+
+LAYOUTS, EXCHANGES = ("zigzag", "striped"), ("all_gather", "ring", "hierarchical_ring")
+
+
+def scenario(*words: str, pairs: Pairs | None = None) -> Scenario:
+    pairs = pairs or Pairs("local", 0.05, 256)
+    config = compose([*words, *pairs.sparsity()])
+    return Scenario(config, pairs.problem(config), words=(*words, *pairs.sparsity()))
+
+
+def small_memory(cluster: Cluster, gib: float) -> Cluster:
+    return dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, hbm_gib=Constant(gib, "guess", "", gib, gib)))
+
+
+def test_the_best_is_the_fastest_that_fits():
+    cluster = small_memory(load_cluster("a100_4x8", nodes=2), 30)
+    one = scenario("model=qwen3b", "seq=128k", "train.global_batch=2")
+    told: list[tuple[int, int]] = []
+    found = recommend(cluster, one, 16, LAYOUTS, EXCHANGES, progress=lambda done, of: told.append((done, of)))
+    every = []
+    for context in (16, 8):
+        for layout in LAYOUTS:
+            for exchange in EXCHANGES:
+                for kind in ("none", "selective", "full"):
+                    train = dataclasses.replace(one.config.train, activation_checkpoint=kind)
+                    config = dataclasses.replace(one.config, train=train)
+                    plan = plan_on(cluster, config, workers=16, layout=layout, exchange=exchange, context_parallel=context)
+                    if plan.fits:
+                        every.append((evaluate(cluster, one, plan, bounds=False).step.seconds.value, label(plan)))
+    assert (found.best.step.seconds.value, label(found.best.plan)) == min(every)
+    assert len(found.ranked) == len([name for _, name in every if "hierarchical" not in name or "2 x 8" not in name])
+    times = [o.step.seconds.value for o in found.ranked]
+    assert times[0] <= times[1]
+    assert times[2:] == sorted(times[2:])
+    assert told == [(i, len(told)) for i in range(len(told))]
+    # A runner-up differs in more than recomputation.
+    places = [(o.layout, o.plan.exchange.label, o.context) for o in found.ranked[:2]]
+    assert places[0] != places[1]
+    assert all(o.step.seconds.low < o.step.seconds.high for o in found.ranked[:2])
+    unfit = [r for r in found.rejected if r.why == DOES_NOT_FIT]
+    assert unfit
+    assert all("of 28.5 GiB" in r.what for r in unfit)
+    assert any("cannot be dealt to the replicas" in r.why for r in found.rejected)
+    said = "; ".join(reasons(found.best, found.ranked[1]))
+    assert "memory" in said
+    assert "of 28.5 that can be used" in said
+
+
+def test_reasons_name_what_takes_longer():
+    cluster = load_cluster("a100_4x8")
+    one = scenario("model=qwen3b", "seq=512k", pairs=Pairs("local", 0.05, 2048))
+    best, other = (
+        evaluate(cluster, one, plan_on(cluster, one.config, workers=32, layout=layout, exchange="ring"), bounds=False)
+        for layout in ("striped", "zigzag")
+    )
+    said = reasons(best, other)
+    assert said[0].startswith(f"{other.step.seconds.value - best.step.seconds.value:.3g} s (")
+    assert any(line.startswith("waiting for slower workers takes") and "worker imbalance of work 1.00, not" in line for line in said)
+    assert any(line.startswith("waiting for keys and values takes") for line in said)
+    assert any(line.startswith("against it: ") for line in said)
+    close = reasons(best, best)
+    assert "less than the prediction can tell apart" in close[0]
+
+
+def test_where_nothing_fits_it_says_what_would():
+    cluster = load_cluster("a100_4x8", nodes=1)
+    one = scenario("model=qwen3b", "seq=1m", pairs=Pairs("local", 0.01, 256))
+    few = ("striped",), ("all_gather", "ring"), ("full",)
+    found = recommend(cluster, one, 8, *few)
+    assert not found.ranked
+    larger, more, shorter = found.needed
+    assert larger.startswith("GPUs with ")
+    assert more.startswith("--nodes 2 instead of 1: ")
+    assert shorter.startswith("seq=512k instead of 1m: ")
+    helped = recommend(load_cluster("a100_4x8", nodes=2), one, 16, *few)
+    assert helped.ranked
+    gib = float(larger.split()[2]) + 1
+    assert recommend(small_memory(cluster, gib), one, 8, ("striped",), ("ring",), ("full",)).ranked
+    alone = recommend(load_cluster("h200_1x8"), scenario("model=llama8b", "seq=8m"), 8, ("striped",), ("ring",))
+    assert any("does not say how nodes are linked" in line for line in alone.needed)
+
+
+def test_what_cannot_be_whatever_the_memory_is_a_mistake():
+    with pytest.raises(Unfit, match="cannot be dealt"):
+        recommend(load_cluster("h200_1x8"), scenario("model=tiny", "seq=512"), 8, ("striped",), ("ring",))
+    with pytest.raises(ConfigError, match="cannot share"):
+        recommend(load_cluster("a100_4x8"), scenario("model=qwen3b", "seq=128k"), 32, ("striped",), ("ulysses",))
+
+
+def test_context_groups_lie_well_on_nodes():
+    config = compose(["model=tiny"])
+    assert contexts(config, 32, 8) == [32, 16, 8, 4, 2, 1]
+    assert contexts(config, 48, 8) == [48, 24, 16, 8, 4, 2, 1]
+    assert contexts(compose(["model=tiny", "topology.context_parallel=4"]), 32, 8) == [4]
+
+
+def test_the_line_to_type_composes_to_the_same_plan():
+    cluster = load_cluster("h200_1x8")
+    one = scenario("model=qwen3b", "seq=64k", "train.global_batch=2", "topology.layout=contiguous")
+    plan = plan_on(cluster, one.config, workers=8, layout="zigzag", exchange="ring", context_parallel=4)
+    changes = {"topology.layout": "zigzag", "topology.exchange": "ring", "topology.context_parallel": 4}
+    line = train_line(cluster, plan, one.words, changes)
+    assert line.startswith("mtrain train ")
+    again = compose([*line.split()[2:], "topology.gpus_per_node=8", "topology.device=cuda"])
+    assert dataclasses.replace(again, run=plan.config.run) == plan.config
+    many = load_cluster("a100_4x8")
+    text = train_line(many, plan_on(many, one.config, workers=32, layout="zigzag", exchange="ring"), one.words, {})
+    assert text.startswith(
+        "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 -m mtrain_cli train model="
+    )

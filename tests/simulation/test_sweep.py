@@ -1,0 +1,83 @@
+"""Sweeps: every point once, what cannot be is a row, and a sweep that was ended goes on."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mtrain_cli.config.compose import compose
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.simulation import sweep as sweeping
+from mtrain_cli.simulation.cluster import load_cluster
+from mtrain_cli.simulation.scenario import Pairs, Scenario
+from mtrain_cli.simulation.sweep import Sweep, axes, points
+
+LINE = ("seq=1k,32k nodes=1,2", "density=0.1")
+
+
+def scenario_of(settings: tuple[str, ...], density: float | None, columns: int | None) -> Scenario:
+    pairs = Pairs("local", density or 0.05, 64 if columns is None else columns)
+    config = compose(["model=tiny", *settings, *pairs.sparsity()])
+    return Scenario(config, pairs.problem(config))
+
+
+def make(layouts=("striped",), exchanges=("ring",)) -> Sweep:
+    return Sweep(points(axes(LINE), layouts, exchanges), lambda n: load_cluster("a100_4x8", nodes=n), scenario_of, None, "about")
+
+
+def test_axes_and_points():
+    swept = axes(LINE)
+    assert swept == {"seq": ["1k", "32k"], "nodes": ["1", "2"], "density": ["0.1"]}
+    found = points(swept, ("zigzag", "striped"), ("ring", "all_gather"))
+    assert len(found) == 16
+    assert len({(tuple(p.values.items()), p.layout, p.exchange) for p in found}) == 16
+    assert [p.settings for p in found] == [["seq=1k"]] * 8 + [["seq=32k"]] * 8, "settings are outermost"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("seq", "--sweep seq: expected NAME=VALUE"), ("seq=", "--sweep seq=: expected NAME=VALUE"), ("", "names nothing"),
+        ("nodes=0", "nodes=0: expected a whole number of at least 1"), ("workers=x", "workers=x: expected a whole number"),
+        ("density=2", "density=2: must be above 0 and at most 1"), ("nods=1", "did you mean nodes?"),
+        ("exchange=ring", "is compared by --exchange ring"), ("seq=1k seq=2k", "seq is swept twice"),
+        ("nodes=1 workers=2", "give one of them"),
+    ],
+)  # fmt: skip
+def test_words_that_are_no_axes(text, said):
+    with pytest.raises(ConfigError) as error:
+        axes([text])
+    assert said in str(error.value)
+    assert len(error.value.problems) == 1
+
+
+def test_there_is_an_end_to_points():
+    with pytest.raises(ConfigError, match="makes 6000 configurations"):
+        points({"seed": [str(i) for i in range(1000)]}, ("zigzag", "striped"), ("ring", "all_gather", "ulysses"))
+
+
+def test_an_ended_sweep_goes_on(tmp_path, monkeypatch):
+    journal, evaluated = tmp_path / "sweep.jsonl", []
+    evaluate = sweeping.evaluate
+    monkeypatch.setattr(sweeping, "evaluate", lambda *a, **k: evaluated.append(a) or evaluate(*a, **k))
+    told: list[int] = []
+    rows = list(make().rows(journal, told.append))
+    assert told == [0, 1, 2, 3, 4]
+    assert [row["workers"] for row in rows] == [8, 16, 8, 16]
+    # Eight blocks for sixteen workers.
+    assert "cannot be dealt to so many" in rows[1]["cannot"]
+    assert [row["density"] > 0.09 for row in rows if "cannot" not in row] == [True] * 3
+    assert len(evaluated) == 3
+    lines = journal.read_text().splitlines()
+    assert len(lines) == 4
+    journal.write_text("\n".join([*lines[:2], lines[2][:30]]))
+    assert list(make().rows(journal, told.append)) == rows
+    assert len(evaluated) == 5, "the two that were lost"
+    assert list(make().rows(None, told.append)) == rows
+    assert len(evaluated) == 8
+    # Another cluster or option is another sweep.
+    other = Sweep(make().points, make().cluster_of, scenario_of, None, "other")
+    list(other.rows(journal, told.append))
+    assert len(evaluated) == 11
+    assert json.loads(lines[0])["seconds"]["low"] < json.loads(lines[0])["seconds"]["high"]
