@@ -113,9 +113,9 @@ def _not_negative(table: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Machine:
-    """What was measured beside links. gpu: the device's name. peak_tflops, peak_source: dense; matmul_tflops: of a large product. copy_gbps,
-    added_gbps: of a copy and of an addition, reads and writes together. launch_us: host time of one small operation, 10th, 50th and 90th
-    percentile.
+    """What was measured beside links. gpu: the device's name. peak_tflops, peak_source: dense; matmul_tflops: of a large product.
+    copy_gbps, added_gbps: of a copy and of an addition, reads and writes together. launch_us: host time of one small operation, 10th, 50th
+    and 90th percentile.
     """
 
     gpu: str
