@@ -10,6 +10,7 @@ that the layers of a model share it. No [blocks, blocks] table is made but for a
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -305,7 +306,7 @@ class _Kind:
     def diagonals(self) -> _Diagonals:
         counter = self.counter
         assert counter.block_owner is not None
-        return _Diagonals.make(self.mask, counter.block, counter.block_owner, counter.groups)
+        return _LATEST.of(self.mask, counter.block, counter.block_owner, counter.groups)
 
     @cached_property
     def columns(self) -> _ColumnCounter:
@@ -387,6 +388,28 @@ class _Diagonals:
             pairs[self.group_pair] = np.add.reduceat(weight * self.pairs, self.start)
             blocks[self.group_pair] = np.add.reduceat(weight * self.blocks, self.start)
         return pairs.reshape(self.groups, -1), blocks.reshape(self.groups, -1)
+
+
+class _Latest:
+    """The diagonals that were made last: counters of one layout under several exchanges share them. One at a time, since they are large."""
+
+    def __init__(self) -> None:
+        self.key: tuple[int, int, int, bytes, bytes] | None = None
+        self.made: _Diagonals | None = None
+
+    def of(self, mask: SequenceMask, block: int, owner: IntArray, groups: int) -> _Diagonals:
+        key = mask.length, block, groups, _digest(mask.first), _digest(owner)
+        if self.made is None or key != self.key:
+            self.key, self.made = None, None
+            self.key, self.made = key, _Diagonals.make(mask, block, owner, groups)
+        return self.made
+
+
+_LATEST = _Latest()
+
+
+def _digest(values: IntArray) -> bytes:
+    return hashlib.sha256(values.tobytes()).digest()
 
 
 def _distinct(values: IntArray, place: IntArray) -> tuple[IntArray, IntArray]:

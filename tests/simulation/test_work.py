@@ -15,7 +15,7 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.parallel.exchange import WHOLE_SEQUENCE, Circulating, Exchange, SharedHeads, make_exchange
 from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.parallel.schedule import Schedule, Step
+from mtrain_cli.parallel.schedule import Options, Schedule, Step, make_schedule
 from mtrain_cli.profiling.imbalance import imbalance
 from mtrain_cli.simulation.work import StepWork, WorkCounter, count_work
 
@@ -277,3 +277,15 @@ def test_a_sequence_of_padding_alone_is_no_work():
     for kind in ("vertical_slash", "bitmap", "dense"):
         work = count_work(options(Way("ring"), layout), layout, masks, index_of(kind, layout, 16, batch=1), heads=HEADS)["forward"]
         assert [int(t.sum()) for t in (work.pairs, work.blocks, work.columns, work.column_pairs)] == [0] * 4
+
+
+def test_counters_of_one_layout_share_what_is_large_and_others_do_not():
+    masks = (SequenceMask.causal(2048, 2048),), (SequenceMask.causal(2000, 2048),)
+    made = []
+    for exchange, layout, mask in (("ring", "striped", 0), ("all_gather", "striped", 0), ("ring", "zigzag", 0), ("ring", "zigzag", 1)):
+        schedule = make_schedule(exchange, Options(4, 4))
+        counter = WorkCounter.make(schedule, make_layout(layout, 4, 2048, 64, unit=64), masks[mask], 2, 64)
+        made.append(counter._kinds[0].diagonals)
+    assert made[0] is made[1]
+    assert made[1] is not made[2]
+    assert made[2] is not made[3]
