@@ -174,6 +174,9 @@ def _show(console: Console, document: dict[str, Any], compared: Sequence[CaseCom
         f"time       mean absolute error {together.mape:.1%}, largest {together.worst:+.1%}"
         + "".join(f", {name} {error:.1%}" for name, error in together.passes.items())
     )
+    console.print(
+        f"common     predictions are x {together.common:.2f} in the median; beside that factor, mean absolute error {together.beside:.1%}"
+    )
     console.print(f"bounds     hold {together.covered:.0%} of the passes")
     console.print(f"imbalance  degrees off by {together.degree:.3f} in the mean, {together.worst_degree:.3f} at most")
     console.print(f"work       {together.equal} of {together.cells} counts equal")

@@ -377,7 +377,8 @@ def _relative(predicted: np.ndarray, measured: np.ndarray) -> np.ndarray:
 class Agreement:
     """All cases together. mape: of the time of a case. covered: share of passes inside their bounds. rank: Spearman correlation of the
     times of cases that differ in layout and exchange only, by group; groups of fewer than three are left out. worst_degree: largest
-    absolute error of an imbalance degree of time.
+    absolute error of an imbalance degree of time. common: predicted over measured, the median of cases; beside: what mape is without that
+    factor, as where the whole machine was slower than when it was calibrated.
     """
 
     mape: float
@@ -390,11 +391,13 @@ class Agreement:
     cells: int
     equal: int
     chosen: dict[Key, bool] = field(default_factory=dict)
+    common: float = 1.0
+    beside: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         names = {group: " ".join(str(part) for part in group[1:]) for group in self.rank}
         return {
-            "mape": self.mape, "worst_error": self.worst, "mape_of_passes": self.passes, "inside_bounds": self.covered,
+            "mape": self.mape, "common_factor": self.common, "mape_beside_common_factor": self.beside, "worst_error": self.worst, "mape_of_passes": self.passes, "inside_bounds": self.covered,
             "degree_mean_error": self.degree, "degree_worst_error": self.worst_degree,
             "work_cells": self.cells, "work_cells_equal": self.equal,
             "spearman": {f"{group[0]}: {names[group]}": value for group, value in self.rank.items()},
@@ -411,6 +414,7 @@ def agreement(cases: Sequence[CaseComparison]) -> Agreement:
         groups.setdefault(case.group, []).append(case)
     ranked = {group: found for group, found in groups.items() if len(found) >= _FEWEST_RANKED}
     times = {group: [np.array([getattr(c, of) for c in found]) for of in ("measured", "predicted")] for group, found in ranked.items()}
+    common = float(np.median(errors + 1))
     return Agreement(
         mape=float(np.abs(errors).mean()),
         worst=float(errors[np.argmax(np.abs(errors))]),
@@ -421,6 +425,8 @@ def agreement(cases: Sequence[CaseComparison]) -> Agreement:
         rank={group: spearman(*pair) for group, pair in times.items()},
         cells=sum(p.cells for _, p in every),
         equal=sum(p.equal for _, p in every),
+        common=common,
+        beside=float(np.abs((errors + 1) / common - 1).mean()),
         chosen={group: int(pair[0].argmin()) == int(pair[1].argmin()) for group, pair in times.items()},
     )
 

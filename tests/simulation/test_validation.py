@@ -112,6 +112,8 @@ def test_errors_are_signed_and_those_of_what_changed(recorded, tmp_path):
     assert together["mape"] == pytest.approx(0.75, abs=1e-3)
     assert together["worst_error"] == pytest.approx(-0.75, abs=1e-3)
     assert together["degree_worst_error"] < 1e-3, "balance is the same"
+    assert together["common_factor"] == pytest.approx(0.25, abs=1e-3)
+    assert together["mape_beside_common_factor"] < 1e-3
     assert together["work_cells"] - together["work_cells_equal"] == 2 * (WORKERS * WORKERS + WORKERS)
     for case in said["cases"]:
         assert case["error"] == pytest.approx(-0.75, abs=1e-3)
