@@ -397,7 +397,8 @@ class Agreement:
     def to_json(self) -> dict[str, Any]:
         names = {group: " ".join(str(part) for part in group[1:]) for group in self.rank}
         return {
-            "mape": self.mape, "common_factor": self.common, "mape_beside_common_factor": self.beside, "worst_error": self.worst, "mape_of_passes": self.passes, "inside_bounds": self.covered,
+            "mape": self.mape, "common_factor": self.common, "mape_beside_common_factor": self.beside,
+            "worst_error": self.worst, "mape_of_passes": self.passes, "inside_bounds": self.covered,
             "degree_mean_error": self.degree, "degree_worst_error": self.worst_degree,
             "work_cells": self.cells, "work_cells_equal": self.equal,
             "spearman": {f"{group[0]}: {names[group]}": value for group, value in self.rank.items()},
