@@ -122,7 +122,8 @@ def _write(folder: Path, sources: list[Source], html: bool, csv: bool) -> tuple[
         if csv:
             tables = folder / TABLES
             tables.mkdir(exist_ok=True)
-            found = [*sheets(sources), *(sweep_sheet(source.swept) for source in sources if source.swept)]
+            swept = [(source.name, source.swept) for source in sources if source.swept]
+            found = [*sheets(sources), *([sweep_sheet(swept)] if swept else [])]
             said.append(f"{tables}: {', '.join(sheet.write(tables).name for sheet in found)}")
         if html:
             page = write_page(folder / PAGE, sources)

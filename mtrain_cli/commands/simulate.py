@@ -381,7 +381,7 @@ class _Job:
         rows = [row if "cannot" in row else self._with_cost(row) for row in rows]
         content = shown.document(self.cluster, workers=max(row["workers"] for row in rows), cases=[], sweep=rows)
         if folder is not None:
-            sheet(rows).write(folder)
+            sheet([(folder.name, rows)]).write(folder)
             shown.leave(folder, content)
         if self.as_json:
             typer.echo(json.dumps(content, indent=1))

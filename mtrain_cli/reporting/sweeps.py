@@ -70,16 +70,16 @@ def _group(row: Row) -> tuple:
     return (*others(row).items(), row["workers"])
 
 
-def sheet(rows: Sequence[Row]) -> Sheet:
-    """sweep.csv."""
-    names = list(dict.fromkeys(name for row in rows for name in row.get("point", {})))
+def sheet(runs: Sequence[tuple[str, Sequence[Row]]]) -> Sheet:
+    """sweep.csv. runs: rows of each, by its name."""
+    names = list(dict.fromkeys(name for _, rows in runs for row in rows for name in row.get("point", {})))
     columns = (
-        *(f"swept {name}" for name in names), "workers", "cp", "layout", "exchange", "kernel", "seq", "density", "seconds_low",
+        "run", *(f"swept {name}" for name in names), "workers", "cp", "layout", "exchange", "kernel", "seq", "density", "seconds_low",
         "seconds", "seconds_high", "tokens_per_second_per_gpu", "mfu", "hfu", "memory_gib", "fits", "cannot",
     )  # fmt: skip
     table = []
-    for row in rows:
-        head = [*(row.get("point", {}).get(name) for name in names), row["workers"], row.get("cp"), row["layout"], row["exchange"]]
+    for run, row in ((run, row) for run, rows in runs for row in rows):
+        head = [run, *(row.get("point", {}).get(name) for name in names), row["workers"], row.get("cp"), row["layout"], row["exchange"]]
         if "cannot" in row:
             table.append((*head, *[None] * 10, False, row["cannot"]))
             continue

@@ -127,12 +127,14 @@ def recommend(
 
 
 def _distinct(layouts: Sequence[str], exchanges: Sequence[str], context: int, per_node: int) -> list[tuple[str, str]]:
-    """Combinations that differ: one worker exchanges nothing, and inside a node hierarchies are none."""
+    """Combinations that differ: one worker exchanges nothing, inside a node hierarchies are none, and where heads are all that is shared
+    every worker computes whole sequences, whatever the layout.
+    """
     if context == 1:
         return [(layouts[0], exchanges[0])]
     plain = {e: e.removeprefix("hierarchical_") for e in exchanges}
     flat = [e for e in exchanges if context > per_node or plain[e] == e or plain[e] not in exchanges]
-    return list(itertools.product(layouts, flat))
+    return [(layout, e) for layout in layouts for e in flat if e != "ulysses" or layout == layouts[0]]
 
 
 def _place(outcome: Outcome) -> tuple[str, str, int]:

@@ -29,8 +29,9 @@ def test_the_fastest_that_fits_of_each_number_of_gpus_is_the_best():
     assert found[0][-1] == "does not fit"
     assert found[-1][-1] == "so it is"
     assert all(len(line) == len(heads) for line in found)
-    table = sheet(ROWS)
+    table = sheet([("one", ROWS), ("two", [row(8, "striped", 3, seq_="x")])])
     assert all(len(line) == len(table.columns) for line in table.rows)
+    assert [line[0] for line in table.rows] == ["one"] * 7 + ["two"]
 
 
 def test_throughput_over_gpus_with_bounds_and_what_is_linear():

@@ -9,7 +9,7 @@ import pytest
 from mtrain_cli.config.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.simulation.cluster import Cluster, Constant, load_cluster
-from mtrain_cli.simulation.recommend import DOES_NOT_FIT, contexts, label, reasons, recommend
+from mtrain_cli.simulation.recommend import DOES_NOT_FIT, _distinct, contexts, label, reasons, recommend
 from mtrain_cli.simulation.scenario import Pairs, Scenario, evaluate, plan_on, train_line
 from mtrain_cli.simulation.what_if import Unfit
 
@@ -99,6 +99,16 @@ def test_what_cannot_be_whatever_the_memory_is_a_mistake():
         recommend(load_cluster("h200_1x8"), scenario("model=tiny", "seq=512"), 8, ("striped",), ("ring",))
     with pytest.raises(ConfigError, match="cannot share"):
         recommend(load_cluster("a100_4x8"), scenario("model=qwen3b", "seq=128k"), 32, ("striped",), ("ulysses",))
+
+
+def test_what_does_not_differ_is_tried_once():
+    names = ("all_gather", "hierarchical_all_gather", "ring", "ulysses")
+    assert _distinct(LAYOUTS, names, 1, 8) == [("zigzag", "all_gather")]
+    assert _distinct(LAYOUTS, names, 8, 8) == [
+        ("zigzag", "all_gather"), ("zigzag", "ring"), ("zigzag", "ulysses"), ("striped", "all_gather"), ("striped", "ring"),
+    ]  # fmt: skip
+    assert len(_distinct(LAYOUTS, names, 16, 8)) == 7
+    assert _distinct(("striped",), ("hierarchical_ring",), 8, 8) == [("striped", "hierarchical_ring")]
 
 
 def test_context_groups_lie_well_on_nodes():
