@@ -16,7 +16,19 @@ import typer
 from typer.core import TyperGroup
 
 from mtrain_cli import __version__
-from mtrain_cli.commands import checkpoint, config, data, doctor, profile_imbalance, profile_what_if, report, simulate, status, train
+from mtrain_cli.commands import (
+    checkpoint,
+    config,
+    data,
+    doctor,
+    profile_imbalance,
+    profile_links,
+    profile_what_if,
+    report,
+    simulate,
+    status,
+    train,
+)
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.job import job_rank
@@ -140,7 +152,7 @@ def mtrain(
 
 app.command("train")(train.train)
 app.command("status")(status.status)
-assert profile_what_if.app is profile_imbalance.app  # both add their command to that of commands/profile.py
+assert profile_links.app is profile_what_if.app is profile_imbalance.app  # all add their command to that of commands/profile.py
 app.add_typer(profile_imbalance.app, name="profile")
 app.command("simulate")(simulate.simulate)
 app.command("report")(report.report)

@@ -251,6 +251,18 @@ def kernels(
         int | None, typer.Option(metavar="N", help="Tokens of a block; 128 on a GPU and 16 on a CPU.", show_default=False)
     ] = None,
     kernel: Annotated[str, typer.Option(metavar="NAME,...", help="Kernels under an index; empty = all that serve.")] = "",
+    shares: Annotated[
+        str,
+        typer.Option(
+            metavar="N,...",
+            help="Also time the calls of one worker of so many, such as 8,32: steps of a ring, gathered keys.",
+            show_default=False,
+        ),
+    ] = "",
+    whole: Annotated[bool, typer.Option("--whole/--no-whole", help="Whole sequences; with --shares they may be left out.")] = True,
+    threads: Annotated[
+        int | None, typer.Option(metavar="N", help="Threads on a CPU, as workers have them: cores / workers.", min=1, show_default=False)
+    ] = None,
     repeats: Annotated[int, typer.Option(metavar="N", min=1)] = 7,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Calibration to write, as JSON.", show_default=False)] = None,
 ) -> None:
@@ -264,6 +276,8 @@ def kernels(
           a few seconds on a CPU, which shows the table and no speed: there nothing is skipped
       [cyan]mtrain profile kernels --seq 32k,128k,256k --out profiles/kernels-h200.json[/cyan]
           a calibration for the simulator
+      [cyan]mtrain profile kernels --seq 128k --density 5% --shares 4,8 --out mine.json[/cyan]
+          the same with the small calls that workers of a ring make
     """
     import torch
     from rich.console import Console
@@ -298,6 +312,18 @@ def kernels(
         for s in lengths
         for d in densities
     ]
+    of_so_many = _numbers("--shares", shares, int) if shares else []
+    for n in of_so_many:
+        if n < 2:
+            raise ConfigError(f"--shares {shares}: each must be at least 2 workers")
+        if not any(s % (2 * n * block) == 0 for s in lengths):
+            raise ConfigError(f"--shares {n}: none of --seq {seq} can be dealt to so many in whole blocks: a multiple of {2 * n * block}")
+    if not whole and not of_so_many:
+        raise ConfigError("--no-whole: leaves nothing to time; give --shares N, too")
+    if threads is not None:
+        if device == "cuda":
+            raise ConfigError(f"--threads {threads}: is for CPUs; leave it out")
+        torch.set_num_threads(threads)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     names = [name.strip() for name in kernel.split(",") if name.strip()]
     _check_kernels(names)
@@ -308,7 +334,20 @@ def kernels(
     console = Console(highlight=False, soft_wrap=True)
     console.print(_HEADER)
     with _within_memory():
-        times = profile_kernels(cases, names, dtype, device, repeats, lambda found: console.print(_line(found)))
+        times = profile_kernels(cases if whole else [], names, dtype, device, repeats, lambda found: console.print(_line(found)))
+        if of_so_many:
+            from mtrain_cli.profiling.shares import profile_shares
+
+            console.print("one worker's calls")
+            times += profile_shares(
+                cases,
+                of_so_many,
+                names,
+                dtype,
+                device,
+                repeats,
+                lambda found: console.print(f"{_line(found)}  1/{found.workers} {found.what}"),
+            )
     console.print(_LEGEND)
     for name, reason, everywhere in missing(cases, names, dtype, device):
         console.print(f"{name}: {reason}" + ("" if everywhere else " (some of the shapes)"))
@@ -336,7 +375,7 @@ def _numbers(option: str, text: str, parse):
         try:
             values.append(parse(part.strip()))
         except ValueError:
-            example = "32k,128k" if option == "--seq" else "0.05 or 5%"
+            example = {"--seq": "32k,128k", "--shares": "8,32"}.get(option, "0.05 or 5%")
             raise ConfigError(f"{option} {text}: {part.strip() or 'an empty item'} is no number; give items such as {example}") from None
     return values
 

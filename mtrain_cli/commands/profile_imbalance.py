@@ -86,7 +86,7 @@ def imbalance(
     cases = _cases(
         words, *(names(o, t) for o, t in (("--layout", layout), ("--exchange", exchange), ("--pattern", pattern), ("--seq", seq)))
     )
-    config = _in_own_folder(cases[0][1])
+    config = in_own_folder(cases[0][1])
     environment = resolve_environment(config)
     if limits and environment.launcher != "mtrain":
         raise ConfigError(f"--fail-above {fail_above}: exit codes are those of torchrun or srun here; read summary.json instead")
@@ -143,9 +143,9 @@ def _check(summary: dict[str, Any], limits: dict[tuple[str, str], float]) -> Non
         raise RunError("\n".join(problems))
 
 
-def _in_own_folder(config: Config) -> Config:
+def in_own_folder(config: Config, what: str = "imbalance") -> Config:
     """Measurements lie apart from the runs that can be resumed."""
-    name = f"imbalance-{time.strftime('%Y%m%d-%H%M%S')}" if config.run.name == "auto" else config.run.name
+    name = f"{what}-{time.strftime('%Y%m%d-%H%M%S')}" if config.run.name == "auto" else config.run.name
     if config.run.dir != "auto":
         return config
     return dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(Path("measurements", name).absolute())))

@@ -62,8 +62,8 @@ def simulate(
         str | None,
         typer.Option(
             metavar="FILE|NAME",
-            help="Pairs that are computed: index.npz of a profile (or its folder), dense, or a family: local, clustered, uniform. "
-            "Otherwise what sparsity= says; clustered without one.",
+            help="Pairs that are computed: index.npz of a profile (or its folder), dense, or a family: local, clustered, uniform, "
+            "drifting. Otherwise what sparsity= says; clustered without one.",
             show_default=False,
         ),
     ] = None,
@@ -81,6 +81,18 @@ def simulate(
         typer.Option(metavar="N", help="GPUs in all; those of the cluster if not given.", show_default=False),
     ] = None,
     nodes: Annotated[int | None, typer.Option(metavar="N", min=1, help="Nodes, instead of the cluster's own.", show_default=False)] = None,
+    validate: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="RUN...", help="Predict the cases of these profiles instead, and compare with what was measured.", show_default=False
+        ),
+    ] = None,
+    prediction: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="DIR", help="With --validate: what was written down before (--out DIR) instead of a new prediction.", show_default=False
+        ),
+    ] = None,
     kernel: Annotated[str, typer.Option(metavar="NAME", help="Attention kernel; auto = train.kernel, by the GPU's name.")] = "auto",
     calibration: Annotated[
         Path | None,
@@ -122,6 +134,8 @@ def simulate(
           the attention of a profile on a cluster that is not here
       [cyan]mtrain simulate model=qwen3b seq=4m --nodes 128 --cluster my.yaml --exchange hierarchical_ring --no-files[/cyan]
           1,024 GPUs of your own description
+      [cyan]mtrain simulate --validate measurements/imbalance-20260101-120000 --cluster my.yaml --calibration mine.json[/cyan]
+          how far to trust it: predicted against measured, every step and worker
     """
     from mtrain_cli.config.schema import EXCHANGES, KERNELS, LAYOUTS
     from mtrain_cli.simulation.cluster import load_cluster
@@ -136,6 +150,16 @@ def simulate(
     found = load_cluster(cluster, nodes=nodes)
     if cost is None and found.dollars_per_gpu_hour is not None:
         cost = found.dollars_per_gpu_hour.value
+    if validate:
+        from mtrain_cli.commands.simulate_validate import validate as compare
+        from mtrain_cli.simulation.calibration import load_calibration
+
+        own = load_calibration(calibration) if calibration is not None else None
+        # RUN... after one option: what follows the first stands where overrides would.
+        compare([*map(str, validate), *(overrides or [])], prediction or [], found, own, out, as_json=as_json)
+        return
+    if prediction:
+        raise ConfigError(f"--prediction {prediction[0]}: is compared with what was measured; give --validate RUN, too")
     job = _Job(found, asked, layouts, exchanges, _workers(found, workers), out, files, as_json, training, cost)
     if sweep and (recommend or attention_only):
         raise ConfigError(f"--sweep and --{'recommend' if recommend else 'attention-only'}: ask for one of them")
@@ -236,9 +260,10 @@ class _Job:
             problem = asked.pairs(asked.words, config).problem(config)
         own = load_calibration(asked.calibration) if asked.calibration is not None else None
         folder = shown.new_folder(self.out) if self.files else None
+        per_node = asked.per_node(self.workers) or min(self.cluster.gpus_per_node, self.workers)
         predictions = []
         for number, (layout, exchange) in enumerate(itertools.product(self.layouts, self.exchanges)):
-            setup = Setup(layout, exchange, self.workers, min(self.cluster.gpus_per_node, self.workers))
+            setup = Setup(layout, exchange, self.workers, per_node)
             with self._unfit(exchange):
                 predictions.append(
                     predict(
@@ -253,7 +278,8 @@ class _Job:
                         rows=self.files,
                     )
                 )
-        content = shown.document(self.cluster, **shown.of_predictions(problem, predictions))
+        used = None if own is None else {"device": own.device, "files": list(own.files), "own": True}
+        content = shown.document(self.cluster, **shown.of_predictions(problem, predictions), calibration=used)
         if folder is not None:
             shown.leave(folder, content, predictions)
         if self.as_json:
@@ -419,4 +445,7 @@ class _Job:
     def _ended(self, console: Console, folder: Path | None) -> None:
         console.print(f"took   {time.perf_counter() - self.began:.1f} s")
         if folder is not None:
+            from mtrain_cli.simulation.validation import digest
+
+            console.print(f"sha256 {digest(folder / 'summary.json')}  {folder}/summary.json")
             console.print(f"files  {folder}\ndraw   mtrain report {folder}")

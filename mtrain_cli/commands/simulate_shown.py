@@ -280,6 +280,7 @@ def leave(folder: Path, content: dict[str, Any], predictions: Sequence[Predictio
     from mtrain_cli.launch.failures import RunError
     from mtrain_cli.profiling import records
     from mtrain_cli.profiling.analysis import analyse
+    from mtrain_cli.simulation.validation import digest
 
     with_rows = [p for p in predictions if p.rows is not None]
     try:
@@ -290,6 +291,9 @@ def leave(folder: Path, content: dict[str, Any], predictions: Sequence[Predictio
         records.join_parts(folder)
         records.write_summary(folder, content)
         if with_rows:
+            # The digest of the summary is one of everything that was predicted.
+            content["records_sha256"] = digest(folder / records.RECORDS)
+            records.write_summary(folder, content)
             content["results"] = [found.to_json() for found in analyse(records.open_records(folder))]
             records.write_summary(folder, content)
     except OSError as error:

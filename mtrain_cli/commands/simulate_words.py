@@ -85,13 +85,15 @@ class Asked:
         layers = self._layers(config)
         if self.index is not None and pattern is not None and (self.index == DENSE) != (pattern == DENSE):
             raise ConfigError(f"--index {self.index}: contradicts sparsity={pattern}; leave one of them out")
+        if self.index == FIXED and pattern != FIXED:
+            raise ConfigError("--index fixed: is that of sparsity=fixed; give it, with its keys, or leave --index out")
         if self.index == DENSE or (self.index is None and pattern == DENSE):
             return Pairs(DENSE, layers=layers)
         if pattern in ("moba", "xattention"):
             raise ConfigError(
                 f"sparsity={pattern}: there are no synthetic lists of blocks; give --index FILE of a profile of such a training"
             )
-        if pattern == FIXED and self.index is None:
+        if pattern == FIXED and self.index in (None, FIXED):
             for option, value in (("--density", density), ("--columns", columns)):
                 if value is not None:
                     raise ConfigError(
@@ -115,13 +117,13 @@ class Asked:
         """index.npz, where that is what --index names."""
         from mtrain_cli.simulation.families import FAMILIES
 
-        if self.index is None or self.index in (*FAMILIES, DENSE):
+        if self.index is None or self.index in (*FAMILIES, DENSE, FIXED):
             return None
         path = Path(self.index).expanduser()
         candidates = (path, path / "index.npz", path / "profile" / "index.npz")
         found = next((candidate for candidate in candidates if candidate.is_file()), None)
         if found is None:
-            allowed = ", ".join((DENSE, *FAMILIES))
+            allowed = ", ".join((DENSE, *FAMILIES, FIXED))
             raise ConfigError(f"--index {self.index}: is neither a file nor a folder with index.npz; allowed besides: {allowed}")
         return found
 
@@ -143,6 +145,16 @@ class Asked:
             made, recorded.masks, there[: self.layers or len(there)], lambda layer: index_of(recorded, pattern, layer), pattern,
             made.columns.get(pattern, -1),
         )  # fmt: skip
+
+    def per_node(self, workers: int) -> int | None:
+        """Workers of a node, real or virtual, where the settings say it."""
+        given = next((word.partition("=")[2] for word in self.words if word.startswith("topology.gpus_per_node=")), "auto")
+        if given == "auto":
+            return None
+        if not given.isdigit() or not int(given) or workers % int(given):
+            divisors = ", ".join(str(n) for n in range(1, workers + 1) if workers % n == 0)
+            raise ConfigError(f"topology.gpus_per_node={given}: must divide the {workers} workers; possible are auto, {divisors}")
+        return int(given)
 
     def conditions(self, workers: int | None) -> Conditions:
         """workers: that share a sequence; None where that is not known yet."""

@@ -45,7 +45,8 @@ class Case:
 class KernelTime:
     """Median times of one kernel on one case. pairs: computed query-key pairs over all heads (the useful work); blocks: pairs of blocks
     on diagonals over all heads; TFLOP/s count 4 * head_dim FLOP a pair forward and 10 backward. ratio: dense time / this time, in the same
-    run, forward and backward.
+    run, forward and backward. form: as the simulator tells calls apart (`simulation.calibration`), None: by the density. workers, what: the
+    share of one of so many (`profiling.shares`). mask_pairs: pairs without an index; skips: whether the kernel leaves the others out.
     """
 
     kernel: str
@@ -59,6 +60,11 @@ class KernelTime:
     backward_tflops: float
     forward_ratio: float | None
     backward_ratio: float | None
+    form: str | None = None
+    workers: int = 1
+    what: str = "whole"
+    mask_pairs: int | None = None
+    skips: bool = True
 
 
 def profile_kernels(
@@ -73,7 +79,7 @@ def profile_kernels(
     for case in cases:
         shape = (case.seq, case.heads, case.kv_heads, case.head_dim)
         if shape not in dense:
-            kernel, _ = choose("auto", _request(case, dtype, device, None))
+            kernel, _ = choose("auto", request_of(case, dtype, device, None))
             base = Case(seq=case.seq, heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim, block=case.block)
             measured = _measure(kernel, base, dtype, device, repeats, None)
             dense[shape] = (measured.forward_ms, measured.backward_ms)
@@ -84,7 +90,7 @@ def profile_kernels(
         for name, reason in _survey(case, kernels, dtype, device):
             if reason is not None:
                 continue
-            kernel, _ = choose(name, _request(case, dtype, device, IndexRequest(case.block, bitmap=False)))
+            kernel, _ = choose(name, request_of(case, dtype, device, IndexRequest(case.block, bitmap=False)))
             measured = _measure(kernel, case, dtype, device, repeats, dense[shape])
             times.append(measured)
             report(measured)
@@ -106,11 +112,16 @@ def missing(cases: Sequence[Case], kernels: Sequence[str], dtype: torch.dtype, d
 
 def _survey(case: Case, kernels: Sequence[str], dtype: torch.dtype, device: str) -> list[tuple[str, str | None]]:
     """Every kernel asked for, with the reason why it cannot serve; the oracle only where it is named."""
-    found = survey(_request(case, dtype, device, IndexRequest(case.block, bitmap=False)))
+    found = survey(request_of(case, dtype, device, IndexRequest(case.block, bitmap=False)))
     return [(name, reason) for name, reason in found if (name in kernels if kernels else name != "reference")]
 
 
-def _request(case: Case, dtype: torch.dtype, device: str, index: IndexRequest | None) -> KernelRequest:
+def serving(case: Case, kernels: Sequence[str], dtype: torch.dtype, device: str) -> list[str]:
+    """Names of what runs under an index of that case."""
+    return [name for name, reason in _survey(case, kernels, dtype, device) if reason is None]
+
+
+def request_of(case: Case, dtype: torch.dtype, device: str, index: IndexRequest | None) -> KernelRequest:
     capability = torch.cuda.get_device_capability() if device == "cuda" else None
     name = str(dtype).removeprefix("torch.")
     return KernelRequest(device, capability, name, case.head_dim, case.heads, case.kv_heads, index=index)
@@ -133,8 +144,8 @@ def _measure(kernel: Kernel, case: Case, dtype: torch.dtype, device: str, repeat
     q, k, v, dout = (torch.randn(1, case.seq, h, case.head_dim, generator=generator, device=device, dtype=dtype) for h in shapes)
     scale = case.head_dim**-0.5
     out, lse = kernel.forward(q, k, v, tiles, scale)
-    forward = _median_ms(lambda: kernel.forward(q, k, v, tiles, scale), device, repeats)
-    backward = _median_ms(lambda: kernel.backward(dout, q, k, v, out, lse, None, tiles, scale), device, repeats)
+    forward = median_ms(lambda: kernel.forward(q, k, v, tiles, scale), device, repeats)
+    backward = median_ms(lambda: kernel.backward(dout, q, k, v, out, lse, None, tiles, scale), device, repeats)
     flop = 4 * case.head_dim * pairs
     return KernelTime(
         kernel=kernel.name,
@@ -148,10 +159,12 @@ def _measure(kernel: Kernel, case: Case, dtype: torch.dtype, device: str, repeat
         backward_tflops=2.5 * flop / backward / 1e9,
         forward_ratio=dense[0] / forward if dense else None,
         backward_ratio=dense[1] / backward if dense else None,
+        mask_pairs=mask.pairs * case.heads,
+        skips=kernel.skips,
     )
 
 
-def _median_ms(call: Callable[[], Any], device: str, repeats: int) -> float:
+def median_ms(call: Callable[[], Any], device: str, repeats: int) -> float:
     """Median over single calls, after two that are not counted; CUDA events on a GPU, the monotonic clock on a CPU."""
     for _ in range(2):
         call()
@@ -176,14 +189,31 @@ def save_calibration(times: Sequence[KernelTime], path: Path, command: str, dtyp
     document = {
         "schema": SCHEMA,
         "kind": "kernels",
-        "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
+        "device": device_name(device),
         "dtype": str(dtype).removeprefix("torch."),
-        "versions": {name: _version(name) for name in ("torch", "triton", "flash-attn-4", "cupy-cuda13x")},
+        "threads": torch.get_num_threads() if device == "cpu" else None,
+        "versions": versions(),
         "command": command,
         "times": [asdict(t) for t in times],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def device_name(device: str) -> str:
+    """device: cuda or cpu. A CPU is told by its model, where the system says it."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(filter(None, [*models, platform.processor(), platform.machine()]), "CPU")
+
+
+def versions() -> dict[str, str | None]:
+    return {name: _version(name) for name in ("torch", "triton", "flash-attn-4", "cupy-cuda13x")}
 
 
 def _version(name: str) -> str | None:

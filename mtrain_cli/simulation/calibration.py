@@ -11,7 +11,7 @@ import itertools
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.simulation.program import FloatArray
 from mtrain_cli.simulation.work import BACKWARD, FLOP_PER_PAIR, FORWARD
 
-# What a call is given: whole intervals, a list of blocks under plain masks, or the block diagonals and columns of an index.
-DENSE, LISTS, SPARSE = "dense", "lists", "sparse"
+# What a call is given: whole intervals, a list of blocks under plain masks, or the block diagonals and columns of an index, together or
+# one of them alone.
+DENSE, LISTS, SPARSE, DIAGONALS, ALONE_COLUMNS = "dense", "lists", "sparse", "diagonals", "columns"
 KINDS_OF_FILES = ("kernels", "shares")
 LOW, VALUE, HIGH = "low", "value", "high"
 # A GPU of which nothing is known: another's share of the peak, and how far time may be off it.
@@ -47,7 +48,8 @@ class Curve:
 
     fixed_bounds: what fixed_ms may be, where it is not as certain as the rest.
     error: mean absolute error of points left out, a share. points: how many were measured. low, high: factors for bounds. scaled: the
-    device that was measured, where this is for another one; stands_for: the kernel or form, where it was another one.
+    device that was measured, where this is for another one; stands_for: the kernel or form, where it was another one. skips: whether work
+    is what an index leaves; otherwise it is all that the mask leaves.
     """
 
     kernel: str
@@ -63,6 +65,7 @@ class Curve:
     fixed_bounds: tuple[float, float] | None = None
     scaled: str | None = None
     stands_for: str | None = None
+    skips: bool = True
 
     def us(self, flop: np.ndarray, of_columns: np.ndarray | float = 0.0, bound: str = VALUE) -> FloatArray:
         """flop: of calls, of everything but single columns. 0 where there is no work."""
@@ -125,6 +128,7 @@ def load_calibration(*paths: Path) -> Calibration:
         ConfigError: a file is missing, damaged or of something else.
     """
     points: dict[tuple[str, str, str], list[Point]] = {}
+    hiding: set[str] = set()  # kernels that compute what an index leaves out
     devices = []
     for path in paths:
         document = _document(path)
@@ -134,10 +138,14 @@ def load_calibration(*paths: Path) -> Calibration:
         try:
             for time in document["times"]:
                 form = time.get("form") or (DENSE if time["case"]["density"] is None else SPARSE)
-                of_columns = int(time.get("column_pairs") or 0)
+                pairs, of_columns = int(time["pairs"]), int(time.get("column_pairs") or 0)
+                if not time.get("skips", True):
+                    hiding.add(str(time["kernel"]))
+                    if form in (SPARSE, DIAGONALS):
+                        pairs, of_columns = int(time["mask_pairs"]), 0
                 for direction in (FORWARD, BACKWARD):
                     flop = FLOP_PER_PAIR[direction] * int(time["case"]["head_dim"]) / 1e12
-                    point = Point((int(time["pairs"]) - of_columns) * flop, of_columns * flop, float(time[f"{direction}_ms"]))
+                    point = Point((pairs - of_columns) * flop, of_columns * flop, float(time[f"{direction}_ms"]))
                     if not point.ms > 0 or not point.flop + point.of_columns > 0:
                         raise ValueError("times")
                     points.setdefault((str(time["kernel"]), str(form), direction), []).append(point)
@@ -147,7 +155,8 @@ def load_calibration(*paths: Path) -> Calibration:
     for (kernel, form, direction), measured in points.items():
         error = held_out_error(measured)
         spread = max(_LEAST_ERROR, 2 * (error if np.isfinite(error) else 0.25))
-        curves.append(Curve(kernel, form, direction, *fit(measured), error, len(measured), 1 - min(spread, 0.9), 1 + spread))
+        low, high, skips = 1 - min(spread, 0.9), 1 + spread, kernel not in hiding
+        curves.append(Curve(kernel, form, direction, *fit(measured), error, len(measured), low, high, skips=skips))
     return Calibration(devices[0], tuple(curves), tuple(path.name for path in paths))
 
 
@@ -184,20 +193,24 @@ def shipped() -> tuple[Calibration, ...]:
 @dataclass(frozen=True)
 class Kernels:
     """What the kernels of a cluster's GPU take, by direction: measured, or scaled from another GPU. whole: of calls with everything that
-    was measured together. remarks: what a reader has to know.
+    was measured together. remarks: what a reader has to know. alone: of calls with block diagonals or single columns alone, by form and
+    direction, where those were measured.
     """
 
     whole: dict[str, Curve]
     remarks: tuple[str, ...]
+    alone: dict[tuple[str, str], Curve] = field(default_factory=dict)
 
     @property
     def calibrated(self) -> bool:
         return all(curve.scaled is None for curve in self.whole.values())
 
-    def part(self, direction: str) -> Curve:
-        """Of calls with block diagonals or with single columns alone. The fixed time is known of both together: a half is given to each,
-        and it may be none or all of it.
+    def part(self, direction: str, form: str) -> Curve:
+        """Of calls with block diagonals or with single columns alone (`DIAGONALS`, `ALONE_COLUMNS`). Where these were not measured, the
+        fixed time is known of both together: a half is given to each, and it may be none or all of it.
         """
+        if (form, direction) in self.alone:
+            return self.alone[form, direction]
         curve = self.whole[direction]
         return replace(curve, fixed_ms=curve.fixed_ms / 2, fixed_bounds=(0.0, curve.fixed_ms))
 
@@ -205,7 +218,7 @@ class Kernels:
 def kernels_for(gpu: str, peak: float, kernel: str, form: str, peaks: dict[str, float], calibration: Calibration | None = None) -> Kernels:
     """gpu: name of the cluster's GPU; peak: its FLOP/s. peaks: those of devices that were measured. calibration: the user's own."""
     known = (calibration,) if calibration is not None else shipped()
-    measured = next((c for c in known if _same(c.device, gpu)), None)
+    measured = next((c for c in known if same_device(c.device, gpu)), None)
     remarks: list[str] = []
     source = measured or known[0]
     factor, low, high = 1.0, 1.0, 1.0
@@ -215,14 +228,9 @@ def kernels_for(gpu: str, peak: float, kernel: str, form: str, peaks: dict[str, 
             f"not calibrated on {gpu}: kernel times are those of {source.device} by peak FLOP/s (x {factor:.2f}), within "
             f"x {low:.2f} and x {high:.2f}; `mtrain profile kernels --out FILE` on that GPU, then --calibration FILE"
         )
-    curves = {}
-    for direction in (FORWARD, BACKWARD):
-        found, stands = _curve(source, kernel, form, direction)
-        if stands is not None:
-            low, high = min(low, _UNKNOWN[0]), max(high, _UNKNOWN[1])
-            said = f"{kernel} was not measured on {form} calls: {stands} stands for it, within x {low:.2f} and x {high:.2f}"
-            remarks += [said] if said not in remarks else []
-        curves[direction] = replace(
+
+    def here(found: Curve, stands: str | None, low: float, high: float) -> Curve:
+        return replace(
             found,
             # Launches and the like: a slower GPU does not make them longer.
             fixed_bounds=None if factor == 1 else (min(1.0, factor) * found.fixed_ms, max(1.0, factor) * found.fixed_ms),
@@ -233,7 +241,20 @@ def kernels_for(gpu: str, peak: float, kernel: str, form: str, peaks: dict[str, 
             scaled=None if measured is not None else source.device,
             stands_for=stands,
         )
-    return Kernels(curves, tuple(remarks))
+
+    curves, alone = {}, {}
+    for direction in (FORWARD, BACKWARD):
+        for part in (DIAGONALS, ALONE_COLUMNS):
+            exactly = source.find(kernel, part, direction)
+            if exactly is not None:
+                alone[part, direction] = here(exactly, None, low, high)
+        found, stands = _curve(source, kernel, form, direction)
+        if stands is not None:
+            low, high = min(low, _UNKNOWN[0]), max(high, _UNKNOWN[1])
+            said = f"{kernel} was not measured on {form} calls: {stands} stands for it, within x {low:.2f} and x {high:.2f}"
+            remarks += [said] if said not in remarks else []
+        curves[direction] = here(found, stands, low, high)
+    return Kernels(curves, tuple(remarks), alone)
 
 
 def _curve(source: Calibration, kernel: str, form: str, direction: str) -> tuple[Curve, str | None]:
@@ -249,7 +270,7 @@ def _curve(source: Calibration, kernel: str, form: str, direction: str) -> tuple
     raise ConfigError(f"the calibration of {source.device} holds no {direction} times")
 
 
-def _same(device: str, gpu: str) -> bool:
+def same_device(device: str, gpu: str) -> bool:
     """Whether both are of the same kind: H200, A100 and so on; of an A100 also by memory, of which bandwidth depends."""
     kinds = [re.search(r"\b(?:GB|B|GH|H|A|L|RTX )\d{2,4}S?\b", name) for name in (device, gpu)]
     return device == gpu or (kinds[0] is not None and kinds[1] is not None and kinds[0][0] == kinds[1][0])

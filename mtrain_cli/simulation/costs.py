@@ -20,7 +20,7 @@ from mtrain_cli.parallel.recording import BACKWARD, FORWARD
 from mtrain_cli.parallel.schedule import HEADS, QUERIES
 from mtrain_cli.parallel.traffic import Sizes, sent_bytes
 from mtrain_cli.simulation import program as words
-from mtrain_cli.simulation.calibration import HIGH, LOW, VALUE, Kernels
+from mtrain_cli.simulation.calibration import ALONE_COLUMNS, DIAGONALS, HIGH, LOW, VALUE, Kernels
 from mtrain_cli.simulation.cluster import Cluster, Constant, Link
 from mtrain_cli.simulation.lockstep import Lockstep, Move
 from mtrain_cli.simulation.program import FloatArray, Message, Prices, collective_of_all
@@ -243,18 +243,23 @@ class Costs:
 class LayerPrices(Prices):
     """The work of one layer, priced: the same for all passes of a layer whose index is alike."""
 
-    def __init__(self, costs: Costs, work: Mapping[str, StepWork], direction: str) -> None:
+    def __init__(self, costs: Costs, work: Mapping[str, StepWork], direction: str, masked: Mapping[str, StepWork] | None = None) -> None:
+        """masked: the work without an index, for kernels that compute what it leaves out."""
         self.costs, self.direction = costs, direction
         counted = BACKWARD if direction == BACKWARD else FORWARD
         self.counts = work[counted]
         self.columns = bool(self.counts.columns.any())
         kernels, bound = costs.kernels, costs.bound
         per_pair = FLOP_PER_PAIR[counted] * costs.head_dim
-        of_columns = 0 if self.counts.of_columns is None else self.counts.of_columns
-        curve = kernels.part(counted) if self.columns else kernels.whole[counted]
-        self._attention = curve.us(float(per_pair) * (self.counts.pairs - of_columns), float(per_pair) * of_columns, bound)
+        of_columns: IntArray | int = 0 if self.counts.of_columns is None else self.counts.of_columns
+        pairs = self.counts.pairs
+        curve = kernels.part(counted, DIAGONALS) if self.columns else kernels.whole[counted]
+        if not curve.skips and masked is not None:
+            pairs, of_columns = masked[counted].pairs, 0
+        self._attention = curve.us(float(per_pair) * (pairs - of_columns), float(per_pair) * of_columns, bound)
         zero = np.zeros(len(self.counts.columns))
-        self._columns = kernels.part(counted).us(zero, per_pair * self.counts.column_pairs.astype(np.float64), bound)
+        of_gathered = kernels.part(counted, ALONE_COLUMNS)
+        self._columns = of_gathered.us(zero, per_pair * self.counts.column_pairs.astype(np.float64), bound)
 
     def attention(self, step: int) -> FloatArray:
         return self._attention[:, step]

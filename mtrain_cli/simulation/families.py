@@ -16,12 +16,14 @@ from mtrain_cli.attention.index import VerticalSlash
 
 _RUN = 16  # diagonals of a cluster
 _NEAR = 0.25  # of the diagonals of `clustered` that are the nearest
+_DRIFT = 1 / 64  # of the sequence: how far a cluster of `drifting` moves at most from one layer, or step, to the next
 
 
 @dataclass(frozen=True)
 class Family:
     """density: share of the causal pairs of blocks that lie on chosen diagonals. columns: single ones a head, anywhere. Every head of
-    every layer draws its own.
+    every layer draws its own; of `drifting` every head, and its clusters move from layer to layer. step: of a training, in which those
+    move as far as in a layer.
     """
 
     name: str
@@ -29,6 +31,7 @@ class Family:
     columns: int = 2048
     block: int = 128
     seed: int = 0
+    step: int = 0
 
     @property
     def describe(self) -> str:
@@ -42,7 +45,9 @@ class Family:
         columns = np.empty((1, heads, min(self.columns, seq)), np.int32)
         for head in range(heads):
             rng = np.random.default_rng([self.seed, layer, head])
-            order = _FAMILIES[self.name][0](rng, blocks, self.density * area.sum())
+            # What drifts is drawn once; its columns are drawn anew in every step, too.
+            lines = np.random.default_rng([self.seed, head]) if self.name == _DRIFTING else rng
+            order = _FAMILIES[self.name][0](lines, blocks, self.density * area.sum(), layer + self.step)
             order = np.concatenate([[0], order[order > 0]])
             # The one that crosses the budget is in.
             number = int(np.searchsorted(np.cumsum(area[order]), self.density * area.sum())) + 1
@@ -51,28 +56,43 @@ class Family:
         return VerticalSlash(self.block, blocks, torch.from_numpy(on), torch.from_numpy(columns))
 
 
-Order = Callable[[np.random.Generator, int, float], np.ndarray]  # (generator, blocks, area wanted) -> all diagonals, those to take first
+# (generator, blocks, area wanted, layer and step) -> all diagonals, those to take first
+Order = Callable[[np.random.Generator, int, float, int], np.ndarray]
 
 
-def _local(rng: np.random.Generator, blocks: int, wanted: float) -> np.ndarray:  # noqa: ARG001 - all of a family are called alike
+def _local(rng: np.random.Generator, blocks: int, wanted: float, time: int) -> np.ndarray:  # noqa: ARG001 - all are called alike
     return np.arange(blocks)
 
 
-def _uniform(rng: np.random.Generator, blocks: int, wanted: float) -> np.ndarray:  # noqa: ARG001
+def _uniform(rng: np.random.Generator, blocks: int, wanted: float, time: int) -> np.ndarray:  # noqa: ARG001
     return rng.permutation(blocks)
 
 
-def _clustered(rng: np.random.Generator, blocks: int, wanted: float) -> np.ndarray:
+def _clustered(rng: np.random.Generator, blocks: int, wanted: float, time: int) -> np.ndarray:  # noqa: ARG001
     near = int(_NEAR * wanted / blocks)
     runs = rng.permutation(-(-blocks // _RUN))[:, None] * _RUN + np.arange(_RUN)
     order = np.concatenate([np.arange(near), runs[runs < blocks]])
+    return _each_once(order)
+
+
+def _drifting(rng: np.random.Generator, blocks: int, wanted: float, time: int) -> np.ndarray:  # noqa: ARG001
+    start = rng.permutation(-(-blocks // _RUN)) * _RUN
+    speed = rng.uniform(-_DRIFT, _DRIFT, len(start)) * blocks
+    moved = np.floor(start + speed * time).astype(np.int64)[:, None] + np.arange(_RUN)
+    # Clusters come to lie on each other; what then lies on none comes last.
+    return _each_once(np.concatenate([moved.ravel() % blocks, np.arange(blocks)]))
+
+
+def _each_once(order: np.ndarray) -> np.ndarray:
     _, first = np.unique(order, return_index=True)
     return order[np.sort(first)]
 
 
+_DRIFTING = "drifting"
 _FAMILIES: dict[str, tuple[Order, str]] = {
     "local": (_local, "the diagonals of the recent past"),
     "clustered": (_clustered, f"a quarter nearest, the others in runs of {_RUN} anywhere"),
     "uniform": (_uniform, "diagonals anywhere with equal chance"),
+    _DRIFTING: (_drifting, f"runs of {_RUN} anywhere, each moving by up to 1/{round(1 / _DRIFT)} of the sequence a layer"),
 }
 FAMILIES = tuple(_FAMILIES)

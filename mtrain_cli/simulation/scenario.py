@@ -53,12 +53,16 @@ class Pairs:
         """Of one micro-batch, each of its sequences one document."""
         model, block, sequences = config.model, config.topology.block_size, config.train.micro_batch
         made = RecordedSetup(
-            seq=config.seq, heads=model.num_heads, kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype_bytes=2,
+            seq=config.seq, heads=model.num_heads, kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype_bytes=_bytes(config),
             workers=1, per_node=1, layout=config.topology.layout, exchange=config.topology.exchange, block_size=block, needs_out=True,
         )  # fmt: skip
         masks = (SequenceMask.causal(config.seq, config.seq),) * sequences
         block = config.sparsity.block or block
-        return Problem(made, masks, tuple(range(self.layers)), _remembered(self._draw(config, block)), self.name, model=model.name)
+        # What `fixed` draws costs nothing in a step: a layer keeps it.
+        return Problem(
+            made, masks, tuple(range(self.layers)), _remembered(self._draw(config, block)), self.name,
+            int(config.sparsity.bars or 0) if self.name == FIXED else -1, estimated=self.name != FIXED, model=model.name,
+        )  # fmt: skip
 
     def _draw(self, config: Config, block: int) -> Callable[[int], Index | None]:
         heads, sequences, sparsity = config.model.num_heads, config.train.micro_batch, config.sparsity
@@ -77,6 +81,12 @@ class Pairs:
             return VerticalSlash(one.block, one.blocks, slashes, bars)
 
         return drawn
+
+
+def _bytes(config: Config) -> int:
+    """Of a number, as `training.plan.compute_dtype` has it for the device that the settings name."""
+    name = config.train.dtype
+    return 4 if name == "float32" or (name == "auto" and config.topology.device == "cpu") else 2
 
 
 def _remembered(draw: Callable[[int], Index | None]) -> Callable[[int], Index | None]:

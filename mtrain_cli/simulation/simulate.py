@@ -184,6 +184,9 @@ class _Player:
         self.directions = (FORWARD, RECOMPUTE, BACKWARD) if recompute else (FORWARD, BACKWARD)
         costs = Costs(cluster, kernels, case.sizes, lockstep, problem.made.head_dim, sequences=len(problem.masks))
         self.costs = {bound: replace(costs, bound=bound, _messages={}) for bound in BOUNDS}
+        curves = [*kernels.whole.values(), *kernels.alone.values()]
+        # What a kernel computes that hides pairs instead of leaving them out.
+        self.masked = None if all(curve.skips for curve in curves) else case.counter.count(None)
 
     @property
     def rows_of_layer(self) -> int:
@@ -198,7 +201,7 @@ class _Player:
         estimated = seq if self.problem.estimated and index is not None else 0
         # Messages of columns alone depend on the layer.
         costs = replace(costs, columns=width, sparse=index is not None, estimated=estimated)
-        prices = LayerPrices(costs, work, direction)
+        prices = LayerPrices(costs, work, direction, self.masked)
         return play(
             program(self.lockstep, prices), direction, self.case.setup.workers, len(self.lockstep.beats(direction)),
             grid=self.lockstep.grid, conditions=self.conditions, rows=rows, stream=3 * layer + self.directions.index(direction),

@@ -122,6 +122,10 @@ def test_the_calibration_that_ships_is_read_and_names_its_hardware():
 @pytest.mark.parametrize(
     ("words", "line"),
     [
+        (["kernels", "--seq", "1k", "--shares", "1"], "--shares 1: each must be at least 2 workers"),
+        (["kernels", "--seq", "1k", "--shares", "some"], "--shares some: some is no number; give items such as 8,32"),
+        (["kernels", "--seq", "1k", "--block", "16", "--shares", "7"], "--shares 7: none of --seq 1k can be dealt to so many"),
+        (["kernels", "--seq", "1k", "--no-whole"], "--no-whole: leaves nothing to time; give --shares N, too"),
         (["sparsity", "--pattern", "mobb"], "--pattern mobb: no such pattern; did you mean moba?"),
         (["sparsity", "--pattern", "dense"], "--pattern dense: no such pattern"),
         (["sparsity", "--pattern", ","], "names no pattern"),

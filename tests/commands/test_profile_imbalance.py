@@ -241,3 +241,19 @@ def test_what_cannot_be_compared_is_one_line(tmp_path, words, said):
     assert said in found.stderr
     assert len(found.stderr.splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_the_simulator_counts_what_was_recorded(profile, tmp_path):
+    """Of real training steps, under the indices of their last iteration: no time of a GPU is right here, and all work is."""
+    found = mtrain(tmp_path, "simulate", "--validate", str(profile), "--json")
+    assert found.returncode == 0, found.stderr
+    document = json.loads(found.stdout)
+    assert [case["case"] for case in document["cases"]] == [case["label"] for case in open_records(profile).summary["cases"]]
+    assert document["not_predicted"] == []
+    for case in document["cases"]:
+        assert set(case["passes"]) == {"forward", "backward"}
+        for of_pass in case["passes"].values():
+            # 3 workers: pairs of 3 steps and of columns, blocks of 3 steps.
+            assert of_pass["work_cells"] == 3 * (3 + 1 + 3)
+            if case["case"].startswith("dense"):
+                assert of_pass["work_cells_equal"] == of_pass["work_cells"]

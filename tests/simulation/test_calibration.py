@@ -10,6 +10,7 @@ import pytest
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.simulation.calibration import (
     DENSE,
+    DIAGONALS,
     HIGH,
     LISTS,
     LOW,
@@ -38,6 +39,25 @@ def test_a_fit_finds_what_the_points_were_made_of():
     # No time is negative, and one point says nothing of a fixed time.
     assert min(fit([Point(1, 0, 1.0), Point(2, 0, 2.2), Point(4, 0, 4.9)])) >= 0
     assert fit([Point(2, 0, 3.0)]) == (0, pytest.approx(1.5), 0)
+
+
+def test_a_kernel_that_skips_nothing_is_fitted_to_what_masks_leave(tmp_path):
+    """2 ms and 3 ms of 1e12 FLOP forward, whatever the index leaves of it."""
+    entries = []
+    for mask_pairs, share in ((1 << 28, 0.1), (1 << 29, 0.7), (1 << 30, 0.2), (1 << 31, 0.05)):
+        ms = {d: 2 + 3 * flop * 64 * mask_pairs / 1e12 for d, flop in (("forward", 4), ("backward", 10))}
+        case = {"seq": 1, "density": share, "head_dim": 64}
+        entries.append(
+            {"kernel": "sdpa", "form": "diagonals", "case": case, "pairs": int(share * mask_pairs), "column_pairs": 7, "skips": False}
+            | {"mask_pairs": mask_pairs, "forward_ms": ms["forward"], "backward_ms": ms["backward"]}
+        )
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"schema": 1, "kind": "kernels", "device": "mine", "times": entries}))
+    for direction in ("forward", "backward"):
+        curve = load_calibration(path).find("sdpa", DIAGONALS, direction)
+        assert curve is not None
+        assert not curve.skips
+        assert (curve.fixed_ms, curve.ms_per_tflop) == (pytest.approx(2), pytest.approx(3))
 
 
 def test_held_out_errors_of_what_ships():

@@ -203,5 +203,23 @@ def test_a_family_has_the_density_that_it_states(name):
     assert all(len(set(row.tolist())) == 100 for row in index.bars[0])
     assert "5.0%" in family.describe
     other = family.index(4, 1 << 17, 2)
+    assert np.array_equal(index.slashes.numpy(), other.slashes.numpy()) == (name == "local")
     assert not np.array_equal(index.bars.numpy(), other.bars.numpy())
     assert np.array_equal(index.bars.numpy(), family.index(3, 1 << 17, 2).bars.numpy())
+
+
+def test_drifting_diagonals_move_with_layers_and_steps_and_stay_together():
+    family = Family("drifting", density=0.05, columns=16)
+
+    def kept(later: int) -> float:
+        """Share of the diagonals of layer 0 that are near one of a later layer, by at most what clusters move in one."""
+        first, then = (family.index(layer, 1 << 17, 4).slashes.numpy()[0] for layer in (0, later))
+        blocks = first.shape[-1]
+        reach = blocks // 64 + 1
+        near = np.array([[then[h, max(0, d - reach) : d + reach + 1].any() for d in range(blocks)] for h in range(4)])
+        return float((first & near).sum() / first.sum())
+
+    assert kept(1) > 0.9
+    assert kept(40) < 0.6
+    moved = dataclasses.replace(family, step=2).index(3, 1 << 17, 4)
+    assert np.array_equal(moved.slashes.numpy(), family.index(5, 1 << 17, 4).slashes.numpy()), "a step is as far as a layer"

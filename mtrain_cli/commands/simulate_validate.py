@@ -1,0 +1,244 @@
+"""`mtrain simulate --validate RUN...`: predicted against measured, for every case of profiles."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from mtrain_cli.config.schema import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from mtrain_cli.simulation.calibration import Calibration
+    from mtrain_cli.simulation.cluster import Cluster
+    from mtrain_cli.simulation.validation import Agreement, CaseComparison, Predicted, Run
+
+FILE = "validation.json"
+_WIDEST = 400  # characters
+_SHOWN = 12  # names in one line
+# Constants of the simulator itself that no calibration replaces (`simulation.costs`).
+ASSUMED = "launches of a step; estimating an index"
+
+
+def validate(
+    runs: Sequence[str], predictions: Sequence[Path], cluster: Cluster, calibration: Calibration | None, out: Path | None, *, as_json: bool
+) -> None:
+    """Compares, prints and leaves a folder with ``validation.json`` and, where they were not given, the predictions."""
+    from rich.console import Console
+
+    from mtrain_cli.profiling import records
+    from mtrain_cli.simulation.validation import Unlike, agreement, compare, open_prediction, open_run
+
+    folder = out or Path("measurements", f"validation-{time.strftime('%Y%m%d-%H%M%S')}")
+    if (folder / FILE).exists() or (folder / records.SUMMARY).exists():
+        raise ConfigError(f"--out {folder}: holds a validation, profile or simulation already; give a new folder")
+    opened = [open_run(Path(run).expanduser()) for run in runs]
+    given: dict[Any, Predicted] = {}
+    for path in predictions:
+        given |= open_prediction(path.expanduser())
+    compared: list[CaseComparison] = []
+    absent = []
+    for number, run in enumerate(opened):
+        found = given if predictions else _replayed(run, cluster, calibration, folder / f"predicted-{number}")
+        for case in run.cases:
+            predicted = found.get(_key(case.facts))
+            if predicted is None:
+                absent.append(f"{run.folder.name}: {case.label}")
+                continue
+            try:
+                compared.append(compare(run, case, predicted))
+            except Unlike as reason:
+                absent.append(f"{run.folder.name}: {case.label}: {reason}")
+    if not compared:
+        which = ", ".join(f"--prediction {path}" for path in predictions) or f"--validate {runs[0]}"
+        raise ConfigError(f"{which}: nothing to compare for the {len(absent)} cases that were measured, such as {absent[0]}")
+    together = agreement(compared)
+    document = _document(opened, predictions, cluster, calibration, compared, together, absent)
+    _leave(folder, document)
+    if as_json:
+        typer.echo(json.dumps(document, indent=1))
+        return
+    _show(Console(highlight=False, soft_wrap=True), document, compared, together)
+    typer.echo(f"files  {folder}")
+
+
+def _key(facts: dict[str, Any]) -> Any:
+    from mtrain_cli.simulation.validation import key_of
+
+    return key_of(facts)
+
+
+def _replayed(run: Run, cluster: Cluster, calibration: Calibration | None, folder: Path) -> dict[Any, Predicted]:
+    from mtrain_cli.simulation.validation import keep, open_prediction, replay
+
+    found = [replay(run, case, cluster, calibration, number) for number, case in enumerate(run.cases)]
+    keep(folder, found, "attention")
+    return open_prediction(folder)
+
+
+def _document(
+    runs: Sequence[Run],
+    predictions: Sequence[Path],
+    cluster: Cluster,
+    calibration: Calibration | None,
+    compared: Sequence[CaseComparison],
+    together: Agreement,
+    absent: Sequence[str],
+) -> dict[str, Any]:
+    from mtrain_cli import __version__
+    from mtrain_cli.profiling import records
+    from mtrain_cli.simulation.calibration import shipped
+    from mtrain_cli.simulation.validation import digest, sources
+
+    if predictions:
+        first = records.open_records(predictions[0].expanduser()).summary
+        described = first.get("cluster") or {}
+        by_source = sources((described.get("constants") or {}).items())
+        named, files = described.get("name"), first.get("calibration")
+    else:
+        by_source, named = sources(cluster.constants().items()), cluster.name
+        used = calibration or next((c for c in shipped() if c.device == cluster.gpu.name), None)
+        files = None if used is None else {"device": used.device, "files": list(used.files), "own": calibration is not None}
+    return {
+        "schema": 1,
+        "kind": "validation",
+        "command": ["mtrain", *sys.argv[1:]],
+        "versions": {"mtrain": __version__},
+        "runs": [{"folder": str(run.folder), "started": run.started, "devices": _devices(run)} for run in runs],
+        "predictions": [{"folder": str(path), "sha256": digest(path.expanduser() / records.SUMMARY)} for path in predictions],
+        "cluster": named,
+        "constants": by_source,
+        "assumed": ASSUMED,
+        "elsewhere": _elsewhere(runs, predictions, cluster),
+        "calibration": files,
+        "agreement": together.to_json(),
+        "cases": [case.to_json() for case in compared],
+        "not_predicted": list(absent),
+    }
+
+
+def _elsewhere(runs: Sequence[Run], predictions: Sequence[Path], cluster: Cluster) -> list[str]:
+    """Runs on devices that the cluster does not have."""
+    from mtrain_cli.simulation.calibration import same_device
+    from mtrain_cli.training.flops import peak_flops
+
+    if predictions:
+        return []
+    known = peak_flops(cluster.gpu.name) is not None  # a GPU; a CPU has no entry there
+    found = []
+    for run in runs:
+        devices = dict.fromkeys(_devices(run))
+        wrong = [name for name in devices if (known if name == "CPU" else not same_device(name, cluster.gpu.name))]
+        found += [f"{run.folder} ran on {name}, and {cluster.name} has {cluster.gpu.name}" for name in wrong]
+    return found
+
+
+def _devices(run: Run) -> list[str]:
+    found = run.recorded.summary.get("environment") or {}
+    gpus = found.get("gpus") or []
+    return [str(gpu.get("name", gpu)) if isinstance(gpu, dict) else str(gpu) for gpu in gpus] or ["CPU"]
+
+
+def _leave(folder: Path, document: dict[str, Any]) -> None:
+    from mtrain_cli.launch.failures import RunError
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / FILE).write_text(json.dumps(document, indent=1) + "\n")
+    except OSError as error:
+        raise RunError(f"{folder}: could not be written ({error.strerror or error})") from error
+
+
+def _show(console: Console, document: dict[str, Any], compared: Sequence[CaseComparison], together: Agreement) -> None:
+    from rich.console import Console
+
+    table = _table(compared)
+    wide = Console(highlight=False, width=_WIDEST)
+    wide.width = wide.measure(table).maximum
+    wide.print(table)
+    console.print(
+        "ms of a layer, the slowest worker; error: predicted over measured, less 1; in: measured is inside the predicted bounds; steps: "
+        "mean absolute error of attention, each worker and step; ranks: largest error of the time of a rank; ID: imbalance degrees of "
+        "time, predicted, and less measured"
+    )
+    said = document["agreement"]
+    console.print(
+        f"time       mean absolute error {together.mape:.1%}, largest {together.worst:+.1%}"
+        + "".join(f", {name} {error:.1%}" for name, error in together.passes.items())
+    )
+    console.print(
+        f"common     predictions are x {together.common:.2f} in the median; beside that factor, mean absolute error {together.beside:.1%}"
+    )
+    console.print(f"bounds     hold {together.covered:.0%} of the passes")
+    console.print(f"imbalance  degrees off by {together.degree:.3f} in the mean, {together.worst_degree:.3f} at most")
+    console.print(f"work       {together.equal} of {together.cells} counts equal")
+    for name, value in said["spearman"].items():
+        found = "the fastest was found" if said["fastest_found"][name] else "another was the fastest"
+        console.print(f"ranking    {name}: Spearman {value:+.2f}, {found}")
+    if not said["spearman"]:
+        console.print("ranking    fewer than three layouts and exchanges of a kind")
+    for source, names in document["constants"].items():
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        console.print(f"{source:<10} {', '.join(names[:_SHOWN])}{more}")
+    console.print(f"{'assumed':<10} {document['assumed']}")
+    files = document["calibration"]
+    console.print(f"kernels    {', '.join(files['files']) + ' of ' + files['device'] if files else 'not calibrated on this device'}")
+    for entry in document["predictions"]:
+        console.print(f"sha256     {entry['sha256']}  {entry['folder']}/summary.json")
+    _say_when(console, document, compared)
+    for remark in dict.fromkeys(remark for case in compared for remark in case.remarks):
+        console.print(f"note       {remark}", style="yellow")
+    for line in document["elsewhere"]:
+        console.print(f"note       {line}", style="yellow")
+    for label in document["not_predicted"]:
+        console.print(f"note       measured, but not predicted: {label}", style="yellow")
+
+
+def _say_when(console: Console, document: dict[str, Any], compared: Sequence[CaseComparison]) -> None:
+    started = {run["folder"]: run["started"] for run in document["runs"]}
+    pairs = sorted({(case.written, started[case.run]) for case in compared if case.written})
+    for written, measured in pairs:
+        when = _seconds(written), _seconds(measured)
+        order = "" if None in when else ", before" if when[0] <= when[1] else ", AFTER"  # type: ignore[operator]
+        console.print(f"when       predicted {written}{order + ' it was measured' if order else ''}, measured {measured}")
+
+
+def _seconds(text: str) -> float | None:
+    try:
+        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S%z"))
+    except ValueError:
+        return None
+
+
+def _table(compared: Sequence[CaseComparison]) -> Table:
+    import numpy as np
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    table = Table(title="predicted against measured", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
+    table.add_column("case")
+    table.add_column("pass")
+    for name in ("measured", "predicted", "error", "best - worst", "in", "steps", "ranks", "worker ID", "step ID"):
+        table.add_column(name, justify="right")
+    several = len({case.run for case in compared}) > 1
+    for case in compared:
+        label = f"{Path(case.run).name}: {case.label}" if several else case.label
+        for name, p in case.passes.items():
+            measured, predicted = p.ranks
+            of_ranks = predicted / np.maximum(measured, 1e-9) - 1
+            degrees = [f"{p.degrees[d][1]:.2f} {p.degrees[d][1] - p.degrees[d][0]:+.3f}" for d in ("worker", "step")]
+            table.add_row(
+                label, name, f"{p.measured:.2f} ±{p.std:.2f}", f"{p.predicted:.2f}", f"{p.error:+.1%}", f"{p.low:.4g} - {p.high:.4g}",
+                "yes" if p.inside else "no", f"{p.mape:.1%}", f"{of_ranks[np.argmax(np.abs(of_ranks))]:+.1%}", *degrees,
+            )  # fmt: skip
+            label = ""
+        table.add_row("", "all", f"{case.measured:.2f}", f"{case.predicted:.2f}", f"{case.error:+.1%}", style="bold")
+    return table

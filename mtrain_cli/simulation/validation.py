@@ -1,0 +1,453 @@
+"""Predictions against measurements: the cases of a profile through the simulator, compared step by step, rank by rank and as a whole.
+
+Predictions are made from what a run recorded (shapes, indices, configuration) and never from its times; or they were written down before
+by `mtrain simulate --out FOLDER`, and are read. Both are records, which the analysis of profiles reads, so that every figure compared has
+one definition (`profiles/definitions.md`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtrain_cli.attention.index import Index
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.profiling import records
+from mtrain_cli.profiling.analysis import CaseAnalysis, PassAnalysis, analyse
+from mtrain_cli.profiling.index_file import RecordedIndices, RecordedSetup, load_indices
+from mtrain_cli.profiling.records import Recorded
+from mtrain_cli.simulation.calibration import Calibration
+from mtrain_cli.simulation.cluster import Cluster
+from mtrain_cli.simulation.simulate import Prediction, Problem, predict
+from mtrain_cli.simulation.timeline import Conditions
+from mtrain_cli.simulation.what_if import Setup, Unfit, index_of
+
+PASSES = ("forward", "backward")
+DEGREES = ("worker", "step")
+_DENSE, _FIXED = "dense", "fixed"
+_FEWEST_RANKED = 3
+Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A profile: its analysed cases and the indices that it recorded."""
+
+    folder: Path
+    recorded: Recorded
+    cases: tuple[CaseAnalysis, ...]
+    indices: RecordedIndices
+
+    @property
+    def started(self) -> str:
+        return str((self.recorded.summary.get("environment") or {}).get("started") or "")
+
+
+def open_run(folder: Path) -> Run:
+    """Raises:
+    ConfigError: it is no complete profile with indices.
+    """
+    inside = next((f for f in (folder, folder / "profile") if (f / records.SUMMARY).is_file()), folder)
+    if not folder.is_dir():
+        raise ConfigError(f"--validate {folder}: there is no such folder; give one that `mtrain profile imbalance` left")
+    if inside is folder and not (folder / records.SUMMARY).is_file():
+        raise ConfigError(f"--validate {folder}: holds no profile ({records.SUMMARY} is missing); `mtrain profile imbalance` leaves one")
+    recorded = records.open_records(inside)
+    if recorded.summary.get("kind") != "profile":
+        raise ConfigError(f"--validate {folder}: is a {recorded.summary.get('kind')}, nothing measured; give it as --prediction {folder}")
+    if not recorded.complete:
+        done, wanted = (recorded.summary.get(name) for name in ("samples", "samples_wanted"))
+        raise ConfigError(f"--validate {folder}: was ended early ({done} of {wanted} samples); measure again")
+    if not (inside / records.INDEX).is_file():
+        raise ConfigError(f"--validate {folder}: {records.INDEX} is missing, and without indices nothing can be replayed; measure again")
+    indices = load_indices(inside / records.INDEX)
+    cases = tuple(analyse(recorded))
+    if not cases:
+        raise ConfigError(f"--validate {folder}: holds no records; measure again")
+    return Run(folder, recorded, cases, indices)
+
+
+def key_of(facts: dict[str, Any]) -> Key:
+    """What makes two cases the same."""
+    numbers = ("seq", "micro_batch", "cp", "num_heads", "num_kv_heads", "head_dim", "kernel")
+    name = _exchange(str(facts.get("exchange")))
+    per_node = facts.get("per_node") if name.startswith("hierarchical") else None
+    return facts.get("pattern"), facts.get("layout"), name, per_node, *(facts.get(name) for name in numbers)
+
+
+def replay(run: Run, case: CaseAnalysis, cluster: Cluster, calibration: Calibration | None, number: int) -> Prediction:
+    """The case as the simulator has it.
+
+    Raises:
+        ConfigError: it cannot be replayed.
+    """
+    facts = case.facts
+    workers = int(facts["cp"])
+    if workers > cluster.gpus:
+        raise ConfigError(
+            f"--cluster {cluster.name}: has {cluster.gpus} GPUs, and {run.folder} used {workers}; give a cluster that large, such as one "
+            "from `mtrain profile links --per-node N`"
+        )
+    name = _exchange(str(facts["exchange"]))
+    setup = Setup(str(facts["layout"]), name, workers, int(facts["per_node"]) or workers)
+    try:
+        found = predict(cluster, _problem(run, case), setup, kernel=str(facts["kernel"]), calibration=calibration,
+                        conditions=Conditions(), number=number, rows=True)  # fmt: skip
+    except Unfit as error:
+        raise ConfigError(f"--validate {run.folder}: {case.label}: {error}") from None
+    if found.rows is None:
+        raise ConfigError(f"--validate {run.folder}: {case.label}: too large for records; give a prediction of fewer layers")
+    return found
+
+
+def _exchange(label: str) -> str:
+    """The value of topology.exchange for a label such as ``ulysses over 2, then ring``."""
+    word = label.split()[0].rstrip(",")
+    return "ulysses" if word == "ulysses" else word
+
+
+def _problem(run: Run, case: CaseAnalysis) -> Problem:
+    made, facts, pattern = run.indices.setup, case.facts, str(case.facts["pattern"])
+    seq, batch = int(facts["seq"]), int(facts["micro_batch"])
+    estimated = pattern not in (_DENSE, _FIXED)
+    if seq == made.seq and pattern in run.indices.patterns:
+        layers = tuple(layer for layer in run.indices.layers(pattern) if layer in case.layers)
+        if not layers:
+            raise ConfigError(f"--validate {run.folder}: {records.INDEX} holds no index of the layers of {case.label}")
+        indices = run.indices
+        return Problem(
+            made, indices.masks, layers, lambda layer: index_of(indices, pattern, layer), pattern, made.columns.get(pattern, -1),
+            estimated, str(facts.get("model", "")),
+        )  # fmt: skip
+    # The file has the indices of one length; others are known where they do not depend on data.
+    config = _config(run, case)
+    if pattern not in (_DENSE, _FIXED) or config is None:
+        raise ConfigError(
+            f"--validate {run.folder}: {case.label}: {records.INDEX} has indices of {made.seq} tokens and of "
+            f"{', '.join(run.indices.patterns)} only; measure one length a run"
+        )
+    setup = RecordedSetup(
+        seq=seq, heads=made.heads, kv_heads=made.kv_heads, head_dim=made.head_dim, dtype_bytes=made.dtype_bytes, workers=made.workers,
+        per_node=made.per_node, layout=made.layout, exchange=made.exchange, block_size=made.block_size, needs_out=made.needs_out,
+    )  # fmt: skip
+    masks = (SequenceMask.causal(seq, seq),) * batch
+    return Problem(
+        setup, masks, tuple(case.layers), fixed_of(config), pattern, made.columns.get(pattern, -1), False, str(facts.get("model", ""))
+    )
+
+
+def fixed_of(config: Config):
+    """layer -> its index under ``sparsity=fixed``, which no data changes; None for dense."""
+    from mtrain_cli.sparsity.fixed import fixed_index
+
+    sparsity, kept = config.sparsity, {}
+
+    def of(layer: int) -> Index | None:
+        if sparsity.pattern == _DENSE:
+            return None
+        if layer not in kept:
+            kept[layer] = fixed_index(
+                seed=config.seed + 1000 * layer, batch=config.train.micro_batch, heads=config.model.num_heads, seq=config.seq,
+                block=int(sparsity.block or 0), slashes=sparsity.slashes, bars=int(sparsity.bars or 0), density=sparsity.density or None,
+            )  # fmt: skip
+        return kept[layer]
+
+    return of
+
+
+def _config(run: Run, case: CaseAnalysis) -> Config | None:
+    from mtrain_cli.config import compose
+
+    path = run.recorded.folder / "cases" / f"{case.number}.yaml"
+    return compose.load(path) if path.is_file() else None
+
+
+def keep(folder: Path, predictions: Sequence[Prediction], mode: str) -> None:
+    """Writes predictions as `open_prediction` reads them."""
+    for number, prediction in enumerate(predictions):
+        assert prediction.rows is not None
+        records.write_part(prediction.rows, folder, number)
+    records.join_parts(folder)
+    predicted = [
+        {
+            "label": p.facts["label"],
+            "remarks": list(p.remarks),
+            "passes": {
+                name: {"ms": {"low": d.duration.low, "value": d.duration.value, "high": d.duration.high}} for name, d in p.passes.items()
+            },
+        }
+        for p in predictions
+    ]
+    document = {
+        "kind": "simulation",
+        "mode": mode,
+        "complete": True,
+        "workers": max(p.setup.workers for p in predictions),
+        "samples_wanted": 1,
+    }
+    records.write_summary(folder, document | {"samples": 1, "cases": [p.facts for p in predictions], "predicted": predicted})
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What was predicted of one case. bounds: of the passes, in ms, by low, value and high. written: when; empty where just now."""
+
+    analysis: CaseAnalysis
+    bounds: dict[str, dict[str, float]]
+    remarks: tuple[str, ...]
+    folder: Path
+    written: str = ""
+
+
+def open_prediction(folder: Path, option: str = "--prediction") -> dict[Key, Predicted]:
+    """By case.
+
+    Raises:
+        ConfigError: the folder holds no simulation with records, or its records are not those that were written with it.
+    """
+    if not (folder / records.SUMMARY).is_file():
+        raise ConfigError(
+            f"{option} {folder}: holds no prediction ({records.SUMMARY} is missing); `mtrain simulate --out FOLDER` leaves one"
+        )
+    recorded = records.open_records(folder)
+    summary = recorded.summary
+    if summary.get("kind") != "simulation":
+        raise ConfigError(f"{option} {folder}: is a {summary.get('kind')}, no prediction; `mtrain simulate --out FOLDER` leaves one")
+    said = summary.get("records_sha256")
+    if said is not None and (not recorded.parts or digest(recorded.parts[0]) != said):
+        raise ConfigError(f"{option} {folder}: {records.RECORDS} is not the file that was written with {records.SUMMARY}; predict again")
+    written = str((summary.get("environment") or {}).get("started") or "")
+    found = {}
+    for case in analyse(recorded):
+        of_case = summary["predicted"][case.number]
+        bounds = {name: of_pass["ms"] for name, of_pass in of_case["passes"].items()}
+        found[key_of(case.facts)] = Predicted(case, bounds, tuple(of_case.get("remarks", ())), folder, written)
+    return found
+
+
+def digest(path: Path) -> str:
+    """sha256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@dataclass(frozen=True)
+class PassComparison:
+    """One pass of a case. ms of a layer, the slowest worker; steps, ranks: ms of all that a step, or a rank, spends, [number] each; mape:
+    mean absolute relative error of the attention of each (rank, step). degrees: measured and predicted, of time. cells, equal: (rank,
+    step) entries of work and how many of them are equal.
+    """
+
+    measured: float
+    std: float
+    predicted: float
+    low: float
+    high: float
+    steps: tuple[np.ndarray, np.ndarray]
+    ranks: tuple[np.ndarray, np.ndarray]
+    mape: float
+    degrees: dict[str, tuple[float, float]]
+    cells: int
+    equal: int
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+    @property
+    def inside(self) -> bool:
+        return self.low <= self.measured <= self.high
+
+    def to_json(self) -> dict[str, Any]:
+        def table(pair: tuple[np.ndarray, np.ndarray]) -> dict[str, list[float]]:
+            measured, predicted = pair
+            return {
+                "measured_ms": [round(float(v), 5) for v in measured],
+                "predicted_ms": [round(float(v), 5) for v in predicted],
+                "error": [round(float(v), 5) for v in _relative(predicted, measured)],
+            }
+
+        return {
+            "measured_ms": self.measured, "std_ms": self.std, "predicted_ms": self.predicted, "low_ms": self.low, "high_ms": self.high,
+            "error": self.error, "inside_bounds": self.inside, "attention_mape": self.mape, "steps": table(self.steps),
+            "ranks": table(self.ranks), "work_cells": self.cells, "work_cells_equal": self.equal,
+            "degrees": {name: {"measured": m, "predicted": p, "error": p - m} for name, (m, p) in self.degrees.items()},
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CaseComparison:
+    """One case. group: cases that differ in layout and exchange only are ranked together."""
+
+    run: str
+    label: str
+    group: Key
+    passes: dict[str, PassComparison]
+    remarks: tuple[str, ...] = ()
+    prediction: str = ""
+    written: str = ""
+
+    @property
+    def measured(self) -> float:
+        return sum(p.measured for p in self.passes.values())
+
+    @property
+    def predicted(self) -> float:
+        return sum(p.predicted for p in self.passes.values())
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "run": self.run, "case": self.label, "measured_ms": self.measured, "predicted_ms": self.predicted, "error": self.error,
+            "prediction": self.prediction, "written": self.written, "remarks": list(self.remarks),
+            "passes": {name: p.to_json() for name, p in self.passes.items()},
+        }  # fmt: skip
+
+
+class Unlike(ValueError):
+    """A prediction of something else than what ran."""
+
+
+def compare(run: Run, case: CaseAnalysis, predicted: Predicted) -> CaseComparison:
+    """Raises:
+    Unlike: the two have other steps or workers.
+    """
+    passes = {}
+    for name in PASSES:
+        if name not in case.passes or name not in predicted.analysis.passes:
+            continue
+        mine, other = case.passes[name], predicted.analysis.passes[name]
+        if mine.attention.shape != other.attention.shape:
+            raise Unlike(
+                f"predicted as {predicted.analysis.facts.get('exchange')} with {other.attention.shape[1]} steps {name}, ran as "
+                f"{case.facts.get('exchange')} with {mine.attention.shape[1]}"
+            )
+        passes[name] = _compare_pass(mine, other, predicted.bounds[name], _median(case, name))
+    facts = case.facts
+    group = (str(run.folder), facts["pattern"], facts["seq"], facts["cp"])
+    return CaseComparison(
+        str(run.folder), case.label, group, passes, predicted.remarks, str(predicted.folder), predicted.written
+    )  # fmt: skip
+
+
+def _median(case: CaseAnalysis, name: str) -> float | None:
+    """ms of the median iteration without records, where it was measured."""
+    found = case.facts.get(f"{name}_ms")
+    return float(found) if found is not None and len(case.layers) == 1 else None
+
+
+def _compare_pass(mine: PassAnalysis, other: PassAnalysis, bounds: dict[str, float], median: float | None) -> PassComparison:
+    work = [np.concatenate([np.rint(np.column_stack([p.pairs, p.column_pairs])), np.rint(_where(p))], 1) for p in (mine, other)]
+    computed = (mine.attention > 0) & (other.attention > 0)
+    cells = np.abs(_relative(other.attention, mine.attention))[computed]
+    return PassComparison(
+        measured=mine.duration.mean if median is None else median,
+        std=mine.duration.std,
+        predicted=bounds["value"],
+        low=bounds["low"],
+        high=bounds["high"],
+        steps=(mine.elapsed.mean(0), other.elapsed.mean(0)),
+        ranks=(mine.elapsed.sum(1) + mine.columns, other.elapsed.sum(1) + other.columns),
+        mape=float(cells.mean()) if cells.size else 0.0,
+        degrees={name: (getattr(mine.time, name).mean, getattr(other.time, name).mean) for name in DEGREES},
+        cells=work[0].size,
+        equal=int((work[0] == work[1]).sum()),
+    )
+
+
+def _where(found: PassAnalysis) -> np.ndarray:
+    """Blocks, of steps that compute anything: a profile has no row of the others."""
+    return np.where(found.pairs > 0, found.blocks, 0)
+
+
+def _relative(predicted: np.ndarray, measured: np.ndarray) -> np.ndarray:
+    return np.divide(predicted, measured, out=np.ones_like(predicted), where=measured > 0) - 1
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """All cases together. mape: of the time of a case. covered: share of passes inside their bounds. rank: Spearman correlation of the
+    times of cases that differ in layout and exchange only, by group; groups of fewer than three are left out. worst_degree: largest
+    absolute error of an imbalance degree of time. common: predicted over measured, the median of cases; beside: what mape is without that
+    factor, as where the whole machine was slower than when it was calibrated.
+    """
+
+    mape: float
+    worst: float
+    passes: dict[str, float]
+    covered: float
+    degree: float
+    worst_degree: float
+    rank: dict[Key, float]
+    cells: int
+    equal: int
+    chosen: dict[Key, bool] = field(default_factory=dict)
+    common: float = 1.0
+    beside: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        names = {group: " ".join(str(part) for part in group[1:]) for group in self.rank}
+        return {
+            "mape": self.mape, "common_factor": self.common, "mape_beside_common_factor": self.beside,
+            "worst_error": self.worst, "mape_of_passes": self.passes, "inside_bounds": self.covered,
+            "degree_mean_error": self.degree, "degree_worst_error": self.worst_degree,
+            "work_cells": self.cells, "work_cells_equal": self.equal,
+            "spearman": {f"{group[0]}: {names[group]}": value for group, value in self.rank.items()},
+            "fastest_found": {f"{group[0]}: {names[group]}": value for group, value in self.chosen.items()},
+        }  # fmt: skip
+
+
+def agreement(cases: Sequence[CaseComparison]) -> Agreement:
+    errors = np.array([case.error for case in cases])
+    every = [(name, p) for case in cases for name, p in case.passes.items()]
+    degrees = np.abs([p - m for _, found in every for m, p in found.degrees.values()])
+    groups: dict[Key, list[CaseComparison]] = {}
+    for case in cases:
+        groups.setdefault(case.group, []).append(case)
+    ranked = {group: found for group, found in groups.items() if len(found) >= _FEWEST_RANKED}
+    times = {group: [np.array([getattr(c, of) for c in found]) for of in ("measured", "predicted")] for group, found in ranked.items()}
+    common = float(np.median(errors + 1))
+    return Agreement(
+        mape=float(np.abs(errors).mean()),
+        worst=float(errors[np.argmax(np.abs(errors))]),
+        passes={name: float(np.mean([abs(p.error) for n, p in every if n == name])) for name in dict.fromkeys(n for n, _ in every)},
+        covered=float(np.mean([p.inside for _, p in every])),
+        degree=float(degrees.mean()),
+        worst_degree=float(degrees.max()),
+        rank={group: spearman(*pair) for group, pair in times.items()},
+        cells=sum(p.cells for _, p in every),
+        equal=sum(p.equal for _, p in every),
+        common=common,
+        beside=float(np.abs((errors + 1) / common - 1).mean()),
+        chosen={group: int(pair[0].argmin()) == int(pair[1].argmin()) for group, pair in times.items()},
+    )
+
+
+def spearman(a: np.ndarray, b: np.ndarray) -> float:
+    """Correlation of ranks; equal values share the mean of theirs. NaN where one of the two is constant."""
+    ranks = [_ranks(np.asarray(values, np.float64)) for values in (a, b)]
+    if any(np.ptp(r) == 0 for r in ranks):
+        return float("nan")
+    return float(np.corrcoef(np.stack(ranks))[0, 1])
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    _, where, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts + 1) / 2)[where]
+
+
+def sources(constants: Iterable[tuple[str, Any]]) -> dict[str, list[str]]:
+    """Names of constants by their source."""
+    found: dict[str, list[str]] = {}
+    for name, constant in constants:
+        found.setdefault(str(constant["source"] if isinstance(constant, dict) else constant.source), []).append(name)
+    return found

@@ -1,0 +1,42 @@
+"""Calibration on GPUs: links by NCCL with times of the device, and the calls of one worker by every kernel that serves."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from command import mtrain
+
+from mtrain_cli.profiling.kernels import Case
+from mtrain_cli.profiling.shares import profile_shares
+from mtrain_cli.simulation.calibration import ALONE_COLUMNS, DIAGONALS, LISTS, SPARSE
+from mtrain_cli.simulation.cluster import load_cluster
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_links_of_two_gpus(tmp_path):
+    words = ["topology.workers=2", "--sizes", "64k,4m,64m", "--repeats", "3", "--cluster-out", "mine.yaml", "--per-node", "8", "--json"]
+    found = mtrain(tmp_path, "profile", "links", *words)
+    assert found.returncode == 0, found.stderr
+    document = json.loads(found.stdout)
+    assert document["backend"] == "nccl"
+    for t in document["times"]:
+        assert t["us"] > 0
+        assert t["loaded_us"] > 0
+    # Both are of the device: a link that is faster than memory, or a computation that messages make faster, was not measured.
+    assert all(t["gbps"] < 2000 for t in document["times"])
+    assert all(t["slowdown"] is None or t["slowdown"] > 0.8 for t in document["times"])
+    cluster = load_cluster(str(tmp_path / "mine.yaml"))
+    assert cluster.gpu.name == torch.cuda.get_device_name()
+    assert cluster.gpus_per_node == 8
+
+
+def test_calls_of_one_worker():
+    case = Case(seq=16384, heads=4, kv_heads=2, head_dim=128, block=128, density=0.1, bars=256)
+    found = profile_shares([case], [4], [], torch.bfloat16, "cuda", 3, lambda _: None)
+    assert {DIAGONALS, ALONE_COLUMNS, SPARSE, LISTS} <= {t.form for t in found}
+    assert {"triton"} <= {t.kernel for t in found}
+    assert all(t.forward_ms > 0 < t.backward_ms for t in found)
