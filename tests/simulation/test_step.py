@@ -82,6 +82,11 @@ def test_parts_add_up_and_lie_within_bounds(workers):
     assert found.dollars(1e9, 2.0).low < found.dollars(1e9, 2.0).value < found.dollars(1e9, 2.0).high
 
 
+def test_every_setting_of_the_topology_counts():
+    found = step("model=qwen3b", "seq=8k", "topology.prefetch=2", "topology.circulates=queries", exchange="ring", bounds=False)
+    assert found.attention.exchange == found.plan.exchange.label == "ring (2 hops ahead, queries circulate in backward)"
+
+
 def with_inner(**constants: float) -> Cluster:
     changed = {name: Constant(value, "guess", "", value, value) for name, value in constants.items()}
     return dataclasses.replace(H200, inner=dataclasses.replace(H200.inner, **changed))
