@@ -90,6 +90,9 @@ def test_where_nothing_fits_it_says_what_would():
     assert helped.ranked
     gib = float(larger.split()[2]) + 1
     assert recommend(small_memory(cluster, gib), one, 8, ("striped",), ("ring",), ("full",)).ranked
+    longer = recommend(cluster, scenario("model=qwen3b", "seq=2m", pairs=Pairs("local", 0.01, 256)), 8, *few)
+    assert longer.needed[1].startswith("--nodes 4 instead of 1: ")
+    assert longer.needed[2].startswith("seq=512k instead of 2m: ")
     alone = recommend(load_cluster("h200_1x8"), scenario("model=llama8b", "seq=8m"), 8, ("striped",), ("ring",))
     assert any("does not say how nodes are linked" in line for line in alone.needed)
 

@@ -81,6 +81,18 @@ def test_parts_add_up_and_lie_within_bounds(workers):
     assert found.dollars(1e9, 2.0).low < found.dollars(1e9, 2.0).value < found.dollars(1e9, 2.0).high
 
 
+def test_attention_says_for_how_long_it_fills_links():
+    found = step("model=qwen3b", "seq=64k", exchange="ring", bounds=False).attention
+    hop = 8192 * 2 * 2 * 128 * 2  # bytes: tokens, key and value, heads, head_dim, bfloat16
+    inner, outer = found.passes["forward"].carried
+    assert (inner, outer) == (pytest.approx(7 * hop / 450e9 * 1e3), 0)
+
+
+def test_every_setting_of_the_topology_counts():
+    found = step("model=qwen3b", "seq=8k", "topology.prefetch=2", "topology.circulates=queries", exchange="ring", bounds=False)
+    assert found.attention.exchange == found.plan.exchange.label == "ring (2 hops ahead, queries circulate in backward)"
+
+
 def with_inner(**constants: float) -> Cluster:
     changed = {name: Constant(value, "guess", "", value, value) for name, value in constants.items()}
     return dataclasses.replace(H200, inner=dataclasses.replace(H200.inner, **changed))
