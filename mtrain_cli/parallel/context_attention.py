@@ -183,7 +183,7 @@ class ContextAttention:
             index = None if self.index is None else self.index.of(layer, q, k, recorder)
             work = self.work.under(index)
             early_work = None if self.early_work is None else self.early_work.under(index)
-            return _Attend.apply(q, k, v, self, work, early_work, layer, torch.is_grad_enabled())
+            return _Attend.apply(q, k, v, self, work, layer, early_work, torch.is_grad_enabled())
 
     def done(self, layer: int) -> None:
         """Backward of a layer has run: its index, and what was kept, are needed no more."""
@@ -210,7 +210,7 @@ class ContextAttention:
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, call: ContextAttention, work: Work, early_work: Work | None, layer: int, keep: bool):
+    def forward(ctx, q, k, v, call: ContextAttention, work: Work, layer: int, early_work: Work | None = None, keep: bool = False):
         scale, what = call.scale(q.shape[-1]), f"layer {layer}"
         if layer in call.kept:
             assert call.early is not None

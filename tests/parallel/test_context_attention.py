@@ -115,6 +115,7 @@ class Given:
         self.of, self.kernel = exchange, kernel
         self.exchange = self
         self.recorder = None
+        self.kept = {}
         self.lse = torch.empty(0)
 
     def forward(self, *args):
