@@ -128,7 +128,7 @@ def _table(found: list[Status]) -> RenderableType:
         loss = written.loss if written and written.loss is not None else one.losses[-1] if one.losses else None
         table.add_row(
             Path(one.folder).name,
-            Text(one.what + (f" ({_restarts(len(one.restarts))})" if one.restarts else ""), style=_COLOURS.get(one.what, "")),
+            Text(one.what, style=_COLOURS.get(one.what, "")),
             f"{one.step}/{one.steps}",
             "" if loss is None else f"{loss:.4f}",
             f"{written.tokens_per_second_per_gpu:,.0f}" if written and written.tokens_per_second_per_gpu and one.alive else "",
@@ -214,10 +214,6 @@ def _workers(places: tuple[str, ...]) -> list[str]:
             shown = f"{len(devices)} x {model} ({', '.join(device.partition(' (')[0].removeprefix('GPU ') for device in devices)})"
         lines.append(f"rank{'s' * (last > first)} {first}{f' to {last}' if last > first else ''} on {host}: {shown}")
     return lines
-
-
-def _restarts(count: int) -> str:
-    return f"{count} restart{'s' * (count > 1)}"
 
 
 def _labelled(label: str, lines: list[str]) -> list[tuple[str, str]]:
