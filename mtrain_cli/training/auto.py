@@ -167,14 +167,14 @@ def _exposed(transfer: float, beside: float) -> float:
 
 def refusal(plan: Plan, found: Search) -> str:
     """One line on a run that does not fit: what it needs, and the shortest lists of changes that would do."""
-    smallest = min(found.settings, key=lambda setting: setting.memory.total)
+    smallest = min(found.settings, key=lambda setting: plan.load(setting.memory))
     auto = plan.config.train.memory == "auto"
     needed = smallest.memory if auto else plan.memory
     least = "at least " if auto else "about "
-    host = f" and {_gib(needed.host)} of host memory" if needed.host else ""
+    host = f" and {_gib(needed.host)} of host memory" if needed.host and plan.environment.device == "cuda" else ""
     helps = remedies(plan, found)
     would = f"fits with {', or '.join(helps)}" if helps else "only a smaller model or more workers would fit"
-    return f"seq={format_size(plan.config.seq)}: a worker needs {least}{_gib(needed.total)}{host}, of {plan.has}; {would}"
+    return f"seq={format_size(plan.config.seq)}: a worker needs {least}{_gib(plan.load(needed))}{host}, of {plan.has}; {would}"
 
 
 def remedies(plan: Plan, found: Search) -> list[str]:

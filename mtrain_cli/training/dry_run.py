@@ -115,10 +115,14 @@ class Plan:
             return f"the {size(host_memory())} that {self.environment.local_workers} CPU workers of this machine share"
         return f"the {size(self.gpu_bytes)} of {self.gpu_name} with {size(self.host_share)} of host memory"
 
+    def load(self, memory: MemoryEstimate) -> int:
+        """Bytes of a worker on its device, which on a CPU is the host."""
+        return memory.total + (memory.host if self.environment.device == "cpu" else 0)
+
     def takes(self, memory: MemoryEstimate, usable: float = USABLE) -> bool:
         """Whether a worker of this plan has so much memory, on its device and on the host."""
         if self.environment.device == "cpu":
-            return (memory.total + memory.host) * self.environment.local_workers <= host_memory()
+            return self.load(memory) * self.environment.local_workers <= host_memory()
         return memory.total <= usable * self.gpu_bytes and memory.host <= self.host_share
 
     def again(self, config: Config) -> Plan:
@@ -157,7 +161,7 @@ def plan(config: Config) -> Plan:
 def decided(found: Plan) -> Plan:
     """A plan with what ``train.memory=auto`` decides, or the least that it could take where nothing fits; ``search`` tells."""
     result = search(found)
-    setting = result.chosen or min(result.settings, key=lambda setting: setting.memory.total)
+    setting = result.chosen or min(result.settings, key=lambda setting: found.load(setting.memory))
     train = setting.config.train
     dtype_bytes = getattr(torch, found.dtype).itemsize
     return dataclasses.replace(

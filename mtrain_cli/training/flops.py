@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from mtrain_cli.config.schema import Config, ModelConfig, TrainConfig
@@ -99,8 +100,13 @@ def computed_again(train: TrainConfig, layout: Layout) -> float:
     early = early_queries(layout.tokens_per_worker, attention_kept(train), layout.unit if layout.unit > 1 else None)
     if early == layout.tokens_per_worker:
         return 1.0
-    positions = (layout.positions(rank)[:early] for rank in range(layout.workers))
-    return float(sum(int((p + 1).sum()) for p in positions)) / causal_pairs(layout.padded_seq)
+    return _pairs_of_first(early, layout) / causal_pairs(layout.padded_seq)
+
+
+@lru_cache(maxsize=64)
+def _pairs_of_first(early: int, layout: Layout) -> int:
+    """Causal pairs of the first so many tokens of every worker; asked for again for every setting that is priced."""
+    return sum(int((layout.positions(rank)[:early] + 1).sum()) for rank in range(layout.workers))
 
 
 @dataclass(frozen=True, kw_only=True)
