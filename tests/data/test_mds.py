@@ -296,3 +296,10 @@ def test_spans_that_are_none_are_named(tmp_path: Path, spans: object, expected: 
         dataset[0]
     assert str(caught.value).startswith("mine: sample 0: indices")
     assert expected in str(caught.value)
+
+
+def test_a_shard_that_unpacks_to_another_size_is_named(tmp_path: Path) -> None:
+    folder = write_mds(tmp_path / "s", RAW, raw_samples(), compression="gz")
+    _index(folder, lambda content: content["shards"][0]["raw_data"].update(bytes=9))
+    with pytest.raises(ConfigError, match=r"shard.00000.mds.gz unpacks to 339 bytes where index.json says 9"):
+        MdsFolder(folder).sample(0, ["domain"])
