@@ -17,7 +17,8 @@ from mtrain_cli.config import compose
 from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.parallel.exchange import Exchange, make_exchange
+from mtrain_cli.parallel.exchange import Exchange
+from mtrain_cli.parallel.exchanges import make_exchange
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
 from mtrain_cli.profiling.session import Collector
 from mtrain_cli.training.plan import Choices, make_choices

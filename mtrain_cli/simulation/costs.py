@@ -188,7 +188,7 @@ class Costs:
         alone = _INDEX_ALONE_US + _INDEX_PER_TOKEN_US * self.estimated / workers
         return max(alone, _INDEX_TOGETHER_US if workers > 1 else 0.0) * _INDEX_BOUNDS[self.bound]
 
-    # What is copied and added, in bytes that memory reads and writes: `parallel.exchange`, line by line.
+    # What is copied and added, in bytes that memory reads and writes: `parallel.gathering` and `parallel.circulating`, line by line.
 
     @property
     def _rows(self) -> float:

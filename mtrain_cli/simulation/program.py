@@ -1,6 +1,6 @@
 """What every rank does in one pass of the attention of a layer, in order, priced: the same list for all ranks, with arrays over ranks.
 
-The order is that of `parallel.exchange`: post, wait, compute, collect, send, and around it what an exchange copies and adds up.
+The order is that of `parallel.gathering` and `parallel.circulating`: post, wait, compute, collect, send; and what they copy and add up.
 """
 
 from __future__ import annotations

@@ -225,7 +225,10 @@ def _part(file: str, function: str) -> str:
 _PARTS = (
     ("model/loss.py", "LM head and loss"),
     ("torch/optim/", "optimizer"),
-    ("parallel/exchange.py", "attention"),
+    ("model/feed_forward.py", "MLP"),
+    ("parallel/gathering.py", "attention"),
+    ("parallel/circulating.py", "attention"),
+    ("parallel/shared_heads.py", "attention"),
     ("parallel/context_attention.py", "attention"),
     ("torch/distributed/fsdp", "weights gathered or gradients reduced"),
     ("training/checkpoint.py", "checkpoint"),

@@ -31,7 +31,7 @@ from mtrain_cli.model.huggingface import load_into
 from mtrain_cli.model.init import initialize
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.parallel.collectives import all_gather
-from mtrain_cli.parallel.exchange import make_exchange
+from mtrain_cli.parallel.exchanges import make_exchange
 from mtrain_cli.parallel.fsdp import begin_micro_batch, shard_parameters
 from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
 from mtrain_cli.parallel.offload import Offload

@@ -8,10 +8,11 @@ import torch
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.parallel.context_attention import ContextAttention
-from mtrain_cli.parallel.exchange import _Total, make_exchange
+from mtrain_cli.parallel.exchanges import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import make_context_group
 from mtrain_cli.parallel.traffic import Sizes
+from mtrain_cli.parallel.travelling import Total
 
 TINY = 2.0**-9  # bfloat16 rounds 1 + TINY to 1, but not 1 + 3 TINY
 
@@ -58,7 +59,7 @@ def test_small_parts_are_not_rounded_away(exchange):
 
 def test_partial_outputs_in_bfloat16_are_merged_in_float32():
     """Seven keys with equal scores, one a step: 1 and six times 0. In bfloat16 every merge would round."""
-    total = _Total(torch.zeros(1, 1, 1, 4, dtype=torch.bfloat16))
+    total = Total(torch.zeros(1, 1, 1, 4, dtype=torch.bfloat16))
     for step in range(7):
         out = torch.full((1, 1, 1, 4), 1.0 if step == 0 else 0.0, dtype=torch.bfloat16)
         total.add(out, torch.zeros(1, 1, 1))

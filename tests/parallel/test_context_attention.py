@@ -14,7 +14,7 @@ from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.registry import _KERNELS
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.parallel.context_attention import _Attend
-from mtrain_cli.parallel.exchange import make_exchange
+from mtrain_cli.parallel.exchanges import make_exchange
 from mtrain_cli.parallel.index_group import gathered, make_index_group
 from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.mesh import make_context_group

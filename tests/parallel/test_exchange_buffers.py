@@ -9,10 +9,11 @@ import torch
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.parallel.context_attention import ContextAttention
-from mtrain_cli.parallel.exchange import _QueryMessage, make_exchange
+from mtrain_cli.parallel.exchanges import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mail import Buffers
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
+from mtrain_cli.parallel.travelling import QueryMessage
 
 SEQ = 48
 
@@ -71,7 +72,7 @@ def test_parts_of_a_message_start_at_multiples_of_256_bytes():
     q, dout, out = (torch.randn(1, 5, 3, 7) for _ in range(3))
     lse, delta = torch.randn(1, 3, 5), torch.randn(1, 3, 5)
     for needs_out in (False, True):
-        message = _QueryMessage((q, dout, out, lse, delta), needs_out=needs_out)
+        message = QueryMessage((q, dout, out, lse, delta), needs_out=needs_out)
         base = message.packed.data_ptr()
         parts = [t for t in message.unpack(message.packed) if t is not None]
         assert all((t.data_ptr() - base) % 256 == 0 for t in parts)

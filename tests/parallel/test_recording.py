@@ -17,7 +17,7 @@ from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.config.compose import compose
 from mtrain_cli.parallel import ranges
 from mtrain_cli.parallel.context_attention import ContextAttention
-from mtrain_cli.parallel.exchange import make_exchange
+from mtrain_cli.parallel.exchanges import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
 from mtrain_cli.parallel.recording import COMPUTING, NOTHING, Recorder, Span, with_gaps

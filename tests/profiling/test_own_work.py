@@ -7,7 +7,7 @@ import torch
 
 from mtrain_cli.attention.index import VerticalSlash
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.parallel.exchange import make_exchange
+from mtrain_cli.parallel.exchanges import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.profiling.work import own_work

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.parallel.context_attention import ContextAttention
-from mtrain_cli.parallel.exchange import make_exchange
+from mtrain_cli.parallel.exchanges import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import make_context_group
 from mtrain_cli.profiling.analysis import CaseAnalysis, analyse

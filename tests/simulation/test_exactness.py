@@ -10,7 +10,8 @@ import pytest
 from simulation.test_work import BLOCK, HEADS, index_of, masks_of, of_executor
 
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.parallel.exchange import Exchange, make_exchange
+from mtrain_cli.parallel.exchange import Exchange
+from mtrain_cli.parallel.exchanges import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.profiling import records

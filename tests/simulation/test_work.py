@@ -12,10 +12,13 @@ from parallel.ways import Way
 
 from mtrain_cli.attention.index import BlockBitmap, Index, MaskWork, VerticalSlash
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.parallel.exchange import WHOLE_SEQUENCE, Circulating, Exchange, SharedHeads, make_exchange
+from mtrain_cli.parallel.circulating import Circulating
+from mtrain_cli.parallel.exchange import WHOLE_SEQUENCE, Exchange
+from mtrain_cli.parallel.exchanges import make_exchange
 from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.schedule import Options, Schedule, Step, make_schedule
+from mtrain_cli.parallel.shared_heads import SharedHeads
 from mtrain_cli.profiling.imbalance import imbalance
 from mtrain_cli.simulation.work import StepWork, WorkCounter, count_work
 

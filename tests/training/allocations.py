@@ -17,7 +17,7 @@ from mtrain_cli.model import decoder as decoder_module
 from mtrain_cli.model import feed_forward as feed_forward_module
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.parallel.context_attention import ContextAttention
-from mtrain_cli.parallel.exchange import make_exchange
+from mtrain_cli.parallel.exchanges import make_exchange
 from mtrain_cli.parallel.fsdp import begin_micro_batch, shard_parameters
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group, make_parameter_mesh

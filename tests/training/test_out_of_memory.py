@@ -13,7 +13,8 @@ from training.test_train_loop import SMALL, place
 from mtrain_cli.config.compose import compose
 from mtrain_cli.launch import whereabouts
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.model.loss import fused_linear_cross_entropy
+from mtrain_cli.model import decoder as decoders
+from mtrain_cli.model.loss import with_z_loss
 from mtrain_cli.training import trainer as trainers
 from mtrain_cli.training.out_of_memory import MemoryFullError, is_memory_full
 from mtrain_cli.training.trainer import Trainer, train
@@ -37,30 +38,31 @@ def full(rank: int, world: int, folder: str, where: str) -> tuple[str, dict]:
 
     def faulty(self, stop):
         if self.step == 1:
-            layer = self.decoder.layers[1]
-            project, finish = layer.parts
+            project, finish = decoders._parts(False)
 
             def failing(layer, x_BNC, out_BNHD):
+                if layer.index != 1:
+                    return finish(layer, x_BNC, out_BNHD)
                 scratch = x_BNC.new_zeros(1, 48, 777)  # noqa: F841, is to be named
                 if where == "forward":
                     raise RuntimeError(CPU_WORDS)
                 return finish(layer, Backward.apply(x_BNC), out_BNHD)
 
             if where != "loss":
-                layer.parts = (project, failing)
+                patch.setattr(decoders, "_parts", lambda _compile: (project, failing))
         return step(self, stop)
 
     def no_room(*arguments, **options):
         if where == "loss" and whereabouts.here().training_step == 2:
             logits = torch.zeros(40, config.model.vocab_size)  # noqa: F841, is to be named
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
-        return fused_linear_cross_entropy(*arguments, **options)
+        return with_z_loss(*arguments, **options)
 
     Path(folder).mkdir(exist_ok=True)
     whereabouts.keep(Path(folder) / f"where-{rank}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainers.Trainer, "train_step", faulty)
-        patch.setattr("mtrain_cli.model.decoder.fused_linear_cross_entropy", no_room)
+        patch.setattr(decoders, "with_z_loss", no_room)
         with pytest.raises(MemoryFullError) as caught:
             train(config, RunDir(Path(folder)), place(rank, world), False)
     return str(caught.value), json.loads((Path(folder) / f"oom-rank-{rank}.json").read_text())

@@ -1,0 +1,103 @@
+"""All keys and values of a context group brought together by collectives, before what they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from mtrain_cli.attention.kernel import accumulation_dtype
+from mtrain_cli.parallel.exchange import WHOLE_SEQUENCE, Exchange, Shards
+from mtrain_cli.parallel.mail import Mail
+from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, BACKWARD, FORWARD
+from mtrain_cli.parallel.schedule import Step, Steps, Transfer
+
+
+class Gathering(Exchange):
+    """Keys and values are gathered in sequence order, one part of the heads after the other; their gradients return by reduce-scatter."""
+
+    def named_tiles(self, *, indexed: bool, forward_only: bool = False) -> set[tuple[Shards, Shards]]:  # noqa: ARG002 - the same for all
+        return {((self.group.rank,), WHOLE_SEQUENCE)}
+
+    def _tile(self, step: Step) -> tuple[Shards, Shards]:
+        return step.queries, WHOLE_SEQUENCE
+
+    def forward(self, q, k, v, work, kernel, scale, what=""):
+        parts = []
+        with self._mail(what, FORWARD) as mail:
+            with mail.span(ARRANGE):
+                packed = torch.stack([k, v])
+            for step, keys, values in self._gathered(mail, self.forward_steps, packed):
+                tiles = work.of(*self._tile(step), self._part(step))
+                with mail.span(ATTENTION):
+                    parts.append(kernel.forward(_heads(q, step.part, 2), keys, values, tiles, scale))
+            outs, lses = zip(*parts, strict=True)
+            with mail.span(ARRANGE):
+                out, lse = _joined(outs, 2), _joined(lses, 1)
+        return out, lse, (q, packed, out, lse)
+
+    def backward(self, dout, saved, work, kernel, scale, what=""):
+        q, packed, out, lse = saved
+        high = accumulation_dtype(packed.dtype)
+        queries, gradients = [], []
+        with self._mail(what, BACKWARD) as mail:
+            for step, keys, values in self._gathered(mail, self.backward_steps, packed):
+                tiles = work.of(*self._tile(step), self._part(step))
+                with mail.span(ARRANGE):
+                    dout_part, q_part, out_part = (_heads(t, step.part, 2).contiguous() for t in (dout, q, out))
+                    lse_part = _heads(lse, step.part, 1).contiguous()
+                with mail.span(ATTENTION):
+                    dq, dk, dv = kernel.backward(dout_part, q_part, keys, values, out_part, lse_part, None, tiles, scale)
+                del keys, values
+                queries.append(dq)
+                with mail.span(ARRANGE):
+                    gradients.append(self._returned(mail, step.send, dk, dv, high) if step.send else torch.stack([dk, dv]))
+        dk, dv = _joined(gradients, 3).to(packed.dtype)
+        return _joined(queries, 2), dk, dv
+
+    def _gathered(self, mail: Mail, steps: Steps, packed: torch.Tensor) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
+        """-> every step with its keys and values [batch, padded_seq, kv_heads of the part, head_dim], once they are complete."""
+        coming: dict[int, tuple[Transfer, torch.Tensor]] = {}
+        for at, step in enumerate(steps):
+            mail.begin(at)
+            for transfer in step.post:
+                # The second collective of a pair sends on what the first one brought.
+                mine = _heads(packed, transfer.part, 3) if transfer.after is None else coming[transfer.after][1]
+                coming[transfer.number] = transfer, mail.gather(transfer, mine)
+            for number in step.wait:
+                mail.wait(number)
+            if not step.wait:
+                yield step, packed[0], packed[1]
+                continue
+            transfer, shards = coming.pop(step.wait[-1])
+            with mail.span(ARRANGE):
+                if transfer.after is not None:
+                    # [ranks of the node, nodes, ...] -> rank order
+                    coming.pop(transfer.after)
+                    shards = shards.transpose(0, 1).flatten(0, 1)
+                keys, values = (self.layout.to_sequence(shards[:, i]) for i in (0, 1))
+            del shards
+            yield step, keys, values
+
+    def _returned(self, mail: Mail, sends: tuple[Transfer, ...], dk: torch.Tensor, dv: torch.Tensor, high: torch.dtype) -> torch.Tensor:
+        """Begins to add up the gradients of all ranks; -> this rank's shard, complete when the pass has ended."""
+        shape = (self.group.size, 2, dk.shape[0], self.layout.tokens_per_worker, *dk.shape[2:])
+        shards = torch.empty(shape, dtype=high, device=dk.device)
+        shards[:, 0] = self.layout.to_shards(dk)
+        shards[:, 1] = self.layout.to_shards(dv)
+        if len(sends) > 1:
+            # rank order -> [ranks of the node, nodes, ...]
+            shards = shards.unflatten(0, (-1, len(sends[0].peers))).transpose(0, 1).contiguous()
+        for transfer in sends:
+            shards = mail.scatter(transfer, shards)
+        return shards
+
+
+def _heads(tensor: torch.Tensor, part: tuple[int, int], dim: int) -> torch.Tensor:
+    """The i-th of n equal parts along the dimension of heads, a view."""
+    i, n = part
+    return tensor if n == 1 else tensor.unflatten(dim, (n, -1)).select(dim, i)
+
+
+def _joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
