@@ -122,7 +122,7 @@ def test_in_a_job_one_process_of_each_machine_speaks():
 def test_what_a_command_raises_becomes_an_exit_code(monkeypatch, raised, code):
     from mtrain_cli.config import compose
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise raised
 
     monkeypatch.setattr(compose, "compose", fail)
