@@ -242,8 +242,9 @@ def _accepted(setup: Setup, needs: ExchangeNeeds) -> bool:
 
 def _topology(setup: Setup) -> TopologyConfig:
     return TopologyConfig(
-        device="auto", workers=setup.workers, context_parallel="auto", gpu_memory_gib="auto", gpus_per_node=setup.per_node, layout=setup.layout,
-        exchange=setup.exchange, ulysses="auto", chunks="auto", prefetch=1, circulates="auto", columns="auto", block_size=0, timeout_s=0,
+        device="auto", workers=setup.workers, context_parallel="auto", gpus_per_node=setup.per_node, gpu_memory_gib="auto",
+        layout=setup.layout, exchange=setup.exchange, ulysses="auto", chunks="auto", prefetch=1, circulates="auto", columns="auto",
+        block_size=0, timeout_s=0,
     )  # fmt: skip
 
 
