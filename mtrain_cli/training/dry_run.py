@@ -18,6 +18,7 @@ from mtrain_cli.config.sizes import format_size
 from mtrain_cli.launch.environment import Environment, gpu_index, host_memory, resolve_environment
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.parallel.layout import Layout
+from mtrain_cli.parallel.offload import layers_on_host
 from mtrain_cli.parallel.schedule import make_schedule
 from mtrain_cli.parallel.selection import ExchangeChoice, choose_exchange
 from mtrain_cli.parallel.traffic import Sizes, pass_bytes
@@ -528,14 +529,16 @@ def describe_activations(config: Config) -> str:
     """What layers keep, and where."""
     train = config.train
     kept = f" (last {train.checkpoint_keep:.0%} kept)" if train.activation_checkpoint == "sequence_selective" else ""
-    return f"{train.activation_checkpoint}{kept}{', offloaded' if train.offload_activations else ''}"
+    on_host, layers = layers_on_host(train.offload_activations, config.model.num_layers), config.model.num_layers
+    offloaded = f", {'' if on_host == layers - 1 else f'{on_host} of {layers} layers '}offloaded" if on_host else ""
+    return f"{train.activation_checkpoint}{kept}{offloaded}"
 
 
 def alternatives(found: Plan) -> dict[str, int]:
     """Total bytes of a worker for each kind of activation checkpointing."""
     totals = {}
     for kind in CHECKPOINTS:
-        offload = found.config.train.offload_activations and kind != "none"
+        offload = found.config.train.offload_activations if kind != "none" else False
         train = dataclasses.replace(found.config.train, activation_checkpoint=kind, offload_activations=offload)
         other = estimate_memory(
             dataclasses.replace(found.config, train=train),
