@@ -63,7 +63,7 @@ class Setting:
 
     @property
     def words(self) -> str:
-        return " ".join(f"{key}={_shown(value)}" for key, value in self.changes.items())
+        return " ".join(f"{key}={show(value)}" for key, value in self.changes.items())
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def search(plan: Plan) -> Search:
 
 
 def _variants(config: Config) -> Iterator[tuple[Config, dict[str, Any]]]:
-    given = {key: _get(config, key) for key in CHOICES}
+    given = {key: read(config, key) for key in CHOICES}
     free = {key: values for key, values in CHOICES.items() if given[key] == values[0]}
     usual_share = CHOICES["train.checkpoint_keep"][0]
     for values in itertools.product(*free.values()):
@@ -267,11 +267,11 @@ def _way(config: Config, chosen: Config) -> str:
     kept = ("train.activation_checkpoint", "train.checkpoint_keep")
     train = config.train
     keep = f" {train.checkpoint_keep:g}" if train.activation_checkpoint == "sequence_selective" else ""
-    others = [f"{key}={_shown(_get(config, key))}" for key in CHOICES if key not in kept and _get(config, key) != _get(chosen, key)]
+    others = [f"{key}={show(read(config, key))}" for key in CHOICES if key not in kept and read(config, key) != read(chosen, key)]
     return f"{train.activation_checkpoint}{keep}{' with ' if others else ''}{' '.join(others)}"
 
 
-def _get(config: Config, key: str) -> Any:
+def read(config: Config, key: str) -> Any:
     group, _, name = key.partition(".")
     return getattr(getattr(config, group), name)
 
@@ -284,7 +284,7 @@ def _with(config: Config, changes: dict[str, Any]) -> Config:
     return config
 
 
-def _shown(value: Any) -> str:
+def show(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
