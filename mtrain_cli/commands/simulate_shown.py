@@ -155,7 +155,7 @@ def _days(days: Range) -> str:
 
 def recommendation_lines(cluster: Cluster, found: Recommendation, words: Sequence[str]) -> Iterable[str]:
     """The best and the runner-up with reasons, what was rejected, and what to type."""
-    from mtrain_cli.simulation.recommend import label, reasons
+    from mtrain_cli.simulation.recommend import label, memory_settings, reasons
     from mtrain_cli.simulation.scenario import train_line
 
     if not found.ranked:
@@ -173,6 +173,7 @@ def recommendation_lines(cluster: Cluster, found: Recommendation, words: Sequenc
             "topology.exchange": best.plan.config.topology.exchange,
             **({"topology.context_parallel": best.context} if best.plan.environment.dp > 1 else {}),
             "train.activation_checkpoint": train.activation_checkpoint,
+            **memory_settings(best.plan.config),
         }
         yield f"type   {train_line(cluster, best.plan, words, changes)}"
     by_reason: dict[str, list[str]] = {}

@@ -118,6 +118,16 @@ _LATER = {
     "run.restarts": 0,
     "run.spike_sigma": 0.0,
     "run.straggler": 0.0,
+    "topology.gpu_memory_gib": "auto",
+    "optim.offload": False,
+    "train.memory": "manual",
+    "train.shard": "full",
+    "train.reduce_dtype": "float32",
+    "train.checkpoint_keep": 0.5,
+    "train.offload_activations": False,
+    "train.tile_mib": 0,
+    "train.loss_gradients": "forward",
+    "train.z_loss": 0.0,
 }
 
 

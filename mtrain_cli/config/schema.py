@@ -187,7 +187,10 @@ class TrainConfig:
     )
     reduce_dtype: str = option("in what gradients are added up over workers; over micro-batches always in float32", REDUCE_DTYPES)
     checkpoint_keep: float = option("sequence_selective: share of the tokens, the last ones, whose attention is not computed twice")
-    offload_activations: bool = option("what layers keep waits in pinned host memory; not with train.activation_checkpoint=none")
+    offload_activations: bool | int = option(
+        "what layers keep waits in pinned host memory: true = of all of them, a number = of so many, the first ones, which wait longest; "
+        "not with train.activation_checkpoint=none"
+    )
     tile_mib: int = option("MiB of temporaries after attention (norm, MLP), more are computed in tiles of the sequence; 0 = no bound")
     compile: bool | str = option("torch.compile the parts of a layer around attention and the loss; auto = on GPUs")
     loss_chunk_mib: int = option("MiB of logits that exist at once in the fused LM head and loss")

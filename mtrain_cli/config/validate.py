@@ -45,6 +45,7 @@ def problems(config: Config) -> list[str]:
         *_data(config.data, config.model),
         *_optim(config),
         *_train(config.train, config.topology),
+        *_offload(config.train, config.model.num_layers),
         *_evaluation(config),
         *_run(config),
     ]
@@ -120,6 +121,7 @@ _RANGE: dict[str, tuple[str, Callable[[float], bool]]] = {
     "train.global_batch": _POSITIVE,
     "train.micro_batch": _POSITIVE,
     "train.checkpoint_keep": _FRACTION,
+    "train.offload_activations": ("must be true, false or a number of layers, 0 or more", lambda value: value >= 0),
     "train.tile_mib": _NOT_NEGATIVE,
     "train.loss_chunk_mib": _POSITIVE,
     "train.eval_every": _NOT_NEGATIVE,
@@ -356,13 +358,16 @@ def _optim(config: Config) -> Iterator[str]:
         yield f"optim.betas={keys.show(optim.betas)}: each must be at least 0 and below 1"
 
 
-def _train(train: TrainConfig, topology: TopologyConfig) -> Iterator[str]:
-    if train.offload_activations and train.activation_checkpoint == "none":
+def _offload(train: TrainConfig, layers: int) -> Iterator[str]:
+    asked = f"train.offload_activations={keys.show(train.offload_activations)}"
+    if train.offload_activations > layers >= 1:
+        yield f"{asked}: model.num_layers={layers}; allowed: true, false or 0 to {layers}"
+    elif train.offload_activations and train.activation_checkpoint == "none":
         others = ", ".join(kind for kind in CHECKPOINTS if kind != "none")
-        yield (
-            "train.offload_activations=true: train.activation_checkpoint=none keeps every intermediate, too many to move; "
-            f"allowed with it: {others}"
-        )
+        yield f"{asked}: train.activation_checkpoint=none keeps every intermediate, too many to move; allowed with it: {others}"
+
+
+def _train(train: TrainConfig, topology: TopologyConfig) -> Iterator[str]:
     if train.kernel == "flash4":
         if topology.device == "cpu":
             yield "train.kernel=flash4: runs on GPUs only, not with topology.device=cpu; allowed there: auto, reference, sdpa"

@@ -1,8 +1,9 @@
 """Activations that wait in host memory between the forward and the backward pass of their layer.
 
 Copies run on a stream of their own. A layer's tensors leave while the next layer computes, and come back while the layer behind it is in
-backward: at most two layers of them are on the device. Only streams wait for each other, never the host. Host buffers are pinned, made in
-the first step, and used again in every later one. On a CPU the same is done with plain copies.
+backward: beside those of layers that are told to stay, at most two layers of them are on the device. Only streams wait for each other,
+never the host. Host buffers are pinned, made in the first step, and used again in every later one. On a CPU the same is done with plain
+copies.
 """
 
 from __future__ import annotations
@@ -33,15 +34,23 @@ class Waiting:
 Kept = torch.Tensor | Waiting
 
 
+def layers_on_host(offloaded: bool | int, layers: int) -> int:
+    """Layers of a decoder whose activations leave the device, the first ones. offloaded: ``train.offload_activations``. The last layer's
+    stay in any case, since its backward pass comes at once.
+    """
+    return min(layers if offloaded is True else int(offloaded), layers - 1)
+
+
 class Offload:
     """Host memory for what the layers of one decoder keep, from one step to the next.
 
-    layers: of the decoder; the last one's tensors stay on the device, since its backward pass comes at once. allocated: bytes of all host
-    buffers. moved: bytes copied so far, out and back.
+    leaving: layers whose tensors leave; those of the others stay on the device. allocated: bytes of all host buffers. moved: bytes copied
+    so far, out and back.
     """
 
-    def __init__(self, layers: int, device: torch.device) -> None:
-        self.layers = layers
+    def __init__(self, layers: int, device: torch.device, offloaded: bool | int = True) -> None:
+        """layers: of the decoder. offloaded: of how many of them, as `layers_on_host` has it."""
+        self.leaving = layers_on_host(offloaded, layers)
         self.device = device
         self.allocated = 0
         self.moved = 0
@@ -61,7 +70,7 @@ class Offload:
             self._begin(layer)
         kept = Waiting(self, layer, tensor.detach())
         self._waiting[layer].append(kept)
-        if layer == self.layers - 1:
+        if layer >= self.leaving:
             return kept
         assert kept.device is not None
         kept.host = self._buffer(kept.device)
@@ -82,9 +91,10 @@ class Offload:
                 self._wait(kept)
                 self._release(kept)
             self._waiting.clear()
-        for kept in self._waiting.get(layer - 2, []):
-            self._wait(kept)
-            kept.device = None
+        if layer - 2 < self.leaving:
+            for kept in self._waiting.get(layer - 2, []):
+                self._wait(kept)
+                kept.device = None
         self._waiting[layer] = []
 
     def get(self, kept: Waiting) -> torch.Tensor:

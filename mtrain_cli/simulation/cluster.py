@@ -45,7 +45,8 @@ class Constant:
 class Gpu:
     """name: as CUDA has it. peak_tflops: dense bf16. gemm_tflops: what large matrix products reach of it. hbm_gib: memory. hbm_gbps: of a
     copy, reads and writes together. launch_us: of the host, to launch one kernel. step_ms: of an optimizer step, what is neither computed
-    nor sent: the batch, sums that the host waits for.
+    nor sent: the batch, sums that the host waits for. Of the host, for each GPU while all are at it: host_gib of memory, host_link_gbps
+    from and to it, one direction, host_memory_gbps that an optimizer on the host reads and writes.
     """
 
     name: str
@@ -55,6 +56,9 @@ class Gpu:
     hbm_gbps: Constant
     launch_us: Constant
     step_ms: Constant
+    host_gib: Constant
+    host_link_gbps: Constant
+    host_memory_gbps: Constant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +156,7 @@ _COUNT: _Check = ("a whole number of at least 1", lambda v: v >= 1 and v == int(
 _SHARE: _Check = ("a share, at least 0 and below 1", lambda v: 0 <= v < 1)
 _OF_GPU = {
     "peak_tflops": _ABOVE, "gemm_tflops": _ABOVE, "hbm_gib": _ABOVE, "hbm_gbps": _ABOVE, "launch_us": _AT_LEAST, "step_ms": _AT_LEAST,
+    "host_gib": _ABOVE, "host_link_gbps": _ABOVE, "host_memory_gbps": _ABOVE,
 }  # fmt: skip
 _OF_LINK = {
     "latency_us": _AT_LEAST, "bandwidth_gbps": _ABOVE, "capacity_gbps": _ABOVE, "collective_latency_us": _AT_LEAST,
@@ -162,6 +167,13 @@ _DEFAULTS = {"capacity_gbps": "bandwidth_gbps", "collective_latency_us": "latenc
 # Where a file does not say: matrix products of a H200 reach 0.77 of its peak, and of others from a half to nearly all.
 _GEMM_SHARES = {"low": 0.5, "value": 0.77, "high": 0.95}
 _STEP_MS = {"value": 10, "low": 0, "high": 60, "source": "guess", "note": "not measured apart"}
+_HOST = {
+    "host_gib": {"value": 128, "low": 64, "high": 256, "source": "guess", "note": "1 to 2 TiB in a host of eight GPUs"},
+    "host_link_gbps": {"value": 50, "low": 20, "high": 60, "source": "guess", "note": "pinned copies over PCIe 5 x16, 64 on paper"},
+    "host_memory_gbps": {
+        "value": 19, "low": 8, "high": 60, "source": "guess", "note": "AdamW on two sockets, of 150 for eight GPUs; 600 and more on paper",
+    },
+}  # fmt: skip
 _KEYS = ("name", "nodes", "gpus_per_node", "gpu", "links", "dollars_per_gpu_hour")
 _PARTS = ("value", "source", "note", "low", "high")
 
@@ -308,7 +320,7 @@ def _with_defaults(gpu: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """A GPU with what its file may leave out."""
     if gpu is None:
         return None
-    given: dict[str, Any] = {"step_ms": _STEP_MS, **gpu}
+    given: dict[str, Any] = {"step_ms": _STEP_MS, **_HOST, **gpu}
     peak = gpu.get("peak_tflops")
     value = peak.get("value") if isinstance(peak, Mapping) else None
     if "gemm_tflops" not in given and isinstance(value, int | float) and not isinstance(value, bool) and value > 0:

@@ -1,17 +1,23 @@
-"""Which configuration to choose: every layout, exchange, context group and recomputation that can be, the fastest that fits, and why."""
+"""Which configuration to choose: every layout, exchange, context group and recomputation that can be, the fastest that fits, and why.
+
+Where none of the recomputations fits, the way of using memory that ``train.memory=auto`` takes is tried in their place.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.schema import CHECKPOINTS, Config, ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.simulation.cluster import Cluster
 from mtrain_cli.simulation.scenario import Outcome, Scenario, check_dealt, evaluate, plan_on, with_step
 from mtrain_cli.simulation.what_if import Unfit
-from mtrain_cli.training.dry_run import SHORTEST_SEQ, USABLE, Plan
+from mtrain_cli.training.auto import CHOICES, read, search, show
+from mtrain_cli.training.dry_run import SHORTEST_SEQ, USABLE, Plan, taking
+from mtrain_cli.training.flops import recomputes_attention
 from mtrain_cli.training.memory import GIB
 
 RECOMPUTATIONS = ("none", "selective", "full")
@@ -30,6 +36,8 @@ _WORDS = {
     "recomputed": "recomputed products",
     "element-wise": "element-wise kernels",
     "weights": "waiting for weights and gradients",
+    "optimizer": "the optimizer",
+    "offload": "waiting for activations from the host",
     "host": "launches",
 }
 
@@ -60,7 +68,16 @@ def label(plan: Plan) -> str:
     environment, train = plan.environment, plan.config.train
     groups = f", {environment.dp} x {environment.cp} workers" if environment.dp > 1 else ""
     kind = "no" if train.activation_checkpoint == "none" else train.activation_checkpoint
-    return f"{plan.layout.name} {plan.exchange.label}{groups}, {kind} recomputation"
+    other = " ".join(f"{key}={value}" for key, value in memory_settings(plan.config).items())
+    return f"{plan.layout.name} {plan.exchange.label}{groups}, {kind} recomputation{', ' if other else ''}{other}"
+
+
+def memory_settings(config: Config) -> dict[str, str]:
+    """What `train.memory=auto` may change beside the kind of recomputation, where it is not as usual."""
+    found = {key: read(config, key) for key in CHOICES if key != "train.activation_checkpoint"}
+    if config.train.activation_checkpoint != "sequence_selective":
+        del found["train.checkpoint_keep"]
+    return {key: show(value) for key, value in found.items() if value != CHOICES[key][0]}
 
 
 def contexts(config: Config, workers: int, per_node: int) -> list[int]:
@@ -113,7 +130,7 @@ def recommend(
     found: list[Outcome] = []
     for done, plans in enumerate(fitting):
         progress(done, len(fitting))
-        full = any(plan.config.train.activation_checkpoint == "full" for plan in plans)
+        full = any(recomputes_attention(plan.config.train) for plan in plans)
         first = evaluate(cluster, scenario, plans[0], bounds=False, recompute=full)
         found += [first, *(with_step(cluster, scenario, plan, first.attention, bounds=False) for plan in plans[1:])]
     if not found:
@@ -149,9 +166,22 @@ def _plans(
     cluster: Cluster, scenario: Scenario, workers: int, context: int, layout: str, exchange: str, recomputations: Sequence[str]
 ) -> Iterator[Plan]:
     check_dealt(scenario.config, layout, workers, context)
-    for kind in recomputations:
-        config = replace(scenario.config, train=replace(scenario.config.train, activation_checkpoint=kind))
-        yield plan_on(cluster, config, workers=workers, kernel=scenario.kernel, layout=layout, exchange=exchange, context_parallel=context)
+
+    def made(**changes: Any) -> Plan:
+        config = replace(scenario.config, train=replace(scenario.config.train, memory="manual", **changes))
+        return plan_on(cluster, config, workers=workers, kernel=scenario.kernel, layout=layout, exchange=exchange, context_parallel=context)
+
+    # An offload that was typed is for kinds that leave something to be moved.
+    away = scenario.config.train.offload_activations
+    plans = [made(activation_checkpoint=kind) for kind in recomputations if kind != "none" or not away]
+    yield from plans
+    if any(plan.fits for plan in plans):
+        return
+    kinds = CHECKPOINTS if recomputations is RECOMPUTATIONS else recomputations
+    settings = search(made()).settings if recomputations is RECOMPUTATIONS else search(plans[0]).settings
+    chosen = next((s for s in settings if s.fits and s.config.train.activation_checkpoint in kinds), None)
+    if chosen is not None:
+        yield taking(made(), chosen)
 
 
 def _needed(cluster: Cluster, scenario: Scenario, workers: int, layouts: Sequence[str], exchanges: Sequence[str]) -> Iterator[str]:
@@ -170,6 +200,9 @@ def _needed(cluster: Cluster, scenario: Scenario, workers: int, layouts: Sequenc
     now = least(scenario.config, cluster, workers)
     if now is None:
         return
+    # With all that the host can take.
+    possible = [setting for setting in search(now).settings if setting.memory.host <= now.host_share]
+    now = taking(now, min(possible, key=lambda setting: setting.memory.total)) if possible else now
     yield f"GPUs with {now.memory.total / GIB / USABLE:.0f} GiB instead of {cluster.gpu.hbm_gib.value:.0f}: {label(now)}"
     nodes = 2 * cluster.nodes
     while nodes <= _MOST_NODES:

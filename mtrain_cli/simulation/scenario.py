@@ -22,6 +22,7 @@ from mtrain_cli.simulation.timeline import Conditions
 from mtrain_cli.simulation.what_if import Setup, Unfit
 from mtrain_cli.sparsity.fixed import fixed_index
 from mtrain_cli.training.dry_run import Plan, plan_for
+from mtrain_cli.training.flops import recomputes_attention
 from mtrain_cli.training.memory import GIB
 
 DENSE, FIXED = "dense", "fixed"
@@ -172,6 +173,7 @@ def plan_on(cluster: Cluster, config: Config, *, workers: int, kernel: str | Non
         gpu=cluster.gpu.name,
         capability=capability(cluster.gpu.name),
         capacity=round(cluster.gpu.hbm_gib.value * GIB),
+        host=round(cluster.gpu.host_gib.value * GIB),
         kernel=kernel,
     )
 
@@ -179,7 +181,7 @@ def plan_on(cluster: Cluster, config: Config, *, workers: int, kernel: str | Non
 def evaluate(
     cluster: Cluster, scenario: Scenario, plan: Plan, *, number: int = 0, rows: bool = False, bounds: bool = True, recompute: bool = False
 ) -> Outcome:
-    """recompute: as `simulate.predict`; otherwise where the whole layer is recomputed.
+    """recompute: as `simulate.predict`; otherwise where attention is computed again.
 
     Raises:
         Unfit: the configuration cannot be.
@@ -187,16 +189,16 @@ def evaluate(
     """
     environment, topology = plan.environment, plan.config.topology
     setup = Setup(topology.layout, plan.exchange.name, environment.cp, min(environment.workers_per_node, environment.cp))
-    full = plan.config.train.activation_checkpoint == "full"
+    again = recomputes_attention(plan.config.train)
     attention = predict(
-        cluster, scenario.problem, setup, kernel=plan.kernel, calibration=scenario.calibration, recompute=recompute or full,
+        cluster, scenario.problem, setup, kernel=plan.kernel, calibration=scenario.calibration, recompute=recompute or again,
         conditions=scenario.conditions, number=number, rows=rows, bounds=bounds, choice=plan.exchange,
     )  # fmt: skip
     return with_step(cluster, scenario, plan, attention, bounds=bounds)
 
 
 def with_step(cluster: Cluster, scenario: Scenario, plan: Plan, attention: Prediction, *, bounds: bool = True) -> Outcome:
-    """The same attention in a step of another plan: another recomputation, with ``RECOMPUTE`` among its passes if that is full."""
+    """The same attention in a step of another plan: another recomputation, with ``RECOMPUTE`` among its passes if attention is in it."""
     return Outcome(plan, attention, predict_step(cluster, plan, attention, scenario.conditions, bounds=bounds))
 
 

@@ -4,7 +4,8 @@ The time of a step is reckoned from counts alone, so every rank of every run fin
 
     compute     executed FLOP / (0.65 x peak), pairs of a sparse pattern at its density, or 10 % of the causal ones where data decide
     weights     bytes of `StateMemory.sent` / link; beside computation, of which a tenth is lost, and what is longer than it
-    activations bytes offloaded / host link, down beside forward (a quarter of compute), up beside backward, counted likewise
+    activations bytes offloaded / host link, down beside the forward pass (a quarter of compute) of these layers, up beside their
+                backward pass, counted likewise
     optimizer   28 bytes a weight of a shard through the GPU's memory, or through that of the host, which its workers share
     tiles       20 us for each tile of a layer and micro-batch
 """
@@ -12,12 +13,14 @@ The time of a step is reckoned from counts alone, so every rank of every run fin
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_size
+from mtrain_cli.parallel.offload import layers_on_host
 from mtrain_cli.training.flops import causal_pairs, peak_flops, training_flops
 from mtrain_cli.training.memory import GIB, MemoryEstimate, estimate_memory
 from mtrain_cli.training.state_memory import BYTES, StateMemory
@@ -35,7 +38,8 @@ HIDDEN_COST = 0.1  # of a transfer beside computation
 ASSUMED_DENSITY = 0.1
 TILE_SECONDS = 20e-6
 
-# What `auto` may change: the default, and what else is tried. A key with another value than the default was given, and stays.
+# What `auto` may change: the default, and what else is tried. A key with another value than the default was given, and stays. Of the
+# activations that may be offloaded, those of as few layers leave as will do.
 CHOICES: dict[str, tuple[Any, ...]] = {
     "train.activation_checkpoint": ("selective", "none", "sequence_selective", "full"),
     "train.checkpoint_keep": (0.5, 0.75, 0.25),
@@ -59,7 +63,7 @@ class Setting:
 
     @property
     def words(self) -> str:
-        return " ".join(f"{key}={_shown(value)}" for key, value in self.changes.items())
+        return " ".join(f"{key}={show(value)}" for key, value in self.changes.items())
 
 
 @dataclass(frozen=True)
@@ -87,14 +91,14 @@ class Search:
 
 def search(plan: Plan) -> Search:
     """Every setting that ``train.memory=auto`` may take for a run that is planned otherwise, priced."""
-    settings = [_priced(plan, config, changes) for config, changes in _variants(plan.config)]
+    settings = [_priced(plan, *_least_offloaded(plan, config, changes)) for config, changes in _variants(plan.config)]
     # The fewer changes, the better, where the time is the same; and then the order of CHOICES.
     settings.sort(key=lambda setting: (round(setting.seconds, 6), len(setting.changes)))
     return Search(tuple(settings), next((setting for setting in settings if setting.fits), None))
 
 
 def _variants(config: Config) -> Iterator[tuple[Config, dict[str, Any]]]:
-    given = {key: _get(config, key) for key in CHOICES}
+    given = {key: read(config, key) for key in CHOICES}
     free = {key: values for key, values in CHOICES.items() if given[key] == values[0]}
     usual_share = CHOICES["train.checkpoint_keep"][0]
     for values in itertools.product(*free.values()):
@@ -108,6 +112,22 @@ def _variants(config: Config) -> Iterator[tuple[Config, dict[str, Any]]]:
             continue
         changes = {key: value for key, value in setting.items() if value != given[key]}
         yield _with(config, changes), changes
+
+
+def _least_offloaded(plan: Plan, config: Config, changes: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
+    """A variant with the fewest layers on the host with which the device holds the rest; with all of them where it never does. The host
+    holds more the more layers leave, so no other number could do where this one does not.
+    """
+    key, layers = "train.offload_activations", config.model.num_layers
+
+    def holds(config: Config) -> bool:
+        return plan.takes(replace(_memory(plan, config), host=0))
+
+    if key not in changes or plan.environment.device == "cpu" or not holds(config):
+        return config, changes
+    # 0 is another variant.
+    fewest = 1 + bisect_left(range(1, layers - 1), True, key=lambda n: holds(_with(config, {key: n})))
+    return (config, changes) if fewest >= layers - 1 else (_with(config, {key: fewest}), changes | {key: fewest})
 
 
 def _priced(plan: Plan, config: Config, changes: dict[str, Any]) -> Setting:
@@ -140,7 +160,8 @@ def step_seconds(plan: Plan, config: Config, memory: MemoryEstimate) -> float:
     seconds = n * compute + _exposed(states.sent() / link, n * compute)
     if train.offload_activations:
         down = (memory.host - states.host) / HOST_LINK
-        seconds += n * (_exposed(down, compute / 4) + _exposed(down, 3 * compute / 4))
+        beside = compute * layers_on_host(train.offload_activations, config.model.num_layers) / config.model.num_layers
+        seconds += n * (_exposed(down, beside / 4) + _exposed(down, 3 * beside / 4))
     shard = ADAMW_BYTES * states.shard
     if config.optim.offload:
         seconds += shard * min(environment.local_workers, GPUS_OF_A_HOST) / HOST_MEMORY + e * states.shard / HOST_LINK
@@ -236,7 +257,9 @@ def _possible(plan: Plan) -> bool:
     """Whether a run fits as it is configured, which may be with whatever fits."""
     if plan.takes(plan.memory):
         return True
-    return plan.config.train.memory == "auto" and any(plan.takes(_memory(plan, config)) for config, _ in _variants(plan.config))
+    return plan.config.train.memory == "auto" and any(
+        plan.takes(_memory(plan, _least_offloaded(plan, *variant)[0])) for variant in _variants(plan.config)
+    )
 
 
 def _way(config: Config, chosen: Config) -> str:
@@ -244,11 +267,11 @@ def _way(config: Config, chosen: Config) -> str:
     kept = ("train.activation_checkpoint", "train.checkpoint_keep")
     train = config.train
     keep = f" {train.checkpoint_keep:g}" if train.activation_checkpoint == "sequence_selective" else ""
-    others = [f"{key}={_shown(_get(config, key))}" for key in CHOICES if key not in kept and _get(config, key) != _get(chosen, key)]
+    others = [f"{key}={show(read(config, key))}" for key in CHOICES if key not in kept and read(config, key) != read(chosen, key)]
     return f"{train.activation_checkpoint}{keep}{' with ' if others else ''}{' '.join(others)}"
 
 
-def _get(config: Config, key: str) -> Any:
+def read(config: Config, key: str) -> Any:
     group, _, name = key.partition(".")
     return getattr(getattr(config, group), name)
 
@@ -261,7 +284,7 @@ def _with(config: Config, changes: dict[str, Any]) -> Config:
     return config
 
 
-def _shown(value: Any) -> str:
+def show(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

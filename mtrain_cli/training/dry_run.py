@@ -18,14 +18,15 @@ from mtrain_cli.config.sizes import format_size
 from mtrain_cli.launch.environment import Environment, gpu_index, host_memory, resolve_environment
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.parallel.layout import Layout
+from mtrain_cli.parallel.offload import layers_on_host
 from mtrain_cli.parallel.schedule import make_schedule
 from mtrain_cli.parallel.selection import ExchangeChoice, choose_exchange
 from mtrain_cli.parallel.traffic import Sizes, pass_bytes
 from mtrain_cli.sparsity.pattern import shown_name
 from mtrain_cli.sparsity.registry import make_pattern
 from mtrain_cli.sparsity.remarks import computes_everything, remarks
-from mtrain_cli.training.auto import Search, longest_seq, refusal, search
-from mtrain_cli.training.flops import FlopsPerToken, ParameterCount, attention_kept, parameters, peak_flops, training_flops
+from mtrain_cli.training.auto import Search, Setting, longest_seq, refusal, search
+from mtrain_cli.training.flops import FlopsPerToken, ParameterCount, parameters, peak_flops, recomputes_attention, training_flops
 from mtrain_cli.training.memory import GIB, MemoryEstimate, estimate_memory
 from mtrain_cli.training.plan import (
     compute_dtype,
@@ -142,7 +143,7 @@ class Plan:
         """Whether the memory of a worker, or on a CPU that of this machine, suffices; None when the GPU is not known."""
         if self.environment.device == "cpu":
             return self.host_bytes <= host_memory()
-        return None if self.capacity is None else self.memory.total <= USABLE * self.capacity
+        return None if self.capacity is None else self.takes(self.memory)
 
 
 def plan(config: Config) -> Plan:
@@ -162,6 +163,11 @@ def decided(found: Plan) -> Plan:
     """A plan with what ``train.memory=auto`` decides, or the least that it could take where nothing fits; ``search`` tells."""
     result = search(found)
     setting = result.chosen or min(result.settings, key=lambda setting: found.load(setting.memory))
+    return dataclasses.replace(taking(found, setting), search=result)
+
+
+def taking(found: Plan, setting: Setting) -> Plan:
+    """A plan with another way of using memory."""
     train = setting.config.train
     dtype_bytes = getattr(torch, found.dtype).itemsize
     return dataclasses.replace(
@@ -178,7 +184,6 @@ def decided(found: Plan) -> Plan:
             needs_out=make_kernel(found.kernel).needs_out,
         ),
         micro_batches=train.global_batch // (train.micro_batch * found.environment.dp),
-        search=result,
     )
 
 
@@ -271,8 +276,11 @@ def _elsewhere(config: Config, why: str) -> Plan:
     )
 
 
-def plan_for(config: Config, *, gpu: str, capability: tuple[int, int], capacity: int, kernel: str | None = None) -> Plan:
+def plan_for(
+    config: Config, *, gpu: str, capability: tuple[int, int], capacity: int, host: int = ASSUMED_HOST_BYTES, kernel: str | None = None
+) -> Plan:
     """The plan of a run on described GPUs; ``config.topology`` says how many, in nodes of how many. kernel: instead of ``train.kernel``.
+    host: bytes of host memory for each GPU.
 
     Its memory is that of a `plan` of the same configuration, with the same kernel and exchange.
 
@@ -286,7 +294,9 @@ def plan_for(config: Config, *, gpu: str, capability: tuple[int, int], capacity:
     index = None if pattern is None else pattern.request()
     found = _kernel_elsewhere(config, dtype, kernel or config.train.kernel, index, capability, gpu)
     exchange = choose_exchange(config.topology, exchange_needs(config, environment, layout, dtype, make_kernel(found[0]), capacity))
-    return _complete(config, environment, layout, exchange, found, dtype, gpu=gpu, capacity=capacity)
+    made = _complete(config, environment, layout, exchange, found, dtype, gpu=gpu, capacity=capacity)
+    made = dataclasses.replace(made, host_share=round(USABLE_HOST * host))
+    return made if config.train.memory == "manual" else decided(made)
 
 
 def _kernel_elsewhere(
@@ -381,7 +391,7 @@ def moved(config: Config, workers: int, layout: Layout, exchange: ExchangeChoice
     states = StateMemory(config, workers, passes, dtype_bytes)
     return Moved(
         forward=forward,
-        backward=backward + (forward if train.activation_checkpoint != "none" and attention_kept(train) < 1 else 0),
+        backward=backward + (forward if recomputes_attention(train) else 0),
         weights=states.sent(),
         host=states.over_host_link(),
     )
@@ -532,14 +542,16 @@ def describe_activations(config: Config) -> str:
     """What layers keep, and where."""
     train = config.train
     kept = f" (last {train.checkpoint_keep:.0%} kept)" if train.activation_checkpoint == "sequence_selective" else ""
-    return f"{train.activation_checkpoint}{kept}{', offloaded' if train.offload_activations else ''}"
+    on_host, layers = layers_on_host(train.offload_activations, config.model.num_layers), config.model.num_layers
+    offloaded = f", {'' if on_host == layers - 1 else f'{on_host} of {layers} layers '}offloaded" if on_host else ""
+    return f"{train.activation_checkpoint}{kept}{offloaded}"
 
 
 def alternatives(found: Plan) -> dict[str, int]:
     """Total bytes of a worker for each kind of activation checkpointing."""
     totals = {}
     for kind in CHECKPOINTS:
-        offload = found.config.train.offload_activations and kind != "none"
+        offload = found.config.train.offload_activations if kind != "none" else False
         train = dataclasses.replace(found.config.train, activation_checkpoint=kind, offload_activations=offload)
         other = estimate_memory(
             dataclasses.replace(found.config, train=train),

@@ -90,6 +90,11 @@ def attention_kept(train: TrainConfig) -> float:
     return {"none": 0.0, "selective": 1.0, "sequence_selective": float(train.checkpoint_keep), "full": 0.0}[train.activation_checkpoint]
 
 
+def recomputes_attention(train: TrainConfig) -> bool:
+    """Whether attention runs again in the backward pass, for some or all queries, and with it what workers send each other."""
+    return train.activation_checkpoint != "none" and attention_kept(train) < 1
+
+
 def computed_again(train: TrainConfig, layout: Layout) -> float:
     """The share of a causal sequence's query-key pairs whose attention is computed a second time: those of every worker's early tokens.
 

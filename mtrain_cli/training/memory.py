@@ -14,6 +14,7 @@ from mtrain_cli.attention.bars import COLUMN_TILE
 from mtrain_cli.config.schema import Config, ModelConfig
 from mtrain_cli.model.tiling import tile_rows
 from mtrain_cli.parallel.layout import Layout, early_queries
+from mtrain_cli.parallel.offload import layers_on_host
 from mtrain_cli.parallel.selection import ExchangeChoice
 from mtrain_cli.sparsity.pattern import Pattern
 from mtrain_cli.sparsity.registry import make_pattern
@@ -41,7 +42,7 @@ class Moment:
     activations: what the layers keep for backward; for each token of a layer, with activation checkpointing
         none: e (4 C + 2 A + 2 K + 4 I) + 4 heads, and in tiles e (2 C + 2 A + 2 K) + 4 heads; selective: e (C + A) + 4 heads, in a ring
         also the 2 e K that came from another worker; sequence_selective: e C + (e A + 4 heads) train.checkpoint_keep; full: e C. lse is
-        the 4 heads. Of all layers, or offloaded of two.
+        the 4 heads. Of all layers, or of those that are not offloaded, and of at least two.
     layer: the layer in backward, what it recomputes and the gradients of its activations: at the gate of the MLP e (6 I + 2 C) for each
         token of a tile, or attention, whichever is more together with `exchange` (see `layer_in_backward`).
     index: the dynamic indices of the layers between their forward and backward pass: bitmaps take heads * (T / block) * (S / block) bytes
@@ -131,6 +132,7 @@ class _Step:
         self.head = model.vocab_size * model.hidden_size
         self.heads = 4 * self.tokens * model.num_heads
         self.recomputes = config.train.activation_checkpoint != "none"
+        self.on_host = layers_on_host(config.train.offload_activations, model.num_layers)
         self.rows = tile_rows(self.tokens, model.hidden_size, model.intermediate_size, e, config.train.tile_mib * MIB)
         # Of how many queries, among which, attention is computed again.
         self.queries = layout.tokens_per_worker * exchange.heads
@@ -145,7 +147,9 @@ class _Step:
         layers, states = self.model.num_layers, self.states
         kept = self.kept(layers)
         scatter = states.scatter(states.layer_shard)
-        first, second = (
+        # All that grows or shrinks does so evenly, but for what is kept, of which no less is there from the offloaded layers on.
+        places = {layers, max(1, layers - 1), *([self.on_host + 1, min(2, layers)] if self.on_host else [])}
+        backward = (
             self.moment(
                 f"backward of layer {index}",
                 gradients=states.gradients(layers - index),
@@ -156,9 +160,9 @@ class _Step:
                 activations=self.kept(index),
                 indices=index,
             )
-            for index in (layers, max(1, layers - 1))
+            for index in sorted(places, reverse=True)
         )
-        return [self.at_loss(kept), max(first, second, key=lambda m: m.allocated), self.at_the_end(), self.at_the_optimizer()]
+        return [self.at_loss(kept), max(backward, key=lambda m: m.allocated), self.at_the_end(), self.at_the_optimizer()]
 
     def moment(
         self,
@@ -232,12 +236,12 @@ class _Step:
         return self.moment("optimizer step", gradients=4 * self.states.shard, working_weights=0, activations=0, backward=False)
 
     def kept(self, layers: int) -> int:
-        """Bytes on the device of what so many layers keep from forward to backward."""
-        return self.kept_by_layer() * (min(layers, 2) if self.train.offload_activations else layers)
+        """Bytes on the device of what the first so many layers keep for backward: those that are not offloaded, and at least two."""
+        return self.kept_by_layer() * max(layers - self.on_host, min(layers, 2))
 
     def host(self) -> int:
-        """Bytes of host memory for what is offloaded: all layers but the last."""
-        return (self.model.num_layers - 1) * self.kept_by_layer() if self.train.offload_activations else 0
+        """Bytes of host memory for what is offloaded."""
+        return self.on_host * self.kept_by_layer()
 
     def kept_by_layer(self) -> int:
         """Bytes that one layer keeps from forward to backward."""

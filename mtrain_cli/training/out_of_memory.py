@@ -29,6 +29,7 @@ from mtrain_cli.launch.environment import Environment, host_memory
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.model.decoder import DecoderLayer
+from mtrain_cli.parallel.offload import layers_on_host
 from mtrain_cli.training.dry_run import size
 
 if TYPE_CHECKING:
@@ -187,7 +188,7 @@ def _change(kind: str, config: Config) -> str:
         return f"train.loss_chunk_mib={config.train.loss_chunk_mib // 4}" if config.train.loss_chunk_mib > 64 else ""
     if config.train.activation_checkpoint != "full":
         return "train.activation_checkpoint=full"
-    if not config.train.offload_activations:
+    if layers_on_host(config.train.offload_activations, config.model.num_layers) < config.model.num_layers - 1:
         return "train.offload_activations=true"
     return "train.micro_batch=1" if config.train.micro_batch > 1 else ""
 

@@ -330,7 +330,8 @@ class Trainer:
         )  # fmt: skip
         self.exchange = exchange
         mask = config.data.document_mask
-        self.offload = Offload(config.model.num_layers, self.device) if config.train.offload_activations else None
+        offloaded = config.train.offload_activations
+        self.offload = Offload(config.model.num_layers, self.device, offloaded) if offloaded else None
         make = partial(BatchMaker, exchange, document_mask=mask, keep=attention_kept(config.train), offload=self.offload)
         self.batch_maker = make(self.choices.kernel, self.device, pattern=self.choices.pattern)
         dense = self.choices.dense_kernel

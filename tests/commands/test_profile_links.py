@@ -13,6 +13,8 @@ from mtrain_cli.commands import app as command_line
 from mtrain_cli.simulation.cluster import load_cluster
 from mtrain_cli.simulation.links import ALL_TO_ALL, GATHER, HOP, HOPS_AT_ONCE, SCATTER, TWO_HOPS
 
+HOST = ("gpu.host_gib", "gpu.host_link_gbps", "gpu.host_memory_gbps")
+
 
 def test_two_processes_are_measured_as_a_cluster_for_the_simulator(tmp_path):
     words = ["topology.device=cpu", "topology.workers=2", "--sizes", "4k,256k", "--repeats", "3"]
@@ -34,7 +36,7 @@ def test_two_processes_are_measured_as_a_cluster_for_the_simulator(tmp_path):
     cluster = load_cluster(str(tmp_path / "my.yaml"))
     assert (cluster.name, cluster.nodes, cluster.gpus_per_node) == ("my", 1, 4)
     assert cluster.gpu.name == document["device"]
-    assert {name for name, constant in cluster.constants().items() if constant.source == "guess"} == {"gpu.step_ms"}
+    assert {name for name, constant in cluster.constants().items() if constant.source == "guess"} == {"gpu.step_ms", *HOST}
     assert cluster.inner.bandwidth_gbps.value == pytest.approx(document["fits"]["inner"][HOP]["gbps"], rel=1e-3)
     assert (tmp_path / "my.yaml").read_text() == (tmp_path / "measurements/one/cluster.yaml").read_text()
     assert (tmp_path / "my.yaml").read_text().startswith("# Measured on 2 x ")

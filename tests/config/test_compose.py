@@ -191,6 +191,21 @@ def test_composing_leaves_the_working_folder_and_logging_alone():
     assert (Path.cwd(), logging.root.level, list(logging.root.handlers)) == before
 
 
+def test_offloaded_layers_are_true_false_or_a_number_in_old_files_and_new_ones(tmp_path):
+    file = tmp_path / "resolved.yaml"
+    for word, value in (("true", True), ("false", False), ("1", 1), ("0", 0)):
+        save(compose([f"train.offload_activations={word}"]), file)
+        assert f"  offload_activations: {word}\n" in file.read_text()
+        found = load(file).train.offload_activations
+        assert (found, type(found)) == (value, type(value))
+    # Of versions that had no such keys.
+    file.write_text(re.sub(r"(?m)^  (offload_activations|gpu_memory_gib|shard|tile_mib|z_loss): .*\n", "", file.read_text()))
+    assert load(file).train.offload_activations is False
+    assert complaints(compose, ["train.offload_activations=most"]) == (
+        "train.offload_activations=most: expected true or false or a whole number",
+    )
+
+
 def test_time_is_resolved_once(tmp_path):
     config = compose(["run.name=run-${now:%H%M%S%f}"])
     save(config, tmp_path / "resolved.yaml")

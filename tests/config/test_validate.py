@@ -78,6 +78,12 @@ def test_the_defaults_have_no_problem(defaults):
             "train.offload_activations=true: train.activation_checkpoint=none keeps every intermediate, too many to move; "
             "allowed with it: selective, sequence_selective, full",
         ),
+        (
+            {"train__offload_activations": 2, "train__activation_checkpoint": "none"},
+            "train.offload_activations=2: train.activation_checkpoint=none keeps every intermediate, too many to move; allowed",
+        ),
+        ({"train__offload_activations": 37, "model__num_layers": 36}, "=37: model.num_layers=36; allowed: true, false or 0 to 36"),
+        ({"train__offload_activations": -1}, "train.offload_activations=-1: must be true, false or a number of layers, 0 or more"),
         ({"run__log_every": 0}, "run.log_every=0: must be at least 1"),
         ({"run__name": "a/b"}, "run.name=a/b: may hold letters"),
         ({"run__name": ".."}, "run.name=..: may hold letters"),
@@ -105,6 +111,7 @@ def test_several_mistakes_are_reported_together(defaults):
         {"topology__workers": 8, "topology__context_parallel": 2, "topology__gpus_per_node": 4, "train__global_batch": 4},
         {"optim__clip_norm": 0.0, "train__checkpoint_every": 0, "optim__warmup_steps": 0, "optim__weight_decay": 0.0},
         {"model__rope__scaling": "yarn", "model__rope__factor": "auto"},
+        {"train__offload_activations": 36, "model__num_layers": 36},
         {"data__kind": "tokens", "data__path": "/", "model__vocab_size": 100},  # the store knows its own vocabulary
     ],
 )

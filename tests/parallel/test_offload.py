@@ -2,7 +2,7 @@
 
 import torch
 
-from mtrain_cli.parallel.offload import Offload
+from mtrain_cli.parallel.offload import Offload, layers_on_host
 
 LAYERS = 4
 
@@ -53,3 +53,19 @@ def test_a_forward_pass_without_backward_leaves_nothing_behind():
     backward(forward(store, 1), 1)
     assert store.allocated == allocated
     assert store.waiting == 0
+
+
+def test_only_so_many_layers_leave():
+    for number in range(LAYERS + 1):
+        store = Offload(LAYERS, torch.device("cpu"), number)
+        for step in range(2):
+            kept = forward(store, step)
+            assert [row[0].device is None for row in kept] == [layer < min(number, LAYERS - 1) for layer in range(LAYERS)]
+            backward(kept, step)
+            assert store.waiting == 0
+        assert store.allocated == min(number, LAYERS - 1) * (3 * 5 * 4 + 7 * 8)
+
+
+def test_one_is_a_number_and_true_is_all():
+    assert [layers_on_host(word, 36) for word in (False, 0, 1, 16, 36, True)] == [0, 0, 1, 16, 35, 35]
+    assert layers_on_host(True, 1) == 0

@@ -101,7 +101,13 @@ def test_a_cluster_of_what_was_measured(tmp_path: Path, slower: float, shared: i
         assert link.gpu_share.value == pytest.approx(0.2), "computing took 1.25 times as long"
         assert link.latency_us.low < link.latency_us.value < link.latency_us.high
     measured = {name for name, constant in cluster.constants().items() if constant.source == "measured"}
-    assert {name for name in cluster.constants() if name not in measured} == {"gpu.peak_tflops", "gpu.step_ms", "links.inner.shared_by"}
+    host = {"gpu.host_gib", "gpu.host_link_gbps", "gpu.host_memory_gbps"}
+    assert {name for name in cluster.constants() if name not in measured} == {
+        "gpu.peak_tflops",
+        "gpu.step_ms",
+        "links.inner.shared_by",
+        *host,
+    }
 
 
 def test_computing_that_was_not_slower_has_no_share():

@@ -9,9 +9,20 @@ import pytest
 from mtrain_cli.config.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.simulation.cluster import Cluster, Constant, load_cluster
-from mtrain_cli.simulation.recommend import DOES_NOT_FIT, _distinct, contexts, label, reasons, recommend
+from mtrain_cli.simulation.recommend import (
+    DOES_NOT_FIT,
+    RECOMPUTATIONS,
+    _distinct,
+    _plans,
+    contexts,
+    label,
+    memory_settings,
+    reasons,
+    recommend,
+)
 from mtrain_cli.simulation.scenario import Pairs, Scenario, evaluate, plan_on, train_line
 from mtrain_cli.simulation.what_if import Unfit
+from mtrain_cli.training.memory import GIB
 
 LAYOUTS, EXCHANGES = ("zigzag", "striped"), ("all_gather", "ring", "hierarchical_ring")
 
@@ -77,7 +88,7 @@ def test_reasons_name_what_takes_longer():
 
 
 def test_where_nothing_fits_it_says_what_would():
-    cluster = load_cluster("a100_4x8", nodes=1)
+    cluster = small_memory(load_cluster("a100_4x8", nodes=1), 12)
     one = scenario("model=qwen3b", "seq=1m", pairs=Pairs("local", 0.01, 256))
     few = ("striped",), ("all_gather", "ring"), ("full",)
     found = recommend(cluster, one, 8, *few)
@@ -86,7 +97,7 @@ def test_where_nothing_fits_it_says_what_would():
     assert larger.startswith("GPUs with ")
     assert more.startswith("--nodes 2 instead of 1: ")
     assert shorter.startswith("seq=512k instead of 1m: ")
-    helped = recommend(load_cluster("a100_4x8", nodes=2), one, 16, *few)
+    helped = recommend(small_memory(load_cluster("a100_4x8", nodes=2), 12), one, 16, *few)
     assert helped.ranked
     gib = float(larger.split()[2]) + 1
     assert recommend(small_memory(cluster, gib), one, 8, ("striped",), ("ring",), ("full",)).ranked
@@ -95,6 +106,31 @@ def test_where_nothing_fits_it_says_what_would():
     assert longer.needed[2].startswith("seq=512k instead of 2m: ")
     alone = recommend(load_cluster("h200_1x8"), scenario("model=llama8b", "seq=8m"), 8, ("striped",), ("ring",))
     assert any("does not say how nodes are linked" in line for line in alone.needed)
+
+
+def test_where_no_recomputation_fits_the_choice_of_train_memory_auto_is_tried():
+    cluster = load_cluster("h200_1x8")
+    one = scenario("model=qwen3b", "seq=6m", pairs=Pairs("local", 0.01, 256))
+    plans = list(_plans(cluster, one, 8, 8, "striped", "ring", RECOMPUTATIONS))
+    assert [plan.fits for plan in plans] == [False, False, False, True]
+    # Of 560 GiB for eight GPUs, the training would find the same.
+    config = plans[-1].config
+    words = [*one.words, *(f"{key}={value}" for key, value in memory_settings(config).items())]
+    words.append(f"train.activation_checkpoint={config.train.activation_checkpoint}")
+    typed = plan_on(cluster, compose(words), workers=8, layout="striped", exchange="ring")
+    assert 0 < typed.memory.host <= 0.9 * 70 * GIB
+    assert (typed.memory, typed.moved, typed.flops) == (plans[-1].memory, plans[-1].moved, plans[-1].flops)
+    asked = plan_on(cluster, compose([*one.words, "train.memory=auto"]), workers=8, layout="striped", exchange="ring")
+    assert asked.memory == typed.memory
+    assert label(typed).startswith("striped ring, ")
+    assert f"train.offload_activations={config.train.offload_activations}" in label(typed)
+    # All layers would be too much for the host, though not for the GPU.
+    all_away = [word for word in words if "offload" not in word] + ["train.offload_activations=true"]
+    refused = plan_on(cluster, compose(all_away), workers=8, layout="striped", exchange="ring")
+    assert refused.memory.total < typed.memory.total
+    assert not refused.fits
+    # What was typed stays.
+    assert all(p.config.train.activation_checkpoint == "full" for p in _plans(cluster, one, 8, 8, "striped", "ring", ("full",)))
 
 
 def test_what_cannot_be_whatever_the_memory_is_a_mistake():

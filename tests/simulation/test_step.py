@@ -10,11 +10,12 @@ from mtrain_cli.config.compose import compose
 from mtrain_cli.simulation.calibration import HIGH, LOW, VALUE
 from mtrain_cli.simulation.cluster import Cluster, Constant, load_cluster
 from mtrain_cli.simulation.rest import Rest, priced
-from mtrain_cli.simulation.scenario import Outcome, Pairs, Scenario, capability, evaluate, plan_on
-from mtrain_cli.simulation.step import Transfer, beside
+from mtrain_cli.simulation.scenario import Outcome, Pairs, Scenario, capability, evaluate, plan_on, with_step
+from mtrain_cli.simulation.step import PredictedStep, Transfer, beside
 from mtrain_cli.simulation.timeline import Conditions
 from mtrain_cli.training.dry_run import plan
-from mtrain_cli.training.flops import causal_pairs, flops_per_token
+from mtrain_cli.training.flops import causal_pairs, computed_again, training_flops
+from mtrain_cli.training.state_memory import StateMemory
 
 H200 = load_cluster("h200_1x8")
 SPARSE = Pairs("uniform", 0.05, 2048)
@@ -49,19 +50,94 @@ def test_memory_is_that_of_the_dry_run(words):
     assert (mine.exchange.label, mine.moved, mine.micro_batches) == (dry.exchange.label, dry.moved, dry.micro_batches)
 
 
-@pytest.mark.parametrize("kind", ["none", "selective", "full"])
-def test_products_are_those_that_training_counts(kind):
-    words = ["model=qwen3b", "seq=100k", f"train.activation_checkpoint={kind}", "train.global_batch=4", "topology.context_parallel=4"]
-    found = plan_on(H200, compose(words), workers=8)
-    rest, model = Rest.of(found), found.config.model
-    layer = rest.forward.flop + rest.recomputed.flop + rest.backward.flop
-    mine = (layer * model.num_layers + rest.loss.flop) * found.environment.cp
-    padded = found.layout.padded_seq
-    both = flops_per_token(model, found.config.seq, recomputed=kind != "none", padded_seq=padded).executed * found.config.seq
-    attention = 14 * model.num_layers * model.num_heads * model.head_dim * causal_pairs(found.config.seq)
-    assert mine == pytest.approx(both - attention, rel=1e-9)
-    arriving = model.num_layers * (2 * rest.gather + rest.reduce) + rest.root_gather + rest.root_reduce
-    assert arriving * found.micro_batches == pytest.approx(found.moved.weights, rel=1e-6)
+WAYS = [
+    "train.activation_checkpoint=none",
+    "train.activation_checkpoint=none train.tile_mib=64",
+    "train.activation_checkpoint=selective train.tile_mib=256",
+    "train.activation_checkpoint=full train.offload_activations=true",
+    "train.activation_checkpoint=full train.offload_activations=16 train.shard=gradients",
+    "train.activation_checkpoint=sequence_selective train.checkpoint_keep=0.25",
+    "train.activation_checkpoint=sequence_selective topology.layout=contiguous train.reduce_dtype=bfloat16",
+    "train.loss_gradients=recompute train.shard=optimizer",
+    "optim.offload=true train.shard=gradients train.reduce_dtype=bfloat16",
+    "optim.offload=true train.shard=optimizer train.global_batch=2",
+]
+
+
+@pytest.mark.parametrize("pairs", [DENSE, SPARSE], ids=["dense", "sparse"])
+def test_a_step_computes_what_training_counts_and_moves_what_the_dry_run_says(pairs):
+    play: dict[str, Outcome] = {}
+    for way in WAYS:
+        words = ["model=qwen3b", "seq=50k", "train.global_batch=6", "topology.context_parallel=4", *way.split(), *pairs.sparsity()]
+        config = compose(words)
+        found = plan_on(H200, config, workers=8, exchange="all_gather", layout=config.topology.layout)
+        scenario = Scenario(config, pairs.problem(config))
+        if found.layout.name not in play:
+            play[found.layout.name] = evaluate(H200, scenario, found, bounds=False, recompute=True)
+        one = with_step(H200, scenario, found, play[found.layout.name].attention, bounds=False).step
+        density = play[found.layout.name].attention.facts["density"]
+        flops = training_flops(config, found.layout, dtype_bytes=2, pairs=density * causal_pairs(config.seq)).executed
+        assert one.flop * 8 == pytest.approx(flops * found.tokens_per_step, rel=1e-9), way
+        assert one.hfu == pytest.approx(one.flop / one.seconds.value / 989e12)
+        assert one.sent == pytest.approx(found.moved.weights, rel=1e-6), way
+        states = StateMemory(config, 8, found.micro_batches, 2)
+        activations = 2 * found.micro_batches * (found.memory.host - states.host)
+        assert (activations > 0) == ("offload_activations" in way)
+        assert one.over_host == pytest.approx(found.moved.host + activations), way
+        assert sum(one.parts.values()) == pytest.approx(one.seconds.value), way
+        assert min(one.parts.values()) >= 0, way
+
+
+def test_what_is_saved_costs_what_it_costs():
+    """Steps of four micro-batches of 128K tokens on 8 GPUs, that share them; against the step with all defaults."""
+    base = ["model=qwen3b", "seq=128k", "train.global_batch=4"]
+    config = compose(base)
+    scenario = Scenario(config, DENSE.problem(config))
+    attention = evaluate(H200, scenario, plan_on(H200, config, workers=8), bounds=False, recompute=True).attention
+
+    def made(*words: str, cluster: Cluster = H200) -> PredictedStep:
+        plan = plan_on(cluster, compose([*base, *words]), workers=8)
+        costs = {name: dataclasses.replace(cost, cluster=cluster) for name, cost in attention.costs.items()}
+        return with_step(cluster, scenario, plan, dataclasses.replace(attention, costs=costs), bounds=False).step
+
+    def seconds(*words: str, **more) -> float:
+        return made(*words, **more).seconds.value
+
+    plain, full = seconds(), seconds("train.activation_checkpoint=full")
+    keeps = [seconds("train.activation_checkpoint=sequence_selective", f"train.checkpoint_keep={keep}") for keep in (0.75, 0.5, 0.25)]
+    assert plain < keeps[0] < keeps[1] < keeps[2] < full
+    half = made("train.activation_checkpoint=sequence_selective")
+    again = attention.passes["recompute"].spent["attention"] / 1e3 * 36 * 4
+    assert half.parts["attention"] - made().parts["attention"] == pytest.approx(
+        again * computed_again(half.plan.config.train, half.plan.layout), rel=1e-6
+    )
+    assert seconds("train.loss_gradients=recompute") > plain
+    assert seconds("train.tile_mib=64") > plain
+    # Copies over PCIe hide where it is fast.
+    slow = dataclasses.replace(H200, gpu=dataclasses.replace(H200.gpu, host_link_gbps=Constant(0.5, "guess", "", 0.5, 0.5)))
+    away = "train.offload_activations=16"
+    assert made(away).parts["offload"] == 0
+    late = made(away, cluster=slow)
+    kept = late.plan.memory.host / 16
+    layer = sum(made(cluster=slow).parts[name] for name in ("attention", "matrices", "element-wise", "recomputed")) / 36 / 4
+    assert late.parts["offload"] == pytest.approx(4 * 16 * 2 * (kept / 0.5e9 - layer / 2), rel=0.2)
+    # AdamW on the host reads and writes 28 bytes a weight and the rounded weight, at 19 GB/s.
+    shard = StateMemory(config, 8, 4, 2).shard
+    host = made("optim.offload=true").parts["optimizer"]
+    assert 30 * shard / 19e9 < host < 1.3 * 30 * shard / 19e9
+    assert made("optim.offload=true", cluster=slow).parts["optimizer"] > 4 * shard / 0.5e9
+
+
+def test_weights_that_stay_are_not_gathered_again():
+    slow = with_inner(collective_bandwidth_gbps=5.0, capacity_gbps=5.0, bandwidth_gbps=5.0, gpu_share=0.0)
+    words = ("model=qwen3b", "seq=2k", "topology.context_parallel=1", "train.global_batch=32")
+    found = {shard: step(*words, f"train.shard={shard}", cluster=slow, bounds=False).step for shard in ("full", "gradients", "optimizer")}
+    full, gradients, optimizer = (found[shard].parts["weights"] for shard in found)
+    assert full > 1.6 * gradients > 3.2 * optimizer
+    # Links are all that counts here: bytes over bandwidth.
+    assert gradients == pytest.approx(found["gradients"].sent / 5e9, rel=0.35)
+    half = step(*words, "train.shard=gradients", "train.reduce_dtype=bfloat16", cluster=slow, bounds=False).step.parts["weights"]
+    assert half < 0.7 * gradients
 
 
 @pytest.mark.parametrize("workers", [1, 8])
@@ -124,8 +200,9 @@ def test_weights_hide_behind_computation(bandwidth):
     found = step("model=qwen3b", "seq=8k", "topology.context_parallel=1", "train.global_batch=8", cluster=cluster)
     costs, rest, layers = found.attention.costs[VALUE], Rest.of(found.plan), 36
     passes = found.attention.passes
-    forward = passes["forward"].duration.value * 1e3 + priced(rest.forward, costs).us
-    backward = passes["backward"].duration.value * 1e3 + priced(rest.backward, costs).us + priced(rest.recomputed, costs).us
+    forward = passes["forward"].duration.value * 1e3 + priced(rest.forward + rest.gathered, costs).us
+    backward = passes["backward"].duration.value * 1e3 + priced(rest.backward + rest.gathered + rest.reduced, costs).us
+    backward += priced(rest.recomputed, costs).us
     us = [costs.collective(False, 8, 8, int(size))[0] for size in (rest.gather, rest.reduce, rest.root_gather, rest.root_reduce)]
     expected = _played(forward, backward, us[0], us[1], (us[2], us[3]), layers) - layers * (forward + backward)
     assert found.step.parts["weights"] * 1e6 == pytest.approx(expected, rel=1e-6)

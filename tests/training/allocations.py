@@ -104,7 +104,7 @@ def step_peak(rank: int, world: int, overrides: list[str], exchange: str, kernel
     layout = make_layout(config.topology.layout, world, config.seq, config.topology.block_size)
     group = make_context_group(rank, world, world, torch.device("cpu"))
     train, states_away = config.train, config.optim.offload
-    offload = Offload(config.model.num_layers, torch.device("cpu")) if train.offload_activations else None
+    offload = Offload(config.model.num_layers, torch.device("cpu"), train.offload_activations) if train.offload_activations else None
 
     def empty() -> Decoder:
         with torch.device("meta"):
@@ -173,7 +173,8 @@ def kept(layers: int, overrides: list[str], dtype: torch.dtype) -> tuple[int, Me
     """(bytes that a forward pass on one worker leaves behind, beyond parameters and inputs, closed form)."""
     config = compose([*overrides, f"model.num_layers={layers}"])
     layout = make_layout(config.topology.layout, 1, config.seq, config.topology.block_size)
-    offload = Offload(layers, torch.device("cpu")) if config.train.offload_activations else None
+    offloaded = config.train.offload_activations
+    offload = Offload(layers, torch.device("cpu"), offloaded) if offloaded else None
     decoder = Decoder(
         config.model, rope_factor=1.0, loss_chunk_bytes=1 << 20, activation_checkpoint=config.train.activation_checkpoint, compile=False,
         tile_bytes=config.train.tile_mib << 20, offload=offload,

@@ -46,7 +46,7 @@ class Option:
 
     checkpoint: str = "none"
     keep: float = 0.0
-    offload: bool = False
+    offload: bool | int = False
     tile_bytes: int = 0
     loss_gradients: str = "forward"
 
@@ -59,6 +59,7 @@ OPTIONS = {
     "sequence_selective, a quarter kept, offloaded": Option("sequence_selective", 0.25, offload=True),
     "full": Option("full"),
     "full, offloaded": Option("full", offload=True),
+    "full, one layer offloaded": Option("full", offload=1),
     "tiles": Option(tile_bytes=TILE),
     "sequence_selective, tiles, offloaded": Option("sequence_selective", 0.5, offload=True, tile_bytes=TILE),
     "loss by recomputation": Option(loss_gradients="recompute"),
@@ -133,7 +134,7 @@ class Outcome:
 def step(option: Option, world: int, exchange, sparse: bool) -> Outcome:
     """Two micro-batches of two sequences, gradients accumulated."""
     device = torch.device("cpu")
-    offload = Offload(LAYERS, device) if option.offload else None
+    offload = Offload(LAYERS, device, option.offload) if option.offload else None
     with torch.device("meta"):
         decoder = Decoder(
             MODEL, rope_factor=1.0, loss_chunk_bytes=4 * VOCAB * 37, activation_checkpoint=option.checkpoint, compile=False,

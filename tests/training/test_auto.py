@@ -55,6 +55,22 @@ def test_the_fastest_that_fits_is_taken_on_gpus_of_every_size():
     assert len({setting.words for setting in chosen}) >= 4
 
 
+def test_as_few_layers_leave_as_will_do_and_the_host_has_room_for_them():
+    words = ["model=qwen3b", "seq=6m", "sparsity=vertical_slash", "sparsity.max_bars=2048", "train.activation_checkpoint=full"]
+    base = dataclasses.replace(planned(*words), host_share=70 * GIB)
+    found = auto.search(base)
+    number = found.chosen.changes["train.offload_activations"]
+    assert 1 < number < 35
+    assert found.chosen.memory.host == number * 3 * GIB <= 70 * GIB
+    train = dataclasses.replace(found.chosen.config.train, offload_activations=number - 1)
+    fewer = auto._memory(base, dataclasses.replace(found.chosen.config, train=train))
+    assert not base.takes(fewer)
+    # No other number fits where there is less room.
+    crowded = dataclasses.replace(base, host_share=(number - 1) * 3 * GIB)
+    refused = auto.search(crowded)
+    assert not any(s.fits for s in refused.settings if s.config.optim == base.config.optim and s.config.train.tile_mib == train.tile_mib)
+
+
 def test_a_key_that_was_given_stays():
     found = planned("train.memory=auto", "train.activation_checkpoint=full", "optim.offload=true")
     assert (found.config.train.activation_checkpoint, found.config.optim.offload) == ("full", True)

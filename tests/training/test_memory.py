@@ -29,6 +29,7 @@ def with_checkpointing(kind, base=BASE, *more):
 OFFLOADED = "train.offload_activations=true"
 # So many layers that what they keep is most of the memory, and so few words that the loss is little.
 DEEP = [*BASE, "model.num_layers=12", "model.intermediate_size=128"]
+FIVE_OFFLOADED = "train.offload_activations=5"  # of twelve
 QUARTER = "train.checkpoint_keep=0.25"
 
 
@@ -43,6 +44,7 @@ ONE_WORKER = [
     (with_checkpointing("sequence_selective", DEEP, QUARTER), "all_gather", "flash4", FP32),
     (with_checkpointing("selective", DEEP, OFFLOADED), "all_gather", "flash4", FP32),
     (with_checkpointing("sequence_selective", DEEP, OFFLOADED), "all_gather", "flash4", FP32),
+    (with_checkpointing("full", DEEP, FIVE_OFFLOADED), "all_gather", "flash4", FP32),
     (with_checkpointing("selective", BASE, "train.tile_mib=1"), "all_gather", "flash4", FP32),
     (with_checkpointing("none", BASE, "train.tile_mib=1"), "all_gather", "flash4", FP32),
     (with_checkpointing("selective", BASE, "train.loss_gradients=recompute"), "all_gather", "flash4", FP32),
@@ -137,11 +139,13 @@ def test_kept_activations_follow_their_formulas():
         ["selective", OFFLOADED],
         ["sequence_selective", QUARTER, OFFLOADED],
         ["full", OFFLOADED],
+        ["full", "train.offload_activations=1"],
+        ["selective", "train.offload_activations=2"],
     ],
 )
 def test_a_layer_leaves_exactly_what_the_estimate_says(words):
     overrides = with_checkpointing(words[0], ["seq=2k", "model.qk_norm=true"], *words[1:])
-    (fewer, less), (more, found) = (allocations.kept(layers, overrides, BF16 if len(words) == 1 else FP32) for layers in (2, 3))
+    (fewer, less), (more, found) = (allocations.kept(layers, overrides, BF16 if len(words) == 1 else FP32) for layers in (4, 5))
     # On a CPU one more layer is on the host, where tensors are offloaded, and otherwise on the device.
     expected = (found.moments[0].activations + found.host) - (less.moments[0].activations + less.host)
     # Without recomputation norms keep a number a row, which the estimate leaves out.
@@ -153,6 +157,20 @@ def test_offloaded_activations_are_those_of_two_layers_on_the_device_and_the_oth
     whole = kept.moments[0].activations
     assert found.moments[0].activations == whole * 2 // 36
     assert (kept.host, found.host) == (0, whole * 35 // 36)
+
+
+def test_layers_beyond_the_offloaded_ones_stay_on_the_device():
+    layer = estimate().moments[0].activations // 36
+    for number, stay in [(0, 36), (1, 35), (16, 20), (34, 2), (35, 2), (36, 2)]:
+        found = estimate(f"train.offload_activations={number}")
+        assert found.moments[0].activations == stay * layer, number
+        assert found.host == min(number, 35) * layer
+    assert estimate("train.offload_activations=36") == estimate(OFFLOADED)
+    # Gradients of 34 layers have come when two are left, of which the activations are still there.
+    deepest = estimate(OFFLOADED, "train.activation_checkpoint=full", "seq=1k").moments[1]
+    assert deepest.name == "backward of layer 2"
+    middle = estimate("train.offload_activations=16", "train.activation_checkpoint=full", "seq=1m").moments[1]
+    assert (middle.name, middle.activations) == ("backward of layer 36", 20 * (131072 * 2048 * 2))
 
 
 def test_the_mlp_takes_no_more_than_its_tiles():
