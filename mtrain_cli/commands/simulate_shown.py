@@ -127,6 +127,8 @@ def step_table(cluster: Cluster, problem: Problem, outcomes: Sequence[Outcome]) 
 
 def step_lines(outcome: Outcome, tokens: float | None, price: float | None) -> Iterable[str]:
     """Where the time of a step goes, memory by part, and what a training takes."""
+    from mtrain_cli.training.memory import GIB
+
     step, plan = outcome.step, outcome.plan
     whole = step.seconds.value
     shares = {name: seconds / whole for name, seconds in step.parts.items()}
@@ -137,6 +139,8 @@ def step_lines(outcome: Outcome, tokens: float | None, price: float | None) -> I
     of = (plan.capacity or 0) / 2**30
     said = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items() if size >= 2**20)
     yield f"memory {memory.total / 2**30:.2f} GiB of {of:.1f} at its peak, the {memory.peak.name}: {said}"
+    if memory.host:
+        yield f"host   {memory.host / GIB:.2f} GiB for each GPU, of {plan.host_share / GIB:.1f} that can be used"
     if tokens is None:
         return
     days = step.days(tokens)

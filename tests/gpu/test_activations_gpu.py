@@ -32,9 +32,9 @@ MODEL = ModelConfig(
 class Steps:
     """A decoder in bfloat16 and its forward and backward passes on one sequence."""
 
-    def __init__(self, checkpoint: str, keep: float, *, offload: bool = False, tile_mib: int = 0, compile: bool = False) -> None:
+    def __init__(self, checkpoint: str, keep: float, *, offload: bool | int = False, tile_mib: int = 0, compile: bool = False) -> None:
         device = torch.device("cuda")
-        self.offload = Offload(LAYERS, device) if offload else None
+        self.offload = Offload(LAYERS, device, offload) if offload else None
         with torch.device("meta"):
             self.decoder = Decoder(
                 MODEL, rope_factor=1.0, loss_chunk_bytes=16 << 20, activation_checkpoint=checkpoint, compile=compile,
@@ -62,9 +62,12 @@ class Steps:
         return [parameter.grad for parameter in self.decoder.parameters()]
 
 
-@pytest.mark.parametrize(("checkpoint", "keep"), [("selective", 1.0), ("sequence_selective", 0.5), ("full", 0.0)])
-def test_offloading_changes_no_bit_and_the_host_never_waits(checkpoint, keep):
-    plain, offloaded = Steps(checkpoint, keep), Steps(checkpoint, keep, offload=True)
+@pytest.mark.parametrize(
+    ("checkpoint", "keep", "offload"),
+    [("selective", 1.0, True), ("sequence_selective", 0.5, True), ("full", 0.0, True), ("selective", 1.0, 3)],
+)
+def test_offloading_changes_no_bit_and_the_host_never_waits(checkpoint, keep, offload):
+    plain, offloaded = Steps(checkpoint, keep), Steps(checkpoint, keep, offload=offload)
     for steps in (plain, offloaded):
         steps()  # makes buffers, events and workspaces
     assert offloaded.offload is not None
@@ -82,8 +85,9 @@ def test_offloading_changes_no_bit_and_the_host_never_waits(checkpoint, keep):
     assert offloaded.offload.waiting == 0
 
 
-def test_offloading_frees_the_memory_of_all_layers_but_two():
-    plain, offloaded = Steps("selective", 1.0), Steps("selective", 1.0, offload=True)
+@pytest.mark.parametrize(("offload", "freed", "away"), [(True, LAYERS - 2, LAYERS - 1), (3, 3, 3)])
+def test_offloading_frees_the_memory_of_the_layers_that_leave_but_two_stay(offload, freed, away):
+    plain, offloaded = Steps("selective", 1.0), Steps("selective", 1.0, offload=offload)
     peaks = []
     for steps in (plain, offloaded):
         steps()
@@ -92,10 +96,10 @@ def test_offloading_frees_the_memory_of_all_layers_but_two():
         steps()
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated())
-    assert plain.between - offloaded.between == pytest.approx((LAYERS - 2) * KEPT, rel=0.02)
-    assert peaks[0] - peaks[1] > (LAYERS - 3) * KEPT
+    assert plain.between - offloaded.between == pytest.approx(freed * KEPT, rel=0.02)
+    assert peaks[0] - peaks[1] > (freed - 1) * KEPT
     assert offloaded.offload is not None
-    assert offloaded.offload.allocated == (LAYERS - 1) * KEPT
+    assert offloaded.offload.allocated == away * KEPT
 
 
 @pytest.mark.parametrize("compile", [False, True])
