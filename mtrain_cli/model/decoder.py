@@ -138,7 +138,7 @@ class DecoderLayer(nn.Module):
             return finish(self, x_BNC, out_BNHD)
         norm, mlp = self.post_attention_layernorm, self.mlp
         weights = (self.self_attn.o_proj.weight, norm.weight, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
-        return feed_forward(x_BNC, out_BNHD, weights, norm.eps, rows, compile=self.compiled, inputs_only=passes.second)
+        return feed_forward(x_BNC, out_BNHD, weights, norm.eps, rows, self.index, compile=self.compiled, inputs_only=passes.second)
 
     def _input_offloaded(self, offload: Offload) -> AbstractContextManager[None]:
         """What is saved inside, the input of the checkpointed layer, waits in host memory."""

@@ -22,24 +22,25 @@ from mtrain_cli.model.loss import accumulation, add_matmul
 
 
 def feed_forward(
-    x_BNC: Tensor, out_BNHD: Tensor, weights: tuple[Tensor, ...], eps: float, rows: int, *, compile: bool, inputs_only: bool = False
-) -> Tensor:
+    x_BNC: Tensor, out_BNHD: Tensor, weights: tuple[Tensor, ...], eps: float, rows: int, layer: int, *, compile: bool,
+    inputs_only: bool = False,
+) -> Tensor:  # fmt: skip
     """h + down(silu(gate(n)) * up(n)) with h = x + o(out), n = norm(h) -> like x. Keeps x, out and the weights for its backward pass.
 
-    weights: of o, norm, gate, up and down. eps: of the norm. rows: tokens of a tile (`tile_rows`). inputs_only: computes nothing, for a
-    second forward pass that is there to keep the inputs; what it returns must not be read.
+    weights: of o, norm, gate, up and down. eps: of the norm. rows: tokens of a tile (`tile_rows`). layer: its number, for messages.
+    inputs_only: computes nothing, for a second forward pass that is there to keep the inputs; what it returns must not be read.
     """
-    return _FeedForward.apply(x_BNC, out_BNHD, *weights, eps, rows, compile, inputs_only)
+    return _FeedForward.apply(x_BNC, out_BNHD, *weights, eps, rows, layer, compile, inputs_only)
 
 
 class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x_BNC: Tensor, out_BNHD: Tensor, o_CA: Tensor, norm_C: Tensor, gate_IC: Tensor, up_IC: Tensor, down_CI: Tensor,
-        eps: float, rows: int, compile: bool, inputs_only: bool,
+        eps: float, rows: int, layer: int, compile: bool, inputs_only: bool,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x_BNC, out_BNHD, o_CA, norm_C, gate_IC, up_IC, down_CI)
-        ctx.eps, ctx.rows, ctx.compile = eps, rows, compile
+        ctx.eps, ctx.rows, ctx.layer, ctx.compile = eps, rows, layer, compile
         if inputs_only:
             return x_BNC.new_empty(()).expand_as(x_BNC)
         join, gated = _pieces(compile)[:2]
@@ -87,7 +88,7 @@ class _FeedForward(torch.autograd.Function):
             sums.add("o", dh_RC.t(), out_RA)
             del dh_RC
         weights = {"o": o_CA, "norm": norm_C, "gate": gate_IC, "up": up_IC, "down": down_CI}
-        return dx_BNC, dout_BNHD, *(sums.of(name, weight) for name, weight in weights.items()), None, None, None, None
+        return dx_BNC, dout_BNHD, *(sums.of(name, weight) for name, weight in weights.items()), None, None, None, None, None
 
 
 class _Sums:

@@ -52,6 +52,13 @@ def begin_micro_batch(decoder: nn.Module, shard: str, *, last: bool) -> None:
         decoder.set_requires_gradient_sync(last)
 
 
+def reshard(decoder: nn.Module) -> None:
+    """Gives back all that is whole: what is gathered next has the shards as they are then."""
+    for module in _units(decoder):
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _units(decoder: nn.Module) -> list[nn.Module]:
     """What is gathered and reduced together: each layer, and last the rest."""
     return [*decoder.layers, decoder]  # type: ignore[misc]

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import format_size
+from mtrain_cli.parallel.fsdp import reshard
 
 if TYPE_CHECKING:
     from mtrain_cli.training.batch import HostBatch
@@ -84,8 +84,7 @@ def evaluate(trainer: Trainer) -> Evaluation:
                 places = _places(host, bounds).to(trainer.device)
                 sums[0].index_add_(0, places, losses.flatten().double())
                 sums[1].index_add_(0, places, torch.ones_like(places, dtype=torch.float64))
-    if isinstance(trainer.decoder, FSDPModule):
-        trainer.decoder.reshard()  # no backward pass follows that would do it
+    reshard(trainer.decoder)  # no backward pass follows that would do it
     totals = sums.cpu()
     dist.all_reduce(totals, group=trainer.host_group)
     return _evaluation(trainer, totals.numpy()[:, :-1], bounds, time.perf_counter() - started, "dense" if make.pattern is None else None)
@@ -117,12 +116,13 @@ def _places(host: HostBatch, bounds: np.ndarray) -> torch.Tensor:
 
 
 class EvaluationWriter:
-    """Appends to ``evaluations.jsonl`` of a run; what an earlier attempt wrote behind ``start_step`` goes."""
+    """Appends to ``evaluations.jsonl`` of a run; what an earlier attempt wrote behind ``start_step`` goes. kept: the rows that stay."""
 
     def __init__(self, run_dir: Path, start_step: int) -> None:
         self.path = Path(run_dir) / EVALUATIONS_FILE
+        self.kept: list[dict[str, Any]] = []
         if self.path.exists():
-            kept = [row for row in _rows(self.path) if row["step"] <= start_step]
+            self.kept = kept = [row for row in _rows(self.path) if row["step"] <= start_step]
             draft = self.path.with_suffix(".jsonl.new")
             draft.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
             os.replace(draft, self.path)

@@ -200,7 +200,8 @@ def place(error: BaseException) -> str:
         name, file = frame.f_code.co_name, frame.f_code.co_filename
         backward = backward or name in ("backward", "_engine_run_backward")
         found = next((value for value in frame.f_locals.values() if isinstance(value, DecoderLayer)), None)
-        layer = found.index if found is not None else layer
+        # A backward pass has no layer at hand but what `feed_forward` keeps.
+        layer = found.index if found is not None else getattr(frame.f_locals.get("ctx"), "layer", layer)
         part = _part(file, name) or part
     here = whereabouts.here()
     step = f"in training step {here.training_step}" if here is not None and here.training_step else "before the first training step"

@@ -213,11 +213,17 @@ class Evaluations:
         self._trainer, self._progress = trainer, progress
         first = trainer.environment.rank == 0 and bool(trainer.held_out)
         self._writer = EvaluationWriter(run_dir.path, trainer.step) if first else None
+        # A run that goes on from the step of its last evaluation has that one already.
+        rows = self._writer.kept if self._writer is not None else []
+        same = bool(rows) and (rows[-1]["step"], rows[-1].get("sequences")) == (trainer.step, len(trainer.held_out))
+        told = torch.tensor(int(same))
+        dist.all_reduce(told, group=trainer.host_group)
+        self._done = trainer.step if told else -1
 
     def after_step(self, at_end: bool, *, skip: bool = False) -> None:
         """at_end: the training begins or ends here. skip: whoever asked for a stop waits for the checkpoint."""
         trainer, every = self._trainer, self._trainer.config.train.eval_every
-        if skip or not trainer.held_out or not (at_end or (every and trainer.step % every == 0)):
+        if skip or not trainer.held_out or trainer.step == self._done or not (at_end or (every and trainer.step % every == 0)):
             return
         whereabouts.note("evaluation", whereabouts.SEVERAL)
         found = evaluate(trainer)

@@ -117,6 +117,9 @@ def test_a_run_evaluates_at_both_ends_and_every_so_many_steps_and_a_resumed_one_
     again = read_evaluations(tmp_path)
     assert [e.step for e in again] == [0, 3, 4, 6]
     assert again[:3] == first
+    # Nothing is left to train, and the last evaluation is that of the last checkpoint: it is there once.
+    gloo.run(1, whole, str(tmp_path), ["train.eval_every=3", "train.steps=6"], True)
+    assert read_evaluations(tmp_path) == again
     table = positions_table([open_source(tmp_path)])
     assert table is not None
     assert table.row_count == 4

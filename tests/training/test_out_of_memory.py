@@ -14,6 +14,7 @@ from mtrain_cli.config.compose import compose
 from mtrain_cli.launch import whereabouts
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.model import decoder as decoders
+from mtrain_cli.model import feed_forward as feed_forwards
 from mtrain_cli.model.loss import with_z_loss
 from mtrain_cli.training import trainer as trainers
 from mtrain_cli.training.out_of_memory import MemoryFullError, is_memory_full
@@ -23,8 +24,11 @@ CPU_WORDS = "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: 
 
 
 def full(rank: int, world: int, folder: str, where: str) -> tuple[str, dict]:
-    """Trains until an allocation fails on this rank in step 2: in the MLP of layer 1, in its backward pass, or in the loss."""
-    config = compose([*SMALL, "model.num_layers=2", "train.steps=3", "train.activation_checkpoint=none", "optim.warmup_steps=0"])
+    """Trains until an allocation fails on this rank in step 2: in the MLP of layer 1, in its backward pass, in that of a recomputed layer,
+    or in the loss.
+    """
+    kind = "selective" if where == "recomputed" else "none"
+    config = compose([*SMALL, "model.num_layers=2", "train.steps=3", f"train.activation_checkpoint={kind}", "optim.warmup_steps=0"])
     step = Trainer.train_step
 
     class Backward(torch.autograd.Function):
@@ -48,9 +52,14 @@ def full(rank: int, world: int, folder: str, where: str) -> tuple[str, dict]:
                     raise RuntimeError(CPU_WORDS)
                 return finish(layer, Backward.apply(x_BNC), out_BNHD)
 
-            if where != "loss":
+            if where == "recomputed":
+                patch.setattr(feed_forwards, "_Sums", no_sums)
+            elif where != "loss":
                 patch.setattr(decoders, "_parts", lambda _compile: (project, failing))
         return step(self, stop)
+
+    def no_sums(*_):
+        raise RuntimeError(CPU_WORDS)
 
     def no_room(*arguments, **options):
         if where == "loss" and whereabouts.here().training_step == 2:
@@ -71,6 +80,7 @@ def full(rank: int, world: int, folder: str, where: str) -> tuple[str, dict]:
 CASES = {
     "forward": ("forward of layer 1", "scratch in full.<locals>.faulty.<locals>.failing of layer 1"),
     "backward": ("in training step 2, backward", None),
+    "recomputed": ("in training step 2, backward of layer 1 (MLP)", None),
     "loss": ("in training step 2, ", "logits in full.<locals>.no_room"),
 }
 
@@ -111,7 +121,7 @@ def test_the_error_names_the_place_and_the_largest_tensors_by_what_they_are(told
     if variable is not None:
         (group,) = [group for group in report["tensors"] if group["name"] == variable]
         assert group["kind"] == ("logits" if where == "loss" else "other")
-    if where == "backward":
+    if where in ("backward", "recomputed"):
         assert {group["name"].split(" in ")[0] for group in by_kind["gradients"]}, "the LM head's and layer 1's are there already"
     assert any(line.startswith("--dry-run estimates ") for line in lines)
     assert report["estimate"]["allocated"] > 0

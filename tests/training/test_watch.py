@@ -12,6 +12,7 @@ import torch
 from training.test_train_loop import SMALL, place
 
 from mtrain_cli.config.compose import compose
+from mtrain_cli.model import decoder as decoders
 from mtrain_cli.training.trainer import Trainer
 from mtrain_cli.training.watch import FEWEST, STRAGGLER_STEPS, STRAGGLER_WARM_UP, SpikeWatch, StragglerWatch
 
@@ -110,16 +111,14 @@ def test_a_slow_loader_is_measured_by_the_step():
 def stepped(rank: int, world: int, slow: int, spike: int) -> tuple[list[str], list[bool], list[float], float]:
     """Steps of a training in which a rank dawdles in a layer, and one step has a hundredfold loss."""
     trainer = Trainer(compose([*SMALL, "optim.skip_spikes=true", "train.steps=60", "topology.device=cpu"]), place(rank, world))
-    layer = trainer.decoder.layers[0]
-    project, finish = layer.parts
-    whole = trainer.decoder.forward
+    whole, rest = trainer.decoder.forward, decoders.feed_forward
 
-    def dawdling(*arguments):
+    def dawdling(*arguments, **options):
         time.sleep(0.05)
-        return finish(*arguments)
+        return rest(*arguments, **options)
 
     if rank == slow:
-        layer.parts = (project, dawdling)
+        decoders.feed_forward = dawdling
     lines, skipped, weights = [], [], []
     for step in range(1, STRAGGLER_STEPS + STRAGGLER_WARM_UP + 5):
         trainer.decoder.forward = (lambda *a: 100 * whole(*a)) if step == spike else whole
