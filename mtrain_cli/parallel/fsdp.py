@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 
 def shard_parameters(
@@ -35,7 +35,6 @@ def shard_parameters(
     reshard = None if shard == "full" else False
     for module in _units(decoder):
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    register_fsdp_forward_method(decoder, "token_losses")  # evaluation enters here and needs the root's parameters gathered too
     for module in _units(decoder):
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)

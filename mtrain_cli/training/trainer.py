@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict, set_state_dict
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.data.dataset import Dataset, Sample, open_dataset
@@ -395,6 +396,7 @@ class Trainer:
             decoder.to(dtype)
         mesh = make_parameter_mesh(self.environment.workers, self.environment.device)
         shard_parameters(decoder, mesh, dtype, shard=config.train.shard, reduce_dtype=getattr(torch, config.train.reduce_dtype))
+        register_fsdp_forward_method(decoder, "token_losses")  # evaluation enters here and needs the root's parameters gathered too
         decoder.to_empty(device=self.device)
         filled = decoder
         if config.optim.offload:
