@@ -37,6 +37,22 @@ def test_the_papers_run_has_the_papers_numbers() -> None:
     # 1B tokens.
     assert config.train.steps * config.train.global_batch * config.seq == pytest.approx(1e9, rel=0.01)
     assert (config.optim.lr, config.optim.schedule, config.optim.warmup_steps) == (2e-5, "constant", 0)
+    # Of the scripts: Adam's rates, and the pattern flex_0.90 with at most 4096 columns by the last 64 queries.
+    assert config.optim.betas == (0.9, 0.95)
+    sparsity = config.sparsity
+    assert (sparsity.p_v, sparsity.p_s, sparsity.last_q, sparsity.max_bars, sparsity.block) == (0.9, 0.9, 64, 4096, 128)
+
+
+def test_prolongs_run_has_prolongs_numbers() -> None:
+    config = compose(["recipe=prolong_llama8b_512k"], plan=True)
+    assert (config.model.name, config.seq, config.model.rope.theta, config.model.rope.scaling) == ("llama8b", 524288, 128e6, "none")
+    # 8M tokens a step, 20B tokens in all, a tenth of the steps to warm up.
+    assert config.train.global_batch * config.seq == 8 << 20
+    assert config.train.steps * config.train.global_batch * config.seq == pytest.approx(20e9, rel=0.05)
+    optim = config.optim
+    assert (optim.lr, optim.betas, optim.weight_decay, optim.schedule, optim.min_lr_ratio) == (5e-6, (0.9, 0.95), 0.1, "cosine", 0.1)
+    assert optim.warmup_steps == config.train.steps / 10
+    assert config.data.document_mask
 
 
 def test_the_command_line_goes_before_a_recipe_in_keys_and_groups() -> None:

@@ -159,6 +159,10 @@ def test_samples_are_shuffled_whole_and_cut_where_a_sequence_is_shorter(make_con
     halves = open_dataset(make_config(kind="mds", path=str(REAL / "packed"), seq=16, vocab_size=1000))
     assert len(halves) == 10
     assert np.array_equal(np.concatenate([halves[0].tokens, halves[1].tokens]), dataset[0].tokens)
+    # A border at token 10 of a sample is at token 2 of its second eight.
+    second = PackedDataset(MdsSource(REAL / "packed", "packed"), 8, vocab_size=1000, shuffle=False)[1]
+    assert second.documents.tolist() == [0] * 2 + [1] * 6
+    assert (second.labels == IGNORED).nonzero()[0].tolist() == [1]
 
 
 def test_tokens_outside_spans_and_masks_are_no_targets(tmp_path: Path) -> None:

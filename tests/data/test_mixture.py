@@ -53,6 +53,16 @@ def test_the_order_inside_a_block_is_random_and_depends_on_the_seed() -> None:
     assert 40 < runs < 88, "64 changes are expected of a fair coin"
 
 
+def test_each_pass_over_a_corpus_has_an_order_of_its_own() -> None:
+    sampler = MixtureSampler([12], [1.0], 0)
+    # By place in the corpus: what is dealt inside a block has another order once more.
+    numbers = sorted(range(sampler.block), key=lambda number: sampler.place(number)[1])
+    order = [sampler.sequence(number) for number in numbers]
+    passes = [order[12 * n : 12 * n + 12] for n in range(3)]
+    assert all(sorted(one) == list(range(12)) for one in passes)
+    assert len({tuple(one) for one in passes}) == 3
+
+
 def _folders(jsonl: Callable[..., Path], tmp_path: Path) -> Path:
     for name, letter, count in (("code", "c", 40), ("book", "b", 25)):
         jsonl([f"{letter}{number:03}" * 15 for number in range(count)], f"{name}/a.jsonl")
