@@ -14,6 +14,7 @@ import numpy as np
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.store import VERSION, StoreMeta, TokenStore
+from mtrain_cli.launch.failures import read_failure
 
 SUFFIXES = (".npy", ".bin")
 _PROBES, _PROBE = 64, 1 << 14  # places of a file, and elements at each, that its fingerprint is over
@@ -29,7 +30,7 @@ def open_array(path: Path, origin: str, token_dtype: str, vocab_size: int) -> To
     except FileNotFoundError:
         raise ConfigError(f"{origin}: no such file; give a token store, or an array ({' or '.join(SUFFIXES)})") from None
     except OSError as error:
-        raise ConfigError(f"{origin}: cannot be read ({error.strerror or error})") from None
+        raise read_failure(error, f"{origin}: cannot be read ({error.strerror or error})") from None
     tokens = rows.reshape(-1)
     if tokens.size == 0:
         raise ConfigError(f"{origin}: holds no tokens")

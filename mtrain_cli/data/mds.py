@@ -25,6 +25,7 @@ import numpy as np
 
 from mtrain_cli import install_command
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.launch.failures import read_failure
 
 INDEX = "index.json"
 _UNPACKED = 4  # compressed shards that stay in memory, usually 64 MiB each
@@ -220,7 +221,7 @@ class MdsFolder:
         except FileNotFoundError:
             raise ConfigError(f"{self.origin}: {path.name} is missing; {INDEX} lists it") from None
         except OSError as error:
-            raise ConfigError(f"{self.origin}: {path.name} cannot be read ({error.strerror})") from None
+            raise read_failure(error, f"{self.origin}: {path.name} cannot be read ({error.strerror})") from None
         self._compare(path.name, raw, hashes)
         return raw
 
@@ -260,7 +261,7 @@ class MdsFolder:
             hint = f"; it has folders that do: {', '.join(inside[:8])} (name them in data.mix)" if inside else ""
             raise ConfigError(f"{self.origin}: no {INDEX} in it; give a folder of MDS shards{hint}") from None
         except OSError as error:
-            raise ConfigError(f"{self.origin}: {INDEX} cannot be read ({error.strerror})") from None
+            raise read_failure(error, f"{self.origin}: {INDEX} cannot be read ({error.strerror})") from None
         except ValueError as error:
             raise ConfigError(f"{self.origin}: {INDEX} is not JSON ({error})") from None
         if not isinstance(content, dict) or not isinstance(content.get("shards"), list) or content.get("version") != 2:

@@ -22,6 +22,7 @@ import numpy as np
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.filters import EVERYTHING, Filters
 from mtrain_cli.data.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
+from mtrain_cli.launch.failures import read_failure
 
 VERSION = 1
 TOKENS, DOCUMENTS, DOMAINS, META, TOKENIZER = "tokens.bin", "documents.bin", "domains.bin", "meta.json", "tokenizer.json"
@@ -59,7 +60,7 @@ class StoreMeta:
         except FileNotFoundError:
             raise ConfigError(f"{origin}: no {META} in it; give a folder written by `mtrain data prepare`") from None
         except OSError as error:
-            raise ConfigError(f"{origin}: {META} cannot be read ({error.strerror})") from None
+            raise read_failure(error, f"{origin}: {META} cannot be read ({error.strerror})") from None
         except ValueError as error:
             raise ConfigError(f"{origin}: {META} is not JSON ({error}); prepare the store again") from None
         if not isinstance(content, dict) or content.get("version") != VERSION:
@@ -322,7 +323,7 @@ def _map(path: Path, dtype: np.dtype, count: int, origin: str) -> np.ndarray:
     except FileNotFoundError:
         raise ConfigError(f"{origin}: {path.name} is missing; prepare the store again") from None
     except OSError as error:
-        raise ConfigError(f"{origin}: {path.name} cannot be read ({error.strerror})") from None
+        raise read_failure(error, f"{origin}: {path.name} cannot be read ({error.strerror})") from None
 
 
 def _sha256(tokens: np.ndarray, offsets: np.ndarray) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 from mtrain_cli import install_command
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.corpora import Corpus, Document, Unit, split_text
+from mtrain_cli.launch.failures import read_failure
 
 _BLOCK = 1 << 22  # bytes of a plain file that are read at once
 DOMAIN = "domain"  # key or column that names a record's domain; else that is the first folder on the way to its file
@@ -65,7 +66,7 @@ def text_corpus(path: str, text_key: str, path_option: str = "data.path", key_op
         except FileNotFoundError:
             raise ConfigError(f"{origin}: no such file{_within(file, root)}; give a {_kinds()} file or a folder of them") from None
         except OSError as error:
-            raise ConfigError(f"{origin}: {file} cannot be read ({error.strerror})") from None
+            raise read_failure(error, f"{origin}: {file} cannot be read ({error.strerror})") from None
         name = file.relative_to(root).as_posix() if root.is_dir() else file.name
         digest.update(f"{name}\0{found.st_size}\0{found.st_mtime_ns}\0".encode("utf-8", "surrogateescape"))
         reader = READERS[file.suffix.lower()]
@@ -98,7 +99,7 @@ def _guarded(reader: Reader, path: Path, label: str, key: TextKey, domain: str, 
         for document in reader(path, label, key, skip):
             yield document if document.domain or not domain else replace(document, domain=domain)
     except OSError as error:
-        raise ConfigError(f"{label}: cannot be read ({error.strerror or _one_line(error)})") from None
+        raise read_failure(error, f"{label}: cannot be read ({error.strerror or _one_line(error)})") from None
 
 
 def _plain(path: Path, label: str, _key: TextKey, skip: int) -> Iterator[Document]:
@@ -123,7 +124,7 @@ def _decoded(path: Path, label: str) -> Iterator[str]:
             f"for example with iconv -t UTF-8"
         ) from None
     except OSError as error:
-        raise ConfigError(f"{label}: cannot be read ({error.strerror})") from None
+        raise read_failure(error, f"{label}: cannot be read ({error.strerror})") from None
 
 
 def _jsonl(path: Path, label: str, key: TextKey, skip: int) -> Iterator[Document]:

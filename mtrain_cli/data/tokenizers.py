@@ -13,6 +13,7 @@ import numpy as np
 
 from mtrain_cli import install_command
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.launch.failures import read_failure
 
 # Looked for, in this order, when no tokenizer_config.json beside the tokenizer names its end token.
 _USUAL_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
@@ -122,7 +123,7 @@ def open_tokenizer(choice: str, option: str = "data.tokenizer") -> ByteTokenizer
     except FileNotFoundError:
         raise ConfigError(f"{option}={choice}: no such file; give bytes, or the path of a Hugging Face tokenizer.json") from None
     except OSError as error:
-        raise ConfigError(f"{option}={choice}: cannot be read ({error.strerror})") from None
+        raise read_failure(error, f"{option}={choice}: cannot be read ({error.strerror})") from None
     library = _library(f"{option}={choice}")
     try:
         tokenizer = library.Tokenizer.from_str(content.decode("utf-8"))

@@ -29,6 +29,10 @@ _TIMED_OUT = re.compile(r"[Tt]imed out waiting|[Tt]imed out after|wait timeout a
 _LOG_TAIL_LINES = 20
 # What a disk may do to a command that was given in good order.
 _DISK_FAILURES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+# What a disk or its network may do to a file that is there; `restart` begins again after their texts.
+READ_FAILURES = frozenset(
+    getattr(errno, name) for name in ("EIO", "ESTALE", "ENOTCONN", "ENODEV", "ETIMEDOUT", "EREMOTEIO", "EHOSTDOWN") if hasattr(errno, name)
+)
 
 
 class RunError(RuntimeError):
@@ -42,6 +46,11 @@ class PeerLostError(RunError):
 def write_failure(error: OSError, text: str) -> RunError | ConfigError:
     """What a failed write is to the user: a failure of the disk, such as a full one, or a mistake, such as a folder of another user."""
     return RunError(text) if error.errno in _DISK_FAILURES else ConfigError(text)
+
+
+def read_failure(error: OSError, text: str) -> RunError | ConfigError:
+    """What a failed read is to the user: a failure of the disk or its network, or a mistake, such as a file of another user."""
+    return RunError(text) if error.errno in READ_FAILURES else ConfigError(text)
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def launch(run_dir: RunDir, environment: Environment, resume: bool, target: str 
     run_dir.stop_request.unlink(missing_ok=True)
     measuring = target.startswith(MEASURING)
     restarts = Restarts(run_dir, compose.load(run_dir.resolved), resume)
-    with _Requests(run_dir, "end" if measuring else "save a checkpoint") as requests:
+    with _signs_of_life(run_dir), _Requests(run_dir, "end" if measuring else "save a checkpoint") as requests:
         attempt = _Attempt(run_dir, environment, resume, target, requests)
         while True:
             code, failure = attempt.run()
@@ -77,6 +77,25 @@ def launch(run_dir: RunDir, environment: Environment, resume: bool, target: str 
             if not _wait_for_restart(run_dir, again, requests):
                 return _stopped_before_restart(run_dir, requests)
             attempt = _Attempt(run_dir, again.environment, again.resume, target, requests, again.devices)
+
+
+@contextlib.contextmanager
+def _signs_of_life(run_dir: RunDir) -> Iterator[None]:
+    """Renew the lock of the run now and then, whatever this thread waits for: workers, GPUs that may not answer, the time of a restart."""
+    ended = threading.Event()
+
+    def beat() -> None:
+        run_dir.beat()
+        while not ended.wait(state.BEAT_S):
+            run_dir.beat()
+
+    thread = threading.Thread(target=beat, name="signs of life", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(1.0)  # a disk that hangs is not waited for
 
 
 def _wait_for_restart(run_dir: RunDir, again: Again, requests: _Requests) -> bool:
@@ -154,12 +173,8 @@ def _wait(agent: WorkerAgent, run_dir: RunDir, folder: Path, requests: _Requests
 
     thread = threading.Thread(target=run, name="workers", daemon=True)
     thread.start()
-    beaten = -state.BEAT_S
     while thread.is_alive() and not requests.kill:
         thread.join(0.1)
-        if time.monotonic() - beaten >= state.BEAT_S:
-            run_dir.beat()
-            beaten = time.monotonic()
     if requests.kill:
         agent.kill_workers()
         thread.join(2.0)

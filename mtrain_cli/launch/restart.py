@@ -32,7 +32,7 @@ PROBE_S = 120.0
 # Errors of a device, a driver or a network, as torch, CUDA and the kernel word them; memory that is full is none, and no bug in a kernel.
 _MACHINE = re.compile(
     r"CUDA error|AcceleratorError|CUDNN_STATUS|CUBLAS_STATUS|NCCL|[Uu]ncorrectable|\bECC\b|GPU is lost|no CUDA-capable device"
-    r"|Input/output error|Stale file handle|Transport endpoint|No such device|Connection timed out"
+    r"|Input/output error|Stale file handle|Transport endpoint|No such device|Connection timed out|Remote I/O error|Host is down"
 )
 _PROGRAM = re.compile(r"out of memory|device-side assert|invalid argument|invalid configuration|no kernel image|NotImplementedError")
 _DEVICE = "import torch; assert torch.ones(1024, device='cuda').sum().item() == 1024"

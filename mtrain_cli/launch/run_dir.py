@@ -39,7 +39,7 @@ class RunDir:
     _lock: RunLock | None = field(default=None, repr=False, compare=False)
     _origin: str = field(default="opened", repr=False, compare=False)
     _latest_before: str | None = field(default=None, repr=False, compare=False)
-    _before_rewrite: tuple[tuple[Path, bytes | None], ...] = field(default=(), repr=False, compare=False)
+    _before_rewrite: _Before | None = field(default=None, repr=False, compare=False)
 
     @property
     def resolved(self) -> Path:
@@ -141,7 +141,8 @@ class RunDir:
 
         def write() -> str:
             with _explained(self.path):
-                before = tuple((file, file.read_bytes() if file.exists() else None) for file in (self.resolved, self.overrides))
+                files = tuple((file, file.read_bytes() if file.exists() else None) for file in (self.resolved, self.overrides))
+                before = _Before(files, frozenset(map(hash, _whole_lines(self.metrics))), self.last_commit())
                 rewritten.append(dataclasses.replace(self, _before_rewrite=before))
                 try:
                     compose.save(config, self.resolved)
@@ -158,10 +159,11 @@ class RunDir:
     def discard(self) -> bool:
         """Take back what `create` or `rewrite` wrote: a user's mistake then leaves nothing behind. Returns whether the folder is gone.
 
-        A new run stays when a step has run since.
+        When a step has run since, a new run stays, and an opened one goes on under what that step ran under.
         """
-        for file, content in self._before_rewrite:
-            _put_back(file, content)
+        if self._before_rewrite is not None and not self._has_stepped_since(self._before_rewrite):
+            for file, content in self._before_rewrite.files:
+                _put_back(file, content)
         began = any(self.checkpoints.glob("step-*")) or (self.metrics.exists() and self.metrics.stat().st_size)
         if self._origin == "opened" or began:
             return False
@@ -177,10 +179,24 @@ class RunDir:
                 shutil.rmtree(folder, ignore_errors=True)
         return True
 
+    def _has_stepped_since(self, before: _Before) -> bool:
+        """A run that begins may cut metrics off behind its checkpoint: fewer lines are no step, another last one is."""
+        last = _whole_lines(self.metrics)[-1:]
+        return any(hash(line) not in before.metrics for line in last) or self.last_commit() > before.commit
+
     def release(self) -> None:
         """Let go of the lock, if this process holds it; the end of the process does so too."""
         if self._lock is not None:
             self._lock.release()
+
+
+@dataclass(frozen=True)
+class _Before:
+    """An opened run as `rewrite` found it: contents of the files that it replaces, hashes of the lines of its metrics, `last_commit`."""
+
+    files: tuple[tuple[Path, bytes | None], ...]
+    metrics: frozenset[int]
+    commit: int
 
 
 class RunLock:
@@ -359,6 +375,14 @@ def _open_here(path: Path) -> RunDir:
         lock = RunLock(path)
         run.stop_request.unlink(missing_ok=True)
     return RunDir(path, lock)
+
+
+def _whole_lines(file: Path) -> list[bytes]:
+    """Without one that a crash cut short; none where there is no file."""
+    try:
+        return file.read_bytes().split(b"\n")[:-1]
+    except OSError:
+        return []
 
 
 def _put_back(file: Path, content: bytes | None) -> None:

@@ -23,7 +23,7 @@ from mtrain_cli.data.dataset import Dataset, Sample, open_dataset
 from mtrain_cli.data.loader import Loader
 from mtrain_cli.launch import whereabouts
 from mtrain_cli.launch.environment import Environment, describe_place, host_memory
-from mtrain_cli.launch.failures import RunError
+from mtrain_cli.launch.failures import PeerLostError, RunError
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.state import Reporter
 from mtrain_cli.launch.stop import StopFlag
@@ -173,6 +173,11 @@ def _loop(
             _wait(checkpointer, progress)
             remedy = "Try a lower optim.lr or more optim.warmup_steps."
             raise NonFiniteError(f"{found}; {checkpointer.what_remains()}. {remedy}") from found
+        except Exception:
+            if trainer.lacks_data:
+                # Of all workers at once, too.
+                _wait(checkpointer, progress)
+            raise
         seconds = time.perf_counter() - started
         stop = result.stop
         metrics = trainer.metrics(result, seconds)
@@ -366,6 +371,7 @@ class Trainer:
         self.keeps_samples = False
         self.recorder: Recorder | None = None
         self._batches: Any = None
+        self.lacks_data = False  # a worker could not read the step at hand; all know, and end
         self._own_time = OwnTime(list(self.decoder.layers), self.device)
         self._spikes = SpikeWatch(config.run.spike_sigma)
         share = config.run.straggler
@@ -428,7 +434,8 @@ class Trainer:
     def train_step(self, stop: bool) -> StepResult:
         """One optimizer step over config.train.global_batch sequences.
 
-        Raises NonFiniteError, before anything is changed, if the loss or a gradient of any worker is not finite.
+        Raises NonFiniteError, before anything is changed, if the loss or a gradient of any worker is not finite. Where a worker cannot read
+        its data that raises the reason (ConfigError, RunError), the others PeerLostError, all before the step.
         """
         whereabouts.begin(self.step + 1)
         began, own_seconds = time.perf_counter(), self._own_time.begin()
@@ -440,9 +447,7 @@ class Trainer:
         lr = learning_rate(self.step, self.config.train.steps, peak_learning_rate(self.config), self.config.optim)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        asked = time.perf_counter()
-        on_host: Sequence[HostBatch] = next(self._batches)
-        waited = time.perf_counter() - asked
+        on_host, waited = self._next_on_host()
         make = self.next_batch_maker()
         if self.rehearse is not None:
             self.rehearse([host.samples for host in on_host])
@@ -489,6 +494,32 @@ class Trainer:
             warnings += self._slow_loaders.see(waits, last_seconds)
         stopping = any(row[2] for row in rows)
         return StepResult(mean_loss, grad_norm, lr, tokens, computed, stopping, index, max(waits), skipped, tuple(warnings))
+
+    def _next_on_host(self) -> tuple[Sequence[HostBatch], float]:
+        """The data of the step at hand, and for how many seconds this worker waited for them."""
+        asked = time.perf_counter()
+        on_host: Sequence[HostBatch] = ()
+        error = None
+        try:
+            on_host = next(self._batches)
+        except Exception as found:  # raised below, when all know of it
+            error = found
+        waited = time.perf_counter() - asked
+        first_without = self._first_rank_with(error is not None)
+        if first_without is not None:
+            self.lacks_data = True
+            raise error or PeerLostError(f"rank {first_without} has no data for step {self.step + 1}")
+        return on_host, waited
+
+    def _first_rank_with(self, mine: bool) -> int | None:
+        """The first rank that says so; None: none does."""
+        ranks = self.environment.workers
+        told = torch.tensor(self.environment.rank if mine else ranks)
+        if ranks > 1:
+            whereabouts.note("waits for the data of all ranks", whereabouts.SEVERAL)
+            dist.all_reduce(told, dist.ReduceOp.MIN, group=self.host_group)
+            whereabouts.note("")
+        return int(told) if int(told) < ranks else None
 
     def _on_host(self, samples: list[Sample]) -> HostBatch:
         """Called in the loader's thread. Whole sequences stay only for those who asked for them: a step may have gigabytes of them."""

@@ -1,7 +1,9 @@
 """The token store on disk."""
 
+import errno
 import io
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,8 +11,12 @@ import numpy as np
 import pytest
 
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.data.arrays import open_array
+from mtrain_cli.data.mds import MdsFolder
 from mtrain_cli.data.store import StoreWriter, TokenStore
 from mtrain_cli.data.tokenizers import ByteTokenizer, open_tokenizer
+from mtrain_cli.launch.failures import READ_FAILURES, RunError, describe
+from mtrain_cli.launch.restart import is_of_a_machine
 
 DOCUMENTS = [b"hello", b"", b"the second", b"x"]
 
@@ -132,6 +138,31 @@ def test_a_missing_folder_and_a_file_are_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="is not a folder; give a folder written by"):
         TokenStore.open(tmp_path / "file")
+
+
+@pytest.mark.parametrize("number", [*sorted(READ_FAILURES), errno.EACCES, errno.ENOENT])
+def test_a_disk_that_fails_is_of_the_machine_and_a_file_that_is_no_ones_a_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    shards = MdsFolder(Path(__file__).parent / "mds" / "raw")
+    np.save(tmp_path / "a.npy", np.arange(4, dtype=np.uint16))
+    folder = _write(tmp_path / "s")
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(np, "memmap", fail)
+    monkeypatch.setattr(np, "load", fail)
+    readings: list[Callable[[], object]] = [
+        lambda: TokenStore.open(folder),
+        lambda: shards.sample(0, list(shards.columns)),
+        lambda: open_array(tmp_path / "a.npy", "data.path=a.npy", "auto", 100),
+    ]
+    for read in readings:
+        with pytest.raises((ConfigError, RunError)) as caught:
+            read()
+        assert isinstance(caught.value, RunError) == (number in READ_FAILURES)
+        assert is_of_a_machine(describe(caught.value)) == (number in READ_FAILURES), str(caught.value)
 
 
 def test_check_finds_a_changed_token(tmp_path: Path) -> None:

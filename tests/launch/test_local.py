@@ -7,6 +7,7 @@ import io
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,9 +22,11 @@ from rich.console import Console
 import mtrain_cli
 from mtrain_cli.config import compose
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.launch import local, run_dir
-from mtrain_cli.launch.environment import resolve_environment
+from mtrain_cli.launch import local, run_dir, state
+from mtrain_cli.launch.environment import Environment, resolve_environment
+from mtrain_cli.launch.failures import Failure
 from mtrain_cli.launch.local import launch
+from mtrain_cli.launch.restart import Again, Restart
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.training.checkpoint import Checkpointer
 from mtrain_cli.training.metrics import StepMetrics
@@ -160,6 +163,29 @@ def test_a_wait_that_neither_gloo_nor_nccl_ends_is_ended_by_the_launcher(run, ca
     lines = capfd.readouterr().err.splitlines()
     assert lines[0].startswith("error: topology.timeout_s=5: rank 1 kept the others waiting longer than that and gave no sign")
     assert lines[2].startswith("  rank 0: training step 2, waits for gradients of all ranks")
+
+
+def test_a_run_shows_that_it_lives_while_it_has_no_workers(run, monkeypatch):
+    lock = run.path / run_dir.LOCK
+    seen = []
+
+    def lasts_long(*_: object) -> None:
+        os.utime(lock, (1, 1))
+        wait_for(lambda: lock.stat().st_mtime > 1, 20)
+        seen.append(state.life(run, time.time()).alive)
+
+    def probed(_: object, _failure: Failure, environment: Environment) -> Again:
+        lasts_long()
+        return Again(environment, True, 0.01, Restart(0.0, "why", 1, 3, 2, 2))
+
+    outcomes = iter([(1, Failure(1, -9, "died", "was killed", "", 0.0)), (0, None)])
+    monkeypatch.setattr(state, "BEAT_S", 0.05)
+    monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+    monkeypatch.setattr(local._Attempt, "run", lambda _: next(outcomes))
+    monkeypatch.setattr(local.Restarts, "after", probed)
+    monkeypatch.setattr(local.state, "change", lasts_long)  # before the wait
+    assert launched(run, "succeed") == 0
+    assert seen == [True] * 3, "after the failure, while GPUs are asked, before the restart"
 
 
 def test_a_killed_worker_ends_the_run_at_once_and_is_named(run, capfd):

@@ -182,6 +182,32 @@ def test_discard_puts_back_what_a_rewrite_replaced():
     assert run.checkpoints.exists()
 
 
+@pytest.mark.parametrize(
+    ("after", "kept"),
+    [
+        ('{"step": 1}\n{"step": 2}\n', False),
+        ('{"step": 1}\n', False),  # cut off behind the checkpoint, and no step since
+        ("", False),
+        ('{"step": 1}\n{"step": 2, "loss": 7}\n', True),
+        ("checkpoint", True),  # by a run whose metrics the disk does not take
+    ],
+)
+def test_a_rewrite_stays_once_a_step_has_run_under_it(after, kept):
+    run_dir.create(config_for("run.dir=mine"), ["run.dir=mine"]).release()
+    run = run_dir.open("mine")
+    run.metrics.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "lo')
+    rewritten = run.rewrite(compose.resume(compose.load(run.resolved), ["optim.lr=7e-3"]), ["optim.lr=7e-3"])
+    if after == "checkpoint":
+        manifest = run.checkpoints / "step-3" / "manifest.json"
+        manifest.parent.mkdir(parents=True)
+        manifest.touch()
+    else:
+        run.metrics.write_text(after)
+    assert not rewritten.discard()
+    assert (compose.load(run.resolved).optim.lr == 7e-3) == kept
+    assert ("optim.lr=7e-3" in run.overrides.read_text()) == kept
+
+
 def test_a_rewrite_that_fails_half_way_leaves_what_was_there():
     run_dir.create(config_for("run.dir=mine"), []).release()
     run = run_dir.open("mine")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import time
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 from mtrain_cli.config.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.dataset import open_dataset
+from mtrain_cli.data.loader import Loader
 from mtrain_cli.launch.environment import Environment
+from mtrain_cli.launch.failures import PeerLostError, RunError, read_failure
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.training.checkpoint import Checkpointer, load_model_state, write_model_state
 from mtrain_cli.training.trainer import NonFiniteError, Trainer, train
@@ -153,3 +156,39 @@ def fails_while_saving(rank: int, world: int, folder: str) -> bool:
 
 def test_a_step_that_is_not_finite_waits_for_the_save_under_way(tmp_path):
     assert gloo.run(1, fails_while_saving, str(tmp_path)) == [True]
+
+
+def lacks_data_while_saving(rank: int, world: int, folder: str) -> list[tuple[str, str, bool]]:
+    """Rank 1 cannot read the data of the third step while the checkpoint of the second is still being written: once by a mistake, once by
+    a failure of its disk.
+    """
+    publish, read = Checkpointer._publish, Loader._read
+
+    def slowly(self: Checkpointer, *arguments) -> None:
+        time.sleep(0.5)
+        publish(self, *arguments)
+
+    found = []
+    for error in (ConfigError("data.path=x: sequence 2 is broken"), read_failure(OSError(errno.EIO, ""), "Input/output error")):
+
+        def broken(self: Loader, consumed: int, error: Exception = error):
+            if rank == 1 and consumed >= 2:
+                raise error
+            return read(self, consumed)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Checkpointer, "_publish", slowly)
+            patch.setattr(Loader, "_read", broken)
+            run_dir = RunDir(Path(folder) / type(error).__name__)
+            run_dir.path.mkdir(exist_ok=True)
+            words = ["train.steps=4", "train.checkpoint_every=2", "train.global_batch=1", "train.micro_batch=1"]
+            with pytest.raises((ConfigError, RunError)) as caught:
+                train(compose([*SMALL, *words]), run_dir, place(rank, world), False)
+            found.append((type(caught.value).__name__, str(caught.value), (run_dir.checkpoints / "step-2").is_dir()))
+    return found
+
+
+def test_a_worker_without_data_ends_all_of_them_after_the_save_under_way(tmp_path):
+    others, its = gloo.run(2, lacks_data_while_saving, str(tmp_path))
+    assert its == [("ConfigError", "data.path=x: sequence 2 is broken", True), ("RunError", "Input/output error", True)]
+    assert others == [(PeerLostError.__name__, "rank 1 has no data for step 3", True)] * 2
