@@ -120,6 +120,8 @@ def test_host_memory_of_a_checkpoint_counts_where_a_run_saves():
     saves, silent = planned(*words), planned(*never)
     copy = 12 * saves.parameters.total
     assert (saves.memory.saving, silent.memory.saving) == (copy, 0)
+    # Gradients and rounded weights of embedding and LM head, two of each, which are pinned and so rounded up.
+    assert saves.memory.host == copy + 2 * (4 + 2) * GIB
     assert planned(*never, "train.checkpoint_every=50").memory.saving == copy
     assert planned(*never, "train.checkpoint_every=50", "train.steps=50").memory.saving == 0, "the run ends with the step"
     assert silent.takes(silent.memory)
