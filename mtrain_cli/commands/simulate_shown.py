@@ -140,7 +140,8 @@ def step_lines(outcome: Outcome, tokens: float | None, price: float | None) -> I
     said = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items() if size >= 2**20)
     yield f"memory {memory.total / 2**30:.2f} GiB of {of:.1f} at its peak, the {memory.peak.name}: {said}"
     if memory.host:
-        yield f"host   {memory.host / GIB:.2f} GiB for each GPU, of {plan.host_share / GIB:.1f} that can be used"
+        saving = f", {memory.saving / GIB:.2f} more while a checkpoint is written" if memory.saving else ""
+        yield f"host   {memory.host / GIB:.2f} GiB for each GPU{saving}, of {plan.host_share / GIB:.1f} that can be used"
     if tokens is None:
         return
     days = step.days(tokens)

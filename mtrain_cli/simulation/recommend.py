@@ -201,7 +201,7 @@ def _needed(cluster: Cluster, scenario: Scenario, workers: int, layouts: Sequenc
     if now is None:
         return
     # With all that the host can take.
-    possible = [setting for setting in search(now).settings if setting.memory.host <= now.host_share]
+    possible = [setting for setting in search(now).settings if setting.memory.host_peak <= now.host_share]
     now = taking(now, min(possible, key=lambda setting: setting.memory.total)) if possible else now
     yield f"GPUs with {now.memory.total / GIB / USABLE:.0f} GiB instead of {cluster.gpu.hbm_gib.value:.0f}: {label(now)}"
     nodes = 2 * cluster.nodes

@@ -83,7 +83,7 @@ class Search:
                 continue
             reason = f"{_seconds(setting.seconds)} a step"
             if not setting.fits:
-                host = f" and {_gib(setting.memory.host)} of host memory" if setting.memory.host else ""
+                host = f" and {_gib(setting.memory.host_peak)} of host memory" if setting.memory.host_peak else ""
                 reason += f", but needs {_gib(setting.memory.total)}{host}"
             rows[kind] = (_way(setting.config, self.chosen.config), reason)
         return list(rows.values())
@@ -121,7 +121,7 @@ def _least_offloaded(plan: Plan, config: Config, changes: dict[str, Any]) -> tup
     key, layers = "train.offload_activations", config.model.num_layers
 
     def holds(config: Config) -> bool:
-        return plan.takes(replace(_memory(plan, config), host=0))
+        return plan.takes(replace(_memory(plan, config), host=0, saving=0))
 
     if key not in changes or plan.environment.device == "cpu" or not holds(config):
         return config, changes
@@ -192,7 +192,10 @@ def refusal(plan: Plan, found: Search) -> str:
     auto = plan.config.train.memory == "auto"
     needed = smallest.memory if auto else plan.memory
     least = "at least " if auto else "about "
-    host = f" and {_gib(needed.host)} of host memory" if needed.host and plan.environment.device == "cuda" else ""
+    host = ""
+    if needed.host_peak and plan.environment.device == "cuda":
+        saving = f" ({_gib(needed.saving)} of it while a checkpoint is written)" if needed.saving else ""
+        host = f" and {_gib(needed.host_peak)} of host memory{saving}"
     helps = remedies(plan, found)
     would = f"fits with {', or '.join(helps)}" if helps else "only a smaller model or more workers would fit"
     return f"seq={format_size(plan.config.seq)}: a worker needs {least}{_gib(plan.load(needed))}{host}, of {plan.has}; {would}"

@@ -118,13 +118,13 @@ class Plan:
 
     def load(self, memory: MemoryEstimate) -> int:
         """Bytes of a worker on its device, which on a CPU is the host."""
-        return memory.total + (memory.host if self.environment.device == "cpu" else 0)
+        return memory.total + (memory.host_peak if self.environment.device == "cpu" else 0)
 
     def takes(self, memory: MemoryEstimate, usable: float = USABLE) -> bool:
         """Whether a worker of this plan has so much memory, on its device and on the host."""
         if self.environment.device == "cpu":
             return self.load(memory) * self.environment.local_workers <= host_memory()
-        return memory.total <= usable * self.gpu_bytes and memory.host <= self.host_share
+        return memory.total <= usable * self.gpu_bytes and memory.host_peak <= self.host_share
 
     def again(self, config: Config) -> Plan:
         """The plan of another configuration on the same kind of machine; as many workers, unless it names their number."""
@@ -136,7 +136,7 @@ class Plan:
     @property
     def host_bytes(self) -> int:
         """What the CPU workers of one machine need together."""
-        return (self.memory.total + self.memory.host) * self.environment.local_workers
+        return self.load(self.memory) * self.environment.local_workers
 
     @property
     def fits(self) -> bool | None:
@@ -526,14 +526,17 @@ def memory_table(found: Plan) -> RenderableType:
     table.add_row(Text("total", style="bold not dim"), Text(size(memory.total), style="bold"), fitting(found))
     moments = [f"{moment.name} {size(moment.allocated)}" for moment in memory.moments if moment is not peak]
     choices = [f"{name} {size(total)}" for name, total in alternatives(found).items()]
-    waiting = (
-        f"Offloaded: {size(memory.host)} of pinned host memory a worker, {size(memory.host * found.environment.local_workers)} a machine."
+    workers = found.environment.local_workers
+    waiting = f"Offloaded: {size(memory.host)} of pinned host memory a worker, {size(memory.host * workers)} a machine."
+    saving = (
+        f"While a checkpoint is written: {size(memory.saving)} more of host memory a worker, {size(memory.saving * workers)} a machine."
     )
     return Group(
         Text.assemble(("Memory of a worker", "bold"), f" at its peak, the {peak.name}"),
         table,
         Text(f"At other moments: {', '.join(moments)}.", style="dim"),
         *([Text(waiting)] if memory.host else []),
+        *([Text(saving)] if memory.saving else []),
         Text(f"With train.activation_checkpoint: {', '.join(choices)}.", style="dim"),
     )
 
@@ -562,7 +565,7 @@ def alternatives(found: Plan) -> dict[str, int]:
             dtype_bytes=getattr(torch, found.dtype).itemsize,
             cuda=found.environment.device == "cuda",
         )
-        totals[kind] = other.total + (0 if found.environment.device == "cuda" else other.host)
+        totals[kind] = found.load(other)
     return totals
 
 

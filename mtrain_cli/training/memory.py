@@ -14,7 +14,7 @@ from mtrain_cli.attention.bars import COLUMN_TILE
 from mtrain_cli.config.schema import Config, ModelConfig
 from mtrain_cli.model.tiling import tile_rows
 from mtrain_cli.parallel.layout import Layout, early_queries
-from mtrain_cli.parallel.offload import layers_on_host
+from mtrain_cli.parallel.offload import block_sizes, layers_on_host
 from mtrain_cli.parallel.selection import ExchangeChoice
 from mtrain_cli.sparsity.pattern import Pattern
 from mtrain_cli.sparsity.registry import make_pattern
@@ -47,8 +47,8 @@ class Moment:
         token of a tile, or attention, whichever is more together with `exchange` (see `layer_in_backward`).
     index: the dynamic indices of the layers between their forward and backward pass: bitmaps take heads * (T / block) * (S / block) bytes
         a layer and sequence of S tokens (all of their rows where queries circulate), diagonals and columns heads * (S / block + 4 columns);
-        columns that a ring gathers once, 2 e heads * columns * head_dim a layer; and the pairs of each pair of blocks, which bitmaps are
-        counted by, 2 bytes for every micro-batch of the step.
+        columns that a ring gathers once, 2 e heads * columns * head_dim of each layer whose activations are on the device; and the pairs
+        of each pair of blocks, which bitmaps are counted by, 2 bytes for every micro-batch of the step.
     exchange: keys, values and their gradients on the way to and from other workers, and the kernel's own buffers; with N = cp T keys,
         all_gather holds 2 e N K of keys and values, as much of gradients, and 8 N K while these are packed; a ring holds a few
         shards of keys and of float32 gradients, most of them from step to step (see `exchange_in_backward`, `kernel_backward`).
@@ -83,12 +83,19 @@ class Moment:
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
     """moments: the candidates for the peak. reserve: CUDA context and NCCL, outside the allocator; 0 on a CPU. host: bytes of host memory
-    beside all that, in which offloaded activations wait, and the weights and states of an offloaded optimizer.
+    beside all that, in which offloaded activations wait, and the weights and states of an offloaded optimizer; saving: those that a
+    checkpoint takes on top of it until it is written.
     """
 
     moments: tuple[Moment, ...]
     reserve: int
     host: int = 0
+    saving: int = 0
+
+    @property
+    def host_peak(self) -> int:
+        """Most bytes of host memory beside the device's: with a checkpoint under way."""
+        return self.host + self.saving
 
     @property
     def peak(self) -> Moment:
@@ -116,7 +123,8 @@ def estimate_memory(
     step = _Step(config, workers, layout, exchange, kernel, dtype_bytes)
     communicators = 0 if workers == 1 else 1 + (exchange.communicators if layout.workers > 1 else 0)
     reserve = CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES if cuda else 0
-    return MemoryEstimate(moments=tuple(step.moments()), reserve=reserve, host=step.host() + step.states.host)
+    states = step.states
+    return MemoryEstimate(moments=tuple(step.moments()), reserve=reserve, host=step.host() + states.host, saving=states.saving)
 
 
 class _Step:
@@ -237,11 +245,19 @@ class _Step:
 
     def kept(self, layers: int) -> int:
         """Bytes on the device of what the first so many layers keep for backward: those that are not offloaded, and at least two."""
-        return self.kept_by_layer() * max(layers - self.on_host, min(layers, 2))
+        return self.kept_by_layer() * self.on_device(layers)
+
+    def on_device(self, layers: int) -> int:
+        """Of how many of the first so many layers what is kept is on the device."""
+        return max(layers - self.on_host, min(layers, 2))
 
     def host(self) -> int:
-        """Bytes of host memory for what is offloaded."""
-        return self.on_host * self.kept_by_layer()
+        """Bytes of host memory for what is offloaded, in the blocks of `Offload`; columns that a ring gathers once leave with the rest."""
+        late = self.queries - self.early
+        out, lse = (size * late // self.queries for size in (self.e * self.tokens * self.width, self.heads))
+        others = [] if self.early else [self.travelled(), self.gathered_columns()]
+        tensors = [self.hidden, out, lse, *others]
+        return self.on_host * sum(sum(block_sizes(size)) for size in tensors)
 
     def kept_by_layer(self) -> int:
         """Bytes that one layer keeps from forward to backward."""
@@ -266,7 +282,7 @@ class _Step:
         if self.index is None:
             return 0
         gathered = 0 if self.early else self.gathered_columns()
-        return layers * (self.index.kept + gathered) + self.micro_batches * self.index.counted
+        return layers * self.index.kept + self.on_device(layers) * gathered + self.micro_batches * self.index.counted
 
     def gathered_columns(self) -> int:
         """Bytes of the columns of one layer that a ring gathers once."""

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from math import prod
 
 from mtrain_cli.config.schema import Config
+from mtrain_cli.parallel.offload import pinned_size
 from mtrain_cli.training.flops import Shape, layer_shapes, root_shapes
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -27,6 +28,7 @@ class StateMemory:
         model, train = config.model, config.train
         self.workers, self.micro_batches, self.layers, self.e = workers, micro_batches, model.num_layers, e
         self.r = BYTES[train.reduce_dtype]
+        self.saves = train.checkpoint_at_end or 0 < train.checkpoint_every < train.steps
         self.shard_kind, self.offload = train.shard, config.optim.offload
         self.layer_shard = sharded_numbers(layer_shapes(model).values(), workers)
         self.root_shard = sharded_numbers(root_shapes(model).values(), workers)
@@ -46,10 +48,18 @@ class StateMemory:
 
     @property
     def host(self) -> int:
-        """Of a worker in host memory: weights and both states in float32, and two units' gradients and rounded weights on the way."""
+        """Of a worker in host memory: float32 weights and states, and pinned, gradients and rounded weights of two units on the way."""
         if not self.offload:
             return 0
-        return 12 * self.shard + 2 * (4 + self.e) * max(self.layer_shard, self.root_shard)
+        unit = max(self.layer_shard, self.root_shard)
+        return 12 * self.shard + 2 * (pinned_size(4 * unit) + pinned_size(self.e * unit))
+
+    @property
+    def saving(self) -> int:
+        """Of a worker in host memory while a checkpoint is written: a copy of weights and both states, also of those that are there
+        already; 0 where the configuration asks for none (a run that is told to stop saves all the same).
+        """
+        return 12 * self.shard if self.saves else 0
 
     def gradients(self, reduced: int) -> int:
         """In a backward pass that has reduced those of so many layers; all of them while micro-batches add up, whole ones under

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -112,3 +114,15 @@ def test_recomputation_and_tiles_give_the_gradients_of_autograd(compile):
         for ours, theirs in zip(steps.gradients(), plain.gradients(), strict=True):
             difference = (ours.float() - theirs.float()).norm() / theirs.float().norm()
             assert difference < 2e-2, "rounding of bfloat16"
+
+
+def test_no_more_host_memory_is_pinned_than_is_counted():
+    gc.collect()
+    before = torch.cuda.host_memory_stats()["active_bytes.current"]
+    store = Offload(2, torch.device("cuda"))
+    tensor = torch.randn(9 << 20, device="cuda")  # 36 MiB, of which a single block would make 64
+    kept = store.put(0, tensor)
+    stays = store.put(1, tensor)
+    assert torch.cuda.host_memory_stats()["active_bytes.current"] - before == store.allocated == 36 << 20
+    assert torch.equal(stays.get(), tensor)
+    assert torch.equal(kept.get(), tensor)

@@ -1,8 +1,11 @@
 """Host memory for activations: what leaves comes back, one layer ahead, in buffers that are used again."""
 
+import random
+
 import torch
 
-from mtrain_cli.parallel.offload import Offload, layers_on_host
+from mtrain_cli.parallel import offload
+from mtrain_cli.parallel.offload import Offload, block_sizes, layers_on_host
 
 LAYERS = 4
 
@@ -25,12 +28,13 @@ def backward(kept: list[list], step: int) -> None:
 def test_what_left_comes_back_and_buffers_are_used_again():
     store = Offload(LAYERS, torch.device("cpu"))
     once = (LAYERS - 1) * (3 * 5 * 4 + 7 * 8)  # the last layer stays
+    blocks = (LAYERS - 1) * 2 * 64
     for step in range(3):
         kept = forward(store, step)
         assert store.waiting == 2 * LAYERS
         backward(kept, step)
         assert store.waiting == 0
-        assert store.allocated == once
+        assert store.allocated == blocks
         assert store.moved == 2 * once * (step + 1)
 
 
@@ -63,9 +67,33 @@ def test_only_so_many_layers_leave():
             assert [row[0].device is None for row in kept] == [layer < min(number, LAYERS - 1) for layer in range(LAYERS)]
             backward(kept, step)
             assert store.waiting == 0
-        assert store.allocated == min(number, LAYERS - 1) * (3 * 5 * 4 + 7 * 8)
+        assert store.allocated == min(number, LAYERS - 1) * 2 * 64
 
 
 def test_one_is_a_number_and_true_is_all():
     assert [layers_on_host(word, 36) for word in (False, 0, 1, 16, 36, True)] == [0, 0, 1, 16, 35, 35]
     assert layers_on_host(True, 1) == 0
+
+
+def test_blocks_are_what_torch_pins_without_rounding_up():
+    mib = 1 << 20
+    assert block_sizes(576 * mib) == [16 * mib] * 36, "a single block would be 1 GiB"
+    assert block_sizes(41 * mib) == [16 * mib, 16 * mib, 16 * mib]
+    assert [block_sizes(size) for size in (0, 1, 3, 1000, 16 * mib + 1)] == [[], [1], [4], [1024], [16 * mib, 1]]
+
+
+def test_widths_that_change_from_step_to_step_take_no_more_than_the_widest(monkeypatch):
+    monkeypatch.setattr(offload, "FULL_BLOCK", 256)
+    store, draw = Offload(LAYERS, torch.device("cpu")), random.Random(0)
+    widths = [150, *(draw.randrange(150) for _ in range(60))]
+    for width in widths:
+        # Fewer numbers of more bytes, and a tensor whose memory is not in the order of its elements.
+        tensors = [[torch.randn(width, 2).t(), torch.randn(width // 2).double()] for _ in range(LAYERS)]
+        kept = [[store.put(layer, tensor) for tensor in row] for layer, row in enumerate(tensors)]
+        for layer in reversed(range(LAYERS)):
+            for one, tensor in zip(kept[layer], tensors[layer], strict=True):
+                assert torch.equal(one.get(), tensor)
+        assert store.allocated == (LAYERS - 1) * sum(sum(block_sizes(size)) for size in (150 * 2 * 4, 75 * 8))
+    blocks = [block.nbytes for free in store._free.values() for block in free]
+    assert sum(blocks) == store.allocated
+    assert all(size & (size - 1) == 0 for size in blocks)

@@ -106,12 +106,34 @@ def test_an_impossible_run_is_refused_in_one_line_and_each_remedy_helps(memory, 
 
 def test_a_run_that_fits_is_not_refused_and_states_may_fill_the_host():
     require_fit(planned("topology.gpu_memory_gib=80", "train.activation_checkpoint=full"))
-    one = planned("topology.workers=1", "optim.offload=true", "seq=8k")
+    one = planned("topology.workers=2", "optim.offload=true", "seq=8k")
     assert one.takes(one.memory)
     crowded = dataclasses.replace(one, host_share=64 * GIB)
     assert not crowded.takes(one.memory)
-    with pytest.raises(ConfigError, match=r"and \d+\.\d GiB of host memory, of the"):
+    with pytest.raises(ConfigError, match=r"and \d+\.\d GiB of host memory \(.*\), of the"):
         require_fit(crowded)
+
+
+def test_host_memory_of_a_checkpoint_counts_where_a_run_saves():
+    words = ["topology.workers=1", "seq=64k", "train.activation_checkpoint=full", "optim.offload=true"]
+    never = [*words, "train.checkpoint_every=0", "train.checkpoint_at_end=false"]
+    saves, silent = planned(*words), planned(*never)
+    copy = 12 * saves.parameters.total
+    assert (saves.memory.saving, silent.memory.saving) == (copy, 0)
+    # Gradients and rounded weights of embedding and LM head, two of each, which are pinned and so rounded up.
+    assert saves.memory.host == copy + 2 * (4 + 2) * GIB
+    assert planned(*never, "train.checkpoint_every=50").memory.saving == copy
+    assert planned(*never, "train.checkpoint_every=50", "train.steps=50").memory.saving == 0, "the run ends with the step"
+    assert silent.takes(silent.memory)
+    with pytest.raises(ConfigError, match=r"and 19\d\.\d GiB of host memory \(89\.7 GiB of it while a checkpoint is written\), of the"):
+        require_fit(saves)
+    # What auto offloads leaves room for it.
+    found = planned("topology.workers=1", "seq=128k", "train.memory=auto")
+    assert all(setting.memory.host + copy <= found.host_share for setting in found.search.settings if setting.fits)
+    processes = [planned("model=tiny", "topology.device=cpu", *more) for more in ((), never[-2:])]
+    each = processes[0].memory.saving
+    assert each >= 12 * processes[0].parameters.total // 8
+    assert processes[0].host_bytes - processes[1].host_bytes == 8 * each
 
 
 def test_the_page_says_what_was_chosen_and_rejected_and_the_longest_sequence():
@@ -122,6 +144,7 @@ def test_the_page_says_what_was_chosen_and_rejected_and_the_longest_sequence():
     flat = " ".join(page.split())
     assert re.search(r"train\.memory=auto takes train\.\S+=.*, the fastest of \d+ settings that fits: [\d.]+ (s|min) a step", flat)
     assert re.search(r"Rejected, .*none.*: [\d.]+ (s|min) a step, but needs \d+\.\d GiB", flat)
+    assert "While a checkpoint is written: 11.22 GiB more of host memory a worker, 89.75 GiB a machine." in flat
     assert re.search(r"Longest sequence that fits with train\.memory=auto: \d+[km]\.", flat)
 
 

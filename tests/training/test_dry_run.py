@@ -92,7 +92,7 @@ def test_workers_that_this_machine_would_refuse_are_gpus_and_the_first_lines_say
 def test_a_plan_that_does_not_fit_this_machine_says_so_and_what_would_help():
     last = " ".join(text(dry_run(compose(["model=qwen3b", "seq=256k"])), 1000).splitlines()[-1].split())
     assert last == (
-        "Does not fit this machine: 2 workers need about 212 GiB where this machine has 24 GiB; only a smaller model would fit. "
+        "Does not fit this machine: 2 workers need about 246 GiB where this machine has 24 GiB; only a smaller model would fit. "
         "topology.workers=8 plans for eight GPUs."
     )
     words = ["seq=1m", "topology.device=cpu", "train.activation_checkpoint=none", "train.tile_mib=0"]
@@ -109,7 +109,7 @@ def test_workers_of_imagined_nodes_share_the_memory_of_this_machine():
     words = ["topology.device=cpu", "topology.workers=4"]
     one, imagined = (plan(compose([*words, f"topology.gpus_per_node={size}"])) for size in (4, 1))
     assert imagined.environment.nodes == 4
-    assert imagined.host_bytes == one.host_bytes == 4 * one.memory.total
+    assert imagined.host_bytes == one.host_bytes == 4 * (one.memory.total + one.memory.saving)
 
 
 def test_a_task_that_sees_only_its_own_gpu_is_planned_for_that_one(monkeypatch):

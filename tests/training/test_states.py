@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_trainer import make
+from torch.utils._pytree import tree_iter
 
 from mtrain_cli.training.checkpoint import Checkpointer
 from mtrain_cli.training.state_memory import BYTES, StateMemory
@@ -20,6 +21,11 @@ WAYS: dict[str, tuple[str, ...]] = {
     "full, offload": ("optim.offload=true",),
     "optimizer, offload": ("train.shard=optimizer", "optim.offload=true"),
 }
+OFFLOADED_COLUMNS = (
+    "model.num_layers=4", "train.steps=4", "seq=512", "train.global_batch=1", "data.document_mask=false", "train.offload_activations=true",
+    "topology.exchange=ring", "topology.columns=once", "sparsity=vertical_slash", "sparsity.block=16", "sparsity.last_q=16",
+    "sparsity.min_bars=128", "sparsity.max_bars=128",
+)  # fmt: skip
 BATCHES = ("model.num_layers=3", "train.steps=4")
 
 # By what FSDP2 sends: the names changed after torch 2.11.
@@ -120,3 +126,32 @@ def test_bytes_of_weights_and_gradients_are_those_of_the_closed_form_and_accumul
     two, one = found[:5], found[5:]
     assert two[2][1] == one[2][1] == one[1][1], "accumulation sends nothing more under shard=optimizer"
     assert [reductions for *_, reductions in two] == [8, 8, 4, 8, 4], "three layers and the rest"
+
+
+def on_host(rank: int, world: int) -> tuple[int, int, int, int, int, int]:
+    trainer = make(rank, world, world, OFFLOADED_COLUMNS)
+    trainer.train_step(False)
+    columns: list[int] = []
+    put = trainer.offload.put
+
+    def counted(layer, tensor):
+        if tensor.ndim == 5 and tensor.shape[2] == trainer.config.model.num_heads and tensor.shape[3] == 128:
+            columns.append(tensor.nbytes)
+        return put(layer, tensor)
+
+    trainer.offload.put = counted  # type: ignore[method-assign]
+    trainer.train_step(False)
+    memory = trainer.plan.memory
+    tensors = [t for t in tree_iter([trainer.state()["model"], trainer.state()["optimizer"]]) if isinstance(t, torch.Tensor) and t.ndim]
+    saved = sum(getattr(t, "_local_tensor", t).nbytes for t in tensors)
+    return memory.host, trainer.offload.allocated, memory.moments[0].index, sum(columns), saved, memory.saving
+
+
+def test_gathered_columns_leave_with_the_rest_and_a_checkpoint_is_a_copy_of_the_states():
+    host, allocated, index, columns, saved, saving = gloo.run(2, on_host)[0]
+    assert host == allocated
+    # Two of four layers are on the device at the loss; beside their columns there are diagonals and columns by number.
+    heads, blocks = 4, 512 // 16
+    assert columns > 0
+    assert index == 4 * heads * (blocks + 4 * 128) + columns // 4 * 2
+    assert saved == saving
