@@ -297,6 +297,11 @@ class _Job:
         from mtrain_cli.simulation.sweep import row_of
 
         scenario = self._scenario()
+        if self.asked.slow and self.asked.context(scenario.config) is None:
+            # A rank is one of a group, and groups of different sizes are tried.
+            raise ConfigError(
+                f"--slow {self.asked.slow}: --recommend tries groups of any size; give topology.context_parallel=N, too, or leave it out"
+            )
         folder = shown.new_folder(self.out) if self.files else None
         # A setting that was typed is not searched.
         given = [word for word in self.asked.words if word.startswith("train.activation_checkpoint=")]
