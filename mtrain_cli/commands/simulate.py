@@ -21,8 +21,10 @@ from mtrain_cli.config.schema import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from mtrain_cli.parallel.selection import ExchangeChoice
     from mtrain_cli.simulation.cluster import Cluster
     from mtrain_cli.simulation.scenario import Outcome, Scenario
+    from mtrain_cli.simulation.what_if import Setup
 
 _MOST_WORKERS = 4096
 _LAYOUTS, _EXCHANGES = "zigzag,striped", "ring,hierarchical_ring,all_gather"
@@ -245,37 +247,34 @@ class _Job:
 
     def attention(self, recompute: bool) -> None:
         from mtrain_cli.commands import simulate_shown as shown
-        from mtrain_cli.config.compose import compose
         from mtrain_cli.simulation.calibration import load_calibration
         from mtrain_cli.simulation.simulate import predict
-        from mtrain_cli.simulation.what_if import Setup
 
         asked = self.asked
-        conditions = asked.conditions(self.workers)
-        recorded = asked.file(asked.words)
-        if recorded is not None:
-            problem = asked.recorded(recorded, asked.words)
-        else:
-            config = compose(list(asked.words))
-            problem = asked.pairs(asked.words, config).problem(config)
         own = load_calibration(asked.calibration) if asked.calibration is not None else None
+        asked.per_node(self.workers)
+        scenario = None if self.without_a_model else self._scenario()
+        if scenario is None:
+            problem, conditions = asked.shape_alone(), asked.conditions(self.workers)
+        else:
+            problem, conditions = scenario.problem, scenario.conditions
         folder = shown.new_folder(self.out) if self.files else None
-        per_node = asked.per_node(self.workers) or min(self.cluster.gpus_per_node, self.workers)
         predictions = []
         for number, (layout, exchange) in enumerate(itertools.product(self.layouts, self.exchanges)):
-            setup = Setup(layout, exchange, self.workers, per_node)
             with self._unfit(exchange):
+                setup, kernel, choice = self._group(scenario, layout, exchange)
                 predictions.append(
                     predict(
                         self.cluster,
                         problem,
                         setup,
-                        kernel=None if asked.kernel == "auto" else asked.kernel,
+                        kernel=kernel,
                         calibration=own,
                         recompute=recompute,
                         conditions=conditions,
                         number=number,
                         rows=self.files,
+                        choice=choice,
                     )
                 )
         used = None if own is None else {"device": own.device, "files": list(own.files), "own": True}
@@ -290,6 +289,27 @@ class _Job:
         console.print(shown.LEGEND)
         shown.print_notes(console, (remark for prediction in predictions for remark in prediction.remarks))
         self._ended(console, folder)
+
+    def _group(self, scenario: Scenario | None, layout: str, exchange: str) -> tuple[Setup, str | None, ExchangeChoice | None]:
+        """-> what a context group does, with which kernel; with the exchange where it is that of a training step."""
+        from mtrain_cli.simulation.scenario import check_dealt, plan_on, setup_of
+        from mtrain_cli.simulation.what_if import Setup
+
+        per_node = self.asked.per_node(self.workers) or min(self.cluster.gpus_per_node, self.workers)
+        kernel = None if self.asked.kernel == "auto" else self.asked.kernel
+        if scenario is None:
+            return Setup(layout, exchange, self.workers, per_node), kernel, None
+        config = scenario.config
+        context = self.asked.context(config) or self.workers
+        check_dealt(config, layout, self.workers, context)
+        if config.topology.device == "cpu":
+            # There are no steps of processes on a CPU, and attention is what links and kernels of its cluster say.
+            if self.workers % context:
+                raise ConfigError(f"topology.context_parallel={context}: must divide the {self.workers} workers")
+            typed = None if config.train.kernel == "auto" else config.train.kernel
+            return Setup(layout, exchange, context, min(per_node, context), config.topology), kernel or typed, None
+        plan = plan_on(self.cluster, config, workers=self.workers, kernel=kernel, layout=layout, exchange=exchange)
+        return setup_of(plan), plan.kernel, plan.exchange
 
     def recommend(self) -> None:
         from mtrain_cli.commands import simulate_shown as shown

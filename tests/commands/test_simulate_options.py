@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from simulation.recordings import record
 from typer.testing import CliRunner
 
 from mtrain_cli.commands import app as command_line
@@ -38,3 +39,31 @@ def test_a_slow_rank_needs_a_group_of_one_size():
     assert fixed.exit_code == 0, fixed.output
     # `auto` is no size.
     assert run(*words, "topology.context_parallel=auto").exit_code == 2
+
+
+def test_attention_alone_is_that_of_the_step():
+    """Settings of the topology, of groups and of the kernel count as in a step."""
+    words = (*DENSE, "--workers", "4", *STRIPED)
+    usual = document(*words, "--attention-only")
+    (case,), (ms,) = usual["cases"], [p["ms"] for p in usual["predicted"]]
+    assert (case["cp"], case["kernel"], case["exchange"]) == (4, "sdpa", "ring")
+    for more, fact, value in (
+        (("topology.prefetch=2",), "exchange", "ring (2 hops ahead)"),
+        (("topology.circulates=queries",), "exchange", "ring (queries circulate in backward)"),
+        (("topology.context_parallel=2", "train.global_batch=2"), "cp", 2),
+    ):
+        alone, step = document(*words, *more, "--attention-only"), document(*words, *more)
+        assert alone["cases"][0][fact] == step["cases"][0][fact] == value
+        assert alone["predicted"][0]["ms"] == step["predicted"][0]["ms"] != ms
+    of_processes = document(*words, "topology.device=cpu", "topology.prefetch=2", "train.kernel=sdpa", "--attention-only")["cases"][0]
+    assert (of_processes["exchange"], of_processes["kernel"]) == ("ring (2 hops ahead)", "sdpa")
+    sparse = ("model=tiny", "seq=16k", "--columns", "64", "train.kernel=triton", "--attention-only", *STRIPED)
+    assert document(*sparse)["cases"][0]["kernel"] == "triton"
+
+
+def test_without_a_model_settings_are_refused_that_would_be_ignored(tmp_path):
+    path = record(tmp_path / "one", "vertical_slash")
+    for word in ("topology.prefetch=2", "train.kernel=sdpa"):
+        refused = run("--index", str(path), word, "--workers", "4", "--no-files", *STRIPED)
+        assert refused.exit_code == 2
+        assert f"{word}: --index {path} without model= says the shape of attention alone; give model=, too" in refused.stderr
