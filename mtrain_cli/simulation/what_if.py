@@ -220,7 +220,7 @@ def make_case(
 
 def _choice(setup: Setup, needs: ExchangeNeeds) -> ExchangeChoice:
     try:
-        return choose_exchange(_topology(setup), needs)
+        return choose_exchange(topology_of(setup), needs)
     except ConfigError:
         fitting = []
         for workers in range(1, needs.heads + 1):
@@ -237,13 +237,14 @@ def _choice(setup: Setup, needs: ExchangeNeeds) -> ExchangeChoice:
 
 def _accepted(setup: Setup, needs: ExchangeNeeds) -> bool:
     try:
-        choose_exchange(_topology(setup), needs)
+        choose_exchange(topology_of(setup), needs)
     except ConfigError:
         return False
     return True
 
 
-def _topology(setup: Setup) -> TopologyConfig:
+def topology_of(setup: Setup) -> TopologyConfig:
+    """What an exchange is chosen by."""
     if setup.options is not None:
         return replace(setup.options, workers=setup.workers, gpus_per_node=setup.per_node, layout=setup.layout, exchange=setup.exchange)
     return TopologyConfig(

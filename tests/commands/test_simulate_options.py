@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from simulation.recordings import record
 from typer.testing import CliRunner
 
+from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.commands import app as command_line
+from mtrain_cli.profiling import records
+from mtrain_cli.profiling.index_file import RecordedSetup, save_indices
+from mtrain_cli.simulation.cluster import load_cluster
+from mtrain_cli.simulation.simulate import Problem, predict
+from mtrain_cli.simulation.validation import key_of
+from mtrain_cli.simulation.what_if import Setup, topology_of
 
 DENSE = ("model=tiny", "seq=32k", "sparsity=dense")
 STRIPED = ("--layout", "striped", "--exchange", "ring")
@@ -67,3 +75,41 @@ def test_without_a_model_settings_are_refused_that_would_be_ignored(tmp_path):
         refused = run("--index", str(path), word, "--workers", "4", "--no-files", *STRIPED)
         assert refused.exit_code == 2
         assert f"{word}: --index {path} without model= says the shape of attention alone; give model=, too" in refused.stderr
+
+
+def test_a_profile_is_replayed_with_the_options_of_its_exchange(tmp_path):
+    """Cases of one run that differ in these alone are two cases."""
+    setup = RecordedSetup(
+        seq=4096, heads=4, kv_heads=2, head_dim=64, dtype_bytes=2, workers=4, per_node=4, layout="striped", exchange="ring", needs_out=True
+    )
+    masks = (SequenceMask.causal(4096, 4096),)
+    problem = Problem(setup, masks, (0,), lambda layer: None, "dense")  # noqa: ARG005
+    plain = Setup("striped", "ring", 4, 4)
+    of_heads = Setup("striped", "ulysses", 2, 2)
+    typed = [
+        plain,
+        replace(plain, options=replace(topology_of(plain), prefetch=2, circulates="queries")),
+        replace(plain, options=replace(topology_of(plain), ulysses=2)),
+        replace(plain, exchange="all_gather", options=replace(topology_of(plain), chunks=2)),
+        of_heads,
+    ]
+    facts = []
+    for number, one in enumerate(typed):
+        found = predict(load_cluster("h200_1x8"), problem, one, kernel="flash4", rows=True, number=number)
+        records.write_part(found.rows, tmp_path / "run", number)
+        facts.append(found.facts)
+    records.join_parts(tmp_path / "run")
+    save_indices(tmp_path / "run" / records.INDEX, setup, masks, [("dense", 0, None)])
+    about = {"kind": "profile", "mode": "attention", "complete": True, "workers": 4, "samples_wanted": 1, "samples": 1, "cases": facts}
+    records.write_summary(tmp_path / "run", about | {"environment": {"started": "2026-01-02T00:00:00+0000"}})
+    labels = [fact["exchange"] for fact in facts]
+    assert labels[1:] == [
+        "ring (2 hops ahead, queries circulate in backward)", "ulysses over 2, then ring", "all_gather (2 parts of the heads)",
+        "ulysses over 2",
+    ]  # fmt: skip
+    assert len({key_of(fact) for fact in facts}) == len(typed)
+    found = run("--validate", str(tmp_path / "run"), "--out", str(tmp_path / "v"), "--json")
+    assert found.exit_code == 0, found.output
+    said = json.loads(found.stdout)
+    assert (len(said["cases"]), said["not_predicted"]) == (len(typed), [])
+    assert said["agreement"]["mape"] < 1e-3
