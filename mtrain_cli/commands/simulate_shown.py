@@ -94,7 +94,7 @@ def step_table(cluster: Cluster, problem: Problem, outcomes: Sequence[Outcome]) 
     recomputed = len({o.plan.config.train.activation_checkpoint for o in outcomes}) > 1
     for name in ("layout", "exchange", *(("data x context",) if grouped else ()), *(("recompute",) if recomputed else ())):
         table.add_column(name)
-    dense = density > 0.99
+    dense = one.dense
     shares = ("MFU", "HFU") if dense else ("HFU",)
     for name in ("s / step", "best - worst", "tokens/s/GPU", *shares, "waits s", "worker", "step", "GiB"):
         table.add_column(name, justify="right")

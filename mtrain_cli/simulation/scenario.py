@@ -26,6 +26,7 @@ from mtrain_cli.training.flops import recomputes_attention
 from mtrain_cli.training.memory import GIB
 
 DENSE, FIXED = "dense", "fixed"
+_DENSE = 0.99  # padding and the like are not counted
 _KEPT = 8  # indices of layers
 _FEWEST_BARS = 8  # of vertical_slash
 
@@ -131,6 +132,11 @@ class Outcome:
     @property
     def context(self) -> int:
         return self.plan.environment.cp
+
+    @property
+    def dense(self) -> bool:
+        """Whether what the model asks for, by which MFU goes, is what is computed."""
+        return self.attention.facts["density"] > _DENSE
 
     @property
     def remarks(self) -> tuple[str, ...]:

@@ -113,3 +113,12 @@ def test_a_profile_is_replayed_with_the_options_of_its_exchange(tmp_path):
     said = json.loads(found.stdout)
     assert (len(said["cases"]), said["not_predicted"]) == (len(typed), [])
     assert said["agreement"]["mape"] < 1e-3
+
+
+def test_mfu_is_told_of_what_is_dense_alone():
+    words = ("model=tiny", "seq=16k", "--workers", "2", *STRIPED)
+    (dense,), (sparse,) = (document(*words, *more)["predicted"] for more in (("--index", "dense"), ("--columns", "64")))
+    assert dense["step"]["mfu"] == dense["step"]["mfu_as_dense"] > 0
+    assert sparse["step"]["mfu"] is None
+    assert sparse["step"]["mfu_as_dense"] > 0
+    assert 0 < sparse["step"]["hfu"] < 1
