@@ -229,7 +229,9 @@ class _Job:
                 outcomes.append(evaluate(self.cluster, scenario, plan, number=number, rows=self.files))
         predictions = [outcome.attention for outcome in outcomes]
         content = shown.document(
-            self.cluster, **shown.of_predictions(scenario.problem, predictions, [self._with_cost(o) for o in map(row_of, outcomes)])
+            self.cluster,
+            scenario.calibration,
+            **shown.of_predictions(scenario.problem, predictions, [self._with_cost(o) for o in map(row_of, outcomes)]),
         )
         if folder is not None:
             shown.leave(folder, content, predictions)
@@ -277,8 +279,7 @@ class _Job:
                         choice=choice,
                     )
                 )
-        used = None if own is None else {"device": own.device, "files": list(own.files), "own": True}
-        content = shown.document(self.cluster, **shown.of_predictions(problem, predictions), calibration=used)
+        content = shown.document(self.cluster, own, **shown.of_predictions(problem, predictions))
         if folder is not None:
             shown.leave(folder, content, predictions)
         if self.as_json:
@@ -331,6 +332,7 @@ class _Job:
         ranked = [{"configuration": label(o.plan), **row_of(o)} for o in found.ranked]
         content = shown.document(
             self.cluster,
+            scenario.calibration,
             **(
                 shown.of_predictions(scenario.problem, [found.best.attention], [row_of(found.best)])
                 if found.ranked
@@ -375,6 +377,7 @@ class _Job:
         from mtrain_cli.launch.failures import RunError
         from mtrain_cli.profiling.records import SWEEP
         from mtrain_cli.reporting.sweeps import sheet, sweep_table
+        from mtrain_cli.simulation.calibration import load_calibration
         from mtrain_cli.simulation.sweep import NODES, WORKERS, Sweep, axes, points
 
         if self.asked.slow:
@@ -391,7 +394,9 @@ class _Job:
                 )
         todo = points(swept, self.layouts, self.exchanges)
         folder = shown.new_folder(self.out) if self.files else None
-        about = json.dumps([repr(self.asked), repr(self.cluster), workers])
+        own = load_calibration(self.asked.calibration) if self.asked.calibration is not None else None
+        # A file that was measured again is another one, whatever its name.
+        about = json.dumps([repr(own), repr(self.asked), repr(self.cluster), workers])
         job = Sweep(todo, cluster_of, self.asked.scenario, workers, about)
         # Settings are wrong before anything is written.
         for settings in dict.fromkeys(tuple(point.settings) for point in todo):
@@ -404,7 +409,7 @@ class _Job:
         if all("cannot" in row for row in rows):
             raise ConfigError(f"--sweep {' '.join(texts)}: {rows[0]['cannot']}")
         rows = [row if "cannot" in row else self._with_cost(row) for row in rows]
-        content = shown.document(self.cluster, workers=max(row["workers"] for row in rows), cases=[], sweep=rows)
+        content = shown.document(self.cluster, own, workers=max(row["workers"] for row in rows), cases=[], sweep=rows)
         if folder is not None:
             sheet([(folder.name, rows)]).write(folder)
             shown.leave(folder, content)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from mtrain_cli.simulation.calibration import Calibration
     from mtrain_cli.simulation.cluster import Cluster
     from mtrain_cli.simulation.recommend import Recommendation
     from mtrain_cli.simulation.scenario import Outcome
@@ -210,9 +211,10 @@ def _range(found: Range) -> dict[str, float]:
     return {"low": round(found.low, 5), "value": round(found.value, 5), "high": round(found.high, 5)}
 
 
-def document(cluster: Cluster, **more: Any) -> dict[str, Any]:
-    """What every summary.json of a simulation begins with."""
+def document(cluster: Cluster, calibration: Calibration | None, **more: Any) -> dict[str, Any]:
+    """What every summary.json of a simulation begins with. calibration: the user's own."""
     from mtrain_cli import __version__
+    from mtrain_cli.simulation.calibration import used
     from mtrain_cli.simulation.rest import EAGER, LAUNCHES
 
     constants = {**cluster.constants(), "rest.eager": EAGER, "rest.launches": LAUNCHES}
@@ -230,6 +232,7 @@ def document(cluster: Cluster, **more: Any) -> dict[str, Any]:
             "name": cluster.name, "nodes": cluster.nodes, "gpus_per_node": cluster.gpus_per_node, "gpu": cluster.gpu.name,
             "constants": {key: dataclasses.asdict(constant) for key, constant in constants.items()},
         },
+        "calibration": used(cluster.gpu.name, calibration),
         **more,
     }  # fmt: skip
 

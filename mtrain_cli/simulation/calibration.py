@@ -217,12 +217,10 @@ class Kernels:
 
 def kernels_for(gpu: str, peak: float, kernel: str, form: str, peaks: dict[str, float], calibration: Calibration | None = None) -> Kernels:
     """gpu: name of the cluster's GPU; peak: its FLOP/s. peaks: those of devices that were measured. calibration: the user's own."""
-    known = (calibration,) if calibration is not None else shipped()
-    measured = next((c for c in known if same_device(c.device, gpu)), None)
+    source, measured = _source(gpu, calibration)
     remarks: list[str] = []
-    source = measured or known[0]
     factor, low, high = 1.0, 1.0, 1.0
-    if measured is None:
+    if not measured:
         factor, (low, high) = peaks[source.device] / peak, _UNKNOWN
         remarks.append(
             f"not calibrated on {gpu}: kernel times are those of {source.device} by peak FLOP/s (x {factor:.2f}), within "
@@ -238,7 +236,7 @@ def kernels_for(gpu: str, peak: float, kernel: str, form: str, peaks: dict[str, 
             ms_per_column_tflop=found.ms_per_column_tflop * factor,
             low=found.low * low,
             high=found.high * high,
-            scaled=None if measured is not None else source.device,
+            scaled=None if measured else source.device,
             stands_for=stands,
         )
 
@@ -255,6 +253,19 @@ def kernels_for(gpu: str, peak: float, kernel: str, form: str, peaks: dict[str, 
             remarks += [said] if said not in remarks else []
         curves[direction] = here(found, stands, low, high)
     return Kernels(curves, tuple(remarks), alone)
+
+
+def _source(gpu: str, calibration: Calibration | None) -> tuple[Calibration, bool]:
+    """-> the calibration that a GPU's kernels are priced by, and whether it is of that GPU."""
+    known = (calibration,) if calibration is not None else shipped()
+    measured = next((c for c in known if same_device(c.device, gpu)), None)
+    return measured or known[0], measured is not None
+
+
+def used(gpu: str, calibration: Calibration | None) -> dict[str, Any]:
+    """What files say of it. calibration: the user's own. scaled: its times are those of another device."""
+    source, measured = _source(gpu, calibration)
+    return {"device": source.device, "files": list(source.files), "own": calibration is not None, "scaled": not measured}
 
 
 def _curve(source: Calibration, kernel: str, form: str, direction: str) -> tuple[Curve, str | None]:

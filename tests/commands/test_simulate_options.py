@@ -10,8 +10,10 @@ import pytest
 from simulation.recordings import record
 from typer.testing import CliRunner
 
+from mtrain_cli import resource_dir
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.commands import app as command_line
+from mtrain_cli.commands.simulate_validate import _kernels as told
 from mtrain_cli.profiling import records
 from mtrain_cli.profiling.index_file import RecordedSetup, save_indices
 from mtrain_cli.simulation.cluster import load_cluster
@@ -122,3 +124,20 @@ def test_mfu_is_told_of_what_is_dense_alone():
     assert sparse["step"]["mfu"] is None
     assert sparse["step"]["mfu_as_dense"] > 0
     assert 0 < sparse["step"]["hfu"] < 1
+
+
+def test_which_calibration_was_used_is_told():
+    files = ["kernels-h200.json", "shares-h200.json"]
+    words = ("model=tiny", "seq=4k", "--workers", "1", *STRIPED)
+    for more in ((), ("--attention-only",), ("--recommend",), ("--sweep", "columns=64,128")):
+        found = document(*words, *more)
+        assert found["calibration"] == {"device": "NVIDIA H200", "files": files, "own": False, "scaled": False}
+    other = document(*words, "--cluster", "a100_4x8", "--calibration", str(shipped_file()))
+    assert other["calibration"] == {"device": "NVIDIA H200", "files": files[:1], "own": True, "scaled": True}
+    assert told(other["calibration"]) == "kernels-h200.json of NVIDIA H200, another device: scaled by peak FLOP/s"
+    assert told(found["calibration"]) == "kernels-h200.json, shares-h200.json of NVIDIA H200"
+    assert "does not tell" in told(None)
+
+
+def shipped_file():
+    return resource_dir("profiles") / "kernels-h200.json"
