@@ -28,8 +28,6 @@ from mtrain_cli.simulation.work import FLOP_PER_PAIR, StepWork
 
 BOUNDS = (VALUE, LOW, HIGH)
 _SUM_BYTES = 4  # of sums that are not rounded
-# Ranks of the collectives whose latency was measured; a ring's grows with its length.
-_MEASURED_RANKS = 8
 # Kernels that the host launches, counted in the code of exchanges and kernels, roughly: a pass begins; a step under an index, and without
 # one; messages alone.
 _LAUNCHES: Mapping[str, float] = {"begin": 10, "sparse step": 14, "dense step": 6, "moves": 3}
@@ -145,7 +143,9 @@ class Costs:
         inner = self.cluster.inner
         inner_us = self._moving(inner, size)
         if members == ranks:
-            return self.burden(inner.collective_latency_us) + inner_us, size / self._capacity(inner)
+            # Inside a node launches are most of it: that more ranks take longer is the worst case.
+            longer = _longer(inner, ranks) if self.bound == HIGH and not to_all else 1.0
+            return self.burden(inner.collective_latency_us) * longer + inner_us, size / self._capacity(inner)
         link = self.cluster.link(outer=True)
         shared = int(self.burden(link.shared_by))
         latency = self.burden(link.collective_latency_us)
@@ -155,7 +155,7 @@ class Costs:
             return latency + moving, across * shared / self._capacity(link)
         # All groups of this kind share the cards of a node, a part for each member.
         moving = max(self._moving(link, size) * shared / members, inner_us if members > 1 else 0.0)
-        return latency * max(1.0, (ranks - 1) / (_MEASURED_RANKS - 1)) + moving, moving
+        return latency * _longer(link, ranks) + moving, moving
 
     def _moving(self, link: Link, size: float) -> float:
         return size / (self.rate(link.collective_bandwidth_gbps) * 1e3)
@@ -238,6 +238,11 @@ class Costs:
             return (high + e) * (self._rows + (self._kv if backward else 0))
         joined = 2 * e * self._rows if parts > 1 else 0
         return joined + ((high + e) * self._kv if backward else 0)
+
+
+def _longer(link: Link, ranks: int) -> float:
+    """A ring's latency grows with its length, from that of the ranks that it was measured with; fewer are not taken to be faster."""
+    return max(1.0, (ranks - 1) / max(1.0, link.collective_ranks.value - 1))
 
 
 class LayerPrices(Prices):
