@@ -22,6 +22,7 @@ from mtrain_cli import resource_dir
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.simulation.program import FloatArray
 from mtrain_cli.simulation.work import BACKWARD, FLOP_PER_PAIR, FORWARD
+from mtrain_cli.training.flops import peak_flops
 
 # What a call is given: whole intervals, a list of blocks under plain masks, or the block diagonals and columns of an index, together or
 # one of them alone.
@@ -226,6 +227,8 @@ def kernels_for(gpu: str, peak: float, kernel: str, form: str, peaks: dict[str, 
             f"not calibrated on {gpu}: kernel times are those of {source.device} by peak FLOP/s (x {factor:.2f}), within "
             f"x {low:.2f} and x {high:.2f}; `mtrain profile kernels --out FILE` on that GPU, then --calibration FILE"
         )
+    elif source.device != gpu:
+        remarks.append(f"kernel times are those of {source.device}: {gpu} computes as fast, and its memory may be of another speed")
 
     def here(found: Curve, stands: str | None, low: float, high: float) -> Curve:
         return replace(
@@ -258,7 +261,7 @@ def kernels_for(gpu: str, peak: float, kernel: str, form: str, peaks: dict[str, 
 def _source(gpu: str, calibration: Calibration | None) -> tuple[Calibration, bool]:
     """-> the calibration that a GPU's kernels are priced by, and whether it is of that GPU."""
     known = (calibration,) if calibration is not None else shipped()
-    measured = next((c for c in known if same_device(c.device, gpu)), None)
+    measured = next((c for c in known if c.device == gpu), None) or next((c for c in known if same_device(c.device, gpu)), None)
     return measured or known[0], measured is not None
 
 
@@ -282,6 +285,16 @@ def _curve(source: Calibration, kernel: str, form: str, direction: str) -> tuple
 
 
 def same_device(device: str, gpu: str) -> bool:
-    """Whether both are of the same kind: H200, A100 and so on; of an A100 also by memory, of which bandwidth depends."""
-    kinds = [re.search(r"\b(?:GB|B|GH|H|A|L|RTX )\d{2,4}S?\b", name) for name in (device, gpu)]
-    return device == gpu or (kinds[0] is not None and kinds[1] is not None and kinds[0][0] == kinds[1][0])
+    """Whether kernels that compute take as long on both: the same chip (H200, A100 and so on) in the same form (SXM, NVL, PCIe) with the
+    same peak. They may have other memory (A100 of 40 and 80 GB).
+    """
+    if device == gpu:
+        return True
+    chips = [re.search(r"\b(?:GB|B|GH|H|A|L|RTX )\d{2,4}S?\b", name) for name in (device, gpu)]
+    forms = [re.search(r"\b(?:NVL|PCIE)", name.upper()) for name in (device, gpu)]
+    same = _text(chips[0]) == _text(chips[1]) is not None and _text(forms[0]) == _text(forms[1])
+    return same and peak_flops(device) == peak_flops(gpu)
+
+
+def _text(found: re.Match[str] | None) -> str | None:
+    return None if found is None else found[0]

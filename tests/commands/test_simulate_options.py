@@ -16,6 +16,7 @@ from mtrain_cli.commands import app as command_line
 from mtrain_cli.commands.simulate_validate import _kernels as told
 from mtrain_cli.profiling import records
 from mtrain_cli.profiling.index_file import RecordedSetup, save_indices
+from mtrain_cli.simulation.calibration import kernels_for, load_calibration, same_device
 from mtrain_cli.simulation.cluster import load_cluster
 from mtrain_cli.simulation.simulate import Problem, predict
 from mtrain_cli.simulation.validation import key_of
@@ -141,3 +142,34 @@ def test_which_calibration_was_used_is_told():
 
 def shipped_file():
     return resource_dir("profiles") / "kernels-h200.json"
+
+
+@pytest.mark.parametrize(
+    ("device", "gpu", "same"),
+    [
+        ("NVIDIA H200", "NVIDIA H200", True),
+        ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", True),
+        ("NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-80GB", False),
+        ("NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe", True),
+        ("NVIDIA H200", "NVIDIA H200 NVL", False),
+        ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", False),
+        ("NVIDIA H100 NVL", "NVIDIA H100 PCIe", False),
+        ("NVIDIA H100 80GB HBM3", "NVIDIA H200", False),
+        ("a laptop", "another", False),
+        ("a laptop", "a laptop", True),
+    ],
+)
+def test_devices_are_the_same_that_compute_alike(device, gpu, same):
+    assert same_device(device, gpu) == same_device(gpu, device) == same
+
+
+def test_times_of_another_device_are_never_taken_silently():
+    measured = load_calibration(shipped_file())
+    of_h100 = replace(measured, device="NVIDIA H100 80GB HBM3")
+    peaks = {of_h100.device: 989e12}
+    pcie = kernels_for("NVIDIA H100 PCIe", 756e12, "triton", "sparse", peaks, of_h100)
+    assert not pcie.calibrated
+    assert "not calibrated on NVIDIA H100 PCIe" in pcie.remarks[0]
+    alike = kernels_for("NVIDIA H100 SXM5", 989e12, "triton", "sparse", peaks, of_h100)
+    assert alike.calibrated
+    assert alike.remarks[0].startswith("kernel times are those of NVIDIA H100 80GB HBM3")
