@@ -214,10 +214,10 @@ def _range(found: Range) -> dict[str, float]:
 def document(cluster: Cluster, calibration: Calibration | None, **more: Any) -> dict[str, Any]:
     """What every summary.json of a simulation begins with. calibration: the user's own."""
     from mtrain_cli import __version__
+    from mtrain_cli.simulation.assumed import CONSTANTS
     from mtrain_cli.simulation.calibration import used
-    from mtrain_cli.simulation.rest import EAGER, LAUNCHES
 
-    constants = {**cluster.constants(), "rest.eager": EAGER, "rest.launches": LAUNCHES}
+    constants = {**cluster.constants(), **CONSTANTS}
     return {
         "kind": "simulation",
         "mode": "attention",

@@ -30,7 +30,7 @@ DENSE, LISTS, SPARSE, DIAGONALS, ALONE_COLUMNS = "dense", "lists", "sparse", "di
 KINDS_OF_FILES = ("kernels", "shares")
 LOW, VALUE, HIGH = "low", "value", "high"
 # A GPU of which nothing is known: another's share of the peak, and how far time may be off it.
-_UNKNOWN = (1 / 1.6, 2.0)
+UNKNOWN = (1 / 1.6, 2.0)
 _LEAST_ERROR = 0.05  # one GPU to another of the same kind
 
 
@@ -222,7 +222,7 @@ def kernels_for(gpu: str, peak: float, kernel: str, form: str, peaks: dict[str, 
     remarks: list[str] = []
     factor, low, high = 1.0, 1.0, 1.0
     if not measured:
-        factor, (low, high) = peaks[source.device] / peak, _UNKNOWN
+        factor, (low, high) = peaks[source.device] / peak, UNKNOWN
         remarks.append(
             f"not calibrated on {gpu}: kernel times are those of {source.device} by peak FLOP/s (x {factor:.2f}), within "
             f"x {low:.2f} and x {high:.2f}; `mtrain profile kernels --out FILE` on that GPU, then --calibration FILE"
@@ -251,7 +251,7 @@ def kernels_for(gpu: str, peak: float, kernel: str, form: str, peaks: dict[str, 
                 alone[part, direction] = here(exactly, None, low, high)
         found, stands = _curve(source, kernel, form, direction)
         if stands is not None:
-            low, high = min(low, _UNKNOWN[0]), max(high, _UNKNOWN[1])
+            low, high = min(low, UNKNOWN[0]), max(high, UNKNOWN[1])
             said = f"{kernel} was not measured on {form} calls: {stands} stands for it, within x {low:.2f} and x {high:.2f}"
             remarks += [said] if said not in remarks else []
         curves[direction] = here(found, stands, low, high)

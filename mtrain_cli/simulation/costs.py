@@ -27,14 +27,16 @@ from mtrain_cli.simulation.program import FloatArray, Message, Prices, collectiv
 from mtrain_cli.simulation.work import FLOP_PER_PAIR, StepWork
 
 BOUNDS = (VALUE, LOW, HIGH)
+LEAST_COPY_US = 2.0
 _SUM_BYTES = 4  # of sums that are not rounded
 # Kernels that the host launches, counted in the code of exchanges and kernels, roughly: a pass begins; a step under an index, and without
 # one; messages alone.
-_LAUNCHES: Mapping[str, float] = {"begin": 10, "sparse step": 14, "dense step": 6, "moves": 3}
+LAUNCHES: Mapping[str, float] = {"begin": 10, "sparse step": 14, "dense step": 6, "moves": 3}
 # Estimating a vertical-slash index: profiles/notes.md (one H200: 1.81 ms at 128K, 3.85 ms at 512K) and profiles/layer-4xh200.json (four:
 # 2.4 to 3.3 ms at any length, launches and small messages).
-_INDEX_ALONE_US, _INDEX_PER_TOKEN_US, _INDEX_TOGETHER_US = 1130.0, 5.2e-3, 2700.0
-_INDEX_BOUNDS = {LOW: 0.5, VALUE: 1.0, HIGH: 1.5}
+INDEX_ALONE_US, INDEX_PER_TOKEN_US, INDEX_TOGETHER_US = 1130.0, 5.2e-3, 2700.0
+INDEX_DEVICE, INDEX_HEADS = "NVIDIA H200", 16
+INDEX_BOUNDS = {LOW: 0.5, VALUE: 1.0, HIGH: 1.5}
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Costs:
         """us in which memory moves so many bytes, and the launch where that takes longer."""
         if not numbers_of_bytes:
             return 0.0
-        return max(numbers_of_bytes / self.rate(self.cluster.gpu.hbm_gbps) / 1e3, 2.0)
+        return max(numbers_of_bytes / self.rate(self.cluster.gpu.hbm_gbps) / 1e3, LEAST_COPY_US)
 
     def crosses(self, move: Move) -> np.ndarray:
         """bool [workers]: what arrives at a rank comes from another node; for a collective, that anything does."""
@@ -179,14 +181,14 @@ class Costs:
     def host(self, what: str) -> float:
         """us that the host needs to launch it."""
         name = f"{'sparse' if self.sparse else 'dense'} step" if what == "step" else what
-        return _LAUNCHES[name] * self.burden(self.cluster.gpu.launch_us)
+        return LAUNCHES[name] * self.burden(self.cluster.gpu.launch_us)
 
     def index_us(self) -> float:
         if not self.estimated:
             return 0.0
         workers = self.lockstep.grid.workers
-        alone = _INDEX_ALONE_US + _INDEX_PER_TOKEN_US * self.estimated / workers
-        return max(alone, _INDEX_TOGETHER_US if workers > 1 else 0.0) * _INDEX_BOUNDS[self.bound]
+        alone = INDEX_ALONE_US + INDEX_PER_TOKEN_US * self.estimated / workers
+        return max(alone, INDEX_TOGETHER_US if workers > 1 else 0.0) * INDEX_BOUNDS[self.bound]
 
     # What is copied and added, in bytes that memory reads and writes: `parallel.gathering` and `parallel.circulating`, line by line.
 

@@ -173,3 +173,26 @@ def test_times_of_another_device_are_never_taken_silently():
     alike = kernels_for("NVIDIA H100 SXM5", 989e12, "triton", "sparse", peaks, of_h100)
     assert alike.calibrated
     assert alike.remarks[0].startswith("kernel times are those of NVIDIA H100 80GB HBM3")
+
+
+def test_what_was_not_measured_of_this_is_said():
+    """An index costs what it cost on one kind of GPU; the simulator's own constants have sources, too."""
+    words = ("model=qwen3b", "seq=8k", "--columns", "64", "--workers", "1", "--attention-only", *STRIPED)
+    said = "estimating an index takes what vertical_slash with 16 heads took on NVIDIA H200: not measured of "
+    (here,) = document(*words)["predicted"]
+    assert not [line for line in here["remarks"] if line.startswith("estimating")]
+    found = document(*words, "--cluster", "a100_4x8")
+    assert said + "16 heads on NVIDIA A100-SXM4-40GB" in found["predicted"][0]["remarks"]
+    (more,) = document("model=llama8b", *words[1:])["predicted"]
+    assert said + "32 heads on NVIDIA H200" in more["remarks"]
+    (dense,) = document("model=llama8b", "seq=8k", "--index", "dense", *words[4:])["predicted"]
+    assert not [line for line in dense["remarks"] if line.startswith("estimating")]
+    constants = found["cluster"]["constants"]
+    assert constants["costs.index_together_us"] | {"note": ""} == {
+        "value": 2700, "source": "measured", "note": "", "low": 1350, "high": 4050,
+    }  # fmt: skip
+    assert constants["costs.launches.sparse step"]["source"] == "guess"
+    (guesses,) = [line for line in here["remarks"] if line.startswith("the simulator: ")]
+    own = [name for name, of in constants.items() if of["source"] == "guess" and not name.startswith(("gpu.", "links."))]
+    assert all(name in guesses for name in own)
+    assert f" {len(own)} constants" in guesses
