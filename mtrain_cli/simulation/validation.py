@@ -303,7 +303,7 @@ class PassComparison:
 
 @dataclass(frozen=True)
 class CaseComparison:
-    """One case. group: cases that differ in layout and exchange only are ranked together."""
+    """One case. group: run, pattern, length and workers of cases that are ranked together."""
 
     run: str
     label: str
@@ -396,7 +396,7 @@ def _relative(predicted: np.ndarray, measured: np.ndarray) -> np.ndarray:
 @dataclass(frozen=True)
 class Agreement:
     """All cases together. mape: of the time of a case. covered: share of passes inside their bounds. rank: Spearman correlation of the
-    times of cases that differ in layout and exchange only, by group; groups of fewer than three are left out. worst_degree: largest
+    times of cases, by group; groups of fewer than three are left out. worst_degree: largest
     absolute error of an imbalance degree of time. common: predicted over measured, the median of cases; beside: what mape is without that
     factor, as where the whole machine was slower than when it was calibrated.
     """
