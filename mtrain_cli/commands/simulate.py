@@ -21,8 +21,10 @@ from mtrain_cli.config.schema import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from mtrain_cli.parallel.selection import ExchangeChoice
     from mtrain_cli.simulation.cluster import Cluster
     from mtrain_cli.simulation.scenario import Outcome, Scenario
+    from mtrain_cli.simulation.what_if import Setup
 
 _MOST_WORKERS = 4096
 _LAYOUTS, _EXCHANGES = "zigzag,striped", "ring,hierarchical_ring,all_gather"
@@ -227,7 +229,9 @@ class _Job:
                 outcomes.append(evaluate(self.cluster, scenario, plan, number=number, rows=self.files))
         predictions = [outcome.attention for outcome in outcomes]
         content = shown.document(
-            self.cluster, **shown.of_predictions(scenario.problem, predictions, [self._with_cost(o) for o in map(row_of, outcomes)])
+            self.cluster,
+            scenario.calibration,
+            **shown.of_predictions(scenario.problem, predictions, [self._with_cost(o) for o in map(row_of, outcomes)]),
         )
         if folder is not None:
             shown.leave(folder, content, predictions)
@@ -245,41 +249,37 @@ class _Job:
 
     def attention(self, recompute: bool) -> None:
         from mtrain_cli.commands import simulate_shown as shown
-        from mtrain_cli.config.compose import compose
         from mtrain_cli.simulation.calibration import load_calibration
         from mtrain_cli.simulation.simulate import predict
-        from mtrain_cli.simulation.what_if import Setup
 
         asked = self.asked
-        conditions = asked.conditions(self.workers)
-        recorded = asked.file(asked.words)
-        if recorded is not None:
-            problem = asked.recorded(recorded, asked.words)
-        else:
-            config = compose(list(asked.words))
-            problem = asked.pairs(asked.words, config).problem(config)
         own = load_calibration(asked.calibration) if asked.calibration is not None else None
+        asked.per_node(self.workers)
+        scenario = None if self.without_a_model else self._scenario()
+        if scenario is None:
+            problem, conditions = asked.shape_alone(), asked.conditions(self.workers)
+        else:
+            problem, conditions = scenario.problem, scenario.conditions
         folder = shown.new_folder(self.out) if self.files else None
-        per_node = asked.per_node(self.workers) or min(self.cluster.gpus_per_node, self.workers)
         predictions = []
         for number, (layout, exchange) in enumerate(itertools.product(self.layouts, self.exchanges)):
-            setup = Setup(layout, exchange, self.workers, per_node)
             with self._unfit(exchange):
+                setup, kernel, choice = self._group(scenario, layout, exchange)
                 predictions.append(
                     predict(
                         self.cluster,
                         problem,
                         setup,
-                        kernel=None if asked.kernel == "auto" else asked.kernel,
+                        kernel=kernel,
                         calibration=own,
                         recompute=recompute,
                         conditions=conditions,
                         number=number,
                         rows=self.files,
+                        choice=choice,
                     )
                 )
-        used = None if own is None else {"device": own.device, "files": list(own.files), "own": True}
-        content = shown.document(self.cluster, **shown.of_predictions(problem, predictions), calibration=used)
+        content = shown.document(self.cluster, own, **shown.of_predictions(problem, predictions))
         if folder is not None:
             shown.leave(folder, content, predictions)
         if self.as_json:
@@ -291,12 +291,38 @@ class _Job:
         shown.print_notes(console, (remark for prediction in predictions for remark in prediction.remarks))
         self._ended(console, folder)
 
+    def _group(self, scenario: Scenario | None, layout: str, exchange: str) -> tuple[Setup, str | None, ExchangeChoice | None]:
+        """-> what a context group does, with which kernel; with the exchange where it is that of a training step."""
+        from mtrain_cli.simulation.scenario import check_dealt, plan_on, setup_of
+        from mtrain_cli.simulation.what_if import Setup
+
+        per_node = self.asked.per_node(self.workers) or min(self.cluster.gpus_per_node, self.workers)
+        kernel = None if self.asked.kernel == "auto" else self.asked.kernel
+        if scenario is None:
+            return Setup(layout, exchange, self.workers, per_node), kernel, None
+        config = scenario.config
+        context = self.asked.context(config) or self.workers
+        check_dealt(config, layout, self.workers, context)
+        if config.topology.device == "cpu":
+            # There are no steps of processes on a CPU, and attention is what links and kernels of its cluster say.
+            if self.workers % context:
+                raise ConfigError(f"topology.context_parallel={context}: must divide the {self.workers} workers")
+            typed = None if config.train.kernel == "auto" else config.train.kernel
+            return Setup(layout, exchange, context, min(per_node, context), config.topology), kernel or typed, None
+        plan = plan_on(self.cluster, config, workers=self.workers, kernel=kernel, layout=layout, exchange=exchange)
+        return setup_of(plan), plan.kernel, plan.exchange
+
     def recommend(self) -> None:
         from mtrain_cli.commands import simulate_shown as shown
         from mtrain_cli.simulation.recommend import label, recommend
         from mtrain_cli.simulation.sweep import row_of
 
         scenario = self._scenario()
+        if self.asked.slow and self.asked.context(scenario.config) is None:
+            # A rank is one of a group, and groups of different sizes are tried.
+            raise ConfigError(
+                f"--slow {self.asked.slow}: --recommend tries groups of any size; give topology.context_parallel=N, too, or leave it out"
+            )
         folder = shown.new_folder(self.out) if self.files else None
         # A setting that was typed is not searched.
         given = [word for word in self.asked.words if word.startswith("train.activation_checkpoint=")]
@@ -306,6 +332,7 @@ class _Job:
         ranked = [{"configuration": label(o.plan), **row_of(o)} for o in found.ranked]
         content = shown.document(
             self.cluster,
+            scenario.calibration,
             **(
                 shown.of_predictions(scenario.problem, [found.best.attention], [row_of(found.best)])
                 if found.ranked
@@ -350,6 +377,7 @@ class _Job:
         from mtrain_cli.launch.failures import RunError
         from mtrain_cli.profiling.records import SWEEP
         from mtrain_cli.reporting.sweeps import sheet, sweep_table
+        from mtrain_cli.simulation.calibration import load_calibration
         from mtrain_cli.simulation.sweep import NODES, WORKERS, Sweep, axes, points
 
         if self.asked.slow:
@@ -366,7 +394,9 @@ class _Job:
                 )
         todo = points(swept, self.layouts, self.exchanges)
         folder = shown.new_folder(self.out) if self.files else None
-        about = json.dumps([repr(self.asked), repr(self.cluster), workers])
+        own = load_calibration(self.asked.calibration) if self.asked.calibration is not None else None
+        # A file that was measured again is another one, whatever its name.
+        about = json.dumps([repr(own), repr(self.asked), repr(self.cluster), workers])
         job = Sweep(todo, cluster_of, self.asked.scenario, workers, about)
         # Settings are wrong before anything is written.
         for settings in dict.fromkeys(tuple(point.settings) for point in todo):
@@ -379,7 +409,7 @@ class _Job:
         if all("cannot" in row for row in rows):
             raise ConfigError(f"--sweep {' '.join(texts)}: {rows[0]['cannot']}")
         rows = [row if "cannot" in row else self._with_cost(row) for row in rows]
-        content = shown.document(self.cluster, workers=max(row["workers"] for row in rows), cases=[], sweep=rows)
+        content = shown.document(self.cluster, own, workers=max(row["workers"] for row in rows), cases=[], sweep=rows)
         if folder is not None:
             sheet([(folder.name, rows)]).write(folder)
             shown.leave(folder, content)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from mtrain_cli.simulation.calibration import Calibration
     from mtrain_cli.simulation.cluster import Cluster
     from mtrain_cli.simulation.recommend import Recommendation
     from mtrain_cli.simulation.scenario import Outcome
@@ -94,7 +95,7 @@ def step_table(cluster: Cluster, problem: Problem, outcomes: Sequence[Outcome]) 
     recomputed = len({o.plan.config.train.activation_checkpoint for o in outcomes}) > 1
     for name in ("layout", "exchange", *(("data x context",) if grouped else ()), *(("recompute",) if recomputed else ())):
         table.add_column(name)
-    dense = density > 0.99
+    dense = one.dense
     shares = ("MFU", "HFU") if dense else ("HFU",)
     for name in ("s / step", "best - worst", "tokens/s/GPU", *shares, "waits s", "worker", "step", "GiB"):
         table.add_column(name, justify="right")
@@ -211,12 +212,13 @@ def _range(found: Range) -> dict[str, float]:
     return {"low": round(found.low, 5), "value": round(found.value, 5), "high": round(found.high, 5)}
 
 
-def document(cluster: Cluster, **more: Any) -> dict[str, Any]:
-    """What every summary.json of a simulation begins with."""
+def document(cluster: Cluster, calibration: Calibration | None, **more: Any) -> dict[str, Any]:
+    """What every summary.json of a simulation begins with. calibration: the user's own."""
     from mtrain_cli import __version__
-    from mtrain_cli.simulation.rest import EAGER, LAUNCHES
+    from mtrain_cli.simulation.assumed import CONSTANTS
+    from mtrain_cli.simulation.calibration import used
 
-    constants = {**cluster.constants(), "rest.eager": EAGER, "rest.launches": LAUNCHES}
+    constants = {**cluster.constants(), **CONSTANTS}
     return {
         "kind": "simulation",
         "mode": "attention",
@@ -231,6 +233,7 @@ def document(cluster: Cluster, **more: Any) -> dict[str, Any]:
             "name": cluster.name, "nodes": cluster.nodes, "gpus_per_node": cluster.gpus_per_node, "gpu": cluster.gpu.name,
             "constants": {key: dataclasses.asdict(constant) for key, constant in constants.items()},
         },
+        "calibration": used(cluster.gpu.name, calibration),
         **more,
     }  # fmt: skip
 

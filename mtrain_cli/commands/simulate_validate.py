@@ -95,7 +95,7 @@ def _document(
 ) -> dict[str, Any]:
     from mtrain_cli import __version__
     from mtrain_cli.profiling import records
-    from mtrain_cli.simulation.calibration import shipped
+    from mtrain_cli.simulation.calibration import used
     from mtrain_cli.simulation.validation import digest, sources
 
     if predictions:
@@ -105,8 +105,7 @@ def _document(
         named, files = described.get("name"), first.get("calibration")
     else:
         by_source, named = sources(cluster.constants().items()), cluster.name
-        used = calibration or next((c for c in shipped() if c.device == cluster.gpu.name), None)
-        files = None if used is None else {"device": used.device, "files": list(used.files), "own": calibration is not None}
+        files = used(cluster.gpu.name, calibration)
     return {
         "schema": 1,
         "kind": "validation",
@@ -189,8 +188,7 @@ def _show(console: Console, document: dict[str, Any], compared: Sequence[CaseCom
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         console.print(f"{source:<10} {', '.join(names[:_SHOWN])}{more}")
     console.print(f"{'assumed':<10} {document['assumed']}")
-    files = document["calibration"]
-    console.print(f"kernels    {', '.join(files['files']) + ' of ' + files['device'] if files else 'not calibrated on this device'}")
+    console.print(f"kernels    {_kernels(document['calibration'])}")
     for entry in document["predictions"]:
         console.print(f"sha256     {entry['sha256']}  {entry['folder']}/summary.json")
     _say_when(console, document, compared)
@@ -200,6 +198,13 @@ def _show(console: Console, document: dict[str, Any], compared: Sequence[CaseCom
         console.print(f"note       {line}", style="yellow")
     for label in document["not_predicted"]:
         console.print(f"note       measured, but not predicted: {label}", style="yellow")
+
+
+def _kernels(calibration: dict[str, Any] | None) -> str:
+    if calibration is None:
+        return "by a calibration that the prediction does not tell"
+    said = f"{', '.join(calibration['files'])} of {calibration['device']}"
+    return f"{said}, another device: scaled by peak FLOP/s" if calibration.get("scaled") else said
 
 
 def _say_when(console: Console, document: dict[str, Any], compared: Sequence[CaseComparison]) -> None:

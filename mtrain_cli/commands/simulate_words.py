@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 DENSE, CLUSTERED, FIXED = "dense", "clustered", "fixed"
 DENSITY, COLUMNS = 0.05, 2048
+_OF_SHAPE = ("seq", "topology.gpus_per_node")  # settings that need no model
 _UNITS = {"b": 10**9, "t": 10**12}
 
 
@@ -126,6 +127,20 @@ class Asked:
             allowed = ", ".join((DENSE, *FAMILIES, FIXED))
             raise ConfigError(f"--index {self.index}: is neither a file nor a folder with index.npz; allowed besides: {allowed}")
         return found
+
+    def shape_alone(self) -> Problem:
+        """The indices of a profile, where no model was named.
+
+        Raises:
+            ConfigError: a setting says what the shape of attention does not, and would be ignored.
+        """
+        for word in self.words:
+            key = word.partition("=")[0]
+            if key not in _OF_SHAPE and not key.startswith("model."):
+                raise ConfigError(f"{word}: --index {self.index} without model= says the shape of attention alone; give model=, too")
+        file = self.file(self.words)
+        assert file is not None
+        return self.recorded(file, self.words)
 
     def recorded(self, file: Path, words: Sequence[str]) -> Problem:
         """The indices of a profile."""

@@ -22,6 +22,7 @@ from mtrain_cli import resource_dir
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.simulation.program import FloatArray
 from mtrain_cli.simulation.work import BACKWARD, FLOP_PER_PAIR, FORWARD
+from mtrain_cli.training.flops import peak_flops
 
 # What a call is given: whole intervals, a list of blocks under plain masks, or the block diagonals and columns of an index, together or
 # one of them alone.
@@ -29,7 +30,7 @@ DENSE, LISTS, SPARSE, DIAGONALS, ALONE_COLUMNS = "dense", "lists", "sparse", "di
 KINDS_OF_FILES = ("kernels", "shares")
 LOW, VALUE, HIGH = "low", "value", "high"
 # A GPU of which nothing is known: another's share of the peak, and how far time may be off it.
-_UNKNOWN = (1 / 1.6, 2.0)
+UNKNOWN = (1 / 1.6, 2.0)
 _LEAST_ERROR = 0.05  # one GPU to another of the same kind
 
 
@@ -217,17 +218,17 @@ class Kernels:
 
 def kernels_for(gpu: str, peak: float, kernel: str, form: str, peaks: dict[str, float], calibration: Calibration | None = None) -> Kernels:
     """gpu: name of the cluster's GPU; peak: its FLOP/s. peaks: those of devices that were measured. calibration: the user's own."""
-    known = (calibration,) if calibration is not None else shipped()
-    measured = next((c for c in known if same_device(c.device, gpu)), None)
+    source, measured = _source(gpu, calibration)
     remarks: list[str] = []
-    source = measured or known[0]
     factor, low, high = 1.0, 1.0, 1.0
-    if measured is None:
-        factor, (low, high) = peaks[source.device] / peak, _UNKNOWN
+    if not measured:
+        factor, (low, high) = peaks[source.device] / peak, UNKNOWN
         remarks.append(
             f"not calibrated on {gpu}: kernel times are those of {source.device} by peak FLOP/s (x {factor:.2f}), within "
             f"x {low:.2f} and x {high:.2f}; `mtrain profile kernels --out FILE` on that GPU, then --calibration FILE"
         )
+    elif source.device != gpu:
+        remarks.append(f"kernel times are those of {source.device}: {gpu} computes as fast, and its memory may be of another speed")
 
     def here(found: Curve, stands: str | None, low: float, high: float) -> Curve:
         return replace(
@@ -238,7 +239,7 @@ def kernels_for(gpu: str, peak: float, kernel: str, form: str, peaks: dict[str, 
             ms_per_column_tflop=found.ms_per_column_tflop * factor,
             low=found.low * low,
             high=found.high * high,
-            scaled=None if measured is not None else source.device,
+            scaled=None if measured else source.device,
             stands_for=stands,
         )
 
@@ -250,11 +251,24 @@ def kernels_for(gpu: str, peak: float, kernel: str, form: str, peaks: dict[str, 
                 alone[part, direction] = here(exactly, None, low, high)
         found, stands = _curve(source, kernel, form, direction)
         if stands is not None:
-            low, high = min(low, _UNKNOWN[0]), max(high, _UNKNOWN[1])
+            low, high = min(low, UNKNOWN[0]), max(high, UNKNOWN[1])
             said = f"{kernel} was not measured on {form} calls: {stands} stands for it, within x {low:.2f} and x {high:.2f}"
             remarks += [said] if said not in remarks else []
         curves[direction] = here(found, stands, low, high)
     return Kernels(curves, tuple(remarks), alone)
+
+
+def _source(gpu: str, calibration: Calibration | None) -> tuple[Calibration, bool]:
+    """-> the calibration that a GPU's kernels are priced by, and whether it is of that GPU."""
+    known = (calibration,) if calibration is not None else shipped()
+    measured = next((c for c in known if c.device == gpu), None) or next((c for c in known if same_device(c.device, gpu)), None)
+    return measured or known[0], measured is not None
+
+
+def used(gpu: str, calibration: Calibration | None) -> dict[str, Any]:
+    """What files say of it. calibration: the user's own. scaled: its times are those of another device."""
+    source, measured = _source(gpu, calibration)
+    return {"device": source.device, "files": list(source.files), "own": calibration is not None, "scaled": not measured}
 
 
 def _curve(source: Calibration, kernel: str, form: str, direction: str) -> tuple[Curve, str | None]:
@@ -271,6 +285,16 @@ def _curve(source: Calibration, kernel: str, form: str, direction: str) -> tuple
 
 
 def same_device(device: str, gpu: str) -> bool:
-    """Whether both are of the same kind: H200, A100 and so on; of an A100 also by memory, of which bandwidth depends."""
-    kinds = [re.search(r"\b(?:GB|B|GH|H|A|L|RTX )\d{2,4}S?\b", name) for name in (device, gpu)]
-    return device == gpu or (kinds[0] is not None and kinds[1] is not None and kinds[0][0] == kinds[1][0])
+    """Whether kernels that compute take as long on both: the same chip (H200, A100 and so on) in the same form (SXM, NVL, PCIe) with the
+    same peak. They may have other memory (A100 of 40 and 80 GB).
+    """
+    if device == gpu:
+        return True
+    chips = [re.search(r"\b(?:GB|B|GH|H|A|L|RTX )\d{2,4}S?\b", name) for name in (device, gpu)]
+    forms = [re.search(r"\b(?:NVL|PCIE)", name.upper()) for name in (device, gpu)]
+    same = _text(chips[0]) == _text(chips[1]) is not None and _text(forms[0]) == _text(forms[1])
+    return same and peak_flops(device) == peak_flops(gpu)
+
+
+def _text(found: re.Match[str] | None) -> str | None:
+    return None if found is None else found[0]

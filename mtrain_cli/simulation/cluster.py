@@ -66,9 +66,9 @@ class Link:
     """Between GPUs of a node (inner) or of different nodes (outer). Bandwidths in GB/s, one direction.
 
     latency_us, bandwidth_gbps: of one message between two GPUs that nothing else disturbs. capacity_gbps: of the link of a GPU, which
-    several messages share. collective_latency_us, collective_bandwidth_gbps: of collectives, by the bandwidth that a ring has on every
-    link. shared_by: GPUs behind one network card, whose capacity they share; 1 for inner. gpu_share: of a GPU's computing power, taken by
-    a message that is under way.
+    several messages share. collective_latency_us, collective_bandwidth_gbps: of collectives over collective_ranks ranks, by the bandwidth
+    that a ring has on every link. shared_by: GPUs behind one network card, whose capacity they share; 1 for inner. gpu_share: of a GPU's
+    computing power, taken by a message that is under way.
     """
 
     latency_us: Constant
@@ -76,6 +76,7 @@ class Link:
     capacity_gbps: Constant
     collective_latency_us: Constant
     collective_bandwidth_gbps: Constant
+    collective_ranks: Constant
     shared_by: Constant
     gpu_share: Constant
 
@@ -160,7 +161,7 @@ _OF_GPU = {
 }  # fmt: skip
 _OF_LINK = {
     "latency_us": _AT_LEAST, "bandwidth_gbps": _ABOVE, "capacity_gbps": _ABOVE, "collective_latency_us": _AT_LEAST,
-    "collective_bandwidth_gbps": _ABOVE, "shared_by": _COUNT, "gpu_share": _SHARE,
+    "collective_bandwidth_gbps": _ABOVE, "collective_ranks": _COUNT, "shared_by": _COUNT, "gpu_share": _SHARE,
 }  # fmt: skip
 # What stands for a constant of a link that a file leaves out.
 _DEFAULTS = {"capacity_gbps": "bandwidth_gbps", "collective_latency_us": "latency_us", "collective_bandwidth_gbps": "capacity_gbps"}
@@ -174,6 +175,7 @@ _HOST = {
         "value": 19, "low": 8, "high": 60, "source": "guess", "note": "AdamW on two sockets, of 150 for eight GPUs; 600 and more on paper",
     },
 }  # fmt: skip
+_RANKS = {"value": 8, "source": "guess", "note": "ranks that the latency of collectives is taken to be of"}
 _KEYS = ("name", "nodes", "gpus_per_node", "gpu", "links", "dollars_per_gpu_hour")
 _PARTS = ("value", "source", "note", "low", "high")
 
@@ -228,6 +230,7 @@ class _Reader:
         for key, stands in _DEFAULTS.items():
             if key not in given and stands in given:
                 given[key] = given[stands]
+        given.setdefault("collective_ranks", _RANKS)
         if name == "inner":
             given.setdefault("shared_by", {"value": 1, "source": "datasheet", "note": "every GPU has its own links in a node"})
         return self._constants(given, _OF_LINK, f"links.{name}.", ())

@@ -27,16 +27,16 @@ from mtrain_cli.simulation.program import FloatArray, Message, Prices, collectiv
 from mtrain_cli.simulation.work import FLOP_PER_PAIR, StepWork
 
 BOUNDS = (VALUE, LOW, HIGH)
+LEAST_COPY_US = 2.0
 _SUM_BYTES = 4  # of sums that are not rounded
-# Ranks of the collectives whose latency was measured; a ring's grows with its length.
-_MEASURED_RANKS = 8
 # Kernels that the host launches, counted in the code of exchanges and kernels, roughly: a pass begins; a step under an index, and without
 # one; messages alone.
-_LAUNCHES: Mapping[str, float] = {"begin": 10, "sparse step": 14, "dense step": 6, "moves": 3}
+LAUNCHES: Mapping[str, float] = {"begin": 10, "sparse step": 14, "dense step": 6, "moves": 3}
 # Estimating a vertical-slash index: profiles/notes.md (one H200: 1.81 ms at 128K, 3.85 ms at 512K) and profiles/layer-4xh200.json (four:
 # 2.4 to 3.3 ms at any length, launches and small messages).
-_INDEX_ALONE_US, _INDEX_PER_TOKEN_US, _INDEX_TOGETHER_US = 1130.0, 5.2e-3, 2700.0
-_INDEX_BOUNDS = {LOW: 0.5, VALUE: 1.0, HIGH: 1.5}
+INDEX_ALONE_US, INDEX_PER_TOKEN_US, INDEX_TOGETHER_US = 1130.0, 5.2e-3, 2700.0
+INDEX_DEVICE, INDEX_HEADS = "NVIDIA H200", 16
+INDEX_BOUNDS = {LOW: 0.5, VALUE: 1.0, HIGH: 1.5}
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Costs:
         """us in which memory moves so many bytes, and the launch where that takes longer."""
         if not numbers_of_bytes:
             return 0.0
-        return max(numbers_of_bytes / self.rate(self.cluster.gpu.hbm_gbps) / 1e3, 2.0)
+        return max(numbers_of_bytes / self.rate(self.cluster.gpu.hbm_gbps) / 1e3, LEAST_COPY_US)
 
     def crosses(self, move: Move) -> np.ndarray:
         """bool [workers]: what arrives at a rank comes from another node; for a collective, that anything does."""
@@ -145,7 +145,9 @@ class Costs:
         inner = self.cluster.inner
         inner_us = self._moving(inner, size)
         if members == ranks:
-            return self.burden(inner.collective_latency_us) + inner_us, size / self._capacity(inner)
+            # Inside a node launches are most of it: that more ranks take longer is the worst case.
+            longer = _longer(inner, ranks) if self.bound == HIGH and not to_all else 1.0
+            return self.burden(inner.collective_latency_us) * longer + inner_us, size / self._capacity(inner)
         link = self.cluster.link(outer=True)
         shared = int(self.burden(link.shared_by))
         latency = self.burden(link.collective_latency_us)
@@ -155,7 +157,7 @@ class Costs:
             return latency + moving, across * shared / self._capacity(link)
         # All groups of this kind share the cards of a node, a part for each member.
         moving = max(self._moving(link, size) * shared / members, inner_us if members > 1 else 0.0)
-        return latency * max(1.0, (ranks - 1) / (_MEASURED_RANKS - 1)) + moving, moving
+        return latency * _longer(link, ranks) + moving, moving
 
     def _moving(self, link: Link, size: float) -> float:
         return size / (self.rate(link.collective_bandwidth_gbps) * 1e3)
@@ -179,14 +181,14 @@ class Costs:
     def host(self, what: str) -> float:
         """us that the host needs to launch it."""
         name = f"{'sparse' if self.sparse else 'dense'} step" if what == "step" else what
-        return _LAUNCHES[name] * self.burden(self.cluster.gpu.launch_us)
+        return LAUNCHES[name] * self.burden(self.cluster.gpu.launch_us)
 
     def index_us(self) -> float:
         if not self.estimated:
             return 0.0
         workers = self.lockstep.grid.workers
-        alone = _INDEX_ALONE_US + _INDEX_PER_TOKEN_US * self.estimated / workers
-        return max(alone, _INDEX_TOGETHER_US if workers > 1 else 0.0) * _INDEX_BOUNDS[self.bound]
+        alone = INDEX_ALONE_US + INDEX_PER_TOKEN_US * self.estimated / workers
+        return max(alone, INDEX_TOGETHER_US if workers > 1 else 0.0) * INDEX_BOUNDS[self.bound]
 
     # What is copied and added, in bytes that memory reads and writes: `parallel.gathering` and `parallel.circulating`, line by line.
 
@@ -238,6 +240,11 @@ class Costs:
             return (high + e) * (self._rows + (self._kv if backward else 0))
         joined = 2 * e * self._rows if parts > 1 else 0
         return joined + ((high + e) * self._kv if backward else 0)
+
+
+def _longer(link: Link, ranks: int) -> float:
+    """A ring's latency grows with its length, from that of the ranks that it was measured with; fewer are not taken to be faster."""
+    return max(1.0, (ranks - 1) / max(1.0, link.collective_ranks.value - 1))
 
 
 class LayerPrices(Prices):

@@ -201,6 +201,7 @@ def _link(link: str, fitted: Mapping[str, LinkFit], times: Sequence[LinkTime], r
     of_all = f"all-gather and reduce-scatter, {said}; mean error of the fit {together.error:.0%}, worst {together.worst:.0%}"
     # What two messages at once reach together; never below one alone, which a noisy measurement may say.
     capacity = max(hop.gbps, 2 * two.gbps if two is not None else hop.gbps)
+    taking_part = max((t.ranks for t in times if t.link == link and t.what in COLLECTIVES), default=ranks)
     low, share, high = slowdowns(times, link)
     note = "slowdown of matrix products while hops of 1 MiB and more are under way"
     return {
@@ -209,6 +210,7 @@ def _link(link: str, fitted: Mapping[str, LinkFit], times: Sequence[LinkTime], r
         "capacity_gbps": _bandwidth(hop, capacity, "two rings at once" if two is not None else of_hop),
         "collective_latency_us": _latency(together, of_all),
         "collective_bandwidth_gbps": _bandwidth(together, together.gbps, of_all),
+        "collective_ranks": _constant(taking_part, taking_part, taking_part, "ranks of each collective that was measured"),
         "gpu_share": _constant(share, low, high, note),
     }
 

@@ -26,6 +26,7 @@ from mtrain_cli.training.flops import recomputes_attention
 from mtrain_cli.training.memory import GIB
 
 DENSE, FIXED = "dense", "fixed"
+_DENSE = 0.99  # padding and the like are not counted
 _KEPT = 8  # indices of layers
 _FEWEST_BARS = 8  # of vertical_slash
 
@@ -133,6 +134,11 @@ class Outcome:
         return self.plan.environment.cp
 
     @property
+    def dense(self) -> bool:
+        """Whether what the model asks for, by which MFU goes, is what is computed."""
+        return self.attention.facts["density"] > _DENSE
+
+    @property
     def remarks(self) -> tuple[str, ...]:
         train = self.plan.config.train
         found = [
@@ -178,6 +184,12 @@ def plan_on(cluster: Cluster, config: Config, *, workers: int, kernel: str | Non
     )
 
 
+def setup_of(plan: Plan) -> Setup:
+    """What one context group of a plan does."""
+    environment = plan.environment
+    return Setup(plan.config.topology.layout, plan.exchange.name, environment.cp, min(environment.workers_per_node, environment.cp))
+
+
 def evaluate(
     cluster: Cluster, scenario: Scenario, plan: Plan, *, number: int = 0, rows: bool = False, bounds: bool = True, recompute: bool = False
 ) -> Outcome:
@@ -187,11 +199,9 @@ def evaluate(
         Unfit: the configuration cannot be.
         ConfigError: its kernel has no times, or the index is damaged.
     """
-    environment, topology = plan.environment, plan.config.topology
-    setup = Setup(topology.layout, plan.exchange.name, environment.cp, min(environment.workers_per_node, environment.cp))
     again = recomputes_attention(plan.config.train)
     attention = predict(
-        cluster, scenario.problem, setup, kernel=plan.kernel, calibration=scenario.calibration, recompute=recompute or again,
+        cluster, scenario.problem, setup_of(plan), kernel=plan.kernel, calibration=scenario.calibration, recompute=recompute or again,
         conditions=scenario.conditions, number=number, rows=rows, bounds=bounds, choice=plan.exchange,
     )  # fmt: skip
     return with_step(cluster, scenario, plan, attention, bounds=bounds)

@@ -18,9 +18,22 @@ from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
 from mtrain_cli.parallel.selection import ExchangeChoice
 from mtrain_cli.profiling.imbalance import Imbalance, degrees
 from mtrain_cli.profiling.index_file import RecordedSetup
-from mtrain_cli.simulation.calibration import DENSE, HIGH, LISTS, LOW, SPARSE, VALUE, Calibration, Kernels, kernels_for, shipped
+from mtrain_cli.simulation.assumed import CONSTANTS
+from mtrain_cli.simulation.calibration import (
+    DENSE,
+    HIGH,
+    LISTS,
+    LOW,
+    SPARSE,
+    VALUE,
+    Calibration,
+    Kernels,
+    kernels_for,
+    same_device,
+    shipped,
+)
 from mtrain_cli.simulation.cluster import Cluster
-from mtrain_cli.simulation.costs import BOUNDS, Costs, LayerPrices
+from mtrain_cli.simulation.costs import BOUNDS, INDEX_DEVICE, INDEX_HEADS, Costs, LayerPrices
 from mtrain_cli.simulation.lockstep import Lockstep
 from mtrain_cli.simulation.program import program
 from mtrain_cli.simulation.timeline import Conditions, PassTimes, play, together
@@ -131,7 +144,7 @@ def predict(
     kernels = _kernels(cluster, name, first, case, calibration)
     player = _Player(cluster, problem, case, lockstep, kernels, conditions or Conditions(), recompute)
     fits = rows and player.rows_of_layer * len(problem.layers) <= MOST_ROWS
-    remarks = [*kernels.remarks, *_uncertain(cluster)]
+    remarks = [*kernels.remarks, *_uncertain(cluster), *_of_index(cluster, problem, first)]
     if rows and not fits:
         remarks.append(f"more than {MOST_ROWS / 1e6:.0f} million rows: records.parquet does not hold this case")
     found: dict[str, list[dict[str, PassTimes]]] = {direction: [] for direction in player.directions}
@@ -171,7 +184,20 @@ def _uncertain(cluster: Cluster) -> list[str]:
     for key, constant in cluster.constants().items():
         by_source.setdefault(constant.source, []).append(key)
     guessed = by_source.get("guess", [])
-    return [f"{cluster.name}: {len(guessed)} constants are guesses ({', '.join(guessed)})"] if guessed else []
+    own = [name for name, constant in CONSTANTS.items() if constant.source == "guess"]
+    said = [f"{cluster.name}: {len(guessed)} constants are guesses ({', '.join(guessed)})"] if guessed else []
+    return [*said, f"the simulator: {len(own)} constants are guesses ({', '.join(own)})"]
+
+
+def _of_index(cluster: Cluster, problem: Problem, first: Index | None) -> list[str]:
+    """What estimating an index is taken from, where that is something else."""
+    if first is None or not problem.estimated:
+        return []
+    gpu, heads, lists = cluster.gpu.name, problem.made.heads, not isinstance(first, VerticalSlash)
+    if same_device(INDEX_DEVICE, gpu) and heads == INDEX_HEADS and not lists:
+        return []
+    what = f"{heads} heads{' and lists of blocks' if lists else ''} on {gpu}"
+    return [f"estimating an index takes what vertical_slash with {INDEX_HEADS} heads took on {INDEX_DEVICE}: not measured of {what}"]
 
 
 class _Player:

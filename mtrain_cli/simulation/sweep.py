@@ -180,7 +180,7 @@ def of_range(found: Range, digits: int = 6) -> dict[str, float]:
 
 
 def row_of(outcome: Outcome) -> dict[str, Any]:
-    """The figures of one training, as files have them."""
+    """The figures of one training, as files have them. mfu: None where pairs are left out; mfu_as_dense counts them, and may be above 1."""
     step, plan = outcome.step, outcome.plan
     passes = outcome.attention.passes
     degrees = {
@@ -194,7 +194,8 @@ def row_of(outcome: Outcome) -> dict[str, Any]:
         "workers": plan.environment.workers, "cp": outcome.context, "dp": plan.environment.dp,
         "activation_checkpoint": plan.config.train.activation_checkpoint, "density": outcome.attention.facts["density"],
         "seconds": of_range(step.seconds), "tokens_per_second_per_gpu": of_range(step.tokens_per_second_per_gpu),
-        "mfu": step.mfu, "hfu": step.hfu, "memory_bytes": plan.memory.total, "memory_parts": plan.memory.peak.parts,
+        "mfu": step.mfu if outcome.dense else None, "mfu_as_dense": step.mfu, "hfu": step.hfu,
+        "memory_bytes": plan.memory.total, "memory_parts": plan.memory.peak.parts,
         "memory_reserve_bytes": plan.memory.reserve, "capacity_bytes": plan.capacity, "fits": step.fits,
         "parts_s": {name: float(f"{value:.6g}") for name, value in step.parts.items()}, "hidden_weights_s": step.hidden,
         "degrees": degrees,

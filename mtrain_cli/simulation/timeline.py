@@ -28,7 +28,7 @@ from mtrain_cli.profiling.records import LINKS, PAYLOADS, ROW
 from mtrain_cli.simulation.lockstep import Grid
 from mtrain_cli.simulation.program import Action, Dispatch, FloatArray, Message, Post, Spend, Wait
 
-_LEAST_POWER = 0.05  # of the GPU that messages leave to computation
+LEAST_POWER = 0.05  # of the GPU that messages leave to computation
 _KIND, _LINK, _PAYLOAD, _DIRECTION = ({word: code for code, word in enumerate(words)} for words in (KINDS, LINKS, PAYLOADS, DIRECTIONS))
 
 
@@ -192,7 +192,7 @@ class _Player:
 
     @staticmethod
     def _power(begins: FloatArray, ends: FloatArray, shares: FloatArray, at: FloatArray) -> FloatArray:
-        return np.maximum(1.0 - np.where((begins <= at) & (at < ends), shares, 0.0).sum(0), _LEAST_POWER)
+        return np.maximum(1.0 - np.where((begins <= at) & (at < ends), shares, 0.0).sum(0), LEAST_POWER)
 
     def _post(self, action: Post) -> None:
         message = action.message

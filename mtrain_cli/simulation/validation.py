@@ -8,8 +8,9 @@ one definition (`profiles/definitions.md`).
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 from mtrain_cli.attention.index import Index
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.parallel.schedule import QUERIES
 from mtrain_cli.profiling import records
 from mtrain_cli.profiling.analysis import CaseAnalysis, PassAnalysis, analyse
 from mtrain_cli.profiling.index_file import RecordedIndices, RecordedSetup, load_indices
@@ -26,12 +28,14 @@ from mtrain_cli.simulation.calibration import Calibration
 from mtrain_cli.simulation.cluster import Cluster
 from mtrain_cli.simulation.simulate import Prediction, Problem, predict
 from mtrain_cli.simulation.timeline import Conditions
-from mtrain_cli.simulation.what_if import Setup, Unfit, index_of
+from mtrain_cli.simulation.what_if import Setup, Unfit, index_of, topology_of
 
 PASSES = ("forward", "backward")
 DEGREES = ("worker", "step")
 _DENSE, _FIXED = "dense", "fixed"
 _FEWEST_RANKED = 3
+# Of `parallel.selection.ExchangeChoice.label`.
+_LABEL = re.compile(r"(?:ulysses over (?P<heads>\d+))?(?:, then )?(?P<name>(?:hierarchical_)?(?:ring|all_gather))?(?: \((?P<more>.*)\))?")
 Key = tuple[Any, ...]
 
 
@@ -76,8 +80,8 @@ def open_run(folder: Path) -> Run:
 def key_of(facts: dict[str, Any]) -> Key:
     """What makes two cases the same."""
     numbers = ("seq", "micro_batch", "cp", "num_heads", "num_kv_heads", "head_dim", "kernel")
-    name = _exchange(str(facts.get("exchange")))
-    per_node = facts.get("per_node") if name.startswith("hierarchical") else None
+    name = str(facts.get("exchange"))
+    per_node = facts.get("per_node") if "hierarchical" in name else None
     return facts.get("pattern"), facts.get("layout"), name, per_node, *(facts.get(name) for name in numbers)
 
 
@@ -94,8 +98,7 @@ def replay(run: Run, case: CaseAnalysis, cluster: Cluster, calibration: Calibrat
             f"--cluster {cluster.name}: has {cluster.gpus} GPUs, and {run.folder} used {workers}; give a cluster that large, such as one "
             "from `mtrain profile links --per-node N`"
         )
-    name = _exchange(str(facts["exchange"]))
-    setup = Setup(str(facts["layout"]), name, workers, int(facts["per_node"]) or workers)
+    setup = _setup(facts, _config(run, case))
     try:
         found = predict(cluster, _problem(run, case), setup, kernel=str(facts["kernel"]), calibration=calibration,
                         conditions=Conditions(), number=number, rows=True)  # fmt: skip
@@ -106,10 +109,27 @@ def replay(run: Run, case: CaseAnalysis, cluster: Cluster, calibration: Calibrat
     return found
 
 
-def _exchange(label: str) -> str:
-    """The value of topology.exchange for a label such as ``ulysses over 2, then ring``."""
-    word = label.split()[0].rstrip(",")
-    return "ulysses" if word == "ulysses" else word
+def _setup(facts: dict[str, Any], config: Config | None) -> Setup:
+    """A case with the options of its exchange, by a label such as ``ulysses over 2, then ring (2 hops ahead)``. Where columns went is not
+    in it; ``config`` says so.
+
+    Raises:
+        ConfigError: the label is not one of this version.
+    """
+    workers, label = int(facts["cp"]), str(facts["exchange"])
+    found = _LABEL.fullmatch(label)
+    said = [] if found is None or found["more"] is None else found["more"].split(", ")
+    ahead, parts = (next((int(w.split()[0]) for w in said if w.endswith(end)), 1) for end in ("hops ahead", "parts of the heads"))
+    if found is None or (found["name"] is None and found["heads"] is None):
+        raise ConfigError(f"the exchange {label!r} is not one that this version knows; measure again")
+    # Where sharing heads is all, no other exchange is named.
+    setup = Setup(str(facts["layout"]), found["name"] or "ulysses", workers, int(facts["per_node"]) or workers)
+    options = replace(
+        topology_of(setup), ulysses=int(found["heads"] or 1) if found["name"] else "auto", chunks=parts, prefetch=ahead,
+        circulates=QUERIES if any(word.startswith("queries") for word in said) else "kv",
+        columns="auto" if config is None else config.topology.columns,
+    )  # fmt: skip
+    return replace(setup, options=options)
 
 
 def _problem(run: Run, case: CaseAnalysis) -> Problem:
@@ -283,7 +303,7 @@ class PassComparison:
 
 @dataclass(frozen=True)
 class CaseComparison:
-    """One case. group: cases that differ in layout and exchange only are ranked together."""
+    """One case. group: run, pattern, length and workers of cases that are ranked together."""
 
     run: str
     label: str
@@ -376,7 +396,7 @@ def _relative(predicted: np.ndarray, measured: np.ndarray) -> np.ndarray:
 @dataclass(frozen=True)
 class Agreement:
     """All cases together. mape: of the time of a case. covered: share of passes inside their bounds. rank: Spearman correlation of the
-    times of cases that differ in layout and exchange only, by group; groups of fewer than three are left out. worst_degree: largest
+    times of cases, by group; groups of fewer than three are left out. worst_degree: largest
     absolute error of an imbalance degree of time. common: predicted over measured, the median of cases; beside: what mape is without that
     factor, as where the whole machine was slower than when it was calibrated.
     """

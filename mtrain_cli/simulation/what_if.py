@@ -29,12 +29,15 @@ _SUM_BYTES = 4  # gradients of columns are added up in float32
 
 @dataclass(frozen=True)
 class Setup:
-    """One configuration to replay under. exchange: a value of ``topology.exchange``. per_node: ranks of a node."""
+    """One configuration to replay under. exchange: a value of ``topology.exchange``. per_node: ranks of a node. options: whose ``ulysses``,
+    ``chunks``, ``prefetch``, ``circulates`` and ``columns`` count; None for the defaults.
+    """
 
     layout: str
     exchange: str
     workers: int
     per_node: int
+    options: TopologyConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -217,7 +220,7 @@ def make_case(
 
 def _choice(setup: Setup, needs: ExchangeNeeds) -> ExchangeChoice:
     try:
-        return choose_exchange(_topology(setup), needs)
+        return choose_exchange(topology_of(setup), needs)
     except ConfigError:
         fitting = []
         for workers in range(1, needs.heads + 1):
@@ -234,13 +237,16 @@ def _choice(setup: Setup, needs: ExchangeNeeds) -> ExchangeChoice:
 
 def _accepted(setup: Setup, needs: ExchangeNeeds) -> bool:
     try:
-        choose_exchange(_topology(setup), needs)
+        choose_exchange(topology_of(setup), needs)
     except ConfigError:
         return False
     return True
 
 
-def _topology(setup: Setup) -> TopologyConfig:
+def topology_of(setup: Setup) -> TopologyConfig:
+    """What an exchange is chosen by."""
+    if setup.options is not None:
+        return replace(setup.options, workers=setup.workers, gpus_per_node=setup.per_node, layout=setup.layout, exchange=setup.exchange)
     return TopologyConfig(
         device="auto", workers=setup.workers, context_parallel="auto", gpus_per_node=setup.per_node, gpu_memory_gib="auto",
         layout=setup.layout, exchange=setup.exchange, ulysses="auto", chunks="auto", prefetch=1, circulates="auto", columns="auto",

@@ -1,0 +1,198 @@
+"""`mtrain simulate`: options and settings are honoured together or refused, never ignored."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from simulation.recordings import record
+from typer.testing import CliRunner
+
+from mtrain_cli import resource_dir
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.commands import app as command_line
+from mtrain_cli.commands.simulate_validate import _kernels as told
+from mtrain_cli.profiling import records
+from mtrain_cli.profiling.index_file import RecordedSetup, save_indices
+from mtrain_cli.simulation.calibration import kernels_for, load_calibration, same_device
+from mtrain_cli.simulation.cluster import load_cluster
+from mtrain_cli.simulation.simulate import Problem, predict
+from mtrain_cli.simulation.validation import key_of
+from mtrain_cli.simulation.what_if import Setup, topology_of
+
+DENSE = ("model=tiny", "seq=32k", "sparsity=dense")
+STRIPED = ("--layout", "striped", "--exchange", "ring")
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*words: str):
+    return CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(command_line.app, ["simulate", *words], prog_name="mtrain")
+
+
+def document(*words: str) -> dict[str, Any]:
+    found = run(*words, "--json", "--no-files")
+    assert found.exit_code == 0, found.output
+    return json.loads(found.stdout)
+
+
+def test_a_slow_rank_needs_a_group_of_one_size():
+    words = (*DENSE, "train.global_batch=8", "--recommend", "--slow", "3=2", "--no-files", *STRIPED)
+    refused = run(*words)
+    assert refused.exit_code == 2, refused.output
+    assert "--slow 3=2: --recommend tries groups of any size; give topology.context_parallel=N" in refused.stderr
+    fixed = run(*words, "topology.context_parallel=4")
+    assert fixed.exit_code == 0, fixed.output
+    # `auto` is no size.
+    assert run(*words, "topology.context_parallel=auto").exit_code == 2
+
+
+def test_attention_alone_is_that_of_the_step():
+    """Settings of the topology, of groups and of the kernel count as in a step."""
+    words = (*DENSE, "--workers", "4", *STRIPED)
+    usual = document(*words, "--attention-only")
+    (case,), (ms,) = usual["cases"], [p["ms"] for p in usual["predicted"]]
+    assert (case["cp"], case["kernel"], case["exchange"]) == (4, "sdpa", "ring")
+    for more, fact, value in (
+        (("topology.prefetch=2",), "exchange", "ring (2 hops ahead)"),
+        (("topology.circulates=queries",), "exchange", "ring (queries circulate in backward)"),
+        (("topology.context_parallel=2", "train.global_batch=2"), "cp", 2),
+    ):
+        alone, step = document(*words, *more, "--attention-only"), document(*words, *more)
+        assert alone["cases"][0][fact] == step["cases"][0][fact] == value
+        assert alone["predicted"][0]["ms"] == step["predicted"][0]["ms"] != ms
+    of_processes = document(*words, "topology.device=cpu", "topology.prefetch=2", "train.kernel=sdpa", "--attention-only")["cases"][0]
+    assert (of_processes["exchange"], of_processes["kernel"]) == ("ring (2 hops ahead)", "sdpa")
+    sparse = ("model=tiny", "seq=16k", "--columns", "64", "train.kernel=triton", "--attention-only", *STRIPED)
+    assert document(*sparse)["cases"][0]["kernel"] == "triton"
+
+
+def test_without_a_model_settings_are_refused_that_would_be_ignored(tmp_path):
+    path = record(tmp_path / "one", "vertical_slash")
+    for word in ("topology.prefetch=2", "train.kernel=sdpa"):
+        refused = run("--index", str(path), word, "--workers", "4", "--no-files", *STRIPED)
+        assert refused.exit_code == 2
+        assert f"{word}: --index {path} without model= says the shape of attention alone; give model=, too" in refused.stderr
+
+
+def test_a_profile_is_replayed_with_the_options_of_its_exchange(tmp_path):
+    """Cases of one run that differ in these alone are two cases."""
+    setup = RecordedSetup(
+        seq=4096, heads=4, kv_heads=2, head_dim=64, dtype_bytes=2, workers=4, per_node=4, layout="striped", exchange="ring", needs_out=True
+    )
+    masks = (SequenceMask.causal(4096, 4096),)
+    problem = Problem(setup, masks, (0,), lambda layer: None, "dense")  # noqa: ARG005
+    plain = Setup("striped", "ring", 4, 4)
+    of_heads = Setup("striped", "ulysses", 2, 2)
+    typed = [
+        plain,
+        replace(plain, options=replace(topology_of(plain), prefetch=2, circulates="queries")),
+        replace(plain, options=replace(topology_of(plain), ulysses=2)),
+        replace(plain, exchange="all_gather", options=replace(topology_of(plain), chunks=2)),
+        of_heads,
+    ]
+    facts = []
+    for number, one in enumerate(typed):
+        found = predict(load_cluster("h200_1x8"), problem, one, kernel="flash4", rows=True, number=number)
+        records.write_part(found.rows, tmp_path / "run", number)
+        facts.append(found.facts)
+    records.join_parts(tmp_path / "run")
+    save_indices(tmp_path / "run" / records.INDEX, setup, masks, [("dense", 0, None)])
+    about = {"kind": "profile", "mode": "attention", "complete": True, "workers": 4, "samples_wanted": 1, "samples": 1, "cases": facts}
+    records.write_summary(tmp_path / "run", about | {"environment": {"started": "2026-01-02T00:00:00+0000"}})
+    labels = [fact["exchange"] for fact in facts]
+    assert labels[1:] == [
+        "ring (2 hops ahead, queries circulate in backward)", "ulysses over 2, then ring", "all_gather (2 parts of the heads)",
+        "ulysses over 2",
+    ]  # fmt: skip
+    assert len({key_of(fact) for fact in facts}) == len(typed)
+    found = run("--validate", str(tmp_path / "run"), "--out", str(tmp_path / "v"), "--json")
+    assert found.exit_code == 0, found.output
+    said = json.loads(found.stdout)
+    assert (len(said["cases"]), said["not_predicted"]) == (len(typed), [])
+    assert said["agreement"]["mape"] < 1e-3
+
+
+def test_mfu_is_told_of_what_is_dense_alone():
+    words = ("model=tiny", "seq=16k", "--workers", "2", *STRIPED)
+    (dense,), (sparse,) = (document(*words, *more)["predicted"] for more in (("--index", "dense"), ("--columns", "64")))
+    assert dense["step"]["mfu"] == dense["step"]["mfu_as_dense"] > 0
+    assert sparse["step"]["mfu"] is None
+    assert sparse["step"]["mfu_as_dense"] > 0
+    assert 0 < sparse["step"]["hfu"] < 1
+
+
+def test_which_calibration_was_used_is_told():
+    files = ["kernels-h200.json", "shares-h200.json"]
+    words = ("model=tiny", "seq=4k", "--workers", "1", *STRIPED)
+    for more in ((), ("--attention-only",), ("--recommend",), ("--sweep", "columns=64,128")):
+        found = document(*words, *more)
+        assert found["calibration"] == {"device": "NVIDIA H200", "files": files, "own": False, "scaled": False}
+    other = document(*words, "--cluster", "a100_4x8", "--calibration", str(shipped_file()))
+    assert other["calibration"] == {"device": "NVIDIA H200", "files": files[:1], "own": True, "scaled": True}
+    assert told(other["calibration"]) == "kernels-h200.json of NVIDIA H200, another device: scaled by peak FLOP/s"
+    assert told(found["calibration"]) == "kernels-h200.json, shares-h200.json of NVIDIA H200"
+    assert "does not tell" in told(None)
+
+
+def shipped_file():
+    return resource_dir("profiles") / "kernels-h200.json"
+
+
+@pytest.mark.parametrize(
+    ("device", "gpu", "same"),
+    [
+        ("NVIDIA H200", "NVIDIA H200", True),
+        ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", True),
+        ("NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-80GB", False),
+        ("NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe", True),
+        ("NVIDIA H200", "NVIDIA H200 NVL", False),
+        ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", False),
+        ("NVIDIA H100 NVL", "NVIDIA H100 PCIe", False),
+        ("NVIDIA H100 80GB HBM3", "NVIDIA H200", False),
+        ("a laptop", "another", False),
+        ("a laptop", "a laptop", True),
+    ],
+)
+def test_devices_are_the_same_that_compute_alike(device, gpu, same):
+    assert same_device(device, gpu) == same_device(gpu, device) == same
+
+
+def test_times_of_another_device_are_never_taken_silently():
+    measured = load_calibration(shipped_file())
+    of_h100 = replace(measured, device="NVIDIA H100 80GB HBM3")
+    peaks = {of_h100.device: 989e12}
+    pcie = kernels_for("NVIDIA H100 PCIe", 756e12, "triton", "sparse", peaks, of_h100)
+    assert not pcie.calibrated
+    assert "not calibrated on NVIDIA H100 PCIe" in pcie.remarks[0]
+    alike = kernels_for("NVIDIA H100 SXM5", 989e12, "triton", "sparse", peaks, of_h100)
+    assert alike.calibrated
+    assert alike.remarks[0].startswith("kernel times are those of NVIDIA H100 80GB HBM3")
+
+
+def test_what_was_not_measured_of_this_is_said():
+    """An index costs what it cost on one kind of GPU; the simulator's own constants have sources, too."""
+    words = ("model=qwen3b", "seq=8k", "--columns", "64", "--workers", "1", "--attention-only", *STRIPED)
+    said = "estimating an index takes what vertical_slash with 16 heads took on NVIDIA H200: not measured of "
+    (here,) = document(*words)["predicted"]
+    assert not [line for line in here["remarks"] if line.startswith("estimating")]
+    found = document(*words, "--cluster", "a100_4x8")
+    assert said + "16 heads on NVIDIA A100-SXM4-40GB" in found["predicted"][0]["remarks"]
+    (more,) = document("model=llama8b", *words[1:])["predicted"]
+    assert said + "32 heads on NVIDIA H200" in more["remarks"]
+    (dense,) = document("model=llama8b", "seq=8k", "--index", "dense", *words[4:])["predicted"]
+    assert not [line for line in dense["remarks"] if line.startswith("estimating")]
+    constants = found["cluster"]["constants"]
+    assert constants["costs.index_together_us"] | {"note": ""} == {
+        "value": 2700, "source": "measured", "note": "", "low": 1350, "high": 4050,
+    }  # fmt: skip
+    assert constants["costs.launches.sparse step"]["source"] == "guess"
+    (guesses,) = [line for line in here["remarks"] if line.startswith("the simulator: ")]
+    own = [name for name, of in constants.items() if of["source"] == "guess" and not name.startswith(("gpu.", "links."))]
+    assert all(name in guesses for name in own)
+    assert f" {len(own)} constants" in guesses
