@@ -64,3 +64,18 @@ def test_lengths_are_the_axis_where_gpus_do_not_change():
     assert layout["xaxis"]["ticktext"] == ["256k", "512k"]
     several = scaling_views("mine", [*ROWS, row(16, "striped", 20, seq=1 << 20, seq_="1m")])
     assert len({labels[1] for labels, _, _ in several}) == 2
+
+
+def test_units_of_the_table_the_sheet_and_the_figure():
+    """30 GiB are 30 x 2^30 bytes everywhere; throughput is the likely one."""
+    mine = [row(8, "striped", 16), row(16, "striped", 8)]
+    heads, found, _ = cells(mine)
+    shown = dict(zip(heads, found[0], strict=True))
+    assert (shown["GiB"], shown["tokens/s/GPU"], shown["best - worst"], shown["HFU"]) == ("30.0", "4,096", "8 - 32", "20.0%")
+    table = sheet([("one", mine)])
+    line = dict(zip(table.columns, table.rows[0], strict=True))
+    assert (line["memory_gib"], line["tokens_per_second_per_gpu"]) == (30, 4096)
+    assert (line["seconds_low"], line["seconds"], line["seconds_high"]) == (8, 16, 32)
+    views = {labels[-1]: data for labels, data, _ in scaling_views("mine", mine)}
+    (drawn,) = [trace for trace in views["GiB of a GPU"] if trace.get("mode") == "lines+markers"]
+    assert drawn["y"] == [30, 30]

@@ -51,6 +51,23 @@ def test_a_file_of_ones_own(tmp_path):
     assert load_cluster(str(path), nodes=128).gpus == 1024
 
 
+def test_what_a_file_leaves_out(tmp_path):
+    """Collectives reach what a link carries, not what one message reaches; matrix products 0.77 of the peak, within a half and 0.95."""
+    content = document()
+    content["links"]["inner"] = {
+        key: {"value": value, "source": "guess"} for key, value in (("latency_us", 7), ("bandwidth_gbps", 300), ("capacity_gbps", 500),
+                                                                   ("gpu_share", 0.1))
+    }  # fmt: skip
+    content["gpu"].pop("gemm_tflops", None)
+    content["gpu"]["peak_tflops"] = {"value": 1000, "source": "datasheet"}
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(content))
+    found = load_cluster(str(path))
+    assert (found.inner.collective_latency_us.value, found.inner.collective_bandwidth_gbps.value) == (7, 500)
+    gemm = found.gpu.gemm_tflops
+    assert (gemm.low, gemm.value, gemm.high, gemm.source) == (500, 770, 950, "guess")
+
+
 def test_all_problems_are_told_together(tmp_path):
     wrong = document()
     wrong["nodes"] = 0

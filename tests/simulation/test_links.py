@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 
+from mtrain_cli.profiling import kernels
+from mtrain_cli.profiling import links as measuring
 from mtrain_cli.simulation.cluster import load_cluster
 from mtrain_cli.simulation.links import (
     GATHER,
@@ -100,6 +104,11 @@ def test_a_cluster_of_what_was_measured(tmp_path: Path, slower: float, shared: i
         assert link.collective_bandwidth_gbps.value == pytest.approx(200, rel=1e-3)
         assert link.gpu_share.value == pytest.approx(0.2), "computing took 1.25 times as long"
         assert link.latency_us.low < link.latency_us.value < link.latency_us.high
+    gpu = cluster.gpu
+    assert gpu.hbm_gbps.value == pytest.approx((4200 * 3600) ** 0.5, rel=1e-3), "between a copy and an addition"
+    assert (gpu.hbm_gbps.low, gpu.hbm_gbps.high) == (3600, 4200)
+    assert (gpu.peak_tflops.value, gpu.gemm_tflops.value, gpu.hbm_gib.value) == (989, 760, 139.8)
+    assert (gpu.launch_us.low, gpu.launch_us.value, gpu.launch_us.high) == (3.9, 4.2, 5.5)
     measured = {name for name, constant in cluster.constants().items() if constant.source == "measured"}
     host = {"gpu.host_gib", "gpu.host_link_gbps", "gpu.host_memory_gbps"}
     assert {name for name in cluster.constants() if name not in measured} == {
@@ -113,3 +122,43 @@ def test_a_cluster_of_what_was_measured(tmp_path: Path, slower: float, shared: i
 def test_computing_that_was_not_slower_has_no_share():
     assert slowdowns(times(INNER, HOP, 1.0, 1.0, loaded=1.0, slowdown=0.9), INNER) == (0.0, 0.0, 0.0)
     assert slowdowns(times(INNER, HOP, 1.0, 1.0), INNER) == (0.0, 0.0, 0.0)
+
+
+def test_a_machine_is_what_its_memory_and_products_take(monkeypatch):
+    """Everything takes 1 ms: a copy reads and writes 16 MiB, an addition moves three times as much, a product of 1024 has 2^31 FLOP."""
+    monkeypatch.setattr(kernels, "median_ms", lambda *_: 1.0)
+    monkeypatch.setattr(measuring, "_launch_us", lambda _: (1.0, 2.0, 3.0))
+    found = measuring._machine(torch.device("cpu"))
+    assert (found.copy_gbps, found.added_gbps) == (pytest.approx(2 * 2**24 / 1e6), pytest.approx(3 * 2**24 / 1e6))
+    assert found.matmul_tflops == pytest.approx(2**31 / 1e9)
+    assert found.launch_us == (1, 2, 3)
+
+
+def test_a_launch_takes_the_median_of_what_was_timed(monkeypatch):
+    """Two warm-ups, then ten times 200 launches: 1 to 10 us each."""
+    now = [0.0]
+    took = iter([900.0, 900.0, *map(float, range(1, 11))])
+    ticks = iter(range(100))
+
+    def clock() -> float:
+        if next(ticks) % 2:
+            now[0] += next(took) * 200 / 1e6
+        return now[0]
+
+    monkeypatch.setattr(measuring.time, "perf_counter", clock)
+    low, middle, high = measuring._launch_us(torch.device("cpu"))
+    assert (low, middle, high) == (pytest.approx(1.9), pytest.approx(5.5), pytest.approx(9.1))
+
+
+def test_the_slowest_rank_counts(monkeypatch):
+    """Four ranks need 5, 70, 6 and 7 us."""
+    bench = SimpleNamespace(
+        device=torch.device("cpu"), together=lambda: None, clean=lambda: None,
+        everyone=lambda mine: [mine] if isinstance(mine, bool) else [5.0, 70.0, 6.0, 7.0] if isinstance(mine, float) else [mine],
+    )  # fmt: skip
+    monkeypatch.setattr(measuring, "_on_cpu", lambda *_: (6.0, None))
+    operation = SimpleNamespace(link=INNER, what=HOP, ranks=4, takes_part=True, start=lambda size: (lambda: [], size))
+    plan = SimpleNamespace(sizes=(4096,), repeats=3, loaded_repeats=0)
+    quiet = SimpleNamespace(done=lambda: None, requested=lambda: False)
+    (found,) = measuring._measured(operation, plan, bench, quiet, quiet, quiet)
+    assert (found.us, found.low, found.high, found.size, found.ranks) == (70, 70, 70, 4096, 4)

@@ -106,6 +106,11 @@ def test_where_nothing_fits_it_says_what_would():
     assert longer.needed[2].startswith("seq=512k instead of 2m: ")
     alone = recommend(load_cluster("h200_1x8"), scenario("model=llama8b", "seq=8m"), 8, ("striped",), ("ring",))
     assert any("does not say how nodes are linked" in line for line in alone.needed)
+    # A twentieth of a GPU's memory stays free; the figure is rounded.
+    assert alone.needed[0].endswith(": striped ring, full recomputation, optim.offload=true")
+    words = ["model=llama8b", "seq=8m", *Pairs("local", 0.05, 256).sparsity(), "train.activation_checkpoint=full", "optim.offload=true"]
+    least = plan_on(load_cluster("h200_1x8"), compose(words), workers=8, layout="striped", exchange="ring").memory.total / GIB
+    assert float(alone.needed[0].split()[2]) == pytest.approx(least / 0.95, abs=0.51)
 
 
 def test_where_no_recomputation_fits_the_choice_of_train_memory_auto_is_tried():

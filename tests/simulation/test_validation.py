@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -14,10 +15,11 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.commands import app as command_line
 from mtrain_cli.profiling import records
 from mtrain_cli.profiling.index_file import RecordedSetup, save_indices
+from mtrain_cli.simulation import validation
 from mtrain_cli.simulation.cluster import load_cluster
 from mtrain_cli.simulation.families import Family
 from mtrain_cli.simulation.simulate import Problem, predict
-from mtrain_cli.simulation.validation import spearman
+from mtrain_cli.simulation.validation import open_run, spearman
 from mtrain_cli.simulation.what_if import Setup
 
 SEQ, WORKERS = 8192, 4
@@ -203,6 +205,46 @@ def test_options_that_do_not_fit_are_one_line(recorded, tmp_path):
         assert found.exit_code == 2, found.output
         assert said in found.stderr
         assert len(found.stderr.strip().splitlines()) == 1
+
+
+def test_errors_of_both_signs_are_those_of_the_cases(recorded, tmp_path):
+    """The first case took twice as long, the second one half as long; the third one as it was, with one block more in every step."""
+
+    def times(name: str):
+        return lambda rows: (rows[name] * np.choose(rows["case"], [2.0, 0.5, 1.0])).astype(rows[name].dtype)
+
+    mixed = changed(
+        recorded, tmp_path / "mixed", **{name: times(name) for name in ("dur_us", "start_us", "late_us")},
+        blocks=lambda rows: rows["blocks"] + ((rows["case"] == 2) & (rows["blocks"] > 0)),
+    )  # fmt: skip
+    said = document("--validate", mixed, "--out", tmp_path / "v")
+    assert [case["error"] for case in said["cases"]] == pytest.approx([-0.5, 1.0, 0.0], abs=1e-3)
+    together = said["agreement"]
+    assert together["mape"] == pytest.approx(0.5, abs=1e-3)
+    assert together["worst_error"] == pytest.approx(1.0, abs=1e-3)
+    assert together["common_factor"] == pytest.approx(1.0, abs=1e-3)
+    assert list(together["spearman"].values()) == [pytest.approx(-0.5)]
+    assert list(together["fastest_found"].values()) == [False]
+    passes = [of_pass for case in said["cases"] for of_pass in case["passes"].values()]
+    inside = [p["low_ms"] <= p["measured_ms"] <= p["high_ms"] for p in passes]
+    assert together["inside_bounds"] == pytest.approx(sum(inside) / 6) == pytest.approx(5 / 6)
+    assert together["work_cells"] == 168
+    # One step of every worker computes all of a gathered sequence.
+    assert together["work_cells_equal"] == 168 - 2 * WORKERS
+
+
+def test_one_layer_is_held_against_the_median_and_several_against_their_mean(recorded, tmp_path):
+    summary = json.loads((recorded / records.SUMMARY).read_text())
+    cases = [facts | {"forward_ms": 1234.0} for facts in summary["cases"]]
+    run = open_run(edited(recorded, tmp_path / "one", cases=cases))
+    case = run.cases[0]
+    assert validation._median(case, "forward") == 1234
+    assert validation._median(case, "backward") is None
+    assert validation._median(dataclasses.replace(case, layers=(0, 1)), "forward") is None
+    played = case.passes["forward"]
+    bounds = {"low": 1.0, "value": 617.0, "high": 1300.0}
+    assert validation._compare_pass(played, played, bounds, 1234.0).error == pytest.approx(-0.5)
+    assert validation._compare_pass(played, played, bounds, None).measured == played.duration.mean
 
 
 def test_several_runs_are_compared_together(recorded, tmp_path):

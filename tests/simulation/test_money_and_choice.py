@@ -1,0 +1,78 @@
+"""What a training costs, which configuration is the best, and the figures of its row, each by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from mtrain_cli.commands import app as command_line
+from mtrain_cli.commands import simulate as command
+from mtrain_cli.config.compose import compose
+from mtrain_cli.simulation import scenario as scenarios
+from mtrain_cli.simulation.cluster import load_cluster
+from mtrain_cli.simulation.scenario import Outcome, Pairs, Scenario, evaluate, plan_on
+from mtrain_cli.simulation.sweep import row_of
+
+
+def test_days_and_dollars_of_a_row():
+    """86.4 million tokens on 8 GPUs at 2 $: one day at 125 tokens/s/GPU; 2.5 times as long at worst, half as long at best."""
+    row = {"workers": 8, "tokens_per_second_per_gpu": {"low": 50.0, "value": 125.0, "high": 250.0}}
+    found = command._Job._with_cost(SimpleNamespace(tokens=86.4e6, price=2.0), row)
+    assert found["days"] == pytest.approx({"low": 0.5, "value": 1.0, "high": 2.5})
+    assert found["dollars"] == pytest.approx({"low": 192.0, "value": 384.0, "high": 960.0})
+    assert command._Job._with_cost(SimpleNamespace(tokens=None, price=2.0), row) == row
+
+
+def test_the_best_is_the_fastest_that_fits(tmp_path, monkeypatch):
+    """Time, memory and cost are told of zigzag where striped, which is faster, does not fit; and of striped where both fit."""
+    monkeypatch.chdir(tmp_path)
+    words = ["simulate", "model=tiny", "seq=16k", "sparsity=dense", "--exchange", "ring", "--no-files", "--tokens", "1b", "--price", "2"]
+    made: dict[str, Outcome] = {}
+
+    def said(*more: str) -> str:
+        found = CliRunner(env={"COLUMNS": "80", "TERM": "dumb"}).invoke(command_line.app, [*words, *more], prog_name="mtrain")
+        assert found.exit_code == 0, found.output
+        return found.stdout
+
+    def found(cluster, scenario, plan, *, faster: str, small: str = "", **more) -> Outcome:
+        name = plan.layout.name
+        if name not in made:
+            made[name] = evaluate(cluster, scenario, plan, **more)
+        step = made[name].step
+        seconds = dataclasses.replace(step.seconds, value=step.seconds.low if name == faster else step.seconds.high)
+        plan = dataclasses.replace(plan, capacity=1) if name == small else plan
+        return dataclasses.replace(made[name], plan=plan, step=dataclasses.replace(step, plan=plan, seconds=seconds))
+
+    monkeypatch.setattr(scenarios, "evaluate", lambda *a, **k: found(*a, **k, faster="striped", small="striped"))
+    assert "time   zigzag ring:" in said()
+    rows = json.loads(said("--json"))["predicted"]
+    assert [row["step"]["fits"] for row in rows] == [True, False]
+    for step in (row["step"] for row in rows):
+        rate = step["tokens_per_second_per_gpu"]
+        for name, other in (("low", "high"), ("value", "value"), ("high", "low")):
+            assert step["dollars"][name] == pytest.approx(1e9 / rate[other] / 3600 * 2), "GPU hours at 2 $, however many share them"
+        assert step["days"]["low"] < step["days"]["value"] < step["days"]["high"]
+    monkeypatch.setattr(scenarios, "evaluate", lambda *a, **k: found(*a, **k, faster="striped"))
+    assert "time   striped ring:" in said()
+
+
+def test_the_figures_of_a_row():
+    """16 GPUs are two nodes of eight; a degree is the mean of the two passes."""
+    cluster = load_cluster("a100_4x8")
+    config = compose(["model=tiny", "seq=32k"])
+    plan = plan_on(cluster, config, workers=16, layout="striped", exchange="ring")
+    real = evaluate(cluster, Scenario(config, Pairs("dense").problem(config)), plan, bounds=False)
+
+    def of_pass(worker: float, step: float) -> SimpleNamespace:
+        return SimpleNamespace(time=SimpleNamespace(worker=worker, step=step), work=SimpleNamespace(worker=worker + 1, step=step + 1))
+
+    # Recomputation is no third pass of a degree.
+    passes = {"forward": of_pass(1.2, 1.4), "backward": of_pass(1.6, 2.2), "recompute": of_pass(9, 9)}
+    row = row_of(dataclasses.replace(real, attention=dataclasses.replace(real.attention, passes=passes)))
+    assert row["degrees"] == pytest.approx({"worker_time": 1.4, "step_time": 1.8, "worker_work": 2.4, "step_work": 2.8})
+    assert (row["nodes"], row["workers"], row["cp"], row["dp"]) == (2, 16, 16, 1)
+    assert row["seconds"]["value"] * 16 * row["tokens_per_second_per_gpu"]["value"] == pytest.approx(32768, rel=1e-5)
