@@ -69,8 +69,6 @@ def test_all_problems_are_told_together(tmp_path):
         "gpu.hbm_gbps.value=-3: expected a number above 0",
         "links.inner.latency_us=60: expected a number of at least 0 with its source, as "
         "{value: 60, source: measured|datasheet|paper|guess, note: ...}",
-        "links.inner.collective_latency_us=60: expected a number of at least 0 with its source, as "
-        "{value: 60, source: measured|datasheet|paper|guess, note: ...}",
         "links.inner.gpu_share.value=1.5: expected a share, at least 0 and below 1",
         *[line for line in problems(tmp_path, wrong) if line.startswith("links.outer")],
     ]
@@ -80,6 +78,21 @@ def test_all_problems_are_told_together(tmp_path):
     assert "links.outer.latency_us.source=a friend: is no source; allowed: measured, datasheet, paper, guess" in outer
     assert "links.outer.shared_by=3: does not divide gpus_per_node=8; allowed: 1, 2, 4, 8" in outer
     assert any(line.startswith("links.outer.bandwidth_gbps: is missing; expected a number above 0") for line in outer)
+
+
+def test_one_mistake_is_one_line_under_the_key_that_was_written(tmp_path):
+    wrong = document()
+    for key in ("capacity_gbps", "collective_bandwidth_gbps"):
+        wrong["links"]["inner"].pop(key, None)
+    wrong["links"]["inner"]["bandwidth_gbps"].pop("value")
+    assert problems(tmp_path, wrong) == ["links.inner.bandwidth_gbps.value: is missing; expected a number above 0"]
+    wrong["links"]["inner"].pop("bandwidth_gbps")
+    (line,) = problems(tmp_path, wrong)
+    assert line.startswith("links.inner.bandwidth_gbps: is missing; expected a number above 0 as")
+    wrong = document() | {"nodes": 2}
+    wrong["links"].pop("outer")
+    expected = "latency_us, bandwidth_gbps, gpu_share, shared_by"
+    assert problems(tmp_path, wrong) == [f"links.outer: is missing; expected a section with {expected}"]
 
 
 @pytest.mark.parametrize(
