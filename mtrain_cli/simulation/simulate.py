@@ -171,7 +171,8 @@ def _uncertain(cluster: Cluster) -> list[str]:
     for key, constant in cluster.constants().items():
         by_source.setdefault(constant.source, []).append(key)
     guessed = by_source.get("guess", [])
-    return [f"{cluster.name}: {len(guessed)} constants are guesses ({', '.join(guessed)})"] if guessed else []
+    said = "one constant is a guess" if len(guessed) == 1 else f"{len(guessed)} constants are guesses"
+    return [f"{cluster.name}: {said} ({', '.join(guessed)})"] if guessed else []
 
 
 class _Player:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import yaml
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.simulation.cluster import SOURCES, Constant, load_cluster, shipped
+from mtrain_cli.simulation.simulate import _uncertain
 
 
 @pytest.mark.parametrize("name", shipped())
@@ -127,3 +130,18 @@ def test_names_that_are_none(name, said):
 def test_bounds_are_of_the_source_or_of_the_file():
     assert (Constant.of(10, "measured").low, Constant.of(10, "guess").high) == (9, 20)
     assert (Constant.of(10, "guess", "", 3).low, Constant.of(10, "guess").scaled(2).high) == (3, 40)
+
+
+def test_guesses_are_counted_in_words():
+    cluster = load_cluster("a100_4x8")
+    guesses = [key for key, constant in cluster.constants().items() if constant.source == "guess"]
+    assert _uncertain(cluster)[0].startswith(f"a100_4x8: {len(guesses)} constants are guesses (")
+    sure = {name: replace(value, source="measured") for name, value in vars(cluster.gpu).items() if name != "name"}
+    links = {
+        which: replace(link, **{name: replace(value, source="measured") for name, value in vars(link).items()})
+        for which, link in (("inner", cluster.inner), ("outer", cluster.outer))
+    }
+    measured = replace(cluster, gpu=replace(cluster.gpu, **sure), **links, dollars_per_gpu_hour=None)
+    one = replace(measured, dollars_per_gpu_hour=Constant.of(2.0, "guess"))
+    assert _uncertain(one) == ["a100_4x8: one constant is a guess (dollars_per_gpu_hour)"]
+    assert _uncertain(measured) == []
