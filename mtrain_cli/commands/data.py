@@ -182,6 +182,10 @@ def show(
         _show_shards(console, folder, origin, document, check, chosen)
         return
     array = folder.suffix in SUFFIXES and not folder.is_dir()
+    if not array and not (folder / "meta.json").is_file():
+        found = "holds no tokens" if folder.is_dir() else "is no token array" if folder.exists() else "no such folder or file"
+        kinds = f"a folder of MDS shards, or a {' or '.join(SUFFIXES)}"
+        raise ConfigError(f"{origin}: {found}; give a folder written by `mtrain data prepare`, {kinds}")
     store = open_array(folder, origin, token_dtype, 0) if array else TokenStore.open(path, origin)
     meta = store.meta
     if not 0 <= document < meta.num_documents:
@@ -332,6 +336,9 @@ def _counts(progress: Progress) -> str:
     return f"{progress.documents:,} documents, {progress.tokens:,} tokens" if progress.tokens else ""
 
 
+_BAR = 14  # of a line of the table, which has to fit 80 columns whatever the lengths
+
+
 def _length_table(lengths: np.ndarray) -> Table:
     """Documents and tokens by length of document, in powers of four."""
     import numpy as np
@@ -351,7 +358,7 @@ def _length_table(lengths: np.ndarray) -> Table:
         inside = lengths[(lengths >= low) & (lengths < high)]
         if inside.size:
             share = inside.sum() / lengths.sum()
-            table.add_row(f"{low:,} to {high - 1:,}", f"{inside.size:,}", f"{share:.1%}", "█" * round(30 * share))
+            table.add_row(f"{low:,} to {high - 1:,}", f"{inside.size:,}", f"{share:.1%}", "█" * round(_BAR * share))
     return table
 
 

@@ -24,3 +24,22 @@ def names(option: str, text: str, allowed: Sequence[str] | None = None) -> list[
         if allowed is not None and name not in allowed:
             raise ConfigError(f"{option} {name}: unknown{did_you_mean(name, allowed)}; allowed: {', '.join(allowed)}")
     return found
+
+
+def share(option: str, text: str | None) -> float | None:
+    """A share above 0 and at most 1; None where the option was not given.
+
+    Raises:
+        ConfigError: no number, or beyond.
+    """
+    from mtrain_cli.config.sizes import parse_share
+
+    if text is None:
+        return None
+    try:
+        found = parse_share(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found <= 1:
+        raise ConfigError(f"{option} {text}: must be above 0 and at most 1, such as 0.05 or 5%")
+    return found

@@ -282,14 +282,14 @@ def kernels(
     import torch
     from rich.console import Console
 
-    from mtrain_cli.config.sizes import parse_size
+    from mtrain_cli.config.sizes import parse_share, parse_size
     from mtrain_cli.profiling.kernels import Case, missing, profile_kernels, save_calibration
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     lengths = _numbers("--seq", ("32k,128k" if device == "cuda" else "1k,2k") if seq == "auto" else seq, parse_size)
     if any(s < 2 for s in lengths):
         raise ConfigError(f"--seq {seq}: each must be at least 2 tokens")
-    densities = _numbers("--density", density, _share)
+    densities = _numbers("--density", density, parse_share)
     if any(not 0 < d <= 1 for d in densities):
         raise ConfigError(f"--density {density}: each must be above 0 and at most 1, which is 100%")
     if block is None:
@@ -355,10 +355,6 @@ def kernels(
         with _writing(out):
             save_calibration(times, out, " ".join(["mtrain", *sys.argv[1:]]), dtype, device)
         console.print(f"{len(times)} times in {out}{replaced}")
-
-
-def _share(text: str) -> float:
-    return float(text.removesuffix("%")) / 100 if text.endswith("%") else float(text)
 
 
 def _check_kernels(names: list[str]) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mtrain_cli.commands.completion import complete_overrides
-from mtrain_cli.commands.options import names
+from mtrain_cli.commands.options import names, share
 from mtrain_cli.commands.simulate_words import Asked, count, dollars
 from mtrain_cli.config.schema import ConfigError
 
@@ -70,7 +70,8 @@ def simulate(
         ),
     ] = None,
     density: Annotated[
-        float | None, typer.Option(metavar="X", help="Of a family: share of the causal blocks on its diagonals; 0.05.", show_default=False)
+        str | None,
+        typer.Option(metavar="X", help="Of a family: share of the causal blocks on its diagonals, such as 0.05 or 5%.", show_default=False),
     ] = None,
     columns: Annotated[
         int | None, typer.Option(metavar="N", help="Of a family: single columns a head; 2048.", min=0, show_default=False)
@@ -148,7 +149,7 @@ def simulate(
     if len(names("--kernel", kernel, KERNELS)) > 1:
         raise ConfigError(f"--kernel {kernel}: give one of {', '.join(KERNELS)}")
     training, cost = count("--tokens", tokens), dollars("--price", price)
-    asked = Asked(tuple(overrides or ()), index, density, columns, layers, kernel, calibration, slow, jitter)
+    asked = Asked(tuple(overrides or ()), index, share("--density", density), columns, layers, kernel, calibration, slow, jitter)
     found = load_cluster(cluster, nodes=nodes)
     if cost is None and found.dollars_per_gpu_hour is not None:
         cost = found.dollars_per_gpu_hour.value

@@ -170,7 +170,7 @@ def _show(console: Console, document: dict[str, Any], compared: Sequence[CaseCom
     )
     said = document["agreement"]
     console.print(
-        f"time       mean absolute error {together.mape:.1%}, largest {together.worst:+.1%}"
+        f"time       mean absolute error {together.mape:.1%}, largest of a whole case {together.worst:+.1%}"
         + "".join(f", {name} {error:.1%}" for name, error in together.passes.items())
     )
     console.print(

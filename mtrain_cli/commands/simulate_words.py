@@ -80,8 +80,6 @@ class Asked:
 
         density = self.density if density is None else density
         columns = self.columns if columns is None else columns
-        if density is not None and not 0 < density <= 1:
-            raise ConfigError(f"--density {density:g}: must be above 0 and at most 1")
         pattern = config.sparsity.pattern if _sparsity(words) else None
         layers = self._layers(config)
         if self.index is not None and pattern is not None and (self.index == DENSE) != (pattern == DENSE):

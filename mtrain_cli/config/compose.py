@@ -67,9 +67,7 @@ def resume(saved: Config, overrides: Sequence[str] = (), config_dir: Path | None
     before = keys.values(saved)
     raw, unresolved = _composed(groups, asked.groups, asked.values)
     _, raw = _left_open(raw, asked.groups)
-    if asked.groups.get("recipe", "none") != "none":
-        line = f"recipe={asked.groups['recipe']}: a resumed run keeps its recipe; start a new run to change it, or give single keys"
-        unresolved.append(Problem(line))
+    unresolved += _of_another_recipe(groups, asked.groups, {name: raw[name] for name in raw if name not in asked.values}, before)
     touched = [name for name in raw if name in asked.values or any(name.startswith(f"{group}.") for group in asked.groups)]
     changed, wrong = _convert({name: raw[name] for name in touched}, files)
     problems = [*asked.problems, *unresolved, *wrong]
@@ -87,6 +85,22 @@ def resume(saved: Config, overrides: Sequence[str] = (), config_dir: Path | None
             problems.append(Problem(line, (name,)))
     # The weights that the run started from are in its checkpoint by now.
     return _checked({**before, **changed}, problems, files, ignore=("train.init_from",))
+
+
+def _of_another_recipe(groups: Groups, choices: Mapping[str, str], raw: Mapping[str, Any], before: Mapping[str, Any]) -> list[Problem]:
+    """One line where a recipe sets keys of ``raw`` to something else than the run has. The line that began a run may thus be repeated."""
+    if choices.get("recipe", "none") == "none":
+        return []
+    without, _ = _composed(groups, {group: option for group, option in choices.items() if group != "recipe"}, {})
+    of_recipe = {name: value for name, value in raw.items() if value is not None and value != without.get(name)}
+    values = _absolute(_convert(of_recipe, {})[0])
+    other = [name for name in of_recipe if name in values and values[name] != before[name]]
+    if not other:
+        return []
+    said = ", ".join(f"{name}={keys.show(values[name])} (the run: {keys.show(before[name])})" for name in other[:3])
+    more = f" and {len(other) - 3} more" if len(other) > 3 else ""
+    line = f"recipe={choices['recipe']}: a resumed run keeps its recipe, and this one sets {said}{more}"
+    return [Problem(f"{line}; start a new run to change it, or give single keys", tuple(other))]
 
 
 def _left_open(raw: Mapping[str, Any], choices: Mapping[str, str]) -> tuple[list[Problem], dict[str, Any]]:

@@ -34,3 +34,9 @@ def format_size(tokens: int) -> str:
         if tokens and tokens % size == 0:
             return f"{tokens // size}{unit}"
     return str(tokens)
+
+
+def parse_share(text: str) -> float:
+    """0.05 of ``0.05`` or ``5%``. Raises ValueError for what is no number."""
+    text = text.strip()
+    return float(text.removesuffix("%")) / 100 if text.endswith("%") else float(text)

@@ -112,6 +112,8 @@ class MdsFolder:
             raise ConfigError(f"{self.origin}: {INDEX} lists shards with different columns; put them into folders of their own")
         self.encodings = dict(zip(names, encodings, strict=True))
         self.columns = {name: _encoding(text) for name, text in self.encodings.items()}
+        for entry in shards:
+            self._compare_sizes(entry.get("column_sizes"))
         self.starts = np.cumsum([0, *(shard.samples for shard in self.shards)])
         self.identity = hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()
         self._variable = [name for name, encoding in self.columns.items() if encoding.size is None]
@@ -177,6 +179,19 @@ class MdsFolder:
     def described(self) -> str:
         return ", ".join(f"{name} ({encoding})" for name, encoding in self.encodings.items())
 
+    def _compare_sizes(self, said: Any) -> None:
+        """Of what an index says of its columns twice, in ``column_sizes`` and in the encodings, the one must not contradict the other."""
+        known = [encoding.size for encoding in self.columns.values()]
+        if said is None or said == known:
+            return
+        if not isinstance(said, list) or len(said) != len(known):
+            raise ConfigError(f"{self.origin}: {INDEX} has column_sizes {said}; {len(known)} sizes or null are expected, {known}")
+        name, size, expected = next((n, a, b) for n, a, b in zip(self.columns, said, known, strict=True) if a != b)
+        raise ConfigError(
+            f"{self.origin}: {INDEX} gives column {name} ({self.encodings[name]}) the size {json.dumps(size)} in column_sizes, "
+            f"where its encoding says {json.dumps(expected)}; write the index again"
+        )
+
     def _bounds(self, raw: np.ndarray, offsets: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Where each column begins and ends in the samples that begin at offsets[:-1], int64 each."""
         heads = offsets[:-1, None] + np.arange(4 * len(self._variable))
@@ -189,6 +204,10 @@ class MdsFolder:
             end = position + (by_name[name] if encoding.size is None else encoding.size)
             bounds[name] = (position, end)
             position = end
+        if not self._variable and np.any(position != offsets[1:]):
+            place = int(np.argmax(position != offsets[1:]))
+            found, expected = int(offsets[place + 1] - offsets[place]), int(position[place] - offsets[place])
+            raise ConfigError(f"{self.origin}: a shard is corrupt: a sample has {found:,} bytes where its columns take {expected:,}")
         return bounds
 
     def _open(self, number: int) -> tuple[np.ndarray, np.ndarray]:

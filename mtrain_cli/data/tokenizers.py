@@ -64,7 +64,8 @@ class ByteTokenizer:
         return ids[ids < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
     def decode_batch(self, documents: Sequence[np.ndarray]) -> list[str]:
-        """Text of each of ``documents``."""
+        """Text of each of ``documents``. ConfigError for ids that the vocabulary lacks."""
+        _require_ids(documents, self)
         return [self.decode(ids) for ids in documents]
 
 
@@ -98,12 +99,7 @@ class FileTokenizer:
 
     def decode_batch(self, documents: Sequence[np.ndarray]) -> list[str]:
         """Text of each of ``documents`` without special tokens, on all cores. ConfigError for ids that the vocabulary lacks."""
-        for ids in documents:
-            if ids.size and (int(ids.max()) >= self.vocab_size or int(ids.min()) < 0):
-                token = int(ids.max()) if int(ids.max()) >= self.vocab_size else int(ids.min())
-                raise ConfigError(
-                    f"--from-tokenizer: token {token} is none of the {self.vocab_size:,} ids of {self.name}; give the right one"
-                )
+        _require_ids(documents, self)
         return self._tokenizer.decode_batch([ids.tolist() for ids in documents], skip_special_tokens=True)
 
 
@@ -153,6 +149,15 @@ def train_bpe(pieces: Iterable[str], vocab_size: int, path: Path) -> None:
     unfinished = path.with_name(path.name + ".tmp")
     unfinished.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     os.replace(unfinished, path)
+
+
+def _require_ids(documents: Sequence[np.ndarray], tokenizer: Tokenizer) -> None:
+    for ids in documents:
+        if ids.size and (int(ids.max()) >= tokenizer.vocab_size or int(ids.min()) < 0):
+            token = int(ids.max()) if int(ids.max()) >= tokenizer.vocab_size else int(ids.min())
+            raise ConfigError(
+                f"--from-tokenizer: token {token} is none of the {tokenizer.vocab_size:,} ids of {tokenizer.name}; give the right one"
+            )
 
 
 def _library(wanted_by: str) -> Any:

@@ -39,6 +39,7 @@ class RunDir:
     _lock: RunLock | None = field(default=None, repr=False, compare=False)
     _origin: str = field(default="opened", repr=False, compare=False)
     _latest_before: str | None = field(default=None, repr=False, compare=False)
+    _new_parents: tuple[Path, ...] = field(default=(), repr=False, compare=False)  # made with the folder, the nearest first
     _before_rewrite: _Before | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -170,6 +171,9 @@ class RunDir:
         _point_latest_back(self.path, self._latest_before)
         if self._origin == "new folder":
             shutil.rmtree(self.path, ignore_errors=True)
+            with contextlib.suppress(OSError):  # one is in use by now
+                for parent in self._new_parents:
+                    parent.rmdir()
         else:
             # It was empty but for the lock, which another process may wait for by now.
             written = (self.resolved, self.overrides, self.environment, self.metrics, self.log, self.state, self.restarts)
@@ -318,8 +322,9 @@ def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
         name = f"{config.model.name}-{format_size(config.seq)}-{time.strftime('%Y%m%d-%H%M%S')}"
     wanted = RUNS / name if config.run.dir == "auto" else Path(config.run.dir).expanduser()
     with _explained(wanted):
+        new_parents = tuple(parent for parent in wanted.absolute().parents if not parent.exists())
         path, new_folder = _make_folder(wanted, must_be_new=config.run.dir == "auto" and config.run.name == "auto")
-        run = RunDir(path.absolute(), None, "new folder" if new_folder else "new files")
+        run = RunDir(path.absolute(), None, "new folder" if new_folder else "new files", _new_parents=new_parents)
         if not new_folder and not run.resolved.exists() and (found := _content(path)):
             some = ", ".join(found[:3]) + (" and more" if len(found) > 3 else "")
             raise ConfigError(f"run.dir={path}: is not empty and holds no run ({some}); choose a new or an empty folder")

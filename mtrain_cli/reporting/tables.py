@@ -186,7 +186,9 @@ def training_table(sources: Sequence[Source]) -> Table:
     """One row a training run."""
     table = _table("Training", "medians of all steps but the first")
     for heading in ("run", *TRAINING):
-        table.add_column(heading, justify="left" if heading == "run" else "right", overflow="fold")
+        # Broken where it reads well: a narrow terminal would break it anywhere.
+        shown = heading.replace("s/GPU", "s\n/GPU")
+        table.add_column(shown, justify="left" if heading == "run" else "right", overflow="fold")
     for source in sources:
         table.add_row(source.name, *training_row(source))
     return table

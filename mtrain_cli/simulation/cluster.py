@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -176,6 +176,12 @@ _HOST = {
     },
 }  # fmt: skip
 _RANKS = {"value": 8, "source": "guess", "note": "ranks that the latency of collectives is taken to be of"}
+# What a section cannot do without.
+_OF_ANY_LINK = tuple(key for key in _OF_LINK if key not in (*_DEFAULTS, "shared_by", "collective_ranks"))
+_NEEDED = {
+    "gpu": ("name", *(key for key in _OF_GPU if key not in ("gemm_tflops", "step_ms", *_HOST))),
+    "links": ("inner", "outer for several nodes"), "inner": _OF_ANY_LINK, "outer": (*_OF_ANY_LINK, "shared_by"),
+}  # fmt: skip
 _KEYS = ("name", "nodes", "gpus_per_node", "gpu", "links", "dollars_per_gpu_hour")
 _PARTS = ("value", "source", "note", "low", "high")
 
@@ -226,14 +232,15 @@ class _Reader:
         content = self._section(links, name, "links.") if links is not None else None
         if content is None:
             return {}
-        given = {**content}
-        for key, stands in _DEFAULTS.items():
-            if key not in given and stands in given:
-                given[key] = given[stands]
+        given = {key: value for key, value in content.items() if value is not None}
+        left_out = [key for key in _DEFAULTS if key not in given]
         given.setdefault("collective_ranks", _RANKS)
         if name == "inner":
             given.setdefault("shared_by", {"value": 1, "source": "datasheet", "note": "every GPU has its own links in a node"})
-        return self._constants(given, _OF_LINK, f"links.{name}.", ())
+        # What stands for another constant is checked, and blamed, under its own name alone.
+        asked = {key: check for key, check in _OF_LINK.items() if key not in left_out}
+        found = self._constants(given, asked, f"links.{name}.", tuple(left_out))
+        return found | {key: found[stands] for key in left_out if (stands := _standing(key, left_out)) in found}
 
     def _constants(
         self, content: Mapping[str, Any] | None, checks: Mapping[str, _Check], prefix: str, more: tuple[str, ...]
@@ -309,7 +316,8 @@ class _Reader:
         raw = content.get(key)
         if isinstance(raw, Mapping):
             return raw
-        self.problems.append(f"{prefix}{key}: is missing" if raw is None else f"{prefix}{key}={raw}: expected keys with values")
+        expected = f"expected a section with {', '.join(_NEEDED[key])}"
+        self.problems.append(f"{prefix}{key}: is missing; {expected}" if raw is None else f"{prefix}{key}={raw}: {expected}")
         return None
 
     def _unknown(self, content: Mapping[str, Any], allowed: tuple[str, ...], prefix: str) -> None:
@@ -317,6 +325,12 @@ class _Reader:
             if key not in allowed:
                 hint = did_you_mean(str(key), allowed)
                 self.problems.append(f"{prefix}{key}={content[key]}: unknown key{hint}; allowed: {', '.join(allowed)}")
+
+
+def _standing(key: str, left_out: Sequence[str]) -> str:
+    """The constant of a link that stands for ``key``, which a file leaves out."""
+    stands = _DEFAULTS[key]
+    return _standing(stands, left_out) if stands in left_out else stands
 
 
 def _with_defaults(gpu: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

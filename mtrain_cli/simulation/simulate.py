@@ -185,8 +185,12 @@ def _uncertain(cluster: Cluster) -> list[str]:
         by_source.setdefault(constant.source, []).append(key)
     guessed = by_source.get("guess", [])
     own = [name for name, constant in CONSTANTS.items() if constant.source == "guess"]
-    said = [f"{cluster.name}: {len(guessed)} constants are guesses ({', '.join(guessed)})"] if guessed else []
-    return [*said, f"the simulator: {len(own)} constants are guesses ({', '.join(own)})"]
+    return [_guesses(name, of) for name, of in ((cluster.name, guessed), ("the simulator", own)) if of]
+
+
+def _guesses(name: str, keys: Sequence[str]) -> str:
+    said = "one constant is a guess" if len(keys) == 1 else f"{len(keys)} constants are guesses"
+    return f"{name}: {said} ({', '.join(keys)})"
 
 
 def _of_index(cluster: Cluster, problem: Problem, first: Index | None) -> list[str]:

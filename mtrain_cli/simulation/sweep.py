@@ -17,6 +17,7 @@ from typing import Any
 
 from mtrain_cli import __version__
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.sizes import parse_share
 from mtrain_cli.config.suggest import did_you_mean
 from mtrain_cli.simulation.cluster import Cluster
 from mtrain_cli.simulation.scenario import Outcome, Scenario, check_dealt, evaluate, plan_on
@@ -54,7 +55,7 @@ def axes(texts: Sequence[str]) -> dict[str, list[str]]:
         elif name == DENSITY:
             for value in values:
                 if not _is_share(value):
-                    raise ConfigError(f"--sweep {word}: {name}={value}: must be above 0 and at most 1")
+                    raise ConfigError(f"--sweep {word}: {name}={value}: must be above 0 and at most 1, such as 0.05 or 5%")
         elif "." not in name and (hint := did_you_mean(name, OWN)):
             raise ConfigError(f"--sweep {word}: {name} cannot be swept{hint}")
         found[name] = values
@@ -67,7 +68,7 @@ def axes(texts: Sequence[str]) -> dict[str, list[str]]:
 
 def _is_share(text: str) -> bool:
     try:
-        return 0 < float(text) <= 1
+        return 0 < parse_share(text) <= 1
     except ValueError:
         return False
 
@@ -152,7 +153,7 @@ class Sweep:
         return {**said, **row_of(outcome)}
 
     def _scenario(self, point: Point) -> Scenario:
-        key = tuple(point.settings), point.own(DENSITY, float, None), point.own(COLUMNS, int, None)
+        key = tuple(point.settings), point.own(DENSITY, parse_share, None), point.own(COLUMNS, int, None)
         if key not in self._scenarios:
             self._scenarios.clear()
             self._scenarios[key] = self.scenario_of(*key)

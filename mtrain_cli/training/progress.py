@@ -62,6 +62,9 @@ class Progress:
         self._started = self._finished = clock()
         self._durations: deque[float] = deque(maxlen=PACE_STEPS)
         self._steady: list[StepMetrics] = []
+        self._seen = 0  # steps of this start
+        self._restarted = False
+        self._first_step = start_step + 1  # of which the summary tells
         self._log = log.open("a", encoding="utf-8") if enabled and log is not None else None
         self._live: Live | None = None
 
@@ -86,15 +89,23 @@ class Progress:
                 self._log.close()
             self._log = None
 
+    def went_on(self, earlier: Sequence[StepMetrics]) -> None:
+        """Count the steps before a restart, too, in the summary: the run went on by itself, and is one to whoever started it."""
+        self.losses = [metrics.loss for metrics in earlier if metrics.loss is not None]
+        self._steady = list(earlier[WARM_UP_STEPS:])
+        if earlier:
+            self._restarted, self._first_step = True, earlier[0].step
+
     def step(self, metrics: StepMetrics) -> None:
         """Show one finished optimizer step."""
         if not self.enabled:
             return
         now = self._clock()
-        if len(self.losses) >= WARM_UP_STEPS:
+        if self._seen >= WARM_UP_STEPS:
             self._durations.append(now - self._finished)
             self._steady.append(metrics)
         self._finished = now
+        self._seen += 1
         self.losses.append(metrics.loss)
         self.last = metrics
         if metrics.step % self._log_every == 0 or metrics.step == self.total_steps:
@@ -157,9 +168,9 @@ class Progress:
         if self._live is not None:
             self._live.stop()
             self._live = None
-        rows = [("time", format_duration(self._clock() - self._started))]
+        rows = [("time", format_duration(self._clock() - self._started) + " since the last restart" * self._restarted)]
         if self.last is not None:
-            first = f"{self.losses[0]:.4f} at step {self.start_step + 1}"
+            first = f"{self.losses[0]:.4f} at step {self._first_step}"
             rows.append(("loss", f"{first}, {self.losses[-1]:.4f} at step {self.last.step}  {self.sparkline(24)}"))
             steady = self._steady or [self.last]
             rate = _rate(statistics.median(metrics.tokens_per_second_per_gpu for metrics in steady), self.last)
@@ -204,7 +215,7 @@ class Progress:
         return statistics.fmean(self._durations) * (self.total_steps - self.last.step)
 
     def sparkline(self, width: int) -> str:
-        """The losses of this attempt as at most ``width`` bars, each the mean of its share of the steps; empty below two points."""
+        """The losses as at most ``width`` bars, each the mean of its share of the steps; empty below two points."""
         return "" if self._console.options.ascii_only else sparkline(self.losses, width)
 
     def display(self, width: int) -> RenderableType:

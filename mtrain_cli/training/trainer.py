@@ -44,7 +44,7 @@ from mtrain_cli.training.dry_run import Plan, decided, planned, require_fit
 from mtrain_cli.training.evaluation import EvaluationWriter, evaluate
 from mtrain_cli.training.flops import attention_kept, causal_pairs, peak_flops, training_flops
 from mtrain_cli.training.index_metrics import IndexMetrics, index_metrics, index_records, summed
-from mtrain_cli.training.metrics import MetricsWriter, StepMetrics
+from mtrain_cli.training.metrics import MetricsWriter, StepMetrics, read_metrics
 from mtrain_cli.training.offload import HostStates
 from mtrain_cli.training.optimizer import (
     learning_rate,
@@ -115,6 +115,8 @@ def _train(trainer: Trainer, checkpointer: Checkpointer, run_dir: RunDir, resume
         if resume:
             how = f", restart {environment.restarts}, on {environment.workers} workers" if environment.restarts else ""
             progress.message(f"resumed from the checkpoint of step {trainer.step}{how}")
+        if first and environment.restarts:
+            progress.went_on(read_metrics(run_dir.path))
         nothing_left = trainer.step >= config.train.steps
         try:
             ended = _loop(trainer, checkpointer, progress, writer, StopFlag(run_dir, environment), run_dir)

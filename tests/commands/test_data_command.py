@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from mtrain_cli.commands.app import app
+from mtrain_cli.commands.data import _length_table
 from mtrain_cli.config.compose import compose
 from mtrain_cli.data.dataset import open_dataset
 
@@ -97,7 +100,10 @@ def test_mistakes_are_one_line_and_exit_code_2(corpus: Path, tmp_path: Path) -> 
     assert "its keys are: body" in _mistake("prepare", corpus, tmp_path / "out2")
     assert "--tokenizer=gpt5: no such file; give bytes, or the path" in _mistake("prepare", corpus, out, "--tokenizer", "gpt5")
     assert "--vocab-size 5: only for --tokenizer bpe" in _mistake("prepare", corpus, out, "--vocab-size", "5")
-    assert "no meta.json in it; give a folder written by `mtrain data prepare`" in _mistake("show", tmp_path)
+    allowed = "give a folder written by `mtrain data prepare`, a folder of MDS shards, or a .npy or .bin"
+    assert f"holds no tokens; {allowed}" in _mistake("show", tmp_path)
+    (tmp_path / "words.txt").write_text("words")
+    assert f"is no token array; {allowed}" in _mistake("show", tmp_path / "words.txt")
     assert "no such folder" in _mistake("show", tmp_path / "none")
     _run("prepare", corpus, out, "--text-key", "body")
     assert "--document 50: the store has documents 0 to 49" in _mistake("show", out, "--document", "50")
@@ -120,3 +126,8 @@ def test_data_commands_do_not_import_torch(corpus: Path, tmp_path: Path) -> None
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr
+
+
+def test_the_histogram_fits_a_narrow_terminal() -> None:
+    table = _length_table(np.full(3, 99_999_999))
+    assert Console(width=200).measure(table).maximum <= 80

@@ -64,6 +64,8 @@ def test_a_run_whose_workers_are_killed_twice_ends_with_the_losses_of_one_that_w
     log = Path("run/log.txt").read_text()
     assert [line[:9] for line in log.splitlines() if line.startswith("restart ")] == ["restart 1", "restart 2"]
     assert "resumed from the checkpoint of step 6, restart 2, on 2 workers" in log
+    assert " at step 1, " in log, "the summary is of the whole run"
+    assert "since the last restart" in log
     assert mtrain(tmp_path, "train", *RUN, "run.dir=whole", *words).returncode == 0
     assert rows() == rows("whole"), "bitwise, one line a step"
     status = json.loads(mtrain(tmp_path, "status", "run", "--json").stdout)

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from mtrain_cli.commands import app as command_line
 from mtrain_cli.simulation.cluster import shipped
+from mtrain_cli.simulation.sweep import axes
 
 SMALL = ("model=tiny", "seq=16k", "--columns", "64", "--density", "0.1")
 
@@ -81,6 +82,14 @@ def test_recorded_indices_on_another_cluster(tmp_path):
         assert "not calibrated on NVIDIA A100-SXM4-40GB" in document["predicted"][0]["remarks"][0]
         for predicted in document["predicted"]:
             assert predicted["ms"]["low"] < predicted["ms"]["value"] < predicted["ms"]["high"]
+
+
+def test_a_share_may_be_a_percentage():
+    words = ("simulate", "model=tiny", "seq=16k", "--columns", "64", "--layout", "zigzag", "--exchange", "ring", "--json", "--no-files")
+    found = [run(*words, "--density", density).stdout for density in ("20%", "0.2", "5%")]
+    assert len({json.loads(text)["cases"][0]["density"] for text in found}) == 2
+    assert json.loads(found[0])["cases"] == json.loads(found[1])["cases"]
+    assert axes(["density=20%,0.05"]) == {"density": ["20%", "0.05"]}
 
 
 def test_dense_and_a_cluster_of_ones_own(tmp_path):
@@ -203,6 +212,9 @@ def test_a_gpu_that_nobody_measured_is_answered_with_wide_bounds(tmp_path):
         (["--workers", "9"], "--workers 9: h200_1x8 has 8 GPUs; allowed: 1 to 8"),
         (["--index", "nothing"], "--index nothing: is neither a file nor a folder with index.npz; allowed besides: dense, local,"),
         (["--density", "0"], "--density 0: must be above 0 and at most 1"),
+        (["--density", "120%"], "--density 120%: must be above 0 and at most 1, such as 0.05 or 5%"),
+        (["--density", "few"], "--density few: must be above 0 and at most 1, such as 0.05 or 5%"),
+        (["--sweep", "density=5,20%"], "--sweep density=5,20%: density=5: must be above 0 and at most 1, such as 0.05 or 5%"),
         (["--slow", "9=2"], "--slow 9=2: there is no rank 9; allowed: 0 to 7"),
         (["--slow", "fast"], "--slow fast: expected RANK=X, such as 3=1.5"),
         (["--jitter", "-1"], "--jitter -1: must be between 0 and 2"),

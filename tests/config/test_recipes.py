@@ -92,6 +92,21 @@ def test_a_resumed_run_keeps_its_recipe() -> None:
         resume(config, ["recipe=stdlib_64k"])
 
 
+def test_the_line_of_a_run_with_a_recipe_may_be_repeated(tmp_path: Path) -> None:
+    words = ["recipe=stdlib_8k", "seq=512", "train.steps=2", "optim.lr=0.5", "run.name=r"]
+    config = compose(words)
+    assert resume(config, words) == config
+    assert resume(config, [*words, "train.steps=5"]).train.steps == 5
+    with pytest.raises(ConfigError) as caught:
+        resume(config, ["recipe=stdlib_8k", "train.steps=5"])
+    (line,) = caught.value.problems
+    assert "this one sets seq=8192 (the run: 512); start a new run" in line
+    own = [f"recipe={PAPER}", f"data.path={tmp_path}", "train.init_from=null", "sparsity=moba"]
+    config = compose(own, plan=True)
+    assert resume(config, own) == config
+    assert resume(config, [f"recipe={PAPER}", "sparsity=moba"]) == config, "what a recipe leaves open is the run's"
+
+
 def test_own_recipes_are_read_from_a_folder(tmp_path: Path) -> None:
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe/mine.yaml").write_text(

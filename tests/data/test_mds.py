@@ -239,6 +239,11 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: _every(f, column_names=["domain", "text", "length"]),
         "has no column input_ids; its columns: domain (str), text",
     ),
+    "sizes that contradict": (
+        lambda f: _every(f, column_encodings=["str", "ndarray:uint32:5", "int"]),
+        "index.json gives column input_ids (ndarray:uint32:5) the size null in column_sizes, where its encoding says 20",
+    ),
+    "another number of sizes": (lambda f: _every(f, column_sizes=[8]), "has column_sizes [8]; 3 sizes or null are expected"),
     "mixed columns": (lambda f: _first(f, column_names=["a", "b", "c"]), "lists shards with different columns"),
     "compressed otherwise": (_snappy, "is compressed by snappy; zstd and gz can be read"),
 }
@@ -261,6 +266,13 @@ def test_every_mistake_is_one_line_that_names_the_folder(
     (line,) = str(caught.value).splitlines()
     assert line.startswith(f"data.path={folder}: ")
     assert expected in line
+
+
+def test_a_sample_of_another_size_than_its_columns_is_named(tmp_path: Path) -> None:
+    folder = write_mds(tmp_path / "s", {"input_ids": "ndarray:uint16:8"}, [{"input_ids": np.arange(8, dtype=np.uint16)}] * 2)
+    _every(folder, column_encodings=["ndarray:uint16:7"], column_sizes=[14])
+    with pytest.raises(ConfigError, match=r"^mine: a shard is corrupt: a sample has 16 bytes where its columns take 14$"):
+        MdsFolder(folder, "mine").sample(1, ["input_ids"])
 
 
 def test_a_folder_of_folders_names_them(tmp_path: Path) -> None:

@@ -53,6 +53,11 @@ def test_text_and_domains_survive(shards: Path, tmp_path: Path, bpe_file: Path) 
     assert TokenStore.open(tmp_path / "out").meta.left_out == {}
 
 
+def test_ids_that_the_old_tokenizer_lacks_are_a_mistake(shards: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^--from-tokenizer: token \d+ is none of the 264 ids of bytes; give the right one$"):
+        prepare_store(mds_corpus(str(shards), ByteTokenizer()), tmp_path / "out", "bytes", None, silent, EVERYTHING)
+
+
 @pytest.mark.parametrize(
     ("filters", "kept", "left_out"),
     [

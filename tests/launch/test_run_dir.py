@@ -121,8 +121,19 @@ def test_latest_points_to_the_earlier_run_again_when_a_start_is_discarded(here):
 
 
 def test_latest_vanishes_with_the_only_run(here):
+    (here / "runs").mkdir()
     run_dir.create(config_for("run.name=only"), []).discard()
     assert list((here / "runs").iterdir()) == []
+
+
+def test_folders_made_for_a_discarded_run_go_with_it(here):
+    run_dir.create(config_for("run.name=only"), []).discard()
+    assert list(here.iterdir()) == []
+    deep = run_dir.create(config_for("run.dir=a/b/c"), [])
+    other = run_dir.create(config_for("run.dir=a/d"), [])
+    deep.discard()
+    assert sorted(path.name for path in (here / "a").iterdir()) == ["d"], "what another run is in stays"
+    assert other.resolved.exists()
 
 
 def test_the_line_that_resumes_a_run_survives_a_shell(here):

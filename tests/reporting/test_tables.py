@@ -191,3 +191,10 @@ def test_one_sample_has_no_noise_to_compare_with(tmp_path):
 def test_ranks_are_shortened():
     assert shortened([1, 4, 5, 6, 9]) == "1, 4-6, 9"
     assert shortened(range(0, 60, 2)).endswith(" and more")
+
+
+def test_headings_of_the_training_table_break_between_words():
+    said = printed(tables.training_table([]), width=80)
+    assert "tokens/s" in said
+    assert "/GPU" in said
+    assert "tokens/s/GPU" not in said

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import yaml
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.simulation.cluster import SOURCES, Constant, load_cluster, shipped
+from mtrain_cli.simulation.simulate import _uncertain
 
 
 @pytest.mark.parametrize("name", shipped())
@@ -86,8 +89,6 @@ def test_all_problems_are_told_together(tmp_path):
         "gpu.hbm_gbps.value=-3: expected a number above 0",
         "links.inner.latency_us=60: expected a number of at least 0 with its source, as "
         "{value: 60, source: measured|datasheet|paper|guess, note: ...}",
-        "links.inner.collective_latency_us=60: expected a number of at least 0 with its source, as "
-        "{value: 60, source: measured|datasheet|paper|guess, note: ...}",
         "links.inner.gpu_share.value=1.5: expected a share, at least 0 and below 1",
         *[line for line in problems(tmp_path, wrong) if line.startswith("links.outer")],
     ]
@@ -97,6 +98,21 @@ def test_all_problems_are_told_together(tmp_path):
     assert "links.outer.latency_us.source=a friend: is no source; allowed: measured, datasheet, paper, guess" in outer
     assert "links.outer.shared_by=3: does not divide gpus_per_node=8; allowed: 1, 2, 4, 8" in outer
     assert any(line.startswith("links.outer.bandwidth_gbps: is missing; expected a number above 0") for line in outer)
+
+
+def test_one_mistake_is_one_line_under_the_key_that_was_written(tmp_path):
+    wrong = document()
+    for key in ("capacity_gbps", "collective_bandwidth_gbps"):
+        wrong["links"]["inner"].pop(key, None)
+    wrong["links"]["inner"]["bandwidth_gbps"].pop("value")
+    assert problems(tmp_path, wrong) == ["links.inner.bandwidth_gbps.value: is missing; expected a number above 0"]
+    wrong["links"]["inner"].pop("bandwidth_gbps")
+    (line,) = problems(tmp_path, wrong)
+    assert line.startswith("links.inner.bandwidth_gbps: is missing; expected a number above 0 as")
+    wrong = document() | {"nodes": 2}
+    wrong["links"].pop("outer")
+    expected = "latency_us, bandwidth_gbps, gpu_share, shared_by"
+    assert problems(tmp_path, wrong) == [f"links.outer: is missing; expected a section with {expected}"]
 
 
 @pytest.mark.parametrize(
@@ -131,3 +147,18 @@ def test_names_that_are_none(name, said):
 def test_bounds_are_of_the_source_or_of_the_file():
     assert (Constant.of(10, "measured").low, Constant.of(10, "guess").high) == (9, 20)
     assert (Constant.of(10, "guess", "", 3).low, Constant.of(10, "guess").scaled(2).high) == (3, 40)
+
+
+def test_guesses_are_counted_in_words():
+    cluster = load_cluster("a100_4x8")
+    guesses = [key for key, constant in cluster.constants().items() if constant.source == "guess"]
+    assert _uncertain(cluster)[0].startswith(f"a100_4x8: {len(guesses)} constants are guesses (")
+    sure = {name: replace(value, source="measured") for name, value in vars(cluster.gpu).items() if name != "name"}
+    links = {
+        which: replace(link, **{name: replace(value, source="measured") for name, value in vars(link).items()})
+        for which, link in (("inner", cluster.inner), ("outer", cluster.outer))
+    }
+    measured = replace(cluster, gpu=replace(cluster.gpu, **sure), **links, dollars_per_gpu_hour=None)
+    one = replace(measured, dollars_per_gpu_hour=Constant.of(2.0, "guess"))
+    assert _uncertain(one) == ["a100_4x8: one constant is a guess (dollars_per_gpu_hour)"]
+    assert _uncertain(measured) == []

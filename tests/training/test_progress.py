@@ -47,6 +47,20 @@ def make(tmp_path=None, *, terminal=False, width=80, total=100, start=0, enabled
     return Progress(total, start, enabled, log=log, log_every=log_every, console=console, clock=clock), console.file, clock
 
 
+def test_after_a_restart_the_summary_is_of_the_whole_run():
+    progress, out, clock = make(total=8, start=5)
+    with progress:
+        progress.went_on([replace(STEP, step=step, loss=9.0 - step, tokens_per_second_per_gpu=1.0) for step in range(1, 6)])
+        for step in (6, 7, 8):
+            clock.now += 1
+            progress.step(replace(STEP, step=step, loss=9.0 - step))
+        progress.summary("trained 8 steps")
+    said = out.getvalue()
+    assert "8.0000 at step 1, 1.0000 at step 8" in said
+    assert "median of 4 steps" in said, "the first two of each start are left out"
+    assert "0:03 since the last restart" in said
+
+
 def test_outside_a_terminal_each_step_is_one_plain_line():
     progress, out, _ = make()
     with progress:
