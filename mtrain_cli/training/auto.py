@@ -224,7 +224,7 @@ def longest_seq(plan: Plan, *, shortest: int = 1024, most: int = 1 << 27) -> int
 
     def fits(seq: int) -> bool:
         try:
-            other = plan.again(replace(plan.config, seq=seq))
+            other = plan.again(replace(plan.asked or plan.config, seq=seq))
         except ConfigError:
             return False
         return _possible(other)
@@ -240,7 +240,7 @@ def longest_seq(plan: Plan, *, shortest: int = 1024, most: int = 1 << 27) -> int
 
 def _enough_workers(plan: Plan, most: int = 1024) -> int | None:
     """The fewest workers, doubled from what is planned, that would do."""
-    config, environment = plan.config, plan.environment
+    config, environment = plan.asked or plan.config, plan.environment
     if environment.device == "cpu":
         return None
     workers = 2 * environment.workers

@@ -74,7 +74,7 @@ class Plan:
     in bytes.
     micro_batches: forward and backward passes of one worker in an optimizer step. checkpoint: bytes of one checkpoint on disk.
     dense_kernel: name and reason for the dense first steps of a sparse run. elsewhere: for GPUs that are not here. host_share: bytes of
-    host memory that each worker may fill. search: what ``train.memory=auto`` found.
+    host memory that each worker may fill. search: what ``train.memory=auto`` found, for what was asked.
     """
 
     config: Config
@@ -99,6 +99,7 @@ class Plan:
     elsewhere: bool = False
     host_share: int = round(USABLE_HOST * ASSUMED_HOST_BYTES)
     search: Search | None = None
+    asked: Config | None = None
 
     @property
     def gpu_name(self) -> str:
@@ -163,7 +164,7 @@ def decided(found: Plan) -> Plan:
     """A plan with what ``train.memory=auto`` decides, or the least that it could take where nothing fits; ``search`` tells."""
     result = search(found)
     setting = result.chosen or min(result.settings, key=lambda setting: found.load(setting.memory))
-    return dataclasses.replace(taking(found, setting), search=result)
+    return dataclasses.replace(taking(found, setting), search=result, asked=found.config)
 
 
 def taking(found: Plan, setting: Setting) -> Plan:
@@ -579,7 +580,7 @@ def fitting(found: Plan) -> Text:
         return Text(f"{word}: {f'{workers} of them are ' if workers > 1 else ''}{percent} of {size(host_memory())}", style=style)
     if found.capacity is not None:
         share = found.memory.total / found.capacity
-        return Text(f"{word}: {share:.0%} of the {size(found.capacity)} of {found.gpu}", style=style)
+        return Text(f"{word}: {share:.0%} of the {size(found.capacity)} of {found.gpu or 'a GPU'}", style=style)
     large_enough = [name for name, gib in GPU_MEMORY if found.memory.total <= USABLE * gib * GIB]
     return Text(f"fits GPUs of {large_enough[0]} and more", style="green") if large_enough else Text("fits no GPU of today", style="red")
 

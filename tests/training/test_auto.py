@@ -142,10 +142,14 @@ def test_the_page_says_what_was_chosen_and_rejected_and_the_longest_sequence():
     page = console.file.getvalue()
     assert max(len(line.rstrip()) for line in page.splitlines()) <= 80
     flat = " ".join(page.split())
+    longest = re.search(r"Longest sequence that fits with train\.memory=auto: (\d+[km])\.", flat)[1]
+    for seq, fits in ((compose([f"seq={longest}"]).seq, True), (compose([f"seq={longest}"]).seq * 9 // 8, False)):
+        found = planned("train.memory=auto", "topology.gpu_memory_gib=64", f"seq={seq}")
+        assert (found.search.chosen is not None) is fits
+    assert " of a GPU " in flat
     assert re.search(r"train\.memory=auto takes train\.\S+=.*, the fastest of \d+ settings that fits: [\d.]+ (s|min) a step", flat)
     assert re.search(r"Rejected, .*none.*: [\d.]+ (s|min) a step, but needs \d+\.\d GiB", flat)
     assert "While a checkpoint is written: 11.22 GiB more of host memory a worker, 89.75 GiB a machine." in flat
-    assert re.search(r"Longest sequence that fits with train\.memory=auto: \d+[km]\.", flat)
 
 
 def decided(rank: int, world: int) -> tuple[dict[str, object], float]:
