@@ -55,7 +55,8 @@ class Evaluation:
     def line(self) -> str:
         """One line for the person."""
         by = ", ".join(f"{format_size(b.end)} {b.loss:.4f}" for b in self.buckets if b.loss is not None)
-        return f"held-out loss {self.loss:.4f} at step {self.step} ({self.attention}, {self.sequences} sequences); up to context {by}"
+        count = f"{self.sequences} sequence{'s' * (self.sequences != 1)}"
+        return f"held-out loss {self.loss:.4f} at step {self.step} ({self.attention}, {count}); up to context {by}"
 
 
 def edges(seq: int) -> np.ndarray:
