@@ -24,7 +24,7 @@ def run(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """function(rank, world, *args) in each of `world` processes of one group; the results in rank order. A failing process fails the
     test.
     """
-    multiprocessing.set_forkserver_preload(["torch", "torch.distributed.fsdp", "mtrain_cli.training.trainer"])
+    multiprocessing.set_forkserver_preload(["torch", "torch.distributed.fsdp", "mtrain_cli.training.loop"])
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_main, args=(world, folder, function, args), nprocs=world, join=True, start_method="forkserver")
         return [pickle.loads(Path(folder, f"result-{rank}").read_bytes()) for rank in range(world)]

@@ -27,7 +27,7 @@ from mtrain_cli.launch.stop import was_stopped
 if TYPE_CHECKING:
     from mtrain_cli.launch.agent import WorkerAgent
 
-TRAIN = "mtrain_cli.training.trainer:train"
+TRAIN = "mtrain_cli.training.loop:train"
 MEASURING = "mtrain_cli.profiling."  # targets that save nothing
 KILLED = 130
 DISPLAY_LINES = 2  # of `training.progress`

@@ -36,12 +36,13 @@ class Fault:
 def train(config, run_dir, environment, resume):
     """In the place of the trainer: the trainer, with the fault in it."""
     from mtrain_cli.parallel.mail import Mail
-    from mtrain_cli.training import trainer
+    from mtrain_cli.training import loop
+    from mtrain_cli.training.trainer import Trainer
 
     fault = Fault(**json.loads(os.environ[VARIABLE]))
     (run_dir.path / f"pid-{environment.rank}").write_text(str(os.getpid()))
     at = [0]
-    step, hop = trainer.Trainer.train_step, Mail.hop
+    step, hop = Trainer.train_step, Mail.hop
 
     def counted(self, stop):
         at[0] = self.step + 1
@@ -60,8 +61,8 @@ def train(config, run_dir, environment, resume):
             os.kill(os.getpid(), signal.Signals(fault.signum))
         hop(self, *arguments)
 
-    trainer.Trainer.train_step, Mail.hop = counted, faulty
-    return trainer.train(config, run_dir, environment, resume)
+    Trainer.train_step, Mail.hop = counted, faulty
+    return loop.train(config, run_dir, environment, resume)
 
 
 def _wait_for_checkpoint(config, run_dir, step):

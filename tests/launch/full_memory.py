@@ -12,10 +12,10 @@ VARIABLE = "MEMORY_SHARE"
 def train(config, run_dir, environment, resume):
     import torch
 
-    from mtrain_cli.training import trainer
+    from mtrain_cli.training import loop
 
     torch.cuda.set_per_process_memory_fraction(float(os.environ[VARIABLE]))
-    return trainer.train(config, run_dir, environment, resume)
+    return loop.train(config, run_dir, environment, resume)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.reporting.source import open_source
 from mtrain_cli.reporting.tables import positions_table
 from mtrain_cli.training.evaluation import Evaluation, EvaluationWriter, edges, evaluate, read_evaluations
-from mtrain_cli.training.trainer import Trainer, train
+from mtrain_cli.training.loop import train
+from mtrain_cli.training.trainer import Trainer
 
 SMALL = [
     "seq=300", "topology.block_size=16", "model.hidden_size=32", "model.num_layers=2", "model.head_dim=8", "model.intermediate_size=48",

@@ -17,8 +17,9 @@ from mtrain_cli.model import decoder as decoders
 from mtrain_cli.model import feed_forward as feed_forwards
 from mtrain_cli.model.loss import with_z_loss
 from mtrain_cli.training import trainer as trainers
+from mtrain_cli.training.loop import train
 from mtrain_cli.training.out_of_memory import MemoryFullError, is_memory_full
-from mtrain_cli.training.trainer import Trainer, train
+from mtrain_cli.training.trainer import Trainer
 
 CPU_WORDS = "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
 

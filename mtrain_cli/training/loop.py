@@ -1,0 +1,216 @@
+"""The training loop, run by every worker: steps, metrics, checkpoints, evaluations and what is told of them."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from mtrain_cli.config.schema import Config
+from mtrain_cli.launch import whereabouts
+from mtrain_cli.launch.environment import Environment
+from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.launch.state import Reporter
+from mtrain_cli.launch.stop import StopFlag
+from mtrain_cli.training.banner import banner
+from mtrain_cli.training.checkpoint import Checkpointer, CheckpointError
+from mtrain_cli.training.evaluation import EvaluationWriter, evaluate
+from mtrain_cli.training.metrics import MetricsWriter, read_metrics
+from mtrain_cli.training.out_of_memory import explained_where_memory_is_full
+from mtrain_cli.training.progress import Progress
+from mtrain_cli.training.trainer import NonFiniteError, Trainer
+
+if TYPE_CHECKING:
+    from mtrain_cli.profiling.training import TrainingProfile
+
+
+def train(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> bool:
+    """Trains to config.train.steps, from the newest checkpoint of run_dir if resume. Called on every worker, inside a process group.
+
+    Returns whether it stopped before the last step, on request.
+    """
+    with explained_where_memory_is_full(config, environment, run_dir) as about:
+        trainer = about.begin(Trainer(config, environment))
+        reports: list[str] = []
+        checkpointer = Checkpointer(run_dir.checkpoints, config.train.keep_checkpoints, report=reports.append)
+        if resume:
+            trainer.resume(checkpointer)
+        return _train(trainer, checkpointer, run_dir, resume, reports)
+
+
+def _train(trainer: Trainer, checkpointer: Checkpointer, run_dir: RunDir, resume: bool, reports: Sequence[str]) -> bool:
+    config, environment = trainer.config, trainer.environment
+    first = environment.rank == 0
+    reporter = _reporter(trainer, run_dir) if first else None
+    progress = Progress(config.train.steps, trainer.step, first, log=run_dir.log, log_every=config.run.log_every, reporter=reporter)
+    writer = MetricsWriter(run_dir.path, tensorboard=config.run.tensorboard, start_step=trainer.step) if first else None
+    with progress:
+        if not environment.restarts:
+            progress.show(banner(trainer.plan, run_dir.path, trainer.dataset.describe()))
+        for report in reports:
+            progress.message(report, warning=True)
+        if resume:
+            how = f", restart {environment.restarts}, on {environment.workers} workers" if environment.restarts else ""
+            progress.message(f"resumed from the checkpoint of step {trainer.step}{how}")
+        if first and environment.restarts:
+            progress.went_on(read_metrics(run_dir.path))
+        nothing_left = trainer.step >= config.train.steps
+        try:
+            ended = _loop(trainer, checkpointer, progress, writer, StopFlag(run_dir, environment), run_dir)
+        finally:
+            trainer.close()
+            if writer is not None:
+                writer.close()
+        if nothing_left:
+            ended = f"nothing is left to train: step {trainer.step} is the last of train.steps={config.train.steps}; a larger one continues"
+        if reporter is not None:
+            reporter.end("finished" if trainer.step >= config.train.steps else "stopped")
+        progress.summary(ended, files=[str(run_dir.path)], commands=_ways_on(run_dir, config))
+    return trainer.step < config.train.steps
+
+
+def _reporter(trainer: Trainer, run_dir: RunDir) -> Reporter:
+    return Reporter(
+        run_dir, launcher=trainer.environment.launcher, steps=trainer.config.train.steps, step=trainer.step, workers=trainer.places,
+        records=whereabouts.pattern(run_dir.logs, trainer.environment.launcher),
+    )  # fmt: skip
+
+
+def _ways_on(run_dir: RunDir, config: Config) -> list[tuple[str, str]]:
+    """Commands that go on from the newest checkpoint, each with a word; none where there is no checkpoint."""
+    step = run_dir.last_step()
+    if step is None:
+        return []
+    longer = f" train.steps={2 * config.train.steps}" if step >= config.train.steps else ""
+    export = ["mtrain", "checkpoint", "export", str(run_dir.path), f"{run_dir.path.name}-hf"]
+    return [("resume", run_dir.resume_command + longer), ("export", shlex.join(export))]
+
+
+def _loop(
+    trainer: Trainer,
+    checkpointer: Checkpointer,
+    progress: Progress,
+    writer: MetricsWriter | None,
+    stop_flag: StopFlag,
+    run_dir: RunDir,
+) -> str:
+    """Steps, metrics and checkpoints until the end or a request to stop; returns how it ended in a few words."""
+    config = trainer.config
+    saved = trainer.step if checkpointer.latest() == trainer.step else -1
+    stop = False
+    profile = _profile(trainer, run_dir)
+    evaluations = Evaluations(trainer, run_dir, progress)
+    evaluations.after_step(trainer.step == 0)
+    while trainer.step < config.train.steps and not stop:
+        if profile is not None:
+            profile.before_step()
+        started = time.perf_counter()
+        try:
+            result = trainer.train_step(stop_flag.requested())
+        except NonFiniteError as found:
+            # All workers raise it together: the save that is under way may finish.
+            _wait(checkpointer, progress)
+            remedy = "Try a lower optim.lr or more optim.warmup_steps."
+            raise NonFiniteError(f"{found}; {checkpointer.what_remains()}. {remedy}") from found
+        except Exception:
+            if trainer.lacks_data:
+                # Of all workers at once, too.
+                _wait(checkpointer, progress)
+            raise
+        seconds = time.perf_counter() - started
+        stop = result.stop
+        metrics = trainer.metrics(result, seconds)
+        if writer is not None:
+            problem = writer.write(metrics)
+            if problem:
+                progress.message(problem, warning=True)
+        progress.step(metrics)
+        for warning in result.warnings:
+            progress.message(warning, warning=True)
+        if profile is not None:
+            profile.after_step(seconds)
+            _complain(profile, progress)
+        evaluations.after_step(trainer.step >= config.train.steps, skip=stop)
+        every = config.train.checkpoint_every
+        if every and trainer.step % every == 0 and trainer.step < config.train.steps and not stop:
+            saved = _save(trainer, checkpointer, progress)
+    finish = stop or config.train.checkpoint_at_end
+    if finish and saved != trainer.step:
+        saved = _save(trainer, checkpointer, progress)
+    error = _wait(checkpointer, progress)
+    # After the state is safe: it may take a while.
+    if profile is not None:
+        recorded = profile.finish()
+        if recorded:
+            progress.message(recorded)
+        _complain(profile, progress)
+    if finish and error:
+        raise CheckpointError(f"the state of step {trainer.step} could not be saved; {checkpointer.what_remains()}")
+    return (
+        f"trained to step {trainer.step}" if trainer.step >= config.train.steps else f"stopped on request after step {trainer.step}, saved"
+    )
+
+
+class Evaluations:
+    """Held-out losses at both ends of a training and every so many steps, on all workers alike."""
+
+    def __init__(self, trainer: Trainer, run_dir: RunDir, progress: Progress) -> None:
+        self._trainer, self._progress = trainer, progress
+        first = trainer.environment.rank == 0 and bool(trainer.held_out)
+        self._writer = EvaluationWriter(run_dir.path, trainer.step) if first else None
+        # A run that goes on from the step of its last evaluation has that one already.
+        rows = self._writer.kept if self._writer is not None else []
+        same = bool(rows) and (rows[-1]["step"], rows[-1].get("sequences")) == (trainer.step, len(trainer.held_out))
+        told = torch.tensor(int(same))
+        dist.all_reduce(told, group=trainer.host_group)
+        self._done = trainer.step if told else -1
+
+    def after_step(self, at_end: bool, *, skip: bool = False) -> None:
+        """at_end: the training begins or ends here. skip: whoever asked for a stop waits for the checkpoint."""
+        trainer, every = self._trainer, self._trainer.config.train.eval_every
+        if skip or not trainer.held_out or trainer.step == self._done or not (at_end or (every and trainer.step % every == 0)):
+            return
+        whereabouts.note("evaluation", whereabouts.SEVERAL)
+        found = evaluate(trainer)
+        self._progress.message(found.line())
+        problem = self._writer.write(found) if self._writer is not None else None
+        if problem:
+            self._progress.message(problem, warning=True)
+
+
+def _profile(trainer: Trainer, run_dir: RunDir) -> TrainingProfile | None:
+    """None where no step is to be recorded."""
+    if not trainer.config.profile.every:
+        return None
+    from mtrain_cli.profiling.training import TrainingProfile
+
+    return TrainingProfile(trainer, run_dir)
+
+
+def _complain(profile: TrainingProfile, progress: Progress) -> None:
+    problem = profile.complaint()
+    if problem:
+        progress.message(problem, warning=True)
+
+
+def _save(trainer: Trainer, checkpointer: Checkpointer, progress: Progress) -> int:
+    """Starts a checkpoint of the step at hand, which it returns. If the one before failed, that is shown and training goes on."""
+    try:
+        checkpointer.save(trainer.step, trainer.state())
+    except CheckpointError as error:
+        progress.message(str(error), warning=True)
+    progress.message(f"saving the checkpoint of step {trainer.step} in the background")
+    return trainer.step
+
+
+def _wait(checkpointer: Checkpointer, progress: Progress) -> bool:
+    try:
+        checkpointer.wait()
+    except CheckpointError as error:
+        progress.message(str(error), warning=True)
+        return True
+    return False
