@@ -10,8 +10,14 @@ from pathlib import Path
 import mtrain_cli
 
 
+def python_path(*folders: Path) -> str:
+    """PYTHONPATH of a process that shall find this mtrain, what is in ``folders``, and whatever this process was told of."""
+    given = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+    return os.pathsep.join([str(Path(mtrain_cli.__file__).parents[1]), *map(str, folders), *given])
+
+
 def mtrain(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(mtrain_cli.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)  # `auto` would take its interpreter for a kernel
     command = [sys.executable, "-m", "mtrain_cli", *words]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)

@@ -45,7 +45,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "train.checkpoint_keep": (0.5, 0.75, 0.25),
     "train.offload_activations": (False, True),
     "train.tile_mib": (4096, 1024, 256),
-    "train.loss_chunk_mib": (512, 128),
+    "train.loss_chunk_mib": (2048, 512, 128),
     "train.shard": ("full", "gradients", "optimizer"),
     "optim.offload": (False, True),
 }

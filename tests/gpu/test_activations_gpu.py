@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
 import torch
 
 from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.config.schema import ModelConfig, RopeConfig
 from mtrain_cli.model.decoder import Decoder
@@ -18,6 +20,7 @@ from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.offload import Offload
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic products ask for; read at the first of a process
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 SEQ, LAYERS, HIDDEN = 16384, 8, 1024
 KEPT = 2 * SEQ * (HIDDEN + HIDDEN) + 4 * SEQ * 8  # of a layer with selective checkpointing, bytes
@@ -32,9 +35,20 @@ MODEL = ModelConfig(
 
 
 class Steps:
-    """A decoder in bfloat16 and its forward and backward passes on one sequence."""
+    """A decoder and its forward and backward passes on one sequence."""
 
-    def __init__(self, checkpoint: str, keep: float, *, offload: bool | int = False, tile_mib: int = 0, compile: bool = False) -> None:
+    def __init__(
+        self,
+        checkpoint: str,
+        keep: float,
+        *,
+        offload: bool | int = False,
+        tile_mib: int = 0,
+        compile: bool = False,
+        seq: int = SEQ,
+        exact: bool = False,
+    ) -> None:
+        """exact: in float32, with the oracle for attention."""
         device = torch.device("cuda")
         self.offload = Offload(LAYERS, device, offload) if offload else None
         with torch.device("meta"):
@@ -44,26 +58,42 @@ class Steps:
             )  # fmt: skip
         self.decoder.to_empty(device=device)
         initialize(self.decoder, 0)
-        self.decoder.bfloat16()
-        exchange = make_exchange("all_gather", make_layout("striped", 1, SEQ, 128), ContextGroup.alone())
-        masks = [SequenceMask.causal(SEQ, SEQ)]
-        self.attend = ContextAttention.make(exchange, SdpaKernel(), masks, device, keep=keep, offload=self.offload)
+        self.decoder.to(torch.float32 if exact else torch.bfloat16)
+        exchange = make_exchange("all_gather", make_layout("striped", 1, seq, 128), ContextGroup.alone())
+        masks = [SequenceMask.causal(seq, seq)]
+        kernel = ReferenceKernel() if exact else SdpaKernel()
+        self.attend = ContextAttention.make(exchange, kernel, masks, device, keep=keep, offload=self.offload)
         generator = torch.Generator().manual_seed(0)
-        self.tokens = torch.randint(512, (1, SEQ), generator=generator).to(device)
-        self.positions = torch.arange(SEQ, device=device)[None]
-        self.between = 0  # bytes allocated between the passes
+        self.tokens = torch.randint(512, (1, seq), generator=generator).to(device)
+        self.positions = torch.arange(seq, device=device)[None]
+        self.between = 0  # bytes that the forward pass left allocated
 
-    def __call__(self) -> torch.Tensor:
-        self.decoder.zero_grad(set_to_none=True)
-        loss = self.decoder(self.tokens, self.positions, self.tokens, self.attend, 1 / SEQ)
-        self.between = torch.cuda.memory_allocated()
+    def __call__(self, *, keep_gradients: bool = False) -> torch.Tensor:
+        if not keep_gradients:
+            self.decoder.zero_grad(set_to_none=True)
+        before = torch.cuda.memory_allocated()
+        loss = self.decoder(self.tokens, self.positions, self.tokens, self.attend, 1 / self.tokens.shape[1])
+        self.between = torch.cuda.memory_allocated() - before
         loss.backward()
         return loss.detach()
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.decoder.named_parameters()]
 
     def gradients(self) -> list[torch.Tensor]:
         return [parameter.grad for parameter in self.decoder.parameters()]
 
 
+@pytest.fixture
+def repeatable():
+    """Attention's backward adds to the queries' gradients in any order otherwise."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("repeatable")
 @pytest.mark.parametrize(
     ("checkpoint", "keep", "offload"),
     [("selective", 1.0, True), ("sequence_selective", 0.5, True), ("full", 0.0, True), ("selective", 1.0, 3)],
@@ -76,13 +106,16 @@ def test_offloading_changes_no_bit_and_the_host_never_waits(checkpoint, keep, of
     allocated = offloaded.offload.allocated
     for _ in range(3):
         expected = plain()
+        gradients = [gradient.clone() for gradient in plain.gradients()]
+        plain()
+        assert all(torch.equal(a, b) for a, b in zip(gradients, plain.gradients(), strict=True)), "repeatable at all"
         torch.cuda.set_sync_debug_mode("error")
         try:
             loss = offloaded()
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(loss, expected)
-        assert all(torch.equal(a, b) for a, b in zip(offloaded.gradients(), plain.gradients(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(offloaded.gradients(), gradients, strict=True))
     assert offloaded.offload.allocated == allocated > 0, "host buffers are used again"
     assert offloaded.offload.waiting == 0
 
@@ -93,11 +126,13 @@ def test_offloading_frees_the_memory_of_the_layers_that_leave_but_two_stay(offlo
     peaks = []
     for steps in (plain, offloaded):
         steps()
+    for steps in (plain, offloaded):
         torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        steps()
+        steps(keep_gradients=True)  # new ones would make the peak a later one
         torch.cuda.synchronize()
-        peaks.append(torch.cuda.max_memory_allocated())
+        peaks.append(torch.cuda.max_memory_allocated() - before)
     assert plain.between - offloaded.between == pytest.approx(freed * KEPT, rel=0.02)
     assert peaks[0] - peaks[1] > (freed - 1) * KEPT
     assert offloaded.offload is not None
@@ -106,14 +141,27 @@ def test_offloading_frees_the_memory_of_the_layers_that_leave_but_two_stay(offlo
 
 @pytest.mark.parametrize("compile", [False, True])
 def test_recomputation_and_tiles_give_the_gradients_of_autograd(compile):
-    plain = Steps("none", 0.0)
-    expected = plain()
+    """As near to float32 arithmetic on the same weights as autograd in bfloat16 is."""
+    exact, plain = Steps("none", 0.0, seq=2048, exact=True), Steps("none", 0.0, seq=2048)
+    for ours, theirs in zip(exact.decoder.parameters(), plain.decoder.parameters(), strict=True):
+        ours.data.copy_(theirs.data)
+    loss = exact()
+    plain()
+    far = dict(zip(plain.names, distances(plain, exact), strict=True))
+    assert all(0 < distance < 0.1 for name, distance in far.items() if "k_proj.bias" not in name), far
     for checkpoint, keep in [("selective", 1.0), ("sequence_selective", 0.25), ("full", 0.0), ("none", 0.0)]:
-        steps = Steps(checkpoint, keep, tile_mib=64, compile=compile)
-        torch.testing.assert_close(steps(), expected, rtol=1e-3, atol=0)
-        for ours, theirs in zip(steps.gradients(), plain.gradients(), strict=True):
-            difference = (ours.float() - theirs.float()).norm() / theirs.float().norm()
-            assert difference < 2e-2, "rounding of bfloat16"
+        steps = Steps(checkpoint, keep, seq=2048, tile_mib=8, compile=compile)
+        torch.testing.assert_close(steps(), loss, rtol=1e-3, atol=0)
+        for name, distance in zip(steps.names, distances(steps, exact), strict=True):
+            if "k_proj.bias" in name:
+                continue  # its gradient is nothing but rounding, since softmax does not see what all keys share
+            assert distance < 1.3 * far[name] + 1e-3, (checkpoint, name, distance, far[name])
+
+
+def distances(steps: Steps, exact: Steps) -> list[float]:
+    """Relative, of every parameter's gradient."""
+    pairs = zip(steps.gradients(), exact.gradients(), strict=True)
+    return [float((ours.float() - theirs).norm() / theirs.norm()) for ours, theirs in pairs]
 
 
 def test_no_more_host_memory_is_pinned_than_is_counted():
@@ -123,6 +171,7 @@ def test_no_more_host_memory_is_pinned_than_is_counted():
     tensor = torch.randn(9 << 20, device="cuda")  # 36 MiB, of which a single block would make 64
     kept = store.put(0, tensor)
     stays = store.put(1, tensor)
-    assert torch.cuda.host_memory_stats()["active_bytes.current"] - before == store.allocated == 36 << 20
+    assert store.allocated == 36 << 20
+    assert torch.cuda.host_memory_stats()["active_bytes.current"] - before == pytest.approx(36 << 20, abs=4096)
     assert torch.equal(stays.get(), tensor)
     assert torch.equal(kept.get(), tensor)

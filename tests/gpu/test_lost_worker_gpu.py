@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from command import python_path
 from launch.faulty_train import HANGS, Fault
-
-import mtrain_cli
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs or more")]
 LAUNCH = Path(__file__).parents[1] / "launch"
@@ -27,7 +26,7 @@ RUN = [
 
 
 def train(fault: Fault, *words: str) -> tuple[int, str]:
-    paths = os.pathsep.join([str(Path(mtrain_cli.__file__).parents[1]), str(LAUNCH)])
+    paths = python_path(LAUNCH)
     command = [sys.executable, str(LAUNCH / "faulty_train.py"), "train", *RUN, *words]
     ended = subprocess.run(
         command,
@@ -59,7 +58,7 @@ def test_a_worker_lost_in_nccl_is_named_and_the_run_goes_on_from_its_checkpoint(
 def test_memory_that_is_full_is_told_by_tensor(tmp_path, monkeypatch):
     """Half a GiB is left to the process: the second layer's activations do not fit."""
     monkeypatch.chdir(tmp_path)
-    paths = os.pathsep.join([str(Path(mtrain_cli.__file__).parents[1]), str(LAUNCH)])
+    paths = python_path(LAUNCH)
     total = torch.cuda.get_device_properties(0).total_memory
     command = [sys.executable, str(LAUNCH / "full_memory.py"), str(0.5 * 2**30 / total), "train", *RUN, "seq=128k", "topology.workers=1"]
     ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=120)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from command import python_path
 
-import mtrain_cli
 from mtrain_cli.config import compose
 from mtrain_cli.launch import run_dir
 from mtrain_cli.launch.environment import resolve_environment
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_killed_worker_ends_a_run_that_waits_in_nccl(tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(mtrain_cli.__file__).parents[1]), str(Path(__file__).parent)]))
+    monkeypatch.setenv("PYTHONPATH", python_path(Path(__file__).parent))
     run = run_dir.create(compose.compose([f"run.dir={tmp_path / 'run'}", "topology.device=cuda", "topology.workers=2"]), [])
     killed_at = []
 
