@@ -139,6 +139,7 @@ _LATER = {
     "train.reduce_dtype": "float32",
     "train.checkpoint_keep": 0.5,
     "train.offload_activations": False,
+    "train.keep_mlp": False,
     "train.tile_mib": 0,
     "train.loss_gradients": "forward",
     "train.z_loss": 0.0,

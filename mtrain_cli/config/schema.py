@@ -177,7 +177,7 @@ class TrainConfig:
     )
     memory: str = option(
         "manual = as its keys say; auto = the fastest setting that fits, of those of these keys that have their default value: "
-        "activation_checkpoint, checkpoint_keep, offload_activations, tile_mib, loss_chunk_mib, shard, optim.offload",
+        "activation_checkpoint, checkpoint_keep, keep_mlp, offload_activations, tile_mib, loss_chunk_mib, shard, optim.offload",
         MEMORIES,
     )
     shard: str = option(
@@ -190,6 +190,10 @@ class TrainConfig:
     offload_activations: bool | int = option(
         "what layers keep waits in pinned host memory: true = of all of them, a number = of so many, the first ones, which wait longest; "
         "not with train.activation_checkpoint=none"
+    )
+    keep_mlp: bool | int = option(
+        "the first products of the MLP stay for the backward pass and are not computed twice: true = of all layers, a number = of so many; "
+        "4 model.intermediate_size + 2 model.hidden_size bytes a token and layer in bfloat16"
     )
     tile_mib: int = option("MiB of temporaries after attention (norm, MLP), more are computed in tiles of the sequence; 0 = no bound")
     compile: bool | str = option("torch.compile the parts of a layer around attention and the loss; auto = on GPUs")

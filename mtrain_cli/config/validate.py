@@ -122,6 +122,7 @@ _RANGE: dict[str, tuple[str, Callable[[float], bool]]] = {
     "train.micro_batch": _POSITIVE,
     "train.checkpoint_keep": _FRACTION,
     "train.offload_activations": ("must be true, false or a number of layers, 0 or more", lambda value: value >= 0),
+    "train.keep_mlp": ("must be true, false or a number of layers, 0 or more", lambda value: value >= 0),
     "train.tile_mib": _NOT_NEGATIVE,
     "train.loss_chunk_mib": _POSITIVE,
     "train.eval_every": _NOT_NEGATIVE,
@@ -359,6 +360,8 @@ def _optim(config: Config) -> Iterator[str]:
 
 
 def _offload(train: TrainConfig, layers: int) -> Iterator[str]:
+    if train.keep_mlp > layers >= 1:
+        yield f"train.keep_mlp={keys.show(train.keep_mlp)}: model.num_layers={layers}; allowed: true, false or 0 to {layers}"
     asked = f"train.offload_activations={keys.show(train.offload_activations)}"
     if train.offload_activations > layers >= 1:
         yield f"{asked}: model.num_layers={layers}; allowed: true, false or 0 to {layers}"

@@ -21,7 +21,7 @@ from mtrain_cli.config.schema import CHECKPOINTS, LOSS_GRADIENTS, ModelConfig
 from mtrain_cli.model.feed_forward import feed_forward
 from mtrain_cli.model.loss import with_z_loss
 from mtrain_cli.model.rope import Rotation, attention_factor, inverse_frequencies, rotate, rotation
-from mtrain_cli.model.tiling import tile_rows
+from mtrain_cli.model.tiling import layers_with_products, tile_rows
 from mtrain_cli.model.token_losses import token_losses
 from mtrain_cli.parallel.offload import Kept, Offload
 
@@ -84,7 +84,7 @@ class DecoderLayer(nn.Module):
     With any ``activation_checkpoint`` but none, a layer keeps its input, and its backward pass begins with a second forward pass: `project`
     again, attention by what it kept for itself, and of `finish` nothing but its inputs (`feed_forward.py`). The words differ in what
     attention keeps, which is its own matter. offload: where the input waits, None: on the device. tile_bytes: most bytes of temporaries
-    of `finish`, 0: no bound.
+    of `finish`, 0: no bound. keep_mlp: `finish` keeps what its products gave (`feed_forward`), unless it keeps everything anyway.
     """
 
     def __init__(
@@ -96,6 +96,7 @@ class DecoderLayer(nn.Module):
         compile: bool,
         tile_bytes: int = 0,
         offload: Offload | None = None,
+        keep_mlp: bool = False,
     ) -> None:
         super().__init__()
         assert activation_checkpoint in CHECKPOINTS, activation_checkpoint
@@ -105,6 +106,7 @@ class DecoderLayer(nn.Module):
         self.offload = offload
         self.compiled = compile
         self.tile_bytes = tile_bytes
+        self.keep_mlp = keep_mlp
         self.model = model
         self.input_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps)
         self.self_attn = Attention(model)
@@ -138,7 +140,10 @@ class DecoderLayer(nn.Module):
             return finish(self, x_BNC, out_BNHD)
         norm, mlp = self.post_attention_layernorm, self.mlp
         weights = (self.self_attn.o_proj.weight, norm.weight, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
-        return feed_forward(x_BNC, out_BNHD, weights, norm.eps, rows, self.index, compile=self.compiled, inputs_only=passes.second)
+        keep = self.keep_mlp and torch.is_grad_enabled()
+        return feed_forward(
+            x_BNC, out_BNHD, weights, norm.eps, rows, self.index, compile=self.compiled, inputs_only=passes.second, keep=keep
+        )
 
     def _input_offloaded(self, offload: Offload) -> AbstractContextManager[None]:
         """What is saved inside, the input of the checkpointed layer, waits in host memory."""
@@ -201,6 +206,7 @@ class Decoder(nn.Module):
         offload: Offload | None = None,
         loss_gradients: str = "forward",
         z_loss: float = 0.0,
+        keep_mlp: bool | int = False,
     ) -> None:
         super().__init__()
         assert loss_gradients in LOSS_GRADIENTS, loss_gradients
@@ -213,7 +219,15 @@ class Decoder(nn.Module):
         self.attention_factor = attention_factor(model.rope, rope_factor)
         self.embed_tokens = nn.Embedding(model.vocab_size, model.hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(model, index, activation_checkpoint=activation_checkpoint, compile=compile, tile_bytes=tile_bytes, offload=offload)
+            DecoderLayer(
+                model,
+                index,
+                activation_checkpoint=activation_checkpoint,
+                compile=compile,
+                tile_bytes=tile_bytes,
+                offload=offload,
+                keep_mlp=index >= model.num_layers - layers_with_products(keep_mlp, model.num_layers),
+            )
             for index in range(model.num_layers)
         )
         self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps)

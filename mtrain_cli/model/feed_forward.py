@@ -1,8 +1,8 @@
 """What a layer does after attention, keeping nothing but its inputs: output projection, norm and MLP, in tiles along the sequence.
 
 A tile's forward is computed again in its own backward, so that the wide tensors of the MLP exist for one tile at a time (the idea of
-TiledMLP in ALST, arXiv:2506.13996, section 3.1.1). The products are written out, since autograd would make a gradient of each weight for
-every tile: here they are added up in float32.
+TiledMLP in ALST, arXiv:2506.13996, section 3.1.1). Where there is memory for them, the results of the products stay instead. The products
+are written out, since autograd would make a gradient of each weight for every tile: here they are added up in float32.
 
 N tokens of all sequences of a batch, R tokens of a tile, C hidden, A width of the attention output, I intermediate.
 """
@@ -23,24 +23,28 @@ from mtrain_cli.model.loss import accumulation, add_matmul
 
 def feed_forward(
     x_BNC: Tensor, out_BNHD: Tensor, weights: tuple[Tensor, ...], eps: float, rows: int, layer: int, *, compile: bool,
-    inputs_only: bool = False,
+    inputs_only: bool = False, keep: bool = False,
 ) -> Tensor:  # fmt: skip
     """h + down(silu(gate(n)) * up(n)) with h = x + o(out), n = norm(h) -> like x. Keeps x, out and the weights for its backward pass.
 
     weights: of o, norm, gate, up and down. eps: of the norm. rows: tokens of a tile (`tile_rows`). layer: its number, for messages.
     inputs_only: computes nothing, for a second forward pass that is there to keep the inputs; what it returns must not be read.
+    keep: h, gate(n) and up(n) stay, too, and no product is computed twice. They stay from the first pass, also where a checkpoint around it
+        has a second one.
     """
-    return _FeedForward.apply(x_BNC, out_BNHD, *weights, eps, rows, layer, compile, inputs_only)
+    return _FeedForward.apply(x_BNC, out_BNHD, *weights, eps, rows, layer, compile, inputs_only, keep)
 
 
 class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x_BNC: Tensor, out_BNHD: Tensor, o_CA: Tensor, norm_C: Tensor, gate_IC: Tensor, up_IC: Tensor, down_CI: Tensor,
-        eps: float, rows: int, layer: int, compile: bool, inputs_only: bool,
+        eps: float, rows: int, layer: int, compile: bool, inputs_only: bool, keep: bool,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x_BNC, out_BNHD, o_CA, norm_C, gate_IC, up_IC, down_CI)
         ctx.eps, ctx.rows, ctx.layer, ctx.compile = eps, rows, layer, compile
+        # By tile. Not among the saved tensors, which a checkpoint would drop and make again.
+        ctx.products = []
         if inputs_only:
             return x_BNC.new_empty(()).expand_as(x_BNC)
         join, gated = _pieces(compile)[:2]
@@ -48,8 +52,12 @@ class _FeedForward(torch.autograd.Function):
         result_BNC = x_BNC.new_empty(x_BNC.shape)
         for x_RC, out_RA, result_RC in zip(*(_tiles(t, rows) for t in (x_BNC, out_BNHD, result_BNC)), strict=True):
             h_RC, n_RC = join(x_RC, out_RA @ o_CA.t(), norm_C.detach(), eps)
-            inner_RI = gated(n_RC @ gate_IC.t(), n_RC @ up_IC.t())
+            gate_RI, up_RI = n_RC @ gate_IC.t(), n_RC @ up_IC.t()
             del n_RC
+            inner_RI = gated(gate_RI, up_RI)
+            if keep:
+                ctx.products.append((h_RC, gate_RI, up_RI))
+            del gate_RI, up_RI
             torch.mm(inner_RI, down_CI.t(), out=result_RC)
             del inner_RI
             result_RC += h_RC
@@ -60,15 +68,21 @@ class _FeedForward(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_BNC: Tensor) -> tuple[Tensor | None, ...]:
         x_BNC, out_BNHD, o_CA, norm_C, gate_IC, up_IC, down_CI = ctx.saved_tensors
-        join, _, gate_backward, norm_backward = _pieces(ctx.compile)
+        join, _, gate_backward, norm_backward, normed = _pieces(ctx.compile)
         # Contiguous, whatever the inputs are, so that tiles are views.
         dx_BNC, dout_BNHD = x_BNC.new_empty(x_BNC.shape), out_BNHD.new_empty(out_BNHD.shape)
         several = ctx.rows < x_BNC.shape[0] * x_BNC.shape[1]
         sums = _Sums(several)
         tensors = (x_BNC, out_BNHD, grad_BNC.contiguous(), dx_BNC, dout_BNHD)
         for x_RC, out_RA, grad_RC, dx_RC, dout_RA in zip(*(_tiles(t, ctx.rows) for t in tensors), strict=True):
-            h_RC, n_RC = join(x_RC, out_RA @ o_CA.t(), norm_C.detach(), ctx.eps)
-            wide = n_RC @ gate_IC.t(), n_RC @ up_IC.t(), grad_RC @ down_CI
+            if ctx.products:
+                h_RC, gate_RI, up_RI = ctx.products.pop(0)
+                n_RC = normed(h_RC, norm_C.detach(), ctx.eps)
+            else:
+                h_RC, n_RC = join(x_RC, out_RA @ o_CA.t(), norm_C.detach(), ctx.eps)
+                gate_RI, up_RI = n_RC @ gate_IC.t(), n_RC @ up_IC.t()
+            wide = gate_RI, up_RI, grad_RC @ down_CI
+            del gate_RI, up_RI
             inner_RI, dgate_RI, dup_RI = gate_backward(*wide)
             del wide
             sums.add("down", grad_RC.t(), inner_RI)
@@ -88,7 +102,7 @@ class _FeedForward(torch.autograd.Function):
             sums.add("o", dh_RC.t(), out_RA)
             del dh_RC
         weights = {"o": o_CA, "norm": norm_C, "gate": gate_IC, "up": up_IC, "down": down_CI}
-        return dx_BNC, dout_BNHD, *(sums.of(name, weight) for name, weight in weights.items()), None, None, None, None, None
+        return dx_BNC, dout_BNHD, *(sums.of(name, weight) for name, weight in weights.items()), None, None, None, None, None, None
 
 
 class _Sums:
@@ -123,7 +137,11 @@ def _tiles(tensor: Tensor, rows: int) -> tuple[Tensor, ...]:
 def _join(x_RC: Tensor, projected_RC: Tensor, norm_C: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The residual stream after attention, and normalised."""
     h_RC = x_RC + projected_RC
-    return h_RC, functional.rms_norm(h_RC, norm_C.shape, norm_C, eps)
+    return h_RC, _normed(h_RC, norm_C, eps)
+
+
+def _normed(h_RC: Tensor, norm_C: Tensor, eps: float) -> Tensor:
+    return functional.rms_norm(h_RC, norm_C.shape, norm_C, eps)
 
 
 def _gated(gate_RI: Tensor, up_RI: Tensor) -> Tensor:
@@ -158,5 +176,5 @@ def _norm_backward(h_RC: Tensor, norm_C: Tensor, dn_RC: Tensor, grad_RC: Tensor,
 @cache
 def _pieces(compile: bool) -> tuple[Callable[..., Any], ...]:
     """What happens between the products, one set for all layers."""
-    pieces = (_join, _gated, _gate_backward, _norm_backward)
+    pieces = (_join, _gated, _gate_backward, _norm_backward, _normed)
     return tuple(torch.compile(piece, dynamic=False) for piece in pieces) if compile else pieces

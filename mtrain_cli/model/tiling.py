@@ -1,4 +1,4 @@
-"""How many tokens a tile of the sequence has. Without PyTorch, for plans."""
+"""How many tokens a tile of the sequence has, and which layers keep what its products give. Without PyTorch, for plans."""
 
 from __future__ import annotations
 
@@ -15,3 +15,11 @@ def tile_rows(tokens: int, hidden: int, intermediate: int, itemsize: int, tile_b
     least = min(tokens, -(-tokens * row // max(tile_bytes, row)))
     tiles = next((n for n in range(least, 2 * least) if tokens % n == 0), least)
     return -(-tokens // tiles)
+
+
+def layers_with_products(keep: bool | int, layers: int) -> int:
+    """Layers of a decoder whose MLP keeps the results of its first products for its backward pass, the last ones.
+
+    keep: ``train.keep_mlp``.
+    """
+    return layers if keep is True else min(int(keep), layers)

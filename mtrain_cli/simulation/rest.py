@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mtrain_cli.model.tiling import tile_rows
+from mtrain_cli.model.tiling import layers_with_products, tile_rows
 from mtrain_cli.parallel.offload import layers_on_host
 from mtrain_cli.simulation.calibration import HIGH, LOW
 from mtrain_cli.simulation.cluster import Constant
@@ -116,7 +116,8 @@ class Rest:
         whole = train.activation_checkpoint != "none"
         rows = tile_rows(tokens, hidden, wide, e, train.tile_mib * MIB)
         tiles = -(-tokens // rows)
-        again = recomputed_matmul(model, recomputed=whole, tiled=tiles > 1) / model.num_layers
+        again = recomputed_matmul(model, recomputed=whole, tiled=tiles > 1, keep_mlp=train.keep_mlp) / model.num_layers
+        without = 1 - layers_with_products(train.keep_mlp, model.num_layers) / model.num_layers
         # Over several tiles gradients of the weights add up in float32.
         of_tiles = hidden * (3 * wide + model.num_heads * model.head_dim)
         sums = (8 * tiles + 4 + e) * of_tiles if tiles > 1 else 0
@@ -137,7 +138,7 @@ class Rest:
             ),
             recomputed=Work(
                 2.0 * again * tokens,
-                eager * e * tokens * ((6 * hidden + rotated if whole else 4 * hidden) + 3 * wide) if again else 0.0,
+                eager * e * tokens * ((6 * hidden + rotated if whole else 4 * hidden) + 3 * wide * without) if again else 0.0,
                 launches if whole else 0.0,
             ),
             backward=Work(

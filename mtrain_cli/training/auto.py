@@ -37,13 +37,16 @@ ADAMW_BYTES = 28  # a weight: reads weight, gradient and two states, writes all 
 HIDDEN_COST = 0.1  # of a transfer beside computation
 ASSUMED_DENSITY = 0.1
 TILE_SECONDS = 20e-6
+ROOMY = 0.9  # of a GPU: what may stay but need not leaves more to the gaps between the allocator's blocks, 5 to 6 GiB as measured
 
 # What `auto` may change: the default, and what else is tried. A key with another value than the default was given, and stays. Of the
-# activations that may be offloaded, those of as few layers leave as will do.
+# activations that may be offloaded, those of as few layers leave as will do; products of the MLP stay in as many layers as there is room
+# for.
 CHOICES: dict[str, tuple[Any, ...]] = {
     "train.activation_checkpoint": ("selective", "none", "sequence_selective", "full"),
     "train.checkpoint_keep": (0.5, 0.75, 0.25),
     "train.offload_activations": (False, True),
+    "train.keep_mlp": (False, True),
     "train.tile_mib": (4096, 1024, 256),
     "train.loss_chunk_mib": (2048, 512, 128),
     "train.shard": ("full", "gradients", "optimizer"),
@@ -91,7 +94,7 @@ class Search:
 
 def search(plan: Plan) -> Search:
     """Every setting that ``train.memory=auto`` may take for a run that is planned otherwise, priced."""
-    settings = [_priced(plan, *_least_offloaded(plan, config, changes)) for config, changes in _variants(plan.config)]
+    settings = [_priced(plan, *_most_kept(plan, *_least_offloaded(plan, *variant))) for variant in _variants(plan.config)]
     # The fewer changes, the better, where the time is the same; and then the order of CHOICES.
     settings.sort(key=lambda setting: (round(setting.seconds, 6), len(setting.changes)))
     return Search(tuple(settings), next((setting for setting in settings if setting.fits), None))
@@ -107,6 +110,9 @@ def _variants(config: Config) -> Iterator[tuple[Config, dict[str, Any]]]:
         if kind != "sequence_selective" and "train.checkpoint_keep" in free and setting["train.checkpoint_keep"] != usual_share:
             continue
         if kind == "none" and setting["train.offload_activations"]:
+            continue
+        # Whoever has to save there, or computes attention twice, has no room for what is ten times as large as its output.
+        if setting["train.keep_mlp"] and (setting["train.offload_activations"] or kind in ("sequence_selective", "full")):
             continue
         if setting["train.shard"] == "optimizer" and config.train.reduce_dtype != "float32":
             continue
@@ -128,6 +134,17 @@ def _least_offloaded(plan: Plan, config: Config, changes: dict[str, Any]) -> tup
     # 0 is another variant.
     fewest = 1 + bisect_left(range(1, layers - 1), True, key=lambda n: holds(_with(config, {key: n})))
     return (config, changes) if fewest >= layers - 1 else (_with(config, {key: fewest}), changes | {key: fewest})
+
+
+def _most_kept(plan: Plan, config: Config, changes: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
+    """A variant with the products of as many layers' MLPs as there is ample room for; of none where there is none for any."""
+    key, layers = "train.keep_mlp", config.model.num_layers
+    if key not in changes or plan.takes(_memory(plan, config), ROOMY):
+        return config, changes
+    most = bisect_left(range(1, layers), True, key=lambda n: not plan.takes(_memory(plan, _with(config, {key: n})), ROOMY))
+    if most == 0:
+        return _with(config, {key: False}), {other: value for other, value in changes.items() if other != key}
+    return _with(config, {key: most}), changes | {key: most}
 
 
 def _priced(plan: Plan, config: Config, changes: dict[str, Any]) -> Setting:

@@ -17,6 +17,7 @@ from mtrain_cli.config.schema import CHECKPOINTS, Config, ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.launch.environment import Environment, gpu_index, host_memory, resolve_environment
 from mtrain_cli.model.rope import rope_factor
+from mtrain_cli.model.tiling import layers_with_products
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.offload import layers_on_host
 from mtrain_cli.parallel.schedule import make_schedule
@@ -548,7 +549,9 @@ def describe_activations(config: Config) -> str:
     kept = f" (last {train.checkpoint_keep:.0%} kept)" if train.activation_checkpoint == "sequence_selective" else ""
     on_host, layers = layers_on_host(train.offload_activations, config.model.num_layers), config.model.num_layers
     offloaded = f", {'' if on_host == layers - 1 else f'{on_host} of {layers} layers '}offloaded" if on_host else ""
-    return f"{train.activation_checkpoint}{kept}{offloaded}"
+    whole = layers_with_products(train.keep_mlp, layers)
+    products = f", MLP products of {'all' if whole == layers else f'{whole} of {layers}'} layers kept" if whole else ""
+    return f"{train.activation_checkpoint}{kept}{offloaded}{products}"
 
 
 def alternatives(found: Plan) -> dict[str, int]:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from math import prod
 
 from mtrain_cli.config.schema import Config, ModelConfig, TrainConfig
-from mtrain_cli.model.tiling import tile_rows
+from mtrain_cli.model.tiling import layers_with_products, tile_rows
 from mtrain_cli.parallel.layout import Layout, early_queries
 
 Shape = tuple[int, ...]
@@ -142,11 +142,12 @@ def flops_per_token(
     pairs_again: float = 0.0,
     tiled: bool = False,
     recomputed_logits: bool = False,
+    keep_mlp: bool | int = False,
 ) -> FlopsPerToken:
     """FLOP per token of training on sequences of ``seq`` tokens, in both conventions (see `FlopsPerToken`).
 
     recomputed: projections and MLP are computed twice, as with every activation checkpointing but none. tiled: of a model without it, the
-        MLP in tiles, which are. recomputed_logits: the LM head, too.
+        MLP in tiles, which are. recomputed_logits: the LM head, too. keep_mlp: all layers, or so many, compute nothing of the MLP twice.
     pairs_again: share of the pairs whose attention is computed twice (`computed_again`).
     pairs: query-key pairs of one sequence and head that are allowed, a mean when it differs between heads or sequences; default causal.
     padded_seq: tokens that really pass through the matrices, pads included; default ``seq``.
@@ -154,7 +155,7 @@ def flops_per_token(
     count = parameters(model)
     allowed = causal_pairs(seq) if pairs is None else pairs
     heads = model.num_layers * model.num_heads * model.head_dim
-    again = recomputed_matmul(model, recomputed=recomputed, tiled=tiled) + (count.embedding if recomputed_logits else 0)
+    again = recomputed_matmul(model, recomputed=recomputed, tiled=tiled, keep_mlp=keep_mlp) + (count.embedding if recomputed_logits else 0)
     products = 14 + 4 * pairs_again
     return FlopsPerToken(
         model=6 * count.matmul + 6 * heads * seq,
@@ -176,18 +177,20 @@ def training_flops(config: Config, layout: Layout, *, dtype_bytes: int, pairs: f
         pairs_again=computed_again(train, layout),
         tiled=rows < tokens,
         recomputed_logits=train.loss_gradients == "recompute",
+        keep_mlp=train.keep_mlp,
     )
 
 
-def recomputed_matmul(model: ModelConfig, *, recomputed: bool, tiled: bool = False) -> int:
+def recomputed_matmul(model: ModelConfig, *, recomputed: bool, tiled: bool = False, keep_mlp: bool | int = False) -> int:
     """Matmul parameters of the layers whose forward product runs a second time in the backward pass.
 
     Of a recomputed layer that is every matrix but the MLP's last: all that backward needs of that product is its input. Of a layer that
-    is not, but computes its MLP in tiles, it is not those of q, k and v either.
+    is not, but computes its MLP in tiles, it is not those of q, k and v either; of one that keeps its MLP's products it is these alone.
     """
-    shapes = layer_shapes(model)
-    names = ("q", "k", "v", "o", "gate", "up") if recomputed else ("o", "gate", "up") if tiled else ()
-    return sum(prod(shapes[name]) for name in names) * model.num_layers
+    shapes, layers = layer_shapes(model), model.num_layers
+    attention = sum(prod(shapes[name]) for name in ("q", "k", "v")) if recomputed else 0
+    mlp = sum(prod(shapes[name]) for name in ("o", "gate", "up")) if recomputed or tiled else 0
+    return attention * layers + mlp * (layers - layers_with_products(keep_mlp, layers))
 
 
 # Dense bf16 tensor-core FLOP/s with fp32 accumulation, from NVIDIA's datasheets; where a sheet prints the sparse figure, half of it.

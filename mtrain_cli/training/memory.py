@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 
 from mtrain_cli.attention.bars import COLUMN_TILE
 from mtrain_cli.config.schema import Config, ModelConfig
-from mtrain_cli.model.tiling import tile_rows
+from mtrain_cli.model.tiling import layers_with_products, tile_rows
 from mtrain_cli.parallel.layout import Layout, early_queries
 from mtrain_cli.parallel.offload import block_sizes, layers_on_host
 from mtrain_cli.parallel.selection import ExchangeChoice
@@ -42,9 +42,11 @@ class Moment:
     activations: what the layers keep for backward; for each token of a layer, with activation checkpointing
         none: e (4 C + 2 A + 2 K + 4 I) + 4 heads, and in tiles e (2 C + 2 A + 2 K) + 4 heads; selective: e (C + A) + 4 heads, in a ring
         also the 2 e K that came from another worker; sequence_selective: e C + (e A + 4 heads) train.checkpoint_keep; full: e C. lse is
-        the 4 heads. Of all layers, or of those that are not offloaded, and of at least two.
+        the 4 heads. Of all layers, or of those that are not offloaded, and of at least two. Of the layers of train.keep_mlp also
+        e (C + 2 I).
     layer: the layer in backward, what it recomputes and the gradients of its activations: at the gate of the MLP e (6 I + 2 C) for each
-        token of a tile, or attention, whichever is more together with `exchange` (see `layer_in_backward`).
+        token of a tile (e (4 I + C) where gate and up were kept), or attention, whichever is more together with `exchange` (see
+        `layer_in_backward`).
     index: the dynamic indices of the layers between their forward and backward pass: bitmaps take heads * (T / block) * (S / block) bytes
         a layer and sequence of S tokens (all of their rows where queries circulate), diagonals and columns heads * (S / block + 4 columns);
         columns that a ring gathers once, 2 e heads * columns * head_dim of each layer whose activations are on the device; and the pairs
@@ -142,6 +144,11 @@ class _Step:
         self.recomputes = config.train.activation_checkpoint != "none"
         self.on_host = layers_on_host(config.train.offload_activations, model.num_layers)
         self.rows = tile_rows(self.tokens, model.hidden_size, model.intermediate_size, e, config.train.tile_mib * MIB)
+        # The layers from here on keep what their MLP's products gave.
+        several_or_again = self.recomputes or self.rows < self.tokens
+        self.first_with_products = model.num_layers - (
+            layers_with_products(config.train.keep_mlp, model.num_layers) if several_or_again else 0
+        )
         # Of how many queries, among which, attention is computed again.
         self.queries = layout.tokens_per_worker * exchange.heads
         self.early = early_queries(self.queries, attention_kept(config.train), config.sparsity.block) if self.recomputes else 0
@@ -157,6 +164,7 @@ class _Step:
         scatter = states.scatter(states.layer_shard)
         # All that grows or shrinks does so evenly, but for what is kept, of which no less is there from the offloaded layers on.
         places = {layers, max(1, layers - 1), *([self.on_host + 1, min(2, layers)] if self.on_host else [])}
+        places |= {self.first_with_products} - {0}
         backward = (
             self.moment(
                 f"backward of layer {index}",
@@ -167,6 +175,7 @@ class _Step:
                 + (scatter if index < layers else 0),
                 activations=self.kept(index),
                 indices=index,
+                at=index,
             )
             for index in sorted(places, reverse=True)
         )
@@ -180,11 +189,11 @@ class _Step:
         working_weights: int,
         activations: int,
         indices: int = 0,
-        backward: bool = True,
+        at: int = 0,
         loss: int = 0,
     ) -> Moment:
-        """indices: of how many layers the index is there."""
-        layer, exchange = self.layer_in_backward() if backward else (0, self.ring_buffers())
+        """indices: of how many layers the index is there. at: the layer in backward, counted from 1; 0: none is."""
+        layer, exchange = self.layer_in_backward(products=at > self.first_with_products) if at else (0, self.ring_buffers())
         return Moment(
             name=name,
             parameters=self.states.parameters,
@@ -210,7 +219,6 @@ class _Step:
             working_weights=self.e * self.states.root_weights + self.states.weights(self.model.num_layers, self.ahead - 1),
             activations=kept,
             indices=self.model.num_layers,
-            backward=False,
             # Last layer's output (kept by the final norm), the normalised hidden states and their gradient.
             loss=3 * self.hidden + 4 * self.head + max(chunk, converted),
         )
@@ -224,8 +232,9 @@ class _Step:
             working_weights=self.e * (states.root_weights + self.head + states.layer_weights)
             + states.weights(1, 1)
             + states.scatter(states.layer_shard),
-            activations=self.kept_by_layer(),
+            activations=self.kept(1),
             indices=1,
+            at=1,
         )
         # Embedding and LM head each have a gradient (a tied weight's are added up); then they move to the float32 input of reduce-scatter.
         scatter = states.scatter(states.root_shard)
@@ -236,16 +245,18 @@ class _Step:
             gradients=states.gradients(layers),
             working_weights=max(gradients) + states.weights(0, 0),
             activations=0,
-            backward=False,
         )
         return max(first_layer, root, key=lambda moment: moment.allocated)
 
     def at_the_optimizer(self) -> Moment:
-        return self.moment("optimizer step", gradients=4 * self.states.shard, working_weights=0, activations=0, backward=False)
+        return self.moment("optimizer step", gradients=4 * self.states.shard, working_weights=0, activations=0)
 
     def kept(self, layers: int) -> int:
-        """Bytes on the device of what the first so many layers keep for backward: those that are not offloaded, and at least two."""
-        return self.kept_by_layer() * self.on_device(layers)
+        """Bytes on the device of what the first so many layers keep for backward: those that are not offloaded, and at least two; and the
+        results of the MLP's products.
+        """
+        products = self.hidden + 2 * self.e * self.tokens * self.model.intermediate_size
+        return self.kept_by_layer() * self.on_device(layers) + products * max(0, layers - self.first_with_products)
 
     def on_device(self, layers: int) -> int:
         """Of how many of the first so many layers what is kept is on the device."""
@@ -292,13 +303,13 @@ class _Step:
         """q and k before their norms (Qwen3), which only `none` keeps and the others make again."""
         return self.e * self.tokens * (self.width + self.kv_width) if self.model.qk_norm else 0
 
-    def layer_in_backward(self) -> tuple[int, int]:
+    def layer_in_backward(self, *, products: bool) -> tuple[int, int]:
         """(layer, exchange) at the larger of two points: the MLP's gate, where six tensors of its width exist, or attention.
 
         A recomputed layer has first made the normalised input, q, k, v, and what of output and lse was not kept. Its MLP, and any in
         tiles, then holds the gradients of its output, of x and of attention's output; for a tile x + attention, its norm, gate, up,
         silu(gate), their product, and the gradients of product and gate; and over several tiles float32 gradients of the weights. `none`
-        in one tile has kept all of that, and makes the gradients of product, silu and up.
+        in one tile has kept all of that, and makes the gradients of product, silu and up. products: x + attention, gate and up were kept.
         """
         e, tokens, model = self.e, self.tokens, self.model
         wide, out = e * tokens * model.intermediate_size, e * tokens * self.width
@@ -307,7 +318,8 @@ class _Step:
         if self.recomputes or several:
             # Or, where the MLP is narrow, at its norm: x + attention, gradient of the norm, both and their product in float32.
             norm = (12 if e < 4 else 4) * model.hidden_size
-            mlp = 2 * self.hidden + out + self.rows * (max(6 * e * model.intermediate_size, norm) + 2 * e * model.hidden_size)
+            made = (4, 1) if products else (6, 2)
+            mlp = 2 * self.hidden + out + self.rows * (max(made[0] * e * model.intermediate_size, norm) + made[1] * e * model.hidden_size)
             if several:
                 weights = model.hidden_size * (3 * model.intermediate_size + self.width)
                 mlp += max(0, 4 * weights - e * self.states.layer_weights)

@@ -186,6 +186,8 @@ def _change(kind: str, config: Config) -> str:
         return "more workers, which share parameters and optimizer"
     if kind == LOGITS:
         return f"train.loss_chunk_mib={config.train.loss_chunk_mib // 4}" if config.train.loss_chunk_mib > 64 else ""
+    if config.train.keep_mlp:
+        return "train.keep_mlp=false"
     if config.train.activation_checkpoint != "full":
         return "train.activation_checkpoint=full"
     if layers_on_host(config.train.offload_activations, config.model.num_layers) < config.model.num_layers - 1:

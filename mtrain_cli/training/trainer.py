@@ -235,6 +235,7 @@ class Trainer:
                 offload=self.offload,
                 loss_gradients=config.train.loss_gradients,
                 z_loss=config.train.z_loss,
+                keep_mlp=config.train.keep_mlp,
             )
 
     def train_step(self, stop: bool) -> StepResult:

@@ -83,6 +83,8 @@ def test_the_defaults_have_no_problem(defaults):
             "train.offload_activations=2: train.activation_checkpoint=none keeps every intermediate, too many to move; allowed",
         ),
         ({"train__offload_activations": 37, "model__num_layers": 36}, "=37: model.num_layers=36; allowed: true, false or 0 to 36"),
+        ({"train__keep_mlp": 37, "model__num_layers": 36}, "train.keep_mlp=37: model.num_layers=36; allowed: true, false or 0 to 36"),
+        ({"train__keep_mlp": -1}, "train.keep_mlp=-1: must be true, false or a number of layers, 0 or more"),
         ({"train__offload_activations": -1}, "train.offload_activations=-1: must be true, false or a number of layers, 0 or more"),
         ({"run__log_every": 0}, "run.log_every=0: must be at least 1"),
         ({"run__name": "a/b"}, "run.name=a/b: may hold letters"),

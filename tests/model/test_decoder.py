@@ -9,6 +9,7 @@ import yaml
 from tiny_models import YARN, make_decoder, tiny_model, tokens_and_labels
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 from training.allocations import LiveBytes
 
 from mtrain_cli.config.schema import CHECKPOINTS, ModelConfig, RopeConfig
@@ -42,12 +43,14 @@ def test_loss_and_gradients_equal_cross_entropy_of_the_logits(family, tied):
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-@pytest.mark.parametrize("tile_rows", [0, 1, 20, 48])
-def test_neither_checkpointing_nor_tiles_change_loss_and_gradients(checkpoint, tile_rows):
+@pytest.mark.parametrize(("tile_rows", "keep_mlp"), [(0, 0), (1, 0), (20, 0), (48, 0), (0, True), (20, True), (20, 2)])
+def test_neither_checkpointing_nor_tiles_nor_kept_products_change_loss_and_gradients(checkpoint, tile_rows, keep_mlp):
     model = tiny_model("qwen3", rope=YARN)
     loss, gradients = loss_and_gradients(make_decoder(model).double())
     tile_bytes = tile_rows * 8 * (6 * model.intermediate_size + 4 * model.hidden_size)
-    again, again_gradients = loss_and_gradients(make_decoder(model, checkpoint=checkpoint, tile_bytes=tile_bytes).double())
+    again, again_gradients = loss_and_gradients(
+        make_decoder(model, checkpoint=checkpoint, tile_bytes=tile_bytes, keep_mlp=keep_mlp).double()
+    )
     torch.testing.assert_close(again, loss, rtol=1e-12, atol=0)
     for name in gradients:
         torch.testing.assert_close(
@@ -65,6 +68,35 @@ def test_a_layer_is_projected_and_attends_once_more_where_it_is_checkpointed(che
 
     loss_and_gradients(make_decoder(tiny_model(), checkpoint=checkpoint), attend)
     assert seen == [0, 1, 2] + [2, 1, 0] * (checkpoint != "none")
+
+
+@pytest.mark.parametrize("checkpoint", ["selective", "none"])
+def test_no_product_of_an_mlp_that_keeps_them_runs_twice(checkpoint):
+    """FLOP as PyTorch counts them, of three layers of which two keep theirs; tiles, so that a layer without checkpoint has any to keep."""
+    model = tiny_model(num_layers=3)
+    tile_bytes = 20 * 4 * (6 * model.intermediate_size + 4 * model.hidden_size)
+    counted = {}
+    for keep in (0, 2, 3):
+        decoder = make_decoder(model, checkpoint=checkpoint, tile_bytes=tile_bytes, keep_mlp=keep)
+        with FlopCounterMode(display=False) as counter:
+            loss_and_gradients(decoder)
+        counted[keep] = counter.get_total_flops()
+    tokens = tokens_and_labels(model)[0].numel()
+    products = 2 * tokens * model.hidden_size * (model.num_heads * model.head_dim + 2 * model.intermediate_size)
+    assert (counted[0] - counted[2], counted[0] - counted[3]) == (2 * products, 3 * products)
+
+
+def test_products_stay_only_for_a_backward_pass():
+    model = tiny_model(intermediate_size=4000, num_layers=1)
+    tokens, positions, labels = tokens_and_labels(model)
+    peaks = []
+    for keep in (False, True):
+        tile_bytes = 6 * 4 * (6 * model.intermediate_size + 4 * model.hidden_size)
+        decoder = make_decoder(model, checkpoint="selective", tile_bytes=tile_bytes, keep_mlp=keep)
+        with LiveBytes(list(decoder.parameters())) as live:
+            decoder.token_losses(tokens, positions, labels, causal_attend)
+        peaks.append(live.peak)
+    assert peaks[0] == peaks[1]
 
 
 def test_a_checkpointed_layer_keeps_its_input_and_no_more():

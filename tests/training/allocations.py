@@ -117,6 +117,7 @@ def step_peak(rank: int, world: int, overrides: list[str], exchange: str, kernel
                 tile_bytes=train.tile_mib << 20,
                 offload=offload,
                 loss_gradients=train.loss_gradients,
+                keep_mlp=train.keep_mlp,
             )
 
     decoder = empty().to(dtype) if states_away else empty()
@@ -177,7 +178,7 @@ def kept(layers: int, overrides: list[str], dtype: torch.dtype) -> tuple[int, Me
     offload = Offload(layers, torch.device("cpu"), offloaded) if offloaded else None
     decoder = Decoder(
         config.model, rope_factor=1.0, loss_chunk_bytes=1 << 20, activation_checkpoint=config.train.activation_checkpoint, compile=False,
-        tile_bytes=config.train.tile_mib << 20, offload=offload,
+        tile_bytes=config.train.tile_mib << 20, offload=offload, keep_mlp=config.train.keep_mlp,
     ).to(dtype)  # fmt: skip
     masks = [SequenceMask.causal(config.seq, config.seq)]
     exchange, keep = make_exchange("all_gather", layout, ContextGroup.alone()), attention_kept(config.train)

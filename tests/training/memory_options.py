@@ -49,6 +49,7 @@ class Option:
     offload: bool | int = False
     tile_bytes: int = 0
     loss_gradients: str = "forward"
+    keep_mlp: bool | int = False
 
 
 TILE = 4 * 40 * (6 * MODEL.intermediate_size + 4 * MODEL.hidden_size)  # 40 tokens, which divide nothing here
@@ -62,6 +63,9 @@ OPTIONS = {
     "full, one layer offloaded": Option("full", offload=1),
     "tiles": Option(tile_bytes=TILE),
     "sequence_selective, tiles, offloaded": Option("sequence_selective", 0.5, offload=True, tile_bytes=TILE),
+    "selective, MLP of two layers kept": Option("selective", 1.0, keep_mlp=2),
+    "full, MLP kept, tiles, offloaded": Option("full", offload=True, keep_mlp=True, tile_bytes=TILE),
+    "tiles, MLP kept": Option(tile_bytes=TILE, keep_mlp=True),
     "loss by recomputation": Option(loss_gradients="recompute"),
 }
 WAYS = {
@@ -138,7 +142,7 @@ def step(option: Option, world: int, exchange, sparse: bool) -> Outcome:
     with torch.device("meta"):
         decoder = Decoder(
             MODEL, rope_factor=1.0, loss_chunk_bytes=4 * VOCAB * 37, activation_checkpoint=option.checkpoint, compile=False,
-            tile_bytes=option.tile_bytes, offload=offload, loss_gradients=option.loss_gradients, z_loss=1e-3,
+            tile_bytes=option.tile_bytes, offload=offload, loss_gradients=option.loss_gradients, z_loss=1e-3, keep_mlp=option.keep_mlp,
         )  # fmt: skip
     shard_parameters(decoder, make_parameter_mesh(world, "cpu"), torch.float32)
     decoder.to_empty(device="cpu")

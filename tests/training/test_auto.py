@@ -71,6 +71,19 @@ def test_as_few_layers_leave_as_will_do_and_the_host_has_room_for_them():
     assert not any(s.fits for s in refused.settings if s.config.optim == base.config.optim and s.config.train.tile_mib == train.tile_mib)
 
 
+def test_products_of_as_many_layers_stay_as_there_is_room_for():
+    words = ["model=qwen3b", "seq=512k", "sparsity=vertical_slash", "sparsity.max_bars=2048", "train.activation_checkpoint=selective"]
+    base = planned(*words, "topology.gpu_memory_gib=100")
+    found = auto.search(base)
+    number = found.chosen.changes["train.keep_mlp"]
+    assert 1 < number < 36
+    more = dataclasses.replace(found.chosen.config.train, keep_mlp=number + 1)
+    assert base.takes(found.chosen.memory, auto.ROOMY)
+    assert not base.takes(auto._memory(base, dataclasses.replace(found.chosen.config, train=more)), auto.ROOMY)
+    assert auto.search(planned(*words, "topology.gpu_memory_gib=250")).chosen.changes["train.keep_mlp"] is True
+    assert auto.search(planned(*words, "topology.gpu_memory_gib=40")).chosen.changes["train.keep_mlp"] < number
+
+
 def test_a_key_that_was_given_stays():
     found = planned("train.memory=auto", "train.activation_checkpoint=full", "optim.offload=true")
     assert (found.config.train.activation_checkpoint, found.config.optim.offload) == ("full", True)

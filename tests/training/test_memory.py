@@ -47,6 +47,9 @@ ONE_WORKER = [
     (with_checkpointing("full", DEEP, FIVE_OFFLOADED), "all_gather", "flash4", FP32),
     (with_checkpointing("selective", BASE, "train.tile_mib=1"), "all_gather", "flash4", FP32),
     (with_checkpointing("none", BASE, "train.tile_mib=1"), "all_gather", "flash4", FP32),
+    (with_checkpointing("selective", BASE, "train.keep_mlp=true"), "all_gather", "flash4", FP32),
+    (with_checkpointing("selective", BASE, "train.keep_mlp=2", "train.tile_mib=1"), "all_gather", "flash4", FP32),
+    (with_checkpointing("full", BASE, "train.keep_mlp=1"), "all_gather", "flash4", FP32),
     (with_checkpointing("selective", BASE, "train.loss_gradients=recompute"), "all_gather", "flash4", FP32),
 ]
 # So much of the memory is weights, gradients and states.
@@ -141,6 +144,9 @@ def test_kept_activations_follow_their_formulas():
         ["full", OFFLOADED],
         ["full", "train.offload_activations=1"],
         ["selective", "train.offload_activations=2"],
+        ["selective", "train.keep_mlp=true"],
+        ["none", "train.tile_mib=1", "train.keep_mlp=true"],
+        ["full", OFFLOADED, "train.keep_mlp=true"],
     ],
 )
 def test_a_layer_leaves_exactly_what_the_estimate_says(words):
@@ -171,6 +177,18 @@ def test_layers_beyond_the_offloaded_ones_stay_on_the_device():
     assert deepest.name == "backward of layer 2"
     middle = estimate("train.offload_activations=16", "train.activation_checkpoint=full", "seq=1m").moments[1]
     assert (middle.name, middle.activations) == ("backward of layer 36", 20 * (131072 * 2048 * 2))
+
+
+def test_of_so_many_layers_gate_and_up_stay():
+    tokens, c, i = 131072 // 8, 2048, 11008
+    plain = estimate().moments
+    for number, layers in [("false", 0), ("0", 0), ("1", 1), ("7", 7), ("true", 36)]:
+        found = estimate(f"train.keep_mlp={number}").moments
+        assert found[0].activations - plain[0].activations == layers * tokens * 2 * (c + 2 * i)
+    # In the first layer to be backward all of them are there; what is computed again is not.
+    first = estimate("train.keep_mlp=7").moments[1]
+    assert first.name == "backward of layer 36"
+    assert plain[1].layer - first.layer == tokens * 2 * (c + 2 * i)
 
 
 def test_the_mlp_takes_no_more_than_its_tiles():
