@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_size
+from mtrain_cli.model.tiling import tile_rows
 from mtrain_cli.parallel.offload import layers_on_host
 from mtrain_cli.training.flops import causal_pairs, peak_flops, training_flops
 from mtrain_cli.training.memory import GIB, MemoryEstimate, estimate_memory
@@ -36,7 +37,7 @@ GPUS_OF_A_HOST = 8
 ADAMW_BYTES = 28  # a weight: reads weight, gradient and two states, writes all but the gradient
 HIDDEN_COST = 0.1  # of a transfer beside computation
 ASSUMED_DENSITY = 0.1
-TILE_SECONDS = 20e-6
+TILE_SECONDS = 0.5e-3  # of a tile of the MLP and pass, beyond its products; of a chunk of the loss, which adds to the gradient of the head
 ROOMY = 0.9  # of a GPU: what may stay but need not leaves more to the gaps between the allocator's blocks, 5 to 6 GiB as measured
 
 # What `auto` may change: the default, and what else is tried. A key with another value than the default was given, and stays. Of the
@@ -184,9 +185,9 @@ def step_seconds(plan: Plan, config: Config, memory: MemoryEstimate) -> float:
         seconds += shard * min(environment.local_workers, GPUS_OF_A_HOST) / HOST_MEMORY + e * states.shard / HOST_LINK
     else:
         seconds += shard / GPU_MEMORY
-    temporary = e * plan.layout.tokens_per_worker * train.micro_batch * (6 * config.model.intermediate_size + 2 * config.model.hidden_size)
-    tiles = max(1.0, temporary / (train.tile_mib << 20)) if train.tile_mib else 1.0
-    logits = 4 * plan.layout.tokens_per_worker * train.micro_batch * config.model.vocab_size / (train.loss_chunk_mib << 20)
+    tokens = plan.layout.tokens_per_worker * train.micro_batch
+    tiles = tokens / tile_rows(tokens, config.model.hidden_size, config.model.intermediate_size, e, train.tile_mib << 20)
+    logits = 4 * tokens * config.model.vocab_size / (train.loss_chunk_mib << 20)
     return seconds + n * TILE_SECONDS * (2 * tiles * config.model.num_layers + logits)
 
 

@@ -128,6 +128,9 @@ def test_tiles_hold_their_budget_and_are_equal_where_they_can_be():
         assert rows * row <= max(budget, row)
         assert 2 * rows * row > budget or rows == tokens
     assert 65536 % tile_rows(65536, 2048, 11008, 2, 4 << 30) == 0
+    # Nineteen tiles at least, and the next number that divides these tokens is 32.
+    uneven = tile_rows(32768, 2048, 11008, 2, 256 << 20)
+    assert (-(-32768 // uneven), uneven % 128) == (19, 0)
 
 
 def test_the_wide_tensors_of_the_mlp_exist_for_one_tile_at_a_time():
