@@ -122,6 +122,7 @@ class ContextAttention:
     early: how many queries, the first of this rank, a second forward pass computes again; of the others output and lse stay from the first
     pass. None: nothing stays. early_work: what these queries compute. kept: by layer, what stays. offload: where it stays, None: on the
     device.
+    narrowed: work and early work under the index of a layer, with what kernels derive from it (`Tiles.of_index`), until its backward pass.
     """
 
     exchange: Exchange
@@ -132,6 +133,7 @@ class ContextAttention:
     early_work: Work | None = None
     kept: dict[int, tuple[Kept, ...]] = field(default_factory=dict, repr=False, compare=False)
     offload: Offload | None = None
+    narrowed: dict[int, tuple[Work, Work | None]] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
     def make(
@@ -163,7 +165,7 @@ class ContextAttention:
     def again(self) -> ContextAttention:
         """For another batch under the same masks: nothing that this one estimated or kept is there."""
         index = None if self.index is None else replace(self.index, kept={}, records=[], estimated=None)
-        return replace(self, index=index, kept={})
+        return replace(self, index=index, kept={}, narrowed={})
 
     def keeping(self) -> ContextAttention:
         """The same batch, whose indices stay after the backward pass."""
@@ -180,14 +182,22 @@ class ContextAttention:
         # Without a computation or a message there is nothing to record.
         quiet = layer in self.kept and self.early == 0 and self.exchange.rebuilds_alone
         with nullcontext() if recorder is None or quiet else recorder.attention_pass(layer, FORWARD):
-            index = None if self.index is None else self.index.of(layer, q, k, recorder)
-            work = self.work.under(index)
-            early_work = None if self.early_work is None else self.early_work.under(index)
+            work, early_work = self._narrowed(layer, q, k, recorder)
             return _Attend.apply(q, k, v, self, work, layer, early_work, torch.is_grad_enabled())
+
+    def _narrowed(self, layer: int, q: torch.Tensor, k: torch.Tensor, recorder: Recorder | None) -> tuple[Work, Work | None]:
+        """Work and early work of a layer."""
+        if self.index is None:
+            return self.work, self.early_work
+        index = self.index.of(layer, q, k, recorder)
+        if layer not in self.narrowed:
+            self.narrowed[layer] = self.work.under(index), None if self.early_work is None else self.early_work.under(index)
+        return self.narrowed[layer]
 
     def done(self, layer: int) -> None:
         """Backward of a layer has run: its index, and what was kept, are needed no more."""
         self.kept.pop(layer, None)
+        self.narrowed.pop(layer, None)
         if self.index is not None:
             self.index.kept.pop(layer, None)
 

@@ -68,9 +68,14 @@ def test_it_is_estimated_once_a_layer_and_dropped_after_backward(attend):
     q, k, v = tensors()
     for layer in (0, 1):
         out = checkpoint(lambda q, k, v, layer=layer: attend(q, k, v, layer), q, k, v, use_reentrant=False)
-        kept = attend.index.kept[layer]
+        kept, (work, _) = attend.index.kept[layer], attend.narrowed[layer]
+        (derived,) = (tiles.of_index for tiles in work._narrow.values())
+        derived["by a kernel"] = True
+        attend(q, k, v, layer)
+        assert next(iter(attend.narrowed[layer][0]._narrow.values())).of_index is derived, "recomputation derives nothing"
         out.sum().backward()
         assert layer not in attend.index.kept
+        assert layer not in attend.narrowed
         assert kept.heads == (2, 4)
     assert Counting.calls == [0, 1], "recomputation estimates nothing"
     assert [record.layer for record in attend.index.records] == [0, 1]
@@ -82,6 +87,7 @@ def test_another_batch_starts_with_nothing(attend):
     other = attend.again()
     assert other.index.kept == {}
     assert other.index.records == []
+    assert other.narrowed == {}
     assert other.work is attend.work
     other(q * 2, k, v, 0)
     assert Counting.calls == [0, 0]
