@@ -282,7 +282,9 @@ class _Step:
         if self.index is None:
             return 0
         gathered = 0 if self.early else self.gathered_columns()
-        kept = layers * (self.index.kept + self.index.derived(self.kernel))
+        # Lines stay until those of all layers are counted, after backward (`DynamicIndex.count`).
+        there = layers if self.index.bitmap else self.model.num_layers
+        kept = there * self.index.kept + layers * self.index.derived(self.kernel)
         return kept + self.on_device(layers) * gathered + self.micro_batches * self.index.counted
 
     def gathered_columns(self) -> int:
