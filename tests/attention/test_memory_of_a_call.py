@@ -61,8 +61,11 @@ def test_what_is_kept_of_an_index_has_the_size_that_is_told(kernel):
         # Columns whose number is no multiple of a tile are copied, too; an estimate takes settings that fill tiles.
         assert shape.derived(kernel) == sum(kept.values()) - size(plan.bars)
     steps = make_problem(0, "both", **{**SHAPE, "where": "striped"}).tiles
-    make_plan(steps)
+    assert not make_plan(steps).bars.equal(plan.bars)
     assert not steps.of_index
+    assert make_plan(p.tiles, slashes=False).bars_upto is plan.bars_upto, "what is kept is not made again"
+    other = p.tiles.under(dataclasses.replace(p.tiles.index, bars=p.tiles.index.bars[..., 1:]))
+    assert not make_plan(other).bars_upto.equal(plan.bars_upto), "another index shares nothing"
 
 
 def test_the_columns_of_a_call_have_the_size_that_is_told():
