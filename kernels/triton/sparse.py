@@ -37,7 +37,8 @@ class Plan:
         them sees anything (first_min), or where one sees nothing (first_max).
     lines: [batch * heads, width] active diagonals, ascending, with upto [batch * heads, blocks + 1], their number below a diagonal; or, if
         listed, as `list_blocks` makes them, active key blocks [batch * heads, query blocks, width] of each query block at hand with upto
-        [batch * heads, query blocks], their number, int16 if that is enough. lines_t, upto_t: the same transposed, for backward only.
+        [batch * heads, query blocks], their number, int16 if that is enough; None for columns alone. lines_t, upto_t: the same transposed,
+        for backward only.
     slash: uint8 [batch * heads, blocks], the diagonals as a table (all zero if listed).
     bars: [batch * heads, width] ascending positions of single columns, blocks * block = none, with bars_upto [batch * heads, blocks + 1];
         width is a multiple of 128. covered: bits [batch * heads, local query blocks, width / 32] of the columns that lie on a diagonal of
@@ -56,8 +57,8 @@ class Plan:
     query_count: torch.Tensor
     first_min: torch.Tensor
     first_max: torch.Tensor
-    lines: torch.Tensor
-    upto: torch.Tensor
+    lines: torch.Tensor | None
+    upto: torch.Tensor | None
     lines_t: torch.Tensor | None
     upto_t: torch.Tensor | None
     slash: torch.Tensor
@@ -682,12 +683,13 @@ def _forward_pass(
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
     tile = _tile(_FORWARD if slashes else _FORWARD_COLUMNS, plan.block)
+    lines, upto, width = _lists(slashes, plan, q)
     packed, bars, bars_upto, covered, bar_width = _columns(columns, plan, q)
     _forward[(plan.query_blocks.numel(), batch * heads)](
         q, k, v, *packed, out, lse, *(partial or (out, lse)),
-        plan.first, plan.query_blocks, plan.key_slot, plan.first_min, plan.first_max, plan.lines, plan.upto, plan.slash,
+        plan.first, plan.query_blocks, plan.key_slot, plan.first_min, plan.first_max, lines, upto, plan.slash,
         bars, bars_upto, covered,
-        scale, queries, k.shape[1], plan.lines.shape[-1], bar_width, plan.blocks, plan.blocks * plan.block,
+        scale, queries, k.shape[1], width, bar_width, plan.blocks, plan.blocks * plan.block,
         *_strides(q, k, v),
         HEADS=heads, GROUP=heads // k.shape[2], D=dim, BLOCK=plan.block, BLOCK_N=tile.moving,
         SLASHES=slashes, COLUMNS=columns is not None, LISTED=plan.listed, HOLES=plan.holes, CONTINUE=partial is not None,
@@ -715,12 +717,13 @@ def backward_queries(
     batch, queries, heads, dim = q.shape
     dq = torch.empty(q.shape, dtype=dtype or q.dtype, device=q.device)
     tile = _tile(_QUERIES, plan.block)
+    lines, upto, width = _lists(slashes, plan, q)
     packed, bars, bars_upto, covered, bar_width = _columns(columns, plan, q)
     _backward_queries[(plan.query_blocks.numel(), batch * heads)](
         q, k, v, *packed, dout, lse, delta, dq, dq if partial is None else partial,
-        plan.first, plan.query_blocks, plan.key_slot, plan.first_min, plan.first_max, plan.lines, plan.upto, plan.slash,
+        plan.first, plan.query_blocks, plan.key_slot, plan.first_min, plan.first_max, lines, upto, plan.slash,
         bars, bars_upto, covered,
-        scale, queries, k.shape[1], plan.lines.shape[-1], bar_width, plan.blocks, plan.blocks * plan.block,
+        scale, queries, k.shape[1], width, bar_width, plan.blocks, plan.blocks * plan.block,
         *_strides(q, k, v),
         HEADS=heads, GROUP=heads // k.shape[2], D=dim, BLOCK=plan.block, BLOCK_N=tile.moving,
         SLASHES=slashes, COLUMNS=columns is not None, LISTED=plan.listed, HOLES=plan.holes, CONTINUE=partial is not None,
@@ -774,6 +777,14 @@ def backward_columns(
         num_warps=8, num_stages=2,
     )  # fmt: skip
     return dk, dv
+
+
+def _lists(slashes: bool, plan: Plan, unused: torch.Tensor):
+    """-> lists of blocks, their counts and width; any tensor stands in where no blocks are computed."""
+    if not slashes:
+        return unused, unused, 0
+    assert plan.lines is not None
+    return plan.lines, plan.upto, plan.lines.shape[-1]
 
 
 def _columns(columns: tuple[torch.Tensor, torch.Tensor] | None, plan: Plan, unused: torch.Tensor):

@@ -110,7 +110,7 @@ def _sparse_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Ti
     columns = pack_columns(k, v, tiles)
     if columns is None:
         return blocks
-    return sparse.forward(q, k, v, columns, make_plan(tiles), scale, slashes=False, partial=blocks)
+    return sparse.forward(q, k, v, columns, make_plan(tiles, slashes=False), scale, slashes=False, partial=blocks)
 
 
 def _sparse_backward(
@@ -132,7 +132,7 @@ def _sparse_backward(
     columns = pack_columns(k, v, tiles)
     if columns is None:
         return dq, dk, dv
-    plan = make_plan(tiles)
+    plan = make_plan(tiles, slashes=False)
     delta = sparse.row_delta(out, dout) if delta is None else delta.contiguous()
     dq = sparse.backward_queries(dout, q, k, v, columns, lse, delta, plan, scale, slashes=False, partial=dq)
     columns_dk, columns_dv = sparse.backward_columns(dout, q, columns, lse, delta, plan, scale)

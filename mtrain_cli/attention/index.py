@@ -11,7 +11,7 @@ import zipfile
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -137,6 +137,11 @@ class Counts:
         pairs = int(self.pairs.sum())
         return 4 * head_dim * pairs, 10 * head_dim * pairs
 
+    def parts(self, n: int) -> list[Counts]:
+        """Of n equal parts of the heads, views."""
+        split = [getattr(self, f.name).unflatten(1, (n, -1)).unbind(1) for f in fields(self)]
+        return [Counts(*of_part) for of_part in zip(*split, strict=True)]
+
 
 @dataclass(frozen=True)
 class MaskWork:
@@ -185,6 +190,15 @@ class VerticalSlash(Index):
 
     def part(self, i: int, n: int) -> VerticalSlash:
         return self if n == 1 else replace(self, slashes=_part(self.slashes, i, n), bars=_part(self.bars, i, n))
+
+    @staticmethod
+    def joined(indices: Sequence[VerticalSlash]) -> VerticalSlash:
+        """The heads of several indices of the same sequences side by side: what `part` takes apart again."""
+        first = indices[0]
+        assert all((i.block, i.blocks) == (first.block, first.blocks) for i in indices)
+        width, none = max(i.bars.shape[-1] for i in indices), first.blocks * first.block
+        bars = [torch.nn.functional.pad(i.bars, (0, w), value=none) if (w := width - i.bars.shape[-1]) else i.bars for i in indices]
+        return replace(first, slashes=torch.cat([i.slashes for i in indices], 1), bars=torch.cat(bars, 1))
 
     def without_columns(self) -> VerticalSlash:
         """Its block diagonals alone."""

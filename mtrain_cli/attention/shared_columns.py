@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mtrain_cli.attention.bars import COLUMN_TILE, add_rows, pack_rows
+from mtrain_cli.attention.bars import add_rows, key_slots, pack_rows, whole_columns
 from mtrain_cli.attention.index import VerticalSlash
 from mtrain_cli.attention.kernel import accumulation_dtype
 from mtrain_cli.attention.tiles import Tiles
@@ -18,7 +18,7 @@ from mtrain_cli.attention.tiles import Tiles
 
 @dataclass(frozen=True)
 class SharedColumns:
-    """tiles: the queries of this worker against the whole sequence, under the index of a layer. slots: int64 [batch, heads, width], where
+    """tiles: the queries of this worker against the whole sequence, under the index of a layer. slots: int32 [batch, heads, width], where
     this worker holds each column among its keys, -1 where it does not.
     """
 
@@ -34,12 +34,10 @@ class SharedColumns:
         assert geometry is not None
         if not isinstance(index, VerticalSlash) or not index.bars.shape[-1]:
             return None
-        none = index.blocks * index.block
-        columns = torch.nn.functional.pad(index.bars, (0, -index.bars.shape[-1] % COLUMN_TILE), value=none)
-        number = (columns // index.block).clamp(max=index.blocks - 1).long()
-        block_slot = geometry.key_slot[number].long()
-        slots = torch.where((columns < none) & (block_slot >= 0), block_slot * index.block + columns % index.block, -1)
-        return SharedColumns(whole, slots)
+        # Not with `whole`: the keys of this worker are those of `own`.
+        if "slots" not in own.of_index:
+            own.of_index["slots"] = key_slots(whole_columns(index), geometry)
+        return SharedColumns(whole, own.of_index["slots"])
 
     def pack(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """k, v [batch, keys, kv_heads, head_dim] of this worker -> [2, batch, heads, width, head_dim], 0 for the columns of others."""
@@ -60,7 +58,7 @@ class SharedColumns:
         assert isinstance(index, VerticalSlash)
         assert geometry is not None
         positions = self.tiles.positions()[0]
-        columns = torch.nn.functional.pad(index.bars, (0, -index.bars.shape[-1] % COLUMN_TILE), value=index.blocks * index.block).long()
+        columns = whole_columns(index).long()
         first = geometry.first[:, positions]
         at = positions[:, None]
         visible = (columns[:, :, None] >= first[:, None, :, None]) & (columns[:, :, None] <= at)

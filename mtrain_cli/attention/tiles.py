@@ -124,6 +124,16 @@ class BlockGeometry:
             diagonals=to_device(diagonals, device),
         )
 
+    @property
+    def all_keys(self) -> bool:
+        """No block of keys is absent, so that a key's slot is its position."""
+        return self.key_blocks.numel() == self.blocks
+
+    @cached_property
+    def key_starts(self) -> torch.Tensor:
+        """int32 [blocks + 1], the slot of the first key of each block, negative where it is absent and for the number beyond the last."""
+        return torch.nn.functional.pad(self.key_slot, (0, 1), value=-1) * self.block
+
 
 def _whole_blocks(positions: IntArray, block: int, padded: int) -> IntArray:
     numbers = np.unique(positions // block)
@@ -142,6 +152,7 @@ class Tiles:
     slices: per sequence of the batch, the same mask as rectangles.
     cache: what a kernel derives from the mask (block lists), kept for the other layers and for backward.
     geometry, index: set where a dynamic index narrows the mask; pairs then counts the mask alone.
+    of_index: what a kernel derives from the index (slots of columns), kept as long as these tiles are, from forward to backward of a layer.
     """
 
     low: torch.Tensor
@@ -152,6 +163,7 @@ class Tiles:
     cache: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     geometry: BlockGeometry | None = None
     index: Index | None = None
+    of_index: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
     def make(spans: Sequence[Spans], device: torch.device | str = "cpu", geometry: BlockGeometry | None = None) -> Tiles:
@@ -174,7 +186,7 @@ class Tiles:
             return self
         assert self.geometry is not None, "tiles for an index know where their blocks stand"
         assert (index.block, index.blocks) == (self.geometry.block, self.geometry.blocks)
-        return replace(self, index=index)
+        return replace(self, index=index, of_index={})
 
     def positions(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Global positions of the query and key slots, int64 on the device."""

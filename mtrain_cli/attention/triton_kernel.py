@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -18,6 +19,7 @@ from mtrain_cli.attention.tiles import Tiles
 if TYPE_CHECKING:
     from mtrain_cli.kernels.triton.sparse import Plan
 
+Derived = TypeVar("Derived")
 HEAD_DIMS = (16, 32, 64, 128)
 BLOCKS = (16, 32, 64, 128)
 
@@ -30,13 +32,13 @@ class TritonColumns:
     def forward_columns(self, q, packed, columns, scale, partial):
         from mtrain_cli.kernels.triton import sparse
 
-        plan = make_plan(columns.tiles)
+        plan = make_plan(columns.tiles, slashes=False)
         return sparse.forward(q, q, q, (packed[0], packed[1]), plan, scale, slashes=False, partial=partial, dtype=torch.float32)
 
     def backward_columns(self, dout, q, packed, lse, delta, columns, scale):
         from mtrain_cli.kernels.triton import sparse
 
-        plan = make_plan(columns.tiles)
+        plan = make_plan(columns.tiles, slashes=False)
         pair = (packed[0], packed[1])
         dq = sparse.backward_queries(dout, q, q, q, pair, lse, delta, plan, scale, slashes=False, dtype=torch.float32)
         parts = sparse.backward_columns(dout, q, pair, lse, delta, plan, scale)
@@ -98,23 +100,27 @@ class TritonKernel(TritonColumns):
         return dq, dk, dv
 
 
-def make_plan(tiles: Tiles, *, backward: bool = False) -> Plan:
-    """The index of the tiles as the kernels read it. backward: for the gradient of keys, too."""
+def make_plan(tiles: Tiles, *, slashes: bool = True, backward: bool = False) -> Plan:
+    """The index of the tiles as the kernels read it. slashes: for blocks, not for columns alone. backward: for the gradient of keys, too.
+
+    Of all keys, what is small is kept with the tiles (`local_columns`); the lists of a bitmap and the bits of columns are made each time.
+    """
     from mtrain_cli.kernels.triton.sparse import Plan, covered_columns, list_blocks
 
     index, geometry = tiles.index, tiles.geometry
     assert index is not None
     assert geometry is not None
     flat = index.heads[0] * index.heads[1]
+    lines: torch.Tensor | None = None
+    upto: torch.Tensor | None = None
     lines_t: torch.Tensor | None = None
     upto_t: torch.Tensor | None = None
     if isinstance(index, VerticalSlash):
-        # Only diagonals that the two shards have: a striped ring step visits one residue class and skips nothing.
-        lines, upto = ordered_lines((index.slashes & geometry.diagonals).reshape(flat, -1))
-        lines_t, upto_t, slash, listed = lines, upto, index.slashes, False
-        starts = torch.arange(index.blocks + 1, device=index.bars.device, dtype=torch.int32) * index.block
+        if slashes:
+            lines, upto = lines_t, upto_t = _kept(tiles, "diagonals", _diagonals)
+        slash, listed = index.slashes, False
         bars = local_columns(tiles)[0].reshape(flat, -1)
-        bars_upto = torch.searchsorted(bars, starts.expand(flat, -1).contiguous(), out_int32=True) if bars.shape[-1] else None
+        bars_upto = _kept(tiles, "columns below blocks", _columns_below_blocks) if bars.shape[-1] else None
     else:
         assert isinstance(index, BlockBitmap)
         # Lists hold the keys (or, transposed, the queries) at hand only, by their numbers in the sequence, which ascend as slots do.
@@ -149,3 +155,36 @@ def make_plan(tiles: Tiles, *, backward: bool = False) -> Plan:
         listed=listed,
         holes=geometry.holes,
     )
+
+
+def _kept(tiles: Tiles, name: str, make: Callable[[Tiles], Derived]) -> Derived:
+    """What `make` derives from the index of the tiles: made once for tiles of all keys, and each time for the steps of a ring."""
+    assert tiles.geometry is not None
+    if not tiles.geometry.all_keys:
+        return make(tiles)
+    if name not in tiles.of_index:
+        tiles.of_index[name] = make(tiles)
+    return tiles.of_index[name]
+
+
+def _diagonals(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Plan.lines` and `Plan.upto` of diagonals: those that the two shards have. A striped ring step visits one residue class and skips
+    nothing.
+    """
+    index, geometry = tiles.index, tiles.geometry
+    assert isinstance(index, VerticalSlash)
+    assert geometry is not None
+    return ordered_lines((index.slashes & geometry.diagonals).flatten(0, 1))
+
+
+def _columns_below_blocks(tiles: Tiles) -> torch.Tensor:
+    """`Plan.bars_upto`."""
+    index = tiles.index
+    assert index is not None
+    flat = index.heads[0] * index.heads[1]
+    bars = local_columns(tiles)[0].reshape(flat, -1)
+    key = f"starts of blocks, {flat} times"  # the same for all layers
+    if key not in tiles.cache:
+        end = (index.blocks + 1) * index.block
+        tiles.cache[key] = torch.arange(0, end, index.block, dtype=torch.int32, device=bars.device).repeat(flat, 1)
+    return torch.searchsorted(bars, tiles.cache[key], out_int32=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from mtrain_cli.attention.index import BlockBitmap, Counts, Index, MaskWork
+from mtrain_cli.attention.index import BlockBitmap, Counts, Index, MaskWork, VerticalSlash
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.parallel import ranges
@@ -23,19 +23,28 @@ from mtrain_cli.parallel.offload import Kept, Offload
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, INDEX, Recorder
 from mtrain_cli.sparsity.pattern import Masked, Pattern
 
+_COUNTED_AT_ONCE = 1 << 21  # diagonals and columns of all heads, each of which takes some 15 numbers of 8 bytes while they are counted
+
 
 @dataclass(frozen=True)
 class IndexRecord:
     """One estimate of an index: what it leaves to compute, and how long it took.
 
+    found: what it leaves, or, until `DynamicIndex.count`, the index itself.
     workers: among how many the counts are divided, each counting for its own queries; 1 where each counts everything.
     """
 
     layer: int
-    counts: Counts
+    found: Counts | VerticalSlash
     workers: int
     started: torch.cuda.Event | float
     ended: torch.cuda.Event | float
+
+    @property
+    def counts(self) -> Counts:
+        """What the index leaves to compute, once it is counted."""
+        assert isinstance(self.found, Counts)
+        return self.found
 
     @property
     def seconds(self) -> float:
@@ -94,16 +103,32 @@ class DynamicIndex:
             with torch.no_grad(), span, come:
                 record_messages(self.masked.group, recorder)
                 index = self.pattern.estimate(q.detach(), k.detach(), self.masked, layer)
-                counts, workers = index.counts(self.work), 1
-                if isinstance(index, BlockBitmap):
-                    workers = self.masked.group.size
+                found: Counts | VerticalSlash
+                if isinstance(index, VerticalSlash):
+                    found, workers = index, 1
+                else:
+                    # Not kept to be counted later: unlike lines, bitmaps are large.
+                    found, workers = index.counts(self.work), self.masked.group.size
+                    assert isinstance(index, BlockBitmap)
                     index = gathered(index, self.masked) if self.foreign_queries else index
             ended = _now(q.device)
             self.kept[layer] = index
             if self.estimated is not None:
                 self.estimated[layer] = index
-            self.records.append(IndexRecord(layer, counts, workers, started, ended))
+            self.records.append(IndexRecord(layer, found, workers, started, ended))
         return self.kept[layer]
+
+    def count(self) -> None:
+        """Counts what the lines of all layers leave to compute, together: a metric, of which no layer is to wait for some fifty kernels."""
+        waiting = [(i, r.found) for i, r in enumerate(self.records) if isinstance(r.found, VerticalSlash)]
+        while waiting:
+            # As many layers as the budget allows, with columns filled up to the widest.
+            size = max(lines.slashes.numel() + lines.bars.numel() for _, lines in waiting)
+            at_once = max(1, _COUNTED_AT_ONCE // size)
+            these, waiting = waiting[:at_once], waiting[at_once:]
+            counts = VerticalSlash.joined([lines for _, lines in these]).counts(self.work).parts(len(these))
+            for (i, _), found in zip(these, counts, strict=True):
+                self.records[i] = replace(self.records[i], found=found)
 
 
 def _now(device: torch.device) -> torch.cuda.Event | float:
@@ -122,6 +147,7 @@ class ContextAttention:
     early: how many queries, the first of this rank, a second forward pass computes again; of the others output and lse stay from the first
     pass. None: nothing stays. early_work: what these queries compute. kept: by layer, what stays. offload: where it stays, None: on the
     device.
+    narrowed: work and early work under the index of a layer, with what kernels derive from it (`Tiles.of_index`), until its backward pass.
     """
 
     exchange: Exchange
@@ -132,6 +158,7 @@ class ContextAttention:
     early_work: Work | None = None
     kept: dict[int, tuple[Kept, ...]] = field(default_factory=dict, repr=False, compare=False)
     offload: Offload | None = None
+    narrowed: dict[int, tuple[Work, Work | None]] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
     def make(
@@ -163,7 +190,7 @@ class ContextAttention:
     def again(self) -> ContextAttention:
         """For another batch under the same masks: nothing that this one estimated or kept is there."""
         index = None if self.index is None else replace(self.index, kept={}, records=[], estimated=None)
-        return replace(self, index=index, kept={})
+        return replace(self, index=index, kept={}, narrowed={})
 
     def keeping(self) -> ContextAttention:
         """The same batch, whose indices stay after the backward pass."""
@@ -180,14 +207,22 @@ class ContextAttention:
         # Without a computation or a message there is nothing to record.
         quiet = layer in self.kept and self.early == 0 and self.exchange.rebuilds_alone
         with nullcontext() if recorder is None or quiet else recorder.attention_pass(layer, FORWARD):
-            index = None if self.index is None else self.index.of(layer, q, k, recorder)
-            work = self.work.under(index)
-            early_work = None if self.early_work is None else self.early_work.under(index)
+            work, early_work = self._narrowed(layer, q, k, recorder)
             return _Attend.apply(q, k, v, self, work, layer, early_work, torch.is_grad_enabled())
+
+    def _narrowed(self, layer: int, q: torch.Tensor, k: torch.Tensor, recorder: Recorder | None) -> tuple[Work, Work | None]:
+        """Work and early work of a layer."""
+        if self.index is None:
+            return self.work, self.early_work
+        index = self.index.of(layer, q, k, recorder)
+        if layer not in self.narrowed:
+            self.narrowed[layer] = self.work.under(index), None if self.early_work is None else self.early_work.under(index)
+        return self.narrowed[layer]
 
     def done(self, layer: int) -> None:
         """Backward of a layer has run: its index, and what was kept, are needed no more."""
         self.kept.pop(layer, None)
+        self.narrowed.pop(layer, None)
         if self.index is not None:
             self.index.kept.pop(layer, None)
 

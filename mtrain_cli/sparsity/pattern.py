@@ -114,6 +114,11 @@ class Masked:
         """int64 [batch], the tokens of each sequence that are no padding, on the device."""
         return to_device(torch.tensor([mask.length for mask in self.masks]), self.geometry.first.device)
 
+    @cached_property
+    def padded(self) -> bool:
+        """Some sequence does not fill its blocks."""
+        return any(mask.length < self.geometry.blocks * self.geometry.block for mask in self.masks)
+
     def real(self, sequence: int) -> int:
         """Local slots of one sequence that hold a token; padding comes after them."""
         return int(np.searchsorted(self.host_positions, self.masks[sequence].length))
@@ -157,36 +162,44 @@ def shown_name(pattern: Pattern) -> str:
 
 
 MASS_UNITS = 2.0**38  # masses are compared and added as integers of this resolution: exact, and the same in any order and on any worker
-_MOST_UNITS = (1 << 38) - 1
+MOST_UNITS = (1 << 38) - 1
 _NUMBER_BITS = MOST_LINES.bit_length() - 1
+_NUMBERS = (1 << _NUMBER_BITS) - 1
 
 
 def in_units(mass: torch.Tensor) -> torch.Tensor:
     """float [...], not negative -> int64 [...] in units of 1 / `MASS_UNITS`; what is not finite has no mass."""
-    return (torch.nan_to_num(mass, nan=0.0, posinf=0.0) * MASS_UNITS).round_().long()
+    return torch.nan_to_num(mass, nan=0.0, posinf=0.0).mul_(MASS_UNITS).round_().long()
 
 
-def ranking(units: torch.Tensor, forced: torch.Tensor, numbers: torch.Tensor, n: int) -> torch.Tensor:
-    """units int64 [..., lines], forced bool, numbers int64 [lines] below n -> int64 like units, all different: a larger one goes before,
-    by forced, mass and lower number. Keys of several workers may be merged and sorted together.
-    """
+def rank_without_mass(forced: torch.Tensor, numbers: torch.Tensor, n: int) -> torch.Tensor:
+    """forced bool, numbers int64 [lines], below n -> int64 like forced: `ranking` but for the mass, the same for all layers."""
     assert n <= MOST_LINES
+    return (forced.long() << 62) | (n - 1 - numbers)
+
+
+def ranking(units: torch.Tensor, without_mass: torch.Tensor) -> torch.Tensor:
+    """units int64 [..., lines], at most `MOST_UNITS` -> int64 like units, all different: a larger one goes before, by forced, mass and
+    lower number. Keys of several workers may be merged and sorted together.
+    """
     # 1 + 38 + 24 bits.
-    return (forced.long() << 62) | (units.clamp(max=_MOST_UNITS) << _NUMBER_BITS) | (n - 1 - numbers)
+    return torch.add(without_mass, units, alpha=1 << _NUMBER_BITS)
 
 
 def fewest_lines(
     order: torch.Tensor, total: torch.Tensor, share: float | torch.Tensor, least: int, most: int, n: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The choice of `kept_lines` from keys of `ranking` [..., candidates], among them the ``most`` largest of all lines, and the mass of
-    all lines in units, int64 [..., 1].
+    all lines in units, int64 [..., 1]. least: no fewer than are forced, which come first.
     """
     order = torch.topk(order, min(most, order.shape[-1]), dim=-1).values
-    lines = n - 1 - (order & ((1 << _NUMBER_BITS) - 1))
-    taken = (order >> _NUMBER_BITS) & _MOST_UNITS
-    before = taken.cumsum(-1) - taken
-    rank = torch.arange(lines.shape[-1], device=order.device)
-    return lines, (before < share * total.double()) | (rank < least) | (order >> 62 > 0)
+    lines = n - 1 - (order & _NUMBERS)
+    taken = (order >> _NUMBER_BITS) & MOST_UNITS
+    # A scalar on the host of another dtype costs no kernel of its own, unlike a conversion.
+    limit = share * total.double() if isinstance(share, torch.Tensor) else total * torch.tensor(share, dtype=torch.float64)
+    keep = taken.cumsum(-1).sub_(taken) < limit
+    keep[..., :least].fill_(True)
+    return lines, keep
 
 
 def kept_lines(
@@ -200,6 +213,7 @@ def kept_lines(
     Returns the numbers of the lines, int64 [..., min(most, n)] by falling rank, and which of them are kept.
     """
     n = mass.shape[-1]
-    units = (in_units(mass) if mass.is_floating_point() else mass).clamp(max=_MOST_UNITS)
-    order = ranking(units, forced, torch.arange(n, device=mass.device), n)
-    return fewest_lines(order, units.sum(-1, keepdim=True), share, least, most, n)
+    units = (in_units(mass) if mass.is_floating_point() else mass).clamp(max=MOST_UNITS)
+    order = ranking(units, rank_without_mass(forced, torch.arange(n, device=mass.device), n))
+    lines, keep = fewest_lines(order, units.sum(-1, keepdim=True), share, least, most, n)
+    return lines, keep | forced.expand_as(mass).gather(-1, lines)

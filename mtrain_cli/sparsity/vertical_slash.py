@@ -10,6 +10,7 @@ import importlib.util
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from mtrain_cli.attention.index import VerticalSlash
 from mtrain_cli.attention.kernel import IndexRequest, accumulation_dtype
 from mtrain_cli.attention.transfer import to_device
-from mtrain_cli.sparsity.pattern import MASS_UNITS, Masked, fewest_lines, in_units, kept_lines, ranking
+from mtrain_cli.sparsity.pattern import MASS_UNITS, MOST_UNITS, Masked, fewest_lines, in_units, rank_without_mass, ranking
 
 _SCORE_BYTES = 1 << 30  # scores that exist at once while an index is estimated
 _COLUMN_STEP = 128  # the width of unbounded columns is a multiple of this
@@ -46,6 +47,11 @@ class Probe:
     held: torch.Tensor
     slots: torch.Tensor
     away: torch.Tensor
+
+    @cached_property
+    def for_kernels(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """first, rows and of_row, int32."""
+        return self.first, self.rows.int(), self.of_row.int()
 
 
 @dataclass(frozen=True)
@@ -111,7 +117,9 @@ class VerticalSlashPattern:
         if self.joint:
             _, vertical = self._totals(kept or tables(), masked, q.shape[2], group, slashes)
         bars = self._bars(vertical, masked)
-        return VerticalSlash(self.block, masked.geometry.blocks, *(t.repeat_interleave(group, 1) for t in (slashes, bars)))
+        if group > 1:
+            slashes, bars = (t.repeat_interleave(group, 1) for t in (slashes, bars))
+        return VerticalSlash(self.block, masked.geometry.blocks, slashes, bars)
 
     def mass(self, q: torch.Tensor, k: torch.Tensor, masked: Masked) -> list[torch.Tensor]:
         """Probed attention, q [batch, tokens, heads, head_dim], k [batch, tokens, kv_heads, head_dim] of this worker.
@@ -141,7 +149,7 @@ class VerticalSlashPattern:
             from mtrain_cli.kernels.triton import probe as kernel
 
             tile, scale = tile_keys(self.block), q.shape[-1] ** -0.5
-            places = [(p.first, p.rows.int(), p.of_row.int()) for p in probes]
+            places = [p.for_kernels for p in probes]
             fixed = (masked.geometry.key_blocks, self.block, tile, scale)
 
             def lse_of(b: int, rows: slice) -> torch.Tensor:
@@ -173,7 +181,7 @@ class VerticalSlashPattern:
             for b, lse in zip(these, merged, strict=True):
                 logs[b].append(lse)
             del partial
-        lses = [torch.cat(of_sequence, -1).contiguous() for of_sequence in logs]
+        lses = [_joined(of_sequence).contiguous() for of_sequence in logs]
 
         def tables() -> Iterator[Table]:
             for b, probe in enumerate(probes):
@@ -188,12 +196,12 @@ class VerticalSlashPattern:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Probed mass by diagonal, int64 [batch, heads, blocks], and by local column, [batch, heads, columns], in units; of this worker.
 
-        chosen: bool [batch, heads, blocks], diagonals whose mass is left out.
+        chosen: bool [batch, heads, blocks], diagonals whose mass is left out; None: of all.
         """
         probes, shape = self.probes(masked), (len(masked.masks), heads // group)
         device = masked.geometry.first.device
         diagonals = torch.zeros(*shape, masked.geometry.blocks, dtype=torch.int64, device=device)
-        vertical = torch.zeros(*shape, len(masked.host_positions), dtype=torch.int64, device=device)
+        columns: list[torch.Tensor | None] = [None] * len(probes)
         for b, blocks, table in tables:
             for mass, number in zip(table, blocks, strict=True):
                 away, units = probes[b].away[number], _units(mass, group)
@@ -202,8 +210,11 @@ class VerticalSlashPattern:
                     diagonals[b].index_add_(-1, away, by_block.sum(-1))
                 else:
                     by_block.masked_fill_(chosen[b][:, away][..., None], 0)
-                vertical[b] += units
-        return diagonals, vertical
+                before = columns[b]
+                columns[b] = units if before is None else before.add_(units)
+        vertical = [t for t in columns if t is not None]
+        assert len(vertical) == len(probes), "every sequence ends with a probed block"
+        return diagonals, torch.stack(vertical) if len(vertical) > 1 else vertical[0][None]
 
     def probed_rows(self, length: int) -> torch.Tensor:
         """Positions of the probed queries, ascending, each once."""
@@ -236,9 +247,13 @@ class VerticalSlashPattern:
     def _slashes(self, diagonals: torch.Tensor, masked: Masked) -> torch.Tensor:
         """diagonals: mass of this worker, as `_totals` -> bool like it."""
         blocks = masked.geometry.blocks
-        masked.group.sum(diagonals)
-        forced = torch.arange(blocks, device=diagonals.device) == 0
-        lines, keep = kept_lines(diagonals, self.p_s, forced, self.min_slashes, self.max_slashes or blocks)
+        units = masked.group.sum(diagonals).clamp_(max=MOST_UNITS)
+        key = (type(self).__name__, "diagonals")
+        if key not in masked.cache:
+            numbers = torch.arange(blocks, device=diagonals.device)
+            masked.cache[key] = rank_without_mass(numbers == 0, numbers, blocks)
+        order, total = ranking(units, masked.cache[key]), units.sum(-1, keepdim=True)
+        lines, keep = fewest_lines(order, total, self.p_s, max(1, self.min_slashes), self.max_slashes or blocks, blocks)
         return torch.zeros_like(diagonals, dtype=torch.bool).scatter_(-1, lines, keep)
 
     def _bars(self, vertical: torch.Tensor, masked: Masked) -> torch.Tensor:
@@ -247,21 +262,29 @@ class VerticalSlashPattern:
         """
         tokens = masked.geometry.blocks * self.block
         most = self.max_bars or tokens
-        order = ranking(vertical, masked.positions < self.sink_tokens, masked.positions, tokens)
-        if most < order.shape[-1]:
-            # The largest of all are among the largest of each worker.
-            order = torch.topk(order, most, dim=-1).values
-        everyone = masked.group.gather(torch.cat([order, vertical.sum(-1, keepdim=True)], -1))
-        left = everyone[..., -1:].sum(0)
+        key = (type(self).__name__, "columns", self.sink_tokens)
+        if key not in masked.cache:
+            without_mass = rank_without_mass(masked.positions < self.sink_tokens, masked.positions, tokens)
+            masked.cache[key] = without_mass, torch.full((), tokens, dtype=torch.int32, device=vertical.device)
+        without_mass, unused = masked.cache[key]
+        left = vertical.sum(-1, keepdim=True)
+        order = ranking(vertical.clamp_(max=MOST_UNITS), without_mass)
+        if masked.group.size > 1:
+            if most < order.shape[-1]:
+                # The largest of all are among the largest of each worker.
+                order = torch.topk(order, most, dim=-1, sorted=False).values
+            everyone = masked.group.gather(torch.cat([order, left], -1))
+            left = everyone[..., -1:].sum(0)
+            order = everyone[..., :-1].permute(1, 2, 0, 3).flatten(2)
         share: float | torch.Tensor = self.p_v
         if self.joint:
             # Slashes hold what is not outside; columns have to bring what is missing to p_v of all.
             share = ((left - (1 - self.p_v) * MASS_UNITS) / left.clamp(min=1)).clamp(min=0.0)
-        candidates = everyone[..., :-1].permute(1, 2, 0, 3).flatten(2)
-        lines, keep = fewest_lines(candidates, left, share, self.min_bars, most, tokens)
-        # Padding is never chosen, not even where more columns are asked for than there are tokens.
-        keep &= lines < masked.lengths[:, None, None]
-        bars = torch.where(keep, lines, tokens).sort(-1).values.to(torch.int32)
+        lines, keep = fewest_lines(order, left, share, max(self.sink_tokens, self.min_bars), most, tokens)
+        if masked.padded:
+            # Padding is never chosen, not even where more columns are asked for than there are tokens.
+            keep &= lines < masked.lengths[:, None, None]
+        bars = torch.where(keep, lines.int(), unused).sort(-1).values
         if not self.max_bars:
             # Without a bound the host has to know how many there are, or every later step would work on as many as there are tokens.
             widest = int(keep.sum(-1).max())
@@ -292,15 +315,21 @@ def _merged(partial: list[torch.Tensor], masked: Masked) -> torch.Tensor:
 
     Tiles lie within blocks, so they are the same whoever holds them; their sums are added as integers, so the result is, too.
     """
-    lowest = torch.finfo(partial[0].dtype).min
-    top = masked.group.max(torch.cat([t.amax(0) for t in partial], -1)).clamp(min=lowest)
+    dtype = partial[0].dtype
+    top = masked.group.max(_joined([t.amax(0) for t in partial])).clamp_(min=torch.finfo(dtype).min)
     totals = []
     for tiles, largest in zip(partial, top.split([t.shape[-1] for t in partial], -1), strict=True):
         units = tiles.sub_(largest).exp_().mul_(MASS_UNITS).round_()
         at_once = max(1, _SCORE_BYTES // (8 * units[:, 0].numel()))
-        totals.append(torch.cat([heads.long().sum(0) for heads in units.split(at_once, 1)]))
-    total = masked.group.sum(torch.cat(totals, -1)).double() / MASS_UNITS
-    return torch.where(total > 0, top.double() + total.log(), float("inf")).to(top.dtype)
+        totals.append(_joined([heads.long().sum(0) for heads in units.split(at_once, 1)], 0))
+    total = masked.group.sum(_joined(totals))
+    # A power of two: exact, as a division is. log(0) is -inf.
+    lse = (total * torch.tensor(1 / MASS_UNITS, dtype=torch.float64)).log_().add_(top)
+    return lse.nan_to_num_(nan=float("inf"), posinf=float("inf"), neginf=float("inf")).to(dtype)
+
+
+def _joined(parts: list[torch.Tensor], dim: int = -1) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mtrain_cli.attention.transfer import to_device
 from mtrain_cli.parallel.context_attention import ContextAttention, IndexRecord
 from mtrain_cli.training.flops import causal_pairs
 
@@ -28,22 +29,29 @@ class IndexMetrics:
 
 
 def index_records(batches: Iterable[ContextAttention]) -> list[IndexRecord]:
-    """Every estimate of the micro-batches of a step."""
-    return [record for attend in batches if attend.index is not None for record in attend.index.records]
+    """Every estimate of the micro-batches of a step, counted."""
+    indices = [attend.index for attend in batches if attend.index is not None]
+    for index in indices:
+        index.count()
+    return [record for index in indices for record in index.records]
 
 
 def summed(records: list[IndexRecord], layers: int, device: torch.device) -> torch.Tensor:
     """float64 [layers + 3] on the device: mean pairs of each layer (sum over sequences of means over heads), the same sums of slashes and
-    bars over all layers, and sequences. Adding these vectors of several workers gives that of all of them.
+    bars over all layers, and sequences. Adding these vectors of several workers gives that of all of them. records: of one pattern.
     """
-    total = torch.zeros(layers + 3, dtype=torch.float64, device=device)
+    heads, workers = records[0].counts.pairs.shape[1], records[0].workers
+    alike: dict[int, list[IndexRecord]] = {}
     for record in records:
-        counts = record.counts
-        total[record.layer] += counts.pairs.double().mean(-1).sum() * record.workers
-        total[layers] += counts.slashes.double().mean(-1).sum()
-        total[layers + 1] += counts.columns.double().mean(-1).sum()
-        total[layers + 2] += counts.pairs.shape[0] / layers
-    return total
+        alike.setdefault(len(record.counts.pairs), []).append(record)
+    sums = torch.zeros(layers + 2, dtype=torch.int64, device=device)  # of integers, exact in any order
+    for some in alike.values():
+        lines = [t for record in some for t in (record.counts.pairs, record.counts.slashes, record.counts.columns)]
+        places = torch.tensor([place for record in some for place in (record.layer, layers, layers + 1)])
+        sums.index_add_(0, to_device(places, device), torch.stack(lines).sum((1, 2)))
+    means = sums.double() / heads
+    means[:layers] *= workers
+    return torch.nn.functional.pad(means, (0, 1), value=sum(len(record.counts.pairs) for record in records) / layers)
 
 
 def index_metrics(total: list[float], records: list[IndexRecord], seq: int) -> IndexMetrics:

@@ -293,7 +293,10 @@ class _Step:
         if self.index is None:
             return 0
         gathered = 0 if self.early else self.gathered_columns()
-        return layers * self.index.kept + self.on_device(layers) * gathered + self.micro_batches * self.index.counted
+        # Lines stay until those of all layers are counted, after backward (`DynamicIndex.count`).
+        there = layers if self.index.bitmap else self.model.num_layers
+        kept = there * self.index.kept + layers * self.index.derived(self.kernel)
+        return kept + self.on_device(layers) * gathered + self.micro_batches * self.index.counted
 
     def gathered_columns(self) -> int:
         """Bytes of the columns of one layer that a ring gathers once."""
@@ -391,7 +394,8 @@ class IndexShape:
     sequences, heads, block, blocks: of the index, all query heads and the blocks of a whole sequence. bitmap: listed blocks instead of
     diagonals. kept: bytes. counted: bytes that a micro-batch holds to count bitmaps by. columns: numbers of packed columns, over heads and
     sequences, filled up to tiles; without a bound in the configuration every token may be one. ways: the heads of a call are divided among
-    so many ranks, each with the tokens of all of them. gathered: columns are gathered once and kept from forward to backward.
+    so many ranks, each with the tokens of all of them. rings: keys circulate. gathered: columns are gathered once and kept from forward to
+    backward.
     """
 
     sequences: int
@@ -403,6 +407,7 @@ class IndexShape:
     counted: int
     columns: int
     ways: int
+    rings: bool
     gathered: bool
 
     @staticmethod
@@ -432,8 +437,19 @@ class IndexShape:
             counted=counted,
             columns=sequences * (heads // exchange.heads) * width,
             ways=exchange.heads,
+            rings=rings,
             gathered=rings and exchange.shared_columns and width > 0,
         )
+
+    def derived(self, kernel: str) -> int:
+        """Bytes of what a kernel makes of diagonals and columns and keeps until backward (`Tiles.of_index`): key slots of columns, how many
+        are below each block, and the list of diagonals. Where columns are gathered once, slots among a rank's own keys, too.
+        """
+        if self.bitmap or kernel not in ("flash4", "triton") or (self.rings and not self.gathered):
+            return 0
+        rows = self.sequences * self.heads // self.ways
+        columns = 4 * (self.columns * (2 if self.gathered else 1) + (rows * (self.blocks + 1) if self.columns else 0))
+        return columns + (4 * rows * (2 * self.blocks + 1) if kernel == "triton" and not self.rings else 0)
 
     def pairs_of_blocks(self, queries: int, keys: int) -> int:
         """Of a call, over heads and sequences. queries, keys: tokens of the call, times sequences."""
@@ -442,14 +458,14 @@ class IndexShape:
 
     def columns_in_backward(self, queries: int, head_dim: int, e: int) -> int:
         """Bytes of the packed columns of a call, of what a query block has of them on its diagonals (a bit each), of their key slots and
-        places (16 bytes each), and of their float32 gradients, in the parts that `backward_columns` makes.
+        places (8 bytes each), and of their float32 gradients, in the parts that `backward_columns` makes.
         """
         if not self.columns:
             return 0
         tiles = self.columns // COLUMN_TILE
         parts = max(1, min(_MOST_PARTS, _PROGRAMS_WANTED // tiles))
         covered = -(-queries * self.ways // (self.block * self.sequences)) * self.columns // 8
-        return self.columns * (2 * e * head_dim + 16 + 8 * (parts + (parts > 1)) * head_dim) + covered
+        return self.columns * (2 * e * head_dim + 8 + 8 * (parts + (parts > 1)) * head_dim) + covered
 
 
 def kernel_backward(

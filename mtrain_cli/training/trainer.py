@@ -358,6 +358,8 @@ class Trainer:
                 part = self.decoder(batch.tokens, batch.positions, batch.labels, attend, 1.0 / max(1, valid))
                 part.backward()
                 loss += part.detach()
+                if batch.attend.index is not None:
+                    batch.attend.index.count()
         return loss
 
     def gradients(self) -> list[torch.Tensor]:

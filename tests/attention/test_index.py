@@ -41,6 +41,17 @@ def test_counts_are_those_of_the_pairs_themselves(kind, documents, seed):
     assert (forward, backward) == (512 * int(seen.sum()), 1280 * int(seen.sum()))
 
 
+def test_indices_of_several_layers_are_counted_as_each_alone():
+    p = make_problem(0, "both", seq=109, block=16, heads=4, kv_heads=2, dim=16, documents=True, where="whole")
+    rng = np.random.default_rng(1)
+    layers = [make_index(kind, rng, 2, 4, p.masks[0].padded, 16) for kind in ("both", "bars", "none", "both")]
+    assert len({index.bars.shape[-1] for index in layers}) > 2
+    work, joined = MaskWork.make(p.masks, 16), VerticalSlash.joined(layers)
+    for i, (index, counts) in enumerate(zip(layers, joined.counts(work).parts(4), strict=True)):
+        assert joined.part(i, 4).same_as(index)
+        assert all(torch.equal(getattr(counts, name), value) for name, value in vars(index.counts(work)).items())
+
+
 @pytest.mark.parametrize("block", [1, 3, 16, 128, 181, 182, 200])
 @pytest.mark.parametrize("documents", [0, 1, 4, 60])
 def test_pairs_of_blocks_are_those_of_the_pairs_themselves(block, documents):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 import torch
 from attention.sparse_problems import Problem, make_problem
 from mtrain_cli.kernels.triton import sparse
+from torch.utils._pytree import tree_iter
 
-from mtrain_cli.attention.bars import local_columns, pack_columns
+from mtrain_cli.attention.bars import add_column_gradients, local_columns, pack_columns
 from mtrain_cli.attention.block_lists import index_lists
 from mtrain_cli.attention.triton_kernel import make_plan
 from mtrain_cli.config.compose import compose
@@ -21,7 +23,7 @@ def shape_of(p: Problem) -> IndexShape:
     columns = 0 if index.columns is None else pack_columns(p.k, p.v, p.tiles)[0][..., 0].numel()
     return IndexShape(
         sequences=sequences, heads=heads, block=16, blocks=index.blocks, bitmap=columns == 0, kept=0, counted=0, columns=columns, ways=1,
-        gathered=False,
+        rings=False, gathered=False,
     )  # fmt: skip
 
 
@@ -45,6 +47,25 @@ def test_the_lists_of_a_call_have_the_size_that_is_told():
     for transposed in (False, True):
         lists = index_lists(p.tiles, transposed)
         assert own_bytes("flash4", p, shape_of(p)) - own_bytes("flash4", p, None) == size(lists["partial"], lists["full"])
+
+
+@pytest.mark.parametrize("kernel", ["flash4", "triton"])
+def test_what_is_kept_of_an_index_has_the_size_that_is_told(kernel):
+    p = make_problem(0, "both", **{**SHAPE, "where": "striped queries"})
+    shape = shape_of(p)
+    for _ in ("forward", "backward"):
+        plan, packed = make_plan(p.tiles, slashes=kernel == "triton"), pack_columns(p.k, p.v, p.tiles)
+        add_column_gradients(p.k, p.v, packed[0][None], packed[1][None], p.tiles)
+        kept = {t.data_ptr(): size(t) for t in tree_iter(p.tiles.of_index) if t.data_ptr() != p.tiles.index.columns.data_ptr()}
+        assert {t.data_ptr() for t in (plan.bars_upto, local_columns(p.tiles)[1])} <= set(kept)
+        # Columns whose number is no multiple of a tile are copied, too; an estimate takes settings that fill tiles.
+        assert shape.derived(kernel) == sum(kept.values()) - size(plan.bars)
+    steps = make_problem(0, "both", **{**SHAPE, "where": "striped"}).tiles
+    assert not make_plan(steps).bars.equal(plan.bars)
+    assert not steps.of_index
+    assert make_plan(p.tiles, slashes=False).bars_upto is plan.bars_upto, "what is kept is not made again"
+    other = p.tiles.under(dataclasses.replace(p.tiles.index, bars=p.tiles.index.bars[..., 1:]))
+    assert not make_plan(other).bars_upto.equal(plan.bars_upto), "another index shares nothing"
 
 
 def test_the_columns_of_a_call_have_the_size_that_is_told():

@@ -98,6 +98,7 @@ def estimates(rank: int, world: int, dtype_name: str, fused: bool = False, names
                     dynamic = DynamicIndex.make(pattern, batch_masks, "cpu", layout, group)
                     index = dynamic.of(3, my_q, my_k)
                     cell = f"{layout_name}/{heads}:{kv_heads}/{'docs' if documents else 'causal'}/{name}"
+                    dynamic.count()
                     found[cell] = (index.tensors(), dynamic.records[0].counts.pairs)
                     if rank == 0:
                         alone = pattern.estimate(q, k, Masked.make(batch_masks, BLOCK), 3)

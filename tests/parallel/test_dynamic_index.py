@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from mtrain_cli.attention.index import VerticalSlash
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.sdpa import SdpaKernel
+from mtrain_cli.parallel import context_attention
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchanges import make_exchange
 from mtrain_cli.parallel.layout import make_layout
@@ -59,6 +61,7 @@ def test_output_and_gradients_are_those_of_the_allowed_pairs(attend):
     q, k, v = tensors()
     out = attend(q, k, v, 3)
     want = expected(attend, q, k, v, 3)
+    attend.index.count()
     assert attend.index.records[0].counts.pairs.max() < attend.index.work.per_diagonal.sum(-1).max(), "something is left out"
     for got, exact in zip((out, *torch.autograd.grad(out.sum(), (q, k, v))), want, strict=True):
         torch.testing.assert_close(got, exact, atol=1e-10, rtol=0)
@@ -68,9 +71,14 @@ def test_it_is_estimated_once_a_layer_and_dropped_after_backward(attend):
     q, k, v = tensors()
     for layer in (0, 1):
         out = checkpoint(lambda q, k, v, layer=layer: attend(q, k, v, layer), q, k, v, use_reentrant=False)
-        kept = attend.index.kept[layer]
+        kept, (work, _) = attend.index.kept[layer], attend.narrowed[layer]
+        (derived,) = (tiles.of_index for tiles in work._narrow.values())
+        derived["by a kernel"] = True
+        attend(q, k, v, layer)
+        assert next(iter(attend.narrowed[layer][0]._narrow.values())).of_index is derived, "recomputation derives nothing"
         out.sum().backward()
         assert layer not in attend.index.kept
+        assert layer not in attend.narrowed
         assert kept.heads == (2, 4)
     assert Counting.calls == [0, 1], "recomputation estimates nothing"
     assert [record.layer for record in attend.index.records] == [0, 1]
@@ -82,15 +90,28 @@ def test_another_batch_starts_with_nothing(attend):
     other = attend.again()
     assert other.index.kept == {}
     assert other.index.records == []
+    assert other.narrowed == {}
     assert other.work is attend.work
     other(q * 2, k, v, 0)
     assert Counting.calls == [0, 0]
 
 
-def test_time_and_work_are_recorded(attend):
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+def test_time_and_work_are_recorded_of_several_layers_at_once(attend, at_once, monkeypatch):
     q, k, v = tensors()
-    attend(q, k, v, 0)
-    (record,) = attend.index.records
-    assert record.seconds > 0
+    for layer in range(3):
+        attend(q * (layer + 1), k, v, layer)
+    lines = attend.index.kept[0]
+    monkeypatch.setattr(context_attention, "_COUNTED_AT_ONCE", at_once * (lines.slashes.numel() + lines.bars.numel()))
+    joined: list[int] = []
+    join = VerticalSlash.joined
+    monkeypatch.setattr(VerticalSlash, "joined", lambda indices: joined.append(len(indices)) or join(indices))
+    attend.index.count()
+    assert joined == [at_once] * (3 // at_once) + [1] * (at_once == 2)
     (tiles,) = attend.work.tiles.values()
-    assert record.counts.pairs.tolist() == tiles.under(attend.index.kept[0]).seen().sum((-1, -2)).tolist()
+    for layer, record in enumerate(attend.index.records):
+        assert record.seconds > 0
+        assert record.layer == layer
+        assert record.counts.pairs.tolist() == tiles.under(attend.index.kept[layer]).seen().sum((-1, -2)).tolist()
+    attend.index.count()
+    assert sum(joined) == 3, "each is counted once"

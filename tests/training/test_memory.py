@@ -258,7 +258,12 @@ def test_diagonals_and_columns_are_kilobytes_and_gathered_columns_are_not():
     overrides = ("sparsity=vertical_slash", "model=llama8b")
     layers, heads, width, dim = 32, 32, 4096, 128
     lines = layers * heads * (1024 + 4 * width)
-    assert estimate(*overrides, "train.activation_checkpoint=selective").moments[0].index == lines
+    # What kernels make of them once: the slot of each column, and how many there are below each block.
+    derived = layers * heads * 4 * (width + 1025)
+    found = estimate(*overrides, "train.activation_checkpoint=selective").moments
+    assert (found[0].index, found[-2].index) == (lines + derived, lines + derived // layers), "lines stay until they are counted"
+    assert estimate(*overrides, "train.activation_checkpoint=selective", kernel="sdpa").moments[0].index == lines
+    lines += derived + layers * heads * 4 * width  # among all keys, and among a rank's own
     ring = estimate(*overrides, "train.activation_checkpoint=selective", exchange="ring", kernel="triton").moments[0].index
     assert ring == lines + layers * 2 * 2 * heads * width * dim
     # Recomputation gathers them again.
