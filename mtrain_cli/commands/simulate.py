@@ -214,6 +214,7 @@ class _Job:
 
     def steps(self) -> None:
         from mtrain_cli.commands import simulate_shown as shown
+        from mtrain_cli.reporting.width import print_table, say
         from mtrain_cli.simulation.scenario import check_dealt, evaluate, plan_on
         from mtrain_cli.simulation.sweep import row_of
 
@@ -240,16 +241,16 @@ class _Job:
             typer.echo(json.dumps(content, indent=1))
             return
         console = self._console()
-        self._print(console, shown.step_table(self.cluster, scenario.problem, outcomes))
-        console.print(shown.STEP_LEGEND)
+        print_table(console, shown.step_table(self.cluster, scenario.problem, outcomes), shown.SPARE_OF_STEPS)
+        say(console, shown.STEP_LEGEND)
         best = min(outcomes, key=lambda o: (not o.step.fits, o.step.seconds.value))
-        for line in shown.step_lines(best, self.tokens, self.price):
-            console.print(line)
+        shown.print_lines(console, shown.step_lines(best, self.tokens, self.price))
         shown.print_notes(console, (remark for outcome in outcomes for remark in outcome.remarks))
         self._ended(console, folder)
 
     def attention(self, recompute: bool) -> None:
         from mtrain_cli.commands import simulate_shown as shown
+        from mtrain_cli.reporting.width import print_table, say
         from mtrain_cli.simulation.calibration import load_calibration
         from mtrain_cli.simulation.simulate import predict
 
@@ -287,8 +288,8 @@ class _Job:
             typer.echo(json.dumps(content, indent=1))
             return
         console = self._console()
-        self._print(console, shown.attention_table(self.cluster, problem, predictions))
-        console.print(shown.LEGEND)
+        print_table(console, shown.attention_table(self.cluster, problem, predictions), shown.SPARE_OF_ATTENTION)
+        say(console, shown.LEGEND)
         shown.print_notes(console, (remark for prediction in predictions for remark in prediction.remarks))
         self._ended(console, folder)
 
@@ -315,6 +316,7 @@ class _Job:
 
     def recommend(self) -> None:
         from mtrain_cli.commands import simulate_shown as shown
+        from mtrain_cli.reporting.width import print_table
         from mtrain_cli.simulation.recommend import label, recommend
         from mtrain_cli.simulation.sweep import row_of
 
@@ -353,14 +355,12 @@ class _Job:
         else:
             console = self._console()
             if found.ranked:
-                self._print(console, shown.step_table(self.cluster, scenario.problem, found.ranked[:8]))
+                print_table(console, shown.step_table(self.cluster, scenario.problem, found.ranked[:8]), shown.SPARE_OF_STEPS)
                 if len(found.ranked) > 8:
                     console.print(f"and {len(found.ranked) - 8} slower ones that fit")
-            for line in content["recommended"]["lines"]:
-                console.print(line)
+            shown.print_lines(console, content["recommended"]["lines"])
             if found.ranked:
-                for line in shown.step_lines(found.best, self.tokens, self.price):
-                    console.print(line)
+                shown.print_lines(console, shown.step_lines(found.best, self.tokens, self.price))
                 shown.print_notes(console, found.best.remarks)
             self._ended(console, folder if found.ranked else None)
         if not found.ranked:
@@ -377,7 +377,8 @@ class _Job:
         from mtrain_cli.commands import simulate_shown as shown
         from mtrain_cli.launch.failures import RunError
         from mtrain_cli.profiling.records import SWEEP
-        from mtrain_cli.reporting.sweeps import sheet, sweep_table
+        from mtrain_cli.reporting.sweeps import SPARE, sheet, sweep_table, why_not
+        from mtrain_cli.reporting.width import print_table
         from mtrain_cli.simulation.calibration import load_calibration
         from mtrain_cli.simulation.sweep import NODES, WORKERS, Sweep, axes, points
 
@@ -418,7 +419,8 @@ class _Job:
             typer.echo(json.dumps(content, indent=1))
             return
         console = self._console()
-        self._print(console, sweep_table(rows))
+        print_table(console, sweep_table(rows), SPARE)
+        shown.print_lines(console, (f"not    {why}" for why in why_not(rows)))
         self._ended(console, folder)
 
     def _scenario(self) -> Scenario:
@@ -466,12 +468,6 @@ class _Job:
         from rich.console import Console
 
         return Console(highlight=False, soft_wrap=True)
-
-    @staticmethod
-    def _print(console: Console, table: Any) -> None:
-        from mtrain_cli.reporting.tables import print_wide
-
-        print_wide(console, table)
 
     def _ended(self, console: Console, folder: Path | None) -> None:
         console.print(f"took   {time.perf_counter() - self.began:.1f} s")

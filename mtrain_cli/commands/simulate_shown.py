@@ -34,6 +34,12 @@ STEP_LEGEND = (
 )
 
 
+# What a narrow terminal does without, in this order.
+SPARE_OF_STEPS = ("waits s", "step", "MFU", "worker", "best - worst", "HFU", "data x context")
+SPARE_OF_ATTENTION = ("late ms", "step", "computed", "worker", "exposed ms", "kernel", "best - worst")
+_LABEL = len("note   ")  # what lines begin with
+
+
 def title(cluster: Cluster, problem: Problem, density: float, workers: int) -> str:
     made, nodes = problem.made, f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}"
     shown = f"{problem.pattern}, density {density:.1%}" if problem.pattern != DENSE else DENSE
@@ -200,9 +206,22 @@ def _figures(outcome: Outcome) -> str:
     )
 
 
+def print_lines(console: Console, lines: Iterable[str]) -> None:
+    """Each with a label; a command stays one line, so that it can be copied."""
+    from mtrain_cli.reporting.width import say
+
+    for line in lines:
+        if line.startswith("type "):
+            console.print(line)
+        else:
+            say(console, line, _LABEL)
+
+
 def print_notes(console: Console, remarks: Iterable[str]) -> None:
+    from mtrain_cli.reporting.width import say
+
     for remark in dict.fromkeys(remarks):
-        console.print(f"note   {remark}", style="yellow")
+        say(console, f"note   {remark}", _LABEL, style="yellow")
 
 
 # --- files --------------------------------------------------------------------------------------------------------------------------

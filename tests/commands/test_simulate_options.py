@@ -31,8 +31,8 @@ def _here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def run(*words: str):
-    return CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(command_line.app, ["simulate", *words], prog_name="mtrain")
+def run(*words: str, columns: int = 200):
+    return CliRunner(env={"COLUMNS": str(columns), "TERM": "dumb"}).invoke(command_line.app, ["simulate", *words], prog_name="mtrain")
 
 
 def document(*words: str) -> dict[str, Any]:
@@ -196,3 +196,25 @@ def test_what_was_not_measured_of_this_is_said():
     own = [name for name, of in constants.items() if of["source"] == "guess" and not name.startswith(("gpu.", "links."))]
     assert all(name in guesses for name in own)
     assert f" {len(own)} constants" in guesses
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("model=qwen3b", "seq=64k", "--cluster", "a100_4x8"),
+        (*DENSE, "train.global_batch=8", "--recommend"),
+        ("model=tiny", "--sweep", "seq=1k,32k workers=2,16", "--cluster", "a100_4x8", *STRIPED),
+        (*DENSE, "--attention-only", "--recompute"),
+    ],
+    ids=["steps", "recommend", "sweep", "attention"],
+)
+def test_what_is_printed_keeps_to_eighty_columns(words):
+    found = run(*words, "--no-files", columns=80)
+    assert found.exit_code == 0, found.output
+    # A command is one line, to be copied.
+    lines = [line for line in found.stdout.splitlines() if not line.startswith("type ")]
+    assert max(map(len, lines)) <= 80
+    table = found.stdout.partition(" ─")[2].partition("\n\n")[0]
+    assert "…" not in found.stdout
+    assert "ring" in table
+    assert "for want of width without: " in found.stdout or "--sweep" in words
