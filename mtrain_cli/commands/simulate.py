@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -107,7 +108,7 @@ def simulate(
     recompute: Annotated[
         bool, typer.Option("--recompute", help="With --attention-only: also the forward pass that full recomputation repeats.")
     ] = False,
-    slow: Annotated[str, typer.Option(metavar="RANK=X,...", help="Ranks that compute X times as long.")] = "",
+    slow: Annotated[str, typer.Option(metavar="RANK=X,...", help="Ranks, of all workers, that compute X times as long.")] = "",
     jitter: Annotated[float, typer.Option(metavar="X", help="Spread of message times: standard deviation of their logarithm.")] = 0.0,
     out: Annotated[
         Path | None,
@@ -252,6 +253,7 @@ class _Job:
         from mtrain_cli.commands import simulate_shown as shown
         from mtrain_cli.reporting.width import print_table, say
         from mtrain_cli.simulation.calibration import load_calibration
+        from mtrain_cli.simulation.scenario import slowest_group
         from mtrain_cli.simulation.simulate import predict
 
         asked = self.asked
@@ -267,20 +269,19 @@ class _Job:
         for number, (layout, exchange) in enumerate(itertools.product(self.layouts, self.exchanges)):
             with self._unfit(exchange):
                 setup, kernel, choice = self._group(scenario, layout, exchange)
-                predictions.append(
-                    predict(
-                        self.cluster,
-                        problem,
-                        setup,
-                        kernel=kernel,
-                        calibration=own,
-                        recompute=recompute,
-                        conditions=conditions,
-                        number=number,
-                        rows=self.files,
-                        choice=choice,
-                    )
+                played = partial(
+                    predict,
+                    self.cluster,
+                    problem,
+                    setup,
+                    kernel=kernel,
+                    calibration=own,
+                    recompute=recompute,
+                    number=number,
+                    rows=self.files,
+                    choice=choice,
                 )
+                predictions.append(slowest_group(conditions, setup.workers, lambda of, played=played: played(conditions=of)))
         content = shown.document(self.cluster, own, **shown.of_predictions(problem, predictions))
         if folder is not None:
             shown.leave(folder, content, predictions)
@@ -425,7 +426,7 @@ class _Job:
 
     def _scenario(self) -> Scenario:
         found = self.asked.scenario()
-        self.asked.conditions(self.asked.context(found.config) or self.workers)
+        self.asked.conditions(self.workers)
         return found
 
     def _with_cost(self, row: dict[str, Any]) -> dict[str, Any]:

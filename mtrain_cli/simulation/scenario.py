@@ -200,11 +200,27 @@ def evaluate(
         ConfigError: its kernel has no times, or the index is damaged.
     """
     again = recomputes_attention(plan.config.train)
-    attention = predict(
-        cluster, scenario.problem, setup_of(plan), kernel=plan.kernel, calibration=scenario.calibration, recompute=recompute or again,
-        conditions=scenario.conditions, number=number, rows=rows, bounds=bounds, choice=plan.exchange,
-    )  # fmt: skip
-    return with_step(cluster, scenario, plan, attention, bounds=bounds)
+
+    def of_group(conditions: Conditions) -> Prediction:
+        return predict(
+            cluster, scenario.problem, setup_of(plan), kernel=plan.kernel, calibration=scenario.calibration, recompute=recompute or again,
+            conditions=conditions, number=number, rows=rows, bounds=bounds, choice=plan.exchange,
+        )  # fmt: skip
+
+    return with_step(cluster, scenario, plan, slowest_group(scenario.conditions, plan.environment.cp, of_group), bounds=bounds)
+
+
+def slowest_group(conditions: Conditions, size: int, predicted: Callable[[Conditions], Prediction]) -> Prediction:
+    """The attention of the context group that takes longest, since the others wait for it: all have the same work, but not the same GPUs.
+    size: ranks of a group. predicted: attention of a group under conditions of its own ranks.
+    """
+    found = {group: predicted(of) for group, of in conditions.of_groups(size).items()}
+    group = max(found, key=lambda group: found[group].duration.value)
+    if not group:
+        return found[group]
+    first = group * size
+    told = f"the context group of ranks {first} to {first + size - 1} is played, which has the slowest; its ranks count from 0"
+    return replace(found[group], remarks=(*found[group].remarks, told))
 
 
 def with_step(cluster: Cluster, scenario: Scenario, plan: Plan, attention: Prediction, *, bounds: bool = True) -> Outcome:

@@ -48,8 +48,29 @@ def test_a_slow_rank_needs_a_group_of_one_size():
     assert "--slow 3=2: --recommend tries groups of any size; give topology.context_parallel=N" in refused.stderr
     fixed = run(*words, "topology.context_parallel=4")
     assert fixed.exit_code == 0, fixed.output
+    # Of all workers, whichever group they are in.
+    assert run(*words, "--slow", "7=2", "topology.context_parallel=4").exit_code == 0
+    beyond = run(*words, "--slow", "8=2", "topology.context_parallel=4")
+    assert (beyond.exit_code, "--slow 8=2: there is no rank 8; allowed: 0 to 7" in beyond.stderr) == (2, True)
     # `auto` is no size.
     assert run(*words, "topology.context_parallel=auto").exit_code == 2
+
+
+def test_a_slow_rank_may_be_in_any_group():
+    """Groups have the same work, so a rank is as slow in one as at its place in another; of several groups the slowest counts."""
+    words = (*DENSE, "train.global_batch=2", "topology.context_parallel=4", *STRIPED)
+    for more in ((), ("--attention-only",)):
+
+        def found(slow: str, more: tuple[str, ...] = more) -> tuple[float, str]:
+            (entry,) = document(*words, *more, "--slow", slow)["predicted"]
+            return (entry["step"]["seconds"] if "step" in entry else entry["ms"])["value"], " ".join(entry["remarks"])
+
+        (first, told), (second, other) = found("2=2"), found("6=2")
+        assert first == second
+        assert "the context group of ranks 4 to 7 is played, which has the slowest; its ranks count from 0" in other
+        assert "is played" not in told
+        assert found("1=1.5,6=2") == (first, other)
+        assert found("1=3,6=2")[0] == found("1=3")[0] > first
 
 
 def test_attention_alone_is_that_of_the_step():
