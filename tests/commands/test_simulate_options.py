@@ -199,13 +199,14 @@ def test_times_of_another_device_are_never_taken_silently():
 def test_what_was_not_measured_of_this_is_said():
     """An index costs what it cost on one kind of GPU; the simulator's own constants have sources, too."""
     words = ("model=qwen3b", "seq=8k", "--columns", "64", "--workers", "1", "--attention-only", *STRIPED)
-    said = "estimating an index takes what vertical_slash with 16 heads took on NVIDIA H200: not measured of "
+    said = "estimating an index was measured of vertical_slash with 16 heads on NVIDIA H200, not of "
     (here,) = document(*words)["predicted"]
     assert not [line for line in here["remarks"] if line.startswith("estimating")]
     found = document(*words, "--cluster", "a100_4x8")
-    assert said + "16 heads on NVIDIA A100-SXM4-40GB" in found["predicted"][0]["remarks"]
+    by = ": a token takes x 2.7 of that, by number of heads and bandwidth of memory, and bounds are wider"
+    assert f"{said}16 heads on NVIDIA A100-SXM4-40GB{by}" in found["predicted"][0]["remarks"]
     (more,) = document("model=llama8b", *words[1:])["predicted"]
-    assert said + "32 heads on NVIDIA H200" in more["remarks"]
+    assert said + "32 heads on NVIDIA H200: a token takes x 2 of that, by number of heads" in more["remarks"]
     (dense,) = document("model=llama8b", "seq=8k", "--index", "dense", *words[4:])["predicted"]
     assert not [line for line in dense["remarks"] if line.startswith("estimating")]
     constants = found["cluster"]["constants"]
