@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -168,6 +169,8 @@ def simulate(
     if sweep and (recommend or attention_only):
         raise ConfigError(f"--sweep and --{'recommend' if recommend else 'attention-only'}: ask for one of them")
     alone = attention_only or job.without_a_model
+    if found.gpu.is_cpu and (sweep or recommend or not alone):
+        raise ConfigError(f"--cluster {cluster}: {found.gpu.name} is a CPU, and steps are predicted of GPUs alone; give --attention-only")
     if recompute and (sweep or recommend or not alone):
         raise ConfigError("--recompute: is for --attention-only; steps recompute what train.activation_checkpoint says")
     if sweep:
@@ -207,6 +210,9 @@ class _Job:
         self.cluster, self.asked, self.layouts, self.exchanges, self.workers = cluster, asked, layouts, exchanges, workers
         self.out, self.files, self.as_json, self.tokens, self.price = out, files, as_json, tokens, price
         self.began = time.perf_counter()
+        # Workers on a CPU compute in another dtype and with other kernels.
+        if cluster.gpu.is_cpu and not self.without_a_model and not any(word.startswith("topology.device=") for word in asked.words):
+            self.asked = replace(asked, words=(*asked.words, "topology.device=cpu"))
 
     @property
     def without_a_model(self) -> bool:
@@ -281,7 +287,7 @@ class _Job:
                     rows=self.files,
                     choice=choice,
                 )
-                predictions.append(slowest_group(conditions, setup.workers, lambda of, played=played: played(conditions=of)))
+                predictions.append(slowest_group(conditions, setup.workers, played))
         content = shown.document(self.cluster, own, **shown.of_predictions(problem, predictions))
         if folder is not None:
             shown.leave(folder, content, predictions)

@@ -128,15 +128,13 @@ def _document(
 def _elsewhere(runs: Sequence[Run], predictions: Sequence[Path], cluster: Cluster) -> list[str]:
     """Runs on devices that the cluster does not have."""
     from mtrain_cli.simulation.calibration import same_device
-    from mtrain_cli.training.flops import peak_flops
 
     if predictions:
         return []
-    known = peak_flops(cluster.gpu.name) is not None  # a GPU; a CPU has no entry there
     found = []
     for run in runs:
         devices = dict.fromkeys(_devices(run))
-        wrong = [name for name in devices if (known if name == "CPU" else not same_device(name, cluster.gpu.name))]
+        wrong = [name for name in devices if (not cluster.gpu.is_cpu if name == "CPU" else not same_device(name, cluster.gpu.name))]
         found += [f"{run.folder} ran on {name}, and {cluster.name} has {cluster.gpu.name}" for name in wrong]
     return found
 

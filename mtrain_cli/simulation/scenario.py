@@ -169,6 +169,8 @@ def plan_on(cluster: Cluster, config: Config, *, workers: int, kernel: str | Non
     """
     if config.train.dtype not in ("auto", "bfloat16"):
         raise ConfigError(f"train.dtype={config.train.dtype}: kernels were measured in bfloat16 alone; allowed: auto, bfloat16")
+    if cluster.gpu.is_cpu:
+        raise ConfigError(f"topology.device={config.topology.device}: {cluster.name} has {cluster.gpu.name}, a CPU; allowed: cpu")
     if config.topology.device == "cpu":
         raise ConfigError(f"topology.device=cpu: {cluster.name} has GPUs; allowed: auto, cuda")
     per_node = config.topology.gpus_per_node
@@ -210,11 +212,11 @@ def evaluate(
     return with_step(cluster, scenario, plan, slowest_group(scenario.conditions, plan.environment.cp, of_group), bounds=bounds)
 
 
-def slowest_group(conditions: Conditions, size: int, predicted: Callable[[Conditions], Prediction]) -> Prediction:
+def slowest_group(conditions: Conditions, size: int, predicted: Callable[..., Prediction]) -> Prediction:
     """The attention of the context group that takes longest, since the others wait for it: all have the same work, but not the same GPUs.
-    size: ranks of a group. predicted: attention of a group under conditions of its own ranks.
+    size: ranks of a group. predicted: attention of a group, whose ``conditions`` are of its own ranks.
     """
-    found = {group: predicted(of) for group, of in conditions.of_groups(size).items()}
+    found = {group: predicted(conditions=of) for group, of in conditions.of_groups(size).items()}
     group = max(found, key=lambda group: found[group].duration.value)
     if not group:
         return found[group]

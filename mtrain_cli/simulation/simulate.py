@@ -137,7 +137,7 @@ def predict(
         ConfigError: its kernel has no times, or the index is damaged.
     """
     first = problem.index(problem.layers[0])
-    name = kernel or default_kernel(cluster.gpu.name, first is None)
+    name = kernel or ("sdpa" if cluster.gpu.is_cpu else default_kernel(cluster.gpu.name, first is None))
     problem = replace(problem, made=replace(problem.made, needs_out=name in _NEED_OUT))
     case = make_case(problem.made, problem.masks, setup, first, problem.columns, choice)
     lockstep = Lockstep.of(case.schedule)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import yaml
 from simulation.recordings import record
 from typer.testing import CliRunner
 
@@ -240,3 +241,27 @@ def test_what_is_printed_keeps_to_eighty_columns(words):
     assert "…" not in found.stdout
     assert "ring" in table
     assert "for want of width without: " in found.stdout or "--sweep" in words
+
+
+def test_workers_on_a_cpu_are_told_nothing_of_cuda(tmp_path):
+    """Their attention is predicted with what runs there, in float32; whole steps are not, and that is one line."""
+    made = yaml.safe_load((resource_dir("conf") / "cluster/h200_1x8.yaml").read_text())
+    for gpu in ({"name": "AMD EPYC 9654"}, {"name": "some chip", "device": "cpu"}):
+        made["gpu"] |= gpu
+        (tmp_path / "mine.yaml").write_text(yaml.safe_dump(made))
+        words = ("model=tiny", "seq=16k", "--columns", "64", "--cluster", "mine.yaml", *STRIPED)
+        for more in ((), ("--recommend",), ("--sweep", "workers=2,4")):
+            refused = run(*words, *more, "--no-files")
+            assert refused.exit_code == 2
+            said = f"--cluster mine.yaml: {gpu['name']} is a CPU, and steps are predicted of GPUs alone; give --attention-only"
+            assert refused.stderr.strip() == f"mtrain: {said}"
+        alone = document(*words, "--attention-only")
+        assert alone["cases"][0]["kernel"] == "sdpa"
+        assert not [remark for remark in alone["predicted"][0]["remarks"] if "triton" in remark]
+        typed = document(*words, "topology.device=cpu", "--attention-only")
+        assert alone["predicted"] == typed["predicted"]
+        refused = run(*words, "topology.device=cuda", "--attention-only", "--no-files")
+        assert f"topology.device=cuda: mine has {gpu['name']}, a CPU; allowed: cpu" in refused.stderr
+    made["gpu"]["device"] = "tpu"
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(made))
+    assert "mine.yaml: gpu.device=tpu: allowed: cuda, cpu" in run(*words, "--no-files").stderr
