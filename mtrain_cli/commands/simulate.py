@@ -45,7 +45,11 @@ def simulate(
     ] = None,
     exchange: Annotated[
         str | None,
-        typer.Option(metavar="NAME,...", help=f"Exchanges to compare; {_EXCHANGES}, or with --recommend all.", show_default=False),
+        typer.Option(
+            metavar="NAME,...",
+            help=f"Exchanges to compare; {_EXCHANGES} (the second between nodes), or with --recommend all.",
+            show_default=False,
+        ),
     ] = None,
     sweep: Annotated[
         list[str] | None,
@@ -165,6 +169,10 @@ def simulate(
         return
     if prediction:
         raise ConfigError(f"--prediction {prediction[0]}: is compared with what was measured; give --validate RUN, too")
+    several = found.nodes > 1 or any("nodes=" in word or "gpus_per_node=" in word for word in (*(overrides or ()), *(sweep or ())))
+    if exchange is None and not several:
+        # Inside a node they are the plain ones.
+        exchanges = [name for name in exchanges if not name.startswith("hierarchical_")]
     job = _Job(found, asked, layouts, exchanges, _workers(found, workers), out, files, as_json, training, cost)
     if sweep and (recommend or attention_only):
         raise ConfigError(f"--sweep and --{'recommend' if recommend else 'attention-only'}: ask for one of them")

@@ -191,7 +191,7 @@ def recommendation_lines(cluster: Cluster, found: Recommendation, words: Sequenc
     by_reason: dict[str, list[str]] = {}
     for rejected in found.rejected:
         by_reason.setdefault(rejected.why, []).append(rejected.what)
-    yield from (f"not    {why}: {_some(what)}" for why, what in by_reason.items())
+    yield from (f"not    {_some(what)}: {why}" for why, what in by_reason.items())
 
 
 def _some(names: Sequence[str]) -> str:

@@ -120,7 +120,7 @@ def recommend(
                 plans = list(_plans(cluster, scenario, workers, context, layout, exchange, recomputations))
             except (Unfit, ConfigError) as error:
                 mistakes.append(error)
-                rejected.append(Rejected(f"{layout} {exchange} over {context}", str(error).splitlines()[0].partition("; allowed")[0]))
+                rejected.append(Rejected(f"{layout} {exchange} over {context} workers", _why(error, exchange)))
                 continue
             good = [plan for plan in plans if plan.fits]
             if good:
@@ -159,6 +159,10 @@ def _distinct(layouts: Sequence[str], exchanges: Sequence[str], context: int, pe
 
 def _place(outcome: Outcome) -> tuple[str, str, int]:
     return outcome.layout, outcome.plan.exchange.label, outcome.context
+
+
+def _why(error: Exception, exchange: str) -> str:
+    return str(error).splitlines()[0].partition("; allowed")[0].removeprefix(f"topology.exchange={exchange}: ")
 
 
 def _usable(plan: Plan) -> float:
