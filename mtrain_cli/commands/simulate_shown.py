@@ -37,6 +37,7 @@ STEP_LEGEND = (
 # What a narrow terminal does without, in this order.
 SPARE_OF_STEPS = ("waits s", "step", "MFU", "worker", "best - worst", "HFU", "data x context")
 SPARE_OF_ATTENTION = ("late ms", "step", "computed", "worker", "exposed ms", "kernel", "best - worst")
+_PROBE = ".mtrain"
 _LABEL = len("note   ")  # what lines begin with
 
 
@@ -290,16 +291,28 @@ def of_predictions(problem: Problem, predictions: Sequence[Prediction], steps: S
 
 
 def new_folder(out: Path | None) -> Path:
-    """Where files go.
+    """Where files go; nothing is left there yet.
 
     Raises:
-        ConfigError: there is a profile already.
+        ConfigError: there is a profile already, or nothing can be written.
     """
     from mtrain_cli.profiling import records
 
     folder = out or Path("measurements", f"simulation-{time.strftime('%Y%m%d-%H%M%S')}")
     if (folder / records.SUMMARY).exists():
         raise ConfigError(f"--out {folder}: holds a profile or simulation already; give a new folder")
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _PROBE).touch()
+        (folder / _PROBE).unlink()
+    except OSError as error:
+        reason = f"cannot be written ({error.strerror or error})"
+        raise ConfigError(f"--out {folder}: {reason}; give another folder, or --no-files") from None
+    finally:
+        for place in missing:
+            if place.is_dir():
+                place.rmdir()
     return folder
 
 

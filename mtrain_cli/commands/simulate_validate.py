@@ -35,12 +35,14 @@ def validate(
     """Compares, prints and leaves a folder with ``validation.json`` and, where they were not given, the predictions."""
     from rich.console import Console
 
+    from mtrain_cli.commands.simulate_shown import new_folder
     from mtrain_cli.profiling import records
     from mtrain_cli.simulation.validation import Unlike, agreement, compare, open_prediction, open_run
 
     folder = out or Path("measurements", f"validation-{time.strftime('%Y%m%d-%H%M%S')}")
     if (folder / FILE).exists() or (folder / records.SUMMARY).exists():
         raise ConfigError(f"--out {folder}: holds a validation, profile or simulation already; give a new folder")
+    new_folder(folder)
     opened = [open_run(Path(run).expanduser()) for run in runs]
     given: dict[Any, Predicted] = {}
     for path in predictions:

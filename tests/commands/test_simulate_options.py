@@ -265,3 +265,16 @@ def test_workers_on_a_cpu_are_told_nothing_of_cuda(tmp_path):
     made["gpu"]["device"] = "tpu"
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(made))
     assert "mine.yaml: gpu.device=tpu: allowed: cuda, cpu" in run(*words, "--no-files").stderr
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_computed(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    for place in ("simulate", "scenario"):
+        monkeypatch.setattr(f"mtrain_cli.simulation.{place}.predict", None)
+    for more in ((), ("--attention-only",), ("--recommend",), ("--sweep", "workers=2,4")):
+        refused = run(*DENSE, *STRIPED, *more, "--out", "file/in/it")
+        assert refused.exit_code == 2, refused.output
+        assert refused.stderr.startswith("mtrain: --out file/in/it: cannot be written (Not a directory); give another folder")
+    # Nor does a mistake that is found later leave the folders that were tried.
+    assert run(*DENSE, "--exchange", "ulysses", "--layout", "zigzag", "--out", "new/one").exit_code == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
