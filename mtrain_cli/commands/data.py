@@ -115,6 +115,8 @@ def prepare(
     console.print(f"  tokenizer {meta.tokenizer}, vocabulary {meta.vocab_size:,}{room}, {ending}", markup=False)
     if meta.left_out:
         console.print("  left out: " + ", ".join(f"{count:,} {reason}" for reason, count in meta.left_out.items()))
+    if meta.cut:
+        console.print(f"  cut: {meta.cut:,} longer than --max-tokens, which have no end token")
     if (table := _domain_table(*_by_domain(store))) is not None:
         console.print(table)
     console.print("Next:")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _SIZES = {"cuda": "4k,64k,1m,16m,64m,128m", "cpu": "4k,64k,1m,4m"}
 _LEAST, _MOST = 64, 4 << 30  # bytes
-_WIDEST = 400  # characters
+_LABEL = len("device  ")  # what lines begin with
 
 
 @app.command("links")
@@ -156,21 +156,24 @@ def _write(path: Path, text: str) -> None:
 def _show(document: dict[str, Any], folder: Path, cluster_out: Path | None) -> None:
     from rich.console import Console
 
-    table = _table(document)
-    wide = Console(highlight=False, width=_WIDEST)
-    wide.width = wide.measure(table).maximum
-    wide.print(table)
+    from mtrain_cli.reporting.width import print_table, say
+
     console = Console(highlight=False, soft_wrap=True)
+    print_table(console, _table(document), ("10-90 %",))
     machine = document["machine"]
-    console.print(
+    say(
+        console,
         f"device  {machine['gpu']}: copy {machine['copy_gbps']:.4g} GB/s, addition {machine['added_gbps']:.4g} GB/s, "
-        f"launch {machine['launch_us'][1]:.1f} us"
+        f"launch {machine['launch_us'][1]:.1f} us",
+        _LABEL,
     )
     for link, of in document["fits"].items():
         for what, fit in of.items():
-            console.print(
+            say(
+                console,
                 f"fit     {link} {what}: {fit['latency_us']:.1f} us + bytes / {fit['gbps']:.4g} GB/s, mean error {fit['error']:.1%}, "
-                f"worst {fit['worst']:.1%}"
+                f"worst {fit['worst']:.1%}",
+                _LABEL,
             )
     if document["virtual_nodes"]:
         console.print("note    nodes are parts of this host: its outer links are no network", style="yellow")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mtrain_cli.simulation.what_if import Replayed, Setup
 
 _MOST_WORKERS = 512  # a schedule holds a step for every two of them
-_BAR, _WIDEST = 32, 400  # characters
+_BAR = 32  # characters
 
 
 @app.command("what-if")
@@ -61,6 +61,7 @@ def what_if(
 
     from mtrain_cli.config.schema import EXCHANGES, LAYOUTS
     from mtrain_cli.profiling.index_file import load_indices
+    from mtrain_cli.reporting.width import print_table, say
     from mtrain_cli.simulation.what_if import setups_of
 
     layouts, exchanges = names("--layout", layout, LAYOUTS), names("--exchange", exchange, EXCHANGES)
@@ -83,14 +84,12 @@ def what_if(
         typer.echo(json.dumps(_document(recorded, found), indent=1))
         return
     for name, rows in found.items():
-        table = _table(recorded, name, rows)
-        # A row is one line on any terminal.
-        wide = Console(highlight=False, width=_WIDEST)
-        wide.width = wide.measure(table).maximum
-        wide.print(table)
-    console.print(_LEGEND)
+        print_table(console, _table(recorded, name, rows), _SPARE)
+    say(console, _LEGEND)
 
 
+# What a narrow terminal does without, in this order.
+_SPARE = ("\ncritical", "\ntotal", "\nsent", "\nlargest", "\nstep")
 _LEGEND = (
     "worker, step, total, critical: imbalance of work, largest over mean, 1 is perfect; means over layers. "
     "sent: by one worker in both passes of a layer."

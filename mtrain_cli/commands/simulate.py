@@ -8,6 +8,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -43,7 +45,11 @@ def simulate(
     ] = None,
     exchange: Annotated[
         str | None,
-        typer.Option(metavar="NAME,...", help=f"Exchanges to compare; {_EXCHANGES}, or with --recommend all.", show_default=False),
+        typer.Option(
+            metavar="NAME,...",
+            help=f"Exchanges to compare; {_EXCHANGES} (the second between nodes), or with --recommend all.",
+            show_default=False,
+        ),
     ] = None,
     sweep: Annotated[
         list[str] | None,
@@ -107,7 +113,7 @@ def simulate(
     recompute: Annotated[
         bool, typer.Option("--recompute", help="With --attention-only: also the forward pass that full recomputation repeats.")
     ] = False,
-    slow: Annotated[str, typer.Option(metavar="RANK=X,...", help="Ranks that compute X times as long.")] = "",
+    slow: Annotated[str, typer.Option(metavar="RANK=X,...", help="Ranks, of all workers, that compute X times as long.")] = "",
     jitter: Annotated[float, typer.Option(metavar="X", help="Spread of message times: standard deviation of their logarithm.")] = 0.0,
     out: Annotated[
         Path | None,
@@ -163,10 +169,16 @@ def simulate(
         return
     if prediction:
         raise ConfigError(f"--prediction {prediction[0]}: is compared with what was measured; give --validate RUN, too")
+    several = found.nodes > 1 or any("nodes=" in word or "gpus_per_node=" in word for word in (*(overrides or ()), *(sweep or ())))
+    if exchange is None and not several:
+        # Inside a node they are the plain ones.
+        exchanges = [name for name in exchanges if not name.startswith("hierarchical_")]
     job = _Job(found, asked, layouts, exchanges, _workers(found, workers), out, files, as_json, training, cost)
     if sweep and (recommend or attention_only):
         raise ConfigError(f"--sweep and --{'recommend' if recommend else 'attention-only'}: ask for one of them")
     alone = attention_only or job.without_a_model
+    if found.gpu.is_cpu and (sweep or recommend or not alone):
+        raise ConfigError(f"--cluster {cluster}: {found.gpu.name} is a CPU, and steps are predicted of GPUs alone; give --attention-only")
     if recompute and (sweep or recommend or not alone):
         raise ConfigError("--recompute: is for --attention-only; steps recompute what train.activation_checkpoint says")
     if sweep:
@@ -206,6 +218,9 @@ class _Job:
         self.cluster, self.asked, self.layouts, self.exchanges, self.workers = cluster, asked, layouts, exchanges, workers
         self.out, self.files, self.as_json, self.tokens, self.price = out, files, as_json, tokens, price
         self.began = time.perf_counter()
+        # Workers on a CPU compute in another dtype and with other kernels.
+        if cluster.gpu.is_cpu and not self.without_a_model and not any(word.startswith("topology.device=") for word in asked.words):
+            self.asked = replace(asked, words=(*asked.words, "topology.device=cpu"))
 
     @property
     def without_a_model(self) -> bool:
@@ -214,6 +229,7 @@ class _Job:
 
     def steps(self) -> None:
         from mtrain_cli.commands import simulate_shown as shown
+        from mtrain_cli.reporting.width import print_table, say
         from mtrain_cli.simulation.scenario import check_dealt, evaluate, plan_on
         from mtrain_cli.simulation.sweep import row_of
 
@@ -240,17 +256,18 @@ class _Job:
             typer.echo(json.dumps(content, indent=1))
             return
         console = self._console()
-        self._print(console, shown.step_table(self.cluster, scenario.problem, outcomes))
-        console.print(shown.STEP_LEGEND)
+        print_table(console, shown.step_table(self.cluster, scenario.problem, outcomes), shown.SPARE_OF_STEPS)
+        say(console, shown.STEP_LEGEND)
         best = min(outcomes, key=lambda o: (not o.step.fits, o.step.seconds.value))
-        for line in shown.step_lines(best, self.tokens, self.price):
-            console.print(line)
+        shown.print_lines(console, shown.step_lines(best, self.tokens, self.price))
         shown.print_notes(console, (remark for outcome in outcomes for remark in outcome.remarks))
         self._ended(console, folder)
 
     def attention(self, recompute: bool) -> None:
         from mtrain_cli.commands import simulate_shown as shown
+        from mtrain_cli.reporting.width import print_table, say
         from mtrain_cli.simulation.calibration import load_calibration
+        from mtrain_cli.simulation.scenario import slowest_group
         from mtrain_cli.simulation.simulate import predict
 
         asked = self.asked
@@ -266,20 +283,19 @@ class _Job:
         for number, (layout, exchange) in enumerate(itertools.product(self.layouts, self.exchanges)):
             with self._unfit(exchange):
                 setup, kernel, choice = self._group(scenario, layout, exchange)
-                predictions.append(
-                    predict(
-                        self.cluster,
-                        problem,
-                        setup,
-                        kernel=kernel,
-                        calibration=own,
-                        recompute=recompute,
-                        conditions=conditions,
-                        number=number,
-                        rows=self.files,
-                        choice=choice,
-                    )
+                played = partial(
+                    predict,
+                    self.cluster,
+                    problem,
+                    setup,
+                    kernel=kernel,
+                    calibration=own,
+                    recompute=recompute,
+                    number=number,
+                    rows=self.files,
+                    choice=choice,
                 )
+                predictions.append(slowest_group(conditions, setup.workers, played))
         content = shown.document(self.cluster, own, **shown.of_predictions(problem, predictions))
         if folder is not None:
             shown.leave(folder, content, predictions)
@@ -287,8 +303,8 @@ class _Job:
             typer.echo(json.dumps(content, indent=1))
             return
         console = self._console()
-        self._print(console, shown.attention_table(self.cluster, problem, predictions))
-        console.print(shown.LEGEND)
+        print_table(console, shown.attention_table(self.cluster, problem, predictions), shown.SPARE_OF_ATTENTION)
+        say(console, shown.LEGEND)
         shown.print_notes(console, (remark for prediction in predictions for remark in prediction.remarks))
         self._ended(console, folder)
 
@@ -315,6 +331,7 @@ class _Job:
 
     def recommend(self) -> None:
         from mtrain_cli.commands import simulate_shown as shown
+        from mtrain_cli.reporting.width import print_table
         from mtrain_cli.simulation.recommend import label, recommend
         from mtrain_cli.simulation.sweep import row_of
 
@@ -353,14 +370,12 @@ class _Job:
         else:
             console = self._console()
             if found.ranked:
-                self._print(console, shown.step_table(self.cluster, scenario.problem, found.ranked[:8]))
+                print_table(console, shown.step_table(self.cluster, scenario.problem, found.ranked[:8]), shown.SPARE_OF_STEPS)
                 if len(found.ranked) > 8:
                     console.print(f"and {len(found.ranked) - 8} slower ones that fit")
-            for line in content["recommended"]["lines"]:
-                console.print(line)
+            shown.print_lines(console, content["recommended"]["lines"])
             if found.ranked:
-                for line in shown.step_lines(found.best, self.tokens, self.price):
-                    console.print(line)
+                shown.print_lines(console, shown.step_lines(found.best, self.tokens, self.price))
                 shown.print_notes(console, found.best.remarks)
             self._ended(console, folder if found.ranked else None)
         if not found.ranked:
@@ -377,7 +392,8 @@ class _Job:
         from mtrain_cli.commands import simulate_shown as shown
         from mtrain_cli.launch.failures import RunError
         from mtrain_cli.profiling.records import SWEEP
-        from mtrain_cli.reporting.sweeps import sheet, sweep_table
+        from mtrain_cli.reporting.sweeps import SPARE, sheet, sweep_table, why_not
+        from mtrain_cli.reporting.width import print_table
         from mtrain_cli.simulation.calibration import load_calibration
         from mtrain_cli.simulation.sweep import NODES, WORKERS, Sweep, axes, points
 
@@ -418,12 +434,13 @@ class _Job:
             typer.echo(json.dumps(content, indent=1))
             return
         console = self._console()
-        self._print(console, sweep_table(rows))
+        print_table(console, sweep_table(rows), SPARE)
+        shown.print_lines(console, (f"not    {why}" for why in why_not(rows)))
         self._ended(console, folder)
 
     def _scenario(self) -> Scenario:
         found = self.asked.scenario()
-        self.asked.conditions(self.asked.context(found.config) or self.workers)
+        self.asked.conditions(self.workers)
         return found
 
     def _with_cost(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -466,12 +483,6 @@ class _Job:
         from rich.console import Console
 
         return Console(highlight=False, soft_wrap=True)
-
-    @staticmethod
-    def _print(console: Console, table: Any) -> None:
-        from mtrain_cli.reporting.tables import print_wide
-
-        print_wide(console, table)
 
     def _ended(self, console: Console, folder: Path | None) -> None:
         console.print(f"took   {time.perf_counter() - self.began:.1f} s")

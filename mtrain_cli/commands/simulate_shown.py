@@ -34,6 +34,13 @@ STEP_LEGEND = (
 )
 
 
+# What a narrow terminal does without, in this order.
+SPARE_OF_STEPS = ("waits s", "step", "MFU", "worker", "best - worst", "HFU", "data x context")
+SPARE_OF_ATTENTION = ("late ms", "step", "computed", "worker", "exposed ms", "kernel", "best - worst")
+_PROBE = ".mtrain"
+_LABEL = len("note   ")  # what lines begin with
+
+
 def title(cluster: Cluster, problem: Problem, density: float, workers: int) -> str:
     made, nodes = problem.made, f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}"
     shown = f"{problem.pattern}, density {density:.1%}" if problem.pattern != DENSE else DENSE
@@ -185,7 +192,7 @@ def recommendation_lines(cluster: Cluster, found: Recommendation, words: Sequenc
     by_reason: dict[str, list[str]] = {}
     for rejected in found.rejected:
         by_reason.setdefault(rejected.why, []).append(rejected.what)
-    yield from (f"not    {why}: {_some(what)}" for why, what in by_reason.items())
+    yield from (f"not    {_some(what)}: {why}" for why, what in by_reason.items())
 
 
 def _some(names: Sequence[str]) -> str:
@@ -200,9 +207,22 @@ def _figures(outcome: Outcome) -> str:
     )
 
 
+def print_lines(console: Console, lines: Iterable[str]) -> None:
+    """Each with a label; a command stays one line, so that it can be copied."""
+    from mtrain_cli.reporting.width import say
+
+    for line in lines:
+        if line.startswith("type "):
+            console.print(line)
+        else:
+            say(console, line, _LABEL)
+
+
 def print_notes(console: Console, remarks: Iterable[str]) -> None:
+    from mtrain_cli.reporting.width import say
+
     for remark in dict.fromkeys(remarks):
-        console.print(f"note   {remark}", style="yellow")
+        say(console, f"note   {remark}", _LABEL, style="yellow")
 
 
 # --- files --------------------------------------------------------------------------------------------------------------------------
@@ -271,16 +291,28 @@ def of_predictions(problem: Problem, predictions: Sequence[Prediction], steps: S
 
 
 def new_folder(out: Path | None) -> Path:
-    """Where files go.
+    """Where files go; nothing is left there yet.
 
     Raises:
-        ConfigError: there is a profile already.
+        ConfigError: there is a profile already, or nothing can be written.
     """
     from mtrain_cli.profiling import records
 
     folder = out or Path("measurements", f"simulation-{time.strftime('%Y%m%d-%H%M%S')}")
     if (folder / records.SUMMARY).exists():
         raise ConfigError(f"--out {folder}: holds a profile or simulation already; give a new folder")
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _PROBE).touch()
+        (folder / _PROBE).unlink()
+    except OSError as error:
+        reason = f"cannot be written ({error.strerror or error})"
+        raise ConfigError(f"--out {folder}: {reason}; give another folder, or --no-files") from None
+    finally:
+        for place in missing:
+            if place.is_dir():
+                place.rmdir()
     return folder
 
 

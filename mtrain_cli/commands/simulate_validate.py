@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from mtrain_cli.simulation.validation import Agreement, CaseComparison, Predicted, Run
 
 FILE = "validation.json"
-_WIDEST = 400  # characters
+_LABEL = len("imbalance  ")  # what lines begin with
+SPARE = ("step ID", "ranks", "worker ID", "steps", "best - worst")  # what a narrow terminal does without, in this order
 _SHOWN = 12  # names in one line
 # Constants of the simulator itself that no calibration replaces (`simulation.costs`).
 ASSUMED = "launches of a step; estimating an index"
@@ -34,12 +35,14 @@ def validate(
     """Compares, prints and leaves a folder with ``validation.json`` and, where they were not given, the predictions."""
     from rich.console import Console
 
+    from mtrain_cli.commands.simulate_shown import new_folder
     from mtrain_cli.profiling import records
     from mtrain_cli.simulation.validation import Unlike, agreement, compare, open_prediction, open_run
 
     folder = out or Path("measurements", f"validation-{time.strftime('%Y%m%d-%H%M%S')}")
     if (folder / FILE).exists() or (folder / records.SUMMARY).exists():
         raise ConfigError(f"--out {folder}: holds a validation, profile or simulation already; give a new folder")
+    new_folder(folder)
     opened = [open_run(Path(run).expanduser()) for run in runs]
     given: dict[Any, Predicted] = {}
     for path in predictions:
@@ -127,15 +130,13 @@ def _document(
 def _elsewhere(runs: Sequence[Run], predictions: Sequence[Path], cluster: Cluster) -> list[str]:
     """Runs on devices that the cluster does not have."""
     from mtrain_cli.simulation.calibration import same_device
-    from mtrain_cli.training.flops import peak_flops
 
     if predictions:
         return []
-    known = peak_flops(cluster.gpu.name) is not None  # a GPU; a CPU has no entry there
     found = []
     for run in runs:
         devices = dict.fromkeys(_devices(run))
-        wrong = [name for name in devices if (known if name == "CPU" else not same_device(name, cluster.gpu.name))]
+        wrong = [name for name in devices if (not cluster.gpu.is_cpu if name == "CPU" else not same_device(name, cluster.gpu.name))]
         found += [f"{run.folder} ran on {name}, and {cluster.name} has {cluster.gpu.name}" for name in wrong]
     return found
 
@@ -157,47 +158,46 @@ def _leave(folder: Path, document: dict[str, Any]) -> None:
 
 
 def _show(console: Console, document: dict[str, Any], compared: Sequence[CaseComparison], together: Agreement) -> None:
-    from rich.console import Console
+    from mtrain_cli.reporting.width import print_table, say
 
-    table = _table(compared)
-    wide = Console(highlight=False, width=_WIDEST)
-    wide.width = wide.measure(table).maximum
-    wide.print(table)
-    console.print(
+    def line(text: str, style: str | None = None) -> None:
+        say(console, text, _LABEL, style)
+
+    print_table(console, _table(compared), SPARE)
+    say(
+        console,
         "ms of a layer, the slowest worker; error: predicted over measured, less 1; in: measured is inside the predicted bounds; steps: "
         "mean absolute error of attention, each worker and step; ranks: largest error of the time of a rank; ID: imbalance degrees of "
-        "time, predicted, and less measured"
+        "time, predicted, and less measured",
     )
     said = document["agreement"]
-    console.print(
+    line(
         f"time       mean absolute error {together.mape:.1%}, largest of a whole case {together.worst:+.1%}"
         + "".join(f", {name} {error:.1%}" for name, error in together.passes.items())
     )
-    console.print(
-        f"common     predictions are x {together.common:.2f} in the median; beside that factor, mean absolute error {together.beside:.1%}"
-    )
-    console.print(f"bounds     hold {together.covered:.0%} of the passes")
-    console.print(f"imbalance  degrees off by {together.degree:.3f} in the mean, {together.worst_degree:.3f} at most")
-    console.print(f"work       {together.equal} of {together.cells} counts equal")
+    line(f"common     predictions are x {together.common:.2f} in the median; beside that factor, mean absolute error {together.beside:.1%}")
+    line(f"bounds     hold {together.covered:.0%} of the passes")
+    line(f"imbalance  degrees off by {together.degree:.3f} in the mean, {together.worst_degree:.3f} at most")
+    line(f"work       {together.equal} of {together.cells} counts equal")
     for name, value in said["spearman"].items():
         found = "the fastest was found" if said["fastest_found"][name] else "another was the fastest"
-        console.print(f"ranking    {name}: Spearman {value:+.2f}, {found}")
+        line(f"ranking    {name}: Spearman {value:+.2f}, {found}")
     if not said["spearman"]:
-        console.print("ranking    fewer than three layouts and exchanges of a kind")
+        line("ranking    fewer than three layouts and exchanges of a kind")
     for source, names in document["constants"].items():
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        console.print(f"{source:<10} {', '.join(names[:_SHOWN])}{more}")
-    console.print(f"{'assumed':<10} {document['assumed']}")
-    console.print(f"kernels    {_kernels(document['calibration'])}")
+        line(f"{source:<10} {', '.join(names[:_SHOWN])}{more}")
+    line(f"{'assumed':<10} {document['assumed']}")
+    line(f"kernels    {_kernels(document['calibration'])}")
     for entry in document["predictions"]:
         console.print(f"sha256     {entry['sha256']}  {entry['folder']}/summary.json")
     _say_when(console, document, compared)
     for remark in dict.fromkeys(remark for case in compared for remark in case.remarks):
-        console.print(f"note       {remark}", style="yellow")
-    for line in document["elsewhere"]:
-        console.print(f"note       {line}", style="yellow")
+        line(f"note       {remark}", style="yellow")
+    for text in document["elsewhere"]:
+        line(f"note       {text}", style="yellow")
     for label in document["not_predicted"]:
-        console.print(f"note       measured, but not predicted: {label}", style="yellow")
+        line(f"note       measured, but not predicted: {label}", style="yellow")
 
 
 def _kernels(calibration: dict[str, Any] | None) -> str:
@@ -208,12 +208,14 @@ def _kernels(calibration: dict[str, Any] | None) -> str:
 
 
 def _say_when(console: Console, document: dict[str, Any], compared: Sequence[CaseComparison]) -> None:
+    from mtrain_cli.reporting.width import say
+
     started = {run["folder"]: run["started"] for run in document["runs"]}
     pairs = sorted({(case.written, started[case.run]) for case in compared if case.written})
     for written, measured in pairs:
         when = _seconds(written), _seconds(measured)
         order = "" if None in when else ", before" if when[0] <= when[1] else ", AFTER"  # type: ignore[operator]
-        console.print(f"when       predicted {written}{order + ' it was measured' if order else ''}, measured {measured}")
+        say(console, f"when       predicted {written}{order + ' it was measured' if order else ''}, measured {measured}", _LABEL)
 
 
 def _seconds(text: str) -> float | None:

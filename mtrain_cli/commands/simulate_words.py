@@ -67,7 +67,7 @@ class Asked:
         return Scenario(
             config, problem, None if self.kernel == "auto" else self.kernel,
             load_calibration(self.calibration) if self.calibration is not None else None,
-            self.conditions(self.context(config)), (*words, *more),
+            self.conditions(), (*words, *more),
         )  # fmt: skip
 
     def context(self, config: Config) -> int | None:
@@ -169,8 +169,8 @@ class Asked:
             raise ConfigError(f"topology.gpus_per_node={given}: must divide the {workers} workers; possible are auto, {divisors}")
         return int(given)
 
-    def conditions(self, workers: int | None) -> Conditions:
-        """workers: that share a sequence; None where that is not known yet."""
+    def conditions(self, workers: int | None = None) -> Conditions:
+        """workers: in all; None where that is not known yet."""
         from mtrain_cli.simulation.timeline import Conditions
 
         if not 0 <= self.jitter <= 2:

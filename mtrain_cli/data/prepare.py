@@ -65,6 +65,7 @@ class _Journal:
     documents: int = 0
     domains: list[str] = field(default_factory=list)
     left_out: dict[str, int] = field(default_factory=dict)
+    cut: int = 0
 
 
 def tokenise(corpus: Corpus, tokenizer: Tokenizer, writer: StoreWriter, start: Position = Position()) -> Iterator[Position]:
@@ -241,7 +242,7 @@ def _fill(
     with (partial / TOKENS).open("ab") as tokens, (partial / DOCUMENTS).open("ab") as offsets, (partial / DOMAINS).open("ab") as labels:
         writer = StoreWriter(
             tokens, offsets, tokenizer, journal.tokens, journal.documents,
-            labels=labels, domains=journal.domains, filters=filters, left_out=journal.left_out,
+            labels=labels, domains=journal.domains, filters=filters, left_out=journal.left_out, cut=journal.cut,
         )  # fmt: skip
         committed_tokens, committed_at = journal.tokens, time.monotonic()
         for position in tokenise(corpus, tokenizer, writer, start):
@@ -250,7 +251,7 @@ def _fill(
                 writer.sync()
                 reached = _Journal(
                     journal.recipe, **asdict(position), tokens=writer.num_tokens, documents=writer.num_documents,
-                    domains=writer.domains, left_out=writer.left_out,
+                    domains=writer.domains, left_out=writer.left_out, cut=writer.cut,
                 )  # fmt: skip
                 write_json(partial / _JOURNAL, asdict(reached))
                 committed_tokens, committed_at = writer.num_tokens, time.monotonic()

@@ -35,7 +35,8 @@ _HASHED_AT_ONCE = 1 << 24
 @dataclass(frozen=True)
 class StoreMeta:
     """What a store says of itself. ``sha256`` is over tokens.bin, then documents.bin; ``recipe`` tells two ways of making a store apart.
-    ``domains``: names by number; ``left_out``: how many documents the filters kept out, by reason. Stores of earlier versions have neither.
+    ``domains``: names by number; ``left_out``: how many documents the filters kept out, by reason; ``cut``: how many they cut at their
+    most tokens. Stores of earlier versions have none of these.
     """
 
     version: int
@@ -51,6 +52,7 @@ class StoreMeta:
     recipe: dict[str, str] = field(default_factory=dict)
     domains: list[str] = field(default_factory=list)
     left_out: dict[str, int] = field(default_factory=dict)
+    cut: int = 0
 
     @classmethod
     def read(cls, folder: Path, origin: str) -> StoreMeta:
@@ -66,7 +68,7 @@ class StoreMeta:
         if not isinstance(content, dict) or content.get("version") != VERSION:
             found = content.get("version") if isinstance(content, dict) else None
             raise ConfigError(f"{origin}: {META} has version {found}, this mtrain reads version {VERSION}; prepare the store again")
-        content = {"domains": [], "left_out": {}, **content}
+        content = {"domains": [], "left_out": {}, "cut": 0, **content}
         missing = [known.name for known in fields(cls) if known.name not in content]
         if missing:
             raise ConfigError(f"{origin}: {META} lacks {', '.join(missing)}; prepare the store again")
@@ -167,6 +169,7 @@ class StoreWriter:
         domains: Sequence[str] = (),
         filters: Filters = EVERYTHING,
         left_out: Mapping[str, int] | None = None,
+        cut: int = 0,
     ) -> None:
         self.tokenizer = tokenizer
         self.dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
@@ -175,6 +178,7 @@ class StoreWriter:
         self.filters = filters
         self.domains = list(domains)
         self.left_out = dict(left_out or {})
+        self.cut = cut
         self._tokens, self._offsets, self._labels = tokens, offsets, labels
         self._end = np.array([] if tokenizer.eos is None else [tokenizer.eos], _DTYPES[self.dtype])
         self._open_document = self._flushed = 0  # tokens of the document that is written, and how many of them are in the file
@@ -207,6 +211,7 @@ class StoreWriter:
                 if self._open_document < filters.min_tokens:
                     self._drop("shorter than --min-tokens")
                 else:
+                    self.cut += too_long
                     self._keep(domain)
         self._open_document = self._flushed = 0
         self._too_long = False
@@ -276,6 +281,7 @@ class StoreWriter:
             recipe=recipe,
             domains=self.domains if any(self.domains) else [],
             left_out=self.left_out,
+            cut=self.cut,
         )
 
     def from_memory(self, tokens: memoryview, offsets: memoryview, source: str) -> TokenStore:

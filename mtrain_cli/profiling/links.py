@@ -347,7 +347,7 @@ def _machine(device: torch.device) -> Machine:
     product = 2 * side**3 / median_ms(lambda: square @ square, kind, 5) * 1e3
     peak, source = (product, "measured") if known is None else (known, "datasheet")
     memory = torch.cuda.get_device_properties(device).total_memory if gpu else host_memory()
-    return Machine(name, peak / 1e12, source, product / 1e12, memory / 2**30, copied, added, _launch_us(device))
+    return Machine(name, peak / 1e12, source, product / 1e12, memory / 2**30, copied, added, _launch_us(device), kind)
 
 
 def _launch_us(device: torch.device) -> tuple[float, float, float]:

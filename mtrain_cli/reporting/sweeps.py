@@ -13,6 +13,7 @@ from mtrain_cli.reporting.tables import Sheet
 
 Row = Mapping[str, Any]
 WORDS = ("layout", "exchange", "")  # columns of words
+SPARE = ("HFU", "best - worst", "data x context")  # what a narrow terminal does without
 _AXES = ("nodes", "workers")  # of GPUs
 _DASHES = ("solid", "dot", "dashdot")
 _COLOURS = ("#2f6fb5", "#d97706", "#4d9f6f", "#c8352b", "#8c6bb1", "#7a5c3e", "#d26fa5", "#5b5b5b")
@@ -56,14 +57,21 @@ def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], list[str]]:
 
 
 def sweep_table(rows: Sequence[Row]) -> Table:
-    """One line a configuration."""
+    """One line a configuration; why some cannot be is what `why_not` says, below the table."""
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
     heads, found, states = cells(rows)
     for name in heads:
         table.add_column(name, justify="left" if name in WORDS else "right")
-    for line, state in zip(found, states, strict=True):
+    for row, line, state in zip(rows, found, states, strict=True):
+        if "cannot" in row:
+            line[-1] = "cannot be"
         table.add_row(*line, style={"best": "bold", "not": "dim"}.get(state))
     return table
+
+
+def why_not(rows: Sequence[Row]) -> list[str]:
+    """Each reason for which configurations cannot be, once."""
+    return list(dict.fromkeys(row["cannot"] for row in rows if "cannot" in row))
 
 
 def _group(row: Row) -> tuple:

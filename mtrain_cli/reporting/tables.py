@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from rich.box import SIMPLE
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -23,7 +23,6 @@ from mtrain_cli.training.metrics import StepMetrics
 
 SAME = 5e-4  # what shows as a ratio of 1.000
 CELLS = 32  # of a heat map in the terminal, in each direction
-_WIDEST = 400  # characters
 SHADES = " ░▒▓█"
 _COLOURS = ("grey93", "light_yellow3", "gold3", "dark_orange3", "red3")
 
@@ -52,13 +51,6 @@ def _cell(value: Any) -> Any:
 
 
 # --- terminal -----------------------------------------------------------------------------------------------------------------------
-
-
-def print_wide(console: Console, table: Table) -> None:
-    """Each row on one line, however narrow the terminal."""
-    wide = Console(file=console.file, highlight=False, width=_WIDEST)
-    wide.width = max(console.width, wide.measure(table).maximum)
-    wide.print(table)
 
 
 def summary_table(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> Table:

@@ -10,7 +10,8 @@ from rich.padding import Padding
 
 from mtrain_cli.reporting import tables
 from mtrain_cli.reporting.source import Source
-from mtrain_cli.reporting.sweeps import sweep_table
+from mtrain_cli.reporting.sweeps import SPARE, sweep_table, why_not
+from mtrain_cli.reporting.width import print_table, say
 
 PIPED = 100  # columns of a table that goes to no terminal
 NARROW = 98  # columns that tables need
@@ -34,7 +35,9 @@ def show_sources(console: Console, sources: Sequence[Source]) -> None:
             console.print(tables.shipped_table(source.shipped))
             console.print(f"recorded by {source.shipped.get('command', '')}", style="dim", soft_wrap=True)
         if source.steps:
-            tables.print_wide(console, sweep_table(source.steps))
+            print_table(console, sweep_table(source.steps), SPARE)
+            for why in why_not(source.steps):
+                say(console, f"cannot be: {why}", style="dim")
     trained = [source for source in sources if source.metrics]
     if trained:
         console.print(tables.training_table(trained))

@@ -21,7 +21,7 @@ CONSTANTS: dict[str, Constant] = {
     "rest.launches": rest.LAUNCHES,
     **{f"costs.launches.{name}": _fixed(number, "kernels, counted roughly in the code") for name, number in costs.LAUNCHES.items()},
     "costs.index_alone_us": _of_index(costs.INDEX_ALONE_US, "an index on one GPU, whatever the length"),
-    "costs.index_per_token_us": _of_index(costs.INDEX_PER_TOKEN_US, "each token of a GPU"),
+    "costs.index_per_token_us": _of_index(costs.INDEX_PER_TOKEN_US, "each token of a GPU; by heads, elsewhere by bandwidth of memory"),
     "costs.index_together_us": _of_index(costs.INDEX_TOGETHER_US, "the least on several GPUs"),
     "costs.least_copy_us": _fixed(costs.LEAST_COPY_US, "a copy, however small"),
     "timeline.least_power": _fixed(timeline.LEAST_POWER, "share of a GPU that messages leave to computation"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.suggest import did_you_mean
 
 FOLDER = "cluster"  # under conf/
+CUDA, CPU = "cuda", "cpu"
 SOURCES = ("measured", "datasheet", "paper", "guess")
 # What a constant may really be, as shares of it, where a file does not say. Of the rates on a datasheet a program gets a part.
 _SPREAD = {"measured": (0.9, 1.1), "datasheet": (0.6, 1.0), "paper": (0.6, 1.0), "guess": (0.5, 2.0)}
@@ -43,10 +45,10 @@ class Constant:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """name: as CUDA has it. peak_tflops: dense bf16. gemm_tflops: what large matrix products reach of it. hbm_gib: memory. hbm_gbps: of a
-    copy, reads and writes together. launch_us: of the host, to launch one kernel. step_ms: of an optimizer step, what is neither computed
-    nor sent: the batch, sums that the host waits for. Of the host, for each GPU while all are at it: host_gib of memory, host_link_gbps
-    from and to it, one direction, host_memory_gbps that an optimizer on the host reads and writes.
+    """name: as CUDA has it, or of a CPU; device: which of both. peak_tflops: dense bf16. gemm_tflops: what large matrix products reach of
+    it. hbm_gib: memory. hbm_gbps: of a copy, reads and writes together. launch_us: of the host, to launch one kernel. step_ms: of an
+    optimizer step, what is neither computed nor sent: the batch, sums that the host waits for. Of the host, for each GPU while all are at
+    it: host_gib of memory, host_link_gbps from and to it, one direction, host_memory_gbps that an optimizer on the host reads and writes.
     """
 
     name: str
@@ -59,6 +61,12 @@ class Gpu:
     host_gib: Constant
     host_link_gbps: Constant
     host_memory_gbps: Constant
+    device: str = CUDA
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether workers are processes of a CPU."""
+        return self.device == CPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +190,7 @@ _NEEDED = {
     "gpu": ("name", *(key for key in _OF_GPU if key not in ("gemm_tflops", "step_ms", *_HOST))),
     "links": ("inner", "outer for several nodes"), "inner": _OF_ANY_LINK, "outer": (*_OF_ANY_LINK, "shared_by"),
 }  # fmt: skip
+_NAME_OF_CPU = re.compile(r"\b(CPU|EPYC|Xeon|Ryzen|Neoverse|Graviton)\b", re.IGNORECASE)
 _KEYS = ("name", "nodes", "gpus_per_node", "gpu", "links", "dollars_per_gpu_hour")
 _PARTS = ("value", "source", "note", "low", "high")
 
@@ -200,7 +209,8 @@ class _Reader:
         counts = [self._count(key, given) for key, given in (("nodes", nodes), ("gpus_per_node", gpus_per_node))]
         of_gpu = self._section(content, "gpu", "")
         gpu_name = self._text(of_gpu, "name", "gpu.") if of_gpu is not None else ""
-        gpu = self._constants(_with_defaults(of_gpu), _OF_GPU, "gpu.", ("name",))
+        gpu = self._constants(_with_defaults(of_gpu), _OF_GPU, "gpu.", ("name", "device"))
+        device = self._device(of_gpu, gpu_name)
         links = self._section(content, "links", "")
         if links is not None:
             self._unknown(links, ("inner", "outer"), "links.")
@@ -222,7 +232,7 @@ class _Reader:
             name=name,
             nodes=counts[0],
             gpus_per_node=counts[1],
-            gpu=Gpu(name=gpu_name, **gpu),
+            gpu=Gpu(name=gpu_name, device=device, **gpu),
             inner=Link(**inner),
             outer=Link(**outer) if outer else None,
             dollars_per_gpu_hour=cost,
@@ -311,6 +321,13 @@ class _Reader:
             self.problems.append(f"{prefix}{key}: is missing; expected a name" if raw is None else f"{prefix}{key}={raw}: expected a name")
             return ""
         return raw
+
+    def _device(self, gpu: Mapping[str, Any] | None, name: str) -> str:
+        """Files that do not say it tell by the name."""
+        given = (gpu or {}).get("device", CPU if _NAME_OF_CPU.search(name) else CUDA)
+        if given not in (CUDA, CPU):
+            self.problems.append(f"gpu.device={given}: allowed: {CUDA}, {CPU}")
+        return str(given)
 
     def _section(self, content: Mapping[str, Any], key: str, prefix: str) -> Mapping[str, Any] | None:
         raw = content.get(key)

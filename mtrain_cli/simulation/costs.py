@@ -20,8 +20,8 @@ from mtrain_cli.parallel.recording import BACKWARD, FORWARD
 from mtrain_cli.parallel.schedule import HEADS, QUERIES
 from mtrain_cli.parallel.traffic import Sizes, sent_bytes
 from mtrain_cli.simulation import program as words
-from mtrain_cli.simulation.calibration import ALONE_COLUMNS, DIAGONALS, HIGH, LOW, VALUE, Kernels
-from mtrain_cli.simulation.cluster import Cluster, Constant, Link
+from mtrain_cli.simulation.calibration import ALONE_COLUMNS, DIAGONALS, HIGH, LOW, UNKNOWN, VALUE, Kernels, same_device
+from mtrain_cli.simulation.cluster import Cluster, Constant, Gpu, Link
 from mtrain_cli.simulation.lockstep import Lockstep, Move
 from mtrain_cli.simulation.program import FloatArray, Message, Prices, collective_of_all
 from mtrain_cli.simulation.work import FLOP_PER_PAIR, StepWork
@@ -35,14 +35,23 @@ LAUNCHES: Mapping[str, float] = {"begin": 10, "sparse step": 14, "dense step": 6
 # Estimating a vertical-slash index: profiles/notes.md (one H200: 1.81 ms at 128K, 3.85 ms at 512K) and profiles/layer-4xh200.json (four:
 # 2.4 to 3.3 ms at any length, launches and small messages).
 INDEX_ALONE_US, INDEX_PER_TOKEN_US, INDEX_TOGETHER_US = 1130.0, 5.2e-3, 2700.0
-INDEX_DEVICE, INDEX_HEADS = "NVIDIA H200", 16
+INDEX_DEVICE, INDEX_HEADS, INDEX_HBM_GBPS = "NVIDIA H200", 16, 4200.0
 INDEX_BOUNDS = {LOW: 0.5, VALUE: 1.0, HIGH: 1.5}
+
+
+def index_scale(gpu: Gpu, heads: int) -> float:
+    """How many times as long a token takes where an index is estimated as where it was measured: every head reads all keys' scores a few
+    times, so by the number of heads and by the bandwidth of memory. What does not depend on the length is launches, and stays.
+    """
+    of_gpu = 1.0 if same_device(INDEX_DEVICE, gpu.name) else INDEX_HBM_GBPS / gpu.hbm_gbps.value
+    return heads / INDEX_HEADS * of_gpu
 
 
 @dataclass(frozen=True)
 class Costs:
     """Prices of everything on one cluster. bound: how likely. sizes: of a shard. columns: single columns a head, as wide as they travel.
-    estimated: how many tokens an index is estimated over; 0: there is none, or it costs nothing.
+    estimated: how many tokens an index is estimated over; 0: there is none, or it costs nothing. measured: whether estimating such
+    an index was measured on such a GPU.
     """
 
     cluster: Cluster
@@ -54,6 +63,7 @@ class Costs:
     sequences: int = 1
     sparse: bool = False
     estimated: int = 0
+    measured: bool = True
     bound: str = VALUE
     _messages: dict[tuple, Message] = field(default_factory=dict, repr=False, compare=False)
 
@@ -187,8 +197,10 @@ class Costs:
         if not self.estimated:
             return 0.0
         workers = self.lockstep.grid.workers
-        alone = INDEX_ALONE_US + INDEX_PER_TOKEN_US * self.estimated / workers
-        return max(alone, INDEX_TOGETHER_US if workers > 1 else 0.0) * INDEX_BOUNDS[self.bound]
+        each = INDEX_PER_TOKEN_US * index_scale(self.cluster.gpu, self.sizes.heads)
+        alone = INDEX_ALONE_US + each * self.estimated / workers
+        wider = 1.0 if self.measured else {LOW: UNKNOWN[0], VALUE: 1.0, HIGH: UNKNOWN[1]}[self.bound]
+        return max(alone, INDEX_TOGETHER_US if workers > 1 else 0.0) * INDEX_BOUNDS[self.bound] * wider
 
     # What is copied and added, in bytes that memory reads and writes: `parallel.gathering` and `parallel.circulating`, line by line.
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from mtrain_cli.simulation.cluster import CUDA
+
 INNER, OUTER = "inner", "outer"
 # What is measured: a hop of a ring, alone; hops of all rings between nodes at once; two rings at once; collectives.
 HOP, HOPS_AT_ONCE, TWO_HOPS = "hop", "hops at once", "two hops"
@@ -113,9 +115,9 @@ def _not_negative(table: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Machine:
-    """What was measured beside links. gpu: the device's name. peak_tflops, peak_source: dense; matmul_tflops: of a large product.
-    copy_gbps, added_gbps: of a copy and of an addition, reads and writes together. launch_us: host time of one small operation, 10th, 50th
-    and 90th percentile.
+    """What was measured beside links. gpu: the device's name; device: ``cuda`` or ``cpu``. peak_tflops, peak_source: dense; matmul_tflops:
+    of a large product. copy_gbps, added_gbps: of a copy and of an addition, reads and writes together. launch_us: host time of one small
+    operation, 10th, 50th and 90th percentile.
     """
 
     gpu: str
@@ -126,6 +128,7 @@ class Machine:
     copy_gbps: float
     added_gbps: float
     launch_us: tuple[float, float, float]
+    device: str = CUDA
 
 
 def fits(times: Sequence[LinkTime]) -> dict[str, dict[str, LinkFit]]:
@@ -184,6 +187,7 @@ def cluster_document(
         "gpus_per_node": per_node,
         "gpu": {
             "name": machine.gpu,
+            **({"device": machine.device} if machine.device != CUDA else {}),
             "peak_tflops": peak | {"source": machine.peak_source} | ({"note": "dense bf16"} if machine.peak_source != "measured" else {}),
             "gemm_tflops": _constant(machine.matmul_tflops, 0.75 * machine.matmul_tflops, machine.matmul_tflops, "largest matrix product"),
             "hbm_gib": _constant(machine.memory_gib, machine.memory_gib, machine.memory_gib, "what the device reports"),

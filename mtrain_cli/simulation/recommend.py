@@ -6,13 +6,15 @@ Where none of the recomputations fits, the way of using memory that ``train.memo
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import ceil, floor
 from typing import Any
 
 from mtrain_cli.config.schema import CHECKPOINTS, Config, ConfigError
 from mtrain_cli.config.sizes import format_size
-from mtrain_cli.simulation.cluster import Cluster
+from mtrain_cli.simulation.cluster import Cluster, Constant
 from mtrain_cli.simulation.scenario import Outcome, Scenario, check_dealt, evaluate, plan_on, with_step
 from mtrain_cli.simulation.what_if import Unfit
 from mtrain_cli.training.auto import CHOICES, read, search, show
@@ -25,6 +27,7 @@ DOES_NOT_FIT = "does not fit"
 _CLOSE = 0.02  # of a step: less than what the prediction can tell apart
 _SHOWN = 3
 _MOST_NODES = 512
+_LARGEST_GPU = 512  # GiB, of those that are looked at in any case
 # What a difference between two steps is called, by the part of the step.
 _WORDS = {
     "attention": "attention",
@@ -117,7 +120,7 @@ def recommend(
                 plans = list(_plans(cluster, scenario, workers, context, layout, exchange, recomputations))
             except (Unfit, ConfigError) as error:
                 mistakes.append(error)
-                rejected.append(Rejected(f"{layout} {exchange} over {context}", str(error).splitlines()[0].partition("; allowed")[0]))
+                rejected.append(Rejected(f"{layout} {exchange} over {context} workers", _why(error, exchange)))
                 continue
             good = [plan for plan in plans if plan.fits]
             if good:
@@ -158,6 +161,10 @@ def _place(outcome: Outcome) -> tuple[str, str, int]:
     return outcome.layout, outcome.plan.exchange.label, outcome.context
 
 
+def _why(error: Exception, exchange: str) -> str:
+    return str(error).splitlines()[0].partition("; allowed")[0].removeprefix(f"topology.exchange={exchange}: ")
+
+
 def _usable(plan: Plan) -> float:
     return USABLE * (plan.capacity or 0) / GIB
 
@@ -195,15 +202,24 @@ def _needed(cluster: Cluster, scenario: Scenario, workers: int, layouts: Sequenc
                 found += list(_plans(of, tried, count, count, layout, exchange, ("full",)))
             except (Unfit, ConfigError):
                 continue
-        return min(found, key=lambda plan: plan.memory.total, default=None)
+        return min(found, key=lambda plan: (not plan.fits, plan.memory.total), default=None)
 
     now = least(scenario.config, cluster, workers)
     if now is None:
         return
-    # With all that the host can take.
-    possible = [setting for setting in search(now).settings if setting.memory.host_peak <= now.host_share]
-    now = taking(now, min(possible, key=lambda setting: setting.memory.total)) if possible else now
-    yield f"GPUs with {now.memory.total / GIB / USABLE:.0f} GiB instead of {cluster.gpu.hbm_gib.value:.0f}: {label(now)}"
+
+    def on_larger(gib: int) -> Plan | None:
+        """What fits GPUs of the same kind with so much memory."""
+        gpu = replace(cluster.gpu, hbm_gib=Constant(gib, "guess", "", gib, gib))
+        found = least(scenario.config, replace(cluster, gpu=gpu), workers)
+        return found if found is not None and found.fits else None
+
+    # The more a GPU holds the less has to leave it: what the host takes is another search for each.
+    possible = range(floor(cluster.gpu.hbm_gib.value) + 1, max(_LARGEST_GPU, ceil(now.memory.total / GIB / USABLE)) + 1)
+    gib = possible.start + bisect_left(possible, True, key=lambda gib: on_larger(gib) is not None)
+    large = on_larger(gib)
+    if large is not None:
+        yield f"GPUs with {gib} GiB instead of {cluster.gpu.hbm_gib.value:.0f}: {label(large)}"
     nodes = 2 * cluster.nodes
     while nodes <= _MOST_NODES:
         if cluster.outer is None:

@@ -169,6 +169,8 @@ def plan_on(cluster: Cluster, config: Config, *, workers: int, kernel: str | Non
     """
     if config.train.dtype not in ("auto", "bfloat16"):
         raise ConfigError(f"train.dtype={config.train.dtype}: kernels were measured in bfloat16 alone; allowed: auto, bfloat16")
+    if cluster.gpu.is_cpu:
+        raise ConfigError(f"topology.device={config.topology.device}: {cluster.name} has {cluster.gpu.name}, a CPU; allowed: cpu")
     if config.topology.device == "cpu":
         raise ConfigError(f"topology.device=cpu: {cluster.name} has GPUs; allowed: auto, cuda")
     per_node = config.topology.gpus_per_node
@@ -200,11 +202,27 @@ def evaluate(
         ConfigError: its kernel has no times, or the index is damaged.
     """
     again = recomputes_attention(plan.config.train)
-    attention = predict(
-        cluster, scenario.problem, setup_of(plan), kernel=plan.kernel, calibration=scenario.calibration, recompute=recompute or again,
-        conditions=scenario.conditions, number=number, rows=rows, bounds=bounds, choice=plan.exchange,
-    )  # fmt: skip
-    return with_step(cluster, scenario, plan, attention, bounds=bounds)
+
+    def of_group(conditions: Conditions) -> Prediction:
+        return predict(
+            cluster, scenario.problem, setup_of(plan), kernel=plan.kernel, calibration=scenario.calibration, recompute=recompute or again,
+            conditions=conditions, number=number, rows=rows, bounds=bounds, choice=plan.exchange,
+        )  # fmt: skip
+
+    return with_step(cluster, scenario, plan, slowest_group(scenario.conditions, plan.environment.cp, of_group), bounds=bounds)
+
+
+def slowest_group(conditions: Conditions, size: int, predicted: Callable[..., Prediction]) -> Prediction:
+    """The attention of the context group that takes longest, since the others wait for it: all have the same work, but not the same GPUs.
+    size: ranks of a group. predicted: attention of a group, whose ``conditions`` are of its own ranks.
+    """
+    found = {group: predicted(conditions=of) for group, of in conditions.of_groups(size).items()}
+    group = max(found, key=lambda group: found[group].duration.value)
+    if not group:
+        return found[group]
+    first = group * size
+    told = f"the context group of ranks {first} to {first + size - 1} is played, which has the slowest; its ranks count from 0"
+    return replace(found[group], remarks=(*found[group].remarks, told))
 
 
 def with_step(cluster: Cluster, scenario: Scenario, plan: Plan, attention: Prediction, *, bounds: bool = True) -> Outcome:

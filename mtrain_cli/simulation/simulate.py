@@ -33,7 +33,7 @@ from mtrain_cli.simulation.calibration import (
     shipped,
 )
 from mtrain_cli.simulation.cluster import Cluster
-from mtrain_cli.simulation.costs import BOUNDS, INDEX_DEVICE, INDEX_HEADS, Costs, LayerPrices
+from mtrain_cli.simulation.costs import BOUNDS, INDEX_DEVICE, INDEX_HEADS, Costs, LayerPrices, index_scale
 from mtrain_cli.simulation.lockstep import Lockstep
 from mtrain_cli.simulation.program import program
 from mtrain_cli.simulation.timeline import Conditions, PassTimes, play, together
@@ -137,7 +137,7 @@ def predict(
         ConfigError: its kernel has no times, or the index is damaged.
     """
     first = problem.index(problem.layers[0])
-    name = kernel or default_kernel(cluster.gpu.name, first is None)
+    name = kernel or ("sdpa" if cluster.gpu.is_cpu else default_kernel(cluster.gpu.name, first is None))
     problem = replace(problem, made=replace(problem.made, needs_out=name in _NEED_OUT))
     case = make_case(problem.made, problem.masks, setup, first, problem.columns, choice)
     lockstep = Lockstep.of(case.schedule)
@@ -195,13 +195,21 @@ def _guesses(name: str, keys: Sequence[str]) -> str:
 
 def _of_index(cluster: Cluster, problem: Problem, first: Index | None) -> list[str]:
     """What estimating an index is taken from, where that is something else."""
-    if first is None or not problem.estimated:
+    heads, here = problem.made.heads, same_device(INDEX_DEVICE, cluster.gpu.name)
+    if first is None or not problem.estimated or (heads == INDEX_HEADS and _measured(cluster, first)):
         return []
-    gpu, heads, lists = cluster.gpu.name, problem.made.heads, not isinstance(first, VerticalSlash)
-    if same_device(INDEX_DEVICE, gpu) and heads == INDEX_HEADS and not lists:
-        return []
-    what = f"{heads} heads{' and lists of blocks' if lists else ''} on {gpu}"
-    return [f"estimating an index takes what vertical_slash with {INDEX_HEADS} heads took on {INDEX_DEVICE}: not measured of {what}"]
+    what = f"{heads} heads{'' if isinstance(first, VerticalSlash) else ' and lists of blocks'} on {cluster.gpu.name}"
+    by = f"number of heads{'' if here else ' and bandwidth of memory'}"
+    wider = "" if _measured(cluster, first) else ", and bounds are wider"
+    return [
+        f"estimating an index was measured of vertical_slash with {INDEX_HEADS} heads on {INDEX_DEVICE}, not of {what}: a token takes "
+        f"x {index_scale(cluster.gpu, heads):.3g} of that, by {by}{wider}"
+    ]
+
+
+def _measured(cluster: Cluster, first: Index) -> bool:
+    """Whether estimating such an index was, on such a GPU."""
+    return isinstance(first, VerticalSlash) and same_device(INDEX_DEVICE, cluster.gpu.name)
 
 
 class _Player:
@@ -212,7 +220,11 @@ class _Player:
     ) -> None:
         self.problem, self.case, self.lockstep, self.conditions = problem, case, lockstep, conditions
         self.directions = (FORWARD, RECOMPUTE, BACKWARD) if recompute else (FORWARD, BACKWARD)
-        costs = Costs(cluster, kernels, case.sizes, lockstep, problem.made.head_dim, sequences=len(problem.masks))
+        first = problem.index(problem.layers[0])
+        costs = Costs(
+            cluster, kernels, case.sizes, lockstep, problem.made.head_dim, sequences=len(problem.masks),
+            measured=first is None or _measured(cluster, first),
+        )  # fmt: skip
         self.costs = {bound: replace(costs, bound=bound, _messages={}) for bound in BOUNDS}
         curves = [*kernels.whole.values(), *kernels.alone.values()]
         # What a kernel computes that hides pairs instead of leaving them out.

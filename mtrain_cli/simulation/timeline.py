@@ -42,6 +42,13 @@ class Conditions:
     jitter: float = 0.0
     seed: int = 0
 
+    def of_groups(self, size: int) -> dict[int, Conditions]:
+        """Of each context group of so many ranks that has a slow one, with ranks in the group, by its number; of the first if none has."""
+        slow: dict[int, dict[int, float]] = {}
+        for rank, factor in sorted(self.slow.items()):
+            slow.setdefault(rank // size, {})[rank % size] = factor
+        return {group: replace(self, slow=ranks) for group, ranks in slow.items()} or {0: self}
+
 
 @dataclass(frozen=True, eq=False)
 class PassTimes:

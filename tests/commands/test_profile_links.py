@@ -35,7 +35,7 @@ def test_two_processes_are_measured_as_a_cluster_for_the_simulator(tmp_path):
     assert any(t["slowdown"] for t in document["times"])
     cluster = load_cluster(str(tmp_path / "my.yaml"))
     assert (cluster.name, cluster.nodes, cluster.gpus_per_node) == ("my", 1, 4)
-    assert cluster.gpu.name == document["device"]
+    assert (cluster.gpu.name, cluster.gpu.device) == (document["device"], "cpu")
     assert {name for name, constant in cluster.constants().items() if constant.source == "guess"} == {"gpu.step_ms", *HOST}
     assert cluster.inner.bandwidth_gbps.value == pytest.approx(document["fits"]["inner"][HOP]["gbps"], rel=1e-3)
     assert (tmp_path / "my.yaml").read_text() == (tmp_path / "measurements/one/cluster.yaml").read_text()

@@ -31,7 +31,8 @@ def test_every_configuration_is_one_row_however_narrow_the_terminal(tmp_path):
         found = run("simulate", *SMALL, "--no-files", columns=columns)
         assert (found.exit_code, found.stderr) == (0, "")
         rows = [line for line in found.stdout.splitlines() if line.strip().startswith(("zigzag", "striped"))]
-        assert len(rows) == 6
+        # Rings of rings are rings inside a node.
+        assert len(rows) == 4
     assert "h200_1x8 (1 x 8 NVIDIA H200), 8 workers, seq 16,384, clustered" in found.stdout
     assert "constants are guesses" in found.stdout
     assert not list(tmp_path.iterdir())
@@ -117,9 +118,9 @@ def test_a_step_by_part_and_what_a_training_takes():
         "simulate", "model=qwen3b", "seq=8k", "--layout", "striped", "--exchange", "ring", "--no-files", "--tokens", "1b", "--price", "2"
     )
     assert f"memory {step['memory_bytes'] / 2**30:.2f} GiB of 139.8 at its peak" in shown.stdout
-    assert "at $2 a GPU and hour" in shown.stdout
+    assert "at $2 a GPU and hour" in " ".join(shown.stdout.split())
     unknown = run("simulate", *SMALL, "--layout", "striped", "--exchange", "ring", "--no-files", "--tokens", "1b")
-    assert "cost unknown, --price X gives" in unknown.stdout
+    assert "cost unknown, --price X gives" in " ".join(unknown.stdout.split())
 
 
 def test_a_sweep_is_a_table_files_and_a_report(tmp_path):
@@ -127,7 +128,8 @@ def test_a_sweep_is_a_table_files_and_a_report(tmp_path):
     found = run(*words, "--sweep", "seq=1k,32k nodes=1,2,4", "--tokens", "1e9", "--price", "1", "--out", "swept")
     assert (found.exit_code, found.stderr) == (0, "")
     assert len([line for line in found.stdout.splitlines() if line.strip().startswith(("1k", "32k"))]) == 12
-    assert "cannot be dealt to so many" in found.stdout
+    # Why some cannot be stands below the table, once.
+    assert found.stdout.count("\nnot    1024 tokens in blocks of 128 cannot be dealt to so many") == 1
     summary = json.loads((tmp_path / "swept/summary.json").read_text())
     assert len(summary["sweep"]) == 12
     assert all("cannot" in row or row["dollars"]["value"] > 0 for row in summary["sweep"])

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import yaml
 from simulation.recordings import record
 from typer.testing import CliRunner
 
@@ -31,8 +32,8 @@ def _here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def run(*words: str):
-    return CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(command_line.app, ["simulate", *words], prog_name="mtrain")
+def run(*words: str, columns: int = 200):
+    return CliRunner(env={"COLUMNS": str(columns), "TERM": "dumb"}).invoke(command_line.app, ["simulate", *words], prog_name="mtrain")
 
 
 def document(*words: str) -> dict[str, Any]:
@@ -48,8 +49,29 @@ def test_a_slow_rank_needs_a_group_of_one_size():
     assert "--slow 3=2: --recommend tries groups of any size; give topology.context_parallel=N" in refused.stderr
     fixed = run(*words, "topology.context_parallel=4")
     assert fixed.exit_code == 0, fixed.output
+    # Of all workers, whichever group they are in.
+    assert run(*words, "--slow", "7=2", "topology.context_parallel=4").exit_code == 0
+    beyond = run(*words, "--slow", "8=2", "topology.context_parallel=4")
+    assert (beyond.exit_code, "--slow 8=2: there is no rank 8; allowed: 0 to 7" in beyond.stderr) == (2, True)
     # `auto` is no size.
     assert run(*words, "topology.context_parallel=auto").exit_code == 2
+
+
+def test_a_slow_rank_may_be_in_any_group():
+    """Groups have the same work, so a rank is as slow in one as at its place in another; of several groups the slowest counts."""
+    words = (*DENSE, "train.global_batch=2", "topology.context_parallel=4", *STRIPED)
+    for more in ((), ("--attention-only",)):
+
+        def found(slow: str, more: tuple[str, ...] = more) -> tuple[float, str]:
+            (entry,) = document(*words, *more, "--slow", slow)["predicted"]
+            return (entry["step"]["seconds"] if "step" in entry else entry["ms"])["value"], " ".join(entry["remarks"])
+
+        (first, told), (second, other) = found("2=2"), found("6=2")
+        assert first == second
+        assert "the context group of ranks 4 to 7 is played, which has the slowest; its ranks count from 0" in other
+        assert "is played" not in told
+        assert found("1=1.5,6=2") == (first, other)
+        assert found("1=3,6=2")[0] == found("1=3")[0] > first
 
 
 def test_attention_alone_is_that_of_the_step():
@@ -178,13 +200,14 @@ def test_times_of_another_device_are_never_taken_silently():
 def test_what_was_not_measured_of_this_is_said():
     """An index costs what it cost on one kind of GPU; the simulator's own constants have sources, too."""
     words = ("model=qwen3b", "seq=8k", "--columns", "64", "--workers", "1", "--attention-only", *STRIPED)
-    said = "estimating an index takes what vertical_slash with 16 heads took on NVIDIA H200: not measured of "
+    said = "estimating an index was measured of vertical_slash with 16 heads on NVIDIA H200, not of "
     (here,) = document(*words)["predicted"]
     assert not [line for line in here["remarks"] if line.startswith("estimating")]
     found = document(*words, "--cluster", "a100_4x8")
-    assert said + "16 heads on NVIDIA A100-SXM4-40GB" in found["predicted"][0]["remarks"]
+    by = ": a token takes x 2.7 of that, by number of heads and bandwidth of memory, and bounds are wider"
+    assert f"{said}16 heads on NVIDIA A100-SXM4-40GB{by}" in found["predicted"][0]["remarks"]
     (more,) = document("model=llama8b", *words[1:])["predicted"]
-    assert said + "32 heads on NVIDIA H200" in more["remarks"]
+    assert said + "32 heads on NVIDIA H200: a token takes x 2 of that, by number of heads" in more["remarks"]
     (dense,) = document("model=llama8b", "seq=8k", "--index", "dense", *words[4:])["predicted"]
     assert not [line for line in dense["remarks"] if line.startswith("estimating")]
     constants = found["cluster"]["constants"]
@@ -196,3 +219,62 @@ def test_what_was_not_measured_of_this_is_said():
     own = [name for name, of in constants.items() if of["source"] == "guess" and not name.startswith(("gpu.", "links."))]
     assert all(name in guesses for name in own)
     assert f" {len(own)} constants" in guesses
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("model=qwen3b", "seq=64k", "--cluster", "a100_4x8"),
+        (*DENSE, "train.global_batch=8", "--recommend"),
+        ("model=tiny", "--sweep", "seq=1k,32k workers=2,16", "--cluster", "a100_4x8", *STRIPED),
+        (*DENSE, "--attention-only", "--recompute"),
+    ],
+    ids=["steps", "recommend", "sweep", "attention"],
+)
+def test_what_is_printed_keeps_to_eighty_columns(words):
+    found = run(*words, "--no-files", columns=80)
+    assert found.exit_code == 0, found.output
+    # A command is one line, to be copied.
+    lines = [line for line in found.stdout.splitlines() if not line.startswith("type ")]
+    assert max(map(len, lines)) <= 80
+    table = found.stdout.partition(" ─")[2].partition("\n\n")[0]
+    assert "…" not in found.stdout
+    assert "ring" in table
+    assert "for want of width without: " in found.stdout or "--sweep" in words
+
+
+def test_workers_on_a_cpu_are_told_nothing_of_cuda(tmp_path):
+    """Their attention is predicted with what runs there, in float32; whole steps are not, and that is one line."""
+    made = yaml.safe_load((resource_dir("conf") / "cluster/h200_1x8.yaml").read_text())
+    for gpu in ({"name": "AMD EPYC 9654"}, {"name": "some chip", "device": "cpu"}):
+        made["gpu"] |= gpu
+        (tmp_path / "mine.yaml").write_text(yaml.safe_dump(made))
+        words = ("model=tiny", "seq=16k", "--columns", "64", "--cluster", "mine.yaml", *STRIPED)
+        for more in ((), ("--recommend",), ("--sweep", "workers=2,4")):
+            refused = run(*words, *more, "--no-files")
+            assert refused.exit_code == 2
+            said = f"--cluster mine.yaml: {gpu['name']} is a CPU, and steps are predicted of GPUs alone; give --attention-only"
+            assert refused.stderr.strip() == f"mtrain: {said}"
+        alone = document(*words, "--attention-only")
+        assert alone["cases"][0]["kernel"] == "sdpa"
+        assert not [remark for remark in alone["predicted"][0]["remarks"] if "triton" in remark]
+        typed = document(*words, "topology.device=cpu", "--attention-only")
+        assert alone["predicted"] == typed["predicted"]
+        refused = run(*words, "topology.device=cuda", "--attention-only", "--no-files")
+        assert f"topology.device=cuda: mine has {gpu['name']}, a CPU; allowed: cpu" in refused.stderr
+    made["gpu"]["device"] = "tpu"
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(made))
+    assert "mine.yaml: gpu.device=tpu: allowed: cuda, cpu" in run(*words, "--no-files").stderr
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_computed(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    for place in ("simulate", "scenario"):
+        monkeypatch.setattr(f"mtrain_cli.simulation.{place}.predict", None)
+    for more in ((), ("--attention-only",), ("--recommend",), ("--sweep", "workers=2,4")):
+        refused = run(*DENSE, *STRIPED, *more, "--out", "file/in/it")
+        assert refused.exit_code == 2, refused.output
+        assert refused.stderr.startswith("mtrain: --out file/in/it: cannot be written (Not a directory); give another folder")
+    # Nor does a mistake that is found later leave the folders that were tried.
+    assert run(*DENSE, "--exchange", "ulysses", "--layout", "zigzag", "--out", "new/one").exit_code == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

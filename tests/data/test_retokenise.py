@@ -97,6 +97,7 @@ def test_truncated_documents_have_just_as_many_tokens_as_asked(shards: Path, tmp
     long = [text for text in TEXTS if len(text.encode()) + 1 >= 128]
     assert np.diff(store.offsets).tolist() == [128] * len(long)
     assert texts(store) == [text.encode()[:128].decode() for text in long]
+    assert 0 < store.meta.cut == sum(len(text.encode()) + 1 > 128 for text in TEXTS)
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
