@@ -48,9 +48,10 @@ class Moment:
         token of a tile (e (4 I + C) where gate and up were kept), or attention, whichever is more together with `exchange` (see
         `layer_in_backward`).
     index: the dynamic indices of the layers between their forward and backward pass: bitmaps take heads * (T / block) * (S / block) bytes
-        a layer and sequence of S tokens (all of their rows where queries circulate), diagonals and columns heads * (S / block + 4 columns);
-        columns that a ring gathers once, 2 e heads * columns * head_dim of each layer whose activations are on the device; and the pairs
-        of each pair of blocks, which bitmaps are counted by, 2 bytes for every micro-batch of the step.
+        a layer and sequence of S tokens (all of their rows where queries circulate), diagonals and columns heads * (S / block + 4 columns),
+        which stay until those of all layers are counted, and what kernels keep of them about as much (`IndexShape.derived`); columns that a
+        ring gathers once, 2 e heads * columns * head_dim of each layer whose activations are on the device; and the pairs of each pair of
+        blocks, which bitmaps are counted by, 2 bytes for every micro-batch of the step.
     exchange: keys, values and their gradients on the way to and from other workers, and the kernel's own buffers; with N = cp T keys,
         all_gather holds 2 e N K of keys and values, as much of gradients, and 8 N K while these are packed; a ring holds a few
         shards of keys and of float32 gradients, most of them from step to step (see `exchange_in_backward`, `kernel_backward`).

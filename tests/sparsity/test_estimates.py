@@ -94,6 +94,30 @@ def test_vertical_slash_is_what_its_definition_says(documents, changed):
             assert found[found < blocks * BLOCK].tolist() == sorted(bars)
 
 
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("at", [0, SEQ - 10, None])
+def test_all_attention_may_lie_on_one_key_or_on_none(at, joint):
+    """The most and the least mass that a line can have, of forced lines, too."""
+    _, _, masked = inputs()
+    q, k = torch.ones(2, SEQ, HEADS, DIM), torch.zeros(2, SEQ, KV_HEADS, DIM)
+    if at is None:
+        q[:] = float("nan")
+    else:
+        k[:, at] = 100.0
+    index = pattern(last_q=5, joint=joint, min_bars=0, min_slashes=0).estimate(q, k, masked, 0)
+    slashes, bars = {0}, {0, 1}
+    if at is not None:
+        slashes.add((SEQ - 1) // BLOCK - at // BLOCK)
+        # Diagonals that hold everything leave nothing to columns.
+        bars |= set() if joint else {at}
+    for b in range(2):
+        for h in range(HEADS):
+            assert set(index.slashes[b, h].nonzero().flatten().tolist()) == slashes
+            assert {bar for bar in index.bars[b, h].tolist() if bar < index.blocks * BLOCK} == bars
+    q[:, -1] = float("nan")
+    assert all(mass.isfinite().all() for mass in pattern(last_q=5).mass(q, k, masked))
+
+
 def test_heads_of_a_group_share_an_index_if_asked():
     q, k, masked = inputs(2)
     index = pattern(per_group=True).estimate(q, k, masked, 0)
