@@ -21,8 +21,8 @@ from mtrain_cli.simulation.costs import BOUNDS, Costs
 from mtrain_cli.simulation.rest import Rest, Round, Work, priced, rounds
 from mtrain_cli.simulation.simulate import Prediction, Range
 from mtrain_cli.simulation.timeline import Conditions
-from mtrain_cli.training.dry_run import Plan
 from mtrain_cli.training.flops import causal_pairs, computed_again, recomputes_attention
+from mtrain_cli.training.planning import Plan
 
 DAY, HOUR = 86400.0, 3600.0
 # In this order they are shown. late: for slower workers, in attention; links: for keys, values and their gradients; offload: for
