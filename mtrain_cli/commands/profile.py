@@ -284,6 +284,7 @@ def kernels(
 
     from mtrain_cli.config.sizes import parse_share, parse_size
     from mtrain_cli.profiling.kernels import Case, missing, profile_kernels, save_calibration
+    from mtrain_cli.reporting.width import limit, say
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     lengths = _numbers("--seq", ("32k,128k" if device == "cuda" else "1k,2k") if seq == "auto" else seq, parse_size)
@@ -332,9 +333,11 @@ def kernels(
         raise ConfigError(*(f"--kernel {name}: {reason}" for name, reason in absent))
     replaced = "" if out is None else _check_out(out, _is_calibration, "calibration")
     console = Console(highlight=False, soft_wrap=True)
-    console.print(_HEADER)
+    width = limit(console)
+    narrow = width is not None and width < _WIDTH
+    console.print(_NARROW_HEADER if narrow else _HEADER)
     with _within_memory():
-        times = profile_kernels(cases if whole else [], names, dtype, device, repeats, lambda found: console.print(_line(found)))
+        times = profile_kernels(cases if whole else [], names, dtype, device, repeats, lambda found: console.print(_line(found, narrow)))
         if of_so_many:
             from mtrain_cli.profiling.shares import profile_shares
 
@@ -346,9 +349,9 @@ def kernels(
                 dtype,
                 device,
                 repeats,
-                lambda found: console.print(f"{_line(found)}  1/{found.workers} {found.what}"),
+                lambda found: console.print(_line(found, narrow) + (_NEXT if narrow else "  ") + f"1/{found.workers} {found.what}"),
             )
-    console.print(_LEGEND)
+    say(console, f"{_LEGEND}{_LEFT_OUT if narrow else ''}")
     for name, reason, everywhere in missing(cases, names, dtype, device):
         console.print(f"{name}: {reason}" + ("" if everywhere else " (some of the shapes)"))
     if out is not None:
@@ -379,17 +382,25 @@ def _numbers(option: str, text: str, parse):
 _HEADER = (
     f"{'kernel':<10} {'seq':>8} {'heads':>6} {'diagonals':>9} {'columns':>8} {'pairs':>7} {'forward':>23} {'backward':>23}   ratio to dense"
 )
+_WIDTH = len(_HEADER)
+
+_NARROW_HEADER = f"{'kernel':<10} {'seq':>8} {'diagonals':>9} {'columns':>8} {'pairs':>7} {'forward':>13} {'backward':>13}"
+_LEFT_OUT = " For want of width without heads, TFLOP/s and ratios; a wider terminal has them."
+_NEXT = "\n" + " " * 11
 _LEGEND = (
     "diagonals: share of the causal blocks asked for; columns: single ones a head; pairs: share of the causal pairs that is computed, "
     "for which TF (TFLOP/s) counts."
 )
 
 
-def _line(found: KernelTime) -> str:
+def _line(found: KernelTime, narrow: bool = False) -> str:
     case = found.case
     what = "dense" if case.density is None else f"{case.density:.1%}"
     bars = "" if case.density is None else f"all {case.seq}" if case.bars == case.seq else str(case.bars)
     share = found.pairs / (case.heads * math.comb(case.seq + 1, 2))
+    if narrow:
+        times = f"{found.forward_ms:>10.3f} ms {found.backward_ms:>10.3f} ms"
+        return f"{found.kernel:<10} {case.seq:>8} {what:>9} {bars:>8} {share:>7.1%} {times}"
     parts = [f"{found.kernel:<10} {case.seq:>8} {case.heads:>3}/{case.kv_heads:<2} {what:>9} {bars:>8} {share:>7.1%}"]
     for ms, tflops in ((found.forward_ms, found.forward_tflops), (found.backward_ms, found.backward_tflops)):
         parts.append(f"{ms:>10.3f} ms {tflops:>6.1f} TF")

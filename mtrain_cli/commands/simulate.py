@@ -173,7 +173,10 @@ def simulate(
     if exchange is None and not several:
         # Inside a node they are the plain ones.
         exchanges = [name for name in exchanges if not name.startswith("hierarchical_")]
-    job = _Job(found, asked, layouts, exchanges, _workers(found, workers), out, files, as_json, training, cost)
+    count_of = _workers(found, workers)
+    if not sweep:  # which may say what the words lack
+        asked.check(count_of)
+    job = _Job(found, asked, layouts, exchanges, count_of, out, files, as_json, training, cost)
     if sweep and (recommend or attention_only):
         raise ConfigError(f"--sweep and --{'recommend' if recommend else 'attention-only'}: ask for one of them")
     alone = attention_only or job.without_a_model

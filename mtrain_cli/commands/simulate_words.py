@@ -46,8 +46,7 @@ class Asked:
 
         words = [*self.words, *extra]
         for word in words:
-            if word.startswith("topology.workers=") and not word.endswith("=auto"):
-                raise ConfigError(f"{word}: how many GPUs there are is what --workers, --nodes or --sweep workers= say; leave it out")
+            _check_workers(word)
         if recorded := self.file(words):
             problem = self.recorded(recorded, words)
             more = _as_recorded(problem, words, pattern_words(problem.pattern))
@@ -69,6 +68,15 @@ class Asked:
             load_calibration(self.calibration) if self.calibration is not None else None,
             self.conditions(), (*words, *more),
         )  # fmt: skip
+
+    def check(self, workers: int) -> None:
+        """Raises ConfigError where settings or slow ranks are wrong in themselves: at once, before anything heavy is imported."""
+        from mtrain_cli.config.compose import compose
+
+        for word in self.words:
+            _check_workers(word)
+        compose(list(self.words))
+        self.slow_ranks(workers)
 
     def context(self, config: Config) -> int | None:
         given = config.topology.context_parallel
@@ -114,9 +122,11 @@ class Asked:
 
     def file(self, words: Sequence[str]) -> Path | None:  # noqa: ARG002
         """index.npz, where that is what --index names."""
+        if self.index is None or self.index in (DENSE, FIXED):
+            return None
         from mtrain_cli.simulation.families import FAMILIES
 
-        if self.index is None or self.index in (*FAMILIES, DENSE, FIXED):
+        if self.index in FAMILIES:
             return None
         path = Path(self.index).expanduser()
         candidates = (path, path / "index.npz", path / "profile" / "index.npz")
@@ -173,6 +183,10 @@ class Asked:
         """workers: in all; None where that is not known yet."""
         from mtrain_cli.simulation.timeline import Conditions
 
+        return Conditions(slow=self.slow_ranks(workers), jitter=self.jitter)
+
+    def slow_ranks(self, workers: int | None) -> dict[int, float]:
+        """As `conditions`: how many times as long each computes. Raises ConfigError where these cannot be."""
         if not 0 <= self.jitter <= 2:
             raise ConfigError(f"--jitter {self.jitter:g}: must be between 0 and 2")
         ranks: dict[int, float] = {}
@@ -187,7 +201,12 @@ class Asked:
                 raise ConfigError(f"--slow {word}: there is no rank {rank}; allowed: {allowed}")
             if not 0.1 <= ranks[int(rank)] <= 100:
                 raise ConfigError(f"--slow {word}: a rank may take 0.1 to 100 times as long")
-        return Conditions(slow=ranks, jitter=self.jitter)
+        return ranks
+
+
+def _check_workers(word: str) -> None:
+    if word.startswith("topology.workers=") and not word.endswith("=auto"):
+        raise ConfigError(f"{word}: how many GPUs there are is what --workers, --nodes or --sweep workers= say; leave it out")
 
 
 def _sparsity(words: Sequence[str]) -> bool:

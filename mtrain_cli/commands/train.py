@@ -150,6 +150,9 @@ def _print_plan(config: Config) -> None:
 
 def _launch(config: Config, overrides: list[str], run_path: Path | None) -> int:
     from mtrain_cli.config import compose
+    from mtrain_cli.config.validate import require_listed
+
+    require_listed(config.data)  # before anything heavy is imported
     from mtrain_cli.launch import run_dir
     from mtrain_cli.launch.environment import resolve_environment
     from mtrain_cli.launch.local import launch

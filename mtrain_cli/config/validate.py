@@ -15,6 +15,7 @@ from mtrain_cli.config.schema import (
     MOST_LINES,
     PATTERN_KEYS,
     Config,
+    ConfigError,
     DataConfig,
     ModelConfig,
     SparsityConfig,
@@ -29,6 +30,7 @@ _READS = {
     "tokens": "what `mtrain data prepare` wrote, or a .npy or .bin of token ids",
     "mds": "a folder of MDS shards, which holds an index.json",
 }
+_LISTS = {"tokens": "meta.json", "mds": "index.json"}  # in a folder of each kind
 BLOCKS = (16, 32, 64, 128)  # of a dynamic index
 MIN_BLOCK = 16  # one tensor-core tile; smaller blocks would only cost index
 
@@ -304,6 +306,21 @@ def _batch(train: TrainConfig, topology: TopologyConfig) -> Iterator[str]:
                 f"train.micro_batch={train.micro_batch} on each of the {groups} groups of "
                 f"topology.context_parallel={context} among topology.workers={workers}"
             )
+
+
+def require_listed(data: DataConfig) -> None:
+    """For a run that is about to begin: a plan needs no data.
+
+    Raises:
+        ConfigError: a folder lacks the file that says what is in it. What that file says is read when the data are opened.
+    """
+    name = _LISTS.get(data.kind)
+    folder = Path(data.path or "").expanduser()
+    if name is None or data.path is None or data.mix is not None or not folder.is_dir() or (folder / name).is_file():
+        return
+    inside = sorted(path.parent.name for path in folder.glob(f"*/{name}"))
+    hint = f"; it has folders that do: {', '.join(inside[:8])} (name them in data.mix)" if inside else ""
+    raise ConfigError(f"data.path={data.path}: no {name} in it; give {_READS[data.kind]}{hint}")
 
 
 def _data(data: DataConfig, model: ModelConfig) -> Iterator[str]:

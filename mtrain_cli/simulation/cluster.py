@@ -263,7 +263,7 @@ class _Reader:
             if content.get(key) is None:
                 if f"{prefix}{key}" == "gpu.gemm_tflops":
                     continue  # the peak that it follows from has been told
-                self.problems.append(f"{prefix}{key}: is missing; expected {check[0]} as {_form(0)}")
+                self.problems.append(f"{prefix}{key}: is missing; expected {check[0]} as {_form(None)}")
                 continue
             constant = self._constant(content[key], check, f"{prefix}{key}")
             if constant is not None:
@@ -364,4 +364,5 @@ def _with_defaults(gpu: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 
 
 def _form(value: Any) -> str:
-    return f"{{value: {value}, source: {'|'.join(SOURCES)}, note: ...}}"
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return f"{{value: {value if number else 'N'}, source: {'|'.join(SOURCES)}, note: ...}}"

@@ -18,9 +18,9 @@ from mtrain_cli.simulation.cluster import Cluster, Constant
 from mtrain_cli.simulation.scenario import Outcome, Scenario, check_dealt, evaluate, plan_on, with_step
 from mtrain_cli.simulation.what_if import Unfit
 from mtrain_cli.training.auto import CHOICES, read, search, show
-from mtrain_cli.training.dry_run import SHORTEST_SEQ, USABLE, Plan, taking
 from mtrain_cli.training.flops import recomputes_attention
 from mtrain_cli.training.memory import GIB
+from mtrain_cli.training.planning import SHORTEST_SEQ, USABLE, Plan, taking
 
 RECOMPUTATIONS = ("none", "selective", "full")
 DOES_NOT_FIT = "does not fit"

@@ -15,9 +15,9 @@ from mtrain_cli.parallel.offload import layers_on_host
 from mtrain_cli.simulation.calibration import HIGH, LOW
 from mtrain_cli.simulation.cluster import Constant
 from mtrain_cli.simulation.costs import Costs
-from mtrain_cli.training.dry_run import Plan
 from mtrain_cli.training.flops import recomputed_matmul
 from mtrain_cli.training.memory import MIB
+from mtrain_cli.training.planning import Plan
 from mtrain_cli.training.state_memory import StateMemory
 
 EAGER = Constant.of(2.8, "measured", "a step of 32K on one H200 takes 10 to 15 % longer uncompiled (profiles/notes.md)", 2.0, 3.5)

@@ -21,9 +21,9 @@ from mtrain_cli.simulation.step import PredictedStep, predict_step
 from mtrain_cli.simulation.timeline import Conditions
 from mtrain_cli.simulation.what_if import Setup, Unfit
 from mtrain_cli.sparsity.fixed import fixed_index
-from mtrain_cli.training.dry_run import Plan, plan_for
 from mtrain_cli.training.flops import recomputes_attention
 from mtrain_cli.training.memory import GIB
+from mtrain_cli.training.planning import Plan, plan_for
 
 DENSE, FIXED = "dense", "fixed"
 _DENSE = 0.99  # padding and the like are not counted

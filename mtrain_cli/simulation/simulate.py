@@ -70,6 +70,11 @@ class Range:
     value: float
     high: float
 
+    @staticmethod
+    def around(value: float, low: float | None = None, high: float | None = None) -> Range:
+        """A bound on the wrong side is none: it is the value, and never stands for the other one."""
+        return Range(value if low is None else min(low, value), value, value if high is None else max(high, value))
+
 
 @dataclass(frozen=True)
 class PredictedPass:
@@ -252,7 +257,9 @@ class _Player:
 
 def _summary(of_layers: Sequence[dict[str, PassTimes]], works: Sequence[StepWork]) -> PredictedPass:
     likely = [times[VALUE] for times in of_layers]
-    bounds = [float(np.mean([times.get(bound, times[VALUE]).duration for times in of_layers])) / 1e3 for bound in (LOW, VALUE, HIGH)]
+    low, value, high = (
+        float(np.mean([times.get(bound, times[VALUE]).duration for times in of_layers])) / 1e3 for bound in (LOW, VALUE, HIGH)
+    )
     time = [_degrees(times.attention, times.spent["columns"][:, 0]) for times in likely]
     work = [_degrees(w.pairs, w.column_pairs) for w in works]
     computed = [float((t.attention.sum(1) + t.spent["columns"][:, 0]).mean()) / max(t.duration, 1e-9) for t in likely]
@@ -263,7 +270,7 @@ def _summary(of_layers: Sequence[dict[str, PassTimes]], works: Sequence[StepWork
     spent = {kind: float(np.mean([t.spent[kind].sum() / len(t.end) for t in likely])) / 1e3 for kind in likely[0].spent}
     inner, outer = np.mean([t.carried.max(1) for t in likely], axis=0) / 1e3
     return PredictedPass(
-        Range(min(bounds), bounds[1], max(bounds)), _mean(time), _mean(work), float(np.mean(computed)), late, exposed,
+        Range.around(value, low, high), _mean(time), _mean(work), float(np.mean(computed)), late, exposed,
         spent, (float(inner), float(outer)),
     )  # fmt: skip
 

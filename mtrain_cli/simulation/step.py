@@ -21,8 +21,8 @@ from mtrain_cli.simulation.costs import BOUNDS, Costs
 from mtrain_cli.simulation.rest import Rest, Round, Work, priced, rounds
 from mtrain_cli.simulation.simulate import Prediction, Range
 from mtrain_cli.simulation.timeline import Conditions
-from mtrain_cli.training.dry_run import Plan
 from mtrain_cli.training.flops import causal_pairs, computed_again, recomputes_attention
+from mtrain_cli.training.planning import Plan
 
 DAY, HOUR = 86400.0, 3600.0
 # In this order they are shown. late: for slower workers, in attention; links: for keys, values and their gradients; offload: for
@@ -104,8 +104,7 @@ def predict_step(
     slowest = max([1.0, *(conditions or Conditions()).slow.values()])
     found = {bound: _Step(cluster, plan, attention, attention.costs[bound], slowest) for bound in (BOUNDS if bounds else (VALUE,))}
     likely = found[VALUE]
-    times = sorted(step.seconds for step in found.values())
-    seconds = Range(times[0], likely.seconds, times[-1])
+    seconds = Range.around(likely.seconds, *(found[bound].seconds for bound in (LOW, HIGH) if bound in found))
     workers = plan.environment.workers
     rate = Range(*(plan.tokens_per_step / getattr(seconds, name) / workers for name in (HIGH, VALUE, LOW)))
     peak = cluster.gpu.peak_tflops.value * 1e12

@@ -27,7 +27,7 @@ from mtrain_cli.training.memory import GIB, MemoryEstimate, estimate_memory
 from mtrain_cli.training.state_memory import BYTES, StateMemory
 
 if TYPE_CHECKING:
-    from mtrain_cli.training.dry_run import Plan
+    from mtrain_cli.training.planning import Plan
 
 USED_OF_PEAK = 0.65  # by kernels as measured on an H200: products 0.77, attention 0.6 to 0.7
 NODE_LINK, NETWORK = 250e9, 40e9  # bytes a second that reach one GPU: gathers over NVLink as measured; 400 Gbit/s a GPU

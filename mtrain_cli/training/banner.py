@@ -12,21 +12,22 @@ from mtrain_cli import __version__
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.sparsity.remarks import remarks
 from mtrain_cli.training import dry_run
+from mtrain_cli.training.planning import Plan, size
 
 if TYPE_CHECKING:
     pass
 
 
-def banner(found: dry_run.Plan, run_dir: Path, data: str) -> RenderableType:
+def banner(found: Plan, run_dir: Path, data: str) -> RenderableType:
     """The facts of a run that starts now. data: one line on the corpus, from `PackedDataset.describe`."""
     config, environment = found.config, found.environment
     if found.capacity is None:
-        memory = f"{dry_run.size(found.memory.total)} of tensors in a worker at its peak, estimated"
+        memory = f"{size(found.memory.total)} of tensors in a worker at its peak, estimated"
     else:
         share = found.memory.total / found.capacity
-        memory = f"{dry_run.size(found.memory.total)} a worker at its peak, estimated: {share:.0%} of {dry_run.size(found.capacity)}"
+        memory = f"{size(found.memory.total)} a worker at its peak, estimated: {share:.0%} of {size(found.capacity)}"
     if found.memory.host:
-        memory += f"; {dry_run.size(found.memory.host)} wait in host memory"
+        memory += f"; {size(found.memory.host)} wait in host memory"
     chosen: list[tuple[str, str]] = []
     if found.search is not None:
         rejected = "; ".join(f"{way}: {reason}" for way, reason in found.search.rejected())

@@ -30,7 +30,7 @@ from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.model.decoder import DecoderLayer
 from mtrain_cli.parallel.offload import layers_on_host
-from mtrain_cli.training.dry_run import size
+from mtrain_cli.training.planning import size
 
 if TYPE_CHECKING:
     from mtrain_cli.training.trainer import Trainer

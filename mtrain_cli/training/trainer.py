@@ -35,7 +35,6 @@ from mtrain_cli.parallel.offload import Offload
 from mtrain_cli.parallel.recording import Recorder
 from mtrain_cli.training.batch import Batch, BatchMaker, HostBatch, PackedSample
 from mtrain_cli.training.checkpoint import Checkpointer
-from mtrain_cli.training.dry_run import Plan, decided, planned, require_fit
 from mtrain_cli.training.flops import attention_kept, causal_pairs, peak_flops, training_flops
 from mtrain_cli.training.index_metrics import IndexMetrics, index_metrics, index_records, summed
 from mtrain_cli.training.metrics import StepMetrics
@@ -50,6 +49,7 @@ from mtrain_cli.training.optimizer import (
 )
 from mtrain_cli.training.pace import OwnTime
 from mtrain_cli.training.plan import Choices, make_choices
+from mtrain_cli.training.planning import Plan, decided, planned, require_fit
 from mtrain_cli.training.watch import SpikeWatch, StragglerWatch
 
 if TYPE_CHECKING:

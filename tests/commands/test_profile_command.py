@@ -82,6 +82,23 @@ def test_kernels_are_timed_beside_dense_and_leave_a_calibration(tmp_path):
     assert half["backward_tflops"] == pytest.approx(10 * 16 * half["pairs"] / half["backward_ms"] / 1e9)
 
 
+def test_times_of_kernels_keep_to_eighty_columns():
+    words = ("kernels", "--seq", "256", "--density", "0.2", "--heads", "2/1", "--head-dim", "16", "--block", "16", "--kernel", "sdpa")
+    shown = {
+        width: CliRunner(env={"COLUMNS": str(width), "TERM": "dumb"}).invoke(app, ["profile", *words, "--repeats", "1", "--shares", "2"])
+        for width in (80, 200)
+    }
+    assert [found.exit_code for found in shown.values()] == [0, 0]
+    assert max(map(len, shown[80].stdout.splitlines())) <= 80
+    # The same calls, with fewer figures of each.
+    told = {width: [line for line in found.stdout.splitlines() if line.startswith("sdpa ")] for width, found in shown.items()}
+    assert len(told[80]) == len(told[200]) > 10
+    assert "TF" not in told[80][0]
+    assert "1/2 striped, ring step 0" in shown[80].stdout
+    assert "For want of width without" in " ".join(shown[80].stdout.split())
+    assert "For want of width" not in shown[200].stdout
+
+
 @pytest.mark.parametrize(("of_mask", "columns"), [(0.25, 6), (0.5, 7)])
 def test_every_column_has_a_name_and_fits_60_columns(of_mask, columns):
     records = [

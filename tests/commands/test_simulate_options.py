@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -278,3 +280,28 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_computed(
     # Nor does a mistake that is found later leave the folders that were tried.
     assert run(*DENSE, "--exchange", "ulysses", "--layout", "zigzag", "--out", "new/one").exit_code == 2
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_what_is_wrong_in_itself_is_told_before_torch_is_imported():
+    """In a process of its own, since this one has it."""
+    wrong = [
+        "model=tinyy",
+        "train.micro_batch=3",
+        "topology.workers=3",
+        "--slow 99=2",
+        "--slow 1=x",
+        "--jitter 9",
+        "--density 7",
+        "--cluster no",
+    ]
+    code = f"""
+import sys
+from typer.testing import CliRunner
+from mtrain_cli.commands import app as command_line
+for word in {wrong}:
+    found = CliRunner().invoke(command_line.app, ["simulate", *word.split()], prog_name="mtrain")
+    assert (found.exit_code, "torch" in sys.modules) == (2, False), (word, found.output)
+    assert word.split()[-1].partition("=")[0] in found.stderr, found.stderr
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr

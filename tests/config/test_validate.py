@@ -4,6 +4,7 @@ import pytest
 
 from mtrain_cli.config import keys, validate
 from mtrain_cli.config.compose import compose
+from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.validate import problems
 from mtrain_cli.data.tokenizers import ByteTokenizer
 
@@ -16,6 +17,25 @@ def defaults():
 def changed(config, **values):
     """``config`` with leaves replaced; a dot of a key is written as two underscores."""
     return keys.build({**keys.values(config), **{name.replace("__", "."): value for name, value in values.items()}})
+
+
+@pytest.mark.parametrize(("kind", "name"), [("mds", "index.json"), ("tokens", "meta.json")])
+def test_a_folder_that_is_none_of_its_kind_is_told_before_anything_is_opened(defaults, tmp_path, kind, name):
+    data = changed(defaults, data__kind=kind, data__path=str(tmp_path)).data
+
+    def said() -> str:
+        with pytest.raises(ConfigError) as caught:
+            validate.require_listed(data)
+        (line,) = caught.value.problems
+        return line
+
+    assert said().startswith(f"data.path={tmp_path}: no {name} in it; give ")
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books" / name).write_text("{}")
+    assert said().endswith("; it has folders that do: books (name them in data.mix)")
+    validate.require_listed(dataclasses.replace(data, mix={"books": 1.0}))
+    (tmp_path / name).write_text("{}")
+    validate.require_listed(data)
 
 
 def test_the_defaults_have_no_problem(defaults):

@@ -24,7 +24,7 @@ from mtrain_cli.simulation.cluster import Cluster, Constant, load_cluster
 from mtrain_cli.simulation.costs import Costs
 from mtrain_cli.simulation.families import FAMILIES, Family
 from mtrain_cli.simulation.lockstep import Lockstep
-from mtrain_cli.simulation.simulate import _NEED_OUT, Prediction, Problem, predict
+from mtrain_cli.simulation.simulate import _NEED_OUT, Prediction, Problem, Range, _Player, predict
 from mtrain_cli.simulation.timeline import Conditions
 from mtrain_cli.simulation.what_if import Setup, make_case
 from mtrain_cli.simulation.work import count_work
@@ -90,6 +90,19 @@ def test_collectives_are_rings_over_the_slowest_link():
     assert busy == pytest.approx((3 << 20) / 25e3)
     trade, _ = costs(cluster).collective(True, 32, 8, 31 << 20)
     assert trade == pytest.approx(70 + (24 << 20) / 25e3)
+
+
+def test_bounds_that_are_swapped_are_seen(monkeypatch):
+    """Sorting three figures would make bounds of whatever they are."""
+    play = _Player.play
+
+    def swapped(self, work, index, layer, direction, bound, **more):
+        return play(self, work, index, layer, direction, {LOW: HIGH, HIGH: LOW}.get(bound, bound), **more)
+
+    monkeypatch.setattr(_Player, "play", swapped)
+    for of_pass in predict(load_cluster("a100_4x8"), problem(), Setup("striped", "ring", 8, 8)).passes.values():
+        assert of_pass.duration.low == of_pass.duration.value == of_pass.duration.high
+    assert Range.around(2.0) == Range.around(2.0, 3.0, 1.0) == Range(2.0, 2.0, 2.0)
 
 
 @pytest.mark.parametrize("name", ["h200_1x8", "a100_4x8"])

@@ -13,8 +13,8 @@ from mtrain_cli.simulation.rest import Rest, priced
 from mtrain_cli.simulation.scenario import Outcome, Pairs, Scenario, capability, evaluate, plan_on, with_step
 from mtrain_cli.simulation.step import PredictedStep, Transfer, beside
 from mtrain_cli.simulation.timeline import Conditions
-from mtrain_cli.training.dry_run import plan
 from mtrain_cli.training.flops import causal_pairs, computed_again, training_flops
+from mtrain_cli.training.planning import plan
 from mtrain_cli.training.state_memory import StateMemory
 
 H200 = load_cluster("h200_1x8")

@@ -9,7 +9,8 @@ from rich.console import Console
 from mtrain_cli.config.compose import compose
 from mtrain_cli.sparsity.remarks import remarks
 from mtrain_cli.training.banner import banner
-from mtrain_cli.training.dry_run import plan, render
+from mtrain_cli.training.dry_run import render
+from mtrain_cli.training.planning import plan
 
 MOBA = "12 chunks of 4096 keys cover all of seq=4k: computes every pair, as dense does"
 WINDOW = "one window at the end probes only the last document of packed ones; sparsity.windows=4 probes several"

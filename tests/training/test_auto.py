@@ -16,8 +16,9 @@ from mtrain_cli.config import keys
 from mtrain_cli.config.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.training import auto
-from mtrain_cli.training.dry_run import dry_run, plan, require_fit
+from mtrain_cli.training.dry_run import dry_run
 from mtrain_cli.training.memory import GIB
+from mtrain_cli.training.planning import plan, require_fit
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="plans for GPUs that are not here")
 

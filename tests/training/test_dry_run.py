@@ -19,10 +19,12 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.parallel.schedule import Options, make_schedule
 from mtrain_cli.parallel.selection import gathered_bytes
 from mtrain_cli.training import dry_run as module
+from mtrain_cli.training import planning
 from mtrain_cli.training.banner import banner
-from mtrain_cli.training.dry_run import GPU_MEMORY, count, dry_run, duration, flop, plan, size
+from mtrain_cli.training.dry_run import GPU_MEMORY, count, dry_run, duration, flop
 from mtrain_cli.training.memory import GIB
 from mtrain_cli.training.plan import make_choices
+from mtrain_cli.training.planning import plan, size
 
 LARGE = ["model=llama8b", "seq=4m", "topology.workers=64", "topology.device=cuda"]
 
@@ -59,7 +61,8 @@ def test_gpus_need_not_be_here_and_what_is_assumed_is_said():
 @pytest.fixture
 def with_24_gib(monkeypatch):
     """A machine of 24 GiB, in the eyes of the plan and of the trainer."""
-    monkeypatch.setattr(module, "host_memory", lambda: 24 * GIB)
+    for place in (module, planning):
+        monkeypatch.setattr(place, "host_memory", lambda: 24 * GIB)
 
 
 @without_gpu
@@ -121,7 +124,7 @@ def test_a_task_that_sees_only_its_own_gpu_is_planned_for_that_one(monkeypatch):
     properties = SimpleNamespace(name="NVIDIA H200", total_memory=140 * GIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: (asked.append(index), properties)[1])
     task = dataclasses.replace(here, device="cuda", rank=1, local_rank=1, launcher="slurm")
-    assert module.planned(config, task, choices).capacity == 140 * GIB
+    assert planning.planned(config, task, choices).capacity == 140 * GIB
     assert asked == [0]
 
 
@@ -266,7 +269,7 @@ def test_the_banner_names_what_runs_and_why_in_80_columns():
     config = compose(["topology.device=cpu"])
     environment = plan(config).environment
     printed = text(
-        banner(module.planned(config, environment, make_choices(config, environment)), Path("runs/tiny-4k"), "stdlib: 212 documents")
+        banner(planning.planned(config, environment, make_choices(config, environment)), Path("runs/tiny-4k"), "stdlib: 212 documents")
     )
     for word in (
         "tiny (qwen2), 822 K parameters",
