@@ -277,6 +277,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_computed(
         refused = run(*DENSE, *STRIPED, *more, "--out", "file/in/it")
         assert refused.exit_code == 2, refused.output
         assert refused.stderr.startswith("mtrain: --out file/in/it: cannot be written (Not a directory); give another folder")
+    assert run(*DENSE, *STRIPED, "--out", "/proc").exit_code == 2  # is there, and takes no file
     # Nor does a mistake that is found later leave the folders that were tried.
     assert run(*DENSE, "--exchange", "ulysses", "--layout", "zigzag", "--out", "new/one").exit_code == 2
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

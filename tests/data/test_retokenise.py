@@ -110,6 +110,9 @@ def test_an_interrupted_call_goes_on_with_the_same_result(
     filters = Filters(domains=("code", "book"), min_tokens=20, max_tokens=200, truncate=True)
     chosen = str(bpe_file) if tokenizer == "bpe" else tokenizer
     whole = prepared(shards, tmp_path / "whole", bpe_file, filters, chosen)
+    # Of bytes some documents are too long; of a BPE none.
+    assert whole.meta.cut < whole.meta.num_documents
+    assert bool(whole.meta.cut) == (tokenizer == "bytes")
     for stop in range(1, 40):
         calls = 0
 

@@ -90,6 +90,9 @@ def test_senseless_times_still_give_a_link():
 @pytest.mark.parametrize(("slower", "shared"), [(1.0, 1), (1.9, 2), (4.3, 4)])
 def test_a_cluster_of_what_was_measured(tmp_path: Path, slower: float, shared: int):
     document = cluster_document("mine", 2, 4, MACHINE, [*everything(INNER), *everything(OUTER, slower)], measured_ranks=8, virtual=False)
+    assert "device" not in document["gpu"]
+    on_cpu = cluster_document("mine", 1, 4, replace(MACHINE, device="cpu"), everything(INNER), measured_ranks=8, virtual=False)
+    assert on_cpu["gpu"]["device"] == "cpu"
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(document))
     cluster = load_cluster(str(path))
