@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -84,30 +84,44 @@ class Curve:
 
 def fit(points: Sequence[Point]) -> tuple[float, float, float]:
     """-> fixed ms, ms of 1e12 FLOP, and of 1e12 FLOP of columns: none negative, with the least sum of squared relative errors."""
-    ms = np.array([p.ms for p in points])
-    table = np.array([[1.0, p.flop, p.of_columns] for p in points]) / ms[:, None]
-    best, least = np.zeros(3), np.inf
+    return fit_together([points])[0]
+
+
+def fit_together(forms: Sequence[Sequence[Point]]) -> list[tuple[float, float, float]]:
+    """`fit` of each form of calls to the same kernels: the time of a unit of work is theirs in common, the fixed time each form's own.
+
+    Calls with diagonals and columns in about one proportion cannot tell what each of them takes, and small calls of one form alone do not
+    tell what large ones take; together they do.
+    """
+    rows = [(of_form, p) for of_form, points in enumerate(forms) for p in points]
+    table = np.zeros((len(rows), len(forms) + 2))
+    for row, (of_form, p) in zip(table, rows, strict=True):
+        row[[of_form, -2, -1]] = np.array([1.0, p.flop, p.of_columns]) / p.ms
     # One or two points say nothing of a fixed time.
-    used = [i for i in range(3) if table[:, i].any() and (i or len(points) > 2)]
+    used = [i for i in range(table.shape[1]) if table[:, i].any() and (i >= len(forms) or len(forms[i]) > 2)]
+    best, least = np.zeros(table.shape[1]), np.inf
     for number in range(1, len(used) + 1):
         for chosen in itertools.combinations(used, number):
-            found = np.zeros(3)
-            found[list(chosen)] = np.linalg.lstsq(table[:, chosen], np.ones(len(ms)), rcond=None)[0]
+            found = np.zeros(table.shape[1])
+            found[list(chosen)] = np.linalg.lstsq(table[:, chosen], np.ones(len(rows)), rcond=None)[0]
             error = float(((table @ found - 1) ** 2).sum())
             if (found >= 0).all() and error < least * (1 - 1e-9):
                 best, least = found, error
-    return float(best[0]), float(best[1]), float(best[2])
+    return [(float(fixed), float(best[-2]), float(best[-1])) for fixed in best[:-2]]
 
 
-def held_out_error(points: Sequence[Point]) -> float:
-    """Mean absolute error, a share, of every point as the others predict it."""
-    if len(points) < 3:
-        return float("nan")
-    errors = []
-    for i, left_out in enumerate(points):
-        fixed, rate, of_columns = fit([*points[:i], *points[i + 1 :]])
-        errors.append(abs((fixed + left_out.flop * rate + left_out.of_columns * of_columns) / left_out.ms - 1))
-    return float(np.mean(errors))
+def held_out_errors(forms: Sequence[Sequence[Point]]) -> list[float]:
+    """Of each form the mean absolute error, a share, of every point as all others predict it."""
+    means = []
+    for of_form, points in enumerate(forms):
+        errors = []
+        for i, left_out in enumerate(points):
+            others = [list(p) for p in forms]
+            del others[of_form][i]
+            fixed, rate, of_columns = fit_together(others)[of_form]
+            errors.append(abs((fixed + left_out.flop * rate + left_out.of_columns * of_columns) / left_out.ms - 1))
+        means.append(float(np.mean(errors)) if len(points) > 2 else float("nan"))
+    return means
 
 
 @dataclass(frozen=True)
@@ -153,12 +167,21 @@ def load_calibration(*paths: Path) -> Calibration:
         except (KeyError, TypeError, ValueError) as problem:
             raise ConfigError(f"--calibration {path}: is damaged ({type(problem).__name__}: {problem}); measure again") from problem
     curves = []
-    for (kernel, form, direction), measured in points.items():
-        error = held_out_error(measured)
-        spread = max(_LEAST_ERROR, 2 * (error if np.isfinite(error) else 0.25))
-        low, high, skips = 1 - min(spread, 0.9), 1 + spread, kernel not in hiding
-        curves.append(Curve(kernel, form, direction, *fit(measured), error, len(measured), low, high, skips=skips))
+    for (kernel, direction), forms in _same_kernels(points):
+        measured = [points[kernel, form, direction] for form in forms]
+        for form, of_form, found, error in zip(forms, measured, fit_together(measured), held_out_errors(measured), strict=True):
+            spread = max(_LEAST_ERROR, 2 * (error if np.isfinite(error) else 0.25))
+            low, high, skips = 1 - min(spread, 0.9), 1 + spread, kernel not in hiding
+            curves.append(Curve(kernel, form, direction, *found, error, len(of_form), low, high, skips=skips))
     return Calibration(devices[0], tuple(curves), tuple(path.name for path in paths))
+
+
+def _same_kernels(measured: Iterable[tuple[str, str, str]]) -> list[tuple[tuple[str, str], list[str]]]:
+    """-> (kernel, direction), and forms of calls that the same kernels serve: those under an index together, the others each by itself."""
+    together: dict[tuple[str, str, str], list[str]] = {}
+    for kernel, form, direction in measured:
+        together.setdefault((kernel, direction, SPARSE if form in (DIAGONALS, ALONE_COLUMNS) else form), []).append(form)
+    return [((kernel, direction), forms) for (kernel, direction, _), forms in together.items()]
 
 
 def _document(path: Path) -> dict[str, Any]:

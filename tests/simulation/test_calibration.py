@@ -17,7 +17,8 @@ from mtrain_cli.simulation.calibration import (
     SPARSE,
     Point,
     fit,
-    held_out_error,
+    fit_together,
+    held_out_errors,
     kernels_for,
     load_calibration,
     shipped,
@@ -34,11 +35,27 @@ def made(fixed: float, rate: float, columns: float, noise: float = 0.0) -> list[
 
 def test_a_fit_finds_what_the_points_were_made_of():
     assert fit(made(0.3, 1.7, 3.4)) == pytest.approx((0.3, 1.7, 3.4))
-    assert held_out_error(made(0.3, 1.7, 3.4)) == pytest.approx(0, abs=1e-9)
-    assert 0.02 < held_out_error(made(0.3, 1.7, 3.4, noise=0.05)) < 0.08
+    assert held_out_errors([made(0.3, 1.7, 3.4)])[0] == pytest.approx(0, abs=1e-9)
+    assert 0.02 < held_out_errors([made(0.3, 1.7, 3.4, noise=0.05)])[0] < 0.08
     # No time is negative, and one point says nothing of a fixed time.
     assert min(fit([Point(1, 0, 1.0), Point(2, 0, 2.2), Point(4, 0, 4.9)])) >= 0
     assert fit([Point(2, 0, 3.0)]) == (0, pytest.approx(1.5), 0)
+
+
+def test_calls_of_the_same_kernels_are_fitted_together():
+    """Columns are a fifth of the work of every call with both, and diagonals alone were timed in small calls, with noise."""
+    rng = np.random.default_rng(1)
+    both = [Point(f, f / 4, 0.2 + 1.7 * f + 3.4 * f / 4) for f in (0.5, 1.0, 2.0, 4.0)]
+    diagonals = [Point(f, 0, (0.3 + 1.7 * f) * float(np.exp(rng.normal(0, 0.1)))) for f in (0.05, 0.1, 0.2, 0.4)]
+    columns = [Point(0, f, 0.1 + 3.4 * f) for f in (0.1, 0.3, 0.5)]
+    of_both, of_diagonals, of_columns = fit_together([both, diagonals, columns])
+    assert of_both[1:] == of_diagonals[1:] == of_columns[1:] == pytest.approx((1.7, 3.4), rel=0.12)
+    # A large call of other proportions. Those with both by themselves would put it elsewhere.
+    expected = 0.2 + 30 * 1.7 + 3.4
+    assert of_both[0] + 30 * of_both[1] + of_both[2] == pytest.approx(expected, rel=0.12)
+    apart = fit(both)
+    assert abs(apart[0] + 30 * apart[1] + apart[2] - expected) > 0.25 * expected
+    assert len(held_out_errors([both, diagonals, columns])) == 3
 
 
 def test_a_kernel_that_skips_nothing_is_fitted_to_what_masks_leave(tmp_path):
