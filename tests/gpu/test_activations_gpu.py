@@ -148,7 +148,7 @@ def test_recomputation_and_tiles_give_the_gradients_of_autograd(compile):
     loss = exact()
     plain()
     far = dict(zip(plain.names, distances(plain, exact), strict=True))
-    assert all(0 < distance < 0.1 for name, distance in far.items() if "k_proj.bias" not in name), far
+    assert all(0 < distance < 0.3 for name, distance in far.items() if "k_proj.bias" not in name), far
     for checkpoint, keep in [("selective", 1.0), ("sequence_selective", 0.25), ("full", 0.0), ("none", 0.0)]:
         steps = Steps(checkpoint, keep, seq=2048, tile_mib=8, compile=compile)
         torch.testing.assert_close(steps(), loss, rtol=1e-3, atol=0)
