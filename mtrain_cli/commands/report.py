@@ -46,7 +46,7 @@ def report(
     [bold]Examples[/bold]
 
       [cyan]mtrain report[/cyan]
-          the newest run or measurement of this folder; without any, the profiles that ship with mtrain
+          the newest run or measurement of this folder; without any, a profile that ships with mtrain
       [cyan]mtrain report my-run[/cyan]
           its name under runs/ or measurements/, or a folder
       [cyan]mtrain report before after --out compared[/cyan]
@@ -63,7 +63,8 @@ def report(
         typer.echo(json.dumps([_document(source) for source in sources], indent=1))
         return
     recorded = [source for source in sources if source.shipped is None]
-    wanted = bool(recorded) and (html or csv)
+    ours = all(sources_of.ships(path) for path in paths)
+    wanted = bool(recorded) and (html or csv) and not (ours and out is None)
     if len(recorded) > 1 and out is None and wanted:
         raise ConfigError("--out DIR: needed for several runs, since none of their folders is the place for all; or --no-html --no-csv")
     folder = _folder(out, recorded) if wanted else None
@@ -71,9 +72,12 @@ def report(
     # Files first: a reader of the tables that stops early must not keep them from being written.
     written, page = _write(folder, recorded, html, csv) if folder is not None else ([], None)
     if not runs:
-        said = str(recorded[0].folder) if recorded else "nothing in runs/ or measurements/ of this folder; here is what ships with mtrain"
-        console.print(said, soft_wrap=True)
+        others = ", ".join(path.stem for path in sources_of.shipped() if path not in paths)
+        said = f"nothing in runs/ or measurements/ of this folder; here is a profile that ships with mtrain, as do {others}"
+        console.print(said if ours else str(recorded[0].folder), soft_wrap=True)
     show_sources(console, sources)
+    if ours and not wanted and (html or csv):
+        console.print(f"figures  mtrain report {' '.join(path.stem for path in paths)} --out DIR", soft_wrap=True)
     for line in written:
         console.print(line, soft_wrap=True)
     if show and page is not None:

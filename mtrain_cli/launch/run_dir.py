@@ -450,7 +450,7 @@ def _facts() -> dict[str, object]:
             versions[package] = metadata.version(package)
     job = current_job()
     return {
-        "command": sys.argv,
+        "command": ["mtrain", *sys.argv[1:]],
         "job": job.name if job else None,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "host": socket.gethostname(),

@@ -20,7 +20,8 @@ from mtrain_cli.training.metrics import METRICS_FILE, StepMetrics, read_metrics
 RUNS, MEASUREMENTS, PROFILE = Path("runs"), Path("measurements"), "profile"
 RESOLVED, ENVIRONMENT = "resolved.yaml", "environment.json"
 SHOWN = 5  # names in a message
-LAYER = "layer"  # the kind of the profiles that ship
+LAYER = "layer"  # an older kind of the profiles that ship
+SHOWN_FIRST = "real-512k-4xh200"  # of the profiles that ship
 
 
 @dataclass(frozen=True)
@@ -146,8 +147,13 @@ def find(name: str) -> Path:
 
 
 def default() -> list[Path]:
-    """The newest run or measurement of this folder; without any, the profiles that ship."""
-    return known()[:1] or shipped()
+    """The newest run or measurement of this folder; without any, one of the profiles that ship."""
+    return known()[:1] or [path for path in shipped() if path.stem == SHOWN_FIRST]
+
+
+def ships(path: Path) -> bool:
+    """Whether it is part of mtrain, where nothing is to be written."""
+    return path.resolve().is_relative_to(resource_dir("profiles").resolve())
 
 
 def shipped() -> list[Path]:

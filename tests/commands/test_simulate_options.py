@@ -306,3 +306,15 @@ for word in {wrong}:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_was_predicted_before_it_was_measured_is_compared_again():
+    """The predictions and the measurement that ship, which the README quotes."""
+    ships = resource_dir("profiles") / "predicted-4xh200"
+    before = [word for folder in sorted((ships / "predictions").iterdir()) for word in ("--prediction", str(folder))]
+    found = run("--validate", str(ships), *before, "--json")
+    assert found.exit_code == 0, found.stderr
+    agreement = json.loads(found.stdout)["agreement"]
+    assert agreement["work_cells_equal"] == agreement["work_cells"] == 1472
+    assert agreement["mape"] == pytest.approx(0.056, abs=5e-4)
+    assert agreement["degree_mean_error"] == pytest.approx(0.044, abs=5e-4)

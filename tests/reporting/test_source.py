@@ -10,7 +10,7 @@ import pytest
 from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, write
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.reporting.source import Source, default, find, known, open_source
+from mtrain_cli.reporting.source import Source, default, find, known, open_source, ships
 from mtrain_cli.training.metrics import StepMetrics
 
 WHAT = Play(ring(4))
@@ -92,6 +92,9 @@ def test_profiles_that_ship_are_found_by_their_name():
     assert source.shipped["cases"]
     with pytest.raises(ConfigError, match="kernels-h200: no such folder"):
         find("kernels-h200")  # is no profile
+    # Nothing is written into what ships.
+    assert ships(find("predicted-4xh200"))
+    assert not ships(Path())
     # What was measured here comes first.
     mine = recorded_once(Path("measurements/layer-4xh200"), WHAT)
     assert find("layer-4xh200") == mine
@@ -105,7 +108,7 @@ def test_folders_that_have_nothing_to_report_are_passed_over():
     Path("runs/empty").mkdir()
     Path("runs/file").touch()
     assert known() == []
-    assert [path.stem for path in default()] == ["layer-4xh200"]
+    assert [path.stem for path in default()] == ["real-512k-4xh200"]
     folders = [
         recorded_once(Path("measurements/whole"), WHAT),
         recorded_once(Path("measurements/killed"), WHAT, complete=False),
