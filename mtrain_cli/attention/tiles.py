@@ -188,6 +188,10 @@ class Tiles:
         assert (index.block, index.blocks) == (self.geometry.block, self.geometry.blocks)
         return replace(self, index=index, of_index={})
 
+    def anew(self) -> Tiles:
+        """The same, as a layer finds them in its forward pass: nothing is derived from the index yet."""
+        return replace(self, of_index={})
+
     def positions(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Global positions of the query and key slots, int64 on the device."""
         assert self.geometry is not None

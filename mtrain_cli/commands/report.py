@@ -65,6 +65,8 @@ def report(
     recorded = [source for source in sources if source.shipped is None]
     ours = all(sources_of.ships(path) for path in paths)
     wanted = bool(recorded) and (html or csv) and not (ours and out is None)
+    if out is not None and not recorded:
+        raise ConfigError(f"--out {out}: {sources[0].name} is of an older kind, a table without figures or files; leave --out out")
     if len(recorded) > 1 and out is None and wanted:
         raise ConfigError("--out DIR: needed for several runs, since none of their folders is the place for all; or --no-html --no-csv")
     folder = _folder(out, recorded) if wanted else None
@@ -76,7 +78,7 @@ def report(
         said = f"nothing in runs/ or measurements/ of this folder; here is a profile that ships with mtrain, as do {others}"
         console.print(said if ours else str(recorded[0].folder), soft_wrap=True)
     show_sources(console, sources)
-    if ours and not wanted and (html or csv):
+    if ours and recorded and not wanted and (html or csv):
         console.print(f"figures  mtrain report {' '.join(path.stem for path in paths)} --out DIR", soft_wrap=True)
     for line in written:
         console.print(line, soft_wrap=True)

@@ -163,9 +163,13 @@ def simulate(
         from mtrain_cli.commands.simulate_validate import validate as compare
         from mtrain_cli.simulation.calibration import load_calibration
 
+        beside = {"--sweep": sweep, "--recommend": recommend, "--attention-only": attention_only, "--tokens": tokens, "--price": price,
+                  "--layout": layout, "--exchange": exchange, "--index": index}  # fmt: skip
+        if ignored := [option for option, value in beside.items() if value]:
+            raise ConfigError(f"--validate {validate[0]} and {ignored[0]}: what was measured says that itself; leave {ignored[0]} out")
         own = load_calibration(calibration) if calibration is not None else None
         # RUN... after one option: what follows the first stands where overrides would.
-        compare([*map(str, validate), *(overrides or [])], prediction or [], found, own, out, as_json=as_json)
+        compare([*map(str, validate), *(overrides or [])], prediction or [], found, own, out, files=files, as_json=as_json)
         return
     if prediction:
         raise ConfigError(f"--prediction {prediction[0]}: is compared with what was measured; give --validate RUN, too")

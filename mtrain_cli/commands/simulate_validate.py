@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from mtrain_cli import resource_dir
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -30,23 +32,50 @@ ASSUMED = "launches of a step; estimating an index"
 
 
 def validate(
-    runs: Sequence[str], predictions: Sequence[Path], cluster: Cluster, calibration: Calibration | None, out: Path | None, *, as_json: bool
+    runs: Sequence[str],
+    predictions: Sequence[Path],
+    cluster: Cluster,
+    calibration: Calibration | None,
+    out: Path | None,
+    *,
+    files: bool,
+    as_json: bool,
 ) -> None:
-    """Compares, prints and leaves a folder with ``validation.json`` and, where they were not given, the predictions."""
+    """Compares, prints and, with ``files``, leaves a folder with ``validation.json`` and, where they were not given, the predictions."""
+    if files:
+        folder = out or Path("measurements", f"validation-{time.strftime('%Y%m%d-%H%M%S')}")
+        _validate(runs, predictions, cluster, calibration, folder, as_json=as_json, leave=True)
+        return
+    if out is not None:
+        raise ConfigError(f"--out {out}: --no-files writes none; give one of the two")
+    with tempfile.TemporaryDirectory() as place:
+        _validate(runs, predictions, cluster, calibration, Path(place, "validation"), as_json=as_json, leave=False)
+
+
+def _validate(
+    runs: Sequence[str],
+    predictions: Sequence[Path],
+    cluster: Cluster,
+    calibration: Calibration | None,
+    folder: Path,
+    *,
+    as_json: bool,
+    leave: bool,
+) -> None:
     from rich.console import Console
 
     from mtrain_cli.commands.simulate_shown import new_folder
     from mtrain_cli.profiling import records
     from mtrain_cli.simulation.validation import Unlike, agreement, compare, open_prediction, open_run
 
-    folder = out or Path("measurements", f"validation-{time.strftime('%Y%m%d-%H%M%S')}")
     if (folder / FILE).exists() or (folder / records.SUMMARY).exists():
         raise ConfigError(f"--out {folder}: holds a validation, profile or simulation already; give a new folder")
     new_folder(folder)
-    opened = [open_run(Path(run).expanduser()) for run in runs]
+    opened = [open_run(_place(Path(run).expanduser())) for run in runs]
     given: dict[Any, Predicted] = {}
+    predictions = [one for path in predictions for one in _several(_place(path.expanduser()))]
     for path in predictions:
-        given |= open_prediction(path.expanduser())
+        given |= open_prediction(path)
     compared: list[CaseComparison] = []
     absent = []
     for number, run in enumerate(opened):
@@ -70,7 +99,20 @@ def validate(
         typer.echo(json.dumps(document, indent=1))
         return
     _show(Console(highlight=False, soft_wrap=True), document, compared, together)
-    typer.echo(f"files  {folder}")
+    if leave:
+        typer.echo(f"files  {folder}")
+
+
+def _place(path: Path) -> Path:
+    """A folder, or one of those that ship with mtrain by its name."""
+    ships = resource_dir("profiles") / path
+    return ships if not path.is_absolute() and not path.exists() and ships.is_dir() else path
+
+
+def _several(path: Path) -> list[Path]:
+    """A prediction, or all that a folder holds."""
+    inside = sorted(file.parent for file in path.glob("*/summary.json")) if path.is_dir() and not (path / "summary.json").is_file() else []
+    return inside or [path]
 
 
 def _key(facts: dict[str, Any]) -> Any:

@@ -73,10 +73,11 @@ class _FeedForward(torch.autograd.Function):
         dx_BNC, dout_BNHD = x_BNC.new_empty(x_BNC.shape), out_BNHD.new_empty(out_BNHD.shape)
         several = ctx.rows < x_BNC.shape[0] * x_BNC.shape[1]
         sums = _Sums(several)
+        products, ctx.products = ctx.products, []  # each goes with its tile, and if this fails all of them
         tensors = (x_BNC, out_BNHD, grad_BNC.contiguous(), dx_BNC, dout_BNHD)
         for x_RC, out_RA, grad_RC, dx_RC, dout_RA in zip(*(_tiles(t, ctx.rows) for t in tensors), strict=True):
-            if ctx.products:
-                h_RC, gate_RI, up_RI = ctx.products.pop(0)
+            if products:
+                h_RC, gate_RI, up_RI = products.pop(0)
                 n_RC = normed(h_RC, norm_C.detach(), ctx.eps)
             else:
                 h_RC, n_RC = join(x_RC, out_RA @ o_CA.t(), norm_C.detach(), ctx.eps)

@@ -163,7 +163,9 @@ class Leaving:
         if overhead is not None:
             plain = [np.array(facts["iteration_ms"]) for facts in self._document["cases"] if facts.get("iteration_ms")]
             noise = max(float((times.max() - times.min()) / np.median(times)) for times in plain)
-            console.print(f"records cost {overhead:+.1%} of an iteration; those without differ by up to {noise:.1%} anyway", soft_wrap=True)
+            several = min(len(times) for times in plain) > 1
+            beside = f"those without differ by up to {noise:.1%} anyway" if several else "by one sample of each, which says little"
+            console.print(f"records cost {overhead:+.1%} of an iteration; {beside}", soft_wrap=True)
         console.print(f"files  {self.folder}", soft_wrap=True)
         console.print(f"draw   mtrain report {shlex.quote(str(self.folder))}", soft_wrap=True)
         console.print(f"other  mtrain profile what-if {shlex.quote(str(self.folder))}", soft_wrap=True)

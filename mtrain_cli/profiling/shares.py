@@ -163,7 +163,7 @@ def _timed(
     q, k, v, dout, scale = tensors.q, tensors.k, tensors.v, tensors.dout, tensors.scale
     out, lse = kernel.forward(q, k, v, tiles, scale)
     delta = None if kernel.needs_out or share.exchange == GATHER else row_delta(out, dout)
-    forward = median_ms(lambda: kernel.forward(q, k, v, tiles, scale), device, repeats)
+    forward = median_ms(lambda: kernel.forward(q, k, v, tiles.anew(), scale), device, repeats)
     backward = median_ms(lambda: kernel.backward(dout, q, k, v, out, lse, delta, tiles, scale), device, repeats)
     of_columns = int(share.work.of_columns[0, share.step]) if share.work.of_columns is not None and form == SPARSE else 0
     pairs, blocks = (int(values[0, share.step]) for values in (share.work.pairs, share.work.blocks))

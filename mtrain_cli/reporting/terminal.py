@@ -76,5 +76,8 @@ def _about(source: Source) -> str:
 
 
 def _samples(source: Source) -> str:
-    most = max(case.samples for case in source.cases)
-    return f"{most} sample{'s' * (most != 1)}{' of each case' * (len(source.cases) > 1)}"
+    most = max(source.cases, key=lambda case: case.samples)
+    layers = len(most.layers)
+    times, many = most.samples // max(1, layers), layers > 1
+    said = f"{times} iteration{'s' * (times != 1)} of {layers} layers" if many else f"{most.samples} sample{'s' * (most.samples != 1)}"
+    return f"{said}{' of each case' * (len(source.cases) > 1)}"

@@ -20,7 +20,7 @@ from mtrain_cli.parallel.recording import BACKWARD, FORWARD
 from mtrain_cli.parallel.schedule import HEADS, QUERIES
 from mtrain_cli.parallel.traffic import Sizes, sent_bytes
 from mtrain_cli.simulation import program as words
-from mtrain_cli.simulation.calibration import ALONE_COLUMNS, DIAGONALS, HIGH, LOW, UNKNOWN, VALUE, Kernels, same_device
+from mtrain_cli.simulation.calibration import ALONE_COLUMNS, DIAGONALS, HIGH, LOW, SPARSE, UNKNOWN, VALUE, Kernels, same_device
 from mtrain_cli.simulation.cluster import Cluster, Constant, Gpu, Link
 from mtrain_cli.simulation.lockstep import Lockstep, Move
 from mtrain_cli.simulation.program import FloatArray, Message, Prices, collective_of_all
@@ -33,10 +33,11 @@ _SUM_BYTES = 4  # of sums that are not rounded
 # one; messages alone.
 LAUNCHES: Mapping[str, float] = {"begin": 10, "sparse step": 14, "dense step": 6, "moves": 3}
 # Estimating a vertical-slash index: profiles/notes.md (one H200: 1.81 ms at 128K, 3.85 ms at 512K) and profiles/layer-4xh200.json (four:
-# 2.4 to 3.3 ms at any length, launches and small messages).
+# 2.4 to 3.3 ms at any length, launches and small messages). Since then an estimate has half as many kernels and counts nothing, and was not
+# measured yet: the lower bound.
 INDEX_ALONE_US, INDEX_PER_TOKEN_US, INDEX_TOGETHER_US = 1130.0, 5.2e-3, 2700.0
 INDEX_DEVICE, INDEX_HEADS, INDEX_HBM_GBPS = "NVIDIA H200", 16, 4200.0
-INDEX_BOUNDS = {LOW: 0.5, VALUE: 1.0, HIGH: 1.5}
+INDEX_BOUNDS = {LOW: 0.35, VALUE: 1.0, HIGH: 1.5}
 
 
 def index_scale(gpu: Gpu, heads: int) -> float:
@@ -272,7 +273,10 @@ class LayerPrices(Prices):
         per_pair = FLOP_PER_PAIR[counted] * costs.head_dim
         of_columns: IntArray | int = 0 if self.counts.of_columns is None else self.counts.of_columns
         pairs = self.counts.pairs
-        curve = kernels.part(counted, DIAGONALS) if self.columns else kernels.whole[counted]
+        # Columns that are gathered once are another call; and a call that is given none does not begin with them.
+        whole = kernels.whole[counted]
+        without = self.columns or (whole.form == SPARSE and not np.any(of_columns))
+        curve = kernels.part(counted, DIAGONALS) if without else whole
         if not curve.skips and masked is not None:
             pairs, of_columns = masked[counted].pairs, 0
         self._attention = curve.us(float(per_pair) * (pairs - of_columns), float(per_pair) * of_columns, bound)

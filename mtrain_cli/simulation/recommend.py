@@ -140,7 +140,7 @@ def recommend(
         return Recommendation((), tuple(rejected), tuple(_needed(cluster, scenario, workers, layouts, exchanges)))
     found.sort(key=lambda outcome: outcome.step.seconds.value)
     best = found[0]
-    runner = next((o for o in found[1:] if _place(o) != _place(best)), None)
+    runner = next((o for o in found[1:] if _place(o) != _place(best)), next(iter(found[1:]), None))
     top = [evaluate(cluster, scenario, o.plan) for o in (best, runner) if o is not None]
     rest = [o for o in found if o is not best and o is not runner]
     return Recommendation((*top, *rest), tuple(rejected))

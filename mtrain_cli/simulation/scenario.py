@@ -241,7 +241,9 @@ def check_dealt(config: Config, layout: str, workers: int, context: int) -> None
 
 def train_line(cluster: Cluster, plan: Plan, words: Sequence[str], changes: Mapping[str, Any]) -> str:
     """What to type for a training; on several nodes on each of them."""
-    kept = [word for word in words if word.partition("=")[0] not in (*changes, "topology.workers", "topology.gpus_per_node")]
+    # What is said of memory is what was predicted: `auto` might choose something else.
+    unsaid = (*changes, "topology.workers", "topology.gpus_per_node", "train.memory")
+    kept = [word for word in words if word.partition("=")[0] not in unsaid]
     said = " ".join([*kept, *(f"{key}={value}" for key, value in changes.items())])
     environment = plan.environment
     if environment.nodes == 1:

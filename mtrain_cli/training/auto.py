@@ -113,7 +113,8 @@ def _variants(config: Config) -> Iterator[tuple[Config, dict[str, Any]]]:
         if kind == "none" and setting["train.offload_activations"]:
             continue
         # Whoever has to save there, or computes attention twice, has no room for what is ten times as large as its output.
-        if setting["train.keep_mlp"] and (setting["train.offload_activations"] or kind in ("sequence_selective", "full")):
+        saves = setting["train.offload_activations"] or kind in ("sequence_selective", "full")
+        if "train.keep_mlp" in free and setting["train.keep_mlp"] and saves:
             continue
         if setting["train.shard"] == "optimizer" and config.train.reduce_dtype != "float32":
             continue

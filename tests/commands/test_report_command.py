@@ -12,6 +12,7 @@ import pytest
 from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, write
 from typer.testing import CliRunner
 
+from mtrain_cli import resource_dir
 from mtrain_cli.commands.app import app
 from mtrain_cli.commands.completion import complete_measured
 from mtrain_cli.training.metrics import StepMetrics
@@ -105,6 +106,9 @@ def test_without_anything_here_the_profiles_that_ship_are_shown(folder):
     assert "4 x NVIDIA H200" in said
     assert "vertical_slash striped" in said
     assert not list(folder.iterdir())
+    # Nor where it ships.
+    assert not list((resource_dir("profiles") / "real-512k-4xh200").glob("report.html"))
+    assert "figures  mtrain report real-512k-4xh200 --out DIR" in said
 
 
 def test_a_training_run_is_shown_with_its_profile():

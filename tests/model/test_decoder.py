@@ -84,6 +84,9 @@ def test_no_product_of_an_mlp_that_keeps_them_runs_twice(checkpoint):
     tokens = tokens_and_labels(model)[0].numel()
     products = 2 * tokens * model.hidden_size * (model.num_heads * model.head_dim + 2 * model.intermediate_size)
     assert (counted[0] - counted[2], counted[0] - counted[3]) == (2 * products, 3 * products)
+    assert [layer.keep_mlp for layer in make_decoder(model, keep_mlp=2).layers] == [False, True, True], (
+        "the last ones, as memory is counted"
+    )
 
 
 def test_products_stay_only_for_a_backward_pass():

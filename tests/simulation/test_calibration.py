@@ -9,6 +9,7 @@ import pytest
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.simulation.calibration import (
+    ALONE_COLUMNS,
     DENSE,
     DIAGONALS,
     HIGH,
@@ -56,6 +57,36 @@ def test_calls_of_the_same_kernels_are_fitted_together():
     apart = fit(both)
     assert abs(apart[0] + 30 * apart[1] + apart[2] - expected) > 0.25 * expected
     assert len(held_out_errors([both, diagonals, columns])) == 3
+
+
+def test_files_have_the_forms_of_one_kernel_fitted_together(tmp_path):
+    def time(form: str, pairs: int, of_columns: int) -> dict:
+        work, columns = ((n * 4 * 128 / 1e12) for n in (pairs - of_columns, of_columns))
+        ms = {SPARSE: 0.2, DIAGONALS: 0.3, ALONE_COLUMNS: 0.1, DENSE: 0.0}[form] + (1.3 if form == DENSE else 1.7) * work + 3.4 * columns
+        case = {"head_dim": 128, "density": None if form == DENSE else 0.05}
+        return {
+            "kernel": "flash4",
+            "form": form,
+            "case": case,
+            "pairs": pairs,
+            "column_pairs": of_columns,
+            "forward_ms": ms,
+            "backward_ms": 2 * ms,
+        }
+
+    unit = 1 << 30
+    times = [time(SPARSE, n * unit, n * unit // 5) for n in (1, 2, 4)]
+    times += [time(DIAGONALS, n * unit // 16, 0) for n in (1, 2, 4)] + [
+        time(ALONE_COLUMNS, n * unit // 8, n * unit // 8) for n in (1, 2, 4)
+    ]
+    times += [time(DENSE, n * unit, 0) for n in (8, 16, 32)]
+    file = tmp_path / "kernels.json"
+    file.write_text(json.dumps({"kind": "kernels", "device": "NVIDIA H200", "times": times}))
+    found = {c.form: c for c in load_calibration(file).curves if c.direction == "forward"}
+    assert [found[form].fixed_ms for form in (SPARSE, DIAGONALS, ALONE_COLUMNS)] == pytest.approx([0.2, 0.3, 0.1], rel=1e-3)
+    assert found[SPARSE].ms_per_tflop == found[DIAGONALS].ms_per_tflop == pytest.approx(1.7)
+    assert found[DIAGONALS].ms_per_column_tflop == pytest.approx(3.4), "which diagonals alone say nothing of"
+    assert found[DENSE].ms_per_tflop == pytest.approx(1.3)
 
 
 def test_a_kernel_that_skips_nothing_is_fitted_to_what_masks_leave(tmp_path):

@@ -113,7 +113,7 @@ def test_every_estimate_has_bounds(name, exchange):
     for of_pass in found.passes.values():
         assert of_pass.duration.low < of_pass.duration.value < of_pass.duration.high
     # Fixed times, whose bounds are wide, are most of so small a problem.
-    assert found.duration.high < (12 if name == "h200_1x8" else 25) * found.duration.low
+    assert found.duration.high < (14 if name == "h200_1x8" else 32) * found.duration.low
     assert any("not calibrated" in remark for remark in found.remarks) == (name != "h200_1x8")
     low, high = (costs(cluster, bound=bound) for bound in (LOW, HIGH))
     assert low.copied(1 << 30) < high.copied(1 << 30)

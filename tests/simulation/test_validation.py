@@ -95,7 +95,7 @@ def test_what_was_played_is_predicted_exactly(recorded, tmp_path):
             assert of_pass["steps"]["error"] == pytest.approx(np.zeros(len(of_pass["steps"]["error"])), abs=1e-3)
             assert of_pass["ranks"]["error"] == pytest.approx(np.zeros(WORKERS), abs=1e-3)
     assert "links.inner.latency_us" in said["constants"]["measured"]
-    assert "gpu.launch_us" in said["constants"]["guess"]
+    assert "gpu.step_ms" in said["constants"]["guess"]
     assert json.loads((tmp_path / "v/validation.json").read_text()) == said
 
 

@@ -85,6 +85,16 @@ def test_products_of_as_many_layers_stay_as_there_is_room_for():
     assert auto.search(planned(*words, "topology.gpu_memory_gib=40")).chosen.changes["train.keep_mlp"] < number
 
 
+@pytest.mark.parametrize("words", ["train.offload_activations=true", "train.activation_checkpoint=full", "train.offload_activations=2"])
+def test_products_that_were_asked_for_stay_whatever_else_was(words):
+    found = planned("train.memory=auto", "train.keep_mlp=2", "topology.gpu_memory_gib=280", *words.split())
+    assert found.config.train.keep_mlp == 2
+    assert found.search.chosen is not None
+    none = planned("train.memory=auto", "train.keep_mlp=true", "topology.gpu_memory_gib=12", *words.split())
+    with pytest.raises(ConfigError, match="a worker needs at least"):
+        require_fit(none)
+
+
 def test_a_key_that_was_given_stays():
     found = planned("train.memory=auto", "train.activation_checkpoint=full", "optim.offload=true")
     assert (found.config.train.activation_checkpoint, found.config.optim.offload) == ("full", True)

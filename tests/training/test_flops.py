@@ -74,7 +74,7 @@ def test_the_tied_head_multiplies_though_it_is_stored_once():
         ("full", 0, "forward"),
     ],
 )
-@pytest.mark.parametrize("overrides", [(), ("model.qk_norm=true", "model.tie_word_embeddings=false")])
+@pytest.mark.parametrize("overrides", [(), ("model.qk_norm=true", "model.tie_word_embeddings=false"), ("train.keep_mlp=1",)])
 def test_executed_matrix_products_equal_what_a_training_step_runs(checkpoint, tile_mib, gradients, overrides):
     options = [f"train.activation_checkpoint={checkpoint}", f"train.tile_mib={tile_mib}", f"train.loss_gradients={gradients}"]
     whole = compose(["model=tiny", "seq=256", *overrides, *options])
@@ -82,7 +82,7 @@ def test_executed_matrix_products_equal_what_a_training_step_runs(checkpoint, ti
     with torch.device("cpu"):
         decoder = Decoder(
             model, rope_factor=1.0, loss_chunk_bytes=1 << 16, activation_checkpoint=checkpoint, compile=False,
-            tile_bytes=tile_mib << 20, loss_gradients=gradients,
+            tile_bytes=tile_mib << 20, loss_gradients=gradients, keep_mlp=whole.train.keep_mlp,
         )  # fmt: skip
     for parameter in decoder.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
