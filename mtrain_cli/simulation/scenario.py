@@ -149,6 +149,8 @@ class Outcome:
         if self.attention.facts["pattern"] in FAMILIES:
             family = self.attention.facts["pattern"]
             found.append(f"which pairs are computed is drawn ({family}), and balance depends on it; --index takes those of a profile")
+        if self.plan.search is not None and self.plan.search.chosen is not None:
+            found.append(f"train.memory=auto takes {self.plan.search.chosen.words or 'the defaults'}")
         if train.compile == False:  # noqa: E712 - auto is a word
             found.append("train.compile=false: element-wise kernels take 2.8 times as long, as measured on one H200 at 32K")
         return tuple(found)

@@ -325,3 +325,10 @@ def test_what_was_predicted_before_it_was_measured_is_compared_again():
     assert agreement["work_cells_equal"] == agreement["work_cells"] == 1472
     assert agreement["mape"] == pytest.approx(0.056, abs=5e-4)
     assert agreement["degree_mean_error"] == pytest.approx(0.044, abs=5e-4)
+
+
+def test_what_auto_chose_is_said():
+    words = ("model=qwen3b", "seq=128k", "--cluster", "h100_4x8", "--layout", "striped", "--exchange", "all_gather", "--no-files")
+    said = " ".join(run(*words, "train.memory=auto").stdout.split())
+    assert "note train.memory=auto takes train.shard=gradients" in said
+    assert "auto takes" not in run(*words).stdout
