@@ -240,6 +240,11 @@ class _Hub:
                 print(line, file=sys.stderr, flush=True)
         deadline = time.monotonic() + FAREWELL_S
         others = [peer.socket for peer in self._peers if peer.rank != 0]  # also workers that were not heard yet
+        # A mistake may be known before the last worker has come; it is to end alike.
+        while code == 2 and len(others) < self._world_size - 1 and (left := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(OSError):
+                self._server.settimeout(left)
+                others.append(self._server.accept()[0])
         for connection in others:
             with contextlib.suppress(OSError):
                 connection.sendall(bytes([code]))

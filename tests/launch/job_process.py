@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
+import time
 
 from mtrain_cli.config import compose
 from mtrain_cli.config.schema import ConfigError
@@ -12,6 +15,10 @@ from mtrain_cli.launch.local import launch
 
 if __name__ == "__main__":
     target, *overrides = sys.argv[1:]
+    if late := float(os.environ.get("LATE_S", 0)):
+        connect = socket.create_connection
+        # When all ranks have met at the store, the first connection is that to rank 0's hub.
+        socket.create_connection = lambda *to, **how: (time.sleep(late), connect(*to, **how))[1]
     try:
         config = compose.compose(overrides)
         environment = resolve_environment(config)

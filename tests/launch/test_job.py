@@ -23,7 +23,10 @@ HERE = Path(__file__).parent
 class SimulatedJob:
     """Processes with the environment that srun gives its tasks, in the current folder."""
 
-    def __init__(self, target: str, tasks: int, *overrides: str, of_rank: dict[int, list[str]] | None = None) -> None:
+    def __init__(
+        self, target: str, tasks: int, *overrides: str, of_rank: dict[int, list[str]] | None = None, late: dict[int, float] | None = None
+    ) -> None:
+        """late: seconds by which ranks connect to rank 0's hub after the others."""
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
         self.ranks = []
@@ -36,6 +39,7 @@ class SimulatedJob:
                 "SLURM_LOCALID": str(rank),
                 "SLURM_STEP_NODELIST": "127.0.0.1",
                 "MASTER_PORT": str(port),
+                "LATE_S": str((late or {}).get(rank, 0.0)),
                 "OMP_NUM_THREADS": "1",
                 "GLOO_SOCKET_IFNAME": "lo",
                 "PYTHONPATH": os.pathsep.join([str(Path(mtrain_cli.__file__).parents[1]), str(HERE)]),
@@ -156,6 +160,11 @@ def test_one_rank_with_another_word_ends_all_at_once(agreed, odd, told):
     assert ends[0][1] == f"error: {told}; start all ranks alike\n"
     assert [stderr for _, stderr in ends[1:]] == ["", ""]
     assert not Path("run").exists()
+
+
+def test_a_rank_that_comes_after_the_mistake_was_told_ends_like_the_others():
+    ends = SimulatedJob("sleeps", 3, "run.dir=run", of_rank={2: ["seq=1k"]}, late={1: 1.5}).ends()
+    assert [(code, bool(stderr)) for code, stderr in ends] == [(2, True), (2, False), (2, False)]
 
 
 @pytest.mark.slow
