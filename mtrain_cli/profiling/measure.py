@@ -21,7 +21,7 @@ from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.parallel.exchanges import make_exchange
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
 from mtrain_cli.profiling.session import Collector
-from mtrain_cli.training.plan import Choices, make_choices
+from mtrain_cli.training.choices import Choices, make_choices
 
 ATTENTION_ONLY, TRAINING = "attention", "training"
 

@@ -86,7 +86,7 @@ class Pairs:
 
 
 def _bytes(config: Config) -> int:
-    """Of a number, as `training.plan.compute_dtype` has it for the device that the settings name."""
+    """Of a number, as `training.choices.compute_dtype` has it for the device that the settings name."""
     name = config.train.dtype
     return 4 if name == "float32" or (name == "auto" and config.topology.device == "cpu") else 2
 

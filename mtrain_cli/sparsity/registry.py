@@ -4,7 +4,7 @@
 - its name and keys in `config.schema.PATTERN_KEYS`, with a field of `SparsityConfig` for each key that is new;
 - conf/sparsity/NAME.yaml with its defaults, and null in conf/sparsity/dense.yaml for each key that is new;
 - in `config.validate` the range of each such key, and bounds between keys, if any;
-- in `training.plan.exchange_needs` the most columns of its index, if it has any.
+- in `training.choices.exchange_needs` the most columns of its index, if it has any.
 """
 
 from __future__ import annotations

@@ -146,10 +146,10 @@ class _Step:
         self.on_host = layers_on_host(config.train.offload_activations, model.num_layers)
         self.rows = tile_rows(self.tokens, model.hidden_size, model.intermediate_size, e, config.train.tile_mib * MIB)
         # The layers from here on keep what their MLP's products gave.
-        several_or_again = self.recomputes or self.rows < self.tokens
-        self.first_with_products = model.num_layers - (
-            layers_with_products(config.train.keep_mlp, model.num_layers) if several_or_again else 0
-        )
+        keeping = layers_with_products(config.train.keep_mlp, model.num_layers)
+        if not self.recomputes and self.rows == self.tokens:
+            keeping = 0  # autograd keeps these and more
+        self.first_with_products = model.num_layers - keeping
         # Of how many queries, among which, attention is computed again.
         self.queries = layout.tokens_per_worker * exchange.heads
         self.early = early_queries(self.queries, attention_kept(config.train), config.sparsity.block) if self.recomputes else 0
@@ -165,7 +165,6 @@ class _Step:
         scatter = states.scatter(states.layer_shard)
         # All that grows or shrinks does so evenly, but for what is kept, of which no less is there from the offloaded layers on.
         places = {layers, max(1, layers - 1), *([self.on_host + 1, min(2, layers)] if self.on_host else [])}
-        places |= {self.first_with_products} - {0}
         backward = (
             self.moment(
                 f"backward of layer {index}",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mtrain_cli.attention.kernel import IndexRequest, KernelRequest
+from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.registry import choose, make_kernel, survey
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch.environment import Environment, gpu_index, host_memory, resolve_environment
@@ -19,21 +19,22 @@ from mtrain_cli.parallel.selection import ExchangeChoice, choose_exchange
 from mtrain_cli.parallel.traffic import Sizes, pass_bytes
 from mtrain_cli.sparsity.registry import make_pattern
 from mtrain_cli.training.auto import Search, Setting, refusal, search
-from mtrain_cli.training.flops import FlopsPerToken, ParameterCount, parameters, recomputes_attention, training_flops
-from mtrain_cli.training.memory import GIB, MemoryEstimate, estimate_memory
-from mtrain_cli.training.plan import (
+from mtrain_cli.training.choices import (
     compute_dtype,
     dense_kernel_asked,
     dense_steps_named,
     exchange_needs,
     given_memory,
+    kernel_request,
     make_choices,
     run_layout,
 )
+from mtrain_cli.training.flops import FlopsPerToken, ParameterCount, parameters, recomputes_attention, training_flops
+from mtrain_cli.training.memory import GIB, MemoryEstimate, estimate_memory
 from mtrain_cli.training.state_memory import StateMemory
 
 if TYPE_CHECKING:
-    from mtrain_cli.training.plan import Choices
+    from mtrain_cli.training.choices import Choices
 
 # The one GPU that a plan reckons with where none is here to ask: that of today's clusters.
 ASSUMED_GPU, ASSUMED_GPU_BYTES = "NVIDIA H200", round(139.8 * GIB)
@@ -301,17 +302,7 @@ def _kernel_elsewhere(
     """The kernel of a run with every package installed, which is what can be assumed of a machine that is not here; on Hopper, if nothing
     else is said.
     """
-    model = config.model
-    request = KernelRequest(
-        device="cuda",
-        capability=capability,
-        dtype=str(dtype).removeprefix("torch."),
-        head_dim=model.head_dim,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        deterministic=config.train.deterministic,
-        index=index,
-    )
+    request = dataclasses.replace(kernel_request(config, "cuda", dtype, capability), index=index)
     possible = [name for name, reason in survey(request) if reason is None or "not installed" in reason]
     if asked in possible:
         return asked, "as configured; no GPU here to ask whether it serves"

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from mtrain_cli.parallel.offload import Offload
 from mtrain_cli.parallel.recording import Recorder
 from mtrain_cli.training.batch import Batch, BatchMaker, HostBatch, PackedSample
 from mtrain_cli.training.checkpoint import Checkpointer
+from mtrain_cli.training.choices import Choices, make_choices
 from mtrain_cli.training.flops import attention_kept, causal_pairs, peak_flops, training_flops
 from mtrain_cli.training.index_metrics import IndexMetrics, index_metrics, index_records, summed
 from mtrain_cli.training.metrics import StepMetrics
@@ -48,12 +49,8 @@ from mtrain_cli.training.optimizer import (
     squared_norm,
 )
 from mtrain_cli.training.pace import OwnTime
-from mtrain_cli.training.plan import Choices, make_choices
 from mtrain_cli.training.planning import Plan, decided, planned, require_fit
 from mtrain_cli.training.watch import SpikeWatch, StragglerWatch
-
-if TYPE_CHECKING:
-    pass
 
 
 class NonFiniteError(RunError):

@@ -56,7 +56,13 @@ def test_calls_of_the_same_kernels_are_fitted_together():
     assert of_both[0] + 30 * of_both[1] + of_both[2] == pytest.approx(expected, rel=0.12)
     apart = fit(both)
     assert abs(apart[0] + 30 * apart[1] + apart[2] - expected) > 0.25 * expected
-    assert len(held_out_errors([both, diagonals, columns])) == 3
+    # A point that takes twice as long is not among those that predict it; and the other forms are.
+    strange = [*both[:3], Point(4.0, 1.0, 2 * both[3].ms)]
+    apart = [fit([p for p in strange if p is not left_out]) for left_out in strange]
+    errors = [abs((f + r * p.flop + c * p.of_columns) / p.ms - 1) for (f, r, c), p in zip(apart, strange, strict=True)]
+    assert errors[-1] == pytest.approx(0.5, abs=1e-6)
+    assert held_out_errors([strange]) == pytest.approx([sum(errors) / 4])
+    assert held_out_errors([both, diagonals, columns])[1] != pytest.approx(held_out_errors([diagonals])[0], rel=1e-3)
 
 
 def test_files_have_the_forms_of_one_kernel_fitted_together(tmp_path):

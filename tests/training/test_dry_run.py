@@ -21,9 +21,9 @@ from mtrain_cli.parallel.selection import gathered_bytes
 from mtrain_cli.training import dry_run as module
 from mtrain_cli.training import planning
 from mtrain_cli.training.banner import banner
+from mtrain_cli.training.choices import make_choices
 from mtrain_cli.training.dry_run import GPU_MEMORY, count, dry_run, duration, flop
 from mtrain_cli.training.memory import GIB
-from mtrain_cli.training.plan import make_choices
 from mtrain_cli.training.planning import plan, size
 
 LARGE = ["model=llama8b", "seq=4m", "topology.workers=64", "topology.device=cuda"]

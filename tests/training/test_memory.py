@@ -146,6 +146,7 @@ def test_kept_activations_follow_their_formulas():
         ["selective", "train.offload_activations=2"],
         ["selective", "train.keep_mlp=true"],
         ["none", "train.tile_mib=1", "train.keep_mlp=true"],
+        ["none", "train.keep_mlp=true"],
         ["full", OFFLOADED, "train.keep_mlp=true"],
     ],
 )
@@ -185,6 +186,11 @@ def test_of_so_many_layers_gate_and_up_stay():
     for number, layers in [("false", 0), ("0", 0), ("1", 1), ("7", 7), ("true", 36)]:
         found = estimate(f"train.keep_mlp={number}").moments
         assert found[0].activations - plain[0].activations == layers * tokens * 2 * (c + 2 * i)
+    last, before = (
+        next(m for m in estimate(f"train.keep_mlp={keep}", "seq=2m").moments if m.name == "backward of layer 1")
+        for keep in ("true", "false")
+    )
+    assert last.activations - before.activations == 16 * tokens * 2 * (c + 2 * i), "those of the first layer, here of 16 times the tokens"
     # In the first layer to be backward all of them are there; what is computed again is not.
     first = estimate("train.keep_mlp=7").moments[1]
     assert first.name == "backward of layer 36"

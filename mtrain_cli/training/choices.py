@@ -76,17 +76,11 @@ def given_memory(config: Config) -> int | None:
     return None if isinstance(gib, str) else round(gib * 2**30)
 
 
-def make_choices(config: Config, environment: Environment) -> Choices:
-    """Raises ConfigError if the configured kernel or exchange cannot serve the run."""
+def kernel_request(config: Config, device: str, dtype: torch.dtype, capability: tuple[int, int] | None) -> KernelRequest:
+    """What a run asks of a kernel, for dense attention. capability: of the GPU."""
     model = config.model
-    layout = run_layout(config, environment.cp)
-    dtype = compute_dtype(config, environment.device)
-    memory = capability = None
-    if environment.device == "cuda":
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        memory, capability = given_memory(config) or properties.total_memory, (properties.major, properties.minor)
-    request = KernelRequest(
-        device=environment.device,
+    return KernelRequest(
+        device=device,
         capability=capability,
         dtype=str(dtype).removeprefix("torch."),
         head_dim=model.head_dim,
@@ -94,6 +88,17 @@ def make_choices(config: Config, environment: Environment) -> Choices:
         num_kv_heads=model.num_kv_heads,
         deterministic=config.train.deterministic,
     )
+
+
+def make_choices(config: Config, environment: Environment) -> Choices:
+    """Raises ConfigError if the configured kernel or exchange cannot serve the run."""
+    layout = run_layout(config, environment.cp)
+    dtype = compute_dtype(config, environment.device)
+    memory = capability = None
+    if environment.device == "cuda":
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        memory, capability = given_memory(config) or properties.total_memory, (properties.major, properties.minor)
+    request = kernel_request(config, environment.device, dtype, capability)
     pattern = make_pattern(config.sparsity, config.seed)
     dense_kernel = None
     if pattern is not None:

@@ -10,7 +10,7 @@ import torch
 from mtrain_cli.config.compose import compose
 from mtrain_cli.config.schema import PATTERNS, ConfigError
 from mtrain_cli.launch.environment import Environment
-from mtrain_cli.training.plan import Choices, make_choices
+from mtrain_cli.training.choices import Choices, make_choices
 
 
 @pytest.fixture(autouse=True)
