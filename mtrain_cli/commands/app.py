@@ -23,6 +23,7 @@ from mtrain_cli.commands import (
     doctor,
     profile_imbalance,
     profile_links,
+    profile_rest,
     profile_what_if,
     report,
     simulate,
@@ -152,7 +153,9 @@ def mtrain(
 
 app.command("train")(train.train)
 app.command("status")(status.status)
-assert profile_links.app is profile_what_if.app is profile_imbalance.app  # all add their command to that of commands/profile.py
+assert (
+    profile_links.app is profile_rest.app is profile_what_if.app is profile_imbalance.app
+)  # all add their command to that of commands/profile.py
 app.add_typer(profile_imbalance.app, name="profile")
 app.command("simulate")(simulate.simulate)
 app.command("report")(report.report)

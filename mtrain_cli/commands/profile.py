@@ -67,7 +67,7 @@ def sparsity(
     if out.suffix != ".parquet":
         raise ConfigError(f"--out {out}: give a file that ends in .parquet")
     config, patterns = _patterns(list(overrides or ()), pattern)
-    replaced = _check_out(out, _is_sparsity_file, "sparsity profile")
+    replaced = check_out(out, _is_sparsity_file, "sparsity profile")
     measured = sorted({1, steps, *range(every, steps + 1, every)} if every else {1, steps})
     console = Console(highlight=False, soft_wrap=True)
     records = profile_sparsity(config, patterns, measured, rows, lambda step, loss: console.print(f"step {step}/{steps}  loss {loss:.4f}"))
@@ -75,7 +75,7 @@ def sparsity(
         for step in (measured[0], measured[-1])[: len(measured)]:
             title = f"{next(shown_name(p) for p in patterns if p.name == name)}, step {step}"
             console.print(_layers([r for r in records if r.pattern == name and r.step == step], title))
-    with _writing(out):
+    with writing(out):
         _write_parquet(records, out)
     console.print(f"{len(records)} rows in {out}{replaced}")
 
@@ -175,7 +175,7 @@ def _is_calibration(out: Path) -> bool:
     return isinstance(document, dict) and document.get("kind") == "kernels" and "schema" in document
 
 
-def _check_out(out: Path, is_own: Callable[[Path], bool], what: str) -> str:
+def check_out(out: Path, is_own: Callable[[Path], bool], what: str) -> str:
     """What to say of an earlier result that will be replaced, if there is one. Makes the folders above.
 
     Raises:
@@ -204,7 +204,7 @@ def _check_out(out: Path, is_own: Callable[[Path], bool], what: str) -> str:
 
 
 @contextlib.contextmanager
-def _within_memory() -> Iterator[None]:
+def within_memory() -> Iterator[None]:
     import torch
 
     from mtrain_cli.launch.failures import RunError
@@ -220,7 +220,7 @@ def _within_memory() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _writing(out: Path) -> Iterator[None]:
+def writing(out: Path) -> Iterator[None]:
     from mtrain_cli.launch.failures import RunError
 
     try:
@@ -287,10 +287,10 @@ def kernels(
     from mtrain_cli.reporting.width import limit, say
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    lengths = _numbers("--seq", ("32k,128k" if device == "cuda" else "1k,2k") if seq == "auto" else seq, parse_size)
+    lengths = numbers("--seq", ("32k,128k" if device == "cuda" else "1k,2k") if seq == "auto" else seq, parse_size)
     if any(s < 2 for s in lengths):
         raise ConfigError(f"--seq {seq}: each must be at least 2 tokens")
-    densities = _numbers("--density", density, parse_share)
+    densities = numbers("--density", density, parse_share)
     if any(not 0 < d <= 1 for d in densities):
         raise ConfigError(f"--density {density}: each must be above 0 and at most 1, which is 100%")
     if block is None:
@@ -313,7 +313,7 @@ def kernels(
         for s in lengths
         for d in densities
     ]
-    of_so_many = _numbers("--shares", shares, int) if shares else []
+    of_so_many = numbers("--shares", shares, int) if shares else []
     for n in of_so_many:
         if n < 2:
             raise ConfigError(f"--shares {shares}: each must be at least 2 workers")
@@ -331,12 +331,12 @@ def kernels(
     absent = [(name, reason) for name, reason, everywhere in missing(cases, names, dtype, device) if everywhere]
     if names and {name for name, _ in absent} >= set(names):
         raise ConfigError(*(f"--kernel {name}: {reason}" for name, reason in absent))
-    replaced = "" if out is None else _check_out(out, _is_calibration, "calibration")
+    replaced = "" if out is None else check_out(out, _is_calibration, "calibration")
     console = Console(highlight=False, soft_wrap=True)
     width = limit(console)
     narrow = width is not None and width < _WIDTH
     console.print(_NARROW_HEADER if narrow else _HEADER)
-    with _within_memory():
+    with within_memory():
         times = profile_kernels(cases if whole else [], names, dtype, device, repeats, lambda found: console.print(_line(found, narrow)))
         if of_so_many:
             from mtrain_cli.profiling.shares import profile_shares
@@ -355,7 +355,7 @@ def kernels(
     for name, reason, everywhere in missing(cases, names, dtype, device):
         console.print(f"{name}: {reason}" + ("" if everywhere else " (some of the shapes)"))
     if out is not None:
-        with _writing(out):
+        with writing(out):
             save_calibration(times, out, " ".join(["mtrain", *sys.argv[1:]]), dtype, device)
         console.print(f"{len(times)} times in {out}{replaced}")
 
@@ -368,7 +368,7 @@ def _check_kernels(names: list[str]) -> None:
             raise ConfigError(f"--kernel {name}: no such kernel; allowed: {', '.join(k for k in KERNELS if k != 'auto')}")
 
 
-def _numbers(option: str, text: str, parse):
+def numbers(option: str, text: str, parse):
     values = []
     for part in text.split(","):
         try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +20,7 @@ import numpy as np
 
 from mtrain_cli import resource_dir
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.parallel.recording import INDEX
 from mtrain_cli.simulation.program import FloatArray
 from mtrain_cli.simulation.work import BACKWARD, FLOP_PER_PAIR, FORWARD
 from mtrain_cli.training.flops import peak_flops
@@ -27,7 +28,10 @@ from mtrain_cli.training.flops import peak_flops
 # What a call is given: whole intervals, a list of blocks under plain masks, or the block diagonals and columns of an index, together or
 # one of them alone.
 DENSE, LISTS, SPARSE, DIAGONALS, ALONE_COLUMNS = "dense", "lists", "sparse", "diagonals", "columns"
-KINDS_OF_FILES = ("kernels", "shares")
+# What else of a step is measured (`profiling.rest`), beside the passes of a layer and INDEX: the loss, with the embedding.
+LOSS = "loss"
+REST_FILE = "rest"
+KINDS_OF_FILES = ("kernels", "shares", REST_FILE)
 LOW, VALUE, HIGH = "low", "value", "high"
 # A GPU of which nothing is known: another's share of the peak, and how far time may be off it.
 UNKNOWN = (1 / 1.6, 2.0)
@@ -125,24 +129,65 @@ def held_out_errors(forms: Sequence[Sequence[Point]]) -> list[float]:
 
 
 @dataclass(frozen=True)
+class RestPoint:
+    """One part of a step beside attention, as measured. size: tokens; of a layer, rows of a tile of its MLP. flop, moved: what is counted
+    for it (`simulation.rest`). heads: of queries.
+    """
+
+    part: str
+    size: int
+    us: float
+    flop: float
+    moved: float
+    heads: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a step computes beside attention, as it was measured on such a GPU."""
+
+    points: tuple[RestPoint, ...]
+
+    @property
+    def parts(self) -> set[str]:
+        return {point.part for point in self.points}
+
+    def share(self, part: str, size: int, expected: Callable[[RestPoint], float]) -> float:
+        """How many times as long as expected a part takes, in between by the logarithm of the size. expected: us."""
+        mine = sorted((point for point in self.points if point.part == part), key=lambda point: point.size)
+        return float(np.interp(np.log(size), [np.log(point.size) for point in mine], [point.us / expected(point) for point in mine]))
+
+    @property
+    def index(self) -> tuple[float, float, int] | None:
+        """us of an estimate whatever the length, and of each token, and the heads of queries that it was measured with."""
+        mine = [point for point in self.points if point.part == INDEX]
+        if not mine:
+            return None
+        fixed, each, _ = fit([Point(float(point.size), 0.0, point.us) for point in mine])
+        return fixed, each, mine[0].heads
+
+
+@dataclass(frozen=True)
 class Calibration:
-    """The curves of one device. files: where they come from."""
+    """The curves of one device. files: where they come from. rest: what else was measured."""
 
     device: str
     curves: tuple[Curve, ...]
     files: tuple[str, ...]
+    rest: Measured | None = None
 
     def find(self, kernel: str, form: str, direction: str) -> Curve | None:
         return next((c for c in self.curves if (c.kernel, c.form, c.direction) == (kernel, form, direction)), None)
 
 
 def load_calibration(*paths: Path) -> Calibration:
-    """Curves from files of ``mtrain profile kernels --out FILE``; all of the same device.
+    """What files of ``mtrain profile kernels --out FILE`` and ``mtrain profile rest --out FILE`` hold; all of the same device.
 
     Raises:
         ConfigError: a file is missing, damaged or of something else.
     """
     points: dict[tuple[str, str, str], list[Point]] = {}
+    rest: list[RestPoint] = []
     hiding: set[str] = set()  # kernels that compute what an index leaves out
     devices = []
     for path in paths:
@@ -151,6 +196,9 @@ def load_calibration(*paths: Path) -> Calibration:
         if devices[0] != devices[-1]:
             raise ConfigError(f"--calibration {path}: is of {devices[-1]}, and the other file of {devices[0]}; give files of one GPU")
         try:
+            if document["kind"] == REST_FILE:
+                rest += [_rest_point(time) for time in document["times"]]
+                continue
             for time in document["times"]:
                 form = time.get("form") or (DENSE if time["case"]["density"] is None else SPARSE)
                 pairs, of_columns = int(time["pairs"]), int(time.get("column_pairs") or 0)
@@ -173,7 +221,16 @@ def load_calibration(*paths: Path) -> Calibration:
             spread = max(_LEAST_ERROR, 2 * (error if np.isfinite(error) else 0.25))
             low, high, skips = 1 - min(spread, 0.9), 1 + spread, kernel not in hiding
             curves.append(Curve(kernel, form, direction, *found, error, len(of_form), low, high, skips=skips))
-    return Calibration(devices[0], tuple(curves), tuple(path.name for path in paths))
+    return Calibration(devices[0], tuple(curves), tuple(path.name for path in paths), Measured(tuple(rest)) if rest else None)
+
+
+def _rest_point(time: dict[str, Any]) -> RestPoint:
+    part = str(time["part"])
+    size = int(time["rows"] if part in (FORWARD, BACKWARD) else time["tokens"])
+    found = RestPoint(part, size, float(time["ms"]) * 1e3, float(time["flop"]), float(time["moved"]), int(time["heads"]))
+    if not (found.us > 0 and size > 0 and (part == INDEX or found.flop + found.moved > 0)):
+        raise ValueError("times")
+    return found
 
 
 def _same_kernels(measured: Iterable[tuple[str, str, str]]) -> list[tuple[tuple[str, str], list[str]]]:
@@ -197,7 +254,7 @@ def _document(path: Path) -> dict[str, Any]:
         or not document.get("times")
         or "device" not in document
     ):
-        raise ConfigError(f"--calibration {path}: holds no times of kernels; `mtrain profile kernels --out FILE` writes such a file")
+        raise ConfigError(f"--calibration {path}: holds no times; `mtrain profile kernels --out FILE` writes such a file")
     return document
 
 
@@ -218,12 +275,13 @@ def shipped() -> tuple[Calibration, ...]:
 class Kernels:
     """What the kernels of a cluster's GPU take, by direction: measured, or scaled from another GPU. whole: of calls with everything that
     was measured together. remarks: what a reader has to know. alone: of calls with block diagonals or single columns alone, by form and
-    direction, where those were measured.
+    direction, where those were measured. rest: what a step computes beside attention, where that was measured on such a GPU.
     """
 
     whole: dict[str, Curve]
     remarks: tuple[str, ...]
     alone: dict[tuple[str, str], Curve] = field(default_factory=dict)
+    rest: Measured | None = None
 
     @property
     def calibrated(self) -> bool:
@@ -278,14 +336,20 @@ def kernels_for(gpu: str, peak: float, kernel: str, form: str, peaks: dict[str, 
             said = f"{kernel} was not measured on {form} calls: {stands} stands for it, within x {low:.2f} and x {high:.2f}"
             remarks += [said] if said not in remarks else []
         curves[direction] = here(found, stands, low, high)
-    return Kernels(curves, tuple(remarks), alone)
+    return Kernels(curves, tuple(remarks), alone, _rest_of(gpu, calibration))
 
 
 def _source(gpu: str, calibration: Calibration | None) -> tuple[Calibration, bool]:
     """-> the calibration that a GPU's kernels are priced by, and whether it is of that GPU."""
-    known = (calibration,) if calibration is not None else shipped()
+    known = (calibration,) if calibration is not None and calibration.curves else shipped()
     measured = next((c for c in known if c.device == gpu), None) or next((c for c in known if same_device(c.device, gpu)), None)
     return measured or known[0], measured is not None
+
+
+def _rest_of(gpu: str, calibration: Calibration | None) -> Measured | None:
+    """What was measured of the rest of a step: the user's own, else what ships, of such a GPU."""
+    known = [calibration] if calibration is not None and calibration.rest is not None else shipped()
+    return next((c.rest for c in known if c.rest is not None and same_device(c.device, gpu)), None)
 
 
 def used(gpu: str, calibration: Calibration | None) -> dict[str, Any]:

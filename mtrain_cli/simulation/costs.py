@@ -198,8 +198,12 @@ class Costs:
         if not self.estimated:
             return 0.0
         workers = self.lockstep.grid.workers
-        each = INDEX_PER_TOKEN_US * index_scale(self.cluster.gpu, self.sizes.heads)
-        alone = INDEX_ALONE_US + each * self.estimated / workers
+        fixed, each = INDEX_ALONE_US, INDEX_PER_TOKEN_US * index_scale(self.cluster.gpu, self.sizes.heads)
+        measured = None if self.kernels.rest is None else self.kernels.rest.index
+        if measured is not None:
+            fixed, each, heads = measured
+            each *= self.sizes.heads / heads
+        alone = fixed + each * self.estimated / workers
         wider = 1.0 if self.measured else {LOW: UNKNOWN[0], VALUE: 1.0, HIGH: UNKNOWN[1]}[self.bound]
         return max(alone, INDEX_TOGETHER_US if workers > 1 else 0.0) * INDEX_BOUNDS[self.bound] * wider
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from mtrain_cli.model.tiling import layers_with_products, tile_rows
 from mtrain_cli.parallel.offload import layers_on_host
-from mtrain_cli.simulation.calibration import HIGH, LOW
+from mtrain_cli.simulation.calibration import HIGH, LOW, VALUE
 from mtrain_cli.simulation.cluster import Constant
 from mtrain_cli.simulation.costs import Costs
 from mtrain_cli.training.flops import recomputed_matmul
@@ -25,6 +25,8 @@ LAUNCHES = Constant.of(16, "guess", "kernels of the compiled parts of a layer an
 _LOGITS = 20  # bytes a logit: written, largest, sum, gradient read and written, all float32 (`model.loss`); beside it e for the last
 _LOGITS_AGAIN = 12  # of these, where only the loss is formed
 _TILE_LAUNCHES = 6, 18  # kernels of a tile of the MLP, forward and backward (`model.feed_forward`)
+# How far parts that were measured on such a GPU may be off in a run: one GPU to another, and clocks under load.
+MEASURED = {LOW: 0.95, VALUE: 1.0, HIGH: 1.1}
 _ADAMW = 28  # bytes a number of a shard: parameter, two states read and written, gradient read; float32
 
 
@@ -83,7 +85,7 @@ class Rest:
     norm, of a micro-batch. gathered, reduced, root_gathered, root_reduced: copies where weights of a layer, or those outside of the layers,
     are gathered and their gradients scattered. added: where gradients add up whole. optimizer: gradient norm, clipping and AdamW, of a
     step. gather, root_gather: bytes that arrive at a rank when the weights of a layer, or those outside of the layers, are gathered;
-    reduce, root_reduce: when their gradients are scattered.
+    reduce, root_reduce: when their gradients are scattered. tokens: of a micro-batch; rows: of a tile of the MLP.
     """
 
     forward: Work
@@ -101,6 +103,8 @@ class Rest:
     reduce: float
     root_gather: float
     root_reduce: float
+    tokens: int
+    rows: int
 
     @staticmethod
     def of(plan: Plan) -> Rest:
@@ -168,6 +172,8 @@ class Rest:
             reduce=r * layer * share,
             root_gather=e * root * share,
             root_reduce=r * root * share,
+            tokens=tokens,
+            rows=rows,
         )  # fmt: skip
 
 
@@ -184,10 +190,18 @@ class Spent:
         return self.matrices + self.elements + self.host
 
 
-def priced(work: Work, costs: Costs) -> Spent:
-    gpu = costs.cluster.gpu
-    matrices = work.flop / (costs.rate(gpu.gemm_tflops) * 1e6)
-    elements = costs.copied(work.moved)
+def priced(work: Work, costs: Costs, part: str | None = None, size: int = 0) -> Spent:
+    """part: of what is measured on such a GPU (`calibration.Measured`), where it is; size: its tokens, or rows of a tile."""
+    gpu, measured = costs.cluster.gpu, costs.kernels.rest
+    if part is not None and measured is not None and part in measured.parts:
+        # What takes longer than the constants say does so by as much at best and at worst.
+        flops, bytes_us = gpu.gemm_tflops.value * 1e6, gpu.hbm_gbps.value * 1e3
+        longer = measured.share(part, size, lambda point: point.flop / flops + point.moved / bytes_us)
+        longer *= MEASURED[costs.bound]
+        matrices, elements = longer * work.flop / flops, longer * work.moved / bytes_us
+    else:
+        matrices = work.flop / (costs.rate(gpu.gemm_tflops) * 1e6)
+        elements = costs.copied(work.moved)
     host = work.launches * _share(costs) * costs.burden(gpu.launch_us)
     return Spent(matrices, elements, max(0.0, host - matrices - elements))
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
-from mtrain_cli.simulation.calibration import HIGH, LOW, VALUE
+from mtrain_cli.simulation.calibration import HIGH, LOSS, LOW, VALUE
 from mtrain_cli.simulation.cluster import Cluster
 from mtrain_cli.simulation.costs import BOUNDS, Costs
 from mtrain_cli.simulation.rest import Rest, Round, Work, priced, rounds
@@ -135,11 +135,11 @@ class _Step:
         rest, layers, train = self.rest, self.plan.config.model.num_layers, self.plan.config.train
         nothing = Work()
         gather, reduce = self._transfer(rest.gather), self._transfer(rest.reduce)
-        forward = self._layers([FORWARD], rest.forward + (rest.gathered if one.forward else nothing), layers)
+        forward = self._layers([FORWARD], rest.forward, layers, copied=rest.gathered if one.forward else nothing)
         self._weights(forward / layers, self._carried(FORWARD), [gather] * one.forward, layers - 1)
         passes = [RECOMPUTE, BACKWARD] if recomputes_attention(train) else [BACKWARD]
         copied = (rest.gathered if one.backward else nothing) + (rest.reduced if one.reduced else nothing) + rest.added
-        backward = self._layers(passes, rest.backward + copied, layers, rest.recomputed)
+        backward = self._layers(passes, rest.backward, layers, rest.recomputed, copied=copied)
         carried = tuple(sum(self._carried(name)[i] for name in passes) for i in (0, 1))
         # Beside the last layer nothing is to be scattered yet, beside the first nothing to be gathered.
         gathers, reduces = [gather] * one.backward, [reduce] * one.reduced
@@ -152,7 +152,8 @@ class _Step:
         self.us["weights"] += self.times * sum(transfer.us for transfer in alone)
         self.sent += self.times * sum(transfer.size for transfer in alone)
         outside = (rest.root_gathered if one.forward else nothing) + (rest.root_reduced if one.reduced else nothing)
-        self._add(rest.loss + outside, 1, "loss", "loss")
+        self._add(rest.loss, 1, "loss", "loss", LOSS)
+        self._add(outside, 1, "loss", "loss")
         self._activations(forward / layers, backward / layers)
 
     def _activations(self, forward: float, backward: float) -> None:
@@ -186,14 +187,15 @@ class _Step:
         inner, outer = self.attention.passes[direction].carried
         return inner * 1e3, outer * 1e3
 
-    def _layers(self, passes: list[str], work: Work, layers: int, again: Work | None = None) -> float:
-        """Adds what all layers compute -> us of a micro-batch."""
+    def _layers(self, passes: list[str], work: Work, layers: int, again: Work | None = None, *, copied: Work) -> float:
+        """Adds what all layers compute -> us of a micro-batch. copied: of weights and gradients."""
         before = sum(self.us.values())
         for name in passes:
             self._attention(name, layers)
-        self._add(work, layers, "matrices", "element-wise")
+        self._add(work, layers, "matrices", "element-wise", passes[-1])
         if again is not None:
-            self._add(again, layers, "recomputed", "element-wise")
+            self._add(again, layers, "recomputed", "element-wise", passes[-1])
+        self._add(copied, layers, "matrices", "element-wise")
         return (sum(self.us.values()) - before) / self.times
 
     def _attention(self, direction: str, layers: int) -> None:
@@ -222,8 +224,9 @@ class _Step:
         products = 10.0 if direction == BACKWARD else 4.0 * share
         self.flop += self.times * layers * products * model.num_heads * model.head_dim * pairs
 
-    def _add(self, work: Work, times: int, matrices: str, elements: str) -> None:
-        spent = priced(work, self.costs)
+    def _add(self, work: Work, times: int, matrices: str, elements: str, part: str | None = None) -> None:
+        """part: as it is measured (`profiling.rest`)."""
+        spent = priced(work, self.costs, part, self.rest.tokens if part == LOSS else self.rest.rows)
         times *= self.times
         self.flop += work.flop * times
         self.us[matrices] += spent.matrices * times * self.slowest
