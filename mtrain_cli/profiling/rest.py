@@ -53,6 +53,7 @@ def profile_rest(configs: Sequence[Config], repeats: int, report: Callable[[Rest
     """configs: of one worker and one micro-batch, a length each. report: called with every time as it is known."""
     times = []
     for config in configs:
+        torch.compiler.reset()  # every length is compiled by itself, of which PyTorch allows a few
         for found in _of_length(config, repeats):
             times.append(found)
             report(found)

@@ -189,8 +189,8 @@ def test_ones_own_file(tmp_path):
     [
         (None, "there is no such file"),
         ("{", "is no readable JSON"),
-        ("[]", "holds no times of kernels"),
-        ('{"kind": "layer", "times": [1], "device": "x"}', "holds no times of kernels"),
+        ("[]", "holds no times"),
+        ('{"kind": "layer", "times": [1], "device": "x"}', "holds no times"),
         ('{"kind": "kernels", "times": [{"kernel": "triton"}], "device": "x"}', "is damaged"),
         (
             '{"kind": "kernels", "device": "x", "times": [{"kernel": "k", "case": {"density": 0.1, "head_dim": 8}, "pairs": 9, '

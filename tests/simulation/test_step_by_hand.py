@@ -35,6 +35,7 @@ from mtrain_cli.simulation.step import PredictedStep
 from mtrain_cli.simulation.timeline import Conditions
 from mtrain_cli.simulation.what_if import Setup
 
+pytestmark = pytest.mark.usefixtures("by_constants")
 FORMS = (DENSE, SPARSE, LISTS, DIAGONALS, ALONE_COLUMNS)
 H200 = load_cluster("h200_1x8")
 WORDS = ("model=qwen3b", "model.num_layers=2", "seq=32k", "train.activation_checkpoint=selective")
@@ -56,7 +57,7 @@ def step(*words: str, workers: int = 2, cluster: Cluster = H200, conditions: Con
 
 
 @pytest.fixture(scope="module")
-def two() -> Outcome:
+def two(by_constants) -> Outcome:
     return step()
 
 
