@@ -57,7 +57,7 @@ def step(*words: str, workers: int = 2, cluster: Cluster = H200, conditions: Con
 
 
 @pytest.fixture(scope="module")
-def two(by_constants) -> Outcome:
+def two(by_constants) -> Outcome:  # noqa: ARG001 - used for what it does
     return step()
 
 
