@@ -6,7 +6,9 @@ then its single columns by the Triton kernels, which continue the same softmax, 
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+from functools import cache
 from typing import Any
 
 import torch
@@ -47,7 +49,8 @@ class Flash4Kernel(TritonColumns):
             return f"needs triton for the columns of an index ({install_command('cuda')})"
         if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
             return f"flash-attn-4 is not installed ({install_command('hopper')})"
-        return None
+        broken = _broken()
+        return None if broken is None else f"flash-attn-4 is installed, but does not load: {broken}"
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         from mtrain_cli.kernels.flash4 import dense
@@ -100,6 +103,16 @@ class Flash4Kernel(TritonColumns):
             dk[:, keys] += part_k
             dv[:, keys] += part_v
         return dq, dk, dv
+
+
+@cache
+def _broken() -> str | None:
+    """Why what is installed does not load: its CUDA library is of another version than PyTorch's, or absent."""
+    try:
+        importlib.import_module("mtrain_cli.kernels.flash4.dense")
+    except Exception as error:  # noqa: BLE001 - libraries of other versions fail in their own ways
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"[:200]
+    return None
 
 
 def _sparse_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float) -> tuple[torch.Tensor, torch.Tensor]:

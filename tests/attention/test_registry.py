@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from mtrain_cli.attention import registry
+from mtrain_cli.attention import flash4, registry
 from mtrain_cli.attention.kernel import IndexRequest, KernelRequest
 from mtrain_cli.attention.registry import choose, survey
 from mtrain_cli.config.schema import ConfigError
@@ -78,6 +78,7 @@ def test_kernels_without_cupy_say_who_does_its_work(monkeypatch):
 def test_flash4_serves_an_index_of_its_blocks_where_triton_computes_the_columns(monkeypatch):
     installed = {"triton", "flash_attn", "flash_attn.cute"}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(flash4, "_broken", lambda: None)
     request = cuda(index=IndexRequest(128, bitmap=False))
     assert choose("auto", request)[0].name == "flash4"
     with pytest.raises(ConfigError, match=r"train\.kernel=flash4: computes blocks of 128, not .*; usable here: triton, reference"):
@@ -85,3 +86,22 @@ def test_flash4_serves_an_index_of_its_blocks_where_triton_computes_the_columns(
     installed.remove("triton")
     assert dict(survey(request))["flash4"].startswith("needs triton for the columns of an index")
     assert dict(survey(cuda()))["flash4"] is None
+
+
+def test_flash4_that_does_not_load_is_passed_over_with_the_reason(monkeypatch):
+    """Its libraries are wheels of several CUDA versions, which are installed wrongly easily."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+
+    def load(name):
+        raise RuntimeError(f"No CTK flavor installed\nfor {name}")
+
+    monkeypatch.setattr("importlib.import_module", load)
+    flash4._broken.cache_clear()
+    try:
+        reason = "flash-attn-4 is installed, but does not load: RuntimeError: No CTK flavor installed"
+        assert dict(survey(cuda()))["flash4"] == reason
+        kernel, why = choose("auto", cuda())
+        assert kernel.name != "flash4"
+        assert reason in why
+    finally:
+        flash4._broken.cache_clear()
