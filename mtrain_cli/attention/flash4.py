@@ -110,7 +110,7 @@ def _broken() -> str | None:
     """Why what is installed does not load: its CUDA library is of another version than PyTorch's, or absent."""
     try:
         importlib.import_module("mtrain_cli.kernels.flash4.dense")
-    except Exception as error:  # noqa: BLE001 - libraries of other versions fail in their own ways
+    except Exception as error:  # libraries of other versions fail in their own ways
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"[:200]
     return None
 
