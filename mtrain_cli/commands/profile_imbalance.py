@@ -76,9 +76,6 @@ def imbalance(
     from mtrain_cli.launch import run_dir
     from mtrain_cli.launch.environment import resolve_environment
     from mtrain_cli.launch.local import launch
-    from mtrain_cli.profiling import layer, records
-    from mtrain_cli.profiling import steps as training_steps
-    from mtrain_cli.profiling.measure import ATTENTION_ONLY, TRAINING, Plan
 
     words = list(overrides or ())
     limits = _limits(fail_above)
@@ -92,10 +89,14 @@ def imbalance(
         raise ConfigError(f"--fail-above {fail_above}: exit codes are those of torchrun or srun here; read summary.json instead")
     if peer and (environment.device == "cpu" or environment.cp != environment.workers or config.train.dtype == "float32"):
         raise ConfigError("--peer: PyTorch's context parallelism with cuDNN needs GPUs in one context group, and bfloat16; leave it out")
+    # Only now: they take seconds to import, and a mistake is told at once.
+    from mtrain_cli.profiling import records
+    from mtrain_cli.profiling.measure import ATTENTION_ONLY, TARGETS, TRAINING, Plan
+
     run = run_dir.create(config, words)
-    mode, target = (ATTENTION_ONLY, layer.TARGET) if attention_only else (TRAINING, training_steps.TARGET)
+    mode = ATTENTION_ONLY if attention_only else TRAINING
     Plan(mode, cases, steps, warmup, every, peer, quiet=as_json).save(run)
-    code = launch(run, environment, resume=False, target=target, config=config)
+    code = launch(run, environment, resume=False, target=TARGETS[mode], config=config)
     summary = run.path / records.SUMMARY
     if as_json and summary.is_file():
         typer.echo(summary.read_text().rstrip())

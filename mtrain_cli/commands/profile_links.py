@@ -72,7 +72,6 @@ def links(
     from mtrain_cli.launch import run_dir
     from mtrain_cli.launch.environment import resolve_environment
     from mtrain_cli.launch.local import launch
-    from mtrain_cli.profiling import links as measuring
 
     if cluster_out is not None:
         _check_cluster(cluster_out)
@@ -85,6 +84,9 @@ def links(
         raise ConfigError(f"topology.context_parallel={environment.cp}: all workers take part; leave it out")
     if nodes is not None and nodes > 1 and environment.nodes == 1:
         raise ConfigError(f"--nodes {nodes}: links between nodes were not measured; give topology.gpus_per_node=N, or several nodes")
+    # Only now: it takes seconds to import, and most mistakes are told at once.
+    from mtrain_cli.profiling import links as measuring
+
     if cluster_out is not None and environment.launcher != "mtrain":
         raise ConfigError(
             f"--cluster-out {cluster_out}: torchrun and srun end each process by itself; copy {measuring.CLUSTER} of the folder"

@@ -22,7 +22,6 @@ from mtrain_cli.profiling.leave import Leaving
 from mtrain_cli.profiling.measure import Bench, Case, Plan, Progress, slowest
 from mtrain_cli.profiling.peers import torch_context_parallel
 
-TARGET = "mtrain_cli.profiling.layer:run"
 PEER = "torch context_parallel, cuDNN"
 HEADER = f"{'case':48s} {'density':>7s} {'forward':>9s} {'backward':>9s} {'total ms':>9s} {'spread':>7s}"
 

@@ -24,6 +24,8 @@ from mtrain_cli.profiling.session import Collector
 from mtrain_cli.training.choices import Choices, make_choices
 
 ATTENTION_ONLY, TRAINING = "attention", "training"
+# What a worker runs. As words, so that a command that starts workers need not import what they do.
+TARGETS = {ATTENTION_ONLY: "mtrain_cli.profiling.layer:run", TRAINING: "mtrain_cli.profiling.steps:run"}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from mtrain_cli.training.batch import Batch, BatchMaker, PackedSample
 from mtrain_cli.training.flops import attention_kept
 from mtrain_cli.training.trainer import Trainer
 
-TARGET = "mtrain_cli.profiling.steps:run"
 MicroBatches = Sequence[Sequence[PackedSample]]
 
 

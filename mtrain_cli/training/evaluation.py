@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import format_size
-from mtrain_cli.parallel.fsdp import reshard
 
 if TYPE_CHECKING:
     from mtrain_cli.training.batch import HostBatch
@@ -68,6 +67,8 @@ def edges(seq: int) -> np.ndarray:
 def evaluate(trainer: Trainer) -> Evaluation:
     """Called on every worker, between steps. Attention is that of the step to come."""
     started = time.perf_counter()
+    from mtrain_cli.parallel.fsdp import reshard  # not for reports, which read evaluations: it takes a second to import
+
     e, held_out = trainer.environment, trainer.held_out
     make = trainer.next_batch_maker()
     bounds = edges(trainer.config.seq)

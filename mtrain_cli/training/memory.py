@@ -25,7 +25,8 @@ MIB, GIB = 2**20, 2**30
 # Outside the allocator's count, and rough: seen to differ by some hundred MiB between drivers and NCCL versions.
 CONTEXT_BYTES = 600 * MIB  # CUDA context, kernels, cuBLAS
 COMMUNICATOR_BYTES = 400 * MIB  # NCCL channels and buffers, for each communicator
-_MOST_PARTS, _PROGRAMS_WANTED = 16, 1024  # of the gradient of columns, as in kernels/triton/sparse.py, which needs Triton to be read
+# Of the gradient of columns, as in kernels/triton/sparse/key_gradient.py, which needs Triton to be read.
+_MOST_PARTS, _PROGRAMS_WANTED = 16, 1024
 _MOST_OF_16_BITS = 32767
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from command import python_path
 from simulation.recordings import record
 from typer.testing import CliRunner
 
@@ -305,7 +307,8 @@ for word in {wrong}:
     assert (found.exit_code, "torch" in sys.modules) == (2, False), (word, found.output)
     assert word.split()[-1].partition("=")[0] in found.stderr, found.stderr
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,0 +1,42 @@
+"""What a launch is given beside its tensors: the shape of its tiles, strides, and what stands in for parts of a plan that are not used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from mtrain_cli.kernels.triton.sparse.plan import Plan
+
+
+@dataclass(frozen=True)
+class Tile:
+    """keys or rows: width of the moving tile; the other side is one whole block (or ``columns`` packed columns)."""
+
+    moving: int
+    warps: int
+    stages: int
+
+
+def tile_for(table: dict[int, Tile], block: int) -> Tile:
+    return table.get(block, Tile(min(block, 64), 4, 2))
+
+
+def strides(*tensors: torch.Tensor) -> tuple[int, ...]:
+    assert all(t.stride(-1) == 1 for t in tensors)
+    return tuple(s for t in tensors for s in t.stride()[:3])
+
+
+def list_arguments(slashes: bool, plan: Plan, unused: torch.Tensor):
+    """-> lists of blocks, their counts and width; any tensor stands in where no blocks are computed."""
+    if not slashes:
+        return unused, unused, 0
+    assert plan.lines is not None
+    return plan.lines, plan.upto, plan.lines.shape[-1]
+
+
+def column_arguments(columns: tuple[torch.Tensor, torch.Tensor] | None, plan: Plan, unused: torch.Tensor):
+    """-> packed keys and values, their positions, counts and width; any tensor stands in where there are none."""
+    if columns is None:
+        return (unused, unused), unused, unused, unused, 0
+    assert plan.bars is not None
+    return columns, plan.bars, plan.bars_upto, plan.covered, plan.bars.shape[-1]

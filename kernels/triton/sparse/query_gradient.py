@@ -1,0 +1,179 @@
+"""The gradient of queries: a program owns a block of queries, as in the forward pass. Before it, rowsum(out * dout)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from mtrain_cli.kernels.triton.sparse.device import LOG2E, bar_ranges, block_ranges
+from mtrain_cli.kernels.triton.sparse.launch import Tile, column_arguments, list_arguments, strides, tile_for
+from mtrain_cli.kernels.triton.sparse.plan import Plan
+
+# By block size; the fastest of those tried on an H200 with head_dim 128 (profiles/notes.md).
+_QUERIES = {128: Tile(64, 8, 3), 64: Tile(64, 4, 2)}
+
+
+@triton.jit
+def _row_delta(OUT, DO, DELTA, tokens, HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    bh = tl.program_id(1).to(tl.int64)
+    b = bh // HEADS
+    h = bh % HEADS
+    at = ((b * tokens + rows[:, None]) * HEADS + h) * D + tl.arange(0, D)
+    real = rows < tokens
+    out = tl.load(OUT + at, mask=real[:, None], other=0.0).to(tl.float32)
+    do = tl.load(DO + at, mask=real[:, None], other=0.0).to(tl.float32)
+    tl.store(DELTA + bh * tokens + rows, tl.sum(out * do, 1), mask=real)
+
+
+def row_delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
+    """rowsum(out * dout), float32 [batch, heads, queries]."""
+    batch, queries, heads, dim = out.shape
+    delta = torch.empty(batch, heads, queries, dtype=torch.float32, device=out.device)
+    rows = 64
+    _row_delta[(triton.cdiv(queries, rows), batch * heads)](
+        out.contiguous(), dout.contiguous(), delta, queries, HEADS=heads, D=dim, ROWS=rows
+    )
+    return delta
+
+
+@triton.jit
+def _query_gradient(q, k, v, do, lse, delta, hidden, acc, scale, MASKED: tl.constexpr):
+    s = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2E)
+    p = tl.exp2(s - lse[:, None])
+    if MASKED:
+        p = tl.where(hidden, 0.0, p)
+    dp = tl.dot(do, tl.trans(v), input_precision="ieee")
+    ds = p * (dp - delta[:, None])
+    return tl.dot(ds.to(k.dtype), k, acc, input_precision="ieee")
+
+
+@triton.jit
+def _backward_queries(
+    Q, K, V, KB, VB, DO, LSE, DELTA, DQ, DQ_IN,
+    FIRST, QUERY_BLOCKS, KEY_SLOT, FIRST_MIN, FIRST_MAX, LINES, UPTO, SLASH, BARS, BARS_UPTO, COVERED,
+    scale, queries, keys, width, bar_width, BLOCKS, SEQ,
+    stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
+    SLASHES: tl.constexpr, COLUMNS: tl.constexpr, LISTED: tl.constexpr, HOLES: tl.constexpr, CONTINUE: tl.constexpr,
+):  # fmt: skip
+    i = tl.num_programs(0) - 1 - tl.program_id(0)
+    bh = tl.program_id(1).to(tl.int64)
+    b = bh // HEADS
+    h = bh % HEADS
+    rows = i * BLOCK + tl.arange(0, BLOCK)
+    real = rows < queries
+    d = tl.arange(0, D)
+    qb = tl.load(QUERY_BLOCKS + i)
+    positions = qb * BLOCK + tl.arange(0, BLOCK)
+    first = tl.load(FIRST + b * SEQ + positions)
+    q = tl.load(Q + b * stride_qb + rows[:, None].to(tl.int64) * stride_qn + h * stride_qh + d, mask=real[:, None], other=0.0)
+    out_at = (b * queries + rows[:, None]) * (HEADS * D) + h * D + d
+    do = tl.load(DO + out_at, mask=real[:, None], other=0.0)
+    lse_at = bh * queries + rows
+    lse = tl.load(LSE + lse_at, mask=real, other=float("-inf"))
+    # A row that sees nothing has no gradient: exp(s - inf) = 0.
+    lse = tl.where((lse == float("-inf")) | (first > positions), float("inf"), lse * LOG2E)
+    delta = tl.load(DELTA + lse_at, mask=real, other=0.0)
+    acc = tl.zeros([BLOCK, D], tl.float32)
+    within = tl.arange(0, BLOCK_N)
+    SUB: tl.constexpr = BLOCK // BLOCK_N
+    if SLASHES:
+        k_base = K + b * stride_kb + (h // GROUP) * stride_kh + d
+        v_base = V + b * stride_vb + (h // GROUP) * stride_vh + d
+        list_at, diagonal, whole, end = block_ranges(LINES, UPTO, FIRST_MIN, FIRST_MAX, bh, b, i, qb, width, BLOCKS, BLOCK, LISTED)
+        for t in range((diagonal + end - whole) * SUB):
+            n = t // SUB
+            n = tl.where(n < diagonal, n, n - diagonal + whole)
+            kb = tl.load(list_at + n).to(tl.int32)
+            if not LISTED:
+                kb = qb - kb
+            slot = kb
+            if HOLES:
+                slot = tl.load(KEY_SLOT + kb)
+            if slot >= 0:
+                inside = (t % SUB) * BLOCK_N + within
+                at = slot * BLOCK + inside
+                k = tl.load(k_base + at[:, None].to(tl.int64) * stride_kn, mask=(at < keys)[:, None], other=0.0)
+                v = tl.load(v_base + at[:, None].to(tl.int64) * stride_vn, mask=(at < keys)[:, None], other=0.0)
+                where = kb * BLOCK + inside
+                hidden = (where[None, :] < first[:, None]) | (where[None, :] > positions[:, None])
+                acc = _query_gradient(q, k, v, do, lse, delta, hidden, acc, scale, True)
+        if not LISTED:
+            for t in range(diagonal * SUB, whole * SUB):
+                slot = qb - tl.load(list_at + t // SUB)
+                if HOLES:
+                    slot = tl.load(KEY_SLOT + slot)
+                at = slot * BLOCK + (t % SUB) * BLOCK_N + within
+                if HOLES:
+                    if slot >= 0:
+                        k = tl.load(k_base + at[:, None].to(tl.int64) * stride_kn)
+                        v = tl.load(v_base + at[:, None].to(tl.int64) * stride_vn)
+                        acc = _query_gradient(q, k, v, do, lse, delta, q, acc, scale, False)
+                else:
+                    k = tl.load(k_base + at[:, None].to(tl.int64) * stride_kn)
+                    v = tl.load(v_base + at[:, None].to(tl.int64) * stride_vn)
+                    acc = _query_gradient(q, k, v, do, lse, delta, q, acc, scale, False)
+    if COLUMNS:
+        column = bh * bar_width
+        begin, full_begin, full_end, end = bar_ranges(BARS_UPTO, FIRST_MIN, FIRST_MAX, bh, b, qb, BLOCKS, BLOCK, BLOCK_N)
+        slash = SLASH + bh * BLOCKS
+        words = COVERED + (bh * tl.num_programs(0) + i) * (bar_width // 32)
+        # The next tile's bits are asked for before this tile's products, which hide the wait.
+        word = tl.load(words + tl.minimum(full_begin * BLOCK_N + within, bar_width - 1) // 32)
+        for t in range(full_begin, full_end):
+            following = tl.load(words + (tl.minimum(t + 1, full_end - 1) * BLOCK_N + within) // 32)
+            at = t * BLOCK_N + within
+            k = tl.load(KB + (column + at)[:, None] * D + d)
+            v = tl.load(VB + (column + at)[:, None] * D + d)
+            covered = ((word >> (at % 32)) & 1) != 0
+            acc = _query_gradient(q, k, v, do, lse, delta, covered[None, :], acc, scale, True)
+            word = following
+        for s in range(begin, end - full_end + full_begin):
+            t = tl.where(s < full_begin, s, s - full_begin + full_end)
+            at = t * BLOCK_N + within
+            where = tl.load(BARS + column + at, mask=at < bar_width, other=SEQ)
+            k = tl.load(KB + (column + at)[:, None] * D + d, mask=(at < bar_width)[:, None], other=0.0)
+            v = tl.load(VB + (column + at)[:, None] * D + d, mask=(at < bar_width)[:, None], other=0.0)
+            away = qb - where // BLOCK
+            covered = tl.load(slash + away, mask=away >= 0, other=1) != 0
+            hidden = covered[None, :] | (where[None, :] < first[:, None]) | (where[None, :] > positions[:, None])
+            acc = _query_gradient(q, k, v, do, lse, delta, hidden, acc, scale, True)
+    acc *= scale
+    if CONTINUE:
+        acc += tl.load(DQ_IN + out_at, mask=real[:, None], other=0.0).to(tl.float32)
+    tl.store(DQ + out_at, acc.to(DQ.dtype.element_ty), mask=real[:, None])
+
+
+def backward_queries(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    columns: tuple[torch.Tensor, torch.Tensor] | None,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    plan: Plan,
+    scale: float,
+    slashes: bool = True,
+    partial: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """-> dq like q, of the given dtype (q's if None). partial: the gradient from other keys, contiguous, to which this is added."""
+    assert partial is None or partial.is_contiguous()
+    batch, queries, heads, dim = q.shape
+    dq = torch.empty(q.shape, dtype=dtype or q.dtype, device=q.device)
+    tile = tile_for(_QUERIES, plan.block)
+    lines, upto, width = list_arguments(slashes, plan, q)
+    packed, bars, bars_upto, covered, bar_width = column_arguments(columns, plan, q)
+    _backward_queries[(plan.query_blocks.numel(), batch * heads)](
+        q, k, v, *packed, dout, lse, delta, dq, dq if partial is None else partial,
+        plan.first, plan.query_blocks, plan.key_slot, plan.first_min, plan.first_max, lines, upto, plan.slash,
+        bars, bars_upto, covered,
+        scale, queries, k.shape[1], width, bar_width, plan.blocks, plan.blocks * plan.block,
+        *strides(q, k, v),
+        HEADS=heads, GROUP=heads // k.shape[2], D=dim, BLOCK=plan.block, BLOCK_N=tile.moving,
+        SLASHES=slashes, COLUMNS=columns is not None, LISTED=plan.listed, HOLES=plan.holes, CONTINUE=partial is not None,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return dq
