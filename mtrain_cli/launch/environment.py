@@ -126,12 +126,15 @@ def nccl_variables(logs: Path, timeout_s: float) -> dict[str, str]:
     """What has a hang in NCCL end in time, for processes that are yet to start torch; where the user has not said otherwise.
 
     A collective that takes longer than ``topology.timeout_s`` is ended by NCCL's watchdog, which ends its process. By default the watchdog
-    itself may be stuck, in a call to a device that does not answer, for 8 minutes. What ranks had posted last goes into the run's logs.
+    itself may be stuck, in a call to a device that does not answer, for 8 minutes, and having found a collective that takes too long it
+    waits for four times 15 seconds before it ends the process, for all ranks to write down what they had posted last: four times 2.5 do,
+    since that goes into the run's logs, and is small.
     """
     trace = str(logs / "nccl-rank-")
     return {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # torch's default, which older set-ups turn off
         "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(max(120, round(timeout_s))),
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "2500",
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": trace,
         "TORCH_FR_DUMP_TEMP_FILE": trace,  # the same by its newer name
     }
