@@ -66,12 +66,20 @@ def rest(
     replaced = "" if out is None else check_out(out, _is_own, "calibration")
     console = Console(highlight=False, soft_wrap=True)
     console.print(_HEADER)
+    so_far: list[RestTime] = []
+
+    def found(time: RestTime) -> None:
+        """Shown and kept at once: what comes later may not fit, or be stopped."""
+        console.print(_line(time))
+        so_far.append(time)
+        if out is not None:
+            with writing(out):
+                save_rest(so_far, out, " ".join(["mtrain", *sys.argv[1:]]), configs[0], device)
+
     with within_memory():
-        times = profile_rest(configs, repeats, lambda found: console.print(_line(found)))
+        times = profile_rest(configs, repeats, found)
     console.print("TF: TFLOP/s of the matrix products; backward with what is computed again; all without attention and messages")
     if out is not None:
-        with writing(out):
-            save_rest(times, out, " ".join(["mtrain", *sys.argv[1:]]), configs[0], device)
         console.print(f"{len(times)} times in {out}{replaced}")
 
 

@@ -125,7 +125,7 @@ def _chunks(
     gradient_dtype = x_NC.dtype if x_needed or weight_needed else None
     for x_RC, labels_R, dx_RC in zip(x_NC.split(how.rows), labels_N.split(how.rows), dx_NC.split(how.rows), strict=True):
         logits_RV = _matmul(x_RC, weight_VC.t(), dtype)
-        loss_R, total_R, dlogits_RV = row_losses(logits_RV, labels_R, scale, gradient_dtype, how.z_loss, not how.compile)
+        loss_R, total_R, dlogits_RV = row_losses(logits_RV, labels_R, scale, gradient_dtype, how.z_loss)
         loss += loss_R.sum() * scale
         total += total_R.sum() * scale
         if x_needed:
@@ -137,23 +137,20 @@ def _chunks(
 
 
 def _row_losses(
-    logits_RV: Tensor, labels_R: Tensor, scale: Tensor, gradient_dtype: torch.dtype | None, z_loss: float, in_place: bool
+    logits_RV: Tensor, labels_R: Tensor, scale: Tensor, gradient_dtype: torch.dtype | None, z_loss: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Unscaled loss of every row without and with its z-loss, and ``scale`` times the gradient of the latter by the logits, in
     ``gradient_dtype`` (if None, something unspecified): softmax * (1 + 2 z_loss logsumexp) - one_hot.
 
-    in_place: overwrites ``logits_RV`` by its exponentials, and returns it where its dtype is the one asked for. A compiler makes a tensor
-    as large of that; it forms exponentials where they are needed from logits that stay as they are, so that three passes over them read
-    and one writes, in the gradient's dtype. Where that is the logits' own, they are overwritten anyway.
+    Overwrites ``logits_RV``, and returns it where its dtype is the one asked for.
     """
-    in_place = in_place or gradient_dtype == logits_RV.dtype
     ignored_R1 = (labels_R == IGNORED)[:, None]
     inside_R1 = ((labels_R >= 0) & (labels_R < logits_RV.shape[1]))[:, None]
     label_R1 = torch.where(inside_R1, labels_R[:, None], 0)
     highest_R1 = logits_RV.amax(dim=1, keepdim=True)
-    exponentials_RV = logits_RV.sub_(highest_R1) if in_place else logits_RV - highest_R1
+    exponentials_RV = logits_RV.sub_(highest_R1)
     label_logit_R1 = exponentials_RV.gather(1, label_R1)
-    exponentials_RV = exponentials_RV.exp_() if in_place else exponentials_RV.exp()
+    exponentials_RV.exp_()
     sum_R1 = exponentials_RV.sum(dim=1, keepdim=True)
     loss_R1 = torch.where(ignored_R1, 0.0, torch.where(inside_R1, sum_R1.log() - label_logit_R1, torch.nan))
     total_R1, weight_R1 = loss_R1, None
@@ -162,7 +159,7 @@ def _row_losses(
         total_R1 = loss_R1 + torch.where(ignored_R1, 0.0, z_loss * logsumexp_R1.square())
         weight_R1 = 1.0 + 2.0 * z_loss * logsumexp_R1
     if gradient_dtype is None:
-        return loss_R1[:, 0], total_R1[:, 0], logits_RV
+        return loss_R1[:, 0], total_R1[:, 0], exponentials_RV
     factor_R1 = torch.where(ignored_R1, 0.0, torch.where(inside_R1, scale / sum_R1, torch.nan))
     # The label's own: (softmax - one_hot) * sum, in full precision; rounding a probability near 1 first would lose the whole difference.
     label_exponential_R1 = exponentials_RV.gather(1, label_R1)
@@ -171,13 +168,9 @@ def _row_losses(
     label_gradient_R1 = (label_exponential_R1 - sum_R1) * factor_R1
     if weight_R1 is not None:
         factor_R1 = factor_R1 * weight_R1
-    label_gradient_R1 = label_gradient_R1.to(gradient_dtype)
-    if not in_place:
-        own_RV = torch.arange(logits_RV.shape[1], device=logits_RV.device)[None] == label_R1
-        return loss_R1[:, 0], total_R1[:, 0], torch.where(own_RV, label_gradient_R1, (exponentials_RV * factor_R1).to(gradient_dtype))
     gradient_RV = exponentials_RV if gradient_dtype == logits_RV.dtype else torch.empty_like(logits_RV, dtype=gradient_dtype)
     torch.mul(exponentials_RV, factor_R1, out=gradient_RV)
-    return loss_R1[:, 0], total_R1[:, 0], gradient_RV.scatter_(1, label_R1, label_gradient_R1)
+    return loss_R1[:, 0], total_R1[:, 0], gradient_RV.scatter_(1, label_R1, label_gradient_R1.to(gradient_dtype))
 
 
 @cache

@@ -56,8 +56,8 @@ class Moment:
     exchange: keys, values and their gradients on the way to and from other workers, and the kernel's own buffers; with N = cp T keys,
         all_gather holds 2 e N K of keys and values, as much of gradients, and 8 N K while these are packed; a ring holds a few
         shards of keys and of float32 gradients, most of them from step to step (see `exchange_in_backward`, `kernel_backward`).
-    loss: float32 logits of one chunk and their gradient in the compute dtype, float32 gradient 4 V C of the LM head, and 3 e C T: final
-        hidden states before and after their norm, and their gradient.
+    loss: float32 logits of one chunk (twice where they are compiled) and their gradient in the compute dtype, float32 gradient 4 V C of
+        the LM head, and 3 e C T: final hidden states before and after their norm, and their gradient.
     inputs: tokens, positions, labels (int64), cosine and sine (float32).
     """
 
@@ -124,7 +124,8 @@ def estimate_memory(
 
     layout: of a context group, ``layout.workers`` = cp. kernel: a name, not ``auto``. dtype_bytes: of the compute dtype.
     """
-    step = _Step(config, workers, layout, exchange, kernel, dtype_bytes)
+    compiled = cuda and config.train.compile != False  # noqa: E712 - auto compiles on GPUs
+    step = _Step(config, workers, layout, exchange, kernel, dtype_bytes, compiled)
     communicators = 0 if workers == 1 else 1 + (exchange.communicators if layout.workers > 1 else 0)
     reserve = CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES if cuda else 0
     states = step.states
@@ -134,8 +135,11 @@ def estimate_memory(
 class _Step:
     """The sizes of one training step, and its moments."""
 
-    def __init__(self, config: Config, workers: int, layout: Layout, exchange: ExchangeChoice, kernel: str, e: int) -> None:
+    def __init__(
+        self, config: Config, workers: int, layout: Layout, exchange: ExchangeChoice, kernel: str, e: int, compiled: bool = False
+    ) -> None:
         model = config.model
+        self.compiled = compiled
         self.model, self.train, self.layout, self.exchange, self.kernel, self.e = model, config.train, layout, exchange, kernel, e
         self.workers = workers
         self.tokens = layout.tokens_per_worker * config.train.micro_batch
@@ -213,7 +217,9 @@ class _Step:
         """Every layer's activations, the last gathered buffer, and the loss: a chunk, or the LM head's gradient in both dtypes."""
         rows = max(1, min(self.tokens, (self.train.loss_chunk_mib * MIB) // (4 * self.model.vocab_size)))
         second = 0 if self.e == 4 else self.e  # in float32 the gradient of the logits takes their place
-        chunk, converted = (4 + second) * rows * self.model.vocab_size, second * self.head
+        # What overwrites logits makes a tensor as large once it is compiled: 2.2 GiB above the rest were measured, with chunks of 2 GiB.
+        again = 4 if self.compiled and second else 0
+        chunk, converted = (4 + again + second) * rows * self.model.vocab_size, second * self.head
         return self.moment(
             "loss",
             gradients=self.states.gradients(0),
