@@ -208,7 +208,8 @@ def _show(console: Console, document: dict[str, Any], compared: Sequence[CaseCom
     print_table(console, _table(compared), SPARE)
     say(
         console,
-        "ms of a layer, the slowest worker; error: predicted over measured, less 1; in: measured is inside the predicted bounds; steps: "
+        f"ms of a layer, the slowest worker, measured {_how(compared)}; ±: spread of recorded iterations; error: predicted over measured, "
+        "less 1; in: measured is inside the predicted bounds; steps: "
         "mean absolute error of attention, each worker and step; ranks: largest error of the time of a rank; ID: imbalance degrees of "
         "time, predicted, and less measured",
     )
@@ -279,15 +280,25 @@ def _table(compared: Sequence[CaseComparison]) -> Table:
         table.add_column(name, justify="right")
     several = len({case.run for case in compared}) > 1
     for case in compared:
-        label = f"{Path(case.run).name}: {case.label}" if several else case.label
+        lines = []
         for name, p in case.passes.items():
             measured, predicted = p.ranks
             of_ranks = predicted / np.maximum(measured, 1e-9) - 1
             degrees = [f"{p.degrees[d][1]:.2f} {p.degrees[d][1] - p.degrees[d][0]:+.3f}" for d in ("worker", "step")]
-            table.add_row(
-                label, name, f"{p.measured:.2f} ±{p.std:.2f}", f"{p.predicted:.2f}", f"{p.error:+.1%}", f"{p.low:.4g} - {p.high:.4g}",
+            lines.append([
+                name, f"{p.measured:.2f} ±{p.std:.2f}", f"{p.predicted:.2f}", f"{p.error:+.1%}", f"{p.low:.4g} - {p.high:.4g}",
                 "yes" if p.inside else "no", f"{p.mape:.1%}", f"{of_ranks[np.argmax(np.abs(of_ranks))]:+.1%}", *degrees,
-            )  # fmt: skip
-            label = ""
-        table.add_row("", "all", f"{case.measured:.2f}", f"{case.predicted:.2f}", f"{case.error:+.1%}", style="bold")
+            ])  # fmt: skip
+        lines.append(["all", f"{case.measured:.2f}", f"{case.predicted:.2f}", f"{case.error:+.1%}", *[""] * 6])
+        # One row a case: its name wraps beside its passes.
+        label = f"{Path(case.run).name}: {case.label}" if several else case.label
+        table.add_row(label, *("\n".join(column) for column in zip(*lines, strict=True)))
     return table
+
+
+def _how(compared: Sequence[CaseComparison]) -> str:
+    """By which of the two definitions: what was measured alone without records is not what a report of records shows."""
+    kinds = {p.bare is not None for case in compared for p in case.passes.values()}
+    bare = "without records, the median (`mtrain report`: bare)"
+    recorded = "as recorded, the mean (`mtrain report`: pass ms)"
+    return f"{bare}, or, of several layers, {recorded}" if len(kinds) == 2 else bare if kinds == {True} else recorded

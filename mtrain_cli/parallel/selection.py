@@ -89,6 +89,11 @@ class ExchangeNeeds:
         return self.tokens // self.workers
 
 
+def brief(label: str) -> str:
+    """`ExchangeChoice.label` for a column of a table, whose legend says of what the parts are."""
+    return label.replace(" parts of the heads", " parts")
+
+
 def gathered_bytes(tokens: int, kv_heads: int, head_dim: int, dtype_bytes: int) -> int:
     """Bytes that one layer's backward takes at most for gathered keys and values: these, their gradients, and float32 sums of them."""
     return tokens * 2 * kv_heads * head_dim * (2 * dtype_bytes + _ACCUMULATION_BYTES)
