@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +32,7 @@ _STEPS = (
     "s / step: one optimizer step; best and worst by the bounds of the constants. MFU, HFU: shares of the peak by what the model asks for, "
     "and by what is computed. waits: for slower workers, for links to carry keys and values, and to carry weights and gradients. worker, "
     "step: imbalance degrees of the work of attention, largest over mean. GiB: of a GPU, as `mtrain train --dry-run` has it. all_gather in "
-    "parts: of the heads, each on its way while the one before is computed."
+    "N: parts of the heads, each on its way while the one before is computed."
 )
 
 
@@ -39,6 +40,7 @@ _STEPS = (
 SPARE_OF_STEPS = ("waits s", "step", "MFU", "worker", "best - worst", "HFU", "data x context")
 SPARE_OF_ATTENTION = ("late ms", "step", "computed", "worker", "exposed ms", "kernel", "best - worst")
 _PROBE = ".mtrain"
+_NAMED = 3  # guesses of a kind in one line
 _LABEL = len("note   ")  # what lines begin with
 
 
@@ -103,6 +105,7 @@ def step_table(cluster: Cluster, problem: Problem, outcomes: Sequence[Outcome]) 
 
     from mtrain_cli.model.tiling import layers_with_products
     from mtrain_cli.parallel.selection import brief
+    from mtrain_cli.reporting.width import number
 
     one = outcomes[0]
     environment, train = one.plan.environment, one.plan.config.train
@@ -135,8 +138,8 @@ def step_table(cluster: Cluster, problem: Problem, outcomes: Sequence[Outcome]) 
             *((f"{o.plan.environment.dp} x {o.context}",) if grouped else ()),
             *((o.plan.config.train.activation_checkpoint,) if recomputed else ()),
             *((str(layers),) if len(set(kept)) > 1 else ()),
-            f"{step.seconds.value:.4g}",
-            f"{step.seconds.low:.3g} - {step.seconds.high:.3g}" if step.seconds.low < step.seconds.high else "",
+            number(step.seconds.value, 4),
+            f"{number(step.seconds.low)} - {number(step.seconds.high)}" if step.seconds.low < step.seconds.high else "",
             f"{step.tokens_per_second_per_gpu.value:,.0f}",
             *([f"{step.mfu:.1%}"] if dense else []),
             f"{step.hfu:.1%}",
@@ -237,9 +240,11 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _figures(outcome: Outcome) -> str:
+    from mtrain_cli.reporting.width import number
+
     step = outcome.step
     return (
-        f"{step.seconds.value:.4g} s a step ({step.seconds.low:.3g} - {step.seconds.high:.3g}), "
+        f"{number(step.seconds.value, 4)} s a step ({number(step.seconds.low)} - {number(step.seconds.high)}), "
         f"{step.tokens_per_second_per_gpu.value:,.0f} tokens/s/GPU, {step.gib:.1f} GiB"
     )
 
@@ -259,7 +264,16 @@ def print_notes(console: Console, remarks: Iterable[str]) -> None:
     from mtrain_cli.reporting.width import say
 
     for remark in dict.fromkeys(remarks):
-        say(console, f"note   {remark}", _LABEL, style="yellow")
+        say(console, f"note   {brief_remark(remark)}", _LABEL, style="yellow")
+
+
+def brief_remark(remark: str) -> str:
+    """A remark with a few of many guesses: names of constants tell little to a first reader."""
+    found = re.fullmatch(r"(.*) constants are guesses \((.*)\)", remark)
+    names = found[2].split(", ") if found else []
+    if found is None or len(names) <= _NAMED + 1:
+        return remark
+    return f"{found[1]} constants are guesses ({', '.join(names[:_NAMED])} and {len(names) - _NAMED} more; --json has all, with bounds)"
 
 
 # --- files --------------------------------------------------------------------------------------------------------------------------

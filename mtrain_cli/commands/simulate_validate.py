@@ -200,6 +200,7 @@ def _leave(folder: Path, document: dict[str, Any]) -> None:
 
 
 def _show(console: Console, document: dict[str, Any], compared: Sequence[CaseComparison], together: Agreement) -> None:
+    from mtrain_cli.commands.simulate_shown import brief_remark
     from mtrain_cli.reporting.width import print_table, say
 
     def line(text: str, style: str | None = None) -> None:
@@ -236,7 +237,7 @@ def _show(console: Console, document: dict[str, Any], compared: Sequence[CaseCom
         console.print(f"sha256     {entry['sha256']}  {entry['folder']}/summary.json")
     _say_when(console, document, compared)
     for remark in dict.fromkeys(remark for case in compared for remark in case.remarks):
-        line(f"note       {remark}", style="yellow")
+        line(f"note       {brief_remark(remark)}", style="yellow")
     for text in document["elsewhere"]:
         line(f"note       {text}", style="yellow")
     for label in document["not_predicted"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 from mtrain_cli.attention.kernel import IndexRequest
@@ -90,8 +91,8 @@ class ExchangeNeeds:
 
 
 def brief(label: str) -> str:
-    """`ExchangeChoice.label` for a column of a table, whose legend says of what the parts are."""
-    return label.replace(" parts of the heads", " parts")
+    """`ExchangeChoice.label` for a column of a table, whose legend says what is cut: ``all_gather in 2``."""
+    return re.sub(r" \((\d+) parts of the heads\)$", r" in \1", label)
 
 
 def gathered_bytes(tokens: int, kv_heads: int, head_dim: int, dtype_bytes: int) -> int:

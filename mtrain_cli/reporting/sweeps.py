@@ -11,6 +11,7 @@ from rich.table import Table
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.parallel.selection import brief
 from mtrain_cli.reporting.tables import Sheet
+from mtrain_cli.reporting.width import number
 from mtrain_cli.training.planning import FITS
 
 Row = Mapping[str, Any]
@@ -18,7 +19,7 @@ WORDS = ("layout", "exchange", "fits")  # columns of words
 SPARE = ("HFU", "best - worst", "data x context")  # what a narrow terminal does without
 LEGEND = (
     "s / step: one optimizer step; best and worst by the bounds of the constants. HFU: share of the peak by what is computed. GiB: of a "
-    f"GPU. bold: the fastest that fits. all_gather in parts: of the heads. {FITS}."
+    f"GPU. bold: the fastest that fits. all_gather in N: parts of the heads. {FITS}."
 )
 _AXES = ("nodes", "workers")  # of GPUs
 _DASHES = ("solid", "dot", "dashdot")
@@ -52,7 +53,7 @@ def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], list[str]]:
         took = row["seconds"]
         found.append(
             [
-                *head, f"{took['value']:.4g}", f"{took['low']:.3g} - {took['high']:.3g}",
+                *head, number(took["value"], 4), f"{number(took['low'])} - {number(took['high'])}",
                 f"{row['tokens_per_second_per_gpu']['value']:,.0f}", f"{row['hfu']:.1%}", f"{row['memory_bytes'] / 2**30:.1f}",
                 "yes" if row["fits"] else "no",
             ]

@@ -41,7 +41,6 @@ from mtrain_cli.simulation.what_if import Case, Setup, make_case, resized
 from mtrain_cli.simulation.work import FLOP_PER_PAIR, StepWork
 from mtrain_cli.training.flops import causal_pairs, peak_flops
 
-_NAMED = 3  # guesses of a kind in one line
 MOST_ROWS = 20_000_000  # of a case; beyond it there are tables only
 _NEED_OUT = ("flash4", "sdpa")  # kernels whose backward derives delta from out (`Kernel.needs_out`; its classes need torch)
 _SM90 = ("H100", "H200", "H800", "GH200", "H20")
@@ -196,8 +195,7 @@ def _uncertain(cluster: Cluster) -> list[str]:
 
 def _guesses(name: str, keys: Sequence[str]) -> str:
     said = "one constant is a guess" if len(keys) == 1 else f"{len(keys)} constants are guesses"
-    more = f" and {len(keys) - _NAMED} more; --json has all, with their bounds" if len(keys) > _NAMED + 1 else ""
-    return f"{name}: {said} ({', '.join(keys[:_NAMED] if more else keys)}{more})"
+    return f"{name}: {said} ({', '.join(keys)})"
 
 
 def _of_index(cluster: Cluster, problem: Problem, first: Index | None) -> list[str]:

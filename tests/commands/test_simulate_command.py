@@ -10,6 +10,7 @@ from simulation.recordings import SEQ, record
 from typer.testing import CliRunner
 
 from mtrain_cli.commands import app as command_line
+from mtrain_cli.commands.simulate_shown import brief_remark
 from mtrain_cli.simulation.cluster import shipped
 from mtrain_cli.simulation.sweep import axes
 
@@ -137,7 +138,8 @@ def test_a_sweep_is_a_table_files_and_a_report(tmp_path):
     assert "fits: in 95% of the memory of a GPU and 90% of the host's" in flat
     summary = json.loads((tmp_path / "swept/summary.json").read_text())
     assert len(summary["sweep"]) == 12
-    assert all(f"note {remark}" in flat for remark in summary["remarks"])
+    assert all(f"note {brief_remark(remark)}" in flat for remark in summary["remarks"])
+    assert "15 constants are guesses (gpu.gemm_tflops, gpu.launch_us, gpu.step_ms and 12 more; --json has all, with bounds)" in flat
     assert len(summary["remarks"]) >= 4
     assert all("cannot" in row or row["dollars"]["value"] > 0 for row in summary["sweep"])
     assert len((tmp_path / "swept/sweep.csv").read_text().splitlines()) == 13

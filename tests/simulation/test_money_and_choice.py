@@ -7,13 +7,14 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from mtrain_cli.commands import app as command_line
 from mtrain_cli.commands import simulate as command
 from mtrain_cli.config.compose import compose
 from mtrain_cli.simulation import scenario as scenarios
-from mtrain_cli.simulation.cluster import load_cluster
+from mtrain_cli.simulation.cluster import load_cluster, shipped
 from mtrain_cli.simulation.scenario import Outcome, Pairs, Scenario, evaluate, plan_on
 from mtrain_cli.simulation.sweep import row_of
 
@@ -76,3 +77,24 @@ def test_the_figures_of_a_row():
     assert row["degrees"] == pytest.approx({"worker_time": 1.4, "step_time": 1.8, "worker_work": 2.4, "step_work": 2.8})
     assert (row["nodes"], row["workers"], row["cp"], row["dp"]) == (2, 16, 16, 1)
     assert row["seconds"]["value"] * 16 * row["tokens_per_second_per_gpu"]["value"] == pytest.approx(32768, rel=1e-5)
+
+
+def test_where_nothing_fits_the_least_is_told_of(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    content = yaml.safe_load(shipped()["h100_4x8"].read_text()) | {"nodes": 1}
+    content["gpu"]["hbm_gib"] = {"value": 1, "source": "guess"}
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(content))
+    words = ["simulate", "model=tiny", "seq=16k", "--columns", "64", "cluster=small.yaml", "--exchange", "all_gather,ring", "--no-files"]
+    found, parsed = (
+        CliRunner(env={"COLUMNS": "80", "TERM": "dumb"}).invoke(command_line.app, [*words, *more]) for more in ([], ["--json"])
+    )
+    assert (found.exit_code, parsed.exit_code) == (0, 0), found.output
+    rows = [row["step"] for row in json.loads(parsed.stdout)["predicted"]]
+    assert not any(row["fits"] for row in rows)
+    least = min(rows, key=lambda row: row["memory_bytes"])
+    assert least["memory_bytes"] < max(row["memory_bytes"] for row in rows)
+    flat = " ".join(found.stdout.split())
+    assert flat.startswith("small (1 x 8 NVIDIA H100 80GB HBM3)"), "cluster=FILE is --cluster FILE"
+    assert f"time {least['layout']} {least['exchange']}: " in flat
+    assert f"memory {least['memory_bytes'] / 2**30:.2f} GiB of 1.0 (0.9 can be used) at its peak" in flat
+    assert "not none of these fits; --recommend tries what needs less memory, or says what would fit" in flat
