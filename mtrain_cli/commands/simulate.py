@@ -299,10 +299,9 @@ class _Job:
         console = self._console()
         print_table(console, shown.step_table(self.cluster, scenario.problem, outcomes), shown.SPARE_OF_STEPS)
         say(console, shown.step_legend())
-        best = shown.told_of(outcomes)
-        shown.print_lines(console, shown.step_lines(best, self.tokens, self.price))
-        if not best.step.fits:
-            console.print("not    none of these fits; --recommend tries what needs less memory, or says what would fit", style="yellow")
+        if len(outcomes) > 1 or not outcomes[0].step.fits:
+            shown.print_lines(console, [shown.best_line(outcomes)])
+        shown.print_lines(console, shown.step_lines(shown.told_of(outcomes), self.tokens, self.price))
         shown.print_notes(console, (remark for outcome in outcomes for remark in outcome.remarks))
         self._ended(console, folder)
 

@@ -158,6 +158,21 @@ def told_of(outcomes: Sequence[Outcome]) -> Outcome:
     return min(fitting, key=lambda o: o.step.seconds.value) if fitting else min(outcomes, key=lambda o: o.plan.memory.total)
 
 
+def best_line(outcomes: Sequence[Outcome]) -> str:
+    """Which of several to take, and by how much; what else could be tried."""
+    from mtrain_cli.simulation.recommend import CLOSE
+
+    fitting = sorted((o for o in outcomes if o.step.fits), key=lambda o: o.step.seconds.value)
+    if not fitting:
+        return "best   none of these fits; --recommend tries what needs less memory, or says what would fit"
+    best = fitting[0]
+    said = f"best   {best.layout} {best.plan.exchange.label}"
+    if len(fitting) > 1:
+        gap = fitting[1].step.seconds.value / best.step.seconds.value - 1
+        said += f", {gap:.1%} faster than the next" + (": less than the prediction can tell apart, so measure both" if gap < CLOSE else "")
+    return f"{said}; --recommend also tries context groups, recomputation and train.keep_mlp"
+
+
 def step_lines(outcome: Outcome, tokens: float | None, price: float | None) -> Iterable[str]:
     """Where the time of a step goes, memory by part, and what a training takes."""
     from mtrain_cli.simulation.recommend import usable

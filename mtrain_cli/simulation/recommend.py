@@ -25,7 +25,7 @@ from mtrain_cli.training.planning import KEPT, SHORTEST_SEQ, USABLE, Plan, takin
 
 RECOMPUTATIONS = ("none", "selective", "full")
 DOES_NOT_FIT = "does not fit"
-_CLOSE = 0.02  # of a step: less than what the prediction can tell apart
+CLOSE = 0.02  # of a step: less than what the prediction can tell apart
 _SHOWN = 3
 _MOST_NODES = 512
 _LARGEST_GPU = 512  # GiB, of those that are looked at in any case
@@ -269,7 +269,7 @@ def reasons(best: Outcome, other: Outcome) -> list[str]:
     """Why one step is faster than another, dearest first, in words with numbers."""
     mine, its = best.step, other.step
     gap = its.seconds.value - mine.seconds.value
-    said = [f"{gap:.3g} s ({gap / its.seconds.value:.1%}) a step less" if gap > _CLOSE * its.seconds.value else _close(best, other)]
+    said = [f"{gap:.3g} s ({gap / its.seconds.value:.1%}) a step less" if gap > CLOSE * its.seconds.value else _close(best, other)]
     differences = sorted(((its.parts[name] - mine.parts[name], name) for name in _WORDS), reverse=True)
     for difference, name in differences[:_SHOWN]:
         if difference > 0.002 * its.seconds.value:

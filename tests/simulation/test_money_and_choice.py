@@ -49,7 +49,8 @@ def test_the_best_is_the_fastest_that_fits(tmp_path, monkeypatch):
         return dataclasses.replace(made[name], plan=plan, step=dataclasses.replace(step, plan=plan, seconds=seconds))
 
     monkeypatch.setattr(scenarios, "evaluate", lambda *a, **k: found(*a, **k, faster="striped", small="striped"))
-    assert "time   zigzag ring:" in said()
+    assert "time   zigzag ring:" in (text := said())
+    assert "best   zigzag ring; --recommend also tries" in text
     rows = json.loads(said("--json"))["predicted"]
     assert [row["step"]["fits"] for row in rows] == [True, False]
     for step in (row["step"] for row in rows):
@@ -58,7 +59,9 @@ def test_the_best_is_the_fastest_that_fits(tmp_path, monkeypatch):
             assert step["dollars"][name] == pytest.approx(1e9 / rate[other] / 3600 * 2), "GPU hours at 2 $, however many share them"
         assert step["days"]["low"] < step["days"]["value"] < step["days"]["high"]
     monkeypatch.setattr(scenarios, "evaluate", lambda *a, **k: found(*a, **k, faster="striped"))
-    assert "time   striped ring:" in said()
+    assert "time   striped ring:" in (text := said())
+    gap = made["zigzag"].step.seconds.high / made["striped"].step.seconds.low - 1
+    assert f"best   striped ring, {gap:.1%} faster than the next; --recommend" in " ".join(text.replace("\n       ", " ").splitlines())
 
 
 def test_the_figures_of_a_row():
@@ -97,4 +100,4 @@ def test_where_nothing_fits_the_least_is_told_of(tmp_path, monkeypatch):
     assert flat.startswith("small (1 x 8 NVIDIA H100 80GB HBM3)"), "cluster=FILE is --cluster FILE"
     assert f"time {least['layout']} {least['exchange']}: " in flat
     assert f"memory {least['memory_bytes'] / 2**30:.2f} GiB of 1.0 (0.9 can be used) at its peak" in flat
-    assert "not none of these fits; --recommend tries what needs less memory, or says what would fit" in flat
+    assert "best none of these fits; --recommend tries what needs less memory, or says what would fit" in flat

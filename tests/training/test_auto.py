@@ -290,3 +290,22 @@ def test_a_ring_is_a_remedy_where_gathered_keys_do_not_fit():
     # Not where a ring would not do, or is there.
     for exchange, gib in (("all_gather", 40), ("ring", 40)):
         assert auto._in_a_ring(planned(words[0], f"topology.exchange={exchange}", f"topology.gpu_memory_gib={gib}")) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        ("train.activation_checkpoint=selective", True),
+        ("train.activation_checkpoint=none train.tile_mib=64", True),
+        # All is kept anyway.
+        ("train.activation_checkpoint=none train.tile_mib=0", None),
+        ("train.activation_checkpoint=full", None),
+        ("train.activation_checkpoint=sequence_selective", None),
+        ("train.offload_activations=2", None),
+        ("train.keep_mlp=3", None),
+        ("topology.gpu_memory_gib=6", None),
+    ],
+)
+def test_products_are_kept_where_that_saves_something_and_there_is_room(words, kept):
+    found = auto.with_products(planned("model=qwen0.5b", "seq=32k", *words.split()))
+    assert (found and found.config.train.keep_mlp) is kept
