@@ -225,7 +225,10 @@ def _show(console: Console, document: dict[str, Any], compared: Sequence[CaseCom
     line(f"work       {together.equal} of {together.cells} counts equal")
     for name, value in said["spearman"].items():
         found = "the fastest was found" if said["fastest_found"][name] else "another was the fastest"
-        line(f"ranking    {name}: Spearman {value:+.2f}, {found}")
+        folder, _, group = name.rpartition(": ")
+        pattern, seq, workers = group.rsplit(" ", 2)
+        run = f"{Path(folder).name}, " if len(document["runs"]) > 1 else ""
+        line(f"ranking    {run}{pattern}, {int(seq):,} tokens, {workers} workers: Spearman {value:+.2f}, {found}")
     if not said["spearman"]:
         line("ranking    fewer than three layouts and exchanges of a kind")
     for source, names in document["constants"].items():

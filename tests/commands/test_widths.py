@@ -28,9 +28,12 @@ def _here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("columns", [80, 120])
-@pytest.mark.parametrize("words", CASES.values(), ids=CASES)
-def test_words_stay_whole(words, columns):
+@pytest.mark.parametrize("name", [*(f"{name}-{columns}" for name in CASES for columns in (80, 120)), "sentences-100"])
+def test_words_stay_whole(name):
+    what, _, columns = name.partition("-")
+    columns = int(columns)
+    # At 100 columns names of this one would have to be broken in a table.
+    words = CASES.get(what, ("report", "predicted-4xh200"))
     text = shown(*words, columns=columns)
     lines = [line for line in text.splitlines() if not line.startswith(WHOLE)]
     assert max(map(len, lines)) <= columns or words[1] == "real-512k-4xh200"  # whose first line says what it is

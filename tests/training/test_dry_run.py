@@ -317,9 +317,9 @@ def test_the_command_prints_a_plan_and_writes_nothing(tmp_path):
 @pytest.mark.usefixtures("with_24_gib")
 def test_fewer_workers_are_proposed_where_so_many_are_too_much_for_a_cpu():
     words = ["model=qwen0.5b", "seq=16k", "topology.device=cpu", "train.activation_checkpoint=full"]
-    helps = " ".join(text(dry_run(compose([*words, "topology.workers=65"])), 1000).split())
+    helps = " ".join(text(dry_run(compose([*words, "topology.workers=33"])), 1000).split())
     proposed = int(re.search(r"topology\.workers=(\d+) would fit", helps)[1])
-    assert helps.endswith("topology.device=cuda plans for 65 GPUs.")
+    assert helps.endswith("topology.device=cuda plans for 33 GPUs.")
     assert plan(compose([*words, f"topology.workers={proposed}"])).fits
     assert not plan(compose([*words, f"topology.workers={2 * proposed}"])).fits
 
