@@ -161,7 +161,7 @@ def with_products(plan: Plan) -> Setting | None:
         return None
     change = {"train.keep_mlp": True}
     found = _priced(plan, *_most_kept(plan, _with(plan.config, change), change))
-    return found if found.changes and found.memory != plan.memory else None
+    return found if found.memory != plan.memory else None
 
 
 def _priced(plan: Plan, config: Config, changes: dict[str, Any]) -> Setting:
