@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mtrain_cli.simulation.what_if import Setup
 
 _MOST_WORKERS = 4096
+_CLUSTER = "h200_1x8"
 _LAYOUTS, _EXCHANGES = "zigzag,striped", "ring,hierarchical_ring,all_gather"
 
 
@@ -39,7 +40,14 @@ def simulate(
             metavar="OVERRIDES", help="As in `mtrain train`: model=, seq= and so on.", autocompletion=complete_overrides, show_default=False
         ),
     ] = None,
-    cluster: Annotated[str, typer.Option(metavar="NAME|FILE", help="A cluster of conf/cluster, or a YAML file of that form.")] = "h200_1x8",
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help=f"A cluster of conf/cluster, or a YAML file of that form; {_CLUSTER} if not given. cluster=NAME says the same.",
+            show_default=False,
+        ),
+    ] = None,
     layout: Annotated[
         str | None, typer.Option(metavar="NAME,...", help=f"Layouts to compare; {_LAYOUTS} if not given.", show_default=False)
     ] = None,
@@ -60,7 +68,10 @@ def simulate(
         ),
     ] = None,
     recommend: Annotated[
-        bool, typer.Option("--recommend", help="Try layouts, exchanges, context groups and recomputation; say which to take, and why.")
+        bool,
+        typer.Option(
+            "--recommend", help="Try layouts, exchanges, context groups, recomputation and train.keep_mlp; say which to take, and why."
+        ),
     ] = False,
     tokens: Annotated[str | None, typer.Option(metavar="N", help="Tokens of a training, such as 20b: days and dollars.")] = None,
     price: Annotated[
@@ -149,6 +160,7 @@ def simulate(
     from mtrain_cli.config.schema import EXCHANGES, KERNELS, LAYOUTS
     from mtrain_cli.simulation.cluster import load_cluster
 
+    overrides, cluster = _cluster_named(overrides or [], cluster)
     layouts = names("--layout", _LAYOUTS if layout is None else layout, LAYOUTS)
     every = ",".join(name for name in EXCHANGES if name != "auto")
     exchanges = names("--exchange", (every if recommend else _EXCHANGES) if exchange is None else exchange, EXCHANGES)
@@ -177,7 +189,7 @@ def simulate(
     if exchange is None and not several:
         # Inside a node they are the plain ones.
         exchanges = [name for name in exchanges if not name.startswith("hierarchical_")]
-    count_of = _workers(found, workers)
+    count_of = _workers(found, workers, asked.words)
     if not sweep:  # which may say what the words lack
         asked.check(count_of)
     job = _Job(found, asked, layouts, exchanges, count_of, out, files, as_json, training, cost)
@@ -198,11 +210,33 @@ def simulate(
         job.steps()
 
 
-def _workers(cluster: Cluster, workers: int | None) -> int:
+def _cluster_named(words: Sequence[str], option: str | None) -> tuple[list[str], str]:
+    """-> settings, and the cluster: ``cluster=NAME`` says it like a group of settings, which it is not in a training.
+
+    Raises:
+        ConfigError: it is said twice.
+    """
+    named = [word.partition("=")[2] for word in words if word.startswith("cluster=")]
+    if len({*named, *([] if option is None else [option])}) > 1:
+        raise ConfigError(
+            f"cluster={named[-1]}: {'--cluster ' + option if option else 'cluster=' + named[0]} says another; give one of them"
+        )
+    return [word for word in words if not word.startswith("cluster=")], option or (named[0] if named else _CLUSTER)
+
+
+def _workers(cluster: Cluster, workers: int | None, words: Sequence[str]) -> int:
+    """Raises ConfigError where the cluster has not so many, or they would leave one of its nodes half empty."""
+    from mtrain_cli.simulation.cluster import uneven
+
     found = cluster.gpus if workers is None else workers
-    most = min(cluster.gpus, _MOST_WORKERS)
+    most, each = min(cluster.gpus, _MOST_WORKERS), cluster.gpus_per_node
     if not 1 <= found <= most:
-        raise ConfigError(f"--workers {found}: {cluster.name} has {cluster.gpus} GPUs; allowed: 1 to {most}")
+        more = f", or more with --nodes {-(-found // each)}" if most < found <= _MOST_WORKERS and cluster.outer is not None else ""
+        alone = " on its one node; a100_4x8 and others have several" if most < found and cluster.outer is None else ""
+        raise ConfigError(f"--workers {found}: {cluster.name} has {cluster.gpus} GPUs; allowed: 1 to {most}{more}{alone}")
+    virtual = any(word.startswith("topology.gpus_per_node=") for word in words)
+    if not virtual and (why := uneven(cluster, found)):
+        raise ConfigError(f"--workers {found}: {why}")
     return found
 
 
@@ -264,9 +298,10 @@ class _Job:
             return
         console = self._console()
         print_table(console, shown.step_table(self.cluster, scenario.problem, outcomes), shown.SPARE_OF_STEPS)
-        say(console, shown.STEP_LEGEND)
-        best = min(outcomes, key=lambda o: (not o.step.fits, o.step.seconds.value))
-        shown.print_lines(console, shown.step_lines(best, self.tokens, self.price))
+        say(console, shown.step_legend())
+        if len(outcomes) > 1 or not outcomes[0].step.fits:
+            shown.print_lines(console, [shown.best_line(outcomes)])
+        shown.print_lines(console, shown.step_lines(shown.told_of(outcomes), self.tokens, self.price))
         shown.print_notes(console, (remark for outcome in outcomes for remark in outcome.remarks))
         self._ended(console, folder)
 
@@ -399,10 +434,10 @@ class _Job:
         from mtrain_cli.commands import simulate_shown as shown
         from mtrain_cli.launch.failures import RunError
         from mtrain_cli.profiling.records import SWEEP
-        from mtrain_cli.reporting.sweeps import SPARE, sheet, sweep_table, why_not
-        from mtrain_cli.reporting.width import print_table
+        from mtrain_cli.reporting.sweeps import LEGEND, SPARE, sheet, sweep_table, why_not
+        from mtrain_cli.reporting.width import print_table, say
         from mtrain_cli.simulation.calibration import load_calibration
-        from mtrain_cli.simulation.sweep import NODES, WORKERS, Sweep, axes, points
+        from mtrain_cli.simulation.sweep import NODES, WORKERS, Sweep, axes, points, shared_remarks
 
         if self.asked.slow:
             raise ConfigError(f"--slow {self.asked.slow}: which rank that is changes with the points of a --sweep; leave it out")
@@ -433,7 +468,9 @@ class _Job:
         if all("cannot" in row for row in rows):
             raise ConfigError(f"--sweep {' '.join(texts)}: {rows[0]['cannot']}")
         rows = [row if "cannot" in row else self._with_cost(row) for row in rows]
-        content = shown.document(self.cluster, own, workers=max(row["workers"] for row in rows), cases=[], sweep=rows)
+        remarks, rows = shared_remarks(rows)
+        most = max(row["workers"] for row in rows)
+        content = shown.document(self.cluster, own, workers=most, cases=[], remarks=remarks, sweep=rows)
         if folder is not None:
             sheet([(folder.name, rows)]).write(folder)
             shown.leave(folder, content)
@@ -442,7 +479,11 @@ class _Job:
             return
         console = self._console()
         print_table(console, sweep_table(rows), SPARE)
+        say(console, LEGEND)
         shown.print_lines(console, (f"not    {why}" for why in why_not(rows)))
+        own_remarks = len({remark for row in rows for remark in row.get("remarks", ())})
+        more = [f"{own_remarks} more of some of these alone: remarks of --json"] if own_remarks else []
+        shown.print_notes(console, [*remarks, *more])
         self._ended(console, folder)
 
     def _scenario(self) -> Scenario:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,10 +28,11 @@ LEGEND = (
     "imbalance degrees of time, of work in brackets, largest over mean. late: waits for slower workers. exposed: transfer that nothing "
     "hid, by link."
 )
-STEP_LEGEND = (
+_STEPS = (
     "s / step: one optimizer step; best and worst by the bounds of the constants. MFU, HFU: shares of the peak by what the model asks for, "
     "and by what is computed. waits: for slower workers, for links to carry keys and values, and to carry weights and gradients. worker, "
-    "step: imbalance degrees of the work of attention, largest over mean. GiB: of a GPU, as `mtrain train --dry-run` has it."
+    "step: imbalance degrees of the work of attention, largest over mean. GiB: of a GPU, as `mtrain train --dry-run` has it. all_gather in "
+    "N: parts of the heads, each on its way while the one before is computed."
 )
 
 
@@ -38,7 +40,14 @@ STEP_LEGEND = (
 SPARE_OF_STEPS = ("waits s", "step", "MFU", "worker", "best - worst", "HFU", "data x context")
 SPARE_OF_ATTENTION = ("late ms", "step", "computed", "worker", "exposed ms", "kernel", "best - worst")
 _PROBE = ".mtrain"
+_NAMED = 3  # guesses of a kind in one line
 _LABEL = len("note   ")  # what lines begin with
+
+
+def step_legend() -> str:
+    from mtrain_cli.training.planning import FITS
+
+    return f"{_STEPS} {FITS}."
 
 
 def title(cluster: Cluster, problem: Problem, density: float, workers: int) -> str:
@@ -51,6 +60,8 @@ def attention_table(cluster: Cluster, problem: Problem, predictions: Sequence[Pr
     """Of the attention of a layer."""
     from rich.box import SIMPLE
     from rich.table import Table
+
+    from mtrain_cli.parallel.selection import brief
 
     layers = f"{len(problem.layers)} layer{'s' * (len(problem.layers) > 1)}"
     heading = f"{title(cluster, problem, predictions[0].facts['density'], predictions[0].setup.workers)}, {layers}: predicted"
@@ -73,7 +84,7 @@ def attention_table(cluster: Cluster, problem: Problem, predictions: Sequence[Pr
         ]
         table.add_row(
             p.setup.layout,
-            p.exchange,
+            brief(p.exchange),
             p.kernel,
             *(f"{of_pass.duration.value:.2f}" for of_pass in p.passes.values()),
             f"{p.duration.value:.2f}",
@@ -92,6 +103,10 @@ def step_table(cluster: Cluster, problem: Problem, outcomes: Sequence[Outcome]) 
     from rich.box import SIMPLE
     from rich.table import Table
 
+    from mtrain_cli.model.tiling import layers_with_products
+    from mtrain_cli.parallel.selection import brief
+    from mtrain_cli.reporting.width import number
+
     one = outcomes[0]
     environment, train = one.plan.environment, one.plan.config.train
     density = one.attention.facts["density"]
@@ -100,41 +115,67 @@ def step_table(cluster: Cluster, problem: Problem, outcomes: Sequence[Outcome]) 
     table = Table(title=heading, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
     grouped = any(o.plan.environment.dp > 1 for o in outcomes)
     recomputed = len({o.plan.config.train.activation_checkpoint for o in outcomes}) > 1
+    kept = [layers_with_products(o.plan.config.train.keep_mlp, o.plan.config.model.num_layers) for o in outcomes]
     for name in ("layout", "exchange", *(("data x context",) if grouped else ()), *(("recompute",) if recomputed else ())):
         table.add_column(name)
     dense = one.dense
     shares = ("MFU", "HFU") if dense else ("HFU",)
+    if len(set(kept)) > 1:
+        table.add_column("keep_mlp", justify="right")
     for name in ("s / step", "best - worst", "tokens/s/GPU", *shares, "waits s", "worker", "step", "GiB"):
         table.add_column(name, justify="right")
-    table.add_column("")
+    table.add_column("fits")
     fitting = [o for o in outcomes if o.step.fits]
     fastest = min(fitting, key=lambda o: o.step.seconds.value, default=None)
-    for o in outcomes:
+    for o, layers in zip(outcomes, kept, strict=True):
         step = o.step
         both = [o.attention.passes[name] for name in ("forward", "backward")]
         degrees = [f"{sum(getattr(b.work, name) for b in both) / 2:.2f}" for name in ("worker", "step")]
         waits = " + ".join(f"{step.parts[name]:.2f}" for name in ("late", "links", "weights"))
         table.add_row(
             o.layout,
-            o.plan.exchange.label,
+            brief(o.plan.exchange.label),
             *((f"{o.plan.environment.dp} x {o.context}",) if grouped else ()),
             *((o.plan.config.train.activation_checkpoint,) if recomputed else ()),
-            f"{step.seconds.value:.4g}",
-            f"{step.seconds.low:.3g} - {step.seconds.high:.3g}" if step.seconds.low < step.seconds.high else "",
+            *((str(layers),) if len(set(kept)) > 1 else ()),
+            number(step.seconds.value, 4),
+            f"{number(step.seconds.low)} - {number(step.seconds.high)}" if step.seconds.low < step.seconds.high else "",
             f"{step.tokens_per_second_per_gpu.value:,.0f}",
             *([f"{step.mfu:.1%}"] if dense else []),
             f"{step.hfu:.1%}",
             waits,
             *degrees,
             f"{step.gib:.1f}",
-            "fits" if step.fits else "does not fit",
+            "yes" if step.fits else "no",
             style="bold" if o is fastest and len(outcomes) > 1 else "dim" if not step.fits else None,
         )
     return table
 
 
+def told_of(outcomes: Sequence[Outcome]) -> Outcome:
+    """The one of which most is told: the fastest that fits, or what needs least."""
+    fitting = [o for o in outcomes if o.step.fits]
+    return min(fitting, key=lambda o: o.step.seconds.value) if fitting else min(outcomes, key=lambda o: o.plan.memory.total)
+
+
+def best_line(outcomes: Sequence[Outcome]) -> str:
+    """Which of several to take, and by how much; what else could be tried."""
+    from mtrain_cli.simulation.recommend import CLOSE
+
+    fitting = sorted((o for o in outcomes if o.step.fits), key=lambda o: o.step.seconds.value)
+    if not fitting:
+        return "best   none of these fits; --recommend tries what needs less memory, or says what would fit"
+    best = fitting[0]
+    said = f"best   {best.layout} {best.plan.exchange.label}"
+    if len(fitting) > 1:
+        gap = fitting[1].step.seconds.value / best.step.seconds.value - 1
+        said += f", {gap:.1%} faster than the next" + (": less than the prediction can tell apart, so measure both" if gap < CLOSE else "")
+    return f"{said}; --recommend also tries context groups, recomputation and train.keep_mlp"
+
+
 def step_lines(outcome: Outcome, tokens: float | None, price: float | None) -> Iterable[str]:
     """Where the time of a step goes, memory by part, and what a training takes."""
+    from mtrain_cli.simulation.recommend import usable
     from mtrain_cli.training.memory import GIB
 
     step, plan = outcome.step, outcome.plan
@@ -146,7 +187,8 @@ def step_lines(outcome: Outcome, tokens: float | None, price: float | None) -> I
     parts = {**{name.replace("_", " "): size for name, size in memory.peak.parts.items()}, "CUDA and NCCL": memory.reserve}
     of = (plan.capacity or 0) / 2**30
     said = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items() if size >= 2**20)
-    yield f"memory {memory.total / 2**30:.2f} GiB of {of:.1f} at its peak, the {memory.peak.name}: {said}"
+    fits = f" ({usable(plan):.1f} can be used)"
+    yield f"memory {memory.total / 2**30:.2f} GiB of {of:.1f}{fits} at its peak, the {memory.peak.name}: {said}"
     if memory.host:
         saving = f", {memory.saving / GIB:.2f} more while a checkpoint is written" if memory.saving else ""
         yield f"host   {memory.host / GIB:.2f} GiB for each GPU{saving}, of {plan.host_share / GIB:.1f} that can be used"
@@ -172,7 +214,7 @@ def recommendation_lines(cluster: Cluster, found: Recommendation, words: Sequenc
     from mtrain_cli.simulation.scenario import train_line
 
     if not found.ranked:
-        yield f"nothing fits {cluster.name}. What would:"
+        yield f"nothing fits {cluster.name}{_least(found)}. What would:"
         yield from (f"  {line}" for line in found.needed)
     else:
         best, others = found.best, found.ranked[1:]
@@ -195,14 +237,29 @@ def recommendation_lines(cluster: Cluster, found: Recommendation, words: Sequenc
     yield from (f"not    {_some(what)}: {why}" for why, what in by_reason.items())
 
 
+def _least(found: Recommendation) -> str:
+    """How much the configuration that lacks least needs."""
+    from mtrain_cli.simulation.recommend import label, usable
+    from mtrain_cli.training.memory import GIB
+
+    plan = found.least
+    if plan is None:
+        return ""
+    host = f" and {plan.memory.host_peak / GIB:.1f} GiB of the host" if plan.memory.host_peak else ""
+    there = f"{usable(plan):.1f} and {plan.host_share / GIB:.1f} GiB" if host else f"{usable(plan):.1f} GiB"
+    return f": a GPU needs at least {plan.memory.total / GIB:.1f} GiB{host}, of {there} that can be used ({label(plan)})"
+
+
 def _some(names: Sequence[str]) -> str:
     return "; ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _figures(outcome: Outcome) -> str:
+    from mtrain_cli.reporting.width import number
+
     step = outcome.step
     return (
-        f"{step.seconds.value:.4g} s a step ({step.seconds.low:.3g} - {step.seconds.high:.3g}), "
+        f"{number(step.seconds.value, 4)} s a step ({number(step.seconds.low)} - {number(step.seconds.high)}), "
         f"{step.tokens_per_second_per_gpu.value:,.0f} tokens/s/GPU, {step.gib:.1f} GiB"
     )
 
@@ -222,7 +279,16 @@ def print_notes(console: Console, remarks: Iterable[str]) -> None:
     from mtrain_cli.reporting.width import say
 
     for remark in dict.fromkeys(remarks):
-        say(console, f"note   {remark}", _LABEL, style="yellow")
+        say(console, f"note   {brief_remark(remark)}", _LABEL, style="yellow")
+
+
+def brief_remark(remark: str) -> str:
+    """A remark with a few of many guesses: names of constants tell little to a first reader."""
+    found = re.fullmatch(r"(.*) constants are guesses \((.*)\)", remark)
+    names = found[2].split(", ") if found else []
+    if found is None or len(names) <= _NAMED + 1:
+        return remark
+    return f"{found[1]} constants are guesses ({', '.join(names[:_NAMED])} and {len(names) - _NAMED} more; --json has all, with bounds)"
 
 
 # --- files --------------------------------------------------------------------------------------------------------------------------

@@ -200,6 +200,7 @@ def _leave(folder: Path, document: dict[str, Any]) -> None:
 
 
 def _show(console: Console, document: dict[str, Any], compared: Sequence[CaseComparison], together: Agreement) -> None:
+    from mtrain_cli.commands.simulate_shown import brief_remark
     from mtrain_cli.reporting.width import print_table, say
 
     def line(text: str, style: str | None = None) -> None:
@@ -208,7 +209,8 @@ def _show(console: Console, document: dict[str, Any], compared: Sequence[CaseCom
     print_table(console, _table(compared), SPARE)
     say(
         console,
-        "ms of a layer, the slowest worker; error: predicted over measured, less 1; in: measured is inside the predicted bounds; steps: "
+        f"ms of a layer, the slowest worker, measured {_how(compared)}; ±: spread of recorded iterations; error: predicted over measured, "
+        "less 1; in: measured is inside the predicted bounds; steps: "
         "mean absolute error of attention, each worker and step; ranks: largest error of the time of a rank; ID: imbalance degrees of "
         "time, predicted, and less measured",
     )
@@ -223,7 +225,10 @@ def _show(console: Console, document: dict[str, Any], compared: Sequence[CaseCom
     line(f"work       {together.equal} of {together.cells} counts equal")
     for name, value in said["spearman"].items():
         found = "the fastest was found" if said["fastest_found"][name] else "another was the fastest"
-        line(f"ranking    {name}: Spearman {value:+.2f}, {found}")
+        folder, _, group = name.rpartition(": ")
+        pattern, seq, workers = group.rsplit(" ", 2)
+        run = f"{Path(folder).name}, " if len(document["runs"]) > 1 else ""
+        line(f"ranking    {run}{pattern}, {int(seq):,} tokens, {workers} workers: Spearman {value:+.2f}, {found}")
     if not said["spearman"]:
         line("ranking    fewer than three layouts and exchanges of a kind")
     for source, names in document["constants"].items():
@@ -235,7 +240,7 @@ def _show(console: Console, document: dict[str, Any], compared: Sequence[CaseCom
         console.print(f"sha256     {entry['sha256']}  {entry['folder']}/summary.json")
     _say_when(console, document, compared)
     for remark in dict.fromkeys(remark for case in compared for remark in case.remarks):
-        line(f"note       {remark}", style="yellow")
+        line(f"note       {brief_remark(remark)}", style="yellow")
     for text in document["elsewhere"]:
         line(f"note       {text}", style="yellow")
     for label in document["not_predicted"]:
@@ -279,15 +284,25 @@ def _table(compared: Sequence[CaseComparison]) -> Table:
         table.add_column(name, justify="right")
     several = len({case.run for case in compared}) > 1
     for case in compared:
-        label = f"{Path(case.run).name}: {case.label}" if several else case.label
+        lines = []
         for name, p in case.passes.items():
             measured, predicted = p.ranks
             of_ranks = predicted / np.maximum(measured, 1e-9) - 1
             degrees = [f"{p.degrees[d][1]:.2f} {p.degrees[d][1] - p.degrees[d][0]:+.3f}" for d in ("worker", "step")]
-            table.add_row(
-                label, name, f"{p.measured:.2f} ±{p.std:.2f}", f"{p.predicted:.2f}", f"{p.error:+.1%}", f"{p.low:.4g} - {p.high:.4g}",
+            lines.append([
+                name, f"{p.measured:.2f} ±{p.std:.2f}", f"{p.predicted:.2f}", f"{p.error:+.1%}", f"{p.low:.4g} - {p.high:.4g}",
                 "yes" if p.inside else "no", f"{p.mape:.1%}", f"{of_ranks[np.argmax(np.abs(of_ranks))]:+.1%}", *degrees,
-            )  # fmt: skip
-            label = ""
-        table.add_row("", "all", f"{case.measured:.2f}", f"{case.predicted:.2f}", f"{case.error:+.1%}", style="bold")
+            ])  # fmt: skip
+        lines.append(["all", f"{case.measured:.2f}", f"{case.predicted:.2f}", f"{case.error:+.1%}", *[""] * 6])
+        # One row a case: its name wraps beside its passes.
+        label = f"{Path(case.run).name}: {case.label}" if several else case.label
+        table.add_row(label, *("\n".join(column) for column in zip(*lines, strict=True)))
     return table
+
+
+def _how(compared: Sequence[CaseComparison]) -> str:
+    """By which of the two definitions: what was measured alone without records is not what a report of records shows."""
+    kinds = {p.bare is not None for case in compared for p in case.passes.values()}
+    bare = "without records, the median (`mtrain report`: bare)"
+    recorded = "as recorded, the mean (`mtrain report`: pass ms)"
+    return f"{bare}, or, of several layers, {recorded}" if len(kinds) == 2 else bare if kinds == {True} else recorded

@@ -183,7 +183,8 @@ def _topology(topology: TopologyConfig) -> Iterator[str]:
     for name in ("context_parallel", "gpus_per_node"):
         value = numbers[name]
         if isinstance(workers, int) and isinstance(value, int) and workers % value:
-            yield f"topology.{name}={value}: does not divide topology.workers={workers}"
+            divisors = ", ".join(str(n) for n in range(1, workers + 1) if workers % n == 0)
+            yield f"topology.{name}={value}: does not divide topology.workers={workers}; allowed: auto, {divisors}"
     if isinstance(context, int) and isinstance(node, int) and context % node and node % context:
         yield (
             f"topology.context_parallel={context}: a context group fills whole nodes or shares one evenly, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 from mtrain_cli.attention.kernel import IndexRequest
@@ -87,6 +88,11 @@ class ExchangeNeeds:
     def shard(self) -> int:
         """Tokens of a worker."""
         return self.tokens // self.workers
+
+
+def brief(label: str) -> str:
+    """`ExchangeChoice.label` for a column of a table, whose legend says what is cut: ``all_gather in 2``."""
+    return re.sub(r" \((\d+) parts of the heads\)$", r" in \1", label)
 
 
 def gathered_bytes(tokens: int, kv_heads: int, head_dim: int, dtype_bytes: int) -> int:

@@ -177,6 +177,13 @@ class CaseAnalysis:
         """Ranks with rows."""
         return [rank for rank in range(self.workers * self.groups) if rank not in self.missing]
 
+    def bare_ms(self, direction: str) -> float | None:
+        """ms of a layer's pass without records, the slowest worker, the median of its iterations; None where that was not measured, or
+        of several layers at once. `PassAnalysis.duration` is of recorded iterations, whose mean is a little longer.
+        """
+        found = self.facts.get(f"{direction}_ms")
+        return float(found) if found is not None and len(self.layers) == 1 else None
+
     def bin_ms(self, name: str, direction: str | None = None) -> float:
         """ms of a bin in an iteration, mean over ranks."""
         chosen = slice(None) if direction is None else [self.directions.index(direction)]

@@ -9,11 +9,18 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from mtrain_cli.config.sizes import format_size
+from mtrain_cli.parallel.selection import brief
 from mtrain_cli.reporting.tables import Sheet
+from mtrain_cli.reporting.width import number
+from mtrain_cli.training.planning import FITS
 
 Row = Mapping[str, Any]
-WORDS = ("layout", "exchange", "")  # columns of words
+WORDS = ("layout", "exchange", "fits")  # columns of words
 SPARE = ("HFU", "best - worst", "data x context")  # what a narrow terminal does without
+LEGEND = (
+    "s / step: one optimizer step; best and worst by the bounds of the constants. HFU: share of the peak by what is computed. GiB: of a "
+    f"GPU. bold: the fastest that fits. all_gather in N: parts of the heads. {FITS}."
+)
 _AXES = ("nodes", "workers")  # of GPUs
 _DASHES = ("solid", "dot", "dashdot")
 _COLOURS = ("#2f6fb5", "#d97706", "#4d9f6f", "#c8352b", "#8c6bb1", "#7a5c3e", "#d26fa5", "#5b5b5b")
@@ -29,7 +36,7 @@ def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], list[str]]:
     names = list(dict.fromkeys(name for row in rows for name in others(row)))
     groups = any(row.get("dp", 1) > 1 for row in rows)
     heads = [*names, "GPUs", *(["data x context"] if groups else []), "layout", "exchange"]
-    heads += ["s / step", "best - worst", "tokens/s/GPU", "HFU", "GiB", ""]
+    heads += ["s / step", "best - worst", "tokens/s/GPU", "HFU", "GiB", "fits"]
     fastest: dict[tuple, float] = {}
     for row in rows:
         if "cannot" not in row and row["fits"]:
@@ -38,7 +45,7 @@ def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], list[str]]:
     for row in rows:
         head = [*(str(others(row).get(name, "")) for name in names), str(row["workers"])]
         head += [f"{row['dp']} x {row['cp']}" if "dp" in row else ""] if groups else []
-        head += [row["layout"], row["exchange"]]
+        head += [row["layout"], brief(row["exchange"])]
         if "cannot" in row:
             found.append([*head, "", "", "", "", "", row["cannot"]])
             states.append("not")
@@ -46,9 +53,9 @@ def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], list[str]]:
         took = row["seconds"]
         found.append(
             [
-                *head, f"{took['value']:.4g}", f"{took['low']:.3g} - {took['high']:.3g}",
+                *head, number(took["value"], 4), f"{number(took['low'])} - {number(took['high'])}",
                 f"{row['tokens_per_second_per_gpu']['value']:,.0f}", f"{row['hfu']:.1%}", f"{row['memory_bytes'] / 2**30:.1f}",
-                "" if row["fits"] else "does not fit",
+                "yes" if row["fits"] else "no",
             ]
         )  # fmt: skip
         best = row["fits"] and took["value"] == fastest[_group(row)]

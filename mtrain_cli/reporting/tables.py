@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from rich.box import SIMPLE
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -22,6 +23,7 @@ from mtrain_cli.training.evaluation import side_by_side
 from mtrain_cli.training.metrics import StepMetrics
 
 SAME = 5e-4  # what shows as a ratio of 1.000
+_LEAST = 5e-4  # what shows as a share of 0.1 %
 CELLS = 32  # of a heat map in the terminal, in each direction
 SHADES = " ░▒▓█"
 _COLOURS = ("grey93", "light_yellow3", "gold3", "dark_orange3", "red3")
@@ -55,17 +57,17 @@ def _cell(value: Any) -> Any:
 
 def summary_table(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> Table:
     """One row a case: first line time, second line work. names: of the runs, where there are several."""
-    table = _table("Balance", f"{_over(cases)} 1 is perfect; ms are of one layer, waits of one iteration of a worker")
+    table = _table("Balance", f"{_over(cases)} 1 is perfect; ms are of one layer, waits of one iteration of a worker{_of_bare(cases)}")
     if names:
         table.add_column("run", overflow="fold")
-    table.add_column("case", overflow="fold", min_width=10)
+    table.add_column("case", min_width=_longest_word(cases))
     for heading in (
         "worker ID\ntime\nwork",
         "step ID\ntime\nwork",
         "computed\nin steps\nin all",
         "waits ms\nfor others\nfor links",
         "step ms\np50, p95\nmax",
-        "pass ms\nforward\nbackward",
+        "pass ms\nforward\nbackward" if not _of_bare(cases) else "pass ms\nforward (bare)\nbackward (bare)",
     ):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("n", justify="right")
@@ -81,10 +83,30 @@ def summary_table(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> T
             f"{case.computation.step.mean:.3f}\n{case.computation.total.mean:.3f}",
             f"{ms(case.bin_ms('late'))}\n{links or '0'}",
             f"{ms(p50)}, {ms(p95)}\n{ms(max(p.longest for p in steps))}",
-            "\n".join(ms(case.passes[name].duration.mean) if name in case.passes else "" for name in ("forward", "backward")),
+            "\n".join(
+                f"{ms(case.passes[name].duration.mean)}{_bare(case, name)}" if name in case.passes else ""
+                for name in ("forward", "backward")
+            ),
             str(case.samples),
         )
     return table
+
+
+def _bare(case: CaseAnalysis, direction: str) -> str:
+    """What the pass takes without records, behind what it takes with them."""
+    found = case.bare_ms(direction)
+    return "" if found is None else f" ({ms(found)})"
+
+
+def _of_bare(cases: Sequence[CaseAnalysis]) -> str:
+    """What is said of it, where there is any."""
+    there = any(case.bare_ms(direction) is not None for case in cases for direction in case.passes)
+    return "; pass ms: of recorded iterations, the mean; in brackets bare: without records, the median" if there else ""
+
+
+def _longest_word(cases: Sequence[CaseAnalysis]) -> int:
+    """Characters: names of exchanges are not broken."""
+    return max([10, *(len(word) for case in cases for word in case.label.split())])
 
 
 def bins_table(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> Table:
@@ -93,7 +115,7 @@ def bins_table(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> Tabl
     used = [name for name in BINS if any(case.bin_ms(name) > 0 for case in cases)]
     if names:
         table.add_column("run", overflow="fold")
-    table.add_column("case", overflow="fold")
+    table.add_column("case", min_width=_longest_word(cases))
     table.add_column("ms", justify="right", no_wrap=True)
     for name in used:
         table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
@@ -101,13 +123,15 @@ def bins_table(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> Tabl
         whole = float(case.passes_ms[:, case.present].sum(0).mean())
         shares = [case.bin_ms(name) / whole if whole else 0.0 for name in used]
         run = (names[i],) if names else ()
-        table.add_row(*run, case.label, ms(whole), *(f"{share:.1%}" if share >= 5e-4 else "" if not share else "<0.1%" for share in shares))
+        table.add_row(
+            *run, case.label, ms(whole), *(f"{share:.1%}" if share >= _LEAST else "" if not share else "<0.1%" for share in shares)
+        )
     return table
 
 
 def summary_lines(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> RenderableType:
     """What `summary_table` and `bins_table` say, in sentences that wrap: for narrow terminals."""
-    lines = []
+    lines: list[RenderableType] = []
     for i, case in enumerate(cases):
         name = f"{names[i]}: " if names else ""
         lines.append(
@@ -118,13 +142,13 @@ def summary_lines(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> R
         for degree in ("worker", "step"):
             time, work = (spread(getattr(of, degree)) for of in (case.time, case.work))
             lines.append(Text(f"  {degree} ID {time} of time, {work} of work"))
-        passes = ", ".join(f"{direction} {ms(of.duration.mean)}" for direction, of in case.passes.items())
+        passes = ", ".join(f"{direction} {ms(of.duration.mean)}{_bare(case, direction)}" for direction, of in case.passes.items())
         lines.append(Text(f"  ms of a layer's pass: {passes}"))
         lines.append(Text(f"  computed {case.computation.step.mean:.1%} in steps, {case.computation.total.mean:.1%} in all"))
         whole = float(case.passes_ms[:, case.present].sum(0).mean())
-        parts = [f"{bin} {case.bin_ms(bin) / whole:.1%}" for bin in BINS if whole and case.bin_ms(bin) > 0]
-        lines.append(Text(f"  {ms(whole)} ms an iteration: {', '.join(parts)}"))
-    caption = f"{_over(cases)} 1 is perfect; late: waiting for others; exposed: for a link"
+        parts = [f"{bin} {case.bin_ms(bin) / whole:.1%}" for bin in BINS if whole and case.bin_ms(bin) >= _LEAST * whole]
+        lines.append(Padding(f"{ms(whole)} ms an iteration: {', '.join(parts)}", (0, 0, 0, 2), expand=False))
+    caption = f"{_over(cases)} 1 is perfect; late: waiting for others; exposed: for a link{_of_bare(cases)}"
     return Group(*lines, Text(caption, style="dim italic"))
 
 
@@ -230,6 +254,9 @@ def training_row(source: Source) -> list[str]:
         "-" if density is None else f"{density:.1%}",
         f"{max(peak):.1f}" if peak else "-",
     ]
+
+
+SPARE_OF_SHIPPED = ("waits\nms", "density")  # what a narrow terminal does without
 
 
 def shipped_table(document: dict[str, Any]) -> Table:

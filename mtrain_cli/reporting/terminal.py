@@ -10,11 +10,12 @@ from rich.padding import Padding
 
 from mtrain_cli.reporting import tables
 from mtrain_cli.reporting.source import Source
-from mtrain_cli.reporting.sweeps import SPARE, sweep_table, why_not
-from mtrain_cli.reporting.width import print_table, say
+from mtrain_cli.reporting.sweeps import LEGEND, SPARE, sweep_table, why_not
+from mtrain_cli.reporting.width import limit, print_table, say
 
 PIPED = 100  # columns of a table that goes to no terminal
-NARROW = 98  # columns that tables need
+NARROW = 98  # columns that tables need at least
+WIDEST = 400
 FIGURES = 3  # heat maps; the page has all
 
 
@@ -32,10 +33,11 @@ def show_sources(console: Console, sources: Sequence[Source]) -> None:
         for remark in source.remarks:
             console.print(f"  {remark}", style="yellow", soft_wrap=True)
         if source.shipped is not None:
-            console.print(tables.shipped_table(source.shipped))
+            print_table(console, tables.shipped_table(source.shipped), tables.SPARE_OF_SHIPPED)
             console.print(f"recorded by {source.shipped.get('command', '')}", style="dim", soft_wrap=True)
         if source.steps:
             print_table(console, sweep_table(source.steps), SPARE)
+            say(console, LEGEND, style="dim")
             for why in why_not(source.steps):
                 say(console, f"cannot be: {why}", style="dim")
     trained = [source for source in sources if source.metrics]
@@ -49,12 +51,16 @@ def show_sources(console: Console, sources: Sequence[Source]) -> None:
         return
     names = [source.name for source, _ in cases] if len(sources) > 1 else []
     measured = [case for _, case in cases]
-    if console.width < NARROW:
+    both = tables.summary_table(measured, names), tables.bins_table(measured, names)
+    needed = max(console.measure(table, options=console.options.update(width=WIDEST)).minimum for table in both)
+    if needed > console.width and limit(console) is None:
+        console.width = needed
+    if max(needed, NARROW) > console.width:
         console.print(tables.summary_lines(measured, names))
         console.print()
     else:
-        console.print(tables.summary_table(measured, names))
-        console.print(tables.bins_table(measured, names))
+        for table in both:
+            console.print(table)
     shown = [(source, case) for source, case in cases if case.workers > 1][:FIGURES]
     for source, case in shown:
         console.print(tables.heat_map(case, next(iter(case.passes)), name=source.name if names else ""))

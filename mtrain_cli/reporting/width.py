@@ -12,6 +12,11 @@ from rich.table import Table
 _WIDEST = 400  # characters
 
 
+def number(value: float, digits: int = 3) -> str:
+    """With so many digits, and never as 1.28e+03."""
+    return f"{value:.{digits}g}" if abs(value) < 10**digits - 0.5 else f"{value:,.0f}"
+
+
 def limit(console: Console) -> int | None:
     """Characters of a line; None for a pipe or a file, where nobody said any."""
     return console.width if console.is_terminal or "COLUMNS" in os.environ else None

@@ -121,6 +121,17 @@ class Cluster:
         return found if self.dollars_per_gpu_hour is None else {**found, "dollars_per_gpu_hour": self.dollars_per_gpu_hour}
 
 
+def uneven(cluster: Cluster, workers: int) -> str | None:
+    """Why so many workers leave a node half empty; None where they do not, or are all in one."""
+    each = cluster.gpus_per_node
+    if workers <= each or workers % each == 0:
+        return None
+    near = " or ".join(str(n) for n in (workers // each * each, -(-workers // each) * each) if n <= cluster.gpus)
+    return (
+        f"{cluster.name} has nodes of {each} GPUs, of which several are filled; allowed: 1 to {each}, or multiples of {each} such as {near}"
+    )
+
+
 def shipped() -> dict[str, Path]:
     """Presets by name."""
     return {file.stem: file for file in sorted((resource_dir("conf") / FOLDER).glob("*.yaml"))}
@@ -139,11 +150,22 @@ def load_cluster(name: str, *, nodes: int | None = None, gpus_per_node: int | No
             raise ConfigError(f"--cluster {name}: there is no such file")
         known = ", ".join(presets)
         raise ConfigError(f"--cluster {name}: no such cluster{did_you_mean(name, presets)}; allowed: {known}, or the path of a YAML file")
-    reader = _Reader(path, _content(path))
+    content = _content(path)
+    if nodes is not None and nodes > 1 and name in presets and not _links_nodes(content):
+        others = ", ".join(other for other, file in presets.items() if _links_nodes(_content(file)))
+        raise ConfigError(
+            f"nodes={nodes}: {name} does not say how nodes are linked; allowed: 1, or --cluster {others} or a file with links.outer"
+        )
+    reader = _Reader(path, content)
     found = reader.cluster(nodes, gpus_per_node)
     if reader.problems or found is None:
         raise ConfigError(*(f"{path}: {problem}" for problem in reader.problems))
     return found
+
+
+def _links_nodes(content: Mapping[str, Any]) -> bool:
+    links = content.get("links")
+    return isinstance(links, Mapping) and links.get("outer") is not None
 
 
 def _content(path: Path) -> dict[str, Any]:

@@ -1,11 +1,12 @@
 """Which configuration to choose: every layout, exchange, context group and recomputation that can be, the fastest that fits, and why.
 
-Where none of the recomputations fits, the way of using memory that ``train.memory=auto`` takes is tried in their place.
+What fits is tried once more with the products of as many layers' MLPs kept as there is ample room for (``train.keep_mlp``), as
+``train.memory=auto`` has it: the same attention in another step. Where none of the recomputations fits, the way of using memory that
+``train.memory=auto`` takes is tried in their place.
 """
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,14 +18,14 @@ from mtrain_cli.config.sizes import format_size
 from mtrain_cli.simulation.cluster import Cluster, Constant
 from mtrain_cli.simulation.scenario import Outcome, Scenario, check_dealt, evaluate, plan_on, with_step
 from mtrain_cli.simulation.what_if import Unfit
-from mtrain_cli.training.auto import CHOICES, read, search, show
+from mtrain_cli.training.auto import CHOICES, least, read, search, show, with_products
 from mtrain_cli.training.flops import recomputes_attention
 from mtrain_cli.training.memory import GIB
-from mtrain_cli.training.planning import SHORTEST_SEQ, USABLE, Plan, taking
+from mtrain_cli.training.planning import KEPT, SHORTEST_SEQ, USABLE, Plan, taking
 
 RECOMPUTATIONS = ("none", "selective", "full")
 DOES_NOT_FIT = "does not fit"
-_CLOSE = 0.02  # of a step: less than what the prediction can tell apart
+CLOSE = 0.02  # of a step: less than what the prediction can tell apart
 _SHOWN = 3
 _MOST_NODES = 512
 _LARGEST_GPU = 512  # GiB, of those that are looked at in any case
@@ -55,11 +56,14 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """ranked: what fits, fastest first; the first two with bounds. Where nothing fits, ``needed`` says what would help."""
+    """ranked: what fits, fastest first; the first two with bounds. Where nothing fits, ``least`` says what needs least, of all that was
+    tried and of what ``train.memory=auto`` could make of it, and ``needed`` what would help.
+    """
 
     ranked: tuple[Outcome, ...]
     rejected: tuple[Rejected, ...]
     needed: tuple[str, ...] = ()
+    least: Plan | None = None
 
     @property
     def best(self) -> Outcome:
@@ -108,12 +112,17 @@ def recommend(
     per_node = min(cluster.gpus_per_node, workers)
     rejected: list[Rejected] = []
     fitting: list[list[Plan]] = []
+    unfit: list[Plan] = []
+    tight: list[Plan] = []
     mistakes: list[Exception] = []
     for context in contexts(scenario.config, workers, per_node):
         replicas, train = workers // context, scenario.config.train
         if train.global_batch % (replicas * train.micro_batch):
-            short = f"train.global_batch={train.global_batch} cannot be dealt to the replicas of smaller context groups"
-            rejected.append(Rejected(f"{replicas} of {context} workers", short))
+            short = f"train.global_batch={train.global_batch} cannot be dealt to so many groups"
+            if train.micro_batch > 1:
+                short += f", train.micro_batch={train.micro_batch} to each"
+            rejected.append(Rejected(f"{replicas} groups of {context} worker{'s' * (context > 1)}", short))
+            mistakes.append(ConfigError(f"{short}; allowed: multiples of {replicas * train.micro_batch}"))
             continue
         for layout, exchange in _distinct(layouts, exchanges, context, per_node):
             try:
@@ -125,10 +134,13 @@ def recommend(
             good = [plan for plan in plans if plan.fits]
             if good:
                 fitting.append(good)
-            for plan in plans:
-                if not plan.fits:
-                    rejected.append(Rejected(f"{label(plan)} ({plan.memory.total / GIB:.1f} of {_usable(plan):.1f} GiB)", DOES_NOT_FIT))
-    if mistakes and all(r.why != DOES_NOT_FIT for r in rejected) and not fitting:
+            else:
+                tight.append(plans[-1])
+            unfit += [plan for plan in plans if not plan.fits]
+    # The nearest first.
+    unfit.sort(key=lambda plan: plan.memory.total)
+    rejected += [Rejected(f"{label(plan)} ({plan.memory.total / GIB:.1f} of {usable(plan):.1f} GiB)", DOES_NOT_FIT) for plan in unfit]
+    if mistakes and not fitting and not unfit:
         raise mistakes[0]
     found: list[Outcome] = []
     for done, plans in enumerate(fitting):
@@ -137,7 +149,7 @@ def recommend(
         first = evaluate(cluster, scenario, plans[0], bounds=False, recompute=full)
         found += [first, *(with_step(cluster, scenario, plan, first.attention, bounds=False) for plan in plans[1:])]
     if not found:
-        return Recommendation((), tuple(rejected), tuple(_needed(cluster, scenario, workers, layouts, exchanges)))
+        return Recommendation((), tuple(rejected), tuple(_needed(cluster, scenario, workers, layouts, exchanges)), _least(tight))
     found.sort(key=lambda outcome: outcome.step.seconds.value)
     best = found[0]
     runner = next((o for o in found[1:] if _place(o) != _place(best)), next(iter(found[1:]), None))
@@ -165,7 +177,8 @@ def _why(error: Exception, exchange: str) -> str:
     return str(error).splitlines()[0].partition("; allowed")[0].removeprefix(f"topology.exchange={exchange}: ")
 
 
-def _usable(plan: Plan) -> float:
+def usable(plan: Plan) -> float:
+    """GiB of a GPU."""
     return USABLE * (plan.capacity or 0) / GIB
 
 
@@ -182,7 +195,12 @@ def _plans(
     away = scenario.config.train.offload_activations
     plans = [made(activation_checkpoint=kind) for kind in recomputations if kind != "none" or not away]
     yield from plans
-    if any(plan.fits for plan in plans):
+    good = [plan for plan in plans if plan.fits]
+    if good:
+        # What was typed stays, whatever it is.
+        typed = any(word.startswith("train.keep_mlp=") for word in scenario.words)
+        with_more = [] if typed else [(plan, with_products(plan)) for plan in good]
+        yield from (taking(plan, setting) for plan, setting in with_more if setting is not None)
         return
     kinds = CHECKPOINTS if recomputations is RECOMPUTATIONS else recomputations
     settings = search(made()).settings if recomputations is RECOMPUTATIONS else search(plans[0]).settings
@@ -191,12 +209,18 @@ def _plans(
         yield taking(made(), chosen)
 
 
+def _least(plans: Sequence[Plan]) -> Plan | None:
+    """Of plans of which none fits, the one that needs least when ``train.memory=auto`` has saved what can be; they recompute most."""
+    found = [taking(plan, least(plan, search(plan).settings)) for plan in plans]
+    return min(found, key=lambda plan: plan.memory.total, default=None)
+
+
 def _needed(cluster: Cluster, scenario: Scenario, workers: int, layouts: Sequence[str], exchanges: Sequence[str]) -> Iterator[str]:
     """What would make it fit, one change at a time."""
 
-    def least(config: Config, of: Cluster, count: int) -> Plan | None:
+    def smallest(config: Config, of: Cluster, count: int) -> Plan | None:
         found = []
-        for layout, exchange in itertools.product(layouts, exchanges):
+        for layout, exchange in _distinct(layouts, exchanges, count, min(of.gpus_per_node, count)):
             try:
                 tried = replace(scenario, config=config)
                 found += list(_plans(of, tried, count, count, layout, exchange, ("full",)))
@@ -204,14 +228,14 @@ def _needed(cluster: Cluster, scenario: Scenario, workers: int, layouts: Sequenc
                 continue
         return min(found, key=lambda plan: (not plan.fits, plan.memory.total), default=None)
 
-    now = least(scenario.config, cluster, workers)
+    now = smallest(scenario.config, cluster, workers)
     if now is None:
         return
 
     def on_larger(gib: int) -> Plan | None:
         """What fits GPUs of the same kind with so much memory."""
         gpu = replace(cluster.gpu, hbm_gib=Constant(gib, "guess", "", gib, gib))
-        found = least(scenario.config, replace(cluster, gpu=gpu), workers)
+        found = smallest(scenario.config, replace(cluster, gpu=gpu), workers)
         return found if found is not None and found.fits else None
 
     # The more a GPU holds the less has to leave it: what the host takes is another search for each.
@@ -226,14 +250,14 @@ def _needed(cluster: Cluster, scenario: Scenario, workers: int, layouts: Sequenc
             yield f"more nodes than {cluster.nodes}: {cluster.name} does not say how nodes are linked (links.outer)"
             break
         more = replace(cluster, nodes=nodes)
-        found = least(scenario.config, more, more.gpus)
+        found = smallest(scenario.config, more, more.gpus)
         if found is not None and found.fits:
             yield f"--nodes {nodes} instead of {cluster.nodes}: {label(found)}, {found.memory.total / GIB:.1f} GiB"
             break
         nodes *= 2
     seq = scenario.config.seq // 2
     while seq >= SHORTEST_SEQ:
-        found = least(replace(scenario.config, seq=seq), cluster, workers)
+        found = smallest(replace(scenario.config, seq=seq), cluster, workers)
         if found is not None and found.fits:
             asked = format_size(scenario.config.seq)
             yield f"seq={format_size(seq)} instead of {asked}: {label(found)}, {found.memory.total / GIB:.1f} GiB"
@@ -245,7 +269,7 @@ def reasons(best: Outcome, other: Outcome) -> list[str]:
     """Why one step is faster than another, dearest first, in words with numbers."""
     mine, its = best.step, other.step
     gap = its.seconds.value - mine.seconds.value
-    said = [f"{gap:.3g} s ({gap / its.seconds.value:.1%}) a step less" if gap > _CLOSE * its.seconds.value else _close(best, other)]
+    said = [f"{gap:.3g} s ({gap / its.seconds.value:.1%}) a step less" if gap > CLOSE * its.seconds.value else _close(best, other)]
     differences = sorted(((its.parts[name] - mine.parts[name], name) for name in _WORDS), reverse=True)
     for difference, name in differences[:_SHOWN]:
         if difference > 0.002 * its.seconds.value:
@@ -254,7 +278,9 @@ def reasons(best: Outcome, other: Outcome) -> list[str]:
     if lost:
         difference, name = min(lost)
         said.append(f"against it: {_WORDS[name]} takes {mine.parts[name]:.3g} s instead of {its.parts[name]:.3g} s")
-    said.append(f"memory {mine.gib:.1f} GiB, the other {its.gib:.1f} GiB, of {_usable(best.plan):.1f} that can be used")
+    said.append(f"memory {mine.gib:.1f} GiB, the other {its.gib:.1f} GiB, of {usable(best.plan):.1f} that can be used ({USABLE:.0%})")
+    if "train.keep_mlp" in memory_settings(best.plan.config):
+        said.append(KEPT)
     return said
 
 

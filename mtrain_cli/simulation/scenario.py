@@ -14,7 +14,7 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.config.schema import PATTERNS, Config, ConfigError
 from mtrain_cli.profiling.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import Calibration
-from mtrain_cli.simulation.cluster import Cluster
+from mtrain_cli.simulation.cluster import Cluster, uneven
 from mtrain_cli.simulation.families import FAMILIES, Family
 from mtrain_cli.simulation.simulate import Prediction, Problem, predict
 from mtrain_cli.simulation.step import PredictedStep, predict_step
@@ -176,6 +176,8 @@ def plan_on(cluster: Cluster, config: Config, *, workers: int, kernel: str | Non
     if config.topology.device == "cpu":
         raise ConfigError(f"topology.device=cpu: {cluster.name} has GPUs; allowed: auto, cuda")
     per_node = config.topology.gpus_per_node
+    if per_node == "auto" and (why := uneven(cluster, workers)):
+        raise ConfigError(f"topology.workers={workers}: {why}")
     topology = {"workers": workers, "gpus_per_node": min(cluster.gpus_per_node, workers) if per_node == "auto" else per_node, **topology}
     config = replace(config, topology=replace(config.topology, **topology))
     return plan_for(

@@ -27,6 +27,7 @@ from mtrain_cli.simulation.what_if import Unfit
 NODES, WORKERS, DENSITY, COLUMNS = "nodes", "workers", "density", "columns"
 OWN = (NODES, WORKERS, DENSITY, COLUMNS)  # axes that are no settings
 MOST_POINTS = 5000
+_ROW = 2  # of what a row holds: earlier versions wrote none of its remarks
 EXAMPLE = '--sweep "seq=128k,512k nodes=1,2,4"'
 
 
@@ -125,7 +126,7 @@ class Sweep:
         there, waiting = _read(journal), ""
         for number, point in enumerate(self.points):
             told(number)
-            key = hashlib.sha256(json.dumps([__version__, self.about, dataclasses.asdict(point)]).encode()).hexdigest()[:16]
+            key = hashlib.sha256(json.dumps([__version__, _ROW, self.about, dataclasses.asdict(point)]).encode()).hexdigest()[:16]
             if key not in there:
                 row = there[key] = self._row(point)
                 waiting += json.dumps({"key": key, **row}) + "\n"
@@ -150,7 +151,7 @@ class Sweep:
             outcome = evaluate(cluster, scenario, plan)
         except (Unfit, ConfigError) as error:
             return {**said, "cannot": str(error).splitlines()[0]}
-        return {**said, **row_of(outcome)}
+        return {**said, **row_of(outcome), "remarks": list(outcome.remarks)}
 
     def _scenario(self, point: Point) -> Scenario:
         key = tuple(point.settings), point.own(DENSITY, parse_share, None), point.own(COLUMNS, int, None)
@@ -158,6 +159,17 @@ class Sweep:
             self._scenarios.clear()
             self._scenarios[key] = self.scenario_of(*key)
         return self._scenarios[key]
+
+
+def shared_remarks(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[dict[str, Any]]]:
+    """-> what was said of every row that can be, once; and the rows, with what is left to say of each under ``remarks``."""
+    said = [row["remarks"] for row in rows if "cannot" not in row]
+    common = [remark for remark in dict.fromkeys(said[0] if said else ()) if all(remark in of for of in said)]
+    left: list[dict[str, Any]] = []
+    for row in rows:
+        own = [remark for remark in row.get("remarks", ()) if remark not in common]
+        left.append({**{key: value for key, value in row.items() if key != "remarks"}, **({"remarks": own} if own else {})})
+    return common, left
 
 
 def _read(journal: Path | None) -> dict[str, dict[str, Any]]:

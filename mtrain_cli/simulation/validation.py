@@ -259,12 +259,14 @@ def digest(path: Path) -> str:
 
 @dataclass(frozen=True)
 class PassComparison:
-    """One pass of a case. ms of a layer, the slowest worker; steps, ranks: ms of all that a step, or a rank, spends, [number] each; mape:
-    mean absolute relative error of the attention of each (rank, step). degrees: measured and predicted, of time. cells, equal: (rank,
-    step) entries of work and how many of them are equal.
+    """One pass of a case. measured, predicted: ms of a layer, the slowest worker; bare: measured without records
+    (`CaseAnalysis.bare_ms`), recorded: with them, as a report has it. std: of recorded ones. steps, ranks: ms of all that a step, or a
+    rank, spends, [number] each; mape: mean absolute relative error of the attention of each (rank, step). degrees: measured and
+    predicted, of time. cells, equal: (rank, step) entries of work and how many of them are equal.
     """
 
-    measured: float
+    bare: float | None
+    recorded: float
     std: float
     predicted: float
     low: float
@@ -275,6 +277,10 @@ class PassComparison:
     degrees: dict[str, tuple[float, float]]
     cells: int
     equal: int
+
+    @property
+    def measured(self) -> float:
+        return self.recorded if self.bare is None else self.bare
 
     @property
     def error(self) -> float:
@@ -294,7 +300,8 @@ class PassComparison:
             }
 
         return {
-            "measured_ms": self.measured, "std_ms": self.std, "predicted_ms": self.predicted, "low_ms": self.low, "high_ms": self.high,
+            "measured_ms": self.measured, "measured_without_records": self.bare is not None, "recorded_ms": self.recorded,
+            "std_ms": self.std, "predicted_ms": self.predicted, "low_ms": self.low, "high_ms": self.high,
             "error": self.error, "inside_bounds": self.inside, "attention_mape": self.mape, "steps": table(self.steps),
             "ranks": table(self.ranks), "work_cells": self.cells, "work_cells_equal": self.equal,
             "degrees": {name: {"measured": m, "predicted": p, "error": p - m} for name, (m, p) in self.degrees.items()},
@@ -351,7 +358,7 @@ def compare(run: Run, case: CaseAnalysis, predicted: Predicted) -> CaseCompariso
                 f"predicted as {predicted.analysis.facts.get('exchange')} with {other.attention.shape[1]} steps {name}, ran as "
                 f"{case.facts.get('exchange')} with {mine.attention.shape[1]}"
             )
-        passes[name] = _compare_pass(mine, other, predicted.bounds[name], _median(case, name))
+        passes[name] = _compare_pass(mine, other, predicted.bounds[name], case.bare_ms(name))
     facts = case.facts
     group = (str(run.folder), facts["pattern"], facts["seq"], facts["cp"])
     return CaseComparison(
@@ -359,18 +366,13 @@ def compare(run: Run, case: CaseAnalysis, predicted: Predicted) -> CaseCompariso
     )  # fmt: skip
 
 
-def _median(case: CaseAnalysis, name: str) -> float | None:
-    """ms of the median iteration without records, where it was measured."""
-    found = case.facts.get(f"{name}_ms")
-    return float(found) if found is not None and len(case.layers) == 1 else None
-
-
-def _compare_pass(mine: PassAnalysis, other: PassAnalysis, bounds: dict[str, float], median: float | None) -> PassComparison:
+def _compare_pass(mine: PassAnalysis, other: PassAnalysis, bounds: dict[str, float], bare: float | None) -> PassComparison:
     work = [np.concatenate([np.rint(np.column_stack([p.pairs, p.column_pairs])), np.rint(_where(p))], 1) for p in (mine, other)]
     computed = (mine.attention > 0) & (other.attention > 0)
     cells = np.abs(_relative(other.attention, mine.attention))[computed]
     return PassComparison(
-        measured=mine.duration.mean if median is None else median,
+        bare=bare,
+        recorded=mine.duration.mean,
         std=mine.duration.std,
         predicted=bounds["value"],
         low=bounds["low"],

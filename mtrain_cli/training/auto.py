@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -112,14 +112,17 @@ def _variants(config: Config) -> Iterator[tuple[Config, dict[str, Any]]]:
             continue
         if kind == "none" and setting["train.offload_activations"]:
             continue
-        # Whoever has to save there, or computes attention twice, has no room for what is ten times as large as its output.
-        saves = setting["train.offload_activations"] or kind in ("sequence_selective", "full")
-        if "train.keep_mlp" in free and setting["train.keep_mlp"] and saves:
+        if "train.keep_mlp" in free and setting["train.keep_mlp"] and _saves(kind, setting["train.offload_activations"]):
             continue
         if setting["train.shard"] == "optimizer" and config.train.reduce_dtype != "float32":
             continue
         changes = {key: value for key, value in setting.items() if value != given[key]}
         yield _with(config, changes), changes
+
+
+def _saves(kind: str, offload: bool | int) -> bool:
+    """Whoever has to save there, or computes attention twice, has no room for what is ten times as large as its output."""
+    return bool(offload) or kind in ("sequence_selective", "full")
 
 
 def _least_offloaded(plan: Plan, config: Config, changes: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
@@ -147,6 +150,18 @@ def _most_kept(plan: Plan, config: Config, changes: dict[str, Any]) -> tuple[Con
     if most == 0:
         return _with(config, {key: False}), {other: value for other, value in changes.items() if other != key}
     return _with(config, {key: most}), changes | {key: most}
+
+
+def with_products(plan: Plan) -> Setting | None:
+    """The same run with the products of as many layers' MLPs kept as there is ample room for. None where that changes nothing: there is
+    room for none, all are kept anyway, or what is saved elsewhere says that there is none.
+    """
+    train = plan.config.train
+    if train.keep_mlp or _saves(train.activation_checkpoint, train.offload_activations):
+        return None
+    change = {"train.keep_mlp": True}
+    found = _priced(plan, *_most_kept(plan, _with(plan.config, change), change))
+    return found if found.memory != plan.memory else None
 
 
 def _priced(plan: Plan, config: Config, changes: dict[str, Any]) -> Setting:
@@ -205,19 +220,30 @@ def _exposed(transfer: float, beside: float) -> float:
     return HIDDEN_COST * transfer + max(0.0, transfer - beside)
 
 
+def least(plan: Plan, settings: Sequence[Setting]) -> Setting:
+    """Of settings that do not fit, the one that lacks least: on GPUs with the fewest bytes of one, or, where these suffice, of the host."""
+
+    def lacks(setting: Setting) -> tuple[bool, int]:
+        memory = setting.memory
+        holds = plan.environment.device == "cuda" and plan.takes(replace(memory, host=0, saving=0))
+        return not holds, memory.host_peak if holds else plan.load(memory)
+
+    return min(settings, key=lacks)
+
+
 def refusal(plan: Plan, found: Search) -> str:
     """One line on a run that does not fit: what it needs, and the shortest lists of changes that would do."""
-    smallest = min(found.settings, key=lambda setting: plan.load(setting.memory))
     auto = plan.config.train.memory == "auto"
-    needed = smallest.memory if auto else plan.memory
-    least = "at least " if auto else "about "
+    needed = least(plan, found.settings).memory if auto else plan.memory
+    about = "at least " if auto else "about "
+    by = f" with topology.exchange={plan.exchange.name}" if plan.environment.cp > 1 and plan.environment.device == "cuda" else ""
     host = ""
     if needed.host_peak and plan.environment.device == "cuda":
         saving = f" ({_gib(needed.saving)} of it while a checkpoint is written)" if needed.saving else ""
         host = f" and {_gib(needed.host_peak)} of host memory{saving}"
     helps = remedies(plan, found)
     would = f"fits with {', or '.join(helps)}" if helps else "only a smaller model or more workers would fit"
-    return f"seq={format_size(plan.config.seq)}: a worker needs {least}{_gib(plan.load(needed))}{host}, of {plan.has}; {would}"
+    return f"seq={format_size(plan.config.seq)}: a worker needs {about}{_gib(plan.load(needed))}{host}{by}, of {plan.has}; {would}"
 
 
 def remedies(plan: Plan, found: Search) -> list[str]:
@@ -227,6 +253,9 @@ def remedies(plan: Plan, found: Search) -> list[str]:
     if fitting:
         fewest = min(len(setting.changes) for setting in fitting)
         helps.append(next(setting.words for setting in fitting if len(setting.changes) == fewest))
+    ring = _in_a_ring(plan)
+    if ring:
+        helps.append(f"topology.exchange={ring}")
     seq = longest_seq(plan)
     if seq:
         helps.append(f"seq={format_size(seq)}")
@@ -234,6 +263,19 @@ def remedies(plan: Plan, found: Search) -> list[str]:
     if workers:
         helps.append(f"{workers} GPUs (topology.workers={workers})")
     return helps
+
+
+def _in_a_ring(plan: Plan) -> str | None:
+    """The ring, which holds two shards of keys, that would do where all of them are gathered."""
+    config, environment = plan.asked or plan.config, plan.environment
+    if environment.device == "cpu" or environment.cp == 1 or "all_gather" not in plan.exchange.name:
+        return None
+    name = "hierarchical_ring" if plan.exchange.name.startswith("hierarchical") else "ring"
+    try:
+        other = plan.again(replace(config, topology=replace(config.topology, exchange=name)))
+    except ConfigError:
+        return None
+    return name if _possible(other) else None
 
 
 def longest_seq(plan: Plan, *, shortest: int = 1024, most: int = 1 << 27) -> int | None:

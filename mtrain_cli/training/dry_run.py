@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import torch
@@ -9,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mtrain_cli.config.schema import CHECKPOINTS, Config
+from mtrain_cli.config.schema import CHECKPOINTS, Config, ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.launch.environment import host_memory
 from mtrain_cli.model.tiling import layers_with_products
@@ -20,7 +21,7 @@ from mtrain_cli.sparsity.remarks import computes_everything, remarks
 from mtrain_cli.training.auto import longest_seq, refusal, search
 from mtrain_cli.training.flops import peak_flops
 from mtrain_cli.training.memory import GIB, estimate_memory
-from mtrain_cli.training.planning import ASSUMED_GPU, SHORTEST_SEQ, USABLE, Plan, needed_here, plan, size
+from mtrain_cli.training.planning import ASSUMED_GPU, FITS, KEPT, SHORTEST_SEQ, USABLE, Plan, needed_here, plan, size
 
 # GiB that CUDA reports for common GPUs, smallest first; a plan for a machine that is not here is held against them.
 GPU_MEMORY = (("40 GB (A100)", 39.4), ("80 GB (A100, H100)", 79.2), ("141 GB (H200)", 139.8), ("180 GB (B200)", 178.3))
@@ -85,6 +86,11 @@ def describe_choice(found: Plan) -> str:
 
 def verdict(found: Plan) -> list[RenderableType]:
     """What would help where a plan does not fit, and how long a sequence may be."""
+    kept = f"; {KEPT}" if found.search is not None and found.config.train.keep_mlp else ""
+    return [*_verdict(found), *([] if found.environment.device == "cpu" else [Text(f"{FITS[0].upper()}{FITS[1:]}{kept}.", style="dim")])]
+
+
+def _verdict(found: Plan) -> list[RenderableType]:
     config = found.config
     on_cpu = found.environment.device == "cpu"
     if on_cpu and not found.fits:
@@ -200,6 +206,8 @@ def fitting(found: Plan) -> Text:
     if found.capacity is not None:
         share = found.memory.total / found.capacity
         return Text(f"{word}: {share:.0%} of the {size(found.capacity)} of {found.gpu or 'a GPU'}", style=style)
+    if not found.takes(found.memory, float("inf")):
+        return Text("does not fit the memory of the host", style="red")
     large_enough = [name for name, gib in GPU_MEMORY if found.memory.total <= USABLE * gib * GIB]
     return Text(f"fits GPUs of {large_enough[0]} and more", style="green") if large_enough else Text("fits no GPU of today", style="red")
 
@@ -207,6 +215,7 @@ def fitting(found: Plan) -> Text:
 def advice(found: Plan) -> str:
     """What CPU workers need, and what would help, for a plan that does not fit this machine."""
     workers = found.environment.workers
+    fewer = _fewer_workers(found)
     helps = [
         f"train.activation_checkpoint={kind}"
         for kind, total in alternatives(found).items()
@@ -214,10 +223,27 @@ def advice(found: Plan) -> str:
     ][:1]
     if (seq := _longest_seq(found)) is not None:
         helps.append(f"seq={format_size(seq)}")
+    if fewer is not None:
+        helps.append(f"topology.workers={fewer}")
     would = f"{' or '.join(helps)} would fit" if helps else "only a smaller model would fit"
-    gpus = "topology.workers=8" if found.config.topology.device == "auto" else "topology.device=cuda topology.workers=8"
+    device = "" if found.config.topology.device == "auto" else "topology.device=cuda "
+    plans = f"{device}topology.workers=8 plans for eight GPUs"
+    if isinstance(found.config.topology.workers, int) and workers > 1:
+        plans = f"topology.device=cuda plans for {workers} GPUs"
     need = f"{workers} worker{'s' * (workers > 1)} need{'s' * (workers == 1)} {needed_here(found)}"
-    return f"{need}; {would}. {gpus} plans for eight GPUs."
+    return f"{need}; {would}. {plans}."
+
+
+def _fewer_workers(found: Plan) -> int | None:
+    """The most workers, halved again and again, that would fit this machine."""
+    workers = found.environment.workers // 2
+    while workers:
+        topology = dataclasses.replace(found.config.topology, workers=workers)
+        with contextlib.suppress(ConfigError):
+            if found.again(dataclasses.replace(found.config, topology=topology)).fits:
+                return workers
+        workers //= 2
+    return None
 
 
 def _longest_seq(found: Plan) -> int | None:

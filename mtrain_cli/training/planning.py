@@ -18,7 +18,7 @@ from mtrain_cli.parallel.schedule import make_schedule
 from mtrain_cli.parallel.selection import ExchangeChoice, choose_exchange
 from mtrain_cli.parallel.traffic import Sizes, pass_bytes
 from mtrain_cli.sparsity.registry import make_pattern
-from mtrain_cli.training.auto import Search, Setting, refusal, search
+from mtrain_cli.training.auto import ROOMY, Search, Setting, least, refusal, search
 from mtrain_cli.training.choices import (
     compute_dtype,
     dense_kernel_asked,
@@ -43,6 +43,10 @@ USABLE_HOST = 0.9  # of host memory; the rest is for processes, files and data
 CERTAIN = 1.05  # a run is refused where the estimate is so much above all the memory of a GPU: it has been off by less
 SHORTEST_SEQ = 1024  # that is worth a proposal
 USABLE = 0.95  # of a GPU's memory: the allocator's blocks are never packed without gaps
+
+
+FITS = f"fits: in {USABLE:.0%} of the memory of a GPU and {USABLE_HOST:.0%} of the host's, since gaps and other processes take the rest"
+KEPT = f"train.keep_mlp keeps as much as leaves {1 - ROOMY:.0%} of a GPU free"  # as `train.memory=auto` chooses it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +110,9 @@ class Plan:
         """What there is of memory, for messages."""
         if self.environment.device == "cpu":
             return f"the {size(host_memory())} that {self.environment.local_workers} CPU workers of this machine share"
-        return f"the {size(self.gpu_bytes)} of {self.gpu_name} with {size(self.host_share)} of host memory"
+        return (
+            f"the {size(self.gpu_bytes)} of {self.gpu_name}, {USABLE:.0%} of which can be used, with {size(self.host_share)} of host memory"
+        )
 
     def load(self, memory: MemoryEstimate) -> int:
         """Bytes of a worker on its device, which on a CPU is the host."""
@@ -154,7 +160,7 @@ def plan(config: Config) -> Plan:
 def decided(found: Plan) -> Plan:
     """A plan with what ``train.memory=auto`` decides, or the least that it could take where nothing fits; ``search`` tells."""
     result = search(found)
-    setting = result.chosen or min(result.settings, key=lambda setting: found.load(setting.memory))
+    setting = result.chosen or least(found, result.settings)
     return dataclasses.replace(taking(found, setting), search=result, asked=found.config)
 
 

@@ -10,6 +10,7 @@ from simulation.recordings import SEQ, record
 from typer.testing import CliRunner
 
 from mtrain_cli.commands import app as command_line
+from mtrain_cli.commands.simulate_shown import brief_remark
 from mtrain_cli.simulation.cluster import shipped
 from mtrain_cli.simulation.sweep import axes
 
@@ -117,7 +118,7 @@ def test_a_step_by_part_and_what_a_training_takes():
     shown = run(
         "simulate", "model=qwen3b", "seq=8k", "--layout", "striped", "--exchange", "ring", "--no-files", "--tokens", "1b", "--price", "2"
     )
-    assert f"memory {step['memory_bytes'] / 2**30:.2f} GiB of 139.8 at its peak" in shown.stdout
+    assert f"memory {step['memory_bytes'] / 2**30:.2f} GiB of 139.8 (132.8 can be used) at its peak" in " ".join(shown.stdout.split())
     assert "at $2 a GPU and hour" in " ".join(shown.stdout.split())
     unknown = run("simulate", *SMALL, "--layout", "striped", "--exchange", "ring", "--no-files", "--tokens", "1b")
     assert "cost unknown, --price X gives" in " ".join(unknown.stdout.split())
@@ -130,8 +131,16 @@ def test_a_sweep_is_a_table_files_and_a_report(tmp_path):
     assert len([line for line in found.stdout.splitlines() if line.strip().startswith(("1k", "32k"))]) == 12
     # Why some cannot be stands below the table, once.
     assert found.stdout.count("\nnot    1024 tokens in blocks of 128 cannot be dealt to so many") == 1
+    # What is said of every row is said once, below the table and in the summary; what is said of some rows stays with them.
+    flat = " ".join(found.stdout.split())
+    assert flat.count("note not calibrated on NVIDIA A100-SXM4-40GB") == flat.count("note the simulator: ") == 1
+    assert flat.count("note which pairs are computed is drawn (clustered)") == 1
+    assert "fits: in 95% of the memory of a GPU and 90% of the host's" in flat
     summary = json.loads((tmp_path / "swept/summary.json").read_text())
     assert len(summary["sweep"]) == 12
+    assert all(f"note {brief_remark(remark)}" in flat for remark in summary["remarks"])
+    assert "15 constants are guesses (gpu.gemm_tflops, gpu.launch_us, gpu.step_ms and 12 more; --json has all, with bounds)" in flat
+    assert len(summary["remarks"]) >= 4
     assert all("cannot" in row or row["dollars"]["value"] > 0 for row in summary["sweep"])
     assert len((tmp_path / "swept/sweep.csv").read_text().splitlines()) == 13
     shown = run("report", "swept", columns=200)
@@ -160,7 +169,7 @@ def test_a_recommendation_is_reasoned_and_reported(tmp_path):
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(content))
     none = run("simulate", "model=tiny", "seq=32k", "--cluster", "small.yaml", "--recommend", "--exchange", "ring", "--no-files")
     assert none.exit_code == 1
-    assert "nothing fits small. What would:" in none.stdout
+    assert "nothing fits small: a GPU needs at least " in none.stdout
     assert "instead of 1:" in none.stdout
 
 
@@ -189,7 +198,7 @@ def test_a_gpu_that_nobody_measured_is_answered_with_wide_bounds(tmp_path):
         (["--tokens", "0"], "--tokens 0: expected a number of tokens"),
         (["--sweep", "nods=1"], "--sweep nods=1: nods cannot be swept; did you mean nodes?"),
         (["--sweep", "nodes=0"], "nodes=0: expected a whole number of at least 1"),
-        (["--sweep", "nodes=2"], "h200_1x8.yaml: links.outer: is missing"),
+        (["--sweep", "nodes=2"], "nodes=2: h200_1x8 does not say how nodes are linked; allowed: 1, or --cluster a100_4x8, "),
         (["--sweep", "workers=4,9"], "--sweep workers=9: h200_1x8 has 8 GPUs; allowed: 1 to 8"),
         (["--sweep", "seq=32k,long"], "seq=long: expected a number of tokens"),
         (["--sweep", "seq=512"], "--sweep seq=512: 512 tokens in blocks of 128 cannot be dealt"),
@@ -212,6 +221,15 @@ def test_a_gpu_that_nobody_measured_is_answered_with_wide_bounds(tmp_path):
         (["--cluster", "h200"], "--cluster h200: no such cluster"),
         (["--nodes", "0"], "--nodes=0: must be at least 1"),
         (["--workers", "9"], "--workers 9: h200_1x8 has 8 GPUs; allowed: 1 to 8"),
+        (["--workers", "65"], "--workers 65: h200_1x8 has 8 GPUs; allowed: 1 to 8 on its one node"),
+        (["--workers", "65", "--cluster", "a100_4x8"], "--workers 65: a100_4x8 has 32 GPUs; allowed: 1 to 32, or more with --nodes 9"),
+        (
+            ["--workers", "65", "cluster=a100_4x8", "--nodes", "9", "--recommend"],
+            "--workers 65: a100_4x8 has nodes of 8 GPUs, of which several are filled; allowed: 1 to 8, or multiples of 8 such as 64 or 72",
+        ),
+        (["--sweep", "workers=65", "cluster=a100_4x8", "--nodes", "9"], "topology.workers=65: a100_4x8 has nodes of 8 GPUs"),
+        (["cluster=a100_4x8", "--cluster", "h100_4x8"], "cluster=a100_4x8: --cluster h100_4x8 says another; give one of them"),
+        (["cluster=a100_4x9"], "--cluster a100_4x9: no such cluster; did you mean a100_4x8?"),
         (["--index", "nothing"], "--index nothing: is neither a file nor a folder with index.npz; allowed besides: dense, local,"),
         (["--density", "0"], "--density 0: must be above 0 and at most 1"),
         (["--density", "120%"], "--density 120%: must be above 0 and at most 1, such as 0.05 or 5%"),

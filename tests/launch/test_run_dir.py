@@ -39,7 +39,8 @@ def config_for(*overrides: str) -> Config:
     return compose.compose(list(overrides))
 
 
-def test_a_new_run_is_named_after_model_length_and_time_and_can_be_read_back(here):
+def test_a_new_run_is_named_after_model_length_and_time_and_can_be_read_back(here, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/opt/venv/bin/mtrain", "train", "seq=8k", "train.init_from=my models/one"])
     run = run_dir.create(config_for("seq=8k"), ["seq=8k"])
     assert run.path.parent == here / "runs"
     assert run.path.name.startswith("tiny-8k-20")
@@ -48,6 +49,8 @@ def test_a_new_run_is_named_after_model_length_and_time_and_can_be_read_back(her
     assert run.overrides.read_text() == "seq=8k\n"
     facts = json.loads(run.environment.read_text())
     assert {"mtrain", "python", "torch"} <= facts["versions"].keys()
+    # As it was typed, word by word, whatever the folder that the command is installed in.
+    assert facts["command"] == ["mtrain", "train", "seq=8k", "train.init_from=my models/one"]
     assert (here / "runs" / "latest").resolve() == run.path
     run.release()
     assert run_dir.open("latest").path == run.path

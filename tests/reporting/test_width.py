@@ -8,7 +8,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from mtrain_cli.reporting.width import print_table, say
+from mtrain_cli.reporting.width import number, print_table, say
 
 EXCHANGES = ("ring", "hierarchical_ring", "all_gather (2 parts of the heads)")
 
@@ -57,3 +57,8 @@ def test_a_pipe_gets_every_column_and_one_line_a_sentence(monkeypatch):
     assert len([line for line in lines if "sentence" in line]) == 1
     # Where nothing may be left out a line is too long rather than cut.
     assert sum("1,284,949" in line and "0.0095 - 0.147" in line for line in printed(30, monkeypatch, spare=())) == 3
+
+
+def test_numbers_are_never_powers_of_ten():
+    assert [number(v) for v in (0.01234, 9.876, 999.4, 999.6, 5130.0)] == ["0.0123", "9.88", "999", "1,000", "5,130"]
+    assert [number(v, 4) for v in (2293.4, 12_345.0)] == ["2293", "12,345"]

@@ -12,7 +12,7 @@ from mtrain_cli.simulation.validation import CaseComparison, PassComparison, agr
 
 def compared(measured: float, predicted: float, low: float, high: float, degrees: tuple[float, float] = (1.0, 1.0)) -> PassComparison:
     nothing = np.ones(1), np.ones(1)
-    return PassComparison(measured, 0.0, predicted, low, high, nothing, nothing, 0.0, {"worker": degrees, "step": (1.0, 1.0)}, 4, 3)
+    return PassComparison(None, measured, 0.0, predicted, low, high, nothing, nothing, 0.0, {"worker": degrees, "step": (1.0, 1.0)}, 4, 3)
 
 
 def case(label: str, *passes: PassComparison) -> CaseComparison:

@@ -7,13 +7,14 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from mtrain_cli.commands import app as command_line
 from mtrain_cli.commands import simulate as command
 from mtrain_cli.config.compose import compose
 from mtrain_cli.simulation import scenario as scenarios
-from mtrain_cli.simulation.cluster import load_cluster
+from mtrain_cli.simulation.cluster import load_cluster, shipped
 from mtrain_cli.simulation.scenario import Outcome, Pairs, Scenario, evaluate, plan_on
 from mtrain_cli.simulation.sweep import row_of
 
@@ -48,7 +49,8 @@ def test_the_best_is_the_fastest_that_fits(tmp_path, monkeypatch):
         return dataclasses.replace(made[name], plan=plan, step=dataclasses.replace(step, plan=plan, seconds=seconds))
 
     monkeypatch.setattr(scenarios, "evaluate", lambda *a, **k: found(*a, **k, faster="striped", small="striped"))
-    assert "time   zigzag ring:" in said()
+    assert "time   zigzag ring:" in (text := said())
+    assert "best   zigzag ring; --recommend also tries" in text
     rows = json.loads(said("--json"))["predicted"]
     assert [row["step"]["fits"] for row in rows] == [True, False]
     for step in (row["step"] for row in rows):
@@ -57,7 +59,9 @@ def test_the_best_is_the_fastest_that_fits(tmp_path, monkeypatch):
             assert step["dollars"][name] == pytest.approx(1e9 / rate[other] / 3600 * 2), "GPU hours at 2 $, however many share them"
         assert step["days"]["low"] < step["days"]["value"] < step["days"]["high"]
     monkeypatch.setattr(scenarios, "evaluate", lambda *a, **k: found(*a, **k, faster="striped"))
-    assert "time   striped ring:" in said()
+    assert "time   striped ring:" in (text := said())
+    gap = made["zigzag"].step.seconds.high / made["striped"].step.seconds.low - 1
+    assert f"best   striped ring, {gap:.1%} faster than the next; --recommend" in " ".join(text.replace("\n       ", " ").splitlines())
 
 
 def test_the_figures_of_a_row():
@@ -76,3 +80,24 @@ def test_the_figures_of_a_row():
     assert row["degrees"] == pytest.approx({"worker_time": 1.4, "step_time": 1.8, "worker_work": 2.4, "step_work": 2.8})
     assert (row["nodes"], row["workers"], row["cp"], row["dp"]) == (2, 16, 16, 1)
     assert row["seconds"]["value"] * 16 * row["tokens_per_second_per_gpu"]["value"] == pytest.approx(32768, rel=1e-5)
+
+
+def test_where_nothing_fits_the_least_is_told_of(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    content = yaml.safe_load(shipped()["h100_4x8"].read_text()) | {"nodes": 1}
+    content["gpu"]["hbm_gib"] = {"value": 1, "source": "guess"}
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(content))
+    words = ["simulate", "model=tiny", "seq=16k", "--columns", "64", "cluster=small.yaml", "--exchange", "all_gather,ring", "--no-files"]
+    found, parsed = (
+        CliRunner(env={"COLUMNS": "80", "TERM": "dumb"}).invoke(command_line.app, [*words, *more]) for more in ([], ["--json"])
+    )
+    assert (found.exit_code, parsed.exit_code) == (0, 0), found.output
+    rows = [row["step"] for row in json.loads(parsed.stdout)["predicted"]]
+    assert not any(row["fits"] for row in rows)
+    least = min(rows, key=lambda row: row["memory_bytes"])
+    assert least["memory_bytes"] < max(row["memory_bytes"] for row in rows)
+    flat = " ".join(found.stdout.split())
+    assert flat.startswith("small (1 x 8 NVIDIA H100 80GB HBM3)"), "cluster=FILE is --cluster FILE"
+    assert f"time {least['layout']} {least['exchange']}: " in flat
+    assert f"memory {least['memory_bytes'] / 2**30:.2f} GiB of 1.0 (0.9 can be used) at its peak" in flat
+    assert "best none of these fits; --recommend tries what needs less memory, or says what would fit" in flat

@@ -11,7 +11,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.simulation import sweep as sweeping
 from mtrain_cli.simulation.cluster import load_cluster
 from mtrain_cli.simulation.scenario import Pairs, Scenario
-from mtrain_cli.simulation.sweep import Sweep, axes, points
+from mtrain_cli.simulation.sweep import Sweep, axes, points, shared_remarks
 
 LINE = ("seq=1k,32k nodes=1,2", "density=0.1")
 
@@ -81,3 +81,12 @@ def test_an_ended_sweep_goes_on(tmp_path, monkeypatch):
     list(other.rows(journal, told.append))
     assert len(evaluated) == 11
     assert json.loads(lines[0])["seconds"]["low"] < json.loads(lines[0])["seconds"]["high"]
+
+
+def test_what_holds_for_all_rows_is_told_once():
+    rows = [{"n": 1, "remarks": ["both", "one"]}, {"n": 2, "cannot": "so it is"}, {"n": 3, "remarks": ["three", "both"]}]
+    assert shared_remarks(rows) == (
+        ["both"], [{"n": 1, "remarks": ["one"]}, {"n": 2, "cannot": "so it is"}, {"n": 3, "remarks": ["three"]}],
+    )  # fmt: skip
+    assert shared_remarks(rows[1:2]) == ([], rows[1:2])
+    assert shared_remarks(rows[:1]) == (["both", "one"], [{"n": 1}])

@@ -238,9 +238,9 @@ def test_one_layer_is_held_against_the_median_and_several_against_their_mean(rec
     cases = [facts | {"forward_ms": 1234.0} for facts in summary["cases"]]
     run = open_run(edited(recorded, tmp_path / "one", cases=cases))
     case = run.cases[0]
-    assert validation._median(case, "forward") == 1234
-    assert validation._median(case, "backward") is None
-    assert validation._median(dataclasses.replace(case, layers=(0, 1)), "forward") is None
+    assert case.bare_ms("forward") == 1234
+    assert case.bare_ms("backward") is None
+    assert dataclasses.replace(case, layers=(0, 1)).bare_ms("forward") is None
     played = case.passes["forward"]
     bounds = {"low": 1.0, "value": 617.0, "high": 1300.0}
     assert validation._compare_pass(played, played, bounds, 1234.0).error == pytest.approx(-0.5)

@@ -15,9 +15,11 @@ from test_trainer import make
 from mtrain_cli.config import keys
 from mtrain_cli.config.compose import compose
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.model.tiling import layers_with_products
+from mtrain_cli.parallel.offload import layers_on_host
 from mtrain_cli.training import auto
 from mtrain_cli.training.dry_run import dry_run
-from mtrain_cli.training.memory import GIB
+from mtrain_cli.training.memory import GIB, MemoryEstimate
 from mtrain_cli.training.planning import plan, require_fit
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="plans for GPUs that are not here")
@@ -134,7 +136,7 @@ def test_a_run_that_fits_is_not_refused_and_states_may_fill_the_host():
     assert one.takes(one.memory)
     crowded = dataclasses.replace(one, host_share=64 * GIB)
     assert not crowded.takes(one.memory)
-    with pytest.raises(ConfigError, match=r"and \d+\.\d GiB of host memory \(.*\), of the"):
+    with pytest.raises(ConfigError, match=r"and \d+\.\d GiB of host memory \(.*\) with topology.exchange=all_gather, of the"):
         require_fit(crowded)
 
 
@@ -186,3 +188,124 @@ def test_all_ranks_of_a_run_decide_alike_and_train():
     (first, loss), (second, same) = gloo.run(2, decided)
     assert first == second
     assert loss == same == pytest.approx(5.6, abs=0.5)
+
+
+def tried(*words: str) -> list[dict[str, object]]:
+    variants = list(auto._variants(compose([*RUN, *words])))
+    found = [{key: auto.read(config, key) for key in auto.CHOICES} for config, _ in variants]
+    base = compose([*RUN, *words])
+    for setting, (_, changes) in zip(found, variants, strict=True):
+        assert changes == {key: value for key, value in setting.items() if value != auto.read(base, key)}
+    assert len({tuple(setting.values()) for setting in found}) == len(found), "each once"
+    return found
+
+
+def test_what_can_be_of_any_use_is_tried_and_nothing_else():
+    every = tried()
+    # No recomputation with and without products of MLPs kept (2), selective likewise or with offloading (3), the three shares of
+    # sequence_selective and full each with and without offloading (8); each with tiles, chunks, shards and states as there are.
+    assert len(every) == (2 + 3 + 8) * 3 * 3 * 3 * 2
+    ways = {tuple(list(setting.values())[:4]) for setting in every}
+    assert ways == {
+        ("none", 0.5, False, False), ("none", 0.5, False, True),
+        ("selective", 0.5, False, False), ("selective", 0.5, False, True), ("selective", 0.5, True, False),
+        *(("sequence_selective", share, away, False) for share in (0.25, 0.5, 0.75) for away in (False, True)),
+        ("full", 0.5, False, False), ("full", 0.5, True, False),
+    }  # fmt: skip
+    # Whole float32 gradients are not for those that travel in another dtype.
+    rounded = tried("train.reduce_dtype=bfloat16")
+    assert {setting["train.shard"] for setting in rounded} == {"full", "gradients"}
+    assert len(rounded) == len(every) * 2 // 3
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "ways"),
+    [
+        ("train.checkpoint_keep=0.75", "train.checkpoint_keep", 2 + 3 + 2 + 2),
+        ("train.keep_mlp=true", "train.keep_mlp", 1 + 2 + 6 + 2),
+        ("train.offload_activations=true", "train.offload_activations", 0 + 1 + 3 + 1),
+        ("train.activation_checkpoint=full", "train.activation_checkpoint", 2),
+        ("train.activation_checkpoint=none", "train.activation_checkpoint", 2),
+    ],
+)
+def test_a_key_that_was_given_is_tried_with_all_that_it_goes_with(word, key, ways):
+    found = tried(word)
+    assert {setting[key] for setting in found} == {auto.read(compose([*RUN, word]), key)}
+    assert len(found) == ways * 3 * 3 * 3 * 2
+
+
+class Counted:
+    """A plan whose memory is a number of layers: ``limit`` of them fit."""
+
+    environment = type("Environment", (), {"device": "cuda"})
+
+    def __init__(self, limit: int, device: str = "cuda") -> None:
+        self.limit, self.environment = limit, type("Environment", (), {"device": device})
+
+    def takes(self, memory: MemoryEstimate, usable: float = 0.0) -> bool:
+        assert memory.host == memory.saving == 0
+        return memory.reserve <= self.limit * (1 if usable in (0.0, auto.ROOMY) else 0)
+
+
+def test_the_fewest_layers_leave_and_the_most_products_stay(monkeypatch):
+    base = compose([*RUN])
+    layers = base.model.num_layers
+    away, kept = {"train.offload_activations": True}, {"train.keep_mlp": True}
+
+    def on_device(plan, config):  # noqa: ARG001
+        return MemoryEstimate(moments=(), reserve=layers - layers_on_host(config.train.offload_activations, layers), host=7, saving=7)
+
+    def products(plan, config):  # noqa: ARG001
+        return MemoryEstimate(moments=(), reserve=layers_with_products(config.train.keep_mlp, layers))
+
+    monkeypatch.setattr(auto, "_memory", on_device)
+    # All that may leave are all but one; where that does not do no number is tried.
+    expected = {0: True, 1: True, 2: layers - 2, 3: layers - 3, layers - 1: 1, layers: 1}
+    for limit, number in expected.items():
+        config, changes = auto._least_offloaded(Counted(limit), auto._with(base, away), away)
+        # 1 and True are equal, and mean one layer and all.
+        assert repr([changes["train.offload_activations"], config.train.offload_activations]) == repr([number, number]), limit
+    assert repr(auto._least_offloaded(Counted(layers, "cpu"), auto._with(base, away), away)[1]) == repr(away)
+    # What is not changed was given.
+    given = auto._with(base, away)
+    assert auto._least_offloaded(Counted(2), given, {}) == (given, {})
+    monkeypatch.setattr(auto, "_memory", products)
+    for limit, number in {0: False, 1: 1, 2: 2, layers - 1: layers - 1, layers: True}.items():
+        config, changes = auto._most_kept(Counted(limit), auto._with(base, kept), kept | {"train.shard": "full"})
+        assert repr(config.train.keep_mlp) == repr(number), limit
+        assert changes == {"train.shard": "full"} | ({"train.keep_mlp": number} if number else {})
+    given = auto._with(base, kept)
+    assert auto._most_kept(Counted(2), given, {}) == (given, {})
+
+
+def test_a_ring_is_a_remedy_where_gathered_keys_do_not_fit():
+    words = ["train.activation_checkpoint=full", "topology.gpu_memory_gib=46"]
+    found = planned(*words, "topology.exchange=all_gather")
+    with pytest.raises(
+        ConfigError, match=r" with topology.exchange=all_gather, of the 46.00 GiB of NVIDIA H200, 95% of which can be used"
+    ) as c:
+        require_fit(found)
+    assert ", or topology.exchange=ring, or " in str(c.value)
+    assert planned(*words, "topology.exchange=ring").fits
+    # Not where a ring would not do, or is there.
+    for exchange, gib in (("all_gather", 40), ("ring", 40)):
+        assert auto._in_a_ring(planned(words[0], f"topology.exchange={exchange}", f"topology.gpu_memory_gib={gib}")) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        ("train.activation_checkpoint=selective", True),
+        ("train.activation_checkpoint=none train.tile_mib=64", True),
+        # All is kept anyway.
+        ("train.activation_checkpoint=none train.tile_mib=0", None),
+        ("train.activation_checkpoint=full", None),
+        ("train.activation_checkpoint=sequence_selective", None),
+        ("train.offload_activations=2", None),
+        ("train.keep_mlp=3", None),
+        ("topology.gpu_memory_gib=6", None),
+    ],
+)
+def test_products_are_kept_where_that_saves_something_and_there_is_room(words, kept):
+    found = auto.with_products(planned("model=qwen0.5b", "seq=32k", *words.split()))
+    assert (found and found.config.train.keep_mlp) is kept

@@ -311,3 +311,29 @@ def test_the_command_prints_a_plan_and_writes_nothing(tmp_path):
     assert done.returncode == 0, done.stderr
     assert re.search(r"total +\d+\.\d\d GiB", done.stdout)
     assert list(tmp_path.iterdir()) == []
+
+
+@without_gpu
+@pytest.mark.usefixtures("with_24_gib")
+def test_fewer_workers_are_proposed_where_so_many_are_too_much_for_a_cpu():
+    words = ["model=qwen0.5b", "seq=16k", "topology.device=cpu", "train.activation_checkpoint=full"]
+    helps = " ".join(text(dry_run(compose([*words, "topology.workers=33"])), 1000).split())
+    proposed = int(re.search(r"topology\.workers=(\d+) would fit", helps)[1])
+    assert helps.endswith("topology.device=cuda plans for 33 GPUs.")
+    assert plan(compose([*words, f"topology.workers={proposed}"])).fits
+    assert not plan(compose([*words, f"topology.workers={2 * proposed}"])).fits
+
+
+@without_gpu
+def test_what_fits_means_is_said_where_it_is_said():
+    words = ["model=qwen0.5b", "seq=32k", "topology.workers=2", "topology.device=cuda"]
+    page = " ".join(text(dry_run(compose(words))).split())
+    assert page.endswith("Fits: in 95% of the memory of a GPU and 90% of the host's, since gaps and other processes take the rest.")
+    roomy = ["train.activation_checkpoint=selective", "train.tile_mib=256", "train.memory=auto", "topology.gpu_memory_gib=40"]
+    kept = " ".join(text(dry_run(compose([*words, *roomy]))).split())
+    assert re.search(r"train\.memory=auto takes [^,]*train\.keep_mlp=", kept)
+    assert kept.endswith("; train.keep_mlp keeps as much as leaves 10% of a GPU free.")
+    # Memory of the host is one of the two, for GPUs that are not here, too.
+    found = plan(compose([*words, "optim.offload=true"]))
+    assert module.fitting(found).plain.startswith("fits GPUs of ")
+    assert module.fitting(dataclasses.replace(found, host_share=1 << 30)).plain == "does not fit the memory of the host"

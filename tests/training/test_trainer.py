@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import gloo
 import pytest
 import torch
 
+from mtrain_cli.attention.index import VerticalSlash
 from mtrain_cli.config.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.model.decoder import Decoder
+from mtrain_cli.parallel.context_attention import DynamicIndex
 from mtrain_cli.training.checkpoint import Checkpointer
 from mtrain_cli.training.loop import train
 from mtrain_cli.training.optimizer import local_gradients, make_optimizer, squared_norm
@@ -337,3 +340,31 @@ def test_cpu_workers_that_need_more_memory_than_there_is_are_refused_at_once():
     message = gloo.run(1, too_large)[0]
     assert message.startswith("seq=160: 1 CPU workers would need about")
     assert "this machine has" in message
+
+
+def counted(rank: int, world: int) -> tuple[int, list[tuple[str, int]]]:
+    """Layers, and what happens in a step: forward passes, and counts with how many layers were not counted before."""
+    trainer = make(rank, world, world, ("train.global_batch=3", "sparsity=vertical_slash", "sparsity.block=16"))
+    seen: list[tuple[str, int]] = []
+    forward, count = Decoder.forward, DynamicIndex.count
+
+    def counting(index: DynamicIndex) -> None:
+        assert not index.kept, "its backward pass has run"
+        seen.append(("count", sum(isinstance(record.found, VerticalSlash) for record in index.records)))
+        count(index)
+
+    with (
+        mock.patch.object(Decoder, "forward", lambda *a, **k: seen.append(("forward", 0)) or forward(*a, **k)),
+        mock.patch.object(DynamicIndex, "count", counting),
+    ):
+        assert trainer.train_step(False).index is not None
+    return trainer.config.model.num_layers, seen
+
+
+def test_what_indices_leave_is_counted_once_a_micro_batch_after_its_backward_pass():
+    """A micro-batch would otherwise hold the lines of all its layers until the end of the step; a layer would wait for each count."""
+    ((layers, seen),) = gloo.run(1, counted)
+    assert layers == 2
+    assert seen[:6] == [("forward", 0), ("count", layers)] * 3
+    # What follows looks for what is not counted yet, and finds nothing.
+    assert all(entry == ("count", 0) for entry in seen[6:])

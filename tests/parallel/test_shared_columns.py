@@ -1,0 +1,79 @@
+"""Columns that are gathered once: every rank finds each among its own keys, and computes its own queries against all of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from mtrain_cli.attention.bars import whole_columns
+from mtrain_cli.attention.index import VerticalSlash
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.parallel.circulating import Circulating, _Columns
+from mtrain_cli.parallel.exchange import WHOLE_SEQUENCE
+from mtrain_cli.parallel.layout import Layout, make_layout
+from mtrain_cli.parallel.mesh import ContextGroup
+from mtrain_cli.parallel.schedule import Options, make_schedule
+
+SEQ, BLOCK, WORLD, HEADS, WIDTH = 61, 4, 3, 4, 6
+
+
+def index_of(layout: Layout, seed: int) -> VerticalSlash:
+    """Other columns for every head; the last place of each is empty."""
+    blocks, rng = -(-layout.padded_seq // BLOCK), np.random.default_rng(seed)
+    slashes = torch.from_numpy(rng.random((1, HEADS, blocks)) < 0.3)
+    bars = np.full((1, HEADS, WIDTH), blocks * BLOCK)
+    for head in range(HEADS):
+        bars[0, head, :-1] = np.sort(rng.choice(SEQ, WIDTH - 1, replace=False))
+    return VerticalSlash(BLOCK, blocks, slashes, torch.from_numpy(bars.astype(np.int32)))
+
+
+@pytest.mark.parametrize("part", [(0, 1), (1, 2)], ids=["all heads", "second half of the heads"])
+@pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped"])
+def test_every_rank_packs_and_gets_back_the_columns_among_its_own_keys(name, part):
+    layout = make_layout(name, WORLD, SEQ, BLOCK, unit=BLOCK)
+    mask = SequenceMask.from_documents(np.repeat([0, 1], [25, SEQ - 25]), layout.padded_seq)
+    schedule = make_schedule("ring", Options(WORLD, WORLD))
+    heads = range(HEADS)[part[0] * HEADS // part[1] : (part[0] + 1) * HEADS // part[1]]
+    exchanges = [Circulating(layout, ContextGroup(rank, tuple(range(WORLD))), schedule, part) for rank in range(WORLD)]
+    works = [exchange.work([mask], "cpu", BLOCK) for exchange in exchanges]
+    # The second layer is under another index, with the same masks.
+    for index in (index_of(layout, 1), index_of(layout, 2)):
+        bars = index.bars[0, heads.start : heads.stop].long()
+        # Kernels take whole tiles of columns; the places beyond the last are empty.
+        bars = torch.nn.functional.pad(bars, (0, whole_columns(index).shape[-1] - WIDTH), value=index.blocks * BLOCK)
+        real = bars < SEQ
+        packed, owners = torch.zeros(2, *bars.shape, 1), torch.zeros(bars.shape)
+        for exchange, work in zip(exchanges, works, strict=True):
+            narrowed = work.under(index)
+            columns = _Columns.make(exchange, narrowed, "layer 0")
+            assert columns is not None
+            shared, own = columns.shared, torch.from_numpy(layout.positions(exchange.group.rank))
+            # Where the columns stand among the keys of this rank.
+            at = (own == bars[..., None]).long()
+            assert torch.equal(shared.slots[0].long(), torch.where((at.sum(-1) > 0) & real, at.argmax(-1), -1))
+            k = own.float()[None, :, None, None]
+            packed += shared.pack(k, -k)[:, 0]
+            # What belongs to others is not added to these keys.
+            dk, dv = torch.zeros(1, len(own), 1, 1), torch.zeros(1, len(own), 1, 1)
+            shared.add_gradients(dk, dv, torch.ones(2, 1, *bars.shape, 1))
+            assert torch.equal(dk.flatten().long(), (own[:, None, None] == bars.masked_fill(~real, -1)).sum((1, 2)))
+            owners += shared.slots[0] >= 0
+            # Queries of this rank against the whole sequence, under the lines of these heads.
+            assert shared.tiles is narrowed.of(exchange.own, WHOLE_SEQUENCE, part)
+            assert shared.tiles.num_keys == layout.padded_seq
+            whole = torch.zeros(len(heads), len(own), layout.padded_seq, dtype=torch.bool)
+            for at_head, head in enumerate(heads):
+                for row, query in enumerate(own.tolist()):
+                    for key in index.bars[0, head, :-1].tolist():
+                        away = query // BLOCK - key // BLOCK
+                        allowed = query < SEQ and int(mask.first[query]) <= key <= query
+                        whole[at_head, row, key] = allowed and not bool(index.slashes[0, head, away])
+            seen = shared.seen()[0]
+            assert torch.equal(
+                seen, whole.gather(-1, bars.clamp(max=layout.padded_seq - 1)[:, None].expand(-1, len(own), -1)) & real[:, None]
+            )
+        assert torch.equal(owners > 0, real)
+        assert owners.max() == 1
+        assert torch.equal(packed[0, ..., 0], bars.where(real, torch.tensor(0)).float())
+        assert torch.equal(packed[1], -packed[0])
