@@ -157,14 +157,16 @@ class Measured:
         mine = sorted((point for point in self.points if point.part == part), key=lambda point: point.size)
         return float(np.interp(np.log(size), [np.log(point.size) for point in mine], [point.us / expected(point) for point in mine]))
 
-    @property
-    def index(self) -> tuple[float, float, int] | None:
-        """us of an estimate whatever the length, and of each token, and the heads of queries that it was measured with."""
-        mine = [point for point in self.points if point.part == INDEX]
+    def index(self, tokens: float, heads: int, each: float) -> float | None:
+        """us of an estimate; None: not measured. each: us of a token beyond the most that were measured, since short ones are launches."""
+        mine = sorted((point for point in self.points if point.part == INDEX), key=lambda point: point.size)
         if not mine:
             return None
-        fixed, each, _ = fit([Point(float(point.size), 0.0, point.us) for point in mine])
-        return fixed, each, mine[0].heads
+        most = mine[-1]
+        found = float(np.interp(tokens, [point.size for point in mine], [point.us for point in mine]))
+        # Every head reads the scores of all keys.
+        more = max(1.0, heads / most.heads)
+        return found * more + max(0.0, tokens - most.size) * each
 
 
 @dataclass(frozen=True)

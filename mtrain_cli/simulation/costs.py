@@ -32,12 +32,11 @@ _SUM_BYTES = 4  # of sums that are not rounded
 # Kernels that the host launches, counted in the code of exchanges and kernels, roughly: a pass begins; a step under an index, and without
 # one; messages alone.
 LAUNCHES: Mapping[str, float] = {"begin": 10, "sparse step": 14, "dense step": 6, "moves": 3}
-# Estimating a vertical-slash index: profiles/notes.md (one H200: 1.81 ms at 128K, 3.85 ms at 512K) and profiles/layer-4xh200.json (four:
-# 2.4 to 3.3 ms at any length, launches and small messages). Since then an estimate has half as many kernels and counts nothing, and was not
-# measured yet: the lower bound.
-INDEX_ALONE_US, INDEX_PER_TOKEN_US, INDEX_TOGETHER_US = 1130.0, 5.2e-3, 2700.0
+# Estimating a vertical-slash index where nothing was measured of it (`profiling.rest`): on two H200s 1.05, 1.43 and 1.79 ms with 32K, 64K
+# and 128K tokens each (profiles/notes.md), on one 1.2 to 1.46 ms with 4K to 128K, most of it launches.
+INDEX_ALONE_US, INDEX_PER_TOKEN_US, INDEX_TOGETHER_US = 800.0, 7.5e-3, 1050.0
 INDEX_DEVICE, INDEX_HEADS, INDEX_HBM_GBPS = "NVIDIA H200", 16, 4200.0
-INDEX_BOUNDS = {LOW: 0.35, VALUE: 1.0, HIGH: 1.5}
+INDEX_BOUNDS = {LOW: 0.7, VALUE: 1.0, HIGH: 1.5}
 
 
 def index_scale(gpu: Gpu, heads: int) -> float:
@@ -198,12 +197,9 @@ class Costs:
         if not self.estimated:
             return 0.0
         workers = self.lockstep.grid.workers
-        fixed, each = INDEX_ALONE_US, INDEX_PER_TOKEN_US * index_scale(self.cluster.gpu, self.sizes.heads)
-        measured = None if self.kernels.rest is None else self.kernels.rest.index
-        if measured is not None:
-            fixed, each, heads = measured
-            each *= self.sizes.heads / heads
-        alone = fixed + each * self.estimated / workers
+        tokens, each = self.estimated / workers, INDEX_PER_TOKEN_US * index_scale(self.cluster.gpu, self.sizes.heads)
+        measured = None if self.kernels.rest is None else self.kernels.rest.index(tokens, self.sizes.heads, each)
+        alone = INDEX_ALONE_US + each * tokens if measured is None else measured
         wider = 1.0 if self.measured else {LOW: UNKNOWN[0], VALUE: 1.0, HIGH: UNKNOWN[1]}[self.bound]
         return max(alone, INDEX_TOGETHER_US if workers > 1 else 0.0) * INDEX_BOUNDS[self.bound] * wider
 

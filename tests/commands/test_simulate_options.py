@@ -155,7 +155,7 @@ def test_mfu_is_told_of_what_is_dense_alone():
 
 
 def test_which_calibration_was_used_is_told():
-    files = ["kernels-h200.json", "shares-h200.json"]
+    files = ["kernels-h200.json", "rest-h200.json", "shares-h200.json"]
     words = ("model=tiny", "seq=4k", "--workers", "1", *STRIPED)
     for more in ((), ("--attention-only",), ("--recommend",), ("--sweep", "columns=64,128")):
         found = document(*words, *more)
@@ -163,7 +163,7 @@ def test_which_calibration_was_used_is_told():
     other = document(*words, "--cluster", "a100_4x8", "--calibration", str(shipped_file()))
     assert other["calibration"] == {"device": "NVIDIA H200", "files": files[:1], "own": True, "scaled": True}
     assert told(other["calibration"]) == "kernels-h200.json of NVIDIA H200, another device: scaled by peak FLOP/s"
-    assert told(found["calibration"]) == "kernels-h200.json, shares-h200.json of NVIDIA H200"
+    assert told(found["calibration"]) == "kernels-h200.json, rest-h200.json, shares-h200.json of NVIDIA H200"
     assert "does not tell" in told(None)
 
 
@@ -217,7 +217,7 @@ def test_what_was_not_measured_of_this_is_said():
     assert not [line for line in dense["remarks"] if line.startswith("estimating")]
     constants = found["cluster"]["constants"]
     assert constants["costs.index_together_us"] | {"note": ""} == {
-        "value": 2700, "source": "measured", "note": "", "low": pytest.approx(945), "high": 4050,
+        "value": 1050, "source": "measured", "note": "", "low": pytest.approx(735), "high": 1575,
     }  # fmt: skip
     assert constants["costs.launches.sparse step"]["source"] == "guess"
     (guesses,) = [line for line in here["remarks"] if line.startswith("the simulator: ")]

@@ -95,7 +95,9 @@ def test_a_file_of_times_is_a_calibration(configs, tmp_path):
     assert found.curves == ()
     assert found.rest is not None
     assert found.rest.parts == {FORWARD, BACKWARD, LOSS, INDEX}
-    assert found.rest.index == pytest.approx((1500.0, 250.0, 4))
+    # In between by what was measured, shorter as the shortest, longer by what a token takes; more heads take longer, fewer no less.
+    assert [found.rest.index(n, 4, 1000.0) for n in (1, 150, 402)] == pytest.approx([26500.0, 39000.0, 103500.0])
+    assert [found.rest.index(100, heads, 1000.0) for heads in (2, 12)] == pytest.approx([26500.0, 3 * 26500.0])
     # A layer by the rows of its tiles, a loss by its tokens; in between by the logarithm, outside as at the end.
     assert [found.rest.share(FORWARD, size, lambda _: 100.0) for size in (1, 128, 512, 10**6)] == [2560.0, 2560.0, 10240.0, 10240.0]
     assert found.rest.share(LOSS, 512, lambda _: 1000.0) == pytest.approx((1024 + 4096) / 2)
@@ -139,10 +141,10 @@ def test_steps_are_priced_by_what_was_measured(monkeypatch):
 
 
 def test_an_index_costs_what_was_measured_by_its_heads(monkeypatch):
-    points = tuple(RestPoint(INDEX, n, 5000.0 + 0.1 * n, 0.0, 0.0, 8) for n in (1000, 2000, 4000))
+    points = tuple(RestPoint(INDEX, n, us, 0.0, 0.0, 8) for n, us in ((16384, 5000.0), (49152, 7000.0)))
     found = _step(Measured(points), monkeypatch, bounds=False).attention
     # 16 heads here, 8 there; of 32K tokens on each of four.
-    assert found.passes[FORWARD].spent["index"] == pytest.approx(5.0 + 2 * 0.1 * 32768 / 1e3)
+    assert found.passes[FORWARD].spent["index"] == pytest.approx(2 * 6.0)
 
 
 def test_times_of_another_gpu_are_none():
