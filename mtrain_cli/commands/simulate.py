@@ -115,8 +115,12 @@ def simulate(
     ] = None,
     kernel: Annotated[str, typer.Option(metavar="NAME", help="Attention kernel; auto = train.kernel, by the GPU's name.")] = "auto",
     calibration: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Times of kernels from `mtrain profile kernels --out FILE`; those that ship if not given."),
+        str | None,
+        typer.Option(
+            metavar="FILE,...",
+            help="Times of your GPU in place of those that ship, from --out FILE of `mtrain profile kernels` and `mtrain profile rest`.",
+            show_default=False,
+        ),
     ] = None,
     attention_only: Annotated[
         bool, typer.Option("--attention-only", help="Of the attention of a layer alone; so it is of a recorded index without model=.")
@@ -173,13 +177,13 @@ def simulate(
         cost = found.dollars_per_gpu_hour.value
     if validate:
         from mtrain_cli.commands.simulate_validate import validate as compare
-        from mtrain_cli.simulation.calibration import load_calibration
+        from mtrain_cli.simulation.calibration import own_calibration
 
         beside = {"--sweep": sweep, "--recommend": recommend, "--attention-only": attention_only, "--tokens": tokens, "--price": price,
                   "--layout": layout, "--exchange": exchange, "--index": index}  # fmt: skip
         if ignored := [option for option, value in beside.items() if value]:
             raise ConfigError(f"--validate {validate[0]} and {ignored[0]}: what was measured says that itself; leave {ignored[0]} out")
-        own = load_calibration(calibration) if calibration is not None else None
+        own = own_calibration(calibration)
         # RUN... after one option: what follows the first stands where overrides would.
         compare([*map(str, validate), *(overrides or [])], prediction or [], found, own, out, files=files, as_json=as_json)
         return
@@ -308,12 +312,12 @@ class _Job:
     def attention(self, recompute: bool) -> None:
         from mtrain_cli.commands import simulate_shown as shown
         from mtrain_cli.reporting.width import print_table, say
-        from mtrain_cli.simulation.calibration import load_calibration
+        from mtrain_cli.simulation.calibration import own_calibration
         from mtrain_cli.simulation.scenario import slowest_group
         from mtrain_cli.simulation.simulate import predict
 
         asked = self.asked
-        own = load_calibration(asked.calibration) if asked.calibration is not None else None
+        own = own_calibration(asked.calibration)
         asked.per_node(self.workers)
         scenario = None if self.without_a_model else self._scenario()
         if scenario is None:
@@ -436,7 +440,7 @@ class _Job:
         from mtrain_cli.profiling.records import SWEEP
         from mtrain_cli.reporting.sweeps import LEGEND, SPARE, sheet, sweep_table, why_not
         from mtrain_cli.reporting.width import print_table, say
-        from mtrain_cli.simulation.calibration import load_calibration
+        from mtrain_cli.simulation.calibration import own_calibration
         from mtrain_cli.simulation.sweep import NODES, WORKERS, Sweep, axes, points, shared_remarks
 
         if self.asked.slow:
@@ -453,7 +457,7 @@ class _Job:
                 )
         todo = points(swept, self.layouts, self.exchanges)
         folder = shown.new_folder(self.out) if self.files else None
-        own = load_calibration(self.asked.calibration) if self.asked.calibration is not None else None
+        own = own_calibration(self.asked.calibration)
         # A file that was measured again is another one, whatever its name.
         about = json.dumps([repr(own), repr(self.asked), repr(self.cluster), workers])
         job = Sweep(todo, cluster_of, self.asked.scenario, workers, about)

@@ -30,7 +30,7 @@ class Asked:
     columns: int | None
     layers: int | None
     kernel: str
-    calibration: Path | None
+    calibration: str | None
     slow: str
     jitter: float
 
@@ -41,7 +41,7 @@ class Asked:
             ConfigError: a setting or an option is wrong.
         """
         from mtrain_cli.config.compose import compose
-        from mtrain_cli.simulation.calibration import load_calibration
+        from mtrain_cli.simulation.calibration import own_calibration
         from mtrain_cli.simulation.scenario import Scenario, pattern_words
 
         words = [*self.words, *extra]
@@ -65,7 +65,7 @@ class Asked:
             problem = pairs.problem(config)
         return Scenario(
             config, problem, None if self.kernel == "auto" else self.kernel,
-            load_calibration(self.calibration) if self.calibration is not None else None,
+            own_calibration(self.calibration),
             self.conditions(), (*words, *more),
         )  # fmt: skip
 

@@ -226,6 +226,15 @@ def load_calibration(*paths: Path) -> Calibration:
     return Calibration(devices[0], tuple(curves), tuple(path.name for path in paths), Measured(tuple(rest)) if rest else None)
 
 
+def own_calibration(files: str | None) -> Calibration | None:
+    """files: as typed, ``FILE,...``; None: none were.
+
+    Raises:
+        ConfigError: as `load_calibration`.
+    """
+    return None if files is None else load_calibration(*(Path(file.strip()) for file in files.split(",")))
+
+
 def _rest_point(time: dict[str, Any]) -> RestPoint:
     part = str(time["part"])
     size = int(time["rows"] if part in (FORWARD, BACKWARD) else time["tokens"])
@@ -357,7 +366,8 @@ def _rest_of(gpu: str, calibration: Calibration | None) -> Measured | None:
 def used(gpu: str, calibration: Calibration | None) -> dict[str, Any]:
     """What files say of it. calibration: the user's own. scaled: its times are those of another device."""
     source, measured = _source(gpu, calibration)
-    return {"device": source.device, "files": list(source.files), "own": calibration is not None, "scaled": not measured}
+    own = () if calibration in (None, source) else calibration.files  # of the rest of a step alone
+    return {"device": source.device, "files": [*own, *source.files], "own": calibration is not None, "scaled": not measured}
 
 
 def _curve(source: Calibration, kernel: str, form: str, direction: str) -> tuple[Curve, str | None]:

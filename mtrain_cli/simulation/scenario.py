@@ -13,7 +13,7 @@ from mtrain_cli.attention.index import Index, VerticalSlash
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.config.schema import PATTERNS, Config, ConfigError
 from mtrain_cli.profiling.index_file import RecordedSetup
-from mtrain_cli.simulation.calibration import Calibration
+from mtrain_cli.simulation.calibration import VALUE, Calibration
 from mtrain_cli.simulation.cluster import Cluster, uneven
 from mtrain_cli.simulation.families import FAMILIES, Family
 from mtrain_cli.simulation.simulate import Prediction, Problem, predict
@@ -141,10 +141,13 @@ class Outcome:
     @property
     def remarks(self) -> tuple[str, ...]:
         train = self.plan.config.train
+        costs = self.attention.costs.get(VALUE)
+        measured = costs is not None and costs.kernels.rest is not None
+        what = "layers and the loss as measured (profile rest), links and optimizer" if measured else "matrix products, memory and links"
         found = [
             *self.attention.remarks,
-            "steps: matrix products, memory and links by the constants of the cluster; every sequence is one document; loading data and "
-            "writing checkpoints are not in them",
+            f"steps: {what} by the constants of the cluster; every sequence is one document; loading data and writing checkpoints are not "
+            "in them",
         ]
         if self.attention.facts["pattern"] in FAMILIES:
             family = self.attention.facts["pattern"]

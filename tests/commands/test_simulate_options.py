@@ -163,6 +163,11 @@ def test_which_calibration_was_used_is_told():
     other = document(*words, "--cluster", "a100_4x8", "--calibration", str(shipped_file()))
     assert other["calibration"] == {"device": "NVIDIA H200", "files": files[:1], "own": True, "scaled": True}
     assert told(other["calibration"]) == "kernels-h200.json of NVIDIA H200, another device: scaled by peak FLOP/s"
+    rest = shipped_file().with_name("rest-h200.json")
+    for own, used in ((f"{shipped_file()}, {rest}", [files[0], files[1]]), (rest, [files[1], *files])):
+        both = document(*words, "--calibration", str(own))
+        assert both["calibration"] == {"device": "NVIDIA H200", "files": used, "own": True, "scaled": False}
+    assert any("layers and the loss as measured (profile rest)" in note for note in found["remarks"])
     assert told(found["calibration"]) == "kernels-h200.json, rest-h200.json, shares-h200.json of NVIDIA H200"
     assert "does not tell" in told(None)
 
