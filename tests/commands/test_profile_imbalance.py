@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -182,6 +184,14 @@ def test_the_trace_is_one_that_viewers_open(profile):
             assert any(start - 2e-3 <= e["ts"] <= stop + 2e-3 for start, stop in by_thread[e["pid"], e["tid"]])
     assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"rank 0", "rank 1", "rank 2"}
     assert len(list((profile / "trace").glob("rank-*.json.gz"))) == 3
+    for rank in range(3):
+        with gzip.open(profile / f"trace/rank-{rank}.json.gz", "rt") as file:
+            text = file.read()
+        # HolisticTraceAnalysis takes the rank of a file from the first line in which it finds this, and wants the space.
+        assert re.search(r'"rank":\s+(\d+)', text).group(1) == str(rank)
+        of_rank = json.loads(text)
+        assert of_rank["distributedInfo"] == {"rank": rank, "world_size": 3, "backend": "mtrain"}
+        assert [e["ts"] for e in of_rank["traceEvents"]] == [e["ts"] for e in events if e["pid"] == rank]
 
 
 def test_attention_alone_at_several_lengths(tmp_path):
