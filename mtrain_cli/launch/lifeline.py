@@ -29,7 +29,7 @@ from mtrain_cli.launch.whereabouts import Where
 
 CAUSE_GRACE_S = 2.0
 VERDICT_WAIT_S = 15.0
-FAREWELL_S = 3.0
+FAREWELL_S = 10.0
 BEAT_S = 10.0  # as `launch.state`, which cannot be read before rank 0 has a run
 # A machine that loses power says nothing; the kernel then gives up after 10 + 3 * 5 seconds of silence.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
@@ -73,7 +73,7 @@ class Lifeline:
         self._rank = job.rank
         self._world_size = job.world_size
         self._logs = logs
-        self._closing = False
+        self._closing = self._failed = False
         self._write(f"{token} {job.rank}")
         self._watcher = threading.Thread(target=self._watch, name="lifeline", daemon=True)
         self._watcher.start()
@@ -87,6 +87,7 @@ class Lifeline:
 
     def fail(self, failure: Failure) -> NoReturn:
         """Report this rank's failure, and leave when rank 0 has told the user the cause; without an answer tell it here."""
+        self._failed = True
         own = {"kind": failure.kind, "message": failure.message, "trace": failure.trace, "time": failure.time}
         self._send({"failure": own})
         self._watcher.join(VERDICT_WAIT_S)
@@ -109,7 +110,8 @@ class Lifeline:
             verdict = b""
         if verdict:
             leave(verdict[0])
-        if not self._closing:
+        # Who has failed tells that itself (`fail`): rank 0 may have left before its answer was read.
+        if not self._closing and not self._failed:
             if self._rank == 1:
                 tell(_lost(0), _where(_records(self._logs, self._world_size), 0))
             leave(1)
@@ -231,11 +233,8 @@ class _Hub:
         records = _records(self._logs, self._world_size)
         cause = self._cause(records)
         tell(cause, _where(records, cause.rank))
-        code = 1
-        if cause.kind == "config":
-            code = 2
-            self._on_mistake()
-        elif line := self._on_failure(cause):
+        code = 2 if cause.kind == "config" else 1
+        if code == 1 and (line := self._on_failure(cause)):
             with contextlib.suppress(OSError):
                 print(line, file=sys.stderr, flush=True)
         deadline = time.monotonic() + FAREWELL_S
@@ -255,6 +254,9 @@ class _Hub:
                     connection.settimeout(left)
                     if not connection.recv(65536):
                         break
+        if code == 2:
+            # Not before the others have left, who write into the folder of the run that goes with this.
+            self._on_mistake()
         leave(code)
 
     def _cause(self, records: Mapping[int, Where]) -> Failure:

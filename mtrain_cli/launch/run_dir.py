@@ -170,7 +170,8 @@ class RunDir:
             return False
         _point_latest_back(self.path, self._latest_before)
         if self._origin == "new folder":
-            shutil.rmtree(self.path, ignore_errors=True)
+            for _ in range(3):  # another thread may write into it meanwhile
+                shutil.rmtree(self.path, ignore_errors=True)
             with contextlib.suppress(OSError):  # one is in use by now
                 for parent in self._new_parents:
                     parent.rmdir()

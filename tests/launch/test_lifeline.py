@@ -1,14 +1,18 @@
-"""Rank 0's hub: what strangers on its port may not do."""
+"""Rank 0's hub and the other ranks' ends: what strangers may not do, and what is told when an answer is lost."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import socket
+import threading
+from types import SimpleNamespace
 
 import pytest
 
-from mtrain_cli.launch.lifeline import _Hub
+from mtrain_cli.launch import lifeline
+from mtrain_cli.launch.failures import Failure
+from mtrain_cli.launch.lifeline import Lifeline, _Hub
 
 
 def connected(hub: _Hub) -> socket.socket:
@@ -64,3 +68,38 @@ def test_a_stranger_is_dropped_and_the_workers_are_heard_on(said):
     assert hub._failures == []
     for worker in workers:
         worker.close()
+
+
+class Left(BaseException):
+    """In the place of the end of the process."""
+
+
+@pytest.mark.parametrize(("kind", "code"), [("config", 2), ("error", 1)])
+def test_a_rank_whose_answer_is_lost_tells_its_own_failure(monkeypatch, kind, code):
+    """Rank 0 leaves between the failure and its answer, as on a machine that is too busy."""
+    with socket.create_server(("localhost", 0)) as rank_0:
+        store = SimpleNamespace(get=lambda _: f"{rank_0.getsockname()[1]} token".encode())
+        monkeypatch.setattr(lifeline, "job_store", lambda _: store)
+        told, left = [], []
+
+        def leave(given):
+            left.append(given)
+            raise Left
+
+        monkeypatch.setattr(lifeline, "leave", leave)
+        monkeypatch.setattr(lifeline, "tell", lambda failure, where=(): told.append((failure.rank, failure.message)))
+        mine = Lifeline(SimpleNamespace(rank=1, world_size=2, master_addr="localhost"), on_mistake=lambda: None)
+        connection, _ = rank_0.accept()
+        failing = threading.Thread(target=_fails, args=(mine, kind))
+        failing.start()
+        received = b""
+        while b"failure" not in received:
+            received += connection.recv(65536)
+        connection.close()
+        failing.join(10)
+    assert (told, left) == ([(1, "seq=1: too short")], [code])
+
+
+def _fails(mine: Lifeline, kind: str) -> None:
+    with contextlib.suppress(Left):
+        mine.fail(Failure(1, 1, kind, "seq=1: too short", "", 0.0))
