@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from mtrain_cli.model.tiling import layers_with_products, tile_rows
 from mtrain_cli.parallel.offload import layers_on_host
-from mtrain_cli.simulation.calibration import HIGH, LOW, VALUE
+from mtrain_cli.simulation.calibration import HIGH, LOSS, LOW, VALUE
 from mtrain_cli.simulation.cluster import Constant
 from mtrain_cli.simulation.costs import Costs
 from mtrain_cli.training.flops import recomputed_matmul
@@ -25,6 +25,7 @@ LAUNCHES = Constant.of(16, "guess", "kernels of the compiled parts of a layer an
 _LOGITS = 20  # bytes a logit: written, largest, sum, gradient read and written, all float32 (`model.loss`); beside it e for the last
 _LOGITS_AGAIN = 12  # of these, where only the loss is formed
 _TILE_LAUNCHES = 6, 18  # kernels of a tile of the MLP, forward and backward (`model.feed_forward`)
+DEVICE_ROWS = 4096  # of which a layer is slower on an H200 than its host launches it
 # How far parts that were measured on such a GPU may be off in a run: one GPU to another, and clocks under load.
 MEASURED = {LOW: 0.97, VALUE: 1.0, HIGH: 1.1}
 _ADAMW = 28  # bytes a number of a shard: parameter, two states read and written, gradient read; float32
@@ -105,6 +106,12 @@ class Rest:
     root_reduce: float
     tokens: int
     rows: int
+
+    def size(self, part: str) -> int:
+        """By which what was measured of a part is looked up. Of a layer in tiles, rows of a tile, as long as the GPU is what takes the time:
+        the host is waited for once a layer, and not once a tile.
+        """
+        return self.tokens if part == LOSS or self.rows == self.tokens else max(self.rows, min(self.tokens, DEVICE_ROWS))
 
     @staticmethod
     def of(plan: Plan) -> Rest:

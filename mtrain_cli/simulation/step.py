@@ -226,7 +226,7 @@ class _Step:
 
     def _add(self, work: Work, times: int, matrices: str, elements: str, part: str | None = None) -> None:
         """part: as it is measured (`profiling.rest`)."""
-        spent = priced(work, self.costs, part, self.rest.tokens if part == LOSS else self.rest.rows)
+        spent = priced(work, self.costs, part, 0 if part is None else self.rest.size(part))
         times *= self.times
         self.flop += work.flop * times
         self.us[matrices] += spent.matrices * times * self.slowest

@@ -15,6 +15,7 @@ from mtrain_cli.profiling import rest as measuring
 from mtrain_cli.profiling.rest import RestTime, profile_rest, save_rest
 from mtrain_cli.simulation.calibration import LOSS, Measured, RestPoint, load_calibration
 from mtrain_cli.simulation.cluster import load_cluster
+from mtrain_cli.simulation.rest import Rest
 from mtrain_cli.simulation.scenario import Outcome, Pairs, Scenario, evaluate, plan_on
 from mtrain_cli.training.flops import parameters
 
@@ -138,6 +139,18 @@ def test_steps_are_priced_by_what_was_measured(monkeypatch):
         assert alike.parts[part] < longer.parts[part] < 1.5 * alike.parts[part], part
     assert alike.seconds.high - alike.seconds.low < by_constants.seconds.high - by_constants.seconds.low
     assert alike.seconds.low < alike.seconds.value < alike.seconds.high
+
+
+@pytest.mark.parametrize(("tile_mib", "rows", "size"), [(0, 32768, 32768), (4096, 16384, 16384), (256, 1792, 4096)])
+def test_small_tiles_are_not_taken_for_layers_of_as_few_tokens(tile_mib, rows, size):
+    """A layer of few tokens waits for the host, once; the tiles of one do not each."""
+    config = compose(["model=qwen3b", "seq=128k", f"train.tile_mib={tile_mib}"])
+    rest = Rest.of(plan_on(H200, config, workers=4, layout="striped", exchange="all_gather"))
+    assert (rest.tokens, rest.rows) == (32768, rows)
+    assert rest.size(FORWARD) == rest.size(BACKWARD) == size
+    assert rest.size(LOSS) == 32768
+    few = Rest.of(plan_on(H200, compose(["model=qwen3b", "seq=4k"]), workers=4, layout="striped", exchange="all_gather"))
+    assert few.size(FORWARD) == few.tokens == 1024
 
 
 def test_an_index_costs_what_was_measured_by_its_heads(monkeypatch):
