@@ -416,7 +416,8 @@ class _Job:
         else:
             console = self._console()
             if found.ranked:
-                print_table(console, shown.step_table(self.cluster, scenario.problem, found.ranked[:8]), shown.SPARE_OF_STEPS)
+                fastest = sorted(found.ranked, key=lambda outcome: outcome.step.seconds.value)[:8]
+                print_table(console, shown.step_table(self.cluster, scenario.problem, fastest), shown.SPARE_OF_STEPS)
                 if len(found.ranked) > 8:
                     console.print(f"and {len(found.ranked) - 8} slower ones that fit")
             shown.print_lines(console, content["recommended"]["lines"])

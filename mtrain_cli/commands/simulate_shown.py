@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mtrain_cli.simulation.recommend import Recommendation
     from mtrain_cli.simulation.scenario import Outcome
     from mtrain_cli.simulation.simulate import Prediction, Problem, Range
+    from mtrain_cli.training.planning import Plan
 
 DENSE = "dense"
 LEGEND = (
@@ -103,7 +104,6 @@ def step_table(cluster: Cluster, problem: Problem, outcomes: Sequence[Outcome]) 
     from rich.box import SIMPLE
     from rich.table import Table
 
-    from mtrain_cli.model.tiling import layers_with_products
     from mtrain_cli.parallel.selection import brief
     from mtrain_cli.reporting.width import number
 
@@ -115,7 +115,7 @@ def step_table(cluster: Cluster, problem: Problem, outcomes: Sequence[Outcome]) 
     table = Table(title=heading, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
     grouped = any(o.plan.environment.dp > 1 for o in outcomes)
     recomputed = len({o.plan.config.train.activation_checkpoint for o in outcomes}) > 1
-    kept = [layers_with_products(o.plan.config.train.keep_mlp, o.plan.config.model.num_layers) for o in outcomes]
+    kept = [_layers_with_products(o.plan) for o in outcomes]
     for name in ("layout", "exchange", *(("data x context",) if grouped else ()), *(("recompute",) if recomputed else ())):
         table.add_column(name)
     dense = one.dense
@@ -208,9 +208,21 @@ def _days(days: Range) -> str:
     return f"{days.value * by:.3g} {unit} ({days.low * by:.3g} - {days.high * by:.3g})"
 
 
+def _layers_with_products(plan: Plan) -> int:
+    """Layers that keep what the products of their MLP gave: all, where nothing is computed again, nor in tiles."""
+    from mtrain_cli.model.tiling import layers_with_products, tile_rows
+
+    model, train = plan.config.model, plan.config.train
+    tokens, itemsize = plan.layout.tokens_per_worker * train.micro_batch, 2 if plan.dtype == "bfloat16" else 4
+    tiled = tile_rows(tokens, model.hidden_size, model.intermediate_size, itemsize, train.tile_mib << 20) < tokens
+    if train.activation_checkpoint == "none" and not tiled:
+        return model.num_layers
+    return layers_with_products(train.keep_mlp, model.num_layers)
+
+
 def recommendation_lines(cluster: Cluster, found: Recommendation, words: Sequence[str]) -> Iterable[str]:
     """The best and the runner-up with reasons, what was rejected, and what to type."""
-    from mtrain_cli.simulation.recommend import label, memory_settings, reasons
+    from mtrain_cli.simulation.recommend import label, memory_settings, place, reasons
     from mtrain_cli.simulation.scenario import train_line
 
     if not found.ranked:
@@ -221,7 +233,8 @@ def recommendation_lines(cluster: Cluster, found: Recommendation, words: Sequenc
         train = best.plan.config.train
         yield f"best   {label(best.plan)}: {_figures(best)}"
         if others:
-            yield f"next   {label(others[0].plan)}: {_figures(others[0])}"
+            other = "" if place(others[0]) == place(best) else "; the fastest of another layout, exchange or context group"
+            yield f"next   {label(others[0].plan)}: {_figures(others[0])}{other}"
             yield "why    " + "; ".join(reasons(best, others[0]))
         changes = {
             "topology.layout": best.layout,

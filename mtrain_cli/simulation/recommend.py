@@ -152,7 +152,7 @@ def recommend(
         return Recommendation((), tuple(rejected), tuple(_needed(cluster, scenario, workers, layouts, exchanges)), _least(tight))
     found.sort(key=lambda outcome: outcome.step.seconds.value)
     best = found[0]
-    runner = next((o for o in found[1:] if _place(o) != _place(best)), next(iter(found[1:]), None))
+    runner = next((o for o in found[1:] if place(o) != place(best)), next(iter(found[1:]), None))
     top = [evaluate(cluster, scenario, o.plan) for o in (best, runner) if o is not None]
     rest = [o for o in found if o is not best and o is not runner]
     return Recommendation((*top, *rest), tuple(rejected))
@@ -169,7 +169,8 @@ def _distinct(layouts: Sequence[str], exchanges: Sequence[str], context: int, pe
     return [(layout, e) for layout in layouts for e in flat if e != "ulysses" or layout == layouts[0]]
 
 
-def _place(outcome: Outcome) -> tuple[str, str, int]:
+def place(outcome: Outcome) -> tuple[str, str, int]:
+    """Layout, exchange and context group: in what a runner-up differs from the best, beside what is kept in memory."""
     return outcome.layout, outcome.plan.exchange.label, outcome.context
 
 

@@ -108,8 +108,8 @@ class Rest:
     rows: int
 
     def size(self, part: str) -> int:
-        """By which what was measured of a part is looked up. Of a layer in tiles, rows of a tile, as long as the GPU is what takes the time:
-        the host is waited for once a layer, and not once a tile.
+        """By which what was measured of a part is looked up. Of a layer in tiles, rows of a tile, as long as it is the GPU that takes the
+        time: the host is waited for once a layer, and not once a tile.
         """
         return self.tokens if part == LOSS or self.rows == self.tokens else max(self.rows, min(self.tokens, DEVICE_ROWS))
 

@@ -161,8 +161,13 @@ def memory_table(found: Plan) -> RenderableType:
         Text(f"At other moments: {', '.join(moments)}.", style="dim"),
         *([Text(waiting)] if memory.host else []),
         *([Text(saving)] if memory.saving else []),
-        Text(f"With train.activation_checkpoint: {', '.join(choices)}.", style="dim"),
+        Text(f"With train.activation_checkpoint{_in_all(found)}: {', '.join(choices)}.", style="dim"),
     )
+
+
+def _in_all(found: Plan) -> str:
+    """On a CPU alternatives are told with what the host holds besides."""
+    return " (and a checkpoint under way)" if found.environment.device == "cpu" and found.memory.host_peak else ""
 
 
 def describe_activations(config: Config) -> str:
@@ -173,6 +178,8 @@ def describe_activations(config: Config) -> str:
     offloaded = f", {'' if on_host == layers - 1 else f'{on_host} of {layers} layers '}offloaded" if on_host else ""
     whole = layers_with_products(train.keep_mlp, layers)
     products = f", MLP products of {'all' if whole == layers else f'{whole} of {layers}'} layers kept" if whole else ""
+    if products and train.activation_checkpoint == "none":
+        products += " where the MLP is in tiles, all otherwise"
     return f"{train.activation_checkpoint}{kept}{offloaded}{products}"
 
 
@@ -202,7 +209,9 @@ def fitting(found: Plan) -> Text:
         workers = found.environment.local_workers
         share = found.host_bytes / host_memory()
         percent = f"{share:.0%}" if share >= 0.01 else "less than 1%"
-        return Text(f"{word}: {f'{workers} of them are ' if workers > 1 else ''}{percent} of {size(host_memory())}", style=style)
+        them = f"{workers} of them" if workers > 1 else "it"
+        them += ", each with what a checkpoint takes while it is written," if found.memory.host_peak else ""
+        return Text(f"{word}: {them} {'are' if workers > 1 else 'is'} {percent} of {size(host_memory())}", style=style)
     if found.capacity is not None:
         share = found.memory.total / found.capacity
         return Text(f"{word}: {share:.0%} of the {size(found.capacity)} of {found.gpu or 'a GPU'}", style=style)
