@@ -8,7 +8,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -219,6 +219,22 @@ def within_memory() -> Iterator[None]:
         ) from error
 
 
+def partial(out: Path) -> Path:
+    """Where times are kept until all are there: an earlier file stays as it is."""
+    return out.with_name(f"{out.name}.partial")
+
+
+@contextlib.contextmanager
+def told_if_stopped(out: Path | None, so_far: Sequence[object]) -> Iterator[None]:
+    """Says where the times are that were taken before Ctrl-C."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if out is not None and so_far:
+            print(f"stopped: {len(so_far)} times are kept in {partial(out)}", file=sys.stderr)
+        raise
+
+
 @contextlib.contextmanager
 def writing(out: Path) -> Iterator[None]:
     from mtrain_cli.launch.failures import RunError
@@ -336,27 +352,35 @@ def kernels(
     width = limit(console)
     narrow = width is not None and width < _WIDTH
     console.print(_NARROW_HEADER if narrow else _HEADER)
-    with within_memory():
-        times = profile_kernels(cases if whole else [], names, dtype, device, repeats, lambda found: console.print(_line(found, narrow)))
+    so_far: list[KernelTime] = []
+
+    def kept(found: KernelTime) -> None:
+        so_far.append(found)
+        if out is not None:
+            with writing(out):
+                save_calibration(so_far, partial(out), " ".join(["mtrain", *sys.argv[1:]]), dtype, device)
+
+    def whole_one(found: KernelTime) -> None:
+        console.print(_line(found, narrow))
+        kept(found)
+
+    def share_of_one(found: KernelTime) -> None:
+        console.print(_line(found, narrow) + (_NEXT if narrow else "  ") + f"1/{found.workers} {found.what}")
+        kept(found)
+
+    with within_memory(), told_if_stopped(out, so_far):
+        times = profile_kernels(cases if whole else [], names, dtype, device, repeats, whole_one)
         if of_so_many:
             from mtrain_cli.profiling.shares import profile_shares
 
             console.print("one worker's calls")
-            times += profile_shares(
-                cases,
-                of_so_many,
-                names,
-                dtype,
-                device,
-                repeats,
-                lambda found: console.print(_line(found, narrow) + (_NEXT if narrow else "  ") + f"1/{found.workers} {found.what}"),
-            )
+            times += profile_shares(cases, of_so_many, names, dtype, device, repeats, share_of_one)
     say(console, f"{_LEGEND}{_LEFT_OUT if narrow else ''}")
     for name, reason, everywhere in missing(cases, names, dtype, device):
         console.print(f"{name}: {reason}" + ("" if everywhere else " (some of the shapes)"))
     if out is not None:
         with writing(out):
-            save_calibration(times, out, " ".join(["mtrain", *sys.argv[1:]]), dtype, device)
+            partial(out).replace(out)
         console.print(f"{len(times)} times in {out}{replaced}")
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mtrain_cli.commands.completion import complete_overrides
-from mtrain_cli.commands.profile import app, check_out, numbers, within_memory, writing
+from mtrain_cli.commands.profile import app, check_out, numbers, partial, told_if_stopped, within_memory, writing
 from mtrain_cli.config.schema import Config, ConfigError
 
 if TYPE_CHECKING:
@@ -55,10 +55,10 @@ def rest(
     from mtrain_cli.config.sizes import parse_size
     from mtrain_cli.profiling.rest import profile_rest, save_rest
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     words = list(overrides or ())
+    device = "cuda" if torch.cuda.is_available() and "topology.device=cpu" not in words else "cpu"
     lengths = numbers("--seq", ("1k,4k,16k,64k" if device == "cuda" else "256,1k,4k") if seq == "auto" else seq, parse_size)
-    configs = [_alone(words, length) for length in lengths]
+    configs = [_alone(words, length) for length in dict.fromkeys(lengths)]
     if threads is not None:
         if device == "cuda":
             raise ConfigError(f"--threads {threads}: is for CPUs; leave it out")
@@ -74,12 +74,14 @@ def rest(
         so_far.append(time)
         if out is not None:
             with writing(out):
-                save_rest(so_far, out, " ".join(["mtrain", *sys.argv[1:]]), configs[0], device)
+                save_rest(so_far, partial(out), " ".join(["mtrain", *sys.argv[1:]]), configs[0], device)
 
-    with within_memory():
+    with within_memory(), told_if_stopped(out, so_far):
         times = profile_rest(configs, repeats, found)
     console.print("TF: TFLOP/s of the matrix products; backward with what is computed again; all without attention and messages")
     if out is not None:
+        with writing(out):
+            partial(out).replace(out)
         console.print(f"{len(times)} times in {out}{replaced}")
 
 
@@ -90,8 +92,8 @@ def _alone(words: list[str], length: int) -> Config:
 
     for word in words:
         key = word.partition("=")[0].lstrip("+~")
-        if key in ("seq", "topology.workers", "train.micro_batch", "train.global_batch"):
-            raise ConfigError(f"{word}: one worker and one sequence are timed; lengths are given as --seq N,...")
+        if key in ("seq", "topology.workers", "train.micro_batch", "train.global_batch", "train.offload_activations"):
+            raise ConfigError(f"{word}: one worker and one sequence are timed, on the device alone; lengths are given as --seq N,...")
     config = compose([*words, f"seq={length}", "topology.workers=1", "train.offload_activations=0"])
     if config.train.memory == "auto":
         raise ConfigError("train.memory=auto: what it chooses depends on the number of workers; give the settings to time")

@@ -165,6 +165,7 @@ def simulate(
     from mtrain_cli.simulation.cluster import load_cluster
 
     overrides, cluster = _cluster_named(overrides or [], cluster)
+    layout, exchange = _typed("layout", layout, overrides), _typed("exchange", exchange, overrides)
     layouts = names("--layout", _LAYOUTS if layout is None else layout, LAYOUTS)
     every = ",".join(name for name in EXCHANGES if name != "auto")
     exchanges = names("--exchange", (every if recommend else _EXCHANGES) if exchange is None else exchange, EXCHANGES)
@@ -196,6 +197,8 @@ def simulate(
     count_of = _workers(found, workers, asked.words)
     if not sweep:  # which may say what the words lack
         asked.check(count_of)
+    if recommend and attention_only:
+        raise ConfigError("--attention-only and --recommend: what is recommended are whole steps; leave one of them out")
     job = _Job(found, asked, layouts, exchanges, count_of, out, files, as_json, training, cost)
     if sweep and (recommend or attention_only):
         raise ConfigError(f"--sweep and --{'recommend' if recommend else 'attention-only'}: ask for one of them")
@@ -241,6 +244,20 @@ def _workers(cluster: Cluster, workers: int | None, words: Sequence[str]) -> int
     virtual = any(word.startswith("topology.gpus_per_node=") for word in words)
     if not virtual and (why := uneven(cluster, found)):
         raise ConfigError(f"--workers {found}: {why}")
+    return found
+
+
+def _typed(key: str, option: str | None, overrides: Sequence[str]) -> str | None:
+    """What is compared: an option, or the same setting of a training.
+
+    Raises:
+        ConfigError: both were given.
+    """
+    found = next((word.partition("=")[2] for word in overrides if word.startswith(f"topology.{key}=")), None)
+    if found in (None, "auto"):
+        return option
+    if option is not None:
+        raise ConfigError(f"topology.{key}={found}: is compared by --{key} {option} already; leave one of them out")
     return found
 
 

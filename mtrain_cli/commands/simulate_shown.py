@@ -235,7 +235,7 @@ def recommendation_lines(cluster: Cluster, found: Recommendation, words: Sequenc
         if others:
             other = "" if place(others[0]) == place(best) else "; the fastest of another layout, exchange or context group"
             yield f"next   {label(others[0].plan)}: {_figures(others[0])}{other}"
-            yield "why    " + "; ".join(reasons(best, others[0]))
+            yield "why    " + "; ".join(reasons(best, others[0], words))
         changes = {
             "topology.layout": best.layout,
             "topology.exchange": best.plan.config.topology.exchange,

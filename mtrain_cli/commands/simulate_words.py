@@ -95,6 +95,9 @@ class Asked:
         if self.index == FIXED and pattern != FIXED:
             raise ConfigError("--index fixed: is that of sparsity=fixed; give it, with its keys, or leave --index out")
         if self.index == DENSE or (self.index is None and pattern == DENSE):
+            for option, value in (("--density", density), ("--columns", columns)):
+                if value is not None:
+                    raise ConfigError(f"{option} {value:g}: dense attention leaves no pair out; leave it out")
             return Pairs(DENSE, layers=layers)
         if pattern in ("moba", "xattention"):
             raise ConfigError(

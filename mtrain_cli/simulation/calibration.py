@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -36,6 +37,8 @@ LOW, VALUE, HIGH = "low", "value", "high"
 # A GPU of which nothing is known: another's share of the peak, and how far time may be off it.
 UNKNOWN = (1 / 1.6, 2.0)
 _LEAST_ERROR = 0.05  # one GPU to another of the same kind
+_WAITS = 1.5  # so many times the share of large work, and it is the host that takes the time
+_NEAR = 0.5  # beyond what was measured, as a share of it, bounds stay as they are
 
 
 @dataclass(frozen=True)
@@ -144,29 +147,45 @@ class RestPoint:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a step computes beside attention, as it was measured on such a GPU."""
+    """What a step computes beside attention, as it was measured on such a GPU. dtype: of its products."""
 
     points: tuple[RestPoint, ...]
+    dtype: str = "bfloat16"
 
     @property
     def parts(self) -> set[str]:
         return {point.part for point in self.points}
 
-    def share(self, part: str, size: int, expected: Callable[[RestPoint], float]) -> float:
-        """How many times as long as expected a part takes, in between by the logarithm of the size. expected: us."""
-        mine = sorted((point for point in self.points if point.part == part), key=lambda point: point.size)
-        return float(np.interp(np.log(size), [np.log(point.size) for point in mine], [point.us / expected(point) for point in mine]))
+    def share(self, part: str, expected: float, of: Callable[[RestPoint], float]) -> tuple[float, bool]:
+        """How many times as long as expected a part takes, in between by the logarithm of what is expected, and whether as much was
+        measured. expected: us, of: the same of a point. Where the least that was measured waited for the host, less takes as long.
+        """
+        found: dict[float, list[float]] = {}
+        for point in self.points:
+            if point.part == part:
+                found.setdefault(of(point), []).append(point.us / of(point))
+        us = sorted(found)
+        shares = [statistics.median(found[e]) for e in us]
+        least, most = us[0], us[-1]
+        share = float(np.interp(np.log(expected), np.log(us), shares))
+        if expected < least and shares[0] > _WAITS * min(shares):
+            share *= least / expected
+        return share, least * (1 - _NEAR) <= expected <= most * (1 + _NEAR)
 
     def index(self, tokens: float, heads: int, each: float) -> float | None:
         """us of an estimate; None: not measured. each: us of a token beyond the most that were measured, since short ones are launches."""
-        mine = sorted((point for point in self.points if point.part == INDEX), key=lambda point: point.size)
-        if not mine:
+        found: dict[int, list[float]] = {}
+        for point in self.points:
+            if point.part == INDEX:
+                found.setdefault(point.size, []).append(point.us)
+        if not found:
             return None
-        most = mine[-1]
-        found = float(np.interp(tokens, [point.size for point in mine], [point.us for point in mine]))
-        # Every head reads the scores of all keys.
-        more = max(1.0, heads / most.heads)
-        return found * more + max(0.0, tokens - most.size) * each
+        sizes = sorted(found)
+        us = [statistics.median(found[size]) for size in sizes]
+        measured = next(point.heads for point in self.points if point.part == INDEX)
+        # Every head reads the scores of all keys; launches are those of any number of heads.
+        more = (float(np.interp(tokens, sizes, us)) - min(us)) * max(1.0, heads / measured)
+        return min(us) + more + max(0.0, tokens - sizes[-1]) * each
 
 
 @dataclass(frozen=True)
@@ -190,6 +209,7 @@ def load_calibration(*paths: Path) -> Calibration:
     """
     points: dict[tuple[str, str, str], list[Point]] = {}
     rest: list[RestPoint] = []
+    dtypes: list[str] = []
     hiding: set[str] = set()  # kernels that compute what an index leaves out
     devices = []
     for path in paths:
@@ -199,7 +219,9 @@ def load_calibration(*paths: Path) -> Calibration:
             raise ConfigError(f"--calibration {path}: is of {devices[-1]}, and the other file of {devices[0]}; give files of one GPU")
         try:
             if document["kind"] == REST_FILE:
-                rest += [_rest_point(time) for time in document["times"]]
+                of_file = [_rest_point(time) for time in document["times"]]
+                _check_rest(path, of_file, str(document["dtype"]), dtypes)
+                rest += of_file
                 continue
             for time in document["times"]:
                 form = time.get("form") or (DENSE if time["case"]["density"] is None else SPARSE)
@@ -223,7 +245,7 @@ def load_calibration(*paths: Path) -> Calibration:
             spread = max(_LEAST_ERROR, 2 * (error if np.isfinite(error) else 0.25))
             low, high, skips = 1 - min(spread, 0.9), 1 + spread, kernel not in hiding
             curves.append(Curve(kernel, form, direction, *found, error, len(of_form), low, high, skips=skips))
-    return Calibration(devices[0], tuple(curves), tuple(path.name for path in paths), Measured(tuple(rest)) if rest else None)
+    return Calibration(devices[0], tuple(curves), tuple(path.name for path in paths), Measured(tuple(rest), dtypes[0]) if rest else None)
 
 
 def own_calibration(files: str | None) -> Calibration | None:
@@ -232,15 +254,32 @@ def own_calibration(files: str | None) -> Calibration | None:
     Raises:
         ConfigError: as `load_calibration`.
     """
-    return None if files is None else load_calibration(*(Path(file.strip()) for file in files.split(",")))
+    if files is None:
+        return None
+    paths = [file.strip() for file in files.split(",")]
+    if not all(paths):
+        raise ConfigError(f"--calibration {files!r}: an item is empty; give FILE or FILE,FILE")
+    return load_calibration(*map(Path, paths))
+
+
+def _check_rest(path: Path, found: Sequence[RestPoint], dtype: str, dtypes: list[str]) -> None:
+    """dtypes: of the files before, to which this one's is added."""
+    absent = [part for part in (FORWARD, BACKWARD, LOSS) if part not in {point.part for point in found}]
+    if absent:
+        raise ConfigError(f"--calibration {path}: holds no times of {' and '.join(absent)}; it was ended too early: measure again")
+    dtypes.append(dtype)
+    if dtype != dtypes[0]:
+        raise ConfigError(f"--calibration {path}: is of {dtype}, and the other file of {dtypes[0]}; give files of one dtype")
 
 
 def _rest_point(time: dict[str, Any]) -> RestPoint:
     part = str(time["part"])
+    if part not in (FORWARD, BACKWARD, LOSS, INDEX):
+        raise ValueError(f"part={part}")
     size = int(time["rows"] if part in (FORWARD, BACKWARD) else time["tokens"])
     found = RestPoint(part, size, float(time["ms"]) * 1e3, float(time["flop"]), float(time["moved"]), int(time["heads"]))
     if not (found.us > 0 and size > 0 and (part == INDEX or found.flop + found.moved > 0)):
-        raise ValueError("times")
+        raise ValueError(f"{part}: ms, tokens, rows, flop and moved must be above 0")
     return found
 
 
@@ -265,7 +304,9 @@ def _document(path: Path) -> dict[str, Any]:
         or not document.get("times")
         or "device" not in document
     ):
-        raise ConfigError(f"--calibration {path}: holds no times; `mtrain profile kernels --out FILE` writes such a file")
+        raise ConfigError(
+            f"--calibration {path}: holds no times; `mtrain profile kernels` and `profile rest` write such files with --out FILE"
+        )
     return document
 
 
@@ -347,7 +388,10 @@ def kernels_for(gpu: str, peak: float, kernel: str, form: str, peaks: dict[str, 
             said = f"{kernel} was not measured on {form} calls: {stands} stands for it, within x {low:.2f} and x {high:.2f}"
             remarks += [said] if said not in remarks else []
         curves[direction] = here(found, stands, low, high)
-    return Kernels(curves, tuple(remarks), alone, _rest_of(gpu, calibration))
+    rest = _rest_of(gpu, calibration)
+    if calibration is not None and calibration.rest is not None and rest is not calibration.rest:
+        remarks.append(f"the rest of a step was measured on {calibration.device}, which says nothing of {gpu}: those times are not used")
+    return Kernels(curves, tuple(remarks), alone, rest)
 
 
 def _source(gpu: str, calibration: Calibration | None) -> tuple[Calibration, bool]:
@@ -359,14 +403,15 @@ def _source(gpu: str, calibration: Calibration | None) -> tuple[Calibration, boo
 
 def _rest_of(gpu: str, calibration: Calibration | None) -> Measured | None:
     """What was measured of the rest of a step: the user's own, else what ships, of such a GPU."""
-    known = [calibration] if calibration is not None and calibration.rest is not None else shipped()
+    known = [*([calibration] if calibration is not None else []), *shipped()]
     return next((c.rest for c in known if c.rest is not None and same_device(c.device, gpu)), None)
 
 
 def used(gpu: str, calibration: Calibration | None) -> dict[str, Any]:
     """What files say of it. calibration: the user's own. scaled: its times are those of another device."""
     source, measured = _source(gpu, calibration)
-    own = () if calibration in (None, source) else calibration.files  # of the rest of a step alone
+    # Of the rest of a step alone, and of such a GPU.
+    own = calibration.files if calibration not in (None, source) and same_device(calibration.device, gpu) else ()
     return {"device": source.device, "files": [*own, *source.files], "own": calibration is not None, "scaled": not measured}
 
 

@@ -266,8 +266,8 @@ def _needed(cluster: Cluster, scenario: Scenario, workers: int, layouts: Sequenc
         seq //= 2
 
 
-def reasons(best: Outcome, other: Outcome) -> list[str]:
-    """Why one step is faster than another, dearest first, in words with numbers."""
+def reasons(best: Outcome, other: Outcome, words: Sequence[str] = ()) -> list[str]:
+    """Why one step is faster than another, dearest first, in words with numbers. words: that were typed."""
     mine, its = best.step, other.step
     gap = its.seconds.value - mine.seconds.value
     said = [f"{gap:.3g} s ({gap / its.seconds.value:.1%}) a step less" if gap > CLOSE * its.seconds.value else _close(best, other)]
@@ -280,7 +280,7 @@ def reasons(best: Outcome, other: Outcome) -> list[str]:
         difference, name = min(lost)
         said.append(f"against it: {_WORDS[name]} takes {mine.parts[name]:.3g} s instead of {its.parts[name]:.3g} s")
     said.append(f"memory {mine.gib:.1f} GiB, the other {its.gib:.1f} GiB, of {usable(best.plan):.1f} that can be used ({USABLE:.0%})")
-    if "train.keep_mlp" in memory_settings(best.plan.config):
+    if "train.keep_mlp" in memory_settings(best.plan.config) and not any(word.startswith("train.keep_mlp=") for word in words):
         said.append(KEPT)
     return said
 

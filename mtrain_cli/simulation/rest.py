@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from mtrain_cli.model.tiling import layers_with_products, tile_rows
 from mtrain_cli.parallel.offload import layers_on_host
+from mtrain_cli.parallel.recording import BACKWARD, FORWARD
 from mtrain_cli.simulation.calibration import HIGH, LOSS, LOW, VALUE
-from mtrain_cli.simulation.cluster import Constant
+from mtrain_cli.simulation.cluster import Constant, Gpu
 from mtrain_cli.simulation.costs import Costs
 from mtrain_cli.training.flops import recomputed_matmul
 from mtrain_cli.training.memory import MIB
@@ -28,6 +29,7 @@ _TILE_LAUNCHES = 6, 18  # kernels of a tile of the MLP, forward and backward (`m
 DEVICE_ROWS = 4096  # of which a layer is slower on an H200 than its host launches it
 # How far parts that were measured on such a GPU may be off in a run: one GPU to another, and clocks under load.
 MEASURED = {LOW: 0.97, VALUE: 1.0, HIGH: 1.1}
+BEYOND = {LOW: 0.85, VALUE: 1.0, HIGH: 1.3}  # where a layer of another size is taken for one that was measured
 _ADAMW = 28  # bytes a number of a shard: parameter, two states read and written, gradient read; float32
 
 
@@ -197,15 +199,32 @@ class Spent:
         return self.matrices + self.elements + self.host
 
 
-def priced(work: Work, costs: Costs, part: str | None = None, size: int = 0) -> Spent:
-    """part: of what is measured on such a GPU (`calibration.Measured`), where it is; size: its tokens, or rows of a tile."""
+def expected_us(flop: float, moved: float, gpu: Gpu) -> float:
+    """By the constants of the cluster."""
+    return flop / (gpu.gemm_tflops.value * 1e6) + moved / (gpu.hbm_gbps.value * 1e3)
+
+
+def longer_than_expected(rest: Rest, costs: Costs, dtype: str) -> dict[str, float]:
+    """By part of a step, as `profiling.rest` measures it: how many times as long it takes as the constants say, under the bound of the
+    costs. Nothing where it was not measured on such a GPU in that dtype.
+    """
     gpu, measured = costs.cluster.gpu, costs.kernels.rest
-    if part is not None and measured is not None and part in measured.parts:
-        # What takes longer than the constants say does so by as much at best and at worst.
-        flops, bytes_us = gpu.gemm_tflops.value * 1e6, gpu.hbm_gbps.value * 1e3
-        longer = measured.share(part, size, lambda point: point.flop / flops + point.moved / bytes_us)
-        longer *= MEASURED[costs.bound]
-        matrices, elements = longer * work.flop / flops, longer * work.moved / bytes_us
+    if measured is None or measured.dtype != dtype:
+        return {}
+    found = {}
+    for part, work in ((FORWARD, rest.forward), (BACKWARD, rest.backward + rest.recomputed), (LOSS, rest.loss)):
+        if part in measured.parts:
+            us = expected_us(work.flop, work.moved, gpu) * rest.size(part) / rest.tokens
+            share, inside = measured.share(part, us, lambda point: expected_us(point.flop, point.moved, gpu))
+            found[part] = share * (MEASURED if inside else BEYOND)[costs.bound]
+    return found
+
+
+def priced(work: Work, costs: Costs, longer: float | None = None) -> Spent:
+    """longer: how many times as long as the constants say it takes, where that was measured (`longer_than_expected`)."""
+    gpu = costs.cluster.gpu
+    if longer is not None:
+        matrices, elements = longer * expected_us(work.flop, 0.0, gpu), longer * expected_us(0.0, work.moved, gpu)
     else:
         matrices = work.flop / (costs.rate(gpu.gemm_tflops) * 1e6)
         elements = costs.copied(work.moved)

@@ -142,7 +142,7 @@ class Outcome:
     def remarks(self) -> tuple[str, ...]:
         train = self.plan.config.train
         costs = self.attention.costs.get(VALUE)
-        measured = costs is not None and costs.kernels.rest is not None
+        measured = costs is not None and costs.kernels.rest is not None and costs.kernels.rest.dtype == self.plan.dtype
         what = "layers and the loss as measured (profile rest), links and optimizer" if measured else "matrix products, memory and links"
         found = [
             *self.attention.remarks,

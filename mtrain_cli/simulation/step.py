@@ -18,7 +18,7 @@ from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
 from mtrain_cli.simulation.calibration import HIGH, LOSS, LOW, VALUE
 from mtrain_cli.simulation.cluster import Cluster
 from mtrain_cli.simulation.costs import BOUNDS, Costs
-from mtrain_cli.simulation.rest import Rest, Round, Work, priced, rounds
+from mtrain_cli.simulation.rest import Rest, Round, Work, longer_than_expected, priced, rounds
 from mtrain_cli.simulation.simulate import Prediction, Range
 from mtrain_cli.simulation.timeline import Conditions
 from mtrain_cli.training.flops import causal_pairs, computed_again, recomputes_attention
@@ -120,6 +120,7 @@ class _Step:
     def __init__(self, cluster: Cluster, plan: Plan, attention: Prediction, costs: Costs, slowest: float) -> None:
         self.cluster, self.plan, self.attention, self.costs, self.slowest = cluster, plan, attention, costs, slowest
         self.rest = rest = Rest.of(plan)
+        self.longer = longer_than_expected(rest, costs, plan.dtype)
         self.us = dict.fromkeys(PARTS, 0.0)
         self.hidden = self.flop = self.sent = self.over_host = 0.0
         self.times = 1
@@ -226,7 +227,7 @@ class _Step:
 
     def _add(self, work: Work, times: int, matrices: str, elements: str, part: str | None = None) -> None:
         """part: as it is measured (`profiling.rest`)."""
-        spent = priced(work, self.costs, part, 0 if part is None else self.rest.size(part))
+        spent = priced(work, self.costs, None if part is None else self.longer.get(part))
         times *= self.times
         self.flop += work.flop * times
         self.us[matrices] += spent.matrices * times * self.slowest

@@ -86,7 +86,8 @@ def describe_choice(found: Plan) -> str:
 
 def verdict(found: Plan) -> list[RenderableType]:
     """What would help where a plan does not fit, and how long a sequence may be."""
-    kept = f"; {KEPT}" if found.search is not None and found.config.train.keep_mlp else ""
+    chosen = found.search is not None and found.config.train.keep_mlp and found.asked is not None and not found.asked.train.keep_mlp
+    kept = f"; {KEPT}" if chosen else ""
     return [*_verdict(found), *([] if found.environment.device == "cpu" else [Text(f"{FITS[0].upper()}{FITS[1:]}{kept}.", style="dim")])]
 
 

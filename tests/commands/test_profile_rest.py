@@ -30,7 +30,7 @@ def test_it_leaves_a_calibration_that_prices_steps(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["seq=1k"], "seq=1k: one worker and one sequence are timed; lengths are given as --seq N,..."),
+        (["seq=1k"], "seq=1k: one worker and one sequence are timed, on the device alone; lengths are given as --seq N,..."),
         (["topology.workers=2"], "topology.workers=2: one worker and one sequence are timed"),
         (["--seq", "1k,x"], "--seq 1k,x: x is no number; give items such as 32k,128k"),
         (["--seq", "1"], "seq=1"),
@@ -48,3 +48,33 @@ def test_what_cannot_be_timed_is_one_line(words, said, tmp_path, monkeypatch):
     assert len(found.output.splitlines()) == 1
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("command", ["rest", "kernels"])
+def test_what_was_timed_before_a_stop_is_kept_beside_an_earlier_file(command, tmp_path, monkeypatch):
+    from mtrain_cli.profiling import kernels, rest
+
+    monkeypatch.chdir(tmp_path)
+    words = {
+        "rest": ["model=tiny", "--seq", "128"],
+        "kernels": ["--seq", "128", "--density", "0.3", "--bars", "8", "--heads", "4/2", "--head-dim", "16", "--kernel", "sdpa"],
+    }
+    assert CliRunner().invoke(app, ["profile", command, *words[command], "--repeats", "1", "--out", "mine.json"]).exit_code == 0
+    earlier = (tmp_path / "mine.json").read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.json"]
+    module, name = (rest, "profile_rest") if command == "rest" else (kernels, "profile_kernels")
+    measure = getattr(module, name)
+
+    def stopped(*arguments):
+        def told(time):
+            arguments[-1](time)
+            raise KeyboardInterrupt
+
+        return measure(*arguments[:-1], told)
+
+    monkeypatch.setattr(module, name, stopped)
+    found = CliRunner().invoke(app, ["profile", command, *words[command], "--repeats", "1", "--out", "mine.json"])
+    assert found.exit_code == 130
+    assert "stopped: 1 times are kept in mine.json.partial" in found.output
+    assert (tmp_path / "mine.json").read_bytes() == earlier
+    assert len(json.loads((tmp_path / "mine.json.partial").read_text())["times"]) == 1

@@ -17,6 +17,7 @@ from mtrain_cli.simulation.calibration import LOSS, Measured, RestPoint, load_ca
 from mtrain_cli.simulation.cluster import load_cluster
 from mtrain_cli.simulation.rest import Rest
 from mtrain_cli.simulation.scenario import Outcome, Pairs, Scenario, evaluate, plan_on
+from mtrain_cli.simulation.step import PredictedStep
 from mtrain_cli.training.flops import parameters
 
 LENGTHS = (128, 256, 640)
@@ -96,17 +97,47 @@ def test_a_file_of_times_is_a_calibration(configs, tmp_path):
     assert found.curves == ()
     assert found.rest is not None
     assert found.rest.parts == {FORWARD, BACKWARD, LOSS, INDEX}
-    # In between by what was measured, shorter as the shortest, longer by what a token takes; more heads take longer, fewer no less.
+    # In between by what was measured, shorter as the shortest, longer by what a token takes; more heads make longer what is no launch.
     assert [found.rest.index(n, 4, 1000.0) for n in (1, 150, 402)] == pytest.approx([26500.0, 39000.0, 103500.0])
-    assert [found.rest.index(100, heads, 1000.0) for heads in (2, 12)] == pytest.approx([26500.0, 3 * 26500.0])
-    # A layer by the rows of its tiles, a loss by its tokens; in between by the logarithm, outside as at the end.
-    assert [found.rest.share(FORWARD, size, lambda _: 100.0) for size in (1, 128, 512, 10**6)] == [2560.0, 2560.0, 10240.0, 10240.0]
-    assert found.rest.share(LOSS, 512, lambda _: 1000.0) == pytest.approx((1024 + 4096) / 2)
+    assert [found.rest.index(n, heads, 1000.0) for n, heads in ((100, 12), (150, 12), (150, 2))] == pytest.approx(
+        [26500.0, 64000.0, 39000.0]
+    )
     document = json.loads(path.read_text())
+    float32 = tmp_path / "float32.json"
+    float32.write_text(json.dumps(document | {"dtype": "float16"}))
+    with pytest.raises(ConfigError, match="is of float16, and the other file of float32"):
+        load_calibration(path, float32)
+    early = tmp_path / "early.json"
+    early.write_text(json.dumps(document | {"times": document["times"][:2]}))
+    with pytest.raises(ConfigError, match="holds no times of backward and loss; it was ended too early"):
+        load_calibration(early)
+    # Of the same size in several files the median counts.
+    assert load_calibration(path, path).rest.index(100, 4, 0.0) == 26500.0
     document["times"][0]["ms"] = -1
     path.write_text(json.dumps(document))
     with pytest.raises(ConfigError, match="is damaged"):
         load_calibration(path)
+
+
+def test_shares_are_by_what_is_expected():
+    """1, 100 and 10,000 us expected took 4, 1.5 and 1.2 times as long; the first, then, waited for the host."""
+
+    def measured(*shares: tuple[float, float]) -> Measured:
+        return Measured(tuple(RestPoint(FORWARD, 1, us * share, us, 0.0, 1) for us, share in shares))
+
+    def at(of: Measured, us: float) -> tuple[float, bool]:
+        share, inside = of.share(FORWARD, us, lambda point: point.flop)
+        return pytest.approx(share), inside
+
+    found = measured((100.0, 1.5), (1.0, 4.0), (10_000.0, 1.2))
+    assert [at(found, us) for us in (1.0, 10.0, 100.0, 1000.0, 10_000.0)] == [
+        (4.0, True), (2.75, True), (1.5, True), (1.35, True), (1.2, True),
+    ]  # fmt: skip
+    assert at(found, 0.1) == (40.0, False), "as long as the least"
+    assert at(found, 1e5) == (1.2, False)
+    busy = measured((100.0, 1.3), (10_000.0, 1.2))
+    assert at(busy, 1.0) == (1.3, False), "the GPU took the time"
+    assert at(measured((100.0, 1.0), (100.0, 2.0), (100.0, 4.0)), 100.0) == (2.0, True)
 
 
 def _step(rest: Measured | None, monkeypatch, **more) -> Outcome:
@@ -123,22 +154,47 @@ def test_steps_are_priced_by_what_was_measured(monkeypatch):
     """Parts that take 1.5 times as long as the constants say make the parts of a step so much longer, and no others."""
     flops, bytes_us = H200.gpu.gemm_tflops.value * 1e6, H200.gpu.hbm_gbps.value * 1e3
 
-    def measured(longer: float) -> Measured:
+    def measured(forward: float, backward: float, loss: float) -> Measured:
+        """As much longer as that whatever the size, but for the loss, of which so little was not measured."""
+        longer = {FORWARD: forward, BACKWARD: backward, LOSS: loss}
         return Measured(
-            tuple(RestPoint(part, 1000, longer * (1e9 / flops + 2e6 / bytes_us), 1e9, 2e6, 16) for part in (FORWARD, BACKWARD, LOSS))
+            tuple(
+                RestPoint(part, 1000, more * (size / flops + 1e-3 * size / bytes_us), size, 1e-3 * size, 16)
+                for part, more in longer.items()
+                for size in ((1e9, 1e15) if part != LOSS else (1e15,))
+            )
         )
 
-    by_constants, alike, longer = (_step(rest, monkeypatch).step for rest in (None, measured(1.0), measured(1.5)))
+    def priced(rest: Measured | None) -> PredictedStep:
+        return _step(rest, monkeypatch).step
+
+    by_constants, alike, both, last = (
+        priced(rest) for rest in (None, measured(1.0, 1.0, 1.0), measured(1.5, 2.0, 1.0), measured(1.0, 1.0, 3.0))
+    )
     assert alike.parts == pytest.approx(by_constants.parts)
-    for part in ("matrices", "recomputed"):
-        assert longer.parts[part] == pytest.approx(1.5 * alike.parts[part]), part
-    for part in ("attention", "index", "optimizer", "links"):
-        assert longer.parts[part] == alike.parts[part], part
+    # Of three products of a layer one is of its forward pass; recomputation is in the backward pass.
+    assert both.parts["matrices"] == pytest.approx((1.5 + 2 * 2.0) / 3 * alike.parts["matrices"])
+    assert both.parts["recomputed"] == pytest.approx(2.0 * alike.parts["recomputed"])
+    for part in ("attention", "index", "optimizer", "links", "loss"):
+        assert both.parts[part] == alike.parts[part], part
+    for part in set(alike.parts) - {"loss"}:
+        assert last.parts[part] == pytest.approx(alike.parts[part]), part
     # Copies of weights are no part of it.
-    for part in ("element-wise", "loss"):
-        assert alike.parts[part] < longer.parts[part] < 1.5 * alike.parts[part], part
-    assert alike.seconds.high - alike.seconds.low < by_constants.seconds.high - by_constants.seconds.low
-    assert alike.seconds.low < alike.seconds.value < alike.seconds.high
+    assert 2.5 * alike.parts["loss"] < last.parts["loss"] < 3 * alike.parts["loss"]
+    assert 1.5 * alike.parts["element-wise"] < both.parts["element-wise"] < 2 * alike.parts["element-wise"]
+    # What is as large as what was measured has the bounds of one GPU to another; what is smaller has wider ones.
+    near = priced(replace(measured(1.0, 1.0, 1.0), points=measured(1.0, 1.0, 1.0).points + measured(1.0, 1.0, 1.0).points))
+    assert near.seconds == alike.seconds
+    inside = [point for point in measured(1.0, 1.0, 1.0).points if point.part != LOSS] + [
+        RestPoint(LOSS, 1, size / flops, size, 0.0, 16) for size in (1e9, 1e15)
+    ]
+    narrow = priced(Measured(tuple(inside)))
+    assert narrow.seconds.value == pytest.approx(alike.seconds.value)
+    assert narrow.seconds.low > alike.seconds.low
+    assert narrow.seconds.high < alike.seconds.high
+    assert narrow.seconds.high - narrow.seconds.low < by_constants.seconds.high - by_constants.seconds.low
+    other = replace(measured(1.5, 1.5, 1.5), dtype="float32")
+    assert priced(other).parts == by_constants.parts
 
 
 @pytest.mark.parametrize(("tile_mib", "rows", "size"), [(0, 32768, 32768), (4096, 16384, 16384), (256, 1792, 4096)])
@@ -156,8 +212,8 @@ def test_small_tiles_are_not_taken_for_layers_of_as_few_tokens(tile_mib, rows, s
 def test_an_index_costs_what_was_measured_by_its_heads(monkeypatch):
     points = tuple(RestPoint(INDEX, n, us, 0.0, 0.0, 8) for n, us in ((16384, 5000.0), (49152, 7000.0)))
     found = _step(Measured(points), monkeypatch, bounds=False).attention
-    # 16 heads here, 8 there; of 32K tokens on each of four.
-    assert found.passes[FORWARD].spent["index"] == pytest.approx(2 * 6.0)
+    # 16 heads here, 8 there, whose launches are the same; 32K tokens on each of four.
+    assert found.passes[FORWARD].spent["index"] == pytest.approx(5.0 + 2 * 1.0)
 
 
 def test_times_of_another_gpu_are_none():
@@ -168,6 +224,15 @@ def test_times_of_another_gpu_are_none():
     assert calibration._rest_of("NVIDIA A100-SXM4-40GB", None) is None
     own = replace(h200, device="NVIDIA A100-SXM4-40GB", curves=())
     assert calibration._rest_of("NVIDIA A100-SXM4-40GB", own) is h200.rest
+    # On another GPU they say nothing: what ships stays, and it is said.
+    assert own.rest is not None
+    foreign = replace(own, rest=replace(own.rest, dtype="other"))
+    assert calibration._rest_of("NVIDIA H200", foreign) is h200.rest
+    said = calibration.kernels_for("NVIDIA H200", 989e12, "flash4", "sparse", {"NVIDIA H200": 989e12}, foreign).remarks
+    assert any("measured on NVIDIA A100-SXM4-40GB, which says nothing of NVIDIA H200" in remark for remark in said)
+    assert calibration.used("NVIDIA H200", foreign)["files"] == list(h200.files)
+    # Own kernels without the rest leave the rest that ships.
+    assert calibration._rest_of("NVIDIA H200", replace(h200, rest=None)) is h200.rest
     # A file without kernels leaves those that ship.
     assert calibration.kernels_for("NVIDIA H200", 989e12, "flash4", "sparse", {"NVIDIA H200": 989e12}, replace(h200, curves=())).calibrated
 
