@@ -157,3 +157,12 @@ def test_a_worker_without_a_gpu_of_its_own_is_an_error(default, machine):
     machine(gpus=1, variables=TORCHRUN)
     with pytest.raises(ConfigError, match="worker 1 of this machine has no GPU, only 1 visible"):
         gpu_index(resolve_environment(default))
+
+
+def test_a_hang_in_nccl_ends_soon_after_it_is_found(tmp_path):
+    """PyTorch waits four times as long as for one rank's dump before it ends a process that hangs, and watches its own watchdog."""
+    for timeout_s, heartbeat in ((20.0, "120"), (1800.0, "1800")):
+        found = environment.nccl_variables(tmp_path, timeout_s)
+        assert found["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == heartbeat
+        assert 4 * int(found["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"]) <= 10_000
+        assert found["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == found["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "nccl-rank-")

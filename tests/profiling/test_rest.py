@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import torch
 
 from mtrain_cli.config.compose import compose
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, INDEX
 from mtrain_cli.profiling import rest as measuring
 from mtrain_cli.profiling.rest import RestTime, profile_rest, save_rest
@@ -18,6 +20,7 @@ from mtrain_cli.simulation.cluster import load_cluster
 from mtrain_cli.simulation.rest import Rest
 from mtrain_cli.simulation.scenario import Outcome, Pairs, Scenario, evaluate, plan_on
 from mtrain_cli.simulation.step import PredictedStep
+from mtrain_cli.training.choices import make_choices
 from mtrain_cli.training.flops import parameters
 
 LENGTHS = (128, 256, 640)
@@ -65,6 +68,41 @@ def test_what_is_timed_is_what_is_counted(configs, monkeypatch):
         assert loss + 2 * length * parameters(configs[0].model).embedding == pytest.approx(head.flop), length
         assert forward.flop == 2 * length * parameters(configs[0].model).layer_matmul
         assert index.flop == index.moved == 0
+
+
+def test_times_are_of_one_layer_forward_and_backward(configs, monkeypatch):
+    """By a clock that ticks a second in every forward pass of all layers, and two in their backward pass."""
+
+    class Ticks:
+        def __init__(self, _) -> None:
+            self.at, self.steps = 0.0, itertools.cycle([0.0, 1.0, 2.0])
+
+        def now(self) -> float:
+            self.at += next(self.steps)
+            return self.at
+
+        def seconds(self, began: float, ended: float) -> float:
+            return ended - began
+
+    monkeypatch.setattr(measuring, "Recorder", Ticks)
+    config = replace(configs[0], train=replace(configs[0].train, keep_mlp=True, loss_gradients="recompute"))
+    bench = measuring._Bench(config, make_choices(config, resolve_environment(config)), torch.device("cpu"))
+    layers = len(bench.decoder.layers)
+    assert layers > 1
+    assert bench.layer(128, 3) == pytest.approx((1e3 / layers, 2e3 / layers))
+    assert all(layer.keep_mlp for layer in bench.decoder.layers)
+    assert bench.decoder.recompute_logits
+
+
+def test_every_estimate_of_an_index_is_made_anew(configs, monkeypatch):
+    from mtrain_cli.sparsity.vertical_slash import VerticalSlashPattern
+
+    made = []
+    estimate = VerticalSlashPattern.estimate
+    monkeypatch.setattr(VerticalSlashPattern, "estimate", lambda *arguments: made.append(1) or estimate(*arguments))
+    config = configs[0]
+    measuring._Bench(config, make_choices(config, resolve_environment(config)), torch.device("cpu")).index(128, 3)
+    assert len(made) == 2 + 3
 
 
 def test_a_layer_is_told_by_the_rows_of_its_tiles(configs, monkeypatch):
