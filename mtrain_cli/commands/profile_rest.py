@@ -38,7 +38,8 @@ def rest(
 ) -> None:
     """Time what a training step computes beside attention: layers without it, the loss, the estimate of an index, on one device.
 
-    `mtrain simulate --calibration FILE` takes these times in place of the constants of the cluster, for any number of workers.
+    `mtrain simulate --calibration FILE` takes these times in place of the constants of the cluster, for any number of workers. Whole steps
+    are predicted of GPUs only.
 
     [bold]Examples[/bold]
 

@@ -19,6 +19,13 @@ def _of_index(value: float, note: str) -> Constant:
 CONSTANTS: dict[str, Constant] = {
     "rest.eager": rest.EAGER,
     "rest.launches": rest.LAUNCHES,
+    **{
+        f"rest.{name}": Constant(1.0, "guess", note, by_bound[calibration.LOW], by_bound[calibration.HIGH])
+        for name, by_bound, note in (
+            ("measured", rest.MEASURED, "what was measured beside attention, on another such GPU and under load"),
+            ("beyond", rest.BEYOND, "the same where a layer of another size was measured"),
+        )
+    },
     **{f"costs.launches.{name}": _fixed(number, "kernels, counted roughly in the code") for name, number in costs.LAUNCHES.items()},
     "costs.index_alone_us": _of_index(costs.INDEX_ALONE_US, "an index on one GPU, whatever the length"),
     "costs.index_per_token_us": _of_index(costs.INDEX_PER_TOKEN_US, "each token of a GPU; by heads, elsewhere by bandwidth of memory"),
