@@ -153,9 +153,8 @@ def mtrain(
 
 app.command("train")(train.train)
 app.command("status")(status.status)
-assert (
-    profile_links.app is profile_rest.app is profile_what_if.app is profile_imbalance.app
-)  # all add their command to that of commands/profile.py
+# All add their command to that of commands/profile.py.
+assert profile_links.app is profile_rest.app is profile_what_if.app is profile_imbalance.app
 app.add_typer(profile_imbalance.app, name="profile")
 app.command("simulate")(simulate.simulate)
 app.command("report")(report.report)

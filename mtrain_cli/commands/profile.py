@@ -8,9 +8,9 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -167,12 +167,12 @@ def _is_sparsity_file(out: Path) -> bool:
     return names >= {field.name for field in dataclasses.fields(HeadRecord)}
 
 
-def _is_calibration(out: Path) -> bool:
+def is_calibration(out: Path, kind: str = "kernels") -> bool:
     try:
         document = json.loads(out.read_text(encoding="utf-8"))
     except ValueError:
         return False
-    return isinstance(document, dict) and document.get("kind") == "kernels" and "schema" in document
+    return isinstance(document, dict) and document.get("kind") == kind and "schema" in document
 
 
 def check_out(out: Path, is_own: Callable[[Path], bool], what: str) -> str:
@@ -219,20 +219,29 @@ def within_memory() -> Iterator[None]:
         ) from error
 
 
-def partial(out: Path) -> Path:
-    """Where times are kept until all are there: an earlier file stays as it is."""
-    return out.with_name(f"{out.name}.partial")
-
-
 @contextlib.contextmanager
-def told_if_stopped(out: Path | None, so_far: Sequence[object]) -> Iterator[None]:
-    """Says where the times are that were taken before Ctrl-C."""
+def kept_beside(out: Path | None, save: Callable[[list[Any], Path], None]) -> Iterator[Callable[[Any], None]]:
+    """For times as they are taken: each is saved at once beside ``out``, whose place they take when all are there. Until then an earlier
+    file stays, and what ends the measurement before says where they are. out: None keeps nothing.
+    """
+    so_far: list[Any] = []
+    draft = None if out is None else out.with_name(f"{out.name}.partial")
+
+    def keep(time: Any) -> None:
+        so_far.append(time)
+        if draft is not None:
+            with writing(draft):
+                save(so_far, draft)
+
     try:
-        yield
-    except KeyboardInterrupt:
-        if out is not None and so_far:
-            print(f"stopped: {len(so_far)} times are kept in {partial(out)}", file=sys.stderr)
+        yield keep
+    except BaseException:
+        if draft is not None and so_far:
+            print(f"stopped: {len(so_far)} times are kept in {draft}", file=sys.stderr)
         raise
+    if draft is not None and out is not None:
+        with writing(out):
+            draft.replace(out)
 
 
 @contextlib.contextmanager
@@ -347,28 +356,22 @@ def kernels(
     absent = [(name, reason) for name, reason, everywhere in missing(cases, names, dtype, device) if everywhere]
     if names and {name for name, _ in absent} >= set(names):
         raise ConfigError(*(f"--kernel {name}: {reason}" for name, reason in absent))
-    replaced = "" if out is None else check_out(out, _is_calibration, "calibration")
+    replaced = "" if out is None else check_out(out, is_calibration, "calibration")
     console = Console(highlight=False, soft_wrap=True)
     width = limit(console)
     narrow = width is not None and width < _WIDTH
     console.print(_NARROW_HEADER if narrow else _HEADER)
-    so_far: list[KernelTime] = []
+    command = " ".join(["mtrain", *sys.argv[1:]])
+    with within_memory(), kept_beside(out, lambda times, file: save_calibration(times, file, command, dtype, device)) as keep:
 
-    def kept(found: KernelTime) -> None:
-        so_far.append(found)
-        if out is not None:
-            with writing(out):
-                save_calibration(so_far, partial(out), " ".join(["mtrain", *sys.argv[1:]]), dtype, device)
+        def whole_one(found: KernelTime) -> None:
+            console.print(_line(found, narrow))
+            keep(found)
 
-    def whole_one(found: KernelTime) -> None:
-        console.print(_line(found, narrow))
-        kept(found)
+        def share_of_one(found: KernelTime) -> None:
+            console.print(_line(found, narrow) + (_NEXT if narrow else "  ") + f"1/{found.workers} {found.what}")
+            keep(found)
 
-    def share_of_one(found: KernelTime) -> None:
-        console.print(_line(found, narrow) + (_NEXT if narrow else "  ") + f"1/{found.workers} {found.what}")
-        kept(found)
-
-    with within_memory(), told_if_stopped(out, so_far):
         times = profile_kernels(cases if whole else [], names, dtype, device, repeats, whole_one)
         if of_so_many:
             from mtrain_cli.profiling.shares import profile_shares
@@ -379,8 +382,6 @@ def kernels(
     for name, reason, everywhere in missing(cases, names, dtype, device):
         console.print(f"{name}: {reason}" + ("" if everywhere else " (some of the shapes)"))
     if out is not None:
-        with writing(out):
-            partial(out).replace(out)
         console.print(f"{len(times)} times in {out}{replaced}")
 
 

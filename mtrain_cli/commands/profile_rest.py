@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mtrain_cli.commands.completion import complete_overrides
-from mtrain_cli.commands.profile import app, check_out, numbers, partial, told_if_stopped, within_memory, writing
+from mtrain_cli.commands.profile import app, check_out, is_calibration, kept_beside, numbers, within_memory
 from mtrain_cli.config.schema import Config, ConfigError
 
 if TYPE_CHECKING:
@@ -54,35 +53,31 @@ def rest(
     from rich.console import Console
 
     from mtrain_cli.config.sizes import parse_size
+    from mtrain_cli.launch.environment import resolve_environment
     from mtrain_cli.profiling.rest import profile_rest, save_rest
+    from mtrain_cli.simulation.calibration import REST_FILE
 
     words = list(overrides or ())
-    device = "cuda" if torch.cuda.is_available() and "topology.device=cpu" not in words else "cpu"
+    device = resolve_environment(_alone(words, 1024)).device
     lengths = numbers("--seq", ("1k,4k,16k,64k" if device == "cuda" else "256,1k,4k") if seq == "auto" else seq, parse_size)
     configs = [_alone(words, length) for length in dict.fromkeys(lengths)]
     if threads is not None:
         if device == "cuda":
             raise ConfigError(f"--threads {threads}: is for CPUs; leave it out")
         torch.set_num_threads(threads)
-    replaced = "" if out is None else check_out(out, _is_own, "calibration")
+    replaced = "" if out is None else check_out(out, lambda file: is_calibration(file, REST_FILE), "calibration")
     console = Console(highlight=False, soft_wrap=True)
     console.print(_HEADER)
-    so_far: list[RestTime] = []
+    command = " ".join(["mtrain", *sys.argv[1:]])
+    with within_memory(), kept_beside(out, lambda times, file: save_rest(times, file, command, configs[0], device)) as keep:
 
-    def found(time: RestTime) -> None:
-        """Shown and kept at once: what comes later may not fit, or be stopped."""
-        console.print(_line(time))
-        so_far.append(time)
-        if out is not None:
-            with writing(out):
-                save_rest(so_far, partial(out), " ".join(["mtrain", *sys.argv[1:]]), configs[0], device)
+        def found(time: RestTime) -> None:
+            console.print(_line(time))
+            keep(time)
 
-    with within_memory(), told_if_stopped(out, so_far):
         times = profile_rest(configs, repeats, found)
     console.print("TF: TFLOP/s of the matrix products; backward with what is computed again; all without attention and messages")
     if out is not None:
-        with writing(out):
-            partial(out).replace(out)
         console.print(f"{len(times)} times in {out}{replaced}")
 
 
@@ -99,16 +94,6 @@ def _alone(words: list[str], length: int) -> Config:
     if config.train.memory == "auto":
         raise ConfigError("train.memory=auto: what it chooses depends on the number of workers; give the settings to time")
     return dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=min(config.model.num_layers, LAYERS)))
-
-
-def _is_own(out: Path) -> bool:
-    from mtrain_cli.simulation.calibration import REST_FILE
-
-    try:
-        document = json.loads(out.read_text(encoding="utf-8"))
-    except ValueError:
-        return False
-    return isinstance(document, dict) and document.get("kind") == REST_FILE
 
 
 _HEADER = f"{'part':<10} {'tokens':>8} {'a tile':>8} {'ms':>10} {'TF':>7}"

@@ -210,9 +210,10 @@ def fitting(found: Plan) -> Text:
         workers = found.environment.local_workers
         share = found.host_bytes / host_memory()
         percent = f"{share:.0%}" if share >= 0.01 else "less than 1%"
-        them = f"{workers} of them" if workers > 1 else "it"
-        them += ", each with what a checkpoint takes while it is written," if found.memory.host_peak else ""
-        return Text(f"{word}: {them} {'are' if workers > 1 else 'is'} {percent} of {size(host_memory())}", style=style)
+        # The bytes before it are without what a checkpoint takes while it is written; 80 columns hold both.
+        saving = ", saving," if found.memory.host_peak else " of them"
+        them = f"{workers}{saving} take " if workers > 1 else "saving, it takes " if found.memory.host_peak else ""
+        return Text(f"{word}: {them}{percent} of {size(host_memory())}", style=style)
     if found.capacity is not None:
         share = found.memory.total / found.capacity
         return Text(f"{word}: {share:.0%} of the {size(found.capacity)} of {found.gpu or 'a GPU'}", style=style)

@@ -315,6 +315,20 @@ def test_the_command_prints_a_plan_and_writes_nothing(tmp_path):
 
 @without_gpu
 @pytest.mark.usefixtures("with_24_gib")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["model=qwen3b", "seq=512k", "topology.workers=2"], r"total +191\.40 GiB  does not fit: 2, saving, take \d+% of 24\.00 GiB"),
+        (["topology.workers=2"], r"total +\d\d\.\d MiB  fits: 2, saving, take less than 1% of 24\.00 GiB"),
+        (["topology.workers=1", "train.checkpoint_at_end=false", "train.checkpoint_every=0"], r"total +\S+ MiB  fits: less than 1% of"),
+    ],
+)
+def test_the_total_of_cpu_workers_stays_whole_on_80_columns(words, said):
+    assert re.search(said, text(dry_run(compose([*words, "topology.device=cpu"])), 80))
+
+
+@without_gpu
+@pytest.mark.usefixtures("with_24_gib")
 def test_fewer_workers_are_proposed_where_so_many_are_too_much_for_a_cpu():
     words = ["model=qwen0.5b", "seq=16k", "topology.device=cpu", "train.activation_checkpoint=full"]
     helps = " ".join(text(dry_run(compose([*words, "topology.workers=33"])), 1000).split())
