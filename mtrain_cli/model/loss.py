@@ -144,38 +144,74 @@ def _row_losses(
 
     Overwrites ``logits_RV``, and returns it where its dtype is the one asked for.
     """
-    ignored_R1 = (labels_R == IGNORED)[:, None]
-    inside_R1 = ((labels_R >= 0) & (labels_R < logits_RV.shape[1]))[:, None]
-    label_R1 = torch.where(inside_R1, labels_R[:, None], 0)
+    label_R1 = _columns_of(labels_R, logits_RV.shape[1])
     highest_R1 = logits_RV.amax(dim=1, keepdim=True)
     exponentials_RV = logits_RV.sub_(highest_R1)
     label_logit_R1 = exponentials_RV.gather(1, label_R1)
-    exponentials_RV.exp_()
-    sum_R1 = exponentials_RV.sum(dim=1, keepdim=True)
-    loss_R1 = torch.where(ignored_R1, 0.0, torch.where(inside_R1, sum_R1.log() - label_logit_R1, torch.nan))
-    total_R1, weight_R1 = loss_R1, None
-    if z_loss:
-        logsumexp_R1 = sum_R1.log() + highest_R1
-        total_R1 = loss_R1 + torch.where(ignored_R1, 0.0, z_loss * logsumexp_R1.square())
-        weight_R1 = 1.0 + 2.0 * z_loss * logsumexp_R1
+    sum_R1 = exponentials_RV.exp_().sum(dim=1, keepdim=True)
+    row = _row_terms(labels_R, logits_RV.shape[1], highest_R1, sum_R1, label_logit_R1, scale, z_loss)
     if gradient_dtype is None:
-        return loss_R1[:, 0], total_R1[:, 0], exponentials_RV
+        return row.loss_R, row.total_R, exponentials_RV
+    gradient_RV = exponentials_RV if gradient_dtype == logits_RV.dtype else torch.empty_like(logits_RV, dtype=gradient_dtype)
+    torch.mul(exponentials_RV, row.factor_R1, out=gradient_RV)
+    return row.loss_R, row.total_R, gradient_RV.scatter_(1, label_R1, row.label_gradient_R1.to(gradient_dtype))
+
+
+def _row_losses_apart(
+    logits_RV: Tensor, labels_R: Tensor, scale: Tensor, gradient_dtype: torch.dtype | None, z_loss: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_row_losses` for a compiler: exponentials are computed twice and never written. What overwrites its input becomes, once compiled, a
+    tensor of its own; this makes the gradient alone.
+    """
+    label_R1 = _columns_of(labels_R, logits_RV.shape[1])
+    highest_R1 = logits_RV.amax(dim=1, keepdim=True)
+    exponentials_RV = (logits_RV - highest_R1).exp()
+    sum_R1 = exponentials_RV.sum(dim=1, keepdim=True)
+    row = _row_terms(labels_R, logits_RV.shape[1], highest_R1, sum_R1, logits_RV.gather(1, label_R1) - highest_R1, scale, z_loss)
+    if gradient_dtype is None:
+        return row.loss_R, row.total_R, logits_RV[:0]
+    is_label_RV = torch.arange(logits_RV.shape[1], device=logits_RV.device) == label_R1
+    gradient_RV = torch.where(is_label_RV, row.label_gradient_R1, exponentials_RV * row.factor_R1).to(gradient_dtype)
+    return row.loss_R, row.total_R, gradient_RV
+
+
+@dataclass(frozen=True)
+class _RowTerms:
+    """Of every row: its loss, that with the z-loss, what its exponentials are multiplied by in the gradient, and the label's gradient."""
+
+    loss_R: Tensor
+    total_R: Tensor
+    factor_R1: Tensor
+    label_gradient_R1: Tensor
+
+
+def _row_terms(
+    labels_R: Tensor, vocab_size: int, highest_R1: Tensor, sum_R1: Tensor, label_logit_R1: Tensor, scale: Tensor, z_loss: float
+) -> _RowTerms:
+    """highest, sum: of logits, and of exp(logit - highest). label_logit: above the highest."""
+    ignored_R1 = (labels_R == IGNORED)[:, None]
+    inside_R1 = ((labels_R >= 0) & (labels_R < vocab_size))[:, None]
+    loss_R1 = torch.where(ignored_R1, 0.0, torch.where(inside_R1, sum_R1.log() - label_logit_R1, torch.nan))
     factor_R1 = torch.where(ignored_R1, 0.0, torch.where(inside_R1, scale / sum_R1, torch.nan))
     # The label's own: (softmax - one_hot) * sum, in full precision; rounding a probability near 1 first would lose the whole difference.
-    label_exponential_R1 = exponentials_RV.gather(1, label_R1)
-    if weight_R1 is not None:
-        label_exponential_R1 = label_exponential_R1 * weight_R1
-    label_gradient_R1 = (label_exponential_R1 - sum_R1) * factor_R1
-    if weight_R1 is not None:
-        factor_R1 = factor_R1 * weight_R1
-    gradient_RV = exponentials_RV if gradient_dtype == logits_RV.dtype else torch.empty_like(logits_RV, dtype=gradient_dtype)
-    torch.mul(exponentials_RV, factor_R1, out=gradient_RV)
-    return loss_R1[:, 0], total_R1[:, 0], gradient_RV.scatter_(1, label_R1, label_gradient_R1.to(gradient_dtype))
+    label_exponential_R1 = label_logit_R1.exp()
+    if not z_loss:
+        return _RowTerms(loss_R1[:, 0], loss_R1[:, 0], factor_R1, (label_exponential_R1 - sum_R1) * factor_R1)
+    logsumexp_R1 = sum_R1.log() + highest_R1
+    total_R1 = loss_R1 + torch.where(ignored_R1, 0.0, z_loss * logsumexp_R1.square())
+    weight_R1 = 1.0 + 2.0 * z_loss * logsumexp_R1
+    label_gradient_R1 = (label_exponential_R1 * weight_R1 - sum_R1) * factor_R1
+    return _RowTerms(loss_R1[:, 0], total_R1[:, 0], factor_R1 * weight_R1, label_gradient_R1)
+
+
+def _columns_of(labels_R: Tensor, vocab_size: int) -> Tensor:
+    """Where a row's label stands; the first column for a row that has none."""
+    return torch.where((labels_R >= 0) & (labels_R < vocab_size), labels_R, 0)[:, None]
 
 
 @cache
 def _compiled_row_losses() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    return torch.compile(_row_losses, dynamic=False)
+    return torch.compile(_row_losses_apart, dynamic=False)
 
 
 def accumulation(dtype: torch.dtype) -> torch.dtype:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mtrain_cli.model import loss as loss_module
 from mtrain_cli.model.loss import fused_linear_cross_entropy, with_z_loss
 
 VOCAB, HIDDEN, ROWS = 50, 16, 37
@@ -62,6 +63,22 @@ def test_z_loss_is_the_squared_logsumexp_of_rows_that_count(recompute, chunk_row
     expected = torch.autograd.grad((plain_loss + 1e-2 * squares) * 3, (x, weight))
     for ours, theirs in zip(torch.autograd.grad(total * 3, (x, weight)), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("z_loss", [0.0, 0.07])
+def test_what_a_compiler_gets_equals_what_overwrites_logits(dtype, z_loss, monkeypatch):
+    monkeypatch.setattr(loss_module, "_compiled_row_losses", lambda: loss_module._row_losses_apart)
+    x, weight, labels = problem(dtype)
+    found = []
+    for compile in (False, True):
+        total, loss = with_z_loss(x, weight, labels, 4 * VOCAB * 5, 0.25, z_loss, compile=compile)
+        found.append((total, loss, *torch.autograd.grad(total, (x, weight))))
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5 if dtype == torch.float32 else 2**-7
+    for compiled, plain_one in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, plain_one, rtol=tolerance, atol=tolerance)
+    with torch.no_grad():
+        torch.testing.assert_close(with_z_loss(x, weight, labels, 4 * VOCAB * 5, 0.25, z_loss, compile=True)[0], found[0][0].detach())
 
 
 def test_gradients_by_recomputation_are_those_formed_in_forward():
@@ -186,6 +203,22 @@ def test_cuda_bfloat16_equals_float32_arithmetic_on_the_same_numbers(compile):
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     for ours, theirs in zip(torch.autograd.grad(loss, (x, weight)), torch.autograd.grad(expected, (x, weight)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=2**-7 * theirs.abs().max().item())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_compiled_code_makes_no_tensor_of_the_logits_size_but_their_gradient():
+    rows, vocab_size = 512, 50_000
+    x = torch.randn(rows, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(vocab_size, 64, device="cuda", dtype=torch.bfloat16)
+    labels = torch.randint(vocab_size, (rows,), device="cuda")
+    logits = 4 * rows * vocab_size
+    for measured in (False, True):  # the first one compiles
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        fused_linear_cross_entropy(x, weight, labels, logits, 1.0, compile=True)
+        if measured:
+            assert 1.5 * logits <= torch.cuda.max_memory_allocated() - before < 1.6 * logits
 
 
 @pytest.mark.gpu
