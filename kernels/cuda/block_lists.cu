@@ -10,10 +10,10 @@ extern "C" __global__ void block_lists(
     const int* __restrict__ first_min,           // [batch, blocks] smallest and largest first visible position of a query block
     const int* __restrict__ first_max,
     int* __restrict__ partial_count,             // [batch * heads, rows]
-    int* __restrict__ partial,                   // [batch * heads, rows, width]
+    int* __restrict__ partial,                   // [batch * heads, rows, partial_width]
     int* __restrict__ full_count,
-    int* __restrict__ full,
-    int heads, int blocks, int block, int held, int queries, int keys, int width, int bitmap, int transposed)
+    int* __restrict__ full,                      // [batch * heads, rows, full_width]
+    int heads, int blocks, int block, int held, int queries, int keys, int partial_width, int full_width, int bitmap, int transposed)
 {
     const int lane = threadIdx.x & 31;
     const int rows = transposed ? keys : queries;
@@ -25,8 +25,8 @@ extern "C" __global__ void block_lists(
     const int* high = first_max + (bh / heads) * blocks;
     const unsigned char* mine = chosen + bh * blocks * (bitmap ? (long long)held : 1LL);
     const int own = transposed ? key_blocks[row] : query_blocks[row];
-    int* partial_row = partial + (bh * rows + row) * (long long)width;
-    int* full_row = full + (bh * rows + row) * (long long)width;
+    int* partial_row = partial + (bh * rows + row) * (long long)partial_width;
+    int* full_row = full + (bh * rows + row) * (long long)full_width;
     int partials = 0, fulls = 0;
     for (int begin = 0; begin < others; begin += 32) {
         const int n = begin + lane;
@@ -43,6 +43,8 @@ extern "C" __global__ void block_lists(
         const unsigned is_full = __ballot_sync(0xffffffffu, touched && whole);
         const unsigned is_partial = __ballot_sync(0xffffffffu, touched && !whole);
         const unsigned below = (1u << lane) - 1u;
+        // An index that has more than it says: rather an error than a block left out, or memory of others overwritten.
+        if (fulls + __popc(is_full) > full_width || partials + __popc(is_partial) > partial_width) __trap();
         if (touched && whole) full_row[fulls + __popc(is_full & below)] = n;
         if (touched && !whole) partial_row[partials + __popc(is_partial & below)] = n;
         fulls += __popc(is_full);

@@ -17,9 +17,7 @@ def index_lists(tiles: Tiles, transposed: bool) -> dict[str, torch.Tensor]:
     Counts int32 [batch, heads, rows] and ascending local block numbers int32 [batch, heads, rows, width] under ``partial`` and ``full``,
     with ``_count``. In a full block every row of queries sees every key. Entries beyond the count hold anything.
 
-    width is the number of blocks of the other side: how many a row lists at most is known to the device alone, and asking would wait for
-    it. So both lists take 8 bytes for each pair of blocks of every head while the call runs, which `training.memory` counts: 16 GiB at 1M
-    tokens and 32 heads on one worker.
+    width is the most that a row can list, as far as the host knows (`list_widths`).
     """
     index, geometry = tiles.index, tiles.geometry
     assert index is not None
@@ -27,6 +25,7 @@ def index_lists(tiles: Tiles, transposed: bool) -> dict[str, torch.Tensor]:
     batch, heads = index.heads
     queries, keys = geometry.query_blocks.numel(), geometry.key_blocks.numel()
     rows, others = (keys, queries) if transposed else (queries, keys)
+    widths = list_widths(others, index.most if isinstance(index, VerticalSlash) else 0, geometry.plain)
     device = geometry.first.device
     if cuda_kernels_usable(geometry.first):
         from mtrain_cli.kernels.cuda.launch import launch
@@ -35,14 +34,13 @@ def index_lists(tiles: Tiles, transposed: bool) -> dict[str, torch.Tensor]:
         chosen = (index.bits if isinstance(index, BlockBitmap) else _slashes(index)).contiguous()
         # Diagonals have no rows, so that any address stands in for the rows' numbers.
         slots, held = (index.slots, len(index.rows)) if isinstance(index, BlockBitmap) else (geometry.query_slot, 1)
-        width = max(2, others)  # a list width of 1 breaks the stride check of FlashAttention-4 4.0.0b36
-        counts = [torch.empty(batch, heads, rows, dtype=torch.int32, device=device) for _ in range(2)]
-        lists = [torch.empty(batch, heads, rows, width, dtype=torch.int32, device=device) for _ in range(2)]
+        counts = [torch.empty(batch, heads, rows, dtype=torch.int32, device=device) for _ in widths]
+        lists = [torch.empty(batch, heads, rows, width, dtype=torch.int32, device=device) for width in widths]
         launch(
             "block_lists", "block_lists", (-(-rows // _WARPS), batch * heads), 32 * _WARPS,
             chosen, slots, geometry.query_blocks, geometry.key_blocks, geometry.first_min, geometry.first_max,
             counts[0], lists[0], counts[1], lists[1],
-            heads, index.blocks, index.block, held, queries, keys, width, bitmap, transposed,
+            heads, index.blocks, index.block, held, queries, keys, *widths, bitmap, transposed,
         )  # fmt: skip
         return {"partial_count": counts[0], "partial": lists[0], "full_count": counts[1], "full": lists[1]}
     q, k = geometry.query_blocks.long(), geometry.key_blocks.long()
@@ -50,12 +48,23 @@ def index_lists(tiles: Tiles, transposed: bool) -> dict[str, torch.Tensor]:
     whole = touched & (k < q[:, None]) & (k * index.block >= geometry.first_max[:, q][..., None])
     active = index.chosen(q, k) & touched[:, None]
     result: dict[str, torch.Tensor] = {}
-    for name, blocks in (("partial", active & ~whole[:, None]), ("full", active & whole[:, None])):
+    for name, blocks, width in zip(("partial", "full"), (active & ~whole[:, None], active & whole[:, None]), widths, strict=True):
         blocks = blocks.transpose(-1, -2) if transposed else blocks
         lists_of_name, upto = ordered_lines(blocks)
-        result[name] = torch.nn.functional.pad(lists_of_name, (0, max(0, 2 - others)))
+        assert int(upto[..., -1].max()) <= width, "an index lists no more than it says"
+        result[name] = torch.nn.functional.pad(lists_of_name, (0, width - others))  # or cut
         result[name + "_count"] = upto[..., -1].contiguous()
     return result
+
+
+def list_widths(others: int, most_diagonals: int, plain: bool) -> tuple[int, int]:
+    """Widths of the partial and the full list of a row, of ``others`` blocks: a diagonal gives a row one block, and a mask that is causal
+    alone (plain) cuts none but that of the row itself. most_diagonals: 0 where a bitmap, or the device, knows how many there are: lists of
+    all blocks then take 8 bytes for each pair of blocks of every head, 16 GiB at 1M tokens and 32 heads on one worker.
+    """
+    # A width of 1 breaks the stride check of FlashAttention-4 4.0.0b36.
+    full = max(2, min(others, most_diagonals or others))
+    return 2 if plain else full, full
 
 
 def _slashes(index: object) -> torch.Tensor:

@@ -112,7 +112,9 @@ def load_index(path: Path, device: torch.device | str = "cpu") -> Index:
     foreign = (ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error)
     try:
         with np.load(path) as file:
-            values = {name: torch.from_numpy(file[name]).to(device) for name in file.files if name not in ("kind", "block", "blocks")}
+            values: dict[str, Any] = {
+                name: torch.from_numpy(file[name]).to(device) for name in file.files if name not in ("kind", "block", "blocks")
+            }
             return kinds[str(file["kind"])](int(file["block"]), int(file["blocks"]), **values)
     except foreign as error:
         raise ValueError(f"{path}: holds no index of mtrain.") from error
@@ -179,10 +181,12 @@ class VerticalSlash(Index):
     """slashes: bool [batch, heads, blocks], block diagonals: query block i computes key block i - d for every d that is set.
 
     bars: int32 [batch, heads, width], single key columns that every later query computes.
+    most: no head has more diagonals, as far as the host knows without asking the device; 0: it does not know.
     """
 
     slashes: torch.Tensor
     bars: torch.Tensor
+    most: int = 0
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -198,7 +202,8 @@ class VerticalSlash(Index):
         assert all((i.block, i.blocks) == (first.block, first.blocks) for i in indices)
         width, none = max(i.bars.shape[-1] for i in indices), first.blocks * first.block
         bars = [torch.nn.functional.pad(i.bars, (0, w), value=none) if (w := width - i.bars.shape[-1]) else i.bars for i in indices]
-        return replace(first, slashes=torch.cat([i.slashes for i in indices], 1), bars=torch.cat(bars, 1))
+        most = max(i.most for i in indices) if all(i.most for i in indices) else 0
+        return replace(first, slashes=torch.cat([i.slashes for i in indices], 1), bars=torch.cat(bars, 1), most=most)
 
     def without_columns(self) -> VerticalSlash:
         """Its block diagonals alone."""

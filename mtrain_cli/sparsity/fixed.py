@@ -88,4 +88,4 @@ def fixed_index(
             on[b, h, drawn[: max(1, wanted)]] = True
             count = min(bars, seq)
             columns[b, h, :count] = np.sort(rng.permutation(seq)[:count])
-    return VerticalSlash(block, blocks, torch.from_numpy(on), torch.from_numpy(columns))
+    return VerticalSlash(block, blocks, torch.from_numpy(on), torch.from_numpy(columns), int(on.sum(-1).max()))

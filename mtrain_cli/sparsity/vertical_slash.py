@@ -119,7 +119,7 @@ class VerticalSlashPattern:
         bars = self._bars(vertical, masked)
         if group > 1:
             slashes, bars = (t.repeat_interleave(group, 1) for t in (slashes, bars))
-        return VerticalSlash(self.block, masked.geometry.blocks, slashes, bars)
+        return VerticalSlash(self.block, masked.geometry.blocks, slashes, bars, self.max_slashes)
 
     def mass(self, q: torch.Tensor, k: torch.Tensor, masked: Masked) -> list[torch.Tensor]:
         """Probed attention, q [batch, tokens, heads, head_dim], k [batch, tokens, kv_heads, head_dim] of this worker.

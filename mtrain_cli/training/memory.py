@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from mtrain_cli.attention.bars import COLUMN_TILE
-from mtrain_cli.config.schema import Config, ModelConfig
+from mtrain_cli.attention.block_lists import list_widths
+from mtrain_cli.config.schema import Config, ModelConfig, SparsityConfig
 from mtrain_cli.model.tiling import layers_with_products, tile_rows
 from mtrain_cli.parallel.layout import Layout, early_queries
 from mtrain_cli.parallel.offload import block_sizes, layers_on_host
@@ -56,7 +57,7 @@ class Moment:
     exchange: keys, values and their gradients on the way to and from other workers, and the kernel's own buffers; with N = cp T keys,
         all_gather holds 2 e N K of keys and values, as much of gradients, and 8 N K while these are packed; a ring holds a few
         shards of keys and of float32 gradients, most of them from step to step (see `exchange_in_backward`, `kernel_backward`).
-    loss: float32 logits of one chunk (twice where they are compiled) and their gradient in the compute dtype, float32 gradient 4 V C of
+    loss: float32 logits of one chunk and their gradient in the compute dtype, float32 gradient 4 V C of
         the LM head, and 3 e C T: final hidden states before and after their norm, and their gradient.
     inputs: tokens, positions, labels (int64), cosine and sine (float32).
     """
@@ -124,8 +125,7 @@ def estimate_memory(
 
     layout: of a context group, ``layout.workers`` = cp. kernel: a name, not ``auto``. dtype_bytes: of the compute dtype.
     """
-    compiled = cuda and config.train.compile != False  # noqa: E712 - auto compiles on GPUs
-    step = _Step(config, workers, layout, exchange, kernel, dtype_bytes, compiled)
+    step = _Step(config, workers, layout, exchange, kernel, dtype_bytes)
     communicators = 0 if workers == 1 else 1 + (exchange.communicators if layout.workers > 1 else 0)
     reserve = CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES if cuda else 0
     states = step.states
@@ -135,11 +135,8 @@ def estimate_memory(
 class _Step:
     """The sizes of one training step, and its moments."""
 
-    def __init__(
-        self, config: Config, workers: int, layout: Layout, exchange: ExchangeChoice, kernel: str, e: int, compiled: bool = False
-    ) -> None:
+    def __init__(self, config: Config, workers: int, layout: Layout, exchange: ExchangeChoice, kernel: str, e: int) -> None:
         model = config.model
-        self.compiled = compiled
         self.model, self.train, self.layout, self.exchange, self.kernel, self.e = model, config.train, layout, exchange, kernel, e
         self.workers = workers
         self.tokens = layout.tokens_per_worker * config.train.micro_batch
@@ -217,9 +214,7 @@ class _Step:
         """Every layer's activations, the last gathered buffer, and the loss: a chunk, or the LM head's gradient in both dtypes."""
         rows = max(1, min(self.tokens, (self.train.loss_chunk_mib * MIB) // (4 * self.model.vocab_size)))
         second = 0 if self.e == 4 else self.e  # in float32 the gradient of the logits takes their place
-        # What overwrites logits makes a tensor as large once it is compiled: 2.2 GiB above the rest were measured, with chunks of 2 GiB.
-        again = 4 if self.compiled and second else 0
-        chunk, converted = (4 + again + second) * rows * self.model.vocab_size, second * self.head
+        chunk, converted = (4 + second) * rows * self.model.vocab_size, second * self.head
         return self.moment(
             "loss",
             gradients=self.states.gradients(0),
@@ -389,8 +384,12 @@ class _Step:
         # After the kernel the gathered keys and values are gone; dk and dv are packed into one float32 message, of which a part returns.
         packing = 4 * keys + max(grad * keys // 2 if pieces or self.layout.name in ("zigzag", "striped") else 0, 4 * keys // ranks)
         if how.chunks > 1:
-            # One part is computed while the next one comes and the gradients of the one before leave.
-            return e * queries + (grad * keys + 2 * e * keys + packing) // how.chunks + 4 * keys // how.chunks + buffers
+            # The last part of the heads: dq of all; q, out, dout of the part copied, its keys twice (message, and in order), the kernel's
+            # buffers, dk and dv, while the gradients of the part before leave; or then all dq side by side with what they are joined from.
+            copied, leaving = 3 * e * queries // how.chunks, 4 * keys // how.chunks
+            computing = (2 * e * keys + buffers + grad * keys) // how.chunks + leaving
+            joining = e * queries + leaving + 4 * keys // (how.chunks * ranks)
+            return e * queries + copied + max(computing, joining, packing // how.chunks + leaving)
         return e * queries + grad * keys + max(e * keys + buffers, packing)
 
 
@@ -402,7 +401,7 @@ class IndexShape:
     diagonals. kept: bytes. counted: bytes that a micro-batch holds to count bitmaps by. columns: numbers of packed columns, over heads and
     sequences, filled up to tiles; without a bound in the configuration every token may be one. ways: the heads of a call are divided among
     so many ranks, each with the tokens of all of them. rings: keys circulate. gathered: columns are gathered once and kept from forward to
-    backward.
+    backward. diagonals: that a head has at most, 0 = any number.
     """
 
     sequences: int
@@ -416,6 +415,7 @@ class IndexShape:
     ways: int
     rings: bool
     gathered: bool
+    diagonals: int = 0
 
     @staticmethod
     def make(config: Config, pattern: Pattern, layout: Layout, exchange: ExchangeChoice) -> IndexShape:
@@ -446,6 +446,7 @@ class IndexShape:
             ways=exchange.heads,
             rings=rings,
             gathered=rings and exchange.shared_columns and width > 0,
+            diagonals=0 if request.bitmap else _most_diagonals(sparsity, blocks),
         )
 
     def derived(self, kernel: str) -> int:
@@ -463,6 +464,11 @@ class IndexShape:
         rows, others = (-(-tokens // (self.block * self.sequences)) for tokens in (queries, keys))
         return self.sequences * self.heads * rows * others
 
+    def listed(self, queries: int, keys: int) -> int:
+        """Numbers in the lists of blocks of a call, one for each block of keys (`attention.block_lists`), of packed documents."""
+        rows, others = (-(-tokens // (self.block * self.sequences)) for tokens in (keys, queries))
+        return self.sequences * self.heads * rows * sum(list_widths(others, self.diagonals, plain=False))
+
     def columns_in_backward(self, queries: int, head_dim: int, e: int) -> int:
         """Bytes of the packed columns of a call, of what a query block has of them on its diagonals (a bit each), of their key slots and
         places (8 bytes each), and of their float32 gradients, in the parts that `backward_columns` makes.
@@ -475,14 +481,22 @@ class IndexShape:
         return self.columns * (2 * e * head_dim + 8 + 8 * (parts + (parts > 1)) * head_dim) + covered
 
 
+def _most_diagonals(sparsity: SparsityConfig, blocks: int) -> int:
+    """Of a head; 0 where the configuration sets no bound."""
+    if sparsity.pattern != "fixed":
+        return sparsity.max_slashes or 0
+    # Those drawn are longer than the mean diagonal, since they crowd near the first one.
+    return sparsity.slashes or min(blocks, int((sparsity.density or 0.0) * blocks) + 2)
+
+
 def kernel_backward(
     kernel: str, model: ModelConfig, queries: int, keys: int, e: int, pieces: bool, index: IndexShape | None = None
 ) -> tuple[int, int]:
     """(bytes of one number of the dk and dv that a kernel returns, bytes of its own buffers in backward).
 
     queries, keys: tokens of one call, times micro-batch. pieces: flash4 is called for more than one rectangle. index: narrows the call.
-    flash4: float32 accumulators of dq and, with grouped heads, of dk and dv; lse and delta; under an index also its lists of blocks, 2 x 4
-    bytes for each pair of blocks of every head, and after it the columns. sdpa (FlashAttention-2): float32 accumulator of dq, dk and dv for
+    flash4: float32 accumulators of dq and, with grouped heads, of dk and dv; lse and delta; under an index also its lists of blocks,
+    and after it the columns. sdpa (FlashAttention-2): float32 accumulator of dq, dk and dv for
     every query head, and dq, dk, dv of the rectangle at hand. triton: lse and delta; the lists of a bitmap, 2 bytes for each pair of blocks
     and direction (4 beyond 32767 blocks), or the columns. reference: three float64 matrices of scores, and more.
     """
@@ -494,7 +508,8 @@ def kernel_backward(
         buffers = 4 * queries * width + 8 * queries * heads + (8 * keys * kv_width if grouped else 0)
         if pieces:
             return 4, buffers + e * (queries * width + 2 * keys * kv_width)
-        return e, max(buffers + 8 * lists, columns + 4 * queries * heads)
+        listed = 0 if index is None else index.listed(queries, keys)
+        return e, max(buffers + 4 * listed, columns + 4 * queries * heads)
     if kernel == "sdpa":
         expanded = 2 * e * keys * width if grouped else 0
         return 4, (4 + e) * queries * width + 8 * queries * heads + expanded + 2 * e * keys * kv_width

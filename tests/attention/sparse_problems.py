@@ -43,7 +43,8 @@ def make_index(kind: str, rng: np.random.Generator, batch: int, heads: int, seq:
                 count = int(rng.integers(0, max(2, seq // 2)))
                 widest = max(widest, count)
                 bars[b, h, :count] = torch.from_numpy(np.sort(rng.permutation(seq)[:count]))
-    return VerticalSlash(block, blocks, slashes, bars[..., :widest].contiguous())
+    # Of some kinds the host knows how many diagonals there are.
+    return VerticalSlash(block, blocks, slashes, bars[..., :widest].contiguous(), int(slashes.sum(-1).max()) if kind == "both" else 0)
 
 
 def shard(kind: str, seq: int, block: int) -> tuple[np.ndarray, np.ndarray]:
@@ -67,15 +68,19 @@ def make_problem(
     heads: int,
     kv_heads: int,
     dim: int,
-    documents: bool,
+    documents: bool | None,
     where: str,
     dtype=torch.float32,
     device="cpu",
 ) -> Problem:
+    """documents: packed ones, one, or (None) one without any padding."""
     rng = np.random.default_rng(seed)
     batch = 2
     padded = seq + int(rng.integers(0, 5))
-    if documents:
+    if documents is None:
+        padded = seq
+        masks = [SequenceMask.causal(seq, seq)] * batch
+    elif documents:
         masks = [SequenceMask.from_documents(np.sort(rng.integers(0, 4, seq - b)), padded) for b in range(batch)]
     else:
         masks = [SequenceMask.causal(seq - b, padded) for b in range(batch)]

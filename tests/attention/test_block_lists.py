@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from attention.sparse_problems import Problem, make_problem
 
-from mtrain_cli.attention.block_lists import index_lists
+from mtrain_cli.attention.block_lists import index_lists, list_widths
 
 BLOCK = 16
 
@@ -17,13 +19,13 @@ def by_block(seen: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(seen, pad).unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK)).transpose(-3, -2)
 
 
-def listed(lists: dict[str, torch.Tensor], name: str, shape: torch.Size) -> torch.Tensor:
+def listed(lists: dict[str, torch.Tensor], name: str, shape: torch.Size, width: int) -> torch.Tensor:
     """bool like shape [batch, heads, rows, blocks], from counts and lists; every list ascends."""
     found = torch.zeros(shape, dtype=torch.bool)
     count, numbers = lists[f"{name}_count"], lists[name]
     assert count.dtype == numbers.dtype == torch.int32
     assert count.shape == shape[:-1]
-    assert numbers.shape == (*shape[:-1], max(2, shape[-1]))
+    assert numbers.shape == (*shape[:-1], width)
     for place in torch.cartesian_prod(*(torch.arange(n) for n in shape[:-1])).tolist():
         row = numbers[tuple(place)][: count[tuple(place)]].tolist()
         assert row == sorted(set(row))
@@ -39,7 +41,7 @@ def blocks_of(p: Problem) -> torch.Tensor:
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("kind", ["slashes", "bars", "both", "all", "none", "bitmap"])
-@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("documents", [False, True, None])
 @pytest.mark.parametrize("where", ["whole", "striped queries", "striped", "later queries"])
 def test_lists_hold_what_index_and_mask_leave(kind, documents, where, transposed):
     for seed, seq in ((0, 109), (1, 96), (2, 33)):
@@ -49,7 +51,11 @@ def test_lists_hold_what_index_and_mask_leave(kind, documents, where, transposed
         if transposed:
             touched, whole = touched.transpose(-1, -2), whole.transpose(-1, -2)
         lists = index_lists(p.tiles, transposed)
-        partial, full = (listed(lists, name, touched.shape) for name in ("partial", "full"))
+        # No row lists more blocks than its head has diagonals, nor, where a mask is causal alone, more than one in part.
+        blocks = max(2, touched.shape[-1])
+        full_width = min(blocks, max(2, int(p.tiles.index.slashes.sum(-1).max()))) if kind == "both" else blocks
+        widths = 2 if documents is None else full_width, full_width
+        partial, full = (listed(lists, name, touched.shape, width) for name, width in zip(("partial", "full"), widths, strict=True))
         assert not (partial & full).any()
         assert not (touched & ~(partial | full)).any(), "no pair is lost"
         # Full blocks are computed without a mask. The rows and keys beyond the end of the tensors do not exist.
@@ -59,6 +65,21 @@ def test_lists_hold_what_index_and_mask_leave(kind, documents, where, transposed
         assert not (full & ~(holds.transpose(-1, -2) if transposed else holds)).any(), "no pair is added"
         assert not ((partial | full) & ~touched).any(), "no block is listed in vain"
         assert not (whole & ~full & ~on_diagonal(p, transposed)).any(), "a mask is applied only where it is needed"
+
+
+def test_an_index_that_has_more_diagonals_than_it_says_is_no_shorter_list():
+    p = make_problem(0, "all", seq=109, block=BLOCK, heads=4, kv_heads=2, dim=16, documents=False, where="whole")
+    tiles = p.tiles.under(dataclasses.replace(p.tiles.index, most=3))
+    with pytest.raises(AssertionError, match="lists no more than it says"):
+        index_lists(tiles, False)
+
+
+def test_widths_of_lists():
+    assert list_widths(4096, 0, plain=False) == (4096, 4096)
+    assert list_widths(4096, 205, plain=False) == (205, 205)
+    assert list_widths(4096, 205, plain=True) == (2, 205)
+    assert list_widths(100, 205, plain=False) == (100, 100)
+    assert list_widths(1, 1, plain=True) == (2, 2)
 
 
 def on_diagonal(p: Problem, transposed: bool) -> torch.Tensor:

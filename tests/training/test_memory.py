@@ -274,21 +274,3 @@ def test_diagonals_and_columns_are_kilobytes_and_gathered_columns_are_not():
     assert ring == lines + layers * 2 * 2 * heads * width * dim
     # Recomputation gathers them again.
     assert estimate(*overrides, "train.activation_checkpoint=full", exchange="ring", kernel="triton").moments[0].index == lines
-
-
-def test_a_compiled_loss_makes_its_logits_twice():
-    """On GPUs in bfloat16; in float32 their gradient takes their place, and on a CPU nothing is compiled."""
-    config = compose(["model=qwen3b", "seq=32k", "train.loss_chunk_mib=512"])
-    layout = make_layout("striped", 1, config.seq, 128)
-    rows = (512 << 20) // (4 * config.model.vocab_size)
-
-    def loss(words=(), dtype_bytes=2, cuda=True):
-        changed = compose(["model=qwen3b", "seq=32k", "train.loss_chunk_mib=512", *words])
-        how = ExchangeChoice("all_gather", "", per_node=1)
-        found = estimate_memory(changed, workers=1, layout=layout, exchange=how, kernel="flash4", dtype_bytes=dtype_bytes, cuda=cuda)
-        return found.moments[0].loss
-
-    again = 4 * rows * config.model.vocab_size
-    assert loss() - loss(["train.compile=false"]) == again
-    assert loss() - loss(cuda=False) == again
-    assert loss(dtype_bytes=4) == loss(["train.compile=false"], dtype_bytes=4)
