@@ -32,8 +32,6 @@ from mtrain_cli.training.out_of_memory import explained_where_memory_is_full
 from mtrain_cli.training.trainer import StepResult, Trainer
 
 TARGET = "mtrain_cli.profiling.recorded_step:run"
-KIND = "step"  # of the summary
-KERNELS = "kernels.csv"
 SHOWN = 10  # kernels or operators
 _PLAN = "plan.json"
 _COMPRESSION = 5  # a trace of a large step is 100 MB, of which level 9 makes hardly less
@@ -172,7 +170,7 @@ def _document(trainer: Trainer, run_dir: RunDir, plan: Plan, everyone: Sequence[
     gpu = trainer.device.type == "cuda"
     facts = json.loads(run_dir.environment.read_text()) if run_dir.environment.exists() else {}
     return {
-        "kind": KIND,
+        "kind": records.STEP,
         "complete": True,
         "command": facts.get("command", []),
         "environment": facts,
@@ -242,7 +240,7 @@ def _leave(folder: Path, document: dict[str, Any], everyone: Sequence[_Rank]) ->
         RunError: the folder cannot be written.
     """
     try:
-        with (folder / KERNELS).open("w", newline="", encoding="utf-8") as file:
+        with (folder / records.KERNELS).open("w", newline="", encoding="utf-8") as file:
             rows = csv.writer(file)
             rows.writerow(("rank", "name", "part", "calls", "ms"))
             for rank, said in enumerate(everyone):

@@ -25,6 +25,7 @@ OF_GPU, OF_CPU = (*COMPUTING, LINKS, IDLE), (*COMPUTING, LINKS, HOST)
 
 Event = Mapping[str, Any]
 Interval = tuple[int, int]  # [begin, end) in nanoseconds
+Thread = tuple[Any, Any]  # process and thread
 
 _STEP, _CLOSING = PREFIX + STEP, PREFIX + CLOSING
 _MESSAGES = "gloo:"  # annotations of what gloo moves; they overlap what a thread does
@@ -36,11 +37,14 @@ _KERNELS = (
     (PRODUCTS, re.compile(r"gemm|gemv|nvjet|cutlass|cublas|splitk|xmma|^triton_tem_", re.IGNORECASE)),
     (ELEMENTWISE, re.compile(r"^triton_|elementwise_kernel|reduce_kernel|layer_norm|rms_?norm", re.IGNORECASE)),
 )
-_PRODUCT_OPERATORS = frozenset("mm addmm bmm baddbmm mv dot linear matmul addmv mkldnn_linear _linear_pointwise".split())
-_COPY_OPERATORS = frozenset("copy_ _to_copy clone fill_ zero_ cat contiguous _foreach_copy_".split())
-_ELEMENTWISE_OPERATORS = frozenset(
-    "add add_ sub sub_ mul mul_ div div_ neg pow rsqrt sqrt exp sigmoid silu silu_backward sum mean rms_norm _fused_rms_norm".split()
-    + "_fused_rms_norm_backward addcmul addcmul_ addcdiv addcdiv_ cos sin square".split()
+# Of a CPU's operators of PyTorch itself.
+_OPERATORS = (
+    (PRODUCTS, re.compile(r"(add|b|badd|)mm|addmv|mv|dot|linear|matmul|mkldnn_linear|_linear_pointwise")),
+    (COPIES, re.compile(r"copy_|_to_copy|clone|fill_|zero_|cat|_foreach_copy_")),
+    (
+        ELEMENTWISE,
+        re.compile(r"(add|sub|mul|div|addcmul|addcdiv|neg|pow|exp|r?sqrt)_?|sigmoid|silu(_backward)?|sum|mean|cos|sin|.*rms_norm.*"),
+    ),
 )
 _FUSED_OPERATOR = "## Call CompiledFxGraph"  # what the CPU's compiled code does beside operators
 _LAUNCH = re.compile(r"^cu(da)?Launch")
@@ -60,7 +64,7 @@ class Kind:
 @dataclass(frozen=True)
 class StepParts:
     """Of all recorded steps of one rank together. step: ns of them; parts: the same, divided. hidden: ns of messages beside what computes;
-    exposed ones are the part links. launches and the rest: of a GPU alone. ahead: ns, the median of how long after its launch a kernel began.
+    exposed ones are the part links. launches and the rest: of a GPU alone. ahead: ns from the launch of a kernel to its begin, the median.
     """
 
     steps: int
@@ -102,14 +106,9 @@ def operator_part(name: str) -> str | None:
     library, colons, operator = name.partition("::")
     if library == "fsdp":
         return WEIGHTS
-    if not colons and operator not in ("detach", "detach_") or library in ("autograd", "torch", "c10d", "_c10d_functional"):
+    if not colons or library in ("autograd", "torch", "c10d", "_c10d_functional"):
         return None
-    operator = operator.partition(".")[0]
-    if operator in _PRODUCT_OPERATORS:
-        return PRODUCTS
-    if operator in _COPY_OPERATORS:
-        return COPIES
-    return ELEMENTWISE if operator in _ELEMENTWISE_OPERATORS else OTHER
+    return next((found for found, names in _OPERATORS if names.fullmatch(operator)), OTHER)
 
 
 def range_part(name: str) -> str | None:
@@ -133,7 +132,7 @@ _CATEGORIES = frozenset((*_DEVICE, *_RUNTIME, "cpu_op", "user_annotation"))
 class _Span:
     category: str
     name: str
-    thread: tuple[Any, Any]
+    thread: Thread
     begin: int
     end: int
     correlation: Any
@@ -152,15 +151,15 @@ def _inside(spans: Iterable[_Span], steps: Sequence[_Span]) -> list[_Span]:
     return sorted((s for s in spans if any(step.begin <= s.begin < step.end for step in steps)), key=lambda s: (s.begin, -s.end))
 
 
-def _innermost(ranges: Sequence[tuple[_Span, str]], at: Sequence[tuple[tuple[Any, Any], int]]) -> list[str | None]:
+def _innermost(ranges: Sequence[tuple[_Span, str]], at: Sequence[tuple[Thread, int]]) -> list[str | None]:
     """For every (thread, time) the word of the innermost range around it; None outside of all."""
-    by_thread: dict[tuple[Any, Any], list[tuple[_Span, str]]] = defaultdict(list)
+    by_thread: dict[Thread, list[tuple[_Span, str]]] = defaultdict(list)
     for found in ranges:
         by_thread[found[0].thread].append(found)
     for spans in by_thread.values():
         spans.sort(key=lambda r: (-r[0].begin, r[0].end))  # the next one last
     words: list[str | None] = [None] * len(at)
-    stacks: dict[tuple[Any, Any], list[tuple[_Span, str]]] = defaultdict(list)
+    stacks: dict[Thread, list[tuple[_Span, str]]] = defaultdict(list)
     for number in sorted(range(len(at)), key=lambda n: at[n][1]):
         thread, time = at[number]
         coming, stack = by_thread.get(thread, []), stacks[thread]
@@ -222,19 +221,9 @@ def _of_gpu(spans: Sequence[_Span], steps: Sequence[_Span]) -> StepParts:
     # What is launched in a step ends in it, since a step ends with a wait for the device.
     device = _inside((s for s in spans if s.category in _DEVICE), steps)
     runtime = [s for s in spans if s.category in _RUNTIME]
-    launches: dict[Any, _Span] = {}
-    for span in sorted(runtime, key=lambda s: s.begin, reverse=True):
-        launches[span.correlation] = span  # a call of the runtime may be another one of the driver; the outer one begins first
-    operators = {s.external: s for s in spans if s.category == "cpu_op" and s.external is not None}
-    known = {s.thread for s in spans if s.category in ("cpu_op", "user_annotation")}
-    # Where the thread of a launch is not known by its own number the operator around it is.
-    sources = [
-        call if (call := launches.get(s.correlation)) is not None and call.thread in known else operators.get(s.external) for s in device
-    ]
-    ranges = [(s, found) for s in spans if s.category == "user_annotation" and (found := range_part(s.name)) is not None]
-    asked = [(source.thread, source.begin) if source is not None else ((None, None), span.begin) for span, source in zip(device, sources, strict=True)]  # fmt: skip
-    words = _innermost(ranges, asked)
-    assigned = [_device_part(span, word) for span, word in zip(device, words, strict=True)]
+    # A call of the runtime may be one of the driver, too: the outer one begins first.
+    launches = {s.correlation: s for s in sorted(runtime, key=lambda s: -s.begin)}
+    assigned = [_device_part(span, word) for span, word in zip(device, _launched_in(device, launches, spans), strict=True)]
 
     parts = dict.fromkeys(OF_GPU, 0)
     kinds: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
@@ -245,16 +234,15 @@ def _of_gpu(spans: Sequence[_Span], steps: Sequence[_Span]) -> StepParts:
         layers[2 if word == LINKS else 0 if span.category == "kernel" else 1].append((span.begin, span.end, word))
     free: list[Interval] = [(step.begin, step.end) for step in steps]
     whole = _length(free)
-    in_all: dict[str, int] = {LINKS: 0}
+    in_all = {LINKS: 0}
     _claim(free, layers[2], in_all)
     for layer in layers:
         free = _claim(free, layer, parts)
     parts[IDLE] = _length(free)
 
     closing = [s for s in spans if s.name == _CLOSING]
-    calls = _inside(runtime, steps)
-    launching = [s for s in calls if _LAUNCH.match(s.name)]
-    syncing = [s for s in calls if _SYNCHRONISING.match(s.name) and not any(c.begin <= s.begin < c.end for c in closing)]
+    launching = [s for s in _inside(launches.values(), steps) if _LAUNCH.match(s.name)]
+    syncing = [s for s in _inside(runtime, steps) if _SYNCHRONISING.match(s.name) and not any(c.begin <= s.begin < c.end for c in closing)]
     ahead = [
         span.begin - launch.end
         for span, word in zip(device, assigned, strict=True)
@@ -266,6 +254,21 @@ def _of_gpu(spans: Sequence[_Span], steps: Sequence[_Span]) -> StepParts:
         launches=sum(s.category == "kernel" for s in device), launching=sum(s.end - s.begin for s in launching),
         syncs=len(syncing), syncing=sum(s.end - s.begin for s in syncing), ahead=statistics.median(ahead) if ahead else None,
     )  # fmt: skip
+
+
+def _launched_in(device: Sequence[_Span], launches: Mapping[Any, _Span], spans: Sequence[_Span]) -> list[str | None]:
+    """The part that the range says in which each was launched; None outside of all."""
+    known = {s.thread for s in spans if s.category in ("cpu_op", "user_annotation")}
+    operators = {s.external: s for s in spans if s.category == "cpu_op" and s.external is not None}
+    at: list[tuple[Thread, int]] = []
+    for span in device:
+        call = launches.get(span.correlation)
+        if call is None or call.thread not in known:
+            # A call that was not recorded, or by a thread under another number: the operator around it was.
+            call = operators.get(span.external)
+        at.append(((None, None), 0) if call is None else (call.thread, call.begin))
+    ranges = [(s, part) for s in spans if s.category == "user_annotation" and (part := range_part(s.name)) is not None]
+    return _innermost(ranges, at)
 
 
 def _device_part(span: _Span, word: str | None) -> str:
@@ -296,7 +299,7 @@ def _of_cpu(spans: Sequence[_Span], steps: Sequence[_Span]) -> StepParts:
     busy = sorted((begin, end, word) for _, word, own in calls if word is not None for begin, end in own)
     free = _claim(free, busy, parts)
     messages = sorted((s.begin, s.end, LINKS) for s in spans if s.name.startswith(_MESSAGES))
-    in_all: dict[str, int] = {LINKS: 0}
+    in_all = {LINKS: 0}
     _claim([(step.begin, step.end) for step in steps], messages, in_all)
     free = _claim(free, messages, parts)
     parts[HOST] = _length(free)
@@ -324,7 +327,6 @@ def _self_times(spans: Sequence[_Span]) -> list[tuple[_Span, str | None, list[In
             above = stack[-1]
             if above[3] < span.begin:
                 found[above[0]][2].append((above[3], span.begin))
-            above[3] = span.begin
             # Times are rounded: what is called ends with its caller.
             end, around = min(end, above[1]), above[2]
         if span.category == "user_annotation":

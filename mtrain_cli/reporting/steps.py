@@ -14,7 +14,7 @@ from rich.table import Table
 from mtrain_cli.profiling.step_parts import HOST, IDLE, LINKS
 from mtrain_cli.reporting.width import number, print_table, say
 
-NAME = 40  # characters of a kernel's name
+NAME = 44  # characters of a kernel's name
 _GPU = (
     "counted: kernels of the GPU; what computes comes before copies, these before NCCL, and of two kernels at once the earlier one; "
     "links: NCCL beside neither; idle: nothing on the GPU. attention, index, loss (with its products), weights (FSDP's copies) and "
@@ -114,14 +114,12 @@ def short_name(name: str, width: int = NAME) -> str:
     plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
     bare = _without(_without(plain, "<>"), "()").strip()
     bare = bare.rpartition("::")[2] if "at::native" in bare or "cutlass::" in bare else bare
-    inside = re.findall(r"\w*(?:[Ff]unctor\w*|[Gg]emm\w*|_kernel_cuda|_kernel_impl)", plain.partition("<")[2])
-    if inside and inside[0] != bare:
-        bare = f"{bare} {inside[0]}"
     bare = " ".join(bare.split()) or name
-    if len(bare) <= width:
-        return bare
+    applied = re.search(r"\w*Functor\w*|\w+_kernel_cuda|Gemm\w+", plain.partition("<")[2])
+    if applied and (room := width - len(applied[0]) - 1) > 10:
+        return f"{bare if len(bare) <= room else bare[: room - 2] + '..'} {applied[0]}"
     end = width // 3
-    return f"{bare[: width - end - 2]}..{bare[-end:]}"
+    return bare if len(bare) <= width else f"{bare[: width - end - 2]}..{bare[-end:]}"
 
 
 def _without(text: str, brackets: str) -> str:
