@@ -18,7 +18,8 @@ from mtrain_cli.reporting.steps import NAME, short_name
 
 SMALL = ["seq=512", "topology.device=cpu", "topology.workers=2", "topology.block_size=32", "model.num_layers=2", "topology.exchange=ring"]
 SPARSE = ["sparsity=vertical_slash", "sparsity.block=32", "sparsity.last_q=32", "sparsity.min_slashes=3", "sparsity.max_slashes=3"]
-SETTINGS = [*SMALL, *SPARSE, "train.steps=4"]
+# A learning rate that depends on how many steps there are.
+SETTINGS = [*SMALL, *SPARSE, "train.steps=4", "optim.schedule=cosine", "optim.warmup_steps=1"]
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -95,10 +96,21 @@ def test_files_say_what_was_measured(profile, summary):
     for rank in range(2):
         with gzip.open(profile / f"trace-rank-{rank}.json.gz", "rt") as file:
             events = json.load(file)["traceEvents"]
-        named = [event["name"] for event in events if event.get("cat") == "user_annotation"]
+        ranges = [event for event in events if event.get("cat") == "user_annotation"]
+        named = [event["name"] for event in ranges]
         assert named.count("mtrain.step") == 2
         # Forward (twice, since layers are computed again) and backward of two layers in two steps.
-        assert named.count("mtrain.attention") == 12
+        attention = [event for event in ranges if event["name"] == "mtrain.attention"]
+        assert len(attention) == 12
+        inside = [
+            event
+            for event in ranges
+            if event["name"] == "mtrain.index" and any(a["ts"] <= event["ts"] < a["ts"] + a["dur"] for a in attention)
+        ]
+        assert len(inside) == 4, "one estimate a layer"
+        assert named.count("mtrain.index") > 4, "and what it leaves is counted"
+        assert named.count("mtrain.loss") == 4, "forward and backward"
+        assert named.count("mtrain.optimizer") == 4, "gradient norm and update"
     assert not list(profile.glob(".trace*"))
 
 
