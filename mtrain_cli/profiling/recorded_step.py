@@ -146,7 +146,7 @@ def _read(profiler: torch.profiler.profile, folder: Path, plan: Plan, bench: Ben
         folder.mkdir(parents=True, exist_ok=True)
         try:
             profiler.export_chrome_trace(str(draft))
-            events = json.loads(draft.read_bytes())["traceEvents"]
+            events = json.loads(draft.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
             if plan.trace:
                 with draft.open("rb") as source, gzip.open(trace, "wb", compresslevel=_COMPRESSION) as packed:
                     shutil.copyfileobj(source, packed)
@@ -259,5 +259,5 @@ def _show(folder: Path, document: dict[str, Any], plan: Plan) -> None:
     show_step(console, document)
     console.print(f"files  {folder}", soft_wrap=True)
     if plan.trace:
-        console.print("trace  trace-rank-N.json.gz there: for https://ui.perfetto.dev or chrome://tracing", soft_wrap=True)
+        console.print("trace  trace-rank-N.json.gz, for https://ui.perfetto.dev or chrome://tracing", soft_wrap=True)
     console.print(f"again  mtrain report {shlex.quote(str(folder))}", soft_wrap=True)

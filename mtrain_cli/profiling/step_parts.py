@@ -259,7 +259,7 @@ def _of_gpu(spans: Sequence[_Span], steps: Sequence[_Span]) -> StepParts:
 def _launched_in(device: Sequence[_Span], launches: Mapping[Any, _Span], spans: Sequence[_Span]) -> list[str | None]:
     """The part that the range says in which each was launched; None outside of all."""
     known = {s.thread for s in spans if s.category in ("cpu_op", "user_annotation")}
-    operators = {s.external: s for s in spans if s.category == "cpu_op" and s.external is not None}
+    operators = {s.external: s for s in spans if s.category in ("cpu_op", "user_annotation") and s.external is not None}
     at: list[tuple[Thread, int]] = []
     for span in device:
         call = launches.get(span.correlation)

@@ -104,6 +104,8 @@ def top_table(top: Sequence[dict[str, Any]], gpu: bool) -> Table:
 
 
 def _ms(value: float) -> str:
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
     return "0" if value == 0 else number(value, 4) if abs(value) >= 0.01 else f"{value:.2g}"
 
 

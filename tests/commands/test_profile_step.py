@@ -14,6 +14,7 @@ from command import mtrain
 from typer.testing import CliRunner
 
 from mtrain_cli.commands import app as command_line
+from mtrain_cli.profiling.step_parts import OF_GPU
 from mtrain_cli.reporting.steps import NAME, short_name
 
 SMALL = ["seq=512", "topology.device=cpu", "topology.workers=2", "topology.block_size=32", "model.num_layers=2", "topology.exchange=ring"]
@@ -130,6 +131,36 @@ def test_the_table_is_whole_at_80_columns_and_a_report_shows_it_again(profile, m
     assert "step" in shown("report", "--json", "one")
     # The newest of the folder, too.
     assert "Where one training step goes" in shown("report")
+
+
+def test_a_step_of_many_gpus_is_whole_at_80_columns_too(monkeypatch, tmp_path):
+    """As on GPUs, made up: eight ranks, large numbers, long names."""
+    monkeypatch.chdir(tmp_path)
+    parts = dict.fromkeys(OF_GPU, 12345.678)
+    rank = {
+        **{"step_ms": sum(parts.values()), "plain_ms": 100000.2, "recorded_ms": 150001.8, "parts": parts, "links_hidden_ms": 10234.2},
+        **{"launches": 123456, "launching_ms": 1234.2, "syncs": 12, "syncing_ms": 1234.2, "ahead_us": 1234567.8},
+    }
+    settings = {"model": "qwen3b", "seq": 1 << 20, "pattern": "vertical_slash", "layout": "striped", "kernel": "flash4"}
+    document = {
+        **{"schema": 2, "kind": "step", "gpu": True, "device": "NVIDIA H200", "workers": 8, "warmup": 2, "steps": 3},
+        "settings": settings | {"exchange": "hierarchical_all_gather"},
+        "ranks": [{**rank, "rank": number} for number in range(8)],
+        "top": [{"name": "void " + "long_name_" * 9, "part": "element-wise", "calls": 123456.0, "ms": 123456.7}],
+    }
+    (tmp_path / "summary.json").write_text(json.dumps(document))
+    text = shown("report", ".")
+    assert max(map(len, text.splitlines())) <= 80
+    assert "for want of width" not in text
+    for name in OF_GPU:
+        assert any(line.split()[:2] == [name, "12,346"] for line in text.splitlines()), name
+    said = " ".join(text.split())
+    assert "8 x NVIDIA H200: qwen3b, seq 1,048,576, vertical_slash, striped, hierarchical_all_gather, flash4; steps 3 to 5" in said
+    assert "step 150,002 ms recorded, 100,000 ms the step before, not recorded (+50.0%)" in said
+    assert "NCCL 22,580 ms, of which hidden beside computation or copies 10,234, exposed 12,346" in said
+    assert "launches 123,456 kernels, 1,234 ms of the host; a kernel begins 1,235 ms after its launch (median)" in said
+    assert "syncs 12 waits of the host for the GPU, 1,234 ms; GPU idle 12,346 ms" in said
+    assert "123,456 123,457 element-wise" in said
 
 
 def test_for_scripts_it_prints_json_and_leaves_no_trace(tmp_path):
