@@ -208,6 +208,8 @@ def open_source(path: Path) -> Source:
     cases: tuple[CaseAnalysis, ...] = ()
     if recorded is not None:
         if recorded.summary.get("kind") == STEP:
+            if absent := [key for key in ("gpu", "settings", "ranks", "top") if key not in recorded.summary]:
+                raise ConfigError(f"{recorded.folder / SUMMARY}: has no {', '.join(absent)}; measure again")
             return Source(_name(path), path, _facts(path, recorded), step=recorded.summary)
         _check_schema(recorded)
         cases = tuple(analyse(recorded))

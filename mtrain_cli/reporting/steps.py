@@ -40,7 +40,11 @@ def show_step(console: Console, document: dict[str, Any]) -> None:
 
 def _about(document: dict[str, Any]) -> str:
     s, steps = document["settings"], document["steps"]
-    workers = f"{document['workers']} x {document['device']}" if document["gpu"] else f"{document['workers']} CPU processes"
+    workers = (
+        f"{document['workers']} x {document['device']}"
+        if document["gpu"]
+        else f"{document['workers']} CPU process{'es' * (document['workers'] > 1)}"
+    )
     number_of = document["warmup"] + 1
     recorded = f"step {number_of}" if steps == 1 else f"steps {number_of} to {number_of + steps - 1}"
     what = f"{s['model']}, seq {s['seq']:,}, {s['pattern']}, {s['layout']}, {s['exchange']}, {s['kernel']}"

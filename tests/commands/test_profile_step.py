@@ -203,6 +203,14 @@ def test_a_folder_that_holds_something_stays_as_it_is(profile, summary):
     assert json.loads((profile / "summary.json").read_text()) == summary
 
 
+def test_a_summary_that_lacks_something_is_one_line(summary, tmp_path):
+    (tmp_path / "summary.json").write_text(json.dumps({key: value for key, value in summary.items() if key != "ranks"}))
+    found = mtrain(tmp_path, "report", str(tmp_path))
+    assert found.returncode == 2
+    (line,) = found.stderr.splitlines()
+    assert line.endswith("summary.json: has no ranks; measure again")
+
+
 def test_files_of_a_report_are_refused_where_there_are_only_tables(profile, tmp_path, monkeypatch):
     monkeypatch.chdir(profile.parents[1])
     found = mtrain(profile.parents[1], "report", "one", "--out", str(tmp_path / "x"))
