@@ -24,6 +24,7 @@ from mtrain_cli.commands import (
     profile_imbalance,
     profile_links,
     profile_rest,
+    profile_step,
     profile_what_if,
     report,
     simulate,
@@ -154,7 +155,7 @@ def mtrain(
 app.command("train")(train.train)
 app.command("status")(status.status)
 # All add their command to that of commands/profile.py.
-assert profile_links.app is profile_rest.app is profile_what_if.app is profile_imbalance.app
+assert profile_links.app is profile_rest.app is profile_step.app is profile_what_if.app is profile_imbalance.app
 app.add_typer(profile_imbalance.app, name="profile")
 app.command("simulate")(simulate.simulate)
 app.command("report")(report.report)

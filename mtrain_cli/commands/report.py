@@ -62,11 +62,12 @@ def report(
     if as_json:
         typer.echo(json.dumps([_document(source) for source in sources], indent=1))
         return
-    recorded = [source for source in sources if source.shipped is None]
+    recorded = [source for source in sources if not source.tables_only]
     ours = all(sources_of.ships(path) for path in paths)
     wanted = bool(recorded) and (html or csv) and not (ours and out is None)
     if out is not None and not recorded:
-        raise ConfigError(f"--out {out}: {sources[0].name} is of an older kind, a table without figures or files; leave --out out")
+        kind = "one step, tables" if sources[0].step is not None else "of an older kind, a table"
+        raise ConfigError(f"--out {out}: {sources[0].name} is {kind} without figures or files; leave --out out")
     if len(recorded) > 1 and out is None and wanted:
         raise ConfigError("--out DIR: needed for several runs, since none of their folders is the place for all; or --no-html --no-csv")
     folder = _folder(out, recorded) if wanted else None
@@ -76,7 +77,7 @@ def report(
     if not runs:
         others = ", ".join(path.stem for path in sources_of.shipped() if path not in paths)
         said = f"nothing in runs/ or measurements/ of this folder; here is a profile that ships with mtrain, as do {others}"
-        console.print(said if ours else str(recorded[0].folder), soft_wrap=True)
+        console.print(said if ours else str(sources[0].folder), soft_wrap=True)
     show_sources(console, sources)
     if ours and recorded and not wanted and (html or csv):
         console.print(f"figures  mtrain report {' '.join(path.stem for path in paths)} --out DIR", soft_wrap=True)
@@ -98,6 +99,7 @@ def _document(source: Source) -> dict[str, Any]:
         **({"evaluations": [asdict(evaluation) for evaluation in source.evaluations]} if source.evaluations else {}),
         **({"sweep": source.swept} if source.swept else {}),
         **({"recorded": source.shipped} if source.shipped is not None else {}),
+        **({"step": source.step} if source.step is not None else {}),
     }
 
 

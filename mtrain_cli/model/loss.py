@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mtrain_cli.parallel import parts
+
 IGNORED = -100
 
 
@@ -91,7 +93,8 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         needed = tuple(needed and grad_enabled for needed in ctx.needs_input_grad[:2])
         ctx.how, ctx.needed, ctx.recompute = how, needed, recompute
-        total, loss, dx_NC, dweight_VC = _chunks(x_NC, weight_VC, labels_N, how, scale, (False, False) if recompute else needed)
+        with parts.part(parts.LOSS):
+            total, loss, dx_NC, dweight_VC = _chunks(x_NC, weight_VC, labels_N, how, scale, (False, False) if recompute else needed)
         if recompute:
             ctx.save_for_backward(x_NC, weight_VC, labels_N, scale)
         else:
@@ -102,11 +105,12 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.recompute:
-            x_NC, weight_VC, labels_N, scale = ctx.saved_tensors
-            dx_NC, dweight_VC = _chunks(x_NC, weight_VC, labels_N, ctx.how, scale * grad, ctx.needed)[2:]
-        else:
-            dx_NC, dweight_VC = (None if gradient is None else gradient * grad for gradient in ctx.saved_tensors)
+        with parts.part(parts.LOSS):
+            if ctx.recompute:
+                x_NC, weight_VC, labels_N, scale = ctx.saved_tensors
+                dx_NC, dweight_VC = _chunks(x_NC, weight_VC, labels_N, ctx.how, scale * grad, ctx.needed)[2:]
+            else:
+                dx_NC, dweight_VC = (None if gradient is None else gradient * grad for gradient in ctx.saved_tensors)
         return dx_NC, dweight_VC, None, None, None, None, None
 
 

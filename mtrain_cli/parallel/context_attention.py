@@ -13,7 +13,7 @@ import torch
 from mtrain_cli.attention.index import BlockBitmap, Counts, Index, MaskWork, VerticalSlash
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.parallel import ranges
+from mtrain_cli.parallel import parts, ranges
 from mtrain_cli.parallel.exchange import Exchange, Work
 from mtrain_cli.parallel.index_group import gathered, make_index_group, record_messages
 from mtrain_cli.parallel.layout import Layout, early_queries
@@ -100,7 +100,7 @@ class DynamicIndex:
             started = _now(q.device)
             span = ranges.span(INDEX, "", "", -1) if recorder is None or not recorder.recording else recorder.span(INDEX, -1)
             come = naming(f"index, layer {layer}", "estimates", "the part of another worker did not come")
-            with torch.no_grad(), span, come:
+            with torch.no_grad(), parts.part(parts.INDEX), span, come:
                 record_messages(self.masked.group, recorder)
                 index = self.pattern.estimate(q.detach(), k.detach(), self.masked, layer)
                 found: Counts | VerticalSlash
@@ -120,6 +120,10 @@ class DynamicIndex:
 
     def count(self) -> None:
         """Counts what the lines of all layers leave to compute, together: a metric, of which no layer is to wait for some fifty kernels."""
+        with parts.part(parts.INDEX):
+            self._count()
+
+    def _count(self) -> None:
         waiting = [(i, r.found) for i, r in enumerate(self.records) if isinstance(r.found, VerticalSlash)]
         while waiting:
             # As many layers as the budget allows, with columns filled up to the widest.
@@ -206,7 +210,7 @@ class ContextAttention:
         recorder = self.exchange.recorder
         # Without a computation or a message there is nothing to record.
         quiet = layer in self.kept and self.early == 0 and self.exchange.rebuilds_alone
-        with nullcontext() if recorder is None or quiet else recorder.attention_pass(layer, FORWARD):
+        with parts.part(parts.ATTENTION), nullcontext() if recorder is None or quiet else recorder.attention_pass(layer, FORWARD):
             work, early_work = self._narrowed(layer, q, k, recorder)
             return _Attend.apply(q, k, v, self, work, layer, early_work, torch.is_grad_enabled())
 
@@ -264,7 +268,7 @@ class _Attend(torch.autograd.Function):
         call: ContextAttention = ctx.call
         recorder = call.exchange.recorder
         saved = ctx.saved_tensors  # where they were not kept, this runs the forward pass once more
-        with nullcontext() if recorder is None else recorder.attention_pass(ctx.layer, BACKWARD):
+        with parts.part(parts.ATTENTION), nullcontext() if recorder is None else recorder.attention_pass(ctx.layer, BACKWARD):
             gradients = call.exchange.backward(dout.contiguous(), saved, ctx.work, call.kernel, ctx.scale, f"layer {ctx.layer}")
         call.done(ctx.layer)
         return *gradients, None, None, None, None, None

@@ -13,7 +13,7 @@ from mtrain_cli import resource_dir
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.suggest import did_you_mean
 from mtrain_cli.profiling.analysis import CaseAnalysis, analyse
-from mtrain_cli.profiling.records import PARTS, RECORDS, SCHEMA, SUMMARY, SWEEP, Recorded, open_records
+from mtrain_cli.profiling.records import KERNELS, PARTS, RECORDS, SCHEMA, STEP, SUMMARY, SWEEP, Recorded, open_records
 from mtrain_cli.training.evaluation import Evaluation, read_evaluations
 from mtrain_cli.training.metrics import METRICS_FILE, StepMetrics, read_metrics
 
@@ -26,7 +26,9 @@ SHOWN_FIRST = "real-512k-4xh200"  # of the profiles that ship
 
 @dataclass(frozen=True)
 class Source:
-    """One thing to report. facts: of run_dir._facts(). shipped: a document of profiles/, of an older kind, which has a table only."""
+    """One thing to report. facts: of run_dir._facts(). shipped: a document of profiles/, of an older kind, and step: that of a recorded
+    step; both have tables only.
+    """
 
     name: str
     folder: Path
@@ -37,11 +39,18 @@ class Source:
     steps_wanted: int | None = None
     shipped: dict[str, Any] | None = None
     evaluations: tuple[Evaluation, ...] = ()
+    step: dict[str, Any] | None = None
+
+    @property
+    def tables_only(self) -> bool:
+        return self.shipped is not None or self.step is not None
 
     @property
     def kind(self) -> str:
         if self.shipped is not None:
             return "recorded profile"
+        if self.step is not None:
+            return "recorded step"
         if self.metrics:
             return "training run"
         return str(self.recorded.summary.get("kind") or "profile") if self.recorded is not None else "training run"
@@ -181,7 +190,7 @@ def known() -> list[Path]:
 
 
 def _has_figures(place: Path) -> bool:
-    return (place / RECORDS).exists() or any((place / PARTS).glob("*.parquet")) or (place / SWEEP).exists()
+    return any((place / name).exists() for name in (RECORDS, SWEEP, KERNELS)) or any((place / PARTS).glob("*.parquet"))
 
 
 def open_source(path: Path) -> Source:
@@ -198,6 +207,10 @@ def open_source(path: Path) -> Source:
         raise ConfigError(_nothing(path))
     cases: tuple[CaseAnalysis, ...] = ()
     if recorded is not None:
+        if recorded.summary.get("kind") == STEP:
+            if absent := [key for key in ("gpu", "settings", "ranks", "top") if key not in recorded.summary]:
+                raise ConfigError(f"{recorded.folder / SUMMARY}: has no {', '.join(absent)}; measure again")
+            return Source(_name(path), path, _facts(path, recorded), step=recorded.summary)
         _check_schema(recorded)
         cases = tuple(analyse(recorded))
         if not cases and not metrics and not recorded.summary.get("sweep"):

@@ -10,6 +10,7 @@ from rich.padding import Padding
 
 from mtrain_cli.reporting import tables
 from mtrain_cli.reporting.source import Source
+from mtrain_cli.reporting.steps import show_step
 from mtrain_cli.reporting.sweeps import LEGEND, SPARE, sweep_table, why_not
 from mtrain_cli.reporting.width import limit, print_table, say
 
@@ -35,6 +36,8 @@ def show_sources(console: Console, sources: Sequence[Source]) -> None:
         if source.shipped is not None:
             print_table(console, tables.shipped_table(source.shipped), tables.SPARE_OF_SHIPPED)
             console.print(f"recorded by {source.shipped.get('command', '')}", style="dim", soft_wrap=True)
+        if source.step is not None:
+            show_step(console, source.step)
         if source.steps:
             print_table(console, sweep_table(source.steps), SPARE)
             say(console, LEGEND, style="dim")

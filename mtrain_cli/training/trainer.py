@@ -27,6 +27,7 @@ from mtrain_cli.model.decoder import Attend, Decoder
 from mtrain_cli.model.huggingface import load_into
 from mtrain_cli.model.init import initialize
 from mtrain_cli.model.rope import rope_factor
+from mtrain_cli.parallel import parts
 from mtrain_cli.parallel.collectives import all_gather
 from mtrain_cli.parallel.exchanges import make_exchange
 from mtrain_cli.parallel.fsdp import begin_micro_batch, shard_parameters
@@ -262,7 +263,8 @@ class Trainer:
         attends: list[Attend] = [batch.attend if self.observe is None else self.observe(batch) for batch in batches]
         loss = self.forward_backward(batches, [self._own_time.around(attends[0]), *attends[1:]], valid)
         gradients = self.gradients()
-        found = torch.stack([loss.double(), squared_norm(gradients, self.device).double()])
+        with parts.part(parts.OPTIMIZER):
+            found = torch.stack([loss.double(), squared_norm(gradients, self.device).double()])
         told = torch.tensor([float(stop), own_seconds, waited], dtype=torch.float64, device=self.device)
         mine = torch.cat([found, told])
         records = index_records(batch.attend for batch in batches)
@@ -279,9 +281,10 @@ class Trainer:
         skipped = spike and self.config.optim.skip_spikes
         if not skipped:
             clip = self.config.optim.clip_norm
-            if clip and grad_norm > clip:
-                torch._foreach_mul_(gradients, clip / grad_norm)
-            (self.host_states or self.optimizer).step()
+            with parts.part(parts.OPTIMIZER):
+                if clip and grad_norm > clip:
+                    torch._foreach_mul_(gradients, clip / grad_norm)
+                (self.host_states or self.optimizer).step()
         self.drop_gradients()
         whereabouts.note("done")
         self.step += 1

@@ -1,0 +1,70 @@
+"""`mtrain profile step`: where one training step goes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mtrain_cli.commands.completion import complete_overrides
+from mtrain_cli.commands.profile import app
+from mtrain_cli.commands.profile_imbalance import in_own_folder
+from mtrain_cli.config.schema import ConfigError
+
+
+@app.command("step")
+def step(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="OVERRIDES", help="As in `mtrain train`.", autocompletion=complete_overrides, show_default=False),
+    ] = None,
+    warmup: Annotated[
+        int, typer.Option(metavar="N", help="Training steps before the first recorded one; the last is timed, without records.", min=1)
+    ] = 2,
+    steps: Annotated[int, typer.Option(metavar="N", help="Recorded steps; figures are of one.", min=1)] = 1,
+    trace: Annotated[
+        bool, typer.Option("--trace/--no-trace", help="Leave the trace of every rank, for Perfetto and chrome://tracing.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON and nothing else.")] = False,
+) -> None:
+    """Where one training step goes: attention, index, matrix products, loss, optimizer, messages that nothing hides, idle devices.
+
+    Trains as `mtrain train` with the same settings, and records the step after --warmup on every rank. Every instant of it belongs to one
+    part, so that the parts add up to the step: on GPUs by kernels, on CPU processes by operators. Files are left in measurements/;
+    `mtrain report` shows them again.
+
+    [bold]Examples[/bold]
+
+      [cyan]mtrain profile step[/cyan]
+          the small model of `mtrain train`, two CPU processes or the GPUs there are
+      [cyan]mtrain profile step model=qwen3b seq=64k sparsity=vertical_slash --warmup 3[/cyan]
+          Qwen2.5-3B under a dynamic index, over all GPUs of this machine
+      [cyan]mtrain profile step model=qwen3b seq=64k --steps 3 --no-trace --json[/cyan]
+          the mean of three steps, for scripts
+    """
+    from mtrain_cli.config.compose import compose
+    from mtrain_cli.config.validate import require_listed
+    from mtrain_cli.launch import run_dir
+    from mtrain_cli.launch.environment import resolve_environment
+    from mtrain_cli.launch.local import launch
+
+    words = list(overrides or ())
+    config = in_own_folder(compose(words), "step")
+    if warmup + steps > config.train.steps:
+        raise ConfigError(
+            f"--warmup {warmup} --steps {steps}: are {warmup + steps} steps, and train.steps={config.train.steps} ends before; give fewer, "
+            f"or train.steps={warmup + steps}"
+        )
+    require_listed(config.data)
+    environment = resolve_environment(config)
+    # Only now: they take seconds to import, and a mistake is told at once.
+    from mtrain_cli.profiling import records
+    from mtrain_cli.profiling.recorded_step import TARGET, Plan
+
+    run = run_dir.create(config, words)
+    Plan(warmup, steps, trace, quiet=as_json).save(run)
+    code = launch(run, environment, resume=False, target=TARGET, config=config)
+    summary = run.path / records.SUMMARY
+    if as_json and summary.is_file():
+        typer.echo(summary.read_text().rstrip())
+    raise typer.Exit(code)

@@ -1,0 +1,141 @@
+"""Where one training step goes, in the terminal: the summary of `mtrain profile step` as tables and lines."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from mtrain_cli.profiling.step_parts import HOST, IDLE, LINKS
+from mtrain_cli.reporting.width import number, print_table, say
+
+NAME = 44  # characters of a kernel's name
+_GPU = (
+    "counted: kernels of the GPU; what computes comes before copies, these before NCCL, and of two kernels at once the earlier one; "
+    "links: NCCL beside neither; idle: nothing on the GPU. attention, index, loss (with its products), weights (FSDP's copies) and "
+    "optimizer: all that is launched there; the rest by name"
+)
+_CPU = (
+    "counted: operators of the thread that trains, their own time; links: gloo's messages beside none; host: the rest, Python and waiting. "
+    "attention, index, loss (with its products), weights (FSDP's copies) and optimizer: all operators called there; the rest by name"
+)
+
+
+def show_step(console: Console, document: dict[str, Any]) -> None:
+    """document: summary.json of a recorded step."""
+    ranks, gpu = document["ranks"], document["gpu"]
+    say(console, _about(document), indent=2, style="bold")
+    print_table(console, parts_table(ranks), spare=("least",))
+    say(console, _GPU if gpu else _CPU, style="dim")
+    for line in lines(ranks, gpu):
+        say(console, line, indent=10)
+    print_table(console, top_table(document["top"], gpu))
+    say(console, "ms of its own, whatever ran beside it; kernels.csv has all, of every rank", style="dim")
+
+
+def _about(document: dict[str, Any]) -> str:
+    s, steps = document["settings"], document["steps"]
+    workers = (
+        f"{document['workers']} x {document['device']}"
+        if document["gpu"]
+        else f"{document['workers']} CPU process{'es' * (document['workers'] > 1)}"
+    )
+    number_of = document["warmup"] + 1
+    recorded = f"step {number_of}" if steps == 1 else f"steps {number_of} to {number_of + steps - 1}"
+    what = f"{s['model']}, seq {s['seq']:,}, {s['pattern']}, {s['layout']}, {s['exchange']}, {s['kernel']}"
+    return f"{workers}: {what}; {recorded}"
+
+
+def parts_table(ranks: Sequence[dict[str, Any]]) -> Table:
+    """One row a part that took any time; ms of one step."""
+    table = Table(
+        title="Where one training step goes", title_justify="left", caption_justify="left", box=SIMPLE, padding=(0, 1, 0, 0),
+        caption=f"ms a step, mean of {len(ranks)} ranks" if len(ranks) > 1 else "ms a step",
+    )  # fmt: skip
+    several = len(ranks) > 1
+    table.add_column("part", no_wrap=True)
+    for heading in ("ms", "share", *(("least", "most", "rank") if several else ())):
+        table.add_column(heading, justify="right", no_wrap=True)
+    whole = statistics.fmean(rank["step_ms"] for rank in ranks)
+    rows = [(name, [rank["parts"][name] for rank in ranks]) for name in ranks[0]["parts"]]
+    rows = [(name, ms) for name, ms in rows if any(ms)]
+    for name, ms in [*rows, ("step", [rank["step_ms"] for rank in ranks])]:
+        mean, most = statistics.fmean(ms), max(ms)
+        cells = [_ms(mean), f"{mean / whole:.1%}"]
+        cells += [_ms(min(ms)), _ms(most), str(ms.index(most))] if several else []
+        table.add_row(name, *cells, end_section=name == rows[-1][0], style="bold" if name == "step" else None)
+    return table
+
+
+def lines(ranks: Sequence[dict[str, Any]], gpu: bool) -> list[str]:
+    """A line for everything that is no part."""
+
+    def mean(name: str) -> float:
+        return statistics.fmean(rank[name] for rank in ranks)
+
+    plain, recorded = max(rank["plain_ms"] for rank in ranks), max(rank["recorded_ms"] for rank in ranks)
+    found = [f"step      {_ms(recorded)} ms recorded, {_ms(plain)} ms the step before, not recorded ({recorded / plain - 1:+.1%})"]
+    exposed, hidden = statistics.fmean(rank["parts"][LINKS] for rank in ranks), mean("links_hidden_ms")
+    if exposed or hidden:
+        name, beside = ("NCCL", "computation or copies") if gpu else ("gloo", "operators")
+        found.append(f"{name:<10}{_ms(exposed + hidden)} ms, of which hidden beside {beside} {_ms(hidden)}, exposed {_ms(exposed)}")
+    if gpu:
+        ahead = [rank["ahead_us"] for rank in ranks if rank["ahead_us"] is not None]
+        begins = f"; a kernel begins {_ms(statistics.median(ahead) / 1e3)} ms after its launch (median)" if ahead else ""
+        found.append(f"launches  {mean('launches'):,.0f} kernels, {_ms(mean('launching_ms'))} ms of the host{begins}")
+        idle = statistics.fmean(rank["parts"][IDLE] for rank in ranks)
+        found.append(f"syncs     {mean('syncs'):,.0f} waits of the host for the GPU, {_ms(mean('syncing_ms'))} ms; GPU idle {_ms(idle)} ms")
+    else:
+        found.append(f"host      {_ms(statistics.fmean(rank['parts'][HOST] for rank in ranks))} ms in no operator and beside no message")
+    return found
+
+
+def top_table(top: Sequence[dict[str, Any]], gpu: bool) -> Table:
+    title = f"Most time: {'kernels' if gpu else 'operators'}"
+    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
+    table.add_column("kernel" if gpu else "operator", no_wrap=True)
+    for heading in ("calls", "ms"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("part", no_wrap=True)
+    for kind in top:
+        table.add_row(short_name(kind["name"]), f"{kind['calls']:,.0f}", _ms(kind["ms"]), kind["part"])
+    return table
+
+
+def _ms(value: float) -> str:
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return "0" if value == 0 else number(value, 4) if abs(value) >= 0.01 else f"{value:.2g}"
+
+
+def short_name(name: str, width: int = NAME) -> str:
+    """A kernel's name without what all of its kind have: return type, namespaces, arguments and templates; of an element-wise kernel the
+    function that it applies stays. Beginning and end of what is still too long.
+    """
+    plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    bare = _without(_without(plain, "<>"), "()").strip()
+    bare = bare.rpartition("::")[2] if "at::native" in bare or "cutlass::" in bare else bare
+    bare = " ".join(bare.split()) or name
+    applied = re.search(r"\w*Functor\w*|\w+_kernel_cuda|Gemm\w+", plain.partition("<")[2])
+    if applied and (room := width - len(applied[0]) - 1) > 10:
+        return f"{bare if len(bare) <= room else bare[: room - 2] + '..'} {applied[0]}"
+    end = width // 3
+    return bare if len(bare) <= width else f"{bare[: width - end - 2]}..{bare[-end:]}"
+
+
+def _without(text: str, brackets: str) -> str:
+    """text without what stands in brackets of one kind, however deep."""
+    depth, kept = 0, []
+    for character in text:
+        if character == brackets[0]:
+            depth += 1
+        elif character == brackets[1] and depth:
+            depth -= 1
+        elif not depth:
+            kept.append(character)
+    return "".join(kept)

@@ -1,0 +1,244 @@
+"""`mtrain profile step` on CPU processes: parts that add up, the training that it is, files, tables at 80 columns, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import subprocess
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from command import mtrain
+from typer.testing import CliRunner
+
+from mtrain_cli.commands import app as command_line
+from mtrain_cli.profiling.step_parts import OF_GPU
+from mtrain_cli.reporting.steps import NAME, short_name
+
+SMALL = ["seq=512", "topology.device=cpu", "topology.workers=2", "topology.block_size=32", "model.num_layers=2", "topology.exchange=ring"]
+SPARSE = ["sparsity=vertical_slash", "sparsity.block=32", "sparsity.last_q=32", "sparsity.min_slashes=3", "sparsity.max_slashes=3"]
+# A learning rate that depends on how many steps there are.
+SETTINGS = [*SMALL, *SPARSE, "train.steps=4", "optim.schedule=cosine", "optim.warmup_steps=1"]
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return mtrain(folder, "profile", "step", *words)
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("step")
+    found = run(folder, "--steps", "2", *SETTINGS, "run.name=one")
+    assert found.returncode == 0, found.stderr
+    assert "USDT" not in found.stderr, "the profiler talks"
+    (folder / "stdout").write_text(found.stdout)
+    return folder / "measurements/one"
+
+
+@pytest.fixture(scope="module")
+def summary(profile) -> dict:
+    return json.loads((profile / "summary.json").read_text())
+
+
+def shown(*words: str, columns: int = 80) -> str:
+    found = CliRunner(env={"COLUMNS": str(columns), "TERM": "dumb"}).invoke(command_line.app, list(words), prog_name="mtrain")
+    assert found.exit_code == 0, found.output
+    return found.stdout
+
+
+def test_parts_of_every_rank_add_up_to_its_step(summary):
+    assert [rank["rank"] for rank in summary["ranks"]] == [0, 1]
+    for rank in summary["ranks"]:
+        assert sum(rank["parts"].values()) == pytest.approx(rank["step_ms"], rel=1e-9)
+        # The clock of the worker and that of the profiler.
+        assert rank["step_ms"] == pytest.approx(rank["recorded_ms"], rel=0.05)
+        assert rank["plain_ms"] > 0
+        # All of these, forward and backward: a sparse ring on two processes.
+        for name in ("attention", "index", "products", "element-wise", "loss", "weights", "optimizer", "links", "host"):
+            assert rank["parts"][name] > 0, name
+
+
+def test_it_is_the_training_that_mtrain_train_does(profile, summary, tmp_path):
+    found = mtrain(tmp_path, "train", *SETTINGS, "run.name=same", "train.checkpoint_at_end=false")
+    assert found.returncode == 0, found.stderr
+    lines = (tmp_path / "runs/same/metrics.jsonl").read_text().splitlines()
+    assert summary["losses"] == [json.loads(line)["loss"] for line in lines]
+    assert len(set(summary["losses"])) == 4
+    assert not (profile / "checkpoints").exists()
+
+
+def test_rows_of_operators_are_those_of_the_parts(profile, summary):
+    rows = list(csv.DictReader((profile / "kernels.csv").open()))
+    by_part: dict[tuple[int, str], float] = defaultdict(float)
+    for row in rows:
+        by_part[int(row["rank"]), row["part"]] += float(row["ms"])
+    for rank in summary["ranks"]:
+        for name, ms in rank["parts"].items():
+            if name not in ("links", "host"):
+                assert by_part[rank["rank"], name] == pytest.approx(ms, abs=1e-6), name
+    # Two layers, forward and backward, one ring of two steps each: of one step, though two were recorded.
+    (backward,) = (row for row in rows if row["rank"] == "0" and row["name"].endswith("attention_for_cpu_backward"))
+    assert backward["part"] == "attention"
+    assert float(backward["calls"]) == 4
+    assert len(summary["top"]) == 10
+    assert [kind["ms"] for kind in summary["top"]] == sorted((kind["ms"] for kind in summary["top"]), reverse=True)
+
+
+def test_files_say_what_was_measured(profile, summary):
+    assert summary["kind"] == "step"
+    assert summary["complete"]
+    assert summary["command"][:3] == ["mtrain", "profile", "step"]
+    assert summary["versions"]["torch"]
+    assert (summary["device"], summary["workers"], summary["warmup"], summary["steps"]) == ("CPU", 2, 2, 2)
+    assert summary["settings"]["exchange"] == "ring"
+    assert summary["settings"]["pattern"] == "vertical_slash"
+    for rank in range(2):
+        with gzip.open(profile / f"trace-rank-{rank}.json.gz", "rt") as file:
+            events = json.load(file)["traceEvents"]
+        ranges = [event for event in events if event.get("cat") == "user_annotation"]
+        named = [event["name"] for event in ranges]
+        assert named.count("mtrain.step") == 2
+        # Forward (twice, since layers are computed again) and backward of two layers in two steps.
+        attention = [event for event in ranges if event["name"] == "mtrain.attention"]
+        assert len(attention) == 12
+        inside = [
+            event
+            for event in ranges
+            if event["name"] == "mtrain.index" and any(a["ts"] <= event["ts"] < a["ts"] + a["dur"] for a in attention)
+        ]
+        assert len(inside) == 4, "one estimate a layer"
+        assert named.count("mtrain.index") > 4, "and what it leaves is counted"
+        assert named.count("mtrain.loss") == 4, "forward and backward"
+        assert named.count("mtrain.optimizer") == 4, "gradient norm and update"
+    assert not list(profile.glob(".trace*"))
+
+
+def test_the_table_is_whole_at_80_columns_and_a_report_shows_it_again(profile, monkeypatch):
+    monkeypatch.chdir(profile.parents[1])
+    text = shown("report", "one")
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in text
+    assert "for want of width" not in text
+    said = (profile.parents[1] / "stdout").read_text()
+    for line in lines:
+        if line.split()[:1] in (["attention"], ["step"], ["gloo"], ["links"], ["host"]):
+            assert line.strip()[:40] in said
+    for part in ("attention", "index", "loss", "host", "step"):
+        assert any(line.split()[:1] == [part] for line in lines), part
+    assert "step" in shown("report", "--json", "one")
+    # The newest of the folder, too.
+    assert "Where one training step goes" in shown("report")
+
+
+def test_a_step_of_many_gpus_is_whole_at_80_columns_too(monkeypatch, tmp_path):
+    """As on GPUs, made up: eight ranks, large numbers, long names."""
+    monkeypatch.chdir(tmp_path)
+    parts = dict.fromkeys(OF_GPU, 12345.678)
+    rank = {
+        **{"step_ms": sum(parts.values()), "plain_ms": 100000.2, "recorded_ms": 150001.8, "parts": parts, "links_hidden_ms": 10234.2},
+        **{"launches": 123456, "launching_ms": 1234.2, "syncs": 12, "syncing_ms": 1234.2, "ahead_us": 1234567.8},
+    }
+    settings = {"model": "qwen3b", "seq": 1 << 20, "pattern": "vertical_slash", "layout": "striped", "kernel": "flash4"}
+    document = {
+        **{"schema": 2, "kind": "step", "gpu": True, "device": "NVIDIA H200", "workers": 8, "warmup": 2, "steps": 3},
+        "settings": settings | {"exchange": "hierarchical_all_gather"},
+        "ranks": [{**rank, "rank": number} for number in range(8)],
+        "top": [{"name": "void " + "long_name_" * 9, "part": "element-wise", "calls": 123456.0, "ms": 123456.7}],
+    }
+    (tmp_path / "summary.json").write_text(json.dumps(document))
+    text = shown("report", ".")
+    assert max(map(len, text.splitlines())) <= 80
+    assert "for want of width" not in text
+    for name in OF_GPU:
+        assert any(line.split()[:2] == [name, "12,346"] for line in text.splitlines()), name
+    said = " ".join(text.split())
+    assert "8 x NVIDIA H200: qwen3b, seq 1,048,576, vertical_slash, striped, hierarchical_all_gather, flash4; steps 3 to 5" in said
+    assert "step 150,002 ms recorded, 100,000 ms the step before, not recorded (+50.0%)" in said
+    assert "NCCL 22,580 ms, of which hidden beside computation or copies 10,234, exposed 12,346" in said
+    assert "launches 123,456 kernels, 1,234 ms of the host; a kernel begins 1,235 ms after its launch (median)" in said
+    assert "syncs 12 waits of the host for the GPU, 1,234 ms; GPU idle 12,346 ms" in said
+    assert "123,456 123,457 element-wise" in said
+
+
+def test_for_scripts_it_prints_json_and_leaves_no_trace(tmp_path):
+    found = run(tmp_path, "--json", "--no-trace", "--warmup", "1", *SMALL, "topology.workers=1", "model.num_layers=1")
+    assert found.returncode == 0, found.stderr
+    document = json.loads(found.stdout)
+    (folder,) = (tmp_path / "measurements").iterdir()
+    assert folder.name.startswith("step-")
+    assert document == json.loads((folder / "summary.json").read_text())
+    assert len(document["losses"]) == 2
+    assert document["ranks"][0]["parts"]["attention"] > 0
+    assert not list(folder.glob("*trace*"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--steps", "0"], "--steps=0: must be at least 1"),
+        (["--warmup", "0"], "--warmup=0: must be at least 1"),
+        (["--warmup", "x"], "--warmup=x: expected a whole number"),
+        (["train.steps=2"], "--warmup 2 --steps 1: are 3 steps, and train.steps=2 ends before; give fewer, or train.steps=3"),
+        (["sequence=512"], "sequence"),
+        (["--out", "x"], "--out"),
+        (["topology.layout=zigzig"], "topology.layout=zigzig: expected one of contiguous, zigzag, striped; did you mean zigzag?"),
+    ],
+)
+def test_what_cannot_be_is_one_line(tmp_path, words, said):
+    found = run(tmp_path, *words, "topology.workers=2", "topology.device=cpu")
+    assert found.returncode == 2
+    (line,) = found.stderr.splitlines()
+    assert said in line
+    assert not (tmp_path / "measurements").exists()
+
+
+def test_a_folder_that_holds_something_stays_as_it_is(profile, summary):
+    found = run(profile.parents[1], *SETTINGS, "run.name=one")
+    assert found.returncode == 2
+    (line,) = found.stderr.splitlines()
+    assert "already holds a run" in line
+    assert json.loads((profile / "summary.json").read_text()) == summary
+
+
+def test_a_summary_that_lacks_something_is_one_line(summary, tmp_path):
+    (tmp_path / "summary.json").write_text(json.dumps({key: value for key, value in summary.items() if key != "ranks"}))
+    found = mtrain(tmp_path, "report", str(tmp_path))
+    assert found.returncode == 2
+    (line,) = found.stderr.splitlines()
+    assert line.endswith("summary.json: has no ranks; measure again")
+
+
+def test_files_of_a_report_are_refused_where_there_are_only_tables(profile, tmp_path, monkeypatch):
+    monkeypatch.chdir(profile.parents[1])
+    found = mtrain(profile.parents[1], "report", "one", "--out", str(tmp_path / "x"))
+    assert found.returncode == 2
+    assert "one is one step, tables without figures or files; leave --out out" in found.stderr
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("nvjet_tst_192x192_64x4_2x1_v_bz_coopA_NTN", "nvjet_tst_192x192_64x4_2x1_v_bz_coopA_NTN"),
+        ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL"),
+        (
+            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul> >(int)",
+            "vectorized_elementwise_ker.. CUDAFunctor_add",
+        ),
+        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<float, 1>(float*)", "CatArrayBatchedCopy"),
+        (
+            "void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)>(int)",
+            "elementwise_kernel direct_copy_kernel_cuda",
+        ),
+        (
+            "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object",
+            "kernel_cutlass_kernel_flash_..ardSm90_object",
+        ),
+    ],
+)
+def test_names_are_shortened_where_they_say_least(name, short):
+    assert short_name(name) == short
+    assert len(short) <= NAME

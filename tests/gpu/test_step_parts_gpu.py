@@ -1,0 +1,117 @@
+"""`mtrain profile step` on GPUs: parts by kernels add up, and ranges find what Triton, CuTe, CuPy and PyTorch launch, NCCL beside."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command import mtrain
+
+from mtrain_cli.attention.kernel import IndexRequest, KernelRequest
+from mtrain_cli.attention.registry import _KERNELS
+from mtrain_cli.profiling.step_parts import StepParts, find_parts, kernel_part
+
+GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPUS, reason="needs a GPU")]
+HEADS, KV_HEADS, HEAD_DIM, LAYERS = 4, 2, 128, 3
+SMALL = [
+    *("topology.device=cuda", "seq=8k", "model.hidden_size=512", "model.intermediate_size=1024", f"model.head_dim={HEAD_DIM}"),
+    *(f"model.num_heads={HEADS}", f"model.num_kv_heads={KV_HEADS}", f"model.num_layers={LAYERS}", "train.steps=4", "run.name=one"),
+]
+SPARSE = ["sparsity=vertical_slash", "sparsity.min_slashes=8", "sparsity.max_slashes=8", "sparsity.max_bars=256"]
+
+
+def measured(folder: Path, *words: str) -> dict[str, Any]:
+    found = mtrain(folder, "profile", "step", "--warmup", "3", *SMALL, *words)
+    assert found.returncode == 0, found.stderr
+    assert "attention" in found.stdout
+    summary = json.loads((folder / "measurements/one/summary.json").read_text())
+    for rank in summary["ranks"]:
+        assert sum(rank["parts"].values()) == pytest.approx(rank["step_ms"], rel=1e-9)
+        assert all(ms >= 0 for ms in rank["parts"].values())
+        for part in ("attention", "products", "element-wise", "loss", "optimizer"):
+            assert rank["parts"][part] > 0, part
+        assert rank["launches"] > 20 * LAYERS
+        assert 0 < rank["launching_ms"] < rank["step_ms"]
+        assert rank["syncs"] >= 1  # for the loss and the gradient norm
+        assert rank["ahead_us"] is not None
+        # The clock of the host, and that of the records.
+        assert rank["step_ms"] == pytest.approx(rank["recorded_ms"], rel=0.05)
+    return summary
+
+
+def events(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
+    with gzip.open(folder / f"measurements/one/trace-rank-{rank}.json.gz", "rt") as file:
+        return json.load(file)["traceEvents"]
+
+
+def nameless(folder: Path) -> StepParts:
+    """The parts where no kernel has a name that says anything, so that ranges alone can."""
+    found = events(folder)
+    kernels = [e for e in found if e.get("cat") == "kernel" and not e["name"].startswith("nccl")]
+    for e in kernels:
+        e["name"] = "x"
+    return find_parts(found, gpu=True)
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader((folder / "measurements/one/kernels.csv").open()))
+
+
+def skip_without(name: str, index: IndexRequest | None) -> None:
+    request = KernelRequest("cuda", torch.cuda.get_device_capability(), "bfloat16", HEAD_DIM, HEADS, KV_HEADS, index=index)
+    missing = _KERNELS[name]().missing(request)
+    if missing:
+        pytest.skip(str(missing))
+
+
+@pytest.mark.parametrize("name", ["sdpa", "flash4"])
+def test_dense_attention_is_found_by_where_it_was_launched(name, tmp_path):
+    skip_without(name, None)
+    summary = measured(tmp_path, "topology.workers=1", f"train.kernel={name}")
+    (rank,) = summary["ranks"]
+    assert rank["parts"]["index"] == 0
+    alone = nameless(tmp_path)
+    for part in ("attention", "loss", "optimizer"):
+        assert alone.parts[part] / 1e6 == pytest.approx(rank["parts"][part], rel=1e-6), part
+    flash = [row for row in rows(tmp_path) if kernel_part(row["name"]) == "attention"]
+    assert {row["part"] for row in flash} == {"attention"}
+    # Forward and backward of every layer, whichever thread launched them.
+    assert sum(float(row["calls"]) for row in flash) >= 2 * LAYERS
+
+
+@pytest.mark.parametrize("name", ["triton", "flash4"])
+def test_sparse_attention_and_its_index_are_found_by_where_they_were_launched(name, tmp_path):
+    skip_without(name, IndexRequest(128))
+    summary = measured(tmp_path, "topology.workers=1", f"train.kernel={name}", *SPARSE)
+    (rank,) = summary["ranks"]
+    assert rank["parts"]["index"] > 0
+    alone = nameless(tmp_path)
+    for part in ("attention", "index", "loss", "optimizer"):
+        assert alone.parts[part] / 1e6 == pytest.approx(rank["parts"][part], rel=1e-6), part
+    if name == "triton":
+        for kernel in ("_backward_keys", "_backward_queries"):
+            assert {row["part"] for row in rows(tmp_path) if row["name"].startswith(kernel)} == {"attention"}
+
+
+def test_without_compilation_the_same_parts_are_found(tmp_path):
+    measured(tmp_path, "topology.workers=1", "train.kernel=sdpa", "train.compile=false")
+    assert not any(row["name"].startswith("triton_") for row in rows(tmp_path))
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs or more")
+@pytest.mark.parametrize("exchange", ["ring", "all_gather"])
+def test_nccl_is_hidden_or_exposed_and_in_no_other_part(exchange, tmp_path):
+    summary = measured(tmp_path, "topology.workers=2", f"topology.exchange={exchange}", "train.kernel=sdpa")
+    assert len(summary["ranks"]) == 2
+    for rank in summary["ranks"]:
+        assert rank["parts"]["links"] + rank["links_hidden_ms"] > 0
+        assert rank["parts"]["weights"] > 0  # FSDP's copies
+    nccl = [row for row in rows(tmp_path) if row["name"].lower().startswith("nccl")]
+    assert {row["rank"] for row in nccl} == {"0", "1"}
+    assert {row["part"] for row in nccl} == {"links"}
