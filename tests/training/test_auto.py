@@ -279,17 +279,17 @@ def test_the_fewest_layers_leave_and_the_most_products_stay(monkeypatch):
 
 
 def test_a_ring_is_a_remedy_where_gathered_keys_do_not_fit():
-    words = ["train.activation_checkpoint=full", "topology.gpu_memory_gib=46"]
+    words = ["train.activation_checkpoint=full", "seq=2m", "topology.gpu_memory_gib=120.5"]
     found = planned(*words, "topology.exchange=all_gather")
     with pytest.raises(
-        ConfigError, match=r" with topology.exchange=all_gather, of the 46.00 GiB of NVIDIA H200, 95% of which can be used"
+        ConfigError, match=r" with topology.exchange=all_gather, of the 120.50 GiB of NVIDIA H200, 95% of which can be used"
     ) as c:
         require_fit(found)
     assert ", or topology.exchange=ring, or " in str(c.value)
     assert planned(*words, "topology.exchange=ring").fits
     # Not where a ring would not do, or is there.
-    for exchange, gib in (("all_gather", 40), ("ring", 40)):
-        assert auto._in_a_ring(planned(words[0], f"topology.exchange={exchange}", f"topology.gpu_memory_gib={gib}")) is None
+    for exchange, gib in (("all_gather", 105), ("ring", 105)):
+        assert auto._in_a_ring(planned(*words[:2], f"topology.exchange={exchange}", f"topology.gpu_memory_gib={gib}")) is None
 
 
 @pytest.mark.parametrize(

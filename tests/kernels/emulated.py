@@ -1,0 +1,74 @@
+"""mtrain's CUDA sources on a CPU, compiled by g++ with CUDA's words defined in `warps.h`: their logic is tested where there is no GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mtrain_cli import resource_dir
+
+COMPILER = shutil.which("g++")
+_KERNEL = re.compile(r'extern "C" __global__ void (\w+)\(')
+
+
+class Emulator:
+    """Stands for `kernels.cuda.launch`. folder: for what is compiled. launched: the kernels that ran."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.launched: list[str] = []
+        self._libraries: dict[str, ctypes.CDLL] = {}
+
+    def launch(self, file: str, kernel: str, grid: tuple[int, int], threads: int, *arguments: torch.Tensor | int) -> None:
+        """As there; integers of 32 bits have to fit, and those of 64 bits have to be said to be.
+
+        Raises:
+            RuntimeError: the kernel gave up.
+        """
+        values = []
+        for argument in arguments:
+            if isinstance(argument, torch.Tensor):
+                values.append(argument.data_ptr())
+            else:
+                limits = np.iinfo(np.int64 if isinstance(argument, np.int64) else np.int32)
+                assert limits.min <= int(argument) <= limits.max
+                values.append(int(argument) % 2**64)
+        run = self._library(file)[f"run_{kernel}"]
+        if run(*grid, threads, (ctypes.c_uint64 * len(values))(*values)):
+            raise RuntimeError(f"{kernel}: trap")
+        self.launched.append(kernel)
+
+    def _library(self, file: str) -> ctypes.CDLL:
+        if file not in self._libraries:
+            source = resource_dir("kernels") / "cuda" / f"{file}.cu"
+            runs = [
+                f'extern "C" int run_{name}(unsigned x, unsigned y, unsigned n, const uint64_t* v) '
+                f"{{ return run({name}, x, y, n, v, places_of({name})); }}"
+                for name in _KERNEL.findall(source.read_text())
+            ]
+            whole = self.folder / f"{file}.cpp"
+            whole.write_text("\n".join([f'#include "{Path(__file__).with_name("warps.h")}"', f'#include "{source}"', *runs]))
+            library = self.folder / f"{file}.so"
+            command = [str(COMPILER), "-std=c++17", "-O1", "-shared", "-fPIC", "-o", str(library), str(whole)]
+            compiled = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            assert compiled.returncode == 0, compiled.stderr
+            self._libraries[file] = ctypes.CDLL(str(library))
+        return self._libraries[file]
+
+
+def serving(emulator: Emulator, monkeypatch: pytest.MonkeyPatch, *modules: types.ModuleType) -> None:
+    """Has these modules take the CUDA kernels, whatever device their tensors are on."""
+    launcher = types.ModuleType("mtrain_cli.kernels.cuda.launch")
+    launcher.launch = emulator.launch  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mtrain_cli.kernels.cuda.launch", launcher)
+    for module in modules:
+        monkeypatch.setattr(module, "cuda_kernels_usable", lambda _: True)

@@ -1,0 +1,96 @@
+"""What the CUDA sources compute, run on a CPU (`emulated.py`), is what PyTorch computes in their place."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from attention.sparse_problems import Problem, make_problem
+from kernels.emulated import COMPILER, Emulator, serving
+
+from mtrain_cli.attention import bars, block_lists, kernel
+from mtrain_cli.attention.index import VerticalSlash
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory):
+    return Emulator(tmp_path_factory.mktemp("emulated"))
+
+
+def problem(kind: str, where: str, documents: bool | None, seed: int = 0, seq: int = 109) -> Problem:
+    return make_problem(seed, kind, seq=seq, block=16, heads=4, kv_heads=2, dim=16, documents=documents, where=where)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("kind", ["slashes", "both", "all", "none", "bitmap", "local bitmap"])
+@pytest.mark.parametrize("documents", [False, True, None])
+def test_lists_of_blocks(kind, documents, transposed, emulator, monkeypatch):
+    for where in ("whole", "striped queries", "striped", "later queries"):
+        # The last one has more blocks than a warp looks at in a turn.
+        for seed, seq in ((0, 109), (1, 33), (2, 700)):
+            p = problem(kind, where, documents, seed, seq)
+            expected = block_lists.index_lists(p.tiles, transposed)
+            with monkeypatch.context() as patch:
+                serving(emulator, patch, block_lists)
+                found = block_lists.index_lists(p.tiles, transposed)
+            for name in ("partial", "full"):
+                count = expected[f"{name}_count"]
+                assert torch.equal(found[f"{name}_count"], count)
+                assert found[name].shape == expected[name].shape
+                listed = torch.arange(found[name].shape[-1]) < count[..., None]
+                assert torch.equal(found[name][listed], expected[name][listed])
+    assert emulator.launched[-1] == "block_lists"
+
+
+@pytest.mark.parametrize(("documents", "name"), [(None, "full"), (False, "partial")])
+def test_more_blocks_than_an_index_says_end_the_kernel(documents, name, emulator, monkeypatch):
+    p = problem("all", "whole", documents)
+    assert isinstance(p.tiles.index, VerticalSlash)
+    serving(emulator, monkeypatch, block_lists)
+    # Without padding a row sees all blocks but its own as a whole; the block that is padded sees all in part.
+    most = int(block_lists.index_lists(p.tiles, False)[f"{name}_count"].max())
+    block_lists.index_lists(p.tiles.under(dataclasses.replace(p.tiles.index, most=most)), False)
+    with pytest.raises(RuntimeError, match="trap"):
+        block_lists.index_lists(p.tiles.under(dataclasses.replace(p.tiles.index, most=most - 1)), False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("where", ["whole", "striped"])
+def test_columns(dtype, where, emulator, monkeypatch):
+    p = problem("both", where, True)
+    k, v = p.k.to(dtype), p.v.to(dtype)
+    expected = bars.pack_columns(k, v, p.tiles)
+    assert expected is not None
+    columns = [torch.randn(3, *t.shape) for t in expected]
+    sums = [t.clone() for t in (k, v)]
+    bars.add_column_gradients(*sums, *columns, p.tiles)
+    serving(emulator, monkeypatch, bars)
+    packed = bars.pack_columns(k, v, p.tiles)
+    assert packed is not None
+    assert all(torch.equal(a, b) for a, b in zip(packed, expected, strict=True))
+    found = [t.clone() for t in (k, v)]
+    bars.add_column_gradients(*found, *columns, p.tiles)
+    # Columns that several heads of a group share are added one by one, in bfloat16 each rounded.
+    tolerance = 1e-5 if dtype == torch.float32 else 0.1
+    assert all(torch.allclose(a.float(), b.float(), rtol=tolerance, atol=tolerance) for a, b in zip(found, sums, strict=True))
+    assert not torch.equal(found[0], k)
+    assert {"pack_columns", f"add_column_gradients_{str(dtype).removeprefix('torch.')}"} <= set(emulator.launched)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_merging(dtype, emulator, monkeypatch):
+    torch.manual_seed(0)
+    out, part = torch.randn(2, 21, 6, 40), torch.randn(2, 21, 6, 40).to(dtype)
+    lse, part_lse = (30 * torch.randn(2, 6, 21) for _ in range(2))
+    lse[0, 0, :9], part_lse[0, 0, 5:12] = float("-inf"), float("-inf")
+    out[0, :9, 0], part[0, 5:12, 0] = 0.0, 0.0
+    expected, expected_lse = out.clone(), lse.clone()
+    kernel.merge(expected, expected_lse, part, part_lse)
+    serving(emulator, monkeypatch, kernel)
+    kernel.merge(out, lse, part, part_lse)
+    assert emulator.launched[-1] == f"merge_{str(dtype).removeprefix('torch.')}"
+    assert torch.allclose(out, expected, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
