@@ -202,8 +202,7 @@ class VerticalSlash(Index):
         assert all((i.block, i.blocks) == (first.block, first.blocks) for i in indices)
         width, none = max(i.bars.shape[-1] for i in indices), first.blocks * first.block
         bars = [torch.nn.functional.pad(i.bars, (0, w), value=none) if (w := width - i.bars.shape[-1]) else i.bars for i in indices]
-        most = max(i.most for i in indices) if all(i.most for i in indices) else 0
-        return replace(first, slashes=torch.cat([i.slashes for i in indices], 1), bars=torch.cat(bars, 1), most=most)
+        return replace(first, slashes=torch.cat([i.slashes for i in indices], 1), bars=torch.cat(bars, 1), most=0)
 
     def without_columns(self) -> VerticalSlash:
         """Its block diagonals alone."""

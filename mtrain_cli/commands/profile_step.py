@@ -19,8 +19,15 @@ def step(
         typer.Argument(metavar="OVERRIDES", help="As in `mtrain train`.", autocompletion=complete_overrides, show_default=False),
     ] = None,
     warmup: Annotated[
-        int, typer.Option(metavar="N", help="Training steps before the first recorded one; the last is timed, without records.", min=1)
-    ] = 2,
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Training steps before the first recorded one; the last is timed, without records. 2, or one more than "
+            "sparsity.dense_steps if that is more.",
+            min=1,
+            show_default=False,
+        ),
+    ] = None,
     steps: Annotated[int, typer.Option(metavar="N", help="Recorded steps; figures are of one.", min=1)] = 1,
     trace: Annotated[
         bool, typer.Option("--trace/--no-trace", help="Leave the trace of every rank, for Perfetto and chrome://tracing.")
@@ -50,6 +57,15 @@ def step(
 
     words = list(overrides or ())
     config = in_own_folder(compose(words), "step")
+    # The step that is timed without records is to be like those that are recorded.
+    dense = (config.sparsity.dense_steps or 0) if config.sparsity.pattern != "dense" else 0
+    if warmup is None:
+        warmup = max(2, dense + 1)
+    elif warmup <= dense:
+        raise ConfigError(
+            f"--warmup {warmup}: sparsity.dense_steps={dense} leaves the steps up to {dense} dense; give --warmup {dense + 1} or more, or "
+            "sparsity.dense_steps=0"
+        )
     if warmup + steps > config.train.steps:
         raise ConfigError(
             f"--warmup {warmup} --steps {steps}: are {warmup + steps} steps, and train.steps={config.train.steps} ends before; give fewer, "

@@ -125,8 +125,8 @@ def _chunks(
     dweight_VC = torch.zeros_like(weight_VC if weight_needed else weight_VC[:0], dtype=dtype)
     loss = torch.zeros((), dtype=dtype, device=x_NC.device)
     total = torch.zeros_like(loss)
-    row_losses = _compiled_row_losses() if how.compile else _row_losses
     gradient_dtype = x_NC.dtype if x_needed or weight_needed else None
+    row_losses = _compiled(gradient_dtype == dtype) if how.compile else _row_losses
     for x_RC, labels_R, dx_RC in zip(x_NC.split(how.rows), labels_N.split(how.rows), dx_NC.split(how.rows), strict=True):
         logits_RV = _matmul(x_RC, weight_VC.t(), dtype)
         loss_R, total_R, dlogits_RV = row_losses(logits_RV, labels_R, scale, gradient_dtype, how.z_loss)
@@ -164,8 +164,8 @@ def _row_losses(
 def _row_losses_apart(
     logits_RV: Tensor, labels_R: Tensor, scale: Tensor, gradient_dtype: torch.dtype | None, z_loss: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`_row_losses` for a compiler: exponentials are computed twice and never written. What overwrites its input becomes, once compiled, a
-    tensor of its own; this makes the gradient alone.
+    """`_row_losses` for a compiler, where the gradient has another dtype than the logits: exponentials are computed twice and never written.
+    What overwrites its input would become, once compiled, a tensor of its own; this makes the gradient alone.
     """
     label_R1 = _columns_of(labels_R, logits_RV.shape[1])
     highest_R1 = logits_RV.amax(dim=1, keepdim=True)
@@ -214,8 +214,9 @@ def _columns_of(labels_R: Tensor, vocab_size: int) -> Tensor:
 
 
 @cache
-def _compiled_row_losses() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    return torch.compile(_row_losses_apart, dynamic=False)
+def _compiled(in_place: bool) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """in_place: the gradient has the dtype of the logits, and takes their place."""
+    return torch.compile(_row_losses if in_place else _row_losses_apart, dynamic=False)
 
 
 def accumulation(dtype: torch.dtype) -> torch.dtype:

@@ -27,7 +27,7 @@ class Gathering(Exchange):
         with self._mail(what, FORWARD) as mail:
             with mail.span(ARRANGE):
                 packed = torch.stack([k, v])
-            for step, keys, values in self._gathered(mail, self.forward_steps, packed):
+            for step, (keys, values) in self._gathered(mail, self.forward_steps, packed):
                 tiles = work.of(*self._tile(step), self._part(step))
                 with mail.span(ATTENTION):
                     parts.append(kernel.forward(_heads(q, step.part, 2), keys, values, tiles, scale))
@@ -41,22 +41,27 @@ class Gathering(Exchange):
         high = accumulation_dtype(packed.dtype)
         queries, gradients = [], []
         with self._mail(what, BACKWARD) as mail:
-            for step, keys, values in self._gathered(mail, self.backward_steps, packed):
+            for step, gathered in self._gathered(mail, self.backward_steps, packed):
+                keys, values = gathered
+                gathered.clear()
                 tiles = work.of(*self._tile(step), self._part(step))
                 with mail.span(ARRANGE):
                     dout_part, q_part, out_part = (_heads(t, step.part, 2).contiguous() for t in (dout, q, out))
                     lse_part = _heads(lse, step.part, 1).contiguous()
                 with mail.span(ATTENTION):
                     dq, dk, dv = kernel.backward(dout_part, q_part, keys, values, out_part, lse_part, None, tiles, scale)
-                del keys, values
+                del keys, values, dout_part, q_part, out_part, lse_part
                 queries.append(dq)
                 with mail.span(ARRANGE):
                     gradients.append(self._returned(mail, step.send, dk, dv, high) if step.send else torch.stack([dk, dv]))
+                del dq, dk, dv
         dk, dv = _joined(gradients, 3).to(packed.dtype)
         return _joined(queries, 2), dk, dv
 
-    def _gathered(self, mail: Mail, steps: Steps, packed: torch.Tensor) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
-        """-> every step with its keys and values [batch, padded_seq, kv_heads of the part, head_dim], once they are complete."""
+    def _gathered(self, mail: Mail, steps: Steps, packed: torch.Tensor) -> Iterator[tuple[Step, list[torch.Tensor]]]:
+        """-> every step with its keys and values [batch, padded_seq, kv_heads of the part, head_dim], once they are complete: in a list that
+        may be emptied, since what is yielded would live on here.
+        """
         coming: dict[int, tuple[Transfer, torch.Tensor]] = {}
         for at, step in enumerate(steps):
             mail.begin(at)
@@ -67,7 +72,7 @@ class Gathering(Exchange):
             for number in step.wait:
                 mail.wait(number)
             if not step.wait:
-                yield step, packed[0], packed[1]
+                yield step, [packed[0], packed[1]]
                 continue
             transfer, shards = coming.pop(step.wait[-1])
             with mail.span(ARRANGE):
@@ -75,9 +80,9 @@ class Gathering(Exchange):
                     # [ranks of the node, nodes, ...] -> rank order
                     coming.pop(transfer.after)
                     shards = shards.transpose(0, 1).flatten(0, 1)
-                keys, values = (self.layout.to_sequence(shards[:, i]) for i in (0, 1))
+                gathered = [self.layout.to_sequence(shards[:, i]) for i in (0, 1)]
             del shards
-            yield step, keys, values
+            yield step, gathered
 
     def _returned(self, mail: Mail, sends: tuple[Transfer, ...], dk: torch.Tensor, dv: torch.Tensor, high: torch.dtype) -> torch.Tensor:
         """Begins to add up the gradients of all ranks; -> this rank's shard, complete when the pass has ended."""

@@ -14,6 +14,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.suggest import did_you_mean
 from mtrain_cli.profiling.analysis import CaseAnalysis, analyse
 from mtrain_cli.profiling.records import KERNELS, PARTS, RECORDS, SCHEMA, STEP, SUMMARY, SWEEP, Recorded, open_records
+from mtrain_cli.reporting.steps import damage_of_step
 from mtrain_cli.training.evaluation import Evaluation, read_evaluations
 from mtrain_cli.training.metrics import METRICS_FILE, StepMetrics, read_metrics
 
@@ -208,8 +209,8 @@ def open_source(path: Path) -> Source:
     cases: tuple[CaseAnalysis, ...] = ()
     if recorded is not None:
         if recorded.summary.get("kind") == STEP:
-            if absent := [key for key in ("gpu", "settings", "ranks", "top") if key not in recorded.summary]:
-                raise ConfigError(f"{recorded.folder / SUMMARY}: has no {', '.join(absent)}; measure again")
+            if damage := damage_of_step(recorded.summary):
+                raise ConfigError(f"{recorded.folder / SUMMARY}: {damage}; measure again")
             return Source(_name(path), path, _facts(path, recorded), step=recorded.summary)
         _check_schema(recorded)
         cases = tuple(analyse(recorded))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import statistics
 from collections.abc import Sequence
@@ -36,6 +37,17 @@ def show_step(console: Console, document: dict[str, Any]) -> None:
         say(console, line, indent=10)
     print_table(console, top_table(document["top"], gpu))
     say(console, "ms of its own, whatever ran beside it; kernels.csv has all, of every rank", style="dim")
+
+
+def damage_of_step(document: dict[str, Any]) -> str | None:
+    """Why a summary cannot be shown; None if it can."""
+    try:
+        show_step(Console(file=io.StringIO()), document)
+    except KeyError as error:
+        return f"has no {error.args[0]}"
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        return f"holds something else than a recorded step ({error})"
+    return None
 
 
 def _about(document: dict[str, Any]) -> str:

@@ -57,7 +57,7 @@ class Moment:
     exchange: keys, values and their gradients on the way to and from other workers, and the kernel's own buffers; with N = cp T keys,
         all_gather holds 2 e N K of keys and values, as much of gradients, and 8 N K while these are packed; a ring holds a few
         shards of keys and of float32 gradients, most of them from step to step (see `exchange_in_backward`, `kernel_backward`).
-    loss: float32 logits of one chunk and their gradient in the compute dtype, float32 gradient 4 V C of
+    loss: float32 logits of one chunk and, in another dtype, their gradient, float32 gradient 4 V C of
         the LM head, and 3 e C T: final hidden states before and after their norm, and their gradient.
     inputs: tokens, positions, labels (int64), cosine and sine (float32).
     """
@@ -381,16 +381,17 @@ class _Step:
             return sums + at_hand + self.ring_buffers() + grad * keys + buffers
         if ranks == 1:
             return e * queries + grad * keys + max(buffers, e * keys if grad != e else 0)
-        # After the kernel the gathered keys and values are gone; dk and dv are packed into one float32 message, of which a part returns.
-        packing = 4 * keys + max(grad * keys // 2 if pieces or self.layout.name in ("zigzag", "striped") else 0, 4 * keys // ranks)
-        if how.chunks > 1:
-            # The last part of the heads: dq of all; q, out, dout of the part copied, its keys twice (message, and in order), the kernel's
-            # buffers, dk and dv, while the gradients of the part before leave; or then all dq side by side with what they are joined from.
-            copied, leaving = 3 * e * queries // how.chunks, 4 * keys // how.chunks
-            computing = (2 * e * keys + buffers + grad * keys) // how.chunks + leaving
-            joining = e * queries + leaving + 4 * keys // (how.chunks * ranks)
-            return e * queries + copied + max(computing, joining, packing // how.chunks + leaving)
-        return e * queries + grad * keys + max(e * keys + buffers, packing)
+        # A part of the heads at a time. In the kernel of the last one: q, out, dout and lse of the part copied, its keys and values, and the
+        # float32 messages of dk and dv of the parts before, with what returned of them. Then keys and values are gone, and dk and dv, put
+        # in the order of ranks one after the other, become the last message; at the end dq and what returned are joined from their parts.
+        n = how.chunks
+        copied = (3 * e * queries + self.heads) // n if n > 1 else 0
+        returned = 4 * keys * (n - 1) // (n * ranks)
+        computing = copied + (e * keys + buffers) // n + 4 * keys * (n - 1) // n + returned
+        ordered = grad * keys // (2 * n) if pieces or self.layout.name in ("zigzag", "striped") else 0
+        packing = 4 * keys + max(ordered + returned, 4 * keys // ranks)
+        joining = e * queries + 2 * 4 * keys // ranks - grad * keys // n if n > 1 else 0
+        return e * queries + grad * keys // n + max(computing, packing, joining)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -466,8 +467,8 @@ class IndexShape:
 
     def listed(self, queries: int, keys: int) -> int:
         """Numbers in the lists of blocks of a call, one for each block of keys (`attention.block_lists`), of packed documents."""
-        rows, others = (-(-tokens // (self.block * self.sequences)) for tokens in (keys, queries))
-        return self.sequences * self.heads * rows * sum(list_widths(others, self.diagonals, plain=False))
+        rows, others = (-(-tokens // (self.block * self.sequences)) for tokens in (keys, queries * self.ways))
+        return self.sequences * (self.heads // self.ways) * rows * sum(list_widths(others, self.diagonals, plain=False))
 
     def columns_in_backward(self, queries: int, head_dim: int, e: int) -> int:
         """Bytes of the packed columns of a call, of what a query block has of them on its diagonals (a bit each), of their key slots and
@@ -496,9 +497,9 @@ def kernel_backward(
 
     queries, keys: tokens of one call, times micro-batch. pieces: flash4 is called for more than one rectangle. index: narrows the call.
     flash4: float32 accumulators of dq and, with grouped heads, of dk and dv; lse and delta; under an index also its lists of blocks,
-    and after it the columns. sdpa (FlashAttention-2): float32 accumulator of dq, dk and dv for
-    every query head, and dq, dk, dv of the rectangle at hand. triton: lse and delta; the lists of a bitmap, 2 bytes for each pair of blocks
-    and direction (4 beyond 32767 blocks), or the columns. reference: three float64 matrices of scores, and more.
+    and after them the columns, which are added to another dq. sdpa (FlashAttention-2): float32 accumulator of dq, dk and dv for every query
+    head, and dq, dk, dv of the rectangle at hand. triton: lse and delta; the lists of a bitmap, 2 bytes for each pair of blocks and
+    direction (4 beyond 32767 blocks), or the columns. reference: three float64 matrices of scores, and more.
     """
     heads, width, kv_width = model.num_heads, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     grouped = model.num_heads != model.num_kv_heads
@@ -509,7 +510,7 @@ def kernel_backward(
         if pieces:
             return 4, buffers + e * (queries * width + 2 * keys * kv_width)
         listed = 0 if index is None else index.listed(queries, keys)
-        return e, max(buffers + 4 * listed, columns + 4 * queries * heads)
+        return e, max(buffers + 4 * listed, columns + 4 * queries * heads + (e * queries * width if columns else 0))
     if kernel == "sdpa":
         expanded = 2 * e * keys * width if grouped else 0
         return 4, (4 + e) * queries * width + 8 * queries * heads + expanded + 2 * e * keys * kv_width

@@ -49,6 +49,17 @@ def test_the_lists_of_a_call_have_the_size_that_is_told():
         assert own_bytes("flash4", p, shape_of(p)) - own_bytes("flash4", p, None) == size(lists["partial"], lists["full"])
 
 
+def test_lists_of_so_many_diagonals_have_the_size_that_is_told():
+    p = make_problem(0, "both", **SHAPE)
+    lists = index_lists(p.tiles, transposed=True)
+    few = dataclasses.replace(shape_of(p), diagonals=p.tiles.index.most)
+    queries, keys = (t.shape[0] * t.shape[1] for t in (p.q, p.k))
+    assert 4 * few.listed(queries, keys) == size(lists["partial"], lists["full"])
+    # As many numbers where a rank has half of the heads, and the tokens of two.
+    halves = dataclasses.replace(few, ways=2)
+    assert halves.listed(queries // 2, keys) == few.listed(queries, keys) // 2
+
+
 @pytest.mark.parametrize("kernel", ["flash4", "triton"])
 def test_what_is_kept_of_an_index_has_the_size_that_is_told(kernel):
     p = make_problem(0, "both", **{**SHAPE, "where": "striped queries"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import gzip
 import json
@@ -14,7 +15,9 @@ from command import mtrain
 from typer.testing import CliRunner
 
 from mtrain_cli.commands import app as command_line
+from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.profiling.step_parts import OF_GPU
+from mtrain_cli.reporting.source import open_source
 from mtrain_cli.reporting.steps import NAME, short_name
 
 SMALL = ["seq=512", "topology.device=cpu", "topology.workers=2", "topology.block_size=32", "model.num_layers=2", "topology.exchange=ring"]
@@ -163,15 +166,16 @@ def test_a_step_of_many_gpus_is_whole_at_80_columns_too(monkeypatch, tmp_path):
     assert "123,456 123,457 element-wise" in said
 
 
-def test_for_scripts_it_prints_json_and_leaves_no_trace(tmp_path):
-    found = run(tmp_path, "--json", "--no-trace", "--warmup", "1", *SMALL, "topology.workers=1", "model.num_layers=1")
+def test_for_scripts_it_prints_json_and_leaves_no_trace_and_a_step_after_dense_ones_is_recorded(tmp_path):
+    words = [*SMALL, *SPARSE, "sparsity.dense_steps=2", "topology.workers=1", "model.num_layers=1"]
+    found = run(tmp_path, "--json", "--no-trace", *words)
     assert found.returncode == 0, found.stderr
     document = json.loads(found.stdout)
     (folder,) = (tmp_path / "measurements").iterdir()
     assert folder.name.startswith("step-")
     assert document == json.loads((folder / "summary.json").read_text())
-    assert len(document["losses"]) == 2
-    assert document["ranks"][0]["parts"]["attention"] > 0
+    assert len(document["losses"]) == 4
+    assert document["ranks"][0]["parts"]["index"] > 0
     assert not list(folder.glob("*trace*"))
 
 
@@ -182,6 +186,10 @@ def test_for_scripts_it_prints_json_and_leaves_no_trace(tmp_path):
         (["--warmup", "0"], "--warmup=0: must be at least 1"),
         (["--warmup", "x"], "--warmup=x: expected a whole number"),
         (["train.steps=2"], "--warmup 2 --steps 1: are 3 steps, and train.steps=2 ends before; give fewer, or train.steps=3"),
+        (
+            ["--warmup", "2", "sparsity=vertical_slash", "sparsity.dense_steps=5"],
+            "--warmup 2: sparsity.dense_steps=5 leaves the steps up to 5 dense; give --warmup 6 or more, or sparsity.dense_steps=0",
+        ),
         (["sequence=512"], "sequence"),
         (["--out", "x"], "--out"),
         (["topology.layout=zigzig"], "topology.layout=zigzig: expected one of contiguous, zigzag, striped; did you mean zigzag?"),
@@ -203,12 +211,31 @@ def test_a_folder_that_holds_something_stays_as_it_is(profile, summary):
     assert json.loads((profile / "summary.json").read_text()) == summary
 
 
-def test_a_summary_that_lacks_something_is_one_line(summary, tmp_path):
-    (tmp_path / "summary.json").write_text(json.dumps({key: value for key, value in summary.items() if key != "ranks"}))
-    found = mtrain(tmp_path, "report", str(tmp_path))
-    assert found.returncode == 2
-    (line,) = found.stderr.splitlines()
-    assert line.endswith("summary.json: has no ranks; measure again")
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda s: s.pop("ranks"), "has no ranks"),
+        (lambda s: s.pop("steps"), "has no steps"),
+        (lambda s: s["ranks"][1].pop("plain_ms"), "has no plain_ms"),
+        (lambda s: s.update(ranks=[]), "holds something else than a recorded step (fmean requires at least one data point)"),
+        (lambda s: s["top"][0].update(ms="x"), "holds something else than a recorded step"),
+    ],
+)
+def test_a_damaged_summary_is_one_line(summary, tmp_path, monkeypatch, change, said):
+    damaged = copy.deepcopy(summary)
+    change(damaged)
+    (tmp_path / "summary.json").write_text(json.dumps(damaged))
+    with pytest.raises(ConfigError, match=r"summary\.json: .*; measure again") as caught:
+        open_source(tmp_path)
+    assert said in str(caught.value)
+
+
+def test_figures_over_ranks_are_means(summary, profile):
+    rows = list(csv.DictReader((profile / "kernels.csv").open()))
+    for top in summary["top"]:
+        found = [row for row in rows if (row["name"], row["part"]) == (top["name"], top["part"])]
+        assert top["ms"] == pytest.approx(sum(float(row["ms"]) for row in found) / len(summary["ranks"]))
+        assert top["calls"] == pytest.approx(sum(float(row["calls"]) for row in found) / len(summary["ranks"]))
 
 
 def test_files_of_a_report_are_refused_where_there_are_only_tables(profile, tmp_path, monkeypatch):

@@ -48,6 +48,17 @@ def test_gradcheck_in_float64(recompute, z_loss):
     assert torch.autograd.gradcheck(total, (x, weight))
 
 
+def test_a_gradient_in_the_dtype_of_the_logits_takes_their_place_and_any_other_is_made_apart(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compiled.append(function) or function)
+    loss_module._compiled.cache_clear()
+    for dtype in (torch.float32, torch.bfloat16):
+        x, weight, labels = problem(dtype)
+        fused_linear_cross_entropy(x, weight, labels, 4 * VOCAB * 5, 1.0, compile=True)
+    loss_module._compiled.cache_clear()
+    assert compiled == [loss_module._row_losses, loss_module._row_losses_apart]
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("chunk_rows", [1, 5, 1000])
 def test_z_loss_is_the_squared_logsumexp_of_rows_that_count(recompute, chunk_rows):
@@ -68,7 +79,7 @@ def test_z_loss_is_the_squared_logsumexp_of_rows_that_count(recompute, chunk_row
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("z_loss", [0.0, 0.07])
 def test_what_a_compiler_gets_equals_what_overwrites_logits(dtype, z_loss, monkeypatch):
-    monkeypatch.setattr(loss_module, "_compiled_row_losses", lambda: loss_module._row_losses_apart)
+    monkeypatch.setattr(loss_module, "_compiled", lambda _: loss_module._row_losses_apart)
     x, weight, labels = problem(dtype)
     found = []
     for compile in (False, True):
@@ -124,10 +135,12 @@ def test_weight_gradient_is_summed_over_chunks_in_float32():
     assert gradient.flatten().tolist() == [-rows / 2, rows / 2]
 
 
-def test_nearly_certain_prediction_keeps_its_small_bfloat16_gradient():
+@pytest.mark.parametrize("compile", [False, True])
+def test_nearly_certain_prediction_keeps_its_small_bfloat16_gradient(compile, monkeypatch):
+    monkeypatch.setattr(loss_module, "_compiled", lambda _: loss_module._row_losses_apart)
     weight = torch.tensor([[8.0], [0.0]], dtype=torch.bfloat16)
     x = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
-    (gradient,) = torch.autograd.grad(fused_linear_cross_entropy(x, weight, torch.tensor([0]), 1 << 20, 1.0), x)
+    (gradient,) = torch.autograd.grad(fused_linear_cross_entropy(x, weight, torch.tensor([0]), 1 << 20, 1.0, compile=compile), x)
     wrong = 1 / (1 + torch.tensor(8.0).exp())  # of the probability; 1 - wrong rounds to 1 in bfloat16
     torch.testing.assert_close(gradient.item(), -8 * wrong.item(), rtol=2**-7, atol=0.0)
 

@@ -121,7 +121,7 @@ def test_waits_launches_and_how_far_ahead_the_host_is():
         step(0, 100),
         *kernel("a", 10, 11, at=1),  # 8.75 after the end of its launch
         *kernel("b", 20, 21, at=2),  # 17.75
-        *kernel("c", 30, 31, at=3),  # 26.75
+        *kernel("c", 60, 61, at=3),  # 56.75
         *kernel("ncclDevKernel_AllReduce(x)", 90, 91, at=4),
         event("cuda_runtime", "cudaStreamSynchronize", 40, 45),
         event("cuda_runtime", "cudaEventSynchronize", 46, 48),

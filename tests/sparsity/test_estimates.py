@@ -62,13 +62,15 @@ def fewest(mass: list[float], share: float, forced: set[int], least: int, most: 
     "changed",
     [
         {}, {"windows": 3}, {"last_q": 40}, {"joint": True}, {"joint": True, "p_v": 0.9, "p_s": 0.3, "min_bars": 0}, {"per_group": True},
-        {"max_bars": 10, "max_slashes": 2}, {"min_bars": 50},
+        {"max_bars": 10, "max_slashes": 2}, {"min_bars": 50}, {"max_slashes": 2, "per_group": True},
     ],
 )  # fmt: skip
 def test_vertical_slash_is_what_its_definition_says(documents, changed):
     q, k, masked = inputs(1, documents, length=SEQ - 3)
     p = pattern(**changed)
     index = p.estimate(q, k, masked, 0)
+    assert index.most == p.max_slashes
+    assert not index.most or int(index.slashes.sum(-1).max()) <= index.most, "the host knows a bound"
     blocks = masked.geometry.blocks
     for b in range(2):
         length = masked.masks[b].length
@@ -218,6 +220,7 @@ def test_moba_takes_the_best_chunks_and_its_own():
 def test_fixed_has_the_numbers_asked_for_and_depends_on_the_seed_alone():
     index = fixed_index(seed=1, batch=1, heads=3, seq=1000, block=16, slashes=7, bars=20)
     assert index.slashes.sum(-1).tolist() == [[7, 7, 7]]
+    assert index.most == 7
     assert bool(index.slashes[..., :2].all())
     assert (index.bars < 63 * 16).sum(-1).tolist() == [[20, 20, 20]]
     assert not torch.equal(index.bars[0, 0], index.bars[0, 1]), "every head draws its own"
@@ -239,7 +242,9 @@ def test_every_layer_draws_its_own_fixed_index():
 @pytest.mark.parametrize("density", [0.05, 0.3, 0.6, 0.9])
 def test_fixed_takes_the_fewest_diagonals_that_fill_the_density(density):
     shape = {"seed": 3, "batch": 1, "heads": 4, "seq": 9 * BLOCK, "block": BLOCK, "bars": 0}
-    slashes = fixed_index(**shape, slashes=None, density=density).slashes
+    index = fixed_index(**shape, slashes=None, density=density)
+    slashes = index.slashes
+    assert index.most == int(slashes.sum(-1).max())
     area = torch.arange(9, 0, -1)
     for h, count in enumerate(slashes[0].sum(-1).tolist()):
         assert int((slashes[0, h] * area).sum()) >= density * 45

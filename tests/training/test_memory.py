@@ -253,6 +253,15 @@ def test_bitmaps_are_kept_until_backward_and_counted_by_pairs_of_blocks():
     assert everywhere.index == layers * heads * blocks * blocks + counted
 
 
+@pytest.mark.parametrize(
+    ("words", "most"), [("sparsity=vertical_slash sparsity.max_slashes=64", 64), ("sparsity=fixed sparsity.density=0.0146", 61)]
+)
+def test_lists_of_blocks_are_as_wide_as_an_index_may_have_diagonals(words, most):
+    wide, narrow = (estimate("seq=512k", *given.split(), workers=2).peak.exchange for given in ("sparsity=vertical_slash", words))
+    blocks_of_keys, blocks_of_queries, heads, lists = 4096, 2048, 16, 2
+    assert wide - narrow == 4 * lists * heads * blocks_of_keys * (blocks_of_queries - most)
+
+
 def test_a_million_tokens_of_bitmaps_are_seen_not_to_fit():
     dense, sparse = (estimate("model=llama8b", "seq=1m", what, workers=8, kernel="triton") for what in ("sparsity=dense", "sparsity=moba"))
     bits = 32 * 32 * 8192 * 8192 // 8

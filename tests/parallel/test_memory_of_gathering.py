@@ -1,0 +1,113 @@
+"""What a gathering exchange holds in its backward pass has the size that the closed form of a step's memory tells."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.config.compose import compose
+from mtrain_cli.parallel.exchanges import make_exchange
+from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.parallel.mesh import make_context_group
+from mtrain_cli.parallel.selection import ExchangeChoice
+from mtrain_cli.training import memory
+
+TOKENS, HEADS, DIM, BLOCK = 1024, 16, 64, 16
+
+
+class Held(TorchDispatchMode):
+    """Bytes of all tensors that were made inside and live, and the most of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, torch.Tensor):
+                self._note(tensor.untyped_storage())
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self.now += size
+        self.most = max(self.most, self.now)
+
+        def gone() -> None:
+            self._seen.discard(key)
+            self.now -= size
+
+        weakref.finalize(storage, gone)
+
+    def ignore(self, *tensors: torch.Tensor) -> None:
+        self._seen.update(t.untyped_storage()._cdata for t in tensors)
+
+
+class Stub:
+    """A kernel that makes its results and, meanwhile, a buffer."""
+
+    def __init__(self, grad: torch.dtype, buffer: int) -> None:
+        self.grad, self.buffer = grad, buffer
+
+    def backward(self, dout, q, k, v, out, lse, delta, tiles, scale):
+        buffer = torch.empty(self.buffer, dtype=torch.uint8)
+        found = torch.empty_like(q), torch.empty_like(k, dtype=self.grad), torch.empty_like(v, dtype=self.grad)
+        del buffer
+        return found
+
+
+@pytest.fixture
+def alone():
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("grad", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("buffer", [0, 40 << 20])
+@pytest.mark.parametrize(
+    ("ranks", "layout", "chunks", "kv_heads"),
+    [
+        (2, "striped", 1, 8),
+        (2, "striped", 2, 8),
+        (8, "striped", 2, 8),
+        (8, "striped", 2, 2),
+        (8, "striped", 8, 8),
+        (2, "striped", 8, 16),
+        (2, "contiguous", 2, 8),
+        (4, "zigzag", 4, 8),
+    ],
+)
+def test_the_most_that_is_held_is_what_is_told(ranks, layout, chunks, kv_heads, grad, buffer, monkeypatch):
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    parts = make_layout(layout, ranks, TOKENS * ranks, BLOCK, unit=BLOCK)
+    group = make_context_group(0, ranks, ranks, torch.device("cpu"), per_node=ranks, heads=1)
+    exchange = make_exchange("all_gather", parts, group, chunks=chunks, prefetch=1, circulates="keys", shared_columns=False)
+    work = exchange.work([SequenceMask.causal(TOKENS * ranks, TOKENS * ranks)], torch.device("cpu"), None)
+    q, out, dout = (torch.randn(1, TOKENS, HEADS, DIM).bfloat16() for _ in range(3))
+    packed, lse = torch.randn(2, 1, TOKENS, kv_heads, DIM).bfloat16(), torch.randn(1, HEADS, TOKENS)
+    held = Held()
+    held.ignore(q, out, dout, packed, lse)
+    with held:
+        results = exchange.backward(dout, (q, packed, out, lse), work, Stub(grad, buffer // chunks), 1.0, "layer 0")
+    assert [r.shape for r in results] == [q.shape, packed[0].shape, packed[1].shape]
+
+    shape = [f"model.num_heads={HEADS}", f"model.num_kv_heads={kv_heads}", f"model.head_dim={DIM}", f"model.hidden_size={HEADS * DIM}"]
+    config = compose(["model=tiny", f"seq={TOKENS * ranks}", "train.dtype=bfloat16", *shape])
+    monkeypatch.setattr(memory, "kernel_backward", lambda *_: (grad.itemsize, buffer))
+    how = ExchangeChoice("all_gather", "", per_node=ranks, chunks=chunks)
+    told = memory._Step(config, ranks, parts, how, "flash4", 2).exchange_in_backward()
+    assert held.most == pytest.approx(told, rel=0.04)
