@@ -164,7 +164,7 @@ def _row_losses(
 def _row_losses_apart(
     logits_RV: Tensor, labels_R: Tensor, scale: Tensor, gradient_dtype: torch.dtype | None, z_loss: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`_row_losses` for a compiler, where the gradient has another dtype than the logits: exponentials are computed twice and never written.
+    """`_row_losses` for a compiler, where the gradient has another dtype than the logits: exponentials are computed twice, never written.
     What overwrites its input would become, once compiled, a tensor of its own; this makes the gradient alone.
     """
     label_R1 = _columns_of(labels_R, logits_RV.shape[1])

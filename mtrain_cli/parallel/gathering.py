@@ -59,8 +59,8 @@ class Gathering(Exchange):
         return _joined(queries, 2), dk, dv
 
     def _gathered(self, mail: Mail, steps: Steps, packed: torch.Tensor) -> Iterator[tuple[Step, list[torch.Tensor]]]:
-        """-> every step with its keys and values [batch, padded_seq, kv_heads of the part, head_dim], once they are complete: in a list that
-        may be emptied, since what is yielded would live on here.
+        """-> every step with its keys and values [batch, padded_seq, kv_heads of the part, head_dim], once they are complete. In a list,
+        which may be emptied, since what is yielded would live on here.
         """
         coming: dict[int, tuple[Transfer, torch.Tensor]] = {}
         for at, step in enumerate(steps):

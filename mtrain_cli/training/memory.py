@@ -381,9 +381,9 @@ class _Step:
             return sums + at_hand + self.ring_buffers() + grad * keys + buffers
         if ranks == 1:
             return e * queries + grad * keys + max(buffers, e * keys if grad != e else 0)
-        # A part of the heads at a time. In the kernel of the last one: q, out, dout and lse of the part copied, its keys and values, and the
-        # float32 messages of dk and dv of the parts before, with what returned of them. Then keys and values are gone, and dk and dv, put
-        # in the order of ranks one after the other, become the last message; at the end dq and what returned are joined from their parts.
+        # A part of the heads at a time. In the kernel of the last one: q, out, dout and lse of the part copied, its keys and values, and
+        # the float32 messages of dk and dv of the parts before, with what returned of them. Then keys and values are gone, and dk and dv,
+        # put in the order of ranks one after the other, become the last message; at the end dq and what returned are joined.
         n = how.chunks
         copied = (3 * e * queries + self.heads) // n if n > 1 else 0
         returned = 4 * keys * (n - 1) // (n * ranks)

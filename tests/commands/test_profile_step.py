@@ -221,7 +221,7 @@ def test_a_folder_that_holds_something_stays_as_it_is(profile, summary):
         (lambda s: s["top"][0].update(ms="x"), "holds something else than a recorded step"),
     ],
 )
-def test_a_damaged_summary_is_one_line(summary, tmp_path, monkeypatch, change, said):
+def test_a_damaged_summary_is_one_line(summary, tmp_path, change, said):
     damaged = copy.deepcopy(summary)
     change(damaged)
     (tmp_path / "summary.json").write_text(json.dumps(damaged))

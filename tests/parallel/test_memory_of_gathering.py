@@ -61,7 +61,7 @@ class Stub:
     def __init__(self, grad: torch.dtype, buffer: int) -> None:
         self.grad, self.buffer = grad, buffer
 
-    def backward(self, dout, q, k, v, out, lse, delta, tiles, scale):
+    def backward(self, dout, q, k, v, *_):  # noqa: ARG002 - the signature is a kernel's
         buffer = torch.empty(self.buffer, dtype=torch.uint8)
         found = torch.empty_like(q), torch.empty_like(k, dtype=self.grad), torch.empty_like(v, dtype=self.grad)
         del buffer
