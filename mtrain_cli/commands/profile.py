@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mtrain_cli.profiling.sparsity import HeadRecord
     from mtrain_cli.sparsity.pattern import Pattern
 
-app = typer.Typer(help="Measure attention on this machine.", rich_markup_mode="rich", no_args_is_help=True)
+app = typer.Typer(help="Measure on this machine: attention, messages, whole steps.", rich_markup_mode="rich", no_args_is_help=True)
 
 
 @app.command("sparsity")

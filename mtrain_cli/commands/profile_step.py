@@ -81,6 +81,8 @@ def step(
     Plan(warmup, steps, trace, quiet=as_json).save(run)
     code = launch(run, environment, resume=False, target=TARGET, config=config)
     summary = run.path / records.SUMMARY
+    if code in (130, 143) and not summary.is_file() and run.discard():
+        typer.echo("stopped before the recorded step ended: nothing is left", err=True)
     if as_json and summary.is_file():
         typer.echo(summary.read_text().rstrip())
     raise typer.Exit(code)

@@ -67,7 +67,7 @@ def report(
     wanted = bool(recorded) and (html or csv) and not (ours and out is None)
     if out is not None and not recorded:
         kind = "one step, tables" if sources[0].step is not None else "of an older kind, a table"
-        raise ConfigError(f"--out {out}: {sources[0].name} is {kind} without figures or files; leave --out out")
+        raise ConfigError(f"--out {out}: {sources[0].name} is {kind} without figures or files; give no --out")
     if len(recorded) > 1 and out is None and wanted:
         raise ConfigError("--out DIR: needed for several runs, since none of their folders is the place for all; or --no-html --no-csv")
     folder = _folder(out, recorded) if wanted else None

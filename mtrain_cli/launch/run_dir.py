@@ -28,6 +28,7 @@ from mtrain_cli.training.manifest import committed_steps, manifest_file
 
 RUNS = Path("runs")
 LOCK = ".lock"
+PLAN = "plan.json"  # of a measurement, which no run has
 LOOKS = 3  # at a lock that is taken
 
 
@@ -333,6 +334,8 @@ def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
             run = dataclasses.replace(run, _lock=RunLock(path))
             if run.resolved.exists():
                 run.release()
+                if (path / PLAN).is_file():
+                    raise ConfigError(f"run.dir={path}: already holds a measurement; choose another run.name or run.dir")
                 raise ConfigError(
                     f"run.dir={path}: already holds a run; continue it with --resume {shlex.quote(str(path))} or choose another run.dir"
                 )

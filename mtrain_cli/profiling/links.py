@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.environment import Environment
-from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.launch.run_dir import PLAN, RunDir
 from mtrain_cli.launch.stop import StopFlag
 from mtrain_cli.parallel import schedule
 from mtrain_cli.parallel.collectives import start_all_gather, start_reduce_scatter
@@ -78,11 +78,11 @@ class Plan:
         return max(1, self.repeats // 2) if self.loaded else 0
 
     def save(self, run_dir: RunDir) -> None:
-        (run_dir.path / "plan.json").write_text(json.dumps(asdict(self)) + "\n")
+        (run_dir.path / PLAN).write_text(json.dumps(asdict(self)) + "\n")
 
     @staticmethod
     def load(run_dir: RunDir) -> Plan:
-        found = json.loads((run_dir.path / "plan.json").read_text())
+        found = json.loads((run_dir.path / PLAN).read_text())
         return Plan(**found | {"sizes": tuple(found["sizes"])})
 
 

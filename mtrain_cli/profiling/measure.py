@@ -16,7 +16,7 @@ import torch.distributed as dist
 from mtrain_cli.config import compose
 from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.environment import Environment
-from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.launch.run_dir import PLAN, RunDir
 from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.parallel.exchanges import make_exchange
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
@@ -49,12 +49,12 @@ class Plan:
         for i, (_, config) in enumerate(self.cases):
             compose.save(config, folder / f"{i}.yaml")
         document = {**asdict(self), "cases": [label for label, _ in self.cases]}
-        (folder / "plan.json").write_text(json.dumps(document, indent=1) + "\n")
+        (folder / PLAN).write_text(json.dumps(document, indent=1) + "\n")
 
     @staticmethod
     def load(run_dir: RunDir) -> Plan:
         folder = run_dir.path / "cases"
-        document = json.loads((folder / "plan.json").read_text())
+        document = json.loads((folder / PLAN).read_text())
         cases = [(label, compose.load(folder / f"{i}.yaml")) for i, label in enumerate(document.pop("cases"))]
         return Plan(cases=cases, **document)
 

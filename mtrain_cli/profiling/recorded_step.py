@@ -22,7 +22,7 @@ import torch
 from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.failures import RunError
-from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.launch.run_dir import PLAN, RunDir
 from mtrain_cli.launch.stop import StopFlag
 from mtrain_cli.parallel import parts
 from mtrain_cli.profiling import records
@@ -33,7 +33,6 @@ from mtrain_cli.training.trainer import StepResult, Trainer
 
 TARGET = "mtrain_cli.profiling.recorded_step:run"
 SHOWN = 10  # kernels or operators
-_PLAN = "plan.json"
 _COMPRESSION = 5  # a trace of a large step is 100 MB, of which level 9 makes hardly less
 
 
@@ -47,11 +46,11 @@ class Plan:
     quiet: bool
 
     def save(self, run_dir: RunDir) -> None:
-        (run_dir.path / _PLAN).write_text(json.dumps(asdict(self)) + "\n")
+        (run_dir.path / PLAN).write_text(json.dumps(asdict(self)) + "\n")
 
     @staticmethod
     def load(run_dir: RunDir) -> Plan:
-        return Plan(**json.loads((run_dir.path / _PLAN).read_text()))
+        return Plan(**json.loads((run_dir.path / PLAN).read_text()))
 
 
 @dataclass(frozen=True)

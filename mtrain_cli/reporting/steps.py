@@ -18,11 +18,12 @@ from mtrain_cli.reporting.width import number, print_table, say
 NAME = 44  # characters of a kernel's name
 _GPU = (
     "counted: kernels of the GPU; what computes comes before copies, these before NCCL, and of two kernels at once the earlier one; "
-    "links: NCCL beside neither; idle: nothing on the GPU. attention, index, loss (with its products), weights (FSDP's copies) and "
-    "optimizer: all that is launched there; the rest by name"
+    "links: NCCL beside neither, waits for other ranks among it; idle: nothing on the GPU. attention, index, loss (with its products), "
+    "weights (FSDP's copies) and optimizer: all that is launched there; the rest by name"
 )
 _CPU = (
-    "counted: operators of the thread that trains, their own time; links: gloo's messages beside none; host: the rest, Python and waiting. "
+    "counted: operators of the thread that trains, their own time; links: gloo's messages beside none, waits for other "
+    "ranks among them; host: the rest, Python and waiting. "
     "attention, index, loss (with its products), weights (FSDP's copies) and optimizer: all operators called there; the rest by name"
 )
 
@@ -91,7 +92,8 @@ def lines(ranks: Sequence[dict[str, Any]], gpu: bool) -> list[str]:
         return statistics.fmean(rank[name] for rank in ranks)
 
     plain, recorded = max(rank["plain_ms"] for rank in ranks), max(rank["recorded_ms"] for rank in ranks)
-    found = [f"step      {_ms(recorded)} ms recorded, {_ms(plain)} ms the step before, not recorded ({recorded / plain - 1:+.1%})"]
+    differs = f"{recorded / plain - 1:+.1%}, records and what steps differ by anyway"
+    found = [f"step      of the slowest rank {_ms(recorded)} ms, {_ms(plain)} ms the one before without records ({differs})"]
     exposed, hidden = statistics.fmean(rank["parts"][LINKS] for rank in ranks), mean("links_hidden_ms")
     if exposed or hidden:
         name, beside = ("NCCL", "computation or copies") if gpu else ("gloo", "operators")

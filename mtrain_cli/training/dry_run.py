@@ -102,16 +102,21 @@ def _verdict(found: Plan) -> list[RenderableType]:
         if found.search.chosen is None:
             return [Text(f"Does not fit: {refusal(found, found.search)}.", style="red")]
         longest = longest_seq(found)
-        return [Text(f"Longest sequence that fits with train.memory=auto: {'none' if longest is None else format_size(longest)}.")]
+        return [Text(f"Longest sequence that fits with train.memory=auto: {'none' if longest is None else _at_least(longest)}.")]
     lines: list[RenderableType] = []
     if not found.takes(found.memory):
         lines.append(Text(f"Does not fit: {refusal(found, search(found))}.", style="red"))
     longest = longest_seq(found)
     automatic = longest_seq(dataclasses.replace(found, config=with_memory(config, "auto")))
-    shown = ["none" if seq is None else format_size(seq) for seq in (longest, automatic)]
+    shown = ["none" if seq is None else _at_least(seq) for seq in (longest, automatic)]
     on = f"on {found.gpu_name}" if found.elsewhere else "here"
     lines.append(Text(f"Longest sequence that fits {on}: {shown[0]} with these settings, {shown[1]} with train.memory=auto.", style="dim"))
     return lines
+
+
+def _at_least(seq: int) -> str:
+    """As it is searched for: in a few steps between powers of two."""
+    return f"at least {format_size(seq)}"
 
 
 def with_memory(config: Config, memory: str) -> Config:

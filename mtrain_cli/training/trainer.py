@@ -90,7 +90,7 @@ def _check_host_memory(config: Config, environment: Environment, choices: Choice
         raise ConfigError(
             f"seq={config.seq}: {environment.local_workers} CPU workers would need about {needed / 2**30:.0f} GiB "
             f"for model={config.model.name}, this machine has {available / 2**30:.0f} GiB; give a shorter seq, a smaller model, "
-            "or GPUs (--dry-run shows where memory goes)"
+            "or GPUs (mtrain train --dry-run shows where memory goes)"
         )
 
 

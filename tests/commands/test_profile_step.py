@@ -6,12 +6,16 @@ import copy
 import csv
 import gzip
 import json
+import os
+import signal
 import subprocess
+import sys
+import time
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from command import mtrain
+from command import mtrain, python_path
 from typer.testing import CliRunner
 
 from mtrain_cli.commands import app as command_line
@@ -207,8 +211,24 @@ def test_a_folder_that_holds_something_stays_as_it_is(profile, summary):
     found = run(profile.parents[1], *SETTINGS, "run.name=one")
     assert found.returncode == 2
     (line,) = found.stderr.splitlines()
-    assert "already holds a run" in line
+    assert "already holds a measurement; choose another run.name or run.dir" in line
     assert json.loads((profile / "summary.json").read_text()) == summary
+
+
+def test_one_that_is_stopped_before_it_has_a_step_leaves_nothing(tmp_path):
+    words = ["profile", "step", "--warmup", "2000", "train.steps=3000", *SMALL, "run.name=one"]
+    environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
+    started = subprocess.Popen(
+        [sys.executable, "-m", "mtrain_cli", *words], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+    )
+    while not (tmp_path / "measurements/one/plan.json").exists() and started.poll() is None:
+        time.sleep(0.1)
+    time.sleep(1)  # so that it is a launcher by now; with or without workers
+    started.send_signal(signal.SIGINT)
+    stderr = started.communicate(timeout=100)[1]
+    assert started.returncode == 130, stderr
+    assert stderr.splitlines()[-1] == "stopped before the recorded step ended: nothing is left"
+    assert not (tmp_path / "measurements").exists()
 
 
 @pytest.mark.parametrize(
@@ -242,7 +262,7 @@ def test_files_of_a_report_are_refused_where_there_are_only_tables(profile, tmp_
     monkeypatch.chdir(profile.parents[1])
     found = mtrain(profile.parents[1], "report", "one", "--out", str(tmp_path / "x"))
     assert found.returncode == 2
-    assert "one is one step, tables without figures or files; leave --out out" in found.stderr
+    assert "one is one step, tables without figures or files; give no --out" in found.stderr
     assert not (tmp_path / "x").exists()
 
 

@@ -318,7 +318,7 @@ def test_the_command_prints_a_plan_and_writes_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["model=qwen3b", "seq=512k", "topology.workers=2"], r"total +187\.13 GiB  does not fit: 2, saving, take \d+% of 24\.00 GiB"),
+        (["model=qwen3b", "seq=512k", "topology.workers=2"], r"total +186\.89 GiB  does not fit: 2, saving, take \d+% of 24\.00 GiB"),
         (["topology.workers=2"], r"total +\d\d\.\d MiB  fits: 2, saving, take less than 1% of 24\.00 GiB"),
         (["topology.workers=1", "train.checkpoint_at_end=false", "train.checkpoint_every=0"], r"total +\S+ MiB  fits: less than 1% of"),
     ],
