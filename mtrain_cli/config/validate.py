@@ -207,14 +207,16 @@ def _blocks(config: Config) -> Iterator[str]:
         if blocks < workers:
             yield (
                 f"topology.block_size={topology.block_size}: seq={config.seq} has {blocks} such blocks for {workers} workers, "
-                "some would hold none; " + _smaller(config.seq, workers)
+                "some would hold none; " + _smaller(config.seq, workers, blocks)
             )
 
 
-def _smaller(seq: int, workers: int) -> str:
-    """What to give instead."""
+def _smaller(seq: int, workers: int, blocks: int) -> str:
+    """What to give instead. blocks: how many there are."""
     if workers * MIN_BLOCK > seq:
-        return f"give at most {max(1, seq // MIN_BLOCK)} workers, or a longer seq"
+        most = max(1, seq // MIN_BLOCK)
+        smaller = f", or at most {most} and topology.block_size={MIN_BLOCK}" if most > blocks else ""
+        return f"give at most {blocks} workers{smaller}, or a longer seq"
     return f"give fewer workers, a longer seq or blocks of at most {_largest_block(seq, workers)}"
 
 

@@ -165,3 +165,18 @@ def test_every_number_of_the_schema_has_a_range():
 def test_the_configuration_is_frozen(defaults):
     with pytest.raises(dataclasses.FrozenInstanceError):
         defaults.optim.lr = 1.0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("seq=512 topology.workers=64", "give at most 4 workers, or at most 32 and topology.block_size=16, or a longer seq"),
+        ("seq=32 topology.workers=64 topology.block_size=16", "give at most 2 workers, or a longer seq"),
+        ("seq=512 topology.workers=32", "give fewer workers, a longer seq or blocks of at most 16"),
+    ],
+)
+def test_what_is_said_of_too_few_blocks_would_do(words, said):
+    with pytest.raises(ConfigError, match=f"some would hold none; {said}$"):
+        compose(words.split())
+    if " or at most 32" in said:
+        compose(["seq=512", "topology.workers=32", "topology.block_size=16"])
