@@ -60,7 +60,7 @@ def index_lists(tiles: Tiles, transposed: bool) -> dict[str, torch.Tensor]:
 def list_widths(others: int, most_diagonals: int, plain: bool) -> tuple[int, int]:
     """Widths of the partial and the full list of a row, of ``others`` blocks: a diagonal gives a row one block, and a mask that is causal
     alone (plain) cuts none but that of the row itself. most_diagonals: 0 where a bitmap, or the device, knows how many there are: lists of
-    all blocks then take 8 bytes for each pair of blocks of every head, 16 GiB at 1M tokens and 32 heads on one worker.
+    all blocks then take up to 8 bytes for each pair of blocks of every head, 16 GiB at 1M tokens and 32 heads on one worker.
     """
     # A width of 1 breaks the stride check of FlashAttention-4 4.0.0b36.
     full = max(2, min(others, most_diagonals or others))

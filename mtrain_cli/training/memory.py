@@ -383,14 +383,14 @@ class _Step:
             return e * queries + grad * keys + max(buffers, e * keys if grad != e else 0)
         # A part of the heads at a time. In the kernel of the last one: q, out, dout and lse of the part copied, its keys and values, and
         # the float32 messages of dk and dv of the parts before, with what returned of them. Then keys and values are gone, and dk and dv,
-        # put in the order of ranks one after the other, become the last message; at the end dq and what returned are joined.
+        # put in the order of ranks one after the other, become the last message; at the end dq is joined beside what returned.
         n = how.chunks
         copied = (3 * e * queries + self.heads) // n if n > 1 else 0
         returned = 4 * keys * (n - 1) // (n * ranks)
         computing = copied + (e * keys + buffers) // n + 4 * keys * (n - 1) // n + returned
         ordered = grad * keys // (2 * n) if pieces or self.layout.name in ("zigzag", "striped") else 0
         packing = 4 * keys + max(ordered + returned, 4 * keys // ranks)
-        joining = e * queries + 2 * 4 * keys // ranks - grad * keys // n if n > 1 else 0
+        joining = e * queries + (4 + e) * keys // ranks - grad * keys // n if n > 1 else 0
         return e * queries + grad * keys // n + max(computing, packing, joining)
 
 
@@ -503,7 +503,6 @@ def kernel_backward(
     """
     heads, width, kv_width = model.num_heads, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     grouped = model.num_heads != model.num_kv_heads
-    lists = 0 if index is None else index.pairs_of_blocks(queries, keys)
     columns = 0 if index is None else index.columns_in_backward(queries, model.head_dim, e)
     if kernel == "flash4":
         buffers = 4 * queries * width + 8 * queries * heads + (8 * keys * kv_width if grouped else 0)
@@ -515,6 +514,7 @@ def kernel_backward(
         expanded = 2 * e * keys * width if grouped else 0
         return 4, (4 + e) * queries * width + 8 * queries * heads + expanded + 2 * e * keys * kv_width
     if kernel == "triton":
-        each = 0 if index is None or not index.bitmap else 4 if index.blocks <= _MOST_OF_16_BITS else 8
-        return 4, 8 * queries * heads + each * lists + columns
+        each = 4 if index is not None and index.blocks <= _MOST_OF_16_BITS else 8
+        lists = each * index.pairs_of_blocks(queries, keys) if index is not None and index.bitmap else 0
+        return 4, 8 * queries * heads + lists + columns
     return e, 3 * 8 * queries * keys * heads

@@ -221,7 +221,8 @@ def test_one_that_is_stopped_before_it_has_a_step_leaves_nothing(tmp_path):
     started = subprocess.Popen(
         [sys.executable, "-m", "mtrain_cli", *words], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
     )
-    while not (tmp_path / "measurements/one/plan.json").exists() and started.poll() is None:
+    end = time.monotonic() + 60
+    while not (tmp_path / "measurements/one/plan.json").exists() and started.poll() is None and time.monotonic() < end:
         time.sleep(0.1)
     time.sleep(1)  # so that it is a launcher by now; with or without workers
     started.send_signal(signal.SIGINT)

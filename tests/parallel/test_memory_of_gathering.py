@@ -19,7 +19,7 @@ from mtrain_cli.parallel.mesh import make_context_group
 from mtrain_cli.parallel.selection import ExchangeChoice
 from mtrain_cli.training import memory
 
-TOKENS, HEADS, DIM, BLOCK = 1024, 16, 64, 16
+TOKENS, DIM, BLOCK = 1024, 64, 16
 
 
 class Held(TorchDispatchMode):
@@ -79,33 +79,35 @@ def alone():
 @pytest.mark.parametrize("grad", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("buffer", [0, 40 << 20])
 @pytest.mark.parametrize(
-    ("ranks", "layout", "chunks", "kv_heads"),
+    ("ranks", "layout", "chunks", "kv_heads", "heads"),
     [
-        (2, "striped", 1, 8),
-        (2, "striped", 2, 8),
-        (8, "striped", 2, 8),
-        (8, "striped", 2, 2),
-        (8, "striped", 8, 8),
-        (2, "striped", 8, 16),
-        (2, "contiguous", 2, 8),
-        (4, "zigzag", 4, 8),
+        (2, "striped", 1, 8, 16),
+        (2, "striped", 2, 8, 16),
+        (8, "striped", 2, 8, 16),
+        (8, "striped", 2, 2, 16),
+        (8, "striped", 8, 8, 16),
+        (2, "striped", 8, 16, 16),
+        (2, "contiguous", 2, 8, 16),
+        (4, "zigzag", 4, 8, 16),
+        (2, "striped", 2, 2, 16),  # what is copied of the queries decides
+        (2, "striped", 8, 8, 128),  # and here the joining of dq
     ],
 )
-def test_the_most_that_is_held_is_what_is_told(ranks, layout, chunks, kv_heads, grad, buffer, monkeypatch):
+def test_the_most_that_is_held_is_what_is_told(ranks, layout, chunks, kv_heads, heads, grad, buffer, monkeypatch):
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     parts = make_layout(layout, ranks, TOKENS * ranks, BLOCK, unit=BLOCK)
     group = make_context_group(0, ranks, ranks, torch.device("cpu"), per_node=ranks, heads=1)
     exchange = make_exchange("all_gather", parts, group, chunks=chunks, prefetch=1, circulates="keys", shared_columns=False)
     work = exchange.work([SequenceMask.causal(TOKENS * ranks, TOKENS * ranks)], torch.device("cpu"), None)
-    q, out, dout = (torch.randn(1, TOKENS, HEADS, DIM).bfloat16() for _ in range(3))
-    packed, lse = torch.randn(2, 1, TOKENS, kv_heads, DIM).bfloat16(), torch.randn(1, HEADS, TOKENS)
+    q, out, dout = (torch.randn(1, TOKENS, heads, DIM).bfloat16() for _ in range(3))
+    packed, lse = torch.randn(2, 1, TOKENS, kv_heads, DIM).bfloat16(), torch.randn(1, heads, TOKENS)
     held = Held()
     held.ignore(q, out, dout, packed, lse)
     with held:
         results = exchange.backward(dout, (q, packed, out, lse), work, Stub(grad, buffer // chunks), 1.0, "layer 0")
     assert [r.shape for r in results] == [q.shape, packed[0].shape, packed[1].shape]
 
-    shape = [f"model.num_heads={HEADS}", f"model.num_kv_heads={kv_heads}", f"model.head_dim={DIM}", f"model.hidden_size={HEADS * DIM}"]
+    shape = [f"model.num_heads={heads}", f"model.num_kv_heads={kv_heads}", f"model.head_dim={DIM}", f"model.hidden_size={heads * DIM}"]
     config = compose(["model=tiny", f"seq={TOKENS * ranks}", "train.dtype=bfloat16", *shape])
     monkeypatch.setattr(memory, "kernel_backward", lambda *_: (grad.itemsize, buffer))
     how = ExchangeChoice("all_gather", "", per_node=ranks, chunks=chunks)
