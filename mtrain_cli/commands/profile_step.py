@@ -22,7 +22,7 @@ def step(
         int | None,
         typer.Option(
             metavar="N",
-            help="Training steps before the first recorded one; the last is timed, without records. 2, or one more than "
+            help="Training steps before the first recorded one; those after the first are timed, without records. 2, or one more than "
             "sparsity.dense_steps if that is more.",
             min=1,
             show_default=False,
@@ -78,7 +78,7 @@ def step(
     from mtrain_cli.profiling.recorded_step import TARGET, Plan
 
     run = run_dir.create(config, words)
-    Plan(warmup, steps, trace, quiet=as_json).save(run)
+    Plan(warmup, min(warmup, max(2, dense + 1)), steps, trace, quiet=as_json).save(run)
     code = launch(run, environment, resume=False, target=TARGET, config=config)
     summary = run.path / records.SUMMARY
     if code in (130, 143) and not summary.is_file() and run.discard():

@@ -28,6 +28,7 @@ from mtrain_cli.parallel import parts
 from mtrain_cli.profiling import records
 from mtrain_cli.profiling.measure import Bench, Progress
 from mtrain_cli.profiling.step_parts import StepParts, find_parts
+from mtrain_cli.training.metrics import StepMetrics
 from mtrain_cli.training.out_of_memory import explained_where_memory_is_full
 from mtrain_cli.training.trainer import StepResult, Trainer
 
@@ -38,9 +39,13 @@ _COMPRESSION = 5  # a trace of a large step is 100 MB, of which level 9 makes ha
 
 @dataclass(frozen=True)
 class Plan:
-    """warmup: training steps before the recorded ones. trace: whether the trace of every rank is left. quiet: nothing is shown."""
+    """warmup: training steps before the recorded ones. alike: number of the first of them, from 1, that compares with those: it is not
+    dense before a sparse one, nor the first of all if there is another. trace: whether the trace of every rank is left. quiet: nothing is
+    shown.
+    """
 
     warmup: int
+    alike: int
     steps: int
     trace: bool
     quiet: bool
@@ -55,10 +60,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Rank:
-    """What one rank has to say. plain: seconds of the last step that was not recorded; recorded: of those that were."""
+    """What one rank has to say. plain: seconds of the steps from `Plan.alike` on that were not recorded; recorded: of those that were."""
 
     found: StepParts
-    plain: float
+    plain: list[float]
     recorded: list[float]
 
 
@@ -88,12 +93,16 @@ def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool)
             progress.done()
             return time.perf_counter() - began
 
-        plain = 0.0
-        for number in range(plan.warmup):
-            progress.now(f"step {number + 1}, not recorded")
-            plain = step()
+        plain: list[float] = []
+        metrics: list[StepMetrics] = []
+        for number in range(1, plan.warmup + 1):
+            progress.now(f"step {number}, not recorded")
+            seconds = step()
             if results[-1].stop:
                 return True
+            if number >= plan.alike:
+                plain.append(seconds)
+                metrics.append(trainer.metrics(results[-1], seconds))
         # The first profiler of a process takes seconds to begin, and its first records are slower than those that follow.
         with _profiler(bench):
             torch.zeros(1, device=bench.device).add_(1)
@@ -110,7 +119,7 @@ def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool)
         mine = _Rank(_read(profiler, run_dir.path, plan, bench), plain, recorded)
         everyone: list[_Rank] = bench.everyone(mine)
     if first:
-        document = _document(trainer, run_dir, plan, everyone, [result.loss for result in results])
+        document = _document(trainer, run_dir, plan, everyone, metrics, [result.loss for result in results])
         _leave(run_dir.path, document, everyone)
         if not plan.quiet:
             _show(run_dir.path, document, plan)
@@ -129,7 +138,7 @@ def _profiler(bench: Bench) -> torch.profiler.profile:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if bench.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    return torch.profiler.profile(activities=activities)
+    return torch.profiler.profile(activities=activities, acc_events=True)  # one cycle: without it, a warning of what is lost between two
 
 
 def _read(profiler: torch.profiler.profile, folder: Path, plan: Plan, bench: Bench) -> StepParts:
@@ -163,8 +172,10 @@ def _read(profiler: torch.profiler.profile, folder: Path, plan: Plan, bench: Ben
     return found
 
 
-def _document(trainer: Trainer, run_dir: RunDir, plan: Plan, everyone: Sequence[_Rank], losses: list[float]) -> dict[str, Any]:
-    """The summary. Times are ms of one step."""
+def _document(
+    trainer: Trainer, run_dir: RunDir, plan: Plan, everyone: Sequence[_Rank], metrics: Sequence[StepMetrics], losses: list[float]
+) -> dict[str, Any]:
+    """The summary. Times are ms of one step. metrics: of the steps without records, from `Plan.alike` on."""
     config, choices, e = trainer.config, trainer.choices, trainer.environment
     gpu = trainer.device.type == "cuda"
     facts = json.loads(run_dir.environment.read_text()) if run_dir.environment.exists() else {}
@@ -195,9 +206,23 @@ def _document(trainer: Trainer, run_dir: RunDir, plan: Plan, everyone: Sequence[
             "shard": config.train.shard,
         },
         "losses": losses,
+        # Medians, but for memory, of which it is the most.
+        "plain": {
+            "first": plan.alike,
+            "steps": len(metrics),
+            "tokens_per_second_per_gpu": statistics.median(m.tokens_per_second_per_gpu for m in metrics),
+            "density": statistics.median(m.density for m in metrics),
+            **{name: _median([getattr(m, name) for m in metrics]) for name in ("mfu_model", "mfu_executed")},
+            "peak_memory_gib": max((m.peak_memory_gib for m in metrics if m.peak_memory_gib is not None), default=None),
+        },
         "ranks": [_of_rank(rank, said) for rank, said in enumerate(everyone)],
         "top": _top([said.found for said in everyone]),
     }
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
 
 
 def _of_rank(rank: int, said: _Rank) -> dict[str, Any]:
@@ -209,7 +234,7 @@ def _of_rank(rank: int, said: _Rank) -> dict[str, Any]:
     return {
         "rank": rank,
         "step_ms": ms(found.step),
-        "plain_ms": said.plain * 1e3,
+        "plain_ms": statistics.median(said.plain) * 1e3,
         "recorded_ms": statistics.fmean(said.recorded) * 1e3,
         "parts": {name: ms(ns) for name, ns in found.parts.items()},
         "links_hidden_ms": ms(found.hidden),

@@ -34,7 +34,7 @@ def show_step(console: Console, document: dict[str, Any]) -> None:
     say(console, _about(document), indent=2, style="bold")
     print_table(console, parts_table(ranks), spare=("least",))
     say(console, _GPU if gpu else _CPU, style="dim")
-    for line in lines(ranks, gpu):
+    for line in lines(document):
         say(console, line, indent=10)
     print_table(console, top_table(document["top"], gpu))
     say(console, "ms of its own, whatever ran beside it; kernels.csv has all, of every rank", style="dim")
@@ -85,15 +85,20 @@ def parts_table(ranks: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def lines(ranks: Sequence[dict[str, Any]], gpu: bool) -> list[str]:
+def lines(document: dict[str, Any]) -> list[str]:
     """A line for everything that is no part."""
+    ranks, gpu = document["ranks"], document["gpu"]
+    before = document.get("plain")  # not in files of earlier versions, of which plain_ms is the last step before
 
     def mean(name: str) -> float:
         return statistics.fmean(rank[name] for rank in ranks)
 
     plain, recorded = max(rank["plain_ms"] for rank in ranks), max(rank["recorded_ms"] for rank in ranks)
     differs = f"{recorded / plain - 1:+.1%}, records and what steps differ by anyway"
-    found = [f"step      of the slowest rank {_ms(recorded)} ms, {_ms(plain)} ms the one before without records ({differs})"]
+    which = "the one before" if before is None or before["steps"] == 1 else f"the median of {before['steps']} before"
+    found = [f"step      of the slowest rank {_ms(recorded)} ms, {_ms(plain)} ms {which} without records ({differs})"]
+    if before is not None:
+        found.append(f"speed     {_speed(before, gpu)}, without records")
     exposed, hidden = statistics.fmean(rank["parts"][LINKS] for rank in ranks), mean("links_hidden_ms")
     if exposed or hidden:
         name, beside = ("NCCL", "computation or copies") if gpu else ("gloo", "operators")
@@ -107,6 +112,14 @@ def lines(ranks: Sequence[dict[str, Any]], gpu: bool) -> list[str]:
     else:
         found.append(f"host      {_ms(statistics.fmean(rank['parts'][HOST] for rank in ranks))} ms in no operator and beside no message")
     return found
+
+
+def _speed(before: dict[str, Any], gpu: bool) -> str:
+    shares = [("MFU", "mfu_model"), ("HFU", "mfu_executed")]
+    said = [f"{before['tokens_per_second_per_gpu']:,.0f} tokens/s/{'GPU' if gpu else 'worker'}"]
+    said += [f"{name} {before[key]:.1%}" for name, key in shares if before[key] is not None]
+    said += [f"density {before['density']:.1%}"] if before["density"] < 1 else []
+    return ", ".join(said + ([f"{before['peak_memory_gib']:.1f} GiB at most"] if before["peak_memory_gib"] is not None else []))
 
 
 def top_table(top: Sequence[dict[str, Any]], gpu: bool) -> Table:

@@ -74,12 +74,13 @@ def fixed_index(
     on = np.zeros((batch, heads, blocks), bool)
     columns = np.full((batch, heads, bars), blocks * block, np.int32)
     area = blocks - np.arange(blocks)
+    # Diagonal d has chance ((d + 1) / blocks)^(1/3) - (d / blocks)^(1/3) of being drawn next. Who comes next without replacement is whose
+    # exponential clock of that rate rings next.
+    chance = np.diff(np.cbrt(np.arange(blocks + 1) / blocks))
     for b in range(batch):
         for h in range(heads):
-            order = np.unique(np.floor(rng.random(64 * blocks) ** 3 * blocks).astype(np.int64), return_index=True)
-            # In the order of their first appearance; what never appeared comes last, by number.
-            drawn = order[0][np.argsort(order[1])]
-            drawn = np.concatenate([[0, 1], drawn[drawn > 1], np.setdiff1d(np.arange(2, blocks), drawn)])[:blocks]
+            order = np.argsort(rng.standard_exponential(blocks) / chance)
+            drawn = np.concatenate([[0, 1], order[order > 1]])[:blocks]
             if density is not None:
                 wanted = int(np.searchsorted(np.cumsum(area[drawn]), density * area.sum())) + 1
             else:
@@ -87,5 +88,5 @@ def fixed_index(
                 wanted = slashes
             on[b, h, drawn[: max(1, wanted)]] = True
             count = min(bars, seq)
-            columns[b, h, :count] = np.sort(rng.permutation(seq)[:count])
+            columns[b, h, :count] = np.sort(rng.choice(seq, count, replace=False, shuffle=False))
     return VerticalSlash(block, blocks, torch.from_numpy(on), torch.from_numpy(columns), int(on.sum(-1).max()))

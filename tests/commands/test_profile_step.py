@@ -65,6 +65,10 @@ def test_parts_of_every_rank_add_up_to_its_step(summary):
         # All of these, forward and backward: a sparse ring on two processes.
         for name in ("attention", "index", "products", "element-wise", "loss", "weights", "optimizer", "links", "host"):
             assert rank["parts"][name] > 0, name
+    assert (summary["plain"]["first"], summary["plain"]["steps"]) == (2, 1)
+    assert summary["plain"]["density"] < 1
+    assert summary["plain"]["tokens_per_second_per_gpu"] == pytest.approx(512 / 2 / summary["ranks"][0]["plain_ms"] * 1e3)
+    assert summary["plain"]["mfu_model"] is summary["plain"]["peak_memory_gib"] is None
 
 
 def test_it_is_the_training_that_mtrain_train_does(profile, summary, tmp_path):
@@ -159,6 +163,14 @@ def test_a_step_of_many_gpus_is_whole_at_80_columns_too(monkeypatch, tmp_path):
     text = shown("report", ".")
     assert max(map(len, text.splitlines())) <= 80
     assert "for want of width" not in text
+    # Files of before there was "plain" are shown without it.
+    assert "speed" not in text
+    plain = {"steps": 3, "tokens_per_second_per_gpu": 14337.4, "density": 0.052, "mfu_model": 3.63, "mfu_executed": 0.531}
+    plain["peak_memory_gib"] = 102.04
+    (tmp_path / "summary.json").write_text(json.dumps(document | {"plain": plain}))
+    now = " ".join(shown("report", ".").split())
+    assert "100,000 ms the median of 3 before without records (+50.0%, records" in now
+    assert "speed 14,337 tokens/s/GPU, MFU 363.0%, HFU 53.1%, density 5.2%, 102.0 GiB at most, without records" in now
     for name in OF_GPU:
         assert any(line.split()[:2] == [name, "12,346"] for line in text.splitlines()), name
     said = " ".join(text.split())
@@ -180,6 +192,11 @@ def test_for_scripts_it_prints_json_and_leaves_no_trace_and_a_step_after_dense_o
     assert document == json.loads((folder / "summary.json").read_text())
     assert len(document["losses"]) == 4
     assert document["ranks"][0]["parts"]["index"] > 0
+    # Of three steps before, the third is the first that is as sparse.
+    assert (document["plain"]["first"], document["plain"]["steps"]) == (3, 1)
+    assert document["plain"]["density"] < 1
+    (rank,) = document["ranks"]
+    assert document["plain"]["tokens_per_second_per_gpu"] == pytest.approx(512 / rank["plain_ms"] * 1e3)
     assert not list(folder.glob("*trace*"))
 
 

@@ -42,6 +42,9 @@ def measured(folder: Path, *words: str) -> dict[str, Any]:
         assert rank["ahead_us"] is not None
         # The clock of the host, and that of the records.
         assert rank["step_ms"] == pytest.approx(rank["recorded_ms"], rel=0.05)
+    assert (summary["plain"]["first"], summary["plain"]["steps"]) == (2, 2)
+    assert summary["plain"]["peak_memory_gib"] > 0
+    assert 0 < summary["plain"]["mfu_executed"] < 1
     return summary
 
 
@@ -87,7 +90,7 @@ def test_dense_attention_is_found_by_where_it_was_launched(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["triton", "flash4"])
 def test_sparse_attention_and_its_index_are_found_by_where_they_were_launched(name, tmp_path):
-    skip_without(name, IndexRequest(128))
+    skip_without(name, IndexRequest(128, bitmap=False))
     summary = measured(tmp_path, "topology.workers=1", f"train.kernel={name}", *SPARSE)
     (rank,) = summary["ranks"]
     assert rank["parts"]["index"] > 0
