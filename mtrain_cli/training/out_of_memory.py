@@ -30,6 +30,7 @@ from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.model.decoder import DecoderLayer
 from mtrain_cli.parallel.offload import layers_on_host
+from mtrain_cli.training import collector
 from mtrain_cli.training.planning import size
 
 if TYPE_CHECKING:
@@ -304,6 +305,7 @@ def _fsdp_parameters(module: Any) -> list[Any]:
 
 def _tensors(device: str) -> Iterator[Tensor]:
     """Tensors with memory of their own that Python knows."""
+    collector.take_back()
     for candidate in gc.get_objects():
         if issubclass(type(candidate), Tensor) and not isinstance(candidate, DTensor):
             with contextlib.suppress(RuntimeError, NotImplementedError, ReferenceError):

@@ -34,6 +34,7 @@ from mtrain_cli.parallel.fsdp import begin_micro_batch, shard_parameters
 from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
 from mtrain_cli.parallel.offload import Offload
 from mtrain_cli.parallel.recording import Recorder
+from mtrain_cli.training import collector
 from mtrain_cli.training.batch import Batch, BatchMaker, HostBatch, PackedSample
 from mtrain_cli.training.checkpoint import Checkpointer
 from mtrain_cli.training.choices import Choices, make_choices
@@ -178,6 +179,7 @@ class Trainer:
         self.lacks_data = False  # a worker could not read the step at hand; all know, and end
         self._own_time = OwnTime(list(self.decoder.layers), self.device)
         self._spikes = SpikeWatch(config.run.spike_sigma)
+        self._seen: set[bool] = set()  # whether steps under an index, and without one, have been
         share = config.run.straggler
         share = (0.1 if environment.device == "cuda" else 0.5) if isinstance(share, str) else share
         self._slow_devices = StragglerWatch(share, self.places, "the same part of a layer")
@@ -300,6 +302,10 @@ class Trainer:
             warnings += self._slow_devices.see([row[3] for row in rows])
             warnings += self._slow_loaders.see(waits, last_seconds)
         stopping = any(row[2] for row in rows)
+        if bool(records) not in self._seen:
+            # The first dense step, or the first under an index: what both leave behind, compiled code above all, stays.
+            self._seen.add(bool(records))
+            collector.set_aside()
         return StepResult(mean_loss, grad_norm, lr, tokens, computed, stopping, index, max(waits), skipped, tuple(warnings))
 
     def _next_on_host(self) -> tuple[Sequence[HostBatch], float]:
@@ -342,6 +348,7 @@ class Trainer:
     def close(self) -> None:
         """Ends what runs in the background."""
         self.loader.close()
+        collector.take_back()
 
     def forward_backward(self, batches: Sequence[Batch], attends: Sequence[Attend], valid: int) -> torch.Tensor:
         """Adds the gradients of a step -> this worker's part of the loss.
