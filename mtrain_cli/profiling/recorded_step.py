@@ -27,7 +27,7 @@ from mtrain_cli.launch.stop import StopFlag
 from mtrain_cli.parallel import parts
 from mtrain_cli.profiling import records
 from mtrain_cli.profiling.measure import Bench, Progress
-from mtrain_cli.profiling.step_parts import StepParts, find_parts
+from mtrain_cli.profiling.step_parts import StepParts, find_parts, messages, shortest
 from mtrain_cli.training.metrics import StepMetrics
 from mtrain_cli.training.out_of_memory import explained_where_memory_is_full
 from mtrain_cli.training.trainer import StepResult, Trainer
@@ -163,7 +163,9 @@ def _read(profiler: torch.profiler.profile, folder: Path, plan: Plan, bench: Ben
     except OSError as error:
         raise RunError(f"{folder}: rank {rank} cannot write its trace ({error.strerror or error})") from error
     gpu = bench.device.type == "cuda"
-    found = find_parts(events, gpu=gpu)
+    # Every rank needs to know how long the others took for the same messages.
+    least = shortest(bench.everyone(messages(events))) if gpu else None
+    found = find_parts(events, gpu=gpu, least=least)
     if gpu and not found.launches:
         raise RunError(
             f"rank {rank}: torch.profiler recorded no kernel; another profiler may hold the GPU, or CUPTI is not allowed here; "

@@ -1,8 +1,12 @@
 """From the events of a trace of `torch.profiler` to the parts of a step, which add up to it. Nothing here needs a device.
 
-On a GPU every instant of a step belongs to what its device does then: a kernel that computes; else a copy; else NCCL; else nothing. Of
-several kernels at once the one that began first has the instant. On a CPU, to the innermost operator of the thread that trains; where that
-runs none, to messages of gloo under way; else to the host, which is Python or waits.
+On a GPU every instant of a step belongs to what its device does then: a kernel that computes; else a copy; else NCCL that moves something;
+else NCCL that waits; else nothing. Of several kernels at once the one that began first has the instant. A kernel of NCCL lasts from when
+its own rank is there until the message is through, so that what it takes beyond the rank on which the same message took least, the last
+one to be there, counts as waiting for other ranks. That needs durations alone, and no clocks that agree.
+
+On a CPU an instant belongs to the innermost operator of the thread that trains; where that runs none, to messages of gloo under way; else
+to the host, which is Python or waits.
 
 All times are whole nanoseconds, so that sums are exact.
 """
@@ -11,7 +15,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,13 +23,14 @@ from typing import Any
 from mtrain_cli.parallel.parts import ATTENTION, CLOSING, INDEX, LOSS, OPTIMIZER, PREFIX, STEP
 
 PRODUCTS, ELEMENTWISE, WEIGHTS, COPIES, OTHER = "products", "element-wise", "weights", "copies", "other"
-LINKS, IDLE, HOST = "links", "idle", "host"
+LINKS, WAITS, IDLE, HOST = "links", "waits", "idle", "host"
 COMPUTING = (ATTENTION, INDEX, PRODUCTS, ELEMENTWISE, LOSS, WEIGHTS, OPTIMIZER, COPIES, OTHER)
-OF_GPU, OF_CPU = (*COMPUTING, LINKS, IDLE), (*COMPUTING, LINKS, HOST)
+OF_GPU, OF_CPU = (*COMPUTING, LINKS, WAITS, IDLE), (*COMPUTING, LINKS, HOST)
 
 Event = Mapping[str, Any]
 Interval = tuple[int, int]  # [begin, end) in nanoseconds
 Thread = tuple[Any, Any]  # process and thread
+Message = tuple[Any, ...]  # group, its ranks and how many, collective, elements in and out, their type, the how many-th such one
 
 _STEP, _CLOSING = PREFIX + STEP, PREFIX + CLOSING
 _MESSAGES = "gloo:"  # annotations of what gloo moves; they overlap what a thread does
@@ -64,7 +69,8 @@ class Kind:
 @dataclass(frozen=True)
 class StepParts:
     """Of all recorded steps of one rank together. step: ns of them; parts: the same, divided. hidden: ns of messages beside what computes;
-    exposed ones are the part links. launches and the rest: of a GPU alone. ahead: ns from the launch of a kernel to its begin, the median.
+    exposed ones are the parts links and waits. launches and the rest: of a GPU alone. ahead: ns from the launch of a kernel to its begin,
+    the median.
     """
 
     steps: int
@@ -79,17 +85,49 @@ class StepParts:
     ahead: float | None = None
 
 
-def find_parts(events: Iterable[Event], *, gpu: bool) -> StepParts:
-    """events: `traceEvents` of one rank, in which every step is an annotation named `parts.STEP`.
+def find_parts(events: Iterable[Event], *, gpu: bool, least: Mapping[Message, int] | None = None) -> StepParts:
+    """events: `traceEvents` of one rank, in which every step is an annotation named `parts.STEP`. least: by `shortest`; messages that are
+    not in it wait for none.
 
     Raises:
         ValueError: there is no step.
     """
+    kept, steps = _kept(events)
+    return _of_gpu(kept, steps, least or {}) if gpu else _of_cpu(kept, steps)
+
+
+def messages(events: Iterable[Event]) -> dict[Message, int]:
+    """The messages of NCCL in the steps of one rank, as far as the trace tells them apart, and how many ns the kernel of each took.
+
+    Raises:
+        ValueError: there is no step.
+    """
+    kept, steps = _kept(events)
+    kernels = _inside((s for s in kept if s.category == "kernel"), steps)
+    return {message: span.end - span.begin for span, message in zip(kernels, _messages(kernels), strict=True) if message is not None}
+
+
+def shortest(everyone: Sequence[Mapping[Message, int]]) -> dict[Message, int]:
+    """Of every message the ns on the rank where it took least, if as many ranks as its group has sent as many of its kind."""
+    kinds = [Counter(message[:-1] for message in mine) for mine in everyone]
+    found: dict[Message, list[int]] = defaultdict(list)
+    for mine in everyone:
+        for message, ns in mine.items():
+            found[message].append(ns)
+    return {
+        message: min(ns)
+        for message, ns in found.items()
+        if len(ns) == message[2] and len({kind[message[:-1]] for kind in kinds} - {0}) == 1
+    }
+
+
+def _kept(events: Iterable[Event]) -> tuple[list[_Span], list[_Span]]:
+    """What says something, and the steps."""
     kept = [_Span.of(e) for e in events if e.get("ph") == "X" and e.get("cat") in _CATEGORIES]
     steps = sorted((s for s in kept if s.category == "user_annotation" and s.name == _STEP), key=lambda s: s.begin)
     if not steps:
         raise ValueError(f"the trace has no annotation {_STEP}")
-    return _of_gpu(kept, steps) if gpu else _of_cpu(kept, steps)
+    return kept, steps
 
 
 def kernel_part(name: str) -> str:
@@ -125,6 +163,7 @@ def range_part(name: str) -> str | None:
 
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _RUNTIME = ("cuda_runtime", "cuda_driver")
+_OF_MESSAGE = ("Process Group Name", "Process Group Ranks", "Group size", "Collective name", "In msg nelems", "Out msg nelems", "dtype")
 _CATEGORIES = frozenset((*_DEVICE, *_RUNTIME, "cpu_op", "user_annotation"))
 
 
@@ -137,13 +176,18 @@ class _Span:
     end: int
     correlation: Any
     external: Any
+    message: tuple[Any, ...] | None  # of a kernel of NCCL
 
     @staticmethod
     def of(event: Event) -> _Span:
         begin, arguments = round(float(event["ts"]) * 1e3), event.get("args") or {}
         end = begin + max(0, round(float(event.get("dur") or 0) * 1e3))
         thread = event.get("pid"), event.get("tid")
-        return _Span(event["cat"], event["name"], thread, begin, end, arguments.get("correlation"), arguments.get("External id"))
+        message = None
+        if event["cat"] == "kernel" and _NCCL.search(event["name"]) and "Group size" in arguments:
+            message = tuple(arguments.get(name) for name in _OF_MESSAGE)
+        correlation, external = arguments.get("correlation"), arguments.get("External id")
+        return _Span(event["cat"], event["name"], thread, begin, end, correlation, external, message)
 
 
 def _inside(spans: Iterable[_Span], steps: Sequence[_Span]) -> list[_Span]:
@@ -217,7 +261,18 @@ def _kinds(of: Mapping[tuple[str, str], Sequence[int]]) -> list[Kind]:
 # --- a GPU --------------------------------------------------------------------------------------------------------------------------
 
 
-def _of_gpu(spans: Sequence[_Span], steps: Sequence[_Span]) -> StepParts:
+def _messages(device: Iterable[_Span]) -> list[Message | None]:
+    """Each with its number among equals, in the order in which they began: a group sends one after the other, in one order on all ranks."""
+    numbers: dict[tuple[Any, ...], int] = defaultdict(int)
+    found: list[Message | None] = []
+    for span in device:
+        found.append(None if span.message is None else (*span.message, numbers[span.message]))
+        if span.message is not None:
+            numbers[span.message] += 1
+    return found
+
+
+def _of_gpu(spans: Sequence[_Span], steps: Sequence[_Span], least: Mapping[Message, int]) -> StepParts:
     # What is launched in a step ends in it, since a step ends with a wait for the device.
     device = _inside((s for s in spans if s.category in _DEVICE), steps)
     runtime = [s for s in spans if s.category in _RUNTIME]
@@ -227,16 +282,23 @@ def _of_gpu(spans: Sequence[_Span], steps: Sequence[_Span]) -> StepParts:
 
     parts = dict.fromkeys(OF_GPU, 0)
     kinds: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
-    layers: tuple[list[tuple[int, int, str]], ...] = ([], [], [])  # what computes, copies, messages
-    for span, word in zip(device, assigned, strict=True):
-        kind = kinds[span.name, word]
-        kind[0], kind[1] = kind[0] + 1, kind[1] + span.end - span.begin
-        layers[2 if word == LINKS else 0 if span.category == "kernel" else 1].append((span.begin, span.end, word))
+    computing, copying, moving, waiting, under_way = (list[tuple[int, int, str]]() for _ in range(5))
+    for span, word, message in zip(device, assigned, _messages(device), strict=True):
+        kind, took = kinds[span.name, word], span.end - span.begin
+        kind[0], kind[1] = kind[0] + 1, kind[1] + took
+        if word != LINKS:
+            (computing if span.category == "kernel" else copying).append((span.begin, span.end, word))
+            continue
+        comes = span.end - (took if message is None else min(took, least.get(message, took)))
+        under_way.append((span.begin, span.end, LINKS))
+        waiting.append((span.begin, comes, WAITS))
+        moving.append((comes, span.end, LINKS))
     free: list[Interval] = [(step.begin, step.end) for step in steps]
     whole = _length(free)
     in_all = {LINKS: 0}
-    _claim(free, layers[2], in_all)
-    for layer in layers:
+    _claim(free, under_way, in_all)
+    moving.sort(key=lambda interval: interval[0])
+    for layer in (computing, copying, moving, waiting):
         free = _claim(free, layer, parts)
     parts[IDLE] = _length(free)
 
@@ -250,7 +312,7 @@ def _of_gpu(spans: Sequence[_Span], steps: Sequence[_Span]) -> StepParts:
         if span.category == "kernel" and word != LINKS and (launch := launches.get(span.correlation)) is not None
     ]
     return StepParts(
-        len(steps), whole, parts, in_all[LINKS] - parts[LINKS], _kinds(kinds),
+        len(steps), whole, parts, in_all[LINKS] - parts[LINKS] - parts[WAITS], _kinds(kinds),
         launches=sum(s.category == "kernel" for s in device), launching=sum(s.end - s.begin for s in launching),
         syncs=len(syncing), syncing=sum(s.end - s.begin for s in syncing), ahead=statistics.median(ahead) if ahead else None,
     )  # fmt: skip

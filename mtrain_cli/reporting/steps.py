@@ -12,15 +12,17 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from mtrain_cli.profiling.step_parts import HOST, IDLE, LINKS
+from mtrain_cli.profiling.step_parts import HOST, IDLE, LINKS, WAITS
 from mtrain_cli.reporting.width import number, print_table, say
 
 NAME = 44  # characters of a kernel's name
 _GPU = (
     "counted: kernels of the GPU; what computes comes before copies, these before NCCL, and of two kernels at once the earlier one; "
-    "links: NCCL beside neither, waits for other ranks among it; idle: nothing on the GPU. attention, index, loss (with its products), "
+    "links: NCCL beside neither{}; idle: nothing on the GPU. attention, index, loss (with its products), "
     "weights (FSDP's copies) and optimizer: all that is launched there; the rest by name"
 )
+_WAITS = "; waits: likewise, what a message takes beyond the rank on which it takes least, which is the last one to be there"
+_NO_WAITS = ", waits for other ranks among it"
 _CPU = (
     "counted: operators of the thread that trains, their own time; links: gloo's messages beside none, waits for other "
     "ranks among them; host: the rest, Python and waiting. "
@@ -33,7 +35,7 @@ def show_step(console: Console, document: dict[str, Any]) -> None:
     ranks, gpu = document["ranks"], document["gpu"]
     say(console, _about(document), indent=2, style="bold")
     print_table(console, parts_table(ranks), spare=("least",))
-    say(console, _GPU if gpu else _CPU, style="dim")
+    say(console, _GPU.format(_WAITS if WAITS in ranks[0]["parts"] else _NO_WAITS) if gpu else _CPU, style="dim")
     for line in lines(document):
         say(console, line, indent=10)
     print_table(console, top_table(document["top"], gpu))
@@ -99,10 +101,13 @@ def lines(document: dict[str, Any]) -> list[str]:
     found = [f"step      of the slowest rank {_ms(recorded)} ms, {_ms(plain)} ms {which} without records ({differs})"]
     if before is not None:
         found.append(f"speed     {_speed(before, gpu)}, without records")
-    exposed, hidden = statistics.fmean(rank["parts"][LINKS] for rank in ranks), mean("links_hidden_ms")
+    waits = statistics.fmean(rank["parts"].get(WAITS, 0.0) for rank in ranks)  # not in files of earlier versions
+    exposed, hidden = statistics.fmean(rank["parts"][LINKS] for rank in ranks) + waits, mean("links_hidden_ms")
     if exposed or hidden:
         name, beside = ("NCCL", "computation or copies") if gpu else ("gloo", "operators")
-        found.append(f"{name:<10}{_ms(exposed + hidden)} ms, of which hidden beside {beside} {_ms(hidden)}, exposed {_ms(exposed)}")
+        waiting = f", {_ms(waits)} of that waiting for other ranks" if waits else ""
+        exposure = f"hidden beside {beside} {_ms(hidden)}, exposed {_ms(exposed)}{waiting}"
+        found.append(f"{name:<10}{_ms(exposed + hidden)} ms, of which {exposure}")
     if gpu:
         ahead = [rank["ahead_us"] for rank in ranks if rank["ahead_us"] is not None]
         begins = f"; a kernel begins {_ms(statistics.median(ahead) / 1e3)} ms after its launch (median)" if ahead else ""
@@ -148,6 +153,8 @@ def short_name(name: str, width: int = NAME) -> str:
     bare = _without(_without(plain, "<>"), "()").strip()
     bare = bare.rpartition("::")[2] if "at::native" in bare or "cutlass::" in bare else bare
     bare = " ".join(bare.split()) or name
+    if of_cute := re.match(r"kernel_cutlass_\w*?([A-Z]\w*?)_object_at_", plain):
+        bare = of_cute[1]  # the class of the kernel; the rest describes its arguments
     applied = re.search(r"\w*Functor\w*|\w+_kernel_cuda|Gemm\w+", plain.partition("<")[2])
     if applied and (room := width - len(applied[0]) - 1) > 10:
         return f"{bare if len(bare) <= room else bare[: room - 2] + '..'} {applied[0]}"

@@ -171,12 +171,21 @@ def test_a_step_of_many_gpus_is_whole_at_80_columns_too(monkeypatch, tmp_path):
     now = " ".join(shown("report", ".").split())
     assert "100,000 ms the median of 3 before without records (+50.0%, records" in now
     assert "speed 14,337 tokens/s/GPU, MFU 363.0%, HFU 53.1%, density 5.2%, 102.0 GiB at most, without records" in now
+    assert "links: NCCL beside neither; waits: likewise, what a message takes beyond the rank on which it takes least" in now
+    without = [{**r, "parts": {name: ms for name, ms in parts.items() if name != "waits"}} for r in document["ranks"]]
+    (tmp_path / "summary.json").write_text(json.dumps(document | {"ranks": without}))
+    old = " ".join(shown("report", ".").split())
+    assert "links: NCCL beside neither, waits for other ranks among it; idle" in old
+    assert "exposed 12,346 launches" in old
     for name in OF_GPU:
         assert any(line.split()[:2] == [name, "12,346"] for line in text.splitlines()), name
     said = " ".join(text.split())
     assert "8 x NVIDIA H200: qwen3b, seq 1,048,576, vertical_slash, striped, hierarchical_all_gather, flash4; steps 3 to 5" in said
     assert "step of the slowest rank 150,002 ms, 100,000 ms the one before without records (+50.0%, records" in said
-    assert "NCCL 22,580 ms, of which hidden beside computation or copies 10,234, exposed 12,346" in said
+    assert (
+        "NCCL 34,926 ms, of which hidden beside computation or copies 10,234, exposed 24,691, 12,346 of that waiting for other ranks"
+        in said
+    )
     assert "launches 123,456 kernels, 1,234 ms of the host; a kernel begins 1,235 ms after its launch (median)" in said
     assert "syncs 12 waits of the host for the GPU, 1,234 ms; GPU idle 12,346 ms" in said
     assert "123,456 123,457 element-wise" in said
@@ -299,8 +308,12 @@ def test_files_of_a_report_are_refused_where_there_are_only_tables(profile, tmp_
             "elementwise_kernel direct_copy_kernel_cuda",
         ),
         (
-            "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object",
-            "kernel_cutlass_kernel_flash_..ardSm90_object",
+            "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at__tensor0000o11101213_tensorptrf32_gmem",
+            "FlashAttentionForwardSm90",
+        ),
+        (
+            "kernel_cutlass_a_name_without_the_object_that_it_is_a_method_of_tensor0000o11101213",
+            "kernel_cutlass_a_name_withou..r0000o11101213",
         ),
     ],
 )

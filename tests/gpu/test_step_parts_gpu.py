@@ -14,7 +14,7 @@ from command import mtrain
 
 from mtrain_cli.attention.kernel import IndexRequest, KernelRequest
 from mtrain_cli.attention.registry import _KERNELS
-from mtrain_cli.profiling.step_parts import StepParts, find_parts, kernel_part
+from mtrain_cli.profiling.step_parts import StepParts, find_parts, kernel_part, messages, shortest
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPUS, reason="needs a GPU")]
@@ -118,3 +118,15 @@ def test_nccl_is_hidden_or_exposed_and_in_no_other_part(exchange, tmp_path):
     nccl = [row for row in rows(tmp_path) if row["name"].lower().startswith("nccl")]
     assert {row["rank"] for row in nccl} == {"0", "1"}
     assert {row["part"] for row in nccl} == {"links"}
+    # As the trace has them, they are told apart, and every one is on both ranks.
+    first, second = (messages(events(tmp_path, rank)) for rank in (0, 1))
+    assert len(shortest([first, second])) == len(first) == len(second) > 2 * LAYERS
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs or more")
+def test_the_worker_with_less_to_compute_is_the_one_that_waits(tmp_path):
+    # The first half of the tokens has a third of the pairs of the second.
+    words = ["topology.workers=2", "topology.layout=contiguous", "topology.exchange=all_gather", "train.kernel=sdpa", "seq=64k"]
+    first, second = measured(tmp_path, *words)["ranks"]
+    assert first["parts"]["attention"] < second["parts"]["attention"] / 2
+    assert first["parts"]["waits"] > second["parts"]["waits"] + (second["parts"]["attention"] - first["parts"]["attention"]) / 2

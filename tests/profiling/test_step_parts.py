@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mtrain_cli.profiling.step_parts import Kind, _claim, find_parts, kernel_part, operator_part, range_part
+from mtrain_cli.profiling.step_parts import Kind, _claim, find_parts, kernel_part, messages, operator_part, range_part, shortest
 
 MAIN, BACKWARD = 100, 101  # threads
 
@@ -73,6 +73,64 @@ def test_messages_at_once_are_counted_once():
     found = find_parts(events, gpu=True)
     assert ms(found) == {"products": 10, "links": 20, "idle": 20}
     assert found.hidden == 10_000
+
+
+SIZE = {"Process Group Ranks": "[0, 1]", "Group size": 2, "Out msg nelems": 8, "dtype": "Float"}
+
+
+def message(begin: float, end: float, name: str = "allreduce", elements: int = 8, group: str = "0", **others: Any) -> dict[str, Any]:
+    """A kernel of NCCL as PyTorch's profiler describes it."""
+    args = {**SIZE, "Process Group Name": group, "Collective name": name, "In msg nelems": elements, **others}
+    return {**event("kernel", "ncclDevKernel_" + name, begin, end, 9, **args), "pid": 0}
+
+
+def split(*ranks: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """Parts of every rank that knows of the others."""
+    events = [[step(0, 100), *of] for of in ranks]
+    least = shortest([messages(of) for of in events])
+    return [ms(find_parts(of, gpu=True, least=least)) for of in events]
+
+
+def test_the_rank_that_comes_last_moves_and_the_others_wait():
+    # Their clocks differ by 3.
+    early = [*kernel("gemm", 0, 10), message(10, 40), *kernel("gemm", 40, 60), message(60, 65)]
+    late = [*kernel("gemm", 3, 37), message(37, 43), *kernel("gemm", 43, 50), message(50, 68)]
+    first, second = split(early, late)
+    assert first == {"products": 30, "waits": 24, "links": 11, "idle": 35}
+    assert second == {"products": 41, "waits": 13, "links": 11, "idle": 35}
+
+
+def test_waiting_beside_computation_is_hidden_and_what_moves_comes_before_what_waits():
+    # The second message of another group moves all the while that the first one waits.
+    early = [message(0, 50), message(20, 40, group="1"), *kernel("gemm", 5, 15)]
+    late = [message(40, 50), message(20, 40, group="1")]
+    first, second = split(early, late)
+    assert first == {"products": 10, "waits": 10, "links": 30, "idle": 50}
+    assert second == {"links": 30, "idle": 70}
+    events = [step(0, 100), *early]
+    least = shortest([messages(events), messages([step(0, 100), *late])])
+    assert find_parts(events, gpu=True, least=least).hidden == 10_000
+    # What is launched there is one kernel, of its whole length.
+    assert [(k.part, k.calls, k.ns) for k in find_parts(events, gpu=True, least=least).kinds if "nccl" in k.name] == [("links", 2, 70_000)]
+
+
+def test_messages_that_cannot_be_told_apart_wait_for_none():
+    long, short = [message(0, 50)], [message(0, 10)]
+    assert [p.get("waits") for p in split(long, short)] == [40, None]
+    # A rank is missing; one has sent more; other elements; another group of as many; a trace without descriptions.
+    assert split(long) == [{"links": 50, "idle": 50}]
+    twice = [*short, message(20, 25)]
+    assert split(long, twice) == [{"links": 50, "idle": 50}, {"links": 15, "idle": 85}]
+    for other in ({"elements": 4}, {"group": "1"}, {"name": "allgather"}, {"dtype": "Half"}, {"Process Group Ranks": "[2, 3]"}):
+        assert split(long, [message(0, 10, **other)])[0] == {"links": 50, "idle": 50}, other
+    bare = [kernel("ncclDevKernel_AllGather", 0, 50)[0], kernel("ncclDevKernel_AllGather", 50, 60)[0]]
+    assert split(bare, bare) == [{"links": 60, "idle": 40}] * 2
+
+
+def test_two_groups_of_one_name_wait_each_for_its_own():
+    pairs = ({"Process Group Ranks": "[0, 1]"}, {"Process Group Ranks": "[2, 3]"})
+    ranks = [[message(0, 50, **pairs[0])], [message(0, 40, **pairs[0])], [message(0, 5, **pairs[1])], [message(0, 4, **pairs[1])]]
+    assert [p.get("waits", 0) for p in split(*ranks)] == [10, 0, 1, 0]
 
 
 def test_a_kernel_belongs_to_the_innermost_range_of_its_launch_on_any_thread():
