@@ -88,7 +88,11 @@ def simulate(
     ] = None,
     density: Annotated[
         str | None,
-        typer.Option(metavar="X", help="Of a family: share of the causal blocks on its diagonals, such as 0.05 or 5%.", show_default=False),
+        typer.Option(
+            metavar="X",
+            help="Of a family: share of the causal blocks on its diagonals, such as 0.05 or 5%; 5%, or what sparsity= allows.",
+            show_default=False,
+        ),
     ] = None,
     columns: Annotated[
         int | None, typer.Option(metavar="N", help="Of a family: single columns a head; 2048.", min=0, show_default=False)

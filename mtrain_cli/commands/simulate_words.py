@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mtrain_cli.simulation.simulate import Problem
     from mtrain_cli.simulation.timeline import Conditions
 
-DENSE, CLUSTERED, FIXED = "dense", "clustered", "fixed"
+DENSE, CLUSTERED, FIXED, UNIFORM = "dense", "clustered", "fixed", "uniform"
 DENSITY, COLUMNS = 0.05, 2048
 _OF_SHAPE = ("seq", "topology.gpus_per_node")  # settings that need no model
 _UNITS = {"b": 10**9, "t": 10**12}
@@ -84,6 +84,7 @@ class Asked:
 
     def pairs(self, words: Sequence[str], config: Config, density: float | None = None, columns: int | None = None) -> Pairs:
         """Of a name, or of what a sparsity= among the settings asks for."""
+        from mtrain_cli.simulation.families import FAMILIES
         from mtrain_cli.simulation.scenario import Pairs
 
         density = self.density if density is None else density
@@ -110,12 +111,26 @@ class Asked:
                         f"{option} {value:g}: sparsity=fixed says it itself, as sparsity.density, sparsity.slashes and sparsity.bars"
                     )
             return Pairs(FIXED, layers=layers)
+        if pattern == FIXED and self.index in FAMILIES:
+            raise ConfigError(f"--index {self.index}: contradicts sparsity=fixed, which draws its own lines; leave one of them out")
         if columns is None:
             columns = COLUMNS
             if pattern == "vertical_slash":
                 fewest, most = config.sparsity.min_bars or 0, config.sparsity.max_bars or columns
                 columns = min(max(columns, fewest), most)
-        return Pairs(self.index or CLUSTERED, DENSITY if density is None else density, columns, layers)
+        if density is None:
+            density = DENSITY
+            if pattern == "vertical_slash":
+                density = self._of_slashes(config, density)
+        return Pairs(self.index or CLUSTERED, density, columns, layers)
+
+    def _of_slashes(self, config: Config, density: float) -> float:
+        """density within what so many block diagonals a head can be: evenly spread a share of their number, at most twice that."""
+        sparsity = config.sparsity
+        blocks = -(-config.seq // (sparsity.block or 1))
+        near = 1 if self.index == UNIFORM else 2
+        fewest, most = ((count or other) * near / blocks for count, other in ((sparsity.min_slashes, 0), (sparsity.max_slashes, blocks)))
+        return min(max(density, fewest), most, 1.0)
 
     def _layers(self, config: Config) -> int:
         most = config.model.num_layers

@@ -94,6 +94,21 @@ def test_a_share_may_be_a_percentage():
     assert axes(["density=20%,0.05"]) == {"density": ["20%", "0.05"]}
 
 
+def test_a_family_has_as_many_diagonals_as_the_pattern_may_have():
+    words = ("simulate", "model=tiny", "seq=16k", "sparsity=vertical_slash", "--columns", "0", "--layout", "striped", "--exchange", "ring")
+
+    def density(*more: str) -> float:
+        return json.loads(run(*words, "--json", "--no-files", *more).stdout)["cases"][0]["density"]
+
+    # 4 of 128 diagonals: a share of 1/32 of the blocks where they are anywhere, twice that where all are near the first one. Blocks on
+    # the first diagonal are half blocks.
+    assert density("--index", "uniform", "sparsity.max_slashes=4") == pytest.approx(4 / 128, rel=0.3)
+    assert density("--index", "local", "sparsity.max_slashes=2") == pytest.approx(4 / 128, rel=0.3)
+    assert density("--index", "uniform", "sparsity.min_slashes=32") == pytest.approx(32 / 128, rel=0.1)
+    assert density("--index", "uniform", "sparsity.max_slashes=4", "--density", "0.2") == pytest.approx(0.2, rel=0.1)
+    assert density("--index", "uniform") == pytest.approx(0.05, rel=0.3)
+
+
 def test_dense_and_a_cluster_of_ones_own(tmp_path):
     content = yaml.safe_load(shipped()["a800_4x8"].read_text()) | {"nodes": 2, "gpus_per_node": 4}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content))
@@ -211,6 +226,7 @@ def test_a_gpu_that_nobody_measured_is_answered_with_wide_bounds(tmp_path):
         (["sparsity=moba"], "sparsity=moba: there are no synthetic lists of blocks"),
         (["sparsity=dense", "--index", "local"], "--index local: contradicts sparsity=dense"),
         (["sparsity=fixed", "--columns", "3"], "--columns 3: sparsity=fixed says it itself"),
+        (["sparsity=fixed", "--index", "uniform"], "--index uniform: contradicts sparsity=fixed, which draws its own lines"),
         (["topology.workers=4"], "topology.workers=4: how many GPUs there are is what --workers, --nodes"),
         (["topology.device=cpu"], "topology.device=cpu: h200_1x8 has GPUs; allowed: auto, cuda"),
         (["topology.context_parallel=3"], "topology.context_parallel=3: must divide the 8 workers"),
