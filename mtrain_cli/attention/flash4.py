@@ -140,7 +140,6 @@ def _sparse_backward(
     from mtrain_cli.kernels.flash4 import dense
     from mtrain_cli.kernels.triton import sparse
 
-    dout = dout.contiguous()
     dq, dk, dv = dense.spans_backward(dout, q, k, v, out, lse, _spans(tiles), index_lists(tiles, transposed=True), scale)
     columns = pack_columns(k, v, tiles)
     if columns is None:

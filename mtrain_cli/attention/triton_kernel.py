@@ -89,7 +89,7 @@ class TritonKernel(TritonColumns):
         from mtrain_cli.kernels.triton import sparse
 
         plan = make_plan(tiles, backward=True)
-        dout, lse = dout.contiguous(), lse.contiguous()
+        lse = lse.contiguous()
         delta = sparse.row_delta(out, dout) if delta is None else delta.contiguous()
         columns = pack_columns(k, v, tiles)
         dq = sparse.backward_queries(dout, q, k, v, columns, lse, delta, plan, scale)

@@ -11,6 +11,7 @@ from mtrain_cli.parallel.exchange import WHOLE_SEQUENCE, Exchange, Shards
 from mtrain_cli.parallel.mail import Mail
 from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, BACKWARD, FORWARD
 from mtrain_cli.parallel.schedule import Step, Steps, Transfer
+from mtrain_cli.parallel.words import contiguous
 
 
 class Gathering(Exchange):
@@ -45,12 +46,11 @@ class Gathering(Exchange):
                 keys, values = gathered
                 gathered.clear()
                 tiles = work.of(*self._tile(step), self._part(step))
-                with mail.span(ARRANGE):
-                    dout_part, q_part, out_part = (_heads(t, step.part, 2).contiguous() for t in (dout, q, out))
-                    lse_part = _heads(lse, step.part, 1).contiguous()
+                rows = (_heads(t, step.part, 2) for t in (dout, q))
+                lse_part = _heads(lse, step.part, 1).contiguous()
                 with mail.span(ATTENTION):
-                    dq, dk, dv = kernel.backward(dout_part, q_part, keys, values, out_part, lse_part, None, tiles, scale)
-                del keys, values, dout_part, q_part, out_part, lse_part
+                    dq, dk, dv = kernel.backward(*rows, keys, values, _heads(out, step.part, 2), lse_part, None, tiles, scale)
+                del keys, values, lse_part
                 queries.append(dq)
                 with mail.span(ARRANGE):
                     gradients.append(self._returned(mail, step.send, dk, dv, high) if step.send else torch.stack([dk, dv]))
@@ -88,11 +88,11 @@ class Gathering(Exchange):
         """Begins to add up the gradients of all ranks; -> this rank's shard, complete when the pass has ended."""
         shape = (self.group.size, 2, dk.shape[0], self.layout.tokens_per_worker, *dk.shape[2:])
         shards = torch.empty(shape, dtype=high, device=dk.device)
-        shards[:, 0] = self.layout.to_shards(dk)
-        shards[:, 1] = self.layout.to_shards(dv)
+        self.layout.copy_to_shards(dk, shards[:, 0])
+        self.layout.copy_to_shards(dv, shards[:, 1])
         if len(sends) > 1:
             # rank order -> [ranks of the node, nodes, ...]
-            shards = shards.unflatten(0, (-1, len(sends[0].peers))).transpose(0, 1).contiguous()
+            shards = contiguous(shards.unflatten(0, (-1, len(sends[0].peers))).transpose(0, 1))
         for transfer in sends:
             shards = mail.scatter(transfer, shards)
         return shards

@@ -51,13 +51,31 @@ class Layout(ABC):
     def positions(self, rank: int) -> NDArray[np.int64]:
         """Global positions [tokens_per_worker] of the slots of a rank, ascending."""
 
-    @abstractmethod
     def to_sequence(self, shards: torch.Tensor) -> torch.Tensor:
         """[workers, batch, tokens_per_worker, ...] in rank order -> [batch, padded_seq, ...] in sequence order, one copy."""
+        from mtrain_cli.parallel.words import in_words
 
-    @abstractmethod
+        return self._to_sequence(in_words(shards) if shards.ndim > 3 else shards).view(shards.dtype)
+
     def to_shards(self, sequence: torch.Tensor) -> torch.Tensor:
         """The inverse of `to_sequence`; a view where the layout allows it."""
+        from mtrain_cli.parallel.words import in_words
+
+        return self._to_shards(in_words(sequence) if sequence.ndim > 2 else sequence).view(sequence.dtype)
+
+    def copy_to_shards(self, sequence: torch.Tensor, shards: torch.Tensor) -> None:
+        """`to_shards`, into a tensor that there is, of any dtype."""
+        from mtrain_cli.parallel.words import copy
+
+        copy(self.to_shards(sequence), shards)
+
+    @abstractmethod
+    def _to_sequence(self, shards: torch.Tensor) -> torch.Tensor:
+        """`to_sequence`."""
+
+    @abstractmethod
+    def _to_shards(self, sequence: torch.Tensor) -> torch.Tensor:
+        """`to_shards`."""
 
 
 class Contiguous(Layout):
@@ -73,10 +91,10 @@ class Contiguous(Layout):
         n = self.tokens_per_worker
         return np.arange(rank * n, (rank + 1) * n, dtype=np.int64)
 
-    def to_sequence(self, shards: torch.Tensor) -> torch.Tensor:
+    def _to_sequence(self, shards: torch.Tensor) -> torch.Tensor:
         return shards.transpose(0, 1).flatten(1, 2)
 
-    def to_shards(self, sequence: torch.Tensor) -> torch.Tensor:
+    def _to_shards(self, sequence: torch.Tensor) -> torch.Tensor:
         return sequence.unflatten(1, (self.workers, -1)).transpose(0, 1)
 
 
@@ -95,13 +113,13 @@ class Zigzag(Layout):
         front, back = (np.arange(c * part, (c + 1) * part, dtype=np.int64) for c in (rank, mirrored))
         return np.concatenate([front, back])
 
-    def to_sequence(self, shards: torch.Tensor) -> torch.Tensor:
+    def _to_sequence(self, shards: torch.Tensor) -> torch.Tensor:
         import torch
 
         halves = shards.unflatten(2, (2, -1))
         return torch.cat([halves[:, :, 0], halves[:, :, 1].flip(0)]).transpose(0, 1).flatten(1, 2)
 
-    def to_shards(self, sequence: torch.Tensor) -> torch.Tensor:
+    def _to_shards(self, sequence: torch.Tensor) -> torch.Tensor:
         import torch
 
         parts = sequence.unflatten(1, (2 * self.workers, -1)).transpose(0, 1)
@@ -125,13 +143,22 @@ class Striped(Layout):
         blocks = np.arange(rank, self.padded_seq // self.block_size, self.workers, dtype=np.int64)
         return (blocks[:, None] * self.block_size + np.arange(self.block_size)).reshape(-1)
 
-    def to_sequence(self, shards: torch.Tensor) -> torch.Tensor:
+    def _to_sequence(self, shards: torch.Tensor) -> torch.Tensor:
         blocks = shards.unflatten(2, (-1, self.block_size))
         return blocks.permute(1, 2, 0, *range(3, blocks.ndim)).flatten(1, 3)
 
-    def to_shards(self, sequence: torch.Tensor) -> torch.Tensor:
+    def _to_shards(self, sequence: torch.Tensor) -> torch.Tensor:
+        return self._blocks(sequence).flatten(2, 3)
+
+    def copy_to_shards(self, sequence: torch.Tensor, shards: torch.Tensor) -> None:
+        from mtrain_cli.parallel.words import copy
+
+        copy(self._blocks(sequence), shards.unflatten(2, (-1, self.block_size)))
+
+    def _blocks(self, sequence: torch.Tensor) -> torch.Tensor:
+        """-> [workers, batch, blocks, block_size, ...], a view."""
         blocks = sequence.unflatten(1, (-1, self.workers, self.block_size))
-        return blocks.permute(2, 0, 1, *range(3, blocks.ndim)).flatten(2, 3)
+        return blocks.permute(2, 0, 1, *range(3, blocks.ndim))
 
 
 @dataclass(frozen=True)
@@ -175,10 +202,10 @@ class Joined(Layout):
             self._moved[device] = order, back
         return self._moved[device]
 
-    def to_sequence(self, shards: torch.Tensor) -> torch.Tensor:
+    def _to_sequence(self, shards: torch.Tensor) -> torch.Tensor:
         return shards.transpose(0, 1).flatten(1, 2).index_select(1, self._on(shards.device)[0])
 
-    def to_shards(self, sequence: torch.Tensor) -> torch.Tensor:
+    def _to_shards(self, sequence: torch.Tensor) -> torch.Tensor:
         flat = sequence.index_select(1, self._on(sequence.device)[1])
         return flat.unflatten(1, (self.workers, -1)).transpose(0, 1)
 

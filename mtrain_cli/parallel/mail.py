@@ -16,6 +16,7 @@ from mtrain_cli.parallel.collectives import start_all_gather, start_reduce_scatt
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.recording import NOTHING, WAIT, Message, Recorder
 from mtrain_cli.parallel.schedule import Transfer
+from mtrain_cli.parallel.words import contiguous
 
 UNSCHEDULED = -2  # in place of the number of a transfer
 
@@ -125,7 +126,7 @@ class Mail:
     def gather(self, transfer: Transfer, mine: torch.Tensor) -> torch.Tensor:
         """Begins to gather -> [peers, ...], complete after `wait`."""
         with self._begun(transfer):
-            mine = mine.contiguous()
+            mine = contiguous(mine)
             others = mine.nbytes * (len(transfer.peers) - 1)
             self._posts(transfer, others, others)
             everyone, work = start_all_gather(mine, len(transfer.peers), self.group.channel(transfer.channel, transfer.payload))

@@ -381,14 +381,14 @@ class _Step:
             return sums + at_hand + self.ring_buffers() + grad * keys + buffers
         if ranks == 1:
             return e * queries + grad * keys + max(buffers, e * keys if grad != e else 0)
-        # A part of the heads at a time. In the kernel of the last one: q, out, dout and lse of the part copied, its keys and values, and
-        # the float32 messages of dk and dv of the parts before, with what returned of them. Then keys and values are gone, and dk and dv,
-        # put in the order of ranks one after the other, become the last message; at the end dq is joined beside what returned.
+        # A part of the heads at a time. In the kernel of the last one: its keys and values, and the float32 messages of dk and dv of the
+        # parts before, with what returned of them; PyTorch's kernels copy q, out, dout and lse of the part. Then keys and values are gone,
+        # and dk and dv become the last message, of zigzag put in the order of ranks before; at the end dq is joined beside what returned.
         n = how.chunks
-        copied = (3 * e * queries + self.heads) // n if n > 1 else 0
+        copied = (3 * e * queries + self.heads) // n if n > 1 and self.kernel == "sdpa" else 0
         returned = 4 * keys * (n - 1) // (n * ranks)
         computing = copied + (e * keys + buffers) // n + 4 * keys * (n - 1) // n + returned
-        ordered = grad * keys // (2 * n) if pieces or self.layout.name in ("zigzag", "striped") else 0
+        ordered = grad * keys // (2 * n) if pieces or self.layout.name == "zigzag" else 0
         packing = 4 * keys + max(ordered + returned, 4 * keys // ranks)
         joining = e * queries + (4 + e) * keys // ranks - grad * keys // n if n > 1 else 0
         return e * queries + grad * keys // n + max(computing, packing, joining)

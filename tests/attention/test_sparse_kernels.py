@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from attention.sparse_problems import Problem, make_problem
+from attention.sparse_problems import Problem, among_others, make_problem
 
 from mtrain_cli.attention.bars import pack_columns
 from mtrain_cli.attention.flash4 import Flash4Kernel
@@ -70,6 +71,24 @@ def test_triton_derives_delta_where_none_is_given():
         torch.testing.assert_close(a.double(), b, atol=5e-5, rtol=0)
 
 
+@pytest.mark.parametrize("kind", ["both", "bitmap"])
+@pytest.mark.parametrize("given", [False, True])
+def test_triton_takes_a_part_of_the_heads_as_it_lies(kind, given):
+    from mtrain_cli.attention.triton_kernel import TritonKernel
+
+    p = make_problem(4, kind, seq=37, block=16, heads=4, kv_heads=2, dim=16, documents=True, where="whole")
+    kernel = TritonKernel()
+    q, k, v, dout = (among_others(t) for t in (p.q, p.k, p.v, p.dout))
+    out, lse = kernel.forward(p.q, p.k, p.v, p.tiles, SCALE)
+    for a, b in zip(kernel.forward(q, k, v, p.tiles, SCALE), (out, lse), strict=True):
+        assert torch.equal(a, b)
+    delta = (out * p.dout).sum(-1).transpose(1, 2) if given else None
+    want = kernel.backward(p.dout, p.q, p.k, p.v, out, lse, delta, p.tiles, SCALE)
+    got = kernel.backward(dout, q, k, v, among_others(out), lse, delta, p.tiles, SCALE)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_triton_continues_with_columns_what_blocks_gave():
     from mtrain_cli.kernels.triton import sparse
 
@@ -127,6 +146,7 @@ def test_flash4_equals_the_oracle_where_its_lists_are_computed_exactly(monkeypat
     fake.dense = SimpleNamespace(spans_forward=forward, spans_backward=backward)
     monkeypatch.setitem(sys.modules, "mtrain_cli.kernels.flash4", fake)
     check(Flash4Kernel(), p, 1e-5)
+    check(Flash4Kernel(), replace(p, q=among_others(p.q), dout=among_others(p.dout)), 1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

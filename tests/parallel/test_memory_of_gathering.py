@@ -89,7 +89,7 @@ def alone():
         (2, "striped", 8, 16, 16),
         (2, "contiguous", 2, 8, 16),
         (4, "zigzag", 4, 8, 16),
-        (2, "striped", 2, 2, 16),  # what is copied of the queries decides
+        (2, "striped", 2, 2, 16),  # queries are most of it
         (2, "striped", 8, 8, 128),  # and here the joining of dq
     ],
 )

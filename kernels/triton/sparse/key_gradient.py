@@ -35,7 +35,7 @@ def _backward_keys(
     Q, K, V, DO, LSE, DELTA, DK, DV,
     FIRST, LAST, KEY_BLOCKS, QUERY_SLOT, LINES, UPTO,
     scale, queries, keys, width, BLOCKS, SEQ,
-    stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
+    stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, stride_db, stride_dn, stride_dh,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
     LISTED: tl.constexpr, HOLES: tl.constexpr,
 ):  # fmt: skip
@@ -73,7 +73,7 @@ def _backward_keys(
             diagonal = tl.minimum(tl.load(base + 1), end)
             whole = tl.minimum(tl.maximum(tl.load(base + tl.maximum(everywhere - kb + 1, 0)), diagonal), end)
         q_base = Q + b * stride_qb + h * stride_qh + d
-        do_base = DO + b * queries * (HEADS * D) + h * D + d
+        do_base = DO + b * stride_db + h * stride_dh + d
         row_base = bh * queries
         for t in range((diagonal + end - whole) * SUB):
             n = t // SUB
@@ -91,7 +91,7 @@ def _backward_keys(
                 where = qb * BLOCK + inside
                 first = tl.load(FIRST + b * SEQ + where)
                 q = tl.load(q_base + at[:, None].to(tl.int64) * stride_qn, mask=there[:, None], other=0.0)
-                do = tl.load(do_base + at[:, None].to(tl.int64) * (HEADS * D), mask=there[:, None], other=0.0)
+                do = tl.load(do_base + at[:, None].to(tl.int64) * stride_dn, mask=there[:, None], other=0.0)
                 lse = tl.load(LSE + row_base + at, mask=there, other=float("-inf"))
                 lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
                 delta = tl.load(DELTA + row_base + at, mask=there, other=0.0)
@@ -106,14 +106,14 @@ def _backward_keys(
                 if HOLES:
                     if slot >= 0:
                         q = tl.load(q_base + at[:, None].to(tl.int64) * stride_qn)
-                        do = tl.load(do_base + at[:, None].to(tl.int64) * (HEADS * D))
+                        do = tl.load(do_base + at[:, None].to(tl.int64) * stride_dn)
                         lse = tl.load(LSE + row_base + at)
                         lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
                         delta = tl.load(DELTA + row_base + at)
                         dk, dv = _key_gradient(q, k, v, do, lse, delta, q, dk, dv, scale, False)
                 else:
                     q = tl.load(q_base + at[:, None].to(tl.int64) * stride_qn)
-                    do = tl.load(do_base + at[:, None].to(tl.int64) * (HEADS * D))
+                    do = tl.load(do_base + at[:, None].to(tl.int64) * stride_dn)
                     lse = tl.load(LSE + row_base + at)
                     lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
                     delta = tl.load(DELTA + row_base + at)
@@ -128,7 +128,7 @@ def _backward_columns(
     Q, KB, VB, DO, LSE, DELTA, DK, DV,
     FIRST, LAST, QUERY_BLOCKS, QUERY_COUNT, SLASH, BARS, COVERED,
     scale, queries, query_blocks, bar_width, BLOCKS, SEQ,
-    stride_qb, stride_qn, stride_qh,
+    stride_qb, stride_qn, stride_qh, stride_db, stride_dn, stride_dh,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0) // PARTS
@@ -162,7 +162,7 @@ def _backward_columns(
         within = tl.arange(0, BLOCK_M)
         SUB: tl.constexpr = BLOCK // BLOCK_M
         q_base = Q + b * stride_qb + h * stride_qh + d
-        do_base = DO + b * queries * (HEADS * D) + h * D + d
+        do_base = DO + b * stride_db + h * stride_dh + d
         row_base = bh * queries
         slash = SLASH + bh * BLOCKS
         words = COVERED + bh * query_blocks * (bar_width // 32) + tile * (BLOCK_N // 32) + tl.arange(0, BLOCK_N) // 32
@@ -173,7 +173,7 @@ def _backward_columns(
             rows = i * BLOCK + (t % SUB) * BLOCK_M + within
             qb = tl.load(QUERY_BLOCKS + i)
             q = tl.load(q_base + rows[:, None].to(tl.int64) * stride_qn)
-            do = tl.load(do_base + rows[:, None].to(tl.int64) * (HEADS * D))
+            do = tl.load(do_base + rows[:, None].to(tl.int64) * stride_dn)
             lse = tl.load(LSE + row_base + rows)
             lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
             delta = tl.load(DELTA + row_base + rows)
@@ -189,7 +189,7 @@ def _backward_columns(
             position = qb * BLOCK + (s % SUB) * BLOCK_M + within
             first = tl.load(FIRST + b * SEQ + position)
             q = tl.load(q_base + rows[:, None].to(tl.int64) * stride_qn, mask=there[:, None], other=0.0)
-            do = tl.load(do_base + rows[:, None].to(tl.int64) * (HEADS * D), mask=there[:, None], other=0.0)
+            do = tl.load(do_base + rows[:, None].to(tl.int64) * stride_dn, mask=there[:, None], other=0.0)
             lse = tl.load(LSE + row_base + rows, mask=there, other=float("-inf"))
             lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
             delta = tl.load(DELTA + row_base + rows, mask=there, other=0.0)
@@ -214,7 +214,7 @@ def backward_keys(
         q, k, v, dout, lse, delta, dk, dv,
         plan.first, plan.last, plan.key_blocks, plan.query_slot, plan.lines_t, plan.upto_t,
         scale, queries, k.shape[1], plan.lines_t.shape[-1], plan.blocks, plan.blocks * plan.block,
-        *strides(q, k, v),
+        *strides(q, k, v, dout),
         HEADS=heads, GROUP=heads // k.shape[2], D=dim, BLOCK=plan.block, BLOCK_M=tile.moving, LISTED=plan.listed, HOLES=plan.holes,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -242,7 +242,7 @@ def backward_columns(
         q, *columns, dout, lse, delta, dk, dv,
         plan.first, plan.last, plan.query_blocks, plan.query_count, plan.slash, plan.bars, plan.covered,
         scale, queries, plan.query_blocks.numel(), width, plan.blocks, plan.blocks * plan.block,
-        *strides(q),
+        *strides(q, dout),
         HEADS=heads, D=dim, BLOCK=plan.block, BLOCK_M=moving, BLOCK_N=_COLUMNS_PER_TILE, PARTS=parts,
         num_warps=8, num_stages=2,
     )  # fmt: skip

@@ -14,15 +14,19 @@ _QUERIES = {128: Tile(64, 8, 3), 64: Tile(64, 4, 2)}
 
 
 @triton.jit
-def _row_delta(OUT, DO, DELTA, tokens, HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
+def _row_delta(
+    OUT, DO, DELTA, tokens, stride_ob, stride_on, stride_oh, stride_db, stride_dn, stride_dh,
+    HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     bh = tl.program_id(1).to(tl.int64)
     b = bh // HEADS
     h = bh % HEADS
-    at = ((b * tokens + rows[:, None]) * HEADS + h) * D + tl.arange(0, D)
+    d = tl.arange(0, D)
+    row = rows[:, None].to(tl.int64)
     real = rows < tokens
-    out = tl.load(OUT + at, mask=real[:, None], other=0.0).to(tl.float32)
-    do = tl.load(DO + at, mask=real[:, None], other=0.0).to(tl.float32)
+    out = tl.load(OUT + b * stride_ob + row * stride_on + h * stride_oh + d, mask=real[:, None], other=0.0).to(tl.float32)
+    do = tl.load(DO + b * stride_db + row * stride_dn + h * stride_dh + d, mask=real[:, None], other=0.0).to(tl.float32)
     tl.store(DELTA + bh * tokens + rows, tl.sum(out * do, 1), mask=real)
 
 
@@ -31,9 +35,7 @@ def row_delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
     batch, queries, heads, dim = out.shape
     delta = torch.empty(batch, heads, queries, dtype=torch.float32, device=out.device)
     rows = 64
-    _row_delta[(triton.cdiv(queries, rows), batch * heads)](
-        out.contiguous(), dout.contiguous(), delta, queries, HEADS=heads, D=dim, ROWS=rows
-    )
+    _row_delta[(triton.cdiv(queries, rows), batch * heads)](out, dout, delta, queries, *strides(out, dout), HEADS=heads, D=dim, ROWS=rows)
     return delta
 
 
@@ -53,7 +55,7 @@ def _backward_queries(
     Q, K, V, KB, VB, DO, LSE, DELTA, DQ, DQ_IN,
     FIRST, QUERY_BLOCKS, KEY_SLOT, FIRST_MIN, FIRST_MAX, LINES, UPTO, SLASH, BARS, BARS_UPTO, COVERED,
     scale, queries, keys, width, bar_width, BLOCKS, SEQ,
-    stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
+    stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, stride_db, stride_dn, stride_dh,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
     SLASHES: tl.constexpr, COLUMNS: tl.constexpr, LISTED: tl.constexpr, HOLES: tl.constexpr, CONTINUE: tl.constexpr,
 ):  # fmt: skip
@@ -69,7 +71,7 @@ def _backward_queries(
     first = tl.load(FIRST + b * SEQ + positions)
     q = tl.load(Q + b * stride_qb + rows[:, None].to(tl.int64) * stride_qn + h * stride_qh + d, mask=real[:, None], other=0.0)
     out_at = (b * queries + rows[:, None]) * (HEADS * D) + h * D + d
-    do = tl.load(DO + out_at, mask=real[:, None], other=0.0)
+    do = tl.load(DO + b * stride_db + rows[:, None].to(tl.int64) * stride_dn + h * stride_dh + d, mask=real[:, None], other=0.0)
     lse_at = bh * queries + rows
     lse = tl.load(LSE + lse_at, mask=real, other=float("-inf"))
     # A row that sees nothing has no gradient: exp(s - inf) = 0.
@@ -171,7 +173,7 @@ def backward_queries(
         plan.first, plan.query_blocks, plan.key_slot, plan.first_min, plan.first_max, lines, upto, plan.slash,
         bars, bars_upto, covered,
         scale, queries, k.shape[1], width, bar_width, plan.blocks, plan.blocks * plan.block,
-        *strides(q, k, v),
+        *strides(q, k, v, dout),
         HEADS=heads, GROUP=heads // k.shape[2], D=dim, BLOCK=plan.block, BLOCK_N=tile.moving,
         SLASHES=slashes, COLUMNS=columns is not None, LISTED=plan.listed, HOLES=plan.holes, CONTINUE=partial is not None,
         num_warps=tile.warps, num_stages=tile.stages,
