@@ -22,8 +22,8 @@ def step(
         int | None,
         typer.Option(
             metavar="N",
-            help="Training steps before the first recorded one; those after the first are timed, without records. 2, or one more than "
-            "sparsity.dense_steps if that is more.",
+            help="Training steps before the first recorded one. Timed are those like it: without the first, dense ones before sparse ones "
+            "(sparsity.dense_steps) and the first sparse one, unless there is no other. 2, or two more than sparsity.dense_steps.",
             min=1,
             show_default=False,
         ),
@@ -60,7 +60,7 @@ def step(
     # The step that is timed without records is to be like those that are recorded.
     dense = (config.sparsity.dense_steps or 0) if config.sparsity.pattern != "dense" else 0
     if warmup is None:
-        warmup = max(2, dense + 1)
+        warmup = dense + 2
     elif warmup <= dense:
         raise ConfigError(
             f"--warmup {warmup}: sparsity.dense_steps={dense} leaves the steps up to {dense} dense; give --warmup {dense + 1} or more, or "
@@ -78,7 +78,7 @@ def step(
     from mtrain_cli.profiling.recorded_step import TARGET, Plan
 
     run = run_dir.create(config, words)
-    Plan(warmup, min(warmup, max(2, dense + 1)), steps, trace, quiet=as_json).save(run)
+    Plan(warmup, min(warmup, dense + 2), steps, trace, quiet=as_json).save(run)
     code = launch(run, environment, resume=False, target=TARGET, config=config)
     summary = run.path / records.SUMMARY
     if code in (130, 143) and not summary.is_file() and run.discard():

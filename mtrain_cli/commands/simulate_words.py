@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mtrain_cli.simulation.simulate import Problem
     from mtrain_cli.simulation.timeline import Conditions
 
-DENSE, CLUSTERED, FIXED, UNIFORM = "dense", "clustered", "fixed", "uniform"
+DENSE, CLUSTERED, FIXED = "dense", "clustered", "fixed"
 DENSITY, COLUMNS = 0.05, 2048
 _OF_SHAPE = ("seq", "topology.gpus_per_node")  # settings that need no model
 _UNITS = {"b": 10**9, "t": 10**12}
@@ -118,19 +118,10 @@ class Asked:
             if pattern == "vertical_slash":
                 fewest, most = config.sparsity.min_bars or 0, config.sparsity.max_bars or columns
                 columns = min(max(columns, fewest), most)
-        if density is None:
-            density = DENSITY
-            if pattern == "vertical_slash":
-                density = self._of_slashes(config, density)
-        return Pairs(self.index or CLUSTERED, density, columns, layers)
-
-    def _of_slashes(self, config: Config, density: float) -> float:
-        """density within what so many block diagonals a head can be: evenly spread a share of their number, at most twice that."""
-        sparsity = config.sparsity
-        blocks = -(-config.seq // (sparsity.block or 1))
-        near = 1 if self.index == UNIFORM else 2
-        fewest, most = ((count or other) * near / blocks for count, other in ((sparsity.min_slashes, 0), (sparsity.max_slashes, blocks)))
-        return min(max(density, fewest), most, 1.0)
+        index, fewest, most = self.index or CLUSTERED, 1, 0
+        if density is None and pattern == "vertical_slash":
+            fewest, most = config.sparsity.min_slashes or 1, config.sparsity.max_slashes or 0
+        return Pairs(index, DENSITY if density is None else density, columns, layers, fewest, most)
 
     def _layers(self, config: Config) -> int:
         most = config.model.num_layers

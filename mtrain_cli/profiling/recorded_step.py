@@ -40,8 +40,8 @@ _COMPRESSION = 5  # a trace of a large step is 100 MB, of which level 9 makes ha
 @dataclass(frozen=True)
 class Plan:
     """warmup: training steps before the recorded ones. alike: number of the first of them, from 1, that compares with those: it is not
-    dense before a sparse one, nor the first of all if there is another. trace: whether the trace of every rank is left. quiet: nothing is
-    shown.
+    dense before sparse ones, nor, if there is another, the first of its kind, which compiles. trace: whether the trace of every rank is
+    left. quiet: nothing is shown.
     """
 
     warmup: int
@@ -60,11 +60,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Rank:
-    """What one rank has to say. plain: seconds of the steps from `Plan.alike` on that were not recorded; recorded: of those that were."""
+    """What one rank has to say. plain: seconds of the steps from `Plan.alike` on that were not recorded; recorded: of those that were.
+    peak_gib: the most memory of the former.
+    """
 
     found: StepParts
     plain: list[float]
     recorded: list[float]
+    peak_gib: float | None
 
 
 def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> bool:  # noqa: ARG001 - a measurement starts afresh
@@ -116,7 +119,8 @@ def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool)
                     return True
         progress.now("reads the records")
         trainer.close()
-        mine = _Rank(_read(profiler, run_dir.path, plan, bench), plain, recorded)
+        peaks = [m.peak_memory_gib for m in metrics if m.peak_memory_gib is not None]
+        mine = _Rank(_read(profiler, run_dir.path, plan, bench), plain, recorded, max(peaks, default=None))
         everyone: list[_Rank] = bench.everyone(mine)
     if first:
         document = _document(trainer, run_dir, plan, everyone, metrics, [result.loss for result in results])
@@ -208,14 +212,14 @@ def _document(
             "shard": config.train.shard,
         },
         "losses": losses,
-        # Medians, but for memory, of which it is the most.
+        # Medians of rank 0, but for memory, of which it is the most of any rank.
         "plain": {
             "first": plan.alike,
             "steps": len(metrics),
             "tokens_per_second_per_gpu": statistics.median(m.tokens_per_second_per_gpu for m in metrics),
             "density": statistics.median(m.density for m in metrics),
             **{name: _median([getattr(m, name) for m in metrics]) for name in ("mfu_model", "mfu_executed")},
-            "peak_memory_gib": max((m.peak_memory_gib for m in metrics if m.peak_memory_gib is not None), default=None),
+            "peak_memory_gib": max((said.peak_gib for said in everyone if said.peak_gib is not None), default=None),
         },
         "ranks": [_of_rank(rank, said) for rank, said in enumerate(everyone)],
         "top": _top([said.found for said in everyone]),
@@ -240,6 +244,7 @@ def _of_rank(rank: int, said: _Rank) -> dict[str, Any]:
         "recorded_ms": statistics.fmean(said.recorded) * 1e3,
         "parts": {name: ms(ns) for name, ns in found.parts.items()},
         "links_hidden_ms": ms(found.hidden),
+        "unmatched": found.unmatched / found.steps,
         "launches": found.launches / found.steps,
         "launching_ms": ms(found.launching),
         "syncs": found.syncs / found.steps,

@@ -2,8 +2,9 @@
 
 On a GPU every instant of a step belongs to what its device does then: a kernel that computes; else a copy; else NCCL that moves something;
 else NCCL that waits; else nothing. Of several kernels at once the one that began first has the instant. A kernel of NCCL lasts from when
-its own rank is there until the message is through, so that what it takes beyond the rank on which the same message took least, the last
-one to be there, counts as waiting for other ranks. That needs durations alone, and no clocks that agree.
+its own rank is there until the message is through, so that what it takes beyond the rank on which the same message took least, which of a
+collective is the last one to be there, counts as waiting for other ranks; so does what a link or computation beside it takes longer on
+one rank than on another. That needs durations alone, and no clocks that agree.
 
 On a CPU an instant belongs to the innermost operator of the thread that trains; where that runs none, to messages of gloo under way; else
 to the host, which is Python or waits.
@@ -69,8 +70,8 @@ class Kind:
 @dataclass(frozen=True)
 class StepParts:
     """Of all recorded steps of one rank together. step: ns of them; parts: the same, divided. hidden: ns of messages beside what computes;
-    exposed ones are the parts links and waits. launches and the rest: of a GPU alone. ahead: ns from the launch of a kernel to its begin,
-    the median.
+    exposed ones are the parts links and waits. unmatched: messages of NCCL that were not found on other ranks, and wait for none as far
+    as is known. launches and the rest: of a GPU alone. ahead: ns from the launch of a kernel to its begin, the median.
     """
 
     steps: int
@@ -83,6 +84,7 @@ class StepParts:
     syncs: int = 0
     syncing: int = 0
     ahead: float | None = None
+    unmatched: int = 0
 
 
 def find_parts(events: Iterable[Event], *, gpu: bool, least: Mapping[Message, int] | None = None) -> StepParts:
@@ -117,7 +119,7 @@ def shortest(everyone: Sequence[Mapping[Message, int]]) -> dict[Message, int]:
     return {
         message: min(ns)
         for message, ns in found.items()
-        if len(ns) == message[2] and len({kind[message[:-1]] for kind in kinds} - {0}) == 1
+        if str(len(ns)) == message[2] and len({kind[message[:-1]] for kind in kinds} - {0}) == 1
     }
 
 
@@ -185,7 +187,7 @@ class _Span:
         thread = event.get("pid"), event.get("tid")
         message = None
         if event["cat"] == "kernel" and _NCCL.search(event["name"]) and "Group size" in arguments:
-            message = tuple(arguments.get(name) for name in _OF_MESSAGE)
+            message = tuple(str(arguments.get(name)) for name in _OF_MESSAGE)
         correlation, external = arguments.get("correlation"), arguments.get("External id")
         return _Span(event["cat"], event["name"], thread, begin, end, correlation, external, message)
 
@@ -283,13 +285,15 @@ def _of_gpu(spans: Sequence[_Span], steps: Sequence[_Span], least: Mapping[Messa
     parts = dict.fromkeys(OF_GPU, 0)
     kinds: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
     computing, copying, moving, waiting, under_way = (list[tuple[int, int, str]]() for _ in range(5))
+    unmatched = 0
     for span, word, message in zip(device, assigned, _messages(device), strict=True):
         kind, took = kinds[span.name, word], span.end - span.begin
         kind[0], kind[1] = kind[0] + 1, kind[1] + took
         if word != LINKS:
             (computing if span.category == "kernel" else copying).append((span.begin, span.end, word))
             continue
-        comes = span.end - (took if message is None else min(took, least.get(message, took)))
+        comes = span.end - (took if message is None else least.get(message, took))
+        unmatched += message not in least
         under_way.append((span.begin, span.end, LINKS))
         waiting.append((span.begin, comes, WAITS))
         moving.append((comes, span.end, LINKS))
@@ -315,6 +319,7 @@ def _of_gpu(spans: Sequence[_Span], steps: Sequence[_Span], least: Mapping[Messa
         len(steps), whole, parts, in_all[LINKS] - parts[LINKS] - parts[WAITS], _kinds(kinds),
         launches=sum(s.category == "kernel" for s in device), launching=sum(s.end - s.begin for s in launching),
         syncs=len(syncing), syncing=sum(s.end - s.begin for s in syncing), ahead=statistics.median(ahead) if ahead else None,
+        unmatched=unmatched,
     )  # fmt: skip
 
 

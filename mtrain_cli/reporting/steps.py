@@ -21,7 +21,7 @@ _GPU = (
     "links: NCCL beside neither{}; idle: nothing on the GPU. attention, index, loss (with its products), "
     "weights (FSDP's copies) and optimizer: all that is launched there; the rest by name"
 )
-_WAITS = "; waits: likewise, what a message takes beyond the rank on which it takes least, which is the last one to be there"
+_WAITS = "; waits: likewise, what a message takes beyond the rank on which it takes least, such as the last one to be there"
 _NO_WAITS = ", waits for other ranks among it"
 _CPU = (
     "counted: operators of the thread that trains, their own time; links: gloo's messages beside none, waits for other "
@@ -106,6 +106,8 @@ def lines(document: dict[str, Any]) -> list[str]:
     if exposed or hidden:
         name, beside = ("NCCL", "computation or copies") if gpu else ("gloo", "operators")
         waiting = f", {_ms(waits)} of that waiting for other ranks" if waits else ""
+        if lost := statistics.fmean(rank.get("unmatched", 0.0) for rank in ranks):
+            waiting += f"; {lost:,.0f} messages could not be found on other ranks, and count as links"
         exposure = f"hidden beside {beside} {_ms(hidden)}, exposed {_ms(exposed)}{waiting}"
         found.append(f"{name:<10}{_ms(exposed + hidden)} ms, of which {exposure}")
     if gpu:

@@ -23,7 +23,7 @@ _DRIFT = 1 / 64  # of the sequence: how far a cluster of `drifting` moves at mos
 class Family:
     """density: share of the causal pairs of blocks that lie on chosen diagonals. columns: single ones a head, anywhere. Every head of
     every layer draws its own; of `drifting` every head, and its clusters move from layer to layer. step: of a training, in which those
-    move as far as in a layer.
+    move as far as in a layer. fewest, most: diagonals of a head, whatever the density; most 0: no bound.
     """
 
     name: str
@@ -32,6 +32,8 @@ class Family:
     block: int = 128
     seed: int = 0
     step: int = 0
+    fewest: int = 1
+    most: int = 0
 
     @property
     def describe(self) -> str:
@@ -51,7 +53,7 @@ class Family:
             order = np.concatenate([[0], order[order > 0]])
             # The one that crosses the budget is in.
             number = int(np.searchsorted(np.cumsum(area[order]), self.density * area.sum())) + 1
-            on[0, head, order[:number]] = True
+            on[0, head, order[: min(max(number, self.fewest), self.most or blocks)]] = True
             columns[0, head] = np.sort(rng.choice(seq, columns.shape[-1], replace=False, shuffle=False))
         return VerticalSlash(self.block, blocks, torch.from_numpy(on), torch.from_numpy(columns))
 

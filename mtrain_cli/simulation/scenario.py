@@ -34,13 +34,15 @@ _FEWEST_BARS = 8  # of vertical_slash
 @dataclass(frozen=True)
 class Pairs:
     """Which pairs are computed: ``dense``, ``fixed`` (as the pattern of that name draws them), or the name of a family with its numbers.
-    layers: indices of how many layers are drawn; the others are taken to be like these.
+    layers: indices of how many layers are drawn; the others are taken to be like these. fewest, most: diagonals of a head of a family.
     """
 
     name: str
     density: float = 0.05
     columns: int = 2048
     layers: int = 1
+    fewest: int = 1
+    most: int = 0
 
     def sparsity(self) -> list[str]:
         """Settings of a training that computes about as much: memory and exchange depend on these."""
@@ -75,7 +77,7 @@ class Pairs:
                 seed=config.seed + 1000 * layer, batch=sequences, heads=heads, seq=config.seq, block=block,
                 slashes=sparsity.slashes or 0, bars=sparsity.bars or 0, density=sparsity.density or None,
             )  # fmt: skip
-        family = Family(self.name, self.density, min(self.columns, config.seq), block, config.seed)
+        family = Family(self.name, self.density, min(self.columns, config.seq), block, config.seed, fewest=self.fewest, most=self.most)
 
         def drawn(layer: int) -> VerticalSlash:
             one = family.index(layer, config.seq, heads)

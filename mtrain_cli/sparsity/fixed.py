@@ -42,7 +42,7 @@ class FixedPattern:
         return f"one block of {self.block} tokens covers" if blocks == 1 else None
 
     def estimate(self, q: torch.Tensor, k: torch.Tensor, masked: Masked, layer: int) -> VerticalSlash:  # noqa: ARG002
-        # Drawing takes tenths of a second at long lengths, so that a layer keeps what it drew once.
+        # The same in every step: a layer keeps what it drew once.
         return _drawn(self, layer, len(q), q.shape[2], masked.masks[0].padded, q.device)
 
 

@@ -2,7 +2,7 @@
 
 A full collection visits every object: PyTorch, compilers, the model. That took 0.3 s of a step of 4.2 s at 256K on four H200s, within one
 layer and on every rank, longer than the kernels lasted that were waiting. What lives after a first step lives on, so it is set aside, and
-collections, which go on as before, visit only what came since.
+collections, which go on, visit only what came since.
 """
 
 from __future__ import annotations

@@ -20,14 +20,15 @@ from typer.testing import CliRunner
 
 from mtrain_cli.commands import app as command_line
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.profiling.step_parts import OF_GPU
+from mtrain_cli.profiling import recorded_step
+from mtrain_cli.profiling.step_parts import OF_GPU, StepParts
 from mtrain_cli.reporting.source import open_source
-from mtrain_cli.reporting.steps import NAME, short_name
+from mtrain_cli.reporting.steps import NAME, lines, short_name
 
 SMALL = ["seq=512", "topology.device=cpu", "topology.workers=2", "topology.block_size=32", "model.num_layers=2", "topology.exchange=ring"]
 SPARSE = ["sparsity=vertical_slash", "sparsity.block=32", "sparsity.last_q=32", "sparsity.min_slashes=3", "sparsity.max_slashes=3"]
 # A learning rate that depends on how many steps there are.
-SETTINGS = [*SMALL, *SPARSE, "train.steps=4", "optim.schedule=cosine", "optim.warmup_steps=1"]
+SETTINGS = [*SMALL, *SPARSE, "train.steps=6", "optim.schedule=cosine", "optim.warmup_steps=1"]
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -37,7 +38,7 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("step")
-    found = run(folder, "--steps", "2", *SETTINGS, "run.name=one")
+    found = run(folder, "--warmup", "4", "--steps", "2", *SETTINGS, "run.name=one")
     assert found.returncode == 0, found.stderr
     assert "USDT" not in found.stderr, "the profiler talks"
     (folder / "stdout").write_text(found.stdout)
@@ -65,7 +66,7 @@ def test_parts_of_every_rank_add_up_to_its_step(summary):
         # All of these, forward and backward: a sparse ring on two processes.
         for name in ("attention", "index", "products", "element-wise", "loss", "weights", "optimizer", "links", "host"):
             assert rank["parts"][name] > 0, name
-    assert (summary["plain"]["first"], summary["plain"]["steps"]) == (2, 1)
+    assert (summary["plain"]["first"], summary["plain"]["steps"]) == (2, 3)
     assert summary["plain"]["density"] < 1
     assert summary["plain"]["tokens_per_second_per_gpu"] == pytest.approx(512 / 2 / summary["ranks"][0]["plain_ms"] * 1e3)
     assert summary["plain"]["mfu_model"] is summary["plain"]["peak_memory_gib"] is None
@@ -76,7 +77,7 @@ def test_it_is_the_training_that_mtrain_train_does(profile, summary, tmp_path):
     assert found.returncode == 0, found.stderr
     lines = (tmp_path / "runs/same/metrics.jsonl").read_text().splitlines()
     assert summary["losses"] == [json.loads(line)["loss"] for line in lines]
-    assert len(set(summary["losses"])) == 4
+    assert len(set(summary["losses"])) == 6
     assert not (profile / "checkpoints").exists()
 
 
@@ -102,7 +103,7 @@ def test_files_say_what_was_measured(profile, summary):
     assert summary["complete"]
     assert summary["command"][:3] == ["mtrain", "profile", "step"]
     assert summary["versions"]["torch"]
-    assert (summary["device"], summary["workers"], summary["warmup"], summary["steps"]) == ("CPU", 2, 2, 2)
+    assert (summary["device"], summary["workers"], summary["warmup"], summary["steps"]) == ("CPU", 2, 4, 2)
     assert summary["settings"]["exchange"] == "ring"
     assert summary["settings"]["pattern"] == "vertical_slash"
     for rank in range(2):
@@ -191,6 +192,44 @@ def test_a_step_of_many_gpus_is_whole_at_80_columns_too(monkeypatch, tmp_path):
     assert "123,456 123,457 element-wise" in said
 
 
+def test_figures_of_steps_without_records_are_medians():
+    found = StepParts(steps=2, step=10, parts={}, hidden=0, kinds=[])
+    one = recorded_step._of_rank(0, recorded_step._Rank(found, [3.0, 1.0, 2.5], [2.0, 4.0], None))
+    assert (one["plain_ms"], one["recorded_ms"]) == (2500, 3000)
+    assert recorded_step._median([0.5, None, 0.2, 0.4]) == 0.4
+    assert recorded_step._median([None]) is None
+
+
+def test_lines_say_of_whom_and_of_what_they_are():
+    rank = {"parts": {"links": 1.0, "waits": 0.0, "idle": 0.0, "host": 2.0}, "links_hidden_ms": 0.0, "recorded_ms": 100.0, "plain_ms": 80.0}
+    slow = rank | {"plain_ms": 90.0, "recorded_ms": 99.0}
+    plain = {
+        "steps": 1,
+        "tokens_per_second_per_gpu": 10.0,
+        "density": 1.0,
+        "mfu_model": None,
+        "mfu_executed": None,
+        "peak_memory_gib": None,
+    }
+    on_cpu = lines({"ranks": [rank, slow], "gpu": False, "plain": plain})
+    assert on_cpu[0].startswith("step      of the slowest rank 100 ms, 90 ms the one before without records (+11.1%")
+    assert on_cpu[1] == "speed     10 tokens/s/worker, without records"
+    gpu = {"launches": 1, "launching_ms": 1.0, "syncs": 0, "syncing_ms": 0.0, "ahead_us": None, "unmatched": 3.0}
+    of_gpu = lines({"ranks": [rank | gpu, slow | gpu], "gpu": True, "plain": plain | {"steps": 2, "density": 0.5, "mfu_model": 0.3}})
+    assert "80 ms the median" not in of_gpu[0]
+    assert "90 ms the median of 2 before" in of_gpu[0]
+    assert of_gpu[1] == "speed     10 tokens/s/GPU, MFU 30.0%, density 50.0%, without records"
+    assert of_gpu[2].endswith("exposed 1; 3 messages could not be found on other ranks, and count as links")
+
+
+def test_one_step_before_is_enough(tmp_path):
+    words = [*SMALL, "topology.workers=1", "model.num_layers=1", "topology.exchange=auto"]
+    found = run(tmp_path, "--warmup", "1", "--json", "--no-trace", *words)
+    assert found.returncode == 0, found.stderr
+    plain = json.loads(found.stdout)["plain"]
+    assert (plain["first"], plain["steps"], plain["density"]) == (1, 1, 1.0)
+
+
 def test_for_scripts_it_prints_json_and_leaves_no_trace_and_a_step_after_dense_ones_is_recorded(tmp_path):
     words = [*SMALL, *SPARSE, "sparsity.dense_steps=2", "topology.workers=1", "model.num_layers=1"]
     found = run(tmp_path, "--json", "--no-trace", *words)
@@ -199,10 +238,10 @@ def test_for_scripts_it_prints_json_and_leaves_no_trace_and_a_step_after_dense_o
     (folder,) = (tmp_path / "measurements").iterdir()
     assert folder.name.startswith("step-")
     assert document == json.loads((folder / "summary.json").read_text())
-    assert len(document["losses"]) == 4
+    assert len(document["losses"]) == 5
     assert document["ranks"][0]["parts"]["index"] > 0
-    # Of three steps before, the third is the first that is as sparse.
-    assert (document["plain"]["first"], document["plain"]["steps"]) == (3, 1)
+    # Of four steps before, two are dense, and the third is the first sparse one.
+    assert (document["plain"]["first"], document["plain"]["steps"]) == (4, 1)
     assert document["plain"]["density"] < 1
     (rank,) = document["ranks"]
     assert document["plain"]["tokens_per_second_per_gpu"] == pytest.approx(512 / rank["plain_ms"] * 1e3)

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from mtrain_cli.commands import app as command_line
 from mtrain_cli.commands.simulate_shown import brief_remark
+from mtrain_cli.commands.simulate_words import Asked
 from mtrain_cli.simulation.cluster import shipped
 from mtrain_cli.simulation.sweep import axes
 
@@ -94,19 +95,23 @@ def test_a_share_may_be_a_percentage():
     assert axes(["density=20%,0.05"]) == {"density": ["20%", "0.05"]}
 
 
-def test_a_family_has_as_many_diagonals_as_the_pattern_may_have():
-    words = ("simulate", "model=tiny", "seq=16k", "sparsity=vertical_slash", "--columns", "0", "--layout", "striped", "--exchange", "ring")
+@pytest.mark.parametrize("index", [None, "local", "clustered", "uniform", "drifting"])
+def test_a_family_has_as_many_diagonals_as_the_pattern_may_have(index):
+    """At 16k there are 128."""
 
-    def density(*more: str) -> float:
-        return json.loads(run(*words, "--json", "--no-files", *more).stdout)["cases"][0]["density"]
+    def diagonals(*words: str, density: float | None = None) -> set[int]:
+        asked = Asked(("model=tiny", "seq=16k", "sparsity=vertical_slash", *words), index, density, 0, 2, "auto", None, "", 0.0)
+        problem = asked.scenario().problem
+        return {int(n) for layer in (0, 1) for n in problem.index(layer).slashes.sum(-1).flatten()}
 
-    # 4 of 128 diagonals: a share of 1/32 of the blocks where they are anywhere, twice that where all are near the first one. Blocks on
-    # the first diagonal are half blocks.
-    assert density("--index", "uniform", "sparsity.max_slashes=4") == pytest.approx(4 / 128, rel=0.3)
-    assert density("--index", "local", "sparsity.max_slashes=2") == pytest.approx(4 / 128, rel=0.3)
-    assert density("--index", "uniform", "sparsity.min_slashes=32") == pytest.approx(32 / 128, rel=0.1)
-    assert density("--index", "uniform", "sparsity.max_slashes=4", "--density", "0.2") == pytest.approx(0.2, rel=0.1)
-    assert density("--index", "uniform") == pytest.approx(0.05, rel=0.3)
+    assert diagonals("sparsity.max_slashes=3") == {3}
+    assert diagonals("sparsity.min_slashes=32") == {32}
+    assert diagonals("sparsity.min_slashes=9", "sparsity.max_slashes=9") == {9}
+    free = diagonals()
+    assert all(3 <= n < 32 for n in free)
+    assert diagonals("sparsity.min_slashes=1", "sparsity.max_slashes=100") == free
+    # What was given counts alone.
+    assert min(diagonals("sparsity.max_slashes=3", density=0.5)) > 30
 
 
 def test_dense_and_a_cluster_of_ones_own(tmp_path):

@@ -117,14 +117,37 @@ def test_waiting_beside_computation_is_hidden_and_what_moves_comes_before_what_w
 def test_messages_that_cannot_be_told_apart_wait_for_none():
     long, short = [message(0, 50)], [message(0, 10)]
     assert [p.get("waits") for p in split(long, short)] == [40, None]
-    # A rank is missing; one has sent more; other elements; another group of as many; a trace without descriptions.
+    # A rank is missing, of three or of two; one has sent more; others than these; traces without descriptions, or with few.
+    three = {"Process Group Ranks": "[0, 1, 2]", "Group size": 3}
+    assert split([message(0, 50, **three)], [message(0, 10, **three)])[0] == {"links": 50, "idle": 50}
     assert split(long) == [{"links": 50, "idle": 50}]
+    assert find_parts([step(0, 100), *long], gpu=True).unmatched == 1
     twice = [*short, message(20, 25)]
     assert split(long, twice) == [{"links": 50, "idle": 50}, {"links": 15, "idle": 85}]
-    for other in ({"elements": 4}, {"group": "1"}, {"name": "allgather"}, {"dtype": "Half"}, {"Process Group Ranks": "[2, 3]"}):
+    for other in (
+        {"elements": 4},
+        {"group": "1"},
+        {"name": "allgather"},
+        {"dtype": "Half"},
+        {"Process Group Ranks": "[2, 3]"},
+        {"Out msg nelems": 16},
+    ):
         assert split(long, [message(0, 10, **other)])[0] == {"links": 50, "idle": 50}, other
     bare = [kernel("ncclDevKernel_AllGather", 0, 50)[0], kernel("ncclDevKernel_AllGather", 50, 60)[0]]
     assert split(bare, bare) == [{"links": 60, "idle": 40}] * 2
+    assert messages([step(0, 100), *bare]) == {}
+    without = [{**e, "args": {name: value for name, value in e["args"].items() if name != "Group size"}} for e in long]
+    assert messages([step(0, 100), *without]) == {}
+    assert messages([step(0, 100), {**long[0], "name": "gemm"}]) == {}
+    # As lists and numbers, or as text.
+    told = [message(0, end, **{"Process Group Ranks": [0, 1], "Group size": size}) for end, size in ((50, "2"), (10, 2))]
+    assert [p.get("waits") for p in split([told[0]], [told[1]])] == [40, None]
+
+
+def test_messages_are_numbered_within_the_steps_whatever_the_order_of_the_trace():
+    first = [message(60, 80), message(10, 30), message(-20, -5)]  # and one before the step
+    second = [message(25, 30), message(70, 80)]
+    assert [p.get("waits") for p in split(first, second)] == [15 + 10, None]
 
 
 def test_two_groups_of_one_name_wait_each_for_its_own():

@@ -230,6 +230,18 @@ def test_fixed_has_the_numbers_asked_for_and_depends_on_the_seed_alone():
     assert shown_name(pattern()) == "vertical_slash"
 
 
+def test_fixed_diagonals_crowd_towards_the_recent_past():
+    """Beside 0 and 1, which all heads have, one of the other 14, by the cube root of where it lies."""
+    heads = 4000
+    drawn = fixed_index(seed=3, batch=1, heads=heads, seq=256, block=16, slashes=3, bars=0).slashes[0]
+    assert drawn[:, :2].all()
+    chance = torch.diff(torch.linspace(0, 1, 17).pow(1 / 3))[2:]
+    want = chance / chance.sum() * heads
+    got = drawn[:, 2:].sum(0)
+    assert int(got.sum()) == heads
+    assert float(((got - want).square() / want).sum()) < 40  # chi-square, 13 degrees of freedom: 1 in 10,000
+
+
 def test_every_layer_draws_its_own_fixed_index():
     q, k, masked = inputs(0)
     made = FixedPattern(BLOCK, 3, 8, 0.0, 1)

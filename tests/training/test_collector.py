@@ -8,9 +8,10 @@ from typing import Any
 
 import gloo
 import pytest
+import torch
 from training.test_sparse_training import trainer
 
-from mtrain_cli.training import collector
+from mtrain_cli.training import collector, out_of_memory
 
 
 def visited(rank: int, world: int) -> dict[str, Any]:
@@ -55,6 +56,12 @@ def times(rank: int, world: int) -> list[int]:
 
 def test_the_first_step_under_an_index_is_a_first_step_too():
     assert gloo.run(1, times) == [[1, 3]]
+
+
+def test_a_report_of_full_memory_knows_what_was_set_aside():
+    tensor = torch.zeros(7)
+    collector.set_aside()
+    assert any(found is tensor for found in out_of_memory._tensors("cpu"))
 
 
 def test_garbage_that_was_set_aside_is_freed_the_next_time():
