@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 
 from mtrain_cli.config.schema import Config, OptimConfig
 
@@ -23,11 +24,53 @@ def peak_learning_rate(config: Config) -> float:
     return GIVEN_WEIGHTS_LR if config.train.init_from else 0.256 / config.model.hidden_size
 
 
-def make_optimizer(decoder: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
+class ShardedAdamW(torch.optim.AdamW):
+    """Fused AdamW whose steps see plain tensors: the part of each parameter that this worker holds.
+
+    PyTorch's own asks for every `DTensor` of five lists how its operation is to be spread, 20 ms a step of Qwen2.5-3B on a host in which
+    four H200s stood still. States are made, saved and loaded by PyTorch, as DTensors.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        assert closure is None, "a step is computed once"
+        known = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if any(p not in self.state for p in known):
+            super().step()
+            return
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if not parameters:
+                continue
+            states = [self.state[p] for p in parameters]
+            beta1, beta2 = group["betas"]
+            adamw(
+                _local(parameters),
+                _local([p.grad for p in parameters]),
+                _local([state["exp_avg"] for state in states]),
+                _local([state["exp_avg_sq"] for state in states]),
+                [],
+                [state["step"] for state in states],
+                fused=True,
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+
+
+def _local(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+
+
+def make_optimizer(decoder: nn.Module, optim: OptimConfig) -> ShardedAdamW:
     """Matrices and the rest in groups of their own; see `set_hyperparameters`."""
     matrices = [p for p in decoder.parameters() if p.ndim >= 2]
     vectors = [p for p in decoder.parameters() if p.ndim < 2]
-    optimizer = torch.optim.AdamW([{"params": group} for group in (matrices, vectors) if group], fused=True)
+    optimizer = ShardedAdamW([{"params": group} for group in (matrices, vectors) if group], fused=True)
     set_hyperparameters(optimizer, optim)
     return optimizer
 
@@ -50,9 +93,10 @@ def learning_rate(step: int, steps: int, peak: float, optim: OptimConfig) -> flo
     return peak * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * cosine)
 
 
+@torch.no_grad()  # or every one would become a node of autograd
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     """The parts of the gradients that this worker holds."""
-    return [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
+    return _local(p.grad for p in parameters if p.grad is not None)
 
 
 def squared_norm(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
