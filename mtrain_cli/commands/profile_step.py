@@ -36,8 +36,9 @@ def step(
 ) -> None:
     """Where one training step goes: attention, index, matrix products, loss, optimizer, messages that nothing hides, idle devices.
 
-    Trains as `mtrain train` with the same settings, and records the step after --warmup on every rank. Every instant of it belongs to one
-    part, so that the parts add up to the step: on GPUs by kernels, on CPU processes by operators. Files are left in measurements/;
+    Trains as `mtrain train` with the same settings, without checkpoints, evaluations and its own profiles, and records the step after
+    --warmup on every rank. Every instant of it belongs to one part, so that the parts add up to the step: on GPUs by kernels, on CPU
+    processes by operators. Files are left in measurements/;
     `mtrain report` shows them again.
 
     [bold]Examples[/bold]
