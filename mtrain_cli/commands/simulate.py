@@ -90,7 +90,7 @@ def simulate(
         str | None,
         typer.Option(
             metavar="X",
-            help="Of a family: share of the causal blocks on its diagonals, such as 0.05 or 5%. Without it 5%, and as many diagonals as "
+            help="Of a family: share of the causal blocks on its diagonals, such as 0.05 or 5%. Without it 5%, or as many diagonals as "
             "sparsity.min_slashes and max_slashes leave.",
             show_default=False,
         ),

@@ -48,7 +48,7 @@ class Asked:
         for word in words:
             _check_workers(word)
         if recorded := self.file(words):
-            problem = self.recorded(recorded, words)
+            problem = self.recorded(recorded, words, density, columns)
             more = _as_recorded(problem, words, pattern_words(problem.pattern))
             config = compose([*words, *more])
             if len(problem.masks) != config.train.micro_batch:
@@ -119,8 +119,11 @@ class Asked:
                 fewest, most = config.sparsity.min_bars or 0, config.sparsity.max_bars or columns
                 columns = min(max(columns, fewest), most)
         index, fewest, most = self.index or CLUSTERED, 1, 0
-        if density is None and pattern == "vertical_slash":
+        if pattern == "vertical_slash":
             fewest, most = config.sparsity.min_slashes or 1, config.sparsity.max_slashes or 0
+            typed = next((word for word in words if word.startswith(("sparsity.min_slashes=", "sparsity.max_slashes="))), None)
+            if density is not None and typed:
+                raise ConfigError(f"--density {density:g}: contradicts {typed}; leave one of them out")
         return Pairs(index, DENSITY if density is None else density, columns, layers, fewest, most)
 
     def _layers(self, config: Config) -> int:
@@ -159,12 +162,15 @@ class Asked:
         assert file is not None
         return self.recorded(file, self.words)
 
-    def recorded(self, file: Path, words: Sequence[str]) -> Problem:
-        """The indices of a profile."""
+    def recorded(self, file: Path, words: Sequence[str], density: float | None = None, columns: int | None = None) -> Problem:
+        """The indices of a profile. density, columns: of a point of a sweep, which such indices have not."""
         from mtrain_cli.profiling.index_file import load_indices
         from mtrain_cli.simulation.simulate import Problem
         from mtrain_cli.simulation.what_if import index_of
 
+        for option, value in (("--density", density), ("--density", self.density), ("--columns", columns), ("--columns", self.columns)):
+            if value is not None:
+                raise ConfigError(f"{option} {value:g}: --index {file} has pairs of its own; leave one of them out")
         recorded = load_indices(file)
         made = recorded.setup
         if words:

@@ -39,7 +39,7 @@ def show_step(console: Console, document: dict[str, Any]) -> None:
     for line in lines(document):
         say(console, line, indent=10)
     print_table(console, top_table(document["top"], gpu))
-    say(console, "ms of its own, whatever ran beside it; kernels.csv has all, of every rank", style="dim")
+    say(console, "ms of its own, whatever ran beside it; kernels.csv of a measurement has all, of every rank", style="dim")
 
 
 def damage_of_step(document: dict[str, Any]) -> str | None:
@@ -87,6 +87,27 @@ def parts_table(ranks: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
+def side_by_side(named: Sequence[tuple[str, dict[str, Any]]]) -> Table:
+    """Several recorded steps: ms of every part, the mean over ranks; of two of them the ratio, too."""
+    table = Table(title="Side by side, ms", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
+    table.add_column("part", no_wrap=True)
+    for name, _ in named:
+        table.add_column(name, justify="right")
+    if len(named) == 2:
+        table.add_column("ratio", justify="right", no_wrap=True)
+    every = [document["ranks"] for _, document in named]
+    parts = list(dict.fromkeys(name for ranks in every for name in ranks[0]["parts"]))
+    rows = [(name, [statistics.fmean(rank["parts"].get(name, 0.0) for rank in ranks) for ranks in every]) for name in parts]
+    rows = [(name, ms) for name, ms in rows if any(ms)]
+    ends = {rows[-1][0]}
+    rows += [("step", [statistics.fmean(rank["step_ms"] for rank in ranks) for ranks in every])]
+    rows += [("without records", [max(rank["plain_ms"] for rank in ranks) for ranks in every])]
+    for name, ms in rows:
+        ratio = [] if len(ms) != 2 else [f"{ms[1] / ms[0]:.3f}" if ms[0] else "-"]
+        table.add_row(name, *map(_ms, ms), *ratio, end_section=name in ends)
+    return table
+
+
 def lines(document: dict[str, Any]) -> list[str]:
     """A line for everything that is no part."""
     ranks, gpu = document["ranks"], document["gpu"]
@@ -98,6 +119,8 @@ def lines(document: dict[str, Any]) -> list[str]:
     plain, recorded = max(rank["plain_ms"] for rank in ranks), max(rank["recorded_ms"] for rank in ranks)
     differs = f"{recorded / plain - 1:+.1%}, records and what steps differ by anyway"
     which = "the one before" if before is None or before["steps"] == 1 else f"the median of {before['steps']} before"
+    if before is not None and before.get("first") == before["steps"] == 1:
+        which = "the first of all, which compiles and loads,"
     found = [f"step      of the slowest rank {_ms(recorded)} ms, {_ms(plain)} ms {which} without records ({differs})"]
     if before is not None:
         found.append(f"speed     {_speed(before, gpu)}, without records")
@@ -155,6 +178,7 @@ def short_name(name: str, width: int = NAME) -> str:
     bare = _without(_without(plain, "<>"), "()").strip()
     bare = bare.rpartition("::")[2] if "at::native" in bare or "cutlass::" in bare else bare
     bare = " ".join(bare.split()) or name
+    bare = re.sub(r"^nvjet_sm\d+_", "nvjet_", bare)  # of cuBLAS: what differs stands at its end
     if of_cute := re.match(r"kernel_cutlass_\w*?([A-Z]\w*?)_object_at_", plain):
         bare = of_cute[1]  # the class of the kernel; the rest describes its arguments
     applied = re.search(r"\w*Functor\w*|\w+_kernel_cuda|Gemm\w+", plain.partition("<")[2])

@@ -10,7 +10,7 @@ from rich.padding import Padding
 
 from mtrain_cli.reporting import tables
 from mtrain_cli.reporting.source import Source
-from mtrain_cli.reporting.steps import show_step
+from mtrain_cli.reporting.steps import show_step, side_by_side
 from mtrain_cli.reporting.sweeps import LEGEND, SPARE, sweep_table, why_not
 from mtrain_cli.reporting.width import limit, print_table, say
 
@@ -43,6 +43,9 @@ def show_sources(console: Console, sources: Sequence[Source]) -> None:
             say(console, LEGEND, style="dim")
             for why in why_not(source.steps):
                 say(console, f"cannot be: {why}", style="dim")
+    recorded = [(source.name, source.step) for source in sources if source.step is not None]
+    if len(recorded) > 1:
+        print_table(console, side_by_side(recorded), ())
     trained = [source for source in sources if source.metrics]
     if trained:
         console.print(tables.training_table(trained))

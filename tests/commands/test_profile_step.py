@@ -222,11 +222,27 @@ def test_lines_say_of_whom_and_of_what_they_are():
     assert of_gpu[2].endswith("exposed 1; 3 messages could not be found on other ranks, and count as links")
 
 
+def test_recorded_steps_that_ship_are_found_and_stand_side_by_side(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    text = shown("report", "step-128k-4xh200", "step-512k-4xh200")
+    assert max(map(len, text.splitlines())) <= 80
+    last = text[text.index("Side by side, ms") :].splitlines()
+    rows = {line.split("  ")[0].strip(): line.split()[-3:] for line in last if line.strip()}
+    assert rows["attention"] == ["478.3", "4,136", "8.647"]
+    assert rows["step"] == ["1,700", "9,354", "5.502"]
+    assert rows["without records"] == ["1,618", "9,348", "5.779"]
+    several = shown("report", "step-128k-4xh200", "step-512k-4xh200", "step-1m-4xh200")
+    assert "ratio" not in several[several.index("Side by side") :]
+    assert "Side by side" not in shown("report", "step-1m-4xh200")
+
+
 def test_one_step_before_is_enough(tmp_path):
     words = [*SMALL, "topology.workers=1", "model.num_layers=1", "topology.exchange=auto"]
     found = run(tmp_path, "--warmup", "1", "--json", "--no-trace", *words)
     assert found.returncode == 0, found.stderr
-    plain = json.loads(found.stdout)["plain"]
+    document = json.loads(found.stdout)
+    assert "the first of all, which compiles and loads, without records" in lines(document)[0]
+    plain = document["plain"]
     assert (plain["first"], plain["steps"], plain["density"]) == (1, 1, 1.0)
 
 
@@ -336,6 +352,7 @@ def test_files_of_a_report_are_refused_where_there_are_only_tables(profile, tmp_
     ("name", "short"),
     [
         ("nvjet_tst_192x192_64x4_2x1_v_bz_coopA_NTN", "nvjet_tst_192x192_64x4_2x1_v_bz_coopA_NTN"),
+        ("nvjet_sm90_tss_192x192_64x3_1x2_h_badd_coopB_NTN", "nvjet_tss_192x192_64x3_1x2_h_badd_coopB_NTN"),
         ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL"),
         (
             "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul> >(int)",

@@ -110,8 +110,7 @@ def test_a_family_has_as_many_diagonals_as_the_pattern_may_have(index):
     free = diagonals()
     assert all(3 <= n < 32 for n in free)
     assert diagonals("sparsity.min_slashes=1", "sparsity.max_slashes=100") == free
-    # What was given counts alone.
-    assert min(diagonals("sparsity.max_slashes=3", density=0.5)) > 30
+    assert min(diagonals(density=0.5)) > 30
 
 
 def test_dense_and_a_cluster_of_ones_own(tmp_path):
@@ -231,6 +230,10 @@ def test_a_gpu_that_nobody_measured_is_answered_with_wide_bounds(tmp_path):
         (["sparsity=moba"], "sparsity=moba: there are no synthetic lists of blocks"),
         (["sparsity=dense", "--index", "local"], "--index local: contradicts sparsity=dense"),
         (["sparsity=fixed", "--columns", "3"], "--columns 3: sparsity=fixed says it itself"),
+        (
+            ["sparsity=vertical_slash", "sparsity.max_slashes=9", "--density", "50%"],
+            "--density 0.5: contradicts sparsity.max_slashes=9; leave one of them out",
+        ),
         (["sparsity=fixed", "--index", "uniform"], "--index uniform: contradicts sparsity=fixed, which draws its own lines"),
         (["topology.workers=4"], "topology.workers=4: how many GPUs there are is what --workers, --nodes"),
         (["topology.device=cpu"], "topology.device=cpu: h200_1x8 has GPUs; allowed: auto, cuda"),
@@ -300,3 +303,7 @@ def test_an_index_of_another_shape_is_refused(tmp_path):
     lines = found.stderr.strip().splitlines()
     assert f"seq=32768: --index {path} was recorded with {SEQ}; leave it out" in lines[0]
     assert any("model.num_heads=16" in line for line in lines)
+    for option, value in (("--density", "0.03"), ("--columns", "0")):
+        found = run("simulate", "--index", str(path), option, value)
+        assert found.exit_code == 2
+        assert f"{option} {value}: --index {path} has pairs of its own; leave one of them out" in found.stderr
