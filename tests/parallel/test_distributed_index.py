@@ -148,7 +148,7 @@ def pairs_of_real_rows(bits: torch.Tensor, alone: torch.Tensor) -> torch.Tensor:
 
 
 # The interpreter runs the fused probe.
-KINDS = [("float32", False), ("bfloat16", False), ("float32", True)]
+KINDS = [("float32", False), ("bfloat16", False), pytest.param("float32", True, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("dtype", "fused"), KINDS)

@@ -279,16 +279,16 @@ def test_the_fewest_layers_leave_and_the_most_products_stay(monkeypatch):
 
 
 def test_a_ring_is_a_remedy_where_gathered_keys_do_not_fit():
-    words = ["train.activation_checkpoint=full", "train.offload_activations=true", "seq=1m", "topology.gpu_memory_gib=42.2"]
+    words = ["train.activation_checkpoint=full", "train.offload_activations=true", "seq=2m", "topology.gpu_memory_gib=61.5"]
     found = planned(*words, "topology.exchange=all_gather")
     with pytest.raises(
-        ConfigError, match=r" with topology.exchange=all_gather, of the 42.20 GiB of NVIDIA H200, 95% of which can be used"
+        ConfigError, match=r" with topology.exchange=all_gather, of the 61.50 GiB of NVIDIA H200, 95% of which can be used"
     ) as c:
         require_fit(found)
     assert ", or topology.exchange=ring, or " in str(c.value)
     assert planned(*words, "topology.exchange=ring").fits
     # Not where a ring would not do, or is there.
-    for exchange, gib in (("all_gather", 38), ("ring", 38)):
+    for exchange, gib in (("all_gather", 57), ("ring", 57)):
         assert auto._in_a_ring(planned(*words[:3], f"topology.exchange={exchange}", f"topology.gpu_memory_gib={gib}")) is None
 
 

@@ -76,6 +76,7 @@ def test_losses_are_those_without_a_profile(trained, tmp_path):
     assert [step["loss"] for step in plain] == [step["loss"] for step in recorded[:4]]
 
 
+@pytest.mark.slow
 def test_steps_that_are_taken_again_are_recorded_once_and_another_spread_is_another_case(tmp_path):
     """Ended after step 5, with a checkpoint of step 3; then on three workers."""
     dense = [word for word in WORDS if not word.startswith(("sparsity", "train.checkpoint_every"))]
