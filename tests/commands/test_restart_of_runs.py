@@ -48,6 +48,7 @@ def _own_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_whose_workers_are_killed_twice_ends_with_the_losses_of_one_that_was_left_alone(tmp_path):
     words = ["train.steps=10", "train.checkpoint_every=3"]
     ended = train(Fault(1, signal.SIGKILL, 5, *FORWARD, later=(8,), once=True), *words)
