@@ -47,7 +47,8 @@ class Gathering(Exchange):
                 gathered.clear()
                 tiles = work.of(*self._tile(step), self._part(step))
                 rows = (_heads(t, step.part, 2) for t in (dout, q))
-                lse_part = _heads(lse, step.part, 1).contiguous()
+                with mail.span(ARRANGE):
+                    lse_part = _heads(lse, step.part, 1).contiguous()  # a copy where there are several sequences
                 with mail.span(ATTENTION):
                     dq, dk, dv = kernel.backward(*rows, keys, values, _heads(out, step.part, 2), lse_part, None, tiles, scale)
                 del keys, values, lse_part
