@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 VARIABLE = "FAULT"
 HANGS = 0  # in place of a signal
@@ -17,7 +18,7 @@ HANGS = 0  # in place of a signal
 class Fault:
     """``rank`` sends itself ``signum`` (or hangs) before it posts the hop of ``exchange_step``, such as ``step 2 of 3``, of ``what``, such
     as ``ring, layer 1, forward``, in the training step of that number. later: steps in which it does so again, after restarts. once: and
-    then no more. fewer: the launcher then finds one device only.
+    then no more. fewer: the launcher then finds one device only. On CPUs the others have gone as far as they can by then.
     """
 
     rank: int
@@ -35,6 +36,7 @@ class Fault:
 
 def train(config, run_dir, environment, resume):
     """In the place of the trainer: the trainer, with the fault in it."""
+    from mtrain_cli.launch import whereabouts
     from mtrain_cli.parallel.mail import Mail
     from mtrain_cli.training import loop
     from mtrain_cli.training.trainer import Trainer
@@ -54,6 +56,8 @@ def train(config, run_dir, environment, resume):
         due = steps[min(before, len(steps) - 1)] if before < len(steps) or not fault.once else -1
         here = (environment.rank, at[0], self.what, f"step {self.at + 1} of {self.steps}")
         if here == (fault.rank, due, fault.what, fault.exchange_step):
+            if environment.device == "cpu":
+                _wait_for_others(whereabouts.pattern(run_dir.logs, environment.launcher), environment)
             (run_dir.path / f"fault{before or ''}").touch()
             _wait_for_checkpoint(config, run_dir, due)
             if fault.signum == HANGS:
@@ -63,6 +67,22 @@ def train(config, run_dir, environment, resume):
 
     Trainer.train_step, Mail.hop = counted, faulty
     return loop.train(config, run_dir, environment, resume)
+
+
+def _wait_for_others(records, environment):
+    """Who is killed early leaves the others anywhere, and tests are to know where they wait."""
+    from mtrain_cli.launch import whereabouts
+
+    others = [Path(records.format(rank=rank)) for rank in range(environment.workers) if rank != environment.rank]
+    deadline = time.monotonic() + 30
+    before = None
+    while time.monotonic() < deadline:
+        found = [whereabouts.read(path) for path in others]
+        # Behind the ring they wait for the parameters of a layer, which is not told.
+        if found == before and all(record and (record.waits_for is not None or record.doing.startswith("after ")) for record in found):
+            return
+        before = found
+        time.sleep(0.2)
 
 
 def _wait_for_checkpoint(config, run_dir, step):
