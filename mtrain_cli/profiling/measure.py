@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from mtrain_cli.parallel.exchanges import make_exchange
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
 from mtrain_cli.profiling.session import Collector
 from mtrain_cli.training.choices import Choices, make_choices
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 ATTENTION_ONLY, TRAINING = "attention", "training"
 # What a worker runs. As words, so that a command that starts workers need not import what they do.
@@ -204,6 +207,6 @@ class Progress:
         if not self._console.is_terminal:
             self.say(f"sample {done} of {of}")
 
-    def say(self, line: str, style: str = "") -> None:
+    def say(self, line: RenderableType, style: str = "") -> None:
         if self._shown:
             self._console.print(line, style=style)

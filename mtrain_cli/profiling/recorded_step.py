@@ -28,6 +28,7 @@ from mtrain_cli.parallel import parts
 from mtrain_cli.profiling import records
 from mtrain_cli.profiling.measure import Bench, Progress
 from mtrain_cli.profiling.step_parts import StepParts, find_parts, messages, shortest
+from mtrain_cli.training.banner import banner
 from mtrain_cli.training.metrics import StepMetrics
 from mtrain_cli.training.out_of_memory import explained_where_memory_is_full
 from mtrain_cli.training.trainer import StepResult, Trainer
@@ -83,9 +84,12 @@ def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool)
     ):
         progress.now("prepares")
         trainer = about.begin(Trainer(config, environment))
+        progress.say(banner(trainer.plan, run_dir.path, trainer.dataset.describe()))
 
-        def step() -> float:
+        def step(kind: str) -> float:
             """One training step, from one moment at which all devices are idle to the next -> its seconds."""
+            number = trainer.step + 1
+            progress.now(f"step {number}, {kind}")
             bench.together()
             _idle(bench)
             began = time.perf_counter()
@@ -93,14 +97,15 @@ def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool)
                 results.append(trainer.train_step(stop.requested()))
                 with parts.part(parts.CLOSING):
                     _idle(bench)
+            seconds = time.perf_counter() - began
             progress.done()
-            return time.perf_counter() - began
+            progress.say(f"step {number}, {kind}: {seconds:.3g} s")
+            return seconds
 
         plain: list[float] = []
         metrics: list[StepMetrics] = []
         for number in range(1, plan.warmup + 1):
-            progress.now(f"step {number}, not recorded")
-            seconds = step()
+            seconds = step("not recorded")
             if results[-1].stop:
                 return True
             if number >= plan.alike:
@@ -112,9 +117,8 @@ def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool)
             _idle(bench)
         recorded = []
         with _profiler(bench) as profiler:
-            for number in range(plan.steps):
-                progress.now(f"step {plan.warmup + number + 1}, recorded")
-                recorded.append(step())
+            for _ in range(plan.steps):
+                recorded.append(step("recorded"))
                 if results[-1].stop:
                     return True
         progress.now("reads the records")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -13,9 +12,6 @@ from mtrain_cli.config.sizes import format_size
 from mtrain_cli.sparsity.remarks import remarks
 from mtrain_cli.training import dry_run
 from mtrain_cli.training.planning import Plan, size
-
-if TYPE_CHECKING:
-    pass
 
 
 def banner(found: Plan, run_dir: Path, data: str) -> RenderableType:

@@ -7,6 +7,7 @@ import csv
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -79,6 +80,22 @@ def test_it_is_the_training_that_mtrain_train_does(profile, summary, tmp_path):
     assert summary["losses"] == [json.loads(line)["loss"] for line in lines]
     assert len(set(summary["losses"])) == 6
     assert not (profile / "checkpoints").exists()
+
+
+def test_what_runs_and_every_step_are_told_without_a_terminal_too(profile):
+    told = (profile.parents[1] / "stdout").read_text()
+    banner, steps = told.split("\nstep 1, ", 1)
+    assert "model     tiny (qwen2)" in banner
+    assert "exchange  ring" in banner
+    assert str(profile) in banner.replace("\n", "").replace(" ", "")
+    found = re.findall(r"^step (\d), ([a-z ]+): ([\d.]+) s$", f"step 1, {steps}", re.MULTILINE)
+    assert [(number, kind) for number, kind, _ in found] == [
+        *((str(n), "not recorded") for n in (1, 2, 3, 4)),
+        ("5", "recorded"),
+        ("6", "recorded"),
+    ]
+    ranks = json.loads((profile / "summary.json").read_text())["ranks"]
+    assert sum(float(seconds) for *_, seconds in found[4:]) / 2 * 1e3 == pytest.approx(ranks[0]["recorded_ms"], rel=0.01)
 
 
 def test_rows_of_operators_are_those_of_the_parts(profile, summary):
@@ -300,7 +317,12 @@ def test_one_that_is_stopped_before_it_has_a_step_leaves_nothing(tmp_path):
     words = ["profile", "step", "--warmup", "2000", "train.steps=3000", *SMALL, "run.name=one"]
     environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     started = subprocess.Popen(
-        [sys.executable, "-m", "mtrain_cli", *words], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "mtrain_cli", *words],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     end = time.monotonic() + 60
     while not (tmp_path / "measurements/one/plan.json").exists() and started.poll() is None and time.monotonic() < end:
