@@ -22,7 +22,7 @@ from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.init import initialize
 from mtrain_cli.parallel.exchanges import make_exchange
 from mtrain_cli.parallel.fsdp import shard_parameters
-from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.parallel.layout import early_queries, make_layout
 from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
 from mtrain_cli.parallel.offload import Offload
 from mtrain_cli.sparsity.vertical_slash import VerticalSlashPattern
@@ -177,13 +177,29 @@ def outcomes(rank: int, world: int, names: list[str], ways: tuple[Way, ...], lay
             plain = step(Option(), world, exchange, sparse)
             for name in names:
                 one = step(OPTIONS[name], world, exchange, sparse)
-                found.append({"way": str(way), "sparse": sparse, "option": name, **compared(plain, one)})
+                early = early_share(exchange, OPTIONS[name], sparse)
+                found.append({"way": str(way), "sparse": sparse, "option": name, "early": early, **compared(plain, one)})
     return found
 
 
+def early_share(exchange, option: Option, sparse: bool) -> float:
+    """The share of the pairs that the masks leave to queries which are computed again, over all workers."""
+    layout = getattr(exchange, "inner", exchange).layout
+    early = early_queries(layout.tokens_per_worker, option.keep, BLOCK if sparse else None)
+    every, again = 0, 0
+    for number in range(4):
+        ids = sample(number).documents
+        of_query = np.zeros(layout.padded_seq, dtype=np.int64)
+        of_query[:SEQ] = [np.count_nonzero(ids[: at + 1] == ids[at]) for at in range(SEQ)]
+        for worker in range(layout.workers):
+            pairs = of_query[layout.positions(worker)]
+            every, again = every + int(pairs.sum()), again + int(pairs[:early].sum())
+    return again / every
+
+
 def compared(plain: Outcome, one: Outcome) -> dict:
-    """gradient: largest difference, relative to the largest element of the same parameter. repeated: pairs computed more than once,
-    as a share of those of one forward pass. estimates: of an index, beyond those without the option."""
+    """gradient: largest difference, relative to the largest element of the same parameter. pairs: of the masks, in a forward pass, and
+    repeated: those of them that are computed more than once. estimates: of an index, beyond those without the option."""
     differences = [
         (one.gradients[name] - gradient).abs().max().item() / gradient.abs().max().item()
         for name, gradient in plain.gradients.items()
@@ -193,7 +209,8 @@ def compared(plain: Outcome, one: Outcome) -> dict:
     return {
         "gradient": max(differences),
         "loss": abs(one.loss - plain.loss),
-        "repeated": one.pairs / max(1, plain.pairs) - 1,
+        "pairs": plain.pairs,
+        "repeated": one.pairs - plain.pairs,
         "backward": one.backward_pairs - plain.backward_pairs,
         "estimates": one.estimates - plain.estimates,
         "offloaded": one.offloaded,
