@@ -47,8 +47,8 @@ class Moment:
         the 4 heads. Of all layers, or of those that are not offloaded, and of at least two. Of the layers of train.keep_mlp also
         e (C + 2 I).
     layer: the layer in backward, what it recomputes and the gradients of its activations: at the gate of the MLP e (6 I + 2 C) for each
-        token of a tile (e (4 I + C) where gate and up were kept), or attention, whichever is more together with `exchange` (see
-        `layer_in_backward`).
+        token of a tile (e (4 I + C) where gate and up were kept), of one tile less the gradients of its weights, which come behind, or
+        attention, whichever is more together with `exchange` (see `layer_in_backward`).
     index: the dynamic indices of the layers between their forward and backward pass: bitmaps take heads * (T / block) * (S / block) bytes
         a layer and sequence of S tokens (all of their rows where queries circulate), diagonals and columns heads * (S / block + 4 columns),
         which stay until those of all layers are counted, and what kernels keep of them about as much (`IndexShape.derived`); columns that a
@@ -166,7 +166,8 @@ class _Step:
         kept = self.kept(layers)
         scatter = states.scatter(states.layer_shard)
         # All that grows or shrinks does so evenly, but for what is kept, of which no less is there from the offloaded layers on.
-        places = {layers, max(1, layers - 1), *([self.on_host + 1, min(2, layers)] if self.on_host else [])}
+        # At the second layer, too, the weights of another one are gathered ahead, and more gradients are there than at later ones.
+        places = {layers, max(1, layers - 1), min(2, layers), *([self.on_host + 1] if self.on_host else [])}
         backward = (
             self.moment(
                 f"backward of layer {index}",
@@ -324,10 +325,17 @@ class _Step:
             # Or, where the MLP is narrow, at its norm: x + attention, gradient of the norm, both and their product in float32.
             norm = (12 if e < 4 else 4) * model.hidden_size
             made = (4, 1) if products else (6, 2)
-            mlp = 2 * self.hidden + out + self.rows * (max(made[0] * e * model.intermediate_size, norm) + made[1] * e * model.hidden_size)
+            mlp = 2 * self.hidden + out
+            gate = self.rows * (max(made[0] * e * model.intermediate_size, norm) + made[1] * e * model.hidden_size)
             if several:
                 weights = model.hidden_size * (3 * model.intermediate_size + self.width)
-                mlp += max(0, 4 * weights - e * self.states.layer_weights)
+                mlp += gate + max(0, 4 * weights - e * self.states.layer_weights)
+            else:
+                # In one tile no weight has a gradient at the gate, and behind it two tensors of the MLP's width are left.
+                behind = self.rows * max(2 * e * model.intermediate_size + 3 * e * model.hidden_size, norm)
+                mlp += max(gate - e * self.states.layer_weights, behind)
+            if products:
+                attention -= self.hidden + 2 * wide  # which have gone with the MLP
         if self.recomputes:
             again = self.hidden + out + self.norms() + (out + self.heads + self.gathered_columns() if self.early else 0)
             # Of a ring nothing but the shard that travelled is used in backward.
