@@ -53,10 +53,13 @@ class Gathering(Exchange):
                     dq, dk, dv = kernel.backward(*rows, keys, values, _heads(out, step.part, 2), lse_part, None, tiles, scale)
                 del keys, values, lse_part
                 queries.append(dq)
+                # What the part before is sent from is as large as what is made now. It left while this part was computed.
+                for number in step.collect:
+                    mail.wait(number)
                 with mail.span(ARRANGE):
                     gradients.append(self._returned(mail, step.send, dk, dv, high) if step.send else torch.stack([dk, dv]))
                 del dq, dk, dv
-        dk, dv = _joined(gradients, 3).to(packed.dtype)
+        dk, dv = _own(gradients, packed)
         return _joined(queries, 2), dk, dv
 
     def _gathered(self, mail: Mail, steps: Steps, packed: torch.Tensor) -> Iterator[tuple[Step, list[torch.Tensor]]]:
@@ -103,6 +106,16 @@ def _heads(tensor: torch.Tensor, part: tuple[int, int], dim: int) -> torch.Tenso
     """The i-th of n equal parts along the dimension of heads, a view."""
     i, n = part
     return tensor if n == 1 else tensor.unflatten(dim, (n, -1)).select(dim, i)
+
+
+def _own(gradients: list[torch.Tensor], packed: torch.Tensor) -> torch.Tensor:
+    """The gradients of the parts of the heads -> one like ``packed``. The list is emptied on the way."""
+    if len(gradients) == 1:
+        return gradients.pop().to(packed.dtype)
+    whole, n = torch.empty_like(packed), len(gradients)
+    for i in range(n):
+        _heads(whole, (i, n), 3).copy_(gradients.pop(0))
+    return whole
 
 
 def _joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:

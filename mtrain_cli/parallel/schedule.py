@@ -56,7 +56,8 @@ class Step:
     queries, keys: the shards whose attention is computed; none in a step that only closes a pass. part: (i, n), for the i-th of n equal
     parts of the heads.
     post: posted first, so that they run beside the computation. wait: numbers of transfers that must be complete before it.
-    collect: numbers of gradient transfers that must be complete after it, whose content is added to what it gave.
+    collect: numbers of gradient transfers that must be complete after it. What arrived by a hop is added to what it gave; a collective has
+    its memory back before the next one takes as much.
     send: posted after that.
     """
 
@@ -220,14 +221,15 @@ def _gather(name: str, options: Options, nodes: int) -> Schedule:
             return (Step((0,), (0,)),)
         number = count()
         result: list[Step] = []
+        before: tuple[Transfer, ...] = ()
         # The first part is gathered at the start of the first step, which waits for it; each other part beside the part before it.
         ready = collectives(rank, KV, (0, chunks), number)
         for c in range(chunks):
             following = collectives(rank, KV, (c + 1, chunks), number) if c + 1 < chunks else ()
             gradients = collectives(rank, DKV, (c, chunks), number) if backward else ()
             posted = (*ready, *following) if c == 0 else following
-            result.append(Step((rank,), everyone, (c, chunks), (ready[-1].number,), posted, (), gradients))
-            ready = following
+            result.append(Step((rank,), everyone, (c, chunks), (ready[-1].number,), posted, tuple(t.number for t in before), gradients))
+            ready, before = following, gradients
         return tuple(result)
 
     forward, backward = (PerRank(workers, partial(steps, backward=b)) for b in (False, True))

@@ -9,8 +9,10 @@ from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.config.schema import ConfigError, TopologyConfig
 from mtrain_cli.parallel.schedule import CONTEXT, KV, QUERIES, Options, make_schedule
 
-# A gathered KV and its float32 gradient may take this part of a GPU; beyond it the ring, which holds a few shards at a time, is used.
-_GATHER_SHARE = 0.15
+# What is gathered at once, with its float32 gradient, may take this part of a GPU; beyond it the ring is used, which holds a few shards at
+# a time. From the smaller part on, more and smaller parts of the heads are gathered one after the other, as long as there are heads.
+_GATHER_SHARE = 0.1
+_PART_SHARE = 0.05
 _ASSUMED_MEMORY = 80 << 30
 # From this size on a gather is cut into parts of the heads, so that most of it runs beside computation.
 _CHUNK_BYTES = 64 << 20
@@ -95,9 +97,12 @@ def brief(label: str) -> str:
     return re.sub(r" \((\d+) parts of the heads\)$", r" in \1", label)
 
 
-def gathered_bytes(tokens: int, kv_heads: int, head_dim: int, dtype_bytes: int) -> int:
-    """Bytes that one layer's backward takes at most for gathered keys and values: these, their gradients, and float32 sums of them."""
-    return tokens * 2 * kv_heads * head_dim * (2 * dtype_bytes + _ACCUMULATION_BYTES)
+def gathered_bytes(tokens: int, kv_heads: int, head_dim: int, dtype_bytes: int, chunks: int = 1) -> int:
+    """Bytes that one layer's backward takes at most for gathered keys and values: these, their gradients, and float32 sums of them. chunks:
+    parts of the heads that are gathered one after the other; keys and values of the next one are there while one is computed.
+    """
+    numbers = tokens * 2 * kv_heads * head_dim
+    return numbers // chunks * ((2 if chunks == 1 else 3) * dtype_bytes + _ACCUMULATION_BYTES)
 
 
 def keys_bytes(needs: ExchangeNeeds) -> tuple[int, int]:
@@ -177,23 +182,44 @@ def _heads_fit(u: int, needs: ExchangeNeeds) -> bool:
 
 
 def _fastest(needs: ExchangeNeeds, left: int, heads: int) -> tuple[str, str]:
-    size = gathered_bytes(needs.tokens, needs.kv_heads, needs.head_dim, needs.dtype_bytes) // heads
+    chunks = _fewest_chunks(needs, heads)
+    size = _gathered(needs, heads, chunks)
     memory = needs.device_memory or _ASSUMED_MEMORY
     groups_per_node = max(1, needs.per_node // heads)
     across = left > groups_per_node > 1
     prefix = "hierarchical_" if across else ""
     nodes = f"; every shard crosses to each of {needs.nodes} nodes once" if across else ""
+    calls = "one collective and one kernel call a layer"
+    if chunks > 1:
+        calls = f"one collective and one kernel call for each of {chunks} parts of the heads"
     if size <= _GATHER_SHARE * memory:
-        return prefix + "all_gather", f"one collective and one kernel call a layer; gathered KV and dKV take {_readable(size)}{nodes}"
-    return prefix + "ring", f"gathered KV and dKV would take {_readable(size)}, over {_GATHER_SHARE:.0%} of {memory / 2**30:.0f} GiB{nodes}"
+        return prefix + "all_gather", f"{calls}; gathered KV and dKV take {_readable(size)} at once{nodes}"
+    return (
+        prefix + "ring",
+        f"gathered KV and dKV would take {_readable(size)} at once, over {_GATHER_SHARE:.0%} of {memory / 2**30:.0f} GiB{nodes}",
+    )
+
+
+def _gathered(needs: ExchangeNeeds, heads: int, chunks: int) -> int:
+    return gathered_bytes(needs.tokens, needs.kv_heads, needs.head_dim, needs.dtype_bytes, chunks) // heads
+
+
+def _fewest_chunks(needs: ExchangeNeeds, heads: int) -> int:
+    """Into how many parts of the heads a gather is cut: two where it is large, more where memory asks for them. More parts are more kernel
+    calls, each of less work, and what they hide beyond two is little."""
+    kv_heads = max(1, needs.kv_heads // heads)
+    large = needs.tokens * 2 * kv_heads * needs.head_dim * needs.dtype_bytes >= 2 * _CHUNK_BYTES
+    ways = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
+    first = 2 if large and 2 in ways else 1
+    most = _PART_SHARE * (needs.device_memory or _ASSUMED_MEMORY)
+    return next((n for n in ways if n >= first and _gathered(needs, heads, n) <= most), ways[-1])
 
 
 def _chunks(topology: TopologyConfig, needs: ExchangeNeeds, name: str, left: int, heads: int) -> int:
     kv_heads = max(1, needs.kv_heads // heads)
     gathers = name in ("all_gather", "hierarchical_all_gather")
     if topology.chunks == "auto":
-        size = needs.tokens * 2 * kv_heads * needs.head_dim * needs.dtype_bytes
-        return 2 if gathers and left > 1 and kv_heads % 2 == 0 and size >= 2 * _CHUNK_BYTES else 1
+        return _fewest_chunks(needs, heads) if gathers and left > 1 else 1
     assert isinstance(topology.chunks, int)
     if topology.chunks > 1 and not gathers:
         raise ConfigError(f"topology.chunks={topology.chunks}: is for all_gather and hierarchical_all_gather, not topology.exchange={name}")

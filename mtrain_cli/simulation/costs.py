@@ -239,7 +239,6 @@ class Costs:
             words.PICK: 2 * e * 2 * self.sequences * (self.sizes.heads / heads) * self.columns * self.head_dim,
             words.TRADE: 3 * e * ((rows if backward else rows + kv) if what == words.TRADE else 0),
             words.ORDER: 2 * e * gathered / parts,
-            words.CUT: 3 * 2 * e * rows / parts if parts > 1 else 0,
             words.SHARDS: (e + high) * gathered / parts,
             words.ADD: 3 * high * (rows if queries else kv),
             words.SCATTER: 3 * high * 2 * self.sequences * (self.sizes.heads / heads) * self.columns * self.head_dim / schedule.workers,

@@ -21,11 +21,9 @@ from mtrain_cli.simulation.lockstep import Beat, Lockstep, Move
 FloatArray = NDArray[np.float64]
 
 # What is copied or added beside attention, and when: k and v packed and columns picked at the start; tokens traded for heads made ready and
-# brought into order; gathered keys brought into sequence order, queries of a part of the heads cut out; gradients of keys cut into shards;
-# gradients that arrived added; gradients of columns added; results brought into the compute dtype.
-PACK, PICK, TRADE, ORDER, CUT, SHARDS, ADD, SCATTER, RESULT = (
-    "pack", "pick", "trade", "order", "cut", "shards", "add", "scatter", "result",
-)  # fmt: skip
+# brought into order; gathered keys brought into sequence order; gradients of keys cut into shards; gradients that arrived added; gradients
+# of columns added; results brought into the compute dtype.
+PACK, PICK, TRADE, ORDER, SHARDS, ADD, SCATTER, RESULT = "pack", "pick", "trade", "order", "shards", "add", "scatter", "result"
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,20 +182,19 @@ class _Program:
         if beat.computes:
             if not self.rings and self.workers > self.schedule.heads:
                 yield self._spend(ARRANGE, at, prices.other(ORDER))
-            if not self.rings and self.backward:
-                yield self._spend(ARRANGE, at, prices.other(CUT))
             us = prices.attention(at)
             yield Spend(ATTENTION, at, us, True, *prices.work(at))
             if self.rings:
                 yield Spend(MERGE, at, np.where(us > 0, prices.merge(at), 0.0))
-            elif self.backward:
-                yield self._spend(ARRANGE, at, prices.other(SHARDS))
         if at == 0 and prices.columns and not self.backward:
             yield self._wait(at, UNSCHEDULED)
             yield self._columns(at)
         for number in beat.collect:
             yield self._wait(at, number)
-            yield self._spend(GAP, at, prices.other(ADD))
+            if self.rings:
+                yield self._spend(GAP, at, prices.other(ADD))
+        if beat.computes and self.backward and not self.rings:
+            yield self._spend(ARRANGE, at, prices.other(SHARDS))
         for move in beat.send:
             yield self._post(at, move)
 

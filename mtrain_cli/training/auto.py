@@ -12,6 +12,7 @@ The time of a step is reckoned from counts alone, so every rank of every run fin
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -253,9 +254,9 @@ def remedies(plan: Plan, found: Search) -> list[str]:
     if fitting:
         fewest = min(len(setting.changes) for setting in fitting)
         helps.append(next(setting.words for setting in fitting if len(setting.changes) == fewest))
-    ring = _in_a_ring(plan)
-    if ring:
-        helps.append(f"topology.exchange={ring}")
+    exchange = _another_exchange(plan)
+    if exchange:
+        helps.append(exchange)
     seq = longest_seq(plan)
     if seq:
         helps.append(f"seq={format_size(seq)}")
@@ -265,17 +266,22 @@ def remedies(plan: Plan, found: Search) -> list[str]:
     return helps
 
 
-def _in_a_ring(plan: Plan) -> str | None:
-    """The ring, which holds two shards of keys, that would do where all of them are gathered."""
-    config, environment = plan.asked or plan.config, plan.environment
-    if environment.device == "cpu" or environment.cp == 1 or "all_gather" not in plan.exchange.name:
+def _another_exchange(plan: Plan) -> str | None:
+    """The change of the exchange that would do: of gathered keys fewer heads at once, or a ring; in place of a ring gathered keys."""
+    config, environment, how = plan.asked or plan.config, plan.environment, plan.exchange
+    if environment.device == "cpu" or environment.cp == how.heads:
         return None
-    name = "hierarchical_ring" if plan.exchange.name.startswith("hierarchical") else "ring"
-    try:
-        other = plan.again(replace(config, topology=replace(config.topology, exchange=name)))
-    except ConfigError:
-        return None
-    return name if _possible(other) else None
+    form = "hierarchical_" if how.name.startswith("hierarchical") else ""
+    ways: list[dict[str, Any]] = [{"exchange": f"{form}all_gather"}]
+    if "all_gather" in how.name:
+        kv_heads = max(1, config.model.num_kv_heads // how.heads)
+        ways = [{"chunks": n} for n in range(how.chunks + 1, kv_heads + 1) if kv_heads % n == 0]
+        ways.append({"exchange": f"{form}ring"})
+    for way in ways:
+        with contextlib.suppress(ConfigError):
+            if _possible(plan.again(replace(config, topology=replace(config.topology, **way)))):
+                return " ".join(f"topology.{key}={value}" for key, value in way.items())
+    return None
 
 
 def longest_seq(plan: Plan, *, shortest: int = 1024, most: int = 1 << 27) -> int | None:

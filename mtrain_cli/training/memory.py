@@ -55,7 +55,8 @@ class Moment:
         ring gathers once, 2 e heads * columns * head_dim of each layer whose activations are on the device; and the pairs of each pair of
         blocks, which bitmaps are counted by, 2 bytes for every micro-batch of the step.
     exchange: keys, values and their gradients on the way to and from other workers, and the kernel's own buffers; with N = cp T keys,
-        all_gather holds 2 e N K of keys and values, as much of gradients, and 8 N K while these are packed; a ring holds a few
+        all_gather holds 2 e N K of keys and values, as much of gradients, and 8 N K while these are packed, or of one part of the heads
+        that, and the keys and values of the next; a ring holds a few
         shards of keys and of float32 gradients, most of them from step to step (see `exchange_in_backward`, `kernel_backward`).
     loss: float32 logits of one chunk and, in another dtype, their gradient, float32 gradient 4 V C of
         the LM head, and 3 e C T: final hidden states before and after their norm, and their gradient.
@@ -389,16 +390,19 @@ class _Step:
             return sums + at_hand + self.ring_buffers() + grad * keys + buffers
         if ranks == 1:
             return e * queries + grad * keys + max(buffers, e * keys if grad != e else 0)
-        # A part of the heads at a time. In the kernel of the last one: its keys and values, and the float32 messages of dk and dv of the
-        # parts before, with what returned of them; PyTorch's kernels copy q, out, dout and lse of the part. Then keys and values are gone,
-        # and dk and dv become the last message, of zigzag put in the order of ranks before; at the end dq is joined beside what returned.
+        # A part of the heads at a time. In its kernel: its keys and values, those of the next one on their way, and the float32 message of
+        # dk and dv of the part before, with what returned of all; PyTorch's kernels copy q, out, dout and lse of the part. Then keys and
+        # values and that message are gone, and dk and dv become the next one, of zigzag put in the order of ranks before. At the end what
+        # returned is rounded, and dq is joined. With two parts it is most in the last one, which nothing follows, else in the one before.
         n = how.chunks
+        done = min(n - 1, max(1, n - 2))
         copied = (3 * e * queries + self.heads) // n if n > 1 and self.kernel == "sdpa" else 0
-        returned = 4 * keys * (n - 1) // (n * ranks)
-        computing = copied + (e * keys + buffers) // n + 4 * keys * (n - 1) // n + returned
-        ordered = grad * keys // (2 * n) if pieces or self.layout.name == "zigzag" else 0
-        packing = 4 * keys + max(ordered + returned, 4 * keys // ranks)
-        joining = e * queries + (4 + e) * keys // ranks - grad * keys // n if n > 1 else 0
+        coming = e * keys * (ranks + 1) // (n * ranks) if n > 2 else 0  # and what this rank sends for it
+        returned = 4 * keys * done // (n * ranks)
+        computing = copied + (e * keys + buffers) // n + coming + 4 * keys * min(done, 1) // n + returned
+        ordered = 3 * grad * keys // (4 * n) if pieces or self.layout.name == "zigzag" else 0
+        packing = 4 * keys // n + coming + max(ordered + returned, 4 * keys * (done + 1) // (n * ranks))
+        joining = max((4 + e) * keys // ranks, e * queries + e * keys // ranks) - grad * keys // n if n > 1 else 0
         return e * queries + grad * keys // n + max(computing, packing, joining)
 
 

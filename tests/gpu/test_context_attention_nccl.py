@@ -27,7 +27,7 @@ from mtrain_cli.sparsity.fixed import fixed_index
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs or more")]
 
-SEQ, HEADS, KV_HEADS, HEAD_DIM, BLOCK = 3000, 16, 2, 128, 128
+SEQ, HEADS, KV_HEADS, HEAD_DIM, BLOCK = 3000, 16, 4, 128, 128
 
 
 WAYS = (
@@ -35,6 +35,8 @@ WAYS = (
     Way("all_gather", chunks=2),
     Way("hierarchical_all_gather", per_node=2),
     Way("hierarchical_all_gather", per_node=2, chunks=2),
+    Way("all_gather", chunks=4),
+    Way("hierarchical_all_gather", per_node=2, chunks=4),
     Way("ring"),
     Way("ring", prefetch=2, shared_columns=False),
     Way("ring", circulates="queries"),

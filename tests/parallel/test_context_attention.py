@@ -31,6 +31,8 @@ WAYS = (
     Way("all_gather", chunks=2),
     Way("hierarchical_all_gather", per_node=2),
     Way("hierarchical_all_gather", per_node=2, chunks=2),
+    Way("all_gather", chunks=4),
+    Way("hierarchical_all_gather", per_node=2, chunks=4),
     Way("ring"),
     Way("ring", prefetch=2, shared_columns=False),
     Way("ring", circulates="queries"),

@@ -89,6 +89,9 @@ def alone():
         (2, "striped", 8, 16, 16),
         (2, "contiguous", 2, 8, 16),
         (4, "zigzag", 4, 8, 16),
+        (4, "striped", 4, 16, 16),
+        (2, "zigzag", 8, 16, 16),
+        (8, "contiguous", 16, 16, 16),
         (2, "striped", 2, 2, 16),  # queries are most of it
         (2, "striped", 8, 8, 128),  # and here the joining of dq
     ],

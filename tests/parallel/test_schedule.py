@@ -70,7 +70,9 @@ class Play:
                 while (rank, number) not in self.complete:
                     yield "waits"
                 self.collected.add((rank, number))
-                for key, parts in self.arrived.pop((rank, number)).items():
+                # What a collective brought was complete on arrival.
+                arrived = self.arrived.pop((rank, number)) if self.posted[rank][number].kind == "p2p" else {}
+                for key, parts in arrived.items():
                     self.sums[rank][key] += parts
             for transfer in step.send:
                 self.post(rank, transfer)

@@ -24,14 +24,30 @@ def asked(**keys) -> TopologyConfig:
 def test_gathered_bytes_are_keys_values_their_gradients_and_float32_sums():
     numbers = 2 * 1000 * 2 * 128  # keys and values
     assert gathered_bytes(1000, 2, 128, 2) == numbers * (2 + 2 + 4)
+    # Of a part its own and the next one's keys and values, its gradients and their sums.
+    assert gathered_bytes(1000, 2, 128, 2, 2) == numbers // 2 * (2 + 2 + 2 + 4)
 
 
-def test_the_ring_begins_where_the_gathered_keys_pass_the_share_of_memory():
-    fits = int(0.15 * (8 << 30)) // gathered_bytes(1, 2, 128, 2)
-    assert choose_exchange(AUTO, replace(NEEDS, tokens=fits)).name == "all_gather"
-    chosen = choose_exchange(AUTO, replace(NEEDS, tokens=fits + 1))
-    assert chosen.name == "ring"
-    assert "over 15% of 8 GiB" in chosen.reason
+@pytest.mark.parametrize(("kv_heads", "chunks"), [(1, 1), (2, 2), (3, 3), (8, 8)])
+def test_the_ring_begins_where_what_is_gathered_at_once_passes_the_share_of_memory(kv_heads, chunks):
+    needs = replace(NEEDS, heads=24, kv_heads=kv_heads)
+    fits = int(0.1 * (8 << 30)) // gathered_bytes(1, kv_heads, 128, 2, chunks)
+    chosen = choose_exchange(AUTO, replace(needs, tokens=fits))
+    assert (chosen.name, chosen.chunks) == ("all_gather", chunks)
+    chosen = choose_exchange(AUTO, replace(needs, tokens=fits + 1))
+    assert (chosen.name, chosen.chunks) == ("ring", 1)
+    assert "at once, over 10% of 8 GiB" in chosen.reason
+
+
+def test_parts_are_two_where_a_gather_is_large_and_more_where_they_would_be():
+    needs = replace(NEEDS, heads=32, kv_heads=8)
+    of_two = gathered_bytes(1, 8, 128, 2, 2)
+    for tokens, chunks in ((1 << 14, 1), (1 << 16, 2), (int(0.05 * (80 << 30)) // of_two, 2), (int(0.05 * (80 << 30)) // of_two + 1, 4)):
+        chosen = choose_exchange(AUTO, replace(needs, tokens=tokens, device_memory=80 << 30))
+        assert (chosen.name, chosen.chunks) == ("all_gather", chunks), tokens
+    odd = choose_exchange(AUTO, replace(needs, kv_heads=3, heads=3, tokens=1 << 17, device_memory=80 << 30))
+    assert odd.chunks == 1, "nothing asks for three"
+    assert choose_exchange(asked(chunks=2), replace(needs, tokens=1 << 21, device_memory=1 << 40)).chunks == 2
 
 
 def test_several_nodes_take_the_hierarchical_forms():

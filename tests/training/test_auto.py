@@ -278,18 +278,32 @@ def test_the_fewest_layers_leave_and_the_most_products_stay(monkeypatch):
     assert auto._most_kept(Counted(2), given, {}) == (given, {})
 
 
-def test_a_ring_is_a_remedy_where_gathered_keys_do_not_fit():
-    words = ["train.activation_checkpoint=full", "train.offload_activations=true", "seq=2m", "topology.gpu_memory_gib=61.5"]
-    found = planned(*words, "topology.exchange=all_gather")
+def test_another_exchange_is_a_remedy_where_keys_take_too_much():
+    words = ["train.activation_checkpoint=full", "train.offload_activations=true", "seq=2m"]
+
+    def limited(gib, *more):
+        return planned(*words, f"topology.gpu_memory_gib={gib}", *more)
+
+    whole = "topology.exchange=all_gather", "topology.chunks=1"
     with pytest.raises(
-        ConfigError, match=r" with topology.exchange=all_gather, of the 61.50 GiB of NVIDIA H200, 95% of which can be used"
+        ConfigError, match=r" with topology.exchange=all_gather, of the 63.50 GiB of NVIDIA H200, 95% of which can be used"
     ) as c:
-        require_fit(found)
-    assert ", or topology.exchange=ring, or " in str(c.value)
-    assert planned(*words, "topology.exchange=ring").fits
-    # Not where a ring would not do, or is there.
-    for exchange, gib in (("all_gather", 57), ("ring", 57)):
-        assert auto._in_a_ring(planned(*words[:3], f"topology.exchange={exchange}", f"topology.gpu_memory_gib={gib}")) is None
+        require_fit(limited(63.5, *whole))
+    assert "; fits with topology.chunks=4, or seq=" in str(c.value)
+    # As few parts as will do, and no remedy that is none.
+    for gib, chunks in ((70, 2), (63.5, 4), (52, 8)):
+        assert auto._another_exchange(limited(gib, *whole)) == f"topology.chunks={chunks}"
+        assert limited(gib, "topology.exchange=all_gather", f"topology.chunks={chunks}").fits
+        assert not limited(gib, "topology.exchange=all_gather", f"topology.chunks={chunks // 2}").fits
+    assert auto._another_exchange(limited(48, *whole)) is None
+    assert auto._another_exchange(limited(52, "topology.exchange=ring")) == "topology.exchange=all_gather"
+    assert auto._another_exchange(limited(48, "topology.exchange=ring")) is None
+    # Of one head there are no parts, and two shards of a ring are less than all.
+    one = ["model.num_heads=8", "model.num_kv_heads=1", "topology.workers=32", *words[:2], "seq=8m"]
+    sizes = [planned(*one, f"topology.exchange={exchange}").memory.total / 2**30 for exchange in ("all_gather", "ring")]
+    assert sizes[0] > 1.1 * sizes[1]
+    between = f"topology.gpu_memory_gib={sum(sizes) / 2 / 0.95}"
+    assert auto._another_exchange(planned(*one, between, "topology.exchange=all_gather")) == "topology.exchange=ring"
 
 
 @pytest.mark.parametrize(

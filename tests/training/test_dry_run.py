@@ -51,8 +51,11 @@ def test_gpus_need_not_be_here_and_what_is_assumed_is_said():
     assert (found.environment.workers, found.environment.cp, found.dtype, found.layout.tokens_per_worker) == (64, 64, "bfloat16", 65536)
     assert found.kernel == "flash4"
     assert "assumed, no GPU here" in found.kernel_reason
-    assert found.exchange.name == "ring"
-    assert "gathered KV and dKV" in found.exchange.reason
+    assert (found.exchange.name, found.exchange.chunks) == ("all_gather", 8)
+    assert "gathered KV and dKV take 10.0 GiB at once" in found.exchange.reason
+    longer = plan(compose([*LARGE, "seq=16m"])).exchange
+    assert longer.name == "ring"
+    assert "gathered KV and dKV would take 40.0 GiB at once, over 10% of " in longer.reason
     assert found.rope_factor == 8.0
     assert found.parameters.total == 8_030_261_248
     assert found.fits is None
@@ -143,9 +146,9 @@ def test_the_sparse_kernel_needs_no_matrix_of_scores():
 
 @without_gpu
 def test_one_gpu_is_assumed_throughout():
-    # Its gathered keys and values are over 15 % of 80 GiB, and under 15 % of an H200.
-    found = plan(compose(["model=llama8b", "seq=1m", "topology.workers=64", "topology.device=cuda"]))
-    assert 0.15 * 80 < gathered_bytes(2**20, 8, 128, 2) / GIB < 0.15 * 139
+    # What is gathered at once is over 10 % of 80 GiB, and under 10 % of an H200.
+    found = plan(compose(["model=llama8b", "seq=4m", "topology.workers=64", "topology.device=cuda"]))
+    assert 0.1 * 80 < gathered_bytes(2**22, 8, 128, 2, 8) / GIB < 0.1 * 139
     assert found.exchange.name == "all_gather"
     printed = " ".join(text(module.render(found), 1000).split())
     assert "taken to be NVIDIA H200" in printed
@@ -241,7 +244,7 @@ def test_the_page_fits_the_terminal_and_names_every_part(width):
         "3.34 TFLOP",
         "64 GPU",
         "striped",
-        "ring",
+        "all_gather (8 parts of the heads)",
         "flash4",
         "bfloat16",
         "parameters",
