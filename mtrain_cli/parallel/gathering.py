@@ -73,6 +73,7 @@ class Gathering(Exchange):
                 # The second collective of a pair sends on what the first one brought.
                 mine = _heads(packed, transfer.part, 3) if transfer.after is None else coming[transfer.after][1]
                 coming[transfer.number] = transfer, mail.gather(transfer, mine)
+                del mine  # or it would live on here
             for number in step.wait:
                 mail.wait(number)
             if not step.wait:

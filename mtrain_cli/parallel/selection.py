@@ -139,7 +139,7 @@ def choose_exchange(topology: TopologyConfig, needs: ExchangeNeeds) -> ExchangeC
             "one worker holds the whole sequence, nothing moves" if heads == 1 else "the heads are all that is shared",
         )
     else:
-        name, reason = _fastest(needs, left, heads)
+        name, reason = _fastest(topology, needs, left, heads)
     choice = ExchangeChoice(
         name,
         reason,
@@ -181,8 +181,9 @@ def _heads_fit(u: int, needs: ExchangeNeeds) -> bool:
     return needs.workers % u == 0 and shared and whole_nodes
 
 
-def _fastest(needs: ExchangeNeeds, left: int, heads: int) -> tuple[str, str]:
-    chunks = _fewest_chunks(needs, heads)
+def _fastest(topology: TopologyConfig, needs: ExchangeNeeds, left: int, heads: int) -> tuple[str, str]:
+    given = topology.chunks if isinstance(topology.chunks, int) else None
+    chunks = given or _fewest_chunks(needs, heads)
     size = _gathered(needs, heads, chunks)
     memory = needs.device_memory or _ASSUMED_MEMORY
     groups_per_node = max(1, needs.per_node // heads)
@@ -192,7 +193,8 @@ def _fastest(needs: ExchangeNeeds, left: int, heads: int) -> tuple[str, str]:
     calls = "one collective and one kernel call a layer"
     if chunks > 1:
         calls = f"one collective and one kernel call for each of {chunks} parts of the heads"
-    if size <= _GATHER_SHARE * memory:
+    # Parts that were asked for are parts of what is gathered.
+    if size <= _GATHER_SHARE * memory or (given or 1) > 1:
         return prefix + "all_gather", f"{calls}; gathered KV and dKV take {_readable(size)} at once{nodes}"
     return (
         prefix + "ring",

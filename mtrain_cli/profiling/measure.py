@@ -174,7 +174,7 @@ def slowest(everyone: Sequence[Sequence[Sequence[float]]]) -> np.ndarray:
 
 
 class Progress:
-    """A line on stderr while cases are measured, on the first worker and in a terminal only; and lines that stay."""
+    """A line while cases are measured, in a terminal only, and lines that stay; on the first worker."""
 
     def __init__(self, shown: bool, total: int) -> None:
         from rich.console import Console

@@ -239,6 +239,8 @@ class Costs:
             words.PICK: 2 * e * 2 * self.sequences * (self.sizes.heads / heads) * self.columns * self.head_dim,
             words.TRADE: 3 * e * ((rows if backward else rows + kv) if what == words.TRADE else 0),
             words.ORDER: 2 * e * gathered / parts,
+            # PyTorch's kernel copies out and dout, the others take them as they lie.
+            words.CUT: 2 * 2 * e * rows / parts if parts > 1 and self.kernels.whole[BACKWARD].kernel == "sdpa" else 0,
             words.SHARDS: (e + high) * gathered / parts,
             words.ADD: 3 * high * (rows if queries else kv),
             words.SCATTER: 3 * high * 2 * self.sequences * (self.sizes.heads / heads) * self.columns * self.head_dim / schedule.workers,

@@ -21,9 +21,11 @@ from mtrain_cli.simulation.lockstep import Beat, Lockstep, Move
 FloatArray = NDArray[np.float64]
 
 # What is copied or added beside attention, and when: k and v packed and columns picked at the start; tokens traded for heads made ready and
-# brought into order; gathered keys brought into sequence order; gradients of keys cut into shards; gradients that arrived added; gradients
-# of columns added; results brought into the compute dtype.
-PACK, PICK, TRADE, ORDER, SHARDS, ADD, SCATTER, RESULT = "pack", "pick", "trade", "order", "shards", "add", "scatter", "result"
+# brought into order; gathered keys brought into sequence order, and a part of the heads of outputs cut out, where the kernel needs that;
+# gradients of keys cut into shards; gradients that arrived added; gradients of columns added; results brought into the compute dtype.
+PACK, PICK, TRADE, ORDER, CUT, SHARDS, ADD, SCATTER, RESULT = (
+    "pack", "pick", "trade", "order", "cut", "shards", "add", "scatter", "result",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,6 +184,8 @@ class _Program:
         if beat.computes:
             if not self.rings and self.workers > self.schedule.heads:
                 yield self._spend(ARRANGE, at, prices.other(ORDER))
+                if self.backward:
+                    yield self._spend(ARRANGE, at, prices.other(CUT))
             us = prices.attention(at)
             yield Spend(ATTENTION, at, us, True, *prices.work(at))
             if self.rings:

@@ -269,15 +269,21 @@ def remedies(plan: Plan, found: Search) -> list[str]:
 def _another_exchange(plan: Plan) -> str | None:
     """The change of the exchange that would do: of gathered keys fewer heads at once, or a ring; in place of a ring gathered keys."""
     config, environment, how = plan.asked or plan.config, plan.environment, plan.exchange
-    if environment.device == "cpu" or environment.cp == how.heads:
+    if environment.device == "cpu" or environment.cp == 1:
         return None
     form = "hierarchical_" if how.name.startswith("hierarchical") else ""
-    ways: list[dict[str, Any]] = [{"exchange": f"{form}all_gather"}]
-    if "all_gather" in how.name:
-        kv_heads = max(1, config.model.num_kv_heads // how.heads)
-        ways = [{"chunks": n} for n in range(how.chunks + 1, kv_heads + 1) if kv_heads % n == 0]
-        ways.append({"exchange": f"{form}ring"})
+    gather, ring = ({"exchange": f"{form}{name}"} for name in ("all_gather", "ring"))
+    kv_heads = max(1, config.model.num_kv_heads // how.heads)
+    ways: list[dict[str, Any]] = [gather, ring]
+    if "all_gather" in how.name and environment.cp > how.heads:
+        ways = [*({"chunks": n} for n in range(how.chunks + 1, kv_heads + 1) if kv_heads % n == 0), ring]
+    elif config.topology.circulates != "auto":
+        ways.append({"circulates": "auto"})
     for way in ways:
+        # What was given for the other kind goes with it.
+        for key, only in (("circulates", "ring"), ("chunks", "all_gather")):
+            if only not in way.get("exchange", only) and getattr(config.topology, key) != "auto":
+                way[key] = "auto"
         with contextlib.suppress(ConfigError):
             if _possible(plan.again(replace(config, topology=replace(config.topology, **way)))):
                 return " ".join(f"topology.{key}={value}" for key, value in way.items())

@@ -391,19 +391,25 @@ class _Step:
         if ranks == 1:
             return e * queries + grad * keys + max(buffers, e * keys if grad != e else 0)
         # A part of the heads at a time. In its kernel: its keys and values, those of the next one on their way, and the float32 message of
-        # dk and dv of the part before, with what returned of all; PyTorch's kernels copy q, out, dout and lse of the part. Then keys and
-        # values and that message are gone, and dk and dv become the next one, of zigzag put in the order of ranks before. At the end what
-        # returned is rounded, and dq is joined. With two parts it is most in the last one, which nothing follows, else in the one before.
-        n = how.chunks
-        done = min(n - 1, max(1, n - 2))
-        copied = (3 * e * queries + self.heads) // n if n > 1 and self.kernel == "sdpa" else 0
-        coming = e * keys * (ranks + 1) // (n * ranks) if n > 2 else 0  # and what this rank sends for it
-        returned = 4 * keys * done // (n * ranks)
-        computing = copied + (e * keys + buffers) // n + coming + 4 * keys * min(done, 1) // n + returned
+        # dk and dv of the part before, with what returned of all; PyTorch's kernels copy out, dout and lse of the part. Then keys, values
+        # and that message are gone, and dk and dv become the next one, of zigzag put in the order of ranks before, and between nodes put in
+        # the order of nodes behind. At the end what returned is rounded, and dq is joined.
+        n, inner = how.chunks, min(ranks, max(1, how.per_node // how.heads))
+        nodes = how.name == "hierarchical_all_gather" and 1 < inner < ranks
+        counterparts = keys // inner if nodes else 0
+        copied = (2 * e * queries + self.heads) // n if n > 1 and self.kernel == "sdpa" else 0
         ordered = 3 * grad * keys // (4 * n) if pieces or self.layout.name == "zigzag" else 0
-        packing = 4 * keys // n + coming + max(ordered + returned, 4 * keys * (done + 1) // (n * ranks))
-        joining = max((4 + e) * keys // ranks, e * queries + e * keys // ranks) - grad * keys // n if n > 1 else 0
-        return e * queries + grad * keys // n + max(computing, packing, joining)
+        most = e * queries + max((4 + e) * keys // ranks, e * queries + e * keys // ranks) if n > 1 else 0
+        for part in range(n):
+            # With what this rank sends for it.
+            coming = e * (keys + keys // ranks + counterparts) // n if part < n - 1 else 0
+            before = 4 * (keys + counterparts) // n if part else 0
+            returned = 4 * keys * part // (n * ranks)
+            computing = copied + (e * keys + buffers) // n + before
+            arriving = 4 * keys // n if nodes else 4 * keys // (n * ranks)
+            packing = 4 * keys // n + max(ordered, arriving)
+            most = max(most, e * queries * (part + 1) // n + grad * keys // n + coming + returned + max(computing, packing))
+        return most
 
 
 @dataclass(frozen=True, kw_only=True)

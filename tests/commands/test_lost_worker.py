@@ -108,7 +108,7 @@ def test_a_worker_killed_in_a_ring_is_named_with_the_step_and_the_way_on():
     check(end, 3, within=MARGIN_S)
     assert end.lines[0] == "error: rank 1 was killed by SIGKILL (out of memory killer?)"
     assert end.worker(1) == "training step 5, ring, layer 1, forward, step 2 of 3"
-    # The others may be anywhere up to where they need it, and no further.
+    # The others have come to where they need it, and no further.
     assert re.fullmatch(r"training step 5, ring, layer 1, forward, step [23] of 3: waits for .*kv.*", end.worker(2))
     assert re.fullmatch(r"go on from the checkpoint of step [24]: mtrain train --resume .*/run", end.lines[-1])
 

@@ -57,7 +57,7 @@ def train(config, run_dir, environment, resume):
         here = (environment.rank, at[0], self.what, f"step {self.at + 1} of {self.steps}")
         if here == (fault.rank, due, fault.what, fault.exchange_step):
             if environment.device == "cpu":
-                _wait_for_others(whereabouts.pattern(run_dir.logs, environment.launcher), environment)
+                _wait_for_others(whereabouts.pattern(run_dir.logs, environment.launcher), environment, config.topology.timeout_s)
             (run_dir.path / f"fault{before or ''}").touch()
             _wait_for_checkpoint(config, run_dir, due)
             if fault.signum == HANGS:
@@ -69,12 +69,12 @@ def train(config, run_dir, environment, resume):
     return loop.train(config, run_dir, environment, resume)
 
 
-def _wait_for_others(records, environment):
-    """Who is killed early leaves the others anywhere, and tests are to know where they wait."""
+def _wait_for_others(records, environment, timeout_s):
+    """Who is killed early leaves the others anywhere, and tests are to know where they wait. Sooner than the others give up."""
     from mtrain_cli.launch import whereabouts
 
     others = [Path(records.format(rank=rank)) for rank in range(environment.workers) if rank != environment.rank]
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + timeout_s / 2
     before = None
     while time.monotonic() < deadline:
         found = [whereabouts.read(path) for path in others]
@@ -83,6 +83,7 @@ def _wait_for_others(records, environment):
             return
         before = found
         time.sleep(0.2)
+    raise AssertionError(f"the others wait nowhere: {before}")
 
 
 def _wait_for_checkpoint(config, run_dir, step):

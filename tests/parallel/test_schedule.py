@@ -243,6 +243,13 @@ def test_the_tests_see_a_lost_hop_a_wrong_neighbour_and_a_gradient_that_stays():
             check_schedule(schedule, Options(4, 2))
 
 
+@pytest.mark.parametrize(("name", "per_node", "each"), [("all_gather", 4, 1), ("hierarchical_all_gather", 2, 2)])
+def test_gradients_of_a_part_have_left_before_the_next_ones_do(name, per_node, each):
+    for steps in make_schedule(name, Options(4, per_node, chunks=3)).backward:
+        assert [len(step.send) for step in steps] == [each] * 3
+        assert [step.collect for step in steps] == [(), *(tuple(t.number for t in step.send) for step in steps[:-1])]
+
+
 @pytest.mark.parametrize("workers", [2, 7])
 def test_a_ring_hops_one_time_less_than_it_has_workers(workers):
     schedule = make_schedule("ring", Options(workers, workers))

@@ -50,6 +50,28 @@ def test_parts_are_two_where_a_gather_is_large_and_more_where_they_would_be():
     assert choose_exchange(asked(chunks=2), replace(needs, tokens=1 << 21, device_memory=1 << 40)).chunks == 2
 
 
+def test_parts_that_are_given_are_those_that_are_weighed():
+    needs = replace(NEEDS, heads=32, kv_heads=8, device_memory=80 << 30, tokens=1 << 20)
+    whole, of_two = gathered_bytes(1 << 20, 8, 128, 2), gathered_bytes(1 << 20, 8, 128, 2, 2)
+    assert of_two > 0.1 * (80 << 30)
+    assert choose_exchange(AUTO, needs).chunks == 8
+    one = choose_exchange(asked(chunks=1), needs)
+    assert (one.name, f"would take {whole / 2**30:.1f} GiB at once" in one.reason) == ("ring", True)
+    # Who asks for two parts asks for a gather.
+    two = choose_exchange(asked(chunks=2), needs)
+    assert (two.name, two.chunks, f"each of 2 parts of the heads; gathered KV and dKV take {of_two / 2**30:.1f} GiB" in two.reason) == (
+        "all_gather", 2, True,
+    )  # fmt: skip
+
+
+def test_parts_are_of_the_heads_that_are_left_to_a_rank():
+    needs = replace(NEEDS, heads=32, kv_heads=8, workers=8, per_node=8, device_memory=80 << 30)
+    chosen = choose_exchange(asked(ulysses=4), replace(needs, tokens=1 << 21))
+    assert (chosen.name, chosen.heads, chosen.chunks) == ("all_gather", 4, 2)
+    assert f"{gathered_bytes(1 << 21, 8, 128, 2, 2) / 4 / 2**30:.1f} GiB at once" in chosen.reason
+    assert choose_exchange(asked(ulysses=8), needs).chunks == 1, "nothing is gathered"
+
+
 def test_several_nodes_take_the_hierarchical_forms():
     nodes = replace(NEEDS, workers=8, per_node=4)
     assert choose_exchange(AUTO, nodes).name == "hierarchical_all_gather"

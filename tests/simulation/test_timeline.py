@@ -173,6 +173,19 @@ def test_the_next_part_of_the_heads_is_gathered_beside_the_computation():
     assert backward.duration == 280
 
 
+def test_gradients_of_a_part_leave_once_those_of_the_part_before_have():
+    gather = of("all_gather", 4, chunks=2)
+
+    def backward(link):
+        others = {"shards": 5.0, "add": 7.0, "cut": 3.0}
+        return simulated(Given(gather, even(gather, 100, "backward"), {"context": link}, direction="backward", others=others)).duration
+
+    # Two kernels, what is cut before and after each, the first gather and the last return.
+    assert backward(40.0) == 40 + 2 * (3 + 100 + 5) + 40
+    # The link has the keys of the second part until 260, and then the first gradients, until 390. The second part is computed at 363.
+    assert backward(130.0) == 390 + 5 + 130
+
+
 def test_parts_of_a_hierarchical_gather_follow_one_another():
     gather = of("hierarchical_all_gather", 4, 2)
     found = simulated(Given(gather, even(gather), {INNER: 30.0, OUTER: 50.0}))

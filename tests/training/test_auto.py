@@ -298,6 +298,17 @@ def test_another_exchange_is_a_remedy_where_keys_take_too_much():
     assert auto._another_exchange(limited(48, *whole)) is None
     assert auto._another_exchange(limited(52, "topology.exchange=ring")) == "topology.exchange=all_gather"
     assert auto._another_exchange(limited(48, "topology.exchange=ring")) is None
+    # What was given for one kind of exchange goes with it.
+    queries = "topology.exchange=ring", "topology.circulates=queries"
+    assert auto._another_exchange(limited(70, *queries)) == "topology.exchange=all_gather topology.circulates=auto"
+    assert limited(70, "topology.exchange=all_gather").fits
+    assert auto._another_exchange(limited(52, "topology.exchange=ulysses")) == "topology.exchange=all_gather"
+    nodes = "topology.gpus_per_node=4"
+    hierarchical = limited(52, nodes, "topology.exchange=hierarchical_ring")
+    assert auto._another_exchange(hierarchical) == "topology.exchange=hierarchical_all_gather"
+    few = ["model.num_heads=8", "model.num_kv_heads=2", "topology.workers=32", *words[:2], "seq=8m", "topology.gpu_memory_gib=40"]
+    assert auto._another_exchange(planned(*few, *whole[:1], "topology.chunks=2")) == "topology.exchange=ring topology.chunks=auto"
+    assert planned(*few, "topology.exchange=ring").fits
     # Of one head there are no parts, and two shards of a ring are less than all.
     one = ["model.num_heads=8", "model.num_kv_heads=1", "topology.workers=32", *words[:2], "seq=8m"]
     sizes = [planned(*one, f"topology.exchange={exchange}").memory.total / 2**30 for exchange in ("all_gather", "ring")]

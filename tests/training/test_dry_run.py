@@ -98,7 +98,7 @@ def test_workers_that_this_machine_would_refuse_are_gpus_and_the_first_lines_say
 def test_a_plan_that_does_not_fit_this_machine_says_so_and_what_would_help():
     last = " ".join(text(dry_run(compose(["model=qwen3b", "seq=256k"])), 1000).splitlines()[-1].split())
     assert last == (
-        "Does not fit this machine: 2 workers need about 242 GiB where this machine has 24 GiB; only a smaller model would fit. "
+        "Does not fit this machine: 2 workers need about 241 GiB where this machine has 24 GiB; only a smaller model would fit. "
         "topology.workers=8 plans for eight GPUs."
     )
     words = ["seq=1m", "topology.device=cpu", "train.activation_checkpoint=none", "train.tile_mib=0"]
@@ -321,7 +321,7 @@ def test_the_command_prints_a_plan_and_writes_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["model=qwen3b", "seq=512k", "topology.workers=2"], r"total +186\.89 GiB  does not fit: 2, saving, take \d+% of 24\.00 GiB"),
+        (["model=qwen3b", "seq=512k", "topology.workers=2"], r"total +185\.89 GiB  does not fit: 2, saving, take \d+% of 24\.00 GiB"),
         (["topology.workers=2"], r"total +\d\d\.\d MiB  fits: 2, saving, take less than 1% of 24\.00 GiB"),
         (["topology.workers=1", "train.checkpoint_at_end=false", "train.checkpoint_every=0"], r"total +\S+ MiB  fits: less than 1% of"),
     ],
