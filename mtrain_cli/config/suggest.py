@@ -35,4 +35,7 @@ def _likeness(word: str, name: str) -> float:
 
 
 def _ratio(a: str, b: str) -> float:
-    return SequenceMatcher(None, a, b).ratio()
+    ratio = SequenceMatcher(None, a, b).ratio()
+    # Who writes out what is shortened, or the other way round, means the same: ``sequence`` and ``seq``.
+    short, long = sorted((a, b), key=len)
+    return max(ratio, 0.9) if len(short) >= 3 and long.startswith(short) else ratio

@@ -18,6 +18,8 @@ from mtrain_cli.config.suggest import did_you_mean, nearest
         ("Seq", "seq"),
         ("sed", "seed"),
         ("rope.theta", "model.rope.theta"),
+        ("sequence", "seq"),
+        ("sequence_length", "seq"),
     ],
 )
 def test_the_nearest_key_is_found_across_sections(word, name):
