@@ -70,7 +70,7 @@ def train(config, run_dir, environment, resume):
 
 
 def _wait_for_others(records, environment, timeout_s):
-    """Who is killed early leaves the others anywhere, and tests are to know where they wait. Sooner than the others give up."""
+    """Who is killed early leaves the others anywhere, and tests are to know where they wait. No longer than until the others give up."""
     from mtrain_cli.launch import whereabouts
 
     others = [Path(records.format(rank=rank)) for rank in range(environment.workers) if rank != environment.rank]
@@ -83,7 +83,6 @@ def _wait_for_others(records, environment, timeout_s):
             return
         before = found
         time.sleep(0.2)
-    raise AssertionError(f"the others wait nowhere: {before}")
 
 
 def _wait_for_checkpoint(config, run_dir, step):
