@@ -86,6 +86,16 @@ def guard(output_required: bool) -> None:
             setattr(sys, name, cast(TextIO, GuardedStream(stream, required)))
 
 
+def divert_native(log: TextIO) -> None:
+    """From here on ``log`` gets what libraries and child processes write to standard error, such as the stacks of NCCL's watchdog before it
+    ends a process. What Python writes to `sys.stderr` goes where it went.
+    """
+    descriptor = os.dup(2)
+    kept = open(descriptor, "w", buffering=1, encoding=sys.stderr.encoding, errors="backslashreplace")  # noqa: SIM115, as long as the process lives
+    os.dup2(log.fileno(), 2)
+    sys.stderr = cast(TextIO, GuardedStream(kept, required=False))
+
+
 def _open_missing() -> None:
     """Have the null device where this process was started with a stream closed; otherwise the next file opened would be that stream."""
     for descriptor in range(3):

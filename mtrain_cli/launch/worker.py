@@ -212,12 +212,16 @@ def _end_with_parent(launcher: int) -> None:
 
 
 def _open_log(run_dir: RunDir, rank: int) -> TextIO:
-    """The file of this worker's tracebacks; ranks other than 0 send all of their output there and leave the terminal to rank 0."""
+    """The file of this worker's tracebacks and of what libraries write to standard error; ranks other than 0 send all of their output there
+    and leave the terminal to rank 0.
+    """
     run_dir.logs.mkdir(parents=True, exist_ok=True)
     log = (run_dir.logs / f"rank-{rank}.log").open("a", buffering=1)
     if rank != 0:
         os.dup2(log.fileno(), sys.stdout.fileno())
         os.dup2(log.fileno(), sys.stderr.fileno())
+    else:
+        streams.divert_native(log)
     faulthandler.enable(file=log)
     # The launcher asks a worker that hangs for its stack before it ends it.
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -34,6 +35,17 @@ def adds_ranks(config: Config, run_dir: RunDir, environment: Environment, resume
     facts = f"{total.item():g} {os.environ['OMP_NUM_THREADS']} {environment.launcher} {resume} {config.run.dir}"
     (run_dir.path / f"result-{environment.rank}").write_text(facts)
     print(f"words of rank {environment.rank}")
+
+
+def libraries_write(_config: Config, _run_dir: RunDir, environment: Environment, _resume: bool) -> None:
+    """To standard error, as C++ does, in this process and in a child of it; Python writes there between them."""
+    os.write(2, f"library of rank {environment.rank}\n".encode())
+    print(f"Python of rank {environment.rank}", file=sys.stderr)
+    subprocess.run([sys.executable, "-c", f"import sys; print('child of rank {environment.rank}', file=sys.stderr)"], check=True)
+    if environment.rank == 0:
+        os.write(2, b"the last words\n")
+        os.abort()
+    dist.barrier()
 
 
 def rank_1_raises(_config: Config, run_dir: RunDir, environment: Environment, _resume: bool) -> None:
