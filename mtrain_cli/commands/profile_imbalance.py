@@ -182,6 +182,6 @@ def _cases(words: list[str], layouts: list[str], exchanges: list[str], patterns:
         asked = {"seq": length, "sparsity": pattern, "topology.layout": layout, "topology.exchange": exchange}
         pairs = [f"{key}={value}" for key, value in asked.items() if value]
         config = compose([*rest, *pairs, *own])
-        label = f"{config.sparsity.pattern} {config.topology.layout} {config.topology.exchange}"
+        label = f"{config.sparsity.pattern} {config.layout} {config.topology.exchange}"
         found.append((f"{label} {length}".strip() if len(lengths) > 1 else label, config))
     return found

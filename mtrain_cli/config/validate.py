@@ -196,13 +196,13 @@ def _blocks(config: Config) -> Iterator[str]:
     topology, sparse = config.topology, config.sparsity.block
     if topology.block_size < 1 or config.seq < 2:
         return
-    if topology.layout == "striped" and sparse in BLOCKS and topology.block_size % sparse:
+    if config.layout == "striped" and sparse in BLOCKS and topology.block_size % sparse:
         yield (
             f"topology.block_size={topology.block_size}: is not a multiple of sparsity.block={sparse}; "
             f"the striped layout deals whole blocks of a pattern, so give {sparse} or a multiple of it"
         )
     workers = topology.context_parallel if isinstance(topology.context_parallel, int) else topology.workers
-    if topology.layout == "striped" and isinstance(workers, int) and workers > 1:
+    if config.layout == "striped" and isinstance(workers, int) and workers > 1:
         blocks = -(-config.seq // topology.block_size)
         if blocks < workers:
             yield (

@@ -188,7 +188,7 @@ class Leaving:
             dtype_bytes=first.choices.dtype.itemsize,
             workers=self.bench.environment.cp,
             per_node=first.exchange.schedule.per_node,
-            layout=first.config.topology.layout,
+            layout=first.config.layout,
             exchange=first.exchange.schedule.exchange,
             block_size=first.config.topology.block_size,
             needs_out=first.choices.kernel.needs_out,

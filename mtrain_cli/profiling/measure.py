@@ -78,7 +78,7 @@ class Case:
         schedule = self.exchange.schedule
         return {
             "label": self.label,
-            "layout": config.topology.layout,
+            "layout": config.layout,
             "exchange": self.choices.exchange.label,
             "pattern": config.sparsity.pattern,
             "kernel": self.choices.kernel.name,

@@ -206,7 +206,7 @@ def _document(
             "seq": config.seq,
             "global_batch": config.train.global_batch,
             "cp": e.cp,
-            "layout": config.topology.layout,
+            "layout": config.layout,
             "exchange": choices.exchange.label,
             "pattern": config.sparsity.pattern,
             "kernel": choices.kernel.name,

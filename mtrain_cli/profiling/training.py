@@ -60,7 +60,7 @@ class TrainingProfile:
         config, choices = trainer.config, trainer.choices
 
         def label(pattern: str) -> str:
-            return f"{pattern} {config.topology.layout} {choices.exchange.label}"
+            return f"{pattern} {config.layout} {choices.exchange.label}"
 
         cases = [Case(0, label(config.sparsity.pattern), config, choices, trainer.exchange)]
         if choices.dense_kernel is not None and trainer.step < (config.sparsity.dense_steps or 0):

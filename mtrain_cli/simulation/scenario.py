@@ -58,7 +58,7 @@ class Pairs:
         model, block, sequences = config.model, config.topology.block_size, config.train.micro_batch
         made = RecordedSetup(
             seq=config.seq, heads=model.num_heads, kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype_bytes=_bytes(config),
-            workers=1, per_node=1, layout=config.topology.layout, exchange=config.topology.exchange, block_size=block, needs_out=True,
+            workers=1, per_node=1, layout=config.layout, exchange=config.topology.exchange, block_size=block, needs_out=True,
         )  # fmt: skip
         masks = (SequenceMask.causal(config.seq, config.seq),) * sequences
         block = config.sparsity.block or block
@@ -198,7 +198,7 @@ def plan_on(cluster: Cluster, config: Config, *, workers: int, kernel: str | Non
 def setup_of(plan: Plan) -> Setup:
     """What one context group of a plan does."""
     environment = plan.environment
-    return Setup(plan.config.topology.layout, plan.exchange.name, environment.cp, min(environment.workers_per_node, environment.cp))
+    return Setup(plan.layout.name, plan.exchange.name, environment.cp, min(environment.workers_per_node, environment.cp))
 
 
 def evaluate(

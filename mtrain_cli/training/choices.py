@@ -44,7 +44,7 @@ def compute_dtype(config: Config, device: str) -> torch.dtype:
 
 def run_layout(config: Config, cp: int) -> Layout:
     """The layout of a context group; under a dynamic index a worker holds whole blocks of it."""
-    return make_layout(config.topology.layout, cp, config.seq, config.topology.block_size, unit=config.sparsity.block or 1)
+    return make_layout(config.layout, cp, config.seq, config.topology.block_size, unit=config.sparsity.block or 1)
 
 
 def exchange_needs(

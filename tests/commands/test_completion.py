@@ -26,7 +26,7 @@ def test_nothing_typed_offers_groups_and_top_level_keys():
     [
         ("optim.w", ["optim.weight_decay=", "optim.warmup_steps="]),
         ("model=qwen3", ["model=qwen3_8b", "model=qwen3b"]),
-        ("topology.layout=", ["topology.layout=contiguous", "topology.layout=zigzag", "topology.layout=striped"]),
+        ("topology.layout=", [f"topology.layout={name}" for name in ("auto", "contiguous", "zigzag", "striped")]),
         ("train.compile=", ["train.compile=auto", "train.compile=true", "train.compile=false"]),
         ("topology.workers=", ["topology.workers=auto"]),
         ("topology.layout=zz", []),
@@ -103,7 +103,7 @@ def test_bash_gets_bare_values_since_it_cuts_words_at_the_equals_sign(shell_path
         return ask("bash", shell_path, COMP_WORDS="\n".join(words), COMP_CWORD=str(len(words) - 1)).split()
 
     assert offered("mtrain", "train", "model", "=", "qwen3") == ["qwen3_8b", "qwen3b"]
-    assert offered("mtrain", "train", "topology.layout", "=") == ["contiguous", "zigzag", "striped"]
+    assert offered("mtrain", "train", "topology.layout", "=") == ["auto", "contiguous", "zigzag", "striped"]
     assert offered("mtrain", "train", "seq", "=", "4k", "topology.exchange", "=", "r") == ["ring"]
     assert offered("mtrain", "train", "model=qwen3") == ["model=qwen3_8b", "model=qwen3b"], "where = does not cut"
     assert offered("mtrain", "train", "data.path", "=", "x") == [], "bash then offers files itself"

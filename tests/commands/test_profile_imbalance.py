@@ -227,7 +227,7 @@ def test_for_scripts_it_prints_json_and_fails_above_a_limit(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--layout", "zigzig"], "topology.layout=zigzig: expected one of contiguous, zigzag, striped; did you mean zigzag?"),
+        (["--layout", "zigzig"], "topology.layout=zigzig: expected one of auto, contiguous, zigzag, striped; did you mean zigzag?"),
         (["--pattern", "vertical"], "--pattern vertical: no such pattern; did you mean vertical_slash?; allowed: dense, vertical_slash"),
         (["--peer", "--attention-only", "seq=512"], "--peer: PyTorch's context parallelism with cuDNN needs GPUs"),
         (["--peer", "seq=512"], "--peer: compares one layer's attention; give --attention-only, too"),

@@ -213,7 +213,34 @@ def test_time_is_resolved_once(tmp_path):
     assert load(tmp_path / "resolved.yaml").run.name == config.run.name
 
 
+@pytest.mark.parametrize(
+    ("words", "layout"),
+    [
+        ([], "striped"),
+        (["data.document_mask=false"], "zigzag"),
+        (["data.document_mask=false", "sparsity=vertical_slash"], "striped"),
+        (["data.document_mask=false", "topology.layout=striped"], "striped"),
+        (["topology.layout=contiguous"], "contiguous"),
+    ],
+)
+def test_stripes_are_for_what_is_uneven(words, layout):
+    assert compose(words).layout == layout
+
+
+def test_what_stripes_ask_for_is_not_asked_of_zigzag():
+    words = ["seq=512", "topology.workers=8"]
+    assert complaints(compose, words)[0].startswith("topology.block_size=128: seq=512 has 4 such blocks for 8 workers")
+    assert compose([*words, "data.document_mask=false"]).layout == "zigzag"
+
+
 # Resuming
+
+
+def test_a_run_that_goes_on_with_a_sparse_pattern_changes_to_stripes():
+    dense = compose(["data.document_mask=false"])
+    assert (dense.layout, resume(dense, ["sparsity=vertical_slash"]).layout) == ("zigzag", "striped")
+    given = compose(["data.document_mask=false", "topology.layout=zigzag"])
+    assert resume(given, ["sparsity=vertical_slash"]).layout == "zigzag"
 
 
 @pytest.fixture(scope="module")

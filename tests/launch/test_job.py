@@ -146,7 +146,7 @@ def test_ranks_that_were_started_with_different_words_end_before_they_wait_for_e
 @pytest.mark.parametrize(
     ("agreed", "odd", "told"),
     [
-        ([], "topology.layout=zigzag", "topology.layout=zigzag: rank 2 was started with this, rank 0 with striped"),
+        ([], "topology.layout=zigzag", "topology.layout=zigzag: rank 2 was started with this, rank 0 with auto"),
         (["sparsity=vertical_slash"], "sparsity.p_v=0.5", "sparsity.p_v=0.5: rank 2 was started with this, rank 0 with 0.9"),
         ([], "seq=1k", "seq=1024: rank 2 was started with this, rank 0 with 4096"),
     ],

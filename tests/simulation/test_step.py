@@ -71,7 +71,7 @@ def test_a_step_computes_what_training_counts_and_moves_what_the_dry_run_says(pa
     for way in WAYS:
         words = ["model=qwen3b", "seq=50k", "train.global_batch=6", "topology.context_parallel=4", *way.split(), *pairs.sparsity()]
         config = compose(words)
-        found = plan_on(H200, config, workers=8, exchange="all_gather", layout=config.topology.layout)
+        found = plan_on(H200, config, workers=8, exchange="all_gather", layout=config.layout)
         scenario = Scenario(config, pairs.problem(config))
         if found.layout.name not in play:
             play[found.layout.name] = evaluate(H200, scenario, found, bounds=False, recompute=True)

@@ -101,7 +101,7 @@ def step_peak(rank: int, world: int, overrides: list[str], exchange: str, kernel
     With optimizer offload the step on the host is left out of both, since host and device are one here.
     """
     config = compose(overrides)
-    layout = make_layout(config.topology.layout, world, config.seq, config.topology.block_size)
+    layout = make_layout(config.layout, world, config.seq, config.topology.block_size)
     group = make_context_group(rank, world, world, torch.device("cpu"))
     train, states_away = config.train, config.optim.offload
     offload = Offload(config.model.num_layers, torch.device("cpu"), train.offload_activations) if train.offload_activations else None
@@ -173,7 +173,7 @@ def step_peak(rank: int, world: int, overrides: list[str], exchange: str, kernel
 def kept(layers: int, overrides: list[str], dtype: torch.dtype) -> tuple[int, MemoryEstimate]:
     """(bytes that a forward pass on one worker leaves behind, beyond parameters and inputs, closed form)."""
     config = compose([*overrides, f"model.num_layers={layers}"])
-    layout = make_layout(config.topology.layout, 1, config.seq, config.topology.block_size)
+    layout = make_layout(config.layout, 1, config.seq, config.topology.block_size)
     offloaded = config.train.offload_activations
     offload = Offload(layers, torch.device("cpu"), offloaded) if offloaded else None
     decoder = Decoder(

@@ -93,7 +93,7 @@ def test_the_estimate_is_within_3_percent_for_every_way_of_running_a_step(world,
 
 def estimate(*overrides, workers=8, exchange="all_gather", kernel="flash4", dtype_bytes=2, cp=None, heads=1):
     config = compose(["model=qwen3b", "seq=128k", *overrides])
-    layout = make_layout(config.topology.layout, cp or workers, config.seq, config.topology.block_size)
+    layout = make_layout(config.layout, cp or workers, config.seq, config.topology.block_size)
     how = ExchangeChoice(exchange, "", per_node=8, heads=heads)
     return estimate_memory(config, workers=workers, layout=layout, exchange=how, kernel=kernel, dtype_bytes=dtype_bytes, cuda=True)
 
