@@ -41,6 +41,7 @@ class Gathering(Exchange):
         q, packed, out, lse = saved
         high = accumulation_dtype(packed.dtype)
         queries, gradients = [], []
+        whole: tuple[torch.Tensor, torch.Tensor] | None = None
         with self._mail(what, BACKWARD) as mail:
             for step, gathered in self._gathered(mail, self.backward_steps, packed):
                 keys, values = gathered
@@ -52,13 +53,25 @@ class Gathering(Exchange):
                 with mail.span(ATTENTION):
                     dq, dk, dv = kernel.backward(*rows, keys, values, _heads(out, step.part, 2), lse_part, None, tiles, scale)
                 del keys, values, lse_part
+                if not step.send:
+                    # Nothing leaves: what is made is put where it belongs at once.
+                    with mail.span(ARRANGE):
+                        whole = whole or (dq if step.part[1] == 1 else torch.empty_like(q), torch.empty_like(packed))
+                        if step.part[1] > 1:
+                            _heads(whole[0], step.part, 2).copy_(dq)
+                        for own, made in zip(_heads(whole[1], step.part, 3), (dk, dv), strict=True):
+                            own.copy_(made)
+                    del dq, dk, dv, own, made
+                    continue
                 queries.append(dq)
                 # What the part before is sent from is as large as what is made now. It left while this part was computed.
                 for number in step.collect:
                     mail.wait(number)
                 with mail.span(ARRANGE):
-                    gradients.append(self._returned(mail, step.send, dk, dv, high) if step.send else torch.stack([dk, dv]))
+                    gradients.append(self._returned(mail, step.send, dk, dv, high))
                 del dq, dk, dv
+        if whole is not None:
+            return whole[0], whole[1][0], whole[1][1]
         dk, dv = _own(gradients, packed)
         return _joined(queries, 2), dk, dv
 
@@ -77,7 +90,9 @@ class Gathering(Exchange):
             for number in step.wait:
                 mail.wait(number)
             if not step.wait:
-                yield step, [packed[0], packed[1]]
+                with mail.span(ARRANGE):
+                    kept = [_heads(packed[i], step.part, 2).contiguous() for i in (0, 1)]
+                yield step, kept
                 continue
             transfer, shards = coming.pop(step.wait[-1])
             with mail.span(ARRANGE):

@@ -218,7 +218,7 @@ def _gather(name: str, options: Options, nodes: int) -> Schedule:
 
     def steps(rank: int, backward: bool) -> Steps:
         if workers == 1:
-            return (Step((0,), (0,)),)
+            return tuple(Step((0,), (0,), (c, chunks)) for c in range(chunks))
         number = count()
         result: list[Step] = []
         before: tuple[Transfer, ...] = ()

@@ -134,10 +134,11 @@ def choose_exchange(topology: TopologyConfig, needs: ExchangeNeeds) -> ExchangeC
     elif topology.exchange != "auto":
         name, reason = topology.exchange, "as configured"
     elif left == 1:
-        name, reason = (
-            "all_gather",
-            "one worker holds the whole sequence, nothing moves" if heads == 1 else "the heads are all that is shared",
-        )
+        name, reason = "all_gather", "the heads are all that is shared"
+        if heads == 1:
+            parts = _chunks(topology, needs, name, left, heads)
+            calls = f"; one kernel call for each of {parts} parts of the heads" if parts > 1 else ""
+            reason = f"one worker holds the whole sequence, nothing moves{calls}"
     else:
         name, reason = _fastest(topology, needs, left, heads)
     choice = ExchangeChoice(
@@ -217,10 +218,20 @@ def _fewest_chunks(needs: ExchangeNeeds, heads: int) -> int:
     return next((n for n in ways if n >= first and _gathered(needs, heads, n) <= most), ways[-1])
 
 
+def _fewest_parts(needs: ExchangeNeeds) -> int:
+    """The same where nothing is gathered: what the gradients of all queries take in float32 while a kernel adds them up is cut."""
+    most = _PART_SHARE * (needs.device_memory or _ASSUMED_MEMORY)
+    size = needs.shard * needs.heads * needs.head_dim * _ACCUMULATION_BYTES
+    ways = [n for n in range(1, needs.kv_heads + 1) if needs.kv_heads % n == 0]
+    return next((n for n in ways if size // n <= most), ways[-1])
+
+
 def _chunks(topology: TopologyConfig, needs: ExchangeNeeds, name: str, left: int, heads: int) -> int:
     kv_heads = max(1, needs.kv_heads // heads)
     gathers = name in ("all_gather", "hierarchical_all_gather")
     if topology.chunks == "auto":
+        if heads == left == 1:
+            return _fewest_parts(needs)
         return _fewest_chunks(needs, heads) if gathers and left > 1 else 1
     assert isinstance(topology.chunks, int)
     if topology.chunks > 1 and not gathers:

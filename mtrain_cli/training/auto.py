@@ -267,16 +267,16 @@ def remedies(plan: Plan, found: Search) -> list[str]:
 
 
 def _another_exchange(plan: Plan) -> str | None:
-    """The change of the exchange that would do: of gathered keys fewer heads at once, or a ring; in place of a ring gathered keys."""
+    """The change of the exchange that would do: fewer heads at once, or of gathered keys a ring; in place of a ring gathered keys."""
     config, environment, how = plan.asked or plan.config, plan.environment, plan.exchange
-    if environment.device == "cpu" or environment.cp == 1:
+    if environment.device == "cpu":
         return None
     form = "hierarchical_" if how.name.startswith("hierarchical") else ""
     gather, ring = ({"exchange": f"{form}{name}"} for name in ("all_gather", "ring"))
     kv_heads = max(1, config.model.num_kv_heads // how.heads)
     ways: list[dict[str, Any]] = [gather, ring]
-    if "all_gather" in how.name and environment.cp > how.heads:
-        ways = [*({"chunks": n} for n in range(how.chunks + 1, kv_heads + 1) if kv_heads % n == 0), ring]
+    if ("all_gather" in how.name and environment.cp > how.heads) or environment.cp == 1:
+        ways = [*({"chunks": n} for n in range(how.chunks + 1, kv_heads + 1) if kv_heads % n == 0), *([ring] if environment.cp > 1 else [])]
     elif config.topology.circulates != "auto":
         ways.append({"circulates": "auto"})
     for way in ways:

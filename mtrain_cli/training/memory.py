@@ -388,16 +388,20 @@ class _Step:
             sums = (4 + e) * queries + (0 if self.kernel in ("flash4", "sdpa") else 4 * self.tokens * self.model.num_heads)
             at_hand = 3 * e * queries if how.circulates == "queries" else e * shard
             return sums + at_hand + self.ring_buffers() + grad * keys + buffers
+        n = how.chunks
+        copied = (2 * e * queries + self.heads) // n if n > 1 and self.kernel == "sdpa" else 0
+        if ranks == 1 and n > 1:
+            # Of a part its keys and values, and all that is made, beside the gradients of all.
+            return e * (queries + keys) + (e * queries + (e + grad) * keys + buffers) // n + copied
         if ranks == 1:
-            return e * queries + grad * keys + max(buffers, e * keys if grad != e else 0)
+            return e * queries + grad * keys + max(buffers, e * keys)
         # A part of the heads at a time. In its kernel: its keys and values, those of the next one on their way, and the float32 message of
         # dk and dv of the part before, with what returned of all; PyTorch's kernels copy out, dout and lse of the part. Then keys, values
         # and that message are gone, and dk and dv become the next one, of zigzag put in the order of ranks before, and between nodes put in
         # the order of nodes behind. At the end what returned is rounded, and dq is joined.
-        n, inner = how.chunks, min(ranks, max(1, how.per_node // how.heads))
+        inner = min(ranks, max(1, how.per_node // how.heads))
         nodes = how.name == "hierarchical_all_gather" and 1 < inner < ranks
         counterparts = keys // inner if nodes else 0
-        copied = (2 * e * queries + self.heads) // n if n > 1 and self.kernel == "sdpa" else 0
         ordered = 3 * grad * keys // (4 * n) if pieces or self.layout.name == "zigzag" else 0
         most = e * queries + max((4 + e) * keys // ranks, e * queries + e * keys // ranks) if n > 1 else 0
         for part in range(n):

@@ -101,6 +101,10 @@ def alone():
         (4, "striped", 2, 8, 16, 1),  # one rank a node: nothing is inside
         (2, "striped", 2, 2, 16, 0),  # queries are most of it
         (2, "striped", 8, 8, 128, 0),  # and here the joining of dq
+        (1, "striped", 1, 8, 32, 0),
+        (1, "striped", 2, 8, 32, 0),
+        (1, "striped", 8, 8, 32, 0),
+        (1, "striped", 2, 2, 2, 0),
     ],
 )
 def test_the_most_that_is_held_is_what_is_told(ranks, layout, chunks, kv_heads, heads, per_node, grad, buffer, monkeypatch):
