@@ -134,6 +134,7 @@ _LATER = {
     "run.straggler": 0.0,
     "topology.gpu_memory_gib": "auto",
     "optim.offload": False,
+    "optim.offload_gradients": False,
     "train.memory": "manual",
     "train.shard": "full",
     "train.reduce_dtype": "float32",

@@ -161,6 +161,9 @@ class OptimConfig:
     clip_norm: float = option("global gradient norm is clipped to this; 0 = never")
     skip_spikes: bool = option("leave out the update of a step whose loss or gradient norm is a spike, see run.spike_sigma")
     offload: bool = option("float32 weights and AdamW states stay in host memory and are stepped there; the GPU keeps bfloat16 weights")
+    offload_gradients: bool = option(
+        "with optim.offload: gradients leave for host memory as they come, those of several micro-batches with the last one"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +182,8 @@ class TrainConfig:
     )
     memory: str = option(
         "manual = as its keys say; auto = the fastest setting that fits, of those of these keys that have their default value: "
-        "activation_checkpoint, checkpoint_keep, keep_mlp, offload_activations, tile_mib, loss_chunk_mib, shard, optim.offload",
+        "activation_checkpoint, checkpoint_keep, keep_mlp, offload_activations, tile_mib, loss_chunk_mib, shard, optim.offload, "
+        "optim.offload_gradients",
         MEMORIES,
     )
     shard: str = option(

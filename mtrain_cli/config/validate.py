@@ -18,6 +18,7 @@ from mtrain_cli.config.schema import (
     ConfigError,
     DataConfig,
     ModelConfig,
+    OptimConfig,
     SparsityConfig,
     TopologyConfig,
     TrainConfig,
@@ -48,6 +49,7 @@ def problems(config: Config) -> list[str]:
         *_optim(config),
         *_train(config.train, config.topology),
         *_offload(config.train, config.model.num_layers),
+        *_gradients(config.optim),
         *_evaluation(config),
         *_run(config),
     ]
@@ -388,6 +390,11 @@ def _offload(train: TrainConfig, layers: int) -> Iterator[str]:
     elif train.offload_activations and train.activation_checkpoint == "none":
         others = ", ".join(kind for kind in CHECKPOINTS if kind != "none")
         yield f"{asked}: train.activation_checkpoint=none keeps every intermediate, too many to move; allowed with it: {others}"
+
+
+def _gradients(optim: OptimConfig) -> Iterator[str]:
+    if optim.offload_gradients and not optim.offload:
+        yield "optim.offload_gradients=true: is for optim.offload=true, where the optimizer steps in host memory; give both"
 
 
 def _train(train: TrainConfig, topology: TopologyConfig) -> Iterator[str]:

@@ -230,9 +230,9 @@ def _chunks(topology: TopologyConfig, needs: ExchangeNeeds, name: str, left: int
     kv_heads = max(1, needs.kv_heads // heads)
     gathers = name in ("all_gather", "hierarchical_all_gather")
     if topology.chunks == "auto":
-        if heads == left == 1:
-            return _fewest_parts(needs)
-        return _fewest_chunks(needs, heads) if gathers and left > 1 else 1
+        if not gathers or (left == 1 and heads > 1):
+            return 1
+        return _fewest_chunks(needs, heads) if left > 1 else _fewest_parts(needs)
     assert isinstance(topology.chunks, int)
     if topology.chunks > 1 and not gathers:
         raise ConfigError(f"topology.chunks={topology.chunks}: is for all_gather and hierarchical_all_gather, not topology.exchange={name}")

@@ -53,6 +53,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "train.loss_chunk_mib": (2048, 512, 128),
     "train.shard": ("full", "gradients", "optimizer"),
     "optim.offload": (False, True),
+    "optim.offload_gradients": (False, True),
 }
 
 
@@ -96,13 +97,14 @@ class Search:
 
 def search(plan: Plan) -> Search:
     """Every setting that ``train.memory=auto`` may take for a run that is planned otherwise, priced."""
-    settings = [_priced(plan, *_most_kept(plan, *_least_offloaded(plan, *variant))) for variant in _variants(plan.config)]
+    settings = [_priced(plan, *_most_kept(plan, *_least_offloaded(plan, *variant))) for variant in _variants(plan)]
     # The fewer changes, the better, where the time is the same; and then the order of CHOICES.
     settings.sort(key=lambda setting: (round(setting.seconds, 6), len(setting.changes)))
     return Search(tuple(settings), next((setting for setting in settings if setting.fits), None))
 
 
-def _variants(config: Config) -> Iterator[tuple[Config, dict[str, Any]]]:
+def _variants(plan: Plan) -> Iterator[tuple[Config, dict[str, Any]]]:
+    config = plan.config
     given = {key: read(config, key) for key in CHOICES}
     free = {key: values for key, values in CHOICES.items() if given[key] == values[0]}
     usual_share = CHOICES["train.checkpoint_keep"][0]
@@ -116,6 +118,8 @@ def _variants(config: Config) -> Iterator[tuple[Config, dict[str, Any]]]:
         if "train.keep_mlp" in free and setting["train.keep_mlp"] and _saves(kind, setting["train.offload_activations"]):
             continue
         if setting["train.shard"] == "optimizer" and config.train.reduce_dtype != "float32":
+            continue
+        if setting["optim.offload_gradients"] and not (setting["optim.offload"] and plan.micro_batches == 1):
             continue
         changes = {key: value for key, value in setting.items() if value != given[key]}
         yield _with(config, changes), changes
@@ -334,7 +338,7 @@ def _possible(plan: Plan) -> bool:
     if plan.takes(plan.memory):
         return True
     return plan.config.train.memory == "auto" and any(
-        plan.takes(_memory(plan, _least_offloaded(plan, *variant)[0])) for variant in _variants(plan.config)
+        plan.takes(_memory(plan, _least_offloaded(plan, *variant)[0])) for variant in _variants(plan)
     )
 
 

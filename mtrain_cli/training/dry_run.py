@@ -334,6 +334,7 @@ def describe_dtype(found: Plan) -> str:
     text = found.dtype if found.dtype == "float32" else f"{found.dtype} compute; float32 parameters, gradients and AdamW states"
     if found.config.optim.offload:
         text = f"{found.dtype} compute and weights, float32 gradients; float32 parameters and AdamW states on the host"
+        text += ", where gradients go as they come" * found.config.optim.offload_gradients
     return f"{text}, gradients reduced in {train.reduce_dtype}" if train.reduce_dtype != "float32" else text
 
 

@@ -253,7 +253,7 @@ class _Step:
         return max(first_layer, root, key=lambda moment: moment.allocated)
 
     def at_the_optimizer(self) -> Moment:
-        return self.moment("optimizer step", gradients=4 * self.states.shard, working_weights=0, activations=0)
+        return self.moment("optimizer step", gradients=self.states.at_the_optimizer, working_weights=0, activations=0)
 
     def kept(self, layers: int) -> int:
         """Bytes on the device of what the first so many layers keep for backward: those that are not offloaded, and at least two; and the

@@ -1,7 +1,8 @@
 """Float32 weights and AdamW states in host memory, stepped there by the CPU; the device keeps shards in the compute dtype.
 
 Of the 16 bytes that training holds for each weight of a shard, 6 stay on the device: 2 of weights in bfloat16, 4 of gradients, which come
-one by one in backward. In a step the device sends 4 and gets 2. PyTorch's own CPUOffloadPolicy keeps nothing on the device, but
+one by one in backward. In a step the device sends 4 and gets 2. With ``optim.offload_gradients`` they leave as they come, and 2 bytes stay.
+PyTorch's own CPUOffloadPolicy keeps nothing on the device, but
 reads the float32 weights from the host for every gather, so twice a micro-batch, sends down the gradients of each, and waits for every
 gradient that is added to one before: 12 bytes a micro-batch, 768 a step of 64, instead of 6.
 """
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from mtrain_cli.config.schema import OptimConfig
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.parallel.fsdp import on_reduced_gradients, unit_parameters
-from mtrain_cli.training.optimizer import make_optimizer
+from mtrain_cli.training.optimizer import make_optimizer, squared_norm
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,20 @@ class HostStates:
         self.optimizer = make_optimizer(masters, optim)
         self._units = [_unit(mine, theirs) for mine, theirs in zip(unit_parameters(decoder), unit_parameters(masters), strict=True)]
         self._reduced: list[Tensor | None] = [None] * len(self._units)
+        self.last_micro_batch = True  # whether the backward pass at hand ends a step: then gradients are complete
+        self._squares: list[Tensor] = []  # of the norm of each unit's gradients that have left
+        self._left: list[torch.cuda.Event | None] = [None] * len(self._units)
         self._link = _Link(self.device)
         dtype = parameters[0].dtype
         most = max(unit.packed for unit in self._units)
         pinned = self.device.type == "cuda"
-        # Two of each, so that one unit travels while another one is stepped.
-        self._down = [torch.empty(most, pin_memory=pinned) for _ in range(2)]
+        # Gradients that left, for each master; or as many as two units have, so that one unit travels while another one is stepped.
+        self._gradients: list[list[Tensor]] | None = None
+        self._down: list[Tensor] = []
+        if optim.offload_gradients:
+            self._gradients = [[torch.empty(h.shape, pin_memory=pinned) for h in unit.host] for unit in self._units]
+        else:
+            self._down = [torch.empty(most, pin_memory=pinned) for _ in range(2)]
         self._up = [torch.empty(most, dtype=dtype, pin_memory=pinned) for _ in range(2)]
         on_reduced_gradients(decoder, self._add)
 
@@ -67,31 +76,61 @@ class HostStates:
         """Gradients of micro-batches add up in float32, whatever they were reduced in."""
         held = self._reduced[number]
         if held is None:
-            self._reduced[number] = packed.float()  # the tensor itself where it is float32 already
+            held = packed.float()  # the tensor itself where it is float32 already
         else:
             held += packed
+        self._reduced[number] = held
+        if self._gradients is not None and self.last_micro_batch:
+            self._leave(number, held)
+
+    def _leave(self, number: int, packed: Tensor) -> None:
+        """Sends a unit's gradients to the host, behind what the current stream has been given: that of FSDP2's reductions."""
+        assert self._gradients is not None
+        self._squares.append(squared_norm([packed], self.device))
+        self._link.begin()
+        with self._link.down():
+            for gradient, part in zip(self._gradients[number], self._units[number].of(packed), strict=True):
+                gradient.copy_(part, non_blocking=True)
+            self._left[number] = self._link.event()
+        self._link.outlives_its_stream(packed)
+        self._reduced[number] = None
 
     def gradients(self) -> list[Tensor]:
-        """All that a worker holds, float32, on the device; padding, which is 0, included."""
+        """All that a worker holds on the device, float32; padding, which is 0, included."""
         return [packed for packed in self._reduced if packed is not None]
+
+    def squared_norm(self) -> Tensor:
+        """Of the gradients of a step, a float32 scalar on the device."""
+        return torch.stack([squared_norm(self.gradients(), self.device), *self._squares]).sum()
 
     def drop_gradients(self) -> None:
         for packed in self.gradients():
             self._link.outlives_its_stream(packed)
         self._reduced = [None] * len(self._units)
+        self._squares.clear()
 
-    def step(self) -> None:
-        """AdamW on the host, unit by unit; while one is stepped the next one's gradients come and the weights of the one before leave."""
+    def step(self, scale: float = 1.0) -> None:
+        """AdamW on the host with ``scale`` times the gradients, unit by unit; while one is stepped the next one's gradients come and the
+        weights of the one before leave.
+        """
         link, units = self._link, self._units
+        if self._gradients is None and scale != 1.0:
+            torch._foreach_mul_(self.gradients(), scale)
         link.begin()
-        arrived = [self._fetch(0)]
+        arrived = [self._arriving(0)]
         left: list[torch.cuda.Event | None] = []
         for number, unit in enumerate(units):
             if number + 1 < len(units):
                 # Its buffer was read by the step of the unit before, which is over.
-                arrived.append(self._fetch(number + 1))
+                arrived.append(self._arriving(number + 1))
             _wait(arrived[number])
-            for master, gradient in zip(unit.masters, unit.of(self._down[number % 2]), strict=True):
+            if self._gradients is None:
+                gradients = unit.of(self._down[number % 2])
+            else:
+                gradients = self._gradients[number]
+                if scale != 1.0:
+                    torch._foreach_mul_(gradients, scale)
+            for master, gradient in zip(unit.masters, gradients, strict=True):
                 master.grad = _like(master, gradient)
             self.optimizer.step()
             for master in unit.masters:
@@ -109,7 +148,10 @@ class HostStates:
             _wait(self._send(number))
         self._link.end()
 
-    def _fetch(self, number: int) -> torch.cuda.Event | None:
+    def _arriving(self, number: int) -> torch.cuda.Event | None:
+        """The event behind which a unit's gradients are on the host; they begin to travel unless they have left already."""
+        if self._gradients is not None:
+            return self._left[number]
         packed = self._reduced[number]
         assert packed is not None, "a unit without gradients"
         with self._link.down():

@@ -26,10 +26,12 @@ class StateMemory:
 
     def __init__(self, config: Config, workers: int, micro_batches: int, e: int) -> None:
         model, train = config.model, config.train
-        self.workers, self.micro_batches, self.layers, self.e = workers, micro_batches, model.num_layers, e
+        self.model, self.workers, self.micro_batches = model, workers, micro_batches
+        self.layers, self.e = model.num_layers, e
         self.r = BYTES[train.reduce_dtype]
         self.saves = train.checkpoint_at_end or 0 < train.checkpoint_every < train.steps
         self.shard_kind, self.offload = train.shard, config.optim.offload
+        self.gradients_leave = config.optim.offload_gradients
         self.layer_shard = sharded_numbers(layer_shapes(model).values(), workers)
         self.root_shard = sharded_numbers(root_shapes(model).values(), workers)
         self.layer_weights = sum(prod(shape) for shape in layer_shapes(model).values())
@@ -48,11 +50,20 @@ class StateMemory:
 
     @property
     def host(self) -> int:
-        """Of a worker in host memory: float32 weights and states, and pinned, gradients and rounded weights of two units on the way."""
+        """Of a worker in host memory: float32 weights and states, and pinned, gradients and rounded weights of two units on the way, or all
+        gradients.
+        """
         if not self.offload:
             return 0
         unit = max(self.layer_shard, self.root_shard)
-        return 12 * self.shard + 2 * (pinned_size(4 * unit) + pinned_size(self.e * unit))
+        gradients = 2 * pinned_size(4 * unit)
+        if self.gradients_leave:
+            layer, root = (
+                sum(pinned_size(4 * sharded_numbers([shape], self.workers)) for shape in shapes(self.model).values())
+                for shapes in (layer_shapes, root_shapes)
+            )
+            gradients = self.layers * layer + root
+        return 12 * self.shard + gradients + 2 * pinned_size(self.e * unit)
 
     @property
     def saving(self) -> int:
@@ -63,11 +74,19 @@ class StateMemory:
 
     def gradients(self, reduced: int) -> int:
         """In a backward pass that has reduced those of so many layers; all of them while micro-batches add up, whole ones under
-        ``optimizer``, since the largest moment is that of a micro-batch in the middle.
+        ``optimizer``, since the largest moment is that of a micro-batch in the middle. Those that leave are gone when the next
+        layer is at its largest.
         """
         if self.accumulates and self.shard_kind == "optimizer":
             return 4 * (self.layers * self.layer_weights + self.root_weights)
-        return 4 * self.shard if self.accumulates else 4 * self.layer_shard * reduced
+        if self.accumulates:
+            return 4 * self.shard
+        return 0 if self.gradients_leave else 4 * self.layer_shard * reduced
+
+    @property
+    def at_the_optimizer(self) -> int:
+        """Gradients that the device holds when it steps."""
+        return 0 if self.gradients_leave else 4 * self.shard
 
     def weights(self, left: int, at_once: int) -> int:
         """Of layers, whole, in the compute dtype. left: layers whose backward pass is not over, or, in forward, all that have begun.

@@ -264,9 +264,8 @@ class Trainer:
         valid, pairs = self.totals(batches)
         attends: list[Attend] = [batch.attend if self.observe is None else self.observe(batch) for batch in batches]
         loss = self.forward_backward(batches, [self._own_time.around(attends[0]), *attends[1:]], valid)
-        gradients = self.gradients()
         with parts.part(parts.OPTIMIZER):
-            found = torch.stack([loss.double(), squared_norm(gradients, self.device).double()])
+            found = torch.stack([loss.double(), self._squared_norm().double()])
         told = torch.tensor([float(stop), own_seconds, waited], dtype=torch.float64, device=self.device)
         mine = torch.cat([found, told])
         records = index_records(batch.attend for batch in batches)
@@ -283,10 +282,14 @@ class Trainer:
         skipped = spike and self.config.optim.skip_spikes
         if not skipped:
             clip = self.config.optim.clip_norm
+            scale = clip / grad_norm if clip and grad_norm > clip else 1.0
             with parts.part(parts.OPTIMIZER):
-                if clip and grad_norm > clip:
-                    torch._foreach_mul_(gradients, clip / grad_norm)
-                (self.host_states or self.optimizer).step()
+                if self.host_states:
+                    self.host_states.step(scale)
+                else:
+                    if scale != 1.0:
+                        torch._foreach_mul_(self.gradients(), scale)
+                    self.optimizer.step()
         self.drop_gradients()
         whereabouts.note("done")
         self.step += 1
@@ -360,7 +363,10 @@ class Trainer:
             for number, (batch, attend) in enumerate(zip(batches, attends, strict=True)):
                 if self.recorder is not None:
                     self.recorder.micro_batch(number)
-                begin_micro_batch(self.decoder, self.config.train.shard, last=number == len(batches) - 1)
+                last = number == len(batches) - 1
+                begin_micro_batch(self.decoder, self.config.train.shard, last=last)
+                if self.host_states:
+                    self.host_states.last_micro_batch = last
                 # The sum over all workers of local sums over the number of valid tokens of the whole step: equal to one worker's mean.
                 part = self.decoder(batch.tokens, batch.positions, batch.labels, attend, 1.0 / max(1, valid))
                 part.backward()
@@ -372,6 +378,9 @@ class Trainer:
     def gradients(self) -> list[torch.Tensor]:
         """What this worker holds of the reduced gradients, on the device."""
         return self.host_states.gradients() if self.host_states else local_gradients(self.decoder.parameters())
+
+    def _squared_norm(self) -> torch.Tensor:
+        return self.host_states.squared_norm() if self.host_states else squared_norm(self.gradients(), self.device)
 
     def drop_gradients(self) -> None:
         if self.host_states:

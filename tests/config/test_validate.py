@@ -105,6 +105,10 @@ def test_the_defaults_have_no_problem(defaults):
         ({"train__offload_activations": 37, "model__num_layers": 36}, "=37: model.num_layers=36; allowed: true, false or 0 to 36"),
         ({"train__keep_mlp": 37, "model__num_layers": 36}, "train.keep_mlp=37: model.num_layers=36; allowed: true, false or 0 to 36"),
         ({"train__keep_mlp": -1}, "train.keep_mlp=-1: must be true, false or a number of layers, 0 or more"),
+        (
+            {"optim__offload_gradients": True},
+            "optim.offload_gradients=true: is for optim.offload=true, where the optimizer steps in host memory",
+        ),
         ({"train__offload_activations": -1}, "train.offload_activations=-1: must be true, false or a number of layers, 0 or more"),
         ({"run__log_every": 0}, "run.log_every=0: must be at least 1"),
         ({"run__name": "a/b"}, "run.name=a/b: may hold letters"),

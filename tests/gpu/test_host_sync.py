@@ -52,6 +52,7 @@ def make(*words: str) -> Trainer:
         (),
         ("train.activation_checkpoint=full", "train.shard=optimizer"),
         ("train.shard=gradients", "optim.offload=true"),
+        ("optim.offload=true", "optim.offload_gradients=true"),
         ("sparsity=vertical_slash", "sparsity.windows=2"),
         ("data.document_mask=true",),
     ],
@@ -83,7 +84,8 @@ def test_states_on_the_host_train_as_those_on_the_gpu_and_leave_it_memory():
     states = sum(12 * tensor.numel() for tensor in drawn.values())
     held = torch.cuda.memory_allocated()
     del trainer
-    for words in (("optim.offload=true",), ("optim.offload=true", "train.shard=optimizer")):
+    offload = ("optim.offload=true",)
+    for words in (offload, (*offload, "train.shard=optimizer"), (*offload, "optim.offload_gradients=true")):
         before = torch.cuda.memory_allocated()
         trainer = make(*wide, *words)
         assert trainer.host_states is not None
@@ -93,3 +95,32 @@ def test_states_on_the_host_train_as_those_on_the_gpu_and_leave_it_memory():
         assert [trainer.train_step(False).loss for _ in range(4)] == pytest.approx(expected, rel=1e-2)
         assert torch.cuda.memory_allocated() - before < held - 0.7 * states
         del trainer
+
+
+def test_gradients_that_leave_are_not_on_the_gpu_when_the_backward_pass_ends():
+    words = (
+        "seq=16k",
+        "model.hidden_size=1024",
+        "model.intermediate_size=4096",
+        "model.num_layers=8",
+        "train.global_batch=1",
+        "optim.offload=true",
+    )
+    held, losses = [], []
+    for more in ((), ("optim.offload_gradients=true",)):
+        trainer = make(*words, *more)
+        losses.append([trainer.train_step(False).loss for _ in range(3)])
+        compute = trainer.forward_backward
+
+        def watched(*args, compute=compute):
+            loss = compute(*args)
+            held.append(torch.cuda.memory_allocated())
+            return loss
+
+        trainer.forward_backward = watched  # type: ignore[method-assign]
+        trainer.train_step(False)
+        layers = [parameter for name, parameter in trainer.decoder.named_parameters() if "layers" in name]
+        gradients = sum(4 * parameter.numel() for parameter in layers)
+        del trainer, compute, watched
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+    assert held[0] - held[1] > 0.9 * gradients

@@ -50,6 +50,19 @@ def test_parts_are_two_where_a_gather_is_large_and_more_where_they_would_be():
     assert choose_exchange(asked(chunks=2), replace(needs, tokens=1 << 21, device_memory=1 << 40)).chunks == 2
 
 
+def test_one_worker_takes_parts_where_the_float32_gradients_of_its_queries_are_large():
+    alone = replace(NEEDS, workers=1, per_node=1, heads=32, kv_heads=8, head_dim=128, device_memory=80 << 30)
+    fits = int(0.05 * (80 << 30)) // (4 * 32 * 128)
+    for tokens, parts in ((fits, 1), (fits + 1, 2), (2 * fits + 2, 4), (64 * fits, 8)):
+        chosen = choose_exchange(AUTO, replace(alone, tokens=tokens))
+        assert (chosen.name, chosen.chunks) == ("all_gather", parts)
+        assert chosen.reason.endswith(
+            "nothing moves" if parts == 1 else f"nothing moves; one kernel call for each of {parts} parts of the heads"
+        )
+    assert choose_exchange(asked(chunks=8), replace(alone, tokens=fits)).chunks == 8
+    assert choose_exchange(asked(exchange="ring"), replace(alone, tokens=64 * fits)).chunks == 1
+
+
 def test_parts_that_are_given_are_those_that_are_weighed():
     needs = replace(NEEDS, heads=32, kv_heads=8, device_memory=80 << 30, tokens=1 << 20)
     whole, of_two = gathered_bytes(1 << 20, 8, 128, 2), gathered_bytes(1 << 20, 8, 128, 2, 2)

@@ -31,18 +31,22 @@ from mtrain_cli.training.state_memory import StateMemory
 
 
 class LiveBytes(TorchDispatchMode):
-    """Sums the storages that operators have touched and somebody still holds, after every operator. peak: the largest sum."""
+    """Sums the storages that operators have touched and somebody still holds, after every operator. peak: the largest sum. elsewhere:
+    tensors that do not count.
+    """
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, tensors: list[torch.Tensor], elsewhere: list[torch.Tensor] | None = None) -> None:
         super().__init__()
         self.peak = 0
         self._storages: dict[int, Any] = {}
+        self._elsewhere = {tensor.untyped_storage()._cdata for tensor in elsewhere or ()}
         for tensor in tensors:
             self._see(tensor)
 
     def _see(self, tensor: torch.Tensor) -> None:
         storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
-        self._storages[storage._cdata] = weakref.ref(storage)
+        if storage._cdata not in self._elsewhere:
+            self._storages[storage._cdata] = weakref.ref(storage)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -153,7 +157,8 @@ def step_peak(rank: int, world: int, overrides: list[str], exchange: str, kernel
         # Host buffers of what was offloaded, which stay from step to step.
         waiting = [] if offload is None else [t for free in offload._free.values() for t in free]
         states = [] if states_away else [state for states in optimizer.state.values() for state in states.values()]
-        with LiveBytes([*decoder.parameters(), *states, *attend.exchange.buffers.free(), *waiting]) as live:
+        left = [gradient for unit in (host and host._gradients) or () for gradient in unit]
+        with LiveBytes([*decoder.parameters(), *states, *attend.exchange.buffers.free(), *waiting], left) as live:
             gradients()
             if not states_away:
                 step()

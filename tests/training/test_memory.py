@@ -67,12 +67,13 @@ TWO_WORKERS = [
     ([*STATES, "train.shard=optimizer", "train.global_batch=3"], "all_gather", "flash4", FP32),
     ([*STATES, "train.reduce_dtype=bfloat16", "train.global_batch=2"], "all_gather", "flash4", BF16),
     ([*STATES, "optim.offload=true"], "all_gather", "flash4", BF16),
+    ([*STATES, "optim.offload=true", "optim.offload_gradients=true"], "all_gather", "flash4", BF16),
     ([*STATES, "train.shard=gradients", "optim.offload=true", "train.global_batch=2"], "all_gather", "flash4", FP32),
     (with_checkpointing("selective", DEEP), "ring", "flash4", FP32),
     (with_checkpointing("sequence_selective", DEEP, OFFLOADED), "ring", "flash4", FP32),
     (with_checkpointing("full", DEEP, "train.tile_mib=1"), "all_gather", "flash4", FP32),
 ]
-QUICK = [TWO_WORKERS[0], TWO_WORKERS[3], TWO_WORKERS[7]]
+QUICK = [TWO_WORKERS[0], TWO_WORKERS[3], TWO_WORKERS[7], TWO_WORKERS[11]]
 
 
 def ratios(world, cases):

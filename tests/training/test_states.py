@@ -11,6 +11,7 @@ import torch.distributed as dist
 from test_trainer import make
 from torch.utils._pytree import tree_iter
 
+from mtrain_cli.parallel.offload import pinned_size
 from mtrain_cli.training.checkpoint import Checkpointer
 from mtrain_cli.training.state_memory import BYTES, StateMemory
 
@@ -20,6 +21,8 @@ WAYS: dict[str, tuple[str, ...]] = {
     "optimizer": ("train.shard=optimizer",),
     "full, offload": ("optim.offload=true",),
     "optimizer, offload": ("train.shard=optimizer", "optim.offload=true"),
+    "full, offload, gradients": ("optim.offload=true", "optim.offload_gradients=true"),
+    "optimizer, offload, gradients": ("train.shard=optimizer", "optim.offload=true", "optim.offload_gradients=true"),
 }
 OFFLOADED_COLUMNS = (
     "model.num_layers=4", "train.steps=4", "seq=512", "train.global_batch=1", "data.document_mask=false", "train.offload_activations=true",
@@ -62,6 +65,7 @@ def trained(rank: int, world: int, cp: int, words: tuple[str, ...], folder: str)
         # Three workers: rows do not divide, so that shards and packed gradients are padded. Norms clipped.
         pytest.param(3, 3, (*BATCHES, "optim.clip_norm=0.5"), marks=pytest.mark.slow),
         (1, 1, BATCHES),
+        (2, 2, (*BATCHES, "train.global_batch=1", "optim.clip_norm=0.5")),
         pytest.param(4, 2, (*BATCHES, "model.tie_word_embeddings=false"), marks=pytest.mark.slow),
         pytest.param(2, 1, (*BATCHES, "train.dtype=bfloat16"), marks=pytest.mark.slow),
     ],
@@ -126,6 +130,38 @@ def test_bytes_of_weights_and_gradients_are_those_of_the_closed_form_and_accumul
     two, one = found[:5], found[5:]
     assert two[2][1] == one[2][1] == one[1][1], "accumulation sends nothing more under shard=optimizer"
     assert [reductions for *_, reductions in two] == [8, 8, 4, 8, 4], "three layers and the rest"
+
+
+def leaving(rank: int, world: int) -> list[tuple[list[int], bool, list[float], int, int]]:
+    """Of a step of one and of two micro-batches: bytes of gradients on the device behind it, where none leave and where they do; whether
+    those on the host are what stays on the device elsewhere; both squared norms; and pinned bytes, as they are and by the closed form.
+    """
+    found = []
+    for batches in (1, 2):
+        words = (*BATCHES, f"train.global_batch={batches * world}", "optim.offload=true", "train.dtype=bfloat16")
+        plain, trainer = make(rank, world, 1, words), make(rank, world, 1, (*words, "optim.offload_gradients=true"))
+        for each in (plain, trainer):
+            each._batches = iter(each.loader)
+            ready = [each.next_batch_maker().to_device(host) for host in each._next_on_host()[0]]
+            each.forward_backward(ready, [batch.attend for batch in ready], each.totals(ready)[0])
+        of_plain, of_trainer = plain.host_states, trainer.host_states
+        expected = [part for unit, packed in zip(of_plain._units, of_plain._reduced, strict=True) for part in unit.of(packed)]
+        mine = [gradient for unit in of_trainer._gradients for gradient in unit]
+        same = all(torch.equal(a, b) for a, b in zip(expected, mine, strict=True))
+        norms = [states.squared_norm().item() for states in (of_plain, of_trainer)]
+        pinned = sum(pinned_size(gradient.nbytes) for gradient in mine) + 2 * pinned_size(of_trainer._up[0].nbytes)
+        form = StateMemory(trainer.config, world, batches, BYTES["bfloat16"])
+        bytes_of = [sum(gradient.nbytes for gradient in each.gradients()) for each in (plain, trainer)]
+        found.append((bytes_of, same, norms, pinned, form.host - 12 * form.shard))
+    return found
+
+
+def test_gradients_that_leave_are_those_that_would_stay():
+    for held, same, norms, pinned, form in gloo.run(2, leaving)[0]:
+        assert held[0] > 0 == held[1]
+        assert same
+        assert norms[1] == pytest.approx(norms[0], rel=1e-6)
+        assert pinned == form
 
 
 def on_host(rank: int, world: int) -> tuple[int, int, int, int, int, int]:
