@@ -2,7 +2,7 @@
 
 The time of a step is reckoned from counts alone, so every rank of every run finds the same:
 
-    compute     executed FLOP / (0.65 x peak), pairs of a sparse pattern at its density, or 10 % of the causal ones where data decide
+    compute     executed FLOP / (0.56 x peak), pairs of a sparse pattern at its density, or 10 % of the causal ones where data decide
     weights     bytes of `StateMemory.sent` / link; beside computation, of which a tenth is lost, and what is longer than it
     activations bytes offloaded / host link, down beside the forward pass (a quarter of compute) of these layers, up beside their
                 backward pass, counted likewise
@@ -30,7 +30,7 @@ from mtrain_cli.training.state_memory import BYTES, StateMemory
 if TYPE_CHECKING:
     from mtrain_cli.training.planning import Plan
 
-USED_OF_PEAK = 0.65  # by kernels as measured on an H200: products 0.77, attention 0.6 to 0.7
+USED_OF_PEAK = 0.56  # of whole steps as measured on one and four H200s, 128K to 2M tokens: products 0.6, attention 0.4 to 0.6
 NODE_LINK, NETWORK = 250e9, 40e9  # bytes a second that reach one GPU: gathers over NVLink as measured; 400 Gbit/s a GPU
 HOST_LINK = 50e9  # PCIe 5 x16, pinned, one direction
 HOST_MEMORY, GPU_MEMORY = 150e9, 3.5e12  # bytes a second; of a whole machine, of one GPU
