@@ -71,7 +71,8 @@ def rounds(shard: str, micro_batches: int) -> list[Round]:
 @dataclass(frozen=True)
 class Host:
     """Bytes that one rank exchanges with its host. layers: whose activations leave, kept: of each, one way. down, up: gradients and weights
-    of a step, stepped: that AdamW reads and writes there, unit: of one unit of weights, both ways; 0 where the optimizer is on the GPU.
+    of a step, stepped: that AdamW reads and writes there, unit: of the first gradients and the last weights, beside which nothing is
+    stepped; 0 where the optimizer is on the GPU. leave: gradients go down beside the backward pass.
     """
 
     layers: int
@@ -80,6 +81,7 @@ class Host:
     up: float
     stepped: float
     unit: float
+    leave: bool
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,8 @@ class Rest:
             host=Host(
                 on_host, (plan.memory.host - states.host) / on_host if on_host else 0.0,
                 4.0 * away, float(e * away), float((_ADAMW + e) * away),
-                float((4 + e) * max(states.layer_shard, states.root_shard)) if away else 0.0,
+                float((e if config.optim.offload_gradients else 4 + e) * max(states.layer_shard, states.root_shard)) if away else 0.0,
+                config.optim.offload_gradients,
             ),
             gather=e * layer * share,
             reduce=r * layer * share,

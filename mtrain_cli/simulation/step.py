@@ -123,6 +123,7 @@ class _Step:
         self.longer = longer_than_expected(rest, costs, plan.dtype)
         self.us = dict.fromkeys(PARTS, 0.0)
         self.hidden = self.flop = self.sent = self.over_host = 0.0
+        self.backward = 0.0  # us of the layers of one micro-batch
         self.times = 1
         for one in rounds(plan.config.train.shard, plan.micro_batches):
             self.times = one.times
@@ -140,7 +141,7 @@ class _Step:
         self._weights(forward / layers, self._carried(FORWARD), [gather] * one.forward, layers - 1)
         passes = [RECOMPUTE, BACKWARD] if recomputes_attention(train) else [BACKWARD]
         copied = (rest.gathered if one.backward else nothing) + (rest.reduced if one.reduced else nothing) + rest.added
-        backward = self._layers(passes, rest.backward, layers, rest.recomputed, copied=copied)
+        self.backward = backward = self._layers(passes, rest.backward, layers, rest.recomputed, copied=copied)
         carried = tuple(sum(self._carried(name)[i] for name in passes) for i in (0, 1))
         # Beside the last layer nothing is to be scattered yet, beside the first nothing to be gathered.
         gathers, reduces = [gather] * one.backward, [reduce] * one.reduced
@@ -170,11 +171,16 @@ class _Step:
         return self.costs.rate(self.cluster.gpu.host_link_gbps) * 1e3
 
     def _optimizer_on_host(self) -> float:
-        """us. Unit by unit: gradients come and weights leave while another one is stepped; the first comes and the last leaves alone."""
+        """us. Unit by unit: gradients come and weights leave while another one is stepped; the first comes and the last leaves alone. Those
+        that leave as they come do so beside the last backward pass.
+        """
         host = self.rest.host
         self.over_host += host.down + host.up
         stepped = host.stepped / (self.costs.rate(self.cluster.gpu.host_memory_gbps) * 1e3)
-        return max(stepped, host.down / self._host_link, host.up / self._host_link) + host.unit / self._host_link
+        down, up, unit = (size / self._host_link for size in (host.down, host.up, host.unit))
+        if host.leave:
+            return max(0.0, down - self.backward) + max(stepped, up) + unit
+        return max(stepped, down, up) + unit
 
     @property
     def parts(self) -> dict[str, float]:
