@@ -74,6 +74,8 @@ class HostStates:
 
     def _add(self, number: int, packed: Tensor) -> None:
         """Gradients of micro-batches add up in float32, whatever they were reduced in."""
+        # FSDP2 lets go of them behind this hook, and would write the next ones there without waiting for the stream that reads them here.
+        self._link.is_read_here(packed)
         held = self._reduced[number]
         if held is None:
             held = packed.float()  # the tensor itself where it is float32 already
@@ -208,11 +210,16 @@ class _Link:
         event.record()
         return event
 
+    def is_read_here(self, tensor: Tensor) -> None:
+        """The memory of another stream's tensor is used again when the current one has done with it, too."""
+        if self._streams is not None:
+            tensor.record_stream(torch.cuda.current_stream(self.device))
+
     def outlives_its_stream(self, tensor: Tensor) -> None:
-        """A tensor of another stream's memory, which is about to be let go, may still be read here."""
+        """A tensor of another stream's memory, which is about to be let go, may still be read here and on its way to the host."""
         if self._streams is not None:
             tensor.record_stream(self._streams[0])
-            tensor.record_stream(torch.cuda.current_stream(self.device))
+        self.is_read_here(tensor)
 
 
 def _wait(event: torch.cuda.Event | None) -> None:
