@@ -91,7 +91,9 @@ class TopologyConfig:
     )
     exchange: str = option("how keys and values reach the queries", EXCHANGES)
     ulysses: int | str = option("workers that trade tokens for heads before keys move; auto = all of them for exchange=ulysses, else 1")
-    chunks: int | str = option("all_gather: parts of the heads, each moved while the one before is computed")
+    chunks: int | str = option(
+        "all_gather: parts of the heads, each moved while the one before is computed; on one worker just computed one by one"
+    )
     prefetch: int = option("ring: hops posted ahead of the computation")
     circulates: str = option("ring: what travels in the backward pass; auto = what is fewer bytes", ("auto", "kv", "queries"))
     columns: str = option("ring: single columns of an index, gathered once or left to the steps", ("auto", "once", "in_steps"))

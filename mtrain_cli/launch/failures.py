@@ -194,7 +194,8 @@ def report(failure: Failure, log: Path | None, where: Sequence[str] = ()) -> str
         if failure.kind == "silent":
             lines.append(f"What it was at, if it could still tell, is at the end of {log}.")
         elif not explained:
-            lines.append(f"All of its output is in {log}; the other workers were stopped.")
+            what = "What libraries wrote, and its traceback, are in" if failure.rank == 0 else "All of its output is in"
+            lines.append(f"{what} {log}; the other workers were stopped.")
     return "\n".join(lines)
 
 

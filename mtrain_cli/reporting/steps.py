@@ -103,11 +103,13 @@ def side_by_side(named: Sequence[tuple[str, dict[str, Any]]]) -> Table:
     rows += [("step", [statistics.fmean(rank["step_ms"] for rank in ranks) for ranks in every])]
     rows += [("without records", [max(rank["plain_ms"] for rank in ranks) for ranks in every])]
     together = f"in {LINKS}"  # where earlier versions counted waits
+    mixed = len({WAITS in ranks[0]["parts"] for ranks in every}) > 1
     for name, ms in rows:
         cells = [
             together if name == WAITS and WAITS not in ranks[0]["parts"] else _ms(value) for ranks, value in zip(every, ms, strict=True)
         ]
-        ratio = [] if len(ms) != 2 else [f"{ms[1] / ms[0]:.3f}" if ms[0] and together not in cells else "-"]
+        comparable = ms[0] and not (name in (LINKS, WAITS) and mixed)
+        ratio = [] if len(ms) != 2 else [f"{ms[1] / ms[0]:.3f}" if comparable else "-"]
         table.add_row(name, *cells, *ratio, end_section=name in ends)
     return table
 

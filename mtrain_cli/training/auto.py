@@ -119,7 +119,8 @@ def _variants(plan: Plan) -> Iterator[tuple[Config, dict[str, Any]]]:
             continue
         if setting["train.shard"] == "optimizer" and config.train.reduce_dtype != "float32":
             continue
-        if setting["optim.offload_gradients"] and not (setting["optim.offload"] and plan.micro_batches == 1):
+        leave = setting["optim.offload_gradients"] and "optim.offload_gradients" in free
+        if leave and not (setting["optim.offload"] and plan.micro_batches == 1):
             continue
         changes = {key: value for key, value in setting.items() if value != given[key]}
         yield _with(config, changes), changes

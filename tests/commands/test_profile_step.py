@@ -122,6 +122,7 @@ def test_files_say_what_was_measured(profile, summary):
     assert summary["versions"]["torch"]
     assert (summary["device"], summary["workers"], summary["warmup"], summary["steps"]) == ("CPU", 2, 4, 2)
     assert summary["settings"]["exchange"] == "ring"
+    assert summary["settings"]["layout"] == "striped"
     assert summary["settings"]["pattern"] == "vertical_slash"
     for rank in range(2):
         with gzip.open(profile / f"trace-rank-{rank}.json.gz", "rt") as file:
@@ -256,6 +257,10 @@ def test_recorded_steps_that_ship_are_found_and_stand_side_by_side(monkeypatch, 
         1:
     ]
     assert waits == ["waits", "71.38", "in", "links", "-"]
+    two = shown("report", "step-128k-4xh200", "step-1m-4xh200")
+    rows = [line.split() for line in two[two.index("Side by side") :].splitlines()]
+    assert ["links", "37.42", "415.2", "-"] in rows
+    assert ["attention", "447.3", "14,693", "32.846"] in rows
     assert "Side by side" not in shown("report", "step-1m-4xh200")
 
 

@@ -227,6 +227,19 @@ def test_stripes_are_for_what_is_uneven(words, layout):
     assert compose(words).layout == layout
 
 
+def test_what_stripes_ask_for_is_asked_where_auto_takes_them():
+    (line,) = complaints(compose, ["sparsity=vertical_slash", "topology.block_size=64", "sparsity.block=128"])
+    assert line.startswith("topology.block_size=64: is not a multiple of sparsity.block=128")
+
+
+def test_a_run_of_before_a_key_has_what_it_did(tmp_path):
+    config = compose([])
+    save(config, tmp_path / "resolved.yaml")
+    kept = [line for line in (tmp_path / "resolved.yaml").read_text().splitlines() if "offload_gradients" not in line]
+    (tmp_path / "resolved.yaml").write_text("\n".join(kept))
+    assert load(tmp_path / "resolved.yaml") == config
+
+
 def test_what_stripes_ask_for_is_not_asked_of_zigzag():
     words = ["seq=512", "topology.workers=8"]
     assert complaints(compose, words)[0].startswith("topology.block_size=128: seq=512 has 4 such blocks for 8 workers")

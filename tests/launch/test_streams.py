@@ -88,3 +88,28 @@ def test_a_file_never_takes_the_number_of_a_stream_that_was_closed(tmp_path: Pat
     command = [sys.executable, "-c", code, str(tmp_path / "file")]
     assert subprocess.run(["bash", "-c", '"$@" <&- >&- 2>&-', "bash", *command], timeout=60).returncode == 0
     assert (tmp_path / "file").read_text() == ""
+
+
+def test_native_output_is_diverted_and_what_python_writes_goes_on_whatever_it_is_and_wherever_it_leads(tmp_path):
+    program = """
+import os, sys
+from mtrain_cli.launch import streams
+streams.divert_native(open(sys.argv[1], "a"))
+os.write(2, b"native\\n")
+print("word \\udcff", file=sys.stderr)
+sys.stdout.write("written")
+sys.stdout.flush()
+sys.stdin.read()
+print("nobody reads", file=sys.stderr)
+sys.stderr.flush()
+"""
+    reader, writer = os.pipe()
+    command = [sys.executable, "-c", program, str(tmp_path / "log")]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=writer)
+    os.close(writer)
+    assert child.stdout.read(7) == b"written"
+    assert os.read(reader, 100) == b"word \\udcff\n"
+    os.close(reader)
+    child.communicate(b"")
+    assert child.returncode == 0
+    assert (tmp_path / "log").read_text() == "native\n"

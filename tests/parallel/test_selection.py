@@ -61,6 +61,7 @@ def test_one_worker_takes_parts_where_the_float32_gradients_of_its_queries_are_l
         )
     assert choose_exchange(asked(chunks=8), replace(alone, tokens=fits)).chunks == 8
     assert choose_exchange(asked(exchange="ring"), replace(alone, tokens=64 * fits)).chunks == 1
+    assert choose_exchange(asked(exchange="ulysses"), replace(alone, workers=8, per_node=8, tokens=512 * fits)).chunks == 1
 
 
 def test_parts_that_are_given_are_those_that_are_weighed():

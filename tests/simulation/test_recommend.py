@@ -90,7 +90,7 @@ def test_reasons_name_what_takes_longer():
 
 
 def test_where_nothing_fits_it_says_what_would():
-    cluster = small_memory(load_cluster("a100_4x8", nodes=1), 12)
+    cluster = small_memory(load_cluster("a100_4x8", nodes=1), 11)
     one = scenario("model=qwen3b", "seq=1m", pairs=Pairs("local", 0.01, 256))
     few = ("striped",), ("all_gather", "ring"), ("full",)
     found = recommend(cluster, one, 8, *few)
@@ -99,7 +99,7 @@ def test_where_nothing_fits_it_says_what_would():
     assert larger.startswith("GPUs with ")
     assert more.startswith("--nodes 2 instead of 1: ")
     assert shorter.startswith("seq=512k instead of 1m: ")
-    helped = recommend(small_memory(load_cluster("a100_4x8", nodes=2), 12), one, 16, *few)
+    helped = recommend(small_memory(load_cluster("a100_4x8", nodes=2), 11), one, 16, *few)
     assert helped.ranked
     gib = int(larger.split()[2])
     assert recommend(small_memory(cluster, gib), one, 8, *few).ranked

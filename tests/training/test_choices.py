@@ -31,6 +31,11 @@ def test_the_kernel_is_asked_for_the_index_of_the_run(name):
     assert found.dense_kernel is None
 
 
+def test_the_layout_is_that_which_auto_takes():
+    assert choices("data.document_mask=false").layout.name == "zigzag"
+    assert choices().layout.name == "striped"
+
+
 def test_dense_first_steps_have_a_dense_kernel_beside_the_sparse_one():
     found = choices("sparsity=moba", "sparsity.dense_steps=5", "train.kernel=triton")
     assert (found.kernel.name, found.dense_kernel[0].name) == ("triton", "sdpa")

@@ -48,6 +48,7 @@ def test_a_resumed_training_goes_on_with_its_profile(trained):
     assert set(frame.micro[frame.layer >= 0]) == {0, 1}  # two sequences a step, one after the other
     assert set(frame.layer) == {-1, 0, 1}
     (facts,) = recorded.summary["cases"]
+    assert facts["layout"] == "striped", "what auto takes"
     assert (facts["pattern"], facts["label"]) == ("vertical_slash", "vertical_slash striped ring")
     (case,) = analyse(recorded)
     assert case.passes["forward"].work.worker.n == 3 * 2 * 2
