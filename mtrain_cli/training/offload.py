@@ -59,6 +59,7 @@ class HostStates:
         self.last_micro_batch = True  # whether the backward pass at hand ends a step: then gradients are complete
         self._squares: list[Tensor] = []  # of the norm of each unit's gradients that have left
         self._left: list[torch.cuda.Event | None] = [None] * len(self._units)
+        self._leaving: list[int] = []  # units whose gradients left in this step, in that order
         self._link = _Link(self.device)
         dtype = parameters[0].dtype
         most = max(unit.packed for unit in self._units)
@@ -87,8 +88,13 @@ class HostStates:
             self._leave(number, held)
 
     def _leave(self, number: int, packed: Tensor) -> None:
-        """Sends a unit's gradients to the host, behind what the current stream has been given: that of FSDP2's reductions."""
+        """Sends a unit's gradients to the host, behind what the current stream has been given: that of FSDP2's reductions. No more than two
+        units are on the way: the host, which may queue many layers ahead, waits for the one before them, or their memory would pile up.
+        """
         assert self._gradients is not None
+        if len(self._leaving) >= 2:
+            _wait(self._left[self._leaving[-2]])
+        self._leaving.append(number)
         self._squares.append(squared_norm([packed], self.device))
         self._link.begin()
         with self._link.down():
@@ -111,6 +117,7 @@ class HostStates:
             self._link.outlives_its_stream(packed)
         self._reduced = [None] * len(self._units)
         self._squares.clear()
+        self._leaving.clear()
 
     def step(self, scale: float = 1.0) -> None:
         """AdamW on the host with ``scale`` times the gradients, unit by unit; while one is stepped the next one's gradients come and the

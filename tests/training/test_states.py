@@ -164,6 +164,42 @@ def test_gradients_that_leave_are_those_that_would_stay():
         assert pinned == form
 
 
+def waited_for(rank: int, world: int) -> list[list[str]]:
+    """What the host does in each of two steps: sends a unit's gradients, or waits until those of an earlier one have arrived."""
+    trainer = make(rank, world, 1, (*BATCHES, "train.global_batch=1", "optim.offload=true", "optim.offload_gradients=true"))
+    states, told = trainer.host_states, []
+    leave, link = states._leave, states._link
+
+    class Arrival:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def synchronize(self) -> None:
+            told.append(f"waits for {self.number}")
+
+    def leaves(number: int, packed: torch.Tensor) -> None:
+        link.event = lambda: Arrival(number)
+        leave(number, packed)
+        del link.event
+        told.append(f"sends {number}")
+
+    states._leave = leaves
+    found = []
+    for _ in range(2):
+        ready = [trainer.next_batch_maker().to_device(host) for host in next(iter(trainer.loader))]
+        trainer.forward_backward(ready, [batch.attend for batch in ready], 1)
+        trainer.drop_gradients()
+        found.append(told.copy())
+        told.clear()
+    return found
+
+
+def test_of_gradients_that_leave_no_more_than_two_units_are_on_the_way():
+    # Three layers, the last one first, and what is outside of them.
+    step = ["sends 2", "sends 1", "waits for 2", "sends 0", "waits for 1", "sends 3"]
+    assert gloo.run(1, waited_for)[0] == [step, step]
+
+
 def on_host(rank: int, world: int) -> tuple[int, int, int, int, int, int]:
     trainer = make(rank, world, world, OFFLOADED_COLUMNS)
     trainer.train_step(False)
