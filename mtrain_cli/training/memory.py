@@ -38,7 +38,7 @@ class Moment:
     parameters: 4 * (P_l L + P_r) / W, the float32 shards; each dimension 0 is rounded up to a multiple of W. e in place of 4 with offload.
     optimizer: 8 * (P_l L + P_r) / W, both AdamW states in float32; on the host with offload.
     gradients: 4 * P / W for the layers (and root) that were reduced so far; all of them while gradients accumulate over micro-batches, and
-        4 P then with train.shard=optimizer.
+        4 P then with train.shard=optimizer. None with optim.offload_gradients where they do not accumulate.
     working_weights: unsharded weights e (P_r + P_l), the next layer's gathered ones e P_l (all layers' unless train.shard=full), gradients
         e (P_l + V C), and the input r P_l of the reduce-scatter that is under way, in train.reduce_dtype (see `state_memory`).
     activations: what the layers keep for backward; for each token of a layer, with activation checkpointing
@@ -56,7 +56,7 @@ class Moment:
         blocks, which bitmaps are counted by, 2 bytes for every micro-batch of the step.
     exchange: keys, values and their gradients on the way to and from other workers, and the kernel's own buffers; with N = cp T keys,
         all_gather holds 2 e N K of keys and values, as much of gradients, and 8 N K while these are packed, or of one part of the heads
-        that, and the keys and values of the next; a ring holds a few
+        that, and the keys and values of the next; one worker the gradients of all, and what the kernel has for a part; a ring holds a few
         shards of keys and of float32 gradients, most of them from step to step (see `exchange_in_backward`, `kernel_backward`).
     loss: float32 logits of one chunk and, in another dtype, their gradient, float32 gradient 4 V C of
         the LM head, and 3 e C T: final hidden states before and after their norm, and their gradient.

@@ -1,9 +1,8 @@
 """Float32 weights and AdamW states in host memory, stepped there by the CPU; the device keeps shards in the compute dtype.
 
 Of the 16 bytes that training holds for each weight of a shard, 6 stay on the device: 2 of weights in bfloat16, 4 of gradients, which come
-one by one in backward. In a step the device sends 4 and gets 2. With ``optim.offload_gradients`` they leave as they come, and 2 bytes stay
-where a step is one micro-batch.
-PyTorch's own CPUOffloadPolicy keeps nothing on the device, but
+one by one in backward. In a step the device sends 4 and gets 2. With ``optim.offload_gradients`` they leave as they come, and where a
+step is one micro-batch 2 bytes stay. PyTorch's own CPUOffloadPolicy keeps nothing on the device, but
 reads the float32 weights from the host for every gather, so twice a micro-batch, sends down the gradients of each, and waits for every
 gradient that is added to one before: 12 bytes a micro-batch, 768 a step of 64, instead of 6.
 """

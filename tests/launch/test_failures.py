@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -72,7 +73,10 @@ def test_a_death_without_record_is_told_with_the_last_words(tmp_path, exit_code,
     lines = failures.report(failure, log).splitlines()
     assert lines[0] == f"error: {words}"
     assert lines[2:22] == [f"  line {n}" for n in range(80, 100)]
-    assert str(log) in lines[-1]
+    assert lines[-1] == f"All of its output is in {log}; the other workers were stopped."
+    # What rank 0 prints is on the terminal.
+    first = failures.report(replace(failure, rank=0), log).splitlines()
+    assert first[-1] == f"What libraries wrote, and its traceback, are in {log}; the other workers were stopped."
 
 
 def test_no_record_and_no_exit_code_is_no_failure(tmp_path):
