@@ -210,7 +210,7 @@ def test_what_can_be_of_any_use_is_tried_and_nothing_else():
     # Gradients of several micro-batches add up on the device.
     assert not any(setting["optim.offload_gradients"] for setting in tried("train.global_batch=2"))
     given = tried("train.global_batch=2", "optim.offload=true", "optim.offload_gradients=true")
-    assert all(setting["optim.offload_gradients"] for setting in given), "who asks for it has it"
+    assert {setting["optim.offload_gradients"] for setting in given} == {True}, "who asks for it has it"
     ways = {tuple(list(setting.values())[:4]) for setting in every}
     assert ways == {
         ("none", 0.5, False, False), ("none", 0.5, False, True),
