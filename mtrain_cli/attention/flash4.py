@@ -6,9 +6,9 @@ then its single columns by the Triton kernels, which continue the same softmax, 
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from mtrain_cli import install_command
 from mtrain_cli.attention.bars import add_column_gradients, pack_columns
 from mtrain_cli.attention.block_lists import index_lists
+from mtrain_cli.attention.compiled import keep_compiled
 from mtrain_cli.attention.kernel import KernelRequest
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.attention.triton_kernel import TritonColumns, make_plan
@@ -53,7 +54,7 @@ class Flash4Kernel(TritonColumns):
         return None if broken is None else f"flash-attn-4 is installed, but does not load: {broken}"
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        from mtrain_cli.kernels.flash4 import dense
+        dense = _calls()
 
         if tiles.index is not None:
             return _sparse_forward(q, k, v, tiles, scale)
@@ -83,7 +84,7 @@ class Flash4Kernel(TritonColumns):
         tiles: Tiles,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        from mtrain_cli.kernels.flash4 import dense
+        dense = _calls()
 
         # Its own preprocessing derives delta from out and dout; only columns need it here.
         if tiles.index is not None:
@@ -105,20 +106,28 @@ class Flash4Kernel(TritonColumns):
         return dq, dk, dv
 
 
+def _calls() -> ModuleType:
+    """The calls of FlashAttention-4, which keeps what it compiles from the first import on."""
+    keep_compiled()
+    from mtrain_cli.kernels.flash4 import dense
+
+    return dense
+
+
 @cache
 def _broken() -> str | None:
     """Why what is installed does not load: its CUDA library is of another version than PyTorch's, or absent."""
     try:
-        importlib.import_module("mtrain_cli.kernels.flash4.dense")
+        _calls()
     except Exception as error:  # libraries of other versions fail in their own ways
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"[:200]
     return None
 
 
 def _sparse_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    from mtrain_cli.kernels.flash4 import dense
     from mtrain_cli.kernels.triton import sparse
 
+    dense = _calls()
     blocks = dense.spans_forward(q, k, v, _spans(tiles), index_lists(tiles, transposed=False), scale)
     columns = pack_columns(k, v, tiles)
     if columns is None:
@@ -137,9 +146,9 @@ def _sparse_backward(
     tiles: Tiles,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    from mtrain_cli.kernels.flash4 import dense
     from mtrain_cli.kernels.triton import sparse
 
+    dense = _calls()
     dq, dk, dv = dense.spans_backward(dout, q, k, v, out, lse, _spans(tiles), index_lists(tiles, transposed=True), scale)
     columns = pack_columns(k, v, tiles)
     if columns is None:

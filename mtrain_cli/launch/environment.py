@@ -104,8 +104,36 @@ def resolve_environment(config: Config, *, planning: bool = False) -> Environmen
 
 
 def host_memory() -> int:
-    """Bytes of memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Bytes of memory of this machine, or those that a container or a job's scheduler leaves this process of them."""
+    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *memory_limits()])
+
+
+def memory_limits(root: Path = Path("/")) -> list[int]:
+    """Bytes that the memory cgroups of this process allow, its own and those above it, as docker, Kubernetes and SLURM set them.
+
+    Both versions of cgroups are read. A container may see its own group as the root, while /proc names it as the machine does: then only
+    what is there counts. root: of the file system.
+    """
+    found = []
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            mount, name = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            mount, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        group = Path(path.lstrip("/"))
+        limits = [_text(mount / folder / name).strip() for folder in (group, *group.parents)]
+        found += [int(limit) for limit in limits if limit.isdigit()]
+    return found
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def gpu_index(environment: Environment) -> int:

@@ -13,21 +13,18 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from mtrain_cli.parallel.pinned import PinnedMemory
+
 # Bytes of a full block of host memory: 0.3 ms over PCIe 5, beside which one more launch is little.
 FULL_BLOCK = 16 << 20
 
 
 def block_sizes(size: int) -> list[int]:
-    """Bytes of the host blocks for a tensor of so many bytes. Powers of two, since torch rounds what it pins up to one: in a single block a
-    tensor of 576 MiB would take 1 GiB.
+    """Bytes of the host blocks for a tensor of so many bytes: full ones, and for the rest one of the next power of two, so that few sizes
+    serve tensors of all sizes.
     """
     rest = size % FULL_BLOCK
-    return [FULL_BLOCK] * (size // FULL_BLOCK) + ([pinned_size(rest)] if rest else [])
-
-
-def pinned_size(size: int) -> int:
-    """Bytes that torch takes to pin so many in one allocation."""
-    return 1 << (size - 1).bit_length()
+    return [FULL_BLOCK] * (size // FULL_BLOCK) + ([1 << (rest - 1).bit_length()] if rest else [])
 
 
 class Waiting:
@@ -74,6 +71,7 @@ class Offload:
         self.moved = 0
         self._at = -1  # layer whose tensors are leaving
         self._waiting: dict[int, list[Waiting]] = {}
+        self._memory = PinnedMemory(device)
         self._free: dict[int, list[torch.Tensor]] = {}  # blocks by their size
         self._stream: torch.cuda.Stream | None = None
 
@@ -161,7 +159,7 @@ class Offload:
                 return free.pop()
             large_enough *= 2
         self.allocated += size
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        return self._memory.empty(size)
 
     def _aside(self) -> AbstractContextManager[object]:
         """The stream of the copies, behind what the current one has been given so far."""

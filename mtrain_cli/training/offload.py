@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from mtrain_cli.config.schema import OptimConfig
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.parallel.fsdp import on_reduced_gradients, unit_parameters
+from mtrain_cli.parallel.pinned import PinnedMemory
 from mtrain_cli.training.optimizer import make_optimizer, squared_norm
 
 
@@ -62,15 +63,15 @@ class HostStates:
         self._link = _Link(self.device)
         dtype = parameters[0].dtype
         most = max(unit.packed for unit in self._units)
-        pinned = self.device.type == "cuda"
+        memory = PinnedMemory(self.device)
         # Gradients that left, for each master; or as many as two units have, so that one unit travels while another one is stepped.
         self._gradients: list[list[Tensor]] | None = None
         self._down: list[Tensor] = []
         if optim.offload_gradients:
-            self._gradients = [[torch.empty(h.shape, pin_memory=pinned) for h in unit.host] for unit in self._units]
+            self._gradients = [[memory.tensor(h.shape, torch.float32) for h in unit.host] for unit in self._units]
         else:
-            self._down = [torch.empty(most, pin_memory=pinned) for _ in range(2)]
-        self._up = [torch.empty(most, dtype=dtype, pin_memory=pinned) for _ in range(2)]
+            self._down = [memory.tensor((most,), torch.float32) for _ in range(2)]
+        self._up = [memory.tensor((most,), dtype) for _ in range(2)]
         on_reduced_gradients(decoder, self._add)
 
     def _add(self, number: int, packed: Tensor) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from math import prod
 
 from mtrain_cli.config.schema import Config
-from mtrain_cli.parallel.offload import pinned_size
 from mtrain_cli.training.flops import Shape, layer_shapes, root_shapes
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -55,15 +54,8 @@ class StateMemory:
         """
         if not self.offload:
             return 0
-        unit = max(self.layer_shard, self.root_shard)
-        gradients = 2 * pinned_size(4 * unit)
-        if self.gradients_leave:
-            layer, root = (
-                sum(pinned_size(4 * sharded_numbers([shape], self.workers)) for shape in shapes(self.model).values())
-                for shapes in (layer_shapes, root_shapes)
-            )
-            gradients = self.layers * layer + root
-        return 12 * self.shard + gradients + 2 * pinned_size(self.e * unit)
+        two_units = 2 * max(self.layer_shard, self.root_shard)
+        return 12 * self.shard + 4 * (self.shard if self.gradients_leave else two_units) + self.e * two_units
 
     @property
     def saving(self) -> int:

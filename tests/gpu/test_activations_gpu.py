@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 
 import pytest
@@ -19,6 +18,7 @@ from mtrain_cli.parallel.exchanges import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.offload import Offload
+from mtrain_cli.parallel.pinned import ARENA, PinnedMemory, register, unregister
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic products ask for; read at the first of a process
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -164,14 +164,33 @@ def distances(steps: Steps, exact: Steps) -> list[float]:
     return [float((ours.float() - theirs).norm() / theirs.norm()) for ours, theirs in pairs]
 
 
-def test_no_more_host_memory_is_pinned_than_is_counted():
-    gc.collect()
-    before = torch.cuda.host_memory_stats()["active_bytes.current"]
+def test_host_blocks_are_pinned_and_no_more_than_two_arenas_beyond_what_is_counted():
     store = Offload(2, torch.device("cuda"))
-    tensor = torch.randn(9 << 20, device="cuda")  # 36 MiB, of which a single block would make 64
+    tensor = torch.randn(73 << 20, device="cuda")  # 292 MiB: 18 full blocks, and one of 4
     kept = store.put(0, tensor)
     stays = store.put(1, tensor)
-    assert store.allocated == 36 << 20
-    assert torch.cuda.host_memory_stats()["active_bytes.current"] - before == pytest.approx(36 << 20, abs=4096)
+    assert store.allocated == 292 << 20
+    assert kept.host is not None
+    assert all(block.is_pinned() for block in kept.host)
+    assert store._memory.registers
+    assert store._memory.mapped == 3 * ARENA
     assert torch.equal(stays.get(), tensor)
     assert torch.equal(kept.get(), tensor)
+
+
+def test_pinned_memory_is_let_go_and_a_refusal_leaves_no_error_behind():
+    device = torch.device("cuda")
+    torch.zeros(1, device=device)
+    memory = PinnedMemory(device)
+    tensor = memory.tensor((1000, 1000), torch.float32)
+    address = tensor.untyped_storage().data_ptr()
+    assert not register(address, ARENA, device), "it is pinned already"
+    assert torch.ones(3, device=device).sum() == 3
+    plain = torch.ones(1 << 20)
+    assert register(plain.data_ptr(), plain.nbytes, device)
+    assert plain.is_pinned()
+    unregister(plain.data_ptr())
+    assert not plain.is_pinned()
+    tensor.copy_(torch.full((1000, 1000), 7.0, device=device), non_blocking=True)
+    del memory, tensor  # while the copy may be on its way
+    assert torch.ones(3, device=device).sum() == 3

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from pathlib import Path
 
 import pytest
 
 from mtrain_cli.config import compose
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch import environment
-from mtrain_cli.launch.environment import gpu_index, resolve_environment
+from mtrain_cli.launch.environment import gpu_index, memory_limits, resolve_environment
 from mtrain_cli.launch.job import Job, current_job, first_host
 
 TORCHRUN = {
@@ -166,3 +168,40 @@ def test_a_hang_in_nccl_ends_soon_after_it_is_found(tmp_path):
         assert found["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == heartbeat
         assert 4 * int(found["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"]) <= 10_000
         assert found["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == found["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "nccl-rank-")
+
+
+def cgroups(root: Path, own: str, **limits: str) -> Path:
+    """A file system whose process is in the cgroups of ``own``; limits by path, with _ for /."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(own)
+    for path, limit in limits.items():
+        file = root / "sys/fs/cgroup" / path.replace("_", "/").replace("LIMIT", "memory.limit_in_bytes").replace("MAX", "memory.max")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{limit}\n")
+    return root
+
+
+def test_memory_is_what_cgroups_leave(tmp_path):
+    v2 = cgroups(
+        tmp_path / "v2", "0::/slurm/job7/step0\n", slurm_MAX="900", slurm_job7_MAX="300", slurm_job7_step0_MAX="max", other_MAX="1"
+    )
+    assert sorted(memory_limits(v2)) == [300, 900]
+    v1 = cgroups(
+        tmp_path / "v1",
+        "5:cpu,cpuacct:/a\n4:memory:/a/b\n0::/\n",
+        memory_LIMIT="9223372036854771712",
+        memory_a_b_LIMIT="77",
+        cpu_a_LIMIT="1",
+    )
+    assert sorted(memory_limits(v1)) == [77, 9223372036854771712]
+    inside = cgroups(tmp_path / "inside", "4:memory:/docker/0123\n", memory_LIMIT="5000")
+    assert memory_limits(inside) == [5000]
+    assert memory_limits(cgroups(tmp_path / "none", "0::/\n")) == []
+    assert memory_limits(tmp_path / "nothing") == []
+
+
+def test_host_memory_is_the_least_of_the_machine_and_its_limits(monkeypatch):
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limits, expected in (([], machine), ([1 << 62], machine), ([1 << 62, 4096, 8192], 4096)):
+        monkeypatch.setattr(environment, "memory_limits", lambda limits=limits: limits)
+        assert environment.host_memory() == expected

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from test_trainer import make
 from torch.utils._pytree import tree_iter
 
-from mtrain_cli.parallel.offload import pinned_size
 from mtrain_cli.training.checkpoint import Checkpointer
 from mtrain_cli.training.state_memory import BYTES, StateMemory
 
@@ -149,7 +148,7 @@ def leaving(rank: int, world: int) -> list[tuple[list[int], bool, list[float], i
         mine = [gradient for unit in of_trainer._gradients for gradient in unit]
         same = all(torch.equal(a, b) for a, b in zip(expected, mine, strict=True))
         norms = [states.squared_norm().item() for states in (of_plain, of_trainer)]
-        pinned = sum(pinned_size(gradient.nbytes) for gradient in mine) + 2 * pinned_size(of_trainer._up[0].nbytes)
+        pinned = sum(gradient.nbytes for gradient in mine) + 2 * of_trainer._up[0].nbytes
         form = StateMemory(trainer.config, world, batches, BYTES["bfloat16"])
         bytes_of = [sum(gradient.nbytes for gradient in each.gradients()) for each in (plain, trainer)]
         found.append((bytes_of, same, norms, pinned, form.host - 12 * form.shard))
