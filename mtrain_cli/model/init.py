@@ -12,12 +12,15 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from mtrain_cli.model.decoder import Decoder
 
 
-def initialize(decoder: Decoder, seed: int) -> None:
+def initialize(decoder: Decoder, seed: int, device: torch.device | None = None) -> None:
     """Give every parameter its starting value; the same for any number of workers and any sharding, on one kind of device.
 
     Matrices are normal(0, init_std), those that write to the residual stream divided by sqrt(2 num_layers) (GPT-2's report, section 2.3);
-    norms are 1, biases 0. Each parameter has its own generator, seeded from (seed, name), on the parameter's device: every worker draws the
-    whole matrix, one at a time, and keeps its shard. CPU and CUDA generators differ.
+    norms are 1, biases 0. Each parameter has its own generator, seeded from (seed, name): every worker draws the whole matrix, one at a
+    time, and keeps its shard.
+
+    device: where numbers are drawn, by default where the parameters are. CPU and CUDA generators differ; parameters of a GPU's run that
+    are in host memory get the GPU's, which also draws 8 B numbers in a second, where a CPU takes over a minute.
     """
     residual_std = decoder.model_config.init_std / math.sqrt(2 * decoder.model_config.num_layers)
     for name, parameter in decoder.named_parameters():
@@ -27,14 +30,14 @@ def initialize(decoder: Decoder, seed: int) -> None:
             nn.init.zeros_(parameter)
         else:
             std = residual_std if name.endswith(("o_proj.weight", "down_proj.weight")) else decoder.model_config.init_std
-            _fill_normal(parameter, std, _seed_of(seed, name))
+            _fill_normal(parameter, std, _seed_of(seed, name), device or parameter.device)
 
 
 @torch.no_grad()
-def _fill_normal(parameter: Tensor, std: float, seed: int) -> None:
+def _fill_normal(parameter: Tensor, std: float, seed: int, device: torch.device) -> None:
     assert not parameter.is_meta, "call to_empty(device=...) before initialize"
-    generator = torch.Generator(parameter.device).manual_seed(seed)
-    whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device).normal_(0.0, std, generator=generator)
+    generator = torch.Generator(device).manual_seed(seed)
+    whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device).normal_(0.0, std, generator=generator).to(parameter.device)
     if isinstance(parameter, DTensor):
         # src_data_rank=None: nothing is sent, each worker cuts its shard from the matrix that it drew itself.
         whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)

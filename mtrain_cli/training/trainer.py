@@ -217,7 +217,7 @@ class Trainer:
         if config.train.init_from:
             load_into(filled, config.train.init_from)
         else:
-            initialize(filled, config.seed)
+            initialize(filled, config.seed, self.device)
         if self.host_states:
             self.host_states.send()
         return decoder
