@@ -13,6 +13,7 @@ for name in ("COLUMNS", "LINES"):
     os.environ.pop(name, None)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")  # no folder for it beside those of tests
 
 MOST_PROCESSES = 8  # of tests at a time, each of which may start up to five more
 

@@ -7,6 +7,8 @@ then its single columns by the Triton kernels, which continue the same softmax, 
 from __future__ import annotations
 
 import importlib.util
+import sys
+from contextlib import nullcontext
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -16,7 +18,7 @@ import torch
 from mtrain_cli import install_command
 from mtrain_cli.attention.bars import add_column_gradients, pack_columns
 from mtrain_cli.attention.block_lists import index_lists
-from mtrain_cli.attention.compiled import keep_compiled
+from mtrain_cli.attention.compiled import kernels_kept
 from mtrain_cli.attention.kernel import KernelRequest
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.attention.triton_kernel import TritonColumns, make_plan
@@ -107,10 +109,9 @@ class Flash4Kernel(TritonColumns):
 
 
 def _calls() -> ModuleType:
-    """The calls of FlashAttention-4, which keeps what it compiles from the first import on."""
-    keep_compiled()
-    from mtrain_cli.kernels.flash4 import dense
-
+    """The calls of FlashAttention-4."""
+    with nullcontext() if "mtrain_cli.kernels.flash4.dense" in sys.modules else kernels_kept():
+        from mtrain_cli.kernels.flash4 import dense
     return dense
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from mtrain_cli import install_command
+from mtrain_cli.launch.environment import host_memory
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -159,7 +160,7 @@ def diagnose(check: bool) -> Diagnosis:
 
 def _cpu_memory() -> float | None:
     try:
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+        return round(host_memory() / 2**30, 1)
     except (ValueError, OSError):
         return None
 

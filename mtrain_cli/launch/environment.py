@@ -108,11 +108,17 @@ def host_memory() -> int:
     return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *memory_limits()])
 
 
+def machine_has() -> str:
+    """Behind "this machine": its memory, or what a limit leaves of it, in whole GiB."""
+    limited = any(limit <= host_memory() for limit in memory_limits())
+    return f"{'lets this process have' if limited else 'has'} {host_memory() / 2**30:,.0f} GiB"
+
+
 def memory_limits(root: Path = Path("/")) -> list[int]:
     """Bytes that the memory cgroups of this process allow, its own and those above it, as docker, Kubernetes and SLURM set them.
 
-    Both versions of cgroups are read. A container may see its own group as the root, while /proc names it as the machine does: then only
-    what is there counts. root: of the file system.
+    Both versions of cgroups are read. A container may see its own group as the root, while /proc names it as the machine does: then the
+    limit of the root is read. Without a limit version 2 gives nothing, version 1 a number near 2^63. root: of the file system.
     """
     found = []
     for line in _text(root / "proc/self/cgroup").splitlines():

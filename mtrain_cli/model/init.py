@@ -19,8 +19,8 @@ def initialize(decoder: Decoder, seed: int, device: torch.device | None = None) 
     norms are 1, biases 0. Each parameter has its own generator, seeded from (seed, name): every worker draws the whole matrix, one at a
     time, and keeps its shard.
 
-    device: where numbers are drawn, by default where the parameters are. CPU and CUDA generators differ; parameters of a GPU's run that
-    are in host memory get the GPU's, which also draws 8 B numbers in a second, where a CPU takes over a minute.
+    device: where numbers are drawn, by default where the parameters are; it needs room for the largest matrix. CPU and CUDA generators
+    differ: parameters of a GPU's run that are in host memory get the GPU's, so that a seed gives the same weights, and sooner.
     """
     residual_std = decoder.model_config.init_std / math.sqrt(2 * decoder.model_config.num_layers)
     for name, parameter in decoder.named_parameters():

@@ -11,7 +11,7 @@ import torch
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.registry import choose, make_kernel, survey
 from mtrain_cli.config.schema import Config, ConfigError
-from mtrain_cli.launch.environment import Environment, gpu_index, host_memory, resolve_environment
+from mtrain_cli.launch.environment import Environment, gpu_index, host_memory, machine_has, resolve_environment
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.schedule import make_schedule
@@ -227,7 +227,7 @@ def _refusal_here(config: Config) -> str | None:
 
 def needed_here(found: Plan) -> str:
     """Memory of CPU workers against that of this machine, in whole GiB as the run itself says it."""
-    return f"about {found.host_bytes / GIB:,.0f} GiB where this machine has {host_memory() / GIB:,.0f} GiB"
+    return f"about {found.host_bytes / GIB:,.0f} GiB where this machine {machine_has()}"
 
 
 def planned(config: Config, environment: Environment, choices: Choices) -> Plan:
@@ -244,7 +244,9 @@ def planned(config: Config, environment: Environment, choices: Choices) -> Plan:
         capacity=given_memory(config) or properties.total_memory if properties else None,
     )
     if environment.device == "cuda":
-        per_machine = min(environment.local_workers, max(1, torch.cuda.device_count()))
+        # SLURM may show each of several workers one GPU; a dry run may ask about more workers than there are GPUs.
+        gpus = environment.local_workers if environment.launcher == "slurm" else max(1, torch.cuda.device_count())
+        per_machine = min(environment.local_workers, gpus)
         found = dataclasses.replace(found, host_share=round(USABLE_HOST * host_memory() / per_machine))
     if choices.dense_kernel is None:
         return found

@@ -49,8 +49,8 @@ class StateMemory:
 
     @property
     def host(self) -> int:
-        """Of a worker in host memory: float32 weights and states, and pinned, gradients and rounded weights of two units on the way, or all
-        gradients.
+        """Of a worker in host memory: float32 weights and both states; pinned: rounded weights of two units, and gradients of two units,
+        or of all if they leave. Rests of arenas (`PinnedMemory`, at most 0.5 GiB) are not counted.
         """
         if not self.offload:
             return 0

@@ -21,7 +21,7 @@ from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.data.dataset import Dataset, Sample, open_dataset
 from mtrain_cli.data.loader import Loader
 from mtrain_cli.launch import whereabouts
-from mtrain_cli.launch.environment import Environment, describe_place, host_memory
+from mtrain_cli.launch.environment import Environment, describe_place, machine_has
 from mtrain_cli.launch.failures import PeerLostError, RunError
 from mtrain_cli.model.decoder import Attend, Decoder
 from mtrain_cli.model.huggingface import load_into
@@ -86,11 +86,11 @@ def _check_host_memory(config: Config, environment: Environment, choices: Choice
     if environment.device != "cpu" or config.train.memory == "auto":
         return
     found = planned(config, environment, choices)
-    needed, available = found.host_bytes, host_memory()
+    needed = found.host_bytes
     if not found.fits:
         raise ConfigError(
             f"seq={config.seq}: {environment.local_workers} CPU workers would need about {needed / 2**30:.0f} GiB "
-            f"for model={config.model.name}, this machine has {available / 2**30:.0f} GiB; give a shorter seq, a smaller model, "
+            f"for model={config.model.name}, this machine {machine_has()}; give a shorter seq, a smaller model, "
             "or GPUs (mtrain train --dry-run shows where memory goes)"
         )
 

@@ -194,6 +194,9 @@ def test_memory_is_what_cgroups_leave(tmp_path):
         cpu_a_LIMIT="1",
     )
     assert sorted(memory_limits(v1)) == [77, 9223372036854771712]
+    several = "1:name=hugememory:/h\n4:cpu,memory:/kubepods/cri-containerd:0f\n0::/a\n"
+    hybrid = cgroups(tmp_path / "hybrid", several, a_MAX="20", **{"memory_kubepods_cri-containerd:0f_LIMIT": "30", "memory_h_LIMIT": "1"})
+    assert sorted(memory_limits(hybrid)) == [20, 30]
     inside = cgroups(tmp_path / "inside", "4:memory:/docker/0123\n", memory_LIMIT="5000")
     assert memory_limits(inside) == [5000]
     assert memory_limits(cgroups(tmp_path / "none", "0::/\n")) == []
@@ -205,3 +208,6 @@ def test_host_memory_is_the_least_of_the_machine_and_its_limits(monkeypatch):
     for limits, expected in (([], machine), ([1 << 62], machine), ([1 << 62, 4096, 8192], 4096)):
         monkeypatch.setattr(environment, "memory_limits", lambda limits=limits: limits)
         assert environment.host_memory() == expected
+    assert environment.machine_has() == "lets this process have 0 GiB"
+    monkeypatch.setattr(environment, "memory_limits", lambda: [1 << 62])
+    assert environment.machine_has() == f"has {machine / 2**30:,.0f} GiB"

@@ -62,3 +62,10 @@ def test_seed_and_name_decide_the_values():
     assert not torch.equal(first["embed_tokens.weight"], other["embed_tokens.weight"])
     assert not torch.equal(first["layers.0.mlp.gate_proj.weight"], first["layers.1.mlp.gate_proj.weight"])
     assert not torch.equal(first["layers.0.mlp.gate_proj.weight"], first["layers.0.mlp.up_proj.weight"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU draws them")
+def test_numbers_are_drawn_where_the_caller_says():
+    decoder = Decoder(MODEL, rope_factor=1.0, loss_chunk_bytes=1, activation_checkpoint="none", compile=False)
+    with pytest.raises((RuntimeError, AssertionError), match="CUDA"):
+        initialize(decoder, 0, torch.device("cuda"))

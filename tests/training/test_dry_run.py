@@ -16,6 +16,7 @@ from rich.console import Console
 
 from mtrain_cli.config.compose import compose
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.launch import environment
 from mtrain_cli.parallel.schedule import Options, make_schedule
 from mtrain_cli.parallel.selection import gathered_bytes
 from mtrain_cli.training import dry_run as module
@@ -64,7 +65,7 @@ def test_gpus_need_not_be_here_and_what_is_assumed_is_said():
 @pytest.fixture
 def with_24_gib(monkeypatch):
     """A machine of 24 GiB, in the eyes of the plan and of the trainer."""
-    for place in (module, planning):
+    for place in (module, planning, environment):
         monkeypatch.setattr(place, "host_memory", lambda: 24 * GIB)
 
 
