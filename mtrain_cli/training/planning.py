@@ -244,14 +244,21 @@ def planned(config: Config, environment: Environment, choices: Choices) -> Plan:
         capacity=given_memory(config) or properties.total_memory if properties else None,
     )
     if environment.device == "cuda":
-        # SLURM may show each of several workers one GPU; a dry run may ask about more workers than there are GPUs.
-        gpus = environment.local_workers if environment.launcher == "slurm" else max(1, torch.cuda.device_count())
-        per_machine = min(environment.local_workers, gpus)
-        found = dataclasses.replace(found, host_share=round(USABLE_HOST * host_memory() / per_machine))
+        sharing = sharing_the_host(environment, torch.cuda.device_count())
+        found = dataclasses.replace(found, host_share=round(USABLE_HOST * host_memory() / sharing))
     if choices.dense_kernel is None:
         return found
     kernel, reason = choices.dense_kernel
     return dataclasses.replace(found, dense_kernel=(kernel.name, reason))
+
+
+def sharing_the_host(environment: Environment, gpus: int) -> int:
+    """Workers that share this machine's memory. gpus: that this process sees; SLURM may show each of several tasks one, and a dry run may
+    ask about more workers than there are.
+    """
+    if environment.launcher == "slurm":
+        return environment.local_workers
+    return max(1, min(environment.local_workers, gpus))
 
 
 def _elsewhere(config: Config, why: str) -> Plan:

@@ -189,7 +189,7 @@ def test_pinned_memory_is_let_go_and_a_refusal_leaves_no_error_behind():
     plain = torch.ones(1 << 20)
     assert register(plain.data_ptr(), plain.nbytes, device)
     assert plain.is_pinned()
-    unregister(plain.data_ptr())
+    unregister(plain.data_ptr(), device)
     assert not plain.is_pinned()
     tensor.copy_(torch.full((1000, 1000), 7.0, device=device), non_blocking=True)
     del memory, tensor  # while the copy may be on its way

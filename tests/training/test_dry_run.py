@@ -355,3 +355,11 @@ def test_what_fits_means_is_said_where_it_is_said():
     found = plan(compose([*words, "optim.offload=true"]))
     assert module.fitting(found).plain.startswith("fits GPUs of ")
     assert module.fitting(dataclasses.replace(found, host_share=1 << 30)).plain == "does not fit the memory of the host"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "workers", "gpus", "expected"), [("mtrain", 8, 2, 2), ("torchrun", 2, 8, 2), ("slurm", 8, 1, 8), ("mtrain", 1, 0, 1)]
+)
+def test_workers_of_a_machine_share_its_memory(launcher, workers, gpus, expected):
+    place = SimpleNamespace(launcher=launcher, local_workers=workers)
+    assert planning.sharing_the_host(place, gpus) == expected
