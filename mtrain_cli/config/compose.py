@@ -133,6 +133,7 @@ _LATER = {
     "run.spike_sigma": 0.0,
     "run.straggler": 0.0,
     "topology.gpu_memory_gib": "auto",
+    "topology.host_memory_gib": "auto",
     "optim.offload": False,
     "optim.offload_gradients": False,
     "train.memory": "manual",

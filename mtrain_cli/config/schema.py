@@ -85,6 +85,9 @@ class TopologyConfig:
     workers: int | str = option("processes in all; auto = all GPUs of the job, else 2 on CPU")
     context_parallel: int | str = option("workers that share one sequence; auto = all of them")
     gpu_memory_gib: float | str = option("memory of a GPU that plans and train.memory=auto reckon with; auto = what it has, else H200's")
+    host_memory_gib: float | str = option(
+        "host memory of each GPU that plans and train.memory=auto reckon with; auto = its share of this machine's, else 128"
+    )
     gpus_per_node: int | str = option("workers per (virtual) node; auto = as launched")
     layout: str = option(
         "which worker holds which tokens; auto = zigzag for dense attention without data.document_mask, else striped", ("auto", *LAYOUTS)

@@ -86,6 +86,7 @@ _RANGE: dict[str, tuple[str, Callable[[float], bool]]] = {
     "topology.context_parallel": _POSITIVE,
     "topology.gpus_per_node": _POSITIVE,
     "topology.gpu_memory_gib": _ABOVE_ZERO,
+    "topology.host_memory_gib": _ABOVE_ZERO,
     "topology.ulysses": _POSITIVE,
     "topology.chunks": _POSITIVE,
     "topology.prefetch": _POSITIVE,

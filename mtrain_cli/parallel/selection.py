@@ -147,7 +147,7 @@ def choose_exchange(topology: TopologyConfig, needs: ExchangeNeeds) -> ExchangeC
         min(needs.per_node, needs.workers),
         heads=heads,
         chunks=_chunks(topology, needs, name, left, heads),
-        prefetch=topology.prefetch,
+        prefetch=topology.prefetch if name in ("ring", "hierarchical_ring") else 1,
         circulates=_circulates(topology, needs, name),
         shared_columns=_shared_columns(topology, needs),
     )

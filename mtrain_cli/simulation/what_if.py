@@ -249,7 +249,8 @@ def topology_of(setup: Setup) -> TopologyConfig:
         return replace(setup.options, workers=setup.workers, gpus_per_node=setup.per_node, layout=setup.layout, exchange=setup.exchange)
     return TopologyConfig(
         device="auto", workers=setup.workers, context_parallel="auto", gpus_per_node=setup.per_node, gpu_memory_gib="auto",
-        layout=setup.layout, exchange=setup.exchange, ulysses="auto", chunks="auto", prefetch=1, circulates="auto", columns="auto",
+        host_memory_gib="auto", layout=setup.layout, exchange=setup.exchange, ulysses="auto",
+        chunks="auto", prefetch=1, circulates="auto", columns="auto",
         block_size=0, timeout_s=0,
     )  # fmt: skip
 

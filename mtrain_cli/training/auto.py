@@ -55,6 +55,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "optim.offload": (False, True),
     "optim.offload_gradients": (False, True),
 }
+NO_CHECKPOINTS = {"train.checkpoint_every": 0, "train.checkpoint_at_end": False}
 
 
 @dataclass(frozen=True)
@@ -248,12 +249,15 @@ def refusal(plan: Plan, found: Search) -> str:
         saving = f" ({_gib(needed.saving)} of it while a checkpoint is written)" if needed.saving else ""
         host = f" and {_gib(needed.host_peak)} of host memory{saving}"
     helps = remedies(plan, found)
-    would = f"fits with {', or '.join(helps)}" if helps else "only a smaller model or more workers would fit"
+    nothing = "only a smaller model or more workers would fit" if plan.environment.device == "cuda" else "only a smaller model would fit"
+    would = f"fits with {', or '.join(helps)}" if helps else nothing
     return f"seq={format_size(plan.config.seq)}: a worker needs {about}{_gib(plan.load(needed))}{host}{by}, of {plan.has}; {would}"
 
 
 def remedies(plan: Plan, found: Search) -> list[str]:
-    """Changes of which each would make a run fit: of the ways of using memory with the fewest keys, of the length, of the workers."""
+    """Changes of which each would make a run fit: of the ways of using memory with the fewest keys, of the exchange, of what is
+    saved, of the length, of the workers.
+    """
     helps = []
     fitting = [setting for setting in found.settings if setting.fits]
     if fitting:
@@ -262,6 +266,8 @@ def remedies(plan: Plan, found: Search) -> list[str]:
     exchange = _another_exchange(plan)
     if exchange:
         helps.append(exchange)
+    if plan.memory.saving and _possible(plan.again(_with(plan.asked or plan.config, NO_CHECKPOINTS))):
+        helps.append(" ".join(f"{key}={show(value)}" for key, value in NO_CHECKPOINTS.items()))
     seq = longest_seq(plan)
     if seq:
         helps.append(f"seq={format_size(seq)}")

@@ -76,6 +76,12 @@ def given_memory(config: Config) -> int | None:
     return None if isinstance(gib, str) else round(gib * 2**30)
 
 
+def given_host_memory(config: Config) -> int | None:
+    """``topology.host_memory_gib`` in bytes; None for auto."""
+    gib = config.topology.host_memory_gib
+    return None if isinstance(gib, str) else round(gib * 2**30)
+
+
 def kernel_request(config: Config, device: str, dtype: torch.dtype, capability: tuple[int, int] | None) -> KernelRequest:
     """What a run asks of a kernel, for dense attention. capability: of the GPU."""
     model = config.model

@@ -197,14 +197,14 @@ class _Step:
         loss: int = 0,
     ) -> Moment:
         """indices: of how many layers the index is there. at: the layer in backward, counted from 1; 0: none is."""
-        layer, exchange = self.layer_in_backward(products=at > self.first_with_products) if at else (0, self.ring_buffers())
+        layer, exchange, gone = self.layer_in_backward(products=at > self.first_with_products) if at else (0, self.ring_buffers(), 0)
         return Moment(
             name=name,
             parameters=self.states.parameters,
             optimizer=self.states.optimizer,
             gradients=gradients,
             working_weights=working_weights,
-            activations=activations,
+            activations=activations - gone,
             layer=layer,
             index=self.kept_index(indices),
             exchange=exchange,
@@ -310,8 +310,9 @@ class _Step:
         """q and k before their norms (Qwen3), which only `none` keeps and the others make again."""
         return self.e * self.tokens * (self.width + self.kv_width) if self.model.qk_norm else 0
 
-    def layer_in_backward(self, *, products: bool) -> tuple[int, int]:
-        """(layer, exchange) at the larger of two points: the MLP's gate, where six tensors of its width exist, or attention.
+    def layer_in_backward(self, *, products: bool) -> tuple[int, int, int]:
+        """(layer, exchange, gone) at the larger of two points: the MLP's gate, where six tensors of its width exist, or attention. gone: of
+        what was kept, what has been freed there.
 
         A recomputed layer has first made the normalised input, q, k, v, and what of output and lse was not kept. Its MLP, and any in
         tiles, then holds the gradients of its output, of x and of attention's output; for a tile x + attention, its norm, gate, up,
@@ -321,7 +322,7 @@ class _Step:
         e, tokens, model = self.e, self.tokens, self.model
         wide, out = e * tokens * model.intermediate_size, e * tokens * self.width
         several = self.rows < tokens
-        mlp, attention = self.hidden + 2 * wide, self.hidden + out
+        mlp, attention, gone = self.hidden + 2 * wide, self.hidden + out, 0
         if self.recomputes or several:
             # Or, where the MLP is narrow, at its norm: x + attention, gradient of the norm, both and their product in float32.
             norm = (12 if e < 4 else 4) * model.hidden_size
@@ -336,7 +337,7 @@ class _Step:
                 behind = self.rows * max(2 * e * model.intermediate_size + 3 * e * model.hidden_size, norm)
                 mlp += max(gate - e * self.states.layer_weights, behind)
             if products:
-                attention -= self.hidden + 2 * wide  # which have gone with the MLP
+                gone = self.hidden + 2 * wide  # with the MLP
         if self.recomputes:
             again = self.hidden + out + self.norms() + (out + self.heads + self.gathered_columns() if self.early else 0)
             # Of a ring nothing but the shard that travelled is used in backward.
@@ -344,10 +345,10 @@ class _Step:
             mlp, attention = mlp + again, attention + again
         elif not several:
             # Of the stored tensors of the layer at hand, MLP's have been freed when attention is reached.
-            attention -= 4 * wide + 2 * self.hidden
+            gone = 4 * wide + 2 * self.hidden
         exchange = self.exchange_in_backward()
         buffers = self.ring_buffers()
-        return (mlp, buffers) if mlp + buffers >= attention + exchange else (attention, exchange)
+        return (mlp, buffers, 0) if mlp + buffers >= attention + exchange - gone else (attention, exchange, gone)
 
     def ring_buffers(self) -> int:
         """Messages of a ring, which stay allocated from layer to layer: shards on the way, and gradients at hand, arriving and leaving."""

@@ -24,6 +24,7 @@ from mtrain_cli.training.choices import (
     dense_kernel_asked,
     dense_steps_named,
     exchange_needs,
+    given_host_memory,
     given_memory,
     kernel_request,
     make_choices,
@@ -110,9 +111,14 @@ class Plan:
         """What there is of memory, for messages."""
         if self.environment.device == "cpu":
             return f"the {size(host_memory())} that {self.environment.local_workers} CPU workers of this machine share"
-        return (
-            f"the {size(self.gpu_bytes)} of {self.gpu_name}, {USABLE:.0%} of which can be used, with {size(self.host_share)} of host memory"
-        )
+        topology = self.config.topology
+        gpu = self.gpu_name if topology.gpu_memory_gib == "auto" else "topology.gpu_memory_gib"
+        host = f"{size(self.host_share)} of host memory"
+        if topology.host_memory_gib != "auto":
+            host += f" ({USABLE_HOST:.0%} of topology.host_memory_gib)"
+        elif self.elsewhere:
+            host += f" ({USABLE_HOST:.0%} of {ASSUMED_HOST_BYTES // GIB} GiB a GPU, assumed; topology.host_memory_gib says otherwise)"
+        return f"the {size(self.gpu_bytes)} of {gpu}, {USABLE:.0%} of which can be used, with {host}"
 
     def load(self, memory: MemoryEstimate) -> int:
         """Bytes of a worker on its device, which on a CPU is the host."""
@@ -244,8 +250,8 @@ def planned(config: Config, environment: Environment, choices: Choices) -> Plan:
         capacity=given_memory(config) or properties.total_memory if properties else None,
     )
     if environment.device == "cuda":
-        sharing = sharing_the_host(environment, torch.cuda.device_count())
-        found = dataclasses.replace(found, host_share=round(USABLE_HOST * host_memory() / sharing))
+        host = given_host_memory(config) or host_memory() / sharing_the_host(environment, torch.cuda.device_count())
+        found = dataclasses.replace(found, host_share=round(USABLE_HOST * host))
     if choices.dense_kernel is None:
         return found
     kernel, reason = choices.dense_kernel
@@ -278,9 +284,9 @@ def _elsewhere(config: Config, why: str) -> Plan:
         exchange_needs(config, environment, layout, dtype, make_kernel(kernel[0]), given_memory(config) or ASSUMED_GPU_BYTES),
     )
     found = _complete(config, environment, layout, exchange, kernel, dtype, gpu=None, capacity=given_memory(config))
-    return dataclasses.replace(
-        found, dense_kernel=dense_kernel, machine=f"GPUs elsewhere, taken to be {ASSUMED_GPU}: {why}", elsewhere=True
-    )
+    host_share = round(USABLE_HOST * (given_host_memory(config) or ASSUMED_HOST_BYTES))
+    machine = f"GPUs elsewhere, taken to be {ASSUMED_GPU}: {why}"
+    return dataclasses.replace(found, dense_kernel=dense_kernel, machine=machine, elsewhere=True, host_share=host_share)
 
 
 def plan_for(
@@ -302,7 +308,7 @@ def plan_for(
     found = _kernel_elsewhere(config, dtype, kernel or config.train.kernel, index, capability, gpu)
     exchange = choose_exchange(config.topology, exchange_needs(config, environment, layout, dtype, make_kernel(found[0]), capacity))
     made = _complete(config, environment, layout, exchange, found, dtype, gpu=gpu, capacity=capacity)
-    made = dataclasses.replace(made, host_share=round(USABLE_HOST * host))
+    made = dataclasses.replace(made, host_share=round(USABLE_HOST * (given_host_memory(config) or host)))
     return made if config.train.memory == "manual" else decided(made)
 
 

@@ -116,7 +116,10 @@ def test_an_impossible_run_is_refused_in_one_line_and_each_remedy_helps(memory, 
         require_fit(found)
     (line,) = caught.value.problems
     assert line.startswith("seq=512k: a worker needs ")
-    assert f"of the {gib}.00 GiB of NVIDIA H200" in line
+    assert (
+        f"of the {gib}.00 GiB of topology.gpu_memory_gib, 95% of which can be used, with 115.20 GiB of host memory (90% of 128 GiB a GPU"
+        in line
+    )
     remedies = re.search(r"; fits with (.*)$", line)[1].split(", or ")
     changes = [re.search(r"topology\.workers=\d+", remedy)[0] if "GPUs" in remedy else remedy for remedy in remedies]
     assert any(change.startswith("seq=") for change in changes)
@@ -146,8 +149,8 @@ def test_host_memory_of_a_checkpoint_counts_where_a_run_saves():
     saves, silent = planned(*words), planned(*never)
     copy = 12 * saves.parameters.total
     assert (saves.memory.saving, silent.memory.saving) == (copy, 0)
-    # Gradients and rounded weights of embedding and LM head, two of each, which are pinned and so rounded up.
-    assert saves.memory.host == copy + 2 * (4 + 2) * GIB
+    # Gradients and rounded weights of embedding, LM head and the last norm, two of each.
+    assert saves.memory.host == copy + 2 * (4 + 2) * (2 * 128256 * 4096 + 4096)
     assert planned(*never, "train.checkpoint_every=50").memory.saving == copy
     assert planned(*never, "train.checkpoint_every=50", "train.steps=50").memory.saving == 0, "the run ends with the step"
     assert silent.takes(silent.memory)
@@ -160,6 +163,28 @@ def test_host_memory_of_a_checkpoint_counts_where_a_run_saves():
     each = processes[0].memory.saving
     assert each >= 12 * processes[0].parameters.total // 8
     assert processes[0].host_bytes - processes[1].host_bytes == 8 * each
+
+
+def test_host_memory_may_be_given():
+    words = ["topology.workers=1", "seq=512k", "train.memory=auto", "train.checkpoint_every=0", "train.checkpoint_at_end=false"]
+    words += ["sparsity=fixed", "sparsity.density=0.01", "sparsity.bars=2048"]
+    with pytest.raises(ConfigError, match=r"with 115\.20 GiB of host memory \(90% of 128 GiB a GPU, assumed; topology\.host_memory_gib"):
+        require_fit(planned(*words))
+    roomy = planned(*words, "topology.host_memory_gib=200")
+    assert roomy.host_share == 180 * GIB
+    require_fit(roomy)
+    with pytest.raises(ConfigError, match=r"with 126\.00 GiB of host memory \(90% of topology\.host_memory_gib\)"):
+        require_fit(planned(*words, "topology.host_memory_gib=140"))
+
+
+def test_a_run_that_only_lacks_room_for_its_checkpoint_is_told_to_save_none():
+    words = ["topology.workers=1", "seq=64k", "train.activation_checkpoint=full", "optim.offload=true"]
+    with pytest.raises(ConfigError, match=r"fits with (.*, or )?train\.checkpoint_every=0 train\.checkpoint_at_end=false, or 2 GPUs"):
+        require_fit(planned(*words))
+    require_fit(planned(*words, "train.checkpoint_every=0", "train.checkpoint_at_end=false"))
+    with pytest.raises(ConfigError) as caught:
+        require_fit(planned(*words, "seq=8m"))
+    assert "checkpoint_at_end" not in caught.value.problems[0], "nor where that would not do"
 
 
 def test_the_page_says_what_was_chosen_and_rejected_and_the_longest_sequence():
@@ -292,7 +317,7 @@ def test_another_exchange_is_a_remedy_where_keys_take_too_much():
 
     whole = "topology.exchange=all_gather", "topology.chunks=1"
     with pytest.raises(
-        ConfigError, match=r" with topology.exchange=all_gather, of the 63.50 GiB of NVIDIA H200, 95% of which can be used"
+        ConfigError, match=r" with topology.exchange=all_gather, of the 63.50 GiB of topology.gpu_memory_gib, 95% of which can be used"
     ) as c:
         require_fit(limited(63.5, *whole))
     assert "; fits with topology.chunks=4, or seq=" in str(c.value)

@@ -198,6 +198,19 @@ def test_of_so_many_layers_gate_and_up_stay():
     assert plain[1].layer - first.layer == tokens * 2 * (c + 2 * i)
 
 
+@pytest.mark.parametrize("words", [("train.keep_mlp=true",), ("train.activation_checkpoint=none", "train.tile_mib=0")])
+def test_what_has_gone_with_the_mlp_is_of_what_was_kept(words):
+    """Attention of many workers' keys is the larger point there."""
+    found = estimate("seq=4m", *words, workers=64)
+    backward = found.moments[1]
+    assert backward.exchange == estimate("seq=4m", workers=64).moments[1].exchange > 0
+    gone = found.moments[0].activations - backward.activations
+    tokens, c, i = (4 << 20) // 64, 2048, 11008
+    assert gone == 2 * tokens * ((c + 2 * i) if "train.keep_mlp=true" in words else (2 * c + 4 * i))
+    for moment in found.moments:
+        assert all(part >= 0 for part in moment.parts.values())
+
+
 def test_the_mlp_takes_no_more_than_its_tiles():
     million, tiled = (estimate("seq=1m", f"train.tile_mib={mib}") for mib in (0, 512))
     assert million.peak.name == "backward of layer 36"
