@@ -73,7 +73,10 @@ def search_rows(found: Plan) -> list[RenderableType]:
     if found.search is None or found.search.chosen is None:
         return []
     rejected = "; ".join(f"{way}: {reason}" for way, reason in found.search.rejected())
-    return [Text(f"{describe_choice(found)}."), Text(f"Rejected, by the fastest setting of each: {rejected}.", style="dim")]
+    return [
+        Text(f"{describe_choice(found)}."),
+        Text(f"Rejected, as slower by the model or as too large, the fastest setting of each way: {rejected}.", style="dim"),
+    ]
 
 
 def describe_choice(found: Plan) -> str:
@@ -310,7 +313,10 @@ def describe_workers(found: Plan) -> str:
     if environment.workers > 1 and not found.gpu:
         what += "es" if what.endswith("s") else "s"
     nodes = f", {environment.nodes} nodes of {environment.workers_per_node}" if environment.nodes > 1 else ""
-    return f"{environment.workers} {'x ' if found.gpu else ''}{what} = {environment.dp} data x {environment.cp} context{nodes}"
+    taken = (
+        ", taken for topology.workers=auto: give how many there are" if found.elsewhere and found.config.topology.workers == "auto" else ""
+    )
+    return f"{environment.workers} {'x ' if found.gpu else ''}{what} = {environment.dp} data x {environment.cp} context{nodes}{taken}"
 
 
 def describe_sparsity(found: Plan) -> str:

@@ -363,3 +363,10 @@ def test_what_fits_means_is_said_where_it_is_said():
 def test_workers_of_a_machine_share_its_memory(launcher, workers, gpus, expected):
     place = SimpleNamespace(launcher=launcher, local_workers=workers)
     assert planning.sharing_the_host(place, gpus) == expected
+
+
+@without_gpu
+def test_a_number_of_gpus_that_was_not_given_is_said_to_be_taken():
+    auto, given = (plan(compose(["model=qwen3b", "topology.device=cuda", *more])) for more in ((), ("topology.workers=2",)))
+    assert module.describe_workers(auto) == "2 GPUs = 1 data x 2 context, taken for topology.workers=auto: give how many there are"
+    assert module.describe_workers(given) == "2 GPUs = 1 data x 2 context"
