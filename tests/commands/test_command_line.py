@@ -131,6 +131,24 @@ def test_what_a_command_raises_becomes_an_exit_code(monkeypatch, raised, code):
     assert result.stderr == {130: "", 2: "mtrain: a: b\nmtrain: c: d\n", 1: "error: no room\n"}[code]
 
 
+@pytest.mark.parametrize("module", ["typer", "mtrain_cli.commands.train", "mtrain_cli.launch.streams"])
+def test_an_interrupt_while_modules_are_imported_ends_the_command_quietly(module):
+    script = f"""
+import os, signal, sys
+
+class Interrupting:
+    def find_spec(self, name, path, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+from mtrain_cli.__main__ import main
+main()
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
+
+
 def shell(command: str) -> subprocess.CompletedProcess[str]:
     line = command.replace("mtrain", f"{sys.executable} -m mtrain_cli", 1)
     return subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
