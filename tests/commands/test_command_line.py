@@ -45,6 +45,12 @@ def test_every_command_has_help_with_an_example_in_80_columns(words):
     assert max(map(len, result.stdout.splitlines())) <= 80
 
 
+@pytest.mark.parametrize("words", [*COMMANDS, ["profile", "links"]], ids=" ".join)
+def test_h_is_short_for_help(words):
+    result = run(*words, "-h")
+    assert (result.exit_code, result.stdout) == (0, run(*words, "--help").stdout)
+
+
 def test_no_words_show_the_help():
     for words in ([], ["config"]):
         result = run(*words)
