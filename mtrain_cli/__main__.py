@@ -2,12 +2,20 @@
 
 import sys
 
-from mtrain_cli.commands.app import app
-from mtrain_cli.launch import streams
-
 
 def main() -> None:
     """Runs the command line; exits with its code, or with that of a standard output that takes no more."""
+    try:
+        _main()
+    except KeyboardInterrupt:  # before a command runs: they handle it themselves
+        sys.exit(130)  # 128 + SIGINT
+
+
+def _main() -> None:
+    # Imported here, so that Ctrl-C in this part of a second is no traceback.
+    from mtrain_cli.commands.app import app
+    from mtrain_cli.launch import streams
+
     streams.guard(output_required=True)
     try:
         try:

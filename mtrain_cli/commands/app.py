@@ -122,7 +122,14 @@ def _wrong_value(error: Any) -> str | None:
     return f"{max(param.opts, key=len)}={found['input']}: {reason}"
 
 
-app = typer.Typer(name="mtrain", cls=Group, rich_markup_mode="rich", pretty_exceptions_enable=False)
+# Subcommands take the names of the help option from here.
+app = typer.Typer(
+    name="mtrain",
+    cls=Group,
+    context_settings={"help_option_names": ["--help", "-h"]},
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
 
 
 def _version(asked: bool) -> None:

@@ -105,8 +105,9 @@ def verify_weights(
     if (source / "config.json").is_file():
         agreement = verify(source, tokens, _tell)
     else:
-        from mtrain_cli.training.conversion import export_checkpoint
+        from mtrain_cli.training.conversion import export_checkpoint, find_source
 
+        find_source(source)  # a mistake is told before anything is begun
         with tempfile.TemporaryDirectory(prefix="mtrain-verify-") as folder:
             exported = Path(folder) / "hf"
             _tell(f"exporting {source} to a temporary folder")

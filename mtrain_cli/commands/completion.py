@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mtrain_cli.config import keys
 from mtrain_cli.config.groups import Groups, open_groups, summary
-from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.schema import EXCHANGES, KERNELS, LAYOUTS, ConfigError
 
 Candidate = tuple[str, str]  # what to insert, and the help beside it
 
@@ -62,6 +62,46 @@ def complete_options(incomplete: str) -> list[Candidate]:
     found = open_groups().options.items()
     pairs = [(f"{group}/{option}", summary(file)) for group, options in found for option, file in options.items()]
     return [(name, help) for name, help in pairs if name.startswith(incomplete)]
+
+
+def complete_layouts(incomplete: str) -> list[str]:
+    """Layouts in a list with commas."""
+    return in_list(LAYOUTS, incomplete)
+
+
+def complete_exchanges(incomplete: str) -> list[str]:
+    """Exchanges in a list with commas."""
+    return in_list(EXCHANGES, incomplete)
+
+
+def complete_kernels(incomplete: str) -> list[str]:
+    """Kernels in a list with commas, of those that are timed."""
+    return in_list([name for name in KERNELS if name != "auto"], incomplete)
+
+
+def complete_clusters(incomplete: str) -> list[Candidate]:
+    """Clusters that ship, or a file."""
+    from mtrain_cli.simulation.cluster import shipped
+
+    return _or_files([(name, summary(file)) for name, file in shipped().items()], incomplete)
+
+
+def complete_tokenizers(incomplete: str) -> list[Candidate]:
+    """Tokenizers that need no file, or a file."""
+    return _or_files([("bytes", "raw bytes"), ("bpe", "a byte-level BPE trained on SOURCE")], incomplete)
+
+
+def in_list(allowed: Sequence[str], incomplete: str) -> list[str]:
+    """Completions of the last name in a list with commas; none is offered twice."""
+    before, comma, begun = incomplete.rpartition(",")
+    given = before.split(",")
+    return [f"{before}{comma}{name}" for name in allowed if name.startswith(begun) and name not in given]
+
+
+def _or_files(words: Iterable[Candidate], incomplete: str) -> list[Candidate]:
+    found = [(word, help) for word, help in words if word.startswith(incomplete)]
+    # Where nothing is offered bash gives file names by itself, and adds no space behind a folder.
+    return found or ([] if _in_bash() else _files(incomplete))
 
 
 def _names(groups: Groups, everything: bool) -> Iterable[Candidate]:
@@ -122,7 +162,7 @@ def _cut_by_bash() -> tuple[str, str] | None:
 
     Bash then replaces what stands behind the ``=`` only, so that values must come without their key.
     """
-    if os.environ.get("_MTRAIN_COMPLETE") != "complete_bash":
+    if not _in_bash():
         return None
     words = _words()
     at = int(os.environ.get("COMP_CWORD", "0"))
@@ -132,6 +172,10 @@ def _cut_by_bash() -> tuple[str, str] | None:
     if at >= 2 and words[at - 1] == "=":
         return words[at - 2], words[at]
     return None
+
+
+def _in_bash() -> bool:
+    return os.environ.get("_MTRAIN_COMPLETE") == "complete_bash"
 
 
 def _words() -> list[str]:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mtrain_cli.commands.completion import complete_tokenizers
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -60,7 +62,12 @@ def prepare(
     ],
     out: Annotated[Path, typer.Argument(help="folder of the token store; must not hold anything else")],
     tokenizer: Annotated[
-        str, typer.Option(metavar="bytes|bpe|FILE", help="raw bytes, a byte-level BPE trained on SOURCE, or a Hugging Face tokenizer.json")
+        str,
+        typer.Option(
+            metavar="bytes|bpe|FILE",
+            help="raw bytes, a byte-level BPE trained on SOURCE, or a Hugging Face tokenizer.json",
+            autocompletion=complete_tokenizers,
+        ),
     ] = "bytes",
     vocab_size: Annotated[
         int | None, typer.Option(metavar="N", help="ids of the BPE to train, 8192 unless told; only with --tokenizer bpe")

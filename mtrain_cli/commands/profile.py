@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mtrain_cli.commands.completion import complete_overrides
+from mtrain_cli.commands.completion import complete_kernels, complete_overrides
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -275,7 +275,10 @@ def kernels(
     block: Annotated[
         int | None, typer.Option(metavar="N", help="Tokens of a block; 128 on a GPU and 16 on a CPU.", show_default=False)
     ] = None,
-    kernel: Annotated[str, typer.Option(metavar="NAME,...", help="Kernels under an index; empty = all that serve.")] = "",
+    kernel: Annotated[
+        str,
+        typer.Option(metavar="NAME,...", help="Kernels under an index; empty = all that serve.", autocompletion=complete_kernels),
+    ] = "",
     shares: Annotated[
         str,
         typer.Option(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mtrain_cli.commands.completion import complete_overrides
+from mtrain_cli.commands.completion import complete_exchanges, complete_layouts, complete_overrides
 from mtrain_cli.commands.options import names
 from mtrain_cli.commands.profile import app
 from mtrain_cli.config.schema import ConfigError
@@ -28,8 +28,16 @@ def imbalance(
         list[str] | None,
         typer.Argument(metavar="OVERRIDES", help="As in `mtrain train`.", autocompletion=complete_overrides, show_default=False),
     ] = None,
-    layout: Annotated[str, typer.Option(metavar="NAME,...", help="Layouts to compare; default: that of topology.layout.")] = "",
-    exchange: Annotated[str, typer.Option(metavar="NAME,...", help="Exchanges to compare; default: that of topology.exchange.")] = "",
+    layout: Annotated[
+        str,
+        typer.Option(metavar="NAME,...", help="Layouts to compare; default: that of topology.layout.", autocompletion=complete_layouts),
+    ] = "",
+    exchange: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,...", help="Exchanges to compare; default: that of topology.exchange.", autocompletion=complete_exchanges
+        ),
+    ] = "",
     pattern: Annotated[
         str,
         typer.Option(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mtrain_cli.commands.completion import complete_overrides
+from mtrain_cli.commands.completion import complete_clusters, complete_exchanges, complete_layouts, complete_overrides
 from mtrain_cli.commands.options import names, share
 from mtrain_cli.commands.simulate_words import Asked, count, dollars
 from mtrain_cli.config.schema import ConfigError
@@ -45,17 +45,25 @@ def simulate(
         typer.Option(
             metavar="NAME|FILE",
             help=f"A cluster of conf/cluster, or a YAML file of that form; {_CLUSTER} if not given. cluster=NAME says the same.",
+            autocompletion=complete_clusters,
             show_default=False,
         ),
     ] = None,
     layout: Annotated[
-        str | None, typer.Option(metavar="NAME,...", help=f"Layouts to compare; {_LAYOUTS} if not given.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help=f"Layouts to compare; {_LAYOUTS} if not given.",
+            autocompletion=complete_layouts,
+            show_default=False,
+        ),
     ] = None,
     exchange: Annotated[
         str | None,
         typer.Option(
             metavar="NAME,...",
             help=f"Exchanges to compare; {_EXCHANGES} (the second between nodes), or with --recommend all.",
+            autocompletion=complete_exchanges,
             show_default=False,
         ),
     ] = None,

@@ -103,11 +103,15 @@ def _watch(look: Any, every: bool) -> None:
 
     console = Console(highlight=False)
     found = look()
-    with Live(_shown(found, every), console=console, auto_refresh=False) as live:
-        while any(one.alive for one in found):
-            time.sleep(WATCH_S)
-            found = look()
-            live.update(_shown(found, every), refresh=True)
+    try:
+        with Live(_shown(found, every), console=console, auto_refresh=False) as live:
+            while any(one.alive for one in found):
+                time.sleep(WATCH_S)
+                found = look()
+                live.update(_shown(found, every), refresh=True)
+    finally:
+        if not console.is_terminal:  # Live ends its last line on a terminal only
+            console.line()
 
 
 def _shown(found: list[Status], every: bool) -> RenderableType:

@@ -9,9 +9,10 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -33,7 +34,7 @@ def cached_store(corpus: Corpus, tokenizer: Tokenizer) -> tuple[TokenStore, str]
         root = _cache_root()
         root.mkdir(parents=True, exist_ok=True)
         entry = root / key
-        with _locked(root / f"{key}.lock") as alone:
+        with _locked(root / f"{key}.lock", entry) as alone:
             store = _opened(entry, alone)
             if store is None:
                 _write(corpus, tokenizer, entry, alone)
@@ -51,7 +52,7 @@ def cached_array(key: str, make: Callable[[], np.ndarray]) -> np.ndarray:
         root = _cache_root()
         root.mkdir(parents=True, exist_ok=True)
         entry = root / f"{key}.npy"
-        with _locked(root / f"{key}.lock"):
+        with _locked(root / f"{key}.lock", entry):
             try:
                 return np.load(entry, allow_pickle=False)
             except (FileNotFoundError, ValueError, EOFError):
@@ -75,15 +76,35 @@ def _cache_root() -> Path:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[bool]:
-    """Hold an exclusive lock, waiting for it; false where the file system has none, and then atomic renames alone keep the cache whole."""
-    with path.open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:
-            yield False
-        else:
-            yield True
+def _locked(path: Path, entry: Path) -> Iterator[bool]:
+    """Hold an exclusive lock, waiting for it; false where the file system has none, and then atomic renames alone keep the cache whole.
+
+    The file of a lock behind which no ``entry`` came to be, such as that of a broken corpus, is removed.
+    """
+    while True:
+        with path.open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                alone = True
+            except OSError:
+                alone = False
+            # Whoever had the lock before may have removed the file: a lock on what it was excludes nobody any more.
+            if alone and not _lies_at(path, lock):
+                continue
+            try:
+                yield alone
+            finally:
+                if alone and not entry.exists():
+                    with suppress(OSError):
+                        path.unlink()
+            return
+
+
+def _lies_at(path: Path, file: IO[str]) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 def _opened(entry: Path, alone: bool) -> TokenStore | None:

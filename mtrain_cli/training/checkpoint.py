@@ -286,6 +286,21 @@ class Checkpointer:
         return f"rank {rank}: {_one_line(error)}" if self._workers > 1 else _one_line(error)
 
 
+def checkpoints_of(path: str | os.PathLike[str]) -> list[Path]:
+    """The committed checkpoints of a checkpoints folder or of a run, the newest first; of any other folder itself, unread.
+
+    Raises:
+        NoCheckpointError: it is a run or a checkpoints folder, and holds none.
+    """
+    folder = Path(path)
+    if (folder / "checkpoints").is_dir():
+        folder = folder / "checkpoints"
+    found = [folder / f"step-{step}" for step in committed_steps(folder)]
+    if not found and (folder.name == "checkpoints" or (folder / "resolved.yaml").is_file()):
+        raise NoCheckpointError(f"{folder}: holds no checkpoint")
+    return found or [folder]
+
+
 def load_model_state(path: str | os.PathLike[str], report: Callable[[str], None] | None = None) -> tuple[int, dict[str, Tensor]]:
     """Step and whole model of a checkpoint, as CPU tensors by parameter name, read by this process alone.
 
@@ -296,12 +311,7 @@ def load_model_state(path: str | os.PathLike[str], report: Callable[[str], None]
     Raises:
         NoCheckpointError: there is none, or it is not as it was written.
     """
-    folder = Path(path)
-    if (folder / "checkpoints").is_dir():
-        folder = folder / "checkpoints"
-    candidates = [folder / f"step-{step}" for step in committed_steps(folder)] or [folder]
-    if candidates == [folder] and (folder.name == "checkpoints" or (folder / "resolved.yaml").is_file()):
-        raise NoCheckpointError(f"{folder}: holds no checkpoint")
+    candidates = checkpoints_of(path)
     report = report or logging.getLogger(__name__).warning
     problems = []
     for candidate in candidates:

@@ -15,7 +15,7 @@ from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch import run_dir
 from mtrain_cli.model.huggingface import HuggingFaceFolder, parameter_problems, parameter_shapes, require_new_folder, write_folder
 from mtrain_cli.model.rope import rope_factor
-from mtrain_cli.training.checkpoint import CheckpointError, load_model_state, write_model_state
+from mtrain_cli.training.checkpoint import CheckpointError, checkpoints_of, load_model_state, write_model_state
 from mtrain_cli.training.optimizer import GIVEN_WEIGHTS_LR
 
 RESOLVED = "resolved.yaml"
@@ -74,8 +74,7 @@ def export_checkpoint(
         RunError: the disk of ``target`` is full or fails.
     """
     require_new_folder(target)
-    if not source.exists() and (run_dir.RUNS / source).is_dir():
-        source = run_dir.RUNS / source
+    source = find_source(source)
     run = _run_of(source)
     config = compose.load(run / RESOLVED)
     try:
@@ -93,6 +92,22 @@ def export_checkpoint(
     factor = rope_factor(config.model.rope, config.seq)
     write_folder(target, config.model, read, rope_factor=factor, seq=config.seq, dtype=dtype, tokenizer=tokenizer)
     return Exported(config, step)
+
+
+def find_source(source: Path) -> Path:
+    """The folder of what `export_checkpoint` is given. That a checkpoint of it is usable is not checked.
+
+    Raises:
+        ConfigError: there is no such run, or no checkpoint in it.
+    """
+    if not source.exists() and (run_dir.RUNS / source).is_dir():
+        source = run_dir.RUNS / source
+    _run_of(source)
+    try:
+        checkpoints_of(source)
+    except CheckpointError as error:
+        raise ConfigError(*str(error).splitlines()) from error
+    return source
 
 
 def _run_of(source: Path) -> Path:

@@ -135,8 +135,16 @@ def test_mistakes_end_in_one_line_and_leave_nothing(hf_folder, tmp_path):
 def test_a_run_without_a_checkpoint_is_called_so(tmp_path, folder):
     (tmp_path / folder).mkdir(parents=True)
     compose.save(compose.compose(MODEL), tmp_path / "run" / "resolved.yaml")
-    said = mtrain("checkpoint", "export", tmp_path / "run", tmp_path / "out", code=2)
-    assert said == f"mtrain: {tmp_path / folder}: holds no checkpoint"
+    holds_none = f"mtrain: {tmp_path / folder}: holds no checkpoint"
+    assert mtrain("checkpoint", "export", tmp_path / "run", tmp_path / "out", code=2) == holds_none
+    pytest.importorskip("transformers")
+    assert mtrain("checkpoint", "verify", tmp_path / "run", code=2) == holds_none
+
+
+def test_nothing_is_said_to_be_exported_of_what_is_not_there(tmp_path):
+    pytest.importorskip("transformers")
+    said = mtrain("checkpoint", "verify", tmp_path / "nosuch", code=2)
+    assert said.startswith(f"mtrain: {tmp_path / 'nosuch'}: no run and no checkpoint of one")
 
 
 def test_a_damaged_checkpoint_is_not_exported(hf_folder, tmp_path):

@@ -45,6 +45,12 @@ def test_every_command_has_help_with_an_example_in_80_columns(words):
     assert max(map(len, result.stdout.splitlines())) <= 80
 
 
+@pytest.mark.parametrize("words", [*COMMANDS, ["profile", "links"]], ids=" ".join)
+def test_h_is_short_for_help(words):
+    result = run(*words, "-h")
+    assert (result.exit_code, result.stdout) == (0, run(*words, "--help").stdout)
+
+
 def test_no_words_show_the_help():
     for words in ([], ["config"]):
         result = run(*words)
@@ -129,6 +135,24 @@ def test_what_a_command_raises_becomes_an_exit_code(monkeypatch, raised, code):
     result = run("train", "--cfg")
     assert result.exit_code == code
     assert result.stderr == {130: "", 2: "mtrain: a: b\nmtrain: c: d\n", 1: "error: no room\n"}[code]
+
+
+@pytest.mark.parametrize("module", ["typer", "mtrain_cli.commands.train", "mtrain_cli.launch.streams"])
+def test_an_interrupt_while_modules_are_imported_ends_the_command_quietly(module):
+    script = f"""
+import os, signal, sys
+
+class Interrupting:
+    def find_spec(self, name, path, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+from mtrain_cli.__main__ import main
+main()
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
 
 
 def shell(command: str) -> subprocess.CompletedProcess[str]:

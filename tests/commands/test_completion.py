@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mtrain_cli.commands.completion import candidates, complete_options, complete_runs
+from mtrain_cli.commands.completion import candidates, complete_clusters, complete_options, complete_runs, in_list
 from mtrain_cli.config.groups import open_groups
 
 
@@ -75,6 +75,29 @@ def test_runs_and_options_are_completed(tmp_path, monkeypatch):
     assert [name for name, _ in complete_options("topology/")] == ["topology/local"]
 
 
+@pytest.mark.parametrize(
+    ("word", "offered"),
+    [
+        ("", ["ring", "rows", "all"]),
+        ("r", ["ring", "rows"]),
+        ("ring,", ["ring,rows", "ring,all"]),
+        ("all,r", ["all,ring", "all,rows"]),
+        ("all,rows,x", []),
+    ],
+)
+def test_the_last_name_of_a_list_is_completed_and_none_offered_twice(word, offered):
+    assert in_list(("ring", "rows", "all"), word) == offered
+
+
+def test_files_are_offered_where_no_name_matches_and_bash_does_not_do_so_itself(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").touch()
+    assert [name for name, _ in complete_clusters("h")] == ["h100_4x8", "h200_1x8"]
+    assert complete_clusters("mi") == [("mine.yaml", "")]
+    monkeypatch.setenv("_MTRAIN_COMPLETE", "complete_bash")
+    assert complete_clusters("mi") == []
+
+
 # Through the shells' protocol
 
 
@@ -108,6 +131,23 @@ def test_bash_gets_bare_values_since_it_cuts_words_at_the_equals_sign(shell_path
     assert offered("mtrain", "train", "model=qwen3") == ["model=qwen3_8b", "model=qwen3b"], "where = does not cut"
     assert offered("mtrain", "train", "data.path", "=", "x") == [], "bash then offers files itself"
     assert offered("mtrain", "tr") == ["train"]
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("simulate --cluster h", ["h100_4x8", "h200_1x8"]),
+        ("simulate --layout z", ["zigzag"]),
+        ("simulate --exchange ring,all", ["ring,all_gather"]),
+        ("profile imbalance --layout zigzag,s", ["zigzag,striped"]),
+        ("profile imbalance --exchange hier", ["hierarchical_all_gather", "hierarchical_ring"]),
+        ("profile kernels --kernel triton,s", ["triton,sdpa"]),
+        ("data prepare corpus out --tokenizer b", ["bytes", "bpe"]),
+    ],
+)
+def test_values_of_options_are_completed(words, offered, shell_path):
+    typed = ["mtrain", *words.split()]
+    assert ask("bash", shell_path, COMP_WORDS="\n".join(typed), COMP_CWORD=str(len(typed) - 1)).split() == offered
 
 
 def test_zsh_gets_whole_words_with_help(shell_path):

@@ -199,6 +199,14 @@ def test_watching_ends_with_the_run(monkeypatch):
     assert [json.loads(line)["what"] for line in result.stdout.splitlines()] == ["running"] * 3 + ["finished"]
 
 
+@pytest.mark.parametrize("words", [["first"], ["--all"]])
+def test_watching_a_run_that_has_ended_shows_it_once_in_whole_lines(words):
+    run = begun()
+    stepped(run)
+    state.change(run, "finished")
+    assert status(*words, "--watch").stdout == status(*words).stdout
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [

@@ -3,12 +3,15 @@
 import json
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data import cache
 from mtrain_cli.data.corpora import Corpus
 from mtrain_cli.data.dataset import open_dataset
@@ -86,6 +89,57 @@ def test_a_full_disk_falls_back_to_memory_and_leaves_nothing(corpus: Corpus, cac
     assert store.meta.num_documents == 2
     assert "No space left on device" in where
     assert _entries(cache_root) == []
+
+
+BROKEN = {"empty.txt": b"", "binary.txt": b"\x00\xff\xfe" * 99, "broken.jsonl": b'{"text": "a', "other_key.jsonl": b'{"body": "a"}\n'}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_corpus_leaves_nothing(tmp_path: Path, cache_root: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(BROKEN[name])
+    with pytest.raises(ConfigError):
+        cache.cached_store(text_corpus(str(tmp_path / name), "text"), ByteTokenizer())
+    assert not cache_root.exists() or list(cache_root.iterdir()) == []
+
+
+def test_an_array_that_cannot_be_made_leaves_nothing(cache_root: Path) -> None:
+    def broken() -> np.ndarray:
+        raise ConfigError("broken")
+
+    with pytest.raises(ConfigError):
+        cache.cached_array("key", broken)
+    assert list(cache_root.iterdir()) == []
+
+
+def test_whoever_waits_for_a_lock_whose_file_is_removed_excludes_those_that_come_later(tmp_path: Path) -> None:
+    """Three threads, since locks are of opened files: one fails, one has waited for it, one comes when the file is gone."""
+    inside, most, order = 0, 0, []
+    first_is_in, second_is_in = threading.Event(), threading.Event()
+
+    def work(name: str, hold_s: float, begun: threading.Event | None = None) -> None:
+        nonlocal inside, most
+        with cache._locked(tmp_path / "key.lock", tmp_path / "key") as alone:
+            assert alone
+            inside += 1
+            most = max(most, inside)
+            order.append(name)
+            if begun is not None:
+                begun.set()
+            time.sleep(hold_s)
+            inside -= 1
+
+    workers = [
+        threading.Thread(target=work, args=words) for words in (("first", 0.3, first_is_in), ("second", 0.3, second_is_in), ("third", 0.0))
+    ]
+    workers[0].start()
+    assert first_is_in.wait(10)
+    workers[1].start()
+    assert second_is_in.wait(10)
+    workers[2].start()
+    for worker in workers:
+        worker.join(10)
+    assert (most, order) == (1, ["first", "second", "third"])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_a_home_folder_the_store_is_in_memory(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
