@@ -167,3 +167,11 @@ def test_large_gathers_are_cut_into_parts():
 def test_what_does_not_fit_is_refused_with_what_is_allowed(keys, needs, message):
     with pytest.raises(ConfigError, match=message):
         choose_exchange(asked(**keys), replace(NEEDS, **needs))
+
+
+@pytest.mark.parametrize(("exchange", "hops"), [("ring", 3), ("hierarchical_ring", 3), ("all_gather", 1), ("ulysses", 1)])
+def test_only_rings_post_hops_ahead(exchange, hops):
+    needs = ExchangeNeeds(workers=4, per_node=2, tokens=4096, heads=8, kv_heads=8, head_dim=64, dtype_bytes=2)
+    found = choose_exchange(asked(exchange=exchange, prefetch=3), needs)
+    assert found.prefetch == hops
+    assert ("hops ahead" in found.label) == (hops > 1)
