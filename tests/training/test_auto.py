@@ -15,9 +15,10 @@ from test_trainer import make
 from mtrain_cli.config import keys
 from mtrain_cli.config.compose import compose
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.launch import environment
 from mtrain_cli.model.tiling import layers_with_products
 from mtrain_cli.parallel.offload import layers_on_host
-from mtrain_cli.training import auto
+from mtrain_cli.training import auto, planning
 from mtrain_cli.training.dry_run import dry_run
 from mtrain_cli.training.memory import GIB, MemoryEstimate
 from mtrain_cli.training.planning import plan, require_fit
@@ -365,3 +366,13 @@ def test_another_exchange_is_a_remedy_where_keys_take_too_much():
 def test_products_are_kept_where_that_saves_something_and_there_is_room(words, kept):
     found = auto.with_products(planned("model=qwen0.5b", "seq=32k", *words.split()))
     assert (found and found.config.train.keep_mlp) is kept
+
+
+def test_more_workers_are_no_remedy_for_a_model_that_is_too_large_for_cpus(monkeypatch):
+    """They share the machine."""
+    for place in (planning, environment):
+        monkeypatch.setattr(place, "host_memory", lambda: 24 * GIB)
+    with pytest.raises(ConfigError, match=r"; only a smaller model would fit$"):
+        require_fit(planned("model=qwen3b", "seq=4k", "topology.device=cpu", "topology.workers=2", "train.memory=auto"))
+    with pytest.raises(ConfigError, match=r"; only a smaller model or more workers would fit$"):
+        require_fit(planned("model=qwen3b", "seq=4k", "topology.workers=4", "topology.gpu_memory_gib=0.1", "train.memory=auto"))
