@@ -90,8 +90,8 @@ class SdpaKernel(DefinitionColumns):
 def _stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     """An out with rowsum(out * dout) = delta, for kernels that derive delta by themselves and read out for nothing else.
 
-    The element of a row where |dout| is largest carries delta / dout. In 16 bits two more elements carry what rounding left, so that the sum
-    is delta to float32's precision. No such quotient overflows: |delta| is at most head_dim * max |out| * max |dout|.
+    The element of a row where |dout| is largest carries delta / dout. In 16 bits, two more elements carry what rounding left, and the sum
+    is delta to float32's precision. The first quotient does not overflow: |delta| is at most head_dim * max |out| * max |dout|.
     """
     high = accumulation_dtype(dout.dtype)
     out, size = torch.zeros_like(dout), dout.abs()
