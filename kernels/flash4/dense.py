@@ -46,13 +46,15 @@ def backward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    out: torch.Tensor,
+    out: torch.Tensor | None,
     lse: torch.Tensor,
+    delta: torch.Tensor | None,
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of one rectangle, given the out and lse of whole rows."""
-    dq, dk, dv = _flash_attn_bwd(q, k, v, out.to(q.dtype), dout, lse, softmax_scale=scale, causal=causal)
+    """Gradients of one rectangle, given lse and either delta or out of whole rows."""
+    out, minus_delta = _rows(q, out, delta)
+    dq, dk, dv = _flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=scale, causal=causal, dlse=minus_delta)
     return dq, dk, dv
 
 
@@ -78,13 +80,15 @@ def spans_backward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    out: torch.Tensor,
+    out: torch.Tensor | None,
     lse: torch.Tensor,
+    delta: torch.Tensor | None,
     spans: Spans | None,
     lists: dict[str, Any],
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `spans_forward`, given the out and lse of whole rows; lists of query blocks per key block."""
+    """Gradients of `spans_forward`, given lse and either delta or out of whole rows; lists of query blocks per key block."""
+    out, minus_delta = _rows(q, out, delta)
     blocks = BlockSparseTensorsTorch(
         mask_block_cnt=lists["partial_count"],
         mask_block_idx=lists["partial"],
@@ -96,14 +100,26 @@ def spans_backward(
         q,
         k,
         v,
-        out.to(q.dtype),
+        out,
         dout,
         lse,
         softmax_scale=scale,
         block_sparse_tensors=blocks,
+        dlse=minus_delta,
         **_mask(spans),
     )
     return dq, dk, dv
+
+
+def _rows(q: torch.Tensor, out: torch.Tensor | None, delta: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """-> out and dlse from which FlashAttention-4's preprocess makes delta = rowsum(out * dout) - dlse.
+
+    A given delta passes through unchanged: out is 0, and dlse is -delta. This out is a single row in memory, repeated by strides of 0.
+    """
+    if delta is not None:
+        return q.new_zeros(q.shape[-1]).expand(q.shape), -delta
+    assert out is not None
+    return out.to(q.dtype), None
 
 
 def _mask(spans: Spans | None) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from mtrain_cli.attention.block_lists import index_lists
 from mtrain_cli.attention.compiled import kernels_kept
 from mtrain_cli.attention.kernel import KernelRequest
 from mtrain_cli.attention.tiles import Tiles
-from mtrain_cli.attention.triton_kernel import TritonColumns, make_plan
+from mtrain_cli.attention.triton_kernel import TritonColumns, given_delta, make_plan
 
 # Above this many rectangles a sequence, one call with block lists beats one call a rectangle.
 _MOST_SLICES = 4
@@ -33,7 +33,7 @@ class Flash4Kernel(TritonColumns):
     """The fastest on Hopper: 674 / 607 TFLOP/s forward / backward, dense causal at 128K on an H200 (profiles/notes.md)."""
 
     name = "flash4"
-    needs_out = True
+    needs_out = False
 
     def missing(self, request: KernelRequest) -> str | None:
         if request.device != "cuda":
@@ -80,7 +80,7 @@ class Flash4Kernel(TritonColumns):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        out: torch.Tensor,
+        out: torch.Tensor | None,
         lse: torch.Tensor,
         delta: torch.Tensor | None,
         tiles: Tiles,
@@ -88,19 +88,20 @@ class Flash4Kernel(TritonColumns):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dense = _calls()
 
-        # Its own preprocessing derives delta from out and dout; only columns need it here.
         if tiles.index is not None:
             return _sparse_backward(dout, q, k, v, out, lse, delta, tiles, scale)
         if not _few(tiles):
-            return dense.spans_backward(dout, q, k, v, out, lse, (tiles.low, tiles.high), _lists(tiles, "_t"), scale)
+            return dense.spans_backward(dout, q, k, v, out, lse, delta, (tiles.low, tiles.high), _lists(tiles, "_t"), scale)
         if _whole(tiles) and tiles.slices[0][0].k_stop - tiles.slices[0][0].k_start == k.shape[1]:
-            return dense.backward(dout, q, k, v, out, lse, tiles.slices[0][0].causal, scale)
+            return dense.backward(dout, q, k, v, out, lse, delta, tiles.slices[0][0].causal, scale)
         dq = torch.zeros_like(q)
         dk, dv = (torch.zeros(k.shape, dtype=torch.float32, device=k.device) for _ in range(2))
         for s in tiles.slices[0]:
             rows, keys = slice(s.q_start, s.q_stop), slice(s.k_start, s.k_stop)
+            own_out = None if out is None else out[:, rows]
+            own_delta = None if delta is None else delta[:, :, rows]
             part_q, part_k, part_v = dense.backward(
-                dout[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[:, :, rows], s.causal, scale
+                dout[:, rows], q[:, rows], k[:, keys], v[:, keys], own_out, lse[:, :, rows], own_delta, s.causal, scale
             )
             dq[:, rows] = part_q
             dk[:, keys] += part_k
@@ -141,7 +142,7 @@ def _sparse_backward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    out: torch.Tensor,
+    out: torch.Tensor | None,
     lse: torch.Tensor,
     delta: torch.Tensor | None,
     tiles: Tiles,
@@ -150,12 +151,12 @@ def _sparse_backward(
     from mtrain_cli.kernels.triton import sparse
 
     dense = _calls()
-    dq, dk, dv = dense.spans_backward(dout, q, k, v, out, lse, _spans(tiles), index_lists(tiles, transposed=True), scale)
+    dq, dk, dv = dense.spans_backward(dout, q, k, v, out, lse, delta, _spans(tiles), index_lists(tiles, transposed=True), scale)
     columns = pack_columns(k, v, tiles)
     if columns is None:
         return dq, dk, dv
     plan = make_plan(tiles, slashes=False)
-    delta = sparse.row_delta(out, dout) if delta is None else delta.contiguous()
+    delta = given_delta(out, dout, delta)
     dq = sparse.backward_queries(dout, q, k, v, columns, lse, delta, plan, scale, slashes=False, partial=dq)
     columns_dk, columns_dv = sparse.backward_columns(dout, q, columns, lse, delta, plan, scale)
     add_column_gradients(dk, dv, columns_dk, columns_dv, tiles)

@@ -46,8 +46,8 @@ class KernelRequest:
 class Kernel(Protocol):
     """One local attention implementation.
 
-    needs_out: backward derives delta from out and dout by itself, even if delta is given, so out must travel with queries. skips: what a
-    dynamic index leaves out is not computed; otherwise it is computed and hidden, no faster than dense.
+    needs_out: backward cannot use a given delta, so out must travel with queries in its place. skips: what a dynamic index leaves out is
+    not computed; otherwise it is computed and hidden, no faster than dense.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Kernel(Protocol):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        out: torch.Tensor,
+        out: torch.Tensor | None,
         lse: torch.Tensor,
         delta: torch.Tensor | None,
         tiles: Tiles,
@@ -76,7 +76,8 @@ class Kernel(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """-> dq, dk, dv over the keys given. out, lse and delta are those of the whole row, over all keys of all workers.
 
-        delta = rowsum(out * dout) [batch, heads, queries], or None if the kernel is to derive it from out and dout.
+        delta = rowsum(out * dout) [batch, heads, queries]. One of out and delta may be None: out where queries came from another worker,
+        delta where the kernel is to derive it.
         """
         ...
 

@@ -30,7 +30,7 @@ class ReferenceKernel(DefinitionColumns):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        out: torch.Tensor,
+        out: torch.Tensor | None,
         lse: torch.Tensor,
         delta: torch.Tensor | None,
         tiles: Tiles,
@@ -39,6 +39,7 @@ class ReferenceKernel(DefinitionColumns):
         group = q.shape[2] // k.shape[2]
         scores, k_BHKD, v_BHKD = _scores(q, k, v, tiles, scale)
         if delta is None:
+            assert out is not None
             delta = (out.double() * dout.double()).sum(-1).transpose(1, 2)
         p = torch.exp(scores - lse.double().masked_fill(torch.isneginf(lse), 0.0).unsqueeze(-1))
         do = dout.double().transpose(1, 2)

@@ -24,7 +24,7 @@ class SdpaKernel(DefinitionColumns):
     """
 
     name = "sdpa"
-    needs_out = True
+    needs_out = False
 
     def missing(self, request: KernelRequest) -> str | None:
         if request.device == "cpu":
@@ -62,14 +62,17 @@ class SdpaKernel(DefinitionColumns):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        out: torch.Tensor,
+        out: torch.Tensor | None,
         lse: torch.Tensor,
-        delta: torch.Tensor | None,  # noqa: ARG002 - both kernels derive it from out and dout
+        delta: torch.Tensor | None,
         tiles: Tiles,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dq = torch.zeros_like(q)
         dk, dv = (torch.zeros(k.shape, dtype=accumulation_dtype(k.dtype), device=k.device) for _ in range(2))
+        if out is None:
+            assert delta is not None
+            out = _stand_in(dout, delta)
         # A masked score gives exp(-inf - lse): with lse -inf (a row that sees nothing anywhere) that would be NaN.
         lse = lse.masked_fill(torch.isneginf(lse), 0.0)
         piece_backward = _cuda_backward if q.is_cuda else _cpu_backward
@@ -82,6 +85,28 @@ class SdpaKernel(DefinitionColumns):
                 dk[b, keys] += part_k
                 dv[b, keys] += part_v
         return dq, dk, dv
+
+
+def _stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """An out with rowsum(out * dout) = delta, for kernels that derive delta by themselves and read out for nothing else.
+
+    The element of a row where |dout| is largest carries delta / dout. In 16 bits, two more elements carry what rounding left, and the sum
+    is delta to float32's precision. The first quotient does not overflow: |delta| is at most head_dim * max |out| * max |dout|.
+    """
+    high = accumulation_dtype(dout.dtype)
+    out, size = torch.zeros_like(dout), dout.abs()
+    left = delta.transpose(1, 2).unsqueeze(-1).to(high)
+    for term in range(3 if dout.element_size() == 2 else 1):
+        at = size.argmax(-1, keepdim=True)
+        factor = dout.gather(-1, at).to(high)
+        part = torch.where(factor == 0, 0, left / factor).to(dout.dtype)
+        if term:
+            # A later element may be too small to carry anything.
+            part = torch.where(part.isfinite(), part, 0)
+        out.scatter_(-1, at, part)
+        size.scatter_(-1, at, -1)
+        left = left - part.to(high) * factor
+    return out
 
 
 def _pieces(tiles: Tiles, b: int, q: torch.Tensor) -> list[tuple[slice, slice, torch.Tensor | bool]]:

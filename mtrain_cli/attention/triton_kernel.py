@@ -80,7 +80,7 @@ class TritonKernel(TritonColumns):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        out: torch.Tensor,
+        out: torch.Tensor | None,
         lse: torch.Tensor,
         delta: torch.Tensor | None,
         tiles: Tiles,
@@ -90,7 +90,7 @@ class TritonKernel(TritonColumns):
 
         plan = make_plan(tiles, backward=True)
         lse = lse.contiguous()
-        delta = sparse.row_delta(out, dout) if delta is None else delta.contiguous()
+        delta = given_delta(out, dout, delta)
         columns = pack_columns(k, v, tiles)
         dq = sparse.backward_queries(dout, q, k, v, columns, lse, delta, plan, scale)
         dk, dv = sparse.backward_keys(dout, q, k, v, lse, delta, plan, scale)
@@ -98,6 +98,16 @@ class TritonKernel(TritonColumns):
             columns_dk, columns_dv = sparse.backward_columns(dout, q, columns, lse, delta, plan, scale)
             add_column_gradients(dk, dv, columns_dk, columns_dv, tiles)
         return dq, dk, dv
+
+
+def given_delta(out: torch.Tensor | None, dout: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+    """delta, derived from out and dout where it is not given."""
+    from mtrain_cli.kernels.triton import sparse
+
+    if delta is not None:
+        return delta.contiguous()
+    assert out is not None
+    return sparse.row_delta(out, dout)
 
 
 def make_plan(tiles: Tiles, *, slashes: bool = True, backward: bool = False) -> Plan:

@@ -152,7 +152,7 @@ class QueryMessage:
             place[: len(part)] = part
 
     def unpack(self, packed: torch.Tensor) -> tuple[Any, ...]:
-        """-> q, dout, out, lse, delta; what did not travel is q in place of out, or None in place of delta."""
+        """-> q, dout, out, lse, delta; None in place of out or delta, whichever did not travel."""
         places = zip(packed.split(self._room), self._sizes, self._shapes, strict=True)
         q, dout, lse, last = (place[:n].view(dtype).view(shape) for place, n, (shape, dtype) in places)
-        return (q, dout, last, lse, None) if self._needs_out else (q, dout, q, lse, last)
+        return (q, dout, last, lse, None) if self._needs_out else (q, dout, None, lse, last)

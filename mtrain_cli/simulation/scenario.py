@@ -58,7 +58,7 @@ class Pairs:
         model, block, sequences = config.model, config.topology.block_size, config.train.micro_batch
         made = RecordedSetup(
             seq=config.seq, heads=model.num_heads, kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype_bytes=_bytes(config),
-            workers=1, per_node=1, layout=config.layout, exchange=config.topology.exchange, block_size=block, needs_out=True,
+            workers=1, per_node=1, layout=config.layout, exchange=config.topology.exchange, block_size=block,
         )  # fmt: skip
         masks = (SequenceMask.causal(config.seq, config.seq),) * sequences
         block = config.sparsity.block or block

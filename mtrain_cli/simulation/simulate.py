@@ -42,7 +42,7 @@ from mtrain_cli.simulation.work import FLOP_PER_PAIR, StepWork
 from mtrain_cli.training.flops import causal_pairs, peak_flops
 
 MOST_ROWS = 20_000_000  # of a case; beyond it there are tables only
-_NEED_OUT = ("flash4", "sdpa")  # kernels whose backward derives delta from out (`Kernel.needs_out`; its classes need torch)
+_NEED_OUT: tuple[str, ...] = ()  # kernels whose backward cannot use delta (`Kernel.needs_out`; its classes need torch)
 _SM90 = ("H100", "H200", "H800", "GH200", "H20")
 
 

@@ -360,8 +360,12 @@ class _Step:
         across = 1 if how.name == "hierarchical_ring" else 0
         if how.circulates == "queries":
             queries = self.tokens * self.width
-            return (1 + across) * 3 * e * queries + (3 + across) * 4 * queries + (e + 4) * shard
+            return (1 + across) * self.message_of_queries() + (3 + across) * 4 * queries + (e + 4) * shard
         return (how.prefetch + across) * e * shard + (3 + across) * 4 * shard
+
+    def message_of_queries(self) -> int:
+        """q, dout, lse and delta (`travelling.QueryMessage`)."""
+        return 2 * self.e * self.tokens * self.width + 2 * self.heads
 
     def exchange_in_backward(self) -> int:
         """Most bytes of attention's backward beyond its stored inputs: gradients of q, k, v, KV of others, and the kernel's buffers."""
@@ -385,9 +389,11 @@ class _Step:
         grad, buffers = kernel_backward(self.kernel, self.model, self.tokens, seen, e, pieces, self.index)
         keys = 2 * seen * kv_width
         if rings and ranks > 1:
-            # dq so far and dq of this step; the message at hand.
-            sums = (4 + e) * queries + (0 if self.kernel in ("flash4", "sdpa") else 4 * self.tokens * self.model.num_heads)
-            at_hand = 3 * e * queries if how.circulates == "queries" else e * shard
+            # dq so far and dq of this step; delta; the message at hand.
+            sums = (4 + e) * queries + self.heads
+            at_hand = self.message_of_queries() if how.circulates == "queries" else e * shard
+            if how.circulates == "queries" and self.kernel == "sdpa":
+                at_hand += e * queries  # its stand-in for out
             return sums + at_hand + self.ring_buffers() + grad * keys + buffers
         n = how.chunks
         copied = (2 * e * queries + self.heads) // n if n > 1 and self.kernel == "sdpa" else 0

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mtrain_cli.attention.flash4 import Flash4Kernel
+from mtrain_cli.attention.kernel import row_delta
 from mtrain_cli.attention.mask import SequenceMask, Spans
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.tiles import Tiles
@@ -38,19 +39,19 @@ def calls(monkeypatch) -> list[str]:
         made.append("causal" if causal else "full")
         return oracle.forward(q, k, v, rectangle(q, k, causal), scale)
 
-    def backward(dout, q, k, v, out, lse, causal, scale):
+    def backward(dout, q, k, v, out, lse, delta, causal, scale):
         made.append("causal" if causal else "full")
-        return oracle.backward(dout, q, k, v, out, lse, None, rectangle(q, k, causal), scale)
+        return oracle.backward(dout, q, k, v, out, lse, delta, rectangle(q, k, causal), scale)
 
     def spans_forward(q, k, v, spans, lists, scale):
         made.append("lists")
         listed(spans[0], lists)
         return oracle.forward(q, k, v, Tiles(*spans, k.shape[1], 1, ()), scale)
 
-    def spans_backward(dout, q, k, v, out, lse, spans, lists, scale):
+    def spans_backward(dout, q, k, v, out, lse, delta, spans, lists, scale):
         made.append("lists")
         listed(k, lists)
-        return oracle.backward(dout, q, k, v, out, lse, None, Tiles(*spans, k.shape[1], 1, ()), scale)
+        return oracle.backward(dout, q, k, v, out, lse, delta, Tiles(*spans, k.shape[1], 1, ()), scale)
 
     for function in (forward, backward, spans_forward, spans_backward):
         setattr(fake, function.__name__, function)
@@ -107,8 +108,11 @@ def test_calls_are_the_oracles_result(calls, name, expected):
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-6, rtol=0)
     assert calls == expected
     final = want_lse + 0.5  # as under a ring, where other workers contribute to the row
-    calls.clear()
-    got = kernel.backward(dout, q, k, v, want_out, final, None, tiles, SCALE)
-    for part, a, b in zip(("dq", "dk", "dv"), got, oracle.backward(dout, q, k, v, want_out, final, None, tiles, SCALE), strict=True):
-        torch.testing.assert_close(a.double(), b, atol=1e-5, rtol=0, msg=part)
-    assert calls == expected
+    want = oracle.backward(dout, q, k, v, want_out, final, None, tiles, SCALE)
+    # Queries of another worker come with delta and without out.
+    for whole_out, delta in ((want_out, None), (None, row_delta(want_out, dout))):
+        calls.clear()
+        got = kernel.backward(dout, q, k, v, whole_out, final, delta, tiles, SCALE)
+        for part, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
+            torch.testing.assert_close(a.double(), b, atol=1e-5, rtol=0, msg=part)
+        assert calls == expected

@@ -10,7 +10,7 @@ import torch
 
 import mtrain_cli.attention.sdpa as sdpa
 from mtrain_cli.attention.flash4 import block_lists
-from mtrain_cli.attention.kernel import merge
+from mtrain_cli.attention.kernel import merge, row_delta
 from mtrain_cli.attention.mask import SequenceMask, Spans
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.sdpa import SdpaKernel
@@ -53,9 +53,30 @@ def test_sdpa_equals_the_oracle(monkeypatch, heads, kv_heads, rows_per_call, see
     torch.testing.assert_close(out, want_out, atol=1e-12, rtol=0)
     torch.testing.assert_close(lse, want_lse, atol=1e-10, rtol=0)
     want = ReferenceKernel().backward(dout, q, k, v, want_out, want_lse, None, tiles, SCALE)
-    got = SdpaKernel().backward(dout, q, k, v, out, lse, None, tiles, SCALE)
-    for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-11, rtol=0, msg=name)
+    # Queries of another worker come with delta and without out.
+    for whole_out, delta in ((out, None), (None, row_delta(out, dout))):
+        got = SdpaKernel().backward(dout, q, k, v, whole_out, lse, delta, tiles, SCALE)
+        for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-11, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [(torch.bfloat16, 2e-7), (torch.float32, 2e-7), (torch.float64, 1e-15)])
+@pytest.mark.parametrize("kind", ["even", "one element", "two far apart", "nearly zero", "zero"])
+def test_the_stand_in_for_out_gives_delta(dtype, precision, kind):
+    torch.manual_seed(0)
+    out, dout = (torch.randn(2, 50, 3, 64, dtype=torch.float64) for _ in range(2))
+    if kind in ("one element", "two far apart"):
+        dout[..., 1 if kind == "one element" else 2 :] = 0
+        dout[..., 1] *= 1e-30
+    if kind in ("nearly zero", "zero"):
+        dout *= 1e-34 if kind == "nearly zero" else 0
+    out, dout = out.to(dtype), dout.to(dtype)
+    delta = row_delta(out, dout)
+    made = sdpa._stand_in(dout, delta)
+    assert made.dtype == dtype
+    assert bool(made.isfinite().all())
+    again = row_delta(made, dout)
+    assert ((again - delta).abs() <= precision * delta.abs() + torch.finfo(again.dtype).tiny).all()
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -41,6 +41,9 @@ def errors(name: str, kind: str, where: str, documents: bool, block: int, heads:
     delta = (rounded.double() * dout).sum(-1).transpose(1, 2)
     expected = ReferenceKernel().backward(dout, q, k, v, want, final, delta, p.tiles, scale)
     found = {"out": error(out, want), "lse": (lse.double()[seen] - want_lse[seen]).abs().max().item() if seen.any() else 0.0}
+    # Queries of another worker come with delta and without out.
+    by_delta = kernel.backward(p.dout, p.q, p.k, p.v, None, final.float(), delta.float(), p.tiles, scale)
+    found |= {f"{part} by delta": error(got, exact) for part, got, exact in zip(("dq", "dk", "dv"), by_delta, expected, strict=True)}
     if name == "triton":
         again = kernel.backward(p.dout, p.q, p.k, p.v, rounded, final.float(), None, p.tiles, scale)
         assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True)), "the same gradients bitwise twice"
@@ -64,7 +67,7 @@ def errors(name: str, kind: str, where: str, documents: bool, block: int, heads:
 def test_sparse_attention_equals_the_oracle(name, block, kind, heads, kv_heads, dim, documents, where):
     found = errors(name, kind, where, documents, block, heads, kv_heads, dim)
     limits = {"out": 4e-3, "lse": 1e-4, "dq": 4e-3, "dk": 5e-3, "dv": 5e-3}  # about 1.5 times what was seen (profiles/notes.md)
-    assert not {part: value for part, value in found.items() if not value < limits[part]}, found
+    assert not {part: value for part, value in found.items() if not value < limits[part.split()[0]]}, found
 
 
 @pytest.mark.parametrize("name", ["triton", "flash4"])
