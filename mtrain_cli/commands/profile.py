@@ -45,12 +45,12 @@ def sparsity(
     ] = "vertical_slash",
     steps: Annotated[int, typer.Option(metavar="N", help="Training steps; the first and the last are measured.", min=1)] = 2,
     every: Annotated[int, typer.Option(metavar="N", help="Also measure every N steps; 0 = only the first and the last.", min=0)] = 0,
-    rows: Annotated[int, typer.Option(metavar="N", help="Queries sampled in each layer.", min=1)] = 256,
+    rows: Annotated[int, typer.Option(metavar="N", help="Queries sampled in each layer, outside those that patterns probe.", min=1)] = 256,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Parquet file, one row per step, pattern, layer and head.")] = Path(
         "sparsity.parquet"
     ),
 ) -> None:
-    """How much of dense attention patterns keep, layer by layer, on real training steps.
+    """How much of dense attention patterns keep, layer by layer, on real training steps: by queries that were not probed.
 
     [bold]Examples[/bold]
 
@@ -126,7 +126,7 @@ def _layers(records: list[HeadRecord], title: str) -> Table:
     from rich.table import Table
 
     masked = any(abs(r.of_mask - r.density) >= 5e-5 for r in records)
-    caption = "means over heads; worst: the sampled query of which least is kept; density: of all causal pairs"
+    caption = "means over heads; recall: of sampled queries that were not probed; worst: the least of any; density: of all causal pairs"
     table = Table(
         title=title,
         title_justify="left",

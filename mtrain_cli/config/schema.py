@@ -111,7 +111,7 @@ class SparsityConfig:
     pattern: str = option("how the index is estimated", PATTERNS)
     block: int | None = option("tokens of a block, the unit in which pairs are chosen")
     dense_steps: int | None = option("first steps of a run that compute every pair")
-    last_q: int | None = option("vertical_slash: queries of a window that is probed")
+    last_q: int | None = option("vertical_slash: queries of a window that are probed, spread evenly over whole blocks")
     windows: int | None = option(
         "vertical_slash: windows, evenly spread; the last one ends the sequence. With packed documents one probes the last of them alone"
     )
@@ -122,7 +122,7 @@ class SparsityConfig:
     sink_tokens: int | None = option("vertical_slash: first columns that are always kept")
     min_bars: int | None = option("vertical_slash: fewest columns a head")
     max_bars: int | None = option("vertical_slash: most columns a head; 0 = any number")
-    min_slashes: int | None = option("vertical_slash: fewest block diagonals a head")
+    min_slashes: int | None = option("vertical_slash: fewest block diagonals a head; from 2 on, the first two are always kept")
     max_slashes: int | None = option("vertical_slash: most block diagonals a head; 0 = any number")
     stride: int | None = option("xattention: side of the squares whose antidiagonals are summed")
     threshold: float | None = option("xattention: share of a row's scores that its blocks hold")

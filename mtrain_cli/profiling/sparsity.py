@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from mtrain_cli.attention.index import MaskWork
-from mtrain_cli.config.schema import Config
+from mtrain_cli.attention.mask import IntArray
+from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch.environment import Environment, resolve_environment
 from mtrain_cli.sparsity.pattern import Masked, Pattern
 from mtrain_cli.sparsity.recall import recall
@@ -26,7 +27,8 @@ class HeadRecord:
     """One query head of one layer under one pattern, in one training step.
 
     density: pairs that pattern and mask leave, over causal pairs without document mask. of_mask: the same over what the mask allows.
-    recall: mean share of dense attention kept, over the sampled queries; worst: the smallest share of any of them.
+    recall: mean share of dense attention kept, over sampled queries that no measured pattern probes; worst: the smallest share of any
+        of them.
     slashes, bars: block diagonals and single columns; both 0 for patterns that list blocks.
     """
 
@@ -47,8 +49,13 @@ def profile_sparsity(
 ) -> list[HeadRecord]:
     """Trains on one worker to the last of ``steps`` and measures the patterns in each of them, on the first sequence of the step.
 
-    rows: queries that are sampled per layer at random, seeded by the step. progress: called with step and loss after each.
+    rows: queries that are sampled per layer at random, seeded by the step, outside those that a pattern probes: an index always serves
+    the queries that it was made from. progress: called with step and loss after each.
+
+    Raises:
+        ConfigError: the patterns probe every query.
     """
+    _sampled(patterns, config.seq, 1, rows)
     config = dataclasses.replace(config, topology=dataclasses.replace(config.topology, workers=1, context_parallel=1))
     environment = resolve_environment(config)
     records: list[HeadRecord] = []
@@ -73,21 +80,32 @@ def _measured(
         for pattern in patterns:
             if (pattern.name, layer) not in seen:
                 seen.add((pattern.name, layer))
-                records.extend(_heads(pattern, q.detach()[:1], k.detach()[:1], batch, layer, step, rows, seq))
+                sampled = _sampled(patterns, batch.masks[0].length, step, rows)
+                records.extend(_heads(pattern, q.detach()[:1], k.detach()[:1], batch, layer, step, sampled, seq))
         return batch.attend(q, k, v, layer)
 
     return attend
 
 
+def _sampled(patterns: Sequence[Pattern], length: int, step: int, rows: int) -> IntArray:
+    """Positions of queries that none of the patterns probes, ascending."""
+    free = np.ones(length, bool)
+    for pattern in patterns:
+        free[pattern.probed_rows(length).numpy()] = False
+    held_out = np.flatnonzero(free)
+    if not len(held_out):
+        raise ConfigError(f"sparsity.last_q: all {length} queries of a sequence are probed, and recall needs others; give fewer")
+    return np.sort(np.random.default_rng(step).permutation(held_out)[:rows])
+
+
 @torch.no_grad()
 def _heads(
-    pattern: Pattern, q: torch.Tensor, k: torch.Tensor, batch: Batch, layer: int, step: int, rows: int, seq: int
+    pattern: Pattern, q: torch.Tensor, k: torch.Tensor, batch: Batch, layer: int, step: int, sampled: IntArray, seq: int
 ) -> Iterator[HeadRecord]:
     masks, request = batch.masks[:1], pattern.request()
     masked = Masked.make(masks, request.block, q.device)
     index = pattern.estimate(q, k, masked, layer)
     counts = index.counts(MaskWork.make(masks, request.block, q.device, request.bitmap))
-    sampled = np.sort(np.random.default_rng(step).permutation(masks[0].length)[:rows])
     kept = recall(index, q, k, masked, torch.from_numpy(sampled).to(q.device))[0]
     numbers = zip(
         counts.pairs[0].tolist(),

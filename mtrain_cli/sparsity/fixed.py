@@ -11,7 +11,7 @@ import torch
 
 from mtrain_cli.attention.index import VerticalSlash
 from mtrain_cli.attention.kernel import IndexRequest
-from mtrain_cli.sparsity.pattern import Masked
+from mtrain_cli.sparsity.pattern import NO_ROWS, Masked
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,9 @@ class FixedPattern:
         if (self.density >= 1) if self.density else self.slashes >= blocks:
             return f"diagonals of {self.density:.0%} of the blocks cover" if self.density else f"{self.slashes} block diagonals cover"
         return f"one block of {self.block} tokens covers" if blocks == 1 else None
+
+    def probed_rows(self, length: int) -> torch.Tensor:  # noqa: ARG002
+        return NO_ROWS
 
     def estimate(self, q: torch.Tensor, k: torch.Tensor, masked: Masked, layer: int) -> VerticalSlash:  # noqa: ARG002
         # The same in every step: a layer keeps what it drew once.

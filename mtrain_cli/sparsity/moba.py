@@ -11,7 +11,7 @@ import torch
 from mtrain_cli.attention.index import BlockBitmap
 from mtrain_cli.attention.kernel import IndexRequest, accumulation_dtype
 from mtrain_cli.attention.transfer import to_device
-from mtrain_cli.sparsity.pattern import Masked
+from mtrain_cli.sparsity.pattern import NO_ROWS, Masked
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,9 @@ class MobaPattern:
 
     def covers(self, seq: int) -> str | None:
         return f"{self.top_k} chunks of {self.chunk} keys cover" if self.top_k * self.chunk >= seq else None
+
+    def probed_rows(self, length: int) -> torch.Tensor:  # noqa: ARG002
+        return NO_ROWS
 
     def estimate(self, q: torch.Tensor, k: torch.Tensor, masked: Masked, layer: int) -> BlockBitmap:  # noqa: ARG002
         """One collective: the sums of all chunks."""

@@ -148,12 +148,21 @@ class Pattern(Protocol):
         """Which setting leaves every pair of ``seq`` tokens, whatever the data, in words before "all of seq=..."; None if none does."""
         ...
 
+    def probed_rows(self, length: int) -> torch.Tensor:
+        """int64 [rows], the positions of the queries that decide for all others; recall has to be measured outside them. None where every
+        query, or the seed, decides for itself.
+        """
+        ...
+
     def estimate(self, q: torch.Tensor, k: torch.Tensor, masked: Masked, layer: int) -> Index:
         """q [batch, tokens, heads, head_dim], k [batch, tokens, kv_heads, head_dim] of this worker, in the order of ``masked.positions`` ->
         what is worth computing: the whole index on every worker, or of a bitmap the rows of its own blocks. Called without gradients, once
         per layer and step, by all workers of ``masked.group`` together.
         """
         ...
+
+
+NO_ROWS = torch.empty(0, dtype=torch.int64)
 
 
 def shown_name(pattern: Pattern) -> str:

@@ -56,14 +56,15 @@ class Probe:
 
 @dataclass(frozen=True)
 class VerticalSlashPattern:
-    """Probes the last queries of one or more windows and keeps the lines that hold a share of their attention (paper section B.1,
-    algorithm 1): single columns at token level, slashes pooled over block diagonals, as the kernels compute them.
+    """Probes queries of one or more windows and keeps the lines that hold a share of their attention (paper section B.1, algorithm 1):
+    single columns at token level, slashes pooled over block diagonals, as the kernels compute them.
 
-    last_q: queries of a window. windows: how many, evenly spread; the last one ends the sequence. One window says little about packed
-        documents, since its queries see only their own.
+    last_q: queries of a window, spread evenly over the whole blocks that can hold them (`probed_rows`). windows: how many, evenly spread;
+        the last one ends the sequence. One window says little about packed documents, since its queries see only their own.
     p_v, p_s: share of the probed attention that columns and slashes are to hold, each by itself; the line that crosses it is kept.
     joint: columns are counted on the mass outside the chosen slashes only, until both together hold p_v.
-    min_bars, max_bars, min_slashes, max_slashes: bounds per head; max 0 = none. Diagonal 0 and the first sink_tokens columns always stay.
+    min_bars, max_bars, min_slashes, max_slashes: bounds per head; max 0 = none. Diagonal 0 and the first sink_tokens columns always stay,
+        and diagonal 1 where min_slashes is above 1: without it the first queries of a block see nothing of the recent past.
     per_group: one index for the query heads that share a key-value head.
     """
 
@@ -86,7 +87,8 @@ class VerticalSlashPattern:
         return IndexRequest(self.block, bitmap=False)
 
     def describe(self) -> str:
-        probe = f"the last {self.last_q} queries" + (f" of {self.windows} windows" if self.windows > 1 else "")
+        last = f"the last {self._span} tokens" + (f" of each of {self.windows} windows" if self.windows > 1 else "")
+        probe = f"{self.last_q} queries spread over {last}" if self.last_q < self._span else last
         caps = [f"{most} {what}" for most, what in ((self.max_bars, "columns"), (self.max_slashes, "diagonals")) if most]
         joint = ", joint with the diagonals," if self.joint else ""
         told = [
@@ -216,10 +218,26 @@ class VerticalSlashPattern:
         assert len(vertical) == len(probes), "every sequence ends with a probed block"
         return diagonals, torch.stack(vertical) if len(vertical) > 1 else vertical[0][None]
 
+    @property
+    def _span(self) -> int:
+        """Tokens of a window: the fewest whole blocks that can hold its queries."""
+        return -(-self.last_q // self.block) * self.block
+
     def probed_rows(self, length: int) -> torch.Tensor:
-        """Positions of the probed queries, ascending, each once."""
-        ends = [length * (w + 1) // self.windows for w in range(self.windows)]
-        return torch.unique(torch.cat([torch.arange(max(0, end - self.last_q), end) for end in ends]))
+        """Positions of the probed queries, int64, ascending, each once.
+
+        A line of tokens lies on one block diagonal for the first rows of a block and on the next one for the others. So every row of a
+        block has to be represented alike: the queries of a window stand at equal distances over as many tokens as whole blocks have,
+        wherever the window ends. Windows that are closer to each other than that share out the tokens between them.
+        """
+        rows, before = [], 0
+        for window in range(self.windows):
+            end = length * (window + 1) // self.windows
+            start = max(before, end - self._span)
+            count = min(self.last_q, end - start)
+            rows.append(start + (2 * torch.arange(count) + 1) * (end - start) // max(1, 2 * count))
+            before = end
+        return torch.cat(rows)
 
     def probes(self, masked: Masked) -> list[Probe]:
         """One per sequence of the batch, the same for all layers."""
@@ -248,12 +266,14 @@ class VerticalSlashPattern:
         """diagonals: mass of this worker, as `_totals` -> bool like it."""
         blocks = masked.geometry.blocks
         units = masked.group.sum(diagonals).clamp_(max=MOST_UNITS)
-        key = (type(self).__name__, "diagonals")
+        least = max(1, self.min_slashes)
+        forced = min(2, least)
+        key = (type(self).__name__, "diagonals", forced)
         if key not in masked.cache:
             numbers = torch.arange(blocks, device=diagonals.device)
-            masked.cache[key] = rank_without_mass(numbers == 0, numbers, blocks)
+            masked.cache[key] = rank_without_mass(numbers < forced, numbers, blocks)
         order, total = ranking(units, masked.cache[key]), units.sum(-1, keepdim=True)
-        lines, keep = fewest_lines(order, total, self.p_s, max(1, self.min_slashes), self.max_slashes or blocks, blocks)
+        lines, keep = fewest_lines(order, total, self.p_s, least, self.max_slashes or blocks, blocks)
         return torch.zeros_like(diagonals, dtype=torch.bool).scatter_(-1, lines, keep)
 
     def _bars(self, vertical: torch.Tensor, masked: Masked) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from mtrain_cli.attention.index import BlockBitmap
 from mtrain_cli.attention.kernel import IndexRequest, accumulation_dtype
 from mtrain_cli.attention.transfer import to_device
-from mtrain_cli.sparsity.pattern import Masked, kept_lines
+from mtrain_cli.sparsity.pattern import NO_ROWS, Masked, kept_lines
 
 _SCORE_BYTES = 1 << 30
 
@@ -38,6 +38,9 @@ class XAttentionPattern:
 
     def covers(self, seq: int) -> str | None:
         return f"2 blocks of {self.block} tokens, the own and the first, cover" if seq <= 2 * self.block else None
+
+    def probed_rows(self, length: int) -> torch.Tensor:  # noqa: ARG002
+        return NO_ROWS
 
     def estimate(self, q: torch.Tensor, k: torch.Tensor, masked: Masked, layer: int) -> BlockBitmap:  # noqa: ARG002
         """One collective: all keys go to all workers, as in the published distributed form; queries stay."""

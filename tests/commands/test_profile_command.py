@@ -44,7 +44,7 @@ def test_sparsity_measures_every_layer_and_head_of_the_steps_asked_for(tmp_path)
     assert "step 3/3  loss" in result.output
     assert "vertical_slash, step 1" in result.output
     assert "moba, step 3" in result.output
-    assert "worst: the sampled query of which least is kept" in result.output
+    assert "recall: of sampled queries that were not probed" in " ".join(result.output.split())
     again = run("sparsity", *SMALL[:7], "--pattern", "fixed", "--steps", "1", "--rows", "4", "--out", str(tmp_path / "again.parquet"))
     assert "fixed (SYNTHETIC), step 1" in again.output
     found = pandas.read_parquet(out)

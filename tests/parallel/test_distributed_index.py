@@ -180,7 +180,7 @@ def scattered(rank: int, world: int) -> list[bool]:
 
 
 def test_some_workers_hold_no_probed_query_and_some_only_padding():
-    assert gloo.run(4, scattered) == [[False, False], [False, False], [False, True], [True, False]]
+    assert gloo.run(4, scattered) == [[False, False], [False, False], [True, True], [True, False]]
 
 
 def test_shards_that_are_not_whole_blocks_are_refused():

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.profiling.sparsity import _heads
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.profiling.sparsity import _heads, _sampled
 from mtrain_cli.sparsity.fixed import FixedPattern
 from mtrain_cli.sparsity.moba import MobaPattern
 from mtrain_cli.sparsity.pattern import Masked
 from mtrain_cli.sparsity.recall import recall
+from mtrain_cli.sparsity.vertical_slash import VerticalSlashPattern
 
 SEQ, BLOCK, HEADS = 100, 16, 4
 
@@ -23,7 +25,7 @@ def test_rows_are_what_index_mask_and_recall_say(pattern):
     torch.manual_seed(0)
     q, k = torch.randn(1, SEQ, HEADS, 8), torch.randn(1, SEQ, 2, 8)
     mask = SequenceMask.from_documents(np.repeat([0, 1, 2], [40, 37, 20]), SEQ)  # 3 tokens are padding
-    rows = list(_heads(pattern, q, k, SimpleNamespace(masks=[mask, SequenceMask.causal(SEQ, SEQ)]), 5, 7, SEQ, SEQ))
+    rows = list(_heads(pattern, q, k, SimpleNamespace(masks=[mask, SequenceMask.causal(SEQ, SEQ)]), 5, 7, np.arange(mask.length), SEQ))
     masked = Masked.make([mask], BLOCK)
     index = pattern.estimate(q, k, masked, 5)
     everywhere = torch.arange(SEQ)
@@ -42,3 +44,23 @@ def test_rows_are_what_index_mask_and_recall_say(pattern):
         assert lines == [(0, 0)] * HEADS
     else:
         assert lines == [(2, int((bars < mask.length).sum())) for bars in index.bars[0]]
+
+
+def probing(last_q: int, windows: int) -> VerticalSlashPattern:
+    return VerticalSlashPattern(
+        block=BLOCK, last_q=last_q, windows=windows, p_v=0.9, p_s=0.9, joint=False, sink_tokens=0, min_bars=0, max_bars=8,
+        min_slashes=2, max_slashes=0, per_group=False,
+    )  # fmt: skip
+
+
+def test_no_sampled_query_was_probed():
+    probes = [probing(8, 1), probing(16, 3)]
+    probed = {row for p in probes for row in p.probed_rows(97).tolist()}
+    everything = _sampled([MobaPattern(BLOCK, 32, 1), *probes], 97, 7, 1000)
+    assert set(everything.tolist()) == set(range(97)) - probed
+    few = _sampled(probes, 97, 7, 20)
+    assert len(few) == len(set(few.tolist())) == 20
+    assert set(few.tolist()) <= set(everything.tolist())
+    assert few.tolist() != _sampled(probes, 97, 8, 20).tolist(), "another step samples others"
+    with pytest.raises(ConfigError, match="all 97 queries of a sequence are probed"):
+        _sampled([probing(97, 1)], 97, 7, 20)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -57,11 +59,21 @@ def fewest(mass: list[float], share: float, forced: set[int], least: int, most: 
     return kept
 
 
+def spread_rows(p: VerticalSlashPattern, length: int) -> list[int]:
+    """The middles of as many equal parts of each window, which is as wide as whole blocks; the windows of these tests have room."""
+    rows = []
+    for w in range(p.windows):
+        end, span = length * (w + 1) // p.windows, math.ceil(p.last_q / p.block) * p.block
+        rows += [end - span + math.floor((i + 0.5) * span / p.last_q) for i in range(p.last_q)]
+    return rows
+
+
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize(
     "changed",
     [
-        {}, {"windows": 3}, {"last_q": 40}, {"joint": True}, {"joint": True, "p_v": 0.9, "p_s": 0.3, "min_bars": 0}, {"per_group": True},
+        {}, {"windows": 3}, {"last_q": 40}, {"min_slashes": 2, "p_s": 0.1}, {"min_slashes": 4, "p_s": 0.1},
+        {"joint": True}, {"joint": True, "p_v": 0.9, "p_s": 0.3, "min_bars": 0}, {"per_group": True},
         {"max_bars": 10, "max_slashes": 2}, {"min_bars": 50}, {"max_slashes": 2, "per_group": True},
     ],
 )  # fmt: skip
@@ -74,7 +86,7 @@ def test_vertical_slash_is_what_its_definition_says(documents, changed):
     blocks = masked.geometry.blocks
     for b in range(2):
         length = masked.masks[b].length
-        rows = sorted({r for w in range(p.windows) for e in [length * (w + 1) // p.windows] for r in range(max(0, e - p.last_q), e)})
+        rows = spread_rows(p, length)
         probed = probabilities(q, k, masked, b)[:, rows] / len(rows)
         if p.per_group:
             group = HEADS // KV_HEADS
@@ -84,7 +96,7 @@ def test_vertical_slash_is_what_its_definition_says(documents, changed):
             for row, position in zip(probed[h].tolist(), rows, strict=True):
                 for key in range(position + 1):
                     diagonals[position // BLOCK - key // BLOCK] += row[key]
-            slashes = fewest(diagonals, p.p_s, {0}, p.min_slashes, p.max_slashes or blocks)
+            slashes = fewest(diagonals, p.p_s, {0, 1} if p.min_slashes > 1 else {0}, p.min_slashes, p.max_slashes or blocks)
             assert set(index.slashes[b, h].nonzero().flatten().tolist()) == slashes
             for row, position in zip(probed[h].tolist(), rows, strict=True):
                 for key in range(position + 1):
@@ -97,7 +109,7 @@ def test_vertical_slash_is_what_its_definition_says(documents, changed):
 
 
 @pytest.mark.parametrize("joint", [False, True])
-@pytest.mark.parametrize("at", [0, SEQ - 10, None])
+@pytest.mark.parametrize("at", [0, SEQ - 20, None])
 def test_all_attention_may_lie_on_one_key_or_on_none(at, joint):
     """The most and the least mass that a line can have, of forced lines, too."""
     _, _, masked = inputs()
@@ -109,7 +121,8 @@ def test_all_attention_may_lie_on_one_key_or_on_none(at, joint):
     index = pattern(last_q=5, joint=joint, min_bars=0, min_slashes=0).estimate(q, k, masked, 0)
     slashes, bars = {0}, {0, 1}
     if at is not None:
-        slashes.add((SEQ - 1) // BLOCK - at // BLOCK)
+        slashes |= {row // BLOCK - at // BLOCK for row in spread_rows(pattern(last_q=5), SEQ)}
+        assert len(slashes) == (3 if at == 0 else 2), "the queries stand in two blocks"
         # Diagonals that hold everything leave nothing to columns.
         bars |= set() if joint else {at}
     for b in range(2):
@@ -267,11 +280,11 @@ def test_fixed_takes_the_fewest_diagonals_that_fill_the_density(density):
 
 def test_the_banner_names_every_bound_of_vertical_slash():
     assert pattern(max_bars=0).describe() == (
-        "columns that hold 60% and block diagonals that hold 70% of the attention of the last 20 queries"
+        "columns that hold 60% and block diagonals that hold 70% of the attention of 20 queries spread over the last 32 tokens"
     )
     assert pattern(windows=4, max_bars=256, max_slashes=4, joint=True, per_group=True).describe() == (
-        "columns that, joint with the diagonals, hold 60% and block diagonals that hold 70% of the attention of the last 20 queries "
-        "of 4 windows, at most 256 columns and 4 diagonals a head, one index per key-value group"
+        "columns that, joint with the diagonals, hold 60% and block diagonals that hold 70% of the attention of 20 queries spread over "
+        "the last 32 tokens of each of 4 windows, at most 256 columns and 4 diagonals a head, one index per key-value group"
     )
 
 
