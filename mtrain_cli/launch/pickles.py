@@ -7,6 +7,8 @@ any function and have it called.
 from __future__ import annotations
 
 import builtins
+import dataclasses
+import enum
 import io
 import pickle
 import sys
@@ -38,6 +40,9 @@ MESSAGES = {
     "torch.distributed.checkpoint.storage": {"WriteResult"},
     "torch.distributed.checkpoint.api": {"CheckpointException"},
     "traceback": {"StackSummary", "FrameSummary"},
+    "numpy": {"ndarray", "dtype"},
+    **{f"numpy.{core}.multiarray": {"_reconstruct", "scalar"} for core in ("core", "_core")},
+    **{f"numpy.{core}.numeric": {"_frombuffer"} for core in ("core", "_core")},
 }
 _PATHS = {"PosixPath": PurePosixPath, "PurePosixPath": PurePosixPath, "WindowsPath": PureWindowsPath, "PureWindowsPath": PureWindowsPath}
 
@@ -69,16 +74,22 @@ class MetadataUnpickler(_Unpickler):
 
 
 class MessageUnpickler(_Unpickler):
-    """Makes `MESSAGES`, and exceptions of modules that this process has imported already; imports nothing for a message."""
+    """Makes `MESSAGES`, and what is a container for values alone: mtrain's own dataclasses and enumerations, and exceptions. Imports
+    nothing for a message.
+    """
 
     allowed = MESSAGES
 
     def find_class(self, module: str, name: str) -> Any:
         home = builtins if module == "builtins" else sys.modules.get(module)
         found = getattr(home, name, None) if "." not in name else None
-        if isinstance(found, type) and issubclass(found, BaseException):
+        if isinstance(found, type) and (issubclass(found, BaseException) or _is_record(found, module)):
             return found
         return super().find_class(module, name)
+
+
+def _is_record(found: type, module: str) -> bool:
+    return module.startswith("mtrain_cli.") and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum))
 
 
 def load_metadata(file: IO[bytes]) -> Any:

@@ -28,6 +28,7 @@ from mtrain_cli.launch import failures, restart, state, streams, whereabouts
 from mtrain_cli.launch.environment import Environment, gpu_index, nccl_variables, resolve_environment
 from mtrain_cli.launch.job import Job, current_job, decide_on_rank_zero, job_store
 from mtrain_cli.launch.lifeline import Lifeline, leave
+from mtrain_cli.launch.pickles import guard_collectives
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.stop import StopFlag, mark_stopped, save_and_stop_on_signals
 
@@ -135,6 +136,7 @@ def _work(config: Config, run_dir: RunDir, environment: Environment, resume: boo
 
     job = current_job()
     assert job is not None, "workers run with torchrun's or srun's environment variables"
+    guard_collectives()
     timeout = timedelta(seconds=config.topology.timeout_s)
     store: Store = dist.PrefixStore("process_group", job_store(job))
     with _timeouts_explained(config, job.rank):

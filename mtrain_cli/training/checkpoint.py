@@ -19,6 +19,7 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +35,7 @@ from torch.futures import Future
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.failures import RunError
+from mtrain_cli.parallel.collectives import share
 from mtrain_cli.training.checkpoint_files import ForeignFileError, Planner, Reader, tensors_of
 from mtrain_cli.training.manifest import FileEntry, Manifest, ManifestError, checksum, committed_steps
 
@@ -209,13 +211,13 @@ class Checkpointer:
     def _commit(self, step: int, partial: Path, written: Any, trainer: dict[str, Any]) -> None:
         """Wait for DCP, collect checksums, and rename on rank 0; the same on every rank up to who does it. Runs in its own thread."""
 
-        def own_files() -> dict[str, FileEntry]:
+        def own_files() -> dict[str, dict[str, int]]:
             written.result()
             names = [*(path.name for path in partial.glob(f"__{self._rank}_*")), *([".metadata"] if self._rank == 0 else [])]
-            return {name: checksum(partial / name) for name in names}
+            return {name: asdict(checksum(partial / name)) for name in names}
 
         try:
-            files = {name: entry for part in self._everywhere(own_files) for name, entry in part.items()}
+            files = {name: FileEntry(**entry) for part in self._everywhere(own_files) for name, entry in part.items()}
             manifest = Manifest(step, self._workers, torch.__version__, files, trainer)
             self._everywhere(lambda: self._publish(manifest, partial) if self._rank == 0 else None)
         except Exception as error:  # also a peer that is gone: the main thread is to learn of it, not the terminal
@@ -254,7 +256,7 @@ class Checkpointer:
             shutil.rmtree(partial)
 
     def _everywhere(self, action: Callable[[], T]) -> list[T]:
-        """Do ``action`` on every rank and return what each got, in rank order.
+        """Do ``action`` on every rank and return what each got, in rank order: something that JSON can hold.
 
         Raises:
             _Failed: on all ranks, when it failed on any.
@@ -267,8 +269,7 @@ class Checkpointer:
             failure = self._reason(error)
         answers: list[Any] = [(result, failure)]
         if self._group is not None:
-            answers = [None] * self._workers
-            dist.all_gather_object(answers, (result, failure), group=self._group)
+            answers = share((result, failure), self._group)
         failed = next((reason for _, reason in answers if reason), None)
         if failed:
             raise _Failed(failed)
