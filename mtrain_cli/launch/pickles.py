@@ -63,7 +63,7 @@ class _Unpickler(pickle.Unpickler):
             return _PATHS[name]
         raise RefusedError(f"names {module}.{name}, which mtrain does not load")
 
-    def persistent_load(self, pid: Any) -> Any:
+    def persistent_load(self, pid: Any) -> Any:  # noqa: ARG002
         raise RefusedError("holds a persistent id, which mtrain does not load")
 
 

@@ -225,7 +225,6 @@ class Leaving:
                     if part is not None:
                         yield case.config.sparsity.pattern, layer, part
 
-
     def _gathered(self, mine: Index | None) -> list[Index | None] | None:
         """Bitmaps of all workers on the first one, sent as arrays."""
         assert mine is None or isinstance(mine, BlockBitmap)

@@ -155,7 +155,10 @@ def test_tensors_larger_than_the_files_are_refused_before_memory_is_taken(folder
 
 def test_a_tensor_that_unpacks_to_more_than_its_file_is_refused(folder):
     packed = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(saved_bytes(torch.zeros(1 << 20)))) as plain, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as tight:
+    with (
+        zipfile.ZipFile(io.BytesIO(saved_bytes(torch.zeros(1 << 20)))) as plain,
+        zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as tight,
+    ):
         for entry in plain.namelist():
             tight.writestr(entry, plain.read(entry))
     put(folder, WEIGHT, packed.getvalue())
