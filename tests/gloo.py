@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from mtrain_cli.launch.pickles import guard_collectives
+
 
 def run(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """function(rank, world, *args) in each of `world` processes of one group; the results in rank order. A failing process fails the
@@ -32,6 +34,7 @@ def run(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
 
 def _main(rank: int, world: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    guard_collectives()  # as in mtrain's own workers
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     result = function(rank, world, *args)

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import json
 import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,8 @@ from mtrain_cli.launch.failures import read_failure
 INDEX = "index.json"
 _UNPACKED = 4  # compressed shards that stay in memory, usually 64 MiB each
 _MAPPED = 256
+_PIECE = 1 << 24  # bytes that are unpacked at once
+_LARGEST = 1 << 32  # bytes of a shard: offsets are uint32
 _SCALARS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 _PLAIN = ("bytes", "str", "str_int", "str_float", "int", "json", *_SCALARS)
 # The byte by which an array without a fixed dtype names its own.
@@ -108,6 +111,8 @@ class MdsFolder:
             alike = all((entry["column_names"], entry["column_encodings"]) == (names, encodings) for entry in shards)
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{self.origin}: {INDEX} is no index of MDS shards ({error!r} is missing or wrong)") from None
+        except ValueError as error:
+            raise ConfigError(f"{self.origin}: {INDEX} {error}") from None
         if not alike:
             raise ConfigError(f"{self.origin}: {INDEX} lists shards with different columns; put them into folders of their own")
         self.encodings = dict(zip(names, encodings, strict=True))
@@ -249,11 +254,12 @@ class MdsFolder:
         name, size, hashes = shard.packed
         raw = self._map(self.folder / name, size, hashes)
         try:
-            content = _unpacker(shard.compression, f"{self.origin}: {name}")(raw.data)
+            content = _unpacked(_unpacker(shard.compression, f"{self.origin}: {name}")(raw.data), shard.size)
         except (OSError, ValueError, EOFError, zlib.error) as error:
             raise ConfigError(f"{self.origin}: {name} cannot be unpacked ({error}); copy it again") from None
         if len(content) != shard.size:
-            raise ConfigError(f"{self.origin}: {name} unpacks to {len(content):,} bytes where {INDEX} says {shard.size:,}")
+            found = f"{len(content):,}" if len(content) < shard.size else "more"
+            raise ConfigError(f"{self.origin}: {name} unpacks to {found} bytes where {INDEX} says {shard.size:,}")
         unpacked = np.frombuffer(content, np.uint8)
         self._compare(shard.name, unpacked, shard.hashes)
         return unpacked
@@ -297,7 +303,9 @@ def _encoding(text: str) -> Encoding:
         if kind == "ndarray" and len(details) <= 2:
             dtype = np.dtype(details[0]).newbyteorder("<") if details else None
             if dtype is None or dtype.name in _SCALARS:
-                return Encoding(kind, dtype, tuple(map(int, details[1].split(","))) if len(details) == 2 else None)
+                shape = tuple(map(int, details[1].split(","))) if len(details) == 2 else None
+                if min(shape or (0,)) >= 0:
+                    return Encoding(kind, dtype, shape)
         if not details and kind in _PLAIN:
             return Encoding(kind)
     except (TypeError, ValueError):
@@ -310,14 +318,26 @@ def _shard(entry: dict[str, Any]) -> Shard:
     if entry["format"] != "mds":
         raise KeyError("format mds")
     raw, packed = entry["raw_data"], entry.get("zip_data")
-    return Shard(
-        str(raw["basename"]),
+    shard = Shard(
+        _inside(str(raw["basename"])),
         int(raw["bytes"]),
         int(entry["samples"]),
         dict(raw.get("hashes") or {}),
         entry.get("compression"),
-        (str(packed["basename"]), int(packed["bytes"]), dict(packed.get("hashes") or {})) if packed else None,
+        (_inside(str(packed["basename"])), int(packed["bytes"]), dict(packed.get("hashes") or {})) if packed else None,
     )
+    # The number of samples, and an offset for the beginning of each and for the end of the last.
+    if shard.samples < 0 or not 8 + 4 * shard.samples <= shard.size < _LARGEST:
+        raise ValueError(f"gives {shard.name} {shard.size:,} bytes for {shard.samples:,} samples; no shard of MDS can have these")
+    return shard
+
+
+def _inside(name: str) -> str:
+    """``name``, of a file in the folder or below it. Raises ValueError for any other."""
+    parts = PurePosixPath(name).parts
+    if not parts or name.startswith("/") or ".." in parts or set(name) & set("\\\0"):
+        raise ValueError(f"names the shard {name!r}, which does not lie in the folder")
+    return name
 
 
 def _dtype_of(code: int) -> np.dtype:
@@ -326,32 +346,45 @@ def _dtype_of(code: int) -> np.dtype:
     return np.dtype(_DTYPE_OF_CODE[code]).newbyteorder("<")
 
 
-def _unpacker(compression: str | None, place: str) -> Callable[[Any], bytes]:
+def _unpacked(stream: Any, size: int) -> bytearray:
+    """All that the stream unpacks to, or one byte more than ``size`` where that is more."""
+    content = bytearray()
+    while len(content) <= size and (piece := stream.read(min(_PIECE, size + 1 - len(content)))):
+        content += piece
+    return content
+
+
+def _unpacker(compression: str | None, place: str) -> Callable[[Any], Any]:
+    """From packed bytes to a stream of what they unpack to."""
     kind = str(compression).partition(":")[0]
     if kind == "gz":
-        return gzip.decompress
+        return lambda content: gzip.GzipFile(fileobj=io.BytesIO(content))
     if kind == "zstd":
         return _zstd(place)
     raise ConfigError(f"{place}: is compressed by {compression}; zstd and gz can be read")
 
 
-def _zstd(place: str) -> Callable[[Any], bytes]:
+def _zstd(place: str) -> Callable[[Any], Any]:
     """Python's own from 3.14 on, else the package's."""
     try:
         from compression import zstd  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
         pass
     else:
-        return zstd.decompress
+        return lambda content: zstd.ZstdFile(io.BytesIO(content))
     try:
         import zstandard
     except ImportError:
         raise ConfigError(f"{place}: needs the zstandard package; {install_command('data')}") from None
 
-    def decompress(content: Any) -> bytes:
-        try:
-            return zstandard.ZstdDecompressor().decompressobj().decompress(content)
-        except zstandard.ZstdError as error:
-            raise ValueError(str(error)) from None
+    class Stream:
+        def __init__(self, content: Any) -> None:
+            self._stream = zstandard.ZstdDecompressor().stream_reader(content)
 
-    return decompress
+        def read(self, most: int) -> bytes:
+            try:
+                return self._stream.read(most)
+            except zstandard.ZstdError as error:
+                raise ValueError(str(error)) from None
+
+    return Stream

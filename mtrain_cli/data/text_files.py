@@ -14,15 +14,17 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from mtrain_cli import install_command
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.corpora import Corpus, Document, Unit, split_text
+from mtrain_cli.data.parquet_pages import rows_at_once
 from mtrain_cli.launch.failures import read_failure
 
 _BLOCK = 1 << 22  # bytes of a plain file that are read at once
 DOMAIN = "domain"  # key or column that names a record's domain; else that is the first folder on the way to its file
+LONGEST_LINE = 1 << 30  # bytes of a line of .jsonl
 _ROWS = 1024  # parquet rows that are turned into Python strings at once
 
 
@@ -129,8 +131,9 @@ def _decoded(path: Path, label: str) -> Iterator[str]:
 
 def _jsonl(path: Path, label: str, key: TextKey, skip: int) -> Iterator[Document]:
     with path.open("rb") as file:
-        end = sum(len(line) for line in islice(file, skip))
-        for number, line in enumerate(file, skip + 1):
+        lines = _lines(file, label)
+        end = sum(len(line) for line in islice(lines, skip))
+        for number, line in enumerate(lines, skip + 1):
             end += len(line)
             if not line.strip():
                 continue
@@ -147,6 +150,16 @@ def _jsonl(path: Path, label: str, key: TextKey, skip: int) -> Iterator[Document
                 raise key.missing(f"{path} line {number}", record)
             pieces = _text_pieces(record[key.name], key, f"{path} line {number}")
             yield Document(f"{path.name}:{number}", pieces, record=number, end=end, domain=_domain(record.get(DOMAIN)))
+
+
+def _lines(file: IO[bytes], label: str) -> Iterator[bytes]:
+    """Raises ConfigError for a line that is no document of any kind, before memory holds all of it."""
+    number = 0
+    while line := file.readline(LONGEST_LINE + 1):
+        number += 1
+        if len(line) > LONGEST_LINE:
+            raise ConfigError(f"{label} line {number}: is longer than {LONGEST_LINE:,} bytes; give one document a line")
+        yield line
 
 
 def _parquet(path: Path, label: str, key: TextKey, skip: int) -> Iterator[Document]:
@@ -168,7 +181,8 @@ def _parquet(path: Path, label: str, key: TextKey, skip: int) -> Iterator[Docume
                 if row + in_group <= skip:
                     row += in_group
                     continue
-                for batch in file.iter_batches(_ROWS, row_groups=[group], columns=columns):
+                at_once = rows_at_once(path, file.metadata.row_group(group), columns, f"{label} row group {group}", _ROWS)
+                for batch in file.iter_batches(at_once, row_groups=[group], columns=columns):
                     texts = batch.column(key.name).to_pylist()
                     domains = batch.column(DOMAIN).to_pylist() if len(columns) == 2 else [""] * len(texts)
                     for text, domain in zip(texts, domains, strict=True):

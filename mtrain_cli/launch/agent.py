@@ -19,11 +19,10 @@ from pathlib import Path
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous import registry as rendezvous
 
 from mtrain_cli.launch import failures, whereabouts
 from mtrain_cli.launch.failures import Failure
+from mtrain_cli.launch.rendezvous import OneMachine
 from mtrain_cli.launch.whereabouts import Where
 
 POLL_S = 0.1
@@ -73,15 +72,12 @@ class WorkerAgent(LocalElasticAgent):
     def __init__(self, workers: int, command: Sequence[str], folder: Path, variables: dict[str, str], timeout_s: float) -> None:
         """timeout_s: how long a worker waits for another before it gives up."""
         _quiet()
-        parameters = RendezvousParameters(
-            backend="c10d", endpoint="127.0.0.1:0", run_id=uuid.uuid4().hex, min_nodes=1, max_nodes=1, local_addr="127.0.0.1"
-        )
         spec = WorkerSpec(
             role="worker",
             local_world_size=workers,
             entrypoint=command[0],
             args=tuple(command[1:]),
-            rdzv_handler=rendezvous.get_rendezvous_handler(parameters),
+            rdzv_handler=OneMachine(uuid.uuid4().hex),
             max_restarts=0,
             monitor_interval=POLL_S,
             local_addr="127.0.0.1",

@@ -174,6 +174,16 @@ def nccl_variables(logs: Path, timeout_s: float) -> dict[str, str]:
     }
 
 
+def on_loopback() -> dict[str, str]:
+    """Has gloo and NCCL listen on loopback alone, for workers that are all on one machine.
+
+    gloo would also look its address up by host name, which many laptops and containers cannot resolve.
+    """
+    interfaces = {name for _, name in socket.if_nameindex()}
+    found = next((name for name in ("lo", "lo0") if name in interfaces), None)  # Linux, macOS
+    return {} if found is None else {"GLOO_SOCKET_IFNAME": found, "NCCL_SOCKET_IFNAME": f"={found}"}
+
+
 def describe_place(device: torch.device) -> str:
     """Host and device of this worker, such as ``node7, GPU 3 (NVIDIA H200)``."""
     host = socket.gethostname()

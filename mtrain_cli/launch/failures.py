@@ -23,9 +23,11 @@ from mtrain_cli.config.schema import ConfigError
 _PEER_LOST = re.compile(
     r"gloo/transport|Connection (closed|reset|refused)|Broken pipe|Socket (closed|timeout)|recvValue|sendBytes|recvBytes"
     r"|remote process exited|NCCL (communicator was aborted|error: (remote|unhandled system))|ncclRemoteError|ncclSystemError"
-    r"|[Tt]imed out waiting|collective operation timeout",
+    r"|[Tt]imed out waiting|Timeout waiting for key|collective operation timeout",
 )
-_TIMED_OUT = re.compile(r"[Tt]imed out waiting|[Tt]imed out after|wait timeout after|Socket Timeout|connectFullMesh failed.*timed out")
+_TIMED_OUT = re.compile(
+    r"[Tt]imed out waiting|Timeout waiting for key|[Tt]imed out after|wait timeout after|Socket Timeout|connectFullMesh failed.*timed out"
+)
 _LOG_TAIL_LINES = 20
 # What a disk may do to a command that was given in good order.
 _DISK_FAILURES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})

@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
+import hmac
+import ipaddress
 import itertools
 import json
 import os
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 STORE_TIMEOUT = timedelta(minutes=10)
+# Environment variables beside MASTER_ADDR and MASTER_PORT, which torchrun and srun users set for a job.
+SECRET, PORT = "MTRAIN_SECRET", "MTRAIN_PORT"
 _decisions = itertools.count()
 
 
@@ -45,6 +50,11 @@ class Job:
     restarts: int = 0
     most_restarts: int | None = None
     name: str = ""
+
+    @property
+    def address(self) -> str:
+        """Where ranks connect to ports that mtrain opens on rank 0: loopback where all of them are on one machine."""
+        return "127.0.0.1" if self.local_world_size == self.world_size else self.master_addr
 
     @property
     def started_again(self) -> bool:
@@ -150,16 +160,72 @@ def job_store(job: Job) -> Store:
     """
     import torch.distributed as dist
 
-    host = f"[{job.master_addr}]" if ":" in job.master_addr else job.master_addr
+    torchrun_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     try:
-        rendezvous = dist.rendezvous(f"tcp://{host}:{job.master_port}", job.rank, job.world_size, timeout=STORE_TIMEOUT)
-        store = next(iter(rendezvous))[0]
+        if torchrun_serves or job.rank != 0:
+            host = job.master_addr if torchrun_serves else job.address
+            store = dist.TCPStore(host, job.master_port, job.world_size, is_master=False, timeout=STORE_TIMEOUT)
+        else:
+            # By default torch would listen on every interface.
+            descriptor = listen(job, job.master_port).detach()
+            store = dist.TCPStore(
+                job.address, job.master_port, job.world_size, is_master=True, timeout=STORE_TIMEOUT, master_listen_fd=descriptor
+            )
     except (RuntimeError, OSError) as error:
         reason = str(error).splitlines()[0]
         where = f"MASTER_ADDR={job.master_addr} MASTER_PORT={job.master_port}"
         raise ConfigError(f"{where}: rank {job.rank} cannot reach the job's store there ({reason}); set both to rank 0's") from error
     # torchrun's store outlives its workers: what those before a restart left there would be taken for answers of today.
     return dist.PrefixStore(f"mtrain/{job.restarts}/{job.world_size}", store)
+
+
+def listen(job: Job, port: int) -> socket.socket:
+    """A listening socket of rank 0 at ``job.address``; port 0: a free one.
+
+    On all interfaces where that address is none of this machine's own, such as that of a service in front of it, or where several machines
+    shall connect and the name means loopback here, as /etc/hosts of some systems has it.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    several = job.local_world_size != job.world_size
+    with contextlib.suppress(socket.gaierror):
+        for family, _, _, _, place in socket.getaddrinfo(job.address, port, type=socket.SOCK_STREAM):
+            if several and ipaddress.ip_address(place[0].partition("%")[0]).is_loopback:
+                continue
+            try:
+                return socket.create_server(place[:2], family=family, backlog=max(128, job.world_size))
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=max(128, job.world_size), dualstack_ipv6=both)
+
+
+def shared_key(purpose: str) -> str | None:
+    """What only ranks with the job's secret (``MTRAIN_SECRET``) can know; None without one."""
+    secret = os.environ.get(SECRET, "")
+    return hmac.digest(secret.encode(), f"mtrain {purpose}".encode(), "sha256").hex() if secret else None
+
+
+def _seal(name: str, text: str) -> bytes:
+    """``text`` as it goes into the store under ``name``, where anybody who reaches the port can write."""
+    key = shared_key("decision")
+    seal = "" if key is None else hmac.digest(key.encode(), f"{name}\0{text}".encode(), "sha256").hex()
+    return f"{seal}\n{text}".encode()
+
+
+def _unseal(name: str, content: bytes) -> str:
+    """The text, where it comes from a rank with this rank's secret.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    text = content.decode(errors="replace").partition("\n")[2]
+    if not hmac.compare_digest(content, _seal(name, text)):
+        raise ConfigError(f"{SECRET}: what the job's store holds was written with another secret, or none; give all ranks the same one")
+    return text
 
 
 def decide_on_rank_zero(action: Callable[[], str]) -> str:
@@ -176,11 +242,11 @@ def decide_on_rank_zero(action: Callable[[], str]) -> str:
         try:
             text = action()
         except Exception as error:
-            store.set(key, json.dumps({"exit_code": 2 if isinstance(error, ConfigError) else 1}))
+            store.set(key, _seal(key, json.dumps({"exit_code": 2 if isinstance(error, ConfigError) else 1})))
             raise
-        store.set(key, json.dumps({"text": text}))
+        store.set(key, _seal(key, json.dumps({"text": text})))
         return text
-    answer = json.loads(store.get(key))
+    answer = json.loads(_unseal(key, store.get(key)))
     if "exit_code" in answer:
         raise SystemExit(answer["exit_code"])
     return answer["text"]

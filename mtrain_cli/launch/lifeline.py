@@ -8,6 +8,7 @@ however busy its interpreter is. Rank 0 tells the cause once, and all ranks leav
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import secrets
@@ -24,7 +25,7 @@ from typing import NoReturn
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import failures, whereabouts
 from mtrain_cli.launch.failures import Failure
-from mtrain_cli.launch.job import STORE_TIMEOUT, Job, job_store
+from mtrain_cli.launch.job import PORT, SECRET, STORE_TIMEOUT, Job, job_store, listen, shared_key
 from mtrain_cli.launch.whereabouts import Where
 
 CAUSE_GRACE_S = 2.0
@@ -34,7 +35,7 @@ BEAT_S = 10.0  # as `launch.state`, which cannot be read before rank 0 has a run
 # A machine that loses power says nothing; the kernel then gives up after 10 + 3 * 5 seconds of silence.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _STORE_KEY = "lifeline"
-_GREETING_BYTES = 64  # the token and a rank are shorter
+_GREETING_BYTES = 96  # the token and a rank are shorter
 
 
 class Lifeline:
@@ -57,17 +58,18 @@ class Lifeline:
             ConfigError: rank 0's port cannot be reached from this machine.
         """
         store = job_store(job)
-        self._hub = _Hub(job.world_size, on_mistake, logs, on_failure, beat) if job.rank == 0 else None
+        self._hub = _Hub(job.world_size, on_mistake, logs, on_failure, beat, _server(job)) if job.rank == 0 else None
         if self._hub:
-            store.set(_STORE_KEY, f"{self._hub.port} {self._hub.token}")
-        port, token = store.get(_STORE_KEY).decode().split()
-        host = "localhost" if job.rank == 0 else job.master_addr
+            # With a secret of the job, what shows that a rank is one of it never goes through the store, which anybody may read.
+            store.set(_STORE_KEY, f"{self._hub.port} {'-' if shared_key(_STORE_KEY) else self._hub.token}")
+        port, token = _port_and_token(store.get(_STORE_KEY))
+        host = self._hub.host if self._hub else job.address
         try:
-            self._socket = socket.create_connection((host, int(port)), timeout=STORE_TIMEOUT.total_seconds())
+            self._socket = socket.create_connection((host, port), timeout=STORE_TIMEOUT.total_seconds())
         except OSError as error:
             raise ConfigError(
                 f"MASTER_ADDR={job.master_addr}: rank {job.rank} cannot connect to port {port} of rank 0 ({error.strerror or error}); "
-                "workers must reach each other on any port"
+                f"workers must reach each other on any port, or on the one that {PORT} names"
             ) from error
         self._socket.settimeout(None)
         self._rank = job.rank
@@ -136,21 +138,23 @@ class _Hub:
         logs: Path | None = None,
         on_failure: Callable[[Failure], str] = lambda _: "",
         beat: Callable[[], object] = lambda: None,
+        server: socket.socket | None = None,
     ) -> None:
+        """server: that listens; None: one of its own, on loopback."""
         self._on_mistake = on_mistake
         self._on_failure = on_failure
         self._beat = beat
         self._world_size = world_size
         self._logs = logs
-        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-        self._server = socket.create_server(("", 0), family=family, backlog=world_size, dualstack_ipv6=family == socket.AF_INET6)
+        self._server = server or socket.create_server(("127.0.0.1", 0), backlog=world_size)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
         self._expected = set(range(world_size))
         self._peers: list[_Peer] = []
         self._failures: list[Failure] = []
-        self.port = self._server.getsockname()[1]
-        self.token = secrets.token_hex(16)
+        bound = self._server.getsockname()
+        self.host, self.port = "localhost" if ipaddress.ip_address(bound[0]).is_unspecified else bound[0], bound[1]
+        self.token = shared_key(_STORE_KEY) or secrets.token_hex(16)
         self._thread = threading.Thread(target=self._serve, name="lifeline hub", daemon=True)
         self._thread.start()
 
@@ -265,6 +269,34 @@ class _Hub:
         going = [rank for rank in self._expected - heard if rank not in records or records[rank].waits_for is None]
         silent = failures.silence(self._failures, [], going)
         return failures.cause([*self._failures, silent] if silent else self._failures)
+
+
+def _server(job: Job) -> socket.socket:
+    """What rank 0's hub listens with, at the port that the user names or a free one.
+
+    Raises:
+        ConfigError: the port is none, or taken.
+    """
+    given = os.environ.get(PORT, "0")
+    if not given.isdigit() or int(given) > 65535:
+        raise ConfigError(f"{PORT}={given}: must be a port, 1 to 65535, or unset for any free one")
+    try:
+        return listen(job, int(given))
+    except OSError as error:
+        raise ConfigError(f"{PORT}={given}: rank 0 cannot listen there ({error.strerror or error}); give a free port") from error
+
+
+def _port_and_token(said: bytes) -> tuple[int, str]:
+    """What rank 0 has left in the store.
+
+    Raises:
+        ConfigError: it is no such thing, or rank 0 has no secret where this rank has one, or the other way round.
+    """
+    port, _, token = said.decode(errors="replace").partition(" ")
+    key = shared_key(_STORE_KEY)
+    if not port.isdigit() or (token == "-") != (key is not None):
+        raise ConfigError(f"{SECRET}: this rank and rank 0 do not have the same secret; give all ranks the same one, or none")
+    return int(port), key or token
 
 
 def _records(logs: Path | None, world_size: int) -> dict[int, Where]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING
 from mtrain_cli.config import compose
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch import failures, state, streams
-from mtrain_cli.launch.environment import Environment, nccl_variables
+from mtrain_cli.launch.environment import Environment, nccl_variables, on_loopback
 from mtrain_cli.launch.failures import Failure
 from mtrain_cli.launch.restart import Again, Restarts, describe, one_line
 from mtrain_cli.launch.run_dir import RunDir
@@ -150,7 +149,7 @@ class _Attempt:
 
         run_dir, environment = self._run_dir, self.environment
         with tempfile.TemporaryDirectory(prefix="mtrain-") as folder:
-            command = worker_command("mtrain_cli.launch.worker", *self._arguments)
+            command = worker_command("mtrain_cli.launch.worker", *self._arguments, "--store", folder)
             variables = _variables(environment, run_dir, self._timeout_s)
             if self._devices is not None:
                 variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices)
@@ -282,13 +281,10 @@ def _variables(environment: Environment, run_dir: RunDir, timeout_s: float) -> d
     defaults = dict(_defaults(cores, environment.workers))
     if environment.device == "cuda":
         defaults |= nccl_variables(run_dir.logs, timeout_s)
-    return {name: value for name, value in defaults.items() if name not in os.environ}
+    return {name: value for name, value in defaults.items() if name not in os.environ} | dict(on_loopback())
 
 
 def _defaults(cores: int, workers: int) -> Iterator[tuple[str, str]]:
     yield "OMP_NUM_THREADS", str(max(1, cores // workers))
     # When a peer dies, c10d warns at length about lost sockets, on the terminal and before the cause is known.
     yield "TORCH_CPP_LOG_LEVEL", "ERROR"
-    # gloo looks its address up by host name, which many laptops and containers cannot resolve; all workers are on this machine.
-    if "lo" in (name for _, name in socket.if_nameindex()):
-        yield "GLOO_SOCKET_IFNAME", "lo"

@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 from mtrain_cli.config import compose, keys
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch import failures, restart, state, streams, whereabouts
-from mtrain_cli.launch.environment import Environment, gpu_index, nccl_variables, resolve_environment
-from mtrain_cli.launch.job import Job, current_job, decide_on_rank_zero, job_store
+from mtrain_cli.launch.environment import Environment, gpu_index, nccl_variables, on_loopback, resolve_environment
+from mtrain_cli.launch.job import STORE_TIMEOUT, Job, current_job, decide_on_rank_zero, job_store
 from mtrain_cli.launch.lifeline import Lifeline, leave
+from mtrain_cli.launch.pickles import guard_collectives
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.stop import StopFlag, mark_stopped, save_and_stop_on_signals
 
@@ -46,6 +47,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--restarts", type=int, default=0, help="how often the launcher has started the workers again")
     parser.add_argument("--launcher-pid", type=int, help="the worker ends when this parent process does")
+    parser.add_argument("--store", type=Path, required=True, help="the launcher's private folder, in which workers find each other")
     parser.add_argument("--target", required=True, help="module:function to run; see launch.local.launch")
     arguments = parser.parse_args()
     streams.guard(output_required=False)
@@ -61,7 +63,10 @@ def main() -> None:
     try:
         config = compose.load(run_dir.resolved)
         environment = dataclasses.replace(resolve_environment(config), launcher="mtrain", restarts=arguments.restarts)
-        if _work(config, run_dir, environment, arguments.resume, arguments.target):
+        from mtrain_cli.launch.rendezvous import open_store
+
+        store = open_store(arguments.store, environment.workers, STORE_TIMEOUT)
+        if _work(config, run_dir, environment, arguments.resume, arguments.target, store):
             mark_stopped(os.environ.get("TORCHELASTIC_ERROR_FILE"))
     except BaseException as error:
         failure = failures.describe(error)
@@ -84,6 +89,9 @@ def run_in_job(run_dir: RunDir, environment: Environment, resume: bool, target: 
     save_and_stop_on_signals()
     job = current_job()
     assert job is not None
+    if job.local_world_size == job.world_size:
+        for name, value in on_loopback().items():
+            os.environ.setdefault(name, value)
 
     def failed(failure: failures.Failure) -> str:
         state.change(run_dir, "failed", restart.one_line(failure))
@@ -100,7 +108,7 @@ def run_in_job(run_dir: RunDir, environment: Environment, resume: bool, target: 
             for name, value in nccl_variables(run_dir.logs, agreed.topology.timeout_s).items():
                 os.environ.setdefault(name, value)
         whereabouts.keep(record)
-        _work(agreed, run_dir, environment, resume, target)
+        _work(agreed, run_dir, environment, resume, target, job_store(job))
     except BaseException as error:
         failure = failures.describe(error)
         if failure.kind == "error":
@@ -126,7 +134,7 @@ def _what_follows(run_dir: RunDir, job: Job) -> str:
     return f"go on from the checkpoint of step {step}: the same line with --resume {run_dir.path}; under {again} it does so by itself"
 
 
-def _work(config: Config, run_dir: RunDir, environment: Environment, resume: bool, target: str) -> bool:
+def _work(config: Config, run_dir: RunDir, environment: Environment, resume: bool, target: str, store: Store) -> bool:
     """Join the process group, call the target, and leave the group when it returns; returns whether it stopped on request.
 
     After a failure the group stays: to leave it in order needs the peers, which may be gone.
@@ -135,8 +143,9 @@ def _work(config: Config, run_dir: RunDir, environment: Environment, resume: boo
 
     job = current_job()
     assert job is not None, "workers run with torchrun's or srun's environment variables"
+    guard_collectives()
     timeout = timedelta(seconds=config.topology.timeout_s)
-    store: Store = dist.PrefixStore("process_group", job_store(job))
+    store = dist.PrefixStore("process_group", store)
     with _timeouts_explained(config, job.rank):
         whereabouts.note("waits for all ranks to join", whereabouts.SEVERAL)
         if environment.device == "cuda":

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from mtrain_cli.attention.index import BlockBitmap, Index
@@ -215,16 +216,27 @@ class Leaving:
             for layer in self._layers(case):
                 index = indices.get(layer) if indices is not None else None
                 mine = index.to("cpu") if index is not None and e.rank < e.cp and (self.first or _in_parts(index)) else None
-                everyone: list[Index | None] | None = [None] * e.workers if self.first else None
+                everyone = [mine] if self.first else None
                 if index is not None and _in_parts(index):
-                    dist.gather_object(mine, everyone, group=self.bench.host_group)
-                elif everyone is not None:
-                    everyone = [mine]
+                    everyone = self._gathered(mine)
                 if indices is None:
                     yield case.config.sparsity.pattern, layer, None
                 for part in everyone or ():
                     if part is not None:
                         yield case.config.sparsity.pattern, layer, part
+
+    def _gathered(self, mine: Index | None) -> list[Index | None] | None:
+        """Bitmaps of all workers on the first one, sent as arrays."""
+        assert mine is None or isinstance(mine, BlockBitmap)
+        sent = None if mine is None else (mine.block, mine.blocks, mine.bits.numpy(), mine.rows.numpy())
+        everyone: list[Any] | None = [None] * self.bench.environment.workers if self.first else None
+        dist.gather_object(sent, everyone, group=self.bench.host_group)
+        if everyone is None:
+            return None
+        return [
+            None if part is None else BlockBitmap(part[0], part[1], torch.from_numpy(part[2]), torch.from_numpy(part[3]))
+            for part in everyone
+        ]
 
 
 def _in_parts(index: Index) -> bool:

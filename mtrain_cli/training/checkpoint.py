@@ -19,6 +19,7 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,14 +29,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.failures import RunError
+from mtrain_cli.parallel.collectives import share
+from mtrain_cli.training.checkpoint_files import ForeignFileError, Planner, Reader, tensors_of
 from mtrain_cli.training.manifest import FileEntry, Manifest, ManifestError, checksum, committed_steps
 
 T = TypeVar("T")
@@ -186,14 +187,11 @@ class Checkpointer:
             if "optimizer" in state and not manifest.trainer:
                 return "holds weights alone, no training to go on with; a new run begins with given ones by train.init_from=HF_FOLDER"
             tensors = self._tensors(state if manifest.workers == self._workers else {k: v for k, v in state.items() if k != "rng"})
-            planner = DefaultLoadPlanner()
-            dcp.load(tensors, checkpoint_id=folder, planner=planner, process_group=self._group, no_dist=self._group is None)
-        except (CheckpointException, _Failed) as error:
-            return self._reason(error)
-        assert planner.metadata is not None
-        extra = [name for name in planner.metadata.state_dict_metadata if name.startswith("model.") and name not in planner.state_dict]
+            extra = self._everywhere(lambda: _read(folder, tensors))[0]
+        except _Failed as error:
+            return str(error)
         if extra and "model" in state:
-            return f"holds {extra[0]}, which this model does not have"
+            return f"holds {extra}, which this model does not have"
         if "trainer" in state:
             state["trainer"] = dict(manifest.trainer)
         return None
@@ -213,13 +211,13 @@ class Checkpointer:
     def _commit(self, step: int, partial: Path, written: Any, trainer: dict[str, Any]) -> None:
         """Wait for DCP, collect checksums, and rename on rank 0; the same on every rank up to who does it. Runs in its own thread."""
 
-        def own_files() -> dict[str, FileEntry]:
+        def own_files() -> dict[str, dict[str, int]]:
             written.result()
             names = [*(path.name for path in partial.glob(f"__{self._rank}_*")), *([".metadata"] if self._rank == 0 else [])]
-            return {name: checksum(partial / name) for name in names}
+            return {name: asdict(checksum(partial / name)) for name in names}
 
         try:
-            files = {name: entry for part in self._everywhere(own_files) for name, entry in part.items()}
+            files = {name: FileEntry(**entry) for part in self._everywhere(own_files) for name, entry in part.items()}
             manifest = Manifest(step, self._workers, torch.__version__, files, trainer)
             self._everywhere(lambda: self._publish(manifest, partial) if self._rank == 0 else None)
         except Exception as error:  # also a peer that is gone: the main thread is to learn of it, not the terminal
@@ -258,7 +256,7 @@ class Checkpointer:
             shutil.rmtree(partial)
 
     def _everywhere(self, action: Callable[[], T]) -> list[T]:
-        """Do ``action`` on every rank and return what each got, in rank order.
+        """Do ``action`` on every rank and return what each got, in rank order: something that JSON can hold.
 
         Raises:
             _Failed: on all ranks, when it failed on any.
@@ -271,8 +269,7 @@ class Checkpointer:
             failure = self._reason(error)
         answers: list[Any] = [(result, failure)]
         if self._group is not None:
-            answers = [None] * self._workers
-            dist.all_gather_object(answers, (result, failure), group=self._group)
+            answers = share((result, failure), self._group)
         failed = next((reason for _, reason in answers if reason), None)
         if failed:
             raise _Failed(failed)
@@ -316,8 +313,11 @@ def load_model_state(path: str | os.PathLike[str], report: Callable[[str], None]
     problems = []
     for candidate in candidates:
         found = _verify(candidate, 0, 1)
-        if not found:
-            return Manifest.read(candidate).step, _read_model(candidate)
+        try:
+            if not found:
+                return Manifest.read(candidate).step, _read_model(candidate)
+        except ForeignFileError as error:
+            found = [str(error)]
         problems.append(f"{candidate}: {'; '.join(found)}")
         if candidate != candidates[-1]:
             report(f"{problems[-1]}; the checkpoint before it is used instead")
@@ -353,15 +353,41 @@ class _Writer(dcp.FileSystemWriter):
             raise OSError(cause.errno, cause.strerror) from error
 
 
-def _read_model(folder: Path) -> dict[str, Tensor]:
-    metadata = dcp.FileSystemReader(folder).read_metadata()
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in metadata.state_dict_metadata.items()
-        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
-    }
+def _read(folder: Path, tensors: dict[str, Any], reader: Reader | None = None) -> str | None:
+    """Fill ``tensors``, or this rank's part of them, and return the first tensor of a model that they lack.
+
+    Every rank reads its part by itself: DCP's ranks would send each other pickles.
+
+    Raises:
+        ForeignFileError: a file holds what DCP does not write.
+        Exception: as DCP raises them, such as for a tensor of another size.
+    """
+    reader, planner = reader or Reader(folder), Planner()
     _expect_to_be_alone()
-    dcp.load(tensors, checkpoint_id=folder, no_dist=True)
+    try:
+        dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
+    except CheckpointException as error:
+        if not error.failures:
+            raise
+        raise min(error.failures.items())[1][0] from error
+    return next((name for name in tensors_of(reader.metadata, "model.") if name not in planner.state_dict), None)
+
+
+def _read_model(folder: Path) -> dict[str, Tensor]:
+    """The model of a checkpoint by name, in this process's memory.
+
+    Raises:
+        ForeignFileError: a file holds what DCP does not write.
+    """
+    reader = Reader(folder)
+    found = tensors_of(reader.metadata, "model.").items()
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in found}
+    try:
+        _read(folder, tensors, reader)
+    except OSError:
+        raise
+    except Exception as error:
+        raise error if isinstance(error, ForeignFileError) else ForeignFileError(_one_line(error)) from error
     return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
 
 
@@ -376,6 +402,8 @@ def _one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f": {error.filename}" if error.filename else "")
     text = str(error).strip()
+    if isinstance(error, ForeignFileError):
+        return text
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
 
 

@@ -76,6 +76,8 @@ class Manifest:
             raise ManifestError(f"{NAME} has schema {schema}, this version of mtrain reads {SCHEMA}")
         if crc32 != _crc_of({"schema": schema, **asdict(manifest)}):
             raise ManifestError(f"{NAME} was altered (its checksum differs)")
+        if outside := next((name for name in manifest.files if not plain_name(name)), None):
+            raise ManifestError(f"{NAME} names the file {outside!r}, which does not lie in this folder")
         return manifest
 
     def problems(self, folder: Path, part: int = 0, parts: int = 1) -> list[str]:
@@ -93,6 +95,11 @@ def checksum(path: Path) -> FileEntry:
             size += len(chunk)
             crc = zlib.crc32(chunk, crc)
     return FileEntry(size, crc)
+
+
+def plain_name(name: object) -> bool:
+    """Whether ``name`` is that of a file in the same folder."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
 def committed_steps(directory: Path) -> list[int]:

@@ -28,7 +28,7 @@ from mtrain_cli.model.huggingface import load_into
 from mtrain_cli.model.init import initialize
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.parallel import parts
-from mtrain_cli.parallel.collectives import all_gather
+from mtrain_cli.parallel.collectives import all_gather, share
 from mtrain_cli.parallel.exchanges import make_exchange
 from mtrain_cli.parallel.fsdp import begin_micro_batch, shard_parameters
 from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
@@ -104,8 +104,7 @@ def _checked_plan(config: Config, environment: Environment, choices: Choices) ->
     found = planned(config, environment, choices)
     if environment.device == "cuda" and environment.workers > 1:
         # GPUs of one job may differ by some MiB, and so would decisions; the smallest counts.
-        everyone: list[tuple[int, int]] = [(0, 0)] * environment.workers
-        dist.all_gather_object(everyone, (found.gpu_bytes, found.host_share))
+        everyone: list[list[int]] = share((found.gpu_bytes, found.host_share))
         found = replace(found, capacity=min(gpu for gpu, _ in everyone), host_share=min(host for _, host in everyone))
     if config.train.memory == "auto":
         found = decided(found)
@@ -191,8 +190,7 @@ class Trainer:
         """Host and device of each rank. Machines with other files, or for data=stdlib another Python, would train on different tokens
         without anyone noticing.
         """
-        told: list[Any] = [None] * self.environment.workers
-        dist.all_gather_object(told, (self.dataset.fingerprint, describe_place(self.device)), group=self.host_group)
+        told = share((self.dataset.fingerprint, describe_place(self.device)), self.host_group)
         other = next((rank for rank, (found, _) in enumerate(told) if found != told[0][0]), None)
         if other is not None:
             raise ConfigError(

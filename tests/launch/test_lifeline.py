@@ -88,7 +88,7 @@ def test_a_rank_whose_answer_is_lost_tells_its_own_failure(monkeypatch, kind, co
 
         monkeypatch.setattr(lifeline, "leave", leave)
         monkeypatch.setattr(lifeline, "tell", lambda failure, *_: told.append((failure.rank, failure.message)))
-        mine = Lifeline(SimpleNamespace(rank=1, world_size=2, master_addr="localhost"), on_mistake=lambda: None)
+        mine = Lifeline(SimpleNamespace(rank=1, world_size=2, address="localhost", master_addr="localhost"), on_mistake=lambda: None)
         connection, _ = rank_0.accept()
         failing = threading.Thread(target=_fails, args=(mine, kind))
         failing.start()

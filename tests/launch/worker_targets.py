@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -189,3 +193,55 @@ def rank_0_waits_and_nothing_ends_it(_config: Config, _run_dir: RunDir, environm
     if environment.rank == 0:
         whereabouts.note("waits for gradients of all ranks", whereabouts.SEVERAL)
     time.sleep(600)
+
+
+def listening(pids: list[int]) -> list[tuple[int, str, int]]:
+    """Process, address and port of every TCP socket that one of the processes listens on (Linux)."""
+    sockets: dict[str, tuple[str, int]] = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] != "0A":  # TCP_LISTEN
+                continue
+            address, port = fields[1].split(":")
+            words = [bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8)]
+            family = socket.AF_INET if table == "tcp" else socket.AF_INET6
+            sockets[fields[9]] = socket.inet_ntop(family, b"".join(words)), int(port, 16)
+    found = []
+    for pid in pids:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                inode = os.readlink(descriptor).removeprefix("socket:[").removesuffix("]")
+                if inode in sockets:
+                    found.append((pid, *sockets[inode]))
+    return found
+
+
+def _own_ports() -> list[tuple[int, str, int]]:
+    """Of this worker and of its launcher, while collectives of several groups are set up."""
+    dist.new_group(backend="gloo")
+    dist.all_reduce(torch.ones(1))
+    found = listening([os.getpid(), os.getppid()])
+    dist.barrier()
+    return found
+
+
+def attacks_its_ports(_config: Config, run_dir: RunDir, environment: Environment, _resume: bool) -> None:
+    """Rank 0 writes what sets the state of an elastic rendezvous to every port of the run, then gives the launcher time to read it."""
+    found = _own_ports()
+    (run_dir.path / f"listening-{environment.rank}").write_text("\n".join(f"{pid} {address} {port}" for pid, address, port in found))
+    ports = {port for _, _, port in found}
+    if environment.rank == 0:
+        bomb = (run_dir.path / "bomb").read_bytes() if (run_dir.path / "bomb").exists() else b"bomb"
+        for port in ports:
+            for key in (f"torch.rendezvous.{os.environ.get('TORCHELASTIC_RUN_ID')}", "torchelastic/role_info/0"):
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1) as stranger:
+                    stranger.sendall(_set_message(key, base64.b64encode(bomb)))
+        time.sleep(1)
+    dist.barrier()
+
+
+def _set_message(key: str, value: bytes) -> bytes:
+    """What a client of a TCPStore sends: VALIDATE with the magic number, then SET."""
+    name = f"/{key}".encode()
+    return struct.pack("<BI", 0, 0x3C85F7CE) + b"\x01" + struct.pack("<Q", len(name)) + name + struct.pack("<Q", len(value)) + value

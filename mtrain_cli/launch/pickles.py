@@ -1,0 +1,120 @@
+"""Pickles that run no code: only classes on a list are made, by name.
+
+torch writes the metadata of a checkpoint as a pickle, and exchanges objects between ranks as pickles. A pickle from somebody else may name
+any function and have it called.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import enum
+import io
+import pickle
+import sys
+from pathlib import PurePosixPath, PureWindowsPath
+from typing import IO, Any
+
+import torch
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_FILES = "torch.distributed.checkpoint.filesystem"
+_PLANNER = "torch.distributed.checkpoint.planner"
+_CONTAINERS = {"builtins": {"set", "frozenset", "complex", "bytearray", "slice", "range"}, "collections": {"OrderedDict"}}
+# What torch.distributed.checkpoint writes as .metadata. _get_layout looks a name up in a table.
+METADATA = {
+    **_CONTAINERS,
+    _METADATA: {
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING",
+        "MetadataIndex", "StorageMeta",
+    },
+    _FILES: {"_StorageInfo"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+}  # fmt: skip
+# What it exchanges between ranks while they save.
+MESSAGES = {
+    **METADATA,
+    _FILES: {"_StorageInfo", "_StoragePrefix"},
+    _PLANNER: {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData", "LoadPlan", "ReadItem", "LoadItemType"},
+    "torch.distributed.checkpoint.storage": {"WriteResult"},
+    "torch.distributed.checkpoint.api": {"CheckpointException"},
+    "traceback": {"StackSummary", "FrameSummary"},
+    "numpy": {"ndarray", "dtype"},
+    **{f"numpy.{core}.multiarray": {"_reconstruct", "scalar"} for core in ("core", "_core")},
+    **{f"numpy.{core}.numeric": {"_frombuffer"} for core in ("core", "_core")},
+}
+_PATHS = {"PosixPath": PurePosixPath, "PurePosixPath": PurePosixPath, "WindowsPath": PureWindowsPath, "PureWindowsPath": PureWindowsPath}
+
+
+class RefusedError(pickle.UnpicklingError):
+    """A pickle names something that is not on the list. The text names it."""
+
+
+class _Unpickler(pickle.Unpickler):
+    allowed: dict[str, set[str]]
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in self.allowed.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if module in ("pathlib", "pathlib._local") and name in _PATHS:
+            return _PATHS[name]
+        raise RefusedError(f"names {module}.{name}, which mtrain does not load")
+
+    def persistent_load(self, pid: Any) -> Any:  # noqa: ARG002
+        raise RefusedError("holds a persistent id, which mtrain does not load")
+
+
+class MetadataUnpickler(_Unpickler):
+    """Makes `METADATA` and nothing else."""
+
+    allowed = METADATA
+
+
+class MessageUnpickler(_Unpickler):
+    """Makes `MESSAGES`, and what is a container for values alone: mtrain's own dataclasses and enumerations, and exceptions. Imports
+    nothing for a message.
+    """
+
+    allowed = MESSAGES
+
+    def find_class(self, module: str, name: str) -> Any:
+        home = builtins if module == "builtins" else sys.modules.get(module)
+        found = getattr(home, name, None) if "." not in name else None
+        if isinstance(found, type) and (issubclass(found, BaseException) or _is_record(found, module)):
+            return found
+        return super().find_class(module, name)
+
+
+def _is_record(found: type, module: str) -> bool:
+    return module.startswith("mtrain_cli.") and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum))
+
+
+def load_metadata(file: IO[bytes]) -> Any:
+    """The object in ``file``.
+
+    Raises:
+        ValueError: it names a class that is not on the list, or is no pickle. One line, without the name of the file.
+    """
+    try:
+        return MetadataUnpickler(file).load()
+    except RefusedError as error:
+        raise ValueError(str(error)) from error
+    # Whatever the constructors of these classes make of foreign arguments.
+    except Exception as error:
+        raise ValueError(f"cannot be read ({type(error).__name__})") from error
+
+
+def guard_collectives() -> None:
+    """Have torch's object collectives refuse everything but `MESSAGES`, in this process and from now on."""
+    import torch.distributed.distributed_c10d as c10d
+
+    assert hasattr(c10d, "_unpickler"), "this torch unpickles messages elsewhere"
+    c10d._unpickler = MessageUnpickler
+
+
+def loads_message(content: bytes) -> Any:
+    """One message, as `guard_collectives` has it read."""
+    return MessageUnpickler(io.BytesIO(content)).load()

@@ -1,0 +1,64 @@
+"""How the workers of one machine find each other: through a file in a folder that only this user can open.
+
+torch's own rendezvous opens a port on every interface and unpickles what anybody writes there. Here nothing listens.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch.distributed import FileStore, HashStore
+from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+STORE = "store"
+
+
+class OneMachine(RendezvousHandler):
+    """torch's elastic agent alone with itself: it keeps its notes in its own memory."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._closed = False
+
+    def get_backend(self) -> str:
+        return "one-machine"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        # Workers get this address in their environment; no one listens there.
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
+
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def set_closed(self) -> None:
+        self._closed = True
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        self._closed = True
+        return True
+
+
+def open_store(folder: Path, workers: int, timeout: timedelta) -> Store:
+    """The store of a run on one machine, in its launcher's private folder; every worker opens it.
+
+    Raises:
+        OSError: others than this user can open the folder.
+    """
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{folder}: others than this user can open the folder")
+    store = FileStore(str(folder / STORE), workers)
+    store.set_timeout(timeout)
+    return store

@@ -1,0 +1,210 @@
+"""DCP's files, read such that nothing in them runs: a checkpoint may come from somebody else, with checksums that fit.
+
+``.metadata`` is a pickle, of which only the classes that DCP writes are made. Tensors and other values are read with
+``weights_only=True``. Names stay inside the folder, and nothing unpacks to more than the files hold.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, set_element
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+from mtrain_cli.launch import pickles
+from mtrain_cli.training.manifest import plain_name
+
+METADATA = ".metadata"
+
+
+class ForeignFileError(ValueError):
+    """A file of a checkpoint holds what DCP does not write. The text is one line that begins with the file's name."""
+
+
+class Reader(dcp.FileSystemReader):
+    """Reads one checkpoint folder.
+
+    Its ``read_metadata`` takes no arguments: DCP then looks for no other file of metadata.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        """Read the metadata.
+
+        Raises:
+            ForeignFileError: it holds what DCP does not write.
+            OSError: it cannot be read.
+        """
+        super().__init__(folder)
+        self._folder = Path(folder)
+        with (self._folder / METADATA).open("rb") as file:
+            try:
+                self.metadata = _checked(pickles.load_metadata(file), self._folder)
+            except ValueError as error:
+                raise ForeignFileError(f"{METADATA} {error}") from error
+
+    def read_metadata(self) -> Metadata:  # type: ignore[override]
+        return self.metadata
+
+    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
+        try:
+            with zipfile.ZipFile(io.BufferedReader(_Part(file, sinfo.offset, sinfo.length))) as archive:
+                unpacked = sum(entry.file_size for entry in archive.infolist())
+        except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError, EOFError) as error:
+            raise ForeignFileError(f"{sinfo.relative_path} holds something else than tensors") from error
+        if unpacked > sinfo.length:
+            raise ForeignFileError(f"{sinfo.relative_path} holds an entry that unpacks to more than its {sinfo.length:,} bytes")
+        return super()._slice_file(file, sinfo)
+
+    def read_data(self, plan: LoadPlan, planner: Any) -> Any:
+        try:
+            return super().read_data(plan, planner)
+        except pickle.UnpicklingError as error:
+            raise ForeignFileError(f"a file of {self._folder.name} holds something else than tensors and plain values") from error
+
+
+class Planner(DefaultLoadPlanner):
+    """DCP's planner, but values that are no tensors are read without code as well."""
+
+    def create_local_plan(self) -> LoadPlan:
+        plan = super().create_local_plan()
+        for item in plan.items:
+            expected = self.state_dict.get(item.dest_index.fqn)
+            if (item.type == LoadItemType.BYTE_IO) == isinstance(expected, torch.Tensor):
+                kinds = ("a tensor", "no tensor") if isinstance(expected, torch.Tensor) else ("no tensor", "a tensor")
+                raise ForeignFileError(f"{METADATA} says that {item.dest_index.fqn} is {kinds[1]}; expected {kinds[0]}")
+        return plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        try:
+            found = torch.load(value, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise ForeignFileError(f"{name} holds something else than plain values") from error
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[name], found)
+        else:
+            self.state_dict[name] = found
+
+
+class _Part(io.RawIOBase):
+    """A part of an open file, as a file. DCP's own cannot seek from the end."""
+
+    def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
+        self._file, self._offset, self._length, self._at = file, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        if start + offset < 0:
+            raise ValueError("before the beginning")
+        self._at = start + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._offset + self._at)
+        content = self._file.read(max(0, min(len(buffer), self._length - self._at)))
+        buffer[: len(content)] = content
+        self._at += len(content)
+        return len(content)
+
+
+def tensors_of(metadata: Metadata, prefix: str) -> dict[str, TensorStorageMetadata]:
+    """The tensors whose names begin with ``prefix``."""
+    entries = metadata.state_dict_metadata.items()
+    return {name: entry for name, entry in entries if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)}
+
+
+def _checked(metadata: Any, folder: Path) -> Metadata:
+    """``metadata`` where all of it has the types that DCP gives it.
+
+    Raises:
+        ValueError: it has not; one line that follows the file's name.
+    """
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.__dict__.get("storage_data"), dict):
+        raise ValueError("describes no checkpoint")
+    described: Any = metadata.__dict__.get("state_dict_metadata")
+    if not isinstance(described, dict) or not all(isinstance(name, str) and _is_entry(entry) for name, entry in described.items()):
+        raise ValueError("describes its tensors in another way than DCP does")
+    sizes: dict[str, int] = {}
+    for index, info in metadata.storage_data.items():
+        if not isinstance(index, MetadataIndex) or not _is_info(info):
+            raise ValueError("describes its files in another way than DCP does")
+        name = info.relative_path
+        if not plain_name(name):
+            raise ValueError(f"names the file {name!r}, which does not lie in this folder")
+        if name not in sizes:
+            path = folder / name
+            sizes[name] = path.stat().st_size if path.is_file() else 0
+        if info.offset + info.length > sizes[name]:
+            raise ValueError(f"says that {name} has more than its {sizes[name]:,} bytes")
+    _require_stored(described, sum(sizes.values()))
+    if not isinstance(metadata.__dict__.get("storage_meta"), StorageMeta):
+        metadata.storage_meta = StorageMeta()
+    return metadata
+
+
+def _require_stored(described: Mapping[str, Any], stored: int) -> None:
+    """DCP writes tensors uncompressed: they have no more bytes than the files."""
+    tensors = (entry for entry in described.values() if isinstance(entry, TensorStorageMetadata))
+    claimed = sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in tensors)
+    if claimed > stored:
+        raise ValueError(f"says that the tensors have {claimed:,} bytes; the files have {stored:,}")
+
+
+def _is_entry(entry: object) -> bool:
+    if isinstance(entry, BytesStorageMetadata):
+        return True
+    if not isinstance(entry, TensorStorageMetadata):
+        return False
+    fields = entry.__dict__
+    properties, chunks = fields.get("properties"), fields.get("chunks")
+    return (
+        isinstance(properties, TensorProperties)
+        and isinstance(properties.__dict__.get("dtype"), torch.dtype)
+        and _is_size(fields.get("size"))
+        and isinstance(chunks, list)
+        and all(isinstance(chunk, ChunkStorageMetadata) and _is_part(chunk.__dict__, entry.size) for chunk in chunks)
+    )
+
+
+def _is_part(chunk: Mapping[str, Any], of: torch.Size) -> bool:
+    offsets, sizes = chunk.get("offsets"), chunk.get("sizes")
+    if not _is_size(offsets) or not _is_size(sizes) or not len(offsets) == len(sizes) == len(of):
+        return False
+    return all(offset + size <= whole for offset, size, whole in zip(offsets, sizes, of, strict=True))
+
+
+def _is_size(size: object) -> bool:
+    return isinstance(size, torch.Size) and all(n >= 0 for n in size)
+
+
+def _is_info(info: object) -> bool:
+    if not isinstance(info, _StorageInfo):
+        return False
+    fields = info.__dict__
+    counts = (fields.get("offset"), fields.get("length"))
+    # mtrain writes no transforms, such as a compression.
+    return all(type(count) is int and count >= 0 for count in counts) and not fields.get("transform_descriptors")

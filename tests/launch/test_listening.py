@@ -1,0 +1,60 @@
+"""What a run on one machine opens to others: nothing but loopback, and nothing that makes objects of a stranger's bytes."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_local import launched, run  # noqa: F401
+
+from mtrain_cli.config import compose
+from mtrain_cli.launch import local
+from mtrain_cli.launch.environment import resolve_environment
+from mtrain_cli.launch.run_dir import RunDir
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+class Bomb:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+def test_a_run_listens_on_loopback_alone_and_makes_no_objects_of_what_strangers_write(run: RunDir, tmp_path: Path, monkeypatch) -> None:  # noqa: F811
+    """A stranger sends every port what set the state of torch's elastic rendezvous to a bomb."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    marker = tmp_path / "code-ran"
+    (run.path / "bomb").write_bytes(pickle.dumps(Bomb(marker)))
+    folders: list[Path] = []
+    started = local._wait
+
+    def wait(agent: Any, run_dir: RunDir, folder: Path, requests: Any) -> Any:
+        folders.append(folder)
+        assert folder.stat().st_mode & 0o077 == 0  # the store lies there
+        return started(agent, run_dir, folder, requests)
+
+    monkeypatch.setattr(local, "_wait", wait)
+    code = launched(run, "attacks_its_ports")
+    assert not marker.exists()
+    assert code == 0
+    found = [line for rank in (0, 1) for line in (run.path / f"listening-{rank}").read_text().split("\n")]
+    assert found, "gloo listens"
+    assert {line.split()[1] for line in found} == {"127.0.0.1"}
+    # Nothing of the launcher's, whose rendezvous would read what comes.
+    assert str(os.getpid()) not in {line.split()[0] for line in found}
+    assert [folder.exists() for folder in folders] == [False]
+
+
+def test_interfaces_for_jobs_of_several_machines_do_not_count_on_one(run: RunDir, monkeypatch) -> None:  # noqa: F811
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    environment = resolve_environment(compose.load(run.resolved))
+    variables = local._variables(environment, run, 60.0)
+    assert (variables["GLOO_SOCKET_IFNAME"], variables["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")

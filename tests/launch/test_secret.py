@@ -1,0 +1,97 @@
+"""Jobs of torchrun and srun: what mtrain opens listens where the user says, and a secret of the job keeps strangers' words out."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from pathlib import Path
+
+import pytest
+from test_job import SimulatedJob, here  # noqa: F401
+from test_lifeline import connected, is_dropped
+
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.launch import job as jobs
+from mtrain_cli.launch import lifeline
+from mtrain_cli.launch.job import PORT, SECRET, Job, _seal, _unseal, listen
+from mtrain_cli.launch.lifeline import _Hub, _port_and_token, _server
+
+
+def made(address: str, nodes: int = 2) -> Job:
+    return Job("slurm", 0, 2 * nodes, 0, 2, address, 0)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def test_ranks_of_one_machine_meet_on_loopback_whatever_the_address():
+    with listen(made("192.0.2.1", nodes=1), 0) as server:
+        assert server.getsockname()[0] == "127.0.0.1"
+
+
+def test_several_machines_meet_at_the_address_that_the_user_names(monkeypatch):
+    monkeypatch.setattr(jobs.ipaddress, "ip_address", lambda _: type("Address", (), {"is_loopback": False}))
+    with listen(made("127.0.0.2"), 0) as server:
+        assert server.getsockname()[0] == "127.0.0.2"
+
+
+@pytest.mark.parametrize("address", ["localhost", "192.0.2.1"], ids=["loopback", "of another machine"])
+def test_an_address_that_other_machines_cannot_reach_here_means_all_interfaces(address):
+    with listen(made(address), 0) as server:
+        assert server.getsockname()[0] in ("::", "0.0.0.0")
+
+
+def test_the_port_of_the_hub_can_be_named(monkeypatch):
+    port = free_port()
+    monkeypatch.setenv(PORT, str(port))
+    with _server(made("127.0.0.1", nodes=1)) as server:
+        assert server.getsockname()[1] == port
+        with pytest.raises(ConfigError, match=f"{PORT}={port}: rank 0 cannot listen there .*; give a free port"):
+            _server(made("127.0.0.1", nodes=1))
+    monkeypatch.setenv(PORT, "http")
+    with pytest.raises(ConfigError, match=f"{PORT}=http: must be a port"):
+        _server(made("127.0.0.1", nodes=1))
+
+
+def test_what_rank_0_decided_is_believed_only_with_the_secret(monkeypatch):
+    assert _unseal("decision/1", _seal("decision/1", "a\nb")) == "a\nb"
+    without = _seal("decision/1", "text")
+    monkeypatch.setenv(SECRET, "one")
+    sealed = _seal("decision/1", "a\nb")
+    assert _unseal("decision/1", sealed) == "a\nb"
+    for stranger in (without, sealed + b"c", b"", b"\xff\n"):
+        with pytest.raises(ConfigError, match=f"{SECRET}: .* give all ranks the same one"):
+            _unseal("decision/1", stranger)
+    with pytest.raises(ConfigError):
+        _unseal("decision/2", sealed)
+    monkeypatch.setenv(SECRET, "two")
+    with pytest.raises(ConfigError):
+        _unseal("decision/1", sealed)
+
+
+def test_with_a_secret_the_store_does_not_hold_what_opens_the_hub(monkeypatch):
+    monkeypatch.setenv(SECRET, "one")
+    hub = _Hub(2, on_mistake=lambda: None)
+    assert _port_and_token(f"{hub.port} -".encode()) == (hub.port, hub.token)
+    with connected(hub) as stranger, contextlib.suppress(OSError):
+        stranger.sendall(b"- 1\n")
+        assert is_dropped(stranger)
+    for said in (b"1234 abcdef", b"", b"port -"):
+        with pytest.raises(ConfigError, match=f"{SECRET}: this rank and rank 0 do not have the same secret"):
+            _port_and_token(said)
+    monkeypatch.delenv(SECRET)
+    with pytest.raises(ConfigError, match=SECRET):
+        _port_and_token(f"{hub.port} -".encode())
+    assert lifeline.shared_key("x") is None
+
+
+def test_a_job_under_srun_with_a_secret_and_a_port_listens_on_loopback_and_ends_well(monkeypatch):
+    port = free_port()
+    monkeypatch.setenv(SECRET, "of this job")
+    monkeypatch.setenv(PORT, str(port))
+    assert [code for code, _ in SimulatedJob("attacks_its_ports", 2, "run.dir=run").ends()] == [0, 0]
+    found = [line.split() for line in Path("run/listening-0").read_text().split("\n")]
+    assert {address for _, address, _ in found} == {"127.0.0.1"}
+    assert str(port) in {number for _, _, number in found}

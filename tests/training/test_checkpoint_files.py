@@ -1,0 +1,218 @@
+"""Checkpoints that somebody else made, with checksums that fit: nothing in them runs, and one line says what is wrong."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import command
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from typer.testing import CliRunner
+
+from mtrain_cli.commands.app import app
+from mtrain_cli.config import compose
+from mtrain_cli.training.checkpoint import Checkpointer, NoCheckpointError, load_model_state, write_model_state
+from mtrain_cli.training.manifest import Manifest, checksum
+
+MODEL = ["model.hidden_size=32", "model.num_layers=2", "model.head_dim=8", "model.intermediate_size=48"]
+PAYLOAD = "__0_0.distcp"
+WEIGHT = "model.weight"
+
+
+class Bomb:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+def state() -> dict[str, Any]:
+    model = {"weight": torch.arange(6.0).view(2, 3)}
+    return {"model": model, "optimizer": {"param_groups": [{"lr": 0.5, "betas": (0.9, 0.95)}]}, "trainer": {"step": 1}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    Checkpointer(tmp_path / "checkpoints", keep=1).save(1, state(), asynchronous=False)
+    return tmp_path / "checkpoints" / "step-1"
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Path:
+    return tmp_path / "code-ran"
+
+
+def sealed(folder: Path) -> None:
+    """Checksums that fit what lies in the folder now."""
+    old = Manifest.read(folder)
+    replace(old, files={name: checksum(folder / name) for name in old.files}).write(folder)
+
+
+def change_metadata(folder: Path, change: Callable[[Metadata], object]) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    sealed(folder)
+
+
+def put(folder: Path, name: str, content: bytes) -> None:
+    """``content`` as what is stored of ``name``, at the end of the file."""
+
+    def change(metadata: Metadata) -> None:
+        file = folder / PAYLOAD
+        index = next(index for index in metadata.storage_data if index.fqn == name)
+        info = metadata.storage_data[index]
+        metadata.storage_data[index] = replace(info, offset=file.stat().st_size, length=len(content))
+        file.write_bytes(file.read_bytes() + content)
+
+    change_metadata(folder, change)
+
+
+def saved_bytes(value: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(NoCheckpointError) as caught:
+        Checkpointer(folder.parent, keep=1).load(state())
+    (problem,) = caught.value.problems
+    assert "\n" not in problem
+    return problem
+
+
+def test_metadata_that_names_a_function_is_refused_and_nothing_runs(folder, marker):
+    change_metadata(folder, lambda metadata: setattr(metadata, "planner_data", Bomb(marker)))
+    assert refused(folder) == f"{folder}: .metadata names {os.mkdir.__module__}.mkdir, which mtrain does not load"
+    with pytest.raises(NoCheckpointError, match=r"\.metadata names"):
+        load_model_state(folder)
+    assert not marker.exists()
+
+
+def test_a_value_that_names_a_function_is_refused_and_nothing_runs(folder, marker):
+    put(folder, "optimizer.param_groups.0.lr", saved_bytes(Bomb(marker)))
+    assert refused(folder).endswith("optimizer.param_groups.0.lr holds something else than plain values")
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("declared", ["tensor", "value"])
+def test_a_tensor_that_names_a_function_is_refused_and_nothing_runs(folder, marker, declared):
+    put(folder, WEIGHT, saved_bytes(Bomb(marker)))
+    if declared == "value":
+        change_metadata(folder, lambda metadata: metadata.state_dict_metadata.update({WEIGHT: BytesStorageMetadata()}))
+    refused(folder)
+    if declared == "tensor":
+        with pytest.raises(NoCheckpointError):
+            load_model_state(folder)
+    assert not marker.exists()
+
+
+def test_metadata_by_rank_is_never_read(folder, marker):
+    (folder / "__0.metadata").write_bytes(pickle.dumps(Bomb(marker)))
+    (folder / ".metadata").write_bytes(b"no pickle")
+    sealed(folder)
+    assert refused(folder).endswith(".metadata cannot be read (UnpicklingError)")
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("name", ["../step-2/__0_0.distcp", "/etc/passwd", ".."])
+def test_files_outside_the_folder_are_refused(folder, name):
+    def change(metadata: Metadata) -> None:
+        for index, info in metadata.storage_data.items():
+            metadata.storage_data[index] = replace(info, relative_path=name)
+
+    change_metadata(folder, change)
+    assert refused(folder).endswith(f".metadata names the file {name!r}, which does not lie in this folder")
+
+
+def test_a_manifest_that_names_files_elsewhere_is_refused(folder):
+    old = Manifest.read(folder)
+    replace(old, files={**old.files, "../../outside": checksum(folder / PAYLOAD)}).write(folder)
+    assert refused(folder).endswith("manifest.json names the file '../../outside', which does not lie in this folder")
+
+
+def test_tensors_larger_than_the_files_are_refused_before_memory_is_taken(folder):
+    def change(metadata: Metadata) -> None:
+        metadata.state_dict_metadata[WEIGHT].size = torch.Size([2**40])
+        metadata.state_dict_metadata[WEIGHT].chunks = []
+
+    change_metadata(folder, change)
+    with pytest.raises(NoCheckpointError, match="says that the tensors have 4,398,046,511,104 bytes; the files have"):
+        load_model_state(folder)
+
+
+def test_a_tensor_that_unpacks_to_more_than_its_file_is_refused(folder):
+    packed = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(saved_bytes(torch.zeros(1 << 20)))) as plain,
+        zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as tight,
+    ):
+        for entry in plain.namelist():
+            tight.writestr(entry, plain.read(entry))
+    put(folder, WEIGHT, packed.getvalue())
+    assert "holds an entry that unpacks to more than its" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda metadata: setattr(metadata, "state_dict_metadata", None),
+        lambda metadata: setattr(metadata, "storage_data", []),
+        lambda metadata: setattr(metadata.state_dict_metadata[WEIGHT], "size", (2, 3)),
+        lambda metadata: setattr(metadata.state_dict_metadata[WEIGHT], "chunks", 5),
+        lambda metadata: setattr(metadata.state_dict_metadata[WEIGHT].properties, "dtype", torch.strided),
+        lambda metadata: metadata.storage_data.clear(),
+        lambda metadata: metadata.__dict__.clear(),
+    ],
+)
+def test_metadata_of_another_form_is_refused_in_one_line(folder, change):
+    change_metadata(folder, change)
+    refused(folder)
+    with pytest.raises(NoCheckpointError):
+        load_model_state(folder)
+
+
+@pytest.fixture
+def foreign_run(tmp_path: Path, marker: Path) -> Path:
+    """A run whose only checkpoint has metadata with a bomb."""
+    run = tmp_path / "foreign"
+    run.mkdir()
+    words = [*MODEL, "seq=512", "topology.device=cpu", "topology.workers=2", "train.steps=2", "run.restarts=0"]
+    compose.save(compose.compose(words), run / "resolved.yaml")
+    change_metadata(
+        write_model_state(run / "checkpoints", 1, {"weight": torch.zeros(3)}),
+        lambda metadata: setattr(metadata, "planner_data", Bomb(marker)),
+    )
+    return run
+
+
+@pytest.mark.parametrize("words", [["export", "RUN", "OUT"], ["verify", "RUN", "--tokens", "8"]])
+def test_a_foreign_checkpoint_is_neither_exported_nor_verified(foreign_run, marker, tmp_path, words):
+    if words[0] == "verify":
+        pytest.importorskip("transformers")
+    named = {"RUN": str(foreign_run), "OUT": str(tmp_path / "out")}
+    result = CliRunner().invoke(app, ["checkpoint", *(named.get(word, word) for word in words)])
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    assert "which mtrain does not load" in " ".join(result.output.split())
+    assert not marker.exists()
+
+
+def test_a_run_does_not_go_on_from_a_foreign_checkpoint(foreign_run, marker, tmp_path):
+    result = command.mtrain(tmp_path, "train", "--resume", str(foreign_run))
+    assert not marker.exists()
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.count("which mtrain does not load") == 1
+    assert "Traceback" not in result.stderr
