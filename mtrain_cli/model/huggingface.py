@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from mtrain_cli.config.derived import shape_difference
 from mtrain_cli.config.schema import ConfigError, ModelConfig
 from mtrain_cli.launch.failures import RunError, write_failure
 from mtrain_cli.model.decoder import Decoder
@@ -150,12 +151,8 @@ def load_into(decoder: Decoder, folder: Path | str) -> None:
 
 
 def _require_same_model(model: ModelConfig, source: HuggingFaceFolder) -> None:
-    fields = (
-        "family", "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "qkv_bias",
-        "qk_norm", "tie_word_embeddings", "rms_norm_eps",
-    )  # fmt: skip
-    pairs = ((field, getattr(model, field), getattr(source.model, field)) for field in fields)
-    problems = [f"model.{field}={ours}: {source.path / 'config.json'} says {theirs}" for field, ours, theirs in pairs if ours != theirs]
+    config = source.path / "config.json"
+    problems = [f"{name}={ours}: {config} says {theirs}" for name, ours, theirs in shape_difference(model, source.model)]
     if problems:
         raise ConfigError(*problems)
 
