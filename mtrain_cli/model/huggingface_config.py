@@ -268,3 +268,25 @@ def config_json(model: ModelConfig, *, rope_factor: float, seq: int, dtype: str)
         "attention_dropout": 0.0,
         "torch_dtype": dtype,
     }
+
+
+def require_accepted(config: dict[str, Any]) -> None:
+    """Build the configuration class of transformers from a config.json, where transformers is installed.
+
+    Raises ConfigError when it refuses: an export that nothing opens is of no use.
+    """
+    try:
+        import transformers
+    except ImportError:
+        return
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        transformers.AutoConfig.for_model(**config)
+    except Exception as error:  # whatever a version of it raises
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"model.family={config['model_type']}: transformers {transformers.__version__} refuses this shape ({reason})"
+        ) from None
+    finally:
+        transformers.logging.set_verbosity(level)

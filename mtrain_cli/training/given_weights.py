@@ -41,8 +41,8 @@ def _rotary_differences(config: Config, theirs: RopeConfig, reach: int) -> list[
         if ours.scaling != theirs.scaling:
             pairs[1] = ("scaling", f"{ours.scaling} by {factor} from {format_size(ours.original_max_position)}", theirs.scaling)
         else:
-            lengths = (format_size(rope.original_max_position) for rope in (ours, theirs))
-            pairs += [("factor", factor, show(rope_factor(theirs, reach))), ("original_max_position", *lengths)]
+            first, last = (format_size(rope.original_max_position) for rope in (ours, theirs))
+            pairs += [("factor", factor, show(rope_factor(theirs, reach))), ("original_max_position", first, last)]
             pairs += [(name, show(getattr(ours, name)), show(getattr(theirs, name))) for name in _OF_SCALING[ours.scaling]]
     said = [f"model.rope.{name}={value} (the folder: {other})" for name, value, other in pairs if value != other]
     return ["other than its folder: " + ", ".join(said)] if said else []
