@@ -27,7 +27,10 @@ class Dtype(StrEnum):
 @app.command("import")
 def import_weights(
     hf_folder: Annotated[
-        Path, typer.Argument(metavar="HF_FOLDER", help="config.json and safetensors of a qwen2, qwen3 or llama model.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="HF_FOLDER", help="config.json and safetensors of a qwen2, qwen3, llama or mistral model.", show_default=False
+        ),
     ],
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder to make; its checkpoint step-0 gets the weights.", show_default=False)],
 ) -> None:
@@ -55,11 +58,13 @@ def export_weights(
     tokenizer: Annotated[
         Path | None,
         typer.Option(
-            metavar="FOLDER", help="Copy the tokenizer files, and the token ids of config.json, of this folder.", show_default=False
+            metavar="FOLDER",
+            help="Copy the tokenizer files, and the token ids of config.json, of this folder, instead of the run's own tokenizer.",
+            show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Write a model that mtrain trained as a folder that transformers and inference servers open.
+    """Write a model that mtrain trained, with its tokenizer, as a folder that transformers and inference servers open.
 
     [bold]Examples[/bold]
 
@@ -75,6 +80,7 @@ def export_weights(
     size = sum(file.stat().st_size for file in hf_folder.glob("*.safetensors"))
     family = exported.config.model.family
     _say(f"Wrote {hf_folder}: step {exported.step}, {family}, {dtype.value}, {size / 2**20:,.1f} MiB of weights")
+    _say(f"  {exported.tokenizer}")
 
 
 @app.command("verify")

@@ -125,7 +125,8 @@ def _values(name: str, groups: Groups) -> list[Candidate]:
 
 
 def _words_of(key: keys.Key) -> tuple[str, ...]:
-    return ("auto",) if str in key.types and not key.is_text else keys.PATHS.get(key.name, ())
+    takes_auto = key.name in keys.DERIVED or (str in key.types and not key.is_text)
+    return ("auto",) if takes_auto else keys.PATHS.get(key.name, ())
 
 
 def _default(name: str, groups: Groups) -> str:

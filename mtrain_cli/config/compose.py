@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli import __version__
-from mtrain_cli.config import keys, validate
+from mtrain_cli.config import derived, keys, validate
 from mtrain_cli.config.groups import TOP, Groups, open_groups
 from mtrain_cli.config.overrides import Problem, parse
 from mtrain_cli.config.schema import Config, ConfigError
@@ -51,8 +51,11 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None, *, pl
     files = _files(groups, asked.groups)
     raw, unresolved = _composed(groups, asked.groups, asked.values)
     open_keys, raw = _left_open(raw, asked.groups)
+    given, model = _given_model(groups, asked.groups, asked.values, raw)
+    raw, underivable = derived.fill(raw, given, model, _defaults())
     leaves, wrong = _convert(raw, files)
-    return _checked(leaves, [*asked.problems, *unresolved, *wrong, *([] if plan else open_keys)], files, unsaid=open_keys if plan else ())
+    problems = [*asked.problems, *unresolved, *underivable, *wrong, *([] if plan else open_keys)]
+    return _checked(leaves, problems, files, unsaid=open_keys if plan else ())
 
 
 def resume(saved: Config, overrides: Sequence[str] = (), config_dir: Path | None = None) -> Config:
@@ -66,7 +69,7 @@ def resume(saved: Config, overrides: Sequence[str] = (), config_dir: Path | None
     files = _files(groups, asked.groups)
     before = keys.values(saved)
     raw, unresolved = _composed(groups, asked.groups, asked.values)
-    _, raw = _left_open(raw, asked.groups)
+    raw = derived.without_auto(_left_open(raw, asked.groups)[1])
     unresolved += _of_another_recipe(groups, asked.groups, {name: raw[name] for name in raw if name not in asked.values}, before)
     touched = [name for name in raw if name in asked.values or any(name.startswith(f"{group}.") for group in asked.groups)]
     changed, wrong = _convert({name: raw[name] for name in touched}, files)
@@ -114,6 +117,42 @@ def _left_open(raw: Mapping[str, Any], choices: Mapping[str, str]) -> tuple[list
             Problem(f"{name}={_OPEN}: {owner} leaves it to you: {key.help if key else 'a value'}; give {name}=...{without}", (name,))
         )
     return found, {name: None if value == _OPEN else value for name, value in raw.items()}
+
+
+def _given_model(groups: Groups, choices: Mapping[str, str], values: Mapping[str, Any], raw: Mapping[str, Any]) -> tuple[set[str], str]:
+    """Leaves under ``model`` that somebody chose, and the choice of all of them in words, empty where single keys were given.
+
+    The option of the group that is taken when nobody names one is no choice.
+    """
+    given = {name for name in values if name.startswith("model.")}
+    option, source = choices.get("model"), ""
+    of_files = [file for folder in groups.folders[:-1] if (file := folder / TOP).is_file()]
+    recipe = groups.options.get("recipe", {}).get(choices.get("recipe", "none"))
+    for file in [*of_files, *([recipe] if recipe else [])] if option is None else []:
+        chosen, leaves = _model_in(file)
+        given |= leaves
+        option, source = (chosen, f"{file.stem}'s ") if chosen else (option, source)
+    if option is None or option == derived.AUTO:
+        return given, ""
+    return given | {name for name in raw if name.startswith("model.")}, f"{source}model={option}"
+
+
+def _model_in(file: Path) -> tuple[str | None, set[str]]:
+    """The option of the group ``model`` that a recipe or a top-level file chooses, and the leaves under it that it sets."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return None, set()  # composing has said so
+    if not isinstance(content, dict):
+        return None, set()
+    entries = [entry for entry in content.get("defaults") or [] if isinstance(entry, dict)]
+    pairs = {str(group).removeprefix("override ").lstrip("/"): str(option) for entry in entries for group, option in entry.items()}
+    option = pairs.get("model")
+    return (None if option == open_groups().defaults["model"] else option), set(keys.flatten({"model": content.get("model") or {}})) - {
+        "model"
+    }
 
 
 def composed_values(choices: Mapping[str, str], config_dir: Path | None = None) -> dict[str, Any]:
@@ -344,7 +383,7 @@ def _absolute(leaves: Mapping[str, Any]) -> dict[str, Any]:
 @functools.cache
 def _defaults() -> dict[str, Any]:
     raw, _ = _composed(open_groups(), {}, {})
-    return _convert(raw, {})[0]
+    return _convert({**raw, derived.TOKENIZER: "bytes"}, {})[0]
 
 
 def _files(groups: Groups, choices: Mapping[str, str]) -> dict[str, Path]:

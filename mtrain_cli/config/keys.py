@@ -24,10 +24,12 @@ TOKEN_COUNTS = frozenset({"seq", "model.rope.original_max_position", "topology.b
 PATHS: Mapping[str, tuple[str, ...]] = {
     "data.path": (),
     "data.mix": (),
-    "data.tokenizer": ("bytes",),
+    "data.tokenizer": ("auto", "bytes"),
     "train.init_from": (),
     "run.dir": ("auto",),
 }
+# Keys that hold a number at last and take auto before: `derived` finds the number when a configuration is composed.
+DERIVED = frozenset({"model.vocab_size"})
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Key:
         if typing.get_origin(first) is tuple:
             kinds = typing.get_args(first)
             return f"a list of {len(kinds)} numbers such as [{','.join('0.5' for _ in kinds)}]"
-        if str in rest:
+        if str in rest or self.name in DERIVED:
             return f"{words[first]} or auto"
         return " or ".join(words[kind] for kind in (first, *rest))
 

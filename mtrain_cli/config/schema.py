@@ -26,6 +26,7 @@ REDUCE_DTYPES = ("float32", "bfloat16")
 CHECKPOINTS = ("none", "selective", "sequence_selective", "full")
 LOSS_GRADIENTS = ("forward", "recompute")
 ROPE_SCALINGS = ("none", "yarn", "llama3")
+FAMILIES = ("qwen2", "qwen3", "llama", "mistral")
 
 # The patterns and the keys of each, beside `pattern` itself.
 PATTERN_KEYS: dict[str, tuple[str, ...]] = {
@@ -61,8 +62,8 @@ class ModelConfig:
     """Shape of a decoder."""
 
     name: str = option("name shown in banners and run names")
-    family: str = option("Hugging Face architecture to import from and export to", ("qwen2", "qwen3", "llama"))
-    vocab_size: int = option("rows of the embedding")
+    family: str = option("Hugging Face architecture to import from and export to", FAMILIES)
+    vocab_size: int = option("rows of the embedding; auto = of train.init_from, else the ids of the data's tokenizer in a multiple of 8")
     hidden_size: int = option("width of the residual stream")
     num_layers: int = option("decoder layers")
     num_heads: int = option("query heads")
@@ -142,7 +143,9 @@ class DataConfig:
     mix: dict[str, float] | str | None = option(
         "weights of several corpora by folder or file, {code: 0.3, book: 0.7}, or a YAML file of them"
     )
-    tokenizer: str = option("bytes, or the path of a Hugging Face tokenizer.json")
+    tokenizer: str = option(
+        "bytes, the path of a Hugging Face tokenizer.json, or auto: that of train.init_from where it has one, else bytes"
+    )
     text_key: str = option("column or key that holds the text in jsonl and parquet")
     token_dtype: str = option("tokens: numbers in a .bin; auto = uint16 if model.vocab_size fits", ("auto", "uint16", "uint32"))
     document_mask: bool = option("attention stays inside each packed document")
@@ -211,7 +214,10 @@ class TrainConfig:
     loss_chunk_mib: int = option("MiB of logits that exist at once in the fused LM head and loss")
     loss_gradients: str = option("when the loss forms its gradients; recompute = in backward, from logits computed again", LOSS_GRADIENTS)
     z_loss: float = option("coefficient of logsumexp^2, added to the gradient and not to the loss that is shown; 0 = none, PaLM has 1e-4")
-    init_from: str | None = option("Hugging Face folder (config.json and safetensors) to start from; none = random initialisation")
+    init_from: str | None = option(
+        "Hugging Face folder (config.json and safetensors) to start from, which gives the model where no model=... does; "
+        "none = random initialisation"
+    )
     eval_every: int = option("steps between evaluations of data.eval_sequences, which is done at both ends in any case; 0 = there alone")
     checkpoint_every: int = option("steps between checkpoints; 0 = only at the end")
     keep_checkpoints: int = option("newest checkpoints that stay")

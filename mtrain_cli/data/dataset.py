@@ -258,7 +258,9 @@ def _open(config: Config, data: DataConfig, origin: str) -> tuple[Source, str]:
 
 def _check_vocabulary(config: Config, needed: int, owner: str) -> None:
     if config.model.vocab_size < needed:
-        raise ConfigError(f"model.vocab_size={config.model.vocab_size}: {owner} has {needed:,} ids; set model.vocab_size={needed} or more")
+        raise ConfigError(
+            f"model.vocab_size={config.model.vocab_size}: {owner} has {needed:,} ids; set model.vocab_size={needed} or more, or auto"
+        )
 
 
 def _counted(count: int, noun: str) -> str:

@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import socket
@@ -321,7 +322,8 @@ def _job_of(folder: Path) -> str | None:
 def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
     name = config.run.name
     if name == "auto":
-        name = f"{config.model.name}-{format_size(config.seq)}-{time.strftime('%Y%m%d-%H%M%S')}"
+        model = re.sub(r"[^\w.+=-]+", "-", config.model.name)  # of a folder, which may hold anything
+        name = f"{model}-{format_size(config.seq)}-{time.strftime('%Y%m%d-%H%M%S')}"
     wanted = RUNS / name if config.run.dir == "auto" else Path(config.run.dir).expanduser()
     with _explained(wanted):
         new_parents = tuple(parent for parent in wanted.absolute().parents if not parent.exists())

@@ -21,19 +21,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from mtrain_cli.config.derived import shape_difference
 from mtrain_cli.config.schema import ConfigError, ModelConfig
 from mtrain_cli.launch.failures import RunError, write_failure
 from mtrain_cli.model.decoder import Decoder
-from mtrain_cli.model.huggingface_config import config_json, read_config, read_json
+from mtrain_cli.model.huggingface_config import config_json, read_config, read_json, require_accepted
+from mtrain_cli.model.tokenizer_files import TokenizerFiles
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_FILE_BYTES = 5 * 10**9
-_TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    "tokenizer.model", "chat_template.jinja", "generation_config.json",
-)  # fmt: skip
-_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _SHOWN_PROBLEMS = 8
 
 
@@ -150,12 +147,8 @@ def load_into(decoder: Decoder, folder: Path | str) -> None:
 
 
 def _require_same_model(model: ModelConfig, source: HuggingFaceFolder) -> None:
-    fields = (
-        "family", "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "qkv_bias",
-        "qk_norm", "tie_word_embeddings", "rms_norm_eps",
-    )  # fmt: skip
-    pairs = ((field, getattr(model, field), getattr(source.model, field)) for field in fields)
-    problems = [f"model.{field}={ours}: {source.path / 'config.json'} says {theirs}" for field, ours, theirs in pairs if ours != theirs]
+    config = source.path / "config.json"
+    problems = [f"{name}={ours}: {config} says {theirs}" for name, ours, theirs in shape_difference(model, source.model)]
     if problems:
         raise ConfigError(*problems)
 
@@ -182,22 +175,25 @@ def write_folder(
     rope_factor: float,
     seq: int,
     dtype: torch.dtype,
-    tokenizer: Path | None = None,
+    tokenizer: TokenizerFiles | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Write config.json and safetensors that transformers opens; ``read(names)`` returns those parameters, whole, for one file at a time.
 
-    ``seq`` is the number of tokens that the model was trained on. Tokenizer files and token ids are copied from the folder ``tokenizer``.
+    ``seq`` is the number of tokens that the model was trained on. The files and token ids of ``tokenizer`` go with the weights.
     The folder appears under its name only when complete. Raises ConfigError if it already has content or cannot be written, RunError if the
     disk fails or is full.
     """
     require_new_folder(path)
     config = config_json(model, rope_factor=rope_factor, seq=seq, dtype=str(dtype).removeprefix("torch."))
+    # Without them transformers would take ids of its own for some architectures, such as 1 and 2.
+    config |= (tokenizer or TokenizerFiles("none")).ids
+    require_accepted(config)
     unfinished = path.parent / f".{path.name}.partial-{os.getpid()}"
     try:
         unfinished.mkdir(parents=True)
         if tokenizer is not None:
-            config |= _copy_tokenizer(tokenizer, unfinished)
+            tokenizer.beside(model.family).write(unfinished)
         (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         _write_weights(unfinished, parameter_shapes(model), read, dtype, max_file_bytes)
         if path.exists():
@@ -246,17 +242,6 @@ def _groups(shapes: dict[str, tuple[int, ...]], item_bytes: int, max_bytes: int)
         group.append(name)
         size += tensor_bytes
     yield group
-
-
-def _copy_tokenizer(source: Path, target: Path) -> dict[str, Any]:
-    """Copies the tokenizer's files; returns the special token ids of the source's config.json, if it has one."""
-    found = [file for file in _TOKENIZER_FILES if (source / file).is_file()]
-    if not found:
-        raise ConfigError(f"{source}: has no tokenizer files; a folder with tokenizer.json is expected")
-    for file in found:
-        shutil.copyfile(source / file, target / file)
-    config = read_json(source / "config.json") if (source / "config.json").is_file() else {}
-    return {key: config[key] for key in _TOKEN_IDS if key in config}
 
 
 @contextmanager

@@ -11,9 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config.schema import ConfigError, ModelConfig, RopeConfig
-from mtrain_cli.model.rope import attention_factor
 
-ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+ARCHITECTURES = {
+    "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
+}  # fmt: skip
+# What transformers takes where a config.json lacks the key.
+_MAX_POSITION = {"qwen2": 32768, "qwen3": 32768, "llama": 2048, "mistral": 131072}
+_KV_HEADS = {"qwen2": 32, "qwen3": 32, "mistral": 8}  # llama: as many as query heads
+# Settings that may stand beside rope_parameters or rope_scaling instead of in them.
+_OUTER_ROPE = ("rope_theta", "original_max_position_embeddings")
+# Keys that one architecture has and another lacks. Without a window transformers would give Mistral one of 4096.
+_OF_FAMILY: dict[str, dict[str, Any]] = {
+    "qwen2": {"use_sliding_window": False},
+    "qwen3": {"attention_bias": False, "use_sliding_window": False},
+    "llama": {"attention_bias": False, "mlp_bias": False},
+    "mistral": {"sliding_window": None},
+}
 _BETA_FAST, _BETA_SLOW = 32.0, 1.0  # what a config.json that leaves them out means (YaRN, section 3.2)
 _LOW_FREQ_FACTOR, _HIGH_FREQ_FACTOR = 1.0, 4.0  # Llama 3.1
 
@@ -70,10 +83,10 @@ def read_config(folder: Path) -> tuple[ModelConfig, int]:
     fields.refuse("hidden_act", "silu")
     fields.refuse("attention_bias", False)
     fields.refuse("mlp_bias", False)
-    fields.refuse("use_sliding_window", False)
+    _refuse_windows(fields, family)
     fields.refuse("quantization_config", None)
     hidden_size, num_heads = fields.number("hidden_size", int), fields.number("num_attention_heads", int)
-    max_position = fields.number("max_position_embeddings", int, 2048 if family == "llama" else 32768)
+    max_position = fields.number("max_position_embeddings", int, _MAX_POSITION[family])
     model = ModelConfig(
         name=folder.resolve().name,
         family=family,
@@ -81,7 +94,7 @@ def read_config(folder: Path) -> tuple[ModelConfig, int]:
         hidden_size=hidden_size,
         num_layers=fields.number("num_hidden_layers", int),
         num_heads=num_heads,
-        num_kv_heads=fields.number("num_key_value_heads", int, num_heads),
+        num_kv_heads=fields.number("num_key_value_heads", int, _usual_kv_heads(fields, family, num_heads)),
         head_dim=fields.number("head_dim", int, 128 if family == "qwen3" else max(1, hidden_size // num_heads)),
         intermediate_size=fields.number("intermediate_size", int),
         qkv_bias=family == "qwen2",
@@ -101,15 +114,12 @@ def read_config(folder: Path) -> tuple[ModelConfig, int]:
 
 
 def _read_rope(outer: _Fields, max_position: int) -> RopeConfig:
-    parameters = outer.raw.get("rope_scaling") or outer.raw.get("rope_parameters") or {}
-    if not isinstance(parameters, dict):
-        outer.problems.append(f"{outer.path}: rope_parameters must be a JSON object")
-        parameters = {}
-    inner = _Fields(outer.path, {"rope_theta": outer.raw.get("rope_theta"), **parameters})
+    parameters = _rope_parameters(outer)
+    inner = _Fields(outer.path, parameters)
     inner.problems = outer.problems
     inner.refuse("partial_rotary_factor", 1.0)
     outer.refuse("partial_rotary_factor", 1.0)
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    kind = parameters.get("rope_type", "default")
     scaling = {"default": "none", "yarn": "yarn", "llama3": "llama3"}.get(kind)
     if scaling is None:
         outer.problems.append(f"{outer.path}: rope_type={kind} is not supported; only default, yarn and llama3 are")
@@ -130,8 +140,74 @@ def _read_rope(outer: _Fields, max_position: int) -> RopeConfig:
     return rope
 
 
+def _rope_parameters(outer: _Fields) -> dict[str, Any]:
+    """The rotary settings of a config.json by their names in transformers 5, wherever they stand.
+
+    A setting that stands in two places with two values is a problem: which one counts depends on the version of transformers.
+    """
+    places = {key: _rope_object(outer, key) for key in ("rope_scaling", "rope_parameters")}
+    found: dict[str, tuple[str, Any]] = {}
+    for place, settings in {**places, "": {key: outer.raw.get(key) for key in _OUTER_ROPE}}.items():
+        for key, value in settings.items():
+            name = f"{place}.{key}" if place else key
+            key = "rope_type" if key == "type" else key
+            first, known = found.setdefault(key, (name, value))
+            if known != value and value is not None:
+                if known is None:
+                    found[key] = (name, value)
+                else:
+                    outer.problems.append(f"{outer.path}: {first}={known} and {name}={value} contradict each other; leave one value")
+    return {key: value for key, (_, value) in found.items() if value is not None}
+
+
+def _rope_object(outer: _Fields, key: str) -> dict[str, Any]:
+    settings = outer.raw.get(key)
+    if settings is None:
+        return {}
+    if not isinstance(settings, dict):
+        outer.problems.append(f"{outer.path}: {key} must be a JSON object")
+        return {}
+    nested = [name for name, value in settings.items() if isinstance(value, dict)]
+    if nested:
+        outer.problems.append(
+            f"{outer.path}: {key}.{nested[0]}: settings by kind of layer are not supported; only one set for all layers is"
+        )
+        return {}
+    return settings
+
+
+def _refuse_windows(fields: _Fields, family: str) -> None:
+    """Attention is over the whole sequence in every layer."""
+    fields.refuse("use_sliding_window", False)
+    if family == "mistral":
+        if "sliding_window" not in fields.raw:
+            fields.problems.append(f"{fields.path}: sliding_window is missing, which means 4096 to transformers; only null is supported")
+        fields.refuse("sliding_window", None)
+    kinds = fields.raw.get("layer_types")
+    other = next((kind for kind in kinds if kind != "full_attention"), None) if isinstance(kinds, list) else None
+    if other is not None:
+        fields.problems.append(f"{fields.path}: layer_types has {json.dumps(other)}, which is not supported; only full_attention is")
+
+
+def _usual_kv_heads(fields: _Fields, family: str, num_heads: int) -> int:
+    """Key-value heads of a config.json that does not say."""
+    return num_heads if "num_key_value_heads" in fields.raw else _KV_HEADS.get(family, num_heads)
+
+
+def remarks(folder: Path) -> list[str]:
+    """What a config.json asks of training or loading that mtrain leaves out, a line each. Raises ConfigError when it cannot be read."""
+    path = folder / "config.json"
+    raw = read_json(path)
+    lines = [f"{path}: {key}={raw[key]}: mtrain trains without dropout" for key in raw if key.endswith(("dropout", "_pdrop")) and raw[key]]
+    if raw.get("auto_map"):
+        lines.append(f"{path}: auto_map: the folder brings its own code, which mtrain does not run")
+    return lines
+
+
 def _refuse_other_yarn(fields: _Fields, rope: RopeConfig) -> None:
     """Variants whose angles or temperature are not those of `rope.py`."""
+    from mtrain_cli.model.rope import attention_factor  # needs torch, which a command that only composes does not load
+
     assert isinstance(rope.factor, float)
     ours = attention_factor(rope, rope.factor)
     theirs = fields.raw.get("attention_factor")
@@ -152,6 +228,11 @@ def config_json(model: ModelConfig, *, rope_factor: float, seq: int, dtype: str)
         raise ConfigError(
             f"model.qkv_bias={model.qkv_bias}, model.qk_norm={model.qk_norm}: a Hugging Face {model.family} model has "
             f"qkv_bias={wanted[0]}, qk_norm={wanted[1]}; choose the family that fits, or train with these values"
+        )
+    if model.family == "llama" and model.hidden_size % model.num_heads:
+        raise ConfigError(
+            f"model.num_heads={model.num_heads}: transformers has no llama model whose model.hidden_size={model.hidden_size} they do not "
+            "divide; model.family=mistral has the same mathematics without that condition"
         )
     rope = model.rope
     stretched = rope.scaling != "none" and rope_factor > 1.0
@@ -175,7 +256,7 @@ def config_json(model: ModelConfig, *, rope_factor: float, seq: int, dtype: str)
         "head_dim": model.head_dim,
         "intermediate_size": model.intermediate_size,
         "hidden_act": "silu",
-        **({} if model.family == "qwen2" else {"attention_bias": False}),
+        **_OF_FAMILY[model.family],
         "tie_word_embeddings": model.tie_word_embeddings,
         "rms_norm_eps": model.rms_norm_eps,
         "initializer_range": model.init_std,
@@ -184,5 +265,28 @@ def config_json(model: ModelConfig, *, rope_factor: float, seq: int, dtype: str)
         "rope_scaling": scaling,
         "rope_parameters": {"rope_theta": rope.theta, **(scaling or {"rope_type": "default"})},
         "use_cache": True,
+        "attention_dropout": 0.0,
         "torch_dtype": dtype,
     }
+
+
+def require_accepted(config: dict[str, Any]) -> None:
+    """Build the configuration class of transformers from a config.json, where transformers is installed.
+
+    Raises ConfigError when it refuses: an export that nothing opens is of no use.
+    """
+    try:
+        import transformers
+    except ImportError:
+        return
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        transformers.AutoConfig.for_model(**config)
+    except Exception as error:  # whatever a version of it raises
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"model.family={config['model_type']}: transformers {transformers.__version__} refuses this shape ({reason})"
+        ) from None
+    finally:
+        transformers.logging.set_verbosity(level)

@@ -30,6 +30,7 @@ def banner(found: Plan, run_dir: Path, data: str) -> RenderableType:
         chosen = [("", dry_run.describe_choice(found)), ("", f"rejected: {rejected}")]
     rows = [
         ("model", f"{dry_run.describe_model(found)}, {dry_run.describe_rope(found)}"),
+        *dry_run.weights_rows(config),
         ("sequence", f"{format_size(config.seq)}; a step is {dry_run.describe_step(found)}"),
         ("workers", f"{dry_run.describe_workers(found)}, started by {environment.launcher}"),
         ("layout", dry_run.describe_layout(found)),

@@ -18,6 +18,7 @@ from mtrain_cli.parallel.offload import layers_on_host
 from mtrain_cli.sparsity.pattern import shown_name
 from mtrain_cli.sparsity.registry import make_pattern
 from mtrain_cli.sparsity.remarks import computes_everything, remarks
+from mtrain_cli.training import given_weights
 from mtrain_cli.training.auto import longest_seq, refusal, search
 from mtrain_cli.training.flops import peak_flops
 from mtrain_cli.training.memory import GIB, estimate_memory
@@ -50,6 +51,7 @@ def render(found: Plan) -> RenderableType:
         ("", f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}, vocabulary {model.vocab_size:,}"),
         ("", f"{count(found.parameters.embedding)} in the embedding{' (and LM head, tied)' if model.tie_word_embeddings else ''}"),
         ("positions", describe_rope(found)),
+        *weights_rows(config),
         ("per token", f"{flop(found.flops.model)} model, {attention:.0%} of it attention (causal, whole sequence)"),
         ("", f"{flop(found.flops.executed)} executed{sparsely}, with {recomputation}"),
         ("step", describe_step(found)),
@@ -285,6 +287,13 @@ def describe_rope(found: Plan) -> str:
         return f"rotary, theta {rope.theta:,.0f}, not stretched"
     reach = f"from {format_size(rope.original_max_position)} tokens"
     return f"rotary, theta {rope.theta:,.0f}, {rope.scaling} by {found.rope_factor:g} {reach}"
+
+
+def weights_rows(config: Config) -> list[tuple[str, str]]:
+    """Where the weights come from, and what the run does otherwise than their folder."""
+    if config.train.init_from is None:
+        return []
+    return [("weights", f"of {config.train.init_from}"), *(("", line) for line in given_weights.remarks(config))]
 
 
 def describe_step(found: Plan) -> str:

@@ -25,10 +25,12 @@ def test_nothing_typed_offers_groups_and_top_level_keys():
     ("word", "offered"),
     [
         ("optim.w", ["optim.weight_decay=", "optim.warmup_steps="]),
-        ("model=qwen3", ["model=qwen3_8b", "model=qwen3b"]),
+        ("model=qwen1", ["model=qwen1.5b", "model=qwen14b"]),
         ("topology.layout=", [f"topology.layout={name}" for name in ("auto", "contiguous", "zigzag", "striped")]),
         ("train.compile=", ["train.compile=auto", "train.compile=true", "train.compile=false"]),
         ("topology.workers=", ["topology.workers=auto"]),
+        ("model.vocab_size=", ["model.vocab_size=264", "model.vocab_size=auto"]),
+        ("model=au", ["model=auto"]),
         ("topology.layout=zz", []),
         ("nosuch=", []),
         ("nosuch", []),
@@ -125,10 +127,10 @@ def test_bash_gets_bare_values_since_it_cuts_words_at_the_equals_sign(shell_path
     def offered(*words: str) -> list[str]:
         return ask("bash", shell_path, COMP_WORDS="\n".join(words), COMP_CWORD=str(len(words) - 1)).split()
 
-    assert offered("mtrain", "train", "model", "=", "qwen3") == ["qwen3_8b", "qwen3b"]
+    assert offered("mtrain", "train", "model", "=", "qwen1") == ["qwen1.5b", "qwen14b"]
     assert offered("mtrain", "train", "topology.layout", "=") == ["auto", "contiguous", "zigzag", "striped"]
     assert offered("mtrain", "train", "seq", "=", "4k", "topology.exchange", "=", "r") == ["ring"]
-    assert offered("mtrain", "train", "model=qwen3") == ["model=qwen3_8b", "model=qwen3b"], "where = does not cut"
+    assert offered("mtrain", "train", "model=qwen1") == ["model=qwen1.5b", "model=qwen14b"], "where = does not cut"
     assert offered("mtrain", "train", "data.path", "=", "x") == [], "bash then offers files itself"
     assert offered("mtrain", "tr") == ["train"]
 
@@ -159,7 +161,7 @@ def test_zsh_gets_whole_words_with_help(shell_path):
 def test_own_groups_are_completed(shell_path, tmp_path):
     (tmp_path / "conf/model").mkdir(parents=True)
     (tmp_path / "conf/model/mine.yaml").write_bytes(b"\xff")
-    words = ["mtrain", "train", "--config-dir", str(tmp_path / "conf"), "model", "=", "m"]
+    words = ["mtrain", "train", "--config-dir", str(tmp_path / "conf"), "model", "=", "min"]
     assert ask("bash", shell_path, COMP_WORDS="\n".join(words), COMP_CWORD="6").split() == ["mine"]
 
 
@@ -173,10 +175,10 @@ def test_installing_writes_a_script_that_the_shell_runs(shell, shell_path, tmp_p
     written = {"bash": tmp_path / ".bash_completions/mtrain.sh", "zsh": tmp_path / ".zfunc/_mtrain"}[shell]
     if shell == "bash":
         script = (
-            f"source {written}; COMP_WORDS=(mtrain train model = qwen3); COMP_CWORD=4; "
+            f"source {written}; COMP_WORDS=(mtrain train model = qwen1); COMP_CWORD=4; "
             'COMPREPLY=(); _mtrain_completion mtrain; printf "%s " "${COMPREPLY[@]}"'
         )
         result = subprocess.run(["bash", "-c", script], env=shell_path, capture_output=True, text=True, timeout=60)
-        assert result.stdout.split() == ["qwen3_8b", "qwen3b"]
+        assert result.stdout.split() == ["qwen1.5b", "qwen14b"]
     else:
         assert "_MTRAIN_COMPLETE=complete_zsh" in written.read_text()

@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import re
 from pathlib import Path
 
@@ -38,9 +39,18 @@ def write(folder: Path, name: str, text: str) -> None:
     (folder / name).write_text(text)
 
 
+def hf_config(folder: Path) -> Path:
+    """A Hugging Face folder without weights, which composing does not read."""
+    shape = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+    write(folder, "hf/config.json", json.dumps({"model_type": "llama", **shape}))
+    return folder / "hf"
+
+
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids="/".join)
 def test_every_option_that_ships_composes_and_survives_a_file(group, option, tmp_path):
     words = [f"{group}={option}"] + ([f"data.path={tmp_path}"] if option in ("text", "tokens", "mds") else [])
+    if (group, option) == ("model", "auto"):
+        words.append(f"train.init_from={hf_config(tmp_path)}")
     if option == "prolong512k":
         words.append(f"data.mix={{{tmp_path}: 1}}")
     config = compose(words, plan=True)

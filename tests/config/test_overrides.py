@@ -29,7 +29,8 @@ def complaints(*overrides: str, config_dir: Path | None = None) -> tuple[str, ..
         ("path=~/x", "did you mean data.path=~/x?"),
         ("--layout=zigzag", "did you mean topology.layout=zigzag?"),
         # groups
-        ("model=qwen4b", "no such model; options: llama8b, qwen0.5b, qwen3_8b, qwen3b, qwen7b, tiny; did you mean qwen3b?"),
+        ("model=qwen4b", "no such model; options: auto, llama14b, llama1b, llama3b, llama7b, llama8b, mistral7b, qwen0.5b, qwen1.5b,"),
+        ("model=qwen4b", "; did you mean qwen14b?"),
         ("model=~/x", "no such model; options: "),
         ("model=", "no such model; options: "),
         ("model=null", "no such model; options: "),
@@ -87,7 +88,7 @@ def complaints(*overrides: str, config_dir: Path | None = None) -> tuple[str, ..
         # no equals sign
         ("tiny", "expected key=value; did you mean model=tiny?"),
         ("qwen3", "expected key=value; did you mean model=qwen3b?"),
-        ("model", "expected model=OPTION; options: llama8b"),
+        ("model", "expected model=OPTION; options: auto, llama14b"),
         ("optim.lr", "expected optim.lr=VALUE, where the value is a number"),
         ("my.yaml", "--config-dir DIR model=mine"),
         ("", "expected key=value"),

@@ -169,7 +169,10 @@ def test_an_empty_corpus_is_named(make_config, tmp_path: Path, content: str) -> 
 
 
 def test_a_vocabulary_larger_than_the_models_names_both(make_config, tmp_path: Path, bpe_file: Path) -> None:
-    assert _line(make_config(vocab_size=256)) == "model.vocab_size=256: data.tokenizer=bytes has 264 ids; set model.vocab_size=264 or more"
+    assert (
+        _line(make_config(vocab_size=256))
+        == "model.vocab_size=256: data.tokenizer=bytes has 264 ids; set model.vocab_size=264 or more, or auto"
+    )
     _prepared(tmp_path / "s", [50])
     line = _line(make_config(kind="tokens", path=str(tmp_path / "s"), vocab_size=100))
     assert line.startswith("model.vocab_size=100: the token store")

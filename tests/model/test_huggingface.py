@@ -22,6 +22,7 @@ from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.huggingface import INDEX, SINGLE, HuggingFaceFolder, load_into, write_folder
 from mtrain_cli.model.huggingface_config import read_config
 from mtrain_cli.model.rope import rope_factor
+from mtrain_cli.model.tokenizer_files import of_folder
 
 SEQ = 256
 
@@ -296,7 +297,7 @@ def test_tokenizer_files_and_token_ids_are_copied(tmp_path):
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "tokenizer.json").write_text("{}")
     (tmp_path / "source" / "config.json").write_text(json.dumps({"eos_token_id": 7, "hidden_size": 1}))
-    export(tmp_path / "hf", tiny_model(), tokenizer=tmp_path / "source")
+    export(tmp_path / "hf", tiny_model(), tokenizer=of_folder(tmp_path / "source"))
     assert (tmp_path / "hf" / "tokenizer.json").read_text() == "{}"
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert config["eos_token_id"] == 7

@@ -1,0 +1,176 @@
+"""Values that a configuration leaves to other files: the model to ``train.init_from``, vocabulary and tokenizer to it or to the data.
+
+Raw leaves go in and come out, with a value in the place of each ``auto`` that means another file. What the user gave stays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mtrain_cli.config import keys
+from mtrain_cli.config.overrides import Problem
+from mtrain_cli.config.schema import ConfigError, ModelConfig
+
+AUTO = "auto"
+INIT_FROM, VOCABULARY, TOKENIZER = "train.init_from", "model.vocab_size", "data.tokenizer"
+# What the weights of a folder have; the others (rotary settings, name, init_std) may differ from the folder.
+SHAPE = (
+    "family", "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "qkv_bias",
+    "qk_norm", "tie_word_embeddings", "rms_norm_eps",
+)  # fmt: skip
+_SHOWN = 3
+
+
+def fill(raw: Mapping[str, Any], given: Collection[str], model: str, defaults: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """``raw`` with a value for every leaf that another file decides.
+
+    Args:
+        raw: leaves by dotted name, not yet in the types of the schema.
+        given: names of the leaves under ``model`` that the user chose.
+        model: how the user named the model, for messages, such as ``model=qwen3b``.
+        defaults: leaves that stand in where a value cannot be had. A problem, here or in `validate`, then says why.
+    """
+    leaves = dict(raw)
+    problems: list[Problem] = []
+    given = {name for name in given if not (name == VOCABULARY and leaves.get(name) == AUTO)}
+    folder = folder_of(leaves.get(INIT_FROM))
+    if folder is not None:
+        problems += _from_folder(leaves, given, model, folder)
+    elif isinstance(leaves.get(INIT_FROM), str):  # `validate` says what is wrong with the folder
+        _take(leaves, defaults, (name for name in leaves if name.startswith("model.") and name not in given))
+    elif leaves.get("model.family") == AUTO:
+        problems.append(Problem(f"model=auto: takes the model from {INIT_FROM}=FOLDER; give it, or another model", ("model.",)))
+    if problems:
+        _take(leaves, defaults, (name for name in leaves if name.startswith("model.")))
+    if leaves.get(TOKENIZER) == AUTO:
+        leaves[TOKENIZER] = _tokenizer(leaves, folder)
+    if leaves.get(VOCABULARY) == AUTO and not problems:
+        try:
+            leaves[VOCABULARY] = _vocabulary(leaves)
+        except ConfigError as error:
+            problems += [Problem(line, (VOCABULARY, TOKENIZER, "data.path", "data.mix")) for line in error.problems]
+    if leaves.get(VOCABULARY) == AUTO:
+        leaves[VOCABULARY] = defaults[VOCABULARY]
+    return leaves, problems
+
+
+def folder_of(init_from: object) -> Path | None:
+    """The Hugging Face folder that ``train.init_from`` names, where it has a config.json."""
+    if not isinstance(init_from, str) or not init_from:
+        return None
+    folder = Path(init_from).expanduser()
+    return folder if (folder / "config.json").is_file() else None
+
+
+def without_auto(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """``leaves`` without those that another file decides. A run that goes on keeps what was found when it began."""
+    group = leaves.get("model.family") == AUTO
+    return {
+        name: value
+        for name, value in leaves.items()
+        if not (value == AUTO and (name in (VOCABULARY, TOKENIZER) or (group and name.startswith("model."))))
+    }
+
+
+def shape_difference(model: ModelConfig, theirs: ModelConfig) -> list[tuple[str, Any, Any]]:
+    """Key, value of ``model`` and value of ``theirs``, for each part of the shape in which they differ."""
+    pairs = ((f"model.{field}", getattr(model, field), getattr(theirs, field)) for field in SHAPE)
+    return [(name, ours, other) for name, ours, other in pairs if ours != other]
+
+
+def _take(leaves: dict[str, Any], source: Mapping[str, Any], names: Iterable[str]) -> None:
+    leaves.update({name: source[name] for name in list(names) if name in source})
+
+
+def _from_folder(leaves: dict[str, Any], given: Collection[str], model: str, folder: Path) -> list[Problem]:
+    """Put the folder's model into ``leaves`` wherever nothing is given. Problems: the folder is unreadable, or of another shape."""
+    from mtrain_cli.model.huggingface_config import read_config
+
+    try:
+        theirs = _leaves_of(read_config(folder)[0])
+    except ConfigError as error:
+        return [Problem(line, ("model.",)) for line in error.problems]
+    if "model.rope.scaling" in given and leaves["model.rope.scaling"] == "yarn" != theirs["model.rope.scaling"]:
+        theirs["model.rope.factor"] = AUTO  # of the folder's own scaling, or 1: neither is what yarn was asked for
+    _take(leaves, theirs, (name for name in theirs if name not in given))
+    other = [name for name in _wrong_shape(leaves, theirs) if name in given]
+    if not other:
+        return []
+    said = ", ".join(f"{name}={keys.show(leaves[name])} (the folder: {keys.show(theirs[name])})" for name in other[:_SHOWN])
+    more = f" and {len(other) - _SHOWN} more" if len(other) > _SHOWN else ""
+    line = f"{said}{more}: the weights of {INIT_FROM}={leaves[INIT_FROM]} have another shape; leave out {_to_leave_out(model, other)}"
+    return [Problem(line, ("model.",))]
+
+
+def _to_leave_out(model: str, other: list[str]) -> str:
+    return f"{model} to take the folder's" if model else ", ".join(other[:_SHOWN]) + (" and the others" if len(other) > _SHOWN else "")
+
+
+def _wrong_shape(leaves: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:
+    """Names whose values differ; one that is not of its type is left to the conversion of all leaves."""
+    for name in (f"model.{field}" for field in SHAPE):
+        try:
+            if keys.all_keys()[name].convert(leaves.get(name)) != theirs[name]:
+                yield name
+        except ValueError:
+            continue
+
+
+def _leaves_of(model: ModelConfig) -> dict[str, Any]:
+    return keys.flatten({"model": dataclasses.asdict(model)})
+
+
+def _tokenizer(leaves: Mapping[str, Any], folder: Path | None) -> str:
+    """The folder's tokenizer where text is read and it has one, else bytes."""
+    reads_text = leaves.get("data.kind") in ("text", "stdlib")
+    if folder is not None and reads_text and (folder / "tokenizer.json").is_file():
+        return str(folder / "tokenizer.json")
+    return "bytes"
+
+
+def _vocabulary(leaves: Mapping[str, Any]) -> int | str:
+    """Ids of the data's tokenizer, rounded up to a multiple of 8; auto where `validate` is going to say what is wrong with the data.
+
+    Raises ConfigError when the data do not say how many ids they have.
+    """
+    kind = leaves.get("data.kind")
+    if kind in ("text", "stdlib"):
+        from mtrain_cli.data.tokenizers import open_tokenizer
+
+        choice = str(leaves.get(TOKENIZER))
+        if choice != "bytes" and not Path(choice).expanduser().is_file():
+            return AUTO
+        ids = [open_tokenizer(choice).vocab_size]
+    else:
+        ids = [_ids_of_store(kind, corpus) for corpus in _corpora(leaves)]
+    return -(-max(ids) // 8) * 8 if ids and all(ids) else AUTO
+
+
+def _corpora(leaves: Mapping[str, Any]) -> list[Path]:
+    """Paths of the data's token stores."""
+    mix, path = leaves.get("data.mix"), leaves.get("data.path")
+    folder = Path(path).expanduser() if isinstance(path, str) else None
+    if isinstance(mix, str) and Path(mix).expanduser().is_file():
+        from mtrain_cli.data.mixture import parse_mix
+
+        mix = parse_mix(mix)
+    if isinstance(mix, Mapping):
+        return [folder / str(name) if folder else Path(str(name)).expanduser() for name in mix]
+    return [folder] if folder else []
+
+
+def _ids_of_store(kind: object, path: Path) -> int:
+    """How many ids a token store has; 0 where there is nothing."""
+    if not path.exists():
+        return 0
+    if kind != "tokens" or not path.is_dir():
+        raise ConfigError(
+            f"{VOCABULARY}=auto: {path} does not say how many ids its tokenizer has; give a number, or {INIT_FROM}=FOLDER, "
+            "or tokens that `mtrain data prepare` wrote"
+        )
+    from mtrain_cli.data.store import StoreMeta
+
+    return StoreMeta.read(path, f"data.path={path}").vocab_size

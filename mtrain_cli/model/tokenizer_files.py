@@ -1,0 +1,168 @@
+"""The tokenizer that goes with exported weights: files for transformers' AutoTokenizer, and the ids of special tokens.
+
+Needs neither transformers nor tokenizers. The byte tokenizer is written in the format of a ``tokenizer.json``, with mtrain's ids.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from mtrain_cli.config.schema import ConfigError
+
+TOKENIZER, TOKENIZER_CONFIG, GENERATION_CONFIG = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+NO_IDS: Mapping[str, Any] = dict.fromkeys(TOKEN_IDS)
+_FILES = (
+    TOKENIZER, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
+    "chat_template.jinja", GENERATION_CONFIG,
+)  # fmt: skip
+# Names that hardly occur in text: transformers reads them there as the token, mtrain as bytes.
+BYTE_SPECIALS = {"bos": "<|mtrain:begin|>", "eos": "<|mtrain:end|>", "pad": "<|mtrain:padding|>"}
+# For qwen2 transformers 5 puts Qwen's own normalizer and pre-tokenizer in the place of those of tokenizer.json, unless auto_map names a
+# class. It is not run without trust_remote_code: tokenizer.json is then loaded as it stands.
+_CODE = "tokenization_as_it_stands.py"
+_CODE_CONTENT = b'''"""Loads tokenizer.json as it stands, also where transformers has a tokenizer of its own for this kind of model."""
+
+from transformers import PreTrainedTokenizerFast
+
+
+class AsItStands(PreTrainedTokenizerFast):
+    pass
+'''
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """Files by name, ids of special tokens as a config.json has them, and what to call the tokenizer in a message."""
+
+    name: str
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    ids: Mapping[str, Any] = field(default_factory=lambda: NO_IDS)
+
+    def beside(self, family: str) -> TokenizerFiles:
+        """These files such that transformers gives the same ids beside a model of ``family``."""
+        config = _object(self.files.get(TOKENIZER_CONFIG, b"{}"))
+        own = str(config.get("tokenizer_class")).removesuffix("Fast") == "Qwen2Tokenizer"
+        if family != "qwen2" or own or "auto_map" in config or TOKENIZER not in self.files:
+            return self
+        config["auto_map"] = {"AutoTokenizer": [None, f"{_CODE.removesuffix('.py')}.AsItStands"]}
+        return replace(self, files={**self.files, TOKENIZER_CONFIG: _json(config), _CODE: _CODE_CONTENT})
+
+    def write(self, folder: Path) -> None:
+        """Write the files, and a generation_config.json where they have none."""
+        for name, content in self.files.items():
+            (folder / name).write_bytes(content)
+        if GENERATION_CONFIG not in self.files and any(value is not None for value in self.ids.values()):
+            known = {key: value for key, value in self.ids.items() if value is not None}
+            (folder / GENERATION_CONFIG).write_bytes(_json(known))
+
+
+def of_folder(folder: Path, eos: int | None = None) -> TokenizerFiles:
+    """The tokenizer files of a Hugging Face folder, and the ids of its config.json; ``eos`` ends a document where the folder names none.
+
+    Raises ConfigError when it has no such files, or one that cannot be read.
+    """
+    found = {name: _read(folder / name) for name in _FILES if (folder / name).is_file()}
+    if not found.keys() - {GENERATION_CONFIG}:
+        raise ConfigError(f"{folder}: has no tokenizer files; a folder with tokenizer.json is expected")
+    ids = token_ids(folder)
+    if TOKENIZER in found:
+        found, ids = _completed(found, ids, _end_in(found, eos))
+    return TokenizerFiles(str(folder), found, ids)
+
+
+def of_file(path: Path, eos: int | None) -> TokenizerFiles:
+    """A tokenizer.json by itself, under whatever name; ``eos`` is the id that ends each document of the run's data."""
+    files, ids = _completed({TOKENIZER: _read(path)}, NO_IDS, eos)
+    return TokenizerFiles(str(path), files, ids)
+
+
+def of_bytes(bos: int, eos: int, pad: int) -> TokenizerFiles:
+    """UTF-8 bytes as ids 0 to 255, and three special tokens behind them."""
+    numbers = {"bos": bos, "eos": eos, "pad": pad}
+    added = [
+        {"id": number, "content": BYTE_SPECIALS[name], "special": True, "normalized": False}
+        | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+        for name, number in sorted(numbers.items(), key=lambda item: item[1])
+    ]
+    characters = _characters_of_bytes()
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    model = {"type": "BPE", "vocab": {character: byte for byte, character in enumerate(characters)}, "merges": []}
+    content = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None, "pre_tokenizer": byte_level,
+        "post_processor": None, "decoder": byte_level, "model": model,
+    }  # fmt: skip
+    files, ids = _completed({TOKENIZER: _json(content)}, {f"{name}_token_id": number for name, number in numbers.items()}, eos)
+    return TokenizerFiles("bytes", files, ids)
+
+
+def token_ids(folder: Path) -> dict[str, Any]:
+    """The special token ids of the config.json in ``folder``, None for each that it lacks."""
+    config = _object(_read(folder / "config.json")) if (folder / "config.json").is_file() else {}
+    return {key: config.get(key) for key in TOKEN_IDS}
+
+
+def _completed(files: Mapping[str, bytes], ids: Mapping[str, Any], eos: int | None) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """With a tokenizer_config.json that names the special tokens, and ``eos`` where the ids have none."""
+    ids = {**ids, "eos_token_id": eos if ids["eos_token_id"] is None else ids["eos_token_id"]}
+    if TOKENIZER_CONFIG in files:
+        return dict(files), ids
+    names = {number: token for token, number in _added_tokens(files[TOKENIZER]).items()}
+    # Only a class that takes a tokenizer.json as it stands: the one of an architecture would build its own pre-tokenizer around it.
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    for key in TOKEN_IDS:
+        first = ids[key][0] if isinstance(ids[key], list) and ids[key] else ids[key]
+        if isinstance(first, int) and first in names:
+            config[key.removesuffix("_id")] = names[first]
+    return {**files, TOKENIZER_CONFIG: _json(config)}, ids
+
+
+def _end_in(files: Mapping[str, bytes], otherwise: int | None) -> int | None:
+    """The id of the end token that tokenizer_config.json names."""
+    named = _object(files.get(TOKENIZER_CONFIG, b"{}")).get("eos_token")
+    named = named.get("content") if isinstance(named, dict) else named
+    return _added_tokens(files[TOKENIZER]).get(named, otherwise) if isinstance(named, str) else otherwise
+
+
+def _added_tokens(tokenizer: bytes) -> dict[str, int]:
+    """Ids of all tokens of a tokenizer.json by name, as far as they stand in it plainly."""
+    content = _object(tokenizer)
+    vocabulary = content.get("model", {}).get("vocab") if isinstance(content.get("model"), dict) else None
+    found = {str(token): number for token, number in vocabulary.items()} if isinstance(vocabulary, dict) else {}
+    if isinstance(vocabulary, list):  # Unigram: tokens with their scores
+        found = {str(entry[0]): number for number, entry in enumerate(vocabulary) if isinstance(entry, list) and entry}
+    added = content.get("added_tokens")
+    for entry in added if isinstance(added, list) else []:
+        if isinstance(entry, dict) and isinstance(entry.get("id"), int):
+            found[str(entry.get("content"))] = entry["id"]
+    return found
+
+
+def _characters_of_bytes() -> list[str]:
+    """The character by which byte-level tokenizers write each byte: itself where it is printable, else the next one from 256 on."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def _object(content: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(content)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def _json(content: object) -> bytes:
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()

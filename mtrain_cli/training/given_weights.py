@@ -1,0 +1,71 @@
+"""A run that starts from a Hugging Face folder: what it does otherwise than the folder says, for the banner and the dry run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mtrain_cli.config.derived import folder_of
+from mtrain_cli.config.keys import show
+from mtrain_cli.config.schema import Config, ConfigError, RopeConfig
+from mtrain_cli.config.sizes import format_size
+from mtrain_cli.model.huggingface_config import read_config
+from mtrain_cli.model.huggingface_config import remarks as config_remarks
+from mtrain_cli.model.rope import rope_factor
+
+_OF_SCALING = {"none": (), "yarn": ("beta_fast", "beta_slow"), "llama3": ("low_freq_factor", "high_freq_factor")}
+
+
+def remarks(config: Config) -> list[str]:
+    """Lines on ``config`` and the folder of ``train.init_from``; none where there is no such folder any more."""
+    folder = folder_of(config.train.init_from)
+    if folder is None:
+        return []
+    try:
+        theirs, reach = read_config(folder)
+        return [
+            *_rotary_differences(config, theirs.rope, reach),
+            *_beyond_reach(config, reach),
+            *_tokenizer(config, folder),
+            *config_remarks(folder),
+        ]
+    except ConfigError:
+        return []  # whoever loads the weights says what is wrong
+
+
+def _rotary_differences(config: Config, theirs: RopeConfig, reach: int) -> list[str]:
+    """One line that gives both values of each rotary setting that differs from the folder's."""
+    ours = config.model.rope
+    pairs = [("theta", show(ours.theta), show(theirs.theta)), ("scaling", ours.scaling, theirs.scaling)]
+    if ours.scaling != "none":
+        factor = show(rope_factor(ours, config.seq))
+        if ours.scaling != theirs.scaling:
+            pairs[1] = ("scaling", f"{ours.scaling} by {factor} from {format_size(ours.original_max_position)}", theirs.scaling)
+        else:
+            first, last = (format_size(rope.original_max_position) for rope in (ours, theirs))
+            pairs += [("factor", factor, show(rope_factor(theirs, reach))), ("original_max_position", first, last)]
+            pairs += [(name, show(getattr(ours, name)), show(getattr(theirs, name))) for name in _OF_SCALING[ours.scaling]]
+    said = [f"model.rope.{name}={value} (the folder: {other})" for name, value, other in pairs if value != other]
+    return ["other than its folder: " + ", ".join(said)] if said else []
+
+
+def _beyond_reach(config: Config, reach: int) -> list[str]:
+    """A line where the sequence is longer than what the folder's positions and their stretch cover."""
+    rope = config.model.rope
+    if rope.scaling == "yarn":
+        reach = round(rope_factor(rope, config.seq) * rope.original_max_position)
+    if config.seq <= reach:
+        return []
+    remedy = "model.rope.factor=auto" if rope.scaling == "yarn" else "model.rope.scaling=yarn, or a larger model.rope.theta,"
+    return [f"seq={format_size(config.seq)} is beyond the {format_size(reach)} tokens that its positions reach; {remedy} stretches them"]
+
+
+def _tokenizer(config: Config, folder: Path) -> list[str]:
+    """Which tokenizer turns text into ids of this model, where that is the folder's or can hardly be meant."""
+    if config.data.kind not in ("text", "stdlib"):
+        return []
+    if config.data.tokenizer == str(folder / "tokenizer.json"):
+        return ["text is tokenised with its tokenizer.json"]
+    if config.data.tokenizer == "bytes":
+        has = "" if (folder / "tokenizer.json").is_file() else ", since it has no tokenizer.json"
+        return [f"text is tokenised as bytes{has}; the weights know their own tokenizer's ids: data.tokenizer=FILE gives another"]
+    return []
