@@ -174,9 +174,10 @@ class Progress:
             rows.append(("loss", f"{first}, {self.losses[-1]:.4f} at step {self.last.step}  {self.sparkline(24)}"))
             steady = self._steady or [self.last]
             rate = _rate(statistics.median(metrics.tokens_per_second_per_gpu for metrics in steady), self.last)
-            if self.last.mfu_model is not None:
-                alike = [metrics for metrics in steady if _utilization(metrics)[0] == _utilization(self.last)[0]]
-                rate += f", {_utilization(self.last)[0]} {statistics.median(_utilization(metrics)[1] for metrics in alike):.1%}"
+            name, share = _utilization(self.last)
+            if share is not None:
+                alike = [found for named, found in map(_utilization, steady) if named == name and found is not None]
+                rate += f", {name} {statistics.median(alike or [share]):.1%}"
             of = "one step" if len(steady) == 1 else f"median of {len(steady)} steps"
             rows.append(("throughput", f"{rate}, {of}; {self.last.tokens:,} tokens in all"))
             waiting = sum(metrics.data_seconds or 0.0 for metrics in steady) / max(1e-9, sum(metrics.seconds for metrics in steady))
@@ -297,17 +298,15 @@ def _rate(tokens_per_second: float, metrics: StepMetrics) -> str:
     return f"{tokens_per_second:,.0f} {unit}"
 
 
-def _utilization(metrics: StepMetrics) -> tuple[str, float]:
-    """Share of the GPU's peak, and its name: MFU, or under a dynamic index HFU, since MFU counts what dense attention would compute."""
-    if metrics.index_seconds is None:
-        return "MFU", metrics.mfu_model or 0.0
-    return "HFU", metrics.mfu_executed or 0.0
+def _utilization(metrics: StepMetrics) -> tuple[str, float | None]:
+    """Share of the GPU's peak, and its name: MFU, or HFU where a step has no MFU, as under a dynamic index."""
+    return ("HFU", metrics.mfu_executed) if metrics.mfu_model is None else ("MFU", metrics.mfu_model)
 
 
 def _gpu_parts(metrics: StepMetrics) -> list[str]:
     """What only GPUs have: utilization and memory."""
     name, share = _utilization(metrics)
-    parts = [] if metrics.mfu_model is None else [f"{name} {share:.1%}"]
+    parts = [] if share is None else [f"{name} {share:.1%}"]
     return parts + ([] if metrics.peak_memory_gib is None else [f"{metrics.peak_memory_gib:.1f} GiB"])
 
 

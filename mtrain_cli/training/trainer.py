@@ -429,7 +429,7 @@ class Trainer:
             lr=result.lr,
             tokens=self.tokens,
             tokens_per_second_per_gpu=rate,
-            mfu_model=rate * flops.model / peak if peak else None,
+            mfu_model=rate * flops.model / peak if peak and result.index is None else None,
             mfu_executed=rate * flops.executed / peak if peak else None,
             density=result.pairs / config.train.global_batch / causal_pairs(config.seq),
             peak_memory_gib=torch.cuda.max_memory_allocated(self.device) / 2**30 if self.device.type == "cuda" else None,
