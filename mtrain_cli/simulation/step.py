@@ -38,7 +38,8 @@ class PredictedStep:
     """One optimizer step. seconds: with bounds. parts: seconds by `PARTS`, which add up to the likely time; ``weights`` is what gathering
     weights and scattering gradients adds to it. hidden: seconds of these that computation hides. exposed: share of the step in which
     workers wait for links, those of weights included. mfu, hfu: shares of the peak by what the model asks for and by what is executed, as
-    in training; of a sparse step mfu counts the pairs of dense attention. Of one worker: flop, executed; sent: bytes of weights and gradients that reach it; over_host: bytes to and from its host.
+    in training; of a sparse step mfu counts the pairs of dense attention. Of one worker: flop, executed; sent: bytes of weights and
+    gradients that reach it; over_host: bytes to and from its host.
     """
 
     plan: Plan
