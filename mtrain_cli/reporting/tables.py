@@ -245,11 +245,12 @@ def training_row(source: Source) -> list[str]:
     mfu = median("mfu_model") if all(step.mfu_model is not None for step in rest) else None
     hfu, density = median("mfu_executed"), median("density")
     speed, seconds = median("tokens_per_second_per_gpu"), median("seconds")
+    losses: list[float | None] = [step.loss for step in steps if step.loss is not None] or [None]  # a step without labels has none
     peak = [step.peak_memory_gib for step in steps if step.peak_memory_gib is not None]
     return [
         str(steps[-1].step),
-        _number(steps[0].loss, 3),
-        _number(steps[-1].loss, 3),
+        _number(losses[0], 3),
+        _number(losses[-1], 3),
         "-" if seconds is None else f"{seconds:.3g}",
         "-" if speed is None else f"{speed:,.0f}",
         "-" if mfu is None else f"{mfu:.1%}",

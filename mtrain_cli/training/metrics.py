@@ -21,7 +21,7 @@ class StepMetrics:
     """What one optimizer step leaves behind. Numbers hold for the whole job unless they say otherwise.
 
     step: optimizer steps done, this one included; the first is 1.
-    loss: mean over the valid tokens of the step, in nats.
+    loss: mean over the valid tokens of the step, in nats; None where no token has a label.
     grad_norm: global L2 norm before clipping; None when the run does not compute it.
     lr: learning rate that this step used.
     tokens: tokens trained on since step 0, this step included (pads are not tokens).
@@ -38,11 +38,12 @@ class StepMetrics:
     slashes, bars: block diagonals and single columns of a head, means over heads and layers; None for a dense step.
     index_seconds: time that the first worker spent estimating indices; None for a dense step.
     density_by_layer: the same ratio for each layer; None for a dense step.
-    skipped: whether the step was a spike whose update was left out; None without optim.skip_spikes.
+    skipped: whether the update was left out: that of a spike (optim.skip_spikes), or of a step without labels, which is true whatever
+        that key says. None for other steps without optim.skip_spikes.
     """
 
     step: int
-    loss: float
+    loss: float | None
     grad_norm: float | None
     lr: float
     tokens: int

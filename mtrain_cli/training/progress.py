@@ -64,7 +64,7 @@ class Progress:
         self._steady: list[StepMetrics] = []
         self._seen = 0  # steps of this start
         self._restarted = False
-        self._first_step = start_step + 1  # of which the summary tells
+        self._first_step = self._last_loss = start_step + 1  # with a loss, for the summary
         self._log = log.open("a", encoding="utf-8") if enabled and log is not None else None
         self._live: Live | None = None
 
@@ -91,10 +91,12 @@ class Progress:
 
     def went_on(self, earlier: Sequence[StepMetrics]) -> None:
         """Count the steps before a restart, too, in the summary: the run went on by itself, and is one to whoever started it."""
-        self.losses = [metrics.loss for metrics in earlier if metrics.loss is not None]
+        labelled = [metrics for metrics in earlier if metrics.loss is not None]
+        self.losses = [metrics.loss for metrics in labelled if metrics.loss is not None]
         self._steady = list(earlier[WARM_UP_STEPS:])
-        if earlier:
-            self._restarted, self._first_step = True, earlier[0].step
+        self._restarted = bool(earlier)
+        if labelled:
+            self._first_step, self._last_loss = labelled[0].step, labelled[-1].step
 
     def step(self, metrics: StepMetrics) -> None:
         """Show one finished optimizer step."""
@@ -106,7 +108,11 @@ class Progress:
             self._steady.append(metrics)
         self._finished = now
         self._seen += 1
-        self.losses.append(metrics.loss)
+        if metrics.loss is not None:
+            if not self.losses:
+                self._first_step = metrics.step
+            self.losses.append(metrics.loss)
+            self._last_loss = metrics.step
         self.last = metrics
         if metrics.step % self._log_every == 0 or metrics.step == self.total_steps:
             line = self.line(metrics)
@@ -170,8 +176,11 @@ class Progress:
             self._live = None
         rows = [("time", format_duration(self._clock() - self._started) + " since the last restart" * self._restarted)]
         if self.last is not None:
-            first = f"{self.losses[0]:.4f} at step {self._first_step}"
-            rows.append(("loss", f"{first}, {self.losses[-1]:.4f} at step {self.last.step}  {self.sparkline(24)}"))
+            if self.losses:
+                first = f"{self.losses[0]:.4f} at step {self._first_step}"
+                rows.append(("loss", f"{first}, {self.losses[-1]:.4f} at step {self._last_loss}  {self.sparkline(24)}"))
+            else:
+                rows.append(("loss", "n.a.: no step had a label"))
             steady = self._steady or [self.last]
             rate = _rate(statistics.median(metrics.tokens_per_second_per_gpu for metrics in steady), self.last)
             name, share = _utilization(self.last)
@@ -194,7 +203,7 @@ class Progress:
     def line(self, metrics: StepMetrics) -> str:
         """A step as one plain line."""
         width = len(str(self.total_steps))
-        parts = [f"step {metrics.step:>{width}}/{self.total_steps}", f"loss {metrics.loss:.4f}"]
+        parts = [f"step {metrics.step:>{width}}/{self.total_steps}", f"loss {_loss(metrics)}"]
         if metrics.grad_norm is not None:
             parts.append(f"grad {metrics.grad_norm:.2f}")
         parts += [
@@ -239,12 +248,12 @@ class Progress:
         metrics = self.last
         room = 24 if width >= 100 else 10
         parts: list[Text] = [
-            Text.assemble(("loss ", "dim"), (f"{metrics.loss:.4f}", "bold"), f" {self.sparkline(room)}" if len(self.losses) > 1 else ""),
+            Text.assemble(("loss ", "dim"), (_loss(metrics), "bold"), f" {self.sparkline(room)}" if len(self.losses) > 1 else ""),
             Text.assemble(("lr ", "dim"), f"{metrics.lr:.2e}"),
             Text(_rate(metrics.tokens_per_second_per_gpu, metrics)),
             *(Text(part) for part in (*_gpu_parts(metrics), *_index_parts(metrics), *_data_parts(metrics))),
         ]
-        if width >= 100:
+        if width >= 100 and self.losses:
             parts.insert(1, Text.assemble(("best ", "dim"), f"{min(self.losses):.4f}"))
         return Group(top, Text("  ").join(parts))
 
@@ -291,6 +300,10 @@ def format_duration(seconds: float | None) -> str:
     if days:
         return f"{days}d {hour:02}:{minute:02}"
     return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
+
+
+def _loss(metrics: StepMetrics) -> str:
+    return "n.a." if metrics.loss is None else f"{metrics.loss:.4f}"
 
 
 def _rate(tokens_per_second: float, metrics: StepMetrics) -> str:
