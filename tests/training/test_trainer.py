@@ -140,7 +140,9 @@ def without_labels(trainer: Trainer, *steps: int) -> None:
     make, seen, local = trainer.loader._make, iter(range(10**6)), trainer.config.train.global_batch // trainer.environment.dp
 
     def made(samples):
-        kept = [sample if next(seen) // local not in steps else replace(sample, labels=np.full_like(sample.labels, -100)) for sample in samples]
+        kept = [
+            sample if next(seen) // local not in steps else replace(sample, labels=np.full_like(sample.labels, -100)) for sample in samples
+        ]
         return make(kept)
 
     trainer.loader._make = made
