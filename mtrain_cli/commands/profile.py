@@ -70,7 +70,11 @@ def sparsity(
     replaced = check_out(out, _is_sparsity_file, "sparsity profile")
     measured = sorted({1, steps, *range(every, steps + 1, every)} if every else {1, steps})
     console = Console(highlight=False, soft_wrap=True)
-    records = profile_sparsity(config, patterns, measured, rows, lambda step, loss: console.print(f"step {step}/{steps}  loss {loss:.4f}"))
+
+    def progress(step: int, loss: float | None) -> None:
+        console.print(f"step {step}/{steps}  loss {'n.a.' if loss is None else f'{loss:.4f}'}")
+
+    records = profile_sparsity(config, patterns, measured, rows, progress)
     for name in dict.fromkeys(r.pattern for r in records):
         for step in (measured[0], measured[-1])[: len(measured)]:
             title = f"{next(shown_name(p) for p in patterns if p.name == name)}, step {step}"

@@ -2,8 +2,9 @@
 
 The order is a pure function of n, so that any number of workers agrees on it and a resumed run needs one integer. Numbers are dealt in
 blocks. Up to the end of block b corpus d has had floor(W_d m) - floor(W_(d-1) m) sequences, with m = b x block and W the cumulative
-weights: within one of its share, always. Inside a block the order is a random permutation, and inside a corpus each pass is another
-permutation of all its sequences, so that nothing comes twice before everything has come once.
+weights: within one of its share, always. Inside a block a random permutation says which corpus comes when. The sequences of a corpus come
+one after the other from its passes, each another permutation of all of them, so that none comes twice before all have come once. A corpus
+whose weight exceeds its share of the sequences is through early, and begins its next pass while others are still in their first.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from mtrain_cli.data.sampler import Sampler
 
 _SCALE = 40  # weights are multiples of 2^-40
 _LEAST_BLOCK = 64
+_KEPT_BLOCKS = 4
 
 
 def parse_mix(mix: Mapping[str, float] | str) -> dict[str, float]:
@@ -69,6 +71,8 @@ class MixtureSampler(Sampler):
     def __init__(self, sizes: list[int], weights: list[float], seed: int, consumed: int = 0) -> None:
         super().__init__(sum(sizes), seed, consumed)
         self.sizes = sizes
+        self._in_order_from = 0
+        self._blocks: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._starts = np.cumsum([0, *sizes]).tolist()
         total, running = sum(weights), 0.0
         self._cumulative = [0]
@@ -81,13 +85,39 @@ class MixtureSampler(Sampler):
     def place(self, number: int) -> tuple[int, int]:
         """Corpus of sequence ``number`` of the run, and how many of that corpus came before."""
         block, slot = divmod(number, self.block)
+        corpora, counts = self._dealt(block)
+        return int(corpora[slot]), int(counts[slot])
+
+    def _dealt(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """Corpus and count of every number of a block, int32 and int64 [block]."""
+        if block not in self._blocks:
+            if len(self._blocks) >= _KEPT_BLOCKS:
+                self._blocks.clear()
+            self._blocks[block] = self._deal(block)
+        return self._blocks[block]
+
+    def _deal(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         before, after = (self._counts(b * self.block) for b in (block, block + 1))
-        slot = self._permuted(slot, self.block, self.seed, -1, block)
-        for corpus, (first, end) in enumerate(zip(before, after, strict=True)):
-            if slot < end - first:
-                return corpus, first + slot
-            slot -= end - first
-        raise AssertionError("The corpora of a block fill it.")
+        quotas = np.array(after) - np.array(before)
+        slots = Permutation(self.block, mix64(self.seed, -1, block)).every()
+        ends = np.cumsum(quotas)
+        corpora = np.searchsorted(ends, slots, side="right").astype(np.int32)
+        if block < self._in_order_from:  # as earlier versions dealt: within a block, a corpus could begin a pass before the last one ended
+            return corpora, np.array(before)[corpora] + slots - (ends - quotas)[corpora]
+        counts = np.empty(self.block, np.int64)
+        for corpus, (first, quota) in enumerate(zip(before, quotas, strict=True)):
+            counts[corpora == corpus] = np.arange(first, first + quota)
+        return corpora, counts
+
+    def state(self) -> dict[str, int]:
+        """What a checkpoint keeps; ``in_order_from``: the first block that is not dealt as earlier versions dealt."""
+        return {**super().state(), "in_order_from": self._in_order_from}
+
+    def load_state(self, state: Mapping[str, int]) -> None:
+        """Go on from ``state()``. One of an earlier version ends its block as it began, so that none of its sequences is lost or repeated."""
+        super().load_state(state)
+        self._in_order_from = int(state.get("in_order_from", -(-self.consumed // self.block)))
+        self._blocks.clear()
 
     def sequence(self, number: int) -> int:
         """Index into the dataset of sequence ``number`` of the whole run."""

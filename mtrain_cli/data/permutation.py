@@ -58,6 +58,29 @@ class Permutation:
             if index < self.size:
                 return index
 
+    def every(self) -> np.ndarray:
+        """The images of 0..size-1, int64[size]."""
+        images = np.arange(self.size, dtype=np.uint64)
+        outside = np.arange(self.size)
+        while len(outside):
+            images[outside] = self._once_each(images[outside])
+            outside = outside[images[outside] >= self.size]
+        return images.astype(np.int64)
+
+    def _once_each(self, indices: np.ndarray) -> np.ndarray:
+        """`_once` of uint64 values at once."""
+        half, mask = np.uint64(self._half), np.uint64((1 << self._half) - 1)
+        left, right = indices >> half, indices & mask
+        for key in self._keys:
+            state = right ^ np.uint64(mix64(key))  # `mix64(key, right)` from its second word on
+            state += np.uint64(_GOLDEN)
+            for shift, factor in ((30, _FIRST), (27, _SECOND)):
+                state ^= state >> np.uint64(shift)
+                state *= np.uint64(factor)
+            state ^= state >> np.uint64(31)
+            left, right = right, left ^ (state & mask)
+        return left << half | right
+
     def _once(self, index: int) -> int:
         mask = (1 << self._half) - 1
         left, right = index >> self._half, index & mask

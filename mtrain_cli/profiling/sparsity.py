@@ -45,7 +45,7 @@ class HeadRecord:
 
 
 def profile_sparsity(
-    config: Config, patterns: Sequence[Pattern], steps: Sequence[int], rows: int, progress: Callable[[int, float], None]
+    config: Config, patterns: Sequence[Pattern], steps: Sequence[int], rows: int, progress: Callable[[int, float | None], None]
 ) -> list[HeadRecord]:
     """Trains on one worker to the last of ``steps`` and measures the patterns in each of them, on the first sequence of the step.
 

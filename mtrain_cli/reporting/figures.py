@@ -376,6 +376,7 @@ _CURVES = (
     ("tokens/s/GPU", "tokens_per_second_per_gpu", "linear"),
     ("seconds of a step", "seconds", "linear"),
     ("share of the GPU's peak (MFU)", "mfu_model", "linear"),
+    ("share of the GPU's peak (HFU)", "mfu_executed", "linear"),
     ("density", "density", "linear"),
     ("learning rate", "lr", "linear"),
     ("gradient norm", "grad_norm", "log"),

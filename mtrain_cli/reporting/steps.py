@@ -14,6 +14,7 @@ from rich.table import Table
 
 from mtrain_cli.profiling.step_parts import HOST, IDLE, LINKS, WAITS
 from mtrain_cli.reporting.width import number, print_table, say
+from mtrain_cli.training.metrics import sound_mfu
 
 NAME = 44  # characters of a kernel's name
 _GPU = (
@@ -151,9 +152,9 @@ def lines(document: dict[str, Any]) -> list[str]:
 
 
 def _speed(before: dict[str, Any], gpu: bool) -> str:
-    shares = [("MFU", "mfu_model"), ("HFU", "mfu_executed")]
+    shares = (("MFU", sound_mfu(before["mfu_model"], before["mfu_executed"])), ("HFU", before["mfu_executed"]))
     said = [f"{before['tokens_per_second_per_gpu']:,.0f} tokens/s/{'GPU' if gpu else 'worker'}"]
-    said += [f"{name} {before[key]:.1%}" for name, key in shares if before[key] is not None]
+    said += [f"{name} {share:.1%}" for name, share in shares if share is not None]
     said += [f"density {before['density']:.1%}"] if before["density"] < 1 else []
     return ", ".join(said + ([f"{before['peak_memory_gib']:.1f} GiB at most"] if before["peak_memory_gib"] is not None else []))
 

@@ -195,7 +195,7 @@ def fold(table: np.ndarray, cells: int) -> tuple[np.ndarray, bool]:
     return table, table.shape != whole
 
 
-TRAINING = ("steps", "loss, first", "last", "s / step", "tokens/s/GPU", "MFU", "density", "peak GiB")
+TRAINING = ("steps", "loss, first", "last", "s / step", "tokens/s/GPU", "MFU", "HFU", "density", "peak GiB")
 
 
 def training_table(sources: Sequence[Source]) -> Table:
@@ -241,16 +241,20 @@ def training_row(source: Source) -> list[str]:
         values = [value for value in (getattr(step, name) for step in rest) if value is not None]
         return statistics.median(values) if values else None
 
-    mfu, density = median("mfu_model"), median("density")
+    # The dense first steps of a sparse run have an MFU that says nothing about the run.
+    mfu = median("mfu_model") if all(step.mfu_model is not None for step in rest) else None
+    hfu, density = median("mfu_executed"), median("density")
     speed, seconds = median("tokens_per_second_per_gpu"), median("seconds")
+    losses: list[float | None] = [step.loss for step in steps if step.loss is not None] or [None]  # a step without labels has none
     peak = [step.peak_memory_gib for step in steps if step.peak_memory_gib is not None]
     return [
         str(steps[-1].step),
-        _number(steps[0].loss, 3),
-        _number(steps[-1].loss, 3),
+        _number(losses[0], 3),
+        _number(losses[-1], 3),
         "-" if seconds is None else f"{seconds:.3g}",
         "-" if speed is None else f"{speed:,.0f}",
         "-" if mfu is None else f"{mfu:.1%}",
+        "-" if hfu is None else f"{hfu:.1%}",
         "-" if density is None else f"{density:.1%}",
         f"{max(peak):.1f}" if peak else "-",
     ]
@@ -447,7 +451,18 @@ def causes_sheet(sources: Sequence[Source]) -> Sheet:
 
 
 def training_sheet(sources: Sequence[Source]) -> Sheet:
-    names = ("step", "loss", "lr", "tokens", "tokens_per_second_per_gpu", "mfu_model", "density", "peak_memory_gib", "seconds")
+    names = (
+        "step",
+        "loss",
+        "lr",
+        "tokens",
+        "tokens_per_second_per_gpu",
+        "mfu_model",
+        "mfu_executed",
+        "density",
+        "peak_memory_gib",
+        "seconds",
+    )
     rows = [(source.name, *(getattr(m, name) for name in names)) for source in sources for m in source.metrics]
     return Sheet("training", ("run", *names), rows)
 

@@ -26,7 +26,6 @@ from mtrain_cli.training.memory import GIB
 from mtrain_cli.training.planning import Plan, plan_for
 
 DENSE, FIXED = "dense", "fixed"
-_DENSE = 0.99  # padding and the like are not counted
 _KEPT = 8  # indices of layers
 _FEWEST_BARS = 8  # of vertical_slash
 
@@ -137,8 +136,8 @@ class Outcome:
 
     @property
     def dense(self) -> bool:
-        """Whether what the model asks for, by which MFU goes, is what is computed."""
-        return self.attention.facts["density"] > _DENSE
+        """Whether every pair that the mask allows is computed, as MFU takes it; as in training an index has HFU alone."""
+        return self.attention.facts["pattern"] == DENSE
 
     @property
     def remarks(self) -> tuple[str, ...]:

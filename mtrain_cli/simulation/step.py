@@ -21,7 +21,7 @@ from mtrain_cli.simulation.costs import BOUNDS, Costs
 from mtrain_cli.simulation.rest import Rest, Round, Work, longer_than_expected, priced, rounds
 from mtrain_cli.simulation.simulate import Prediction, Range
 from mtrain_cli.simulation.timeline import Conditions
-from mtrain_cli.training.flops import causal_pairs, computed_again, recomputes_attention
+from mtrain_cli.training.flops import causal_pairs, computed_again, flops_per_token, recomputes_attention
 from mtrain_cli.training.planning import Plan
 
 DAY, HOUR = 86400.0, 3600.0
@@ -37,8 +37,9 @@ PARTS = (
 class PredictedStep:
     """One optimizer step. seconds: with bounds. parts: seconds by `PARTS`, which add up to the likely time; ``weights`` is what gathering
     weights and scattering gradients adds to it. hidden: seconds of these that computation hides. exposed: share of the step in which
-    workers wait for links, those of weights included. mfu, hfu: shares of the peak by what the model asks for and by what is executed.
-    Of one worker: flop, executed; sent: bytes of weights and gradients that reach it; over_host: bytes to and from its host.
+    workers wait for links, those of weights included. mfu, hfu: shares of the peak by what the model asks for and by what is executed, as
+    in training; of a sparse step mfu counts the pairs of dense attention. Of one worker: flop, executed; sent: bytes of weights and
+    gradients that reach it; over_host: bytes to and from its host.
     """
 
     plan: Plan
@@ -108,9 +109,13 @@ def predict_step(
     workers = plan.environment.workers
     rate = Range(*(plan.tokens_per_step / getattr(seconds, name) / workers for name in (HIGH, VALUE, LOW)))
     peak = cluster.gpu.peak_tflops.value * 1e12
+    model = plan.flops.model
+    if attention.facts["pattern"] == "dense":  # with documents it has fewer pairs than the causal ones of the plan
+        pairs = attention.facts["density"] * causal_pairs(plan.config.seq)
+        model = flops_per_token(plan.config.model, plan.config.seq, pairs=pairs).model
     return PredictedStep(
         plan, seconds, likely.parts, likely.hidden, rate,
-        rate.value * plan.flops.model / peak, likely.flop / seconds.value / peak, likely.flop, likely.sent, likely.over_host,
+        rate.value * model / peak, likely.flop / seconds.value / peak, likely.flop, likely.sent, likely.over_host,
     )  # fmt: skip
 
 

@@ -118,13 +118,13 @@ def _pairs_of_first(early: int, layout: Layout) -> int:
 class FlopsPerToken:
     """FLOP of one token's forward and backward pass, averaged over its sequence.
 
-    model: what the mathematics asks for, the convention of PaLM's MFU (Chowdhery et al. 2022, appendix B) with causal attention
-        counted as half the square. 6 per matmul parameter (2 forward, 4 backward) plus, per layer and head, 3 * 4 * head_dim * seq / 2:
-        two products (q k^T and p v) forward, four backward. No recomputation; document boundaries and sparsity are ignored, so that
-        runs of one shape compare.
-    executed: what the kernels are asked to compute. Pads count as tokens in the matrices; attention counts the pairs that mask and
-        sparsity allow, 4 * head_dim FLOP each forward and 10 backward (a flash backward forms q k^T again: five products); activation
-        checkpointing adds the products that run a second time (in eager mode; a compiler may drop some of them). Tiles that straddle
+    model: what the mathematics asks for, by which MFU goes (PaLM's convention, Chowdhery et al. 2022, appendix B, but attention counts
+        the pairs that the mask allows: causal and inside documents). 6 per matmul parameter (2 forward, 4 backward) plus, per layer, head
+        and pair, 12 * head_dim: two products (q k^T and p v) forward, four backward. No recomputation and no pads, so that it never
+        exceeds ``executed``.
+    executed: what the kernels are asked to compute, by which HFU goes. Pads count as tokens in the matrices; attention counts the pairs
+        that mask and sparsity allow, 4 * head_dim FLOP each forward and 10 backward (a flash backward forms q k^T again: five products);
+        activation checkpointing adds the products that run a second time (in eager mode; a compiler may drop some of them). Tiles that straddle
         the mask's edge are not rounded up.
     """
 
@@ -158,7 +158,7 @@ def flops_per_token(
     again = recomputed_matmul(model, recomputed=recomputed, tiled=tiled, keep_mlp=keep_mlp) + (count.embedding if recomputed_logits else 0)
     products = 14 + 4 * pairs_again
     return FlopsPerToken(
-        model=6 * count.matmul + 6 * heads * seq,
+        model=6 * count.matmul + 12 * heads * allowed / seq,
         executed=((6 * count.matmul + 2 * again) * (padded_seq or seq) + products * heads * allowed) / seq,
     )
 

@@ -21,13 +21,15 @@ class StepMetrics:
     """What one optimizer step leaves behind. Numbers hold for the whole job unless they say otherwise.
 
     step: optimizer steps done, this one included; the first is 1.
-    loss: mean over the valid tokens of the step, in nats.
+    loss: mean over the valid tokens of the step, in nats; None where no token has a label.
     grad_norm: global L2 norm before clipping; None when the run does not compute it.
     lr: learning rate that this step used.
     tokens: tokens trained on since step 0, this step included (pads are not tokens).
     tokens_per_second_per_gpu: tokens of this step / seconds / workers.
-    mfu_model, mfu_executed: share of the GPU's peak in the two conventions of `flops.FlopsPerToken`; None on a CPU or an unknown GPU.
-    density: computed pairs / causal pairs without document mask; 1.0 for dense.
+    mfu_model, mfu_executed: MFU and HFU, shares of the GPU's peak in the two conventions of `flops.FlopsPerToken`; None on a CPU or an
+        unknown GPU. A sparse step has no MFU: it leaves out pairs that the mask allows.
+    density: computed pairs / causal pairs of the whole sequence, for dense and sparse steps alike. A dense step has 1.0 without
+        documents, and with packed documents the share of the causal pairs that lies inside them.
     peak_memory_gib: most memory that the allocator of the first worker held during the step; None on a CPU.
     seconds: wall time of the step, data loading included.
     epoch: passes over the data, with a fraction.
@@ -35,12 +37,13 @@ class StepMetrics:
     data_seconds: what of `seconds` the worker that waited longest stood still for its data: to be read, and to be brought to the device.
     slashes, bars: block diagonals and single columns of a head, means over heads and layers; None for a dense step.
     index_seconds: time that the first worker spent estimating indices; None for a dense step.
-    density_by_layer: density of each layer; None for a dense step.
-    skipped: whether the step was a spike whose update was left out; None without optim.skip_spikes.
+    density_by_layer: the same ratio for each layer; None for a dense step.
+    skipped: whether the update was left out: that of a spike (optim.skip_spikes), or of a step without labels, which is true whatever
+        that key says. None for other steps without optim.skip_spikes.
     """
 
     step: int
-    loss: float
+    loss: float | None
     grad_norm: float | None
     lr: float
     tokens: int
@@ -140,7 +143,13 @@ def read_metrics(path: Path) -> list[StepMetrics]:
 
 def _from_row(row: dict[str, Any]) -> StepMetrics:
     values: dict[str, Any] = {field.name: row.get(field.name) for field in fields(StepMetrics)}
+    values["mfu_model"] = sound_mfu(values["mfu_model"], values["mfu_executed"])
     return StepMetrics(**values)
+
+
+def sound_mfu(mfu: float | None, hfu: float | None) -> float | None:
+    """An MFU as it stands in a file; None where it exceeds HFU, as it did where earlier versions counted pairs that nobody computes."""
+    return None if mfu is not None and hfu is not None and mfu > hfu else mfu
 
 
 def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:

@@ -64,7 +64,7 @@ class Progress:
         self._steady: list[StepMetrics] = []
         self._seen = 0  # steps of this start
         self._restarted = False
-        self._first_step = start_step + 1  # of which the summary tells
+        self._first_step = self._last_loss = start_step + 1  # with a loss, for the summary
         self._log = log.open("a", encoding="utf-8") if enabled and log is not None else None
         self._live: Live | None = None
 
@@ -91,10 +91,12 @@ class Progress:
 
     def went_on(self, earlier: Sequence[StepMetrics]) -> None:
         """Count the steps before a restart, too, in the summary: the run went on by itself, and is one to whoever started it."""
-        self.losses = [metrics.loss for metrics in earlier if metrics.loss is not None]
+        labelled = [metrics for metrics in earlier if metrics.loss is not None]
+        self.losses = [metrics.loss for metrics in labelled if metrics.loss is not None]
         self._steady = list(earlier[WARM_UP_STEPS:])
-        if earlier:
-            self._restarted, self._first_step = True, earlier[0].step
+        self._restarted = bool(earlier)
+        if labelled:
+            self._first_step, self._last_loss = labelled[0].step, labelled[-1].step
 
     def step(self, metrics: StepMetrics) -> None:
         """Show one finished optimizer step."""
@@ -106,7 +108,11 @@ class Progress:
             self._steady.append(metrics)
         self._finished = now
         self._seen += 1
-        self.losses.append(metrics.loss)
+        if metrics.loss is not None:
+            if not self.losses:
+                self._first_step = metrics.step
+            self.losses.append(metrics.loss)
+            self._last_loss = metrics.step
         self.last = metrics
         if metrics.step % self._log_every == 0 or metrics.step == self.total_steps:
             line = self.line(metrics)
@@ -170,13 +176,17 @@ class Progress:
             self._live = None
         rows = [("time", format_duration(self._clock() - self._started) + " since the last restart" * self._restarted)]
         if self.last is not None:
-            first = f"{self.losses[0]:.4f} at step {self._first_step}"
-            rows.append(("loss", f"{first}, {self.losses[-1]:.4f} at step {self.last.step}  {self.sparkline(24)}"))
+            if self.losses:
+                first = f"{self.losses[0]:.4f} at step {self._first_step}"
+                rows.append(("loss", f"{first}, {self.losses[-1]:.4f} at step {self._last_loss}  {self.sparkline(24)}"))
+            else:
+                rows.append(("loss", "n.a.: no step had a label"))
             steady = self._steady or [self.last]
             rate = _rate(statistics.median(metrics.tokens_per_second_per_gpu for metrics in steady), self.last)
-            if self.last.mfu_model is not None:
-                alike = [metrics for metrics in steady if _utilization(metrics)[0] == _utilization(self.last)[0]]
-                rate += f", {_utilization(self.last)[0]} {statistics.median(_utilization(metrics)[1] for metrics in alike):.1%}"
+            name, share = _utilization(self.last)
+            if share is not None:
+                alike = [found for named, found in map(_utilization, steady) if named == name and found is not None]
+                rate += f", {name} {statistics.median(alike or [share]):.1%}"
             of = "one step" if len(steady) == 1 else f"median of {len(steady)} steps"
             rows.append(("throughput", f"{rate}, {of}; {self.last.tokens:,} tokens in all"))
             waiting = sum(metrics.data_seconds or 0.0 for metrics in steady) / max(1e-9, sum(metrics.seconds for metrics in steady))
@@ -193,7 +203,7 @@ class Progress:
     def line(self, metrics: StepMetrics) -> str:
         """A step as one plain line."""
         width = len(str(self.total_steps))
-        parts = [f"step {metrics.step:>{width}}/{self.total_steps}", f"loss {metrics.loss:.4f}"]
+        parts = [f"step {metrics.step:>{width}}/{self.total_steps}", f"loss {_loss(metrics)}"]
         if metrics.grad_norm is not None:
             parts.append(f"grad {metrics.grad_norm:.2f}")
         parts += [
@@ -238,12 +248,12 @@ class Progress:
         metrics = self.last
         room = 24 if width >= 100 else 10
         parts: list[Text] = [
-            Text.assemble(("loss ", "dim"), (f"{metrics.loss:.4f}", "bold"), f" {self.sparkline(room)}" if len(self.losses) > 1 else ""),
+            Text.assemble(("loss ", "dim"), (_loss(metrics), "bold"), f" {self.sparkline(room)}" if len(self.losses) > 1 else ""),
             Text.assemble(("lr ", "dim"), f"{metrics.lr:.2e}"),
             Text(_rate(metrics.tokens_per_second_per_gpu, metrics)),
             *(Text(part) for part in (*_gpu_parts(metrics), *_index_parts(metrics), *_data_parts(metrics))),
         ]
-        if width >= 100:
+        if width >= 100 and self.losses:
             parts.insert(1, Text.assemble(("best ", "dim"), f"{min(self.losses):.4f}"))
         return Group(top, Text("  ").join(parts))
 
@@ -292,22 +302,24 @@ def format_duration(seconds: float | None) -> str:
     return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
 
 
+def _loss(metrics: StepMetrics) -> str:
+    return "n.a." if metrics.loss is None else f"{metrics.loss:.4f}"
+
+
 def _rate(tokens_per_second: float, metrics: StepMetrics) -> str:
     unit = "tok/s/worker" if metrics.peak_memory_gib is None else "tok/s/GPU"
     return f"{tokens_per_second:,.0f} {unit}"
 
 
-def _utilization(metrics: StepMetrics) -> tuple[str, float]:
-    """Share of the GPU's peak, and its name: MFU, or under a dynamic index HFU, since MFU counts what dense attention would compute."""
-    if metrics.index_seconds is None:
-        return "MFU", metrics.mfu_model or 0.0
-    return "HFU", metrics.mfu_executed or 0.0
+def _utilization(metrics: StepMetrics) -> tuple[str, float | None]:
+    """Share of the GPU's peak, and its name: MFU, or HFU where a step has no MFU, as under a dynamic index."""
+    return ("HFU", metrics.mfu_executed) if metrics.mfu_model is None else ("MFU", metrics.mfu_model)
 
 
 def _gpu_parts(metrics: StepMetrics) -> list[str]:
     """What only GPUs have: utilization and memory."""
     name, share = _utilization(metrics)
-    parts = [] if metrics.mfu_model is None else [f"{name} {share:.1%}"]
+    parts = [] if share is None else [f"{name} {share:.1%}"]
     return parts + ([] if metrics.peak_memory_gib is None else [f"{metrics.peak_memory_gib:.1f} GiB"])
 
 

@@ -61,12 +61,12 @@ class NonFiniteError(RunError):
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step, the same on all workers. loss: mean over valid tokens. pairs: computed query-key pairs, the mean over heads and
-    layers, over all sequences. index: None for a dense step. data_seconds: how long the worker that waited longest waited for data.
-    skipped: a spike, whose update was left out. warnings: lines, on the first worker.
+    """One optimizer step, the same on all workers. loss: mean over valid tokens; None without any. pairs: computed query-key pairs, the mean
+    over heads and layers, over all sequences. index: None for a dense step. data_seconds: how long the worker that waited longest waited for
+    data. skipped: whether the update was left out. warnings: lines, on the first worker.
     """
 
-    loss: float
+    loss: float | None
     grad_norm: float
     lr: float
     tokens: int
@@ -274,10 +274,9 @@ class Trainer:
         whereabouts.note("optimizer")
         self._check_finite(rows)
         grad_norm = math.sqrt(sum(row[1] for row in rows))
-        mean_loss = sum(row[0] for row in rows)
+        mean_loss = sum(row[0] for row in rows) if valid else None
         # Of the same numbers on all workers, which therefore all leave the update out, or none.
-        spike, warning = self._spikes.see(self.step + 1, mean_loss, grad_norm)
-        skipped = spike and self.config.optim.skip_spikes
+        skipped, warning = self._leaves_out(mean_loss, grad_norm)
         if not skipped:
             clip = self.config.optim.clip_norm
             scale = clip / grad_norm if clip and grad_norm > clip else 1.0
@@ -298,7 +297,7 @@ class Trainer:
             index = index_metrics([sum(column) for column in zip(*(row[5:] for row in rows), strict=True)], records, self.config.seq)
         computed = index.density * causal_pairs(self.config.seq) * self.config.train.global_batch if index else float(pairs)
         waits = [row[4] for row in rows]
-        warnings = [warning + "; its update is left out" * skipped] if warning else []
+        warnings = [warning] if warning else []
         if self.environment.rank == 0:
             warnings += self._slow_devices.see([row[3] for row in rows])
             warnings += self._slow_loaders.see(waits, last_seconds)
@@ -308,6 +307,17 @@ class Trainer:
             self._seen.add(bool(records))
             collector.set_aside()
         return StepResult(mean_loss, grad_norm, lr, tokens, computed, stopping, index, max(waits), skipped, tuple(warnings))
+
+    def _leaves_out(self, loss: float | None, grad_norm: float) -> tuple[bool, str]:
+        """Whether the step at hand is not applied, and a line on it.
+
+        AdamW would decay weights, and move them by its moments, under the zero gradients of a step without labels.
+        """
+        if loss is None:
+            return True, f"step {self.step + 1}: no token has a label, so there is no loss and the weights stay as they are"
+        spike, line = self._spikes.see(self.step + 1, loss, grad_norm)
+        skipped = spike and self.config.optim.skip_spikes
+        return skipped, line + "; its update is left out" * skipped if line else ""
 
     def _next_on_host(self) -> tuple[Sequence[HostBatch], float]:
         """The data of the step at hand, and for how many seconds this worker waited for them."""
@@ -427,7 +437,7 @@ class Trainer:
             lr=result.lr,
             tokens=self.tokens,
             tokens_per_second_per_gpu=rate,
-            mfu_model=rate * flops.model / peak if peak else None,
+            mfu_model=rate * flops.model / peak if peak and result.index is None else None,
             mfu_executed=rate * flops.executed / peak if peak else None,
             density=result.pairs / config.train.global_batch / causal_pairs(config.seq),
             peak_memory_gib=torch.cuda.max_memory_allocated(self.device) / 2**30 if self.device.type == "cuda" else None,
@@ -439,7 +449,7 @@ class Trainer:
             bars=result.index.bars if result.index else None,
             index_seconds=result.index.seconds if result.index else None,
             density_by_layer=list(result.index.density_by_layer) if result.index else None,
-            skipped=result.skipped if config.optim.skip_spikes else None,
+            skipped=result.skipped if config.optim.skip_spikes or result.skipped else None,
         )
 
     def _float32(self) -> Decoder:
@@ -452,7 +462,12 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """Everything a checkpoint holds; parameters and optimizer states as shards."""
+        fresh = not self.optimizer.state
         model, optimizer = get_state_dict(self._float32(), self.optimizer)
+        if fresh:
+            # PyTorch makes the states by a step without gradients, which would count in the first real one's bias correction.
+            for state in self.optimizer.state.values():
+                state["step"].zero_()
         trainer = {"step": self.step, "tokens": self.tokens, "spikes": self._spikes.state(), **self.loader.state()}
         return {"model": model, "optimizer": optimizer, "trainer": trainer}
 

@@ -189,7 +189,7 @@ def test_a_step_of_many_gpus_is_whole_at_80_columns_too(monkeypatch, tmp_path):
     (tmp_path / "summary.json").write_text(json.dumps(document | {"plain": plain}))
     now = " ".join(shown("report", ".").split())
     assert "100,000 ms the median of 3 before without records (+50.0%, records" in now
-    assert "speed 14,337 tokens/s/GPU, MFU 363.0%, HFU 53.1%, density 5.2%, 102.0 GiB at most, without records" in now
+    assert "speed 14,337 tokens/s/GPU, HFU 53.1%, density 5.2%, 102.0 GiB at most, without records" in now
     assert "links: NCCL beside neither; waits: likewise, what a message takes beyond the rank on which it takes least" in now
     without = [{**r, "parts": {name: ms for name, ms in parts.items() if name != "waits"}} for r in document["ranks"]]
     (tmp_path / "summary.json").write_text(json.dumps(document | {"ranks": without}))

@@ -18,6 +18,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.dataset import open_dataset
 from mtrain_cli.data.loader import Loader
 from mtrain_cli.data.mixture import MixedDataset, MixtureSampler, parse_mix
+from mtrain_cli.data.permutation import Permutation, mix64
 
 _SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=5)
 
@@ -40,6 +41,68 @@ def test_shares_hold_at_every_block_and_no_sequence_comes_twice_in_a_pass(sizes:
     # A function of the number: not of what was asked before.
     other = MixtureSampler(sizes, weights, seed, consumed=99)
     assert [other.sequence(number) for number in reversed(range(len(order)))] == order[::-1]
+
+
+def _repeats(order: list[int], sizes: list[int]) -> list[int]:
+    """Numbers whose sequence came before in the same pass of its corpus."""
+    starts, drawn, found = np.cumsum([0, *sizes]), [0] * len(sizes), []
+    passes: list[set[int]] = [set() for _ in sizes]
+    for number, index in enumerate(order):
+        corpus = int(np.searchsorted(starts, index, side="right")) - 1
+        if drawn[corpus] % sizes[corpus] == 0:
+            passes[corpus] = set()
+        found += [number] if index in passes[corpus] else []
+        passes[corpus].add(index)
+        drawn[corpus] += 1
+    return found
+
+
+@settings(deadline=None, max_examples=60)
+@given(sizes=_SIZES, seed=st.integers(0, 2**40), data=st.data())
+def test_no_sequence_comes_twice_before_its_corpus_is_through_wherever_one_looks(sizes: list[int], seed: int, data: st.DataObject) -> None:
+    weights = data.draw(st.lists(st.floats(0.01, 1), min_size=len(sizes), max_size=len(sizes)))
+    sampler = MixtureSampler(sizes, weights, seed)
+    assert _repeats([sampler.sequence(number) for number in range(2 * sampler.block + 30)], sizes) == []
+
+
+def test_a_corpus_with_more_weight_than_its_share_begins_its_second_pass_when_it_is_through() -> None:
+    sizes = [26, 14, 22]
+    sampler = MixtureSampler(sizes, [0.5, 0.2, 0.3], 0)
+    order = [sampler.sequence(number) for number in range(400)]
+    assert _repeats(order, sizes) == []
+    first = next(number for number, index in enumerate(order) if index in order[:number])
+    assert {index for index in order[:first] if index < 26} == set(range(26))
+    assert first > 45, "half of the numbers are of the first corpus"
+
+
+def _earlier(sampler: MixtureSampler, number: int) -> int:
+    """Sequence `number` as earlier versions dealt it: the slot of a block is the count in the corpus."""
+    block, slot = divmod(number, sampler.block)
+    slot = Permutation(sampler.block, mix64(sampler.seed, -1, block))(slot)
+    for corpus, (first, end) in enumerate(zip(*(sampler._counts(b * sampler.block) for b in (block, block + 1)), strict=True)):
+        if slot < end - first:
+            epoch, position = divmod(first + slot, sampler.sizes[corpus])
+            inside = Permutation(sampler.sizes[corpus], mix64(sampler.seed, corpus, epoch))(position)
+            return sampler._starts[corpus] + inside
+        slot -= end - first
+    raise AssertionError
+
+
+@pytest.mark.parametrize("consumed", [0, 100, 128])
+def test_a_checkpoint_of_an_earlier_version_ends_its_block_as_it_began(consumed: int) -> None:
+    sampler = MixtureSampler([260, 140, 220], [0.5, 0.2, 0.3], 0)
+    sampler.load_state({"seed": 7, "consumed": consumed})
+    border = -(-consumed // sampler.block) * sampler.block
+    assert border in (0, 128)
+    order = [_earlier(sampler, number) for number in range(consumed)] + [sampler.sequence(number) for number in range(consumed, 400)]
+    assert order[consumed:border] == [_earlier(sampler, number) for number in range(consumed, border)]
+    assert order[border : border + 64] != [_earlier(sampler, number) for number in range(border, border + 64)]
+    assert len(set(order[:300])) == 300, "nothing is lost or repeated where the order changes"
+    # A run that goes on from there, and is resumed later, keeps both parts.
+    sampler.consumed = consumed + 10
+    again = MixtureSampler([260, 140, 220], [0.5, 0.2, 0.3], 1)
+    again.load_state(sampler.state())
+    assert [again.sequence(number) for number in range(consumed + 10, 400)] == order[consumed + 10 :]
 
 
 def test_the_order_inside_a_block_is_random_and_depends_on_the_seed() -> None:

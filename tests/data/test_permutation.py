@@ -57,3 +57,9 @@ def test_shuffled_order_depends_on_the_seed() -> None:
 def test_an_empty_permutation_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one element"):
         Permutation(0, 1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 64, 1000, 2048])
+def test_all_images_at_once_are_those_one_by_one(size: int) -> None:
+    permutation = Permutation(size, 3, -1)
+    assert permutation.every().tolist() == [permutation(index) for index in range(size)]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 
 import numpy as np
 import pytest
 from rich.console import Console
 from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, write
 
-from mtrain_cli.reporting import tables
+from mtrain_cli.reporting import figures, tables
 from mtrain_cli.reporting.source import Source, open_source, shortened
 from mtrain_cli.reporting.terminal import show_sources
 
@@ -191,6 +192,28 @@ def test_one_sample_has_no_noise_to_compare_with(tmp_path):
 def test_ranks_are_shortened():
     assert shortened([1, 4, 5, 6, 9]) == "1, 4-6, 9"
     assert shortened(range(0, 60, 2)).endswith(" and more")
+
+
+def test_sparse_trainings_show_hfu_where_dense_ones_show_mfu_too(tmp_path):
+    facts = {"loss": 1.0, "grad_norm": 1.0, "lr": 1e-3, "tokens": 1, "peak_memory_gib": 90.0, "epoch": 0.1, "consumed": 1, "seconds": 1.0}
+
+    def run(name: str, mfu: float, hfu: float, density: float) -> Source:
+        shares = {"tokens_per_second_per_gpu": 20000.0, "mfu_model": mfu, "mfu_executed": hfu, "density": density}
+        (tmp_path / name).mkdir()
+        lines = (json.dumps({"step": step, **facts, **shares}) + "\n" for step in (1, 2, 3))
+        (tmp_path / name / "metrics.jsonl").write_text("".join(lines))
+        return open_source(tmp_path / name)
+
+    sources = [run("dense", 0.48, 0.54, 1.0), run("sparse", 3.59, 0.53, 0.05)]
+    shown = cells(tables.training_table(sources))
+    assert (shown["MFU"], shown["HFU"]) == (["48.0%", "-"], ["54.0%", "53.0%"])
+    assert max(map(len, printed(tables.training_table(sources), width=80).splitlines())) <= 80
+    rows = tables.training_sheet(sources)
+    utilization = [dict(zip(rows.columns, row, strict=True)) for row in rows.rows]
+    assert [(row["mfu_model"], row["mfu_executed"]) for row in utilization[2:4]] == [(0.48, 0.54), (None, 0.53)]
+    curves = {view.labels[0]: view.data for view in figures.training(sources).views}
+    assert [line["name"] for line in curves["share of the GPU's peak (MFU)"]] == ["dense"]
+    assert [line["name"] for line in curves["share of the GPU's peak (HFU)"]] == ["dense", "sparse"]
 
 
 def test_headings_of_the_training_table_break_between_words():

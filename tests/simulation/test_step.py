@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 
+from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.config.compose import compose
 from mtrain_cli.simulation import calibration
 from mtrain_cli.simulation.calibration import HIGH, LOW, VALUE
@@ -87,6 +89,19 @@ def test_a_step_computes_what_training_counts_and_moves_what_the_dry_run_says(pa
         assert one.over_host == pytest.approx(found.moved.host + activations), way
         assert sum(one.parts.values()) == pytest.approx(one.seconds.value), way
         assert min(one.parts.values()) >= 0, way
+
+
+def test_mfu_of_recorded_documents_counts_the_pairs_inside_them_as_training_does():
+    config = compose(["model=qwen3b", "seq=8k", "topology.context_parallel=4"])
+    found = plan_on(H200, config, workers=4, exchange="all_gather", layout="striped")
+    problem = DENSE.problem(config)
+    mask = SequenceMask.from_documents(np.arange(8192) // 1024, 8192)
+    packed = evaluate(H200, Scenario(config, dataclasses.replace(problem, masks=(mask,))), found, bounds=False)
+    flops = training_flops(config, found.layout, dtype_bytes=2, pairs=mask.pairs)
+    per_second = 8192 / packed.step.seconds.value / 4 / 989e12
+    assert packed.dense
+    assert packed.step.mfu == pytest.approx(per_second * flops.model)
+    assert packed.step.hfu == pytest.approx(per_second * flops.executed)
 
 
 def test_what_is_saved_costs_what_it_costs():

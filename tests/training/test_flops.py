@@ -140,6 +140,16 @@ def test_model_flops_of_qwen_3b_at_known_lengths(seq, expected):
     assert flops_per_token(config("qwen3b"), seq).model == pytest.approx(expected, rel=0.015)
 
 
+def test_model_flops_count_the_pairs_that_the_mask_allows_and_no_more_than_is_executed():
+    model, seq = config("qwen3b"), 4096
+    packed = 8 * causal_pairs(seq // 8)
+    width = model.num_layers * model.num_heads * model.head_dim
+    found = flops_per_token(model, seq, pairs=packed)
+    assert found.model == pytest.approx(6 * parameters(model).matmul + 12 * width * packed / seq)
+    assert flops_per_token(model, seq).model > found.model
+    assert found.model < found.executed
+
+
 def test_model_flops_follow_the_formula_of_the_papers():
     # 6 P + 6 L d N with d = heads * head_dim and causal attention, for Llama-3.1-8B at 256K: P = 7.505e9 without the embedding.
     assert flops_per_token(config("llama8b"), 262144).model == pytest.approx(6 * 7.505e9 + 6 * 32 * 4096 * 262144, rel=1e-4)

@@ -7,8 +7,10 @@ from functools import cache
 import gloo
 import pytest
 
+from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.config.compose import compose
 from mtrain_cli.launch.environment import Environment
+from mtrain_cli.training.flops import causal_pairs, flops_per_token
 from mtrain_cli.training.trainer import Trainer
 
 SMALL = [
@@ -73,6 +75,38 @@ def test_metrics_are_the_lines_of_a_head(micro_batch):
     lines = ["sparsity=fixed", "sparsity.slashes=3", "sparsity.bars=8", "sparsity.density=0"]
     (found,) = gloo.run(1, steps, [*lines, "seq=208", f"train.micro_batch={micro_batch}"], 2)
     assert [(step["slashes"], step["bars"]) for step in found] == [(3, 8)] * 2
+
+
+def shares(rank: int, world: int, overrides: list[str], fixed: list[str]) -> list[dict]:
+    """What one dense and one sparse step of packed documents say of themselves on a GPU of 1 GFLOP/s that takes 1 s."""
+    found = []
+    for words in (["sparsity.block=null"], fixed):
+        made = trainer(rank, world, world, [*overrides, *words])
+        made._peak_flops = 1e9
+        samples = [made.dataset[made.sampler.sequence(number)] for number in range(2)]
+        pairs = sum(SequenceMask.from_documents(sample.documents, 208).pairs for sample in samples) / 2
+        metrics = made.metrics(made.train_step(False), 1.0)
+        named = {name: getattr(metrics, name) for name in ("mfu_model", "mfu_executed", "density", "density_by_layer")}
+        found.append({"allowed": pairs, **named})
+    return found
+
+
+def test_mfu_and_density_of_packed_documents_follow_their_definitions(tmp_path):
+    for number in range(40):
+        (tmp_path / f"{number}.txt").write_text("a short document " * 3)
+    data = ["seq=208", "data=text", f"data.path={tmp_path}"]
+    every_pair = ["sparsity=fixed", "sparsity.slashes=13", "sparsity.bars=0", "sparsity.density=0"]
+    ((dense, sparse),) = gloo.run(1, shares, data, every_pair)
+    assert dense["allowed"] < 0.5 * causal_pairs(208)
+    flops = flops_per_token(compose([*SMALL, *data, "sparsity.block=null"]).model, 208, pairs=dense["allowed"])
+    assert dense["mfu_model"] == pytest.approx(2 * 208 * flops.model / 1e9)
+    assert dense["mfu_model"] < dense["mfu_executed"]
+    assert dense["density"] == pytest.approx(dense["allowed"] / causal_pairs(208))
+    # An index that leaves nothing out has the density of a dense step, in all and in each layer. It has no MFU.
+    assert sparse["density"] == pytest.approx(dense["density"])
+    assert sparse["density_by_layer"] == pytest.approx([dense["density"]] * 2)
+    assert sparse["mfu_model"] is None
+    assert sparse["mfu_executed"] == pytest.approx(dense["mfu_executed"])
 
 
 def test_everything_kept_is_dense_attention():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import gloo
+import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from mtrain_cli.attention.index import VerticalSlash
 from mtrain_cli.config.compose import compose
@@ -130,6 +133,85 @@ def test_a_resume_with_other_hyperparameters_uses_them(tmp_path):
     (found,) = gloo.run(1, hyperparameters, str(tmp_path))
     others = {"betas": (0.8, 0.9), "eps": 1e-5}
     assert found == [{"ndim": 2, "weight_decay": 0.5, **others}, {"ndim": 1, "weight_decay": 0.0, **others}]
+
+
+def without_labels(trainer: Trainer, *steps: int) -> None:
+    """The labels of these steps, from 0, are all ignored."""
+    make, seen, local = trainer.loader._make, iter(range(10**6)), trainer.config.train.global_batch // trainer.environment.dp
+
+    def made(samples):
+        kept = [
+            sample if next(seen) // local not in steps else replace(sample, labels=np.full_like(sample.labels, -100)) for sample in samples
+        ]
+        return make(kept)
+
+    trainer.loader._make = made
+
+
+def held(trainer: Trainer) -> list[torch.Tensor]:
+    """All that an update changes: weights on the device, those of the optimizer, moments and counts of steps."""
+    states = [value for state in trainer.optimizer.state.values() for value in state.values()]
+    found = [*trainer.decoder.parameters(), *trainer._float32().parameters(), *states]
+    return [(t.to_local() if isinstance(t, DTensor) else t).detach().clone() for t in found]
+
+
+def unlabelled(rank: int, world: int, ways: list[tuple[int, tuple[str, ...]]]) -> list[dict[str, Any]]:
+    """Of each way: four steps, of which the second has no label, and the same data without that step."""
+    found = []
+    for cp, overrides in ways:
+        trainer = make(rank, world, cp, (*overrides, "optim.weight_decay=0.5"))
+        without_labels(trainer, 1)
+        first = trainer.train_step(False)
+        before = held(trainer)
+        result = trainer.train_step(False)
+        same = all(torch.equal(a, b) for a, b in zip(before, held(trainer), strict=True))
+        line = trainer.metrics(result, 1.0)
+        after = [trainer.train_step(False).loss for _ in range(2)]
+        found.append(
+            {
+                "same": same, "losses": [first.loss, result.loss], "norm": result.grad_norm, "skipped": (first.skipped, result.skipped),
+                "warnings": result.warnings, "line": (line.step, line.loss, line.skipped), "after": after,
+                "changed": not all(torch.equal(a, b) for a, b in zip(before, held(trainer), strict=True)), "step": trainer.step,
+            }
+        )  # fmt: skip
+    return found
+
+
+def test_a_step_without_a_label_changes_nothing_and_says_so():
+    ways = [(2, ()), (1, ("optim.offload=true",)), (2, ("optim.offload=true", "optim.offload_gradients=true", "train.z_loss=1e-4"))]
+    for found in gloo.run(2, unlabelled, ways):
+        for way, one in zip(ways, found, strict=True):
+            assert one["same"], f"{way}: weights, moments or counts of steps changed"
+            assert one["losses"][0] > 5
+            assert (one["losses"][1], one["norm"], one["skipped"]) == (None, 0.0, (False, True))
+            assert one["line"] == (2, None, True)
+            assert one["warnings"] == ("step 2: no token has a label, so there is no loss and the weights stay as they are",)
+            assert one["changed"]
+            assert one["step"] == 4
+            assert all(loss > 1 for loss in one["after"])
+
+
+def saved_early(rank: int, world: int, folder: str, save: bool) -> list[float | None]:
+    """Losses of a run whose first step has no label; with save, its state is saved after that step."""
+    trainer = make(rank, world, world, ())
+    without_labels(trainer, 0)
+    losses = [trainer.train_step(False).loss]
+    if save:
+        checkpointer = Checkpointer(folder, 2)
+        checkpointer.save(trainer.step, trainer.state(), asynchronous=False)
+        trainer = make(rank, world, world, ())
+        trainer.resume(checkpointer)
+    return losses + [trainer.train_step(False).loss for _ in range(3)]
+
+
+def both_ways(rank: int, world: int, folder: str) -> list[list[float | None]]:
+    return [saved_early(rank, world, folder, save) for save in (False, True)]
+
+
+def test_a_run_that_was_saved_before_its_first_update_goes_on_exactly(tmp_path):
+    ((whole, resumed),) = gloo.run(1, both_ways, str(tmp_path))
+    assert whole[0] is None
+    assert whole == resumed
 
 
 def poisoned(rank: int, world: int, folder: str) -> tuple[str, bool, int | None]:
