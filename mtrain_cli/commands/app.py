@@ -66,7 +66,8 @@ def reflow_help(of: typer.Typer) -> None:
 
     Indented lines, which are examples, stay as they are.
     """
-    for info in (*of.registered_commands, *filter(None, [of.registered_callback])):
+    infos: list[Any] = [*of.registered_commands, *filter(None, [of.registered_callback])]
+    for info in infos:
         text = inspect.getdoc(info.callback) if info.callback is not None else None
         if text:
             info.help = re.sub(r"(?<=\S)\n(?=\S)", " ", text)
