@@ -126,7 +126,7 @@ def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]
 
     from mtrain_cli.reporting.width import limit
 
-    console = Console(highlight=False)
+    console = Console()
     width = limit(console)
     if width is None:
         widths = [max(len(row[i]) for row in rows) for i in range(len(header))] if rows else []

@@ -410,9 +410,7 @@ def numbers(option: str, text: str, parse):
 
 
 _NEXT = "\n" + " " * 11
-_LEGEND = (
-    "diagonals: share of the causal blocks asked for; columns: single ones a head; pairs: share of the causal pairs that is computed"
-)
+_LEGEND = "diagonals: share of the causal blocks asked for; columns: single ones a head; pairs: share of the causal pairs that is computed"
 _LEGEND_OF_SPEED = ", for which TF (TFLOP/s) counts"
 
 

@@ -204,7 +204,9 @@ def training_table(sources: Sequence[Source]) -> Table:
     table = _table("Training", "medians of all steps but the first")
     several = len(sources) > 1  # of one the line above has the name
     for heading in (*(("run",) if several else ()), *TRAINING):
-        table.add_column(heading, justify="left" if heading == "run" else "right", overflow="fold")
+        # Broken where it reads well: a narrow terminal would break it anywhere.
+        shown = heading.replace("s/GPU", "s\n/GPU")
+        table.add_column(shown, justify="left" if heading == "run" else "right", overflow="fold")
     for source in sources:
         table.add_row(*((Text(source.name),) if several else ()), *training_row(source))
     return table
