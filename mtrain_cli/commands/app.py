@@ -7,7 +7,9 @@ a full disk; only here are they printed and turned into exit codes 2 and 1.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
@@ -57,6 +59,21 @@ class Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         with _mistakes_as_lines(ctx):
             return super().invoke(ctx)
+
+
+def reflow_help(of: typer.Typer) -> None:
+    """Joins the lines of every paragraph of help, so that they break at the width of the terminal. Typer keeps the breaks of docstrings.
+
+    Indented lines, which are examples, stay as they are.
+    """
+    infos: list[Any] = [*of.registered_commands, *filter(None, [of.registered_callback])]
+    for info in infos:
+        text = inspect.getdoc(info.callback) if info.callback is not None else None
+        if text:
+            info.help = re.sub(r"(?<=\S)\n(?=\S)", " ", text)
+    for group in of.registered_groups:
+        if group.typer_instance is not None:
+            reflow_help(group.typer_instance)
 
 
 @contextlib.contextmanager
@@ -170,3 +187,4 @@ app.add_typer(config.app, name="config")
 app.add_typer(data.app, name="data")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command("doctor")(doctor.doctor)
+reflow_help(app)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mtrain_cli.commands.completion import complete_options
 from mtrain_cli.config.schema import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
 
 app = typer.Typer(
     help="See what can be configured.",
@@ -18,7 +22,8 @@ app = typer.Typer(
     epilog="Example: [cyan]mtrain config show model/qwen3b[/cyan]",
 )
 
-ALLOWED = "allowed"
+VALUE, ALLOWED = "value", "allowed"
+_READABLE = 44  # characters that values and their meaning need beside a key
 RECIPE = "recipe"  # a group whose options set keys of all the others
 ConfigDir = Annotated[
     Path | None, typer.Option("--config-dir", metavar="DIR", help="Your own groups, as in `mtrain train`.", show_default=False)
@@ -27,7 +32,7 @@ ConfigDir = Annotated[
 
 @app.command("list")
 def list_groups(config_dir: ConfigDir = None) -> None:
-    """List the groups with their options, and the top-level keys.
+    """List the groups with their options, and the names of all keys.
 
     [bold]Examples[/bold]
 
@@ -46,7 +51,13 @@ def list_groups(config_dir: ConfigDir = None) -> None:
     _print_table("Groups", ("override", "", "what it is"), rows)
     top = [(f"{key.name}=...", key.help) for key in keys.all_keys().values() if "." not in key.name]
     _print_table("Top-level keys", ("override", "what it is"), top)
-    print("`mtrain config show GROUP/NAME` lists the keys of an option.")
+    of_groups: dict[str, list[str]] = {}
+    for name in keys.all_keys():
+        group, dot, rest = name.partition(".")
+        if dot:
+            of_groups.setdefault(f"{group}.", []).append(rest)
+    _print_table("Keys", ("group", "keys, such as optim.lr=1e-4"), [(group, ", ".join(names)) for group, names in of_groups.items()])
+    print("`mtrain config show GROUP/NAME` says what the keys of a group mean.")
 
 
 @app.command("show")
@@ -81,7 +92,7 @@ def show_option(
             if group == "sparsity" and not _has(str(values.get("sparsity.pattern")), key.name, values[key.name]):
                 continue
             rows.append((key.name, keys.show(values[key.name]), key.help, validate.allowed(key)))
-    _print_table(f"{group}={name}  {summary(file)}".rstrip(), ("key", "value", "what it is", ALLOWED), rows)
+    _print_table(f"{group}={name}  {summary(file)}".rstrip(), ("key", VALUE, "what it is", ALLOWED), rows)
 
 
 def _has(pattern: str, name: str, value: object) -> bool:
@@ -106,33 +117,61 @@ def _split(option: str, options: dict[str, dict[str, Path]], defaults: dict[str,
 
 
 def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table for people on a terminal; aligned plain columns, never cut, for a pipe or a file.
+    """A table that folds at the width of the terminal, or of COLUMNS; aligned columns, never cut, for a pipe or a file.
 
-    On a terminal the words that a key allows stand below its help: with a column of their own both would be too narrow to read.
+    Where it folds, the words that a key allows stand below its help: with a column of their own both would be too narrow to read.
     """
     from rich.console import Console
+    from rich.text import Text
+
+    from mtrain_cli.reporting.width import limit
+
+    console = Console()
+    width = limit(console)
+    if width is None:
+        widths = [max(len(row[i]) for row in rows) for i in range(len(header))] if rows else []
+        print(title)
+        for row in rows:
+            print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        return
+    first = max((len(row[0]) for row in rows), default=0)
+    if first + _READABLE <= width:
+        console.print(_table(title, header, rows))
+    else:
+        console.print(Text(title, style="bold"), overflow="fold")
+        for row in rows:
+            console.print(*_block(header, row), sep="\n")
+    console.print()
+
+
+def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    console = Console()
-    if console.is_terminal:
-        table = Table(
-            title=Text(title), title_justify="left", title_style="bold", box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0)
-        )
-        below = header[-1] == ALLOWED
-        for index, name in enumerate(header[:-1] if below else header):
-            table.add_column(name, style="cyan" if index == 0 else "", no_wrap=index == 0)
-        for row in rows:
-            cells = [Text(cell) for cell in row]
-            if below:
-                *cells, allowed = cells
-                if "," in allowed.plain:
-                    cells[-1].append(f"\n{allowed.plain}", style="dim")
-            table.add_row(*cells)
-        console.print(table)
-        console.print()
-        return
-    widths = [max(len(row[i]) for row in rows) for i in range(len(header))] if rows else []
-    print(title)
+    table = Table(
+        title=Text(title), title_justify="left", title_style="bold", box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0)
+    )
+    below = header[-1] == ALLOWED
+    for index, name in enumerate(header[:-1] if below else header):
+        table.add_column(name, style="cyan" if index == 0 else "", no_wrap=index == 0, overflow="fold")
     for row in rows:
-        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        cells = [Text(cell) for cell in row]
+        if below:
+            *cells, allowed = cells
+            if "," in allowed.plain:
+                cells[-1].append(f"\n{allowed.plain}", style="dim")
+        table.add_row(*cells)
+    return table
+
+
+def _block(header: Sequence[str], row: Sequence[str]) -> list[RenderableType]:
+    """A row as lines of its own, for terminals on which a table has no room beside its keys."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    key, *rest = row
+    of_rest = [(name, cell) for name, cell in zip(header[1:], rest, strict=True) if cell]
+    head = Text(key, style="cyan", overflow="fold")
+    if of_rest and of_rest[0][0] == VALUE:
+        head.append(f"  {of_rest.pop(0)[1]}", style="default")
+    return [head, *(Padding(Text(cell, style="dim" if name == ALLOWED else ""), (0, 0, 0, 4)) for name, cell in of_rest)]

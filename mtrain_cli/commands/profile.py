@@ -366,17 +366,19 @@ def kernels(
     replaced = "" if out is None else check_out(out, is_calibration, "calibration")
     console = Console(highlight=False, soft_wrap=True)
     width = limit(console)
-    narrow = width is not None and width < _WIDTH
-    console.print(_NARROW_HEADER if narrow else _HEADER)
+    narrow = width is not None and width < len(_header(False, device == "cuda"))
+    # A CPU computes whole products and masks them, so FLOP/s would say nothing of the kernel.
+    speed = device == "cuda"
+    console.print(_header(narrow, speed))
     command = " ".join(["mtrain", *sys.argv[1:]])
     with within_memory(), kept_beside(out, lambda times, file: save_calibration(times, file, command, dtype, device)) as keep:
 
         def whole_one(found: KernelTime) -> None:
-            console.print(_line(found, narrow))
+            console.print(_line(found, narrow, speed))
             keep(found)
 
         def share_of_one(found: KernelTime) -> None:
-            console.print(_line(found, narrow) + (_NEXT if narrow else "  ") + f"1/{found.workers} {found.what}")
+            console.print(_line(found, narrow, speed) + (_NEXT if narrow else "  ") + f"1/{found.workers} {found.what}")
             keep(found)
 
         times = profile_kernels(cases if whole else [], names, dtype, device, repeats, whole_one)
@@ -385,7 +387,7 @@ def kernels(
 
             console.print("one worker's calls")
             times += profile_shares(cases, of_so_many, names, dtype, device, repeats, share_of_one)
-    say(console, f"{_LEGEND}{_LEFT_OUT if narrow else ''}")
+    say(console, f"{_LEGEND}{_LEGEND_OF_SPEED if speed and not narrow else ''}.{_left_out(speed) if narrow else ''}")
     for name, reason, everywhere in missing(cases, names, dtype, device):
         console.print(f"{name}: {reason}" + ("" if everywhere else " (some of the shapes)"))
     if out is not None:
@@ -411,21 +413,24 @@ def numbers(option: str, text: str, parse):
     return values
 
 
-_HEADER = (
-    f"{'kernel':<10} {'seq':>8} {'heads':>6} {'diagonals':>9} {'columns':>8} {'pairs':>7} {'forward':>23} {'backward':>23}   ratio to dense"
-)
-_WIDTH = len(_HEADER)
-
-_NARROW_HEADER = f"{'kernel':<10} {'seq':>8} {'diagonals':>9} {'columns':>8} {'pairs':>7} {'forward':>13} {'backward':>13}"
-_LEFT_OUT = " For want of width without heads, TFLOP/s and ratios; a wider terminal has them."
 _NEXT = "\n" + " " * 11
-_LEGEND = (
-    "diagonals: share of the causal blocks asked for; columns: single ones a head; pairs: share of the causal pairs that is computed, "
-    "for which TF (TFLOP/s) counts."
-)
+_LEGEND = "diagonals: share of the causal blocks asked for; columns: single ones a head; pairs: share of the causal pairs that is computed"
+_LEGEND_OF_SPEED = ", for which TF (TFLOP/s) counts"
 
 
-def _line(found: KernelTime, narrow: bool = False) -> str:
+def _header(narrow: bool, speed: bool) -> str:
+    if narrow:
+        return f"{'kernel':<10} {'seq':>8} {'diagonals':>9} {'columns':>8} {'pairs':>7} {'forward':>13} {'backward':>13}"
+    times = f"{'forward':>23} {'backward':>23}" if speed else f"{'forward':>13} {'backward':>13}"
+    return f"{'kernel':<10} {'seq':>8} {'heads':>6} {'diagonals':>9} {'columns':>8} {'pairs':>7} {times}   ratio to dense"
+
+
+def _left_out(speed: bool) -> str:
+    return f" For want of width without heads{', TFLOP/s' if speed else ''} and ratios; a wider terminal has them."
+
+
+def _line(found: KernelTime, narrow: bool, speed: bool) -> str:
+    """speed: whether TFLOP/s are shown."""
     case = found.case
     what = "dense" if case.density is None else f"{case.density:.1%}"
     bars = "" if case.density is None else f"all {case.seq}" if case.bars == case.seq else str(case.bars)
@@ -435,7 +440,7 @@ def _line(found: KernelTime, narrow: bool = False) -> str:
         return f"{found.kernel:<10} {case.seq:>8} {what:>9} {bars:>8} {share:>7.1%} {times}"
     parts = [f"{found.kernel:<10} {case.seq:>8} {case.heads:>3}/{case.kv_heads:<2} {what:>9} {bars:>8} {share:>7.1%}"]
     for ms, tflops in ((found.forward_ms, found.forward_tflops), (found.backward_ms, found.backward_tflops)):
-        parts.append(f"{ms:>10.3f} ms {tflops:>6.1f} TF")
+        parts.append(f"{ms:>10.3f} ms" + (f" {tflops:>6.1f} TF" if speed else ""))
     if found.forward_ratio and found.backward_ratio:
         parts.append(f"  {found.forward_ratio:.2f}x / {found.backward_ratio:.2f}x")
     return " ".join(parts)

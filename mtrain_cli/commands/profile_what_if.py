@@ -111,11 +111,11 @@ def _index_file(run: Path) -> Path:
 
     if run.is_file():
         return run
-    # The newest is the newest that has indices.
     folders = known() if str(run) == "latest" and not run.exists() else [find(str(run))]
-    for place in (place for folder in folders for place in (folder, folder / PROFILE)):
-        if (place / INDEX).is_file():
-            return place / INDEX
+    files = [place / INDEX for folder in folders for place in (folder, folder / PROFILE) if (place / INDEX).is_file()]
+    if files:
+        # A run goes on after its last profile, so the newest folder need not hold the newest profile.
+        return max(files, key=lambda file: file.stat().st_mtime_ns)
     raise ConfigError(
         f"RUN {run}: holds no {INDEX}; `mtrain profile imbalance` and `mtrain train profile.every=N` leave one beside their records"
     )

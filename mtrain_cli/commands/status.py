@@ -15,11 +15,15 @@ from mtrain_cli.commands.completion import complete_runs
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from collections.abc import Sequence
+
+    from rich.console import Console, RenderableType
+    from rich.text import Text
 
     from mtrain_cli.launch.status import Status
 
 WATCH_S = 2.0
+_PIPED = 400  # columns
 LOSSES = 200  # latest ones in the curve
 _COLOURS = {"running": "green", "finished": "green", "stalled": "yellow", "restarting": "yellow", "failed": "red", "lost": "red"}
 
@@ -77,7 +81,17 @@ def status(
     else:
         from rich.console import Console
 
-        Console(highlight=False).print(_shown(look(), every))
+        console = Console(highlight=False)
+        width = _width(console)
+        if width is None:
+            console.width = _PIPED  # nobody said how wide: nothing is cut
+        console.print(_shown(look(), every, width))
+
+
+def _width(console: Console) -> int | None:
+    from mtrain_cli.reporting.width import limit
+
+    return limit(console)
 
 
 def _print_json(look: Any, watch: bool) -> None:
@@ -104,42 +118,66 @@ def _watch(look: Any, every: bool) -> None:
     console = Console(highlight=False)
     found = look()
     try:
-        with Live(_shown(found, every), console=console, auto_refresh=False) as live:
+        with Live(_shown(found, every, _width(console)), console=console, auto_refresh=False) as live:
             while any(one.alive for one in found):
                 time.sleep(WATCH_S)
                 found = look()
-                live.update(_shown(found, every), refresh=True)
+                live.update(_shown(found, every, _width(console)), refresh=True)
     finally:
         if not console.is_terminal:  # Live ends its last line on a terminal only
             console.line()
 
 
-def _shown(found: list[Status], every: bool) -> RenderableType:
-    return _table(found) if every else _sheet(found[0])
+def _shown(found: list[Status], every: bool, width: int | None) -> RenderableType:
+    return _runs(found, width) if every else _sheet(found[0])
 
 
-def _table(found: list[Status]) -> RenderableType:
+_COLUMNS = ("run", "state", "step", "loss", "tok/s/worker", "left", "saved")
+
+
+def _runs(found: list[Status], width: int | None) -> RenderableType:
+    """One line a run. A name is what the next command needs: it is never broken, and stands on a line of its own where there is no room."""
     from rich import box
+    from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("run", overflow="fold", min_width=12)
-    for name in ("state", "step", "loss", "tok/s/worker", "left", "saved"):
-        table.add_column(name, justify="left" if name == "state" else "right", no_wrap=True)
-    for one in found:
-        written = one.written
-        loss = written.loss if written and written.loss is not None else one.losses[-1] if one.losses else None
-        table.add_row(
-            Path(one.folder).name,
-            Text(one.what, style=_COLOURS.get(one.what, "")),
-            f"{one.step}/{one.steps}",
-            "" if loss is None else f"{loss:.4f}",
-            f"{written.tokens_per_second_per_gpu:,.0f}" if written and written.tokens_per_second_per_gpu and one.alive else "",
-            _duration(written.seconds_left) if written and one.alive and written.seconds_left is not None else "",
-            f"{one.checkpoint.step}" if one.checkpoint else "none",
-        )
-    return table
+    rows = [_cells(one) for one in found]
+    widths = [max(len(name), *(len(row[i]) for row in rows)) for i, name in enumerate(_COLUMNS)]
+    if width is None or sum(widths) + 3 * len(widths) <= width:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for name in _COLUMNS:
+            table.add_column(name, justify="left" if name in ("run", "state") else "right", no_wrap=True)
+        for row in rows:
+            table.add_row(*row)
+        return table
+
+    def line(cells: Sequence[Text]) -> Text:
+        state, *numbers = zip(cells, widths[1:], strict=True)
+        joined = Text("  ").append_text(state[0]).append(" " * (state[1] - len(state[0])))
+        for cell, wide in numbers:
+            joined.append(" " * (2 + wide - len(cell))).append_text(cell)
+        return joined
+
+    head = line([Text(name, style="bold") for name in _COLUMNS[1:]])
+    return Group(head, *(part for name, *cells in rows for part in (name, line(cells))))
+
+
+def _cells(one: Status) -> tuple[Text, ...]:
+    """In the order of `_COLUMNS`."""
+    from rich.text import Text
+
+    written = one.written
+    loss = written.loss if written and written.loss is not None else one.losses[-1] if one.losses else None
+    return (
+        Text(Path(one.folder).name),
+        Text(one.what, style=_COLOURS.get(one.what, "")),
+        Text(f"{one.step}/{one.steps}"),
+        Text("" if loss is None else f"{loss:.4f}"),
+        Text(f"{written.tokens_per_second_per_gpu:,.0f}" if written and written.tokens_per_second_per_gpu and one.alive else ""),
+        Text(_duration(written.seconds_left) if written and one.alive and written.seconds_left is not None else ""),
+        Text(f"{one.checkpoint.step}" if one.checkpoint else "none"),
+    )
 
 
 def _sheet(found: Status) -> RenderableType:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,10 +62,28 @@ def verify(folder: Path | str, tokens: int, report: Callable[[str], None] = lamb
         report(f"1 of 2: mtrain's {what}")
         ours_BNV = decoder.logits(tokens_BN, torch.arange(tokens)[None], causal_attend)
         del decoder
-        reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+        reference = _opened_by_transformers(folder)
         report(f"2 of 2: transformers' {what}")
         theirs_BNV = reference(input_ids=tokens_BN, use_cache=False).logits
     return compare(ours_BNV, theirs_BNV)
+
+
+def _opened_by_transformers(folder: Path | str) -> Any:
+    """The model of the folder, as transformers opens it.
+
+    Raises:
+        ConfigError: transformers refuses the folder. It checks more keys of config.json than the decoder reads.
+    """
+    import transformers
+
+    try:
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    except Exception as error:
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(
+            f"{folder}: mtrain reads this folder, and transformers {transformers.__version__} refuses it: {said}. Correct the folder's "
+            "config.json, or install the release of transformers that wrote it."
+        ) from error
 
 
 def compare(ours_BNV: Tensor, theirs_BNV: Tensor) -> Agreement:

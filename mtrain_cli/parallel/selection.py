@@ -235,7 +235,7 @@ def _chunks(topology: TopologyConfig, needs: ExchangeNeeds, name: str, left: int
         return _fewest_chunks(needs, heads) if left > 1 else _fewest_parts(needs)
     assert isinstance(topology.chunks, int)
     if topology.chunks > 1 and not gathers:
-        raise ConfigError(f"topology.chunks={topology.chunks}: is for all_gather and hierarchical_all_gather, not topology.exchange={name}")
+        raise ConfigError(f"topology.chunks={topology.chunks}: is for all_gather and hierarchical_all_gather, not {_asked(topology, name)}")
     if kv_heads % topology.chunks:
         allowed = ", ".join(str(n) for n in range(1, kv_heads + 1) if kv_heads % n == 0)
         raise ConfigError(
@@ -244,11 +244,16 @@ def _chunks(topology: TopologyConfig, needs: ExchangeNeeds, name: str, left: int
     return topology.chunks
 
 
+def _asked(topology: TopologyConfig, name: str) -> str:
+    """The exchange under the name that the user gave. name: what it comes down to, such as all_gather for ulysses."""
+    return f"topology.exchange={topology.exchange}{f', which takes {name} here' if topology.exchange == 'auto' else ''}"
+
+
 def _circulates(topology: TopologyConfig, needs: ExchangeNeeds, name: str) -> str:
     rings = name in ("ring", "hierarchical_ring")
     bitmap = needs.index is not None and needs.index.bitmap
     if topology.circulates == "queries" and not rings:
-        raise ConfigError(f"topology.circulates=queries: is for ring and hierarchical_ring, not topology.exchange={name}")
+        raise ConfigError(f"topology.circulates=queries: is for ring and hierarchical_ring, not {_asked(topology, name)}")
     if topology.circulates != "auto":
         return topology.circulates
     # Listed blocks of all queries would have to be gathered from the workers that chose them.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,13 +61,15 @@ def profile_sparsity(
     records: list[HeadRecord] = []
     with _alone(environment):
         trainer = Trainer(config, environment)
-        for step in range(1, max(steps) + 1):
-            if step in steps:
-                seen: set[tuple[str, int]] = set()
-                trainer.observe = lambda batch, step=step, seen=seen: _measured(batch, patterns, step, seen, rows, records, config.seq)
-            result = trainer.train_step(False)
-            trainer.observe = None
-            progress(step, result.loss)
+        # A loader that still runs when Python ends keeps modules alive; compiled ones then print long warnings of leaks.
+        with closing(trainer):
+            for step in range(1, max(steps) + 1):
+                if step in steps:
+                    seen: set[tuple[str, int]] = set()
+                    trainer.observe = lambda batch, step=step, seen=seen: _measured(batch, patterns, step, seen, rows, records, config.seq)
+                result = trainer.train_step(False)
+                trainer.observe = None
+                progress(step, result.loss)
     return records
 
 

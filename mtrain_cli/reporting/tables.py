@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from rich.box import SIMPLE
 from rich.console import Group, RenderableType
+from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -201,12 +202,13 @@ TRAINING = ("steps", "loss, first", "last", "s / step", "tokens/s/GPU", "MFU", "
 def training_table(sources: Sequence[Source]) -> Table:
     """One row a training run."""
     table = _table("Training", "medians of all steps but the first")
-    for heading in ("run", *TRAINING):
+    several = len(sources) > 1  # of one the line above has the name
+    for heading in (*(("run",) if several else ()), *TRAINING):
         # Broken where it reads well: a narrow terminal would break it anywhere.
         shown = heading.replace("s/GPU", "s\n/GPU")
         table.add_column(shown, justify="left" if heading == "run" else "right", overflow="fold")
     for source in sources:
-        table.add_row(source.name, *training_row(source))
+        table.add_row(*((Text(source.name),) if several else ()), *training_row(source))
     return table
 
 
@@ -224,7 +226,8 @@ def positions_table(sources: Sequence[Source]) -> Table | None:
     for heading in ("earlier tokens", "tokens"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, evaluation in shown:
-        table.add_column(f"{name}\nstep {evaluation.step}\n{evaluation.attention}", justify="right", overflow="fold")
+        run = f"{escape(name)}\n" if len(sources) > 1 else ""
+        table.add_column(f"{run}step {evaluation.step}\n{evaluation.attention}", justify="right", overflow="fold")
     for begin, end, losses in side_by_side([evaluation for _, evaluation in shown]):
         cells = [_number(loss, 4) for loss in losses]
         table.add_row(f"{format_size(begin)} to {format_size(end)}", f"{tokens.get((begin, end), 0):,}", *cells)
@@ -260,6 +263,8 @@ def training_row(source: Source) -> list[str]:
     ]
 
 
+SPARE_OF_TRAINING = ("peak GiB", "density", "MFU", "s / step")  # what a narrow terminal does without
+SPARE_OF_COMPARISON = ("first",)
 SPARE_OF_SHIPPED = ("waits\nms", "density")  # what a narrow terminal does without
 
 

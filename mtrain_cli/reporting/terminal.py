@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.console import Console
+from rich.markup import escape
 from rich.padding import Padding
 
 from mtrain_cli.reporting import tables
@@ -29,10 +31,12 @@ def make_console() -> Console:
 
 def show_sources(console: Console, sources: Sequence[Source]) -> None:
     """Tables, some heat maps, and why workers wait."""
-    for source in sources:
-        console.print(f"{source.name}: {source.kind}{_about(source)}", style="bold", soft_wrap=True)
+    whole, sources = sources, _numbered(console, sources)
+    for given, source in zip(whole, sources, strict=True):
+        number = "" if source.name == given.name else f"{source.name} "
+        say(console, f"{number}{escape(given.name)}: {source.kind}{_about(source)}", indent=2, style="bold")
         for remark in source.remarks:
-            console.print(f"  {remark}", style="yellow", soft_wrap=True)
+            say(console, f"  {escape(remark)}", indent=2, style="yellow")
         if source.shipped is not None:
             print_table(console, tables.shipped_table(source.shipped), tables.SPARE_OF_SHIPPED)
             console.print(f"recorded by {source.shipped.get('command', '')}", style="dim", soft_wrap=True)
@@ -48,10 +52,10 @@ def show_sources(console: Console, sources: Sequence[Source]) -> None:
         print_table(console, side_by_side(recorded), ())
     trained = [source for source in sources if source.metrics]
     if trained:
-        console.print(tables.training_table(trained))
+        print_table(console, tables.training_table(trained), tables.SPARE_OF_TRAINING)
     positions = tables.positions_table(sources)
     if positions is not None:
-        console.print(positions)
+        print_table(console, positions)
     cases = [(source, case) for source in sources for case in source.cases]
     if not cases:
         return
@@ -74,11 +78,20 @@ def show_sources(console: Console, sources: Sequence[Source]) -> None:
     if (many := sum(case.workers > 1 for _, case in cases)) > len(shown):
         console.print(f"maps of {len(shown)} of {many} cases; report.html has all, of both passes", style="dim", soft_wrap=True)
     for source, case in cases:
-        console.print(f"{source.name + ', ' if names else ''}{case.label}: why workers wait", style="bold", soft_wrap=True)
+        run = f"{escape(source.name)}, " if names else ""
+        say(console, f"{run}{escape(case.label)}: why workers wait", indent=2, style="bold")
         console.print(Padding(tables.causes_text(case), (0, 0, 1, 2)))
     compared = tables.compare_table(sources) if len(sources) > 1 else None
     if compared is not None:
-        console.print(compared)
+        print_table(console, compared, tables.SPARE_OF_COMPARISON)
+
+
+def _numbered(console: Console, sources: Sequence[Source]) -> list[Source]:
+    """The same, with numbers for names where names would fill the tables. The line that begins each says which number is whose."""
+    width = limit(console)
+    if width is None or len(sources) == 1 or max(len(source.name) for source in sources) <= width // 4:
+        return list(sources)
+    return [replace(source, name=f"({i})") for i, source in enumerate(sources, 1)]
 
 
 def _about(source: Source) -> str:

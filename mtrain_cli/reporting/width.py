@@ -39,11 +39,19 @@ def print_table(console: Console, table: Table, spare: Sequence[str] = ()) -> No
     """
     wide = Console(file=console.file, highlight=False, width=_WIDEST)
     width = limit(console)
-    if width is None or wide.measure(table).maximum <= width:
-        wide.width = max(console.width, wide.measure(table).maximum)
-        wide.print(table)
-        return
+    shown, needed, left_out = fitted(table, width, spare)
+    wide.width = max(console.width if width is None else width, needed)
+    wide.print(shown)
+    if left_out:
+        say(console, without(left_out), style="dim")
+
+
+def fitted(table: Table, width: int | None, spare: Sequence[str] = ()) -> tuple[Table, int, list[str]]:
+    """-> the table as `print_table` shows it at that width, the characters that it needs, and the headings of what is left out."""
+    whole = Console(width=_WIDEST).measure(table).maximum
     left_out: list[str] = []
+    if width is None or whole <= width:
+        return table, whole, left_out
     there = [column.header for column in table.columns]
     shown, needed = _narrow(table, left_out, width)
     for name in (name for name in spare if name in there):
@@ -51,11 +59,13 @@ def print_table(console: Console, table: Table, spare: Sequence[str] = ()) -> No
             break
         left_out.append(name)
         shown, needed = _narrow(table, left_out, width)
-    wide.width = max(width, needed)
-    wide.print(shown)
-    if left_out:
-        names = ", ".join(name.strip() for name in left_out)
-        say(console, f"for want of width without: {names}; a wider terminal or --json has them", style="dim")
+    return shown, needed, left_out
+
+
+def without(left_out: Sequence[str]) -> str:
+    """What is said below a table that has lost columns."""
+    names = ", ".join(" ".join(name.split()) for name in left_out)
+    return f"for want of width without: {names}; a wider terminal or --json has them"
 
 
 def _narrow(table: Table, left_out: Sequence[str], width: int) -> tuple[Table, int]:
@@ -77,7 +87,8 @@ def _narrow(table: Table, left_out: Sequence[str], width: int) -> tuple[Table, i
         widths[max(wider, key=lambda i: widths[i])] -= 1
     for column, heading, of_column in zip(kept, headings, widths, strict=True):
         found.add_column(heading, justify=column.justify, width=of_column)
-    for row, cells in zip(table.rows, zip(*columns, strict=True), strict=True):
+    # The cells themselves, not their words: they keep their colours.
+    for row, cells in zip(table.rows, zip(*(column.cells for column in kept), strict=True), strict=True):
         found.add_row(*cells, style=row.style, end_section=row.end_section)
     return found, sum(widths) + between
 

@@ -211,3 +211,12 @@ def test_help_shows_examples_without_importing_torch():
         assert f"mtrain checkpoint {name}" in " ".join(result.output.split())
     code = "import sys, mtrain_cli.commands.checkpoint; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_verify_says_in_one_line_what_transformers_refuses(hf_folder):
+    config = hf_folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "attention_dropout": "x"}))
+    said = mtrain("checkpoint", "verify", hf_folder, "--tokens", "8", code=2)
+    assert f"{hf_folder}: mtrain reads this folder, and transformers" in said
+    assert "attention_dropout" in said
+    assert "Correct the folder's config.json" in said

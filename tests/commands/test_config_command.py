@@ -95,3 +95,23 @@ def test_on_a_terminal_tables_fit_80_columns_and_cut_nothing(monkeypatch):
     assert "…" not in shown.getvalue()
     assert "none, yarn, llama3" in shown.getvalue()
     assert max(map(len, lines)) <= 80
+
+
+def test_list_names_every_key():
+    text = run("list").stdout.partition("Keys\n")[2]
+    groups = {line.split()[0]: set(line.replace(",", " ").split()[1:]) for line in text.splitlines()[:-1]}
+    for name in all_keys():
+        group, dot, rest = name.partition(".")
+        assert not dot or rest in groups[f"{group}."], name
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+@pytest.mark.parametrize("option", ["data/prolong512k", "train/default", "recipe/prolong_llama8b_512k"])
+def test_show_folds_at_the_width_of_the_terminal_and_cuts_nothing(option, columns, monkeypatch):
+    whole = run("show", option).stdout
+    monkeypatch.setenv("COLUMNS", str(columns))
+    folded = run("show", option).stdout
+    assert max(map(len, folded.splitlines())) <= columns
+    assert "…" not in folded
+    for line in whole.splitlines()[1:]:
+        assert line.split()[0] in folded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 from simulation.recordings import SEQ, record
@@ -94,6 +95,22 @@ def test_a_run_without_indices_is_one_line(tmp_path):
         assert found.exit_code == 2
         assert said in found.stderr
         assert len(found.stderr.splitlines()) == 1
+
+
+def test_without_a_name_the_newest_profile_counts_and_not_the_newest_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = ("runs/goes-on", "measurements/newest-profile", "measurements/a-step")
+    for hour, name in enumerate(names):
+        folder = tmp_path / name / ("profile" if name.startswith("runs") else "")
+        folder.mkdir(parents=True)
+        for file in ("summary.json", "records.parquet"):
+            (folder / file).write_text("{}")
+        if hour < 2:
+            os.utime(record(folder, "moba" if hour else "vertical_slash"), (hour, hour))
+    (tmp_path / "runs/goes-on/metrics.jsonl").write_text("{}\n")
+    found = run("--layout", "striped", "--exchange", "ring")
+    assert found.exit_code == 0, found.output
+    assert found.stdout.startswith("moba")
 
 
 def test_help_has_examples_in_80_columns():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 
@@ -65,3 +66,48 @@ def test_the_same_ms_have_the_same_name_in_a_report_and_in_a_validation():
     # Of several layers there is one of the two alone.
     several = " ".join(shown("report", "real-512k-4xh200", columns=80).split())
     assert "bare" not in several
+
+
+def _commands() -> list[tuple[str, ...]]:
+    groups = [(group.name, group.typer_instance) for group in command_line.app.registered_groups]
+    named = [(info.name,) for info in command_line.app.registered_commands]
+    return [(), *named, *((group, info.name) for group, of in groups for info in of.registered_commands if info.name)]
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_help_fills_the_lines(columns):
+    for words in _commands():
+        text = shown(*words, "--help", columns=columns).partition("╭")[0].partition(" Examples")[0]
+        lines = [line.rstrip() for line in text.splitlines()]
+        for line, following in itertools.pairwise(lines[3:]):
+            first = following.split()[0] if following.strip() else ""
+            if line.strip() and first:
+                assert len(line) + 1 + len(first) > columns - 2, (words, line)
+
+
+NAMED = "a-name-that-leaves-no-room-for-a-table-beside-it"
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_names_of_runs_stay_whole(columns, tmp_path):
+    for i, name in enumerate((NAMED, NAMED.upper())):
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        (folder / "resolved.yaml").write_text("train: {steps: 3}\n")
+        rows = [{"step": step, "loss": 3.0 - i, "seconds": 1.0, "tokens_per_second_per_gpu": 10.0, "density": 1.0} for step in (1, 2, 3)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        buckets = [{"begin": 0, "end": 128, "tokens": 5, "loss": 2.5}]
+        found = {"step": 3, "loss": 2.5, "tokens": 5, "sequences": 1, "seconds": 1.0, "attention": "dense", "buckets": buckets}
+        (folder / "evaluations.jsonl").write_text(json.dumps(found) + "\n")
+    for words in (
+        ("status", "--all"),
+        ("report", NAMED, NAMED.upper(), "--no-html", "--no-csv"),
+        ("report", NAMED, "--no-html", "--no-csv"),
+    ):
+        text = shown(*words, columns=columns)
+        assert max(map(len, text.splitlines())) <= columns
+        assert "…" not in text
+        assert NAMED in text
+        assert text.lower().count(NAMED[:12]) == text.lower().count(NAMED) > 0
+        # A table has numbers for names that would fill it.
+        assert words[0] == "status" or len(words) == 4 or "(2)" in text

@@ -175,3 +175,14 @@ def test_only_rings_post_hops_ahead(exchange, hops):
     found = choose_exchange(asked(exchange=exchange, prefetch=3), needs)
     assert found.prefetch == hops
     assert ("hops ahead" in found.label) == (hops > 1)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "said"),
+    [("ulysses", "not topology.exchange=ulysses"), ("auto", "not topology.exchange=auto, which takes all_gather here")],
+)
+def test_what_cannot_circulate_is_refused_under_the_name_that_was_given(exchange, said):
+    needs = replace(NEEDS, workers=2, per_node=2)
+    with pytest.raises(ConfigError, match=r"^topology\.circulates=queries: ") as found:
+        choose_exchange(asked(exchange=exchange, circulates="queries"), needs)
+    assert str(found.value).endswith(said)
