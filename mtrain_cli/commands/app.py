@@ -115,6 +115,8 @@ def _wrong_value(error: Any) -> str | None:
     bounds = found.get("ctx", {})
     if "ge" in bounds:
         reason = f"must be at least {bounds['ge']:g}"
+    elif "le" in bounds:
+        reason = f"must be at most {bounds['le']:,}"
     elif " is not one of " in found["msg"]:
         reason = "expected one of " + found["msg"].partition(" is not one of ")[2].replace("'", "")
     else:

@@ -30,7 +30,10 @@ def train(
         ),
     ] = None,
     cfg: Annotated[bool, typer.Option("--cfg", help="Print the composed configuration and stop.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, with memory and FLOP per worker, and stop.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Print what would run, with memory and FLOP per worker, and stop; exit code 1 if it does not fit."),
+    ] = False,
     resume: Annotated[
         str | None,
         typer.Option(
@@ -143,9 +146,13 @@ def _print_configuration(config: Config) -> None:
 def _print_plan(config: Config) -> None:
     from rich.console import Console
 
-    from mtrain_cli.training.dry_run import dry_run
+    from mtrain_cli.training.dry_run import fits, render
+    from mtrain_cli.training.planning import plan
 
-    Console().print(dry_run(config))
+    found = plan(config)
+    Console().print(render(found))
+    if not fits(found):
+        raise typer.Exit(1)
 
 
 def _launch(config: Config, overrides: list[str], run_path: Path | None) -> int:

@@ -25,6 +25,8 @@ from mtrain_cli.config.suggest import did_you_mean
 # What a resumed run keeps: its weights, its data order and its name were made with these.
 FIXED = ("model.", "data.", "seq", "seed", "train.init_from", "run.name", "run.dir")
 
+_SHOWN = 80  # characters of a value in a message
+
 # A value that has to be given. (OmegaConf's own mark, ???, gives way to the null that it is merged over.)
 _OPEN = "REQUIRED"
 _DISPENSABLE = ("train.init_from",)  # what may be left out all the same
@@ -285,9 +287,12 @@ def _convert(raw: Mapping[str, Any], files: Mapping[str, Path]) -> tuple[dict[st
             problems.append(Problem(f"{where}no key is called {name}{did_you_mean(name, keys.all_keys())}"))
             continue
         try:
-            leaves[name] = key.convert(value)
+            converted = key.convert(value)
+            if (said := validate.out_of_range(name, converted)) is not None:
+                raise ValueError(said)
+            leaves[name] = converted
         except ValueError as error:
-            problems.append(Problem(f"{name}={keys.show(value)}: {error}", (name,)))
+            problems.append(Problem(f"{name}={_clipped(keys.show(value))}: {error}", (name,)))
     return leaves, problems
 
 
@@ -322,6 +327,10 @@ def _checked(
     if lines:
         raise ConfigError(*lines)
     return keys.build(_absolute(leaves))
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _concerns(name: str, blamed: set[str]) -> bool:
