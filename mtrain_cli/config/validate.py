@@ -535,5 +535,7 @@ def _evaluation(config: Config) -> Iterator[str]:
 def _run(config: Config) -> Iterator[str]:
     if not re.fullmatch(r"[\w.+=-]+", config.run.name) or config.run.name in (".", ".."):
         yield f"run.name={config.run.name}: may hold letters, digits and . _ - + = only, since it names a folder"
+    if config.run.dir != config.run.dir.strip():
+        yield f"run.dir='{config.run.dir}': begins or ends with a space, which is lost where names are typed; leave the space out"
     if config.run.dir == "":
         yield "run.dir=: give a folder, or auto for runs/<name>"

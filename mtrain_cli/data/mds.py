@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from mtrain_cli import install_command
+from mtrain_cli.config import documents
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.failures import read_failure
 
@@ -106,8 +107,8 @@ class MdsFolder:
             self.shards = [_shard(entry) for entry in shards]
             names, encodings = shards[0]["column_names"], shards[0]["column_encodings"]
             alike = all((entry["column_names"], entry["column_encodings"]) == (names, encodings) for entry in shards)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{self.origin}: {INDEX} is no index of MDS shards ({error!r} is missing or wrong)") from None
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError, IndexError) as error:
+            raise ConfigError(f"{self.origin}: {INDEX} is no index of MDS shards ({documents.reason(error)})") from None
         if not alike:
             raise ConfigError(f"{self.origin}: {INDEX} lists shards with different columns; put them into folders of their own")
         self.encodings = dict(zip(names, encodings, strict=True))
@@ -274,7 +275,7 @@ class MdsFolder:
             found = "is not a folder" if self.folder.exists() else "no such folder"
             raise ConfigError(f"{self.origin}: {found}; give a folder of MDS shards, which holds an {INDEX}")
         try:
-            content = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))
+            content = documents.read_json(self.folder / INDEX)
         except FileNotFoundError:
             inside = sorted(path.parent.name for path in self.folder.glob(f"*/{INDEX}"))
             hint = f"; it has folders that do: {', '.join(inside[:8])} (name them in data.mix)" if inside else ""
@@ -282,7 +283,7 @@ class MdsFolder:
         except OSError as error:
             raise read_failure(error, f"{self.origin}: {INDEX} cannot be read ({error.strerror})") from None
         except ValueError as error:
-            raise ConfigError(f"{self.origin}: {INDEX} is not JSON ({error})") from None
+            raise ConfigError(f"{self.origin}: {INDEX} is not JSON ({documents.reason(error)})") from None
         if not isinstance(content, dict) or not isinstance(content.get("shards"), list) or content.get("version") != 2:
             version = content.get("version") if isinstance(content, dict) else None
             raise ConfigError(f"{self.origin}: {INDEX} has version {version}; MDS shards of version 2 are expected")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli import install_command
+from mtrain_cli.config import documents
 from mtrain_cli.config.schema import ConfigError
 
 METRICS_FILE = "metrics.jsonl"
@@ -135,12 +136,14 @@ def read_metrics(path: Path) -> list[StepMetrics]:
     path = path / METRICS_FILE if path.is_dir() else path
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; give a run's folder or its {METRICS_FILE}")
-    return [_from_row(row) for _, row in _rows(path)]
+    try:
+        return [_from_row(row) for _, row in _rows(path)]
+    except documents.UnreadableError as error:
+        raise ConfigError(f"{path}: holds a line that is no step ({error})") from None
 
 
 def _from_row(row: dict[str, Any]) -> StepMetrics:
-    values: dict[str, Any] = {field.name: row.get(field.name) for field in fields(StepMetrics)}
-    return StepMetrics(**values)
+    return documents.checked(StepMetrics, row, nulls=True)
 
 
 def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
@@ -150,7 +153,7 @@ def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             row = None
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append((line, row))
