@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mtrain_cli.config.schema import ConfigError
+
+if TYPE_CHECKING:
+    from mtrain_cli.config.schema import Config
 
 # The largest numbers that options take. Larger ones overflow, or keep the command busy for longer than anybody waits.
 MOST_STEPS = 10**9  # as train.steps
@@ -60,8 +66,24 @@ def share(option: str, text: str | None) -> float | None:
     return found
 
 
-def whole(text: str) -> int:
+def whole_number(text: str) -> int:
     """A whole number of at least 0 in digits. Raises ValueError for anything else; `int` alone takes signs, spaces and other digits."""
     if not (text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS):
         raise ValueError(text)
     return int(text)
+
+
+def warn_of_idle(
+    words: Sequence[str], config: Config | None = None, config_dir: Path | None = None, *, exchange: str = "", device: str = ""
+) -> None:
+    """One line on stderr for each typed setting that changes nothing. config: None where a command uses few keys by design."""
+    from mtrain_cli.config.idle import idle, repeated
+    from mtrain_cli.launch.job import job_rank
+
+    if job_rank():
+        return
+    found = repeated(words, config_dir)
+    if config is not None:
+        found += idle(words, config, config_dir, exchange=exchange, device=device)
+    for line in found:
+        print(f"mtrain: warning: {line}", file=sys.stderr)

@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mtrain_cli.commands.completion import complete_kernels, complete_overrides
-from mtrain_cli.commands.options import MOST_HEAD_DIM, MOST_HEADS, MOST_SAMPLES, MOST_STEPS, MOST_THREADS, MOST_TOKENS, MOST_WORKERS, whole
+from mtrain_cli.commands.options import (
+    MOST_HEAD_DIM,
+    MOST_HEADS,
+    MOST_SAMPLES,
+    MOST_STEPS,
+    MOST_THREADS,
+    MOST_TOKENS,
+    MOST_WORKERS,
+    warn_of_idle,
+    whole_number,
+)
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -72,6 +82,7 @@ def sparsity(
     if out.suffix != ".parquet":
         raise ConfigError(f"--out {out}: give a file that ends in .parquet")
     config, patterns = _patterns(list(overrides or ()), pattern)
+    warn_of_idle(list(overrides or ()))
     replaced = check_out(out, _is_sparsity_file, "sparsity profile")
     measured = sorted({1, steps, *range(every, steps + 1, every)} if every else {1, steps})
     console = Console(highlight=False, soft_wrap=True)
@@ -353,7 +364,7 @@ def kernels(
         for s in lengths
         for d in densities
     ]
-    of_so_many = numbers("--shares", shares, whole) if shares else []
+    of_so_many = numbers("--shares", shares, whole_number) if shares else []
     for n in of_so_many:
         if not 2 <= n <= MOST_WORKERS:
             raise ConfigError(f"--shares {shares}: each must be at least 2 workers and at most {MOST_WORKERS:,}")
@@ -402,7 +413,7 @@ def kernels(
 
 def _heads(heads: str, query: str, kv: str) -> tuple[int, int]:
     try:
-        found = whole(query), whole(kv)
+        found = whole_number(query), whole_number(kv)
     except ValueError:
         found = 0, 0
     if not (0 < found[1] <= found[0] <= MOST_HEADS and found[0] % found[1] == 0):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mtrain_cli.commands.completion import complete_exchanges, complete_layouts, complete_overrides
-from mtrain_cli.commands.options import LARGEST_DEGREE, MOST_SAMPLES, MOST_STEPS, names
+from mtrain_cli.commands.options import LARGEST_DEGREE, MOST_SAMPLES, MOST_STEPS, names, warn_of_idle
 from mtrain_cli.commands.profile import app
 from mtrain_cli.config.schema import ConfigError
 
@@ -93,6 +93,7 @@ def imbalance(
     )
     config = in_own_folder(cases[0][1])
     environment = resolve_environment(config)
+    warn_of_idle(words)
     if limits and environment.launcher != "mtrain":
         raise ConfigError(f"--fail-above {fail_above}: exit codes are those of torchrun or srun here; read summary.json instead")
     if peer and (environment.device == "cpu" or environment.cp != environment.workers or config.train.dtype == "float32"):

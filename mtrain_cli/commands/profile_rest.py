@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mtrain_cli.commands.completion import complete_overrides
-from mtrain_cli.commands.options import MOST_SAMPLES, MOST_THREADS
+from mtrain_cli.commands.options import MOST_SAMPLES, MOST_THREADS, warn_of_idle
 from mtrain_cli.commands.profile import app, check_out, is_calibration, kept_beside, numbers, within_memory
 from mtrain_cli.config.schema import Config, ConfigError
 
@@ -63,6 +63,7 @@ def rest(
 
     words = list(overrides or ())
     device = resolve_environment(_alone(words, 1024)).device
+    warn_of_idle(words)
     lengths = numbers("--seq", ("1k,4k,16k,64k" if device == "cuda" else "256,1k,4k") if seq == "auto" else seq, parse_size)
     configs = [_alone(words, length) for length in dict.fromkeys(lengths)]
     if threads is not None:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mtrain_cli.commands.completion import complete_overrides
-from mtrain_cli.commands.options import MOST_STEPS
+from mtrain_cli.commands.options import MOST_STEPS, warn_of_idle
 from mtrain_cli.commands.profile import app
 from mtrain_cli.commands.profile_imbalance import in_own_folder
 from mtrain_cli.config.schema import ConfigError
@@ -76,6 +76,7 @@ def step(
         )
     require_listed(config.data)
     environment = resolve_environment(config)
+    warn_of_idle(words, config, device=environment.device)
     # Only now: they take seconds to import, and a mistake is told at once.
     from mtrain_cli.profiling import records
     from mtrain_cli.profiling.recorded_step import TARGET, Plan

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mtrain_cli.commands.completion import complete_clusters, complete_exchanges, complete_layouts, complete_overrides
-from mtrain_cli.commands.options import MOST_TOKENS, MOST_WORKERS, names, share
+from mtrain_cli.commands.options import MOST_TOKENS, MOST_WORKERS, names, share, warn_of_idle
 from mtrain_cli.commands.simulate_words import Asked, count, dollars
 from mtrain_cli.config.schema import ConfigError
 
@@ -211,6 +211,7 @@ def simulate(
         # Inside a node they are the plain ones.
         exchanges = [name for name in exchanges if not name.startswith("hierarchical_")]
     count_of = _workers(found, workers, asked.words)
+    warn_of_idle(asked.words)
     if not sweep:  # which may say what the words lack
         asked.check(count_of)
     if recommend and attention_only:
