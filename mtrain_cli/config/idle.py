@@ -41,7 +41,7 @@ def idle(words: Sequence[str], config: Config, config_dir: Path | None = None, *
     device = device or ("" if config.topology.device == "auto" else config.topology.device)
     lines = []
     for name, why in (*_keys(config), *_of_choices(config, exchange, device)):
-        line = f"{name}={keys.show(given.get(name))}: has no effect, {why}"
+        line = f"{name}={keys.show(given.get(name))}: {why}"
         if name in given and line not in lines and not any(line.startswith(f"{name}=") for line in lines):
             lines.append(line)
     return lines
@@ -58,41 +58,43 @@ def _of_choices(config: Config, exchange: str, device: str) -> Iterator[tuple[st
     if exchange and exchange not in RINGS:
         chosen = " (chosen by auto)" if config.topology.exchange == "auto" else ""
         for name in _RING_KEYS:
-            yield name, f"topology.exchange={exchange}{chosen} is no ring"
+            yield name, f"has no effect, topology.exchange={exchange}{chosen} is no ring"
     if config.sparsity.pattern not in _COLUMNS:
-        yield "topology.columns", f"sparsity.pattern={config.sparsity.pattern} chooses no single columns"
+        yield "topology.columns", f"has no effect, sparsity.pattern={config.sparsity.pattern} chooses no single columns"
     if device == "cpu":
         for name in ("topology.gpu_memory_gib", "topology.host_memory_gib"):
-            yield name, "workers on a CPU share the memory of the machine"
+            yield name, "has no effect, workers on a CPU share the memory of the machine"
 
 
 def _keys(config: Config) -> Iterator[tuple[str, str]]:
     train, data, optim, rope = config.train, config.data, config.optim, config.model.rope
     if train.activation_checkpoint != "sequence_selective" and train.memory == "manual":
-        yield "train.checkpoint_keep", f"train.activation_checkpoint={train.activation_checkpoint}; only sequence_selective reads it"
+        yield (
+            "train.checkpoint_keep",
+            f"has no effect, train.activation_checkpoint={train.activation_checkpoint}; only sequence_selective reads it",
+        )
     if data.kind != "text":
-        yield "data.text_key", f"data.kind={data.kind} reads no text from jsonl or parquet; data.kind=text does"
+        yield "data.text_key", f"has no effect, data.kind={data.kind} reads no text from jsonl or parquet; data.kind=text does"
     if data.kind != "tokens":
-        yield "data.token_dtype", f"data.kind={data.kind} reads no .bin; data.kind=tokens does"
+        yield "data.token_dtype", f"has no effect, data.kind={data.kind} reads no .bin; data.kind=tokens does"
     if optim.warmup_steps > train.steps:
-        said = f"beyond train.steps={train.steps}"
-        yield "optim.warmup_steps", f"as a whole: it lies {said}, and the learning rate never reaches optim.lr"
+        yield "optim.warmup_steps", f"train.steps={train.steps} ends before; the learning rate never reaches optim.lr"
     if optim.schedule == "constant":
-        yield "optim.min_lr_ratio", "optim.schedule=constant does not lower the learning rate"
+        yield "optim.min_lr_ratio", "has no effect, optim.schedule=constant does not lower the learning rate"
     for name, every in (
         ("train.checkpoint_every", train.checkpoint_every),
         ("train.eval_every", train.eval_every),
         ("profile.every", config.profile.every),
     ):
         if every > train.steps:
-            yield name, f"train.steps={train.steps} ends before"
+            yield name, f"has no effect, train.steps={train.steps} ends before"
     if config.layout != "striped":
-        yield "topology.block_size", f"the layout is {config.layout}; blocks are those of topology.layout=striped"
+        yield "topology.block_size", f"has no effect, the layout is {config.layout}; blocks are those of topology.layout=striped"
     if rope.scaling == "none":
-        yield "model.rope.factor", "model.rope.scaling=none stretches nothing"
+        yield "model.rope.factor", "has no effect, model.rope.scaling=none stretches nothing"
     for kind, names in (("yarn", ("beta_fast", "beta_slow")), ("llama3", ("low_freq_factor", "high_freq_factor"))):
         if rope.scaling != kind:
             for name in names:
-                yield f"model.rope.{name}", f"model.rope.scaling={rope.scaling}; only {kind} reads it"
+                yield f"model.rope.{name}", f"has no effect, model.rope.scaling={rope.scaling}; only {kind} reads it"
     if train.init_from is not None:
-        yield "model.init_std", f"weights come from train.init_from={train.init_from}"
+        yield "model.init_std", f"has no effect, weights come from train.init_from={train.init_from}"

@@ -32,6 +32,7 @@ INDEX = "index.json"
 _UNPACKED = 4  # compressed shards that stay in memory, usually 64 MiB each
 _MAPPED = 256
 _SCALARS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+_MOST = 2**53  # bytes or samples of a shard
 _PLAIN = ("bytes", "str", "str_int", "str_float", "int", "json", *_SCALARS)
 # The byte by which an array without a fixed dtype names its own.
 _DTYPE_OF_CODE = {
@@ -106,6 +107,10 @@ class MdsFolder:
         try:
             self.shards = [_shard(entry) for entry in shards]
             names, encodings = shards[0]["column_names"], shards[0]["column_encodings"]
+            if not (_texts(names) and _texts(encodings) and len(names) == len(encodings)):
+                raise ValueError("column_names and column_encodings must be lists of as many words")
+            if not all(0 <= number < _MOST for shard in self.shards for number in (shard.size, shard.samples)):
+                raise ValueError("a size or a number of samples is no such number")
             alike = all((entry["column_names"], entry["column_encodings"]) == (names, encodings) for entry in shards)
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError, IndexError) as error:
             raise ConfigError(f"{self.origin}: {INDEX} is no index of MDS shards ({documents.reason(error)})") from None
@@ -290,6 +295,10 @@ class MdsFolder:
         if not content["shards"]:
             raise ConfigError(f"{self.origin}: {INDEX} lists no shards")
         return content
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def _encoding(text: str) -> Encoding:
