@@ -7,6 +7,7 @@ a full disk; only here are they printed and turned into exit codes 2 and 1.
 from __future__ import annotations
 
 import contextlib
+import errno
 import inspect
 import os
 import re
@@ -40,6 +41,8 @@ from mtrain_cli.launch.job import job_rank
 ORDER = ("train", "status", "profile", "simulate", "report", "config", "data", "checkpoint", "doctor")
 FAILURE = 1
 USAGE_ERROR = 2
+_NAMES = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ENOENT, errno.ELOOP)  # mistakes in a path
+_SHOWN = 200  # characters of a path in a message
 INTERRUPTED = 130  # 128 + SIGINT, what a shell reports for Ctrl-C
 
 _UsageError: type[Any] = typer.BadParameter.__mro__[1]  # typer carries its own click and does not export this class
@@ -93,8 +96,23 @@ def _mistakes_as_lines(outer: Any = None) -> Iterator[None]:
         command = ctx.command_path if ctx is not None else " ".join(filter(None, ("mtrain", outer and outer.invoked_subcommand)))
         _tell((f"{_describe(error)} See `{command} --help`.",))
         raise typer.Exit(USAGE_ERROR) from error
+    except OSError as error:
+        # The disk, the network or the name of a file: nothing that a traceback would explain.
+        if error.filename is None or isinstance(error, BrokenPipeError):
+            raise
+        _tell((f"{_clipped(os.fsdecode(error.filename))}: {error.strerror}",))
+        raise typer.Exit(USAGE_ERROR if error.errno in _NAMES else FAILURE) from error
+    except RuntimeError as error:
+        if str(error) != "Could not determine home directory.":
+            raise
+        _tell(("~: this machine does not know that user, or has no home folder; give the whole path",))
+        raise typer.Exit(USAGE_ERROR) from error
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _tell(problems: Iterable[str]) -> None:
@@ -132,6 +150,8 @@ def _wrong_value(error: Any) -> str | None:
     bounds = found.get("ctx", {})
     if "ge" in bounds:
         reason = f"must be at least {bounds['ge']:g}"
+    elif "le" in bounds:
+        reason = f"must be at most {bounds['le']:,}"
     elif " is not one of " in found["msg"]:
         reason = "expected one of " + found["msg"].partition(" is not one of ")[2].replace("'", "")
     else:

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from mtrain_cli.commands.options import LARGEST_TOLERANCE, MOST_COMPARED
+
 app = typer.Typer(
     help="Bring weights in from Hugging Face folders and out to them, and check them.",
     rich_markup_mode="rich",
@@ -88,8 +90,10 @@ def verify_weights(
     source: Annotated[
         Path, typer.Argument(metavar="HF_FOLDER_OR_RUN", help="A Hugging Face folder, a run, or one of its step-N.", show_default=False)
     ],
-    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Random tokens to compare on.")] = 256,
-    tolerance: Annotated[float, typer.Option(min=0.0, metavar="X", help="Largest difference of a logit that counts as agreement.")] = 1e-3,
+    tokens: Annotated[int, typer.Option(min=1, max=MOST_COMPARED, metavar="N", help="Random tokens to compare on.")] = 256,
+    tolerance: Annotated[
+        float, typer.Option(min=0.0, max=LARGEST_TOLERANCE, metavar="X", help="Largest difference of a logit that counts as agreement.")
+    ] = 1e-3,
 ) -> None:
     """Compare the logits of mtrain's decoder with those of transformers, in float32 on the CPU; exit code 1 if they disagree.
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mtrain_cli.commands.completion import complete_tokenizers
+from mtrain_cli.commands.options import MOST_DOCUMENTS, MOST_IDS, MOST_THREADS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -70,7 +71,7 @@ def prepare(
         ),
     ] = "bytes",
     vocab_size: Annotated[
-        int | None, typer.Option(metavar="N", help="ids of the BPE to train, 8192 unless told; only with --tokenizer bpe")
+        int | None, typer.Option(metavar="N", help="ids of the BPE to train, 8192 unless told; only with --tokenizer bpe", max=MOST_IDS)
     ] = None,
     text_key: Annotated[str, typer.Option(metavar="KEY", help="key or column that holds the text in .jsonl and .parquet")] = "text",
     from_tokenizer: Annotated[
@@ -87,8 +88,10 @@ def prepare(
     min_tokens: Annotated[str, typer.Option(metavar="N", help="leave out documents with fewer tokens, such as 64k")] = "0",
     max_tokens: Annotated[str, typer.Option(metavar="N", help="leave out documents with more tokens; 0 = none")] = "0",
     truncate: Annotated[bool, typer.Option("--truncate", help="cut them at --max-tokens instead")] = False,
-    min_chars: Annotated[int, typer.Option(metavar="N", help="leave out documents with less text")] = 0,
-    threads: Annotated[int | None, typer.Option(metavar="N", min=1, help="cores to use; all unless told", show_default=False)] = None,
+    min_chars: Annotated[int, typer.Option(metavar="N", help="leave out documents with less text", max=MOST_DOCUMENTS)] = 0,
+    threads: Annotated[
+        int | None, typer.Option(metavar="N", min=1, max=MOST_THREADS, help="cores to use; all unless told", show_default=False)
+    ] = None,
 ) -> None:
     """Tokenise SOURCE into memory-mapped arrays in OUT, for data=tokens.
 
@@ -155,9 +158,12 @@ def _count(option: str, text: str) -> int:
     from mtrain_cli.config.sizes import EXPECTED, parse_size
 
     try:
-        return 0 if text == "0" else parse_size(text)
+        found = 0 if text == "0" else parse_size(text)
+        if not 0 <= found <= MOST_DOCUMENTS:
+            raise ValueError(text)
+        return found
     except ValueError:
-        raise ConfigError(f"{option} {text}: expected {EXPECTED}, or 0 for any number") from None
+        raise ConfigError(f"{option} {text}: expected {EXPECTED}, or 0 for any number; at most 2^40") from None
 
 
 @app.command(epilog=_SHOW_EXAMPLES)
@@ -165,7 +171,7 @@ def show(
     path: Annotated[
         Path, typer.Argument(help="a folder written by mtrain data prepare, a folder of MDS shards (or of such folders), or a .npy or .bin")
     ],
-    document: Annotated[int, typer.Option(metavar="N", help="which document the snippet is from, counted from 0")] = 0,
+    document: Annotated[int, typer.Option(metavar="N", help="which document the snippet is from, counted from 0", max=MOST_DOCUMENTS)] = 0,
     check: Annotated[bool, typer.Option("--check", help="read everything and compare checksums")] = False,
     tokenizer: Annotated[
         str | None, typer.Option(metavar="bytes|FILE", help="turns ids of shards and arrays into the snippet", show_default=False)

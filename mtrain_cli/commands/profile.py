@@ -15,6 +15,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mtrain_cli.commands.completion import complete_kernels, complete_overrides
+from mtrain_cli.commands.options import (
+    MOST_HEAD_DIM,
+    MOST_HEADS,
+    MOST_SAMPLES,
+    MOST_STEPS,
+    MOST_THREADS,
+    MOST_TOKENS,
+    MOST_WORKERS,
+    warn_of_idle,
+    whole_number,
+)
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -43,9 +54,15 @@ def sparsity(
         str,
         typer.Option(metavar="NAME,...", help="Patterns to measure on the same queries and keys; they need not be the one trained with."),
     ] = "vertical_slash",
-    steps: Annotated[int, typer.Option(metavar="N", help="Training steps; the first and the last are measured.", min=1)] = 2,
-    every: Annotated[int, typer.Option(metavar="N", help="Also measure every N steps; 0 = only the first and the last.", min=0)] = 0,
-    rows: Annotated[int, typer.Option(metavar="N", help="Queries sampled in each layer, outside those that patterns probe.", min=1)] = 256,
+    steps: Annotated[
+        int, typer.Option(metavar="N", help="Training steps; the first and the last are measured.", min=1, max=MOST_STEPS)
+    ] = 2,
+    every: Annotated[
+        int, typer.Option(metavar="N", help="Also measure every N steps; 0 = only the first and the last.", min=0, max=MOST_STEPS)
+    ] = 0,
+    rows: Annotated[
+        int, typer.Option(metavar="N", help="Queries sampled in each layer, outside those that patterns probe.", min=1, max=MOST_TOKENS)
+    ] = 256,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Parquet file, one row per step, pattern, layer and head.")] = Path(
         "sparsity.parquet"
     ),
@@ -67,6 +84,7 @@ def sparsity(
     if out.suffix != ".parquet":
         raise ConfigError(f"--out {out}: give a file that ends in .parquet")
     config, patterns = _patterns(list(overrides or ()), pattern)
+    warn_of_idle(list(overrides or ()))
     replaced = check_out(out, _is_sparsity_file, "sparsity profile")
     measured = sorted({1, steps, *range(every, steps + 1, every)} if every else {1, steps})
     console = Console(highlight=False, soft_wrap=True)
@@ -272,10 +290,16 @@ def kernels(
     ] = "0.1,0.05,0.02",
     bars: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Single columns a head; 2048 on a GPU and 1/64 of the length on a CPU.", min=0, show_default=False),
+        typer.Option(
+            metavar="N",
+            help="Single columns a head; 2048 on a GPU and 1/64 of the length on a CPU.",
+            min=0,
+            max=MOST_TOKENS,
+            show_default=False,
+        ),
     ] = None,
     heads: Annotated[str, typer.Option(metavar="Q/KV,...", help="Query and key-value heads.")] = "16/2",
-    head_dim: Annotated[int, typer.Option(metavar="N", min=16)] = 128,
+    head_dim: Annotated[int, typer.Option(metavar="N", min=16, max=MOST_HEAD_DIM)] = 128,
     block: Annotated[
         int | None, typer.Option(metavar="N", help="Tokens of a block; 128 on a GPU and 16 on a CPU.", show_default=False)
     ] = None,
@@ -293,9 +317,12 @@ def kernels(
     ] = "",
     whole: Annotated[bool, typer.Option("--whole/--no-whole", help="Whole sequences; with --shares they may be left out.")] = True,
     threads: Annotated[
-        int | None, typer.Option(metavar="N", help="Threads on a CPU, as workers have them: cores / workers.", min=1, show_default=False)
+        int | None,
+        typer.Option(
+            metavar="N", help="Threads on a CPU, as workers have them: cores / workers.", min=1, max=MOST_THREADS, show_default=False
+        ),
     ] = None,
-    repeats: Annotated[int, typer.Option(metavar="N", min=1)] = 7,
+    repeats: Annotated[int, typer.Option(metavar="N", min=1, max=MOST_SAMPLES)] = 7,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Calibration to write, as JSON.", show_default=False)] = None,
 ) -> None:
     """Time the attention kernels of this machine, dense and under synthetic indices, side by side.
@@ -320,8 +347,8 @@ def kernels(
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     lengths = numbers("--seq", ("32k,128k" if device == "cuda" else "1k,2k") if seq == "auto" else seq, parse_size)
-    if any(s < 2 for s in lengths):
-        raise ConfigError(f"--seq {seq}: each must be at least 2 tokens")
+    if any(not 2 <= s <= MOST_TOKENS for s in lengths):
+        raise ConfigError(f"--seq {seq}: each must be at least 2 tokens and at most 64m")
     densities = numbers("--density", density, parse_share)
     if any(not 0 < d <= 1 for d in densities):
         raise ConfigError(f"--density {density}: each must be above 0 and at most 1, which is 100%")
@@ -332,9 +359,7 @@ def kernels(
     shapes = []
     for pair in heads.split(","):
         query, _, kv = pair.partition("/")
-        if not (query.isdigit() and kv.isdigit() and int(kv) and int(query) and int(query) % int(kv) == 0):
-            raise ConfigError(f"--heads {heads}: expected query heads / key-value heads that divide them, such as 16/2")
-        shapes.append((int(query), int(kv)))
+        shapes.append(_heads(heads, query, kv))
 
     def columns(length: int) -> int:
         return min(bars if bars is not None else 2048 if device == "cuda" else length // 64, length)
@@ -345,10 +370,10 @@ def kernels(
         for s in lengths
         for d in densities
     ]
-    of_so_many = numbers("--shares", shares, int) if shares else []
+    of_so_many = numbers("--shares", shares, whole_number) if shares else []
     for n in of_so_many:
-        if n < 2:
-            raise ConfigError(f"--shares {shares}: each must be at least 2 workers")
+        if not 2 <= n <= MOST_WORKERS:
+            raise ConfigError(f"--shares {shares}: each must be at least 2 workers and at most {MOST_WORKERS:,}")
         if not any(s % (2 * n * block) == 0 for s in lengths):
             raise ConfigError(f"--shares {n}: none of --seq {seq} can be dealt to so many in whole blocks: a multiple of {2 * n * block}")
     if not whole and not of_so_many:
@@ -392,6 +417,16 @@ def kernels(
         console.print(f"{name}: {reason}" + ("" if everywhere else " (some of the shapes)"))
     if out is not None:
         console.print(f"{len(times)} times in {out}{replaced}")
+
+
+def _heads(heads: str, query: str, kv: str) -> tuple[int, int]:
+    try:
+        found = whole_number(query), whole_number(kv)
+    except ValueError:
+        found = 0, 0
+    if not (0 < found[1] <= found[0] <= MOST_HEADS and found[0] % found[1] == 0):
+        raise ConfigError(f"--heads {heads}: expected query heads / key-value heads that divide them, such as 16/2; at most {MOST_HEADS:,}")
+    return found
 
 
 def _check_kernels(names: list[str]) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mtrain_cli.commands.completion import complete_exchanges, complete_layouts, complete_overrides
-from mtrain_cli.commands.options import names
+from mtrain_cli.commands.options import LARGEST_DEGREE, MOST_SAMPLES, MOST_STEPS, names, warn_of_idle
 from mtrain_cli.commands.profile import app
 from mtrain_cli.config.schema import ConfigError
 
@@ -45,9 +45,9 @@ def imbalance(
         ),
     ] = "",
     seq: Annotated[str, typer.Option(metavar="N,...", help="Lengths to compare (with --attention-only).")] = "",
-    steps: Annotated[int, typer.Option(metavar="N", help="Recorded iterations of each case.", min=1)] = 5,
-    warmup: Annotated[int, typer.Option(metavar="N", help="Training steps before the first recorded one.", min=0)] = 1,
-    every: Annotated[int, typer.Option(metavar="N", help="Training steps from one recorded step to the next.", min=1)] = 1,
+    steps: Annotated[int, typer.Option(metavar="N", help="Recorded iterations of each case.", min=1, max=MOST_SAMPLES)] = 5,
+    warmup: Annotated[int, typer.Option(metavar="N", help="Training steps before the first recorded one.", min=0, max=MOST_STEPS)] = 1,
+    every: Annotated[int, typer.Option(metavar="N", help="Training steps from one recorded step to the next.", min=1, max=MOST_STEPS)] = 1,
     attention_only: Annotated[
         bool,
         typer.Option("--attention-only", help="One layer's attention on random data, without a model: for lengths that no model fits."),
@@ -93,6 +93,7 @@ def imbalance(
     )
     config = in_own_folder(cases[0][1])
     environment = resolve_environment(config)
+    warn_of_idle(words)
     if limits and environment.launcher != "mtrain":
         raise ConfigError(f"--fail-above {fail_above}: exit codes are those of torchrun or srun here; read summary.json instead")
     if peer and (environment.device == "cpu" or environment.cp != environment.workers or config.train.dtype == "float32"):
@@ -133,9 +134,13 @@ def _limits(text: str) -> dict[tuple[str, str], float]:
             raise ConfigError(f"--fail-above {word}: no such degree{did_you_mean(name, allowed)}; allowed: {', '.join(allowed)}")
         of, _, degree = name.rpartition(".")
         try:
-            found[of or "time", degree] = float(value)
+            found[of or "time", degree] = limit = float(value)
+            if not 0 < limit <= LARGEST_DEGREE:
+                raise ValueError(value)
         except ValueError:
-            raise ConfigError(f"--fail-above {word}: expected DEGREE=X with a number, such as worker=1.2") from None
+            raise ConfigError(
+                f"--fail-above {word}: expected DEGREE=X with a number above 0 and at most {LARGEST_DEGREE:,}, such as worker=1.2"
+            ) from None
     return found
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mtrain_cli.commands.completion import complete_overrides
+from mtrain_cli.commands.options import MOST_SAMPLES, MOST_WORKERS, warn_of_idle
 from mtrain_cli.commands.profile import app
 from mtrain_cli.commands.profile_imbalance import in_own_folder
 from mtrain_cli.config.schema import ConfigError
@@ -39,18 +40,23 @@ def links(
             help="Bytes of a message; of a collective, what a worker receives. auto: 4k to 128m on GPUs, 4k to 4m on a CPU.",
         ),
     ] = "auto",
-    repeats: Annotated[int, typer.Option(metavar="N", help="Samples of each size.", min=3)] = 7,
+    repeats: Annotated[int, typer.Option(metavar="N", help="Samples of each size.", min=3, max=MOST_SAMPLES)] = 7,
     load: Annotated[bool, typer.Option("--load/--no-load", help="Measure again while everybody computes.")] = True,
     cluster_out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Cluster to write, for `mtrain simulate --cluster FILE`.", show_default=False),
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option(metavar="N", help="Nodes of that cluster, where it has more than took part.", min=1, show_default=False)
+        int | None,
+        typer.Option(
+            metavar="N", help="Nodes of that cluster, where it has more than took part.", min=1, max=MOST_WORKERS, show_default=False
+        ),
     ] = None,
     per_node: Annotated[
         int | None,
-        typer.Option(metavar="N", help="GPUs of its nodes, where they have more than took part.", min=1, show_default=False),
+        typer.Option(
+            metavar="N", help="GPUs of its nodes, where they have more than took part.", min=1, max=MOST_WORKERS, show_default=False
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the measurement as JSON and nothing else.")] = False,
 ) -> None:
@@ -77,6 +83,7 @@ def links(
         _check_cluster(cluster_out)
     config = in_own_folder(compose(list(overrides or ())), "links")
     environment = resolve_environment(config)
+    warn_of_idle(list(overrides or ()))
     wanted = _sizes(_SIZES[environment.device] if sizes == "auto" else sizes)
     if environment.workers < 2:
         raise ConfigError("topology.workers=1: there are no links to measure; give at least 2")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mtrain_cli.commands.completion import complete_overrides
+from mtrain_cli.commands.options import MOST_SAMPLES, MOST_THREADS, warn_of_idle
 from mtrain_cli.commands.profile import app, check_out, is_calibration, kept_beside, numbers, within_memory
 from mtrain_cli.config.schema import Config, ConfigError
 
@@ -30,9 +31,12 @@ def rest(
     ] = None,
     seq: Annotated[str, typer.Option(metavar="N,...", help="Tokens of one worker. auto: 1k to 64k on a GPU, 256 to 4k on a CPU.")] = "auto",
     threads: Annotated[
-        int | None, typer.Option(metavar="N", help="Threads on a CPU, as workers have them: cores / workers.", min=1, show_default=False)
+        int | None,
+        typer.Option(
+            metavar="N", help="Threads on a CPU, as workers have them: cores / workers.", min=1, max=MOST_THREADS, show_default=False
+        ),
     ] = None,
-    repeats: Annotated[int, typer.Option(metavar="N", min=1)] = 5,
+    repeats: Annotated[int, typer.Option(metavar="N", min=1, max=MOST_SAMPLES)] = 5,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Calibration to write, as JSON.", show_default=False)] = None,
 ) -> None:
     """Time what a training step computes beside attention: layers without it, the loss, the estimate of an index, on one device.
@@ -59,6 +63,7 @@ def rest(
 
     words = list(overrides or ())
     device = resolve_environment(_alone(words, 1024)).device
+    warn_of_idle(words)
     lengths = numbers("--seq", ("1k,4k,16k,64k" if device == "cuda" else "256,1k,4k") if seq == "auto" else seq, parse_size)
     configs = [_alone(words, length) for length in dict.fromkeys(lengths)]
     if threads is not None:

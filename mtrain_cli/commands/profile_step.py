@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from mtrain_cli.commands.completion import complete_overrides
+from mtrain_cli.commands.options import MOST_STEPS, warn_of_idle
 from mtrain_cli.commands.profile import app
 from mtrain_cli.commands.profile_imbalance import in_own_folder
 from mtrain_cli.config.schema import ConfigError
@@ -25,10 +26,11 @@ def step(
             help="Training steps before the first recorded one. Timed are those like it: without the first, dense ones before sparse ones "
             "(sparsity.dense_steps) and the first sparse one, unless there is no other. 2, or two more than sparsity.dense_steps.",
             min=1,
+            max=MOST_STEPS,
             show_default=False,
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(metavar="N", help="Recorded steps; figures are of one.", min=1)] = 1,
+    steps: Annotated[int, typer.Option(metavar="N", help="Recorded steps; figures are of one.", min=1, max=MOST_STEPS)] = 1,
     trace: Annotated[
         bool, typer.Option("--trace/--no-trace", help="Leave the trace of every rank, for Perfetto and chrome://tracing.")
     ] = True,
@@ -74,6 +76,7 @@ def step(
         )
     require_listed(config.data)
     environment = resolve_environment(config)
+    warn_of_idle(words, config, device=environment.device)
     # Only now: they take seconds to import, and a mistake is told at once.
     from mtrain_cli.profiling import records
     from mtrain_cli.profiling.recorded_step import TARGET, Plan

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mtrain_cli.commands.options import names
+from mtrain_cli.commands.options import MOST_DIGITS, MOST_WORKERS, names
 from mtrain_cli.commands.profile import app
 from mtrain_cli.config.schema import ConfigError
 
@@ -36,7 +36,8 @@ def what_if(
         str, typer.Option(metavar="N,...", help="Workers that share a sequence; as recorded if not given.", show_default=False)
     ] = "",
     per_node: Annotated[
-        int | None, typer.Option(metavar="N", help="Workers of a node; as recorded if not given.", min=1, show_default=False)
+        int | None,
+        typer.Option(metavar="N", help="Workers of a node; as recorded if not given.", min=1, max=MOST_WORKERS, show_default=False),
     ] = None,
     layers: Annotated[str, typer.Option(metavar="N,...", help="Layers to replay; all if not given.", show_default=False)] = "",
     pattern: Annotated[
@@ -100,7 +101,7 @@ def _numbers(option: str, text: str) -> list[int]:
     """Empty where nothing is given."""
     parts = [part.strip() for part in text.split(",")] if text else []
     for part in parts:
-        if not (part.isascii() and part.isdigit()):
+        if not (part.isascii() and part.isdigit() and len(part) <= MOST_DIGITS):
             raise ConfigError(f"{option} {text}: {part or 'an empty item'} is no whole number of at least 0; give some such as 8,32")
     return list(dict.fromkeys(map(int, parts)))
 

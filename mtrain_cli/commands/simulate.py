@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mtrain_cli.commands.completion import complete_clusters, complete_exchanges, complete_layouts, complete_overrides
-from mtrain_cli.commands.options import names, share
+from mtrain_cli.commands.options import MOST_TOKENS, MOST_WORKERS, names, share, warn_of_idle
 from mtrain_cli.commands.simulate_words import Asked, count, dollars
 from mtrain_cli.config.schema import ConfigError
 
@@ -104,16 +104,19 @@ def simulate(
         ),
     ] = None,
     columns: Annotated[
-        int | None, typer.Option(metavar="N", help="Of a family: single columns a head; 2048.", min=0, show_default=False)
+        int | None, typer.Option(metavar="N", help="Of a family: single columns a head; 2048.", min=0, max=MOST_TOKENS, show_default=False)
     ] = None,
     layers: Annotated[
-        int | None, typer.Option(metavar="N", help="Draw indices of so many layers; 1, of a file all.", min=1, show_default=False)
+        int | None,
+        typer.Option(metavar="N", help="Draw indices of so many layers; 1, of a file all.", min=1, max=MOST_WORKERS, show_default=False),
     ] = None,
     workers: Annotated[
         int | None,
         typer.Option(metavar="N", help="GPUs in all; those of the cluster if not given.", show_default=False),
     ] = None,
-    nodes: Annotated[int | None, typer.Option(metavar="N", min=1, help="Nodes, instead of the cluster's own.", show_default=False)] = None,
+    nodes: Annotated[
+        int | None, typer.Option(metavar="N", min=1, max=MOST_WORKERS, help="Nodes, instead of the cluster's own.", show_default=False)
+    ] = None,
     validate: Annotated[
         list[Path] | None,
         typer.Option(
@@ -208,6 +211,7 @@ def simulate(
         # Inside a node they are the plain ones.
         exchanges = [name for name in exchanges if not name.startswith("hierarchical_")]
     count_of = _workers(found, workers, asked.words)
+    warn_of_idle(asked.words)
     if not sweep:  # which may say what the words lack
         asked.check(count_of)
     if recommend and attention_only:

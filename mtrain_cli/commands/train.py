@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mtrain_cli.commands.completion import complete_overrides, complete_runs
+from mtrain_cli.commands.options import warn_of_idle
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +31,10 @@ def train(
         ),
     ] = None,
     cfg: Annotated[bool, typer.Option("--cfg", help="Print the composed configuration and stop.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, with memory and FLOP per worker, and stop.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Print what would run, with memory and FLOP per worker, and stop; exit code 1 if it does not fit."),
+    ] = False,
     resume: Annotated[
         str | None,
         typer.Option(
@@ -69,12 +73,13 @@ def train(
     run_path = _run_to_resume(resume, words, config_dir)
     config = _configuration(words, config_dir, run_path, plan=cfg or dry_run)
     if cfg:
+        warn_of_idle(words, config, config_dir)
         _print_configuration(config)
         return
     if dry_run:
-        _print_plan(config)
+        _print_plan(config, words, config_dir)
         return
-    raise typer.Exit(_launch(config, words, run_path))
+    raise typer.Exit(_launch(config, words, run_path, config_dir))
 
 
 def _configuration(overrides: list[str], config_dir: Path | None, run_path: Path | None, plan: bool = False) -> Config:
@@ -140,15 +145,20 @@ def _print_configuration(config: Config) -> None:
         console.print(Text(line, style="bold cyan" if changed else ""))
 
 
-def _print_plan(config: Config) -> None:
+def _print_plan(config: Config, words: list[str], config_dir: Path | None) -> None:
     from rich.console import Console
 
-    from mtrain_cli.training.dry_run import dry_run
+    from mtrain_cli.training.dry_run import fits, render
+    from mtrain_cli.training.planning import plan
 
-    Console().print(dry_run(config))
+    found = plan(config)
+    warn_of_idle(words, config, config_dir, exchange=found.exchange.name, device=found.environment.device)
+    Console().print(render(found))
+    if not fits(found):
+        raise typer.Exit(1)
 
 
-def _launch(config: Config, overrides: list[str], run_path: Path | None) -> int:
+def _launch(config: Config, overrides: list[str], run_path: Path | None, config_dir: Path | None) -> int:
     from mtrain_cli.config import compose
     from mtrain_cli.config.validate import require_listed
 
@@ -158,6 +168,7 @@ def _launch(config: Config, overrides: list[str], run_path: Path | None) -> int:
     from mtrain_cli.launch.local import launch
 
     environment = resolve_environment(config)  # first: sizes that do not fit this machine leave no folder behind
+    warn_of_idle(overrides, config, config_dir, device=environment.device)
     if run_path is None:
         return launch(run_dir.create(config, overrides), environment, resume=False, config=config)
     run = run_dir.open(run_path)

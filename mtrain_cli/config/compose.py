@@ -17,6 +17,7 @@ from typing import Any
 
 from mtrain_cli import __version__
 from mtrain_cli.config import derived, keys, validate
+from mtrain_cli.config.documents import read_yaml, reason
 from mtrain_cli.config.groups import TOP, Groups, open_groups
 from mtrain_cli.config.overrides import Problem, parse
 from mtrain_cli.config.schema import Config, ConfigError
@@ -24,6 +25,8 @@ from mtrain_cli.config.suggest import did_you_mean
 
 # What a resumed run keeps: its weights, its data order and its name were made with these.
 FIXED = ("model.", "data.", "seq", "seed", "train.init_from", "run.name", "run.dir")
+
+_SHOWN = 80  # characters of a value in a message
 
 # A value that has to be given. (OmegaConf's own mark, ???, gives way to the null that it is merged over.)
 _OPEN = "REQUIRED"
@@ -193,15 +196,14 @@ def load(path: Path) -> Config:
     Raises:
         ConfigError: no such file, no YAML, or keys and types that this version does not know.
     """
-    import yaml
-
     try:
-        raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot be read: {_one_line(error)}") from error
-    if not isinstance(raw, dict):
+        raw = read_yaml(path)
+        flat = keys.flatten(raw) if isinstance(raw, dict) else None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: cannot be read: {reason(error)}") from error
+    if flat is None:
         raise ConfigError(f"{path}: holds no configuration")
-    leaves, problems = _convert({**_LATER, **keys.flatten(raw)}, {})
+    leaves, problems = _convert({**_LATER, **flat}, {})
     missing = [name for name in keys.all_keys() if name not in leaves and not any(name in problem.keys for problem in problems)]
     lines = [problem.line for problem in problems] + [f"{name}: missing" for name in missing]
     if lines:
@@ -252,7 +254,7 @@ def _composed(groups: Groups, choices: Mapping[str, str], values: Mapping[str, A
                 for group in named:
                     OmegaConf.update(composed, group, own_way[group], merge=False, force_add=True)
         tree: Any = OmegaConf.to_container(composed, resolve=False)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{' '.join(words) or TOP}: cannot be composed: {_one_line(error)}") from error
     leaves: dict[str, Any] = {}
     problems: dict[str, Problem] = {}
@@ -268,7 +270,7 @@ def _composed(groups: Groups, choices: Mapping[str, str], values: Mapping[str, A
     for step, name in steps:
         try:
             step(name)
-        except OmegaConfBaseException as error:
+        except (OmegaConfBaseException, ValueError, RecursionError) as error:
             shown = f"{name}={keys.show(values[name])}" if name in values else name
             problems[name] = Problem(f"{shown}: cannot be resolved: {_one_line(error)}", (name,))
     for name, other in _INSTEAD.items():
@@ -324,9 +326,12 @@ def _convert(raw: Mapping[str, Any], files: Mapping[str, Path]) -> tuple[dict[st
             problems.append(Problem(f"{where}no key is called {name}{did_you_mean(name, keys.all_keys())}"))
             continue
         try:
-            leaves[name] = key.convert(value)
-        except ValueError as error:
-            problems.append(Problem(f"{name}={keys.show(value)}: {error}", (name,)))
+            converted = key.convert(value)
+            if (said := validate.out_of_range(name, converted)) is not None:
+                raise ValueError(said)
+            leaves[name] = converted
+        except (ValueError, OverflowError) as error:
+            problems.append(Problem(f"{name}={_clipped(keys.show(value))}: {error}", (name,)))
     return leaves, problems
 
 
@@ -363,6 +368,10 @@ def _checked(
     return keys.build(_absolute(leaves))
 
 
+def _clipped(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
 def _concerns(name: str, blamed: set[str]) -> bool:
     return any(name == other or (other.endswith(".") and name.startswith(other)) for other in blamed)
 
@@ -393,6 +402,8 @@ def _files(groups: Groups, choices: Mapping[str, str]) -> dict[str, Path]:
 
 def _one_line(error: Exception) -> str:
     """The first line of a library's message and, of a YAML error, the place."""
+    if isinstance(error, RecursionError | UnicodeDecodeError):
+        return reason(error)
     text = str(getattr(error, "problem", None) or getattr(error, "strerror", None) or error).strip() or type(error).__name__
     mark = getattr(error, "problem_mark", None)
     return text.splitlines()[0] + (f" ({Path(mark.name).name}, line {mark.line + 1})" if mark is not None else "")

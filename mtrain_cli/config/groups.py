@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtrain_cli import resource_dir
+from mtrain_cli.config.documents import read_yaml, reason
 from mtrain_cli.config.schema import ConfigError
 
 TOP = "config.yaml"
@@ -38,13 +39,11 @@ class Groups:
     @functools.cached_property
     def defaults(self) -> dict[str, str]:
         """The option of each group that is composed when nothing else is asked for."""
-        import yaml
-
         top = next(folder / TOP for folder in self.folders if (folder / TOP).is_file())
         try:
-            content = yaml.safe_load(top.read_text(encoding="utf-8")) or {}
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigError(f"{top}: cannot be read: {str(error).splitlines()[0]}") from error
+            content = read_yaml(top) or {}
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{top}: cannot be read: {reason(error)}") from error
         entries = content.get("defaults", []) if isinstance(content, dict) else []
         pairs = [pair for entry in entries if isinstance(entry, dict) for pair in entry.items()]
         return {str(group).removeprefix("override ").lstrip("/"): str(option) for group, option in pairs}

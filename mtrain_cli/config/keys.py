@@ -8,10 +8,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config import sizes
@@ -108,11 +110,13 @@ class Key:
         if kind is int:
             if self.name in TOKEN_COUNTS and isinstance(value, str):
                 return sizes.parse_size(value)
-            return int(value) if number and math.isfinite(value) and value == int(value) else _WRONG
+            return int(value) if number and _finite(value) and value == int(value) else _WRONG
         if kind is float:
-            return float(value) if number and math.isfinite(value) else _WRONG
+            return float(value) if number and _finite(value) else _WRONG
         if typing.get_origin(kind) is dict:
-            numbers = isinstance(value, Mapping) and all(isinstance(n, int | float) and not isinstance(n, bool) for n in value.values())
+            numbers = isinstance(value, Mapping) and all(
+                isinstance(n, int | float) and not isinstance(n, bool) and _finite(n) for n in value.values()
+            )
             return {str(name): float(item) for name, item in value.items()} if numbers else _WRONG
         if kind is str:
             return (
@@ -129,9 +133,37 @@ class Key:
         if not isinstance(value, str) and not (number and self.is_text and not self.choices):
             return _WRONG
         text = str(value)
+        if self.name in PATHS and (problem := _no_path(text)):
+            raise ValueError(problem)
         if not self.is_text:  # int | str and float | str: a number, or the one word auto
             return text if text == "auto" else _WRONG
         return text if not self.choices or text in self.choices else _WRONG
+
+
+_NAME_MAX, _PATH_MAX = 255, 4095  # bytes, on Linux
+
+
+def _no_path(text: str) -> str | None:
+    """Why no file can have this name."""
+    try:
+        data = os.fspath(Path(text).expanduser()).encode()
+    except UnicodeEncodeError:
+        return "is not UTF-8; rename it"
+    except RuntimeError:
+        return "begins with the name of a user whom this machine does not know; give the whole path"
+    if len(data) > _PATH_MAX or max(map(len, data.split(b"/"))) > _NAME_MAX:
+        return f"is too long; a name has at most {_NAME_MAX} bytes, a path {_PATH_MAX}"
+    if any(ord(letter) < 32 for letter in text):
+        return "holds a control character; give the path of a file or folder"
+    return None
+
+
+def _finite(value: float) -> bool:
+    """Whether a float can hold it."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 _WRONG = object()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mtrain_cli.config.groups import Groups
-from mtrain_cli.config.keys import Key, all_keys, sections
+from mtrain_cli.config.keys import PATHS, Key, all_keys, sections
 from mtrain_cli.config.suggest import did_you_mean, nearest
 
 _SWEEP = re.compile(r"^(choice|range|glob|interval)\(.*\)$")
@@ -40,13 +40,18 @@ def parse(texts: Sequence[str], groups: Groups) -> Overrides:
     """Reads ``texts``, each one word of the command line. A later override of the same key or group wins."""
     found = Overrides()
     for text in texts:
-        problem = _parse_one(text.strip(), groups, found)
+        problem = _parse_one(text, groups, found)
         if problem is not None:
             found.problems.append(problem)
     return found
 
 
-def _parse_one(text: str, groups: Groups, found: Overrides) -> Problem | None:
+def _parse_one(raw_text: str, groups: Groups, found: Overrides) -> Problem | None:
+    text = raw_text.strip()
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return Problem(f"{text}: is not UTF-8; rename the file or folder", (text.partition("=")[0],))
     if text.startswith("~"):
         name = text[1:].partition("=")[0]
         hint = (
@@ -71,7 +76,9 @@ def _parse_one(text: str, groups: Groups, found: Overrides) -> Problem | None:
     if name in groups.options:
         return _group(text, name, raw, groups, found)
     if name in all_keys():
-        return _value(text, all_keys()[name], raw, found)
+        # A name of a file may begin or end with a space.
+        exact = raw_text.partition("=")[2]
+        return _value(text, all_keys()[name], exact if name in PATHS and raw else raw, found)
     if name in sections():
         example = next(key for key in all_keys() if key.startswith(f"{name}."))
         return Problem(f"{text}: {name} is a section, not a value; set its keys one by one, such as {example}=...", (f"{name}.",))
@@ -121,7 +128,7 @@ def _value(text: str, key: Key, raw: str, found: Overrides) -> Problem | None:
 
     try:
         override = OverridesParser.create().parse_override(f"{key.name}={raw}")
-    except HydraException:  # its message speaks of the grammar, not of the key
+    except (HydraException, ValueError, RecursionError):  # its message speaks of the grammar, not of the key
         hint = f"; a value with spaces needs quotes: '{key.name}=[a, b]'" if raw.count("[") > raw.count("]") else ""
         return Problem(f"{text}: expected {key.expected}{hint}", (key.name,))
     if override.is_sweep_override():

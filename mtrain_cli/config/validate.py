@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from mtrain_cli.config import keys
@@ -23,6 +24,7 @@ from mtrain_cli.config.schema import (
     TopologyConfig,
     TrainConfig,
 )
+from mtrain_cli.config.sizes import format_size
 
 BYTE_VOCABULARY = 264  # 256 bytes, begin, end and padding, rounded up to a multiple of 8
 TEXT = "a .txt, .md, .py, .jsonl or .parquet file, or a folder of them"
@@ -38,8 +40,11 @@ MIN_BLOCK = 16  # one tensor-core tile; smaller blocks would only cost index
 
 def problems(config: Config) -> list[str]:
     """Everything that does not fit together in ``config``, each a line ``key=value: reason``; empty when all is well."""
+    ranges = list(_ranges(config))
+    if any(_beyond(name, value) for name, value in keys.values(config).items()):
+        return ranges  # the checks below count up to some of these numbers
     return [
-        *_ranges(config),
+        *ranges,
         *_model(config.model),
         *_topology(config.topology),
         *_blocks(config),
@@ -143,6 +148,94 @@ _RANGE: dict[str, tuple[str, Callable[[float], bool]]] = {
 }
 
 
+@dataclass(frozen=True)
+class Most:
+    """The largest value that a number may have, and why no run needs a larger one."""
+
+    value: float
+    reason: str
+
+    def words(self, key: str) -> str:
+        shown = format_size(int(self.value)) if key in keys.TOKEN_COUNTS else f"{self.value:,.0f}"
+        return f"at most {shown} ({self.reason})"
+
+
+MOST_TOKENS = Most(2**26, "a plan and a batch hold a table of all positions, 0.5 GiB at this length")
+MOST_STEPS = Most(10**9, "a year at 30 steps a second")
+MOST_WORKERS = Most(2**14, "a plan visits every worker")
+_HEADS = Most(65_535, "the grid of a GPU kernel has no more places for heads")
+_SEQUENCES = Most(10**6, "every one is listed")
+_GIB = Most(2**20, "1 PiB")
+_MIB = Most(2**20, "1 TiB")
+_OVERFLOW = Most(100, "products in bfloat16 would overflow or say nothing")
+_RATIO = Most(10**6, "float32 would round smaller terms away")
+_FEW_LINES = Most(2**31 - 1, "lines of an index are 32-bit numbers")
+_VAST = 2.0**100  # a power of two, as some of them must be
+_OTHERS = Most(10**9, "no run has more")
+
+# How large a number may be, for keys whose range above has no end. Larger ones overflow, or keep a plan busy for hours.
+_MOST: dict[str, Most] = {
+    "seq": MOST_TOKENS,
+    "model.vocab_size": Most(2**31 - 1, "token ids are 32-bit numbers"),
+    "model.hidden_size": Most(2**20, "no model is a tenth as wide"),
+    "model.intermediate_size": Most(2**22, "no model is a tenth as wide"),
+    "model.num_layers": Most(10_000, "no model has a tenth of them"),
+    "model.num_heads": _HEADS,
+    "model.num_kv_heads": _HEADS,
+    "model.head_dim": Most(4096, "no kernel takes wider heads"),
+    "model.rms_norm_eps": Most(1, "it would outweigh what it keeps from 0"),
+    "model.init_std": _OVERFLOW,
+    "model.rope.theta": Most(1e12, "angles are float32"),
+    "model.rope.factor": Most(MOST_TOKENS.value, "seq has no more tokens"),
+    "model.rope.original_max_position": MOST_TOKENS,
+    "model.rope.beta_fast": _RATIO,
+    "model.rope.beta_slow": _RATIO,
+    "model.rope.low_freq_factor": _RATIO,
+    "model.rope.high_freq_factor": _RATIO,
+    "topology.workers": MOST_WORKERS,
+    "topology.context_parallel": MOST_WORKERS,
+    "topology.gpus_per_node": MOST_WORKERS,
+    "topology.ulysses": MOST_WORKERS,
+    "topology.prefetch": MOST_WORKERS,
+    "topology.chunks": _HEADS,
+    "topology.gpu_memory_gib": _GIB,
+    "topology.host_memory_gib": _GIB,
+    "topology.block_size": Most(MOST_TOKENS.value, "seq has no more tokens"),
+    "topology.timeout_s": Most(2 * 10**6, "23 days; NCCL counts milliseconds in 32 bits"),
+    "sparsity.dense_steps": MOST_STEPS,
+    "sparsity.last_q": Most(MOST_TOKENS.value, "seq has no more tokens"),
+    "sparsity.windows": Most(MOST_TOKENS.value, "seq has no more tokens"),
+    "sparsity.max_bars": _FEW_LINES,
+    "sparsity.max_slashes": _FEW_LINES,
+    "sparsity.stride": Most(max(BLOCKS), "no block is larger"),
+    "sparsity.chunk": Most(MOST_TOKENS.value, "seq has no more tokens"),
+    "sparsity.top_k": Most(MOST_TOKENS.value, "seq has no more chunks"),
+    "sparsity.slashes": _FEW_LINES,
+    "sparsity.bars": _FEW_LINES,
+    "data.eval_sequences": _SEQUENCES,
+    "optim.lr": _OVERFLOW,
+    "optim.eps": Most(1, "it would outweigh what it keeps from 0"),
+    "optim.weight_decay": _OVERFLOW,
+    "optim.warmup_steps": MOST_STEPS,
+    "optim.clip_norm": Most(1e12, "0 is the word for never"),
+    "train.steps": MOST_STEPS,
+    "train.global_batch": _SEQUENCES,
+    "train.micro_batch": _HEADS,
+    "train.tile_mib": _MIB,
+    "train.loss_chunk_mib": _MIB,
+    "train.z_loss": _OVERFLOW,
+    "train.eval_every": MOST_STEPS,
+    "train.checkpoint_every": MOST_STEPS,
+    "profile.every": MOST_STEPS,
+    "run.log_every": MOST_STEPS,
+}
+
+
+def most(name: str) -> Most | None:
+    """The bound of a number; None where its range has an end of its own."""
+    return _MOST.get(name, _OTHERS) if name in _RANGE and _RANGE[name][1](_VAST) else None
+
+
 def allowed(key: keys.Key) -> str:
     """What a key takes, with the range of its numbers: the words of `mtrain config show`."""
     # Null is no choice for a key that the pattern has.
@@ -150,15 +243,31 @@ def allowed(key: keys.Key) -> str:
     if key.name not in _RANGE:
         return kind
     reason = _RANGE[key.name][0].removeprefix("must be ")
-    return reason if reason.startswith("auto") else f"{kind}, {reason}"
+    least = reason if reason.startswith("auto") else f"{kind}, {reason}"
+    bound = most(key.name)
+    return least if bound is None else f"{least}, {bound.words(key.name)}"
+
+
+def out_of_range(name: str, value: object) -> str | None:
+    """What is wrong with a number, to stand behind ``key=value: ``; None where nothing is, or it is no number."""
+    if name not in _RANGE or not isinstance(value, int | float):
+        return None
+    said, fits = _RANGE[name]
+    if not fits(value):
+        return said
+    bound = most(name)
+    return f"must be {bound.words(name)}" if bound is not None and _beyond(name, value) else None
+
+
+def _beyond(name: str, value: object) -> bool:
+    bound = most(name)
+    return bound is not None and isinstance(value, int | float) and value > bound.value
 
 
 def _ranges(config: Config) -> Iterator[str]:
     for name, value in keys.values(config).items():
-        if name in _RANGE and isinstance(value, int | float):
-            allowed, fits = _RANGE[name]
-            if not fits(value):
-                yield f"{name}={keys.show(value)}: {allowed}"
+        if (said := out_of_range(name, value)) is not None:
+            yield f"{name}={keys.show(value)}: {said}"
 
 
 def _model(model: ModelConfig) -> Iterator[str]:
@@ -426,5 +535,7 @@ def _evaluation(config: Config) -> Iterator[str]:
 def _run(config: Config) -> Iterator[str]:
     if not re.fullmatch(r"[\w.+=-]+", config.run.name) or config.run.name in (".", ".."):
         yield f"run.name={config.run.name}: may hold letters, digits and . _ - + = only, since it names a folder"
+    if config.run.dir != config.run.dir.strip():
+        yield f"run.dir='{config.run.dir}': begins or ends with a space, which is lost where names are typed; leave the space out"
     if config.run.dir == "":
         yield "run.dir=: give a folder, or auto for runs/<name>"

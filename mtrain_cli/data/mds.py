@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from mtrain_cli import install_command
+from mtrain_cli.config import documents
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.failures import read_failure
 
@@ -34,6 +35,7 @@ _MAPPED = 256
 _PIECE = 1 << 24  # bytes that are unpacked at once
 _LARGEST = 1 << 32  # bytes of a shard: offsets are uint32
 _SCALARS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+_MOST = 2**53  # bytes or samples of a shard
 _PLAIN = ("bytes", "str", "str_int", "str_float", "int", "json", *_SCALARS)
 # The byte by which an array without a fixed dtype names its own.
 _DTYPE_OF_CODE = {
@@ -108,9 +110,13 @@ class MdsFolder:
         try:
             self.shards = [_shard(entry) for entry in shards]
             names, encodings = shards[0]["column_names"], shards[0]["column_encodings"]
+            if not (_texts(names) and _texts(encodings) and len(names) == len(encodings)):
+                raise ValueError("column_names and column_encodings must be lists of as many words")
+            if not all(0 <= number < _MOST for shard in self.shards for number in (shard.size, shard.samples)):
+                raise ValueError("a size or a number of samples is no such number")
             alike = all((entry["column_names"], entry["column_encodings"]) == (names, encodings) for entry in shards)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{self.origin}: {INDEX} is no index of MDS shards ({error!r} is missing or wrong)") from None
+        except (KeyError, TypeError, AttributeError, OverflowError, IndexError) as error:
+            raise ConfigError(f"{self.origin}: {INDEX} is no index of MDS shards ({documents.reason(error)})") from None
         except ValueError as error:
             raise ConfigError(f"{self.origin}: {INDEX} {error}") from None
         if not alike:
@@ -280,7 +286,7 @@ class MdsFolder:
             found = "is not a folder" if self.folder.exists() else "no such folder"
             raise ConfigError(f"{self.origin}: {found}; give a folder of MDS shards, which holds an {INDEX}")
         try:
-            content = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))
+            content = documents.read_json(self.folder / INDEX)
         except FileNotFoundError:
             inside = sorted(path.parent.name for path in self.folder.glob(f"*/{INDEX}"))
             hint = f"; it has folders that do: {', '.join(inside[:8])} (name them in data.mix)" if inside else ""
@@ -288,13 +294,17 @@ class MdsFolder:
         except OSError as error:
             raise read_failure(error, f"{self.origin}: {INDEX} cannot be read ({error.strerror})") from None
         except ValueError as error:
-            raise ConfigError(f"{self.origin}: {INDEX} is not JSON ({error})") from None
+            raise ConfigError(f"{self.origin}: {INDEX} is not JSON ({documents.reason(error)})") from None
         if not isinstance(content, dict) or not isinstance(content.get("shards"), list) or content.get("version") != 2:
             version = content.get("version") if isinstance(content, dict) else None
             raise ConfigError(f"{self.origin}: {INDEX} has version {version}; MDS shards of version 2 are expected")
         if not content["shards"]:
             raise ConfigError(f"{self.origin}: {INDEX} lists no shards")
         return content
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def _encoding(text: str) -> Encoding:

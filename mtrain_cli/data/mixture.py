@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from mtrain_cli.config.documents import read_yaml, reason
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.dataset import PackedDataset, Sample
 from mtrain_cli.data.permutation import Permutation, mix64
@@ -33,18 +34,16 @@ def parse_mix(mix: Mapping[str, float] | str) -> dict[str, float]:
 
     Raises ConfigError for a file that cannot be read, and weights that are no positive numbers.
     """
-    import yaml
-
     origin = f"data.mix={mix}" if isinstance(mix, str) else "data.mix"
     if isinstance(mix, str):
         try:
-            content: Any = yaml.safe_load(Path(mix).expanduser().read_text(encoding="utf-8"))
+            content: Any = read_yaml(Path(mix).expanduser())
         except FileNotFoundError:
             raise ConfigError(
                 f"{origin}: no such file; give weights such as data.mix={{code: 0.3, book: 0.7}}, or a YAML file of them"
             ) from None
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigError(f"{origin}: cannot be read as YAML ({' '.join(str(error).split())[:120]})") from None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{origin}: cannot be read as YAML ({reason(error)})") from None
     else:
         content = mix
     if not isinstance(content, Mapping) or not content:
@@ -53,7 +52,7 @@ def parse_mix(mix: Mapping[str, float] | str) -> dict[str, float]:
     for name, weight in content.items():
         try:
             weights[str(name)] = float(weight)  # YAML 1.1 takes 1e-3 for text
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             weights[str(name)] = math.nan
         if not 0 < weights[str(name)] < math.inf:
             raise ConfigError(f"{origin}: the weight of {name} is {weight}; expected a number above 0 (leave out what is not wanted)")

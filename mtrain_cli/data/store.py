@@ -19,6 +19,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from mtrain_cli.config import documents
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.filters import EVERYTHING, Filters
 from mtrain_cli.data.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
@@ -58,13 +59,13 @@ class StoreMeta:
     def read(cls, folder: Path, origin: str) -> StoreMeta:
         """Parse meta.json; ConfigError when it is missing, broken or newer than this version of mtrain."""
         try:
-            content = json.loads((folder / META).read_text(encoding="utf-8"))
+            content = documents.read_json(folder / META)
         except FileNotFoundError:
             raise ConfigError(f"{origin}: no {META} in it; give a folder written by `mtrain data prepare`") from None
         except OSError as error:
             raise read_failure(error, f"{origin}: {META} cannot be read ({error.strerror})") from None
         except ValueError as error:
-            raise ConfigError(f"{origin}: {META} is not JSON ({error}); prepare the store again") from None
+            raise ConfigError(f"{origin}: {META} is not JSON ({documents.reason(error)}); prepare the store again") from None
         if not isinstance(content, dict) or content.get("version") != VERSION:
             found = content.get("version") if isinstance(content, dict) else None
             raise ConfigError(f"{origin}: {META} has version {found}, this mtrain reads version {VERSION}; prepare the store again")
@@ -72,7 +73,10 @@ class StoreMeta:
         missing = [known.name for known in fields(cls) if known.name not in content]
         if missing:
             raise ConfigError(f"{origin}: {META} lacks {', '.join(missing)}; prepare the store again")
-        meta = cls(**{known.name: content[known.name] for known in fields(cls)})
+        try:
+            meta = documents.checked(cls, content)
+        except documents.UnreadableError as error:
+            raise ConfigError(f"{origin}: {META} is broken ({error}); prepare the store again") from None
         counts = (meta.vocab_size, meta.num_tokens, meta.num_documents)
         if str(meta.dtype) not in _DTYPES or not all(isinstance(count, int) and count > 0 for count in counts):
             raise ConfigError(f"{origin}: {META} is broken (dtype {meta.dtype}, counts {counts}); prepare the store again")

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mtrain_cli.config import validate
+from mtrain_cli.config import documents, validate
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch.environment import Environment, resolve_environment
 from mtrain_cli.launch.failures import Failure
@@ -49,6 +49,14 @@ class Restart:
     reached: int
     step: int
     workers: int
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What a restart asks of a line of metrics.jsonl."""
+
+    step: int
+    loss: float | None = None
 
 
 @dataclass(frozen=True)
@@ -174,9 +182,9 @@ def read(run: RunDir) -> list[Restart]:
     """The restarts of a run, oldest first; what cannot be read is left out."""
     found = []
     with contextlib.suppress(OSError):
-        for line in run.restarts.read_text().splitlines():
-            with contextlib.suppress(ValueError, TypeError):
-                found.append(Restart(**json.loads(line)))
+        for line in run.restarts.read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
+                found.append(documents.checked(Restart, json.loads(line)))
     return found
 
 
@@ -185,9 +193,9 @@ def latest_steps(run: RunDir) -> list[tuple[int, float | None]]:
     found = []
     with contextlib.suppress(OSError):
         for line in _tail(run.metrics).splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                row = json.loads(line)
-                found.append((int(row["step"]), row.get("loss")))
+            with contextlib.suppress(ValueError, RecursionError):
+                row = documents.checked(_Step, json.loads(line))
+                found.append((row.step, row.loss))
     return found
 
 

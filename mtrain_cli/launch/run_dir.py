@@ -21,7 +21,7 @@ from importlib import metadata
 from pathlib import Path
 
 import mtrain_cli
-from mtrain_cli.config import compose
+from mtrain_cli.config import compose, documents
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.launch.job import current_job, decide_on_rank_zero
@@ -220,7 +220,7 @@ class RunLock:
         try:
             self._take()
         except BlockingIOError:
-            holder = path.read_text().strip() or "another process"
+            holder = path.read_text(errors="replace").strip() or "another process"
             self.release()
             raise ConfigError(f"run.dir={folder}: in use by {holder}; wait for that run, stop it, or choose another run.dir") from None
         except OSError:
@@ -314,7 +314,8 @@ def begun(config: Config, this_job: bool) -> RunDir | None:
 
 def _job_of(folder: Path) -> str | None:
     try:
-        return json.loads(RunDir(folder).environment.read_text()).get("job")
+        found = documents.read_json(RunDir(folder).environment)
+        return found.get("job") if isinstance(found, dict) else None
     except (OSError, ValueError):
         return None
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mtrain_cli.config import documents
 from mtrain_cli.launch.run_dir import LOCK, RUNS, RunDir
 
 BEAT_S = 10.0  # between signs of life of the lock's holder
@@ -62,12 +63,8 @@ class State:
 def read(run: RunDir) -> State | None:
     """What the run wrote last; None where it has written nothing that can be read. Keys of other versions are left out."""
     try:
-        found = json.loads(run.state.read_text())
-        known = {field.name for field in dataclasses.fields(State)}
-        values: dict[str, Any] = {name: value for name, value in found.items() if name in known}
-        values["warnings"] = tuple((float(when), str(text)) for when, text in values.get("warnings", ()))
-        return State(**{**values, "workers": tuple(values.get("workers", ()))})
-    except (OSError, ValueError, TypeError, AttributeError):
+        return documents.checked(State, documents.read_json(run.state))
+    except (OSError, ValueError):
         return None
 
 
@@ -143,7 +140,7 @@ def life(run: RunDir, now: float) -> Life:
     """Whether the run lives. On the holder's own machine the lock tells; from elsewhere, or where locks do not work, its signs of life."""
     lock = run.path / LOCK
     try:
-        holder = lock.read_text().strip()
+        holder = lock.read_text(errors="replace").strip()
         silent = max(0.0, now - lock.stat().st_mtime)
     except OSError:
         return Life(False, "", None)

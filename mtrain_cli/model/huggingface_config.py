@@ -10,6 +10,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from mtrain_cli.config import documents, validate
 from mtrain_cli.config.schema import ConfigError, ModelConfig, RopeConfig
 
 ARCHITECTURES = {
@@ -31,6 +32,26 @@ _BETA_FAST, _BETA_SLOW = 32.0, 1.0  # what a config.json that leaves them out me
 _LOW_FREQ_FACTOR, _HIGH_FREQ_FACTOR = 1.0, 4.0  # Llama 3.1
 
 
+# The key of the configuration that takes the value, and bounds it.
+_KEYS = {
+    "vocab_size": "model.vocab_size", "hidden_size": "model.hidden_size", "num_hidden_layers": "model.num_layers",
+    "num_attention_heads": "model.num_heads", "num_key_value_heads": "model.num_kv_heads", "head_dim": "model.head_dim",
+    "intermediate_size": "model.intermediate_size", "rms_norm_eps": "model.rms_norm_eps", "initializer_range": "model.init_std",
+    "max_position_embeddings": "model.rope.original_max_position", "rope_theta": "model.rope.theta", "factor": "model.rope.factor",
+    "original_max_position_embeddings": "model.rope.original_max_position", "beta_fast": "model.rope.beta_fast",
+    "beta_slow": "model.rope.beta_slow", "low_freq_factor": "model.rope.low_freq_factor", "high_freq_factor": "model.rope.high_freq_factor",
+}  # fmt: skip
+
+
+def _shown(value: Any) -> str:
+    """A value of JSON in a message."""
+    try:
+        text = json.dumps(value)
+    except (ValueError, RecursionError):  # more digits than Python writes
+        text = "..."
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
 class _Fields:
     """Reads typed fields of a JSON object and collects what is wrong with them."""
 
@@ -44,26 +65,36 @@ class _Fields:
         if value is None:
             self.problems.append(f"{self.path}: {key} is missing")
             return kind(1)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or kind(value) != value or value <= 0:
-            self.problems.append(f"{self.path}: {key}={value}: must be a positive {'integer' if kind is int else 'number'}")
+        if not documents.is_number(value) or kind(value) != value or value <= 0:
+            self.problems.append(f"{self.path}: {key}={_shown(value)}: must be a positive {'integer' if kind is int else 'number'}")
+            return kind(1)
+        if key in _KEYS and (said := validate.out_of_range(_KEYS[key], kind(value))) is not None:
+            self.problems.append(f"{self.path}: {key}={_shown(value)}: {said}")
             return kind(1)
         return kind(value)
+
+    def flag(self, key: str) -> bool:
+        """True or false; a missing or null one is false."""
+        value = self.raw.get(key)
+        if value not in (None, True, False):
+            self.problems.append(f"{self.path}: {key}={_shown(value)}: must be true or false")
+        return value is True
 
     def refuse(self, key: str, allowed: Any) -> None:
         """A feature that the decoder does not have: anything but ``allowed``, null or nothing is a problem."""
         value = self.raw.get(key)
         if value is not None and value != allowed:
-            self.problems.append(f"{self.path}: {key}={json.dumps(value)} is not supported; only {json.dumps(allowed)} is")
+            self.problems.append(f"{self.path}: {key}={_shown(value)} is not supported; only {json.dumps(allowed)} is")
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ConfigError when there is none."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = documents.read_json(path)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; a Hugging Face folder has config.json and safetensors") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read as JSON ({error})") from None
+        raise ConfigError(f"{path}: cannot be read as JSON ({documents.reason(error)})") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: must hold a JSON object")
     return raw
@@ -77,8 +108,8 @@ def read_config(folder: Path) -> tuple[ModelConfig, int]:
     path = folder / "config.json"
     raw = read_json(path)
     family = raw.get("model_type")
-    if family not in ARCHITECTURES:
-        raise ConfigError(f"{path}: model_type={family}: must be one of {', '.join(ARCHITECTURES)}")
+    if not isinstance(family, str) or family not in ARCHITECTURES:
+        raise ConfigError(f"{path}: model_type={_shown(family)}: must be one of {', '.join(ARCHITECTURES)}")
     fields = _Fields(path, raw)
     fields.refuse("hidden_act", "silu")
     fields.refuse("attention_bias", False)
@@ -99,7 +130,7 @@ def read_config(folder: Path) -> tuple[ModelConfig, int]:
         intermediate_size=fields.number("intermediate_size", int),
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        tie_word_embeddings=fields.flag("tie_word_embeddings"),
         rms_norm_eps=fields.number("rms_norm_eps", float, 1e-6),
         init_std=fields.number("initializer_range", float, 0.02),
         rope=_read_rope(fields, max_position),
@@ -120,9 +151,9 @@ def _read_rope(outer: _Fields, max_position: int) -> RopeConfig:
     inner.refuse("partial_rotary_factor", 1.0)
     outer.refuse("partial_rotary_factor", 1.0)
     kind = parameters.get("rope_type", "default")
-    scaling = {"default": "none", "yarn": "yarn", "llama3": "llama3"}.get(kind)
+    scaling = {"default": "none", "yarn": "yarn", "llama3": "llama3"}.get(kind) if isinstance(kind, str) else None
     if scaling is None:
-        outer.problems.append(f"{outer.path}: rope_type={kind} is not supported; only default, yarn and llama3 are")
+        outer.problems.append(f"{outer.path}: rope_type={_shown(kind)} is not supported; only default, yarn and llama3 are")
         scaling = "none"
     original = inner.number("original_max_position_embeddings", int, max_position) if scaling != "none" else max_position
     rope = RopeConfig(
@@ -212,7 +243,9 @@ def _refuse_other_yarn(fields: _Fields, rope: RopeConfig) -> None:
     ours = attention_factor(rope, rope.factor)
     theirs = fields.raw.get("attention_factor")
     if theirs is not None and not (isinstance(theirs, (int, float)) and math.isclose(theirs, ours, rel_tol=1e-6)):
-        fields.problems.append(f"{fields.path}: attention_factor={theirs} is not supported; YaRN's own for this factor is {ours:.6g}")
+        fields.problems.append(
+            f"{fields.path}: attention_factor={_shown(theirs)} is not supported; YaRN's own for this factor is {ours:.6g}"
+        )
     if fields.raw.get("mscale") and fields.raw.get("mscale_all_dim"):
         fields.problems.append(f"{fields.path}: mscale and mscale_all_dim are not supported; leave them out of rope_parameters")
     fields.refuse("truncate", True)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mtrain_cli.config.documents import read_json, reason
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.parallel.recording import DIRECTIONS, KINDS
 from mtrain_cli.parallel.schedule import CONTEXT, DKV, DQ, HEADS, INNER, KV, OUTER, QUERIES
@@ -185,10 +186,10 @@ def open_records(folder: Path) -> Recorded:
     if not path.is_file():
         raise ConfigError(f"{folder}: holds no profile ({SUMMARY} is missing)")
     try:
-        summary = json.loads(path.read_text())
+        summary = read_json(path)
         schema = summary["schema"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: is no summary of a profile ({type(error).__name__}: {error})") from error
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise ConfigError(f"{path}: is no summary of a profile ({reason(error)})") from error
     if schema != SCHEMA:
         raise ConfigError(f"{path}: has schema {schema}, this version of mtrain reads {SCHEMA}; measure again, or use the version it names")
     whole = folder / RECORDS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli import resource_dir
+from mtrain_cli.config.documents import read_json
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.suggest import did_you_mean
 from mtrain_cli.profiling.analysis import CaseAnalysis, analyse
@@ -294,7 +294,7 @@ def _steps_wanted(path: Path) -> int | None:
 
 def _document(path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = read_json(path)
     except (OSError, ValueError):
         return {}
     return document if isinstance(document, dict) else {}

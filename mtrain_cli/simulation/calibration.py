@@ -8,7 +8,6 @@ left out of the fit, one after the other.
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from mtrain_cli import resource_dir
+from mtrain_cli.config.documents import is_number, read_json, reason
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.parallel.recording import INDEX
 from mtrain_cli.simulation.program import FloatArray
@@ -233,11 +233,13 @@ def load_calibration(*paths: Path) -> Calibration:
                 for direction in (FORWARD, BACKWARD):
                     flop = FLOP_PER_PAIR[direction] * int(time["case"]["head_dim"]) / 1e12
                     point = Point((pairs - of_columns) * flop, of_columns * flop, float(time[f"{direction}_ms"]))
-                    if not point.ms > 0 or not point.flop + point.of_columns > 0:
-                        raise ValueError("times")
+                    if not all(map(is_number, (point.ms, point.flop, point.of_columns))) or not (
+                        point.ms > 0 and point.flop + point.of_columns > 0
+                    ):
+                        raise ValueError("a time or a number of pairs is none")
                     points.setdefault((str(time["kernel"]), str(form), direction), []).append(point)
-        except (KeyError, TypeError, ValueError) as problem:
-            raise ConfigError(f"--calibration {path}: is damaged ({type(problem).__name__}: {problem}); measure again") from problem
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, IndexError) as problem:
+            raise ConfigError(f"--calibration {path}: is damaged ({reason(problem)}); measure again") from problem
     curves = []
     for (kernel, direction), forms in _same_kernels(points):
         measured = [points[kernel, form, direction] for form in forms]
@@ -278,7 +280,9 @@ def _rest_point(time: dict[str, Any]) -> RestPoint:
         raise ValueError(f"part={part}")
     size = int(time["rows"] if part in (FORWARD, BACKWARD) else time["tokens"])
     found = RestPoint(part, size, float(time["ms"]) * 1e3, float(time["flop"]), float(time["moved"]), int(time["heads"]))
-    if not (found.us > 0 and size > 0 and (part == INDEX or found.flop + found.moved > 0)):
+    if not all(map(is_number, (found.us, size, found.flop, found.moved, found.heads))):
+        raise ValueError(f"{part}: a value is no number")
+    if not (found.us > 0 and size > 0 and found.heads > 0 and (part == INDEX or found.flop + found.moved > 0)):
         raise ValueError(f"{part}: ms, tokens, rows, flop and moved must be above 0")
     return found
 
@@ -293,11 +297,11 @@ def _same_kernels(measured: Iterable[tuple[str, str, str]]) -> list[tuple[tuple[
 
 def _document(path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = read_json(path)
     except FileNotFoundError:
         raise ConfigError(f"--calibration {path}: there is no such file; `mtrain profile kernels --out FILE` writes one") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--calibration {path}: is no readable JSON ({str(error).splitlines()[0]})") from error
+        raise ConfigError(f"--calibration {path}: is no readable JSON ({reason(error)})") from error
     if (
         not isinstance(document, dict)
         or document.get("kind") not in KINDS_OF_FILES

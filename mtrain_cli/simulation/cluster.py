@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli import resource_dir
+from mtrain_cli.config.documents import read_yaml, reason
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.suggest import did_you_mean
 
@@ -169,21 +170,21 @@ def _links_nodes(content: Mapping[str, Any]) -> bool:
 
 
 def _content(path: Path) -> dict[str, Any]:
-    import yaml
-
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: is no readable YAML ({str(error).splitlines()[0]})") from error
+        content = read_yaml(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: is no readable YAML ({reason(error)})") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: describes no cluster; expected keys such as nodes, gpus_per_node, gpu and links")
     return content
 
 
 _Check = tuple[str, Callable[[float], bool]]
-_ABOVE: _Check = ("a number above 0", lambda v: v > 0)
-_AT_LEAST: _Check = ("a number of at least 0", lambda v: v >= 0)
-_COUNT: _Check = ("a whole number of at least 1", lambda v: v >= 1 and v == int(v))
+_MOST = 1e12  # of any constant, in its unit: a thousand times what a whole cluster has
+_MOST_NODES = 2**14  # and GPUs of a node: as topology.workers
+_ABOVE: _Check = (f"a number above 0 and at most {_MOST:g}", lambda v: 0 < v <= _MOST)
+_AT_LEAST: _Check = (f"a number of at least 0 and at most {_MOST:g}", lambda v: 0 <= v <= _MOST)
+_COUNT: _Check = (f"a whole number of at least 1 and at most {_MOST_NODES:,}", lambda v: 1 <= v <= _MOST_NODES and v == int(v))
 _SHARE: _Check = ("a share, at least 0 and below 1", lambda v: 0 <= v < 1)
 _OF_GPU = {
     "peak_tflops": _ABOVE, "gemm_tflops": _ABOVE, "hbm_gib": _ABOVE, "hbm_gbps": _ABOVE, "launch_us": _AT_LEAST, "step_ms": _AT_LEAST,
@@ -322,7 +323,7 @@ class _Reader:
         try:
             # YAML takes 1e3 for a word.
             value = math.nan if isinstance(raw, bool) else float(raw)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             value = math.nan
         if not math.isfinite(value) or not check[1](value):
             self.problems.append(f"{key}.{name}={raw}: expected {check[0]}")
@@ -331,7 +332,7 @@ class _Reader:
 
     def _count(self, key: str, given: int | None) -> int | None:
         raw = self.content.get(key) if given is None else given
-        if isinstance(raw, int) and not isinstance(raw, bool) and raw >= 1:
+        if isinstance(raw, int) and not isinstance(raw, bool) and 1 <= raw <= _MOST_NODES:
             return raw
         said = f"{key}: is missing" if raw is None else f"{key}={raw}: is no cluster"
         self.problems.append(f"{said}; expected {_COUNT[0]}")

@@ -27,6 +27,8 @@ from mtrain_cli.simulation.what_if import Unfit
 NODES, WORKERS, DENSITY, COLUMNS = "nodes", "workers", "density", "columns"
 OWN = (NODES, WORKERS, DENSITY, COLUMNS)  # axes that are no settings
 MOST_POINTS = 5000
+_LARGEST = {NODES: 2**14, WORKERS: 2**14, COLUMNS: 2**26}  # as topology.workers and seq
+_DIGITS = 18
 _ROW = 2  # of what a row holds: earlier versions wrote none of its remarks
 EXAMPLE = '--sweep "seq=128k,512k nodes=1,2,4"'
 
@@ -51,8 +53,10 @@ def axes(texts: Sequence[str]) -> dict[str, list[str]]:
         if name in (NODES, WORKERS, COLUMNS):
             least = 0 if name == COLUMNS else 1
             for value in values:
-                if not value.isdecimal() or int(value) < least:
-                    raise ConfigError(f"--sweep {word}: {name}={value}: expected a whole number of at least {least}")
+                if not (value.isascii() and value.isdecimal() and len(value) <= _DIGITS and least <= int(value) <= _LARGEST[name]):
+                    raise ConfigError(
+                        f"--sweep {word}: {name}={value}: expected a whole number of at least {least} and at most {_LARGEST[name]:,}"
+                    )
         elif name == DENSITY:
             for value in values:
                 if not _is_share(value):

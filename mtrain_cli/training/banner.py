@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from mtrain_cli import __version__
+from mtrain_cli.config.idle import idle_ring_keys
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.sparsity.remarks import remarks
 from mtrain_cli.training import dry_run
@@ -43,5 +44,15 @@ def banner(found: Plan, run_dir: Path, data: str) -> RenderableType:
         *chosen,
         ("data", data),
         ("run", str(run_dir)),
+        *(("warning", line) for line in _idle(found, run_dir)),
     ]
     return Group(Text(f"mtrain {__version__}", style="bold"), dry_run.facts(rows))
+
+
+def _idle(found: Plan, run_dir: Path) -> list[str]:
+    """Keys of the command line that are for rings, where topology.exchange=auto has chosen none."""
+    try:
+        words = (run_dir / "overrides.txt").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    return idle_ring_keys(words, found.config, found.exchange.name)

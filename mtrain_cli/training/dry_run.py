@@ -96,10 +96,17 @@ def verdict(found: Plan) -> list[RenderableType]:
     return [*_verdict(found), *([] if found.environment.device == "cpu" else [Text(f"{FITS[0].upper()}{FITS[1:]}{kept}.", style="dim")])]
 
 
+def fits(found: Plan) -> bool:
+    """Whether the machine of a plan has the memory that a worker needs; for GPUs that are not here, the machine that is assumed."""
+    if found.environment.device == "cpu":
+        return bool(found.fits)
+    return found.takes(found.memory) if found.search is None else found.search.chosen is not None
+
+
 def _verdict(found: Plan) -> list[RenderableType]:
     config = found.config
     on_cpu = found.environment.device == "cpu"
-    if on_cpu and not found.fits:
+    if on_cpu and not fits(found):
         return [Text(f"Does not fit this machine: {advice(found)}", style="red")]
     if on_cpu:
         return []
@@ -109,7 +116,7 @@ def _verdict(found: Plan) -> list[RenderableType]:
         longest = longest_seq(found)
         return [Text(f"Longest sequence that fits with train.memory=auto: {'none' if longest is None else _at_least(longest)}.")]
     lines: list[RenderableType] = []
-    if not found.takes(found.memory):
+    if not fits(found):
         lines.append(Text(f"Does not fit: {refusal(found, search(found))}.", style="red"))
     longest = longest_seq(found)
     automatic = longest_seq(dataclasses.replace(found, config=with_memory(config, "auto")))

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mtrain_cli.config import documents
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import format_size
 
@@ -145,8 +146,8 @@ def read_evaluations(path: Path) -> list[Evaluation]:
     if not file.is_file():
         return []
     try:
-        return [Evaluation(**{**row, "buckets": tuple(Bucket(**bucket) for bucket in row["buckets"])}) for row in _rows(file)]
-    except (TypeError, KeyError) as error:
+        return [documents.checked(Evaluation, row) for row in _rows(file)]
+    except documents.UnreadableError as error:
         raise ConfigError(f"{file}: holds a line that is no evaluation ({error})") from None
 
 
@@ -156,7 +157,7 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)

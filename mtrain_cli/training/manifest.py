@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mtrain_cli.config.documents import read_json, reason
+
 SCHEMA = 1
 NAME = "manifest.json"
 _CHUNK_BYTES = 8 << 20
@@ -63,7 +65,7 @@ class Manifest:
             ManifestError: missing, unreadable, altered, or of another schema.
         """
         try:
-            body = json.loads((folder / NAME).read_text())
+            body = read_json(folder / NAME)
             crc32 = body.pop("crc32")
             schema = body.pop("schema")
             files = {name: FileEntry(**entry) for name, entry in body.pop("files").items()}
@@ -71,7 +73,7 @@ class Manifest:
         except FileNotFoundError:
             raise ManifestError(f"{NAME} is missing") from None
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ManifestError(f"{NAME} cannot be read ({type(error).__name__})") from error
+            raise ManifestError(f"{NAME} cannot be read ({reason(error)})") from error
         if schema != SCHEMA:
             raise ManifestError(f"{NAME} has schema {schema}, this version of mtrain reads {SCHEMA}")
         if crc32 != _crc_of({"schema": schema, **asdict(manifest)}):

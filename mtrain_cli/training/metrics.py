@@ -6,11 +6,12 @@ import contextlib
 import json
 import math
 import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from mtrain_cli import install_command
+from mtrain_cli.config import documents
 from mtrain_cli.config.schema import ConfigError
 
 METRICS_FILE = "metrics.jsonl"
@@ -138,13 +139,15 @@ def read_metrics(path: Path) -> list[StepMetrics]:
     path = path / METRICS_FILE if path.is_dir() else path
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; give a run's folder or its {METRICS_FILE}")
-    return [_from_row(row) for _, row in _rows(path)]
+    try:
+        return [_from_row(row) for _, row in _rows(path)]
+    except documents.UnreadableError as error:
+        raise ConfigError(f"{path}: holds a line that is no step ({error})") from None
 
 
 def _from_row(row: dict[str, Any]) -> StepMetrics:
-    values: dict[str, Any] = {field.name: row.get(field.name) for field in fields(StepMetrics)}
-    values["mfu_model"] = sound_mfu(values["mfu_model"], values["mfu_executed"])
-    return StepMetrics(**values)
+    metrics = documents.checked(StepMetrics, row, nulls=True)
+    return replace(metrics, mfu_model=sound_mfu(metrics.mfu_model, metrics.mfu_executed))
 
 
 def sound_mfu(mfu: float | None, hfu: float | None) -> float | None:
@@ -159,7 +162,7 @@ def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             row = None
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append((line, row))

@@ -1,0 +1,196 @@
+"""Runs commands in forked processes that are watched: what ends in a traceback, hangs, or says what only Python understands."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import resource
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+MEMORY = 12 << 30  # address space of a command
+PYTHON = re.compile(
+    r"Traceback \(most recent|NoneType|float\(\) argument|int\(\) argument|list indices|unhashable|not subscriptable|not iterable"
+    r"|object has no attribute|unexpected keyword argument|positional argument|must be real number|invalid literal|codec can't"
+    r"|KeyError|TypeError|ValueError|IndexError|AttributeError|OverflowError|RecursionError|UnicodeDecodeError|<class '"
+)
+FINE = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """kind: fine, traceback, words (of Python, in a message), silent (a failure without a line), typo (accepted), or hang."""
+
+    kind: str
+    code: int
+    about: str
+    seconds: float = 0.0
+
+
+def run(words: Sequence[str], typos: Sequence[str] = ()) -> Outcome:
+    """One command line in this process."""
+    from typer.testing import CliRunner
+
+    from mtrain_cli.commands.app import app
+
+    began = time.monotonic()
+    with contextlib.redirect_stderr(io.StringIO()) as other:
+        result = CliRunner().invoke(app, list(words), prog_name="mtrain")
+    said = result.stderr + other.getvalue()
+    seconds = time.monotonic() - began
+    error = result.exception
+    if error is not None and not isinstance(error, SystemExit):
+        return Outcome("traceback", 1, _where(error), seconds)
+    if result.exit_code not in FINE:
+        return Outcome("traceback", result.exit_code, f"exit code {result.exit_code}: {said[-300:]}", seconds)
+    if found := PYTHON.search(_without(said, words)):
+        return Outcome("words", result.exit_code, f"{found[0]}: {said[-300:]}", seconds)
+    if result.exit_code and not said.strip() and not result.stdout.strip():
+        return Outcome("silent", result.exit_code, "", seconds)
+    if typos and not result.exit_code:
+        return Outcome("typo", 0, " ".join(typos)[:200], seconds)
+    return Outcome("fine", result.exit_code, said[-200:], seconds)
+
+
+def _without(said: str, words: Sequence[str]) -> str:
+    for word in words:
+        said = said.replace(word, "") if len(word) > 3 else said
+    return said
+
+
+def _where(error: BaseException) -> str:
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "mtrain_cli" in f.filename]
+    at = f"{frames[-1].filename.rpartition('mtrain_cli/')[2]}:{frames[-1].lineno}" if frames else "?"
+    return f"{at} {type(error).__name__}: {str(error)[:160]}"
+
+
+def watched(
+    count: int, prepare: Callable[[], None], one: Callable[[int], Outcome], limit_s: float, workers: int = 2
+) -> Iterator[tuple[int, Outcome]]:
+    """``one`` of every number below ``count``, in forked processes; a process that is silent for ``limit_s`` is killed: a hang."""
+    shares = [list(range(first, count, workers)) for first in range(workers)]
+    children = [_Child(share, prepare, one) for share in shares if share]
+    while children:
+        ready, _, _ = select.select([child.pipe for child in children], [], [], 1.0)
+        for child in list(children):
+            if child.pipe in ready:
+                yield from child.read()
+            if child.ended:
+                children.remove(child)
+                if child.left:  # it died
+                    yield child.left[0], Outcome("traceback", 1, "the process died")
+                    if child.left[1:]:
+                        children.append(_Child(child.left[1:], prepare, one))
+            elif time.monotonic() - child.heard > limit_s:
+                child.kill()
+                children.remove(child)
+                yield child.left[0], Outcome("hang", -1, f"more than {limit_s:g} s")
+                if child.left[1:]:
+                    children.append(_Child(child.left[1:], prepare, one))
+
+
+class _Child:
+    """A process that runs some inputs, one after the other, and sends a line after each."""
+
+    def __init__(self, numbers: list[int], prepare: Callable[[], None], one: Callable[[int], Outcome]) -> None:
+        self.left, self.ended, self.heard, self._text = list(numbers), False, time.monotonic(), ""
+        self.pipe, there = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            os.close(self.pipe)
+            os.setpgid(0, 0)
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+            null = os.open(os.devnull, os.O_RDWR)
+            for stream in (0, 1):
+                os.dup2(null, stream)
+            code = 0
+            try:
+                prepare()
+                with os.fdopen(there, "w") as out:
+                    for number in numbers:
+                        out.write(json.dumps([number, asdict(one(number))]) + "\n")
+                        out.flush()
+            except BaseException:
+                traceback.print_exc()
+                code = 1
+            os._exit(code)
+        os.close(there)
+
+    def read(self) -> Iterator[tuple[int, Outcome]]:
+        data = os.read(self.pipe, 1 << 16)
+        if not data:
+            self.ended = True
+            os.close(self.pipe)
+            os.waitpid(self._pid, 0)
+            return
+        self.heard = time.monotonic()
+        *lines, self._text = (self._text + data.decode(errors="replace")).split("\n")
+        for line in lines:
+            number, outcome = json.loads(line)
+            self.left.remove(number)
+            yield number, Outcome(**outcome)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+        os.close(self.pipe)
+
+
+def without_work(monkeypatch: Any = None) -> None:
+    """Replaces what trains, measures or composes anew, so that a command costs milliseconds. For this process, or for one test."""
+    import copy
+
+    import hydra
+
+    from mtrain_cli.launch import local
+    from mtrain_cli.profiling import kernels, rest, sparsity
+
+    replace = setattr if monkeypatch is None else monkeypatch.setattr
+    composed: dict[tuple[str, ...], Any] = {}
+    compose = hydra.compose
+
+    def remembered(name: str, overrides: Sequence[str] = ()) -> Any:
+        from hydra.core.global_hydra import GlobalHydra
+
+        search = str(GlobalHydra.instance().config_loader().get_search_path())
+        key = (search, name, *overrides)
+        if key not in composed:
+            composed[key] = compose(name, overrides=list(overrides))
+        return copy.deepcopy(composed[key])
+
+    replace(hydra, "compose", remembered)
+    replace(local, "launch", lambda *_, **__: 0)
+    replace(kernels, "profile_kernels", lambda *_, **__: [])
+    replace(rest, "profile_rest", lambda *_, **__: [])
+    replace(sparsity, "profile_sparsity", lambda *_, **__: [])
+
+
+def table(found: Sequence[Outcome], names: Sequence[str]) -> str:
+    """How many of each kind, and one example of each place."""
+    kinds = ("fine", "traceback", "words", "silent", "typo", "hang")
+    lines = ["  ".join(f"{kind} {sum(o.kind == kind for o in found)}" for kind in kinds) + f"  of {len(found)}"]
+    seen: dict[str, tuple[int, str]] = {}
+    for outcome, name in zip(found, names, strict=True):
+        if outcome.kind != "fine":
+            place = f"{outcome.kind:<9} {outcome.about[:230]!r}" if outcome.kind not in ("typo",) else f"typo      {outcome.about[:60]!r}"
+            place = re.sub(r"\d{4,}", "N", place)
+            many, example = seen.get(place, (0, name))
+            seen[place] = (many + 1, example)
+    lines += [
+        f"{many:>5} x {place}\n          {example[:300]!r}" for place, (many, example) in sorted(seen.items(), key=lambda i: -i[1][0])
+    ]
+    return "\n".join(lines)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
