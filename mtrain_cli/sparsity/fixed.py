@@ -16,7 +16,10 @@ from mtrain_cli.sparsity.pattern import NO_ROWS, Masked
 
 @dataclass(frozen=True)
 class FixedPattern:
-    """The same lines for every step, of another seed in every layer. slashes, bars: lines a head; density: instead of slashes, unless 0."""
+    """The same lines for every step and sequence, of another seed in every layer.
+
+    slashes, bars: lines a head. density: instead of slashes, unless 0.
+    """
 
     block: int
     slashes: int
@@ -46,50 +49,62 @@ class FixedPattern:
 
     def estimate(self, q: torch.Tensor, k: torch.Tensor, masked: Masked, layer: int) -> VerticalSlash:  # noqa: ARG002
         # The same in every step: a layer keeps what it drew once.
-        return _drawn(self, layer, len(q), q.shape[2], masked.masks[0].padded, q.device)
+        lengths = tuple(mask.length for mask in masked.masks)
+        return _drawn(self, layer, lengths, q.shape[2], masked.geometry.blocks, q.device)
 
 
 @lru_cache(maxsize=256)
-def _drawn(pattern: FixedPattern, layer: int, batch: int, heads: int, seq: int, device: torch.device) -> VerticalSlash:
-    index = fixed_index(
+def _drawn(pattern: FixedPattern, layer: int, lengths: tuple[int, ...], heads: int, blocks: int, device: torch.device) -> VerticalSlash:
+    """From the tokens of each sequence. How far it is padded, to ``blocks`` here, depends on workers and layout."""
+    of_length = {length: _of_length(pattern, layer, length, heads) for length in set(lengths)}
+    slashes = torch.cat([_wide(of_length[n].slashes, blocks) for n in lengths])
+    unused = [of_length[n].blocks * pattern.block for n in lengths]
+    bars = [of_length[n].bars.masked_fill(of_length[n].bars == end, blocks * pattern.block) for n, end in zip(lengths, unused, strict=True)]
+    most = max(index.most for index in of_length.values())
+    return VerticalSlash(pattern.block, blocks, slashes.to(device), torch.cat(bars).to(device), most)
+
+
+def _of_length(pattern: FixedPattern, layer: int, length: int, heads: int) -> VerticalSlash:
+    return fixed_index(
         seed=pattern.seed + 1000 * layer,
-        batch=batch,
+        batch=1,
         heads=heads,
-        seq=seq,
+        seq=max(1, length),
         block=pattern.block,
         slashes=pattern.slashes,
         bars=pattern.bars,
         density=pattern.density or None,
     )
-    moved = index.to(device)
-    assert isinstance(moved, VerticalSlash)
-    return moved
+
+
+def _wide(slashes: torch.Tensor, blocks: int) -> torch.Tensor:
+    return torch.nn.functional.pad(slashes, (0, blocks - slashes.shape[-1]))
 
 
 def fixed_index(
     *, seed: int, batch: int, heads: int, seq: int, block: int, slashes: int | None, bars: int, density: float | None = None
 ) -> VerticalSlash:
     """Diagonals 0 and 1 and others that crowd towards the recent past, as many as ``slashes`` or as fill ``density`` of the causal blocks;
-    columns anywhere with equal chance. Every head draws its own.
+    columns anywhere with equal chance. Every head draws its own, all sequences of a batch the same.
     """
     rng = np.random.default_rng(seed)
     blocks = -(-seq // block)
-    on = np.zeros((batch, heads, blocks), bool)
-    columns = np.full((batch, heads, bars), blocks * block, np.int32)
+    on = np.zeros((heads, blocks), bool)
+    columns = np.full((heads, bars), blocks * block, np.int32)
     area = blocks - np.arange(blocks)
     # Diagonal d has chance ((d + 1) / blocks)^(1/3) - (d / blocks)^(1/3) of being drawn next. Who comes next without replacement is whose
     # exponential clock of that rate rings next.
     chance = np.diff(np.cbrt(np.arange(blocks + 1) / blocks))
-    for b in range(batch):
-        for h in range(heads):
-            order = np.argsort(rng.standard_exponential(blocks) / chance)
-            drawn = np.concatenate([[0, 1], order[order > 1]])[:blocks]
-            if density is not None:
-                wanted = int(np.searchsorted(np.cumsum(area[drawn]), density * area.sum())) + 1
-            else:
-                assert slashes is not None
-                wanted = slashes
-            on[b, h, drawn[: max(1, wanted)]] = True
-            count = min(bars, seq)
-            columns[b, h, :count] = np.sort(rng.choice(seq, count, replace=False, shuffle=False))
-    return VerticalSlash(block, blocks, torch.from_numpy(on), torch.from_numpy(columns), int(on.sum(-1).max()))
+    for h in range(heads):
+        order = np.argsort(rng.standard_exponential(blocks) / chance)
+        drawn = np.concatenate([[0, 1], order[order > 1]])[:blocks]
+        if density is not None:
+            wanted = int(np.searchsorted(np.cumsum(area[drawn]), density * area.sum())) + 1
+        else:
+            assert slashes is not None
+            wanted = slashes
+        on[h, drawn[: max(1, wanted)]] = True
+        count = min(bars, seq)
+        columns[h, :count] = np.sort(rng.choice(seq, count, replace=False, shuffle=False))
+    of_batch = (torch.from_numpy(t).repeat(batch, 1, 1) for t in (on, columns))
+    return VerticalSlash(block, blocks, *of_batch, int(on.sum(-1).max()))

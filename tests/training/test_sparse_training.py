@@ -206,3 +206,33 @@ def test_workers_that_share_a_sequence_train_as_one(world, pattern, way):
             assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
             for name in ("grad_norm", "density", "slashes", "bars", "density_by_layer"):
                 assert a[name] == pytest.approx(b[name], rel=1e-3), name
+
+
+FIXED = ["sparsity=fixed", "sparsity.slashes=3", "sparsity.bars=12"]
+
+
+@pytest.mark.parametrize(
+    ("world", "cp", "words"),
+    [
+        (1, 1, ["train.micro_batch=2"]),
+        (2, 1, []),
+        (2, 2, ["topology.layout=zigzag"]),
+        (3, 3, ["topology.layout=striped", "topology.exchange=ring"]),
+        pytest.param(3, 3, ["topology.layout=contiguous"], marks=pytest.mark.slow),
+        pytest.param(2, 2, ["topology.layout=striped"], marks=pytest.mark.slow),
+    ],
+)
+def test_fixed_lines_do_not_depend_on_workers_layout_or_micro_batches(world, cp, words):
+    """200 tokens are padded to another length by each."""
+    expected = fixed_alone()
+    for found in gloo.run(world, steps, [*FIXED, *words], 2, cp):
+        for a, b in zip(found, expected, strict=True):
+            assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)
+            for name in ("grad_norm", "density", "slashes", "bars", "density_by_layer"):
+                assert a[name] == pytest.approx(b[name], rel=1e-4), name
+
+
+@cache
+def fixed_alone() -> list[dict]:
+    (found,) = gloo.run(1, steps, FIXED, 2)
+    return found
