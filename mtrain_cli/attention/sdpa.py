@@ -68,8 +68,13 @@ class SdpaKernel(DefinitionColumns):
         tiles: Tiles,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        high = accumulation_dtype(q.dtype)
         dq = torch.zeros_like(q)
-        dk, dv = (torch.zeros(k.shape, dtype=accumulation_dtype(k.dtype), device=k.device) for _ in range(2))
+        dk, dv = (torch.zeros(k.shape, dtype=high, device=k.device) for _ in range(2))
+        if not q.is_cuda:
+            # In 16 bits the CPU kernel rounds the gradients of keys after every tile of queries; float32 takes no longer.
+            dout, q, k, v = (t.to(high) for t in (dout, q, k, v))
+            out = None if out is None else out.to(high)
         if out is None:
             assert delta is not None
             out = _stand_in(dout, delta)
@@ -112,10 +117,11 @@ def _stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
 def _pieces(tiles: Tiles, b: int, q: torch.Tensor) -> list[tuple[slice, slice, torch.Tensor | bool]]:
     """The calls that compute sequence b: query rows, key slots, and an additive mask (CPU) or whether it is causal (CUDA)."""
     if tiles.index is not None:
-        return list(_cpu_index_pieces(tiles, b, q.dtype))
-    key = f"sdpa:{b}:{q.dtype}"
+        return list(_cpu_index_pieces(tiles, b, accumulation_dtype(q.dtype)))
+    key = f"sdpa:{b}:{accumulation_dtype(q.dtype)}"
     if key not in tiles.cache:
-        tiles.cache[key] = list(_cuda_pieces(tiles.slices[b])) if q.is_cuda else list(_cpu_pieces(tiles, b, q.dtype))
+        made = _cuda_pieces(tiles.slices[b]) if q.is_cuda else _cpu_pieces(tiles, b, accumulation_dtype(q.dtype))
+        tiles.cache[key] = list(made)
         total = sum(m.numel() * m.element_size() for _, _, m in tiles.cache[key] if isinstance(m, torch.Tensor))
         if total > _KEPT_MASK_BYTES:
             return tiles.cache.pop(key)

@@ -88,7 +88,6 @@ class Circulating(Exchange):
         columns = _Columns.make(self, work, f"{self.name}, {what}, backward")
         with self._mail(what, BACKWARD) as mail:
             with mail.span(ARRANGE):
-                # Kernels that derive it by themselves would not read it.
                 delta = None if kernel.needs_out and columns is None else row_delta(out, dout)
             if columns is None:
                 dq = torch.zeros(q.shape, dtype=high, device=q.device)
@@ -130,6 +129,7 @@ class Circulating(Exchange):
                     dq += part_q
                     gradient[0].copy_(part_k)
                     gradient[1].copy_(part_v)
+                del part_q, part_k, part_v  # or they would live on through the next step's kernel
             sums.exchange(step)
             travel.end(at)
         return sums.only(self.group.rank)
@@ -158,6 +158,7 @@ class Circulating(Exchange):
                         their.copy_(part_q)
                         gradient[0] += part_k
                         gradient[1] += part_v
+                    del part_q, part_k, part_v
             sums.exchange(step)
             travel.end(at)
         mine = sums.only(self.group.rank)

@@ -389,9 +389,9 @@ class _Step:
         grad, buffers = kernel_backward(self.kernel, self.model, self.tokens, seen, e, pieces, self.index)
         keys = 2 * seen * kv_width
         if rings and ranks > 1:
-            # dq so far and dq of this step; delta; the message at hand.
+            # dq so far and dq of this step; delta; the message at hand. Of keys that is the shard that forward kept.
             sums = (4 + e) * queries + self.heads
-            at_hand = self.message_of_queries() if how.circulates == "queries" else e * shard
+            at_hand = self.message_of_queries() if how.circulates == "queries" else 0
             if how.circulates == "queries" and self.kernel == "sdpa":
                 at_hand += e * queries  # its stand-in for out
             return sums + at_hand + self.ring_buffers() + grad * keys + buffers

@@ -60,6 +60,25 @@ def test_sdpa_equals_the_oracle(monkeypatch, heads, kv_heads, rows_per_call, see
             torch.testing.assert_close(a, b, atol=1e-11, rtol=0, msg=name)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "documents"), [(4, 4, 1), (4, 1, 1), (4, 2, 4)])
+def test_gradients_of_bfloat16_inputs_on_the_cpu_are_rounded_once(heads, kv_heads, documents):
+    """Rounding a normal number once to bfloat16 costs 1.7e-3 on average; rounding every piece and every tile costs 4.7e-3."""
+    torch.manual_seed(0)
+    seq, everywhere = 1536, np.arange(1536)
+    ids = np.sort(np.random.default_rng(0).integers(0, documents, seq))
+    tiles = Tiles.make([SequenceMask.from_documents(ids, seq).spans(everywhere, everywhere)])
+    q, k, v, dout = (torch.randn(1, seq, h, 64).bfloat16() for h in (heads, kv_heads, kv_heads, heads))
+    exact = [t.double() for t in (q, k, v)]
+    want_out, want_lse = ReferenceKernel().forward(*exact, tiles, 0.125)
+    want = ReferenceKernel().backward(dout.double(), *exact, want_out, want_lse, None, tiles, 0.125)
+    out, lse = SdpaKernel().forward(q, k, v, tiles, 0.125)
+    for whole_out, delta in ((out, None), (None, row_delta(out, dout))):
+        got = SdpaKernel().backward(dout, q, k, v, whole_out, lse, delta, tiles, 0.125)
+        for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
+            error = ((a.bfloat16().double() - b).norm() / b.norm()).item()
+            assert error < 2.2e-3, (name, error)
+
+
 @pytest.mark.parametrize(("dtype", "precision"), [(torch.bfloat16, 2e-7), (torch.float32, 2e-7), (torch.float64, 1e-15)])
 @pytest.mark.parametrize("kind", ["even", "one element", "two far apart", "nearly zero", "zero"])
 def test_the_stand_in_for_out_gives_delta(dtype, precision, kind):

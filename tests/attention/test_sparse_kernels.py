@@ -138,9 +138,9 @@ def test_flash4_equals_the_oracle_where_its_lists_are_computed_exactly(monkeypat
         assert spans == (p.tiles.low, p.tiles.high), "the mask of the problem is not plain"
         return [t.contiguous() for t in ReferenceKernel().forward(q, k, v, listed(lists, False), scale)]
 
-    def backward(dout, q, k, v, out, lse, spans, lists, scale):
+    def backward(dout, q, k, v, out, lse, delta, spans, lists, scale):
         assert spans == (p.tiles.low, p.tiles.high)
-        return [t.contiguous() for t in ReferenceKernel().backward(dout, q, k, v, out, lse, None, listed(lists, True), scale)]
+        return [t.contiguous() for t in ReferenceKernel().backward(dout, q, k, v, out, lse, delta, listed(lists, True), scale)]
 
     fake = ModuleType("flash4")
     fake.dense = SimpleNamespace(spans_forward=forward, spans_backward=backward)

@@ -6,7 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from mtrain_cli.attention.flash4 import Flash4Kernel
 from mtrain_cli.attention.kernel import IndexRequest
+from mtrain_cli.attention.reference import ReferenceKernel
+from mtrain_cli.attention.sdpa import SdpaKernel
+from mtrain_cli.attention.triton_kernel import TritonKernel
 from mtrain_cli.config.compose import compose
 from mtrain_cli.config.schema import ConfigError, TopologyConfig
 from mtrain_cli.parallel.schedule import CONTEXT, Options, make_schedule
@@ -111,6 +115,16 @@ def test_what_circulates_is_what_is_fewer_bytes(heads, kv_heads, needs_out, circ
     assert choose_exchange(asked(exchange="all_gather"), needs).circulates == "kv"
     bitmap = replace(needs, index=IndexRequest(128, bitmap=True))
     assert choose_exchange(asked(exchange="ring"), bitmap).circulates == "kv", "rows of a bitmap stay with their queries"
+
+
+@pytest.mark.parametrize("kernel", [Flash4Kernel, SdpaKernel, TritonKernel, ReferenceKernel])
+def test_backward_of_a_model_without_grouped_heads_sends_a_third_less_where_queries_circulate(kernel):
+    """1M tokens, 32 heads of 128, a ring of 32 (BurstEngine, section 3.1): delta travels, out does not."""
+    sizes = Sizes((1 << 20) // 32, 32, 32, 128, 2, kernel().needs_out)
+    keys, queries = (
+        pass_bytes(make_schedule("ring", Options(32, 8, circulates=what)), 0, sizes, backward=True) / 2**30 for what in ("kv", "queries")
+    )
+    assert (round(keys, 1), round(queries, 1)) == (46.5, 31.2)
 
 
 @pytest.mark.parametrize("exchange", ["ring", "all_gather", "hierarchical_ring", "hierarchical_all_gather"])

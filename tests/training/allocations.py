@@ -75,6 +75,8 @@ class StandIn:
 
     def backward(self, dout, q, k, v, out, lse, delta, tiles, scale):  # noqa: ARG002
         buffers = [torch.empty(q.shape, dtype=torch.float32), torch.empty_like(lse), torch.empty_like(lse)]
+        if out is None and self.name == "sdpa":
+            buffers.append(torch.empty_like(q))
         if self.name == "flash4":
             buffers += [torch.empty(k.shape, dtype=torch.float32) for _ in range(2)]
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -108,6 +110,7 @@ def step_peak(rank: int, world: int, overrides: list[str], exchange: str, kernel
     layout = make_layout(config.layout, world, config.seq, config.topology.block_size)
     group = make_context_group(rank, world, world, torch.device("cpu"))
     train, states_away = config.train, config.optim.offload
+    circulates = "queries" if config.topology.circulates == "queries" else "kv"
     offload = Offload(config.model.num_layers, torch.device("cpu"), train.offload_activations) if train.offload_activations else None
 
     def empty() -> Decoder:
@@ -135,8 +138,9 @@ def step_peak(rank: int, world: int, overrides: list[str], exchange: str, kernel
     batch, tokens = config.train.micro_batch, layout.tokens_per_worker
     masks = [SequenceMask.causal(config.seq, layout.padded_seq)] * batch
     attend = ContextAttention.make(
-        make_exchange(exchange, layout, group), StandIn(kernel), masks, "cpu", keep=attention_kept(config.train), offload=offload
-    )
+        make_exchange(exchange, layout, group, circulates=circulates), StandIn(kernel), masks, "cpu",
+        keep=attention_kept(config.train), offload=offload,
+    )  # fmt: skip
     functional = SimpleNamespace(rms_norm=lambda x, _, weight, __: FusedNorm.apply(x, weight), silu=torch.nn.functional.silu)
     inputs = [torch.zeros(batch, tokens, dtype=torch.long) for _ in range(3)]
 
@@ -166,7 +170,7 @@ def step_peak(rank: int, world: int, overrides: list[str], exchange: str, kernel
         config,
         workers=world,
         layout=layout,
-        exchange=ExchangeChoice(exchange, "", per_node=world),
+        exchange=ExchangeChoice(exchange, "", per_node=world, circulates=circulates),
         kernel=kernel,
         dtype_bytes=dtype.itemsize,
         cuda=False,

@@ -27,6 +27,7 @@ def with_checkpointing(kind, base=BASE, *more):
 
 
 OFFLOADED = "train.offload_activations=true"
+QUERIES = ["topology.exchange=ring", "topology.circulates=queries"]
 # So many layers that what they keep is most of the memory, and so few words that the loss is little.
 DEEP = [*BASE, "model.num_layers=12", "model.intermediate_size=128"]
 FIVE_OFFLOADED = "train.offload_activations=5"  # of twelve
@@ -61,6 +62,8 @@ TWO_WORKERS = [
     (with_checkpointing("selective"), "all_gather", "sdpa", FP32),
     (with_checkpointing("selective", ATTENTION), "ring", "flash4", FP32),
     (with_checkpointing("full", ATTENTION), "ring", "flash4", BF16),
+    (with_checkpointing("full", [*ATTENTION, *QUERIES]), "ring", "flash4", BF16),
+    (with_checkpointing("full", [*ATTENTION, *QUERIES]), "ring", "sdpa", BF16),
     (with_checkpointing("selective", ATTENTION), "all_gather", "sdpa", BF16),
     ([*STATES, "train.shard=gradients"], "all_gather", "flash4", FP32),
     ([*STATES, "train.shard=gradients", "train.global_batch=3"], "all_gather", "flash4", BF16),
