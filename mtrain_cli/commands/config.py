@@ -110,9 +110,10 @@ def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]
 
     On a terminal the words that a key allows stand below its help: with a column of their own both would be too narrow to read.
     """
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from mtrain_cli.console import Console
 
     console = Console()
     if console.is_terminal:

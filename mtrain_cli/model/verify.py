@@ -61,7 +61,9 @@ def verify(folder: Path | str, tokens: int, report: Callable[[str], None] = lamb
         report(f"1 of 2: mtrain's {what}")
         ours_BNV = decoder.logits(tokens_BN, torch.arange(tokens)[None], causal_attend)
         del decoder
-        reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+        # No code of the folder's own, and no pickled weights.
+        safe = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
+        reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **safe).eval()
         report(f"2 of 2: transformers' {what}")
         theirs_BNV = reference(input_ids=tokens_BN, use_cache=False).logits
     return compare(ours_BNV, theirs_BNV)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.padding import Padding
 
+from mtrain_cli.console import Console
 from mtrain_cli.reporting import tables
 from mtrain_cli.reporting.source import Source
 from mtrain_cli.reporting.steps import show_step, side_by_side

@@ -11,12 +11,13 @@ from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from mtrain_cli.console import Console
 from mtrain_cli.launch.state import Reporter
 from mtrain_cli.training.metrics import StepMetrics
 
