@@ -11,6 +11,7 @@ from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 
+import rich.console
 from rich.console import ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -266,7 +267,7 @@ class _Display:
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(self, console: rich.console.Console, options: ConsoleOptions) -> RenderResult:
         yield self._progress.display(options.max_width)
 
 

@@ -210,7 +210,7 @@ def test_files_outside_the_folder_are_refused(tmp_path, file):
     index = json.loads((tmp_path / "hf" / INDEX).read_text())
     index["weight_map"]["model.norm.weight"] = file
     (tmp_path / "hf" / INDEX).write_text(json.dumps(index))
-    with pytest.raises(ConfigError, match="weight_map names the file .* which does not lie in this folder"):
+    with pytest.raises(ConfigError, match=r"weight_map names the file .* which does not lie in this folder"):
         HuggingFaceFolder(tmp_path / "hf")
 
 
