@@ -6,8 +6,6 @@ import fcntl
 import hashlib
 import importlib.metadata
 import os
-import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -16,6 +14,7 @@ from pathlib import Path
 import torch
 
 from mtrain_cli import resource_dir
+from mtrain_cli.launch.temporary import own_folder
 
 ENABLED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
@@ -52,13 +51,8 @@ def folder() -> Path | None:
     for its own sources FlashAttention-4 does that. Old ones are not removed. None where others than this user could write there: what
     lies in it is run as code.
     """
-    try:
-        base = Path(tempfile.gettempdir()) / f"mtrain-{os.getuid()}"
-        base.mkdir(mode=0o700, exist_ok=True)
-        found = base.lstat()
-    except OSError:
-        return None
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    base = own_folder()
+    if base is None:
         return None
     made_of = [(resource_dir("kernels") / "flash4/dense.py").read_text(), *map(_version, _COMPILERS), str(torch.version.cuda), *_gpu()]
     return base / f"flash4-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}"

@@ -111,7 +111,7 @@ def load_index(path: Path, device: torch.device | str = "cpu") -> Index:
     # Whatever NumPy, zipfile or a constructor makes of another file: an array, a pickle, a damaged or foreign archive.
     foreign = (ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error)
     try:
-        with np.load(path) as file:
+        with np.load(path, allow_pickle=False) as file:
             values: dict[str, Any] = {
                 name: torch.from_numpy(file[name]).to(device) for name in file.files if name not in ("kind", "block", "blocks")
             }

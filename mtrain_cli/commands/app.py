@@ -37,6 +37,7 @@ from mtrain_cli.commands import (
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.job import job_rank
+from mtrain_cli.printable import printable
 
 ORDER = ("train", "status", "profile", "simulate", "report", "config", "data", "checkpoint", "doctor")
 FAILURE = 1
@@ -87,7 +88,7 @@ def _mistakes_as_lines(outer: Any = None) -> Iterator[None]:
         _tell(error.problems)
         raise typer.Exit(USAGE_ERROR) from error
     except RunError as error:
-        print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
+        print("\n".join(f"error: {printable(line)}" for line in str(error).splitlines()), file=sys.stderr)
         raise typer.Exit(FAILURE) from error
     except _UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # `mtrain config` alone: making the error has printed the help
@@ -121,7 +122,7 @@ def _tell(problems: Iterable[str]) -> None:
     if rank and (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID")) != "0":
         return
     for problem in problems:
-        print(f"mtrain: {f'rank {rank}: ' if rank else ''}{problem}", file=sys.stderr)
+        print(f"mtrain: {f'rank {rank}: ' if rank else ''}{printable(problem)}", file=sys.stderr)
 
 
 _EXPECTED = {"int_parsing": "expected a whole number", "int_type": "expected a whole number", "float_parsing": "expected a number"}

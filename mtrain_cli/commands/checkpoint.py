@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from mtrain_cli.commands.options import LARGEST_TOLERANCE, MOST_COMPARED
+from mtrain_cli.printable import printable
 
 app = typer.Typer(
     help="Bring weights in from Hugging Face folders and out to them, and check them.",
@@ -104,10 +105,9 @@ def verify_weights(
       [cyan]mtrain checkpoint verify Qwen2.5-3B[/cyan]
       [cyan]mtrain checkpoint verify runs/latest --tokens 1024[/cyan]
     """
-    import tempfile
-
     import torch
 
+    from mtrain_cli.launch.temporary import private_folder
     from mtrain_cli.model.verify import require_transformers, verify
 
     version = require_transformers()
@@ -118,8 +118,8 @@ def verify_weights(
         from mtrain_cli.training.conversion import export_checkpoint, find_source
 
         find_source(source)  # a mistake is told before anything is begun
-        with tempfile.TemporaryDirectory(prefix="mtrain-verify-") as folder:
-            exported = Path(folder) / "hf"
+        with private_folder() as folder:
+            exported = folder / "hf"
             _tell(f"exporting {source} to a temporary folder")
             what = f"{source}, step {export_checkpoint(source, exported, dtype=torch.float32, report=_warn).step},"
             agreement = verify(exported, tokens, _tell)
@@ -134,7 +134,7 @@ def verify_weights(
 
 def _tell(line: str) -> None:
     """What is under way, beside the result."""
-    print(line, file=sys.stderr, flush=True)
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 def _warn(line: str) -> None:
@@ -142,6 +142,6 @@ def _warn(line: str) -> None:
 
 
 def _say(line: str) -> None:
-    from rich.console import Console
+    from mtrain_cli.console import Console
 
     Console(soft_wrap=True, highlight=False).print(line, markup=False)

@@ -121,9 +121,9 @@ def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]
 
     Where it folds, the words that a key allows stand below its help: with a column of their own both would be too narrow to read.
     """
-    from rich.console import Console
     from rich.text import Text
 
+    from mtrain_cli.console import Console
     from mtrain_cli.reporting.width import limit
 
     console = Console()

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     import numpy as np
-    from rich.console import Console
     from rich.progress import TaskID
     from rich.table import Table
 
+    from mtrain_cli.console import Console
     from mtrain_cli.data.corpora import Corpus
     from mtrain_cli.data.prepare import Progress
     from mtrain_cli.data.store import TokenStore
@@ -98,8 +98,7 @@ def prepare(
     Document boundaries and domains are kept. Tokenizers of files run on all cores. After an interruption of any kind the same command goes
     on where it stopped, with the same result.
     """
-    from rich.console import Console
-
+    from mtrain_cli.console import Console
     from mtrain_cli.data.filters import Filters
     from mtrain_cli.data.prepare import prepare_store
 
@@ -179,9 +178,8 @@ def show(
     token_dtype: Annotated[str, typer.Option(metavar="uint16|uint32", help="numbers in a .bin")] = "uint16",
 ) -> None:
     """Show what holds tokens: counts, lengths of documents, domains, and the beginning of one document as text."""
-    from rich.console import Console
-
     from mtrain_cli.config.schema import ConfigError
+    from mtrain_cli.console import Console
     from mtrain_cli.data.arrays import SUFFIXES, open_array
     from mtrain_cli.data.mds_corpus import mds_folders
     from mtrain_cli.data.store import TokenStore
@@ -307,9 +305,10 @@ def _domain_table(names: Sequence[str], lengths: Sequence[np.ndarray]) -> Table 
 @contextmanager
 def _progress_bar() -> Iterator[Callable[[Progress], None]]:
     """A function that shows each ``Progress`` that it is given: as bars on a terminal, else as a line now and then."""
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bars
+
+    from mtrain_cli.console import Console
 
     console = Console(stderr=True)
     if not console.is_terminal:

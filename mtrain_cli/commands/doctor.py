@@ -124,7 +124,7 @@ def doctor(
     if as_json:
         typer.echo(json.dumps(asdict(found), indent=2))
     else:
-        from rich.console import Console
+        from mtrain_cli.console import Console
 
         Console().print(render(found))
     if not all(result.passed for result in found.checks):

@@ -76,8 +76,7 @@ def sparsity(
       [cyan]mtrain profile sparsity --pattern vertical_slash,moba --steps 100 --every 25 sparsity.chunk=256 sparsity.top_k=3[/cyan]
           two patterns while a model learns; keys of a pattern apply to the pattern that has them
     """
-    from rich.console import Console
-
+    from mtrain_cli.console import Console
     from mtrain_cli.profiling.sparsity import profile_sparsity
     from mtrain_cli.sparsity.pattern import shown_name
 
@@ -339,9 +338,9 @@ def kernels(
           the same with the small calls that workers of a ring make
     """
     import torch
-    from rich.console import Console
 
     from mtrain_cli.config.sizes import parse_share, parse_size
+    from mtrain_cli.console import Console
     from mtrain_cli.profiling.kernels import Case, missing, profile_kernels, save_calibration
     from mtrain_cli.reporting.width import limit, say
 

@@ -163,8 +163,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _show(document: dict[str, Any], folder: Path, cluster_out: Path | None) -> None:
-    from rich.console import Console
-
+    from mtrain_cli.console import Console
     from mtrain_cli.reporting.width import print_table, say
 
     console = Console(highlight=False, soft_wrap=True)

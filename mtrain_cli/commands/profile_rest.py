@@ -54,9 +54,9 @@ def rest(
           whole steps, priced by it
     """
     import torch
-    from rich.console import Console
 
     from mtrain_cli.config.sizes import parse_size
+    from mtrain_cli.console import Console
     from mtrain_cli.launch.environment import resolve_environment
     from mtrain_cli.profiling.rest import profile_rest, save_rest
     from mtrain_cli.simulation.calibration import REST_FILE

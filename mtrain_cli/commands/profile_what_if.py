@@ -58,9 +58,8 @@ def what_if(
       [cyan]mtrain profile what-if RUN --exchange ring,hierarchical_ring --workers 8,32 --per-node 8 --layers 0,8,16[/cyan]
           the same index on one node and on four
     """
-    from rich.console import Console
-
     from mtrain_cli.config.schema import EXCHANGES, LAYOUTS
+    from mtrain_cli.console import Console
     from mtrain_cli.profiling.index_file import load_indices
     from mtrain_cli.reporting.width import print_table, say
     from mtrain_cli.simulation.what_if import setups_of

@@ -14,8 +14,7 @@ from mtrain_cli.commands.completion import complete_measured
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
+    from mtrain_cli.console import Console
     from mtrain_cli.reporting.source import Source
 
 PAGE, TABLES = "report.html", "tables"

@@ -21,8 +21,7 @@ from mtrain_cli.commands.simulate_words import Asked, count, dollars
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
+    from mtrain_cli.console import Console
     from mtrain_cli.parallel.selection import ExchangeChoice
     from mtrain_cli.simulation.cluster import Cluster
     from mtrain_cli.simulation.scenario import Outcome, Scenario
@@ -556,8 +555,9 @@ class _Job:
     @contextmanager
     def _progress(self, what: str) -> Iterator[Callable[[int, int], None]]:
         """A bar on stderr, where somebody may look at it."""
-        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        from mtrain_cli.console import Console
 
         console = Console(stderr=True)
         columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -567,7 +567,7 @@ class _Job:
 
     @staticmethod
     def _console() -> Console:
-        from rich.console import Console
+        from mtrain_cli.console import Console
 
         return Console(highlight=False, soft_wrap=True)
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
+    from mtrain_cli.console import Console
     from mtrain_cli.simulation.calibration import Calibration
     from mtrain_cli.simulation.cluster import Cluster
     from mtrain_cli.simulation.recommend import Recommendation

@@ -16,9 +16,9 @@ from mtrain_cli import resource_dir
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
+    from mtrain_cli.console import Console
     from mtrain_cli.simulation.calibration import Calibration
     from mtrain_cli.simulation.cluster import Cluster
     from mtrain_cli.simulation.validation import Agreement, CaseComparison, Predicted, Run
@@ -62,9 +62,8 @@ def _validate(
     as_json: bool,
     leave: bool,
 ) -> None:
-    from rich.console import Console
-
     from mtrain_cli.commands.simulate_shown import new_folder
+    from mtrain_cli.console import Console
     from mtrain_cli.profiling import records
     from mtrain_cli.simulation.validation import Unlike, agreement, compare, open_prediction, open_run
 

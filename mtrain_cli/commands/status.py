@@ -79,7 +79,7 @@ def status(
     elif watch:
         _watch(look, every)
     else:
-        from rich.console import Console
+        from mtrain_cli.console import Console
 
         console = Console(highlight=False)
         width = _width(console)
@@ -112,8 +112,9 @@ def _plain(found: Status) -> dict[str, Any]:
 
 
 def _watch(look: Any, every: bool) -> None:
-    from rich.console import Console
     from rich.live import Live
+
+    from mtrain_cli.console import Console
 
     console = Console(highlight=False)
     found = look()

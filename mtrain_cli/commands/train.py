@@ -134,11 +134,11 @@ def find_run(run: str, option: str = "") -> Path:
 
 
 def _print_configuration(config: Config) -> None:
-    from rich.console import Console
     from rich.text import Text
 
     from mtrain_cli.config.compose import compose
     from mtrain_cli.config.listing import annotated_yaml
+    from mtrain_cli.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
     for line, changed in annotated_yaml(config, compose()):
@@ -146,8 +146,7 @@ def _print_configuration(config: Config) -> None:
 
 
 def _print_plan(config: Config, words: list[str], config_dir: Path | None) -> None:
-    from rich.console import Console
-
+    from mtrain_cli.console import Console
     from mtrain_cli.training.dry_run import fits, render
     from mtrain_cli.training.planning import plan
 

@@ -181,7 +181,7 @@ def _parquet(path: Path, label: str, key: TextKey, skip: int) -> Iterator[Docume
                 if row + in_group <= skip:
                     row += in_group
                     continue
-                at_once = rows_at_once(path, file.metadata.row_group(group), columns, f"{label} row group {group}", _ROWS)
+                at_once = rows_at_once(path, file.metadata.row_group(group), columns, f"{label}: row group {group}", _ROWS)
                 for batch in file.iter_batches(at_once, row_groups=[group], columns=columns):
                     texts = batch.column(key.name).to_pylist()
                     domains = batch.column(DOMAIN).to_pylist() if len(columns) == 2 else [""] * len(texts)

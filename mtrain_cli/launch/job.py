@@ -191,7 +191,7 @@ def listen(job: Job, port: int) -> socket.socket:
     several = job.local_world_size != job.world_size
     with contextlib.suppress(socket.gaierror):
         for family, _, _, _, place in socket.getaddrinfo(job.address, port, type=socket.SOCK_STREAM):
-            if several and ipaddress.ip_address(place[0].partition("%")[0]).is_loopback:
+            if several and ipaddress.ip_address(str(place[0]).partition("%")[0]).is_loopback:
                 continue
             try:
                 return socket.create_server(place[:2], family=family, backlog=max(128, job.world_size))
@@ -209,11 +209,11 @@ def shared_key(purpose: str) -> str | None:
     return hmac.digest(secret.encode(), f"mtrain {purpose}".encode(), "sha256").hex() if secret else None
 
 
-def _seal(name: str, text: str) -> bytes:
+def _seal(name: str, text: str) -> str:
     """``text`` as it goes into the store under ``name``, where anybody who reaches the port can write."""
     key = shared_key("decision")
     seal = "" if key is None else hmac.digest(key.encode(), f"{name}\0{text}".encode(), "sha256").hex()
-    return f"{seal}\n{text}".encode()
+    return f"{seal}\n{text}"
 
 
 def _unseal(name: str, content: bytes) -> str:
@@ -223,7 +223,7 @@ def _unseal(name: str, content: bytes) -> str:
         ConfigError: it does not.
     """
     text = content.decode(errors="replace").partition("\n")[2]
-    if not hmac.compare_digest(content, _seal(name, text)):
+    if not hmac.compare_digest(content, _seal(name, text).encode()):
         raise ConfigError(f"{SECRET}: what the job's store holds was written with another secret, or none; give all ranks the same one")
     return text
 

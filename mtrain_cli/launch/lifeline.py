@@ -27,6 +27,7 @@ from mtrain_cli.launch import failures, whereabouts
 from mtrain_cli.launch.failures import Failure
 from mtrain_cli.launch.job import PORT, SECRET, STORE_TIMEOUT, Job, job_store, listen, shared_key
 from mtrain_cli.launch.whereabouts import Where
+from mtrain_cli.printable import printable
 
 CAUSE_GRACE_S = 2.0
 VERDICT_WAIT_S = 15.0
@@ -240,7 +241,7 @@ class _Hub:
         code = 2 if cause.kind == "config" else 1
         if code == 1 and (line := self._on_failure(cause)):
             with contextlib.suppress(OSError):
-                print(line, file=sys.stderr, flush=True)
+                print(printable(line), file=sys.stderr, flush=True)
         deadline = time.monotonic() + FAREWELL_S
         others = [peer.socket for peer in self._peers if peer.rank != 0]  # also workers that were not heard yet
         # A mistake may be known before the last worker has come; it is to end alike.
@@ -316,7 +317,7 @@ def tell(failure: Failure, where: Sequence[str] = ()) -> None:
     lines = [f"error: {line}" for line in failure.message.splitlines()] if config else [failures.report(failure, None, where)]
     # Whatever became of the terminal, the exit code still has to be given.
     with contextlib.suppress(OSError):
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        print(printable("\n".join(lines)), file=sys.stderr, flush=True)
 
 
 def leave(code: int) -> NoReturn:

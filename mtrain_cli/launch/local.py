@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +21,8 @@ from mtrain_cli.launch.failures import Failure
 from mtrain_cli.launch.restart import Again, Restarts, describe, one_line
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.stop import was_stopped
+from mtrain_cli.launch.temporary import private_folder
+from mtrain_cli.printable import printable
 
 if TYPE_CHECKING:
     from mtrain_cli.launch.agent import WorkerAgent
@@ -148,16 +149,16 @@ class _Attempt:
         from mtrain_cli.launch.agent import WorkerAgent, worker_command
 
         run_dir, environment = self._run_dir, self.environment
-        with tempfile.TemporaryDirectory(prefix="mtrain-") as folder:
-            command = worker_command("mtrain_cli.launch.worker", *self._arguments, "--store", folder)
+        with private_folder() as folder:
+            command = worker_command("mtrain_cli.launch.worker", *self._arguments, "--store", str(folder))
             variables = _variables(environment, run_dir, self._timeout_s)
             if self._devices is not None:
                 variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices)
             try:
-                agent = WorkerAgent(environment.workers, command, Path(folder), variables, self._timeout_s)
+                agent = WorkerAgent(environment.workers, command, folder, variables, self._timeout_s)
             except (RuntimeError, OSError) as error:
                 return _not_started(error), None
-            return _wait(agent, run_dir, Path(folder), self._requests)
+            return _wait(agent, run_dir, folder, self._requests)
 
 
 def _wait(agent: WorkerAgent, run_dir: RunDir, folder: Path, requests: _Requests) -> tuple[int, Failure | None]:
@@ -200,7 +201,7 @@ def _failed(agent: WorkerAgent, run_dir: RunDir) -> Failure:
         if run_dir.state.exists():
             state.change(run_dir, "failed", failure.message.splitlines()[0])
         raise ConfigError(*failure.message.splitlines())
-    print(failures.report(failure, run_dir.logs / f"rank-{failure.rank}.log", agent.where), file=sys.stderr, flush=True)
+    print(printable(failures.report(failure, run_dir.logs / f"rank-{failure.rank}.log", agent.where)), file=sys.stderr, flush=True)
     return failure
 
 
@@ -257,6 +258,7 @@ class _Requests:
 
 def _say(line: str, over_display: bool = False) -> None:
     """One line for the user; ``over_display`` where a worker's live display may be on the terminal."""
+    line = printable(line)
     if over_display and sys.stderr.isatty():
         # The cursor stands at the end of the display's last line, and the next refresh clears as many lines as the display has, this one
         # and those above: they must not be the ones written here.

@@ -15,7 +15,6 @@ import importlib
 import os
 import signal
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -31,6 +30,7 @@ from mtrain_cli.launch.lifeline import Lifeline, leave
 from mtrain_cli.launch.pickles import guard_collectives
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.stop import StopFlag, mark_stopped, save_and_stop_on_signals
+from mtrain_cli.launch.temporary import own_folder, private_folder
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -144,6 +144,9 @@ def _work(config: Config, run_dir: RunDir, environment: Environment, resume: boo
     job = current_job()
     assert job is not None, "workers run with torchrun's or srun's environment variables"
     guard_collectives()
+    # torch.compile keeps code in a folder whose name anybody can guess, and make first.
+    if compiled := own_folder():
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled / "inductor"))
     timeout = timedelta(seconds=config.topology.timeout_s)
     store = dist.PrefixStore("process_group", store)
     with _timeouts_explained(config, job.rank):
@@ -188,8 +191,8 @@ def _configuration_of_rank_zero(run_dir: RunDir) -> Config:
     """The resolved configuration as rank 0 has it on disk; other machines may not see that disk."""
     text = decide_on_rank_zero(run_dir.resolved.read_text)
     run_dir.path.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="mtrain-") as folder:
-        copy = Path(folder) / "resolved.yaml"
+    with private_folder() as folder:
+        copy = folder / "resolved.yaml"
         copy.write_text(text)
         return compose.load(copy)
 

@@ -107,6 +107,8 @@ class HuggingFaceFolder:
         file_of = read_json(self.path / INDEX).get("weight_map")
         if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
             raise ConfigError(f"{self.path / INDEX}: weight_map must give a file for each tensor")
+        if outside := next((file for file in file_of.values() if set(file) & set("/\\\0") or file in ("", ".", "..")), None):
+            raise ConfigError(f"{self.path / INDEX}: weight_map names the file {outside!r}, which does not lie in this folder")
         for file in sorted(set(file_of.values())):
             stored = set(self._open(file).keys())
             lost = [name for name, where in file_of.items() if where == file and name not in stored]

@@ -77,7 +77,9 @@ def _opened_by_transformers(folder: Path | str) -> Any:
     import transformers
 
     try:
-        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+        # No code of the folder's own, and no pickled weights.
+        safe = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **safe).eval()
     except Exception as error:
         said = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(

@@ -88,7 +88,7 @@ class RecordedIndices:
         if parts[0]["kind"] == "dense":
             return None
         try:
-            with np.load(self.path) as file:
+            with np.load(self.path, allow_pickle=False) as file:
                 found = [_unpacked(part, file) for part in parts]
             return found[0] if len(found) == 1 else _joined(found)
         except _FOREIGN as error:
@@ -159,7 +159,7 @@ def load_indices(path: Path) -> RecordedIndices:
     if not path.is_file():
         raise ConfigError(f"{path}: there is no such file")
     try:
-        with np.load(path) as file:
+        with np.load(path, allow_pickle=False) as file:
             about = json.loads(str(file["about"]))
             if about["kind"] != _KIND:
                 raise ValueError(about["kind"])

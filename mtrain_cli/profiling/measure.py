@@ -177,9 +177,10 @@ class Progress:
     """A line while cases are measured, in a terminal only, and lines that stay; on the first worker."""
 
     def __init__(self, shown: bool, total: int) -> None:
-        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
+
+        from mtrain_cli.console import Console
 
         self._console = Console(highlight=False, soft_wrap=True)
         self._shown = shown

@@ -394,7 +394,7 @@ def training(sources: Sequence[Source]) -> Figure:
             values = [getattr(m, key) for m in kept]
             if any(value is not None for value in values):
                 y = [None if value is None else float(f"{value:.5g}") for value in values]
-                data.append({"type": "scatter", "mode": "lines", "name": source.name, "x": [m.step for m in kept], "y": y})
+                data.append({"type": "scatter", "mode": "lines", "name": escape(source.name), "x": [m.step for m in kept], "y": y})
         if data:
             layout = {
                 "height": 340,

@@ -40,8 +40,8 @@ def write_page(path: Path, sources: Sequence[Source]) -> Path:
         ]
     )
     title = escape(", ".join(source.name for source in sources))
-    # A closing tag inside a string would end the script.
-    data = json.dumps([_plain(figure) for figure in drawn], separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
+    # Tags and comments inside a string would end the script, or keep it from ending.
+    data = json.dumps([_plain(figure) for figure in drawn], separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     page = _PAGE.format(title=title, style=_STYLE, body=body, plotly=get_plotlyjs(), data=data, script=_SCRIPT)
     draft = path.with_name(f".{path.name}.part")
     draft.write_text(page, encoding="utf-8")

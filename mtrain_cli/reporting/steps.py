@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.box import SIMPLE
-from rich.console import Console
 from rich.table import Table
 
+from mtrain_cli.console import Console
 from mtrain_cli.profiling.step_parts import HOST, IDLE, LINKS, WAITS
 from mtrain_cli.reporting.width import number, print_table, say
 from mtrain_cli.training.metrics import sound_mfu

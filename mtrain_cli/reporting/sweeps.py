@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from html import escape
 from typing import Any
 
 from rich.box import SIMPLE
@@ -144,7 +145,7 @@ def _view(rows: Sequence[Row], title: str, value: Any, *, gpus: bool, ideal: boo
     data: list[dict[str, Any]] = []
     for (of_layout, exchange), line in lines.items():
         line = sorted(line, key=lambda row: row[at])
-        name, colour = f"{of_layout}, {exchange}", colours[exchange]
+        name, colour = escape(f"{of_layout}, {exchange}"), colours[exchange]
         x = [row[at] for row in line]
         low, likely, high = ([_round(value(row, bound)) for row in line] for bound in ("low", "value", "high"))
         common = {"type": "scatter", "legendgroup": name}

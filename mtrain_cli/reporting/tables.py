@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from rich.box import SIMPLE
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -226,7 +225,7 @@ def positions_table(sources: Sequence[Source]) -> Table | None:
     for heading in ("earlier tokens", "tokens"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, evaluation in shown:
-        run = f"{escape(name)}\n" if len(sources) > 1 else ""
+        run = f"{name}\n" if len(sources) > 1 else ""
         table.add_column(f"{run}step {evaluation.step}\n{evaluation.attention}", justify="right", overflow="fold")
     for begin, end, losses in side_by_side([evaluation for _, evaluation in shown]):
         cells = [_number(loss, 4) for loss in losses]

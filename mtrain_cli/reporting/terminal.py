@@ -6,10 +6,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rich.console import Console
-from rich.markup import escape
 from rich.padding import Padding
 
+from mtrain_cli.console import Console
 from mtrain_cli.reporting import tables
 from mtrain_cli.reporting.source import Source
 from mtrain_cli.reporting.steps import show_step, side_by_side
@@ -34,9 +33,9 @@ def show_sources(console: Console, sources: Sequence[Source]) -> None:
     whole, sources = sources, _numbered(console, sources)
     for given, source in zip(whole, sources, strict=True):
         number = "" if source.name == given.name else f"{source.name} "
-        say(console, f"{number}{escape(given.name)}: {source.kind}{_about(source)}", indent=2, style="bold")
+        say(console, f"{number}{given.name}: {source.kind}{_about(source)}", indent=2, style="bold")
         for remark in source.remarks:
-            say(console, f"  {escape(remark)}", indent=2, style="yellow")
+            say(console, f"  {remark}", indent=2, style="yellow")
         if source.shipped is not None:
             print_table(console, tables.shipped_table(source.shipped), tables.SPARE_OF_SHIPPED)
             console.print(f"recorded by {source.shipped.get('command', '')}", style="dim", soft_wrap=True)
@@ -78,8 +77,8 @@ def show_sources(console: Console, sources: Sequence[Source]) -> None:
     if (many := sum(case.workers > 1 for _, case in cases)) > len(shown):
         console.print(f"maps of {len(shown)} of {many} cases; report.html has all, of both passes", style="dim", soft_wrap=True)
     for source, case in cases:
-        run = f"{escape(source.name)}, " if names else ""
-        say(console, f"{run}{escape(case.label)}: why workers wait", indent=2, style="bold")
+        run = f"{source.name}, " if names else ""
+        say(console, f"{run}{case.label}: why workers wait", indent=2, style="bold")
         console.print(Padding(tables.causes_text(case), (0, 0, 1, 2)))
     compared = tables.compare_table(sources) if len(sources) > 1 else None
     if compared is not None:

@@ -6,8 +6,9 @@ import os
 import textwrap
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.table import Table
+
+from mtrain_cli.console import Console
 
 _WIDEST = 400  # characters
 

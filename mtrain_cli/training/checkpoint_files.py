@@ -192,7 +192,9 @@ def _is_entry(entry: object) -> bool:
 
 def _is_part(chunk: Mapping[str, Any], of: torch.Size) -> bool:
     offsets, sizes = chunk.get("offsets"), chunk.get("sizes")
-    if not _is_size(offsets) or not _is_size(sizes) or not len(offsets) == len(sizes) == len(of):
+    if not isinstance(offsets, torch.Size) or not isinstance(sizes, torch.Size) or not len(offsets) == len(sizes) == len(of):
+        return False
+    if min(offsets, default=0) < 0 or min(sizes, default=0) < 0:
         return False
     return all(offset + size <= whole for offset, size, whole in zip(offsets, sizes, of, strict=True))
 

@@ -11,12 +11,14 @@ from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+import rich.console
+from rich.console import ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from mtrain_cli.console import Console
 from mtrain_cli.launch.state import Reporter
 from mtrain_cli.training.metrics import StepMetrics
 
@@ -275,7 +277,7 @@ class _Display:
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(self, console: rich.console.Console, options: ConsoleOptions) -> RenderResult:
         yield self._progress.display(options.max_width)
 
 

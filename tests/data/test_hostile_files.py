@@ -100,7 +100,7 @@ def test_rows_that_repeat_a_long_value_are_read_few_at_a_time(tmp_path, monkeypa
 def test_a_column_that_unpacks_to_more_than_memory_is_refused(tmp_path, monkeypatch):
     parquet(tmp_path / "t.parquet", [str(i) * 999 for i in range(2000)], compression="zstd")
     monkeypatch.setattr(parquet_pages, "host_memory", lambda: 1 << 20)
-    with pytest.raises(ConfigError, match="row group 0: column text unpacks to .* more than half of this machine's memory"):
+    with pytest.raises(ConfigError, match=r"row group 0: column text unpacks to .* more than half of this machine's memory"):
         next(documents(tmp_path / "t.parquet"))
 
 

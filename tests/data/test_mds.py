@@ -316,6 +316,6 @@ def test_spans_that_are_none_are_named(tmp_path: Path, spans: object, expected: 
 
 def test_a_shard_that_unpacks_to_another_size_is_named(tmp_path: Path) -> None:
     folder = write_mds(tmp_path / "s", RAW, raw_samples(), compression="gz")
-    _index(folder, lambda content: content["shards"][0]["raw_data"].update(bytes=9))
-    with pytest.raises(ConfigError, match=r"shard.00000.mds.gz unpacks to 339 bytes where index.json says 9"):
+    _index(folder, lambda content: content["shards"][0]["raw_data"].update(bytes=400))
+    with pytest.raises(ConfigError, match=r"shard.00000.mds.gz unpacks to 339 bytes where index.json says 400"):
         MdsFolder(folder).sample(0, ["domain"])

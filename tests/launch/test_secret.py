@@ -56,10 +56,10 @@ def test_the_port_of_the_hub_can_be_named(monkeypatch):
 
 
 def test_what_rank_0_decided_is_believed_only_with_the_secret(monkeypatch):
-    assert _unseal("decision/1", _seal("decision/1", "a\nb")) == "a\nb"
-    without = _seal("decision/1", "text")
+    assert _unseal("decision/1", _seal("decision/1", "a\nb").encode()) == "a\nb"
+    without = _seal("decision/1", "text").encode()
     monkeypatch.setenv(SECRET, "one")
-    sealed = _seal("decision/1", "a\nb")
+    sealed = _seal("decision/1", "a\nb").encode()
     assert _unseal("decision/1", sealed) == "a\nb"
     for stranger in (without, sealed + b"c", b"", b"\xff\n"):
         with pytest.raises(ConfigError, match=f"{SECRET}: .* give all ranks the same one"):

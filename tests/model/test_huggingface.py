@@ -205,6 +205,16 @@ def test_a_tensor_that_the_index_misplaces_is_named(tmp_path):
         HuggingFaceFolder(tmp_path / "hf")
 
 
+@pytest.mark.parametrize("file", ["/etc/passwd", "../model.safetensors", ".."])
+def test_files_outside_the_folder_are_refused(tmp_path, file):
+    export(tmp_path / "hf", tiny_model(), max_file_bytes=40_000)
+    index = json.loads((tmp_path / "hf" / INDEX).read_text())
+    index["weight_map"]["model.norm.weight"] = file
+    (tmp_path / "hf" / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"weight_map names the file .* which does not lie in this folder"):
+        HuggingFaceFolder(tmp_path / "hf")
+
+
 def test_many_problems_are_cut_short(tmp_path):
     export(tmp_path / "hf", tiny_model())
     edit_config(tmp_path / "hf", hidden_size=48)

@@ -1,0 +1,108 @@
+"""Names that anybody gave, on pages and terminals: shown as they are, and neither markup nor scripts nor control sequences."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import command
+import pytest
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
+from synthetic_records import Play, recorded_once, ring
+
+from mtrain_cli.console import Console
+from mtrain_cli.printable import printable
+from mtrain_cli.reporting.html import write_page
+from mtrain_cli.reporting.source import Source, open_source
+from mtrain_cli.reporting.terminal import show_sources
+from mtrain_cli.training.metrics import StepMetrics
+
+TAG = "<img src=x onerror=alert(1)></script><!--<script>"
+MARKUP = "[/red][bold]a :smile: \x1b]0;title\x07\x1b[31mred\r\b\u202ename"
+STEP = StepMetrics(
+    step=1, loss=5.5, grad_norm=1.25, lr=1e-3, tokens=4096, tokens_per_second_per_gpu=1234.5, mfu_model=None, mfu_executed=None,
+    density=1.0, peak_memory_gib=None, seconds=2.0, epoch=0.1, consumed=1,
+)  # fmt: skip
+
+
+def source_named(tmp_path: Path, name: str) -> Source:
+    source = open_source(recorded_once(tmp_path / "one", Play(ring(2)), layers=(0,), iterations=2))
+    cases = tuple(replace(case, label=f"{case.label} {name}") for case in source.cases)
+    facts = {**source.facts, "host": name, "gpus": [name], "command": ["mtrain", name], "git_revision": name, "versions": {name: name}}
+    metrics = (STEP, replace(STEP, step=2))
+    return replace(source, name=name, cases=cases, facts=facts, metrics=metrics)
+
+
+def texts(found: Any) -> list[str]:
+    if isinstance(found, str):
+        return [found]
+    if isinstance(found, dict):
+        return [text for key, value in found.items() for text in (key, *texts(value))]
+    return [text for item in found for text in texts(item)] if isinstance(found, list) else []
+
+
+def test_a_page_shows_names_and_runs_nothing_of_them(tmp_path):
+    sources = [source_named(tmp_path / "a", TAG), source_named(tmp_path / "b", "b")]
+    text = write_page(tmp_path / "report.html", sources).read_text()
+    assert "<img" not in text.replace(re.search(r"<script>/\*.*?</script>", text, re.DOTALL)[0], "")
+    data = re.search(r"<script>const FIGURES = (.*);</script>\n", text)
+    assert data is not None
+    assert "<" not in data.group(1)
+    figures = json.loads(data.group(1))
+    # Labels become text of selectors; plotly makes tags of a few names in all other strings.
+    labels = {label for figure in figures for view in figure["views"] for label in view.pop("labels")}
+    assert any(TAG in label for label in labels)
+    tags = {tag for found in texts(figures) for tag in re.findall(r"<[^>]*>?", found)}
+    assert tags <= {"<br>", "<extra>", "</extra>", "<b>", "</b>", "<i>", "</i>"}
+    assert any("&lt;img" in found for found in texts(figures))
+
+
+def test_a_terminal_shows_names_as_they_are(tmp_path):
+    sources = [source_named(tmp_path / "a", MARKUP), source_named(tmp_path / "b", "b")]
+    file = io.StringIO()
+    show_sources(Console(file=file, width=200), sources)
+    text = file.getvalue()
+    assert "[/red][bold]a :smile:" in text
+    assert not set(text) & set("\x1b\x07\r\b\u202e")
+
+
+@pytest.mark.parametrize("made", [MARKUP, Text(MARKUP), "table"])
+def test_colours_are_ours_alone(made):
+    if made == "table":
+        made = Table(MARKUP, title=MARKUP, caption=MARKUP)
+        made.add_row(MARKUP)
+    file = io.StringIO()
+    Console(file=file, width=200, force_terminal=True, color_system="256", highlight=False).print(made, style="red")
+    text = file.getvalue()
+    assert "\x1b[" in text
+    assert set(re.findall(r"\x1b(?!\[[\d;]*m)", text)) == set()
+    assert "\x1b[31mred" not in text.replace("\x1b[31m[/red]", "")
+    assert not set(text) & set("\x07\r\b\u202e")
+
+
+def test_displays_that_move_the_cursor_still_do():
+    file = io.StringIO()
+    console = Console(file=file, width=80, force_terminal=True, color_system=None)
+    with Progress(console=console, auto_refresh=False) as progress:
+        progress.add_task("work", total=2)
+        progress.refresh()
+        progress.refresh()
+    assert "\x1b[1A" in file.getvalue() or "\x1b[2K" in file.getvalue()
+    assert "\ufffd" not in file.getvalue()
+
+
+def test_lines_without_rich_spell_control_characters_out():
+    assert printable("a\tb\nc\x1b[31m\x9b\u202e") == "a\tb\nc\\x1b[31m\\x9b\\u202e"
+
+
+def test_mistakes_are_told_without_control_characters(tmp_path):
+    result = command.mtrain(tmp_path, "report", "no\x1b]0;title\x07[/red]thing")
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert "no\\x1b]0;title\\x07[/red]thing: no such folder" in result.stderr
