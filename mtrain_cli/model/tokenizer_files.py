@@ -18,7 +18,7 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NO_IDS: Mapping[str, Any] = dict.fromkeys(TOKEN_IDS)
 _FILES = (
     TOKENIZER, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
-    "chat_template.jinja", GENERATION_CONFIG,
+    "chat_template.jinja", GENERATION_CONFIG, "tokenization_as_it_stands.py",
 )  # fmt: skip
 # Names that hardly occur in text: transformers reads them there as the token, mtrain as bytes.
 BYTE_SPECIALS = {"bos": "<|mtrain:begin|>", "eos": "<|mtrain:end|>", "pad": "<|mtrain:padding|>"}
