@@ -77,6 +77,19 @@ def test_the_end_token_is_what_the_folder_names(tmp_path: Path) -> None:
     assert of_folder(tmp_path, 1).ids == {"bos_token_id": 0, "eos_token_id": [1, 2], "pad_token_id": None}
 
 
+def test_what_ended_the_documents_goes_before_ids_that_the_tokenizer_does_not_have(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": {"<|endoftext|>": 0}}}))
+    (tmp_path / "config.json").write_text('{"bos_token_id": 1, "eos_token_id": 2}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 2, "top_p": 0.9}')
+    (tmp_path / "out").mkdir()
+    of_folder(tmp_path, 0).write(tmp_path / "out")
+    assert of_folder(tmp_path, 0).ids["eos_token_id"] == 0
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"bos_token_id": 1, "eos_token_id": 0, "top_p": 0.9}
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 0], "bos_token_id": 1}\n')
+    of_folder(tmp_path, 0).write(tmp_path / "out")
+    assert (tmp_path / "out" / "generation_config.json").read_text() == '{"eos_token_id": [5, 0], "bos_token_id": 1}\n', "as it was"
+
+
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text("{}")
     with pytest.raises(ConfigError, match="has no tokenizer files"):
