@@ -45,9 +45,12 @@ def import_weights(
 
       [cyan]mtrain checkpoint import Qwen2.5-3B runs/qwen3b-start[/cyan]
     """
+    from mtrain_cli.model.huggingface_config import remarks
     from mtrain_cli.training.conversion import import_folder
 
     config = import_folder(hf_folder, run)
+    for line in remarks(hf_folder):
+        _warn(line)
     _say(f"Wrote {run / 'checkpoints' / 'step-0'}: {config.model.family}, {config.model.num_layers} layers, weights of {hf_folder}")
 
 

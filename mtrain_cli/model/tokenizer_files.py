@@ -18,7 +18,7 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NO_IDS: Mapping[str, Any] = dict.fromkeys(TOKEN_IDS)
 _FILES = (
     TOKENIZER, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
-    "chat_template.jinja", GENERATION_CONFIG,
+    "chat_template.jinja", GENERATION_CONFIG, "tokenization_as_it_stands.py",
 )  # fmt: skip
 # Names that hardly occur in text: transformers reads them there as the token, mtrain as bytes.
 BYTE_SPECIALS = {"bos": "<|mtrain:begin|>", "eos": "<|mtrain:end|>", "pad": "<|mtrain:padding|>"}
@@ -53,12 +53,15 @@ class TokenizerFiles:
         return replace(self, files={**self.files, TOKENIZER_CONFIG: _json(config), _CODE: _CODE_CONTENT})
 
     def write(self, folder: Path) -> None:
-        """Write the files, and a generation_config.json where they have none."""
+        """Write the files, and a generation_config.json that has the ids."""
         for name, content in self.files.items():
             (folder / name).write_bytes(content)
-        if GENERATION_CONFIG not in self.files and any(value is not None for value in self.ids.values()):
-            known = {key: value for key, value in self.ids.items() if value is not None}
-            (folder / GENERATION_CONFIG).write_bytes(_json(known))
+        before = _object(self.files.get(GENERATION_CONFIG, b"{}"))
+        ids = {key: value for key, value in self.ids.items() if value is not None and before.get(key) is None}
+        if not _names(before.get("eos_token_id"), self.ids["eos_token_id"]):
+            ids["eos_token_id"] = self.ids["eos_token_id"]
+        if ids:
+            (folder / GENERATION_CONFIG).write_bytes(_json(before | ids))
 
 
 def of_folder(folder: Path, eos: int | None = None) -> TokenizerFiles:
@@ -107,8 +110,12 @@ def token_ids(folder: Path) -> dict[str, Any]:
 
 
 def _completed(files: Mapping[str, bytes], ids: Mapping[str, Any], eos: int | None) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """With a tokenizer_config.json that names the special tokens, and ``eos`` where the ids have none."""
-    ids = {**ids, "eos_token_id": eos if ids["eos_token_id"] is None else ids["eos_token_id"]}
+    """With a tokenizer_config.json that names the special tokens, and with ``eos`` unless it is one of the end tokens already.
+
+    What ended the documents goes before a config.json that says otherwise: transformers writes 1 and 2 for some families when nobody
+    gives ids, whatever the tokenizer.
+    """
+    ids = {**ids, "eos_token_id": ids["eos_token_id"] if _names(ids["eos_token_id"], eos) else eos}
     if TOKENIZER_CONFIG in files:
         return dict(files), ids
     names = {number: token for token, number in _added_tokens(files[TOKENIZER]).items()}
@@ -119,6 +126,12 @@ def _completed(files: Mapping[str, bytes], ids: Mapping[str, Any], eos: int | No
         if isinstance(first, int) and first in names:
             config[key.removesuffix("_id")] = names[first]
     return {**files, TOKENIZER_CONFIG: _json(config)}, ids
+
+
+def _names(ids: object, wanted: object) -> bool:
+    """Whether ``wanted``, one id or several or None, is among ``ids``."""
+    known = ids if isinstance(ids, list) else [ids]
+    return wanted is None or wanted == ids or all(one in known for one in (wanted if isinstance(wanted, list) else [wanted]))
 
 
 def _end_in(files: Mapping[str, bytes], otherwise: int | None) -> int | None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from mtrain_cli.config.schema import ConfigError, ModelConfig
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.huggingface import HuggingFaceFolder, load_into, write_folder
 from mtrain_cli.model.init import initialize
-from mtrain_cli.training.checkpoint import load_model_state, write_model_state
+from mtrain_cli.training.checkpoint import Checkpointer, load_model_state, write_model_state
 from mtrain_cli.training.conversion import export_checkpoint
 
 MODEL = ["model.hidden_size=32", "model.num_layers=2", "model.head_dim=8", "model.intermediate_size=48"]
@@ -220,3 +221,77 @@ def test_verify_says_in_one_line_what_transformers_refuses(hf_folder):
     assert f"{hf_folder}: mtrain reads this folder, and transformers" in said
     assert "attention_dropout" in said
     assert "Correct the folder's config.json" in said
+
+
+def trained_run(run: Path, *words: str) -> Path:
+    """A run that was trained to step 1: beside weights its checkpoint holds the trainer's numbers."""
+    config = compose.compose([*MODEL, *words])
+    run.mkdir()
+    compose.save(config, run / "resolved.yaml")
+    weights = {name: value.detach() for name, value in decoder_of(config.model).named_parameters()}
+    Checkpointer(run / "checkpoints", keep=1).save(1, {"model": weights, "trainer": {"step": 1}}, asynchronous=False)
+    return run
+
+
+def ids_in(folder: Path) -> tuple[object, ...]:
+    config = json.loads((folder / "config.json").read_text())
+    return tuple(config[f"{name}_token_id"] for name in ("bos", "eos", "pad"))
+
+
+def test_an_export_of_a_run_on_bytes_has_their_tokenizer(tmp_path):
+    said = mtrain("checkpoint", "export", trained_run(tmp_path / "run"), tmp_path / "out")
+    assert said.endswith("MiB of weights tokenizer: bytes")
+    assert ids_in(tmp_path / "out") == (256, 257, 258)
+    assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json"} <= {file.name for file in (tmp_path / "out").iterdir()}
+
+
+def test_an_export_of_a_run_on_tokens_has_the_tokenizer_that_prepared_them(tmp_path):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "text.md").write_text("the quick brown fox\n" * 40)
+    mtrain("data", "prepare", tmp_path / "text.md", tmp_path / "store", "--tokenizer", "bpe", "--vocab-size", "260")
+    run = trained_run(tmp_path / "run", "data=tokens", f"data.path={tmp_path / 'store'}", "model.vocab_size=auto")
+    said = mtrain("checkpoint", "export", run, tmp_path / "out")
+    assert said.endswith(f"tokenizer: {tmp_path / 'store' / 'tokenizer.json'}")
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "store" / "tokenizer.json").read_bytes()
+    assert ids_in(tmp_path / "out") == (None, 0, None)
+    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["eos_token"] == "<|endoftext|>"
+
+
+def test_an_export_of_a_run_whose_tokenizer_nobody_knows_says_so(tmp_path):
+    (tmp_path / "ids.npy").touch()
+    run = trained_run(tmp_path / "run", "data=tokens", f"data.path={tmp_path / 'ids.npy'}")
+    said = mtrain("checkpoint", "export", run, tmp_path / "out")
+    assert said.endswith(f"no tokenizer: data.path={tmp_path / 'ids.npy'} does not say which it has; --tokenizer FOLDER copies one")
+    assert ids_in(tmp_path / "out") == (None, None, None), "transformers would take 1 and 2 for some families"
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
+
+
+def test_the_tokenizer_of_an_imported_folder_comes_out_again(hf_folder, tmp_path):
+    mtrain("checkpoint", "import", hf_folder, tmp_path / "none")
+    assert "no tokenizer: the folder that was imported has none" in mtrain("checkpoint", "export", tmp_path / "none", tmp_path / "out-none")
+    (hf_folder / "tokenizer.json").write_text('{"added_tokens": [{"id": 7, "content": "<end>"}]}')
+    (hf_folder / "tokenizer_config.json").write_text('{"eos_token": "<end>", "chat_template": "x"}')
+    mtrain("checkpoint", "import", hf_folder, tmp_path / "run")
+    mtrain("checkpoint", "export", tmp_path / "run", tmp_path / "out")
+    for file in ("tokenizer.json",):
+        assert (tmp_path / "out" / file).read_bytes() == (hf_folder / file).read_bytes()
+    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["chat_template"] == "x"
+    assert ids_in(tmp_path / "out") == (None, 7, None)
+
+
+def test_data_that_name_no_tokenizer_have_that_of_the_weights(hf_folder, tmp_path):
+    (hf_folder / "tokenizer.json").write_text('{"added_tokens": [{"id": 7, "content": "<end>"}]}')
+    (tmp_path / "ids.npy").touch()
+    run = trained_run(tmp_path / "run", f"train.init_from={hf_folder}", "data=tokens", f"data.path={tmp_path / 'ids.npy'}")
+    assert mtrain("checkpoint", "export", run, tmp_path / "out").endswith(f"tokenizer: {hf_folder}")
+
+
+def test_a_shape_that_transformers_refuses_is_told_before_anything_is_read(tmp_path):
+    shape = ["model.family=llama", "model.qkv_bias=false", "model.num_heads=3", "model.num_kv_heads=1"]
+    run = trained_run(tmp_path / "run", *shape)
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints" / "step-1").mkdir(parents=True)
+    (run / "checkpoints" / "step-1" / "manifest.json").write_text("{}")
+    said = mtrain("checkpoint", "export", run, tmp_path / "out", code=2)
+    assert "model.num_heads=3: transformers has no llama model" in said
+    assert not (tmp_path / "out").exists()

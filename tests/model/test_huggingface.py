@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from mtrain_cli.config.compose import compose
 from mtrain_cli.config.schema import ConfigError, ModelConfig
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.model.decoder import Decoder
-from mtrain_cli.model.huggingface import INDEX, SINGLE, HuggingFaceFolder, load_into, write_folder
-from mtrain_cli.model.huggingface_config import read_config
+from mtrain_cli.model.huggingface import INDEX, SINGLE, HuggingFaceFolder, load_into, parameter_shapes, write_folder
+from mtrain_cli.model.huggingface_config import read_config, remarks
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.model.tokenizer_files import of_folder
 
@@ -69,7 +71,7 @@ def edit_tensors(folder: Path, **changes: Tensor | None) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("max_file_bytes", [10**9, 40_000])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
 def test_round_trip_keeps_every_bit_and_transformers_opens_it(tmp_path, family, max_file_bytes, dtype):
     transformers = pytest.importorskip("transformers")
     model = tiny_model(family, tied=False, rope=LLAMA3 if family == "llama" else YARN)
@@ -88,7 +90,7 @@ def test_round_trip_keeps_every_bit_and_transformers_opens_it(tmp_path, family, 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("rope", [PLAIN, YARN, LLAMA3], ids=["plain", "yarn", "llama3"])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
 def test_config_survives_our_writer_and_that_of_transformers(tmp_path, family, rope, tied):
     transformers = pytest.importorskip("transformers")
     model = tiny_model(family, tied=tied, rope=rope)
@@ -120,9 +122,43 @@ LLAMA31_8B = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("raw", "shape"), [(QWEN25_3B, "qwen3b"), (LLAMA31_8B, "llama8b")], ids=["qwen3b", "llama8b"])
-def test_config_of_a_published_release_is_the_shape_that_ships(tmp_path, raw, shape):
+LLAMA32 = LLAMA31_8B | {"rope_scaling": dict(LLAMA31_8B["rope_scaling"], factor=32.0), "tie_word_embeddings": True}
+QWEN25_14B = QWEN25_3B | {
+    "hidden_size": 5120, "intermediate_size": 13824, "num_attention_heads": 40, "num_hidden_layers": 48, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05, "tie_word_embeddings": False, "vocab_size": 152064,
+}  # fmt: skip
+QWEN3_14B = {
+    "model_type": "qwen3", "attention_bias": False, "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120,
+    "intermediate_size": 17408, "max_position_embeddings": 32768, "num_attention_heads": 40, "num_hidden_layers": 40,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
+    "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+MISTRAL_7B = {
+    "model_type": "mistral", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768,
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
+    "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 32768,
+}  # fmt: skip
+PUBLISHED = {
+    "qwen3b": QWEN25_3B,
+    "qwen1.5b": QWEN25_3B | {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_hidden_layers": 28},
+    "qwen14b": QWEN25_14B,
+    "qwen32b": QWEN25_14B | {"intermediate_size": 27648, "num_hidden_layers": 64},
+    "qwen3_14b": QWEN3_14B,
+    "qwen3_32b": QWEN3_14B | {"intermediate_size": 25600, "num_attention_heads": 64, "num_hidden_layers": 64},
+    "qwen3_4b": QWEN3_14B
+    | {"hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32, "num_hidden_layers": 36, "tie_word_embeddings": True},
+    "llama8b": LLAMA31_8B,
+    "llama1b": LLAMA32 | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
+    "llama3b": LLAMA32 | {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24},
+    "mistral7b": MISTRAL_7B,
+}
+
+
+@pytest.mark.parametrize("shape", PUBLISHED)
+def test_config_of_a_published_release_is_the_shape_that_ships(tmp_path, shape):
     import yaml
+
+    raw = PUBLISHED[shape]
 
     ships = yaml.safe_load((Path(__file__).parents[2] / "conf" / "model" / f"{shape}.yaml").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw))
@@ -131,7 +167,99 @@ def test_config_of_a_published_release_is_the_shape_that_ships(tmp_path, raw, sh
     assert read | {"name": shape} == ships
     assert read_rope["theta"] == ships_rope["theta"]
     assert read_rope["original_max_position"] == ships_rope["original_max_position"]
-    assert read_rope["scaling"] == ("none" if shape == "qwen3b" else "llama3")
+    assert read_rope["scaling"] == ("llama3" if shape.startswith("llama") else "none")
+    assert shape.startswith("llama") is (read_rope["factor"] == ships_rope["factor"])
+
+
+def test_the_sizes_of_burst_engines_models_are_the_papers():
+    for shape, billions in (("llama7b", 6.7), ("llama14b", 13.9)):
+        model = compose([f"model={shape}"]).model
+        assert sum(math.prod(size) for size in parameter_shapes(model).values()) / 1e9 == pytest.approx(billions, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("given", "rope"),
+    [
+        ({"rope_theta": 5e5}, {"theta": 5e5, "scaling": "none"}),
+        ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, {"theta": 5e5, "scaling": "none"}),
+        ({}, {"theta": 10000.0}),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 64},
+            {"theta": 5e5, "scaling": "yarn", "factor": 4.0, "original_max_position": 64},
+        ),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5}, "original_max_position_embeddings": 32},
+            {"theta": 5e5, "scaling": "llama3", "factor": 8.0, "original_max_position": 32},
+        ),
+    ],
+)
+def test_rotary_settings_are_read_wherever_they_stand(tmp_path, given, rope):
+    export(tmp_path / "hf", tiny_model("llama"))
+    edit_config(tmp_path / "hf", **({"rope_theta": ..., "rope_scaling": ..., "rope_parameters": ...} | given))
+    found = read_config(tmp_path / "hf")[0].rope
+    assert {name: getattr(found, name) for name in rope} == rope
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen2", {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}),
+        ("qwen3", {"rope_parameters": {"rope_theta": 1e6, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}),
+        # Not in rope_parameters, where other releases have it; 64 and not 512 is what the frequencies are made from.
+        ("llama", {"original_max_position_embeddings": 64, "rope_parameters": {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}}),
+        ("mistral", {"sliding_window": None, "head_dim": 24}),
+    ],
+)  # fmt: skip
+def test_models_that_transformers_made_compute_the_same_here(tmp_path, family, changes):
+    transformers = pytest.importorskip("transformers")
+    from mtrain_cli.model.verify import verify
+
+    shape = {
+        "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.2,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **(shape | changes))
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    agreement = verify(tmp_path, 256)
+    assert agreement.largest_difference < 1e-3 < agreement.largest_logit
+
+
+def test_key_value_heads_that_a_config_leaves_out_are_those_of_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    shape = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 32}
+    for family in ("qwen2", "qwen3", "llama", "mistral"):
+        for given in ({}, {"num_key_value_heads": None}) if family != "mistral" else ({},):  # Mistral's must not be null there
+            raw = {"model_type": family, "sliding_window": None, **shape, **given}
+            (tmp_path / "config.json").write_text(json.dumps(raw))
+            model, max_position = read_config(tmp_path)
+            theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+            assert (model.num_kv_heads, max_position) == (theirs.num_key_value_heads, theirs.max_position_embeddings), (family, given)
+            assert model.head_dim == getattr(theirs, "head_dim", 64 // 32)
+
+
+def test_dropout_and_code_of_a_folder_are_remarked_on(tmp_path):
+    export(tmp_path / "hf", tiny_model())
+    assert remarks(tmp_path / "hf") == []
+    edit_config(tmp_path / "hf", attention_dropout=0.1, auto_map={"AutoModelForCausalLM": "own.Own"})
+    config = tmp_path / "hf" / "config.json"
+    assert remarks(tmp_path / "hf") == [
+        f"{config}: attention_dropout=0.1: mtrain trains without dropout",
+        f"{config}: auto_map: the folder brings its own code, which mtrain does not run",
+    ]
+
+
+def test_a_shape_that_transformers_refuses_is_not_written(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"model.num_heads=3: transformers has no llama model whose model.hidden_size=40 they do not divide"
+    ):
+        export(tmp_path / "hf", tiny_model("llama", num_heads=3, num_kv_heads=1))
+    pytest.importorskip("transformers")
+    with pytest.raises(ConfigError, match=r"model.family=llama: transformers [\d.]+ refuses this shape \(.*initializer_range"):
+        export(tmp_path / "hf", tiny_model("llama", init_std=2.0))
+    assert not list(tmp_path.iterdir())
+    export(tmp_path / "hf", tiny_model("mistral", num_heads=3, num_kv_heads=1))
 
 
 def load_on_workers(rank: int, world: int, folder: str, model: ModelConfig) -> tuple[dict[str, Tensor], int]:  # noqa: ARG001
@@ -163,13 +291,32 @@ def test_sharded_workers_load_the_same_weights_and_read_only_their_rows(tmp_path
     [
         (lambda f: (f / "config.json").unlink(), "config.json: no such file"),
         (lambda f: (f / "config.json").write_text("{"), "config.json: cannot be read as JSON"),
-        (lambda f: edit_config(f, model_type="gpt2"), "model_type=gpt2: must be one of qwen2, qwen3, llama"),
+        (lambda f: edit_config(f, model_type="gpt2"), "model_type=gpt2: must be one of qwen2, qwen3, llama, mistral"),
         (lambda f: edit_config(f, hidden_size=...), "config.json: hidden_size is missing"),
         (lambda f: edit_config(f, hidden_size="many"), "hidden_size=many: must be a positive integer"),
         (lambda f: edit_config(f, hidden_act="gelu"), 'hidden_act="gelu" is not supported; only "silu" is'),
         (lambda f: edit_config(f, use_sliding_window=True), "use_sliding_window=true is not supported"),
-        (lambda f: edit_config(f, rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "rope_type=dynamic is not supported"),
-        (lambda f: edit_config(f, rope_scaling={"type": "yarn", "factor": 2.0, "attention_factor": 1.0}), "attention_factor=1.0 is not"),
+        (lambda f: edit_config(f, layer_types=["full_attention", "sliding_attention"]), 'layer_types has "sliding_attention", which is'),
+        (lambda f: edit_config(f, model_type="mistral", sliding_window=4096), "sliding_window=4096 is not supported; only null is"),
+        (lambda f: edit_config(f, model_type="mistral"), "sliding_window is missing, which means 4096 to transformers; only null is"),
+        (lambda f: edit_config(f, rope_theta=5e5), "rope_parameters.rope_theta=10000.0 and rope_theta=500000.0 contradict each other"),
+        (
+            lambda f: edit_config(f, rope_scaling={"type": "yarn", "factor": 2.0}),
+            "rope_scaling.type=yarn and rope_parameters.rope_type=default contradict",
+        ),
+        (
+            lambda f: edit_config(f, rope_parameters={"full_attention": {"rope_theta": 1e6}}),
+            "rope_parameters.full_attention: settings by kind of layer are not supported",
+        ),
+        (lambda f: edit_config(f, rope_parameters=None, rope_scaling=[8.0]), "rope_scaling must be a JSON object"),
+        (
+            lambda f: edit_config(f, rope_parameters=None, rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
+            "rope_type=dynamic is not supported",
+        ),
+        (
+            lambda f: edit_config(f, rope_parameters=None, rope_scaling={"type": "yarn", "factor": 2.0, "attention_factor": 1.0}),
+            "attention_factor=1.0 is not",
+        ),
         (lambda f: (f / SINGLE).unlink(), f"has neither {SINGLE} nor {INDEX}"),
         (lambda f: (f / SINGLE).write_bytes((f / SINGLE).read_bytes()[:-100]), f"{SINGLE}: truncated or corrupt safetensors file"),
         (lambda f: (f / SINGLE).write_bytes((f / SINGLE).read_bytes()[:100]), f"{SINGLE}: truncated or corrupt safetensors file"),
