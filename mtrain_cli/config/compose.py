@@ -52,6 +52,9 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None, *, pl
     raw, unresolved = _composed(groups, asked.groups, asked.values)
     open_keys, raw = _left_open(raw, asked.groups)
     leaves, wrong = _convert(raw, files)
+    if leaves.get("optim.rewarm"):
+        line = f"optim.rewarm={keys.show(leaves['optim.rewarm'])}: is for --resume RUN; a new run warms up anyway. Leave it out"
+        wrong = [*wrong, Problem(line, ("optim.rewarm",))]
     return _checked(leaves, [*asked.problems, *unresolved, *wrong, *([] if plan else open_keys)], files, unsaid=open_keys if plan else ())
 
 
@@ -129,6 +132,9 @@ _LATER = {
     "data.eval_sequences": 0,
     "train.eval_every": 0,
     "optim.skip_spikes": False,
+    "optim.decay_steps": "auto",
+    "optim.schedule_steps": "auto",
+    "optim.rewarm": False,
     "run.restarts": 0,
     "run.spike_sigma": 0.0,
     "run.straggler": 0.0,
