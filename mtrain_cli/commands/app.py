@@ -202,6 +202,7 @@ app.command("status")(status.status)
 # All add their command to that of commands/profile.py.
 assert profile_links.app is profile_rest.app is profile_step.app is profile_what_if.app is profile_imbalance.app
 app.add_typer(profile_imbalance.app, name="profile")
+app.command("profile-balance", hidden=True)(profile_imbalance.imbalance)
 app.command("simulate")(simulate.simulate)
 app.command("report")(report.report)
 app.add_typer(config.app, name="config")

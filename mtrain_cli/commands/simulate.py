@@ -17,7 +17,7 @@ import typer
 
 from mtrain_cli.commands.completion import complete_clusters, complete_exchanges, complete_layouts, complete_overrides
 from mtrain_cli.commands.options import MOST_TOKENS, MOST_WORKERS, names, share, warn_of_idle
-from mtrain_cli.commands.simulate_words import Asked, count, dollars
+from mtrain_cli.commands.simulate_words import CLUSTERED, DENSE, Asked, count, dollars
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def simulate(
         typer.Option(
             metavar="FILE|NAME",
             help="Pairs that are computed: index.npz of a profile (or its folder), dense, or a family: local, clustered, uniform, "
-            "drifting. Otherwise what sparsity= says; clustered without one.",
+            "drifting. Otherwise what sparsity= says: dense by default, clustered with --density or --columns.",
             show_default=False,
         ),
     ] = None,
@@ -97,8 +97,8 @@ def simulate(
         str | None,
         typer.Option(
             metavar="X",
-            help="Of a family: share of the causal blocks on its diagonals, such as 0.05 or 5%. Without it 5%, or as many diagonals as "
-            "sparsity.min_slashes and max_slashes leave.",
+            help="Sparse attention of a family: share of the causal blocks on its diagonals, such as 0.05 or 5%. With --columns or --index "
+            "alone 5%, or as many diagonals as sparsity.min_slashes and max_slashes leave.",
             show_default=False,
         ),
     ] = None,
@@ -162,12 +162,14 @@ def simulate(
     [bold]Examples[/bold]
 
       [cyan]mtrain simulate model=qwen3b seq=512k --cluster a100_4x8[/cyan]
-          two layouts under three exchanges on 32 GPUs
+          dense attention, two layouts under three exchanges on 32 GPUs
+      [cyan]mtrain simulate model=qwen3b seq=512k --cluster a100_4x8 --density 5%[/cyan]
+          the same under a synthetic sparse index
       [cyan]mtrain simulate model=qwen3b seq=1m --cluster h100_4x8 --recommend --tokens 20b --price 2.5[/cyan]
           which configuration to take, why, how long it trains and for how much
       [cyan]mtrain simulate model=qwen3b --cluster a100_4x8 --layout striped --sweep "seq=512k,1m nodes=1,2,4,8,16"[/cyan]
           how it scales; `mtrain report` draws it
-      [cyan]mtrain simulate model=llama8b seq=256k sparsity=dense train.global_batch=4 topology.context_parallel=8 --cluster h100_4x8[/cyan]
+      [cyan]mtrain simulate model=llama8b seq=256k train.global_batch=4 topology.context_parallel=8 --cluster h100_4x8[/cyan]
           four sequences at once, each on the eight GPUs of a node
       [cyan]mtrain simulate --index measurements/imbalance-20260101-120000 --cluster h100_4x8[/cyan]
           the attention of a profile on a cluster that is not here
@@ -334,6 +336,7 @@ class _Job:
             typer.echo(json.dumps(content, indent=1))
             return
         console = self._console()
+        shown.print_lines(console, [f"pairs  {self.asked.assumed(scenario.problem.pattern)}"])
         print_table(console, shown.step_table(self.cluster, scenario.problem, outcomes), shown.SPARE_OF_STEPS)
         say(console, shown.step_legend())
         if len(outcomes) > 1 or not outcomes[0].step.fits:
@@ -382,6 +385,7 @@ class _Job:
             typer.echo(json.dumps(content, indent=1))
             return
         console = self._console()
+        shown.print_lines(console, [f"pairs  {asked.assumed(problem.pattern)}"])
         print_table(console, shown.attention_table(self.cluster, problem, predictions), shown.SPARE_OF_ATTENTION)
         say(console, shown.LEGEND)
         shown.print_notes(console, (remark for prediction in predictions for remark in prediction.remarks))
@@ -448,6 +452,7 @@ class _Job:
             typer.echo(json.dumps(content, indent=1))
         else:
             console = self._console()
+            shown.print_lines(console, [f"pairs  {self.asked.assumed(scenario.problem.pattern)}"])
             if found.ranked:
                 fastest = sorted(found.ranked, key=lambda outcome: outcome.step.seconds.value)[:8]
                 print_table(console, shown.step_table(self.cluster, scenario.problem, fastest), shown.SPARE_OF_STEPS)
@@ -475,7 +480,7 @@ class _Job:
         from mtrain_cli.reporting.sweeps import LEGEND, SPARE, sheet, sweep_table, why_not
         from mtrain_cli.reporting.width import print_table, say
         from mtrain_cli.simulation.calibration import own_calibration
-        from mtrain_cli.simulation.sweep import NODES, WORKERS, Sweep, axes, points, shared_remarks
+        from mtrain_cli.simulation.sweep import COLUMNS, DENSITY, NODES, WORKERS, Sweep, axes, points, shared_remarks
 
         if self.asked.slow:
             raise ConfigError(f"--slow {self.asked.slow}: which rank that is changes with the points of a --sweep; leave it out")
@@ -496,8 +501,11 @@ class _Job:
         about = json.dumps([repr(own), repr(self.asked), repr(self.cluster), workers])
         job = Sweep(todo, cluster_of, self.asked.scenario, workers, about)
         # Settings are wrong before anything is written.
+        drawn = bool({DENSITY, COLUMNS} & swept.keys())
+        assumed: dict[str, None] = {}
         for settings in dict.fromkeys(tuple(point.settings) for point in todo):
-            self.asked.scenario(settings)
+            pairs = self.asked.scenario(settings).problem.pattern
+            assumed[self.asked.assumed(CLUSTERED if drawn and pairs == DENSE else pairs, settings)] = None
         try:
             with self._progress("configurations") as told:
                 rows = list(job.rows(None if folder is None else folder / SWEEP, lambda done: told(done, len(todo))))
@@ -516,6 +524,7 @@ class _Job:
             typer.echo(json.dumps(content, indent=1))
             return
         console = self._console()
+        shown.print_lines(console, (f"pairs  {line}" for line in assumed))
         print_table(console, sweep_table(rows), SPARE)
         say(console, LEGEND)
         shown.print_lines(console, (f"not    {why}" for why in why_not(rows)))

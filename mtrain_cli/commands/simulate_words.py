@@ -60,7 +60,7 @@ class Asked:
         else:
             config = compose(words)
             pairs = self.pairs(words, config, density, columns)
-            more = [] if _sparsity(words) else pairs.sparsity()
+            more = [] if _own_sparsity(words, config) else pairs.sparsity()
             config = compose([*words, *more]) if more else config
             problem = pairs.problem(config)
         return Scenario(
@@ -83,13 +83,15 @@ class Asked:
         return given if isinstance(given, int) else None
 
     def pairs(self, words: Sequence[str], config: Config, density: float | None = None, columns: int | None = None) -> Pairs:
-        """Of a name, or of what a sparsity= among the settings asks for."""
+        """Of a name, or of the sparsity that the settings ask for, which is dense by default; --density and --columns ask for a family."""
         from mtrain_cli.simulation.families import FAMILIES
         from mtrain_cli.simulation.scenario import Pairs
 
         density = self.density if density is None else density
         columns = self.columns if columns is None else columns
-        pattern = config.sparsity.pattern if _sparsity(words) else None
+        pattern = config.sparsity.pattern if _own_sparsity(words, config) else None
+        if pattern is None and self.index is None and density is None and columns is None:
+            pattern = DENSE  # the default of a training
         layers = self._layers(config)
         if self.index is not None and pattern is not None and (self.index == DENSE) != (pattern == DENSE):
             raise ConfigError(f"--index {self.index}: contradicts sparsity={pattern}; leave one of them out")
@@ -125,6 +127,24 @@ class Asked:
             if density is not None and typed:
                 raise ConfigError(f"--density {density:g}: contradicts {typed}; leave one of them out")
         return Pairs(index, DENSITY if density is None else density, columns, layers, fewest, most)
+
+    def assumed(self, pairs: str, extra: Sequence[str] = ()) -> str:
+        """One line: which pairs a prediction takes to be computed, and what would change that. pairs: what they are called. extra: settings of
+        a point of a sweep.
+        """
+        from mtrain_cli.config.compose import compose
+
+        if (recorded := self.file(self.words)) is not None:
+            return f"recorded in {recorded} ({pairs})"
+        if pairs == DENSE:
+            default = self.index is None and not _sparsity([*self.words, *extra])
+            why = ", the default of mtrain train; sparsity=, --density or --index ask for fewer" if default else ""
+            return f"dense: all causal pairs, each sequence one document{why}"
+        if pairs == FIXED:
+            return "as sparsity=fixed draws them, each sequence one document"
+        asked = compose([*self.words, *extra]).sparsity.pattern
+        of = f" for sparsity={asked}" if asked != DENSE else ""
+        return f"synthetic ({pairs}){of}, each sequence one document; --index takes those of a profile"
 
     def _layers(self, config: Config) -> int:
         most = config.model.num_layers
@@ -226,6 +246,11 @@ def _check_workers(word: str) -> None:
 
 def _sparsity(words: Sequence[str]) -> bool:
     return any(word.startswith("sparsity=") for word in words)
+
+
+def _own_sparsity(words: Sequence[str], config: Config) -> bool:
+    """Whether the settings, such as a recipe, say which pairs are computed."""
+    return _sparsity(words) or config.sparsity.pattern != DENSE
 
 
 def _as_recorded(problem: Problem, words: Sequence[str], pattern: Sequence[str]) -> list[str]:

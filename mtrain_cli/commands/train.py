@@ -87,7 +87,14 @@ def _configuration(overrides: list[str], config_dir: Path | None, run_path: Path
 
     if run_path is None:
         return compose.compose(overrides, config_dir, plan=plan)
-    return compose.resume(compose.load(run_path / RESOLVED), overrides, config_dir)
+    from mtrain_cli.config.resumed import with_its_schedule
+    from mtrain_cli.launch.job import current_job
+    from mtrain_cli.launch.run_dir import RunDir
+
+    saved, job = compose.load(run_path / RESOLVED), current_job()
+    step = RunDir(run_path).last_step() or 0
+    config = compose.resume(saved, overrides, config_dir)
+    return with_its_schedule(saved, config, overrides, step, again=job is not None and job.started_again)
 
 
 def _run_to_resume(resume: str | None, words: list[str], config_dir: Path | None) -> Path | None:

@@ -57,6 +57,9 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None, *, pl
     given, model = _given_model(groups, asked.groups, asked.values, raw)
     raw, underivable = derived.fill(raw, given, model, _defaults())
     leaves, wrong = _convert(raw, files)
+    if leaves.get("optim.rewarm"):
+        line = f"optim.rewarm={keys.show(leaves['optim.rewarm'])}: is for --resume RUN; a new run warms up anyway. Leave it out"
+        wrong = [*wrong, Problem(line, ("optim.rewarm",))]
     problems = [*asked.problems, *unresolved, *underivable, *wrong, *([] if plan else open_keys)]
     return _checked(leaves, problems, files, unsaid=open_keys if plan else ())
 
@@ -171,6 +174,9 @@ _LATER = {
     "data.eval_sequences": 0,
     "train.eval_every": 0,
     "optim.skip_spikes": False,
+    "optim.decay_steps": "auto",
+    "optim.schedule_steps": "auto",
+    "optim.rewarm": False,
     "run.restarts": 0,
     "run.spike_sigma": 0.0,
     "run.straggler": 0.0,

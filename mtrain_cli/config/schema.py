@@ -155,6 +155,9 @@ class DataConfig:
     )
 
 
+SCHEDULES = ("cosine", "linear", "wsd", "constant")
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     """AdamW and its schedule."""
@@ -164,8 +167,20 @@ class OptimConfig:
     eps: float = option("AdamW epsilon")
     weight_decay: float = option("decoupled weight decay, on matrices only")
     warmup_steps: int = option("steps of linear warm-up")
-    schedule: str = option("learning rate after warm-up", ("cosine", "constant"))
-    min_lr_ratio: float = option("cosine ends at lr * min_lr_ratio")
+    schedule: str = option("learning rate after warm-up; wsd: constant, then linear at the end", SCHEDULES)
+    min_lr_ratio: float = option("cosine, linear and wsd end at lr * min_lr_ratio")
+    decay_steps: int | str = option(
+        "steps over which the rate falls, behind the warm-up or for wsd at the end; then it stays. auto = all behind the warm-up, of wsd "
+        "the last 20 %"
+    )
+    schedule_steps: int | str = option(
+        "steps that the schedule spans; auto = to train.steps. A resume with other train.steps keeps the number, unless it gives this key, "
+        "optim.schedule or optim.decay_steps"
+    )
+    rewarm: bool | int = option(
+        "true, with --resume: the schedule begins anew at the checkpoint, warm-up included, and spans the steps to train.steps; the run "
+        "keeps that step here"
+    )
     clip_norm: float = option("global gradient norm is clipped to this; 0 = never")
     skip_spikes: bool = option("leave out the update of a step whose loss or gradient norm is a spike, see run.spike_sigma")
     offload: bool = option("float32 weights and AdamW states stay in host memory and are stepped there; the GPU keeps bfloat16 weights")

@@ -126,6 +126,9 @@ _RANGE: dict[str, tuple[str, Callable[[float], bool]]] = {
     "optim.weight_decay": _NOT_NEGATIVE,
     "optim.warmup_steps": _NOT_NEGATIVE,
     "optim.min_lr_ratio": _FRACTION,
+    "optim.decay_steps": _POSITIVE,
+    "optim.schedule_steps": _POSITIVE,
+    "optim.rewarm": ("must be true or false", lambda value: value >= 0),
     "optim.clip_norm": _NOT_NEGATIVE,
     "train.steps": _POSITIVE,
     "train.global_batch": _POSITIVE,
@@ -489,6 +492,22 @@ def _optim(config: Config) -> Iterator[str]:
         yield "optim.skip_spikes=true: needs to know what a spike is; give run.spike_sigma a number of at least 3, such as 8"
     if not all(0 <= beta < 1 for beta in optim.betas):
         yield f"optim.betas={keys.show(optim.betas)}: each must be at least 0 and below 1"
+    yield from schedule(config)
+
+
+def schedule(config: Config) -> Iterator[str]:
+    """What does not fit together in the schedule of the learning rate."""
+    optim = config.optim
+    asked = f"optim.decay_steps={optim.decay_steps}"
+    if optim.decay_steps != "auto" and optim.schedule == "constant":
+        yield f"{asked}: optim.schedule=constant never falls; leave it out or give optim.schedule=cosine, linear or wsd"
+    if optim.schedule != "wsd" or not isinstance(optim.decay_steps, int):
+        return
+    begin = 0 if optim.rewarm is True else int(optim.rewarm)
+    span = optim.schedule_steps if isinstance(optim.schedule_steps, int) else config.train.steps - begin
+    if optim.warmup_steps + optim.decay_steps > span:
+        allowed = f"allowed: 1 to {span - optim.warmup_steps}" if span > optim.warmup_steps else "give fewer optim.warmup_steps"
+        yield f"{asked}: the schedule has {span} steps, {optim.warmup_steps} of them warm-up (optim.warmup_steps); {allowed}"
 
 
 def _offload(train: TrainConfig, layers: int) -> Iterator[str]:

@@ -185,7 +185,7 @@ def _read(profiler: torch.profiler.profile, folder: Path, plan: Plan, bench: Ben
 def _document(
     trainer: Trainer, run_dir: RunDir, plan: Plan, everyone: Sequence[_Rank], metrics: Sequence[StepMetrics], losses: list[float | None]
 ) -> dict[str, Any]:
-    """The summary. Times are ms of one step. losses: of all steps, None for one without labels. metrics: of the steps without records, from `Plan.alike` on."""
+    """The summary. Times are ms of one step. metrics: of the steps without records, from `Plan.alike` on. losses: of all steps."""
     config, choices, e = trainer.config, trainer.choices, trainer.environment
     gpu = trainer.device.type == "cuda"
     facts = json.loads(run_dir.environment.read_text()) if run_dir.environment.exists() else {}

@@ -9,14 +9,18 @@ from rich.text import Text
 
 from mtrain_cli import __version__
 from mtrain_cli.config.idle import idle_ring_keys
+from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.sparsity.remarks import remarks
 from mtrain_cli.training import dry_run
+from mtrain_cli.training.optimizer import Schedule
 from mtrain_cli.training.planning import Plan, size
 
 
-def banner(found: Plan, run_dir: Path, data: str) -> RenderableType:
-    """The facts of a run that starts now. data: one line on the corpus, from `PackedDataset.describe`."""
+def banner(found: Plan, run_dir: Path, data: str, *, resumed: int | None = None) -> RenderableType:
+    """The facts of a run that starts now. data: one line on the corpus, from `PackedDataset.describe`. resumed: the step of the checkpoint
+    that it goes on from.
+    """
     config, environment = found.config, found.environment
     if found.capacity is None:
         memory = f"{size(found.memory.total)} of tensors in a worker at its peak, estimated"
@@ -31,7 +35,8 @@ def banner(found: Plan, run_dir: Path, data: str) -> RenderableType:
         chosen = [("", dry_run.describe_choice(found)), ("", f"rejected: {rejected}")]
     rows = [
         ("model", f"{dry_run.describe_model(found)}, {dry_run.describe_rope(found)}"),
-        *dry_run.weights_rows(config),
+        ("weights", _weights(config, resumed)),
+        *dry_run.weights_rows(config)[1:],
         ("sequence", f"{format_size(config.seq)}; a step is {dry_run.describe_step(found)}"),
         ("workers", f"{dry_run.describe_workers(found)}, started by {environment.launcher}"),
         ("layout", dry_run.describe_layout(found)),
@@ -40,9 +45,11 @@ def banner(found: Plan, run_dir: Path, data: str) -> RenderableType:
         *(("", line) for line in remarks(config)),
         *dry_run.kernel_rows(found),
         ("dtype", f"{dry_run.describe_dtype(found)}; recomputation {dry_run.describe_activations(config)}"),
+        ("schedule", _schedule(config, resumed)),
+        ("compile", dry_run.describe_compile(found)),
         ("memory", memory),
         *chosen,
-        ("data", data),
+        ("data", f"{data}; order by seed {config.seed}"),
         ("run", str(run_dir)),
         *(("warning", line) for line in _idle(found, run_dir)),
     ]
@@ -56,3 +63,15 @@ def _idle(found: Plan, run_dir: Path) -> list[str]:
     except OSError:
         return []
     return idle_ring_keys(words, found.config, found.exchange.name)
+
+
+def _weights(config: Config, resumed: int | None) -> str:
+    """Where they come from."""
+    origin = f"{config.train.init_from} (train.init_from)" if config.train.init_from else f"random, seed {config.seed}"
+    return origin if resumed is None else f"of the checkpoint of step {resumed}; the run began with {origin}"
+
+
+def _schedule(config: Config, resumed: int | None) -> str:
+    schedule, steps = Schedule.of(config), config.train.steps
+    kept = resumed is not None and bool(schedule.decay) and config.optim.schedule_steps != "auto"
+    return schedule.describe(steps) + "; kept by the resume, optim.rewarm=true begins a new one" * kept

@@ -42,6 +42,11 @@ def compute_dtype(config: Config, device: str) -> torch.dtype:
     return getattr(torch, name)
 
 
+def compiles(config: Config, device: str) -> bool:
+    """auto = on a GPU."""
+    return device == "cuda" if config.train.compile == "auto" else bool(config.train.compile)
+
+
 def run_layout(config: Config, cp: int) -> Layout:
     """The layout of a context group; under a dynamic index a worker holds whole blocks of it."""
     return make_layout(config.layout, cp, config.seq, config.topology.block_size, unit=config.sparsity.block or 1)
@@ -112,8 +117,7 @@ def make_choices(config: Config, environment: Environment) -> Choices:
         request = replace(request, index=pattern.request())
     kernel, kernel_reason = choose(config.train.kernel, request)
     exchange = choose_exchange(config.topology, exchange_needs(config, environment, layout, dtype, kernel, memory))
-    compiled = environment.device == "cuda" if config.train.compile == "auto" else bool(config.train.compile)
-    return Choices(layout, exchange, kernel, kernel_reason, dtype, compiled, pattern, dense_kernel)
+    return Choices(layout, exchange, kernel, kernel_reason, dtype, compiles(config, environment.device), pattern, dense_kernel)
 
 
 def choose_dense_kernel(config: Config, request: KernelRequest) -> tuple[Kernel, str] | None:

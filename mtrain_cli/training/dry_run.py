@@ -20,6 +20,7 @@ from mtrain_cli.sparsity.registry import make_pattern
 from mtrain_cli.sparsity.remarks import computes_everything, remarks
 from mtrain_cli.training import given_weights
 from mtrain_cli.training.auto import longest_seq, refusal, search
+from mtrain_cli.training.choices import compiles
 from mtrain_cli.training.flops import peak_flops
 from mtrain_cli.training.memory import GIB, estimate_memory
 from mtrain_cli.training.planning import ASSUMED_GPU, FITS, KEPT, SHORTEST_SEQ, USABLE, Plan, needed_here, plan, size
@@ -348,7 +349,28 @@ def describe_layout(found: Plan) -> str:
     name = f"{layout.name}, blocks of {layout.block_size}" if layout.name == "striped" else layout.name
     pads = layout.padded_seq - layout.seq
     padding = f", {pads:,} of {layout.padded_seq:,} are padding" if pads else ""
-    return f"{name}: {layout.tokens_per_worker:,} tokens a worker{padding}"
+    return f"{name}: {layout.tokens_per_worker:,} tokens a worker{padding}; {_layout_reason(found)}"
+
+
+def _layout_reason(found: Plan) -> str:
+    """Why `Config.layout` is what it is."""
+    config = found.config
+    if config.topology.layout != "auto":
+        return "as configured"
+    if found.environment.cp == 1:
+        return "auto: a worker holds whole sequences, so that layouts do not differ"
+    if found.layout.name == "zigzag":
+        return "auto: dense attention without documents, whose work zigzag divides evenly in the largest pieces"
+    uneven = "packed documents" if config.sparsity.pattern == "dense" else f"the index of {config.sparsity.pattern}"
+    return f"auto: stripes divide the work of {uneven} evenly"
+
+
+def describe_compile(found: Plan) -> str:
+    asked = found.config.train.compile
+    if not compiles(found.config, found.environment.device):
+        return "off" + ("; train.compile=auto compiles on GPUs alone" if asked == "auto" else " (train.compile=false)")
+    how = "train.compile=auto, on GPUs" if asked == "auto" else "train.compile=true"
+    return f"on ({how}): the first step compiles before it computes, which can take minutes"
 
 
 def describe_dtype(found: Plan) -> str:

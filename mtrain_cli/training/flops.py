@@ -124,8 +124,8 @@ class FlopsPerToken:
         exceeds ``executed``.
     executed: what the kernels are asked to compute, by which HFU goes. Pads count as tokens in the matrices; attention counts the pairs
         that mask and sparsity allow, 4 * head_dim FLOP each forward and 10 backward (a flash backward forms q k^T again: five products);
-        activation checkpointing adds the products that run a second time (in eager mode; a compiler may drop some of them). Tiles that straddle
-        the mask's edge are not rounded up.
+        activation checkpointing adds the products that run a second time (in eager mode; a compiler may drop some of them). Tiles that
+        straddle the mask's edge are not rounded up.
     """
 
     model: float

@@ -50,7 +50,8 @@ def _train(trainer: Trainer, checkpointer: Checkpointer, run_dir: RunDir, resume
     writer = MetricsWriter(run_dir.path, tensorboard=config.run.tensorboard, start_step=trainer.step) if first else None
     with progress:
         if not environment.restarts:
-            progress.show(banner(trainer.plan, run_dir.path, trainer.dataset.describe()))
+            step = trainer.step if resume else None
+            progress.show(banner(trainer.plan, run_dir.path, trainer.dataset.describe(), resumed=step))
         for report in reports:
             progress.message(report, warning=True)
         if resume:

@@ -1,9 +1,10 @@
-"""AdamW with float32 states, its learning rate as a pure function of the step, and the global gradient norm."""
+"""AdamW with float32 states, its schedule, and the global gradient norm."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -82,15 +83,76 @@ def set_hyperparameters(optimizer: torch.optim.Optimizer, optim: OptimConfig) ->
         group.update(weight_decay=optim.weight_decay if decays else 0.0, betas=optim.betas, eps=optim.eps)
 
 
-def learning_rate(step: int, steps: int, peak: float, optim: OptimConfig) -> float:
-    """Learning rate of step `step` (0 = first) of `steps`: linear warm-up to `peak`, then constant or a cosine to peak * min_lr_ratio."""
-    if step < optim.warmup_steps:
-        return peak * (step + 1) / optim.warmup_steps
-    if optim.schedule == "constant":
-        return peak
-    progress = (step - optim.warmup_steps) / max(1, steps - 1 - optim.warmup_steps)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    return peak * (optim.min_lr_ratio + (1 - optim.min_lr_ratio) * cosine)
+WSD_DECAY = 0.2  # share of the steps behind the warm-up, where optim.decay_steps=auto
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Learning rate as a pure function of the step: linear warm-up, then as ``kind`` says. See `optim.schedule` and its neighbours.
+
+    begin: the step, from 0, at which it begins. steps: that it spans; behind them the rate stays where it ended. decay: steps over which
+    the rate falls from the peak to ``ratio`` of it, which for wsd are the last ones; 0 for constant.
+    """
+
+    kind: str
+    peak: float
+    ratio: float
+    warmup: int
+    begin: int
+    steps: int
+    decay: int
+
+    @staticmethod
+    def of(config: Config) -> Schedule:
+        optim, begin = config.optim, int(config.optim.rewarm)
+        steps = config.train.steps - begin if optim.schedule_steps == "auto" else int(optim.schedule_steps)
+        rest = max(1, steps - 1 - optim.warmup_steps)
+        automatic = max(1, round(WSD_DECAY * rest)) if optim.schedule == "wsd" else rest
+        constant = optim.schedule == "constant"
+        peak = peak_learning_rate(config)
+        return Schedule(
+            kind=optim.schedule,
+            peak=peak,
+            ratio=1.0 if constant else optim.min_lr_ratio,
+            warmup=optim.warmup_steps,
+            begin=begin,
+            steps=steps,
+            decay=0 if constant else automatic if optim.decay_steps == "auto" else int(optim.decay_steps),
+        )
+
+    def rate(self, step: int) -> float:
+        """That of step ``step``, 0 = the first of the run."""
+        at = max(0, step - self.begin)
+        if at < self.warmup:
+            return self.peak * (at + 1) / self.warmup
+        if not self.decay:
+            return self.peak
+        progress = min(1.0, max(0.0, (at - self._falls_from) / self.decay))
+        left = 0.5 * (1 + math.cos(math.pi * progress)) if self.kind == "cosine" else 1 - progress
+        return self.peak * (self.ratio + (1 - self.ratio) * left)
+
+    @property
+    def end(self) -> float:
+        """The rate that stays when it has fallen."""
+        return self.peak * self.ratio
+
+    @property
+    def _falls_from(self) -> int:
+        """The last of its own steps, from 0, at the peak."""
+        return max(self.warmup, self.steps - 1 - self.decay) if self.kind == "wsd" else self.warmup
+
+    def describe(self, steps: int) -> str:
+        """One line. steps: of the whole run; numbers of steps count from 1, as in what a run prints."""
+        warm = f"warm-up over {self.warmup} steps to a peak of {self.peak:.2e}" if self.warmup else f"a peak of {self.peak:.2e} at once"
+        first = f", from step {self.begin + 1}" if self.begin else ""
+        if not self.decay:
+            return f"{self.kind}{first}: {warm}, which stays"
+        low, high = (self.begin + at + 1 for at in (self._falls_from, self._falls_from + self.decay))
+        fall = f"down to {self.end:.2e} from step {low} to step {high}"
+        if high < steps:
+            return f"{self.kind}{first}: {warm}, {fall}; the last {steps - high} of {steps} steps stay there"
+        ended = f"; train.steps={steps} ends it at {self.rate(steps - 1):.2e}" if high > steps else ""
+        return f"{self.kind}{first}: {warm}, {fall}{ended}"
 
 
 @torch.no_grad()  # or every one would become a node of autograd

@@ -42,14 +42,7 @@ from mtrain_cli.training.flops import attention_kept, causal_pairs, peak_flops, 
 from mtrain_cli.training.index_metrics import IndexMetrics, index_metrics, index_records, summed
 from mtrain_cli.training.metrics import StepMetrics
 from mtrain_cli.training.offload import HostStates
-from mtrain_cli.training.optimizer import (
-    learning_rate,
-    local_gradients,
-    make_optimizer,
-    peak_learning_rate,
-    set_hyperparameters,
-    squared_norm,
-)
+from mtrain_cli.training.optimizer import Schedule, local_gradients, make_optimizer, set_hyperparameters, squared_norm
 from mtrain_cli.training.pace import OwnTime
 from mtrain_cli.training.planning import Plan, decided, planned, require_fit
 from mtrain_cli.training.watch import SpikeWatch, StragglerWatch
@@ -61,9 +54,9 @@ class NonFiniteError(RunError):
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step, the same on all workers. loss: mean over valid tokens; None without any. pairs: computed query-key pairs, the mean
-    over heads and layers, over all sequences. index: None for a dense step. data_seconds: how long the worker that waited longest waited for
-    data. skipped: whether the update was left out. warnings: lines, on the first worker.
+    """One optimizer step, the same on all workers. loss: mean over valid tokens; None without any. pairs: computed query-key pairs, the
+    mean over heads and layers, over all sequences. index: None for a dense step. data_seconds: how long the worker that waited longest
+    waited for data. skipped: whether the update was left out. warnings: lines, on the first worker.
     """
 
     loss: float | None
@@ -168,6 +161,7 @@ class Trainer:
         self.host_states: HostStates | None = None
         self.decoder = self._make_decoder()
         self.optimizer = self.host_states.optimizer if self.host_states else make_optimizer(self.decoder, config.optim)
+        self._schedule = Schedule.of(config)
         self.step = 0
         self.tokens = 0
         self.observe: Callable[[Batch], Attend] | None = None
@@ -249,7 +243,7 @@ class Trainer:
             self._batches = iter(self.loader)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        lr = learning_rate(self.step, self.config.train.steps, peak_learning_rate(self.config), self.config.optim)
+        lr = self._schedule.rate(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         on_host, waited = self._next_on_host()

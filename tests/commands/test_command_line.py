@@ -174,3 +174,10 @@ def test_a_result_that_cannot_be_written_is_a_failure_in_one_line(command):
 
 def test_a_mistake_keeps_its_exit_code_where_it_cannot_be_told():
     assert shell("mtrain train seq=512q 2> /dev/full").returncode == 2
+
+
+def test_profile_balance_is_the_same_command_with_a_hyphen():
+    for words in (["profile", "balance"], ["profile-balance"]):
+        found = CliRunner().invoke(command_line.app, [*words, "--fail-above", "nothing"], prog_name="mtrain")
+        assert found.exit_code == 2
+        assert found.stderr.startswith("mtrain: --fail-above nothing"), found.stderr

@@ -40,6 +40,34 @@ def test_every_configuration_is_one_row_however_narrow_the_terminal(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_without_a_word_on_sparsity_it_predicts_what_train_would_do_and_says_so():
+    words = ("simulate", "model=tiny", "seq=16k", "--layout", "zigzag", "--exchange", "ring", "--no-files")
+
+    def first(*more: str) -> str:
+        found = run(*words, *more, columns=200)
+        assert found.exit_code == 0, found.stderr
+        return found.stdout.splitlines()[0]
+
+    dense = "pairs  dense: all causal pairs, each sequence one document"
+    asks = ", the default of mtrain train; sparsity=, --density or --index ask for fewer"
+    assert first() == dense + asks
+    assert first("--recommend") == dense + asks
+    assert first("--attention-only") == dense + asks
+    assert first("sparsity=dense") == first("--index", "dense") == dense
+    assert first("--sweep", "seq=16k,32k") == dense + asks
+    drawn = "each sequence one document; --index takes those of a profile"
+    assert first("--density", "5%") == first("--sweep", "density=5%,10%") == f"pairs  synthetic (clustered), {drawn}"
+    assert first("--columns", "64", "--index", "local") == f"pairs  synthetic (local), {drawn}"
+    assert first("sparsity=vertical_slash") == f"pairs  synthetic (clustered) for sparsity=vertical_slash, {drawn}"
+    assert first("sparsity=fixed") == "pairs  as sparsity=fixed draws them, each sequence one document"
+    (default,), (typed,) = (json.loads(run(*words, *more, "--json").stdout)["predicted"] for more in ((), ("sparsity=dense",)))
+    assert default == typed
+    assert default["step"]["mfu"] > 0
+    # A recipe says its sparsity as a typed word does.
+    recipe = run("simulate", "recipe=stdlib_64k", "--workers", "1", "--layout", "striped", "--exchange", "ring", "--no-files", columns=200)
+    assert "for sparsity=vertical_slash" in recipe.stdout.splitlines()[0], recipe.stderr
+
+
 def test_what_it_leaves_is_reported_like_a_profile(tmp_path):
     found = run(
         "simulate",
@@ -124,7 +152,8 @@ def test_dense_and_a_cluster_of_ones_own(tmp_path):
 
 
 def test_a_step_by_part_and_what_a_training_takes():
-    found = run("simulate", "model=qwen3b", "seq=8k", "--layout", "striped", "--exchange", "ring", "--no-files", "--tokens", "1b", "--json")
+    words = ("simulate", "model=qwen3b", "seq=8k", "--density", "5%", "--layout", "striped", "--exchange", "ring", "--no-files")
+    found = run(*words, "--tokens", "1b", "--json")
     (entry,) = json.loads(found.stdout)["predicted"]
     step = entry["step"]
     assert sum(step["parts_s"].values()) == pytest.approx(step["seconds"]["value"], rel=1e-4)
@@ -134,9 +163,7 @@ def test_a_step_by_part_and_what_a_training_takes():
               "topology.workers=8", "topology.device=cuda", "--dry-run")  # fmt: skip
     total = next(line for line in dry.stdout.splitlines() if line.startswith("total"))
     assert f"{step['memory_bytes'] / 2**30:.2f} GiB" in total
-    shown = run(
-        "simulate", "model=qwen3b", "seq=8k", "--layout", "striped", "--exchange", "ring", "--no-files", "--tokens", "1b", "--price", "2"
-    )
+    shown = run(*words, "--tokens", "1b", "--price", "2")
     assert f"memory {step['memory_bytes'] / 2**30:.2f} GiB of 139.8 (132.8 can be used) at its peak" in " ".join(shown.stdout.split())
     assert "at $2 a GPU and hour" in " ".join(shown.stdout.split())
     unknown = run("simulate", *SMALL, "--layout", "striped", "--exchange", "ring", "--no-files", "--tokens", "1b")
@@ -220,7 +247,7 @@ def test_a_gpu_that_nobody_measured_is_answered_with_wide_bounds(tmp_path):
         (["--sweep", "nodes=2"], "nodes=2: h200_1x8 does not say how nodes are linked; allowed: 1, or --cluster a100_4x8, "),
         (["--sweep", "workers=4,9"], "--sweep workers=9: h200_1x8 has 8 GPUs; allowed: 1 to 8"),
         (["--sweep", "seq=32k,long"], "seq=long: expected a number of tokens"),
-        (["--sweep", "seq=512"], "--sweep seq=512: 512 tokens in blocks of 128 cannot be dealt"),
+        (["--sweep", "seq=512", "--density", "5%"], "--sweep seq=512: 512 tokens in blocks of 128 cannot be dealt"),
         (["--sweep", "nodes=1", "--recommend"], "--sweep and --recommend: ask for one of them"),
         (["--sweep", "nodes=1", "--slow", "1=2"], "--slow 1=2: which rank that is changes"),
         (["--recompute"], "--recompute: is for --attention-only"),

@@ -336,7 +336,8 @@ def test_what_was_predicted_before_it_was_measured_is_compared_again():
 
 
 def test_what_auto_chose_is_said():
-    words = ("model=qwen3b", "seq=128k", "--cluster", "h100_4x8", "--layout", "striped", "--exchange", "all_gather", "--no-files")
+    words = ("model=qwen3b", "seq=128k", "--cluster", "h100_4x8", "--layout", "striped", "--exchange", "all_gather", "--no-files",
+             "--density", "5%")  # fmt: skip
     said = " ".join(run(*words, "train.memory=auto").stdout.split())
     assert "note train.memory=auto takes train.shard=gradients" in said
     assert "auto takes" not in run(*words).stdout

@@ -93,6 +93,20 @@ def test_resume_with_overrides_writes_them_for_the_workers(launched):
     assert (load(run_dir.resolved).train.steps, load(run_dir.resolved).seq, environment.workers) == (500, 512, 4)
 
 
+@pytest.mark.usefixtures("launched")
+def test_a_resume_with_more_steps_writes_the_schedule_that_the_run_had():
+    run("seq=256", "topology.device=cpu", "run.name=first", "train.steps=100")
+    (Path("runs/first/checkpoints/step-100")).mkdir(parents=True)
+    (Path("runs/first/checkpoints/step-100") / "manifest.json").write_text("{}")
+    assert run("--resume", "first", "train.steps=250").exit_code == 7
+    assert load(Path("runs/first/resolved.yaml")).optim.schedule_steps == 100
+    refused = run("seq=256", "run.name=second", "optim.rewarm=true")
+    assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
+    assert not Path("runs/second").exists()
+    assert run("--resume", "first", "optim.rewarm=true").exit_code == 7
+    assert load(Path("runs/first/resolved.yaml")).optim.rewarm == 100
+
+
 def test_a_resume_that_is_refused_changes_nothing(launched):
     run("seq=256", "topology.device=cpu", "run.name=first")
     before = Path("runs/first/resolved.yaml").read_text()

@@ -286,7 +286,56 @@ def test_the_banner_names_what_runs_and_why_in_80_columns():
     ):
         assert word in printed, word
     assert max(len(line.rstrip()) for line in printed.splitlines()) <= 80
-    assert len(printed.splitlines()) <= 16
+    assert len(printed.splitlines()) <= 24
+
+
+def banner_of(*words: str, resumed: int | None = None) -> str:
+    config = compose(["topology.device=cpu", *words])
+    found = planning.planned(config, plan(config).environment, make_choices(config, plan(config).environment))
+    return " ".join(text(banner(found, Path("runs/x"), "stdlib: 212 documents", resumed=resumed)).split())
+
+
+def test_the_banner_has_weights_schedule_seed_compilation_and_why_the_layout(tmp_path):
+    assert "weights random, seed 7" in banner_of("seed=7")
+    assert "212 documents; order by seed 7" in banner_of("seed=7")
+    (tmp_path / "config.json").write_text("{}")
+    begun = banner_of(f"train.init_from={tmp_path}").replace(" ", "")  # a long path is folded
+    assert f"weights{tmp_path}(train.init_from)" in begun
+    assert "weights of the checkpoint of step 40; the run began with random, seed 0" in banner_of(resumed=40)
+    plain = banner_of("train.steps=100", "optim.lr=1e-3")
+    assert "schedule cosine: warm-up over 10 steps to a peak of 1.00e-03, down to 1.00e-04 from step 11 to step 100" in plain
+    kept = banner_of("train.steps=250", "optim.schedule_steps=100", resumed=100)
+    assert "the last 150 of 250 steps stay there; kept by the resume, optim.rewarm=true begins a new one" in kept
+    assert "compile off; train.compile=auto compiles on GPUs alone" in plain
+    assert "compile on (train.compile=true): the first step compiles before it computes, which can take minutes" in banner_of(
+        "train.compile=true"
+    )
+    reasons = {
+        (): "auto: stripes divide the work of packed documents evenly",
+        ("data.document_mask=false",): "auto: dense attention without documents, whose work zigzag divides evenly in the largest pieces",
+        ("sparsity=vertical_slash",): "auto: stripes divide the work of the index of vertical_slash evenly",
+        ("topology.layout=contiguous",): "tokens a worker; as configured",
+        ("topology.workers=1",): "auto: a worker holds whole sequences, so that layouts do not differ",
+    }
+    for words, reason in reasons.items():
+        assert reason in banner_of(*words), words
+
+
+@pytest.mark.parametrize(
+    ("topology", "words"),
+    [
+        ("h200_8", ["8 GPUs = 1 data x 8 context"]),
+        ("a100_4x8", ["32 GPUs = 1 data x 32 context, 4 nodes of 8", "39.40 GiB"]),
+        ("hierarchical", ["hierarchical_ring: "]),
+        ("ulysses", ["ulysses"]),
+    ],
+)
+def test_every_topology_has_a_plan(topology, words):
+    if torch.cuda.is_available():
+        pytest.skip("plans for the GPUs that are here")
+    printed = " ".join(text(dry_run(compose([f"topology={topology}"]))).split())
+    for word in words:
+        assert word in printed, word
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 from training.test_sparse_training import trainer
 
-from mtrain_cli.training.optimizer import ShardedAdamW, local_gradients, set_hyperparameters
+from mtrain_cli.config.compose import compose
+from mtrain_cli.training.optimizer import Schedule, ShardedAdamW, local_gradients, set_hyperparameters
 
 
 def both(rank: int, world: int, offload: bool) -> dict[str, bool]:
@@ -77,3 +78,44 @@ def test_gradients_are_no_part_of_a_graph():
     without = nn.Parameter(torch.randn(3))
     (found,) = local_gradients([parameter, without])
     assert found is parameter.grad
+
+
+def rates(*words: str, steps: int = 100) -> list[float]:
+    schedule = Schedule.of(compose(["optim.warmup_steps=10", "optim.min_lr_ratio=0.1", "optim.lr=1.0", "train.steps=100", *words]))
+    return [schedule.rate(step) for step in range(steps)]
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "wsd", "constant"])
+def test_the_learning_rate_warms_up_and_ends_at_its_floor(kind):
+    found = rates(f"optim.schedule={kind}", steps=150)
+    assert found[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    assert max(found) == pytest.approx(1.0)
+    assert found[9:99] == sorted(found[9:99], reverse=True), "it never rises again"
+    floor = 1.0 if kind == "constant" else 0.1
+    assert found[99:] == pytest.approx([floor] * 51), "behind the last step it stays"
+    assert (found[98] > floor) == (kind != "constant")
+
+
+def test_each_schedule_has_its_shape():
+    assert rates("optim.schedule=cosine")[10 + 89 // 2] == pytest.approx(0.55, abs=0.01)
+    linear = rates("optim.schedule=linear")
+    assert linear[11] - linear[12] == pytest.approx(linear[80] - linear[81]) == pytest.approx(0.9 / 89)
+    wsd = rates("optim.schedule=wsd", "optim.decay_steps=20")
+    assert wsd[79] == 1.0 > wsd[80]
+    assert wsd[89] == pytest.approx(0.55)
+    assert rates("optim.schedule=wsd")[81] == 1.0 > rates("optim.schedule=wsd")[82], "the last 20 % of the 89 steps behind the warm-up"
+    short = rates("optim.schedule=linear", "optim.decay_steps=40")
+    assert short[50:] == pytest.approx([0.1] * 50)
+    assert short[30] == pytest.approx(0.55)
+
+
+def test_a_schedule_says_what_it_does():
+    def said(*words: str) -> str:
+        config = compose(["optim.warmup_steps=10", "optim.min_lr_ratio=0.1", "optim.lr=1e-3", "train.steps=100", *words])
+        return Schedule.of(config).describe(config.train.steps)
+
+    assert said() == "cosine: warm-up over 10 steps to a peak of 1.00e-03, down to 1.00e-04 from step 11 to step 100"
+    assert said("optim.schedule=wsd", "optim.decay_steps=20").endswith("down to 1.00e-04 from step 80 to step 100")
+    assert said("optim.schedule_steps=60").endswith("to step 60; the last 40 of 100 steps stay there")
+    assert said("optim.schedule_steps=200").endswith("to step 200; train.steps=100 ends it at 5.91e-04")
+    assert said("optim.schedule=constant", "optim.warmup_steps=0") == "constant: a peak of 1.00e-03 at once, which stays"

@@ -347,18 +347,6 @@ def test_metrics_count_tokens_of_the_whole_step():
         assert got == {"density": 1.0, "rate": 4 * 160 / 2.0 / 2, "tokens": 4 * 160, "consumed": 4}
 
 
-def test_the_learning_rate_warms_up_and_ends_at_its_floor():
-    from mtrain_cli.training.optimizer import learning_rate, peak_learning_rate
-
-    config = compose(["optim.warmup_steps=10", "optim.min_lr_ratio=0.1", "optim.lr=1.0", "train.steps=100"])
-    assert peak_learning_rate(config) == 1.0
-    assert learning_rate(0, 100, 1.0, config.optim) == pytest.approx(0.1)
-    assert learning_rate(9, 100, 1.0, config.optim) == pytest.approx(1.0)
-    assert learning_rate(99, 100, 1.0, config.optim) == pytest.approx(0.1)
-    constant = compose(["optim.schedule=constant", "optim.warmup_steps=0", "optim.lr=1.0"])
-    assert {learning_rate(step, 100, 1.0, constant.optim) for step in range(100)} == {1.0}
-
-
 def test_auto_learning_rate_falls_with_width_and_is_gentle_on_given_weights(tmp_path: Path):
     from mtrain_cli.training.optimizer import peak_learning_rate
 
