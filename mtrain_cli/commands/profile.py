@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
-import statistics
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -63,9 +63,15 @@ def sparsity(
     rows: Annotated[
         int, typer.Option(metavar="N", help="Queries sampled in each layer, outside those that patterns probe.", min=1, max=MOST_TOKENS)
     ] = 256,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Parquet file, one row per step, pattern, layer and head.")] = Path(
-        "sparsity.parquet"
-    ),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Parquet file, one row per step, pattern, layer and head; by default it goes into a folder of measurements/, which "
+            "`mtrain report` draws.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """How much of dense attention patterns keep, layer by layer, on real training steps: by queries that were not probed.
 
@@ -80,11 +86,12 @@ def sparsity(
     from mtrain_cli.profiling.sparsity import profile_sparsity
     from mtrain_cli.sparsity.pattern import shown_name
 
-    if out.suffix != ".parquet":
+    if out is not None and out.suffix != ".parquet":
         raise ConfigError(f"--out {out}: give a file that ends in .parquet")
-    config, patterns = _patterns(list(overrides or ()), pattern)
-    warn_of_idle(list(overrides or ()))
-    replaced = check_out(out, _is_sparsity_file, "sparsity profile")
+    words = list(overrides or ())
+    config, patterns = _patterns(words, pattern)
+    warn_of_idle(words)
+    replaced = "" if out is None else check_out(out, _is_sparsity_file, "sparsity profile")
     measured = sorted({1, steps, *range(every, steps + 1, every)} if every else {1, steps})
     console = Console(highlight=False, soft_wrap=True)
 
@@ -96,9 +103,31 @@ def sparsity(
         for step in (measured[0], measured[-1])[: len(measured)]:
             title = f"{next(shown_name(p) for p in patterns if p.name == name)}, step {step}"
             console.print(_layers([r for r in records if r.pattern == name and r.step == step], title))
+    if out is None:
+        folder = _leave_measurement(config, words, records, {"patterns": [p.name for p in patterns], "steps": measured, "rows": rows})
+        console.print(f"files  {folder}", f"draw   mtrain report {shlex.quote(str(folder))}", sep="\n", markup=False)
+        return
     with writing(out):
         _write_parquet(records, out)
-    console.print(f"{len(records)} rows in {out}{replaced}")
+    console.print(f"{len(records)} rows in {out}{replaced}", markup=False)
+
+
+def _leave_measurement(config: Config, words: list[str], records: list[HeadRecord], about: dict[str, Any]) -> Path:
+    """A folder in measurements/, as the other measurements leave one."""
+    from mtrain_cli.commands.profile_imbalance import in_own_folder
+    from mtrain_cli.launch import run_dir
+    from mtrain_cli.profiling.records import HEAD_ROWS, SPARSITY, write_summary
+
+    run = run_dir.create(in_own_folder(config, SPARSITY), words)
+    facts = json.loads(run.environment.read_text()) if run.environment.exists() else {}
+    try:
+        with writing(run.path / HEAD_ROWS):
+            _write_parquet(records, run.path / HEAD_ROWS)
+            told = {"kind": SPARSITY, "complete": True, "command": facts.get("command", []), "environment": facts, "workers": 1}
+            write_summary(run.path, {**told, **about})
+    finally:
+        run.release()
+    return run.path
 
 
 def _patterns(overrides: list[str], names: str) -> tuple[Config, list[Pattern]]:
@@ -142,37 +171,9 @@ def _patterns(overrides: list[str], names: str) -> tuple[Config, list[Pattern]]:
 
 
 def _layers(records: list[HeadRecord], title: str) -> Table:
-    """Means over heads. The share of what the document mask allows has a column of its own only where it is not the density."""
-    from rich.box import SIMPLE
-    from rich.table import Table
+    from mtrain_cli.reporting.tables import sparsity_table
 
-    masked = any(abs(r.of_mask - r.density) >= 5e-5 for r in records)
-    caption = "means over heads; recall: of sampled queries that were not probed; worst: the least of any; density: of all causal pairs"
-    table = Table(
-        title=title,
-        title_justify="left",
-        caption=caption + ("; of mask: of those inside a document" if masked else ""),
-        caption_justify="left",
-        box=SIMPLE,  # without borders it fits 60 columns
-        padding=(0, 1, 0, 0),
-    )
-    for column in ("layer", "recall", "worst", "density", *(("of mask",) if masked else ()), "slashes", "bars"):
-        table.add_column(column, justify="right", no_wrap=True)
-    groups: list[tuple[str, list[HeadRecord]]] = [
-        (str(layer), [r for r in records if r.layer == layer]) for layer in sorted({r.layer for r in records})
-    ]
-    for name, rows in [*groups, ("all", records)]:
-        table.add_row(
-            name,
-            f"{statistics.fmean(r.recall for r in rows):.4f}",
-            f"{min(r.worst for r in rows):.3f}",
-            f"{statistics.fmean(r.density for r in rows):.2%}",
-            *((f"{statistics.fmean(r.of_mask for r in rows):.2%}",) if masked else ()),
-            f"{statistics.fmean(r.slashes for r in rows):.1f}",
-            f"{statistics.fmean(r.bars for r in rows):.0f}",
-            end_section=name == groups[-1][0],
-        )
-    return table
+    return sparsity_table([dataclasses.asdict(r) for r in records], title)
 
 
 def _is_sparsity_file(out: Path) -> bool:

@@ -65,8 +65,7 @@ def report(
     ours = all(sources_of.ships(path) for path in paths)
     wanted = bool(recorded) and (html or csv) and not (ours and out is None)
     if out is not None and not recorded:
-        kind = "one step, tables" if sources[0].step is not None else "of an older kind, a table"
-        raise ConfigError(f"--out {out}: {sources[0].name} is {kind} without figures or files; give no --out")
+        raise ConfigError(f"--out {out}: {sources[0].name} is of an older kind, a table without figures or files; give no --out")
     if len(recorded) > 1 and out is None and wanted:
         raise ConfigError("--out DIR: needed for several runs, since none of their folders is the place for all; or --no-html --no-csv")
     folder = _folder(out, recorded) if wanted else None
@@ -99,6 +98,7 @@ def _document(source: Source) -> dict[str, Any]:
         **({"sweep": source.swept} if source.swept else {}),
         **({"recorded": source.shipped} if source.shipped is not None else {}),
         **({"step": source.step} if source.step is not None else {}),
+        **({"sparsity": list(source.sparsity)} if source.sparsity else {}),
     }
 
 

@@ -23,6 +23,7 @@ from mtrain_cli.profiling.index_file import RecordedSetup, save_indices
 from mtrain_cli.profiling.measure import ATTENTION_ONLY, Bench, Case, Plan, slowest
 from mtrain_cli.profiling.work import Estimated, own_work
 from mtrain_cli.reporting.source import open_source
+from mtrain_cli.reporting.tables import recording_cost
 from mtrain_cli.reporting.terminal import make_console, show_sources
 from mtrain_cli.reporting.trace import write_trace
 from mtrain_cli.training.flops import causal_pairs
@@ -160,13 +161,8 @@ class Leaving:
         source = open_source(self.folder)
         console = make_console()
         show_sources(console, [source])
-        overhead = self._document["overhead"]
-        if overhead is not None:
-            plain = [np.array(facts["iteration_ms"]) for facts in self._document["cases"] if facts.get("iteration_ms")]
-            noise = max(float((times.max() - times.min()) / np.median(times)) for times in plain)
-            several = min(len(times) for times in plain) > 1
-            beside = f"those without differ by up to {noise:.1%} anyway" if several else "by one sample of each, which says little"
-            console.print(f"records cost {overhead:+.1%} of an iteration; {beside}", soft_wrap=True)
+        if (cost := recording_cost(self._document)) is not None:
+            console.print(f"recording  {cost}", soft_wrap=True)
         console.print(f"files  {self.folder}", soft_wrap=True)
         console.print(f"draw   mtrain report {shlex.quote(str(self.folder))}", soft_wrap=True)
         console.print(f"other  mtrain profile what-if {shlex.quote(str(self.folder))}", soft_wrap=True)

@@ -26,6 +26,7 @@ SCHEMA = 2
 RECORDS, PARTS, SUMMARY, INDEX, TRACE = "records.parquet", "records", "summary.json", "index.npz", "trace.json"
 SWEEP = "sweep.jsonl"  # rows of a sweep of simulations, which leaves no records
 STEP, KERNELS = "step", "kernels.csv"  # the kind of a summary of one step, which leaves no records either, and its rows
+SPARSITY, HEAD_ROWS = "sparsity", "sparsity.parquet"  # the same of a sparsity profile
 LINKS = ("", CONTEXT, INNER, OUTER, HEADS)
 PAYLOADS = ("", KV, DKV, QUERIES, DQ, HEADS, "columns", "index")
 # Columns that are words: stored as dictionaries, codes in these orders while in memory.

@@ -13,6 +13,8 @@ from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, COLUMNS, COMPUTING
 from mtrain_cli.profiling.analysis import BINS, CaseAnalysis
 from mtrain_cli.profiling.collect import EXPOSED, LATE
 from mtrain_cli.profiling.records import LINKS
+from mtrain_cli.reporting.curves import held_out_views, training_views
+from mtrain_cli.reporting.parts import head_views, kernel_views, sparsity_views, step_views
 from mtrain_cli.reporting.source import Source
 from mtrain_cli.reporting.sweeps import scaling_views
 from mtrain_cli.reporting.tables import fold
@@ -20,7 +22,6 @@ from mtrain_cli.reporting.tables import fold
 HEAT_NUMBERS = 300_000  # of all heat maps of a page together
 TIMELINE_BARS = 40_000  # of all timelines of a page together
 TIMELINE_RANKS, TIMELINE_LAYERS = 16, 6
-POINTS = 1500  # of a curve of training
 
 COLOURS = {
     ATTENTION: "#2f6fb5",
@@ -47,13 +48,16 @@ class View:
 
 @dataclass(frozen=True)
 class Figure:
-    """selectors: what each label of a view is called. note: what a reader must know, such as what was thinned."""
+    """selectors: what each label of a view is called. note: what a reader must know, such as what was thinned. together: all views are
+    shown side by side, each under its labels, and there is nothing to choose.
+    """
 
     name: str
     title: str
     selectors: tuple[str, ...]
     views: list[View]
     note: str = ""
+    together: bool = False
 
 
 def figures(sources: Sequence[Source]) -> list[Figure]:
@@ -62,7 +66,11 @@ def figures(sources: Sequence[Source]) -> list[Figure]:
     found: list[Figure | None] = [scaling(sources)]
     trained = [source for source in sources if source.metrics]
     if trained:
-        found += [training(trained), density(trained)]
+        found += [held_out(trained), training(trained), density(trained)]
+    recorded = [(source.name, source.step) for source in sources if source.step is not None]
+    found += recorded_steps(recorded) if recorded else []
+    patterns = [source for source in sources if source.sparsity]
+    found += sparsities(patterns) if patterns else []
     if cases:
         found += [where_time_goes(cases), heat_maps(cases), timelines(cases), ranks(cases), distributions(cases), layers(cases)]
     return [figure for figure in found if figure is not None and figure.views]
@@ -371,40 +379,37 @@ def layers(cases: Named) -> Figure | None:
     return Figure("layers", "Layer by layer", ("case", "pass"), views) if views else None
 
 
-_CURVES = (
-    ("loss, nats", "loss", "linear"),
-    ("tokens/s/GPU", "tokens_per_second_per_gpu", "linear"),
-    ("seconds of a step", "seconds", "linear"),
-    ("share of the GPU's peak (MFU)", "mfu_model", "linear"),
-    ("share of the GPU's peak (HFU)", "mfu_executed", "linear"),
-    ("density", "density", "linear"),
-    ("learning rate", "lr", "linear"),
-    ("gradient norm", "grad_norm", "log"),
-    ("peak memory, GiB", "peak_memory_gib", "linear"),
-)
-
-
 def training(sources: Sequence[Source]) -> Figure:
-    views, thinned = [], False
-    for title, key, scale in _CURVES:
-        data = []
-        for source in sources:
-            kept = _spread(source.metrics, POINTS)
-            thinned |= len(kept) < len(source.metrics)
-            values = [getattr(m, key) for m in kept]
-            if any(value is not None for value in values):
-                y = [None if value is None else float(f"{value:.5g}") for value in values]
-                data.append({"type": "scatter", "mode": "lines", "name": escape(source.name), "x": [m.step for m in kept], "y": y})
-        if data:
-            layout = {
-                "height": 340,
-                "xaxis": {"title": {"text": "step"}},
-                "yaxis": {"title": {"text": title}, "type": scale, **({"rangemode": "tozero"} if key not in ("loss", "grad_norm") else {})},
-                "showlegend": len(sources) > 1,
-            }
-            views.append(View((title,), data, layout))
-    note = f"{POINTS} steps of more are shown." if thinned else ""
-    return Figure("training", "Training, step by step", ("curve",), views, note)
+    views, note = training_views(sources)
+    return Figure("training", "Training, step by step", (), [View(*view) for view in views], note, together=True)
+
+
+def held_out(sources: Sequence[Source]) -> Figure:
+    views = [View(*view) for view in held_out_views(sources)]
+    return Figure("held-out", "Held-out loss", (), views, "Sequences that were never trained on.", together=True)
+
+
+def recorded_steps(named: Sequence[tuple[str, dict[str, Any]]]) -> list[Figure]:
+    """Of `mtrain profile step`."""
+    parts, kernels = ([View(*view) for view in views] for view_of in (step_views, kernel_views) for views in (view_of(named),))
+    what = "kernels" if all(document["gpu"] for _, document in named) else "operators"
+    return [
+        Figure("step", "Where one training step goes", ("run",), parts, "Mean of the recorded steps; parts add up to the step."),
+        Figure("kernels", f"Most time: {what}", ("run",), kernels, "ms of its own, whatever ran at the same time."),
+    ]
+
+
+def sparsities(sources: Sequence[Source]) -> list[Figure]:
+    """Of `mtrain profile sparsity`."""
+    several = len(sources) > 1
+    layers = [view for source in sources for view in sparsity_views(source.name, source.sparsity)]
+    lines = [View(labels if several else labels[:1], data, layout) for labels, data, layout in layers]
+    heads = [View(*view) for source in sources for view in head_views(source.name, source.sparsity)]
+    note = "Recall: share of dense attention that the pattern keeps, over sampled queries. Density: of all causal pairs."
+    return [
+        Figure("sparsity", "What the patterns keep, layer by layer", (), lines, note, together=True),
+        Figure("heads", "Every head", ("run", "pattern", "what"), heads),
+    ]
 
 
 def density(sources: Sequence[Source]) -> Figure | None:

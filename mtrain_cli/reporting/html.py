@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import shlex
 from collections.abc import Sequence
@@ -10,25 +12,25 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
-
 from mtrain_cli import __version__, resource_dir
 from mtrain_cli.reporting.figures import Figure, figures
+from mtrain_cli.reporting.settings import card, differing, shown
 from mtrain_cli.reporting.source import Source
 from mtrain_cli.reporting.sweeps import WORDS, cells
-from mtrain_cli.reporting.tables import TRAINING, comparison, ms, spread, training_row
+from mtrain_cli.reporting.tables import NOISE, TRAINING, comparison, incomparable, ms, recording_cost, spread, training_row
 
 DEFINITIONS = "definitions.md"
+# plotly.js-cartesian-dist-min 4.1.1 of npm, under the MIT licence beside it, with gzip. plotly.py has the full library alone, of 4.8 MB.
+_PLOTLY = Path(__file__).parent / "plotly" / "plotly-cartesian.min.js.gz"
 
 
 def write_page(path: Path, sources: Sequence[Source]) -> Path:
     """The page appears complete or not at all."""
-    from plotly.offline import get_plotlyjs
-
     drawn = figures(sources)
     body = "\n".join(
         [
             f'<div class="headers">{"".join(map(_header, sources))}</div>',
+            _differences(sources),
             _trained(sources),
             *map(_steps, sources),
             _summary(sources),
@@ -40,17 +42,23 @@ def write_page(path: Path, sources: Sequence[Source]) -> Path:
         ]
     )
     title = escape(", ".join(source.name for source in sources))
-    # Tags and comments inside a string would end the script, or keep it from ending.
-    data = json.dumps([_plain(figure) for figure in drawn], separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    page = _PAGE.format(title=title, style=_STYLE, body=body, plotly=get_plotlyjs(), data=data, script=_SCRIPT)
+    data = json.dumps([_plain(figure) for figure in drawn], separators=(",", ":"), allow_nan=False)
+    packed = gzip.compress(data.encode(), mtime=0)
+    page = _PAGE.format(title=title, style=_STYLE, body=body, plotly=_letters(_PLOTLY.read_bytes()), data=_letters(packed), script=_SCRIPT)
     draft = path.with_name(f".{path.name}.part")
     draft.write_text(page, encoding="utf-8")
     draft.replace(path)
     return path
 
 
+def _letters(packed: bytes) -> str:
+    """For a script element: letters and digits, none of which can end it."""
+    return base64.b64encode(packed).decode()
+
+
 def _plain(figure: Figure) -> dict[str, Any]:
-    return {"name": figure.name, "views": [{"labels": v.labels, "data": v.data, "layout": v.layout} for v in figure.views]}
+    views = [{"labels": v.labels, "data": v.data, "layout": v.layout} for v in figure.views]
+    return {"name": figure.name, "together": figure.together, "views": views}
 
 
 def _header(source: Source) -> str:
@@ -59,7 +67,6 @@ def _header(source: Source) -> str:
     versions = facts.get("versions") or {}
     command = facts.get("command") or []
     uncertainty = (source.summary.get("clock") or {}).get("uncertainty_us")
-    overhead = source.summary.get("overhead")
     rows = {
         "where": source.where if "cluster" in source.summary else _host(facts, gpus),
         "when": facts.get("started"),
@@ -69,13 +76,46 @@ def _header(source: Source) -> str:
         "samples": ", ".join(sorted({f"{case.samples} ({case.iterations} iterations)" for case in source.cases})),
         "workers": ", ".join(sorted({_workers(case.workers, case.groups) for case in source.cases})),
         "clocks": _clocks(uncertainty),
-        "recording": f"changes the time of an iteration by {overhead:+.1%}" if isinstance(overhead, int | float) else None,
+        "recording": recording_cost(source.summary),
+        "restarts": _restarts(source),
         "folder": str(source.folder.resolve()),
     }
     listed = "".join(f"<dt>{name}</dt><dd>{escape(str(value))}</dd>" for name, value in rows.items() if value)
     state = "complete" if source.complete else "partial"
     remarks = "".join(f'<p class="remark">{escape(remark)}</p>' for remark in source.remarks)
-    return f"<header><h1>{escape(source.name)} <small>{escape(source.kind)}, {state}</small></h1>{remarks}<dl>{listed}</dl></header>"
+    head = f"<h1>{escape(source.name)} <small>{escape(source.kind)}, {state}</small></h1>"
+    return f"<header>{head}{remarks}<dl>{listed}</dl>{_settings(source)}</header>"
+
+
+def _restarts(source: Source) -> str | None:
+    if not source.restarts:
+        return None
+    listed = "; ".join(f"from step {r.step}, after step {r.reached}: {r.reason}" for r in source.restarts[:5])
+    return f"{len(source.restarts)}: {listed}{' and more' if len(source.restarts) > 5 else ''}"
+
+
+def _settings(source: Source) -> str:
+    """A card of what describes the run, and every key behind it."""
+    if not source.settings:
+        return ""
+    described = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in card(source.settings))
+    rows = "".join(f"<dt>{escape(key)}</dt><dd>{escape(shown(key, value))}</dd>" for key, value in source.settings.items())
+    return f"<h3>Settings</h3><dl>{described}</dl><details><summary>all {len(source.settings)} settings</summary><dl>{rows}</dl></details>"
+
+
+def _differences(sources: Sequence[Source]) -> str:
+    """What stands between several runs: warnings first, then the settings that differ."""
+    if len(sources) < 2:
+        return ""
+    warnings = "".join(f'<p class="remark">{escape(line)}</p>' for line in incomparable(sources))
+    described = [source for source in sources if source.settings]
+    table = ""
+    if len(described) > 1:
+        rows = [[key, *values] for key, values in differing([source.settings for source in described])]
+        heads = ("setting", *(source.name for source in described))
+        note = "<p class=note>run.name and run.dir are left out.</p>"
+        table = f'<div class="settings">{_table(heads, rows)}</div>{note}' if rows else "<p>All settings are the same.</p>"
+    return f"<section><h2>Settings that differ</h2>{warnings}{table}</section>" if warnings or table else ""
 
 
 def _host(facts: dict[str, Any], gpus: list[Any]) -> str:
@@ -125,12 +165,11 @@ def _summary(sources: Sequence[Source]) -> str:
     if not rows:
         return ""
     heads = (
-        "case", "worker ID, time", "worker ID, work", "step ID, time", "step ID, work", "computed, in steps", "computed, in all",
+        "case", "worker imbalance, time", "worker imbalance, work", "step imbalance, time", "step imbalance, work", "computed, in steps",
+        "computed, in all",
         "waiting for others, ms", "waiting for links, ms", "step p50 / p95 / max, ms", "pass forward / backward, ms", "n",
     )  # fmt: skip
-    note = (
-        "ID: largest over mean, 1 is perfect; mean ± standard deviation over n samples. Waits: one iteration of a worker. Pass: one layer."
-    )
+    note = "Imbalance degree: largest over mean, across the workers of a step or the steps of a worker; 1 is perfect; mean ± standard deviation over n samples. Waits: one iteration of a worker. Pass: one layer."
     return f"<section><h2>Balance</h2>{_table(heads, rows)}<p class='note'>{note}</p></section>"
 
 
@@ -167,14 +206,13 @@ def _compared(sources: Sequence[Source]) -> str:
             r.what,
             f"{r.first:.4g}",
             f"{r.other:.4g}",
-            f"{r.ratio:.3f}x",
-            f"±{r.noise:.1%}" if np.isfinite(r.noise) else "unknown",
-            r.verdict,
+            r.difference,
+            r.spread,
         ]
-        for i, r in enumerate(found)
+        for r in found
     ]
-    heads = ("run", "case", "what", sources[0].name, "this", "ratio", "noise", "")
-    note = "Noise: twice the standard error of the difference, from the spread over iterations."
+    heads = ("run", "case", "what", sources[0].name, "this", "difference", "noise")
+    note = f"{NOISE}."
     return f"<section><h2>Against {escape(sources[0].name)}</h2>{_table(heads, rows, text=3)}<p class='note'>{note}</p></section>"
 
 
@@ -209,17 +247,20 @@ def _section(figure: Figure) -> str:
         for i, name in enumerate(figure.selectors)
     )
     note = f'<p class="note">{escape(figure.note)}</p>' if figure.note else ""
-    return (
-        f'<section><h2>{escape(figure.title)}</h2><div class="selectors">{selectors}</div>'
-        f'<div class="figure" id="figure-{figure.name}"></div>{note}</section>'
+    panels = "".join(
+        f'<div class="panel"><h3>{escape(", ".join(view.labels))}</h3><div class="figure" data-panel="{i}"></div></div>'
+        for i, view in enumerate(figure.views if figure.together else ())
     )
+    place = f'<div class="{"panels" if panels else "figure"}" id="figure-{figure.name}">{panels}</div>'
+    chosen = "" if panels else f'<div class="selectors">{selectors}</div>'
+    return f"<section><h2>{escape(figure.title)}</h2>{chosen}{place}{note}</section>"
 
 
 def _definitions() -> str:
     path = resource_dir("profiles") / DEFINITIONS
     if not path.is_file():
         return ""
-    return f"<details><summary>Definitions</summary>{_markdown(path.read_text(encoding='utf-8'))}</details>"
+    return f"<details class=definitions><summary>Definitions</summary>{_markdown(path.read_text(encoding='utf-8'))}</details>"
 
 
 def _markdown(text: str) -> str:
@@ -271,55 +312,98 @@ def _inline(text: str) -> str:
 
 
 _STYLE = """
-:root { color-scheme: light; }
+:root { color-scheme: light dark; --back: #fff; --text: #1b1b1b; --faint: #666; --line: #ddd; --soft: #f5f5f5; --head: #444;
+  --warn: #fff4e0; --edge: #bbb; }
+@media (prefers-color-scheme: dark) {
+  :root { --back: #16181c; --text: #e4e4e4; --faint: #9aa0a8; --line: #33373e; --soft: #22262c;
+    --head: #c4c8ce; --warn: #3a2c12; --edge: #555b64; }
+}
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1.2rem 1.6rem 3rem; max-width: 1360px; background: #fff; color: #1b1b1b;
+body { margin: 0 auto; padding: 1.2rem 1.6rem 3rem; max-width: 1360px; background: var(--back); color: var(--text);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-h1 { font-size: 1.5rem; margin: .4rem 0; } h1 small { font-weight: 400; color: #666; font-size: 1rem; }
-h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem; border-bottom: 1px solid #ddd; padding-bottom: .2rem; }
-h3 { font-size: 1rem; margin: 1rem 0 .2rem; } h4, h5 { margin: .9rem 0 .2rem; }
+h1 { font-size: 1.5rem; margin: .4rem 0; overflow-wrap: anywhere; } h1 small { font-weight: 400; color: var(--faint); font-size: 1rem; }
+h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem; border-bottom: 1px solid var(--line); padding-bottom: .2rem; overflow-wrap: anywhere; }
+h3 { font-size: 1rem; margin: 1rem 0 .2rem; overflow-wrap: anywhere; } h4, h5 { margin: .9rem 0 .2rem; }
 .headers { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 0 2rem; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; margin: .6rem 0; font-size: .9rem; }
-dt { color: #666; } dd { margin: 0; overflow-wrap: anywhere; }
-.remark { background: #fff4e0; border-left: 4px solid #d97706; margin: .4rem 0; padding: .3rem .7rem; }
+dt { color: var(--faint); } dd { margin: 0; overflow-wrap: anywhere; }
+.remark { background: var(--warn); border-left: 4px solid #d97706; margin: .4rem 0; padding: .3rem .7rem; overflow-wrap: anywhere; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .8rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .35rem; border-bottom: 1px solid #e4e4e4; text-align: right; vertical-align: top; white-space: nowrap; }
-th { white-space: normal; color: #444; border-bottom: 2px solid #bbb; vertical-align: bottom; }
+th, td { padding: .3rem .35rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; white-space: nowrap; }
+th { white-space: normal; color: var(--head); border-bottom: 2px solid var(--edge); vertical-align: bottom; }
 th.words, td.words { text-align: left; } details td.words, details th { text-align: left; white-space: normal; }
-tr.best { font-weight: 600; } tr.not { color: #888; }
-.note { color: #666; font-size: .85rem; margin: .3rem 0; } ol { margin: .2rem 0; padding-left: 1.4rem; } li { margin: .15rem 0; }
-.selectors { display: flex; flex-wrap: wrap; gap: .4rem 1rem; } label { color: #555; font-size: .9rem; }
-select { font: inherit; color: #1b1b1b; background: #fff; border: 1px solid #bbb; border-radius: 4px; padding: .15rem .3rem;
+.settings td, .settings th { white-space: normal; overflow-wrap: anywhere; text-align: left; }
+.settings td.words { white-space: nowrap; }
+tr.best { font-weight: 600; } tr.not { color: var(--faint); }
+.note { color: var(--faint); font-size: .85rem; margin: .3rem 0; } ol { margin: .2rem 0; padding-left: 1.4rem; } li { margin: .15rem 0; }
+.selectors { display: flex; flex-wrap: wrap; gap: .4rem 1rem; } label { color: var(--faint); font-size: .9rem; }
+select { font: inherit; color: inherit; background: var(--back); border: 1px solid var(--edge); border-radius: 4px; padding: .15rem .3rem;
   max-width: 80vw; }
-.figure { width: 100%; min-height: 200px; } details { margin-top: 2rem; } summary { cursor: pointer; font-size: 1.15rem; font-weight: 600; }
-code, pre { font: .88em ui-monospace, Menlo, Consolas, monospace; background: #f5f5f5; padding: 0 .2em; }
+.figure { width: 100%; min-height: 200px; }
+.panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 520px), 1fr)); gap: .4rem 1.6rem; }
+.panel { min-width: 0; } .panel h3 { font-weight: 500; color: var(--head); }
+details { margin-top: 1rem; } summary { cursor: pointer; font-weight: 600; } details.definitions { margin-top: 2rem; }
+details.definitions > summary { font-size: 1.15rem; }
+code, pre { font: .88em ui-monospace, Menlo, Consolas, monospace; background: var(--soft); padding: 0 .2em; }
 pre { padding: .6rem; overflow-x: auto; }
-footer { margin-top: 2.5rem; color: #888; font-size: .85rem; }
+footer { margin-top: 2.5rem; color: var(--faint); font-size: .85rem; }
 @media (max-width: 640px) { body { padding: .8rem .7rem 2rem; } dl { grid-template-columns: 1fr; gap: 0; } dt { margin-top: .35rem; } }
 @media print { .selectors { display: none; } }
 """
 
 _SCRIPT = """
 "use strict";
-const base = {
-  margin: {l: 62, r: 12, t: 76, b: 48}, paper_bgcolor: "#fff", plot_bgcolor: "#fff", autosize: true,
-  font: {family: "system-ui, -apple-system, 'Segoe UI', Roboto, Arial, sans-serif", size: 13, color: "#1b1b1b"},
-  legend: {orientation: "h", traceorder: "normal", y: 1, yanchor: "bottom", x: 0, xanchor: "left"},
-};
-const axis = {gridcolor: "#e8e8e8", zerolinecolor: "#ccc", linecolor: "#999", ticks: "outside", tickcolor: "#bbb"};
+const dark = window.matchMedia("(prefers-color-scheme: dark)");
+const narrow = () => window.innerWidth < 640;
+async function unpacked(id) {
+  const letters = document.getElementById(id).textContent;
+  const bytes = Uint8Array.from(atob(letters), (letter) => letter.charCodeAt(0));
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+}
+function colours() {
+  const of = getComputedStyle(document.documentElement);
+  const [back, text, line, edge] = ["--back", "--text", "--line", "--edge"].map((name) => of.getPropertyValue(name).trim());
+  return {
+    page: {paper_bgcolor: back, plot_bgcolor: back,
+      font: {family: "system-ui, -apple-system, 'Segoe UI', Roboto, Arial, sans-serif", size: 13, color: text},
+      hoverlabel: {bgcolor: back, bordercolor: edge, font: {color: text}}},
+    axis: {gridcolor: line, zerolinecolor: edge, linecolor: edge, ticks: "outside", tickcolor: edge},
+  };
+}
+// Dark lines would not show on a dark page.
+const LIGHTER = {"#333333": "#d0d0d0", "#5b5b5b": "#a8a8a8", "#2f6fb5": "#5b9be0", "#7a5c3e": "#c19a6b", "#8c6bb1": "#b394d6"};
+function shown(data) {
+  if (!dark.matches) return data;
+  const change = (of) => of && LIGHTER[of.color] ? Object.assign({}, of, {color: LIGHTER[of.color]}) : of;
+  return data.map((trace) => Object.assign({}, trace, {line: change(trace.line), marker: change(trace.marker)}));
+}
 function merged(layout, entries) {
-  const result = Object.assign({}, base, layout, {margin: Object.assign({}, base.margin, layout.margin)});
-  if (window.innerWidth < 640) {
+  const {page, axis} = colours();
+  const legend = {orientation: "h", traceorder: "normal", y: 1, yanchor: "bottom", x: 0, xanchor: "left"};
+  const base = {margin: {l: 62, r: 12, t: 76, b: 48}, autosize: true, legend};
+  const result = Object.assign({}, base, page, layout, {margin: Object.assign({}, base.margin, layout.margin)});
+  if (narrow()) {
     // One entry of the legend a line there: below the figure, which grows by them.
-    result.legend = Object.assign({}, base.legend, {yref: "container", y: 0, yanchor: "bottom"});
-    if (entries > 1) result.height = layout.height + 20 * entries;
-    result.margin.t = 30;
+    result.legend = Object.assign({}, legend, {yref: "container", y: 0, yanchor: "bottom"});
+    if (entries > 1 && layout.showlegend !== false) result.height = layout.height + 20 * entries;
+    result.margin.t = Math.min(30, result.margin.t);
   }
   for (const name of ["xaxis", "yaxis"]) result[name] = Object.assign({automargin: true}, axis, layout[name]);
   return result;
 }
+function draw(place, view) {
+  const entries = view.data.filter((trace) => trace.showlegend !== false).length;
+  Plotly.react(place, shown(view.data), merged(view.layout, entries), {responsive: true, displaylogo: false, showTips: false,
+    plotlyServerURL: "", modeBarButtonsToRemove: ["sendDataToCloud", "sendChartToCloud", "select2d", "lasso2d"]});
+}
 function setUp(figure) {
   const place = document.getElementById("figure-" + figure.name);
+  if (figure.together) {
+    const panels = Array.from(place.querySelectorAll("[data-panel]"));
+    const all = () => panels.forEach((panel, at) => draw(panel, figure.views[at]));
+    all();
+    return all;
+  }
   const selects = Array.from(document.querySelectorAll(`select[data-figure="${figure.name}"]`));
   const chosen = figure.views[0].labels.slice();
   function options(at) {
@@ -335,14 +419,26 @@ function setUp(figure) {
       select.parentElement.hidden = names.length < 2;
       select.parentElement.style.display = names.length < 2 ? "none" : "";
     });
-    const view = figure.views.find((one) => one.labels.every((label, i) => label === chosen[i]));
-    Plotly.react(place, view.data, merged(view.layout, view.data.length), {responsive: true, displaylogo: false, showTips: false,
-      plotlyServerURL: "", modeBarButtonsToRemove: ["sendDataToCloud", "sendChartToCloud", "select2d", "lasso2d"]});
+    draw(place, figure.views.find((one) => one.labels.every((label, i) => label === chosen[i])));
   }
   selects.forEach((select, at) => select.addEventListener("change", () => { chosen[at] = select.value; refresh(); }));
   refresh();
+  return refresh;
 }
-FIGURES.forEach(setUp);
+async function begin() {
+  const [library, data] = await Promise.all(["plotly", "figures"].map(unpacked));
+  const script = document.createElement("script");
+  script.textContent = library;
+  document.head.append(script);
+  const again = JSON.parse(data).map(setUp);
+  dark.addEventListener("change", () => again.forEach((one) => one()));
+}
+begin().catch((error) => {
+  const line = document.createElement("p");
+  line.className = "remark";
+  line.textContent = "The figures could not be drawn (" + error + "). They need a browser of 2023 or later; the tables are complete.";
+  document.body.prepend(line);
+});
 """
 
 _PAGE = """<!doctype html>
@@ -356,8 +452,8 @@ _PAGE = """<!doctype html>
 </head>
 <body>
 {body}
-<script>{plotly}</script>
-<script>const FIGURES = {data};</script>
+<script type="text/plain" id="plotly">{plotly}</script>
+<script type="text/plain" id="figures">{data}</script>
 <script>{script}</script>
 </body>
 </html>

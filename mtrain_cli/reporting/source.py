@@ -12,8 +12,24 @@ from mtrain_cli import resource_dir
 from mtrain_cli.config.documents import read_json
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.suggest import did_you_mean
+from mtrain_cli.launch import restart
+from mtrain_cli.launch.restart import Restart
+from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.profiling.analysis import CaseAnalysis, analyse
-from mtrain_cli.profiling.records import KERNELS, PARTS, RECORDS, SCHEMA, STEP, SUMMARY, SWEEP, Recorded, open_records
+from mtrain_cli.profiling.records import (
+    HEAD_ROWS,
+    KERNELS,
+    PARTS,
+    RECORDS,
+    SCHEMA,
+    SPARSITY,
+    STEP,
+    SUMMARY,
+    SWEEP,
+    Recorded,
+    open_records,
+)
+from mtrain_cli.reporting.settings import read_settings
 from mtrain_cli.reporting.steps import damage_of_step
 from mtrain_cli.training.evaluation import Evaluation, read_evaluations
 from mtrain_cli.training.metrics import METRICS_FILE, StepMetrics, read_metrics
@@ -27,8 +43,8 @@ SHOWN_FIRST = "real-512k-4xh200"  # of the profiles that ship
 
 @dataclass(frozen=True)
 class Source:
-    """One thing to report. facts: of run_dir._facts(). shipped: a document of profiles/, of an older kind, and step: that of a recorded
-    step; both have tables only.
+    """One thing to report. facts: of run_dir._facts(). shipped: a document of profiles/, of an older kind, which has tables only. step:
+    summary of `mtrain profile step`. sparsity: rows of `mtrain profile sparsity`, as its HeadRecord names them. settings: by key.
     """
 
     name: str
@@ -41,10 +57,13 @@ class Source:
     shipped: dict[str, Any] | None = None
     evaluations: tuple[Evaluation, ...] = ()
     step: dict[str, Any] | None = None
+    sparsity: tuple[dict[str, Any], ...] = ()
+    settings: dict[str, Any] = field(default_factory=dict)
+    restarts: tuple[Restart, ...] = ()
 
     @property
     def tables_only(self) -> bool:
-        return self.shipped is not None or self.step is not None
+        return self.shipped is not None
 
     @property
     def kind(self) -> str:
@@ -52,6 +71,8 @@ class Source:
             return "recorded profile"
         if self.step is not None:
             return "recorded step"
+        if self.sparsity:
+            return "sparsity profile"
         if self.metrics:
             return "training run"
         return str(self.recorded.summary.get("kind") or "profile") if self.recorded is not None else "training run"
@@ -191,7 +212,7 @@ def known() -> list[Path]:
 
 
 def _has_figures(place: Path) -> bool:
-    return any((place / name).exists() for name in (RECORDS, SWEEP, KERNELS)) or any((place / PARTS).glob("*.parquet"))
+    return any((place / name).exists() for name in (RECORDS, SWEEP, KERNELS, HEAD_ROWS)) or any((place / PARTS).glob("*.parquet"))
 
 
 def open_source(path: Path) -> Source:
@@ -211,7 +232,9 @@ def open_source(path: Path) -> Source:
         if recorded.summary.get("kind") == STEP:
             if damage := damage_of_step(recorded.summary):
                 raise ConfigError(f"{recorded.folder / SUMMARY}: {damage}; measure again")
-            return Source(_name(path), path, _facts(path, recorded), step=recorded.summary)
+            return Source(_name(path), path, _facts(path, recorded), step=recorded.summary, settings=read_settings(path))
+        if recorded.summary.get("kind") == SPARSITY:
+            return Source(_name(path), path, _facts(path, recorded), sparsity=_sparsity(recorded.folder), settings=read_settings(path))
         _check_schema(recorded)
         cases = tuple(analyse(recorded))
         if not cases and not metrics and not recorded.summary.get("sweep"):
@@ -220,7 +243,30 @@ def open_source(path: Path) -> Source:
             raise ConfigError(f"{recorded.folder}: has no sample yet; the profile was ended before its first, or still runs")
     facts = _facts(path, recorded)
     wanted = _steps_wanted(path) if metrics else None
-    return Source(_name(path), path, facts, recorded, cases, metrics, wanted, evaluations=tuple(read_evaluations(path)))
+    return Source(
+        _name(path), path, facts, recorded, cases, metrics, wanted, evaluations=tuple(read_evaluations(path)),
+        settings=read_settings(path), restarts=tuple(restart.read(RunDir(path))),
+    )  # fmt: skip
+
+
+def _sparsity(folder: Path) -> tuple[dict[str, Any], ...]:
+    """Rows of `mtrain profile sparsity`.
+
+    Raises:
+        ConfigError: they are missing, damaged or something else.
+    """
+    import pyarrow
+    import pyarrow.parquet as pq
+
+    file = folder / HEAD_ROWS
+    try:
+        rows = pq.read_table(file).to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ConfigError(f"{file}: cannot be read ({str(error).splitlines()[0]}); measure again") from None
+    wanted = {"step", "pattern", "layer", "head", "density", "of_mask", "recall", "worst", "slashes", "bars"}
+    if not rows or not wanted <= rows[0].keys():
+        raise ConfigError(f"{file}: holds no rows of `mtrain profile sparsity`; measure again")
+    return tuple(rows)
 
 
 def _open_file(path: Path) -> Source:

@@ -22,6 +22,7 @@ from mtrain_cli.reporting.source import Source
 from mtrain_cli.training.evaluation import side_by_side
 from mtrain_cli.training.metrics import StepMetrics
 
+NOISE = "Noise: twice the standard error of the difference, from the spread over iterations; a smaller difference says nothing"
 SAME = 5e-4  # what shows as a ratio of 1.000
 _LEAST = 5e-4  # what shows as a share of 0.1 %
 CELLS = 32  # of a heat map in the terminal, in each direction
@@ -59,11 +60,11 @@ def summary_table(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> T
     """One row a case: first line time, second line work. names: of the runs, where there are several."""
     table = _table("Balance", f"{_over(cases)} 1 is perfect; ms are of one layer, waits of one iteration of a worker{_of_bare(cases)}")
     if names:
-        table.add_column("run", overflow="fold")
+        table.add_column("run", no_wrap=True)  # what is typed to see it again
     table.add_column("case", min_width=_longest_word(cases))
     for heading in (
-        "worker ID\ntime\nwork",
-        "step ID\ntime\nwork",
+        "imbalance\nof workers\ntime\nwork",
+        "imbalance\nof steps\ntime\nwork",
         "computed\nin steps\nin all",
         "waits ms\nfor others\nfor links",
         "step ms\np50, p95\nmax",
@@ -114,7 +115,7 @@ def bins_table(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> Tabl
     table = _table("Where the time of attention goes", "shares of all passes of an iteration, means over workers; late: waiting for others")
     used = [name for name in BINS if any(case.bin_ms(name) > 0 for case in cases)]
     if names:
-        table.add_column("run", overflow="fold")
+        table.add_column("run", no_wrap=True)  # what is typed to see it again
     table.add_column("case", min_width=_longest_word(cases))
     table.add_column("ms", justify="right", no_wrap=True)
     for name in used:
@@ -141,7 +142,7 @@ def summary_lines(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> R
         )
         for degree in ("worker", "step"):
             time, work = (spread(getattr(of, degree)) for of in (case.time, case.work))
-            lines.append(Text(f"  {degree} ID {time} of time, {work} of work"))
+            lines.append(Text(f"  {degree} imbalance {time} of time, {work} of work"))
         passes = ", ".join(f"{direction} {ms(of.duration.mean)}{_bare(case, direction)}" for direction, of in case.passes.items())
         lines.append(Text(f"  ms of a layer's pass: {passes}"))
         lines.append(Text(f"  computed {case.computation.step.mean:.1%} in steps, {case.computation.total.mean:.1%} in all"))
@@ -270,7 +271,7 @@ SPARE_OF_SHIPPED = ("waits\nms", "density")  # what a narrow terminal does witho
 def shipped_table(document: dict[str, Any]) -> Table:
     """The cases of a recorded profile of the older kind."""
     table = _table(f"{document.get('hardware', '')}, {document.get('date', '')}", str(document.get("note") or ""))
-    for heading in ("case", "seq", "density", "forward\nms", "backward\nms", "waits\nms", "worker\nID", "step\nID", "computed"):
+    for heading in ("case", "seq", "density", "forward\nms", "backward\nms", "waits\nms", "worker\nimbal.", "step\nimbal.", "computed"):
         table.add_column(heading, justify="left" if heading == "case" else "right", overflow="fold")
     for case in document["cases"]:
         degrees = case.get("time") or {}
@@ -288,21 +289,91 @@ def shipped_table(document: dict[str, Any]) -> Table:
     return table
 
 
+def sparsity_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
+    """Means over heads. The share of what the document mask allows has a column of its own only where it is not the density."""
+    masked = any(abs(r["of_mask"] - r["density"]) >= 5e-5 for r in rows)
+    caption = "means over heads; recall: of sampled queries that were not probed; worst: the least of any; density: of all causal pairs"
+    table = Table(
+        title=title,
+        title_justify="left",
+        caption=caption + ("; of mask: of those inside a document" if masked else ""),
+        caption_justify="left",
+        box=SIMPLE,  # without borders it fits 60 columns
+        padding=(0, 1, 0, 0),
+    )
+    for column in ("layer", "recall", "worst", "density", *(("of mask",) if masked else ()), "slashes", "bars"):
+        table.add_column(column, justify="right", no_wrap=True)
+    groups: list[tuple[str, list[dict[str, Any]]]] = [
+        (str(layer), [r for r in rows if r["layer"] == layer]) for layer in sorted({r["layer"] for r in rows})
+    ]
+    for name, of in [*groups, ("all", list(rows))]:
+        table.add_row(
+            name,
+            f"{statistics.fmean(r['recall'] for r in of):.4f}",
+            f"{min(r['worst'] for r in of):.3f}",
+            f"{statistics.fmean(r['density'] for r in of):.2%}",
+            *((f"{statistics.fmean(r['of_mask'] for r in of):.2%}",) if masked else ()),
+            f"{statistics.fmean(r['slashes'] for r in of):.1f}",
+            f"{statistics.fmean(r['bars'] for r in of):.0f}",
+            end_section=name == groups[-1][0],
+        )
+    return table
+
+
 def compare_table(sources: Sequence[Source]) -> Table | None:
     """Every run against the first; None where they have nothing in common."""
     rows = comparison(sources)
     if not rows:
         return None
-    table = _table(f"Against {sources[0].name}", "noise: twice the standard error of the difference, from the spread over iterations")
-    for heading in ("run", "case", "what", "first", "this", "ratio", "noise", ""):
-        table.add_column(heading, justify="left" if heading in ("run", "case", "what", "") else "right", overflow="fold")
+    table = _table(f"Against {sources[0].name}", f"{NOISE[0].lower()}{NOISE[1:]}")
+    for heading in ("run", "case", "what", "first", "this", "difference", "noise"):
+        table.add_column(heading, justify="left" if heading in ("run", "case", "what") else "right", overflow="fold")
     above = ("", "")
     for row in rows:
         name = ("", "") if (row.run, row.case) == above else (row.run, row.case)
         above = (row.run, row.case)
-        noise = f"±{row.noise:.1%}" if np.isfinite(row.noise) else "unknown"
-        table.add_row(*name, row.what, f"{row.first:.4g}", f"{row.other:.4g}", f"{row.ratio:.3f}x", noise, row.verdict)
+        table.add_row(*map(Text, (*name, row.what, f"{row.first:.4g}", f"{row.other:.4g}", row.difference, row.spread)))
     return table
+
+
+def incomparable(sources: Sequence[Source]) -> list[str]:
+    """Warnings, a line each: what makes the times of several runs say less of their settings. Missing facts are not compared."""
+    found = []
+    for what, of in (("workers", _workers_of), ("machines", _machine_of)):
+        values = [(source.name, of(source)) for source in sources]
+        known = [(name, value) for name, value in values if value]
+        if len({value for _, value in known}) > 1:
+            listed = "; ".join(f"{name}: {value}" for name, value in known)
+            found.append(f"the runs differ in {what} ({listed}): their times do not compare settings alone")
+    return found
+
+
+def _workers_of(source: Source) -> str:
+    told = [source.summary.get("workers"), (source.step or {}).get("workers"), source.settings.get("topology.workers")]
+    # `auto` is as many as there were GPUs, or two processes of a CPU.
+    gpus = len(source.facts.get("gpus") or [])
+    return next((str(value) for value in told if isinstance(value, int)), str(gpus or 2) if "auto" in told else "")
+
+
+def _machine_of(source: Source) -> str:
+    """Kind of GPU, and host; a prediction is for the cluster that it names."""
+    if isinstance(source.summary.get("cluster"), dict):
+        return source.where
+    gpus, host = source.facts.get("gpus") or [], source.facts.get("host")
+    return f"{gpus[0] if gpus else 'CPU'} of {host}" if host else ""
+
+
+def recording_cost(summary: dict[str, Any]) -> str | None:
+    """What records cost of an iteration, from the summary of a profile; a difference that chance explains is not shown as a cost."""
+    overhead = summary.get("overhead")
+    if not isinstance(overhead, int | float):
+        return None
+    plain = [np.array(times) for case in summary.get("cases") or [] if (times := case.get("iteration_ms"))]
+    if not plain or min(map(len, plain)) < 2:
+        return "cost unknown: one sample with records and one without"
+    noise = max(float((times.max() - times.min()) / np.median(times)) for times in plain)
+    apart = f"iterations without records differ by up to {noise:.1%}"
+    return f"cost within noise ({apart})" if overhead <= noise else f"costs {overhead:.1%} of an iteration ({apart})"
 
 
 @dataclass(frozen=True)
@@ -327,8 +398,19 @@ class Comparison:
         if abs(self.ratio - 1) < SAME:
             return "equal"
         if abs(self.ratio - 1) <= self.noise:
-            return "inside the noise"
+            return "within noise"
         return "more" if self.ratio > 1 else "less"
+
+    @property
+    def difference(self) -> str:
+        """The change, where it is more than noise."""
+        if self.verdict in ("more", "less"):
+            return f"{self.ratio:.2f}x" if self.ratio >= 2 else f"{self.ratio - 1:+.1%}"
+        return "unknown" if not np.isfinite(self.noise) else self.verdict
+
+    @property
+    def spread(self) -> str:
+        return f"±{self.noise:.1%}" if np.isfinite(self.noise) else "too few samples"
 
 
 def comparison(sources: Sequence[Source]) -> list[Comparison]:
@@ -343,7 +425,7 @@ def comparison(sources: Sequence[Source]) -> list[Comparison]:
             label = a.label if a.label == b.label else f"{b.label} against {a.label}"
             rows += _compared(other.name, label, _figures(a), _figures(b))
         if first.metrics and other.metrics:
-            rows += _compared(other.name, "training", _training_figures(first.metrics), _training_figures(other.metrics))
+            rows += _compared(other.name, "training", _training_figures(first), _training_figures(other))
     return rows
 
 
@@ -358,16 +440,23 @@ def _compared(run: str, case: str, first: dict[str, Estimate], other: dict[str, 
 
 def _figures(case: CaseAnalysis) -> dict[str, Estimate]:
     found = {f"{name} ms": p.duration for name, p in case.passes.items()}
-    found["worker ID, time"], found["step ID, time"] = case.time.worker, case.time.step
-    found["worker ID, work"], found["step ID, work"] = case.work.worker, case.work.step
+    found["worker imbalance, time"], found["step imbalance, time"] = case.time.worker, case.time.step
+    found["worker imbalance, work"], found["step imbalance, work"] = case.work.worker, case.work.step
     found["computed, in steps"], found["computed, in all"] = case.computation.step, case.computation.total
     found["iteration ms"] = case.iteration_ms
     return found
 
 
-def _training_figures(metrics: Sequence[StepMetrics]) -> dict[str, Estimate]:
+def _training_figures(source: Source) -> dict[str, Estimate]:
+    """The last losses are means of the last tenth of the steps, and their noise is the spread of these."""
+    metrics: Sequence[StepMetrics] = source.metrics
     rest = metrics[1:] or metrics
+    ends = metrics[-max(1, len(metrics) // 10) :]
+    final = [m.loss for m in ends if m.loss is not None]
+    held_out = [source.evaluations[-1].loss] if source.evaluations else []
     return {
+        "loss, last tenth of the steps": Estimate.of(np.array(final)),
+        "held-out loss, last": Estimate.of(np.array(held_out)),
         "s / step": Estimate.of(np.array([m.seconds for m in rest])),
         "tokens/s/GPU": Estimate.of(np.array([m.tokens_per_second_per_gpu for m in rest])),
     }
@@ -500,7 +589,8 @@ def _table(title: str, caption: str) -> Table:
 
 def _over(cases: Sequence[CaseAnalysis]) -> str:
     several = any(case.samples > 1 for case in cases)
-    return "ID: largest over mean, mean ± standard deviation over n samples;" if several else "ID: largest over mean, of one sample;"
+    over = "mean ± standard deviation over n samples" if several else "of one sample"
+    return f"imbalance degree: largest over mean, {over};"
 
 
 def spread(value: Estimate) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from rich.padding import Padding
 
@@ -46,6 +47,10 @@ def show_sources(console: Console, sources: Sequence[Source]) -> None:
             say(console, LEGEND, style="dim")
             for why in why_not(source.steps):
                 say(console, f"cannot be: {why}", style="dim")
+        if source.sparsity:
+            show_sparsity(console, source.sparsity)
+    for line in tables.incomparable(sources):
+        say(console, f"warning: {line}", indent=2, style="yellow")
     recorded = [(source.name, source.step) for source in sources if source.step is not None]
     if len(recorded) > 1:
         print_table(console, side_by_side(recorded), ())
@@ -83,6 +88,16 @@ def show_sources(console: Console, sources: Sequence[Source]) -> None:
     compared = tables.compare_table(sources) if len(sources) > 1 else None
     if compared is not None:
         print_table(console, compared, tables.SPARE_OF_COMPARISON)
+
+
+def show_sparsity(console: Console, rows: Sequence[dict[str, Any]]) -> None:
+    """A table for each pattern, of the first and of the last measured step."""
+    steps = sorted({row["step"] for row in rows})
+    for pattern in dict.fromkeys(row["pattern"] for row in rows):
+        for step in dict.fromkeys((steps[0], steps[-1])):
+            mine = [row for row in rows if (row["pattern"], row["step"]) == (pattern, step)]
+            if mine:
+                print_table(console, tables.sparsity_table(mine, f"{pattern}, step {step}"))
 
 
 def _numbered(console: Console, sources: Sequence[Source]) -> list[Source]:

@@ -1,0 +1,65 @@
+"""Settings of runs on a page: a card of each, and where several differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mtrain_cli.config import keys
+from mtrain_cli.config.sizes import format_size
+
+RESOLVED = "resolved.yaml"
+# Keys that name a run or its place; they differ between any two runs and change nothing that is computed.
+_NAMES = ("run.name", "run.dir")
+_CARD = (
+    ("model", ("model.name", "model.num_layers", "model.hidden_size")),
+    ("sequence", ("seq", "train.global_batch", "train.micro_batch")),
+    ("workers", ("topology.workers", "topology.context_parallel", "topology.layout", "topology.exchange")),
+    ("attention", ("sparsity.pattern", "train.kernel", "train.dtype")),
+    ("optimizer", ("optim.lr", "optim.schedule", "optim.warmup_steps", "optim.clip_norm")),
+    ("steps", ("train.steps", "seed")),
+    ("data", ("data.kind", "data.path", "data.document_mask")),
+    ("memory", ("train.memory", "train.activation_checkpoint", "train.shard")),
+)
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Every key of a run's resolved.yaml by its dotted name; empty where there is none that can be read.
+
+    The file is not checked against this version's schema, so that runs of other versions can be shown.
+    """
+    try:
+        found = yaml.safe_load((folder / RESOLVED).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    return keys.flatten(found) if isinstance(found, Mapping) else {}
+
+
+def card(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(heading, values) of what describes a run at a glance."""
+    rows = []
+    for heading, names in _CARD:
+        parts = [f"{name.rpartition('.')[2]} {shown(name, settings[name])}" for name in names if settings.get(name) is not None]
+        if parts:
+            rows.append((heading, ", ".join(parts)))
+    return rows
+
+
+def differing(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    """(key, value of each run) where runs do not agree. Runs without settings count as blank."""
+    names = dict.fromkeys(name for run in runs for name in run)
+    rows = []
+    for name in names:
+        values = [shown(name, run[name]) if name in run else "" for run in runs]
+        if name not in _NAMES and len(set(values)) > 1:
+            rows.append((name, values))
+    return rows
+
+
+def shown(name: str, value: Any) -> str:
+    if name == "seq" and isinstance(value, int):
+        return format_size(value)
+    return keys.show(value)
