@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import inspect
+import io
 import os
 import re
 import sys
@@ -57,6 +58,10 @@ class Group(TyperGroup):
         return sorted(names, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        for stream in (sys.stdout, sys.stderr):
+            # Names of files need not be UTF-8, and a terminal need not know every letter.
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
         with _mistakes_as_lines():
             return super().make_context(*args, **kwargs)
 

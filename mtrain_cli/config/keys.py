@@ -224,8 +224,13 @@ def show(value: Any) -> str:
     return str(value)
 
 
+@functools.cache
+def _hints(owner: type) -> dict[str, Any]:
+    return typing.get_type_hints(owner)
+
+
 def _flatten(owner: type, prefix: str) -> Iterator[Key]:
-    hints = typing.get_type_hints(owner)
+    hints = _hints(owner)
     for item in dataclasses.fields(owner):
         hint = hints[item.name]
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
@@ -235,7 +240,7 @@ def _flatten(owner: type, prefix: str) -> Iterator[Key]:
 
 
 def _build(owner: type, leaves: Mapping[str, Any], prefix: str) -> Any:
-    hints = typing.get_type_hints(owner)
+    hints = _hints(owner)
     values = {}
     for item in dataclasses.fields(owner):
         hint = hints[item.name]

@@ -44,7 +44,11 @@ _KEYS = {
 
 
 def _shown(value: Any) -> str:
-    """A value of JSON in a message."""
+    """A value of JSON in a message; a word without quotes."""
+    return _as_json(value) if not isinstance(value, str) else value if len(value) <= 60 else f"{value[:60]}..."
+
+
+def _as_json(value: Any) -> str:
     try:
         text = json.dumps(value)
     except (ValueError, RecursionError):  # more digits than Python writes
@@ -84,7 +88,7 @@ class _Fields:
         """A feature that the decoder does not have: anything but ``allowed``, null or nothing is a problem."""
         value = self.raw.get(key)
         if value is not None and value != allowed:
-            self.problems.append(f"{self.path}: {key}={_shown(value)} is not supported; only {json.dumps(allowed)} is")
+            self.problems.append(f"{self.path}: {key}={_as_json(value)} is not supported; only {json.dumps(allowed)} is")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """`mtrain train` up to the point where workers start: those have tests of their own."""
 
 import os
-import sys
 import types
 from pathlib import Path
 
@@ -49,13 +48,15 @@ def test_cfg_prints_yaml_of_the_composed_configuration_and_runs_nothing(launched
     assert [path.name for path in tmp_path.iterdir()] == ["printed.yaml"]
 
 
-def test_dry_run_prints_the_plan_and_runs_nothing(monkeypatch, launched, tmp_path):
-    plan = types.ModuleType("plan")
-    plan.dry_run = lambda config: f"a plan for {config.model.name} at {config.seq}"  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "mtrain_cli.training.dry_run", plan)
-    result = run("model=llama8b", "seq=4m", "topology.workers=64", "--dry-run")
-    assert (result.exit_code, result.stdout) == (0, "a plan for llama8b at 4194304\n")
+def test_dry_run_prints_the_plan_and_runs_nothing(launched, tmp_path):
+    words = ("seq=4k", "topology.workers=8", "topology.device=cuda", "topology.exchange=ring", "--dry-run")
+    result = run("model=qwen3b", *words)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "Dry run: qwen3b, seq 4k, nothing is trained" in result.stdout
     assert not launched
+    result = run("model=llama8b", *words, "topology.gpu_memory_gib=10")
+    assert result.exit_code == 1, "it does not fit"
+    assert "Does not fit: " in result.stdout
     assert not list(tmp_path.iterdir())
 
 

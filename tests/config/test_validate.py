@@ -184,3 +184,47 @@ def test_what_is_said_of_too_few_blocks_would_do(words, said):
         compose(words.split())
     if " or at most 32" in said:
         compose(["seq=512", "topology.workers=32", "topology.block_size=16"])
+
+
+@pytest.mark.parametrize("name", sorted(validate._RANGE))
+def test_every_number_has_a_largest_value_and_one_line_says_which(name):
+    """1e24 steps were planned, 1e15 tokens filled the memory, 1e30 seconds overflowed."""
+    said = validate.out_of_range(name, 2.0**100)
+    assert said is not None
+    bound = validate.most(name)
+    assert bound is None or (
+        said.startswith("must be at most ") and bound.reason in said and bound.reason in validate.allowed(keys.all_keys()[name])
+    )
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "seq=999999999999999999999",
+        "seq=1e15",
+        "seq=1e999999999",
+        "seq=64.5m",
+        "model.hidden_size=1e20",
+        "topology.timeout_s=1e30",
+        "train.steps=1e24",
+    ],
+)
+def test_a_number_without_measure_is_one_line_at_once(word):
+    with pytest.raises(ConfigError) as caught:
+        compose([word])
+    (line,) = caught.value.problems
+    assert line.startswith(word.partition("=")[0] + "=")
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("run.dir=runs/x ", "run.dir='.*runs/x ': begins or ends with a space"),
+        ("run.dir=runs/\udcff", "is not UTF-8; rename the file or folder"),
+        ("run.dir=" + "x" * 300, "is too long; a name has at most 255 bytes"),
+        ("data.path=~nobodyhere/x", "begins with the name of a user whom this machine does not know"),
+    ],
+)
+def test_a_folder_that_would_not_be_found_again_is_refused(word, said):
+    with pytest.raises(ConfigError, match=said):
+        compose([word])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -37,13 +39,16 @@ def main() -> int:
             os.chdir(Path(scratch))
             without_work()
 
-        for number, outcome in watched(asked.count, prepare, one, asked.limit, asked.workers):
-            found[number] = outcome
-            if len(found) % 500 == 0:
-                say(f"{len(found)} of {asked.count}, {time.monotonic() - began:.0f} s, {sum(o.kind != 'fine' for o in found.values())} bad")
-        ordered = [found[number] for number in range(asked.count)]
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        with contextlib.suppress(KeyboardInterrupt):  # what was found until then is shown
+            for number, outcome in watched(asked.count, prepare, one, asked.limit, asked.workers):
+                found[number] = outcome
+                if len(found) % 500 == 0:
+                    bad = sum(o.kind != "fine" for o in found.values())
+                    say(f"{len(found)} of {asked.count}, {time.monotonic() - began:.0f} s, {bad} bad")
+        ordered = list(found.values())
         print(f"{asked.what}, seed {asked.seed}, {time.monotonic() - began:.0f} s")
-        print(table(ordered, [names(number) for number in range(asked.count)]).encode(errors="replace").decode())
+        print(table(ordered, [names(number) for number in found]).encode(errors="replace").decode())
         return int(any(outcome.kind != "fine" for outcome in ordered))
 
 

@@ -1,0 +1,79 @@
+from dataclasses import dataclass
+
+import pytest
+
+from mtrain_cli.config.documents import UnreadableError, checked, read_json, read_yaml
+
+
+@dataclass(frozen=True)
+class Inner:
+    name: str
+
+
+@dataclass(frozen=True)
+class Thing:
+    step: int
+    loss: float = 0.0
+    seconds: float | None = None
+    pairs: tuple[tuple[float, str], ...] = ()
+    inner: Inner | None = None
+
+
+def test_a_json_object_becomes_its_dataclass_and_other_keys_are_left_out():
+    found = checked(Thing, {"step": 3, "loss": 2, "pairs": [[1.5, "a"]], "inner": {"name": "x"}, "later": 1})
+    assert found == Thing(3, 2.0, None, ((1.5, "a"),), Inner("x"))
+    assert checked(Thing, {"step": 3, "loss": float("inf")}).loss == float("inf"), "a loss may be infinite"
+    assert checked(Thing, {"step": 3}, nulls=True).loss is None
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({}, "step is missing"),
+        ({"step": "3"}, 'step="3" is of the wrong kind'),
+        ({"step": True}, "step=true"),
+        ({"step": 10**400}, "step="),
+        ({"step": 1, "seconds": float("nan")}, "seconds=NaN"),
+        ({"step": 1, "pairs": [[1, 2]]}, "pairs=2"),
+        ({"step": 1, "pairs": 3}, "pairs=3"),
+        ({"step": 1, "inner": []}, "inner=[]"),
+        ([], "it is no JSON object"),
+    ],
+)
+def test_a_value_of_another_type_is_named(values, said):
+    with pytest.raises(UnreadableError) as caught:
+        checked(Thing, values)
+    assert str(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "line 1, column 1: expecting value"),
+        (b'{"a": 1,\n "b" 2}', "line 2, column 6: expecting ':' delimiter"),
+        (b"[" * 100_000, "it is nested too deeply"),
+        (b"\xff\xfe", "it is no text, byte 1 is not UTF-8"),
+        (b"9" * 5000, "a number has too many digits"),
+    ],
+)
+def test_broken_json_is_told_by_its_place(tmp_path, data, said):
+    (tmp_path / "a.json").write_bytes(data)
+    with pytest.raises(UnreadableError) as caught:
+        read_json(tmp_path / "a.json")
+    assert str(caught.value) == said
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"a: 1\nb: [2\nc: 3\n", "line 3, column 2: "),
+        (b"[" * 5000, "it is nested too deeply"),
+        (b"a: 2020-99-99", "month must be in 1..12"),
+        (b"\xff\xfe\xfa", "it is no text, byte 1 is not UTF-8"),
+    ],
+)
+def test_broken_yaml_is_told_by_its_place(tmp_path, data, said):
+    (tmp_path / "a.yaml").write_bytes(data)
+    with pytest.raises(UnreadableError) as caught:
+        read_yaml(tmp_path / "a.yaml")
+    assert str(caught.value).startswith(said)
