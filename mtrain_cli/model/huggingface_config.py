@@ -314,7 +314,7 @@ def require_accepted(config: dict[str, Any]) -> None:
     """
     try:
         import transformers
-    except ImportError:
+    except Exception:  # missing or broken: an export does not need it
         return
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()

@@ -44,7 +44,7 @@ def test_transformers_gives_our_ids_beside_every_family(
 ) -> None:
     """For qwen2 it would normalise text and cut it as Qwen's own tokenizer does."""
     transformers = pytest.importorskip("transformers")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))  # of trusted code
     train_bpe([TEXT * 5, "the quick brown fox\n" * 30], 400, tmp_path / "bpe.json")
     bpe = open_tokenizer(str(tmp_path / "bpe.json"))
     for name, files, ours in (("bytes", bytes_files, ByteTokenizer()), ("bpe", of_file(tmp_path / "bpe.json", bpe.eos), bpe)):

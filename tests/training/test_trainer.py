@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -352,7 +353,8 @@ def test_auto_learning_rate_falls_with_width_and_is_gentle_on_given_weights(tmp_
 
     assert peak_learning_rate(compose([])) == pytest.approx(2e-3)
     assert peak_learning_rate(compose(["model=qwen3b"])) == pytest.approx(1.25e-4)
-    (tmp_path / "config.json").write_text("{}")
+    shape = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **shape}))
     assert peak_learning_rate(compose([f"train.init_from={tmp_path}"])) == pytest.approx(2e-5)
 
 
