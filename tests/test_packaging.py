@@ -95,6 +95,8 @@ def test_the_wheel_carries_its_resources_inside_the_package(source, tmp_path):
         shipped = {str(path.relative_to(source)) for path in (source / folder).rglob("*") if path.is_file()}
         packed = {name.removeprefix("mtrain_cli/") for name in names if name.startswith(f"mtrain_cli/{folder}/")}
         assert {name for name in shipped if not Path(name).name.startswith(".")} <= packed
+    assert {f"mtrain_cli/reporting/plotly/{name}" for name in ("plotly-cartesian.min.js.gz", "LICENSE")} <= set(names)
+    assert any("dist-info/licenses/" in name and "plotly" in name for name in names)
     metadata = next(name for name in names if name.endswith("entry_points.txt"))
     assert "mtrain = mtrain_cli.__main__:main" in zipfile.ZipFile(wheel).read(metadata).decode()
 

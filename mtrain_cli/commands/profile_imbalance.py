@@ -67,7 +67,7 @@ def imbalance(
     """Who computes how long in which step of an exchange, who waits, for whom, and why: on real training steps.
 
     Every recorded step is computed by all cases, forward and backward, from the same weights and tokens, each once as it is and once
-    recorded; then it is trained. worker ID and step ID are imbalance degrees, largest over mean time of attention: across the workers of a
+    recorded; then it is trained. Imbalance degrees of workers and of steps are largest over mean time of attention: across the workers of a
     step, and across the steps of a worker; 1 is perfect. Files are left in measurements/; `mtrain report` draws them.
 
     [bold]Examples[/bold]
@@ -148,7 +148,7 @@ def _check(summary: dict[str, Any], limits: dict[tuple[str, str], float]) -> Non
     from mtrain_cli.launch.failures import RunError
 
     problems = [
-        f"{of} {degree} ID {case[of][degree]['mean']:.3f} of {facts['label']} is above --fail-above {degree}={limit:g}"
+        f"{of} {degree} imbalance {case[of][degree]['mean']:.3f} of {facts['label']} is above --fail-above {degree}={limit:g}"
         for facts, case in zip(summary["cases"], summary["results"], strict=True)
         for (of, degree), limit in limits.items()
         if not case[of][degree]["mean"] <= limit

@@ -16,7 +16,7 @@ from mtrain_cli.training.evaluation import Evaluation
 from mtrain_cli.training.metrics import StepMetrics
 
 View = tuple[tuple[str, ...], list[dict[str, Any]], dict[str, Any]]  # labels, traces, layout
-POINTS = 1500  # of a curve
+POINTS, POINTS_OF_ALL = 1500, 6000  # of a curve, and of one quantity in all runs
 COLOURS = ("#2f6fb5", "#d97706", "#4d9f6f", "#c8352b", "#8c6bb1", "#7a5c3e", "#d26fa5", "#5b5b5b")
 _BUCKETS = ("#c6dbef", "#9ecae1", "#6baed6", "#4292c6", "#2171b5", "#d97706", "#c8352b")  # short to long context
 _SMOOTHED = ("loss", "grad_norm", "tokens_per_second_per_gpu", "seconds")
@@ -72,6 +72,7 @@ def training_views(sources: Sequence[Source]) -> tuple[list[View], str]:
     """-> a view a quantity, and what a reader must know."""
     views: list[View] = []
     thinned = raw_shown = marked = False
+    points = min(POINTS, POINTS_OF_ALL // max(1, len(sources)))
     for title, key, from_zero in _CURVES:
         data: list[dict[str, Any]] = []
         every: list[float] = []
@@ -80,7 +81,7 @@ def training_views(sources: Sequence[Source]) -> tuple[list[View], str]:
             if all(value is None for value in values):
                 continue
             every += [value for value in values if value is not None and math.isfinite(value)]
-            lines, cut = _curve(source, values, colour, smooth=key in _SMOOTHED)
+            lines, cut = _curve(source, values, colour, most=points, smooth=key in _SMOOTHED)
             thinned |= cut
             raw_shown |= len(lines) > 1
             data += lines
@@ -100,7 +101,7 @@ def training_views(sources: Sequence[Source]) -> tuple[list[View], str]:
     if marked:
         notes.append("Dotted: the learning rate begins again. Dashed: the run began again after a worker was lost.")
     if thinned:
-        notes.append(f"{POINTS} steps of more are shown.")
+        notes.append(f"{points} steps of more are shown.")
     return views, " ".join(notes)
 
 
@@ -108,10 +109,10 @@ def _colours(sources: Sequence[Source]) -> list[str]:
     return [COLOURS[i % len(COLOURS)] for i in range(len(sources))]
 
 
-def _curve(source: Source, values: list[Any], colour: str, *, smooth: bool) -> tuple[list[dict[str, Any]], bool]:
+def _curve(source: Source, values: list[Any], colour: str, *, most: int, smooth: bool) -> tuple[list[dict[str, Any]], bool]:
     """-> the line of every step and, where it is smoothed, the smooth one; and whether points are left out."""
     steps = [m.step for m in source.metrics]
-    at = np.unique(np.linspace(0, len(steps) - 1, min(POINTS, len(steps))).astype(int)).tolist()
+    at = np.unique(np.linspace(0, len(steps) - 1, min(most, len(steps))).astype(int)).tolist()
     common = {"type": "scatter", "mode": "lines", "name": escape(source.name), "legendgroup": source.name, "x": [steps[i] for i in at]}
     thick = {"color": colour, "width": 2}
     if not smooth or len(steps) < 10:
@@ -126,7 +127,7 @@ def _marks(source: Source, key: str, colour: str) -> list[dict[str, Any]]:
     rates = rate_restarts(source.metrics) if key in ("loss", "lr", "grad_norm") else []
     steps = [(step, "dot") for step in rates] + [(restart.step, "dash") for restart in source.restarts]
     line = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "layer": "below"}
-    return [{**line, "x0": step, "x1": step, "line": {"color": colour, "width": 1.2, "dash": dash}} for step, dash in steps]
+    return [{**line, "x0": step, "x1": step, "line": {"color": colour, "width": 1.8, "dash": dash}} for step, dash in steps]
 
 
 def _scale(values: Sequence[float]) -> dict[str, Any]:

@@ -19,8 +19,9 @@ from mtrain_cli.reporting.source import Source
 from mtrain_cli.reporting.sweeps import scaling_views
 from mtrain_cli.reporting.tables import fold
 
-HEAT_NUMBERS = 300_000  # of all heat maps of a page together
-TIMELINE_BARS = 40_000  # of all timelines of a page together
+# With the library and the curves of training these keep a page under 1.5 MB.
+HEAT_NUMBERS = 60_000  # of all heat maps of a page together
+TIMELINE_BARS = 12_000  # of all timelines of a page together
 TIMELINE_RANKS, TIMELINE_LAYERS = 16, 6
 
 COLOURS = {

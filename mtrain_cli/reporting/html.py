@@ -16,6 +16,8 @@ from mtrain_cli import __version__, resource_dir
 from mtrain_cli.reporting.figures import Figure, figures
 from mtrain_cli.reporting.settings import card, differing, shown
 from mtrain_cli.reporting.source import Source
+from mtrain_cli.reporting.steps import lines as step_lines
+from mtrain_cli.reporting.steps import parts_rows
 from mtrain_cli.reporting.sweeps import WORDS, cells
 from mtrain_cli.reporting.tables import NOISE, TRAINING, comparison, incomparable, ms, recording_cost, spread, training_row
 
@@ -32,6 +34,8 @@ def write_page(path: Path, sources: Sequence[Source]) -> Path:
             f'<div class="headers">{"".join(map(_header, sources))}</div>',
             _differences(sources),
             _trained(sources),
+            _recorded_steps(sources),
+            _sparsity(sources),
             *map(_steps, sources),
             _summary(sources),
             _compared(sources),
@@ -74,7 +78,7 @@ def _header(source: Source) -> str:
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "revision": facts.get("git_revision"),
         "samples": ", ".join(sorted({f"{case.samples} ({case.iterations} iterations)" for case in source.cases})),
-        "workers": ", ".join(sorted({_workers(case.workers, case.groups) for case in source.cases})),
+        "workers": ", ".join(sorted({_workers(case.workers, case.groups) for case in source.cases})) or (source.step or {}).get("workers"),
         "clocks": _clocks(uncertainty),
         "recording": recording_cost(source.summary),
         "restarts": _restarts(source),
@@ -166,10 +170,13 @@ def _summary(sources: Sequence[Source]) -> str:
         return ""
     heads = (
         "case", "worker imbalance, time", "worker imbalance, work", "step imbalance, time", "step imbalance, work", "computed, in steps",
-        "computed, in all",
-        "waiting for others, ms", "waiting for links, ms", "step p50 / p95 / max, ms", "pass forward / backward, ms", "n",
+        "computed, in all", "waiting for others, ms",
+        "waiting for links, ms", "step p50 / p95 / max, ms", "pass forward / backward, ms", "n",
     )  # fmt: skip
-    note = "Imbalance degree: largest over mean, across the workers of a step or the steps of a worker; 1 is perfect; mean ± standard deviation over n samples. Waits: one iteration of a worker. Pass: one layer."
+    note = (
+        "Imbalance degree: largest over mean, across the workers of a step or the steps of a worker; 1 is perfect; mean ± standard "
+        "deviation over n samples. Waits: one iteration of a worker. Pass: one layer."
+    )
     return f"<section><h2>Balance</h2>{_table(heads, rows)}<p class='note'>{note}</p></section>"
 
 
@@ -177,6 +184,39 @@ def _trained(sources: Sequence[Source]) -> str:
     rows = [[source.name, *training_row(source)] for source in sources if source.metrics]
     note = "Medians of all steps but the first."
     return f"<section><h2>Training</h2>{_table(('run', *TRAINING), rows)}<p class='note'>{note}</p></section>" if rows else ""
+
+
+def _recorded_steps(sources: Sequence[Source]) -> str:
+    """Of `mtrain profile step`: parts as numbers, and what is no part."""
+    found = []
+    for source in (source for source in sources if source.step is not None):
+        assert source.step is not None
+        rows = [
+            [part, f"{mean:.4g}", f"{share:.1%}", f"{least:.4g}", f"{most:.4g}", str(rank)]
+            for part, mean, share, least, most, rank in parts_rows(source.step["ranks"])
+        ]
+        said = "".join(f"<li>{escape(' '.join(line.split()))}</li>" for line in step_lines(source.step))
+        title = f"<h3>{escape(source.name)}</h3>" if len(sources) > 1 else ""
+        found.append(f"{title}{_table(('part', 'ms', 'share', 'least', 'most', 'of rank'), rows)}<ul>{said}</ul>")
+    note = "<p class=note>ms of one step, mean of ranks; least and most of any rank.</p>"
+    return f"<section><h2>One training step</h2>{''.join(found)}{note}</section>" if found else ""
+
+
+def _sparsity(sources: Sequence[Source]) -> str:
+    """Of `mtrain profile sparsity`: a line a pattern and measured step."""
+    rows = []
+    for source in sources:
+        for pattern, step in sorted({(row["pattern"], row["step"]) for row in source.sparsity}):
+            mine = [row for row in source.sparsity if (row["pattern"], row["step"]) == (pattern, step)]
+            means = {key: fmean(row[key] for row in mine) for key in ("recall", "density", "of_mask", "slashes", "bars")}
+            numbers = [f"{means['recall']:.4f}", f"{min(row['worst'] for row in mine):.3f}", f"{means['density']:.2%}"]
+            numbers += [f"{means['of_mask']:.2%}", f"{means['slashes']:.1f}", f"{means['bars']:.0f}"]
+            rows.append([f"{source.name}: {pattern}" if len(sources) > 1 else pattern, str(step), *numbers])
+    if not rows:
+        return ""
+    heads = ("pattern", "step", "recall", "worst query", "density", "of the mask", "diagonals", "columns")
+    note = "<p class=note>Means over layers and heads. Density: of all causal pairs; of the mask: of those inside a document.</p>"
+    return f"<section><h2>Patterns</h2>{_table(heads, rows)}{note}</section>"
 
 
 def _steps(source: Source) -> str:
@@ -201,15 +241,14 @@ def _compared(sources: Sequence[Source]) -> str:
         return ""
     rows = [
         [
-            r.run,
-            r.case,
+            *(("", "") if i and (r.run, r.case) == (found[i - 1].run, found[i - 1].case) else (r.run, r.case)),
             r.what,
             f"{r.first:.4g}",
             f"{r.other:.4g}",
             r.difference,
             r.spread,
         ]
-        for r in found
+        for i, r in enumerate(found)
     ]
     heads = ("run", "case", "what", sources[0].name, "this", "difference", "noise")
     note = f"{NOISE}."
@@ -347,6 +386,7 @@ details.definitions > summary { font-size: 1.15rem; }
 code, pre { font: .88em ui-monospace, Menlo, Consolas, monospace; background: var(--soft); padding: 0 .2em; }
 pre { padding: .6rem; overflow-x: auto; }
 footer { margin-top: 2.5rem; color: var(--faint); font-size: .85rem; }
+@media (max-width: 640px) { td.words { white-space: normal; overflow-wrap: anywhere; min-width: 8rem; } }
 @media (max-width: 640px) { body { padding: .8rem .7rem 2rem; } dl { grid-template-columns: 1fr; gap: 0; } dt { margin-top: .35rem; } }
 @media print { .selectors { display: none; } }
 """
@@ -375,7 +415,11 @@ const LIGHTER = {"#333333": "#d0d0d0", "#5b5b5b": "#a8a8a8", "#2f6fb5": "#5b9be0
 function shown(data) {
   if (!dark.matches) return data;
   const change = (of) => of && LIGHTER[of.color] ? Object.assign({}, of, {color: LIGHTER[of.color]}) : of;
-  return data.map((trace) => Object.assign({}, trace, {line: change(trace.line), marker: change(trace.marker)}));
+  return data.map((trace) => {
+    const result = Object.assign({}, trace);
+    for (const part of ["line", "marker"]) if (trace[part]) result[part] = change(trace[part]);
+    return result;
+  });
 }
 function merged(layout, entries) {
   const {page, axis} = colours();

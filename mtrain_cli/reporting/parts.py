@@ -48,7 +48,7 @@ def kernel_views(named: Sequence[tuple[str, dict[str, Any]]]) -> list[View]:
                 "showlegend": False,
             }
         ]  # fmt: skip
-        views.append(((name,), data, {**_bars(len(rows), "ms of a step, mean of ranks"), "margin": {"l": 10, "t": 20}}))
+        views.append(((name,), data, {**_bars(len(rows), "ms of a step, mean of ranks"), "margin": {"l": 10, "t": 36}}))
     return views
 
 
@@ -90,18 +90,18 @@ def sparsity_views(name: str, rows: Sequence[dict[str, Any]]) -> list[View]:
     views: list[View] = []
     groups = sorted({(row["pattern"], row["step"]) for row in rows})
     shown = [groups[i] for i in np.unique(np.linspace(0, len(groups) - 1, min(len(groups), 12)).astype(int))]
+    layers = sorted({row["layer"] for row in rows})
     for title, key, how in _QUANTITIES:
         data = []
         for i, (pattern, step) in enumerate(shown):
             mine = [row for row in rows if (row["pattern"], row["step"]) == (pattern, step)]
-            layers = sorted({row["layer"] for row in mine})
             of_layer = [[row[key] for row in mine if row["layer"] == layer] for layer in layers]
-            y = [_short(min(values) if how == "min" else sum(values) / len(values)) for values in of_layer]
+            y = [_short(min(values) if how == "min" else sum(values) / len(values)) if values else None for values in of_layer]
             look = {"line": {"color": _COLOURS[i % len(_COLOURS)]}, "marker": {"color": _COLOURS[i % len(_COLOURS)], "size": 6}}
             data.append({"type": "scatter", "mode": "lines+markers", "name": f"{pattern}, step {step}", "x": layers, "y": y, **look})
         layout = {
-            "height": 300 + 8 * len(data), "xaxis": {"title": {"text": "layer"}, "tickformat": "d"}, "showlegend": True,
-            "yaxis": {"title": {"text": title}, "rangemode": "tozero", "tickformat": ".0%" if key == "density" else ""},
+            "height": 300 + 8 * len(data), "xaxis": {"title": {"text": "layer"}, **whole(layers)}, "showlegend": True,
+            "yaxis": {"title": {"text": key}, "rangemode": "tozero", "tickformat": ".0%" if key == "density" else ""},
             "margin": {"t": 20 + 12 * len(data)},
         }  # fmt: skip
         views.append(((title, name), data, layout))
@@ -129,11 +129,16 @@ def head_views(name: str, rows: Sequence[dict[str, Any]]) -> list[View]:
                     **({"zmax": 1} if key == "recall" else {}),
                 }  # fmt: skip
                 layout = {
-                    "height": 200 + 20 * min(40, len(layers)), "xaxis": {"title": {"text": "head"}, "tickformat": "d"},
-                    "yaxis": {"title": {"text": "layer"}, "autorange": "reversed", "tickformat": "d"}, "margin": {"t": 20},
+                    "height": 200 + 20 * min(40, len(layers)), "xaxis": {"title": {"text": "head"}, **whole(heads)},
+                    "yaxis": {"title": {"text": "layer"}, "autorange": "reversed", **whole(layers)}, "margin": {"t": 36},
                 }  # fmt: skip
                 views.append(((name, f"{pattern}, step {step}", what), [trace], layout))
     return views
+
+
+def whole(places: Sequence[int]) -> dict[str, Any]:
+    """Ticks at whole numbers only."""
+    return {"dtick": 1} if max(places, default=0) - min(places, default=0) < 20 else {"tickformat": "d"}
 
 
 def _short(value: float | None) -> float | None:

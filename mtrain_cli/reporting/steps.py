@@ -77,15 +77,19 @@ def parts_table(ranks: Sequence[dict[str, Any]]) -> Table:
     table.add_column("part", no_wrap=True)
     for heading in ("ms", "share", *(("least", "most", "rank") if several else ())):
         table.add_column(heading, justify="right", no_wrap=True)
+    rows = parts_rows(ranks)
+    for i, (name, mean, share, least, most, rank) in enumerate(rows):
+        cells = [_ms(mean), f"{share:.1%}", *((_ms(least), _ms(most), str(rank)) if several else ())]
+        table.add_row(name, *cells, end_section=i == len(rows) - 2, style="bold" if name == "step" else None)
+    return table
+
+
+def parts_rows(ranks: Sequence[dict[str, Any]]) -> list[tuple[str, float, float, float, float, int]]:
+    """(part, mean ms, share of the step, least, most, rank of the most) of every part that took any time; the last is the whole step."""
     whole = statistics.fmean(rank["step_ms"] for rank in ranks)
     rows = [(name, [rank["parts"][name] for rank in ranks]) for name in ranks[0]["parts"]]
-    rows = [(name, ms) for name, ms in rows if any(ms)]
-    for name, ms in [*rows, ("step", [rank["step_ms"] for rank in ranks])]:
-        mean, most = statistics.fmean(ms), max(ms)
-        cells = [_ms(mean), f"{mean / whole:.1%}"]
-        cells += [_ms(min(ms)), _ms(most), str(ms.index(most))] if several else []
-        table.add_row(name, *cells, end_section=name == rows[-1][0], style="bold" if name == "step" else None)
-    return table
+    rows = [*((name, ms) for name, ms in rows if any(ms)), ("step", [rank["step_ms"] for rank in ranks])]
+    return [(name, statistics.fmean(ms), statistics.fmean(ms) / whole, min(ms), max(ms), ms.index(max(ms))) for name, ms in rows]
 
 
 def side_by_side(named: Sequence[tuple[str, dict[str, Any]]]) -> Table:

@@ -271,7 +271,17 @@ SPARE_OF_SHIPPED = ("waits\nms", "density")  # what a narrow terminal does witho
 def shipped_table(document: dict[str, Any]) -> Table:
     """The cases of a recorded profile of the older kind."""
     table = _table(f"{document.get('hardware', '')}, {document.get('date', '')}", str(document.get("note") or ""))
-    for heading in ("case", "seq", "density", "forward\nms", "backward\nms", "waits\nms", "worker\nimbal.", "step\nimbal.", "computed"):
+    for heading in (
+        "case",
+        "seq",
+        "density",
+        "forward\nms",
+        "backward\nms",
+        "waits\nms",
+        "worker\nimbalance",
+        "step\nimbalance",
+        "computed",
+    ):
         table.add_column(heading, justify="left" if heading == "case" else "right", overflow="fold")
     for case in document["cases"]:
         degrees = case.get("time") or {}

@@ -219,7 +219,7 @@ def test_for_scripts_it_prints_json_and_fails_above_a_limit(tmp_path):
     # Contiguous: the second of two workers has three quarters of the pairs.
     assert found.returncode == 1
     (line,) = (line for line in found.stderr.splitlines() if "above" in line)
-    assert line == "error: work worker ID 1.499 of dense contiguous all_gather is above --fail-above worker=1.3"
+    assert line == "error: work worker imbalance 1.499 of dense contiguous all_gather is above --fail-above worker=1.3"
     summary = json.loads(found.stdout)
     assert [round(r["work"]["worker"]["mean"], 2) for r in summary["results"]] == [1.5, 1.06]
 

@@ -68,8 +68,8 @@ def test_sentences_for_narrow_terminals_have_the_numbers_of_the_tables(tmp_path)
     summary, bins = cells(tables.summary_table(source.cases)), cells(tables.bins_table(source.cases))
     lines = printed(tables.summary_lines(source.cases), width=400).splitlines()
     for line, name in ((lines[1], "worker"), (lines[2], "step")):
-        time, work = summary[f"{name} ID time work"][0].split("\n")
-        assert line == f"  {name} ID {time} of time, {work} of work"
+        time, work = summary[f"imbalance of {name}s time work"][0].split("\n")
+        assert line == f"  {name} imbalance {time} of time, {work} of work"
         assert time != work
     forward, backward = summary["pass ms forward backward"][0].split("\n")
     assert lines[3] == f"  ms of a layer's pass: forward {forward}, backward {backward}"
@@ -175,12 +175,15 @@ def noisy(folder, seed: int, scale: float = 1.0) -> Source:
 def test_a_difference_inside_the_noise_is_called_so_and_a_real_one_is_not(tmp_path):
     first, same, slower = noisy(tmp_path / "a", 1), noisy(tmp_path / "b", 2), noisy(tmp_path / "c", 3, 1.3)
     found = {(row.run, row.what): row for row in tables.comparison([first, same, slower])}
-    assert found["b", "forward ms"].verdict == "inside the noise"
+    assert found["b", "forward ms"].verdict == "within noise"
     assert found["c", "forward ms"].verdict == "more"
     assert found["c", "forward ms"].ratio == pytest.approx(1.3, rel=0.1)
-    assert found["c", "worker ID, work"].ratio == 1
+    # No number that would read as a gain or a cost.
+    assert found["b", "forward ms"].difference == "within noise"
+    assert found["c", "forward ms"].difference.startswith("+")
+    assert found["c", "worker imbalance, work"].ratio == 1
     text = printed(tables.compare_table([first, same, slower]))
-    assert "inside the noise" in text
+    assert "within noise" in text
     assert max(map(len, text.splitlines())) <= 100
 
 
