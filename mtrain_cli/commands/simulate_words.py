@@ -129,8 +129,8 @@ class Asked:
         return Pairs(index, DENSITY if density is None else density, columns, layers, fewest, most)
 
     def assumed(self, pairs: str, extra: Sequence[str] = ()) -> str:
-        """One line: which pairs a prediction takes to be computed, and what would change that. pairs: what they are called. extra: settings of
-        a point of a sweep.
+        """One line: which pairs a prediction takes to be computed, and what would change that. pairs: what they are called. extra: settings
+        of a point of a sweep.
         """
         from mtrain_cli.config.compose import compose
 

@@ -74,7 +74,9 @@ def test_runs_and_options_are_completed(tmp_path, monkeypatch):
         (tmp_path / "runs" / name / "resolved.yaml").touch()
     assert complete_runs("") == ["first", "second"]
     assert complete_runs("s") == ["second"]
-    assert [name for name, _ in complete_options("topology/")] == ["topology/local"]
+    assert [name for name, _ in complete_options("topology/")] == [
+        f"topology/{name}" for name in ("a100_4x8", "h200_8", "hierarchical", "local", "ulysses")
+    ]
 
 
 @pytest.mark.parametrize(
