@@ -20,7 +20,10 @@ import torch
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILES = "torch.distributed.checkpoint.filesystem"
 _PLANNER = "torch.distributed.checkpoint.planner"
-_CONTAINERS = {"builtins": {"set", "frozenset", "complex", "bytearray", "slice", "range"}, "collections": {"OrderedDict"}}
+_CONTAINERS = {
+    "builtins": {"set", "frozenset", "complex", "bytearray", "slice", "range", "list", "dict", "tuple", "int", "float", "str"},
+    "collections": {"OrderedDict", "defaultdict", "Counter", "deque"},
+}
 # What torch.distributed.checkpoint writes as .metadata. _get_layout looks a name up in a table.
 METADATA = {
     **_CONTAINERS,
@@ -89,7 +92,7 @@ class MessageUnpickler(_Unpickler):
 
 
 def _is_record(found: type, module: str) -> bool:
-    return module.startswith("mtrain_cli.") and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum))
+    return module.startswith("mtrain_cli.") and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum | tuple))
 
 
 def load_metadata(file: IO[bytes]) -> Any:

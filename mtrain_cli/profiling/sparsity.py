@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from mtrain_cli.attention.index import MaskWork
 from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.config.schema import Config, ConfigError
-from mtrain_cli.launch.environment import Environment, resolve_environment
+from mtrain_cli.launch.environment import Environment, on_loopback, resolve_environment
 from mtrain_cli.sparsity.pattern import Masked, Pattern
 from mtrain_cli.sparsity.recall import recall
 from mtrain_cli.training.batch import Batch
@@ -128,6 +129,7 @@ def _alone(environment: Environment) -> Iterator[None]:
     """A process group of this process alone."""
     backend = "cpu:gloo,cuda:nccl" if environment.device == "cuda" else "gloo"
     device = torch.device("cuda", torch.cuda.current_device()) if environment.device == "cuda" else None
+    os.environ.update(on_loopback())
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
     try:
         yield

@@ -88,7 +88,7 @@ def test_own_groups_are_listed_and_shown(tmp_path):
 
 def test_on_a_terminal_tables_fit_80_columns_and_cut_nothing(monkeypatch):
     shown = io.StringIO()
-    monkeypatch.setattr("rich.console.Console", lambda: Console(file=shown, force_terminal=True, width=80, no_color=True))
+    monkeypatch.setattr("mtrain_cli.console.Console", lambda: Console(file=shown, force_terminal=True, width=80, no_color=True))
     config_command.show_option("model/qwen3b")
     config_command.list_groups()
     lines = re.sub(r"\x1b\[[0-9;]*m", "", shown.getvalue()).splitlines()

@@ -40,6 +40,17 @@ def test_a_killed_worker_ends_a_run_that_waits_in_nccl(tmp_path, monkeypatch, ca
     assert capfd.readouterr().err.startswith("error: rank 1 was killed by SIGKILL (out of memory killer?)")
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_gloo_and_nccl_listen_on_loopback_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", python_path(Path(__file__).parent))
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth")  # for jobs of several machines
+    run = run_dir.create(compose.compose([f"run.dir={tmp_path / 'run'}", "topology.device=cuda", "topology.workers=2"]), [])
+    assert launch(run, resolve_environment(compose.load(run.resolved)), False, target="worker_targets:attacks_its_ports") == 0
+    found = [line for rank in (0, 1) for line in (run.path / f"listening-{rank}").read_text().split("\n")]
+    print("\n".join(found))
+    assert {line.split()[1] for line in found} == {"127.0.0.1"}
+
+
 def test_a_save_in_the_background_does_not_see_later_changes_on_the_gpu(tmp_path):
     checkpointer = Checkpointer(tmp_path, keep=1)
     weight = torch.arange(1 << 22, device="cuda", dtype=torch.float32)

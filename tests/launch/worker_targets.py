@@ -217,10 +217,14 @@ def listening(pids: list[int]) -> list[tuple[int, str, int]]:
     return found
 
 
-def _own_ports() -> list[tuple[int, str, int]]:
+def _own_ports(device: str) -> list[tuple[int, str, int]]:
     """Of this worker and of its launcher, while collectives of several groups are set up."""
     dist.new_group(backend="gloo")
     dist.all_reduce(torch.ones(1))
+    if device == "cuda":
+        total = torch.ones(1, device="cuda")
+        dist.all_reduce(total)
+        assert total.item() == dist.get_world_size()
     found = listening([os.getpid(), os.getppid()])
     dist.barrier()
     return found
@@ -228,7 +232,7 @@ def _own_ports() -> list[tuple[int, str, int]]:
 
 def attacks_its_ports(_config: Config, run_dir: RunDir, environment: Environment, _resume: bool) -> None:
     """Rank 0 writes what sets the state of an elastic rendezvous to every port of the run, then gives the launcher time to read it."""
-    found = _own_ports()
+    found = _own_ports(environment.device)
     (run_dir.path / f"listening-{environment.rank}").write_text("\n".join(f"{pid} {address} {port}" for pid, address, port in found))
     ports = {port for _, _, port in found}
     if environment.rank == 0:
