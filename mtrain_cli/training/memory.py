@@ -453,6 +453,10 @@ class IndexShape:
             held = blocks if exchange.heads > 1 or (rings and exchange.circulates == "queries") else own
             each = 2 if request.block**2 < 1 << 15 else 4
             kept, counted, width = sequences * heads * held * blocks, each * sequences * own * blocks, 0
+            if request.chunk:
+                words = -(-blocks * request.block // (32 * request.chunk))
+                kept += 4 * sequences * heads * held * request.block * words
+                counted += 8 * sequences * blocks * request.block
         else:
             most = sparsity.bars if sparsity.pattern == "fixed" else sparsity.max_bars or layout.padded_seq
             width = min(most or 0, blocks * request.block)
