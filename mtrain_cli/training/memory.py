@@ -50,7 +50,8 @@ class Moment:
         token of a tile (e (4 I + C) where gate and up were kept), of one tile less the gradients of its weights, which come behind, or
         attention, whichever is more together with `exchange` (see `layer_in_backward`).
     index: the dynamic indices of the layers between their forward and backward pass: bitmaps take heads * (T / block) * (S / block) bytes
-        a layer and sequence of S tokens (all of their rows where queries circulate), diagonals and columns heads * (S / block + 4 columns),
+        a layer and sequence of S tokens (all of their rows where queries circulate), choices of queries a bit for each chunk,
+        diagonals and columns heads * (S / block + 4 columns),
         which stay until those of all layers are counted, and what kernels keep of them about as much (`IndexShape.derived`); columns that a
         ring gathers once, 2 e heads * columns * head_dim of each layer whose activations are on the device; and the pairs of each pair of
         blocks, which bitmaps are counted by, 2 bytes for every micro-batch of the step.
