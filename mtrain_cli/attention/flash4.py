@@ -48,6 +48,8 @@ class Flash4Kernel(TritonColumns):
             return "its block-sparse backward is not bitwise repeatable"
         if request.index is not None and request.index.block != _BLOCK:
             return f"computes blocks of {_BLOCK}, not sparsity.block={request.index.block}"
+        if request.index is not None and request.index.chunk:
+            return "computes whole blocks, not sparsity.gate=query"
         if request.index is not None and importlib.util.find_spec("triton") is None:
             return f"needs triton for the columns of an index ({install_command('cuda')})"
         if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:

@@ -79,6 +79,8 @@ class Index(ABC):
     def save(self, path: Path) -> None:
         """Writes the index to exactly that file, in NumPy's .npz format."""
         values: dict[str, Any] = {name: t.cpu().numpy() for name, t in self.tensors().items()}
+        if isinstance(self, GatedBitmap):
+            values["chunk"] = self.chunk
         with Path(path).open("wb") as file:  # a path, unlike a file, would be given another ending
             np.savez_compressed(file, kind=type(self).__name__, block=self.block, blocks=self.blocks, **values)
 
@@ -107,14 +109,16 @@ def load_index(path: Path, device: torch.device | str = "cpu") -> Index:
     Raises:
         ValueError: the file holds no index.
     """
-    kinds = {cls.__name__: cls for cls in (VerticalSlash, BlockBitmap)}
+    kinds = {cls.__name__: cls for cls in (VerticalSlash, BlockBitmap, GatedBitmap)}
     # Whatever NumPy, zipfile or a constructor makes of another file: an array, a pickle, a damaged or foreign archive.
     foreign = (ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error)
     try:
         with np.load(path, allow_pickle=False) as file:
             values: dict[str, Any] = {
-                name: torch.from_numpy(file[name]).to(device) for name in file.files if name not in ("kind", "block", "blocks")
+                name: torch.from_numpy(file[name]).to(device) for name in file.files if name not in ("kind", "block", "blocks", "chunk")
             }
+            if "chunk" in file.files:
+                values["chunk"] = int(file["chunk"])
             return kinds[str(file["kind"])](int(file["block"]), int(file["blocks"]), **values)
     except foreign as error:
         raise ValueError(f"{path}: holds no index of mtrain.") from error
@@ -151,7 +155,8 @@ class MaskWork:
 
     per_diagonal, touched: [batch, blocks], allowed pairs in each block diagonal, and pairs of blocks that hold any. last: [batch, blocks *
     block], the last query that sees the key at a position. lengths: [batch] tokens that are no padding. per_block: [batch, query
-    blocks, blocks] allowed pairs of each pair of blocks, for bitmaps only and for the query blocks that these hold.
+    blocks, blocks] allowed pairs of each pair of blocks, for bitmaps only and for the query blocks that these hold. first: [batch, blocks *
+    block], the first key that the query at a position sees, for bitmaps only.
     """
 
     per_diagonal: torch.Tensor
@@ -159,6 +164,7 @@ class MaskWork:
     last: torch.Tensor
     lengths: torch.Tensor
     per_block: torch.Tensor | None
+    first: torch.Tensor | None = None
 
     @staticmethod
     def make(
@@ -173,7 +179,12 @@ class MaskWork:
         arrays = (*map(np.stack, zip(*by_diagonal, strict=True)), last, np.array([mask.length for mask in masks]))
         per_diagonal, touched, last_of, lengths = (to_device(t, device) for t in arrays)
         per_block = block_pairs(masks, block, blocks, rows, device) if bitmap else None
-        return MaskWork(per_diagonal, touched, last_of, lengths, per_block)
+        if not bitmap:
+            return MaskWork(per_diagonal, touched, last_of, lengths, None)
+        first = np.full_like(last, blocks * block)  # padding sees nothing
+        for row, mask in enumerate(masks):
+            first[row, : mask.length] = mask.first[: mask.length]
+        return MaskWork(per_diagonal, touched, last_of, lengths, per_block, to_device(first, device))
 
 
 @dataclass(frozen=True)
@@ -316,6 +327,56 @@ class BlockBitmap(Index):
             pairs += (bits * of_mask).sum(-1, dtype=exact).sum(-1)
             blocks += (bits & (of_mask > 0)).sum(-1, dtype=torch.int32).sum(-1)
         return Counts(pairs, blocks, zero, zero, zero)
+
+
+@dataclass(frozen=True)
+class GatedBitmap(BlockBitmap):
+    """A bitmap of which every query sees some chunks of keys only. A block of keys is set where any query of the block sees its chunk, so
+    that a kernel skips the others.
+
+    gates: int32 [batch, heads, held * block, words], bit c % 32 of word c // 32: the query sees chunk c. None is set for padding.
+    chunk: keys of a chunk, a multiple of block.
+    """
+
+    gates: torch.Tensor
+    chunk: int
+
+    def part(self, i: int, n: int) -> GatedBitmap:
+        return self if n == 1 else replace(self, bits=_part(self.bits, i, n), gates=_part(self.gates, i, n))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {**super().tensors(), "gates": self.gates}
+
+    def same_as(self, other: Index) -> bool:
+        return isinstance(other, GatedBitmap) and self.chunk == other.chunk and super().same_as(other)
+
+    def gated(self, held: slice) -> torch.Tensor:
+        """bool [batch, heads, rows, chunks] of some of the held rows."""
+        chunks = -(-self.blocks * self.block // self.chunk)
+        bit = torch.arange(chunks, device=self.gates.device)
+        return (self.gates[:, :, held, bit // 32] >> (bit % 32)) & 1 != 0
+
+    def allowed(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
+        slots = self.slots[query_positions // self.block].long().clamp(min=0)
+        words = self.gates[:, :, slots * self.block + query_positions % self.block]
+        chunks = key_positions // self.chunk
+        return super().allowed(query_positions, key_positions) & ((words[..., chunks // 32] >> (chunks % 32)) & 1 != 0)
+
+    def counts(self, work: MaskWork) -> Counts:
+        """A query counts the keys of its chunks that the mask allows it."""
+        assert work.first is not None, "work for bitmaps is asked for"
+        whole = super().counts(work)
+        within = torch.arange(self.block, device=self.rows.device)
+        positions = (self.rows.long()[:, None] * self.block + within).flatten()
+        starts = torch.arange(0, self.blocks * self.block, self.chunk, device=self.rows.device)
+        pairs = torch.zeros_like(whole.pairs)
+        at_once = max(1, _COUNTED_AT_ONCE // max(1, len(starts) * self.heads[0] * self.heads[1]))
+        for begin in range(0, len(positions), at_once):
+            some = slice(begin, begin + at_once)
+            end = (positions[some, None] + 1).clamp(max=starts + self.chunk)
+            keys = (end - work.first[:, positions[some], None].clamp(min=starts)).clamp_(min=0)  # [batch, rows, chunks]
+            pairs += (self.gated(some) * keys[:, None]).sum((-1, -2))
+        return replace(whole, pairs=pairs)
 
 
 def block_pairs(

@@ -21,10 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class IndexRequest:
-    """The dynamic index that a run's pattern makes. block: tokens of a block; bitmap: listed blocks instead of diagonals and columns."""
+    """The dynamic index that a run's pattern makes. block: tokens of a block; bitmap: listed blocks instead of diagonals and columns;
+    chunk: of a bitmap every query sees some chunks of so many keys only (`index.GatedBitmap`), 0 for whole blocks.
+    """
 
     block: int
     bitmap: bool
+    chunk: int = 0
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from mtrain_cli import install_command
 from mtrain_cli.attention.bars import add_column_gradients, local_columns, pack_columns
 from mtrain_cli.attention.block_lists import ordered_lines
-from mtrain_cli.attention.index import BlockBitmap, VerticalSlash
+from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, VerticalSlash
 from mtrain_cli.attention.kernel import KernelRequest
 from mtrain_cli.attention.tiles import Tiles
 
@@ -164,6 +164,9 @@ def make_plan(tiles: Tiles, *, slashes: bool = True, backward: bool = False) -> 
         covered=covered,
         listed=listed,
         holes=geometry.holes,
+        gates=index.gates.flatten(0, 1).contiguous() if isinstance(index, GatedBitmap) else None,
+        gate_slots=index.slots if isinstance(index, GatedBitmap) else None,
+        chunk=index.chunk if isinstance(index, GatedBitmap) else 0,
     )
 
 

@@ -36,7 +36,7 @@ PATTERN_KEYS: dict[str, tuple[str, ...]] = {
         "sink_tokens", "min_bars", "max_bars", "min_slashes", "max_slashes",
     ),
     "xattention": ("block", "dense_steps", "stride", "threshold"),
-    "moba": ("block", "dense_steps", "chunk", "top_k"),
+    "moba": ("block", "dense_steps", "chunk", "top_k", "gate"),
     "fixed": ("block", "dense_steps", "slashes", "bars", "density"),
 }  # fmt: skip
 PATTERNS = tuple(PATTERN_KEYS)
@@ -128,7 +128,8 @@ class SparsityConfig:
     stride: int | None = option("xattention: side of the squares whose antidiagonals are summed")
     threshold: float | None = option("xattention: share of a row's scores that its blocks hold")
     chunk: int | None = option("moba: keys of a chunk")
-    top_k: int | None = option("moba: chunks that a block of queries sees, its own included")
+    top_k: int | None = option("moba: chunks that a query (or block of queries) sees, its own included")
+    gate: str | None = option("moba: who chooses chunks, every query by itself or the queries of a block together", ("query", "block"))
     slashes: int | None = option("fixed: block diagonals a head; given alone, density is 0")
     bars: int | None = option("fixed: columns a head")
     density: float | None = option("fixed: share of the causal blocks that diagonals fill, unless slashes is given")

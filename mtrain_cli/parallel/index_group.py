@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mtrain_cli.attention.index import BlockBitmap
+from mtrain_cli.attention.index import BlockBitmap, GatedBitmap
 from mtrain_cli.attention.transfer import to_device
 from mtrain_cli.parallel.collectives import all_gather
 from mtrain_cli.parallel.mail import UNSCHEDULED
@@ -85,4 +85,8 @@ def gathered(index: BlockBitmap, masked: Masked) -> BlockBitmap:
         return index
     bits = masked.group.gather(index.bits.to(torch.uint8)).bool().movedim(0, 2).flatten(2, 3)  # [batch, heads, workers * held, blocks]
     order = to_device(np.argsort(np.concatenate(masked.shards)), bits.device)
-    return BlockBitmap.whole(index.block, bits.index_select(2, order))
+    whole = BlockBitmap.whole(index.block, bits.index_select(2, order))
+    if not isinstance(index, GatedBitmap):
+        return whole
+    gates = masked.group.gather(index.gates).movedim(0, 2).flatten(2, 3).unflatten(2, (-1, index.block))
+    return GatedBitmap(whole.block, whole.blocks, whole.bits, whole.rows, gates.index_select(2, order).flatten(2, 3), index.chunk)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mtrain_cli.attention.index import BlockBitmap, Index, VerticalSlash
+from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, VerticalSlash
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.config.schema import ConfigError
 
@@ -192,7 +192,12 @@ def _check(
         raise ValueError("masks")
     for parts in stored.values():
         for part in parts:
-            names = {"dense": (), "VerticalSlash": ("slashes", "bars"), "BlockBitmap": ("bits", "rows")}[part["kind"]]
+            names = {
+                "dense": (),
+                "VerticalSlash": ("slashes", "bars"),
+                "BlockBitmap": ("bits", "rows"),
+                "GatedBitmap": ("bits", "rows", "gates", "chunk"),
+            }[part["kind"]]
             if not {f"{part['number']}.{name}" for name in names} <= present:
                 raise ValueError("arrays")
             if names and part["block"] * part["blocks"] < masks[0].padded:
@@ -216,7 +221,8 @@ def _packed(index: Index) -> dict[str, np.ndarray]:
         used = int((arrays["bars"] < index.blocks * index.block).sum(-1).max(initial=0))
         return {"slashes": np.packbits(arrays["slashes"], axis=-1), "bars": arrays["bars"][..., :used].astype(np.int32)}
     assert isinstance(index, BlockBitmap)
-    return {"bits": np.packbits(arrays["bits"], axis=-1), "rows": arrays["rows"].astype(np.int32)}
+    found = {"bits": np.packbits(arrays["bits"], axis=-1), "rows": arrays["rows"].astype(np.int32)}
+    return found | {"gates": arrays["gates"], "chunk": np.array(index.chunk)} if isinstance(index, GatedBitmap) else found
 
 
 def _unpacked(part: Mapping[str, Any], file: Any) -> Index:
@@ -229,7 +235,15 @@ def _unpacked(part: Mapping[str, Any], file: Any) -> Index:
     bits, rows = file[f"{number}.bits"], file[f"{number}.rows"]
     if bits.shape[2:] != (len(rows), -(-blocks // 8)) or not ((rows >= 0) & (rows < blocks)).all():
         raise ValueError("rows")
-    return BlockBitmap(block, blocks, _bits(bits, blocks), torch.from_numpy(rows))
+    whole = BlockBitmap(block, blocks, _bits(bits, blocks), torch.from_numpy(rows))
+    if part["kind"] == "BlockBitmap":
+        return whole
+    gates, chunk = file[f"{number}.gates"], int(file[f"{number}.chunk"])
+    if chunk < block or chunk % block or gates.dtype != np.int32 or gates.shape[:3] != (*whole.heads, len(rows) * block):
+        raise ValueError("gates")
+    if gates.shape[3] < -(-blocks * block // chunk) / 32:
+        raise ValueError("gates")
+    return GatedBitmap(block, blocks, whole.bits, whole.rows, torch.from_numpy(gates), chunk)
 
 
 def _bits(packed: np.ndarray, blocks: int) -> torch.Tensor:
@@ -245,4 +259,11 @@ def _joined(parts: Sequence[Index]) -> BlockBitmap:
         raise ValueError("a query block was recorded twice")
     order = rows.argsort()
     bits = torch.cat([part.bits for part in bitmaps], 2).index_select(2, order)
-    return BlockBitmap(bitmaps[0].block, bitmaps[0].blocks, bits, rows[order])
+    whole = BlockBitmap(bitmaps[0].block, bitmaps[0].blocks, bits, rows[order])
+    gated = [part for part in bitmaps if isinstance(part, GatedBitmap)]
+    if not gated:
+        return whole
+    if len(gated) < len(parts) or len({part.chunk for part in gated}) > 1:
+        raise ValueError("an index has one form")
+    gates = torch.cat([part.gates for part in gated], 2).unflatten(2, (-1, whole.block)).index_select(2, order).flatten(2, 3)
+    return GatedBitmap(whole.block, whole.blocks, whole.bits, whole.rows, gates, gated[0].chunk)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from mtrain_cli.attention.bars import COLUMN_TILE
-from mtrain_cli.attention.index import BlockBitmap, Index, VerticalSlash
+from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, VerticalSlash
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.config.schema import ConfigError, TopologyConfig
@@ -203,7 +203,7 @@ def make_case(
         kv_heads=made.kv_heads,
         head_dim=made.head_dim,
         dtype_bytes=made.dtype_bytes,
-        index=IndexRequest(block, isinstance(index, BlockBitmap)) if block else None,
+        index=IndexRequest(block, isinstance(index, BlockBitmap), index.chunk if isinstance(index, GatedBitmap) else 0) if block else None,
         columns=width if columns == _OF_INDEX else columns,
         needs_out=made.needs_out,
     )
@@ -269,7 +269,12 @@ def resized(index: Index, blocks: int) -> Index:
     more = max(0, blocks - index.blocks)
     if isinstance(index, BlockBitmap):
         bits = torch.nn.functional.pad(index.bits, (0, more, 0, more))[:, :, :blocks, :blocks]
-        return BlockBitmap.whole(index.block, bits.contiguous())
+        whole = BlockBitmap.whole(index.block, bits.contiguous())
+        if not isinstance(index, GatedBitmap):
+            return whole
+        wide = max(0, blocks * index.block // (32 * index.chunk) + 1 - index.gates.shape[-1])
+        gates = torch.nn.functional.pad(index.gates, (0, wide, 0, more * index.block))[:, :, : blocks * index.block]
+        return GatedBitmap(whole.block, whole.blocks, whole.bits, whole.rows, gates.contiguous(), index.chunk)
     assert isinstance(index, VerticalSlash)
     slashes = torch.nn.functional.pad(index.slashes, (0, more))[..., :blocks]
     # What fills the unused width is the end of the sequence.

@@ -18,7 +18,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from mtrain_cli.attention.index import BlockBitmap, Index, VerticalSlash, block_pairs, changes_of_pairs
+from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, VerticalSlash, block_pairs, changes_of_pairs
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.schedule import Schedule
@@ -268,13 +268,38 @@ class WorkCounter:
                 allowed = block_pairs([kind.mask], self.block, self.blocks, rows)[0].numpy()
                 for (i, n), table in tables.items():
                     heads = range(i * self.heads // n, (i + 1) * self.heads // n)
+                    if isinstance(index, GatedBitmap):
+                        np.add.at(
+                            table.pairs,
+                            own,
+                            np.rint(self._gated_pairs(index, kind, heads, rows, held, allowed) @ to_group).astype(np.int64),
+                        )
                     chosen = np.zeros(allowed.shape, np.uint8 if len(kind.rows) * len(heads) < 256 else np.int32)
                     for sequence in kind.rows:
                         for head in heads:
                             chosen += bits[sequence, head, held]
-                    np.add.at(table.pairs, own, np.rint((chosen * allowed.astype(np.float64)) @ to_group).astype(np.int64))
+                    if not isinstance(index, GatedBitmap):
+                        np.add.at(table.pairs, own, np.rint((chosen * allowed.astype(np.float64)) @ to_group).astype(np.int64))
                     np.add.at(table.blocks, own, np.rint((chosen * (allowed > 0)).astype(np.float64) @ to_group).astype(np.int64))
         return tables
+
+    def _gated_pairs(
+        self, index: GatedBitmap, kind: _Kind, heads: range, rows: IntArray, held: IntArray, allowed: IntArray
+    ) -> NDArray[np.float64]:
+        """[query blocks, blocks], pairs over heads and sequences of one mask that queries see. rows: query blocks, held: their places."""
+        block, per_chunk = self.block, index.chunk // self.block
+        found = np.zeros(allowed.shape)
+        for place, (number, at) in enumerate(zip(rows, held, strict=True)):
+            gates = index.gated(slice(int(at) * block, (int(at) + 1) * block))[list(kind.rows)][:, list(heads)]
+            seeing = gates.sum((0, 1)).cpu().numpy()  # [queries of the block, chunks]
+            by_block = seeing.sum(0).repeat(per_chunk)[: self.blocks] * block
+            found[place] = np.where(allowed[place] == block * block, by_block, 0)
+            # Where the mask cuts a block, its rows see different numbers of its keys.
+            query = int(number) * block + np.arange(min(block, kind.mask.length - int(number) * block))
+            for key in np.flatnonzero((allowed[place] > 0) & (allowed[place] < block * block)):
+                keys = np.minimum(query + 1, (key + 1) * block) - np.maximum(kind.mask.first[query], key * block)
+                found[place, key] = (keys.clip(0) * seeing[: len(query), key // per_chunk]).sum()
+        return found
 
 
 @dataclass

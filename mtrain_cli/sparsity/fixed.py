@@ -106,5 +106,5 @@ def fixed_index(
         on[h, drawn[: max(1, wanted)]] = True
         count = min(bars, seq)
         columns[h, :count] = np.sort(rng.choice(seq, count, replace=False, shuffle=False))
-    of_batch = (torch.from_numpy(t).repeat(batch, 1, 1) for t in (on, columns))
-    return VerticalSlash(block, blocks, *of_batch, int(on.sum(-1).max()))
+    slash, bar = (torch.from_numpy(t).repeat(batch, 1, 1) for t in (on, columns))
+    return VerticalSlash(block, blocks, slash, bar, int(on.sum(-1).max()))

@@ -50,7 +50,8 @@ class Moment:
         token of a tile (e (4 I + C) where gate and up were kept), of one tile less the gradients of its weights, which come behind, or
         attention, whichever is more together with `exchange` (see `layer_in_backward`).
     index: the dynamic indices of the layers between their forward and backward pass: bitmaps take heads * (T / block) * (S / block) bytes
-        a layer and sequence of S tokens (all of their rows where queries circulate), diagonals and columns heads * (S / block + 4 columns),
+        a layer and sequence of S tokens (all of their rows where queries circulate), choices of queries a bit for each chunk,
+        diagonals and columns heads * (S / block + 4 columns),
         which stay until those of all layers are counted, and what kernels keep of them about as much (`IndexShape.derived`); columns that a
         ring gathers once, 2 e heads * columns * head_dim of each layer whose activations are on the device; and the pairs of each pair of
         blocks, which bitmaps are counted by, 2 bytes for every micro-batch of the step.
@@ -459,6 +460,10 @@ class IndexShape:
             held = blocks if exchange.heads > 1 or (rings and exchange.circulates == "queries") else own
             each = 2 if request.block**2 < 1 << 15 else 4
             kept, counted, width = sequences * heads * held * blocks, each * sequences * own * blocks, 0
+            if request.chunk:
+                words = -(-blocks * request.block // (32 * request.chunk))
+                kept += 4 * sequences * heads * held * request.block * words
+                counted += 8 * sequences * blocks * request.block
         else:
             most = sparsity.bars if sparsity.pattern == "fixed" else sparsity.max_bars or layout.padded_seq
             width = min(most or 0, blocks * request.block)

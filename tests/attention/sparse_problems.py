@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from mtrain_cli.attention.index import BlockBitmap, Index, VerticalSlash
+from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, VerticalSlash
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.tiles import BlockGeometry, Tiles
 
@@ -32,11 +32,15 @@ def among_others(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def make_index(kind: str, rng: np.random.Generator, batch: int, heads: int, seq: int, block: int) -> Index:
-    """kind: slashes, bars, both, all (every block), none (nothing at all), bitmap."""
+    """kind: slashes, bars, both, all (every block), none (nothing at all), bitmap, gated (a bitmap of
+    which every query sees some chunks).
+    """
     blocks = -(-seq // block)
     if kind == "bitmap":
         bits = torch.from_numpy(rng.random((batch, heads, blocks, blocks)) < 0.4)
         return BlockBitmap.whole(block, bits.tril() | torch.eye(blocks, dtype=torch.bool))
+    if kind == "gated":
+        return gated_index(rng, batch, heads, seq, block, 2 * block)
     slashes = torch.from_numpy(rng.random((batch, heads, blocks)) < (0.4 if kind in ("slashes", "both") else 0.0))
     if kind in ("slashes", "both"):
         # Diagonal 0 in all heads but one: no kernel may rely on it.
@@ -54,6 +58,19 @@ def make_index(kind: str, rng: np.random.Generator, batch: int, heads: int, seq:
                 bars[b, h, :count] = torch.from_numpy(np.sort(rng.permutation(seq)[:count]))
     # Of some kinds the host knows how many diagonals there are.
     return VerticalSlash(block, blocks, slashes, bars[..., :widest].contiguous(), int(slashes.sum(-1).max()) if kind == "both" else 0)
+
+
+def gated_index(rng: np.random.Generator, batch: int, heads: int, seq: int, block: int, chunk: int) -> GatedBitmap:
+    """Every query sees its own chunk and some of the past."""
+    blocks, chunks = -(-seq // block), -(-seq // chunk)
+    own = torch.arange(blocks * block)[:, None] // chunk
+    seen = torch.from_numpy(rng.random((batch, heads, blocks * block, chunks)) < 0.3) & (torch.arange(chunks) < own)
+    seen |= torch.arange(chunks) == own
+    gates = torch.zeros(batch, heads, blocks * block, -(-chunks // 32), dtype=torch.int32)
+    for c in range(chunks):
+        gates[..., c // 32] |= seen[..., c].int() << (c % 32)
+    bits = seen.unflatten(2, (blocks, block)).any(3).repeat_interleave(chunk // block, -1)[..., :blocks].tril()
+    return GatedBitmap(block, blocks, bits, torch.arange(blocks, dtype=torch.int32), gates, chunk)
 
 
 def shard(kind: str, seq: int, block: int) -> tuple[np.ndarray, np.ndarray]:
@@ -100,6 +117,11 @@ def make_problem(
         # As a worker of a context group makes it: the rows of its own queries alone.
         assert isinstance(index, BlockBitmap)
         index = replace(index, bits=index.bits[:, :, geometry.query_blocks.long()], rows=geometry.query_blocks)
+    if kind == "local gated":
+        assert isinstance(index, GatedBitmap)
+        held = geometry.query_blocks.long()
+        gates = index.gates.unflatten(2, (-1, block))[:, :, held].flatten(2, 3)
+        index = replace(index, bits=index.bits[:, :, held], rows=geometry.query_blocks, gates=gates)
     tiles = Tiles.make([m.spans(queries, keys) for m in masks], device, geometry).under(index)
     torch.manual_seed(seed)
     shapes = ((len(queries), heads), (len(keys), kv_heads), (len(keys), kv_heads), (len(queries), heads))

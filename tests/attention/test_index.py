@@ -15,7 +15,7 @@ from mtrain_cli.attention.index import BlockBitmap, MaskWork, VerticalSlash, blo
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.tiles import NOTHING, BlockGeometry
 
-KINDS = ("slashes", "bars", "both", "all", "none", "bitmap")
+KINDS = ("slashes", "bars", "both", "all", "none", "bitmap", "gated")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -24,7 +24,7 @@ KINDS = ("slashes", "bars", "both", "all", "none", "bitmap")
 def test_counts_are_those_of_the_pairs_themselves(kind, documents, seed):
     p = make_problem(seed, kind, seq=109 + seed, block=16, heads=4, kv_heads=2, dim=16, documents=documents, where="whole")
     index = p.tiles.index
-    counts = index.counts(MaskWork.make(p.masks, 16, bitmap=kind == "bitmap"))
+    counts = index.counts(MaskWork.make(p.masks, 16, bitmap=kind in ("bitmap", "gated")))
     seen = p.tiles.seen()
     positions = p.tiles.positions()[0]
     chosen = index.chosen(positions // 16, positions // 16)
@@ -32,7 +32,10 @@ def test_counts_are_those_of_the_pairs_themselves(kind, documents, seed):
     assert counts.column_pairs.tolist() == (seen & ~chosen).sum((-1, -2)).tolist()
     pad = -seen.shape[-1] % 16
     by_block = torch.nn.functional.pad(seen & chosen, (0, pad, 0, pad)).unflatten(-1, (-1, 16)).unflatten(-3, (-1, 16)).any(-1).any(-2)
-    assert counts.blocks.tolist() == by_block.sum((-1, -2)).tolist()
+    if kind == "gated":
+        assert bool((counts.blocks >= by_block.sum((-1, -2))).all()), "a block is visited for the queries of another document, too"
+    else:
+        assert counts.blocks.tolist() == by_block.sum((-1, -2)).tolist()
     if isinstance(index, VerticalSlash):
         lengths = torch.tensor([m.length for m in p.masks])
         assert counts.columns.tolist() == (index.bars < lengths[:, None, None]).sum(-1).tolist()
@@ -89,7 +92,7 @@ def test_counts_of_a_bitmap_are_exact_whatever_is_added_up_at_once(monkeypatch):
         assert counts.blocks.tolist() == [[512 * 513 // 2, 512 * 513 // 2 - 1]]
 
 
-@pytest.mark.parametrize("kind", ["both", "bitmap"])
+@pytest.mark.parametrize("kind", ["both", "bitmap", "gated"])
 def test_an_index_comes_back_from_disk(tmp_path, kind):
     index = make_index(kind, np.random.default_rng(0), 2, 3, 100, 16)
     index.save(tmp_path / "index.npz")

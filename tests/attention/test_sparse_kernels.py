@@ -12,7 +12,7 @@ from attention.sparse_problems import Problem, among_others, make_problem
 
 from mtrain_cli.attention.bars import pack_columns
 from mtrain_cli.attention.flash4 import Flash4Kernel
-from mtrain_cli.attention.index import BlockBitmap
+from mtrain_cli.attention.index import BlockBitmap, GatedBitmap
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.attention.tiles import Tiles
@@ -54,6 +54,29 @@ def test_triton_equals_the_oracle(kind, documents, where):
     from mtrain_cli.attention.triton_kernel import TritonKernel
 
     check(TritonKernel(), make_problem(1, kind, seq=117, block=16, heads=4, kv_heads=2, dim=16, documents=documents, where=where), 1e-5)
+
+
+@pytest.mark.parametrize(("kind", "where"), [("gated", "whole"), ("local gated", "striped"), ("gated", "later queries")])
+@pytest.mark.parametrize("name", ["triton", "sdpa"])
+def test_a_gate_of_every_query_is_exact(name, kind, where):
+    from mtrain_cli.attention.triton_kernel import TritonKernel
+
+    kernel = TritonKernel() if name == "triton" else SdpaKernel()
+    p = make_problem(6, kind, seq=117, block=16, heads=4, kv_heads=2, dim=16, documents=True, where=where)
+    assert not torch.equal(p.tiles.seen(), p.tiles.under(whole_blocks(p.tiles.index)).seen()), "gates matter"
+    if name == "triton":
+        check(kernel, p, 1e-5)
+        return
+    q, k, v, dout = (t.double() for t in (p.q, p.k, p.v, p.dout))
+    want = ReferenceKernel().forward(q, k, v, p.tiles, SCALE)
+    got = kernel.forward(q, k, v, p.tiles, SCALE)
+    gradients = [some.backward(dout, q, k, v, *want, None, p.tiles, SCALE) for some in (kernel, ReferenceKernel())]
+    for a, b in zip((*got, *gradients[0]), (*want, *gradients[1]), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=0)
+
+
+def whole_blocks(index: GatedBitmap) -> BlockBitmap:
+    return BlockBitmap(index.block, index.blocks, index.bits, index.rows)
 
 
 def small(dtype: torch.dtype = torch.float32) -> Problem:

@@ -53,7 +53,7 @@ def test_heads_share_an_index_only_if_asked():
         ("sparsity=moba sparsity.top_k=null", "sparsity.top_k=null: sparsity.pattern=moba needs it; sparsity=moba gives a default"),
         (
             "sparsity=moba sparsity.p_v=0.5",
-            "sparsity.p_v=0.5: is no key of sparsity.pattern=moba; its keys: block, dense_steps, chunk, top_k",
+            "sparsity.p_v=0.5: is no key of sparsity.pattern=moba; its keys: block, dense_steps, chunk, top_k, gate",
         ),
         ("sparsity.p_v=0.5", "sparsity.p_v=0.5: is no key of sparsity.pattern=dense; its keys: none"),
         (
@@ -66,7 +66,7 @@ def test_heads_share_an_index_only_if_asked():
         ),
         (
             "sparsity.pattern=moba",
-            "sparsity.pattern=moba: needs sparsity.block, sparsity.dense_steps, sparsity.chunk, sparsity.top_k; "
+            "sparsity.pattern=moba: needs sparsity.block, sparsity.dense_steps, sparsity.chunk, sparsity.top_k, sparsity.gate; "
             "give sparsity=moba, which brings its keys, and no sparsity.pattern",
         ),
         ("sparsity=vertical_slash sparsity.pattern=moba", "give sparsity=moba, which brings its keys"),

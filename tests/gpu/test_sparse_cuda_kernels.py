@@ -19,9 +19,8 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 def errors(name: str, kind: str, where: str, documents: bool, block: int, heads: int, kv_heads: int, dim: int) -> dict[str, float]:
     kernel = _KERNELS[name]()
-    request = KernelRequest(
-        "cuda", torch.cuda.get_device_capability(), "bfloat16", dim, heads, kv_heads, index=IndexRequest(block, "bitmap" in kind)
-    )
+    asked = IndexRequest(block, "bitmap" in kind or "gated" in kind, 2 * block if "gated" in kind else 0)
+    request = KernelRequest("cuda", torch.cuda.get_device_capability(), "bfloat16", dim, heads, kv_heads, index=asked)
     if kernel.missing(request):
         pytest.skip(str(kernel.missing(request)))
     p = make_problem(
@@ -52,7 +51,7 @@ def errors(name: str, kind: str, where: str, documents: bool, block: int, heads:
 
 @pytest.mark.parametrize("name", ["triton", "flash4"])
 @pytest.mark.parametrize("block", [64, 128])
-@pytest.mark.parametrize("kind", ["slashes", "bars", "both", "all", "none", "bitmap", "local bitmap"])
+@pytest.mark.parametrize("kind", ["slashes", "bars", "both", "all", "none", "bitmap", "local bitmap", "gated", "local gated"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "documents", "where"),
     [

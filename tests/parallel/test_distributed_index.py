@@ -43,6 +43,7 @@ PATTERNS: dict[str, Pattern] = {
     # More than one worker holds of the largest: every worker's own candidates have to meet.
     "few bars": vertical_slash(max_bars=7, min_bars=7, max_slashes=3, sink_tokens=0),
     "moba": MobaPattern(BLOCK, 32, 3),
+    "moba of blocks": MobaPattern(BLOCK, 32, 3, by_query=False),
     "xattention": XAttentionPattern(BLOCK, 4, 0.6),
     "fixed": FixedPattern(BLOCK, 4, 9, 0.0, 1),
 }
@@ -135,6 +136,9 @@ def test_in_float64_it_is_the_same_bit_for_bit(world):
         bits = torch.cat([tensors["bits"] for tensors in found], 2)[:, :, held.argsort()]
         real = pairs_of_real_rows(bits, alone["bits"])
         assert torch.equal(bits[real], alone["bits"][real]), cell
+        if "gates" in alone:
+            gates = torch.cat([tensors["gates"].unflatten(2, (-1, BLOCK)) for tensors in found], 2)[:, :, held.argsort()].flatten(2, 3)
+            assert torch.equal(gates, alone["gates"]), cell
         assert torch.equal(sum(rank[cell][1] for rank in ranks), pairs), f"{cell}: rows of all workers make the whole"
 
 

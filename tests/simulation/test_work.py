@@ -8,6 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from attention.sparse_problems import gated_index
 from parallel.ways import Way
 
 from mtrain_cli.attention.index import BlockBitmap, Index, MaskWork, VerticalSlash
@@ -75,6 +76,8 @@ def index_of(kind: str, layout: Layout, block: int = BLOCK, heads: int = HEADS, 
     slashes[0, 1] = False
     if kind == "dense":
         return None
+    if kind == "gated":
+        return gated_index(rng, batch, heads, layout.padded_seq, block, 2 * block)
     if kind == "bitmap":
         return BlockBitmap.whole(block, torch.from_numpy(rng.random((batch, heads, blocks, blocks)) < 0.3).tril())
     return VerticalSlash(block, blocks, slashes, torch.from_numpy(bars.astype(np.int32)))
@@ -187,7 +190,7 @@ def options(way: Way, layout: Layout) -> Schedule:
     return exchange_of(way, layout, 0).schedule
 
 
-@pytest.mark.parametrize("kind", ["vertical_slash", "bitmap"])
+@pytest.mark.parametrize("kind", ["vertical_slash", "bitmap", "gated"])
 def test_totals_are_those_of_the_index_whatever_the_layout(kind):
     """Padded to one length for all, so that the same index serves all of them."""
     seq, heads, block = 24 * 16 * 4, 4, 16
@@ -200,7 +203,7 @@ def test_totals_are_those_of_the_index_whatever_the_layout(kind):
             masks = masks_of(masks_kind, seq, seq - 5)
             index = index_of(kind, layout, block, heads)
             assert index is not None
-            counts = index.counts(MaskWork.make(masks, block, bitmap=kind == "bitmap"))
+            counts = index.counts(MaskWork.make(masks, block, bitmap=kind in ("bitmap", "gated")))
             for work in count_work(options(way, layout), layout, masks, index, heads=heads, shared_columns=way.shared_columns).values():
                 assert work.total_pairs.sum() == counts.pairs.sum()
                 assert work.blocks.sum() == counts.blocks.sum()

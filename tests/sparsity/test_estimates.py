@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from mtrain_cli.attention.index import BlockBitmap
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.sparsity.fixed import FixedPattern, fixed_index
 from mtrain_cli.sparsity.moba import MobaPattern
@@ -218,7 +219,8 @@ def test_xattention_is_what_its_definition_says(monkeypatch, documents, score_by
 def test_moba_takes_the_best_chunks_and_its_own():
     q, k, masked = inputs(6)
     chunk, top_k = 32, 2
-    index = MobaPattern(BLOCK, chunk, top_k).estimate(q, k, masked, 0)
+    index = MobaPattern(BLOCK, chunk, top_k, by_query=False).estimate(q, k, masked, 0)
+    assert type(index) is BlockBitmap
     for b in range(2):
         for h in range(HEADS):
             for i in range(masked.geometry.blocks):
@@ -228,6 +230,31 @@ def test_moba_takes_the_best_chunks_and_its_own():
                 chunks = {own, *sorted(range(own), key=lambda c: -scores[c])[: top_k - 1]}
                 wanted = {j for j in range(i + 1) if j * BLOCK // chunk in chunks}
                 assert set(index.bits[b, h, i].nonzero().flatten().tolist()) == wanted
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("score_bytes", [1, 1 << 28])
+def test_every_query_of_moba_takes_its_best_chunks_and_its_own(monkeypatch, documents, score_bytes):
+    monkeypatch.setattr("mtrain_cli.sparsity.moba._SCORE_BYTES", score_bytes)
+    length, chunk, top_k = SEQ - 3, BLOCK, 2
+    q, k, masked = inputs(6, documents, length)
+    q[:, length:], k[:, length:] = float("nan"), 70.0
+    k[1, :chunk] = k[1, chunk : 2 * chunk]  # equal scores: the earlier chunk goes first
+    index = MobaPattern(BLOCK, chunk, top_k).estimate(q, k, masked, 0)
+    everywhere = torch.arange(SEQ)
+    allowed = index.allowed(everywhere, everywhere)
+    chosen = []
+    for b in range(2):
+        means = [k[b, c : min(c + chunk, length)].double().mean(0) for c in range(0, length, chunk)]
+        for h in range(HEADS):
+            for i in range(length):
+                own, first = i // chunk, int(masked.masks[b].first[i]) // chunk
+                scores = {c: float(q[b, i, h].double() @ means[c][h // 2]) for c in range(first, own)}
+                chunks = {own, *sorted(scores, key=lambda c: (-scores[c], c))[: top_k - 1]}
+                wanted = [j for j in range(i + 1) if j // chunk in chunks]
+                assert allowed[b, h, i, : i + 1].nonzero().flatten().tolist() == wanted, (b, h, i)
+                chosen.append(chunks)
+    assert len({frozenset(c) for c in chosen[128:144]}) > 1, "queries of a block differ"
 
 
 def test_fixed_has_the_numbers_asked_for_and_depends_on_the_seed_alone():

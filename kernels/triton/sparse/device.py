@@ -29,6 +29,14 @@ def block_ranges(LINES, UPTO, FIRST_MIN, FIRST_MAX, bh, b, i, qb, width, BLOCKS,
 
 
 @triton.jit
+def ungated(GATES, GATE_SLOTS, bh, qb, inside, kb, held, words, CHUNK_BLOCKS, BLOCK: tl.constexpr):
+    """bool like inside: rows of query block qb that do not see the chunk of key block kb."""
+    row = bh * held + tl.load(GATE_SLOTS + qb) * BLOCK + inside
+    chunk = kb // CHUNK_BLOCKS
+    return ((tl.load(GATES + row * words + chunk // 32) >> (chunk % 32)) & 1) == 0
+
+
+@triton.jit
 def bar_ranges(BARS_UPTO, FIRST_MIN, FIRST_MAX, bh, b, qb, BLOCKS, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr):
     """Tiles of columns [begin, end) that query block qb may see; [full_begin, full_end) of them need no row-wise mask."""
     base = BARS_UPTO + bh * (BLOCKS + 1)

@@ -7,8 +7,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from mtrain_cli.kernels.triton.sparse.device import LOG2E
-from mtrain_cli.kernels.triton.sparse.launch import Tile, strides, tile_for
+from mtrain_cli.kernels.triton.sparse.device import LOG2E, ungated
+from mtrain_cli.kernels.triton.sparse.launch import Tile, gate_arguments, strides, tile_for
 from mtrain_cli.kernels.triton.sparse.plan import Plan
 
 # By block size; the fastest of those tried on an H200 with head_dim 128 (profiles/notes.md).
@@ -34,10 +34,11 @@ def _key_gradient(q, k, v, do, lse, delta, hidden_t, dk, dv, scale, MASKED: tl.c
 def _backward_keys(
     Q, K, V, DO, LSE, DELTA, DK, DV,
     FIRST, LAST, KEY_BLOCKS, QUERY_SLOT, LINES, UPTO,
+    GATES, GATE_SLOTS, held, words, CHUNK_BLOCKS,
     scale, queries, keys, width, BLOCKS, SEQ,
     stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, stride_db, stride_dn, stride_dh,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
-    LISTED: tl.constexpr, HOLES: tl.constexpr,
+    LISTED: tl.constexpr, HOLES: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     j = tl.program_id(0)  # the first keys are seen most
     b = tl.program_id(1).to(tl.int64) // (HEADS // GROUP)
@@ -96,6 +97,8 @@ def _backward_keys(
                 lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
                 delta = tl.load(DELTA + row_base + at, mask=there, other=0.0)
                 hidden = (positions[:, None] < first[None, :]) | (positions[:, None] > where[None, :])
+                if GATED:
+                    hidden |= ungated(GATES, GATE_SLOTS, bh, qb, inside, kb, held, words, CHUNK_BLOCKS, BLOCK)[None, :]
                 dk, dv = _key_gradient(q, k, v, do, lse, delta, hidden, dk, dv, scale, True)
         if not LISTED:
             for t in range(diagonal * SUB, whole * SUB):
@@ -212,11 +215,11 @@ def backward_keys(
     tile = tile_for(_KEYS, plan.block)
     _backward_keys[(plan.key_blocks.numel(), batch * k.shape[2])](
         q, k, v, dout, lse, delta, dk, dv,
-        plan.first, plan.last, plan.key_blocks, plan.query_slot, plan.lines_t, plan.upto_t,
+        plan.first, plan.last, plan.key_blocks, plan.query_slot, plan.lines_t, plan.upto_t, *gate_arguments(plan, q),
         scale, queries, k.shape[1], plan.lines_t.shape[-1], plan.blocks, plan.blocks * plan.block,
         *strides(q, k, v, dout),
         HEADS=heads, GROUP=heads // k.shape[2], D=dim, BLOCK=plan.block, BLOCK_M=tile.moving, LISTED=plan.listed, HOLES=plan.holes,
-        num_warps=tile.warps, num_stages=tile.stages,
+        GATED=plan.gates is not None, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return dk, dv
 

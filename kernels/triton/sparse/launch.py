@@ -34,6 +34,13 @@ def list_arguments(slashes: bool, plan: Plan, unused: torch.Tensor):
     return plan.lines, plan.upto, plan.lines.shape[-1]
 
 
+def gate_arguments(plan: Plan, unused: torch.Tensor):
+    """-> gates, held places of query blocks, held rows, words of a row and blocks of a chunk; any tensor stands in where none are used."""
+    if plan.gates is None:
+        return unused, unused, 0, 0, 1
+    return plan.gates, plan.gate_slots, *plan.gates.shape[1:], plan.chunk // plan.block
+
+
 def column_arguments(columns: tuple[torch.Tensor, torch.Tensor] | None, plan: Plan, unused: torch.Tensor):
     """-> packed keys and values, their positions, counts and width; any tensor stands in where there are none."""
     if columns is None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from mtrain_cli.kernels.triton.sparse.device import LN2, LOG2E, bar_ranges, block_ranges
-from mtrain_cli.kernels.triton.sparse.launch import Tile, column_arguments, list_arguments, strides, tile_for
+from mtrain_cli.kernels.triton.sparse.device import LN2, LOG2E, bar_ranges, block_ranges, ungated
+from mtrain_cli.kernels.triton.sparse.launch import Tile, column_arguments, gate_arguments, list_arguments, strides, tile_for
 from mtrain_cli.kernels.triton.sparse.plan import Plan
 
 # By block size; the fastest of those tried on an H200 with head_dim 128 (profiles/notes.md).
@@ -33,10 +33,11 @@ def _attend(q, k, v, hidden, m, total, acc, scale, MASKED: tl.constexpr):
 def _forward(
     Q, K, V, KB, VB, OUT, LSE, OUT_IN, LSE_IN,
     FIRST, QUERY_BLOCKS, KEY_SLOT, FIRST_MIN, FIRST_MAX, LINES, UPTO, SLASH, BARS, BARS_UPTO, COVERED,
+    GATES, GATE_SLOTS, held, words, CHUNK_BLOCKS,
     scale, queries, keys, width, bar_width, BLOCKS, SEQ,
     stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
-    SLASHES: tl.constexpr, COLUMNS: tl.constexpr, LISTED: tl.constexpr, HOLES: tl.constexpr, CONTINUE: tl.constexpr,
+    SLASHES: tl.constexpr, COLUMNS: tl.constexpr, LISTED: tl.constexpr, HOLES: tl.constexpr, CONTINUE: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     i = tl.num_programs(0) - 1 - tl.program_id(0)  # the last queries see most
     bh = tl.program_id(1).to(tl.int64)
@@ -83,6 +84,8 @@ def _forward(
                 v = tl.load(v_base + at[:, None].to(tl.int64) * stride_vn, mask=(at < keys)[:, None], other=0.0)
                 where = kb * BLOCK + inside
                 hidden = (where[None, :] < first[:, None]) | (where[None, :] > positions[:, None])
+                if GATED:
+                    hidden |= ungated(GATES, GATE_SLOTS, bh, qb, tl.arange(0, BLOCK), kb, held, words, CHUNK_BLOCKS, BLOCK)[:, None]
                 m, total, acc = _attend(q, k, v, hidden, m, total, acc, scale, True)
         if not LISTED:
             for t in range(diagonal * SUB, whole * SUB):
@@ -177,11 +180,12 @@ def _forward_pass(
     _forward[(plan.query_blocks.numel(), batch * heads)](
         q, k, v, *packed, out, lse, *(partial or (out, lse)),
         plan.first, plan.query_blocks, plan.key_slot, plan.first_min, plan.first_max, lines, upto, plan.slash,
-        bars, bars_upto, covered,
+        bars, bars_upto, covered, *gate_arguments(plan, q),
         scale, queries, k.shape[1], width, bar_width, plan.blocks, plan.blocks * plan.block,
         *strides(q, k, v),
         HEADS=heads, GROUP=heads // k.shape[2], D=dim, BLOCK=plan.block, BLOCK_N=tile.moving,
         SLASHES=slashes, COLUMNS=columns is not None, LISTED=plan.listed, HOLES=plan.holes, CONTINUE=partial is not None,
+        GATED=slashes and plan.gates is not None,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out, lse

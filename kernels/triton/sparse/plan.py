@@ -30,6 +30,9 @@ class Plan:
         width is a multiple of 128. covered: bits [batch * heads, local query blocks, width / 32] of the columns that lie on a diagonal of
         the query block, as `covered_columns` makes them.
     holes: some blocks of keys or queries are absent, so a visited block may have to be skipped.
+    gates: int32 [batch * heads, held * block, words], if listed: bit c % 32 of word c // 32 says whether a query sees the keys of chunk c;
+        None: every query sees the blocks that are listed. gate_slots: [blocks], the held place of each query block. chunk: keys of a chunk,
+        a multiple of block.
     """
 
     block: int
@@ -53,6 +56,9 @@ class Plan:
     covered: torch.Tensor | None
     listed: bool
     holes: bool
+    gates: torch.Tensor | None = None
+    gate_slots: torch.Tensor | None = None
+    chunk: int = 0
 
 
 @triton.jit
