@@ -47,7 +47,7 @@ class Flash4Kernel(TritonColumns):
         if request.deterministic:
             return "its block-sparse backward is not bitwise repeatable"
         if request.index is not None and request.index.block != _BLOCK:
-            return f"computes blocks of {_BLOCK}, not sparsity.block={request.index.block}"
+            return f"computes blocks of {_BLOCK}, not sparsity.block={request.index.block}, which train.kernel=triton computes"
         if request.index is not None and request.index.chunk:
             return "computes whole blocks, not sparsity.gate=query"
         if request.index is not None and importlib.util.find_spec("triton") is None:

@@ -377,11 +377,11 @@ class _Step:
             kv_width = max(self.model.num_kv_heads // how.heads, 1) * self.model.head_dim
             shard = 2 * self.tokens * how.heads * kv_width
             trading = 2 * e * (queries + shard)
-            return trading + self._keys_in_backward(queries, shard, cp // how.heads, self.tokens * how.heads, kv_width)
-        return self._keys_in_backward(queries, shard, cp, self.tokens, self.kv_width)
+            return trading + self._keys_in_backward(queries, cp // how.heads, self.tokens * how.heads, kv_width)
+        return self._keys_in_backward(queries, cp, self.tokens, self.kv_width)
 
-    def _keys_in_backward(self, queries: int, shard: int, ranks: int, tokens: int, kv_width: int) -> int:
-        """queries, shard: numbers of a rank's queries and of its keys and values. ranks: between which keys move. tokens: of a rank."""
+    def _keys_in_backward(self, queries: int, ranks: int, tokens: int, kv_width: int) -> int:
+        """queries: numbers of a rank's queries. ranks: between which keys move. tokens: of a rank."""
         e, how = self.e, self.exchange
         rings = how.name in ("ring", "hierarchical_ring")
         seen = tokens if rings else tokens * ranks

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from command import mtrain
 
+from mtrain_cli import resource_dir
+from mtrain_cli.attention.kernel import IndexRequest, KernelRequest
+from mtrain_cli.attention.registry import survey
 from mtrain_cli.config.compose import compose, load, resume, save
 from mtrain_cli.config.groups import open_groups
 from mtrain_cli.config.schema import ConfigError
 
 RECIPES = [name for name in open_groups().options["recipe"] if name != "none"]
-PAPER = "mtraining_qwen3b_512k"
+PAPER, LLAMA = "mtraining_qwen3b_512k", "mtraining_llama8b_512k"
+CLUSTER = ["topology.device=cuda", "topology.workers=32", "topology.gpus_per_node=8"]
 
 
 def complaints(words: list[str], **options: bool) -> list[str]:
@@ -37,10 +43,68 @@ def test_the_papers_run_has_the_papers_numbers() -> None:
     # 1B tokens.
     assert config.train.steps * config.train.global_batch * config.seq == pytest.approx(1e9, rel=0.01)
     assert (config.optim.lr, config.optim.schedule, config.optim.warmup_steps) == (2e-5, "constant", 0)
-    # Of the scripts: Adam's rates, and the pattern flex_0.90 with at most 4096 columns by the last 64 queries.
+    # Of the scripts: Adam's rates, and the pattern flex_0.90 with at most 4096 columns.
     assert config.optim.betas == (0.9, 0.95)
     sparsity = config.sparsity
-    assert (sparsity.p_v, sparsity.p_s, sparsity.last_q, sparsity.max_bars, sparsity.block) == (0.9, 0.9, 64, 4096, 128)
+    assert (sparsity.p_v, sparsity.p_s, sparsity.max_bars) == (0.9, 0.9, 4096)
+
+
+@pytest.mark.parametrize("name", [PAPER, LLAMA])
+def test_the_papers_runs_use_the_papers_system(name: str) -> None:
+    config = compose([f"recipe={name}", *CLUSTER], plan=True)
+    topology = config.topology
+    # Sections 4.1, 4.2 and B.1: stripes and index of 64 tokens, and an inner and an outer ring of keys.
+    assert (config.layout, topology.block_size, config.sparsity.block) == ("striped", 64, 64)
+    assert (topology.exchange, topology.circulates) == ("hierarchical_ring", "kv")
+    # Appendix C: ZeRO-2 with offloading, gradients in bfloat16, recomputation, one context group of all GPUs.
+    assert (config.train.shard, config.optim.offload, config.train.reduce_dtype) == ("gradients", True, "bfloat16")
+    assert (config.train.activation_checkpoint, config.train.memory, config.train.global_batch) == ("full", "manual", 64)
+    assert not config.data.document_mask
+    for capability in ((8, 0), (9, 0)):
+        index = IndexRequest(config.sparsity.block, bitmap=False)
+        request = KernelRequest("cuda", capability, "bfloat16", 128, config.model.num_heads, config.model.num_kv_heads, index=index)
+        refused = dict(survey(request))
+        assert refused["triton"] is None
+        assert refused["flash4"] is not None
+    assert refused["flash4"].endswith("computes blocks of 128, not sparsity.block=64, which train.kernel=triton computes")
+
+
+def test_the_baselines_that_the_papers_recipe_names_compose() -> None:
+    head = (resource_dir("conf") / "recipe" / f"{PAPER}.yaml").read_text()
+    named = dict(re.findall(r"^#   ([\w ,]+): +(\S*(?:sparsity|topology).+)$", head, re.MULTILINE))
+    found = {}
+    for what, overrides in named.items():
+        config = compose([f"recipe={PAPER}", *CLUSTER, *overrides.split()], plan=True)
+        assert (config.train.shard, config.optim.offload, config.train.activation_checkpoint) == ("gradients", True, "full")
+        found[what] = config.sparsity.pattern, config.sparsity.block, config.layout, config.topology.exchange
+    assert found == {
+        "dense, zigzag": ("dense", None, "zigzag", "ring"),
+        "dense, striped": ("dense", None, "striped", "ring"),
+        "ours with zigzag": ("vertical_slash", 64, "zigzag", "ring"),
+        "ours, no hierarchy": ("vertical_slash", 64, "striped", "ring"),
+        "ours, XAttention index": ("xattention", 128, "striped", "hierarchical_ring"),
+        "MoBA": ("moba", 128, "zigzag", "ring"),
+    }
+    xattention, moba = (compose([f"recipe={PAPER}", *CLUSTER, *named[what].split()], plan=True).sparsity for what in list(named)[-2:])
+    assert (xattention.stride, xattention.threshold) == (16, 0.9)
+    assert (moba.chunk, moba.top_k) == (4096, 12)
+
+
+def test_mtrains_own_recipe_trains_the_same_with_another_system() -> None:
+    paper, own = (compose([f"recipe={name}"], plan=True) for name in (PAPER, "qwen3b_512k"))
+    assert (own.seq, own.model, own.data) == (paper.seq, paper.model, paper.data)
+    assert replace(own.optim, offload=True) == paper.optim
+    assert replace(own.sparsity, block=64) == paper.sparsity
+    assert (own.train.steps, own.train.global_batch, own.train.dtype) == (paper.train.steps, paper.train.global_batch, paper.train.dtype)
+    assert (own.sparsity.block, own.topology.block_size, own.topology.exchange, own.train.memory) == (128, 128, "auto", "auto")
+
+
+def test_the_llama_run_is_2b_tokens_of_fixed_samples() -> None:
+    config = compose([f"recipe={LLAMA}"], plan=True)
+    assert (config.model.name, config.seq, config.data.kind) == ("llama8b", 524288, "mds")
+    assert config.train.steps * config.train.global_batch * config.seq == pytest.approx(2e9, rel=0.01)
+    assert all(name.endswith("-524288") for name in config.data.mix), "every sample is 512K tokens"
+    assert (config.optim.lr, config.optim.schedule, config.optim.warmup_steps) == (2e-5, "constant", 0)
 
 
 def test_prolongs_run_has_prolongs_numbers() -> None:
@@ -101,10 +165,11 @@ def test_the_line_of_a_run_with_a_recipe_may_be_repeated(tmp_path: Path) -> None
         resume(config, ["recipe=stdlib_8k", "train.steps=5"])
     (line,) = caught.value.problems
     assert "this one sets seq=8192 (the run: 512); start a new run" in line
-    own = [f"recipe={PAPER}", f"data.path={tmp_path}", "train.init_from=null", "sparsity=moba"]
+    own = [f"recipe={PAPER}", f"data.path={tmp_path}", "train.init_from=null", "sparsity=moba", "topology.block_size=128"]
     config = compose(own, plan=True)
     assert resume(config, own) == config
-    assert resume(config, [f"recipe={PAPER}", "sparsity=moba"]) == config, "what a recipe leaves open is the run's"
+    again = [f"recipe={PAPER}", "sparsity=moba", "topology.block_size=128"]
+    assert resume(config, again) == config, "what a recipe leaves open is the run's"
 
 
 def test_own_recipes_are_read_from_a_folder(tmp_path: Path) -> None:
