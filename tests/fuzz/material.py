@@ -50,7 +50,7 @@ def complete(folder: Path) -> Path:
     return folder
 
 
-def names(material: Path) -> list[str]:
+def names() -> list[str]:
     """What may be given as a path."""
     return [
         "run", "run/checkpoints/step-3", "meas", "meas/index.npz", "kernels.json", "rest.json", "cluster.yaml", "hf", "tokens", "text",
