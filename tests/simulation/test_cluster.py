@@ -85,7 +85,8 @@ def test_all_problems_are_told_together(tmp_path):
     assert problems(tmp_path, wrong) == [
         "colour=red: unknown key; allowed: name, nodes, gpus_per_node, gpu, links, dollars_per_gpu_hour",
         "nodes=0: is no cluster; expected a whole number of at least 1 and at most 16,384",
-        "gpu.peak_tflops: is missing; expected a number above 0 and at most 1e+12 as {value: N, source: measured|datasheet|paper|guess, note: ...}",
+        "gpu.peak_tflops: is missing; expected a number above 0 and at most 1e+12 as "
+        "{value: N, source: measured|datasheet|paper|guess, note: ...}",
         "gpu.hbm_gbps.value=-3: expected a number above 0 and at most 1e+12",
         "links.inner.latency_us=60: expected a number of at least 0 and at most 1e+12 with its source, as "
         "{value: 60, source: measured|datasheet|paper|guess, note: ...}",
@@ -104,7 +105,8 @@ def test_one_mistake_is_one_line_under_the_key_that_was_written(tmp_path):
     wrong = document()
     worded = document()
     worded["links"]["inner"]["latency_us"] = "fast"
-    said = "expected a number of at least 0 and at most 1e+12 with its source, as {value: N, source: measured|datasheet|paper|guess, note: ...}"
+    said = "expected a number of at least 0 and at most 1e+12 with its source, as "
+    said += "{value: N, source: measured|datasheet|paper|guess, note: ...}"
     assert problems(tmp_path, worded) == [f"links.inner.latency_us=fast: {said}"]
     for key in ("capacity_gbps", "collective_bandwidth_gbps"):
         wrong["links"]["inner"].pop(key, None)
