@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 import types
@@ -77,8 +76,8 @@ def checked(kind: type[T], values: Mapping[str, Any], *, nulls: bool = False) ->
     """
     if not isinstance(values, Mapping):
         raise UnreadableError("it is no JSON object")
-    hints = _hints(kind)
-    given = {}
+    hints = typing.get_type_hints(kind)
+    given: dict[str, Any] = {}
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         if nulls and values.get(field.name) is None:
             given[field.name] = None
@@ -87,11 +86,6 @@ def checked(kind: type[T], values: Mapping[str, Any], *, nulls: bool = False) ->
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise UnreadableError(f"{field.name} is missing")
     return kind(**given)
-
-
-@functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
 
 
 def _fitting(hint: Any, value: Any, name: str) -> Any:

@@ -39,7 +39,7 @@ def idle(words: Sequence[str], config: Config, config_dir: Path | None = None, *
     given = parse(words, open_groups(config_dir)).values
     exchange = exchange or ("" if config.topology.exchange == "auto" else config.topology.exchange)
     device = device or ("" if config.topology.device == "auto" else config.topology.device)
-    lines = []
+    lines: list[str] = []
     for name, why in (*_keys(config), *_of_choices(config, exchange, device)):
         line = f"{name}={keys.show(given.get(name))}: {why}"
         if name in given and line not in lines and not any(line.startswith(f"{name}=") for line in lines):

@@ -67,10 +67,10 @@ def _import_everything() -> None:
     del pandas, pyarrow, mtrain_cli
 
 
-def _words(seed: int, count: int, material: Path, scratch: Path):
+def _words(seed: int, count: int, material: Path, _: Path):
     from fuzz.material import names
 
-    generator = Words(seed, [str(material / name) for name in names(material)])
+    generator = Words(seed, [str(material / name) for name in names()])
     lines = [generator.line() for _ in range(count)]
 
     def one(number: int) -> Outcome:
@@ -79,7 +79,7 @@ def _words(seed: int, count: int, material: Path, scratch: Path):
     return (lambda number: " ".join(lines[number].words)), one
 
 
-def _damage(seed: int, count: int, material: Path, scratch: Path):
+def _damage(seed: int, _: int, material: Path, scratch: Path):
     wanted = list(commands_for(material))
 
     def plan(number: int):

@@ -25,7 +25,8 @@ def make(folder: Path) -> Path:
     for words in (
         ["train", *tiny, "topology.workers=1", "run.dir=run", "model.num_layers=2", "train.steps=3", "profile.every=2",
          "train.checkpoint_every=2", "data.eval_sequences=2"],
-        ["profile", "imbalance", "--attention-only", *tiny, "topology.workers=2", "sparsity=vertical_slash", "--steps", "1", "run.dir=meas"],
+        ["profile", "imbalance", "--attention-only", *tiny, "topology.workers=2", "sparsity=vertical_slash", "--steps", "1",
+         "run.dir=meas"],
         ["profile", "kernels", "--seq", "256", "--density", "20%,5%", "--bars", "8", "--heads", "4/2", "--head-dim", "32", "--repeats", "1",
          "--out", "kernels.json"],
         ["profile", "rest", "model=tiny", "--seq", "64,128,256", "--repeats", "1", "--out", "rest.json"],
@@ -49,10 +50,11 @@ def complete(folder: Path) -> Path:
     return folder
 
 
-def names(material: Path) -> list[str]:
+def names() -> list[str]:
     """What may be given as a path."""
     return [
-        "run", "run/checkpoints/step-3", "meas", "meas/index.npz", "kernels.json", "rest.json", "cluster.yaml", "hf", "tokens", "text", "mds",
+        "run", "run/checkpoints/step-3", "meas", "meas/index.npz", "kernels.json", "rest.json", "cluster.yaml", "hf", "tokens", "text",
+        "mds",
         "text/0.txt", "nowhere", "nowhere/out", "run/resolved.yaml", "weights.yaml", "run/profile",
     ]  # fmt: skip
 
@@ -77,11 +79,13 @@ def commands_for(material: Path) -> Iterator[tuple[Path, list[str], list[list[st
     ]
     shown = [*inside("run", "profile/*", "profile/records/*", "checkpoints/*/manifest.json"), *stand]
     yield material / "run", [name for name in stand if (material / "run" / name).is_file()], [
-        ["status", "THIS"], ["status", "THIS", "--json"], ["train", "--resume", "THIS", "--cfg"], ["train", "--resume", "THIS", "train.steps=9"],
+        ["status", "THIS"], ["status", "THIS", "--json"], ["train", "--resume", "THIS", "--cfg"],
+        ["train", "--resume", "THIS", "train.steps=9"],
         ["report", "THIS", "--json"],
     ]  # fmt: skip
     yield material / "run", [name for name in shown if (material / "run" / name).is_file()], [
-        ["report", "THIS"], ["report", "THIS", "--json"], ["report", "THIS", "--no-html"], ["status", "THIS"], ["profile", "what-if", "THIS"],
+        ["report", "THIS"], ["report", "THIS", "--json"], ["report", "THIS", "--no-html"],
+        ["status", "THIS"], ["profile", "what-if", "THIS"],
     ]  # fmt: skip
     yield material / "run", inside("run", "checkpoints/*/*", "resolved.yaml"), [["checkpoint", "export", "THIS", "OUT"], ["status", "THIS"]]
     yield material / "meas", inside("meas", "*.json", "*.npz", "*.parquet", "*.yaml"), [

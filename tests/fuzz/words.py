@@ -69,7 +69,7 @@ class Words:
             found.words.append(draw.choice(("--dry-run", "--cfg", "--cfg")))
         return found
 
-    def override(self, found: list[str] | None = None) -> tuple[str, bool]:
+    def override(self) -> tuple[str, bool]:
         """A word of the configuration, and whether it must be refused."""
         draw = self.random
         kind = draw.random()

@@ -84,10 +84,11 @@ def test_all_problems_are_told_together(tmp_path):
     wrong["links"]["outer"]["latency_us"]["source"] = "a friend"
     assert problems(tmp_path, wrong) == [
         "colour=red: unknown key; allowed: name, nodes, gpus_per_node, gpu, links, dollars_per_gpu_hour",
-        "nodes=0: is no cluster; expected a whole number of at least 1",
-        "gpu.peak_tflops: is missing; expected a number above 0 as {value: N, source: measured|datasheet|paper|guess, note: ...}",
-        "gpu.hbm_gbps.value=-3: expected a number above 0",
-        "links.inner.latency_us=60: expected a number of at least 0 with its source, as "
+        "nodes=0: is no cluster; expected a whole number of at least 1 and at most 16,384",
+        "gpu.peak_tflops: is missing; expected a number above 0 and at most 1e+12 as "
+        "{value: N, source: measured|datasheet|paper|guess, note: ...}",
+        "gpu.hbm_gbps.value=-3: expected a number above 0 and at most 1e+12",
+        "links.inner.latency_us=60: expected a number of at least 0 and at most 1e+12 with its source, as "
         "{value: 60, source: measured|datasheet|paper|guess, note: ...}",
         "links.inner.gpu_share.value=1.5: expected a share, at least 0 and below 1",
         *[line for line in problems(tmp_path, wrong) if line.startswith("links.outer")],
@@ -97,22 +98,23 @@ def test_all_problems_are_told_together(tmp_path):
     assert "unknown key; did you mean bandwidth_gbps?; allowed: latency_us" in outer[0]
     assert "links.outer.latency_us.source=a friend: is no source; allowed: measured, datasheet, paper, guess" in outer
     assert "links.outer.shared_by=3: does not divide gpus_per_node=8; allowed: 1, 2, 4, 8" in outer
-    assert any(line.startswith("links.outer.bandwidth_gbps: is missing; expected a number above 0") for line in outer)
+    assert any(line.startswith("links.outer.bandwidth_gbps: is missing; expected a number above 0 and at most 1e+12") for line in outer)
 
 
 def test_one_mistake_is_one_line_under_the_key_that_was_written(tmp_path):
     wrong = document()
     worded = document()
     worded["links"]["inner"]["latency_us"] = "fast"
-    said = "expected a number of at least 0 with its source, as {value: N, source: measured|datasheet|paper|guess, note: ...}"
+    said = "expected a number of at least 0 and at most 1e+12 with its source, as "
+    said += "{value: N, source: measured|datasheet|paper|guess, note: ...}"
     assert problems(tmp_path, worded) == [f"links.inner.latency_us=fast: {said}"]
     for key in ("capacity_gbps", "collective_bandwidth_gbps"):
         wrong["links"]["inner"].pop(key, None)
     wrong["links"]["inner"]["bandwidth_gbps"].pop("value")
-    assert problems(tmp_path, wrong) == ["links.inner.bandwidth_gbps.value: is missing; expected a number above 0"]
+    assert problems(tmp_path, wrong) == ["links.inner.bandwidth_gbps.value: is missing; expected a number above 0 and at most 1e+12"]
     wrong["links"]["inner"].pop("bandwidth_gbps")
     (line,) = problems(tmp_path, wrong)
-    assert line.startswith("links.inner.bandwidth_gbps: is missing; expected a number above 0 as")
+    assert line.startswith("links.inner.bandwidth_gbps: is missing; expected a number above 0 and at most 1e+12 as")
     wrong = document() | {"nodes": 2}
     wrong["links"].pop("outer")
     expected = "latency_us, bandwidth_gbps, gpu_share, shared_by"
@@ -126,7 +128,7 @@ def test_one_mistake_is_one_line_under_the_key_that_was_written(tmp_path):
         ("- 1", "describes no cluster"),
         ("a: [", "is no readable YAML"),
         ("nodes: 2", "gpus_per_node: is missing"),
-        ("nodes: two", "nodes=two: is no cluster; expected a whole number of at least 1"),
+        ("nodes: two", "nodes=two: is no cluster; expected a whole number of at least 1 and at most 16,384"),
         ("nodes: 2", "links: is missing"),
     ],
 )
