@@ -222,7 +222,9 @@ def _packed(index: Index) -> dict[str, np.ndarray]:
         return {"slashes": np.packbits(arrays["slashes"], axis=-1), "bars": arrays["bars"][..., :used].astype(np.int32)}
     assert isinstance(index, BlockBitmap)
     found = {"bits": np.packbits(arrays["bits"], axis=-1), "rows": arrays["rows"].astype(np.int32)}
-    return found | {"gates": arrays["gates"], "chunk": np.array(index.chunk)} if isinstance(index, GatedBitmap) else found
+    if isinstance(index, GatedBitmap):
+        found |= {"gates": arrays["gates"], "chunk": np.array(index.chunk)}
+    return found
 
 
 def _unpacked(part: Mapping[str, Any], file: Any) -> Index:
