@@ -221,9 +221,9 @@ def _packed(index: Index) -> dict[str, np.ndarray]:
         used = int((arrays["bars"] < index.blocks * index.block).sum(-1).max(initial=0))
         return {"slashes": np.packbits(arrays["slashes"], axis=-1), "bars": arrays["bars"][..., :used].astype(np.int32)}
     assert isinstance(index, BlockBitmap)
-    found = {"bits": np.packbits(arrays["bits"], axis=-1), "rows": arrays["rows"].astype(np.int32)}
+    found: dict[str, np.ndarray] = {"bits": np.packbits(arrays["bits"], axis=-1), "rows": arrays["rows"].astype(np.int32)}
     if isinstance(index, GatedBitmap):
-        found |= {"gates": arrays["gates"], "chunk": np.array(index.chunk)}
+        found["gates"], found["chunk"] = arrays["gates"], np.array(index.chunk)
     return found
 
 

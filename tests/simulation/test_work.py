@@ -190,7 +190,7 @@ def options(way: Way, layout: Layout) -> Schedule:
     return exchange_of(way, layout, 0).schedule
 
 
-@pytest.mark.parametrize("kind", ["vertical_slash", "bitmap", "gated"])
+@pytest.mark.parametrize("kind", ["vertical_slash", "bitmap", pytest.param("gated", marks=pytest.mark.slow)])
 def test_totals_are_those_of_the_index_whatever_the_layout(kind):
     """Padded to one length for all, so that the same index serves all of them."""
     seq, heads, block = 24 * 16 * 4, 4, 16
