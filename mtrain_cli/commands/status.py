@@ -17,9 +17,10 @@ from mtrain_cli.config.schema import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
     from rich.text import Text
 
+    from mtrain_cli.console import Console
     from mtrain_cli.launch.status import Status
 
 WATCH_S = 2.0
