@@ -113,7 +113,13 @@ def _curve(source: Source, values: list[Any], colour: str, *, most: int, smooth:
     """-> the line of every step and, where it is smoothed, the smooth one; and whether points are left out."""
     steps = [m.step for m in source.metrics]
     at = np.unique(np.linspace(0, len(steps) - 1, min(most, len(steps))).astype(int)).tolist()
-    common = {"type": "scatter", "mode": "lines", "name": escape(source.name), "legendgroup": source.name, "x": [steps[i] for i in at]}
+    common = {
+        "type": "scatter",
+        "mode": "lines",
+        "name": escape(source.name),
+        "legendgroup": escape(source.name),
+        "x": [steps[i] for i in at],
+    }
     thick = {"color": colour, "width": 2}
     if not smooth or len(steps) < 10:
         return [{**common, "y": [_short(values[i]) for i in at], "line": thick}], len(at) < len(steps)
