@@ -10,10 +10,10 @@ from typing import Any
 
 import command
 import pytest
+from reporting.test_html import figures_in
 from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
-from reporting.test_html import figures_in
 from synthetic_records import Play, recorded_once, ring
 
 from mtrain_cli.console import Console
