@@ -237,6 +237,7 @@ def _rows(found: Status) -> list[tuple[str, str]]:
     if written and written.warnings:
         when, text = written.warnings[-1]
         rows.append(("warnings", f"{len(written.warnings)}, the last one {_duration(time.time() - when)} ago: {text}"))
+    rows += _labelled("damaged", list(found.damaged))
     rows += _labelled("where", [line.strip() for line in found.where])
     if not found.alive and found.what != "finished" and found.checkpoint is not None:
         from mtrain_cli.launch.run_dir import RunDir

@@ -209,7 +209,9 @@ def load(path: Path) -> Config:
         raise ConfigError(f"{path}: cannot be read: {reason(error)}") from error
     if flat is None:
         raise ConfigError(f"{path}: holds no configuration")
-    leaves, problems = _convert({**_LATER, **flat}, {})
+    # MoBA chose for whole blocks before it had a gate.
+    gate = {"sparsity.gate": "block" if flat.get("sparsity.pattern") == "moba" else None}
+    leaves, problems = _convert({**_LATER, **gate, **flat}, {})
     missing = [name for name in keys.all_keys() if name not in leaves and not any(name in problem.keys for problem in problems)]
     lines = [problem.line for problem in problems] + [f"{name}: missing" for name in missing]
     if lines:

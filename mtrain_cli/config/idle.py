@@ -80,7 +80,8 @@ def _keys(config: Config) -> Iterator[tuple[str, str]]:
     if optim.warmup_steps > train.steps:
         yield "optim.warmup_steps", f"train.steps={train.steps} ends before; the learning rate never reaches optim.lr"
     if optim.schedule == "constant":
-        yield "optim.min_lr_ratio", "has no effect, optim.schedule=constant does not lower the learning rate"
+        for name in ("optim.min_lr_ratio", "optim.schedule_steps"):
+            yield name, "has no effect, optim.schedule=constant does not lower the learning rate"
     for name, every in (
         ("train.checkpoint_every", train.checkpoint_every),
         ("train.eval_every", train.eval_every),

@@ -15,6 +15,7 @@ def with_its_schedule(saved: Config, config: Config, words: Sequence[str], step:
     """``config``, which is ``saved`` with ``words`` on top, with the schedule that a run at ``step`` goes on under.
 
     Without a word on the schedule it spans the steps that it did, whatever ``train.steps`` is now: behind its end the rate stays.
+    A run that ended in its warm-up has no rate that fell; its schedule spans the new number of steps.
     again: the same words began this resume before, in a job that was started again, so that ``optim.rewarm=true`` is done already.
 
     Raises:
@@ -36,6 +37,8 @@ def with_its_schedule(saved: Config, config: Config, words: Sequence[str], step:
         begin = 0
     if asked:
         steps = config.optim.schedule_steps if "optim.schedule_steps" in typed else "auto"
+    elif step - begin <= saved.optim.warmup_steps:
+        pass  # a trial that ended in its warm-up: no rate has fallen yet, and the schedule spans the new number of steps
     elif steps == "auto" and config.train.steps != saved.train.steps and config.optim.schedule != "constant":
         steps = saved.train.steps - begin
     found = dataclasses.replace(config, optim=dataclasses.replace(config.optim, rewarm=begin or False, schedule_steps=steps))

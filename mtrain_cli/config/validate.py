@@ -500,13 +500,21 @@ def schedule(config: Config) -> Iterator[str]:
     optim = config.optim
     asked = f"optim.decay_steps={optim.decay_steps}"
     if optim.decay_steps != "auto" and optim.schedule == "constant":
-        yield f"{asked}: optim.schedule=constant never falls; leave it out or give optim.schedule=cosine, linear or wsd"
+        yield f"{asked}: optim.schedule=constant never falls; give optim.decay_steps=auto, or optim.schedule=cosine, linear or wsd"
+    if isinstance(optim.schedule_steps, int) and optim.schedule != "constant" and optim.schedule_steps <= optim.warmup_steps:
+        yield (
+            f"optim.schedule_steps={optim.schedule_steps}: must be above optim.warmup_steps={optim.warmup_steps}, "
+            "or the rate falls to its end at once"
+        )
+        return
     if optim.schedule != "wsd" or not isinstance(optim.decay_steps, int):
         return
     begin = 0 if optim.rewarm is True else int(optim.rewarm)
     span = optim.schedule_steps if isinstance(optim.schedule_steps, int) else config.train.steps - begin
-    if optim.warmup_steps + optim.decay_steps > span:
-        allowed = f"allowed: 1 to {span - optim.warmup_steps}" if span > optim.warmup_steps else "give fewer optim.warmup_steps"
+    # The last step of the warm-up is the first at the peak.
+    most = span - 1 - optim.warmup_steps
+    if optim.decay_steps > most:
+        allowed = f"allowed: 1 to {most}" if most >= 1 else "give fewer optim.warmup_steps"
         yield f"{asked}: the schedule has {span} steps, {optim.warmup_steps} of them warm-up (optim.warmup_steps); {allowed}"
 
 

@@ -58,9 +58,9 @@ def parse_mix(mix: Mapping[str, float] | str) -> dict[str, float]:
             raise ConfigError(f"{origin}: the weight of {name} is {weight}; expected a number above 0 (leave out what is not wanted)")
     total = sum(weights.values())
     weights = {name: weight / total for name, weight in weights.items()}
-    small = [name for name, weight in weights.items() if weight < 1e-6]
+    small = [name for name, weight in weights.items() if weight < 1e-5]
     if small:
-        raise ConfigError(f"{origin}: the weight of {small[0]} is below a millionth of all; leave it out")
+        raise ConfigError(f"{origin}: the weight of {small[0]} is below 1e-5 of all; leave it out")
     return weights
 
 

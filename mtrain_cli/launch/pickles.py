@@ -11,6 +11,7 @@ import dataclasses
 import enum
 import io
 import pickle
+import pickletools
 import sys
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import IO, Any
@@ -25,8 +26,10 @@ _CONTAINERS = {
     "collections": {"OrderedDict", "defaultdict", "Counter", "deque"},
 }
 # What torch.distributed.checkpoint writes as .metadata. _get_layout looks a name up in a table.
+# Of the containers it has those that grow no larger than the file: range(2**36) is a few bytes.
 METADATA = {
-    **_CONTAINERS,
+    "builtins": {"set"},
+    "collections": {"OrderedDict"},
     _METADATA: {
         "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING",
         "MetadataIndex", "StorageMeta",
@@ -38,6 +41,7 @@ METADATA = {
 # What it exchanges between ranks while they save.
 MESSAGES = {
     **METADATA,
+    **_CONTAINERS,
     _FILES: {"_StorageInfo", "_StoragePrefix"},
     _PLANNER: {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData", "LoadPlan", "ReadItem", "LoadItemType"},
     "torch.distributed.checkpoint.storage": {"WriteResult"},
@@ -101,13 +105,22 @@ def load_metadata(file: IO[bytes]) -> Any:
     Raises:
         ValueError: it names a class that is not on the list, or is no pickle. One line, without the name of the file.
     """
+    content = file.read()
     try:
-        return MetadataUnpickler(file).load()
+        _require_small_memo(content)
+        return MetadataUnpickler(io.BytesIO(content)).load()
     except RefusedError as error:
         raise ValueError(str(error)) from error
     # Whatever the constructors of these classes make of foreign arguments.
     except Exception as error:
-        raise ValueError(f"cannot be read ({type(error).__name__})") from error
+        raise ValueError("cannot be read: it is damaged") from error
+
+
+def _require_small_memo(content: bytes) -> None:
+    """Refuse a number of a stored object that is larger than the file: the unpickler makes a table of that length."""
+    for opcode, argument, _ in pickletools.genops(content):
+        if opcode.name in ("PUT", "LONG_BINPUT") and int(argument or 0) > len(content):
+            raise RefusedError("numbers more objects than it can hold")
 
 
 def guard_collectives() -> None:

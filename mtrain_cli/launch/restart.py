@@ -188,6 +188,13 @@ def read(run: RunDir) -> list[Restart]:
     return found
 
 
+def unreadable(run: RunDir) -> int:
+    """Lines of restarts.jsonl that `read` leaves out."""
+    with contextlib.suppress(OSError):
+        return len(run.restarts.read_text(errors="replace").splitlines()) - len(read(run))
+    return 0
+
+
 def latest_steps(run: RunDir) -> list[tuple[int, float | None]]:
     """(step, loss) of the last whole lines of metrics.jsonl, oldest first; of a long file only the end is read."""
     found = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +32,8 @@ class Checkpoint:
 class Status:
     """what: starting, running, stalled (no step for long), restarting, finished, stopped, failed, lost (it ended without a word: killed, or
     its machine failed) or not begun. detail: a sentence more, or empty. since_step: seconds since the last step. written: what the run
-    wrote of itself; None before its first words, and for runs of versions that wrote none. losses: of the latest steps.
+    wrote of itself; None before its first words, and for runs of versions that wrote none. losses: of the latest steps. damaged: a line for
+    each file that cannot be read.
     """
 
     folder: str
@@ -44,6 +46,7 @@ class Status:
     since_step: float | None
     checkpoint: Checkpoint | None
     restarts: tuple[Restart, ...]
+    damaged: tuple[str, ...]
     losses: tuple[float, ...]
     where: tuple[str, ...]
     written: State | None
@@ -75,6 +78,7 @@ def look(run: RunDir) -> Status:
         since_step=since,
         checkpoint=_checkpoint(run, now),
         restarts=tuple(restart.read(run)),
+        damaged=tuple(_damaged(run)),
         losses=tuple(loss for _, loss in recent if loss is not None),
         where=tuple(_where(written, now)) if what == "stalled" else (),
         written=written,
@@ -122,6 +126,17 @@ def _what(run: RunDir, written: State | None, alive: bool, since: float | None, 
     if since is not None and since > max(STALLED_S, STALLED_STEPS * (written.seconds or 0.0)):
         return "stalled", f"no step since step {step}"
     return "running", ""
+
+
+def _damaged(run: RunDir) -> Iterator[str]:
+    """A line for each file of the run that cannot be read. Without resolved.yaml the run cannot be resumed."""
+    try:
+        if run.resolved.exists():
+            compose.load(run.resolved)
+    except ConfigError as error:
+        yield f"{error.problems[0]}; the run cannot be resumed or exported until it is mended"
+    if lines := restart.unreadable(run):
+        yield f"{run.restarts}: {lines} line{'s' * (lines > 1)} cannot be read and {'are' if lines > 1 else 'is'} left out"
 
 
 def _steps(run: RunDir, written: State | None) -> int:

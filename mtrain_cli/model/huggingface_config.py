@@ -80,7 +80,7 @@ class _Fields:
     def flag(self, key: str) -> bool:
         """True or false; a missing or null one is false."""
         value = self.raw.get(key)
-        if value not in (None, True, False):
+        if value is not None and not isinstance(value, bool):
             self.problems.append(f"{self.path}: {key}={_shown(value)}: must be true or false")
         return value is True
 

@@ -165,7 +165,7 @@ def _characters_of_bytes() -> list[str]:
 def _object(content: bytes) -> dict[str, Any]:
     try:
         found = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -107,7 +107,7 @@ def survey(recorded: Recorded) -> tuple[dict[int, Shape], dict[tuple[int, int], 
     cases = recorded.summary.get("cases") or []
     shapes = {}
     for case, values in sorted(seen.items()):
-        if not 0 <= case < len(cases):
+        if not 0 <= case < len(cases) or not isinstance(cases[case], dict):
             raise ConfigError(f"{recorded.folder}: has rows of case {case}, of which {SUMMARY} knows nothing")
         shapes[case] = _shape(case, cases[case], values, steps[case], recorded)
     return shapes, last

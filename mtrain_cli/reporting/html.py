@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from mtrain_cli import __version__, resource_dir
+from mtrain_cli.printable import same_width
 from mtrain_cli.reporting.figures import Figure, figures
 from mtrain_cli.reporting.settings import card, differing, shown
 from mtrain_cli.reporting.source import Source
@@ -49,6 +50,7 @@ def write_page(path: Path, sources: Sequence[Source]) -> Path:
     data = json.dumps([_plain(figure) for figure in drawn], separators=(",", ":"), allow_nan=False)
     packed = gzip.compress(data.encode(), mtime=0)
     page = _PAGE.format(title=title, style=_STYLE, body=body, plotly=_letters(_PLOTLY.read_bytes()), data=_letters(packed), script=_SCRIPT)
+    page = same_width(page)  # somebody may print the file to a terminal
     draft = path.with_name(f".{path.name}.part")
     draft.write_text(page, encoding="utf-8")
     draft.replace(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -468,8 +468,16 @@ def _training_figures(source: Source) -> dict[str, Estimate]:
         "loss, last tenth of the steps": Estimate.of(np.array(final)),
         "held-out loss, last": Estimate.of(np.array(held_out)),
         "s / step": Estimate.of(np.array([m.seconds for m in rest])),
-        "tokens/s/GPU": Estimate.of(np.array([m.tokens_per_second_per_gpu for m in rest])),
+        "tokens/s/GPU": _rate(rest),
     }
+
+
+def _rate(steps: Sequence[StepMetrics]) -> Estimate:
+    """Tokens of all steps over their time. A mean of the rates of steps would count slow ones too little."""
+    rates = np.array([m.tokens_per_second_per_gpu for m in steps])
+    seconds = np.array([m.seconds for m in steps])
+    mean = float((rates * seconds).sum() / seconds.sum()) if len(steps) and seconds.sum() > 0 else float("nan")
+    return replace(Estimate.of(rates), mean=mean)
 
 
 # --- sheets -------------------------------------------------------------------------------------------------------------------------

@@ -78,6 +78,8 @@ class Reader(dcp.FileSystemReader):
             return super().read_data(plan, planner)
         except pickle.UnpicklingError as error:
             raise ForeignFileError(f"a file of {self._folder.name} holds something else than tensors and plain values") from error
+        except (IndexError, TypeError, AttributeError, KeyError, RuntimeError) as error:
+            raise ForeignFileError(f"a file of {self._folder.name} holds a tensor of another shape than {METADATA} says") from error
 
 
 class Planner(DefaultLoadPlanner):
@@ -160,6 +162,11 @@ def _checked(metadata: Any, folder: Path) -> Metadata:
             sizes[name] = path.stat().st_size if path.is_file() else 0
         if info.offset + info.length > sizes[name]:
             raise ValueError(f"says that {name} has more than its {sizes[name]:,} bytes")
+    for name, entry in described.items():
+        if isinstance(entry, TensorStorageMetadata):
+            missing = [c for c in entry.chunks if MetadataIndex(name, c.offsets) not in metadata.storage_data]
+            if missing or not _covers(entry):
+                raise ValueError(f"does not say where all of {name} is")
     _require_stored(described, sum(sizes.values()))
     if not isinstance(metadata.__dict__.get("storage_meta"), StorageMeta):
         metadata.storage_meta = StorageMeta()
@@ -184,10 +191,21 @@ def _is_entry(entry: object) -> bool:
     return (
         isinstance(properties, TensorProperties)
         and isinstance(properties.__dict__.get("dtype"), torch.dtype)
+        and not properties.dtype.is_complex
         and _is_size(fields.get("size"))
         and isinstance(chunks, list)
         and all(isinstance(chunk, ChunkStorageMetadata) and _is_part(chunk.__dict__, entry.size) for chunk in chunks)
     )
+
+
+def _covers(entry: TensorStorageMetadata) -> bool:
+    """Whether the chunks make up the whole tensor. mtrain shards dimension 0 alone."""
+    rows = 0
+    for chunk in sorted((c for c in entry.chunks if c.sizes.numel()), key=lambda c: tuple(c.offsets)):
+        if tuple(chunk.sizes[1:]) != tuple(entry.size[1:]) or (chunk.offsets and chunk.offsets[0] != rows):
+            return False
+        rows += chunk.sizes[0] if chunk.sizes else 1
+    return rows == (entry.size[0] if entry.size else 1) or not entry.size.numel()
 
 
 def _is_part(chunk: Mapping[str, Any], of: torch.Size) -> bool:

@@ -83,6 +83,7 @@ def test_the_baselines_that_the_papers_recipe_names_compose() -> None:
         "ours with zigzag": ("vertical_slash", 64, "zigzag", "ring"),
         "ours, no hierarchy": ("vertical_slash", 64, "striped", "ring"),
         "ours, XAttention index": ("xattention", 128, "striped", "hierarchical_ring"),
+        "XAttention, zigzag": ("xattention", 128, "zigzag", "ring"),
         "MoBA": ("moba", 128, "zigzag", "ring"),
     }
     xattention, moba = (compose([f"recipe={PAPER}", *CLUSTER, *named[what].split()], plan=True).sparsity for what in list(named)[-2:])

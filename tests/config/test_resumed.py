@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import yaml
 
+from mtrain_cli.config import validate
 from mtrain_cli.config.compose import compose, load, resume, save
 from mtrain_cli.config.resumed import with_its_schedule
 from mtrain_cli.config.schema import Config, ConfigError
@@ -87,13 +89,14 @@ def test_runs_of_earlier_versions_keep_their_schedule_too(tmp_path: Path) -> Non
         (["optim.rewarm=50"], "optim.rewarm=50: is for --resume RUN; a new run warms up anyway. Leave it out"),
         (
             ["optim.schedule=constant", "optim.decay_steps=5"],
-            "optim.decay_steps=5: optim.schedule=constant never falls; leave it out or give optim.schedule=cosine, linear or wsd",
+            "optim.decay_steps=5: optim.schedule=constant never falls; give optim.decay_steps=auto, or optim.schedule=",
         ),
         (
-            ["optim.schedule=wsd", "optim.decay_steps=91", "train.steps=100"],
-            "optim.decay_steps=91: the schedule has 100 steps, 10 of them warm-up (optim.warmup_steps); allowed: 1 to 90",
+            ["optim.schedule=wsd", "optim.decay_steps=90", "train.steps=100"],
+            "optim.decay_steps=90: the schedule has 100 steps, 10 of them warm-up (optim.warmup_steps); allowed: 1 to 89",
         ),
         (["optim.decay_steps=0"], "optim.decay_steps=0: must be at least 1"),
+        (["optim.schedule_steps=10"], "optim.schedule_steps=10: must be above optim.warmup_steps=10, or the rate falls to its end at once"),
         (["optim.schedule_steps=-3"], "optim.schedule_steps=-3: must be at least 1"),
         (["optim.schedule=cosin"], "optim.schedule=cosin: "),
     ],
@@ -112,7 +115,7 @@ def test_schedules_that_cannot_be_are_one_line(words: list[str], line: str) -> N
         (["optim.rewarm=7"], "optim.rewarm=7: give true, by which the schedule begins anew at the checkpoint, or false"),
         (
             ["optim.rewarm=true", "train.steps=120", "optim.schedule=wsd", "optim.decay_steps=15"],
-            "optim.decay_steps=15: the schedule has 20 steps, 10 of them warm-up (optim.warmup_steps); allowed: 1 to 10",
+            "optim.decay_steps=15: the schedule has 20 steps, 10 of them warm-up (optim.warmup_steps); allowed: 1 to 9",
         ),
     ],
 )
@@ -120,3 +123,20 @@ def test_resumes_that_cannot_be_are_one_line(words: list[str], line: str) -> Non
     with pytest.raises(ConfigError) as caught:
         resumed(compose(BEGUN), *words)
     assert caught.value.problems == (line,) or list(caught.value.problems) == [line]
+
+
+@pytest.mark.parametrize(("warmup", "steps", "more"), [(10, 5, 1000), (10, 10, 100), (100, 100, 300)])
+def test_a_trial_that_ended_in_its_warm_up_spans_the_new_steps(warmup: int, steps: int, more: int) -> None:
+    """No rate had fallen, and none falls to its end within a step."""
+    words = ["optim.lr=1e-3", f"optim.warmup_steps={warmup}"]
+    found = resumed(compose([*words, f"train.steps={steps}"]), f"train.steps={more}", step=steps)
+    assert rates(found) == rates(compose([*words, f"train.steps={more}"]))
+
+
+@pytest.mark.parametrize("pattern", ["dense", "vertical_slash", "xattention", "moba", "fixed"])
+def test_configurations_of_earlier_versions_load_as_they_were(pattern: str) -> None:
+    """resolved/ holds what a version wrote that lacked the keys of today."""
+    old = load(Path(__file__).parent / "resolved" / f"{pattern}.yaml")
+    assert not list(validate.problems(old))
+    now = compose([f"sparsity={pattern}", "seq=64k", *(["sparsity.gate=block"] if pattern == "moba" else [])])
+    assert dataclasses.replace(old, run=now.run) == now

@@ -222,7 +222,7 @@ def test_wrong_weights_are_one_line(tmp_path: Path, mix: str, expected: str) -> 
     [
         ("code: [1]", "the weight of code is [1]; expected a number above 0"),
         ("- code", "expected weights by name"),
-        ("a: 1e-9\nb: 1", "below a millionth"),
+        ("a: 1e-9\nb: 1", "is below 1e-5 of all"),
         ("a: .nan", "expected a number"),
         ("{", "cannot be read as YAML"),
     ],

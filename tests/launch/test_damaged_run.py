@@ -39,7 +39,10 @@ def status(run: Path, *words: str) -> str:
 )
 def test_damage_is_passed_over(run, name, data, words):
     (run / name).write_bytes(data)
-    status(run, *words)
+    shown = status(run, *words)
+    if name in ("restarts.jsonl", "resolved.yaml"):
+        assert "damaged" in shown
+        assert name in shown.partition("damaged")[2]
 
 
 def test_restarts_that_can_be_read_are_shown_beside_damaged_ones(run):

@@ -14,7 +14,7 @@ from typing import Any
 import command
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata
 from typer.testing import CliRunner
 
 from mtrain_cli.commands.app import app
@@ -123,7 +123,7 @@ def test_metadata_by_rank_is_never_read(folder, marker):
     (folder / "__0.metadata").write_bytes(pickle.dumps(Bomb(marker)))
     (folder / ".metadata").write_bytes(b"no pickle")
     sealed(folder)
-    assert refused(folder).endswith(".metadata cannot be read (UnpicklingError)")
+    assert refused(folder).endswith(".metadata cannot be read: it is damaged")
     assert not marker.exists()
 
 
@@ -145,12 +145,49 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(folder):
 
 def test_tensors_larger_than_the_files_are_refused_before_memory_is_taken(folder):
     def change(metadata: Metadata) -> None:
+        (index,) = (index for index in metadata.storage_data if index.fqn == WEIGHT)
+        info = metadata.storage_data.pop(index)
+        metadata.storage_data[replace(index, offset=torch.Size([0]))] = info
         metadata.state_dict_metadata[WEIGHT].size = torch.Size([2**40])
-        metadata.state_dict_metadata[WEIGHT].chunks = []
+        metadata.state_dict_metadata[WEIGHT].chunks = [ChunkStorageMetadata(torch.Size([0]), torch.Size([2**40]))]
 
     change_metadata(folder, change)
     with pytest.raises(NoCheckpointError, match="says that the tensors have 4,398,046,511,104 bytes; the files have"):
         load_model_state(folder)
+
+
+@pytest.mark.parametrize("chunks", ["none", "half", "elsewhere"])
+def test_a_tensor_of_which_parts_are_missing_is_refused(folder, chunks):
+    """What nobody stored would be what memory held before."""
+
+    def change(metadata: Metadata) -> None:
+        entry = metadata.state_dict_metadata[WEIGHT]
+        (chunk,) = entry.chunks
+        half = torch.Size([entry.size[0] // 2, *entry.size[1:]])
+        entry.chunks = {"none": [], "half": [replace(chunk, sizes=half)], "elsewhere": [chunk]}[chunks]
+        if chunks == "elsewhere":
+            metadata.storage_data = {index: info for index, info in metadata.storage_data.items() if index.fqn != WEIGHT}
+
+    change_metadata(folder, change)
+    with pytest.raises(NoCheckpointError, match=f"does not say where all of {WEIGHT} is"):
+        load_model_state(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"cbuiltins\nrange\n(I0\nI68719476736\ntR.", "names builtins.range"),
+        (b"cbuiltins\nbytearray\n(I2147483648\ntR.", "names builtins.bytearray"),
+        (b"]r\xff\xff\xff\x0f.", "numbers more objects than it can hold"),
+        (b"]p268435455\n.", "numbers more objects than it can hold"),
+        (b"Q.", "cannot be read"),
+        (b"", "cannot be read"),
+    ],
+)
+def test_metadata_of_few_bytes_takes_little_memory(folder, content, reason):
+    (folder / ".metadata").write_bytes(content)
+    sealed(folder)
+    assert f".metadata {reason}" in refused(folder)
 
 
 def test_a_tensor_that_unpacks_to_more_than_its_file_is_refused(folder):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import json
 import os
 import re
 import subprocess
@@ -298,7 +299,8 @@ def banner_of(*words: str, resumed: int | None = None) -> str:
 def test_the_banner_has_weights_schedule_seed_compilation_and_why_the_layout(tmp_path):
     assert "weights random, seed 7" in banner_of("seed=7")
     assert "212 documents; order by seed 7" in banner_of("seed=7")
-    (tmp_path / "config.json").write_text("{}")
+    shape = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 384}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": 264, "head_dim": 32, **shape}))
     begun = banner_of(f"train.init_from={tmp_path}").replace(" ", "")  # a long path is folded
     assert f"weights{tmp_path}(train.init_from)" in begun
     assert "weights of the checkpoint of step 40; the run began with random, seed 0" in banner_of(resumed=40)

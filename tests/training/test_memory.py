@@ -253,7 +253,16 @@ def test_parts_add_up_and_the_total_includes_the_reserve():
 
 
 def moba(*overrides, **kwargs):
-    return estimate("model=llama8b", "sparsity=moba", "train.activation_checkpoint=full", *overrides, **kwargs)
+    words = ("model=llama8b", "sparsity=moba", "sparsity.gate=block", "train.activation_checkpoint=full")
+    return estimate(*words, *overrides, **kwargs)
+
+
+def test_gates_of_queries_take_a_bit_for_each_chunk():
+    layers, heads, tokens, chunks = 32, 32, 131072, 32
+    for workers in (1, 8):
+        block, query = (moba(f"sparsity.gate={gate}", workers=workers, kernel="triton").moments[0].index for gate in ("block", "query"))
+        gates, starts = layers * heads * (tokens // workers) * chunks // 8, 8 * tokens
+        assert query - block == gates + starts
 
 
 def test_bitmaps_are_kept_until_backward_and_counted_by_pairs_of_blocks():
