@@ -15,6 +15,9 @@ RING = ["topology.exchange=ring", "topology.device=cuda"]
         (["data.text_key=body"], "data.text_key=body: has no effect, data.kind=stdlib reads no text"),
         (["optim.warmup_steps=9", "train.steps=5"], "optim.warmup_steps=9: train.steps=5 ends before; the learning rate never"),
         (["topology.gpu_memory_gib=80", "topology.device=cpu"], "topology.gpu_memory_gib=80: has no effect, workers on a CPU share"),
+        (["data.token_dtype=uint32"], "data.token_dtype=uint32: has no effect, data.kind=stdlib reads no .bin"),
+        (["topology.block_size=64", "topology.layout=zigzag"], "topology.block_size=64: has no effect, the layout is zigzag"),
+        (["optim.schedule_steps=50", "optim.schedule=constant"], "optim.schedule_steps=50: has no effect, optim.schedule=constant does"),
         (["train.checkpoint_every=9", "train.steps=5"], "train.checkpoint_every=9: has no effect, train.steps=5 ends before"),
         (["model.rope.beta_fast=16", "model.rope.scaling=none"], "model.rope.beta_fast=16: has no effect, model.rope.scaling=none; only"),
     ],
@@ -31,6 +34,7 @@ def test_a_setting_that_nothing_reads_is_one_line(words, said):
         ["recipe=stdlib_8k"],
         ["train.checkpoint_keep=0.3", "train.activation_checkpoint=sequence_selective"],
         ["topology.prefetch=2", *RING],
+        ["train.checkpoint_every=5", "train.steps=5"],
         ["topology.columns=once", "sparsity=vertical_slash", "seq=4k", *RING],
         ["topology.prefetch=2"],  # auto may choose a ring
         ["topology.gpu_memory_gib=80"],  # auto may find a GPU

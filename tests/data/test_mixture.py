@@ -90,7 +90,8 @@ def _earlier(sampler: MixtureSampler, number: int) -> int:
 
 @pytest.mark.parametrize("consumed", [0, 100, 128])
 def test_a_checkpoint_of_an_earlier_version_ends_its_block_as_it_began(consumed: int) -> None:
-    sampler = MixtureSampler([260, 140, 220], [0.5, 0.2, 0.3], 0)
+    sampler = MixtureSampler([260, 140, 220], [0.5, 0.2, 0.3], 7)
+    sampler.sequence(consumed)  # as a run that had begun before it was told to go on from there
     sampler.load_state({"seed": 7, "consumed": consumed})
     border = -(-consumed // sampler.block) * sampler.block
     assert border in (0, 128)

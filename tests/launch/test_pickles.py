@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from mtrain_cli.config import compose
 from mtrain_cli.launch.failures import Failure
 from mtrain_cli.launch.pickles import RefusedError, loads_message
+from mtrain_cli.launch.rendezvous import open_store
 from mtrain_cli.parallel.collectives import share
 from mtrain_cli.training.checkpoint import Checkpointer
 
@@ -78,6 +80,20 @@ def test_values_arrive(value):
 def test_functions_and_classes_that_do_things_are_refused(named):
     with pytest.raises(RefusedError, match="which mtrain does not load"):
         loads_message(named)
+
+
+@pytest.mark.parametrize("content", [b"I1\nQ.", b"P1\n."])
+def test_persistent_ids_are_refused(content):
+    with pytest.raises(RefusedError, match="persistent id"):
+        loads_message(content)
+
+
+def test_a_store_that_others_can_open_is_not_opened(tmp_path):
+    tmp_path.chmod(0o755)
+    with pytest.raises(PermissionError):
+        open_store(tmp_path, 1, timedelta(seconds=5))
+    tmp_path.chmod(0o700)
+    open_store(tmp_path, 1, timedelta(seconds=5)).set("a", "1")
 
 
 def test_nothing_is_imported_for_a_message(tmp_path: Path, monkeypatch):

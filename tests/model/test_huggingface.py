@@ -296,6 +296,18 @@ def test_sharded_workers_load_the_same_weights_and_read_only_their_rows(tmp_path
         (lambda f: edit_config(f, hidden_size="many"), "hidden_size=many: must be a positive integer"),
         (lambda f: edit_config(f, hidden_act="gelu"), 'hidden_act="gelu" is not supported; only "silu" is'),
         (lambda f: edit_config(f, use_sliding_window=True), "use_sliding_window=true is not supported"),
+        (lambda f: edit_config(f, partial_rotary_factor=0.5), "partial_rotary_factor=0.5 is not supported"),
+        (lambda f: edit_config(f, mlp_bias=True), "mlp_bias=true is not supported"),
+        (lambda f: edit_config(f, quantization_config={"bits": 4}), "quantization_config="),
+        (lambda f: edit_config(f, tie_word_embeddings=1), "tie_word_embeddings=1: must be true or false"),
+        (
+            lambda f: edit_config(f, rope_parameters=None, rope_scaling={"type": "yarn", "factor": 2.0, "truncate": False}),
+            "truncate=false is not",
+        ),
+        (
+            lambda f: edit_config(f, rope_parameters=None, rope_scaling={"type": "yarn", "factor": 2.0, "mscale": 1, "mscale_all_dim": 2}),
+            "mscale",
+        ),
         (lambda f: edit_config(f, layer_types=["full_attention", "sliding_attention"]), 'layer_types has "sliding_attention", which is'),
         (lambda f: edit_config(f, model_type="mistral", sliding_window=4096), "sliding_window=4096 is not supported; only null is"),
         (lambda f: edit_config(f, model_type="mistral"), "sliding_window is missing, which means 4096 to transformers; only null is"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -255,6 +256,8 @@ def test_every_query_of_moba_takes_its_best_chunks_and_its_own(monkeypatch, docu
                 assert allowed[b, h, i, : i + 1].nonzero().flatten().tolist() == wanted, (b, h, i)
                 chosen.append(chunks)
     assert len({frozenset(c) for c in chosen[128:144]}) > 1, "queries of a block differ"
+    assert not bool(index.bits.triu(1).any()), "no kernel is sent to a block of the future"
+    assert not index.same_as(replace(index, chunk=2 * index.chunk))
 
 
 def test_fixed_has_the_numbers_asked_for_and_depends_on_the_seed_alone():

@@ -104,6 +104,9 @@ def test_each_schedule_has_its_shape():
     assert wsd[79] == 1.0 > wsd[80]
     assert wsd[89] == pytest.approx(0.55)
     assert rates("optim.schedule=wsd")[81] == 1.0 > rates("optim.schedule=wsd")[82], "the last 20 % of the 89 steps behind the warm-up"
+    whole = rates("optim.schedule=wsd", "optim.decay_steps=89")
+    assert whole[10] == 1.0 > whole[11], "the decay fills what the warm-up leaves"
+    assert whole[99] == pytest.approx(0.1)
     short = rates("optim.schedule=linear", "optim.decay_steps=40")
     assert short[50:] == pytest.approx([0.1] * 50)
     assert short[30] == pytest.approx(0.55)
