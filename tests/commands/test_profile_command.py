@@ -241,6 +241,6 @@ def test_an_own_calibration_is_replaced_and_that_is_said(tmp_path):
 
 @without_gpu
 def test_shapes_beyond_the_memory_are_told_in_one_line():
-    result = run("kernels", "--seq", "16", "--heads", "64/64", "--head-dim", "999999999999", "--kernel", "sdpa")
+    result = run("kernels", "--seq", "4m", "--heads", "1024/1024", "--head-dim", "4096", "--kernel", "sdpa")
     assert result.exit_code == 1
     assert result.stderr.startswith("error: The next of these shapes does not fit the memory")

@@ -200,7 +200,7 @@ def test_a_step_of_many_gpus_is_whole_at_80_columns_too(monkeypatch, tmp_path):
         assert any(line.split()[:2] == [name, "12,346"] for line in text.splitlines()), name
     said = " ".join(text.split())
     assert "8 x NVIDIA H200: qwen3b, seq 1,048,576, vertical_slash, striped, hierarchical_all_gather, flash4; steps 3 to 5" in said
-    assert "step of the slowest rank 150,002 ms, 100,000 ms the one before without records (+50.0%, records" in said
+    assert "step of the slowest rank 150,002 ms, 100,000 ms the one before without records (+50.0%, by records" in said
     assert (
         "NCCL 34,926 ms, of which hidden beside computation or copies 10,234, exposed 24,691, 12,346 of that waiting for other ranks"
         in said
