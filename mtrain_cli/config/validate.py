@@ -180,9 +180,9 @@ _OTHERS = Most(10**9, "no run has more")
 _MOST: dict[str, Most] = {
     "seq": MOST_TOKENS,
     "model.vocab_size": Most(2**31 - 1, "token ids are 32-bit numbers"),
-    "model.hidden_size": Most(2**20, "no model is a tenth as wide"),
-    "model.intermediate_size": Most(2**22, "no model is a tenth as wide"),
-    "model.num_layers": Most(10_000, "no model has a tenth of them"),
+    "model.hidden_size": Most(2**20, "ten times the widest model known"),
+    "model.intermediate_size": Most(2**22, "ten times the widest model known"),
+    "model.num_layers": Most(10_000, "ten times the deepest model known"),
     "model.num_heads": _HEADS,
     "model.num_kv_heads": _HEADS,
     "model.head_dim": Most(4096, "no kernel takes wider heads"),
