@@ -67,6 +67,9 @@ class Words:
             found.typos.append(word)
         if name == train and draw.random() < 0.9:
             found.words.append(draw.choice(("--dry-run", "--cfg", "--cfg")))
+        # Of a key given twice the last value counts, and a warning names the first.
+        last = {word.partition("=")[0]: word for word in found.words}
+        found.typos = [word for word in found.typos if last.get(word.partition("=")[0], word) == word]
         return found
 
     def override(self) -> tuple[str, bool]:
