@@ -212,6 +212,8 @@ def simulate(
         # Inside a node they are the plain ones.
         exchanges = [name for name in exchanges if not name.startswith("hierarchical_")]
     count_of = _workers(found, workers, asked.words)
+    if price and not (tokens or recommend or sweep):
+        print(f"mtrain: warning: --price {price}: has no effect without --tokens, which says how much to train", file=sys.stderr)
     warn_of_idle(asked.words)
     if not sweep:  # which may say what the words lack
         asked.check(count_of)

@@ -45,6 +45,7 @@ SHOWN_FIRST = "real-512k-4xh200"  # of the profiles that ship
 class Source:
     """One thing to report. facts: of run_dir._facts(). shipped: a document of profiles/, of an older kind, which has tables only. step:
     summary of `mtrain profile step`. sparsity: rows of `mtrain profile sparsity`, as its HeadRecord names them. settings: by key.
+    damage: what is wrong with a file that is left out.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Source:
     sparsity: tuple[dict[str, Any], ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)
     restarts: tuple[Restart, ...] = ()
+    damage: str = ""
 
     @property
     def tables_only(self) -> bool:
@@ -132,6 +134,8 @@ class Source:
             found.append(f"{workers} workers share {cores} CPU cores: times tell who gets a core, work tells who has more to do")
         if self.cases and all(case.workers == 1 for case in self.cases):
             found.append("one worker: there is nobody to compare it with, and every degree across workers is 1")
+        if self.damage:
+            found.append(self.damage)
         if self.metrics and self.steps_wanted and self.metrics[-1].step < self.steps_wanted:
             found.append(f"step {self.metrics[-1].step} of {self.steps_wanted}")
         return found
@@ -224,7 +228,7 @@ def open_source(path: Path) -> Source:
     if path.is_file():
         return _open_file(path)
     recorded = next((open_records(folder) for folder in (path, path / PROFILE) if (folder / SUMMARY).is_file()), None)
-    metrics = tuple(read_metrics(path)) if (path / METRICS_FILE).is_file() else ()
+    metrics, damage = _metrics(path, alone=recorded is None)
     if recorded is None and not metrics:
         raise ConfigError(_nothing(path))
     cases: tuple[CaseAnalysis, ...] = ()
@@ -245,8 +249,26 @@ def open_source(path: Path) -> Source:
     wanted = _steps_wanted(path) if metrics else None
     return Source(
         _name(path), path, facts, recorded, cases, metrics, wanted, evaluations=tuple(read_evaluations(path)),
-        settings=read_settings(path), restarts=tuple(restart.read(RunDir(path))),
+        settings=read_settings(path), restarts=tuple(restart.read(RunDir(path))), damage=damage,
     )  # fmt: skip
+
+
+def _metrics(path: Path, *, alone: bool) -> tuple[tuple[StepMetrics, ...], str]:
+    """The steps of a run, and what is wrong with their file. alone: nothing else of the run can be shown.
+
+    Raises:
+        ConfigError: the file is damaged and the run has nothing else.
+    """
+    file = path / METRICS_FILE
+    if not file.is_file():
+        return (), ""
+    try:
+        found = tuple(read_metrics(path))
+    except ConfigError as error:
+        if alone:
+            raise
+        return (), f"{error.problems[0]}; the steps are left out"
+    return found, f"{file}: holds no step" if not found and not alone and file.stat().st_size else ""
 
 
 def _sparsity(folder: Path) -> tuple[dict[str, Any], ...]:

@@ -168,6 +168,8 @@ def test_a_step_by_part_and_what_a_training_takes():
     assert "at $2 a GPU and hour" in " ".join(shown.stdout.split())
     unknown = run("simulate", *SMALL, "--layout", "striped", "--exchange", "ring", "--no-files", "--tokens", "1b")
     assert "cost unknown, --price X gives" in " ".join(unknown.stdout.split())
+    priced = run("simulate", *SMALL, "--layout", "striped", "--exchange", "ring", "--no-files", "--price", "2")
+    assert "--price 2: has no effect without --tokens" in priced.stderr.replace("2.0", "2")
 
 
 def test_a_sweep_is_a_table_files_and_a_report(tmp_path):

@@ -124,3 +124,24 @@ def test_folders_that_have_nothing_to_report_are_passed_over():
     Path("runs/latest").symlink_to("trained")
     assert known() == folders
     assert default() == folders[:1]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"step": 1, "loss": []}\n{"step": 2, "loss": 3.0}\n', "holds a line that is no step"),
+        ("{\n{}\n", "not a step; each line must be a JSON object"),
+        ('{"step": "a", "loss": []}\n', "holds no step"),
+    ],
+)
+def test_a_profile_is_shown_beside_damaged_metrics_and_the_damage_is_said(tmp_path, content, said):
+    folder = recorded_once(tmp_path / "run", Play(ring(2)), layers=(0,), iterations=2)
+    (folder / "metrics.jsonl").write_text(content)
+    found = open_source(folder)
+    assert found.cases
+    assert found.metrics == ()
+    assert any(said in remark for remark in found.remarks)
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "metrics.jsonl").write_text(content)
+    with pytest.raises(ConfigError):
+        open_source(tmp_path / "alone")
