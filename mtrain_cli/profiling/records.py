@@ -193,6 +193,9 @@ def open_records(folder: Path) -> Recorded:
         raise ConfigError(f"{path}: is no summary of a profile ({reason(error)})") from error
     if schema != SCHEMA:
         raise ConfigError(f"{path}: has schema {schema}, this version of mtrain reads {SCHEMA}; measure again, or use the version it names")
+    cases = summary.get("cases")
+    if cases is not None and not (isinstance(cases, list) and all(isinstance(case, dict) for case in cases)):
+        raise ConfigError(f"{path}: is no summary of a profile (cases must be a list of objects)")
     whole = folder / RECORDS
     parts = (whole,) if whole.is_file() else tuple(sorted((folder / PARTS).glob("*.parquet")))
     return Recorded(folder, summary, bool(summary.get("complete")), parts)

@@ -83,6 +83,8 @@ def damage(folder, how: str) -> None:
         (folder / "summary.json").write_text("[1]")
     elif how == "older":
         (folder / "summary.json").write_text(json.dumps({"schema": 1}))
+    elif how in ("cases", "case"):
+        (folder / "summary.json").write_text(json.dumps({"schema": 2, "cases": 1.5 if how == "cases" else ["one"]}))
     elif how == "no parquet":
         (folder / "records.parquet").write_text("who computes, who waits")
     elif how == "cut":
@@ -102,6 +104,8 @@ def damage(folder, how: str) -> None:
         ("no summary", "holds no profile (summary.json is missing)"),
         ("no JSON", "is no summary of a profile"),
         ("a list", "is no summary of a profile"),
+        ("cases", "cases must be a list of objects"),
+        ("case", "cases must be a list of objects"),
         ("older", "has schema 1, this version of mtrain reads 2"),
         ("no parquet", "is no parquet file, or a damaged one"),
         ("cut", "is no parquet file, or a damaged one"),
