@@ -145,11 +145,9 @@ def _given_model(groups: Groups, choices: Mapping[str, str], values: Mapping[str
 
 def _model_in(file: Path) -> tuple[str | None, set[str]]:
     """The option of the group ``model`` that a recipe or a top-level file chooses, and the leaves under it that it sets."""
-    import yaml
-
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        content = read_yaml(file)
+    except (OSError, ValueError):
         return None, set()  # composing has said so
     if not isinstance(content, dict):
         return None, set()

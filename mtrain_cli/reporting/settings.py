@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mtrain_cli.config import keys
+from mtrain_cli.config.documents import read_yaml
 from mtrain_cli.config.sizes import format_size
 
 RESOLVED = "resolved.yaml"
@@ -32,10 +31,10 @@ def read_settings(folder: Path) -> dict[str, Any]:
     The file is not checked against this version's schema, so that runs of other versions can be shown.
     """
     try:
-        found = yaml.safe_load((folder / RESOLVED).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        found = read_yaml(folder / RESOLVED)
+        return keys.flatten(found) if isinstance(found, Mapping) else {}
+    except (OSError, ValueError, RecursionError):
         return {}
-    return keys.flatten(found) if isinstance(found, Mapping) else {}
 
 
 def card(settings: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ from mtrain_cli.reporting import html, tables
 from mtrain_cli.reporting.curves import POINTS, POINTS_OF_ALL, log_ticks, rate_restarts, smoothed, training_views
 from mtrain_cli.reporting.figures import HEAT_NUMBERS, TIMELINE_BARS, Figure, View, _numbers
 from mtrain_cli.reporting.html import write_page
+from mtrain_cli.reporting.settings import read_settings
 from mtrain_cli.reporting.source import Source, open_source
 from mtrain_cli.training.evaluation import Bucket, Evaluation
 from mtrain_cli.training.metrics import StepMetrics
@@ -184,3 +185,9 @@ def test_pages_follow_the_colours_that_the_reader_prefers(tmp_path):
     assert "@media (prefers-color-scheme: dark)" in text
     assert 'matchMedia("(prefers-color-scheme: dark)")' in text
     assert '"#fff"' not in text, "figures take the colours of the page"
+
+
+def test_settings_that_cannot_be_read_are_left_out(tmp_path):
+    for content in (b"a: " + b"[" * 5000, b"\xff\xfe", b"a: [", b"- 1"):
+        (tmp_path / "resolved.yaml").write_bytes(content)
+        assert read_settings(tmp_path) == {}
