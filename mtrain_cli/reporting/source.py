@@ -228,7 +228,7 @@ def open_source(path: Path) -> Source:
     if path.is_file():
         return _open_file(path)
     recorded = next((open_records(folder) for folder in (path, path / PROFILE) if (folder / SUMMARY).is_file()), None)
-    metrics, damage = _metrics(path, alone=recorded is None)
+    metrics, damaged = _metrics(path, alone=recorded is None)
     if recorded is None and not metrics:
         raise ConfigError(_nothing(path))
     cases: tuple[CaseAnalysis, ...] = ()
@@ -249,7 +249,7 @@ def open_source(path: Path) -> Source:
     wanted = _steps_wanted(path) if metrics else None
     return Source(
         _name(path), path, facts, recorded, cases, metrics, wanted, evaluations=tuple(read_evaluations(path)),
-        settings=read_settings(path), restarts=tuple(restart.read(RunDir(path))), damage=damage,
+        settings=read_settings(path), restarts=tuple(restart.read(RunDir(path))), damage=damaged,
     )  # fmt: skip
 
 
