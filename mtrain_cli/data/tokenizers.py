@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mtrain_cli import install_command
+from mtrain_cli.config import documents
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.failures import read_failure
 
@@ -123,6 +124,8 @@ def open_tokenizer(choice: str, option: str = "data.tokenizer") -> ByteTokenizer
     library = _library(f"{option}={choice}")
     try:
         tokenizer = library.Tokenizer.from_str(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{option}={choice}: not a Hugging Face tokenizer.json ({documents.reason(error)})") from None
     except Exception as error:  # the package raises plain Exception for whatever it dislikes
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"{option}={choice}: not a Hugging Face tokenizer.json ({reason})") from None

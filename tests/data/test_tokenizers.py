@@ -136,7 +136,7 @@ def test_identity_follows_content_not_path(bpe_file: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(None, "no such file"), (b"{}", "not a Hugging Face"), (b"\xff\x00", "not a Hugging Face")]
+    ("content", "message"), [(None, "no such file"), (b"{}", "not a Hugging Face"), (b"\xff\x00", "it is no text, byte 1 is not UTF-8")]
 )
 def test_missing_and_broken_files_are_one_clear_line(tmp_path: Path, content: bytes | None, message: str) -> None:
     path = tmp_path / "tokenizer.json"
