@@ -331,7 +331,7 @@ class BlockBitmap(Index):
 
 @dataclass(frozen=True)
 class GatedBitmap(BlockBitmap):
-    """A bitmap of which every query sees some chunks of keys only. A block of keys is set where any query of the block sees its chunk, so
+    """A bitmap in which each query sees its own chunks of keys. A block of keys is set if any query of the block sees its chunk, so
     that a kernel skips the others.
 
     gates: int32 [batch, heads, held * block, words], bit c % 32 of word c // 32: the query sees chunk c. None is set for padding.

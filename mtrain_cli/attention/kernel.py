@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class IndexRequest:
     """The dynamic index that a run's pattern makes. block: tokens of a block; bitmap: listed blocks instead of diagonals and columns;
-    chunk: of a bitmap every query sees some chunks of so many keys only (`index.GatedBitmap`), 0 for whole blocks.
+    chunk: keys of a chunk where each query of a bitmap chooses its own chunks (`index.GatedBitmap`); 0 for whole blocks.
     """
 
     block: int

@@ -107,7 +107,13 @@ def simulate(
     ] = None,
     layers: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Draw indices of so many layers; 1, of a file all.", min=1, max=MOST_WORKERS, show_default=False),
+        typer.Option(
+            metavar="N",
+            help="Layers that get an index of their own; by default 1, or all layers of a recorded file.",
+            min=1,
+            max=MOST_WORKERS,
+            show_default=False,
+        ),
     ] = None,
     workers: Annotated[
         int | None,

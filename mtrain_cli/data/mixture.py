@@ -113,7 +113,10 @@ class MixtureSampler(Sampler):
         return {**super().state(), "in_order_from": self._in_order_from}
 
     def load_state(self, state: Mapping[str, int]) -> None:
-        """Go on from ``state()``. One of an earlier version ends its block as it began, so that no sequence of it is lost or repeated."""
+        """Continue from ``state()``.
+
+        A state of an earlier version finishes its block in the old order: no sequence is lost or repeated.
+        """
         super().load_state(state)
         self._in_order_from = int(state.get("in_order_from", -(-self.consumed // self.block)))
         self._blocks.clear()

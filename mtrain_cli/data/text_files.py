@@ -153,7 +153,7 @@ def _jsonl(path: Path, label: str, key: TextKey, skip: int) -> Iterator[Document
 
 
 def _lines(file: IO[bytes], label: str) -> Iterator[bytes]:
-    """Raises ConfigError for a line that is no document of any kind, before memory holds all of it."""
+    """Raise ConfigError for a line that is too long to be a document, before reading all of it."""
     number = 0
     while line := file.readline(LONGEST_LINE + 1):
         number += 1

@@ -35,7 +35,7 @@ _LOG_FROM = 30.0  # largest over smallest gradient norm from which a log axis sh
 
 
 def smoothed(values: Sequence[float | None], window: int) -> list[float | None]:
-    """Exponential mean over about so many steps, without the pull of the start towards zero. A gap stays a gap."""
+    """Exponential moving average over about ``window`` steps, corrected for its start. None stays None."""
     keep = 1 - 2 / (window + 1)
     mean, weight = 0.0, 0.0
     found: list[float | None] = []

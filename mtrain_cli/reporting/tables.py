@@ -360,7 +360,7 @@ def incomparable(sources: Sequence[Source]) -> list[str]:
 
 def _workers_of(source: Source) -> str:
     told = [source.summary.get("workers"), (source.step or {}).get("workers"), source.settings.get("topology.workers")]
-    # `auto` is as many as there were GPUs, or two processes of a CPU.
+    # `auto` means one worker per GPU, or two processes on a CPU.
     gpus = len(source.facts.get("gpus") or [])
     return next((str(value) for value in told if isinstance(value, int)), str(gpus or 2) if "auto" in told else "")
 

@@ -103,7 +103,7 @@ class MobaPattern:
         top_k = min(self.top_k, scores.shape[-1])
         least = torch.topk(scores, top_k, dim=-1).values[..., -1:]
         above, equal = scores > least, scores == least
-        # Of equal ones the first as many as there is room for.
+        # Among equal values, keep the first ones that fit.
         room = top_k - above.sum(-1, keepdim=True)
         return (above | (equal & (equal.cumsum(-1) <= room))) & there
 

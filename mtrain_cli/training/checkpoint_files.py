@@ -1,6 +1,6 @@
 """DCP's files, read such that nothing in them runs: a checkpoint may come from somebody else, with checksums that fit.
 
-``.metadata`` is a pickle, of which only the classes that DCP writes are made. Tensors and other values are read with
+``.metadata`` is a pickle; only the classes that DCP writes are created. Tensors and other values are read with
 ``weights_only=True``. Names stay inside the folder, and nothing unpacks to more than the files hold.
 """
 
@@ -140,10 +140,10 @@ def tensors_of(metadata: Metadata, prefix: str) -> dict[str, TensorStorageMetada
 
 
 def _checked(metadata: Any, folder: Path) -> Metadata:
-    """``metadata`` where all of it has the types that DCP gives it.
+    """Return ``metadata`` if every part has the type that DCP writes.
 
     Raises:
-        ValueError: it has not; one line that follows the file's name.
+        ValueError: some part does not; one line that follows the file's name.
     """
     if not isinstance(metadata, Metadata) or not isinstance(metadata.__dict__.get("storage_data"), dict):
         raise ValueError("describes no checkpoint")

@@ -90,7 +90,8 @@ def export_checkpoint(
     run = _run_of(source)
     config = compose.load(run / RESOLVED)
     files, remark = (of_folder(tokenizer), "") if tokenizer is not None else tokenizer_of_run(config, run)
-    config_json(config.model, rope_factor=1.0, seq=config.seq, dtype="float32")  # a family that lacks the shape is told before reading
+    # Refuse a shape that the family lacks before reading weights.
+    config_json(config.model, rope_factor=1.0, seq=config.seq, dtype="float32")
     try:
         step, weights = load_model_state(source, report)
     except CheckpointError as error:

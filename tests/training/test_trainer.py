@@ -137,7 +137,7 @@ def test_a_resume_with_other_hyperparameters_uses_them(tmp_path):
 
 
 def without_labels(trainer: Trainer, *steps: int) -> None:
-    """The labels of these steps, from 0, are all ignored."""
+    """Steps, counted from 0, whose labels are all ignored."""
     make, seen, local = trainer.loader._make, iter(range(10**6)), trainer.config.train.global_batch // trainer.environment.dp
 
     def made(samples):
