@@ -14,17 +14,17 @@ def main() -> None:
 def _main() -> None:
     # Imported here, so that Ctrl-C in this part of a second is no traceback.
     from mtrain_cli.commands.app import app
-    from mtrain_cli.launch import streams
+    from mtrain_cli.launch import guarded_streams
 
-    streams.guard(output_required=True)
+    guarded_streams.guard(output_required=True)
     try:
         try:
             app(prog_name="mtrain")
         finally:
             sys.stdout.flush()
-    except streams.OutputLostError as lost:
+    except guarded_streams.OutputLostError as lost:
         if lost.reader_left:
-            sys.exit(streams.CLOSED_PIPE)
+            sys.exit(guarded_streams.CLOSED_PIPE)
         print(f"error: {lost}", file=sys.stderr)
         sys.exit(1)
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from mtrain_cli.launch.pickles import guard_collectives
+from mtrain_cli.launch.safe_pickle import guard_collectives
 
 
 def run(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:

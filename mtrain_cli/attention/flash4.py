@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from mtrain_cli import install_command
-from mtrain_cli.attention.bars import add_column_gradients, pack_columns
 from mtrain_cli.attention.block_lists import index_lists
-from mtrain_cli.attention.compiled import kernels_kept
 from mtrain_cli.attention.kernel import KernelRequest
+from mtrain_cli.attention.kernel_cache import kernels_kept
+from mtrain_cli.attention.packed_columns import add_column_gradients, pack_columns
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.attention.triton_kernel import TritonColumns, given_delta, make_plan
 

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.attention.mask import IntArray, SequenceMask
-from mtrain_cli.attention.transfer import to_device
 
 _COUNTED_AT_ONCE = 1 << 24  # bits
 

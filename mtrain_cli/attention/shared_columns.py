@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from mtrain_cli.attention.bars import add_rows, key_slots, pack_rows, whole_columns
 from mtrain_cli.attention.index import VerticalSlash
 from mtrain_cli.attention.kernel import accumulation_dtype
+from mtrain_cli.attention.packed_columns import add_rows, key_slots, pack_rows, whole_columns
 from mtrain_cli.attention.tiles import Tiles
 
 

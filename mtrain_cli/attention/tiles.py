@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.attention.index import Index
 from mtrain_cli.attention.mask import IntArray, SequenceMask, Slice, Spans
-from mtrain_cli.attention.transfer import to_device
 
 # The first position that a query sees, for one that sees nothing: above all positions, and kernels add a block to it in int32.
 NOTHING = 1 << 30

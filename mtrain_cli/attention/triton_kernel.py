@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from mtrain_cli import install_command
-from mtrain_cli.attention.bars import add_column_gradients, local_columns, pack_columns
 from mtrain_cli.attention.block_lists import ordered_lines
 from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, VerticalSlash
 from mtrain_cli.attention.kernel import KernelRequest
+from mtrain_cli.attention.packed_columns import add_column_gradients, local_columns, pack_columns
 from mtrain_cli.attention.tiles import Tiles
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from mtrain_cli.commands import (
     doctor,
     profile_imbalance,
     profile_links,
-    profile_rest,
+    profile_non_attention,
     profile_step,
     profile_what_if,
     report,
@@ -205,7 +205,7 @@ def mtrain(
 app.command("train")(train.train)
 app.command("status")(status.status)
 # All add their command to that of commands/profile.py.
-assert profile_links.app is profile_rest.app is profile_step.app is profile_what_if.app is profile_imbalance.app
+assert profile_links.app is profile_non_attention.app is profile_step.app is profile_what_if.app is profile_imbalance.app
 app.add_typer(profile_imbalance.app, name="profile")
 app.command("profile-balance", hidden=True)(profile_imbalance.imbalance)
 app.command("simulate")(simulate.simulate)

@@ -110,7 +110,7 @@ def verify_weights(
     """
     import torch
 
-    from mtrain_cli.launch.temporary import private_folder
+    from mtrain_cli.launch.temporary_folders import private_folder
     from mtrain_cli.model.verify import require_transformers, verify
 
     version = require_transformers()

@@ -124,7 +124,7 @@ def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]
     from rich.text import Text
 
     from mtrain_cli.console import Console
-    from mtrain_cli.reporting.width import limit
+    from mtrain_cli.reporting.terminal_width import limit
 
     console = Console()
     width = limit(console)

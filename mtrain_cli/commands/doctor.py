@@ -228,7 +228,7 @@ def describe_links(links: list[Link]) -> list[str]:
 def _kernels(gpus: list[Gpu]) -> list[KernelState]:
     """What the registry says for the usual request of each kind of device: float32 on the CPU, bfloat16 on a GPU, head_dim 128."""
     from mtrain_cli.attention.kernel import KernelRequest
-    from mtrain_cli.attention.registry import survey
+    from mtrain_cli.attention.kernel_registry import survey
 
     requests = [KernelRequest("cuda", capability, "bfloat16", 128, 16, 2) for capability in sorted({gpu.capability for gpu in gpus})]
     requests.append(KernelRequest("cpu", None, "float32", 128, 16, 2))
@@ -274,9 +274,9 @@ def _check_kernel(state: KernelState) -> CheckResult:
     import torch
 
     from mtrain_cli.attention.kernel import KernelRequest
+    from mtrain_cli.attention.kernel_registry import choose
     from mtrain_cli.attention.mask import SequenceMask
     from mtrain_cli.attention.reference import ReferenceKernel
-    from mtrain_cli.attention.registry import choose
     from mtrain_cli.attention.tiles import Tiles
 
     name = f"kernel {state.name} on {state.device}"

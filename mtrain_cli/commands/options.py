@@ -77,7 +77,7 @@ def warn_of_idle(
     words: Sequence[str], config: Config | None = None, config_dir: Path | None = None, *, exchange: str = "", device: str = ""
 ) -> None:
     """One line on stderr for each typed setting that changes nothing. config: None where a command uses few keys by design."""
-    from mtrain_cli.config.idle import idle, repeated
+    from mtrain_cli.config.unused_settings import idle, repeated
     from mtrain_cli.launch.job import job_rank
 
     if job_rank():

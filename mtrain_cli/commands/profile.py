@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from mtrain_cli.config.schema import Config
-    from mtrain_cli.profiling.kernels import KernelTime
-    from mtrain_cli.profiling.sparsity import HeadRecord
+    from mtrain_cli.profiling.kernel_benchmark import KernelTime
+    from mtrain_cli.profiling.pattern_quality import HeadRecord
     from mtrain_cli.sparsity.pattern import Pattern
 
 app = typer.Typer(help="Measure on this machine: attention, messages, whole steps.", rich_markup_mode="rich", no_args_is_help=True)
@@ -83,7 +83,7 @@ def sparsity(
           two patterns while a model learns; keys of a pattern apply to the pattern that has them
     """
     from mtrain_cli.console import Console
-    from mtrain_cli.profiling.sparsity import profile_sparsity
+    from mtrain_cli.profiling.pattern_quality import profile_sparsity
     from mtrain_cli.sparsity.pattern import shown_name
 
     if out is not None and out.suffix != ".parquet":
@@ -138,7 +138,7 @@ def _patterns(overrides: list[str], names: str) -> tuple[Config, list[Pattern]]:
     from mtrain_cli.config.compose import compose
     from mtrain_cli.config.schema import PATTERN_KEYS, PATTERNS
     from mtrain_cli.config.suggest import did_you_mean
-    from mtrain_cli.sparsity.registry import make_pattern
+    from mtrain_cli.sparsity.pattern_registry import make_pattern
 
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     allowed = [name for name in PATTERNS if name != "dense"]
@@ -180,7 +180,7 @@ def _is_sparsity_file(out: Path) -> bool:
     import pyarrow
     import pyarrow.parquet
 
-    from mtrain_cli.profiling.sparsity import HeadRecord
+    from mtrain_cli.profiling.pattern_quality import HeadRecord
 
     try:
         names = set(pyarrow.parquet.read_schema(out).names)
@@ -342,8 +342,8 @@ def kernels(
 
     from mtrain_cli.config.sizes import parse_share, parse_size
     from mtrain_cli.console import Console
-    from mtrain_cli.profiling.kernels import Case, missing, profile_kernels, save_calibration
-    from mtrain_cli.reporting.width import limit, say
+    from mtrain_cli.profiling.kernel_benchmark import Case, missing, profile_kernels, save_calibration
+    from mtrain_cli.reporting.terminal_width import limit, say
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     lengths = numbers("--seq", ("32k,128k" if device == "cuda" else "1k,2k") if seq == "auto" else seq, parse_size)
@@ -408,7 +408,7 @@ def kernels(
 
         times = profile_kernels(cases if whole else [], names, dtype, device, repeats, whole_one)
         if of_so_many:
-            from mtrain_cli.profiling.shares import profile_shares
+            from mtrain_cli.profiling.worker_calls import profile_shares
 
             console.print("one worker's calls")
             times += profile_shares(cases, of_so_many, names, dtype, device, repeats, share_of_one)

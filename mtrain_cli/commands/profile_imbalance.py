@@ -100,7 +100,7 @@ def imbalance(
         raise ConfigError("--peer: PyTorch's context parallelism with cuDNN needs GPUs in one context group, and bfloat16; leave it out")
     # Only now: they take seconds to import, and a mistake is told at once.
     from mtrain_cli.profiling import records
-    from mtrain_cli.profiling.measure import ATTENTION_ONLY, TARGETS, TRAINING, Plan
+    from mtrain_cli.profiling.measurement import ATTENTION_ONLY, TARGETS, TRAINING, Plan
 
     run = run_dir.create(config, words)
     mode = ATTENTION_ONLY if attention_only else TRAINING

@@ -92,7 +92,7 @@ def links(
     if nodes is not None and nodes > 1 and environment.nodes == 1:
         raise ConfigError(f"--nodes {nodes}: links between nodes were not measured; give topology.gpus_per_node=N, or several nodes")
     # Only now: it takes seconds to import, and most mistakes are told at once.
-    from mtrain_cli.profiling import links as measuring
+    from mtrain_cli.profiling import link_benchmark as measuring
 
     if cluster_out is not None and environment.launcher != "mtrain":
         raise ConfigError(
@@ -164,7 +164,7 @@ def _write(path: Path, text: str) -> None:
 
 def _show(document: dict[str, Any], folder: Path, cluster_out: Path | None) -> None:
     from mtrain_cli.console import Console
-    from mtrain_cli.reporting.width import print_table, say
+    from mtrain_cli.reporting.terminal_width import print_table, say
 
     console = Console(highlight=False, soft_wrap=True)
     print_table(console, _table(document), ("10-90 %",))

@@ -79,7 +79,7 @@ def step(
     warn_of_idle(words, config, device=environment.device)
     # Only now: they take seconds to import, and a mistake is told at once.
     from mtrain_cli.profiling import records
-    from mtrain_cli.profiling.recorded_step import TARGET, Plan
+    from mtrain_cli.profiling.step_profile import TARGET, Plan
 
     run = run_dir.create(config, words)
     Plan(warmup, min(warmup, dense + 2), steps, trace, quiet=as_json).save(run)

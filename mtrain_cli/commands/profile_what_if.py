@@ -61,7 +61,7 @@ def what_if(
     from mtrain_cli.config.schema import EXCHANGES, LAYOUTS
     from mtrain_cli.console import Console
     from mtrain_cli.profiling.index_file import load_indices
-    from mtrain_cli.reporting.width import print_table, say
+    from mtrain_cli.reporting.terminal_width import print_table, say
     from mtrain_cli.simulation.what_if import setups_of
 
     layouts, exchanges = names("--layout", layout, LAYOUTS), names("--exchange", exchange, EXCHANGES)
@@ -107,7 +107,7 @@ def _numbers(option: str, text: str) -> list[int]:
 
 def _index_file(run: Path) -> Path:
     from mtrain_cli.profiling.records import INDEX
-    from mtrain_cli.reporting.source import PROFILE, find, known
+    from mtrain_cli.reporting.report_source import PROFILE, find, known
 
     if run.is_file():
         return run

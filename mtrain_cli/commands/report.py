@@ -15,7 +15,7 @@ from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
     from mtrain_cli.console import Console
-    from mtrain_cli.reporting.source import Source
+    from mtrain_cli.reporting.report_source import Source
 
 PAGE, TABLES = "report.html", "tables"
 
@@ -51,7 +51,7 @@ def report(
       [cyan]mtrain report before after --out compared[/cyan]
           two of them, with ratios and what is inside the noise
     """
-    from mtrain_cli.reporting import source as sources_of
+    from mtrain_cli.reporting import report_source as sources_of
     from mtrain_cli.reporting.terminal import make_console, show_sources
 
     if as_json and out is not None:

@@ -17,12 +17,12 @@ import typer
 
 from mtrain_cli.commands.completion import complete_clusters, complete_exchanges, complete_layouts, complete_overrides
 from mtrain_cli.commands.options import MOST_TOKENS, MOST_WORKERS, names, share, warn_of_idle
-from mtrain_cli.commands.simulate_words import CLUSTERED, DENSE, Asked, count, dollars
+from mtrain_cli.commands.simulate_args import CLUSTERED, DENSE, Asked, count, dollars
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
     from mtrain_cli.console import Console
-    from mtrain_cli.parallel.selection import ExchangeChoice
+    from mtrain_cli.parallel.exchange_selection import ExchangeChoice
     from mtrain_cli.simulation.cluster import Cluster
     from mtrain_cli.simulation.scenario import Outcome, Scenario
     from mtrain_cli.simulation.what_if import Setup
@@ -316,8 +316,8 @@ class _Job:
         return self.asked.file(self.asked.words) is not None and not any(word.startswith("model=") for word in self.asked.words)
 
     def steps(self) -> None:
-        from mtrain_cli.commands import simulate_shown as shown
-        from mtrain_cli.reporting.width import print_table, say
+        from mtrain_cli.commands import simulate_output as shown
+        from mtrain_cli.reporting.terminal_width import print_table, say
         from mtrain_cli.simulation.scenario import check_dealt, evaluate, plan_on
         from mtrain_cli.simulation.sweep import row_of
 
@@ -354,11 +354,11 @@ class _Job:
         self._ended(console, folder)
 
     def attention(self, recompute: bool) -> None:
-        from mtrain_cli.commands import simulate_shown as shown
-        from mtrain_cli.reporting.width import print_table, say
+        from mtrain_cli.commands import simulate_output as shown
+        from mtrain_cli.reporting.terminal_width import print_table, say
         from mtrain_cli.simulation.calibration import own_calibration
+        from mtrain_cli.simulation.prediction import predict
         from mtrain_cli.simulation.scenario import slowest_group
-        from mtrain_cli.simulation.simulate import predict
 
         asked = self.asked
         own = own_calibration(asked.calibration)
@@ -421,8 +421,8 @@ class _Job:
         return setup_of(plan), plan.kernel, plan.exchange
 
     def recommend(self) -> None:
-        from mtrain_cli.commands import simulate_shown as shown
-        from mtrain_cli.reporting.width import print_table
+        from mtrain_cli.commands import simulate_output as shown
+        from mtrain_cli.reporting.terminal_width import print_table
         from mtrain_cli.simulation.recommend import label, recommend
         from mtrain_cli.simulation.sweep import row_of
 
@@ -475,18 +475,18 @@ class _Job:
             raise typer.Exit(1)
 
     def _leave_best(self, folder: Path, content: dict[str, Any], best: Outcome, scenario: Scenario) -> None:
-        from mtrain_cli.commands import simulate_shown as shown
+        from mtrain_cli.commands import simulate_output as shown
         from mtrain_cli.simulation.scenario import evaluate
 
         again = evaluate(self.cluster, scenario, best.plan, rows=True, bounds=False)
         shown.leave(folder, content, [again.attention])
 
     def sweep(self, texts: Sequence[str], cluster_of: Callable[[int | None], Cluster], workers: int | None) -> None:
-        from mtrain_cli.commands import simulate_shown as shown
+        from mtrain_cli.commands import simulate_output as shown
         from mtrain_cli.launch.failures import RunError
         from mtrain_cli.profiling.records import SWEEP
         from mtrain_cli.reporting.sweeps import LEGEND, SPARE, sheet, sweep_table, why_not
-        from mtrain_cli.reporting.width import print_table, say
+        from mtrain_cli.reporting.terminal_width import print_table, say
         from mtrain_cli.simulation.calibration import own_calibration
         from mtrain_cli.simulation.sweep import COLUMNS, DENSITY, NODES, WORKERS, Sweep, axes, points, shared_remarks
 

@@ -62,7 +62,7 @@ def _validate(
     as_json: bool,
     leave: bool,
 ) -> None:
-    from mtrain_cli.commands.simulate_shown import new_folder
+    from mtrain_cli.commands.simulate_output import new_folder
     from mtrain_cli.console import Console
     from mtrain_cli.profiling import records
     from mtrain_cli.simulation.validation import Unlike, agreement, compare, open_prediction, open_run
@@ -199,8 +199,8 @@ def _leave(folder: Path, document: dict[str, Any]) -> None:
 
 
 def _show(console: Console, document: dict[str, Any], compared: Sequence[CaseComparison], together: Agreement) -> None:
-    from mtrain_cli.commands.simulate_shown import brief_remark
-    from mtrain_cli.reporting.width import print_table, say
+    from mtrain_cli.commands.simulate_output import brief_remark
+    from mtrain_cli.reporting.terminal_width import print_table, say
 
     def line(text: str, style: str | None = None) -> None:
         say(console, text, _LABEL, style)
@@ -254,7 +254,7 @@ def _kernels(calibration: dict[str, Any] | None) -> str:
 
 
 def _say_when(console: Console, document: dict[str, Any], compared: Sequence[CaseComparison]) -> None:
-    from mtrain_cli.reporting.width import say
+    from mtrain_cli.reporting.terminal_width import say
 
     started = {run["folder"]: run["started"] for run in document["runs"]}
     pairs = sorted({(case.written, started[case.run]) for case in compared if case.written})

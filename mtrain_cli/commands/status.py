@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from mtrain_cli.console import Console
-    from mtrain_cli.launch.status import Status
+    from mtrain_cli.launch.run_status import Status
 
 WATCH_S = 2.0
 _PIPED = 400  # columns
@@ -60,7 +60,7 @@ def status(
           for a script
     """
     from mtrain_cli.commands.train import find_run
-    from mtrain_cli.launch import status as statuses
+    from mtrain_cli.launch import run_status as statuses
     from mtrain_cli.launch.run_dir import RunDir
 
     if every and run is not None:
@@ -90,7 +90,7 @@ def status(
 
 
 def _width(console: Console) -> int | None:
-    from mtrain_cli.reporting.width import limit
+    from mtrain_cli.reporting.terminal_width import limit
 
     return limit(console)
 

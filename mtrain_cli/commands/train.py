@@ -87,7 +87,7 @@ def _configuration(overrides: list[str], config_dir: Path | None, run_path: Path
 
     if run_path is None:
         return compose.compose(overrides, config_dir, plan=plan)
-    from mtrain_cli.config.resumed import with_its_schedule
+    from mtrain_cli.config.resumed_schedule import with_its_schedule
     from mtrain_cli.launch.job import current_job
     from mtrain_cli.launch.run_dir import RunDir
 
@@ -155,7 +155,7 @@ def _print_configuration(config: Config) -> None:
 def _print_plan(config: Config, words: list[str], config_dir: Path | None) -> None:
     from mtrain_cli.console import Console
     from mtrain_cli.training.dry_run import fits, render
-    from mtrain_cli.training.planning import plan
+    from mtrain_cli.training.run_plan import plan
 
     found = plan(config)
     warn_of_idle(words, config, config_dir, exchange=found.exchange.name, device=found.environment.device)

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.data.cache import cached_array
 from mtrain_cli.data.mds import MdsFolder
 from mtrain_cli.data.store import VERSION, StoreMeta, Stretch
+from mtrain_cli.data.token_cache import cached_array
 
 TOKENS, SPANS, TARGETS, DOMAIN = "input_ids", "indices", "mask", "domain"
 _INTEGERS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")

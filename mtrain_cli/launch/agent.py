@@ -20,10 +20,10 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
-from mtrain_cli.launch import failures, whereabouts
+from mtrain_cli.launch import failures, progress_record
 from mtrain_cli.launch.failures import Failure
+from mtrain_cli.launch.progress_record import Where
 from mtrain_cli.launch.rendezvous import OneMachine
-from mtrain_cli.launch.whereabouts import Where
 
 POLL_S = 0.1
 # A worker whose peer died may be reaped before the peer is.
@@ -57,7 +57,7 @@ class WorkerFiles(LogsSpecs):
 
     def where_of(self, rank: int) -> Path:
         """The file in which worker ``rank`` keeps where it is."""
-        return whereabouts.beside(self.record_of(rank), rank)
+        return progress_record.beside(self.record_of(rank), rank)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         for rank, variables in envs.items():
@@ -131,7 +131,7 @@ class WorkerAgent(LocalElasticAgent):
         assert self._pcontext is not None
         found = []
         for rank in self._pcontext.subprocess_handlers:  # type: ignore[attr-defined]
-            record = whereabouts.read(self._files.where_of(rank))
+            record = progress_record.read(self._files.where_of(rank))
             if record is None or record.waits_for is None or time.time() - record.time < self._timeout_s + OVERDUE_S:
                 continue
             given = f"topology.timeout_s={self._timeout_s:g}"
@@ -152,11 +152,11 @@ class WorkerAgent(LocalElasticAgent):
             failed = self._failed_so_far() or self._overdue_found
         assert self._pcontext is not None
         processes = {rank: handler.proc for rank, handler in self._pcontext.subprocess_handlers.items()}  # type: ignore[attr-defined]
-        records = {rank: record for rank in processes if (record := whereabouts.read(self._files.where_of(rank)))}
+        records = {rank: record for rank in processes if (record := progress_record.read(self._files.where_of(rank)))}
         heard = {failure.rank for failure in failed}
         running = {rank: process.pid for rank, process in processes.items() if rank not in heard and process.poll() is None}
         failed += self._silent(failed, running, records)
-        self.where = whereabouts.table(records, [failures.cause(failed).rank], time.time())
+        self.where = progress_record.table(records, [failures.cause(failed).rank], time.time())
         self.failures = failed
         self._pcontext.close(signal.SIGTERM, STOP_GRACE_S)
 

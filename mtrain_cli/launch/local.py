@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 from mtrain_cli.config import compose
 from mtrain_cli.config.schema import Config, ConfigError
-from mtrain_cli.launch import failures, state, streams
+from mtrain_cli.launch import failures, guarded_streams, run_state
 from mtrain_cli.launch.environment import Environment, nccl_variables, on_loopback
 from mtrain_cli.launch.failures import Failure
 from mtrain_cli.launch.restart import Again, Restarts, describe, one_line
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.launch.stop import was_stopped
-from mtrain_cli.launch.temporary import private_folder
+from mtrain_cli.launch.stop_request import was_stopped
+from mtrain_cli.launch.temporary_folders import private_folder
 from mtrain_cli.printable import printable
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def launch(run_dir: RunDir, environment: Environment, resume: bool, target: str 
     Raises:
         ConfigError: a worker found a mistake of the user's, such as a corpus that is too short.
     """
-    streams.guard(output_required=False)
+    guarded_streams.guard(output_required=False)
     if environment.launcher != "mtrain":
         from mtrain_cli.launch.worker import run_in_job
 
@@ -68,7 +68,7 @@ def launch(run_dir: RunDir, environment: Environment, resume: bool, target: str 
             if failure is None:
                 return code
             if not measuring:
-                state.change(run_dir, "failed", one_line(failure))
+                run_state.change(run_dir, "failed", one_line(failure))
             again = "" if requests.asked or measuring else restarts.after(failure, attempt.environment)
             if isinstance(again, str):
                 for line in filter(None, (again, _way_on(run_dir))):
@@ -86,7 +86,7 @@ def _signs_of_life(run_dir: RunDir) -> Iterator[None]:
 
     def beat() -> None:
         run_dir.beat()
-        while not ended.wait(state.BEAT_S):
+        while not ended.wait(run_state.BEAT_S):
             run_dir.beat()
 
     thread = threading.Thread(target=beat, name="signs of life", daemon=True)
@@ -105,7 +105,7 @@ def _wait_for_restart(run_dir: RunDir, again: Again, requests: _Requests) -> boo
     _say(line)
     with contextlib.suppress(OSError), run_dir.log.open("a", encoding="utf-8") as log:
         log.write(f"lost a worker after step {again.entry.reached}: {again.entry.reason}\n{line}\n")
-    state.change(run_dir, "restarting", again.entry.reason)
+    run_state.change(run_dir, "restarting", again.entry.reason)
     deadline = time.monotonic() + again.wait_s
     while not requests.asked and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -116,7 +116,7 @@ def _wait_for_restart(run_dir: RunDir, again: Again, requests: _Requests) -> boo
 def _stopped_before_restart(run_dir: RunDir, requests: _Requests) -> int:
     assert requests.asked is not None
     run_dir.stop_request.unlink(missing_ok=True)
-    state.change(run_dir, "stopped", "on request, before a restart")
+    run_state.change(run_dir, "stopped", "on request, before a restart")
     _say(_way_on(run_dir) or "there is no checkpoint to go on from")
     return _STOPPED[requests.asked]
 
@@ -182,7 +182,7 @@ def _wait(agent: WorkerAgent, run_dir: RunDir, folder: Path, requests: _Requests
     # Whoever asked has been heard, whatever came of it.
     run_dir.stop_request.unlink(missing_ok=True)
     if requests.kill:
-        state.change(run_dir, "failed", "ended at once, by a second Ctrl-C")
+        run_state.change(run_dir, "failed", "ended at once, by a second Ctrl-C")
         _say(f"ended at once, nothing was saved; {_way_on(run_dir) or 'there is no checkpoint to go on from'}")
         return KILLED, None
     if agent.failures:
@@ -199,7 +199,7 @@ def _failed(agent: WorkerAgent, run_dir: RunDir) -> Failure:
     if failure.kind == "config":
         run_dir.discard()
         if run_dir.state.exists():
-            state.change(run_dir, "failed", failure.message.splitlines()[0])
+            run_state.change(run_dir, "failed", failure.message.splitlines()[0])
         raise ConfigError(*failure.message.splitlines())
     print(printable(failures.report(failure, run_dir.logs / f"rank-{failure.rank}.log", agent.where)), file=sys.stderr, flush=True)
     return failure

@@ -86,7 +86,7 @@ class RunDir:
 
     @property
     def state(self) -> Path:
-        """Where the run stands now, for `mtrain status`; see `launch.state`."""
+        """Where the run stands now, for `mtrain status`; see `launch.run_state`."""
         return self.path / "state.json"
 
     @property
@@ -238,7 +238,7 @@ class RunLock:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
-            time.sleep(0.05)  # someone may merely look (`launch.state`)
+            time.sleep(0.05)  # someone may merely look (`launch.run_state`)
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def beat(self) -> None:

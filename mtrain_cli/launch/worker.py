@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from mtrain_cli.config import compose, keys
 from mtrain_cli.config.schema import Config, ConfigError
-from mtrain_cli.launch import failures, restart, state, streams, whereabouts
+from mtrain_cli.launch import failures, guarded_streams, progress_record, restart, run_state
 from mtrain_cli.launch.environment import Environment, gpu_index, nccl_variables, on_loopback, resolve_environment
+from mtrain_cli.launch.failure_channel import Lifeline, leave
 from mtrain_cli.launch.job import STORE_TIMEOUT, Job, current_job, decide_on_rank_zero, job_store
-from mtrain_cli.launch.lifeline import Lifeline, leave
-from mtrain_cli.launch.pickles import guard_collectives
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.launch.stop import StopFlag, mark_stopped, save_and_stop_on_signals
-from mtrain_cli.launch.temporary import own_folder, private_folder
+from mtrain_cli.launch.safe_pickle import guard_collectives
+from mtrain_cli.launch.stop_request import StopFlag, mark_stopped, save_and_stop_on_signals
+from mtrain_cli.launch.temporary_folders import own_folder, private_folder
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--store", type=Path, required=True, help="the launcher's private folder, in which workers find each other")
     parser.add_argument("--target", required=True, help="module:function to run; see launch.local.launch")
     arguments = parser.parse_args()
-    streams.guard(output_required=False)
+    guarded_streams.guard(output_required=False)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if arguments.launcher_pid is not None:
@@ -59,7 +59,7 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     log = _open_log(run_dir, rank)
     if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        whereabouts.keep(whereabouts.beside(error_file, rank))
+        progress_record.keep(progress_record.beside(error_file, rank))
     try:
         config = compose.load(run_dir.resolved)
         environment = dataclasses.replace(resolve_environment(config), launcher="mtrain", restarts=arguments.restarts)
@@ -85,7 +85,7 @@ def run_in_job(run_dir: RunDir, environment: Environment, resume: bool, target: 
     Raises:
         ConfigError: the ranks cannot reach each other.
     """
-    streams.guard(output_required=False)
+    guarded_streams.guard(output_required=False)
     save_and_stop_on_signals()
     job = current_job()
     assert job is not None
@@ -94,11 +94,11 @@ def run_in_job(run_dir: RunDir, environment: Environment, resume: bool, target: 
             os.environ.setdefault(name, value)
 
     def failed(failure: failures.Failure) -> str:
-        state.change(run_dir, "failed", restart.one_line(failure))
+        run_state.change(run_dir, "failed", restart.one_line(failure))
         return _what_follows(run_dir, job)
 
     lifeline = Lifeline(job, on_mistake=run_dir.discard, logs=run_dir.logs, on_failure=failed, beat=run_dir.beat)
-    record = whereabouts.in_logs(run_dir.logs, job.rank)
+    record = progress_record.in_logs(run_dir.logs, job.rank)
     try:
         agreed = _configuration_of_rank_zero(run_dir)
         _check_same(config, agreed, job.rank)
@@ -107,7 +107,7 @@ def run_in_job(run_dir: RunDir, environment: Environment, resume: bool, target: 
         if environment.device == "cuda":
             for name, value in nccl_variables(run_dir.logs, agreed.topology.timeout_s).items():
                 os.environ.setdefault(name, value)
-        whereabouts.keep(record)
+        progress_record.keep(record)
         _work(agreed, run_dir, environment, resume, target, job_store(job))
     except BaseException as error:
         failure = failures.describe(error)
@@ -150,7 +150,7 @@ def _work(config: Config, run_dir: RunDir, environment: Environment, resume: boo
     timeout = timedelta(seconds=config.topology.timeout_s)
     store = dist.PrefixStore("process_group", store)
     with _timeouts_explained(config, job.rank):
-        whereabouts.note("waits for all ranks to join", whereabouts.SEVERAL)
+        progress_record.note("waits for all ranks to join", progress_record.SEVERAL)
         if environment.device == "cuda":
             import torch
 
@@ -161,7 +161,7 @@ def _work(config: Config, run_dir: RunDir, environment: Environment, resume: boo
             )
         else:
             dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=timeout)
-        whereabouts.note("prepares")
+        progress_record.note("prepares")
         stopped = _function(target)(config, run_dir, environment, resume)
         dist.destroy_process_group()
     return bool(stopped)
@@ -233,7 +233,7 @@ def _open_log(run_dir: RunDir, rank: int) -> TextIO:
         os.dup2(log.fileno(), sys.stdout.fileno())
         os.dup2(log.fileno(), sys.stderr.fileno())
     else:
-        streams.divert_native(log)
+        guarded_streams.divert_native(log)
     faulthandler.enable(file=log)
     # The launcher asks a worker that hangs for its stack before it ends it.
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)

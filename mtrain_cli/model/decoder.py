@@ -23,7 +23,7 @@ from mtrain_cli.model.loss import with_z_loss
 from mtrain_cli.model.rope import Rotation, attention_factor, inverse_frequencies, rotate, rotation
 from mtrain_cli.model.tiling import layers_with_products, tile_rows
 from mtrain_cli.model.token_losses import token_losses
-from mtrain_cli.parallel.offload import Kept, Offload
+from mtrain_cli.parallel.activation_offload import Kept, Offload
 
 Attend = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 """``attend(q_BNHD, k_BNKD, v_BNKD, layer) -> out_BNHD``: scores are q.k / sqrt(D); all inputs are contiguous."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mtrain_cli.parallel import parts
+from mtrain_cli.parallel import profiler_labels
 
 IGNORED = -100
 
@@ -93,7 +93,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         needed = tuple(needed and grad_enabled for needed in ctx.needs_input_grad[:2])
         ctx.how, ctx.needed, ctx.recompute = how, needed, recompute
-        with parts.part(parts.LOSS):
+        with profiler_labels.part(profiler_labels.LOSS):
             total, loss, dx_NC, dweight_VC = _chunks(x_NC, weight_VC, labels_N, how, scale, (False, False) if recompute else needed)
         if recompute:
             ctx.save_for_backward(x_NC, weight_VC, labels_N, scale)
@@ -105,7 +105,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        with parts.part(parts.LOSS):
+        with profiler_labels.part(profiler_labels.LOSS):
             if ctx.recompute:
                 x_NC, weight_VC, labels_N, scale = ctx.saved_tensors
                 dx_NC, dweight_VC = _chunks(x_NC, weight_VC, labels_N, ctx.how, scale * grad, ctx.needed)[2:]

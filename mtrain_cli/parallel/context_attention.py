@@ -13,14 +13,14 @@ import torch
 from mtrain_cli.attention.index import BlockBitmap, Counts, Index, MaskWork, VerticalSlash
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.parallel import parts, ranges
+from mtrain_cli.parallel import nvtx_ranges, profiler_labels
+from mtrain_cli.parallel.activation_offload import Kept, Offload
 from mtrain_cli.parallel.exchange import Exchange, Work
 from mtrain_cli.parallel.index_group import gathered, make_index_group, record_messages
 from mtrain_cli.parallel.layout import Layout, early_queries
-from mtrain_cli.parallel.mail import naming
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.parallel.offload import Kept, Offload
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, INDEX, Recorder
+from mtrain_cli.parallel.transport import naming
 from mtrain_cli.sparsity.pattern import Masked, Pattern
 
 _COUNTED_AT_ONCE = 1 << 21  # diagonals and columns of all heads, each of which takes some 15 numbers of 8 bytes while they are counted
@@ -98,9 +98,9 @@ class DynamicIndex:
         """The index of a layer: estimated once, then kept."""
         if layer not in self.kept:
             started = _now(q.device)
-            span = ranges.span(INDEX, "", "", -1) if recorder is None or not recorder.recording else recorder.span(INDEX, -1)
+            span = nvtx_ranges.span(INDEX, "", "", -1) if recorder is None or not recorder.recording else recorder.span(INDEX, -1)
             come = naming(f"index, layer {layer}", "estimates", "the part of another worker did not come")
-            with torch.no_grad(), parts.part(parts.INDEX), span, come:
+            with torch.no_grad(), profiler_labels.part(profiler_labels.INDEX), span, come:
                 record_messages(self.masked.group, recorder)
                 index = self.pattern.estimate(q.detach(), k.detach(), self.masked, layer)
                 found: Counts | VerticalSlash
@@ -120,7 +120,7 @@ class DynamicIndex:
 
     def count(self) -> None:
         """Counts what the lines of all layers leave to compute, together: a metric, of which no layer is to wait for some fifty kernels."""
-        with parts.part(parts.INDEX):
+        with profiler_labels.part(profiler_labels.INDEX):
             self._count()
 
     def _count(self) -> None:
@@ -210,7 +210,10 @@ class ContextAttention:
         recorder = self.exchange.recorder
         # Without a computation or a message there is nothing to record.
         quiet = layer in self.kept and self.early == 0 and self.exchange.rebuilds_alone
-        with parts.part(parts.ATTENTION), nullcontext() if recorder is None or quiet else recorder.attention_pass(layer, FORWARD):
+        with (
+            profiler_labels.part(profiler_labels.ATTENTION),
+            nullcontext() if recorder is None or quiet else recorder.attention_pass(layer, FORWARD),
+        ):
             work, early_work = self._narrowed(layer, q, k, recorder)
             return _Attend.apply(q, k, v, self, work, layer, early_work, torch.is_grad_enabled())
 
@@ -268,7 +271,10 @@ class _Attend(torch.autograd.Function):
         call: ContextAttention = ctx.call
         recorder = call.exchange.recorder
         saved = ctx.saved_tensors  # where they were not kept, this runs the forward pass once more
-        with parts.part(parts.ATTENTION), nullcontext() if recorder is None else recorder.attention_pass(ctx.layer, BACKWARD):
+        with (
+            profiler_labels.part(profiler_labels.ATTENTION),
+            nullcontext() if recorder is None else recorder.attention_pass(ctx.layer, BACKWARD),
+        ):
             gradients = call.exchange.backward(dout.contiguous(), saved, ctx.work, call.kernel, ctx.scale, f"layer {ctx.layer}")
         call.done(ctx.layer)
         return *gradients, None, None, None, None, None

@@ -18,12 +18,12 @@ from mtrain_cli.attention.index import Index, VerticalSlash
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.tiles import BlockGeometry, Tiles
-from mtrain_cli.launch import whereabouts
+from mtrain_cli.launch import progress_record
 from mtrain_cli.parallel.layout import Layout
-from mtrain_cli.parallel.mail import Buffers, Mail
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.recording import FORWARD, Recorder
 from mtrain_cli.parallel.schedule import Schedule, Step, Steps
+from mtrain_cli.parallel.transport import Buffers, Mail
 
 Shards = tuple[int, ...]
 Saved = tuple[torch.Tensor, ...]
@@ -207,4 +207,4 @@ class Exchange(ABC):
         mail = Mail(self.group, self.name, what, direction, len(steps), self.recorder)
         yield mail
         mail.finish()
-        whereabouts.note(f"after {mail.what}")
+        progress_record.note(f"after {mail.what}")

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.attention.index import BlockBitmap, GatedBitmap
-from mtrain_cli.attention.transfer import to_device
 from mtrain_cli.parallel.collectives import all_gather
-from mtrain_cli.parallel.mail import UNSCHEDULED
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.recording import INDEX, WAIT, Message, Recorder
 from mtrain_cli.parallel.schedule import CONTEXT
+from mtrain_cli.parallel.transport import UNSCHEDULED
 from mtrain_cli.sparsity.pattern import Alone, IndexGroup, Masked
 
 

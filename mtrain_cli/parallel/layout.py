@@ -53,19 +53,19 @@ class Layout(ABC):
 
     def to_sequence(self, shards: torch.Tensor) -> torch.Tensor:
         """[workers, batch, tokens_per_worker, ...] in rank order -> [batch, padded_seq, ...] in sequence order, one copy."""
-        from mtrain_cli.parallel.words import in_words
+        from mtrain_cli.parallel.wide_copy import in_words
 
         return self._to_sequence(in_words(shards) if shards.ndim > 3 else shards).view(shards.dtype)
 
     def to_shards(self, sequence: torch.Tensor) -> torch.Tensor:
         """The inverse of `to_sequence`; a view where the layout allows it."""
-        from mtrain_cli.parallel.words import in_words
+        from mtrain_cli.parallel.wide_copy import in_words
 
         return self._to_shards(in_words(sequence) if sequence.ndim > 2 else sequence).view(sequence.dtype)
 
     def copy_to_shards(self, sequence: torch.Tensor, shards: torch.Tensor) -> None:
         """`to_shards`, into a tensor that there is, of any dtype."""
-        from mtrain_cli.parallel.words import copy
+        from mtrain_cli.parallel.wide_copy import copy
 
         copy(self.to_shards(sequence), shards)
 
@@ -151,7 +151,7 @@ class Striped(Layout):
         return self._blocks(sequence).flatten(2, 3)
 
     def copy_to_shards(self, sequence: torch.Tensor, shards: torch.Tensor) -> None:
-        from mtrain_cli.parallel.words import copy
+        from mtrain_cli.parallel.wide_copy import copy
 
         copy(self._blocks(sequence), shards.unflatten(2, (-1, self.block_size)))
 
@@ -195,7 +195,7 @@ class Joined(Layout):
 
     def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """`_places` on a device, to which they are copied once."""
-        from mtrain_cli.attention.transfer import to_device
+        from mtrain_cli.attention.device_copy import to_device
 
         if device not in self._moved:
             order, back = (to_device(places, device) for places in self._places)

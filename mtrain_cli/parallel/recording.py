@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mtrain_cli.parallel import ranges
+from mtrain_cli.parallel import nvtx_ranges
 
 Moment = torch.cuda.Event | float
 
@@ -144,7 +144,7 @@ class Recorder:
             return
         began = self.now()
         try:
-            with ranges.span(kind, self._direction, message.link, step):
+            with nvtx_ranges.span(kind, self._direction, message.link, step):
                 yield
         finally:
             self._add(kind, step, message, began, self.now())

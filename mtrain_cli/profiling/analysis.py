@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from mtrain_cli.parallel.recording import ATTENTION, COLUMNS
-from mtrain_cli.profiling.causes import Blame, Cause
-from mtrain_cli.profiling.collect import BUSY, EXPOSED, LATE, SPENT, Iteration, Shape, iterations, survey
 from mtrain_cli.profiling.imbalance import degrees, ratios
+from mtrain_cli.profiling.record_sums import BUSY, EXPOSED, LATE, SPENT, Iteration, Shape, iterations, survey
 from mtrain_cli.profiling.records import LINKS, Recorded
+from mtrain_cli.profiling.wait_causes import Blame, Cause
 
 DEGREES = ("worker", "step", "total", "critical")
 # Where the time of a pass goes. Exposed transfer is by link; `exposed` alone is that of no named link.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mtrain_cli.config.sizes import format_size
-from mtrain_cli.reporting.source import Source
+from mtrain_cli.reporting.report_source import Source
 from mtrain_cli.training.evaluation import Evaluation
 from mtrain_cli.training.metrics import StepMetrics
 

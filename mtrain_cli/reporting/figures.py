@@ -11,11 +11,11 @@ import numpy as np
 
 from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, COLUMNS, COMPUTING, DIRECTIONS, GAP, INDEX, KINDS, MERGE, PASS, RECEIVE, WAIT
 from mtrain_cli.profiling.analysis import BINS, CaseAnalysis
-from mtrain_cli.profiling.collect import EXPOSED, LATE
+from mtrain_cli.profiling.record_sums import EXPOSED, LATE
 from mtrain_cli.profiling.records import LINKS
+from mtrain_cli.reporting.breakdown_views import head_views, kernel_views, sparsity_views, step_views
 from mtrain_cli.reporting.curves import held_out_views, training_views
-from mtrain_cli.reporting.parts import head_views, kernel_views, sparsity_views, step_views
-from mtrain_cli.reporting.source import Source
+from mtrain_cli.reporting.report_source import Source
 from mtrain_cli.reporting.sweeps import scaling_views
 from mtrain_cli.reporting.tables import fold
 

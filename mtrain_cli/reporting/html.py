@@ -15,10 +15,10 @@ from typing import Any
 from mtrain_cli import __version__, resource_dir
 from mtrain_cli.printable import same_width
 from mtrain_cli.reporting.figures import Figure, figures
-from mtrain_cli.reporting.settings import card, differing, shown
-from mtrain_cli.reporting.source import Source
-from mtrain_cli.reporting.steps import lines as step_lines
-from mtrain_cli.reporting.steps import parts_rows
+from mtrain_cli.reporting.report_source import Source
+from mtrain_cli.reporting.run_settings import card, differing, shown
+from mtrain_cli.reporting.step_tables import lines as step_lines
+from mtrain_cli.reporting.step_tables import parts_rows
 from mtrain_cli.reporting.sweeps import WORDS, cells
 from mtrain_cli.reporting.tables import NOISE, TRAINING, comparison, incomparable, ms, recording_cost, spread, training_row
 

@@ -10,10 +10,10 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from mtrain_cli.config.sizes import format_size
-from mtrain_cli.parallel.selection import brief
+from mtrain_cli.parallel.exchange_selection import brief
 from mtrain_cli.reporting.tables import Sheet
-from mtrain_cli.reporting.width import number
-from mtrain_cli.training.planning import FITS
+from mtrain_cli.reporting.terminal_width import number
+from mtrain_cli.training.run_plan import FITS
 
 Row = Mapping[str, Any]
 WORDS = ("layout", "exchange", "fits")  # columns of words

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.profiling.analysis import BINS, CaseAnalysis, Estimate, PassAnalysis
-from mtrain_cli.reporting.source import Source
+from mtrain_cli.reporting.report_source import Source
 from mtrain_cli.training.evaluation import side_by_side
 from mtrain_cli.training.metrics import StepMetrics
 

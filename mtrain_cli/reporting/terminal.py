@@ -11,10 +11,10 @@ from rich.padding import Padding
 
 from mtrain_cli.console import Console
 from mtrain_cli.reporting import tables
-from mtrain_cli.reporting.source import Source
-from mtrain_cli.reporting.steps import show_step, side_by_side
+from mtrain_cli.reporting.report_source import Source
+from mtrain_cli.reporting.step_tables import show_step, side_by_side
 from mtrain_cli.reporting.sweeps import LEGEND, SPARE, sweep_table, why_not
-from mtrain_cli.reporting.width import limit, print_table, say
+from mtrain_cli.reporting.terminal_width import limit, print_table, say
 
 PIPED = 100  # columns of a table that goes to no terminal
 NARROW = 98  # columns that tables need at least

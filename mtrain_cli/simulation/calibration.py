@@ -23,13 +23,14 @@ from mtrain_cli.config.documents import is_number, read_json, reason
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.parallel.recording import INDEX
 from mtrain_cli.simulation.program import FloatArray
-from mtrain_cli.simulation.work import BACKWARD, FLOP_PER_PAIR, FORWARD
+from mtrain_cli.simulation.work_counts import BACKWARD, FLOP_PER_PAIR, FORWARD
 from mtrain_cli.training.flops import peak_flops
 
 # What a call is given: whole intervals, a list of blocks under plain masks, or the block diagonals and columns of an index, together or
 # one of them alone.
 DENSE, LISTS, SPARSE, DIAGONALS, ALONE_COLUMNS = "dense", "lists", "sparse", "diagonals", "columns"
-# What else of a step is measured (`profiling.rest`), beside the passes of a layer and INDEX: the loss, with the embedding.
+# What else of a step is measured (`profiling.non_attention_benchmark`), beside the passes of a layer and INDEX: the loss, with the
+# embedding.
 LOSS = "loss"
 REST_FILE = "rest"
 KINDS_OF_FILES = ("kernels", "shares", REST_FILE)
@@ -134,7 +135,7 @@ def held_out_errors(forms: Sequence[Sequence[Point]]) -> list[float]:
 @dataclass(frozen=True)
 class RestPoint:
     """One part of a step beside attention, as measured. size: tokens; of a layer, rows of a tile of its MLP. flop, moved: what is counted
-    for it (`simulation.rest`). heads: of queries.
+    for it (`simulation.non_attention_cost`). heads: of queries.
     """
 
     part: str

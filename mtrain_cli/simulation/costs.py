@@ -14,17 +14,17 @@ from functools import cached_property
 
 import numpy as np
 
-from mtrain_cli.attention.bars import COLUMN_TILE
 from mtrain_cli.attention.mask import IntArray
+from mtrain_cli.attention.packed_columns import COLUMN_TILE
+from mtrain_cli.parallel.exchange_bytes import Sizes, sent_bytes
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD
 from mtrain_cli.parallel.schedule import HEADS, QUERIES
-from mtrain_cli.parallel.traffic import Sizes, sent_bytes
 from mtrain_cli.simulation import program as words
 from mtrain_cli.simulation.calibration import ALONE_COLUMNS, DIAGONALS, HIGH, LOW, SPARSE, UNKNOWN, VALUE, Kernels, same_device
 from mtrain_cli.simulation.cluster import Cluster, Constant, Gpu, Link
-from mtrain_cli.simulation.lockstep import Lockstep, Move
 from mtrain_cli.simulation.program import FloatArray, Message, Prices, collective_of_all
-from mtrain_cli.simulation.work import FLOP_PER_PAIR, StepWork
+from mtrain_cli.simulation.spmd_schedule import Lockstep, Move
+from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR, StepWork
 
 BOUNDS = (VALUE, LOW, HIGH)
 LEAST_COPY_US = 2.0
@@ -32,7 +32,8 @@ _SUM_BYTES = 4  # of sums that are not rounded
 # Kernels that the host launches, counted in the code of exchanges and kernels, roughly: a pass begins; a step under an index, and without
 # one; messages alone.
 LAUNCHES: Mapping[str, float] = {"begin": 10, "sparse step": 14, "dense step": 6, "moves": 3}
-# Estimating a vertical-slash index where nothing was measured of it (`profiling.rest`): on two H200s 1.05, 1.43 and 1.79 ms with 32K, 64K
+# Estimating a vertical-slash index where nothing was measured of it (`profiling.non_attention_benchmark`): on two H200s 1.05, 1.43 and
+# 1.79 ms with 32K, 64K
 # and 128K tokens each (profiles/notes.md), on one 1.2 to 1.46 ms with 4K to 128K, most of it launches.
 INDEX_ALONE_US, INDEX_PER_TOKEN_US, INDEX_TOGETHER_US = 800.0, 7.5e-3, 1050.0
 INDEX_DEVICE, INDEX_HEADS, INDEX_HBM_GBPS = "NVIDIA H200", 16, 4200.0
@@ -203,7 +204,8 @@ class Costs:
         wider = 1.0 if self.measured else {LOW: UNKNOWN[0], VALUE: 1.0, HIGH: UNKNOWN[1]}[self.bound]
         return max(alone, INDEX_TOGETHER_US if workers > 1 else 0.0) * INDEX_BOUNDS[self.bound] * wider
 
-    # What is copied and added, in bytes that memory reads and writes: `parallel.gathering` and `parallel.circulating`, line by line.
+    # What is copied and added, in bytes that memory reads and writes: `parallel.all_gather_exchange` and `parallel.ring_exchange`, line
+    # by line.
 
     @property
     def _rows(self) -> float:

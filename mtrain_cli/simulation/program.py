@@ -1,6 +1,7 @@
 """What every rank does in one pass of the attention of a layer, in order, priced: the same list for all ranks, with arrays over ranks.
 
-The order is that of `parallel.gathering` and `parallel.circulating`: post, wait, compute, collect, send; and what they copy and add up.
+The order is that of `parallel.all_gather_exchange` and `parallel.ring_exchange`: post, wait, compute, collect, send; and what they copy
+and add up.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain_cli.attention.mask import IntArray
-from mtrain_cli.parallel.mail import UNSCHEDULED
 from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, BACKWARD, COLUMNS, FORWARD, GAP, INDEX, MERGE
 from mtrain_cli.parallel.schedule import CONTEXT, HEADS
-from mtrain_cli.simulation.lockstep import Beat, Lockstep, Move
+from mtrain_cli.parallel.transport import UNSCHEDULED
+from mtrain_cli.simulation.spmd_schedule import Beat, Lockstep, Move
 
 FloatArray = NDArray[np.float64]
 

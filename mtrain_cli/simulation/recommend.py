@@ -18,10 +18,10 @@ from mtrain_cli.config.sizes import format_size
 from mtrain_cli.simulation.cluster import Cluster, Constant
 from mtrain_cli.simulation.scenario import Outcome, Scenario, check_dealt, evaluate, plan_on, with_step
 from mtrain_cli.simulation.what_if import Unfit
-from mtrain_cli.training.auto import CHOICES, least, read, search, show, with_products
 from mtrain_cli.training.flops import recomputes_attention
 from mtrain_cli.training.memory import GIB
-from mtrain_cli.training.planning import KEPT, SHORTEST_SEQ, USABLE, Plan, taking
+from mtrain_cli.training.memory_search import CHOICES, least, read, search, show, with_products
+from mtrain_cli.training.run_plan import KEPT, SHORTEST_SEQ, USABLE, Plan, taking
 
 RECOMPUTATIONS = ("none", "selective", "full")
 DOES_NOT_FIT = "does not fit"

@@ -16,14 +16,14 @@ from mtrain_cli.profiling.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import VALUE, Calibration
 from mtrain_cli.simulation.cluster import Cluster, uneven
 from mtrain_cli.simulation.families import FAMILIES, Family
-from mtrain_cli.simulation.simulate import Prediction, Problem, predict
-from mtrain_cli.simulation.step import PredictedStep, predict_step
+from mtrain_cli.simulation.predicted_step import PredictedStep, predict_step
+from mtrain_cli.simulation.prediction import Prediction, Problem, predict
 from mtrain_cli.simulation.timeline import Conditions
 from mtrain_cli.simulation.what_if import Setup, Unfit
 from mtrain_cli.sparsity.fixed import fixed_index
 from mtrain_cli.training.flops import recomputes_attention
 from mtrain_cli.training.memory import GIB
-from mtrain_cli.training.planning import Plan, plan_for
+from mtrain_cli.training.run_plan import Plan, plan_for
 
 DENSE, FIXED = "dense", "fixed"
 _KEPT = 8  # indices of layers
@@ -87,7 +87,7 @@ class Pairs:
 
 
 def _bytes(config: Config) -> int:
-    """Of a number, as `training.choices.compute_dtype` has it for the device that the settings name."""
+    """Of a number, as `training.resolution.compute_dtype` has it for the device that the settings name."""
     name = config.train.dtype
     return 4 if name == "float32" or (name == "auto" and config.topology.device == "cpu") else 2
 

@@ -20,8 +20,8 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import parse_share
 from mtrain_cli.config.suggest import did_you_mean
 from mtrain_cli.simulation.cluster import Cluster
+from mtrain_cli.simulation.prediction import Range
 from mtrain_cli.simulation.scenario import Outcome, Scenario, check_dealt, evaluate, plan_on
-from mtrain_cli.simulation.simulate import Range
 from mtrain_cli.simulation.what_if import Unfit
 
 NODES, WORKERS, DENSITY, COLUMNS = "nodes", "workers", "density", "columns"

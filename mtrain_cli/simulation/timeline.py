@@ -12,7 +12,8 @@ others. So each action is played for all ranks together, in the order of the pro
 - A wait keeps the stream that computes until the message has ended at this rank.
 - While messages are under way at a rank they take a part of its computing power from attention.
 
-The definitions of `late` and of who was waited for are those of profiles (`profiling.session`): late is a wait until the peer has posted.
+The definitions of `late` and of who was waited for are those of profiles (`profiling.record_collector`): late is a wait until the peer
+has posted.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ import numpy as np
 from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.parallel.recording import COLUMNS, COMPUTING, DIRECTIONS, GAP, ITERATION, KINDS, PASS, RECEIVE, SEND, WAIT
 from mtrain_cli.profiling.records import LINKS, PAYLOADS, ROW
-from mtrain_cli.simulation.lockstep import Grid
 from mtrain_cli.simulation.program import Action, Dispatch, FloatArray, Message, Post, Spend, Wait
+from mtrain_cli.simulation.spmd_schedule import Grid
 
 LEAST_POWER = 0.05  # of the GPU that messages leave to computation
 _KIND, _LINK, _PAYLOAD, _DIRECTION = ({word: code for code, word in enumerate(words)} for words in (KINDS, LINKS, PAYLOADS, DIRECTIONS))

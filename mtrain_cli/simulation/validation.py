@@ -26,7 +26,7 @@ from mtrain_cli.profiling.index_file import RecordedIndices, RecordedSetup, load
 from mtrain_cli.profiling.records import Recorded
 from mtrain_cli.simulation.calibration import Calibration
 from mtrain_cli.simulation.cluster import Cluster
-from mtrain_cli.simulation.simulate import Prediction, Problem, predict
+from mtrain_cli.simulation.prediction import Prediction, Problem, predict
 from mtrain_cli.simulation.timeline import Conditions
 from mtrain_cli.simulation.what_if import Setup, Unfit, index_of, topology_of
 
@@ -34,7 +34,7 @@ PASSES = ("forward", "backward")
 DEGREES = ("worker", "step")
 _DENSE, _FIXED = "dense", "fixed"
 _FEWEST_RANKED = 3
-# Of `parallel.selection.ExchangeChoice.label`.
+# Of `parallel.exchange_selection.ExchangeChoice.label`.
 _LABEL = re.compile(r"(?:ulysses over (?P<heads>\d+))?(?:, then )?(?P<name>(?:hierarchical_)?(?:ring|all_gather))?(?: \((?P<more>.*)\))?")
 Key = tuple[Any, ...]
 

@@ -10,18 +10,18 @@ from statistics import fmean
 import numpy as np
 import torch
 
-from mtrain_cli.attention.bars import COLUMN_TILE
 from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, VerticalSlash
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.mask import IntArray, SequenceMask
+from mtrain_cli.attention.packed_columns import COLUMN_TILE
 from mtrain_cli.config.schema import ConfigError, TopologyConfig
+from mtrain_cli.parallel.exchange_bytes import Sizes, pass_bytes
+from mtrain_cli.parallel.exchange_selection import ExchangeChoice, ExchangeNeeds, choose_exchange
 from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.schedule import Schedule, make_schedule
-from mtrain_cli.parallel.selection import ExchangeChoice, ExchangeNeeds, choose_exchange
-from mtrain_cli.parallel.traffic import Sizes, pass_bytes
 from mtrain_cli.profiling.imbalance import Imbalance, imbalance
 from mtrain_cli.profiling.index_file import RecordedIndices, RecordedSetup
-from mtrain_cli.simulation.work import BACKWARD, FLOP_PER_PAIR, FORWARD, StepWork, WorkCounter
+from mtrain_cli.simulation.work_counts import BACKWARD, FLOP_PER_PAIR, FORWARD, StepWork, WorkCounter
 
 PASSES = (FORWARD, BACKWARD)
 _SUM_BYTES = 4  # gradients of columns are added up in float32

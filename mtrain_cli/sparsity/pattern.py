@@ -10,11 +10,11 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import torch
 
+from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.attention.index import Index
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.tiles import BlockGeometry
-from mtrain_cli.attention.transfer import to_device
 from mtrain_cli.config.schema import MOST_LINES
 
 

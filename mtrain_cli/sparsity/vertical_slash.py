@@ -16,9 +16,9 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.attention.index import VerticalSlash
 from mtrain_cli.attention.kernel import IndexRequest, accumulation_dtype
-from mtrain_cli.attention.transfer import to_device
 from mtrain_cli.sparsity.pattern import MASS_UNITS, MOST_UNITS, Masked, fewest_lines, in_units, rank_without_mass, ranking
 
 _SCORE_BYTES = 1 << 30  # scores that exist at once while an index is estimated

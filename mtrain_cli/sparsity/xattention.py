@@ -8,9 +8,9 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.attention.index import BlockBitmap
 from mtrain_cli.attention.kernel import IndexRequest, accumulation_dtype
-from mtrain_cli.attention.transfer import to_device
 from mtrain_cli.sparsity.pattern import NO_ROWS, Masked, kept_lines
 
 _SCORE_BYTES = 1 << 30

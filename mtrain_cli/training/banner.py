@@ -8,13 +8,13 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from mtrain_cli import __version__
-from mtrain_cli.config.idle import idle_ring_keys
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import format_size
-from mtrain_cli.sparsity.remarks import remarks
+from mtrain_cli.config.unused_settings import idle_ring_keys
+from mtrain_cli.sparsity.pattern_remarks import remarks
 from mtrain_cli.training import dry_run
 from mtrain_cli.training.optimizer import Schedule
-from mtrain_cli.training.planning import Plan, size
+from mtrain_cli.training.run_plan import Plan, size
 
 
 def banner(found: Plan, run_dir: Path, data: str, *, resumed: int | None = None) -> RenderableType:

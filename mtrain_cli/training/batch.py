@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.parallel.activation_offload import Offload
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import Exchange
-from mtrain_cli.parallel.offload import Offload
 from mtrain_cli.sparsity.pattern import Pattern
 
 IGNORED = -100

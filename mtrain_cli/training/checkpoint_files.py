@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from mtrain_cli.launch import pickles
+from mtrain_cli.launch import safe_pickle
 from mtrain_cli.training.manifest import plain_name
 
 METADATA = ".metadata"
@@ -56,7 +56,7 @@ class Reader(dcp.FileSystemReader):
         self._folder = Path(folder)
         with (self._folder / METADATA).open("rb") as file:
             try:
-                self.metadata = _checked(pickles.load_metadata(file), self._folder)
+                self.metadata = _checked(safe_pickle.load_metadata(file), self._folder)
             except ValueError as error:
                 raise ForeignFileError(f"{METADATA} {error}") from error
 

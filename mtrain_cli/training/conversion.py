@@ -22,7 +22,7 @@ from mtrain_cli.model.huggingface import HuggingFaceFolder, parameter_problems, 
 from mtrain_cli.model.huggingface_config import config_json
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.model.tokenizer_files import TokenizerFiles, of_bytes, of_file, of_folder
-from mtrain_cli.training.checkpoint import CheckpointError, checkpoints_of, load_model_state, write_model_state
+from mtrain_cli.training.checkpointer import CheckpointError, checkpoints_of, load_model_state, write_model_state
 from mtrain_cli.training.manifest import Manifest, ManifestError, committed_steps
 from mtrain_cli.training.optimizer import GIVEN_WEIGHTS_LR
 

@@ -14,16 +14,16 @@ from mtrain_cli.config.schema import CHECKPOINTS, Config, ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.launch.environment import host_memory
 from mtrain_cli.model.tiling import layers_with_products
-from mtrain_cli.parallel.offload import layers_on_host
+from mtrain_cli.parallel.activation_offload import layers_on_host
 from mtrain_cli.sparsity.pattern import shown_name
-from mtrain_cli.sparsity.registry import make_pattern
-from mtrain_cli.sparsity.remarks import computes_everything, remarks
-from mtrain_cli.training import given_weights
-from mtrain_cli.training.auto import longest_seq, refusal, search
-from mtrain_cli.training.choices import compiles
+from mtrain_cli.sparsity.pattern_registry import make_pattern
+from mtrain_cli.sparsity.pattern_remarks import computes_everything, remarks
+from mtrain_cli.training import initial_weights
 from mtrain_cli.training.flops import peak_flops
 from mtrain_cli.training.memory import GIB, estimate_memory
-from mtrain_cli.training.planning import ASSUMED_GPU, FITS, KEPT, SHORTEST_SEQ, USABLE, Plan, needed_here, plan, size
+from mtrain_cli.training.memory_search import longest_seq, refusal, search
+from mtrain_cli.training.resolution import compiles
+from mtrain_cli.training.run_plan import ASSUMED_GPU, FITS, KEPT, SHORTEST_SEQ, USABLE, Plan, needed_here, plan, size
 
 # GiB that CUDA reports for common GPUs, smallest first; a plan for a machine that is not here is held against them.
 GPU_MEMORY = (("40 GB (A100)", 39.4), ("80 GB (A100, H100)", 79.2), ("141 GB (H200)", 139.8), ("180 GB (B200)", 178.3))
@@ -301,7 +301,7 @@ def weights_rows(config: Config) -> list[tuple[str, str]]:
     """Where the weights come from, and what the run does otherwise than their folder."""
     if config.train.init_from is None:
         return []
-    return [("weights", f"of {config.train.init_from}"), *(("", line) for line in given_weights.remarks(config))]
+    return [("weights", f"of {config.train.init_from}"), *(("", line) for line in initial_weights.remarks(config))]
 
 
 def describe_step(found: Plan) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mtrain_cli.attention.transfer import to_device
+from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.parallel.context_attention import ContextAttention, IndexRecord
 from mtrain_cli.training.flops import causal_pairs
 

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 from mtrain_cli.config.schema import Config
-from mtrain_cli.launch import whereabouts
+from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.launch.state import Reporter
-from mtrain_cli.launch.stop import StopFlag
+from mtrain_cli.launch.run_state import Reporter
+from mtrain_cli.launch.stop_request import StopFlag
 from mtrain_cli.training.banner import banner
-from mtrain_cli.training.checkpoint import Checkpointer, CheckpointError
+from mtrain_cli.training.checkpointer import Checkpointer, CheckpointError
 from mtrain_cli.training.evaluation import EvaluationWriter, evaluate
 from mtrain_cli.training.metrics import MetricsWriter, read_metrics
 from mtrain_cli.training.out_of_memory import explained_where_memory_is_full
@@ -25,7 +25,7 @@ from mtrain_cli.training.progress import Progress
 from mtrain_cli.training.trainer import NonFiniteError, Trainer
 
 if TYPE_CHECKING:
-    from mtrain_cli.profiling.training import TrainingProfile
+    from mtrain_cli.profiling.periodic_profile import TrainingProfile
 
 
 def train(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> bool:
@@ -77,7 +77,7 @@ def _train(trainer: Trainer, checkpointer: Checkpointer, run_dir: RunDir, resume
 def _reporter(trainer: Trainer, run_dir: RunDir) -> Reporter:
     return Reporter(
         run_dir, launcher=trainer.environment.launcher, steps=trainer.config.train.steps, step=trainer.step, workers=trainer.places,
-        records=whereabouts.pattern(run_dir.logs, trainer.environment.launcher),
+        records=progress_record.pattern(run_dir.logs, trainer.environment.launcher),
     )  # fmt: skip
 
 
@@ -175,7 +175,7 @@ class Evaluations:
         trainer, every = self._trainer, self._trainer.config.train.eval_every
         if skip or not trainer.held_out or trainer.step == self._done or not (at_end or (every and trainer.step % every == 0)):
             return
-        whereabouts.note("evaluation", whereabouts.SEVERAL)
+        progress_record.note("evaluation", progress_record.SEVERAL)
         found = evaluate(trainer)
         self._progress.message(found.line())
         problem = self._writer.write(found) if self._writer is not None else None
@@ -187,7 +187,7 @@ def _profile(trainer: Trainer, run_dir: RunDir) -> TrainingProfile | None:
     """None where no step is to be recorded."""
     if not trainer.config.profile.every:
         return None
-    from mtrain_cli.profiling.training import TrainingProfile
+    from mtrain_cli.profiling.periodic_profile import TrainingProfile
 
     return TrainingProfile(trainer, run_dir)
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from mtrain_cli.attention.bars import COLUMN_TILE
 from mtrain_cli.attention.block_lists import list_widths
+from mtrain_cli.attention.packed_columns import COLUMN_TILE
 from mtrain_cli.config.schema import Config, ModelConfig, SparsityConfig
 from mtrain_cli.model.tiling import layers_with_products, tile_rows
+from mtrain_cli.parallel.activation_offload import block_sizes, layers_on_host
+from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Layout, early_queries
-from mtrain_cli.parallel.offload import block_sizes, layers_on_host
-from mtrain_cli.parallel.selection import ExchangeChoice
 from mtrain_cli.sparsity.pattern import Pattern
-from mtrain_cli.sparsity.registry import make_pattern
+from mtrain_cli.sparsity.pattern_registry import make_pattern
 from mtrain_cli.training.flops import attention_kept
 from mtrain_cli.training.state_memory import StateMemory
 

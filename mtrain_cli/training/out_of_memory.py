@@ -24,14 +24,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mtrain_cli.config.schema import Config
-from mtrain_cli.launch import whereabouts
+from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.environment import Environment, host_memory
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.model.decoder import DecoderLayer
-from mtrain_cli.parallel.offload import layers_on_host
-from mtrain_cli.training import collector
-from mtrain_cli.training.planning import size
+from mtrain_cli.parallel.activation_offload import layers_on_host
+from mtrain_cli.training import garbage_collection
+from mtrain_cli.training.run_plan import size
 
 if TYPE_CHECKING:
     from mtrain_cli.training.trainer import Trainer
@@ -206,7 +206,7 @@ def place(error: BaseException) -> str:
         # A backward pass has no layer at hand but what `feed_forward` keeps.
         layer = found.index if found is not None else getattr(frame.f_locals.get("ctx"), "layer", layer)
         part = _part(file, name) or part
-    here = whereabouts.here()
+    here = progress_record.here()
     step = f"in training step {here.training_step}" if here is not None and here.training_step else "before the first training step"
     words = [step]
     if layer is not None:
@@ -231,12 +231,12 @@ _PARTS = (
     ("model/loss.py", "LM head and loss"),
     ("torch/optim/", "optimizer"),
     ("model/feed_forward.py", "MLP"),
-    ("parallel/gathering.py", "attention"),
-    ("parallel/circulating.py", "attention"),
-    ("parallel/shared_heads.py", "attention"),
+    ("parallel/all_gather_exchange.py", "attention"),
+    ("parallel/ring_exchange.py", "attention"),
+    ("parallel/ulysses_exchange.py", "attention"),
     ("parallel/context_attention.py", "attention"),
     ("torch/distributed/fsdp", "weights gathered or gradients reduced"),
-    ("training/checkpoint.py", "checkpoint"),
+    ("training/checkpointer.py", "checkpoint"),
 )
 
 
@@ -305,7 +305,7 @@ def _fsdp_parameters(module: Any) -> list[Any]:
 
 def _tensors(device: str) -> Iterator[Tensor]:
     """Tensors with memory of their own that Python knows."""
-    collector.take_back()
+    garbage_collection.take_back()
     for candidate in gc.get_objects():
         if issubclass(type(candidate), Tensor) and not isinstance(candidate, DTensor):
             with contextlib.suppress(RuntimeError, NotImplementedError, ReferenceError):

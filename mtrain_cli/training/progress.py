@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mtrain_cli.console import Console
-from mtrain_cli.launch.state import Reporter
+from mtrain_cli.launch.run_state import Reporter
 from mtrain_cli.training.metrics import StepMetrics
 
 WARM_UP_STEPS = 2  # compilation, first communicators and allocator growth: not the pace of the run

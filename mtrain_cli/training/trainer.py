@@ -20,31 +20,31 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.data.dataset import Dataset, Sample, open_dataset
 from mtrain_cli.data.loader import Loader
-from mtrain_cli.launch import whereabouts
+from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.environment import Environment, describe_place, machine_has
 from mtrain_cli.launch.failures import PeerLostError, RunError
 from mtrain_cli.model.decoder import Attend, Decoder
 from mtrain_cli.model.huggingface import load_into
 from mtrain_cli.model.init import initialize
 from mtrain_cli.model.rope import rope_factor
-from mtrain_cli.parallel import parts
+from mtrain_cli.parallel import profiler_labels
+from mtrain_cli.parallel.activation_offload import Offload
 from mtrain_cli.parallel.collectives import all_gather, share
-from mtrain_cli.parallel.exchanges import make_exchange
+from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.fsdp import begin_micro_batch, shard_parameters
 from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
-from mtrain_cli.parallel.offload import Offload
 from mtrain_cli.parallel.recording import Recorder
-from mtrain_cli.training import collector
+from mtrain_cli.training import garbage_collection
 from mtrain_cli.training.batch import Batch, BatchMaker, HostBatch, PackedSample
-from mtrain_cli.training.checkpoint import Checkpointer
-from mtrain_cli.training.choices import Choices, make_choices
+from mtrain_cli.training.checkpointer import Checkpointer
+from mtrain_cli.training.compute_time import OwnTime
 from mtrain_cli.training.flops import attention_kept, causal_pairs, peak_flops, training_flops
 from mtrain_cli.training.index_metrics import IndexMetrics, index_metrics, index_records, summed
 from mtrain_cli.training.metrics import StepMetrics
-from mtrain_cli.training.offload import HostStates
 from mtrain_cli.training.optimizer import Schedule, local_gradients, make_optimizer, set_hyperparameters, squared_norm
-from mtrain_cli.training.pace import OwnTime
-from mtrain_cli.training.planning import Plan, decided, planned, require_fit
+from mtrain_cli.training.optimizer_offload import HostStates
+from mtrain_cli.training.resolution import Choices, make_choices
+from mtrain_cli.training.run_plan import Plan, decided, planned, require_fit
 from mtrain_cli.training.watch import SpikeWatch, StragglerWatch
 
 
@@ -236,7 +236,7 @@ class Trainer:
         Raises NonFiniteError, before anything is changed, if the loss or a gradient of any worker is not finite. Where a worker cannot read
         its data that raises the reason (ConfigError, RunError), the others PeerLostError, all before the step.
         """
-        whereabouts.begin(self.step + 1)
+        progress_record.begin(self.step + 1)
         began, own_seconds = time.perf_counter(), self._own_time.begin()
         last_seconds, self._step_began = began - self._step_began, began
         if self._batches is None:
@@ -256,16 +256,16 @@ class Trainer:
         valid, pairs = self.totals(batches)
         attends: list[Attend] = [batch.attend if self.observe is None else self.observe(batch) for batch in batches]
         loss = self.forward_backward(batches, [self._own_time.around(attends[0]), *attends[1:]], valid)
-        with parts.part(parts.OPTIMIZER):
+        with profiler_labels.part(profiler_labels.OPTIMIZER):
             found = torch.stack([loss.double(), self._squared_norm().double()])
         told = torch.tensor([float(stop), own_seconds, waited], dtype=torch.float64, device=self.device)
         mine = torch.cat([found, told])
         records = index_records(batch.attend for batch in batches)
         if records:
             mine = torch.cat([mine, summed(records, self.config.model.num_layers, self.device)])
-        whereabouts.note("waits for loss and gradient norm of all ranks", whereabouts.SEVERAL)
+        progress_record.note("waits for loss and gradient norm of all ranks", progress_record.SEVERAL)
         rows = all_gather(mine, self.environment.workers).tolist()
-        whereabouts.note("optimizer")
+        progress_record.note("optimizer")
         self._check_finite(rows)
         grad_norm = math.sqrt(sum(row[1] for row in rows))
         mean_loss = sum(row[0] for row in rows) if valid else None
@@ -274,7 +274,7 @@ class Trainer:
         if not skipped:
             clip = self.config.optim.clip_norm
             scale = clip / grad_norm if clip and grad_norm > clip else 1.0
-            with parts.part(parts.OPTIMIZER):
+            with profiler_labels.part(profiler_labels.OPTIMIZER):
                 if self.host_states:
                     self.host_states.step(scale)
                 else:
@@ -282,7 +282,7 @@ class Trainer:
                         torch._foreach_mul_(self.gradients(), scale)
                     self.optimizer.step()
         self.drop_gradients()
-        whereabouts.note("done")
+        progress_record.note("done")
         self.step += 1
         tokens = self.config.train.global_batch * self.config.seq
         self.tokens += tokens
@@ -299,7 +299,7 @@ class Trainer:
         if bool(records) not in self._seen:
             # The first dense step, or the first under an index: what both leave behind, compiled code above all, stays.
             self._seen.add(bool(records))
-            collector.set_aside()
+            garbage_collection.set_aside()
         return StepResult(mean_loss, grad_norm, lr, tokens, computed, stopping, index, max(waits), skipped, tuple(warnings))
 
     def _leaves_out(self, loss: float | None, grad_norm: float) -> tuple[bool, str]:
@@ -334,9 +334,9 @@ class Trainer:
         ranks = self.environment.workers
         told = torch.tensor(self.environment.rank if mine else ranks)
         if ranks > 1:
-            whereabouts.note("waits for the data of all ranks", whereabouts.SEVERAL)
+            progress_record.note("waits for the data of all ranks", progress_record.SEVERAL)
             dist.all_reduce(told, dist.ReduceOp.MIN, group=self.host_group)
-            whereabouts.note("")
+            progress_record.note("")
         return int(told) if int(told) < ranks else None
 
     def _on_host(self, samples: list[Sample]) -> HostBatch:
@@ -353,7 +353,7 @@ class Trainer:
     def close(self) -> None:
         """Ends what runs in the background."""
         self.loader.close()
-        collector.take_back()
+        garbage_collection.take_back()
 
     def forward_backward(self, batches: Sequence[Batch], attends: Sequence[Attend], valid: int) -> torch.Tensor:
         """Adds the gradients of a step -> this worker's part of the loss.

@@ -10,8 +10,8 @@ from attention.sparse_problems import Problem, make_problem
 from mtrain_cli.kernels.triton import sparse
 from torch.utils._pytree import tree_iter
 
-from mtrain_cli.attention.bars import add_column_gradients, local_columns, pack_columns
 from mtrain_cli.attention.block_lists import index_lists
+from mtrain_cli.attention.packed_columns import add_column_gradients, local_columns, pack_columns
 from mtrain_cli.attention.triton_kernel import make_plan
 from mtrain_cli.config.compose import compose
 from mtrain_cli.training.memory import IndexShape, kernel_backward

@@ -10,9 +10,9 @@ import pytest
 import torch
 from attention.sparse_problems import Problem, among_others, make_problem
 
-from mtrain_cli.attention.bars import pack_columns
 from mtrain_cli.attention.flash4 import Flash4Kernel
 from mtrain_cli.attention.index import BlockBitmap, GatedBitmap
+from mtrain_cli.attention.packed_columns import pack_columns
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.attention.tiles import Tiles

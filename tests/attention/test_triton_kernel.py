@@ -6,7 +6,7 @@ from attention.sparse_problems import make_problem
 from mtrain_cli.kernels.triton import sparse
 
 from mtrain_cli.attention.kernel import IndexRequest, KernelRequest
-from mtrain_cli.attention.registry import choose, survey
+from mtrain_cli.attention.kernel_registry import choose, survey
 from mtrain_cli.attention.triton_kernel import TritonKernel, make_plan
 from mtrain_cli.config.schema import ConfigError
 

@@ -19,7 +19,7 @@ from mtrain_cli.config.schema import ConfigError, ModelConfig
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.huggingface import HuggingFaceFolder, load_into, write_folder
 from mtrain_cli.model.init import initialize
-from mtrain_cli.training.checkpoint import Checkpointer, load_model_state, write_model_state
+from mtrain_cli.training.checkpointer import Checkpointer, load_model_state, write_model_state
 from mtrain_cli.training.conversion import export_checkpoint
 
 MODEL = ["model.hidden_size=32", "model.num_layers=2", "model.head_dim=8", "model.intermediate_size=48"]

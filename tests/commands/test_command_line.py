@@ -137,7 +137,7 @@ def test_what_a_command_raises_becomes_an_exit_code(monkeypatch, raised, code):
     assert result.stderr == {130: "", 2: "mtrain: a: b\nmtrain: c: d\n", 1: "error: no room\n"}[code]
 
 
-@pytest.mark.parametrize("module", ["typer", "mtrain_cli.commands.train", "mtrain_cli.launch.streams"])
+@pytest.mark.parametrize("module", ["typer", "mtrain_cli.commands.train", "mtrain_cli.launch.guarded_streams"])
 def test_an_interrupt_while_modules_are_imported_ends_the_command_quietly(module):
     script = f"""
 import os, signal, sys

@@ -16,7 +16,7 @@ from mtrain_cli.attention.index import MaskWork
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.commands.app import app
 from mtrain_cli.commands.profile import _layers, _patterns
-from mtrain_cli.profiling.sparsity import HeadRecord
+from mtrain_cli.profiling.pattern_quality import HeadRecord
 from mtrain_cli.sparsity.fixed import fixed_index
 
 SMALL = [
@@ -183,8 +183,8 @@ def test_the_calibration_that_ships_is_read_and_names_its_hardware():
 )
 def test_mistakes_are_one_line(tmp_path, monkeypatch, words, line):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("mtrain_cli.profiling.kernels.profile_kernels", _nothing_is_measured)
-    monkeypatch.setattr("mtrain_cli.profiling.sparsity.profile_sparsity", _nothing_is_measured)
+    monkeypatch.setattr("mtrain_cli.profiling.kernel_benchmark.profile_kernels", _nothing_is_measured)
+    monkeypatch.setattr("mtrain_cli.profiling.pattern_quality.profile_sparsity", _nothing_is_measured)
     for folder in ("folder", "folder.parquet"):
         (tmp_path / folder).mkdir()
     for file in ("file", "other.parquet"):
@@ -206,7 +206,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what cannot 
 
 @without_gpu
 def test_named_kernels_of_which_none_can_run_are_refused_one_line_each(monkeypatch):
-    monkeypatch.setattr("mtrain_cli.profiling.kernels.profile_kernels", _nothing_is_measured)
+    monkeypatch.setattr("mtrain_cli.profiling.kernel_benchmark.profile_kernels", _nothing_is_measured)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # other tests of the same process run the kernel without a GPU
     result = run(*KERNELS, "--kernel", "flash4,triton")
     assert (result.exit_code, result.stdout) == (2, "")

@@ -10,8 +10,8 @@ from simulation.recordings import SEQ, record
 from typer.testing import CliRunner
 
 from mtrain_cli.commands import app as command_line
-from mtrain_cli.commands.simulate_shown import brief_remark
-from mtrain_cli.commands.simulate_words import Asked
+from mtrain_cli.commands.simulate_args import Asked
+from mtrain_cli.commands.simulate_output import brief_remark
 from mtrain_cli.simulation.cluster import shipped
 from mtrain_cli.simulation.sweep import axes
 

@@ -24,7 +24,7 @@ from mtrain_cli.profiling import records
 from mtrain_cli.profiling.index_file import RecordedSetup, save_indices
 from mtrain_cli.simulation.calibration import kernels_for, load_calibration, same_device
 from mtrain_cli.simulation.cluster import load_cluster
-from mtrain_cli.simulation.simulate import Problem, predict
+from mtrain_cli.simulation.prediction import Problem, predict
 from mtrain_cli.simulation.validation import key_of
 from mtrain_cli.simulation.what_if import Setup, topology_of
 

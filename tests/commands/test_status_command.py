@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 
 from mtrain_cli.commands.app import app
 from mtrain_cli.config.compose import compose
-from mtrain_cli.launch import run_dir, state, whereabouts
+from mtrain_cli.launch import progress_record, run_dir, run_state
 from mtrain_cli.launch.restart import Restart, _append
 from mtrain_cli.launch.run_dir import RunDir, RunLock
-from mtrain_cli.launch.state import Reporter
+from mtrain_cli.launch.run_state import Reporter
 
 WORKERS = ["node7, GPU 0 (NVIDIA H200)", "node7, GPU 1 (NVIDIA H200)", "node8, GPU 0 (NVIDIA H200)"]
 
@@ -103,7 +103,7 @@ def test_from_another_machine_signs_of_life_count():
     lock = run.path / ".lock"
     lock.write_text("process 12 on node7\n")
     assert found()["what"] == "running"
-    long_ago = time.time() - 2 * state.SILENT_S
+    long_ago = time.time() - 2 * run_state.SILENT_S
     os.utime(lock, (long_ago, long_ago))
     assert found()["what"] == "lost"
 
@@ -145,12 +145,12 @@ def test_a_run_that_does_not_get_on_says_so_and_where_its_workers_are(monkeypatc
     run = begun()
     stepped(run)
     (run.path / ".lock").write_text("process 12 on node7\n")
-    monkeypatch.setattr(whereabouts, "_record", None)
-    whereabouts.keep(run.path / "where-1")
-    whereabouts.begin(13)
-    whereabouts.note("ring, layer 3, forward, step 2 of 3")
+    monkeypatch.setattr(progress_record, "_record", None)
+    progress_record.keep(run.path / "where-1")
+    progress_record.begin(13)
+    progress_record.note("ring, layer 3, forward, step 2 of 3")
     later = time.time() + 70
-    monkeypatch.setattr(state, "SILENT_S", 1000.0)
+    monkeypatch.setattr(run_state, "SILENT_S", 1000.0)
     monkeypatch.setattr(time, "time", lambda: later)
     shown = found()
     assert (shown["what"], shown["detail"], shown["alive"]) == ("stalled", "no step since step 12", True)
@@ -162,7 +162,7 @@ def test_a_run_that_does_not_get_on_says_so_and_where_its_workers_are(monkeypatc
 def test_how_a_run_ended_is_what_it_said_last(phase, what):
     run = begun()
     stepped(run)
-    state.change(run, phase, "rank 1 was killed")
+    run_state.change(run, phase, "rank 1 was killed")
     shown = found("first")
     assert (shown["what"], shown["alive"], shown["step"]) == (what, False, 12)
 
@@ -185,16 +185,16 @@ def test_watching_ends_with_the_run(monkeypatch):
     (run.path / ".lock").write_text("process 12 on node7\n")
     monkeypatch.setattr("mtrain_cli.commands.status.WATCH_S", 0.01)
     looks = []
-    look = state.life
+    look = run_state.life
 
     def counted(one, now):
         looks.append(now)
         if len(looks) == 4:
-            state.change(run, "finished")
+            run_state.change(run, "finished")
             os.utime(run.path / ".lock", (1, 1))
         return look(one, now)
 
-    monkeypatch.setattr(state, "life", counted)
+    monkeypatch.setattr(run_state, "life", counted)
     result = status("first", "--watch", "--json")
     assert [json.loads(line)["what"] for line in result.stdout.splitlines()] == ["running"] * 3 + ["finished"]
 
@@ -203,7 +203,7 @@ def test_watching_ends_with_the_run(monkeypatch):
 def test_watching_a_run_that_has_ended_shows_it_once_in_whole_lines(words):
     run = begun()
     stepped(run)
-    state.change(run, "finished")
+    run_state.change(run, "finished")
     assert status(*words, "--watch").stdout == status(*words).stdout
 
 

@@ -11,7 +11,7 @@ from command import mtrain
 
 from mtrain_cli import resource_dir
 from mtrain_cli.attention.kernel import IndexRequest, KernelRequest
-from mtrain_cli.attention.registry import survey
+from mtrain_cli.attention.kernel_registry import survey
 from mtrain_cli.config.compose import compose, load, resume, save
 from mtrain_cli.config.groups import open_groups
 from mtrain_cli.config.schema import ConfigError

@@ -4,7 +4,7 @@ import pytest
 
 from mtrain_cli.config.compose import compose
 from mtrain_cli.config.schema import PATTERN_KEYS, PATTERNS, ConfigError
-from mtrain_cli.sparsity.registry import make_pattern
+from mtrain_cli.sparsity.pattern_registry import make_pattern
 
 
 @pytest.mark.parametrize("name", PATTERNS)

@@ -153,7 +153,7 @@ def without_work(monkeypatch: Any = None) -> None:
     import hydra
 
     from mtrain_cli.launch import local
-    from mtrain_cli.profiling import kernels, rest, sparsity
+    from mtrain_cli.profiling import kernel_benchmark, non_attention_benchmark, pattern_quality
 
     replace = setattr if monkeypatch is None else monkeypatch.setattr
     composed: dict[tuple[str, ...], Any] = {}
@@ -170,9 +170,9 @@ def without_work(monkeypatch: Any = None) -> None:
 
     replace(hydra, "compose", remembered)
     replace(local, "launch", lambda *_, **__: 0)
-    replace(kernels, "profile_kernels", lambda *_, **__: [])
-    replace(rest, "profile_rest", lambda *_, **__: [])
-    replace(sparsity, "profile_sparsity", lambda *_, **__: [])
+    replace(kernel_benchmark, "profile_kernels", lambda *_, **__: [])
+    replace(non_attention_benchmark, "profile_rest", lambda *_, **__: [])
+    replace(pattern_quality, "profile_sparsity", lambda *_, **__: [])
 
 
 def table(found: Sequence[Outcome], names: Sequence[str]) -> str:

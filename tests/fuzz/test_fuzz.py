@@ -14,7 +14,7 @@ from fuzz.runner import PYTHON, run, without_work
 from fuzz.words import Words
 from mtrain_cli.config import compose
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.launch import state
+from mtrain_cli.launch import run_state
 from mtrain_cli.launch.run_dir import RunDir
 
 SEED, LINES, DAMAGES, COMMANDS = 20, 1000, 120, 30
@@ -71,7 +71,9 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     step = {"step": 1, "loss": 5.0, "grad_norm": 1.0, "lr": 1e-3, "tokens": 256, "tokens_per_second_per_gpu": 9.0, "mfu_model": None,
             "mfu_executed": None, "density": 1.0, "peak_memory_gib": None, "seconds": 0.5, "epoch": 0.1, "consumed": 1}  # fmt: skip
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps({**step, "step": n}) + "\n" for n in range(1, 4)))
-    state.write(RunDir(run_dir), state.State(phase="finished", time=1.7e9, began=1.7e9, step=3, steps=3, warnings=((1.7e9, "slow"),)))
+    run_state.write(
+        RunDir(run_dir), run_state.State(phase="finished", time=1.7e9, began=1.7e9, step=3, steps=3, warnings=((1.7e9, "slow"),))
+    )
     (run_dir / "environment.json").write_text('{"host": "here", "gpus": [], "cpu_cores": 2, "versions": {"torch": "2.12"}}')
     bucket = '{"begin": 0, "end": 128, "tokens": 5, "loss": 5.0}'
     (run_dir / "evaluations.jsonl").write_text(

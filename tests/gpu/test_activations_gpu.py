@@ -13,12 +13,12 @@ from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.config.schema import ModelConfig, RopeConfig
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.init import initialize
+from mtrain_cli.parallel.activation_offload import Offload
 from mtrain_cli.parallel.context_attention import ContextAttention
-from mtrain_cli.parallel.exchanges import make_exchange
+from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.parallel.offload import Offload
-from mtrain_cli.parallel.pinned import ARENA, PinnedMemory, register, unregister
+from mtrain_cli.parallel.pinned_memory import ARENA, PinnedMemory, register, unregister
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic products ask for; read at the first of a process
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

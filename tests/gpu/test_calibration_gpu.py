@@ -8,8 +8,8 @@ import pytest
 import torch
 from command import mtrain
 
-from mtrain_cli.profiling.kernels import Case
-from mtrain_cli.profiling.shares import profile_shares
+from mtrain_cli.profiling.kernel_benchmark import Case
+from mtrain_cli.profiling.worker_calls import profile_shares
 from mtrain_cli.simulation.calibration import ALONE_COLUMNS, DIAGONALS, LISTS, SPARSE
 from mtrain_cli.simulation.cluster import load_cluster
 

@@ -14,12 +14,12 @@ from parallel.ways import Way
 
 from mtrain_cli.attention.index import BlockBitmap, VerticalSlash
 from mtrain_cli.attention.kernel import IndexRequest, KernelRequest
+from mtrain_cli.attention.kernel_registry import _KERNELS
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.reference import ReferenceKernel
-from mtrain_cli.attention.registry import _KERNELS
 from mtrain_cli.attention.tiles import BlockGeometry, Tiles
 from mtrain_cli.parallel.context_attention import ContextAttention
-from mtrain_cli.parallel.exchanges import make_exchange
+from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
 from mtrain_cli.sparsity.fixed import fixed_index

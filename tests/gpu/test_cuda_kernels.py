@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from mtrain_cli.attention.kernel import KernelRequest
+from mtrain_cli.attention.kernel_registry import _KERNELS
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.reference import ReferenceKernel
-from mtrain_cli.attention.registry import _KERNELS
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.parallel.layout import make_layout
 

@@ -7,8 +7,8 @@ import torch
 from attention.sparse_problems import among_others, make_problem
 
 from mtrain_cli.attention.kernel import IndexRequest, KernelRequest
+from mtrain_cli.attention.kernel_registry import _KERNELS
 from mtrain_cli.attention.reference import ReferenceKernel
-from mtrain_cli.attention.registry import _KERNELS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

@@ -13,8 +13,8 @@ import torch
 from command import mtrain
 
 from mtrain_cli.attention.kernel import IndexRequest, KernelRequest
-from mtrain_cli.attention.registry import _KERNELS
-from mtrain_cli.profiling.step_parts import StepParts, find_parts, kernel_part, messages, shortest
+from mtrain_cli.attention.kernel_registry import _KERNELS
+from mtrain_cli.profiling.step_breakdown import StepParts, find_parts, kernel_part, messages, shortest
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPUS, reason="needs a GPU")]

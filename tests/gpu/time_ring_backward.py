@@ -26,10 +26,10 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.parallel.context_attention import ContextAttention
-from mtrain_cli.parallel.exchanges import make_exchange
+from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
-from mtrain_cli.parallel.mail import Mail
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
+from mtrain_cli.parallel.transport import Mail
 
 HEAD_DIM = 128
 MOST_DIFFERENCE = 1e-2  # two orders of summation in bfloat16; the float64 oracle allows as much in test_context_attention_nccl.py

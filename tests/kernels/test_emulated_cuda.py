@@ -9,7 +9,7 @@ import torch
 from attention.sparse_problems import Problem, make_problem
 from kernels.emulated import COMPILER, Emulator, serving
 
-from mtrain_cli.attention import bars, block_lists, kernel
+from mtrain_cli.attention import block_lists, kernel, packed_columns
 from mtrain_cli.attention.index import VerticalSlash
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -62,17 +62,17 @@ def test_more_blocks_than_an_index_says_end_the_kernel(documents, name, emulator
 def test_columns(dtype, where, emulator, monkeypatch):
     p = problem("both", where, True)
     k, v = p.k.to(dtype), p.v.to(dtype)
-    expected = bars.pack_columns(k, v, p.tiles)
+    expected = packed_columns.pack_columns(k, v, p.tiles)
     assert expected is not None
     columns = [torch.randn(3, *t.shape) for t in expected]
     sums = [t.clone() for t in (k, v)]
-    bars.add_column_gradients(*sums, *columns, p.tiles)
-    serving(emulator, monkeypatch, bars)
-    packed = bars.pack_columns(k, v, p.tiles)
+    packed_columns.add_column_gradients(*sums, *columns, p.tiles)
+    serving(emulator, monkeypatch, packed_columns)
+    packed = packed_columns.pack_columns(k, v, p.tiles)
     assert packed is not None
     assert all(torch.equal(a, b) for a, b in zip(packed, expected, strict=True))
     found = [t.clone() for t in (k, v)]
-    bars.add_column_gradients(*found, *columns, p.tiles)
+    packed_columns.add_column_gradients(*found, *columns, p.tiles)
     # Columns that several heads of a group share are added one by one, in bfloat16 each rounded.
     tolerance = 1e-5 if dtype == torch.float32 else 0.1
     assert all(torch.allclose(a.float(), b.float(), rtol=tolerance, atol=tolerance) for a, b in zip(found, sums, strict=True))

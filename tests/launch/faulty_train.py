@@ -36,8 +36,8 @@ class Fault:
 
 def train(config, run_dir, environment, resume):
     """In the place of the trainer: the trainer, with the fault in it."""
-    from mtrain_cli.launch import whereabouts
-    from mtrain_cli.parallel.mail import Mail
+    from mtrain_cli.launch import progress_record
+    from mtrain_cli.parallel.transport import Mail
     from mtrain_cli.training import loop
     from mtrain_cli.training.trainer import Trainer
 
@@ -57,7 +57,7 @@ def train(config, run_dir, environment, resume):
         here = (environment.rank, at[0], self.what, f"step {self.at + 1} of {self.steps}")
         if here == (fault.rank, due, fault.what, fault.exchange_step):
             if environment.device == "cpu":
-                _wait_for_others(whereabouts.pattern(run_dir.logs, environment.launcher), environment, config.topology.timeout_s)
+                _wait_for_others(progress_record.pattern(run_dir.logs, environment.launcher), environment, config.topology.timeout_s)
             (run_dir.path / f"fault{before or ''}").touch()
             _wait_for_checkpoint(config, run_dir, due)
             if fault.signum == HANGS:
@@ -71,13 +71,13 @@ def train(config, run_dir, environment, resume):
 
 def _wait_for_others(records, environment, timeout_s):
     """Who is killed early leaves the others anywhere, and tests are to know where they wait. No longer than until the others give up."""
-    from mtrain_cli.launch import whereabouts
+    from mtrain_cli.launch import progress_record
 
     others = [Path(records.format(rank=rank)) for rank in range(environment.workers) if rank != environment.rank]
     deadline = time.monotonic() + timeout_s / 2
     before = None
     while time.monotonic() < deadline:
-        found = [whereabouts.read(path) for path in others]
+        found = [progress_record.read(path) for path in others]
         # Behind the ring they wait for the parameters of a layer, which is not told.
         if found == before and all(record and (record.waits_for is not None or record.doing.startswith("after ")) for record in found):
             return

@@ -22,13 +22,13 @@ from rich.console import Console
 import mtrain_cli
 from mtrain_cli.config import compose
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.launch import local, run_dir, state
+from mtrain_cli.launch import local, run_dir, run_state
 from mtrain_cli.launch.environment import Environment, resolve_environment
 from mtrain_cli.launch.failures import Failure
 from mtrain_cli.launch.local import launch
 from mtrain_cli.launch.restart import Again, Restart
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.training.checkpoint import Checkpointer
+from mtrain_cli.training.checkpointer import Checkpointer
 from mtrain_cli.training.metrics import StepMetrics
 from mtrain_cli.training.progress import Progress
 
@@ -182,14 +182,14 @@ def test_a_run_shows_that_it_lives_while_it_has_no_workers(run, monkeypatch):
     def lasts_long(*_: object) -> None:
         os.utime(lock, (1, 1))
         wait_for(lambda: lock.stat().st_mtime > 1, 20)
-        seen.append(state.life(run, time.time()).alive)
+        seen.append(run_state.life(run, time.time()).alive)
 
     def probed(_: object, _failure: Failure, environment: Environment) -> Again:
         lasts_long()
         return Again(environment, True, 0.01, Restart(0.0, "why", 1, 3, 2, 2))
 
     outcomes = iter([(1, Failure(1, -9, "died", "was killed", "", 0.0)), (0, None)])
-    monkeypatch.setattr(state, "BEAT_S", 0.05)
+    monkeypatch.setattr(run_state, "BEAT_S", 0.05)
     monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
     monkeypatch.setattr(local._Attempt, "run", lambda _: next(outcomes))
     monkeypatch.setattr(local.Restarts, "after", probed)

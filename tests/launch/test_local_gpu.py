@@ -16,7 +16,7 @@ from mtrain_cli.config import compose
 from mtrain_cli.launch import run_dir
 from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.launch.local import launch
-from mtrain_cli.training.checkpoint import Checkpointer, load_model_state
+from mtrain_cli.training.checkpointer import Checkpointer, load_model_state
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

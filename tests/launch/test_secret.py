@@ -11,10 +11,10 @@ from test_job import SimulatedJob, here  # noqa: F401
 from test_lifeline import connected, is_dropped
 
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.launch import failure_channel
 from mtrain_cli.launch import job as jobs
-from mtrain_cli.launch import lifeline
+from mtrain_cli.launch.failure_channel import _Hub, _port_and_token, _server
 from mtrain_cli.launch.job import PORT, SECRET, Job, _seal, _unseal, listen
-from mtrain_cli.launch.lifeline import _Hub, _port_and_token, _server
 
 
 def made(address: str, nodes: int = 2) -> Job:
@@ -84,7 +84,7 @@ def test_with_a_secret_the_store_does_not_hold_what_opens_the_hub(monkeypatch):
     monkeypatch.delenv(SECRET)
     with pytest.raises(ConfigError, match=SECRET):
         _port_and_token(f"{hub.port} -".encode())
-    assert lifeline.shared_key("x") is None
+    assert failure_channel.shared_key("x") is None
 
 
 def test_a_job_under_srun_with_a_secret_and_a_port_listens_on_loopback_and_ends_well(monkeypatch):

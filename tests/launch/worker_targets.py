@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 
 from mtrain_cli.config.schema import Config, ConfigError
-from mtrain_cli.launch import whereabouts
+from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.launch.stop import StopFlag
-from mtrain_cli.parallel.mail import naming
-from mtrain_cli.training.checkpoint import Checkpointer
+from mtrain_cli.launch.stop_request import StopFlag
+from mtrain_cli.parallel.transport import naming
+from mtrain_cli.training.checkpointer import Checkpointer
 from mtrain_cli.training.progress import Progress
 
 
@@ -79,7 +79,7 @@ def rank_1_raises_late(_config: Config, run_dir: RunDir, environment: Environmen
 def rank_1_hangs(_config: Config, _run_dir: RunDir, environment: Environment, _resume: bool) -> None:
     dist.barrier()
     if environment.rank == 1:
-        whereabouts.begin(2)
+        progress_record.begin(2)
         time.sleep(600)
     dist.barrier()
 
@@ -94,9 +94,9 @@ def rank_1_is_stopped_in_a_ring(_config: Config, _run_dir: RunDir, environment: 
 
 def _lost_in_a_ring(environment: Environment, signum: signal.Signals) -> None:
     dist.barrier()
-    whereabouts.begin(3)
+    progress_record.begin(3)
     if environment.rank == 1:
-        whereabouts.note("ring, layer 1, forward, step 2 of 3")
+        progress_record.note("ring, layer 1, forward, step 2 of 3")
         os.kill(os.getpid(), signum)
     with naming("ring, layer 1, forward, step 3 of 3", "waits for kv from rank 1", "kv from rank 1 did not come", 1):
         dist.recv(torch.ones(1), 1)
@@ -105,7 +105,7 @@ def _lost_in_a_ring(environment: Environment, signum: signal.Signals) -> None:
 def rank_0_is_aborted_as_by_nccl(_config: Config, _run_dir: RunDir, environment: Environment, _resume: bool) -> None:
     """What is left of a wait in NCCL that was too long: the watchdog ends the process, which can say nothing."""
     dist.barrier()
-    whereabouts.begin(2 + environment.rank)
+    progress_record.begin(2 + environment.rank)
     time.sleep(600 if environment.rank else 4)
     os.abort()
 
@@ -196,9 +196,9 @@ def _die_when_opening(name: str) -> None:
 def rank_0_waits_and_nothing_ends_it(_config: Config, _run_dir: RunDir, environment: Environment, _resume: bool) -> None:
     """As in a wait of NCCL that its watchdog does not see."""
     dist.barrier()
-    whereabouts.begin(2)
+    progress_record.begin(2)
     if environment.rank == 0:
-        whereabouts.note("waits for gradients of all ranks", whereabouts.SEVERAL)
+        progress_record.note("waits for gradients of all ranks", progress_record.SEVERAL)
     time.sleep(600)
 
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.parallel.circulation import Total
 from mtrain_cli.parallel.context_attention import ContextAttention
-from mtrain_cli.parallel.exchanges import make_exchange
+from mtrain_cli.parallel.exchange_bytes import Sizes
+from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import make_context_group
-from mtrain_cli.parallel.traffic import Sizes
-from mtrain_cli.parallel.travelling import Total
 
 TINY = 2.0**-9  # bfloat16 rounds 1 + TINY to 1, but not 1 + 3 TINY
 

@@ -9,12 +9,12 @@ import torch
 from parallel.ways import Way
 
 from mtrain_cli.attention.index import BlockBitmap, Index, VerticalSlash
+from mtrain_cli.attention.kernel_registry import _KERNELS
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.reference import ReferenceKernel
-from mtrain_cli.attention.registry import _KERNELS
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.parallel.context_attention import _Attend
-from mtrain_cli.parallel.exchanges import make_exchange
+from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.index_group import gathered, make_index_group
 from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.mesh import make_context_group

@@ -8,12 +8,12 @@ import torch
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.sdpa import SdpaKernel
+from mtrain_cli.parallel.circulation import QueryMessage
 from mtrain_cli.parallel.context_attention import ContextAttention
-from mtrain_cli.parallel.exchanges import make_exchange
+from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
-from mtrain_cli.parallel.mail import Buffers
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
-from mtrain_cli.parallel.travelling import QueryMessage
+from mtrain_cli.parallel.transport import Buffers
 
 SEQ = 48
 

@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_iter
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.config.compose import compose
-from mtrain_cli.parallel.exchanges import make_exchange
+from mtrain_cli.parallel.exchange_registry import make_exchange
+from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import make_context_group
-from mtrain_cli.parallel.selection import ExchangeChoice
 from mtrain_cli.training import memory
 
 TOKENS, DIM, BLOCK = 1024, 64, 16

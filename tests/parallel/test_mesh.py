@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.reference import ReferenceKernel
-from mtrain_cli.parallel import mail
+from mtrain_cli.parallel import transport
 from mtrain_cli.parallel.context_attention import ContextAttention
-from mtrain_cli.parallel.exchanges import make_exchange
+from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import make_context_group
 
@@ -57,8 +57,8 @@ def users(rank: int, world: int, name: str) -> set[tuple[str, str]]:
 
         return call
 
-    mail.start_all_gather = spy(mail.start_all_gather, lambda args: args[-1])
-    mail.start_reduce_scatter = spy(mail.start_reduce_scatter, lambda args: args[-1])
+    transport.start_all_gather = spy(transport.start_all_gather, lambda args: args[-1])
+    transport.start_reduce_scatter = spy(transport.start_reduce_scatter, lambda args: args[-1])
     dist.batch_isend_irecv = spy(dist.batch_isend_irecv, lambda args: args[0][0].group)
     layout = make_layout("striped", world, 24, 4)
     attend = ContextAttention.make(

@@ -15,15 +15,15 @@ from torch.utils.checkpoint import checkpoint
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.config.compose import compose
-from mtrain_cli.parallel import ranges
+from mtrain_cli.parallel import nvtx_ranges
 from mtrain_cli.parallel.context_attention import ContextAttention
-from mtrain_cli.parallel.exchanges import make_exchange
+from mtrain_cli.parallel.exchange_bytes import Sizes, pass_bytes
+from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
 from mtrain_cli.parallel.recording import COMPUTING, NOTHING, Recorder, Span, with_gaps
-from mtrain_cli.parallel.traffic import Sizes, pass_bytes
 from mtrain_cli.sparsity.fixed import FixedPattern
-from mtrain_cli.sparsity.registry import make_pattern
+from mtrain_cli.sparsity.pattern_registry import make_pattern
 
 HEADS, KV_HEADS, HEAD_DIM, SEQ = 4, 2, 8, 96
 WAYS = [
@@ -193,7 +193,7 @@ class Domain:
 @pytest.mark.parametrize("recording_too", [False, True])
 def test_a_listener_hears_few_names_with_the_step_as_payload(monkeypatch, recording_too):
     domain = Domain()
-    monkeypatch.setattr(ranges, "_LISTENER", [ranges.Ranges(domain)])
+    monkeypatch.setattr(nvtx_ranges, "_LISTENER", [nvtx_ranges.Ranges(domain)])
     layout = make_layout("striped", 1, SEQ, 4)
     exchange = make_exchange("all_gather", layout, ContextGroup.alone())
     attend = ContextAttention.make(exchange, SdpaKernel(), [SequenceMask.causal(SEQ, layout.padded_seq)], "cpu")
@@ -216,12 +216,12 @@ def test_a_listener_hears_few_names_with_the_step_as_payload(monkeypatch, record
 
 
 def test_names_of_ranges():
-    assert ranges.name("wait", "forward", "inner") == "wait.inner"
-    assert ranges.name("index", "forward", "") == "index"
-    assert ranges.name("attention", "backward", "") == "attention.backward"
+    assert nvtx_ranges.name("wait", "forward", "inner") == "wait.inner"
+    assert nvtx_ranges.name("index", "forward", "") == "index"
+    assert nvtx_ranges.name("attention", "backward", "") == "attention.backward"
 
 
 def test_nobody_listens_by_default():
-    assert ranges.listener() is None
-    with ranges.span("attention", "forward", "", 0):
+    assert nvtx_ranges.listener() is None
+    with nvtx_ranges.span("attention", "forward", "", 0):
         pass

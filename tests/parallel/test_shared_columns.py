@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from mtrain_cli.attention.bars import whole_columns
 from mtrain_cli.attention.index import VerticalSlash
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.parallel.circulating import Circulating, _Columns
+from mtrain_cli.attention.packed_columns import whole_columns
 from mtrain_cli.parallel.exchange import WHOLE_SEQUENCE
 from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
+from mtrain_cli.parallel.ring_exchange import Circulating, _Columns
 from mtrain_cli.parallel.schedule import Options, make_schedule
 
 SEQ, BLOCK, WORLD, HEADS, WIDTH = 61, 4, 3, 4, 6

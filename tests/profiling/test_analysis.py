@@ -12,10 +12,10 @@ from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, writ
 
 from mtrain_cli.parallel.recording import KINDS
 from mtrain_cli.profiling.analysis import BINS, Estimate, _Gathered, analyse
-from mtrain_cli.profiling.causes import Blame
-from mtrain_cli.profiling.collect import iterations, survey
 from mtrain_cli.profiling.imbalance import computation, imbalance
+from mtrain_cli.profiling.record_sums import iterations, survey
 from mtrain_cli.profiling.records import LINKS, PAYLOADS, open_records
+from mtrain_cli.profiling.wait_causes import Blame
 
 LINK = {"context": 0.2, "inner": 0.1, "outer": 0.5, "heads": 0.2}
 

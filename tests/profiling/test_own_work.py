@@ -7,10 +7,10 @@ import torch
 
 from mtrain_cli.attention.index import VerticalSlash
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.parallel.exchanges import make_exchange
+from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.profiling.work import own_work
+from mtrain_cli.profiling.recorded_work import own_work
 
 SEQ, BLOCK, HEADS = 64, 16, 2
 

@@ -10,7 +10,7 @@ import torch
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.profiling.sparsity import _heads, _sampled
+from mtrain_cli.profiling.pattern_quality import _heads, _sampled
 from mtrain_cli.sparsity.fixed import FixedPattern
 from mtrain_cli.sparsity.moba import MobaPattern
 from mtrain_cli.sparsity.pattern import Masked

@@ -7,7 +7,7 @@ import pytest
 from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, write
 
 from mtrain_cli.reporting.figures import Figure, figures
-from mtrain_cli.reporting.source import open_source
+from mtrain_cli.reporting.report_source import open_source
 
 
 def uneven(direction: str, rank: int, step: int) -> float:

@@ -19,7 +19,7 @@ from synthetic_records import Play, recorded_once, ring
 from mtrain_cli.console import Console
 from mtrain_cli.printable import printable
 from mtrain_cli.reporting.html import write_page
-from mtrain_cli.reporting.source import Source, open_source
+from mtrain_cli.reporting.report_source import Source, open_source
 from mtrain_cli.reporting.terminal import show_sources
 from mtrain_cli.training.metrics import StepMetrics
 

@@ -15,7 +15,7 @@ from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, writ
 
 from mtrain_cli.reporting.figures import figures
 from mtrain_cli.reporting.html import _markdown, write_page
-from mtrain_cli.reporting.source import open_source
+from mtrain_cli.reporting.report_source import open_source
 
 
 def uneven(direction: str, rank: int, step: int) -> float:

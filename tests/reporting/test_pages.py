@@ -13,8 +13,8 @@ from mtrain_cli.reporting import html, tables
 from mtrain_cli.reporting.curves import POINTS, POINTS_OF_ALL, log_ticks, rate_restarts, smoothed, training_views
 from mtrain_cli.reporting.figures import HEAT_NUMBERS, TIMELINE_BARS, Figure, View, _numbers
 from mtrain_cli.reporting.html import write_page
-from mtrain_cli.reporting.settings import read_settings
-from mtrain_cli.reporting.source import Source, open_source
+from mtrain_cli.reporting.report_source import Source, open_source
+from mtrain_cli.reporting.run_settings import read_settings
 from mtrain_cli.training.evaluation import Bucket, Evaluation
 from mtrain_cli.training.metrics import StepMetrics
 

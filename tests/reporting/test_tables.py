@@ -12,7 +12,7 @@ from rich.console import Console
 from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, write
 
 from mtrain_cli.reporting import figures, tables
-from mtrain_cli.reporting.source import Source, open_source, shortened
+from mtrain_cli.reporting.report_source import Source, open_source, shortened
 from mtrain_cli.reporting.terminal import show_sources
 
 

@@ -9,7 +9,7 @@ import yaml
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.simulation.cluster import SOURCES, Constant, load_cluster, shipped
-from mtrain_cli.simulation.simulate import _uncertain
+from mtrain_cli.simulation.prediction import _uncertain
 
 
 @pytest.mark.parametrize("name", shipped())

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import yaml
 
+from mtrain_cli.parallel.exchange_bytes import Sizes
 from mtrain_cli.parallel.schedule import Options, make_schedule
-from mtrain_cli.parallel.traffic import Sizes
 from mtrain_cli.simulation.calibration import HIGH, VALUE, Kernels
 from mtrain_cli.simulation.cluster import Constant, load_cluster, shipped
 from mtrain_cli.simulation.costs import Costs
-from mtrain_cli.simulation.links import GATHER, HOP, INNER, OUTER, SCATTER, LinkTime, Machine, cluster_document
-from mtrain_cli.simulation.lockstep import Lockstep
+from mtrain_cli.simulation.link_fit import GATHER, HOP, INNER, OUTER, SCATTER, LinkTime, Machine, cluster_document
+from mtrain_cli.simulation.spmd_schedule import Lockstep
 
 MACHINE = Machine("NVIDIA H200", 989.0, "datasheet", 760.0, 139.8, 4200.0, 3600.0, (3.9, 4.2, 5.5))
 

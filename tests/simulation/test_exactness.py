@@ -7,17 +7,17 @@ from itertools import product
 
 import numpy as np
 import pytest
-from simulation.test_work import BLOCK, HEADS, index_of, masks_of, of_executor
+from simulation.test_work_counts import BLOCK, HEADS, index_of, masks_of, of_executor
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.parallel.exchange import Exchange
-from mtrain_cli.parallel.exchanges import make_exchange
+from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.profiling import records
 from mtrain_cli.profiling.index_file import RecordedSetup
 from mtrain_cli.simulation.cluster import load_cluster
-from mtrain_cli.simulation.simulate import Problem, predict
+from mtrain_cli.simulation.prediction import Problem, predict
 from mtrain_cli.simulation.what_if import Case, Setup, Unfit, make_case, resized
 
 LAYOUTS = ("contiguous", "zigzag", "striped")

@@ -17,7 +17,7 @@ from mtrain_cli.parallel.schedule import Options, make_schedule
 from mtrain_cli.profiling.imbalance import imbalance
 from mtrain_cli.profiling.index_file import load_indices, save_indices
 from mtrain_cli.simulation.what_if import Setup, Unfit, degrees, repadded, replay, resized, setups_of
-from mtrain_cli.simulation.work import StepWork, count_work
+from mtrain_cli.simulation.work_counts import StepWork, count_work
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
 

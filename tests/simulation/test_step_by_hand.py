@@ -8,8 +8,8 @@ import pytest
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.config.compose import compose
+from mtrain_cli.parallel.exchange_bytes import Sizes
 from mtrain_cli.parallel.schedule import Options, make_schedule
-from mtrain_cli.parallel.traffic import Sizes
 from mtrain_cli.profiling.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import (
     ALONE_COLUMNS,
@@ -27,11 +27,11 @@ from mtrain_cli.simulation.calibration import (
 from mtrain_cli.simulation.cluster import Cluster, Constant, load_cluster
 from mtrain_cli.simulation.costs import Costs
 from mtrain_cli.simulation.families import Family
-from mtrain_cli.simulation.lockstep import Lockstep
-from mtrain_cli.simulation.rest import Work, priced
+from mtrain_cli.simulation.non_attention_cost import Work, priced
+from mtrain_cli.simulation.predicted_step import PredictedStep
+from mtrain_cli.simulation.prediction import Problem, Range, predict
 from mtrain_cli.simulation.scenario import Outcome, Pairs, Scenario, evaluate, plan_on, with_step
-from mtrain_cli.simulation.simulate import Problem, Range, predict
-from mtrain_cli.simulation.step import PredictedStep
+from mtrain_cli.simulation.spmd_schedule import Lockstep
 from mtrain_cli.simulation.timeline import Conditions
 from mtrain_cli.simulation.what_if import Setup
 

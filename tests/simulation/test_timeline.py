@@ -12,8 +12,8 @@ from simulation.event_loop import EventLoop
 from mtrain_cli.parallel.recording import DIRECTIONS, KINDS
 from mtrain_cli.parallel.schedule import INNER, OUTER, Options, Schedule, make_schedule
 from mtrain_cli.profiling.records import LINKS
-from mtrain_cli.simulation.lockstep import Lockstep, Move
 from mtrain_cli.simulation.program import Message, Prices, collective_of_all, program
+from mtrain_cli.simulation.spmd_schedule import Lockstep, Move
 from mtrain_cli.simulation.timeline import Conditions, PassTimes, play, together
 
 

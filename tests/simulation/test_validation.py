@@ -18,7 +18,7 @@ from mtrain_cli.profiling.index_file import RecordedSetup, save_indices
 from mtrain_cli.simulation import validation
 from mtrain_cli.simulation.cluster import load_cluster
 from mtrain_cli.simulation.families import Family
-from mtrain_cli.simulation.simulate import Problem, predict
+from mtrain_cli.simulation.prediction import Problem, predict
 from mtrain_cli.simulation.validation import open_run, spearman
 from mtrain_cli.simulation.what_if import Setup
 

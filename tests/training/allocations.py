@@ -16,17 +16,17 @@ from mtrain_cli.config.compose import compose
 from mtrain_cli.model import decoder as decoder_module
 from mtrain_cli.model import feed_forward as feed_forward_module
 from mtrain_cli.model.decoder import Decoder
+from mtrain_cli.parallel.activation_offload import Offload
 from mtrain_cli.parallel.context_attention import ContextAttention
-from mtrain_cli.parallel.exchanges import make_exchange
+from mtrain_cli.parallel.exchange_registry import make_exchange
+from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.fsdp import begin_micro_batch, shard_parameters
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group, make_parameter_mesh
-from mtrain_cli.parallel.offload import Offload
-from mtrain_cli.parallel.selection import ExchangeChoice
 from mtrain_cli.training.flops import attention_kept
 from mtrain_cli.training.memory import MemoryEstimate, estimate_memory
-from mtrain_cli.training.offload import HostStates
 from mtrain_cli.training.optimizer import make_optimizer
+from mtrain_cli.training.optimizer_offload import HostStates
 from mtrain_cli.training.state_memory import StateMemory
 
 

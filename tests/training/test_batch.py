@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from mtrain_cli.attention.sdpa import SdpaKernel
-from mtrain_cli.parallel.exchanges import make_exchange
+from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.sparsity.fixed import FixedPattern

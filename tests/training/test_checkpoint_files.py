@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from mtrain_cli.commands.app import app
 from mtrain_cli.config import compose
-from mtrain_cli.training.checkpoint import Checkpointer, NoCheckpointError, load_model_state, write_model_state
+from mtrain_cli.training.checkpointer import Checkpointer, NoCheckpointError, load_model_state, write_model_state
 from mtrain_cli.training.manifest import Manifest, checksum
 
 MODEL = ["model.hidden_size=32", "model.num_layers=2", "model.head_dim=8", "model.intermediate_size=48"]

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from mtrain_cli.training.checkpoint import Checkpointer, CheckpointError, load_model_state
+from mtrain_cli.training.checkpointer import Checkpointer, CheckpointError, load_model_state
 
 
 def sharded_training(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -14,7 +14,7 @@ from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.config.schema import ModelConfig, RopeConfig
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.init import initialize
-from mtrain_cli.parallel.exchanges import make_exchange
+from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.fsdp import shard_parameters
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh

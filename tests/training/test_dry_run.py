@@ -18,15 +18,15 @@ from rich.console import Console
 from mtrain_cli.config.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import environment
+from mtrain_cli.parallel.exchange_selection import gathered_bytes
 from mtrain_cli.parallel.schedule import Options, make_schedule
-from mtrain_cli.parallel.selection import gathered_bytes
 from mtrain_cli.training import dry_run as module
-from mtrain_cli.training import planning
+from mtrain_cli.training import run_plan
 from mtrain_cli.training.banner import banner
-from mtrain_cli.training.choices import make_choices
 from mtrain_cli.training.dry_run import GPU_MEMORY, count, dry_run, duration, flop
 from mtrain_cli.training.memory import GIB
-from mtrain_cli.training.planning import plan, size
+from mtrain_cli.training.resolution import make_choices
+from mtrain_cli.training.run_plan import plan, size
 
 LARGE = ["model=llama8b", "seq=4m", "topology.workers=64", "topology.device=cuda"]
 
@@ -66,7 +66,7 @@ def test_gpus_need_not_be_here_and_what_is_assumed_is_said():
 @pytest.fixture
 def with_24_gib(monkeypatch):
     """A machine of 24 GiB, in the eyes of the plan and of the trainer."""
-    for place in (module, planning, environment):
+    for place in (module, run_plan, environment):
         monkeypatch.setattr(place, "host_memory", lambda: 24 * GIB)
 
 
@@ -129,7 +129,7 @@ def test_a_task_that_sees_only_its_own_gpu_is_planned_for_that_one(monkeypatch):
     properties = SimpleNamespace(name="NVIDIA H200", total_memory=140 * GIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: (asked.append(index), properties)[1])
     task = dataclasses.replace(here, device="cuda", rank=1, local_rank=1, launcher="slurm")
-    assert planning.planned(config, task, choices).capacity == 140 * GIB
+    assert run_plan.planned(config, task, choices).capacity == 140 * GIB
     assert asked == [0]
 
 
@@ -274,7 +274,7 @@ def test_the_banner_names_what_runs_and_why_in_80_columns():
     config = compose(["topology.device=cpu"])
     environment = plan(config).environment
     printed = text(
-        banner(planning.planned(config, environment, make_choices(config, environment)), Path("runs/tiny-4k"), "stdlib: 212 documents")
+        banner(run_plan.planned(config, environment, make_choices(config, environment)), Path("runs/tiny-4k"), "stdlib: 212 documents")
     )
     for word in (
         "tiny (qwen2), 822 K parameters",
@@ -292,7 +292,7 @@ def test_the_banner_names_what_runs_and_why_in_80_columns():
 
 def banner_of(*words: str, resumed: int | None = None) -> str:
     config = compose(["topology.device=cpu", *words])
-    found = planning.planned(config, plan(config).environment, make_choices(config, plan(config).environment))
+    found = run_plan.planned(config, plan(config).environment, make_choices(config, plan(config).environment))
     return " ".join(text(banner(found, Path("runs/x"), "stdlib: 212 documents", resumed=resumed)).split())
 
 
@@ -413,7 +413,7 @@ def test_what_fits_means_is_said_where_it_is_said():
 )
 def test_workers_of_a_machine_share_its_memory(launcher, workers, gpus, expected):
     place = SimpleNamespace(launcher=launcher, local_workers=workers)
-    assert planning.sharing_the_host(place, gpus) == expected
+    assert run_plan.sharing_the_host(place, gpus) == expected
 
 
 @without_gpu

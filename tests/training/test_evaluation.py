@@ -15,7 +15,7 @@ from mtrain_cli.config.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.reporting.source import open_source
+from mtrain_cli.reporting.report_source import open_source
 from mtrain_cli.reporting.tables import positions_table
 from mtrain_cli.training.evaluation import Evaluation, EvaluationWriter, edges, evaluate, read_evaluations
 from mtrain_cli.training.loop import train

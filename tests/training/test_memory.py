@@ -10,8 +10,8 @@ import torch
 
 from mtrain_cli.config.compose import compose
 from mtrain_cli.config.schema import CHECKPOINTS
+from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import make_layout
-from mtrain_cli.parallel.selection import ExchangeChoice
 from mtrain_cli.training.flops import layer_shapes, parameters, root_shapes
 from mtrain_cli.training.memory import GIB, estimate_memory
 from mtrain_cli.training.state_memory import sharded_numbers

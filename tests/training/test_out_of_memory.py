@@ -11,7 +11,7 @@ import torch
 from training.test_train_loop import SMALL, place
 
 from mtrain_cli.config.compose import compose
-from mtrain_cli.launch import whereabouts
+from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.model import decoder as decoders
 from mtrain_cli.model import feed_forward as feed_forwards
@@ -63,13 +63,13 @@ def full(rank: int, world: int, folder: str, where: str) -> tuple[str, dict]:
         raise RuntimeError(CPU_WORDS)
 
     def no_room(*arguments, **options):
-        if where == "loss" and whereabouts.here().training_step == 2:
+        if where == "loss" and progress_record.here().training_step == 2:
             logits = torch.zeros(40, config.model.vocab_size)  # noqa: F841, is to be named
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
         return with_z_loss(*arguments, **options)
 
     Path(folder).mkdir(exist_ok=True)
-    whereabouts.keep(Path(folder) / f"where-{rank}")
+    progress_record.keep(Path(folder) / f"where-{rank}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainers.Trainer, "train_step", faulty)
         patch.setattr(decoders, "with_z_loss", no_room)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from mtrain_cli.launch import state
+from mtrain_cli.launch import run_state
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.training.metrics import StepMetrics
 from mtrain_cli.training.progress import Progress, format_duration, sparkline
@@ -262,7 +262,7 @@ def test_sparse_steps_show_what_is_computed_and_not_what_dense_attention_would()
 @pytest.mark.parametrize(("seconds", "hinted"), [(10.0, 1), (1.0, 0)])
 def test_a_long_run_says_once_how_to_look_at_it_and_its_state_is_what_is_shown(tmp_path, seconds, hinted):
     run = RunDir(tmp_path)
-    reporter = state.Reporter(run, launcher="mtrain", steps=100, step=0, workers=["a, cpu"], records="")
+    reporter = run_state.Reporter(run, launcher="mtrain", steps=100, step=0, workers=["a, cpu"], records="")
     console = Console(file=io.StringIO(), width=80, color_system=None)
     clock = Clock()
     progress = Progress(100, 0, True, reporter=reporter, console=console, clock=clock)
@@ -272,6 +272,6 @@ def test_a_long_run_says_once_how_to_look_at_it_and_its_state_is_what_is_shown(t
             progress.step(replace(STEP, step=step, loss=1.0 * step))
         progress.message("a spike", warning=True)
     assert console.file.getvalue().count(f"mtrain status {tmp_path} --watch") == hinted
-    written = state.read(run)
+    written = run_state.read(run)
     assert (written.phase, written.step, written.loss, written.seconds_left) == ("training", 100, 100.0, 0.0)
     assert [text for _, text in written.warnings] == ["a spike"]

@@ -7,7 +7,7 @@ import pytest
 from mtrain_cli.config.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.training.dry_run import kernel_rows
-from mtrain_cli.training.planning import plan
+from mtrain_cli.training.run_plan import plan
 
 ELSEWHERE = ["topology.device=cuda", "topology.workers=2", "seq=8k", "sparsity=vertical_slash", "sparsity.dense_steps=3", "model=qwen3b"]
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from test_trainer import make
 from torch.utils._pytree import tree_iter
 
-from mtrain_cli.training.checkpoint import Checkpointer
+from mtrain_cli.training.checkpointer import Checkpointer
 from mtrain_cli.training.state_memory import BYTES, StateMemory
 
 WAYS: dict[str, tuple[str, ...]] = {

@@ -22,7 +22,7 @@ from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.parallel.context_attention import DynamicIndex
-from mtrain_cli.training.checkpoint import Checkpointer
+from mtrain_cli.training.checkpointer import Checkpointer
 from mtrain_cli.training.loop import train
 from mtrain_cli.training.optimizer import local_gradients, make_optimizer, squared_norm
 from mtrain_cli.training.trainer import NonFiniteError, StepResult, Trainer

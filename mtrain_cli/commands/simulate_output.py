@@ -1,0 +1,420 @@
+"""What `mtrain simulate` prints and leaves in files."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mtrain_cli.config.schema import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from mtrain_cli.console import Console
+    from mtrain_cli.simulation.calibration import Calibration
+    from mtrain_cli.simulation.cluster import Cluster
+    from mtrain_cli.simulation.prediction import Prediction, Problem, Range
+    from mtrain_cli.simulation.recommend import Recommendation
+    from mtrain_cli.simulation.scenario import Outcome
+    from mtrain_cli.training.run_plan import Plan
+
+DENSE = "dense"
+LEGEND = (
+    "ms: attention of a layer, the slowest worker, mean over layers; best and worst by the bounds of the constants. worker, step: "
+    "imbalance degrees of time, of work in brackets, largest over mean. late: waits for slower workers. exposed: transfer that nothing "
+    "hid, by link."
+)
+_STEPS = (
+    "s / step: one optimizer step; best and worst by the bounds of the constants. MFU, HFU: shares of the peak by what the model asks for, "
+    "and by what is computed. waits: for slower workers, for links to carry keys and values, and to carry weights and gradients. worker, "
+    "step: imbalance degrees of the work of attention, largest over mean. GiB: of a GPU, as `mtrain train --dry-run` has it. all_gather in "
+    "N: parts of the heads, each on its way while the one before is computed."
+)
+
+
+# What a narrow terminal does without, in this order.
+SPARE_OF_STEPS = ("waits s", "step", "MFU", "worker", "best - worst", "HFU", "data x context")
+SPARE_OF_ATTENTION = ("late ms", "step", "computed", "worker", "exposed ms", "kernel", "best - worst")
+_PROBE = ".mtrain"
+_NAMED = 3  # guesses of a kind in one line
+_LABEL = len("note   ")  # what lines begin with
+
+
+def step_legend() -> str:
+    from mtrain_cli.training.run_plan import FITS
+
+    return f"{_STEPS} {FITS}."
+
+
+def title(cluster: Cluster, problem: Problem, density: float, workers: int) -> str:
+    made, nodes = problem.made, f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}"
+    shown = f"{problem.pattern}, density {density:.1%}" if problem.pattern != DENSE else DENSE
+    return f"{cluster.name} ({nodes}), {workers} workers, seq {made.seq:,}, {shown}"
+
+
+def attention_table(cluster: Cluster, problem: Problem, predictions: Sequence[Prediction]) -> Table:
+    """Of the attention of a layer."""
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    from mtrain_cli.parallel.exchange_selection import brief
+
+    layers = f"{len(problem.layers)} layer{'s' * (len(problem.layers) > 1)}"
+    heading = f"{title(cluster, problem, predictions[0].facts['density'], predictions[0].setup.workers)}, {layers}: predicted"
+    table = Table(title=heading, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
+    for name in ("layout", "exchange", "kernel"):
+        table.add_column(name)
+    for name in (*predictions[0].passes, "all, ms a layer", "best - worst", "worker", "step", "computed", "late ms"):
+        table.add_column(name, justify="right")
+    table.add_column("exposed ms")
+    fastest = min(predictions, key=lambda p: p.duration.value)
+    for p in predictions:
+        links: dict[str, float] = {}
+        for of_pass in p.passes.values():
+            for link, ms in of_pass.exposed.items():
+                links[link] = links.get(link, 0.0) + ms
+        both = [p.passes[name] for name in ("forward", "backward")]
+        degrees = [
+            f"{sum(getattr(b.time, name) for b in both) / 2:.2f} ({sum(getattr(b.work, name) for b in both) / 2:.2f})"
+            for name in ("worker", "step")
+        ]
+        table.add_row(
+            p.setup.layout,
+            brief(p.exchange),
+            p.kernel,
+            *(f"{of_pass.duration.value:.2f}" for of_pass in p.passes.values()),
+            f"{p.duration.value:.2f}",
+            f"{p.duration.low:.1f} - {p.duration.high:.1f}",
+            *degrees,
+            f"{sum(b.computed * b.duration.value for b in both) / sum(b.duration.value for b in both):.2f}",
+            f"{sum(of_pass.late for of_pass in p.passes.values()):.2f}",
+            ", ".join(f"{link} {ms:.2f}" for link, ms in links.items() if ms >= 0.005) or "none",
+            style="bold" if p is fastest and len(predictions) > 1 else None,
+        )
+    return table
+
+
+def step_table(cluster: Cluster, problem: Problem, outcomes: Sequence[Outcome]) -> Table:
+    """Of whole steps; the fastest that fits is bold."""
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    from mtrain_cli.parallel.exchange_selection import brief
+    from mtrain_cli.reporting.terminal_width import number
+
+    one = outcomes[0]
+    environment, train = one.plan.environment, one.plan.config.train
+    density = one.attention.facts["density"]
+    batch = f"{train.global_batch} sequence{'s' * (train.global_batch > 1)} a step"
+    heading = f"{title(cluster, problem, density, environment.workers)}, {batch}: predicted"
+    table = Table(title=heading, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
+    grouped = any(o.plan.environment.dp > 1 for o in outcomes)
+    recomputed = len({o.plan.config.train.activation_checkpoint for o in outcomes}) > 1
+    kept = [_layers_with_products(o.plan) for o in outcomes]
+    for name in ("layout", "exchange", *(("data x context",) if grouped else ()), *(("recompute",) if recomputed else ())):
+        table.add_column(name)
+    dense = one.dense
+    shares = ("MFU", "HFU") if dense else ("HFU",)
+    if len(set(kept)) > 1:
+        table.add_column("keep_mlp", justify="right")
+    for name in ("s / step", "best - worst", "tokens/s/GPU", *shares, "waits s", "worker", "step", "GiB"):
+        table.add_column(name, justify="right")
+    table.add_column("fits")
+    fitting = [o for o in outcomes if o.step.fits]
+    fastest = min(fitting, key=lambda o: o.step.seconds.value, default=None)
+    for o, layers in zip(outcomes, kept, strict=True):
+        step = o.step
+        both = [o.attention.passes[name] for name in ("forward", "backward")]
+        degrees = [f"{sum(getattr(b.work, name) for b in both) / 2:.2f}" for name in ("worker", "step")]
+        waits = " + ".join(f"{step.parts[name]:.2f}" for name in ("late", "links", "weights"))
+        table.add_row(
+            o.layout,
+            brief(o.plan.exchange.label),
+            *((f"{o.plan.environment.dp} x {o.context}",) if grouped else ()),
+            *((o.plan.config.train.activation_checkpoint,) if recomputed else ()),
+            *((str(layers),) if len(set(kept)) > 1 else ()),
+            number(step.seconds.value, 4),
+            f"{number(step.seconds.low)} - {number(step.seconds.high)}" if step.seconds.low < step.seconds.high else "",
+            f"{step.tokens_per_second_per_gpu.value:,.0f}",
+            *([f"{step.mfu:.1%}"] if dense else []),
+            f"{step.hfu:.1%}",
+            waits,
+            *degrees,
+            f"{step.gib:.1f}",
+            "yes" if step.fits else "no",
+            style="bold" if o is fastest and len(outcomes) > 1 else "dim" if not step.fits else None,
+        )
+    return table
+
+
+def told_of(outcomes: Sequence[Outcome]) -> Outcome:
+    """The one of which most is told: the fastest that fits, or what needs least."""
+    fitting = [o for o in outcomes if o.step.fits]
+    return min(fitting, key=lambda o: o.step.seconds.value) if fitting else min(outcomes, key=lambda o: o.plan.memory.total)
+
+
+def best_line(outcomes: Sequence[Outcome]) -> str:
+    """Which of several to take, and by how much; what else could be tried."""
+    from mtrain_cli.simulation.recommend import CLOSE
+
+    fitting = sorted((o for o in outcomes if o.step.fits), key=lambda o: o.step.seconds.value)
+    if not fitting:
+        return "best   none of these fits; --recommend tries what needs less memory, or says what would fit"
+    best = fitting[0]
+    said = f"best   {best.layout} {best.plan.exchange.label}"
+    if len(fitting) > 1:
+        gap = fitting[1].step.seconds.value / best.step.seconds.value - 1
+        said += f", {gap:.1%} faster than the next" + (": less than the prediction can tell apart, so measure both" if gap < CLOSE else "")
+    return f"{said}; --recommend also tries context groups, recomputation and train.keep_mlp"
+
+
+def step_lines(outcome: Outcome, tokens: float | None, price: float | None) -> Iterable[str]:
+    """Where the time of a step goes, memory by part, and what a training takes."""
+    from mtrain_cli.simulation.recommend import usable
+    from mtrain_cli.training.memory import GIB
+
+    step, plan = outcome.step, outcome.plan
+    whole = step.seconds.value
+    shares = {name: seconds / whole for name, seconds in step.parts.items()}
+    listed = ", ".join(f"{name} {share:.1%}" for name, share in sorted(shares.items(), key=lambda item: -item[1]) if share >= 5e-4)
+    yield f"time   {outcome.layout} {plan.exchange.label}: {listed}; {step.hidden:.2f} s of weights hidden"
+    memory = plan.memory
+    parts = {**{name.replace("_", " "): size for name, size in memory.peak.parts.items()}, "CUDA and NCCL": memory.reserve}
+    of = (plan.capacity or 0) / 2**30
+    said = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items() if size >= 2**20)
+    fits = f" ({usable(plan):.1f} can be used)"
+    yield f"memory {memory.total / 2**30:.2f} GiB of {of:.1f}{fits} at its peak, the {memory.peak.name}: {said}"
+    if memory.host:
+        saving = f", {memory.saving / GIB:.2f} more while a checkpoint is written" if memory.saving else ""
+        yield f"host   {memory.host / GIB:.2f} GiB for each GPU{saving}, of {plan.host_share / GIB:.1f} that can be used"
+    if tokens is None:
+        return
+    days = step.days(tokens)
+    text = f"train  {tokens:.3g} tokens on {plan.environment.workers} GPUs: {_days(days)}"
+    if price is None:
+        yield f"{text}; cost unknown, --price X gives the dollars of a GPU and hour"
+        return
+    cost = step.dollars(tokens, price)
+    yield f"{text}; ${cost.value:,.0f} (${cost.low:,.0f} - ${cost.high:,.0f}) at ${price:g} a GPU and hour"
+
+
+def _days(days: Range) -> str:
+    unit, by = ("days", 1.0) if days.value >= 2 else ("hours", 24.0) if days.value * 24 >= 2 else ("minutes", 1440.0)
+    return f"{days.value * by:.3g} {unit} ({days.low * by:.3g} - {days.high * by:.3g})"
+
+
+def _layers_with_products(plan: Plan) -> int:
+    """Layers that keep what the products of their MLP gave: all, where nothing is computed again, nor in tiles."""
+    from mtrain_cli.model.tiling import layers_with_products, tile_rows
+
+    model, train = plan.config.model, plan.config.train
+    tokens, itemsize = plan.layout.tokens_per_worker * train.micro_batch, 2 if plan.dtype == "bfloat16" else 4
+    tiled = tile_rows(tokens, model.hidden_size, model.intermediate_size, itemsize, train.tile_mib << 20) < tokens
+    if train.activation_checkpoint == "none" and not tiled:
+        return model.num_layers
+    return layers_with_products(train.keep_mlp, model.num_layers)
+
+
+def recommendation_lines(cluster: Cluster, found: Recommendation, words: Sequence[str]) -> Iterable[str]:
+    """The best and the runner-up with reasons, what was rejected, and what to type."""
+    from mtrain_cli.simulation.recommend import label, memory_settings, place, reasons
+    from mtrain_cli.simulation.scenario import train_line
+
+    if not found.ranked:
+        yield f"nothing fits {cluster.name}{_least(found)}. What would:"
+        yield from (f"  {line}" for line in found.needed)
+    else:
+        best, others = found.best, found.ranked[1:]
+        train = best.plan.config.train
+        yield f"best   {label(best.plan)}: {_figures(best)}"
+        if others:
+            other = "" if place(others[0]) == place(best) else "; the fastest of another layout, exchange or context group"
+            yield f"next   {label(others[0].plan)}: {_figures(others[0])}{other}"
+            yield "why    " + "; ".join(reasons(best, others[0], words))
+        changes = {
+            "topology.layout": best.layout,
+            "topology.exchange": best.plan.config.topology.exchange,
+            **({"topology.context_parallel": best.context} if best.plan.environment.dp > 1 else {}),
+            "train.activation_checkpoint": train.activation_checkpoint,
+            **memory_settings(best.plan.config),
+        }
+        yield f"type   {train_line(cluster, best.plan, words, changes)}"
+    by_reason: dict[str, list[str]] = {}
+    for rejected in found.rejected:
+        by_reason.setdefault(rejected.why, []).append(rejected.what)
+    yield from (f"not    {_some(what)}: {why}" for why, what in by_reason.items())
+
+
+def _least(found: Recommendation) -> str:
+    """How much the configuration that lacks least needs."""
+    from mtrain_cli.simulation.recommend import label, usable
+    from mtrain_cli.training.memory import GIB
+
+    plan = found.least
+    if plan is None:
+        return ""
+    host = f" and {plan.memory.host_peak / GIB:.1f} GiB of the host" if plan.memory.host_peak else ""
+    there = f"{usable(plan):.1f} and {plan.host_share / GIB:.1f} GiB" if host else f"{usable(plan):.1f} GiB"
+    return f": a GPU needs at least {plan.memory.total / GIB:.1f} GiB{host}, of {there} that can be used ({label(plan)})"
+
+
+def _some(names: Sequence[str]) -> str:
+    return "; ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _figures(outcome: Outcome) -> str:
+    from mtrain_cli.reporting.terminal_width import number
+
+    step = outcome.step
+    return (
+        f"{number(step.seconds.value, 4)} s a step ({number(step.seconds.low)} - {number(step.seconds.high)}), "
+        f"{step.tokens_per_second_per_gpu.value:,.0f} tokens/s/GPU, {step.gib:.1f} GiB"
+    )
+
+
+def print_lines(console: Console, lines: Iterable[str]) -> None:
+    """Each with a label; a command stays one line, so that it can be copied."""
+    from mtrain_cli.reporting.terminal_width import say
+
+    for line in lines:
+        if line.startswith("type "):
+            console.print(line)
+        else:
+            say(console, line, _LABEL)
+
+
+def print_notes(console: Console, remarks: Iterable[str]) -> None:
+    from mtrain_cli.reporting.terminal_width import say
+
+    for remark in dict.fromkeys(remarks):
+        say(console, f"note   {brief_remark(remark)}", _LABEL, style="yellow")
+
+
+def brief_remark(remark: str) -> str:
+    """A remark with a few of many guesses: names of constants tell little to a first reader."""
+    found = re.fullmatch(r"(.*) constants are guesses \((.*)\)", remark)
+    names = found[2].split(", ") if found else []
+    if found is None or len(names) <= _NAMED + 1:
+        return remark
+    return f"{found[1]} constants are guesses ({', '.join(names[:_NAMED])} and {len(names) - _NAMED} more; --json has all, with bounds)"
+
+
+# --- files --------------------------------------------------------------------------------------------------------------------------
+
+
+def _range(found: Range) -> dict[str, float]:
+    return {"low": round(found.low, 5), "value": round(found.value, 5), "high": round(found.high, 5)}
+
+
+def document(cluster: Cluster, calibration: Calibration | None, **more: Any) -> dict[str, Any]:
+    """What every summary.json of a simulation begins with. calibration: the user's own."""
+    from mtrain_cli import __version__
+    from mtrain_cli.simulation.calibration import used
+    from mtrain_cli.simulation.constants import CONSTANTS
+
+    constants = {**cluster.constants(), **CONSTANTS}
+    return {
+        "kind": "simulation",
+        "mode": "attention",
+        "complete": True,
+        "samples_wanted": 1,
+        "samples": 1,
+        "command": ["mtrain", *sys.argv[1:]],
+        "environment": {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "versions": {"mtrain": __version__}, "gpus": []},
+        "clock": {"uncertainty_us": 0.0},
+        "overhead": None,
+        "cluster": {
+            "name": cluster.name, "nodes": cluster.nodes, "gpus_per_node": cluster.gpus_per_node, "gpu": cluster.gpu.name,
+            "constants": {key: dataclasses.asdict(constant) for key, constant in constants.items()},
+        },
+        "calibration": used(cluster.gpu.name, calibration),
+        **more,
+    }  # fmt: skip
+
+
+def of_predictions(problem: Problem, predictions: Sequence[Prediction], steps: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """The entries of configurations. steps: of whole steps (`sweep.row_of`), where these were predicted."""
+    predicted: list[dict[str, Any]] = [
+        {
+            "label": p.facts["label"],
+            "ms": _range(p.duration),
+            "remarks": list(p.remarks),
+            "passes": {
+                name: {
+                    "ms": _range(of_pass.duration),
+                    "time": dataclasses.asdict(of_pass.time),
+                    "work": dataclasses.asdict(of_pass.work),
+                    "computed": of_pass.computed,
+                    "late_ms": of_pass.late,
+                    "exposed_ms": of_pass.exposed,
+                }
+                for name, of_pass in p.passes.items()
+            },
+        }
+        for p in predictions
+    ]
+    for entry, step in zip(predicted, steps, strict=False):
+        entry["step"] = dict(step)
+    return {
+        "workers": predictions[0].setup.workers,
+        "layers": list(problem.layers),
+        "cases": [p.facts for p in predictions],
+        "predicted": predicted,
+        "results": [],
+    }
+
+
+def new_folder(out: Path | None) -> Path:
+    """Where files go; nothing is left there yet.
+
+    Raises:
+        ConfigError: there is a profile already, or nothing can be written.
+    """
+    from mtrain_cli.profiling import records
+
+    folder = out or Path("measurements", f"simulation-{time.strftime('%Y%m%d-%H%M%S')}")
+    if (folder / records.SUMMARY).exists():
+        raise ConfigError(f"--out {folder}: holds a profile or simulation already; give a new folder")
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _PROBE).touch()
+        (folder / _PROBE).unlink()
+    except OSError as error:
+        reason = f"cannot be written ({error.strerror or error})"
+        raise ConfigError(f"--out {folder}: {reason}; give another folder, or --no-files") from None
+    finally:
+        for place in missing:
+            if place.is_dir():
+                place.rmdir()
+    return folder
+
+
+def leave(folder: Path, content: dict[str, Any], predictions: Sequence[Prediction] = ()) -> None:
+    """The files of a profile."""
+    from mtrain_cli.launch.failures import RunError
+    from mtrain_cli.profiling import records
+    from mtrain_cli.profiling.analysis import analyse
+    from mtrain_cli.simulation.validation import digest
+
+    with_rows = [p for p in predictions if p.rows is not None]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for number, prediction in enumerate(with_rows):
+            assert prediction.rows is not None
+            records.write_part(prediction.rows, folder, number)
+        records.join_parts(folder)
+        records.write_summary(folder, content)
+        if with_rows:
+            # The digest of the summary is one of everything that was predicted.
+            content["records_sha256"] = digest(folder / records.RECORDS)
+            records.write_summary(folder, content)
+            content["results"] = [found.to_json() for found in analyse(records.open_records(folder))]
+            records.write_summary(folder, content)
+    except OSError as error:
+        raise RunError(f"{folder}: could not be written ({error.strerror or error})") from error

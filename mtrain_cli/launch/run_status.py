@@ -1,0 +1,162 @@
+"""What can be said of a run from outside: its state, whether it lives, its checkpoints and restarts, in one object."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtrain_cli.config import compose
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.launch import progress_record, restart, run_state
+from mtrain_cli.launch.restart import Restart
+from mtrain_cli.launch.run_dir import RUNS, RunDir
+from mtrain_cli.launch.run_state import State
+from mtrain_cli.training.manifest import committed_steps, manifest_file
+
+STALLED_S = 60.0  # and this many times a usual step: a step that takes so long may never end
+STALLED_STEPS = 5.0
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The newest one. age: seconds."""
+
+    step: int
+    age: float
+
+
+@dataclass(frozen=True)
+class Status:
+    """what: starting, running, stalled (no step for long), restarting, finished, stopped, failed, lost (it ended without a word: killed, or
+    its machine failed) or not begun. detail: a sentence more, or empty. since_step: seconds since the last step. written: what the run
+    wrote of itself; None before its first words, and for runs of versions that wrote none. losses: of the latest steps. damaged: a line for
+    each file that cannot be read.
+    """
+
+    folder: str
+    what: str
+    detail: str
+    step: int
+    steps: int
+    holder: str
+    silent: float | None
+    since_step: float | None
+    checkpoint: Checkpoint | None
+    restarts: tuple[Restart, ...]
+    damaged: tuple[str, ...]
+    losses: tuple[float, ...]
+    where: tuple[str, ...]
+    written: State | None
+
+    @property
+    def alive(self) -> bool:
+        return self.what in ("starting", "running", "stalled", "restarting")
+
+
+def look(run: RunDir) -> Status:
+    """The run as it is now."""
+    now = time.time()
+    life = run_state.life(run, now)
+    written = run_state.read(run)  # afterwards: a run that has ended by then has said how
+    recent = restart.latest_steps(run)
+    step = max(written.step if written else 0, recent[-1][0] if recent else 0)
+    if written is not None and written.phase in ("starting", "training"):
+        step = written.step  # after a restart that of the checkpoint, to which metrics.jsonl is cut back
+    since = None if written is None else now - (written.stepped or written.began)
+    what, detail = _what(run, written, life.alive, since, step)
+    return Status(
+        folder=str(run.path),
+        what=what,
+        detail=detail,
+        step=step,
+        steps=_steps(run, written),
+        holder=life.holder,
+        silent=life.silent,
+        since_step=since,
+        checkpoint=_checkpoint(run, now),
+        restarts=tuple(restart.read(run)),
+        damaged=tuple(_damaged(run)),
+        losses=tuple(loss for _, loss in recent if loss is not None),
+        where=tuple(_where(written, now)) if what == "stalled" else (),
+        written=written,
+    )
+
+
+def runs_here() -> list[RunDir]:
+    """The runs of this folder, the latest begun first."""
+    files = sorted(RUNS.glob("*/resolved.yaml"), key=lambda file: file.stat().st_mtime, reverse=True)
+    return [RunDir(file.parent) for file in files if not file.parent.is_symlink()]
+
+
+def latest() -> RunDir:
+    """The run that was begun or gone on with last in this folder: one that is alive before others.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = runs_here()
+    if not found:
+        raise ConfigError("there are no runs in runs/; give the folder of one")
+
+    def heard(run: RunDir) -> tuple[bool, float]:
+        written = run_state.read(run)
+        return run_state.life(run, time.time()).alive, max(run.resolved.stat().st_mtime, written.time if written else 0.0)
+
+    return max(found, key=heard)
+
+
+def _what(run: RunDir, written: State | None, alive: bool, since: float | None, step: int) -> tuple[str, str]:
+    if not alive:
+        if written is not None and written.phase in run_state.ENDED:
+            return written.phase, written.reason
+        if written is None and not run.metrics.exists():
+            return "not begun", ""
+        if written is None:
+            return "stopped", ""
+        return "lost", "it ended without a word: killed, or its machine failed"
+    if written is None or written.phase == "starting":
+        return "starting", ""
+    if written.phase == "restarting":
+        return "restarting", written.reason
+    if written.phase in run_state.ENDED:
+        return "running", f"about to end: {written.phase}"
+    if since is not None and since > max(STALLED_S, STALLED_STEPS * (written.seconds or 0.0)):
+        return "stalled", f"no step since step {step}"
+    return "running", ""
+
+
+def _damaged(run: RunDir) -> Iterator[str]:
+    """A line for each file of the run that cannot be read. Without resolved.yaml the run cannot be resumed."""
+    try:
+        if run.resolved.exists():
+            compose.load(run.resolved)
+    except ConfigError as error:
+        yield f"{error.problems[0]}; the run cannot be resumed or exported until it is mended"
+    if lines := restart.unreadable(run):
+        yield f"{run.restarts}: {lines} line{'s' * (lines > 1)} cannot be read and {'are' if lines > 1 else 'is'} left out"
+
+
+def _steps(run: RunDir, written: State | None) -> int:
+    if written is not None and written.steps:
+        return written.steps
+    with contextlib.suppress(ConfigError):
+        return compose.load(run.resolved).train.steps
+    return 0
+
+
+def _checkpoint(run: RunDir, now: float) -> Checkpoint | None:
+    for step in committed_steps(run.checkpoints):
+        with contextlib.suppress(OSError):
+            return Checkpoint(step, max(0.0, now - manifest_file(run.checkpoints, step).stat().st_mtime))
+    return None
+
+
+def _where(written: State | None, now: float) -> list[str]:
+    """What each rank does, where its record can be seen from here."""
+    if written is None or not written.records:
+        return []
+    found = {rank: progress_record.read(Path(written.records.format(rank=rank))) for rank in range(len(written.workers))}
+    return progress_record.table({rank: record for rank, record in found.items() if record}, [], now)

@@ -1,0 +1,158 @@
+"""What circulates in a ring, and what adds up on the way: shards at hand, partial outputs, gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mtrain_cli.attention.kernel import accumulation_dtype, merge
+from mtrain_cli.parallel.exchange import Shards
+from mtrain_cli.parallel.schedule import QUERIES, Step, Steps
+from mtrain_cli.parallel.transport import Buffers, Mail
+
+
+class Total:
+    """Attention over more and more keys."""
+
+    def __init__(self, q: torch.Tensor) -> None:
+        self._q = q
+        self._high = accumulation_dtype(q.dtype)
+        self._out: torch.Tensor | None = None
+        self._lse: torch.Tensor | None = None
+
+    def add(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        if self._out is None or self._lse is None:
+            self._out, self._lse = out, lse
+            return
+        self._out = self._out.to(self._high)
+        merge(self._out, self._lse, out, lse)
+
+    def partial(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return None if self._out is None or self._lse is None else (self._out, self._lse)
+
+    def continued(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """out and lse contain what there was."""
+        self._out, self._lse = out, lse
+
+    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
+        q = self._q
+        if self._out is None or self._lse is None:
+            lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=self._high, device=q.device)
+            return torch.zeros_like(q), lse
+        return self._out.to(q.dtype), self._lse
+
+
+class Travel:
+    """The shards that circulate in one pass: what is at hand, and when its buffer is free again."""
+
+    def __init__(
+        self, buffers: Buffers, mail: Mail, steps: Steps, held: dict[int, torch.Tensor], payload: str, keep: int | None = None
+    ) -> None:
+        """keep: a shard that stays at hand to the end."""
+        self._buffers, self._mail, self._steps, self._payload = buffers, mail, steps, payload
+        self._held = held
+        self._keep = keep
+        self._foreign = set(held)  # not made here
+        self._leaving: dict[int, int] = {}  # transfer -> shard
+        self._last_use: dict[int, int] = {}
+        for at, step in enumerate(steps):
+            for shard in [*self._shards(step), *(s for t in step.post for s in t.sends)]:
+                self._last_use[shard] = at
+
+    def _shards(self, step: Step) -> Shards:
+        return step.queries if self._payload == QUERIES else step.keys
+
+    def begin(self, at: int) -> torch.Tensor:
+        """Posts and awaits the transfers of a step; -> what it computes (anything if nothing)."""
+        step = self._steps[at]
+        for transfer in step.post:
+            (leaving,), (arriving,) = transfer.sends, transfer.receives
+            self._held[arriving] = self._buffers.like(self._held[leaving])
+            self._leaving[transfer.number] = leaving
+            self._mail.hop(transfer, self._held[leaving], self._held[arriving])
+        for number in step.wait:
+            self._mail.wait(number)
+            self._leaving.pop(number)
+        for shard in self._shards(step):
+            return self._held[shard]
+        return torch.empty(0)
+
+    def end(self, at: int) -> None:
+        """Frees what no later step uses, once it has been sent."""
+        for shard in [s for s in self._held if self._last_use.get(s, -1) <= at and s not in self._leaving.values()]:
+            if shard != self._keep:
+                self._free(shard)
+
+    def kept(self) -> torch.Tensor:
+        """The shard that stays."""
+        assert self._keep is not None
+        return self._held[self._keep]
+
+    def _free(self, shard: int) -> None:
+        buffer = self._held.pop(shard)
+        if shard not in self._foreign:
+            self._buffers.give(buffer)
+
+
+class Sums:
+    """Gradients of the shards that circulate, handed on and added up."""
+
+    def __init__(self, buffers: Buffers, mail: Mail) -> None:
+        self._buffers, self._mail = buffers, mail
+        self._parts: dict[int, torch.Tensor] = {}
+        self._under_way: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = {}  # transfer -> shard that arrives, its buffer, what left
+
+    def fresh(self, shard: int, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer for this rank's part of a shard's gradient, to be filled at once."""
+        assert shard not in self._parts
+        self._parts[shard] = self._buffers.take(shape, dtype, device)
+        return self._parts[shard]
+
+    def exchange(self, step: Step) -> None:
+        """Adds what a step collects, and sends what it hands on."""
+        for number in step.collect:
+            self._mail.wait(number)
+            shard, arrived, left = self._under_way.pop(number)
+            self._buffers.give(left)
+            if shard in self._parts:
+                self._parts[shard] += arrived
+                self._buffers.give(arrived)
+            else:
+                self._parts[shard] = arrived
+        for transfer in step.send:
+            (leaving,), (arriving,) = transfer.sends, transfer.receives
+            left = self._parts.pop(leaving)
+            arrived = self._buffers.like(left)
+            self._under_way[transfer.number] = arriving, arrived, left
+            self._mail.hop(transfer, left, arrived)
+
+    def only(self, shard: int) -> torch.Tensor:
+        """The complete gradient of the one shard that is left."""
+        assert not self._under_way
+        (found,) = self._parts
+        assert found == shard
+        return self._parts.pop(shard)
+
+
+class QueryMessage:
+    """What a worker needs to compute gradients for another's queries, in one flat message: q, dout, lse, and out or delta."""
+
+    def __init__(self, rows: tuple[torch.Tensor, ...], *, needs_out: bool) -> None:
+        q, dout, out, lse, delta = rows
+        self._needs_out = needs_out
+        parts = [q, dout, lse, out if needs_out else delta]
+        self._shapes = [(t.shape, t.dtype) for t in parts]
+        flat = [t.contiguous().view(-1).view(torch.uint8) for t in parts]
+        self._sizes = [len(t) for t in flat]
+        # Every part starts at a multiple of 256 bytes, as kernels like it.
+        self._room = [-(-n // 256) * 256 for n in self._sizes]
+        self.packed = torch.empty(sum(self._room), dtype=torch.uint8, device=q.device)
+        for place, part in zip(self.packed.split(self._room), flat, strict=True):
+            place[: len(part)] = part
+
+    def unpack(self, packed: torch.Tensor) -> tuple[Any, ...]:
+        """-> q, dout, out, lse, delta; None in place of out or delta, whichever did not travel."""
+        places = zip(packed.split(self._room), self._sizes, self._shapes, strict=True)
+        q, dout, lse, last = (place[:n].view(dtype).view(shape) for place, n, (shape, dtype) in places)
+        return (q, dout, last, lse, None) if self._needs_out else (q, dout, None, lse, last)

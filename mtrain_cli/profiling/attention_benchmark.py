@@ -1,0 +1,189 @@
+"""`mtrain profile imbalance --attention-only`: one layer's attention, forward and backward, on random queries, keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+
+from mtrain_cli.attention.index import Index
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.config.schema import Config
+from mtrain_cli.config.sizes import format_size
+from mtrain_cli.launch.environment import Environment
+from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.launch.stop_request import StopFlag
+from mtrain_cli.parallel.context_attention import ContextAttention
+from mtrain_cli.profiling.measurement import Bench, Case, Plan, Progress, slowest
+from mtrain_cli.profiling.peers import torch_context_parallel
+from mtrain_cli.profiling.profile_writer import Leaving
+
+PEER = "torch context_parallel, cuDNN"
+HEADER = f"{'case':48s} {'density':>7s} {'forward':>9s} {'backward':>9s} {'total ms':>9s} {'spread':>7s}"
+
+
+def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> bool:  # noqa: ARG001 - a measurement starts afresh
+    """Worker: measures every case that lies in the folder of the run. Returns whether it was stopped before the last."""
+    bench = Bench(environment, timedelta(seconds=config.topology.timeout_s))
+    plan: Plan = bench.everyone(Plan.load(run_dir) if environment.rank == 0 else None)[0]
+    stop = StopFlag(run_dir, environment)
+    stopped = False
+    with Progress(environment.rank == 0 and not plan.quiet, plan.samples * len(plan.cases)) as progress:
+        cases = [bench.case(number, label, case) for number, (label, case) in enumerate(plan.cases)]
+        leaving = Leaving(run_dir, plan, bench, cases)
+        progress.say(HEADER, "bold")
+        for seq in dict.fromkeys(case.config.seq for case in cases):
+            mine = [case for case in cases if case.config.seq == seq]
+            stopped = stopped or _measure(mine, bench, leaving, progress, stop, first_part=1 + plan.samples * cases.index(mine[0]))
+            if not stopped and plan.peer:
+                peer = _measure_peer(mine[0].config, bench, plan.samples)
+                leaving.peer(peer)
+                progress.say(_row(f"{PEER} {format_size(seq)}", 1.0, peer))
+    leaving.finish()
+    if not plan.quiet:
+        leaving.show()
+    return stopped
+
+
+def _measure(cases: Sequence[Case], bench: Bench, leaving: Leaving, progress: Progress, stop: StopFlag, *, first_part: int) -> bool:
+    """All samples of cases of one length, whose iterations take turns. Returns whether it was stopped."""
+    inputs: dict[tuple[str, int], list[torch.Tensor]] = {}
+    attentions = [_Attention.make(case, bench, inputs) for case in cases]
+    for attention in attentions:
+        progress.now(f"{attention.case.label}: warms up")
+        attention(True)
+        bench.collector.recorder.read()
+    for sample in range(leaving.plan.samples):
+        if any(bench.everyone(stop.requested())):
+            return True
+        first = sample % len(cases)
+        for attention in [*attentions[first:], *attentions[:first]]:
+            progress.now(attention.case.label)
+            seconds = {}
+            # Nobody is always first, and neither is what is recorded.
+            for recorded in (False, True) if sample % 2 == 0 else (True, False):
+                seconds[recorded] = attention(recorded)
+                if recorded:
+                    leaving.recorded(attention.case, sample + 1, [(attention.masks, attention.estimated)])
+            attention.times.append(seconds[False])
+            leaving.timed(attention.case, sum(seconds[False]), sum(seconds[True]))
+            progress.done()
+        last = cases[-1] is leaving.cases[-1]
+        leaving.sampled(first_part + sample, sample + 1 if last else 0)
+    for attention in attentions:
+        found = slowest(bench.everyone(attention.times)) * 1e3
+        forward, backward = (float(ms) for ms in np.median(found, 0))
+        leaving.measured(attention.case, forward_ms=forward, backward_ms=backward, spread=_spread(found))
+        if leaving.first:
+            facts = leaving.facts(attention.case)
+            progress.say(_row(attention.case.label, facts["density"], facts))
+    del attentions, inputs
+    bench.clean()
+    return False
+
+
+@dataclass
+class _Attention:
+    """One layer of a case. times: seconds of both passes, on this worker, of what was not recorded. estimated: the last index, by layer."""
+
+    case: Case
+    bench: Bench
+    masks: list[SequenceMask]
+    attend: ContextAttention
+    tensors: list[torch.Tensor]
+    times: list[tuple[float, float]] = field(default_factory=list)
+    estimated: dict[int, Index] | None = None
+
+    @staticmethod
+    def make(case: Case, bench: Bench, inputs: dict[tuple[str, int], list[torch.Tensor]]) -> _Attention:
+        """inputs: those of other cases, by layout; cases of one layout share them."""
+        layout = case.choices.layout
+        masks = [SequenceMask.causal(case.config.seq, layout.padded_seq)] * case.config.train.micro_batch
+        attend = ContextAttention.make(case.exchange, case.choices.kernel, masks, bench.device, case.choices.pattern)
+        key = layout.name, layout.padded_seq
+        if key not in inputs:
+            inputs[key] = _inputs(case, bench)
+        return _Attention(case, bench, masks, attend, inputs[key])
+
+    def __call__(self, recorded: bool) -> tuple[float, float]:
+        """-> seconds of both passes on this worker, which all begin together."""
+        batch, recorder = self.attend.again().keeping(), self.bench.collector.recorder
+        q, k, v, dout = self.tensors
+        self.case.exchange.record(recorder if recorded else None)
+        self.bench.together()
+        if recorded:
+            self.bench.collector.start()
+        with recorder.iteration():
+            began = recorder.now()
+            out = batch(q, k, v, 0)
+            between = recorder.now()
+            torch.autograd.grad(out, (q, k, v), dout)
+            ended = recorder.now()
+        self.case.exchange.record(None)
+        self.estimated = batch.index.estimated if batch.index is not None else None
+        return recorder.seconds(began, between), recorder.seconds(between, ended)
+
+
+def _inputs(case: Case, bench: Bench) -> list[torch.Tensor]:
+    """q, k, v and the gradient of out: of random sequences that are the same for every layout, the tokens of this worker."""
+    model, layout, config = case.config.model, case.choices.layout, case.config
+    group = bench.environment.rank // bench.environment.cp
+    held = torch.from_numpy(layout.positions(case.exchange.group.rank)).to(bench.device)
+    generator = torch.Generator(bench.device).manual_seed(config.seed + group)
+    made = []
+    for heads in (model.num_heads, model.num_kv_heads, model.num_kv_heads, model.num_heads):
+        shape = (config.train.micro_batch, layout.tokens_per_worker, heads, model.head_dim)
+        tensor = torch.empty(shape, device=bench.device, dtype=case.choices.dtype)
+        # A head at a time: no worker holds whole sequences of all.
+        for of_sequence in tensor:
+            for head in range(heads):
+                whole = torch.randn(config.seq, model.head_dim, device=bench.device, dtype=case.choices.dtype, generator=generator)
+                of_sequence[:, head] = whole[held.clamp(max=config.seq - 1)]
+        made.append(tensor)
+    for t in made[:3]:
+        t.requires_grad_()
+    return made
+
+
+def _measure_peer(config: Config, bench: Bench, repeats: int) -> dict[str, Any]:
+    """What PyTorch itself offers, on the same shapes: dense, bfloat16, on GPUs, one context group of all workers."""
+    model, world = config.model, bench.environment.cp
+    call = torch_context_parallel(world, model.num_heads // model.num_kv_heads)
+    tokens = config.seq // world
+    generator = torch.Generator(bench.device).manual_seed(bench.environment.rank)
+    heads = (model.num_heads, model.num_kv_heads, model.num_kv_heads, model.num_heads)
+    shapes = [(config.train.micro_batch, h, tokens, model.head_dim) for h in heads]
+    q, k, v, dout = (torch.randn(s, device=bench.device, dtype=torch.bfloat16, generator=generator) for s in shapes)
+    for t in (q, k, v):
+        t.requires_grad_()
+    clock = bench.collector.recorder
+    times = []
+    for i in range(repeats + 1):
+        bench.together()
+        a = clock.now()
+        out = call(q, k, v)
+        b = clock.now()
+        torch.autograd.grad(out, (q, k, v), dout)
+        c = clock.now()
+        if i:
+            times.append((clock.seconds(a, b), clock.seconds(b, c)))
+    found = slowest(bench.everyone(times)) * 1e3
+    bench.clean()
+    forward, backward = (float(ms) for ms in np.median(found, 0))
+    return {"label": PEER, "seq": config.seq, "workers": world, "forward_ms": forward, "backward_ms": backward, "spread": _spread(found)}
+
+
+def _spread(found: np.ndarray) -> float:
+    """(max - min) / median of the sum of both passes."""
+    both = found.sum(1)
+    return float((both.max() - both.min()) / np.median(both))
+
+
+def _row(label: str, density: float, times: dict[str, Any]) -> str:
+    """One case under `HEADER`."""
+    forward, backward = times["forward_ms"], times["backward_ms"]
+    return f"{label:48s} {density:7.2%} {forward:9.2f} {backward:9.2f} {forward + backward:9.2f} {times['spread']:7.1%}"

@@ -1,0 +1,415 @@
+"""`mtrain profile links`: how long messages take between the workers there are, alone and beside a computation.
+
+Every class of links is measured by itself: rings among the workers of a node (inner), and among the counterparts of nodes (outer), one
+of them alone and all at once, which shows whether GPUs share a card. Messages go as `parallel.transport` sends them. On a GPU the stream is
+kept busy until everything has been queued, so that times are those of the device (events); on a CPU they are those of the clock.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mtrain_cli.config.schema import Config
+from mtrain_cli.launch.environment import Environment
+from mtrain_cli.launch.run_dir import PLAN, RunDir
+from mtrain_cli.launch.stop_request import StopFlag
+from mtrain_cli.parallel import schedule
+from mtrain_cli.parallel.collectives import start_all_gather, start_reduce_scatter
+from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
+from mtrain_cli.profiling.kernel_benchmark import device_name, versions
+from mtrain_cli.profiling.measurement import Bench, Progress
+from mtrain_cli.simulation.link_fit import (
+    ALL_TO_ALL,
+    GATHER,
+    HOP,
+    HOPS_AT_ONCE,
+    INNER,
+    OUTER,
+    SCATTER,
+    TWO_HOPS,
+    LinkTime,
+    Machine,
+    cluster_document,
+    fits,
+)
+from mtrain_cli.training.flops import peak_flops
+
+TARGET = "mtrain_cli.profiling.link_benchmark:run"
+SCHEMA = 1
+FILE, CLUSTER = "links.json", "cluster.yaml"
+_ONCE_MORE = 4  # operations in a row, after one that is not counted
+_AT_LEAST_US = 20_000.0  # for which messages are under way while a computation is timed
+_MOST_IN_A_ROW = 200
+# Cycles that a GPU is kept busy while the host queues a message, and a product of matrices: about 170 and 20 us.
+_CYCLES_OF_A_MESSAGE, _CYCLES_OF_A_PRODUCT = 300_000, 40_000
+_SMALLEST = 16  # bytes
+Start = Callable[[], list[dist.Work]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """sizes: bytes that a rank sends to one other, of a hop; of a collective, that it receives from all others. nodes, per_node: of the
+    cluster that is described, None as measured.
+    """
+
+    sizes: tuple[int, ...]
+    repeats: int
+    loaded: bool
+    name: str
+    per_node: int | None = None
+    nodes: int | None = None
+    quiet: bool = False
+
+    @property
+    def loaded_repeats(self) -> int:
+        return max(1, self.repeats // 2) if self.loaded else 0
+
+    def save(self, run_dir: RunDir) -> None:
+        (run_dir.path / PLAN).write_text(json.dumps(asdict(self)) + "\n")
+
+    @staticmethod
+    def load(run_dir: RunDir) -> Plan:
+        found = json.loads((run_dir.path / PLAN).read_text())
+        return Plan(**found | {"sizes": tuple(found["sizes"])})
+
+
+def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> bool:  # noqa: ARG001 - a measurement starts afresh
+    """Worker. Returns whether it was stopped before the last."""
+    bench = Bench(environment, timedelta(seconds=config.topology.timeout_s))
+    plan: Plan = bench.everyone(Plan.load(run_dir) if environment.rank == 0 else None)[0]
+    stop, first = StopFlag(run_dir, environment), environment.rank == 0
+    group = make_context_group(
+        environment.rank, environment.workers, environment.workers, bench.device, bench.timeout,
+        per_node=environment.workers_per_node, channels=(schedule.INNER, schedule.OUTER),
+    )  # fmt: skip
+    operations = list(_operations(group, bench.device))
+    times: list[LinkTime] = []
+    stopped = False
+    bench.together()
+    load = _Load(bench.device)
+    with Progress(first and not plan.quiet, len(operations) * (plan.repeats + 1 + plan.loaded_repeats)) as progress:
+        for operation in operations:
+            progress.now(f"{operation.link} {operation.what}")
+            found = _measured(operation, plan, bench, load, progress, stop)
+            stopped = found is None
+            if found is None:
+                break
+            times += found
+        progress.now("memory, launches")
+        machine = _slowest_machine(bench.everyone(_machine(bench.device)))
+    if first:
+        _leave(run_dir, plan, environment, times, machine, complete=not stopped)
+    return stopped
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """start: of a size -> what begins one and the bytes that a rank sends with it. takes_part: whether this rank does."""
+
+    link: str
+    what: str
+    ranks: int
+    start: Callable[[int], tuple[Start, int]]
+    takes_part: bool = True
+
+
+def _operations(group: ContextGroup, device: torch.device):
+    per_node = group.per_node
+    node = tuple(range(group.rank // per_node * per_node, (group.rank // per_node + 1) * per_node))
+    counterparts = tuple(range(group.rank % per_node, group.size, per_node))
+    for link, members in ((INNER, node), (OUTER, counterparts)):
+        if len(members) < 2:
+            continue
+        messages = _Messages(group, link, members, device)
+        n = len(members)
+        if link == OUTER and per_node > 1:
+            yield _Operation(link, HOP, n, messages.hop, takes_part=group.rank % per_node == 0)
+            yield _Operation(link, HOPS_AT_ONCE, n, messages.hop)
+        else:
+            yield _Operation(link, HOP, n, messages.hop)
+        yield _Operation(link, TWO_HOPS, n, messages.two_hops)
+        yield _Operation(link, GATHER, n, messages.gather)
+        yield _Operation(link, SCATTER, n, messages.scatter)
+        yield _Operation(link, ALL_TO_ALL, n, messages.trade)
+
+
+class _Messages:
+    """Messages of one class, as `parallel.transport` sends them; members: ranks of this one's ring, in order."""
+
+    def __init__(self, group: ContextGroup, link: str, members: tuple[int, ...], device: torch.device) -> None:
+        channel = {INNER: schedule.INNER, OUTER: schedule.OUTER}[link]
+        self.group, self.other = (group.channel(channel, payload) for payload in (schedule.KV, schedule.DKV))
+        at = members.index(group.rank)
+        self.to, self.source = members[(at + 1) % len(members)], members[at - 1]
+        self.ranks, self.device = len(members), device
+
+    def _tensor(self, size: int, *shape: int) -> torch.Tensor:
+        return torch.ones(*shape, max(_SMALLEST, size) // 4, dtype=torch.float32, device=self.device)
+
+    def hop(self, size: int) -> tuple[Start, int]:
+        leaving, arriving = self._tensor(size), self._tensor(size)
+        return lambda: self._hop(leaving, arriving, self.group), leaving.nbytes
+
+    def _hop(self, leaving: torch.Tensor, arriving: torch.Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
+        sends = dist.P2POp(dist.isend, leaving, self.to, group)
+        return dist.batch_isend_irecv([sends, dist.P2POp(dist.irecv, arriving, self.source, group)])
+
+    def two_hops(self, size: int) -> tuple[Start, int]:
+        """Keys and gradients at once."""
+        a, b, c, d = (self._tensor(size) for _ in range(4))
+
+        def start() -> list[dist.Work]:
+            return self._hop(a, b, self.group) + self._hop(c, d, self.other)
+
+        return start, a.nbytes
+
+    def gather(self, size: int) -> tuple[Start, int]:
+        mine = self._tensor(size // (self.ranks - 1))
+        return lambda: [start_all_gather(mine, self.ranks, self.group)[1]], mine.nbytes * (self.ranks - 1)
+
+    def scatter(self, size: int) -> tuple[Start, int]:
+        shards = self._tensor(size // (self.ranks - 1), self.ranks)
+        return lambda: [start_reduce_scatter(shards, self.group)[1]], shards[0].nbytes * (self.ranks - 1)
+
+    def trade(self, size: int) -> tuple[Start, int]:
+        parts = self._tensor(size // (self.ranks - 1), self.ranks)
+        arrived = torch.empty_like(parts)
+
+        def start() -> list[dist.Work]:
+            work = dist.all_to_all_single(arrived.view(-1), parts.view(-1), group=self.group, async_op=True)
+            assert work is not None
+            return [work]
+
+        return start, parts[0].nbytes * (self.ranks - 1)
+
+
+def _measured(operation: _Operation, plan: Plan, bench: Bench, load: _Load, progress: Progress, stop: StopFlag) -> list[LinkTime] | None:
+    """One operation at all sizes, which take turns; called by all ranks, also by those that take no part in it. None: stopped."""
+    prepared = [operation.start(size) for size in plan.sizes]
+    clock = _on_gpu if bench.device.type == "cuda" else _on_cpu
+    alone: list[list[float]] = [[] for _ in plan.sizes]
+    loaded: list[list[float]] = [[] for _ in plan.sizes]
+    slowdown: list[list[float]] = [[] for _ in plan.sizes]
+    for repeat in range(plan.repeats + 1):
+        if any(bench.everyone(stop.requested())):
+            return None
+        for at, (start, _) in enumerate(prepared):
+            bench.together()
+            mine = clock(start, _ONCE_MORE, None)[0] if operation.takes_part else 0.0
+            us = max(bench.everyone(mine))
+            if repeat:
+                alone[at].append(us)
+        progress.done()
+    for _ in range(plan.loaded_repeats):
+        if any(bench.everyone(stop.requested())):
+            return None
+        for at, (start, _) in enumerate(prepared):
+            expected = statistics.median(alone[at])
+            in_a_row = int(min(max(_ONCE_MORE, np.ceil(_AT_LEAST_US / expected)), _MOST_IN_A_ROW))
+            bench.together()
+            load.prepare(in_a_row * expected)
+            bench.together()
+            found = clock(start, in_a_row, load) if operation.takes_part else (0.0, None)
+            everyone = bench.everyone(found)
+            loaded[at].append(max(us for us, _ in everyone))
+            slowdown[at] += [factor for _, factor in everyone if factor is not None]
+        progress.done()
+    times = []
+    for at, (_, moved) in enumerate(prepared):
+        low, middle, high = (float(us) for us in np.percentile(alone[at], (10, 50, 90)))
+        median = [float(np.median(found)) if found else None for found in (loaded[at], slowdown[at])]
+        times.append(LinkTime(operation.link, operation.what, moved, operation.ranks, middle, low, high, *median))
+    del prepared
+    bench.clean()
+    return times
+
+
+def _finish(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _on_gpu(start: Start, count: int, load: _Load | None) -> tuple[float, float | None]:
+    """-> us of one of ``count`` operations in a row, and how many times as long as alone the load took meanwhile."""
+    computing, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    # The host queues everything while the device is kept busy: its own time is measured by itself (`_machine`).
+    products = 2 * load.times if load is not None else 0
+    with torch.cuda.stream(side):
+        side.wait_stream(computing)
+        torch.cuda._sleep(_CYCLES_OF_A_MESSAGE * (count + 2) + _CYCLES_OF_A_PRODUCT * products)
+        _finish(start())
+        started.record()
+        for _ in range(count):
+            _finish(start())
+        ended.record()
+    factor = None
+    if load is not None:
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(load.times + 1)]
+        computing.wait_event(started)
+        marks[0].record()
+        for mark in marks[1:]:
+            load.once()
+            mark.record()
+        torch.cuda.synchronize()
+        at = [started.elapsed_time(mark) for mark in marks]
+        until = started.elapsed_time(ended)
+        factor = load.factor([b - a for a, b in itertools.pairwise(at) if a >= 0 and b <= until])
+    torch.cuda.synchronize()
+    return started.elapsed_time(ended) * 1e3 / count, factor
+
+
+def _on_cpu(start: Start, count: int, load: _Load | None) -> tuple[float, float | None]:
+    found: list[float] = []
+
+    def messages() -> None:
+        _finish(start())
+        found.append(time.perf_counter())
+        for _ in range(count):
+            _finish(start())
+        found.append(time.perf_counter())
+
+    if load is None:
+        messages()
+        return (found[1] - found[0]) * 1e6 / count, None
+    thread = threading.Thread(target=messages)
+    marks = []
+    thread.start()
+    while thread.is_alive():
+        before = time.perf_counter()
+        load.once()
+        marks.append((before, time.perf_counter()))
+    thread.join()
+    inside = [(b - a) * 1e3 for a, b in marks if a >= found[0] and b <= found[1]]
+    return (found[1] - found[0]) * 1e6 / count, load.factor(inside)
+
+
+class _Load:
+    """Products of matrices as attention has them, small enough that many fit beside a message. times: how many the device is given."""
+
+    def __init__(self, device: torch.device) -> None:
+        gpu = device.type == "cuda"
+        heads, tokens, dtype = (16, 2048, torch.bfloat16) if gpu else (2, 256, torch.float32)
+        self.q, self.k = (torch.randn(heads, tokens, 128 if gpu else 64, device=device, dtype=dtype) for _ in range(2))
+        self.gpu, self.times = gpu, 1
+        self.alone = self._alone()
+
+    def once(self) -> None:
+        torch.bmm(torch.bmm(self.q, self.k.transpose(1, 2)), self.k)
+
+    def prepare(self, us: float) -> None:
+        """For messages that take so long. How long it takes alone is measured anew: clocks of devices and other work of a host change."""
+        self.alone = self._alone()
+        self.times = int(min(1000, 1.5 * us / 1e3 / self.alone + 4))
+
+    def factor(self, ms: Sequence[float]) -> float | None:
+        return float(np.mean(ms)) / self.alone if len(ms) > 1 else None
+
+    def _alone(self) -> float:
+        """ms, the mean of many in a row."""
+        from mtrain_cli.profiling.kernel_benchmark import median_ms
+
+        count = 20
+
+        def many() -> None:
+            for _ in range(count):
+                self.once()
+
+        return median_ms(many, "cuda" if self.gpu else "cpu", 3) / count
+
+
+def _machine(device: torch.device) -> Machine:
+    from mtrain_cli.launch.environment import host_memory
+    from mtrain_cli.profiling.kernel_benchmark import median_ms
+
+    kind, gpu = device.type, device.type == "cuda"
+    numbers = (256 if gpu else 16) << 20
+    a, b, c = (torch.ones(numbers // 4, device=device) for _ in range(3))
+    copied = 2 * numbers / median_ms(lambda: b.copy_(a), kind, 5) / 1e6
+    added = 3 * numbers / median_ms(lambda: torch.add(a, b, out=c), kind, 5) / 1e6
+    name = device_name(kind)
+    known = peak_flops(name)
+    side, dtype = (8192, torch.bfloat16) if gpu else (1024, torch.float32)
+    square = torch.randn(side, side, device=device, dtype=dtype)
+    product = 2 * side**3 / median_ms(lambda: square @ square, kind, 5) * 1e3
+    peak, source = (product, "measured") if known is None else (known, "datasheet")
+    memory = torch.cuda.get_device_properties(device).total_memory if gpu else host_memory()
+    return Machine(name, peak / 1e12, source, product / 1e12, memory / 2**30, copied, added, _launch_us(device), kind)
+
+
+def _launch_us(device: torch.device) -> tuple[float, float, float]:
+    """Host time of one small operation, of which many are queued at once."""
+    x, count, found = torch.ones(64, device=device), 200, []
+    for _ in range(12):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(count):
+            torch.add(x, x, out=x)
+        found.append((time.perf_counter() - began) * 1e6 / count)
+    low, middle, high = np.percentile(found[2:], (10, 50, 90))
+    return float(low), float(middle), float(high)
+
+
+def _slowest_machine(everyone: Sequence[Machine]) -> Machine:
+    """The median rank by memory; all compute at once."""
+    return sorted(everyone, key=lambda m: m.copy_gbps)[len(everyone) // 2]
+
+
+def _leave(run_dir: RunDir, plan: Plan, environment: Environment, times: Sequence[LinkTime], machine: Machine, *, complete: bool) -> None:
+    facts = json.loads(run_dir.environment.read_text()) if run_dir.environment.exists() else {}
+    virtual = environment.nodes > 1 and environment.workers_per_node < environment.local_workers
+    document = {
+        "schema": SCHEMA,
+        "kind": "links",
+        "complete": complete,
+        "device": machine.gpu,
+        "backend": "nccl" if environment.device == "cuda" else "gloo",
+        "workers": environment.workers,
+        "per_node": environment.workers_per_node,
+        "nodes": environment.nodes,
+        "virtual_nodes": virtual,
+        "threads": torch.get_num_threads() if environment.device == "cpu" else None,
+        "versions": versions() | {"nccl": ".".join(map(str, torch.cuda.nccl.version())) if environment.device == "cuda" else None},
+        "command": facts.get("command", []),
+        "environment": facts,
+        "machine": asdict(machine),
+        "times": [asdict(t) | {"gbps": t.gbps} for t in times],
+        "fits": {},
+    }
+    if complete:
+        document["fits"] = {link: {what: asdict(fit) for what, fit in of.items()} for link, of in fits(times).items()}
+        nodes, per_node = plan.nodes or environment.nodes, plan.per_node or environment.workers_per_node
+        described = cluster_document(plan.name, nodes, per_node, machine, times, measured_ranks=environment.workers, virtual=virtual)
+        document["cluster"] = described
+    draft = run_dir.path / f".{FILE}.part"
+    draft.write_text(json.dumps(document, indent=1) + "\n")
+    draft.replace(run_dir.path / FILE)
+
+
+def cluster_text(document: dict[str, Any]) -> str:
+    """The cluster file of a measurement, with where it comes from at its top."""
+    import yaml
+
+    command = document["command"]
+    # The program's own path says nothing to others.
+    said = " ".join(["mtrain", *command[1:]])
+    head = f"# Measured on {document['workers']} x {document['device']} by {document['backend']}: {said}\n"
+    return head + yaml.safe_dump(document["cluster"], sort_keys=False, default_flow_style=None, width=160, allow_unicode=True)
+
+
+def read_links(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / FILE).read_text())

@@ -1,0 +1,201 @@
+"""`mtrain profile rest`: what a training step computes beside attention, timed on one device without any messages.
+
+A layer with its attention left out, the loss with the embedding, and the estimate of an index, for several numbers of tokens: what one
+worker of a run has of them. `simulation.non_attention_cost` counts the work of the same parts; both together price whole steps of any
+number of workers.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.config.schema import Config
+from mtrain_cli.launch.environment import resolve_environment
+from mtrain_cli.model.decoder import Decoder
+from mtrain_cli.model.rope import rope_factor, rotation
+from mtrain_cli.parallel.context_attention import DynamicIndex
+from mtrain_cli.parallel.recording import BACKWARD, FORWARD, INDEX, Recorder
+from mtrain_cli.profiling.kernel_benchmark import SCHEMA, device_name, median_ms, versions
+from mtrain_cli.simulation.calibration import LOSS, REST_FILE
+from mtrain_cli.simulation.non_attention_cost import Rest, Work
+from mtrain_cli.training.resolution import Choices, compute_dtype, make_choices
+from mtrain_cli.training.run_plan import planned
+
+LAYERS = 3  # one after the other, as in a model: the host is ahead from the second on
+_UNCOUNTED = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestTime:
+    """Median time of one part. part: forward or backward (recomputation included) of a layer without attention, loss (with embedding and
+    last norm, both directions), or index (its estimate alone). tokens: of one worker; rows: of a tile of the MLP. flop, moved: matrix
+    products, and bytes of element-wise kernels, that the simulator counts for it; 0 for an index. heads: of queries.
+    """
+
+    part: str
+    tokens: int
+    rows: int
+    ms: float
+    flop: float
+    moved: float
+    heads: int
+
+
+def profile_rest(configs: Sequence[Config], repeats: int, report: Callable[[RestTime], None]) -> list[RestTime]:
+    """configs: of one worker and one micro-batch, a length each. report: called with every time as it is known."""
+    times = []
+    for config in configs:
+        torch.compiler.reset()  # every length is compiled by itself, of which PyTorch allows a few
+        for found in _of_length(config, repeats):
+            times.append(found)
+            report(found)
+    return times
+
+
+def _of_length(config: Config, repeats: int) -> list[RestTime]:
+    environment = resolve_environment(config)
+    choices = make_choices(config, environment)
+    plan = planned(config, environment, choices)
+    rest, tokens = Rest.of(plan), plan.layout.tokens_per_worker * config.train.micro_batch
+
+    def time(part: str, ms: float, work: Work) -> RestTime:
+        heads = config.model.num_heads
+        return RestTime(part=part, tokens=tokens, rows=rest.rows, ms=ms, flop=work.flop, moved=work.moved, heads=heads)
+
+    device = torch.device(environment.device)
+    bench = _Bench(config, choices, device)
+    forward, backward = bench.layer(tokens, repeats)
+    found = [time(FORWARD, forward, rest.forward), time(BACKWARD, backward, rest.backward + rest.recomputed)]
+    found.append(time(LOSS, bench.loss(tokens, repeats), rest.loss))
+    if choices.pattern is not None:
+        found.append(time(INDEX, bench.index(config.seq, repeats), Work()))
+    return found
+
+
+class _Bench:
+    """Layers of a model on one device, whose weights are there as FSDP2 gathers them."""
+
+    def __init__(self, config: Config, choices: Choices, device: torch.device) -> None:
+        self.config, self.choices, self.device = config, choices, device
+        train = config.train
+        with torch.device("meta"):
+            decoder = Decoder(
+                config.model,
+                rope_factor=rope_factor(config.model.rope, config.seq),
+                loss_chunk_bytes=train.loss_chunk_mib << 20,
+                activation_checkpoint=train.activation_checkpoint,
+                compile=choices.compile,
+                tile_bytes=train.tile_mib << 20,
+                loss_gradients=train.loss_gradients,
+                z_loss=train.z_loss,
+                keep_mlp=train.keep_mlp,
+            )
+        self.decoder = decoder.to(choices.dtype).to_empty(device=device)
+        self.generator = torch.Generator(device).manual_seed(0)
+        with torch.no_grad():
+            for parameter in self.decoder.parameters():
+                parameter.normal_(0, 0.02, generator=self.generator)
+
+    def layer(self, tokens: int, repeats: int) -> tuple[float, float]:
+        """ms forward and backward."""
+        decoder, recorder = self.decoder, Recorder(self.device)
+        start = self._numbers(1, tokens, self.config.model.hidden_size).requires_grad_()
+        gradient = self._numbers(*start.shape)
+        rope = rotation(self._positions(tokens), decoder.inverse_frequencies_F.to(self.device), decoder.attention_factor)
+        moments = []
+        for _ in range(_UNCOUNTED + repeats):
+            began, out = recorder.now(), start
+            for layer in decoder.layers:
+                out = layer(out, rope, _left_out)
+            between = recorder.now()
+            out.backward(gradient)
+            moments.append((began, between, recorder.now()))
+            decoder.zero_grad(set_to_none=True)
+            start.grad = None
+            del out
+        forward, backward = (statistics.median(recorder.seconds(pair[at], pair[at + 1]) for pair in moments[_UNCOUNTED:]) for at in (0, 1))
+        return forward * 1e3 / len(decoder.layers), backward * 1e3 / len(decoder.layers)
+
+    def loss(self, tokens: int, repeats: int) -> float:
+        """ms of embedding, last norm, LM head and loss, both directions."""
+        decoder, layers = self.decoder, self.decoder.layers
+        drawn = torch.randint(self.config.model.vocab_size, (1, tokens), generator=self.generator, device=self.device)
+
+        def both() -> None:
+            decoder(drawn, self._positions(tokens), drawn, _left_out, 1.0 / tokens).backward()
+            decoder.zero_grad(set_to_none=True)
+
+        decoder.layers = nn.ModuleList()
+        try:
+            return median_ms(both, self.device.type, repeats)
+        finally:
+            decoder.layers = layers
+
+    def index(self, seq: int, repeats: int) -> float:
+        """ms of one estimate over so many tokens."""
+        model, pattern = self.config.model, self.choices.pattern
+        assert pattern is not None
+        queries, keys = (self._numbers(1, seq, heads, model.head_dim) for heads in (model.num_heads, model.num_kv_heads))
+        mask = SequenceMask.causal(seq, seq)
+        estimates = DynamicIndex.make(pattern, [mask], self.device)
+
+        def estimate() -> None:
+            estimates.kept.clear()
+            estimates.records.clear()
+            estimates.of(0, queries, keys)
+
+        return median_ms(estimate, self.device.type, repeats)
+
+    def _numbers(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.generator, device=self.device).to(self.choices.dtype)
+
+    def _positions(self, tokens: int) -> torch.Tensor:
+        return torch.arange(tokens, device=self.device)[None]
+
+
+class _LeftOut(torch.autograd.Function):
+    """Attention that computes nothing and moves nothing but the gradients of keys and values."""
+
+    @staticmethod
+    def forward(ctx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        ctx.shapes = k, v
+        return q.view_as(q)
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        k, v = ctx.shapes
+        return dout, torch.zeros_like(k), torch.zeros_like(v)
+
+
+def _left_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:  # noqa: ARG001 - as the decoder calls it
+    return _LeftOut.apply(q, k, v)
+
+
+def save_rest(times: Sequence[RestTime], path: Path, command: str, config: Config, device: str) -> None:
+    """Writes what the simulator reads: hardware, versions, the command, what was measured, and every time."""
+    model, train = config.model, config.train
+    document = {
+        "schema": SCHEMA,
+        "kind": REST_FILE,
+        "device": device_name(device),
+        "dtype": str(compute_dtype(config, device)).removeprefix("torch."),
+        "threads": torch.get_num_threads() if device == "cpu" else None,
+        "versions": versions(),
+        "command": command,
+        "model": model.name,
+        "pattern": config.sparsity.pattern,
+        "activation_checkpoint": train.activation_checkpoint,
+        "keep_mlp": train.keep_mlp,
+        "times": [asdict(t) for t in times],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")

@@ -1,0 +1,208 @@
+"""A profile while it is taken: what every worker recorded in an iteration comes together on the first one, as rows of one clock."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mtrain_cli.parallel.recording import (
+    ATTENTION,
+    BACKWARD,
+    COLUMNS,
+    DIRECTIONS,
+    FORWARD,
+    KINDS,
+    RECEIVE,
+    RECOMPUTE,
+    SEND,
+    WAIT,
+    Recorder,
+    Span,
+    with_gaps,
+)
+from mtrain_cli.profiling.records import LINKS, PAYLOADS, ROW
+from mtrain_cli.simulation.work_counts import StepWork
+
+if TYPE_CHECKING:
+    import pandas
+
+_PINGS = 16
+
+
+@dataclass(frozen=True)
+class Clock:
+    """offset: seconds to add to this rank's monotonic clock for that of rank 0. uncertainty: of offset, in seconds."""
+
+    offset: float
+    uncertainty: float
+
+
+def boots_of_all(workers: int, group: dist.ProcessGroup) -> list[str]:
+    """What machine, since which start, every rank runs on: processes of one share its monotonic clock."""
+    found: list[str] = [""] * workers
+    dist.all_gather_object(found, _boot(), group=group)
+    return found
+
+
+def align_clocks(rank: int, boots: Sequence[str], group: dist.ProcessGroup) -> Clock:
+    """Called by all ranks. boots: `boots_of_all`. Ranks on another machine than the first are asked for the time, and the quickest answer
+    counts: it happened between question and answer.
+    """
+    mine = Clock(0.0, 0.0)
+    for other in [r for r in range(len(boots)) if boots[r] != boots[0]]:
+        if rank == 0:
+            best = (float("inf"), 0.0)
+            for _ in range(_PINGS):
+                asked = time.perf_counter()
+                dist.send(torch.zeros(1, dtype=torch.float64), other, group=group)
+                told = torch.zeros(1, dtype=torch.float64)
+                dist.recv(told, other, group=group)
+                answered = time.perf_counter()
+                best = min(best, ((answered - asked) / 2, (asked + answered) / 2 - float(told)))
+            dist.send(torch.tensor(best, dtype=torch.float64), other, group=group)
+        elif rank == other:
+            for _ in range(_PINGS):
+                dist.recv(torch.zeros(1, dtype=torch.float64), 0, group=group)
+                dist.send(torch.tensor([time.perf_counter()], dtype=torch.float64), 0, group=group)
+            found = torch.zeros(2, dtype=torch.float64)
+            dist.recv(found, 0, group=group)
+            mine = Clock(float(found[1]), float(found[0]))
+    return mine
+
+
+def _boot() -> str:
+    """A machine and its start: the monotonic clock is the same for all that share it."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+# What a worker knows about its messages besides, so that those of two workers find each other.
+RAW = np.dtype([*ROW.descr, ("number", np.int32), ("to", np.int16), ("source", np.int16), ("first", np.int16), ("peers", np.int16)])
+Work = dict[tuple[int, int], dict[str, StepWork]]  # of one worker, by micro-batch and layer, by direction
+
+
+@dataclass
+class Collector:
+    """Recorded iterations of this rank, and on rank 0 of all."""
+
+    rank: int
+    workers: int
+    device: torch.device
+    host_group: dist.ProcessGroup
+    clock: Clock = field(init=False)
+    boots: list[str] = field(init=False)
+    recorder: Recorder = field(init=False)
+    uncertainty: float = field(init=False, default=0.0)
+
+    def __post_init__(self) -> None:
+        self.boots = boots_of_all(self.workers, self.host_group)
+        self.clock = Clock(0.0, 0.0)
+        self.recorder = Recorder(self.device)
+
+    def start(self) -> None:
+        """An iteration begins. Clocks of several machines drift, so they are set anew."""
+        if len(set(self.boots)) > 1:
+            self.clock = align_clocks(self.rank, self.boots, self.host_group)
+        self.uncertainty = max(self.uncertainty, self.recorder.start() + self.clock.uncertainty)
+
+    def collect(self, case: int, iteration: int, work: Work, flop: tuple[float, float]) -> np.ndarray:
+        """The iteration has ended -> its rows (`records.ROW`) of all ranks on rank 0, none elsewhere. work: of this rank. flop: of a pair,
+        forward and backward.
+        """
+        mine = own_rows(with_gaps(self.recorder.read()), self.rank, self.clock.offset, work, flop)
+        everyone: list[np.ndarray | None] | None = [None] * self.workers if self.rank == 0 else None
+        dist.gather_object(mine, everyone, group=self.host_group)
+        if everyone is None:
+            return np.empty(0, ROW)
+        found = together([table for table in everyone if table is not None])
+        found["case"], found["iteration"] = case, iteration
+        return found
+
+
+def own_rows(spans: Sequence[Span], rank: int, offset: float, work: Work, flop: tuple[float, float]) -> np.ndarray:
+    """Spans of one rank as rows of `RAW`; start_us in microseconds of the clock of rank 0."""
+    table = np.zeros(len(spans), RAW)
+    counted: set[tuple[int, int, str, int, str]] = set()
+    for at, span in enumerate(spans):
+        row, message = table[at], span.message
+        row["micro"], row["layer"], row["step"], row["rank"] = span.micro, span.layer, span.step, rank
+        row["direction"], row["phase"] = _DIRECTION[span.direction], _KIND[span.kind]
+        row["link"], row["payload"] = _LINK[message.link], _PAYLOAD[message.payload]
+        row["start_us"], row["dur_us"] = (span.start + offset) * 1e6, span.seconds * 1e6
+        row["shard"], row["peer"] = message.shard, -1
+        if span.kind in (SEND, RECEIVE, WAIT):
+            row["number"], row["to"], row["source"] = message.number, message.to, message.source
+            row["first"], row["peers"] = min(message.peers, default=-1), len(message.peers)
+            row["bytes"] = message.sent if span.kind == SEND else message.received
+            row["peer"] = message.to if span.kind == SEND else message.source
+            row["shard"] = message.leaving if span.kind == SEND else message.shard
+        elif span.kind in (ATTENTION, COLUMNS):
+            # Several kernels compute one piece of work, those of single columns before and after the steps: it counts once.
+            key = (span.micro, span.layer, span.direction, span.step if span.kind == ATTENTION else -1, span.kind)
+            found = work.get((span.micro, span.layer), {}).get(FORWARD if span.direction == RECOMPUTE else span.direction)
+            if found is not None and key not in counted:
+                counted.add(key)
+                if span.kind == ATTENTION:
+                    row["blocks"], row["pairs"] = found.blocks[0, span.step], found.pairs[0, span.step]
+                else:
+                    row["columns"], row["pairs"] = found.columns[0], found.column_pairs[0]
+                row["flop"] = float(row["pairs"]) * flop[span.direction == BACKWARD]
+    return table
+
+
+def together(tables: Sequence[np.ndarray]) -> np.ndarray:
+    """Rows of all ranks as `ROW`, from the beginning of the iteration on; for whom each wait was, and for how long that one was late."""
+    table = np.concatenate(tables)
+    if not len(table):
+        return np.empty(0, ROW)
+    _find_late(table)
+    table["start_us"] -= table["start_us"].min()
+    found = np.zeros(len(table), ROW)
+    for name in ROW.names or ():
+        found[name] = table[name]
+    return found
+
+
+_DIRECTION, _KIND, _LINK, _PAYLOAD = ({word: code for code, word in enumerate(words)} for words in (DIRECTIONS, KINDS, LINKS, PAYLOADS))
+_PASS = ["micro", "layer", "direction", "payload"]
+
+
+def _find_late(table: np.ndarray) -> None:
+    """Fills peer and late_us of waits: a message is under way from the moment on when all that take part in it have posted it."""
+    import pandas
+
+    columns = [*_PASS, "phase", "rank", "number", "to", "source", "first", "peers", "link", "start_us", "dur_us"]
+    rows = pandas.DataFrame({name: table[name] for name in columns})
+    waits = rows[rows.phase == _KIND[WAIT]].drop(columns="phase")
+    posted = rows[rows.phase == _KIND[SEND]].drop(columns=["phase", "dur_us"])
+    hops = posted[posted.to >= 0].sort_values([*_PASS, "rank", "number"])
+    # The k-th message of a pass from one rank to another is the k-th that the other expects from it.
+    hops["sent"] = hops.groupby([*_PASS, "rank", "to"]).cumcount()
+    hops["taken"] = hops.groupby([*_PASS, "rank", "source"]).cumcount()
+    mine = waits.reset_index().merge(hops[[*_PASS, "rank", "number", "sent", "taken"]], on=[*_PASS, "rank", "number"])
+    by_sender = hops[[*_PASS, "rank", "to", "sent", "start_us"]].rename(columns={"rank": "source", "to": "rank", "sent": "taken"})
+    by_taker = hops[[*_PASS, "rank", "source", "taken", "start_us"]].rename(columns={"rank": "to", "source": "rank", "taken": "sent"})
+    mine = mine.merge(by_sender, on=[*_PASS, "rank", "source", "taken"], how="left", suffixes=("", "_source"))
+    mine = mine.merge(by_taker, on=[*_PASS, "rank", "to", "sent"], how="left", suffixes=("", "_to"))
+    from_source, from_to = (mine[name].fillna(-np.inf).to_numpy() for name in ("start_us_source", "start_us_to"))
+    _note(table, mine, np.maximum(from_source, from_to), np.where(from_to > from_source, mine.to, mine.source))
+    among = [*_PASS, "link", "number", "first", "peers"]
+    collectives = posted[posted.to < 0].sort_values("start_us").drop_duplicates(among, keep="last")  # who came last
+    mine = waits[waits.peers > 0].reset_index().merge(collectives[[*among, "rank", "start_us"]], on=among, suffixes=("", "_last"))
+    _note(table, mine, mine.start_us_last.to_numpy(), np.where(mine.rank_last == mine["rank"], -1, mine.rank_last))
+
+
+def _note(table: np.ndarray, waits: pandas.DataFrame, posted: np.ndarray, peer: np.ndarray) -> None:
+    at = waits["index"].to_numpy()
+    table["late_us"][at] = np.clip(posted - waits.start_us.to_numpy(), 0, waits.dur_us.to_numpy())
+    table["peer"][at] = peer

@@ -1,0 +1,29 @@
+"""What this worker computed in a recorded iteration, counted from masks and indices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mtrain_cli.attention.index import Index
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.parallel.exchange import Exchange
+from mtrain_cli.profiling.record_collector import Work
+from mtrain_cli.simulation.work_counts import WorkCounter
+
+# Masks of a micro-batch, and the index of every layer; None for dense attention.
+Estimated = tuple[Sequence[SequenceMask], Mapping[int, Index] | None]
+
+
+def own_work(exchange: Exchange, heads: int, layers: Sequence[int], micro_batches: Sequence[Estimated]) -> Work:
+    """heads: query heads of the model. layers: those whose attention ran. Bitmaps hold the rows that this worker computes."""
+    rank = exchange.group.rank
+    found: Work = {}
+    for micro, (masks, indices) in enumerate(micro_batches):
+        block = next(iter(indices.values())).block if indices else None
+        counter = WorkCounter.make(exchange.schedule, exchange.layout, masks, heads, block, shared_columns=exchange.gathers_columns)
+        if indices is None:
+            dense = counter.count(None, rank)
+            found.update({(micro, layer): dense for layer in layers})
+        else:
+            found.update({(micro, layer): counter.count(index, rank) for layer, index in indices.items()})
+    return found

@@ -1,0 +1,115 @@
+"""`mtrain profile imbalance`: real training steps, in which several cases compute the same batch one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+from mtrain_cli.config.schema import Config
+from mtrain_cli.launch.environment import Environment
+from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.launch.stop_request import StopFlag
+from mtrain_cli.profiling.measurement import Bench, Case, Plan, Progress
+from mtrain_cli.profiling.profile_writer import Leaving
+from mtrain_cli.training.batch import Batch, BatchMaker, PackedSample
+from mtrain_cli.training.flops import attention_kept
+from mtrain_cli.training.trainer import Trainer
+
+MicroBatches = Sequence[Sequence[PackedSample]]
+
+
+def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> bool:  # noqa: ARG001 - a measurement starts afresh
+    """Worker: trains with the first case; at every sampled step all cases compute forward and backward of its batch, from the same weights
+    and therefore under the same index, before the step is taken. Returns whether it was stopped before it had all samples.
+    """
+    bench = Bench(environment, timedelta(seconds=config.topology.timeout_s))
+    plan = bench.everyone(Plan.load(run_dir) if environment.rank == 0 else None)[0]
+    stop = StopFlag(run_dir, environment)
+    with Progress(environment.rank == 0 and not plan.quiet, plan.samples * len(plan.cases)) as progress:
+        progress.now("prepares")
+        trainer = Trainer(plan.cases[0][1], environment)
+        trainer.keeps_samples = True
+        bench.adopt(trainer.choices, trainer.exchange.group)
+        cases = [bench.case(number, label, case) for number, (label, case) in enumerate(plan.cases)]
+        leaving = Leaving(run_dir, plan, bench, cases)
+        rehearsal = _Rehearsal(bench, trainer, cases, leaving, progress)
+        while leaving.samples < plan.samples:
+            sampled = trainer.step >= plan.warmup and (trainer.step - plan.warmup) % plan.every == 0
+            progress.now(f"training step {trainer.step + 1}")
+            trainer.rehearse = rehearsal if sampled else None
+            if trainer.train_step(stop.requested()).stop:
+                break
+    leaving.finish()
+    if not plan.quiet:
+        leaving.show()
+    return leaving.samples < plan.samples
+
+
+class _Rehearsal:
+    """Forward and backward of every case on the samples of one step: once as it is, once recorded."""
+
+    def __init__(self, bench: Bench, trainer: Trainer, cases: Sequence[Case], leaving: Leaving, progress: Progress) -> None:
+        self.bench, self.trainer, self.cases, self.leaving, self.progress = bench, trainer, cases, leaving, progress
+        mask = trainer.config.data.document_mask
+        keep, offload = attention_kept(trainer.config.train), trainer.offload
+        self._make = [
+            BatchMaker(
+                c.exchange, c.choices.kernel, bench.device, document_mask=mask, pattern=c.choices.pattern, keep=keep, offload=offload
+            )
+            for c in cases
+        ]
+        self._warm = False
+
+    def __call__(self, micro_batches: MicroBatches) -> None:
+        if not self._warm:
+            # Kernels are compiled, connections and events made.
+            for case in self.cases:
+                self.progress.now(f"{case.label}: warms up")
+                self._recorded(case, micro_batches, kept=False)
+            self._warm = True
+        sample = self.leaving.samples
+        # Nobody is always first, and neither is what is recorded.
+        first = sample % len(self.cases)
+        order = [*self.cases[first:], *self.cases[:first]]
+        for case in order:
+            self.progress.now(case.label)
+            seconds = {}
+            for recorded in (False, True) if sample % 2 == 0 else (True, False):
+                seconds[recorded] = self._recorded(case, micro_batches) if recorded else self._once(case, micro_batches)[1]
+            self.leaving.timed(case, seconds[False], seconds[True])
+            self.progress.done()
+        self.leaving.sampled(self.trainer.step + 1, sample + 1)
+        self.progress.sampled(sample + 1, self.leaving.plan.samples)
+        if sample == 0:
+            # So that a run that is killed can be replayed, too.
+            self.leaving.save_indices()
+
+    def _once(self, case: Case, micro_batches: MicroBatches) -> tuple[list[Batch], float]:
+        """-> the batches, whose indices are kept, and seconds on this worker."""
+        trainer, bench = self.trainer, self.bench
+        batches = [self._make[case.number](samples) for samples in micro_batches]
+        attends = [batch.attend.keeping() for batch in batches]
+        valid, _ = trainer.totals(batches)
+        clock = bench.collector.recorder
+        bench.together()
+        if trainer.recorder is not None:
+            bench.collector.start()
+        began = clock.now()
+        trainer.forward_backward(batches, attends, valid)
+        seconds = clock.seconds(began, clock.now())
+        trainer.drop_gradients()
+        self._estimated = [attend.index.estimated if attend.index is not None else None for attend in attends]
+        return batches, seconds
+
+    def _recorded(self, case: Case, micro_batches: MicroBatches, *, kept: bool = True) -> float:
+        recorder = self.bench.collector.recorder
+        self.trainer.recorder = recorder
+        case.exchange.record(recorder)
+        batches, seconds = self._once(case, micro_batches)
+        self.trainer.recorder = None
+        case.exchange.record(None)
+        if not kept:
+            recorder.read()
+            return seconds
+        self.leaving.recorded(case, self.trainer.step + 1, [(b.masks, found) for b, found in zip(batches, self._estimated, strict=True)])
+        return seconds

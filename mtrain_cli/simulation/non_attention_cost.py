@@ -1,0 +1,241 @@
+"""What a training step computes beside attention: FLOP of matrix products, and bytes that element-wise kernels read and write, of one rank.
+
+T tokens of a rank and micro-batch (pads included), C hidden, A = heads * head_dim, K = kv_heads * head_dim, I intermediate, V vocabulary,
+P_l weights of a layer, P_r of the others, W workers, e bytes of the compute dtype, r of the dtype in which gradients are reduced, n
+micro-batches of a step. Products are those of `training.flops`; bytes follow
+`model.decoder`, `model.loss` and FSDP2's copies, line by line, with norms, rotation and gates fused as ``torch.compile`` does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mtrain_cli.model.tiling import layers_with_products, tile_rows
+from mtrain_cli.parallel.activation_offload import layers_on_host
+from mtrain_cli.parallel.recording import BACKWARD, FORWARD
+from mtrain_cli.simulation.calibration import HIGH, LOSS, LOW, VALUE
+from mtrain_cli.simulation.cluster import Constant, Gpu
+from mtrain_cli.simulation.costs import Costs
+from mtrain_cli.training.flops import recomputed_matmul
+from mtrain_cli.training.memory import MIB
+from mtrain_cli.training.run_plan import Plan
+from mtrain_cli.training.state_memory import StateMemory
+
+EAGER = Constant.of(2.8, "measured", "a step of 32K on one H200 takes 10 to 15 % longer uncompiled (profiles/notes.md)", 2.0, 3.5)
+LAUNCHES = Constant.of(16, "guess", "kernels of the compiled parts of a layer and of FSDP2, forward; twice as many backward", 8, 40)
+_LOGITS = 20  # bytes a logit: written, largest, sum, gradient read and written, all float32 (`model.loss`); beside it e for the last
+_LOGITS_AGAIN = 12  # of these, where only the loss is formed
+_TILE_LAUNCHES = 6, 18  # kernels of a tile of the MLP, forward and backward (`model.feed_forward`)
+DEVICE_ROWS = 4096  # of which a layer is slower on an H200 than its host launches it
+# How far parts that were measured on such a GPU may be off in a run: one GPU to another, and clocks under load.
+MEASURED = {LOW: 0.97, VALUE: 1.0, HIGH: 1.1}
+BEYOND = {LOW: 0.85, VALUE: 1.0, HIGH: 1.3}  # where a layer of another size is taken for one that was measured
+_ADAMW = 28  # bytes a number of a shard: parameter, two states read and written, gradient read; float32
+
+
+@dataclass(frozen=True)
+class Work:
+    """flop: of matrix products. moved: bytes of element-wise kernels. launches: kernels that the host starts."""
+
+    flop: float = 0.0
+    moved: float = 0.0
+    launches: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flop + other.flop, self.moved + other.moved, self.launches + other.launches)
+
+
+@dataclass(frozen=True)
+class Round:
+    """Micro-batches that are alike: how many in a step; whether weights are gathered in their forward pass, again in their backward pass,
+    and gradients scattered in it.
+    """
+
+    times: int
+    forward: bool
+    backward: bool
+    reduced: bool
+
+
+def rounds(shard: str, micro_batches: int) -> list[Round]:
+    """The micro-batches of a step under ``train.shard``, as `parallel.fsdp.begin_micro_batch` has them."""
+    if shard == "full":
+        return [Round(micro_batches, True, True, True)]
+    each = shard == "gradients"
+    if micro_batches == 1:
+        return [Round(1, True, False, True)]
+    found = [Round(1, True, False, each), Round(micro_batches - 2, False, False, each), Round(1, False, False, True)]
+    return [one for one in found if one.times]
+
+
+@dataclass(frozen=True)
+class Host:
+    """Bytes that one rank exchanges with its host. layers: whose activations leave, kept: of each, one way. down, up: gradients and weights
+    of a step, stepped: that AdamW reads and writes there, unit: of the first gradients and the last weights, beside which nothing is
+    stepped; 0 where the optimizer is on the GPU. leave: gradients go down beside the backward pass.
+    """
+
+    layers: int
+    kept: float
+    down: float
+    up: float
+    stepped: float
+    unit: float
+    leave: bool
+
+
+@dataclass(frozen=True)
+class Rest:
+    """forward, recomputed, backward: of a layer and micro-batch. loss: LM head and loss, both directions, with the embedding and the last
+    norm, of a micro-batch. gathered, reduced, root_gathered, root_reduced: copies where weights of a layer, or those outside of the layers,
+    are gathered and their gradients scattered. added: where gradients add up whole. optimizer: gradient norm, clipping and AdamW, of a
+    step. gather, root_gather: bytes that arrive at a rank when the weights of a layer, or those outside of the layers, are gathered;
+    reduce, root_reduce: when their gradients are scattered. tokens: of a micro-batch; rows: of a tile of the MLP.
+    """
+
+    forward: Work
+    recomputed: Work
+    backward: Work
+    loss: Work
+    gathered: Work
+    reduced: Work
+    root_gathered: Work
+    root_reduced: Work
+    added: Work
+    optimizer: Work
+    host: Host
+    gather: float
+    reduce: float
+    root_gather: float
+    root_reduce: float
+    tokens: int
+    rows: int
+
+    def size(self, part: str) -> int:
+        """By which what was measured of a part is looked up. Of a layer in tiles, rows of a tile, as long as it is the GPU that takes the
+        time: the host is waited for once a layer, and not once a tile.
+        """
+        return self.tokens if part == LOSS or self.rows == self.tokens else max(self.rows, min(self.tokens, DEVICE_ROWS))
+
+    @staticmethod
+    def of(plan: Plan) -> Rest:
+        config, model, train, e = plan.config, plan.config.model, plan.config.train, 2 if plan.dtype == "bfloat16" else 4
+        workers = plan.environment.workers
+        tokens = plan.layout.tokens_per_worker * train.micro_batch
+        hidden, wide = model.hidden_size, model.intermediate_size
+        rotated = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
+        matmul = plan.parameters.layer_matmul
+        states = StateMemory(config, workers, plan.micro_batches, e)
+        layer, root, shard, r = states.layer_weights, states.root_weights, states.shard, states.r
+        eager = 1.0 if train.compile != False else EAGER.value  # noqa: E712 - auto compiles on GPUs
+        whole = train.activation_checkpoint != "none"
+        rows = tile_rows(tokens, hidden, wide, e, train.tile_mib * MIB)
+        tiles = -(-tokens // rows)
+        again = recomputed_matmul(model, recomputed=whole, tiled=tiles > 1, keep_mlp=train.keep_mlp) / model.num_layers
+        without = 1 - layers_with_products(train.keep_mlp, model.num_layers) / model.num_layers
+        # Over several tiles gradients of the weights add up in float32.
+        of_tiles = hidden * (3 * wide + model.num_heads * model.head_dim)
+        sums = (8 * tiles + 4 + e) * of_tiles if tiles > 1 else 0
+        logits_again = train.loss_gradients == "recompute"
+        logits, head = tokens * model.vocab_size, model.vocab_size * hidden
+        chunks = -(-4 * logits // (train.loss_chunk_mib * MIB))
+        launches = LAUNCHES.value
+        # Weights are cast, gathered and copied out; gradients copied in, and added to the shard.
+        out, out_of_shard = 2 * e, e + (e if config.optim.offload else 4)
+        back, to_shard = r + e, 8 + r
+        added = (8 + e) * layer if train.shard == "optimizer" and plan.micro_batches > 1 else 0
+        on_host = layers_on_host(train.offload_activations, model.num_layers)
+        away = shard if config.optim.offload else 0
+        share = (workers - 1) / workers
+        return Rest(
+            forward=Work(
+                2.0 * matmul * tokens, eager * e * tokens * (9 * hidden + rotated + 3 * wide), launches + (tiles - 1) * _TILE_LAUNCHES[0]
+            ),
+            recomputed=Work(
+                2.0 * again * tokens,
+                eager * e * tokens * ((6 * hidden + rotated if whole else 4 * hidden) + 3 * wide * without) if again else 0.0,
+                launches if whole else 0.0,
+            ),
+            backward=Work(
+                4.0 * matmul * tokens, eager * e * tokens * (15 * hidden + rotated + 5 * wide) + sums,
+                2 * launches + (tiles - 1) * _TILE_LAUNCHES[1],
+            ),
+            loss=Work(
+                (8.0 if logits_again else 6.0) * head * tokens,
+                # Logits; the float32 gradient of the LM head, read and written by every chunk and cast once; the embedding, forward and
+                # backward, whose gradient is added to that of the head where they are tied; the last norm.
+                (_LOGITS + e + (_LOGITS_AGAIN if logits_again else 0)) * logits
+                + 8 * head * chunks + (4 + e) * head + e * (3 * head + 6 * tokens * hidden),
+                (15.0 if logits_again else 10.0) * chunks,
+            ),
+            gathered=Work(moved=out * layer + out_of_shard * layer / workers),
+            reduced=Work(moved=back * layer + to_shard * layer / workers),
+            root_gathered=Work(moved=out * root + out_of_shard * root / workers),
+            root_reduced=Work(moved=back * root + to_shard * root / workers),
+            added=Work(moved=added),
+            optimizer=Work(0.0, float(shard * (4 + (8 if config.optim.clip_norm else 0)) + _ADAMW * (shard - away)), 50.0),
+            host=Host(
+                on_host, (plan.memory.host - states.host) / on_host if on_host else 0.0,
+                4.0 * away, float(e * away), float((_ADAMW + e) * away),
+                float((e if config.optim.offload_gradients else 4 + e) * max(states.layer_shard, states.root_shard)) if away else 0.0,
+                config.optim.offload_gradients,
+            ),
+            gather=e * layer * share,
+            reduce=r * layer * share,
+            root_gather=e * root * share,
+            root_reduce=r * root * share,
+            tokens=tokens,
+            rows=rows,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Spent:
+    """us of some work: matrix products, element-wise kernels, and what the host is longer in launching than the GPU in computing."""
+
+    matrices: float
+    elements: float
+    host: float
+
+    @property
+    def us(self) -> float:
+        return self.matrices + self.elements + self.host
+
+
+def expected_us(flop: float, moved: float, gpu: Gpu) -> float:
+    """By the constants of the cluster."""
+    return flop / (gpu.gemm_tflops.value * 1e6) + moved / (gpu.hbm_gbps.value * 1e3)
+
+
+def longer_than_expected(rest: Rest, costs: Costs, dtype: str) -> dict[str, float]:
+    """By part of a step, as `profiling.non_attention_benchmark` measures it: how many times as long it takes as the constants say, under
+    the bound of the
+    costs. Nothing where it was not measured on such a GPU in that dtype.
+    """
+    gpu, measured = costs.cluster.gpu, costs.kernels.rest
+    if measured is None or measured.dtype != dtype:
+        return {}
+    found = {}
+    for part, work in ((FORWARD, rest.forward), (BACKWARD, rest.backward + rest.recomputed), (LOSS, rest.loss)):
+        if part in measured.parts:
+            us = expected_us(work.flop, work.moved, gpu) * rest.size(part) / rest.tokens
+            share, inside = measured.share(part, us, lambda point: expected_us(point.flop, point.moved, gpu))
+            found[part] = share * (MEASURED if inside else BEYOND)[costs.bound]
+    return found
+
+
+def priced(work: Work, costs: Costs, longer: float | None = None) -> Spent:
+    """longer: how many times as long as the constants say it takes, where that was measured (`longer_than_expected`)."""
+    gpu = costs.cluster.gpu
+    if longer is not None:
+        matrices, elements = longer * expected_us(work.flop, 0.0, gpu), longer * expected_us(0.0, work.moved, gpu)
+    else:
+        matrices = work.flop / (costs.rate(gpu.gemm_tflops) * 1e6)
+        elements = costs.copied(work.moved)
+    host = work.launches * _share(costs) * costs.burden(gpu.launch_us)
+    return Spent(matrices, elements, max(0.0, host - matrices - elements))
+
+
+def _share(costs: Costs) -> float:
+    """Of the launches that are counted."""
+    return {LOW: LAUNCHES.low, HIGH: LAUNCHES.high}.get(costs.bound, LAUNCHES.value) / LAUNCHES.value

@@ -1,0 +1,269 @@
+"""A whole training step: attention as it was played, the rest of every layer, weights and gradients on their way, and the optimizer.
+
+Order and overlap are FSDP2's: the weights of the next layer are gathered while one is computed, and in backward the gradients of the layer
+before are scattered at the same time, one collective after the other. All layers are alike, so that the time of a layer is a closed form:
+computation, or what links have to carry where that is longer. The first gather and the last scatter have nothing to hide behind.
+
+What train.shard leaves out in a micro-batch is not sent in it. Attention that is computed again in part takes its share of the time of a
+forward pass, and all of its messages. Activations that leave for the host are hidden behind one layer each way, or waited for; an
+optimizer on the host is as slow as the slowest of its memory and of the ways down and up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
+from mtrain_cli.simulation.calibration import HIGH, LOSS, LOW, VALUE
+from mtrain_cli.simulation.cluster import Cluster
+from mtrain_cli.simulation.costs import BOUNDS, Costs
+from mtrain_cli.simulation.non_attention_cost import Rest, Round, Work, longer_than_expected, priced, rounds
+from mtrain_cli.simulation.prediction import Prediction, Range
+from mtrain_cli.simulation.timeline import Conditions
+from mtrain_cli.training.flops import causal_pairs, computed_again, flops_per_token, recomputes_attention
+from mtrain_cli.training.run_plan import Plan
+
+DAY, HOUR = 86400.0, 3600.0
+# In this order they are shown. late: for slower workers, in attention; links: for keys, values and their gradients; offload: for
+# activations on their way from and to the host.
+PARTS = (
+    "attention", "index", "merge and copies", "late", "links", "matrices", "recomputed", "element-wise", "loss", "weights",
+    "optimizer", "offload", "host",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PredictedStep:
+    """One optimizer step. seconds: with bounds. parts: seconds by `PARTS`, which add up to the likely time; ``weights`` is what gathering
+    weights and scattering gradients adds to it. hidden: seconds of these that computation hides. exposed: share of the step in which
+    workers wait for links, those of weights included. mfu, hfu: shares of the peak by what the model asks for and by what is executed, as
+    in training; of a sparse step mfu counts the pairs of dense attention. Of one worker: flop, executed; sent: bytes of weights and
+    gradients that reach it; over_host: bytes to and from its host.
+    """
+
+    plan: Plan
+    seconds: Range
+    parts: dict[str, float]
+    hidden: float
+    tokens_per_second_per_gpu: Range
+    mfu: float
+    hfu: float
+    flop: float
+    sent: float
+    over_host: float
+
+    @property
+    def exposed(self) -> float:
+        return (self.parts["links"] + self.parts["weights"]) / self.seconds.value
+
+    @property
+    def gib(self) -> float:
+        return self.plan.memory.total / 2**30
+
+    @property
+    def fits(self) -> bool:
+        return bool(self.plan.fits)
+
+    def days(self, tokens: float) -> Range:
+        """Of a training on so many tokens."""
+        rate = self.tokens_per_second_per_gpu
+        return Range(*(tokens / (getattr(rate, name) * self.plan.environment.workers) / DAY for name in (HIGH, VALUE, LOW)))
+
+    def dollars(self, tokens: float, price: float) -> Range:
+        """price: of a GPU and hour."""
+        days = self.days(tokens)
+        return Range(*(getattr(days, name) * DAY / HOUR * self.plan.environment.workers * price for name in (LOW, VALUE, HIGH)))
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A collective. us: alone. busy: for how long of it the link is full. outer: it crosses nodes. size: bytes that reach a rank."""
+
+    us: float
+    busy: float
+    outer: bool
+    size: float = 0.0
+
+
+def beside(transfers: Sequence[Transfer], computing: float, carried: tuple[float, float], bound: str) -> float:
+    """us that collectives take, one after the other, beside so many us of computation in which attention's messages fill the links for
+    ``carried`` us: they get what is left of them, and all of it after the computation. At best they never meet attention's messages.
+    """
+    alone, busy = sum(t.us for t in transfers), sum(t.busy for t in transfers)
+    if not alone or not computing or bound == LOW:
+        return alone
+    left = max(0.0, 1.0 - carried[transfers[0].outer] / computing)
+    speed = min(1.0, left * alone / busy) if busy else 1.0
+    return alone / speed if alone <= speed * computing else computing + alone - speed * computing
+
+
+def predict_step(
+    cluster: Cluster, plan: Plan, attention: Prediction, conditions: Conditions | None = None, *, bounds: bool = True
+) -> PredictedStep:
+    """attention: of a layer of the same plan, with its recomputation where there is some."""
+    slowest = max([1.0, *(conditions or Conditions()).slow.values()])
+    found = {bound: _Step(cluster, plan, attention, attention.costs[bound], slowest) for bound in (BOUNDS if bounds else (VALUE,))}
+    likely = found[VALUE]
+    seconds = Range.around(likely.seconds, *(found[bound].seconds for bound in (LOW, HIGH) if bound in found))
+    workers = plan.environment.workers
+    rate = Range(*(plan.tokens_per_step / getattr(seconds, name) / workers for name in (HIGH, VALUE, LOW)))
+    peak = cluster.gpu.peak_tflops.value * 1e12
+    model = plan.flops.model
+    if attention.facts["pattern"] == "dense":  # with documents it has fewer pairs than the causal ones of the plan
+        pairs = attention.facts["density"] * causal_pairs(plan.config.seq)
+        model = flops_per_token(plan.config.model, plan.config.seq, pairs=pairs).model
+    return PredictedStep(
+        plan, seconds, likely.parts, likely.hidden, rate,
+        rate.value * model / peak, likely.flop / seconds.value / peak, likely.flop, likely.sent, likely.over_host,
+    )  # fmt: skip
+
+
+class _Step:
+    """The sum of a step under one bound."""
+
+    def __init__(self, cluster: Cluster, plan: Plan, attention: Prediction, costs: Costs, slowest: float) -> None:
+        self.cluster, self.plan, self.attention, self.costs, self.slowest = cluster, plan, attention, costs, slowest
+        self.rest = rest = Rest.of(plan)
+        self.longer = longer_than_expected(rest, costs, plan.dtype)
+        self.us = dict.fromkeys(PARTS, 0.0)
+        self.hidden = self.flop = self.sent = self.over_host = 0.0
+        self.backward = 0.0  # us of the layers of one micro-batch
+        self.times = 1
+        for one in rounds(plan.config.train.shard, plan.micro_batches):
+            self.times = one.times
+            self._micro_batch(one)
+        self.times = 1
+        self._add(rest.optimizer, 1, "optimizer", "optimizer")
+        self.us["optimizer"] += self._transfer(1.0).us + self._optimizer_on_host()
+        self.us["host"] += costs.burden(cluster.gpu.step_ms) * 1e3
+
+    def _micro_batch(self, one: Round) -> None:
+        rest, layers, train = self.rest, self.plan.config.model.num_layers, self.plan.config.train
+        nothing = Work()
+        gather, reduce = self._transfer(rest.gather), self._transfer(rest.reduce)
+        forward = self._layers([FORWARD], rest.forward, layers, copied=rest.gathered if one.forward else nothing)
+        self._weights(forward / layers, self._carried(FORWARD), [gather] * one.forward, layers - 1)
+        passes = [RECOMPUTE, BACKWARD] if recomputes_attention(train) else [BACKWARD]
+        copied = (rest.gathered if one.backward else nothing) + (rest.reduced if one.reduced else nothing) + rest.added
+        self.backward = backward = self._layers(passes, rest.backward, layers, rest.recomputed, copied=copied)
+        carried = tuple(sum(self._carried(name)[i] for name in passes) for i in (0, 1))
+        # Beside the last layer nothing is to be scattered yet, beside the first nothing to be gathered.
+        gathers, reduces = [gather] * one.backward, [reduce] * one.reduced
+        for transfers, times in ((gathers, 1), (gathers + reduces, layers - 2), (reduces, 1)):
+            self._weights(backward / layers, (carried[0], carried[1]), transfers, times if layers > 1 else 0)
+        # Weights outside of the layers and of the first layer; of the last one at the start of backward; gradients that come last.
+        alone = (
+            [self._transfer(rest.root_gather), gather] * one.forward + gathers + [reduce, self._transfer(rest.root_reduce)] * one.reduced
+        )
+        self.us["weights"] += self.times * sum(transfer.us for transfer in alone)
+        self.sent += self.times * sum(transfer.size for transfer in alone)
+        outside = (rest.root_gathered if one.forward else nothing) + (rest.root_reduced if one.reduced else nothing)
+        self._add(rest.loss, 1, "loss", "loss", LOSS)
+        self._add(outside, 1, "loss", "loss")
+        self._activations(forward / layers, backward / layers)
+
+    def _activations(self, forward: float, backward: float) -> None:
+        """What waiting for them adds. forward, backward: us of a layer, behind which those of another one leave or come."""
+        host = self.rest.host
+        us = host.kept / self._host_link
+        self.us["offload"] += self.times * host.layers * (max(0.0, us - forward) + max(0.0, us - backward))
+        self.over_host += self.times * 2 * host.layers * host.kept
+
+    @property
+    def _host_link(self) -> float:
+        """Bytes a us, one direction."""
+        return self.costs.rate(self.cluster.gpu.host_link_gbps) * 1e3
+
+    def _optimizer_on_host(self) -> float:
+        """us. Unit by unit: gradients come and weights leave while another one is stepped; the first comes and the last leaves alone. Those
+        that leave as they come do so beside the last backward pass.
+        """
+        host = self.rest.host
+        self.over_host += host.down + host.up
+        stepped = host.stepped / (self.costs.rate(self.cluster.gpu.host_memory_gbps) * 1e3)
+        down, up, unit = (size / self._host_link for size in (host.down, host.up, host.unit))
+        if host.leave:
+            return max(0.0, down - self.backward) + max(stepped, up) + unit
+        return max(stepped, down, up) + unit
+
+    @property
+    def parts(self) -> dict[str, float]:
+        return {name: us / 1e6 for name, us in self.us.items()}
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.us.values()) / 1e6
+
+    def _carried(self, direction: str) -> tuple[float, float]:
+        inner, outer = self.attention.passes[direction].carried
+        return inner * 1e3, outer * 1e3
+
+    def _layers(self, passes: list[str], work: Work, layers: int, again: Work | None = None, *, copied: Work) -> float:
+        """Adds what all layers compute -> us of a micro-batch. copied: of weights and gradients."""
+        before = sum(self.us.values())
+        for name in passes:
+            self._attention(name, layers)
+        self._add(work, layers, "matrices", "element-wise", passes[-1])
+        if again is not None:
+            self._add(again, layers, "recomputed", "element-wise", passes[-1])
+        self._add(copied, layers, "matrices", "element-wise")
+        return (sum(self.us.values()) - before) / self.times
+
+    def _attention(self, direction: str, layers: int) -> None:
+        found, plan = self.attention.passes[direction], self.plan
+        share = computed_again(plan.config.train, plan.layout) if direction == RECOMPUTE else 1.0
+        duration = getattr(found.duration, self.costs.bound)
+        spent, exposed = found.spent, sum(found.exposed.values())
+        of_all = {
+            "attention": spent["attention"] + spent["columns"], "index": spent["index"],
+            "merge and copies": spent["merge"] + spent["arrange"],
+            "links": exposed, "host": spent["gap"],
+        }  # fmt: skip
+        # Who ends a pass early waits for the others, at the latest where weights are gathered.
+        late = max(0.0, found.duration.value - sum(of_all.values()))
+        # Messages that attention hid come to light where less of it is computed.
+        freed = (1.0 - share) * of_all["attention"]
+        computing = sum(of_all.values()) - exposed - freed
+        links = max(exposed, min(exposed + freed, max(found.carried) - computing))
+        parts: Mapping[str, float] = {**of_all, "attention": share * of_all["attention"], "links": links, "late": share * late}
+        # Under a bound the parts are not known, only their sum.
+        scale = duration / found.duration.value if found.duration.value else 1.0
+        for name, ms in parts.items():
+            self.us[name] += self.times * ms * 1e3 * layers * scale
+        model, environment = plan.config.model, plan.environment
+        pairs = self.attention.facts["density"] * causal_pairs(plan.config.seq) * plan.config.train.micro_batch / environment.cp
+        products = 10.0 if direction == BACKWARD else 4.0 * share
+        self.flop += self.times * layers * products * model.num_heads * model.head_dim * pairs
+
+    def _add(self, work: Work, times: int, matrices: str, elements: str, part: str | None = None) -> None:
+        """part: as it is measured (`profiling.non_attention_benchmark`)."""
+        spent = priced(work, self.costs, None if part is None else self.longer.get(part))
+        times *= self.times
+        self.flop += work.flop * times
+        self.us[matrices] += spent.matrices * times * self.slowest
+        self.us[elements] += spent.elements * times * self.slowest
+        self.us["host"] += spent.host * times
+
+    def _transfer(self, size: float) -> Transfer:
+        workers = self.plan.environment.workers
+        if workers == 1:
+            return Transfer(0.0, 0.0, False)  # of nothing
+        members = min(workers, self.cluster.gpus_per_node)
+        us, busy = self.costs.collective(False, workers, members, int(size))
+        return Transfer(us, busy, members < workers, size)
+
+    def _weights(self, computing: float, carried: tuple[float, float], transfers: Sequence[Transfer], times: int) -> None:
+        """Adds what the weights of so many layers cost beside the computation of one."""
+        if not times or not transfers:
+            return
+        times *= self.times
+        self.sent += times * sum(transfer.size for transfer in transfers)
+        needed = beside(transfers, computing, carried, self.costs.bound)
+        hidden = min(needed, computing)
+        share = self.costs.burden(self.cluster.link(outer=transfers[0].outer).gpu_share) if needed else 0.0
+        late = 0.0
+        if self.costs.bound == HIGH and needed:
+            late = min(needed, carried[transfers[0].outer])
+        self.us["weights"] += times * (needed - hidden + share * hidden + late)
+        self.hidden += times * hidden / 1e6

@@ -1,0 +1,547 @@
+"""Work counts: how many query-key pairs and pairs of blocks every worker computes in every step of a schedule, as exact integers.
+
+Everything that an executor's kernels get follows from who holds which block, from the masks and from the index. Workers that share heads
+hold their tokens together, one group of them like one worker; without that, every worker is a group of its own. Pairs are counted for all
+pairs of a group of queries and a group of keys at once, and every step then takes those that it names.
+
+Block diagonals are counted diagonal by diagonal: how many pairs each one has between each two groups depends on masks and layout alone, so
+that the layers of a model share it. No [blocks, blocks] table is made but for a bitmap.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, VerticalSlash, block_pairs, changes_of_pairs
+from mtrain_cli.attention.mask import IntArray, SequenceMask
+from mtrain_cli.parallel.layout import Layout
+from mtrain_cli.parallel.schedule import Schedule
+from mtrain_cli.simulation.spmd_schedule import EVERYTHING, Lockstep
+
+FORWARD, BACKWARD = "forward", "backward"
+FLOP_PER_PAIR = {FORWARD: 4, BACKWARD: 10}  # times head_dim: 2 and 5 products of 2 * head_dim, as in `Counts.flop`
+
+Part = tuple[int, int]
+_AT_ONCE = 1 << 21  # numbers of a temporary table
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """Work of one pass of a layer, int64, summed over the heads and sequences that a worker computes.
+
+    pairs: [workers, steps], query-key pairs that masks and index allow. blocks: [workers, steps], pairs of blocks that hold at least one
+    pair of a chosen block, which single columns are not. columns, column_pairs: [workers], of the phase that computes single columns which
+    were gathered once: how many real ones, and the pairs that only they give; 0 where the steps compute them. of_columns: [workers, steps],
+    of the pairs of steps those that only single columns give; None: not counted apart.
+    """
+
+    direction: str
+    pairs: IntArray
+    blocks: IntArray
+    columns: IntArray
+    column_pairs: IntArray
+    of_columns: IntArray | None = None
+
+    def flop(self, head_dim: int) -> IntArray:
+        """[workers, steps]."""
+        return FLOP_PER_PAIR[self.direction] * head_dim * self.pairs
+
+    def column_flop(self, head_dim: int) -> IntArray:
+        """[workers]."""
+        return FLOP_PER_PAIR[self.direction] * head_dim * self.column_pairs
+
+    @property
+    def total_pairs(self) -> IntArray:
+        """[workers], of all steps and the phase of single columns."""
+        return self.pairs.sum(1) + self.column_pairs
+
+
+def count_work(
+    schedule: Schedule,
+    layout: Layout,
+    masks: Sequence[SequenceMask],
+    index: Index | None,
+    *,
+    heads: int,
+    shared_columns: bool = True,
+    rank: int | None = None,
+) -> dict[str, StepWork]:
+    """`WorkCounter.count` for a single index."""
+    block = None if index is None else index.block
+    return WorkCounter.make(schedule, layout, masks, heads, block, shared_columns=shared_columns).count(index, rank)
+
+
+@dataclass(frozen=True)
+class WorkCounter:
+    """Counts work under one schedule, layout and batch of masks, for one index after the other.
+
+    heads: query heads of the model. block: tokens of a block. shared_columns: rings gather single columns of an index once.
+    owner: int64 [padded_seq], the group that holds each position. block_owner: [blocks], the same of each block; None where groups do not
+    hold whole blocks: then there can be no index, and no blocks are counted.
+    """
+
+    schedule: Schedule
+    masks: tuple[SequenceMask, ...]
+    heads: int
+    block: int
+    shared_columns: bool
+    owner: IntArray
+    block_owner: IntArray | None
+
+    @staticmethod
+    def make(
+        schedule: Schedule,
+        layout: Layout,
+        masks: Sequence[SequenceMask],
+        heads: int,
+        block: int | None = None,
+        *,
+        shared_columns: bool = True,
+    ) -> WorkCounter:
+        """masks: one per sequence of the batch. block: of the indices to come; None: that of the layout.
+
+        Raises:
+            ValueError: layout, schedule, masks and heads do not fit together.
+        """
+        padded = layout.padded_seq
+        if layout.workers != schedule.workers:
+            raise ValueError(f"A layout for {layout.workers} workers does not fit a schedule for {schedule.workers}.")
+        if not masks or any(mask.padded != padded for mask in masks):
+            raise ValueError(f"Masks of {[mask.padded for mask in masks]} positions do not fit a layout of {padded}.")
+        parts = {step.part[1] for step in schedule.forward[0] if step.keys}
+        if any(heads % n for n in parts):
+            raise ValueError(f"{heads} heads cannot be cut into {max(parts)} equal parts.")
+        block = block or layout.block_size
+        owner = np.empty(padded, np.int64)
+        for rank in range(layout.workers):
+            owner[layout.positions(rank)] = rank // schedule.heads
+        block_owner = owner[::block].copy()
+        whole = np.array_equal(np.repeat(block_owner, block)[:padded], owner)
+        return WorkCounter(schedule, tuple(masks), heads, block, shared_columns, owner, block_owner if whole else None)
+
+    @property
+    def groups(self) -> int:
+        """Sets of workers that hold their tokens together."""
+        return self.schedule.workers // self.schedule.heads
+
+    @property
+    def blocks(self) -> int:
+        return -(-len(self.owner) // self.block)
+
+    @property
+    def gathers_columns(self) -> bool:
+        """Whether single columns are a phase of their own, apart from the steps."""
+        return self.shared_columns and self.groups > 1 and self.schedule.exchange in ("ring", "hierarchical_ring")
+
+    def count(self, index: Index | None, rank: int | None = None) -> dict[str, StepWork]:
+        """Work of the forward and the backward pass under the index of a layer; None: dense.
+
+        rank: of that worker alone, as arrays of one row. A bitmap may then hold only the query blocks that this worker computes.
+
+        Raises:
+            ValueError: the index has other blocks, heads or sequences, or lacks query blocks; or a worker does not hold whole blocks.
+        """
+        steps = {name: _of_rank(places, rank) for name, places in self._places.items()}
+        ranks = range(self.schedule.workers) if rank is None else (rank,)
+        wanted = {(int(i), int(n)) for places in steps.values() for i, n in np.unique(places[:, 2:4], axis=0)}
+        wanted |= {self._own_part(r) for r in ranks} if self.gathers_columns else set()
+        parts = sorted(wanted)
+        if index is None:
+            tables = self._dense(parts)
+        else:
+            self._check(index)
+            queries = np.unique(np.concatenate([places[:, 4] for places in steps.values()]))
+            tables = self._of_bitmap(index, parts, queries) if isinstance(index, BlockBitmap) else self._of_lines(index, parts)
+        return {name: self._by_step(name, steps[name], ranks, tables) for name in (FORWARD, BACKWARD)}
+
+    @cached_property
+    def _places(self) -> dict[str, IntArray]:
+        """Per pass: int64 [computations, 6] of rank, step, part (i, n), and group of queries and of keys; ``groups`` for keys of all."""
+        lockstep = Lockstep.of(self.schedule)
+        ranks = np.arange(self.schedule.workers)
+        found = {}
+        for name in (FORWARD, BACKWARD):
+            rows = []
+            for at, beat in enumerate(lockstep.beats(name)):
+                if beat.queries is None or beat.keys is None:
+                    continue
+                keys = np.full_like(ranks, self.groups) if beat.keys == EVERYTHING else lockstep.grid.groups_of(beat.keys)
+                columns = (ranks, np.full_like(ranks, at), lockstep.parts_of(beat), np.full_like(ranks, beat.part[1]))
+                rows.append(np.stack([*columns, lockstep.grid.groups_of(beat.queries), keys], 1))
+            found[name] = np.concatenate(rows)
+        return found
+
+    def _own_part(self, rank: int) -> Part:
+        """The heads of which a worker computes gathered columns."""
+        return rank % self.schedule.heads, self.schedule.heads
+
+    def _check(self, index: Index) -> None:
+        if self.block_owner is None:
+            raise ValueError(f"A worker does not hold whole blocks of {self.block}; an index needs them.")
+        expected = (self.block, self.blocks, (len(self.masks), self.heads))
+        if (index.block, index.blocks, index.heads) != expected:
+            raise ValueError(
+                f"An index of {index.blocks} blocks of {index.block} for {index.heads[0]} sequences of {index.heads[1]} heads does not fit "
+                f"{expected[1]} blocks of {self.block} for {len(self.masks)} sequences of {self.heads} heads."
+            )
+
+    def _by_step(self, direction: str, places: IntArray, ranks: Sequence[int], tables: dict[Part, _Table]) -> StepWork:
+        steps = getattr(self.schedule, direction)
+        shape = len(ranks), len(steps[ranks[0]])  # all ranks have as many
+        pairs, blocks, of_columns = np.zeros((3, *shape), np.int64)
+        columns, column_pairs = np.zeros(shape[0], np.int64), np.zeros(shape[0], np.int64)
+        for part, table in tables.items():
+            rank, step, _, _, q, k = places[(places[:, 2] == part[0]) & (places[:, 3] == part[1])].T
+            in_steps = np.zeros_like(table.pairs) if self.gathers_columns else table.column_pairs
+            for values, counted in ((pairs, table.pairs + in_steps), (blocks, table.blocks), (of_columns, in_steps)):
+                values[rank - ranks[0], step] = np.column_stack([counted, counted.sum(1)])[q, k]
+        if self.gathers_columns:
+            for row, rank in enumerate(ranks):
+                table = tables[self._own_part(rank)]
+                columns[row] = table.columns
+                column_pairs[row] = table.column_pairs[rank // self.schedule.heads].sum()
+        return StepWork(direction, pairs, blocks, columns, column_pairs, of_columns)
+
+    @cached_property
+    def _kinds(self) -> list[_Kind]:
+        """The different masks of the batch, each with the sequences that have it."""
+        found: list[tuple[SequenceMask, list[int]]] = []
+        for row, mask in enumerate(self.masks):
+            for other, rows in found:
+                if mask is other or (mask.length == other.length and np.array_equal(mask.first, other.first)):
+                    rows.append(row)
+                    break
+            else:
+                found.append((mask, [row]))
+        return [_Kind(mask, tuple(rows), self) for mask, rows in found]
+
+    def _dense(self, parts: Iterable[Part]) -> dict[Part, _Table]:
+        tables = {}
+        for part in parts:
+            table = tables[part] = _Table.empty(self.groups)
+            for kind in self._kinds:
+                heads = len(kind.rows) * self.heads // part[1]
+                pairs, blocks = kind.dense
+                table.pairs += heads * pairs
+                table.blocks += heads * blocks
+        return tables
+
+    def _of_lines(self, index: Index, parts: Iterable[Part]) -> dict[Part, _Table]:
+        assert isinstance(index, VerticalSlash)
+        slashes, bars = index.slashes.cpu().numpy(), index.bars.cpu().numpy()
+        tables = {}
+        for i, n in parts:
+            heads = slice(i * self.heads // n, (i + 1) * self.heads // n)
+            table = tables[i, n] = _Table.empty(self.groups)
+            for kind in self._kinds:
+                rows = list(kind.rows)
+                on = slashes[rows, heads].reshape(-1, self.blocks)
+                pairs, blocks = kind.diagonals.between(on.sum(0, dtype=np.int64))
+                table.pairs += pairs
+                table.blocks += blocks
+                columns, column_pairs = kind.columns.count(on, bars[rows, heads].reshape(len(on), -1))
+                table.column_pairs += column_pairs
+                table.columns += columns
+        return tables
+
+    def _of_bitmap(self, index: BlockBitmap, parts: Sequence[Part], queries: IntArray) -> dict[Part, _Table]:
+        assert self.block_owner is not None
+        needed = np.flatnonzero(np.isin(self.block_owner, queries))
+        slots = index.slots.cpu().numpy()[needed]
+        if (slots < 0).any():
+            raise ValueError(f"The index holds {len(index.rows)} of {self.blocks} query blocks, and {(slots < 0).sum()} more are needed.")
+        bits = index.bits.cpu().numpy().view(np.uint8)
+        # One product sums over the blocks of every group; 53 bits of a float hold any of these numbers exactly.
+        to_group = np.eye(self.groups)[self.block_owner]
+        tables = {part: _Table.empty(self.groups) for part in parts}
+        at_once = max(1, _AT_ONCE // self.blocks)
+        for begin in range(0, len(needed), at_once):
+            rows, held = needed[begin : begin + at_once], slots[begin : begin + at_once]
+            own = self.block_owner[rows]
+            for kind in self._kinds:
+                allowed = block_pairs([kind.mask], self.block, self.blocks, rows)[0].numpy()
+                for (i, n), table in tables.items():
+                    heads = range(i * self.heads // n, (i + 1) * self.heads // n)
+                    if isinstance(index, GatedBitmap):
+                        np.add.at(
+                            table.pairs,
+                            own,
+                            np.rint(self._gated_pairs(index, kind, heads, rows, held, allowed) @ to_group).astype(np.int64),
+                        )
+                    chosen = np.zeros(allowed.shape, np.uint8 if len(kind.rows) * len(heads) < 256 else np.int32)
+                    for sequence in kind.rows:
+                        for head in heads:
+                            chosen += bits[sequence, head, held]
+                    if not isinstance(index, GatedBitmap):
+                        np.add.at(table.pairs, own, np.rint((chosen * allowed.astype(np.float64)) @ to_group).astype(np.int64))
+                    np.add.at(table.blocks, own, np.rint((chosen * (allowed > 0)).astype(np.float64) @ to_group).astype(np.int64))
+        return tables
+
+    def _gated_pairs(
+        self, index: GatedBitmap, kind: _Kind, heads: range, rows: IntArray, held: IntArray, allowed: IntArray
+    ) -> NDArray[np.float64]:
+        """[query blocks, blocks], pairs over heads and sequences of one mask that queries see. rows: query blocks, held: their places."""
+        block, per_chunk = self.block, index.chunk // self.block
+        found = np.zeros(allowed.shape)
+        for place, (number, at) in enumerate(zip(rows, held, strict=True)):
+            gates = index.gated(slice(int(at) * block, (int(at) + 1) * block))[list(kind.rows)][:, list(heads)]
+            seeing = gates.sum((0, 1)).cpu().numpy()  # [queries of the block, chunks]
+            by_block = seeing.sum(0).repeat(per_chunk)[: self.blocks] * block
+            found[place] = np.where(allowed[place] == block * block, by_block, 0)
+            # Where the mask cuts a block, its rows see different numbers of its keys.
+            query = int(number) * block + np.arange(min(block, kind.mask.length - int(number) * block))
+            for key in np.flatnonzero((allowed[place] > 0) & (allowed[place] < block * block)):
+                keys = np.minimum(query + 1, (key + 1) * block) - np.maximum(kind.mask.first[query], key * block)
+                found[place, key] = (keys.clip(0) * seeing[: len(query), key // per_chunk]).sum()
+        return found
+
+
+@dataclass
+class _Table:
+    """int64 [groups, groups], queries by keys, of one part of the heads. column_pairs: those that only single columns give. columns: real
+    single columns.
+    """
+
+    pairs: IntArray
+    blocks: IntArray
+    column_pairs: IntArray
+    columns: int = 0
+
+    @staticmethod
+    def empty(groups: int) -> _Table:
+        pairs, blocks, column_pairs = np.zeros((3, groups, groups), np.int64)
+        return _Table(pairs, blocks, column_pairs)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """One mask, the sequences of the batch that have it, and what is derived from it once, as far as it is asked for."""
+
+    mask: SequenceMask
+    rows: tuple[int, ...]
+    counter: WorkCounter
+
+    @cached_property
+    def diagonals(self) -> _Diagonals:
+        counter = self.counter
+        assert counter.block_owner is not None
+        return _LATEST.of(self.mask, counter.block, counter.block_owner, counter.groups)
+
+    @cached_property
+    def columns(self) -> _ColumnCounter:
+        counter = self.counter
+        assert counter.block_owner is not None
+        return _ColumnCounter.make(self.mask, counter.block, counter.block_owner, counter.groups)
+
+    @cached_property
+    def dense(self) -> tuple[IntArray, IntArray]:
+        """Pairs and blocks of one head, [groups, groups] each."""
+        counter = self.counter
+        if counter.block_owner is not None:
+            return self.diagonals.between(np.ones(counter.blocks, np.int64))
+        pairs = np.zeros((counter.groups, counter.groups), np.int64)
+        q = np.arange(self.mask.length)
+        of_query, first = counter.owner[q], self.mask.first[q]
+        for k in range(counter.groups):
+            below = np.append(0, np.cumsum(counter.owner == k))  # keys of this group before each position
+            pairs[:, k] = np.rint(np.bincount(of_query, below[q + 1] - below[first], counter.groups))
+        return pairs, np.zeros_like(pairs)
+
+
+@dataclass(frozen=True)
+class _Diagonals:
+    """How much of each block diagonal lies between each two groups, for those that have any of it in common.
+
+    Entries are sorted by pair of groups. diagonal, pairs, blocks: [entries]. group_pair: [runs], query group * groups + key group of each
+    run of entries; start: [runs].
+    """
+
+    groups: int
+    diagonal: IntArray
+    pairs: IntArray
+    blocks: IntArray
+    group_pair: IntArray
+    start: IntArray
+
+    @staticmethod
+    def make(mask: SequenceMask, block: int, owner: IntArray, groups: int) -> _Diagonals:
+        blocks = len(owner)
+        places, changes = changes_of_pairs(mask, block, blocks, np.arange(blocks))
+        row, column = np.divmod(places, blocks + 1)
+        # Along a row pairs change at few blocks; going from diagonal to diagonal away from its own block, each row meets those in turn.
+        away = row - column + 1
+        order = np.argsort(away, kind="stable")
+        row, changes = row[order], changes[order]
+        bounds = np.searchsorted(away[order], np.arange(blocks + 1))
+        value = np.zeros(blocks)
+        place = np.empty(groups * groups, np.int64)
+        found: list[tuple[IntArray, IntArray, IntArray, IntArray]] = []
+        for d in range(blocks):
+            now = slice(bounds[d], bounds[d + 1])
+            value[row[now]] -= changes[now]
+            allowed = value[d:]
+            where = owner[d:] * groups + owner[: blocks - d]
+            names: IntArray | None = None
+            if groups * groups > 4 * blocks:  # few of all pairs of groups occur
+                names, where = _distinct(where, place)
+            pairs = np.bincount(where, allowed)
+            some = np.flatnonzero(pairs)
+            if len(some):
+                number = np.bincount(where, allowed > 0)[some].astype(np.int64)
+                which = some if names is None else names[some]
+                found.append((which, np.full(len(some), d), pairs[some].astype(np.int64), number))
+        if not found:
+            nothing = np.empty(0, np.int64)
+            return _Diagonals(groups, nothing, nothing, nothing, nothing, nothing)
+        pair, diagonal, pairs, number = (np.concatenate(columns) for columns in zip(*found, strict=True))
+        order = np.argsort(pair, kind="stable")
+        pair = pair[order]
+        start = np.flatnonzero(np.diff(pair, prepend=-1))
+        return _Diagonals(groups, diagonal[order], pairs[order], number[order], pair[start], start)
+
+    def between(self, chosen: IntArray) -> tuple[IntArray, IntArray]:
+        """chosen: int64 [blocks], how many heads choose each diagonal. -> pairs and blocks, [groups, groups] each."""
+        pairs, blocks = np.zeros((2, self.groups * self.groups), np.int64)
+        if len(self.start):
+            weight = chosen[self.diagonal]
+            pairs[self.group_pair] = np.add.reduceat(weight * self.pairs, self.start)
+            blocks[self.group_pair] = np.add.reduceat(weight * self.blocks, self.start)
+        return pairs.reshape(self.groups, -1), blocks.reshape(self.groups, -1)
+
+
+class _Latest:
+    """The diagonals that were made last: counters of one layout under several exchanges share them. One at a time, since they are large."""
+
+    def __init__(self) -> None:
+        self.key: tuple[int, int, int, bytes, bytes] | None = None
+        self.made: _Diagonals | None = None
+
+    def of(self, mask: SequenceMask, block: int, owner: IntArray, groups: int) -> _Diagonals:
+        key = mask.length, block, groups, _digest(mask.first), _digest(owner)
+        if self.made is None or key != self.key:
+            self.key, self.made = None, None
+            self.key, self.made = key, _Diagonals.make(mask, block, owner, groups)
+        return self.made
+
+
+_LATEST = _Latest()
+
+
+def _digest(values: IntArray) -> bytes:
+    return hashlib.sha256(values.tobytes()).digest()
+
+
+def _distinct(values: IntArray, place: IntArray) -> tuple[IntArray, IntArray]:
+    """As `np.unique` with its inverse, in another order and without sorting. place: scratch, longer than the largest value."""
+    each = np.arange(len(values))
+    place[values] = each
+    one = place[values]  # of each value the same place
+    chosen = one == each
+    return values[chosen], (np.cumsum(chosen) - 1)[one]
+
+
+@dataclass(frozen=True)
+class _ColumnCounter:
+    """Counts the pairs that single columns add to the diagonals, by group of queries and group of keys.
+
+    A column is seen by the queries from itself to the end of its document, but for those whose block lies on a diagonal with its own block.
+    Columns of one block and document, a segment, differ in the rows of their own block only. segment: [length], of each real position.
+    key_block, last: [segments], its block and the last query that sees it.
+
+    Blocks of a group are pieces: runs of neighbours (stride 1), or, where blocks are dealt out, residue classes ``start, start + stride,
+    ...``. Sums of every stride-th diagonal then give the uncovered blocks of a piece as one difference.
+    """
+
+    length: int
+    block: int
+    groups: int
+    owner: IntArray
+    segment: IntArray
+    key_block: IntArray
+    last: IntArray
+    stride: int
+    start: IntArray
+
+    @staticmethod
+    def make(mask: SequenceMask, block: int, owner: IntArray, groups: int) -> _ColumnCounter:
+        own, last = np.arange(mask.length) // block, mask.last()[: mask.length]
+        begins = (np.diff(own, prepend=-1) != 0) | (np.diff(last, prepend=-1) != 0)
+        stride, start = _pieces(owner)
+        return _ColumnCounter(
+            mask.length, block, groups, owner, np.cumsum(begins) - 1, own[begins], last[begins], stride, start
+        )  # fmt: skip
+
+    def count(self, slashes: NDArray[np.bool_], bars: NDArray[np.int32]) -> tuple[int, IntArray]:
+        """slashes [rows, blocks], bars [rows, width], a row for every head and sequence. -> real columns, and pairs [groups, groups]."""
+        pairs = np.zeros((self.groups, self.groups), np.int64)
+        real = bars < self.length
+        row, x = np.nonzero(real)[0], bars[real].astype(np.int64)
+        if not len(x):
+            return 0, pairs
+        segments = len(self.last)
+        where = row * segments + self.segment[x]
+        number = np.bincount(where)
+        some = np.flatnonzero(number)
+        positions = np.bincount(where, x)[some].astype(np.int64)  # their sum
+        number = number[some]
+        row, of = np.divmod(some, segments)
+        own, last = self.key_block[of], self.last[of]
+        end = last // self.block
+        key_group = self.owner[own]
+        off = ~slashes
+        # Rows of the own block that see each column, and of the last one where that is another.
+        in_own = off[row, 0] * (number * (np.minimum(last, (own + 1) * self.block - 1) + 1) - positions)
+        np.add.at(pairs, (key_group, key_group), in_own)
+        in_last = off[row, end - own] * (end > own) * (last - end * self.block + 1) * number
+        np.add.at(pairs, (self.owner[end], key_group), in_last)
+        # Blocks between the two count with all their rows.
+        below = self._sums(off)
+        at_once = max(1, _AT_ONCE // len(self.start))
+        order = np.argsort(key_group, kind="stable")
+        for begin in range(0, len(order), at_once):
+            chosen = order[begin : begin + at_once]
+            uncovered = self._between(below, row[chosen], own[chosen], end[chosen]) * (number[chosen] * self.block)[:, None]
+            groups = key_group[chosen]
+            first = np.flatnonzero(np.diff(groups, prepend=-1))
+            by_piece = np.add.reduceat(uncovered, first, axis=0)
+            np.add.at(pairs, (self.owner[self.start][None], groups[first][:, None]), by_piece)
+        return int(real.sum()), pairs
+
+    def _sums(self, off: NDArray[np.bool_]) -> IntArray:
+        """int32 [rows, blocks]: how many of the diagonals d, d - stride, d - 2 * stride, ... above 0 are off."""
+        rows, blocks = off.shape
+        table = np.zeros((rows, -(-blocks // self.stride) * self.stride), np.int32)
+        table[:, 1:blocks] = off[:, 1:]
+        return table.reshape(rows, -1, self.stride).cumsum(1, dtype=np.int32).reshape(rows, -1)
+
+    def _between(self, below: IntArray, row: IntArray, own: IntArray, end: IntArray) -> IntArray:
+        """[segments, pieces]: blocks of each piece above the own one and below the end whose diagonal with the own one is off."""
+        base = (row * below.shape[1])[:, None]
+        before_end, own = end[:, None] - 1, own[:, None]
+        if self.stride > 1:
+            # The first of a residue class comes before all others: nothing is to be subtracted.
+            distance = before_end - (before_end - self.start) % self.stride - own
+            return below.ravel()[base + np.maximum(distance, 0)].astype(np.int64)
+        # A run ends where the next one begins.
+        distance = np.minimum(np.append(self.start, len(self.owner)) - 1, before_end) - own
+        return np.diff(below.ravel()[base + np.maximum(distance, 0)].astype(np.int64), axis=1)
+
+
+def _pieces(owner: IntArray) -> tuple[int, IntArray]:
+    """-> stride and start [pieces] of the pieces of `_ColumnCounter`, as few as there can be."""
+    start = np.flatnonzero(np.diff(owner, prepend=-1))
+    repeats = [int(p) for p in start[1:] if owner[p] == owner[0]]
+    for period in repeats[:4]:
+        if period < len(start) and np.array_equal(owner[period:], owner[:-period]):
+            return period, np.arange(period)
+    return 1, start
+
+
+def _of_rank(places: IntArray, rank: int | None) -> IntArray:
+    return places if rank is None else places[places[:, 0] == rank]

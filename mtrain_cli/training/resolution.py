@@ -1,0 +1,149 @@
+"""What a run resolves to on the machine it runs on: kernel, exchange, layout and arithmetic, each with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from mtrain_cli.attention.kernel import Kernel, KernelRequest
+from mtrain_cli.attention.kernel_registry import choose
+from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.launch.environment import Environment
+from mtrain_cli.parallel.exchange_selection import ExchangeChoice, ExchangeNeeds, choose_exchange
+from mtrain_cli.parallel.layout import Layout, make_layout
+from mtrain_cli.sparsity.pattern import Pattern
+from mtrain_cli.sparsity.pattern_registry import make_pattern
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Facts behind the word `auto`. pattern: None for dense attention; dense_kernel, with its reason, computes the first steps if those are
+    to be dense.
+    """
+
+    layout: Layout
+    exchange: ExchangeChoice
+    kernel: Kernel
+    kernel_reason: str
+    dtype: torch.dtype
+    compile: bool
+    pattern: Pattern | None = None
+    dense_kernel: tuple[Kernel, str] | None = None
+
+
+def compute_dtype(config: Config, device: str) -> torch.dtype:
+    """auto = bfloat16 on a GPU, float32 on a CPU."""
+    name = config.train.dtype
+    if name == "auto":
+        name = "bfloat16" if device == "cuda" else "float32"
+    return getattr(torch, name)
+
+
+def compiles(config: Config, device: str) -> bool:
+    """auto = on a GPU."""
+    return device == "cuda" if config.train.compile == "auto" else bool(config.train.compile)
+
+
+def run_layout(config: Config, cp: int) -> Layout:
+    """The layout of a context group; under a dynamic index a worker holds whole blocks of it."""
+    return make_layout(config.layout, cp, config.seq, config.topology.block_size, unit=config.sparsity.block or 1)
+
+
+def exchange_needs(
+    config: Config, environment: Environment, layout: Layout, dtype: torch.dtype, kernel: Kernel, device_memory: int | None
+) -> ExchangeNeeds:
+    """What the choice of an exchange depends on."""
+    model, sparsity = config.model, config.sparsity
+    pattern = make_pattern(sparsity, config.seed)
+    most = sparsity.max_bars if sparsity.pattern == "vertical_slash" else sparsity.bars
+    unbounded = sparsity.pattern == "vertical_slash" and not most
+    return ExchangeNeeds(
+        workers=environment.cp,
+        per_node=min(environment.workers_per_node, environment.cp),
+        tokens=layout.padded_seq * config.train.micro_batch,
+        heads=model.num_heads,
+        kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype_bytes=dtype.itemsize,
+        device_memory=device_memory,
+        index=None if pattern is None else pattern.request(),
+        columns=None if unbounded else most or 0,
+        needs_out=kernel.needs_out,
+    )
+
+
+def given_memory(config: Config) -> int | None:
+    """``topology.gpu_memory_gib`` in bytes; None for auto."""
+    gib = config.topology.gpu_memory_gib
+    return None if isinstance(gib, str) else round(gib * 2**30)
+
+
+def given_host_memory(config: Config) -> int | None:
+    """``topology.host_memory_gib`` in bytes; None for auto."""
+    gib = config.topology.host_memory_gib
+    return None if isinstance(gib, str) else round(gib * 2**30)
+
+
+def kernel_request(config: Config, device: str, dtype: torch.dtype, capability: tuple[int, int] | None) -> KernelRequest:
+    """What a run asks of a kernel, for dense attention. capability: of the GPU."""
+    model = config.model
+    return KernelRequest(
+        device=device,
+        capability=capability,
+        dtype=str(dtype).removeprefix("torch."),
+        head_dim=model.head_dim,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        deterministic=config.train.deterministic,
+    )
+
+
+def make_choices(config: Config, environment: Environment) -> Choices:
+    """Raises ConfigError if the configured kernel or exchange cannot serve the run."""
+    layout = run_layout(config, environment.cp)
+    dtype = compute_dtype(config, environment.device)
+    memory = capability = None
+    if environment.device == "cuda":
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        memory, capability = given_memory(config) or properties.total_memory, (properties.major, properties.minor)
+    request = kernel_request(config, environment.device, dtype, capability)
+    pattern = make_pattern(config.sparsity, config.seed)
+    dense_kernel = None
+    if pattern is not None:
+        dense_kernel = choose_dense_kernel(config, request)
+        request = replace(request, index=pattern.request())
+    kernel, kernel_reason = choose(config.train.kernel, request)
+    exchange = choose_exchange(config.topology, exchange_needs(config, environment, layout, dtype, kernel, memory))
+    return Choices(layout, exchange, kernel, kernel_reason, dtype, compiles(config, environment.device), pattern, dense_kernel)
+
+
+def choose_dense_kernel(config: Config, request: KernelRequest) -> tuple[Kernel, str] | None:
+    """What computes the first, dense steps of a sparse run, and why; None where it has none. request: for dense attention.
+
+    A kernel that computes under an index only leaves them to what `auto` takes.
+
+    Raises ConfigError if none can.
+    """
+    if not config.sparsity.dense_steps:
+        return None
+    named = dense_kernel_asked(config)
+    with dense_steps_named(config):
+        kernel, reason = choose(named, request)
+    return kernel, reason if named == config.train.kernel else f"{reason}; {config.train.kernel} computes under an index only"
+
+
+def dense_kernel_asked(config: Config) -> str:
+    """`train.kernel` as it holds for dense steps."""
+    return "auto" if config.train.kernel == "triton" else config.train.kernel
+
+
+@contextmanager
+def dense_steps_named(config: Config) -> Iterator[None]:
+    """A kernel that is missing for dense steps is told as a matter of these."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"sparsity.dense_steps={config.sparsity.dense_steps}: nothing computes these steps: {error}") from None

@@ -1,0 +1,417 @@
+"""The plan of a run: everything that it would be, from its configuration, on this machine or on GPUs that are not here."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from mtrain_cli.attention.kernel import IndexRequest
+from mtrain_cli.attention.kernel_registry import choose, make_kernel, survey
+from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.launch.environment import Environment, gpu_index, host_memory, machine_has, resolve_environment
+from mtrain_cli.model.rope import rope_factor
+from mtrain_cli.parallel.exchange_bytes import Sizes, pass_bytes
+from mtrain_cli.parallel.exchange_selection import ExchangeChoice, choose_exchange
+from mtrain_cli.parallel.layout import Layout
+from mtrain_cli.parallel.schedule import make_schedule
+from mtrain_cli.sparsity.pattern_registry import make_pattern
+from mtrain_cli.training.flops import FlopsPerToken, ParameterCount, parameters, recomputes_attention, training_flops
+from mtrain_cli.training.memory import GIB, MemoryEstimate, estimate_memory
+from mtrain_cli.training.memory_search import ROOMY, Search, Setting, least, refusal, search
+from mtrain_cli.training.resolution import (
+    compute_dtype,
+    dense_kernel_asked,
+    dense_steps_named,
+    exchange_needs,
+    given_host_memory,
+    given_memory,
+    kernel_request,
+    make_choices,
+    run_layout,
+)
+from mtrain_cli.training.state_memory import StateMemory
+
+if TYPE_CHECKING:
+    from mtrain_cli.training.resolution import Choices
+
+# The one GPU that a plan reckons with where none is here to ask: that of today's clusters.
+ASSUMED_GPU, ASSUMED_GPU_BYTES = "NVIDIA H200", round(139.8 * GIB)
+ASSUMED_HOST_BYTES = 128 * GIB  # of host memory for each such GPU
+USABLE_HOST = 0.9  # of host memory; the rest is for processes, files and data
+CERTAIN = 1.05  # a run is refused where the estimate is so much above all the memory of a GPU: it has been off by less
+SHORTEST_SEQ = 1024  # that is worth a proposal
+USABLE = 0.95  # of a GPU's memory: the allocator's blocks are never packed without gaps
+
+
+FITS = f"fits: in {USABLE:.0%} of the memory of a GPU and {USABLE_HOST:.0%} of the host's, since gaps and other processes take the rest"
+KEPT = f"train.keep_mlp keeps as much as leaves {1 - ROOMY:.0%} of a GPU free"  # as `train.memory=auto` chooses it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved:
+    """Bytes that reach one worker: keys, values and their gradients of one layer and micro-batch, forward and backward; weights and their
+    gradients of one optimizer step; host: both between its device and the host in such a step, where the optimizer is offloaded.
+    """
+
+    forward: int
+    backward: int
+    weights: int
+    host: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything that `--dry-run` and the start-up banner show.
+
+    machine: which machine the plan is for, and why. gpu: name of its GPUs, None on a CPU or when they are assumed; capacity: memory of one
+    in bytes.
+    micro_batches: forward and backward passes of one worker in an optimizer step. checkpoint: bytes of one checkpoint on disk.
+    dense_kernel: name and reason for the dense first steps of a sparse run. elsewhere: for GPUs that are not here. host_share: bytes of
+    host memory that each worker may fill. search: what ``train.memory=auto`` found, for what was asked.
+    """
+
+    config: Config
+    environment: Environment
+    layout: Layout
+    exchange: ExchangeChoice
+    kernel: str
+    kernel_reason: str
+    dtype: str
+    gpu: str | None
+    capacity: int | None
+    rope_factor: float
+    parameters: ParameterCount
+    flops: FlopsPerToken
+    tokens_per_step: int
+    micro_batches: int
+    memory: MemoryEstimate
+    moved: Moved
+    checkpoint: int
+    dense_kernel: tuple[str, str] | None = None
+    machine: str = ""
+    elsewhere: bool = False
+    host_share: int = round(USABLE_HOST * ASSUMED_HOST_BYTES)
+    search: Search | None = None
+    asked: Config | None = None
+
+    @property
+    def gpu_name(self) -> str:
+        return self.gpu or ASSUMED_GPU
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Memory of a GPU, assumed where it is not known."""
+        return self.capacity or ASSUMED_GPU_BYTES
+
+    @property
+    def has(self) -> str:
+        """What there is of memory, for messages."""
+        if self.environment.device == "cpu":
+            return f"the {size(host_memory())} that {self.environment.local_workers} CPU workers of this machine share"
+        topology = self.config.topology
+        gpu = self.gpu_name if topology.gpu_memory_gib == "auto" else "topology.gpu_memory_gib"
+        host = f"{size(self.host_share)} of host memory"
+        if topology.host_memory_gib != "auto":
+            host += f" ({USABLE_HOST:.0%} of topology.host_memory_gib)"
+        elif self.elsewhere:
+            host += f" ({USABLE_HOST:.0%} of {ASSUMED_HOST_BYTES // GIB} GiB a GPU, assumed; topology.host_memory_gib says otherwise)"
+        return f"the {size(self.gpu_bytes)} of {gpu}, {USABLE:.0%} of which can be used, with {host}"
+
+    def load(self, memory: MemoryEstimate) -> int:
+        """Bytes of a worker on its device, which on a CPU is the host."""
+        return memory.total + (memory.host_peak if self.environment.device == "cpu" else 0)
+
+    def takes(self, memory: MemoryEstimate, usable: float = USABLE) -> bool:
+        """Whether a worker of this plan has so much memory, on its device and on the host."""
+        if self.environment.device == "cpu":
+            return self.load(memory) * self.environment.local_workers <= host_memory()
+        return memory.total <= usable * self.gpu_bytes and memory.host_peak <= self.host_share
+
+    def again(self, config: Config) -> Plan:
+        """The plan of another configuration on the same kind of machine; as many workers, unless it names their number."""
+        workers = config.topology.workers if isinstance(config.topology.workers, int) else self.environment.workers
+        topology = dataclasses.replace(config.topology, device=self.environment.device, workers=workers)
+        config = dataclasses.replace(config, topology=topology)
+        return _elsewhere(config, "") if self.elsewhere else _here(config)
+
+    @property
+    def host_bytes(self) -> int:
+        """What the CPU workers of one machine need together."""
+        return self.load(self.memory) * self.environment.local_workers
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the memory of a worker, or on a CPU that of this machine, suffices; None when the GPU is not known."""
+        if self.environment.device == "cpu":
+            return self.host_bytes <= host_memory()
+        return None if self.capacity is None else self.takes(self.memory)
+
+
+def plan(config: Config) -> Plan:
+    """The plan of a run on a machine that need not be this one; where this one has GPUs, it reckons with GPUs like them.
+
+    With ``topology.device=auto`` and no GPU here it is what the same line would do here, on the CPU, unless this machine would refuse that
+    and ``topology.workers`` is a number: then it is a plan for so many GPUs. ``topology.device`` = cpu or cuda leaves no choice.
+
+    Raises:
+        ConfigError: sizes do not fit each other, or the configured kernel cannot serve the run.
+    """
+    found = _plan(config)
+    return found if config.train.memory == "manual" else decided(found)
+
+
+def decided(found: Plan) -> Plan:
+    """A plan with what ``train.memory=auto`` decides, or the least that it could take where nothing fits; ``search`` tells."""
+    result = search(found)
+    setting = result.chosen or least(found, result.settings)
+    return dataclasses.replace(taking(found, setting), search=result, asked=found.config)
+
+
+def taking(found: Plan, setting: Setting) -> Plan:
+    """A plan with another way of using memory."""
+    train = setting.config.train
+    dtype_bytes = getattr(torch, found.dtype).itemsize
+    return dataclasses.replace(
+        found,
+        config=setting.config,
+        memory=setting.memory,
+        flops=training_flops(setting.config, found.layout, dtype_bytes=dtype_bytes),
+        moved=moved(
+            setting.config,
+            found.environment.workers,
+            found.layout,
+            found.exchange,
+            dtype_bytes,
+            needs_out=make_kernel(found.kernel).needs_out,
+        ),
+        micro_batches=train.global_batch // (train.micro_batch * found.environment.dp),
+    )
+
+
+def _plan(config: Config) -> Plan:
+    device = config.topology.device
+    if torch.cuda.is_available() or device == "cpu":
+        return _here(config)
+    if device == "cuda":
+        return _elsewhere(config, "topology.device=cuda, and no GPU is here")
+    refusal = _refusal_here(config) if config.topology.workers != "auto" else None
+    return _elsewhere(config, refusal) if refusal else _here(config)
+
+
+def _here(config: Config) -> Plan:
+    """A plan for this machine, or for more GPUs like its own."""
+    environment = resolve_environment(config, planning=True)
+    # The plan is for the first GPU here, whichever worker this process would be.
+    found = planned(config, environment, make_choices(config, dataclasses.replace(environment, rank=0, local_rank=0)))
+    return dataclasses.replace(found, machine=_machine_here(found))
+
+
+def _machine_here(found: Plan) -> str:
+    if found.gpu is None:
+        asked = found.config.topology.device == "cpu"
+        return "the CPU of this machine" + (
+            "" if asked else ", since no GPU is here; topology.device=cuda topology.workers=N plans for N GPUs"
+        )
+    gpus = torch.cuda.device_count()
+    return f"GPUs like the {gpus} x {found.gpu} of this machine" if found.environment.workers > gpus else "the GPUs of this machine"
+
+
+def _refusal_here(config: Config) -> str | None:
+    """Why this machine's CPU would not take a run; None if it would."""
+    try:
+        found = _here(config)
+    except ConfigError as error:
+        return f"no GPU is here, and the CPU refuses {error.problems[0]}"
+    if found.fits:
+        return None
+    workers = found.environment.workers
+    return f"no GPU is here, and {workers} CPU worker{'s' * (workers > 1)} would need {needed_here(found)}"
+
+
+def needed_here(found: Plan) -> str:
+    """Memory of CPU workers against that of this machine, in whole GiB as the run itself says it."""
+    return f"about {found.host_bytes / GIB:,.0f} GiB where this machine {machine_has()}"
+
+
+def planned(config: Config, environment: Environment, choices: Choices) -> Plan:
+    """The plan of a run whose choices are made, on this machine."""
+    properties = torch.cuda.get_device_properties(gpu_index(environment)) if environment.device == "cuda" else None
+    found = _complete(
+        config,
+        environment,
+        choices.layout,
+        choices.exchange,
+        (choices.kernel.name, choices.kernel_reason),
+        choices.dtype,
+        gpu=properties.name if properties else None,
+        capacity=given_memory(config) or properties.total_memory if properties else None,
+    )
+    if environment.device == "cuda":
+        host = given_host_memory(config) or host_memory() / sharing_the_host(environment, torch.cuda.device_count())
+        found = dataclasses.replace(found, host_share=round(USABLE_HOST * host))
+    if choices.dense_kernel is None:
+        return found
+    kernel, reason = choices.dense_kernel
+    return dataclasses.replace(found, dense_kernel=(kernel.name, reason))
+
+
+def sharing_the_host(environment: Environment, gpus: int) -> int:
+    """Workers that share this machine's memory. gpus: that this process sees; SLURM may show each of several tasks one, and a dry run may
+    ask about more workers than there are.
+    """
+    if environment.launcher == "slurm":
+        return environment.local_workers
+    return max(1, min(environment.local_workers, gpus))
+
+
+def _elsewhere(config: Config, why: str) -> Plan:
+    """A plan for GPUs that are not here: what cannot be asked of them is assumed, and says so."""
+    config = dataclasses.replace(config, topology=dataclasses.replace(config.topology, device="cuda"))
+    environment = resolve_environment(config, planning=True)
+    layout = run_layout(config, environment.cp)
+    dtype = compute_dtype(config, environment.device)
+    pattern = make_pattern(config.sparsity, config.seed)
+    kernel = _kernel_elsewhere(config, dtype, config.train.kernel, None if pattern is None else pattern.request())
+    dense_kernel = None
+    if config.sparsity.dense_steps:
+        with dense_steps_named(config):
+            dense_kernel = _kernel_elsewhere(config, dtype, dense_kernel_asked(config), None)
+    exchange = choose_exchange(
+        config.topology,
+        exchange_needs(config, environment, layout, dtype, make_kernel(kernel[0]), given_memory(config) or ASSUMED_GPU_BYTES),
+    )
+    found = _complete(config, environment, layout, exchange, kernel, dtype, gpu=None, capacity=given_memory(config))
+    host_share = round(USABLE_HOST * (given_host_memory(config) or ASSUMED_HOST_BYTES))
+    machine = f"GPUs elsewhere, taken to be {ASSUMED_GPU}: {why}"
+    return dataclasses.replace(found, dense_kernel=dense_kernel, machine=machine, elsewhere=True, host_share=host_share)
+
+
+def plan_for(
+    config: Config, *, gpu: str, capability: tuple[int, int], capacity: int, host: int = ASSUMED_HOST_BYTES, kernel: str | None = None
+) -> Plan:
+    """The plan of a run on described GPUs; ``config.topology`` says how many, in nodes of how many. kernel: instead of ``train.kernel``.
+    host: bytes of host memory for each GPU.
+
+    Its memory is that of a `plan` of the same configuration, with the same kernel and exchange.
+
+    Raises:
+        ConfigError: sizes do not fit each other, or no kernel serves the run.
+    """
+    config = dataclasses.replace(config, topology=dataclasses.replace(config.topology, device="cuda"))
+    environment = resolve_environment(config, planning=True)
+    layout, dtype = run_layout(config, environment.cp), compute_dtype(config, "cuda")
+    pattern = make_pattern(config.sparsity, config.seed)
+    index = None if pattern is None else pattern.request()
+    found = _kernel_elsewhere(config, dtype, kernel or config.train.kernel, index, capability, gpu)
+    exchange = choose_exchange(config.topology, exchange_needs(config, environment, layout, dtype, make_kernel(found[0]), capacity))
+    made = _complete(config, environment, layout, exchange, found, dtype, gpu=gpu, capacity=capacity)
+    made = dataclasses.replace(made, host_share=round(USABLE_HOST * (given_host_memory(config) or host)))
+    return made if config.train.memory == "manual" else decided(made)
+
+
+def _kernel_elsewhere(
+    config: Config,
+    dtype: torch.dtype,
+    asked: str,
+    index: IndexRequest | None,
+    capability: tuple[int, int] = (9, 0),
+    gpu: str = ASSUMED_GPU,
+) -> tuple[str, str]:
+    """The kernel of a run with every package installed, which is what can be assumed of a machine that is not here; on Hopper, if nothing
+    else is said.
+    """
+    request = dataclasses.replace(kernel_request(config, "cuda", dtype, capability), index=index)
+    possible = [name for name, reason in survey(request) if reason is None or "not installed" in reason]
+    if asked in possible:
+        return asked, "as configured; no GPU here to ask whether it serves"
+    if asked != "auto" and (reason := dict(survey(request)).get(asked)) is not None:
+        raise ConfigError(f"train.kernel={asked}: {reason}; allowed on {gpu}: {', '.join(['auto', *possible])}")
+    if asked != "auto" or possible[0] == "reference":
+        kernel, reason = choose(asked, request)
+        return kernel.name, reason
+    others = f", else {possible[1]}" if possible[1] != "reference" else ""
+    on = "Hopper" if gpu == ASSUMED_GPU else gpu
+    return possible[0], f"assumed, no GPU here to ask: what auto takes on {on} with every package installed{others}"
+
+
+def _complete(
+    config: Config,
+    environment: Environment,
+    layout: Layout,
+    exchange: ExchangeChoice,
+    kernel: tuple[str, str],
+    dtype: torch.dtype,
+    *,
+    gpu: str | None,
+    capacity: int | None,
+) -> Plan:
+    train, count = config.train, parameters(config.model)
+    micro_batches = train.global_batch // (train.micro_batch * environment.dp)
+    memory = estimate_memory(
+        config,
+        workers=environment.workers,
+        layout=layout,
+        exchange=exchange,
+        kernel=kernel[0],
+        dtype_bytes=dtype.itemsize,
+        cuda=environment.device == "cuda",
+    )
+    return Plan(
+        config=config,
+        environment=environment,
+        layout=layout,
+        exchange=exchange,
+        kernel=kernel[0],
+        kernel_reason=kernel[1],
+        dtype=str(dtype).removeprefix("torch."),
+        gpu=gpu,
+        capacity=capacity,
+        rope_factor=rope_factor(config.model.rope, config.seq),
+        parameters=count,
+        flops=training_flops(config, layout, dtype_bytes=dtype.itemsize),
+        tokens_per_step=train.global_batch * config.seq,
+        micro_batches=micro_batches,
+        memory=memory,
+        moved=moved(config, environment.workers, layout, exchange, dtype.itemsize, needs_out=make_kernel(kernel[0]).needs_out),
+        checkpoint=12 * count.total,
+    )
+
+
+def moved(config: Config, workers: int, layout: Layout, exchange: ExchangeChoice, dtype_bytes: int, *, needs_out: bool) -> Moved:
+    """Traffic of one worker, from the schedule of its exchange; columns of an index that are gathered once come on top.
+
+    Where attention is computed again, in part or in full, the forward exchange runs twice. Weights are gathered in the compute dtype and
+    their gradients reduced in train.reduce_dtype, (W - 1) / W of them, as often as train.shard says (see `parallel.fsdp`).
+    """
+    model, train = config.model, config.train
+    sizes = Sizes(layout.tokens_per_worker * train.micro_batch, model.num_heads, model.num_kv_heads, model.head_dim, dtype_bytes, needs_out)
+    schedule = make_schedule(exchange.name, exchange.options(layout.workers))
+    forward, backward = (pass_bytes(schedule, 0, sizes, backward=b) for b in (False, True))
+    passes = train.global_batch // (train.micro_batch * (workers // layout.workers))
+    states = StateMemory(config, workers, passes, dtype_bytes)
+    return Moved(
+        forward=forward,
+        backward=backward + (forward if recomputes_attention(train) else 0),
+        weights=states.sent(),
+        host=states.over_host_link(),
+    )
+
+
+def require_fit(found: Plan) -> None:
+    """At the start of a run, where it can be told that memory will not do.
+
+    Raises:
+        ConfigError: one line with what would.
+    """
+    if found.search is not None and found.search.chosen is None:
+        raise ConfigError(refusal(found, found.search))
+    if found.environment.device == "cuda" and not found.takes(found.memory, CERTAIN):
+        raise ConfigError(refusal(found, search(found)))
+
+
+def size(number: int) -> str:
+    """Bytes as GiB, or MiB below a tenth of that."""
+    return f"{number / GIB:,.2f} GiB" if number >= GIB / 10 else f"{number / 2**20:,.1f} MiB"

@@ -1,0 +1,105 @@
+"""Rank 0's hub and the other ranks' ends: what strangers may not do, and what is told when an answer is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from mtrain_cli.launch import failure_channel
+from mtrain_cli.launch.failure_channel import Lifeline, _Hub
+from mtrain_cli.launch.failures import Failure
+
+
+def connected(hub: _Hub) -> socket.socket:
+    return socket.create_connection(("localhost", hub.port), timeout=10)
+
+
+def is_dropped(connection: socket.socket) -> bool:
+    """Whether the other end closes it; what it had not read then comes back as a reset."""
+    with contextlib.suppress(ConnectionResetError):
+        return connection.recv(1) == b""
+    return True
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\nHost: node1\r\nAccept: */*\r\n\r\n",
+        b'{"token": \n{"token": 1}\n',
+        b'{"token": "\xc3\xa9", "rank": 1}\n',
+        '{"token": "é", "rank": 1}\n'.encode(),
+        "é 1\né 1\n".encode(),
+        b"\xff\xfe\x00\n\n\n",
+        b"\n\n",
+        b"x" * 100_000,
+        b'{"done": true}\n{"failure": {}}\n',
+    ],
+    ids=["http", "broken JSON", "bytes", "not ASCII", "greeting not ASCII", "binary", "empty lines", "endless line", "orders"],
+)
+def test_a_stranger_is_dropped_and_the_workers_are_heard_on(said):
+    hub = _Hub(2, on_mistake=lambda: None)
+    workers = [connected(hub) for _ in range(2)]
+    workers[0].sendall(f"{hub.token} 0\n".encode())
+    with connected(hub) as stranger:
+        with contextlib.suppress(OSError):
+            stranger.sendall(said)
+        assert is_dropped(stranger)
+    with connected(hub) as wrong:
+        wrong.sendall(f"{'0' * len(hub.token)} 1\n".encode())
+        assert is_dropped(wrong)
+    with connected(hub) as nameless:
+        nameless.sendall(f"{hub.token} \n".encode())
+        assert is_dropped(nameless)
+    with connected(hub):  # one that says nothing and leaves
+        pass
+    # A greeting in pieces, and a word right behind it.
+    for piece in (hub.token[:5], hub.token[5:], " 1\n" + json.dumps({"done": True}) + "\n"):
+        workers[1].sendall(piece.encode())
+    assert hub._thread.is_alive()
+    workers[0].sendall(json.dumps({"done": True}).encode() + b"\n")
+    hub._thread.join(10)
+    assert not hub._thread.is_alive()
+    assert hub._expected == set()
+    assert hub._failures == []
+    for worker in workers:
+        worker.close()
+
+
+class Left(BaseException):
+    """In the place of the end of the process."""
+
+
+@pytest.mark.parametrize(("kind", "code"), [("config", 2), ("error", 1)])
+def test_a_rank_whose_answer_is_lost_tells_its_own_failure(monkeypatch, kind, code):
+    """Rank 0 leaves between the failure and its answer, as on a machine that is too busy."""
+    with socket.create_server(("localhost", 0)) as rank_0:
+        store = SimpleNamespace(get=lambda _: f"{rank_0.getsockname()[1]} token".encode())
+        monkeypatch.setattr(failure_channel, "job_store", lambda _: store)
+        told, left = [], []
+
+        def leave(given):
+            left.append(given)
+            raise Left
+
+        monkeypatch.setattr(failure_channel, "leave", leave)
+        monkeypatch.setattr(failure_channel, "tell", lambda failure, *_: told.append((failure.rank, failure.message)))
+        mine = Lifeline(SimpleNamespace(rank=1, world_size=2, address="localhost", master_addr="localhost"), on_mistake=lambda: None)
+        connection, _ = rank_0.accept()
+        failing = threading.Thread(target=_fails, args=(mine, kind))
+        failing.start()
+        received = b""
+        while b"failure" not in received:
+            received += connection.recv(65536)
+        connection.close()
+        failing.join(10)
+    assert (told, left) == ([(1, "seq=1: too short")], [code])
+
+
+def _fails(mine: Lifeline, kind: str) -> None:
+    with contextlib.suppress(Left):
+        mine.fail(Failure(1, 1, kind, "seq=1: too short", "", 0.0))

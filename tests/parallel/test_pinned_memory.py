@@ -1,0 +1,195 @@
+"""Pinned host memory: tensors of their own in few mappings, which CUDA knows as long as one of them is there."""
+
+import mmap
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mtrain_cli.parallel import pinned_memory
+from mtrain_cli.parallel.pinned_memory import ARENA, PinnedMemory
+
+MIB = 1 << 20
+GPU = torch.device("cuda", 1)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """What CUDA has pinned, address -> bytes, and the sizes of all that it was asked to; arenas of 64 MiB."""
+    held, asked = {}, []
+
+    def register(address, size, device):
+        assert device == GPU
+        held[address] = size
+        asked.append(size)
+        return True
+
+    def unregister(address, device):
+        assert device == GPU
+        del held[address]
+
+    monkeypatch.setattr(pinned_memory, "register", register)
+    monkeypatch.setattr(pinned_memory, "unregister", unregister)
+    monkeypatch.setattr(pinned_memory, "ARENA", 64 * MIB)
+    return held, asked
+
+
+def mapping_of(tensor: torch.Tensor) -> tuple[str, set[str]]:
+    """Permissions and flags of the memory that a tensor begins."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith(f"{tensor.data_ptr():x}-"))
+    flags = next(line.split()[1:] for line in lines[at:] if line.startswith("VmFlags:"))
+    return lines[at].split()[1], set(flags)
+
+
+def test_tensors_do_not_share_bytes_and_small_ones_share_mappings(cuda):
+    held, asked = cuda
+    memory = PinnedMemory(GPU)
+    sizes = [16 * MIB, 1, 3, 16 * MIB, 1000, 16 * MIB, 4096, 16 * MIB]
+    tensors = [memory.empty(size) for size in sizes]
+    assert asked == [64 * MIB] * 2, "four large blocks fill an arena to its end, small ones have theirs"
+    tensors.append(memory.empty(16 * MIB))
+    assert asked == [64 * MIB] * 3
+    for number, tensor in enumerate(tensors):
+        tensor.fill_(number + 1)
+    assert [tensor.nbytes for tensor in tensors] == [*sizes, 16 * MIB]
+    assert all((tensor == number + 1).all() for number, tensor in enumerate(tensors))
+    assert memory.mapped == sum(held.values())
+    places = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors]
+    assert all(any(at <= first and last <= at + size for at, size in held.items()) for first, last in places)
+
+
+def test_elements_are_aligned_whatever_was_taken_before(cuda):
+    memory = PinnedMemory(GPU)
+    for shape, dtype in (((3,), torch.float64), ((), torch.int64), ((2, 0), torch.float32), ((5, 7), torch.bfloat16)):
+        memory.empty(1)
+        found = memory.tensor(shape, dtype)
+        assert found.shape == shape
+        assert found.dtype == dtype
+        assert found.is_contiguous()
+    assert cuda[1] == [64 * MIB]
+    assert PinnedMemory(GPU).empty(0).nbytes == 0
+    assert cuda[1] == [64 * MIB], "nothing takes no arena"
+
+
+def test_a_large_request_takes_what_it_needs(cuda):
+    _, asked = cuda
+    memory = PinnedMemory(GPU)
+    gradient = memory.tensor((3000, 4096), torch.float32)
+    assert gradient.shape == (3000, 4096)
+    assert asked == [48 * MIB], "46.9 MiB in whole huge pages; torch would take 64"
+
+
+def test_memory_is_let_go_with_the_last_tensor_in_it(cuda):
+    held, _ = cuda
+    memory = PinnedMemory(GPU)
+    first, second = memory.empty(1000), memory.empty(1000)
+    view = second[10:20]
+    del memory, first, second
+    assert len(held) == 1
+    del view
+    assert not held
+
+
+@pytest.mark.parametrize("what", ["a child", "an interpreter that ends"])
+def test_only_the_process_that_pinned_it_lets_go_and_not_at_its_end(cuda, monkeypatch, what):
+    held, _ = cuda
+    tensor = PinnedMemory(GPU).empty(100)
+    if what == "a child":
+        own = os.getpid()
+        monkeypatch.setattr(os, "getpid", lambda: own + 1)
+    else:
+        monkeypatch.setattr(sys, "is_finalizing", lambda: True)
+    del tensor
+    assert len(held) == 1
+
+
+@pytest.mark.usefixtures("cuda")
+def test_memory_is_private_children_find_zeros_and_pages_are_huge():
+    permissions, flags = mapping_of(PinnedMemory(GPU).empty(100))
+    assert permissions == "rw-p"
+    assert {"wf", "hg"} <= flags, "MADV_WIPEONFORK and MADV_HUGEPAGE"
+
+
+def test_pages_are_written_to_by_several_threads_before_they_are_registered(cuda, monkeypatch):
+    told = []
+    monkeypatch.setattr(pinned_memory, "touching_threads", lambda: 7)
+    monkeypatch.setattr(pinned_memory, "touch", lambda memory, threads: told.append((memory.nbytes, threads, len(cuda[1]))))
+    PinnedMemory(GPU).empty(1)
+    assert told == [(64 * MIB, 7, 0)]
+
+
+@pytest.mark.parametrize(("cores", "gpus", "expected"), [(128, 8, 16), (16, 1, 16), (32, 4, 8), (2, 8, 1), (6, 0, 6)])
+def test_each_gpu_has_its_share_of_the_cores(monkeypatch, cores, gpus, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert pinned_memory.touching_threads() == expected
+
+
+def test_advice_that_a_system_does_not_know_is_left_out(cuda, monkeypatch):
+    def unknown(self, advice):  # noqa: ARG001
+        raise OSError
+
+    monkeypatch.setattr(pinned_memory._Mapping, "madvise", unknown, raising=False)
+    memory = PinnedMemory(GPU)
+    memory.empty(1)
+    assert memory.registers
+    assert cuda[1] == [64 * MIB]
+
+
+@pytest.mark.parametrize("refused", ["registration", "memory"])
+def test_torch_pins_where_cuda_or_the_system_refuses_and_the_log_says_so(monkeypatch, caplog, refused):
+    asked, by_torch, unregistered = [], [], []
+
+    def no_memory(*args, **words):  # noqa: ARG001
+        asked.append(args[1])
+        raise OSError
+
+    if refused == "memory":
+        monkeypatch.setattr(pinned_memory, "_Mapping", no_memory)
+    monkeypatch.setattr(pinned_memory, "register", lambda address, size, device: asked.append(size))  # noqa: ARG005
+    monkeypatch.setattr(pinned_memory, "pinned_by_torch", lambda size: by_torch.append(size) or torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(pinned_memory, "unregister", lambda *args: unregistered.append(args))
+    memory = PinnedMemory(GPU)
+    tensors = [memory.empty(16 * MIB) for _ in range(ARENA // (16 * MIB) + 1)]
+    assert len({tensor.data_ptr() for tensor in tensors}) == len(tensors)
+    assert by_torch == [ARENA] * 2
+    assert asked == [ARENA], "once"
+    assert not memory.registers
+    del memory, tensors
+    assert not unregistered
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "torch pins it" in line
+
+
+def test_torch_is_asked_to_pin(monkeypatch):
+    asked = {}
+    monkeypatch.setattr(torch, "empty", lambda *size, **words: asked.update(size=size, **words))
+    pinned_memory.pinned_by_torch(5)
+    assert asked == {"size": (5,), "dtype": torch.uint8, "pin_memory": True}
+
+
+def test_a_cpu_takes_plain_memory(cuda):
+    memory = PinnedMemory(torch.device("cpu"))
+    assert memory.empty(100 * MIB).nbytes == 100 * MIB
+    assert memory.mapped == 0
+    assert not cuda[1]
+
+
+@pytest.mark.parametrize("threads", [1, 3, 64, "none to be had"])
+@pytest.mark.parametrize("size", [mmap.PAGESIZE, 10 * MIB])
+def test_every_page_is_written_to(monkeypatch, threads, size):
+    if isinstance(threads, str):
+
+        def none(_):
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(pinned_memory, "ThreadPoolExecutor", none)
+        threads = 4
+    memory = np.ones(size, dtype=np.uint8)
+    pinned_memory.touch(memory, threads)
+    assert not memory[:: mmap.PAGESIZE].any()
+    assert memory.sum() == size - size // mmap.PAGESIZE, "and nothing else"

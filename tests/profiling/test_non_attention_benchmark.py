@@ -1,0 +1,285 @@
+"""What a step computes beside attention: what is timed is what is counted, and the simulator takes the times."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mtrain_cli.config.compose import compose
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.launch.environment import resolve_environment
+from mtrain_cli.parallel.recording import BACKWARD, FORWARD, INDEX
+from mtrain_cli.profiling import non_attention_benchmark as measuring
+from mtrain_cli.profiling.non_attention_benchmark import RestTime, profile_rest, save_rest
+from mtrain_cli.simulation.calibration import LOSS, Measured, RestPoint, load_calibration
+from mtrain_cli.simulation.cluster import load_cluster
+from mtrain_cli.simulation.non_attention_cost import Rest
+from mtrain_cli.simulation.predicted_step import PredictedStep
+from mtrain_cli.simulation.scenario import Outcome, Pairs, Scenario, evaluate, plan_on
+from mtrain_cli.training.flops import parameters
+from mtrain_cli.training.resolution import make_choices
+
+LENGTHS = (128, 256, 640)
+H200 = load_cluster("h200_1x8")
+
+
+@pytest.fixture(scope="module")
+def configs():
+    words = ["model=tiny", "sparsity=vertical_slash", "topology.workers=1", "topology.device=cpu"]
+    return [compose([*words, f"seq={length}"]) for length in LENGTHS]
+
+
+def test_what_is_timed_is_what_is_counted(configs, monkeypatch):
+    """Products are seen where they run: as many FLOP as the simulator counts for the part, and none of attention."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    seen = []
+
+    class Bench(measuring._Bench):
+        def layer(self, tokens, repeats):
+            with FlopCounterMode(display=False) as counter:
+                found = super().layer(tokens, repeats)
+            seen.append(counter.get_total_flops() / len(self.decoder.layers) / (repeats + measuring._UNCOUNTED))
+            return found
+
+        def loss(self, tokens, repeats):
+            with FlopCounterMode(display=False) as counter:
+                found = super().loss(tokens, repeats)
+            assert len(self.decoder.layers) == self.config.model.num_layers
+            seen.append(counter.get_total_flops() / (repeats + 2))
+            return found
+
+    monkeypatch.setattr(measuring, "_Bench", Bench)
+    reported: list[RestTime] = []
+    times = profile_rest(configs, 1, reported.append)
+    assert times == reported
+    assert [(t.part, t.tokens) for t in times] == [(part, n) for n in LENGTHS for part in (FORWARD, BACKWARD, LOSS, INDEX)]
+    assert all(t.ms > 0 for t in times)
+    for length, (layer, loss) in zip(LENGTHS, zip(seen[::2], seen[1::2], strict=True), strict=True):
+        forward, backward, head, index = (
+            next(t for t in times if (t.part, t.tokens) == (part, length)) for part in (FORWARD, BACKWARD, LOSS, INDEX)
+        )
+        assert layer == pytest.approx(forward.flop + backward.flop), length
+        # The counter does not see addmm_, in which the loss forms the gradient of the LM head.
+        assert loss + 2 * length * parameters(configs[0].model).embedding == pytest.approx(head.flop), length
+        assert forward.flop == 2 * length * parameters(configs[0].model).layer_matmul
+        assert index.flop == index.moved == 0
+
+
+def test_times_are_of_one_layer_forward_and_backward(configs, monkeypatch):
+    """By a clock that ticks a second in every forward pass of all layers, and two in their backward pass."""
+
+    class Ticks:
+        def __init__(self, _) -> None:
+            self.at, self.steps = 0.0, itertools.cycle([0.0, 1.0, 2.0])
+
+        def now(self) -> float:
+            self.at += next(self.steps)
+            return self.at
+
+        def seconds(self, began: float, ended: float) -> float:
+            return ended - began
+
+    monkeypatch.setattr(measuring, "Recorder", Ticks)
+    config = replace(configs[0], train=replace(configs[0].train, keep_mlp=True, loss_gradients="recompute"))
+    bench = measuring._Bench(config, make_choices(config, resolve_environment(config)), torch.device("cpu"))
+    layers = len(bench.decoder.layers)
+    assert layers > 1
+    assert bench.layer(128, 3) == pytest.approx((1e3 / layers, 2e3 / layers))
+    assert all(layer.keep_mlp for layer in bench.decoder.layers)
+    assert bench.decoder.recompute_logits
+
+
+def test_every_estimate_of_an_index_is_made_anew(configs, monkeypatch):
+    from mtrain_cli.sparsity.vertical_slash import VerticalSlashPattern
+
+    made = []
+    estimate = VerticalSlashPattern.estimate
+    monkeypatch.setattr(VerticalSlashPattern, "estimate", lambda *arguments: made.append(1) or estimate(*arguments))
+    config = configs[0]
+    measuring._Bench(config, make_choices(config, resolve_environment(config)), torch.device("cpu")).index(128, 3)
+    assert len(made) == 2 + 3
+
+
+def test_a_layer_is_told_by_the_rows_of_its_tiles(configs, monkeypatch):
+    class Bench:
+        def __init__(self, *_) -> None:
+            pass
+
+        def layer(self, *_):
+            return 1.0, 2.0
+
+        loss = index = lambda *_: 3.0
+
+    monkeypatch.setattr(measuring, "_Bench", Bench)
+    tiled = replace(configs[-1], train=replace(configs[-1].train, tile_mib=1))
+    # A token of the MLP has 11 KiB of temporaries, and a tile is whole in the products' own.
+    assert {(t.tokens, t.rows) for t in profile_rest([configs[-1], tiled], 1, lambda _: None)} == {(640, 640), (640, 80)}
+
+
+def test_a_file_of_times_is_a_calibration(configs, tmp_path):
+    path = tmp_path / "rest.json"
+    kinds = ((FORWARD, 1.0), (BACKWARD, 2.0), (LOSS, 4.0))
+    times = [
+        RestTime(part=part, tokens=tokens, rows=tokens // 2, ms=each * tokens, flop=1e6 * tokens, moved=1e3, heads=4)
+        for part, each in kinds
+        for tokens in (256, 1024)
+    ]
+    times += [RestTime(part=INDEX, tokens=n, rows=n, ms=1.5 + 0.25 * n, flop=0.0, moved=0.0, heads=4) for n in (100, 200, 400)]
+    save_rest(times, path, "mtrain profile rest", configs[0], "cpu")
+    found = load_calibration(path)
+    assert found.curves == ()
+    assert found.rest is not None
+    assert found.rest.parts == {FORWARD, BACKWARD, LOSS, INDEX}
+    # In between by what was measured, shorter as the shortest, longer by what a token takes; more heads make longer what is no launch.
+    assert [found.rest.index(n, 4, 1000.0) for n in (1, 150, 402)] == pytest.approx([26500.0, 39000.0, 103500.0])
+    assert [found.rest.index(n, heads, 1000.0) for n, heads in ((100, 12), (150, 12), (150, 2))] == pytest.approx(
+        [26500.0, 64000.0, 39000.0]
+    )
+    document = json.loads(path.read_text())
+    float32 = tmp_path / "float32.json"
+    float32.write_text(json.dumps(document | {"dtype": "float16"}))
+    with pytest.raises(ConfigError, match="is of float16, and the other file of float32"):
+        load_calibration(path, float32)
+    early = tmp_path / "early.json"
+    early.write_text(json.dumps(document | {"times": document["times"][:2]}))
+    with pytest.raises(ConfigError, match="holds no times of backward and loss; it was ended too early"):
+        load_calibration(early)
+    # Of the same size in several files the median counts.
+    assert load_calibration(path, path).rest.index(100, 4, 0.0) == 26500.0
+    document["times"][0]["ms"] = -1
+    path.write_text(json.dumps(document))
+    with pytest.raises(ConfigError, match="is damaged"):
+        load_calibration(path)
+
+
+def test_shares_are_by_what_is_expected():
+    """1, 100 and 10,000 us expected took 4, 1.5 and 1.2 times as long; the first, then, waited for the host."""
+
+    def measured(*shares: tuple[float, float]) -> Measured:
+        return Measured(tuple(RestPoint(FORWARD, 1, us * share, us, 0.0, 1) for us, share in shares))
+
+    def at(of: Measured, us: float) -> tuple[float, bool]:
+        share, inside = of.share(FORWARD, us, lambda point: point.flop)
+        return pytest.approx(share), inside
+
+    found = measured((100.0, 1.5), (1.0, 4.0), (10_000.0, 1.2))
+    assert [at(found, us) for us in (1.0, 10.0, 100.0, 1000.0, 10_000.0)] == [
+        (4.0, True), (2.75, True), (1.5, True), (1.35, True), (1.2, True),
+    ]  # fmt: skip
+    assert at(found, 0.1) == (40.0, False), "as long as the least"
+    assert at(found, 1e5) == (1.2, False)
+    busy = measured((100.0, 1.3), (10_000.0, 1.2))
+    assert at(busy, 1.0) == (1.3, False), "the GPU took the time"
+    assert at(measured((100.0, 1.0), (100.0, 2.0), (100.0, 4.0)), 100.0) == (2.0, True)
+
+
+def _step(rest: Measured | None, monkeypatch, **more) -> Outcome:
+    from mtrain_cli.simulation import calibration
+
+    monkeypatch.setattr(calibration, "_rest_of", lambda *_: rest)
+    pairs = Pairs("uniform", 0.05, 2048)
+    config = compose(["model=qwen3b", "seq=128k", *pairs.sparsity()])
+    plan = plan_on(H200, config, workers=4, layout="striped", exchange="all_gather")
+    return evaluate(H200, Scenario(config, pairs.problem(config)), plan, **more)
+
+
+def test_steps_are_priced_by_what_was_measured(monkeypatch):
+    """Parts that take 1.5 times as long as the constants say make the parts of a step so much longer, and no others."""
+    flops, bytes_us = H200.gpu.gemm_tflops.value * 1e6, H200.gpu.hbm_gbps.value * 1e3
+
+    def measured(forward: float, backward: float, loss: float) -> Measured:
+        """As much longer as that whatever the size, but for the loss, of which so little was not measured."""
+        longer = {FORWARD: forward, BACKWARD: backward, LOSS: loss}
+        return Measured(
+            tuple(
+                RestPoint(part, 1000, more * (size / flops + 1e-3 * size / bytes_us), size, 1e-3 * size, 16)
+                for part, more in longer.items()
+                for size in ((1e9, 1e15) if part != LOSS else (1e15,))
+            )
+        )
+
+    def priced(rest: Measured | None) -> PredictedStep:
+        return _step(rest, monkeypatch).step
+
+    by_constants, alike, both, last = (
+        priced(rest) for rest in (None, measured(1.0, 1.0, 1.0), measured(1.5, 2.0, 1.0), measured(1.0, 1.0, 3.0))
+    )
+    assert alike.parts == pytest.approx(by_constants.parts)
+    # Of three products of a layer one is of its forward pass; recomputation is in the backward pass.
+    assert both.parts["matrices"] == pytest.approx((1.5 + 2 * 2.0) / 3 * alike.parts["matrices"])
+    assert both.parts["recomputed"] == pytest.approx(2.0 * alike.parts["recomputed"])
+    for part in ("attention", "index", "optimizer", "links", "loss"):
+        assert both.parts[part] == alike.parts[part], part
+    for part in set(alike.parts) - {"loss"}:
+        assert last.parts[part] == pytest.approx(alike.parts[part]), part
+    # Copies of weights are no part of it.
+    assert 2.5 * alike.parts["loss"] < last.parts["loss"] < 3 * alike.parts["loss"]
+    assert 1.5 * alike.parts["element-wise"] < both.parts["element-wise"] < 2 * alike.parts["element-wise"]
+    # What is as large as what was measured has the bounds of one GPU to another; what is smaller has wider ones.
+    near = priced(replace(measured(1.0, 1.0, 1.0), points=measured(1.0, 1.0, 1.0).points + measured(1.0, 1.0, 1.0).points))
+    assert near.seconds == alike.seconds
+    inside = [point for point in measured(1.0, 1.0, 1.0).points if point.part != LOSS] + [
+        RestPoint(LOSS, 1, size / flops, size, 0.0, 16) for size in (1e9, 1e15)
+    ]
+    narrow = priced(Measured(tuple(inside)))
+    assert narrow.seconds.value == pytest.approx(alike.seconds.value)
+    assert narrow.seconds.low > alike.seconds.low
+    assert narrow.seconds.high < alike.seconds.high
+    assert narrow.seconds.high - narrow.seconds.low < by_constants.seconds.high - by_constants.seconds.low
+    other = replace(measured(1.5, 1.5, 1.5), dtype="float32")
+    assert priced(other).parts == by_constants.parts
+
+
+@pytest.mark.parametrize(("tile_mib", "rows", "size"), [(0, 32768, 32768), (4096, 16384, 16384), (256, 1792, 4096)])
+def test_small_tiles_are_not_taken_for_layers_of_as_few_tokens(tile_mib, rows, size):
+    """A layer of few tokens waits for the host, once; the tiles of one do not each."""
+    config = compose(["model=qwen3b", "seq=128k", f"train.tile_mib={tile_mib}"])
+    rest = Rest.of(plan_on(H200, config, workers=4, layout="striped", exchange="all_gather"))
+    assert (rest.tokens, rest.rows) == (32768, rows)
+    assert rest.size(FORWARD) == rest.size(BACKWARD) == size
+    assert rest.size(LOSS) == 32768
+    few = Rest.of(plan_on(H200, compose(["model=qwen3b", "seq=4k"]), workers=4, layout="striped", exchange="all_gather"))
+    assert few.size(FORWARD) == few.tokens == 1024
+
+
+def test_an_index_costs_what_was_measured_by_its_heads(monkeypatch):
+    points = tuple(RestPoint(INDEX, n, us, 0.0, 0.0, 8) for n, us in ((16384, 5000.0), (49152, 7000.0)))
+    found = _step(Measured(points), monkeypatch, bounds=False).attention
+    # 16 heads here, 8 there, whose launches are the same; 32K tokens on each of four.
+    assert found.passes[FORWARD].spent["index"] == pytest.approx(5.0 + 2 * 1.0)
+
+
+def test_times_of_another_gpu_are_none():
+    from mtrain_cli.simulation import calibration
+
+    (h200,) = calibration.shipped()
+    assert calibration._rest_of("NVIDIA H200", None) is h200.rest is not None
+    assert calibration._rest_of("NVIDIA A100-SXM4-40GB", None) is None
+    own = replace(h200, device="NVIDIA A100-SXM4-40GB", curves=())
+    assert calibration._rest_of("NVIDIA A100-SXM4-40GB", own) is h200.rest
+    # On another GPU they say nothing: what ships stays, and it is said.
+    assert own.rest is not None
+    foreign = replace(own, rest=replace(own.rest, dtype="other"))
+    assert calibration._rest_of("NVIDIA H200", foreign) is h200.rest
+    said = calibration.kernels_for("NVIDIA H200", 989e12, "flash4", "sparse", {"NVIDIA H200": 989e12}, foreign).remarks
+    assert any("measured on NVIDIA A100-SXM4-40GB, which says nothing of NVIDIA H200" in remark for remark in said)
+    assert calibration.used("NVIDIA H200", foreign)["files"] == list(h200.files)
+    # Own kernels without the rest leave the rest that ships.
+    assert calibration._rest_of("NVIDIA H200", replace(h200, rest=None)) is h200.rest
+    # A file without kernels leaves those that ship.
+    assert calibration.kernels_for("NVIDIA H200", 989e12, "flash4", "sparse", {"NVIDIA H200": 989e12}, replace(h200, curves=())).calibrated
+
+
+def test_attention_is_left_out_and_gradients_pass():
+    q, k, v = (torch.randn(1, 5, 2, 3, requires_grad=True) for _ in range(3))
+    out = measuring._left_out(q, k, v, 0)
+    assert torch.equal(out, q)
+    out.sum().backward()
+    assert torch.equal(q.grad, torch.ones_like(q))
+    assert not k.grad.any()
+    assert not v.grad.any()

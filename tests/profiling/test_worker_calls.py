@@ -1,0 +1,107 @@
+"""The calls of one worker: what they are said to compute is what kernels are given, and a calibration tells them apart."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.tiles import Tiles
+from mtrain_cli.profiling import records, worker_calls
+from mtrain_cli.profiling.index_file import RecordedSetup
+from mtrain_cli.profiling.kernel_benchmark import Case, KernelTime, save_calibration
+from mtrain_cli.profiling.worker_calls import profile_shares
+from mtrain_cli.simulation.calibration import ALONE_COLUMNS, DENSE, DIAGONALS, LISTS, SPARSE, kernels_for, load_calibration
+from mtrain_cli.simulation.cluster import load_cluster
+from mtrain_cli.simulation.families import Family
+from mtrain_cli.simulation.prediction import Problem, predict
+from mtrain_cli.simulation.what_if import Setup
+
+CASE = Case(seq=128, heads=4, kv_heads=2, head_dim=16, block=16, density=0.3, bars=8)
+
+
+@pytest.fixture(scope="module")
+def timed() -> list[tuple[KernelTime, int]]:
+    """Times, and the pairs that the tiles of each call show."""
+    seen: list[int] = []
+    original = worker_calls._timed
+
+    def counting(kernel, case, share, tiles: Tiles, *rest):
+        seen.append(int(tiles.seen().expand(1, case.heads, -1, -1).sum()))
+        return original(kernel, case, share, tiles, *rest)
+
+    worker_calls._timed = counting
+    found: list[KernelTime] = []
+
+    def report(one: KernelTime) -> None:
+        if len(seen) < len(found) + 1:
+            seen.append(-1)
+        found.append(one)
+
+    try:
+        assert profile_shares([CASE], [2, 4, 7], ["sdpa"], torch.float32, "cpu", 1, report) == found
+    finally:
+        worker_calls._timed = original
+    return list(zip(found, seen, strict=True))
+
+
+def test_counts_are_those_of_the_tiles(timed):
+    assert {found.workers for found, _ in timed} == {2, 4}, "7 do not divide 128 tokens"
+    assert len({(found.workers, found.what, found.form) for found, _ in timed}) == len(timed) > 24
+    for found, seen in timed:
+        if found.form == ALONE_COLUMNS:
+            assert found.pairs == found.column_pairs > 0
+        else:
+            assert found.pairs == seen
+        if found.form in (DENSE, LISTS):
+            assert found.mask_pairs == found.pairs
+        assert not found.skips
+        assert found.forward_ms > 0 < found.backward_ms
+    mask = SequenceMask.causal(128, 128)
+    whole = {f.pairs for f, _ in timed if f.workers == 4 and f.form == LISTS and "all_gather" in f.what}
+    last = np.concatenate([np.arange(b * 16, (b + 1) * 16) for b in (3, 7)])
+    assert whole == {4 * mask.spans(last, np.arange(128)).pairs}
+
+
+def test_a_calibration_has_a_curve_for_each_kind_of_call(timed, tmp_path):
+    path = tmp_path / "mine.json"
+    save_calibration([found for found, _ in timed], path, "test", torch.float32, "cpu")
+    calibration = load_calibration(path)
+    forms = {curve.form for curve in calibration.curves}
+    assert forms == {DENSE, LISTS, SPARSE, DIAGONALS, ALONE_COLUMNS}
+    assert not any(curve.skips for curve in calibration.curves), "sdpa hides what an index leaves out"
+    kernels = kernels_for(calibration.device, 1e12, "sdpa", SPARSE, {calibration.device: 1e12}, calibration)
+    for direction in ("forward", "backward"):
+        assert kernels.part(direction, DIAGONALS).form == DIAGONALS
+        assert kernels.part(direction, ALONE_COLUMNS).form == ALONE_COLUMNS
+        assert kernels.part(direction, DIAGONALS).fixed_bounds is None, "it was measured"
+        work = {f.mask_pairs for f, _ in timed if f.form == DIAGONALS}
+        assert len(work) > 3, "of what is hidden, all is counted"
+
+
+def test_a_kernel_that_hides_pairs_is_priced_by_all_of_them(timed, tmp_path):
+    """Whatever the density, sdpa computes what the mask leaves; single columns that were gathered are computed as they are."""
+    path = tmp_path / "mine.json"
+    save_calibration([found for found, _ in timed], path, "test", torch.float32, "cpu")
+    calibration = load_calibration(path)
+    made = RecordedSetup(
+        seq=4096, heads=4, kv_heads=2, head_dim=16, dtype_bytes=4, workers=4, per_node=4, layout="striped", exchange="ring", block_size=16,
+    )  # fmt: skip
+    base = load_cluster("h200_1x8")
+    cluster = dataclasses.replace(base, gpu=dataclasses.replace(base.gpu, name=calibration.device))
+
+    def attention(exchange: str, density: float) -> np.ndarray:
+        family = Family("uniform", density=density, columns=0, block=16)
+        problem = Problem(made, (SequenceMask.causal(4096, 4096),), (0,), lambda layer: family.index(layer, 4096, 4), "uniform")
+        setup = Setup("striped", exchange, 4, 4)
+        rows = predict(cluster, problem, setup, kernel="sdpa", calibration=calibration, rows=True, bounds=False).rows
+        assert rows is not None
+        mine = rows[rows["phase"] == records.WORDS["phase"].index("attention")]
+        assert 0 < mine["pairs"].sum() < 0.6 * 2 * 4 * 4096 * 4097 / 2
+        return np.sort(mine["dur_us"])
+
+    for exchange in ("ring", "all_gather"):
+        assert attention(exchange, 0.1) == pytest.approx(attention(exchange, 0.5), rel=0.1)

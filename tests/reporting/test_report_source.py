@@ -1,0 +1,147 @@
+"""What is found to report, and what is said to be missing of it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, write
+
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.reporting.report_source import Source, default, find, known, open_source, ships
+from mtrain_cli.training.metrics import StepMetrics
+
+WHAT = Play(ring(4))
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def steps(count: int) -> tuple[StepMetrics, ...]:
+    return tuple(
+        StepMetrics(
+            step=step,
+            loss=1.0,
+            grad_norm=1.0,
+            lr=1e-3,
+            tokens=step,
+            tokens_per_second_per_gpu=1.0,
+            mfu_model=None,
+            mfu_executed=None,
+            density=None,
+            peak_memory_gib=None,
+            seconds=1.0,
+            epoch=0.1,
+            consumed=step,
+            density_by_layer=None,
+        )
+        for step in range(1, count + 1)
+    )
+
+
+def test_a_training_is_complete_with_its_last_step(tmp_path):
+    run = Source("a", tmp_path, metrics=steps(3), steps_wanted=3)
+    assert (run.complete, run.remarks) == (True, [])
+    assert replace(run, steps_wanted=None).complete  # nobody knows how many were wanted
+    stopped = replace(run, steps_wanted=4)
+    assert (stopped.complete, stopped.remarks) == (False, ["step 3 of 4"])
+    # A whole profile does not make up for steps that are missing.
+    profile = open_source(recorded_once(tmp_path / "profile", WHAT))
+    assert replace(profile, metrics=steps(3), steps_wanted=3).complete
+    assert not replace(profile, metrics=steps(3), steps_wanted=4).complete
+
+
+def test_a_profile_is_complete_with_all_samples_of_all_ranks(tmp_path):
+    assert open_source(recorded_once(tmp_path / "whole", WHAT)).complete
+    partial = open_source(recorded_once(tmp_path / "partial", WHAT, complete=False, wanted=2))
+    assert (partial.complete, partial.remarks) == (False, ["partial: 1 of 2 samples; the run did not end"])
+    rows = rows_of(WHAT)
+    missing = open_source(write(tmp_path / "missing", [rows[rows["rank"] != 2]], [facts_of(ring(4))]))
+    assert (missing.complete, missing.remarks) == (False, ["no rows of rank 2 (1 of 4); degrees are over the others"])
+    for profile in (partial, missing):
+        assert not replace(profile, metrics=steps(3), steps_wanted=3).complete
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"cpu_cores": 3, "gpus": []}, True),
+        ({"cpu_cores": 4, "gpus": []}, False),
+        ({"cpu_cores": 3, "gpus": ["A"] * 4}, False),
+        ({"cpu_cores": None, "gpus": []}, False),
+        ({}, False),
+    ],
+)
+def test_workers_that_share_cores_are_said_to(tmp_path, environment, said):
+    remarks = open_source(recorded_once(tmp_path, WHAT, environment=environment)).remarks
+    expected = ["4 workers share 3 CPU cores: times tell who gets a core, work tells who has more to do"]
+    assert remarks == (expected if said else [])
+
+
+def test_profiles_that_ship_are_found_by_their_name():
+    path = find("layer-4xh200")
+    assert path.name == "layer-4xh200.json"
+    source = open_source(path)
+    assert (source.name, source.kind) == ("layer-4xh200", "recorded profile")
+    assert source.shipped is not None
+    assert source.shipped["cases"]
+    with pytest.raises(ConfigError, match="kernels-h200: no such folder"):
+        find("kernels-h200")  # is no profile
+    # Nothing is written into what ships.
+    assert ships(find("predicted-4xh200"))
+    assert not ships(Path())
+    # What was measured here comes first.
+    mine = recorded_once(Path("measurements/layer-4xh200"), WHAT)
+    assert find("layer-4xh200") == mine
+
+
+def test_folders_that_have_nothing_to_report_are_passed_over():
+    assert known() == []
+    write(Path("measurements/no-sample"), [], [facts_of(ring(4))], complete=False, wanted=5)
+    write(Path("runs/no-step/profile"), [], [facts_of(ring(4))], complete=False, wanted=5)
+    Path("runs/no-step/metrics.jsonl").touch()
+    Path("runs/empty").mkdir()
+    Path("runs/file").touch()
+    assert known() == []
+    assert [path.stem for path in default()] == ["real-512k-4xh200"]
+    folders = [
+        recorded_once(Path("measurements/whole"), WHAT),
+        recorded_once(Path("measurements/killed"), WHAT, complete=False),
+        recorded_once(Path("runs/profiled/profile"), WHAT).parent,
+        Path("runs/trained"),
+    ]
+    folders[-1].mkdir()
+    (folders[-1] / "metrics.jsonl").write_text("{}\n")
+    for age, path in enumerate(folders):
+        (file,) = (path / name for name in ("summary.json", "profile/summary.json", "metrics.jsonl") if (path / name).is_file())
+        os.utime(file, (1e9 - age,) * 2)
+    os.utime("measurements/no-sample/summary.json", (2e9,) * 2)
+    Path("runs/latest").symlink_to("trained")
+    assert known() == folders
+    assert default() == folders[:1]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"step": 1, "loss": []}\n{"step": 2, "loss": 3.0}\n', "holds a line that is no step"),
+        ("{\n{}\n", "not a step; each line must be a JSON object"),
+        ('{"step": "a", "loss": []}\n', "holds no step"),
+    ],
+)
+def test_a_profile_is_shown_beside_damaged_metrics_and_the_damage_is_said(tmp_path, content, said):
+    folder = recorded_once(tmp_path / "run", Play(ring(2)), layers=(0,), iterations=2)
+    (folder / "metrics.jsonl").write_text(content)
+    found = open_source(folder)
+    assert found.cases
+    assert found.metrics == ()
+    assert any(said in remark for remark in found.remarks)
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "metrics.jsonl").write_text(content)
+    with pytest.raises(ConfigError):
+        open_source(tmp_path / "alone")

@@ -1,0 +1,64 @@
+"""Tables and sentences keep to the terminal: numbers are never cut, words wrap, and what is left out is told."""
+
+from __future__ import annotations
+
+import io
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from mtrain_cli.reporting.terminal_width import number, print_table, say
+
+EXCHANGES = ("ring", "hierarchical_ring", "all_gather (2 parts of the heads)")
+
+
+def table() -> Table:
+    found = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+    for name in ("layout", "exchange"):
+        found.add_column(name)
+    for name in ("best - worst", "tokens/s/GPU", "waits s", "HFU"):
+        found.add_column(name, justify="right")
+    for exchange in EXCHANGES:
+        found.add_row("striped", exchange, "0.0095 - 0.147", "1,284,949", "0.02 + 0.03 + 0.04", "41.9%")
+    return found
+
+
+def printed(width: int, monkeypatch, *, told: bool = True, spare: tuple[str, ...] = ("waits s", "HFU")) -> list[str]:
+    if told:
+        monkeypatch.setenv("COLUMNS", str(width))
+    else:
+        monkeypatch.delenv("COLUMNS", raising=False)
+    file = io.StringIO()
+    console = Console(file=file, width=width, color_system=None)
+    print_table(console, table(), spare)
+    say(console, "note   " + "as long as a sentence of many words is " * 5, 7)
+    return file.getvalue().splitlines()
+
+
+def test_columns_are_left_out_in_order_and_told(monkeypatch):
+    for width in range(64, 140):
+        lines = printed(width, monkeypatch)
+        assert max(map(len, lines)) <= width
+        text = "\n".join(lines)
+        assert text.count("0.0095 - 0.147") == text.count("1,284,949") == 3
+        # What the table does not show stands below it, and nothing else does.
+        assert ("0.02 + 0.03 + 0.04" in text) != ("without: waits s" in text)
+        assert ("41.9%" in text) != (", HFU;" in text)
+        for word in ("ring", "hierarchical_ring", "all_gather", "(2", "heads)"):
+            assert word in text.split()
+    assert "waits s" in "\n".join(printed(90, monkeypatch)).split("note")[0]
+    assert "41.9%" in "\n".join(printed(66, monkeypatch))
+
+
+def test_a_pipe_gets_every_column_and_one_line_a_sentence(monkeypatch):
+    lines = printed(40, monkeypatch, told=False)
+    assert sum("all_gather (2 parts of the heads)" in line and "41.9%" in line for line in lines) == 1
+    assert len([line for line in lines if "sentence" in line]) == 1
+    # Where nothing may be left out a line is too long rather than cut.
+    assert sum("1,284,949" in line and "0.0095 - 0.147" in line for line in printed(30, monkeypatch, spare=())) == 3
+
+
+def test_numbers_are_never_powers_of_ten():
+    assert [number(v) for v in (0.01234, 9.876, 999.4, 999.6, 5130.0)] == ["0.0123", "9.88", "999", "1,000", "5,130"]
+    assert [number(v, 4) for v in (2293.4, 12_345.0)] == ["2293", "12,345"]

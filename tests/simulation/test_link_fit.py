@@ -1,0 +1,167 @@
+"""Latency and bandwidth from measured messages, with bounds that hold them, as a cluster that `mtrain simulate` reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+
+from mtrain_cli.profiling import kernel_benchmark
+from mtrain_cli.profiling import link_benchmark as measuring
+from mtrain_cli.simulation.cluster import load_cluster
+from mtrain_cli.simulation.link_fit import (
+    GATHER,
+    HOP,
+    HOPS_AT_ONCE,
+    INNER,
+    OUTER,
+    SCATTER,
+    TWO_HOPS,
+    LinkTime,
+    Machine,
+    cluster_document,
+    fit_link,
+    slowdowns,
+)
+
+SIZES = tuple(1 << n for n in range(12, 28, 3))
+MACHINE = Machine("NVIDIA H200", 989.0, "datasheet", 760.0, 139.8, 4200.0, 3600.0, (3.9, 4.2, 5.5))
+
+
+def times(link: str, what: str, latency: float, gbps: float, *, loaded: float | None = None, slowdown: float | None = None):
+    found = []
+    for size in SIZES:
+        us = latency + size / gbps / 1e3
+        found.append(LinkTime(link, what, size, 2, us, 0.97 * us, 1.05 * us, loaded and loaded * us, slowdown))
+    return found
+
+
+def everything(link: str, slower: float = 1.0) -> list[LinkTime]:
+    return [
+        *times(link, HOP, 40.0, 50.0, loaded=1.2, slowdown=1.25),
+        *times(link, HOPS_AT_ONCE, 40.0, 50.0 / slower),
+        *times(link, TWO_HOPS, 45.0, 40.0),
+        *times(link, GATHER, 60.0, 200.0),
+        *times(link, SCATTER, 60.0, 200.0),
+    ]
+
+
+def test_a_fit_finds_both_constants_whatever_one_disturbed_size_says():
+    measured = times(INNER, HOP, 40.0, 50.0)
+    found = fit_link(measured)
+    assert (found.latency_us, found.gbps) == (pytest.approx(40.0), pytest.approx(50.0))
+    assert found.worst < 1e-6
+    measured[2] = replace(measured[2], us=3 * measured[2].us, high=4 * measured[2].us)
+    disturbed = fit_link(measured)
+    assert disturbed.latency_us == pytest.approx(40.0, rel=0.05)
+    assert disturbed.gbps == pytest.approx(50.0, rel=0.05)
+    assert disturbed.worst == pytest.approx(2 / 3, rel=0.02)
+    assert disturbed.error > 0.1
+
+
+def test_bounds_hold_every_sample_and_messages_beside_a_computation():
+    measured = times(INNER, HOP, 40.0, 50.0, loaded=1.5)
+    found = fit_link(measured)
+    low, high = found.latency
+    assert low <= 0.97 * 40.0
+    assert 1.45 * 40.0 <= high < 2.5 * 40.0, "of small messages, not what large ones are late"
+    slowest, fastest = found.bandwidth
+    assert 50.0 / 2.2 < slowest <= 50.0 / 1.4, "all that is late may be its bytes'"
+    assert fastest >= 50.0 / 0.98
+    for t in measured:
+        assert low + t.size / fastest / 1e3 <= t.low * 1.001
+        assert high + t.size / slowest / 1e3 >= t.loaded_us * 0.999
+
+
+def test_senseless_times_still_give_a_link():
+    falling = [LinkTime(INNER, HOP, size, 2, us, us, us) for size, us in ((4096, 900.0), (65536, 300.0), (1 << 20, 280.0))]
+    found = fit_link(falling)
+    assert found.latency_us >= 0
+    assert found.gbps > 0
+    assert found.latency[1] >= 300
+    with pytest.raises(ValueError, match="at least two sizes"):
+        fit_link(falling[:1])
+
+
+@pytest.mark.parametrize(("slower", "shared"), [(1.0, 1), (1.9, 2), (4.3, 4)])
+def test_a_cluster_of_what_was_measured(tmp_path: Path, slower: float, shared: int):
+    document = cluster_document("mine", 2, 4, MACHINE, [*everything(INNER), *everything(OUTER, slower)], measured_ranks=8, virtual=False)
+    assert "device" not in document["gpu"]
+    on_cpu = cluster_document("mine", 1, 4, replace(MACHINE, device="cpu"), everything(INNER), measured_ranks=8, virtual=False)
+    assert on_cpu["gpu"]["device"] == "cpu"
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(document))
+    cluster = load_cluster(str(path))
+    assert (cluster.nodes, cluster.gpus_per_node, cluster.gpu.name) == (2, 4, "NVIDIA H200")
+    assert cluster.outer is not None
+    assert cluster.outer.shared_by.value == shared
+    for link in (cluster.inner, cluster.outer):
+        assert link.latency_us.value == pytest.approx(40, rel=1e-3)
+        assert link.bandwidth_gbps.value == pytest.approx(50, rel=1e-3)
+        assert link.capacity_gbps.value == pytest.approx(80, rel=1e-3), "two hops at once"
+        assert link.collective_latency_us.value == pytest.approx(60, rel=1e-3)
+        assert link.collective_bandwidth_gbps.value == pytest.approx(200, rel=1e-3)
+        assert link.gpu_share.value == pytest.approx(0.2), "computing took 1.25 times as long"
+        assert link.latency_us.low < link.latency_us.value < link.latency_us.high
+    gpu = cluster.gpu
+    assert gpu.hbm_gbps.value == pytest.approx((4200 * 3600) ** 0.5, rel=1e-3), "between a copy and an addition"
+    assert (gpu.hbm_gbps.low, gpu.hbm_gbps.high) == (3600, 4200)
+    assert (gpu.peak_tflops.value, gpu.gemm_tflops.value, gpu.hbm_gib.value) == (989, 760, 139.8)
+    assert (gpu.launch_us.low, gpu.launch_us.value, gpu.launch_us.high) == (3.9, 4.2, 5.5)
+    measured = {name for name, constant in cluster.constants().items() if constant.source == "measured"}
+    host = {"gpu.host_gib", "gpu.host_link_gbps", "gpu.host_memory_gbps"}
+    assert {name for name in cluster.constants() if name not in measured} == {
+        "gpu.peak_tflops",
+        "gpu.step_ms",
+        "links.inner.shared_by",
+        *host,
+    }
+
+
+def test_computing_that_was_not_slower_has_no_share():
+    assert slowdowns(times(INNER, HOP, 1.0, 1.0, loaded=1.0, slowdown=0.9), INNER) == (0.0, 0.0, 0.0)
+    assert slowdowns(times(INNER, HOP, 1.0, 1.0), INNER) == (0.0, 0.0, 0.0)
+
+
+def test_a_machine_is_what_its_memory_and_products_take(monkeypatch):
+    """Everything takes 1 ms: a copy reads and writes 16 MiB, an addition moves three times as much, a product of 1024 has 2^31 FLOP."""
+    monkeypatch.setattr(kernel_benchmark, "median_ms", lambda *_: 1.0)
+    monkeypatch.setattr(measuring, "_launch_us", lambda _: (1.0, 2.0, 3.0))
+    found = measuring._machine(torch.device("cpu"))
+    assert (found.copy_gbps, found.added_gbps) == (pytest.approx(2 * 2**24 / 1e6), pytest.approx(3 * 2**24 / 1e6))
+    assert found.matmul_tflops == pytest.approx(2**31 / 1e9)
+    assert found.launch_us == (1, 2, 3)
+
+
+def test_a_launch_takes_the_median_of_what_was_timed(monkeypatch):
+    """Two warm-ups, then ten times 200 launches: 1 to 10 us each."""
+    now = [0.0]
+    took = iter([900.0, 900.0, *map(float, range(1, 11))])
+    ticks = iter(range(100))
+
+    def clock() -> float:
+        if next(ticks) % 2:
+            now[0] += next(took) * 200 / 1e6
+        return now[0]
+
+    monkeypatch.setattr(measuring.time, "perf_counter", clock)
+    low, middle, high = measuring._launch_us(torch.device("cpu"))
+    assert (low, middle, high) == (pytest.approx(1.9), pytest.approx(5.5), pytest.approx(9.1))
+
+
+def test_the_slowest_rank_counts(monkeypatch):
+    """Four ranks need 5, 70, 6 and 7 us."""
+    bench = SimpleNamespace(
+        device=torch.device("cpu"), together=lambda: None, clean=lambda: None,
+        everyone=lambda mine: [mine] if isinstance(mine, bool) else [5.0, 70.0, 6.0, 7.0] if isinstance(mine, float) else [mine],
+    )  # fmt: skip
+    monkeypatch.setattr(measuring, "_on_cpu", lambda *_: (6.0, None))
+    operation = SimpleNamespace(link=INNER, what=HOP, ranks=4, takes_part=True, start=lambda size: (lambda: [], size))
+    plan = SimpleNamespace(sizes=(4096,), repeats=3, loaded_repeats=0)
+    quiet = SimpleNamespace(done=lambda: None, requested=lambda: False)
+    (found,) = measuring._measured(operation, plan, bench, quiet, quiet, quiet)
+    assert (found.us, found.low, found.high, found.size, found.ranks) == (70, 70, 70, 4096, 4)

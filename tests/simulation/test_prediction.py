@@ -1,0 +1,238 @@
+"""Predictions: work as counted, messages by the link that they cross, bounds around every figure, and records that read like a profile."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from mtrain_cli.attention.flash4 import Flash4Kernel
+from mtrain_cli.attention.index import MaskWork
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.reference import ReferenceKernel
+from mtrain_cli.attention.sdpa import SdpaKernel
+from mtrain_cli.attention.triton_kernel import TritonKernel
+from mtrain_cli.parallel.exchange_bytes import Sizes, sent_bytes
+from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.parallel.schedule import Options, make_schedule
+from mtrain_cli.profiling import records
+from mtrain_cli.profiling.analysis import analyse
+from mtrain_cli.profiling.index_file import RecordedSetup
+from mtrain_cli.simulation.calibration import HIGH, LOW, SPARSE, kernels_for
+from mtrain_cli.simulation.cluster import Cluster, Constant, load_cluster
+from mtrain_cli.simulation.costs import Costs
+from mtrain_cli.simulation.families import FAMILIES, Family
+from mtrain_cli.simulation.prediction import _NEED_OUT, Prediction, Problem, Range, _Player, predict
+from mtrain_cli.simulation.spmd_schedule import Lockstep
+from mtrain_cli.simulation.timeline import Conditions
+from mtrain_cli.simulation.what_if import Setup, make_case
+from mtrain_cli.simulation.work_counts import count_work
+
+SEQ, HEADS, BLOCK = 16384, 4, 128
+
+
+def problem(family: str | None = "clustered", layers: int = 1, seq: int = SEQ) -> Problem:
+    made = RecordedSetup(
+        seq=seq, heads=HEADS, kv_heads=2, head_dim=128, dtype_bytes=2, workers=8, per_node=8, layout="striped", exchange="ring"
+    )
+    of = None if family is None else Family(family, density=0.1, columns=64)
+    masks = (SequenceMask.causal(seq, seq),)
+    return Problem(made, masks, tuple(range(layers)), lambda layer: None if of is None else of.index(layer, seq, HEADS), family or "dense")
+
+
+def costs(cluster: Cluster, exchange: str = "ring", workers: int | None = None, bound: str = "value", **options) -> Costs:
+    workers = workers or cluster.gpus
+    lockstep = Lockstep.of(make_schedule(exchange, Options(workers, min(workers, cluster.gpus_per_node), **options)))
+    kernels = kernels_for(cluster.gpu.name, cluster.gpu.peak_tflops.value * 1e12, "triton", SPARSE, {"NVIDIA H200": 989e12})
+    return Costs(cluster, kernels, Sizes(1 << 14, 16, 2, 128, 2), lockstep, 128, bound=bound)
+
+
+def test_a_message_takes_latency_and_bytes_over_bandwidth_of_its_link():
+    cluster = load_cluster("a100_4x8")
+    found = costs(cluster)
+    (move,) = found.lockstep.forward[0].post
+    message = found.message(move, "forward", first=True)
+    size = sent_bytes(move.first, found.sizes)
+    assert size == 2 * (1 << 14) * 2 * 128 * 2  # 16.8 MB: a hop of 512K tokens over 32 workers
+    us = message.latency + message.busy
+    crossing = np.arange(32) % 8 == 0
+    assert message.outer.tolist() == crossing.tolist()
+    assert us[crossing] == pytest.approx(70 + size / 25e3)
+    assert us[~crossing] == pytest.approx(60 + size / 300e3)
+
+
+def shared(cluster: Cluster, gpus: int) -> Cluster:
+    return dataclasses.replace(cluster, outer=dataclasses.replace(cluster.outer, shared_by=Constant(gpus, "guess", "", gpus, gpus)))
+
+
+def test_gpus_behind_one_card_share_it_where_they_send_at_once():
+    cluster = load_cluster("a100_4x8")
+    for exchange, times in (("ring", 1), ("hierarchical_ring", 4)):
+        alone, together = costs(cluster, exchange), costs(shared(cluster, 4), exchange)
+        move = alone.lockstep.forward[0].post[0]
+        size = sent_bytes(move.first, alone.sizes)
+        before, after = (c.message(move, "forward", first=True) for c in (alone, together))
+        assert before.outer[0]
+        assert (after.latency + after.busy)[0] == pytest.approx(70 + times * size / 25e3)
+        assert (before.latency + before.busy)[0] == pytest.approx(70 + size / 25e3)
+
+
+def test_collectives_are_rings_over_the_slowest_link():
+    cluster = load_cluster("a100_4x8")
+    us, busy = costs(cluster).collective(False, 8, 8, 7 << 20)
+    assert us == pytest.approx(60 + (7 << 20) / 300e3)
+    # Eight cards carry what crosses to a node; counterparts have one each.
+    across, _ = costs(cluster).collective(False, 32, 8, 31 << 20)
+    assert across == pytest.approx(70 * 31 / 7 + (31 << 20) / 200e3)
+    counterparts, busy = costs(cluster).collective(False, 4, 1, 3 << 20)
+    assert counterparts == pytest.approx(70 + (3 << 20) / 25e3)
+    assert busy == pytest.approx((3 << 20) / 25e3)
+    trade, _ = costs(cluster).collective(True, 32, 8, 31 << 20)
+    assert trade == pytest.approx(70 + (24 << 20) / 25e3)
+
+
+def test_bounds_that_are_swapped_are_seen(monkeypatch):
+    """Sorting three figures would make bounds of whatever they are."""
+    play = _Player.play
+
+    def swapped(self, work, index, layer, direction, bound, **more):
+        return play(self, work, index, layer, direction, {LOW: HIGH, HIGH: LOW}.get(bound, bound), **more)
+
+    monkeypatch.setattr(_Player, "play", swapped)
+    for of_pass in predict(load_cluster("a100_4x8"), problem(), Setup("striped", "ring", 8, 8)).passes.values():
+        assert of_pass.duration.low == of_pass.duration.value == of_pass.duration.high
+    assert Range.around(2.0) == Range.around(2.0, 3.0, 1.0) == Range(2.0, 2.0, 2.0)
+
+
+@pytest.mark.parametrize("name", ["h200_1x8", "a100_4x8"])
+@pytest.mark.parametrize("exchange", ["ring", "all_gather"])
+def test_every_estimate_has_bounds(name, exchange):
+    cluster = load_cluster(name)
+    found = predict(cluster, problem(), Setup("striped", exchange, 8, 8))
+    for of_pass in found.passes.values():
+        assert of_pass.duration.low < of_pass.duration.value < of_pass.duration.high
+    # Fixed times, whose bounds are wide, are most of so small a problem.
+    assert found.duration.high < (14 if name == "h200_1x8" else 32) * found.duration.low
+    assert any("not calibrated" in remark for remark in found.remarks) == (name != "h200_1x8")
+    low, high = (costs(cluster, bound=bound) for bound in (LOW, HIGH))
+    assert low.copied(1 << 30) < high.copied(1 << 30)
+
+
+def test_work_is_that_of_the_counter():
+    checked = 0
+    one = problem(layers=2)
+    for layout in ("contiguous", "zigzag", "striped"):
+        for exchange in ("ring", "hierarchical_ring", "all_gather", "ulysses"):
+            workers = 4 if exchange == "ulysses" else 8
+            setup = Setup(layout, exchange, workers, 2)
+            found = predict(load_cluster("h200_1x8"), one, setup, rows=True, bounds=False)
+            for layer in one.layers:
+                index = one.index(layer)
+                case = make_case(one.made, one.masks, setup, index)
+                for direction, work in count_work(
+                    case.schedule, case.layout, one.masks, index, heads=HEADS, shared_columns=case.choice.shared_columns
+                ).items():
+                    mine = found.rows[
+                        (found.rows["layer"] == layer) & (found.rows["direction"] == records.WORDS["direction"].index(direction))
+                    ]
+                    attention = mine[mine["phase"] == records.WORDS["phase"].index("attention")]
+                    pairs, blocks = np.zeros_like(work.pairs), np.zeros_like(work.blocks)
+                    pairs[attention["rank"], attention["step"]] = attention["pairs"]
+                    blocks[attention["rank"], attention["step"]] = attention["blocks"]
+                    assert (pairs == work.pairs).all()
+                    assert (blocks[work.pairs > 0] == work.blocks[work.pairs > 0]).all()
+                    columns = mine[mine["phase"] == records.WORDS["phase"].index("columns")]
+                    assert columns["pairs"].sum() == work.column_pairs.sum()
+                    checked += 1
+    assert checked == 3 * 4 * 2 * 2
+
+
+def test_kernels_that_need_out_are_those_that_say_so():
+    kernels = (ReferenceKernel, SdpaKernel, TritonKernel, Flash4Kernel)
+    assert all((kernel.name in _NEED_OUT) == kernel.needs_out for kernel in kernels)
+
+
+def test_pairs_of_columns_are_told_apart_wherever_they_are_computed():
+    one = problem()
+    index = one.index(0)
+    expected = int(index.counts(MaskWork.make(one.masks, BLOCK)).column_pairs.sum())
+    assert expected > 0
+    for exchange, shared_columns, apart in (("all_gather", True, False), ("ring", False, False), ("ring", True, True)):
+        schedule = make_schedule(exchange, Options(8, 8))
+        layout = make_layout("striped", 8, SEQ, BLOCK, unit=BLOCK)
+        for work in count_work(schedule, layout, one.masks, index, heads=HEADS, shared_columns=shared_columns).values():
+            assert (int(work.of_columns.sum()), int(work.column_pairs.sum())) == ((0, expected) if apart else (expected, 0))
+            assert (work.of_columns <= work.pairs).all()
+
+
+def test_a_simulation_reads_like_a_profile(tmp_path):
+    cluster = load_cluster("a100_4x8", nodes=2)
+    setups = [Setup("zigzag", "ring", 16, 8), Setup("striped", "hierarchical_ring", 16, 8)]
+    found = [predict(cluster, problem(layers=2), s, number=i, rows=True, recompute=True, bounds=False) for i, s in enumerate(setups)]
+    for i, prediction in enumerate(found):
+        records.write_part(prediction.rows, tmp_path, i)
+    records.join_parts(tmp_path)
+    document = {"kind": "simulation", "mode": "attention", "complete": True, "workers": 16, "samples_wanted": 1}
+    records.write_summary(tmp_path, document | {"cases": [prediction.facts for prediction in found]})
+    for case, prediction in zip(analyse(records.open_records(tmp_path)), found, strict=True):
+        assert set(case.passes) == {"forward", "recompute", "backward"}
+        assert case.bins.sum(-1) == pytest.approx(case.passes_ms, rel=1e-4), "bins fill the passes"
+        for direction, of_pass in prediction.passes.items():
+            told = case.passes[direction]
+            assert told.duration.mean == pytest.approx(of_pass.duration.value, rel=1e-3)
+            for degree in ("worker", "step", "total", "critical"):
+                assert getattr(told.time, degree).mean == pytest.approx(getattr(of_pass.time, degree), rel=1e-3)
+                assert getattr(told.work, degree).mean == pytest.approx(getattr(of_pass.work, degree), rel=1e-6)
+            assert told.computation.total.mean == pytest.approx(of_pass.computed, rel=1e-3)
+            assert case.bin_ms("late", direction) / 2 == pytest.approx(of_pass.late, rel=1e-3, abs=1e-6)
+            for link, ms in of_pass.exposed.items():
+                assert case.bin_ms(f"exposed {link}", direction) / 2 == pytest.approx(ms, rel=1e-3, abs=1e-6)
+
+
+def exposed(found: Prediction) -> float:
+    return sum(sum(of_pass.exposed.values()) for of_pass in found.passes.values())
+
+
+def test_slow_ranks_and_balance_show_as_they_should():
+    cluster = load_cluster("h200_1x8")
+    one = problem("local", seq=1 << 18)
+    zigzag, striped = (predict(cluster, one, Setup(layout, "ring", 8, 8), bounds=False) for layout in ("zigzag", "striped"))
+    assert zigzag.passes["forward"].work.step > 1.8 > 1.3 > striped.passes["forward"].work.step
+    assert zigzag.duration.value > striped.duration.value
+    slow = predict(cluster, one, Setup("striped", "ring", 8, 8), bounds=False, conditions=Conditions(slow={5: 1.5}))
+    assert slow.passes["forward"].time.worker > striped.passes["forward"].time.worker + 0.2
+    assert slow.passes["forward"].work == striped.passes["forward"].work
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_has_the_density_that_it_states(name):
+    family = Family(name, density=0.05, columns=100)
+    index = family.index(3, 1 << 17, 2)
+    area = index.blocks - np.arange(index.blocks)
+    shares = (index.slashes.numpy() * area).sum(-1) / area.sum()
+    assert ((shares >= 0.05) & (shares < 0.053)).all()
+    assert index.slashes[..., 0].all()
+    assert all(len(set(row.tolist())) == 100 for row in index.bars[0])
+    assert "5.0%" in family.describe
+    other = family.index(4, 1 << 17, 2)
+    assert np.array_equal(index.slashes.numpy(), other.slashes.numpy()) == (name == "local")
+    assert not np.array_equal(index.bars.numpy(), other.bars.numpy())
+    assert np.array_equal(index.bars.numpy(), family.index(3, 1 << 17, 2).bars.numpy())
+
+
+def test_drifting_diagonals_move_with_layers_and_steps_and_stay_together():
+    family = Family("drifting", density=0.05, columns=16)
+
+    def kept(later: int) -> float:
+        """Share of the diagonals of layer 0 that are near one of a later layer, by at most what clusters move in one."""
+        first, then = (family.index(layer, 1 << 17, 4).slashes.numpy()[0] for layer in (0, later))
+        blocks = first.shape[-1]
+        reach = blocks // 64 + 1
+        near = np.array([[then[h, max(0, d - reach) : d + reach + 1].any() for d in range(blocks)] for h in range(4)])
+        return float((first & near).sum() / first.sum())
+
+    assert kept(1) > 0.9
+    assert kept(40) < 0.6
+    moved = dataclasses.replace(family, step=2).index(3, 1 << 17, 4)
+    assert np.array_equal(moved.slashes.numpy(), family.index(5, 1 << 17, 4).slashes.numpy()), "a step is as far as a layer"

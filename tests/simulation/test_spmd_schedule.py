@@ -1,0 +1,30 @@
+"""A schedule for all ranks at once says of every rank what its own schedule says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from parallel.test_schedule import cases
+
+from mtrain_cli.parallel.schedule import Options, make_schedule
+from mtrain_cli.simulation.spmd_schedule import Lockstep
+
+
+def test_every_rank_of_every_schedule():
+    compared = 0
+    for exchange, options in cases():
+        schedule = make_schedule(exchange, options)
+        found = Lockstep.of(schedule)
+        for rank in range(schedule.workers):
+            found.compare(rank)
+            compared += 1
+    assert compared > 4000
+
+
+def test_another_schedule_is_told_apart():
+    schedule = make_schedule("hierarchical_ring", Options(8, 4))
+    found = Lockstep.of(schedule)
+    for other in (make_schedule("hierarchical_ring", Options(8, 2)), make_schedule("ring", Options(8, 4))):
+        with pytest.raises(AssertionError):
+            replace(found, schedule=other).compare(5)
