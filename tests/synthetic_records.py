@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mtrain_cli.parallel.recording import ATTENTION, COLUMNS, DIRECTIONS, GAP, INDEX, ITERATION, KINDS, MERGE, PASS, RECEIVE, SEND, WAIT
-from mtrain_cli.parallel.schedule import Options, Schedule, Steps, Transfer, make_schedule
+from mtrain_cli.parallel.schedule import Schedule, ScheduleOptions, Steps, Transfer, make_schedule
 from mtrain_cli.profiling.records import LINKS, PAYLOADS, ROW, join_parts, write_part, write_summary
 
 Table = Callable[[str, int, int], float]  # (direction, rank, step) -> ms or pairs
@@ -42,7 +42,7 @@ class Play:
 
 
 def ring(workers: int, per_node: int = 0, exchange: str = "ring", **options: Any) -> Schedule:
-    return make_schedule(exchange, Options(workers, per_node or workers, **options))
+    return make_schedule(exchange, ScheduleOptions(workers, per_node or workers, **options))
 
 
 def play(what: Play, direction: str) -> tuple[list[dict[str, Any]], float]:

@@ -61,7 +61,7 @@ class Index(ABC):
         return seen
 
     @abstractmethod
-    def counts(self, work: MaskWork) -> Counts:
+    def counts(self, work: MaskWork) -> IndexCounts:
         """Exact work under the masks, from the index alone: no attention is computed, and nothing waits for the device.
 
         The work of all queries, or of a bitmap that of the query blocks it holds, which ``work`` has to be made for.
@@ -125,7 +125,7 @@ def load_index(path: Path, device: torch.device | str = "cpu") -> Index:
 
 
 @dataclass(frozen=True)
-class Counts:
+class IndexCounts:
     """Work of one index per sequence and head, int64 [batch, heads].
 
     pairs: query-key pairs that index and mask allow: the useful work. blocks: pairs of blocks that hold at least one pair of a chosen
@@ -143,10 +143,10 @@ class Counts:
         pairs = int(self.pairs.sum())
         return 4 * head_dim * pairs, 10 * head_dim * pairs
 
-    def parts(self, n: int) -> list[Counts]:
+    def parts(self, n: int) -> list[IndexCounts]:
         """Of n equal parts of the heads, views."""
         split = [getattr(self, f.name).unflatten(1, (n, -1)).unbind(1) for f in fields(self)]
-        return [Counts(*of_part) for of_part in zip(*split, strict=True)]
+        return [IndexCounts(*of_part) for of_part in zip(*split, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -230,14 +230,14 @@ class VerticalSlash(Index):
     def tensors(self) -> dict[str, torch.Tensor]:
         return {"slashes": self.slashes, "bars": self.bars}
 
-    def counts(self, work: MaskWork) -> Counts:
+    def counts(self, work: MaskWork) -> IndexCounts:
         on = self.slashes.long()
         real = self.bars < work.lengths[:, None, None]
         bars = self.bars.long().masked_fill(~real, 0)
         last = work.last[:, None].expand(-1, self.heads[1], -1).gather(-1, bars)
         alone = (last - bars + 1 - self._covered(bars, last)).masked_fill(~real, 0).sum(-1)
         pairs = (on * work.per_diagonal[:, None]).sum(-1) + alone
-        return Counts(pairs, (on * work.touched[:, None]).sum(-1), real.sum(-1), alone, on.sum(-1))
+        return IndexCounts(pairs, (on * work.touched[:, None]).sum(-1), real.sum(-1), alone, on.sum(-1))
 
     def _covered(self, bars: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         """Query positions bar <= q <= last whose block lies on a diagonal that holds the bar's block; like bars."""
@@ -315,7 +315,7 @@ class BlockBitmap(Index):
     def tensors(self) -> dict[str, torch.Tensor]:
         return {"bits": self.bits, "rows": self.rows}
 
-    def counts(self, work: MaskWork) -> Counts:
+    def counts(self, work: MaskWork) -> IndexCounts:
         assert work.per_block is not None, "work for bitmaps is asked for"
         assert work.per_block.shape[1:] == self.bits.shape[2:], "work is made for the query blocks that are held"
         zero = torch.zeros(self.heads, dtype=torch.int64, device=self.bits.device)
@@ -326,7 +326,7 @@ class BlockBitmap(Index):
         for bits, of_mask in zip(self.bits.split(at_once, 2), work.per_block[:, None].split(at_once, 2), strict=True):
             pairs += (bits * of_mask).sum(-1, dtype=exact).sum(-1)
             blocks += (bits & (of_mask > 0)).sum(-1, dtype=torch.int32).sum(-1)
-        return Counts(pairs, blocks, zero, zero, zero)
+        return IndexCounts(pairs, blocks, zero, zero, zero)
 
 
 @dataclass(frozen=True)
@@ -362,7 +362,7 @@ class GatedBitmap(BlockBitmap):
         chunks = key_positions // self.chunk
         return super().allowed(query_positions, key_positions) & ((words[..., chunks // 32] >> (chunks % 32)) & 1 != 0)
 
-    def counts(self, work: MaskWork) -> Counts:
+    def counts(self, work: MaskWork) -> IndexCounts:
         """A query counts the keys of its chunks that the mask allows it."""
         assert work.first is not None, "work for bitmaps is asked for"
         whole = super().counts(work)

@@ -2,7 +2,7 @@
 
 A causal mask with packed documents lets the query at position p see the keys ``first[p] <= k <= p``: one interval a row. Every layout of
 mtrain keeps the tokens of a worker in ascending order, so in *any* shard of keys that interval is again one interval of slots. A mask is
-therefore two integers a row, `Spans`, whichever worker holds what: kilobytes, exact, and made on the CPU without a process group.
+therefore two integers a row, `KeySpans`, whichever worker holds what: kilobytes, exact, and made on the CPU without a process group.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class SequenceMask:
             first[len(ids) :] = starts[-1]
         return SequenceMask(first, len(ids))
 
-    def spans(self, query_positions: IntArray, key_positions: IntArray) -> Spans:
+    def spans(self, query_positions: IntArray, key_positions: IntArray) -> KeySpans:
         """The mask as one kernel call sees it.
 
         query_positions [q], key_positions [k]: global positions in ascending order (a worker's shard, or the whole sequence).
@@ -71,11 +71,11 @@ class SequenceMask:
         real = query_positions < self.length
         low = np.where(real, low, 0)
         high = np.where(real, np.maximum(high, low), 0)
-        return Spans(low, high, len(key_positions))
+        return KeySpans(low, high, len(key_positions))
 
 
 @dataclass(frozen=True)
-class Spans:
+class KeySpans:
     """Row i of the queries sees the key slots ``low[i] <= j < high[i]``; a row with ``low == high`` sees nothing.
 
     low, high: int64 [queries]; num_keys: key slots of the shard. Among rows that see something, both never decrease.
@@ -90,7 +90,7 @@ class Spans:
         """Query-key pairs that are computed."""
         return int((self.high - self.low).sum())
 
-    def slices(self) -> list[Slice]:
+    def slices(self) -> list[KeySlice]:
         """The same mask as the fewest rectangles, each full or causal (its last row sees its last key). Cost: O(rows)."""
         low, high = self.low, self.high
         seen = high > low
@@ -100,7 +100,7 @@ class Spans:
         # A run goes on while low stays, both rows see something, and high either stays (full) or grows by one (causal).
         same = (np.diff(low) == 0) & seen[1:] & seen[:-1]
         kind = np.where(same & (step == 0), 0, np.where(same & (step == 1), 1, -1))
-        result: list[Slice] = []
+        result: list[KeySlice] = []
         row, rows = 0, len(low)
         changes = np.flatnonzero(np.diff(kind)) + 1
         ends = np.append(changes, len(kind))
@@ -117,13 +117,13 @@ class Spans:
                 causal = bool(kind[row] == 1)
             else:
                 stop, causal = row + 1, False
-            result.append(Slice(row, stop, int(low[row]), int(high[stop - 1]), causal))
+            result.append(KeySlice(row, stop, int(low[row]), int(high[stop - 1]), causal))
             row = stop
         return result
 
 
 @dataclass(frozen=True)
-class Slice:
+class KeySlice:
     """Query rows ``q_start:q_stop`` against key slots ``k_start:k_stop``; if causal, row i sees the keys below ``k_stop - (q_stop - 1 -
     i)``.
     """

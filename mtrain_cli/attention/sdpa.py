@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from mtrain_cli.attention.kernel import DefinitionColumns, KernelRequest, accumulation_dtype
-from mtrain_cli.attention.mask import Slice
+from mtrain_cli.attention.mask import KeySlice
 from mtrain_cli.attention.tiles import Tiles
 
 # One additive mask of the CPU kernel stays below this; all the masks of one batch are kept for the other layers while they fit the second
@@ -128,7 +128,7 @@ def _pieces(tiles: Tiles, b: int, q: torch.Tensor) -> list[tuple[slice, slice, t
     return tiles.cache[key]
 
 
-def _cuda_pieces(slices: tuple[Slice, ...]):
+def _cuda_pieces(slices: tuple[KeySlice, ...]):
     for s in slices:
         yield slice(s.q_start, s.q_stop), slice(s.k_start, s.k_stop), s.causal
 

@@ -12,7 +12,7 @@ import torch
 
 from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.attention.index import Index
-from mtrain_cli.attention.mask import IntArray, SequenceMask, Slice, Spans
+from mtrain_cli.attention.mask import IntArray, KeySlice, KeySpans, SequenceMask
 
 # The first position that a query sees, for one that sees nothing: above all positions, and kernels add a block to it in int32.
 NOTHING = 1 << 30
@@ -147,7 +147,7 @@ def _whole_blocks(positions: IntArray, block: int, padded: int) -> IntArray:
 class Tiles:
     """What one kernel call computes: queries [batch, q] against keys [batch, k].
 
-    low, high: int32 [batch, q] on the compute device, the key slots that a row sees (`Spans`).
+    low, high: int32 [batch, q] on the compute device, the key slots that a row sees (`KeySpans`).
     num_keys: key slots k. pairs: query-key pairs computed, summed over the batch, per head.
     slices: per sequence of the batch, the same mask as rectangles.
     cache: what a kernel derives from the mask (block lists), kept for the other layers and for backward.
@@ -159,15 +159,15 @@ class Tiles:
     high: torch.Tensor
     num_keys: int
     pairs: int
-    slices: tuple[tuple[Slice, ...], ...]
+    slices: tuple[tuple[KeySlice, ...], ...]
     cache: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     geometry: BlockGeometry | None = None
     index: Index | None = None
     of_index: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
-    def make(spans: Sequence[Spans], device: torch.device | str = "cpu", geometry: BlockGeometry | None = None) -> Tiles:
-        """One `Spans` per sequence of the batch, all of one size."""
+    def make(spans: Sequence[KeySpans], device: torch.device | str = "cpu", geometry: BlockGeometry | None = None) -> Tiles:
+        """One `KeySpans` per sequence of the batch, all of one size."""
         host = torch.from_numpy(np.stack([np.stack([s.low, s.high]) for s in spans]).astype(np.int32))
         if torch.device(device).type == "cuda":
             host = host.pin_memory().to(device, non_blocking=True)

@@ -124,7 +124,7 @@ def _values(name: str, groups: Groups) -> list[Candidate]:
     return [(word, key.help) for word in words if word]
 
 
-def _words_of(key: keys.Key) -> tuple[str, ...]:
+def _words_of(key: keys.ConfigKey) -> tuple[str, ...]:
     takes_auto = key.name in keys.DERIVED or (str in key.types and not key.is_text)
     return ("auto",) if takes_auto else keys.PATHS.get(key.name, ())
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from mtrain_cli.console import Console
     from mtrain_cli.data.corpora import Corpus
-    from mtrain_cli.data.prepare import Progress
+    from mtrain_cli.data.prepare import PreparationProgress
     from mtrain_cli.data.store import TokenStore
     from mtrain_cli.data.tokenizers import Tokenizer
 
@@ -303,8 +303,8 @@ def _domain_table(names: Sequence[str], lengths: Sequence[np.ndarray]) -> Table 
 
 
 @contextmanager
-def _progress_bar() -> Iterator[Callable[[Progress], None]]:
-    """A function that shows each ``Progress`` that it is given: as bars on a terminal, else as a line now and then."""
+def _progress_bar() -> Iterator[Callable[[PreparationProgress], None]]:
+    """A function that shows each ``PreparationProgress`` that it is given: as bars on a terminal, else as a line now and then."""
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bars
 
@@ -325,7 +325,7 @@ def _progress_bar() -> Iterator[Callable[[Progress], None]]:
     with Bars(*columns, console=console, transient=True) as bars:
         stages: dict[str, TaskID] = {}
 
-        def report(progress: Progress) -> None:
+        def report(progress: PreparationProgress) -> None:
             if progress.stage not in stages:
                 stages[progress.stage] = bars.add_task(progress.stage, total=progress.size, counts="", completed=progress.read)
             bars.update(stages[progress.stage], completed=progress.read, total=progress.size, counts=_counts(progress))
@@ -333,10 +333,10 @@ def _progress_bar() -> Iterator[Callable[[Progress], None]]:
         yield report
 
 
-def _lines(console: Console) -> Callable[[Progress], None]:
+def _lines(console: Console) -> Callable[[PreparationProgress], None]:
     shown = time.monotonic()
 
-    def report(progress: Progress) -> None:
+    def report(progress: PreparationProgress) -> None:
         nonlocal shown
         if time.monotonic() - shown >= _SECONDS_PER_LINE:
             shown = time.monotonic()
@@ -346,7 +346,7 @@ def _lines(console: Console) -> Callable[[Progress], None]:
     return report
 
 
-def _counts(progress: Progress) -> str:
+def _counts(progress: PreparationProgress) -> str:
     return f"{progress.documents:,} documents, {progress.tokens:,} tokens" if progress.tokens else ""
 
 

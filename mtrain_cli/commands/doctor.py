@@ -49,7 +49,7 @@ _LINKS = {
 
 
 @dataclass(frozen=True)
-class Gpu:
+class DetectedGpu:
     """memory_gib: all of it; free_gib: not in use by any process now."""
 
     index: int
@@ -60,7 +60,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Link:
+class DetectedLink:
     """How GPU ``a`` reaches GPU ``b``: NV and the number of NVLinks, nvidia-smi's word for a PCIe path, or ``peer`` / ``no peer``."""
 
     a: int
@@ -108,8 +108,8 @@ class Diagnosis:
     cuda: str | None
     driver: str | None
     nccl: str | None
-    gpus: list[Gpu]
-    links: list[Link]
+    gpus: list[DetectedGpu]
+    links: list[DetectedLink]
     packages: list[Package]
     kernels: list[KernelState]
     checks: list[CheckResult]
@@ -139,7 +139,7 @@ def diagnose(check: bool) -> Diagnosis:
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
-        gpus.append(Gpu(index, name, round(total / 2**30, 1), round(free / 2**30, 1), capability))
+        gpus.append(DetectedGpu(index, name, round(total / 2**30, 1), round(free / 2**30, 1), capability))
     nccl = torch.cuda.nccl.version() if gpus and torch.distributed.is_nccl_available() else None
     kernels = _kernels(gpus)
     return Diagnosis(
@@ -189,7 +189,7 @@ def _driver() -> str | None:
     return text.split()[0] if text and text.split() else None
 
 
-def _links(gpus: int) -> list[Link]:
+def _links(gpus: int) -> list[DetectedLink]:
     if gpus < 2:
         return []
     if (text := _nvidia_smi("topo", "-m")) and len(links := parse_topology(text)) == gpus * (gpus - 1):
@@ -197,17 +197,17 @@ def _links(gpus: int) -> list[Link]:
     import torch
 
     pairs = [(a, b) for a in range(gpus) for b in range(gpus) if a != b]
-    return [Link(a, b, "peer" if torch.cuda.can_device_access_peer(a, b) else "no peer") for a, b in pairs]
+    return [DetectedLink(a, b, "peer" if torch.cuda.can_device_access_peer(a, b) else "no peer") for a, b in pairs]
 
 
-def parse_topology(text: str) -> list[Link]:
+def parse_topology(text: str) -> list[DetectedLink]:
     """The GPU part of the matrix of `nvidia-smi topo -m`: every ordered pair of different GPUs."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in text.splitlines()]
     rows = {int(words[0][3:]): words[1:] for words in lines if words and re.fullmatch(r"GPU\d+", words[0])}
-    return [Link(a, b, row[b]) for a, row in sorted(rows.items()) for b in sorted(rows) if a != b and b < len(row)]
+    return [DetectedLink(a, b, row[b]) for a, row in sorted(rows.items()) for b in sorted(rows) if a != b and b < len(row)]
 
 
-def describe_links(links: list[Link]) -> list[str]:
+def describe_links(links: list[DetectedLink]) -> list[str]:
     """One line for each kind of link, with the pairs that have it; one line in all when every pair is alike."""
     kinds: dict[str, list[str]] = {}
     for link in links:
@@ -225,7 +225,7 @@ def describe_links(links: list[Link]) -> list[str]:
     return lines
 
 
-def _kernels(gpus: list[Gpu]) -> list[KernelState]:
+def _kernels(gpus: list[DetectedGpu]) -> list[KernelState]:
     """What the registry says for the usual request of each kind of device: float32 on the CPU, bfloat16 on a GPU, head_dim 128."""
     from mtrain_cli.attention.kernel import KernelRequest
     from mtrain_cli.attention.kernel_registry import survey

@@ -342,7 +342,7 @@ def kernels(
 
     from mtrain_cli.config.sizes import parse_share, parse_size
     from mtrain_cli.console import Console
-    from mtrain_cli.profiling.kernel_benchmark import Case, missing, profile_kernels, save_calibration
+    from mtrain_cli.profiling.kernel_benchmark import KernelCase, missing, profile_kernels, save_calibration
     from mtrain_cli.reporting.terminal_width import limit, say
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -365,7 +365,7 @@ def kernels(
         return min(bars if bars is not None else 2048 if device == "cuda" else length // 64, length)
 
     cases = [
-        Case(seq=s, heads=h, kv_heads=kv, head_dim=head_dim, block=block, density=d, bars=columns(s))
+        KernelCase(seq=s, heads=h, kv_heads=kv, head_dim=head_dim, block=block, density=d, bars=columns(s))
         for h, kv in shapes
         for s in lengths
         for d in densities
@@ -408,10 +408,10 @@ def kernels(
 
         times = profile_kernels(cases if whole else [], names, dtype, device, repeats, whole_one)
         if of_so_many:
-            from mtrain_cli.profiling.worker_calls import profile_shares
+            from mtrain_cli.profiling.worker_calls import profile_worker_calls
 
             console.print("one worker's calls")
-            times += profile_shares(cases, of_so_many, names, dtype, device, repeats, share_of_one)
+            times += profile_worker_calls(cases, of_so_many, names, dtype, device, repeats, share_of_one)
     say(console, f"{_LEGEND}{_LEGEND_OF_SPEED if speed and not narrow else ''}.{_left_out(speed) if narrow else ''}")
     for name, reason, everywhere in missing(cases, names, dtype, device):
         console.print(f"{name}: {reason}" + ("" if everywhere else " (some of the shapes)"))

@@ -100,11 +100,11 @@ def imbalance(
         raise ConfigError("--peer: PyTorch's context parallelism with cuDNN needs GPUs in one context group, and bfloat16; leave it out")
     # Only now: they take seconds to import, and a mistake is told at once.
     from mtrain_cli.profiling import records
-    from mtrain_cli.profiling.measurement import ATTENTION_ONLY, TARGETS, TRAINING, Plan
+    from mtrain_cli.profiling.measurement import ATTENTION_ONLY, TARGETS, TRAINING, MeasurementPlan
 
     run = run_dir.create(config, words)
     mode = ATTENTION_ONLY if attention_only else TRAINING
-    Plan(mode, cases, steps, warmup, every, peer, quiet=as_json).save(run)
+    MeasurementPlan(mode, cases, steps, warmup, every, peer, quiet=as_json).save(run)
     code = launch(run, environment, resume=False, target=TARGETS[mode], config=config)
     summary = run.path / records.SUMMARY
     if as_json and summary.is_file():

@@ -100,7 +100,7 @@ def links(
         )
     run = run_dir.create(config, list(overrides or ()))
     name = cluster_out.stem if cluster_out is not None else f"measured_{environment.nodes}x{environment.workers_per_node}"
-    measuring.Plan(wanted, repeats, load, name, per_node, nodes, quiet=as_json).save(run)
+    measuring.LinkBenchmarkPlan(wanted, repeats, load, name, per_node, nodes, quiet=as_json).save(run)
     code = launch(run, environment, resume=False, target=measuring.TARGET, config=config)
     file = run.path / measuring.FILE
     if code or not file.is_file():

@@ -15,7 +15,7 @@ from mtrain_cli.commands.profile import app, check_out, is_calibration, kept_bes
 from mtrain_cli.config.schema import Config, ConfigError
 
 if TYPE_CHECKING:
-    from mtrain_cli.profiling.non_attention_benchmark import RestTime
+    from mtrain_cli.profiling.non_attention_benchmark import NonAttentionTime
 
 
 @app.command("rest")
@@ -58,7 +58,7 @@ def rest(
     from mtrain_cli.config.sizes import parse_size
     from mtrain_cli.console import Console
     from mtrain_cli.launch.environment import resolve_environment
-    from mtrain_cli.profiling.non_attention_benchmark import profile_rest, save_rest
+    from mtrain_cli.profiling.non_attention_benchmark import profile_non_attention, save_non_attention
     from mtrain_cli.simulation.calibration import REST_FILE
 
     words = list(overrides or ())
@@ -74,13 +74,13 @@ def rest(
     console = Console(highlight=False, soft_wrap=True)
     console.print(_HEADER)
     command = " ".join(["mtrain", *sys.argv[1:]])
-    with within_memory(), kept_beside(out, lambda times, file: save_rest(times, file, command, configs[0], device)) as keep:
+    with within_memory(), kept_beside(out, lambda times, file: save_non_attention(times, file, command, configs[0], device)) as keep:
 
-        def found(time: RestTime) -> None:
+        def found(time: NonAttentionTime) -> None:
             console.print(_line(time))
             keep(time)
 
-        times = profile_rest(configs, repeats, found)
+        times = profile_non_attention(configs, repeats, found)
     console.print("TF: TFLOP/s of the matrix products; backward with what is computed again; all without attention and messages")
     if out is not None:
         console.print(f"{len(times)} times in {out}{replaced}")
@@ -104,6 +104,6 @@ def _alone(words: list[str], length: int) -> Config:
 _HEADER = f"{'part':<10} {'tokens':>8} {'a tile':>8} {'ms':>10} {'TF':>7}"
 
 
-def _line(found: RestTime) -> str:
+def _line(found: NonAttentionTime) -> str:
     tflops = f"{found.flop / found.ms / 1e9:>7.3g}" if found.flop else ""
     return f"{found.part:<10} {found.tokens:>8} {found.rows:>8} {found.ms:>10.3f} {tflops}".rstrip()

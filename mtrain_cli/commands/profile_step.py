@@ -79,10 +79,10 @@ def step(
     warn_of_idle(words, config, device=environment.device)
     # Only now: they take seconds to import, and a mistake is told at once.
     from mtrain_cli.profiling import records
-    from mtrain_cli.profiling.step_profile import TARGET, Plan
+    from mtrain_cli.profiling.step_profile import TARGET, StepProfilePlan
 
     run = run_dir.create(config, words)
-    Plan(warmup, min(warmup, dense + 2), steps, trace, quiet=as_json).save(run)
+    StepProfilePlan(warmup, min(warmup, dense + 2), steps, trace, quiet=as_json).save(run)
     code = launch(run, environment, resume=False, target=TARGET, config=config)
     summary = run.path / records.SUMMARY
     if code in (130, 143) and not summary.is_file() and run.discard():

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from mtrain_cli.profiling.index_file import RecordedIndices
-    from mtrain_cli.simulation.what_if import Replayed, Setup
+    from mtrain_cli.simulation.what_if import ReplayedSetup, ReplaySetup
 
 _MOST_WORKERS = 512  # a schedule holds a step for every two of them
 _BAR = 32  # characters
@@ -121,17 +121,17 @@ def _index_file(run: Path) -> Path:
     )
 
 
-def _replay(recorded: RecordedIndices, pattern: str, setups: Sequence[Setup], layers: Sequence[int] | None) -> list[Replayed]:
-    from mtrain_cli.simulation.what_if import Unfit, replay
+def _replay(recorded: RecordedIndices, pattern: str, setups: Sequence[ReplaySetup], layers: Sequence[int] | None) -> list[ReplayedSetup]:
+    from mtrain_cli.simulation.what_if import InvalidSetup, replay
 
     try:
         return replay(recorded, pattern, setups, layers)
-    except Unfit as error:
+    except InvalidSetup as error:
         option = "--" + error.about.replace("_", "-")
         raise ConfigError(f"{option} {error.value}: {error}") from None
 
 
-def _table(recorded: RecordedIndices, pattern: str, rows: Sequence[Replayed]) -> Table:
+def _table(recorded: RecordedIndices, pattern: str, rows: Sequence[ReplayedSetup]) -> Table:
     from rich.box import SIMPLE
     from rich.table import Table
 
@@ -182,7 +182,7 @@ def _bar(shares: Sequence[float]) -> str:
     return "".join(" ▁▂▃▄▅▆▇█"[min(8, round(8 * height / largest))] for height in heights)
 
 
-def _document(recorded: RecordedIndices, found: dict[str, list[Replayed]]) -> dict[str, Any]:
+def _document(recorded: RecordedIndices, found: dict[str, list[ReplayedSetup]]) -> dict[str, Any]:
     import dataclasses
 
     setup = recorded.setup

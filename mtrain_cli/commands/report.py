@@ -15,7 +15,7 @@ from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
     from mtrain_cli.console import Console
-    from mtrain_cli.reporting.report_source import Source
+    from mtrain_cli.reporting.report_source import ReportSource
 
 PAGE, TABLES = "report.html", "tables"
 
@@ -85,7 +85,7 @@ def report(
         _show(page, console)
 
 
-def _document(source: Source) -> dict[str, Any]:
+def _document(source: ReportSource) -> dict[str, Any]:
     return {
         "name": source.name,
         "folder": str(source.folder),
@@ -102,7 +102,7 @@ def _document(source: Source) -> dict[str, Any]:
     }
 
 
-def _folder(out: Path | None, sources: list[Source]) -> Path:
+def _folder(out: Path | None, sources: list[ReportSource]) -> Path:
     """Where files go; it exists and can be written to.
 
     Raises:
@@ -119,7 +119,7 @@ def _folder(out: Path | None, sources: list[Source]) -> Path:
     return folder
 
 
-def _write(folder: Path, sources: list[Source], html: bool, csv: bool) -> tuple[list[str], Path | None]:
+def _write(folder: Path, sources: list[ReportSource], html: bool, csv: bool) -> tuple[list[str], Path | None]:
     """-> what to say of the files, and the page."""
     from mtrain_cli.launch.failures import RunError
     from mtrain_cli.reporting.html import write_page

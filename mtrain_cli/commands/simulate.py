@@ -17,15 +17,15 @@ import typer
 
 from mtrain_cli.commands.completion import complete_clusters, complete_exchanges, complete_layouts, complete_overrides
 from mtrain_cli.commands.options import MOST_TOKENS, MOST_WORKERS, names, share, warn_of_idle
-from mtrain_cli.commands.simulate_args import CLUSTERED, DENSE, Asked, count, dollars
+from mtrain_cli.commands.simulate_args import CLUSTERED, DENSE, SimulateRequest, count, dollars
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
     from mtrain_cli.console import Console
     from mtrain_cli.parallel.exchange_selection import ExchangeChoice
     from mtrain_cli.simulation.cluster import Cluster
-    from mtrain_cli.simulation.scenario import Outcome, Scenario
-    from mtrain_cli.simulation.what_if import Setup
+    from mtrain_cli.simulation.scenario import PredictedScenario, Scenario
+    from mtrain_cli.simulation.what_if import ReplaySetup
 
 _MOST_WORKERS = 4096
 _CLUSTER = "h200_1x8"
@@ -195,7 +195,7 @@ def simulate(
     if len(names("--kernel", kernel, KERNELS)) > 1:
         raise ConfigError(f"--kernel {kernel}: give one of {', '.join(KERNELS)}")
     training, cost = count("--tokens", tokens), dollars("--price", price)
-    asked = Asked(tuple(overrides or ()), index, share("--density", density), columns, layers, kernel, calibration, slow, jitter)
+    asked = SimulateRequest(tuple(overrides or ()), index, share("--density", density), columns, layers, kernel, calibration, slow, jitter)
     found = load_cluster(cluster, nodes=nodes)
     if cost is None and found.dollars_per_gpu_hour is not None:
         cost = found.dollars_per_gpu_hour.value
@@ -225,7 +225,7 @@ def simulate(
         asked.check(count_of)
     if recommend and attention_only:
         raise ConfigError("--attention-only and --recommend: what is recommended are whole steps; leave one of them out")
-    job = _Job(found, asked, layouts, exchanges, count_of, out, files, as_json, training, cost)
+    job = _SimulateJob(found, asked, layouts, exchanges, count_of, out, files, as_json, training, cost)
     if sweep and (recommend or attention_only):
         raise ConfigError(f"--sweep and --{'recommend' if recommend else 'attention-only'}: ask for one of them")
     alone = attention_only or job.without_a_model
@@ -287,13 +287,13 @@ def _typed(key: str, option: str | None, overrides: Sequence[str]) -> str | None
     return found
 
 
-class _Job:
+class _SimulateJob:
     """One command: what it was asked for, on which cluster."""
 
     def __init__(
         self,
         cluster: Cluster,
-        asked: Asked,
+        asked: SimulateRequest,
         layouts: Sequence[str],
         exchanges: Sequence[str],
         workers: int,
@@ -324,7 +324,7 @@ class _Job:
         scenario = self._scenario()
         folder = shown.new_folder(self.out) if self.files else None
         context = self.asked.context(scenario.config) or self.workers
-        outcomes: list[Outcome] = []
+        outcomes: list[PredictedScenario] = []
         for number, (layout, exchange) in enumerate(itertools.product(self.layouts, self.exchanges)):
             with self._unfit(exchange):
                 check_dealt(scenario.config, layout, self.workers, context)
@@ -399,15 +399,15 @@ class _Job:
         shown.print_notes(console, (remark for prediction in predictions for remark in prediction.remarks))
         self._ended(console, folder)
 
-    def _group(self, scenario: Scenario | None, layout: str, exchange: str) -> tuple[Setup, str | None, ExchangeChoice | None]:
+    def _group(self, scenario: Scenario | None, layout: str, exchange: str) -> tuple[ReplaySetup, str | None, ExchangeChoice | None]:
         """-> what a context group does, with which kernel; with the exchange where it is that of a training step."""
         from mtrain_cli.simulation.scenario import check_dealt, plan_on, setup_of
-        from mtrain_cli.simulation.what_if import Setup
+        from mtrain_cli.simulation.what_if import ReplaySetup
 
         per_node = self.asked.per_node(self.workers) or min(self.cluster.gpus_per_node, self.workers)
         kernel = None if self.asked.kernel == "auto" else self.asked.kernel
         if scenario is None:
-            return Setup(layout, exchange, self.workers, per_node), kernel, None
+            return ReplaySetup(layout, exchange, self.workers, per_node), kernel, None
         config = scenario.config
         context = self.asked.context(config) or self.workers
         check_dealt(config, layout, self.workers, context)
@@ -416,7 +416,7 @@ class _Job:
             if self.workers % context:
                 raise ConfigError(f"topology.context_parallel={context}: must divide the {self.workers} workers")
             typed = None if config.train.kernel == "auto" else config.train.kernel
-            return Setup(layout, exchange, context, min(per_node, context), config.topology), kernel or typed, None
+            return ReplaySetup(layout, exchange, context, min(per_node, context), config.topology), kernel or typed, None
         plan = plan_on(self.cluster, config, workers=self.workers, kernel=kernel, layout=layout, exchange=exchange)
         return setup_of(plan), plan.kernel, plan.exchange
 
@@ -474,7 +474,7 @@ class _Job:
         if not found.ranked:
             raise typer.Exit(1)
 
-    def _leave_best(self, folder: Path, content: dict[str, Any], best: Outcome, scenario: Scenario) -> None:
+    def _leave_best(self, folder: Path, content: dict[str, Any], best: PredictedScenario, scenario: Scenario) -> None:
         from mtrain_cli.commands import simulate_output as shown
         from mtrain_cli.simulation.scenario import evaluate
 
@@ -558,11 +558,11 @@ class _Job:
     @contextmanager
     def _unfit(self, exchange: str) -> Iterator[None]:
         """Configurations that cannot be are told by their options."""
-        from mtrain_cli.simulation.what_if import Unfit
+        from mtrain_cli.simulation.what_if import InvalidSetup
 
         try:
             yield
-        except Unfit as error:
+        except InvalidSetup as error:
             about = {"per_node": "cluster", "workers": "workers"}.get(error.about, error.about)
             raise ConfigError(f"--{about} {error.value if about != 'cluster' else self.cluster.name}: {error}") from None
         except ConfigError as error:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from mtrain_cli.config.schema import Config, ConfigError
 
 if TYPE_CHECKING:
-    from mtrain_cli.simulation.prediction import Problem
-    from mtrain_cli.simulation.scenario import Pairs, Scenario
-    from mtrain_cli.simulation.timeline import Conditions
+    from mtrain_cli.simulation.prediction import AttentionWorkload
+    from mtrain_cli.simulation.scenario import PairSource, Scenario
+    from mtrain_cli.simulation.timeline import Disturbances
 
 DENSE, CLUSTERED, FIXED = "dense", "clustered", "fixed"
 DENSITY, COLUMNS = 0.05, 2048
@@ -21,7 +21,7 @@ _UNITS = {"b": 10**9, "t": 10**12}
 
 
 @dataclass(frozen=True)
-class Asked:
+class SimulateRequest:
     """Options as they were typed; None where one was not."""
 
     words: tuple[str, ...]
@@ -82,10 +82,10 @@ class Asked:
         given = config.topology.context_parallel
         return given if isinstance(given, int) else None
 
-    def pairs(self, words: Sequence[str], config: Config, density: float | None = None, columns: int | None = None) -> Pairs:
+    def pairs(self, words: Sequence[str], config: Config, density: float | None = None, columns: int | None = None) -> PairSource:
         """Of a name, or of the sparsity that the settings ask for, which is dense by default; --density and --columns ask for a family."""
         from mtrain_cli.simulation.families import FAMILIES
-        from mtrain_cli.simulation.scenario import Pairs
+        from mtrain_cli.simulation.scenario import PairSource
 
         density = self.density if density is None else density
         columns = self.columns if columns is None else columns
@@ -101,7 +101,7 @@ class Asked:
             for option, value in (("--density", density), ("--columns", columns)):
                 if value is not None:
                     raise ConfigError(f"{option} {value:g}: dense attention leaves no pair out; leave it out")
-            return Pairs(DENSE, layers=layers)
+            return PairSource(DENSE, layers=layers)
         if pattern in ("moba", "xattention"):
             raise ConfigError(
                 f"sparsity={pattern}: there are no synthetic lists of blocks; give --index FILE of a profile of such a training"
@@ -112,7 +112,7 @@ class Asked:
                     raise ConfigError(
                         f"{option} {value:g}: sparsity=fixed says it itself, as sparsity.density, sparsity.slashes and sparsity.bars"
                     )
-            return Pairs(FIXED, layers=layers)
+            return PairSource(FIXED, layers=layers)
         if pattern == FIXED and self.index in FAMILIES:
             raise ConfigError(f"--index {self.index}: contradicts sparsity=fixed, which draws its own lines; leave one of them out")
         if columns is None:
@@ -126,7 +126,7 @@ class Asked:
             typed = next((word for word in words if word.startswith(("sparsity.min_slashes=", "sparsity.max_slashes="))), None)
             if density is not None and typed:
                 raise ConfigError(f"--density {density:g}: contradicts {typed}; leave one of them out")
-        return Pairs(index, DENSITY if density is None else density, columns, layers, fewest, most)
+        return PairSource(index, DENSITY if density is None else density, columns, layers, fewest, most)
 
     def assumed(self, pairs: str, extra: Sequence[str] = ()) -> str:
         """One line: which pairs a prediction takes to be computed, and what would change that. pairs: what they are called. extra: settings
@@ -168,7 +168,7 @@ class Asked:
             raise ConfigError(f"--index {self.index}: is neither a file nor a folder with index.npz; allowed besides: {allowed}")
         return found
 
-    def shape_alone(self) -> Problem:
+    def shape_alone(self) -> AttentionWorkload:
         """The indices of a profile, where no model was named.
 
         Raises:
@@ -182,10 +182,10 @@ class Asked:
         assert file is not None
         return self.recorded(file, self.words)
 
-    def recorded(self, file: Path, words: Sequence[str], density: float | None = None, columns: int | None = None) -> Problem:
+    def recorded(self, file: Path, words: Sequence[str], density: float | None = None, columns: int | None = None) -> AttentionWorkload:
         """The indices of a profile. density, columns: of a point of a sweep, which such indices have not."""
         from mtrain_cli.profiling.index_file import load_indices
-        from mtrain_cli.simulation.prediction import Problem
+        from mtrain_cli.simulation.prediction import AttentionWorkload
         from mtrain_cli.simulation.what_if import index_of
 
         for option, value in (("--density", density), ("--density", self.density), ("--columns", columns), ("--columns", self.columns)):
@@ -199,7 +199,7 @@ class Asked:
         there = recorded.layers(pattern)
         if self.layers is not None and self.layers > len(there):
             raise ConfigError(f"--layers {self.layers}: {file} holds {len(there)} layers of {pattern}; allowed: 1 to {len(there)}")
-        return Problem(
+        return AttentionWorkload(
             made, recorded.masks, there[: self.layers or len(there)], lambda layer: index_of(recorded, pattern, layer), pattern,
             made.columns.get(pattern, -1),
         )  # fmt: skip
@@ -214,11 +214,11 @@ class Asked:
             raise ConfigError(f"topology.gpus_per_node={given}: must divide the {workers} workers; possible are auto, {divisors}")
         return int(given)
 
-    def conditions(self, workers: int | None = None) -> Conditions:
+    def conditions(self, workers: int | None = None) -> Disturbances:
         """workers: in all; None where that is not known yet."""
-        from mtrain_cli.simulation.timeline import Conditions
+        from mtrain_cli.simulation.timeline import Disturbances
 
-        return Conditions(slow=self.slow_ranks(workers), jitter=self.jitter)
+        return Disturbances(slow=self.slow_ranks(workers), jitter=self.jitter)
 
     def slow_ranks(self, workers: int | None) -> dict[int, float]:
         """As `conditions`: how many times as long each computes. Raises ConfigError where these cannot be."""
@@ -253,7 +253,7 @@ def _own_sparsity(words: Sequence[str], config: Config) -> bool:
     return _sparsity(words) or config.sparsity.pattern != DENSE
 
 
-def _as_recorded(problem: Problem, words: Sequence[str], pattern: Sequence[str]) -> list[str]:
+def _as_recorded(problem: AttentionWorkload, words: Sequence[str], pattern: Sequence[str]) -> list[str]:
     """Settings that a recording says, where nothing else was typed. pattern: of its name."""
     index = problem.index(problem.layers[0])
     typed = {word.partition("=")[0] for word in words}

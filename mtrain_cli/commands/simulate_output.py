@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from mtrain_cli.console import Console
     from mtrain_cli.simulation.calibration import Calibration
     from mtrain_cli.simulation.cluster import Cluster
-    from mtrain_cli.simulation.prediction import Prediction, Problem, Range
+    from mtrain_cli.simulation.prediction import AttentionWorkload, BoundedTime, Prediction
     from mtrain_cli.simulation.recommend import Recommendation
-    from mtrain_cli.simulation.scenario import Outcome
-    from mtrain_cli.training.run_plan import Plan
+    from mtrain_cli.simulation.scenario import PredictedScenario
+    from mtrain_cli.training.run_plan import RunPlan
 
 DENSE = "dense"
 LEGEND = (
@@ -51,13 +51,13 @@ def step_legend() -> str:
     return f"{_STEPS} {FITS}."
 
 
-def title(cluster: Cluster, problem: Problem, density: float, workers: int) -> str:
+def title(cluster: Cluster, problem: AttentionWorkload, density: float, workers: int) -> str:
     made, nodes = problem.made, f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}"
     shown = f"{problem.pattern}, density {density:.1%}" if problem.pattern != DENSE else DENSE
     return f"{cluster.name} ({nodes}), {workers} workers, seq {made.seq:,}, {shown}"
 
 
-def attention_table(cluster: Cluster, problem: Problem, predictions: Sequence[Prediction]) -> Table:
+def attention_table(cluster: Cluster, problem: AttentionWorkload, predictions: Sequence[Prediction]) -> Table:
     """Of the attention of a layer."""
     from rich.box import SIMPLE
     from rich.table import Table
@@ -99,7 +99,7 @@ def attention_table(cluster: Cluster, problem: Problem, predictions: Sequence[Pr
     return table
 
 
-def step_table(cluster: Cluster, problem: Problem, outcomes: Sequence[Outcome]) -> Table:
+def step_table(cluster: Cluster, problem: AttentionWorkload, outcomes: Sequence[PredictedScenario]) -> Table:
     """Of whole steps; the fastest that fits is bold."""
     from rich.box import SIMPLE
     from rich.table import Table
@@ -152,13 +152,13 @@ def step_table(cluster: Cluster, problem: Problem, outcomes: Sequence[Outcome]) 
     return table
 
 
-def told_of(outcomes: Sequence[Outcome]) -> Outcome:
+def told_of(outcomes: Sequence[PredictedScenario]) -> PredictedScenario:
     """The one of which most is told: the fastest that fits, or what needs least."""
     fitting = [o for o in outcomes if o.step.fits]
     return min(fitting, key=lambda o: o.step.seconds.value) if fitting else min(outcomes, key=lambda o: o.plan.memory.total)
 
 
-def best_line(outcomes: Sequence[Outcome]) -> str:
+def best_line(outcomes: Sequence[PredictedScenario]) -> str:
     """Which of several to take, and by how much; what else could be tried."""
     from mtrain_cli.simulation.recommend import CLOSE
 
@@ -173,7 +173,7 @@ def best_line(outcomes: Sequence[Outcome]) -> str:
     return f"{said}; --recommend also tries context groups, recomputation and train.keep_mlp"
 
 
-def step_lines(outcome: Outcome, tokens: float | None, price: float | None) -> Iterable[str]:
+def step_lines(outcome: PredictedScenario, tokens: float | None, price: float | None) -> Iterable[str]:
     """Where the time of a step goes, memory by part, and what a training takes."""
     from mtrain_cli.simulation.recommend import usable
     from mtrain_cli.training.memory import GIB
@@ -203,12 +203,12 @@ def step_lines(outcome: Outcome, tokens: float | None, price: float | None) -> I
     yield f"{text}; ${cost.value:,.0f} (${cost.low:,.0f} - ${cost.high:,.0f}) at ${price:g} a GPU and hour"
 
 
-def _days(days: Range) -> str:
+def _days(days: BoundedTime) -> str:
     unit, by = ("days", 1.0) if days.value >= 2 else ("hours", 24.0) if days.value * 24 >= 2 else ("minutes", 1440.0)
     return f"{days.value * by:.3g} {unit} ({days.low * by:.3g} - {days.high * by:.3g})"
 
 
-def _layers_with_products(plan: Plan) -> int:
+def _layers_with_products(plan: RunPlan) -> int:
     """Layers that keep what the products of their MLP gave: all, where nothing is computed again, nor in tiles."""
     from mtrain_cli.model.tiling import layers_with_products, tile_rows
 
@@ -267,7 +267,7 @@ def _some(names: Sequence[str]) -> str:
     return "; ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _figures(outcome: Outcome) -> str:
+def _figures(outcome: PredictedScenario) -> str:
     from mtrain_cli.reporting.terminal_width import number
 
     step = outcome.step
@@ -307,7 +307,7 @@ def brief_remark(remark: str) -> str:
 # --- files --------------------------------------------------------------------------------------------------------------------------
 
 
-def _range(found: Range) -> dict[str, float]:
+def _range(found: BoundedTime) -> dict[str, float]:
     return {"low": round(found.low, 5), "value": round(found.value, 5), "high": round(found.high, 5)}
 
 
@@ -337,7 +337,9 @@ def document(cluster: Cluster, calibration: Calibration | None, **more: Any) -> 
     }  # fmt: skip
 
 
-def of_predictions(problem: Problem, predictions: Sequence[Prediction], steps: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+def of_predictions(
+    problem: AttentionWorkload, predictions: Sequence[Prediction], steps: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
     """The entries of configurations. steps: of whole steps (`sweep.row_of`), where these were predicted."""
     predicted: list[dict[str, Any]] = [
         {

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mtrain_cli.console import Console
     from mtrain_cli.simulation.calibration import Calibration
     from mtrain_cli.simulation.cluster import Cluster
-    from mtrain_cli.simulation.validation import Agreement, CaseComparison, Predicted, Run
+    from mtrain_cli.simulation.validation import CaseComparison, MeasuredRun, PredictedCase, PredictionAccuracy
 
 FILE = "validation.json"
 _LABEL = len("imbalance  ")  # what lines begin with
@@ -65,13 +65,13 @@ def _validate(
     from mtrain_cli.commands.simulate_output import new_folder
     from mtrain_cli.console import Console
     from mtrain_cli.profiling import records
-    from mtrain_cli.simulation.validation import Unlike, agreement, compare, open_prediction, open_run
+    from mtrain_cli.simulation.validation import MismatchedPrediction, agreement, compare, open_prediction, open_run
 
     if (folder / FILE).exists() or (folder / records.SUMMARY).exists():
         raise ConfigError(f"--out {folder}: holds a validation, profile or simulation already; give a new folder")
     new_folder(folder)
     opened = [open_run(_place(Path(run).expanduser())) for run in runs]
-    given: dict[Any, Predicted] = {}
+    given: dict[Any, PredictedCase] = {}
     predictions = [one for path in predictions for one in _several(_place(path.expanduser()))]
     for path in predictions:
         given |= open_prediction(path)
@@ -86,7 +86,7 @@ def _validate(
                 continue
             try:
                 compared.append(compare(run, case, predicted))
-            except Unlike as reason:
+            except MismatchedPrediction as reason:
                 absent.append(f"{run.folder.name}: {case.label}: {reason}")
     if not compared:
         which = ", ".join(f"--prediction {path}" for path in predictions) or f"--validate {runs[0]}"
@@ -120,7 +120,7 @@ def _key(facts: dict[str, Any]) -> Any:
     return key_of(facts)
 
 
-def _replayed(run: Run, cluster: Cluster, calibration: Calibration | None, folder: Path) -> dict[Any, Predicted]:
+def _replayed(run: MeasuredRun, cluster: Cluster, calibration: Calibration | None, folder: Path) -> dict[Any, PredictedCase]:
     from mtrain_cli.simulation.validation import keep, open_prediction, replay
 
     found = [replay(run, case, cluster, calibration, number) for number, case in enumerate(run.cases)]
@@ -129,12 +129,12 @@ def _replayed(run: Run, cluster: Cluster, calibration: Calibration | None, folde
 
 
 def _document(
-    runs: Sequence[Run],
+    runs: Sequence[MeasuredRun],
     predictions: Sequence[Path],
     cluster: Cluster,
     calibration: Calibration | None,
     compared: Sequence[CaseComparison],
-    together: Agreement,
+    together: PredictionAccuracy,
     absent: Sequence[str],
 ) -> dict[str, Any]:
     from mtrain_cli import __version__
@@ -168,7 +168,7 @@ def _document(
     }
 
 
-def _elsewhere(runs: Sequence[Run], predictions: Sequence[Path], cluster: Cluster) -> list[str]:
+def _elsewhere(runs: Sequence[MeasuredRun], predictions: Sequence[Path], cluster: Cluster) -> list[str]:
     """Runs on devices that the cluster does not have."""
     from mtrain_cli.simulation.calibration import same_device
 
@@ -182,7 +182,7 @@ def _elsewhere(runs: Sequence[Run], predictions: Sequence[Path], cluster: Cluste
     return found
 
 
-def _devices(run: Run) -> list[str]:
+def _devices(run: MeasuredRun) -> list[str]:
     found = run.recorded.summary.get("environment") or {}
     gpus = found.get("gpus") or []
     return [str(gpu.get("name", gpu)) if isinstance(gpu, dict) else str(gpu) for gpu in gpus] or ["CPU"]
@@ -198,7 +198,7 @@ def _leave(folder: Path, document: dict[str, Any]) -> None:
         raise RunError(f"{folder}: could not be written ({error.strerror or error})") from error
 
 
-def _show(console: Console, document: dict[str, Any], compared: Sequence[CaseComparison], together: Agreement) -> None:
+def _show(console: Console, document: dict[str, Any], compared: Sequence[CaseComparison], together: PredictionAccuracy) -> None:
     from mtrain_cli.commands.simulate_output import brief_remark
     from mtrain_cli.reporting.terminal_width import print_table, say
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from mtrain_cli.console import Console
-    from mtrain_cli.launch.run_status import Status
+    from mtrain_cli.launch.run_status import RunStatus
 
 WATCH_S = 2.0
 _PIPED = 400  # columns
@@ -72,7 +72,7 @@ def status(
         if not chosen:
             raise ConfigError("--all: there are no runs in runs/")
 
-    def look() -> list[Status]:
+    def look() -> list[RunStatus]:
         return [statuses.look(one) for one in chosen]
 
     if as_json:
@@ -105,7 +105,7 @@ def _print_json(look: Any, watch: bool) -> None:
         time.sleep(WATCH_S)
 
 
-def _plain(found: Status) -> dict[str, Any]:
+def _plain(found: RunStatus) -> dict[str, Any]:
     values = dataclasses.asdict(found)
     written = values.pop("written") or {}
     values.pop("losses")
@@ -130,14 +130,14 @@ def _watch(look: Any, every: bool) -> None:
             console.line()
 
 
-def _shown(found: list[Status], every: bool, width: int | None) -> RenderableType:
+def _shown(found: list[RunStatus], every: bool, width: int | None) -> RenderableType:
     return _runs(found, width) if every else _sheet(found[0])
 
 
 _COLUMNS = ("run", "state", "step", "loss", "tok/s/worker", "left", "saved")
 
 
-def _runs(found: list[Status], width: int | None) -> RenderableType:
+def _runs(found: list[RunStatus], width: int | None) -> RenderableType:
     """One line a run. A name is what the next command needs: it is never broken, and stands on a line of its own where there is no room."""
     from rich import box
     from rich.console import Group
@@ -165,7 +165,7 @@ def _runs(found: list[Status], width: int | None) -> RenderableType:
     return Group(head, *(part for name, *cells in rows for part in (name, line(cells))))
 
 
-def _cells(one: Status) -> tuple[Text, ...]:
+def _cells(one: RunStatus) -> tuple[Text, ...]:
     """In the order of `_COLUMNS`."""
     from rich.text import Text
 
@@ -182,7 +182,7 @@ def _cells(one: Status) -> tuple[Text, ...]:
     )
 
 
-def _sheet(found: Status) -> RenderableType:
+def _sheet(found: RunStatus) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
@@ -198,7 +198,7 @@ def _sheet(found: Status) -> RenderableType:
     return table
 
 
-def _state_parts(found: Status) -> list[str]:
+def _state_parts(found: RunStatus) -> list[str]:
     parts = [found.detail] if found.detail else []
     if found.alive and found.since_step is not None and found.step:
         parts.append(f"last step {_duration(found.since_step)} ago")
@@ -209,7 +209,7 @@ def _state_parts(found: Status) -> list[str]:
     return parts
 
 
-def _rows(found: Status) -> list[tuple[str, str]]:
+def _rows(found: RunStatus) -> list[tuple[str, str]]:
     from mtrain_cli.training.progress import sparkline
 
     written = found.written

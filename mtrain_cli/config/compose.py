@@ -19,7 +19,7 @@ from mtrain_cli import __version__
 from mtrain_cli.config import derived, keys, validate
 from mtrain_cli.config.documents import read_yaml, reason
 from mtrain_cli.config.groups import TOP, Groups, open_groups
-from mtrain_cli.config.overrides import Problem, parse
+from mtrain_cli.config.overrides import OverrideProblem, parse
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.suggest import did_you_mean
 
@@ -59,7 +59,7 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None, *, pl
     leaves, wrong = _convert(raw, files)
     if leaves.get("optim.rewarm"):
         line = f"optim.rewarm={keys.show(leaves['optim.rewarm'])}: is for --resume RUN; a new run warms up anyway. Leave it out"
-        wrong = [*wrong, Problem(line, ("optim.rewarm",))]
+        wrong = [*wrong, OverrideProblem(line, ("optim.rewarm",))]
     problems = [*asked.problems, *unresolved, *underivable, *wrong, *([] if plan else open_keys)]
     return _checked(leaves, problems, files, unsaid=open_keys if plan else ())
 
@@ -88,15 +88,17 @@ def resume(saved: Config, overrides: Sequence[str] = (), config_dir: Path | None
             # One line for all the keys of an option.
             line = f"{group}={asked.groups[group]}: a resumed run keeps its {group}; start a new run to change it"
             if not any(problem.line == line for problem in problems):
-                problems.append(Problem(line, (f"{group}.",)))
+                problems.append(OverrideProblem(line, (f"{group}.",)))
         else:
             line = f"{name}={keys.show(value)}: a resumed run keeps its {name}={keys.show(before[name])}; start a new run to change it"
-            problems.append(Problem(line, (name,)))
+            problems.append(OverrideProblem(line, (name,)))
     # The weights that the run started from are in its checkpoint by now.
     return _checked({**before, **changed}, problems, files, ignore=("train.init_from",))
 
 
-def _of_another_recipe(groups: Groups, choices: Mapping[str, str], raw: Mapping[str, Any], before: Mapping[str, Any]) -> list[Problem]:
+def _of_another_recipe(
+    groups: Groups, choices: Mapping[str, str], raw: Mapping[str, Any], before: Mapping[str, Any]
+) -> list[OverrideProblem]:
     """One line where a recipe sets keys of ``raw`` to something else than the run has. The line that began a run may thus be repeated."""
     if choices.get("recipe", "none") == "none":
         return []
@@ -109,10 +111,10 @@ def _of_another_recipe(groups: Groups, choices: Mapping[str, str], raw: Mapping[
     said = ", ".join(f"{name}={keys.show(values[name])} (the run: {keys.show(before[name])})" for name in other[:3])
     more = f" and {len(other) - 3} more" if len(other) > 3 else ""
     line = f"recipe={choices['recipe']}: a resumed run keeps its recipe, and this one sets {said}{more}"
-    return [Problem(f"{line}; start a new run to change it, or give single keys", tuple(other))]
+    return [OverrideProblem(f"{line}; start a new run to change it, or give single keys", tuple(other))]
 
 
-def _left_open(raw: Mapping[str, Any], choices: Mapping[str, str]) -> tuple[list[Problem], dict[str, Any]]:
+def _left_open(raw: Mapping[str, Any], choices: Mapping[str, str]) -> tuple[list[OverrideProblem], dict[str, Any]]:
     """A line for each leaf that is still to be given, and the leaves with null in those places."""
     found = []
     for name in [name for name, value in raw.items() if value == _OPEN]:
@@ -120,7 +122,9 @@ def _left_open(raw: Mapping[str, Any], choices: Mapping[str, str]) -> tuple[list
         key = keys.all_keys().get(name)
         without = f", or {name}=null to do without" if key is not None and name in _DISPENSABLE else ""
         found.append(
-            Problem(f"{name}={_OPEN}: {owner} leaves it to you: {key.help if key else 'a value'}; give {name}=...{without}", (name,))
+            OverrideProblem(
+                f"{name}={_OPEN}: {owner} leaves it to you: {key.help if key else 'a value'}; give {name}=...{without}", (name,)
+            )
         )
     return found, {name: None if value == _OPEN else value for name, value in raw.items()}
 
@@ -239,7 +243,7 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
-def _composed(groups: Groups, choices: Mapping[str, str], values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+def _composed(groups: Groups, choices: Mapping[str, str], values: Mapping[str, Any]) -> tuple[dict[str, Any], list[OverrideProblem]]:
     """Leaves as Hydra composed them from ``choices``, with ``values`` on top and interpolations resolved."""
     import yaml
     from hydra import compose as hydra_compose
@@ -263,7 +267,7 @@ def _composed(groups: Groups, choices: Mapping[str, str], values: Mapping[str, A
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{' '.join(words) or TOP}: cannot be composed: {_one_line(error)}") from error
     leaves: dict[str, Any] = {}
-    problems: dict[str, Problem] = {}
+    problems: dict[str, OverrideProblem] = {}
 
     def update(name: str) -> None:
         OmegaConf.update(composed, name, values[name], merge=False, force_add=True)
@@ -278,7 +282,7 @@ def _composed(groups: Groups, choices: Mapping[str, str], values: Mapping[str, A
             step(name)
         except (OmegaConfBaseException, ValueError, RecursionError) as error:
             shown = f"{name}={keys.show(values[name])}" if name in values else name
-            problems[name] = Problem(f"{shown}: cannot be resolved: {_one_line(error)}", (name,))
+            problems[name] = OverrideProblem(f"{shown}: cannot be resolved: {_one_line(error)}", (name,))
     for name, other in _INSTEAD.items():
         if values.get(name) and other not in values and leaves.get(other):
             leaves[other] = 0
@@ -317,7 +321,7 @@ def _register_search_path() -> None:
     Plugins.instance().register(UserFolders)
 
 
-def _convert(raw: Mapping[str, Any], files: Mapping[str, Path]) -> tuple[dict[str, Any], list[Problem]]:
+def _convert(raw: Mapping[str, Any], files: Mapping[str, Path]) -> tuple[dict[str, Any], list[OverrideProblem]]:
     """Leaves of ``raw`` in the types of the schema. ``files`` is the YAML file of each group, to name in messages."""
     leaves: dict[str, Any] = {}
     problems = []
@@ -327,9 +331,9 @@ def _convert(raw: Mapping[str, Any], files: Mapping[str, Path]) -> tuple[dict[st
             file = files.get(name.split(".")[0])
             where = f"{file}: " if file else ""
             if name in keys.sections():
-                problems.append(Problem(f"{where}{name}={keys.show(value)}: holds keys, not a value", (f"{name}.",)))
+                problems.append(OverrideProblem(f"{where}{name}={keys.show(value)}: holds keys, not a value", (f"{name}.",)))
                 continue
-            problems.append(Problem(f"{where}no key is called {name}{did_you_mean(name, keys.all_keys())}"))
+            problems.append(OverrideProblem(f"{where}no key is called {name}{did_you_mean(name, keys.all_keys())}"))
             continue
         try:
             converted = key.convert(value)
@@ -337,16 +341,16 @@ def _convert(raw: Mapping[str, Any], files: Mapping[str, Path]) -> tuple[dict[st
                 raise ValueError(said)
             leaves[name] = converted
         except (ValueError, OverflowError) as error:
-            problems.append(Problem(f"{name}={_clipped(keys.show(value))}: {error}", (name,)))
+            problems.append(OverrideProblem(f"{name}={_clipped(keys.show(value))}: {error}", (name,)))
     return leaves, problems
 
 
 def _checked(
     leaves: Mapping[str, Any],
-    problems: Sequence[Problem],
+    problems: Sequence[OverrideProblem],
     files: Mapping[str, Path],
     ignore: tuple[str, ...] = (),
-    unsaid: Sequence[Problem] = (),
+    unsaid: Sequence[OverrideProblem] = (),
 ) -> Config:
     """The configuration, when nothing is wrong with it but ``unsaid``.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config import keys
-from mtrain_cli.config.overrides import Problem
+from mtrain_cli.config.overrides import OverrideProblem
 from mtrain_cli.config.schema import ConfigError, ModelConfig
 
 AUTO = "auto"
@@ -24,7 +24,9 @@ SHAPE = (
 _SHOWN = 3
 
 
-def fill(raw: Mapping[str, Any], given: Collection[str], model: str, defaults: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+def fill(
+    raw: Mapping[str, Any], given: Collection[str], model: str, defaults: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[OverrideProblem]]:
     """``raw`` with a value for every leaf that another file decides.
 
     Args:
@@ -34,7 +36,7 @@ def fill(raw: Mapping[str, Any], given: Collection[str], model: str, defaults: M
         defaults: leaves that stand in where a value cannot be had. A problem, here or in `validate`, then says why.
     """
     leaves = dict(raw)
-    problems: list[Problem] = []
+    problems: list[OverrideProblem] = []
     given = {name for name in given if not (name == VOCABULARY and leaves.get(name) == AUTO)}
     folder = folder_of(leaves.get(INIT_FROM))
     if folder is not None:
@@ -42,7 +44,7 @@ def fill(raw: Mapping[str, Any], given: Collection[str], model: str, defaults: M
     elif isinstance(leaves.get(INIT_FROM), str):  # `validate` says what is wrong with the folder
         _take(leaves, defaults, (name for name in leaves if name.startswith("model.") and name not in given))
     elif leaves.get("model.family") == AUTO:
-        problems.append(Problem(f"model=auto: takes the model from {INIT_FROM}=FOLDER; give it, or another model", ("model.",)))
+        problems.append(OverrideProblem(f"model=auto: takes the model from {INIT_FROM}=FOLDER; give it, or another model", ("model.",)))
     if problems:
         _take(leaves, defaults, (name for name in leaves if name.startswith("model.")))
     if leaves.get(TOKENIZER) == AUTO:
@@ -51,7 +53,7 @@ def fill(raw: Mapping[str, Any], given: Collection[str], model: str, defaults: M
         try:
             leaves[VOCABULARY] = _vocabulary(leaves)
         except ConfigError as error:
-            problems += [Problem(line, (VOCABULARY, TOKENIZER, "data.path", "data.mix")) for line in error.problems]
+            problems += [OverrideProblem(line, (VOCABULARY, TOKENIZER, "data.path", "data.mix")) for line in error.problems]
     if leaves.get(VOCABULARY) == AUTO:
         leaves[VOCABULARY] = defaults[VOCABULARY]
     return leaves, problems
@@ -85,14 +87,14 @@ def _take(leaves: dict[str, Any], source: Mapping[str, Any], names: Iterable[str
     leaves.update({name: source[name] for name in list(names) if name in source})
 
 
-def _from_folder(leaves: dict[str, Any], given: Collection[str], model: str, folder: Path) -> list[Problem]:
+def _from_folder(leaves: dict[str, Any], given: Collection[str], model: str, folder: Path) -> list[OverrideProblem]:
     """Put the folder's model into ``leaves`` wherever nothing is given. Problems: the folder is unreadable, or of another shape."""
     from mtrain_cli.model.huggingface_config import read_config
 
     try:
         theirs = _leaves_of(read_config(folder)[0])
     except ConfigError as error:
-        return [Problem(line, ("model.",)) for line in error.problems]
+        return [OverrideProblem(line, ("model.",)) for line in error.problems]
     if "model.rope.scaling" in given and leaves["model.rope.scaling"] == "yarn" != theirs["model.rope.scaling"]:
         theirs["model.rope.factor"] = AUTO  # of the folder's own scaling, or 1: neither is what yarn was asked for
     _take(leaves, theirs, (name for name in theirs if name not in given))
@@ -102,7 +104,7 @@ def _from_folder(leaves: dict[str, Any], given: Collection[str], model: str, fol
     said = ", ".join(f"{name}={keys.show(leaves[name])} (the folder: {keys.show(theirs[name])})" for name in other[:_SHOWN])
     more = f" and {len(other) - _SHOWN} more" if len(other) > _SHOWN else ""
     line = f"{said}{more}: the weights of {INIT_FROM}={leaves[INIT_FROM]} have another shape; leave out {_to_leave_out(model, other)}"
-    return [Problem(line, ("model.",))]
+    return [OverrideProblem(line, ("model.",))]
 
 
 def _to_leave_out(model: str, other: list[str]) -> str:

@@ -35,7 +35,7 @@ DERIVED = frozenset({"model.vocab_size"})
 
 
 @dataclass(frozen=True)
-class Key:
+class ConfigKey:
     """One leaf of the configuration."""
 
     name: str  # dotted, such as optim.lr
@@ -170,7 +170,7 @@ _WRONG = object()
 
 
 @functools.cache
-def all_keys() -> dict[str, Key]:
+def all_keys() -> dict[str, ConfigKey]:
     """All keys by dotted name, in the order of the schema."""
     return {key.name: key for key in _flatten(Config, "")}
 
@@ -229,14 +229,14 @@ def _hints(owner: type) -> dict[str, Any]:
     return typing.get_type_hints(owner)
 
 
-def _flatten(owner: type, prefix: str) -> Iterator[Key]:
+def _flatten(owner: type, prefix: str) -> Iterator[ConfigKey]:
     hints = _hints(owner)
     for item in dataclasses.fields(owner):
         hint = hints[item.name]
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
             yield from _flatten(hint, f"{prefix}{item.name}.")
         else:
-            yield Key(f"{prefix}{item.name}", hint, item.metadata.get("help", ""), tuple(item.metadata.get("choices", ())))
+            yield ConfigKey(f"{prefix}{item.name}", hint, item.metadata.get("help", ""), tuple(item.metadata.get("choices", ())))
 
 
 def _build(owner: type, leaves: Mapping[str, Any], prefix: str) -> Any:

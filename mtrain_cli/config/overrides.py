@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mtrain_cli.config.groups import Groups
-from mtrain_cli.config.keys import PATHS, Key, all_keys, sections
+from mtrain_cli.config.keys import PATHS, ConfigKey, all_keys, sections
 from mtrain_cli.config.suggest import did_you_mean, nearest
 
 _SWEEP = re.compile(r"^(choice|range|glob|interval)\(.*\)$")
@@ -20,7 +20,7 @@ _ONE_VALUE = "one value per run; start one run for each"
 
 
 @dataclass(frozen=True)
-class Problem:
+class OverrideProblem:
     """A mistake, and the keys whose values are unknown because of it (a trailing dot names a whole section)."""
 
     line: str
@@ -33,7 +33,7 @@ class Overrides:
 
     groups: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[OverrideProblem] = field(default_factory=list)
 
 
 def parse(texts: Sequence[str], groups: Groups) -> Overrides:
@@ -46,12 +46,12 @@ def parse(texts: Sequence[str], groups: Groups) -> Overrides:
     return found
 
 
-def _parse_one(raw_text: str, groups: Groups, found: Overrides) -> Problem | None:
+def _parse_one(raw_text: str, groups: Groups, found: Overrides) -> OverrideProblem | None:
     text = raw_text.strip()
     try:
         text.encode()
     except UnicodeEncodeError:
-        return Problem(f"{text}: is not UTF-8; rename the file or folder", (text.partition("=")[0],))
+        return OverrideProblem(f"{text}: is not UTF-8; rename the file or folder", (text.partition("=")[0],))
     if text.startswith("~"):
         name = text[1:].partition("=")[0]
         hint = (
@@ -59,20 +59,20 @@ def _parse_one(raw_text: str, groups: Groups, found: Overrides) -> Problem | Non
             if name in all_keys() and all_keys()[name].optional and not name.startswith("sparsity.")  # there null means: no such key
             else "; leave it out for its default, or give it another value"
         )
-        return Problem(f"{text}: a key cannot be deleted{hint}", (name,))
+        return OverrideProblem(f"{text}: a key cannot be deleted{hint}", (name,))
     if "=" not in text:
-        return Problem(_without_equals(text, groups))
+        return OverrideProblem(_without_equals(text, groups))
     name, _, raw = text.lstrip("+").partition(
         "="
     )  # +key=value is Hydra's way to add; every key here exists, so it means the same as key=value
     name, raw = name.strip().replace("/", ".") if name.strip().replace("/", ".") in all_keys() else name.strip(), raw.strip()
     if not name:
-        return Problem(f"{text}: the key before = is missing; expected key=value, such as seq=4k")
+        return OverrideProblem(f"{text}: the key before = is missing; expected key=value, such as seq=4k")
     if name.split(".")[0].split("/")[0] == "hydra":
         hint = (
             "the folder of a run is run.dir=..." if name.startswith(("hydra.run", "hydra.sweep")) else "mtrain uses Hydra to compose only"
         )
-        return Problem(f"{text}: settings of Hydra itself have no effect; {hint}")
+        return OverrideProblem(f"{text}: settings of Hydra itself have no effect; {hint}")
     if name in groups.options:
         return _group(text, name, raw, groups, found)
     if name in all_keys():
@@ -81,7 +81,7 @@ def _parse_one(raw_text: str, groups: Groups, found: Overrides) -> Problem | Non
         return _value(text, all_keys()[name], exact if name in PATHS and raw else raw, found)
     if name in sections():
         example = next(key for key in all_keys() if key.startswith(f"{name}."))
-        return Problem(f"{text}: {name} is a section, not a value; set its keys one by one, such as {example}=...", (f"{name}.",))
+        return OverrideProblem(f"{text}: {name} is a section, not a value; set its keys one by one, such as {example}=...", (f"{name}.",))
     return _unknown(text, name, raw, groups)
 
 
@@ -103,7 +103,7 @@ def _without_equals(text: str, groups: Groups) -> str:
     return f"{shown}: expected key=value, such as model=tiny or optim.lr=1e-3{hint}"
 
 
-def _group(text: str, group: str, raw: str, groups: Groups, found: Overrides) -> Problem | None:
+def _group(text: str, group: str, raw: str, groups: Groups, found: Overrides) -> OverrideProblem | None:
     option, options = _unquoted(raw), groups.options[group]
     if option in options:
         found.groups[group] = option
@@ -114,12 +114,12 @@ def _group(text: str, group: str, raw: str, groups: Groups, found: Overrides) ->
         example = next((key for key in all_keys() if key.startswith(f"{group}.")), None)
         hint = f"; to set one value write {example}=..." if option.startswith("{") and example else did_you_mean(option, options)
         reason = f"no such {group}; options: {', '.join(options)}{hint}"
-    return Problem(f"{text}: {reason}", (f"{group}.",))
+    return OverrideProblem(f"{text}: {reason}", (f"{group}.",))
 
 
-def _value(text: str, key: Key, raw: str, found: Overrides) -> Problem | None:
+def _value(text: str, key: ConfigKey, raw: str, found: Overrides) -> OverrideProblem | None:
     if raw == "":
-        return Problem(f"{text}: the value is empty; expected {key.expected}", (key.name,))
+        return OverrideProblem(f"{text}: the value is empty; expected {key.expected}", (key.name,))
     if key.is_text or (key.is_mapping and not raw.startswith("{")):
         found.values[key.name] = _text(key, raw)
         return None
@@ -130,28 +130,28 @@ def _value(text: str, key: Key, raw: str, found: Overrides) -> Problem | None:
         override = OverridesParser.create().parse_override(f"{key.name}={raw}")
     except (HydraException, ValueError, RecursionError):  # its message speaks of the grammar, not of the key
         hint = f"; a value with spaces needs quotes: '{key.name}=[a, b]'" if raw.count("[") > raw.count("]") else ""
-        return Problem(f"{text}: expected {key.expected}{hint}", (key.name,))
+        return OverrideProblem(f"{text}: expected {key.expected}{hint}", (key.name,))
     if override.is_sweep_override():
         is_list = "a list" in key.expected and not _SWEEP.match(raw)
-        return Problem(f"{text}: " + (f"a list needs brackets: {key.name}=[{raw}]" if is_list else _ONE_VALUE), (key.name,))
+        return OverrideProblem(f"{text}: " + (f"a list needs brackets: {key.name}=[{raw}]" if is_list else _ONE_VALUE), (key.name,))
     found.values[key.name] = override.value()
     return None
 
 
-def _text(key: Key, raw: str) -> str | None:
+def _text(key: ConfigKey, raw: str) -> str | None:
     if raw.lower() == "null" or (key.optional and raw.lower() == "none"):
         return None
     return _unquoted(raw)
 
 
-def _unknown(text: str, name: str, raw: str, groups: Groups) -> Problem:
+def _unknown(text: str, name: str, raw: str, groups: Groups) -> OverrideProblem:
     if "@" in name:
-        return Problem(f"{text}: groups stay in their place; write {name.partition('@')[0]}={raw}")
+        return OverrideProblem(f"{text}: groups stay in their place; write {name.partition('@')[0]}={raw}")
     bare = name.lstrip("-")
     close = nearest(bare, [*groups.options, *all_keys()])
     hint = f"; did you mean {close}={raw}?" if close else "; `mtrain config list` shows all groups and keys"
     blamed = (f"{close}.", close) if close else ()
-    return Problem(f"{text}: no key or group is called {name}{hint}", blamed)
+    return OverrideProblem(f"{text}: no key or group is called {name}{hint}", blamed)
 
 
 def _unquoted(raw: str) -> str:

@@ -152,7 +152,7 @@ _RANGE: dict[str, tuple[str, Callable[[float], bool]]] = {
 
 
 @dataclass(frozen=True)
-class Most:
+class UpperLimit:
     """The largest value that a number may have, and why no run needs a larger one."""
 
     value: float
@@ -163,33 +163,33 @@ class Most:
         return f"at most {shown} ({self.reason})"
 
 
-MOST_TOKENS = Most(2**26, "a plan and a batch hold a table of all positions, 0.5 GiB at this length")
-MOST_STEPS = Most(10**9, "a year at 30 steps a second")
-MOST_WORKERS = Most(2**14, "a plan visits every worker")
-_HEADS = Most(65_535, "the grid of a GPU kernel has no more places for heads")
-_SEQUENCES = Most(10**6, "every one is listed")
-_GIB = Most(2**20, "1 PiB")
-_MIB = Most(2**20, "1 TiB")
-_OVERFLOW = Most(100, "products in bfloat16 would overflow or say nothing")
-_RATIO = Most(10**6, "float32 would round smaller terms away")
-_FEW_LINES = Most(2**31 - 1, "lines of an index are 32-bit numbers")
+MOST_TOKENS = UpperLimit(2**26, "a plan and a batch hold a table of all positions, 0.5 GiB at this length")
+MOST_STEPS = UpperLimit(10**9, "a year at 30 steps a second")
+MOST_WORKERS = UpperLimit(2**14, "a plan visits every worker")
+_HEADS = UpperLimit(65_535, "the grid of a GPU kernel has no more places for heads")
+_SEQUENCES = UpperLimit(10**6, "every one is listed")
+_GIB = UpperLimit(2**20, "1 PiB")
+_MIB = UpperLimit(2**20, "1 TiB")
+_OVERFLOW = UpperLimit(100, "products in bfloat16 would overflow or say nothing")
+_RATIO = UpperLimit(10**6, "float32 would round smaller terms away")
+_FEW_LINES = UpperLimit(2**31 - 1, "lines of an index are 32-bit numbers")
 _VAST = 2.0**100  # a power of two, as some of them must be
-_OTHERS = Most(10**9, "no run has more")
+_OTHERS = UpperLimit(10**9, "no run has more")
 
 # How large a number may be, for keys whose range above has no end. Larger ones overflow, or keep a plan busy for hours.
-_MOST: dict[str, Most] = {
+_MOST: dict[str, UpperLimit] = {
     "seq": MOST_TOKENS,
-    "model.vocab_size": Most(2**31 - 1, "token ids are 32-bit numbers"),
-    "model.hidden_size": Most(2**20, "ten times the widest model known"),
-    "model.intermediate_size": Most(2**22, "ten times the widest model known"),
-    "model.num_layers": Most(10_000, "ten times the deepest model known"),
+    "model.vocab_size": UpperLimit(2**31 - 1, "token ids are 32-bit numbers"),
+    "model.hidden_size": UpperLimit(2**20, "ten times the widest model known"),
+    "model.intermediate_size": UpperLimit(2**22, "ten times the widest model known"),
+    "model.num_layers": UpperLimit(10_000, "ten times the deepest model known"),
     "model.num_heads": _HEADS,
     "model.num_kv_heads": _HEADS,
-    "model.head_dim": Most(4096, "no kernel takes wider heads"),
-    "model.rms_norm_eps": Most(1, "it would outweigh what it keeps from 0"),
+    "model.head_dim": UpperLimit(4096, "no kernel takes wider heads"),
+    "model.rms_norm_eps": UpperLimit(1, "it would outweigh what it keeps from 0"),
     "model.init_std": _OVERFLOW,
-    "model.rope.theta": Most(1e12, "angles are float32"),
-    "model.rope.factor": Most(MOST_TOKENS.value, "seq has no more tokens"),
+    "model.rope.theta": UpperLimit(1e12, "angles are float32"),
+    "model.rope.factor": UpperLimit(MOST_TOKENS.value, "seq has no more tokens"),
     "model.rope.original_max_position": MOST_TOKENS,
     "model.rope.beta_fast": _RATIO,
     "model.rope.beta_slow": _RATIO,
@@ -203,24 +203,24 @@ _MOST: dict[str, Most] = {
     "topology.chunks": _HEADS,
     "topology.gpu_memory_gib": _GIB,
     "topology.host_memory_gib": _GIB,
-    "topology.block_size": Most(MOST_TOKENS.value, "seq has no more tokens"),
-    "topology.timeout_s": Most(2 * 10**6, "23 days; NCCL counts milliseconds in 32 bits"),
+    "topology.block_size": UpperLimit(MOST_TOKENS.value, "seq has no more tokens"),
+    "topology.timeout_s": UpperLimit(2 * 10**6, "23 days; NCCL counts milliseconds in 32 bits"),
     "sparsity.dense_steps": MOST_STEPS,
-    "sparsity.last_q": Most(MOST_TOKENS.value, "seq has no more tokens"),
-    "sparsity.windows": Most(MOST_TOKENS.value, "seq has no more tokens"),
+    "sparsity.last_q": UpperLimit(MOST_TOKENS.value, "seq has no more tokens"),
+    "sparsity.windows": UpperLimit(MOST_TOKENS.value, "seq has no more tokens"),
     "sparsity.max_bars": _FEW_LINES,
     "sparsity.max_slashes": _FEW_LINES,
-    "sparsity.stride": Most(max(BLOCKS), "no block is larger"),
-    "sparsity.chunk": Most(MOST_TOKENS.value, "seq has no more tokens"),
-    "sparsity.top_k": Most(MOST_TOKENS.value, "seq has no more chunks"),
+    "sparsity.stride": UpperLimit(max(BLOCKS), "no block is larger"),
+    "sparsity.chunk": UpperLimit(MOST_TOKENS.value, "seq has no more tokens"),
+    "sparsity.top_k": UpperLimit(MOST_TOKENS.value, "seq has no more chunks"),
     "sparsity.slashes": _FEW_LINES,
     "sparsity.bars": _FEW_LINES,
     "data.eval_sequences": _SEQUENCES,
     "optim.lr": _OVERFLOW,
-    "optim.eps": Most(1, "it would outweigh what it keeps from 0"),
+    "optim.eps": UpperLimit(1, "it would outweigh what it keeps from 0"),
     "optim.weight_decay": _OVERFLOW,
     "optim.warmup_steps": MOST_STEPS,
-    "optim.clip_norm": Most(1e12, "0 is the word for never"),
+    "optim.clip_norm": UpperLimit(1e12, "0 is the word for never"),
     "train.steps": MOST_STEPS,
     "train.global_batch": _SEQUENCES,
     "train.micro_batch": _HEADS,
@@ -234,12 +234,12 @@ _MOST: dict[str, Most] = {
 }
 
 
-def most(name: str) -> Most | None:
+def most(name: str) -> UpperLimit | None:
     """The bound of a number; None where its range has an end of its own."""
     return _MOST.get(name, _OTHERS) if name in _RANGE and _RANGE[name][1](_VAST) else None
 
 
-def allowed(key: keys.Key) -> str:
+def allowed(key: keys.ConfigKey) -> str:
     """What a key takes, with the range of its numbers: the words of `mtrain config show`."""
     # Null is no choice for a key that the pattern has.
     kind = key.allowed.removesuffix(" or null") if key.name.startswith("sparsity.") else key.allowed

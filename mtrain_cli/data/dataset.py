@@ -35,7 +35,7 @@ class Sample:
     documents: np.ndarray
 
 
-class Source(Protocol):
+class TokenSource(Protocol):
     """Where a dataset reads: units that shuffling keeps whole, end to end. ``offsets`` int64[units + 1]; unit u has tokens offsets[u] to
     offsets[u + 1]. A ``meta.vocab_size`` of 0 says that nobody knows it.
     """
@@ -74,7 +74,7 @@ class PackedDataset:
 
     def __init__(
         self,
-        store: Source,
+        store: TokenSource,
         seq: int,
         *,
         seed: int = 0,
@@ -234,7 +234,7 @@ def _part(config: Config, data: DataConfig, origin: str, held_out: int) -> Packe
     return dataset
 
 
-def _open(config: Config, data: DataConfig, origin: str) -> tuple[Source, str]:
+def _open(config: Config, data: DataConfig, origin: str) -> tuple[TokenSource, str]:
     """Where the tokens of a corpus lie, and the same in words."""
     if data.kind == "mds":
         from mtrain_cli.data.mds_source import MdsSource

@@ -34,7 +34,7 @@ DEFAULT_BPE_VOCABULARY = 8192
 
 
 @dataclass(frozen=True)
-class Position:
+class CorpusPosition:
     """All of a corpus before record ``record`` of unit ``unit``. ``read`` is about how many bytes of the corpus that is."""
 
     unit: int = 0
@@ -43,7 +43,7 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Progress:
+class PreparationProgress:
     """What a progress bar shows: bytes ``read`` of ``size``, and what was written."""
 
     stage: str
@@ -68,14 +68,16 @@ class _Journal:
     cut: int = 0
 
 
-def tokenise(corpus: Corpus, tokenizer: Tokenizer, writer: StoreWriter, start: Position = Position()) -> Iterator[Position]:
+def tokenise(
+    corpus: Corpus, tokenizer: Tokenizer, writer: StoreWriter, start: CorpusPosition = CorpusPosition()
+) -> Iterator[CorpusPosition]:
     """Write the documents of ``corpus`` from ``start`` on and yield, batch by batch, the position behind the last complete one."""
     base = sum(unit.size for unit in corpus.units[: start.unit])
     pieces: list[str] = []
-    ends: list[tuple[int, Position, str]] = []  # so many pieces end a document, which reaches that position and is of that domain
+    ends: list[tuple[int, CorpusPosition, str]] = []  # so many pieces end a document, which reaches that position and is of that domain
     position, characters = start, 0
 
-    def flush() -> Position:
+    def flush() -> CorpusPosition:
         written = 0
         encoded = tokenizer.encode(pieces)
         for count, _, domain in ends:
@@ -86,7 +88,7 @@ def tokenise(corpus: Corpus, tokenizer: Tokenizer, writer: StoreWriter, start: P
         for ids in encoded[written:]:
             writer.append(ids)
         writer.flush()
-        reached = ends[-1][1] if ends else Position(position.unit, position.record, position.read + characters)
+        reached = ends[-1][1] if ends else CorpusPosition(position.unit, position.record, position.read + characters)
         pieces.clear()
         ends.clear()
         return reached
@@ -100,7 +102,7 @@ def tokenise(corpus: Corpus, tokenizer: Tokenizer, writer: StoreWriter, start: P
                     position = flush()
                     characters = 0
                     yield position
-            ends.append((len(pieces), Position(number, document.record, base + document.end), document.domain))
+            ends.append((len(pieces), CorpusPosition(number, document.record, base + document.end), document.domain))
             if len(ends) >= _BATCH_PIECES:
                 position, characters = flush(), 0
                 yield position
@@ -113,7 +115,7 @@ def prepare_store(
     out: Path,
     tokenizer: str,
     vocab_size: int | None,
-    report: Callable[[Progress], None],
+    report: Callable[[PreparationProgress], None],
     filters: Filters = EVERYTHING,
 ) -> TokenStore:
     """Tokenise ``corpus`` into the folder ``out``; go on where an interrupted call with the same arguments stopped.
@@ -228,7 +230,7 @@ def _begin(partial: Path, recipe: dict[str, str]) -> _Journal:
 
 
 def _fill(
-    corpus: Corpus, tokenizer: Tokenizer, partial: Path, journal: _Journal, filters: Filters, report: Callable[[Progress], None]
+    corpus: Corpus, tokenizer: Tokenizer, partial: Path, journal: _Journal, filters: Filters, report: Callable[[PreparationProgress], None]
 ) -> None:
     """Write the arrays from where ``journal`` stands to the end, and the meta."""
     sizes = journal_sizes(journal.tokens, journal.documents, tokenizer) if journal.documents else (0, 0, 0)
@@ -238,7 +240,7 @@ def _fill(
         if path.stat().st_size < size:
             raise ConfigError(f"{partial}: {name} is shorter than its {_JOURNAL} says; delete the folder to start again")
         os.truncate(path, size)
-    start = Position(journal.unit, journal.record, journal.read)
+    start = CorpusPosition(journal.unit, journal.record, journal.read)
     with (partial / TOKENS).open("ab") as tokens, (partial / DOCUMENTS).open("ab") as offsets, (partial / DOMAINS).open("ab") as labels:
         writer = StoreWriter(
             tokens, offsets, tokenizer, journal.tokens, journal.documents,
@@ -246,7 +248,7 @@ def _fill(
         )  # fmt: skip
         committed_tokens, committed_at = journal.tokens, time.monotonic()
         for position in tokenise(corpus, tokenizer, writer, start):
-            report(Progress("tokenising", position.read, corpus.size, writer.num_tokens, writer.num_documents))
+            report(PreparationProgress("tokenising", position.read, corpus.size, writer.num_tokens, writer.num_documents))
             if writer.num_tokens - committed_tokens >= _COMMIT_TOKENS or time.monotonic() - committed_at >= _COMMIT_SECONDS:
                 writer.sync()
                 reached = _Journal(
@@ -258,11 +260,11 @@ def _fill(
         if writer.num_documents == 0:
             refused = ", ".join(f"{count:,} {reason}" for reason, count in writer.left_out.items())
             raise ConfigError(f"{corpus.origin}: holds no text" + (f" that the filters keep: {refused}" if refused else ""))
-        report(Progress("checking", corpus.size, corpus.size, writer.num_tokens, writer.num_documents))
+        report(PreparationProgress("checking", corpus.size, corpus.size, writer.num_tokens, writer.num_documents))
         writer.finish(partial, corpus.description, journal.recipe)
 
 
-def _trained(corpus: Corpus, vocab_size: int, partial: Path, report: Callable[[Progress], None]) -> Tokenizer:
+def _trained(corpus: Corpus, vocab_size: int, partial: Path, report: Callable[[PreparationProgress], None]) -> Tokenizer:
     """The BPE that an earlier, interrupted call trained, else a new one."""
     path = partial / TOKENIZER
     if not path.exists():
@@ -272,7 +274,7 @@ def _trained(corpus: Corpus, vocab_size: int, partial: Path, report: Callable[[P
     return trained
 
 
-def _sample(corpus: Corpus, report: Callable[[Progress], None]) -> Iterator[str]:
+def _sample(corpus: Corpus, report: Callable[[PreparationProgress], None]) -> Iterator[str]:
     """All pieces of a corpus, or of a large one an evenly spread part of about ``_BPE_CHARACTERS``."""
     kept_of_2_64 = min(1.0, _BPE_CHARACTERS / max(1, corpus.size)) * 2.0**64
     number, base = 0, 0
@@ -282,7 +284,7 @@ def _sample(corpus: Corpus, report: Callable[[Progress], None]) -> Iterator[str]
                 number += 1
                 if mix64(number) < kept_of_2_64:
                     yield piece
-            report(Progress("training the tokenizer", base + document.end, corpus.size))
+            report(PreparationProgress("training the tokenizer", base + document.end, corpus.size))
         base += unit.size
 
 

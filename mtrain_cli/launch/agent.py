@@ -22,8 +22,8 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
 from mtrain_cli.launch import failures, progress_record
 from mtrain_cli.launch.failures import Failure
-from mtrain_cli.launch.progress_record import Where
-from mtrain_cli.launch.rendezvous import OneMachine
+from mtrain_cli.launch.progress_record import WorkerActivity
+from mtrain_cli.launch.rendezvous import SingleMachineRendezvous
 
 POLL_S = 0.1
 # A worker whose peer died may be reaped before the peer is.
@@ -77,7 +77,7 @@ class WorkerAgent(LocalElasticAgent):
             local_world_size=workers,
             entrypoint=command[0],
             args=tuple(command[1:]),
-            rdzv_handler=OneMachine(uuid.uuid4().hex),
+            rdzv_handler=SingleMachineRendezvous(uuid.uuid4().hex),
             max_restarts=0,
             monitor_interval=POLL_S,
             local_addr="127.0.0.1",
@@ -160,7 +160,7 @@ class WorkerAgent(LocalElasticAgent):
         self.failures = failed
         self._pcontext.close(signal.SIGTERM, STOP_GRACE_S)
 
-    def _silent(self, failed: list[Failure], running: dict[int, int], records: dict[int, Where]) -> list[Failure]:
+    def _silent(self, failed: list[Failure], running: dict[int, int], records: dict[int, WorkerActivity]) -> list[Failure]:
         """Whom the others waited for, among workers that left no failure. running: their process ids."""
         stopped = [rank for rank, pid in running.items() if _is_stopped(pid)]
         going = [rank for rank in running if rank not in records or records[rank].waits_for is None]

@@ -26,7 +26,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import failures, progress_record
 from mtrain_cli.launch.failures import Failure
 from mtrain_cli.launch.job import PORT, SECRET, STORE_TIMEOUT, Job, job_store, listen, shared_key
-from mtrain_cli.launch.progress_record import Where
+from mtrain_cli.launch.progress_record import WorkerActivity
 from mtrain_cli.printable import printable
 
 CAUSE_GRACE_S = 2.0
@@ -39,7 +39,7 @@ _STORE_KEY = "lifeline"
 _GREETING_BYTES = 96  # the token and a rank are shorter
 
 
-class Lifeline:
+class FailureChannel:
     """This rank's end of the connection to rank 0, which also runs the `_Hub`."""
 
     def __init__(
@@ -264,7 +264,7 @@ class _Hub:
             self._on_mistake()
         leave(code)
 
-    def _cause(self, records: Mapping[int, Where]) -> Failure:
+    def _cause(self, records: Mapping[int, WorkerActivity]) -> Failure:
         """Whoever failed first, or a rank for which the others waited in vain."""
         heard = {failure.rank for failure in self._failures}
         going = [rank for rank in self._expected - heard if rank not in records or records[rank].waits_for is None]
@@ -300,14 +300,14 @@ def _port_and_token(said: bytes) -> tuple[int, str]:
     return int(port), key or token
 
 
-def _records(logs: Path | None, world_size: int) -> dict[int, Where]:
+def _records(logs: Path | None, world_size: int) -> dict[int, WorkerActivity]:
     """Where each rank was, as far as this machine sees the files of the others."""
     if logs is None:
         return {}
     return {rank: record for rank in range(world_size) if (record := progress_record.read(progress_record.in_logs(logs, rank)))}
 
 
-def _where(records: Mapping[int, Where], about: int) -> list[str]:
+def _where(records: Mapping[int, WorkerActivity], about: int) -> list[str]:
     return progress_record.table(records, [about], time.time())
 
 

@@ -18,7 +18,7 @@ from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch import failures, guarded_streams, run_state
 from mtrain_cli.launch.environment import Environment, nccl_variables, on_loopback
 from mtrain_cli.launch.failures import Failure
-from mtrain_cli.launch.restart import Again, Restarts, describe, one_line
+from mtrain_cli.launch.restart import RestartDecision, RestartPolicy, describe, one_line
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.stop_request import was_stopped
 from mtrain_cli.launch.temporary_folders import private_folder
@@ -60,8 +60,8 @@ def launch(run_dir: RunDir, environment: Environment, resume: bool, target: str 
 
     run_dir.stop_request.unlink(missing_ok=True)
     measuring = target.startswith(MEASURING)
-    restarts = Restarts(run_dir, compose.load(run_dir.resolved), resume)
-    with _signs_of_life(run_dir), _Requests(run_dir, "end" if measuring else "save a checkpoint") as requests:
+    restarts = RestartPolicy(run_dir, compose.load(run_dir.resolved), resume)
+    with _signs_of_life(run_dir), _SignalRequests(run_dir, "end" if measuring else "save a checkpoint") as requests:
         attempt = _Attempt(run_dir, environment, resume, target, requests)
         while True:
             code, failure = attempt.run()
@@ -98,7 +98,7 @@ def _signs_of_life(run_dir: RunDir) -> Iterator[None]:
         thread.join(1.0)  # a disk that hangs is not waited for
 
 
-def _wait_for_restart(run_dir: RunDir, again: Again, requests: _Requests) -> bool:
+def _wait_for_restart(run_dir: RunDir, again: RestartDecision, requests: _SignalRequests) -> bool:
     """Tell of the restart, here and in the log, and wait; returns whether nobody asked to stop meanwhile."""
     requests.waiting = True
     line = describe(again, again.environment.restarts)
@@ -113,7 +113,7 @@ def _wait_for_restart(run_dir: RunDir, again: Again, requests: _Requests) -> boo
     return not requests.asked
 
 
-def _stopped_before_restart(run_dir: RunDir, requests: _Requests) -> int:
+def _stopped_before_restart(run_dir: RunDir, requests: _SignalRequests) -> int:
     assert requests.asked is not None
     run_dir.stop_request.unlink(missing_ok=True)
     run_state.change(run_dir, "stopped", "on request, before a restart")
@@ -130,7 +130,7 @@ class _Attempt:
         environment: Environment,
         resume: bool,
         target: str,
-        requests: _Requests,
+        requests: _SignalRequests,
         devices: tuple[str, ...] | None = None,
     ) -> None:
         """devices: the GPUs that the workers see; None: all."""
@@ -161,7 +161,7 @@ class _Attempt:
             return _wait(agent, run_dir, folder, self._requests)
 
 
-def _wait(agent: WorkerAgent, run_dir: RunDir, folder: Path, requests: _Requests) -> tuple[int, Failure | None]:
+def _wait(agent: WorkerAgent, run_dir: RunDir, folder: Path, requests: _SignalRequests) -> tuple[int, Failure | None]:
     """Let the agent run in a thread, so that signals come to this one, and tell how it ended."""
     problem: list[Exception] = []
 
@@ -217,7 +217,7 @@ def _not_started(error: Exception) -> int:
     return 1
 
 
-class _Requests:
+class _SignalRequests:
     """Signals to the launcher while workers run: the first asks them to save and stop, a second Ctrl-C sets ``kill``."""
 
     def __init__(self, run_dir: RunDir, then: str) -> None:
@@ -228,7 +228,7 @@ class _Requests:
         self.kill = False
         self.waiting = False  # for a restart, with no workers that could save
 
-    def __enter__(self) -> _Requests:
+    def __enter__(self) -> _SignalRequests:
         self._before = {}
         if threading.current_thread() is threading.main_thread():
             for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

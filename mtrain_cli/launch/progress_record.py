@@ -27,7 +27,7 @@ _SHOWN = 8
 
 
 @dataclass(frozen=True)
-class Where:
+class WorkerActivity:
     """Where a worker was: ``doing`` such as ``ring, layer 3, forward, step 2 of 4``, in ``training_step`` (0: before the first).
 
     ``waits_for``: the rank without which it does not go on, SEVERAL in a collective; None: none.
@@ -45,7 +45,7 @@ class Where:
         return f"{step}{', ' if self.doing else ''}{self.doing}{ago}"
 
 
-class _Record:
+class _ProgressRecord:
     def __init__(self, path: Path) -> None:
         with path.open("w+b") as file:
             # Blocks of its own: a page of a hole that a full disk cannot fill would end the process by SIGBUS.
@@ -63,18 +63,18 @@ class _Record:
         self._map[at + _HEAD.size : at + _HEAD.size + len(text)] = text
         self._map[0] = self._current + 1
 
-    def last(self) -> Where | None:
+    def last(self) -> WorkerActivity | None:
         return _parsed(self._map[:])
 
 
-_record: _Record | None = None  # of this process, which is one worker
+_record: _ProgressRecord | None = None  # of this process, which is one worker
 
 
 def keep(path: Path) -> None:
     """Begin this worker's record in an existing folder. Where the disk does not take it there is none: no reason not to train."""
     global _record
     with contextlib.suppress(OSError):
-        _record = _Record(path)
+        _record = _ProgressRecord(path)
 
 
 def note(doing: str, waits_for: int | None = None) -> None:
@@ -111,12 +111,12 @@ def pattern(logs: Path, launcher: str) -> str:
     return str(logs / "rank-{rank}.where")
 
 
-def here() -> Where | None:
+def here() -> WorkerActivity | None:
     """This worker's own record; None where it keeps none."""
     return None if _record is None else _record.last()
 
 
-def read(path: Path) -> Where | None:
+def read(path: Path) -> WorkerActivity | None:
     """The record at ``path``; None where nothing was noted there."""
     try:
         content = path.read_bytes()
@@ -125,16 +125,16 @@ def read(path: Path) -> Where | None:
     return _parsed(content)
 
 
-def _parsed(content: bytes) -> Where | None:
+def _parsed(content: bytes) -> WorkerActivity | None:
     if len(content) < _SIZE or content[0] not in (1, 2):
         return None
     at = _SLOTS[content[0] - 1]
     seconds, step, waits_for = _HEAD.unpack_from(content, at)
     doing = content[at + _HEAD.size : at + _SLOT].split(b"\0", 1)[0].decode(errors="replace")
-    return Where(seconds, step, doing, None if waits_for == _NOBODY else waits_for)
+    return WorkerActivity(seconds, step, doing, None if waits_for == _NOBODY else waits_for)
 
 
-def table(records: Mapping[int, Where], about: Iterable[int], now: float) -> list[str]:
+def table(records: Mapping[int, WorkerActivity], about: Iterable[int], now: float) -> list[str]:
     """A line for each rank, or one where all were at the same; of more than eight ranks those of ``about``, then those that wait for one
     of them, then the first."""
     texts = {rank: record.text(now) for rank, record in records.items()}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 STORE = "store"
 
 
-class OneMachine(RendezvousHandler):
+class SingleMachineRendezvous(RendezvousHandler):
     """torch's elastic agent alone with itself: it keeps its notes in its own memory."""
 
     def __init__(self, run_id: str) -> None:

@@ -52,7 +52,7 @@ class Restart:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _LoggedStep:
     """What a restart asks of a line of metrics.jsonl."""
 
     step: int
@@ -60,7 +60,7 @@ class _Step:
 
 
 @dataclass(frozen=True)
-class Again:
+class RestartDecision:
     """What the launcher is to do. devices: for CUDA_VISIBLE_DEVICES where not all answer; None: as before. remark: on the workers."""
 
     environment: Environment
@@ -71,7 +71,7 @@ class Again:
     remark: str = ""
 
 
-class Restarts:
+class RestartPolicy:
     """Those of one launch."""
 
     def __init__(self, run: RunDir, config: Config, resume: bool) -> None:
@@ -83,7 +83,7 @@ class Restarts:
         self._made: list[Restart] = []
         self._commit: int | None = None  # of the newest checkpoint at the failure before
 
-    def after(self, failure: Failure, environment: Environment) -> Again | str:
+    def after(self, failure: Failure, environment: Environment) -> RestartDecision | str:
         """What comes after a failure; a line why nothing does, empty where none is expected."""
         if self._limit == 0 or failure.kind == "config":
             return ""
@@ -109,7 +109,9 @@ class Restarts:
         self._made.append(entry)
         _append(self._run, entry)
         environment = replace(environment, restarts=len(self._made))
-        return Again(environment, self._resume or step is not None, WAITS_S[min(recent, len(WAITS_S) - 1)], entry, devices, remark)
+        return RestartDecision(
+            environment, self._resume or step is not None, WAITS_S[min(recent, len(WAITS_S) - 1)], entry, devices, remark
+        )
 
     def _where(self, before: Environment) -> tuple[Environment, tuple[str, ...] | None, str] | str:
         """On which workers, or why on none."""
@@ -201,7 +203,7 @@ def latest_steps(run: RunDir) -> list[tuple[int, float | None]]:
     with contextlib.suppress(OSError):
         for line in _tail(run.metrics).splitlines():
             with contextlib.suppress(ValueError, RecursionError):
-                row = documents.checked(_Step, json.loads(line))
+                row = documents.checked(_LoggedStep, json.loads(line))
                 found.append((row.step, row.loss))
     return found
 
@@ -217,7 +219,7 @@ def one_line(failure: Failure) -> str:
     return f"rank {failure.rank} {first}" if failure.kind == "died" else first
 
 
-def describe(again: Again, number: int) -> str:
+def describe(again: RestartDecision, number: int) -> str:
     """What the user reads before a restart."""
     entry = again.entry
     start = f"goes on from the checkpoint of step {entry.step}" if again.resume else "begins again from step 0, there is no checkpoint"

@@ -42,7 +42,7 @@ class RunDir:
     _origin: str = field(default="opened", repr=False, compare=False)
     _latest_before: str | None = field(default=None, repr=False, compare=False)
     _new_parents: tuple[Path, ...] = field(default=(), repr=False, compare=False)  # made with the folder, the nearest first
-    _before_rewrite: _Before | None = field(default=None, repr=False, compare=False)
+    _before_rewrite: _PreviousContent | None = field(default=None, repr=False, compare=False)
 
     @property
     def resolved(self) -> Path:
@@ -145,7 +145,7 @@ class RunDir:
         def write() -> str:
             with _explained(self.path):
                 files = tuple((file, file.read_bytes() if file.exists() else None) for file in (self.resolved, self.overrides))
-                before = _Before(files, frozenset(map(hash, _whole_lines(self.metrics))), self.last_commit())
+                before = _PreviousContent(files, frozenset(map(hash, _whole_lines(self.metrics))), self.last_commit())
                 rewritten.append(dataclasses.replace(self, _before_rewrite=before))
                 try:
                     compose.save(config, self.resolved)
@@ -186,7 +186,7 @@ class RunDir:
                 shutil.rmtree(folder, ignore_errors=True)
         return True
 
-    def _has_stepped_since(self, before: _Before) -> bool:
+    def _has_stepped_since(self, before: _PreviousContent) -> bool:
         """A run that begins may cut metrics off behind its checkpoint: fewer lines are no step, another last one is."""
         last = _whole_lines(self.metrics)[-1:]
         return any(hash(line) not in before.metrics for line in last) or self.last_commit() > before.commit
@@ -198,7 +198,7 @@ class RunDir:
 
 
 @dataclass(frozen=True)
-class _Before:
+class _PreviousContent:
     """An opened run as `rewrite` found it: contents of the files that it replaces, hashes of the lines of its metrics, `last_commit`."""
 
     files: tuple[tuple[Path, bytes | None], ...]

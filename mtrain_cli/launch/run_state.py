@@ -33,7 +33,7 @@ ENDED = ("finished", "stopped", "failed")
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
+class RunState:
     """phase: starting, training, restarting (a worker was lost), finished, stopped (on request) or failed; reason: of the latter two of
     these, and of a restart. time: of the last write, began: of this attempt (seconds since the epoch). step: the last one that is done;
     stepped: when. seconds_left: None while not known. workers: host and device of each rank. records: where ranks keep what they do
@@ -60,15 +60,15 @@ class State:
     reason: str = ""
 
 
-def read(run: RunDir) -> State | None:
+def read(run: RunDir) -> RunState | None:
     """What the run wrote last; None where it has written nothing that can be read. Keys of other versions are left out."""
     try:
-        return documents.checked(State, documents.read_json(run.state))
+        return documents.checked(RunState, documents.read_json(run.state))
     except (OSError, ValueError):
         return None
 
 
-def write(run: RunDir, state: State) -> None:
+def write(run: RunDir, state: RunState) -> None:
     """In one move. What a full disk does not take is no reason to end a run."""
     part = run.state.with_suffix(f".{os.getpid()}.part")
     with contextlib.suppress(OSError):
@@ -82,11 +82,11 @@ def write(run: RunDir, state: State) -> None:
 def change(run: RunDir, phase: str, reason: str = "") -> None:
     """How a run goes on or ended, when its first worker cannot say so any more."""
     now = time.time()
-    before = read(run) or State(phase=phase, time=now, began=now, host=socket.gethostname())
+    before = read(run) or RunState(phase=phase, time=now, began=now, host=socket.gethostname())
     write(run, dataclasses.replace(before, phase=phase, reason=reason, time=now))
 
 
-class Reporter:
+class StateReporter:
     """The first worker's hand on the state."""
 
     def __init__(self, run: RunDir, *, launcher: str, steps: int, step: int, workers: Sequence[str], records: str) -> None:
@@ -94,7 +94,7 @@ class Reporter:
         now = time.time()
         self._run = run
         self._written = 0.0
-        self._state = State(
+        self._state = RunState(
             phase="starting", time=now, began=now, host=socket.gethostname(), launcher=launcher, step=step, steps=steps,
             workers=tuple(workers), records=records, warnings=before.warnings if before else (),
         )  # fmt: skip
@@ -107,7 +107,7 @@ class Reporter:
         return path.name if path.parent == RUNS.absolute() else shlex.quote(str(path))
 
     def step(self, *, last: bool, **values: Any) -> None:
-        """A finished step: fields of `State`. last: it has to be written, however soon after the one before."""
+        """A finished step: fields of `RunState`. last: it has to be written, however soon after the one before."""
         now = time.time()
         self._state = dataclasses.replace(self._state, phase="training", time=now, stepped=now, **values)
         if last or time.monotonic() - self._written >= WRITE_S:
@@ -128,7 +128,7 @@ class Reporter:
 
 
 @dataclass(frozen=True)
-class Life:
+class Liveness:
     """alive: whether a process works on the run. holder: which, such as ``process 12 on node7``. silent: seconds since its last sign."""
 
     alive: bool
@@ -136,22 +136,22 @@ class Life:
     silent: float | None
 
 
-def life(run: RunDir, now: float) -> Life:
+def life(run: RunDir, now: float) -> Liveness:
     """Whether the run lives. On the holder's own machine the lock tells; from elsewhere, or where locks do not work, its signs of life."""
     lock = run.path / LOCK
     try:
         holder = lock.read_text(errors="replace").strip()
         silent = max(0.0, now - lock.stat().st_mtime)
     except OSError:
-        return Life(False, "", None)
+        return Liveness(False, "", None)
     host = re.fullmatch(r"process \d+ on (.+)", holder)
     if host is not None and host[1] == socket.gethostname():
-        return Life(_is_held(lock), holder, silent)
+        return Liveness(_is_held(lock), holder, silent)
     if host is None:  # a file system without locks
         found = read(run)
         silent = min(silent, now - found.time) if found else silent
-        return Life(found is not None and found.phase not in ENDED and silent < SILENT_S, "", silent)
-    return Life(silent < SILENT_S, holder, silent)
+        return Liveness(found is not None and found.phase not in ENDED and silent < SILENT_S, "", silent)
+    return Liveness(silent < SILENT_S, holder, silent)
 
 
 def _is_held(lock: Path) -> bool:

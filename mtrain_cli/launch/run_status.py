@@ -13,7 +13,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import progress_record, restart, run_state
 from mtrain_cli.launch.restart import Restart
 from mtrain_cli.launch.run_dir import RUNS, RunDir
-from mtrain_cli.launch.run_state import State
+from mtrain_cli.launch.run_state import RunState
 from mtrain_cli.training.manifest import committed_steps, manifest_file
 
 STALLED_S = 60.0  # and this many times a usual step: a step that takes so long may never end
@@ -21,7 +21,7 @@ STALLED_STEPS = 5.0
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class NewestCheckpoint:
     """The newest one. age: seconds."""
 
     step: int
@@ -29,7 +29,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Status:
+class RunStatus:
     """what: starting, running, stalled (no step for long), restarting, finished, stopped, failed, lost (it ended without a word: killed, or
     its machine failed) or not begun. detail: a sentence more, or empty. since_step: seconds since the last step. written: what the run
     wrote of itself; None before its first words, and for runs of versions that wrote none. losses: of the latest steps. damaged: a line for
@@ -44,19 +44,19 @@ class Status:
     holder: str
     silent: float | None
     since_step: float | None
-    checkpoint: Checkpoint | None
+    checkpoint: NewestCheckpoint | None
     restarts: tuple[Restart, ...]
     damaged: tuple[str, ...]
     losses: tuple[float, ...]
     where: tuple[str, ...]
-    written: State | None
+    written: RunState | None
 
     @property
     def alive(self) -> bool:
         return self.what in ("starting", "running", "stalled", "restarting")
 
 
-def look(run: RunDir) -> Status:
+def look(run: RunDir) -> RunStatus:
     """The run as it is now."""
     now = time.time()
     life = run_state.life(run, now)
@@ -67,7 +67,7 @@ def look(run: RunDir) -> Status:
         step = written.step  # after a restart that of the checkpoint, to which metrics.jsonl is cut back
     since = None if written is None else now - (written.stepped or written.began)
     what, detail = _what(run, written, life.alive, since, step)
-    return Status(
+    return RunStatus(
         folder=str(run.path),
         what=what,
         detail=detail,
@@ -108,7 +108,7 @@ def latest() -> RunDir:
     return max(found, key=heard)
 
 
-def _what(run: RunDir, written: State | None, alive: bool, since: float | None, step: int) -> tuple[str, str]:
+def _what(run: RunDir, written: RunState | None, alive: bool, since: float | None, step: int) -> tuple[str, str]:
     if not alive:
         if written is not None and written.phase in run_state.ENDED:
             return written.phase, written.reason
@@ -139,7 +139,7 @@ def _damaged(run: RunDir) -> Iterator[str]:
         yield f"{run.restarts}: {lines} line{'s' * (lines > 1)} cannot be read and {'are' if lines > 1 else 'is'} left out"
 
 
-def _steps(run: RunDir, written: State | None) -> int:
+def _steps(run: RunDir, written: RunState | None) -> int:
     if written is not None and written.steps:
         return written.steps
     with contextlib.suppress(ConfigError):
@@ -147,14 +147,14 @@ def _steps(run: RunDir, written: State | None) -> int:
     return 0
 
 
-def _checkpoint(run: RunDir, now: float) -> Checkpoint | None:
+def _checkpoint(run: RunDir, now: float) -> NewestCheckpoint | None:
     for step in committed_steps(run.checkpoints):
         with contextlib.suppress(OSError):
-            return Checkpoint(step, max(0.0, now - manifest_file(run.checkpoints, step).stat().st_mtime))
+            return NewestCheckpoint(step, max(0.0, now - manifest_file(run.checkpoints, step).stat().st_mtime))
     return None
 
 
-def _where(written: State | None, now: float) -> list[str]:
+def _where(written: RunState | None, now: float) -> list[str]:
     """What each rank does, where its record can be seen from here."""
     if written is None or not written.records:
         return []

@@ -25,7 +25,7 @@ from mtrain_cli.config import compose, keys
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch import failures, guarded_streams, progress_record, restart, run_state
 from mtrain_cli.launch.environment import Environment, gpu_index, nccl_variables, on_loopback, resolve_environment
-from mtrain_cli.launch.failure_channel import Lifeline, leave
+from mtrain_cli.launch.failure_channel import FailureChannel, leave
 from mtrain_cli.launch.job import STORE_TIMEOUT, Job, current_job, decide_on_rank_zero, job_store
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.safe_pickle import guard_collectives
@@ -97,7 +97,7 @@ def run_in_job(run_dir: RunDir, environment: Environment, resume: bool, target: 
         run_state.change(run_dir, "failed", restart.one_line(failure))
         return _what_follows(run_dir, job)
 
-    lifeline = Lifeline(job, on_mistake=run_dir.discard, logs=run_dir.logs, on_failure=failed, beat=run_dir.beat)
+    lifeline = FailureChannel(job, on_mistake=run_dir.discard, logs=run_dir.logs, on_failure=failed, beat=run_dir.beat)
     record = progress_record.in_logs(run_dir.logs, job.rank)
     try:
         agreed = _configuration_of_rank_zero(run_dir)

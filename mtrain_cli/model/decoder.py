@@ -23,7 +23,7 @@ from mtrain_cli.model.loss import with_z_loss
 from mtrain_cli.model.rope import Rotation, attention_factor, inverse_frequencies, rotate, rotation
 from mtrain_cli.model.tiling import layers_with_products, tile_rows
 from mtrain_cli.model.token_losses import token_losses
-from mtrain_cli.parallel.activation_offload import Kept, Offload
+from mtrain_cli.parallel.activation_offload import ActivationOffload, Kept
 
 Attend = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 """``attend(q_BNHD, k_BNKD, v_BNKD, layer) -> out_BNHD``: scores are q.k / sqrt(D); all inputs are contiguous."""
@@ -95,7 +95,7 @@ class DecoderLayer(nn.Module):
         activation_checkpoint: str,
         compile: bool,
         tile_bytes: int = 0,
-        offload: Offload | None = None,
+        offload: ActivationOffload | None = None,
         keep_mlp: bool = False,
     ) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class DecoderLayer(nn.Module):
             x_BNC, out_BNHD, weights, norm.eps, rows, self.index, compile=self.compiled, inputs_only=passes.second, keep=keep
         )
 
-    def _input_offloaded(self, offload: Offload) -> AbstractContextManager[None]:
+    def _input_offloaded(self, offload: ActivationOffload) -> AbstractContextManager[None]:
         """What is saved inside, the input of the checkpointed layer, waits in host memory."""
 
         def leave(saved: Tensor) -> Kept:
@@ -203,7 +203,7 @@ class Decoder(nn.Module):
         activation_checkpoint: str,
         compile: bool,
         tile_bytes: int = 0,
-        offload: Offload | None = None,
+        offload: ActivationOffload | None = None,
         loss_gradients: str = "forward",
         z_loss: float = 0.0,
         keep_mlp: bool | int = False,

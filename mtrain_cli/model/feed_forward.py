@@ -72,7 +72,7 @@ class _FeedForward(torch.autograd.Function):
         # Contiguous, whatever the inputs are, so that tiles are views.
         dx_BNC, dout_BNHD = x_BNC.new_empty(x_BNC.shape), out_BNHD.new_empty(out_BNHD.shape)
         several = ctx.rows < x_BNC.shape[0] * x_BNC.shape[1]
-        sums = _Sums(several)
+        sums = _GradientSums(several)
         products, ctx.products = ctx.products, []  # each goes with its tile, and if this fails all of them
         tensors = (x_BNC, out_BNHD, grad_BNC.contiguous(), dx_BNC, dout_BNHD)
         for x_RC, out_RA, grad_RC, dx_RC, dout_RA in zip(*(_tiles(t, ctx.rows) for t in tensors), strict=True):
@@ -106,7 +106,7 @@ class _FeedForward(torch.autograd.Function):
         return dx_BNC, dout_BNHD, *(sums.of(name, weight) for name, weight in weights.items()), None, None, None, None, None, None
 
 
-class _Sums:
+class _GradientSums:
     """Gradients of the weights over the tiles: of one tile in the compute dtype, as autograd makes them, of several in float32."""
 
     def __init__(self, several: bool) -> None:

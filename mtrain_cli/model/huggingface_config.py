@@ -56,7 +56,7 @@ def _as_json(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
-class _Fields:
+class _ConfigFields:
     """Reads typed fields of a JSON object and collects what is wrong with them."""
 
     def __init__(self, path: Path, raw: dict[str, Any]) -> None:
@@ -114,7 +114,7 @@ def read_config(folder: Path) -> tuple[ModelConfig, int]:
     family = raw.get("model_type")
     if not isinstance(family, str) or family not in ARCHITECTURES:
         raise ConfigError(f"{path}: model_type={_shown(family)}: must be one of {', '.join(ARCHITECTURES)}")
-    fields = _Fields(path, raw)
+    fields = _ConfigFields(path, raw)
     fields.refuse("hidden_act", "silu")
     fields.refuse("attention_bias", False)
     fields.refuse("mlp_bias", False)
@@ -148,9 +148,9 @@ def read_config(folder: Path) -> tuple[ModelConfig, int]:
     return model, max_position
 
 
-def _read_rope(outer: _Fields, max_position: int) -> RopeConfig:
+def _read_rope(outer: _ConfigFields, max_position: int) -> RopeConfig:
     parameters = _rope_parameters(outer)
-    inner = _Fields(outer.path, parameters)
+    inner = _ConfigFields(outer.path, parameters)
     inner.problems = outer.problems
     inner.refuse("partial_rotary_factor", 1.0)
     outer.refuse("partial_rotary_factor", 1.0)
@@ -175,7 +175,7 @@ def _read_rope(outer: _Fields, max_position: int) -> RopeConfig:
     return rope
 
 
-def _rope_parameters(outer: _Fields) -> dict[str, Any]:
+def _rope_parameters(outer: _ConfigFields) -> dict[str, Any]:
     """The rotary settings of a config.json by their names in transformers 5, wherever they stand.
 
     A setting that stands in two places with two values is a problem: which one counts depends on the version of transformers.
@@ -195,7 +195,7 @@ def _rope_parameters(outer: _Fields) -> dict[str, Any]:
     return {key: value for key, (_, value) in found.items() if value is not None}
 
 
-def _rope_object(outer: _Fields, key: str) -> dict[str, Any]:
+def _rope_object(outer: _ConfigFields, key: str) -> dict[str, Any]:
     settings = outer.raw.get(key)
     if settings is None:
         return {}
@@ -211,7 +211,7 @@ def _rope_object(outer: _Fields, key: str) -> dict[str, Any]:
     return settings
 
 
-def _refuse_windows(fields: _Fields, family: str) -> None:
+def _refuse_windows(fields: _ConfigFields, family: str) -> None:
     """Attention is over the whole sequence in every layer."""
     fields.refuse("use_sliding_window", False)
     if family == "mistral":
@@ -224,7 +224,7 @@ def _refuse_windows(fields: _Fields, family: str) -> None:
         fields.problems.append(f"{fields.path}: layer_types has {json.dumps(other)}, which is not supported; only full_attention is")
 
 
-def _usual_kv_heads(fields: _Fields, family: str, num_heads: int) -> int:
+def _usual_kv_heads(fields: _ConfigFields, family: str, num_heads: int) -> int:
     """Key-value heads of a config.json that does not say."""
     return num_heads if "num_key_value_heads" in fields.raw else _KV_HEADS.get(family, num_heads)
 
@@ -239,7 +239,7 @@ def remarks(folder: Path) -> list[str]:
     return lines
 
 
-def _refuse_other_yarn(fields: _Fields, rope: RopeConfig) -> None:
+def _refuse_other_yarn(fields: _ConfigFields, rope: RopeConfig) -> None:
     """Variants whose angles or temperature are not those of `rope.py`."""
     from mtrain_cli.model.rope import attention_factor  # needs torch, which a command that only composes does not load
 

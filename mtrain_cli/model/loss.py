@@ -73,12 +73,12 @@ def with_z_loss(
     rows = max(1, chunk_bytes // (accumulation(x_NC.dtype).itemsize * vocab_size))
     # A tensor, filled on the device: as a Python number it would be a constant of the compiled code, which a new value compiles again.
     scale_tensor = scale if isinstance(scale, Tensor) else torch.full((), scale, dtype=accumulation(x_NC.dtype), device=x_NC.device)
-    how = _How(rows, float(z_loss), compile)
+    how = _LossOptions(rows, float(z_loss), compile)
     return _FusedLinearCrossEntropy.apply(x_NC, weight_VC, labels_N.long(), how, scale_tensor, torch.is_grad_enabled(), recompute)
 
 
 @dataclass(frozen=True)
-class _How:
+class _LossOptions:
     """rows: of a chunk. z_loss: coefficient. compile: what is between the products."""
 
     rows: int
@@ -89,11 +89,11 @@ class _How:
 class _FusedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, how: _How, scale: Tensor, grad_enabled: bool, recompute: bool
+        ctx: Any, x_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, how: _LossOptions, scale: Tensor, grad_enabled: bool, recompute: bool
     ) -> tuple[Tensor, Tensor]:
         needed = tuple(needed and grad_enabled for needed in ctx.needs_input_grad[:2])
         ctx.how, ctx.needed, ctx.recompute = how, needed, recompute
-        with profiler_labels.part(profiler_labels.LOSS):
+        with profiler_labels.labelled(profiler_labels.LOSS):
             total, loss, dx_NC, dweight_VC = _chunks(x_NC, weight_VC, labels_N, how, scale, (False, False) if recompute else needed)
         if recompute:
             ctx.save_for_backward(x_NC, weight_VC, labels_N, scale)
@@ -105,7 +105,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        with profiler_labels.part(profiler_labels.LOSS):
+        with profiler_labels.labelled(profiler_labels.LOSS):
             if ctx.recompute:
                 x_NC, weight_VC, labels_N, scale = ctx.saved_tensors
                 dx_NC, dweight_VC = _chunks(x_NC, weight_VC, labels_N, ctx.how, scale * grad, ctx.needed)[2:]
@@ -115,7 +115,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
 
 
 def _chunks(
-    x_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, how: _How, scale: Tensor, needed: tuple[bool, ...]
+    x_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, how: _LossOptions, scale: Tensor, needed: tuple[bool, ...]
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """-> loss with and without the z-loss, and the gradients of x and W that are ``needed``."""
     x_needed, weight_needed = needed

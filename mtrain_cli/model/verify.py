@@ -19,7 +19,7 @@ from mtrain_cli.model.rope import rope_factor
 
 
 @dataclass(frozen=True)
-class Agreement:
+class LogitAgreement:
     """How far two sets of logits over the same ``tokens`` positions are apart."""
 
     tokens: int
@@ -37,7 +37,7 @@ def require_transformers() -> str:
     return transformers.__version__
 
 
-def verify(folder: Path | str, tokens: int, report: Callable[[str], None] = lambda _: None, seed: int = 0) -> Agreement:
+def verify(folder: Path | str, tokens: int, report: Callable[[str], None] = lambda _: None, seed: int = 0) -> LogitAgreement:
     """Logits of ``tokens`` random tokens by the decoder and by transformers, in float32 on the CPU, from one Hugging Face folder.
 
     ``report`` is told what begins, since each half takes minutes for many tokens. Raises ConfigError if transformers is missing or the
@@ -88,10 +88,10 @@ def _opened_by_transformers(folder: Path | str) -> Any:
         ) from error
 
 
-def compare(ours_BNV: Tensor, theirs_BNV: Tensor) -> Agreement:
+def compare(ours_BNV: Tensor, theirs_BNV: Tensor) -> LogitAgreement:
     """Largest absolute difference, largest absolute logit of theirs, and the mean over tokens of KL(theirs || ours) in nats."""
     theirs_log, ours_log = (functional.log_softmax(logits.double(), dim=-1) for logits in (theirs_BNV, ours_BNV))
-    return Agreement(
+    return LogitAgreement(
         tokens=ours_BNV.shape[0] * ours_BNV.shape[1],
         largest_difference=(ours_BNV - theirs_BNV).abs().max().item(),
         largest_logit=theirs_BNV.abs().max().item(),

@@ -27,13 +27,14 @@ def block_sizes(size: int) -> list[int]:
     return [FULL_BLOCK] * (size // FULL_BLOCK) + ([1 << (rest - 1).bit_length()] if rest else [])
 
 
-class Waiting:
+class OffloadedTensor:
     """One tensor between its forward and its backward pass. device, host: where it is, both while it is copied; on the host in blocks, one
     part after the other. copied: end of the last copy, None on a CPU.
     """
 
-    # Like `Offload` no dataclass: FSDP looks for tensors inside the dataclasses among a module's arguments, and these two form a ring.
-    def __init__(self, store: Offload, layer: int, device: torch.Tensor) -> None:
+    # Like `ActivationOffload` no dataclass: FSDP looks for tensors inside the dataclasses among a module's arguments, and these two form
+    # a ring.
+    def __init__(self, store: ActivationOffload, layer: int, device: torch.Tensor) -> None:
         self.store = store
         self.layer = layer
         self.shape, self.dtype = device.shape, device.dtype
@@ -46,7 +47,7 @@ class Waiting:
         return self.store.get(self)
 
 
-Kept = torch.Tensor | Waiting
+Kept = torch.Tensor | OffloadedTensor
 
 
 def layers_on_host(offloaded: bool | int, layers: int) -> int:
@@ -56,7 +57,7 @@ def layers_on_host(offloaded: bool | int, layers: int) -> int:
     return min(layers if offloaded is True else int(offloaded), layers - 1)
 
 
-class Offload:
+class ActivationOffload:
     """Host memory for what the layers of one decoder keep, from one step to the next.
 
     leaving: layers whose tensors leave; those of the others stay on the device. allocated: bytes of all host blocks. moved: bytes copied
@@ -70,7 +71,7 @@ class Offload:
         self.allocated = 0
         self.moved = 0
         self._at = -1  # layer whose tensors are leaving
-        self._waiting: dict[int, list[Waiting]] = {}
+        self._waiting: dict[int, list[OffloadedTensor]] = {}
         self._memory = PinnedMemory(device)
         self._free: dict[int, list[torch.Tensor]] = {}  # blocks by their size
         self._stream: torch.cuda.Stream | None = None
@@ -80,11 +81,11 @@ class Offload:
         """Tensors between their forward and their backward pass."""
         return sum(len(row) for row in self._waiting.values())
 
-    def put(self, layer: int, tensor: torch.Tensor) -> Waiting:
+    def put(self, layer: int, tensor: torch.Tensor) -> OffloadedTensor:
         """Begins to copy a tensor out, behind what has been queued so far. Nobody may change it afterwards."""
         if layer != self._at:
             self._begin(layer)
-        kept = Waiting(self, layer, tensor.detach())
+        kept = OffloadedTensor(self, layer, tensor.detach())
         self._waiting[layer].append(kept)
         if layer >= self.leaving:
             return kept
@@ -114,8 +115,8 @@ class Offload:
                 kept.device = None
         self._waiting[layer] = []
 
-    def get(self, kept: Waiting) -> torch.Tensor:
-        """See `Waiting.get`."""
+    def get(self, kept: OffloadedTensor) -> torch.Tensor:
+        """See `OffloadedTensor.get`."""
         self._at = -1
         self._fetch(kept.layer)
         self._fetch(kept.layer - 1)
@@ -143,7 +144,7 @@ class Offload:
                 kept.copied = self._event()
             self.moved += kept.device.nbytes
 
-    def _release(self, kept: Waiting) -> None:
+    def _release(self, kept: OffloadedTensor) -> None:
         """Its host blocks are used by later copies, which are queued behind those of this one."""
         for block in kept.host or ():
             self._free.setdefault(block.nbytes, []).append(block)
@@ -178,7 +179,7 @@ class Offload:
         return event
 
     @staticmethod
-    def _wait(kept: Waiting) -> None:
+    def _wait(kept: OffloadedTensor) -> None:
         if kept.copied is not None:
             torch.cuda.current_stream().wait_event(kept.copied)
 

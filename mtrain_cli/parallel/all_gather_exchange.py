@@ -9,18 +9,18 @@ import torch
 from mtrain_cli.attention.kernel import accumulation_dtype
 from mtrain_cli.parallel.exchange import WHOLE_SEQUENCE, Exchange, Shards
 from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, BACKWARD, FORWARD
-from mtrain_cli.parallel.schedule import Step, Steps, Transfer
-from mtrain_cli.parallel.transport import Mail
+from mtrain_cli.parallel.schedule import ScheduleStep, Steps, Transfer
+from mtrain_cli.parallel.transport import Transport
 from mtrain_cli.parallel.wide_copy import contiguous
 
 
-class Gathering(Exchange):
+class AllGatherExchange(Exchange):
     """Keys and values are gathered in sequence order, one part of the heads after the other; their gradients return by reduce-scatter."""
 
     def named_tiles(self, *, indexed: bool, forward_only: bool = False) -> set[tuple[Shards, Shards]]:  # noqa: ARG002 - the same for all
         return {((self.group.rank,), WHOLE_SEQUENCE)}
 
-    def _tile(self, step: Step) -> tuple[Shards, Shards]:
+    def _tile(self, step: ScheduleStep) -> tuple[Shards, Shards]:
         return step.queries, WHOLE_SEQUENCE
 
     def forward(self, q, k, v, work, kernel, scale, what=""):
@@ -75,7 +75,7 @@ class Gathering(Exchange):
         dk, dv = _own(gradients, packed)
         return _joined(queries, 2), dk, dv
 
-    def _gathered(self, mail: Mail, steps: Steps, packed: torch.Tensor) -> Iterator[tuple[Step, list[torch.Tensor]]]:
+    def _gathered(self, mail: Transport, steps: Steps, packed: torch.Tensor) -> Iterator[tuple[ScheduleStep, list[torch.Tensor]]]:
         """-> every step with its keys and values [batch, padded_seq, kv_heads of the part, head_dim], once they are complete. In a list,
         which may be emptied, since what is yielded would live on here.
         """
@@ -104,7 +104,9 @@ class Gathering(Exchange):
             del shards
             yield step, gathered
 
-    def _returned(self, mail: Mail, sends: tuple[Transfer, ...], dk: torch.Tensor, dv: torch.Tensor, high: torch.dtype) -> torch.Tensor:
+    def _returned(
+        self, mail: Transport, sends: tuple[Transfer, ...], dk: torch.Tensor, dv: torch.Tensor, high: torch.dtype
+    ) -> torch.Tensor:
         """Begins to add up the gradients of all ranks; -> this rank's shard, complete when the pass has ended."""
         shape = (self.group.size, 2, dk.shape[0], self.layout.tokens_per_worker, *dk.shape[2:])
         shards = torch.empty(shape, dtype=high, device=dk.device)

@@ -8,11 +8,11 @@ import torch
 
 from mtrain_cli.attention.kernel import accumulation_dtype, merge
 from mtrain_cli.parallel.exchange import Shards
-from mtrain_cli.parallel.schedule import QUERIES, Step, Steps
-from mtrain_cli.parallel.transport import Buffers, Mail
+from mtrain_cli.parallel.schedule import QUERIES, ScheduleStep, Steps
+from mtrain_cli.parallel.transport import Buffers, Transport
 
 
-class Total:
+class RunningAttention:
     """Attention over more and more keys."""
 
     def __init__(self, q: torch.Tensor) -> None:
@@ -43,11 +43,11 @@ class Total:
         return self._out.to(q.dtype), self._lse
 
 
-class Travel:
+class CirculatingShards:
     """The shards that circulate in one pass: what is at hand, and when its buffer is free again."""
 
     def __init__(
-        self, buffers: Buffers, mail: Mail, steps: Steps, held: dict[int, torch.Tensor], payload: str, keep: int | None = None
+        self, buffers: Buffers, mail: Transport, steps: Steps, held: dict[int, torch.Tensor], payload: str, keep: int | None = None
     ) -> None:
         """keep: a shard that stays at hand to the end."""
         self._buffers, self._mail, self._steps, self._payload = buffers, mail, steps, payload
@@ -60,7 +60,7 @@ class Travel:
             for shard in [*self._shards(step), *(s for t in step.post for s in t.sends)]:
                 self._last_use[shard] = at
 
-    def _shards(self, step: Step) -> Shards:
+    def _shards(self, step: ScheduleStep) -> Shards:
         return step.queries if self._payload == QUERIES else step.keys
 
     def begin(self, at: int) -> torch.Tensor:
@@ -95,10 +95,10 @@ class Travel:
             self._buffers.give(buffer)
 
 
-class Sums:
+class CirculatingGradients:
     """Gradients of the shards that circulate, handed on and added up."""
 
-    def __init__(self, buffers: Buffers, mail: Mail) -> None:
+    def __init__(self, buffers: Buffers, mail: Transport) -> None:
         self._buffers, self._mail = buffers, mail
         self._parts: dict[int, torch.Tensor] = {}
         self._under_way: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = {}  # transfer -> shard that arrives, its buffer, what left
@@ -109,7 +109,7 @@ class Sums:
         self._parts[shard] = self._buffers.take(shape, dtype, device)
         return self._parts[shard]
 
-    def exchange(self, step: Step) -> None:
+    def exchange(self, step: ScheduleStep) -> None:
         """Adds what a step collects, and sends what it hands on."""
         for number in step.collect:
             self._mail.wait(number)

@@ -10,18 +10,18 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from mtrain_cli.attention.index import BlockBitmap, Counts, Index, MaskWork, VerticalSlash
+from mtrain_cli.attention.index import BlockBitmap, Index, IndexCounts, MaskWork, VerticalSlash
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.parallel import nvtx_ranges, profiler_labels
-from mtrain_cli.parallel.activation_offload import Kept, Offload
-from mtrain_cli.parallel.exchange import Exchange, Work
+from mtrain_cli.parallel.activation_offload import ActivationOffload, Kept
+from mtrain_cli.parallel.exchange import Exchange, ShardTiles
 from mtrain_cli.parallel.index_group import gathered, make_index_group, record_messages
 from mtrain_cli.parallel.layout import Layout, early_queries
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, INDEX, Recorder
 from mtrain_cli.parallel.transport import naming
-from mtrain_cli.sparsity.pattern import Masked, Pattern
+from mtrain_cli.sparsity.pattern import MaskedPositions, Pattern
 
 _COUNTED_AT_ONCE = 1 << 21  # diagonals and columns of all heads, each of which takes some 15 numbers of 8 bytes while they are counted
 
@@ -35,15 +35,15 @@ class IndexRecord:
     """
 
     layer: int
-    found: Counts | VerticalSlash
+    found: IndexCounts | VerticalSlash
     workers: int
     started: torch.cuda.Event | float
     ended: torch.cuda.Event | float
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> IndexCounts:
         """What the index leaves to compute, once it is counted."""
-        assert isinstance(self.found, Counts)
+        assert isinstance(self.found, IndexCounts)
         return self.found
 
     @property
@@ -66,7 +66,7 @@ class DynamicIndex:
     """
 
     pattern: Pattern
-    masked: Masked
+    masked: MaskedPositions
     work: MaskWork
     foreign_queries: bool = False
     kept: dict[int, Index] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class DynamicIndex:
         """
         request = pattern.request()
         shards = None if layout is None else [layout.positions(rank) for rank in range(layout.workers)]
-        masked = Masked.make(masks, request.block, device, shards, make_index_group(group or ContextGroup.alone()))
+        masked = MaskedPositions.make(masks, request.block, device, shards, make_index_group(group or ContextGroup.alone()))
         work = MaskWork.make(masks, request.block, device, request.bitmap, masked.numbers)
         return DynamicIndex(pattern, masked, work, foreign_queries)
 
@@ -100,10 +100,10 @@ class DynamicIndex:
             started = _now(q.device)
             span = nvtx_ranges.span(INDEX, "", "", -1) if recorder is None or not recorder.recording else recorder.span(INDEX, -1)
             come = naming(f"index, layer {layer}", "estimates", "the part of another worker did not come")
-            with torch.no_grad(), profiler_labels.part(profiler_labels.INDEX), span, come:
+            with torch.no_grad(), profiler_labels.labelled(profiler_labels.INDEX), span, come:
                 record_messages(self.masked.group, recorder)
                 index = self.pattern.estimate(q.detach(), k.detach(), self.masked, layer)
-                found: Counts | VerticalSlash
+                found: IndexCounts | VerticalSlash
                 if isinstance(index, VerticalSlash):
                     found, workers = index, 1
                 else:
@@ -120,7 +120,7 @@ class DynamicIndex:
 
     def count(self) -> None:
         """Counts what the lines of all layers leave to compute, together: a metric, of which no layer is to wait for some fifty kernels."""
-        with profiler_labels.part(profiler_labels.INDEX):
+        with profiler_labels.labelled(profiler_labels.INDEX):
             self._count()
 
     def _count(self) -> None:
@@ -156,13 +156,13 @@ class ContextAttention:
 
     exchange: Exchange
     kernel: Kernel
-    work: Work
+    work: ShardTiles
     index: DynamicIndex | None = None
     early: int | None = None
-    early_work: Work | None = None
+    early_work: ShardTiles | None = None
     kept: dict[int, tuple[Kept, ...]] = field(default_factory=dict, repr=False, compare=False)
-    offload: Offload | None = None
-    narrowed: dict[int, tuple[Work, Work | None]] = field(default_factory=dict, repr=False, compare=False)
+    offload: ActivationOffload | None = None
+    narrowed: dict[int, tuple[ShardTiles, ShardTiles | None]] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
     def make(
@@ -173,7 +173,7 @@ class ContextAttention:
         pattern: Pattern | None = None,
         *,
         keep: float = 0.0,
-        offload: Offload | None = None,
+        offload: ActivationOffload | None = None,
     ) -> ContextAttention:
         """masks: one per sequence of the batch. pattern: None for dense attention. keep: the share of the queries of this rank, its last
         ones, whose output and lse a second forward pass takes from the first.
@@ -211,13 +211,13 @@ class ContextAttention:
         # Without a computation or a message there is nothing to record.
         quiet = layer in self.kept and self.early == 0 and self.exchange.rebuilds_alone
         with (
-            profiler_labels.part(profiler_labels.ATTENTION),
+            profiler_labels.labelled(profiler_labels.ATTENTION),
             nullcontext() if recorder is None or quiet else recorder.attention_pass(layer, FORWARD),
         ):
             work, early_work = self._narrowed(layer, q, k, recorder)
             return _Attend.apply(q, k, v, self, work, layer, early_work, torch.is_grad_enabled())
 
-    def _narrowed(self, layer: int, q: torch.Tensor, k: torch.Tensor, recorder: Recorder | None) -> tuple[Work, Work | None]:
+    def _narrowed(self, layer: int, q: torch.Tensor, k: torch.Tensor, recorder: Recorder | None) -> tuple[ShardTiles, ShardTiles | None]:
         """Work and early work of a layer."""
         if self.index is None:
             return self.work, self.early_work
@@ -252,7 +252,9 @@ class ContextAttention:
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, call: ContextAttention, work: Work, layer: int, early_work: Work | None = None, keep: bool = False):
+    def forward(
+        ctx, q, k, v, call: ContextAttention, work: ShardTiles, layer: int, early_work: ShardTiles | None = None, keep: bool = False
+    ):
         scale, what = call.scale(q.shape[-1]), f"layer {layer}"
         if layer in call.kept:
             assert call.early is not None
@@ -272,7 +274,7 @@ class _Attend(torch.autograd.Function):
         recorder = call.exchange.recorder
         saved = ctx.saved_tensors  # where they were not kept, this runs the forward pass once more
         with (
-            profiler_labels.part(profiler_labels.ATTENTION),
+            profiler_labels.labelled(profiler_labels.ATTENTION),
             nullcontext() if recorder is None else recorder.attention_pass(ctx.layer, BACKWARD),
         ):
             gradients = call.exchange.backward(dout.contiguous(), saved, ctx.work, call.kernel, ctx.scale, f"layer {ctx.layer}")

@@ -22,8 +22,8 @@ from mtrain_cli.launch import progress_record
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.recording import FORWARD, Recorder
-from mtrain_cli.parallel.schedule import Schedule, Step, Steps
-from mtrain_cli.parallel.transport import Buffers, Mail
+from mtrain_cli.parallel.schedule import Schedule, ScheduleStep, Steps
+from mtrain_cli.parallel.transport import Buffers, Transport
 
 Shards = tuple[int, ...]
 Saved = tuple[torch.Tensor, ...]
@@ -32,7 +32,7 @@ WHOLE_SEQUENCE = (-1,)  # in place of key shards: all of them, in sequence order
 
 
 @dataclass(frozen=True)
-class Work:
+class ShardTiles:
     """What one rank computes under the masks of a batch: the tiles of every pair of query and key shards that its steps name.
 
     Made once per batch. `under` narrows all of it by the dynamic index of one layer.
@@ -42,8 +42,8 @@ class Work:
     index: Index | None = None
     _narrow: dict[tuple, Tiles] = field(default_factory=dict, repr=False, compare=False)
 
-    def under(self, index: Index | None) -> Work:
-        return Work(self.tiles, index)
+    def under(self, index: Index | None) -> ShardTiles:
+        return ShardTiles(self.tiles, index)
 
     def of(self, queries: Shards, keys: Shards, part: tuple[int, int] = (0, 1), *, columns: bool = True) -> Tiles:
         """part: (i, n), the i-th of n equal parts of the heads. columns: whether single columns of the index count, too."""
@@ -110,7 +110,7 @@ class Exchange(ABC):
 
     def work(
         self, masks: Sequence[SequenceMask], device: torch.device | str, block: int | None = None, *, early: int | None = None
-    ) -> Work:
+    ) -> ShardTiles:
         """masks: one per sequence of the batch. block: of the dynamic index that will narrow it, if any. early: only what a forward pass
         of the first so many queries of this rank asks for.
 
@@ -127,15 +127,15 @@ class Exchange(ABC):
             spans = [mask.spans(rows, positions[keys]) for mask in masks]
             between = None if geometry is None else geometry.between(rows, positions[keys], masks[0].padded)
             tiles[queries, keys] = Tiles.make(spans, device, between)
-        return Work(tiles)
+        return ShardTiles(tiles)
 
-    def pairs(self, work: Work) -> float:
+    def pairs(self, work: ShardTiles) -> float:
         """Query-key pairs that the masks leave this rank, per head and layer; a pair for a part of the heads counts as that part."""
         return sum(work.tiles[self._tile(step)].pairs / self._part(step)[1] for step in self.forward_steps if step.keys)
 
     @abstractmethod
-    def _tile(self, step: Step) -> tuple[Shards, Shards]:
-        """Under which name `Work` has what a step computes."""
+    def _tile(self, step: ScheduleStep) -> tuple[Shards, Shards]:
+        """Under which name `ShardTiles` has what a step computes."""
 
     def _positions(self, shards: Shards):
         """Global positions of the slots of a shard, ascending."""
@@ -144,18 +144,18 @@ class Exchange(ABC):
         (shard,) = shards
         return self.layout.positions(shard)
 
-    def _part(self, step: Step) -> tuple[int, int]:
+    def _part(self, step: ScheduleStep) -> tuple[int, int]:
         """The part of a step's heads among all heads of the model."""
         return self.part[0] * step.part[1] + step.part[0], self.part[1] * step.part[1]
 
     @abstractmethod
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: Work, kernel: Kernel, scale: float, what: str = ""
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: ShardTiles, kernel: Kernel, scale: float, what: str = ""
     ) -> tuple[torch.Tensor, torch.Tensor, Saved]:
         """-> out like q, lse, and what this rank saves for `backward`. what: for messages, such as ``layer 3``."""
 
     @abstractmethod
-    def backward(self, dout: torch.Tensor, saved: Saved, work: Work, kernel: Kernel, scale: float, what: str = "") -> Triple:
+    def backward(self, dout: torch.Tensor, saved: Saved, work: ShardTiles, kernel: Kernel, scale: float, what: str = "") -> Triple:
         """-> dq, dk, dv of this rank's own queries, keys and values."""
 
     def kept(self, saved: Saved, early: int) -> Saved:
@@ -177,7 +177,7 @@ class Exchange(ABC):
         v: torch.Tensor,
         kept: Saved,
         early: int,
-        work: Work,
+        work: ShardTiles,
         kernel: Kernel,
         scale: float,
         what: str = "",
@@ -201,10 +201,10 @@ class Exchange(ABC):
         return True
 
     @contextmanager
-    def _mail(self, what: str, direction: str) -> Iterator[Mail]:
+    def _mail(self, what: str, direction: str) -> Iterator[Transport]:
         """The transfers of one pass; all of them are complete at its end."""
         steps = self.forward_steps if direction == FORWARD else self.backward_steps
-        mail = Mail(self.group, self.name, what, direction, len(steps), self.recorder)
+        mail = Transport(self.group, self.name, what, direction, len(steps), self.recorder)
         yield mail
         mail.finish()
         progress_record.note(f"after {mail.what}")

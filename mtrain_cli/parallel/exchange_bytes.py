@@ -8,7 +8,7 @@ from mtrain_cli.parallel.schedule import DKV, DQ, HEADS, KV, QUERIES, Schedule, 
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ShardSizes:
     """What a shard consists of. tokens: of a worker, times micro-batch. heads, kv_heads, head_dim: of the model. dtype_bytes: of the
     compute dtype; gradients travel in 4. needs_out: of the kernel, whether out travels with queries in place of delta.
     """
@@ -33,7 +33,7 @@ class Sizes:
         return 2 * rows * e * heads + 4 * self.tokens * heads + third
 
 
-def sent_bytes(transfer: Transfer, sizes: Sizes, *, first: bool = True, backward: bool = False) -> int:
+def sent_bytes(transfer: Transfer, sizes: ShardSizes, *, first: bool = True, backward: bool = False) -> int:
     """Bytes that a rank sends; as many arrive. A collective counts as what has to cross at least: its own shard to every peer of a gather,
     the sum for every other peer of a reduce-scatter.
 
@@ -51,7 +51,7 @@ def sent_bytes(transfer: Transfer, sizes: Sizes, *, first: bool = True, backward
     return one * len(transfer.sends)
 
 
-def pass_bytes(schedule: Schedule, rank: int, sizes: Sizes, *, backward: bool) -> int:
+def pass_bytes(schedule: Schedule, rank: int, sizes: ShardSizes, *, backward: bool) -> int:
     """Bytes that a rank sends in one pass of one layer."""
     steps: Steps = (schedule.backward if backward else schedule.forward)[rank]
     total, trades = 0, 0

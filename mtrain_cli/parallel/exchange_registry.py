@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mtrain_cli.parallel.all_gather_exchange import Gathering
+from mtrain_cli.parallel.all_gather_exchange import AllGatherExchange
 from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.parallel.layout import Joined, Layout
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.parallel.ring_exchange import Circulating
-from mtrain_cli.parallel.schedule import KV, Options, Schedule, make_schedule
-from mtrain_cli.parallel.ulysses_exchange import SharedHeads
+from mtrain_cli.parallel.ring_exchange import RingExchange
+from mtrain_cli.parallel.schedule import KV, Schedule, ScheduleOptions, make_schedule
+from mtrain_cli.parallel.ulysses_exchange import UlyssesExchange
 
 
 def make_exchange(
@@ -25,9 +25,9 @@ def make_exchange(
 ) -> Exchange:
     """The exchange of a run; `selection.choose_exchange` turns ``auto`` into a name before.
 
-    chunks, prefetch, circulates: `schedule.Options`. shared_columns: single columns of an index are gathered once, in rings.
+    chunks, prefetch, circulates: `schedule.ScheduleOptions`. shared_columns: single columns of an index are gathered once, in rings.
     """
-    options = Options(group.size, group.per_node, chunks, prefetch, circulates, group.heads)
+    options = ScheduleOptions(group.size, group.per_node, chunks, prefetch, circulates, group.heads)
     schedule = make_schedule(name, options)
     if group.heads == 1:
         return _plain(layout, group, schedule, (0, 1), shared_columns)
@@ -35,10 +35,10 @@ def make_exchange(
     among = replace(options, workers=group.exchange.size, per_node=group.exchange.per_node, heads=1)
     part = (group.rank % group.heads, group.heads)
     inner = _plain(Joined.of(layout, group.heads), group.exchange, make_schedule(name, among), part, shared_columns)
-    return SharedHeads(layout, group, schedule, inner)
+    return UlyssesExchange(layout, group, schedule, inner)
 
 
 def _plain(layout: Layout, group: ContextGroup, schedule: Schedule, part: tuple[int, int], shared_columns: bool) -> Exchange:
     if schedule.exchange in ("ring", "hierarchical_ring"):
-        return Circulating(layout, group, schedule, part, shared_columns=shared_columns)
-    return Gathering(layout, group, schedule, part)
+        return RingExchange(layout, group, schedule, part, shared_columns=shared_columns)
+    return AllGatherExchange(layout, group, schedule, part)

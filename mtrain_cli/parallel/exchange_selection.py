@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.config.schema import ConfigError, TopologyConfig
-from mtrain_cli.parallel.schedule import CONTEXT, KV, QUERIES, Options, make_schedule
+from mtrain_cli.parallel.schedule import CONTEXT, KV, QUERIES, ScheduleOptions, make_schedule
 
 # What is gathered at once, with its float32 gradient, may take this part of a GPU; beyond it the ring is used, which holds a few shards at
 # a time. From the smaller part on, more and smaller parts of the heads are gathered one after the other, as long as there are heads.
@@ -39,9 +39,9 @@ class ExchangeChoice:
         """How many it makes: one for what all ranks do together, two a channel, and those of sharing heads."""
         return 1 + 2 * len(self.channels) + (1 + bool(self.channels) if self.heads > 1 else 0)
 
-    def options(self, workers: int) -> Options:
+    def options(self, workers: int) -> ScheduleOptions:
         """For `schedule.make_schedule`, over a context group of so many workers."""
-        return Options(workers, self.per_node, self.chunks, self.prefetch, self.circulates, self.heads)
+        return ScheduleOptions(workers, self.per_node, self.chunks, self.prefetch, self.circulates, self.heads)
 
     @property
     def label(self) -> str:

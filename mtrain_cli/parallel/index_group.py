@@ -14,10 +14,10 @@ from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.attention.index import BlockBitmap, GatedBitmap
 from mtrain_cli.parallel.collectives import all_gather
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.parallel.recording import INDEX, WAIT, Message, Recorder
+from mtrain_cli.parallel.recording import INDEX, WAIT, MessageTag, Recorder
 from mtrain_cli.parallel.schedule import CONTEXT
 from mtrain_cli.parallel.transport import UNSCHEDULED
-from mtrain_cli.sparsity.pattern import Alone, IndexGroup, Masked
+from mtrain_cli.sparsity.pattern import IndexGroup, MaskedPositions, SingleWorkerGroup
 
 
 @dataclass
@@ -58,7 +58,7 @@ class DistributedIndexGroup:
             return
         self._messages += 1
         number = UNSCHEDULED - self._messages
-        message = Message(CONTEXT, INDEX, sent=nbytes, received=nbytes, number=number, peers=self.ranks)
+        message = MessageTag(CONTEXT, INDEX, sent=nbytes, received=nbytes, number=number, peers=self.ranks)
         recorder.posted(-1, message)
         with recorder.span(WAIT, -1, message):
             yield
@@ -68,7 +68,7 @@ class DistributedIndexGroup:
 def make_index_group(group: ContextGroup) -> IndexGroup:
     """The workers of a context group; its messages pass by those of keys and values."""
     if group.size == 1:
-        return Alone()
+        return SingleWorkerGroup()
     assert group.whole is not None
     return DistributedIndexGroup(group.rank, group.size, group.whole, group.ranks)
 
@@ -79,7 +79,7 @@ def record_messages(group: IndexGroup, recorder: Recorder | None) -> None:
         group.record(recorder)
 
 
-def gathered(index: BlockBitmap, masked: Masked) -> BlockBitmap:
+def gathered(index: BlockBitmap, masked: MaskedPositions) -> BlockBitmap:
     """The rows of all workers, from those that each estimated for its own queries."""
     if masked.group.size == 1:
         return index

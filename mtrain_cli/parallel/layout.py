@@ -53,15 +53,15 @@ class Layout(ABC):
 
     def to_sequence(self, shards: torch.Tensor) -> torch.Tensor:
         """[workers, batch, tokens_per_worker, ...] in rank order -> [batch, padded_seq, ...] in sequence order, one copy."""
-        from mtrain_cli.parallel.wide_copy import in_words
+        from mtrain_cli.parallel.wide_copy import as_wide
 
-        return self._to_sequence(in_words(shards) if shards.ndim > 3 else shards).view(shards.dtype)
+        return self._to_sequence(as_wide(shards) if shards.ndim > 3 else shards).view(shards.dtype)
 
     def to_shards(self, sequence: torch.Tensor) -> torch.Tensor:
         """The inverse of `to_sequence`; a view where the layout allows it."""
-        from mtrain_cli.parallel.wide_copy import in_words
+        from mtrain_cli.parallel.wide_copy import as_wide
 
-        return self._to_shards(in_words(sequence) if sequence.ndim > 2 else sequence).view(sequence.dtype)
+        return self._to_shards(as_wide(sequence) if sequence.ndim > 2 else sequence).view(sequence.dtype)
 
     def copy_to_shards(self, sequence: torch.Tensor, shards: torch.Tensor) -> None:
         """`to_shards`, into a tensor that there is, of any dtype."""

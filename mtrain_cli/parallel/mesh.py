@@ -69,7 +69,7 @@ def make_context_group(
     """
     per_node = min(per_node or cp, cp)
     first = rank // cp * cp
-    make = _Maker(rank, world, cp, timeout)
+    make = _GroupMaker(rank, world, cp, timeout)
     whole = {WHOLE: make([range(cp)])} if cp > 1 else {}
     if heads == 1:
         made = _channels(make, [list(range(cp))], per_node, channels)
@@ -97,7 +97,7 @@ def make_context_group(
 
 
 @dataclass(frozen=True)
-class _Maker:
+class _GroupMaker:
     """Makes one communicator for each of some sets of context ranks, in every context group, and gives back this rank's."""
 
     rank: int
@@ -119,7 +119,7 @@ class _Maker:
         return mine
 
 
-def _channels(make: _Maker, sets: Sequence[list[int]], per_node: int, names: Sequence[str]) -> dict[Channel, dist.ProcessGroup]:
+def _channels(make: _GroupMaker, sets: Sequence[list[int]], per_node: int, names: Sequence[str]) -> dict[Channel, dist.ProcessGroup]:
     """Communicators of the named channels among each of the sets, whose nodes hold per_node consecutive members each."""
     size = len(sets[0])
     whole_nodes = [members[n : n + per_node] for members in sets for n in range(0, size, per_node)]

@@ -13,7 +13,7 @@ DOMAIN = "mtrain"
 COLORS = {"attention": "green", "columns": "cyan", "wait": "red", "index": "yellow", "merge": "blue", "arrange": "purple"}
 
 
-class Ranges:
+class NvtxRanges:
     """Pushes and pops ranges of a domain; what a range says is made once."""
 
     def __init__(self, domain: Any) -> None:
@@ -46,21 +46,21 @@ def span(kind: str, direction: str, link: str, step: int) -> AbstractContextMana
     return nullcontext() if ranges is None else ranges.span(name(kind, direction, link), kind, step)
 
 
-_LISTENER: list[Ranges | None] = []
+_LISTENER: list[NvtxRanges | None] = []
 
 
-def listener() -> Ranges | None:
+def listener() -> NvtxRanges | None:
     """None where nobody listens. Asked once: tools attach before the program starts."""
     if not _LISTENER:
         _LISTENER.append(_found())
     return _LISTENER[0]
 
 
-def _found() -> Ranges | None:
+def _found() -> NvtxRanges | None:
     try:
         import nvtx
     except ImportError:
         return None
     domain = nvtx.get_domain(DOMAIN)
     # Without a tool the library hands out a stand-in.
-    return None if type(domain).__name__ == "DummyDomain" else Ranges(domain)
+    return None if type(domain).__name__ == "DummyDomain" else NvtxRanges(domain)

@@ -34,7 +34,7 @@ DIRECTIONS = ("", FORWARD, RECOMPUTE, BACKWARD)
 
 
 @dataclass(frozen=True)
-class Message:
+class MessageTag:
     """What a wait or a message is about.
 
     link: channel. shard, leaving: whose arrives and whose is sent, -1 for a collective. to, source: ranks, -1 for a collective. sent,
@@ -64,12 +64,12 @@ class Span:
     layer: int
     direction: str
     step: int
-    message: Message
+    message: MessageTag
     start: float
     seconds: float
 
 
-NOTHING = Message()
+NOTHING = MessageTag()
 
 
 class Recorder:
@@ -77,8 +77,8 @@ class Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._spans: list[tuple[str, int, int, str, int, Message, Moment, Moment]] = []
-        self._under_way: dict[int, tuple[int, Message, Moment]] = {}  # transfers: step in which it was posted, what, when
+        self._spans: list[tuple[str, int, int, str, int, MessageTag, Moment, Moment]] = []
+        self._under_way: dict[int, tuple[int, MessageTag, Moment]] = {}  # transfers: step in which it was posted, what, when
         self._pool: list[torch.cuda.Event] = []
         self._watchers: dict[tuple[str, bool, bool], torch.cuda.Stream] = {}
         self._zero: tuple[Moment, float, float] | None = None
@@ -133,12 +133,12 @@ class Recorder:
             # Recomputation ends by an exception when it has what it is there for.
             self._layer, self._direction = before
 
-    def span(self, kind: str, step: int, message: Message = NOTHING) -> AbstractContextManager[None]:
+    def span(self, kind: str, step: int, message: MessageTag = NOTHING) -> AbstractContextManager[None]:
         """What is queued inside, or on a CPU done, is one span of the pass at hand."""
         return self._timed(kind, step, message) if self.recording else nullcontext()
 
     @contextmanager
-    def _timed(self, kind: str, step: int, message: Message) -> Iterator[None]:
+    def _timed(self, kind: str, step: int, message: MessageTag) -> Iterator[None]:
         if not self.recording:
             yield
             return
@@ -149,7 +149,7 @@ class Recorder:
         finally:
             self._add(kind, step, message, began, self.now())
 
-    def posted(self, step: int, message: Message) -> None:
+    def posted(self, step: int, message: MessageTag) -> None:
         """A transfer has been posted, behind what has been queued so far."""
         if self.recording:
             self._under_way[message.number] = step, message, self.now()
@@ -174,11 +174,11 @@ class Recorder:
             step, message, began = self._under_way.pop(number)
             self._moved(step, message, began, self.now())
 
-    def _moved(self, step: int, message: Message, began: Moment, ended: Moment) -> None:
+    def _moved(self, step: int, message: MessageTag, began: Moment, ended: Moment) -> None:
         for kind in (SEND, RECEIVE):
             self._add(kind, step, message, began, ended)
 
-    def _add(self, kind: str, step: int, message: Message, began: Moment, ended: Moment) -> None:
+    def _add(self, kind: str, step: int, message: MessageTag, began: Moment, ended: Moment) -> None:
         self._spans.append((kind, self._micro, self._layer, self._direction, step, message, began, ended))
 
     def read(self) -> list[Span]:

@@ -8,16 +8,16 @@ import torch.distributed as dist
 from mtrain_cli.attention.kernel import accumulation_dtype, row_delta
 from mtrain_cli.attention.shared_columns import SharedColumns
 from mtrain_cli.launch import progress_record
-from mtrain_cli.parallel.circulation import QueryMessage, Sums, Total, Travel
-from mtrain_cli.parallel.exchange import WHOLE_SEQUENCE, Exchange, Shards, Work
+from mtrain_cli.parallel.circulation import CirculatingGradients, CirculatingShards, QueryMessage, RunningAttention
+from mtrain_cli.parallel.exchange import WHOLE_SEQUENCE, Exchange, Shards, ShardTiles
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, BACKWARD, COLUMNS, FORWARD, MERGE
-from mtrain_cli.parallel.schedule import CONTEXT, KV, QUERIES, Schedule, Step
-from mtrain_cli.parallel.transport import Mail, naming
+from mtrain_cli.parallel.schedule import CONTEXT, KV, QUERIES, Schedule, ScheduleStep
+from mtrain_cli.parallel.transport import Transport, naming
 
 
-class Circulating(Exchange):
+class RingExchange(Exchange):
     """Shards circulate in rings; compute may be skipped where nothing is seen, communication never is.
 
     shared_columns: single columns of an index are gathered once, and leave block diagonals alone to the steps.
@@ -48,11 +48,11 @@ class Circulating(Exchange):
         # Shared columns are seen by the queries at hand among all keys.
         return steps | {(self.own, WHOLE_SEQUENCE)} if indexed and self.shared_columns else steps
 
-    def _tile(self, step: Step) -> tuple[Shards, Shards]:
+    def _tile(self, step: ScheduleStep) -> tuple[Shards, Shards]:
         return step.queries, step.keys
 
     def forward(self, q, k, v, work, kernel, scale, what=""):
-        total = Total(q)
+        total = RunningAttention(q)
         with self._mail(what, FORWARD) as mail:
             with mail.span(ARRANGE):
                 packed = torch.stack([k, v])
@@ -61,7 +61,7 @@ class Circulating(Exchange):
                 with mail.span(ARRANGE):
                     columns.gather(packed, mail)
             (last,) = self.schedule.keeps[self.group.rank]
-            travel = Travel(self.buffers, mail, self.forward_steps, {self.group.rank: packed}, KV, keep=last)
+            travel = CirculatingShards(self.buffers, mail, self.forward_steps, {self.group.rank: packed}, KV, keep=last)
             for at, step in enumerate(self.forward_steps):
                 mail.begin(at)
                 keys = travel.begin(at)
@@ -113,8 +113,8 @@ class Circulating(Exchange):
         q, dout, out, lse, delta = rows
         steps = self.backward_steps
         (start,) = self.schedule.keeps[self.group.rank]
-        travel = Travel(self.buffers, mail, steps, {start: kept}, KV)
-        sums = Sums(self.buffers, mail)
+        travel = CirculatingShards(self.buffers, mail, steps, {start: kept}, KV)
+        sums = CirculatingGradients(self.buffers, mail)
         for at, step in enumerate(steps):
             mail.begin(at)
             packed = travel.begin(at)
@@ -139,8 +139,8 @@ class Circulating(Exchange):
         steps = self.backward_steps
         with mail.span(ARRANGE):
             message = QueryMessage(rows, needs_out=kernel.needs_out)
-        travel = Travel(self.buffers, mail, steps, {self.group.rank: message.packed}, QUERIES)
-        sums = Sums(self.buffers, mail)
+        travel = CirculatingShards(self.buffers, mail, steps, {self.group.rank: message.packed}, QUERIES)
+        sums = CirculatingGradients(self.buffers, mail)
         gradient = self.buffers.like(kept, dq.dtype).zero_()
         for at, step in enumerate(steps):
             mail.begin(at)
@@ -178,7 +178,7 @@ class _Columns:
         self._work: dist.Work | None = None
 
     @staticmethod
-    def make(exchange: Circulating, work: Work, what: str) -> _Columns | None:
+    def make(exchange: RingExchange, work: ShardTiles, what: str) -> _Columns | None:
         """None where steps compute the columns themselves, or there are none."""
         if not exchange.shared_columns or work.index is None:
             return None
@@ -186,18 +186,18 @@ class _Columns:
         shared = SharedColumns.make(whole, own)
         return None if shared is None else _Columns(shared, exchange.group, what)
 
-    def gather(self, packed: torch.Tensor, mail: Mail) -> None:
+    def gather(self, packed: torch.Tensor, mail: Transport) -> None:
         """Begins to bring the columns of all ranks together. packed: this rank's keys and values."""
         self._start(self.shared.pack(packed[0], packed[1]), mail)
 
-    def give_back(self, gradients: torch.Tensor, mail: Mail) -> None:
+    def give_back(self, gradients: torch.Tensor, mail: Transport) -> None:
         """Begins to add up the gradients of all ranks."""
         self._start(gradients, mail)
 
-    def _start(self, tensor: torch.Tensor, mail: Mail) -> None:
+    def _start(self, tensor: torch.Tensor, mail: Transport) -> None:
         self._tensor, self._work = tensor, mail.add_up(tensor, CONTEXT, COLUMNS, self._group.whole)
 
-    def awaited(self, mail: Mail) -> torch.Tensor:
+    def awaited(self, mail: Transport) -> torch.Tensor:
         """What was begun, complete."""
         assert self._tensor is not None
         if self._work is not None:

@@ -50,7 +50,7 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Step:
+class ScheduleStep:
     """One computation of a rank, in one kernel call, and the transfers around it, in this order: post, wait, compute, collect, send.
 
     queries, keys: the shards whose attention is computed; none in a step that only closes a pass. part: (i, n), for the i-th of n equal
@@ -74,7 +74,7 @@ class Step:
         return self.post + self.send
 
 
-Steps = tuple[Step, ...]
+Steps = tuple[ScheduleStep, ...]
 
 
 class PerRank(Sequence[T]):
@@ -136,7 +136,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Options:
+class ScheduleOptions:
     """What a schedule is made for.
 
     workers: ranks of the context group. per_node: how many of them share a node. chunks: parts of the heads that all_gather moves one
@@ -152,7 +152,7 @@ class Options:
     heads: int = 1
 
 
-def make_schedule(exchange: str, options: Options) -> Schedule:
+def make_schedule(exchange: str, options: ScheduleOptions) -> Schedule:
     """The schedule of an exchange.
 
     Raises:
@@ -177,19 +177,19 @@ def make_schedule(exchange: str, options: Options) -> Schedule:
     return _share_heads(_EXCHANGES[exchange](replace(options, workers=groups, per_node=per_node, heads=1)), options)
 
 
-def all_gather(options: Options) -> Schedule:
+def all_gather(options: ScheduleOptions) -> Schedule:
     """All keys and values reach every rank in one collective a part of the heads; gradients return in one reduce-scatter a part."""
     return _gather("all_gather", options, nodes=1)
 
 
-def hierarchical_all_gather(options: Options) -> Schedule:
+def hierarchical_all_gather(options: ScheduleOptions) -> Schedule:
     """Each rank pulls the shards of its counterparts from the other nodes, then shares them inside its node: between nodes every shard
     crosses once a node, over as many links as a node has ranks.
     """
     return _gather("hierarchical_all_gather", options, nodes=-(-options.workers // options.per_node))
 
 
-def _gather(name: str, options: Options, nodes: int) -> Schedule:
+def _gather(name: str, options: ScheduleOptions, nodes: int) -> Schedule:
     workers, chunks = options.workers, options.chunks
     everyone = tuple(range(workers))
     per_node = workers // nodes
@@ -218,9 +218,9 @@ def _gather(name: str, options: Options, nodes: int) -> Schedule:
 
     def steps(rank: int, backward: bool) -> Steps:
         if workers == 1:
-            return tuple(Step((0,), (0,), (c, chunks)) for c in range(chunks))
+            return tuple(ScheduleStep((0,), (0,), (c, chunks)) for c in range(chunks))
         number = count()
-        result: list[Step] = []
+        result: list[ScheduleStep] = []
         before: tuple[Transfer, ...] = ()
         # The first part is gathered at the start of the first step, which waits for it; each other part beside the part before it.
         ready = collectives(rank, KV, (0, chunks), number)
@@ -228,7 +228,9 @@ def _gather(name: str, options: Options, nodes: int) -> Schedule:
             following = collectives(rank, KV, (c + 1, chunks), number) if c + 1 < chunks else ()
             gradients = collectives(rank, DKV, (c, chunks), number) if backward else ()
             posted = (*ready, *following) if c == 0 else following
-            result.append(Step((rank,), everyone, (c, chunks), (ready[-1].number,), posted, tuple(t.number for t in before), gradients))
+            result.append(
+                ScheduleStep((rank,), everyone, (c, chunks), (ready[-1].number,), posted, tuple(t.number for t in before), gradients)
+            )
             ready, before = following, gradients
         return tuple(result)
 
@@ -236,19 +238,19 @@ def _gather(name: str, options: Options, nodes: int) -> Schedule:
     return Schedule(name, workers, options.per_node, forward, backward, PerRank(workers, lambda r: (r,)))
 
 
-def ring(options: Options) -> Schedule:
+def ring(options: ScheduleOptions) -> Schedule:
     """Key shards travel from rank to rank, over all ranks as one ring, while the ones at hand are computed."""
     return _rings("ring", options, nodes=1)
 
 
-def hierarchical_ring(options: Options) -> Schedule:
+def hierarchical_ring(options: ScheduleOptions) -> Schedule:
     """A ring inside every node, and rings of counterparts across nodes whose hops are posted a whole turn of the inner ring ahead
     (MTraining, section 4.2 and algorithm 2, whose inner neighbours lack the first rank of the node).
     """
     return _rings("hierarchical_ring", options, nodes=-(-options.workers // options.per_node))
 
 
-def _rings(name: str, options: Options, nodes: int) -> Schedule:
+def _rings(name: str, options: ScheduleOptions, nodes: int) -> Schedule:
     rings = _Rings(nodes, options.workers // nodes, options.prefetch, CONTEXT if name == "ring" else INNER)
     queries, workers = options.circulates == QUERIES, options.workers
     forward = PerRank(workers, rings.forward)
@@ -331,9 +333,9 @@ class _Rings:
             steps[at] = replace(steps[at], collect=tuple(t.number for t in collect), send=tuple(send))
         collect, outer, send = self._hand_on(number, self.nodes - 1, node, local, inner + outer, to_outer, from_outer)
         if collect or send:
-            steps.append(Step((), (), collect=tuple(t.number for t in collect), send=tuple(send)))
+            steps.append(ScheduleStep((), (), collect=tuple(t.number for t in collect), send=tuple(send)))
         if outer:
-            steps.append(Step((), (), collect=tuple(t.number for t in outer)))
+            steps.append(ScheduleStep((), (), collect=tuple(t.number for t in outer)))
         return tuple(steps)
 
     def _hand_on(
@@ -353,7 +355,7 @@ class _Rings:
         """
         node, local = divmod(rank, self.size)
         number = count()
-        steps: list[Step] = []
+        steps: list[ScheduleStep] = []
         base: Transfer | None = None  # brings the first shard of the next phase
         for phase in range(self.nodes):
             from_node = node - direction * (phase + first)
@@ -377,7 +379,7 @@ class _Rings:
                 waits[turn].append(before.number)
             for shard, wait, post in zip(shards, waits, posts, strict=True):
                 pair = ((shard,), (rank,)) if payload == QUERIES else ((rank,), (shard,))
-                steps.append(Step(*pair, wait=tuple(wait), post=tuple(post)))
+                steps.append(ScheduleStep(*pair, wait=tuple(wait), post=tuple(post)))
         return tuple(steps)
 
     def _hop(
@@ -387,11 +389,11 @@ class _Rings:
         return Transfer(next(number), "p2p", payload, channel, (sent,), (received,), to=to, source=source, after=after)
 
 
-def _numbers_after(steps: list[Step]) -> count[int]:
+def _numbers_after(steps: list[ScheduleStep]) -> count[int]:
     return count(sum(len(step.transfers) for step in steps))
 
 
-def _share_heads(inner: Schedule, options: Options) -> Schedule:
+def _share_heads(inner: Schedule, options: ScheduleOptions) -> Schedule:
     """Ulysses around another exchange: ranks R * heads .. R * heads + heads - 1 first trade their tokens for parts of the heads, and then
     work as one shard R of the inner exchange, each on its part of the heads (DeepSpeed-Ulysses, arXiv:2309.14509; USP, arXiv:2405.07719).
     """
@@ -424,7 +426,7 @@ def _share_heads(inner: Schedule, options: Options) -> Schedule:
             return tuple(n + 1 for n in numbers)
 
         result = [
-            Step(
+            ScheduleStep(
                 members(s.queries),
                 members(s.keys),
                 part(s.part),
@@ -439,7 +441,7 @@ def _share_heads(inner: Schedule, options: Options) -> Schedule:
         trade = Transfer(0, "all_to_all", HEADS, HEADS, (group * heads + place,), peers, peers=peers, part=(place, heads))
         result[0] = replace(result[0], post=(trade, *result[0].post), wait=(0, *result[0].wait))
         back = replace(trade, number=sum(len(s.transfers) for s in result), sends=peers, receives=trade.sends)
-        return (*result, Step((), (), post=(back,), wait=(back.number,)))
+        return (*result, ScheduleStep((), (), post=(back,), wait=(back.number,)))
 
     def spread(of_groups: Sequence[Steps]) -> Sequence[Steps]:
         return PerRank(options.workers, lambda r: lifted(of_groups[r // heads], r // heads, r % heads))
@@ -456,7 +458,7 @@ def _share_heads(inner: Schedule, options: Options) -> Schedule:
     )
 
 
-_EXCHANGES: dict[str, Callable[[Options], Schedule]] = {
+_EXCHANGES: dict[str, Callable[[ScheduleOptions], Schedule]] = {
     "all_gather": all_gather,
     "hierarchical_all_gather": hierarchical_all_gather,
     "ring": ring,

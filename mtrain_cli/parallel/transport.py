@@ -14,7 +14,7 @@ from mtrain_cli.launch import failures, progress_record
 from mtrain_cli.parallel import nvtx_ranges
 from mtrain_cli.parallel.collectives import start_all_gather, start_reduce_scatter
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.parallel.recording import NOTHING, WAIT, Message, Recorder
+from mtrain_cli.parallel.recording import NOTHING, WAIT, MessageTag, Recorder
 from mtrain_cli.parallel.schedule import Transfer
 from mtrain_cli.parallel.wide_copy import contiguous
 
@@ -74,7 +74,7 @@ class Buffers:
 
 
 @dataclass
-class Mail:
+class Transport:
     """The transfers of one pass of one layer on this rank, and the times of what it does meanwhile.
 
     exchange, layer, direction: for messages and records, such as ``ring``, ``layer 3``, ``forward``. at: the step, from 0; steps: how many.
@@ -91,9 +91,9 @@ class Mail:
     _transfers: dict[int, Transfer] = field(default_factory=dict)
     # What a collective reads, until the stream that computes has waited for it: to wait on another stream lets go of it too early.
     _held: dict[int, torch.Tensor] = field(default_factory=dict)
-    _messages: dict[int, Message] = field(default_factory=dict)
+    _messages: dict[int, MessageTag] = field(default_factory=dict)
 
-    def span(self, kind: str, message: Message = NOTHING) -> AbstractContextManager[None]:
+    def span(self, kind: str, message: MessageTag = NOTHING) -> AbstractContextManager[None]:
         """What is done inside is one span of the current step, where times are recorded."""
         if self.recorder is None or not self.recorder.recording:
             return nvtx_ranges.span(kind, self.direction, message.link, self.at)
@@ -158,7 +158,7 @@ class Mail:
 
     def add_up(self, tensor: torch.Tensor, link: str, payload: str, group: dist.ProcessGroup | None) -> dist.Work:
         """Begins to add up a tensor over a group, beside the schedule and one at a time. Complete after `wait_for`."""
-        message = Message(link, payload, sent=tensor.nbytes, received=tensor.nbytes, number=UNSCHEDULED, peers=self.group.ranks)
+        message = MessageTag(link, payload, sent=tensor.nbytes, received=tensor.nbytes, number=UNSCHEDULED, peers=self.group.ranks)
         self._messages[UNSCHEDULED] = message
         if self.recorder is not None:
             self.recorder.posted(self.at, message)
@@ -192,13 +192,13 @@ class Mail:
         for number in list(self._works):
             self.wait(number)
 
-    def _posts(self, transfer: Transfer, sent: int, received: int) -> Message:
+    def _posts(self, transfer: Transfer, sent: int, received: int) -> MessageTag:
         """Notes that a transfer is posted now. sent, received: bytes."""
         ranks = self.group.ranks
         shard, leaving = (transfer.receives[0], transfer.sends[0]) if transfer.kind == "p2p" else (-1, -1)
         to, source = (-1 if rank is None else ranks[rank] for rank in (transfer.to, transfer.source))
         peers = tuple(ranks[peer] for peer in transfer.peers)
-        message = Message(transfer.channel, transfer.payload, shard, leaving, to, source, sent, received, transfer.number, peers)
+        message = MessageTag(transfer.channel, transfer.payload, shard, leaving, to, source, sent, received, transfer.number, peers)
         self._messages[transfer.number] = message
         if self.recorder is not None:
             self.recorder.posted(self.at, message)

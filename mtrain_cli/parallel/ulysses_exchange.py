@@ -8,15 +8,15 @@ from numpy.typing import NDArray
 
 from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.attention.kernel import accumulation_dtype
-from mtrain_cli.parallel.exchange import Exchange, Shards, Work
+from mtrain_cli.parallel.exchange import Exchange, Shards, ShardTiles
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.recording import ARRANGE, BACKWARD, FORWARD, Recorder
-from mtrain_cli.parallel.schedule import Schedule, Step, Transfer
-from mtrain_cli.parallel.transport import Mail
+from mtrain_cli.parallel.schedule import Schedule, ScheduleStep, Transfer
+from mtrain_cli.parallel.transport import Transport
 
 
-class SharedHeads(Exchange):
+class UlyssesExchange(Exchange):
     """Ulysses: the ranks of a head group trade their tokens for a part of the heads of all of them, and then take part in another exchange
     as one (DeepSpeed-Ulysses, arXiv:2309.14509). Where there are fewer key-value heads than ranks, they are repeated.
     """
@@ -61,13 +61,13 @@ class SharedHeads(Exchange):
     def rebuilds_alone(self) -> bool:
         return False
 
-    def _tile(self, step: Step) -> tuple[Shards, Shards]:  # noqa: ARG002
+    def _tile(self, step: ScheduleStep) -> tuple[Shards, Shards]:  # noqa: ARG002
         raise AssertionError("its tiles are those of the exchange inside")
 
     def work(self, masks, device, block=None, *, early=None):
         return self.inner.work(masks, device, block, early=early)
 
-    def pairs(self, work: Work) -> float:
+    def pairs(self, work: ShardTiles) -> float:
         return self.inner.pairs(work)
 
     def forward(self, q, k, v, work, kernel, scale, what=""):
@@ -105,7 +105,7 @@ class SharedHeads(Exchange):
             dq, dk, dv = self._to_tokens(mail, self.backward_steps[-1].post[0], list(gradients))
         return dq.flatten(2, 3), _added(dk, self._kv_heads), _added(dv, self._kv_heads)
 
-    def _to_heads(self, mail: Mail, transfer: Transfer, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _to_heads(self, mail: Transport, transfer: Transfer, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """tensors [ranks, batch, tokens, heads of the rank, head_dim] -> [batch, tokens of all ranks ascending, heads, head_dim]."""
         with mail.span(ARRANGE):
             together = torch.cat(tensors, 3)
@@ -114,7 +114,7 @@ class SharedHeads(Exchange):
             whole = arrived.transpose(0, 1).flatten(1, 2).index_select(1, self._on(self._order, arrived.device))
             return [t.contiguous() for t in whole.split([t.shape[3] for t in tensors], 2)]
 
-    def _to_tokens(self, mail: Mail, transfer: Transfer, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _to_tokens(self, mail: Transport, transfer: Transfer, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """tensors [batch, tokens of all ranks, heads, head_dim] -> [batch, tokens, ranks, heads, head_dim]."""
         with mail.span(ARRANGE):
             together = torch.cat(tensors, 2).index_select(1, self._on(self._back, tensors[0].device))

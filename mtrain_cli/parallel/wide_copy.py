@@ -11,7 +11,7 @@ import torch
 _WORDS = (torch.complex128, torch.int64)
 
 
-def in_words(tensor: torch.Tensor) -> torch.Tensor:
+def as_wide(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory, its last dimension as fewer and wider numbers; the tensor itself where that cannot be, or gradients are wanted."""
     if not tensor.ndim or not tensor.numel() or tensor.stride(-1) != 1 or (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor
@@ -24,13 +24,13 @@ def in_words(tensor: torch.Tensor) -> torch.Tensor:
 
 def contiguous(tensor: torch.Tensor) -> torch.Tensor:
     """As ``tensor.contiguous()``."""
-    return tensor if tensor.is_contiguous() else in_words(tensor).contiguous().view(tensor.dtype)
+    return tensor if tensor.is_contiguous() else as_wide(tensor).contiguous().view(tensor.dtype)
 
 
 def copy(source: torch.Tensor, target: torch.Tensor) -> None:
     """As ``target.copy_(source)``, of one shape."""
     if source.dtype == target.dtype:
-        mine, theirs = in_words(source), in_words(target)
+        mine, theirs = as_wide(source), as_wide(target)
         if mine.dtype == theirs.dtype:
             source, target = mine, theirs
     target.copy_(source)

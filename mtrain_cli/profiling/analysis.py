@@ -12,9 +12,9 @@ import numpy as np
 
 from mtrain_cli.parallel.recording import ATTENTION, COLUMNS
 from mtrain_cli.profiling.imbalance import degrees, ratios
-from mtrain_cli.profiling.record_sums import BUSY, EXPOSED, LATE, SPENT, Iteration, Shape, iterations, survey
-from mtrain_cli.profiling.records import LINKS, Recorded
-from mtrain_cli.profiling.wait_causes import Blame, Cause
+from mtrain_cli.profiling.record_sums import BUSY, EXPOSED, LATE, SPENT, Iteration, RecordedShape, iterations, survey
+from mtrain_cli.profiling.records import LINKS, RecordedFolder
+from mtrain_cli.profiling.wait_causes import WaitAttribution, WaitCause
 
 DEGREES = ("worker", "step", "total", "critical")
 # Where the time of a pass goes. Exposed transfer is by link; `exposed` alone is that of no named link.
@@ -166,7 +166,7 @@ class CaseAnalysis:
     typical: int
     missing: tuple[int, ...]
     partial: bool
-    causes: list[Cause] = field(default_factory=list)
+    causes: list[WaitCause] = field(default_factory=list)
 
     @property
     def directions(self) -> tuple[str, ...]:
@@ -226,7 +226,7 @@ class CaseAnalysis:
         }
 
 
-def analyse(recorded: Recorded) -> list[CaseAnalysis]:
+def analyse(recorded: RecordedFolder) -> list[CaseAnalysis]:
     """One analysis a case that has rows, in the order of the cases.
 
     Raises:
@@ -236,7 +236,9 @@ def analyse(recorded: Recorded) -> list[CaseAnalysis]:
     uncertainty = float((recorded.summary.get("clock") or {}).get("uncertainty_us") or 0.0) / 1e3
     together = recorded.summary.get("mode") != "training"
     gathered = {
-        case: _Gathered(shape, Blame(shape, uncertainty, together)) for case, shape in shapes.items() if shape.steps and shape.layers
+        case: _Gathered(shape, WaitAttribution(shape, uncertainty, together))
+        for case, shape in shapes.items()
+        if shape.steps and shape.layers
     }
     for shape, iteration in iterations(recorded, shapes, last):
         if shape.case in gathered:
@@ -248,7 +250,7 @@ def analyse(recorded: Recorded) -> list[CaseAnalysis]:
 class _Gathered:
     """What is kept of the iterations of a case."""
 
-    def __init__(self, shape: Shape, blame: Blame) -> None:
+    def __init__(self, shape: RecordedShape, blame: WaitAttribution) -> None:
         self.shape, self.blame = shape, blame
         directions, layers = len(shape.directions), len(shape.layers)
         self.present = shape.present.any(0)  # workers of which some group has rows

@@ -18,9 +18,9 @@ from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.stop_request import StopFlag
 from mtrain_cli.parallel.context_attention import ContextAttention
-from mtrain_cli.profiling.measurement import Bench, Case, Plan, Progress, slowest
+from mtrain_cli.profiling.measurement import Bench, MeasurementCase, MeasurementPlan, MeasurementProgress, slowest
 from mtrain_cli.profiling.peers import torch_context_parallel
-from mtrain_cli.profiling.profile_writer import Leaving
+from mtrain_cli.profiling.profile_writer import ProfileWriter
 
 PEER = "torch context_parallel, cuDNN"
 HEADER = f"{'case':48s} {'density':>7s} {'forward':>9s} {'backward':>9s} {'total ms':>9s} {'spread':>7s}"
@@ -29,12 +29,12 @@ HEADER = f"{'case':48s} {'density':>7s} {'forward':>9s} {'backward':>9s} {'total
 def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> bool:  # noqa: ARG001 - a measurement starts afresh
     """Worker: measures every case that lies in the folder of the run. Returns whether it was stopped before the last."""
     bench = Bench(environment, timedelta(seconds=config.topology.timeout_s))
-    plan: Plan = bench.everyone(Plan.load(run_dir) if environment.rank == 0 else None)[0]
+    plan: MeasurementPlan = bench.everyone(MeasurementPlan.load(run_dir) if environment.rank == 0 else None)[0]
     stop = StopFlag(run_dir, environment)
     stopped = False
-    with Progress(environment.rank == 0 and not plan.quiet, plan.samples * len(plan.cases)) as progress:
+    with MeasurementProgress(environment.rank == 0 and not plan.quiet, plan.samples * len(plan.cases)) as progress:
         cases = [bench.case(number, label, case) for number, (label, case) in enumerate(plan.cases)]
-        leaving = Leaving(run_dir, plan, bench, cases)
+        leaving = ProfileWriter(run_dir, plan, bench, cases)
         progress.say(HEADER, "bold")
         for seq in dict.fromkeys(case.config.seq for case in cases):
             mine = [case for case in cases if case.config.seq == seq]
@@ -49,7 +49,15 @@ def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool)
     return stopped
 
 
-def _measure(cases: Sequence[Case], bench: Bench, leaving: Leaving, progress: Progress, stop: StopFlag, *, first_part: int) -> bool:
+def _measure(
+    cases: Sequence[MeasurementCase],
+    bench: Bench,
+    leaving: ProfileWriter,
+    progress: MeasurementProgress,
+    stop: StopFlag,
+    *,
+    first_part: int,
+) -> bool:
     """All samples of cases of one length, whose iterations take turns. Returns whether it was stopped."""
     inputs: dict[tuple[str, int], list[torch.Tensor]] = {}
     attentions = [_Attention.make(case, bench, inputs) for case in cases]
@@ -90,7 +98,7 @@ def _measure(cases: Sequence[Case], bench: Bench, leaving: Leaving, progress: Pr
 class _Attention:
     """One layer of a case. times: seconds of both passes, on this worker, of what was not recorded. estimated: the last index, by layer."""
 
-    case: Case
+    case: MeasurementCase
     bench: Bench
     masks: list[SequenceMask]
     attend: ContextAttention
@@ -99,7 +107,7 @@ class _Attention:
     estimated: dict[int, Index] | None = None
 
     @staticmethod
-    def make(case: Case, bench: Bench, inputs: dict[tuple[str, int], list[torch.Tensor]]) -> _Attention:
+    def make(case: MeasurementCase, bench: Bench, inputs: dict[tuple[str, int], list[torch.Tensor]]) -> _Attention:
         """inputs: those of other cases, by layout; cases of one layout share them."""
         layout = case.choices.layout
         masks = [SequenceMask.causal(case.config.seq, layout.padded_seq)] * case.config.train.micro_batch
@@ -128,7 +136,7 @@ class _Attention:
         return recorder.seconds(began, between), recorder.seconds(between, ended)
 
 
-def _inputs(case: Case, bench: Bench) -> list[torch.Tensor]:
+def _inputs(case: MeasurementCase, bench: Bench) -> list[torch.Tensor]:
     """q, k, v and the gradient of out: of random sequences that are the same for every layout, the tokens of this worker."""
     model, layout, config = case.config.model, case.choices.layout, case.config
     group = bench.environment.rank // bench.environment.cp

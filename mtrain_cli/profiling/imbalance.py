@@ -27,7 +27,7 @@ class Imbalance:
 
 
 @dataclass(frozen=True)
-class Computation:
+class ComputationRatios:
     """Computation ratios: the share of time in which attention is computed; 1 is perfect.
 
     step: in a step of a worker, averaged over workers and steps. total: of all steps of a worker in the time of the whole pass, averaged
@@ -66,7 +66,7 @@ def degrees(tables: ArrayLike) -> np.ndarray:
     return np.stack([worker, step, total, critical])
 
 
-def computation(attention: ArrayLike, elapsed: ArrayLike, wall: float | None = None) -> Computation:
+def computation(attention: ArrayLike, elapsed: ArrayLike, wall: float | None = None) -> ComputationRatios:
     """attention: T[workers, steps]. elapsed: all time of the same steps: attention, waits and everything else. wall: of the whole pass,
     which may hold more than its steps; None for the longest sum of a worker's steps.
 
@@ -75,12 +75,12 @@ def computation(attention: ArrayLike, elapsed: ArrayLike, wall: float | None = N
     """
     a, e = _checked(attention, 2), _checked(elapsed, 2)
     step, total = ratios(a[None], e[None], a.sum(1)[None], np.array([e.sum(1).max() if wall is None else wall]))
-    return Computation(float(step[0]), float(total[0]))
+    return ComputationRatios(float(step[0]), float(total[0]))
 
 
 def ratios(attention: np.ndarray, elapsed: np.ndarray, computed: np.ndarray, wall: np.ndarray) -> np.ndarray:
     """Computation ratios of many samples: attention, elapsed [samples, workers, steps], computed [samples, workers] (steps and what is
-    computed outside of them), wall [samples] -> [2, samples], in the order of `Computation`. A pass without time has 0.
+    computed outside of them), wall [samples] -> [2, samples], in the order of `ComputationRatios`. A pass without time has 0.
 
     Raises:
         ValueError: the tables do not fit together.

@@ -29,7 +29,7 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class KernelCase:
     """One shape. density: share of the causal blocks on diagonals, None for dense attention; bars: single columns a head."""
 
     seq: int
@@ -50,7 +50,7 @@ class KernelTime:
     """
 
     kernel: str
-    case: Case
+    case: KernelCase
     pairs: int
     blocks: int
     column_pairs: int
@@ -68,7 +68,7 @@ class KernelTime:
 
 
 def profile_kernels(
-    cases: Sequence[Case], kernels: Sequence[str], dtype: torch.dtype, device: str, repeats: int, report: Callable[[KernelTime], None]
+    cases: Sequence[KernelCase], kernels: Sequence[str], dtype: torch.dtype, device: str, repeats: int, report: Callable[[KernelTime], None]
 ) -> list[KernelTime]:
     """Times every kernel on every case that it serves, and the fastest dense kernel at each length first, for the ratio.
 
@@ -80,7 +80,7 @@ def profile_kernels(
         shape = (case.seq, case.heads, case.kv_heads, case.head_dim)
         if shape not in dense:
             kernel, _ = choose("auto", request_of(case, dtype, device, None))
-            base = Case(seq=case.seq, heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim, block=case.block)
+            base = KernelCase(seq=case.seq, heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim, block=case.block)
             measured = _measure(kernel, base, dtype, device, repeats, None)
             dense[shape] = (measured.forward_ms, measured.backward_ms)
             times.append(measured)
@@ -97,7 +97,7 @@ def profile_kernels(
     return times
 
 
-def missing(cases: Sequence[Case], kernels: Sequence[str], dtype: torch.dtype, device: str) -> list[tuple[str, str, bool]]:
+def missing(cases: Sequence[KernelCase], kernels: Sequence[str], dtype: torch.dtype, device: str) -> list[tuple[str, str, bool]]:
     """Name and reason of what cannot run under an index, each once, and whether it can run on none of the cases."""
     found: dict[tuple[str, str], None] = {}
     served: set[str] = set()
@@ -110,24 +110,26 @@ def missing(cases: Sequence[Case], kernels: Sequence[str], dtype: torch.dtype, d
     return [(name, reason, name not in served) for name, reason in found]
 
 
-def _survey(case: Case, kernels: Sequence[str], dtype: torch.dtype, device: str) -> list[tuple[str, str | None]]:
+def _survey(case: KernelCase, kernels: Sequence[str], dtype: torch.dtype, device: str) -> list[tuple[str, str | None]]:
     """Every kernel asked for, with the reason why it cannot serve; the oracle only where it is named."""
     found = survey(request_of(case, dtype, device, IndexRequest(case.block, bitmap=False)))
     return [(name, reason) for name, reason in found if (name in kernels if kernels else name != "reference")]
 
 
-def serving(case: Case, kernels: Sequence[str], dtype: torch.dtype, device: str) -> list[str]:
+def serving(case: KernelCase, kernels: Sequence[str], dtype: torch.dtype, device: str) -> list[str]:
     """Names of what runs under an index of that case."""
     return [name for name, reason in _survey(case, kernels, dtype, device) if reason is None]
 
 
-def request_of(case: Case, dtype: torch.dtype, device: str, index: IndexRequest | None) -> KernelRequest:
+def request_of(case: KernelCase, dtype: torch.dtype, device: str, index: IndexRequest | None) -> KernelRequest:
     capability = torch.cuda.get_device_capability() if device == "cuda" else None
     name = str(dtype).removeprefix("torch.")
     return KernelRequest(device, capability, name, case.head_dim, case.heads, case.kv_heads, index=index)
 
 
-def _measure(kernel: Kernel, case: Case, dtype: torch.dtype, device: str, repeats: int, dense: tuple[float, float] | None) -> KernelTime:
+def _measure(
+    kernel: Kernel, case: KernelCase, dtype: torch.dtype, device: str, repeats: int, dense: tuple[float, float] | None
+) -> KernelTime:
     mask, everywhere = SequenceMask.causal(case.seq, case.seq), np.arange(case.seq)
     geometry = BlockGeometry.make([mask], everywhere, everywhere, case.block, device)
     tiles = Tiles.make([mask.spans(everywhere, everywhere)], device, geometry)

@@ -30,7 +30,7 @@ from mtrain_cli.parallel import schedule
 from mtrain_cli.parallel.collectives import start_all_gather, start_reduce_scatter
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
 from mtrain_cli.profiling.kernel_benchmark import device_name, versions
-from mtrain_cli.profiling.measurement import Bench, Progress
+from mtrain_cli.profiling.measurement import Bench, MeasurementProgress
 from mtrain_cli.simulation.link_fit import (
     ALL_TO_ALL,
     GATHER,
@@ -41,7 +41,7 @@ from mtrain_cli.simulation.link_fit import (
     SCATTER,
     TWO_HOPS,
     LinkTime,
-    Machine,
+    MeasuredMachine,
     cluster_document,
     fits,
 )
@@ -60,7 +60,7 @@ Start = Callable[[], list[dist.Work]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class LinkBenchmarkPlan:
     """sizes: bytes that a rank sends to one other, of a hop; of a collective, that it receives from all others. nodes, per_node: of the
     cluster that is described, None as measured.
     """
@@ -81,15 +81,15 @@ class Plan:
         (run_dir.path / PLAN).write_text(json.dumps(asdict(self)) + "\n")
 
     @staticmethod
-    def load(run_dir: RunDir) -> Plan:
+    def load(run_dir: RunDir) -> LinkBenchmarkPlan:
         found = json.loads((run_dir.path / PLAN).read_text())
-        return Plan(**found | {"sizes": tuple(found["sizes"])})
+        return LinkBenchmarkPlan(**found | {"sizes": tuple(found["sizes"])})
 
 
 def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> bool:  # noqa: ARG001 - a measurement starts afresh
     """Worker. Returns whether it was stopped before the last."""
     bench = Bench(environment, timedelta(seconds=config.topology.timeout_s))
-    plan: Plan = bench.everyone(Plan.load(run_dir) if environment.rank == 0 else None)[0]
+    plan: LinkBenchmarkPlan = bench.everyone(LinkBenchmarkPlan.load(run_dir) if environment.rank == 0 else None)[0]
     stop, first = StopFlag(run_dir, environment), environment.rank == 0
     group = make_context_group(
         environment.rank, environment.workers, environment.workers, bench.device, bench.timeout,
@@ -100,7 +100,7 @@ def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool)
     stopped = False
     bench.together()
     load = _Load(bench.device)
-    with Progress(first and not plan.quiet, len(operations) * (plan.repeats + 1 + plan.loaded_repeats)) as progress:
+    with MeasurementProgress(first and not plan.quiet, len(operations) * (plan.repeats + 1 + plan.loaded_repeats)) as progress:
         for operation in operations:
             progress.now(f"{operation.link} {operation.what}")
             found = _measured(operation, plan, bench, load, progress, stop)
@@ -196,7 +196,9 @@ class _Messages:
         return start, parts[0].nbytes * (self.ranks - 1)
 
 
-def _measured(operation: _Operation, plan: Plan, bench: Bench, load: _Load, progress: Progress, stop: StopFlag) -> list[LinkTime] | None:
+def _measured(
+    operation: _Operation, plan: LinkBenchmarkPlan, bench: Bench, load: _Load, progress: MeasurementProgress, stop: StopFlag
+) -> list[LinkTime] | None:
     """One operation at all sizes, which take turns; called by all ranks, also by those that take no part in it. None: stopped."""
     prepared = [operation.start(size) for size in plan.sizes]
     clock = _on_gpu if bench.device.type == "cuda" else _on_cpu
@@ -331,7 +333,7 @@ class _Load:
         return median_ms(many, "cuda" if self.gpu else "cpu", 3) / count
 
 
-def _machine(device: torch.device) -> Machine:
+def _machine(device: torch.device) -> MeasuredMachine:
     from mtrain_cli.launch.environment import host_memory
     from mtrain_cli.profiling.kernel_benchmark import median_ms
 
@@ -347,7 +349,7 @@ def _machine(device: torch.device) -> Machine:
     product = 2 * side**3 / median_ms(lambda: square @ square, kind, 5) * 1e3
     peak, source = (product, "measured") if known is None else (known, "datasheet")
     memory = torch.cuda.get_device_properties(device).total_memory if gpu else host_memory()
-    return Machine(name, peak / 1e12, source, product / 1e12, memory / 2**30, copied, added, _launch_us(device), kind)
+    return MeasuredMachine(name, peak / 1e12, source, product / 1e12, memory / 2**30, copied, added, _launch_us(device), kind)
 
 
 def _launch_us(device: torch.device) -> tuple[float, float, float]:
@@ -364,12 +366,20 @@ def _launch_us(device: torch.device) -> tuple[float, float, float]:
     return float(low), float(middle), float(high)
 
 
-def _slowest_machine(everyone: Sequence[Machine]) -> Machine:
+def _slowest_machine(everyone: Sequence[MeasuredMachine]) -> MeasuredMachine:
     """The median rank by memory; all compute at once."""
     return sorted(everyone, key=lambda m: m.copy_gbps)[len(everyone) // 2]
 
 
-def _leave(run_dir: RunDir, plan: Plan, environment: Environment, times: Sequence[LinkTime], machine: Machine, *, complete: bool) -> None:
+def _leave(
+    run_dir: RunDir,
+    plan: LinkBenchmarkPlan,
+    environment: Environment,
+    times: Sequence[LinkTime],
+    machine: MeasuredMachine,
+    *,
+    complete: bool,
+) -> None:
     facts = json.loads(run_dir.environment.read_text()) if run_dir.environment.exists() else {}
     virtual = environment.nodes > 1 and environment.workers_per_node < environment.local_workers
     document = {

@@ -20,8 +20,8 @@ from mtrain_cli.launch.run_dir import PLAN, RunDir
 from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
-from mtrain_cli.profiling.record_collector import Collector
-from mtrain_cli.training.resolution import Choices, make_choices
+from mtrain_cli.profiling.record_collector import RecordCollector
+from mtrain_cli.training.resolution import ResolvedRun, resolve_run
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -32,7 +32,7 @@ TARGETS = {ATTENTION_ONLY: "mtrain_cli.profiling.attention_benchmark:run", TRAIN
 
 
 @dataclass(frozen=True)
-class Plan:
+class MeasurementPlan:
     """What to measure. mode: `ATTENTION_ONLY` or `TRAINING`. cases: labelled configurations. samples: recorded iterations of each. warmup:
     training steps before the first. every: training steps from one to the next. peer: whether what PyTorch offers is measured, too.
     quiet: nothing is shown, for scripts.
@@ -55,21 +55,21 @@ class Plan:
         (folder / PLAN).write_text(json.dumps(document, indent=1) + "\n")
 
     @staticmethod
-    def load(run_dir: RunDir) -> Plan:
+    def load(run_dir: RunDir) -> MeasurementPlan:
         folder = run_dir.path / "cases"
         document = json.loads((folder / PLAN).read_text())
         cases = [(label, compose.load(folder / f"{i}.yaml")) for i, label in enumerate(document.pop("cases"))]
-        return Plan(cases=cases, **document)
+        return MeasurementPlan(cases=cases, **document)
 
 
 @dataclass(frozen=True)
-class Case:
+class MeasurementCase:
     """One configuration, ready to be measured."""
 
     number: int
     label: str
     config: Config
-    choices: Choices
+    choices: ResolvedRun
     exchange: Exchange
 
     def facts(self, environment: Environment) -> dict[str, Any]:
@@ -111,26 +111,26 @@ class Bench:
     timeout: timedelta
     device: torch.device = field(init=False)
     host_group: dist.ProcessGroup = field(init=False)
-    collector: Collector = field(init=False)
+    collector: RecordCollector = field(init=False)
     _groups: dict[tuple[int, int, tuple[str, ...]], ContextGroup] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         e = self.environment
         self.device = torch.device("cuda", torch.cuda.current_device()) if e.device == "cuda" else torch.device("cpu")
         self.host_group = dist.new_group(backend="gloo", timeout=self.timeout)
-        self.collector = Collector(e.rank, e.workers, self.device, self.host_group)
+        self.collector = RecordCollector(e.rank, e.workers, self.device, self.host_group)
 
-    def adopt(self, choices: Choices, group: ContextGroup) -> None:
+    def adopt(self, choices: ResolvedRun, group: ContextGroup) -> None:
         """Has cases of the same kind use communicators that there are already."""
         self._groups[_kind(choices)] = group
 
-    def case(self, number: int, label: str, config: Config) -> Case:
+    def case(self, number: int, label: str, config: Config) -> MeasurementCase:
         """label: in which ``auto`` becomes the exchange that runs."""
-        choices = make_choices(config, self.environment)
+        choices = resolve_run(config, self.environment)
         words = [choices.exchange.label if word == "auto" else word for word in label.split()]
-        return Case(number, " ".join(words), config, choices, self._exchange(choices))
+        return MeasurementCase(number, " ".join(words), config, choices, self._exchange(choices))
 
-    def _exchange(self, choices: Choices) -> Exchange:
+    def _exchange(self, choices: ResolvedRun) -> Exchange:
         how, e = choices.exchange, self.environment
         key = _kind(choices)
         if key not in self._groups:
@@ -162,7 +162,7 @@ class Bench:
         return found
 
 
-def _kind(choices: Choices) -> tuple[int, int, tuple[str, ...]]:
+def _kind(choices: ResolvedRun) -> tuple[int, int, tuple[str, ...]]:
     """What communicators depend on."""
     how = choices.exchange
     return how.per_node, how.heads, tuple(how.channels)
@@ -173,7 +173,7 @@ def slowest(everyone: Sequence[Sequence[Sequence[float]]]) -> np.ndarray:
     return np.array(everyone, dtype=np.float64).max(0)
 
 
-class Progress:
+class MeasurementProgress:
     """A line while cases are measured, in a terminal only, and lines that stay; on the first worker."""
 
     def __init__(self, shown: bool, total: int) -> None:
@@ -190,7 +190,7 @@ class Progress:
         )  # fmt: skip
         self._task = self._bar.add_task("", total=total)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> MeasurementProgress:
         self._bar.start()
         return self
 

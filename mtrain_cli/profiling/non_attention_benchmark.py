@@ -26,8 +26,8 @@ from mtrain_cli.parallel.context_attention import DynamicIndex
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, INDEX, Recorder
 from mtrain_cli.profiling.kernel_benchmark import SCHEMA, device_name, median_ms, versions
 from mtrain_cli.simulation.calibration import LOSS, REST_FILE
-from mtrain_cli.simulation.non_attention_cost import Rest, Work
-from mtrain_cli.training.resolution import Choices, compute_dtype, make_choices
+from mtrain_cli.simulation.non_attention_cost import ComputeCost, NonAttentionCost
+from mtrain_cli.training.resolution import ResolvedRun, compute_dtype, resolve_run
 from mtrain_cli.training.run_plan import planned
 
 LAYERS = 3  # one after the other, as in a model: the host is ahead from the second on
@@ -35,7 +35,7 @@ _UNCOUNTED = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class RestTime:
+class NonAttentionTime:
     """Median time of one part. part: forward or backward (recomputation included) of a layer without attention, loss (with embedding and
     last norm, both directions), or index (its estimate alone). tokens: of one worker; rows: of a tile of the MLP. flop, moved: matrix
     products, and bytes of element-wise kernels, that the simulator counts for it; 0 for an index. heads: of queries.
@@ -50,7 +50,7 @@ class RestTime:
     heads: int
 
 
-def profile_rest(configs: Sequence[Config], repeats: int, report: Callable[[RestTime], None]) -> list[RestTime]:
+def profile_non_attention(configs: Sequence[Config], repeats: int, report: Callable[[NonAttentionTime], None]) -> list[NonAttentionTime]:
     """configs: of one worker and one micro-batch, a length each. report: called with every time as it is known."""
     times = []
     for config in configs:
@@ -61,15 +61,15 @@ def profile_rest(configs: Sequence[Config], repeats: int, report: Callable[[Rest
     return times
 
 
-def _of_length(config: Config, repeats: int) -> list[RestTime]:
+def _of_length(config: Config, repeats: int) -> list[NonAttentionTime]:
     environment = resolve_environment(config)
-    choices = make_choices(config, environment)
+    choices = resolve_run(config, environment)
     plan = planned(config, environment, choices)
-    rest, tokens = Rest.of(plan), plan.layout.tokens_per_worker * config.train.micro_batch
+    rest, tokens = NonAttentionCost.of(plan), plan.layout.tokens_per_worker * config.train.micro_batch
 
-    def time(part: str, ms: float, work: Work) -> RestTime:
+    def time(part: str, ms: float, work: ComputeCost) -> NonAttentionTime:
         heads = config.model.num_heads
-        return RestTime(part=part, tokens=tokens, rows=rest.rows, ms=ms, flop=work.flop, moved=work.moved, heads=heads)
+        return NonAttentionTime(part=part, tokens=tokens, rows=rest.rows, ms=ms, flop=work.flop, moved=work.moved, heads=heads)
 
     device = torch.device(environment.device)
     bench = _Bench(config, choices, device)
@@ -77,14 +77,14 @@ def _of_length(config: Config, repeats: int) -> list[RestTime]:
     found = [time(FORWARD, forward, rest.forward), time(BACKWARD, backward, rest.backward + rest.recomputed)]
     found.append(time(LOSS, bench.loss(tokens, repeats), rest.loss))
     if choices.pattern is not None:
-        found.append(time(INDEX, bench.index(config.seq, repeats), Work()))
+        found.append(time(INDEX, bench.index(config.seq, repeats), ComputeCost()))
     return found
 
 
 class _Bench:
     """Layers of a model on one device, whose weights are there as FSDP2 gathers them."""
 
-    def __init__(self, config: Config, choices: Choices, device: torch.device) -> None:
+    def __init__(self, config: Config, choices: ResolvedRun, device: torch.device) -> None:
         self.config, self.choices, self.device = config, choices, device
         train = config.train
         with torch.device("meta"):
@@ -115,7 +115,7 @@ class _Bench:
         for _ in range(_UNCOUNTED + repeats):
             began, out = recorder.now(), start
             for layer in decoder.layers:
-                out = layer(out, rope, _left_out)
+                out = layer(out, rope, _no_attention)
             between = recorder.now()
             out.backward(gradient)
             moments.append((began, between, recorder.now()))
@@ -131,7 +131,7 @@ class _Bench:
         drawn = torch.randint(self.config.model.vocab_size, (1, tokens), generator=self.generator, device=self.device)
 
         def both() -> None:
-            decoder(drawn, self._positions(tokens), drawn, _left_out, 1.0 / tokens).backward()
+            decoder(drawn, self._positions(tokens), drawn, _no_attention, 1.0 / tokens).backward()
             decoder.zero_grad(set_to_none=True)
 
         decoder.layers = nn.ModuleList()
@@ -162,7 +162,7 @@ class _Bench:
         return torch.arange(tokens, device=self.device)[None]
 
 
-class _LeftOut(torch.autograd.Function):
+class _NoAttention(torch.autograd.Function):
     """Attention that computes nothing and moves nothing but the gradients of keys and values."""
 
     @staticmethod
@@ -176,11 +176,11 @@ class _LeftOut(torch.autograd.Function):
         return dout, torch.zeros_like(k), torch.zeros_like(v)
 
 
-def _left_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:  # noqa: ARG001 - as the decoder calls it
-    return _LeftOut.apply(q, k, v)
+def _no_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:  # noqa: ARG001 - as the decoder calls it
+    return _NoAttention.apply(q, k, v)
 
 
-def save_rest(times: Sequence[RestTime], path: Path, command: str, config: Config, device: str) -> None:
+def save_non_attention(times: Sequence[NonAttentionTime], path: Path, command: str, config: Config, device: str) -> None:
     """Writes what the simulator reads: hardware, versions, the command, what was measured, and every time."""
     model, train = config.model, config.train
     document = {

@@ -16,7 +16,7 @@ from mtrain_cli.attention.index import MaskWork
 from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch.environment import Environment, on_loopback, resolve_environment
-from mtrain_cli.sparsity.pattern import Masked, Pattern
+from mtrain_cli.sparsity.pattern import MaskedPositions, Pattern
 from mtrain_cli.sparsity.recall import recall
 from mtrain_cli.training.batch import Batch
 from mtrain_cli.training.flops import causal_pairs
@@ -106,7 +106,7 @@ def _heads(
     pattern: Pattern, q: torch.Tensor, k: torch.Tensor, batch: Batch, layer: int, step: int, sampled: IntArray, seq: int
 ) -> Iterator[HeadRecord]:
     masks, request = batch.masks[:1], pattern.request()
-    masked = Masked.make(masks, request.block, q.device)
+    masked = MaskedPositions.make(masks, request.block, q.device)
     index = pattern.estimate(q, k, masked, layer)
     counts = index.counts(MaskWork.make(masks, request.block, q.device, request.bitmap))
     kept = recall(index, q, k, masked, torch.from_numpy(sampled).to(q.device))[0]

@@ -13,8 +13,8 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.profiling import records
-from mtrain_cli.profiling.measurement import TRAINING, Bench, Case, Plan
-from mtrain_cli.profiling.profile_writer import Leaving
+from mtrain_cli.profiling.measurement import TRAINING, Bench, MeasurementCase, MeasurementPlan
+from mtrain_cli.profiling.profile_writer import ProfileWriter
 from mtrain_cli.training.batch import Batch
 from mtrain_cli.training.trainer import Trainer
 
@@ -40,21 +40,21 @@ class TrainingProfile:
         earlier, samples = self._bench.everyone(self._left_behind() if e.rank == 0 else None)[0]
         kept, self._by_kind = _numbered(earlier, cases, trainer)
         self._samples = samples
-        plan = Plan(TRAINING, [(case.label, case.config) for case in cases], config.train.steps // config.profile.every)
+        plan = MeasurementPlan(TRAINING, [(case.label, case.config) for case in cases], config.train.steps // config.profile.every)
         self._seen: list[tuple[list[SequenceMask], ContextAttention]] = []
         self._plain: list[float] = []
         self._recorded: list[float] = []
         self._after: list[float] = []
-        self._leaving: Leaving | None = None
+        self._leaving: ProfileWriter | None = None
         try:
-            self._leaving = Leaving(run_dir, plan, self._bench, list(self._by_kind.values()), self._folder, kept)
+            self._leaving = ProfileWriter(run_dir, plan, self._bench, list(self._by_kind.values()), self._folder, kept)
         except OSError as error:
             self.problem = f"{self._folder}: cannot be written ({error.strerror or error}); steps are not recorded"
         # All or none: to collect is a matter of all workers.
         if not all(self._bench.everyone(self._leaving is not None)):
             self._leaving = None
 
-    def _cases(self) -> list[Case]:
+    def _cases(self) -> list[MeasurementCase]:
         """The steps of this attempt, dense first ones apart."""
         trainer = self._trainer
         config, choices = trainer.config, trainer.choices
@@ -62,11 +62,11 @@ class TrainingProfile:
         def label(pattern: str) -> str:
             return f"{pattern} {config.layout} {choices.exchange.label}"
 
-        cases = [Case(0, label(config.sparsity.pattern), config, choices, trainer.exchange)]
+        cases = [MeasurementCase(0, label(config.sparsity.pattern), config, choices, trainer.exchange)]
         if choices.dense_kernel is not None and trainer.step < (config.sparsity.dense_steps or 0):
             dense = replace(config, sparsity=replace(config.sparsity, pattern="dense"))
             found = replace(choices, kernel=choices.dense_kernel[0], pattern=None)
-            cases.append(Case(1, f"{label('dense')}, first steps", dense, found, trainer.exchange))
+            cases.append(MeasurementCase(1, f"{label('dense')}, first steps", dense, found, trainer.exchange))
         return cases
 
     def _left_behind(self) -> tuple[list[dict[str, Any]], int]:
@@ -157,7 +157,9 @@ class TrainingProfile:
         return problem
 
 
-def _numbered(earlier: list[dict[str, Any]], cases: list[Case], trainer: Trainer) -> tuple[list[dict[str, Any]], dict[bool, Case]]:
+def _numbered(
+    earlier: list[dict[str, Any]], cases: list[MeasurementCase], trainer: Trainer
+) -> tuple[list[dict[str, Any]], dict[bool, MeasurementCase]]:
     """-> entries of earlier cases that are not those of cases, and cases by whether they are dense, with numbers that fit the rows."""
     kept, found = list(earlier), {}
     for case in cases:

@@ -20,7 +20,7 @@ from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.profiling import records
 from mtrain_cli.profiling.analysis import analyse
 from mtrain_cli.profiling.index_file import RecordedSetup, save_indices
-from mtrain_cli.profiling.measurement import ATTENTION_ONLY, Bench, Case, Plan, slowest
+from mtrain_cli.profiling.measurement import ATTENTION_ONLY, Bench, MeasurementCase, MeasurementPlan, slowest
 from mtrain_cli.profiling.recorded_work import Estimated, own_work
 from mtrain_cli.reporting.report_source import open_source
 from mtrain_cli.reporting.tables import recording_cost
@@ -29,7 +29,7 @@ from mtrain_cli.reporting.trace import write_trace
 from mtrain_cli.training.flops import causal_pairs
 
 
-class Leaving:
+class ProfileWriter:
     """What becomes of the samples. Called alike by all workers; the first one writes.
 
     cases: those to come, each with its place among the entries of the summary. entries: of these and of earlier attempts; None: of cases
@@ -39,9 +39,9 @@ class Leaving:
     def __init__(
         self,
         run_dir: RunDir,
-        plan: Plan,
+        plan: MeasurementPlan,
         bench: Bench,
-        cases: Sequence[Case],
+        cases: Sequence[MeasurementCase],
         folder: Path | None = None,
         entries: Sequence[dict[str, Any]] | None = None,
     ) -> None:
@@ -73,7 +73,7 @@ class Leaving:
         if self.first:
             records.write_summary(self.folder, self._document)
 
-    def recorded(self, case: Case, iteration: int, estimated: Sequence[Estimated]) -> None:
+    def recorded(self, case: MeasurementCase, iteration: int, estimated: Sequence[Estimated]) -> None:
         """The iteration that was just recorded. iteration: training step, or sample where attention alone is measured."""
         # Devices keep nothing of it.
         held = [(masks, None if found is None else {n: index.to("cpu") for n, index in found.items()}) for masks, found in estimated]
@@ -84,10 +84,10 @@ class Leaving:
             self._waiting.append(rows)
             self._latest[case.number] = rows
 
-    def _layers(self, case: Case) -> range:
+    def _layers(self, case: MeasurementCase) -> range:
         return range(1 if self.plan.mode == ATTENTION_ONLY else case.config.model.num_layers)
 
-    def timed(self, case: Case, plain: float, recorded: float) -> None:
+    def timed(self, case: MeasurementCase, plain: float, recorded: float) -> None:
         """Seconds of one iteration on this worker, without and with records."""
         self._times[case.number].append((plain, recorded))
 
@@ -102,7 +102,7 @@ class Leaving:
         records.write_part(rows, self.folder, number)
         records.write_summary(self.folder, self._document)
 
-    def measured(self, case: Case, **values: float) -> None:
+    def measured(self, case: MeasurementCase, **values: float) -> None:
         """values: for the entry of a case in the summary."""
         self._document["cases"][case.number].update(values)
 
@@ -110,7 +110,7 @@ class Leaving:
         """What was measured of others, for the summary."""
         self._document["peers"].append(measured)
 
-    def facts(self, case: Case) -> dict[str, Any]:
+    def facts(self, case: MeasurementCase) -> dict[str, Any]:
         """The entry of a case in the summary."""
         return self._document["cases"][case.number]
 
@@ -204,7 +204,7 @@ class Leaving:
         except OSError as error:
             self.problem = f"{self.folder / records.INDEX}: could not be written ({error.strerror or error})"
 
-    def _parts_of_indices(self, cases: Sequence[Case]) -> Iterator[tuple[str, int, Index | None]]:
+    def _parts_of_indices(self, cases: Sequence[MeasurementCase]) -> Iterator[tuple[str, int, Index | None]]:
         """Layer by layer, called alike by all workers; on the first one everything that is there."""
         e = self.bench.environment
         for case in cases:

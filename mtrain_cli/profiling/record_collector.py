@@ -92,7 +92,7 @@ Work = dict[tuple[int, int], dict[str, StepWork]]  # of one worker, by micro-bat
 
 
 @dataclass
-class Collector:
+class RecordCollector:
     """Recorded iterations of this rank, and on rank 0 of all."""
 
     rank: int

@@ -11,7 +11,7 @@ import numpy as np
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, COLUMNS, DIRECTIONS, GAP, INDEX, ITERATION, KINDS, MERGE, PASS, WAIT
 from mtrain_cli.parallel.schedule import GRADIENTS
-from mtrain_cli.profiling.records import LINKS, PAYLOADS, SUMMARY, Recorded
+from mtrain_cli.profiling.records import LINKS, PAYLOADS, SUMMARY, RecordedFolder
 
 # What the time of a pass is spent on. A wait is `late` until the peer has begun to send, and `exposed` on its link from then on.
 LATE, EXPOSED = "late", "exposed"
@@ -26,7 +26,7 @@ _SURVEY = ("case", "iteration", "micro", "layer", "direction", "step", "rank")
 
 
 @dataclass(frozen=True)
-class Shape:
+class RecordedShape:
     """What the rows of a case span.
 
     workers: ranks of a context group. ranks: of all groups. present: [groups, workers], whether there are rows of that rank. steps: of
@@ -84,7 +84,7 @@ class Iteration:
     whole: np.ndarray
 
 
-def survey(recorded: Recorded) -> tuple[dict[int, Shape], dict[tuple[int, int], int]]:
+def survey(recorded: RecordedFolder) -> tuple[dict[int, RecordedShape], dict[tuple[int, int], int]]:
     """-> what each case spans, and the number of the last batch that has rows of (case, iteration).
 
     Raises:
@@ -113,7 +113,7 @@ def survey(recorded: Recorded) -> tuple[dict[int, Shape], dict[tuple[int, int], 
     return shapes, last
 
 
-def _shape(case: int, facts: dict[str, Any], seen: dict[str, set[int]], steps: dict[int, int], recorded: Recorded) -> Shape:
+def _shape(case: int, facts: dict[str, Any], seen: dict[str, set[int]], steps: dict[int, int], recorded: RecordedFolder) -> RecordedShape:
     highest = max(seen["rank"]) + 1
     total = max(highest, int(facts.get("workers") or recorded.summary.get("workers") or highest))
     workers = min(int(facts.get("cp") or total), total)
@@ -127,12 +127,14 @@ def _shape(case: int, facts: dict[str, Any], seen: dict[str, set[int]], steps: d
             counted[name] = max(most, int(said.get("backward" if name == "backward" else "forward") or 0))
     layers = tuple(sorted(layer for layer in seen["layer"] if layer >= 0))
     micros, iterations = tuple(sorted(seen["micro"])), tuple(sorted(seen["iteration"]))
-    return Shape(case, facts, iterations, micros, layers, workers, total, present.reshape(-1, workers), counted)
+    return RecordedShape(case, facts, iterations, micros, layers, workers, total, present.reshape(-1, workers), counted)
 
 
-def iterations(recorded: Recorded, shapes: dict[int, Shape], last: dict[tuple[int, int], int]) -> Iterator[tuple[Shape, Iteration]]:
+def iterations(
+    recorded: RecordedFolder, shapes: dict[int, RecordedShape], last: dict[tuple[int, int], int]
+) -> Iterator[tuple[RecordedShape, Iteration]]:
     """Each iteration of each case once its last row is read; others than those under way take no memory."""
-    under_way: dict[tuple[int, int], _Sums] = {}
+    under_way: dict[tuple[int, int], _RecordSums] = {}
     for number, batch in enumerate(recorded.batches(_COLUMNS)):
         for case in _unique(batch["case"]):
             of_case = batch if (batch["case"] == case).all() else _where(batch, batch["case"] == case)
@@ -141,16 +143,16 @@ def iterations(recorded: Recorded, shapes: dict[int, Shape], last: dict[tuple[in
                 rows = of_case if alone else _where(of_case, of_case["iteration"] == iteration)
                 key = (case, iteration)
                 if key not in under_way:
-                    under_way[key] = _Sums(shapes[case], iteration)
+                    under_way[key] = _RecordSums(shapes[case], iteration)
                 under_way[key].add(rows)
         for key in [key for key in under_way if last[key] == number]:
             yield shapes[key[0]], under_way.pop(key).result()
 
 
-class _Sums:
+class _RecordSums:
     """Adds up the rows of one iteration."""
 
-    def __init__(self, shape: Shape, number: int) -> None:
+    def __init__(self, shape: RecordedShape, number: int) -> None:
         self.shape, self.number = shape, number
         self.samples = len(shape.micros) * len(shape.layers)
         self.passes = (len(shape.directions), self.samples, shape.groups, shape.workers)

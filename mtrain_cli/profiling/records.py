@@ -59,7 +59,7 @@ ROW = np.dtype(
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedFolder:
     """What a folder holds. complete: False if the profile was ended before it had all samples. parts: files of rows, in order."""
 
     folder: Path
@@ -177,7 +177,7 @@ def write_summary(folder: Path, document: dict[str, Any]) -> None:
     draft.replace(folder / SUMMARY)
 
 
-def open_records(folder: Path) -> Recorded:
+def open_records(folder: Path) -> RecordedFolder:
     """What a profile or simulation left in a folder.
 
     Raises:
@@ -198,4 +198,4 @@ def open_records(folder: Path) -> Recorded:
         raise ConfigError(f"{path}: is no summary of a profile (cases must be a list of objects)")
     whole = folder / RECORDS
     parts = (whole,) if whole.is_file() else tuple(sorted((folder / PARTS).glob("*.parquet")))
-    return Recorded(folder, summary, bool(summary.get("complete")), parts)
+    return RecordedFolder(folder, summary, bool(summary.get("complete")), parts)

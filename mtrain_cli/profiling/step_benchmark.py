@@ -9,8 +9,8 @@ from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.stop_request import StopFlag
-from mtrain_cli.profiling.measurement import Bench, Case, Plan, Progress
-from mtrain_cli.profiling.profile_writer import Leaving
+from mtrain_cli.profiling.measurement import Bench, MeasurementCase, MeasurementPlan, MeasurementProgress
+from mtrain_cli.profiling.profile_writer import ProfileWriter
 from mtrain_cli.training.batch import Batch, BatchMaker, PackedSample
 from mtrain_cli.training.flops import attention_kept
 from mtrain_cli.training.trainer import Trainer
@@ -23,15 +23,15 @@ def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool)
     and therefore under the same index, before the step is taken. Returns whether it was stopped before it had all samples.
     """
     bench = Bench(environment, timedelta(seconds=config.topology.timeout_s))
-    plan = bench.everyone(Plan.load(run_dir) if environment.rank == 0 else None)[0]
+    plan = bench.everyone(MeasurementPlan.load(run_dir) if environment.rank == 0 else None)[0]
     stop = StopFlag(run_dir, environment)
-    with Progress(environment.rank == 0 and not plan.quiet, plan.samples * len(plan.cases)) as progress:
+    with MeasurementProgress(environment.rank == 0 and not plan.quiet, plan.samples * len(plan.cases)) as progress:
         progress.now("prepares")
         trainer = Trainer(plan.cases[0][1], environment)
         trainer.keeps_samples = True
         bench.adopt(trainer.choices, trainer.exchange.group)
         cases = [bench.case(number, label, case) for number, (label, case) in enumerate(plan.cases)]
-        leaving = Leaving(run_dir, plan, bench, cases)
+        leaving = ProfileWriter(run_dir, plan, bench, cases)
         rehearsal = _Rehearsal(bench, trainer, cases, leaving, progress)
         while leaving.samples < plan.samples:
             sampled = trainer.step >= plan.warmup and (trainer.step - plan.warmup) % plan.every == 0
@@ -48,7 +48,9 @@ def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool)
 class _Rehearsal:
     """Forward and backward of every case on the samples of one step: once as it is, once recorded."""
 
-    def __init__(self, bench: Bench, trainer: Trainer, cases: Sequence[Case], leaving: Leaving, progress: Progress) -> None:
+    def __init__(
+        self, bench: Bench, trainer: Trainer, cases: Sequence[MeasurementCase], leaving: ProfileWriter, progress: MeasurementProgress
+    ) -> None:
         self.bench, self.trainer, self.cases, self.leaving, self.progress = bench, trainer, cases, leaving, progress
         mask = trainer.config.data.document_mask
         keep, offload = attention_kept(trainer.config.train), trainer.offload
@@ -84,7 +86,7 @@ class _Rehearsal:
             # So that a run that is killed can be replayed, too.
             self.leaving.save_indices()
 
-    def _once(self, case: Case, micro_batches: MicroBatches) -> tuple[list[Batch], float]:
+    def _once(self, case: MeasurementCase, micro_batches: MicroBatches) -> tuple[list[Batch], float]:
         """-> the batches, whose indices are kept, and seconds on this worker."""
         trainer, bench = self.trainer, self.bench
         batches = [self._make[case.number](samples) for samples in micro_batches]
@@ -101,7 +103,7 @@ class _Rehearsal:
         self._estimated = [attend.index.estimated if attend.index is not None else None for attend in attends]
         return batches, seconds
 
-    def _recorded(self, case: Case, micro_batches: MicroBatches, *, kept: bool = True) -> float:
+    def _recorded(self, case: MeasurementCase, micro_batches: MicroBatches, *, kept: bool = True) -> float:
         recorder = self.bench.collector.recorder
         self.trainer.recorder = recorder
         case.exchange.record(recorder)

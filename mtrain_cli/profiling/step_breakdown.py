@@ -58,7 +58,7 @@ _SYNCHRONISING = re.compile(r"^cu(da)?(Stream|Device|Event|Ctx)Synchronize")
 
 
 @dataclass(frozen=True)
-class Kind:
+class OperationTotals:
     """What is summed up under one name: kernels of a GPU, or operators of a CPU. ns: their own time, whatever ran beside them."""
 
     name: str
@@ -68,7 +68,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class StepParts:
+class StepBreakdown:
     """Of all recorded steps of one rank together. step: ns of them; parts: the same, divided. hidden: ns of messages beside what computes;
     exposed ones are the parts links and waits. unmatched: messages of NCCL that were not found on other ranks, and wait for none as far
     as is known. launches and the rest: of a GPU alone. ahead: ns from the launch of a kernel to its begin, the median.
@@ -78,7 +78,7 @@ class StepParts:
     step: int
     parts: dict[str, int]
     hidden: int
-    kinds: list[Kind] = field(repr=False)
+    kinds: list[OperationTotals] = field(repr=False)
     launches: int = 0
     launching: int = 0
     syncs: int = 0
@@ -87,7 +87,7 @@ class StepParts:
     unmatched: int = 0
 
 
-def find_parts(events: Iterable[Event], *, gpu: bool, least: Mapping[Message, int] | None = None) -> StepParts:
+def find_parts(events: Iterable[Event], *, gpu: bool, least: Mapping[Message, int] | None = None) -> StepBreakdown:
     """events: `traceEvents` of one rank, in which every step is an annotation named `parts.STEP`. least: by `shortest`; messages that are
     not in it wait for none.
 
@@ -255,8 +255,8 @@ def _length(intervals: Iterable[Interval]) -> int:
     return sum(end - begin for begin, end in intervals)
 
 
-def _kinds(of: Mapping[tuple[str, str], Sequence[int]]) -> list[Kind]:
-    kinds = [Kind(name, part, calls, ns) for (name, part), (calls, ns) in of.items()]
+def _kinds(of: Mapping[tuple[str, str], Sequence[int]]) -> list[OperationTotals]:
+    kinds = [OperationTotals(name, part, calls, ns) for (name, part), (calls, ns) in of.items()]
     return sorted(kinds, key=lambda k: (-k.ns, k.name, k.part))
 
 
@@ -274,7 +274,7 @@ def _messages(device: Iterable[_Span]) -> list[Message | None]:
     return found
 
 
-def _of_gpu(spans: Sequence[_Span], steps: Sequence[_Span], least: Mapping[Message, int]) -> StepParts:
+def _of_gpu(spans: Sequence[_Span], steps: Sequence[_Span], least: Mapping[Message, int]) -> StepBreakdown:
     # What is launched in a step ends in it, since a step ends with a wait for the device.
     device = _inside((s for s in spans if s.category in _DEVICE), steps)
     runtime = [s for s in spans if s.category in _RUNTIME]
@@ -315,7 +315,7 @@ def _of_gpu(spans: Sequence[_Span], steps: Sequence[_Span], least: Mapping[Messa
         # Those of NCCL wait for other streams, which says nothing of the host.
         if span.category == "kernel" and word != LINKS and (launch := launches.get(span.correlation)) is not None
     ]
-    return StepParts(
+    return StepBreakdown(
         len(steps), whole, parts, in_all[LINKS] - parts[LINKS] - parts[WAITS], _kinds(kinds),
         launches=sum(s.category == "kernel" for s in device), launching=sum(s.end - s.begin for s in launching),
         syncs=len(syncing), syncing=sum(s.end - s.begin for s in syncing), ahead=statistics.median(ahead) if ahead else None,
@@ -350,7 +350,7 @@ def _device_part(span: _Span, word: str | None) -> str:
 # --- a CPU --------------------------------------------------------------------------------------------------------------------------
 
 
-def _of_cpu(spans: Sequence[_Span], steps: Sequence[_Span]) -> StepParts:
+def _of_cpu(spans: Sequence[_Span], steps: Sequence[_Span]) -> StepBreakdown:
     thread = steps[0].thread
     mine = _inside((s for s in spans if s.thread == thread and s.category in ("cpu_op", "user_annotation")), steps)
     mine = [s for s in mine if not s.name.startswith(_MESSAGES) and s.name != _STEP]
@@ -370,7 +370,7 @@ def _of_cpu(spans: Sequence[_Span], steps: Sequence[_Span]) -> StepParts:
     _claim([(step.begin, step.end) for step in steps], messages, in_all)
     free = _claim(free, messages, parts)
     parts[HOST] = _length(free)
-    return StepParts(len(steps), whole, parts, in_all[LINKS] - parts[LINKS], _kinds(kinds))
+    return StepBreakdown(len(steps), whole, parts, in_all[LINKS] - parts[LINKS], _kinds(kinds))
 
 
 def _self_times(spans: Sequence[_Span]) -> list[tuple[_Span, str | None, list[Interval]]]:

@@ -26,8 +26,8 @@ from mtrain_cli.launch.run_dir import PLAN, RunDir
 from mtrain_cli.launch.stop_request import StopFlag
 from mtrain_cli.parallel import profiler_labels
 from mtrain_cli.profiling import records
-from mtrain_cli.profiling.measurement import Bench, Progress
-from mtrain_cli.profiling.step_breakdown import StepParts, find_parts, messages, shortest
+from mtrain_cli.profiling.measurement import Bench, MeasurementProgress
+from mtrain_cli.profiling.step_breakdown import StepBreakdown, find_parts, messages, shortest
 from mtrain_cli.training.banner import banner
 from mtrain_cli.training.metrics import StepMetrics
 from mtrain_cli.training.out_of_memory import explained_where_memory_is_full
@@ -39,7 +39,7 @@ _COMPRESSION = 5  # a trace of a large step is 100 MB, of which level 9 makes ha
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepProfilePlan:
     """warmup: training steps before the recorded ones. alike: number of the first of them, from 1, that compares with those: it is not
     dense before sparse ones, nor, if there is another, the first of its kind, which compiles. trace: whether the trace of every rank is
     left. quiet: nothing is shown.
@@ -55,17 +55,18 @@ class Plan:
         (run_dir.path / PLAN).write_text(json.dumps(asdict(self)) + "\n")
 
     @staticmethod
-    def load(run_dir: RunDir) -> Plan:
-        return Plan(**json.loads((run_dir.path / PLAN).read_text()))
+    def load(run_dir: RunDir) -> StepProfilePlan:
+        return StepProfilePlan(**json.loads((run_dir.path / PLAN).read_text()))
 
 
 @dataclass(frozen=True)
-class _Rank:
-    """What one rank has to say. plain: seconds of the steps from `Plan.alike` on that were not recorded; recorded: of those that were.
+class _RankSummary:
+    """What one rank has to say. plain: seconds of the steps from `StepProfilePlan.alike` on that were not recorded; recorded: of those
+    that were.
     peak_gib: the most memory of the former.
     """
 
-    found: StepParts
+    found: StepBreakdown
     plain: list[float]
     recorded: list[float]
     peak_gib: float | None
@@ -75,11 +76,11 @@ def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool)
     """Worker: trains, and records the last steps. Returns whether it was stopped before."""
     bench = Bench(environment, timedelta(seconds=config.topology.timeout_s))
     first = environment.rank == 0
-    plan: Plan = bench.everyone(Plan.load(run_dir) if first else None)[0]
+    plan: StepProfilePlan = bench.everyone(StepProfilePlan.load(run_dir) if first else None)[0]
     stop = StopFlag(run_dir, environment)
     results: list[StepResult] = []
     with (
-        Progress(first and not plan.quiet, plan.warmup + plan.steps) as progress,
+        MeasurementProgress(first and not plan.quiet, plan.warmup + plan.steps) as progress,
         explained_where_memory_is_full(config, environment, run_dir) as about,
     ):
         progress.now("prepares")
@@ -93,9 +94,9 @@ def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool)
             bench.together()
             _idle(bench)
             began = time.perf_counter()
-            with profiler_labels.part(profiler_labels.STEP):
+            with profiler_labels.labelled(profiler_labels.STEP):
                 results.append(trainer.train_step(stop.requested()))
-                with profiler_labels.part(profiler_labels.CLOSING):
+                with profiler_labels.labelled(profiler_labels.CLOSING):
                     _idle(bench)
             seconds = time.perf_counter() - began
             progress.done()
@@ -124,8 +125,8 @@ def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool)
         progress.now("reads the records")
         trainer.close()
         peaks = [m.peak_memory_gib for m in metrics if m.peak_memory_gib is not None]
-        mine = _Rank(_read(profiler, run_dir.path, plan, bench), plain, recorded, max(peaks, default=None))
-        everyone: list[_Rank] = bench.everyone(mine)
+        mine = _RankSummary(_read(profiler, run_dir.path, plan, bench), plain, recorded, max(peaks, default=None))
+        everyone: list[_RankSummary] = bench.everyone(mine)
     if first:
         document = _document(trainer, run_dir, plan, everyone, metrics, [result.loss for result in results])
         _leave(run_dir.path, document, everyone)
@@ -149,7 +150,7 @@ def _profiler(bench: Bench) -> torch.profiler.profile:
     return torch.profiler.profile(activities=activities, acc_events=True)  # one cycle: without it, a warning of what is lost between two
 
 
-def _read(profiler: torch.profiler.profile, folder: Path, plan: Plan, bench: Bench) -> StepParts:
+def _read(profiler: torch.profiler.profile, folder: Path, plan: StepProfilePlan, bench: Bench) -> StepBreakdown:
     """Writes the trace of this rank, and finds the parts in it.
 
     Raises:
@@ -183,9 +184,15 @@ def _read(profiler: torch.profiler.profile, folder: Path, plan: Plan, bench: Ben
 
 
 def _document(
-    trainer: Trainer, run_dir: RunDir, plan: Plan, everyone: Sequence[_Rank], metrics: Sequence[StepMetrics], losses: list[float | None]
+    trainer: Trainer,
+    run_dir: RunDir,
+    plan: StepProfilePlan,
+    everyone: Sequence[_RankSummary],
+    metrics: Sequence[StepMetrics],
+    losses: list[float | None],
 ) -> dict[str, Any]:
-    """The summary. Times are ms of one step. metrics: of the steps without records, from `Plan.alike` on. losses: of all steps."""
+    """The summary. Times are ms of one step. metrics: of the steps without records, from `StepProfilePlan.alike` on. losses: of all
+    steps."""
     config, choices, e = trainer.config, trainer.choices, trainer.environment
     gpu = trainer.device.type == "cuda"
     facts = json.loads(run_dir.environment.read_text()) if run_dir.environment.exists() else {}
@@ -235,7 +242,7 @@ def _median(values: Sequence[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def _of_rank(rank: int, said: _Rank) -> dict[str, Any]:
+def _of_rank(rank: int, said: _RankSummary) -> dict[str, Any]:
     found = said.found
 
     def ms(ns: float) -> float:
@@ -257,7 +264,7 @@ def _of_rank(rank: int, said: _Rank) -> dict[str, Any]:
     }
 
 
-def _top(everyone: Sequence[StepParts]) -> list[dict[str, Any]]:
+def _top(everyone: Sequence[StepBreakdown]) -> list[dict[str, Any]]:
     """Kernels or operators that take most time, of a step and the mean of ranks."""
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for found in everyone:
@@ -269,7 +276,7 @@ def _top(everyone: Sequence[StepParts]) -> list[dict[str, Any]]:
     return [{"name": name, "part": part, "calls": calls, "ms": ms} for (name, part), (calls, ms) in most]
 
 
-def _leave(folder: Path, document: dict[str, Any], everyone: Sequence[_Rank]) -> None:
+def _leave(folder: Path, document: dict[str, Any], everyone: Sequence[_RankSummary]) -> None:
     """
     Raises:
         RunError: the folder cannot be written.
@@ -286,7 +293,7 @@ def _leave(folder: Path, document: dict[str, Any], everyone: Sequence[_Rank]) ->
         raise RunError(f"{folder}: could not be written ({error.strerror or error})") from error
 
 
-def _show(folder: Path, document: dict[str, Any], plan: Plan) -> None:
+def _show(folder: Path, document: dict[str, Any], plan: StepProfilePlan) -> None:
     from mtrain_cli.reporting.step_tables import show_step
     from mtrain_cli.reporting.terminal import make_console
 

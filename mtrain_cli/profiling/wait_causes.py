@@ -12,7 +12,7 @@ import numpy as np
 
 from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, COLUMNS, GAP, INDEX, MERGE
 from mtrain_cli.parallel.schedule import HEADS, INNER, OUTER
-from mtrain_cli.profiling.record_sums import BUSY, EXPOSED, LATE, SPENT, Iteration, Shape
+from mtrain_cli.profiling.record_sums import BUSY, EXPOSED, LATE, SPENT, Iteration, RecordedShape
 from mtrain_cli.profiling.records import LINKS
 
 SLOWER = 1.25  # times as long as the work explains: a rank beyond it is slow, one below has more work
@@ -25,7 +25,7 @@ _OWN = (*BUSY, START)
 
 
 @dataclass(frozen=True)
-class Cause:
+class WaitCause:
     """What costs time. ms: lost in an iteration, all ranks together. kind: work, slow, start, a phase or link. rank: whose doing; None for
     a link.
     """
@@ -39,7 +39,7 @@ class Cause:
 
 
 @dataclass
-class _Charges:
+class _LostTime:
     """What was lost through a rank in a step of one direction: [groups, workers, slots].
 
     The other tables are weighted with it. own: ms that the rank spent more than the others, by `_OWN`.
@@ -55,20 +55,20 @@ class _Charges:
     own: np.ndarray
 
     @staticmethod
-    def none(shape: tuple[int, ...]) -> _Charges:
+    def none(shape: tuple[int, ...]) -> _LostTime:
         tables = [np.zeros(shape) for _ in range(7)]
-        return _Charges(*tables, np.zeros((len(_OWN), *shape)))  # type: ignore[call-arg]
+        return _LostTime(*tables, np.zeros((len(_OWN), *shape)))  # type: ignore[call-arg]
 
 
 @dataclass
-class Blame:
+class WaitAttribution:
     """Collects the waits of the iterations of a case, and says what they come from."""
 
-    shape: Shape
+    shape: RecordedShape
     uncertainty: float  # of the clocks of different ranks, ms
     together: bool = True  # all ranks wait for the last at the end of a pass; in training they go on, and wait in the next
     iterations: int = 0
-    charges: list[_Charges] = field(default_factory=list)
+    charges: list[_LostTime] = field(default_factory=list)
     victims: list[list[tuple[np.ndarray, np.ndarray]]] = field(default_factory=list)  # direction -> (codes, ms)
     link: np.ndarray | None = None
     passes: float = 0.0  # ms of all passes of all ranks, and of the waits at their ends where ranks are `together`
@@ -78,7 +78,7 @@ class Blame:
 
     def __post_init__(self) -> None:
         s = self.shape
-        self.charges = [_Charges.none((s.groups, s.workers, s.slots)) for _ in s.directions]
+        self.charges = [_LostTime.none((s.groups, s.workers, s.slots)) for _ in s.directions]
         self.victims = [[] for _ in s.directions]
         self.pairs, self.attention = np.zeros((2, len(s.directions), s.groups, s.workers))
 
@@ -242,7 +242,7 @@ class Blame:
         slowest = np.where(apart, np.inf, late).argmin(1)
         return np.where(peer >= 0, peer % s.workers, slowest)
 
-    def causes(self) -> list[Cause]:
+    def causes(self) -> list[WaitCause]:
         """Dearest first, at most `MOST_LINES`."""
         if not self.iterations or not self.passes:
             return []
@@ -250,7 +250,7 @@ class Blame:
         worth = [cause for cause in found if cause.ms > WORTH * self.passes / self.iterations]
         return sorted(worth, key=lambda cause: -cause.ms)[:MOST_LINES]
 
-    def _links(self) -> list[Cause]:
+    def _links(self) -> list[WaitCause]:
         """Messages that took longer than what was computed meanwhile."""
         assert self.link is not None
         found = []
@@ -268,10 +268,10 @@ class Blame:
                     text += f", most {_in_step(worst)}: {_ms(each[worst])}"
                 else:
                     text += f", {_in_step(worst)}"
-                found.append(Cause(text, float(steps.sum()), "link", direction, None, worst - 1))
+                found.append(WaitCause(text, float(steps.sum()), "link", direction, None, worst - 1))
         return found
 
-    def _ranks(self) -> list[Cause]:
+    def _ranks(self) -> list[WaitCause]:
         merged: dict[tuple[int, str, int], list[tuple[float, int, int]]] = {}
         for d in range(len(self.shape.directions)):
             lost = self.charges[d].lost.reshape(-1, self.shape.slots) / self.iterations
@@ -304,7 +304,7 @@ class Blame:
         computed = self.attention[d, group] / (self.iterations * self.layers)
         return float(computed[worker] - (computed.sum() - computed[worker]) / max(1, int((computed > 0).sum()) - 1))
 
-    def _cause(self, rank: int, kind: str, places: list[tuple[float, int, int]]) -> Cause:
+    def _cause(self, rank: int, kind: str, places: list[tuple[float, int, int]]) -> WaitCause:
         """places: (ms lost, direction, slot), dearest first."""
         ms, (_, d, slot) = sum(p[0] for p in places), places[0]
         charge, at = self.charges[d], (*divmod(rank, self.shape.workers), slot)
@@ -358,7 +358,7 @@ class Blame:
         if ms > 1.5 * each:
             share = ms * self.iterations / self.passes
             text += f"; {_ms(ms)} an iteration over all ranks, {share:.1%} of their time"
-        return Cause(text, ms, kind, name, rank, slot - 1)
+        return WaitCause(text, ms, kind, name, rank, slot - 1)
 
     def _victim(self, d: int, rank: int, slot: int) -> tuple[int, int, float]:
         """Who waits longest for what a rank did in a slot -> rank, slot (one more than there are: the end of the pass), ms a layer."""

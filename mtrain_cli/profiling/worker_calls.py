@@ -20,8 +20,8 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.shared_columns import SharedColumns
 from mtrain_cli.attention.tiles import BlockGeometry, Tiles
 from mtrain_cli.parallel.layout import Layout, make_layout
-from mtrain_cli.parallel.schedule import Options, Step, make_schedule
-from mtrain_cli.profiling.kernel_benchmark import Case, KernelTime, median_ms, request_of, serving
+from mtrain_cli.parallel.schedule import ScheduleOptions, ScheduleStep, make_schedule
+from mtrain_cli.profiling.kernel_benchmark import KernelCase, KernelTime, median_ms, request_of, serving
 from mtrain_cli.simulation.calibration import ALONE_COLUMNS, DENSE, DIAGONALS, LISTS, SPARSE
 from mtrain_cli.simulation.work_counts import FORWARD, StepWork, WorkCounter
 from mtrain_cli.sparsity.fixed import fixed_index
@@ -31,7 +31,7 @@ RING, GATHER = "ring", "all_gather"
 
 
 @dataclass(frozen=True)
-class _Share:
+class _WorkerCall:
     """What one call computes. keys: positions; None for all. work: of the step, one row."""
 
     exchange: str
@@ -42,8 +42,8 @@ class _Share:
     masked: StepWork
 
 
-def profile_shares(
-    cases: Sequence[Case],
+def profile_worker_calls(
+    cases: Sequence[KernelCase],
     workers: Sequence[int],
     kernels: Sequence[str],
     dtype: torch.dtype,
@@ -72,7 +72,7 @@ def profile_shares(
     return times
 
 
-def _kernels(case: Case, names: Sequence[str], dtype: torch.dtype, device: str) -> Iterator[Kernel]:
+def _kernels(case: KernelCase, names: Sequence[str], dtype: torch.dtype, device: str) -> Iterator[Kernel]:
     """For dense attention the one that `auto` takes, or those named that serve; under an index as `profile_kernels`."""
     if case.density is None:
         request = request_of(case, dtype, device, None)
@@ -83,7 +83,9 @@ def _kernels(case: Case, names: Sequence[str], dtype: torch.dtype, device: str) 
         yield choose(name, request)[0]
 
 
-def _of_worker(kernel: Kernel, case: Case, name: str, workers: int, dtype: torch.dtype, device: str, repeats: int) -> Iterator[KernelTime]:
+def _of_worker(
+    kernel: Kernel, case: KernelCase, name: str, workers: int, dtype: torch.dtype, device: str, repeats: int
+) -> Iterator[KernelTime]:
     layout = make_layout(name, workers, case.seq, case.block, unit=case.block)
     mask = SequenceMask.causal(case.seq, layout.padded_seq)
     index = None
@@ -109,24 +111,24 @@ def _of_worker(kernel: Kernel, case: Case, name: str, workers: int, dtype: torch
         yield _columns(kernel, case, layout, mask, index, workers, name, dtype, device, repeats)
 
 
-def _shares(layout: Layout, mask: SequenceMask, case: Case, index: VerticalSlash | None) -> Iterator[_Share]:
+def _shares(layout: Layout, mask: SequenceMask, case: KernelCase, index: VerticalSlash | None) -> Iterator[_WorkerCall]:
     """Of the last worker: its own shard, another one, and all keys."""
     workers, rank = layout.workers, layout.workers - 1
     for exchange in (RING, GATHER):
-        schedule = make_schedule(exchange, Options(workers, workers))
+        schedule = make_schedule(exchange, ScheduleOptions(workers, workers))
         counter = WorkCounter.make(schedule, layout, [mask], case.heads, case.block)
         work, masked = (counter.count(of, rank)[FORWARD] for of in (index, None))
         steps = schedule.forward[rank]
         chosen = {0, len(steps) // 2} if exchange == RING else {0}
         for at in sorted(chosen):
-            step: Step = steps[at]
+            step: ScheduleStep = steps[at]
             if not step.keys or not work.pairs[0, at]:
                 continue
             keys = np.arange(layout.padded_seq) if exchange == GATHER else layout.positions(step.keys[0])
-            yield _Share(exchange, at, layout.positions(rank), keys, work, masked)
+            yield _WorkerCall(exchange, at, layout.positions(rank), keys, work, masked)
 
 
-def _tiles(mask: SequenceMask, share: _Share, block: int, device: str) -> Tiles:
+def _tiles(mask: SequenceMask, share: _WorkerCall, block: int, device: str) -> Tiles:
     geometry = BlockGeometry.make([mask], share.queries, share.keys, block, device)
     return Tiles.make([mask.spans(share.queries, share.keys)], device, geometry)
 
@@ -140,7 +142,7 @@ class _Tensors:
     scale: float
 
     @staticmethod
-    def make(case: Case, queries: int, keys: int, dtype: torch.dtype, device: str) -> _Tensors:
+    def make(case: KernelCase, queries: int, keys: int, dtype: torch.dtype, device: str) -> _Tensors:
         generator = torch.Generator(device=device).manual_seed(0)
         shapes = ((queries, case.heads), (keys, case.kv_heads), (keys, case.kv_heads), (queries, case.heads))
         made = (torch.randn(1, n, h, case.head_dim, generator=generator, device=device, dtype=dtype) for n, h in shapes)
@@ -150,8 +152,8 @@ class _Tensors:
 
 def _timed(
     kernel: Kernel,
-    case: Case,
-    share: _Share,
+    case: KernelCase,
+    share: _WorkerCall,
     tiles: Tiles,
     tensors: _Tensors,
     device: str,
@@ -183,7 +185,7 @@ def _timed(
 
 def _columns(
     kernel: Kernel,
-    case: Case,
+    case: KernelCase,
     layout: Layout,
     mask: SequenceMask,
     index: Index,
@@ -195,7 +197,7 @@ def _columns(
 ) -> KernelTime:
     """Single columns that a ring has gathered, for the queries of the last worker."""
     rank = layout.workers - 1
-    schedule = make_schedule(RING, Options(layout.workers, layout.workers))
+    schedule = make_schedule(RING, ScheduleOptions(layout.workers, layout.workers))
     counter = WorkCounter.make(schedule, layout, [mask], case.heads, case.block)
     own, everything = layout.positions(rank), np.arange(layout.padded_seq)
     moved = index.to(device)
@@ -223,7 +225,7 @@ def _columns(
 
 def _time(
     kernel: Kernel,
-    case: Case,
+    case: KernelCase,
     form: str,
     workers: int,
     what: str,

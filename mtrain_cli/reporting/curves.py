@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mtrain_cli.config.sizes import format_size
-from mtrain_cli.reporting.report_source import Source
+from mtrain_cli.reporting.report_source import ReportSource
 from mtrain_cli.training.evaluation import Evaluation
 from mtrain_cli.training.metrics import StepMetrics
 
@@ -68,7 +68,7 @@ def rate_restarts(metrics: Sequence[StepMetrics]) -> list[int]:
     return found
 
 
-def training_views(sources: Sequence[Source]) -> tuple[list[View], str]:
+def training_views(sources: Sequence[ReportSource]) -> tuple[list[View], str]:
     """-> a view a quantity, and what a reader must know."""
     views: list[View] = []
     thinned = raw_shown = marked = False
@@ -105,11 +105,11 @@ def training_views(sources: Sequence[Source]) -> tuple[list[View], str]:
     return views, " ".join(notes)
 
 
-def _colours(sources: Sequence[Source]) -> list[str]:
+def _colours(sources: Sequence[ReportSource]) -> list[str]:
     return [COLOURS[i % len(COLOURS)] for i in range(len(sources))]
 
 
-def _curve(source: Source, values: list[Any], colour: str, *, most: int, smooth: bool) -> tuple[list[dict[str, Any]], bool]:
+def _curve(source: ReportSource, values: list[Any], colour: str, *, most: int, smooth: bool) -> tuple[list[dict[str, Any]], bool]:
     """-> the line of every step and, where it is smoothed, the smooth one; and whether points are left out."""
     steps = [m.step for m in source.metrics]
     at = np.unique(np.linspace(0, len(steps) - 1, min(most, len(steps))).astype(int)).tolist()
@@ -128,7 +128,7 @@ def _curve(source: Source, values: list[Any], colour: str, *, most: int, smooth:
     return [thin, {**common, "y": [_short(means[i]) for i in at], "line": thick, "hoverinfo": "skip"}], len(at) < len(steps)
 
 
-def _marks(source: Source, key: str, colour: str) -> list[dict[str, Any]]:
+def _marks(source: ReportSource, key: str, colour: str) -> list[dict[str, Any]]:
     """Lines down the figure. A restart of the run shows in all, one of the learning rate where it explains something."""
     rates = rate_restarts(source.metrics) if key in ("loss", "lr", "grad_norm") else []
     steps = [(step, "dot") for step in rates] + [(restart.step, "dash") for restart in source.restarts]
@@ -158,7 +158,7 @@ def _tick(value: float) -> str:
     return f"{value:g}" if value >= 1e-4 else f"{value:.0e}"
 
 
-def held_out_views(sources: Sequence[Source]) -> list[View]:
+def held_out_views(sources: Sequence[ReportSource]) -> list[View]:
     """Held-out loss over steps, by context after the last evaluation, and over steps for each span of context."""
     evaluated = [source for source in sources if source.evaluations]
     if not evaluated:

@@ -15,7 +15,7 @@ from mtrain_cli.profiling.record_sums import EXPOSED, LATE
 from mtrain_cli.profiling.records import LINKS
 from mtrain_cli.reporting.breakdown_views import head_views, kernel_views, sparsity_views, step_views
 from mtrain_cli.reporting.curves import held_out_views, training_views
-from mtrain_cli.reporting.report_source import Source
+from mtrain_cli.reporting.report_source import ReportSource
 from mtrain_cli.reporting.sweeps import scaling_views
 from mtrain_cli.reporting.tables import fold
 
@@ -39,7 +39,7 @@ _NAMES = {LATE: "waiting for others", GAP: "gap", "message": "message under way"
 
 
 @dataclass(frozen=True)
-class View:
+class FigureView:
     """What the reader can choose: a label for every selector of the figure, traces and layout."""
 
     labels: tuple[str, ...]
@@ -56,12 +56,12 @@ class Figure:
     name: str
     title: str
     selectors: tuple[str, ...]
-    views: list[View]
+    views: list[FigureView]
     note: str = ""
     together: bool = False
 
 
-def figures(sources: Sequence[Source]) -> list[Figure]:
+def figures(sources: Sequence[ReportSource]) -> list[Figure]:
     """All that have anything to show, in the order of the page."""
     cases = [(_label(source, case, len(sources)), source, case) for source in sources for case in source.cases]
     found: list[Figure | None] = [scaling(sources)]
@@ -77,19 +77,19 @@ def figures(sources: Sequence[Source]) -> list[Figure]:
     return [figure for figure in found if figure is not None and figure.views]
 
 
-def scaling(sources: Sequence[Source]) -> Figure | None:
+def scaling(sources: Sequence[ReportSource]) -> Figure | None:
     """Throughput over the number of GPUs, of sweeps; as figure 6b of MTraining."""
-    views = [View(*view) for source in sources if source.swept for view in scaling_views(source.name, source.swept)]
+    views = [FigureView(*view) for source in sources if source.swept for view in scaling_views(source.name, source.swept)]
     note = (
         "Band: the fastest line, from all constants at their best to all at their worst; point at a line for its own. Crosses do not fit."
     )
     return Figure("scaling", "How it scales", ("sweep", "settings", "what"), views, note) if views else None
 
 
-Named = Sequence[tuple[str, Source, CaseAnalysis]]
+Named = Sequence[tuple[str, ReportSource, CaseAnalysis]]
 
 
-def _label(source: Source, case: CaseAnalysis, sources: int) -> str:
+def _label(source: ReportSource, case: CaseAnalysis, sources: int) -> str:
     return f"{source.name}: {case.label}" if sources > 1 else case.label
 
 
@@ -112,7 +112,7 @@ def where_time_goes(cases: Named) -> Figure:
             "yaxis": {"autorange": "reversed", "automargin": True},
             "margin": {"l": 10},
         }
-        views.append(View((which,), data, layout))
+        views.append(FigureView((which,), data, layout))
     return Figure("cases", "Where the time of attention goes", ("passes",), views)
 
 
@@ -157,7 +157,7 @@ def heat_maps(cases: Named) -> Figure:
             "xaxis": {"title": {"text": "step of the schedule"}, **_whole(small.shape[1])},
             "yaxis": {"title": {"text": "worker"}, "autorange": "reversed", **_whole(small.shape[0])},
         }
-        views.append(View((label, direction, what), [trace], layout))
+        views.append(FigureView((label, direction, what), [trace], layout))
     note = "Means over samples."
     if thinned:
         note += f" Larger tables are shown in at most {side} x {side} cells: each is the largest of its group."
@@ -180,7 +180,7 @@ def timelines(cases: Named) -> Figure | None:
             view, left_out = _timeline({name: values[mine] for name, values in rows.items()}, shown, each)
             cut += left_out
             if view is not None:
-                views.append(View((label, f"layer {layer}, {direction}"), *view))
+                views.append(FigureView((label, f"layer {layer}, {direction}"), *view))
         remark = f"iteration {case.typical}, whose passes took the median time"
         if len(shown) < len(case.present):
             remark += f"; {len(shown)} of {len(case.present)} ranks"
@@ -193,7 +193,7 @@ def timelines(cases: Named) -> Figure | None:
     return Figure("timeline", "One iteration, rank by rank", ("case", "pass"), views, note) if views else None
 
 
-def _rows(source: Source, case: CaseAnalysis, layers: Sequence[int]) -> dict[str, np.ndarray]:
+def _rows(source: ReportSource, case: CaseAnalysis, layers: Sequence[int]) -> dict[str, np.ndarray]:
     assert source.recorded is not None
     names = ("case", "iteration", "micro", "layer", "direction", "step", "rank", "phase", "link", "start_us", "dur_us", "late_us", "peer")
     parts = []
@@ -308,7 +308,7 @@ def ranks(cases: Named) -> Figure:
                 "xaxis": {"title": {"text": "rank"}, **_whole(len(case.present))},
                 "yaxis": {"title": {"text": "ms of an iteration"}, "rangemode": "tozero"},
             }
-            views.append(View((label, which), data, layout))
+            views.append(FigureView((label, which), data, layout))
     return Figure("ranks", "Where the time of every rank goes", ("case", "passes"), views)
 
 
@@ -341,7 +341,7 @@ def distributions(cases: Named) -> Figure:
                     "xaxis": {"title": {"text": axis}, **_whole(len(at))},
                     "yaxis": {"title": {"text": "ms of attention"}, "rangemode": "tozero"},
                 }
-                views.append(View((label, direction, what), [trace], layout))
+                views.append(FigureView((label, direction, what), [trace], layout))
     note = "Box: middle half; line: median; whiskers: smallest and largest, over the samples and the workers or steps."
     if thinned:
         note += " 64 of more boxes are shown."
@@ -376,23 +376,23 @@ def layers(cases: Named) -> Figure | None:
                 "xaxis": {"title": {"text": "layer"}, **_whole(len(x))},
                 "yaxis": {"title": {"text": "ms"}, "rangemode": "tozero"},
             }
-            views.append(View((label, direction), data, layout))
+            views.append(FigureView((label, direction), data, layout))
     return Figure("layers", "Layer by layer", ("case", "pass"), views) if views else None
 
 
-def training(sources: Sequence[Source]) -> Figure:
+def training(sources: Sequence[ReportSource]) -> Figure:
     views, note = training_views(sources)
-    return Figure("training", "Training, step by step", (), [View(*view) for view in views], note, together=True)
+    return Figure("training", "Training, step by step", (), [FigureView(*view) for view in views], note, together=True)
 
 
-def held_out(sources: Sequence[Source]) -> Figure:
-    views = [View(*view) for view in held_out_views(sources)]
+def held_out(sources: Sequence[ReportSource]) -> Figure:
+    views = [FigureView(*view) for view in held_out_views(sources)]
     return Figure("held-out", "Held-out loss", (), views, "Sequences that were never trained on.", together=True)
 
 
 def recorded_steps(named: Sequence[tuple[str, dict[str, Any]]]) -> list[Figure]:
     """Of `mtrain profile step`."""
-    parts, kernels = ([View(*view) for view in views] for view_of in (step_views, kernel_views) for views in (view_of(named),))
+    parts, kernels = ([FigureView(*view) for view in views] for view_of in (step_views, kernel_views) for views in (view_of(named),))
     what = "kernels" if all(document["gpu"] for _, document in named) else "operators"
     return [
         Figure("step", "Where one training step goes", ("run",), parts, "Mean of the recorded steps; parts add up to the step."),
@@ -400,12 +400,12 @@ def recorded_steps(named: Sequence[tuple[str, dict[str, Any]]]) -> list[Figure]:
     ]
 
 
-def sparsities(sources: Sequence[Source]) -> list[Figure]:
+def sparsities(sources: Sequence[ReportSource]) -> list[Figure]:
     """Of `mtrain profile sparsity`."""
     several = len(sources) > 1
     layers = [view for source in sources for view in sparsity_views(source.name, source.sparsity)]
-    lines = [View(labels if several else labels[:1], data, layout) for labels, data, layout in layers]
-    heads = [View(*view) for source in sources for view in head_views(source.name, source.sparsity)]
+    lines = [FigureView(labels if several else labels[:1], data, layout) for labels, data, layout in layers]
+    heads = [FigureView(*view) for source in sources for view in head_views(source.name, source.sparsity)]
     note = "Recall: share of dense attention that the pattern keeps, over sampled queries. Density: of all causal pairs."
     return [
         Figure("sparsity", "What the patterns keep, layer by layer", (), lines, note, together=True),
@@ -413,7 +413,7 @@ def sparsities(sources: Sequence[Source]) -> list[Figure]:
     ]
 
 
-def density(sources: Sequence[Source]) -> Figure | None:
+def density(sources: Sequence[ReportSource]) -> Figure | None:
     """Density of every layer over training."""
     views = []
     for source in sources:
@@ -439,7 +439,7 @@ def density(sources: Sequence[Source]) -> Figure | None:
             "xaxis": {"title": {"text": "step"}},
             "yaxis": {"title": {"text": "layer"}, "autorange": "reversed", **_whole(len(table))},
         }
-        views.append(View((source.name,), [trace], layout))
+        views.append(FigureView((source.name,), [trace], layout))
     return Figure("density", "Density by layer", ("run",), views) if views else None
 
 

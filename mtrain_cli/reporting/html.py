@@ -15,7 +15,7 @@ from typing import Any
 from mtrain_cli import __version__, resource_dir
 from mtrain_cli.printable import same_width
 from mtrain_cli.reporting.figures import Figure, figures
-from mtrain_cli.reporting.report_source import Source
+from mtrain_cli.reporting.report_source import ReportSource
 from mtrain_cli.reporting.run_settings import card, differing, shown
 from mtrain_cli.reporting.step_tables import lines as step_lines
 from mtrain_cli.reporting.step_tables import parts_rows
@@ -27,7 +27,7 @@ DEFINITIONS = "definitions.md"
 _PLOTLY = Path(__file__).parent / "plotly" / "plotly-cartesian.min.js.gz"
 
 
-def write_page(path: Path, sources: Sequence[Source]) -> Path:
+def write_page(path: Path, sources: Sequence[ReportSource]) -> Path:
     """The page appears complete or not at all."""
     drawn = figures(sources)
     body = "\n".join(
@@ -67,7 +67,7 @@ def _plain(figure: Figure) -> dict[str, Any]:
     return {"name": figure.name, "together": figure.together, "views": views}
 
 
-def _header(source: Source) -> str:
+def _header(source: ReportSource) -> str:
     facts = source.facts
     gpus = facts.get("gpus") or []
     versions = facts.get("versions") or {}
@@ -93,14 +93,14 @@ def _header(source: Source) -> str:
     return f"<header>{head}{remarks}<dl>{listed}</dl>{_settings(source)}</header>"
 
 
-def _restarts(source: Source) -> str | None:
+def _restarts(source: ReportSource) -> str | None:
     if not source.restarts:
         return None
     listed = "; ".join(f"from step {r.step}, after step {r.reached}: {r.reason}" for r in source.restarts[:5])
     return f"{len(source.restarts)}: {listed}{' and more' if len(source.restarts) > 5 else ''}"
 
 
-def _settings(source: Source) -> str:
+def _settings(source: ReportSource) -> str:
     """A card of what describes the run, and every key behind it."""
     if not source.settings:
         return ""
@@ -109,7 +109,7 @@ def _settings(source: Source) -> str:
     return f"<h3>Settings</h3><dl>{described}</dl><details><summary>all {len(source.settings)} settings</summary><dl>{rows}</dl></details>"
 
 
-def _differences(sources: Sequence[Source]) -> str:
+def _differences(sources: Sequence[ReportSource]) -> str:
     """What stands between several runs: warnings first, then the settings that differ."""
     if len(sources) < 2:
         return ""
@@ -145,7 +145,7 @@ def _workers(workers: int, groups: int) -> str:
     return f"{workers}" if groups == 1 else f"{groups} groups of {workers}"
 
 
-def _summary(sources: Sequence[Source]) -> str:
+def _summary(sources: Sequence[ReportSource]) -> str:
     rows = []
     for source in sources:
         for case in source.cases:
@@ -182,13 +182,13 @@ def _summary(sources: Sequence[Source]) -> str:
     return f"<section><h2>Balance</h2>{_table(heads, rows)}<p class='note'>{note}</p></section>"
 
 
-def _trained(sources: Sequence[Source]) -> str:
+def _trained(sources: Sequence[ReportSource]) -> str:
     rows = [[source.name, *training_row(source)] for source in sources if source.metrics]
     note = "Medians of all steps but the first."
     return f"<section><h2>Training</h2>{_table(('run', *TRAINING), rows)}<p class='note'>{note}</p></section>" if rows else ""
 
 
-def _recorded_steps(sources: Sequence[Source]) -> str:
+def _recorded_steps(sources: Sequence[ReportSource]) -> str:
     """Of `mtrain profile step`: parts as numbers, and what is no part."""
     found = []
     for source in (source for source in sources if source.step is not None):
@@ -204,7 +204,7 @@ def _recorded_steps(sources: Sequence[Source]) -> str:
     return f"<section><h2>One training step</h2>{''.join(found)}{note}</section>" if found else ""
 
 
-def _sparsity(sources: Sequence[Source]) -> str:
+def _sparsity(sources: Sequence[ReportSource]) -> str:
     """Of `mtrain profile sparsity`: a line a pattern and measured step."""
     rows = []
     for source in sources:
@@ -221,7 +221,7 @@ def _sparsity(sources: Sequence[Source]) -> str:
     return f"<section><h2>Patterns</h2>{_table(heads, rows)}{note}</section>"
 
 
-def _steps(source: Source) -> str:
+def _steps(source: ReportSource) -> str:
     """Whole steps that were predicted."""
     if not source.steps:
         return ""
@@ -238,7 +238,7 @@ def _steps(source: Source) -> str:
     return f"<section><h2>Steps, predicted</h2>{table}<p class='note'>{note}</p></section>"
 
 
-def _compared(sources: Sequence[Source]) -> str:
+def _compared(sources: Sequence[ReportSource]) -> str:
     if len(sources) < 2 or not (found := comparison(sources)):
         return ""
     rows = [
@@ -257,7 +257,7 @@ def _compared(sources: Sequence[Source]) -> str:
     return f"<section><h2>Against {escape(sources[0].name)}</h2>{_table(heads, rows, text=3)}<p class='note'>{note}</p></section>"
 
 
-def _causes(sources: Sequence[Source]) -> str:
+def _causes(sources: Sequence[ReportSource]) -> str:
     parts = []
     for source in sources:
         for case in source.cases:

@@ -26,7 +26,7 @@ from mtrain_cli.profiling.records import (
     STEP,
     SUMMARY,
     SWEEP,
-    Recorded,
+    RecordedFolder,
     open_records,
 )
 from mtrain_cli.reporting.run_settings import read_settings
@@ -42,7 +42,7 @@ SHOWN_FIRST = "real-512k-4xh200"  # of the profiles that ship
 
 
 @dataclass(frozen=True)
-class Source:
+class ReportSource:
     """One thing to report. facts: of run_dir._facts(). shipped: a document of profiles/, of an older kind, which has tables only. step:
     summary of `mtrain profile step`. sparsity: rows of `mtrain profile sparsity`, as its HeadRecord names them. settings: by key.
     damage: what is wrong with a file that is left out.
@@ -51,7 +51,7 @@ class Source:
     name: str
     folder: Path
     facts: dict[str, Any] = field(default_factory=dict)
-    recorded: Recorded | None = None
+    recorded: RecordedFolder | None = None
     cases: tuple[CaseAnalysis, ...] = ()
     metrics: tuple[StepMetrics, ...] = ()
     steps_wanted: int | None = None
@@ -219,7 +219,7 @@ def _has_figures(place: Path) -> bool:
     return any((place / name).exists() for name in (RECORDS, SWEEP, KERNELS, HEAD_ROWS)) or any((place / PARTS).glob("*.parquet"))
 
 
-def open_source(path: Path) -> Source:
+def open_source(path: Path) -> ReportSource:
     """Reads and analyses everything that a folder holds.
 
     Raises:
@@ -236,9 +236,11 @@ def open_source(path: Path) -> Source:
         if recorded.summary.get("kind") == STEP:
             if damage := damage_of_step(recorded.summary):
                 raise ConfigError(f"{recorded.folder / SUMMARY}: {damage}; measure again")
-            return Source(_name(path), path, _facts(path, recorded), step=recorded.summary, settings=read_settings(path))
+            return ReportSource(_name(path), path, _facts(path, recorded), step=recorded.summary, settings=read_settings(path))
         if recorded.summary.get("kind") == SPARSITY:
-            return Source(_name(path), path, _facts(path, recorded), sparsity=_sparsity(recorded.folder), settings=read_settings(path))
+            return ReportSource(
+                _name(path), path, _facts(path, recorded), sparsity=_sparsity(recorded.folder), settings=read_settings(path)
+            )
         _check_schema(recorded)
         cases = tuple(analyse(recorded))
         if not cases and not metrics and not recorded.summary.get("sweep"):
@@ -247,7 +249,7 @@ def open_source(path: Path) -> Source:
             raise ConfigError(f"{recorded.folder}: has no sample yet; the profile was ended before its first, or still runs")
     facts = _facts(path, recorded)
     wanted = _steps_wanted(path) if metrics else None
-    return Source(
+    return ReportSource(
         _name(path), path, facts, recorded, cases, metrics, wanted, evaluations=tuple(read_evaluations(path)),
         settings=read_settings(path), restarts=tuple(restart.read(RunDir(path))), damage=damaged,
     )  # fmt: skip
@@ -291,11 +293,11 @@ def _sparsity(folder: Path) -> tuple[dict[str, Any], ...]:
     return tuple(rows)
 
 
-def _open_file(path: Path) -> Source:
+def _open_file(path: Path) -> ReportSource:
     if path.suffix == ".json":
         document = _document(path)
         if document.get("kind") == LAYER and isinstance(document.get("cases"), list):
-            return Source(path.stem, path.parent, shipped=document)
+            return ReportSource(path.stem, path.parent, shipped=document)
     raise ConfigError(f"{path}: is a file, and no profile of mtrain; give the folder of a run, a profile or a simulation")
 
 
@@ -319,7 +321,7 @@ def _nothing(path: Path) -> str:
     return f"{path}: holds no run, profile or simulation ({SUMMARY} and {METRICS_FILE} are missing; there are {some})"
 
 
-def _check_schema(recorded: Recorded) -> None:
+def _check_schema(recorded: RecordedFolder) -> None:
     """Every file of rows says which schema it has.
 
     Raises:
@@ -340,7 +342,7 @@ def _name(path: Path) -> str:
     return os.path.basename(path.resolve()) or str(path)
 
 
-def _facts(path: Path, recorded: Recorded | None) -> dict[str, Any]:
+def _facts(path: Path, recorded: RecordedFolder | None) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     if (path / ENVIRONMENT).is_file():
         facts = _document(path / ENVIRONMENT)

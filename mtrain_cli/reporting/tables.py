@@ -18,7 +18,7 @@ from rich.text import Text
 
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.profiling.analysis import BINS, CaseAnalysis, Estimate, PassAnalysis
-from mtrain_cli.reporting.report_source import Source
+from mtrain_cli.reporting.report_source import ReportSource
 from mtrain_cli.training.evaluation import side_by_side
 from mtrain_cli.training.metrics import StepMetrics
 
@@ -199,7 +199,7 @@ def fold(table: np.ndarray, cells: int) -> tuple[np.ndarray, bool]:
 TRAINING = ("steps", "loss, first", "last", "s / step", "tokens/s/GPU", "MFU", "HFU", "density", "peak GiB")
 
 
-def training_table(sources: Sequence[Source]) -> Table:
+def training_table(sources: Sequence[ReportSource]) -> Table:
     """One row a training run."""
     table = _table("Training", "medians of all steps but the first")
     several = len(sources) > 1  # of one the line above has the name
@@ -212,7 +212,7 @@ def training_table(sources: Sequence[Source]) -> Table:
     return table
 
 
-def positions_table(sources: Sequence[Source]) -> Table | None:
+def positions_table(sources: Sequence[ReportSource]) -> Table | None:
     """Held-out losses by how many earlier tokens a token sees: of one run its first and last evaluation, of several the last of each."""
     evaluated = [source for source in sources if source.evaluations]
     if not evaluated:
@@ -235,7 +235,7 @@ def positions_table(sources: Sequence[Source]) -> Table | None:
     return table
 
 
-def training_row(source: Source) -> list[str]:
+def training_row(source: ReportSource) -> list[str]:
     """In the order of `TRAINING`. Medians leave the first step out, which also compiles and fills caches."""
     steps = source.metrics
     rest = steps[1:] or steps
@@ -330,7 +330,7 @@ def sparsity_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
     return table
 
 
-def compare_table(sources: Sequence[Source]) -> Table | None:
+def compare_table(sources: Sequence[ReportSource]) -> Table | None:
     """Every run against the first; None where they have nothing in common."""
     rows = comparison(sources)
     if not rows:
@@ -346,7 +346,7 @@ def compare_table(sources: Sequence[Source]) -> Table | None:
     return table
 
 
-def incomparable(sources: Sequence[Source]) -> list[str]:
+def incomparable(sources: Sequence[ReportSource]) -> list[str]:
     """Warnings, a line each: what makes the times of several runs say less of their settings. Missing facts are not compared."""
     found = []
     for what, of in (("workers", _workers_of), ("machines", _machine_of)):
@@ -358,14 +358,14 @@ def incomparable(sources: Sequence[Source]) -> list[str]:
     return found
 
 
-def _workers_of(source: Source) -> str:
+def _workers_of(source: ReportSource) -> str:
     told = [source.summary.get("workers"), (source.step or {}).get("workers"), source.settings.get("topology.workers")]
     # `auto` means one worker per GPU, or two processes on a CPU.
     gpus = len(source.facts.get("gpus") or [])
     return next((str(value) for value in told if isinstance(value, int)), str(gpus or 2) if "auto" in told else "")
 
 
-def _machine_of(source: Source) -> str:
+def _machine_of(source: ReportSource) -> str:
     """Kind of GPU, and host; a prediction is for the cluster that it names."""
     if isinstance(source.summary.get("cluster"), dict):
         return source.where
@@ -387,7 +387,7 @@ def recording_cost(summary: dict[str, Any]) -> str | None:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RatioComparison:
     """One figure of a run against that of the first. noise: half the width of the band around 1 in which the ratio may lie by chance."""
 
     run: str
@@ -423,10 +423,10 @@ class Comparison:
         return f"±{self.noise:.1%}" if np.isfinite(self.noise) else "too few samples"
 
 
-def comparison(sources: Sequence[Source]) -> list[Comparison]:
+def comparison(sources: Sequence[ReportSource]) -> list[RatioComparison]:
     """Figures that a later run shares with the first: of cases with the same label, or of the only case of each."""
     first = sources[0]
-    rows: list[Comparison] = []
+    rows: list[RatioComparison] = []
     for other in sources[1:]:
         pairs = [(a, b) for a in first.cases for b in other.cases if a.label == b.label]
         if not pairs and len(first.cases) == len(other.cases) == 1:
@@ -439,12 +439,12 @@ def comparison(sources: Sequence[Source]) -> list[Comparison]:
     return rows
 
 
-def _compared(run: str, case: str, first: dict[str, Estimate], other: dict[str, Estimate]) -> list[Comparison]:
+def _compared(run: str, case: str, first: dict[str, Estimate], other: dict[str, Estimate]) -> list[RatioComparison]:
     rows = []
     for what in first.keys() & other.keys():
         a, b = first[what], other[what]
         if a.n and b.n and a.mean > 0:
-            rows.append(Comparison(run, case, what, a.mean, b.mean, 2 * float(np.hypot(a.error, b.error)) / a.mean))
+            rows.append(RatioComparison(run, case, what, a.mean, b.mean, 2 * float(np.hypot(a.error, b.error)) / a.mean))
     return sorted(rows, key=lambda row: list(first).index(row.what))
 
 
@@ -457,7 +457,7 @@ def _figures(case: CaseAnalysis) -> dict[str, Estimate]:
     return found
 
 
-def _training_figures(source: Source) -> dict[str, Estimate]:
+def _training_figures(source: ReportSource) -> dict[str, Estimate]:
     """The last losses are means of the last tenth of the steps, and their noise is the spread of these."""
     metrics: Sequence[StepMetrics] = source.metrics
     rest = metrics[1:] or metrics
@@ -483,7 +483,7 @@ def _rate(steps: Sequence[StepMetrics]) -> Estimate:
 # --- sheets -------------------------------------------------------------------------------------------------------------------------
 
 
-def sheets(sources: Sequence[Source]) -> list[Sheet]:
+def sheets(sources: Sequence[ReportSource]) -> list[Sheet]:
     """One for each kind of table that has rows."""
     found = [
         summary_sheet(sources), steps_sheet(sources), bins_sheet(sources), layers_sheet(sources), causes_sheet(sources),
@@ -492,7 +492,7 @@ def sheets(sources: Sequence[Source]) -> list[Sheet]:
     return [sheet for sheet in found if sheet.rows]
 
 
-def summary_sheet(sources: Sequence[Source]) -> Sheet:
+def summary_sheet(sources: Sequence[ReportSource]) -> Sheet:
     """One row a case and direction; `both` is the mean of forward and backward."""
     columns = ["run", "case", "direction", "layout", "exchange", "pattern", "kernel", "seq", "workers", "groups"]
     columns += ["samples", "iterations", "partial"]
@@ -520,7 +520,7 @@ def summary_sheet(sources: Sequence[Source]) -> Sheet:
     return Sheet("summary", tuple(columns), rows)
 
 
-def steps_sheet(sources: Sequence[Source]) -> Sheet:
+def steps_sheet(sources: Sequence[ReportSource]) -> Sheet:
     """One row a case, direction, worker and step."""
     columns = ("run", "case", "direction", "worker", "step", "attention_ms", "step_ms", "late_ms", "exposed_ms", "pairs", "blocks")
     rows: list[tuple[Any, ...]] = []
@@ -534,7 +534,7 @@ def steps_sheet(sources: Sequence[Source]) -> Sheet:
     return Sheet("steps", columns, rows)
 
 
-def bins_sheet(sources: Sequence[Source]) -> Sheet:
+def bins_sheet(sources: Sequence[ReportSource]) -> Sheet:
     """ms of every rank in an iteration; the bins fill pass_ms."""
     rows = []
     for source, case in _cases(sources):
@@ -545,7 +545,7 @@ def bins_sheet(sources: Sequence[Source]) -> Sheet:
     return Sheet("time_by_rank", ("run", "case", "direction", "rank", "pass_ms", *names), rows)
 
 
-def layers_sheet(sources: Sequence[Source]) -> Sheet:
+def layers_sheet(sources: Sequence[ReportSource]) -> Sheet:
     """ms by layer: the pass of the slowest worker, and means over workers."""
     rows = [
         (s.name, c.label, name, int(row["layer"]), row["ms"], row["attention_ms"], row["late_ms"], row["exposed_ms"])
@@ -556,12 +556,12 @@ def layers_sheet(sources: Sequence[Source]) -> Sheet:
     return Sheet("layers", ("run", "case", "direction", "layer", "pass_ms", "attention_ms", "late_ms", "exposed_ms"), rows)
 
 
-def causes_sheet(sources: Sequence[Source]) -> Sheet:
+def causes_sheet(sources: Sequence[ReportSource]) -> Sheet:
     rows = [(s.name, case.label, c.ms, c.kind, c.direction, c.rank, c.step, c.text) for s, case in _cases(sources) for c in case.causes]
     return Sheet("causes", ("run", "case", "ms", "kind", "direction", "rank", "step", "text"), rows)
 
 
-def training_sheet(sources: Sequence[Source]) -> Sheet:
+def training_sheet(sources: Sequence[ReportSource]) -> Sheet:
     names = (
         "step",
         "loss",
@@ -578,7 +578,7 @@ def training_sheet(sources: Sequence[Source]) -> Sheet:
     return Sheet("training", ("run", *names), rows)
 
 
-def positions_sheet(sources: Sequence[Source]) -> Sheet:
+def positions_sheet(sources: Sequence[ReportSource]) -> Sheet:
     """One row a run, evaluation and bucket."""
     rows = [
         (source.name, e.step, e.attention, bucket.begin, bucket.end, bucket.tokens, bucket.loss)
@@ -589,7 +589,7 @@ def positions_sheet(sources: Sequence[Source]) -> Sheet:
     return Sheet("positions", ("run", "step", "attention", "begin", "end", "tokens", "loss"), rows)
 
 
-def compare_sheet(sources: Sequence[Source]) -> Sheet:
+def compare_sheet(sources: Sequence[ReportSource]) -> Sheet:
     rows = [(r.run, r.case, r.what, r.first, r.other, r.ratio, r.noise, r.verdict) for r in comparison(sources)]
     return Sheet("compare", ("run", "case", "what", "first", "this", "ratio", "noise", "verdict"), rows)
 
@@ -597,7 +597,7 @@ def compare_sheet(sources: Sequence[Source]) -> Sheet:
 # --- words --------------------------------------------------------------------------------------------------------------------------
 
 
-def _cases(sources: Sequence[Source]) -> list[tuple[Source, CaseAnalysis]]:
+def _cases(sources: Sequence[ReportSource]) -> list[tuple[ReportSource, CaseAnalysis]]:
     return [(source, case) for source in sources for case in source.cases]
 
 

@@ -11,7 +11,7 @@ from rich.padding import Padding
 
 from mtrain_cli.console import Console
 from mtrain_cli.reporting import tables
-from mtrain_cli.reporting.report_source import Source
+from mtrain_cli.reporting.report_source import ReportSource
 from mtrain_cli.reporting.step_tables import show_step, side_by_side
 from mtrain_cli.reporting.sweeps import LEGEND, SPARE, sweep_table, why_not
 from mtrain_cli.reporting.terminal_width import limit, print_table, say
@@ -29,7 +29,7 @@ def make_console() -> Console:
     return console
 
 
-def show_sources(console: Console, sources: Sequence[Source]) -> None:
+def show_sources(console: Console, sources: Sequence[ReportSource]) -> None:
     """Tables, some heat maps, and why workers wait."""
     whole, sources = sources, _numbered(console, sources)
     for given, source in zip(whole, sources, strict=True):
@@ -100,7 +100,7 @@ def show_sparsity(console: Console, rows: Sequence[dict[str, Any]]) -> None:
                 print_table(console, tables.sparsity_table(mine, f"{pattern}, step {step}"))
 
 
-def _numbered(console: Console, sources: Sequence[Source]) -> list[Source]:
+def _numbered(console: Console, sources: Sequence[ReportSource]) -> list[ReportSource]:
     """The same, with numbers for names where names would fill the tables. The line that begins each says which number is whose."""
     width = limit(console)
     if width is None or len(sources) == 1 or max(len(source.name) for source in sources) <= width // 4:
@@ -108,13 +108,13 @@ def _numbered(console: Console, sources: Sequence[Source]) -> list[Source]:
     return [replace(source, name=f"({i})") for i, source in enumerate(sources, 1)]
 
 
-def _about(source: Source) -> str:
+def _about(source: ReportSource) -> str:
     facts = source.facts
     parts = [source.where, facts.get("started"), *([_samples(source)] if source.cases else [])]
     return "".join(f", {part}" for part in parts if part)
 
 
-def _samples(source: Source) -> str:
+def _samples(source: ReportSource) -> str:
     most = max(source.cases, key=lambda case: case.samples)
     layers = len(most.layers)
     times, many = most.samples // max(1, layers), layers > 1

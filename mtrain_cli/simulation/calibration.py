@@ -43,7 +43,7 @@ _NEAR = 0.5  # beyond what was measured, as a share of it, bounds stay as they a
 
 
 @dataclass(frozen=True)
-class Point:
+class CalibrationPoint:
     """One measured call. flop: of block diagonals or of everything that is dense, and of single columns; 1e12."""
 
     flop: float
@@ -90,12 +90,12 @@ class Curve:
         return flop / (float(self.us(np.array(flop))) / 1e6) / peak
 
 
-def fit(points: Sequence[Point]) -> tuple[float, float, float]:
+def fit(points: Sequence[CalibrationPoint]) -> tuple[float, float, float]:
     """-> fixed ms, ms of 1e12 FLOP, and of 1e12 FLOP of columns: none negative, with the least sum of squared relative errors."""
     return fit_together([points])[0]
 
 
-def fit_together(forms: Sequence[Sequence[Point]]) -> list[tuple[float, float, float]]:
+def fit_together(forms: Sequence[Sequence[CalibrationPoint]]) -> list[tuple[float, float, float]]:
     """`fit` of each form of calls to the same kernels: the time of a unit of work is theirs in common, the fixed time each form's own.
 
     Calls with diagonals and columns in about one proportion cannot tell what each of them takes, and small calls of one form alone do not
@@ -118,7 +118,7 @@ def fit_together(forms: Sequence[Sequence[Point]]) -> list[tuple[float, float, f
     return [(float(fixed), float(best[-2]), float(best[-1])) for fixed in best[:-2]]
 
 
-def held_out_errors(forms: Sequence[Sequence[Point]]) -> list[float]:
+def held_out_errors(forms: Sequence[Sequence[CalibrationPoint]]) -> list[float]:
     """Of each form the mean absolute error, a share, of every point as all others predict it."""
     means = []
     for of_form, points in enumerate(forms):
@@ -133,7 +133,7 @@ def held_out_errors(forms: Sequence[Sequence[Point]]) -> list[float]:
 
 
 @dataclass(frozen=True)
-class RestPoint:
+class NonAttentionPoint:
     """One part of a step beside attention, as measured. size: tokens; of a layer, rows of a tile of its MLP. flop, moved: what is counted
     for it (`simulation.non_attention_cost`). heads: of queries.
     """
@@ -147,17 +147,17 @@ class RestPoint:
 
 
 @dataclass(frozen=True)
-class Measured:
+class NonAttentionTimes:
     """What a step computes beside attention, as it was measured on such a GPU. dtype: of its products."""
 
-    points: tuple[RestPoint, ...]
+    points: tuple[NonAttentionPoint, ...]
     dtype: str = "bfloat16"
 
     @property
     def parts(self) -> set[str]:
         return {point.part for point in self.points}
 
-    def share(self, part: str, expected: float, of: Callable[[RestPoint], float]) -> tuple[float, bool]:
+    def share(self, part: str, expected: float, of: Callable[[NonAttentionPoint], float]) -> tuple[float, bool]:
         """How many times as long as expected a part takes, in between by the logarithm of what is expected, and whether as much was
         measured. expected: us, of: the same of a point. Where the least that was measured waited for the host, less takes as long.
         """
@@ -196,7 +196,7 @@ class Calibration:
     device: str
     curves: tuple[Curve, ...]
     files: tuple[str, ...]
-    rest: Measured | None = None
+    rest: NonAttentionTimes | None = None
 
     def find(self, kernel: str, form: str, direction: str) -> Curve | None:
         return next((c for c in self.curves if (c.kernel, c.form, c.direction) == (kernel, form, direction)), None)
@@ -208,8 +208,8 @@ def load_calibration(*paths: Path) -> Calibration:
     Raises:
         ConfigError: a file is missing, damaged or of something else.
     """
-    points: dict[tuple[str, str, str], list[Point]] = {}
-    rest: list[RestPoint] = []
+    points: dict[tuple[str, str, str], list[CalibrationPoint]] = {}
+    rest: list[NonAttentionPoint] = []
     dtypes: list[str] = []
     hiding: set[str] = set()  # kernels that compute what an index leaves out
     devices = []
@@ -233,7 +233,7 @@ def load_calibration(*paths: Path) -> Calibration:
                         pairs, of_columns = int(time["mask_pairs"]), 0
                 for direction in (FORWARD, BACKWARD):
                     flop = FLOP_PER_PAIR[direction] * int(time["case"]["head_dim"]) / 1e12
-                    point = Point((pairs - of_columns) * flop, of_columns * flop, float(time[f"{direction}_ms"]))
+                    point = CalibrationPoint((pairs - of_columns) * flop, of_columns * flop, float(time[f"{direction}_ms"]))
                     if not all(map(is_number, (point.ms, point.flop, point.of_columns))) or not (
                         point.ms > 0 and point.flop + point.of_columns > 0
                     ):
@@ -248,7 +248,9 @@ def load_calibration(*paths: Path) -> Calibration:
             spread = max(_LEAST_ERROR, 2 * (error if np.isfinite(error) else 0.25))
             low, high, skips = 1 - min(spread, 0.9), 1 + spread, kernel not in hiding
             curves.append(Curve(kernel, form, direction, *found, error, len(of_form), low, high, skips=skips))
-    return Calibration(devices[0], tuple(curves), tuple(path.name for path in paths), Measured(tuple(rest), dtypes[0]) if rest else None)
+    return Calibration(
+        devices[0], tuple(curves), tuple(path.name for path in paths), NonAttentionTimes(tuple(rest), dtypes[0]) if rest else None
+    )
 
 
 def own_calibration(files: str | None) -> Calibration | None:
@@ -265,7 +267,7 @@ def own_calibration(files: str | None) -> Calibration | None:
     return load_calibration(*map(Path, paths))
 
 
-def _check_rest(path: Path, found: Sequence[RestPoint], dtype: str, dtypes: list[str]) -> None:
+def _check_rest(path: Path, found: Sequence[NonAttentionPoint], dtype: str, dtypes: list[str]) -> None:
     """dtypes: of the files before, to which this one's is added."""
     absent = [part for part in (FORWARD, BACKWARD, LOSS) if part not in {point.part for point in found}]
     if absent:
@@ -275,12 +277,12 @@ def _check_rest(path: Path, found: Sequence[RestPoint], dtype: str, dtypes: list
         raise ConfigError(f"--calibration {path}: is of {dtype}, and the other file of {dtypes[0]}; give files of one dtype")
 
 
-def _rest_point(time: dict[str, Any]) -> RestPoint:
+def _rest_point(time: dict[str, Any]) -> NonAttentionPoint:
     part = str(time["part"])
     if part not in (FORWARD, BACKWARD, LOSS, INDEX):
         raise ValueError(f"part={part}")
     size = int(time["rows"] if part in (FORWARD, BACKWARD) else time["tokens"])
-    found = RestPoint(part, size, float(time["ms"]) * 1e3, float(time["flop"]), float(time["moved"]), int(time["heads"]))
+    found = NonAttentionPoint(part, size, float(time["ms"]) * 1e3, float(time["flop"]), float(time["moved"]), int(time["heads"]))
     if not all(map(is_number, (found.us, size, found.flop, found.moved, found.heads))):
         raise ValueError(f"{part}: a value is no number")
     if not (found.us > 0 and size > 0 and found.heads > 0 and (part == INDEX or found.flop + found.moved > 0)):
@@ -329,7 +331,7 @@ def shipped() -> tuple[Calibration, ...]:
 
 
 @dataclass(frozen=True)
-class Kernels:
+class KernelCurves:
     """What the kernels of a cluster's GPU take, by direction: measured, or scaled from another GPU. whole: of calls with everything that
     was measured together. remarks: what a reader has to know. alone: of calls with block diagonals or single columns alone, by form and
     direction, where those were measured. rest: what a step computes beside attention, where that was measured on such a GPU.
@@ -338,7 +340,7 @@ class Kernels:
     whole: dict[str, Curve]
     remarks: tuple[str, ...]
     alone: dict[tuple[str, str], Curve] = field(default_factory=dict)
-    rest: Measured | None = None
+    rest: NonAttentionTimes | None = None
 
     @property
     def calibrated(self) -> bool:
@@ -354,7 +356,9 @@ class Kernels:
         return replace(curve, fixed_ms=curve.fixed_ms / 2, fixed_bounds=(0.0, curve.fixed_ms))
 
 
-def kernels_for(gpu: str, peak: float, kernel: str, form: str, peaks: dict[str, float], calibration: Calibration | None = None) -> Kernels:
+def kernels_for(
+    gpu: str, peak: float, kernel: str, form: str, peaks: dict[str, float], calibration: Calibration | None = None
+) -> KernelCurves:
     """gpu: name of the cluster's GPU; peak: its FLOP/s. peaks: those of devices that were measured. calibration: the user's own."""
     source, measured = _source(gpu, calibration)
     remarks: list[str] = []
@@ -396,7 +400,7 @@ def kernels_for(gpu: str, peak: float, kernel: str, form: str, peaks: dict[str, 
     rest = _rest_of(gpu, calibration)
     if calibration is not None and calibration.rest is not None and rest is not calibration.rest:
         remarks.append(f"the rest of a step was measured on {calibration.device}, which says nothing of {gpu}: those times are not used")
-    return Kernels(curves, tuple(remarks), alone, rest)
+    return KernelCurves(curves, tuple(remarks), alone, rest)
 
 
 def _source(gpu: str, calibration: Calibration | None) -> tuple[Calibration, bool]:
@@ -406,7 +410,7 @@ def _source(gpu: str, calibration: Calibration | None) -> tuple[Calibration, boo
     return measured or known[0], measured is not None
 
 
-def _rest_of(gpu: str, calibration: Calibration | None) -> Measured | None:
+def _rest_of(gpu: str, calibration: Calibration | None) -> NonAttentionTimes | None:
     """What was measured of the rest of a step: the user's own, else what ships, of such a GPU."""
     known = [*([calibration] if calibration is not None else []), *shipped()]
     return next((c.rest for c in known if c.rest is not None and same_device(c.device, gpu)), None)

@@ -16,14 +16,14 @@ import numpy as np
 
 from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.attention.packed_columns import COLUMN_TILE
-from mtrain_cli.parallel.exchange_bytes import Sizes, sent_bytes
+from mtrain_cli.parallel.exchange_bytes import ShardSizes, sent_bytes
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD
 from mtrain_cli.parallel.schedule import HEADS, QUERIES
 from mtrain_cli.simulation import program as words
-from mtrain_cli.simulation.calibration import ALONE_COLUMNS, DIAGONALS, HIGH, LOW, SPARSE, UNKNOWN, VALUE, Kernels, same_device
+from mtrain_cli.simulation.calibration import ALONE_COLUMNS, DIAGONALS, HIGH, LOW, SPARSE, UNKNOWN, VALUE, KernelCurves, same_device
 from mtrain_cli.simulation.cluster import Cluster, Constant, Gpu, Link
-from mtrain_cli.simulation.program import FloatArray, Message, Prices, collective_of_all
-from mtrain_cli.simulation.spmd_schedule import Lockstep, Move
+from mtrain_cli.simulation.program import FloatArray, PricedMessage, Prices, collective_of_all
+from mtrain_cli.simulation.spmd_schedule import SpmdSchedule, SpmdTransfer
 from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR, StepWork
 
 BOUNDS = (VALUE, LOW, HIGH)
@@ -56,9 +56,9 @@ class Costs:
     """
 
     cluster: Cluster
-    kernels: Kernels
-    sizes: Sizes
-    lockstep: Lockstep
+    kernels: KernelCurves
+    sizes: ShardSizes
+    lockstep: SpmdSchedule
     head_dim: int
     columns: int = 0
     sequences: int = 1
@@ -66,7 +66,7 @@ class Costs:
     estimated: int = 0
     measured: bool = True
     bound: str = VALUE
-    _messages: dict[tuple, Message] = field(default_factory=dict, repr=False, compare=False)
+    _messages: dict[tuple, PricedMessage] = field(default_factory=dict, repr=False, compare=False)
 
     def rate(self, constant: Constant) -> float:
         """Of what makes things faster: at best high."""
@@ -82,7 +82,7 @@ class Costs:
             return 0.0
         return max(numbers_of_bytes / self.rate(self.cluster.gpu.hbm_gbps) / 1e3, LEAST_COPY_US)
 
-    def crosses(self, move: Move) -> np.ndarray:
+    def crosses(self, move: SpmdTransfer) -> np.ndarray:
         """bool [workers]: what arrives at a rank comes from another node; for a collective, that anything does."""
         per_node, ranks = self.cluster.gpus_per_node, np.arange(self.lockstep.grid.workers)
         if move.source is not None:
@@ -96,19 +96,19 @@ class Costs:
         ranks, per_node = np.arange(self.lockstep.grid.workers), self.cluster.gpus_per_node
         return ranks // per_node * per_node + ranks % per_node // shared
 
-    def message(self, move: Move, direction: str, *, first: bool) -> Message:
+    def message(self, move: SpmdTransfer, direction: str, *, first: bool) -> PricedMessage:
         backward = direction == BACKWARD
         size = sent_bytes(move.first, self.sizes, first=first, backward=backward)
         key = move.first.channel, move.first.payload, move.first.kind, size, id(move.to), id(move.peers)
         if key not in self._messages:
             self._messages[key] = self._between_two(move, size) if move.to is not None else self._collective(move, size)
         like, t = self._messages[key], move.first
-        return Message(
+        return PricedMessage(
             t.number, t.channel, t.payload, move.queue, t.after, move.to, move.source, move.peers,
             like.latency, like.busy, like.outer, like.share, size, size, move,
         )  # fmt: skip
 
-    def _between_two(self, move: Move, size: int) -> Message:
+    def _between_two(self, move: SpmdTransfer, size: int) -> PricedMessage:
         assert move.to is not None
         assert move.source is not None
         outer = self.crosses(move)
@@ -128,21 +128,23 @@ class Costs:
             share[mine] = self.burden(link.gpu_share)
         # A rank's message takes its share of the GPU for what leaves as for what arrives.
         share = np.maximum(share, share[move.to])
-        return Message(0, "", "", ("", False), None, move.to, move.source, None, alone - busy, busy, outer, share, size, size)
+        return PricedMessage(0, "", "", ("", False), None, move.to, move.source, None, alone - busy, busy, outer, share, size, size)
 
     def _sharing(self, ranks: IntArray, crossing: np.ndarray) -> FloatArray:
         """[workers]: how many of the messages that cross pass the card of the given rank of each."""
         cards = self._cards[ranks]
         return np.maximum(np.bincount(cards[crossing], minlength=len(cards))[cards], 1).astype(np.float64)
 
-    def _collective(self, move: Move, size: int) -> Message:
+    def _collective(self, move: SpmdTransfer, size: int) -> PricedMessage:
         t = move.first
         outer = self.crosses(move)
         us, busy = self.collective(t.payload == HEADS, len(t.peers), self._members(t.peers), size)
         workers = len(outer)
         share = np.full(workers, self.burden(self.cluster.link(outer=bool(outer[0])).gpu_share))
         latency = np.full(workers, us - busy)
-        return Message(0, "", "", ("", False), None, None, None, move.peers, latency, np.full(workers, busy), outer, share, size, size)
+        return PricedMessage(
+            0, "", "", ("", False), None, None, None, move.peers, latency, np.full(workers, busy), outer, share, size, size
+        )
 
     def _members(self, peers: tuple[int, ...]) -> int:
         """Ranks of a collective that share a node."""
@@ -176,7 +178,7 @@ class Costs:
     def _capacity(self, link: Link) -> float:
         return max(self.rate(link.capacity_gbps), self.rate(link.collective_bandwidth_gbps)) * 1e3
 
-    def sum_of_columns(self, direction: str) -> Message:
+    def sum_of_columns(self, direction: str) -> PricedMessage:
         """An all-reduce sends every number about twice."""
         grid = self.lockstep.grid
         each = _SUM_BYTES if direction == BACKWARD else self.sizes.dtype_bytes
@@ -293,7 +295,7 @@ class LayerPrices(Prices):
     def work(self, step: int) -> tuple[IntArray, IntArray]:
         return self.counts.pairs[:, step], self.counts.blocks[:, step]
 
-    def message(self, move: Move, *, first: bool) -> Message:
+    def message(self, move: SpmdTransfer, *, first: bool) -> PricedMessage:
         return self.costs.message(move, self.direction, first=first)
 
     def merge(self, step: int) -> float:
@@ -311,5 +313,5 @@ class LayerPrices(Prices):
     def column_times(self) -> tuple[FloatArray, IntArray, IntArray]:
         return self._columns, self.counts.columns, self.counts.column_pairs
 
-    def column_sum(self) -> Message:
+    def column_sum(self) -> PricedMessage:
         return self.costs.sum_of_columns(self.direction)

@@ -20,7 +20,7 @@ _DRIFT = 1 / 64  # of the sequence: how far a cluster of `drifting` moves at mos
 
 
 @dataclass(frozen=True)
-class Family:
+class IndexFamily:
     """density: share of the causal pairs of blocks that lie on chosen diagonals. columns: single ones a head, anywhere. Every head of
     every layer draws its own; of `drifting` every head, and its clusters move from layer to layer. step: of a training, in which those
     move as far as in a layer. fewest, most: diagonals of a head, whatever the density; most 0: no bound.

@@ -114,7 +114,7 @@ def _not_negative(table: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Machine:
+class MeasuredMachine:
     """What was measured beside links. gpu: the device's name; device: ``cuda`` or ``cpu``. peak_tflops, peak_source: dense; matmul_tflops:
     of a large product. copy_gbps, added_gbps: of a copy and of an addition, reads and writes together. launch_us: host time of one small
     operation, 10th, 50th and 90th percentile.
@@ -162,7 +162,7 @@ def sharing(per_node: int, alone: LinkFit, at_once: LinkFit) -> tuple[int, float
 
 
 def cluster_document(
-    name: str, nodes: int, per_node: int, machine: Machine, times: Sequence[LinkTime], *, measured_ranks: int, virtual: bool
+    name: str, nodes: int, per_node: int, machine: MeasuredMachine, times: Sequence[LinkTime], *, measured_ranks: int, virtual: bool
 ) -> dict[str, Any]:
     """A cluster file (`cluster.load_cluster`) of what was measured. nodes, per_node: of the cluster, which may have more GPUs than took
     part. virtual: nodes are parts of one host.

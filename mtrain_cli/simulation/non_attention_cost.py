@@ -18,7 +18,7 @@ from mtrain_cli.simulation.cluster import Constant, Gpu
 from mtrain_cli.simulation.costs import Costs
 from mtrain_cli.training.flops import recomputed_matmul
 from mtrain_cli.training.memory import MIB
-from mtrain_cli.training.run_plan import Plan
+from mtrain_cli.training.run_plan import RunPlan
 from mtrain_cli.training.state_memory import StateMemory
 
 EAGER = Constant.of(2.8, "measured", "a step of 32K on one H200 takes 10 to 15 % longer uncompiled (profiles/notes.md)", 2.0, 3.5)
@@ -34,19 +34,19 @@ _ADAMW = 28  # bytes a number of a shard: parameter, two states read and written
 
 
 @dataclass(frozen=True)
-class Work:
+class ComputeCost:
     """flop: of matrix products. moved: bytes of element-wise kernels. launches: kernels that the host starts."""
 
     flop: float = 0.0
     moved: float = 0.0
     launches: float = 0.0
 
-    def __add__(self, other: Work) -> Work:
-        return Work(self.flop + other.flop, self.moved + other.moved, self.launches + other.launches)
+    def __add__(self, other: ComputeCost) -> ComputeCost:
+        return ComputeCost(self.flop + other.flop, self.moved + other.moved, self.launches + other.launches)
 
 
 @dataclass(frozen=True)
-class Round:
+class MicroBatchRound:
     """Micro-batches that are alike: how many in a step; whether weights are gathered in their forward pass, again in their backward pass,
     and gradients scattered in it.
     """
@@ -57,19 +57,23 @@ class Round:
     reduced: bool
 
 
-def rounds(shard: str, micro_batches: int) -> list[Round]:
+def rounds(shard: str, micro_batches: int) -> list[MicroBatchRound]:
     """The micro-batches of a step under ``train.shard``, as `parallel.fsdp.begin_micro_batch` has them."""
     if shard == "full":
-        return [Round(micro_batches, True, True, True)]
+        return [MicroBatchRound(micro_batches, True, True, True)]
     each = shard == "gradients"
     if micro_batches == 1:
-        return [Round(1, True, False, True)]
-    found = [Round(1, True, False, each), Round(micro_batches - 2, False, False, each), Round(1, False, False, True)]
+        return [MicroBatchRound(1, True, False, True)]
+    found = [
+        MicroBatchRound(1, True, False, each),
+        MicroBatchRound(micro_batches - 2, False, False, each),
+        MicroBatchRound(1, False, False, True),
+    ]
     return [one for one in found if one.times]
 
 
 @dataclass(frozen=True)
-class Host:
+class HostTraffic:
     """Bytes that one rank exchanges with its host. layers: whose activations leave, kept: of each, one way. down, up: gradients and weights
     of a step, stepped: that AdamW reads and writes there, unit: of the first gradients and the last weights, beside which nothing is
     stepped; 0 where the optimizer is on the GPU. leave: gradients go down beside the backward pass.
@@ -85,7 +89,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Rest:
+class NonAttentionCost:
     """forward, recomputed, backward: of a layer and micro-batch. loss: LM head and loss, both directions, with the embedding and the last
     norm, of a micro-batch. gathered, reduced, root_gathered, root_reduced: copies where weights of a layer, or those outside of the layers,
     are gathered and their gradients scattered. added: where gradients add up whole. optimizer: gradient norm, clipping and AdamW, of a
@@ -93,17 +97,17 @@ class Rest:
     reduce, root_reduce: when their gradients are scattered. tokens: of a micro-batch; rows: of a tile of the MLP.
     """
 
-    forward: Work
-    recomputed: Work
-    backward: Work
-    loss: Work
-    gathered: Work
-    reduced: Work
-    root_gathered: Work
-    root_reduced: Work
-    added: Work
-    optimizer: Work
-    host: Host
+    forward: ComputeCost
+    recomputed: ComputeCost
+    backward: ComputeCost
+    loss: ComputeCost
+    gathered: ComputeCost
+    reduced: ComputeCost
+    root_gathered: ComputeCost
+    root_reduced: ComputeCost
+    added: ComputeCost
+    optimizer: ComputeCost
+    host: HostTraffic
     gather: float
     reduce: float
     root_gather: float
@@ -118,7 +122,7 @@ class Rest:
         return self.tokens if part == LOSS or self.rows == self.tokens else max(self.rows, min(self.tokens, DEVICE_ROWS))
 
     @staticmethod
-    def of(plan: Plan) -> Rest:
+    def of(plan: RunPlan) -> NonAttentionCost:
         config, model, train, e = plan.config, plan.config.model, plan.config.train, 2 if plan.dtype == "bfloat16" else 4
         workers = plan.environment.workers
         tokens = plan.layout.tokens_per_worker * train.micro_batch
@@ -147,20 +151,20 @@ class Rest:
         on_host = layers_on_host(train.offload_activations, model.num_layers)
         away = shard if config.optim.offload else 0
         share = (workers - 1) / workers
-        return Rest(
-            forward=Work(
+        return NonAttentionCost(
+            forward=ComputeCost(
                 2.0 * matmul * tokens, eager * e * tokens * (9 * hidden + rotated + 3 * wide), launches + (tiles - 1) * _TILE_LAUNCHES[0]
             ),
-            recomputed=Work(
+            recomputed=ComputeCost(
                 2.0 * again * tokens,
                 eager * e * tokens * ((6 * hidden + rotated if whole else 4 * hidden) + 3 * wide * without) if again else 0.0,
                 launches if whole else 0.0,
             ),
-            backward=Work(
+            backward=ComputeCost(
                 4.0 * matmul * tokens, eager * e * tokens * (15 * hidden + rotated + 5 * wide) + sums,
                 2 * launches + (tiles - 1) * _TILE_LAUNCHES[1],
             ),
-            loss=Work(
+            loss=ComputeCost(
                 (8.0 if logits_again else 6.0) * head * tokens,
                 # Logits; the float32 gradient of the LM head, read and written by every chunk and cast once; the embedding, forward and
                 # backward, whose gradient is added to that of the head where they are tied; the last norm.
@@ -168,13 +172,13 @@ class Rest:
                 + 8 * head * chunks + (4 + e) * head + e * (3 * head + 6 * tokens * hidden),
                 (15.0 if logits_again else 10.0) * chunks,
             ),
-            gathered=Work(moved=out * layer + out_of_shard * layer / workers),
-            reduced=Work(moved=back * layer + to_shard * layer / workers),
-            root_gathered=Work(moved=out * root + out_of_shard * root / workers),
-            root_reduced=Work(moved=back * root + to_shard * root / workers),
-            added=Work(moved=added),
-            optimizer=Work(0.0, float(shard * (4 + (8 if config.optim.clip_norm else 0)) + _ADAMW * (shard - away)), 50.0),
-            host=Host(
+            gathered=ComputeCost(moved=out * layer + out_of_shard * layer / workers),
+            reduced=ComputeCost(moved=back * layer + to_shard * layer / workers),
+            root_gathered=ComputeCost(moved=out * root + out_of_shard * root / workers),
+            root_reduced=ComputeCost(moved=back * root + to_shard * root / workers),
+            added=ComputeCost(moved=added),
+            optimizer=ComputeCost(0.0, float(shard * (4 + (8 if config.optim.clip_norm else 0)) + _ADAMW * (shard - away)), 50.0),
+            host=HostTraffic(
                 on_host, (plan.memory.host - states.host) / on_host if on_host else 0.0,
                 4.0 * away, float(e * away), float((_ADAMW + e) * away),
                 float((e if config.optim.offload_gradients else 4 + e) * max(states.layer_shard, states.root_shard)) if away else 0.0,
@@ -190,7 +194,7 @@ class Rest:
 
 
 @dataclass(frozen=True)
-class Spent:
+class ExpectedTime:
     """us of some work: matrix products, element-wise kernels, and what the host is longer in launching than the GPU in computing."""
 
     matrices: float
@@ -207,7 +211,7 @@ def expected_us(flop: float, moved: float, gpu: Gpu) -> float:
     return flop / (gpu.gemm_tflops.value * 1e6) + moved / (gpu.hbm_gbps.value * 1e3)
 
 
-def longer_than_expected(rest: Rest, costs: Costs, dtype: str) -> dict[str, float]:
+def longer_than_expected(rest: NonAttentionCost, costs: Costs, dtype: str) -> dict[str, float]:
     """By part of a step, as `profiling.non_attention_benchmark` measures it: how many times as long it takes as the constants say, under
     the bound of the
     costs. Nothing where it was not measured on such a GPU in that dtype.
@@ -224,7 +228,7 @@ def longer_than_expected(rest: Rest, costs: Costs, dtype: str) -> dict[str, floa
     return found
 
 
-def priced(work: Work, costs: Costs, longer: float | None = None) -> Spent:
+def priced(work: ComputeCost, costs: Costs, longer: float | None = None) -> ExpectedTime:
     """longer: how many times as long as the constants say it takes, where that was measured (`longer_than_expected`)."""
     gpu = costs.cluster.gpu
     if longer is not None:
@@ -233,7 +237,7 @@ def priced(work: Work, costs: Costs, longer: float | None = None) -> Spent:
         matrices = work.flop / (costs.rate(gpu.gemm_tflops) * 1e6)
         elements = costs.copied(work.moved)
     host = work.launches * _share(costs) * costs.burden(gpu.launch_us)
-    return Spent(matrices, elements, max(0.0, host - matrices - elements))
+    return ExpectedTime(matrices, elements, max(0.0, host - matrices - elements))
 
 
 def _share(costs: Costs) -> float:

@@ -18,11 +18,11 @@ from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
 from mtrain_cli.simulation.calibration import HIGH, LOSS, LOW, VALUE
 from mtrain_cli.simulation.cluster import Cluster
 from mtrain_cli.simulation.costs import BOUNDS, Costs
-from mtrain_cli.simulation.non_attention_cost import Rest, Round, Work, longer_than_expected, priced, rounds
-from mtrain_cli.simulation.prediction import Prediction, Range
-from mtrain_cli.simulation.timeline import Conditions
+from mtrain_cli.simulation.non_attention_cost import ComputeCost, MicroBatchRound, NonAttentionCost, longer_than_expected, priced, rounds
+from mtrain_cli.simulation.prediction import BoundedTime, Prediction
+from mtrain_cli.simulation.timeline import Disturbances
 from mtrain_cli.training.flops import causal_pairs, computed_again, flops_per_token, recomputes_attention
-from mtrain_cli.training.run_plan import Plan
+from mtrain_cli.training.run_plan import RunPlan
 
 DAY, HOUR = 86400.0, 3600.0
 # In this order they are shown. late: for slower workers, in attention; links: for keys, values and their gradients; offload: for
@@ -42,11 +42,11 @@ class PredictedStep:
     gradients that reach it; over_host: bytes to and from its host.
     """
 
-    plan: Plan
-    seconds: Range
+    plan: RunPlan
+    seconds: BoundedTime
     parts: dict[str, float]
     hidden: float
-    tokens_per_second_per_gpu: Range
+    tokens_per_second_per_gpu: BoundedTime
     mfu: float
     hfu: float
     flop: float
@@ -65,19 +65,19 @@ class PredictedStep:
     def fits(self) -> bool:
         return bool(self.plan.fits)
 
-    def days(self, tokens: float) -> Range:
+    def days(self, tokens: float) -> BoundedTime:
         """Of a training on so many tokens."""
         rate = self.tokens_per_second_per_gpu
-        return Range(*(tokens / (getattr(rate, name) * self.plan.environment.workers) / DAY for name in (HIGH, VALUE, LOW)))
+        return BoundedTime(*(tokens / (getattr(rate, name) * self.plan.environment.workers) / DAY for name in (HIGH, VALUE, LOW)))
 
-    def dollars(self, tokens: float, price: float) -> Range:
+    def dollars(self, tokens: float, price: float) -> BoundedTime:
         """price: of a GPU and hour."""
         days = self.days(tokens)
-        return Range(*(getattr(days, name) * DAY / HOUR * self.plan.environment.workers * price for name in (LOW, VALUE, HIGH)))
+        return BoundedTime(*(getattr(days, name) * DAY / HOUR * self.plan.environment.workers * price for name in (LOW, VALUE, HIGH)))
 
 
 @dataclass(frozen=True)
-class Transfer:
+class WeightTransfer:
     """A collective. us: alone. busy: for how long of it the link is full. outer: it crosses nodes. size: bytes that reach a rank."""
 
     us: float
@@ -86,7 +86,7 @@ class Transfer:
     size: float = 0.0
 
 
-def beside(transfers: Sequence[Transfer], computing: float, carried: tuple[float, float], bound: str) -> float:
+def beside(transfers: Sequence[WeightTransfer], computing: float, carried: tuple[float, float], bound: str) -> float:
     """us that collectives take, one after the other, beside so many us of computation in which attention's messages fill the links for
     ``carried`` us: they get what is left of them, and all of it after the computation. At best they never meet attention's messages.
     """
@@ -99,15 +99,15 @@ def beside(transfers: Sequence[Transfer], computing: float, carried: tuple[float
 
 
 def predict_step(
-    cluster: Cluster, plan: Plan, attention: Prediction, conditions: Conditions | None = None, *, bounds: bool = True
+    cluster: Cluster, plan: RunPlan, attention: Prediction, conditions: Disturbances | None = None, *, bounds: bool = True
 ) -> PredictedStep:
     """attention: of a layer of the same plan, with its recomputation where there is some."""
-    slowest = max([1.0, *(conditions or Conditions()).slow.values()])
-    found = {bound: _Step(cluster, plan, attention, attention.costs[bound], slowest) for bound in (BOUNDS if bounds else (VALUE,))}
+    slowest = max([1.0, *(conditions or Disturbances()).slow.values()])
+    found = {bound: _StepEstimate(cluster, plan, attention, attention.costs[bound], slowest) for bound in (BOUNDS if bounds else (VALUE,))}
     likely = found[VALUE]
-    seconds = Range.around(likely.seconds, *(found[bound].seconds for bound in (LOW, HIGH) if bound in found))
+    seconds = BoundedTime.around(likely.seconds, *(found[bound].seconds for bound in (LOW, HIGH) if bound in found))
     workers = plan.environment.workers
-    rate = Range(*(plan.tokens_per_step / getattr(seconds, name) / workers for name in (HIGH, VALUE, LOW)))
+    rate = BoundedTime(*(plan.tokens_per_step / getattr(seconds, name) / workers for name in (HIGH, VALUE, LOW)))
     peak = cluster.gpu.peak_tflops.value * 1e12
     model = plan.flops.model
     if attention.facts["pattern"] == "dense":  # with documents it has fewer pairs than the causal ones of the plan
@@ -119,12 +119,12 @@ def predict_step(
     )  # fmt: skip
 
 
-class _Step:
+class _StepEstimate:
     """The sum of a step under one bound."""
 
-    def __init__(self, cluster: Cluster, plan: Plan, attention: Prediction, costs: Costs, slowest: float) -> None:
+    def __init__(self, cluster: Cluster, plan: RunPlan, attention: Prediction, costs: Costs, slowest: float) -> None:
         self.cluster, self.plan, self.attention, self.costs, self.slowest = cluster, plan, attention, costs, slowest
-        self.rest = rest = Rest.of(plan)
+        self.rest = rest = NonAttentionCost.of(plan)
         self.longer = longer_than_expected(rest, costs, plan.dtype)
         self.us = dict.fromkeys(PARTS, 0.0)
         self.hidden = self.flop = self.sent = self.over_host = 0.0
@@ -138,9 +138,9 @@ class _Step:
         self.us["optimizer"] += self._transfer(1.0).us + self._optimizer_on_host()
         self.us["host"] += costs.burden(cluster.gpu.step_ms) * 1e3
 
-    def _micro_batch(self, one: Round) -> None:
+    def _micro_batch(self, one: MicroBatchRound) -> None:
         rest, layers, train = self.rest, self.plan.config.model.num_layers, self.plan.config.train
-        nothing = Work()
+        nothing = ComputeCost()
         gather, reduce = self._transfer(rest.gather), self._transfer(rest.reduce)
         forward = self._layers([FORWARD], rest.forward, layers, copied=rest.gathered if one.forward else nothing)
         self._weights(forward / layers, self._carried(FORWARD), [gather] * one.forward, layers - 1)
@@ -199,7 +199,7 @@ class _Step:
         inner, outer = self.attention.passes[direction].carried
         return inner * 1e3, outer * 1e3
 
-    def _layers(self, passes: list[str], work: Work, layers: int, again: Work | None = None, *, copied: Work) -> float:
+    def _layers(self, passes: list[str], work: ComputeCost, layers: int, again: ComputeCost | None = None, *, copied: ComputeCost) -> float:
         """Adds what all layers compute -> us of a micro-batch. copied: of weights and gradients."""
         before = sum(self.us.values())
         for name in passes:
@@ -236,7 +236,7 @@ class _Step:
         products = 10.0 if direction == BACKWARD else 4.0 * share
         self.flop += self.times * layers * products * model.num_heads * model.head_dim * pairs
 
-    def _add(self, work: Work, times: int, matrices: str, elements: str, part: str | None = None) -> None:
+    def _add(self, work: ComputeCost, times: int, matrices: str, elements: str, part: str | None = None) -> None:
         """part: as it is measured (`profiling.non_attention_benchmark`)."""
         spent = priced(work, self.costs, None if part is None else self.longer.get(part))
         times *= self.times
@@ -245,15 +245,15 @@ class _Step:
         self.us[elements] += spent.elements * times * self.slowest
         self.us["host"] += spent.host * times
 
-    def _transfer(self, size: float) -> Transfer:
+    def _transfer(self, size: float) -> WeightTransfer:
         workers = self.plan.environment.workers
         if workers == 1:
-            return Transfer(0.0, 0.0, False)  # of nothing
+            return WeightTransfer(0.0, 0.0, False)  # of nothing
         members = min(workers, self.cluster.gpus_per_node)
         us, busy = self.costs.collective(False, workers, members, int(size))
-        return Transfer(us, busy, members < workers, size)
+        return WeightTransfer(us, busy, members < workers, size)
 
-    def _weights(self, computing: float, carried: tuple[float, float], transfers: Sequence[Transfer], times: int) -> None:
+    def _weights(self, computing: float, carried: tuple[float, float], transfers: Sequence[WeightTransfer], times: int) -> None:
         """Adds what the weights of so many layers cost beside the computation of one."""
         if not times or not transfers:
             return

@@ -26,7 +26,7 @@ from mtrain_cli.simulation.calibration import (
     SPARSE,
     VALUE,
     Calibration,
-    Kernels,
+    KernelCurves,
     kernels_for,
     same_device,
     shipped,
@@ -35,9 +35,9 @@ from mtrain_cli.simulation.cluster import Cluster
 from mtrain_cli.simulation.constants import CONSTANTS
 from mtrain_cli.simulation.costs import BOUNDS, INDEX_DEVICE, INDEX_HEADS, Costs, LayerPrices, index_scale
 from mtrain_cli.simulation.program import program
-from mtrain_cli.simulation.spmd_schedule import Lockstep
-from mtrain_cli.simulation.timeline import Conditions, PassTimes, play, together
-from mtrain_cli.simulation.what_if import Case, Setup, make_case, resized
+from mtrain_cli.simulation.spmd_schedule import SpmdSchedule
+from mtrain_cli.simulation.timeline import Disturbances, PassTimes, play, together
+from mtrain_cli.simulation.what_if import ReplayCase, ReplaySetup, make_case, resized
 from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR, StepWork
 from mtrain_cli.training.flops import causal_pairs, peak_flops
 
@@ -47,7 +47,7 @@ _SM90 = ("H100", "H200", "H800", "GH200", "H20")
 
 
 @dataclass(frozen=True)
-class Problem:
+class AttentionWorkload:
     """What is computed. made: shapes. masks: one a sequence. layers: which. index: of a layer, None for dense; made when asked for.
     pattern: what the indices are, in words. columns: as in `what_if.make_case`. estimated: whether estimating indices is in the time.
     """
@@ -63,7 +63,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Range:
+class BoundedTime:
     """A prediction, and what it is at best and at worst by the bounds of the constants."""
 
     low: float
@@ -71,9 +71,9 @@ class Range:
     high: float
 
     @staticmethod
-    def around(value: float, low: float | None = None, high: float | None = None) -> Range:
+    def around(value: float, low: float | None = None, high: float | None = None) -> BoundedTime:
         """A bound on the wrong side is none: it is the value, and never stands for the other one."""
-        return Range(value if low is None else min(low, value), value, value if high is None else max(high, value))
+        return BoundedTime(value if low is None else min(low, value), value, value if high is None else max(high, value))
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class PredictedPass:
     ms in which the links to a rank are full, inside its node and from others, of the rank with most.
     """
 
-    duration: Range
+    duration: BoundedTime
     time: Imbalance
     work: Imbalance
     computed: float
@@ -97,7 +97,7 @@ class PredictedPass:
 class Prediction:
     """One configuration. rows: `records.ROW` of one iteration, where they were asked for. costs: what it was priced with, by bound."""
 
-    setup: Setup
+    setup: ReplaySetup
     exchange: str
     kernel: str
     passes: dict[str, PredictedPass]
@@ -107,10 +107,10 @@ class Prediction:
     costs: dict[str, Costs] = field(default_factory=dict, repr=False)
 
     @property
-    def duration(self) -> Range:
+    def duration(self) -> BoundedTime:
         """Of all passes of a layer."""
         of_passes = [found.duration for found in self.passes.values()]
-        return Range(*(sum(getattr(d, name) for d in of_passes) for name in (LOW, VALUE, HIGH)))
+        return BoundedTime(*(sum(getattr(d, name) for d in of_passes) for name in (LOW, VALUE, HIGH)))
 
 
 def default_kernel(gpu: str, pattern_is_dense: bool) -> str:
@@ -122,13 +122,13 @@ def default_kernel(gpu: str, pattern_is_dense: bool) -> str:
 
 def predict(
     cluster: Cluster,
-    problem: Problem,
-    setup: Setup,
+    problem: AttentionWorkload,
+    setup: ReplaySetup,
     *,
     kernel: str | None = None,
     calibration: Calibration | None = None,
     recompute: bool = False,
-    conditions: Conditions | None = None,
+    conditions: Disturbances | None = None,
     number: int = 0,
     rows: bool = False,
     bounds: bool = True,
@@ -145,9 +145,9 @@ def predict(
     name = kernel or ("sdpa" if cluster.gpu.is_cpu else default_kernel(cluster.gpu.name, first is None))
     problem = replace(problem, made=replace(problem.made, needs_out=name in _NEED_OUT))
     case = make_case(problem.made, problem.masks, setup, first, problem.columns, choice)
-    lockstep = Lockstep.of(case.schedule)
+    lockstep = SpmdSchedule.of(case.schedule)
     kernels = _kernels(cluster, name, first, case, calibration)
-    player = _Player(cluster, problem, case, lockstep, kernels, conditions or Conditions(), recompute)
+    player = _CasePlayer(cluster, problem, case, lockstep, kernels, conditions or Disturbances(), recompute)
     fits = rows and player.rows_of_layer * len(problem.layers) <= MOST_ROWS
     remarks = [*kernels.remarks, *_uncertain(cluster), *_of_index(cluster, problem, first)]
     if rows and not fits:
@@ -175,7 +175,7 @@ def predict(
     )  # fmt: skip
 
 
-def _kernels(cluster: Cluster, name: str, index: Index | None, case: Case, calibration: Calibration | None) -> Kernels:
+def _kernels(cluster: Cluster, name: str, index: Index | None, case: ReplayCase, calibration: Calibration | None) -> KernelCurves:
     # Workers that share all heads compute whole sequences, whatever the layout.
     lists = index is None and case.setup.layout == "striped" and case.schedule.heads < case.setup.workers
     form = SPARSE if index is not None else LISTS if lists else DENSE
@@ -198,7 +198,7 @@ def _guesses(name: str, keys: Sequence[str]) -> str:
     return f"{name}: {said} ({', '.join(keys)})"
 
 
-def _of_index(cluster: Cluster, problem: Problem, first: Index | None) -> list[str]:
+def _of_index(cluster: Cluster, problem: AttentionWorkload, first: Index | None) -> list[str]:
     """What estimating an index is taken from, where that is something else."""
     heads, here = problem.made.heads, same_device(INDEX_DEVICE, cluster.gpu.name)
     if first is None or not problem.estimated or (heads == INDEX_HEADS and _measured(cluster, first)):
@@ -217,11 +217,18 @@ def _measured(cluster: Cluster, first: Index) -> bool:
     return isinstance(first, VerticalSlash) and same_device(INDEX_DEVICE, cluster.gpu.name)
 
 
-class _Player:
+class _CasePlayer:
     """Plays the passes of one case."""
 
     def __init__(
-        self, cluster: Cluster, problem: Problem, case: Case, lockstep: Lockstep, kernels: Kernels, conditions: Conditions, recompute: bool
+        self,
+        cluster: Cluster,
+        problem: AttentionWorkload,
+        case: ReplayCase,
+        lockstep: SpmdSchedule,
+        kernels: KernelCurves,
+        conditions: Disturbances,
+        recompute: bool,
     ) -> None:
         self.problem, self.case, self.lockstep, self.conditions = problem, case, lockstep, conditions
         self.directions = (FORWARD, RECOMPUTE, BACKWARD) if recompute else (FORWARD, BACKWARD)
@@ -270,7 +277,7 @@ def _summary(of_layers: Sequence[dict[str, PassTimes]], works: Sequence[StepWork
     spent = {kind: float(np.mean([t.spent[kind].sum() / len(t.end) for t in likely])) / 1e3 for kind in likely[0].spent}
     inner, outer = np.mean([t.carried.max(1) for t in likely], axis=0) / 1e3
     return PredictedPass(
-        Range.around(value, low, high), _mean(time), _mean(work), float(np.mean(computed)), late, exposed,
+        BoundedTime.around(value, low, high), _mean(time), _mean(work), float(np.mean(computed)), late, exposed,
         spent, (float(inner), float(outer)),
     )  # fmt: skip
 
@@ -298,7 +305,9 @@ def _rows(played: Sequence[tuple[int, str, PassTimes]], head_dim: int, number: i
     return together(passes, case=number, flop=(4.0 * head_dim, 10.0 * head_dim))
 
 
-def _facts(cluster: Cluster, problem: Problem, case: Case, kernel: str, works: Sequence[dict[str, StepWork]]) -> dict[str, Any]:
+def _facts(
+    cluster: Cluster, problem: AttentionWorkload, case: ReplayCase, kernel: str, works: Sequence[dict[str, StepWork]]
+) -> dict[str, Any]:
     """The entry of the case in summary.json, as `profiling.measurement.Case.facts` has it."""
     made, setup, schedule = problem.made, case.setup, case.schedule
     pairs = float(np.mean([w[FORWARD].total_pairs.sum() for w in works]))

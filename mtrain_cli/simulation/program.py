@@ -17,7 +17,7 @@ from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, BACKWARD, COLUMNS, FORWARD, GAP, INDEX, MERGE
 from mtrain_cli.parallel.schedule import CONTEXT, HEADS
 from mtrain_cli.parallel.transport import UNSCHEDULED
-from mtrain_cli.simulation.spmd_schedule import Beat, Lockstep, Move
+from mtrain_cli.simulation.spmd_schedule import SpmdSchedule, SpmdStep, SpmdTransfer
 
 FloatArray = NDArray[np.float64]
 
@@ -53,7 +53,7 @@ class Dispatch:
 
 
 @dataclass(frozen=True, eq=False)
-class Message:
+class PricedMessage:
     """A transfer of all ranks. queue: its communicator, which carries one message after the other. after: what it waits for. to, source,
     peers: as in `lockstep.Move`. latency, busy: us [workers], of what arrives at a rank: until it is there, in which its link is free for
     the next, and in which it is not. outer: bool [workers], what arrives crosses nodes. share: [workers], of the GPU's computing power that
@@ -74,13 +74,13 @@ class Message:
     share: FloatArray
     sent: int
     received: int
-    move: Move | None = None
+    move: SpmdTransfer | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Post:
     step: int
-    message: Message
+    message: PricedMessage
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Prices(ABC):
     def attention(self, step: int) -> FloatArray: ...
 
     @abstractmethod
-    def message(self, move: Move, *, first: bool) -> Message:
+    def message(self, move: SpmdTransfer, *, first: bool) -> PricedMessage:
         """first: of the two trades of heads of a pass."""
 
     def work(self, step: int) -> tuple[IntArray | None, IntArray | None]:  # noqa: ARG002 - none is known
@@ -130,18 +130,18 @@ class Prices(ABC):
         """Of gathered columns: us, how many, and their pairs."""
         raise NotImplementedError
 
-    def column_sum(self) -> Message:
+    def column_sum(self) -> PricedMessage:
         """That of gathered columns over workers, or of their gradients."""
         raise NotImplementedError
 
 
-def program(lockstep: Lockstep, prices: Prices) -> Iterator[Action]:
+def program(lockstep: SpmdSchedule, prices: Prices) -> Iterator[Action]:
     """All actions of one pass, in order."""
     return _Program(lockstep, prices).actions()
 
 
 class _Program:
-    def __init__(self, lockstep: Lockstep, prices: Prices) -> None:
+    def __init__(self, lockstep: SpmdSchedule, prices: Prices) -> None:
         self.schedule, self.prices = lockstep.schedule, prices
         self.backward = prices.direction == BACKWARD
         self.beats = lockstep.beats(prices.direction)
@@ -174,7 +174,7 @@ class _Program:
         if self.backward:
             yield self._spend(GAP, last, 0.0 if self.rings else prices.other(RESULT))
 
-    def _step(self, at: int, beat: Beat) -> Iterator[Action]:
+    def _step(self, at: int, beat: SpmdStep) -> Iterator[Action]:
         prices = self.prices
         for move in beat.post:
             if move.first.payload != HEADS:
@@ -222,7 +222,7 @@ class _Program:
         if self.rings or not self.backward:
             yield self._spend(ARRANGE, at, prices.other(RESULT))
 
-    def _trade(self, at: int, move: Move) -> Iterator[Action]:
+    def _trade(self, at: int, move: SpmdTransfer) -> Iterator[Action]:
         yield self._spend(ARRANGE, at, self.prices.other(TRADE))
         yield self._post(at, move)
         yield self._wait(at, move.number)
@@ -235,7 +235,7 @@ class _Program:
     def _spend(self, kind: str, at: int, us: float) -> Spend:
         return Spend(kind, at, np.full(self.workers, us))
 
-    def _post(self, at: int, move: Move) -> Post:
+    def _post(self, at: int, move: SpmdTransfer) -> Post:
         message = self.prices.message(move, first=self.trades == 0)
         self.trades += move.first.payload == HEADS
         self.under_way.append(move.number)
@@ -248,11 +248,11 @@ class _Program:
 
 def collective_of_all(
     payload: str, workers: int, heads: int, us: tuple[float, float], share: float, *, crosses: bool, size: int
-) -> Message:
+) -> PricedMessage:
     """A sum over all ranks that hold the same heads, beside the schedule. us: latency and busy."""
     latency, busy = (np.full(workers, t) for t in us)
     peers = np.arange(workers) % heads
-    return Message(
+    return PricedMessage(
         UNSCHEDULED, CONTEXT, payload, ("whole", False), None, None, None, peers, latency, busy,
         np.full(workers, crosses), np.full(workers, share), size, size,
     )  # fmt: skip

@@ -16,12 +16,12 @@ from typing import Any
 from mtrain_cli.config.schema import CHECKPOINTS, Config, ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.simulation.cluster import Cluster, Constant
-from mtrain_cli.simulation.scenario import Outcome, Scenario, check_dealt, evaluate, plan_on, with_step
-from mtrain_cli.simulation.what_if import Unfit
+from mtrain_cli.simulation.scenario import PredictedScenario, Scenario, check_dealt, evaluate, plan_on, with_step
+from mtrain_cli.simulation.what_if import InvalidSetup
 from mtrain_cli.training.flops import recomputes_attention
 from mtrain_cli.training.memory import GIB
 from mtrain_cli.training.memory_search import CHOICES, least, read, search, show, with_products
-from mtrain_cli.training.run_plan import KEPT, SHORTEST_SEQ, USABLE, Plan, taking
+from mtrain_cli.training.run_plan import KEPT, SHORTEST_SEQ, USABLE, RunPlan, taking
 
 RECOMPUTATIONS = ("none", "selective", "full")
 DOES_NOT_FIT = "does not fit"
@@ -47,7 +47,7 @@ _WORDS = {
 
 
 @dataclass(frozen=True)
-class Rejected:
+class RejectedSetup:
     """A configuration that cannot be or does not fit. why: the same words for the same reason."""
 
     what: str
@@ -60,17 +60,17 @@ class Recommendation:
     tried and of what ``train.memory=auto`` could make of it, and ``needed`` what would help.
     """
 
-    ranked: tuple[Outcome, ...]
-    rejected: tuple[Rejected, ...]
+    ranked: tuple[PredictedScenario, ...]
+    rejected: tuple[RejectedSetup, ...]
     needed: tuple[str, ...] = ()
-    least: Plan | None = None
+    least: RunPlan | None = None
 
     @property
-    def best(self) -> Outcome:
+    def best(self) -> PredictedScenario:
         return self.ranked[0]
 
 
-def label(plan: Plan) -> str:
+def label(plan: RunPlan) -> str:
     """A configuration in words."""
     environment, train = plan.environment, plan.config.train
     groups = f", {environment.dp} x {environment.cp} workers" if environment.dp > 1 else ""
@@ -110,10 +110,10 @@ def recommend(
         Unfit, ConfigError: no configuration can be, whatever the memory.
     """
     per_node = min(cluster.gpus_per_node, workers)
-    rejected: list[Rejected] = []
-    fitting: list[list[Plan]] = []
-    unfit: list[Plan] = []
-    tight: list[Plan] = []
+    rejected: list[RejectedSetup] = []
+    fitting: list[list[RunPlan]] = []
+    unfit: list[RunPlan] = []
+    tight: list[RunPlan] = []
     mistakes: list[Exception] = []
     for context in contexts(scenario.config, workers, per_node):
         replicas, train = workers // context, scenario.config.train
@@ -121,15 +121,15 @@ def recommend(
             short = f"train.global_batch={train.global_batch} cannot be dealt to so many groups"
             if train.micro_batch > 1:
                 short += f", train.micro_batch={train.micro_batch} to each"
-            rejected.append(Rejected(f"{replicas} groups of {context} worker{'s' * (context > 1)}", short))
+            rejected.append(RejectedSetup(f"{replicas} groups of {context} worker{'s' * (context > 1)}", short))
             mistakes.append(ConfigError(f"{short}; allowed: multiples of {replicas * train.micro_batch}"))
             continue
         for layout, exchange in _distinct(layouts, exchanges, context, per_node):
             try:
                 plans = list(_plans(cluster, scenario, workers, context, layout, exchange, recomputations))
-            except (Unfit, ConfigError) as error:
+            except (InvalidSetup, ConfigError) as error:
                 mistakes.append(error)
-                rejected.append(Rejected(f"{layout} {exchange} over {context} workers", _why(error, exchange)))
+                rejected.append(RejectedSetup(f"{layout} {exchange} over {context} workers", _why(error, exchange)))
                 continue
             good = [plan for plan in plans if plan.fits]
             if good:
@@ -139,10 +139,10 @@ def recommend(
             unfit += [plan for plan in plans if not plan.fits]
     # The nearest first.
     unfit.sort(key=lambda plan: plan.memory.total)
-    rejected += [Rejected(f"{label(plan)} ({plan.memory.total / GIB:.1f} of {usable(plan):.1f} GiB)", DOES_NOT_FIT) for plan in unfit]
+    rejected += [RejectedSetup(f"{label(plan)} ({plan.memory.total / GIB:.1f} of {usable(plan):.1f} GiB)", DOES_NOT_FIT) for plan in unfit]
     if mistakes and not fitting and not unfit:
         raise mistakes[0]
-    found: list[Outcome] = []
+    found: list[PredictedScenario] = []
     for done, plans in enumerate(fitting):
         progress(done, len(fitting))
         full = any(recomputes_attention(plan.config.train) for plan in plans)
@@ -169,7 +169,7 @@ def _distinct(layouts: Sequence[str], exchanges: Sequence[str], context: int, pe
     return [(layout, e) for layout in layouts for e in flat if e != "ulysses" or layout == layouts[0]]
 
 
-def place(outcome: Outcome) -> tuple[str, str, int]:
+def place(outcome: PredictedScenario) -> tuple[str, str, int]:
     """Layout, exchange and context group: in what a runner-up differs from the best, beside what is kept in memory."""
     return outcome.layout, outcome.plan.exchange.label, outcome.context
 
@@ -178,17 +178,17 @@ def _why(error: Exception, exchange: str) -> str:
     return str(error).splitlines()[0].partition("; allowed")[0].removeprefix(f"topology.exchange={exchange}: ")
 
 
-def usable(plan: Plan) -> float:
+def usable(plan: RunPlan) -> float:
     """GiB of a GPU."""
     return USABLE * (plan.capacity or 0) / GIB
 
 
 def _plans(
     cluster: Cluster, scenario: Scenario, workers: int, context: int, layout: str, exchange: str, recomputations: Sequence[str]
-) -> Iterator[Plan]:
+) -> Iterator[RunPlan]:
     check_dealt(scenario.config, layout, workers, context)
 
-    def made(**changes: Any) -> Plan:
+    def made(**changes: Any) -> RunPlan:
         config = replace(scenario.config, train=replace(scenario.config.train, memory="manual", **changes))
         return plan_on(cluster, config, workers=workers, kernel=scenario.kernel, layout=layout, exchange=exchange, context_parallel=context)
 
@@ -210,7 +210,7 @@ def _plans(
         yield taking(made(), chosen)
 
 
-def _least(plans: Sequence[Plan]) -> Plan | None:
+def _least(plans: Sequence[RunPlan]) -> RunPlan | None:
     """Of plans of which none fits, the one that needs least when ``train.memory=auto`` has saved what can be; they recompute most."""
     found = [taking(plan, least(plan, search(plan).settings)) for plan in plans]
     return min(found, key=lambda plan: plan.memory.total, default=None)
@@ -219,13 +219,13 @@ def _least(plans: Sequence[Plan]) -> Plan | None:
 def _needed(cluster: Cluster, scenario: Scenario, workers: int, layouts: Sequence[str], exchanges: Sequence[str]) -> Iterator[str]:
     """What would make it fit, one change at a time."""
 
-    def smallest(config: Config, of: Cluster, count: int) -> Plan | None:
+    def smallest(config: Config, of: Cluster, count: int) -> RunPlan | None:
         found = []
         for layout, exchange in _distinct(layouts, exchanges, count, min(of.gpus_per_node, count)):
             try:
                 tried = replace(scenario, config=config)
                 found += list(_plans(of, tried, count, count, layout, exchange, ("full",)))
-            except (Unfit, ConfigError):
+            except (InvalidSetup, ConfigError):
                 continue
         return min(found, key=lambda plan: (not plan.fits, plan.memory.total), default=None)
 
@@ -233,7 +233,7 @@ def _needed(cluster: Cluster, scenario: Scenario, workers: int, layouts: Sequenc
     if now is None:
         return
 
-    def on_larger(gib: int) -> Plan | None:
+    def on_larger(gib: int) -> RunPlan | None:
         """What fits GPUs of the same kind with so much memory."""
         gpu = replace(cluster.gpu, hbm_gib=Constant(gib, "guess", "", gib, gib))
         found = smallest(scenario.config, replace(cluster, gpu=gpu), workers)
@@ -266,7 +266,7 @@ def _needed(cluster: Cluster, scenario: Scenario, workers: int, layouts: Sequenc
         seq //= 2
 
 
-def reasons(best: Outcome, other: Outcome, words: Sequence[str] = ()) -> list[str]:
+def reasons(best: PredictedScenario, other: PredictedScenario, words: Sequence[str] = ()) -> list[str]:
     """Why one step is faster than another, dearest first, in words with numbers. words: that were typed."""
     mine, its = best.step, other.step
     gap = its.seconds.value - mine.seconds.value
@@ -285,12 +285,12 @@ def reasons(best: Outcome, other: Outcome, words: Sequence[str] = ()) -> list[st
     return said
 
 
-def _close(best: Outcome, other: Outcome) -> str:
+def _close(best: PredictedScenario, other: PredictedScenario) -> str:
     gap = other.step.seconds.value / best.step.seconds.value - 1
     return f"{gap:.1%} faster, which is less than the prediction can tell apart: measure both"
 
 
-def _degree(best: Outcome, other: Outcome, name: str) -> str:
+def _degree(best: PredictedScenario, other: PredictedScenario, name: str) -> str:
     if name not in ("late", "attention"):
         return ""
     mine, its = (sum(p.work.worker for p in o.attention.passes.values()) / len(o.attention.passes) for o in (best, other))

@@ -15,15 +15,15 @@ from mtrain_cli.config.schema import PATTERNS, Config, ConfigError
 from mtrain_cli.profiling.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import VALUE, Calibration
 from mtrain_cli.simulation.cluster import Cluster, uneven
-from mtrain_cli.simulation.families import FAMILIES, Family
+from mtrain_cli.simulation.families import FAMILIES, IndexFamily
 from mtrain_cli.simulation.predicted_step import PredictedStep, predict_step
-from mtrain_cli.simulation.prediction import Prediction, Problem, predict
-from mtrain_cli.simulation.timeline import Conditions
-from mtrain_cli.simulation.what_if import Setup, Unfit
+from mtrain_cli.simulation.prediction import AttentionWorkload, Prediction, predict
+from mtrain_cli.simulation.timeline import Disturbances
+from mtrain_cli.simulation.what_if import InvalidSetup, ReplaySetup
 from mtrain_cli.sparsity.fixed import fixed_index
 from mtrain_cli.training.flops import recomputes_attention
 from mtrain_cli.training.memory import GIB
-from mtrain_cli.training.run_plan import Plan, plan_for
+from mtrain_cli.training.run_plan import RunPlan, plan_for
 
 DENSE, FIXED = "dense", "fixed"
 _KEPT = 8  # indices of layers
@@ -31,7 +31,7 @@ _FEWEST_BARS = 8  # of vertical_slash
 
 
 @dataclass(frozen=True)
-class Pairs:
+class PairSource:
     """Which pairs are computed: ``dense``, ``fixed`` (as the pattern of that name draws them), or the name of a family with its numbers.
     layers: indices of how many layers are drawn; the others are taken to be like these. fewest, most: diagonals of a head of a family.
     """
@@ -52,7 +52,7 @@ class Pairs:
         fewest = [f"sparsity.min_bars={self.columns}"] if self.columns < 64 else []
         return ["sparsity=vertical_slash", f"sparsity.max_bars={self.columns}", *fewest]
 
-    def problem(self, config: Config) -> Problem:
+    def problem(self, config: Config) -> AttentionWorkload:
         """Of one micro-batch, each of its sequences one document."""
         model, block, sequences = config.model, config.topology.block_size, config.train.micro_batch
         made = RecordedSetup(
@@ -62,7 +62,7 @@ class Pairs:
         masks = (SequenceMask.causal(config.seq, config.seq),) * sequences
         block = config.sparsity.block or block
         # What `fixed` draws costs nothing in a step: a layer keeps it.
-        return Problem(
+        return AttentionWorkload(
             made, masks, tuple(range(self.layers)), _remembered(self._draw(config, block)), self.name,
             int(config.sparsity.bars or 0) if self.name == FIXED else -1, estimated=self.name != FIXED, model=model.name,
         )  # fmt: skip
@@ -76,7 +76,7 @@ class Pairs:
                 seed=config.seed + 1000 * layer, batch=sequences, heads=heads, seq=config.seq, block=block,
                 slashes=sparsity.slashes or 0, bars=sparsity.bars or 0, density=sparsity.density or None,
             )  # fmt: skip
-        family = Family(self.name, self.density, min(self.columns, config.seq), block, config.seed, fewest=self.fewest, most=self.most)
+        family = IndexFamily(self.name, self.density, min(self.columns, config.seq), block, config.seed, fewest=self.fewest, most=self.most)
 
         def drawn(layer: int) -> VerticalSlash:
             one = family.index(layer, config.seq, heads)
@@ -111,18 +111,18 @@ class Scenario:
     """A training to predict. problem: of its configuration. kernel: instead of ``train.kernel``. words: its settings, as they are typed."""
 
     config: Config
-    problem: Problem
+    problem: AttentionWorkload
     kernel: str | None = None
     calibration: Calibration | None = None
-    conditions: Conditions = field(default_factory=Conditions)
+    conditions: Disturbances = field(default_factory=Disturbances)
     words: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PredictedScenario:
     """One training, predicted."""
 
-    plan: Plan
+    plan: RunPlan
     attention: Prediction
     step: PredictedStep
 
@@ -167,7 +167,7 @@ def capability(gpu: str) -> tuple[int, int]:
     return (9, 0) if re.search(r"\bG?H(20|100|200|800)\b", gpu) else (8, 0)
 
 
-def plan_on(cluster: Cluster, config: Config, *, workers: int, kernel: str | None = None, **topology: Any) -> Plan:
+def plan_on(cluster: Cluster, config: Config, *, workers: int, kernel: str | None = None, **topology: Any) -> RunPlan:
     """The plan of a training on so many GPUs of a cluster. topology: what differs from that of ``config``, such as ``layout``.
 
     Raises:
@@ -194,15 +194,22 @@ def plan_on(cluster: Cluster, config: Config, *, workers: int, kernel: str | Non
     )
 
 
-def setup_of(plan: Plan) -> Setup:
+def setup_of(plan: RunPlan) -> ReplaySetup:
     """What one context group of a plan does."""
     environment = plan.environment
-    return Setup(plan.layout.name, plan.exchange.name, environment.cp, min(environment.workers_per_node, environment.cp))
+    return ReplaySetup(plan.layout.name, plan.exchange.name, environment.cp, min(environment.workers_per_node, environment.cp))
 
 
 def evaluate(
-    cluster: Cluster, scenario: Scenario, plan: Plan, *, number: int = 0, rows: bool = False, bounds: bool = True, recompute: bool = False
-) -> Outcome:
+    cluster: Cluster,
+    scenario: Scenario,
+    plan: RunPlan,
+    *,
+    number: int = 0,
+    rows: bool = False,
+    bounds: bool = True,
+    recompute: bool = False,
+) -> PredictedScenario:
     """recompute: as `simulate.predict`; otherwise where attention is computed again.
 
     Raises:
@@ -211,7 +218,7 @@ def evaluate(
     """
     again = recomputes_attention(plan.config.train)
 
-    def of_group(conditions: Conditions) -> Prediction:
+    def of_group(conditions: Disturbances) -> Prediction:
         return predict(
             cluster, scenario.problem, setup_of(plan), kernel=plan.kernel, calibration=scenario.calibration, recompute=recompute or again,
             conditions=conditions, number=number, rows=rows, bounds=bounds, choice=plan.exchange,
@@ -220,7 +227,7 @@ def evaluate(
     return with_step(cluster, scenario, plan, slowest_group(scenario.conditions, plan.environment.cp, of_group), bounds=bounds)
 
 
-def slowest_group(conditions: Conditions, size: int, predicted: Callable[..., Prediction]) -> Prediction:
+def slowest_group(conditions: Disturbances, size: int, predicted: Callable[..., Prediction]) -> Prediction:
     """The attention of the context group that takes longest, since the others wait for it: all have the same work, but not the same GPUs.
     size: ranks of a group. predicted: attention of a group, whose ``conditions`` are of its own ranks.
     """
@@ -233,9 +240,9 @@ def slowest_group(conditions: Conditions, size: int, predicted: Callable[..., Pr
     return replace(found[group], remarks=(*found[group].remarks, told))
 
 
-def with_step(cluster: Cluster, scenario: Scenario, plan: Plan, attention: Prediction, *, bounds: bool = True) -> Outcome:
+def with_step(cluster: Cluster, scenario: Scenario, plan: RunPlan, attention: Prediction, *, bounds: bool = True) -> PredictedScenario:
     """The same attention in a step of another plan: another recomputation, with ``RECOMPUTE`` among its passes if attention is in it."""
-    return Outcome(plan, attention, predict_step(cluster, plan, attention, scenario.conditions, bounds=bounds))
+    return PredictedScenario(plan, attention, predict_step(cluster, plan, attention, scenario.conditions, bounds=bounds))
 
 
 def check_dealt(config: Config, layout: str, workers: int, context: int) -> None:
@@ -244,10 +251,10 @@ def check_dealt(config: Config, layout: str, workers: int, context: int) -> None
     if context * piece > config.seq:
         most = max(1, config.seq // piece)
         said = f"{config.seq} tokens in blocks of {piece} cannot be dealt to {'so many' if workers == context else context}; allowed"
-        raise Unfit(Setup(layout, "auto", workers, 1), "workers", f"{said}: 1 to {most}")
+        raise InvalidSetup(ReplaySetup(layout, "auto", workers, 1), "workers", f"{said}: 1 to {most}")
 
 
-def train_line(cluster: Cluster, plan: Plan, words: Sequence[str], changes: Mapping[str, Any]) -> str:
+def train_line(cluster: Cluster, plan: RunPlan, words: Sequence[str], changes: Mapping[str, Any]) -> str:
     """What to type for a training; on several nodes on each of them."""
     # What is said of memory is what was predicted: `auto` might choose something else.
     unsaid = (*changes, "topology.workers", "topology.gpus_per_node", "train.memory")

@@ -1,7 +1,8 @@
 """A schedule for all ranks at once: every rank takes the same steps, with the same kinds of transfers, among other peers.
 
 Schedules are alike seen from any rank: ranks are the places of a grid of nodes and ranks of a node, whose edges are joined, and what a rank
-does is what rank 0 does, moved to its place. So a thousand ranks need one schedule, not a thousand; `Lockstep.of` compares some ranks with
+does is what rank 0 does, moved to its place. So a thousand ranks need one schedule, not a thousand; `SpmdSchedule.of` compares some ranks
+with
 their own.
 """
 
@@ -14,17 +15,17 @@ from functools import cached_property
 import numpy as np
 
 from mtrain_cli.attention.mask import IntArray
-from mtrain_cli.parallel.schedule import GRADIENTS, HEADS, Schedule, Step, Transfer
+from mtrain_cli.parallel.schedule import GRADIENTS, HEADS, Schedule, ScheduleStep, Transfer
 
 NOBODY = -1
 
 
 @dataclass(frozen=True, eq=False)
-class Move:
+class SpmdTransfer:
     """One transfer of all ranks.
 
     first: that of rank 0, for what all of them share. to, source: [workers], for p2p. peers: [workers], for collectives: the lowest rank of
-    those that take part in the same one. arriving, leaving: places of the shards of rank 0 (`Grid.of`), None for a collective.
+    those that take part in the same one. arriving, leaving: places of the shards of rank 0 (`RankGrid.of`), None for a collective.
     """
 
     first: Transfer
@@ -45,18 +46,19 @@ class Move:
 
 
 @dataclass(frozen=True, eq=False)
-class Beat:
-    """One step of all ranks, see `schedule.Step`. queries, keys: places of the groups that rank 0 computes, None for none; ``keys`` is
+class SpmdStep:
+    """One step of all ranks, see `schedule.ScheduleStep`. queries, keys: places of the groups that rank 0 computes, None for none;
+    ``keys`` is
     `EVERYTHING` where all are computed at once. part: of the heads of rank 0 (`parts_of`).
     """
 
     queries: int | None
     keys: int | None
     part: tuple[int, int]
-    post: tuple[Move, ...]
+    post: tuple[SpmdTransfer, ...]
     wait: tuple[int, ...]
     collect: tuple[int, ...]
-    send: tuple[Move, ...]
+    send: tuple[SpmdTransfer, ...]
 
     @property
     def computes(self) -> bool:
@@ -67,7 +69,7 @@ EVERYTHING = -1
 
 
 @dataclass(frozen=True)
-class Grid:
+class RankGrid:
     """Places of ranks: ``nodes`` x ``size`` groups of ``heads`` ranks that share heads, numbered in this order."""
 
     nodes: int
@@ -75,11 +77,11 @@ class Grid:
     heads: int
 
     @staticmethod
-    def of(schedule: Schedule) -> Grid:
+    def of(schedule: Schedule) -> RankGrid:
         groups = schedule.workers // schedule.heads
         per_node = min(groups, max(1, schedule.per_node // schedule.heads)) if schedule.heads > 1 else schedule.per_node
         nodes = -(-groups // per_node) if schedule.exchange.startswith("hierarchical") else 1
-        return Grid(nodes, groups // nodes, schedule.heads)
+        return RankGrid(nodes, groups // nodes, schedule.heads)
 
     @property
     def workers(self) -> int:
@@ -105,29 +107,29 @@ class Grid:
 
 
 @dataclass(frozen=True, eq=False)
-class Lockstep:
+class SpmdSchedule:
     """forward, backward: the steps of all ranks."""
 
     schedule: Schedule
-    grid: Grid
-    forward: tuple[Beat, ...]
-    backward: tuple[Beat, ...]
+    grid: RankGrid
+    forward: tuple[SpmdStep, ...]
+    backward: tuple[SpmdStep, ...]
 
     @staticmethod
-    def of(schedule: Schedule) -> Lockstep:
-        grid = Grid.of(schedule)
+    def of(schedule: Schedule) -> SpmdSchedule:
+        grid = RankGrid.of(schedule)
         assert grid.workers == schedule.workers
-        maker = _Maker(grid)
+        maker = _SpmdStepMaker(grid)
         forward, backward = (tuple(map(maker.beat, steps)) for steps in (schedule.forward[0], schedule.backward[0]))
-        found = Lockstep(schedule, grid, forward, backward)
+        found = SpmdSchedule(schedule, grid, forward, backward)
         for rank in {1, schedule.workers // 2, schedule.workers - 1} - {0, schedule.workers}:
             found.compare(rank)
         return found
 
-    def beats(self, direction: str) -> tuple[Beat, ...]:
+    def beats(self, direction: str) -> tuple[SpmdStep, ...]:
         return self.backward if direction == "backward" else self.forward
 
-    def parts_of(self, beat: Beat) -> IntArray:
+    def parts_of(self, beat: SpmdStep) -> IntArray:
         """[workers]: which of the equal parts of the heads each rank computes."""
         own = beat.part[1] // self.grid.heads
         return np.arange(self.grid.workers) % self.grid.heads * own + beat.part[0]
@@ -142,7 +144,7 @@ class Lockstep:
             for beat, step in zip(beats, steps, strict=True):
                 self._compare(rank, beat, step)
 
-    def _compare(self, rank: int, beat: Beat, step: Step) -> None:
+    def _compare(self, rank: int, beat: SpmdStep, step: ScheduleStep) -> None:
         heads = self.grid.heads
         assert (beat.wait, beat.collect, beat.computes) == (step.wait, step.collect, bool(step.queries))
         if beat.computes:
@@ -168,31 +170,31 @@ class Lockstep:
                     assert len(move.first.peers) == len(transfer.peers)
 
 
-class _Maker:
+class _SpmdStepMaker:
     """Makes beats; arrays that many moves share are made once."""
 
-    def __init__(self, grid: Grid) -> None:
+    def __init__(self, grid: RankGrid) -> None:
         self.grid = grid
         self._ranks: dict[int, IntArray] = {}
         self._peers: dict[tuple[bool, tuple[int, ...]], IntArray] = {}
 
-    def beat(self, step: Step) -> Beat:
+    def beat(self, step: ScheduleStep) -> SpmdStep:
         heads = self.grid.heads
         queries = step.queries[0] // heads if step.queries else None
         everything = len(step.keys) == self.grid.workers
         keys = None if not step.keys else EVERYTHING if everything else step.keys[0] // heads
-        return Beat(queries, keys, step.part, self._moves(step.post), step.wait, step.collect, self._moves(step.send))
+        return SpmdStep(queries, keys, step.part, self._moves(step.post), step.wait, step.collect, self._moves(step.send))
 
-    def _moves(self, transfers: Sequence[Transfer]) -> tuple[Move, ...]:
+    def _moves(self, transfers: Sequence[Transfer]) -> tuple[SpmdTransfer, ...]:
         return tuple(map(self._move, transfers))
 
-    def _move(self, t: Transfer) -> Move:
+    def _move(self, t: Transfer) -> SpmdTransfer:
         if t.kind == "p2p":
             assert t.to is not None
             assert t.source is not None
             heads = self.grid.heads
-            return Move(t, self._of(t.to), self._of(t.source), None, t.receives[0] // heads, t.sends[0] // heads)
-        return Move(t, None, None, self._lowest(t))
+            return SpmdTransfer(t, self._of(t.to), self._of(t.source), None, t.receives[0] // heads, t.sends[0] // heads)
+        return SpmdTransfer(t, None, None, self._lowest(t))
 
     def _of(self, rank: int) -> IntArray:
         if rank not in self._ranks:

@@ -20,9 +20,9 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import parse_share
 from mtrain_cli.config.suggest import did_you_mean
 from mtrain_cli.simulation.cluster import Cluster
-from mtrain_cli.simulation.prediction import Range
-from mtrain_cli.simulation.scenario import Outcome, Scenario, check_dealt, evaluate, plan_on
-from mtrain_cli.simulation.what_if import Unfit
+from mtrain_cli.simulation.prediction import BoundedTime
+from mtrain_cli.simulation.scenario import PredictedScenario, Scenario, check_dealt, evaluate, plan_on
+from mtrain_cli.simulation.what_if import InvalidSetup
 
 NODES, WORKERS, DENSITY, COLUMNS = "nodes", "workers", "density", "columns"
 OWN = (NODES, WORKERS, DENSITY, COLUMNS)  # axes that are no settings
@@ -79,7 +79,7 @@ def _is_share(text: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Point:
+class SweepPoint:
     """values: by axis, as typed."""
 
     values: dict[str, str]
@@ -94,11 +94,11 @@ class Point:
         return [f"{name}={value}" for name, value in self.values.items() if name not in OWN]
 
 
-def points(swept: Mapping[str, Sequence[str]], layouts: Sequence[str], exchanges: Sequence[str]) -> list[Point]:
+def points(swept: Mapping[str, Sequence[str]], layouts: Sequence[str], exchanges: Sequence[str]) -> list[SweepPoint]:
     """Settings outermost, so that points which share them come one after the other and indices are drawn once."""
     names = sorted(swept, key=lambda name: name in (NODES, WORKERS))
     found = [
-        Point(dict(zip(names, values, strict=True)), layout, exchange)
+        SweepPoint(dict(zip(names, values, strict=True)), layout, exchange)
         for values in itertools.product(*(swept[name] for name in names))
         for layout in layouts
         for exchange in exchanges
@@ -114,7 +114,7 @@ class Sweep:
     depends on.
     """
 
-    points: list[Point]
+    points: list[SweepPoint]
     cluster_of: Callable[[int | None], Cluster]
     scenario_of: Callable[[tuple[str, ...], float | None, int | None], Scenario]
     workers: int | None
@@ -143,7 +143,7 @@ class Sweep:
             yield there[key]
         told(len(self.points))
 
-    def _row(self, point: Point) -> dict[str, Any]:
+    def _row(self, point: SweepPoint) -> dict[str, Any]:
         cluster = self.cluster_of(point.own(NODES, int, None))
         scenario = self._scenario(point)
         count = point.own(WORKERS, int, self.workers or cluster.gpus)
@@ -153,11 +153,11 @@ class Sweep:
             check_dealt(scenario.config, point.layout, count, count if isinstance(context, str) else context)
             plan = plan_on(cluster, scenario.config, workers=count, kernel=scenario.kernel, layout=point.layout, exchange=point.exchange)
             outcome = evaluate(cluster, scenario, plan)
-        except (Unfit, ConfigError) as error:
+        except (InvalidSetup, ConfigError) as error:
             return {**said, "cannot": str(error).splitlines()[0]}
         return {**said, **row_of(outcome), "remarks": list(outcome.remarks)}
 
-    def _scenario(self, point: Point) -> Scenario:
+    def _scenario(self, point: SweepPoint) -> Scenario:
         key = tuple(point.settings), point.own(DENSITY, parse_share, None), point.own(COLUMNS, int, None)
         if key not in self._scenarios:
             self._scenarios.clear()
@@ -192,11 +192,11 @@ def _read(journal: Path | None) -> dict[str, dict[str, Any]]:
     return found
 
 
-def of_range(found: Range, digits: int = 6) -> dict[str, float]:
+def of_range(found: BoundedTime, digits: int = 6) -> dict[str, float]:
     return {name: float(f"{getattr(found, name):.{digits}g}") for name in ("low", "value", "high")}
 
 
-def row_of(outcome: Outcome) -> dict[str, Any]:
+def row_of(outcome: PredictedScenario) -> dict[str, Any]:
     """The figures of one training, as files have them. mfu: None where pairs are left out; mfu_as_dense counts them, and may be above 1."""
     step, plan = outcome.step, outcome.plan
     passes = outcome.attention.passes

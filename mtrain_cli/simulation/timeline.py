@@ -26,15 +26,15 @@ import numpy as np
 from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.parallel.recording import COLUMNS, COMPUTING, DIRECTIONS, GAP, ITERATION, KINDS, PASS, RECEIVE, SEND, WAIT
 from mtrain_cli.profiling.records import LINKS, PAYLOADS, ROW
-from mtrain_cli.simulation.program import Action, Dispatch, FloatArray, Message, Post, Spend, Wait
-from mtrain_cli.simulation.spmd_schedule import Grid
+from mtrain_cli.simulation.program import Action, Dispatch, FloatArray, Post, PricedMessage, Spend, Wait
+from mtrain_cli.simulation.spmd_schedule import RankGrid
 
 LEAST_POWER = 0.05  # of the GPU that messages leave to computation
 _KIND, _LINK, _PAYLOAD, _DIRECTION = ({word: code for code, word in enumerate(words)} for words in (KINDS, LINKS, PAYLOADS, DIRECTIONS))
 
 
 @dataclass(frozen=True)
-class Conditions:
+class Disturbances:
     """What is not as it should be. slow: rank -> how many times as long it computes. jitter: standard deviation of the logarithm of the
     time of a message, drawn from ``seed`` for every message and rank.
     """
@@ -43,7 +43,7 @@ class Conditions:
     jitter: float = 0.0
     seed: int = 0
 
-    def of_groups(self, size: int) -> dict[int, Conditions]:
+    def of_groups(self, size: int) -> dict[int, Disturbances]:
         """Of each context group of so many ranks that has a slow one, with ranks in the group, by its number; of the first if none has."""
         slow: dict[int, dict[int, float]] = {}
         for rank, factor in sorted(self.slow.items()):
@@ -97,8 +97,8 @@ def play(
     steps: int,
     *,
     start: FloatArray | None = None,
-    grid: Grid | None = None,
-    conditions: Conditions | None = None,
+    grid: RankGrid | None = None,
+    conditions: Disturbances | None = None,
     rows: bool = False,
     stream: int = 0,
 ) -> PassTimes:
@@ -106,14 +106,14 @@ def play(
     own jitter.
     """
     begin = np.zeros(workers) if start is None else np.asarray(start, np.float64)
-    player = _Player(direction, begin, steps, conditions or Conditions(), stream, _Rows(direction, workers, grid) if rows else None)
+    player = _Player(direction, begin, steps, conditions or Disturbances(), stream, _Rows(direction, workers, grid) if rows else None)
     for action in actions:
         player.act(action)
     return player.result()
 
 
 class _Player:
-    def __init__(self, direction: str, start: FloatArray, steps: int, conditions: Conditions, stream: int, rows: _Rows | None) -> None:
+    def __init__(self, direction: str, start: FloatArray, steps: int, conditions: Disturbances, stream: int, rows: _Rows | None) -> None:
         workers = len(start)
         self.direction, self.start, self.rows = direction, start, rows
         self.now, self.host = start.copy(), start.copy()
@@ -126,7 +126,7 @@ class _Player:
         # When communicators are free, [workers]; and links, [inner or outer, workers].
         self.queues: dict[tuple[str, bool], FloatArray] = {}
         self.arriving = np.full((2, workers), -np.inf)
-        self.messages: dict[int, Message] = {}
+        self.messages: dict[int, PricedMessage] = {}
         self.posted: dict[int, FloatArray] = {}
         self.ended: dict[int, FloatArray] = {}
         self.active: list[tuple[FloatArray, FloatArray, FloatArray]] = []  # ready, end, share
@@ -225,7 +225,7 @@ class _Player:
             for kind in (SEND, RECEIVE):
                 self.rows.add(kind, action.step, self.now, ended - self.now, message=message)
 
-    def _between_two(self, message: Message, ready: FloatArray, latency: FloatArray, busy: FloatArray) -> FloatArray:
+    def _between_two(self, message: PricedMessage, ready: FloatArray, latency: FloatArray, busy: FloatArray) -> FloatArray:
         to, source = message.to, message.source
         assert to is not None
         assert source is not None
@@ -236,7 +236,7 @@ class _Player:
         arrived = through + latency
         return np.maximum(arrived, arrived[to])
 
-    def _among(self, message: Message, ready: FloatArray, latency: FloatArray, busy: FloatArray) -> FloatArray:
+    def _among(self, message: PricedMessage, ready: FloatArray, latency: FloatArray, busy: FloatArray) -> FloatArray:
         assert message.peers is not None
         link = int(message.outer.any())
         groups = self._groups(message.peers)
@@ -306,7 +306,7 @@ class _Groups:
 class _Rows:
     """Records of one pass, an array [workers] an action."""
 
-    def __init__(self, direction: str, workers: int, grid: Grid | None) -> None:
+    def __init__(self, direction: str, workers: int, grid: RankGrid | None) -> None:
         self.direction, self.workers, self.grid = _DIRECTION[direction], workers, grid
         self.tables: list[np.ndarray] = []
 
@@ -318,7 +318,7 @@ class _Rows:
         us: FloatArray,
         *,
         work: Spend | None = None,
-        message: Message | None = None,
+        message: PricedMessage | None = None,
         late: FloatArray | None = None,
         peer: IntArray | None = None,
     ) -> None:

@@ -23,12 +23,12 @@ from mtrain_cli.parallel.schedule import QUERIES
 from mtrain_cli.profiling import records
 from mtrain_cli.profiling.analysis import CaseAnalysis, PassAnalysis, analyse
 from mtrain_cli.profiling.index_file import RecordedIndices, RecordedSetup, load_indices
-from mtrain_cli.profiling.records import Recorded
+from mtrain_cli.profiling.records import RecordedFolder
 from mtrain_cli.simulation.calibration import Calibration
 from mtrain_cli.simulation.cluster import Cluster
-from mtrain_cli.simulation.prediction import Prediction, Problem, predict
-from mtrain_cli.simulation.timeline import Conditions
-from mtrain_cli.simulation.what_if import Setup, Unfit, index_of, topology_of
+from mtrain_cli.simulation.prediction import AttentionWorkload, Prediction, predict
+from mtrain_cli.simulation.timeline import Disturbances
+from mtrain_cli.simulation.what_if import InvalidSetup, ReplaySetup, index_of, topology_of
 
 PASSES = ("forward", "backward")
 DEGREES = ("worker", "step")
@@ -40,11 +40,11 @@ Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Run:
+class MeasuredRun:
     """A profile: its analysed cases and the indices that it recorded."""
 
     folder: Path
-    recorded: Recorded
+    recorded: RecordedFolder
     cases: tuple[CaseAnalysis, ...]
     indices: RecordedIndices
 
@@ -53,7 +53,7 @@ class Run:
         return str((self.recorded.summary.get("environment") or {}).get("started") or "")
 
 
-def open_run(folder: Path) -> Run:
+def open_run(folder: Path) -> MeasuredRun:
     """Raises:
     ConfigError: it is no complete profile with indices.
     """
@@ -74,7 +74,7 @@ def open_run(folder: Path) -> Run:
     cases = tuple(analyse(recorded))
     if not cases:
         raise ConfigError(f"--validate {folder}: holds no records; measure again")
-    return Run(folder, recorded, cases, indices)
+    return MeasuredRun(folder, recorded, cases, indices)
 
 
 def key_of(facts: dict[str, Any]) -> Key:
@@ -85,7 +85,7 @@ def key_of(facts: dict[str, Any]) -> Key:
     return facts.get("pattern"), facts.get("layout"), name, per_node, *(facts.get(name) for name in numbers)
 
 
-def replay(run: Run, case: CaseAnalysis, cluster: Cluster, calibration: Calibration | None, number: int) -> Prediction:
+def replay(run: MeasuredRun, case: CaseAnalysis, cluster: Cluster, calibration: Calibration | None, number: int) -> Prediction:
     """The case as the simulator has it.
 
     Raises:
@@ -101,15 +101,15 @@ def replay(run: Run, case: CaseAnalysis, cluster: Cluster, calibration: Calibrat
     setup = _setup(facts, _config(run, case))
     try:
         found = predict(cluster, _problem(run, case), setup, kernel=str(facts["kernel"]), calibration=calibration,
-                        conditions=Conditions(), number=number, rows=True)  # fmt: skip
-    except Unfit as error:
+                        conditions=Disturbances(), number=number, rows=True)  # fmt: skip
+    except InvalidSetup as error:
         raise ConfigError(f"--validate {run.folder}: {case.label}: {error}") from None
     if found.rows is None:
         raise ConfigError(f"--validate {run.folder}: {case.label}: too large for records; give a prediction of fewer layers")
     return found
 
 
-def _setup(facts: dict[str, Any], config: Config | None) -> Setup:
+def _setup(facts: dict[str, Any], config: Config | None) -> ReplaySetup:
     """A case with the options of its exchange, by a label such as ``ulysses over 2, then ring (2 hops ahead)``. Where columns went is not
     in it; ``config`` says so.
 
@@ -123,7 +123,7 @@ def _setup(facts: dict[str, Any], config: Config | None) -> Setup:
     if found is None or (found["name"] is None and found["heads"] is None):
         raise ConfigError(f"the exchange {label!r} is not one that this version knows; measure again")
     # Where sharing heads is all, no other exchange is named.
-    setup = Setup(str(facts["layout"]), found["name"] or "ulysses", workers, int(facts["per_node"]) or workers)
+    setup = ReplaySetup(str(facts["layout"]), found["name"] or "ulysses", workers, int(facts["per_node"]) or workers)
     options = replace(
         topology_of(setup), ulysses=int(found["heads"] or 1) if found["name"] else "auto", chunks=parts, prefetch=ahead,
         circulates=QUERIES if any(word.startswith("queries") for word in said) else "kv",
@@ -132,7 +132,7 @@ def _setup(facts: dict[str, Any], config: Config | None) -> Setup:
     return replace(setup, options=options)
 
 
-def _problem(run: Run, case: CaseAnalysis) -> Problem:
+def _problem(run: MeasuredRun, case: CaseAnalysis) -> AttentionWorkload:
     made, facts, pattern = run.indices.setup, case.facts, str(case.facts["pattern"])
     seq, batch = int(facts["seq"]), int(facts["micro_batch"])
     estimated = pattern not in (_DENSE, _FIXED)
@@ -141,7 +141,7 @@ def _problem(run: Run, case: CaseAnalysis) -> Problem:
         if not layers:
             raise ConfigError(f"--validate {run.folder}: {records.INDEX} holds no index of the layers of {case.label}")
         indices = run.indices
-        return Problem(
+        return AttentionWorkload(
             made, indices.masks, layers, lambda layer: index_of(indices, pattern, layer), pattern, made.columns.get(pattern, -1),
             estimated, str(facts.get("model", "")),
         )  # fmt: skip
@@ -157,7 +157,7 @@ def _problem(run: Run, case: CaseAnalysis) -> Problem:
         per_node=made.per_node, layout=made.layout, exchange=made.exchange, block_size=made.block_size, needs_out=made.needs_out,
     )  # fmt: skip
     masks = (SequenceMask.causal(seq, seq),) * batch
-    return Problem(
+    return AttentionWorkload(
         setup, masks, tuple(case.layers), fixed_of(config), pattern, made.columns.get(pattern, -1), False, str(facts.get("model", ""))
     )
 
@@ -181,7 +181,7 @@ def fixed_of(config: Config):
     return of
 
 
-def _config(run: Run, case: CaseAnalysis) -> Config | None:
+def _config(run: MeasuredRun, case: CaseAnalysis) -> Config | None:
     from mtrain_cli.config import compose
 
     path = run.recorded.folder / "cases" / f"{case.number}.yaml"
@@ -215,7 +215,7 @@ def keep(folder: Path, predictions: Sequence[Prediction], mode: str) -> None:
 
 
 @dataclass(frozen=True)
-class Predicted:
+class PredictedCase:
     """What was predicted of one case. bounds: of the passes, in ms, by low, value and high. written: when; empty where just now."""
 
     analysis: CaseAnalysis
@@ -225,7 +225,7 @@ class Predicted:
     written: str = ""
 
 
-def open_prediction(folder: Path, option: str = "--prediction") -> dict[Key, Predicted]:
+def open_prediction(folder: Path, option: str = "--prediction") -> dict[Key, PredictedCase]:
     """By case.
 
     Raises:
@@ -247,7 +247,7 @@ def open_prediction(folder: Path, option: str = "--prediction") -> dict[Key, Pre
     for case in analyse(recorded):
         of_case = summary["predicted"][case.number]
         bounds = {name: of_pass["ms"] for name, of_pass in of_case["passes"].items()}
-        found[key_of(case.facts)] = Predicted(case, bounds, tuple(of_case.get("remarks", ())), folder, written)
+        found[key_of(case.facts)] = PredictedCase(case, bounds, tuple(of_case.get("remarks", ())), folder, written)
     return found
 
 
@@ -340,11 +340,11 @@ class CaseComparison:
         }  # fmt: skip
 
 
-class Unlike(ValueError):
+class MismatchedPrediction(ValueError):
     """A prediction of something else than what ran."""
 
 
-def compare(run: Run, case: CaseAnalysis, predicted: Predicted) -> CaseComparison:
+def compare(run: MeasuredRun, case: CaseAnalysis, predicted: PredictedCase) -> CaseComparison:
     """Raises:
     Unlike: the two have other steps or workers.
     """
@@ -354,7 +354,7 @@ def compare(run: Run, case: CaseAnalysis, predicted: Predicted) -> CaseCompariso
             continue
         mine, other = case.passes[name], predicted.analysis.passes[name]
         if mine.attention.shape != other.attention.shape:
-            raise Unlike(
+            raise MismatchedPrediction(
                 f"predicted as {predicted.analysis.facts.get('exchange')} with {other.attention.shape[1]} steps {name}, ran as "
                 f"{case.facts.get('exchange')} with {mine.attention.shape[1]}"
             )
@@ -396,7 +396,7 @@ def _relative(predicted: np.ndarray, measured: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class PredictionAccuracy:
     """All cases together. mape: of the time of a case. covered: share of passes inside their bounds. rank: Spearman correlation of the
     times of cases, by group; groups of fewer than three are left out. worst_degree: largest
     absolute error of an imbalance degree of time. common: predicted over measured, the median of cases; beside: what mape is without that
@@ -428,7 +428,7 @@ class Agreement:
         }  # fmt: skip
 
 
-def agreement(cases: Sequence[CaseComparison]) -> Agreement:
+def agreement(cases: Sequence[CaseComparison]) -> PredictionAccuracy:
     errors = np.array([case.error for case in cases])
     every = [(name, p) for case in cases for name, p in case.passes.items()]
     degrees = np.abs([p - m for _, found in every for m, p in found.degrees.values()])
@@ -438,7 +438,7 @@ def agreement(cases: Sequence[CaseComparison]) -> Agreement:
     ranked = {group: found for group, found in groups.items() if len(found) >= _FEWEST_RANKED}
     times = {group: [np.array([getattr(c, of) for c in found]) for of in ("measured", "predicted")] for group, found in ranked.items()}
     common = float(np.median(errors + 1))
-    return Agreement(
+    return PredictionAccuracy(
         mape=float(np.abs(errors).mean()),
         worst=float(errors[np.argmax(np.abs(errors))]),
         passes={name: float(np.mean([abs(p.error) for n, p in every if n == name])) for name in dict.fromkeys(n for n, _ in every)},

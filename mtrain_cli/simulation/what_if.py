@@ -15,7 +15,7 @@ from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.packed_columns import COLUMN_TILE
 from mtrain_cli.config.schema import ConfigError, TopologyConfig
-from mtrain_cli.parallel.exchange_bytes import Sizes, pass_bytes
+from mtrain_cli.parallel.exchange_bytes import ShardSizes, pass_bytes
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice, ExchangeNeeds, choose_exchange
 from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.schedule import Schedule, make_schedule
@@ -28,7 +28,7 @@ _SUM_BYTES = 4  # gradients of columns are added up in float32
 
 
 @dataclass(frozen=True)
-class Setup:
+class ReplaySetup:
     """One configuration to replay under. exchange: a value of ``topology.exchange``. per_node: ranks of a node. options: whose ``ulysses``,
     ``chunks``, ``prefetch``, ``circulates`` and ``columns`` count; None for the defaults.
     """
@@ -53,10 +53,10 @@ class ReplayedPass:
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplayedSetup:
     """One configuration. exchange: with the options that ``auto`` chose. padded_seq: tokens that are dealt. passes: by name."""
 
-    setup: Setup
+    setup: ReplaySetup
     exchange: str
     padded_seq: int
     layers: tuple[int, ...]
@@ -73,24 +73,24 @@ class Replayed:
         return self.flop / max(1, int(self.flop.sum()))
 
 
-class Unfit(ValueError):
-    """A configuration that cannot be. about, value: which field of `Setup` is to blame."""
+class InvalidSetup(ValueError):
+    """A configuration that cannot be. about, value: which field of `ReplaySetup` is to blame."""
 
-    def __init__(self, setup: Setup, about: str, reason: str) -> None:
+    def __init__(self, setup: ReplaySetup, about: str, reason: str) -> None:
         super().__init__(reason)
         self.about, self.value = about, getattr(setup, about)
 
 
 @dataclass(frozen=True)
-class Case:
+class ReplayCase:
     """A configuration made ready: everything that its work and messages follow from."""
 
-    setup: Setup
+    setup: ReplaySetup
     layout: Layout
     choice: ExchangeChoice
     schedule: Schedule
     counter: WorkCounter
-    sizes: Sizes
+    sizes: ShardSizes
 
     @cached_property
     def scheduled(self) -> dict[str, int]:
@@ -112,9 +112,9 @@ class Case:
 def replay(
     recorded: RecordedIndices,
     pattern: str,
-    setups: Sequence[Setup],
+    setups: Sequence[ReplaySetup],
     layers: Sequence[int] | None = None,
-) -> list[Replayed]:
+) -> list[ReplayedSetup]:
     """pattern: a label of the file. layers: None for all.
 
     Raises:
@@ -132,7 +132,7 @@ def replay(
             for name, work in case.counter.count(fitted).items():
                 passes[name].append((degrees(work), work.total_pairs, case.sent(name, fitted)))
     return [
-        Replayed(case.setup, case.choice.label, case.layout.padded_seq, layers, {name: _mean(passes[name]) for name in PASSES})
+        ReplayedSetup(case.setup, case.choice.label, case.layout.padded_seq, layers, {name: _mean(passes[name]) for name in PASSES})
         for case, passes in zip(cases, found, strict=True)
     ]
 
@@ -171,11 +171,11 @@ _OF_INDEX = -1  # as many single columns as the index has
 def make_case(
     made: RecordedSetup,
     of_batch: Sequence[SequenceMask],
-    setup: Setup,
+    setup: ReplaySetup,
     index: Index | None,
     columns: int | None = _OF_INDEX,
     choice: ExchangeChoice | None = None,
-) -> Case:
+) -> ReplayCase:
     """made: shapes. of_batch: the masks of its sequences, however they are padded. index: of any layer. columns: how many a head may have.
     choice: the exchange of ``setup`` where it was chosen already.
 
@@ -188,12 +188,12 @@ def make_case(
     piece = block or (made.block_size if setup.layout == "striped" else 1)
     if workers * piece > made.seq:
         most = max(1, made.seq // piece)
-        raise Unfit(setup, "workers", f"{made.seq} tokens in blocks of {piece} cannot be dealt to so many; allowed: 1 to {most}")
+        raise InvalidSetup(setup, "workers", f"{made.seq} tokens in blocks of {piece} cannot be dealt to so many; allowed: 1 to {most}")
     if workers % per_node:
         divisors = ", ".join(str(n) for n in range(1, workers + 1) if workers % n == 0)
-        raise Unfit(setup, "per_node", f"does not divide {workers} workers; allowed: {divisors}")
+        raise InvalidSetup(setup, "per_node", f"does not divide {workers} workers; allowed: {divisors}")
     if block and setup.layout == "striped" and made.block_size % block:
-        raise Unfit(setup, "layout", f"its stripes of {made.block_size} tokens, as recorded, do not hold whole blocks of {block}")
+        raise InvalidSetup(setup, "layout", f"its stripes of {made.block_size} tokens, as recorded, do not hold whole blocks of {block}")
     layout = make_layout(setup.layout, workers, made.seq, made.block_size, unit=block or 1)
     needs = ExchangeNeeds(
         workers=workers,
@@ -212,13 +212,13 @@ def make_case(
     masks = [repadded(mask, layout.padded_seq) for mask in of_batch]
     counter = WorkCounter.make(schedule, layout, masks, made.heads, block, shared_columns=choice.shared_columns)
     tokens = layout.tokens_per_worker * len(masks)
-    return Case(
+    return ReplayCase(
         setup, layout, choice, schedule, counter,
-        Sizes(tokens, made.heads, made.kv_heads, made.head_dim, made.dtype_bytes, made.needs_out),
+        ShardSizes(tokens, made.heads, made.kv_heads, made.head_dim, made.dtype_bytes, made.needs_out),
     )  # fmt: skip
 
 
-def _choice(setup: Setup, needs: ExchangeNeeds) -> ExchangeChoice:
+def _choice(setup: ReplaySetup, needs: ExchangeNeeds) -> ExchangeChoice:
     try:
         return choose_exchange(topology_of(setup), needs)
     except ConfigError:
@@ -227,7 +227,7 @@ def _choice(setup: Setup, needs: ExchangeNeeds) -> ExchangeChoice:
             per_node = min(setup.per_node, workers)
             if workers % per_node == 0 and _accepted(replace(setup, workers=workers), replace(needs, workers=workers, per_node=per_node)):
                 fitting.append(str(workers))
-        raise Unfit(
+        raise InvalidSetup(
             setup,
             "exchange",
             f"cannot share {needs.heads} query heads and {needs.kv_heads} key-value heads among {setup.workers} workers in nodes of "
@@ -235,7 +235,7 @@ def _choice(setup: Setup, needs: ExchangeNeeds) -> ExchangeChoice:
         ) from None
 
 
-def _accepted(setup: Setup, needs: ExchangeNeeds) -> bool:
+def _accepted(setup: ReplaySetup, needs: ExchangeNeeds) -> bool:
     try:
         choose_exchange(topology_of(setup), needs)
     except ConfigError:
@@ -243,7 +243,7 @@ def _accepted(setup: Setup, needs: ExchangeNeeds) -> bool:
     return True
 
 
-def topology_of(setup: Setup) -> TopologyConfig:
+def topology_of(setup: ReplaySetup) -> TopologyConfig:
     """What an exchange is chosen by."""
     if setup.options is not None:
         return replace(setup.options, workers=setup.workers, gpus_per_node=setup.per_node, layout=setup.layout, exchange=setup.exchange)
@@ -282,9 +282,9 @@ def resized(index: Index, blocks: int) -> Index:
     return VerticalSlash(index.block, blocks, slashes, index.bars.masked_fill(index.bars >= unused, blocks * index.block))
 
 
-def setups_of(layouts: Sequence[str], exchanges: Sequence[str], workers: Sequence[int], per_node: int) -> Iterator[Setup]:
+def setups_of(layouts: Sequence[str], exchanges: Sequence[str], workers: Sequence[int], per_node: int) -> Iterator[ReplaySetup]:
     """Every combination, worker counts outermost."""
     for n in workers:
         for layout in layouts:
             for exchange in exchanges:
-                yield Setup(layout, exchange, n, per_node)
+                yield ReplaySetup(layout, exchange, n, per_node)

@@ -22,7 +22,7 @@ from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, Vertical
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.schedule import Schedule
-from mtrain_cli.simulation.spmd_schedule import EVERYTHING, Lockstep
+from mtrain_cli.simulation.spmd_schedule import EVERYTHING, SpmdSchedule
 
 FORWARD, BACKWARD = "forward", "backward"
 FLOP_PER_PAIR = {FORWARD: 4, BACKWARD: 10}  # times head_dim: 2 and 5 products of 2 * head_dim, as in `Counts.flop`
@@ -163,7 +163,7 @@ class WorkCounter:
     @cached_property
     def _places(self) -> dict[str, IntArray]:
         """Per pass: int64 [computations, 6] of rank, step, part (i, n), and group of queries and of keys; ``groups`` for keys of all."""
-        lockstep = Lockstep.of(self.schedule)
+        lockstep = SpmdSchedule.of(self.schedule)
         ranks = np.arange(self.schedule.workers)
         found = {}
         for name in (FORWARD, BACKWARD):

@@ -11,7 +11,7 @@ import torch
 
 from mtrain_cli.attention.index import VerticalSlash
 from mtrain_cli.attention.kernel import IndexRequest
-from mtrain_cli.sparsity.pattern import NO_ROWS, Masked
+from mtrain_cli.sparsity.pattern import NO_ROWS, MaskedPositions
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class FixedPattern:
     def probed_rows(self, length: int) -> torch.Tensor:  # noqa: ARG002
         return NO_ROWS
 
-    def estimate(self, q: torch.Tensor, k: torch.Tensor, masked: Masked, layer: int) -> VerticalSlash:  # noqa: ARG002
+    def estimate(self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, layer: int) -> VerticalSlash:  # noqa: ARG002
         # The same in every step: a layer keeps what it drew once.
         lengths = tuple(mask.length for mask in masked.masks)
         return _drawn(self, layer, lengths, q.shape[2], masked.geometry.blocks, q.device)

@@ -11,7 +11,7 @@ import torch
 from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.attention.index import BlockBitmap, GatedBitmap
 from mtrain_cli.attention.kernel import IndexRequest, accumulation_dtype
-from mtrain_cli.sparsity.pattern import NO_ROWS, Masked
+from mtrain_cli.sparsity.pattern import NO_ROWS, MaskedPositions
 
 _SCORE_BYTES = 1 << 28  # scores that exist at once while queries choose
 
@@ -44,7 +44,7 @@ class MobaPattern:
     def probed_rows(self, length: int) -> torch.Tensor:  # noqa: ARG002
         return NO_ROWS
 
-    def estimate(self, q: torch.Tensor, k: torch.Tensor, masked: Masked, layer: int) -> BlockBitmap:  # noqa: ARG002
+    def estimate(self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, layer: int) -> BlockBitmap:  # noqa: ARG002
         """One collective: the sums of all chunks."""
         heads, geometry = q.shape[2], masked.geometry
         blocks, size = geometry.blocks, self._size(masked)
@@ -69,7 +69,7 @@ class MobaPattern:
         past = torch.arange(blocks, device=q.device) <= numbers[:, None]
         return BlockBitmap(self.block, blocks, bits & past, geometry.query_blocks)
 
-    def _by_query(self, q: torch.Tensor, means: torch.Tensor, masked: Masked) -> GatedBitmap:
+    def _by_query(self, q: torch.Tensor, means: torch.Tensor, masked: MaskedPositions) -> GatedBitmap:
         """means: float64 [batch, chunks, kv_heads, head_dim], the mean key of each chunk."""
         geometry, block, size = masked.geometry, self.block, self._size(masked)
         batch, heads = len(q), q.shape[2]
@@ -107,11 +107,11 @@ class MobaPattern:
         room = top_k - above.sum(-1, keepdim=True)
         return (above | (equal & (equal.cumsum(-1) <= room))) & there
 
-    def _size(self, masked: Masked) -> int:
+    def _size(self, masked: MaskedPositions) -> int:
         """Keys of a chunk; of a chunk beyond the end nothing is to be padded."""
         return min(self.chunk, masked.geometry.blocks * self.block)
 
-    def _counts(self, masked: Masked) -> tuple[torch.Tensor, torch.Tensor]:
+    def _counts(self, masked: MaskedPositions) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens, or 1 where there is none, of the local blocks [batch, local blocks] and of all chunks [batch, chunks]; float64."""
         key = (type(self).__name__, self.chunk)
         if key not in masked.cache:
@@ -130,7 +130,7 @@ def _packed(bits: torch.Tensor) -> torch.Tensor:
     return (words << torch.arange(32, device=bits.device)).sum(-1).to(torch.int32)
 
 
-def _block_sums(tokens: torch.Tensor, masked: Masked) -> torch.Tensor:
+def _block_sums(tokens: torch.Tensor, masked: MaskedPositions) -> torch.Tensor:
     """[batch, tokens, heads, dim] -> float32 (float64 for such tokens) [batch, local blocks, heads, dim], without padding."""
     block, dtype = masked.geometry.block, accumulation_dtype(tokens.dtype)
     sums = torch.zeros(len(tokens), len(masked.numbers), *tokens.shape[2:], dtype=dtype, device=tokens.device)

@@ -41,7 +41,7 @@ class IndexGroup(Protocol):
 
 
 @dataclass(frozen=True)
-class Alone:
+class SingleWorkerGroup:
     """One worker that holds the whole sequence: its own values are those of all."""
 
     rank: int = 0
@@ -58,7 +58,7 @@ class Alone:
 
 
 @dataclass(frozen=True)
-class Masked:
+class MaskedPositions:
     """The masks of a batch and the shard of one worker, as patterns see them: on the host, and as tensors on the device.
 
     masks: one per sequence. geometry: where the blocks of this worker stand, the same for queries and keys. shards: per worker the numbers
@@ -78,13 +78,13 @@ class Masked:
         device: torch.device | str = "cpu",
         shards: Sequence[IntArray] | None = None,
         group: IndexGroup | None = None,
-    ) -> Masked:
+    ) -> MaskedPositions:
         """shards: the positions [tokens] that each worker of the group holds, ascending, as many for each; None: one worker holds all.
 
         Raises:
             ValueError: the positions of a worker are not whole blocks, or some workers hold more blocks than others.
         """
-        group = group or Alone()
+        group = group or SingleWorkerGroup()
         shards = shards or [np.arange(masks[0].padded, dtype=np.int64)]
         assert len(shards) == group.size
         mine = shards[group.rank]
@@ -92,7 +92,7 @@ class Masked:
         held = [len(blocks) for blocks in numbers]
         if len(set(held)) > 1 or sum(held) != -(-masks[0].padded // block):
             raise ValueError(f"The workers hold {held} blocks of {block}; an index needs whole blocks, as many on each worker.")
-        return Masked(masks, BlockGeometry.make(masks, mine, mine, block, device), numbers, group)
+        return MaskedPositions(masks, BlockGeometry.make(masks, mine, mine, block, device), numbers, group)
 
     @property
     def numbers(self) -> IntArray:
@@ -154,7 +154,7 @@ class Pattern(Protocol):
         """
         ...
 
-    def estimate(self, q: torch.Tensor, k: torch.Tensor, masked: Masked, layer: int) -> Index:
+    def estimate(self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, layer: int) -> Index:
         """q [batch, tokens, heads, head_dim], k [batch, tokens, kv_heads, head_dim] of this worker, in the order of ``masked.positions`` ->
         what is worth computing: the whole index on every worker, or of a bitmap the rows of its own blocks. Called without gradients, once
         per layer and step, by all workers of ``masked.group`` together.

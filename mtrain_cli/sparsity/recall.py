@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from mtrain_cli.attention.index import Index
-from mtrain_cli.sparsity.pattern import Masked
+from mtrain_cli.sparsity.pattern import MaskedPositions
 
 _SCORE_BYTES = 1 << 29
 
 
-def recall(index: Index, q: torch.Tensor, k: torch.Tensor, masked: Masked, rows: torch.Tensor) -> torch.Tensor:
+def recall(index: Index, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, rows: torch.Tensor) -> torch.Tensor:
     """The share of the attention of the queries at positions ``rows`` (int64 [rows], the same for every sequence) that falls on pairs
     which the index allows: the quantity of MTraining, figure 2b. Softmax in float32 over all that the mask allows.
 

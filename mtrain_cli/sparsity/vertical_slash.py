@@ -19,7 +19,7 @@ import torch
 from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.attention.index import VerticalSlash
 from mtrain_cli.attention.kernel import IndexRequest, accumulation_dtype
-from mtrain_cli.sparsity.pattern import MASS_UNITS, MOST_UNITS, Masked, fewest_lines, in_units, rank_without_mass, ranking
+from mtrain_cli.sparsity.pattern import MASS_UNITS, MOST_UNITS, MaskedPositions, fewest_lines, in_units, rank_without_mass, ranking
 
 _SCORE_BYTES = 1 << 30  # scores that exist at once while an index is estimated
 _COLUMN_STEP = 128  # the width of unbounded columns is a multiple of this
@@ -106,7 +106,7 @@ class VerticalSlashPattern:
             return f"at least {max(self.min_bars, self.sink_tokens)} columns cover"
         return f"one block of {self.block} tokens covers" if blocks == 1 else None
 
-    def estimate(self, q: torch.Tensor, k: torch.Tensor, masked: Masked, layer: int) -> VerticalSlash:  # noqa: ARG002
+    def estimate(self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, layer: int) -> VerticalSlash:  # noqa: ARG002
         """Five collectives over the batch: probed queries, largest scores and their sums per row, diagonals, candidates for columns. Where
         the sums of all rows exceed the budget, each part of the rows takes two.
         """
@@ -123,7 +123,7 @@ class VerticalSlashPattern:
             slashes, bars = (t.repeat_interleave(group, 1) for t in (slashes, bars))
         return VerticalSlash(self.block, masked.geometry.blocks, slashes, bars, self.max_slashes)
 
-    def mass(self, q: torch.Tensor, k: torch.Tensor, masked: Masked) -> list[torch.Tensor]:
+    def mass(self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions) -> list[torch.Tensor]:
         """Probed attention, q [batch, tokens, heads, head_dim], k [batch, tokens, kv_heads, head_dim] of this worker.
 
         Returns for each sequence the attention that each local column gets from the queries of each probed block, float32 (float64 for such
@@ -134,7 +134,7 @@ class VerticalSlashPattern:
             found[sequence].append(table)
         return [torch.cat(tables) for tables in found]
 
-    def _tables(self, q: torch.Tensor, k: torch.Tensor, masked: Masked) -> tuple[Callable[[], Iterator[Table]], int]:
+    def _tables(self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions) -> tuple[Callable[[], Iterator[Table]], int]:
         """`mass`, some probed blocks of a sequence at a time, as often as asked for, and the bytes of all of it."""
         probes = self.probes(masked)
         everyone = q.new_zeros(sum(len(p.rows) for p in probes), *q.shape[2:])
@@ -194,7 +194,7 @@ class VerticalSlashPattern:
         return tables, sum(len(p.away) for p in probes) * element * heads * width
 
     def _totals(
-        self, tables: Iterable[Table], masked: Masked, heads: int, group: int, chosen: torch.Tensor | None
+        self, tables: Iterable[Table], masked: MaskedPositions, heads: int, group: int, chosen: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Probed mass by diagonal, int64 [batch, heads, blocks], and by local column, [batch, heads, columns], in units; of this worker.
 
@@ -239,14 +239,14 @@ class VerticalSlashPattern:
             before = end
         return torch.cat(rows)
 
-    def probes(self, masked: Masked) -> list[Probe]:
+    def probes(self, masked: MaskedPositions) -> list[Probe]:
         """One per sequence of the batch, the same for all layers."""
         key = (type(self).__name__, self.last_q, self.windows)
         if key not in masked.cache:
             masked.cache[key] = [self._probe(masked, b) for b in range(len(masked.masks))]
         return masked.cache[key]
 
-    def _probe(self, masked: Masked, sequence: int) -> Probe:
+    def _probe(self, masked: MaskedPositions, sequence: int) -> Probe:
         geometry, device = masked.geometry, masked.geometry.first.device
         positions = self.probed_rows(masked.masks[sequence].length)
         numbers, of_row = torch.unique(positions // self.block, return_inverse=True)
@@ -262,7 +262,7 @@ class VerticalSlashPattern:
             away=to_device((numbers[:, None] - torch.from_numpy(masked.numbers)).clamp(min=0), device),
         )
 
-    def _slashes(self, diagonals: torch.Tensor, masked: Masked) -> torch.Tensor:
+    def _slashes(self, diagonals: torch.Tensor, masked: MaskedPositions) -> torch.Tensor:
         """diagonals: mass of this worker, as `_totals` -> bool like it."""
         blocks = masked.geometry.blocks
         units = masked.group.sum(diagonals).clamp_(max=MOST_UNITS)
@@ -276,7 +276,7 @@ class VerticalSlashPattern:
         lines, keep = fewest_lines(order, total, self.p_s, least, self.max_slashes or blocks, blocks)
         return torch.zeros_like(diagonals, dtype=torch.bool).scatter_(-1, lines, keep)
 
-    def _bars(self, vertical: torch.Tensor, masked: Masked) -> torch.Tensor:
+    def _bars(self, vertical: torch.Tensor, masked: MaskedPositions) -> torch.Tensor:
         """vertical: mass of this worker, as `_totals`, with the joint budget that outside the slashes -> int32 [batch, heads, width],
         ascending.
         """
@@ -329,7 +329,7 @@ def _units(mass: torch.Tensor, group: int) -> torch.Tensor:
     return units if group == 1 else units.unflatten(0, (-1, group)).sum(1) // group
 
 
-def _merged(partial: list[torch.Tensor], masked: Masked) -> torch.Tensor:
+def _merged(partial: list[torch.Tensor], masked: MaskedPositions) -> torch.Tensor:
     """Log-sum-exp of rows over the keys of all workers, [heads, rows of all sequences], from that over tiles [tiles, heads, rows] of each
     sequence; the partial results are overwritten. +inf for a row that sees nothing.
 

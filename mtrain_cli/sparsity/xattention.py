@@ -11,7 +11,7 @@ import torch
 from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.attention.index import BlockBitmap
 from mtrain_cli.attention.kernel import IndexRequest, accumulation_dtype
-from mtrain_cli.sparsity.pattern import NO_ROWS, Masked, kept_lines
+from mtrain_cli.sparsity.pattern import NO_ROWS, MaskedPositions, kept_lines
 
 _SCORE_BYTES = 1 << 30
 
@@ -42,20 +42,20 @@ class XAttentionPattern:
     def probed_rows(self, length: int) -> torch.Tensor:  # noqa: ARG002
         return NO_ROWS
 
-    def estimate(self, q: torch.Tensor, k: torch.Tensor, masked: Masked, layer: int) -> BlockBitmap:  # noqa: ARG002
+    def estimate(self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, layer: int) -> BlockBitmap:  # noqa: ARG002
         """One collective: all keys go to all workers, as in the published distributed form; queries stay."""
         geometry = masked.geometry
         keys = self._sequence(torch.stack([self._padded(t, masked, b) for b, t in enumerate(k)]), masked)
         bits = torch.stack([self._choose(self._padded(t, masked, b), keys[b], masked, b) for b, t in enumerate(q)])
         return BlockBitmap(self.block, geometry.blocks, bits, geometry.query_blocks)
 
-    def _padded(self, tokens: torch.Tensor, masked: Masked, sequence: int) -> torch.Tensor:
+    def _padded(self, tokens: torch.Tensor, masked: MaskedPositions, sequence: int) -> torch.Tensor:
         """[tokens, heads, head_dim] -> whole blocks [local blocks, block, heads, head_dim], with zeros for padding."""
         real = masked.real(sequence)
         whole = torch.nn.functional.pad(tokens[:real], (0, 0, 0, 0, 0, len(masked.host_positions) - real))
         return whole.unflatten(0, (-1, self.block))
 
-    def _sequence(self, mine: torch.Tensor, masked: Masked) -> torch.Tensor:
+    def _sequence(self, mine: torch.Tensor, masked: MaskedPositions) -> torch.Tensor:
         """[batch, local blocks, block, heads, head_dim] of this worker -> [batch, tokens, heads, head_dim] of all, in sequence order."""
         if type(self).__name__ not in masked.cache:
             order = np.argsort(np.concatenate(masked.shards))
@@ -63,7 +63,7 @@ class XAttentionPattern:
         everyone = masked.group.gather(mine).transpose(0, 1).flatten(1, 2)
         return everyone.index_select(1, masked.cache[type(self).__name__]).flatten(1, 2)
 
-    def _choose(self, q: torch.Tensor, k: torch.Tensor, masked: Masked, sequence: int) -> torch.Tensor:
+    def _choose(self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, sequence: int) -> torch.Tensor:
         """One sequence, q [local blocks, block, heads, head_dim], k [tokens, kv_heads, head_dim] -> bool [heads, local blocks, blocks]."""
         heads, dim = q.shape[2:]
         kv_heads, blocks, stride = k.shape[1], masked.geometry.blocks, self.stride

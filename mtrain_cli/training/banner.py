@@ -13,11 +13,11 @@ from mtrain_cli.config.sizes import format_size
 from mtrain_cli.config.unused_settings import idle_ring_keys
 from mtrain_cli.sparsity.pattern_remarks import remarks
 from mtrain_cli.training import dry_run
-from mtrain_cli.training.optimizer import Schedule
-from mtrain_cli.training.run_plan import Plan, size
+from mtrain_cli.training.optimizer import LearningRateSchedule
+from mtrain_cli.training.run_plan import RunPlan, size
 
 
-def banner(found: Plan, run_dir: Path, data: str, *, resumed: int | None = None) -> RenderableType:
+def banner(found: RunPlan, run_dir: Path, data: str, *, resumed: int | None = None) -> RenderableType:
     """The facts of a run that starts now. data: one line on the corpus, from `PackedDataset.describe`. resumed: the step of the checkpoint
     that it goes on from.
     """
@@ -56,7 +56,7 @@ def banner(found: Plan, run_dir: Path, data: str, *, resumed: int | None = None)
     return Group(Text(f"mtrain {__version__}", style="bold"), dry_run.facts(rows))
 
 
-def _idle(found: Plan, run_dir: Path) -> list[str]:
+def _idle(found: RunPlan, run_dir: Path) -> list[str]:
     """Keys of the command line that are for rings, where topology.exchange=auto has chosen none."""
     try:
         words = (run_dir / "overrides.txt").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -72,6 +72,6 @@ def _weights(config: Config, resumed: int | None) -> str:
 
 
 def _schedule(config: Config, resumed: int | None) -> str:
-    schedule, steps = Schedule.of(config), config.train.steps
+    schedule, steps = LearningRateSchedule.of(config), config.train.steps
     kept = resumed is not None and bool(schedule.decay) and config.optim.schedule_steps != "auto"
     return schedule.describe(steps) + "; kept by the resume, optim.rewarm=true begins a new one" * kept

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.parallel.activation_offload import Offload
+from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.sparsity.pattern import Pattern
@@ -74,7 +74,7 @@ class BatchMaker:
         document_mask: bool,
         pattern: Pattern | None = None,
         keep: float = 0.0,
-        offload: Offload | None = None,
+        offload: ActivationOffload | None = None,
     ) -> None:
         """keep, offload: what attention keeps for a second forward pass, and where (`ContextAttention.make`)."""
         self.exchange = exchange

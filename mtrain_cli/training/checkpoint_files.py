@@ -39,7 +39,7 @@ class ForeignFileError(ValueError):
     """A file of a checkpoint holds what DCP does not write. The text is one line that begins with the file's name."""
 
 
-class Reader(dcp.FileSystemReader):
+class CheckpointReader(dcp.FileSystemReader):
     """Reads one checkpoint folder.
 
     Its ``read_metadata`` takes no arguments: DCP then looks for no other file of metadata.
@@ -65,7 +65,7 @@ class Reader(dcp.FileSystemReader):
 
     def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
         try:
-            with zipfile.ZipFile(io.BufferedReader(_Part(file, sinfo.offset, sinfo.length))) as archive:
+            with zipfile.ZipFile(io.BufferedReader(_FileSection(file, sinfo.offset, sinfo.length))) as archive:
                 unpacked = sum(entry.file_size for entry in archive.infolist())
         except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError, EOFError) as error:
             raise ForeignFileError(f"{sinfo.relative_path} holds something else than tensors") from error
@@ -82,7 +82,7 @@ class Reader(dcp.FileSystemReader):
             raise ForeignFileError(f"a file of {self._folder.name} holds a tensor of another shape than {METADATA} says") from error
 
 
-class Planner(DefaultLoadPlanner):
+class CheckpointPlanner(DefaultLoadPlanner):
     """DCP's planner, but values that are no tensors are read without code as well."""
 
     def create_local_plan(self) -> LoadPlan:
@@ -106,7 +106,7 @@ class Planner(DefaultLoadPlanner):
             self.state_dict[name] = found
 
 
-class _Part(io.RawIOBase):
+class _FileSection(io.RawIOBase):
     """A part of an open file, as a file. DCP's own cannot seek from the end."""
 
     def __init__(self, file: IO[bytes], offset: int, length: int) -> None:

@@ -36,7 +36,7 @@ from torch.futures import Future
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.parallel.collectives import share
-from mtrain_cli.training.checkpoint_files import ForeignFileError, Planner, Reader, tensors_of
+from mtrain_cli.training.checkpoint_files import CheckpointPlanner, CheckpointReader, ForeignFileError, tensors_of
 from mtrain_cli.training.manifest import FileEntry, Manifest, ManifestError, checksum, committed_steps
 
 T = TypeVar("T")
@@ -114,7 +114,7 @@ class Checkpointer:
         partial = self._directory / f"step-{step}.tmp-{self._attempts}"
         trainer = json.loads(json.dumps(state.get("trainer", {})))
         alone = self._group is None
-        written = dcp.async_save(self._tensors(state), storage_writer=_Writer(partial), process_group=self._group, no_dist=alone)
+        written = dcp.async_save(self._tensors(state), storage_writer=_CheckpointWriter(partial), process_group=self._group, no_dist=alone)
         self._saving = threading.Thread(target=self._commit, args=(step, partial, written, trainer), name="checkpoint", daemon=True)
         self._saving.start()
         own = None if asynchronous else self._finish()
@@ -338,7 +338,7 @@ class _Failed(Exception):
     """An action of `Checkpointer._everywhere` failed on some rank; every rank raises this with the same text."""
 
 
-class _Writer(dcp.FileSystemWriter):
+class _CheckpointWriter(dcp.FileSystemWriter):
     """DCP's writer, but a full disk is an OSError: torch.save reports it as a file that ends in an unexpected place."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -353,7 +353,7 @@ class _Writer(dcp.FileSystemWriter):
             raise OSError(cause.errno, cause.strerror) from error
 
 
-def _read(folder: Path, tensors: dict[str, Any], reader: Reader | None = None) -> str | None:
+def _read(folder: Path, tensors: dict[str, Any], reader: CheckpointReader | None = None) -> str | None:
     """Fill ``tensors``, or this rank's part of them, and return the first tensor of a model that they lack.
 
     Every rank reads its part by itself: DCP's ranks would send each other pickles.
@@ -362,7 +362,7 @@ def _read(folder: Path, tensors: dict[str, Any], reader: Reader | None = None) -
         ForeignFileError: a file holds what DCP does not write.
         Exception: as DCP raises them, such as for a tensor of another size.
     """
-    reader, planner = reader or Reader(folder), Planner()
+    reader, planner = reader or CheckpointReader(folder), CheckpointPlanner()
     _expect_to_be_alone()
     try:
         dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
@@ -379,7 +379,7 @@ def _read_model(folder: Path) -> dict[str, Tensor]:
     Raises:
         ForeignFileError: a file holds what DCP does not write.
     """
-    reader = Reader(folder)
+    reader = CheckpointReader(folder)
     found = tensors_of(reader.metadata, "model.").items()
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in found}
     try:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 LAYERS = 8  # that are timed, evenly spread
 
 
-class OwnTime:
+class ComputeTimer:
     """Of one worker. Layers call it by a hook after their forward pass, attention by `around`."""
 
     def __init__(self, layers: Sequence[nn.Module], device: torch.device) -> None:
@@ -40,7 +40,7 @@ class OwnTime:
 
     def around(self, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """``attend``, with the time at which it is through."""
-        return _Marked(attend, self._mark)
+        return _TimedAttention(attend, self._mark)
 
     def _mark(self, layer: int) -> None:
         # A recomputed layer attends once more; only its forward pass counts.
@@ -61,7 +61,7 @@ class OwnTime:
         return hook
 
 
-class _Marked:
+class _TimedAttention:
     """An attention that is otherwise as it was."""
 
     def __init__(self, attend: Callable[..., Tensor], mark: Callable[[int], None]) -> None:

@@ -23,7 +23,7 @@ from mtrain_cli.training.flops import peak_flops
 from mtrain_cli.training.memory import GIB, estimate_memory
 from mtrain_cli.training.memory_search import longest_seq, refusal, search
 from mtrain_cli.training.resolution import compiles
-from mtrain_cli.training.run_plan import ASSUMED_GPU, FITS, KEPT, SHORTEST_SEQ, USABLE, Plan, needed_here, plan, size
+from mtrain_cli.training.run_plan import ASSUMED_GPU, FITS, KEPT, SHORTEST_SEQ, USABLE, RunPlan, needed_here, plan, size
 
 # GiB that CUDA reports for common GPUs, smallest first; a plan for a machine that is not here is held against them.
 GPU_MEMORY = (("40 GB (A100)", 39.4), ("80 GB (A100, H100)", 79.2), ("141 GB (H200)", 139.8), ("180 GB (B200)", 178.3))
@@ -35,7 +35,7 @@ def dry_run(config: Config) -> RenderableType:
     return render(plan(config))
 
 
-def render(found: Plan) -> RenderableType:
+def render(found: RunPlan) -> RenderableType:
     """The table of a plan, and the memory of a worker by part."""
     config, model = found.config, found.config.model
     heads = f"{model.num_heads}/{model.num_kv_heads} heads of {model.head_dim}"
@@ -71,7 +71,7 @@ def render(found: Plan) -> RenderableType:
     return Group(title, facts(rows), Text(""), memory_table(found), *search_rows(found), *verdict(found))
 
 
-def search_rows(found: Plan) -> list[RenderableType]:
+def search_rows(found: RunPlan) -> list[RenderableType]:
     """What ``train.memory=auto`` chose, and what it rejected and why."""
     if found.search is None or found.search.chosen is None:
         return []
@@ -82,7 +82,7 @@ def search_rows(found: Plan) -> list[RenderableType]:
     ]
 
 
-def describe_choice(found: Plan) -> str:
+def describe_choice(found: RunPlan) -> str:
     assert found.search is not None
     assert found.search.chosen is not None
     chosen = found.search.chosen
@@ -90,21 +90,21 @@ def describe_choice(found: Plan) -> str:
     return f"train.memory=auto takes {chosen.words or 'the defaults'}, {how}: {duration(chosen.seconds)} a step by the model"
 
 
-def verdict(found: Plan) -> list[RenderableType]:
+def verdict(found: RunPlan) -> list[RenderableType]:
     """What would help where a plan does not fit, and how long a sequence may be."""
     chosen = found.search is not None and found.config.train.keep_mlp and found.asked is not None and not found.asked.train.keep_mlp
     kept = f"; {KEPT}" if chosen else ""
     return [*_verdict(found), *([] if found.environment.device == "cpu" else [Text(f"{FITS[0].upper()}{FITS[1:]}{kept}.", style="dim")])]
 
 
-def fits(found: Plan) -> bool:
+def fits(found: RunPlan) -> bool:
     """Whether the machine of a plan has the memory that a worker needs; for GPUs that are not here, the machine that is assumed."""
     if found.environment.device == "cpu":
         return bool(found.fits)
     return found.takes(found.memory) if found.search is None else found.search.chosen is not None
 
 
-def _verdict(found: Plan) -> list[RenderableType]:
+def _verdict(found: RunPlan) -> list[RenderableType]:
     config = found.config
     on_cpu = found.environment.device == "cpu"
     if on_cpu and not fits(found):
@@ -136,7 +136,7 @@ def with_memory(config: Config, memory: str) -> Config:
     return dataclasses.replace(config, train=dataclasses.replace(config.train, memory=memory))
 
 
-def kernel_rows(found: Plan) -> list[tuple[str, str]]:
+def kernel_rows(found: RunPlan) -> list[tuple[str, str]]:
     """The kernel, and that of dense first steps where there are some."""
     rows = [("kernel", f"{found.kernel}: {found.kernel_reason}")]
     if found.dense_kernel is not None:
@@ -155,7 +155,7 @@ def facts(rows: list[tuple[str, str]]) -> Table:
     return table
 
 
-def memory_table(found: Plan) -> RenderableType:
+def memory_table(found: RunPlan) -> RenderableType:
     """Memory of a worker at its peak by part, and whether it fits."""
     memory, peak = found.memory, found.memory.peak
     table = Table.grid(padding=(0, 2, 0, 0))
@@ -184,7 +184,7 @@ def memory_table(found: Plan) -> RenderableType:
     )
 
 
-def _in_all(found: Plan) -> str:
+def _in_all(found: RunPlan) -> str:
     """On a CPU alternatives are told with what the host holds besides."""
     return " (and a checkpoint under way)" if found.environment.device == "cpu" and found.memory.host_peak else ""
 
@@ -202,7 +202,7 @@ def describe_activations(config: Config) -> str:
     return f"{train.activation_checkpoint}{kept}{offloaded}{products}"
 
 
-def alternatives(found: Plan) -> dict[str, int]:
+def alternatives(found: RunPlan) -> dict[str, int]:
     """Total bytes of a worker for each kind of activation checkpointing."""
     totals = {}
     for kind in CHECKPOINTS:
@@ -221,7 +221,7 @@ def alternatives(found: Plan) -> dict[str, int]:
     return totals
 
 
-def fitting(found: Plan) -> Text:
+def fitting(found: RunPlan) -> Text:
     """Whether the peak fits, and on what."""
     word, style = ("fits", "green") if found.fits else ("does not fit", "red")
     if found.environment.device == "cpu":
@@ -241,7 +241,7 @@ def fitting(found: Plan) -> Text:
     return Text(f"fits GPUs of {large_enough[0]} and more", style="green") if large_enough else Text("fits no GPU of today", style="red")
 
 
-def advice(found: Plan) -> str:
+def advice(found: RunPlan) -> str:
     """What CPU workers need, and what would help, for a plan that does not fit this machine."""
     workers = found.environment.workers
     fewer = _fewer_workers(found)
@@ -263,7 +263,7 @@ def advice(found: Plan) -> str:
     return f"{need}; {would}. {plans}."
 
 
-def _fewer_workers(found: Plan) -> int | None:
+def _fewer_workers(found: RunPlan) -> int | None:
     """The most workers, halved again and again, that would fit this machine."""
     workers = found.environment.workers // 2
     while workers:
@@ -275,7 +275,7 @@ def _fewer_workers(found: Plan) -> int | None:
     return None
 
 
-def _longest_seq(found: Plan) -> int | None:
+def _longest_seq(found: RunPlan) -> int | None:
     """The length that fits this machine when that of the plan is halved again and again; None where the weights alone are too much."""
     seq = found.config.seq // 2
     while seq >= SHORTEST_SEQ:
@@ -285,11 +285,11 @@ def _longest_seq(found: Plan) -> int | None:
     return None
 
 
-def describe_model(found: Plan) -> str:
+def describe_model(found: RunPlan) -> str:
     return f"{found.config.model.name} ({found.config.model.family}), {count(found.parameters.total)} parameters"
 
 
-def describe_rope(found: Plan) -> str:
+def describe_rope(found: RunPlan) -> str:
     rope = found.config.model.rope
     if rope.scaling == "none":
         return f"rotary, theta {rope.theta:,.0f}, not stretched"
@@ -304,14 +304,14 @@ def weights_rows(config: Config) -> list[tuple[str, str]]:
     return [("weights", f"of {config.train.init_from}"), *(("", line) for line in initial_weights.remarks(config))]
 
 
-def describe_step(found: Plan) -> str:
+def describe_step(found: RunPlan) -> str:
     train, environment = found.config.train, found.environment
     batch = "1 sequence" if train.global_batch == 1 else f"{train.global_batch} sequences"
     split = "" if train.global_batch == 1 else f" = {environment.dp} x {train.micro_batch} x {found.micro_batches} accumulated"
     return f"{found.tokens_per_step:,} tokens, {batch}{split}"
 
 
-def describe_time(found: Plan) -> str:
+def describe_time(found: RunPlan) -> str:
     """FLOP of a step and how long they take at a usual share of the peak; that of the GPU assumed where none is known."""
     text = f"{flop(found.flops.model * found.tokens_per_step)} model"
     if found.environment.device == "cpu":
@@ -324,7 +324,7 @@ def describe_time(found: Plan) -> str:
     return f"{text}: {duration(seconds)} at {USUAL_MFU:.0%} of the {flop(peak)}/s of {name}"
 
 
-def describe_workers(found: Plan) -> str:
+def describe_workers(found: RunPlan) -> str:
     environment = found.environment
     what = found.gpu or ("GPU" if environment.device == "cuda" else "CPU process")
     if environment.workers > 1 and not found.gpu:
@@ -336,7 +336,7 @@ def describe_workers(found: Plan) -> str:
     return f"{environment.workers} {'x ' if found.gpu else ''}{what} = {environment.dp} data x {environment.cp} context{nodes}{taken}"
 
 
-def describe_sparsity(found: Plan) -> str:
+def describe_sparsity(found: RunPlan) -> str:
     pattern = make_pattern(found.config.sparsity, found.config.seed)
     if pattern is None:
         return "dense: every pair that the mask allows"
@@ -344,7 +344,7 @@ def describe_sparsity(found: Plan) -> str:
     return f"{shown_name(pattern)}: {pattern.describe()}" + (f"; the first {dense} steps dense" if dense else "")
 
 
-def describe_layout(found: Plan) -> str:
+def describe_layout(found: RunPlan) -> str:
     layout = found.layout
     name = f"{layout.name}, blocks of {layout.block_size}" if layout.name == "striped" else layout.name
     pads = layout.padded_seq - layout.seq
@@ -352,7 +352,7 @@ def describe_layout(found: Plan) -> str:
     return f"{name}: {layout.tokens_per_worker:,} tokens a worker{padding}; {_layout_reason(found)}"
 
 
-def _layout_reason(found: Plan) -> str:
+def _layout_reason(found: RunPlan) -> str:
     """Why `Config.layout` is what it is."""
     config = found.config
     if config.topology.layout != "auto":
@@ -365,7 +365,7 @@ def _layout_reason(found: Plan) -> str:
     return f"auto: stripes divide the work of {uneven} evenly"
 
 
-def describe_compile(found: Plan) -> str:
+def describe_compile(found: RunPlan) -> str:
     asked = found.config.train.compile
     if not compiles(found.config, found.environment.device):
         return "off" + ("; train.compile=auto compiles on GPUs alone" if asked == "auto" else " (train.compile=false)")
@@ -373,7 +373,7 @@ def describe_compile(found: Plan) -> str:
     return f"on ({how}): the first step compiles before it computes, which can take minutes"
 
 
-def describe_dtype(found: Plan) -> str:
+def describe_dtype(found: RunPlan) -> str:
     train = found.config.train
     text = found.dtype if found.dtype == "float32" else f"{found.dtype} compute; float32 parameters, gradients and AdamW states"
     if found.config.optim.offload:
@@ -382,7 +382,7 @@ def describe_dtype(found: Plan) -> str:
     return f"{text}, gradients reduced in {train.reduce_dtype}" if train.reduce_dtype != "float32" else text
 
 
-def describe_moved(found: Plan) -> str:
+def describe_moved(found: RunPlan) -> str:
     host = found.moved.host
     link = f"{size(host)} between GPU and host a step" if host and found.environment.device == "cuda" else ""
     if found.environment.workers == 1:

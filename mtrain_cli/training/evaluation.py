@@ -31,7 +31,7 @@ FIRST_EDGE = 128  # tokens; from here on each bucket reaches twice as far as the
 
 
 @dataclass(frozen=True)
-class Bucket:
+class ContextBucket:
     """Tokens that see ``begin`` to ``end`` - 1 earlier ones: their mean loss in nats, None where there are none."""
 
     begin: int
@@ -50,7 +50,7 @@ class Evaluation:
     sequences: int
     seconds: float
     attention: str
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[ContextBucket, ...]
 
     def line(self) -> str:
         """One line for the person."""
@@ -96,7 +96,7 @@ def evaluate(trainer: Trainer) -> Evaluation:
 def _evaluation(trainer: Trainer, totals: np.ndarray, bounds: np.ndarray, seconds: float, attention: str | None) -> Evaluation:
     losses, counts = totals
     buckets = tuple(
-        Bucket(int(begin), int(end), int(count), float(loss / count) if count else None)
+        ContextBucket(int(begin), int(end), int(count), float(loss / count) if count else None)
         for begin, end, loss, count in zip(bounds[:-1], bounds[1:], losses, counts, strict=True)
     )
     return Evaluation(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 
 
-def set_aside() -> None:
+def freeze_garbage() -> None:
     """All that lives now is visited by no collection any more. It is freed as ever when nothing refers to it."""
     # What was set aside before, and is garbage since, goes first.
     gc.unfreeze()
@@ -18,6 +18,6 @@ def set_aside() -> None:
     gc.freeze()
 
 
-def take_back() -> None:
+def unfreeze_garbage() -> None:
     """What was set aside is again among the objects that Python knows, `gc.get_objects` among others."""
     gc.unfreeze()

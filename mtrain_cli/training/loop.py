@@ -14,14 +14,14 @@ from mtrain_cli.config.schema import Config
 from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.launch.run_state import Reporter
+from mtrain_cli.launch.run_state import StateReporter
 from mtrain_cli.launch.stop_request import StopFlag
 from mtrain_cli.training.banner import banner
 from mtrain_cli.training.checkpointer import Checkpointer, CheckpointError
 from mtrain_cli.training.evaluation import EvaluationWriter, evaluate
 from mtrain_cli.training.metrics import MetricsWriter, read_metrics
 from mtrain_cli.training.out_of_memory import explained_where_memory_is_full
-from mtrain_cli.training.progress import Progress
+from mtrain_cli.training.progress import TrainingProgress
 from mtrain_cli.training.trainer import NonFiniteError, Trainer
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def _train(trainer: Trainer, checkpointer: Checkpointer, run_dir: RunDir, resume
     config, environment = trainer.config, trainer.environment
     first = environment.rank == 0
     reporter = _reporter(trainer, run_dir) if first else None
-    progress = Progress(config.train.steps, trainer.step, first, log=run_dir.log, log_every=config.run.log_every, reporter=reporter)
+    progress = TrainingProgress(config.train.steps, trainer.step, first, log=run_dir.log, log_every=config.run.log_every, reporter=reporter)
     writer = MetricsWriter(run_dir.path, tensorboard=config.run.tensorboard, start_step=trainer.step) if first else None
     with progress:
         if not environment.restarts:
@@ -74,8 +74,8 @@ def _train(trainer: Trainer, checkpointer: Checkpointer, run_dir: RunDir, resume
     return trainer.step < config.train.steps
 
 
-def _reporter(trainer: Trainer, run_dir: RunDir) -> Reporter:
-    return Reporter(
+def _reporter(trainer: Trainer, run_dir: RunDir) -> StateReporter:
+    return StateReporter(
         run_dir, launcher=trainer.environment.launcher, steps=trainer.config.train.steps, step=trainer.step, workers=trainer.places,
         records=progress_record.pattern(run_dir.logs, trainer.environment.launcher),
     )  # fmt: skip
@@ -94,7 +94,7 @@ def _ways_on(run_dir: RunDir, config: Config) -> list[tuple[str, str]]:
 def _loop(
     trainer: Trainer,
     checkpointer: Checkpointer,
-    progress: Progress,
+    progress: TrainingProgress,
     writer: MetricsWriter | None,
     stop_flag: StopFlag,
     run_dir: RunDir,
@@ -159,7 +159,7 @@ def _loop(
 class Evaluations:
     """Held-out losses at both ends of a training and every so many steps, on all workers alike."""
 
-    def __init__(self, trainer: Trainer, run_dir: RunDir, progress: Progress) -> None:
+    def __init__(self, trainer: Trainer, run_dir: RunDir, progress: TrainingProgress) -> None:
         self._trainer, self._progress = trainer, progress
         first = trainer.environment.rank == 0 and bool(trainer.held_out)
         self._writer = EvaluationWriter(run_dir.path, trainer.step) if first else None
@@ -192,13 +192,13 @@ def _profile(trainer: Trainer, run_dir: RunDir) -> TrainingProfile | None:
     return TrainingProfile(trainer, run_dir)
 
 
-def _complain(profile: TrainingProfile, progress: Progress) -> None:
+def _complain(profile: TrainingProfile, progress: TrainingProgress) -> None:
     problem = profile.complaint()
     if problem:
         progress.message(problem, warning=True)
 
 
-def _save(trainer: Trainer, checkpointer: Checkpointer, progress: Progress) -> int:
+def _save(trainer: Trainer, checkpointer: Checkpointer, progress: TrainingProgress) -> int:
     """Starts a checkpoint of the step at hand, which it returns. If the one before failed, that is shown and training goes on."""
     try:
         checkpointer.save(trainer.step, trainer.state())
@@ -208,7 +208,7 @@ def _save(trainer: Trainer, checkpointer: Checkpointer, progress: Progress) -> i
     return trainer.step
 
 
-def _wait(checkpointer: Checkpointer, progress: Progress) -> bool:
+def _wait(checkpointer: Checkpointer, progress: TrainingProgress) -> bool:
     try:
         checkpointer.wait()
     except CheckpointError as error:

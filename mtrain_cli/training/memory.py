@@ -32,7 +32,7 @@ _MOST_OF_16_BITS = 32767
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
+class MemoryMoment:
     """What a worker's allocator holds at one moment of a step, bytes by part.
 
     parameters: 4 * (P_l L + P_r) / W, the float32 shards; each dimension 0 is rounded up to a multiple of W. e in place of 4 with offload.
@@ -94,7 +94,7 @@ class MemoryEstimate:
     checkpoint takes on top of it until it is written.
     """
 
-    moments: tuple[Moment, ...]
+    moments: tuple[MemoryMoment, ...]
     reserve: int
     host: int = 0
     saving: int = 0
@@ -105,7 +105,7 @@ class MemoryEstimate:
         return self.host + self.saving
 
     @property
-    def peak(self) -> Moment:
+    def peak(self) -> MemoryMoment:
         """The moment with the most memory."""
         return max(self.moments, key=lambda moment: moment.allocated)
 
@@ -127,14 +127,14 @@ def estimate_memory(
 
     layout: of a context group, ``layout.workers`` = cp. kernel: a name, not ``auto``. dtype_bytes: of the compute dtype.
     """
-    step = _Step(config, workers, layout, exchange, kernel, dtype_bytes)
+    step = _StepMemory(config, workers, layout, exchange, kernel, dtype_bytes)
     communicators = 0 if workers == 1 else 1 + (exchange.communicators if layout.workers > 1 else 0)
     reserve = CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES if cuda else 0
     states = step.states
     return MemoryEstimate(moments=tuple(step.moments()), reserve=reserve, host=step.host() + states.host, saving=states.saving)
 
 
-class _Step:
+class _StepMemory:
     """The sizes of one training step, and its moments."""
 
     def __init__(self, config: Config, workers: int, layout: Layout, exchange: ExchangeChoice, kernel: str, e: int) -> None:
@@ -163,7 +163,7 @@ class _Step:
         self.states = StateMemory(config, workers, self.micro_batches, e)
         self.ahead = 2 if workers > 1 else 1  # layers that are whole at once: the one at work, and the next one if it is gathered
 
-    def moments(self) -> list[Moment]:
+    def moments(self) -> list[MemoryMoment]:
         layers, states = self.model.num_layers, self.states
         kept = self.kept(layers)
         scatter = states.scatter(states.layer_shard)
@@ -196,10 +196,10 @@ class _Step:
         indices: int = 0,
         at: int = 0,
         loss: int = 0,
-    ) -> Moment:
+    ) -> MemoryMoment:
         """indices: of how many layers the index is there. at: the layer in backward, counted from 1; 0: none is."""
         layer, exchange, gone = self.layer_in_backward(products=at > self.first_with_products) if at else (0, self.ring_buffers(), 0)
-        return Moment(
+        return MemoryMoment(
             name=name,
             parameters=self.states.parameters,
             optimizer=self.states.optimizer,
@@ -213,7 +213,7 @@ class _Step:
             inputs=self.tokens * (3 * 8 + 4 * self.model.head_dim),
         )
 
-    def at_loss(self, kept: int) -> Moment:
+    def at_loss(self, kept: int) -> MemoryMoment:
         """Every layer's activations, the last gathered buffer, and the loss: a chunk, or the LM head's gradient in both dtypes."""
         rows = max(1, min(self.tokens, (self.train.loss_chunk_mib * MIB) // (4 * self.model.vocab_size)))
         second = 0 if self.e == 4 else self.e  # in float32 the gradient of the logits takes their place
@@ -228,7 +228,7 @@ class _Step:
             loss=3 * self.hidden + 4 * self.head + max(chunk, converted),
         )
 
-    def at_the_end(self) -> Moment:
+    def at_the_end(self) -> MemoryMoment:
         """First layer in backward, or the reduction of the embedding and LM head: all other gradients are there, activations are gone."""
         layers, states = self.model.num_layers, self.states
         first_layer = self.moment(
@@ -253,7 +253,7 @@ class _Step:
         )
         return max(first_layer, root, key=lambda moment: moment.allocated)
 
-    def at_the_optimizer(self) -> Moment:
+    def at_the_optimizer(self) -> MemoryMoment:
         return self.moment("optimizer step", gradients=self.states.at_the_optimizer, working_weights=0, activations=0)
 
     def kept(self, layers: int) -> int:

@@ -28,7 +28,7 @@ from mtrain_cli.training.memory import GIB, MemoryEstimate, estimate_memory
 from mtrain_cli.training.state_memory import BYTES, StateMemory
 
 if TYPE_CHECKING:
-    from mtrain_cli.training.run_plan import Plan
+    from mtrain_cli.training.run_plan import RunPlan
 
 USED_OF_PEAK = 0.56  # of whole steps as measured on one and four H200s, 128K to 2M tokens: products 0.6, attention 0.4 to 0.6
 NODE_LINK, NETWORK = 250e9, 40e9  # bytes a second that reach one GPU: gathers over NVLink as measured; 400 Gbit/s a GPU
@@ -59,7 +59,7 @@ NO_CHECKPOINTS = {"train.checkpoint_every": 0, "train.checkpoint_at_end": False}
 
 
 @dataclass(frozen=True)
-class Setting:
+class MemorySetting:
     """A configuration with what it takes. changes: of the keys of `CHOICES`, those that differ from the configuration asked about."""
 
     config: Config
@@ -74,11 +74,11 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Search:
+class MemorySearch:
     """All settings, fastest first; chosen: the first that fits, None where none does."""
 
-    settings: tuple[Setting, ...]
-    chosen: Setting | None
+    settings: tuple[MemorySetting, ...]
+    chosen: MemorySetting | None
 
     def rejected(self) -> list[tuple[str, str]]:
         """For each way of keeping activations its fastest other setting: (words, reason)."""
@@ -96,15 +96,15 @@ class Search:
         return list(rows.values())
 
 
-def search(plan: Plan) -> Search:
+def search(plan: RunPlan) -> MemorySearch:
     """Every setting that ``train.memory=auto`` may take for a run that is planned otherwise, priced."""
     settings = [_priced(plan, *_most_kept(plan, *_least_offloaded(plan, *variant))) for variant in _variants(plan)]
     # The fewer changes, the better, where the time is the same; and then the order of CHOICES.
     settings.sort(key=lambda setting: (round(setting.seconds, 6), len(setting.changes)))
-    return Search(tuple(settings), next((setting for setting in settings if setting.fits), None))
+    return MemorySearch(tuple(settings), next((setting for setting in settings if setting.fits), None))
 
 
-def _variants(plan: Plan) -> Iterator[tuple[Config, dict[str, Any]]]:
+def _variants(plan: RunPlan) -> Iterator[tuple[Config, dict[str, Any]]]:
     config = plan.config
     given = {key: read(config, key) for key in CHOICES}
     free = {key: values for key, values in CHOICES.items() if given[key] == values[0]}
@@ -132,7 +132,7 @@ def _saves(kind: str, offload: bool | int) -> bool:
     return bool(offload) or kind in ("sequence_selective", "full")
 
 
-def _least_offloaded(plan: Plan, config: Config, changes: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
+def _least_offloaded(plan: RunPlan, config: Config, changes: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
     """A variant with the fewest layers on the host with which the device holds the rest; with all of them where it never does. The host
     holds more the more layers leave, so no other number could do where this one does not.
     """
@@ -148,7 +148,7 @@ def _least_offloaded(plan: Plan, config: Config, changes: dict[str, Any]) -> tup
     return (config, changes) if fewest >= layers - 1 else (_with(config, {key: fewest}), changes | {key: fewest})
 
 
-def _most_kept(plan: Plan, config: Config, changes: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
+def _most_kept(plan: RunPlan, config: Config, changes: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
     """A variant with the products of as many layers' MLPs as there is ample room for; of none where there is none for any."""
     key, layers = "train.keep_mlp", config.model.num_layers
     if key not in changes or plan.takes(_memory(plan, config), ROOMY):
@@ -159,7 +159,7 @@ def _most_kept(plan: Plan, config: Config, changes: dict[str, Any]) -> tuple[Con
     return _with(config, {key: most}), changes | {key: most}
 
 
-def with_products(plan: Plan) -> Setting | None:
+def with_products(plan: RunPlan) -> MemorySetting | None:
     """The same run with the products of as many layers' MLPs kept as there is ample room for. None where that changes nothing: there is
     room for none, all are kept anyway, or what is saved elsewhere says that there is none.
     """
@@ -171,12 +171,12 @@ def with_products(plan: Plan) -> Setting | None:
     return found if found.memory != plan.memory else None
 
 
-def _priced(plan: Plan, config: Config, changes: dict[str, Any]) -> Setting:
+def _priced(plan: RunPlan, config: Config, changes: dict[str, Any]) -> MemorySetting:
     memory = _memory(plan, config)
-    return Setting(config, changes, memory, step_seconds(plan, config, memory), plan.takes(memory))
+    return MemorySetting(config, changes, memory, step_seconds(plan, config, memory), plan.takes(memory))
 
 
-def _memory(plan: Plan, config: Config) -> MemoryEstimate:
+def _memory(plan: RunPlan, config: Config) -> MemoryEstimate:
     return estimate_memory(
         config,
         workers=plan.environment.workers,
@@ -188,7 +188,7 @@ def _memory(plan: Plan, config: Config) -> MemoryEstimate:
     )
 
 
-def step_seconds(plan: Plan, config: Config, memory: MemoryEstimate) -> float:
+def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float:
     """Of an optimizer step, by the counts at the head of this file: for comparing settings, not a promise."""
     environment, train, e = plan.environment, config.train, BYTES[plan.dtype]
     peak = peak_flops(plan.gpu_name) or 100e12
@@ -227,10 +227,10 @@ def _exposed(transfer: float, beside: float) -> float:
     return HIDDEN_COST * transfer + max(0.0, transfer - beside)
 
 
-def least(plan: Plan, settings: Sequence[Setting]) -> Setting:
+def least(plan: RunPlan, settings: Sequence[MemorySetting]) -> MemorySetting:
     """Of settings that do not fit, the one that lacks least: on GPUs with the fewest bytes of one, or, where these suffice, of the host."""
 
-    def lacks(setting: Setting) -> tuple[bool, int]:
+    def lacks(setting: MemorySetting) -> tuple[bool, int]:
         memory = setting.memory
         holds = plan.environment.device == "cuda" and plan.takes(replace(memory, host=0, saving=0))
         return not holds, memory.host_peak if holds else plan.load(memory)
@@ -238,7 +238,7 @@ def least(plan: Plan, settings: Sequence[Setting]) -> Setting:
     return min(settings, key=lacks)
 
 
-def refusal(plan: Plan, found: Search) -> str:
+def refusal(plan: RunPlan, found: MemorySearch) -> str:
     """One line on a run that does not fit: what it needs, and the shortest lists of changes that would do."""
     auto = plan.config.train.memory == "auto"
     needed = least(plan, found.settings).memory if auto else plan.memory
@@ -254,7 +254,7 @@ def refusal(plan: Plan, found: Search) -> str:
     return f"seq={format_size(plan.config.seq)}: a worker needs {about}{_gib(plan.load(needed))}{host}{by}, of {plan.has}; {would}"
 
 
-def remedies(plan: Plan, found: Search) -> list[str]:
+def remedies(plan: RunPlan, found: MemorySearch) -> list[str]:
     """Changes of which each would make a run fit: of the ways of using memory with the fewest keys, of the exchange, of what is
     saved, of the length, of the workers.
     """
@@ -277,7 +277,7 @@ def remedies(plan: Plan, found: Search) -> list[str]:
     return helps
 
 
-def _another_exchange(plan: Plan) -> str | None:
+def _another_exchange(plan: RunPlan) -> str | None:
     """The change of the exchange that would do: fewer heads at once, or of gathered keys a ring; in place of a ring gathered keys."""
     config, environment, how = plan.asked or plan.config, plan.environment, plan.exchange
     if environment.device == "cpu":
@@ -301,7 +301,7 @@ def _another_exchange(plan: Plan) -> str | None:
     return None
 
 
-def longest_seq(plan: Plan, *, shortest: int = 1024, most: int = 1 << 27) -> int | None:
+def longest_seq(plan: RunPlan, *, shortest: int = 1024, most: int = 1 << 27) -> int | None:
     """The longest sequence that fits with the settings of a plan, or under ``train.memory=auto`` with any, to an eighth below; None where
     the shortest does not.
     """
@@ -322,7 +322,7 @@ def longest_seq(plan: Plan, *, shortest: int = 1024, most: int = 1 << 27) -> int
     return max((low + eighth * low // 8 for eighth in range(8) if eighth == 0 or fits(low + eighth * low // 8)), default=low)
 
 
-def _enough_workers(plan: Plan, most: int = 1024) -> int | None:
+def _enough_workers(plan: RunPlan, most: int = 1024) -> int | None:
     """The fewest workers, doubled from what is planned, that would do."""
     config, environment = plan.asked or plan.config, plan.environment
     if environment.device == "cpu":
@@ -340,7 +340,7 @@ def _enough_workers(plan: Plan, most: int = 1024) -> int | None:
     return None
 
 
-def _possible(plan: Plan) -> bool:
+def _possible(plan: RunPlan) -> bool:
     """Whether a run fits as it is configured, which may be with whatever fits."""
     if plan.takes(plan.memory):
         return True

@@ -87,7 +87,7 @@ WSD_DECAY = 0.2  # share of the steps behind the warm-up, where optim.decay_step
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class LearningRateSchedule:
     """Learning rate as a pure function of the step: linear warm-up, then as ``kind`` says. See `optim.schedule` and its neighbours.
 
     begin: the step, from 0, at which it begins. steps: that it spans; behind them the rate stays where it ended. decay: steps over which
@@ -103,14 +103,14 @@ class Schedule:
     decay: int
 
     @staticmethod
-    def of(config: Config) -> Schedule:
+    def of(config: Config) -> LearningRateSchedule:
         optim, begin = config.optim, int(config.optim.rewarm)
         steps = config.train.steps - begin if optim.schedule_steps == "auto" else int(optim.schedule_steps)
         rest = max(1, steps - 1 - optim.warmup_steps)
         automatic = max(1, round(WSD_DECAY * rest)) if optim.schedule == "wsd" else rest
         constant = optim.schedule == "constant"
         peak = peak_learning_rate(config)
-        return Schedule(
+        return LearningRateSchedule(
             kind=optim.schedule,
             peak=peak,
             ratio=1.0 if constant else optim.min_lr_ratio,

@@ -26,7 +26,7 @@ from mtrain_cli.training.optimizer import make_optimizer, squared_norm
 
 
 @dataclass(frozen=True)
-class _Unit:
+class _ParameterUnit:
     """The shards of a layer, or of what is outside the layers. device, host: shards on the device and their float32 masters. masters: the
     parameters of the latter. offsets: where in its packed gradients each begins.
     """
@@ -42,7 +42,7 @@ class _Unit:
         return [packed[at : at + h.numel()].view(h.shape) for at, h in zip(self.offsets, self.host, strict=True)]
 
 
-class HostStates:
+class OffloadedOptimizer:
     """Masters and optimizer of a decoder that `shard_parameters` has sharded and `to_empty` has put on its device.
 
     masters: a decoder of the same names on the host, to be initialised or loaded and then sent by `send`.
@@ -60,7 +60,7 @@ class HostStates:
         self._squares: list[Tensor] = []  # of the norm of each unit's gradients that have left
         self._left: list[torch.cuda.Event | None] = [None] * len(self._units)
         self._leaving: list[int] = []  # units whose gradients left in this step, in that order
-        self._link = _Link(self.device)
+        self._link = _HostLink(self.device)
         dtype = parameters[0].dtype
         most = max(unit.packed for unit in self._units)
         memory = PinnedMemory(self.device)
@@ -179,7 +179,7 @@ class HostStates:
                 return self._link.event()
 
 
-class _Link:
+class _HostLink:
     """Streams to and from a device, which do not wait for one another; on a CPU everything happens at once, in order."""
 
     def __init__(self, device: torch.device) -> None:
@@ -255,14 +255,14 @@ def _like(master: Tensor, local: Tensor) -> DTensor:
     return DTensor.from_local(local, master.device_mesh, master.placements, run_check=False, shape=master.shape, stride=master.stride())
 
 
-def _unit(device: list[nn.Parameter], masters: list[nn.Parameter]) -> _Unit:
+def _unit(device: list[nn.Parameter], masters: list[nn.Parameter]) -> _ParameterUnit:
     offsets, at = [], 0
     for parameter in device:
         assert isinstance(parameter, DTensor)
         offsets.append(at)
         rows = -(-parameter.shape[0] // parameter.device_mesh.size())
         at += rows * parameter[:1].numel() if parameter.ndim > 1 else rows
-    return _Unit([_local(p) for p in device], [_local(p) for p in masters], masters, offsets, at)
+    return _ParameterUnit([_local(p) for p in device], [_local(p) for p in masters], masters, offsets, at)
 
 
 def _local(parameter: nn.Parameter) -> Tensor:

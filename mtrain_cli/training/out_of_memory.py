@@ -49,7 +49,7 @@ class MemoryFullError(RunError):
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldTensors:
     """Tensors of one kind, shape and dtype. name: of the first of them; shape: None for memory that only the allocator knows."""
 
     kind: str
@@ -67,7 +67,7 @@ class Held:
 
 
 @dataclass
-class About:
+class RunContext:
     """What is known of the run by the time that its memory is full. trainer: None while it is being made. names: of its parameters by their
     `id`: while a layer computes, the model has the gathered ones in their place.
     """
@@ -84,13 +84,13 @@ class About:
 
 
 @contextlib.contextmanager
-def explained_where_memory_is_full(config: Config, environment: Environment, run: RunDir) -> Iterator[About]:
+def explained_where_memory_is_full(config: Config, environment: Environment, run: RunDir) -> Iterator[RunContext]:
     """Everything inside; gives the place to leave the trainer.
 
     Raises:
         MemoryFullError: in the place of whatever says that memory is full.
     """
-    about = About(config, environment)
+    about = RunContext(config, environment)
     try:
         yield about
     except (RuntimeError, MemoryError) as error:
@@ -104,7 +104,7 @@ def is_memory_full(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or _FULL.search(str(error)) is not None
 
 
-def _explain(error: BaseException, about: About, run: RunDir) -> str:
+def _explain(error: BaseException, about: RunContext, run: RunDir) -> str:
     cuda = about.environment.device == "cuda"
     found = held(about, error)
     counted = torch.cuda.memory_allocated() if cuda else sum(group.bytes for group in found)
@@ -145,7 +145,7 @@ def _room(counted: int, cuda: bool) -> str:
     return line
 
 
-def _estimate(about: About) -> str:
+def _estimate(about: RunContext) -> str:
     if about.trainer is None:
         return ""
     memory = about.trainer.plan.memory
@@ -155,14 +155,14 @@ def _estimate(about: About) -> str:
     return f"--dry-run estimates {size(memory.allocated)} at the peak ({memory.peak.name}: {parts}){beside}"
 
 
-def _parts(about: About) -> dict[str, Any] | None:
+def _parts(about: RunContext) -> dict[str, Any] | None:
     if about.trainer is None:
         return None
     memory = about.trainer.plan.memory
     return {"moment": memory.peak.name, "allocated": memory.allocated, "reserve": memory.reserve, **memory.peak.parts}
 
 
-def _advice(about: About, found: list[Held], cuda: bool) -> list[str]:
+def _advice(about: RunContext, found: list[HeldTensors], cuda: bool) -> list[str]:
     """What to change, the largest kind of tensors first."""
     config = about.config
     by_kind: dict[str, int] = defaultdict(int)
@@ -240,13 +240,13 @@ _PARTS = (
 )
 
 
-def held(about: About, error: BaseException) -> list[Held]:
+def held(about: RunContext, error: BaseException) -> list[HeldTensors]:
     """All tensors on the device of the run, largest group first."""
     named = _named(about.trainer, about.names) if about.trainer is not None else {}
     variables = dict(_variables(error))
     groups: dict[tuple[str, tuple[int, ...] | None, str], list[tuple[str, int]]] = defaultdict(list)
     seen: set[int] = set()
-    words = _Words(about)
+    words = _ShapeNames(about)
     for tensor in _tensors(about.environment.device):
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
@@ -260,7 +260,7 @@ def held(about: About, error: BaseException) -> list[Held]:
             kind, name = words.guess(number)
             groups[kind, None, name].append((name, number))
     found = [
-        Held(kind, members[0][0], shape, dtype, len(members), sum(number for _, number in members))
+        HeldTensors(kind, members[0][0], shape, dtype, len(members), sum(number for _, number in members))
         for (kind, shape, dtype), members in groups.items()
     ]
     return sorted(found, key=lambda group: -group.bytes)
@@ -305,7 +305,7 @@ def _fsdp_parameters(module: Any) -> list[Any]:
 
 def _tensors(device: str) -> Iterator[Tensor]:
     """Tensors with memory of their own that Python knows."""
-    garbage_collection.take_back()
+    garbage_collection.unfreeze_garbage()
     for candidate in gc.get_objects():
         if issubclass(type(candidate), Tensor) and not isinstance(candidate, DTensor):
             with contextlib.suppress(RuntimeError, NotImplementedError, ReferenceError):
@@ -337,10 +337,10 @@ def _members(value: Any) -> Iterable[Tensor]:
     return []
 
 
-class _Words:
+class _ShapeNames:
     """Shapes in the sizes of the run."""
 
-    def __init__(self, about: About) -> None:
+    def __init__(self, about: RunContext) -> None:
         model, train = about.config.model, about.config.train
         tokens = about.trainer.choices.layout.tokens_per_worker if about.trainer is not None else about.config.seq
         e = about.trainer.choices.dtype.itemsize if about.trainer is not None else 4

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mtrain_cli.console import Console
-from mtrain_cli.launch.run_state import Reporter
+from mtrain_cli.launch.run_state import StateReporter
 from mtrain_cli.training.metrics import StepMetrics
 
 WARM_UP_STEPS = 2  # compilation, first communicators and allocator growth: not the pace of the run
@@ -30,7 +30,7 @@ LONG_S = 600.0  # of a run that is worth a look from elsewhere
 _LEVELS = "▁▂▃▄▅▆▇█"
 
 
-class Progress:
+class TrainingProgress:
     """Shows steps as they finish. Made on every worker; only the first has ``enabled``, on the others every call does nothing.
 
     In a terminal a two-line display stays at the bottom and messages scroll above it; otherwise a line is printed every
@@ -47,7 +47,7 @@ class Progress:
         *,
         log: Path | None = None,
         log_every: int = 1,
-        reporter: Reporter | None = None,
+        reporter: StateReporter | None = None,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -70,11 +70,11 @@ class Progress:
         self._log = log.open("a", encoding="utf-8") if enabled and log is not None else None
         self._live: Live | None = None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> TrainingProgress:
         self._started = self._finished = self._clock()
         if self.enabled and self._console.is_terminal and not self._console.is_dumb_terminal:
             # The bar vanishes at the end or on an error: what remains on the screen is the summary or the error, not a stale bar.
-            self._live = Live(_Display(self), console=self._console, refresh_per_second=4, transient=True)
+            self._live = Live(_LiveDisplay(self), console=self._console, refresh_per_second=4, transient=True)
             self._live.start()
         return self
 
@@ -124,7 +124,7 @@ class Progress:
         if self._reporter is not None:
             self._report(self._reporter, metrics)
 
-    def _report(self, reporter: Reporter, metrics: StepMetrics) -> None:
+    def _report(self, reporter: StateReporter, metrics: StepMetrics) -> None:
         left = self.seconds_left()
         reporter.step(
             last=metrics.step == self.total_steps,
@@ -271,10 +271,10 @@ class Progress:
         self._console.file.flush()
 
 
-class _Display:
+class _LiveDisplay:
     """Asks the progress for its present picture at each refresh."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: TrainingProgress) -> None:
         self._progress = progress
 
     def __rich_console__(self, console: rich.console.Console, options: ConsoleOptions) -> RenderResult:

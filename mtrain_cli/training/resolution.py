@@ -19,7 +19,7 @@ from mtrain_cli.sparsity.pattern_registry import make_pattern
 
 
 @dataclass(frozen=True)
-class Choices:
+class ResolvedRun:
     """Facts behind the word `auto`. pattern: None for dense attention; dense_kernel, with its reason, computes the first steps if those are
     to be dense.
     """
@@ -101,7 +101,7 @@ def kernel_request(config: Config, device: str, dtype: torch.dtype, capability: 
     )
 
 
-def make_choices(config: Config, environment: Environment) -> Choices:
+def resolve_run(config: Config, environment: Environment) -> ResolvedRun:
     """Raises ConfigError if the configured kernel or exchange cannot serve the run."""
     layout = run_layout(config, environment.cp)
     dtype = compute_dtype(config, environment.device)
@@ -117,7 +117,7 @@ def make_choices(config: Config, environment: Environment) -> Choices:
         request = replace(request, index=pattern.request())
     kernel, kernel_reason = choose(config.train.kernel, request)
     exchange = choose_exchange(config.topology, exchange_needs(config, environment, layout, dtype, kernel, memory))
-    return Choices(layout, exchange, kernel, kernel_reason, dtype, compiles(config, environment.device), pattern, dense_kernel)
+    return ResolvedRun(layout, exchange, kernel, kernel_reason, dtype, compiles(config, environment.device), pattern, dense_kernel)
 
 
 def choose_dense_kernel(config: Config, request: KernelRequest) -> tuple[Kernel, str] | None:

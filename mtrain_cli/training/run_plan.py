@@ -13,14 +13,14 @@ from mtrain_cli.attention.kernel_registry import choose, make_kernel, survey
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch.environment import Environment, gpu_index, host_memory, machine_has, resolve_environment
 from mtrain_cli.model.rope import rope_factor
-from mtrain_cli.parallel.exchange_bytes import Sizes, pass_bytes
+from mtrain_cli.parallel.exchange_bytes import ShardSizes, pass_bytes
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice, choose_exchange
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.schedule import make_schedule
 from mtrain_cli.sparsity.pattern_registry import make_pattern
 from mtrain_cli.training.flops import FlopsPerToken, ParameterCount, parameters, recomputes_attention, training_flops
 from mtrain_cli.training.memory import GIB, MemoryEstimate, estimate_memory
-from mtrain_cli.training.memory_search import ROOMY, Search, Setting, least, refusal, search
+from mtrain_cli.training.memory_search import ROOMY, MemorySearch, MemorySetting, least, refusal, search
 from mtrain_cli.training.resolution import (
     compute_dtype,
     dense_kernel_asked,
@@ -29,13 +29,13 @@ from mtrain_cli.training.resolution import (
     given_host_memory,
     given_memory,
     kernel_request,
-    make_choices,
+    resolve_run,
     run_layout,
 )
 from mtrain_cli.training.state_memory import StateMemory
 
 if TYPE_CHECKING:
-    from mtrain_cli.training.resolution import Choices
+    from mtrain_cli.training.resolution import ResolvedRun
 
 # The one GPU that a plan reckons with where none is here to ask: that of today's clusters.
 ASSUMED_GPU, ASSUMED_GPU_BYTES = "NVIDIA H200", round(139.8 * GIB)
@@ -51,7 +51,7 @@ KEPT = f"train.keep_mlp keeps as much as leaves {1 - ROOMY:.0%} of a GPU free"  
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moved:
+class ReceivedBytes:
     """Bytes that reach one worker: keys, values and their gradients of one layer and micro-batch, forward and backward; weights and their
     gradients of one optimizer step; host: both between its device and the host in such a step, where the optimizer is offloaded.
     """
@@ -63,7 +63,7 @@ class Moved:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class RunPlan:
     """Everything that `--dry-run` and the start-up banner show.
 
     machine: which machine the plan is for, and why. gpu: name of its GPUs, None on a CPU or when they are assumed; capacity: memory of one
@@ -88,13 +88,13 @@ class Plan:
     tokens_per_step: int
     micro_batches: int
     memory: MemoryEstimate
-    moved: Moved
+    moved: ReceivedBytes
     checkpoint: int
     dense_kernel: tuple[str, str] | None = None
     machine: str = ""
     elsewhere: bool = False
     host_share: int = round(USABLE_HOST * ASSUMED_HOST_BYTES)
-    search: Search | None = None
+    search: MemorySearch | None = None
     asked: Config | None = None
 
     @property
@@ -130,7 +130,7 @@ class Plan:
             return self.load(memory) * self.environment.local_workers <= host_memory()
         return memory.total <= usable * self.gpu_bytes and memory.host_peak <= self.host_share
 
-    def again(self, config: Config) -> Plan:
+    def again(self, config: Config) -> RunPlan:
         """The plan of another configuration on the same kind of machine; as many workers, unless it names their number."""
         workers = config.topology.workers if isinstance(config.topology.workers, int) else self.environment.workers
         topology = dataclasses.replace(config.topology, device=self.environment.device, workers=workers)
@@ -150,7 +150,7 @@ class Plan:
         return None if self.capacity is None else self.takes(self.memory)
 
 
-def plan(config: Config) -> Plan:
+def plan(config: Config) -> RunPlan:
     """The plan of a run on a machine that need not be this one; where this one has GPUs, it reckons with GPUs like them.
 
     With ``topology.device=auto`` and no GPU here it is what the same line would do here, on the CPU, unless this machine would refuse that
@@ -163,14 +163,14 @@ def plan(config: Config) -> Plan:
     return found if config.train.memory == "manual" else decided(found)
 
 
-def decided(found: Plan) -> Plan:
+def decided(found: RunPlan) -> RunPlan:
     """A plan with what ``train.memory=auto`` decides, or the least that it could take where nothing fits; ``search`` tells."""
     result = search(found)
     setting = result.chosen or least(found, result.settings)
     return dataclasses.replace(taking(found, setting), search=result, asked=found.config)
 
 
-def taking(found: Plan, setting: Setting) -> Plan:
+def taking(found: RunPlan, setting: MemorySetting) -> RunPlan:
     """A plan with another way of using memory."""
     train = setting.config.train
     dtype_bytes = getattr(torch, found.dtype).itemsize
@@ -191,7 +191,7 @@ def taking(found: Plan, setting: Setting) -> Plan:
     )
 
 
-def _plan(config: Config) -> Plan:
+def _plan(config: Config) -> RunPlan:
     device = config.topology.device
     if torch.cuda.is_available() or device == "cpu":
         return _here(config)
@@ -201,15 +201,15 @@ def _plan(config: Config) -> Plan:
     return _elsewhere(config, refusal) if refusal else _here(config)
 
 
-def _here(config: Config) -> Plan:
+def _here(config: Config) -> RunPlan:
     """A plan for this machine, or for more GPUs like its own."""
     environment = resolve_environment(config, planning=True)
     # The plan is for the first GPU here, whichever worker this process would be.
-    found = planned(config, environment, make_choices(config, dataclasses.replace(environment, rank=0, local_rank=0)))
+    found = planned(config, environment, resolve_run(config, dataclasses.replace(environment, rank=0, local_rank=0)))
     return dataclasses.replace(found, machine=_machine_here(found))
 
 
-def _machine_here(found: Plan) -> str:
+def _machine_here(found: RunPlan) -> str:
     if found.gpu is None:
         asked = found.config.topology.device == "cpu"
         return "the CPU of this machine" + (
@@ -231,12 +231,12 @@ def _refusal_here(config: Config) -> str | None:
     return f"no GPU is here, and {workers} CPU worker{'s' * (workers > 1)} would need {needed_here(found)}"
 
 
-def needed_here(found: Plan) -> str:
+def needed_here(found: RunPlan) -> str:
     """Memory of CPU workers against that of this machine, in whole GiB as the run itself says it."""
     return f"about {found.host_bytes / GIB:,.0f} GiB where this machine {machine_has()}"
 
 
-def planned(config: Config, environment: Environment, choices: Choices) -> Plan:
+def planned(config: Config, environment: Environment, choices: ResolvedRun) -> RunPlan:
     """The plan of a run whose choices are made, on this machine."""
     properties = torch.cuda.get_device_properties(gpu_index(environment)) if environment.device == "cuda" else None
     found = _complete(
@@ -267,7 +267,7 @@ def sharing_the_host(environment: Environment, gpus: int) -> int:
     return max(1, min(environment.local_workers, gpus))
 
 
-def _elsewhere(config: Config, why: str) -> Plan:
+def _elsewhere(config: Config, why: str) -> RunPlan:
     """A plan for GPUs that are not here: what cannot be asked of them is assumed, and says so."""
     config = dataclasses.replace(config, topology=dataclasses.replace(config.topology, device="cuda"))
     environment = resolve_environment(config, planning=True)
@@ -291,7 +291,7 @@ def _elsewhere(config: Config, why: str) -> Plan:
 
 def plan_for(
     config: Config, *, gpu: str, capability: tuple[int, int], capacity: int, host: int = ASSUMED_HOST_BYTES, kernel: str | None = None
-) -> Plan:
+) -> RunPlan:
     """The plan of a run on described GPUs; ``config.topology`` says how many, in nodes of how many. kernel: instead of ``train.kernel``.
     host: bytes of host memory for each GPU.
 
@@ -347,7 +347,7 @@ def _complete(
     *,
     gpu: str | None,
     capacity: int | None,
-) -> Plan:
+) -> RunPlan:
     train, count = config.train, parameters(config.model)
     micro_batches = train.global_batch // (train.micro_batch * environment.dp)
     memory = estimate_memory(
@@ -359,7 +359,7 @@ def _complete(
         dtype_bytes=dtype.itemsize,
         cuda=environment.device == "cuda",
     )
-    return Plan(
+    return RunPlan(
         config=config,
         environment=environment,
         layout=layout,
@@ -380,19 +380,21 @@ def _complete(
     )
 
 
-def moved(config: Config, workers: int, layout: Layout, exchange: ExchangeChoice, dtype_bytes: int, *, needs_out: bool) -> Moved:
+def moved(config: Config, workers: int, layout: Layout, exchange: ExchangeChoice, dtype_bytes: int, *, needs_out: bool) -> ReceivedBytes:
     """Traffic of one worker, from the schedule of its exchange; columns of an index that are gathered once come on top.
 
     Where attention is computed again, in part or in full, the forward exchange runs twice. Weights are gathered in the compute dtype and
     their gradients reduced in train.reduce_dtype, (W - 1) / W of them, as often as train.shard says (see `parallel.fsdp`).
     """
     model, train = config.model, config.train
-    sizes = Sizes(layout.tokens_per_worker * train.micro_batch, model.num_heads, model.num_kv_heads, model.head_dim, dtype_bytes, needs_out)
+    sizes = ShardSizes(
+        layout.tokens_per_worker * train.micro_batch, model.num_heads, model.num_kv_heads, model.head_dim, dtype_bytes, needs_out
+    )
     schedule = make_schedule(exchange.name, exchange.options(layout.workers))
     forward, backward = (pass_bytes(schedule, 0, sizes, backward=b) for b in (False, True))
     passes = train.global_batch // (train.micro_batch * (workers // layout.workers))
     states = StateMemory(config, workers, passes, dtype_bytes)
-    return Moved(
+    return ReceivedBytes(
         forward=forward,
         backward=backward + (forward if recomputes_attention(train) else 0),
         weights=states.sent(),
@@ -400,7 +402,7 @@ def moved(config: Config, workers: int, layout: Layout, exchange: ExchangeChoice
     )
 
 
-def require_fit(found: Plan) -> None:
+def require_fit(found: RunPlan) -> None:
     """At the start of a run, where it can be told that memory will not do.
 
     Raises:

@@ -28,7 +28,7 @@ from mtrain_cli.model.huggingface import load_into
 from mtrain_cli.model.init import initialize
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.parallel import profiler_labels
-from mtrain_cli.parallel.activation_offload import Offload
+from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.collectives import all_gather, share
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.fsdp import begin_micro_batch, shard_parameters
@@ -37,14 +37,14 @@ from mtrain_cli.parallel.recording import Recorder
 from mtrain_cli.training import garbage_collection
 from mtrain_cli.training.batch import Batch, BatchMaker, HostBatch, PackedSample
 from mtrain_cli.training.checkpointer import Checkpointer
-from mtrain_cli.training.compute_time import OwnTime
+from mtrain_cli.training.compute_time import ComputeTimer
 from mtrain_cli.training.flops import attention_kept, causal_pairs, peak_flops, training_flops
 from mtrain_cli.training.index_metrics import IndexMetrics, index_metrics, index_records, summed
 from mtrain_cli.training.metrics import StepMetrics
-from mtrain_cli.training.optimizer import Schedule, local_gradients, make_optimizer, set_hyperparameters, squared_norm
-from mtrain_cli.training.optimizer_offload import HostStates
-from mtrain_cli.training.resolution import Choices, make_choices
-from mtrain_cli.training.run_plan import Plan, decided, planned, require_fit
+from mtrain_cli.training.optimizer import LearningRateSchedule, local_gradients, make_optimizer, set_hyperparameters, squared_norm
+from mtrain_cli.training.optimizer_offload import OffloadedOptimizer
+from mtrain_cli.training.resolution import ResolvedRun, resolve_run
+from mtrain_cli.training.run_plan import RunPlan, decided, planned, require_fit
 from mtrain_cli.training.watch import SpikeWatch, StragglerWatch
 
 
@@ -71,7 +71,7 @@ class StepResult:
     warnings: tuple[str, ...] = ()
 
 
-def _check_host_memory(config: Config, environment: Environment, choices: Choices) -> None:
+def _check_host_memory(config: Config, environment: Environment, choices: ResolvedRun) -> None:
     """CPU workers that need more memory than there is make the whole machine crawl before they are killed: refused at the start.
 
     A GPU that is too small says so itself, at once.
@@ -88,7 +88,7 @@ def _check_host_memory(config: Config, environment: Environment, choices: Choice
         )
 
 
-def _checked_plan(config: Config, environment: Environment, choices: Choices) -> Plan:
+def _checked_plan(config: Config, environment: Environment, choices: ResolvedRun) -> RunPlan:
     """The plan of a run, with what ``train.memory=auto`` decides, the same on all ranks; called by all of them.
 
     Raises:
@@ -121,7 +121,7 @@ class Trainer:
             # cuBLAS is repeatable with a workspace of its own per stream only, and asks for it by this variable before its first product.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-        self.choices: Choices = make_choices(config, environment)
+        self.choices: ResolvedRun = resolve_run(config, environment)
         _check_host_memory(config, environment, self.choices)
         self.plan = _checked_plan(config, environment, self.choices)
         self.config = config = self.plan.config
@@ -140,7 +140,7 @@ class Trainer:
         self.exchange = exchange
         mask = config.data.document_mask
         offloaded = config.train.offload_activations
-        self.offload = Offload(config.model.num_layers, self.device, offloaded) if offloaded else None
+        self.offload = ActivationOffload(config.model.num_layers, self.device, offloaded) if offloaded else None
         make = partial(BatchMaker, exchange, document_mask=mask, keep=attention_kept(config.train), offload=self.offload)
         self.batch_maker = make(self.choices.kernel, self.device, pattern=self.choices.pattern)
         dense = self.choices.dense_kernel
@@ -158,10 +158,10 @@ class Trainer:
             make=self._on_host,
         )
         self.held_out: list[Sample] = self.dataset.held_out
-        self.host_states: HostStates | None = None
+        self.host_states: OffloadedOptimizer | None = None
         self.decoder = self._make_decoder()
         self.optimizer = self.host_states.optimizer if self.host_states else make_optimizer(self.decoder, config.optim)
-        self._schedule = Schedule.of(config)
+        self._schedule = LearningRateSchedule.of(config)
         self.step = 0
         self.tokens = 0
         self.observe: Callable[[Batch], Attend] | None = None
@@ -170,7 +170,7 @@ class Trainer:
         self.recorder: Recorder | None = None
         self._batches: Any = None
         self.lacks_data = False  # a worker could not read the step at hand; all know, and end
-        self._own_time = OwnTime(list(self.decoder.layers), self.device)
+        self._own_time = ComputeTimer(list(self.decoder.layers), self.device)
         self._spikes = SpikeWatch(config.run.spike_sigma)
         self._seen: set[bool] = set()  # whether steps under an index, and without one, have been
         share = config.run.straggler
@@ -204,7 +204,7 @@ class Trainer:
         decoder.to_empty(device=self.device)
         filled = decoder
         if config.optim.offload:
-            self.host_states = HostStates(decoder, self._empty_decoder(), config.optim)
+            self.host_states = OffloadedOptimizer(decoder, self._empty_decoder(), config.optim)
             filled = self.host_states.masters
         if config.train.init_from:
             load_into(filled, config.train.init_from)
@@ -256,7 +256,7 @@ class Trainer:
         valid, pairs = self.totals(batches)
         attends: list[Attend] = [batch.attend if self.observe is None else self.observe(batch) for batch in batches]
         loss = self.forward_backward(batches, [self._own_time.around(attends[0]), *attends[1:]], valid)
-        with profiler_labels.part(profiler_labels.OPTIMIZER):
+        with profiler_labels.labelled(profiler_labels.OPTIMIZER):
             found = torch.stack([loss.double(), self._squared_norm().double()])
         told = torch.tensor([float(stop), own_seconds, waited], dtype=torch.float64, device=self.device)
         mine = torch.cat([found, told])
@@ -274,7 +274,7 @@ class Trainer:
         if not skipped:
             clip = self.config.optim.clip_norm
             scale = clip / grad_norm if clip and grad_norm > clip else 1.0
-            with profiler_labels.part(profiler_labels.OPTIMIZER):
+            with profiler_labels.labelled(profiler_labels.OPTIMIZER):
                 if self.host_states:
                     self.host_states.step(scale)
                 else:
@@ -299,7 +299,7 @@ class Trainer:
         if bool(records) not in self._seen:
             # The first dense step, or the first under an index: what both leave behind, compiled code above all, stays.
             self._seen.add(bool(records))
-            garbage_collection.set_aside()
+            garbage_collection.freeze_garbage()
         return StepResult(mean_loss, grad_norm, lr, tokens, computed, stopping, index, max(waits), skipped, tuple(warnings))
 
     def _leaves_out(self, loss: float | None, grad_norm: float) -> tuple[bool, str]:
@@ -353,7 +353,7 @@ class Trainer:
     def close(self) -> None:
         """Ends what runs in the background."""
         self.loader.close()
-        garbage_collection.take_back()
+        garbage_collection.unfreeze_garbage()
 
     def forward_backward(self, batches: Sequence[Batch], attends: Sequence[Attend], valid: int) -> torch.Tensor:
         """Adds the gradients of a step -> this worker's part of the loss.

@@ -11,7 +11,7 @@ import torch
 
 from mtrain_cli.attention.flash4 import Flash4Kernel
 from mtrain_cli.attention.kernel import row_delta
-from mtrain_cli.attention.mask import SequenceMask, Spans
+from mtrain_cli.attention.mask import KeySpans, SequenceMask
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.tiles import Tiles
 
@@ -21,7 +21,7 @@ SCALE = 0.3
 def rectangle(q: torch.Tensor, k: torch.Tensor, causal: bool) -> Tiles:
     queries, keys = q.shape[1], k.shape[1]
     high = np.arange(keys - queries, keys) + 1 if causal else np.full(queries, keys)
-    return Tiles.make([Spans(np.zeros(queries, np.int64), high, keys)] * len(q))
+    return Tiles.make([KeySpans(np.zeros(queries, np.int64), high, keys)] * len(q))
 
 
 def listed(rows: torch.Tensor, lists: dict[str, torch.Tensor]) -> None:
@@ -60,7 +60,7 @@ def calls(monkeypatch) -> list[str]:
     return made
 
 
-def spans_of(name: str) -> list[Spans]:
+def spans_of(name: str) -> list[KeySpans]:
     everywhere = np.arange(60)
     causal, documents = SequenceMask.causal(60, 60), SequenceMask.from_documents(np.repeat([0, 1, 2], 20), 60)
     many = SequenceMask.from_documents(np.repeat(np.arange(12), 5), 60)

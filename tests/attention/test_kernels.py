@@ -11,7 +11,7 @@ import torch
 import mtrain_cli.attention.sdpa as sdpa
 from mtrain_cli.attention.flash4 import block_lists
 from mtrain_cli.attention.kernel import merge, row_delta
-from mtrain_cli.attention.mask import SequenceMask, Spans
+from mtrain_cli.attention.mask import KeySpans, SequenceMask
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.attention.tiles import Tiles
@@ -107,7 +107,7 @@ def test_merging_parts_gives_the_whole(seed):
     out = torch.zeros_like(q)
     lse = torch.full(want_lse.shape, float("-inf"), dtype=torch.float64)
     for a, b in pairwise(edges):
-        part = Tiles.make([Spans(np.clip(s.low, a, b) - a, np.clip(s.high, a, b) - a, b - a) for s in spans])
+        part = Tiles.make([KeySpans(np.clip(s.low, a, b) - a, np.clip(s.high, a, b) - a, b - a) for s in spans])
         merge(out, lse, *kernel.forward(q, k[:, a:b], v[:, a:b], part, SCALE))
     torch.testing.assert_close(out, want_out, atol=1e-12, rtol=0)
     torch.testing.assert_close(lse, want_lse, atol=1e-12, rtol=0)

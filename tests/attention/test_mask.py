@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtrain_cli.attention.mask import SequenceMask, Slice, Spans
+from mtrain_cli.attention.mask import KeySlice, KeySpans, SequenceMask
 
 
 @st.composite
@@ -59,17 +59,21 @@ def test_pairs_of_a_sequence_are_those_of_its_spans(problem):
 
 def test_causal_attention_is_one_slice():
     positions = np.arange(12)
-    assert SequenceMask.causal(10, 12).spans(positions, positions).slices() == [Slice(0, 10, 0, 10, True)]
+    assert SequenceMask.causal(10, 12).spans(positions, positions).slices() == [KeySlice(0, 10, 0, 10, True)]
 
 
 def test_a_document_is_one_slice():
     mask = SequenceMask.from_documents(np.array([0, 0, 0, 5, 5, 7]), 8)
     positions = np.arange(8)
-    assert mask.spans(positions, positions).slices() == [Slice(0, 3, 0, 3, True), Slice(3, 5, 3, 5, True), Slice(5, 6, 5, 6, False)]
+    assert mask.spans(positions, positions).slices() == [
+        KeySlice(0, 3, 0, 3, True),
+        KeySlice(3, 5, 3, 5, True),
+        KeySlice(5, 6, 5, 6, False),
+    ]
 
 
 def test_nothing_seen_gives_no_slices():
-    assert Spans(np.zeros(4, np.int64), np.zeros(4, np.int64), 9).slices() == []
+    assert KeySpans(np.zeros(4, np.int64), np.zeros(4, np.int64), 9).slices() == []
 
 
 def test_decreasing_document_ids_are_refused():

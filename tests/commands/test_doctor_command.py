@@ -11,7 +11,17 @@ from typer.testing import CliRunner
 
 from mtrain_cli import install_command
 from mtrain_cli.commands import doctor as module
-from mtrain_cli.commands.doctor import CheckResult, Gpu, KernelState, Link, describe_links, diagnose, doctor, parse_topology, render
+from mtrain_cli.commands.doctor import (
+    CheckResult,
+    DetectedGpu,
+    DetectedLink,
+    KernelState,
+    describe_links,
+    diagnose,
+    doctor,
+    parse_topology,
+    render,
+)
 
 TOPOLOGY = (
     "\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
@@ -53,7 +63,7 @@ def test_links_are_named_in_words_and_grouped():
         "NV18: NVLink, 18 links (0-1)",
         "SYS: PCIe and the link between sockets (0-2, 1-2)",
     ]
-    assert describe_links([Link(0, 1, "NV18"), Link(1, 0, "NV18")]) == ["NV18: NVLink, 18 links (every pair)"]
+    assert describe_links([DetectedLink(0, 1, "NV18"), DetectedLink(1, 0, "NV18")]) == ["NV18: NVLink, 18 links (every pair)"]
     assert describe_links([]) == []
 
 
@@ -82,10 +92,10 @@ def test_a_missing_package_is_shown_with_its_extra(monkeypatch):
 
 
 def test_gpus_links_and_reasons_are_shown(here):
-    gpus = [Gpu(index, "NVIDIA H200", 139.8, 120.2, (9, 0)) for index in range(2)]
+    gpus = [DetectedGpu(index, "NVIDIA H200", 139.8, 120.2, (9, 0)) for index in range(2)]
     kernels = [KernelState("flash4", "cuda", "bfloat16", "flash-attn-4 is not installed"), KernelState("sdpa", "cuda", "bfloat16", None)]
     checks = [CheckResult("two processes over gloo", False, "no answer")]
-    printed = text(replace(here, gpus=gpus, links=[Link(0, 1, "NV18"), Link(1, 0, "NV18")], kernels=kernels, checks=checks))
+    printed = text(replace(here, gpus=gpus, links=[DetectedLink(0, 1, "NV18"), DetectedLink(1, 0, "NV18")], kernels=kernels, checks=checks))
     assert "cuda:1          NVIDIA H200, 140 GiB (120 free), compute capability 9.0" in printed
     assert "NVLink, 18 links (every pair)" in printed
     assert "no: flash-attn-4 is not installed" in printed

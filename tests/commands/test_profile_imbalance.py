@@ -14,7 +14,7 @@ from command import mtrain
 
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.recording import COMPUTING
-from mtrain_cli.parallel.schedule import Options, make_schedule
+from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 from mtrain_cli.profiling.imbalance import imbalance
 from mtrain_cli.profiling.index_file import load_indices
 from mtrain_cli.profiling.records import open_records
@@ -93,7 +93,7 @@ def test_work_is_that_of_the_schedule(profile):
     """What the records count is what the steps of a ring compute, counted here from the layouts alone."""
     recorded = open_records(profile)
     frame = recorded.frame()
-    schedule = make_schedule("ring", Options(3, 3))
+    schedule = make_schedule("ring", ScheduleOptions(3, 3))
     for case, layout in ((0, "zigzag"), (1, "striped")):
         indices = load_indices(profile / "index.npz")
         first = indices.masks[0].first

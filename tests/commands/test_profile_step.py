@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from mtrain_cli.commands import app as command_line
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.profiling import step_profile
-from mtrain_cli.profiling.step_breakdown import OF_GPU, StepParts
+from mtrain_cli.profiling.step_breakdown import OF_GPU, StepBreakdown
 from mtrain_cli.reporting.report_source import open_source
 from mtrain_cli.reporting.step_tables import NAME, lines, short_name
 
@@ -211,8 +211,8 @@ def test_a_step_of_many_gpus_is_whole_at_80_columns_too(monkeypatch, tmp_path):
 
 
 def test_figures_of_steps_without_records_are_medians():
-    found = StepParts(steps=2, step=10, parts={}, hidden=0, kinds=[])
-    one = step_profile._of_rank(0, step_profile._Rank(found, [3.0, 1.0, 2.5], [2.0, 4.0], None))
+    found = StepBreakdown(steps=2, step=10, parts={}, hidden=0, kinds=[])
+    one = step_profile._of_rank(0, step_profile._RankSummary(found, [3.0, 1.0, 2.5], [2.0, 4.0], None))
     assert (one["plain_ms"], one["recorded_ms"]) == (2500, 3000)
     assert step_profile._median([0.5, None, 0.2, 0.4]) == 0.4
     assert step_profile._median([None]) is None

@@ -10,7 +10,7 @@ from simulation.recordings import SEQ, record
 from typer.testing import CliRunner
 
 from mtrain_cli.commands import app as command_line
-from mtrain_cli.commands.simulate_args import Asked
+from mtrain_cli.commands.simulate_args import SimulateRequest
 from mtrain_cli.commands.simulate_output import brief_remark
 from mtrain_cli.simulation.cluster import shipped
 from mtrain_cli.simulation.sweep import axes
@@ -128,7 +128,7 @@ def test_a_family_has_as_many_diagonals_as_the_pattern_may_have(index):
     """At 16k there are 128."""
 
     def diagonals(*words: str, density: float | None = None) -> set[int]:
-        asked = Asked(("model=tiny", "seq=16k", "sparsity=vertical_slash", *words), index, density, 0, 2, "auto", None, "", 0.0)
+        asked = SimulateRequest(("model=tiny", "seq=16k", "sparsity=vertical_slash", *words), index, density, 0, 2, "auto", None, "", 0.0)
         problem = asked.scenario().problem
         return {int(n) for layer in (0, 1) for n in problem.index(layer).slashes.sum(-1).flatten()}
 

@@ -24,9 +24,9 @@ from mtrain_cli.profiling import records
 from mtrain_cli.profiling.index_file import RecordedSetup, save_indices
 from mtrain_cli.simulation.calibration import kernels_for, load_calibration, same_device
 from mtrain_cli.simulation.cluster import load_cluster
-from mtrain_cli.simulation.prediction import Problem, predict
+from mtrain_cli.simulation.prediction import AttentionWorkload, predict
 from mtrain_cli.simulation.validation import key_of
-from mtrain_cli.simulation.what_if import Setup, topology_of
+from mtrain_cli.simulation.what_if import ReplaySetup, topology_of
 
 DENSE = ("model=tiny", "seq=32k", "sparsity=dense")
 STRIPED = ("--layout", "striped", "--exchange", "ring")
@@ -113,9 +113,9 @@ def test_a_profile_is_replayed_with_the_options_of_its_exchange(tmp_path):
         seq=4096, heads=4, kv_heads=2, head_dim=64, dtype_bytes=2, workers=4, per_node=4, layout="striped", exchange="ring", needs_out=True
     )
     masks = (SequenceMask.causal(4096, 4096),)
-    problem = Problem(setup, masks, (0,), lambda layer: None, "dense")  # noqa: ARG005
-    plain = Setup("striped", "ring", 4, 4)
-    of_heads = Setup("striped", "ulysses", 2, 2)
+    problem = AttentionWorkload(setup, masks, (0,), lambda layer: None, "dense")  # noqa: ARG005
+    plain = ReplaySetup("striped", "ring", 4, 4)
+    of_heads = ReplaySetup("striped", "ulysses", 2, 2)
     typed = [
         plain,
         replace(plain, options=replace(topology_of(plain), prefetch=2, circulates="queries")),

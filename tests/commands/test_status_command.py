@@ -20,7 +20,7 @@ from mtrain_cli.config.compose import compose
 from mtrain_cli.launch import progress_record, run_dir, run_state
 from mtrain_cli.launch.restart import Restart, _append
 from mtrain_cli.launch.run_dir import RunDir, RunLock
-from mtrain_cli.launch.run_state import Reporter
+from mtrain_cli.launch.run_state import StateReporter
 
 WORKERS = ["node7, GPU 0 (NVIDIA H200)", "node7, GPU 1 (NVIDIA H200)", "node8, GPU 0 (NVIDIA H200)"]
 
@@ -44,12 +44,12 @@ def begun(name: str = "first") -> RunDir:
     return run
 
 
-def reporter(run: RunDir) -> Reporter:
+def reporter(run: RunDir) -> StateReporter:
     records = str(run.path / "where-{rank}")
-    return Reporter(run, launcher="mtrain", steps=100, step=0, workers=WORKERS, records=records)
+    return StateReporter(run, launcher="mtrain", steps=100, step=0, workers=WORKERS, records=records)
 
 
-def stepped(run: RunDir, step: int = 12) -> Reporter:
+def stepped(run: RunDir, step: int = 12) -> StateReporter:
     told = reporter(run)
     values = {"loss": 2.5, "grad_norm": 0.75, "tokens": 99, "tokens_per_second_per_gpu": 12345.6, "seconds": 4.2, "seconds_left": 370.0}
     told.step(last=False, step=step - 1, **values)

@@ -12,7 +12,7 @@ from mtrain_cli.config import validate
 from mtrain_cli.config.compose import compose, load, resume, save
 from mtrain_cli.config.resumed_schedule import with_its_schedule
 from mtrain_cli.config.schema import Config, ConfigError
-from mtrain_cli.training.optimizer import Schedule
+from mtrain_cli.training.optimizer import LearningRateSchedule
 
 BEGUN = ["train.steps=100", "optim.lr=1e-3"]
 
@@ -22,7 +22,7 @@ def resumed(saved: Config, *words: str, step: int = 100, again: bool = False) ->
 
 
 def rates(config: Config) -> list[float]:
-    return [Schedule.of(config).rate(step) for step in range(config.train.steps)]
+    return [LearningRateSchedule.of(config).rate(step) for step in range(config.train.steps)]
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "wsd", "constant"])
@@ -67,7 +67,7 @@ def test_rewarming_begins_anew_at_the_checkpoint_and_once(tmp_path: Path) -> Non
     assert resumed(found, "train.steps=250", "optim.rewarm=true", step=130, again=True) == found
     assert resumed(found, "train.steps=250", "optim.rewarm=true", step=130).optim.rewarm == 130
     assert rates(resumed(found, "train.steps=300", step=250))[:250] == rates(found)
-    assert "from step 101: warm-up over 10 steps" in Schedule.of(found).describe(250)
+    assert "from step 101: warm-up over 10 steps" in LearningRateSchedule.of(found).describe(250)
 
 
 def test_runs_of_earlier_versions_keep_their_schedule_too(tmp_path: Path) -> None:

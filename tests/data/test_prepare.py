@@ -14,7 +14,7 @@ import pytest
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data import prepare
 from mtrain_cli.data.corpora import split_text
-from mtrain_cli.data.prepare import Progress, prepare_store
+from mtrain_cli.data.prepare import PreparationProgress, prepare_store
 from mtrain_cli.data.store import TokenStore
 from mtrain_cli.data.text_files import text_corpus
 from mtrain_cli.data.tokenizers import ByteTokenizer
@@ -23,7 +23,7 @@ from mtrain_cli.launch.failures import RunError
 _STORE_FILES = {"tokens.bin", "documents.bin", "meta.json"}
 
 
-def _silent(_: Progress) -> None:
+def _silent(_: PreparationProgress) -> None:
     pass
 
 
@@ -116,7 +116,7 @@ def test_a_rerun_does_not_repeat_what_is_done(source: Path, tmp_path: Path, monk
 
     monkeypatch.setattr(prepare, "_encodable", noting)
 
-    def stop_late(progress: Progress) -> None:
+    def stop_late(progress: PreparationProgress) -> None:
         if progress.documents >= 25:
             raise KeyboardInterrupt
 
@@ -185,7 +185,7 @@ def test_another_store_a_foreign_folder_and_a_file_are_not_overwritten(source: P
 
 @pytest.mark.usefixtures("small_batches")
 def test_an_unfinished_store_of_another_corpus_is_not_continued(source: Path, tmp_path: Path) -> None:
-    def stop(progress: Progress) -> None:
+    def stop(progress: PreparationProgress) -> None:
         if progress.documents > 20:
             raise KeyboardInterrupt
 
@@ -196,7 +196,7 @@ def test_an_unfinished_store_of_another_corpus_is_not_continued(source: Path, tm
 
 
 def test_an_unfinished_store_without_a_document_yet_gives_way_to_another_recipe(source: Path, tmp_path: Path) -> None:
-    def stop(progress: Progress) -> None:
+    def stop(progress: PreparationProgress) -> None:
         if progress.stage == "tokenising":
             raise KeyboardInterrupt
 
@@ -218,7 +218,7 @@ def test_an_empty_folder_may_be_filled(source: Path, tmp_path: Path) -> None:
 
 
 def test_two_at_once_into_one_folder_are_refused(source: Path, tmp_path: Path) -> None:
-    def second(_: Progress) -> None:
+    def second(_: PreparationProgress) -> None:
         raise ConfigError(_refused(source, tmp_path / "out"))
 
     with pytest.raises(ConfigError, match="another `mtrain data prepare` is writing this store"):
@@ -259,7 +259,7 @@ def test_wrong_arguments_and_sources_write_nothing(source: Path, tmp_path: Path)
 
 
 def test_a_trained_bpe_is_used_again_after_an_interruption(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(progress: Progress) -> None:
+    def stop(progress: PreparationProgress) -> None:
         if progress.stage == "tokenising":
             raise KeyboardInterrupt
 

@@ -13,7 +13,7 @@ from mtrain_cli.data import mds_corpus as corpora
 from mtrain_cli.data import prepare
 from mtrain_cli.data.filters import EVERYTHING, Filters
 from mtrain_cli.data.mds_corpus import mds_corpus
-from mtrain_cli.data.prepare import Progress, prepare_store
+from mtrain_cli.data.prepare import PreparationProgress, prepare_store
 from mtrain_cli.data.store import TokenStore
 from mtrain_cli.data.text_files import text_corpus
 from mtrain_cli.data.tokenizers import ByteTokenizer, open_tokenizer
@@ -32,7 +32,7 @@ def shards(tmp_path: Path, bpe_file: Path) -> Path:
     return write_mds(tmp_path / "shards", RAW, samples)
 
 
-def silent(_: Progress) -> None:
+def silent(_: PreparationProgress) -> None:
     pass
 
 
@@ -116,7 +116,7 @@ def test_an_interrupted_call_goes_on_with_the_same_result(
     for stop in range(1, 40):
         calls = 0
 
-        def interrupt(_: Progress, stop: int = stop) -> None:
+        def interrupt(_: PreparationProgress, stop: int = stop) -> None:
             nonlocal calls
             calls += 1
             if calls == stop:

@@ -72,7 +72,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "mfu_executed": None, "density": 1.0, "peak_memory_gib": None, "seconds": 0.5, "epoch": 0.1, "consumed": 1}  # fmt: skip
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps({**step, "step": n}) + "\n" for n in range(1, 4)))
     run_state.write(
-        RunDir(run_dir), run_state.State(phase="finished", time=1.7e9, began=1.7e9, step=3, steps=3, warnings=((1.7e9, "slow"),))
+        RunDir(run_dir), run_state.RunState(phase="finished", time=1.7e9, began=1.7e9, step=3, steps=3, warnings=((1.7e9, "slow"),))
     )
     (run_dir / "environment.json").write_text('{"host": "here", "gpus": [], "cpu_cores": 2, "versions": {"torch": "2.12"}}')
     bucket = '{"begin": 0, "end": 128, "tokens": 5, "loss": 5.0}'

@@ -10,7 +10,7 @@ import typer
 
 from mtrain_cli.commands.app import app
 from mtrain_cli.config.groups import open_groups
-from mtrain_cli.config.keys import Key, all_keys
+from mtrain_cli.config.keys import ConfigKey, all_keys
 
 HUGE = ("1e20", "999999999999999999999", "1e308", "1e999999999", "9" * 400, "9" * 5000, "1e15", "4611686018427387904", "inf", "1e24")
 ODD = (
@@ -97,7 +97,7 @@ class Words:
             (draw.choice(ODD), f"~{key.name}", f"+{key.name}=1", f"{key.name}", f"{key.name}==1", f"={key.name}", f"hydra.{key.name}=1")
         ), False
 
-    def fitting(self, key: Key) -> str:
+    def fitting(self, key: ConfigKey) -> str:
         """A value that may do."""
         draw = self.random
         if key.choices:

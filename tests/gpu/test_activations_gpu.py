@@ -13,7 +13,7 @@ from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.config.schema import ModelConfig, RopeConfig
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.init import initialize
-from mtrain_cli.parallel.activation_offload import Offload
+from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
@@ -50,7 +50,7 @@ class Steps:
     ) -> None:
         """exact: in float32, with the oracle for attention."""
         device = torch.device("cuda")
-        self.offload = Offload(LAYERS, device, offload) if offload else None
+        self.offload = ActivationOffload(LAYERS, device, offload) if offload else None
         with torch.device("meta"):
             self.decoder = Decoder(
                 MODEL, rope_factor=1.0, loss_chunk_bytes=16 << 20, activation_checkpoint=checkpoint, compile=compile,
@@ -165,7 +165,7 @@ def distances(steps: Steps, exact: Steps) -> list[float]:
 
 
 def test_host_blocks_are_pinned_and_no_more_than_two_arenas_beyond_what_is_counted():
-    store = Offload(2, torch.device("cuda"))
+    store = ActivationOffload(2, torch.device("cuda"))
     tensor = torch.randn(73 << 20, device="cuda")  # 292 MiB: 18 full blocks, and one of 4
     kept = store.put(0, tensor)
     stays = store.put(1, tensor)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from command import mtrain
 
-from mtrain_cli.profiling.kernel_benchmark import Case
-from mtrain_cli.profiling.worker_calls import profile_shares
+from mtrain_cli.profiling.kernel_benchmark import KernelCase
+from mtrain_cli.profiling.worker_calls import profile_worker_calls
 from mtrain_cli.simulation.calibration import ALONE_COLUMNS, DIAGONALS, LISTS, SPARSE
 from mtrain_cli.simulation.cluster import load_cluster
 
@@ -35,8 +35,8 @@ def test_links_of_two_gpus(tmp_path):
 
 
 def test_calls_of_one_worker():
-    case = Case(seq=16384, heads=4, kv_heads=2, head_dim=128, block=128, density=0.1, bars=256)
-    found = profile_shares([case], [4], [], torch.bfloat16, "cuda", 3, lambda _: None)
+    case = KernelCase(seq=16384, heads=4, kv_heads=2, head_dim=128, block=128, density=0.1, bars=256)
+    found = profile_worker_calls([case], [4], [], torch.bfloat16, "cuda", 3, lambda _: None)
     assert {DIAGONALS, ALONE_COLUMNS, SPARSE, LISTS} <= {t.form for t in found}
     assert {"triton"} <= {t.kernel for t in found}
     assert all(t.forward_ms > 0 < t.backward_ms for t in found)

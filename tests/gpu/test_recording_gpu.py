@@ -19,7 +19,7 @@ from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import make_context_group
 from mtrain_cli.parallel.recording import COMPUTING, Span, with_gaps
-from mtrain_cli.profiling.record_collector import Collector
+from mtrain_cli.profiling.record_collector import RecordCollector
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs or more")]
@@ -37,7 +37,7 @@ def recorded(rank: int, world: int, folder: str, name: str) -> None:
     attend = ContextAttention.make(exchange, SdpaKernel(), [SequenceMask.causal(SEQ, layout.padded_seq)], device)
     shapes = [(1, layout.tokens_per_worker, h, HEAD_DIM) for h in (HEADS, KV_HEADS, KV_HEADS)]
     q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
-    collector = Collector(rank, world, device, dist.new_group(backend="gloo"))
+    collector = RecordCollector(rank, world, device, dist.new_group(backend="gloo"))
     for _ in range(3):
         dist.barrier()
         exchange.record(collector.recorder)

@@ -14,7 +14,7 @@ from command import mtrain
 
 from mtrain_cli.attention.kernel import IndexRequest, KernelRequest
 from mtrain_cli.attention.kernel_registry import _KERNELS
-from mtrain_cli.profiling.step_breakdown import StepParts, find_parts, kernel_part, messages, shortest
+from mtrain_cli.profiling.step_breakdown import StepBreakdown, find_parts, kernel_part, messages, shortest
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPUS, reason="needs a GPU")]
@@ -53,7 +53,7 @@ def events(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
         return json.load(file)["traceEvents"]
 
 
-def nameless(folder: Path) -> StepParts:
+def nameless(folder: Path) -> StepBreakdown:
     """The parts where no kernel has a name that says anything, so that ranges alone can."""
     found = events(folder)
     kernels = [e for e in found if e.get("cat") == "kernel" and not e["name"].startswith("nccl")]

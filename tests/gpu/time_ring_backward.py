@@ -29,7 +29,7 @@ from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
-from mtrain_cli.parallel.transport import Mail
+from mtrain_cli.parallel.transport import Transport
 
 HEAD_DIM = 128
 MOST_DIFFERENCE = 1e-2  # two orders of summation in bfloat16; the float64 oracle allows as much in test_context_attention_nccl.py
@@ -54,13 +54,13 @@ WAYS: dict[str, list[tuple[str, str, type[Kernel]]]] = {
 def count_sent() -> list[int]:
     """Has every hop add its bytes to the one number of the list."""
     sent = [0]
-    hop = Mail.hop
+    hop = Transport.hop
 
-    def counted(self: Mail, transfer, leaving: torch.Tensor, arriving: torch.Tensor) -> None:
+    def counted(self: Transport, transfer, leaving: torch.Tensor, arriving: torch.Tensor) -> None:
         sent[0] += leaving.numel() * leaving.element_size()
         hop(self, transfer, leaving, arriving)
 
-    Mail.hop = counted
+    Transport.hop = counted
     return sent
 
 

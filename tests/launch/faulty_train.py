@@ -37,14 +37,14 @@ class Fault:
 def train(config, run_dir, environment, resume):
     """In the place of the trainer: the trainer, with the fault in it."""
     from mtrain_cli.launch import progress_record
-    from mtrain_cli.parallel.transport import Mail
+    from mtrain_cli.parallel.transport import Transport
     from mtrain_cli.training import loop
     from mtrain_cli.training.trainer import Trainer
 
     fault = Fault(**json.loads(os.environ[VARIABLE]))
     (run_dir.path / f"pid-{environment.rank}").write_text(str(os.getpid()))
     at = [0]
-    step, hop = Trainer.train_step, Mail.hop
+    step, hop = Trainer.train_step, Transport.hop
 
     def counted(self, stop):
         at[0] = self.step + 1
@@ -65,7 +65,7 @@ def train(config, run_dir, environment, resume):
             os.kill(os.getpid(), signal.Signals(fault.signum))
         hop(self, *arguments)
 
-    Trainer.train_step, Mail.hop = counted, faulty
+    Trainer.train_step, Transport.hop = counted, faulty
     return loop.train(config, run_dir, environment, resume)
 
 
@@ -101,5 +101,5 @@ if __name__ == "__main__":
     if json.loads(os.environ[VARIABLE])["fewer"]:
         from mtrain_cli.launch import restart
 
-        restart.Restarts._where = lambda self, before: restart.shrunk(self._config, before, ["0"], "1")
+        restart.RestartPolicy._where = lambda self, before: restart.shrunk(self._config, before, ["0"], "1")
     __main__.main()

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from mtrain_cli.launch import failure_channel
-from mtrain_cli.launch.failure_channel import Lifeline, _Hub
+from mtrain_cli.launch.failure_channel import FailureChannel, _Hub
 from mtrain_cli.launch.failures import Failure
 
 
@@ -88,7 +88,7 @@ def test_a_rank_whose_answer_is_lost_tells_its_own_failure(monkeypatch, kind, co
 
         monkeypatch.setattr(failure_channel, "leave", leave)
         monkeypatch.setattr(failure_channel, "tell", lambda failure, *_: told.append((failure.rank, failure.message)))
-        mine = Lifeline(SimpleNamespace(rank=1, world_size=2, address="localhost", master_addr="localhost"), on_mistake=lambda: None)
+        mine = FailureChannel(SimpleNamespace(rank=1, world_size=2, address="localhost", master_addr="localhost"), on_mistake=lambda: None)
         connection, _ = rank_0.accept()
         failing = threading.Thread(target=_fails, args=(mine, kind))
         failing.start()
@@ -100,6 +100,6 @@ def test_a_rank_whose_answer_is_lost_tells_its_own_failure(monkeypatch, kind, co
     assert (told, left) == ([(1, "seq=1: too short")], [code])
 
 
-def _fails(mine: Lifeline, kind: str) -> None:
+def _fails(mine: FailureChannel, kind: str) -> None:
     with contextlib.suppress(Left):
         mine.fail(Failure(1, 1, kind, "seq=1: too short", "", 0.0))

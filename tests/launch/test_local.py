@@ -26,11 +26,11 @@ from mtrain_cli.launch import local, run_dir, run_state
 from mtrain_cli.launch.environment import Environment, resolve_environment
 from mtrain_cli.launch.failures import Failure
 from mtrain_cli.launch.local import launch
-from mtrain_cli.launch.restart import Again, Restart
+from mtrain_cli.launch.restart import Restart, RestartDecision
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.training.checkpointer import Checkpointer
 from mtrain_cli.training.metrics import StepMetrics
-from mtrain_cli.training.progress import Progress
+from mtrain_cli.training.progress import TrainingProgress
 
 STEP = StepMetrics(
     step=1,
@@ -184,9 +184,9 @@ def test_a_run_shows_that_it_lives_while_it_has_no_workers(run, monkeypatch):
         wait_for(lambda: lock.stat().st_mtime > 1, 20)
         seen.append(run_state.life(run, time.time()).alive)
 
-    def probed(_: object, _failure: Failure, environment: Environment) -> Again:
+    def probed(_: object, _failure: Failure, environment: Environment) -> RestartDecision:
         lasts_long()
-        return Again(environment, True, 0.01, Restart(0.0, "why", 1, 3, 2, 2))
+        return RestartDecision(environment, True, 0.01, Restart(0.0, "why", 1, 3, 2, 2))
 
     outcomes = iter([(1, Failure(1, -9, "died", "was killed", "", 0.0)), (0, None)])
     monkeypatch.setattr(run_state, "BEAT_S", 0.05)
@@ -298,7 +298,7 @@ class Terminal(io.StringIO):
 def test_what_is_said_over_the_live_display_stays_on_the_screen(monkeypatch):
     terminal = Terminal()
     console = Console(file=terminal, force_terminal=True, width=60, color_system=None)
-    with Progress(10, 0, True, console=console) as progress:
+    with TrainingProgress(10, 0, True, console=console) as progress:
         progress.step(STEP)
         assert progress._live is not None
         progress._live.refresh()

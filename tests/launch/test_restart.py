@@ -14,7 +14,7 @@ from mtrain_cli.config import compose
 from mtrain_cli.launch import restart
 from mtrain_cli.launch.environment import Environment, resolve_environment
 from mtrain_cli.launch.failures import Failure
-from mtrain_cli.launch.restart import Again, Restarts
+from mtrain_cli.launch.restart import RestartDecision, RestartPolicy
 from mtrain_cli.launch.run_dir import RunDir
 
 KILLED = Failure(1, -signal.SIGKILL, "died", "was killed by SIGKILL (out of memory killer?)", "", 0.0)
@@ -43,9 +43,9 @@ def run(tmp_path):
     return Run(tmp_path)
 
 
-def policy(run: Run, limit: str = "auto") -> tuple[Restarts, Environment]:
+def policy(run: Run, limit: str = "auto") -> tuple[RestartPolicy, Environment]:
     config = compose.compose([f"run.restarts={limit}", "topology.device=cpu"])
-    return Restarts(run.dir, config, False), resolve_environment(config)
+    return RestartPolicy(run.dir, config, False), resolve_environment(config)
 
 
 def test_a_run_begins_again_as_long_as_each_time_has_a_newer_checkpoint(run):
@@ -54,7 +54,7 @@ def test_a_run_begins_again_as_long_as_each_time_has_a_newer_checkpoint(run):
     for number in range(1, 9):
         run.reach(10 * number + 3, checkpoint=10 * number)
         again = restarts.after(KILLED, e)
-        assert isinstance(again, Again)
+        assert isinstance(again, RestartDecision)
         assert (again.resume, again.entry.step, again.entry.reached, again.environment.restarts) == (
             True, 10 * number, 10 * number + 3, number,
         )  # fmt: skip
@@ -68,16 +68,16 @@ def test_a_run_begins_again_as_long_as_each_time_has_a_newer_checkpoint(run):
 def test_a_checkpoint_that_takes_the_place_of_a_damaged_one_is_progress(run):
     restarts, e = policy(run)
     run.reach(10, checkpoint=8)
-    assert isinstance(restarts.after(KILLED, e), Again)
+    assert isinstance(restarts.after(KILLED, e), RestartDecision)
     run.reach(7, checkpoint=6)
-    assert isinstance(restarts.after(KILLED, e), Again)
+    assert isinstance(restarts.after(KILLED, e), RestartDecision)
 
 
 def test_a_number_is_the_most_that_is_done(run):
     restarts, e = policy(run, "1")
     run.reach(5)
     first = restarts.after(KILLED, e)
-    assert isinstance(first, Again)
+    assert isinstance(first, RestartDecision)
     assert (first.resume, first.entry.step) == (False, 0)
     run.reach(9, checkpoint=8)
     assert restarts.after(KILLED, e) == "not restarted: run.restarts=1 has been made"
@@ -120,7 +120,7 @@ def test_only_what_happens_to_machines_is_tried_again(run, kind, message, again)
     run.reach(10, checkpoint=8)
     restarts, e = policy(run)
     found = restarts.after(Failure(1, 1, kind, message, "", 0.0), e)
-    assert isinstance(found, Again) == again
+    assert isinstance(found, RestartDecision) == again
     assert again or found == "not restarted: it would happen again"
 
 
@@ -154,13 +154,13 @@ def test_without_a_gpu_as_many_workers_go_on_as_fit(run, monkeypatch, words, wor
     monkeypatch.setattr(restart, "answering_devices", lambda devices: [d for d in devices if d != "6"])
     config, e = on_gpus(4, *words)
     run.reach(10, checkpoint=8)
-    found = Restarts(run.dir, config, False).after(KILLED, e)
+    found = RestartPolicy(run.dir, config, False).after(KILLED, e)
     if isinstance(workers, str):
         assert isinstance(found, str)
         assert found.startswith("not restarted: GPU 6 does not answer, and ")
         assert workers in found
         return
-    assert isinstance(found, Again)
+    assert isinstance(found, RestartDecision)
     assert (found.environment.workers, found.entry.workers) == (workers, workers)
     assert found.devices == ("4", "5", "7")[:workers]
     assert found.environment.launcher == "mtrain"
@@ -172,8 +172,8 @@ def test_a_gpu_that_no_worker_needs_is_left_out(run, monkeypatch):
     monkeypatch.setattr(restart, "answering_devices", lambda devices: [d for d in devices if d != "4"])
     config, e = on_gpus(2, "topology.workers=2")
     run.reach(10, checkpoint=8)
-    found = Restarts(run.dir, config, False).after(KILLED, e)
-    assert isinstance(found, Again)
+    found = RestartPolicy(run.dir, config, False).after(KILLED, e)
+    assert isinstance(found, RestartDecision)
     assert (found.environment.workers, found.devices) == (2, ("5", "6"))
 
 
@@ -189,8 +189,8 @@ def test_a_device_that_does_not_answer_is_found_by_asking_it():
 def test_the_line_before_a_restart_says_what_is_done_again():
     entry = restart.Restart(0.0, "why", 1, 17, 10, 2)
     e = on_gpus(2)[1]
-    assert restart.describe(Again(e, True, 1.0, entry), 2) == (
+    assert restart.describe(RestartDecision(e, True, 1.0, entry), 2) == (
         "restart 2: goes on from the checkpoint of step 10, on 2 workers, in 1 s; steps 11 to 17 are done again"
     )
     at_once = dataclasses.replace(entry, reached=10, workers=1)
-    assert restart.describe(Again(e, True, 1.0, at_once), 2).endswith("of step 10, on 1 worker, in 1 s")
+    assert restart.describe(RestartDecision(e, True, 1.0, at_once), 2).endswith("of step 10, on 1 worker, in 1 s")

@@ -23,7 +23,7 @@ from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.stop_request import StopFlag
 from mtrain_cli.parallel.transport import naming
 from mtrain_cli.training.checkpointer import Checkpointer
-from mtrain_cli.training.progress import Progress
+from mtrain_cli.training.progress import TrainingProgress
 
 
 def _sign_in(run_dir: RunDir, environment: Environment) -> None:
@@ -130,7 +130,7 @@ def finishes_when_asked(config: Config, run_dir: RunDir, environment: Environmen
 
 def shows_steps_until_stopped(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> bool:
     """With the display of a training, from its first line to its summary."""
-    with Progress(1000, 0, environment.rank == 0, log=run_dir.log) as progress:
+    with TrainingProgress(1000, 0, environment.rank == 0, log=run_dir.log) as progress:
         progress.message("before the steps")
         steps_until_stopped(config, run_dir, environment, resume)
         time.sleep(0.5)  # the display refreshes four times a second

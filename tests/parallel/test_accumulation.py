@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.parallel.circulation import Total
+from mtrain_cli.parallel.circulation import RunningAttention
 from mtrain_cli.parallel.context_attention import ContextAttention
-from mtrain_cli.parallel.exchange_bytes import Sizes
+from mtrain_cli.parallel.exchange_bytes import ShardSizes
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import make_context_group
@@ -59,7 +59,7 @@ def test_small_parts_are_not_rounded_away(exchange):
 
 def test_partial_outputs_in_bfloat16_are_merged_in_float32():
     """Seven keys with equal scores, one a step: 1 and six times 0. In bfloat16 every merge would round."""
-    total = Total(torch.zeros(1, 1, 1, 4, dtype=torch.bfloat16))
+    total = RunningAttention(torch.zeros(1, 1, 1, 4, dtype=torch.bfloat16))
     for step in range(7):
         out = torch.full((1, 1, 1, 4), 1.0 if step == 0 else 0.0, dtype=torch.bfloat16)
         total.add(out, torch.zeros(1, 1, 1))
@@ -72,7 +72,7 @@ def test_partial_outputs_in_bfloat16_are_merged_in_float32():
 
 
 def test_a_part_of_few_heads_holds_at_least_one():
-    sizes = Sizes(tokens=10, heads=8, kv_heads=2, head_dim=16, dtype_bytes=2)
+    sizes = ShardSizes(tokens=10, heads=8, kv_heads=2, head_dim=16, dtype_bytes=2)
     assert sizes.shard("kv", (0, 4)) == 2 * 10 * 16 * 1 * 2
     assert sizes.shard("dkv", (0, 2)) == 2 * 10 * 16 * 1 * 4
     assert sizes.shard("dq", (0, 4)) == 4 * 10 * 16 * 2

@@ -5,12 +5,12 @@ import random
 import torch
 
 from mtrain_cli.parallel import activation_offload
-from mtrain_cli.parallel.activation_offload import Offload, block_sizes, layers_on_host
+from mtrain_cli.parallel.activation_offload import ActivationOffload, block_sizes, layers_on_host
 
 LAYERS = 4
 
 
-def forward(store: Offload, step: int) -> list[list]:
+def forward(store: ActivationOffload, step: int) -> list[list]:
     kept = []
     for layer in range(LAYERS):
         tensors = [torch.full((3, 5), 10.0 * step + layer), torch.arange(7) + layer]
@@ -26,7 +26,7 @@ def backward(kept: list[list], step: int) -> None:
 
 
 def test_what_left_comes_back_and_buffers_are_used_again():
-    store = Offload(LAYERS, torch.device("cpu"))
+    store = ActivationOffload(LAYERS, torch.device("cpu"))
     once = (LAYERS - 1) * (3 * 5 * 4 + 7 * 8)  # the last layer stays
     blocks = (LAYERS - 1) * 2 * 64
     for step in range(3):
@@ -39,7 +39,7 @@ def test_what_left_comes_back_and_buffers_are_used_again():
 
 
 def test_a_layer_is_fetched_while_the_one_behind_it_is_in_backward():
-    store = Offload(LAYERS, torch.device("cpu"))
+    store = ActivationOffload(LAYERS, torch.device("cpu"))
     kept = forward(store, 0)
     there = [[one.device is not None for one in row] for row in kept]
     assert there == [[False] * 2] * (LAYERS - 1) + [[True] * 2]
@@ -51,7 +51,7 @@ def test_a_layer_is_fetched_while_the_one_behind_it_is_in_backward():
 
 
 def test_a_forward_pass_without_backward_leaves_nothing_behind():
-    store = Offload(LAYERS, torch.device("cpu"))
+    store = ActivationOffload(LAYERS, torch.device("cpu"))
     forward(store, 0)
     allocated = store.allocated
     backward(forward(store, 1), 1)
@@ -61,7 +61,7 @@ def test_a_forward_pass_without_backward_leaves_nothing_behind():
 
 def test_only_so_many_layers_leave():
     for number in range(LAYERS + 1):
-        store = Offload(LAYERS, torch.device("cpu"), number)
+        store = ActivationOffload(LAYERS, torch.device("cpu"), number)
         for step in range(2):
             kept = forward(store, step)
             assert [row[0].device is None for row in kept] == [layer < min(number, LAYERS - 1) for layer in range(LAYERS)]
@@ -84,7 +84,7 @@ def test_blocks_are_full_and_the_rest_a_power_of_two():
 
 def test_widths_that_change_from_step_to_step_take_no_more_than_the_widest(monkeypatch):
     monkeypatch.setattr(activation_offload, "FULL_BLOCK", 256)
-    store, draw = Offload(LAYERS, torch.device("cpu")), random.Random(0)
+    store, draw = ActivationOffload(LAYERS, torch.device("cpu")), random.Random(0)
     widths = [150, *(draw.randrange(150) for _ in range(60))]
     for width in widths:
         # Fewer numbers of more bytes, and a tensor whose memory is not in the order of its elements.

@@ -18,7 +18,7 @@ from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.index_group import gathered, make_index_group
 from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.mesh import make_context_group
-from mtrain_cli.sparsity.pattern import Masked
+from mtrain_cli.sparsity.pattern import MaskedPositions
 
 SEQ, BATCH, HEAD_DIM, BLOCK = 61, 2, 8, 4
 LAYOUTS = ("contiguous", "zigzag", "striped")
@@ -193,7 +193,7 @@ def cells(rank: int, world: int, kernel_name: str, dtype_name: str, kinds: tuple
                             held = np.unique(positions // BLOCK).astype(np.int32)
                             mine = BlockBitmap(BLOCK, index.blocks, index.bits[:, :, held], torch.from_numpy(held))
                             shards = [layout.positions(r) for r in range(world)]
-                            masked = Masked.make(batch_masks, BLOCK, "cpu", shards, make_index_group(group))
+                            masked = MaskedPositions.make(batch_masks, BLOCK, "cpu", shards, make_index_group(group))
                             work = work.under(gathered(mine, masked) if exchange.foreign_queries else mine)
                         else:
                             work = work.under(index)

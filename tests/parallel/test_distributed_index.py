@@ -16,7 +16,7 @@ from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.mesh import make_context_group
 from mtrain_cli.sparsity.fixed import FixedPattern
 from mtrain_cli.sparsity.moba import MobaPattern
-from mtrain_cli.sparsity.pattern import Masked, Pattern
+from mtrain_cli.sparsity.pattern import MaskedPositions, Pattern
 from mtrain_cli.sparsity.vertical_slash import VerticalSlashPattern
 from mtrain_cli.sparsity.xattention import XAttentionPattern
 
@@ -102,7 +102,7 @@ def estimates(rank: int, world: int, dtype_name: str, fused: bool = False, names
                     dynamic.count()
                     found[cell] = (index.tensors(), dynamic.records[0].counts.pairs)
                     if rank == 0:
-                        alone = pattern.estimate(q, k, Masked.make(batch_masks, BLOCK), 3)
+                        alone = pattern.estimate(q, k, MaskedPositions.make(batch_masks, BLOCK), 3)
                         work = MaskWork.make(batch_masks, BLOCK, bitmap=isinstance(index, BlockBitmap))
                         found[cell] += (alone.tensors(), alone.counts(work).pairs)
     return found
@@ -190,7 +190,7 @@ def test_some_workers_hold_no_probed_query_and_some_only_padding():
 def test_shards_that_are_not_whole_blocks_are_refused():
     layout = make_layout("zigzag", 2, 72, BLOCK)
     with pytest.raises(ValueError, match="whole blocks"):
-        Masked.make([SequenceMask.causal(72, 72)], BLOCK, shards=[layout.positions(r) for r in range(2)], group=_Pair())
+        MaskedPositions.make([SequenceMask.causal(72, 72)], BLOCK, shards=[layout.positions(r) for r in range(2)], group=_Pair())
 
 
 class _Pair:

@@ -13,9 +13,9 @@ from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.attention.triton_kernel import TritonKernel
 from mtrain_cli.config.compose import compose
 from mtrain_cli.config.schema import ConfigError, TopologyConfig
-from mtrain_cli.parallel.exchange_bytes import Sizes, pass_bytes
+from mtrain_cli.parallel.exchange_bytes import ShardSizes, pass_bytes
 from mtrain_cli.parallel.exchange_selection import ExchangeNeeds, choose_exchange, gathered_bytes, keys_bytes, queries_bytes, trading_bytes
-from mtrain_cli.parallel.schedule import CONTEXT, Options, make_schedule
+from mtrain_cli.parallel.schedule import CONTEXT, ScheduleOptions, make_schedule
 
 AUTO = compose([]).topology
 NEEDS = ExchangeNeeds(workers=4, per_node=4, tokens=1 << 17, heads=16, kv_heads=2, head_dim=128, dtype_bytes=2, device_memory=8 << 30)
@@ -120,9 +120,10 @@ def test_what_circulates_is_what_is_fewer_bytes(heads, kv_heads, needs_out, circ
 @pytest.mark.parametrize("kernel", [Flash4Kernel, SdpaKernel, TritonKernel, ReferenceKernel])
 def test_backward_of_a_model_without_grouped_heads_sends_a_third_less_where_queries_circulate(kernel):
     """1M tokens, 32 heads of 128, a ring of 32 (BurstEngine, section 3.1): delta travels, out does not."""
-    sizes = Sizes((1 << 20) // 32, 32, 32, 128, 2, kernel().needs_out)
+    sizes = ShardSizes((1 << 20) // 32, 32, 32, 128, 2, kernel().needs_out)
     keys, queries = (
-        pass_bytes(make_schedule("ring", Options(32, 8, circulates=what)), 0, sizes, backward=True) / 2**30 for what in ("kv", "queries")
+        pass_bytes(make_schedule("ring", ScheduleOptions(32, 8, circulates=what)), 0, sizes, backward=True) / 2**30
+        for what in ("kv", "queries")
     )
     assert (round(keys, 1), round(queries, 1)) == (46.5, 31.2)
 
@@ -131,14 +132,14 @@ def test_backward_of_a_model_without_grouped_heads_sends_a_third_less_where_quer
 @pytest.mark.parametrize("kv_heads", [2, 16])
 def test_bytes_of_formulas_are_those_of_the_schedule(exchange, kv_heads):
     needs = replace(NEEDS, kv_heads=kv_heads)
-    sizes = Sizes(needs.shard, needs.heads, kv_heads, needs.head_dim, needs.dtype_bytes)
-    schedule = make_schedule(exchange, Options(4, 4))
+    sizes = ShardSizes(needs.shard, needs.heads, kv_heads, needs.head_dim, needs.dtype_bytes)
+    schedule = make_schedule(exchange, ScheduleOptions(4, 4))
     for rank in range(4):
         assert (pass_bytes(schedule, rank, sizes, backward=False), pass_bytes(schedule, rank, sizes, backward=True)) == keys_bytes(needs)
     if exchange == "ring":
-        queries = make_schedule(exchange, Options(4, 4, circulates="queries"))
+        queries = make_schedule(exchange, ScheduleOptions(4, 4, circulates="queries"))
         assert pass_bytes(queries, 0, sizes, backward=True) == queries_bytes(needs)
-        trading = make_schedule("all_gather", Options(4, 4, heads=4))
+        trading = make_schedule("all_gather", ScheduleOptions(4, 4, heads=4))
         assert pass_bytes(trading, 0, sizes, backward=False) == trading_bytes(needs, 4)
         assert pass_bytes(trading, 0, sizes, backward=True) == trading_bytes(needs, 4)
 

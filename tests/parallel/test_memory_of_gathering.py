@@ -128,5 +128,5 @@ def test_the_most_that_is_held_is_what_is_told(ranks, layout, chunks, kv_heads, 
     config = compose(["model=tiny", f"seq={TOKENS * ranks}", "train.dtype=bfloat16", *shape])
     monkeypatch.setattr(memory, "kernel_backward", lambda *_: (grad.itemsize, buffer))
     how = ExchangeChoice(name, "", per_node=per_node or ranks, chunks=chunks)
-    told = memory._Step(config, ranks, parts, how, "flash4", 2).exchange_in_backward()
+    told = memory._StepMemory(config, ranks, parts, how, "flash4", 2).exchange_in_backward()
     assert held.most == pytest.approx(told, rel=0.04)

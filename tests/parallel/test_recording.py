@@ -17,7 +17,7 @@ from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.config.compose import compose
 from mtrain_cli.parallel import nvtx_ranges
 from mtrain_cli.parallel.context_attention import ContextAttention
-from mtrain_cli.parallel.exchange_bytes import Sizes, pass_bytes
+from mtrain_cli.parallel.exchange_bytes import ShardSizes, pass_bytes
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
@@ -54,7 +54,7 @@ def recorded(rank: int, world: int, name: str, heads: int, sparse: bool) -> tupl
     attend(q, k, v, 7).sum().backward()
     recorder.start()
     assert recorder.read() == [], "what is done outside of a recording is not in it"
-    sizes = Sizes(layout.tokens_per_worker, HEADS, KV_HEADS, HEAD_DIM, 4, SdpaKernel().needs_out)
+    sizes = ShardSizes(layout.tokens_per_worker, HEADS, KV_HEADS, HEAD_DIM, 4, SdpaKernel().needs_out)
     return found, tuple(pass_bytes(exchange.schedule, rank, sizes, backward=b) for b in (False, True))
 
 
@@ -193,7 +193,7 @@ class Domain:
 @pytest.mark.parametrize("recording_too", [False, True])
 def test_a_listener_hears_few_names_with_the_step_as_payload(monkeypatch, recording_too):
     domain = Domain()
-    monkeypatch.setattr(nvtx_ranges, "_LISTENER", [nvtx_ranges.Ranges(domain)])
+    monkeypatch.setattr(nvtx_ranges, "_LISTENER", [nvtx_ranges.NvtxRanges(domain)])
     layout = make_layout("striped", 1, SEQ, 4)
     exchange = make_exchange("all_gather", layout, ContextGroup.alone())
     attend = ContextAttention.make(exchange, SdpaKernel(), [SequenceMask.causal(SEQ, layout.padded_seq)], "cpu")

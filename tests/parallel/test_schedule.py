@@ -8,19 +8,32 @@ from itertools import product
 
 import pytest
 
-from mtrain_cli.parallel.schedule import DKV, DQ, EXCHANGES, GRADIENTS, HEADS, KV, QUERIES, Options, Schedule, Step, Transfer, make_schedule
+from mtrain_cli.parallel.schedule import (
+    DKV,
+    DQ,
+    EXCHANGES,
+    GRADIENTS,
+    HEADS,
+    KV,
+    QUERIES,
+    Schedule,
+    ScheduleOptions,
+    ScheduleStep,
+    Transfer,
+    make_schedule,
+)
 
 SIZES = [(1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (4, 8), (6, 2), (6, 3), (7, 7), (7, 1), (8, 4), (12, 3), (12, 4), (12, 12), (16, 8)]
 
 
-def cases() -> list[tuple[str, Options]]:
+def cases() -> list[tuple[str, ScheduleOptions]]:
     """Every exchange with every combination of numbers that fits."""
     found = []
     for (workers, per_node), heads, circulates, prefetch in product(SIZES, (1, 2, 3, 4, 6), (KV, QUERIES), (1, 2, 3)):
         if workers % heads or (per_node % heads and heads % per_node):
             continue
         for chunks in (1, 2, 4):
-            options = Options(workers, per_node, chunks, prefetch, circulates, heads)
+            options = ScheduleOptions(workers, per_node, chunks, prefetch, circulates, heads)
             if circulates == KV and prefetch == 1:
                 found += [("all_gather", options), ("hierarchical_all_gather", options)]
             if chunks == 1:
@@ -31,7 +44,7 @@ def cases() -> list[tuple[str, Options]]:
 class Play:
     """All ranks of one pass, each as far as it gets until all are through: a rank waits for its transfers, a transfer for its partners."""
 
-    def __init__(self, schedule: Schedule, steps: tuple[tuple[Step, ...], ...], held: list[set[int]], moves: str) -> None:
+    def __init__(self, schedule: Schedule, steps: tuple[tuple[ScheduleStep, ...], ...], held: list[set[int]], moves: str) -> None:
         self.schedule, self.steps, self.moves = schedule, steps, moves
         self.heads = schedule.heads
         self.held = held  # shards of what moves that each rank has
@@ -77,7 +90,7 @@ class Play:
             for transfer in step.send:
                 self.post(rank, transfer)
 
-    def compute(self, rank: int, step: Step) -> None:
+    def compute(self, rank: int, step: ScheduleStep) -> None:
         if not step.queries:
             assert not step.keys
             return
@@ -183,11 +196,11 @@ class Play:
         return True
 
 
-def check(name: str, options: Options) -> None:
+def check(name: str, options: ScheduleOptions) -> None:
     check_schedule(make_schedule(name, options), options)
 
 
-def check_schedule(schedule: Schedule, options: Options) -> None:
+def check_schedule(schedule: Schedule, options: ScheduleOptions) -> None:
     w, u = options.workers, options.heads
     everyone = range(w)
     own = [set(range(r - r % u, r - r % u + u)) for r in everyone]
@@ -221,7 +234,7 @@ def test_pairs_partners_and_gradients(name):
 
 
 def test_the_tests_see_a_lost_hop_a_wrong_neighbour_and_a_gradient_that_stays():
-    options = Options(4, 2)
+    options = ScheduleOptions(4, 2)
     good = make_schedule("hierarchical_ring", options)
 
     def without(steps, rank, at, **what):
@@ -240,30 +253,30 @@ def test_the_tests_see_a_lost_hop_a_wrong_neighbour_and_a_gradient_that_stays():
     for change in bad:
         schedule = replace(good, **change)
         with pytest.raises((AssertionError, KeyError, ValueError)):
-            check_schedule(schedule, Options(4, 2))
+            check_schedule(schedule, ScheduleOptions(4, 2))
 
 
 @pytest.mark.parametrize(("name", "per_node", "each"), [("all_gather", 4, 1), ("hierarchical_all_gather", 2, 2)])
 def test_gradients_of_a_part_have_left_before_the_next_ones_do(name, per_node, each):
-    for steps in make_schedule(name, Options(4, per_node, chunks=3)).backward:
+    for steps in make_schedule(name, ScheduleOptions(4, per_node, chunks=3)).backward:
         assert [len(step.send) for step in steps] == [each] * 3
         assert [step.collect for step in steps] == [(), *(tuple(t.number for t in step.send) for step in steps[:-1])]
 
 
 @pytest.mark.parametrize("workers", [2, 7])
 def test_a_ring_hops_one_time_less_than_it_has_workers(workers):
-    schedule = make_schedule("ring", Options(workers, workers))
+    schedule = make_schedule("ring", ScheduleOptions(workers, workers))
     for steps in (*schedule.forward, *schedule.backward):
         assert sum(t.payload == KV for s in steps for t in s.transfers) == workers - 1
     assert all(sum(t.payload == DKV for s in steps for t in s.transfers) == workers - 1 for steps in schedule.backward)
     assert all(schedule.keeps[r] == schedule.forward[r][-1].keys for r in range(workers)), "backward starts from what came last"
-    queries = make_schedule("ring", Options(workers, workers, circulates=QUERIES))
+    queries = make_schedule("ring", ScheduleOptions(workers, workers, circulates=QUERIES))
     assert all(sum(t.payload == DQ for s in steps for t in s.transfers) == workers - 1 for steps in queries.backward)
 
 
 @pytest.mark.parametrize("name", ["hierarchical_ring", "hierarchical_all_gather"])
 def test_between_nodes_a_shard_crosses_once_a_node(name):
-    schedule = make_schedule(name, Options(12, 4))
+    schedule = make_schedule(name, ScheduleOptions(12, 4))
     for steps, payload in ((schedule.forward, KV), (schedule.backward, DKV)):
         for rank, mine in enumerate(steps):
             crossing = [t for s in mine for t in s.transfers if t.payload == payload and schedule.crosses_nodes(rank, t)]
@@ -271,13 +284,13 @@ def test_between_nodes_a_shard_crosses_once_a_node(name):
 
 
 def test_a_flat_ring_crosses_nodes_at_their_ends_only():
-    schedule = make_schedule("ring", Options(8, 4))
+    schedule = make_schedule("ring", ScheduleOptions(8, 4))
     crossing = [any(schedule.crosses_nodes(r, t) for s in schedule.forward[r] for t in s.transfers) for r in range(8)]
     assert crossing == [True, False, False, True, True, False, False, True]
 
 
 def test_neighbours_of_a_node_are_in_that_node():
-    schedule = make_schedule("hierarchical_ring", Options(8, 4))
+    schedule = make_schedule("hierarchical_ring", ScheduleOptions(8, 4))
     inner = [(r, t) for r in range(8) for s in schedule.forward[r] for t in s.transfers if t.channel == "inner"]
     assert inner
     assert not any(schedule.crosses_nodes(r, t) for r, t in inner)
@@ -287,7 +300,7 @@ def test_neighbours_of_a_node_are_in_that_node():
 def test_ranks_of_one_step_look_equally_far_back(name, classes):
     # The balance of striped layouts rests on it: query block - key block is in one residue class on all ranks. Rings that stay in their
     # node have two classes in a step, since the first ranks of a node look back at its last ones.
-    schedule = make_schedule(name, Options(8, 4))
+    schedule = make_schedule(name, ScheduleOptions(8, 4))
     for steps in (schedule.forward, schedule.backward):
         for now in zip(*steps, strict=True):
             distances = {(rank - step.keys[0]) % 8 for rank, step in enumerate(now)}
@@ -302,11 +315,11 @@ def test_how_many_cases():
 @pytest.mark.parametrize(
     ("exchange", "options", "message"),
     [
-        ("star", Options(2, 2), "topology.exchange=star"),
-        ("ring", Options(6, 4), "do not divide 6 workers"),
-        ("ring", Options(6, 6, heads=4), "do not divide 6 workers"),
-        ("ring", Options(12, 4, heads=3), "do not fit 4 ranks a node"),
-        ("ring", Options(2, 2, prefetch=0), "at least 1"),
+        ("star", ScheduleOptions(2, 2), "topology.exchange=star"),
+        ("ring", ScheduleOptions(6, 4), "do not divide 6 workers"),
+        ("ring", ScheduleOptions(6, 6, heads=4), "do not divide 6 workers"),
+        ("ring", ScheduleOptions(12, 4, heads=3), "do not fit 4 ranks a node"),
+        ("ring", ScheduleOptions(2, 2, prefetch=0), "at least 1"),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused(exchange, options, message):
@@ -316,7 +329,7 @@ def test_numbers_that_do_not_fit_are_refused(exchange, options, message):
 
 @pytest.mark.parametrize("prefetch", [1, 2, 3])
 def test_a_hop_is_posted_as_many_turns_ahead_as_asked(prefetch):
-    for steps in make_schedule("ring", Options(5, 5, prefetch=prefetch)).forward:
+    for steps in make_schedule("ring", ScheduleOptions(5, 5, prefetch=prefetch)).forward:
         posted = {t.number: at for at, step in enumerate(steps) for t in step.post}
         awaited = {number: at for at, step in enumerate(steps) for number in step.wait}
         assert [posted[n] for n in sorted(posted)] == [max(0, turn - prefetch) for turn in range(1, 5)]
@@ -325,13 +338,13 @@ def test_a_hop_is_posted_as_many_turns_ahead_as_asked(prefetch):
 
 @pytest.mark.parametrize("name", ["all_gather", "hierarchical_all_gather"])
 def test_a_part_of_the_heads_is_gathered_while_the_one_before_is_computed(name):
-    for steps in make_schedule(name, Options(4, 2, chunks=3)).forward:
+    for steps in make_schedule(name, ScheduleOptions(4, 2, chunks=3)).forward:
         coming = [{t.part for t in step.post} for step in steps]
         assert coming == [{(0, 3), (1, 3)}, {(2, 3)}, set()]
 
 
 def test_what_moves_between_those_who_share_no_heads_waits_for_the_trade():
-    for steps in make_schedule("ring", Options(4, 4, heads=2)).forward:
+    for steps in make_schedule("ring", ScheduleOptions(4, 4, heads=2)).forward:
         trade, *others = steps[0].post
         assert trade.kind == "all_to_all"
         assert others
@@ -341,16 +354,16 @@ def test_what_moves_between_those_who_share_no_heads_waits_for_the_trade():
 @pytest.mark.parametrize(
     ("name", "options", "channels"),
     [
-        ("ring", Options(4, 2), ("context",)),
-        ("hierarchical_ring", Options(4, 2), ("inner", "outer")),
-        ("hierarchical_ring", Options(4, 4), ("inner",)),
-        ("hierarchical_ring", Options(4, 1), ("outer",)),
-        ("hierarchical_all_gather", Options(4, 2), ("inner", "outer")),
-        ("hierarchical_all_gather", Options(4, 4), ("context",)),
-        ("hierarchical_all_gather", Options(4, 1), ("context",)),
-        ("hierarchical_all_gather", Options(4, 2, heads=2), ("context",)),
-        ("all_gather", Options(4, 4, heads=4), ()),
-        ("ring", Options(1, 1), ()),
+        ("ring", ScheduleOptions(4, 2), ("context",)),
+        ("hierarchical_ring", ScheduleOptions(4, 2), ("inner", "outer")),
+        ("hierarchical_ring", ScheduleOptions(4, 4), ("inner",)),
+        ("hierarchical_ring", ScheduleOptions(4, 1), ("outer",)),
+        ("hierarchical_all_gather", ScheduleOptions(4, 2), ("inner", "outer")),
+        ("hierarchical_all_gather", ScheduleOptions(4, 4), ("context",)),
+        ("hierarchical_all_gather", ScheduleOptions(4, 1), ("context",)),
+        ("hierarchical_all_gather", ScheduleOptions(4, 2, heads=2), ("context",)),
+        ("all_gather", ScheduleOptions(4, 4, heads=4), ()),
+        ("ring", ScheduleOptions(1, 1), ()),
     ],
 )
 def test_a_schedule_names_its_channels(name, options, channels):

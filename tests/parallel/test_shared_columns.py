@@ -12,8 +12,8 @@ from mtrain_cli.attention.packed_columns import whole_columns
 from mtrain_cli.parallel.exchange import WHOLE_SEQUENCE
 from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.parallel.ring_exchange import Circulating, _Columns
-from mtrain_cli.parallel.schedule import Options, make_schedule
+from mtrain_cli.parallel.ring_exchange import RingExchange, _Columns
+from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 
 SEQ, BLOCK, WORLD, HEADS, WIDTH = 61, 4, 3, 4, 6
 
@@ -33,9 +33,9 @@ def index_of(layout: Layout, seed: int) -> VerticalSlash:
 def test_every_rank_packs_and_gets_back_the_columns_among_its_own_keys(name, part):
     layout = make_layout(name, WORLD, SEQ, BLOCK, unit=BLOCK)
     mask = SequenceMask.from_documents(np.repeat([0, 1], [25, SEQ - 25]), layout.padded_seq)
-    schedule = make_schedule("ring", Options(WORLD, WORLD))
+    schedule = make_schedule("ring", ScheduleOptions(WORLD, WORLD))
     heads = range(HEADS)[part[0] * HEADS // part[1] : (part[0] + 1) * HEADS // part[1]]
-    exchanges = [Circulating(layout, ContextGroup(rank, tuple(range(WORLD))), schedule, part) for rank in range(WORLD)]
+    exchanges = [RingExchange(layout, ContextGroup(rank, tuple(range(WORLD))), schedule, part) for rank in range(WORLD)]
     works = [exchange.work([mask], "cpu", BLOCK) for exchange in exchanges]
     # The second layer is under another index, with the same masks.
     for index in (index_of(layout, 1), index_of(layout, 2)):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mtrain_cli.parallel.layout import make_layout
-from mtrain_cli.parallel.wide_copy import contiguous, copy, in_words
+from mtrain_cli.parallel.wide_copy import as_wide, contiguous, copy
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
@@ -36,7 +36,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     ],
 )
 def test_numbers_are_as_wide_as_memory_allows(tensor, word):
-    words = in_words(tensor)
+    words = as_wide(tensor)
     assert words.dtype == word
     assert words.data_ptr() == tensor.data_ptr()
     assert torch.equal(words.view(tensor.dtype), tensor)

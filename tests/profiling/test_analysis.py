@@ -15,7 +15,7 @@ from mtrain_cli.profiling.analysis import BINS, Estimate, _Gathered, analyse
 from mtrain_cli.profiling.imbalance import computation, imbalance
 from mtrain_cli.profiling.record_sums import iterations, survey
 from mtrain_cli.profiling.records import LINKS, PAYLOADS, open_records
-from mtrain_cli.profiling.wait_causes import Blame
+from mtrain_cli.profiling.wait_causes import WaitAttribution
 
 LINK = {"context": 0.2, "inner": 0.1, "outer": 0.5, "heads": 0.2}
 
@@ -150,7 +150,7 @@ def test_what_is_drawn_from_long_recordings_has_every_step_and_layer(tmp_path, m
     monkeypatch.setattr("mtrain_cli.profiling.analysis.MOST_TABLES", count)
     recorded = open_records(write(tmp_path, [rows], [facts_of(ring(steps), layers=layers)], wanted=count))
     shapes, last = survey(recorded)
-    gathered = _Gathered(shapes[0], Blame(shapes[0], 0.0))
+    gathered = _Gathered(shapes[0], WaitAttribution(shapes[0], 0.0))
     assert (gathered.value_stride, gathered.table_stride) == (steps, layers)
     for _, iteration in iterations(recorded, shapes, last):
         gathered.add(iteration)
@@ -201,7 +201,7 @@ def charged(folder, heavy: dict[tuple[int, int], float]) -> dict[tuple[int, int]
     )
     shapes, last = survey(recorded)
     ((shape, iteration),) = iterations(recorded, shapes, last)
-    blame = Blame(shape, 0.0)
+    blame = WaitAttribution(shape, 0.0)
     blame.add(iteration)
     lost = blame.charges[0].lost[0]
     return {(int(r), int(s) - 1): float(lost[r, s]) for r, s in zip(*np.nonzero(lost), strict=True)}

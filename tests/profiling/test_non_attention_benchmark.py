@@ -14,14 +14,14 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, INDEX
 from mtrain_cli.profiling import non_attention_benchmark as measuring
-from mtrain_cli.profiling.non_attention_benchmark import RestTime, profile_rest, save_rest
-from mtrain_cli.simulation.calibration import LOSS, Measured, RestPoint, load_calibration
+from mtrain_cli.profiling.non_attention_benchmark import NonAttentionTime, profile_non_attention, save_non_attention
+from mtrain_cli.simulation.calibration import LOSS, NonAttentionPoint, NonAttentionTimes, load_calibration
 from mtrain_cli.simulation.cluster import load_cluster
-from mtrain_cli.simulation.non_attention_cost import Rest
+from mtrain_cli.simulation.non_attention_cost import NonAttentionCost
 from mtrain_cli.simulation.predicted_step import PredictedStep
-from mtrain_cli.simulation.scenario import Outcome, Pairs, Scenario, evaluate, plan_on
+from mtrain_cli.simulation.scenario import PairSource, PredictedScenario, Scenario, evaluate, plan_on
 from mtrain_cli.training.flops import parameters
-from mtrain_cli.training.resolution import make_choices
+from mtrain_cli.training.resolution import resolve_run
 
 LENGTHS = (128, 256, 640)
 H200 = load_cluster("h200_1x8")
@@ -54,8 +54,8 @@ def test_what_is_timed_is_what_is_counted(configs, monkeypatch):
             return found
 
     monkeypatch.setattr(measuring, "_Bench", Bench)
-    reported: list[RestTime] = []
-    times = profile_rest(configs, 1, reported.append)
+    reported: list[NonAttentionTime] = []
+    times = profile_non_attention(configs, 1, reported.append)
     assert times == reported
     assert [(t.part, t.tokens) for t in times] == [(part, n) for n in LENGTHS for part in (FORWARD, BACKWARD, LOSS, INDEX)]
     assert all(t.ms > 0 for t in times)
@@ -86,7 +86,7 @@ def test_times_are_of_one_layer_forward_and_backward(configs, monkeypatch):
 
     monkeypatch.setattr(measuring, "Recorder", Ticks)
     config = replace(configs[0], train=replace(configs[0].train, keep_mlp=True, loss_gradients="recompute"))
-    bench = measuring._Bench(config, make_choices(config, resolve_environment(config)), torch.device("cpu"))
+    bench = measuring._Bench(config, resolve_run(config, resolve_environment(config)), torch.device("cpu"))
     layers = len(bench.decoder.layers)
     assert layers > 1
     assert bench.layer(128, 3) == pytest.approx((1e3 / layers, 2e3 / layers))
@@ -101,7 +101,7 @@ def test_every_estimate_of_an_index_is_made_anew(configs, monkeypatch):
     estimate = VerticalSlashPattern.estimate
     monkeypatch.setattr(VerticalSlashPattern, "estimate", lambda *arguments: made.append(1) or estimate(*arguments))
     config = configs[0]
-    measuring._Bench(config, make_choices(config, resolve_environment(config)), torch.device("cpu")).index(128, 3)
+    measuring._Bench(config, resolve_run(config, resolve_environment(config)), torch.device("cpu")).index(128, 3)
     assert len(made) == 2 + 3
 
 
@@ -118,19 +118,19 @@ def test_a_layer_is_told_by_the_rows_of_its_tiles(configs, monkeypatch):
     monkeypatch.setattr(measuring, "_Bench", Bench)
     tiled = replace(configs[-1], train=replace(configs[-1].train, tile_mib=1))
     # A token of the MLP has 11 KiB of temporaries, and a tile is whole in the products' own.
-    assert {(t.tokens, t.rows) for t in profile_rest([configs[-1], tiled], 1, lambda _: None)} == {(640, 640), (640, 80)}
+    assert {(t.tokens, t.rows) for t in profile_non_attention([configs[-1], tiled], 1, lambda _: None)} == {(640, 640), (640, 80)}
 
 
 def test_a_file_of_times_is_a_calibration(configs, tmp_path):
     path = tmp_path / "rest.json"
     kinds = ((FORWARD, 1.0), (BACKWARD, 2.0), (LOSS, 4.0))
     times = [
-        RestTime(part=part, tokens=tokens, rows=tokens // 2, ms=each * tokens, flop=1e6 * tokens, moved=1e3, heads=4)
+        NonAttentionTime(part=part, tokens=tokens, rows=tokens // 2, ms=each * tokens, flop=1e6 * tokens, moved=1e3, heads=4)
         for part, each in kinds
         for tokens in (256, 1024)
     ]
-    times += [RestTime(part=INDEX, tokens=n, rows=n, ms=1.5 + 0.25 * n, flop=0.0, moved=0.0, heads=4) for n in (100, 200, 400)]
-    save_rest(times, path, "mtrain profile rest", configs[0], "cpu")
+    times += [NonAttentionTime(part=INDEX, tokens=n, rows=n, ms=1.5 + 0.25 * n, flop=0.0, moved=0.0, heads=4) for n in (100, 200, 400)]
+    save_non_attention(times, path, "mtrain profile rest", configs[0], "cpu")
     found = load_calibration(path)
     assert found.curves == ()
     assert found.rest is not None
@@ -160,10 +160,10 @@ def test_a_file_of_times_is_a_calibration(configs, tmp_path):
 def test_shares_are_by_what_is_expected():
     """1, 100 and 10,000 us expected took 4, 1.5 and 1.2 times as long; the first, then, waited for the host."""
 
-    def measured(*shares: tuple[float, float]) -> Measured:
-        return Measured(tuple(RestPoint(FORWARD, 1, us * share, us, 0.0, 1) for us, share in shares))
+    def measured(*shares: tuple[float, float]) -> NonAttentionTimes:
+        return NonAttentionTimes(tuple(NonAttentionPoint(FORWARD, 1, us * share, us, 0.0, 1) for us, share in shares))
 
-    def at(of: Measured, us: float) -> tuple[float, bool]:
+    def at(of: NonAttentionTimes, us: float) -> tuple[float, bool]:
         share, inside = of.share(FORWARD, us, lambda point: point.flop)
         return pytest.approx(share), inside
 
@@ -178,11 +178,11 @@ def test_shares_are_by_what_is_expected():
     assert at(measured((100.0, 1.0), (100.0, 2.0), (100.0, 4.0)), 100.0) == (2.0, True)
 
 
-def _step(rest: Measured | None, monkeypatch, **more) -> Outcome:
+def _step(rest: NonAttentionTimes | None, monkeypatch, **more) -> PredictedScenario:
     from mtrain_cli.simulation import calibration
 
     monkeypatch.setattr(calibration, "_rest_of", lambda *_: rest)
-    pairs = Pairs("uniform", 0.05, 2048)
+    pairs = PairSource("uniform", 0.05, 2048)
     config = compose(["model=qwen3b", "seq=128k", *pairs.sparsity()])
     plan = plan_on(H200, config, workers=4, layout="striped", exchange="all_gather")
     return evaluate(H200, Scenario(config, pairs.problem(config)), plan, **more)
@@ -192,18 +192,18 @@ def test_steps_are_priced_by_what_was_measured(monkeypatch):
     """Parts that take 1.5 times as long as the constants say make the parts of a step so much longer, and no others."""
     flops, bytes_us = H200.gpu.gemm_tflops.value * 1e6, H200.gpu.hbm_gbps.value * 1e3
 
-    def measured(forward: float, backward: float, loss: float) -> Measured:
+    def measured(forward: float, backward: float, loss: float) -> NonAttentionTimes:
         """As much longer as that whatever the size, but for the loss, of which so little was not measured."""
         longer = {FORWARD: forward, BACKWARD: backward, LOSS: loss}
-        return Measured(
+        return NonAttentionTimes(
             tuple(
-                RestPoint(part, 1000, more * (size / flops + 1e-3 * size / bytes_us), size, 1e-3 * size, 16)
+                NonAttentionPoint(part, 1000, more * (size / flops + 1e-3 * size / bytes_us), size, 1e-3 * size, 16)
                 for part, more in longer.items()
                 for size in ((1e9, 1e15) if part != LOSS else (1e15,))
             )
         )
 
-    def priced(rest: Measured | None) -> PredictedStep:
+    def priced(rest: NonAttentionTimes | None) -> PredictedStep:
         return _step(rest, monkeypatch).step
 
     by_constants, alike, both, last = (
@@ -224,9 +224,9 @@ def test_steps_are_priced_by_what_was_measured(monkeypatch):
     near = priced(replace(measured(1.0, 1.0, 1.0), points=measured(1.0, 1.0, 1.0).points + measured(1.0, 1.0, 1.0).points))
     assert near.seconds == alike.seconds
     inside = [point for point in measured(1.0, 1.0, 1.0).points if point.part != LOSS] + [
-        RestPoint(LOSS, 1, size / flops, size, 0.0, 16) for size in (1e9, 1e15)
+        NonAttentionPoint(LOSS, 1, size / flops, size, 0.0, 16) for size in (1e9, 1e15)
     ]
-    narrow = priced(Measured(tuple(inside)))
+    narrow = priced(NonAttentionTimes(tuple(inside)))
     assert narrow.seconds.value == pytest.approx(alike.seconds.value)
     assert narrow.seconds.low > alike.seconds.low
     assert narrow.seconds.high < alike.seconds.high
@@ -239,17 +239,17 @@ def test_steps_are_priced_by_what_was_measured(monkeypatch):
 def test_small_tiles_are_not_taken_for_layers_of_as_few_tokens(tile_mib, rows, size):
     """A layer of few tokens waits for the host, once; the tiles of one do not each."""
     config = compose(["model=qwen3b", "seq=128k", f"train.tile_mib={tile_mib}"])
-    rest = Rest.of(plan_on(H200, config, workers=4, layout="striped", exchange="all_gather"))
+    rest = NonAttentionCost.of(plan_on(H200, config, workers=4, layout="striped", exchange="all_gather"))
     assert (rest.tokens, rest.rows) == (32768, rows)
     assert rest.size(FORWARD) == rest.size(BACKWARD) == size
     assert rest.size(LOSS) == 32768
-    few = Rest.of(plan_on(H200, compose(["model=qwen3b", "seq=4k"]), workers=4, layout="striped", exchange="all_gather"))
+    few = NonAttentionCost.of(plan_on(H200, compose(["model=qwen3b", "seq=4k"]), workers=4, layout="striped", exchange="all_gather"))
     assert few.size(FORWARD) == few.tokens == 1024
 
 
 def test_an_index_costs_what_was_measured_by_its_heads(monkeypatch):
-    points = tuple(RestPoint(INDEX, n, us, 0.0, 0.0, 8) for n, us in ((16384, 5000.0), (49152, 7000.0)))
-    found = _step(Measured(points), monkeypatch, bounds=False).attention
+    points = tuple(NonAttentionPoint(INDEX, n, us, 0.0, 0.0, 8) for n, us in ((16384, 5000.0), (49152, 7000.0)))
+    found = _step(NonAttentionTimes(points), monkeypatch, bounds=False).attention
     # 16 heads here, 8 there, whose launches are the same; 32K tokens on each of four.
     assert found.passes[FORWARD].spent["index"] == pytest.approx(5.0 + 2 * 1.0)
 
@@ -277,7 +277,7 @@ def test_times_of_another_gpu_are_none():
 
 def test_attention_is_left_out_and_gradients_pass():
     q, k, v = (torch.randn(1, 5, 2, 3, requires_grad=True) for _ in range(3))
-    out = measuring._left_out(q, k, v, 0)
+    out = measuring._no_attention(q, k, v, 0)
     assert torch.equal(out, q)
     out.sum().backward()
     assert torch.equal(q.grad, torch.ones_like(q))

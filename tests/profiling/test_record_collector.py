@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from mtrain_cli.parallel.recording import NOTHING, Message, Span
+from mtrain_cli.parallel.recording import NOTHING, MessageTag, Span
 from mtrain_cli.profiling import record_collector
 from mtrain_cli.profiling.record_collector import own_rows, together
 from mtrain_cli.profiling.records import ROW, WORDS
 from mtrain_cli.simulation.work_counts import StepWork
 
 
-def span(kind: str, start: float, end: float, message: Message = NOTHING, step: int = 0, direction: str = "forward") -> Span:
+def span(kind: str, start: float, end: float, message: MessageTag = NOTHING, step: int = 0, direction: str = "forward") -> Span:
     return Span(kind, 0, 0, direction, step, message, start, end - start)
 
 
-def hop(to: int, source: int, number: int = 0, shard: int = 0, leaving: int = 0) -> Message:
-    return Message("inner", "kv", shard, leaving, to, source, 100, 200, number)
+def hop(to: int, source: int, number: int = 0, shard: int = 0, leaving: int = 0) -> MessageTag:
+    return MessageTag("inner", "kv", shard, leaving, to, source, 100, 200, number)
 
 
 def waits(*ranks: list[Span], offsets: tuple[float, ...] = ()) -> list[tuple[int, float]]:
@@ -33,7 +33,7 @@ def waits(*ranks: list[Span], offsets: tuple[float, ...] = ()) -> list[tuple[int
     return [(int(row["peer"]), round(float(row["late_us"]) / 1e6, 6)) for row in mine]
 
 
-def moved(message: Message, posted: float, ended: float) -> list[Span]:
+def moved(message: MessageTag, posted: float, ended: float) -> list[Span]:
     return [span("send", posted, ended, message), span("receive", posted, ended, message)]
 
 
@@ -73,8 +73,8 @@ def test_messages_of_other_passes_are_other_messages(other):
 
 
 def test_a_collective_waits_for_whoever_comes_last():
-    def gather(peers: tuple[int, ...]) -> Message:
-        return Message("inner", "kv", number=0, peers=peers)
+    def gather(peers: tuple[int, ...]) -> MessageTag:
+        return MessageTag("inner", "kv", number=0, peers=peers)
 
     left, right = gather((0, 1)), gather((2, 3))
     found = waits(

@@ -23,7 +23,7 @@ def some_rows(count: int, seed: int = 0) -> np.ndarray:
     return rows
 
 
-def same(recorded: records.Recorded, rows: np.ndarray) -> bool:
+def same(recorded: records.RecordedFolder, rows: np.ndarray) -> bool:
     found = {name: np.concatenate([b[name] for b in recorded.batches()]) for name in ROW.names}
     return all((found[name] == rows[name]).all() and found[name].dtype == ROW[name] for name in ROW.names)
 

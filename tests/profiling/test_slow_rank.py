@@ -17,7 +17,7 @@ from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import make_context_group
 from mtrain_cli.profiling.analysis import CaseAnalysis, analyse
-from mtrain_cli.profiling.record_collector import Collector
+from mtrain_cli.profiling.record_collector import RecordCollector
 from mtrain_cli.profiling.recorded_work import own_work
 from mtrain_cli.profiling.records import open_records, write_part, write_summary
 
@@ -39,7 +39,7 @@ def profiled(rank: int, world: int, slow: int | None, exchange_name: str) -> np.
     exchange = make_exchange(exchange_name, layout, group)
     masks = [SequenceMask.causal(SEQ, layout.padded_seq)]
     attend = ContextAttention.make(exchange, Delayed() if rank == slow else SdpaKernel(), masks, "cpu")
-    collector = Collector(rank, world, torch.device("cpu"), dist.group.WORLD)
+    collector = RecordCollector(rank, world, torch.device("cpu"), dist.group.WORLD)
     q, k, v = (torch.randn(1, layout.tokens_per_worker, h, 16, requires_grad=True) for h in (HEADS, 2, 2))
     found = []
     for iteration in range(4):

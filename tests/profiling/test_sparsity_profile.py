@@ -13,7 +13,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.profiling.pattern_quality import _heads, _sampled
 from mtrain_cli.sparsity.fixed import FixedPattern
 from mtrain_cli.sparsity.moba import MobaPattern
-from mtrain_cli.sparsity.pattern import Masked
+from mtrain_cli.sparsity.pattern import MaskedPositions
 from mtrain_cli.sparsity.recall import recall
 from mtrain_cli.sparsity.vertical_slash import VerticalSlashPattern
 
@@ -26,7 +26,7 @@ def test_rows_are_what_index_mask_and_recall_say(pattern):
     q, k = torch.randn(1, SEQ, HEADS, 8), torch.randn(1, SEQ, 2, 8)
     mask = SequenceMask.from_documents(np.repeat([0, 1, 2], [40, 37, 20]), SEQ)  # 3 tokens are padding
     rows = list(_heads(pattern, q, k, SimpleNamespace(masks=[mask, SequenceMask.causal(SEQ, SEQ)]), 5, 7, np.arange(mask.length), SEQ))
-    masked = Masked.make([mask], BLOCK)
+    masked = MaskedPositions.make([mask], BLOCK)
     index = pattern.estimate(q, k, masked, 5)
     everywhere = torch.arange(SEQ)
     real = everywhere[: mask.length]

@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 
-from mtrain_cli.profiling.step_breakdown import Kind, _claim, find_parts, kernel_part, messages, operator_part, range_part, shortest
+from mtrain_cli.profiling.step_breakdown import (
+    OperationTotals,
+    _claim,
+    find_parts,
+    kernel_part,
+    messages,
+    operator_part,
+    range_part,
+    shortest,
+)
 
 MAIN, BACKWARD = 100, 101  # threads
 
@@ -59,7 +68,7 @@ def test_an_instant_belongs_to_what_the_device_does_then():
     assert found.hidden == 25_000
     assert found.launches == 4
     assert found.launching == 5 * 250  # a copy is started by a call of the same name here
-    assert found.kinds[0] == Kind("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "links", 1, 45_000)
+    assert found.kinds[0] == OperationTotals("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "links", 1, 45_000)
     assert {(k.name, k.ns) for k in found.kinds if k.part == "element-wise"} == {("triton_poi_fused_mul_silu_0", 20_000)}
 
 

@@ -12,15 +12,15 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.profiling import records, worker_calls
 from mtrain_cli.profiling.index_file import RecordedSetup
-from mtrain_cli.profiling.kernel_benchmark import Case, KernelTime, save_calibration
-from mtrain_cli.profiling.worker_calls import profile_shares
+from mtrain_cli.profiling.kernel_benchmark import KernelCase, KernelTime, save_calibration
+from mtrain_cli.profiling.worker_calls import profile_worker_calls
 from mtrain_cli.simulation.calibration import ALONE_COLUMNS, DENSE, DIAGONALS, LISTS, SPARSE, kernels_for, load_calibration
 from mtrain_cli.simulation.cluster import load_cluster
-from mtrain_cli.simulation.families import Family
-from mtrain_cli.simulation.prediction import Problem, predict
-from mtrain_cli.simulation.what_if import Setup
+from mtrain_cli.simulation.families import IndexFamily
+from mtrain_cli.simulation.prediction import AttentionWorkload, predict
+from mtrain_cli.simulation.what_if import ReplaySetup
 
-CASE = Case(seq=128, heads=4, kv_heads=2, head_dim=16, block=16, density=0.3, bars=8)
+CASE = KernelCase(seq=128, heads=4, kv_heads=2, head_dim=16, block=16, density=0.3, bars=8)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def timed() -> list[tuple[KernelTime, int]]:
         found.append(one)
 
     try:
-        assert profile_shares([CASE], [2, 4, 7], ["sdpa"], torch.float32, "cpu", 1, report) == found
+        assert profile_worker_calls([CASE], [2, 4, 7], ["sdpa"], torch.float32, "cpu", 1, report) == found
     finally:
         worker_calls._timed = original
     return list(zip(found, seen, strict=True))
@@ -94,9 +94,9 @@ def test_a_kernel_that_hides_pairs_is_priced_by_all_of_them(timed, tmp_path):
     cluster = dataclasses.replace(base, gpu=dataclasses.replace(base.gpu, name=calibration.device))
 
     def attention(exchange: str, density: float) -> np.ndarray:
-        family = Family("uniform", density=density, columns=0, block=16)
-        problem = Problem(made, (SequenceMask.causal(4096, 4096),), (0,), lambda layer: family.index(layer, 4096, 4), "uniform")
-        setup = Setup("striped", exchange, 4, 4)
+        family = IndexFamily("uniform", density=density, columns=0, block=16)
+        problem = AttentionWorkload(made, (SequenceMask.causal(4096, 4096),), (0,), lambda layer: family.index(layer, 4096, 4), "uniform")
+        setup = ReplaySetup("striped", exchange, 4, 4)
         rows = predict(cluster, problem, setup, kernel="sdpa", calibration=calibration, rows=True, bounds=False).rows
         assert rows is not None
         mine = rows[rows["phase"] == records.WORDS["phase"].index("attention")]

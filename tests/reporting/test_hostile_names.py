@@ -19,7 +19,7 @@ from synthetic_records import Play, recorded_once, ring
 from mtrain_cli.console import Console
 from mtrain_cli.printable import printable
 from mtrain_cli.reporting.html import write_page
-from mtrain_cli.reporting.report_source import Source, open_source
+from mtrain_cli.reporting.report_source import ReportSource, open_source
 from mtrain_cli.reporting.terminal import show_sources
 from mtrain_cli.training.metrics import StepMetrics
 
@@ -31,7 +31,7 @@ STEP = StepMetrics(
 )  # fmt: skip
 
 
-def source_named(tmp_path: Path, name: str) -> Source:
+def source_named(tmp_path: Path, name: str) -> ReportSource:
     source = open_source(recorded_once(tmp_path / "one", Play(ring(2)), layers=(0,), iterations=2))
     cases = tuple(replace(case, label=f"{case.label} {name}") for case in source.cases)
     facts = {**source.facts, "host": name, "gpus": [name], "command": ["mtrain", name], "git_revision": name, "versions": {name: name}}

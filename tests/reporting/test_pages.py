@@ -11,11 +11,11 @@ from reporting.test_html import figures_in
 from mtrain_cli.launch.restart import Restart
 from mtrain_cli.reporting import html, tables
 from mtrain_cli.reporting.curves import POINTS, POINTS_OF_ALL, log_ticks, rate_restarts, smoothed, training_views
-from mtrain_cli.reporting.figures import HEAT_NUMBERS, TIMELINE_BARS, Figure, View, _numbers
+from mtrain_cli.reporting.figures import HEAT_NUMBERS, TIMELINE_BARS, Figure, FigureView, _numbers
 from mtrain_cli.reporting.html import write_page
-from mtrain_cli.reporting.report_source import Source, open_source
+from mtrain_cli.reporting.report_source import ReportSource, open_source
 from mtrain_cli.reporting.run_settings import read_settings
-from mtrain_cli.training.evaluation import Bucket, Evaluation
+from mtrain_cli.training.evaluation import ContextBucket, Evaluation
 from mtrain_cli.training.metrics import StepMetrics
 
 BAD = "</script><b>a & b"
@@ -29,19 +29,19 @@ def step(number: int, **more) -> StepMetrics:
 
 
 def evaluation(number: int, loss: float) -> Evaluation:
-    buckets = (Bucket(0, 128, 10, loss), Bucket(128, 1024, 20, loss - 0.5), Bucket(1024, 2048, 0, None))
+    buckets = (ContextBucket(0, 128, 10, loss), ContextBucket(128, 1024, 20, loss - 0.5), ContextBucket(1024, 2048, 0, None))
     return Evaluation(number, loss, 30, 2, 0.1, "dense", buckets)
 
 
-def trained(name: str, folder: Path, **more) -> Source:
+def trained(name: str, folder: Path, **more) -> ReportSource:
     metrics = tuple(step(n, lr=1e-3 * (1 - n / 50 if n < 30 else 1.5 - n / 50), loss=4 - n / 40) for n in range(1, 41))
     evaluations = (evaluation(0, 4.0), evaluation(40, 3.0))
     settings = {"seq": 4096, "optim.lr": 1e-3, "topology.workers": 2, "run.name": name}
     facts = {"host": "one", "gpus": []}
-    return Source(name, folder, facts, metrics=metrics, evaluations=evaluations, **{"settings": settings, **more})
+    return ReportSource(name, folder, facts, metrics=metrics, evaluations=evaluations, **{"settings": settings, **more})
 
 
-def page(folder: Path, *sources: Source) -> tuple[str, dict[str, dict]]:
+def page(folder: Path, *sources: ReportSource) -> tuple[str, dict[str, dict]]:
     text = write_page(folder / "report.html", sources).read_text()
     return text, {figure["name"]: figure for figure in figures_in(text)}
 
@@ -129,7 +129,7 @@ def recorded_step() -> dict:
 
 
 def test_a_recorded_step_has_a_page(tmp_path):
-    text, found = page(tmp_path, Source(BAD, tmp_path, step=recorded_step()))
+    text, found = page(tmp_path, ReportSource(BAD, tmp_path, step=recorded_step()))
     assert "</script><b>" not in text
     assert f"<h1>{SAFE} <small>recorded step" in text
     (view,) = found["step"]["views"]
@@ -174,7 +174,7 @@ def test_a_page_with_as_much_as_it_may_hold_is_under_one_and_a_half_megabytes(tm
     bars["customdata"] = random.integers(0, 64, (TIMELINE_BARS, 2)).tolist()
     runs = POINTS_OF_ALL // POINTS
     curves = [{"x": list(range(POINTS)), "y": of(POINTS)} for _ in range(runs * 2 * 8)]
-    filled = [Figure("all", "All", ("what",), [View(("a",), [heat, bars, *curves], {})])]
+    filled = [Figure("all", "All", ("what",), [FigureView(("a",), [heat, bars, *curves], {})])]
     monkeypatch.setattr(html, "figures", lambda _: filled)
     size = len(write_page(tmp_path / "report.html", [trained("one", tmp_path)]).read_bytes())
     assert 1e6 < size < 1.5e6

@@ -10,7 +10,7 @@ import pytest
 from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, write
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.reporting.report_source import Source, default, find, known, open_source, ships
+from mtrain_cli.reporting.report_source import ReportSource, default, find, known, open_source, ships
 from mtrain_cli.training.metrics import StepMetrics
 
 WHAT = Play(ring(4))
@@ -45,7 +45,7 @@ def steps(count: int) -> tuple[StepMetrics, ...]:
 
 
 def test_a_training_is_complete_with_its_last_step(tmp_path):
-    run = Source("a", tmp_path, metrics=steps(3), steps_wanted=3)
+    run = ReportSource("a", tmp_path, metrics=steps(3), steps_wanted=3)
     assert (run.complete, run.remarks) == (True, [])
     assert replace(run, steps_wanted=None).complete  # nobody knows how many were wanted
     stopped = replace(run, steps_wanted=4)

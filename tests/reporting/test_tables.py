@@ -12,7 +12,7 @@ from rich.console import Console
 from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, write
 
 from mtrain_cli.reporting import figures, tables
-from mtrain_cli.reporting.report_source import Source, open_source, shortened
+from mtrain_cli.reporting.report_source import ReportSource, open_source, shortened
 from mtrain_cli.reporting.terminal import show_sources
 
 
@@ -27,7 +27,7 @@ def heavy(_direction: str, rank: int, step: int) -> float:
 
 
 @pytest.fixture
-def source(tmp_path) -> Source:
+def source(tmp_path) -> ReportSource:
     return open_source(recorded_once(tmp_path / "one", Play(ring(4), heavy, link={"context": 0.3}), layers=(0, 1), iterations=2))
 
 
@@ -163,7 +163,7 @@ def test_sheets_are_read_back_with_their_numbers(source, tmp_path):
     assert len(found["causes"].rows) == len(case.causes) > 0
 
 
-def noisy(folder, seed: int, scale: float = 1.0) -> Source:
+def noisy(folder, seed: int, scale: float = 1.0) -> ReportSource:
     random = np.random.default_rng(seed)
     parts = []
     for i in range(6):
@@ -200,7 +200,7 @@ def test_ranks_are_shortened():
 def test_sparse_trainings_show_hfu_where_dense_ones_show_mfu_too(tmp_path):
     facts = {"loss": 1.0, "grad_norm": 1.0, "lr": 1e-3, "tokens": 1, "peak_memory_gib": 90.0, "epoch": 0.1, "consumed": 1, "seconds": 1.0}
 
-    def run(name: str, mfu: float, hfu: float, density: float) -> Source:
+    def run(name: str, mfu: float, hfu: float, density: float) -> ReportSource:
         shares = {"tokens_per_second_per_gpu": 20000.0, "mfu_model": mfu, "mfu_executed": hfu, "density": density}
         (tmp_path / name).mkdir()
         lines = (json.dumps({"step": step, **facts, **shares}) + "\n" for step in (1, 2, 3))

@@ -16,7 +16,7 @@ from mtrain_cli.simulation.calibration import (
     LISTS,
     LOW,
     SPARSE,
-    Point,
+    CalibrationPoint,
     fit,
     fit_together,
     held_out_errors,
@@ -28,10 +28,10 @@ from mtrain_cli.simulation.calibration import (
 PEAKS = {"NVIDIA H200": 989e12}
 
 
-def made(fixed: float, rate: float, columns: float, noise: float = 0.0) -> list[Point]:
+def made(fixed: float, rate: float, columns: float, noise: float = 0.0) -> list[CalibrationPoint]:
     rng = np.random.default_rng(0)
     works = [(f, c) for f in (0.5, 2.0, 8.0, 30.0) for c in (0.1, 0.5, 2.0)]
-    return [Point(f, c, (fixed + rate * f + columns * c) * float(np.exp(rng.normal(0, noise)))) for f, c in works]
+    return [CalibrationPoint(f, c, (fixed + rate * f + columns * c) * float(np.exp(rng.normal(0, noise)))) for f, c in works]
 
 
 def test_a_fit_finds_what_the_points_were_made_of():
@@ -39,16 +39,16 @@ def test_a_fit_finds_what_the_points_were_made_of():
     assert held_out_errors([made(0.3, 1.7, 3.4)])[0] == pytest.approx(0, abs=1e-9)
     assert 0.02 < held_out_errors([made(0.3, 1.7, 3.4, noise=0.05)])[0] < 0.08
     # No time is negative, and one point says nothing of a fixed time.
-    assert min(fit([Point(1, 0, 1.0), Point(2, 0, 2.2), Point(4, 0, 4.9)])) >= 0
-    assert fit([Point(2, 0, 3.0)]) == (0, pytest.approx(1.5), 0)
+    assert min(fit([CalibrationPoint(1, 0, 1.0), CalibrationPoint(2, 0, 2.2), CalibrationPoint(4, 0, 4.9)])) >= 0
+    assert fit([CalibrationPoint(2, 0, 3.0)]) == (0, pytest.approx(1.5), 0)
 
 
 def test_calls_of_the_same_kernels_are_fitted_together():
     """Columns are a fifth of the work of every call with both, and diagonals alone were timed in small calls, with noise."""
     rng = np.random.default_rng(1)
-    both = [Point(f, f / 4, 0.2 + 1.7 * f + 3.4 * f / 4) for f in (0.5, 1.0, 2.0, 4.0)]
-    diagonals = [Point(f, 0, (0.3 + 1.7 * f) * float(np.exp(rng.normal(0, 0.1)))) for f in (0.05, 0.1, 0.2, 0.4)]
-    columns = [Point(0, f, 0.1 + 3.4 * f) for f in (0.1, 0.3, 0.5)]
+    both = [CalibrationPoint(f, f / 4, 0.2 + 1.7 * f + 3.4 * f / 4) for f in (0.5, 1.0, 2.0, 4.0)]
+    diagonals = [CalibrationPoint(f, 0, (0.3 + 1.7 * f) * float(np.exp(rng.normal(0, 0.1)))) for f in (0.05, 0.1, 0.2, 0.4)]
+    columns = [CalibrationPoint(0, f, 0.1 + 3.4 * f) for f in (0.1, 0.3, 0.5)]
     of_both, of_diagonals, of_columns = fit_together([both, diagonals, columns])
     assert of_both[1:] == of_diagonals[1:] == of_columns[1:] == pytest.approx((1.7, 3.4), rel=0.12)
     # A large call of other proportions. Those with both by themselves would put it elsewhere.
@@ -57,7 +57,7 @@ def test_calls_of_the_same_kernels_are_fitted_together():
     apart = fit(both)
     assert abs(apart[0] + 30 * apart[1] + apart[2] - expected) > 0.25 * expected
     # A point that takes twice as long is not among those that predict it; and the other forms are.
-    strange = [*both[:3], Point(4.0, 1.0, 2 * both[3].ms)]
+    strange = [*both[:3], CalibrationPoint(4.0, 1.0, 2 * both[3].ms)]
     apart = [fit([p for p in strange if p is not left_out]) for left_out in strange]
     errors = [abs((f + r * p.flop + c * p.of_columns) / p.ms - 1) for (f, r, c), p in zip(apart, strange, strict=True)]
     assert errors[-1] == pytest.approx(0.5, abs=1e-6)

@@ -7,20 +7,20 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from mtrain_cli.parallel.exchange_bytes import Sizes
-from mtrain_cli.parallel.schedule import Options, make_schedule
-from mtrain_cli.simulation.calibration import HIGH, VALUE, Kernels
+from mtrain_cli.parallel.exchange_bytes import ShardSizes
+from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
+from mtrain_cli.simulation.calibration import HIGH, VALUE, KernelCurves
 from mtrain_cli.simulation.cluster import Constant, load_cluster, shipped
 from mtrain_cli.simulation.costs import Costs
-from mtrain_cli.simulation.link_fit import GATHER, HOP, INNER, OUTER, SCATTER, LinkTime, Machine, cluster_document
-from mtrain_cli.simulation.spmd_schedule import Lockstep
+from mtrain_cli.simulation.link_fit import GATHER, HOP, INNER, OUTER, SCATTER, LinkTime, MeasuredMachine, cluster_document
+from mtrain_cli.simulation.spmd_schedule import SpmdSchedule
 
-MACHINE = Machine("NVIDIA H200", 989.0, "datasheet", 760.0, 139.8, 4200.0, 3600.0, (3.9, 4.2, 5.5))
+MACHINE = MeasuredMachine("NVIDIA H200", 989.0, "datasheet", 760.0, 139.8, 4200.0, 3600.0, (3.9, 4.2, 5.5))
 
 
 def costs(cluster, bound: str = VALUE) -> Costs:
-    lockstep = Lockstep.of(make_schedule("ring", Options(2, 2)))
-    return Costs(cluster, Kernels({}, ()), Sizes(128, 4, 2, 64, 2, True), lockstep, 64, bound=bound)
+    lockstep = SpmdSchedule.of(make_schedule("ring", ScheduleOptions(2, 2)))
+    return Costs(cluster, KernelCurves({}, ()), ShardSizes(128, 4, 2, 64, 2, True), lockstep, 64, bound=bound)
 
 
 def measured(ranks: int, tmp_path):

@@ -17,8 +17,8 @@ from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.profiling import records
 from mtrain_cli.profiling.index_file import RecordedSetup
 from mtrain_cli.simulation.cluster import load_cluster
-from mtrain_cli.simulation.prediction import Problem, predict
-from mtrain_cli.simulation.what_if import Case, Setup, Unfit, make_case, resized
+from mtrain_cli.simulation.prediction import AttentionWorkload, predict
+from mtrain_cli.simulation.what_if import InvalidSetup, ReplayCase, ReplaySetup, make_case, resized
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
 EXCHANGES = ("ring", "hierarchical_ring", "all_gather", "hierarchical_all_gather", "ulysses")
@@ -32,7 +32,7 @@ CONFIGURATIONS = [
 ]
 
 
-def executors(case: Case) -> list[Exchange]:
+def executors(case: ReplayCase) -> list[Exchange]:
     how, layout = case.choice, case.layout
     found = []
     for rank in range(layout.workers):
@@ -64,12 +64,12 @@ def check(layout: str, exchange: str, pattern: str, workers: int, per_node: int,
     padded = make_layout(layout, workers, seq, BLOCK, unit=BLOCK).padded_seq
     masks = tuple(masks_of(mask, padded, seq))
     index = index_of(pattern, make_layout(layout, workers, seq, BLOCK, unit=BLOCK))
-    setup = Setup(layout, exchange, workers, per_node)
-    problem = Problem(made, masks, (0,), lambda _: index, pattern)
+    setup = ReplaySetup(layout, exchange, workers, per_node)
+    problem = AttentionWorkload(made, masks, (0,), lambda _: index, pattern)
     try:
         case = make_case(made, masks, setup, index)
         rows = predict(load_cluster("h200_1x8"), problem, setup, kernel="triton", rows=True, bounds=False).rows
-    except Unfit:
+    except InvalidSetup:
         return 0
     assert rows is not None
     compared = 0

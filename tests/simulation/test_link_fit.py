@@ -22,14 +22,14 @@ from mtrain_cli.simulation.link_fit import (
     SCATTER,
     TWO_HOPS,
     LinkTime,
-    Machine,
+    MeasuredMachine,
     cluster_document,
     fit_link,
     slowdowns,
 )
 
 SIZES = tuple(1 << n for n in range(12, 28, 3))
-MACHINE = Machine("NVIDIA H200", 989.0, "datasheet", 760.0, 139.8, 4200.0, 3600.0, (3.9, 4.2, 5.5))
+MACHINE = MeasuredMachine("NVIDIA H200", 989.0, "datasheet", 760.0, 139.8, 4200.0, 3600.0, (3.9, 4.2, 5.5))
 
 
 def times(link: str, what: str, latency: float, gbps: float, *, loaded: float | None = None, slowdown: float | None = None):

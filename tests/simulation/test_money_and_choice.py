@@ -15,31 +15,31 @@ from mtrain_cli.commands import simulate as command
 from mtrain_cli.config.compose import compose
 from mtrain_cli.simulation import scenario as scenarios
 from mtrain_cli.simulation.cluster import load_cluster, shipped
-from mtrain_cli.simulation.scenario import Outcome, Pairs, Scenario, evaluate, plan_on
+from mtrain_cli.simulation.scenario import PairSource, PredictedScenario, Scenario, evaluate, plan_on
 from mtrain_cli.simulation.sweep import row_of
 
 
 def test_days_and_dollars_of_a_row():
     """86.4 million tokens on 8 GPUs at 2 $: one day at 125 tokens/s/GPU; 2.5 times as long at worst, half as long at best."""
     row = {"workers": 8, "tokens_per_second_per_gpu": {"low": 50.0, "value": 125.0, "high": 250.0}}
-    found = command._Job._with_cost(SimpleNamespace(tokens=86.4e6, price=2.0), row)
+    found = command._SimulateJob._with_cost(SimpleNamespace(tokens=86.4e6, price=2.0), row)
     assert found["days"] == pytest.approx({"low": 0.5, "value": 1.0, "high": 2.5})
     assert found["dollars"] == pytest.approx({"low": 192.0, "value": 384.0, "high": 960.0})
-    assert command._Job._with_cost(SimpleNamespace(tokens=None, price=2.0), row) == row
+    assert command._SimulateJob._with_cost(SimpleNamespace(tokens=None, price=2.0), row) == row
 
 
 def test_the_best_is_the_fastest_that_fits(tmp_path, monkeypatch):
     """Time, memory and cost are told of zigzag where striped, which is faster, does not fit; and of striped where both fit."""
     monkeypatch.chdir(tmp_path)
     words = ["simulate", "model=tiny", "seq=16k", "sparsity=dense", "--exchange", "ring", "--no-files", "--tokens", "1b", "--price", "2"]
-    made: dict[str, Outcome] = {}
+    made: dict[str, PredictedScenario] = {}
 
     def said(*more: str) -> str:
         found = CliRunner(env={"COLUMNS": "80", "TERM": "dumb"}).invoke(command_line.app, [*words, *more], prog_name="mtrain")
         assert found.exit_code == 0, found.output
         return found.stdout
 
-    def found(cluster, scenario, plan, *, faster: str, small: str = "", **more) -> Outcome:
+    def found(cluster, scenario, plan, *, faster: str, small: str = "", **more) -> PredictedScenario:
         name = plan.layout.name
         if name not in made:
             made[name] = evaluate(cluster, scenario, plan, **more)
@@ -69,7 +69,7 @@ def test_the_figures_of_a_row():
     cluster = load_cluster("a100_4x8")
     config = compose(["model=tiny", "seq=32k"])
     plan = plan_on(cluster, config, workers=16, layout="striped", exchange="ring")
-    real = evaluate(cluster, Scenario(config, Pairs("dense").problem(config)), plan, bounds=False)
+    real = evaluate(cluster, Scenario(config, PairSource("dense").problem(config)), plan, bounds=False)
 
     def of_pass(worker: float, step: float) -> SimpleNamespace:
         return SimpleNamespace(time=SimpleNamespace(worker=worker, step=step), work=SimpleNamespace(worker=worker + 1, step=step + 1))

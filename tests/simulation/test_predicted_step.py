@@ -12,25 +12,25 @@ from mtrain_cli.config.compose import compose
 from mtrain_cli.simulation import calibration
 from mtrain_cli.simulation.calibration import HIGH, LOW, VALUE
 from mtrain_cli.simulation.cluster import Cluster, Constant, load_cluster
-from mtrain_cli.simulation.non_attention_cost import Rest, priced
-from mtrain_cli.simulation.predicted_step import PredictedStep, Transfer, beside
-from mtrain_cli.simulation.scenario import Outcome, Pairs, Scenario, capability, evaluate, plan_on, with_step
-from mtrain_cli.simulation.timeline import Conditions
+from mtrain_cli.simulation.non_attention_cost import NonAttentionCost, priced
+from mtrain_cli.simulation.predicted_step import PredictedStep, WeightTransfer, beside
+from mtrain_cli.simulation.scenario import PairSource, PredictedScenario, Scenario, capability, evaluate, plan_on, with_step
+from mtrain_cli.simulation.timeline import Disturbances
 from mtrain_cli.training.flops import causal_pairs, computed_again, training_flops
 from mtrain_cli.training.run_plan import plan
 from mtrain_cli.training.state_memory import StateMemory
 
 H200 = load_cluster("h200_1x8")
-SPARSE = Pairs("uniform", 0.05, 2048)
-DENSE = Pairs("dense")
+SPARSE = PairSource("uniform", 0.05, 2048)
+DENSE = PairSource("dense")
 
 
 def step(
-    *words: str, cluster: Cluster = H200, workers: int = 8, pairs: Pairs = DENSE, conditions: Conditions | None = None, **more
-) -> Outcome:
+    *words: str, cluster: Cluster = H200, workers: int = 8, pairs: PairSource = DENSE, conditions: Disturbances | None = None, **more
+) -> PredictedScenario:
     layout, exchange = more.pop("layout", "striped"), more.pop("exchange", "all_gather")
     config = compose([*words, *pairs.sparsity()])
-    scenario = Scenario(config, pairs.problem(config), conditions=conditions or Conditions())
+    scenario = Scenario(config, pairs.problem(config), conditions=conditions or Disturbances())
     return evaluate(cluster, scenario, plan_on(cluster, config, workers=workers, layout=layout, exchange=exchange), **more)
 
 
@@ -69,7 +69,7 @@ WAYS = [
 
 @pytest.mark.parametrize("pairs", [DENSE, SPARSE], ids=["dense", "sparse"])
 def test_a_step_computes_what_training_counts_and_moves_what_the_dry_run_says(pairs):
-    play: dict[str, Outcome] = {}
+    play: dict[str, PredictedScenario] = {}
     for way in WAYS:
         words = ["model=qwen3b", "seq=50k", "train.global_batch=6", "topology.context_parallel=4", *way.split(), *pairs.sparsity()]
         config = compose(words)
@@ -222,7 +222,7 @@ def test_weights_hide_behind_computation(bandwidth, monkeypatch):
     monkeypatch.setattr(calibration, "_rest_of", lambda *_: None)  # not from what was measured, which copies are no part of
     cluster = with_inner(collective_bandwidth_gbps=bandwidth, capacity_gbps=bandwidth, bandwidth_gbps=bandwidth, gpu_share=0.0)
     found = step("model=qwen3b", "seq=8k", "topology.context_parallel=1", "train.global_batch=8", cluster=cluster)
-    costs, rest, layers = found.attention.costs[VALUE], Rest.of(found.plan), 36
+    costs, rest, layers = found.attention.costs[VALUE], NonAttentionCost.of(found.plan), 36
     passes = found.attention.passes
     forward = passes["forward"].duration.value * 1e3 + priced(rest.forward + rest.gathered, costs).us
     backward = passes["backward"].duration.value * 1e3 + priced(rest.backward + rest.gathered + rest.reduced, costs).us
@@ -234,16 +234,16 @@ def test_weights_hide_behind_computation(bandwidth, monkeypatch):
 
 
 def test_weights_get_what_attention_leaves_of_a_link():
-    outer, inner = Transfer(us=30.0, busy=20.0, outer=True), Transfer(us=30.0, busy=20.0, outer=False)
+    outer, inner = WeightTransfer(us=30.0, busy=20.0, outer=True), WeightTransfer(us=30.0, busy=20.0, outer=False)
     assert beside([outer], 100.0, (0.0, 0.0), VALUE) == 30
     assert beside([outer], 100.0, (90.0, 0.0), VALUE) == 30, "another link"
     assert beside([outer], 100.0, (0.0, 60.0), VALUE) == pytest.approx(50)
     assert beside([outer], 100.0, (0.0, 60.0), LOW) == 30
     assert beside([inner], 100.0, (60.0, 0.0), HIGH) == pytest.approx(50)
     # Half of the link for 40 us does 20 of the 30 us; the others come after it.
-    assert beside([Transfer(30.0, 30.0, outer=False)], 40.0, (20.0, 0.0), VALUE) == pytest.approx(50)
+    assert beside([WeightTransfer(30.0, 30.0, outer=False)], 40.0, (20.0, 0.0), VALUE) == pytest.approx(50)
     assert beside([outer, outer], 10.0, (0.0, 10.0), VALUE) == pytest.approx(70), "nothing is left"
-    assert beside([Transfer(0.0, 0.0, outer=False)], 10.0, (0.0, 0.0), VALUE) == 0
+    assert beside([WeightTransfer(0.0, 0.0, outer=False)], 10.0, (0.0, 0.0), VALUE) == 0
 
 
 def test_steps_accumulate_and_slow_ranks_hold_everybody():
@@ -252,7 +252,7 @@ def test_steps_accumulate_and_slow_ranks_hold_everybody():
     once = one.parts["optimizer"] + 0.010
     assert four.seconds.value - once == pytest.approx(4 * (one.seconds.value - once), rel=1e-6)
     assert four.plan.micro_batches == 4
-    slow = step(*words, "train.global_batch=2", conditions=Conditions(slow={1: 1.5})).step
+    slow = step(*words, "train.global_batch=2", conditions=Disturbances(slow={1: 1.5})).step
     assert slow.parts["matrices"] == pytest.approx(1.5 * one.parts["matrices"])
     assert slow.seconds.value > 1.3 * one.seconds.value
 

@@ -13,39 +13,41 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.attention.triton_kernel import TritonKernel
-from mtrain_cli.parallel.exchange_bytes import Sizes, sent_bytes
+from mtrain_cli.parallel.exchange_bytes import ShardSizes, sent_bytes
 from mtrain_cli.parallel.layout import make_layout
-from mtrain_cli.parallel.schedule import Options, make_schedule
+from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 from mtrain_cli.profiling import records
 from mtrain_cli.profiling.analysis import analyse
 from mtrain_cli.profiling.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import HIGH, LOW, SPARSE, kernels_for
 from mtrain_cli.simulation.cluster import Cluster, Constant, load_cluster
 from mtrain_cli.simulation.costs import Costs
-from mtrain_cli.simulation.families import FAMILIES, Family
-from mtrain_cli.simulation.prediction import _NEED_OUT, Prediction, Problem, Range, _Player, predict
-from mtrain_cli.simulation.spmd_schedule import Lockstep
-from mtrain_cli.simulation.timeline import Conditions
-from mtrain_cli.simulation.what_if import Setup, make_case
+from mtrain_cli.simulation.families import FAMILIES, IndexFamily
+from mtrain_cli.simulation.prediction import _NEED_OUT, AttentionWorkload, BoundedTime, Prediction, _CasePlayer, predict
+from mtrain_cli.simulation.spmd_schedule import SpmdSchedule
+from mtrain_cli.simulation.timeline import Disturbances
+from mtrain_cli.simulation.what_if import ReplaySetup, make_case
 from mtrain_cli.simulation.work_counts import count_work
 
 SEQ, HEADS, BLOCK = 16384, 4, 128
 
 
-def problem(family: str | None = "clustered", layers: int = 1, seq: int = SEQ) -> Problem:
+def problem(family: str | None = "clustered", layers: int = 1, seq: int = SEQ) -> AttentionWorkload:
     made = RecordedSetup(
         seq=seq, heads=HEADS, kv_heads=2, head_dim=128, dtype_bytes=2, workers=8, per_node=8, layout="striped", exchange="ring"
     )
-    of = None if family is None else Family(family, density=0.1, columns=64)
+    of = None if family is None else IndexFamily(family, density=0.1, columns=64)
     masks = (SequenceMask.causal(seq, seq),)
-    return Problem(made, masks, tuple(range(layers)), lambda layer: None if of is None else of.index(layer, seq, HEADS), family or "dense")
+    return AttentionWorkload(
+        made, masks, tuple(range(layers)), lambda layer: None if of is None else of.index(layer, seq, HEADS), family or "dense"
+    )
 
 
 def costs(cluster: Cluster, exchange: str = "ring", workers: int | None = None, bound: str = "value", **options) -> Costs:
     workers = workers or cluster.gpus
-    lockstep = Lockstep.of(make_schedule(exchange, Options(workers, min(workers, cluster.gpus_per_node), **options)))
+    lockstep = SpmdSchedule.of(make_schedule(exchange, ScheduleOptions(workers, min(workers, cluster.gpus_per_node), **options)))
     kernels = kernels_for(cluster.gpu.name, cluster.gpu.peak_tflops.value * 1e12, "triton", SPARSE, {"NVIDIA H200": 989e12})
-    return Costs(cluster, kernels, Sizes(1 << 14, 16, 2, 128, 2), lockstep, 128, bound=bound)
+    return Costs(cluster, kernels, ShardSizes(1 << 14, 16, 2, 128, 2), lockstep, 128, bound=bound)
 
 
 def test_a_message_takes_latency_and_bytes_over_bandwidth_of_its_link():
@@ -94,22 +96,22 @@ def test_collectives_are_rings_over_the_slowest_link():
 
 def test_bounds_that_are_swapped_are_seen(monkeypatch):
     """Sorting three figures would make bounds of whatever they are."""
-    play = _Player.play
+    play = _CasePlayer.play
 
     def swapped(self, work, index, layer, direction, bound, **more):
         return play(self, work, index, layer, direction, {LOW: HIGH, HIGH: LOW}.get(bound, bound), **more)
 
-    monkeypatch.setattr(_Player, "play", swapped)
-    for of_pass in predict(load_cluster("a100_4x8"), problem(), Setup("striped", "ring", 8, 8)).passes.values():
+    monkeypatch.setattr(_CasePlayer, "play", swapped)
+    for of_pass in predict(load_cluster("a100_4x8"), problem(), ReplaySetup("striped", "ring", 8, 8)).passes.values():
         assert of_pass.duration.low == of_pass.duration.value == of_pass.duration.high
-    assert Range.around(2.0) == Range.around(2.0, 3.0, 1.0) == Range(2.0, 2.0, 2.0)
+    assert BoundedTime.around(2.0) == BoundedTime.around(2.0, 3.0, 1.0) == BoundedTime(2.0, 2.0, 2.0)
 
 
 @pytest.mark.parametrize("name", ["h200_1x8", "a100_4x8"])
 @pytest.mark.parametrize("exchange", ["ring", "all_gather"])
 def test_every_estimate_has_bounds(name, exchange):
     cluster = load_cluster(name)
-    found = predict(cluster, problem(), Setup("striped", exchange, 8, 8))
+    found = predict(cluster, problem(), ReplaySetup("striped", exchange, 8, 8))
     for of_pass in found.passes.values():
         assert of_pass.duration.low < of_pass.duration.value < of_pass.duration.high
     # Fixed times, whose bounds are wide, are most of so small a problem.
@@ -125,7 +127,7 @@ def test_work_is_that_of_the_counter():
     for layout in ("contiguous", "zigzag", "striped"):
         for exchange in ("ring", "hierarchical_ring", "all_gather", "ulysses"):
             workers = 4 if exchange == "ulysses" else 8
-            setup = Setup(layout, exchange, workers, 2)
+            setup = ReplaySetup(layout, exchange, workers, 2)
             found = predict(load_cluster("h200_1x8"), one, setup, rows=True, bounds=False)
             for layer in one.layers:
                 index = one.index(layer)
@@ -159,7 +161,7 @@ def test_pairs_of_columns_are_told_apart_wherever_they_are_computed():
     expected = int(index.counts(MaskWork.make(one.masks, BLOCK)).column_pairs.sum())
     assert expected > 0
     for exchange, shared_columns, apart in (("all_gather", True, False), ("ring", False, False), ("ring", True, True)):
-        schedule = make_schedule(exchange, Options(8, 8))
+        schedule = make_schedule(exchange, ScheduleOptions(8, 8))
         layout = make_layout("striped", 8, SEQ, BLOCK, unit=BLOCK)
         for work in count_work(schedule, layout, one.masks, index, heads=HEADS, shared_columns=shared_columns).values():
             assert (int(work.of_columns.sum()), int(work.column_pairs.sum())) == ((0, expected) if apart else (expected, 0))
@@ -168,7 +170,7 @@ def test_pairs_of_columns_are_told_apart_wherever_they_are_computed():
 
 def test_a_simulation_reads_like_a_profile(tmp_path):
     cluster = load_cluster("a100_4x8", nodes=2)
-    setups = [Setup("zigzag", "ring", 16, 8), Setup("striped", "hierarchical_ring", 16, 8)]
+    setups = [ReplaySetup("zigzag", "ring", 16, 8), ReplaySetup("striped", "hierarchical_ring", 16, 8)]
     found = [predict(cluster, problem(layers=2), s, number=i, rows=True, recompute=True, bounds=False) for i, s in enumerate(setups)]
     for i, prediction in enumerate(found):
         records.write_part(prediction.rows, tmp_path, i)
@@ -197,17 +199,17 @@ def exposed(found: Prediction) -> float:
 def test_slow_ranks_and_balance_show_as_they_should():
     cluster = load_cluster("h200_1x8")
     one = problem("local", seq=1 << 18)
-    zigzag, striped = (predict(cluster, one, Setup(layout, "ring", 8, 8), bounds=False) for layout in ("zigzag", "striped"))
+    zigzag, striped = (predict(cluster, one, ReplaySetup(layout, "ring", 8, 8), bounds=False) for layout in ("zigzag", "striped"))
     assert zigzag.passes["forward"].work.step > 1.8 > 1.3 > striped.passes["forward"].work.step
     assert zigzag.duration.value > striped.duration.value
-    slow = predict(cluster, one, Setup("striped", "ring", 8, 8), bounds=False, conditions=Conditions(slow={5: 1.5}))
+    slow = predict(cluster, one, ReplaySetup("striped", "ring", 8, 8), bounds=False, conditions=Disturbances(slow={5: 1.5}))
     assert slow.passes["forward"].time.worker > striped.passes["forward"].time.worker + 0.2
     assert slow.passes["forward"].work == striped.passes["forward"].work
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_has_the_density_that_it_states(name):
-    family = Family(name, density=0.05, columns=100)
+    family = IndexFamily(name, density=0.05, columns=100)
     index = family.index(3, 1 << 17, 2)
     area = index.blocks - np.arange(index.blocks)
     shares = (index.slashes.numpy() * area).sum(-1) / area.sum()
@@ -222,7 +224,7 @@ def test_a_family_has_the_density_that_it_states(name):
 
 
 def test_drifting_diagonals_move_with_layers_and_steps_and_stay_together():
-    family = Family("drifting", density=0.05, columns=16)
+    family = IndexFamily("drifting", density=0.05, columns=16)
 
     def kept(later: int) -> float:
         """Share of the diagonals of layer 0 that are near one of a later layer, by at most what clusters move in one."""

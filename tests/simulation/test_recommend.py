@@ -21,15 +21,15 @@ from mtrain_cli.simulation.recommend import (
     reasons,
     recommend,
 )
-from mtrain_cli.simulation.scenario import Pairs, Scenario, evaluate, plan_on, train_line
-from mtrain_cli.simulation.what_if import Unfit
+from mtrain_cli.simulation.scenario import PairSource, Scenario, evaluate, plan_on, train_line
+from mtrain_cli.simulation.what_if import InvalidSetup
 from mtrain_cli.training.memory import GIB
 
 LAYOUTS, EXCHANGES = ("zigzag", "striped"), ("all_gather", "ring", "hierarchical_ring")
 
 
-def scenario(*words: str, pairs: Pairs | None = None) -> Scenario:
-    pairs = pairs or Pairs("local", 0.05, 256)
+def scenario(*words: str, pairs: PairSource | None = None) -> Scenario:
+    pairs = pairs or PairSource("local", 0.05, 256)
     config = compose([*words, *pairs.sparsity()])
     return Scenario(config, pairs.problem(config), words=(*words, *pairs.sparsity()))
 
@@ -75,7 +75,7 @@ def test_the_best_is_the_fastest_that_fits():
 
 def test_reasons_name_what_takes_longer():
     cluster = load_cluster("a100_4x8")
-    one = scenario("model=qwen3b", "seq=512k", pairs=Pairs("local", 0.05, 2048))
+    one = scenario("model=qwen3b", "seq=512k", pairs=PairSource("local", 0.05, 2048))
     best, other = (
         evaluate(cluster, one, plan_on(cluster, one.config, workers=32, layout=layout, exchange="ring"), bounds=False)
         for layout in ("striped", "zigzag")
@@ -91,7 +91,7 @@ def test_reasons_name_what_takes_longer():
 
 def test_where_nothing_fits_it_says_what_would():
     cluster = small_memory(load_cluster("a100_4x8", nodes=1), 11)
-    one = scenario("model=qwen3b", "seq=1m", pairs=Pairs("local", 0.01, 256))
+    one = scenario("model=qwen3b", "seq=1m", pairs=PairSource("local", 0.01, 256))
     few = ("striped",), ("all_gather", "ring"), ("full",)
     found = recommend(cluster, one, 8, *few)
     assert not found.ranked
@@ -104,7 +104,7 @@ def test_where_nothing_fits_it_says_what_would():
     gib = int(larger.split()[2])
     assert recommend(small_memory(cluster, gib), one, 8, *few).ranked
     assert not recommend(small_memory(cluster, gib - 1), one, 8, *few).ranked
-    longer = recommend(cluster, scenario("model=qwen3b", "seq=2m", pairs=Pairs("local", 0.01, 256)), 8, *few)
+    longer = recommend(cluster, scenario("model=qwen3b", "seq=2m", pairs=PairSource("local", 0.01, 256)), 8, *few)
     assert longer.needed[1].startswith("--nodes 4 instead of 1: ")
     assert longer.needed[2].startswith("seq=512k instead of 2m: ")
     alone = recommend(load_cluster("h200_1x8"), scenario("model=llama8b", "seq=8m"), 8, ("striped",), ("ring",))
@@ -112,7 +112,7 @@ def test_where_nothing_fits_it_says_what_would():
     # The least, with what the host can take: a twentieth of a GPU's memory stays free, and one layer less on the host is too much.
     gib = int(alone.needed[0].split()[2])
     (setting,) = re.findall(r": striped ring, full recomputation, train.offload_activations=(\d+)$", alone.needed[0])
-    words = ["model=llama8b", "seq=8m", *Pairs("local", 0.05, 256).sparsity(), "train.activation_checkpoint=full"]
+    words = ["model=llama8b", "seq=8m", *PairSource("local", 0.05, 256).sparsity(), "train.activation_checkpoint=full"]
     totals = [
         plan_on(
             load_cluster("h200_1x8"), compose([*words, f"train.offload_activations={int(setting) - n}"]),
@@ -125,7 +125,7 @@ def test_where_nothing_fits_it_says_what_would():
 
 def test_where_no_recomputation_fits_the_choice_of_train_memory_auto_is_tried():
     cluster = load_cluster("h200_1x8")
-    one = scenario("model=qwen3b", "seq=6m", pairs=Pairs("local", 0.01, 256))
+    one = scenario("model=qwen3b", "seq=6m", pairs=PairSource("local", 0.01, 256))
     plans = list(_plans(cluster, one, 8, 8, "striped", "ring", RECOMPUTATIONS))
     assert [plan.fits for plan in plans] == [False, False, False, True]
     # Of 560 GiB for eight GPUs, the training would find the same.
@@ -149,7 +149,7 @@ def test_where_no_recomputation_fits_the_choice_of_train_memory_auto_is_tried():
 
 
 def test_what_cannot_be_whatever_the_memory_is_a_mistake():
-    with pytest.raises(Unfit, match="cannot be dealt"):
+    with pytest.raises(InvalidSetup, match="cannot be dealt"):
         recommend(load_cluster("h200_1x8"), scenario("model=tiny", "seq=512"), 8, ("striped",), ("ring",))
     with pytest.raises(ConfigError, match="cannot share"):
         recommend(load_cluster("a100_4x8"), scenario("model=qwen3b", "seq=128k"), 32, ("striped",), ("ulysses",))
@@ -220,7 +220,7 @@ def test_products_of_mlps_are_kept_where_there_is_room():
 
 def test_where_nothing_fits_the_least_is_that_of_the_exchange_that_needs_least():
     cluster = small_memory(load_cluster("h100_4x8", nodes=1), 20)
-    one = scenario("model=qwen3b", "seq=2m", pairs=Pairs("local", 0.01, 256))
+    one = scenario("model=qwen3b", "seq=2m", pairs=PairSource("local", 0.01, 256))
     found = recommend(cluster, one, 8, ("striped",), ("all_gather", "ring"))
     alone = [recommend(cluster, one, 8, ("striped",), (exchange,)).least for exchange in ("all_gather", "ring")]
     assert not found.ranked

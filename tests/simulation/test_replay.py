@@ -13,10 +13,10 @@ from simulation.recordings import BLOCK, HEADS, PADDED, SEQ, SETUP, bitmap, line
 from mtrain_cli.attention.index import BlockBitmap, Index, MaskWork
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.parallel.layout import make_layout
-from mtrain_cli.parallel.schedule import Options, make_schedule
+from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 from mtrain_cli.profiling.imbalance import imbalance
 from mtrain_cli.profiling.index_file import load_indices, save_indices
-from mtrain_cli.simulation.what_if import Setup, Unfit, degrees, repadded, replay, resized, setups_of
+from mtrain_cli.simulation.what_if import InvalidSetup, ReplaySetup, degrees, repadded, replay, resized, setups_of
 from mtrain_cli.simulation.work_counts import StepWork, count_work
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
@@ -58,8 +58,8 @@ def test_work_is_conserved_and_every_worker_gets_its_share(tmp_path, pattern):
 
 def test_a_replay_as_recorded_is_the_count_of_what_was_recorded(tmp_path):
     recorded = load_indices(record(tmp_path, "vertical_slash"))
-    (found,) = replay(recorded, "vertical_slash", [Setup("striped", "ring", 4, 4)], layers=[3])
-    layout, schedule = make_layout("striped", 4, SEQ, BLOCK, unit=BLOCK), make_schedule("ring", Options(4, 4))
+    (found,) = replay(recorded, "vertical_slash", [ReplaySetup("striped", "ring", 4, 4)], layers=[3])
+    layout, schedule = make_layout("striped", 4, SEQ, BLOCK, unit=BLOCK), make_schedule("ring", ScheduleOptions(4, 4))
     for name, work in count_work(schedule, layout, masks(), lines(3), heads=HEADS).items():
         assert found.passes[name].pairs.tolist() == work.total_pairs.tolist()
         assert found.passes[name].degrees == degrees(work)
@@ -75,7 +75,7 @@ def test_gathered_columns_are_a_step_among_workers_and_none_of_a_worker():
 def test_sent_bytes_are_those_of_the_messages(tmp_path):
     recorded = load_indices(record(tmp_path, "vertical_slash", "moba"))
     ring, gather = setups_of(("striped",), ("ring", "all_gather"), (4,), 8)
-    alone = Setup("striped", "ring", 1, 8)
+    alone = ReplaySetup("striped", "ring", 1, 8)
     keys = 3 * (2 * PADDED // 4) * 2 * 2 * 32  # three shards of two sequences: numbers of keys and values
     for pattern in ("vertical_slash", "moba"):
         by_ring, by_gather, nothing = (f.passes for f in replay(recorded, pattern, [ring, gather, alone]))
@@ -90,10 +90,10 @@ def test_sent_bytes_are_those_of_the_messages(tmp_path):
 @pytest.mark.parametrize(
     ("setup", "about", "said"),
     [
-        (Setup("striped", "ring", 63, 63), "workers", "1000 tokens in blocks of 16 cannot be dealt to so many; allowed: 1 to 62"),
-        (Setup("striped", "ring", 12, 8), "per_node", "does not divide 12 workers; allowed: 1, 2, 3, 4, 6, 12"),
+        (ReplaySetup("striped", "ring", 63, 63), "workers", "1000 tokens in blocks of 16 cannot be dealt to so many; allowed: 1 to 62"),
+        (ReplaySetup("striped", "ring", 12, 8), "per_node", "does not divide 12 workers; allowed: 1, 2, 3, 4, 6, 12"),
         (
-            Setup("striped", "ulysses", 8, 8),
+            ReplaySetup("striped", "ulysses", 8, 8),
             "exchange",
             "cannot share 4 query heads and 2 key-value heads among 8 workers in nodes of 8; allowed with it: --workers 1,2,4",
         ),
@@ -101,19 +101,19 @@ def test_sent_bytes_are_those_of_the_messages(tmp_path):
 )
 def test_configurations_that_cannot_be_say_why(tmp_path, setup, about, said):
     recorded = load_indices(record(tmp_path, "vertical_slash"))
-    with pytest.raises(Unfit) as error:
+    with pytest.raises(InvalidSetup) as error:
         replay(recorded, "vertical_slash", [setup])
     assert (error.value.about, error.value.value, str(error.value)) == (about, getattr(setup, about), said)
 
 
 def test_stripes_that_cut_blocks_are_refused(tmp_path):
     save_indices(tmp_path / "index.npz", replace(SETUP, block_size=8), masks(), [("vertical_slash", 0, lines(0))])
-    with pytest.raises(Unfit, match="its stripes of 8 tokens, as recorded, do not hold whole blocks of 16"):
-        replay(load_indices(tmp_path / "index.npz"), "vertical_slash", [Setup("striped", "ring", 2, 8)])
+    with pytest.raises(InvalidSetup, match="its stripes of 8 tokens, as recorded, do not hold whole blocks of 16"):
+        replay(load_indices(tmp_path / "index.npz"), "vertical_slash", [ReplaySetup("striped", "ring", 2, 8)])
 
 
 def test_a_part_of_a_bitmap_and_foreign_heads_are_refused(tmp_path):
-    whole, setup = bitmap(0), Setup("striped", "ring", 2, 8)
+    whole, setup = bitmap(0), ReplaySetup("striped", "ring", 2, 8)
     part = BlockBitmap(BLOCK, whole.blocks, whole.bits[:, :, ::2], whole.rows[::2])
     save_indices(tmp_path / "index.npz", SETUP, masks(), [("moba", 0, part)])
     with pytest.raises(ConfigError, match="layer 0 of moba has 32 of 64 query blocks; a replay needs all of them"):

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 from parallel.test_schedule import cases
 
-from mtrain_cli.parallel.schedule import Options, make_schedule
-from mtrain_cli.simulation.spmd_schedule import Lockstep
+from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
+from mtrain_cli.simulation.spmd_schedule import SpmdSchedule
 
 
 def test_every_rank_of_every_schedule():
     compared = 0
     for exchange, options in cases():
         schedule = make_schedule(exchange, options)
-        found = Lockstep.of(schedule)
+        found = SpmdSchedule.of(schedule)
         for rank in range(schedule.workers):
             found.compare(rank)
             compared += 1
@@ -23,8 +23,8 @@ def test_every_rank_of_every_schedule():
 
 
 def test_another_schedule_is_told_apart():
-    schedule = make_schedule("hierarchical_ring", Options(8, 4))
-    found = Lockstep.of(schedule)
-    for other in (make_schedule("hierarchical_ring", Options(8, 2)), make_schedule("ring", Options(8, 4))):
+    schedule = make_schedule("hierarchical_ring", ScheduleOptions(8, 4))
+    found = SpmdSchedule.of(schedule)
+    for other in (make_schedule("hierarchical_ring", ScheduleOptions(8, 2)), make_schedule("ring", ScheduleOptions(8, 4))):
         with pytest.raises(AssertionError):
             replace(found, schedule=other).compare(5)

@@ -8,8 +8,8 @@ import pytest
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.config.compose import compose
-from mtrain_cli.parallel.exchange_bytes import Sizes
-from mtrain_cli.parallel.schedule import Options, make_schedule
+from mtrain_cli.parallel.exchange_bytes import ShardSizes
+from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 from mtrain_cli.profiling.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import (
     ALONE_COLUMNS,
@@ -26,14 +26,14 @@ from mtrain_cli.simulation.calibration import (
 )
 from mtrain_cli.simulation.cluster import Cluster, Constant, load_cluster
 from mtrain_cli.simulation.costs import Costs
-from mtrain_cli.simulation.families import Family
-from mtrain_cli.simulation.non_attention_cost import Work, priced
+from mtrain_cli.simulation.families import IndexFamily
+from mtrain_cli.simulation.non_attention_cost import ComputeCost, priced
 from mtrain_cli.simulation.predicted_step import PredictedStep
-from mtrain_cli.simulation.prediction import Problem, Range, predict
-from mtrain_cli.simulation.scenario import Outcome, Pairs, Scenario, evaluate, plan_on, with_step
-from mtrain_cli.simulation.spmd_schedule import Lockstep
-from mtrain_cli.simulation.timeline import Conditions
-from mtrain_cli.simulation.what_if import Setup
+from mtrain_cli.simulation.prediction import AttentionWorkload, BoundedTime, predict
+from mtrain_cli.simulation.scenario import PairSource, PredictedScenario, Scenario, evaluate, plan_on, with_step
+from mtrain_cli.simulation.spmd_schedule import SpmdSchedule
+from mtrain_cli.simulation.timeline import Disturbances
+from mtrain_cli.simulation.what_if import ReplaySetup
 
 pytestmark = pytest.mark.usefixtures("by_constants")
 FORMS = (DENSE, SPARSE, LISTS, DIAGONALS, ALONE_COLUMNS)
@@ -46,18 +46,20 @@ C, A, K, INNER, V = 2048, 16 * 128, 2 * 128, 11008, 151936
 PRODUCTS = 2 * C * A + 2 * C * K + 3 * C * INNER
 
 
-def scenario(*words: str, conditions: Conditions | None = None) -> Scenario:
+def scenario(*words: str, conditions: Disturbances | None = None) -> Scenario:
     config = compose([*WORDS, *words])
-    return Scenario(config, Pairs("dense").problem(config), conditions=conditions or Conditions())
+    return Scenario(config, PairSource("dense").problem(config), conditions=conditions or Disturbances())
 
 
-def step(*words: str, workers: int = 2, cluster: Cluster = H200, conditions: Conditions | None = None, bounds: bool = False) -> Outcome:
+def step(
+    *words: str, workers: int = 2, cluster: Cluster = H200, conditions: Disturbances | None = None, bounds: bool = False
+) -> PredictedScenario:
     asked = scenario(*words, conditions=conditions)
     return evaluate(cluster, asked, plan_on(cluster, asked.config, workers=workers, layout="striped", exchange="ring"), bounds=bounds)
 
 
 @pytest.fixture(scope="module")
-def two(by_constants) -> Outcome:  # noqa: ARG001 - used for what it does
+def two(by_constants) -> PredictedScenario:  # noqa: ARG001 - used for what it does
     return step()
 
 
@@ -104,17 +106,17 @@ def test_what_changes_with_settings_by_hand(two):
     twice = step("train.global_batch=2").step
     assert twice.hidden == pytest.approx(2 * two.step.hidden)
     assert twice.parts["weights"] == pytest.approx(2 * plain["weights"])
-    slow = step(conditions=Conditions(slow={1: 1.5})).step.parts
+    slow = step(conditions=Disturbances(slow={1: 1.5})).step.parts
     for name in ("matrices", "recomputed", "element-wise", "loss"):
         assert slow[name] == pytest.approx(1.5 * plain[name]), name
 
 
-def spent(two: Outcome, of: str, *, bounds: bool = False, carried: float = 0.0, **ms: float) -> PredictedStep:
+def spent(two: PredictedScenario, of: str, *, bounds: bool = False, carried: float = 0.0, **ms: float) -> PredictedStep:
     """The step with so many ms more in a pass of attention, and links that are full for so long."""
     passes = {}
     for name, found in two.attention.passes.items():
         more = ms if name == of else {}
-        duration = Range(*(getattr(found.duration, bound) + sum(more.values()) for bound in ("low", "value", "high")))
+        duration = BoundedTime(*(getattr(found.duration, bound) + sum(more.values()) for bound in ("low", "value", "high")))
         kinds = {kind: value + more.get(kind, 0.0) for kind, value in found.spent.items()}
         passes[name] = dataclasses.replace(found, duration=duration, spent=kinds, carried=(carried, 0.0))
     return with_step(H200, scenario(), two.plan, dataclasses.replace(two.attention, passes=passes), bounds=bounds).step
@@ -161,18 +163,18 @@ def test_weights_cross_nodes_through_the_cards_of_a_node():
 
 
 def costs(exchange: str, workers: int, cluster: Cluster = H200, bound: str = VALUE, **more) -> Costs:
-    lockstep = Lockstep.of(make_schedule(exchange, Options(workers, min(workers, cluster.gpus_per_node))))
+    lockstep = SpmdSchedule.of(make_schedule(exchange, ScheduleOptions(workers, min(workers, cluster.gpus_per_node))))
     kernels = kernels_for(cluster.gpu.name, 989e12, "triton", SPARSE, {"NVIDIA H200": 989e12})
-    return Costs(cluster, kernels, Sizes(1 << 14, 16, 2, 128, 2), lockstep, 128, bound=bound, **more)
+    return Costs(cluster, kernels, ShardSizes(1 << 14, 16, 2, 128, 2), lockstep, 128, bound=bound, **more)
 
 
 def test_the_host_is_waited_for_where_launching_takes_longer():
     """5.4 us a launch, as the cluster file has it."""
     mine = costs("ring", 8)
-    assert priced(Work(launches=100), mine).us == pytest.approx(540)
-    one = priced(Work(flop=768e6 * 200, moved=4200e3 * 100, launches=100), mine)
+    assert priced(ComputeCost(launches=100), mine).us == pytest.approx(540)
+    one = priced(ComputeCost(flop=768e6 * 200, moved=4200e3 * 100, launches=100), mine)
     assert (one.matrices, one.elements, one.host) == (pytest.approx(200), pytest.approx(100), pytest.approx(240))
-    assert priced(Work(flop=768e6 * 900, launches=100), mine).host == 0
+    assert priced(ComputeCost(flop=768e6 * 900, launches=100), mine).host == 0
     assert [dataclasses.replace(mine, sparse=sparse).host("step") for sparse in (False, True)] == pytest.approx([6 * 5.4, 14 * 5.4])
 
 
@@ -248,11 +250,11 @@ def test_a_kernel_that_hides_pairs_computes_all_that_the_mask_leaves(skips):
     made = RecordedSetup(
         seq=8192, heads=4, kv_heads=2, head_dim=64, dtype_bytes=2, workers=4, per_node=4, layout="striped", exchange="ring"
     )
-    masks, family = (SequenceMask.causal(8192, 8192),), Family("local", density=0.1, columns=0)
+    masks, family = (SequenceMask.causal(8192, 8192),), IndexFamily("local", density=0.1, columns=0)
     quiet = dataclasses.replace(H200, inner=constants(H200.inner, gpu_share=0))
     for name, of in (("dense", None), ("sparse", family.index(0, 8192, 4))):
-        problem = Problem(made, masks, (0,), lambda layer, of=of: of, name, estimated=False)  # noqa: ARG005
-        found = predict(quiet, problem, Setup("striped", "ring", 4, 4), kernel="sdpa", calibration=own, bounds=False)
+        problem = AttentionWorkload(made, masks, (0,), lambda layer, of=of: of, name, estimated=False)  # noqa: ARG005
+        found = predict(quiet, problem, ReplaySetup("striped", "ring", 4, 4), kernel="sdpa", calibration=own, bounds=False)
         share = found.facts["density"] if skips else 1.0
         assert (found.facts["density"] < 0.2) == (of is not None)
         for direction, products in (("forward", 4), ("backward", 10)):

@@ -10,14 +10,14 @@ from mtrain_cli.config.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.simulation import sweep as sweeping
 from mtrain_cli.simulation.cluster import load_cluster
-from mtrain_cli.simulation.scenario import Pairs, Scenario
+from mtrain_cli.simulation.scenario import PairSource, Scenario
 from mtrain_cli.simulation.sweep import Sweep, axes, points, shared_remarks
 
 LINE = ("seq=1k,32k nodes=1,2", "density=0.1")
 
 
 def scenario_of(settings: tuple[str, ...], density: float | None, columns: int | None) -> Scenario:
-    pairs = Pairs("local", density or 0.05, 64 if columns is None else columns)
+    pairs = PairSource("local", density or 0.05, 64 if columns is None else columns)
     config = compose(["model=tiny", *settings, *pairs.sparsity()])
     return Scenario(config, pairs.problem(config))
 

@@ -10,18 +10,18 @@ import pytest
 from simulation.event_loop import EventLoop
 
 from mtrain_cli.parallel.recording import DIRECTIONS, KINDS
-from mtrain_cli.parallel.schedule import INNER, OUTER, Options, Schedule, make_schedule
+from mtrain_cli.parallel.schedule import INNER, OUTER, Schedule, ScheduleOptions, make_schedule
 from mtrain_cli.profiling.records import LINKS
-from mtrain_cli.simulation.program import Message, Prices, collective_of_all, program
-from mtrain_cli.simulation.spmd_schedule import Lockstep, Move
-from mtrain_cli.simulation.timeline import Conditions, PassTimes, play, together
+from mtrain_cli.simulation.program import PricedMessage, Prices, collective_of_all, program
+from mtrain_cli.simulation.spmd_schedule import SpmdSchedule, SpmdTransfer
+from mtrain_cli.simulation.timeline import Disturbances, PassTimes, play, together
 
 
 @dataclass
 class Given(Prices):
     """attention: [workers, steps] us. link: us of a message by channel, all of it in which its link is busy."""
 
-    lockstep: Lockstep
+    lockstep: SpmdSchedule
     attention_us: np.ndarray
     link: dict[str, float] = field(default_factory=dict)
     direction: str = "forward"
@@ -58,10 +58,10 @@ class Given(Prices):
         grid = self.lockstep.grid
         return collective_of_all("columns", grid.workers, grid.heads, (self.sum_us, 0.0), self.share, crosses=False, size=1)
 
-    def message(self, move: Move, *, first: bool) -> Message:  # noqa: ARG002
+    def message(self, move: SpmdTransfer, *, first: bool) -> PricedMessage:  # noqa: ARG002
         t, workers = move.first, self.lockstep.grid.workers
         latency, busy, outer, share = self.cost(t.number, t.channel, np.arange(workers), move)
-        return Message(
+        return PricedMessage(
             t.number, t.channel, t.payload, move.queue, t.after, move.to, move.source, move.peers, latency, busy, outer, share, 10, 20, move
         )
 
@@ -70,7 +70,7 @@ class Given(Prices):
         return zero, zero + self.link.get(channel, 0.0), np.full(len(ranks), channel == OUTER), zero + self.share
 
 
-def simulated(prices: Given, *, conditions: Conditions | None = None, rows: bool = False, start=None) -> PassTimes:
+def simulated(prices: Given, *, conditions: Disturbances | None = None, rows: bool = False, start=None) -> PassTimes:
     lockstep = prices.lockstep
     steps = len(lockstep.beats(prices.direction))
     return play(
@@ -79,11 +79,11 @@ def simulated(prices: Given, *, conditions: Conditions | None = None, rows: bool
     )  # fmt: skip
 
 
-def of(exchange: str, workers: int, per_node: int = 8, **options) -> Lockstep:
-    return Lockstep.of(make_schedule(exchange, Options(workers, per_node, **options)))
+def of(exchange: str, workers: int, per_node: int = 8, **options) -> SpmdSchedule:
+    return SpmdSchedule.of(make_schedule(exchange, ScheduleOptions(workers, per_node, **options)))
 
 
-def even(lockstep: Lockstep, us: float = 100.0, direction: str = "forward") -> np.ndarray:
+def even(lockstep: SpmdSchedule, us: float = 100.0, direction: str = "forward") -> np.ndarray:
     return np.full((lockstep.grid.workers, len(lockstep.beats(direction))), us)
 
 
@@ -122,7 +122,7 @@ def test_two_hops_ahead_the_second_message_follows_the_first_on_its_communicator
 
 def test_a_slow_rank_is_waited_for_by_its_neighbours():
     ring = of("ring", 4)
-    found = simulated(Given(ring, even(ring), {"context": 0.0}), conditions=Conditions(slow={2: 2.0}), rows=True)
+    found = simulated(Given(ring, even(ring), {"context": 0.0}), conditions=Disturbances(slow={2: 2.0}), rows=True)
     # A hop is posted when a step begins, and both ends have to post it: rank 2 posts its third at 400, and its neighbours are there at 300.
     assert found.end.tolist() == [400, 500, 800, 500]
     assert found.late.tolist() == [[0, 0, 0, 0, 0], [0, 0, 0, 0, 100], [0, 0, 0, 0, 0], [0, 0, 0, 0, 100]]
@@ -235,7 +235,7 @@ def test_a_host_that_is_behind_leaves_gaps():
 def test_jitter_is_of_the_seed_and_of_messages_alone():
     ring = of("ring", 4)
     plain, again, other = (
-        simulated(Given(ring, even(ring), {"context": 120.0}), conditions=Conditions(jitter=0.3, seed=seed)) for seed in (1, 1, 2)
+        simulated(Given(ring, even(ring), {"context": 120.0}), conditions=Disturbances(jitter=0.3, seed=seed)) for seed in (1, 1, 2)
     )
     assert plain.end.tolist() == again.end.tolist() != other.end.tolist()
     assert plain.attention.tolist() == even(ring).tolist()
@@ -264,7 +264,7 @@ class Random(Given):
         return latency, busy, outer, share
 
 
-def crosses(schedule: Schedule, rank: int, move: Move) -> bool:
+def crosses(schedule: Schedule, rank: int, move: SpmdTransfer) -> bool:
     if move.source is not None:
         return bool(move.source[rank] // schedule.per_node != rank // schedule.per_node)
     return move.first.channel == OUTER
@@ -332,7 +332,7 @@ def test_rows_say_what_the_tables_say():
     lockstep = of("hierarchical_ring", 8, 4)
     us = np.random.default_rng(3).uniform(50, 150, (8, 8))
     prices = Random(lockstep, us, direction="forward", merge_us=3.0, index_us=11.0, columns_us=9.0, sum_us=5.0, host=60.0)
-    found = simulated(prices, rows=True, conditions=Conditions(slow={3: 1.3}, jitter=0.1))
+    found = simulated(prices, rows=True, conditions=Disturbances(slow={3: 1.3}, jitter=0.1))
     _bins_fill_the_pass(found)
     rows = together([(4, found)], case=2, iteration=7)
     assert set(rows["layer"]) == {4, -1}

@@ -17,10 +17,10 @@ from mtrain_cli.profiling import records
 from mtrain_cli.profiling.index_file import RecordedSetup, save_indices
 from mtrain_cli.simulation import validation
 from mtrain_cli.simulation.cluster import load_cluster
-from mtrain_cli.simulation.families import Family
-from mtrain_cli.simulation.prediction import Problem, predict
+from mtrain_cli.simulation.families import IndexFamily
+from mtrain_cli.simulation.prediction import AttentionWorkload, predict
 from mtrain_cli.simulation.validation import open_run, spearman
-from mtrain_cli.simulation.what_if import Setup
+from mtrain_cli.simulation.what_if import ReplaySetup
 
 SEQ, WORKERS = 8192, 4
 CASES = [("zigzag", "ring"), ("striped", "ring"), ("striped", "all_gather")]
@@ -44,12 +44,12 @@ def recorded(tmp_path_factory) -> Path:
         needs_out=True, columns={"vertical_slash": 64},
     )  # fmt: skip
     masks = (SequenceMask.causal(SEQ, SEQ),)
-    family = Family("local", density=0.2, columns=64)
-    problem = Problem(setup, masks, (0,), lambda layer: family.index(layer, SEQ, 4), "vertical_slash", 64)
+    family = IndexFamily("local", density=0.2, columns=64)
+    problem = AttentionWorkload(setup, masks, (0,), lambda layer: family.index(layer, SEQ, 4), "vertical_slash", 64)
     facts = []
     for number, (layout, exchange) in enumerate(CASES):
         found = predict(
-            load_cluster("h200_1x8"), problem, Setup(layout, exchange, WORKERS, WORKERS), kernel="flash4", rows=True, number=number
+            load_cluster("h200_1x8"), problem, ReplaySetup(layout, exchange, WORKERS, WORKERS), kernel="flash4", rows=True, number=number
         )
         records.write_part(found.rows, folder, number)
         facts.append(found.facts)

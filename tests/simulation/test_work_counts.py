@@ -17,9 +17,9 @@ from mtrain_cli.parallel.exchange import WHOLE_SEQUENCE, Exchange
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.parallel.ring_exchange import Circulating
-from mtrain_cli.parallel.schedule import Options, Schedule, Step, make_schedule
-from mtrain_cli.parallel.ulysses_exchange import SharedHeads
+from mtrain_cli.parallel.ring_exchange import RingExchange
+from mtrain_cli.parallel.schedule import Schedule, ScheduleOptions, ScheduleStep, make_schedule
+from mtrain_cli.parallel.ulysses_exchange import UlyssesExchange
 from mtrain_cli.profiling.imbalance import imbalance
 from mtrain_cli.simulation.work_counts import StepWork, WorkCounter, count_work
 
@@ -85,10 +85,10 @@ def index_of(kind: str, layout: Layout, block: int = BLOCK, heads: int = HEADS, 
 
 def of_executor(exchange: Exchange, masks: list[SequenceMask], index: Index | None, block: int | None) -> dict[str, list]:
     """Per pass: (pairs, blocks of `block` tokens) of each step, and last (columns, column pairs), from the tiles that kernels are given."""
-    inner = exchange.inner if isinstance(exchange, SharedHeads) else exchange
+    inner = exchange.inner if isinstance(exchange, UlyssesExchange) else exchange
     work = exchange.work(masks, "cpu", None if index is None else index.block).under(index)
     columns = (0, 0)
-    apart = isinstance(inner, Circulating) and inner.shared_columns and isinstance(index, VerticalSlash)
+    apart = isinstance(inner, RingExchange) and inner.shared_columns and isinstance(index, VerticalSlash)
     if apart:
         tiles = work.of(inner.own, WHOLE_SEQUENCE, inner.part)
         without = work.of(inner.own, WHOLE_SEQUENCE, inner.part, columns=False)
@@ -110,7 +110,7 @@ def of_executor(exchange: Exchange, masks: list[SequenceMask], index: Index | No
     return found
 
 
-def _touched(seen: torch.Tensor, exchange: Exchange, step: Step, block: int) -> int:
+def _touched(seen: torch.Tensor, exchange: Exchange, step: ScheduleStep, block: int) -> int:
     """Pairs of blocks with anything in them."""
     queries, keys = (torch.from_numpy(exchange._positions(shards) // block) for shards in exchange._tile(step))
     rows, columns = (torch.nn.functional.one_hot(n).float() for n in (queries, keys))
@@ -289,7 +289,7 @@ def test_counters_of_one_layout_share_what_is_large_and_others_do_not():
     masks = (SequenceMask.causal(2048, 2048),), (SequenceMask.causal(2000, 2048),)
     made = []
     for exchange, layout, mask in (("ring", "striped", 0), ("all_gather", "striped", 0), ("ring", "zigzag", 0), ("ring", "zigzag", 1)):
-        schedule = make_schedule(exchange, Options(4, 4))
+        schedule = make_schedule(exchange, ScheduleOptions(4, 4))
         counter = WorkCounter.make(schedule, make_layout(layout, 4, 2048, 64, unit=64), masks[mask], 2, 64)
         made.append(counter._kinds[0].diagonals)
     assert made[0] is made[1]

@@ -13,14 +13,14 @@ from mtrain_cli.attention.index import BlockBitmap
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.sparsity.fixed import FixedPattern, fixed_index
 from mtrain_cli.sparsity.moba import MobaPattern
-from mtrain_cli.sparsity.pattern import Masked, shown_name
+from mtrain_cli.sparsity.pattern import MaskedPositions, shown_name
 from mtrain_cli.sparsity.vertical_slash import VerticalSlashPattern
 from mtrain_cli.sparsity.xattention import XAttentionPattern
 
 SEQ, BLOCK, HEADS, KV_HEADS, DIM = 150, 16, 4, 2, 8
 
 
-def inputs(seed: int = 0, documents: bool = False, length: int = SEQ) -> tuple[torch.Tensor, torch.Tensor, Masked]:
+def inputs(seed: int = 0, documents: bool = False, length: int = SEQ) -> tuple[torch.Tensor, torch.Tensor, MaskedPositions]:
     torch.manual_seed(seed)
     # Keys of a few positions stand out, as sinks and topics do, so that budgets differ between heads.
     q, k = torch.randn(2, SEQ, HEADS, DIM), torch.randn(2, SEQ, KV_HEADS, DIM)
@@ -29,10 +29,10 @@ def inputs(seed: int = 0, documents: bool = False, length: int = SEQ) -> tuple[t
         masks = [SequenceMask.from_documents(np.sort(np.random.default_rng(b).integers(0, 3, length)), SEQ) for b in range(2)]
     else:
         masks = [SequenceMask.causal(length, SEQ)] * 2
-    return q, k, Masked.make(masks, BLOCK)
+    return q, k, MaskedPositions.make(masks, BLOCK)
 
 
-def probabilities(q: torch.Tensor, k: torch.Tensor, masked: Masked, b: int) -> torch.Tensor:
+def probabilities(q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, b: int) -> torch.Tensor:
     """float64 [heads, seq, seq] of one sequence, from the definition."""
     first, length = torch.from_numpy(masked.masks[b].first), masked.masks[b].length
     position = torch.arange(SEQ)
@@ -169,7 +169,7 @@ def test_columns_without_a_bound_are_as_wide_as_what_was_found():
     torch.manual_seed(0)
     seq = 1000
     q, k = torch.randn(1, seq, HEADS, DIM), torch.randn(1, seq, KV_HEADS, DIM)
-    masked = Masked.make([SequenceMask.causal(seq, seq)], BLOCK)
+    masked = MaskedPositions.make([SequenceMask.causal(seq, seq)], BLOCK)
     unbounded = pattern(p_v=0.3, max_bars=0).estimate(q, k, masked, 0)
     bounded = pattern(p_v=0.3, max_bars=seq).estimate(q, k, masked, 0)
     most = int((bounded.bars < seq).sum(-1).max())

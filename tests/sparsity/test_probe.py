@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.sparsity.pattern import Masked
+from mtrain_cli.sparsity.pattern import MaskedPositions
 from mtrain_cli.sparsity.recall import recall
 from mtrain_cli.sparsity.vertical_slash import VerticalSlashPattern
 
@@ -60,7 +60,7 @@ def not_probed(p: VerticalSlashPattern, seq: int) -> torch.Tensor:
 def kept(p: VerticalSlashPattern, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Share of attention kept, [heads, rows], of rows that were not probed, and their places in a block."""
     seq = q.shape[1]
-    masked = Masked.make([SequenceMask.causal(seq, seq)], p.block)
+    masked = MaskedPositions.make([SequenceMask.causal(seq, seq)], p.block)
     rows = not_probed(p, seq)
     return recall(p.estimate(q, k, masked, 0), q, k, masked, rows)[0], rows % p.block
 
@@ -112,7 +112,7 @@ def test_diagonal_1_goes_before_noise():
     seq, block = 512, 16
     k = codes(seq, DIM)
     q = (k + 0.1 * torch.roll(k, 100, 0))[None, :, None] * 3
-    masked = Masked.make([SequenceMask.causal(seq, seq)], block)
+    masked = MaskedPositions.make([SequenceMask.causal(seq, seq)], block)
 
     def found(**bounds) -> list[int]:
         return pattern(block=block, **bounds).estimate(q, k[None, :, None], masked, 0).slashes[0, 0].nonzero().flatten().tolist()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from attention.sparse_problems import make_index, make_problem
 
-from mtrain_cli.sparsity.pattern import Masked
+from mtrain_cli.sparsity.pattern import MaskedPositions
 from mtrain_cli.sparsity.recall import recall
 
 
@@ -19,7 +19,7 @@ def test_recall_is_that_of_the_pairs_themselves(monkeypatch, kind, score_bytes):
     monkeypatch.setattr("mtrain_cli.sparsity.recall._SCORE_BYTES", score_bytes)
     p = make_problem(3, kind, seq=60, block=16, heads=4, kv_heads=2, dim=8, documents=True, where="whole")
     rows = torch.tensor([0, 1, 17, 30, 45, 58, 59])
-    found = recall(p.tiles.index, p.q, p.k, Masked.make(p.masks, p.tiles.index.block), rows)
+    found = recall(p.tiles.index, p.q, p.k, MaskedPositions.make(p.masks, p.tiles.index.block), rows)
     assert found.shape == (2, 4, len(rows))
     chosen = p.tiles.index.allowed(*p.tiles.positions())
     for b in range(2):

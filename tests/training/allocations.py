@@ -16,7 +16,7 @@ from mtrain_cli.config.compose import compose
 from mtrain_cli.model import decoder as decoder_module
 from mtrain_cli.model import feed_forward as feed_forward_module
 from mtrain_cli.model.decoder import Decoder
-from mtrain_cli.parallel.activation_offload import Offload
+from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
@@ -26,7 +26,7 @@ from mtrain_cli.parallel.mesh import ContextGroup, make_context_group, make_para
 from mtrain_cli.training.flops import attention_kept
 from mtrain_cli.training.memory import MemoryEstimate, estimate_memory
 from mtrain_cli.training.optimizer import make_optimizer
-from mtrain_cli.training.optimizer_offload import HostStates
+from mtrain_cli.training.optimizer_offload import OffloadedOptimizer
 from mtrain_cli.training.state_memory import StateMemory
 
 
@@ -111,7 +111,9 @@ def step_peak(rank: int, world: int, overrides: list[str], exchange: str, kernel
     group = make_context_group(rank, world, world, torch.device("cpu"))
     train, states_away = config.train, config.optim.offload
     circulates = "queries" if config.topology.circulates == "queries" else "kv"
-    offload = Offload(config.model.num_layers, torch.device("cpu"), train.offload_activations) if train.offload_activations else None
+    offload = (
+        ActivationOffload(config.model.num_layers, torch.device("cpu"), train.offload_activations) if train.offload_activations else None
+    )
 
     def empty() -> Decoder:
         with torch.device("meta"):
@@ -133,7 +135,7 @@ def step_peak(rank: int, world: int, overrides: list[str], exchange: str, kernel
     decoder.to_empty(device="cpu")
     for parameter in decoder.parameters():
         torch.nn.init.zeros_(parameter)
-    host = HostStates(decoder, empty(), config.optim) if states_away else None
+    host = OffloadedOptimizer(decoder, empty(), config.optim) if states_away else None
     optimizer = host.optimizer if host else make_optimizer(decoder, config.optim)
     batch, tokens = config.train.micro_batch, layout.tokens_per_worker
     masks = [SequenceMask.causal(config.seq, layout.padded_seq)] * batch
@@ -184,7 +186,7 @@ def kept(layers: int, overrides: list[str], dtype: torch.dtype) -> tuple[int, Me
     config = compose([*overrides, f"model.num_layers={layers}"])
     layout = make_layout(config.layout, 1, config.seq, config.topology.block_size)
     offloaded = config.train.offload_activations
-    offload = Offload(layers, torch.device("cpu"), offloaded) if offloaded else None
+    offload = ActivationOffload(layers, torch.device("cpu"), offloaded) if offloaded else None
     decoder = Decoder(
         config.model, rope_factor=1.0, loss_chunk_bytes=1 << 20, activation_checkpoint=config.train.activation_checkpoint, compile=False,
         tile_bytes=config.train.tile_mib << 20, offload=offload, keep_mlp=config.train.keep_mlp,

@@ -20,7 +20,7 @@ from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.config.schema import ModelConfig, RopeConfig
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.init import initialize
-from mtrain_cli.parallel.activation_offload import Offload
+from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.fsdp import shard_parameters
 from mtrain_cli.parallel.layout import early_queries, make_layout
@@ -138,7 +138,7 @@ class Outcome:
 def step(option: Option, world: int, exchange, sparse: bool) -> Outcome:
     """Two micro-batches of two sequences, gradients accumulated."""
     device = torch.device("cpu")
-    offload = Offload(LAYERS, device, option.offload) if option.offload else None
+    offload = ActivationOffload(LAYERS, device, option.offload) if option.offload else None
     with torch.device("meta"):
         decoder = Decoder(
             MODEL, rope_factor=1.0, loss_chunk_bytes=4 * VOCAB * 37, activation_checkpoint=option.checkpoint, compile=False,

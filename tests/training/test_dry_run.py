@@ -19,13 +19,13 @@ from mtrain_cli.config.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import environment
 from mtrain_cli.parallel.exchange_selection import gathered_bytes
-from mtrain_cli.parallel.schedule import Options, make_schedule
+from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 from mtrain_cli.training import dry_run as module
 from mtrain_cli.training import run_plan
 from mtrain_cli.training.banner import banner
 from mtrain_cli.training.dry_run import GPU_MEMORY, count, dry_run, duration, flop
 from mtrain_cli.training.memory import GIB
-from mtrain_cli.training.resolution import make_choices
+from mtrain_cli.training.resolution import resolve_run
 from mtrain_cli.training.run_plan import plan, size
 
 LARGE = ["model=llama8b", "seq=4m", "topology.workers=64", "topology.device=cuda"]
@@ -123,7 +123,7 @@ def test_workers_of_imagined_nodes_share_the_memory_of_this_machine():
 def test_a_task_that_sees_only_its_own_gpu_is_planned_for_that_one(monkeypatch):
     config = compose(["topology.device=cpu"])
     here = plan(config).environment
-    choices = make_choices(config, here)
+    choices = resolve_run(config, here)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     asked = []
     properties = SimpleNamespace(name="NVIDIA H200", total_memory=140 * GIB)
@@ -186,7 +186,7 @@ def test_bytes_moved_are_those_of_the_schedule(workers, cp, exchange):
     sizes = [f"topology.workers={workers}", f"topology.context_parallel={cp}", f"train.global_batch={workers // cp}"]
     found = plan(compose(["topology.device=cpu", *sizes]))
     shard = 2 * found.layout.tokens_per_worker * 2 * 32
-    schedule = make_schedule(exchange, Options(cp, cp))
+    schedule = make_schedule(exchange, ScheduleOptions(cp, cp))
     for rank in range(cp):
         for steps, moved in ((schedule.forward[rank], found.moved.forward), (schedule.backward[rank], found.moved.backward)):
             transfers = [transfer for step in steps for transfer in step.transfers]
@@ -274,7 +274,7 @@ def test_the_banner_names_what_runs_and_why_in_80_columns():
     config = compose(["topology.device=cpu"])
     environment = plan(config).environment
     printed = text(
-        banner(run_plan.planned(config, environment, make_choices(config, environment)), Path("runs/tiny-4k"), "stdlib: 212 documents")
+        banner(run_plan.planned(config, environment, resolve_run(config, environment)), Path("runs/tiny-4k"), "stdlib: 212 documents")
     )
     for word in (
         "tiny (qwen2), 822 K parameters",
@@ -292,7 +292,7 @@ def test_the_banner_names_what_runs_and_why_in_80_columns():
 
 def banner_of(*words: str, resumed: int | None = None) -> str:
     config = compose(["topology.device=cpu", *words])
-    found = run_plan.planned(config, plan(config).environment, make_choices(config, plan(config).environment))
+    found = run_plan.planned(config, plan(config).environment, resolve_run(config, plan(config).environment))
     return " ".join(text(banner(found, Path("runs/x"), "stdlib: 212 documents", resumed=resumed)).split())
 
 

@@ -60,7 +60,7 @@ def test_the_first_step_under_an_index_is_a_first_step_too():
 
 def test_a_report_of_full_memory_knows_what_was_set_aside():
     tensor = torch.zeros(7)
-    garbage_collection.set_aside()
+    garbage_collection.freeze_garbage()
     assert any(found is tensor for found in out_of_memory._tensors("cpu"))
 
 
@@ -71,9 +71,9 @@ def test_garbage_that_was_set_aside_is_freed_the_next_time():
 
     ring = Ring()
     known = weakref.ref(ring)
-    garbage_collection.set_aside()
+    garbage_collection.freeze_garbage()
     del ring
     gc.collect()
     assert known() is not None, "what was set aside is not visited"
-    garbage_collection.set_aside()
+    garbage_collection.freeze_garbage()
     assert known() is None

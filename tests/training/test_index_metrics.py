@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mtrain_cli.attention.index import Counts
+from mtrain_cli.attention.index import IndexCounts
 from mtrain_cli.parallel.context_attention import IndexRecord
 from mtrain_cli.training.index_metrics import index_metrics, summed
 
@@ -15,7 +15,7 @@ SEQ, LAYERS = 9, 2  # 45 causal pairs
 def record(layer: int, pairs: list[list[int]], slashes: list[list[int]], columns: list[list[int]], workers: int = 1) -> IndexRecord:
     """Counts [sequences, heads]."""
     zero = torch.zeros(len(pairs), len(pairs[0]), dtype=torch.int64)
-    counts = Counts(torch.tensor(pairs), blocks=zero, columns=torch.tensor(columns), column_pairs=zero, slashes=torch.tensor(slashes))
+    counts = IndexCounts(torch.tensor(pairs), blocks=zero, columns=torch.tensor(columns), column_pairs=zero, slashes=torch.tensor(slashes))
     return IndexRecord(layer, counts, workers, started=1.0, ended=1.25 + layer)
 
 

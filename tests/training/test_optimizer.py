@@ -13,7 +13,7 @@ from torch.optim import AdamW
 from training.test_sparse_training import trainer
 
 from mtrain_cli.config.compose import compose
-from mtrain_cli.training.optimizer import Schedule, ShardedAdamW, local_gradients, set_hyperparameters
+from mtrain_cli.training.optimizer import LearningRateSchedule, ShardedAdamW, local_gradients, set_hyperparameters
 
 
 def both(rank: int, world: int, offload: bool) -> dict[str, bool]:
@@ -81,7 +81,9 @@ def test_gradients_are_no_part_of_a_graph():
 
 
 def rates(*words: str, steps: int = 100) -> list[float]:
-    schedule = Schedule.of(compose(["optim.warmup_steps=10", "optim.min_lr_ratio=0.1", "optim.lr=1.0", "train.steps=100", *words]))
+    schedule = LearningRateSchedule.of(
+        compose(["optim.warmup_steps=10", "optim.min_lr_ratio=0.1", "optim.lr=1.0", "train.steps=100", *words])
+    )
     return [schedule.rate(step) for step in range(steps)]
 
 
@@ -115,7 +117,7 @@ def test_each_schedule_has_its_shape():
 def test_a_schedule_says_what_it_does():
     def said(*words: str) -> str:
         config = compose(["optim.warmup_steps=10", "optim.min_lr_ratio=0.1", "optim.lr=1e-3", "train.steps=100", *words])
-        return Schedule.of(config).describe(config.train.steps)
+        return LearningRateSchedule.of(config).describe(config.train.steps)
 
     assert said() == "cosine: warm-up over 10 steps to a peak of 1.00e-03, down to 1.00e-04 from step 11 to step 100"
     assert said("optim.schedule=wsd", "optim.decay_steps=20").endswith("down to 1.00e-04 from step 80 to step 100")

@@ -10,7 +10,7 @@ from rich.console import Console
 from mtrain_cli.launch import run_state
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.training.metrics import StepMetrics
-from mtrain_cli.training.progress import Progress, format_duration, sparkline
+from mtrain_cli.training.progress import TrainingProgress, format_duration, sparkline
 
 STEP = StepMetrics(
     step=1,
@@ -44,7 +44,7 @@ def make(tmp_path=None, *, terminal=False, width=80, total=100, start=0, enabled
     console = Console(file=io.StringIO(), force_terminal=terminal, width=width, color_system=None)
     clock = Clock()
     log = None if tmp_path is None else tmp_path / "log.txt"
-    return Progress(total, start, enabled, log=log, log_every=log_every, console=console, clock=clock), console.file, clock
+    return TrainingProgress(total, start, enabled, log=log, log_every=log_every, console=console, clock=clock), console.file, clock
 
 
 def test_after_a_restart_the_summary_is_of_the_whole_run():
@@ -217,7 +217,7 @@ def test_a_single_step_is_no_median():
 
 def test_a_dumb_terminal_gets_plain_lines():
     console = Console(file=io.StringIO(), force_terminal=True, width=80, _environ={"TERM": "dumb"})
-    with Progress(3, 0, True, console=console) as progress:
+    with TrainingProgress(3, 0, True, console=console) as progress:
         progress.step(STEP)
     assert console.file.getvalue().startswith("step 1/3  loss 5.5000")
 
@@ -262,10 +262,10 @@ def test_sparse_steps_show_what_is_computed_and_not_what_dense_attention_would()
 @pytest.mark.parametrize(("seconds", "hinted"), [(10.0, 1), (1.0, 0)])
 def test_a_long_run_says_once_how_to_look_at_it_and_its_state_is_what_is_shown(tmp_path, seconds, hinted):
     run = RunDir(tmp_path)
-    reporter = run_state.Reporter(run, launcher="mtrain", steps=100, step=0, workers=["a, cpu"], records="")
+    reporter = run_state.StateReporter(run, launcher="mtrain", steps=100, step=0, workers=["a, cpu"], records="")
     console = Console(file=io.StringIO(), width=80, color_system=None)
     clock = Clock()
-    progress = Progress(100, 0, True, reporter=reporter, console=console, clock=clock)
+    progress = TrainingProgress(100, 0, True, reporter=reporter, console=console, clock=clock)
     with progress:
         for step in (1, 2, 3, 4, 5, 100):
             clock.now += seconds

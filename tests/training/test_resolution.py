@@ -10,7 +10,7 @@ import torch
 from mtrain_cli.config.compose import compose
 from mtrain_cli.config.schema import PATTERNS, ConfigError
 from mtrain_cli.launch.environment import Environment
-from mtrain_cli.training.resolution import Choices, make_choices
+from mtrain_cli.training.resolution import ResolvedRun, resolve_run
 
 
 @pytest.fixture(autouse=True)
@@ -19,9 +19,9 @@ def an_ampere_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 << 30, major=8, minor=0))
 
 
-def choices(*overrides: str) -> Choices:
+def choices(*overrides: str) -> ResolvedRun:
     alone = {"workers": 1, "cp": 1, "dp": 1, "workers_per_node": 1, "nodes": 1, "rank": 0, "local_rank": 0, "local_workers": 1}
-    return make_choices(compose([*overrides, "topology.workers=1"]), Environment("cuda", launcher="mtrain", **alone))
+    return resolve_run(compose([*overrides, "topology.workers=1"]), Environment("cuda", launcher="mtrain", **alone))
 
 
 @pytest.mark.parametrize("name", PATTERNS)
