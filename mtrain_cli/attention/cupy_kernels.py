@@ -9,7 +9,7 @@ import torch
 
 
 @cache
-def cupy_missing() -> str | None:
+def cupy_unsupported_reason() -> str | None:
     """Why the kernels cannot run on the current GPU, in a few words; None if they can. The first call compiles one of them."""
     if importlib.util.find_spec("cupy") is None:
         return "CuPy is not installed"
@@ -26,7 +26,7 @@ def cupy_missing() -> str | None:
 
 def cuda_kernels_usable(tensor: torch.Tensor) -> bool:
     """Whether the kernels can serve the tensor: it is on a GPU, and nothing is missing."""
-    return tensor.is_cuda and cupy_missing() is None
+    return tensor.is_cuda and cupy_unsupported_reason() is None
 
 
 def _first_line(error: Exception) -> str:

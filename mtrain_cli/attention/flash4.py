@@ -35,7 +35,7 @@ class Flash4Kernel(TritonColumns):
     name = "flash4"
     needs_out = False
 
-    def missing(self, request: KernelRequest) -> str | None:
+    def unsupported_reason(self, request: KernelRequest) -> str | None:
         if request.device != "cuda":
             return "needs a CUDA GPU"
         if request.capability is None or request.capability[0] < 9:

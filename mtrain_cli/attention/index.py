@@ -1,7 +1,7 @@
 """Dynamic indices: which key blocks and single key columns a pattern chose, per query head, out of what the mask allows.
 
 An index is made for one layer and step, in global positions, whatever the layout. Two forms exist. `VerticalSlash` holds block diagonals
-(slashes) and single columns (bars): kilobytes at any length, and its transpose is a change of sign. `BlockBitmap` holds a bit for every
+(slashes) and single columns: kilobytes at any length, and its transpose is a change of sign. `BlockBitmap` holds a bit for every
 pair of blocks. In both, a pair of query and key counts once, however many lines contain it, and a mask always applies on top.
 """
 
@@ -46,15 +46,10 @@ class Index(ABC):
     def part(self, i: int, n: int) -> Index:
         """The i-th of n equal parts of the heads."""
 
-    @property
-    def columns(self) -> torch.Tensor | None:
-        """int32 [batch, heads, width], ascending positions of single columns; ``blocks * block`` fills what is not used."""
-        return None
-
     def allowed(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
         """bool [batch, heads, queries, keys]: the index from its definition, position by position, without the mask."""
         seen = self.chosen(query_positions // self.block, key_positions // self.block)
-        if self.columns is not None:
+        if isinstance(self, VerticalSlash):
             table = torch.zeros(*self.heads, self.blocks * self.block + 1, dtype=torch.bool, device=seen.device)
             table.scatter_(-1, self.columns.long(), True)
             seen = seen | table[:, :, key_positions][:, :, None]
@@ -191,12 +186,13 @@ class MaskWork:
 class VerticalSlash(Index):
     """slashes: bool [batch, heads, blocks], block diagonals: query block i computes key block i - d for every d that is set.
 
-    bars: int32 [batch, heads, width], single key columns that every later query computes.
+    columns: int32 [batch, heads, width], ascending positions of single keys that every later query computes; ``blocks * block`` fills
+        what is not used.
     most: no head has more diagonals, as far as the host knows without asking the device; 0: it does not know.
     """
 
     slashes: torch.Tensor
-    bars: torch.Tensor
+    columns: torch.Tensor
     most: int = 0
 
     @property
@@ -204,50 +200,46 @@ class VerticalSlash(Index):
         return self.slashes.shape[0], self.slashes.shape[1]
 
     def part(self, i: int, n: int) -> VerticalSlash:
-        return self if n == 1 else replace(self, slashes=_part(self.slashes, i, n), bars=_part(self.bars, i, n))
+        return self if n == 1 else replace(self, slashes=_part(self.slashes, i, n), columns=_part(self.columns, i, n))
 
     @staticmethod
     def joined(indices: Sequence[VerticalSlash]) -> VerticalSlash:
         """The heads of several indices of the same sequences side by side: what `part` takes apart again."""
         first = indices[0]
         assert all((i.block, i.blocks) == (first.block, first.blocks) for i in indices)
-        width, none = max(i.bars.shape[-1] for i in indices), first.blocks * first.block
-        bars = [torch.nn.functional.pad(i.bars, (0, w), value=none) if (w := width - i.bars.shape[-1]) else i.bars for i in indices]
-        return replace(first, slashes=torch.cat([i.slashes for i in indices], 1), bars=torch.cat(bars, 1), most=0)
+        width, none = max(i.columns.shape[-1] for i in indices), first.blocks * first.block
+        columns = [torch.nn.functional.pad(i.columns, (0, width - i.columns.shape[-1]), value=none) for i in indices]
+        return replace(first, slashes=torch.cat([i.slashes for i in indices], 1), columns=torch.cat(columns, 1), most=0)
 
     def without_columns(self) -> VerticalSlash:
         """Its block diagonals alone."""
-        return replace(self, bars=self.bars[..., :0])
-
-    @property
-    def columns(self) -> torch.Tensor | None:
-        return self.bars
+        return replace(self, columns=self.columns[..., :0])
 
     def chosen(self, query_blocks: torch.Tensor, key_blocks: torch.Tensor) -> torch.Tensor:
         away = query_blocks[:, None] - key_blocks[None, :]
         return self.slashes[:, :, away.clamp(min=0)] & (away >= 0)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return {"slashes": self.slashes, "bars": self.bars}
+        return {"slashes": self.slashes, "columns": self.columns}
 
     def counts(self, work: MaskWork) -> IndexCounts:
         on = self.slashes.long()
-        real = self.bars < work.lengths[:, None, None]
-        bars = self.bars.long().masked_fill(~real, 0)
-        last = work.last[:, None].expand(-1, self.heads[1], -1).gather(-1, bars)
-        alone = (last - bars + 1 - self._covered(bars, last)).masked_fill(~real, 0).sum(-1)
+        real = self.columns < work.lengths[:, None, None]
+        columns = self.columns.long().masked_fill(~real, 0)
+        last = work.last[:, None].expand(-1, self.heads[1], -1).gather(-1, columns)
+        alone = (last - columns + 1 - self._covered(columns, last)).masked_fill(~real, 0).sum(-1)
         pairs = (on * work.per_diagonal[:, None]).sum(-1) + alone
         return IndexCounts(pairs, (on * work.touched[:, None]).sum(-1), real.sum(-1), alone, on.sum(-1))
 
-    def _covered(self, bars: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        """Query positions bar <= q <= last whose block lies on a diagonal that holds the bar's block; like bars."""
+    def _covered(self, columns: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        """Query positions key <= q <= last whose block lies on a diagonal that holds the key's block; like columns."""
         on = self.slashes.long()
         upto = torch.nn.functional.pad(on.cumsum(-1), (1, 0))
-        own, end = bars // self.block, last // self.block
+        own, end = columns // self.block, last // self.block
         away = end - own
-        # Blocks strictly between the bar's own and the last one count in full, the own one from the bar on, the last one up to its row.
+        # Blocks strictly between the key's own and the last one count in full, the own one from the key on, the last one up to its row.
         between = torch.where(away > 0, upto.gather(-1, away.clamp(min=1)) - upto[..., 1:2], 0) * self.block
-        first_rows = torch.where(away > 0, (own + 1) * self.block - bars, last - bars + 1)
+        first_rows = torch.where(away > 0, (own + 1) * self.block - columns, last - columns + 1)
         last_rows = torch.where(away > 0, on.gather(-1, away) * (last - end * self.block + 1), 0)
         return on[..., :1] * first_rows + between + last_rows
 

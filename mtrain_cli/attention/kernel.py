@@ -57,7 +57,7 @@ class Kernel(Protocol):
     needs_out: bool
     skips: bool
 
-    def missing(self, request: KernelRequest) -> str | None:
+    def unsupported_reason(self, request: KernelRequest) -> str | None:
         """Why this kernel cannot serve the request, in a few words; None if it can."""
         ...
 

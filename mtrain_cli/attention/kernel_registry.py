@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mtrain_cli.attention.cupy_kernels import cupy_missing
+from mtrain_cli.attention.cupy_kernels import cupy_unsupported_reason
 from mtrain_cli.attention.flash4 import Flash4Kernel
 from mtrain_cli.attention.kernel import Kernel, KernelRequest
 from mtrain_cli.attention.reference import ReferenceKernel
@@ -28,7 +28,7 @@ def make_kernel(name: str) -> Kernel:
 
 def survey(request: KernelRequest) -> list[tuple[str, str | None]]:
     """Every kernel with the reason why it cannot serve the request; None where it can."""
-    return [(name, make().missing(request)) for name, make in _KERNELS.items()]
+    return [(name, make().unsupported_reason(request)) for name, make in _KERNELS.items()]
 
 
 def choose(name: str, request: KernelRequest) -> tuple[Kernel, str]:
@@ -62,5 +62,5 @@ def _explained(name: str, reason: str, request: KernelRequest) -> tuple[Kernel, 
         return kernel, reason
     if not kernel.skips:
         return kernel, f"{reason}; computes every pair and hides what the index leaves out"
-    absent = cupy_missing() if request.device == "cuda" else None
+    absent = cupy_unsupported_reason() if request.device == "cuda" else None
     return kernel, f"{reason}; columns and lists of blocks by PyTorch, since {absent}" if absent else reason

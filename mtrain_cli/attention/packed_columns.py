@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from mtrain_cli.attention.cupy_kernels import cuda_kernels_usable
-from mtrain_cli.attention.index import Index
+from mtrain_cli.attention.index import Index, VerticalSlash
 from mtrain_cli.attention.kernel import accumulation_dtype
 from mtrain_cli.attention.tiles import BlockGeometry, Tiles
 
@@ -22,7 +22,7 @@ def pack_columns(k: torch.Tensor, v: torch.Tensor, tiles: Tiles) -> tuple[torch.
 
     None where the index has no columns. Places that hold no column are 0 and must be masked.
     """
-    if tiles.index is None or tiles.index.columns is None or not tiles.index.columns.shape[-1]:
+    if not isinstance(tiles.index, VerticalSlash) or not tiles.index.columns.shape[-1]:
         return None
     return pack_rows(k, v, local_columns(tiles)[1])
 
@@ -105,8 +105,8 @@ def local_columns(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def whole_columns(index: Index) -> torch.Tensor:
-    """`Index.columns`, filled up to a multiple of `COLUMN_TILE`."""
-    assert index.columns is not None
+    """`VerticalSlash.columns`, filled up to a multiple of `COLUMN_TILE`."""
+    assert isinstance(index, VerticalSlash)
     short = -index.columns.shape[-1] % COLUMN_TILE
     columns = torch.nn.functional.pad(index.columns, (0, short), value=index.blocks * index.block) if short else index.columns
     return columns.contiguous()

@@ -14,7 +14,7 @@ class ReferenceKernel(DefinitionColumns):
     name = "reference"
     needs_out = False
 
-    def missing(self, request: KernelRequest) -> str | None:  # noqa: ARG002 - it serves any
+    def unsupported_reason(self, request: KernelRequest) -> str | None:  # noqa: ARG002 - it serves any
         return None
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float) -> tuple[torch.Tensor, torch.Tensor]:

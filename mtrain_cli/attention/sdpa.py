@@ -26,7 +26,7 @@ class SdpaKernel(DefinitionColumns):
     name = "sdpa"
     needs_out = False
 
-    def missing(self, request: KernelRequest) -> str | None:
+    def unsupported_reason(self, request: KernelRequest) -> str | None:
         if request.device == "cpu":
             return None
         if request.index is not None:

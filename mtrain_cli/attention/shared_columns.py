@@ -32,7 +32,7 @@ class SharedColumns:
         """
         index, geometry = whole.index, own.geometry
         assert geometry is not None
-        if not isinstance(index, VerticalSlash) or not index.bars.shape[-1]:
+        if not isinstance(index, VerticalSlash) or not index.columns.shape[-1]:
             return None
         # Not with `whole`: the keys of this worker are those of `own`.
         if "slots" not in own.of_index:

@@ -51,7 +51,7 @@ class TritonKernel(TritonColumns):
     name = "triton"
     needs_out = False
 
-    def missing(self, request: KernelRequest) -> str | None:
+    def unsupported_reason(self, request: KernelRequest) -> str | None:
         if importlib.util.find_spec("triton") is None:
             return f"triton is not installed ({install_command('cuda')})"
         if request.device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -129,8 +129,8 @@ def make_plan(tiles: Tiles, *, slashes: bool = True, backward: bool = False) -> 
         if slashes:
             lines, upto = lines_t, upto_t = _kept(tiles, "diagonals", _diagonals)
         slash, listed = index.slashes, False
-        bars = local_columns(tiles)[0].reshape(flat, -1)
-        bars_upto = _kept(tiles, "columns below blocks", _columns_below_blocks) if bars.shape[-1] else None
+        column_positions = local_columns(tiles)[0].reshape(flat, -1)
+        columns_upto = _kept(tiles, "columns below blocks", _columns_below_blocks) if column_positions.shape[-1] else None
     else:
         assert isinstance(index, BlockBitmap)
         # Lists hold the keys (or, transposed, the queries) at hand only, by their numbers in the sequence, which ascend as slots do.
@@ -139,9 +139,9 @@ def make_plan(tiles: Tiles, *, slashes: bool = True, backward: bool = False) -> 
         if backward:
             lines_t, upto_t = list_blocks(*what, transposed=True)
         slash = torch.zeros(flat, index.blocks, dtype=torch.bool, device=index.bits.device)
-        bars, bars_upto, listed = None, None, True
+        column_positions, columns_upto, listed = None, None, True
     table = slash.reshape(flat, -1).contiguous().view(torch.uint8)
-    covered = covered_columns(table, bars, geometry.query_blocks, index.block) if bars_upto is not None else None
+    covered = covered_columns(table, column_positions, geometry.query_blocks, index.block) if columns_upto is not None else None
     return Plan(
         block=index.block,
         blocks=index.blocks,
@@ -159,8 +159,8 @@ def make_plan(tiles: Tiles, *, slashes: bool = True, backward: bool = False) -> 
         lines_t=lines_t,
         upto_t=upto_t,
         slash=table,
-        bars=bars if bars_upto is not None else None,
-        bars_upto=bars_upto,
+        column_positions=column_positions if columns_upto is not None else None,
+        columns_upto=columns_upto,
         covered=covered,
         listed=listed,
         holes=geometry.holes,
@@ -191,13 +191,13 @@ def _diagonals(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _columns_below_blocks(tiles: Tiles) -> torch.Tensor:
-    """`Plan.bars_upto`."""
+    """`Plan.columns_upto`."""
     index = tiles.index
     assert index is not None
     flat = index.heads[0] * index.heads[1]
-    bars = local_columns(tiles)[0].reshape(flat, -1)
+    column_positions = local_columns(tiles)[0].reshape(flat, -1)
     key = f"starts of blocks, {flat} times"  # the same for all layers
     if key not in tiles.cache:
         end = (index.blocks + 1) * index.block
-        tiles.cache[key] = torch.arange(0, end, index.block, dtype=torch.int32, device=bars.device).repeat(flat, 1)
-    return torch.searchsorted(bars, tiles.cache[key], out_int32=True)
+        tiles.cache[key] = torch.arange(0, end, index.block, dtype=torch.int32, device=column_positions.device).repeat(flat, 1)
+    return torch.searchsorted(column_positions, tiles.cache[key], out_int32=True)

@@ -288,7 +288,7 @@ def kernels(
     density: Annotated[
         str, typer.Option(metavar="D,...", help="Shares of the causal blocks that diagonals fill, such as 0.05 or 5%.")
     ] = "0.1,0.05,0.02",
-    bars: Annotated[
+    columns: Annotated[
         int | None,
         typer.Option(
             metavar="N",
@@ -307,7 +307,7 @@ def kernels(
         str,
         typer.Option(metavar="NAME,...", help="Kernels under an index; empty = all that serve.", autocompletion=complete_kernels),
     ] = "",
-    shares: Annotated[
+    workers: Annotated[
         str,
         typer.Option(
             metavar="N,...",
@@ -315,7 +315,7 @@ def kernels(
             show_default=False,
         ),
     ] = "",
-    whole: Annotated[bool, typer.Option("--whole/--no-whole", help="Whole sequences; with --shares they may be left out.")] = True,
+    whole: Annotated[bool, typer.Option("--whole/--no-whole", help="Whole sequences; with --workers they may be left out.")] = True,
     threads: Annotated[
         int | None,
         typer.Option(
@@ -331,11 +331,11 @@ def kernels(
 
       [cyan]mtrain profile kernels[/cyan]
           lengths that suit this machine
-      [cyan]mtrain profile kernels --seq 512 --density 20%,5% --bars 8 --heads 4/2 --head-dim 32 --repeats 3[/cyan]
+      [cyan]mtrain profile kernels --seq 512 --density 20%,5% --columns 8 --heads 4/2 --head-dim 32 --repeats 3[/cyan]
           a few seconds on a CPU, which shows the table and no speed: there nothing is skipped
       [cyan]mtrain profile kernels --seq 32k,128k,256k --out profiles/kernels-h200.json[/cyan]
           a calibration for the simulator
-      [cyan]mtrain profile kernels --seq 128k --density 5% --shares 4,8 --out mine.json[/cyan]
+      [cyan]mtrain profile kernels --seq 128k --density 5% --workers 4,8 --out mine.json[/cyan]
           the same with the small calls that workers of a ring make
     """
     import torch
@@ -361,23 +361,23 @@ def kernels(
         query, _, kv = pair.partition("/")
         shapes.append(_heads(heads, query, kv))
 
-    def columns(length: int) -> int:
-        return min(bars if bars is not None else 2048 if device == "cuda" else length // 64, length)
+    def columns_at(length: int) -> int:
+        return min(columns if columns is not None else 2048 if device == "cuda" else length // 64, length)
 
     cases = [
-        KernelCase(seq=s, heads=h, kv_heads=kv, head_dim=head_dim, block=block, density=d, bars=columns(s))
+        KernelCase(seq=s, heads=h, kv_heads=kv, head_dim=head_dim, block=block, density=d, columns=columns_at(s))
         for h, kv in shapes
         for s in lengths
         for d in densities
     ]
-    of_so_many = numbers("--shares", shares, whole_number) if shares else []
+    of_so_many = numbers("--workers", workers, whole_number) if workers else []
     for n in of_so_many:
         if not 2 <= n <= MOST_WORKERS:
-            raise ConfigError(f"--shares {shares}: each must be at least 2 workers and at most {MOST_WORKERS:,}")
+            raise ConfigError(f"--workers {workers}: each must be at least 2 workers and at most {MOST_WORKERS:,}")
         if not any(s % (2 * n * block) == 0 for s in lengths):
-            raise ConfigError(f"--shares {n}: none of --seq {seq} can be dealt to so many in whole blocks: a multiple of {2 * n * block}")
+            raise ConfigError(f"--workers {n}: none of --seq {seq} can be dealt to so many in whole blocks: a multiple of {2 * n * block}")
     if not whole and not of_so_many:
-        raise ConfigError("--no-whole: leaves nothing to time; give --shares N, too")
+        raise ConfigError("--no-whole: leaves nothing to time; give --workers N, too")
     if threads is not None:
         if device == "cuda":
             raise ConfigError(f"--threads {threads}: is for CPUs; leave it out")
@@ -443,7 +443,7 @@ def numbers(option: str, text: str, parse):
         try:
             values.append(parse(part.strip()))
         except ValueError:
-            example = {"--seq": "32k,128k", "--shares": "8,32"}.get(option, "0.05 or 5%")
+            example = {"--seq": "32k,128k", "--workers": "8,32"}.get(option, "0.05 or 5%")
             raise ConfigError(f"{option} {text}: {part.strip() or 'an empty item'} is no number; give items such as {example}") from None
     return values
 
@@ -468,12 +468,12 @@ def _line(found: KernelTime, narrow: bool, speed: bool) -> str:
     """speed: whether TFLOP/s are shown."""
     case = found.case
     what = "dense" if case.density is None else f"{case.density:.1%}"
-    bars = "" if case.density is None else f"all {case.seq}" if case.bars == case.seq else str(case.bars)
+    columns = "" if case.density is None else f"all {case.seq}" if case.columns == case.seq else str(case.columns)
     share = found.pairs / (case.heads * math.comb(case.seq + 1, 2))
     if narrow:
         times = f"{found.forward_ms:>10.3f} ms {found.backward_ms:>10.3f} ms"
-        return f"{found.kernel:<10} {case.seq:>8} {what:>9} {bars:>8} {share:>7.1%} {times}"
-    parts = [f"{found.kernel:<10} {case.seq:>8} {case.heads:>3}/{case.kv_heads:<2} {what:>9} {bars:>8} {share:>7.1%}"]
+        return f"{found.kernel:<10} {case.seq:>8} {what:>9} {columns:>8} {share:>7.1%} {times}"
+    parts = [f"{found.kernel:<10} {case.seq:>8} {case.heads:>3}/{case.kv_heads:<2} {what:>9} {columns:>8} {share:>7.1%}"]
     for ms, tflops in ((found.forward_ms, found.forward_tflops), (found.backward_ms, found.backward_tflops)):
         parts.append(f"{ms:>10.3f} ms" + (f" {tflops:>6.1f} TF" if speed else ""))
     if found.forward_ratio and found.backward_ratio:

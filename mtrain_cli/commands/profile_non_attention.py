@@ -1,4 +1,4 @@
-"""`mtrain profile rest`: what a training step computes beside attention, for the simulator."""
+"""`mtrain profile non-attention`: what a training step computes beside attention, for the simulator."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from mtrain_cli.profiling.non_attention_benchmark import NonAttentionTime
 
 
-@app.command("rest")
-def rest(
+@app.command("non-attention")
+def non_attention(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
@@ -46,11 +46,11 @@ def rest(
 
     [bold]Examples[/bold]
 
-      [cyan]mtrain profile rest model=tiny[/cyan]
+      [cyan]mtrain profile non-attention model=tiny[/cyan]
           seconds on a CPU
-      [cyan]mtrain profile rest model=qwen3b sparsity=vertical_slash --out rest.json[/cyan]
+      [cyan]mtrain profile non-attention model=qwen3b sparsity=vertical_slash --out non-attention.json[/cyan]
           on a GPU; 1k to 64k tokens of one worker
-      [cyan]mtrain simulate model=qwen3b seq=512k --calibration rest.json[/cyan]
+      [cyan]mtrain simulate model=qwen3b seq=512k --calibration non-attention.json[/cyan]
           whole steps, priced by it
     """
     import torch
@@ -59,7 +59,7 @@ def rest(
     from mtrain_cli.console import Console
     from mtrain_cli.launch.environment import resolve_environment
     from mtrain_cli.profiling.non_attention_benchmark import profile_non_attention, save_non_attention
-    from mtrain_cli.simulation.calibration import REST_FILE
+    from mtrain_cli.simulation.calibration import NON_ATTENTION_FILE
 
     words = list(overrides or ())
     device = resolve_environment(_alone(words, 1024)).device
@@ -70,7 +70,7 @@ def rest(
         if device == "cuda":
             raise ConfigError(f"--threads {threads}: is for CPUs; leave it out")
         torch.set_num_threads(threads)
-    replaced = "" if out is None else check_out(out, lambda file: is_calibration(file, REST_FILE), "calibration")
+    replaced = "" if out is None else check_out(out, lambda file: is_calibration(file, NON_ATTENTION_FILE), "calibration")
     console = Console(highlight=False, soft_wrap=True)
     console.print(_HEADER)
     command = " ".join(["mtrain", *sys.argv[1:]])

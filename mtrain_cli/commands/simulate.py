@@ -139,7 +139,8 @@ def simulate(
         str | None,
         typer.Option(
             metavar="FILE,...",
-            help="Times of your GPU in place of those that ship, from --out FILE of `mtrain profile kernels` and `mtrain profile rest`.",
+            help="Times of your GPU in place of those that ship, from --out FILE of `mtrain profile kernels` and "
+            "`mtrain profile non-attention`.",
             show_default=False,
         ),
     ] = None,

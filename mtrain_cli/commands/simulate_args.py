@@ -110,7 +110,7 @@ class SimulateRequest:
             for option, value in (("--density", density), ("--columns", columns)):
                 if value is not None:
                     raise ConfigError(
-                        f"{option} {value:g}: sparsity=fixed says it itself, as sparsity.density, sparsity.slashes and sparsity.bars"
+                        f"{option} {value:g}: sparsity=fixed says it itself, as sparsity.density, sparsity.slashes and sparsity.columns"
                     )
             return PairSource(FIXED, layers=layers)
         if pattern == FIXED and self.index in FAMILIES:
@@ -118,7 +118,7 @@ class SimulateRequest:
         if columns is None:
             columns = COLUMNS
             if pattern == "vertical_slash":
-                fewest, most = config.sparsity.min_bars or 0, config.sparsity.max_bars or columns
+                fewest, most = config.sparsity.min_columns or 0, config.sparsity.max_columns or columns
                 columns = min(max(columns, fewest), most)
         index, fewest, most = self.index or CLUSTERED, 1, 0
         if pattern == "vertical_slash":

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli import __version__
-from mtrain_cli.config import derived, keys, validate
+from mtrain_cli.config import derived, earlier_versions, keys, validate
 from mtrain_cli.config.documents import read_yaml, reason
 from mtrain_cli.config.groups import TOP, Groups, open_groups
 from mtrain_cli.config.overrides import OverrideProblem, parse
@@ -168,36 +168,6 @@ def composed_values(choices: Mapping[str, str], config_dir: Path | None = None) 
     return _composed(open_groups(config_dir), choices, {})[0]
 
 
-# Keys that configurations of earlier versions lack, with what those did.
-_LATER = {
-    "profile.every": 0,
-    "data.mix": None,
-    "data.token_dtype": "auto",
-    "data.eval_sequences": 0,
-    "train.eval_every": 0,
-    "optim.skip_spikes": False,
-    "optim.decay_steps": "auto",
-    "optim.schedule_steps": "auto",
-    "optim.rewarm": False,
-    "run.restarts": 0,
-    "run.spike_sigma": 0.0,
-    "run.straggler": 0.0,
-    "topology.gpu_memory_gib": "auto",
-    "topology.host_memory_gib": "auto",
-    "optim.offload": False,
-    "optim.offload_gradients": False,
-    "train.memory": "manual",
-    "train.shard": "full",
-    "train.reduce_dtype": "float32",
-    "train.checkpoint_keep": 0.5,
-    "train.offload_activations": False,
-    "train.keep_mlp": False,
-    "train.tile_mib": 0,
-    "train.loss_gradients": "forward",
-    "train.z_loss": 0.0,
-}
-
-
 def load(path: Path) -> Config:
     """The configuration of a resolved.yaml. Types are checked; files that it names are not, nor how values fit together.
 
@@ -211,9 +181,7 @@ def load(path: Path) -> Config:
         raise ConfigError(f"{path}: cannot be read: {reason(error)}") from error
     if flat is None:
         raise ConfigError(f"{path}: holds no configuration")
-    # MoBA chose for whole blocks before it had a gate.
-    gate = {"sparsity.gate": "block" if flat.get("sparsity.pattern") == "moba" else None}
-    leaves, problems = _convert({**_LATER, **gate, **flat}, {})
+    leaves, problems = _convert(earlier_versions.completed(flat), {})
     missing = [name for name in keys.all_keys() if name not in leaves and not any(name in problem.keys for problem in problems)]
     lines = [problem.line for problem in problems] + [f"{name}: missing" for name in missing]
     if lines:

@@ -33,11 +33,11 @@ PATTERN_KEYS: dict[str, tuple[str, ...]] = {
     "dense": (),
     "vertical_slash": (
         "block", "dense_steps", "last_q", "windows", "p_v", "p_s", "joint", "index_per",
-        "sink_tokens", "min_bars", "max_bars", "min_slashes", "max_slashes",
+        "sink_tokens", "min_columns", "max_columns", "min_slashes", "max_slashes",
     ),
     "xattention": ("block", "dense_steps", "stride", "threshold"),
     "moba": ("block", "dense_steps", "chunk", "top_k", "gate"),
-    "fixed": ("block", "dense_steps", "slashes", "bars", "density"),
+    "fixed": ("block", "dense_steps", "slashes", "columns", "density"),
 }  # fmt: skip
 PATTERNS = tuple(PATTERN_KEYS)
 MOST_LINES = 1 << 24  # lines among which budgets choose: their numbers share an int64 with their mass (`sparsity.pattern.ranking`)
@@ -121,8 +121,8 @@ class SparsityConfig:
     joint: bool | None = option("vertical_slash: columns count only what lies outside the chosen diagonals")
     index_per: str | None = option("vertical_slash: heads that share an index", ("query_head", "kv_group"))
     sink_tokens: int | None = option("vertical_slash: first columns that are always kept")
-    min_bars: int | None = option("vertical_slash: fewest columns a head")
-    max_bars: int | None = option("vertical_slash: most columns a head; 0 = any number")
+    min_columns: int | None = option("vertical_slash: fewest columns a head")
+    max_columns: int | None = option("vertical_slash: most columns a head; 0 = any number")
     min_slashes: int | None = option("vertical_slash: fewest block diagonals a head; from 2 on, the first two are always kept")
     max_slashes: int | None = option("vertical_slash: most block diagonals a head; 0 = any number")
     stride: int | None = option("xattention: side of the squares whose antidiagonals are summed")
@@ -131,7 +131,7 @@ class SparsityConfig:
     top_k: int | None = option("moba: chunks that a query (or block of queries) sees, its own included")
     gate: str | None = option("moba: who chooses chunks, every query by itself or the queries of a block together", ("query", "block"))
     slashes: int | None = option("fixed: block diagonals a head; given alone, density is 0")
-    bars: int | None = option("fixed: columns a head")
+    columns: int | None = option("fixed: columns a head")
     density: float | None = option("fixed: share of the causal blocks that diagonals fill, unless slashes is given")
 
 

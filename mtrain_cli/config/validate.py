@@ -110,8 +110,8 @@ _RANGE: dict[str, tuple[str, Callable[[float], bool]]] = {
     "sparsity.p_v": _SHARE,
     "sparsity.p_s": _SHARE,
     "sparsity.sink_tokens": _LINES,
-    "sparsity.min_bars": _LINES,
-    "sparsity.max_bars": _NOT_NEGATIVE,
+    "sparsity.min_columns": _LINES,
+    "sparsity.max_columns": _NOT_NEGATIVE,
     "sparsity.min_slashes": ("must be between 1 and 2^31 - 1", lambda value: 1 <= value < 2**31),
     "sparsity.max_slashes": _NOT_NEGATIVE,
     "sparsity.stride": _POSITIVE,
@@ -119,7 +119,7 @@ _RANGE: dict[str, tuple[str, Callable[[float], bool]]] = {
     "sparsity.chunk": _POSITIVE,
     "sparsity.top_k": _POSITIVE,
     "sparsity.slashes": _NOT_NEGATIVE,
-    "sparsity.bars": _NOT_NEGATIVE,
+    "sparsity.columns": _NOT_NEGATIVE,
     "sparsity.density": _FRACTION,
     "optim.lr": _ABOVE_ZERO,
     "optim.eps": _ABOVE_ZERO,
@@ -208,13 +208,13 @@ _MOST: dict[str, UpperLimit] = {
     "sparsity.dense_steps": MOST_STEPS,
     "sparsity.last_q": UpperLimit(MOST_TOKENS.value, "seq has no more tokens"),
     "sparsity.windows": UpperLimit(MOST_TOKENS.value, "seq has no more tokens"),
-    "sparsity.max_bars": _FEW_LINES,
+    "sparsity.max_columns": _FEW_LINES,
     "sparsity.max_slashes": _FEW_LINES,
     "sparsity.stride": UpperLimit(max(BLOCKS), "no block is larger"),
     "sparsity.chunk": UpperLimit(MOST_TOKENS.value, "seq has no more tokens"),
     "sparsity.top_k": UpperLimit(MOST_TOKENS.value, "seq has no more chunks"),
     "sparsity.slashes": _FEW_LINES,
-    "sparsity.bars": _FEW_LINES,
+    "sparsity.columns": _FEW_LINES,
     "data.eval_sequences": _SEQUENCES,
     "optim.lr": _OVERFLOW,
     "optim.eps": UpperLimit(1, "it would outweigh what it keeps from 0"),
@@ -370,16 +370,19 @@ def _sparsity(sparsity: SparsityConfig, seq: int) -> Iterator[str]:
         return
     if sparsity.pattern == "vertical_slash":
         s = sparsity
-        assert s.max_bars is not None
-        assert s.min_bars is not None
+        assert s.max_columns is not None
+        assert s.min_columns is not None
         assert s.sink_tokens is not None
         assert s.max_slashes is not None
         assert s.min_slashes is not None
         assert s.last_q is not None
-        least = max(s.min_bars, s.sink_tokens)
-        if 0 < s.max_bars < least:
-            which = "min_bars" if s.min_bars >= s.sink_tokens else "sink_tokens"
-            yield f"sparsity.max_bars={s.max_bars}: is below the {least} columns of sparsity.{which}; give 0 (no bound) or at least {least}"
+        least = max(s.min_columns, s.sink_tokens)
+        if 0 < s.max_columns < least:
+            which = "min_columns" if s.min_columns >= s.sink_tokens else "sink_tokens"
+            yield (
+                f"sparsity.max_columns={s.max_columns}: is below the {least} columns of sparsity.{which}; "
+                f"give 0 (no bound) or at least {least}"
+            )
         if 0 < s.max_slashes < s.min_slashes:
             least = s.min_slashes
             yield f"sparsity.max_slashes={s.max_slashes}: is below sparsity.min_slashes={least}; give 0 (any number) or at least {least}"

@@ -127,7 +127,7 @@ class DynamicIndex:
         waiting = [(i, r.found) for i, r in enumerate(self.records) if isinstance(r.found, VerticalSlash)]
         while waiting:
             # As many layers as the budget allows, with columns filled up to the widest.
-            size = max(lines.slashes.numel() + lines.bars.numel() for _, lines in waiting)
+            size = max(lines.slashes.numel() + lines.columns.numel() for _, lines in waiting)
             at_once = max(1, _COUNTED_AT_ONCE // size)
             these, waiting = waiting[:at_once], waiting[at_once:]
             counts = VerticalSlash.joined([lines for _, lines in these]).counts(self.work).parts(len(these))

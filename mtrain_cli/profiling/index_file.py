@@ -2,7 +2,7 @@
 
 An archive of NumPy arrays, written layer by layer: ``about`` (JSON: schema, shapes, the recorded setup, which entries exist), ``lengths``,
 ``padded``, ``mask<i>`` (of each sequence the starts of runs of `SequenceMask.first` and their values, int64 [2, runs]), and for entry i
-either ``<i>.slashes`` (bits packed along the diagonals, uint8) with ``<i>.bars`` (int32), or ``<i>.bits`` (bits packed along the key
+either ``<i>.slashes`` (bits packed along the diagonals, uint8) with ``<i>.columns`` (int32), or ``<i>.bits`` (bits packed along the key
 blocks) with ``<i>.rows``. Vertical-slash indices take kilobytes a layer; a bitmap takes a bit a pair of blocks and head before compression.
 """
 
@@ -194,7 +194,7 @@ def _check(
         for part in parts:
             names = {
                 "dense": (),
-                "VerticalSlash": ("slashes", "bars"),
+                "VerticalSlash": ("slashes", "columns"),
                 "BlockBitmap": ("bits", "rows"),
                 "GatedBitmap": ("bits", "rows", "gates", "chunk"),
             }[part["kind"]]
@@ -218,8 +218,8 @@ def _mask(runs: np.ndarray, length: int, padded: int) -> SequenceMask:
 def _packed(index: Index) -> dict[str, np.ndarray]:
     arrays = {name: tensor.cpu().numpy() for name, tensor in index.tensors().items()}
     if isinstance(index, VerticalSlash):
-        used = int((arrays["bars"] < index.blocks * index.block).sum(-1).max(initial=0))
-        return {"slashes": np.packbits(arrays["slashes"], axis=-1), "bars": arrays["bars"][..., :used].astype(np.int32)}
+        used = int((arrays["columns"] < index.blocks * index.block).sum(-1).max(initial=0))
+        return {"slashes": np.packbits(arrays["slashes"], axis=-1), "columns": arrays["columns"][..., :used].astype(np.int32)}
     assert isinstance(index, BlockBitmap)
     found: dict[str, np.ndarray] = {"bits": np.packbits(arrays["bits"], axis=-1), "rows": arrays["rows"].astype(np.int32)}
     if isinstance(index, GatedBitmap):
@@ -230,10 +230,13 @@ def _packed(index: Index) -> dict[str, np.ndarray]:
 def _unpacked(part: Mapping[str, Any], file: Any) -> Index:
     block, blocks, number = int(part["block"]), int(part["blocks"]), part["number"]
     if part["kind"] == "VerticalSlash":
-        slashes, bars = file[f"{number}.slashes"], file[f"{number}.bars"]
-        if bars.dtype != np.int32 or bars.shape[:2] != slashes.shape[:2] or slashes.shape[2:] != (-(-blocks // 8),) or (bars < 0).any():
-            raise ValueError("bars")
-        return VerticalSlash(block, blocks, _bits(slashes, blocks), torch.from_numpy(bars))
+        slashes = file[f"{number}.slashes"]
+        # Version 0.1.0 wrote them as "bars".
+        columns = file[name if (name := f"{number}.columns") in file else f"{number}.bars"]
+        matching = columns.dtype == np.int32 and columns.shape[:2] == slashes.shape[:2] and slashes.shape[2:] == (-(-blocks // 8),)
+        if not matching or (columns < 0).any():
+            raise ValueError("columns")
+        return VerticalSlash(block, blocks, _bits(slashes, blocks), torch.from_numpy(columns))
     bits, rows = file[f"{number}.bits"], file[f"{number}.rows"]
     if bits.shape[2:] != (len(rows), -(-blocks // 8)) or not ((rows >= 0) & (rows < blocks)).all():
         raise ValueError("rows")

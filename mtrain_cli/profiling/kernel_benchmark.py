@@ -30,7 +30,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCase:
-    """One shape. density: share of the causal blocks on diagonals, None for dense attention; bars: single columns a head."""
+    """One shape. density: share of the causal blocks on diagonals, None for dense attention; columns: single columns a head."""
 
     seq: int
     heads: int
@@ -38,7 +38,7 @@ class KernelCase:
     head_dim: int
     block: int
     density: float | None = None
-    bars: int = 0
+    columns: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ def profile_kernels(
 ) -> list[KernelTime]:
     """Times every kernel on every case that it serves, and the fastest dense kernel at each length first, for the ratio.
 
-    kernels: names, or empty for all that serve. report: called with every time as it is known. `missing` says what cannot run.
+    kernels: names, or empty for all that serve. report: called with every time as it is known. `unsupported_reason` says what cannot run.
     """
     times: list[KernelTime] = []
     dense: dict[tuple[int, int, int, int], tuple[float, float]] = {}
@@ -136,7 +136,7 @@ def _measure(
     pairs, blocks, column_pairs = mask.pairs * case.heads, 0, 0
     if case.density is not None:
         index = fixed_index(
-            seed=0, batch=1, heads=case.heads, seq=case.seq, block=case.block, slashes=None, bars=case.bars, density=case.density
+            seed=0, batch=1, heads=case.heads, seq=case.seq, block=case.block, slashes=None, columns=case.columns, density=case.density
         )
         counts = index.counts(MaskWork.make([mask], case.block))
         pairs, blocks, column_pairs = (int(t.sum()) for t in (counts.pairs, counts.blocks, counts.column_pairs))

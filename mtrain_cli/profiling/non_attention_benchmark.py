@@ -1,4 +1,4 @@
-"""`mtrain profile rest`: what a training step computes beside attention, timed on one device without any messages.
+"""`mtrain profile non-attention`: what a training step computes beside attention, timed on one device without any messages.
 
 A layer with its attention left out, the loss with the embedding, and the estimate of an index, for several numbers of tokens: what one
 worker of a run has of them. `simulation.non_attention_cost` counts the work of the same parts; both together price whole steps of any
@@ -25,7 +25,7 @@ from mtrain_cli.model.rope import rope_factor, rotation
 from mtrain_cli.parallel.context_attention import DynamicIndex
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, INDEX, Recorder
 from mtrain_cli.profiling.kernel_benchmark import SCHEMA, device_name, median_ms, versions
-from mtrain_cli.simulation.calibration import LOSS, REST_FILE
+from mtrain_cli.simulation.calibration import LOSS, NON_ATTENTION_FILE
 from mtrain_cli.simulation.non_attention_cost import ComputeCost, NonAttentionCost
 from mtrain_cli.training.resolution import ResolvedRun, compute_dtype, resolve_run
 from mtrain_cli.training.run_plan import planned
@@ -65,17 +65,17 @@ def _of_length(config: Config, repeats: int) -> list[NonAttentionTime]:
     environment = resolve_environment(config)
     choices = resolve_run(config, environment)
     plan = planned(config, environment, choices)
-    rest, tokens = NonAttentionCost.of(plan), plan.layout.tokens_per_worker * config.train.micro_batch
+    non_attention, tokens = NonAttentionCost.of(plan), plan.layout.tokens_per_worker * config.train.micro_batch
 
     def time(part: str, ms: float, work: ComputeCost) -> NonAttentionTime:
         heads = config.model.num_heads
-        return NonAttentionTime(part=part, tokens=tokens, rows=rest.rows, ms=ms, flop=work.flop, moved=work.moved, heads=heads)
+        return NonAttentionTime(part=part, tokens=tokens, rows=non_attention.rows, ms=ms, flop=work.flop, moved=work.moved, heads=heads)
 
     device = torch.device(environment.device)
     bench = _Bench(config, choices, device)
     forward, backward = bench.layer(tokens, repeats)
-    found = [time(FORWARD, forward, rest.forward), time(BACKWARD, backward, rest.backward + rest.recomputed)]
-    found.append(time(LOSS, bench.loss(tokens, repeats), rest.loss))
+    found = [time(FORWARD, forward, non_attention.forward), time(BACKWARD, backward, non_attention.backward + non_attention.recomputed)]
+    found.append(time(LOSS, bench.loss(tokens, repeats), non_attention.loss))
     if choices.pattern is not None:
         found.append(time(INDEX, bench.index(config.seq, repeats), ComputeCost()))
     return found
@@ -185,7 +185,7 @@ def save_non_attention(times: Sequence[NonAttentionTime], path: Path, command: s
     model, train = config.model, config.train
     document = {
         "schema": SCHEMA,
-        "kind": REST_FILE,
+        "kind": NON_ATTENTION_FILE,
         "device": device_name(device),
         "dtype": str(compute_dtype(config, device)).removeprefix("torch."),
         "threads": torch.get_num_threads() if device == "cpu" else None,

@@ -30,7 +30,7 @@ class HeadRecord:
     density: pairs that pattern and mask leave, over causal pairs without document mask. of_mask: the same over what the mask allows.
     recall: mean share of dense attention kept, over sampled queries that no measured pattern probes; worst: the smallest share of any
         of them.
-    slashes, bars: block diagonals and single columns; both 0 for patterns that list blocks.
+    slashes, columns: block diagonals and single columns; both 0 for patterns that list blocks.
     """
 
     step: int
@@ -42,7 +42,7 @@ class HeadRecord:
     recall: float
     worst: float
     slashes: int
-    bars: int
+    columns: int
 
 
 def profile_sparsity(
@@ -118,9 +118,9 @@ def _heads(
         counts.columns[0].tolist(),
         strict=True,
     )
-    for head, (pairs, mean, worst, slashes, bars) in enumerate(numbers):
+    for head, (pairs, mean, worst, slashes, columns) in enumerate(numbers):
         yield HeadRecord(
-            step, pattern.name, layer, head, pairs / causal_pairs(seq), pairs / masks[0].pairs, mean, worst, int(slashes), int(bars)
+            step, pattern.name, layer, head, pairs / causal_pairs(seq), pairs / masks[0].pairs, mean, worst, int(slashes), int(columns)
         )
 
 

@@ -244,5 +244,5 @@ def _most_columns(config: Config) -> int | None:
     """As `selection.ExchangeNeeds` wants it."""
     sparsity = config.sparsity
     if sparsity.pattern == "vertical_slash":
-        return sparsity.max_bars or None
-    return sparsity.bars or 0
+        return sparsity.max_columns or None
+    return sparsity.columns or 0

@@ -1,4 +1,4 @@
-"""`mtrain profile kernels --shares 8,32`: the calls of one worker of 8 or 32, timed on one device and without any messages.
+"""`mtrain profile kernels --workers 8,32`: the calls of one worker of 8 or 32, timed on one device and without any messages.
 
 A call of a long sequence says little about those of a ring's step, which are W * W times smaller: there the fixed time counts.
 These are steps of real schedules: of a ring (one shard of queries against one of keys, diagonals and columns apart as rings compute them)
@@ -64,7 +64,7 @@ def profile_worker_calls(
                     if kind in seen or (not dense and case.density is None):
                         continue
                     seen.add(kind)
-                    one = replace(case, density=None, bars=0) if dense else case
+                    one = replace(case, density=None, columns=0) if dense else case
                     for kernel in _kernels(one, kernels, dtype, device):
                         for found in _of_worker(kernel, one, name, count, dtype, device, repeats):
                             times.append(found)
@@ -91,7 +91,7 @@ def _of_worker(
     index = None
     if case.density is not None:
         index = fixed_index(
-            seed=0, batch=1, heads=case.heads, seq=case.seq, block=case.block, slashes=None, bars=case.bars, density=case.density
+            seed=0, batch=1, heads=case.heads, seq=case.seq, block=case.block, slashes=None, columns=case.columns, density=case.density
         )
     dense_form = LISTS if name == "striped" else DENSE
     for share in _shares(layout, mask, case, index):
@@ -102,12 +102,12 @@ def _of_worker(
             yield _timed(kernel, case, share, tiles, tensors, device, repeats, dense_form, workers, name)
             continue
         under = tiles.under(index.to(device))
-        if whole or not case.bars:
+        if whole or not case.columns:
             yield _timed(kernel, case, share, under, tensors, device, repeats, SPARSE if whole else DIAGONALS, workers, name)
             continue
         alone = tiles.under(index.without_columns().to(device))
         yield _timed(kernel, case, share, alone, tensors, device, repeats, DIAGONALS, workers, name)
-    if index is not None and case.bars and workers > 1:
+    if index is not None and case.columns and workers > 1:
         yield _columns(kernel, case, layout, mask, index, workers, name, dtype, device, repeats)
 
 

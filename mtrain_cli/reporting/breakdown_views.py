@@ -118,7 +118,7 @@ def head_views(name: str, rows: Sequence[dict[str, Any]]) -> list[View]:
             layers, heads = (sorted({row[key] for row in mine}) for key in ("layer", "head"))
             if not mine or len(layers) * len(heads) > _CELLS:
                 continue
-            for what, key in (("recall", "recall"), ("density", "density"), ("diagonals", "slashes"), ("columns", "bars")):
+            for what, key in (("recall", "recall"), ("density", "density"), ("diagonals", "slashes"), ("columns", "columns")):
                 found = {(row["layer"], row["head"]): row[key] for row in mine}
                 z = [[_short(found.get((layer, head))) for head in heads] for layer in layers]
                 share = key in ("recall", "density")

@@ -210,9 +210,9 @@ def _sparsity(sources: Sequence[ReportSource]) -> str:
     for source in sources:
         for pattern, step in sorted({(row["pattern"], row["step"]) for row in source.sparsity}):
             mine = [row for row in source.sparsity if (row["pattern"], row["step"]) == (pattern, step)]
-            means = {key: fmean(row[key] for row in mine) for key in ("recall", "density", "of_mask", "slashes", "bars")}
+            means = {key: fmean(row[key] for row in mine) for key in ("recall", "density", "of_mask", "slashes", "columns")}
             numbers = [f"{means['recall']:.4f}", f"{min(row['worst'] for row in mine):.3f}", f"{means['density']:.2%}"]
-            numbers += [f"{means['of_mask']:.2%}", f"{means['slashes']:.1f}", f"{means['bars']:.0f}"]
+            numbers += [f"{means['of_mask']:.2%}", f"{means['slashes']:.1f}", f"{means['columns']:.0f}"]
             rows.append([f"{source.name}: {pattern}" if len(sources) > 1 else pattern, str(step), *numbers])
     if not rows:
         return ""

@@ -287,7 +287,7 @@ def _sparsity(folder: Path) -> tuple[dict[str, Any], ...]:
         rows = pq.read_table(file).to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
         raise ConfigError(f"{file}: cannot be read ({str(error).splitlines()[0]}); measure again") from None
-    wanted = {"step", "pattern", "layer", "head", "density", "of_mask", "recall", "worst", "slashes", "bars"}
+    wanted = {"step", "pattern", "layer", "head", "density", "of_mask", "recall", "worst", "slashes", "columns"}
     if not rows or not wanted <= rows[0].keys():
         raise ConfigError(f"{file}: holds no rows of `mtrain profile sparsity`; measure again")
     return tuple(rows)

@@ -8,6 +8,7 @@ from typing import Any
 
 from mtrain_cli.config import keys
 from mtrain_cli.config.documents import read_yaml
+from mtrain_cli.config.earlier_versions import renamed
 from mtrain_cli.config.sizes import format_size
 
 RESOLVED = "resolved.yaml"
@@ -32,7 +33,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     """
     try:
         found = read_yaml(folder / RESOLVED)
-        return keys.flatten(found) if isinstance(found, Mapping) else {}
+        return renamed(keys.flatten(found)) if isinstance(found, Mapping) else {}
     except (OSError, ValueError, RecursionError):
         return {}
 

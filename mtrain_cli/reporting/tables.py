@@ -311,7 +311,7 @@ def sparsity_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
         box=SIMPLE,  # without borders it fits 60 columns
         padding=(0, 1, 0, 0),
     )
-    for column in ("layer", "recall", "worst", "density", *(("of mask",) if masked else ()), "slashes", "bars"):
+    for column in ("layer", "recall", "worst", "density", *(("of mask",) if masked else ()), "slashes", "columns"):
         table.add_column(column, justify="right", no_wrap=True)
     groups: list[tuple[str, list[dict[str, Any]]]] = [
         (str(layer), [r for r in rows if r["layer"] == layer]) for layer in sorted({r["layer"] for r in rows})
@@ -324,7 +324,7 @@ def sparsity_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
             f"{statistics.fmean(r['density'] for r in of):.2%}",
             *((f"{statistics.fmean(r['of_mask'] for r in of):.2%}",) if masked else ()),
             f"{statistics.fmean(r['slashes'] for r in of):.1f}",
-            f"{statistics.fmean(r['bars'] for r in of):.0f}",
+            f"{statistics.fmean(r['columns'] for r in of):.0f}",
             end_section=name == groups[-1][0],
         )
     return table

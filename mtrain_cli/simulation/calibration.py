@@ -32,8 +32,8 @@ DENSE, LISTS, SPARSE, DIAGONALS, ALONE_COLUMNS = "dense", "lists", "sparse", "di
 # What else of a step is measured (`profiling.non_attention_benchmark`), beside the passes of a layer and INDEX: the loss, with the
 # embedding.
 LOSS = "loss"
-REST_FILE = "rest"
-KINDS_OF_FILES = ("kernels", "shares", REST_FILE)
+NON_ATTENTION_FILE = "non_attention"
+KINDS_OF_FILES = ("kernels", "worker_calls", NON_ATTENTION_FILE)
 LOW, VALUE, HIGH = "low", "value", "high"
 # A GPU of which nothing is known: another's share of the peak, and how far time may be off it.
 UNKNOWN = (1 / 1.6, 2.0)
@@ -191,25 +191,25 @@ class NonAttentionTimes:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The curves of one device. files: where they come from. rest: what else was measured."""
+    """The curves of one device. files: where they come from. non_attention: what else was measured."""
 
     device: str
     curves: tuple[Curve, ...]
     files: tuple[str, ...]
-    rest: NonAttentionTimes | None = None
+    non_attention: NonAttentionTimes | None = None
 
     def find(self, kernel: str, form: str, direction: str) -> Curve | None:
         return next((c for c in self.curves if (c.kernel, c.form, c.direction) == (kernel, form, direction)), None)
 
 
 def load_calibration(*paths: Path) -> Calibration:
-    """What files of ``mtrain profile kernels --out FILE`` and ``mtrain profile rest --out FILE`` hold; all of the same device.
+    """What files of ``mtrain profile kernels --out FILE`` and ``mtrain profile non-attention --out FILE`` hold; all of the same device.
 
     Raises:
         ConfigError: a file is missing, damaged or of something else.
     """
     points: dict[tuple[str, str, str], list[CalibrationPoint]] = {}
-    rest: list[NonAttentionPoint] = []
+    non_attention: list[NonAttentionPoint] = []
     dtypes: list[str] = []
     hiding: set[str] = set()  # kernels that compute what an index leaves out
     devices = []
@@ -219,10 +219,10 @@ def load_calibration(*paths: Path) -> Calibration:
         if devices[0] != devices[-1]:
             raise ConfigError(f"--calibration {path}: is of {devices[-1]}, and the other file of {devices[0]}; give files of one GPU")
         try:
-            if document["kind"] == REST_FILE:
-                of_file = [_rest_point(time) for time in document["times"]]
-                _check_rest(path, of_file, str(document["dtype"]), dtypes)
-                rest += of_file
+            if document["kind"] == NON_ATTENTION_FILE:
+                of_file = [_non_attention_point(time) for time in document["times"]]
+                _check_non_attention(path, of_file, str(document["dtype"]), dtypes)
+                non_attention += of_file
                 continue
             for time in document["times"]:
                 form = time.get("form") or (DENSE if time["case"]["density"] is None else SPARSE)
@@ -249,7 +249,10 @@ def load_calibration(*paths: Path) -> Calibration:
             low, high, skips = 1 - min(spread, 0.9), 1 + spread, kernel not in hiding
             curves.append(Curve(kernel, form, direction, *found, error, len(of_form), low, high, skips=skips))
     return Calibration(
-        devices[0], tuple(curves), tuple(path.name for path in paths), NonAttentionTimes(tuple(rest), dtypes[0]) if rest else None
+        devices[0],
+        tuple(curves),
+        tuple(path.name for path in paths),
+        NonAttentionTimes(tuple(non_attention), dtypes[0]) if non_attention else None,
     )
 
 
@@ -267,7 +270,7 @@ def own_calibration(files: str | None) -> Calibration | None:
     return load_calibration(*map(Path, paths))
 
 
-def _check_rest(path: Path, found: Sequence[NonAttentionPoint], dtype: str, dtypes: list[str]) -> None:
+def _check_non_attention(path: Path, found: Sequence[NonAttentionPoint], dtype: str, dtypes: list[str]) -> None:
     """dtypes: of the files before, to which this one's is added."""
     absent = [part for part in (FORWARD, BACKWARD, LOSS) if part not in {point.part for point in found}]
     if absent:
@@ -277,7 +280,7 @@ def _check_rest(path: Path, found: Sequence[NonAttentionPoint], dtype: str, dtyp
         raise ConfigError(f"--calibration {path}: is of {dtype}, and the other file of {dtypes[0]}; give files of one dtype")
 
 
-def _rest_point(time: dict[str, Any]) -> NonAttentionPoint:
+def _non_attention_point(time: dict[str, Any]) -> NonAttentionPoint:
     part = str(time["part"])
     if part not in (FORWARD, BACKWARD, LOSS, INDEX):
         raise ValueError(f"part={part}")
@@ -312,7 +315,7 @@ def _document(path: Path) -> dict[str, Any]:
         or "device" not in document
     ):
         raise ConfigError(
-            f"--calibration {path}: holds no times; `mtrain profile kernels` and `profile rest` write such files with --out FILE"
+            f"--calibration {path}: holds no times; `mtrain profile kernels` and `profile non-attention` write such files with --out FILE"
         )
     return document
 
@@ -334,13 +337,13 @@ def shipped() -> tuple[Calibration, ...]:
 class KernelCurves:
     """What the kernels of a cluster's GPU take, by direction: measured, or scaled from another GPU. whole: of calls with everything that
     was measured together. remarks: what a reader has to know. alone: of calls with block diagonals or single columns alone, by form and
-    direction, where those were measured. rest: what a step computes beside attention, where that was measured on such a GPU.
+    direction, where those were measured. non_attention: what a step computes beside attention, where that was measured on such a GPU.
     """
 
     whole: dict[str, Curve]
     remarks: tuple[str, ...]
     alone: dict[tuple[str, str], Curve] = field(default_factory=dict)
-    rest: NonAttentionTimes | None = None
+    non_attention: NonAttentionTimes | None = None
 
     @property
     def calibrated(self) -> bool:
@@ -397,10 +400,10 @@ def kernels_for(
             said = f"{kernel} was not measured on {form} calls: {stands} stands for it, within x {low:.2f} and x {high:.2f}"
             remarks += [said] if said not in remarks else []
         curves[direction] = here(found, stands, low, high)
-    rest = _rest_of(gpu, calibration)
-    if calibration is not None and calibration.rest is not None and rest is not calibration.rest:
+    non_attention = _non_attention_of(gpu, calibration)
+    if calibration is not None and calibration.non_attention is not None and non_attention is not calibration.non_attention:
         remarks.append(f"the rest of a step was measured on {calibration.device}, which says nothing of {gpu}: those times are not used")
-    return KernelCurves(curves, tuple(remarks), alone, rest)
+    return KernelCurves(curves, tuple(remarks), alone, non_attention)
 
 
 def _source(gpu: str, calibration: Calibration | None) -> tuple[Calibration, bool]:
@@ -410,10 +413,10 @@ def _source(gpu: str, calibration: Calibration | None) -> tuple[Calibration, boo
     return measured or known[0], measured is not None
 
 
-def _rest_of(gpu: str, calibration: Calibration | None) -> NonAttentionTimes | None:
+def _non_attention_of(gpu: str, calibration: Calibration | None) -> NonAttentionTimes | None:
     """What was measured of the rest of a step: the user's own, else what ships, of such a GPU."""
     known = [*([calibration] if calibration is not None else []), *shipped()]
-    return next((c.rest for c in known if c.rest is not None and same_device(c.device, gpu)), None)
+    return next((c.non_attention for c in known if c.non_attention is not None and same_device(c.device, gpu)), None)
 
 
 def used(gpu: str, calibration: Calibration | None) -> dict[str, Any]:

@@ -17,10 +17,10 @@ def _of_index(value: float, note: str) -> Constant:
 
 
 CONSTANTS: dict[str, Constant] = {
-    "rest.eager": non_attention_cost.EAGER,
-    "rest.launches": non_attention_cost.LAUNCHES,
+    "non_attention.eager": non_attention_cost.EAGER,
+    "non_attention.launches": non_attention_cost.LAUNCHES,
     **{
-        f"rest.{name}": Constant(1.0, "guess", note, by_bound[calibration.LOW], by_bound[calibration.HIGH])
+        f"non_attention.{name}": Constant(1.0, "guess", note, by_bound[calibration.LOW], by_bound[calibration.HIGH])
         for name, by_bound, note in (
             ("measured", non_attention_cost.MEASURED, "what was measured beside attention, on another such GPU and under load"),
             ("beyond", non_attention_cost.BEYOND, "the same where a layer of another size was measured"),

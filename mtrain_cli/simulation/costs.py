@@ -201,7 +201,7 @@ class Costs:
             return 0.0
         workers = self.lockstep.grid.workers
         tokens, each = self.estimated / workers, INDEX_PER_TOKEN_US * index_scale(self.cluster.gpu, self.sizes.heads)
-        measured = None if self.kernels.rest is None else self.kernels.rest.index(tokens, self.sizes.heads, each)
+        measured = None if self.kernels.non_attention is None else self.kernels.non_attention.index(tokens, self.sizes.heads, each)
         alone = INDEX_ALONE_US + each * tokens if measured is None else measured
         wider = 1.0 if self.measured else {LOW: UNKNOWN[0], VALUE: 1.0, HIGH: UNKNOWN[1]}[self.bound]
         return max(alone, INDEX_TOGETHER_US if workers > 1 else 0.0) * INDEX_BOUNDS[self.bound] * wider

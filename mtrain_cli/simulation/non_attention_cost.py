@@ -211,18 +211,22 @@ def expected_us(flop: float, moved: float, gpu: Gpu) -> float:
     return flop / (gpu.gemm_tflops.value * 1e6) + moved / (gpu.hbm_gbps.value * 1e3)
 
 
-def longer_than_expected(rest: NonAttentionCost, costs: Costs, dtype: str) -> dict[str, float]:
+def longer_than_expected(non_attention: NonAttentionCost, costs: Costs, dtype: str) -> dict[str, float]:
     """By part of a step, as `profiling.non_attention_benchmark` measures it: how many times as long it takes as the constants say, under
     the bound of the
     costs. Nothing where it was not measured on such a GPU in that dtype.
     """
-    gpu, measured = costs.cluster.gpu, costs.kernels.rest
+    gpu, measured = costs.cluster.gpu, costs.kernels.non_attention
     if measured is None or measured.dtype != dtype:
         return {}
     found = {}
-    for part, work in ((FORWARD, rest.forward), (BACKWARD, rest.backward + rest.recomputed), (LOSS, rest.loss)):
+    for part, work in (
+        (FORWARD, non_attention.forward),
+        (BACKWARD, non_attention.backward + non_attention.recomputed),
+        (LOSS, non_attention.loss),
+    ):
         if part in measured.parts:
-            us = expected_us(work.flop, work.moved, gpu) * rest.size(part) / rest.tokens
+            us = expected_us(work.flop, work.moved, gpu) * non_attention.size(part) / non_attention.tokens
             share, inside = measured.share(part, us, lambda point: expected_us(point.flop, point.moved, gpu))
             found[part] = share * (MEASURED if inside else BEYOND)[costs.bound]
     return found

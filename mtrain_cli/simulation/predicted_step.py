@@ -124,8 +124,8 @@ class _StepEstimate:
 
     def __init__(self, cluster: Cluster, plan: RunPlan, attention: Prediction, costs: Costs, slowest: float) -> None:
         self.cluster, self.plan, self.attention, self.costs, self.slowest = cluster, plan, attention, costs, slowest
-        self.rest = rest = NonAttentionCost.of(plan)
-        self.longer = longer_than_expected(rest, costs, plan.dtype)
+        self.non_attention = non_attention = NonAttentionCost.of(plan)
+        self.longer = longer_than_expected(non_attention, costs, plan.dtype)
         self.us = dict.fromkeys(PARTS, 0.0)
         self.hidden = self.flop = self.sent = self.over_host = 0.0
         self.backward = 0.0  # us of the layers of one micro-batch
@@ -134,19 +134,23 @@ class _StepEstimate:
             self.times = one.times
             self._micro_batch(one)
         self.times = 1
-        self._add(rest.optimizer, 1, "optimizer", "optimizer")
+        self._add(non_attention.optimizer, 1, "optimizer", "optimizer")
         self.us["optimizer"] += self._transfer(1.0).us + self._optimizer_on_host()
         self.us["host"] += costs.burden(cluster.gpu.step_ms) * 1e3
 
     def _micro_batch(self, one: MicroBatchRound) -> None:
-        rest, layers, train = self.rest, self.plan.config.model.num_layers, self.plan.config.train
+        non_attention, layers, train = self.non_attention, self.plan.config.model.num_layers, self.plan.config.train
         nothing = ComputeCost()
-        gather, reduce = self._transfer(rest.gather), self._transfer(rest.reduce)
-        forward = self._layers([FORWARD], rest.forward, layers, copied=rest.gathered if one.forward else nothing)
+        gather, reduce = self._transfer(non_attention.gather), self._transfer(non_attention.reduce)
+        forward = self._layers([FORWARD], non_attention.forward, layers, copied=non_attention.gathered if one.forward else nothing)
         self._weights(forward / layers, self._carried(FORWARD), [gather] * one.forward, layers - 1)
         passes = [RECOMPUTE, BACKWARD] if recomputes_attention(train) else [BACKWARD]
-        copied = (rest.gathered if one.backward else nothing) + (rest.reduced if one.reduced else nothing) + rest.added
-        self.backward = backward = self._layers(passes, rest.backward, layers, rest.recomputed, copied=copied)
+        copied = (
+            (non_attention.gathered if one.backward else nothing)
+            + (non_attention.reduced if one.reduced else nothing)
+            + non_attention.added
+        )
+        self.backward = backward = self._layers(passes, non_attention.backward, layers, non_attention.recomputed, copied=copied)
         carried = tuple(sum(self._carried(name)[i] for name in passes) for i in (0, 1))
         # Beside the last layer nothing is to be scattered yet, beside the first nothing to be gathered.
         gathers, reduces = [gather] * one.backward, [reduce] * one.reduced
@@ -154,18 +158,20 @@ class _StepEstimate:
             self._weights(backward / layers, (carried[0], carried[1]), transfers, times if layers > 1 else 0)
         # Weights outside of the layers and of the first layer; of the last one at the start of backward; gradients that come last.
         alone = (
-            [self._transfer(rest.root_gather), gather] * one.forward + gathers + [reduce, self._transfer(rest.root_reduce)] * one.reduced
+            [self._transfer(non_attention.root_gather), gather] * one.forward
+            + gathers
+            + [reduce, self._transfer(non_attention.root_reduce)] * one.reduced
         )
         self.us["weights"] += self.times * sum(transfer.us for transfer in alone)
         self.sent += self.times * sum(transfer.size for transfer in alone)
-        outside = (rest.root_gathered if one.forward else nothing) + (rest.root_reduced if one.reduced else nothing)
-        self._add(rest.loss, 1, "loss", "loss", LOSS)
+        outside = (non_attention.root_gathered if one.forward else nothing) + (non_attention.root_reduced if one.reduced else nothing)
+        self._add(non_attention.loss, 1, "loss", "loss", LOSS)
         self._add(outside, 1, "loss", "loss")
         self._activations(forward / layers, backward / layers)
 
     def _activations(self, forward: float, backward: float) -> None:
         """What waiting for them adds. forward, backward: us of a layer, behind which those of another one leave or come."""
-        host = self.rest.host
+        host = self.non_attention.host
         us = host.kept / self._host_link
         self.us["offload"] += self.times * host.layers * (max(0.0, us - forward) + max(0.0, us - backward))
         self.over_host += self.times * 2 * host.layers * host.kept
@@ -179,7 +185,7 @@ class _StepEstimate:
         """us. Unit by unit: gradients come and weights leave while another one is stepped; the first comes and the last leaves alone. Those
         that leave as they come do so beside the last backward pass.
         """
-        host = self.rest.host
+        host = self.non_attention.host
         self.over_host += host.down + host.up
         stepped = host.stepped / (self.costs.rate(self.cluster.gpu.host_memory_gbps) * 1e3)
         down, up, unit = (size / self._host_link for size in (host.down, host.up, host.unit))

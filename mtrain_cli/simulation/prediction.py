@@ -250,7 +250,7 @@ class _CasePlayer:
 
     def play(self, work: dict[str, StepWork], index: Index | None, layer: int, direction: str, bound: str, *, rows: bool) -> PassTimes:
         costs = self.costs[bound]
-        width = index.bars.shape[-1] if isinstance(index, VerticalSlash) else 0
+        width = index.columns.shape[-1] if isinstance(index, VerticalSlash) else 0
         seq = self.case.layout.padded_seq * len(self.problem.masks)
         estimated = seq if self.problem.estimated and index is not None else 0
         # Messages of columns alone depend on the layer.

@@ -48,9 +48,9 @@ class PairSource:
         if self.name == DENSE:
             return []
         if self.columns < _FEWEST_BARS:
-            return ["sparsity=fixed", f"sparsity.density={self.density:g}", f"sparsity.bars={self.columns}"]
-        fewest = [f"sparsity.min_bars={self.columns}"] if self.columns < 64 else []
-        return ["sparsity=vertical_slash", f"sparsity.max_bars={self.columns}", *fewest]
+            return ["sparsity=fixed", f"sparsity.density={self.density:g}", f"sparsity.columns={self.columns}"]
+        fewest = [f"sparsity.min_columns={self.columns}"] if self.columns < 64 else []
+        return ["sparsity=vertical_slash", f"sparsity.max_columns={self.columns}", *fewest]
 
     def problem(self, config: Config) -> AttentionWorkload:
         """Of one micro-batch, each of its sequences one document."""
@@ -64,7 +64,7 @@ class PairSource:
         # What `fixed` draws costs nothing in a step: a layer keeps it.
         return AttentionWorkload(
             made, masks, tuple(range(self.layers)), _remembered(self._draw(config, block)), self.name,
-            int(config.sparsity.bars or 0) if self.name == FIXED else -1, estimated=self.name != FIXED, model=model.name,
+            int(config.sparsity.columns or 0) if self.name == FIXED else -1, estimated=self.name != FIXED, model=model.name,
         )  # fmt: skip
 
     def _draw(self, config: Config, block: int) -> Callable[[int], Index | None]:
@@ -74,14 +74,14 @@ class PairSource:
         if self.name == FIXED:
             return lambda layer: fixed_index(
                 seed=config.seed + 1000 * layer, batch=sequences, heads=heads, seq=config.seq, block=block,
-                slashes=sparsity.slashes or 0, bars=sparsity.bars or 0, density=sparsity.density or None,
+                slashes=sparsity.slashes or 0, columns=sparsity.columns or 0, density=sparsity.density or None,
             )  # fmt: skip
         family = IndexFamily(self.name, self.density, min(self.columns, config.seq), block, config.seed, fewest=self.fewest, most=self.most)
 
         def drawn(layer: int) -> VerticalSlash:
             one = family.index(layer, config.seq, heads)
-            slashes, bars = (torch.cat([lines] * sequences) for lines in (one.slashes, one.bars))
-            return VerticalSlash(one.block, one.blocks, slashes, bars)
+            slashes, columns = (torch.cat([lines] * sequences) for lines in (one.slashes, one.columns))
+            return VerticalSlash(one.block, one.blocks, slashes, columns)
 
         return drawn
 
@@ -143,8 +143,12 @@ class PredictedScenario:
     def remarks(self) -> tuple[str, ...]:
         train = self.plan.config.train
         costs = self.attention.costs.get(VALUE)
-        measured = costs is not None and costs.kernels.rest is not None and costs.kernels.rest.dtype == self.plan.dtype
-        what = "layers and the loss as measured (profile rest), links and optimizer" if measured else "matrix products, memory and links"
+        measured = costs is not None and costs.kernels.non_attention is not None and costs.kernels.non_attention.dtype == self.plan.dtype
+        what = (
+            "layers and the loss as measured (profile non-attention), links and optimizer"
+            if measured
+            else "matrix products, memory and links"
+        )
         found = [
             *self.attention.remarks,
             f"steps: {what} by the constants of the cluster; every sequence is one document; loading data and writing checkpoints are not "

@@ -174,7 +174,8 @@ def fixed_of(config: Config):
         if layer not in kept:
             kept[layer] = fixed_index(
                 seed=config.seed + 1000 * layer, batch=config.train.micro_batch, heads=config.model.num_heads, seq=config.seq,
-                block=int(sparsity.block or 0), slashes=sparsity.slashes, bars=int(sparsity.bars or 0), density=sparsity.density or None,
+                block=int(sparsity.block or 0), slashes=sparsity.slashes, columns=int(sparsity.columns or 0), density=sparsity.density or
+                None,
             )  # fmt: skip
         return kept[layer]
 

@@ -104,7 +104,7 @@ class ReplayCase:
         if not self.counter.gathers_columns or not isinstance(index, VerticalSlash):
             return largest
         # An all-reduce sends every number about twice.
-        width, groups = -(-index.bars.shape[-1] // COLUMN_TILE) * COLUMN_TILE, self.counter.groups
+        width, groups = -(-index.columns.shape[-1] // COLUMN_TILE) * COLUMN_TILE, self.counter.groups
         numbers = 2 * index.heads[0] * (index.heads[1] // self.schedule.heads) * width * self.sizes.head_dim
         return largest + 2 * (groups - 1) / groups * numbers * (_SUM_BYTES if direction == BACKWARD else self.sizes.dtype_bytes)
 
@@ -183,7 +183,7 @@ def make_case(
         Unfit: the configuration cannot be.
     """
     block = None if index is None else index.block
-    width = index.bars.shape[-1] if isinstance(index, VerticalSlash) else 0
+    width = index.columns.shape[-1] if isinstance(index, VerticalSlash) else 0
     workers, per_node = setup.workers, min(setup.per_node, setup.workers)
     piece = block or (made.block_size if setup.layout == "striped" else 1)
     if workers * piece > made.seq:
@@ -279,7 +279,7 @@ def resized(index: Index, blocks: int) -> Index:
     slashes = torch.nn.functional.pad(index.slashes, (0, more))[..., :blocks]
     # What fills the unused width is the end of the sequence.
     unused = min(blocks, index.blocks) * index.block
-    return VerticalSlash(index.block, blocks, slashes, index.bars.masked_fill(index.bars >= unused, blocks * index.block))
+    return VerticalSlash(index.block, blocks, slashes, index.columns.masked_fill(index.columns >= unused, blocks * index.block))
 
 
 def setups_of(layouts: Sequence[str], exchanges: Sequence[str], workers: Sequence[int], per_node: int) -> Iterator[ReplaySetup]:

@@ -234,7 +234,7 @@ class WorkCounter:
 
     def _of_lines(self, index: Index, parts: Iterable[Part]) -> dict[Part, _Table]:
         assert isinstance(index, VerticalSlash)
-        slashes, bars = index.slashes.cpu().numpy(), index.bars.cpu().numpy()
+        slashes, positions = index.slashes.cpu().numpy(), index.columns.cpu().numpy()
         tables = {}
         for i, n in parts:
             heads = slice(i * self.heads // n, (i + 1) * self.heads // n)
@@ -245,7 +245,7 @@ class WorkCounter:
                 pairs, blocks = kind.diagonals.between(on.sum(0, dtype=np.int64))
                 table.pairs += pairs
                 table.blocks += blocks
-                columns, column_pairs = kind.columns.count(on, bars[rows, heads].reshape(len(on), -1))
+                columns, column_pairs = kind.columns.count(on, positions[rows, heads].reshape(len(on), -1))
                 table.column_pairs += column_pairs
                 table.columns += columns
         return tables
@@ -477,11 +477,11 @@ class _ColumnCounter:
             mask.length, block, groups, owner, np.cumsum(begins) - 1, own[begins], last[begins], stride, start
         )  # fmt: skip
 
-    def count(self, slashes: NDArray[np.bool_], bars: NDArray[np.int32]) -> tuple[int, IntArray]:
-        """slashes [rows, blocks], bars [rows, width], a row for every head and sequence. -> real columns, and pairs [groups, groups]."""
+    def count(self, slashes: NDArray[np.bool_], columns: NDArray[np.int32]) -> tuple[int, IntArray]:
+        """slashes [rows, blocks], columns [rows, width], a row for every head and sequence. -> real columns, and pairs [groups, groups]."""
         pairs = np.zeros((self.groups, self.groups), np.int64)
-        real = bars < self.length
-        row, x = np.nonzero(real)[0], bars[real].astype(np.int64)
+        real = columns < self.length
+        row, x = np.nonzero(real)[0], columns[real].astype(np.int64)
         if not len(x):
             return 0, pairs
         segments = len(self.last)

@@ -18,12 +18,12 @@ from mtrain_cli.sparsity.pattern import NO_ROWS, MaskedPositions
 class FixedPattern:
     """The same lines for every step and sequence, of another seed in every layer.
 
-    slashes, bars: lines a head. density: instead of slashes, unless 0.
+    slashes, columns: lines a head. density: instead of slashes, unless 0.
     """
 
     block: int
     slashes: int
-    bars: int
+    columns: int
     density: float
     seed: int
     name: ClassVar[str] = "fixed"
@@ -34,12 +34,12 @@ class FixedPattern:
 
     def describe(self) -> str:
         lines = f"diagonals of {self.density:.1%} of the causal blocks" if self.density else f"{self.slashes} block diagonals"
-        return f"{lines} and {self.bars} columns a head from a seed, whatever the data"
+        return f"{lines} and {self.columns} columns a head from a seed, whatever the data"
 
     def covers(self, seq: int) -> str | None:
         blocks = -(-seq // self.block)
-        if self.bars >= seq:
-            return f"{self.bars} columns cover"
+        if self.columns >= seq:
+            return f"{self.columns} columns cover"
         if (self.density >= 1) if self.density else self.slashes >= blocks:
             return f"diagonals of {self.density:.0%} of the blocks cover" if self.density else f"{self.slashes} block diagonals cover"
         return f"one block of {self.block} tokens covers" if blocks == 1 else None
@@ -59,9 +59,12 @@ def _drawn(pattern: FixedPattern, layer: int, lengths: tuple[int, ...], heads: i
     of_length = {length: _of_length(pattern, layer, length, heads) for length in set(lengths)}
     slashes = torch.cat([_wide(of_length[n].slashes, blocks) for n in lengths])
     unused = [of_length[n].blocks * pattern.block for n in lengths]
-    bars = [of_length[n].bars.masked_fill(of_length[n].bars == end, blocks * pattern.block) for n, end in zip(lengths, unused, strict=True)]
+    columns = [
+        of_length[n].columns.masked_fill(of_length[n].columns == end, blocks * pattern.block)
+        for n, end in zip(lengths, unused, strict=True)
+    ]
     most = max(index.most for index in of_length.values())
-    return VerticalSlash(pattern.block, blocks, slashes.to(device), torch.cat(bars).to(device), most)
+    return VerticalSlash(pattern.block, blocks, slashes.to(device), torch.cat(columns).to(device), most)
 
 
 def _of_length(pattern: FixedPattern, layer: int, length: int, heads: int) -> VerticalSlash:
@@ -72,7 +75,7 @@ def _of_length(pattern: FixedPattern, layer: int, length: int, heads: int) -> Ve
         seq=max(1, length),
         block=pattern.block,
         slashes=pattern.slashes,
-        bars=pattern.bars,
+        columns=pattern.columns,
         density=pattern.density or None,
     )
 
@@ -82,7 +85,7 @@ def _wide(slashes: torch.Tensor, blocks: int) -> torch.Tensor:
 
 
 def fixed_index(
-    *, seed: int, batch: int, heads: int, seq: int, block: int, slashes: int | None, bars: int, density: float | None = None
+    *, seed: int, batch: int, heads: int, seq: int, block: int, slashes: int | None, columns: int, density: float | None = None
 ) -> VerticalSlash:
     """Diagonals 0 and 1 and others that crowd towards the recent past, as many as ``slashes`` or as fill ``density`` of the causal blocks;
     columns anywhere with equal chance. Every head draws its own, all sequences of a batch the same.
@@ -90,7 +93,7 @@ def fixed_index(
     rng = np.random.default_rng(seed)
     blocks = -(-seq // block)
     on = np.zeros((heads, blocks), bool)
-    columns = np.full((heads, bars), blocks * block, np.int32)
+    positions = np.full((heads, columns), blocks * block, np.int32)
     area = blocks - np.arange(blocks)
     # Diagonal d has chance ((d + 1) / blocks)^(1/3) - (d / blocks)^(1/3) of being drawn next. Who comes next without replacement is whose
     # exponential clock of that rate rings next.
@@ -104,7 +107,7 @@ def fixed_index(
             assert slashes is not None
             wanted = slashes
         on[h, drawn[: max(1, wanted)]] = True
-        count = min(bars, seq)
-        columns[h, :count] = np.sort(rng.choice(seq, count, replace=False, shuffle=False))
-    slash, bar = (torch.from_numpy(t).repeat(batch, 1, 1) for t in (on, columns))
-    return VerticalSlash(block, blocks, slash, bar, int(on.sum(-1).max()))
+        count = min(columns, seq)
+        positions[h, :count] = np.sort(rng.choice(seq, count, replace=False, shuffle=False))
+    slash, column = (torch.from_numpy(t).repeat(batch, 1, 1) for t in (on, positions))
+    return VerticalSlash(block, blocks, slash, column, int(on.sum(-1).max()))

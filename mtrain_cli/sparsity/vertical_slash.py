@@ -63,7 +63,8 @@ class VerticalSlashPattern:
         the last one ends the sequence. One window says little about packed documents, since its queries see only their own.
     p_v, p_s: share of the probed attention that columns and slashes are to hold, each by itself; the line that crosses it is kept.
     joint: columns are counted on the mass outside the chosen slashes only, until both together hold p_v.
-    min_bars, max_bars, min_slashes, max_slashes: bounds per head; max 0 = none. Diagonal 0 and the first sink_tokens columns always stay,
+    min_columns, max_columns, min_slashes, max_slashes: bounds per head; max 0 = none. Diagonal 0 and the first sink_tokens columns always
+    stay,
         and diagonal 1 where min_slashes is above 1: without it the first queries of a block see nothing of the recent past.
     per_group: one index for the query heads that share a key-value head.
     """
@@ -75,8 +76,8 @@ class VerticalSlashPattern:
     p_s: float
     joint: bool
     sink_tokens: int
-    min_bars: int
-    max_bars: int
+    min_columns: int
+    max_columns: int
     min_slashes: int
     max_slashes: int
     per_group: bool
@@ -89,7 +90,7 @@ class VerticalSlashPattern:
     def describe(self) -> str:
         last = f"the last {self._span} tokens" + (f" of each of {self.windows} windows" if self.windows > 1 else "")
         probe = f"{self.last_q} queries spread over {last}" if self.last_q < self._span else last
-        caps = [f"{most} {what}" for most, what in ((self.max_bars, "columns"), (self.max_slashes, "diagonals")) if most]
+        caps = [f"{most} {what}" for most, what in ((self.max_columns, "columns"), (self.max_slashes, "diagonals")) if most]
         joint = ", joint with the diagonals," if self.joint else ""
         told = [
             f"columns that{joint} hold {100 * self.p_v:g}% and block diagonals that hold {100 * self.p_s:g}% of the attention of {probe}",
@@ -102,8 +103,8 @@ class VerticalSlashPattern:
         blocks = -(-seq // self.block)
         if self.min_slashes >= blocks:
             return f"at least {self.min_slashes} block diagonals of {self.block} tokens cover"
-        if max(self.min_bars, self.sink_tokens) >= seq:
-            return f"at least {max(self.min_bars, self.sink_tokens)} columns cover"
+        if max(self.min_columns, self.sink_tokens) >= seq:
+            return f"at least {max(self.min_columns, self.sink_tokens)} columns cover"
         return f"one block of {self.block} tokens covers" if blocks == 1 else None
 
     def estimate(self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, layer: int) -> VerticalSlash:  # noqa: ARG002
@@ -118,10 +119,10 @@ class VerticalSlashPattern:
         slashes = self._slashes(diagonals, masked)
         if self.joint:
             _, vertical = self._totals(kept or tables(), masked, q.shape[2], group, slashes)
-        bars = self._bars(vertical, masked)
+        columns = self._column_choice(vertical, masked)
         if group > 1:
-            slashes, bars = (t.repeat_interleave(group, 1) for t in (slashes, bars))
-        return VerticalSlash(self.block, masked.geometry.blocks, slashes, bars, self.max_slashes)
+            slashes, columns = (t.repeat_interleave(group, 1) for t in (slashes, columns))
+        return VerticalSlash(self.block, masked.geometry.blocks, slashes, columns, self.max_slashes)
 
     def mass(self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions) -> list[torch.Tensor]:
         """Probed attention, q [batch, tokens, heads, head_dim], k [batch, tokens, kv_heads, head_dim] of this worker.
@@ -276,12 +277,12 @@ class VerticalSlashPattern:
         lines, keep = fewest_lines(order, total, self.p_s, least, self.max_slashes or blocks, blocks)
         return torch.zeros_like(diagonals, dtype=torch.bool).scatter_(-1, lines, keep)
 
-    def _bars(self, vertical: torch.Tensor, masked: MaskedPositions) -> torch.Tensor:
+    def _column_choice(self, vertical: torch.Tensor, masked: MaskedPositions) -> torch.Tensor:
         """vertical: mass of this worker, as `_totals`, with the joint budget that outside the slashes -> int32 [batch, heads, width],
         ascending.
         """
         tokens = masked.geometry.blocks * self.block
-        most = self.max_bars or tokens
+        most = self.max_columns or tokens
         key = (type(self).__name__, "columns", self.sink_tokens)
         if key not in masked.cache:
             without_mass = rank_without_mass(masked.positions < self.sink_tokens, masked.positions, tokens)
@@ -300,16 +301,16 @@ class VerticalSlashPattern:
         if self.joint:
             # Slashes hold what is not outside; columns have to bring what is missing to p_v of all.
             share = ((left - (1 - self.p_v) * MASS_UNITS) / left.clamp(min=1)).clamp(min=0.0)
-        lines, keep = fewest_lines(order, left, share, max(self.sink_tokens, self.min_bars), most, tokens)
+        lines, keep = fewest_lines(order, left, share, max(self.sink_tokens, self.min_columns), most, tokens)
         if masked.padded:
             # Padding is never chosen, not even where more columns are asked for than there are tokens.
             keep &= lines < masked.lengths[:, None, None]
-        bars = torch.where(keep, lines.int(), unused).sort(-1).values
-        if not self.max_bars:
+        columns = torch.where(keep, lines.int(), unused).sort(-1).values
+        if not self.max_columns:
             # Without a bound the host has to know how many there are, or every later step would work on as many as there are tokens.
             widest = int(keep.sum(-1).max())
-            bars = bars[..., : min(tokens, max(1, -(-widest // _COLUMN_STEP)) * _COLUMN_STEP)].contiguous()
-        return bars
+            columns = columns[..., : min(tokens, max(1, -(-widest // _COLUMN_STEP)) * _COLUMN_STEP)].contiguous()
+        return columns
 
 
 def fused_probe_usable(q: torch.Tensor, block: int) -> bool:

@@ -15,12 +15,12 @@ from mtrain_cli.training.flops import causal_pairs
 @dataclass(frozen=True)
 class IndexMetrics:
     """Means over the heads and sequences of a step. density_by_layer: computed pairs over causal pairs without document mask. slashes,
-    bars: lines a head, over all layers. seconds: time that the first worker spent estimating.
+    columns: lines a head, over all layers. seconds: time that the first worker spent estimating.
     """
 
     density_by_layer: tuple[float, ...]
     slashes: float
-    bars: float
+    columns: float
     seconds: float
 
     @property
@@ -38,7 +38,7 @@ def index_records(batches: Iterable[ContextAttention]) -> list[IndexRecord]:
 
 def summed(records: list[IndexRecord], layers: int, device: torch.device) -> torch.Tensor:
     """float64 [layers + 3] on the device: mean pairs of each layer (sum over sequences of means over heads), the same sums of slashes and
-    bars over all layers, and sequences. Adding these vectors of several workers gives that of all of them. records: of one pattern.
+    columns over all layers, and sequences. Adding these vectors of several workers gives that of all of them. records: of one pattern.
     """
     heads, workers = records[0].counts.pairs.shape[1], records[0].workers
     alike: dict[int, list[IndexRecord]] = {}
@@ -56,10 +56,10 @@ def summed(records: list[IndexRecord], layers: int, device: torch.device) -> tor
 
 def index_metrics(total: list[float], records: list[IndexRecord], seq: int) -> IndexMetrics:
     """total: what `summed` gave, added over the workers."""
-    *pairs, slashes, bars, sequences = total
+    *pairs, slashes, columns, sequences = total
     return IndexMetrics(
         density_by_layer=tuple(p / sequences / causal_pairs(seq) for p in pairs),
         slashes=slashes / sequences / len(pairs),
-        bars=bars / sequences / len(pairs),
+        columns=columns / sequences / len(pairs),
         seconds=sum(record.seconds for record in records),
     )

@@ -465,7 +465,7 @@ class IndexShape:
                 kept += 4 * sequences * heads * held * request.block * words
                 counted += 8 * sequences * blocks * request.block
         else:
-            most = sparsity.bars if sparsity.pattern == "fixed" else sparsity.max_bars or layout.padded_seq
+            most = sparsity.columns if sparsity.pattern == "fixed" else sparsity.max_columns or layout.padded_seq
             width = min(most or 0, blocks * request.block)
             kept, counted = sequences * heads * (blocks + 4 * width), 0
         width = -(-width // COLUMN_TILE) * COLUMN_TILE

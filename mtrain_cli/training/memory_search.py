@@ -219,7 +219,7 @@ def density(config: Config) -> float:
     if config.sparsity.pattern == "dense":
         return 1.0
     if config.sparsity.pattern == "fixed" and config.sparsity.density:
-        return min(1.0, config.sparsity.density + 2 * (config.sparsity.bars or 0) / config.seq)
+        return min(1.0, config.sparsity.density + 2 * (config.sparsity.columns or 0) / config.seq)
     return ASSUMED_DENSITY
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from mtrain_cli import install_command
 from mtrain_cli.config import documents
+from mtrain_cli.config.earlier_versions import RENAMED_METRICS, renamed
 from mtrain_cli.config.schema import ConfigError
 
 METRICS_FILE = "metrics.jsonl"
@@ -36,7 +37,7 @@ class StepMetrics:
     epoch: passes over the data, with a fraction.
     consumed: sequences read since step 0.
     data_seconds: what of `seconds` the worker that waited longest stood still for its data: to be read, and to be brought to the device.
-    slashes, bars: block diagonals and single columns of a head, means over heads and layers; None for a dense step.
+    slashes, columns: block diagonals and single columns of a head, means over heads and layers; None for a dense step.
     index_seconds: time that the first worker spent estimating indices; None for a dense step.
     density_by_layer: the same ratio for each layer; None for a dense step.
     skipped: whether the update was left out: that of a spike (optim.skip_spikes), or of a step without labels, which is true whatever
@@ -58,7 +59,7 @@ class StepMetrics:
     consumed: int
     data_seconds: float | None = None
     slashes: float | None = None
-    bars: float | None = None
+    columns: float | None = None
     index_seconds: float | None = None
     density_by_layer: list[float] | None = None
     skipped: bool | None = None
@@ -146,7 +147,7 @@ def read_metrics(path: Path) -> list[StepMetrics]:
 
 
 def _from_row(row: dict[str, Any]) -> StepMetrics:
-    metrics = documents.checked(StepMetrics, row, nulls=True)
+    metrics = documents.checked(StepMetrics, renamed(row, RENAMED_METRICS), nulls=True)
     return replace(metrics, mfu_model=sound_mfu(metrics.mfu_model, metrics.mfu_executed))
 
 

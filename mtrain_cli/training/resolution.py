@@ -58,7 +58,7 @@ def exchange_needs(
     """What the choice of an exchange depends on."""
     model, sparsity = config.model, config.sparsity
     pattern = make_pattern(sparsity, config.seed)
-    most = sparsity.max_bars if sparsity.pattern == "vertical_slash" else sparsity.bars
+    most = sparsity.max_columns if sparsity.pattern == "vertical_slash" else sparsity.columns
     unbounded = sparsity.pattern == "vertical_slash" and not most
     return ExchangeNeeds(
         workers=environment.cp,

@@ -440,7 +440,7 @@ class Trainer:
             consumed=self.sampler.consumed,
             data_seconds=result.data_seconds,
             slashes=result.index.slashes if result.index else None,
-            bars=result.index.bars if result.index else None,
+            columns=result.index.columns if result.index else None,
             index_seconds=result.index.seconds if result.index else None,
             density_by_layer=list(result.index.density_by_layer) if result.index else None,
             skipped=result.skipped if config.optim.skip_spikes or result.skipped else None,

@@ -32,7 +32,7 @@ def among_others(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def make_index(kind: str, rng: np.random.Generator, batch: int, heads: int, seq: int, block: int) -> Index:
-    """kind: slashes, bars, both, all (every block), none (nothing at all), bitmap, gated (a bitmap of
+    """kind: slashes, columns, both, all (every block), none (nothing at all), bitmap, gated (a bitmap of
     which every query sees some chunks).
     """
     blocks = -(-seq // block)
@@ -48,16 +48,16 @@ def make_index(kind: str, rng: np.random.Generator, batch: int, heads: int, seq:
         slashes[0, 0, 0] = False
     if kind == "all":
         slashes[:] = True
-    bars = torch.full((batch, heads, seq), blocks * block, dtype=torch.int32)
+    columns = torch.full((batch, heads, seq), blocks * block, dtype=torch.int32)
     widest = 1
-    if kind in ("bars", "both", "all"):
+    if kind in ("columns", "both", "all"):
         for b in range(batch):
             for h in range(heads):
                 count = int(rng.integers(0, max(2, seq // 2)))
                 widest = max(widest, count)
-                bars[b, h, :count] = torch.from_numpy(np.sort(rng.permutation(seq)[:count]))
+                columns[b, h, :count] = torch.from_numpy(np.sort(rng.permutation(seq)[:count]))
     # Of some kinds the host knows how many diagonals there are.
-    return VerticalSlash(block, blocks, slashes, bars[..., :widest].contiguous(), int(slashes.sum(-1).max()) if kind == "both" else 0)
+    return VerticalSlash(block, blocks, slashes, columns[..., :widest].contiguous(), int(slashes.sum(-1).max()) if kind == "both" else 0)
 
 
 def gated_index(rng: np.random.Generator, batch: int, heads: int, seq: int, block: int, chunk: int) -> GatedBitmap:

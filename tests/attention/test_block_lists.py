@@ -40,7 +40,7 @@ def blocks_of(p: Problem) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("kind", ["slashes", "bars", "both", "all", "none", "bitmap"])
+@pytest.mark.parametrize("kind", ["slashes", "columns", "both", "all", "none", "bitmap"])
 @pytest.mark.parametrize("documents", [False, True, None])
 @pytest.mark.parametrize("where", ["whole", "striped queries", "striped", "later queries"])
 def test_lists_hold_what_index_and_mask_leave(kind, documents, where, transposed):

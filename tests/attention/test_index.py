@@ -15,7 +15,7 @@ from mtrain_cli.attention.index import BlockBitmap, MaskWork, VerticalSlash, blo
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.tiles import NOTHING, BlockGeometry
 
-KINDS = ("slashes", "bars", "both", "all", "none", "bitmap", "gated")
+KINDS = ("slashes", "columns", "both", "all", "none", "bitmap", "gated")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -38,7 +38,7 @@ def test_counts_are_those_of_the_pairs_themselves(kind, documents, seed):
         assert counts.blocks.tolist() == by_block.sum((-1, -2)).tolist()
     if isinstance(index, VerticalSlash):
         lengths = torch.tensor([m.length for m in p.masks])
-        assert counts.columns.tolist() == (index.bars < lengths[:, None, None]).sum(-1).tolist()
+        assert counts.columns.tolist() == (index.columns < lengths[:, None, None]).sum(-1).tolist()
         assert counts.slashes.tolist() == index.slashes.sum(-1).tolist()
     forward, backward = counts.flop(128)
     assert (forward, backward) == (512 * int(seen.sum()), 1280 * int(seen.sum()))
@@ -47,8 +47,8 @@ def test_counts_are_those_of_the_pairs_themselves(kind, documents, seed):
 def test_indices_of_several_layers_are_counted_as_each_alone():
     p = make_problem(0, "both", seq=109, block=16, heads=4, kv_heads=2, dim=16, documents=True, where="whole")
     rng = np.random.default_rng(1)
-    layers = [make_index(kind, rng, 2, 4, p.masks[0].padded, 16) for kind in ("both", "bars", "none", "both")]
-    assert len({index.bars.shape[-1] for index in layers}) > 2
+    layers = [make_index(kind, rng, 2, 4, p.masks[0].padded, 16) for kind in ("both", "columns", "none", "both")]
+    assert len({index.columns.shape[-1] for index in layers}) > 2
     work, joined = MaskWork.make(p.masks, 16), VerticalSlash.joined(layers)
     for i, (index, counts) in enumerate(zip(layers, joined.counts(work).parts(4), strict=True)):
         assert joined.part(i, 4).same_as(index)
@@ -103,12 +103,12 @@ def test_an_index_comes_back_from_disk(tmp_path, kind):
 
 def test_comparing_ignores_how_wide_columns_are_filled():
     index = make_index("both", np.random.default_rng(0), 1, 2, 100, 16)
-    wider = VerticalSlash(16, index.blocks, index.slashes, torch.nn.functional.pad(index.bars, (0, 5), value=index.blocks * 16))
+    wider = VerticalSlash(16, index.blocks, index.slashes, torch.nn.functional.pad(index.columns, (0, 5), value=index.blocks * 16))
     assert index.same_as(wider)
     other = index.slashes.clone()
     other[0, 0, 3] ^= True
-    assert not index.same_as(VerticalSlash(16, index.blocks, other, index.bars))
-    moved = index.bars.clone()
+    assert not index.same_as(VerticalSlash(16, index.blocks, other, index.columns))
+    moved = index.columns.clone()
     moved[0, 1, 0] += 1
     assert not index.same_as(VerticalSlash(16, index.blocks, index.slashes, moved))
     assert not index.same_as(make_index("bitmap", np.random.default_rng(0), 1, 2, 100, 16))
@@ -130,7 +130,7 @@ def test_an_index_lies_where_it_was_told_to(tmp_path):
 FOREIGN = {
     "another kind": lambda file: np.savez(file, kind="Other"),
     "no kind": lambda file: np.savez(file, slashes=np.ones(3)),
-    "no sizes": lambda file: np.savez(file, kind="VerticalSlash", slashes=np.ones(3), bars=np.ones(3)),
+    "no sizes": lambda file: np.savez(file, kind="VerticalSlash", slashes=np.ones(3), columns=np.ones(3)),
     "no tensors": lambda file: np.savez(file, kind="VerticalSlash", block=16, blocks=4),
     "other tensors": lambda file: np.savez(file, kind="BlockBitmap", block=16, blocks=4, bits=np.ones(3), more=np.ones(3)),
     "words": lambda file: np.savez(file, kind="BlockBitmap", block="x", blocks=4, bits=np.ones(3)),

@@ -71,7 +71,7 @@ def test_a_kernel_that_only_hides_what_an_index_leaves_out_says_so(name):
 def test_kernels_without_cupy_say_who_does_its_work(monkeypatch):
     request = KernelRequest("cuda", (9, 0), "bfloat16", 128, 16, 2, index=IndexRequest(64, bitmap=False))
     for absent, ending in ((None, "as configured"), ("CuPy is not installed", "by PyTorch, since CuPy is not installed")):
-        monkeypatch.setattr(kernel_registry, "cupy_missing", lambda absent=absent: absent)
+        monkeypatch.setattr(kernel_registry, "cupy_unsupported_reason", lambda absent=absent: absent)
         assert choose("triton", request)[1].endswith(ending)
 
 

@@ -11,6 +11,7 @@ from mtrain_cli.kernels.triton import sparse
 from torch.utils._pytree import tree_iter
 
 from mtrain_cli.attention.block_lists import index_lists
+from mtrain_cli.attention.index import BlockBitmap
 from mtrain_cli.attention.packed_columns import add_column_gradients, local_columns, pack_columns
 from mtrain_cli.attention.triton_kernel import make_plan
 from mtrain_cli.config.compose import compose
@@ -20,7 +21,7 @@ from mtrain_cli.training.memory import IndexShape, kernel_backward
 def shape_of(p: Problem) -> IndexShape:
     index = p.tiles.index
     sequences, heads = index.heads
-    columns = 0 if index.columns is None else pack_columns(p.k, p.v, p.tiles)[0][..., 0].numel()
+    columns = 0 if isinstance(index, BlockBitmap) else pack_columns(p.k, p.v, p.tiles)[0][..., 0].numel()
     return IndexShape(
         sequences=sequences, heads=heads, block=16, blocks=index.blocks, bitmap=columns == 0, kept=0, counted=0, columns=columns, ways=1,
         rings=False, gathered=False,
@@ -68,15 +69,15 @@ def test_what_is_kept_of_an_index_has_the_size_that_is_told(kernel):
         plan, packed = make_plan(p.tiles, slashes=kernel == "triton"), pack_columns(p.k, p.v, p.tiles)
         add_column_gradients(p.k, p.v, packed[0][None], packed[1][None], p.tiles)
         kept = {t.data_ptr(): size(t) for t in tree_iter(p.tiles.of_index) if t.data_ptr() != p.tiles.index.columns.data_ptr()}
-        assert {t.data_ptr() for t in (plan.bars_upto, local_columns(p.tiles)[1])} <= set(kept)
+        assert {t.data_ptr() for t in (plan.columns_upto, local_columns(p.tiles)[1])} <= set(kept)
         # Columns whose number is no multiple of a tile are copied, too; an estimate takes settings that fill tiles.
-        assert shape.derived(kernel) == sum(kept.values()) - size(plan.bars)
+        assert shape.derived(kernel) == sum(kept.values()) - size(plan.column_positions)
     steps = make_problem(0, "both", **{**SHAPE, "where": "striped"}).tiles
-    assert not make_plan(steps).bars.equal(plan.bars)
+    assert not make_plan(steps).column_positions.equal(plan.column_positions)
     assert not steps.of_index
-    assert make_plan(p.tiles, slashes=False).bars_upto is plan.bars_upto, "what is kept is not made again"
-    other = p.tiles.under(dataclasses.replace(p.tiles.index, bars=p.tiles.index.bars[..., 1:]))
-    assert not make_plan(other).bars_upto.equal(plan.bars_upto), "another index shares nothing"
+    assert make_plan(p.tiles, slashes=False).columns_upto is plan.columns_upto, "what is kept is not made again"
+    other = p.tiles.under(dataclasses.replace(p.tiles.index, columns=p.tiles.index.columns[..., 1:]))
+    assert not make_plan(other).columns_upto.equal(plan.columns_upto), "another index shares nothing"
 
 
 def test_the_columns_of_a_call_have_the_size_that_is_told():

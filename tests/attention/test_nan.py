@@ -32,7 +32,7 @@ def concerned(p: Problem, what: str) -> torch.Tensor:
     return rows
 
 
-INDICES = [("both", False), ("both", True), ("bars", False), ("bitmap", False), ("bitmap", True)]
+INDICES = [("both", False), ("both", True), ("columns", False), ("bitmap", False), ("bitmap", True)]
 CASES = [(*index, what) for index in INDICES for what in "qkv"]
 
 

@@ -19,7 +19,7 @@ from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.attention.triton_kernel import make_plan
 
 SCALE = 0.3
-KINDS = ("slashes", "bars", "both", "all", "none", "bitmap", "local bitmap")
+KINDS = ("slashes", "columns", "both", "all", "none", "bitmap", "local bitmap")
 
 
 def check(kernel, problem, tolerance: float) -> None:

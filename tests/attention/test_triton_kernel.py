@@ -20,8 +20,8 @@ def request(**changed) -> KernelRequest:
 
 
 def test_it_serves_ampere_and_later_bitwise_repeatable():
-    assert TritonKernel().missing(request()) is None
-    assert TritonKernel().missing(request(deterministic=True, capability=(9, 0))) is None
+    assert TritonKernel().unsupported_reason(request()) is None
+    assert TritonKernel().unsupported_reason(request(deterministic=True, capability=(9, 0))) is None
 
 
 @pytest.mark.parametrize(
@@ -36,12 +36,12 @@ def test_it_serves_ampere_and_later_bitwise_repeatable():
     ],
 )
 def test_it_says_what_it_does_not_serve(changed, reason):
-    assert reason in TritonKernel().missing(request(**changed))
+    assert reason in TritonKernel().unsupported_reason(request(**changed))
 
 
 def test_without_a_gpu_it_needs_the_interpreter(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert TritonKernel().missing(request(device="cpu", capability=None, dtype="float32")) == "needs a CUDA GPU"
+    assert TritonKernel().unsupported_reason(request(device="cpu", capability=None, dtype="float32")) == "needs a CUDA GPU"
 
 
 def test_an_index_is_never_computed_densely_on_a_gpu():
@@ -57,7 +57,7 @@ def test_an_index_is_never_computed_densely_on_a_gpu():
 
 def test_absent_packages_are_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    assert TritonKernel().missing(request()).startswith("triton is not installed")
+    assert TritonKernel().unsupported_reason(request()).startswith("triton is not installed")
 
 
 @pytest.mark.parametrize("transposed", [False, True])

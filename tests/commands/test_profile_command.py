@@ -72,7 +72,7 @@ def test_sparsity_leaves_no_thread_that_keeps_modules_alive(tmp_path):
 def test_kernels_are_timed_beside_dense_and_leave_a_calibration(tmp_path):
     out = tmp_path / "calibration.json"
     result = run(
-        "kernels", "--seq", "256", "--density", "0.5,0.2", "--bars", "8", "--heads", "4/2", "--head-dim", "16", "--block", "16",
+        "kernels", "--seq", "256", "--density", "0.5,0.2", "--columns", "8", "--heads", "4/2", "--head-dim", "16", "--block", "16",
         "--kernel", "sdpa", "--repeats", "1", "--out", str(out),
     )  # fmt: skip
     assert result.exit_code == 0, result.output
@@ -85,7 +85,7 @@ def test_kernels_are_timed_beside_dense_and_leave_a_calibration(tmp_path):
     assert dense["pairs"] > half["pairs"] > fifth["pairs"] > 0
     assert half["forward_ratio"] == pytest.approx(dense["forward_ms"] / half["forward_ms"])
     assert half["backward_ratio"] == pytest.approx(dense["backward_ms"] / half["backward_ms"])
-    shape = {"seed": 0, "batch": 1, "heads": 4, "seq": 256, "block": 16, "slashes": None, "bars": 8}
+    shape = {"seed": 0, "batch": 1, "heads": 4, "seq": 256, "block": 16, "slashes": None, "columns": 8}
     counts = fixed_index(**shape, density=0.5).counts(MaskWork.make([SequenceMask.causal(256, 256)], 16))
     assert [half[name] for name in ("pairs", "blocks", "column_pairs")] == [
         int(t.sum()) for t in (counts.pairs, counts.blocks, counts.column_pairs)
@@ -98,7 +98,7 @@ def test_kernels_are_timed_beside_dense_and_leave_a_calibration(tmp_path):
 def test_times_of_kernels_keep_to_eighty_columns():
     words = ("kernels", "--seq", "256", "--density", "0.2", "--heads", "2/1", "--head-dim", "16", "--block", "16", "--kernel", "sdpa")
     shown = {
-        width: CliRunner(env={"COLUMNS": str(width), "TERM": "dumb"}).invoke(app, ["profile", *words, "--repeats", "1", "--shares", "2"])
+        width: CliRunner(env={"COLUMNS": str(width), "TERM": "dumb"}).invoke(app, ["profile", *words, "--repeats", "1", "--workers", "2"])
         for width in (80, 200)
     }
     assert [found.exit_code for found in shown.values()] == [0, 0]
@@ -116,7 +116,16 @@ def test_times_of_kernels_keep_to_eighty_columns():
 def test_every_column_has_a_name_and_fits_60_columns(of_mask, columns):
     records = [
         HeadRecord(
-            step=1, pattern="moba", layer=layer, head=0, density=0.25, of_mask=of_mask, recall=0.9, worst=worst, slashes=40000, bars=100000
+            step=1,
+            pattern="moba",
+            layer=layer,
+            head=0,
+            density=0.25,
+            of_mask=of_mask,
+            recall=0.9,
+            worst=worst,
+            slashes=40000,
+            columns=100000,
         )
         for layer, worst in enumerate((0.3, 0.1))
     ]
@@ -152,10 +161,10 @@ def test_the_calibration_that_ships_is_read_and_names_its_hardware():
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["kernels", "--seq", "1k", "--shares", "1"], "--shares 1: each must be at least 2 workers"),
-        (["kernels", "--seq", "1k", "--shares", "some"], "--shares some: some is no number; give items such as 8,32"),
-        (["kernels", "--seq", "1k", "--block", "16", "--shares", "7"], "--shares 7: none of --seq 1k can be dealt to so many"),
-        (["kernels", "--seq", "1k", "--no-whole"], "--no-whole: leaves nothing to time; give --shares N, too"),
+        (["kernels", "--seq", "1k", "--workers", "1"], "--workers 1: each must be at least 2 workers"),
+        (["kernels", "--seq", "1k", "--workers", "some"], "--workers some: some is no number; give items such as 8,32"),
+        (["kernels", "--seq", "1k", "--block", "16", "--workers", "7"], "--workers 7: none of --seq 1k can be dealt to so many"),
+        (["kernels", "--seq", "1k", "--no-whole"], "--no-whole: leaves nothing to time; give --workers N, too"),
         (["sparsity", "--pattern", "mobb"], "--pattern mobb: no such pattern; did you mean moba?"),
         (["sparsity", "--pattern", "dense"], "--pattern dense: no such pattern"),
         (["sparsity", "--pattern", ","], "names no pattern"),
@@ -222,10 +231,10 @@ def test_what_cannot_run_stands_once_below_the_table():
 
 
 def test_columns_really_used_and_the_share_of_pairs_are_printed():
-    lines = run(*KERNELS, "--density", "50%,5%", "--bars", "5000", "--kernel", "sdpa").stdout.splitlines()
+    lines = run(*KERNELS, "--density", "50%,5%", "--columns", "5000", "--kernel", "sdpa").stdout.splitlines()
     for line, density in zip(lines[2:4], ("50.0%", "5.0%"), strict=True):
         assert line.split()[3:7] == [density, "all", "64", "100.0%"]
-    few = run(*KERNELS, "--density", "5%", "--bars", "2", "--kernel", "sdpa").stdout.splitlines()[2].split()
+    few = run(*KERNELS, "--density", "5%", "--columns", "2", "--kernel", "sdpa").stdout.splitlines()[2].split()
     assert few[3:5] == ["5.0%", "2"]
     diagonal = 4 * 16 * 17 // 2 / (64 * 65 // 2)
     assert diagonal < float(few[5].rstrip("%")) / 100 < diagonal + 2 * 64 / (64 * 65 // 2)

@@ -20,7 +20,7 @@ from mtrain_cli.profiling.index_file import load_indices
 from mtrain_cli.profiling.records import open_records
 
 SMALL = ["seq=512", "topology.device=cpu", "topology.block_size=32", "model.num_layers=2"]
-SPARSE = ["sparsity.block=32", "sparsity.last_q=32", "sparsity.min_slashes=3", "sparsity.max_slashes=3", "sparsity.max_bars=64"]
+SPARSE = ["sparsity.block=32", "sparsity.last_q=32", "sparsity.min_slashes=3", "sparsity.max_slashes=3", "sparsity.max_columns=64"]
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""`mtrain profile rest`: what it prints and leaves for the simulator, and what it refuses."""
+"""`mtrain profile non-attention`: what it prints and leaves for the simulator, and what it refuses."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from mtrain_cli.commands.app import app
 
 def test_it_leaves_a_calibration_that_prices_steps(tmp_path):
     words = ["model=tiny", "model.num_layers=2", "sparsity=vertical_slash", "--seq", "128,256", "--repeats", "1", "--threads", "1"]
-    found = mtrain(tmp_path, "profile", "rest", *words, "--out", "mine/rest.json")
+    found = mtrain(tmp_path, "profile", "non-attention", *words, "--out", "mine/non-attention.json")
     assert found.returncode == 0, found.stderr
     lines = found.stdout.splitlines()
     assert lines[0].split() == ["part", "tokens", "a", "tile", "ms", "TF"]
     assert [line.split()[:2] for line in lines[1:9]] == [
         [part, n] for n in ("128", "256") for part in ("forward", "backward", "loss", "index")
     ]
-    assert lines[-1] == "8 times in mine/rest.json"
-    document = json.loads((tmp_path / "mine/rest.json").read_text())
-    assert (document["kind"], document["dtype"], document["pattern"]) == ("rest", "float32", "vertical_slash")
-    again = mtrain(tmp_path, "profile", "rest", "model=tiny", "--seq", "128", "--repeats", "1", "--out", "mine/rest.json")
-    assert again.stdout.splitlines()[-1] == "3 times in mine/rest.json, in place of the calibration that was there"
+    assert lines[-1] == "8 times in mine/non-attention.json"
+    document = json.loads((tmp_path / "mine/non-attention.json").read_text())
+    assert (document["kind"], document["dtype"], document["pattern"]) == ("non_attention", "float32", "vertical_slash")
+    again = mtrain(tmp_path, "profile", "non-attention", "model=tiny", "--seq", "128", "--repeats", "1", "--out", "mine/non-attention.json")
+    assert again.stdout.splitlines()[-1] == "3 times in mine/non-attention.json, in place of the calibration that was there"
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_it_leaves_a_calibration_that_prices_steps(tmp_path):
 def test_what_cannot_be_timed_is_one_line(words, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").write_text("mine")
-    found = CliRunner().invoke(app, ["profile", "rest", *words])
+    found = CliRunner().invoke(app, ["profile", "non-attention", *words])
     assert found.exit_code == 2
     assert found.output.startswith(f"mtrain: {said}")
     assert len(found.output.splitlines()) == 1
@@ -50,19 +50,21 @@ def test_what_cannot_be_timed_is_one_line(words, said, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-@pytest.mark.parametrize("command", ["rest", "kernels"])
+@pytest.mark.parametrize("command", ["non-attention", "kernels"])
 def test_what_was_timed_before_a_stop_is_kept_beside_an_earlier_file(command, tmp_path, monkeypatch):
     from mtrain_cli.profiling import kernel_benchmark, non_attention_benchmark
 
     monkeypatch.chdir(tmp_path)
     words = {
-        "rest": ["model=tiny", "--seq", "128"],
-        "kernels": ["--seq", "128", "--density", "0.3", "--bars", "8", "--heads", "4/2", "--head-dim", "16", "--kernel", "sdpa"],
+        "non-attention": ["model=tiny", "--seq", "128"],
+        "kernels": ["--seq", "128", "--density", "0.3", "--columns", "8", "--heads", "4/2", "--head-dim", "16", "--kernel", "sdpa"],
     }
     assert CliRunner().invoke(app, ["profile", command, *words[command], "--repeats", "1", "--out", "mine.json"]).exit_code == 0
     earlier = (tmp_path / "mine.json").read_bytes()
     assert [path.name for path in tmp_path.iterdir()] == ["mine.json"]
-    module, name = (non_attention_benchmark, "profile_rest") if command == "rest" else (kernel_benchmark, "profile_kernels")
+    module, name = (
+        (non_attention_benchmark, "profile_non_attention") if command == "non-attention" else (kernel_benchmark, "profile_kernels")
+    )
     measure = getattr(module, name)
 
     def stopped(*arguments):

@@ -159,7 +159,7 @@ def test_a_step_by_part_and_what_a_training_takes():
     assert sum(step["parts_s"].values()) == pytest.approx(step["seconds"]["value"], rel=1e-4)
     assert step["dollars"] is None
     assert step["days"]["value"] == pytest.approx(1e9 / 8 / step["tokens_per_second_per_gpu"]["value"] / 86400, rel=1e-4)
-    dry = run("train", "model=qwen3b", "seq=8k", "sparsity=vertical_slash", "sparsity.max_bars=2048", "topology.exchange=ring",
+    dry = run("train", "model=qwen3b", "seq=8k", "sparsity=vertical_slash", "sparsity.max_columns=2048", "topology.exchange=ring",
               "topology.workers=8", "topology.device=cuda", "--dry-run")  # fmt: skip
     total = next(line for line in dry.stdout.splitlines() if line.startswith("total"))
     assert f"{step['memory_bytes'] / 2**30:.2f} GiB" in total

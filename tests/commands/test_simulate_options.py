@@ -155,7 +155,7 @@ def test_mfu_is_told_of_what_is_dense_alone():
 
 
 def test_which_calibration_was_used_is_told():
-    files = ["kernels-h200.json", "rest-h200.json", "shares-h200.json"]
+    files = ["kernels-h200.json", "non-attention-h200.json", "worker-calls-h200.json"]
     words = ("model=tiny", "seq=4k", "--workers", "1", *STRIPED)
     for more in ((), ("--attention-only",), ("--recommend",), ("--sweep", "columns=64,128")):
         found = document(*words, *more)
@@ -163,12 +163,12 @@ def test_which_calibration_was_used_is_told():
     other = document(*words, "--cluster", "a100_4x8", "--calibration", str(shipped_file()))
     assert other["calibration"] == {"device": "NVIDIA H200", "files": files[:1], "own": True, "scaled": True}
     assert told(other["calibration"]) == "kernels-h200.json of NVIDIA H200, another device: scaled by peak FLOP/s"
-    rest = shipped_file().with_name("rest-h200.json")
+    rest = shipped_file().with_name("non-attention-h200.json")
     for own, used in ((f"{shipped_file()}, {rest}", [files[0], files[1]]), (rest, [files[1], *files])):
         both = document(*words, "--calibration", str(own))
         assert both["calibration"] == {"device": "NVIDIA H200", "files": used, "own": True, "scaled": False}
-    assert any("layers and the loss as measured (profile rest)" in note for note in found["remarks"])
-    assert told(found["calibration"]) == "kernels-h200.json, rest-h200.json, shares-h200.json of NVIDIA H200"
+    assert any("layers and the loss as measured (profile non-attention)" in note for note in found["remarks"])
+    assert told(found["calibration"]) == "kernels-h200.json, non-attention-h200.json, worker-calls-h200.json of NVIDIA H200"
     assert "does not tell" in told(None)
 
 

@@ -46,7 +46,7 @@ def test_the_papers_run_has_the_papers_numbers() -> None:
     # Of the scripts: Adam's rates, and the pattern flex_0.90 with at most 4096 columns.
     assert config.optim.betas == (0.9, 0.95)
     sparsity = config.sparsity
-    assert (sparsity.p_v, sparsity.p_s, sparsity.max_bars) == (0.9, 0.9, 4096)
+    assert (sparsity.p_v, sparsity.p_s, sparsity.max_columns) == (0.9, 0.9, 4096)
 
 
 @pytest.mark.parametrize("name", [PAPER, LLAMA])

@@ -33,12 +33,12 @@ def test_heads_share_an_index_only_if_asked():
         ("sparsity=vertical_slash sparsity.p_s=1.5", "sparsity.p_s=1.5: must be above 0 and at most 1"),
         ("sparsity=xattention sparsity.threshold=-1", "sparsity.threshold=-1: must be above 0 and at most 1"),
         (
-            "sparsity=vertical_slash sparsity.max_bars=10",
-            "sparsity.max_bars=10: is below the 64 columns of sparsity.min_bars; give 0 (no bound) or at least 64",
+            "sparsity=vertical_slash sparsity.max_columns=10",
+            "sparsity.max_columns=10: is below the 64 columns of sparsity.min_columns; give 0 (no bound) or at least 64",
         ),
         (
-            "sparsity=vertical_slash sparsity.max_bars=10 sparsity.min_bars=2 sparsity.sink_tokens=20",
-            "sparsity.max_bars=10: is below the 20 columns of sparsity.sink_tokens; give 0 (no bound) or at least 20",
+            "sparsity=vertical_slash sparsity.max_columns=10 sparsity.min_columns=2 sparsity.sink_tokens=20",
+            "sparsity.max_columns=10: is below the 20 columns of sparsity.sink_tokens; give 0 (no bound) or at least 20",
         ),
         (
             "sparsity=vertical_slash sparsity.max_slashes=1",
@@ -77,7 +77,7 @@ def test_heads_share_an_index_only_if_asked():
             "sparsity.windows=65: windows of sparsity.last_q=64 queries would overlap; seq=4096 has room for 64",
         ),
         (f"sparsity=vertical_slash sparsity.min_slashes={10**20}", f"sparsity.min_slashes={10**20}: must be between 1 and 2^31 - 1"),
-        (f"sparsity=vertical_slash sparsity.min_bars={2**31} sparsity.max_bars=0", "must be between 0 and 2^31 - 1"),
+        (f"sparsity=vertical_slash sparsity.min_columns={2**31} sparsity.max_columns=0", "must be between 0 and 2^31 - 1"),
         ("sparsity=vertical_slash ~sparsity.p_v", "~sparsity.p_v: a key cannot be deleted; leave it out for its default"),
         ("sparsity=vertical_slash sparsity.index_per=head", "expected one of query_head, kv_group"),
     ],

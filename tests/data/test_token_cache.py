@@ -161,7 +161,7 @@ def test_workers_that_start_at_once_share_one_entry(jsonl: Callable[..., Path], 
     path = jsonl([f"text number {number} " * 50 for number in range(2000)])
     script = f"""
 import fcntl, sys
-from mtrain_cli.data import cache
+from mtrain_cli.data import token_cache
 from mtrain_cli.data.text_files import text_corpus
 from mtrain_cli.data.tokenizers import ByteTokenizer
 if not {locks}:
@@ -171,7 +171,7 @@ if not {locks}:
 corpus = text_corpus({str(path)!r}, "text")
 print("ready", flush=True)
 sys.stdin.readline()
-store, where = cache.cached_store(corpus, ByteTokenizer())
+store, where = token_cache.cached_store(corpus, ByteTokenizer())
 store.check()
 print(where, store.meta.sha256)
 """

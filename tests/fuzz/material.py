@@ -27,9 +27,9 @@ def make(folder: Path) -> Path:
          "train.checkpoint_every=2", "data.eval_sequences=2"],
         ["profile", "imbalance", "--attention-only", *tiny, "topology.workers=2", "sparsity=vertical_slash", "--steps", "1",
          "run.dir=meas"],
-        ["profile", "kernels", "--seq", "256", "--density", "20%,5%", "--bars", "8", "--heads", "4/2", "--head-dim", "32", "--repeats", "1",
-         "--out", "kernels.json"],
-        ["profile", "rest", "model=tiny", "--seq", "64,128,256", "--repeats", "1", "--out", "rest.json"],
+        ["profile", "kernels", "--seq", "256", "--density", "20%,5%", "--columns", "8", "--heads", "4/2", "--head-dim", "32",
+         "--repeats", "1", "--out", "kernels.json"],
+        ["profile", "non-attention", "model=tiny", "--seq", "64,128,256", "--repeats", "1", "--out", "non-attention.json"],
         ["data", "prepare", "text", "tokens"],
         ["checkpoint", "export", "run", "hf"],
     ):  # fmt: skip
@@ -53,7 +53,8 @@ def complete(folder: Path) -> Path:
 def names() -> list[str]:
     """What may be given as a path."""
     return [
-        "run", "run/checkpoints/step-3", "meas", "meas/index.npz", "kernels.json", "rest.json", "cluster.yaml", "hf", "tokens", "text",
+        "run", "run/checkpoints/step-3", "meas", "meas/index.npz", "kernels.json", "non-attention.json", "cluster.yaml", "hf", "tokens",
+        "text",
         "mds",
         "text/0.txt", "nowhere", "nowhere/out", "run/resolved.yaml", "weights.yaml", "run/profile",
     ]  # fmt: skip
@@ -95,7 +96,7 @@ def commands_for(material: Path) -> Iterator[tuple[Path, list[str], list[list[st
     yield material / "cluster.yaml", [""], [["simulate", *tiny, "--cluster", "THIS", "--layout", "striped", "--exchange", "ring"]]
     calibration = ["simulate", *tiny, "--calibration", "THIS", "--layout", "striped", "--exchange", "ring"]
     yield material / "kernels.json", [""], [calibration]
-    yield material / "rest.json", [""], [calibration]
+    yield material / "non-attention.json", [""], [calibration]
     yield material / "hf", ["config.json"], [["checkpoint", "import", "THIS", "OUT"], ["train", "train.init_from=THIS", "--cfg"],
                                              ["train", "train.init_from=THIS", "--dry-run"]]  # fmt: skip
     yield material / "hf", inside("hf", "*"), [["checkpoint", "import", "THIS", "OUT"]]

@@ -171,7 +171,7 @@ def without_work(monkeypatch: Any = None) -> None:
     replace(hydra, "compose", remembered)
     replace(local, "launch", lambda *_, **__: 0)
     replace(kernel_benchmark, "profile_kernels", lambda *_, **__: [])
-    replace(non_attention_benchmark, "profile_rest", lambda *_, **__: [])
+    replace(non_attention_benchmark, "profile_non_attention", lambda *_, **__: [])
     replace(pattern_quality, "profile_sparsity", lambda *_, **__: [])
 
 

@@ -86,7 +86,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
              "intermediate_size": 128,
              "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}}  # fmt: skip
     (folder / "hf/config.json").write_text(json.dumps(shape))
-    case = {"seq": 256, "heads": 4, "kv_heads": 2, "head_dim": 32, "block": 16, "density": None, "bars": 0}
+    case = {"seq": 256, "heads": 4, "kv_heads": 2, "head_dim": 32, "block": 16, "density": None, "columns": 0}
     times = [{"kernel": "sdpa", "pairs": 9000 * n, "forward_ms": 0.1 * n, "backward_ms": 0.2 * n, "case": case} for n in (1, 2, 3)]
     (folder / "kernels.json").write_text(json.dumps({"kind": "kernels", "schema": 1, "device": "CPU", "times": times}))
     return complete(folder)

@@ -35,7 +35,7 @@ def test_links_of_two_gpus(tmp_path):
 
 
 def test_calls_of_one_worker():
-    case = KernelCase(seq=16384, heads=4, kv_heads=2, head_dim=128, block=128, density=0.1, bars=256)
+    case = KernelCase(seq=16384, heads=4, kv_heads=2, head_dim=128, block=128, density=0.1, columns=256)
     found = profile_worker_calls([case], [4], [], torch.bfloat16, "cuda", 3, lambda _: None)
     assert {DIAGONALS, ALONE_COLUMNS, SPARSE, LISTS} <= {t.form for t in found}
     assert {"triton"} <= {t.kernel for t in found}

@@ -69,13 +69,13 @@ def index_of(kind: str, blocks: int, device: torch.device) -> VerticalSlash | Bl
     if kind == "bitmap":
         bits = torch.from_numpy(np.random.default_rng(4).random((1, HEADS, 64, 64)) < 0.4).tril()[..., :blocks, :blocks]
         return BlockBitmap.whole(BLOCK, bits.to(device))
-    drawn = fixed_index(seed=3, batch=1, heads=HEADS, seq=SEQ, block=BLOCK, slashes=4, bars=70).to(device)
+    drawn = fixed_index(seed=3, batch=1, heads=HEADS, seq=SEQ, block=BLOCK, slashes=4, columns=70).to(device)
     assert isinstance(drawn, VerticalSlash)
     # Columns beyond the tokens are named by the number of padded positions, which differs between layouts.
-    bars = torch.where(drawn.bars < SEQ, drawn.bars, blocks * BLOCK)
+    columns = torch.where(drawn.columns < SEQ, drawn.columns, blocks * BLOCK)
     slashes = torch.nn.functional.pad(drawn.slashes, (0, blocks - drawn.slashes.shape[-1]))
     slashes[:, 3] = False
-    return VerticalSlash(BLOCK, blocks, slashes, bars)
+    return VerticalSlash(BLOCK, blocks, slashes, columns)
 
 
 def work(rank: int, world: int, store: str, kernel_name: str, kind: str) -> None:
@@ -152,7 +152,7 @@ def test_output_and_gradients_equal_the_oracle(kernel, kind, tmp_path):
     request = KernelRequest("cuda", torch.cuda.get_device_capability(), "bfloat16", HEAD_DIM, HEADS, KV_HEADS)
     if kind != "dense":
         request = replace(request, index=IndexRequest(BLOCK, bitmap=True))
-    missing = _KERNELS[kernel]().missing(request)
+    missing = _KERNELS[kernel]().unsupported_reason(request)
     if missing:
         pytest.skip(missing)
     world = min(GPUS, 4)

@@ -34,7 +34,7 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(16, 2, 128), (4, 4, 64), (4, 1, 128)])
 def test_a_rank_computes_what_the_oracle_computes(name, layout_name, documents, heads, kv_heads, head_dim):
     kernel = _KERNELS[name]()
-    missing = kernel.missing(KernelRequest("cuda", torch.cuda.get_device_capability(), "bfloat16", head_dim, heads, kv_heads))
+    missing = kernel.unsupported_reason(KernelRequest("cuda", torch.cuda.get_device_capability(), "bfloat16", head_dim, heads, kv_heads))
     if missing:
         pytest.skip(missing)
     torch.manual_seed(0)

@@ -21,8 +21,8 @@ def errors(name: str, kind: str, where: str, documents: bool, block: int, heads:
     kernel = _KERNELS[name]()
     asked = IndexRequest(block, "bitmap" in kind or "gated" in kind, 2 * block if "gated" in kind else 0)
     request = KernelRequest("cuda", torch.cuda.get_device_capability(), "bfloat16", dim, heads, kv_heads, index=asked)
-    if kernel.missing(request):
-        pytest.skip(str(kernel.missing(request)))
+    if kernel.unsupported_reason(request):
+        pytest.skip(str(kernel.unsupported_reason(request)))
     p = make_problem(
         3, kind, seq=1801, block=block, heads=heads, kv_heads=kv_heads, dim=dim, documents=documents, where=where,
         dtype=torch.bfloat16, device="cuda",
@@ -51,7 +51,7 @@ def errors(name: str, kind: str, where: str, documents: bool, block: int, heads:
 
 @pytest.mark.parametrize("name", ["triton", "flash4"])
 @pytest.mark.parametrize("block", [64, 128])
-@pytest.mark.parametrize("kind", ["slashes", "bars", "both", "all", "none", "bitmap", "local bitmap", "gated", "local gated"])
+@pytest.mark.parametrize("kind", ["slashes", "columns", "both", "all", "none", "bitmap", "local bitmap", "gated", "local gated"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "documents", "where"),
     [
@@ -74,8 +74,8 @@ def test_sparse_attention_equals_the_oracle(name, block, kind, heads, kv_heads, 
 def test_a_part_of_the_heads_is_taken_as_it_lies(name, kind):
     kernel = _KERNELS[name]()
     request = KernelRequest("cuda", torch.cuda.get_device_capability(), "bfloat16", 128, 8, 2, index=IndexRequest(128, kind == "bitmap"))
-    if kernel.missing(request):
-        pytest.skip(str(kernel.missing(request)))
+    if kernel.unsupported_reason(request):
+        pytest.skip(str(kernel.unsupported_reason(request)))
     p = make_problem(
         6, kind, seq=1801, block=128, heads=8, kv_heads=2, dim=128, documents=False, where="whole", dtype=torch.bfloat16, device="cuda"
     )
@@ -97,8 +97,8 @@ def test_the_future_never_changes_an_output(name, kind):
         5, kind, seq=1500, block=128, heads=4, kv_heads=2, dim=128, documents=False, where="whole", dtype=torch.bfloat16, device="cuda"
     )
     request = KernelRequest("cuda", torch.cuda.get_device_capability(), "bfloat16", 128, 4, 2, index=IndexRequest(128, kind == "bitmap"))
-    if kernel.missing(request):
-        pytest.skip(str(kernel.missing(request)))
+    if kernel.unsupported_reason(request):
+        pytest.skip(str(kernel.unsupported_reason(request)))
     out, _ = kernel.forward(p.q, p.k, p.v, p.tiles, 0.1)
     for cut in (1, 127, 128, 700, 1498):
         k, v = p.k.clone(), p.v.clone()

@@ -23,7 +23,7 @@ SMALL = [
     *("topology.device=cuda", "seq=8k", "model.hidden_size=512", "model.intermediate_size=1024", f"model.head_dim={HEAD_DIM}"),
     *(f"model.num_heads={HEADS}", f"model.num_kv_heads={KV_HEADS}", f"model.num_layers={LAYERS}", "train.steps=4", "run.name=one"),
 ]
-SPARSE = ["sparsity=vertical_slash", "sparsity.min_slashes=8", "sparsity.max_slashes=8", "sparsity.max_bars=256"]
+SPARSE = ["sparsity=vertical_slash", "sparsity.min_slashes=8", "sparsity.max_slashes=8", "sparsity.max_columns=256"]
 
 
 def measured(folder: Path, *words: str) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def rows(folder: Path) -> list[dict[str, str]]:
 
 def skip_without(name: str, index: IndexRequest | None) -> None:
     request = KernelRequest("cuda", torch.cuda.get_device_capability(), "bfloat16", HEAD_DIM, HEADS, KV_HEADS, index=index)
-    missing = _KERNELS[name]().missing(request)
+    missing = _KERNELS[name]().unsupported_reason(request)
     if missing:
         pytest.skip(str(missing))
 

@@ -27,7 +27,7 @@ class OnePartEach:
         self.part = TINY if rank else 1.0
         self.calls = 0
 
-    def missing(self, request):  # noqa: ARG002
+    def unsupported_reason(self, request):  # noqa: ARG002
         return None
 
     def forward(self, q, k, v, tiles, scale):  # noqa: ARG002

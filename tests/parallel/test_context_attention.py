@@ -69,16 +69,16 @@ def index_of(kind: str, heads: int, layout: Layout) -> Index | None:
     rng = np.random.default_rng(heads)
     slashes = torch.from_numpy(rng.random((BATCH, heads, blocks)) < 0.3)
     slashes[0, 1] = False
-    bars = np.full((BATCH, heads, 9), blocks * BLOCK)
+    columns = np.full((BATCH, heads, 9), blocks * BLOCK)
     for b in range(BATCH):
         for h in range(heads):
             count = 7 if (b, h) != (0, 1) else 0
-            bars[b, h, :count] = np.sort(rng.choice(SEQ, count, replace=False))
+            columns[b, h, :count] = np.sort(rng.choice(SEQ, count, replace=False))
     if kind == "bitmap":
         return BlockBitmap.whole(BLOCK, torch.from_numpy(rng.random((BATCH, heads, blocks, blocks)) < 0.3).tril())
     if kind == "nothing":
         return VerticalSlash(BLOCK, blocks, torch.zeros_like(slashes), torch.full((BATCH, heads, 3), blocks * BLOCK, dtype=torch.int32))
-    return VerticalSlash(BLOCK, blocks, slashes, torch.from_numpy(bars[..., : 0 if kind == "diagonals" else 9].astype(np.int32)))
+    return VerticalSlash(BLOCK, blocks, slashes, torch.from_numpy(columns[..., : 0 if kind == "diagonals" else 9].astype(np.int32)))
 
 
 def seen_by_definition(documents: bool, index: Index | None) -> torch.Tensor:
@@ -91,7 +91,7 @@ def seen_by_definition(documents: bool, index: Index | None) -> torch.Tensor:
     if isinstance(index, VerticalSlash):
         away = at[:, None] // BLOCK - at // BLOCK
         chosen = index.slashes[:, :, away.clamp(min=0)] & (away >= 0)
-        single = (index.bars[..., None] == at).any(2)
+        single = (index.columns[..., None] == at).any(2)
         return seen & (chosen | single[:, :, None])
     return seen
 

@@ -28,7 +28,7 @@ HEADS = ((4, 4), (4, 2), (4, 1))
 def vertical_slash(**changed) -> VerticalSlashPattern:
     default = {
         "block": BLOCK, "last_q": 20, "windows": 1, "p_v": 0.6, "p_s": 0.7, "joint": False, "sink_tokens": 2,
-        "min_bars": 3, "max_bars": 40, "min_slashes": 1, "max_slashes": 0, "per_group": False,
+        "min_columns": 3, "max_columns": 40, "min_slashes": 1, "max_slashes": 0, "per_group": False,
     }  # fmt: skip
     return VerticalSlashPattern(**{**default, **changed})
 
@@ -39,9 +39,9 @@ PATTERNS: dict[str, Pattern] = {
     "windows": vertical_slash(windows=3),
     "joint windows of groups": vertical_slash(windows=3, joint=True, per_group=True, p_v=0.8),
     "per group": vertical_slash(per_group=True),
-    "any number of bars": vertical_slash(max_bars=0),
+    "any number of columns": vertical_slash(max_columns=0),
     # More than one worker holds of the largest: every worker's own candidates have to meet.
-    "few bars": vertical_slash(max_bars=7, min_bars=7, max_slashes=3, sink_tokens=0),
+    "few columns": vertical_slash(max_columns=7, min_columns=7, max_slashes=3, sink_tokens=0),
     "moba": MobaPattern(BLOCK, 32, 3),
     "moba of blocks": MobaPattern(BLOCK, 32, 3, by_query=False),
     "xattention": XAttentionPattern(BLOCK, 4, 0.6),
@@ -111,10 +111,10 @@ def estimates(rank: int, world: int, dtype_name: str, fused: bool = False, names
 def chosen_lines(tensors: dict[str, torch.Tensor]) -> set[tuple]:
     """All that an index chooses, as (kind, sequence, head, ...)."""
     if "slashes" in tensors:
-        bars = tensors["bars"]
+        columns = tensors["columns"]
         lines = {("slash", *at) for at in tensors["slashes"].nonzero().tolist()}
         unused = tensors["slashes"].shape[-1] * BLOCK
-        return lines | {("bar", b, h, int(bars[b, h, i])) for b, h, i in (bars < unused).nonzero().tolist()}
+        return lines | {("column", b, h, int(columns[b, h, i])) for b, h, i in (columns < unused).nonzero().tolist()}
     rows = tensors["rows"].tolist()
     return {("block", b, h, rows[i], j) for b, h, i, j in tensors["bits"].nonzero().tolist()}
 

@@ -35,7 +35,7 @@ class Counting(VerticalSlashPattern):
 def attend() -> ContextAttention:
     Counting.calls.clear()
     pattern = Counting(
-        block=BLOCK, last_q=16, windows=1, p_v=0.4, p_s=0.4, joint=False, sink_tokens=2, min_bars=2, max_bars=20,
+        block=BLOCK, last_q=16, windows=1, p_v=0.4, p_s=0.4, joint=False, sink_tokens=2, min_columns=2, max_columns=20,
         min_slashes=1, max_slashes=0, per_group=False,
     )  # fmt: skip
     masks = [SequenceMask.from_documents(np.repeat([0, 1], [40, 50]), SEQ), SequenceMask.causal(SEQ, SEQ)]
@@ -102,7 +102,7 @@ def test_time_and_work_are_recorded_of_several_layers_at_once(attend, at_once, m
     for layer in range(3):
         attend(q * (layer + 1), k, v, layer)
     lines = attend.index.kept[0]
-    monkeypatch.setattr(context_attention, "_COUNTED_AT_ONCE", at_once * (lines.slashes.numel() + lines.bars.numel()))
+    monkeypatch.setattr(context_attention, "_COUNTED_AT_ONCE", at_once * (lines.slashes.numel() + lines.columns.numel()))
     joined: list[int] = []
     join = VerticalSlash.joined
     monkeypatch.setattr(VerticalSlash, "joined", lambda indices: joined.append(len(indices)) or join(indices))

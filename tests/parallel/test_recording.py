@@ -40,7 +40,7 @@ def recorded(rank: int, world: int, name: str, heads: int, sparse: bool) -> tupl
     group = make_context_group(rank, world, world, torch.device("cpu"), per_node=2, heads=heads)
     layout = make_layout("zigzag", world, SEQ, 4, unit=4)
     exchange = make_exchange(name, layout, group)
-    pattern = FixedPattern(block=4, slashes=4, bars=6, density=0.0, seed=0) if sparse else None
+    pattern = FixedPattern(block=4, slashes=4, columns=6, density=0.0, seed=0) if sparse else None
     attend = ContextAttention.make(exchange, SdpaKernel(), [SequenceMask.causal(SEQ, layout.padded_seq)], "cpu", pattern)
     q, k, v = (torch.randn(1, layout.tokens_per_worker, h, HEAD_DIM, requires_grad=True) for h in (HEADS, KV_HEADS, KV_HEADS))
     recorder = Recorder(torch.device("cpu"))

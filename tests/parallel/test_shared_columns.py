@@ -22,10 +22,10 @@ def index_of(layout: Layout, seed: int) -> VerticalSlash:
     """Other columns for every head; the last place of each is empty."""
     blocks, rng = -(-layout.padded_seq // BLOCK), np.random.default_rng(seed)
     slashes = torch.from_numpy(rng.random((1, HEADS, blocks)) < 0.3)
-    bars = np.full((1, HEADS, WIDTH), blocks * BLOCK)
+    columns = np.full((1, HEADS, WIDTH), blocks * BLOCK)
     for head in range(HEADS):
-        bars[0, head, :-1] = np.sort(rng.choice(SEQ, WIDTH - 1, replace=False))
-    return VerticalSlash(BLOCK, blocks, slashes, torch.from_numpy(bars.astype(np.int32)))
+        columns[0, head, :-1] = np.sort(rng.choice(SEQ, WIDTH - 1, replace=False))
+    return VerticalSlash(BLOCK, blocks, slashes, torch.from_numpy(columns.astype(np.int32)))
 
 
 @pytest.mark.parametrize("part", [(0, 1), (1, 2)], ids=["all heads", "second half of the heads"])
@@ -39,25 +39,25 @@ def test_every_rank_packs_and_gets_back_the_columns_among_its_own_keys(name, par
     works = [exchange.work([mask], "cpu", BLOCK) for exchange in exchanges]
     # The second layer is under another index, with the same masks.
     for index in (index_of(layout, 1), index_of(layout, 2)):
-        bars = index.bars[0, heads.start : heads.stop].long()
+        columns = index.columns[0, heads.start : heads.stop].long()
         # Kernels take whole tiles of columns; the places beyond the last are empty.
-        bars = torch.nn.functional.pad(bars, (0, whole_columns(index).shape[-1] - WIDTH), value=index.blocks * BLOCK)
-        real = bars < SEQ
-        packed, owners = torch.zeros(2, *bars.shape, 1), torch.zeros(bars.shape)
+        columns = torch.nn.functional.pad(columns, (0, whole_columns(index).shape[-1] - WIDTH), value=index.blocks * BLOCK)
+        real = columns < SEQ
+        packed, owners = torch.zeros(2, *columns.shape, 1), torch.zeros(columns.shape)
         for exchange, work in zip(exchanges, works, strict=True):
             narrowed = work.under(index)
-            columns = _Columns.make(exchange, narrowed, "layer 0")
-            assert columns is not None
-            shared, own = columns.shared, torch.from_numpy(layout.positions(exchange.group.rank))
+            gathering = _Columns.make(exchange, narrowed, "layer 0")
+            assert gathering is not None
+            shared, own = gathering.shared, torch.from_numpy(layout.positions(exchange.group.rank))
             # Where the columns stand among the keys of this rank.
-            at = (own == bars[..., None]).long()
+            at = (own == columns[..., None]).long()
             assert torch.equal(shared.slots[0].long(), torch.where((at.sum(-1) > 0) & real, at.argmax(-1), -1))
             k = own.float()[None, :, None, None]
             packed += shared.pack(k, -k)[:, 0]
             # What belongs to others is not added to these keys.
             dk, dv = torch.zeros(1, len(own), 1, 1), torch.zeros(1, len(own), 1, 1)
-            shared.add_gradients(dk, dv, torch.ones(2, 1, *bars.shape, 1))
-            assert torch.equal(dk.flatten().long(), (own[:, None, None] == bars.masked_fill(~real, -1)).sum((1, 2)))
+            shared.add_gradients(dk, dv, torch.ones(2, 1, *columns.shape, 1))
+            assert torch.equal(dk.flatten().long(), (own[:, None, None] == columns.masked_fill(~real, -1)).sum((1, 2)))
             owners += shared.slots[0] >= 0
             # Queries of this rank against the whole sequence, under the lines of these heads.
             assert shared.tiles is narrowed.of(exchange.own, WHOLE_SEQUENCE, part)
@@ -65,15 +65,15 @@ def test_every_rank_packs_and_gets_back_the_columns_among_its_own_keys(name, par
             whole = torch.zeros(len(heads), len(own), layout.padded_seq, dtype=torch.bool)
             for at_head, head in enumerate(heads):
                 for row, query in enumerate(own.tolist()):
-                    for key in index.bars[0, head, :-1].tolist():
+                    for key in index.columns[0, head, :-1].tolist():
                         away = query // BLOCK - key // BLOCK
                         allowed = query < SEQ and int(mask.first[query]) <= key <= query
                         whole[at_head, row, key] = allowed and not bool(index.slashes[0, head, away])
             seen = shared.seen()[0]
             assert torch.equal(
-                seen, whole.gather(-1, bars.clamp(max=layout.padded_seq - 1)[:, None].expand(-1, len(own), -1)) & real[:, None]
+                seen, whole.gather(-1, columns.clamp(max=layout.padded_seq - 1)[:, None].expand(-1, len(own), -1)) & real[:, None]
             )
         assert torch.equal(owners > 0, real)
         assert owners.max() == 1
-        assert torch.equal(packed[0, ..., 0], bars.where(real, torch.tensor(0)).float())
+        assert torch.equal(packed[0, ..., 0], columns.where(real, torch.tensor(0)).float())
         assert torch.equal(packed[1], -packed[0])

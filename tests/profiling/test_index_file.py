@@ -24,10 +24,10 @@ MASKS = (SequenceMask.causal(61, 64), SequenceMask.from_documents(np.sort(np.ran
 
 def lines(blocks: int = 16, width: int = 9, used: int = 7) -> VerticalSlash:
     rng = np.random.default_rng(width)
-    bars = np.full((2, 4, width), blocks * 4, np.int32)
-    bars[..., :used] = np.sort(rng.permuted(np.tile(np.arange(61), (2, 4, 1)), axis=-1)[..., :used])
-    bars[1, 2] = blocks * 4
-    return VerticalSlash(4, blocks, torch.from_numpy(rng.random((2, 4, blocks)) < 0.3), torch.from_numpy(bars))
+    columns = np.full((2, 4, width), blocks * 4, np.int32)
+    columns[..., :used] = np.sort(rng.permuted(np.tile(np.arange(61), (2, 4, 1)), axis=-1)[..., :used])
+    columns[1, 2] = blocks * 4
+    return VerticalSlash(4, blocks, torch.from_numpy(rng.random((2, 4, blocks)) < 0.3), torch.from_numpy(columns))
 
 
 def bitmap(blocks: int = 16) -> BlockBitmap:
@@ -84,11 +84,11 @@ def test_a_long_sequence_of_many_documents_and_layers_takes_a_few_megabytes(tmp_
 
     def made():
         for layer in range(layers):
-            bars = np.sort(rng.integers(0, blocks * 128, (1, 16, 2048), dtype=np.int32))
+            columns = np.sort(rng.integers(0, blocks * 128, (1, 16, 2048), dtype=np.int32))
             yield (
                 "vertical_slash",
                 layer,
-                VerticalSlash(128, blocks, torch.from_numpy(rng.random((1, 16, blocks)) < 0.05), torch.from_numpy(bars)),
+                VerticalSlash(128, blocks, torch.from_numpy(rng.random((1, 16, blocks)) < 0.05), torch.from_numpy(columns)),
             )
 
     setup = RecordedSetup(**{**vars(SETUP), "seq": blocks * 128, "heads": 16})
@@ -154,7 +154,7 @@ def test_other_files_are_refused_in_one_line(tmp_path):
         "lengths": None,
         "mask1": np.array([[0], [70]]),
         "mask0": np.array([[1], [0]]),
-        "0.bars": None,
+        "0.columns": None,
         "about": None,
     }.items():
         about()
@@ -169,7 +169,7 @@ def test_other_files_are_refused_in_one_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "broken", [{"0.bars": np.zeros((2, 3, 4), np.int32)}, {"0.slashes": np.zeros((2, 4, 1), np.uint8)}, {"1.rows": np.arange(1, 17)}]
+    "broken", [{"0.columns": np.zeros((2, 3, 4), np.int32)}, {"0.slashes": np.zeros((2, 4, 1), np.uint8)}, {"1.rows": np.arange(1, 17)}]
 )
 def test_damaged_layers_are_told_when_they_are_read(tmp_path, broken):
     path = tmp_path / "index.npz"

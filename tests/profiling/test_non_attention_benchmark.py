@@ -122,7 +122,7 @@ def test_a_layer_is_told_by_the_rows_of_its_tiles(configs, monkeypatch):
 
 
 def test_a_file_of_times_is_a_calibration(configs, tmp_path):
-    path = tmp_path / "rest.json"
+    path = tmp_path / "non-attention.json"
     kinds = ((FORWARD, 1.0), (BACKWARD, 2.0), (LOSS, 4.0))
     times = [
         NonAttentionTime(part=part, tokens=tokens, rows=tokens // 2, ms=each * tokens, flop=1e6 * tokens, moved=1e3, heads=4)
@@ -130,14 +130,14 @@ def test_a_file_of_times_is_a_calibration(configs, tmp_path):
         for tokens in (256, 1024)
     ]
     times += [NonAttentionTime(part=INDEX, tokens=n, rows=n, ms=1.5 + 0.25 * n, flop=0.0, moved=0.0, heads=4) for n in (100, 200, 400)]
-    save_non_attention(times, path, "mtrain profile rest", configs[0], "cpu")
+    save_non_attention(times, path, "mtrain profile non-attention", configs[0], "cpu")
     found = load_calibration(path)
     assert found.curves == ()
-    assert found.rest is not None
-    assert found.rest.parts == {FORWARD, BACKWARD, LOSS, INDEX}
+    assert found.non_attention is not None
+    assert found.non_attention.parts == {FORWARD, BACKWARD, LOSS, INDEX}
     # In between by what was measured, shorter as the shortest, longer by what a token takes; more heads make longer what is no launch.
-    assert [found.rest.index(n, 4, 1000.0) for n in (1, 150, 402)] == pytest.approx([26500.0, 39000.0, 103500.0])
-    assert [found.rest.index(n, heads, 1000.0) for n, heads in ((100, 12), (150, 12), (150, 2))] == pytest.approx(
+    assert [found.non_attention.index(n, 4, 1000.0) for n in (1, 150, 402)] == pytest.approx([26500.0, 39000.0, 103500.0])
+    assert [found.non_attention.index(n, heads, 1000.0) for n, heads in ((100, 12), (150, 12), (150, 2))] == pytest.approx(
         [26500.0, 64000.0, 39000.0]
     )
     document = json.loads(path.read_text())
@@ -150,7 +150,7 @@ def test_a_file_of_times_is_a_calibration(configs, tmp_path):
     with pytest.raises(ConfigError, match="holds no times of backward and loss; it was ended too early"):
         load_calibration(early)
     # Of the same size in several files the median counts.
-    assert load_calibration(path, path).rest.index(100, 4, 0.0) == 26500.0
+    assert load_calibration(path, path).non_attention.index(100, 4, 0.0) == 26500.0
     document["times"][0]["ms"] = -1
     path.write_text(json.dumps(document))
     with pytest.raises(ConfigError, match="is damaged"):
@@ -178,10 +178,10 @@ def test_shares_are_by_what_is_expected():
     assert at(measured((100.0, 1.0), (100.0, 2.0), (100.0, 4.0)), 100.0) == (2.0, True)
 
 
-def _step(rest: NonAttentionTimes | None, monkeypatch, **more) -> PredictedScenario:
+def _step(non_attention: NonAttentionTimes | None, monkeypatch, **more) -> PredictedScenario:
     from mtrain_cli.simulation import calibration
 
-    monkeypatch.setattr(calibration, "_rest_of", lambda *_: rest)
+    monkeypatch.setattr(calibration, "_non_attention_of", lambda *_: non_attention)
     pairs = PairSource("uniform", 0.05, 2048)
     config = compose(["model=qwen3b", "seq=128k", *pairs.sparsity()])
     plan = plan_on(H200, config, workers=4, layout="striped", exchange="all_gather")
@@ -203,11 +203,11 @@ def test_steps_are_priced_by_what_was_measured(monkeypatch):
             )
         )
 
-    def priced(rest: NonAttentionTimes | None) -> PredictedStep:
-        return _step(rest, monkeypatch).step
+    def priced(non_attention: NonAttentionTimes | None) -> PredictedStep:
+        return _step(non_attention, monkeypatch).step
 
     by_constants, alike, both, last = (
-        priced(rest) for rest in (None, measured(1.0, 1.0, 1.0), measured(1.5, 2.0, 1.0), measured(1.0, 1.0, 3.0))
+        priced(times) for times in (None, measured(1.0, 1.0, 1.0), measured(1.5, 2.0, 1.0), measured(1.0, 1.0, 3.0))
     )
     assert alike.parts == pytest.approx(by_constants.parts)
     # Of three products of a layer one is of its forward pass; recomputation is in the backward pass.
@@ -258,19 +258,19 @@ def test_times_of_another_gpu_are_none():
     from mtrain_cli.simulation import calibration
 
     (h200,) = calibration.shipped()
-    assert calibration._rest_of("NVIDIA H200", None) is h200.rest is not None
-    assert calibration._rest_of("NVIDIA A100-SXM4-40GB", None) is None
+    assert calibration._non_attention_of("NVIDIA H200", None) is h200.non_attention is not None
+    assert calibration._non_attention_of("NVIDIA A100-SXM4-40GB", None) is None
     own = replace(h200, device="NVIDIA A100-SXM4-40GB", curves=())
-    assert calibration._rest_of("NVIDIA A100-SXM4-40GB", own) is h200.rest
+    assert calibration._non_attention_of("NVIDIA A100-SXM4-40GB", own) is h200.non_attention
     # On another GPU they say nothing: what ships stays, and it is said.
-    assert own.rest is not None
-    foreign = replace(own, rest=replace(own.rest, dtype="other"))
-    assert calibration._rest_of("NVIDIA H200", foreign) is h200.rest
+    assert own.non_attention is not None
+    foreign = replace(own, non_attention=replace(own.non_attention, dtype="other"))
+    assert calibration._non_attention_of("NVIDIA H200", foreign) is h200.non_attention
     said = calibration.kernels_for("NVIDIA H200", 989e12, "flash4", "sparse", {"NVIDIA H200": 989e12}, foreign).remarks
     assert any("measured on NVIDIA A100-SXM4-40GB, which says nothing of NVIDIA H200" in remark for remark in said)
     assert calibration.used("NVIDIA H200", foreign)["files"] == list(h200.files)
     # Own kernels without the rest leave the rest that ships.
-    assert calibration._rest_of("NVIDIA H200", replace(h200, rest=None)) is h200.rest
+    assert calibration._non_attention_of("NVIDIA H200", replace(h200, non_attention=None)) is h200.non_attention
     # A file without kernels leaves those that ship.
     assert calibration.kernels_for("NVIDIA H200", 989e12, "flash4", "sparse", {"NVIDIA H200": 989e12}, replace(h200, curves=())).calibrated
 

@@ -39,16 +39,16 @@ def test_rows_are_what_index_mask_and_recall_say(pattern):
         assert row.density < row.of_mask < 1
         assert row.recall == float(shares.mean())
         assert row.worst == float(shares.min()) < row.recall
-    lines = [(row.slashes, row.bars) for row in rows]
+    lines = [(row.slashes, row.columns) for row in rows]
     if pattern.name == "moba":
         assert lines == [(0, 0)] * HEADS
     else:
-        assert lines == [(2, int((bars < mask.length).sum())) for bars in index.bars[0]]
+        assert lines == [(2, int((columns < mask.length).sum())) for columns in index.columns[0]]
 
 
 def probing(last_q: int, windows: int) -> VerticalSlashPattern:
     return VerticalSlashPattern(
-        block=BLOCK, last_q=last_q, windows=windows, p_v=0.9, p_s=0.9, joint=False, sink_tokens=0, min_bars=0, max_bars=8,
+        block=BLOCK, last_q=last_q, windows=windows, p_v=0.9, p_s=0.9, joint=False, sink_tokens=0, min_columns=0, max_columns=8,
         min_slashes=2, max_slashes=0, per_group=False,
     )  # fmt: skip
 

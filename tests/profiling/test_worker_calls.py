@@ -20,7 +20,7 @@ from mtrain_cli.simulation.families import IndexFamily
 from mtrain_cli.simulation.prediction import AttentionWorkload, predict
 from mtrain_cli.simulation.what_if import ReplaySetup
 
-CASE = KernelCase(seq=128, heads=4, kv_heads=2, head_dim=16, block=16, density=0.3, bars=8)
+CASE = KernelCase(seq=128, heads=4, kv_heads=2, head_dim=16, block=16, density=0.3, columns=8)
 
 
 @pytest.fixture(scope="module")

@@ -145,7 +145,7 @@ def test_a_sparsity_profile_has_a_page_and_a_measurement_without_rows_is_refused
     from mtrain_cli.config.schema import ConfigError
     from mtrain_cli.profiling.records import HEAD_ROWS, SPARSITY, write_summary
 
-    numbers = {"density": 0.2, "of_mask": 0.2, "worst": 0.5, "slashes": 3, "bars": 9}
+    numbers = {"density": 0.2, "of_mask": 0.2, "worst": 0.5, "slashes": 3, "columns": 9}
     places = [(at, layer, head) for at in (1, 5) for layer in (0, 1) for head in (0, 1)]
     rows = [{"step": at, "pattern": BAD, "layer": layer, "head": head, "recall": 0.8 + 0.1 * head, **numbers} for at, layer, head in places]
     folder = tmp_path / "measured"
@@ -170,11 +170,11 @@ def test_a_page_with_as_much_as_it_may_hold_is_under_one_and_a_half_megabytes(tm
         return _numbers(random.random(count))
 
     heat = {"type": "heatmap", "z": of(HEAT_NUMBERS)}
-    bars = {"x": of(TIMELINE_BARS), "base": _numbers(random.random(TIMELINE_BARS) * 100, 6), "y": [3] * TIMELINE_BARS}
-    bars["customdata"] = random.integers(0, 64, (TIMELINE_BARS, 2)).tolist()
+    columns = {"x": of(TIMELINE_BARS), "base": _numbers(random.random(TIMELINE_BARS) * 100, 6), "y": [3] * TIMELINE_BARS}
+    columns["customdata"] = random.integers(0, 64, (TIMELINE_BARS, 2)).tolist()
     runs = POINTS_OF_ALL // POINTS
     curves = [{"x": list(range(POINTS)), "y": of(POINTS)} for _ in range(runs * 2 * 8)]
-    filled = [Figure("all", "All", ("what",), [FigureView(("a",), [heat, bars, *curves], {})])]
+    filled = [Figure("all", "All", ("what",), [FigureView(("a",), [heat, columns, *curves], {})])]
     monkeypatch.setattr(html, "figures", lambda _: filled)
     size = len(write_page(tmp_path / "report.html", [trained("one", tmp_path)]).read_bytes())
     assert 1e6 < size < 1.5e6

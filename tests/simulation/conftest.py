@@ -9,5 +9,5 @@ from mtrain_cli.simulation import calibration
 def by_constants():
     """Everything beside attention is priced by the constants of the cluster, as where nothing of it was measured."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibration, "_rest_of", lambda *_: None)
+        patch.setattr(calibration, "_non_attention_of", lambda *_: None)
         yield

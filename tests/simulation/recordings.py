@@ -30,10 +30,10 @@ def lines(seed: int, padded: int = PADDED) -> VerticalSlash:
     blocks = padded // BLOCK
     slashes = rng.random((2, HEADS, blocks)) < 0.15
     slashes[..., 0] = True
-    bars = np.full((2, HEADS, 20), padded)
-    for row in bars.reshape(-1, 20):
+    columns = np.full((2, HEADS, 20), padded)
+    for row in columns.reshape(-1, 20):
         row[:17] = np.sort(rng.choice(padded, 17, replace=False))
-    return VerticalSlash(BLOCK, blocks, torch.from_numpy(slashes), torch.from_numpy(bars.astype(np.int32)))
+    return VerticalSlash(BLOCK, blocks, torch.from_numpy(slashes), torch.from_numpy(columns.astype(np.int32)))
 
 
 def bitmap(seed: int) -> BlockBitmap:

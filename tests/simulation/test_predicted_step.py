@@ -40,7 +40,7 @@ def step(
         ["model=qwen3b", "seq=256k", "topology.exchange=ring"],
         ["model=llama8b", "seq=128k", "topology.exchange=all_gather", "train.activation_checkpoint=full", "topology.layout=zigzag"],
         ["model=qwen3b", "seq=64k", "topology.context_parallel=4", "train.global_batch=4", "train.activation_checkpoint=none"],
-        ["model=qwen3b", "seq=512k", "sparsity=vertical_slash", "sparsity.max_bars=2048", "topology.gpus_per_node=4"],
+        ["model=qwen3b", "seq=512k", "sparsity=vertical_slash", "sparsity.max_columns=2048", "topology.gpus_per_node=4"],
         ["model=qwen3b", "seq=256k", "sparsity=moba", "topology.exchange=hierarchical_ring", "topology.gpus_per_node=2"],
     ],
 )
@@ -219,15 +219,20 @@ def _played(forward: float, backward: float, gather: float, reduce: float, root:
 @pytest.mark.parametrize("bandwidth", [400.0, 60.0, 20.0, 2.0])
 def test_weights_hide_behind_computation(bandwidth, monkeypatch):
     """Against events of a queue, with links from fast to far too slow. Eight replicas: attention sends nothing."""
-    monkeypatch.setattr(calibration, "_rest_of", lambda *_: None)  # not from what was measured, which copies are no part of
+    monkeypatch.setattr(calibration, "_non_attention_of", lambda *_: None)  # not from what was measured, which copies are no part of
     cluster = with_inner(collective_bandwidth_gbps=bandwidth, capacity_gbps=bandwidth, bandwidth_gbps=bandwidth, gpu_share=0.0)
     found = step("model=qwen3b", "seq=8k", "topology.context_parallel=1", "train.global_batch=8", cluster=cluster)
-    costs, rest, layers = found.attention.costs[VALUE], NonAttentionCost.of(found.plan), 36
+    costs, non_attention, layers = found.attention.costs[VALUE], NonAttentionCost.of(found.plan), 36
     passes = found.attention.passes
-    forward = passes["forward"].duration.value * 1e3 + priced(rest.forward + rest.gathered, costs).us
-    backward = passes["backward"].duration.value * 1e3 + priced(rest.backward + rest.gathered + rest.reduced, costs).us
-    backward += priced(rest.recomputed, costs).us
-    us = [costs.collective(False, 8, 8, int(size))[0] for size in (rest.gather, rest.reduce, rest.root_gather, rest.root_reduce)]
+    forward = passes["forward"].duration.value * 1e3 + priced(non_attention.forward + non_attention.gathered, costs).us
+    backward = (
+        passes["backward"].duration.value * 1e3 + priced(non_attention.backward + non_attention.gathered + non_attention.reduced, costs).us
+    )
+    backward += priced(non_attention.recomputed, costs).us
+    us = [
+        costs.collective(False, 8, 8, int(size))[0]
+        for size in (non_attention.gather, non_attention.reduce, non_attention.root_gather, non_attention.root_reduce)
+    ]
     expected = _played(forward, backward, us[0], us[1], (us[2], us[3]), layers) - layers * (forward + backward)
     assert found.step.parts["weights"] * 1e6 == pytest.approx(expected, rel=1e-6)
     assert (found.step.parts["weights"] > 0.5 * found.step.seconds.value) == (bandwidth < 50)

@@ -34,7 +34,7 @@ def test_another_padding_leaves_the_work(make, padded):
         assert torch.equal(getattr(before, name), getattr(after, name)), name
     assert fitted.blocks * BLOCK == padded
     if not bitmaps:
-        assert bool(((fitted.bars < SEQ) | (fitted.bars == padded) | (fitted.bars < min(padded, PADDED))).all())
+        assert bool(((fitted.columns < SEQ) | (fitted.columns == padded) | (fitted.columns < min(padded, PADDED))).all())
 
 
 @pytest.mark.parametrize("pattern", ["vertical_slash", "moba", "dense"])

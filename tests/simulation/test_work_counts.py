@@ -69,10 +69,10 @@ def index_of(kind: str, layout: Layout, block: int = BLOCK, heads: int = HEADS, 
     blocks = -(-layout.padded_seq // block)
     rng = np.random.default_rng(len(kind))
     slashes = torch.from_numpy(rng.random((batch, heads, blocks)) < (0 if kind in ("columns", "nothing") else 0.4))
-    bars = np.full((batch, heads, 15), blocks * block)
+    columns = np.full((batch, heads, 15), blocks * block)
     for b, h in product(range(batch), range(heads)):
         n = 0 if kind == "nothing" or (b, h) == (0, 1) else 5 + 2 * h
-        bars[b, h, :n] = np.sort(rng.choice(layout.padded_seq, n, replace=False))
+        columns[b, h, :n] = np.sort(rng.choice(layout.padded_seq, n, replace=False))
     slashes[0, 1] = False
     if kind == "dense":
         return None
@@ -80,7 +80,7 @@ def index_of(kind: str, layout: Layout, block: int = BLOCK, heads: int = HEADS, 
         return gated_index(rng, batch, heads, layout.padded_seq, block, 2 * block)
     if kind == "bitmap":
         return BlockBitmap.whole(block, torch.from_numpy(rng.random((batch, heads, blocks, blocks)) < 0.3).tril())
-    return VerticalSlash(block, blocks, slashes, torch.from_numpy(bars.astype(np.int32)))
+    return VerticalSlash(block, blocks, slashes, torch.from_numpy(columns.astype(np.int32)))
 
 
 def of_executor(exchange: Exchange, masks: list[SequenceMask], index: Index | None, block: int | None) -> dict[str, list]:
@@ -93,7 +93,7 @@ def of_executor(exchange: Exchange, masks: list[SequenceMask], index: Index | No
         tiles = work.of(inner.own, WHOLE_SEQUENCE, inner.part)
         without = work.of(inner.own, WHOLE_SEQUENCE, inner.part, columns=False)
         lengths = torch.tensor([mask.length for mask in masks])[:, None, None]
-        columns = int((tiles.index.bars < lengths).sum()), int(tiles.seen().sum() - without.seen().sum())
+        columns = int((tiles.index.columns < lengths).sum()), int(tiles.seen().sum() - without.seen().sum())
     found = {}
     for direction, steps in (("forward", inner.forward_steps), ("backward", inner.backward_steps)):
         values = []

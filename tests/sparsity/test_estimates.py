@@ -45,7 +45,7 @@ def probabilities(q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, b: 
 def pattern(**changed) -> VerticalSlashPattern:
     default = {
         "block": BLOCK, "last_q": 20, "windows": 1, "p_v": 0.6, "p_s": 0.7, "joint": False, "sink_tokens": 2,
-        "min_bars": 3, "max_bars": 60, "min_slashes": 1, "max_slashes": 0, "per_group": False,
+        "min_columns": 3, "max_columns": 60, "min_slashes": 1, "max_slashes": 0, "per_group": False,
     }  # fmt: skip
     return VerticalSlashPattern(**{**default, **changed})
 
@@ -75,8 +75,8 @@ def spread_rows(p: VerticalSlashPattern, length: int) -> list[int]:
     "changed",
     [
         {}, {"windows": 3}, {"last_q": 40}, {"min_slashes": 2, "p_s": 0.1}, {"min_slashes": 4, "p_s": 0.1},
-        {"joint": True}, {"joint": True, "p_v": 0.9, "p_s": 0.3, "min_bars": 0}, {"per_group": True},
-        {"max_bars": 10, "max_slashes": 2}, {"min_bars": 50}, {"max_slashes": 2, "per_group": True},
+        {"joint": True}, {"joint": True, "p_v": 0.9, "p_s": 0.3, "min_columns": 0}, {"per_group": True},
+        {"max_columns": 10, "max_slashes": 2}, {"min_columns": 50}, {"max_slashes": 2, "per_group": True},
     ],
 )  # fmt: skip
 def test_vertical_slash_is_what_its_definition_says(documents, changed):
@@ -105,9 +105,9 @@ def test_vertical_slash_is_what_its_definition_says(documents, changed):
                     if not (p.joint and position // BLOCK - key // BLOCK in slashes):
                         columns[key] += row[key]
             share = p.p_v if not p.joint else max(0.0, (sum(columns) - (1 - p.p_v)) / sum(columns))
-            bars = fewest(columns, share, set(range(p.sink_tokens)), p.min_bars, p.max_bars)
-            found = index.bars[b, h]
-            assert found[found < blocks * BLOCK].tolist() == sorted(bars)
+            kept = fewest(columns, share, set(range(p.sink_tokens)), p.min_columns, p.max_columns)
+            found = index.columns[b, h]
+            assert found[found < blocks * BLOCK].tolist() == sorted(kept)
 
 
 @pytest.mark.parametrize("joint", [False, True])
@@ -120,17 +120,17 @@ def test_all_attention_may_lie_on_one_key_or_on_none(at, joint):
         q[:] = float("nan")
     else:
         k[:, at] = 100.0
-    index = pattern(last_q=5, joint=joint, min_bars=0, min_slashes=0).estimate(q, k, masked, 0)
-    slashes, bars = {0}, {0, 1}
+    index = pattern(last_q=5, joint=joint, min_columns=0, min_slashes=0).estimate(q, k, masked, 0)
+    slashes, columns = {0}, {0, 1}
     if at is not None:
         slashes |= {row // BLOCK - at // BLOCK for row in spread_rows(pattern(last_q=5), SEQ)}
         assert len(slashes) == (3 if at == 0 else 2), "the queries stand in two blocks"
         # Diagonals that hold everything leave nothing to columns.
-        bars |= set() if joint else {at}
+        columns |= set() if joint else {at}
     for b in range(2):
         for h in range(HEADS):
             assert set(index.slashes[b, h].nonzero().flatten().tolist()) == slashes
-            assert {bar for bar in index.bars[b, h].tolist() if bar < index.blocks * BLOCK} == bars
+            assert {key for key in index.columns[b, h].tolist() if key < index.blocks * BLOCK} == columns
     q[:, -1] = float("nan")
     assert all(mass.isfinite().all() for mass in pattern(last_q=5).mass(q, k, masked))
 
@@ -140,7 +140,7 @@ def test_heads_of_a_group_share_an_index_if_asked():
     index = pattern(per_group=True).estimate(q, k, masked, 0)
     group = HEADS // KV_HEADS
     assert index.heads == (2, HEADS)
-    for tensor in (index.slashes, index.bars):
+    for tensor in (index.slashes, index.columns):
         first = tensor.unflatten(1, (KV_HEADS, group))[:, :, :1]
         assert torch.equal(tensor.unflatten(1, (KV_HEADS, group)), first.expand(-1, -1, group, -1))
     assert not pattern().estimate(q, k, masked, 0).same_as(index)
@@ -154,15 +154,15 @@ def test_scores_in_parts_choose_the_same(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "bounds", [{"min_bars": 145, "max_bars": 0}, {"sink_tokens": 148, "max_bars": 0}, {"min_bars": 155, "max_bars": 160}]
+    "bounds", [{"min_columns": 145, "max_columns": 0}, {"sink_tokens": 148, "max_columns": 0}, {"min_columns": 155, "max_columns": 160}]
 )
 @pytest.mark.parametrize("joint", [False, True])
 def test_columns_lie_within_the_tokens_however_many_are_forced(bounds, joint):
     q, k, masked = inputs(length=140)
     index = pattern(joint=joint, **bounds).estimate(q, k, masked, 0)
     beyond = masked.geometry.blocks * BLOCK
-    assert index.bars[..., :140].tolist() == [[list(range(140))] * HEADS] * 2
-    assert (index.bars[..., 140:] == beyond).all()
+    assert index.columns[..., :140].tolist() == [[list(range(140))] * HEADS] * 2
+    assert (index.columns[..., 140:] == beyond).all()
 
 
 def test_columns_without_a_bound_are_as_wide_as_what_was_found():
@@ -170,12 +170,12 @@ def test_columns_without_a_bound_are_as_wide_as_what_was_found():
     seq = 1000
     q, k = torch.randn(1, seq, HEADS, DIM), torch.randn(1, seq, KV_HEADS, DIM)
     masked = MaskedPositions.make([SequenceMask.causal(seq, seq)], BLOCK)
-    unbounded = pattern(p_v=0.3, max_bars=0).estimate(q, k, masked, 0)
-    bounded = pattern(p_v=0.3, max_bars=seq).estimate(q, k, masked, 0)
-    most = int((bounded.bars < seq).sum(-1).max())
+    unbounded = pattern(p_v=0.3, max_columns=0).estimate(q, k, masked, 0)
+    bounded = pattern(p_v=0.3, max_columns=seq).estimate(q, k, masked, 0)
+    most = int((bounded.columns < seq).sum(-1).max())
     assert 128 < most < 256, "more than one step of the width"
-    assert unbounded.bars.shape[-1] == 256
-    assert unbounded.bars.equal(bounded.bars[..., :256])
+    assert unbounded.columns.shape[-1] == 256
+    assert unbounded.columns.equal(bounded.columns[..., :256])
 
 
 def test_what_is_not_a_number_leaves_a_sound_index():
@@ -183,9 +183,9 @@ def test_what_is_not_a_number_leaves_a_sound_index():
     q[0, -1, 0] = float("nan")
     index = pattern().estimate(q, k, masked, 0)
     assert bool(index.slashes[..., 0].all())
-    assert index.bars.min() >= 0
-    assert index.bars.max() <= masked.geometry.blocks * BLOCK
-    assert bool((index.bars[..., 1:] >= index.bars[..., :-1]).all())
+    assert index.columns.min() >= 0
+    assert index.columns.max() <= masked.geometry.blocks * BLOCK
+    assert bool((index.columns[..., 1:] >= index.columns[..., :-1]).all())
 
 
 @pytest.mark.parametrize("documents", [False, True])
@@ -261,14 +261,14 @@ def test_every_query_of_moba_takes_its_best_chunks_and_its_own(monkeypatch, docu
 
 
 def test_fixed_has_the_numbers_asked_for_and_depends_on_the_seed_alone():
-    index = fixed_index(seed=1, batch=1, heads=3, seq=1000, block=16, slashes=7, bars=20)
+    index = fixed_index(seed=1, batch=1, heads=3, seq=1000, block=16, slashes=7, columns=20)
     assert index.slashes.sum(-1).tolist() == [[7, 7, 7]]
     assert index.most == 7
     assert bool(index.slashes[..., :2].all())
-    assert (index.bars < 63 * 16).sum(-1).tolist() == [[20, 20, 20]]
-    assert not torch.equal(index.bars[0, 0], index.bars[0, 1]), "every head draws its own"
-    assert index.same_as(fixed_index(seed=1, batch=1, heads=3, seq=1000, block=16, slashes=7, bars=20))
-    assert not index.same_as(fixed_index(seed=2, batch=1, heads=3, seq=1000, block=16, slashes=7, bars=20))
+    assert (index.columns < 63 * 16).sum(-1).tolist() == [[20, 20, 20]]
+    assert not torch.equal(index.columns[0, 0], index.columns[0, 1]), "every head draws its own"
+    assert index.same_as(fixed_index(seed=1, batch=1, heads=3, seq=1000, block=16, slashes=7, columns=20))
+    assert not index.same_as(fixed_index(seed=2, batch=1, heads=3, seq=1000, block=16, slashes=7, columns=20))
     assert shown_name(FixedPattern(16, 7, 20, 0.0, 1)) == "fixed (SYNTHETIC)"
     assert shown_name(pattern()) == "vertical_slash"
 
@@ -276,7 +276,7 @@ def test_fixed_has_the_numbers_asked_for_and_depends_on_the_seed_alone():
 def test_fixed_diagonals_crowd_towards_the_recent_past():
     """Beside 0 and 1, which all heads have, one of the other 14, by the cube root of where it lies."""
     heads = 4000
-    drawn = fixed_index(seed=3, batch=1, heads=heads, seq=256, block=16, slashes=3, bars=0).slashes[0]
+    drawn = fixed_index(seed=3, batch=1, heads=heads, seq=256, block=16, slashes=3, columns=0).slashes[0]
     assert drawn[:, :2].all()
     chance = torch.diff(torch.linspace(0, 1, 17).pow(1 / 3))[2:]
     want = chance / chance.sum() * heads
@@ -291,12 +291,12 @@ def test_every_layer_draws_its_own_fixed_index():
     first, second = (made.estimate(q, k, masked, layer) for layer in (0, 1))
     assert made.estimate(q, k, masked, 0).same_as(first)
     assert not torch.equal(first.slashes, second.slashes)
-    assert not torch.equal(first.bars, second.bars)
+    assert not torch.equal(first.columns, second.columns)
 
 
 @pytest.mark.parametrize("density", [0.05, 0.3, 0.6, 0.9])
 def test_fixed_takes_the_fewest_diagonals_that_fill_the_density(density):
-    shape = {"seed": 3, "batch": 1, "heads": 4, "seq": 9 * BLOCK, "block": BLOCK, "bars": 0}
+    shape = {"seed": 3, "batch": 1, "heads": 4, "seq": 9 * BLOCK, "block": BLOCK, "columns": 0}
     index = fixed_index(**shape, slashes=None, density=density)
     slashes = index.slashes
     assert index.most == int(slashes.sum(-1).max())
@@ -309,10 +309,10 @@ def test_fixed_takes_the_fewest_diagonals_that_fill_the_density(density):
 
 
 def test_the_banner_names_every_bound_of_vertical_slash():
-    assert pattern(max_bars=0).describe() == (
+    assert pattern(max_columns=0).describe() == (
         "columns that hold 60% and block diagonals that hold 70% of the attention of 20 queries spread over the last 32 tokens"
     )
-    assert pattern(windows=4, max_bars=256, max_slashes=4, joint=True, per_group=True).describe() == (
+    assert pattern(windows=4, max_columns=256, max_slashes=4, joint=True, per_group=True).describe() == (
         "columns that, joint with the diagonals, hold 60% and block diagonals that hold 70% of the attention of 20 queries spread over "
         "the last 32 tokens of each of 4 windows, at most 256 columns and 4 diagonals a head, one index per key-value group"
     )
@@ -329,7 +329,7 @@ def test_shares_are_told_as_they_were_given():
         MobaPattern(BLOCK, 64, 3), MobaPattern(BLOCK, 64, 2), MobaPattern(BLOCK, 64, 10**20), MobaPattern(BLOCK, BLOCK << 60, 1),
         XAttentionPattern(BLOCK, 4, 0.01), FixedPattern(BLOCK, 10, 0, 0.0, 0), FixedPattern(BLOCK, 9, 0, 0.0, 0),
         FixedPattern(BLOCK, 0, 0, 1.0, 0), FixedPattern(BLOCK, 0, 0, 0.5, 0), FixedPattern(BLOCK, 1, SEQ, 0.0, 0),
-        pattern(min_slashes=10), pattern(min_slashes=9), pattern(min_bars=SEQ, max_bars=0), pattern(min_bars=60, max_bars=0),
+        pattern(min_slashes=10), pattern(min_slashes=9), pattern(min_columns=SEQ, max_columns=0), pattern(min_columns=60, max_columns=0),
     ],
 )  # fmt: skip
 def test_a_pattern_that_says_it_covers_everything_does(made):
@@ -345,7 +345,7 @@ def test_a_pattern_that_says_it_covers_everything_does(made):
 def test_a_short_sequence_is_covered(name, length):
     made = {
         "xattention": XAttentionPattern(BLOCK, 4, 0.01),
-        "vertical_slash": pattern(last_q=1, p_v=0.01, p_s=0.01, min_bars=0),
+        "vertical_slash": pattern(last_q=1, p_v=0.01, p_s=0.01, min_columns=0),
         "fixed": FixedPattern(BLOCK, 1, 0, 0.0, 0),
     }[name]
     assert (made.covers(length) is not None) == (length <= (2 * BLOCK if name == "xattention" else BLOCK))
@@ -353,7 +353,7 @@ def test_a_short_sequence_is_covered(name, length):
 
 @pytest.mark.parametrize("density", [0.02, 0.1, 0.5, 1.0])
 def test_fixed_fills_the_density_asked_for(density):
-    index = fixed_index(seed=0, batch=1, heads=4, seq=100_000, block=128, slashes=None, bars=0, density=density)
+    index = fixed_index(seed=0, batch=1, heads=4, seq=100_000, block=128, slashes=None, columns=0, density=density)
     area = torch.arange(index.blocks, 0, -1)
     share = (index.slashes * area).sum(-1) / area.sum()
     assert bool(((share - density).abs() < 0.01).all()), share

@@ -23,7 +23,7 @@ WINDOW = "one window at the end probes only the last document of packed ones; sp
         ("sparsity=moba", [MOBA]),
         ("sparsity=moba sparsity.chunk=256", []),
         ("sparsity=fixed", []),
-        ("sparsity=fixed sparsity.bars=5000", ["5000 columns cover all of seq=4k: computes every pair, as dense does"]),
+        ("sparsity=fixed sparsity.columns=5000", ["5000 columns cover all of seq=4k: computes every pair, as dense does"]),
         ("sparsity=vertical_slash", [WINDOW]),
         ("sparsity=vertical_slash data.document_mask=false", []),
         ("sparsity=vertical_slash sparsity.windows=2", []),

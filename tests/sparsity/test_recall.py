@@ -14,7 +14,7 @@ from mtrain_cli.sparsity.recall import recall
 
 
 @pytest.mark.parametrize("score_bytes", [1, 4 * 60 * 2 * 4, 1 << 29])
-@pytest.mark.parametrize("kind", ["slashes", "bars", "both", "none", "all", "bitmap"])
+@pytest.mark.parametrize("kind", ["slashes", "columns", "both", "none", "all", "bitmap"])
 def test_recall_is_that_of_the_pairs_themselves(monkeypatch, kind, score_bytes):
     monkeypatch.setattr("mtrain_cli.sparsity.recall._SCORE_BYTES", score_bytes)
     p = make_problem(3, kind, seq=60, block=16, heads=4, kv_heads=2, dim=8, documents=True, where="whole")

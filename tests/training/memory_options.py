@@ -118,7 +118,7 @@ class CountingPattern(VerticalSlashPattern):
 
 def pattern() -> CountingPattern:
     return CountingPattern(
-        block=BLOCK, last_q=16, windows=1, p_v=0.4, p_s=0.4, joint=False, sink_tokens=2, min_bars=2, max_bars=20,
+        block=BLOCK, last_q=16, windows=1, p_v=0.4, p_s=0.4, joint=False, sink_tokens=2, min_columns=2, max_columns=20,
         min_slashes=1, max_slashes=0, per_group=False,
     )  # fmt: skip
 

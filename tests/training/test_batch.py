@@ -27,7 +27,7 @@ class Sample:
 def test_batches_share_a_causal_mask_and_no_index():
     layout = make_layout("striped", 1, SEQ, 1)
     exchange = make_exchange("all_gather", layout, ContextGroup.alone())
-    pattern = FixedPattern(block=16, slashes=2, bars=4, density=0.0, seed=0)
+    pattern = FixedPattern(block=16, slashes=2, columns=4, density=0.0, seed=0)
     make = BatchMaker(exchange, SdpaKernel(), torch.device("cpu"), document_mask=False, pattern=pattern)
     samples = [Sample(*(np.arange(SEQ, dtype=np.int32) for _ in range(3)))] * 2
     first, second = make(samples).attend, make(samples).attend

@@ -48,7 +48,7 @@ def evaluated(rank: int, world: int, cases: list[tuple[int, list[str]]]) -> list
 
 DOCUMENTS = ["train.global_batch=2"]
 PLAIN = [*DOCUMENTS, "data.document_mask=false"]
-BUDGETS = ["block=16", "last_q=16", "p_v=0.5", "p_s=0.5", "min_bars=4"]
+BUDGETS = ["block=16", "last_q=16", "p_v=0.5", "p_s=0.5", "min_columns=4"]
 SPARSE = [*PLAIN, "sparsity=vertical_slash", *(f"sparsity.{budget}" for budget in BUDGETS)]
 
 

@@ -40,7 +40,7 @@ def test_a_step_is_the_mean_over_sequences_and_layers():
     assert found.density_by_layer == (63 / 3 / 45, 95 / 3 / 45)
     assert found.density == pytest.approx(158 / 6 / 45)
     assert found.slashes == 22 / 6
-    assert found.bars == 152.5 / 6
+    assert found.columns == 152.5 / 6
     assert found.seconds == 0.25 + 1.25 + 0.25 + 1.25
 
 

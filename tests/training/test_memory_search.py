@@ -60,7 +60,7 @@ def test_the_fastest_that_fits_is_taken_on_gpus_of_every_size():
 
 
 def test_as_few_layers_leave_as_will_do_and_the_host_has_room_for_them():
-    words = ["model=qwen3b", "seq=6m", "sparsity=vertical_slash", "sparsity.max_bars=2048", "train.activation_checkpoint=full"]
+    words = ["model=qwen3b", "seq=6m", "sparsity=vertical_slash", "sparsity.max_columns=2048", "train.activation_checkpoint=full"]
     base = dataclasses.replace(planned(*words), host_share=70 * GIB)
     found = memory_search.search(base)
     number = found.chosen.changes["train.offload_activations"]
@@ -76,7 +76,7 @@ def test_as_few_layers_leave_as_will_do_and_the_host_has_room_for_them():
 
 
 def test_products_of_as_many_layers_stay_as_there_is_room_for():
-    words = ["model=qwen3b", "seq=512k", "sparsity=vertical_slash", "sparsity.max_bars=2048", "train.activation_checkpoint=selective"]
+    words = ["model=qwen3b", "seq=512k", "sparsity=vertical_slash", "sparsity.max_columns=2048", "train.activation_checkpoint=selective"]
     base = planned(*words, "topology.gpu_memory_gib=100")
     found = memory_search.search(base)
     number = found.chosen.changes["train.keep_mlp"]
@@ -168,7 +168,7 @@ def test_host_memory_of_a_checkpoint_counts_where_a_run_saves():
 
 def test_host_memory_may_be_given():
     words = ["topology.workers=1", "seq=512k", "train.memory=auto", "train.checkpoint_every=0", "train.checkpoint_at_end=false"]
-    words += ["sparsity=fixed", "sparsity.density=0.01", "sparsity.bars=2048"]
+    words += ["sparsity=fixed", "sparsity.density=0.01", "sparsity.columns=2048"]
     with pytest.raises(ConfigError, match=r"with 115\.20 GiB of host memory \(90% of 128 GiB a GPU, assumed; topology\.host_memory_gib"):
         require_fit(planned(*words))
     roomy = planned(*words, "topology.host_memory_gib=200")

@@ -61,7 +61,7 @@ def test_every_key_of_the_contract_is_on_every_line(tmp_path):
     assert set(json.loads((tmp_path / "metrics.jsonl").read_text())) == {
         *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second_per_gpu", "mfu_model", "mfu_executed"),
         *("density", "peak_memory_gib", "seconds", "epoch", "consumed", "data_seconds"),
-        *("slashes", "bars", "index_seconds", "density_by_layer", "skipped"),
+        *("slashes", "columns", "index_seconds", "density_by_layer", "skipped"),
     }
 
 

@@ -230,11 +230,11 @@ def test_a_run_that_ends_before_its_first_step_still_has_a_summary():
 
 
 @pytest.mark.parametrize(
-    ("values", "width", "bars"),
+    ("values", "width", "columns"),
     [([1.0, 8.0], 10, "▁█"), ([3.0, 3.0, 3.0], 10, "▁▁▁"), ([1.0], 10, ""), ([], 10, ""), ([8.0, 8.0, 1.0, 1.0], 2, "█▁")],
 )
-def test_sparkline(values, width, bars):
-    assert sparkline(values, width) == bars
+def test_sparkline(values, width, columns):
+    assert sparkline(values, width) == columns
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ VERTICAL_SLASH = [
     "sparsity.last_q=16",
     "sparsity.p_v=0.3",
     "sparsity.p_s=0.3",
-    "sparsity.min_bars=4",
+    "sparsity.min_columns=4",
 ]
 
 
@@ -55,7 +55,7 @@ def steps(rank: int, world: int, overrides: list[str], count: int, cp: int = 1, 
     for _ in range(count):
         result = made.train_step(False)
         metrics = made.metrics(result, 1.0)
-        found.append({name: getattr(metrics, name) for name in ("loss", "grad_norm", "density", "slashes", "bars", "density_by_layer")})
+        found.append({name: getattr(metrics, name) for name in ("loss", "grad_norm", "density", "slashes", "columns", "density_by_layer")})
         assert (metrics.index_seconds is None) == (result.index is None)
     return found
 
@@ -65,16 +65,16 @@ def test_metrics_tell_what_the_index_left():
     for step in found:
         assert 0.2 < step["density"] < 0.8
         assert 1 <= step["slashes"] < 13
-        assert 4 <= step["bars"] < 100
+        assert 4 <= step["columns"] < 100
         assert len(step["density_by_layer"]) == 2
         assert step["density"] == pytest.approx(sum(step["density_by_layer"]) / 2)
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2])
 def test_metrics_are_the_lines_of_a_head(micro_batch):
-    lines = ["sparsity=fixed", "sparsity.slashes=3", "sparsity.bars=8", "sparsity.density=0"]
+    lines = ["sparsity=fixed", "sparsity.slashes=3", "sparsity.columns=8", "sparsity.density=0"]
     (found,) = gloo.run(1, steps, [*lines, "seq=208", f"train.micro_batch={micro_batch}"], 2)
-    assert [(step["slashes"], step["bars"]) for step in found] == [(3, 8)] * 2
+    assert [(step["slashes"], step["columns"]) for step in found] == [(3, 8)] * 2
 
 
 def shares(rank: int, world: int, overrides: list[str], fixed: list[str]) -> list[dict]:
@@ -95,7 +95,7 @@ def test_mfu_and_density_of_packed_documents_follow_their_definitions(tmp_path):
     for number in range(40):
         (tmp_path / f"{number}.txt").write_text("a short document " * 3)
     data = ["seq=208", "data=text", f"data.path={tmp_path}"]
-    every_pair = ["sparsity=fixed", "sparsity.slashes=13", "sparsity.bars=0", "sparsity.density=0"]
+    every_pair = ["sparsity=fixed", "sparsity.slashes=13", "sparsity.columns=0", "sparsity.density=0"]
     ((dense, sparse),) = gloo.run(1, shares, data, every_pair)
     assert dense["allowed"] < 0.5 * causal_pairs(208)
     flops = flops_per_token(compose([*SMALL, *data, "sparsity.block=null"]).model, 208, pairs=dense["allowed"])
@@ -139,7 +139,7 @@ def test_replicas_report_the_mean_of_all_sequences():
     (alone,) = gloo.run(1, steps, VERTICAL_SLASH, 2)
     for found in gloo.run(2, steps, VERTICAL_SLASH, 2):
         for a, b in zip(found, alone, strict=True):
-            for name in ("loss", "density", "slashes", "bars"):
+            for name in ("loss", "density", "slashes", "columns"):
                 assert a[name] == pytest.approx(b[name], rel=1e-5), name
 
 
@@ -148,7 +148,7 @@ def test_replicas_report_the_mean_of_all_sequences():
     [
         ["sparsity=moba", "sparsity.chunk=32", "sparsity.top_k=2"],
         ["sparsity=xattention", "sparsity.stride=4", "sparsity.threshold=0.5"],
-        ["sparsity=fixed", "sparsity.slashes=3", "sparsity.bars=8", "sparsity.density=0"],
+        ["sparsity=fixed", "sparsity.slashes=3", "sparsity.columns=8", "sparsity.density=0"],
     ],
 )
 def test_every_pattern_trains(pattern):
@@ -204,11 +204,11 @@ def test_workers_that_share_a_sequence_train_as_one(world, pattern, way):
     for found in gloo.run(world, steps, [*overrides, *WAYS[way]], 10, world, 2 if way == "nodes" else None):
         for a, b in zip(found, expected, strict=True):
             assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
-            for name in ("grad_norm", "density", "slashes", "bars", "density_by_layer"):
+            for name in ("grad_norm", "density", "slashes", "columns", "density_by_layer"):
                 assert a[name] == pytest.approx(b[name], rel=1e-3), name
 
 
-FIXED = ["sparsity=fixed", "sparsity.slashes=3", "sparsity.bars=12"]
+FIXED = ["sparsity=fixed", "sparsity.slashes=3", "sparsity.columns=12"]
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_fixed_lines_do_not_depend_on_workers_layout_or_micro_batches(world, cp,
     for found in gloo.run(world, steps, [*FIXED, *words], 2, cp):
         for a, b in zip(found, expected, strict=True):
             assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)
-            for name in ("grad_norm", "density", "slashes", "bars", "density_by_layer"):
+            for name in ("grad_norm", "density", "slashes", "columns", "density_by_layer"):
                 assert a[name] == pytest.approx(b[name], rel=1e-4), name
 
 

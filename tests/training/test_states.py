@@ -26,7 +26,7 @@ WAYS: dict[str, tuple[str, ...]] = {
 OFFLOADED_COLUMNS = (
     "model.num_layers=4", "train.steps=4", "seq=512", "train.global_batch=1", "data.document_mask=false", "train.offload_activations=true",
     "topology.exchange=ring", "topology.columns=once", "sparsity=vertical_slash", "sparsity.block=16", "sparsity.last_q=16",
-    "sparsity.min_bars=128", "sparsity.max_bars=128",
+    "sparsity.min_columns=128", "sparsity.max_columns=128",
 )  # fmt: skip
 BATCHES = ("model.num_layers=3", "train.steps=4")
 

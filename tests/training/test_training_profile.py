@@ -14,7 +14,7 @@ from mtrain_cli.profiling.records import open_records
 
 WORDS = [
     "seq=512", "topology.device=cpu", "topology.workers=2", "topology.exchange=ring", "model.num_layers=2", "train.checkpoint_every=0",
-    "sparsity=vertical_slash", "sparsity.last_q=32", "sparsity.min_slashes=2", "sparsity.max_slashes=2", "sparsity.max_bars=64",
+    "sparsity=vertical_slash", "sparsity.last_q=32", "sparsity.min_slashes=2", "sparsity.max_slashes=2", "sparsity.max_columns=64",
     "train.global_batch=2", "train.micro_batch=1",
 ]  # fmt: skip
 

@@ -130,7 +130,7 @@ def _backward_keys(
 def _backward_columns(
     Q, KB, VB, DO, LSE, DELTA, DK, DV,
     FIRST, LAST, QUERY_BLOCKS, QUERY_COUNT, SLASH, BARS, COVERED,
-    scale, queries, query_blocks, bar_width, BLOCKS, SEQ,
+    scale, queries, query_blocks, column_width, BLOCKS, SEQ,
     stride_qb, stride_qn, stride_qh, stride_db, stride_dn, stride_dh,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -141,8 +141,8 @@ def _backward_columns(
     h = bh % HEADS
     d = tl.arange(0, D)
     at = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    column = bh * bar_width
-    where = tl.load(BARS + column + at, mask=at < bar_width, other=SEQ)
+    column = bh * column_width
+    where = tl.load(BARS + column + at, mask=at < column_width, other=SEQ)
     bar = where < SEQ
     k = tl.load(KB + (column + at)[:, None] * D + d, mask=bar[:, None], other=0.0)
     v = tl.load(VB + (column + at)[:, None] * D + d, mask=bar[:, None], other=0.0)
@@ -168,10 +168,10 @@ def _backward_columns(
         do_base = DO + b * stride_db + h * stride_dh + d
         row_base = bh * queries
         slash = SLASH + bh * BLOCKS
-        words = COVERED + bh * query_blocks * (bar_width // 32) + tile * (BLOCK_N // 32) + tl.arange(0, BLOCK_N) // 32
-        word = tl.load(words + tl.minimum(full_begin, query_blocks - 1).to(tl.int64) * (bar_width // 32))
+        words = COVERED + bh * query_blocks * (column_width // 32) + tile * (BLOCK_N // 32) + tl.arange(0, BLOCK_N) // 32
+        word = tl.load(words + tl.minimum(full_begin, query_blocks - 1).to(tl.int64) * (column_width // 32))
         for t in range(full_begin * SUB, full_end * SUB):
-            following = tl.load(words + tl.minimum((t + 1) // SUB, full_end - 1).to(tl.int64) * (bar_width // 32))
+            following = tl.load(words + tl.minimum((t + 1) // SUB, full_end - 1).to(tl.int64) * (column_width // 32))
             i = t // SUB
             rows = i * BLOCK + (t % SUB) * BLOCK_M + within
             qb = tl.load(QUERY_BLOCKS + i)
@@ -200,9 +200,9 @@ def _backward_columns(
             covered = tl.load(slash + away, mask=away >= 0, other=1) != 0
             hidden = covered[:, None] | (where[:, None] < first[None, :]) | (where[:, None] > position[None, :])
             dk, dv = _key_gradient(q, k, v, do, lse, delta, hidden, dk, dv, scale, True)
-    to = ((part.to(tl.int64) * tl.num_programs(1) + bh) * bar_width + at[:, None]) * D + d
-    tl.store(DK + to, dk * scale, mask=(at < bar_width)[:, None])
-    tl.store(DV + to, dv, mask=(at < bar_width)[:, None])
+    to = ((part.to(tl.int64) * tl.num_programs(1) + bh) * column_width + at[:, None]) * D + d
+    tl.store(DK + to, dk * scale, mask=(at < column_width)[:, None])
+    tl.store(DV + to, dv, mask=(at < column_width)[:, None])
 
 
 def backward_keys(
@@ -234,16 +234,16 @@ def backward_columns(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> dk, dv of the packed columns in parts to be added, float32 [parts, batch, heads, width, head_dim]."""
-    assert plan.bars is not None
+    assert plan.column_positions is not None
     batch, queries, heads, dim = q.shape
-    width = plan.bars.shape[-1]
+    width = plan.column_positions.shape[-1]
     tiles = triton.cdiv(width, _COLUMNS_PER_TILE)
     parts = max(1, min(16, _PROGRAMS_WANTED // (tiles * batch * heads)))
     dk, dv = (torch.empty(parts, batch, heads, width, dim, dtype=torch.float32, device=q.device) for _ in range(2))
     moving = min(64, plan.block)
     _backward_columns[(tiles * parts, batch * heads)](
         q, *columns, dout, lse, delta, dk, dv,
-        plan.first, plan.last, plan.query_blocks, plan.query_count, plan.slash, plan.bars, plan.covered,
+        plan.first, plan.last, plan.query_blocks, plan.query_count, plan.slash, plan.column_positions, plan.covered,
         scale, queries, plan.query_blocks.numel(), width, plan.blocks, plan.blocks * plan.block,
         *strides(q, dout),
         HEADS=heads, D=dim, BLOCK=plan.block, BLOCK_M=moving, BLOCK_N=_COLUMNS_PER_TILE, PARTS=parts,

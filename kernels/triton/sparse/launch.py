@@ -45,5 +45,5 @@ def column_arguments(columns: tuple[torch.Tensor, torch.Tensor] | None, plan: Pl
     """-> packed keys and values, their positions, counts and width; any tensor stands in where there are none."""
     if columns is None:
         return (unused, unused), unused, unused, unused, 0
-    assert plan.bars is not None
-    return columns, plan.bars, plan.bars_upto, plan.covered, plan.bars.shape[-1]
+    assert plan.column_positions is not None
+    return columns, plan.column_positions, plan.columns_upto, plan.covered, plan.column_positions.shape[-1]

@@ -34,7 +34,7 @@ def _forward(
     Q, K, V, KB, VB, OUT, LSE, OUT_IN, LSE_IN,
     FIRST, QUERY_BLOCKS, KEY_SLOT, FIRST_MIN, FIRST_MAX, LINES, UPTO, SLASH, BARS, BARS_UPTO, COVERED,
     GATES, GATE_SLOTS, held, words, CHUNK_BLOCKS,
-    scale, queries, keys, width, bar_width, BLOCKS, SEQ,
+    scale, queries, keys, width, column_width, BLOCKS, SEQ,
     stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
     SLASHES: tl.constexpr, COLUMNS: tl.constexpr, LISTED: tl.constexpr, HOLES: tl.constexpr, CONTINUE: tl.constexpr, GATED: tl.constexpr,
@@ -103,12 +103,12 @@ def _forward(
                     v = tl.load(v_base + at[:, None].to(tl.int64) * stride_vn)
                     m, total, acc = _attend(q, k, v, q, m, total, acc, scale, False)
     if COLUMNS:
-        column = bh * bar_width
+        column = bh * column_width
         begin, full_begin, full_end, end = bar_ranges(BARS_UPTO, FIRST_MIN, FIRST_MAX, bh, b, qb, BLOCKS, BLOCK, BLOCK_N)
         slash = SLASH + bh * BLOCKS
-        words = COVERED + (bh * tl.num_programs(0) + i) * (bar_width // 32)
+        words = COVERED + (bh * tl.num_programs(0) + i) * (column_width // 32)
         # The next tile's bits are asked for before this tile's products, which hide the wait.
-        word = tl.load(words + tl.minimum(full_begin * BLOCK_N + within, bar_width - 1) // 32)
+        word = tl.load(words + tl.minimum(full_begin * BLOCK_N + within, column_width - 1) // 32)
         for t in range(full_begin, full_end):
             following = tl.load(words + (tl.minimum(t + 1, full_end - 1) * BLOCK_N + within) // 32)
             at = t * BLOCK_N + within
@@ -120,9 +120,9 @@ def _forward(
         for s in range(begin, end - full_end + full_begin):
             t = tl.where(s < full_begin, s, s - full_begin + full_end)
             at = t * BLOCK_N + within
-            where = tl.load(BARS + column + at, mask=at < bar_width, other=SEQ)
-            k = tl.load(KB + (column + at)[:, None] * D + d, mask=(at < bar_width)[:, None], other=0.0)
-            v = tl.load(VB + (column + at)[:, None] * D + d, mask=(at < bar_width)[:, None], other=0.0)
+            where = tl.load(BARS + column + at, mask=at < column_width, other=SEQ)
+            k = tl.load(KB + (column + at)[:, None] * D + d, mask=(at < column_width)[:, None], other=0.0)
+            v = tl.load(VB + (column + at)[:, None] * D + d, mask=(at < column_width)[:, None], other=0.0)
             away = qb - where // BLOCK
             covered = tl.load(slash + away, mask=away >= 0, other=1) != 0
             hidden = covered[None, :] | (where[None, :] < first[:, None]) | (where[None, :] > positions[:, None])
@@ -147,7 +147,7 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> out of the given dtype (q's if None), lse.
 
-    columns: packed keys and values of plan.bars. slashes: whether blocks are computed, or columns alone. partial: out and
+    columns: packed keys and values of plan.column_positions. slashes: whether blocks are computed, or columns alone. partial: out and
     lse over other keys, which these continue.
 
     Blocks and columns take a launch each: in one kernel both loops share registers, and each runs slower than alone (profiles/notes.md).
@@ -176,12 +176,12 @@ def _forward_pass(
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
     tile = tile_for(_FORWARD if slashes else _FORWARD_COLUMNS, plan.block)
     lines, upto, width = list_arguments(slashes, plan, q)
-    packed, bars, bars_upto, covered, bar_width = column_arguments(columns, plan, q)
+    packed, column_positions, columns_upto, covered, column_width = column_arguments(columns, plan, q)
     _forward[(plan.query_blocks.numel(), batch * heads)](
         q, k, v, *packed, out, lse, *(partial or (out, lse)),
         plan.first, plan.query_blocks, plan.key_slot, plan.first_min, plan.first_max, lines, upto, plan.slash,
-        bars, bars_upto, covered, *gate_arguments(plan, q),
-        scale, queries, k.shape[1], width, bar_width, plan.blocks, plan.blocks * plan.block,
+        column_positions, columns_upto, covered, *gate_arguments(plan, q),
+        scale, queries, k.shape[1], width, column_width, plan.blocks, plan.blocks * plan.block,
         *strides(q, k, v),
         HEADS=heads, GROUP=heads // k.shape[2], D=dim, BLOCK=plan.block, BLOCK_N=tile.moving,
         SLASHES=slashes, COLUMNS=columns is not None, LISTED=plan.listed, HOLES=plan.holes, CONTINUE=partial is not None,

@@ -26,7 +26,8 @@ class Plan:
         [batch * heads, query blocks], their number, int16 if that is enough; None for columns alone. lines_t, upto_t: the same transposed,
         for backward only.
     slash: uint8 [batch * heads, blocks], the diagonals as a table (all zero if listed).
-    bars: [batch * heads, width] ascending positions of single columns, blocks * block = none, with bars_upto [batch * heads, blocks + 1];
+    column_positions: [batch * heads, width] ascending positions of single columns, blocks * block = none, with columns_upto [batch *
+    heads, blocks + 1];
         width is a multiple of 128. covered: bits [batch * heads, local query blocks, width / 32] of the columns that lie on a diagonal of
         the query block, as `covered_columns` makes them.
     holes: some blocks of keys or queries are absent, so a visited block may have to be skipped.
@@ -51,8 +52,8 @@ class Plan:
     lines_t: torch.Tensor | None
     upto_t: torch.Tensor | None
     slash: torch.Tensor
-    bars: torch.Tensor | None
-    bars_upto: torch.Tensor | None
+    column_positions: torch.Tensor | None
+    columns_upto: torch.Tensor | None
     covered: torch.Tensor | None
     listed: bool
     holes: bool
@@ -76,11 +77,13 @@ def _covered_columns(SLASH, BARS, QUERY_BLOCKS, COVERED, width, BLOCKS, BLOCK: t
         tl.store(COVERED + (bh * tl.num_programs(0) + i) * (width // 32) + word, tl.sum(covered << bit[None, :], 1), mask=there)
 
 
-def covered_columns(slash: torch.Tensor, bars: torch.Tensor, query_blocks: torch.Tensor, block: int) -> torch.Tensor:
+def covered_columns(slash: torch.Tensor, column_positions: torch.Tensor, query_blocks: torch.Tensor, block: int) -> torch.Tensor:
     """Bit c of int32 [batch * heads, query blocks, width / 32]: column c lies on an active diagonal of the query block or in its future."""
-    flat, width = bars.shape
-    covered = torch.empty(flat, query_blocks.numel(), width // 32, dtype=torch.int32, device=bars.device)
-    _covered_columns[(query_blocks.numel(), flat)](slash, bars, query_blocks, covered, width, slash.shape[-1], BLOCK=block, WORDS=16)
+    flat, width = column_positions.shape
+    covered = torch.empty(flat, query_blocks.numel(), width // 32, dtype=torch.int32, device=column_positions.device)
+    _covered_columns[(query_blocks.numel(), flat)](
+        slash, column_positions, query_blocks, covered, width, slash.shape[-1], BLOCK=block, WORDS=16
+    )
     return covered
 
 

@@ -55,7 +55,7 @@ def _backward_queries(
     Q, K, V, KB, VB, DO, LSE, DELTA, DQ, DQ_IN,
     FIRST, QUERY_BLOCKS, KEY_SLOT, FIRST_MIN, FIRST_MAX, LINES, UPTO, SLASH, BARS, BARS_UPTO, COVERED,
     GATES, GATE_SLOTS, held, words, CHUNK_BLOCKS,
-    scale, queries, keys, width, bar_width, BLOCKS, SEQ,
+    scale, queries, keys, width, column_width, BLOCKS, SEQ,
     stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, stride_db, stride_dn, stride_dh,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
     SLASHES: tl.constexpr, COLUMNS: tl.constexpr, LISTED: tl.constexpr, HOLES: tl.constexpr, CONTINUE: tl.constexpr, GATED: tl.constexpr,
@@ -120,12 +120,12 @@ def _backward_queries(
                     v = tl.load(v_base + at[:, None].to(tl.int64) * stride_vn)
                     acc = _query_gradient(q, k, v, do, lse, delta, q, acc, scale, False)
     if COLUMNS:
-        column = bh * bar_width
+        column = bh * column_width
         begin, full_begin, full_end, end = bar_ranges(BARS_UPTO, FIRST_MIN, FIRST_MAX, bh, b, qb, BLOCKS, BLOCK, BLOCK_N)
         slash = SLASH + bh * BLOCKS
-        words = COVERED + (bh * tl.num_programs(0) + i) * (bar_width // 32)
+        words = COVERED + (bh * tl.num_programs(0) + i) * (column_width // 32)
         # The next tile's bits are asked for before this tile's products, which hide the wait.
-        word = tl.load(words + tl.minimum(full_begin * BLOCK_N + within, bar_width - 1) // 32)
+        word = tl.load(words + tl.minimum(full_begin * BLOCK_N + within, column_width - 1) // 32)
         for t in range(full_begin, full_end):
             following = tl.load(words + (tl.minimum(t + 1, full_end - 1) * BLOCK_N + within) // 32)
             at = t * BLOCK_N + within
@@ -137,9 +137,9 @@ def _backward_queries(
         for s in range(begin, end - full_end + full_begin):
             t = tl.where(s < full_begin, s, s - full_begin + full_end)
             at = t * BLOCK_N + within
-            where = tl.load(BARS + column + at, mask=at < bar_width, other=SEQ)
-            k = tl.load(KB + (column + at)[:, None] * D + d, mask=(at < bar_width)[:, None], other=0.0)
-            v = tl.load(VB + (column + at)[:, None] * D + d, mask=(at < bar_width)[:, None], other=0.0)
+            where = tl.load(BARS + column + at, mask=at < column_width, other=SEQ)
+            k = tl.load(KB + (column + at)[:, None] * D + d, mask=(at < column_width)[:, None], other=0.0)
+            v = tl.load(VB + (column + at)[:, None] * D + d, mask=(at < column_width)[:, None], other=0.0)
             away = qb - where // BLOCK
             covered = tl.load(slash + away, mask=away >= 0, other=1) != 0
             hidden = covered[None, :] | (where[None, :] < first[:, None]) | (where[None, :] > positions[:, None])
@@ -170,12 +170,12 @@ def backward_queries(
     dq = torch.empty(q.shape, dtype=dtype or q.dtype, device=q.device)
     tile = tile_for(_QUERIES, plan.block)
     lines, upto, width = list_arguments(slashes, plan, q)
-    packed, bars, bars_upto, covered, bar_width = column_arguments(columns, plan, q)
+    packed, column_positions, columns_upto, covered, column_width = column_arguments(columns, plan, q)
     _backward_queries[(plan.query_blocks.numel(), batch * heads)](
         q, k, v, *packed, dout, lse, delta, dq, dq if partial is None else partial,
         plan.first, plan.query_blocks, plan.key_slot, plan.first_min, plan.first_max, lines, upto, plan.slash,
-        bars, bars_upto, covered, *gate_arguments(plan, q),
-        scale, queries, k.shape[1], width, bar_width, plan.blocks, plan.blocks * plan.block,
+        column_positions, columns_upto, covered, *gate_arguments(plan, q),
+        scale, queries, k.shape[1], width, column_width, plan.blocks, plan.blocks * plan.block,
         *strides(q, k, v, dout),
         HEADS=heads, GROUP=heads // k.shape[2], D=dim, BLOCK=plan.block, BLOCK_N=tile.moving,
         SLASHES=slashes, COLUMNS=columns is not None, LISTED=plan.listed, HOLES=plan.holes, CONTINUE=partial is not None,

@@ -1,0 +1,56 @@
+"""Files that earlier versions of mtrain wrote: keys that they lacked, and keys that had another name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# Keys that earlier versions lacked, and what those versions did instead.
+LATER = {
+    "profile.every": 0,
+    "data.mix": None,
+    "data.token_dtype": "auto",
+    "data.eval_sequences": 0,
+    "train.eval_every": 0,
+    "optim.skip_spikes": False,
+    "optim.decay_steps": "auto",
+    "optim.schedule_steps": "auto",
+    "optim.rewarm": False,
+    "run.restarts": 0,
+    "run.spike_sigma": 0.0,
+    "run.straggler": 0.0,
+    "topology.gpu_memory_gib": "auto",
+    "topology.host_memory_gib": "auto",
+    "optim.offload": False,
+    "optim.offload_gradients": False,
+    "train.memory": "manual",
+    "train.shard": "full",
+    "train.reduce_dtype": "float32",
+    "train.checkpoint_keep": 0.5,
+    "train.offload_activations": False,
+    "train.keep_mlp": False,
+    "train.tile_mib": 0,
+    "train.loss_gradients": "forward",
+    "train.z_loss": 0.0,
+}
+
+# Former name -> name now, in resolved.yaml.
+RENAMED = {
+    "sparsity.bars": "sparsity.columns",
+    "sparsity.min_bars": "sparsity.min_columns",
+    "sparsity.max_bars": "sparsity.max_columns",
+}
+# The same in metrics.jsonl.
+RENAMED_METRICS = {"bars": "columns"}
+
+
+def renamed(values: Mapping[str, Any], names: Mapping[str, str] = RENAMED) -> dict[str, Any]:
+    """``values`` by their present names."""
+    return {names.get(name, name): value for name, value in values.items()}
+
+
+def completed(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration of any version, by dotted names, with every key that its version lacked."""
+    # MoBA chose for whole blocks before it had a gate.
+    gate = {"sparsity.gate": "block" if flat.get("sparsity.pattern") == "moba" else None}
+    return {**LATER, **gate, **renamed(flat)}
