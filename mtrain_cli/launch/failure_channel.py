@@ -53,7 +53,7 @@ class FailureChannel:
         """Connect; returns once rank 0 answers. Rank 0 calls ``on_mistake`` before it leaves because of a user's mistake, ``on_failure``
         before it leaves because of another failure, and shows the line that this gives; ``beat`` every few seconds.
 
-        logs: where ranks keep their records (`whereabouts.in_logs`), as far as they share a disk.
+        logs: where ranks keep their records (`progress_record.in_logs`), as far as they share a disk.
 
         Raises:
             ConfigError: rank 0's port cannot be reached from this machine.

@@ -23,7 +23,7 @@ def make_exchange(
     circulates: str = KV,
     shared_columns: bool = True,
 ) -> Exchange:
-    """The exchange of a run; `selection.choose_exchange` turns ``auto`` into a name before.
+    """The exchange of a run; `exchange_selection.choose_exchange` turns ``auto`` into a name before.
 
     chunks, prefetch, circulates: `schedule.ScheduleOptions`. shared_columns: single columns of an index are gathered once, in rings.
     """

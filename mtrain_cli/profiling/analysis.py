@@ -72,7 +72,7 @@ class Degrees:
 
 @dataclass(frozen=True)
 class Ratios:
-    """Computation ratios over samples, see `Computation`."""
+    """Computation ratios over samples, see `ComputationRatios`."""
 
     step: Estimate
     total: Estimate

@@ -27,6 +27,7 @@ from mtrain_cli.config.schema import ConfigError
 
 INDEX_SCHEMA = 1
 _KIND = "mtrain indices"
+_FORMER_COLUMNS = ".bars"  # the name of the array in files of version 0.1.0
 # Whatever NumPy, zipfile, json or a constructor makes of another file: an array, a pickle, a damaged or foreign archive.
 _FOREIGN = (ValueError, KeyError, TypeError, AttributeError, IndexError, EOFError, OSError, zipfile.BadZipFile, zlib.error, RuntimeError)
 
@@ -36,8 +37,9 @@ class RecordedSetup:
     """What the indices were recorded under, as far as a replay asks.
 
     seq: tokens of a sequence before padding. heads, kv_heads, head_dim: of the model. dtype_bytes: of the compute dtype. needs_out: of the
-    kernel (`traffic.Sizes`). layout, exchange, workers, per_node, block_size: of the topology. columns: per pattern label, how many
-    single columns a head may have, None without a bound (`selection.ExchangeNeeds`); a label that is absent has what it
+    kernel (`exchange_bytes.ShardSizes`). layout, exchange, workers, per_node, block_size: of the topology. columns: per pattern label,
+    how many
+    single columns a head may have, None without a bound (`exchange_selection.ExchangeNeeds`); a label that is absent has what it
     uses. iteration: training step.
     """
 
@@ -173,7 +175,7 @@ def load_indices(path: Path) -> RecordedIndices:
             stored: dict[tuple[str, int], list[dict[str, Any]]] = {}
             for number, entry in enumerate(about["entries"]):
                 stored.setdefault((str(entry["pattern"]), int(entry["layer"])), []).append(entry | {"number": number})
-            _check(setup, masks, stored, set(file.files))
+            _check(setup, masks, stored, {name.replace(_FORMER_COLUMNS, ".columns") for name in file.files})
     except ConfigError:
         raise
     except _FOREIGN as error:
@@ -231,8 +233,7 @@ def _unpacked(part: Mapping[str, Any], file: Any) -> Index:
     block, blocks, number = int(part["block"]), int(part["blocks"]), part["number"]
     if part["kind"] == "VerticalSlash":
         slashes = file[f"{number}.slashes"]
-        # Version 0.1.0 wrote them as "bars".
-        columns = file[name if (name := f"{number}.columns") in file else f"{number}.bars"]
+        columns = file[name if (name := f"{number}.columns") in file else f"{number}{_FORMER_COLUMNS}"]
         matching = columns.dtype == np.int32 and columns.shape[:2] == slashes.shape[:2] and slashes.shape[2:] == (-(-blocks // 8),)
         if not matching or (columns < 0).any():
             raise ValueError("columns")

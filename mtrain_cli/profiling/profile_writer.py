@@ -241,7 +241,7 @@ def _in_parts(index: Index) -> bool:
 
 
 def _most_columns(config: Config) -> int | None:
-    """As `selection.ExchangeNeeds` wants it."""
+    """As `exchange_selection.ExchangeNeeds` wants it."""
     sparsity = config.sparsity
     if sparsity.pattern == "vertical_slash":
         return sparsity.max_columns or None

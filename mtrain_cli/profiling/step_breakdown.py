@@ -88,7 +88,8 @@ class StepBreakdown:
 
 
 def find_parts(events: Iterable[Event], *, gpu: bool, least: Mapping[Message, int] | None = None) -> StepBreakdown:
-    """events: `traceEvents` of one rank, in which every step is an annotation named `parts.STEP`. least: by `shortest`; messages that are
+    """events: `traceEvents` of one rank, in which every step is an annotation named `profiler_labels.STEP`. least: by `shortest`;
+    messages that are
     not in it wait for none.
 
     Raises:

@@ -79,7 +79,8 @@ class BoundedTime:
 @dataclass(frozen=True)
 class PredictedPass:
     """Means over layers; ms. duration: of a layer, the slowest worker. time, work: degrees. computed: share of attention in the time of a
-    pass (`imbalance.Computation.total`). spent: by `recording.COMPUTING`, the mean over workers; late, exposed: waits, likewise. carried:
+    pass (`imbalance.ComputationRatios.total`). spent: by `recording.COMPUTING`, the mean over workers; late, exposed: waits, likewise.
+    carried:
     ms in which the links to a rank are full, inside its node and from others, of the rank with most.
     """
 
@@ -308,7 +309,7 @@ def _rows(played: Sequence[tuple[int, str, PassTimes]], head_dim: int, number: i
 def _facts(
     cluster: Cluster, problem: AttentionWorkload, case: ReplayCase, kernel: str, works: Sequence[dict[str, StepWork]]
 ) -> dict[str, Any]:
-    """The entry of the case in summary.json, as `profiling.measurement.Case.facts` has it."""
+    """The entry of the case in summary.json, as `profiling.measurement.MeasurementCase.facts` has it."""
     made, setup, schedule = problem.made, case.setup, case.schedule
     pairs = float(np.mean([w[FORWARD].total_pairs.sum() for w in works]))
     return {

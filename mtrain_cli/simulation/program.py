@@ -55,7 +55,8 @@ class Dispatch:
 @dataclass(frozen=True, eq=False)
 class PricedMessage:
     """A transfer of all ranks. queue: its communicator, which carries one message after the other. after: what it waits for. to, source,
-    peers: as in `lockstep.Move`. latency, busy: us [workers], of what arrives at a rank: until it is there, in which its link is free for
+    peers: as in `spmd_schedule.SpmdTransfer`. latency, busy: us [workers], of what arrives at a rank: until it is there, in which its
+    link is free for
     the next, and in which it is not. outer: bool [workers], what arrives crosses nodes. share: [workers], of the GPU's computing power that
     the message takes at a rank while it is under way. sent, received: bytes. arriving, leaving: shards [workers], None for a collective.
     """

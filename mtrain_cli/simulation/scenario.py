@@ -214,7 +214,7 @@ def evaluate(
     bounds: bool = True,
     recompute: bool = False,
 ) -> PredictedScenario:
-    """recompute: as `simulate.predict`; otherwise where attention is computed again.
+    """recompute: as `prediction.predict`; otherwise where attention is computed again.
 
     Raises:
         Unfit: the configuration cannot be.

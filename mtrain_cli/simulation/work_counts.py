@@ -25,7 +25,7 @@ from mtrain_cli.parallel.schedule import Schedule
 from mtrain_cli.simulation.spmd_schedule import EVERYTHING, SpmdSchedule
 
 FORWARD, BACKWARD = "forward", "backward"
-FLOP_PER_PAIR = {FORWARD: 4, BACKWARD: 10}  # times head_dim: 2 and 5 products of 2 * head_dim, as in `Counts.flop`
+FLOP_PER_PAIR = {FORWARD: 4, BACKWARD: 10}  # times head_dim: 2 and 5 products of 2 * head_dim, as in `IndexCounts.flop`
 
 Part = tuple[int, int]
 _AT_ONCE = 1 << 21  # numbers of a temporary table

@@ -268,7 +268,8 @@ class _StepMemory:
         return max(layers - self.on_host, min(layers, 2))
 
     def host(self) -> int:
-        """Bytes of host memory for what is offloaded, in the blocks of `Offload`; columns that a ring gathers once leave with the rest."""
+        """Bytes of host memory for what is offloaded, in the blocks of `ActivationOffload`; columns that a ring gathers once leave with
+        the rest."""
         late = self.queries - self.early
         out, lse = (size * late // self.queries for size in (self.e * self.tokens * self.width, self.heads))
         others = [] if self.early else [self.travelled(), self.gathered_columns()]
@@ -365,7 +366,7 @@ class _StepMemory:
         return (how.prefetch + across) * e * shard + (3 + across) * 4 * shard
 
     def message_of_queries(self) -> int:
-        """q, dout, lse and delta (`travelling.QueryMessage`)."""
+        """q, dout, lse and delta (`circulation.QueryMessage`)."""
         return 2 * self.e * self.tokens * self.width + 2 * self.heads
 
     def exchange_in_backward(self) -> int:

@@ -39,7 +39,7 @@ def test_the_last_note_comes_back_whole(tmp_path):
 
 def test_a_process_that_kills_itself_right_after_a_note_leaves_it(tmp_path):
     code = (
-        "import os, sys, pathlib; from mtrain_cli.launch import whereabouts as w; w.keep(pathlib.Path(sys.argv[1])); w.begin(2);"
+        "import os, sys, pathlib; from mtrain_cli.launch import progress_record as w; w.keep(pathlib.Path(sys.argv[1])); w.begin(2);"
         "w.note('the last thing', 1); os.kill(os.getpid(), 9)"
     )
     ended = subprocess.run([sys.executable, "-c", code, str(tmp_path / "where")], check=False)

@@ -47,7 +47,7 @@ def times(rank: int, world: int) -> list[int]:
     found: list[int] = []
     made = trainer(rank, world, 1, ["sparsity=vertical_slash", "sparsity.dense_steps=2"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(garbage_collection, "set_aside", lambda: found.append(made.step))
+        patch.setattr(garbage_collection, "freeze_garbage", lambda: found.append(made.step))
         for _ in range(5):
             made.train_step(False)
     made.close()

@@ -54,7 +54,7 @@ def full(rank: int, world: int, folder: str, where: str) -> tuple[str, dict]:
                 return finish(layer, Backward.apply(x_BNC), out_BNHD)
 
             if where == "recomputed":
-                patch.setattr(feed_forwards, "_Sums", no_sums)
+                patch.setattr(feed_forwards, "_GradientSums", no_sums)
             elif where != "loss":
                 patch.setattr(decoders, "_parts", lambda _compile: (project, failing))
         return step(self, stop)
