@@ -193,7 +193,7 @@ def test_a_run_shows_that_it_lives_while_it_has_no_workers(run, monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
     monkeypatch.setattr(local._Attempt, "run", lambda _: next(outcomes))
     monkeypatch.setattr(local.RestartPolicy, "after", probed)
-    monkeypatch.setattr(local.state, "change", lasts_long)  # before the wait
+    monkeypatch.setattr(local.run_state, "change", lasts_long)  # before the wait
     assert launched(run, "succeed") == 0
     assert seen == [True] * 3, "after the failure, while GPUs are asked, before the restart"
 

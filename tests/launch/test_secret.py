@@ -7,8 +7,8 @@ import socket
 from pathlib import Path
 
 import pytest
-from test_job import SimulatedJob, here  # noqa: F401
 from test_failure_channel import connected, is_dropped
+from test_job import SimulatedJob, here  # noqa: F401
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import failure_channel
