@@ -23,7 +23,9 @@ def write(folder: Path) -> Path:
 def _word(number: int) -> str:
     # Squared, so that some words are frequent and there is something to learn.
     found = (number % 101) ** 2 % 57
-    return "".join(_SYLLABLES[(found * (place + 3)) % len(_SYLLABLES)] for place in range(1 + found % 3))
+    return "".join(
+        _SYLLABLES[(found * (place + 3)) % len(_SYLLABLES)] for place in range(1 + found % 3)
+    )
 
 
 def _numbers(seed: int) -> Iterator[int]:

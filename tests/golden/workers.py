@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
+import atexit
+import functools
 import json
 import os
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from golden import reach
@@ -21,12 +22,22 @@ class Server:
     """A process from which workers are forked."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-        environment.pop("TRITON_INTERPRET", None)  # with it mtrain would take the interpreter for a kernel
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
+        environment.pop(
+            "TRITON_INTERPRET", None
+        )  # with it mtrain would take the interpreter for a kernel
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "golden.workers"], cwd=_TESTS, env=environment, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
+            [sys.executable, "-m", "golden.workers"],
+            cwd=_TESTS,
+            env=environment,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
 
     def run(self, words: Sequence[str], workers: int, folder: Path) -> None:
         """`mtrain WORDS` as ``workers`` processes whose working directory is ``folder``, started as torchrun starts them.
@@ -39,20 +50,23 @@ class Server:
         print(json.dumps([list(words), workers, str(folder)]), file=self._process.stdin, flush=True)
         codes = json.loads(self._process.stdout.readline() or "[-1]")
         if any(codes):
-            said = "".join(path.read_text()[-1500:] for path in sorted(folder.glob("said-*/output")))
-            raise reach.CommandError(f"mtrain {' '.join(words)}: exit codes {codes} of {workers} workers: {said}")
+            said = "".join(
+                path.read_text()[-1500:] for path in sorted(folder.glob("said-*/output"))
+            )
+            raise reach.CommandError(
+                f"mtrain {' '.join(words)}: exit codes {codes} of {workers} workers: {said}"
+            )
 
     def close(self) -> None:
         self._process.communicate()
 
 
-@contextlib.contextmanager
-def server() -> Iterator[Server]:
+@functools.cache
+def server() -> Server:
+    """The one server of this process, which ends with it."""
     found = Server()
-    try:
-        yield found
-    finally:
-        found.close()
+    atexit.register(found.close)
+    return found
 
 
 def _serve() -> None:
@@ -79,9 +93,14 @@ def _fork(rank: int, workers: int, port: int, words: list[str], folder: Path) ->
         said = folder / f"said-{rank}"
         said.mkdir(exist_ok=True)
         os.environ |= {
-            "RANK": str(rank), "WORLD_SIZE": str(workers), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(workers),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": f"golden-{port}",
-        }  # fmt: skip
+            "RANK": str(rank),
+            "WORLD_SIZE": str(workers),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(workers),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RUN_ID": f"golden-{port}",
+        }
         # Ranks that start at the same moment may each take the temporary folder of another for abandoned.
         tempfile.tempdir = str(said)
         output = os.open(said / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
