@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,13 +82,17 @@ GROUPS = (
 )
 
 
-def chosen(only: str | None, groups: Iterable[Group] = GROUPS) -> Iterator[tuple[Group, list[str]]]:
-    """Groups with the names that ``only`` means: a group, the beginning of "GROUP/NAME", or a part of names; all without it."""
-    for group in groups:
+def chosen(only: str | None) -> Iterator[tuple[Group, list[str]]]:
+    """Groups with the names that ``only`` means; all without it.
+
+    only: a group, else the beginning of "GROUP/NAME" or a part of names.
+    """
+    groups = [group for group in GROUPS if group.name == only]
+    for group in groups or GROUPS:
         names = [
             name
             for name in group.names
-            if only is None or only in name or f"{group.name}/{name}".startswith(only)
+            if groups or only is None or only in name or f"{group.name}/{name}".startswith(only)
         ]
         if names:
             yield group, names

@@ -90,9 +90,8 @@ def run(words: Sequence[str], folder: Path, code: int = 0) -> str:
     Raises:
         CommandError: it ends with another exit code than ``code``.
     """
-    from typer.testing import CliRunner
-
     from mtrain_cli.commands.app import app
+    from typer.testing import CliRunner
 
     argv, errors = sys.argv, io.StringIO()
     sys.argv = ["mtrain", *words]
@@ -113,12 +112,11 @@ def run(words: Sequence[str], folder: Path, code: int = 0) -> str:
 
 def warm_up() -> None:
     """Import what a training on a CPU imports, so that processes forked from this one start in a moment."""
+    import mtrain_cli.commands.app
+    import mtrain_cli.training.loop
     import torch
     import torch._dynamo
     import torch.distributed.fsdp
-
-    import mtrain_cli.commands.app
-    import mtrain_cli.training.loop
 
     torch.set_num_threads(1)
     with contextlib.redirect_stdout(io.StringIO()):

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from golden import files, losses, profiles, reach
+from golden import files, losses, reach
 from golden.compare import differences
 from golden.groups import GROUPS, RECORDED, Group, chosen
 
@@ -81,7 +81,8 @@ def test_files_are_small() -> None:
 
 
 def test_names_are_chosen_by_group_and_by_part() -> None:
-    assert [group.name for group, _ in chosen("files")] == ["files"]
+    assert [group.name for group, _ in chosen("memory")] == ["memory"]  # whatever others are called
+    assert [group.name for group, _ in chosen("automatic memory")] == ["predictions"]
     assert [names for _, names in chosen("losses/uly")] == [
         ["ulysses 2", "ulysses 2 in a ring", "ulysses 2 in an all-gather"]
     ]
