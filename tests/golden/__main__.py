@@ -47,7 +47,8 @@ def _record(only: str | None, with_files: bool) -> int:
         began = time.monotonic()
         group.record(names)
         print(
-            f"{group.name}: {len(names)} recorded in {time.monotonic() - began:.0f} s, {group.path.stat().st_size:,} bytes"
+            f"{group.name}: {len(names)} recorded in {time.monotonic() - began:.0f} s, "
+            f"{group.path.stat().st_size:,} bytes"
         )
     (RECORDED / "versions.json").write_text(json.dumps(_versions(), indent=1) + "\n")
     return 0
@@ -65,7 +66,8 @@ def _check(only: str | None, exact: bool) -> int:
                     f"{group.name}/{name}\n  " + "\n  ".join([*found[:_SHOWN], *more]), flush=True
                 )
         print(
-            f"{group.name}: {len(names) - bad} of {len(names)} as recorded, {time.monotonic() - began:.0f} s",
+            f"{group.name}: {len(names) - bad} of {len(names)} as recorded, "
+            f"{time.monotonic() - began:.0f} s",
             flush=True,
         )
         failed += bad

@@ -14,8 +14,8 @@ def differences(
 ) -> Iterator[str]:
     """A line for each place where the two differ.
 
-    tolerance: relative, of floats, by the last name on the way to them; "" for all others. 0 demands the same float. Whole numbers, words
-    and the shape of the tree are always compared exactly.
+    tolerance: relative, of floats, by the last name on the way; "" for all others. 0 demands
+    the same float. Whole numbers, words and the shape of the tree always have to be equal.
     """
     if isinstance(recorded, dict) and isinstance(found, dict):
         for name in recorded.keys() | found.keys():

@@ -10,7 +10,7 @@ _SYLLABLES = ("ka", "lo", "mi", "ter", "un", "des", "or", "vel", "sa", "ph", "in
 
 
 def write(folder: Path) -> Path:
-    """``folder``/text.jsonl: 160 documents of 80 to 1,400 bytes, so that most sequences pack several."""
+    """Write ``folder``/text.jsonl: short documents, so that a sequence packs several."""
     folder.mkdir(parents=True, exist_ok=True)
     path, draw = folder / "text.jsonl", _numbers(2026)
     with path.open("w") as file:

@@ -1,4 +1,4 @@
-"""Files that an earlier mtrain left: a checkpoint that goes on to the same losses, and profiles that read as they did."""
+"""Files of an earlier mtrain: a checkpoint that resumes, profiles that read as they did."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from golden import corpus, profiles, reach, workers
 FOLDER = Path(__file__).parent / "files"
 CHECKPOINT, PROFILE = FOLDER / "checkpoint.tar.xz", FOLDER / "profile.tar.xz"
 _MODEL = (
-    "model.hidden_size=16 model.num_layers=2 model.num_heads=2 model.num_kv_heads=1 model.head_dim=8 model.intermediate_size=32 "
+    "model.hidden_size=16 model.num_layers=2 model.num_heads=2 model.num_kv_heads=1 "
+    "model.head_dim=8 model.intermediate_size=32 "
     "model.vocab_size=264"
 )
 _TRAINING = (
-    f"data=text data.path=corpus/text.jsonl seq=256 topology.device=cpu topology.block_size=32 {_MODEL} train.steps=2 optim.schedule_steps=5 "
-    "optim.warmup_steps=1 topology.exchange=ring sparsity=vertical_slash sparsity.block=32 sparsity.last_q=32 sparsity.min_bars=8 "
+    "data=text data.path=corpus/text.jsonl seq=256 topology.device=cpu topology.block_size=32 "
+    f"{_MODEL} train.steps=2 optim.schedule_steps=5 "
+    "optim.warmup_steps=1 topology.exchange=ring sparsity=vertical_slash sparsity.block=32 "
+    "sparsity.last_q=32 sparsity.min_bars=8 "
     "sparsity.max_bars=32 sparsity.p_v=0.6 sparsity.p_s=0.6 run.dir=run"
 )
 _KEPT = (
@@ -34,29 +37,39 @@ _KEPT = (
     "index.npz",
 )
 _VALIDATE = "simulate --json --no-files --validate"
-# name -> a command that prints JSON; profiles of this package stand in the working directory, those that ship in PROFILES.
+# name -> a command that prints JSON. The profile of this package is in the working directory,
+# those that ship are in PROFILES.
 _READ: dict[str, str] = {
     "report of a profile": "report profile --json",
-    "what-if of a profile": "profile what-if profile --json --exchange ring,all_gather --workers 2,4",
+    "what-if of a profile": "profile what-if profile --json --exchange ring,all_gather "
+    "--workers 2,4",
     "validation of a profile": f"{_VALIDATE} profile",
     "report of recorded steps on GPUs": "report PROFILES/fixed-512k-4xh200 --json",
     "report of a recorded whole step": "report PROFILES/step-256k-4xh200 --json",
     "report of real indices on GPUs": "report PROFILES/real-512k-4xh200 --json",
-    "what-if of real indices": "profile what-if PROFILES/real-512k-4xh200 --json --workers 4,8 --per-node 4 --exchange ring,hierarchical_ring",
-    "what-if of fixed indices": "profile what-if PROFILES/fixed-512k-4xh200 --json --workers 4 --exchange ring,all_gather,ulysses",
-    "validation against 4 H200": f"{_VALIDATE} PROFILES/predicted-4xh200 --prediction PROFILES/predicted-4xh200/predictions",
+    "what-if of real indices": "profile what-if PROFILES/real-512k-4xh200 --json --workers 4,8 "
+    "--per-node 4 --exchange ring,hierarchical_ring",
+    "what-if of fixed indices": "profile what-if PROFILES/fixed-512k-4xh200 --json --workers 4 "
+    "--exchange ring,all_gather,ulysses",
+    "validation against 4 H200": f"{_VALIDATE} PROFILES/predicted-4xh200 --prediction "
+    "PROFILES/predicted-4xh200/predictions",
 }
 # The same profile on clusters that are not here; its sequences pack several documents.
 _ELSEWHERE: dict[str, str] = {
-    "profile of documents on H100s": "--cluster h100_4x8 --nodes 1 --workers 4 --layout zigzag,striped --exchange ring,all_gather,ulysses",
-    "profile of documents on 2 nodes": "--cluster a100_4x8 --workers 16 --layout striped --exchange ring,hierarchical_ring",
+    "profile of documents on H100s": "--cluster h100_4x8 --nodes 1 --workers 4 --layout "
+    "zigzag,striped --exchange ring,all_gather,ulysses",
+    "profile of documents on 2 nodes": "--cluster a100_4x8 --workers 16 --layout striped "
+    "--exchange ring,hierarchical_ring",
 }
 _RESUMED, _CONTINUED = "checkpoint resumed", "checkpoint resumed on 1 worker"
 NAMES = (_RESUMED, _CONTINUED, *_READ, *_ELSEWHERE)
 
 
 def make() -> None:
-    """Leave the checkpoint and the profile anew. Old files are the point: do so only where their format changes on purpose."""
+    """Make the checkpoint and the profile anew.
+
+    Do so only where their format changes on purpose: that they are old is their point.
+    """
     FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

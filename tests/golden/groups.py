@@ -16,7 +16,10 @@ RECORDED = Path(__file__).parent / "recorded"
 
 @dataclass(frozen=True)
 class Group:
-    """Cases that are made alike. found: of some names, in turn. tolerance: see `compare.differences`."""
+    """Cases that are made alike.
+
+    found: computes cases by name. tolerance: see `compare.differences`.
+    """
 
     name: str
     names: tuple[str, ...]

@@ -11,11 +11,15 @@ from typing import Any
 from golden import corpus, reach, workers
 
 _COMMON = (
-    "data=text data.path=corpus/text.jsonl seq=512 topology.device=cpu topology.block_size=32 model.num_layers=2 "
+    "data=text data.path=corpus/text.jsonl seq=512 topology.device=cpu topology.block_size=32 "
+    "model.num_layers=2 "
     "train.steps=3 optim.warmup_steps=1 train.checkpoint_at_end=false train.checkpoint_every=0"
 )
 _WHOLE = "data.document_mask=false"  # one document a sequence, else several are packed
-_VERTICAL_SLASH = "sparsity=vertical_slash sparsity.block=32 sparsity.last_q=32 sparsity.p_v=0.6 sparsity.p_s=0.6 sparsity.min_bars=8 sparsity.max_bars=64"
+_VERTICAL_SLASH = (
+    "sparsity=vertical_slash sparsity.block=32 sparsity.last_q=32 "
+    "sparsity.p_v=0.6 sparsity.p_s=0.6 sparsity.min_bars=8 sparsity.max_bars=64"
+)
 _XATTENTION = "sparsity=xattention sparsity.block=32 sparsity.stride=8 sparsity.threshold=0.7"
 _MOBA = "sparsity=moba sparsity.block=32 sparsity.chunk=64 sparsity.top_k=3"
 _FIXED = "sparsity=fixed sparsity.block=32 sparsity.slashes=4 sparsity.bars=24"
@@ -57,7 +61,8 @@ CASES: dict[str, Case] = {
     ),
     "hierarchical ring 4, queries": Case(
         4,
-        "topology.layout=zigzag topology.exchange=hierarchical_ring topology.gpus_per_node=2 topology.circulates=queries",
+        "topology.layout=zigzag topology.exchange=hierarchical_ring topology.gpus_per_node=2 "
+        "topology.circulates=queries",
     ),
     "hierarchical all-gather 4": Case(
         4, "topology.exchange=hierarchical_all_gather topology.gpus_per_node=2"
@@ -78,7 +83,8 @@ CASES: dict[str, Case] = {
     "accumulation": Case(1, "train.global_batch=4 train.micro_batch=2"),
     "accumulation, data 2 x context 2": Case(
         4,
-        "topology.context_parallel=2 train.global_batch=4 topology.exchange=all_gather train.shard=optimizer",
+        "topology.context_parallel=2 train.global_batch=4 topology.exchange=all_gather "
+        "train.shard=optimizer",
     ),
     # Dynamic indices.
     "vertical-slash": Case(1, _VERTICAL_SLASH),
@@ -99,7 +105,8 @@ CASES: dict[str, Case] = {
     ),
     "vertical-slash hierarchical ring 4": Case(
         4,
-        f"{_VERTICAL_SLASH} topology.exchange=hierarchical_ring topology.gpus_per_node=2 sparsity.joint=true",
+        f"{_VERTICAL_SLASH} topology.exchange=hierarchical_ring topology.gpus_per_node=2 "
+        "sparsity.joint=true",
     ),
     "vertical-slash all-gather 2": Case(
         2, f"{_VERTICAL_SLASH} topology.exchange=all_gather topology.layout=zigzag {_WHOLE}"
@@ -125,11 +132,13 @@ CASES: dict[str, Case] = {
     ),
     "recompute a part": Case(
         2,
-        "train.activation_checkpoint=sequence_selective train.checkpoint_keep=0.5 topology.exchange=all_gather topology.layout=zigzag",
+        "train.activation_checkpoint=sequence_selective train.checkpoint_keep=0.5 "
+        "topology.exchange=all_gather topology.layout=zigzag",
     ),
     "tiles, chunked loss": Case(
         1,
-        "train.tile_mib=1 train.loss_chunk_mib=1 train.loss_gradients=recompute train.z_loss=0.0001",
+        "train.tile_mib=1 train.loss_chunk_mib=1 train.loss_gradients=recompute "
+        "train.z_loss=0.0001",
     ),
     "keep products": Case(1, "train.keep_mlp=1"),
     "offload activations": Case(1, "train.offload_activations=true"),
@@ -138,14 +147,16 @@ CASES: dict[str, Case] = {
     ),
     "shard gradients, bfloat16 sums": Case(
         2,
-        "train.shard=gradients train.reduce_dtype=bfloat16 train.global_batch=2 topology.exchange=ring",
+        "train.shard=gradients train.reduce_dtype=bfloat16 train.global_batch=2 "
+        "topology.exchange=ring",
     ),
     "bfloat16": Case(2, "train.dtype=bfloat16 topology.exchange=ring topology.layout=zigzag"),
     "reference kernel": Case(1, f"train.kernel=reference seq=256 {_VERTICAL_SLASH}"),
     # Models and optimizer.
     "qwen3-like": Case(
         1,
-        "model.family=qwen3 model.qkv_bias=false model.qk_norm=true model.tie_word_embeddings=false",
+        "model.family=qwen3 model.qkv_bias=false model.qk_norm=true "
+        "model.tie_word_embeddings=false",
     ),
     "yarn": Case(
         2, "model.rope.scaling=yarn model.rope.original_max_position=128 topology.exchange=ring"
@@ -157,11 +168,13 @@ CASES: dict[str, Case] = {
     # Four steps at once, and the same four with a stop after the second.
     "unbroken": Case(
         2,
-        f"train.steps=4 optim.schedule_steps=4 topology.exchange=ring {_VERTICAL_SLASH} sparsity.dense_steps=3",
+        f"train.steps=4 optim.schedule_steps=4 topology.exchange=ring {_VERTICAL_SLASH} "
+        "sparsity.dense_steps=3",
     ),
     "resumed": Case(
         2,
-        f"train.steps=2 optim.schedule_steps=4 topology.exchange=ring {_VERTICAL_SLASH} sparsity.dense_steps=3 "
+        f"train.steps=2 optim.schedule_steps=4 topology.exchange=ring {_VERTICAL_SLASH} "
+        "sparsity.dense_steps=3 "
         "train.checkpoint_at_end=true",
         then="train.steps=4",
     ),

@@ -1,4 +1,4 @@
-"""Memory estimates of dry runs: every part in bytes, at the peak and at other moments, and what else a plan counts."""
+"""Memory estimates of dry runs: bytes of every part at every moment, and other counts of a plan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _EXCHANGES = {
 _PATTERNS = {
     "dense": "",
     "vertical_slash": "sparsity=vertical_slash",
-    "vertical_slash, no bounds": "sparsity=vertical_slash sparsity.max_bars=0 sparsity.max_slashes=64 sparsity.index_per=kv_group",
+    "vertical_slash, no bounds": "sparsity=vertical_slash sparsity.max_bars=0 "
+    "sparsity.max_slashes=64 sparsity.index_per=kv_group",
     "xattention": "sparsity=xattention",
     "moba": "sparsity=moba",
     "moba by blocks": "sparsity=moba sparsity.gate=block",
@@ -49,7 +50,8 @@ _MEMORY = {
     "zero-1, one batch": "train.shard=optimizer",
     "offloaded optimizer": "optim.offload=true",
     "offloaded gradients": "optim.offload=true optim.offload_gradients=true",
-    "offloaded gradients, several": "optim.offload=true optim.offload_gradients=true train.global_batch=8 train.shard=gradients",
+    "offloaded gradients, several": "optim.offload=true optim.offload_gradients=true "
+    "train.global_batch=8 train.shard=gradients",
     "micro-batches": "train.micro_batch=2 train.global_batch=4",
     "float32": "train.dtype=float32 train.kernel=reference seq=16k",
     "auto": "train.memory=auto",
@@ -75,7 +77,8 @@ def _cases() -> dict[str, str]:
     ):
         name = f"{layout} {exchange}, documents {documents}"
         found[name] = (
-            f"{base} topology.layout={layout} topology.exchange={exchange} data.document_mask={documents}"
+            f"{base} topology.layout={layout} topology.exchange={exchange} "
+            f"data.document_mask={documents}"
         )
         found[f"{name}, sparse"] = f"{found[name]} sparsity=vertical_slash sparsity.windows=4"
     for kernel, pattern in product(
@@ -90,7 +93,8 @@ def _cases() -> dict[str, str]:
         for exchange in ("ring", "all_gather"):
             batch = workers // context
             found[f"{workers} workers, {context} share; {exchange}"] = (
-                f"model=llama8b seq=300000 topology.workers={workers} topology.context_parallel={context} train.global_batch={batch} "
+                f"model=llama8b seq=300000 topology.workers={workers} "
+                f"topology.context_parallel={context} train.global_batch={batch} "
                 f"{_GPUS} topology.exchange={exchange}"
             )
     own = "data=stdlib data.path=null data.mix=null train.init_from=null"  # no files needed

@@ -1,4 +1,4 @@
-"""Predicted times, exact work and exact bytes of simulated attention and steps; tables of sweeps and recommendations."""
+"""Predicted times, exact work and exact bytes of attention, steps, sweeps and recommendations."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ CASES: dict[str, Case] = {
     },
     **{
         f"{family} on 2 x 4": Case(
-            f"model=llama8b seq=64k --attention-only --index {family} --cluster a100_4x8 --workers 8 topology.gpus_per_node=4",
+            f"model=llama8b seq=64k --attention-only --index {family} --cluster a100_4x8 "
+            "--workers 8 topology.gpus_per_node=4",
             "striped",
             _RINGS,
         )
@@ -66,7 +67,8 @@ CASES: dict[str, Case] = {
         _RINGS,
     ),
     "sparse ulysses in 2 x 4": Case(
-        "model=llama8b seq=128k --attention-only --cluster b200_4x8 --workers 8 topology.gpus_per_node=4 --density 5% topology.ulysses=2",
+        "model=llama8b seq=128k --attention-only --cluster b200_4x8 --workers 8 "
+        "topology.gpus_per_node=4 --density 5% topology.ulysses=2",
         "striped",
         "ring,all_gather,hierarchical_ring",
     ),
@@ -81,12 +83,14 @@ CASES: dict[str, Case] = {
         "ring",
     ),
     "sparse queries": Case(
-        "model=qwen3b seq=64k --attention-only topology.circulates=queries --density 10% --cluster a100_4x8 --nodes 1",
+        "model=qwen3b seq=64k --attention-only topology.circulates=queries --density 10% "
+        "--cluster a100_4x8 --nodes 1",
         "striped",
         "ring",
     ),
     "hierarchical queries": Case(
-        "model=qwen3b seq=64k --attention-only topology.circulates=queries --density 10% --cluster h100_4x8 --nodes 2",
+        "model=qwen3b seq=64k --attention-only topology.circulates=queries --density 10% "
+        "--cluster h100_4x8 --nodes 2",
         "zigzag",
         "ring,hierarchical_ring",
     ),
@@ -110,7 +114,8 @@ CASES: dict[str, Case] = {
         "model=qwen3b seq=64k --attention-only --slow 3=1.5", "zigzag,striped", "ring,all_gather"
     ),
     "slow ranks, sparse": Case(
-        "model=qwen3b seq=64k --attention-only --slow 0=1.2,5=2 --density 5% --cluster h100_4x8 --nodes 1",
+        "model=qwen3b seq=64k --attention-only --slow 0=1.2,5=2 --density 5% --cluster h100_4x8 "
+        "--nodes 1",
         "striped",
         "ring,ulysses",
     ),
@@ -121,7 +126,8 @@ CASES: dict[str, Case] = {
         "ring,all_gather",
     ),
     "blocks of 64": Case(
-        "model=qwen3b seq=64k --attention-only topology.block_size=64 sparsity=vertical_slash sparsity.block=64 --density 5%",
+        "model=qwen3b seq=64k --attention-only topology.block_size=64 sparsity=vertical_slash "
+        "sparsity.block=64 --density 5%",
         "striped",
         "ring",
     ),
@@ -208,12 +214,16 @@ CASES: dict[str, Case] = {
 }
 _SWEEP, _RECOMMEND = "sweep", "recommend"
 TABLES: dict[str, str] = {
-    f"{_SWEEP} of lengths and nodes": 'model=qwen3b --cluster a100_4x8 --layout striped --sweep "seq=64k,256k nodes=1,2,4" --tokens 2b',
+    f"{_SWEEP} of lengths and nodes": "model=qwen3b --cluster a100_4x8 --layout striped --sweep "
+    '"seq=64k,256k nodes=1,2,4" --tokens 2b',
     f"{_SWEEP} of workers and density": (
-        'model=llama8b seq=64k --exchange ring,ulysses --layout striped --sweep "workers=2,4,8 density=2%,20%" --columns 512'
+        'model=llama8b seq=64k --exchange ring,ulysses --layout striped --sweep "workers=2,4,8 '
+        'density=2%,20%" --columns 512'
     ),
-    f"{_RECOMMEND} dense": "model=qwen3b seq=128k --cluster h100_4x8 --nodes 1 --recommend --tokens 1b --price 2.5",
-    f"{_RECOMMEND} sparse": "model=llama8b seq=512k --cluster a100_4x8 --nodes 2 --recommend --density 5% --exchange ring,hierarchical_ring",
+    f"{_RECOMMEND} dense": "model=qwen3b seq=128k --cluster h100_4x8 --nodes 1 --recommend "
+    "--tokens 1b --price 2.5",
+    f"{_RECOMMEND} sparse": "model=llama8b seq=512k --cluster a100_4x8 --nodes 2 --recommend "
+    "--density 5% --exchange ring,hierarchical_ring",
 }
 NAMES: dict[str, str] = {
     f"{case}: {name}": case for case, made in CASES.items() for name in made.names

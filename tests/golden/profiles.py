@@ -11,8 +11,14 @@ from typing import Any
 
 from golden import corpus, reach, workers
 
-SMALL = "data=text data.path=corpus/text.jsonl seq=512 topology.device=cpu topology.block_size=32 model.num_layers=2"
-LINES = "sparsity.block=32 sparsity.last_q=32 sparsity.min_slashes=3 sparsity.max_slashes=3 sparsity.min_bars=8 sparsity.max_bars=64"
+SMALL = (
+    "data=text data.path=corpus/text.jsonl seq=512 topology.device=cpu "
+    "topology.block_size=32 model.num_layers=2"
+)
+LINES = (
+    "sparsity.block=32 sparsity.last_q=32 sparsity.min_slashes=3 sparsity.max_slashes=3 "
+    "sparsity.min_bars=8 sparsity.max_bars=64"
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,8 @@ CASES: dict[str, Case] = {
     ),
     "2 workers, bitmaps": Case(
         2,
-        f"--steps 1 {SMALL} sparsity.block=32 sparsity.dense_steps=0 train.activation_checkpoint=full",
+        f"--steps 1 {SMALL} sparsity.block=32 sparsity.dense_steps=0 "
+        "train.activation_checkpoint=full",
         "xattention,moba",
         "striped",
         "ring",

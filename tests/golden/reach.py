@@ -1,7 +1,7 @@
-"""Everything of mtrain that the golden traces touch: its command line, two imports, and the names in the files that it leaves.
+"""All that the golden traces know of mtrain: its command line, a few imports, names in its files.
 
-Names of modules, columns and keys stand here and nowhere else in this package. What a rename changes is put right here; the recorded
-files have the names on the right-hand side below, which stay.
+Names of modules, columns and keys are here and nowhere else in this package. After a rename in the
+product, change the left-hand sides below; the recorded files keep the names on the right.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-# Words that the product has renamed since these files were recorded (now -> then): phases, passes, links, payloads, parts of a step, keys of
-# JSON documents. Patterns, layouts, exchanges and kernels are settings and stand in the recorded files as they are.
+# Words that the product has renamed since the files were recorded (now -> then): phases, passes,
+# links, payloads, parts of a step, keys of JSON documents.
 _RENAMED: dict[str, str] = {}
 # Names in metrics.jsonl and evaluations.jsonl -> names in the recorded files.
 _STEP = {
@@ -29,7 +29,7 @@ _STEP = {
     "tokens": "tokens",
     "consumed": "consumed",
 }
-# Columns of records.parquet -> names in the recorded files, and the phases that hold work or messages.
+# Columns of records.parquet -> names in the recorded files.
 _COLUMNS = {
     name: name
     for name in (
@@ -111,7 +111,7 @@ def run(words: Sequence[str], folder: Path, code: int = 0) -> str:
 
 
 def warm_up() -> None:
-    """Import what a training on a CPU imports, so that processes forked from this one start in a moment."""
+    """Import what a training imports, so that processes forked from this one start fast."""
     import mtrain_cli.commands.app
     import mtrain_cli.training.loop
     import torch
@@ -152,7 +152,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def memory(words: Sequence[str]) -> dict[str, Any]:
-    """Bytes of a worker as `mtrain train WORDS --dry-run` estimates them, which prints them rounded."""
+    """Return the bytes that `mtrain train WORDS --dry-run` prints rounded."""
     from mtrain_cli.config.compose import compose
     from mtrain_cli.training.planning import plan
 
@@ -246,7 +246,7 @@ def work(rows: Mapping[str, np.ndarray], case: int) -> dict[str, Any]:
 
 
 def traffic(rows: Mapping[str, np.ndarray], case: int) -> dict[str, Any]:
-    """Exact bytes of a case: totals by (pass, queue, payload, sent or received), and a digest of every message."""
+    """Exact bytes of a case: totals by (pass, queue, payload, phase), a digest of all."""
     key = ("direction", "link", "payload", "phase", "layer", "step", "rank", "shard", "peer")
     return _counted(
         rows, case, _MESSAGES, key, ("bytes",), ("direction", "link", "payload", "phase")
@@ -342,7 +342,7 @@ def _degrees(found: Mapping[str, float]) -> list[float]:
 
 
 def structure(rows: Mapping[str, np.ndarray], case: int) -> dict[str, Any]:
-    """Which rows a profile has, without their times: how many by (pass, phase), and a digest of all.
+    """Rows of a profile without their times: how many by (pass, phase), a digest of all.
 
     Left out is what depends on times: gaps, and for whom a collective waited.
     """

@@ -1,4 +1,4 @@
-"""What a run computes is what was recorded. The quick tests check a part of every group, the slow ones the whole."""
+"""What a run computes is what was recorded. Quick tests check a part, slow ones the rest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from golden.compare import differences
 from golden.groups import GROUPS, RECORDED, Group, chosen
 
 _MOST_BYTES = 1_500_000  # of all committed files
-# Cases of predictions, beside a part of the tables: each exchange, index, pass option and kind of cluster once.
+# Each exchange, kind of index and kind of cluster once.
 _PREDICTED = (
     "clustered on 8",
     "drifting on 2 x 4",

@@ -1,4 +1,7 @@
-"""Runs of `mtrain train` on several CPU workers, forked from a process that has imported all they need: a start takes a second, not five."""
+"""Runs mtrain on several CPU workers, forked from a process that has imported all they need.
+
+A start then takes a second, not five.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ class Server:
         )
 
     def run(self, words: Sequence[str], workers: int, folder: Path) -> None:
-        """`mtrain WORDS` as ``workers`` processes whose working directory is ``folder``, started as torchrun starts them.
+        """Run `mtrain WORDS` as ``workers`` processes in ``folder``, as torchrun starts them.
 
         Raises:
             reach.CommandError: a worker fails.
@@ -101,7 +104,7 @@ def _fork(rank: int, workers: int, port: int, words: list[str], folder: Path) ->
             "MASTER_PORT": str(port),
             "TORCHELASTIC_RUN_ID": f"golden-{port}",
         }
-        # Ranks that start at the same moment may each take the temporary folder of another for abandoned.
+        # Ranks that start together may take the temporary folder of another for abandoned.
         tempfile.tempdir = str(said)
         output = os.open(said / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for stream in (1, 2):
