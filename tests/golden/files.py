@@ -105,9 +105,8 @@ def found(only: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _printed(words: str, folder: Path) -> dict[str, Any]:
-    return reach.numbers(
-        json.loads(reach.run(words.replace("PROFILES", str(reach.PROFILES)).split(), folder))
-    )
+    said = reach.run(words.replace("PROFILES", str(reach.PROFILES)).split(), folder)
+    return reach.numbers(json.loads(said.replace(str(reach.PROFILES), "PROFILES")))
 
 
 def _elsewhere(words: str, folder: Path, name: str) -> dict[str, Any]:
