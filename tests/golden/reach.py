@@ -1,0 +1,405 @@
+"""All that the golden traces know of mtrain: its command line, a few imports, names in its files.
+
+Names of modules, columns and keys are here and nowhere else in this package. After a rename in the
+product, change the left-hand sides below; the recorded files keep the names on the right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# Words that the product has renamed since the files were recorded (now -> then): phases, passes,
+# links, payloads, parts of a step, keys of JSON documents.
+_RENAMED: dict[str, str] = {}
+# Names in metrics.jsonl and evaluations.jsonl -> names in the recorded files.
+_STEP = {
+    "loss": "loss",
+    "grad_norm": "grad_norm",
+    "lr": "lr",
+    "density": "density",
+    "tokens": "tokens",
+    "consumed": "consumed",
+}
+# Columns of records.parquet -> names in the recorded files.
+_COLUMNS = {
+    name: name
+    for name in (
+        "case",
+        "iteration",
+        "micro",
+        "layer",
+        "direction",
+        "step",
+        "rank",
+        "phase",
+        "link",
+        "payload",
+        "shard",
+        "peer",
+        "blocks",
+        "columns",
+        "pairs",
+        "flop",
+        "bytes",
+        "dur_us",
+    )
+}
+# Parts of a memory estimate.
+_PARTS = (
+    "parameters",
+    "optimizer",
+    "gradients",
+    "working_weights",
+    "activations",
+    "layer",
+    "index",
+    "exchange",
+    "loss",
+    "inputs",
+)
+_WORK = ("attention", "columns")
+_MESSAGES = ("send", "receive")
+_GAP, _WAIT = "gap", "wait"
+
+
+PROFILES = Path(__file__).parents[2] / "profiles"
+
+
+class CommandError(RuntimeError):
+    """A command ended with another exit code than expected."""
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def run(words: Sequence[str], folder: Path, code: int = 0) -> str:
+    """`mtrain WORDS` in this process, with ``folder`` as its working directory -> what it prints.
+
+    Raises:
+        CommandError: it ends with another exit code than ``code``.
+    """
+    from mtrain_cli.commands.app import app
+    from typer.testing import CliRunner
+
+    argv, errors = sys.argv, io.StringIO()
+    sys.argv = ["mtrain", *words]
+    try:
+        with contextlib.chdir(folder), contextlib.redirect_stderr(errors):
+            result = CliRunner().invoke(app, list(words), prog_name="mtrain")
+    finally:
+        sys.argv = argv
+    if result.exit_code != code:
+        said = (result.stderr + errors.getvalue() + (result.stdout if not result.stderr else ""))[
+            -2000:
+        ]
+        raise CommandError(
+            f"mtrain {' '.join(words)}: exit code {result.exit_code}: {said or result.exception!r}"
+        )
+    return result.stdout
+
+
+def warm_up() -> None:
+    """Import what a training imports, so that processes forked from this one start fast."""
+    import mtrain_cli.commands.app
+    import mtrain_cli.training.loop
+    import torch
+    import torch._dynamo
+    import torch.distributed.fsdp
+
+    torch.set_num_threads(1)
+    with contextlib.redirect_stdout(io.StringIO()):
+        mtrain_cli.commands.app.app(["train", "--cfg"], prog_name="mtrain", standalone_mode=False)
+
+
+def main(words: Sequence[str]) -> None:
+    """`mtrain WORDS` as the process that this one is; ends it."""
+    from mtrain_cli.__main__ import main as product
+
+    sys.argv = ["mtrain", *words]
+    product()
+    sys.exit(0)
+
+
+def steps(run_dir: Path) -> dict[str, list[Any]]:
+    """What metrics.jsonl of a run says of each step, by name."""
+    rows = _lines(run_dir / "metrics.jsonl")
+    return {ours: [row[theirs] for row in rows] for theirs, ours in _STEP.items()}
+
+
+def evaluations(run_dir: Path) -> list[Any]:
+    """Held-out losses, whole and by position."""
+    found = _lines(run_dir / "evaluations.jsonl")
+    return [
+        [row["step"], row["loss"], row["tokens"], *(bucket["loss"] for bucket in row["buckets"])]
+        for row in found
+    ]
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def memory(words: Sequence[str]) -> dict[str, Any]:
+    """Return the bytes that `mtrain train WORDS --dry-run` prints rounded."""
+    from mtrain_cli.config.compose import compose
+    from mtrain_cli.training.planning import plan
+
+    found = plan(compose(list(words), plan=True))
+    estimate, exchange = found.memory, found.exchange
+    return {
+        "peak": estimate.allocated,
+        # Of each moment, in the order of _PARTS.
+        "moments": [[moment.parts[name] for name in _PARTS] for moment in estimate.moments],
+        "reserve": estimate.reserve,
+        "host": estimate.host,
+        "saving": estimate.saving,
+        "exchange": [
+            exchange.name,
+            exchange.heads,
+            exchange.chunks,
+            exchange.prefetch,
+            exchange.circulates,
+            exchange.shared_columns,
+        ],
+        "kernel": found.kernel,
+        "layout": [found.layout.name, found.layout.padded_seq],
+        "moved": [found.moved.forward, found.moved.backward, found.moved.weights, found.moved.host],
+        "checkpoint": found.checkpoint,
+        "model_flop": found.flops.model,
+        "executed_flop": found.flops.executed,
+        "settings": _memory_settings(found.config),
+    }
+
+
+def _memory_settings(config: Any) -> list[Any]:
+    """Those that train.memory=auto may choose."""
+    train, optim = config.train, config.optim
+    return [
+        train.activation_checkpoint,
+        train.checkpoint_keep,
+        train.keep_mlp,
+        train.offload_activations,
+        train.tile_mib,
+        train.loss_chunk_mib,
+        train.shard,
+        optim.offload,
+        optim.offload_gradients,
+    ]
+
+
+def records(folder: Path) -> dict[str, np.ndarray]:
+    """Rows of a profile or simulation as arrays, words as text."""
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(folder / "records.parquet", columns=list(_COLUMNS))
+    found = {
+        ours: table.column(theirs).to_numpy(zero_copy_only=False)
+        for theirs, ours in _COLUMNS.items()
+    }
+    return {
+        name: np.array([_ours(word) for word in values]) if values.dtype == object else values
+        for name, values in found.items()
+    }
+
+
+def _ours(word: str) -> str:
+    return _RENAMED.get(word, word)
+
+
+def numbers(document: Any) -> Any:
+    """A JSON document without its text: numbers and what holds them."""
+    if isinstance(document, dict):
+        kept = {_ours(name): numbers(value) for name, value in document.items()}
+        return {name: value for name, value in kept.items() if value is not None}
+    if isinstance(document, list):
+        kept_list = [found for value in document if (found := numbers(value)) is not None]
+        return kept_list or None
+    return document if isinstance(document, int | float) else None
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def work(rows: Mapping[str, np.ndarray], case: int) -> dict[str, Any]:
+    """Exact work of a case: totals by pass, and a digest of every (pass, layer, step, rank)."""
+    return _counted(
+        rows,
+        case,
+        _WORK,
+        ("direction", "layer", "step", "rank"),
+        ("pairs", "blocks", "columns", "flop"),
+        ("direction",),
+    )
+
+
+def traffic(rows: Mapping[str, np.ndarray], case: int) -> dict[str, Any]:
+    """Exact bytes of a case: totals by (pass, queue, payload, phase), a digest of all."""
+    key = ("direction", "link", "payload", "phase", "layer", "step", "rank", "shard", "peer")
+    return _counted(
+        rows, case, _MESSAGES, key, ("bytes",), ("direction", "link", "payload", "phase")
+    )
+
+
+def spent(rows: Mapping[str, np.ndarray], case: int) -> dict[str, float]:
+    """Milliseconds of a case by pass and phase, summed over ranks, steps and layers."""
+    mine = rows["case"] == case
+    found: dict[str, float] = {}
+    for direction, phase, us in zip(
+        *(rows[name][mine].tolist() for name in ("direction", "phase", "dur_us")), strict=True
+    ):
+        name = f"{direction} {phase}".strip()
+        found[name] = found.get(name, 0.0) + us / 1e3
+    return dict(sorted(found.items()))
+
+
+def predicted(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What `simulate --json` says of each configuration, in the order that they were asked for."""
+    found = []
+    for entry, facts in zip(document["predicted"], document["cases"], strict=True):
+        row: dict[str, Any] = {
+            "ms": _bounds(entry["ms"]),
+            "density": facts["density"],
+            "flop": facts["flop"],
+            "kernel": facts["kernel"],
+        }
+        for name, of_pass in entry["passes"].items():
+            row[name] = {
+                "ms": _bounds(of_pass["ms"]),
+                "time": _degrees(of_pass["time"]),
+                "work": _degrees(of_pass["work"]),
+                "computed": of_pass["computed"],
+                "late": of_pass["late_ms"],
+                "exposed": {_ours(name): value for name, value in of_pass["exposed_ms"].items()},
+            }
+        if "step" in entry:
+            row["step"] = step_row(entry["step"])
+        found.append(row)
+    return found
+
+
+def swept(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of `simulate --sweep`, those that cannot be as such."""
+    return [
+        {"point": row["point"], **({"cannot": True} if "cannot" in row else step_row(row))}
+        for row in document["sweep"]
+    ]
+
+
+def recommended(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The configurations of `simulate --recommend`, best first."""
+    return [step_row(row) for row in document["recommended"]["ranked"]] + [
+        {"rejected": len(document["recommended"]["rejected"])}
+    ]
+
+
+def step_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A predicted step."""
+    return {
+        "layout": row["layout"],
+        "kernel": row["kernel"],
+        "cp": row["cp"],
+        "dp": row["dp"],
+        "recompute": row["activation_checkpoint"],
+        "seconds": _bounds(row["seconds"]),
+        "rate": _bounds(row["tokens_per_second_per_gpu"]),
+        "mfu": row["mfu_as_dense"],
+        "hfu": row["hfu"],
+        "memory": row["memory_bytes"],
+        "fits": row["fits"],
+        "hidden": row["hidden_weights_s"],
+        "parts": {_ours(name): value for name, value in row["parts_s"].items()},
+        "degrees": [
+            row["degrees"][name]
+            for name in ("worker_time", "step_time", "worker_work", "step_work")
+        ],
+        **(
+            {"days": _bounds(row["days"]), "dollars": row["dollars"] and _bounds(row["dollars"])}
+            if "days" in row
+            else {}
+        ),
+    }
+
+
+def _bounds(found: Mapping[str, float]) -> list[float]:
+    return [found["low"], found["value"], found["high"]]
+
+
+def _degrees(found: Mapping[str, float]) -> list[float]:
+    return [found[name] for name in ("worker", "step", "total", "critical")]
+
+
+def structure(rows: Mapping[str, np.ndarray], case: int) -> dict[str, Any]:
+    """Rows of a profile without their times: how many by (pass, phase), a digest of all.
+
+    Left out is what depends on times: gaps, and for whom a collective waited.
+    """
+    key = (
+        "direction",
+        "phase",
+        "link",
+        "payload",
+        "iteration",
+        "micro",
+        "layer",
+        "step",
+        "rank",
+        "shard",
+        "peer",
+    )
+    phases = sorted(set(rows["phase"].tolist()) - {_GAP})
+    rows = {**rows, "peer": np.where(rows["phase"] == _WAIT, -1, rows["peer"])}
+    return _counted(
+        rows,
+        case,
+        phases,
+        key,
+        ("rows", "pairs", "blocks", "columns", "bytes"),
+        ("direction", "phase"),
+    )
+
+
+def _counted(
+    rows: Mapping[str, np.ndarray],
+    case: int,
+    phases: Iterable[str],
+    key: Sequence[str],
+    numbers: Sequence[str],
+    by: Sequence[str],
+) -> dict[str, Any]:
+    mine = (rows["case"] == case) & np.isin(rows["phase"].astype(str), list(phases))
+    columns = [rows[name][mine].tolist() for name in key]
+    values = [
+        ([1] * int(mine.sum())) if name == "rows" else rows[name][mine].astype(np.int64).tolist()
+        for name in numbers
+    ]
+    sums: dict[tuple, list[int]] = {}
+    for place, counts in zip(zip(*columns, strict=True), zip(*values, strict=True), strict=True):
+        known = sums.setdefault(place, [0] * len(numbers))
+        for number, count in enumerate(counts):
+            known[number] += count
+    if len(numbers) > 1:  # steps without work are told in one way or another
+        sums = {place: counts for place, counts in sums.items() if any(counts)}
+    totals: dict[str, list[int]] = {}
+    for place, counts in sums.items():
+        name = " ".join(str(place[key.index(part)]) for part in by if place[key.index(part)] != "")
+        known = totals.setdefault(name, [0] * (1 + len(numbers)))
+        known[0] += 1
+        for number, count in enumerate(counts):
+            known[1 + number] += count
+    digest = hashlib.sha256(
+        json.dumps(sorted([*map(str, place), counts] for place, counts in sums.items())).encode()
+    ).hexdigest()[:16]
+    return {"digest": digest, "of": ["places", *numbers], **dict(sorted(totals.items()))}
