@@ -12,4 +12,6 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 class Resources(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if version != "editable":
-            build_data["force_include"].update({name: f"mtrain_cli/{name}" for name in ("conf", "kernels", "profiles")})
+            build_data["force_include"].update(
+                {name: f"mtrain_cli/{name}" for name in ("conf", "kernels", "profiles")}
+            )

@@ -22,7 +22,9 @@ class Console(rich.console.Console):
     def render_str(self, text: str, **options: Any) -> Text:  # type: ignore[override]
         return super().render_str(printable(text), **options)
 
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             # Without control codes of rich's own. Styles become codes only after this.
             yield segment if segment.control else segment._replace(text=same_width(segment.text))

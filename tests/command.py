@@ -20,4 +20,6 @@ def mtrain(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)  # `auto` would take its interpreter for a kernel
     command = [sys.executable, "-m", "mtrain_cli", *words]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250
+    )

@@ -13,14 +13,20 @@ for name in ("COLUMNS", "LINES"):
     os.environ.pop(name, None)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")  # no folder for it beside those of tests
+    os.environ.setdefault(
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0"
+    )  # no folder for it beside those of tests
 
 MOST_PROCESSES = 8  # of tests at a time, each of which may start up to five more
 
 
 def pytest_configure() -> None:
     """Signals that the starter ignores, as a shell does for SIGINT in the background, would be ignored by every process of the tests."""
-    for signum, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL), (signal.SIGHUP, signal.SIG_DFL)):
+    for signum, usual in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGTERM, signal.SIG_DFL),
+        (signal.SIGHUP, signal.SIG_DFL),
+    ):
         if signal.getsignal(signum) == signal.SIG_IGN:
             signal.signal(signum, usual)
 

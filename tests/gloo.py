@@ -26,17 +26,29 @@ def run(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """function(rank, world, *args) in each of `world` processes of one group; the results in rank order. A failing process fails the
     test.
     """
-    multiprocessing.set_forkserver_preload(["torch", "torch.distributed.fsdp", "mtrain_cli.training.loop"])
+    multiprocessing.set_forkserver_preload(
+        ["torch", "torch.distributed.fsdp", "mtrain_cli.training.loop"]
+    )
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_main, args=(world, folder, function, args), nprocs=world, join=True, start_method="forkserver")
+        mp.start_processes(
+            _main,
+            args=(world, folder, function, args),
+            nprocs=world,
+            join=True,
+            start_method="forkserver",
+        )
         return [pickle.loads(Path(folder, f"result-{rank}").read_bytes()) for rank in range(world)]
 
 
-def _main(rank: int, world: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _main(
+    rank: int, world: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     guard_collectives()  # as in mtrain's own workers
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
+    )
     result = function(rank, world, *args)
     Path(folder, f"result-{rank}").write_bytes(pickle.dumps(result))
     dist.barrier()

@@ -9,7 +9,20 @@ from typing import Any
 
 import numpy as np
 
-from mtrain_cli.parallel.recording import ATTENTION, COLUMNS, DIRECTIONS, GAP, INDEX, ITERATION, KINDS, MERGE, PASS, RECEIVE, SEND, WAIT
+from mtrain_cli.parallel.recording import (
+    ATTENTION,
+    COLUMNS,
+    DIRECTIONS,
+    GAP,
+    INDEX,
+    ITERATION,
+    KINDS,
+    MERGE,
+    PASS,
+    RECEIVE,
+    SEND,
+    WAIT,
+)
 from mtrain_cli.parallel.schedule import Schedule, ScheduleOptions, Steps, Transfer, make_schedule
 from mtrain_cli.profiling.records import LINKS, PAYLOADS, ROW, join_parts, write_part, write_summary
 
@@ -66,8 +79,14 @@ class _Rank:
         self.counts: dict[tuple[str, str], int] = {}
         self.todo: list[tuple[str, int, Any]] = []
         for number, step in enumerate(steps):
-            self.todo += [("post", number, t) for t in step.post] + [("wait", number, n) for n in step.wait] + [("compute", number, step)]
-            self.todo += [("wait", number, n) for n in step.collect] + [("post", number, t) for t in step.send]
+            self.todo += (
+                [("post", number, t) for t in step.post]
+                + [("wait", number, n) for n in step.wait]
+                + [("compute", number, step)]
+            )
+            self.todo += [("wait", number, n) for n in step.collect] + [
+                ("post", number, t) for t in step.send
+            ]
         self._spend(INDEX, -1, what.index)
         self._spend(COLUMNS, -1, what.columns, pairs=500)
 
@@ -115,26 +134,43 @@ class _Rank:
         """When the message of a transfer began, and when it was there; None if that is not known yet."""
         transfer, place = self.transfers[number]
         senders = [transfer.source] if transfer.kind == "p2p" else transfer.peers
-        begun = [post.get((sender, transfer.channel, transfer.payload, place)) for sender in senders]
+        begun = [
+            post.get((sender, transfer.channel, transfer.payload, place)) for sender in senders
+        ]
         if any(b is None for b in begun):
             return None
         begin = max(b for b in begun if b is not None)
-        return begin, begin + self.what.link.get(transfer.channel, 0.0) + self.what.slow_into.get((transfer.channel, self.rank), 0.0)
+        return begin, begin + self.what.link.get(transfer.channel, 0.0) + self.what.slow_into.get(
+            (transfer.channel, self.rank), 0.0
+        )
 
     def _wait(self, step: int, transfer: Transfer, begin: float, arrival: float) -> None:
         wait = max(0.0, arrival - self.now)
         late = min(wait, max(0.0, begin - self.now))
         self._message(RECEIVE, step, transfer, begin)
-        self._add(WAIT, step, self.now, wait, late_us=late * 1e3, **self._names(transfer, transfer.source))
+        self._add(
+            WAIT, step, self.now, wait, late_us=late * 1e3, **self._names(transfer, transfer.source)
+        )
         self.now += wait
 
     def _message(self, kind: str, step: int, transfer: Transfer, begin: float) -> None:
         peer = transfer.to if kind == SEND else transfer.source
-        self._add(kind, step, begin, self.what.link.get(transfer.channel, 0.0), **self._names(transfer, peer))
+        self._add(
+            kind,
+            step,
+            begin,
+            self.what.link.get(transfer.channel, 0.0),
+            **self._names(transfer, peer),
+        )
 
     def _names(self, transfer: Transfer, peer: int | None) -> dict[str, Any]:
         link, payload = LINKS.index(transfer.channel), PAYLOADS.index(transfer.payload)
-        return {"link": link, "payload": payload, "peer": -1 if peer is None else peer, "bytes": 1 << 20}
+        return {
+            "link": link,
+            "payload": payload,
+            "peer": -1 if peer is None else peer,
+            "bytes": 1 << 20,
+        }
 
     def _spend(self, kind: str, step: int, ms: float, pairs: int = 0) -> None:
         if ms <= 0:
@@ -144,7 +180,16 @@ class _Rank:
         self.now += ms
 
     def _add(self, kind: str, step: int, start: float, ms: float, **more: Any) -> None:
-        self.rows.append({"phase": KINDS.index(kind), "step": step, "rank": self.rank, "start_us": start * 1e3, "dur_us": ms * 1e3, **more})
+        self.rows.append(
+            {
+                "phase": KINDS.index(kind),
+                "step": step,
+                "rank": self.rank,
+                "start_us": start * 1e3,
+                "dur_us": ms * 1e3,
+                **more,
+            }
+        )
 
 
 def rows_of(
@@ -173,7 +218,12 @@ def rows_of(
                     for i, row in enumerate(played):
                         for name, value in row.items():
                             rows[name][i] = value
-                    rows["case"], rows["iteration"], rows["micro"], rows["layer"] = case, iteration, micro, layer
+                    rows["case"], rows["iteration"], rows["micro"], rows["layer"] = (
+                        case,
+                        iteration,
+                        micro,
+                        layer,
+                    )
                     rows["direction"] = DIRECTIONS.index(direction)
                     rows["rank"] += group * size
                     rows["peer"] = np.where(rows["peer"] >= 0, rows["peer"] + group * size, -1)
@@ -190,7 +240,9 @@ def rows_of(
     return np.concatenate(parts)
 
 
-def facts_of(schedule: Schedule, *, groups: int = 1, layers: int = 1, **more: Any) -> dict[str, Any]:
+def facts_of(
+    schedule: Schedule, *, groups: int = 1, layers: int = 1, **more: Any
+) -> dict[str, Any]:
     """A case of summary.json."""
     return {
         "label": f"dense striped {schedule.exchange}",
@@ -206,7 +258,10 @@ def facts_of(schedule: Schedule, *, groups: int = 1, layers: int = 1, **more: An
         "per_node": schedule.per_node,
         "heads": schedule.heads,
         "layers": layers,
-        "steps": {"forward": max(map(len, schedule.forward)), "backward": max(map(len, schedule.backward))},
+        "steps": {
+            "forward": max(map(len, schedule.forward)),
+            "backward": max(map(len, schedule.backward)),
+        },
         "num_heads": 4,
         "num_kv_heads": 2,
         "head_dim": 32,
@@ -253,7 +308,17 @@ def write(
     return folder
 
 
-def recorded_once(folder: Path, what: Play, *, layers: Sequence[int] = (0,), iterations: int = 1, groups: int = 1, **more: Any) -> Path:
+def recorded_once(
+    folder: Path,
+    what: Play,
+    *,
+    layers: Sequence[int] = (0,),
+    iterations: int = 1,
+    groups: int = 1,
+    **more: Any,
+) -> Path:
     """The usual folder of one case."""
     parts = [rows_of(what, iteration=i, layers=layers, groups=groups) for i in range(iterations)]
-    return write(folder, parts, [facts_of(what.schedule, groups=groups, layers=len(layers))], **more)
+    return write(
+        folder, parts, [facts_of(what.schedule, groups=groups, layers=len(layers))], **more
+    )

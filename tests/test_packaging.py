@@ -56,7 +56,9 @@ def source(tmp_path_factory) -> Path:
     """A copy of what is built, so that building writes nothing into the checkout."""
     folder = tmp_path_factory.mktemp("source")
     for name in ("mtrain_cli", *SHIPPED, "tests"):
-        shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
+        )
     for name in ("pyproject.toml", "hatch_build.py", "LICENSE"):
         shutil.copy(REPOSITORY / name, folder / name)
     readme = REPOSITORY / "README.md"
@@ -67,7 +69,9 @@ def source(tmp_path_factory) -> Path:
 def build(source: Path, out: Path, kind: str) -> Path:
     """A wheel by the build backend that pyproject.toml names: ``build_wheel`` or ``build_editable``."""
     code = f"import hatchling.build as backend; print(backend.{kind}({str(out)!r}))"
-    result = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=source, capture_output=True, text=True, timeout=120
+    )
     assert result.returncode == 0, result.stderr
     return out / result.stdout.split()[-1]
 
@@ -82,7 +86,9 @@ def probe(target: Path, cwd: Path) -> str:
     # An editable install of mtrain that is already in this interpreter must not answer in place of the one at hand.
     first = f"import site, sys; sys.modules.pop('_editable_impl_mtrain', None); sys.path.insert(0, {str(target)!r})"
     code = f"{first}; site.addsitedir({str(target)!r})\n{PROBE}"
-    result = subprocess.run([sys.executable, "-I", "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        [sys.executable, "-I", "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120
+    )
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -94,10 +100,18 @@ def test_the_wheel_carries_its_resources_inside_the_package(source, tmp_path):
     top = {name.split("/")[0] for name in names}
     assert {name for name in top if not name.endswith(".dist-info")} == {"mtrain_cli"}
     for folder in SHIPPED:
-        shipped = {str(path.relative_to(source)) for path in (source / folder).rglob("*") if path.is_file()}
-        packed = {name.removeprefix("mtrain_cli/") for name in names if name.startswith(f"mtrain_cli/{folder}/")}
+        shipped = {
+            str(path.relative_to(source)) for path in (source / folder).rglob("*") if path.is_file()
+        }
+        packed = {
+            name.removeprefix("mtrain_cli/")
+            for name in names
+            if name.startswith(f"mtrain_cli/{folder}/")
+        }
         assert {name for name in shipped if not Path(name).name.startswith(".")} <= packed
-    assert {f"mtrain_cli/reporting/plotly/{name}" for name in ("plotly-cartesian.min.js.gz", "LICENSE")} <= set(names)
+    assert {
+        f"mtrain_cli/reporting/plotly/{name}" for name in ("plotly-cartesian.min.js.gz", "LICENSE")
+    } <= set(names)
     assert any("dist-info/licenses/" in name and "plotly" in name for name in names)
     metadata = next(name for name in names if name.endswith("entry_points.txt"))
     assert "mtrain = mtrain_cli.__main__:main" in zipfile.ZipFile(wheel).read(metadata).decode()

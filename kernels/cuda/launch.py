@@ -15,7 +15,11 @@ import torch
 def _module(name: str, device: int) -> Any:
     """One compilation per file and device; CuPy keeps the result on disk for later processes."""
     with cupy.cuda.Device(device):
-        return cupy.RawModule(code=Path(__file__).with_name(f"{name}.cu").read_text(), options=("--std=c++17",), backend="nvrtc")
+        return cupy.RawModule(
+            code=Path(__file__).with_name(f"{name}.cu").read_text(),
+            options=("--std=c++17",),
+            backend="nvrtc",
+        )
 
 
 def check() -> None:
@@ -23,12 +27,19 @@ def check() -> None:
     _module("merge", torch.cuda.current_device()).compile()
 
 
-def launch(file: str, kernel: str, grid: tuple[int, int], threads: int, *arguments: torch.Tensor | int) -> None:
+def launch(
+    file: str, kernel: str, grid: tuple[int, int], threads: int, *arguments: torch.Tensor | int
+) -> None:
     """Queues one kernel. Tensors are passed by address; integers as 32 bits unless they are `np.int64`."""
     tensor = next(a for a in arguments if isinstance(a, torch.Tensor))
     device = tensor.device.index
     values = tuple(
-        np.uintp(a.data_ptr()) if isinstance(a, torch.Tensor) else a if isinstance(a, np.int64) else np.int32(a) for a in arguments
+        np.uintp(a.data_ptr())
+        if isinstance(a, torch.Tensor)
+        else a
+        if isinstance(a, np.int64)
+        else np.int32(a)
+        for a in arguments
     )
     stream = cupy.cuda.Stream.from_external(torch.cuda.current_stream(device))
     with cupy.cuda.Device(device), stream:

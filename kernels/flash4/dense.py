@@ -35,7 +35,9 @@ def _inside_diagonal(batch, head, query, key, seqlen, aux):  # noqa: ARG001 - th
     return (query & 127) >= (key & 127)
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """One rectangle; if causal, its last row sees its last key (bottom-right alignment)."""
     out, lse, *_ = _flash_attn_fwd(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)
     return out, lse
@@ -54,12 +56,19 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of one rectangle, given lse and either delta or out of whole rows."""
     out, minus_delta = _rows(q, out, delta)
-    dq, dk, dv = _flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=scale, causal=causal, dlse=minus_delta)
+    dq, dk, dv = _flash_attn_bwd(
+        q, k, v, out, dout, lse, softmax_scale=scale, causal=causal, dlse=minus_delta
+    )
     return dq, dk, dv
 
 
 def spans_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans | None, lists: dict[str, Any], scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spans: Spans | None,
+    lists: dict[str, Any],
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Row i sees keys low[i] <= j < high[i] of the listed blocks, with spans = (low, high); lists as `attention.flash4.block_lists` makes
     them. spans None: the blocks listed as partial lie on the diagonal of a causal mask, which needs no look-up.
@@ -71,7 +80,9 @@ def spans_forward(
         full_block_idx=lists["full"],
         block_size=(128, 128),
     )
-    out, lse, *_ = _flash_attn_fwd(q, k, v, softmax_scale=scale, block_sparse_tensors=blocks, return_lse=True, **_mask(spans))
+    out, lse, *_ = _flash_attn_fwd(
+        q, k, v, softmax_scale=scale, block_sparse_tensors=blocks, return_lse=True, **_mask(spans)
+    )
     return out, lse
 
 
@@ -111,7 +122,9 @@ def spans_backward(
     return dq, dk, dv
 
 
-def _rows(q: torch.Tensor, out: torch.Tensor | None, delta: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _rows(
+    q: torch.Tensor, out: torch.Tensor | None, delta: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """-> out and dlse for FlashAttention-4's preprocess, which computes delta = rowsum(out * dout) - dlse.
 
     Without out, delta passes through unchanged: a zero out and dlse = -delta. That out is one row in memory with strides of 0.

@@ -32,11 +32,19 @@ def _scores(
     row = start + tl.arange(0, ROWS)
     there = row < rows
     q = tl.load(Q + (row[:, None] * HEADS + h) * D + d, mask=there[:, None], other=0.0)
-    k = tl.load(K + slot[:, None].to(tl.int64) * stride_kn + kv.to(tl.int64) * stride_kh + d, mask=(slot < keys)[:, None], other=0.0)
+    k = tl.load(
+        K + slot[:, None].to(tl.int64) * stride_kn + kv.to(tl.int64) * stride_kh + d,
+        mask=(slot < keys)[:, None],
+        other=0.0,
+    )
     position = tl.load(ROWS_AT + row, mask=there, other=-1)
     first = tl.load(FIRST + row, mask=there, other=0)
     s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    seen = (key[None, :] >= first[:, None]) & (key[None, :] <= position[:, None]) & (slot < keys)[None, :]
+    seen = (
+        (key[None, :] >= first[:, None])
+        & (key[None, :] <= position[:, None])
+        & (slot < keys)[None, :]
+    )
     return tl.where(seen & (s < float("inf")), s, float("-inf"))
 
 
@@ -49,7 +57,25 @@ def _lse_of_tiles(
     h = tl.program_id(1).to(tl.int64)
     slot, key = _tile_of_keys(KEY_BLOCKS, tile, BLOCK, KEYS)
     for start in range(0, rows, ROWS):
-        s = _scores(Q, K, FIRST, ROWS_AT, h, h // GROUP, slot, key, start, rows, keys, scale, stride_kn, stride_kh, HEADS, D, ROWS)
+        s = _scores(
+            Q,
+            K,
+            FIRST,
+            ROWS_AT,
+            h,
+            h // GROUP,
+            slot,
+            key,
+            start,
+            rows,
+            keys,
+            scale,
+            stride_kn,
+            stride_kh,
+            HEADS,
+            D,
+            ROWS,
+        )
         top = tl.maximum(tl.max(s, 1), -1e30)
         lse = top + tl.log(tl.sum(tl.exp(s - top[:, None]), 1))
         row = start + tl.arange(0, ROWS)
@@ -70,7 +96,25 @@ def _columns(
             row = start + tl.arange(0, ROWS)
             mine = tl.load(OF_ROW + row, mask=row < rows, other=-1) == begin + group
             if tl.max(mine.to(tl.int32), 0) > 0:
-                s = _scores(Q, K, FIRST, ROWS_AT, h, h // GROUP, slot, key, start, rows, keys, scale, stride_kn, stride_kh, HEADS, D, ROWS)
+                s = _scores(
+                    Q,
+                    K,
+                    FIRST,
+                    ROWS_AT,
+                    h,
+                    h // GROUP,
+                    slot,
+                    key,
+                    start,
+                    rows,
+                    keys,
+                    scale,
+                    stride_kn,
+                    stride_kh,
+                    HEADS,
+                    D,
+                    ROWS,
+                )
                 lse = tl.load(LSE + h * rows + row, mask=row < rows, other=float("inf"))
                 total += tl.sum(tl.where(mine[:, None], tl.exp(s - lse[:, None]), 0.0), 0)
         at = (h + group * HEADS) * width + slot
@@ -98,7 +142,9 @@ def tile_lse(
     tiles = len(key_blocks) * block // tile
     lse = torch.empty(tiles, heads, rows, dtype=torch.float32, device=q.device)
     shared = (rows, len(k), scale, *_key_strides(k))
-    _lse_of_tiles[(tiles, heads)](q.contiguous(), k, first, positions, key_blocks, lse, *shared, **_shape(q, k, block, tile))
+    _lse_of_tiles[(tiles, heads)](
+        q.contiguous(), k, first, positions, key_blocks, lse, *shared, **_shape(q, k, block, tile)
+    )
     return lse
 
 
@@ -140,4 +186,13 @@ def _key_strides(k: torch.Tensor) -> tuple[int, int]:
 def _shape(q: torch.Tensor, k: torch.Tensor, block: int, tile: int) -> dict[str, int]:
     heads, dim = q.shape[1:]
     group = heads // k.shape[1]
-    return {"HEADS": heads, "GROUP": group, "D": dim, "BLOCK": block, "KEYS": tile, "ROWS": _ROWS, "num_warps": 4, "num_stages": 2}
+    return {
+        "HEADS": heads,
+        "GROUP": group,
+        "D": dim,
+        "BLOCK": block,
+        "KEYS": tile,
+        "ROWS": _ROWS,
+        "num_warps": 4,
+        "num_stages": 2,
+    }

@@ -25,7 +25,9 @@ def index_lists(tiles: Tiles, transposed: bool) -> dict[str, torch.Tensor]:
     batch, heads = index.heads
     queries, keys = geometry.query_blocks.numel(), geometry.key_blocks.numel()
     rows, others = (keys, queries) if transposed else (queries, keys)
-    widths = list_widths(others, index.most if isinstance(index, VerticalSlash) else 0, geometry.plain)
+    widths = list_widths(
+        others, index.most if isinstance(index, VerticalSlash) else 0, geometry.plain
+    )
     device = geometry.first.device
     if cuda_kernels_usable(geometry.first):
         from mtrain_cli.kernels.cuda.launch import launch
@@ -33,22 +35,39 @@ def index_lists(tiles: Tiles, transposed: bool) -> dict[str, torch.Tensor]:
         bitmap = isinstance(index, BlockBitmap)
         chosen = (index.bits if isinstance(index, BlockBitmap) else _slashes(index)).contiguous()
         # Diagonals have no rows, so that any address stands in for the rows' numbers.
-        slots, held = (index.slots, len(index.rows)) if isinstance(index, BlockBitmap) else (geometry.query_slot, 1)
+        slots, held = (
+            (index.slots, len(index.rows))
+            if isinstance(index, BlockBitmap)
+            else (geometry.query_slot, 1)
+        )
         counts = [torch.empty(batch, heads, rows, dtype=torch.int32, device=device) for _ in widths]
-        lists = [torch.empty(batch, heads, rows, width, dtype=torch.int32, device=device) for width in widths]
+        lists = [
+            torch.empty(batch, heads, rows, width, dtype=torch.int32, device=device)
+            for width in widths
+        ]
         launch(
             "block_lists", "block_lists", (-(-rows // _WARPS), batch * heads), 32 * _WARPS,
             chosen, slots, geometry.query_blocks, geometry.key_blocks, geometry.first_min, geometry.first_max,
             counts[0], lists[0], counts[1], lists[1],
             heads, index.blocks, index.block, held, queries, keys, *widths, bitmap, transposed,
         )  # fmt: skip
-        return {"partial_count": counts[0], "partial": lists[0], "full_count": counts[1], "full": lists[1]}
+        return {
+            "partial_count": counts[0],
+            "partial": lists[0],
+            "full_count": counts[1],
+            "full": lists[1],
+        }
     q, k = geometry.query_blocks.long(), geometry.key_blocks.long()
     touched = (k <= q[:, None]) & ((k + 1) * index.block > geometry.first_min[:, q][..., None])
     whole = touched & (k < q[:, None]) & (k * index.block >= geometry.first_max[:, q][..., None])
     active = index.chosen(q, k) & touched[:, None]
     result: dict[str, torch.Tensor] = {}
-    for name, blocks, width in zip(("partial", "full"), (active & ~whole[:, None], active & whole[:, None]), widths, strict=True):
+    for name, blocks, width in zip(
+        ("partial", "full"),
+        (active & ~whole[:, None], active & whole[:, None]),
+        widths,
+        strict=True,
+    ):
         blocks = blocks.transpose(-1, -2) if transposed else blocks
         lists_of_name, upto = ordered_lines(blocks)
         assert int(upto[..., -1].max()) <= width, "an index lists no more than it says"

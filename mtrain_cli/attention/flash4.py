@@ -52,12 +52,17 @@ class Flash4Kernel(TritonColumns):
             return "computes whole blocks, not sparsity.gate=query"
         if request.index is not None and importlib.util.find_spec("triton") is None:
             return f"needs triton for the columns of an index ({install_command('cuda')})"
-        if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
+        if (
+            importlib.util.find_spec("flash_attn") is None
+            or importlib.util.find_spec("flash_attn.cute") is None
+        ):
             return f"flash-attn-4 is not installed ({install_command('hopper')})"
         broken = _broken()
         return None if broken is None else f"flash-attn-4 is installed, but does not load: {broken}"
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         dense = _calls()
 
         if tiles.index is not None:
@@ -66,9 +71,16 @@ class Flash4Kernel(TritonColumns):
             return dense.spans_forward(q, k, v, (tiles.low, tiles.high), _lists(tiles, ""), scale)
         if _whole(tiles):
             s = tiles.slices[0][0]
-            return dense.forward(q, k[:, s.k_start : s.k_stop], v[:, s.k_start : s.k_stop], s.causal, scale)
+            return dense.forward(
+                q, k[:, s.k_start : s.k_stop], v[:, s.k_start : s.k_stop], s.causal, scale
+            )
         out = torch.zeros_like(q)
-        lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=torch.float32, device=q.device)
+        lse = torch.full(
+            (q.shape[0], q.shape[2], q.shape[1]),
+            float("-inf"),
+            dtype=torch.float32,
+            device=q.device,
+        )
         for s in tiles.slices[0]:
             rows, keys = slice(s.q_start, s.q_stop), slice(s.k_start, s.k_stop)
             part, part_lse = dense.forward(q[:, rows], k[:, keys], v[:, keys], s.causal, scale)
@@ -93,7 +105,9 @@ class Flash4Kernel(TritonColumns):
         if tiles.index is not None:
             return _sparse_backward(dout, q, k, v, out, lse, delta, tiles, scale)
         if not _few(tiles):
-            return dense.spans_backward(dout, q, k, v, out, lse, delta, (tiles.low, tiles.high), _lists(tiles, "_t"), scale)
+            return dense.spans_backward(
+                dout, q, k, v, out, lse, delta, (tiles.low, tiles.high), _lists(tiles, "_t"), scale
+            )
         if _whole(tiles) and tiles.slices[0][0].k_stop - tiles.slices[0][0].k_start == k.shape[1]:
             return dense.backward(dout, q, k, v, out, lse, delta, tiles.slices[0][0].causal, scale)
         dq = torch.zeros_like(q)
@@ -103,7 +117,15 @@ class Flash4Kernel(TritonColumns):
             own_out = None if out is None else out[:, rows]
             own_delta = None if delta is None else delta[:, :, rows]
             part_q, part_k, part_v = dense.backward(
-                dout[:, rows], q[:, rows], k[:, keys], v[:, keys], own_out, lse[:, :, rows], own_delta, s.causal, scale
+                dout[:, rows],
+                q[:, rows],
+                k[:, keys],
+                v[:, keys],
+                own_out,
+                lse[:, :, rows],
+                own_delta,
+                s.causal,
+                scale,
             )
             dq[:, rows] = part_q
             dk[:, keys] += part_k
@@ -124,19 +146,29 @@ def _broken() -> str | None:
     try:
         _calls()
     except Exception as error:  # libraries of other versions fail in their own ways
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"[:200]
+        return (
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"[
+                :200
+            ]
+        )
     return None
 
 
-def _sparse_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _sparse_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     from mtrain_cli.kernels.triton import sparse
 
     dense = _calls()
-    blocks = dense.spans_forward(q, k, v, _spans(tiles), index_lists(tiles, transposed=False), scale)
+    blocks = dense.spans_forward(
+        q, k, v, _spans(tiles), index_lists(tiles, transposed=False), scale
+    )
     columns = pack_columns(k, v, tiles)
     if columns is None:
         return blocks
-    return sparse.forward(q, k, v, columns, make_plan(tiles, slashes=False), scale, slashes=False, partial=blocks)
+    return sparse.forward(
+        q, k, v, columns, make_plan(tiles, slashes=False), scale, slashes=False, partial=blocks
+    )
 
 
 def _sparse_backward(
@@ -153,13 +185,17 @@ def _sparse_backward(
     from mtrain_cli.kernels.triton import sparse
 
     dense = _calls()
-    dq, dk, dv = dense.spans_backward(dout, q, k, v, out, lse, delta, _spans(tiles), index_lists(tiles, transposed=True), scale)
+    dq, dk, dv = dense.spans_backward(
+        dout, q, k, v, out, lse, delta, _spans(tiles), index_lists(tiles, transposed=True), scale
+    )
     columns = pack_columns(k, v, tiles)
     if columns is None:
         return dq, dk, dv
     plan = make_plan(tiles, slashes=False)
     delta = given_delta(out, dout, delta)
-    dq = sparse.backward_queries(dout, q, k, v, columns, lse, delta, plan, scale, slashes=False, partial=dq)
+    dq = sparse.backward_queries(
+        dout, q, k, v, columns, lse, delta, plan, scale, slashes=False, partial=dq
+    )
     columns_dk, columns_dv = sparse.backward_columns(dout, q, columns, lse, delta, plan, scale)
     add_column_gradients(dk, dv, columns_dk, columns_dv, tiles)
     return dq, dk, dv
@@ -176,7 +212,11 @@ def _few(tiles: Tiles) -> bool:
 
 def _whole(tiles: Tiles) -> bool:
     """One rectangle that covers every query row."""
-    return len(tiles.slices[0]) == 1 and tiles.slices[0][0].q_start == 0 and tiles.slices[0][0].q_stop == tiles.low.shape[1]
+    return (
+        len(tiles.slices[0]) == 1
+        and tiles.slices[0][0].q_start == 0
+        and tiles.slices[0][0].q_stop == tiles.low.shape[1]
+    )
 
 
 def _lists(tiles: Tiles, suffix: str) -> dict[str, Any]:
@@ -184,10 +224,15 @@ def _lists(tiles: Tiles, suffix: str) -> dict[str, Any]:
     if "flash4" not in tiles.cache:
         tiles.cache["flash4"] = block_lists(tiles.low, tiles.high, tiles.num_keys, _BLOCK)
     lists = tiles.cache["flash4"]
-    return {part: lists[part.replace("_count", "") + suffix + "_count" * part.endswith("_count")] for part in _PARTS}
+    return {
+        part: lists[part.replace("_count", "") + suffix + "_count" * part.endswith("_count")]
+        for part in _PARTS
+    }
 
 
-def block_lists(low: torch.Tensor, high: torch.Tensor, num_keys: int, block: int) -> dict[str, torch.Tensor]:
+def block_lists(
+    low: torch.Tensor, high: torch.Tensor, num_keys: int, block: int
+) -> dict[str, torch.Tensor]:
     """The blocks that spans touch, as FlashAttention-4 wants them.
 
     low, high: int [batch, queries]. Returns counts int32 [batch, 1, blocks] and ascending indices int32 [batch, 1, blocks, width] under
@@ -198,7 +243,9 @@ def block_lists(low: torch.Tensor, high: torch.Tensor, num_keys: int, block: int
     pad = -queries % block
     # Rows beyond the end constrain nothing. A row that sees nothing has low == high, so no block of keys is full for it.
     rows_low = torch.nn.functional.pad(low, (0, pad), value=-1).view(batch, -1, block)
-    rows_high = torch.nn.functional.pad(high, (0, pad), value=num_keys + block).view(batch, -1, block)
+    rows_high = torch.nn.functional.pad(high, (0, pad), value=num_keys + block).view(
+        batch, -1, block
+    )
     real = torch.nn.functional.pad(low < high, (0, pad), value=False).view(batch, -1, block)
     large = num_keys + block
     lowest = rows_low.masked_fill(~real, large).amin(-1)
@@ -221,7 +268,9 @@ def block_lists(low: torch.Tensor, high: torch.Tensor, num_keys: int, block: int
 def _ordered(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """bool [batch, rows, columns] -> counts [batch, 1, rows] and ascending column indices [batch, 1, rows, columns] (set ones first)."""
     count = blocks.sum(-1, dtype=torch.int32)
-    index = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32)
+    index = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True).to(
+        torch.int32
+    )
     if index.shape[-1] < 2:
         # A list width of 1 breaks the stride check of FlashAttention-4 4.0.0b36.
         index = torch.nn.functional.pad(index, (0, 2 - index.shape[-1]))

@@ -50,7 +50,9 @@ class Index(ABC):
         """bool [batch, heads, queries, keys]: the index from its definition, position by position, without the mask."""
         seen = self.chosen(query_positions // self.block, key_positions // self.block)
         if isinstance(self, VerticalSlash):
-            table = torch.zeros(*self.heads, self.blocks * self.block + 1, dtype=torch.bool, device=seen.device)
+            table = torch.zeros(
+                *self.heads, self.blocks * self.block + 1, dtype=torch.bool, device=seen.device
+            )
             table.scatter_(-1, self.columns.long(), True)
             seen = seen | table[:, :, key_positions][:, :, None]
         return seen
@@ -77,14 +79,22 @@ class Index(ABC):
         if isinstance(self, GatedBitmap):
             values["chunk"] = self.chunk
         with Path(path).open("wb") as file:  # a path, unlike a file, would be given another ending
-            np.savez_compressed(file, kind=type(self).__name__, block=self.block, blocks=self.blocks, **values)
+            np.savez_compressed(
+                file, kind=type(self).__name__, block=self.block, blocks=self.blocks, **values
+            )
 
     def same_as(self, other: Index) -> bool:
         """Whether both choose the same blocks and columns."""
-        if type(self) is not type(other) or (self.block, self.blocks, self.heads) != (other.block, other.blocks, other.heads):
+        if type(self) is not type(other) or (self.block, self.blocks, self.heads) != (
+            other.block,
+            other.blocks,
+            other.heads,
+        ):
             return False
         mine, theirs = self.tensors(), other.tensors()
-        return all(_same(mine[name].cpu(), theirs[name].cpu(), self.blocks * self.block) for name in mine)
+        return all(
+            _same(mine[name].cpu(), theirs[name].cpu(), self.blocks * self.block) for name in mine
+        )
 
 
 def _part(of_heads: torch.Tensor, i: int, n: int) -> torch.Tensor:
@@ -94,7 +104,9 @@ def _part(of_heads: torch.Tensor, i: int, n: int) -> torch.Tensor:
 def _same(a: torch.Tensor, b: torch.Tensor, unused: int) -> bool:
     """Equal but for the width that columns were filled up to."""
     width = max(a.shape[-1], b.shape[-1])
-    a, b = (torch.nn.functional.pad(t.long(), (0, width - t.shape[-1]), value=unused) for t in (a, b))
+    a, b = (
+        torch.nn.functional.pad(t.long(), (0, width - t.shape[-1]), value=unused) for t in (a, b)
+    )
     return torch.equal(a, b)
 
 
@@ -106,11 +118,21 @@ def load_index(path: Path, device: torch.device | str = "cpu") -> Index:
     """
     kinds = {cls.__name__: cls for cls in (VerticalSlash, BlockBitmap, GatedBitmap)}
     # Whatever NumPy, zipfile or a constructor makes of another file: an array, a pickle, a damaged or foreign archive.
-    foreign = (ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error)
+    foreign = (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        EOFError,
+        zipfile.BadZipFile,
+        zlib.error,
+    )
     try:
         with np.load(path, allow_pickle=False) as file:
             values: dict[str, Any] = {
-                name: torch.from_numpy(file[name]).to(device) for name in file.files if name not in ("kind", "block", "blocks", "chunk")
+                name: torch.from_numpy(file[name]).to(device)
+                for name in file.files
+                if name not in ("kind", "block", "blocks", "chunk")
             }
             if "chunk" in file.files:
                 values["chunk"] = int(file["chunk"])
@@ -163,7 +185,11 @@ class MaskWork:
 
     @staticmethod
     def make(
-        masks: Sequence[SequenceMask], block: int, device: torch.device | str = "cpu", bitmap: bool = False, rows: IntArray | None = None
+        masks: Sequence[SequenceMask],
+        block: int,
+        device: torch.device | str = "cpu",
+        bitmap: bool = False,
+        rows: IntArray | None = None,
     ) -> MaskWork:
         """masks: one per sequence of the batch. rows: the query blocks that a bitmap holds, ascending; None for all."""
         blocks = -(-masks[0].padded // block)
@@ -171,7 +197,11 @@ class MaskWork:
         last = np.zeros((len(masks), blocks * block), np.int64)
         for row, mask in enumerate(masks):
             last[row, : mask.padded] = mask.last()
-        arrays = (*map(np.stack, zip(*by_diagonal, strict=True)), last, np.array([mask.length for mask in masks]))
+        arrays = (
+            *map(np.stack, zip(*by_diagonal, strict=True)),
+            last,
+            np.array([mask.length for mask in masks]),
+        )
         per_diagonal, touched, last_of, lengths = (to_device(t, device) for t in arrays)
         per_block = block_pairs(masks, block, blocks, rows, device) if bitmap else None
         if not bitmap:
@@ -179,7 +209,9 @@ class MaskWork:
         first = np.full_like(last, blocks * block)  # padding sees nothing
         for row, mask in enumerate(masks):
             first[row, : mask.length] = mask.first[: mask.length]
-        return MaskWork(per_diagonal, touched, last_of, lengths, per_block, to_device(first, device))
+        return MaskWork(
+            per_diagonal, touched, last_of, lengths, per_block, to_device(first, device)
+        )
 
 
 @dataclass(frozen=True)
@@ -200,7 +232,11 @@ class VerticalSlash(Index):
         return self.slashes.shape[0], self.slashes.shape[1]
 
     def part(self, i: int, n: int) -> VerticalSlash:
-        return self if n == 1 else replace(self, slashes=_part(self.slashes, i, n), columns=_part(self.columns, i, n))
+        return (
+            self
+            if n == 1
+            else replace(self, slashes=_part(self.slashes, i, n), columns=_part(self.columns, i, n))
+        )
 
     @staticmethod
     def joined(indices: Sequence[VerticalSlash]) -> VerticalSlash:
@@ -208,8 +244,16 @@ class VerticalSlash(Index):
         first = indices[0]
         assert all((i.block, i.blocks) == (first.block, first.blocks) for i in indices)
         width, none = max(i.columns.shape[-1] for i in indices), first.blocks * first.block
-        columns = [torch.nn.functional.pad(i.columns, (0, width - i.columns.shape[-1]), value=none) for i in indices]
-        return replace(first, slashes=torch.cat([i.slashes for i in indices], 1), columns=torch.cat(columns, 1), most=0)
+        columns = [
+            torch.nn.functional.pad(i.columns, (0, width - i.columns.shape[-1]), value=none)
+            for i in indices
+        ]
+        return replace(
+            first,
+            slashes=torch.cat([i.slashes for i in indices], 1),
+            columns=torch.cat(columns, 1),
+            most=0,
+        )
 
     def without_columns(self) -> VerticalSlash:
         """Its block diagonals alone."""
@@ -229,7 +273,9 @@ class VerticalSlash(Index):
         last = work.last[:, None].expand(-1, self.heads[1], -1).gather(-1, columns)
         alone = (last - columns + 1 - self._covered(columns, last)).masked_fill(~real, 0).sum(-1)
         pairs = (on * work.per_diagonal[:, None]).sum(-1) + alone
-        return IndexCounts(pairs, (on * work.touched[:, None]).sum(-1), real.sum(-1), alone, on.sum(-1))
+        return IndexCounts(
+            pairs, (on * work.touched[:, None]).sum(-1), real.sum(-1), alone, on.sum(-1)
+        )
 
     def _covered(self, columns: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         """Query positions key <= q <= last whose block lies on a diagonal that holds the key's block; like columns."""
@@ -238,13 +284,18 @@ class VerticalSlash(Index):
         own, end = columns // self.block, last // self.block
         away = end - own
         # Blocks strictly between the key's own and the last one count in full, the own one from the key on, the last one up to its row.
-        between = torch.where(away > 0, upto.gather(-1, away.clamp(min=1)) - upto[..., 1:2], 0) * self.block
+        between = (
+            torch.where(away > 0, upto.gather(-1, away.clamp(min=1)) - upto[..., 1:2], 0)
+            * self.block
+        )
         first_rows = torch.where(away > 0, (own + 1) * self.block - columns, last - columns + 1)
         last_rows = torch.where(away > 0, on.gather(-1, away) * (last - end * self.block + 1), 0)
         return on[..., :1] * first_rows + between + last_rows
 
 
-def diagonal_work(mask: SequenceMask, block: int, blocks: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def diagonal_work(
+    mask: SequenceMask, block: int, blocks: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Per block diagonal d: allowed pairs in it, and pairs of blocks that hold any. int64 [blocks] each."""
     q = np.arange(mask.length)
     first = mask.first[: mask.length]
@@ -284,7 +335,9 @@ class BlockBitmap(Index):
         """All query blocks: bits [batch, heads, blocks, blocks]."""
         blocks = bits.shape[-1]
         assert bits.shape[-2] == blocks
-        return BlockBitmap(block, blocks, bits, torch.arange(blocks, dtype=torch.int32, device=bits.device))
+        return BlockBitmap(
+            block, blocks, bits, torch.arange(blocks, dtype=torch.int32, device=bits.device)
+        )
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -294,7 +347,11 @@ class BlockBitmap(Index):
     def slots(self) -> torch.Tensor:
         """int32 [blocks], the row of bits that holds each query block, -1 where none does."""
         slots = torch.full((self.blocks,), -1, dtype=torch.int32, device=self.rows.device)
-        return slots.index_copy_(0, self.rows.long(), torch.arange(len(self.rows), dtype=torch.int32, device=self.rows.device))
+        return slots.index_copy_(
+            0,
+            self.rows.long(),
+            torch.arange(len(self.rows), dtype=torch.int32, device=self.rows.device),
+        )
 
     def part(self, i: int, n: int) -> BlockBitmap:
         return self if n == 1 else replace(self, bits=_part(self.bits, i, n))
@@ -309,13 +366,17 @@ class BlockBitmap(Index):
 
     def counts(self, work: MaskWork) -> IndexCounts:
         assert work.per_block is not None, "work for bitmaps is asked for"
-        assert work.per_block.shape[1:] == self.bits.shape[2:], "work is made for the query blocks that are held"
+        assert work.per_block.shape[1:] == self.bits.shape[2:], (
+            "work is made for the query blocks that are held"
+        )
         zero = torch.zeros(self.heads, dtype=torch.int64, device=self.bits.device)
         pairs, blocks = zero.clone(), zero.clone()
         # Sums of integers are made on copies of 32 or 64 bits a number: a few rows at a time.
         at_once = max(1, _COUNTED_AT_ONCE // max(1, self.bits[:, :, :1].numel()))
         exact = torch.int32 if self.blocks * self.block**2 < 2**31 else torch.int64
-        for bits, of_mask in zip(self.bits.split(at_once, 2), work.per_block[:, None].split(at_once, 2), strict=True):
+        for bits, of_mask in zip(
+            self.bits.split(at_once, 2), work.per_block[:, None].split(at_once, 2), strict=True
+        ):
             pairs += (bits * of_mask).sum(-1, dtype=exact).sum(-1)
             blocks += (bits & (of_mask > 0)).sum(-1, dtype=torch.int32).sum(-1)
         return IndexCounts(pairs, blocks, zero, zero, zero)
@@ -334,13 +395,19 @@ class GatedBitmap(BlockBitmap):
     chunk: int
 
     def part(self, i: int, n: int) -> GatedBitmap:
-        return self if n == 1 else replace(self, bits=_part(self.bits, i, n), gates=_part(self.gates, i, n))
+        return (
+            self
+            if n == 1
+            else replace(self, bits=_part(self.bits, i, n), gates=_part(self.gates, i, n))
+        )
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {**super().tensors(), "gates": self.gates}
 
     def same_as(self, other: Index) -> bool:
-        return isinstance(other, GatedBitmap) and self.chunk == other.chunk and super().same_as(other)
+        return (
+            isinstance(other, GatedBitmap) and self.chunk == other.chunk and super().same_as(other)
+        )
 
     def gated(self, held: slice) -> torch.Tensor:
         """bool [batch, heads, rows, chunks] of some of the held rows."""
@@ -352,7 +419,9 @@ class GatedBitmap(BlockBitmap):
         slots = self.slots[query_positions // self.block].long().clamp(min=0)
         words = self.gates[:, :, slots * self.block + query_positions % self.block]
         chunks = key_positions // self.chunk
-        return super().allowed(query_positions, key_positions) & ((words[..., chunks // 32] >> (chunks % 32)) & 1 != 0)
+        return super().allowed(query_positions, key_positions) & (
+            (words[..., chunks // 32] >> (chunks % 32)) & 1 != 0
+        )
 
     def counts(self, work: MaskWork) -> IndexCounts:
         """A query counts the keys of its chunks that the mask allows it."""
@@ -366,13 +435,19 @@ class GatedBitmap(BlockBitmap):
         for begin in range(0, len(positions), at_once):
             some = slice(begin, begin + at_once)
             end = (positions[some, None] + 1).clamp(max=starts + self.chunk)
-            keys = (end - work.first[:, positions[some], None].clamp(min=starts)).clamp_(min=0)  # [batch, rows, chunks]
+            keys = (end - work.first[:, positions[some], None].clamp(min=starts)).clamp_(
+                min=0
+            )  # [batch, rows, chunks]
             pairs += (self.gated(some) * keys[:, None]).sum((-1, -2))
         return replace(whole, pairs=pairs)
 
 
 def block_pairs(
-    masks: Sequence[SequenceMask], block: int, blocks: int, rows: IntArray | None = None, device: torch.device | str = "cpu"
+    masks: Sequence[SequenceMask],
+    block: int,
+    blocks: int,
+    rows: IntArray | None = None,
+    device: torch.device | str = "cpu",
 ) -> torch.Tensor:
     """Allowed pairs in each pair of blocks, int16 [batch, query blocks, blocks], int32 for blocks of more than 181 tokens.
 
@@ -380,7 +455,9 @@ def block_pairs(
     only: the host finds these few places, and the device adds up the changes.
     """
     rows = np.arange(blocks) if rows is None else rows
-    places, changes = zip(*(changes_of_pairs(mask, block, blocks, rows) for mask in masks), strict=True)
+    places, changes = zip(
+        *(changes_of_pairs(mask, block, blocks, rows) for mask in masks), strict=True
+    )
     shift = np.repeat(np.arange(len(masks)), [len(p) for p in places]) * (len(rows) * (blocks + 1))
     at, by = np.concatenate(places) + shift, np.concatenate(changes)
     dtype = torch.int16 if block * block <= torch.iinfo(torch.int16).max else torch.int32
@@ -389,7 +466,9 @@ def block_pairs(
     return work.cumsum(-1, dtype=dtype)[..., :-1]
 
 
-def changes_of_pairs(mask: SequenceMask, block: int, blocks: int, rows: IntArray) -> tuple[IntArray, IntArray]:
+def changes_of_pairs(
+    mask: SequenceMask, block: int, blocks: int, rows: IntArray
+) -> tuple[IntArray, IntArray]:
     """Where in [query blocks, blocks + 1], flat, the pairs of a block of keys differ from those of the block before it, and by how much."""
     first, q = mask.first[: mask.length], np.arange(mask.length)
     own = q // block
@@ -406,8 +485,12 @@ def changes_of_pairs(mask: SequenceMask, block: int, blocks: int, rows: IntArray
     slot[rows] = np.arange(len(rows))
     line = slot[own] * (blocks + 1)
     ahead = away < own
-    places = np.concatenate([(line + away)[ahead], (line + away + 1)[ahead], line + own, line + own + 1])
-    changes = np.concatenate([there[ahead], (between - there)[ahead], last - np.where(ahead, between, 0), -last])
+    places = np.concatenate(
+        [(line + away)[ahead], (line + away + 1)[ahead], line + own, line + own + 1]
+    )
+    changes = np.concatenate(
+        [there[ahead], (between - there)[ahead], last - np.where(ahead, between, 0), -last]
+    )
     held = np.concatenate([(slot[own] >= 0)[ahead]] * 2 + [slot[own] >= 0] * 2)
     places, of = np.unique(places[held], return_inverse=True)
     summed = np.zeros(len(places), np.int64)

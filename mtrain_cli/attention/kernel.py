@@ -61,7 +61,9 @@ class Kernel(Protocol):
         """Why this kernel cannot serve the request, in a few words; None if it can."""
         ...
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """-> out, lse over the keys given."""
         ...
 
@@ -116,7 +118,9 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def merge(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> None:
+def merge(
+    out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor
+) -> None:
     """Adds the attention over more keys to out and lse, in place.
 
     With w = sigmoid(part_lse - lse): out += w (part_out - out), lse -= logsigmoid(lse - part_lse). Bounded, unlike exp(part_lse - lse), and
@@ -135,12 +139,16 @@ def merge(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse
     lse.copy_(torch.where(nothing_new, lse, grown))
 
 
-def _fused_merge(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor) -> bool:
+def _fused_merge(
+    out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor
+) -> bool:
     """`merge` by mtrain's own CUDA kernel, which reads and writes each number once; False where it cannot serve."""
     if not (out.dtype == lse.dtype == part_lse.dtype == torch.float32 and cuda_kernels_usable(out)):
         return False
     tensors = (out, lse, part_out, part_lse)
-    if part_out.dtype not in (torch.float32, torch.bfloat16) or not all(t.is_contiguous() for t in tensors):
+    if part_out.dtype not in (torch.float32, torch.bfloat16) or not all(
+        t.is_contiguous() for t in tensors
+    ):
         return False
     import numpy as np
 
@@ -149,13 +157,27 @@ def _fused_merge(out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, p
     batch, queries, heads, dim = out.shape
     rows = batch * queries * heads
     kernel = f"merge_{str(part_out.dtype).removeprefix('torch.')}"
-    launch("merge", kernel, (-(-rows // 8), 1), 256, *tensors, np.int64(rows), np.int64(queries), heads, dim)
+    launch(
+        "merge",
+        kernel,
+        (-(-rows // 8), 1),
+        256,
+        *tensors,
+        np.int64(rows),
+        np.int64(queries),
+        heads,
+        dim,
+    )
     return True
 
 
 def row_delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
     """rowsum(out * dout), [batch, heads, queries] in the accumulation dtype."""
-    if out.is_cuda and out.dtype != torch.float64 and importlib.util.find_spec("triton") is not None:
+    if (
+        out.is_cuda
+        and out.dtype != torch.float64
+        and importlib.util.find_spec("triton") is not None
+    ):
         from mtrain_cli.kernels.triton import sparse
 
         return sparse.row_delta(out, dout)

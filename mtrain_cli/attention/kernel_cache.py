@@ -18,7 +18,12 @@ from mtrain_cli.launch.temporary_folders import own_folder
 
 ENABLED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
-_COMPILERS = ("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-cu12", "nvidia-cutlass-dsl-libs-cu13", "quack-kernels")
+_COMPILERS = (
+    "nvidia-cutlass-dsl",
+    "nvidia-cutlass-dsl-libs-cu12",
+    "nvidia-cutlass-dsl-libs-cu13",
+    "quack-kernels",
+)
 
 
 @contextmanager
@@ -54,7 +59,12 @@ def folder() -> Path | None:
     base = own_folder()
     if base is None:
         return None
-    made_of = [(resource_dir("kernels") / "flash4/dense.py").read_text(), *map(_version, _COMPILERS), str(torch.version.cuda), *_gpu()]
+    made_of = [
+        (resource_dir("kernels") / "flash4/dense.py").read_text(),
+        *map(_version, _COMPILERS),
+        str(torch.version.cuda),
+        *_gpu(),
+    ]
     return base / f"flash4-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}"
 
 

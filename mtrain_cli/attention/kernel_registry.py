@@ -45,10 +45,18 @@ def choose(name: str, request: KernelRequest) -> tuple[Kernel, str]:
                 f"train.kernel=auto: no fast kernel serves this run ({'; '.join(f'{n}: {r}' for n, r in found if r)}); "
                 "train.kernel=reference computes it slowly and exactly"
             )
-        passed = [f"{n}: {reason}" for n, reason in found[: [n for n, _ in found].index(best)] if reason]
-        return _explained(best, "the fastest that serves this run" + (f" ({'; '.join(passed)})" if passed else ""), request)
+        passed = [
+            f"{n}: {reason}" for n, reason in found[: [n for n, _ in found].index(best)] if reason
+        ]
+        return _explained(
+            best,
+            "the fastest that serves this run" + (f" ({'; '.join(passed)})" if passed else ""),
+            request,
+        )
     if name not in _KERNELS:
-        raise ConfigError(f"train.kernel={name}: no such kernel; allowed: auto, {', '.join(_KERNELS)}")
+        raise ConfigError(
+            f"train.kernel={name}: no such kernel; allowed: auto, {', '.join(_KERNELS)}"
+        )
     reason = dict(found)[name]
     if reason is not None:
         raise ConfigError(f"train.kernel={name}: {reason}; usable here: {', '.join(usable)}")
@@ -63,4 +71,7 @@ def _explained(name: str, reason: str, request: KernelRequest) -> tuple[Kernel, 
     if not kernel.skips:
         return kernel, f"{reason}; computes every pair and hides what the index leaves out"
     absent = cupy_unsupported_reason() if request.device == "cuda" else None
-    return kernel, f"{reason}; columns and lists of blocks by PyTorch, since {absent}" if absent else reason
+    return (
+        kernel,
+        f"{reason}; columns and lists of blocks by PyTorch, since {absent}" if absent else reason,
+    )

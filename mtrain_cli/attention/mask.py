@@ -39,7 +39,10 @@ class SequenceMask:
         """int64 [padded], the last query that sees the key at each position (end of its document); for padding, that of the last token."""
         last = np.full(self.padded, self.length - 1, np.int64)
         starts = np.flatnonzero(np.diff(self.first[: self.length])) + 1
-        last[: self.length] = np.repeat(np.append(starts, self.length) - 1, np.diff(np.append(np.append(0, starts), self.length)))
+        last[: self.length] = np.repeat(
+            np.append(starts, self.length) - 1,
+            np.diff(np.append(np.append(0, starts), self.length)),
+        )
         return last
 
     @staticmethod
@@ -52,7 +55,9 @@ class SequenceMask:
         """Attention inside each document. documents: ids per token, non-decreasing along the sequence."""
         ids = np.asarray(documents)
         if len(ids) > 1 and bool((np.diff(ids) < 0).any()):
-            raise ValueError("Document ids decrease along the sequence; packed documents need non-decreasing ids.")
+            raise ValueError(
+                "Document ids decrease along the sequence; packed documents need non-decreasing ids."
+            )
         first = np.zeros(padded, np.int64)
         if len(ids):
             starts = np.flatnonzero(np.diff(ids, prepend=ids[0] - 1))

@@ -17,7 +17,9 @@ COLUMN_TILE = 128  # packed columns are filled up to a multiple of this
 _WARPS = 8
 
 
-def pack_columns(k: torch.Tensor, v: torch.Tensor, tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor] | None:
+def pack_columns(
+    k: torch.Tensor, v: torch.Tensor, tiles: Tiles
+) -> tuple[torch.Tensor, torch.Tensor] | None:
     """k, v [batch, keys, kv_heads, head_dim] -> the keys and values of each query head's columns, [batch, heads, width, head_dim].
 
     None where the index has no columns. Places that hold no column are 0 and must be masked.
@@ -27,27 +29,55 @@ def pack_columns(k: torch.Tensor, v: torch.Tensor, tiles: Tiles) -> tuple[torch.
     return pack_rows(k, v, local_columns(tiles)[1])
 
 
-def pack_rows(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def pack_rows(
+    k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """slots: int32 [batch, heads, width], the key slot of each column, -1 = none -> packed keys and values, as `pack_columns`."""
     batch, heads, width = slots.shape
     group, dim = heads // k.shape[2], k.shape[3]
     if cuda_kernels_usable(k):
         from mtrain_cli.kernels.cuda.launch import launch
 
-        packed = tuple(torch.empty(batch, heads, width, dim, dtype=k.dtype, device=k.device) for _ in range(2))
+        packed = tuple(
+            torch.empty(batch, heads, width, dim, dtype=k.dtype, device=k.device) for _ in range(2)
+        )
         unit = 16 // k.element_size()
-        assert not any(s % unit for t in (k, v) for s in (*t.stride()[:3], dim)), "rows start at multiples of 16 bytes"
+        assert not any(s % unit for t in (k, v) for s in (*t.stride()[:3], dim)), (
+            "rows start at multiples of 16 bytes"
+        )
         strides = (np.int64(s // unit) for t in (k, v) for s in t.stride()[:3])
         grid = (-(-width // _WARPS), batch * heads)
-        launch("columns", "pack_columns", grid, 32 * _WARPS, k, v, slots, *packed, *strides, heads, group, width, dim // unit)
+        launch(
+            "columns",
+            "pack_columns",
+            grid,
+            32 * _WARPS,
+            k,
+            v,
+            slots,
+            *packed,
+            *strides,
+            heads,
+            group,
+            width,
+            dim // unit,
+        )
         return packed[0], packed[1]
     none, at = (slots < 0)[..., None], slots.clamp(min=0)
     rows = torch.arange(batch, device=k.device)[:, None, None]
     kv_heads = (torch.arange(heads, device=k.device) // group)[None, :, None]
-    return k[rows, at, kv_heads].masked_fill_(none, 0.0), v[rows, at, kv_heads].masked_fill_(none, 0.0)
+    return k[rows, at, kv_heads].masked_fill_(none, 0.0), v[rows, at, kv_heads].masked_fill_(
+        none, 0.0
+    )
 
 
-def add_column_gradients(dk: torch.Tensor, dv: torch.Tensor, columns_dk: torch.Tensor, columns_dv: torch.Tensor, tiles: Tiles) -> None:
+def add_column_gradients(
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    columns_dk: torch.Tensor,
+    columns_dv: torch.Tensor,
+    tiles: Tiles,
+) -> None:
     """Adds the gradients of packed columns to dk and dv [batch, keys, kv_heads, head_dim], float32 or bfloat16, in place and in one order.
 
     columns_dk, columns_dv: float32 [parts, batch, heads, width, head_dim], parts to be added.
@@ -55,7 +85,13 @@ def add_column_gradients(dk: torch.Tensor, dv: torch.Tensor, columns_dk: torch.T
     add_rows(dk, dv, columns_dk, columns_dv, local_columns(tiles)[1])
 
 
-def add_rows(dk: torch.Tensor, dv: torch.Tensor, columns_dk: torch.Tensor, columns_dv: torch.Tensor, slots: torch.Tensor) -> None:
+def add_rows(
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    columns_dk: torch.Tensor,
+    columns_dv: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
     """As `add_column_gradients`, for columns whose key slots are given: int32 [batch, heads, width], those without one (-1) at the end."""
     batch, keys, kv_heads, dim = dk.shape
     heads, width = slots.shape[1:]
@@ -108,7 +144,11 @@ def whole_columns(index: Index) -> torch.Tensor:
     """`VerticalSlash.columns`, filled up to a multiple of `COLUMN_TILE`."""
     assert isinstance(index, VerticalSlash)
     short = -index.columns.shape[-1] % COLUMN_TILE
-    columns = torch.nn.functional.pad(index.columns, (0, short), value=index.blocks * index.block) if short else index.columns
+    columns = (
+        torch.nn.functional.pad(index.columns, (0, short), value=index.blocks * index.block)
+        if short
+        else index.columns
+    )
     return columns.contiguous()
 
 
@@ -116,4 +156,6 @@ def key_slots(columns: torch.Tensor, geometry: BlockGeometry) -> torch.Tensor:
     """columns: int32, positions, ``blocks * block`` for none -> int32, their key slots, -1 where the keys at hand have none."""
     if geometry.all_keys:
         return columns.masked_fill(columns == geometry.blocks * geometry.block, -1)
-    return (geometry.key_starts[columns // geometry.block] + columns % geometry.block).clamp_(min=-1)
+    return (geometry.key_starts[columns // geometry.block] + columns % geometry.block).clamp_(
+        min=-1
+    )

@@ -17,7 +17,9 @@ class ReferenceKernel(DefinitionColumns):
     def unsupported_reason(self, request: KernelRequest) -> str | None:  # noqa: ARG002 - it serves any
         return None
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         scores, _, v_BHKD = _scores(q, k, v, tiles, scale)
         lse = scores.logsumexp(-1)
         probabilities = torch.exp(scores - lse.masked_fill(torch.isneginf(lse), 0.0).unsqueeze(-1))

@@ -41,10 +41,17 @@ class SdpaKernel(DefinitionColumns):
             return "its backward adds with atomics, which is not bitwise repeatable"
         return None
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         batch, queries, heads, _ = q.shape
         out = torch.zeros_like(q)
-        lse = torch.full((batch, heads, queries), float("-inf"), dtype=accumulation_dtype(q.dtype), device=q.device)
+        lse = torch.full(
+            (batch, heads, queries),
+            float("-inf"),
+            dtype=accumulation_dtype(q.dtype),
+            device=q.device,
+        )
         piece_forward = _cuda_forward if q.is_cuda else _cpu_forward
         for b in range(batch):
             for rows, keys, mask in _pieces(tiles, b, q):
@@ -84,7 +91,14 @@ class SdpaKernel(DefinitionColumns):
         for b in range(q.shape[0]):
             for rows, keys, mask in _pieces(tiles, b, q):
                 part_q, part_k, part_v = piece_backward(
-                    dout[b, rows], q[b, rows], k[b, keys], v[b, keys], out[b, rows], lse[b, :, rows], mask, scale
+                    dout[b, rows],
+                    q[b, rows],
+                    k[b, keys],
+                    v[b, keys],
+                    out[b, rows],
+                    lse[b, :, rows],
+                    mask,
+                    scale,
                 )
                 dq[b, rows] = part_q
                 dk[b, keys] += part_k
@@ -114,15 +128,25 @@ def _stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _pieces(tiles: Tiles, b: int, q: torch.Tensor) -> list[tuple[slice, slice, torch.Tensor | bool]]:
+def _pieces(
+    tiles: Tiles, b: int, q: torch.Tensor
+) -> list[tuple[slice, slice, torch.Tensor | bool]]:
     """The calls that compute sequence b: query rows, key slots, and an additive mask (CPU) or whether it is causal (CUDA)."""
     if tiles.index is not None:
         return list(_cpu_index_pieces(tiles, b, accumulation_dtype(q.dtype)))
     key = f"sdpa:{b}:{accumulation_dtype(q.dtype)}"
     if key not in tiles.cache:
-        made = _cuda_pieces(tiles.slices[b]) if q.is_cuda else _cpu_pieces(tiles, b, accumulation_dtype(q.dtype))
+        made = (
+            _cuda_pieces(tiles.slices[b])
+            if q.is_cuda
+            else _cpu_pieces(tiles, b, accumulation_dtype(q.dtype))
+        )
         tiles.cache[key] = list(made)
-        total = sum(m.numel() * m.element_size() for _, _, m in tiles.cache[key] if isinstance(m, torch.Tensor))
+        total = sum(
+            m.numel() * m.element_size()
+            for _, _, m in tiles.cache[key]
+            if isinstance(m, torch.Tensor)
+        )
         if total > _KEPT_MASK_BYTES:
             return tiles.cache.pop(key)
     return tiles.cache[key]
@@ -168,9 +192,15 @@ def _cpu_index_pieces(tiles: Tiles, b: int, dtype: torch.dtype):
         last = int(tiles.high[b, start:stop].max())
         if not last:
             continue
-        seen = (slots[:last] >= tiles.low[b, start:stop, None]) & (slots[:last] < tiles.high[b, start:stop, None])
+        seen = (slots[:last] >= tiles.low[b, start:stop, None]) & (
+            slots[:last] < tiles.high[b, start:stop, None]
+        )
         seen = seen & tiles.index.allowed(positions[start:stop], key_positions[:last])[b]
-        yield slice(start, stop), slice(0, last), torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
+        yield (
+            slice(start, stop),
+            slice(0, last),
+            torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf")),
+        )
 
 
 def _bias(mask: torch.Tensor | bool, kv_heads: int) -> torch.Tensor | None:
@@ -194,7 +224,13 @@ def _cpu_forward(q, k, v, mask, scale):
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
     bias = _bias(mask, kv_heads)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        _grouped(q, kv_heads), _shared(k, group), _shared(v, group), 0.0, False, attn_mask=bias, scale=scale
+        _grouped(q, kv_heads),
+        _shared(k, group),
+        _shared(v, group),
+        0.0,
+        False,
+        attn_mask=bias,
+        scale=scale,
     )
     lse = lse.flatten(0, 1)
     if isinstance(mask, torch.Tensor) and mask.ndim == 3:
@@ -217,12 +253,26 @@ def _cpu_backward(dout, q, k, v, out, lse, mask, scale):
         attn_mask=bias,
         scale=scale,
     )
-    return dq.permute(2, 0, 1, 3).flatten(1, 2), dk.sum(1).transpose(0, 1), dv.sum(1).transpose(0, 1)
+    return (
+        dq.permute(2, 0, 1, 3).flatten(1, 2),
+        dk.sum(1).transpose(0, 1),
+        dv.sum(1).transpose(0, 1),
+    )
 
 
 def _cuda_forward(q, k, v, causal, scale):
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q[None], k[None], v[None], None, None, q.shape[0], k.shape[0], 0.0, causal, False, scale=scale
+        q[None],
+        k[None],
+        v[None],
+        None,
+        None,
+        q.shape[0],
+        k.shape[0],
+        0.0,
+        causal,
+        False,
+        scale=scale,
     )
     return out[0], lse[0]
 

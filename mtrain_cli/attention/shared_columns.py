@@ -67,7 +67,9 @@ class SharedColumns:
         return visible & ~table.gather(-1, away)
 
 
-def columns_forward(q: torch.Tensor, packed: torch.Tensor, columns: SharedColumns, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def columns_forward(
+    q: torch.Tensor, packed: torch.Tensor, columns: SharedColumns, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over the columns alone, from its definition; scores are held in memory. -> out, lse in the accumulation dtype.
 
     q [batch, queries, heads, head_dim]; packed [2, batch, heads, width, head_dim].
@@ -93,7 +95,9 @@ def columns_backward(
     high = accumulation_dtype(q.dtype)
     heads_first = q.to(high).transpose(1, 2)
     do = dout.to(high).transpose(1, 2)
-    scores = (heads_first @ packed[0].to(high).transpose(-1, -2) * scale).masked_fill_(~columns.seen(), float("-inf"))
+    scores = (heads_first @ packed[0].to(high).transpose(-1, -2) * scale).masked_fill_(
+        ~columns.seen(), float("-inf")
+    )
     p = torch.exp(scores - lse.to(high).masked_fill(torch.isneginf(lse), 0.0)[..., None])
     ds = p * (do @ packed[1].to(high).transpose(-1, -2) - delta.to(high)[..., None]) * scale
     dq = (ds @ packed[0].to(high)).transpose(1, 2)

@@ -52,7 +52,11 @@ class BlockGeometry:
 
     @staticmethod
     def make(
-        masks: Sequence[SequenceMask], query_positions: IntArray, key_positions: IntArray, block: int, device: torch.device | str = "cpu"
+        masks: Sequence[SequenceMask],
+        query_positions: IntArray,
+        key_positions: IntArray,
+        block: int,
+        device: torch.device | str = "cpu",
     ) -> BlockGeometry:
         """masks: one per sequence of the batch.
 
@@ -95,15 +99,22 @@ class BlockGeometry:
         )
         return whole.between(query_positions, key_positions, padded)
 
-    def between(self, query_positions: IntArray, key_positions: IntArray, padded: int) -> BlockGeometry:
+    def between(
+        self, query_positions: IntArray, key_positions: IntArray, padded: int
+    ) -> BlockGeometry:
         """The same masks for another pair of shards. padded: tokens of the padded sequence.
 
         Raises:
             ValueError: the positions are not whole blocks.
         """
-        query_blocks, key_blocks = (_whole_blocks(p, self.block, padded) for p in (query_positions, key_positions))
+        query_blocks, key_blocks = (
+            _whole_blocks(p, self.block, padded) for p in (query_positions, key_positions)
+        )
         slots = np.full((2, self.blocks), -1, np.int64)
-        slots[0, query_blocks], slots[1, key_blocks] = np.arange(len(query_blocks)), np.arange(len(key_blocks))
+        slots[0, query_blocks], slots[1, key_blocks] = (
+            np.arange(len(query_blocks)),
+            np.arange(len(key_blocks)),
+        )
         count = np.searchsorted(query_blocks, np.arange(self.blocks + 1))
         # Which differences occur: a correlation of the two sets of numbers.
         present = slots >= 0
@@ -137,9 +148,15 @@ class BlockGeometry:
 
 def _whole_blocks(positions: IntArray, block: int, padded: int) -> IntArray:
     numbers = np.unique(positions // block)
-    whole = np.concatenate([np.arange(n * block, min((n + 1) * block, padded)) for n in numbers]) if len(numbers) else positions
+    whole = (
+        np.concatenate([np.arange(n * block, min((n + 1) * block, padded)) for n in numbers])
+        if len(numbers)
+        else positions
+    )
     if not np.array_equal(whole, positions):
-        raise ValueError(f"A shard of {len(positions)} positions does not consist of whole blocks of {block}.")
+        raise ValueError(
+            f"A shard of {len(positions)} positions does not consist of whole blocks of {block}."
+        )
     return numbers
 
 
@@ -166,9 +183,15 @@ class Tiles:
     of_index: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
-    def make(spans: Sequence[KeySpans], device: torch.device | str = "cpu", geometry: BlockGeometry | None = None) -> Tiles:
+    def make(
+        spans: Sequence[KeySpans],
+        device: torch.device | str = "cpu",
+        geometry: BlockGeometry | None = None,
+    ) -> Tiles:
         """One `KeySpans` per sequence of the batch, all of one size."""
-        host = torch.from_numpy(np.stack([np.stack([s.low, s.high]) for s in spans]).astype(np.int32))
+        host = torch.from_numpy(
+            np.stack([np.stack([s.low, s.high]) for s in spans]).astype(np.int32)
+        )
         if torch.device(device).type == "cuda":
             host = host.pin_memory().to(device, non_blocking=True)
         return Tiles(
@@ -198,7 +221,10 @@ class Tiles:
         within = torch.arange(self.geometry.block, device=self.low.device)
         queries, keys = (
             (b.long()[:, None] * self.geometry.block + within).flatten()[:n]
-            for b, n in ((self.geometry.query_blocks, self.low.shape[1]), (self.geometry.key_blocks, self.num_keys))
+            for b, n in (
+                (self.geometry.query_blocks, self.low.shape[1]),
+                (self.geometry.key_blocks, self.num_keys),
+            )
         )
         return queries, keys
 

@@ -33,14 +33,26 @@ class TritonColumns:
         from mtrain_cli.kernels.triton import sparse
 
         plan = make_plan(columns.tiles, slashes=False)
-        return sparse.forward(q, q, q, (packed[0], packed[1]), plan, scale, slashes=False, partial=partial, dtype=torch.float32)
+        return sparse.forward(
+            q,
+            q,
+            q,
+            (packed[0], packed[1]),
+            plan,
+            scale,
+            slashes=False,
+            partial=partial,
+            dtype=torch.float32,
+        )
 
     def backward_columns(self, dout, q, packed, lse, delta, columns, scale):
         from mtrain_cli.kernels.triton import sparse
 
         plan = make_plan(columns.tiles, slashes=False)
         pair = (packed[0], packed[1])
-        dq = sparse.backward_queries(dout, q, q, q, pair, lse, delta, plan, scale, slashes=False, dtype=torch.float32)
+        dq = sparse.backward_queries(
+            dout, q, q, q, pair, lse, delta, plan, scale, slashes=False, dtype=torch.float32
+        )
         parts = sparse.backward_columns(dout, q, pair, lse, delta, plan, scale)
         return dq, torch.stack([t.sum(0) for t in parts])
 
@@ -68,7 +80,9 @@ class TritonKernel(TritonColumns):
             return f"sparsity.block {request.index.block} is none of {', '.join(map(str, BLOCKS))}"
         return None
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         from mtrain_cli.kernels.triton import sparse
 
         plan = make_plan(tiles)
@@ -95,12 +109,16 @@ class TritonKernel(TritonColumns):
         dq = sparse.backward_queries(dout, q, k, v, columns, lse, delta, plan, scale)
         dk, dv = sparse.backward_keys(dout, q, k, v, lse, delta, plan, scale)
         if columns is not None:
-            columns_dk, columns_dv = sparse.backward_columns(dout, q, columns, lse, delta, plan, scale)
+            columns_dk, columns_dv = sparse.backward_columns(
+                dout, q, columns, lse, delta, plan, scale
+            )
             add_column_gradients(dk, dv, columns_dk, columns_dv, tiles)
         return dq, dk, dv
 
 
-def given_delta(out: torch.Tensor | None, dout: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+def given_delta(
+    out: torch.Tensor | None, dout: torch.Tensor, delta: torch.Tensor | None
+) -> torch.Tensor:
     """delta, derived from out and dout where it is not given."""
     from mtrain_cli.kernels.triton import sparse
 
@@ -130,18 +148,33 @@ def make_plan(tiles: Tiles, *, slashes: bool = True, backward: bool = False) -> 
             lines, upto = lines_t, upto_t = _kept(tiles, "diagonals", _diagonals)
         slash, listed = index.slashes, False
         column_positions = local_columns(tiles)[0].reshape(flat, -1)
-        columns_upto = _kept(tiles, "columns below blocks", _columns_below_blocks) if column_positions.shape[-1] else None
+        columns_upto = (
+            _kept(tiles, "columns below blocks", _columns_below_blocks)
+            if column_positions.shape[-1]
+            else None
+        )
     else:
         assert isinstance(index, BlockBitmap)
         # Lists hold the keys (or, transposed, the queries) at hand only, by their numbers in the sequence, which ascend as slots do.
-        what = (index.bits, index.slots, geometry.query_blocks, geometry.key_blocks, geometry.first_min, index.block)
+        what = (
+            index.bits,
+            index.slots,
+            geometry.query_blocks,
+            geometry.key_blocks,
+            geometry.first_min,
+            index.block,
+        )
         lines, upto = list_blocks(*what, transposed=False)
         if backward:
             lines_t, upto_t = list_blocks(*what, transposed=True)
         slash = torch.zeros(flat, index.blocks, dtype=torch.bool, device=index.bits.device)
         column_positions, columns_upto, listed = None, None, True
     table = slash.reshape(flat, -1).contiguous().view(torch.uint8)
-    covered = covered_columns(table, column_positions, geometry.query_blocks, index.block) if columns_upto is not None else None
+    covered = (
+        covered_columns(table, column_positions, geometry.query_blocks, index.block)
+        if columns_upto is not None
+        else None
+    )
     return Plan(
         block=index.block,
         blocks=index.blocks,
@@ -199,5 +232,7 @@ def _columns_below_blocks(tiles: Tiles) -> torch.Tensor:
     key = f"starts of blocks, {flat} times"  # the same for all layers
     if key not in tiles.cache:
         end = (index.blocks + 1) * index.block
-        tiles.cache[key] = torch.arange(0, end, index.block, dtype=torch.int32, device=column_positions.device).repeat(flat, 1)
+        tiles.cache[key] = torch.arange(
+            0, end, index.block, dtype=torch.int32, device=column_positions.device
+        ).repeat(flat, 1)
     return torch.searchsorted(column_positions, tiles.cache[key], out_int32=True)

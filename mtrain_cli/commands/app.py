@@ -40,14 +40,32 @@ from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.job import job_rank
 from mtrain_cli.printable import printable
 
-ORDER = ("train", "status", "profile", "simulate", "report", "config", "data", "checkpoint", "doctor")
+ORDER = (
+    "train",
+    "status",
+    "profile",
+    "simulate",
+    "report",
+    "config",
+    "data",
+    "checkpoint",
+    "doctor",
+)
 FAILURE = 1
 USAGE_ERROR = 2
-_NAMES = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ENOENT, errno.ELOOP)  # mistakes in a path
+_NAMES = (
+    errno.ENAMETOOLONG,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ENOENT,
+    errno.ELOOP,
+)  # mistakes in a path
 _SHOWN = 200  # characters of a path in a message
 INTERRUPTED = 130  # 128 + SIGINT, what a shell reports for Ctrl-C
 
-_UsageError: type[Any] = typer.BadParameter.__mro__[1]  # typer carries its own click and does not export this class
+_UsageError: type[Any] = typer.BadParameter.__mro__[
+    1
+]  # typer carries its own click and does not export this class
 
 
 class Group(TyperGroup):
@@ -93,13 +111,22 @@ def _mistakes_as_lines(outer: Any = None) -> Iterator[None]:
         _tell(error.problems)
         raise typer.Exit(USAGE_ERROR) from error
     except RunError as error:
-        print("\n".join(f"error: {printable(line)}" for line in str(error).splitlines()), file=sys.stderr)
+        print(
+            "\n".join(f"error: {printable(line)}" for line in str(error).splitlines()),
+            file=sys.stderr,
+        )
         raise typer.Exit(FAILURE) from error
     except _UsageError as error:
-        if type(error).__name__ == "NoArgsIsHelpError":  # `mtrain config` alone: making the error has printed the help
+        if (
+            type(error).__name__ == "NoArgsIsHelpError"
+        ):  # `mtrain config` alone: making the error has printed the help
             raise typer.Exit() from error
         ctx = getattr(error, "ctx", None)
-        command = ctx.command_path if ctx is not None else " ".join(filter(None, ("mtrain", outer and outer.invoked_subcommand)))
+        command = (
+            ctx.command_path
+            if ctx is not None
+            else " ".join(filter(None, ("mtrain", outer and outer.invoked_subcommand)))
+        )
         _tell((f"{_describe(error)} See `{command} --help`.",))
         raise typer.Exit(USAGE_ERROR) from error
     except OSError as error:
@@ -111,7 +138,9 @@ def _mistakes_as_lines(outer: Any = None) -> Iterator[None]:
     except RuntimeError as error:
         if str(error) != "Could not determine home directory.":
             raise
-        _tell(("~: this machine does not know that user, or has no home folder; give the whole path",))
+        _tell(
+            ("~: this machine does not know that user, or has no home folder; give the whole path",)
+        )
         raise typer.Exit(USAGE_ERROR) from error
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
@@ -130,7 +159,11 @@ def _tell(problems: Iterable[str]) -> None:
         print(f"mtrain: {f'rank {rank}: ' if rank else ''}{printable(problem)}", file=sys.stderr)
 
 
-_EXPECTED = {"int_parsing": "expected a whole number", "int_type": "expected a whole number", "float_parsing": "expected a number"}
+_EXPECTED = {
+    "int_parsing": "expected a whole number",
+    "int_type": "expected a whole number",
+    "float_parsing": "expected a number",
+}
 
 
 def _describe(error: Any) -> str:
@@ -184,7 +217,12 @@ def _version(asked: bool) -> None:
 @app.callback(invoke_without_command=True)
 def mtrain(
     ctx: typer.Context,
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Print the version and stop."
+        ),
+    ] = False,
 ) -> None:
     """Train language models on very long sequences, each spread over many workers.
 
@@ -205,7 +243,13 @@ def mtrain(
 app.command("train")(train.train)
 app.command("status")(status.status)
 # All add their command to that of commands/profile.py.
-assert profile_links.app is profile_non_attention.app is profile_step.app is profile_what_if.app is profile_imbalance.app
+assert (
+    profile_links.app
+    is profile_non_attention.app
+    is profile_step.app
+    is profile_what_if.app
+    is profile_imbalance.app
+)
 app.add_typer(profile_imbalance.app, name="profile")
 app.command("profile-balance", hidden=True)(profile_imbalance.imbalance)
 app.command("simulate")(simulate.simulate)

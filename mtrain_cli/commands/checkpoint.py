@@ -32,10 +32,19 @@ def import_weights(
     hf_folder: Annotated[
         Path,
         typer.Argument(
-            metavar="HF_FOLDER", help="config.json and safetensors of a qwen2, qwen3, llama or mistral model.", show_default=False
+            metavar="HF_FOLDER",
+            help="config.json and safetensors of a qwen2, qwen3, llama or mistral model.",
+            show_default=False,
         ),
     ],
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder to make; its checkpoint step-0 gets the weights.", show_default=False)],
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN",
+            help="Folder to make; its checkpoint step-0 gets the weights.",
+            show_default=False,
+        ),
+    ],
 ) -> None:
     """Make a run whose checkpoint holds the weights of a Hugging Face folder, in float32.
 
@@ -51,15 +60,27 @@ def import_weights(
     config = import_folder(hf_folder, run)
     for line in remarks(hf_folder):
         _warn(line)
-    _say(f"Wrote {run / 'checkpoints' / 'step-0'}: {config.model.family}, {config.model.num_layers} layers, weights of {hf_folder}")
+    _say(
+        f"Wrote {run / 'checkpoints' / 'step-0'}: {config.model.family}, {config.model.num_layers} layers, weights of {hf_folder}"
+    )
 
 
 @app.command("export")
 def export_weights(
     source: Annotated[
-        Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run (its newest checkpoint) or one of its step-N.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="RUN_OR_CHECKPOINT",
+            help="A run (its newest checkpoint) or one of its step-N.",
+            show_default=False,
+        ),
     ],
-    hf_folder: Annotated[Path, typer.Argument(metavar="HF_FOLDER", help="Folder to make, new or empty.", show_default=False)],
+    hf_folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="HF_FOLDER", help="Folder to make, new or empty.", show_default=False
+        ),
+    ],
     dtype: Annotated[Dtype, typer.Option(help="Format of the exported weights.")] = Dtype.bfloat16,
     tokenizer: Annotated[
         Path | None,
@@ -82,21 +103,39 @@ def export_weights(
 
     from mtrain_cli.training.conversion import export_checkpoint
 
-    exported = export_checkpoint(source, hf_folder, dtype=getattr(torch, dtype.value), tokenizer=tokenizer, report=_warn)
+    exported = export_checkpoint(
+        source, hf_folder, dtype=getattr(torch, dtype.value), tokenizer=tokenizer, report=_warn
+    )
     size = sum(file.stat().st_size for file in hf_folder.glob("*.safetensors"))
     family = exported.config.model.family
-    _say(f"Wrote {hf_folder}: step {exported.step}, {family}, {dtype.value}, {size / 2**20:,.1f} MiB of weights")
+    _say(
+        f"Wrote {hf_folder}: step {exported.step}, {family}, {dtype.value}, {size / 2**20:,.1f} MiB of weights"
+    )
     _say(f"  {exported.tokenizer}")
 
 
 @app.command("verify")
 def verify_weights(
     source: Annotated[
-        Path, typer.Argument(metavar="HF_FOLDER_OR_RUN", help="A Hugging Face folder, a run, or one of its step-N.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="HF_FOLDER_OR_RUN",
+            help="A Hugging Face folder, a run, or one of its step-N.",
+            show_default=False,
+        ),
     ],
-    tokens: Annotated[int, typer.Option(min=1, max=MOST_COMPARED, metavar="N", help="Random tokens to compare on.")] = 256,
+    tokens: Annotated[
+        int,
+        typer.Option(min=1, max=MOST_COMPARED, metavar="N", help="Random tokens to compare on."),
+    ] = 256,
     tolerance: Annotated[
-        float, typer.Option(min=0.0, max=LARGEST_TOLERANCE, metavar="X", help="Largest difference of a logit that counts as agreement.")
+        float,
+        typer.Option(
+            min=0.0,
+            max=LARGEST_TOLERANCE,
+            metavar="X",
+            help="Largest difference of a logit that counts as agreement.",
+        ),
     ] = 1e-3,
 ) -> None:
     """Compare the logits of mtrain's decoder with those of transformers, in float32 on the CPU; exit code 1 if they disagree.
@@ -128,7 +167,9 @@ def verify_weights(
             agreement = verify(exported, tokens, _tell)
     agrees = agreement.largest_difference <= tolerance  # false for NaN
     _say(f"{what} in float32 on {tokens:,} random tokens, mtrain against transformers {version}")
-    _say(f"  largest difference of a logit {agreement.largest_difference:.2e}  (largest logit {agreement.largest_logit:.2f})")
+    _say(
+        f"  largest difference of a logit {agreement.largest_difference:.2e}  (largest logit {agreement.largest_logit:.2f})"
+    )
     _say(f"  mean KL divergence            {agreement.mean_kl:.2e} nats")
     _say(f"  {'agrees' if agrees else 'DISAGREES'} at tolerance {tolerance:g}")
     if not agrees:

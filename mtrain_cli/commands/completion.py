@@ -42,25 +42,42 @@ def candidates(incomplete: str, groups: Groups) -> list[Candidate]:
     if len(matches) == 1:
         name, help = matches[0]
         values = _values(name, groups)
-        return [(f"{name}={value}", help) for value, help in (values if len(values) > 1 else [("", help), *values])]
+        return [
+            (f"{name}={value}", help)
+            for value, help in (values if len(values) > 1 else [("", help), *values])
+        ]
     return [(f"{name}=", help) for name, help in matches]
 
 
 def complete_runs(incomplete: str) -> list[str]:
     """Names of runs under runs/."""
-    return sorted(file.parent.name for file in Path("runs").glob("*/resolved.yaml") if file.parent.name.startswith(incomplete))
+    return sorted(
+        file.parent.name
+        for file in Path("runs").glob("*/resolved.yaml")
+        if file.parent.name.startswith(incomplete)
+    )
 
 
 def complete_measured(incomplete: str) -> list[str]:
     """Names of runs and measurements, whatever they hold."""
-    folders = [folder for root in ("runs", "measurements") if Path(root).is_dir() for folder in Path(root).iterdir() if folder.is_dir()]
+    folders = [
+        folder
+        for root in ("runs", "measurements")
+        if Path(root).is_dir()
+        for folder in Path(root).iterdir()
+        if folder.is_dir()
+    ]
     return sorted({folder.name for folder in folders if folder.name.startswith(incomplete)})
 
 
 def complete_options(incomplete: str) -> list[Candidate]:
     """GROUP/NAME of every option of every group."""
     found = open_groups().options.items()
-    pairs = [(f"{group}/{option}", summary(file)) for group, options in found for option, file in options.items()]
+    pairs = [
+        (f"{group}/{option}", summary(file))
+        for group, options in found
+        for option, file in options.items()
+    ]
     return [(name, help) for name, help in pairs if name.startswith(incomplete)]
 
 
@@ -88,14 +105,18 @@ def complete_clusters(incomplete: str) -> list[Candidate]:
 
 def complete_tokenizers(incomplete: str) -> list[Candidate]:
     """Tokenizers that need no file, or a file."""
-    return _or_files([("bytes", "raw bytes"), ("bpe", "a byte-level BPE trained on SOURCE")], incomplete)
+    return _or_files(
+        [("bytes", "raw bytes"), ("bpe", "a byte-level BPE trained on SOURCE")], incomplete
+    )
 
 
 def in_list(allowed: Sequence[str], incomplete: str) -> list[str]:
     """Completions of the last name in a list with commas; none is offered twice."""
     before, comma, begun = incomplete.rpartition(",")
     given = before.split(",")
-    return [f"{before}{comma}{name}" for name in allowed if name.startswith(begun) and name not in given]
+    return [
+        f"{before}{comma}{name}" for name in allowed if name.startswith(begun) and name not in given
+    ]
 
 
 def _or_files(words: Iterable[Candidate], incomplete: str) -> list[Candidate]:
@@ -105,8 +126,14 @@ def _or_files(words: Iterable[Candidate], incomplete: str) -> list[Candidate]:
 
 
 def _names(groups: Groups, everything: bool) -> Iterable[Candidate]:
-    yield from ((group, f"one of {', '.join(options)}") for group, options in groups.options.items())
-    yield from ((key.name, key.help) for key in keys.all_keys().values() if everything or "." not in key.name)
+    yield from (
+        (group, f"one of {', '.join(options)}") for group, options in groups.options.items()
+    )
+    yield from (
+        (key.name, key.help)
+        for key in keys.all_keys().values()
+        if everything or "." not in key.name
+    )
 
 
 def _values(name: str, groups: Groups) -> list[Candidate]:
@@ -120,7 +147,9 @@ def _values(name: str, groups: Groups) -> list[Candidate]:
         return [(choice, key.help) for choice in key.choices]
     if bool in key.types:
         return [(word, key.help) for word in (*_words_of(key), "true", "false")]
-    words = {"seq": ("4k", "32k", "128k", "512k", "1m")}.get(name) or dict.fromkeys([_default(key.name, groups), *_words_of(key)])
+    words = {"seq": ("4k", "32k", "128k", "512k", "1m")}.get(name) or dict.fromkeys(
+        [_default(key.name, groups), *_words_of(key)]
+    )
     return [(word, key.help) for word in words if word]
 
 

@@ -26,7 +26,13 @@ VALUE, ALLOWED = "value", "allowed"
 _READABLE = 44  # characters that values and their meaning need beside a key
 RECIPE = "recipe"  # a group whose options set keys of all the others
 ConfigDir = Annotated[
-    Path | None, typer.Option("--config-dir", metavar="DIR", help="Your own groups, as in `mtrain train`.", show_default=False)
+    Path | None,
+    typer.Option(
+        "--config-dir",
+        metavar="DIR",
+        help="Your own groups, as in `mtrain train`.",
+        show_default=False,
+    ),
 ]
 
 
@@ -56,14 +62,23 @@ def list_groups(config_dir: ConfigDir = None) -> None:
         group, dot, rest = name.partition(".")
         if dot:
             of_groups.setdefault(f"{group}.", []).append(rest)
-    _print_table("Keys", ("group", "keys, such as optim.lr=1e-4"), [(group, ", ".join(names)) for group, names in of_groups.items()])
+    _print_table(
+        "Keys",
+        ("group", "keys, such as optim.lr=1e-4"),
+        [(group, ", ".join(names)) for group, names in of_groups.items()],
+    )
     print("`mtrain config show GROUP/NAME` says what the keys of a group mean.")
 
 
 @app.command("show")
 def show_option(
     option: Annotated[
-        str, typer.Argument(metavar="GROUP/NAME", help="An option of `mtrain config list`.", autocompletion=complete_options)
+        str,
+        typer.Argument(
+            metavar="GROUP/NAME",
+            help="An option of `mtrain config list`.",
+            autocompletion=complete_options,
+        ),
     ],
     config_dir: ConfigDir = None,
 ) -> None:
@@ -85,24 +100,40 @@ def show_option(
     rows = []
     if group == RECIPE:
         before = composed_values({}, config_dir)
-        changed = [key for key in keys.all_keys().values() if key.name in values and values[key.name] != before.get(key.name)]
-        rows = [(key.name, keys.show(values[key.name]), key.help, validate.allowed(key)) for key in changed]
+        changed = [
+            key
+            for key in keys.all_keys().values()
+            if key.name in values and values[key.name] != before.get(key.name)
+        ]
+        rows = [
+            (key.name, keys.show(values[key.name]), key.help, validate.allowed(key))
+            for key in changed
+        ]
     for key in keys.all_keys().values():
         if key.name.startswith(f"{group}.") and key.name in values:
-            if group == "sparsity" and not _has(str(values.get("sparsity.pattern")), key.name, values[key.name]):
+            if group == "sparsity" and not _has(
+                str(values.get("sparsity.pattern")), key.name, values[key.name]
+            ):
                 continue
             rows.append((key.name, keys.show(values[key.name]), key.help, validate.allowed(key)))
-    _print_table(f"{group}={name}  {summary(file)}".rstrip(), ("key", VALUE, "what it is", ALLOWED), rows)
+    _print_table(
+        f"{group}={name}  {summary(file)}".rstrip(), ("key", VALUE, "what it is", ALLOWED), rows
+    )
 
 
 def _has(pattern: str, name: str, value: object) -> bool:
     """Whether a key of the group sparsity is one of the pattern's; one that has a value all the same is shown too."""
     from mtrain_cli.config.schema import PATTERN_KEYS
 
-    return value is not None or name.removeprefix("sparsity.") in ("pattern", *PATTERN_KEYS.get(pattern, ()))
+    return value is not None or name.removeprefix("sparsity.") in (
+        "pattern",
+        *PATTERN_KEYS.get(pattern, ()),
+    )
 
 
-def _split(option: str, options: dict[str, dict[str, Path]], defaults: dict[str, str]) -> tuple[str, str]:
+def _split(
+    option: str, options: dict[str, dict[str, Path]], defaults: dict[str, str]
+) -> tuple[str, str]:
     """Group and name of ``GROUP/NAME``; ``GROUP=NAME`` and ``GROUP`` alone (its default) are understood too."""
     from mtrain_cli.config.suggest import did_you_mean
 
@@ -110,9 +141,13 @@ def _split(option: str, options: dict[str, dict[str, Path]], defaults: dict[str,
     if not group:
         group, name = name, defaults.get(name, "")
     if group not in options:
-        raise ConfigError(f"{option}: no group is called {group}{did_you_mean(group, options)}; groups: {', '.join(options)}")
+        raise ConfigError(
+            f"{option}: no group is called {group}{did_you_mean(group, options)}; groups: {', '.join(options)}"
+        )
     if name not in options[group]:
-        raise ConfigError(f"{option}: no such {group}; options: {', '.join(options[group])}{did_you_mean(name, options[group])}")
+        raise ConfigError(
+            f"{option}: no such {group}; options: {', '.join(options[group])}{did_you_mean(name, options[group])}"
+        )
     return group, name
 
 
@@ -132,7 +167,12 @@ def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]
         widths = [max(len(row[i]) for row in rows) for i in range(len(header))] if rows else []
         print(title)
         for row in rows:
-            print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+            print(
+                "  "
+                + "  ".join(
+                    cell.ljust(width) for cell, width in zip(row, widths, strict=True)
+                ).rstrip()
+            )
         return
     first = max((len(row[0]) for row in rows), default=0)
     if first + _READABLE <= width:
@@ -149,11 +189,19 @@ def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     from rich.text import Text
 
     table = Table(
-        title=Text(title), title_justify="left", title_style="bold", box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0)
+        title=Text(title),
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        header_style="dim",
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
     )
     below = header[-1] == ALLOWED
     for index, name in enumerate(header[:-1] if below else header):
-        table.add_column(name, style="cyan" if index == 0 else "", no_wrap=index == 0, overflow="fold")
+        table.add_column(
+            name, style="cyan" if index == 0 else "", no_wrap=index == 0, overflow="fold"
+        )
     for row in rows:
         cells = [Text(cell) for cell in row]
         if below:
@@ -174,4 +222,10 @@ def _block(header: Sequence[str], row: Sequence[str]) -> list[RenderableType]:
     head = Text(key, style="cyan", overflow="fold")
     if of_rest and of_rest[0][0] == VALUE:
         head.append(f"  {of_rest.pop(0)[1]}", style="default")
-    return [head, *(Padding(Text(cell, style="dim" if name == ALLOWED else ""), (0, 0, 0, 4)) for name, cell in of_rest)]
+    return [
+        head,
+        *(
+            Padding(Text(cell, style="dim" if name == ALLOWED else ""), (0, 0, 0, 4))
+            for name, cell in of_rest
+        ),
+    ]

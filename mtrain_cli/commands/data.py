@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     from mtrain_cli.data.tokenizers import Tokenizer
 
 app = typer.Typer(
-    name="data", help="Tokenise a corpus once for many runs, and look at the result.", no_args_is_help=True, rich_markup_mode="rich"
+    name="data",
+    help="Tokenise a corpus once for many runs, and look at the result.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
 )
 
 _PREPARE_EXAMPLES = """Examples:
@@ -61,7 +64,9 @@ def prepare(
             help="a .txt, .md, .py, .jsonl or .parquet file, or a folder of them, or of MDS shards, or 'stdlib' for Python's own sources"
         ),
     ],
-    out: Annotated[Path, typer.Argument(help="folder of the token store; must not hold anything else")],
+    out: Annotated[
+        Path, typer.Argument(help="folder of the token store; must not hold anything else")
+    ],
     tokenizer: Annotated[
         str,
         typer.Option(
@@ -71,11 +76,26 @@ def prepare(
         ),
     ] = "bytes",
     vocab_size: Annotated[
-        int | None, typer.Option(metavar="N", help="ids of the BPE to train, 8192 unless told; only with --tokenizer bpe", max=MOST_IDS)
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="ids of the BPE to train, 8192 unless told; only with --tokenizer bpe",
+            max=MOST_IDS,
+        ),
     ] = None,
-    text_key: Annotated[str, typer.Option(metavar="KEY", help="key or column that holds the text in .jsonl and .parquet")] = "text",
+    text_key: Annotated[
+        str,
+        typer.Option(
+            metavar="KEY", help="key or column that holds the text in .jsonl and .parquet"
+        ),
+    ] = "text",
     from_tokenizer: Annotated[
-        str | None, typer.Option(metavar="bytes|FILE", help="MDS shards: the tokenizer whose ids they hold", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="bytes|FILE",
+            help="MDS shards: the tokenizer whose ids they hold",
+            show_default=False,
+        ),
     ] = None,
     domain: Annotated[
         str | None,
@@ -85,12 +105,28 @@ def prepare(
             show_default=False,
         ),
     ] = None,
-    min_tokens: Annotated[str, typer.Option(metavar="N", help="leave out documents with fewer tokens, such as 64k")] = "0",
-    max_tokens: Annotated[str, typer.Option(metavar="N", help="leave out documents with more tokens; 0 = none")] = "0",
-    truncate: Annotated[bool, typer.Option("--truncate", help="cut them at --max-tokens instead")] = False,
-    min_chars: Annotated[int, typer.Option(metavar="N", help="leave out documents with less text", max=MOST_DOCUMENTS)] = 0,
+    min_tokens: Annotated[
+        str, typer.Option(metavar="N", help="leave out documents with fewer tokens, such as 64k")
+    ] = "0",
+    max_tokens: Annotated[
+        str, typer.Option(metavar="N", help="leave out documents with more tokens; 0 = none")
+    ] = "0",
+    truncate: Annotated[
+        bool, typer.Option("--truncate", help="cut them at --max-tokens instead")
+    ] = False,
+    min_chars: Annotated[
+        int,
+        typer.Option(metavar="N", help="leave out documents with less text", max=MOST_DOCUMENTS),
+    ] = 0,
     threads: Annotated[
-        int | None, typer.Option(metavar="N", min=1, max=MOST_THREADS, help="cores to use; all unless told", show_default=False)
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            max=MOST_THREADS,
+            help="cores to use; all unless told",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
     """Tokenise SOURCE into memory-mapped arrays in OUT, for data=tokens.
@@ -105,7 +141,13 @@ def prepare(
     if threads is not None:
         os.environ["RAYON_NUM_THREADS"] = str(threads)
     wanted = tuple(part.strip() for part in (domain or "").split(",") if part.strip())
-    filters = Filters(wanted, _count("--min-tokens", min_tokens), _count("--max-tokens", max_tokens), truncate, min_chars)
+    filters = Filters(
+        wanted,
+        _count("--min-tokens", min_tokens),
+        _count("--max-tokens", max_tokens),
+        truncate,
+        min_chars,
+    )
     console = Console(soft_wrap=True, highlight=False)
     corpus = _corpus(source, text_key, from_tokenizer, wanted)
     had_store = (out.expanduser() / "meta.json").is_file()
@@ -117,22 +159,41 @@ def prepare(
         raise typer.Exit(130) from None
     meta = store.meta
     rounded = -(-meta.vocab_size // 8) * 8
-    console.print(f"{'Already there, nothing to do' if had_store else 'Wrote'}: {out}", markup=False)
-    console.print(f"  {meta.num_documents:,} documents, {meta.num_tokens:,} tokens, {store.tokens.nbytes / 2**20:,.1f} MiB of {meta.dtype}")
-    ending = "documents have no end token" if meta.eos is None else f"each document ends with id {meta.eos}"
+    console.print(
+        f"{'Already there, nothing to do' if had_store else 'Wrote'}: {out}", markup=False
+    )
+    console.print(
+        f"  {meta.num_documents:,} documents, {meta.num_tokens:,} tokens, {store.tokens.nbytes / 2**20:,.1f} MiB of {meta.dtype}"
+    )
+    ending = (
+        "documents have no end token"
+        if meta.eos is None
+        else f"each document ends with id {meta.eos}"
+    )
     room = f" ({rounded:,} for the model, a multiple of 8)" if rounded != meta.vocab_size else ""
-    console.print(f"  tokenizer {meta.tokenizer}, vocabulary {meta.vocab_size:,}{room}, {ending}", markup=False)
+    console.print(
+        f"  tokenizer {meta.tokenizer}, vocabulary {meta.vocab_size:,}{room}, {ending}",
+        markup=False,
+    )
     if meta.left_out:
-        console.print("  left out: " + ", ".join(f"{count:,} {reason}" for reason, count in meta.left_out.items()))
+        console.print(
+            "  left out: "
+            + ", ".join(f"{count:,} {reason}" for reason, count in meta.left_out.items())
+        )
     if meta.cut:
         console.print(f"  cut: {meta.cut:,} longer than --max-tokens, which have no end token")
     if (table := _domain_table(*_by_domain(store))) is not None:
         console.print(table)
     console.print("Next:")
-    console.print(f"  mtrain train data=tokens {shlex.quote(f'data.path={out}')} model.vocab_size={rounded}", markup=False)
+    console.print(
+        f"  mtrain train data=tokens {shlex.quote(f'data.path={out}')} model.vocab_size={rounded}",
+        markup=False,
+    )
 
 
-def _corpus(source: str, text_key: str, from_tokenizer: str | None, domains: tuple[str, ...]) -> Corpus:
+def _corpus(
+    source: str, text_key: str, from_tokenizer: str | None, domains: tuple[str, ...]
+) -> Corpus:
     """Where documents come from: shards of token ids, Python's own sources, or files of text."""
     from mtrain_cli.config.schema import ConfigError
     from mtrain_cli.data.corpora import stdlib_corpus
@@ -143,10 +204,14 @@ def _corpus(source: str, text_key: str, from_tokenizer: str | None, domains: tup
     path = Path(source).expanduser()
     if source != "stdlib" and path.is_dir() and mds_folders(path):
         if from_tokenizer is None:
-            raise ConfigError(f"SOURCE={source}: holds token ids; give their tokenizer as --from-tokenizer FILE (or bytes)")
+            raise ConfigError(
+                f"SOURCE={source}: holds token ids; give their tokenizer as --from-tokenizer FILE (or bytes)"
+            )
         return mds_corpus(source, open_tokenizer(from_tokenizer, "--from-tokenizer"), domains)
     if from_tokenizer is not None:
-        raise ConfigError(f"--from-tokenizer {from_tokenizer}: only for MDS shards, and SOURCE={source} is no folder of them")
+        raise ConfigError(
+            f"--from-tokenizer {from_tokenizer}: only for MDS shards, and SOURCE={source} is no folder of them"
+        )
     if source == "stdlib":
         return stdlib_corpus(origin="SOURCE=stdlib")
     return text_corpus(source, text_key, path_option="SOURCE", key_option="--text-key")
@@ -162,20 +227,41 @@ def _count(option: str, text: str) -> int:
             raise ValueError(text)
         return found
     except ValueError:
-        raise ConfigError(f"{option} {text}: expected {EXPECTED}, or 0 for any number; at most 2^40") from None
+        raise ConfigError(
+            f"{option} {text}: expected {EXPECTED}, or 0 for any number; at most 2^40"
+        ) from None
 
 
 @app.command(epilog=_SHOW_EXAMPLES)
 def show(
     path: Annotated[
-        Path, typer.Argument(help="a folder written by mtrain data prepare, a folder of MDS shards (or of such folders), or a .npy or .bin")
+        Path,
+        typer.Argument(
+            help="a folder written by mtrain data prepare, a folder of MDS shards (or of such folders), or a .npy or .bin"
+        ),
     ],
-    document: Annotated[int, typer.Option(metavar="N", help="which document the snippet is from, counted from 0", max=MOST_DOCUMENTS)] = 0,
-    check: Annotated[bool, typer.Option("--check", help="read everything and compare checksums")] = False,
+    document: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="which document the snippet is from, counted from 0",
+            max=MOST_DOCUMENTS,
+        ),
+    ] = 0,
+    check: Annotated[
+        bool, typer.Option("--check", help="read everything and compare checksums")
+    ] = False,
     tokenizer: Annotated[
-        str | None, typer.Option(metavar="bytes|FILE", help="turns ids of shards and arrays into the snippet", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="bytes|FILE",
+            help="turns ids of shards and arrays into the snippet",
+            show_default=False,
+        ),
     ] = None,
-    token_dtype: Annotated[str, typer.Option(metavar="uint16|uint32", help="numbers in a .bin")] = "uint16",
+    token_dtype: Annotated[
+        str, typer.Option(metavar="uint16|uint32", help="numbers in a .bin")
+    ] = "uint16",
 ) -> None:
     """Show what holds tokens: counts, lengths of documents, domains, and the beginning of one document as text."""
     from mtrain_cli.config.schema import ConfigError
@@ -196,31 +282,59 @@ def show(
         return
     array = folder.suffix in SUFFIXES and not folder.is_dir()
     if not array and not (folder / "meta.json").is_file():
-        found = "holds no tokens" if folder.is_dir() else "is no token array" if folder.exists() else "no such folder or file"
+        found = (
+            "holds no tokens"
+            if folder.is_dir()
+            else "is no token array"
+            if folder.exists()
+            else "no such folder or file"
+        )
         kinds = f"a folder of MDS shards, or a {' or '.join(SUFFIXES)}"
-        raise ConfigError(f"{origin}: {found}; give a folder written by `mtrain data prepare`, {kinds}")
+        raise ConfigError(
+            f"{origin}: {found}; give a folder written by `mtrain data prepare`, {kinds}"
+        )
     store = open_array(folder, origin, token_dtype, 0) if array else TokenStore.open(path, origin)
     meta = store.meta
     if not 0 <= document < meta.num_documents:
-        raise ConfigError(f"--document {document}: the store has documents 0 to {meta.num_documents - 1}")
+        raise ConfigError(
+            f"--document {document}: the store has documents 0 to {meta.num_documents - 1}"
+        )
     if check and not array:
         store.check()
-    console.print(f"{path}: {meta.num_documents:,} documents, {meta.num_tokens:,} tokens of {meta.source}", markup=False)
+    console.print(
+        f"{path}: {meta.num_documents:,} documents, {meta.num_tokens:,} tokens of {meta.source}",
+        markup=False,
+    )
     if array:
         largest = int(store.tokens.max()) if check else int(store.tokens[: 1 << 24].max())
         where = "" if check or store.tokens.size <= 1 << 24 else " among the first 16M"
         console.print(f"  {meta.tokenizer}; largest id {largest:,}{where}", markup=False)
     else:
-        console.print(f"  tokenizer {meta.tokenizer}, vocabulary {meta.vocab_size:,}, {meta.dtype}, end token {meta.eos}", markup=False)
+        console.print(
+            f"  tokenizer {meta.tokenizer}, vocabulary {meta.vocab_size:,}, {meta.dtype}, end token {meta.eos}",
+            markup=False,
+        )
         console.print(f"  sha256 {meta.sha256}{' (checked)' if check else ''}")
     names, lengths = _by_domain(store)
     if (table := _domain_table(names, lengths)) is not None:
         console.print(table)
     console.print(_length_table(_concatenated(lengths)))
-    _print_snippet(console, store.document(document), document, chosen or (None if array else store.open_tokenizer))
+    _print_snippet(
+        console,
+        store.document(document),
+        document,
+        chosen or (None if array else store.open_tokenizer),
+    )
 
 
-def _show_shards(console: Console, root: Path, origin: str, document: int, check: bool, tokenizer: Tokenizer | None) -> None:
+def _show_shards(
+    console: Console,
+    root: Path,
+    origin: str,
+    document: int,
+    check: bool,
+    tokenizer: Tokenizer | None,
+) -> None:
     """Folders of MDS shards: columns, samples, tokens by domain and length."""
     import numpy as np
 
@@ -247,12 +361,22 @@ def _show_shards(console: Console, root: Path, origin: str, document: int, check
         if name or DOMAIN not in shards.columns:
             found.setdefault(name, []).append(lengths)
         else:
-            labels = np.array([str(shards.sample(number, [DOMAIN])[DOMAIN]) for number in range(shards.num_samples)])
+            labels = np.array(
+                [
+                    str(shards.sample(number, [DOMAIN])[DOMAIN])
+                    for number in range(shards.num_samples)
+                ]
+            )
             for label in np.unique(labels):
                 found.setdefault(str(label), []).append(lengths[labels == label])
         if check:
             for number in range(shards.num_samples):
-                shards.sample(number, list(shards.columns) if all(c.known for c in shards.columns.values()) else [TOKENS])
+                shards.sample(
+                    number,
+                    list(shards.columns)
+                    if all(c.known for c in shards.columns.values())
+                    else [TOKENS],
+                )
         first = first or shards
     if check:
         console.print("  every sample was read; sizes and the checksums that there are agree")
@@ -262,7 +386,9 @@ def _show_shards(console: Console, root: Path, origin: str, document: int, check
     console.print(_length_table(np.concatenate(by_name)))
     assert first is not None
     if not 0 <= document < first.num_samples:
-        raise ConfigError(f"--document {document}: {first.folder} has samples 0 to {first.num_samples - 1}")
+        raise ConfigError(
+            f"--document {document}: {first.folder} has samples 0 to {first.num_samples - 1}"
+        )
     _print_snippet(console, first.sample(document, [TOKENS])[TOKENS], document, tokenizer)
 
 
@@ -273,7 +399,9 @@ def _by_domain(store: TokenStore) -> tuple[list[str], list[np.ndarray]]:
     lengths = np.diff(store.offsets)
     if store.domains is None:
         return [""], [lengths]
-    return store.meta.domains, [lengths[store.domains == number] for number in range(len(store.meta.domains))]
+    return store.meta.domains, [
+        lengths[store.domains == number] for number in range(len(store.meta.domains))
+    ]
 
 
 def _concatenated(parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -294,10 +422,19 @@ def _domain_table(names: Sequence[str], lengths: Sequence[np.ndarray]) -> Table 
     for heading in ("documents", "tokens", "share", "median", "90 %", "longest"):
         table.add_column(heading, justify="right")
     total = sum(int(part.sum()) for part in lengths)
-    for name, part in sorted(zip(names, lengths, strict=True), key=lambda pair: -int(pair[1].sum())):
+    for name, part in sorted(
+        zip(names, lengths, strict=True), key=lambda pair: -int(pair[1].sum())
+    ):
         median, high = np.quantile(part, (0.5, 0.9)).astype(int) if part.size else (0, 0)
         longest = int(part.max()) if part.size else 0
-        numbers = (f"{part.size:,}", f"{part.sum():,}", f"{part.sum() / total:.1%}", f"{median:,}", f"{high:,}", f"{longest:,}")
+        numbers = (
+            f"{part.size:,}",
+            f"{part.sum():,}",
+            f"{part.sum() / total:.1%}",
+            f"{median:,}",
+            f"{high:,}",
+            f"{longest:,}",
+        )
         table.add_row(name or "(none)", *numbers)
     return table
 
@@ -305,7 +442,13 @@ def _domain_table(names: Sequence[str], lengths: Sequence[np.ndarray]) -> Table 
 @contextmanager
 def _progress_bar() -> Iterator[Callable[[PreparationProgress], None]]:
     """A function that shows each ``PreparationProgress`` that it is given: as bars on a terminal, else as a line now and then."""
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
     from rich.progress import Progress as Bars
 
     from mtrain_cli.console import Console
@@ -327,8 +470,15 @@ def _progress_bar() -> Iterator[Callable[[PreparationProgress], None]]:
 
         def report(progress: PreparationProgress) -> None:
             if progress.stage not in stages:
-                stages[progress.stage] = bars.add_task(progress.stage, total=progress.size, counts="", completed=progress.read)
-            bars.update(stages[progress.stage], completed=progress.read, total=progress.size, counts=_counts(progress))
+                stages[progress.stage] = bars.add_task(
+                    progress.stage, total=progress.size, counts="", completed=progress.read
+                )
+            bars.update(
+                stages[progress.stage],
+                completed=progress.read,
+                total=progress.size,
+                counts=_counts(progress),
+            )
 
         yield report
 
@@ -341,13 +491,17 @@ def _lines(console: Console) -> Callable[[PreparationProgress], None]:
         if time.monotonic() - shown >= _SECONDS_PER_LINE:
             shown = time.monotonic()
             read = f"{progress.read / 2**20:,.0f} of {progress.size / 2**20:,.0f} MiB"
-            console.print(f"{progress.stage}: {read}  {_counts(progress)}", soft_wrap=True, highlight=False)
+            console.print(
+                f"{progress.stage}: {read}  {_counts(progress)}", soft_wrap=True, highlight=False
+            )
 
     return report
 
 
 def _counts(progress: PreparationProgress) -> str:
-    return f"{progress.documents:,} documents, {progress.tokens:,} tokens" if progress.tokens else ""
+    return (
+        f"{progress.documents:,} documents, {progress.tokens:,} tokens" if progress.tokens else ""
+    )
 
 
 _BAR = 14  # of a line of the table, which has to fit 80 columns whatever the lengths
@@ -372,15 +526,27 @@ def _length_table(lengths: np.ndarray) -> Table:
         inside = lengths[(lengths >= low) & (lengths < high)]
         if inside.size:
             share = inside.sum() / lengths.sum()
-            table.add_row(f"{low:,} to {high - 1:,}", f"{inside.size:,}", f"{share:.1%}", "█" * round(_BAR * share))
+            table.add_row(
+                f"{low:,} to {high - 1:,}",
+                f"{inside.size:,}",
+                f"{share:.1%}",
+                "█" * round(_BAR * share),
+            )
     return table
 
 
-def _print_snippet(console: Console, ids: np.ndarray, number: int, tokenizer: Tokenizer | Callable[[], Tokenizer] | None) -> None:
+def _print_snippet(
+    console: Console,
+    ids: np.ndarray,
+    number: int,
+    tokenizer: Tokenizer | Callable[[], Tokenizer] | None,
+) -> None:
     from mtrain_cli.config.schema import ConfigError
 
     if tokenizer is None:
-        console.print(f"document {number} ({ids.size:,} tokens) begins with ids {', '.join(map(str, ids[:12]))}; --tokenizer shows text")
+        console.print(
+            f"document {number} ({ids.size:,} tokens) begins with ids {', '.join(map(str, ids[:12]))}; --tokenizer shows text"
+        )
         return
     console.print(f"document {number} ({ids.size:,} tokens) begins:")
     try:
@@ -389,4 +555,6 @@ def _print_snippet(console: Console, ids: np.ndarray, number: int, tokenizer: To
         console.print(f"  (not shown: {error})", markup=False)
         return
     # A corpus may hold escape sequences, which a terminal must not obey.
-    console.print(re.sub(r"[^\S\n]|[\x00-\x09\x0b-\x1f\x7f-\x9f]", " ", text), markup=False, style="dim")
+    console.print(
+        re.sub(r"[^\S\n]|[\x00-\x09\x0b-\x1f\x7f-\x9f]", " ", text), markup=False, style="dim"
+    )

@@ -117,7 +117,11 @@ class Diagnosis:
 
 def doctor(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of tables."),
-    check: bool = typer.Option(False, "--check", help="Also try: two processes over gloo, and each usable kernel against the reference."),
+    check: bool = typer.Option(
+        False,
+        "--check",
+        help="Also try: two processes over gloo, and each usable kernel against the reference.",
+    ),
 ) -> None:
     """Show devices, links, versions, and which attention kernels are usable here (and why not)."""
     found = diagnose(check)
@@ -138,23 +142,38 @@ def diagnose(check: bool) -> Diagnosis:
     gpus = []
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
-        name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
-        gpus.append(DetectedGpu(index, name, round(total / 2**30, 1), round(free / 2**30, 1), capability))
+        name, capability = (
+            torch.cuda.get_device_name(index),
+            torch.cuda.get_device_capability(index),
+        )
+        gpus.append(
+            DetectedGpu(index, name, round(total / 2**30, 1), round(free / 2**30, 1), capability)
+        )
     nccl = torch.cuda.nccl.version() if gpus and torch.distributed.is_nccl_available() else None
     kernels = _kernels(gpus)
     return Diagnosis(
         python=platform.python_version(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
-        cpu_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cpu_cores=len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1,
         cpu_memory_gib=_cpu_memory(),
         cuda=torch.version.cuda,
         driver=_driver() if gpus else None,
         nccl=".".join(map(str, nccl)) if nccl else None,
         gpus=gpus,
         links=_links(len(gpus)),
-        packages=[Package(name, _version(names), extra, purpose) for name, names, extra, purpose in _PACKAGES],
+        packages=[
+            Package(name, _version(names), extra, purpose)
+            for name, names, extra, purpose in _PACKAGES
+        ],
         kernels=kernels,
-        checks=[_check_gloo(), *(_check_kernel(kernel) for kernel in kernels if kernel.reason is None)] if check else [],
+        checks=[
+            _check_gloo(),
+            *(_check_kernel(kernel) for kernel in kernels if kernel.reason is None),
+        ]
+        if check
+        else [],
     )
 
 
@@ -179,7 +198,9 @@ def _nvidia_smi(*arguments: str) -> str | None:
     if shutil.which("nvidia-smi") is None:
         return None
     try:
-        return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=True).stdout
+        return subprocess.run(
+            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=True
+        ).stdout
     except (subprocess.SubprocessError, OSError):
         return None
 
@@ -192,19 +213,33 @@ def _driver() -> str | None:
 def _links(gpus: int) -> list[DetectedLink]:
     if gpus < 2:
         return []
-    if (text := _nvidia_smi("topo", "-m")) and len(links := parse_topology(text)) == gpus * (gpus - 1):
+    if (text := _nvidia_smi("topo", "-m")) and len(links := parse_topology(text)) == gpus * (
+        gpus - 1
+    ):
         return links
     import torch
 
     pairs = [(a, b) for a in range(gpus) for b in range(gpus) if a != b]
-    return [DetectedLink(a, b, "peer" if torch.cuda.can_device_access_peer(a, b) else "no peer") for a, b in pairs]
+    return [
+        DetectedLink(a, b, "peer" if torch.cuda.can_device_access_peer(a, b) else "no peer")
+        for a, b in pairs
+    ]
 
 
 def parse_topology(text: str) -> list[DetectedLink]:
     """The GPU part of the matrix of `nvidia-smi topo -m`: every ordered pair of different GPUs."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in text.splitlines()]
-    rows = {int(words[0][3:]): words[1:] for words in lines if words and re.fullmatch(r"GPU\d+", words[0])}
-    return [DetectedLink(a, b, row[b]) for a, row in sorted(rows.items()) for b in sorted(rows) if a != b and b < len(row)]
+    rows = {
+        int(words[0][3:]): words[1:]
+        for words in lines
+        if words and re.fullmatch(r"GPU\d+", words[0])
+    }
+    return [
+        DetectedLink(a, b, row[b])
+        for a, row in sorted(rows.items())
+        for b in sorted(rows)
+        if a != b and b < len(row)
+    ]
 
 
 def describe_links(links: list[DetectedLink]) -> list[str]:
@@ -218,7 +253,11 @@ def describe_links(links: list[DetectedLink]) -> list[str]:
         if kind.startswith("NV"):
             what = f"{kind}: NVLink, {kind[2:]} links"
         elif kind in ("peer", "no peer"):
-            what = "direct access between the two GPUs" if kind == "peer" else "no direct access, through host memory"
+            what = (
+                "direct access between the two GPUs"
+                if kind == "peer"
+                else "no direct access, through host memory"
+            )
         else:
             what = f"{kind}: {_LINKS.get(kind, 'unknown path')}"
         lines.append(f"{what} ({'every pair' if len(kinds) == 1 else ', '.join(pairs)})")
@@ -230,9 +269,16 @@ def _kernels(gpus: list[DetectedGpu]) -> list[KernelState]:
     from mtrain_cli.attention.kernel import KernelRequest
     from mtrain_cli.attention.kernel_registry import survey
 
-    requests = [KernelRequest("cuda", capability, "bfloat16", 128, 16, 2) for capability in sorted({gpu.capability for gpu in gpus})]
+    requests = [
+        KernelRequest("cuda", capability, "bfloat16", 128, 16, 2)
+        for capability in sorted({gpu.capability for gpu in gpus})
+    ]
     requests.append(KernelRequest("cpu", None, "float32", 128, 16, 2))
-    return [KernelState(name, request.device, request.dtype, reason) for request in requests for name, reason in survey(request)]
+    return [
+        KernelState(name, request.device, request.dtype, reason)
+        for request in requests
+        for name, reason in survey(request)
+    ]
 
 
 _GLOO = """
@@ -250,15 +296,25 @@ def _check_gloo() -> CheckResult:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        commands = [[sys.executable, "-c", _GLOO, str(rank), os.path.join(folder, "meet")] for rank in range(2)]
+        commands = [
+            [sys.executable, "-c", _GLOO, str(rank), os.path.join(folder, "meet")]
+            for rank in range(2)
+        ]
         environment = {**os.environ, **on_loopback(), "OMP_NUM_THREADS": "1"}
         workers = [
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) for command in commands
+            subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+            )
+            for command in commands
         ]
         try:
             answers = [worker.communicate(timeout=60) for worker in workers]
         except subprocess.TimeoutExpired:
-            return CheckResult("two processes over gloo", False, "no answer within 60 s; is the local network interface blocked?")
+            return CheckResult(
+                "two processes over gloo",
+                False,
+                "no answer within 60 s; is the local network interface blocked?",
+            )
         finally:
             for worker in workers:
                 worker.kill()
@@ -284,17 +340,33 @@ def _check_kernel(state: KernelState) -> CheckResult:
     positions = np.arange(tokens, dtype=np.int64)
     spans = SequenceMask.causal(tokens, tokens).spans(positions, positions)
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, tokens, heads, 128, generator=generator).to(dtype) for heads in (16, 2, 2))
-    exact, _ = ReferenceKernel().forward(q.double(), k.double(), v.double(), Tiles.make([spans]), 128**-0.5)
+    q, k, v = (
+        torch.randn(1, tokens, heads, 128, generator=generator).to(dtype) for heads in (16, 2, 2)
+    )
+    exact, _ = ReferenceKernel().forward(
+        q.double(), k.double(), v.double(), Tiles.make([spans]), 128**-0.5
+    )
     try:
         capability = torch.cuda.get_device_capability() if state.device == "cuda" else None
-        kernel, _ = choose(state.name, KernelRequest(state.device, capability, state.dtype, 128, 16, 2))
+        kernel, _ = choose(
+            state.name, KernelRequest(state.device, capability, state.dtype, 128, 16, 2)
+        )
         tiles = Tiles.make([spans], state.device)
-        out, _ = kernel.forward(q.to(state.device), k.to(state.device), v.to(state.device), tiles, 128**-0.5)
+        out, _ = kernel.forward(
+            q.to(state.device), k.to(state.device), v.to(state.device), tiles, 128**-0.5
+        )
     except Exception as error:  # whatever a third-party kernel raises is the finding
-        return CheckResult(name, False, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        return CheckResult(
+            name,
+            False,
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+        )
     worst = (out.cpu().double() - exact).abs().max().item()
-    return CheckResult(name, worst <= max(8 * torch.finfo(dtype).eps, 1e-5), f"largest difference from float64 {worst:.1e}")
+    return CheckResult(
+        name,
+        worst <= max(8 * torch.finfo(dtype).eps, 1e-5),
+        f"largest difference from float64 {worst:.1e}",
+    )
 
 
 def render(found: Diagnosis) -> RenderableType:
@@ -304,7 +376,14 @@ def render(found: Diagnosis) -> RenderableType:
     from rich.text import Text
 
     def section(title: str) -> Table:
-        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0), title=title, title_justify="left")
+        table = Table(
+            box=None,
+            show_header=False,
+            pad_edge=False,
+            padding=(0, 2, 0, 0),
+            title=title,
+            title_justify="left",
+        )
         table.title_style = "bold"
         table.add_column(style="dim", no_wrap=True, min_width=14)
         table.add_column(overflow="fold")
@@ -317,7 +396,9 @@ def render(found: Diagnosis) -> RenderableType:
         state = f"{gpu.memory_gib:.0f} GiB ({gpu.free_gib:.0f} free), compute capability {gpu.capability[0]}.{gpu.capability[1]}"
         devices.add_row(f"cuda:{gpu.index}", f"{gpu.name}, {state}")
     if not found.gpus:
-        devices.add_row("cuda", "no GPU visible" + ("" if found.cuda else "; this torch is built without CUDA"))
+        devices.add_row(
+            "cuda", "no GPU visible" + ("" if found.cuda else "; this torch is built without CUDA")
+        )
     for number, line in enumerate(describe_links(found.links)):
         devices.add_row("" if number else "links", line)
 
@@ -333,12 +414,19 @@ def render(found: Diagnosis) -> RenderableType:
             remedy = f"not installed: {install_command(package.extra)}  ({package.purpose})"
             versions.add_row(package.name, Text(remedy, style="yellow"))
         else:
-            versions.add_row(package.name, Text("not installed, and mtrain needs it: reinstall mtrain", style="red"))
+            versions.add_row(
+                package.name,
+                Text("not installed, and mtrain needs it: reinstall mtrain", style="red"),
+            )
 
     kernels = section("\nAttention kernels")
     for kernel in found.kernels:
         where = f"{kernel.device}, {kernel.dtype}"
-        state_text = Text("usable", style="green") if kernel.reason is None else Text(f"no: {kernel.reason}", style="yellow")
+        state_text = (
+            Text("usable", style="green")
+            if kernel.reason is None
+            else Text(f"no: {kernel.reason}", style="yellow")
+        )
         kernels.add_row(kernel.name, Text.assemble(f"{where:<15}  ", state_text))
 
     parts = [devices, versions, kernels]

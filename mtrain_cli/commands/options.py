@@ -40,10 +40,15 @@ def names(option: str, text: str, allowed: Sequence[str] | None = None) -> list[
 
     found = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not found and (text or allowed is not None):
-        raise ConfigError(f"{option} {text!r}: names nothing" + (f"; allowed: {', '.join(allowed)}" if allowed is not None else ""))
+        raise ConfigError(
+            f"{option} {text!r}: names nothing"
+            + (f"; allowed: {', '.join(allowed)}" if allowed is not None else "")
+        )
     for name in found:
         if allowed is not None and name not in allowed:
-            raise ConfigError(f"{option} {name}: unknown{did_you_mean(name, allowed)}; allowed: {', '.join(allowed)}")
+            raise ConfigError(
+                f"{option} {name}: unknown{did_you_mean(name, allowed)}; allowed: {', '.join(allowed)}"
+            )
     return found
 
 
@@ -74,7 +79,12 @@ def whole_number(text: str) -> int:
 
 
 def warn_of_idle(
-    words: Sequence[str], config: Config | None = None, config_dir: Path | None = None, *, exchange: str = "", device: str = ""
+    words: Sequence[str],
+    config: Config | None = None,
+    config_dir: Path | None = None,
+    *,
+    exchange: str = "",
+    device: str = "",
 ) -> None:
     """One line on stderr for each typed setting that changes nothing. config: None where a command uses few keys by design."""
     from mtrain_cli.config.unused_settings import idle, repeated

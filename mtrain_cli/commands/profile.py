@@ -36,7 +36,11 @@ if TYPE_CHECKING:
     from mtrain_cli.profiling.pattern_quality import HeadRecord
     from mtrain_cli.sparsity.pattern import Pattern
 
-app = typer.Typer(help="Measure on this machine: attention, messages, whole steps.", rich_markup_mode="rich", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure on this machine: attention, messages, whole steps.",
+    rich_markup_mode="rich",
+    no_args_is_help=True,
+)
 
 
 @app.command("sparsity")
@@ -52,16 +56,37 @@ def sparsity(
     ] = None,
     pattern: Annotated[
         str,
-        typer.Option(metavar="NAME,...", help="Patterns to measure on the same queries and keys; they need not be the one trained with."),
+        typer.Option(
+            metavar="NAME,...",
+            help="Patterns to measure on the same queries and keys; they need not be the one trained with.",
+        ),
     ] = "vertical_slash",
     steps: Annotated[
-        int, typer.Option(metavar="N", help="Training steps; the first and the last are measured.", min=1, max=MOST_STEPS)
+        int,
+        typer.Option(
+            metavar="N",
+            help="Training steps; the first and the last are measured.",
+            min=1,
+            max=MOST_STEPS,
+        ),
     ] = 2,
     every: Annotated[
-        int, typer.Option(metavar="N", help="Also measure every N steps; 0 = only the first and the last.", min=0, max=MOST_STEPS)
+        int,
+        typer.Option(
+            metavar="N",
+            help="Also measure every N steps; 0 = only the first and the last.",
+            min=0,
+            max=MOST_STEPS,
+        ),
     ] = 0,
     rows: Annotated[
-        int, typer.Option(metavar="N", help="Queries sampled in each layer, outside those that patterns probe.", min=1, max=MOST_TOKENS)
+        int,
+        typer.Option(
+            metavar="N",
+            help="Queries sampled in each layer, outside those that patterns probe.",
+            min=1,
+            max=MOST_TOKENS,
+        ),
     ] = 256,
     out: Annotated[
         Path | None,
@@ -102,17 +127,31 @@ def sparsity(
     for name in dict.fromkeys(r.pattern for r in records):
         for step in (measured[0], measured[-1])[: len(measured)]:
             title = f"{next(shown_name(p) for p in patterns if p.name == name)}, step {step}"
-            console.print(_layers([r for r in records if r.pattern == name and r.step == step], title))
+            console.print(
+                _layers([r for r in records if r.pattern == name and r.step == step], title)
+            )
     if out is None:
-        folder = _leave_measurement(config, words, records, {"patterns": [p.name for p in patterns], "steps": measured, "rows": rows})
-        console.print(f"files  {folder}", f"draw   mtrain report {shlex.quote(str(folder))}", sep="\n", markup=False)
+        folder = _leave_measurement(
+            config,
+            words,
+            records,
+            {"patterns": [p.name for p in patterns], "steps": measured, "rows": rows},
+        )
+        console.print(
+            f"files  {folder}",
+            f"draw   mtrain report {shlex.quote(str(folder))}",
+            sep="\n",
+            markup=False,
+        )
         return
     with writing(out):
         _write_parquet(records, out)
     console.print(f"{len(records)} rows in {out}{replaced}", markup=False)
 
 
-def _leave_measurement(config: Config, words: list[str], records: list[HeadRecord], about: dict[str, Any]) -> Path:
+def _leave_measurement(
+    config: Config, words: list[str], records: list[HeadRecord], about: dict[str, Any]
+) -> Path:
     """A folder in measurements/, as the other measurements leave one."""
     from mtrain_cli.commands.profile_imbalance import in_own_folder
     from mtrain_cli.launch import run_dir
@@ -123,7 +162,13 @@ def _leave_measurement(config: Config, words: list[str], records: list[HeadRecor
     try:
         with writing(run.path / HEAD_ROWS):
             _write_parquet(records, run.path / HEAD_ROWS)
-            told = {"kind": SPARSITY, "complete": True, "command": facts.get("command", []), "environment": facts, "workers": 1}
+            told = {
+                "kind": SPARSITY,
+                "complete": True,
+                "command": facts.get("command", []),
+                "environment": facts,
+                "workers": 1,
+            }
             write_summary(run.path, {**told, **about})
     finally:
         run.release()
@@ -144,21 +189,37 @@ def _patterns(overrides: list[str], names: str) -> tuple[Config, list[Pattern]]:
     allowed = [name for name in PATTERNS if name != "dense"]
     for name in wanted:
         if name not in allowed:
-            raise ConfigError(f"--pattern {name}: no such pattern{did_you_mean(name, allowed)}; allowed: {', '.join(allowed)}")
+            raise ConfigError(
+                f"--pattern {name}: no such pattern{did_you_mean(name, allowed)}; allowed: {', '.join(allowed)}"
+            )
     if not wanted:
         raise ConfigError(f"--pattern {names!r}: names no pattern; allowed: {', '.join(allowed)}")
-    trained = next((w.removeprefix("sparsity=") for w in overrides if w.startswith("sparsity=")), "dense")
+    trained = next(
+        (w.removeprefix("sparsity=") for w in overrides if w.startswith("sparsity=")), "dense"
+    )
     keys = [word for word in overrides if word.startswith("sparsity.")]
-    rest = [word for word in overrides if not word.startswith(("sparsity.", "topology.workers=", "sparsity="))]
+    rest = [
+        word
+        for word in overrides
+        if not word.startswith(("sparsity.", "topology.workers=", "sparsity="))
+    ]
     for word in keys:
         key = word.partition("=")[0].removeprefix("sparsity.")
         if key == "pattern":
-            raise ConfigError(f"{word}: give what is measured as --pattern NAME,... and what the model trains with as sparsity=NAME")
-        if not any(key in PATTERN_KEYS[name] for name in (*wanted, trained) if name in PATTERN_KEYS):
+            raise ConfigError(
+                f"{word}: give what is measured as --pattern NAME,... and what the model trains with as sparsity=NAME"
+            )
+        if not any(
+            key in PATTERN_KEYS[name] for name in (*wanted, trained) if name in PATTERN_KEYS
+        ):
             raise ConfigError(f"{word}: is a key of none of the patterns {', '.join(wanted)}")
 
     def composed(name: str) -> Config:
-        own = [word for word in keys if word.partition("=")[0].removeprefix("sparsity.") in PATTERN_KEYS.get(name, ())]
+        own = [
+            word
+            for word in keys
+            if word.partition("=")[0].removeprefix("sparsity.") in PATTERN_KEYS.get(name, ())
+        ]
         return compose([*rest, f"sparsity={name}", "topology.workers=1", *own])
 
     made = []
@@ -212,7 +273,9 @@ def check_out(out: Path, is_own: Callable[[Path], bool], what: str) -> str:
             if not out.is_file() or not out.stat().st_size:
                 return ""
             if not is_own(out):
-                raise ConfigError(f"--out {out}: exists and is no {what} of mtrain; give another name, or remove it")
+                raise ConfigError(
+                    f"--out {out}: exists and is no {what} of mtrain; give another name, or remove it"
+                )
             return f", in place of the {what} that was there"
         out.parent.mkdir(parents=True, exist_ok=True)
         with out.open("xb"):
@@ -234,7 +297,11 @@ def within_memory() -> Iterator[None]:
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+        if (
+            isinstance(error, RuntimeError)
+            and not isinstance(error, torch.OutOfMemoryError)
+            and "allocate memory" not in str(error)
+        ):
             raise
         raise RunError(
             "The next of these shapes does not fit the memory; give shorter --seq, fewer --heads or a smaller --head-dim"
@@ -242,7 +309,9 @@ def within_memory() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def kept_beside(out: Path | None, save: Callable[[list[Any], Path], None]) -> Iterator[Callable[[Any], None]]:
+def kept_beside(
+    out: Path | None, save: Callable[[list[Any], Path], None]
+) -> Iterator[Callable[[Any], None]]:
     """For times as they are taken: each is saved at once beside ``out``, whose place they take when all are there. Until then an earlier
     file stays, and what ends the measurement before says where they are. out: None keeps nothing.
     """
@@ -286,7 +355,11 @@ def _write_parquet(records: list[HeadRecord], out: Path) -> None:
 def kernels(
     seq: Annotated[str, typer.Option(metavar="N,...", help="Lengths, such as 32k,128k.")] = "auto",
     density: Annotated[
-        str, typer.Option(metavar="D,...", help="Shares of the causal blocks that diagonals fill, such as 0.05 or 5%.")
+        str,
+        typer.Option(
+            metavar="D,...",
+            help="Shares of the causal blocks that diagonals fill, such as 0.05 or 5%.",
+        ),
     ] = "0.1,0.05,0.02",
     columns: Annotated[
         int | None,
@@ -298,14 +371,23 @@ def kernels(
             show_default=False,
         ),
     ] = None,
-    heads: Annotated[str, typer.Option(metavar="Q/KV,...", help="Query and key-value heads.")] = "16/2",
+    heads: Annotated[
+        str, typer.Option(metavar="Q/KV,...", help="Query and key-value heads.")
+    ] = "16/2",
     head_dim: Annotated[int, typer.Option(metavar="N", min=16, max=MOST_HEAD_DIM)] = 128,
     block: Annotated[
-        int | None, typer.Option(metavar="N", help="Tokens of a block; 128 on a GPU and 16 on a CPU.", show_default=False)
+        int | None,
+        typer.Option(
+            metavar="N", help="Tokens of a block; 128 on a GPU and 16 on a CPU.", show_default=False
+        ),
     ] = None,
     kernel: Annotated[
         str,
-        typer.Option(metavar="NAME,...", help="Kernels under an index; empty = all that serve.", autocompletion=complete_kernels),
+        typer.Option(
+            metavar="NAME,...",
+            help="Kernels under an index; empty = all that serve.",
+            autocompletion=complete_kernels,
+        ),
     ] = "",
     workers: Annotated[
         str,
@@ -315,15 +397,27 @@ def kernels(
             show_default=False,
         ),
     ] = "",
-    whole: Annotated[bool, typer.Option("--whole/--no-whole", help="Whole sequences; with --workers they may be left out.")] = True,
+    whole: Annotated[
+        bool,
+        typer.Option(
+            "--whole/--no-whole", help="Whole sequences; with --workers they may be left out."
+        ),
+    ] = True,
     threads: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Threads on a CPU, as workers have them: cores / workers.", min=1, max=MOST_THREADS, show_default=False
+            metavar="N",
+            help="Threads on a CPU, as workers have them: cores / workers.",
+            min=1,
+            max=MOST_THREADS,
+            show_default=False,
         ),
     ] = None,
     repeats: Annotated[int, typer.Option(metavar="N", min=1, max=MOST_SAMPLES)] = 7,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Calibration to write, as JSON.", show_default=False)] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Calibration to write, as JSON.", show_default=False),
+    ] = None,
 ) -> None:
     """Time the attention kernels of this machine, dense and under synthetic indices, side by side.
 
@@ -342,11 +436,18 @@ def kernels(
 
     from mtrain_cli.config.sizes import parse_share, parse_size
     from mtrain_cli.console import Console
-    from mtrain_cli.profiling.kernel_benchmark import KernelCase, missing, profile_kernels, save_calibration
+    from mtrain_cli.profiling.kernel_benchmark import (
+        KernelCase,
+        missing,
+        profile_kernels,
+        save_calibration,
+    )
     from mtrain_cli.reporting.terminal_width import limit, say
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    lengths = numbers("--seq", ("32k,128k" if device == "cuda" else "1k,2k") if seq == "auto" else seq, parse_size)
+    lengths = numbers(
+        "--seq", ("32k,128k" if device == "cuda" else "1k,2k") if seq == "auto" else seq, parse_size
+    )
     if any(not 2 <= s <= MOST_TOKENS for s in lengths):
         raise ConfigError(f"--seq {seq}: each must be at least 2 tokens and at most 64m")
     densities = numbers("--density", density, parse_share)
@@ -362,10 +463,20 @@ def kernels(
         shapes.append(_heads(heads, query, kv))
 
     def columns_at(length: int) -> int:
-        return min(columns if columns is not None else 2048 if device == "cuda" else length // 64, length)
+        return min(
+            columns if columns is not None else 2048 if device == "cuda" else length // 64, length
+        )
 
     cases = [
-        KernelCase(seq=s, heads=h, kv_heads=kv, head_dim=head_dim, block=block, density=d, columns=columns_at(s))
+        KernelCase(
+            seq=s,
+            heads=h,
+            kv_heads=kv,
+            head_dim=head_dim,
+            block=block,
+            density=d,
+            columns=columns_at(s),
+        )
         for h, kv in shapes
         for s in lengths
         for d in densities
@@ -373,9 +484,13 @@ def kernels(
     of_so_many = numbers("--workers", workers, whole_number) if workers else []
     for n in of_so_many:
         if not 2 <= n <= MOST_WORKERS:
-            raise ConfigError(f"--workers {workers}: each must be at least 2 workers and at most {MOST_WORKERS:,}")
+            raise ConfigError(
+                f"--workers {workers}: each must be at least 2 workers and at most {MOST_WORKERS:,}"
+            )
         if not any(s % (2 * n * block) == 0 for s in lengths):
-            raise ConfigError(f"--workers {n}: none of --seq {seq} can be dealt to so many in whole blocks: a multiple of {2 * n * block}")
+            raise ConfigError(
+                f"--workers {n}: none of --seq {seq} can be dealt to so many in whole blocks: a multiple of {2 * n * block}"
+            )
     if not whole and not of_so_many:
         raise ConfigError("--no-whole: leaves nothing to time; give --workers N, too")
     if threads is not None:
@@ -385,7 +500,11 @@ def kernels(
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     names = [name.strip() for name in kernel.split(",") if name.strip()]
     _check_kernels(names)
-    absent = [(name, reason) for name, reason, everywhere in missing(cases, names, dtype, device) if everywhere]
+    absent = [
+        (name, reason)
+        for name, reason, everywhere in missing(cases, names, dtype, device)
+        if everywhere
+    ]
     if names and {name for name, _ in absent} >= set(names):
         raise ConfigError(*(f"--kernel {name}: {reason}" for name, reason in absent))
     replaced = "" if out is None else check_out(out, is_calibration, "calibration")
@@ -396,14 +515,23 @@ def kernels(
     speed = device == "cuda"
     console.print(_header(narrow, speed))
     command = " ".join(["mtrain", *sys.argv[1:]])
-    with within_memory(), kept_beside(out, lambda times, file: save_calibration(times, file, command, dtype, device)) as keep:
+    with (
+        within_memory(),
+        kept_beside(
+            out, lambda times, file: save_calibration(times, file, command, dtype, device)
+        ) as keep,
+    ):
 
         def whole_one(found: KernelTime) -> None:
             console.print(_line(found, narrow, speed))
             keep(found)
 
         def share_of_one(found: KernelTime) -> None:
-            console.print(_line(found, narrow, speed) + (_NEXT if narrow else "  ") + f"1/{found.workers} {found.what}")
+            console.print(
+                _line(found, narrow, speed)
+                + (_NEXT if narrow else "  ")
+                + f"1/{found.workers} {found.what}"
+            )
             keep(found)
 
         times = profile_kernels(cases if whole else [], names, dtype, device, repeats, whole_one)
@@ -411,8 +539,13 @@ def kernels(
             from mtrain_cli.profiling.worker_calls import profile_worker_calls
 
             console.print("one worker's calls")
-            times += profile_worker_calls(cases, of_so_many, names, dtype, device, repeats, share_of_one)
-    say(console, f"{_LEGEND}{_LEGEND_OF_SPEED if speed and not narrow else ''}.{_left_out(speed) if narrow else ''}")
+            times += profile_worker_calls(
+                cases, of_so_many, names, dtype, device, repeats, share_of_one
+            )
+    say(
+        console,
+        f"{_LEGEND}{_LEGEND_OF_SPEED if speed and not narrow else ''}.{_left_out(speed) if narrow else ''}",
+    )
     for name, reason, everywhere in missing(cases, names, dtype, device):
         console.print(f"{name}: {reason}" + ("" if everywhere else " (some of the shapes)"))
     if out is not None:
@@ -425,7 +558,9 @@ def _heads(heads: str, query: str, kv: str) -> tuple[int, int]:
     except ValueError:
         found = 0, 0
     if not (0 < found[1] <= found[0] <= MOST_HEADS and found[0] % found[1] == 0):
-        raise ConfigError(f"--heads {heads}: expected query heads / key-value heads that divide them, such as 16/2; at most {MOST_HEADS:,}")
+        raise ConfigError(
+            f"--heads {heads}: expected query heads / key-value heads that divide them, such as 16/2; at most {MOST_HEADS:,}"
+        )
     return found
 
 
@@ -434,7 +569,9 @@ def _check_kernels(names: list[str]) -> None:
 
     for name in names:
         if name not in KERNELS or name == "auto":
-            raise ConfigError(f"--kernel {name}: no such kernel; allowed: {', '.join(k for k in KERNELS if k != 'auto')}")
+            raise ConfigError(
+                f"--kernel {name}: no such kernel; allowed: {', '.join(k for k in KERNELS if k != 'auto')}"
+            )
 
 
 def numbers(option: str, text: str, parse):
@@ -444,7 +581,9 @@ def numbers(option: str, text: str, parse):
             values.append(parse(part.strip()))
         except ValueError:
             example = {"--seq": "32k,128k", "--workers": "8,32"}.get(option, "0.05 or 5%")
-            raise ConfigError(f"{option} {text}: {part.strip() or 'an empty item'} is no number; give items such as {example}") from None
+            raise ConfigError(
+                f"{option} {text}: {part.strip() or 'an empty item'} is no number; give items such as {example}"
+            ) from None
     return values
 
 
@@ -468,13 +607,24 @@ def _line(found: KernelTime, narrow: bool, speed: bool) -> str:
     """speed: whether TFLOP/s are shown."""
     case = found.case
     what = "dense" if case.density is None else f"{case.density:.1%}"
-    columns = "" if case.density is None else f"all {case.seq}" if case.columns == case.seq else str(case.columns)
+    columns = (
+        ""
+        if case.density is None
+        else f"all {case.seq}"
+        if case.columns == case.seq
+        else str(case.columns)
+    )
     share = found.pairs / (case.heads * math.comb(case.seq + 1, 2))
     if narrow:
         times = f"{found.forward_ms:>10.3f} ms {found.backward_ms:>10.3f} ms"
         return f"{found.kernel:<10} {case.seq:>8} {what:>9} {columns:>8} {share:>7.1%} {times}"
-    parts = [f"{found.kernel:<10} {case.seq:>8} {case.heads:>3}/{case.kv_heads:<2} {what:>9} {columns:>8} {share:>7.1%}"]
-    for ms, tflops in ((found.forward_ms, found.forward_tflops), (found.backward_ms, found.backward_tflops)):
+    parts = [
+        f"{found.kernel:<10} {case.seq:>8} {case.heads:>3}/{case.kv_heads:<2} {what:>9} {columns:>8} {share:>7.1%}"
+    ]
+    for ms, tflops in (
+        (found.forward_ms, found.forward_tflops),
+        (found.backward_ms, found.backward_tflops),
+    ):
         parts.append(f"{ms:>10.3f} ms" + (f" {tflops:>6.1f} TF" if speed else ""))
     if found.forward_ratio and found.backward_ratio:
         parts.append(f"  {found.forward_ratio:.2f}x / {found.backward_ratio:.2f}x")

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mtrain_cli.commands.completion import complete_exchanges, complete_layouts, complete_overrides
-from mtrain_cli.commands.options import LARGEST_DEGREE, MOST_SAMPLES, MOST_STEPS, names, warn_of_idle
+from mtrain_cli.commands.options import (
+    LARGEST_DEGREE,
+    MOST_SAMPLES,
+    MOST_STEPS,
+    names,
+    warn_of_idle,
+)
 from mtrain_cli.commands.profile import app
 from mtrain_cli.config.schema import ConfigError
 
@@ -26,36 +32,77 @@ DEGREES = ("worker", "step", "total", "critical")
 def imbalance(
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="OVERRIDES", help="As in `mtrain train`.", autocompletion=complete_overrides, show_default=False),
+        typer.Argument(
+            metavar="OVERRIDES",
+            help="As in `mtrain train`.",
+            autocompletion=complete_overrides,
+            show_default=False,
+        ),
     ] = None,
     layout: Annotated[
         str,
-        typer.Option(metavar="NAME,...", help="Layouts to compare; default: that of topology.layout.", autocompletion=complete_layouts),
+        typer.Option(
+            metavar="NAME,...",
+            help="Layouts to compare; default: that of topology.layout.",
+            autocompletion=complete_layouts,
+        ),
     ] = "",
     exchange: Annotated[
         str,
         typer.Option(
-            metavar="NAME,...", help="Exchanges to compare; default: that of topology.exchange.", autocompletion=complete_exchanges
+            metavar="NAME,...",
+            help="Exchanges to compare; default: that of topology.exchange.",
+            autocompletion=complete_exchanges,
         ),
     ] = "",
     pattern: Annotated[
         str,
         typer.Option(
-            metavar="NAME,...", help="Patterns to compare; sparsity.* keys go to those that have them. Default: that of sparsity=."
+            metavar="NAME,...",
+            help="Patterns to compare; sparsity.* keys go to those that have them. Default: that of sparsity=.",
         ),
     ] = "",
-    seq: Annotated[str, typer.Option(metavar="N,...", help="Lengths to compare (with --attention-only).")] = "",
-    steps: Annotated[int, typer.Option(metavar="N", help="Recorded iterations of each case.", min=1, max=MOST_SAMPLES)] = 5,
-    warmup: Annotated[int, typer.Option(metavar="N", help="Training steps before the first recorded one.", min=0, max=MOST_STEPS)] = 1,
-    every: Annotated[int, typer.Option(metavar="N", help="Training steps from one recorded step to the next.", min=1, max=MOST_STEPS)] = 1,
+    seq: Annotated[
+        str, typer.Option(metavar="N,...", help="Lengths to compare (with --attention-only).")
+    ] = "",
+    steps: Annotated[
+        int,
+        typer.Option(
+            metavar="N", help="Recorded iterations of each case.", min=1, max=MOST_SAMPLES
+        ),
+    ] = 5,
+    warmup: Annotated[
+        int,
+        typer.Option(
+            metavar="N", help="Training steps before the first recorded one.", min=0, max=MOST_STEPS
+        ),
+    ] = 1,
+    every: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="Training steps from one recorded step to the next.",
+            min=1,
+            max=MOST_STEPS,
+        ),
+    ] = 1,
     attention_only: Annotated[
         bool,
-        typer.Option("--attention-only", help="One layer's attention on random data, without a model: for lengths that no model fits."),
+        typer.Option(
+            "--attention-only",
+            help="One layer's attention on random data, without a model: for lengths that no model fits.",
+        ),
     ] = False,
     peer: Annotated[
-        bool, typer.Option("--peer", help="With --attention-only on GPUs: also time PyTorch's own context parallelism, dense.")
+        bool,
+        typer.Option(
+            "--peer",
+            help="With --attention-only on GPUs: also time PyTorch's own context parallelism, dense.",
+        ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON and nothing else.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the summary as JSON and nothing else.")
+    ] = False,
     fail_above: Annotated[
         str,
         typer.Option(
@@ -89,15 +136,32 @@ def imbalance(
     limits = _limits(fail_above)
     _only_together(attention_only, seq=seq, peer=peer)
     cases = _cases(
-        words, *(names(o, t) for o, t in (("--layout", layout), ("--exchange", exchange), ("--pattern", pattern), ("--seq", seq)))
+        words,
+        *(
+            names(o, t)
+            for o, t in (
+                ("--layout", layout),
+                ("--exchange", exchange),
+                ("--pattern", pattern),
+                ("--seq", seq),
+            )
+        ),
     )
     config = in_own_folder(cases[0][1])
     environment = resolve_environment(config)
     warn_of_idle(words)
     if limits and environment.launcher != "mtrain":
-        raise ConfigError(f"--fail-above {fail_above}: exit codes are those of torchrun or srun here; read summary.json instead")
-    if peer and (environment.device == "cpu" or environment.cp != environment.workers or config.train.dtype == "float32"):
-        raise ConfigError("--peer: PyTorch's context parallelism with cuDNN needs GPUs in one context group, and bfloat16; leave it out")
+        raise ConfigError(
+            f"--fail-above {fail_above}: exit codes are those of torchrun or srun here; read summary.json instead"
+        )
+    if peer and (
+        environment.device == "cpu"
+        or environment.cp != environment.workers
+        or config.train.dtype == "float32"
+    ):
+        raise ConfigError(
+            "--peer: PyTorch's context parallelism with cuDNN needs GPUs in one context group, and bfloat16; leave it out"
+        )
     # Only now: they take seconds to import, and a mistake is told at once.
     from mtrain_cli.profiling import records
     from mtrain_cli.profiling.measurement import ATTENTION_ONLY, TARGETS, TRAINING, MeasurementPlan
@@ -117,7 +181,9 @@ def imbalance(
 def _only_together(attention_only: bool, *, seq: str, peer: bool) -> None:
     if not attention_only:
         if seq:
-            raise ConfigError(f"--seq {seq}: several lengths need --attention-only; training steps have one, seq=N")
+            raise ConfigError(
+                f"--seq {seq}: several lengths need --attention-only; training steps have one, seq=N"
+            )
         if peer:
             raise ConfigError("--peer: compares one layer's attention; give --attention-only, too")
 
@@ -131,7 +197,9 @@ def _limits(text: str) -> dict[tuple[str, str], float]:
     for word in filter(None, (w.strip() for w in text.split(","))):
         name, _, value = word.partition("=")
         if name.removeprefix("time.") not in allowed:
-            raise ConfigError(f"--fail-above {word}: no such degree{did_you_mean(name, allowed)}; allowed: {', '.join(allowed)}")
+            raise ConfigError(
+                f"--fail-above {word}: no such degree{did_you_mean(name, allowed)}; allowed: {', '.join(allowed)}"
+            )
         of, _, degree = name.rpartition(".")
         try:
             found[of or "time", degree] = limit = float(value)
@@ -159,17 +227,32 @@ def _check(summary: dict[str, Any], limits: dict[tuple[str, str], float]) -> Non
 
 def in_own_folder(config: Config, what: str = "imbalance") -> Config:
     """Measurements lie apart from the runs that can be resumed."""
-    name = f"{what}-{time.strftime('%Y%m%d-%H%M%S')}" if config.run.name == "auto" else config.run.name
+    name = (
+        f"{what}-{time.strftime('%Y%m%d-%H%M%S')}" if config.run.name == "auto" else config.run.name
+    )
     if config.run.dir != "auto":
         return config
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(Path("measurements", name).absolute())))
+    return dataclasses.replace(
+        config, run=dataclasses.replace(config.run, dir=str(Path("measurements", name).absolute()))
+    )
 
 
 # What an option compares, and the words that would say it otherwise.
-_COMPARED = {"topology.layout": "--layout", "topology.exchange": "--exchange", "sparsity": "--pattern", "sparsity.pattern": "--pattern"}
+_COMPARED = {
+    "topology.layout": "--layout",
+    "topology.exchange": "--exchange",
+    "sparsity": "--pattern",
+    "sparsity.pattern": "--pattern",
+}
 
 
-def _cases(words: list[str], layouts: list[str], exchanges: list[str], patterns: list[str], lengths: list[str]) -> list[tuple[str, Config]]:
+def _cases(
+    words: list[str],
+    layouts: list[str],
+    exchanges: list[str],
+    patterns: list[str],
+    lengths: list[str],
+) -> list[tuple[str, Config]]:
     """Every combination with its label, checked as a whole before anything runs. What is not compared is as the words say."""
     from mtrain_cli.config.compose import compose
     from mtrain_cli.config.schema import PATTERN_KEYS, PATTERNS
@@ -179,10 +262,14 @@ def _cases(words: list[str], layouts: list[str], exchanges: list[str], patterns:
     for word in words:
         option = {**_COMPARED, "seq": "--seq"}.get(word.partition("=")[0])
         if option is not None and given[option]:
-            raise ConfigError(f"{word}: is compared by {option} {','.join(given[option])} already; give one of the two")
+            raise ConfigError(
+                f"{word}: is compared by {option} {','.join(given[option])} already; give one of the two"
+            )
     for name in patterns:
         if name not in PATTERNS:
-            raise ConfigError(f"--pattern {name}: no such pattern{did_you_mean(name, PATTERNS)}; allowed: {', '.join(PATTERNS)}")
+            raise ConfigError(
+                f"--pattern {name}: no such pattern{did_you_mean(name, PATTERNS)}; allowed: {', '.join(PATTERNS)}"
+            )
     sparse = [word for word in words if word.startswith("sparsity.")] if patterns else []
     rest = [word for word in words if word not in sparse]
     for word in sparse:
@@ -190,9 +277,20 @@ def _cases(words: list[str], layouts: list[str], exchanges: list[str], patterns:
         if not any(key in PATTERN_KEYS[name] for name in patterns):
             raise ConfigError(f"{word}: is a key of none of the patterns {', '.join(patterns)}")
     found = []
-    for length, pattern, layout, exchange in itertools.product(lengths or [""], patterns or [""], layouts or [""], exchanges or [""]):
-        own = [word for word in sparse if word.partition("=")[0].removeprefix("sparsity.") in PATTERN_KEYS[pattern]]
-        asked = {"seq": length, "sparsity": pattern, "topology.layout": layout, "topology.exchange": exchange}
+    for length, pattern, layout, exchange in itertools.product(
+        lengths or [""], patterns or [""], layouts or [""], exchanges or [""]
+    ):
+        own = [
+            word
+            for word in sparse
+            if word.partition("=")[0].removeprefix("sparsity.") in PATTERN_KEYS[pattern]
+        ]
+        asked = {
+            "seq": length,
+            "sparsity": pattern,
+            "topology.layout": layout,
+            "topology.exchange": exchange,
+        }
         pairs = [f"{key}={value}" for key, value in asked.items() if value]
         config = compose([*rest, *pairs, *own])
         label = f"{config.sparsity.pattern} {config.layout} {config.topology.exchange}"

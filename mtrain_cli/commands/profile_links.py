@@ -40,25 +40,43 @@ def links(
             help="Bytes of a message; of a collective, what a worker receives. auto: 4k to 128m on GPUs, 4k to 4m on a CPU.",
         ),
     ] = "auto",
-    repeats: Annotated[int, typer.Option(metavar="N", help="Samples of each size.", min=3, max=MOST_SAMPLES)] = 7,
-    load: Annotated[bool, typer.Option("--load/--no-load", help="Measure again while everybody computes.")] = True,
+    repeats: Annotated[
+        int, typer.Option(metavar="N", help="Samples of each size.", min=3, max=MOST_SAMPLES)
+    ] = 7,
+    load: Annotated[
+        bool, typer.Option("--load/--no-load", help="Measure again while everybody computes.")
+    ] = True,
     cluster_out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Cluster to write, for `mtrain simulate --cluster FILE`.", show_default=False),
+        typer.Option(
+            metavar="FILE",
+            help="Cluster to write, for `mtrain simulate --cluster FILE`.",
+            show_default=False,
+        ),
     ] = None,
     nodes: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Nodes of that cluster, where it has more than took part.", min=1, max=MOST_WORKERS, show_default=False
+            metavar="N",
+            help="Nodes of that cluster, where it has more than took part.",
+            min=1,
+            max=MOST_WORKERS,
+            show_default=False,
         ),
     ] = None,
     per_node: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="GPUs of its nodes, where they have more than took part.", min=1, max=MOST_WORKERS, show_default=False
+            metavar="N",
+            help="GPUs of its nodes, where they have more than took part.",
+            min=1,
+            max=MOST_WORKERS,
+            show_default=False,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the measurement as JSON and nothing else.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the measurement as JSON and nothing else.")
+    ] = False,
 ) -> None:
     """Measure messages between workers: hops of a ring, all-gather, reduce-scatter and all-to-all, alone and while everybody computes.
 
@@ -88,9 +106,13 @@ def links(
     if environment.workers < 2:
         raise ConfigError("topology.workers=1: there are no links to measure; give at least 2")
     if environment.dp > 1:
-        raise ConfigError(f"topology.context_parallel={environment.cp}: all workers take part; leave it out")
+        raise ConfigError(
+            f"topology.context_parallel={environment.cp}: all workers take part; leave it out"
+        )
     if nodes is not None and nodes > 1 and environment.nodes == 1:
-        raise ConfigError(f"--nodes {nodes}: links between nodes were not measured; give topology.gpus_per_node=N, or several nodes")
+        raise ConfigError(
+            f"--nodes {nodes}: links between nodes were not measured; give topology.gpus_per_node=N, or several nodes"
+        )
     # Only now: it takes seconds to import, and most mistakes are told at once.
     from mtrain_cli.profiling import link_benchmark as measuring
 
@@ -99,8 +121,14 @@ def links(
             f"--cluster-out {cluster_out}: torchrun and srun end each process by itself; copy {measuring.CLUSTER} of the folder"
         )
     run = run_dir.create(config, list(overrides or ()))
-    name = cluster_out.stem if cluster_out is not None else f"measured_{environment.nodes}x{environment.workers_per_node}"
-    measuring.LinkBenchmarkPlan(wanted, repeats, load, name, per_node, nodes, quiet=as_json).save(run)
+    name = (
+        cluster_out.stem
+        if cluster_out is not None
+        else f"measured_{environment.nodes}x{environment.workers_per_node}"
+    )
+    measuring.LinkBenchmarkPlan(wanted, repeats, load, name, per_node, nodes, quiet=as_json).save(
+        run
+    )
     code = launch(run, environment, resume=False, target=measuring.TARGET, config=config)
     file = run.path / measuring.FILE
     if code or not file.is_file():
@@ -126,7 +154,9 @@ def _sizes(text: str) -> tuple[int, ...]:
         try:
             found.append(parse_size(word.strip()))
         except ValueError:
-            raise ConfigError(f"--sizes {text}: {word.strip() or 'an empty item'} is no size; give items such as 4k,1m,128m") from None
+            raise ConfigError(
+                f"--sizes {text}: {word.strip() or 'an empty item'} is no size; give items such as 4k,1m,128m"
+            ) from None
         if not _LEAST <= found[-1] <= _MOST:
             raise ConfigError(f"--sizes {word.strip()}: must be from {_LEAST} bytes to 4g")
     if len(set(found)) < 2:
@@ -140,8 +170,14 @@ def _check_cluster(path: Path) -> None:
         raise ConfigError(f"--cluster-out {path}: give a file that ends in .yaml")
     if path.is_dir():
         raise ConfigError(f"--cluster-out {path}: is a folder; give a file")
-    if path.is_file() and path.stat().st_size and not path.read_text(encoding="utf-8", errors="replace").startswith("# Measured on "):
-        raise ConfigError(f"--cluster-out {path}: exists and was not measured by mtrain; give another name, or remove it")
+    if (
+        path.is_file()
+        and path.stat().st_size
+        and not path.read_text(encoding="utf-8", errors="replace").startswith("# Measured on ")
+    ):
+        raise ConfigError(
+            f"--cluster-out {path}: exists and was not measured by mtrain; give another name, or remove it"
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         existed = path.exists()
@@ -150,7 +186,9 @@ def _check_cluster(path: Path) -> None:
         if not existed:
             path.unlink()
     except OSError as error:
-        raise ConfigError(f"--cluster-out {path}: cannot be written: {error.strerror or error}") from error
+        raise ConfigError(
+            f"--cluster-out {path}: cannot be written: {error.strerror or error}"
+        ) from error
 
 
 def _write(path: Path, text: str) -> None:
@@ -184,7 +222,9 @@ def _show(document: dict[str, Any], folder: Path, cluster_out: Path | None) -> N
                 _LABEL,
             )
     if document["virtual_nodes"]:
-        console.print("note    nodes are parts of this host: its outer links are no network", style="yellow")
+        console.print(
+            "note    nodes are parts of this host: its outer links are no network", style="yellow"
+        )
     console.print(f"files   {folder}")
     path = cluster_out or folder / "cluster.yaml"
     console.print(f"cluster {path}\nuse     mtrain simulate --cluster {path}")

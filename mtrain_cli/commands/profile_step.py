@@ -17,7 +17,12 @@ from mtrain_cli.config.schema import ConfigError
 def step(
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="OVERRIDES", help="As in `mtrain train`.", autocompletion=complete_overrides, show_default=False),
+        typer.Argument(
+            metavar="OVERRIDES",
+            help="As in `mtrain train`.",
+            autocompletion=complete_overrides,
+            show_default=False,
+        ),
     ] = None,
     warmup: Annotated[
         int | None,
@@ -30,11 +35,22 @@ def step(
             show_default=False,
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(metavar="N", help="Recorded steps; figures are of one.", min=1, max=MOST_STEPS)] = 1,
+    steps: Annotated[
+        int,
+        typer.Option(
+            metavar="N", help="Recorded steps; figures are of one.", min=1, max=MOST_STEPS
+        ),
+    ] = 1,
     trace: Annotated[
-        bool, typer.Option("--trace/--no-trace", help="Leave the trace of every rank, for Perfetto and chrome://tracing.")
+        bool,
+        typer.Option(
+            "--trace/--no-trace",
+            help="Leave the trace of every rank, for Perfetto and chrome://tracing.",
+        ),
     ] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON and nothing else.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the summary as JSON and nothing else.")
+    ] = False,
 ) -> None:
     """Where one training step goes: attention, index, matrix products, loss, optimizer, messages that nothing hides, idle devices.
 

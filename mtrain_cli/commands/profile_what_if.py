@@ -28,22 +28,52 @@ _BAR = 32  # characters
 def what_if(
     run: Annotated[
         Path,
-        typer.Argument(metavar="RUN", help="A profile: folder, name under measurements/ or runs/, or index.npz."),
+        typer.Argument(
+            metavar="RUN",
+            help="A profile: folder, name under measurements/ or runs/, or index.npz.",
+        ),
     ] = Path("latest"),
-    layout: Annotated[str, typer.Option(metavar="NAME,...", help="Layouts to compare.")] = "contiguous,zigzag,striped",
-    exchange: Annotated[str, typer.Option(metavar="NAME,...", help="Exchanges to compare.")] = "ring,all_gather",
+    layout: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Layouts to compare.")
+    ] = "contiguous,zigzag,striped",
+    exchange: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Exchanges to compare.")
+    ] = "ring,all_gather",
     workers: Annotated[
-        str, typer.Option(metavar="N,...", help="Workers that share a sequence; as recorded if not given.", show_default=False)
+        str,
+        typer.Option(
+            metavar="N,...",
+            help="Workers that share a sequence; as recorded if not given.",
+            show_default=False,
+        ),
     ] = "",
     per_node: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Workers of a node; as recorded if not given.", min=1, max=MOST_WORKERS, show_default=False),
+        typer.Option(
+            metavar="N",
+            help="Workers of a node; as recorded if not given.",
+            min=1,
+            max=MOST_WORKERS,
+            show_default=False,
+        ),
     ] = None,
-    layers: Annotated[str, typer.Option(metavar="N,...", help="Layers to replay; all if not given.", show_default=False)] = "",
-    pattern: Annotated[
-        str, typer.Option(metavar="NAME,...", help="Patterns to replay; all that were recorded if not given.", show_default=False)
+    layers: Annotated[
+        str,
+        typer.Option(
+            metavar="N,...", help="Layers to replay; all if not given.", show_default=False
+        ),
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    pattern: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,...",
+            help="Patterns to replay; all that were recorded if not given.",
+            show_default=False,
+        ),
+    ] = "",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of a table.")
+    ] = False,
 ) -> None:
     """Replay the dynamic indices of a profile under other layouts, exchanges and worker counts, on this machine and without a GPU.
 
@@ -64,20 +94,36 @@ def what_if(
     from mtrain_cli.reporting.terminal_width import print_table, say
     from mtrain_cli.simulation.what_if import setups_of
 
-    layouts, exchanges = names("--layout", layout, LAYOUTS), names("--exchange", exchange, EXCHANGES)
+    layouts, exchanges = (
+        names("--layout", layout, LAYOUTS),
+        names("--exchange", exchange, EXCHANGES),
+    )
     counts = _numbers("--workers", workers)
     for n in counts:
         if not 1 <= n <= _MOST_WORKERS:
-            raise ConfigError(f"--workers {workers}: {n} is out of range; allowed: 1 to {_MOST_WORKERS}")
+            raise ConfigError(
+                f"--workers {workers}: {n} is out of range; allowed: 1 to {_MOST_WORKERS}"
+            )
     wanted = _numbers("--layers", layers)
     recorded = load_indices(_index_file(run))
-    patterns = names("--pattern", pattern, recorded.patterns) if pattern else list(recorded.patterns)
+    patterns = (
+        names("--pattern", pattern, recorded.patterns) if pattern else list(recorded.patterns)
+    )
     for name in patterns:
         for layer in wanted:
             if layer not in recorded.layers(name):
                 there = ", ".join(map(str, recorded.layers(name)))
-                raise ConfigError(f"--layers {layers}: layer {layer} of {name} was not recorded; allowed: {there}")
-    setups = list(setups_of(layouts, exchanges, counts or [recorded.setup.workers], per_node or recorded.setup.per_node))
+                raise ConfigError(
+                    f"--layers {layers}: layer {layer} of {name} was not recorded; allowed: {there}"
+                )
+    setups = list(
+        setups_of(
+            layouts,
+            exchanges,
+            counts or [recorded.setup.workers],
+            per_node or recorded.setup.per_node,
+        )
+    )
     console = Console(highlight=False, soft_wrap=True)
     found = {name: _replay(recorded, name, setups, wanted or None) for name in patterns}
     if as_json:
@@ -101,7 +147,9 @@ def _numbers(option: str, text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")] if text else []
     for part in parts:
         if not (part.isascii() and part.isdigit() and len(part) <= MOST_DIGITS):
-            raise ConfigError(f"{option} {text}: {part or 'an empty item'} is no whole number of at least 0; give some such as 8,32")
+            raise ConfigError(
+                f"{option} {text}: {part or 'an empty item'} is no whole number of at least 0; give some such as 8,32"
+            )
     return list(dict.fromkeys(map(int, parts)))
 
 
@@ -112,7 +160,12 @@ def _index_file(run: Path) -> Path:
     if run.is_file():
         return run
     folders = known() if str(run) == "latest" and not run.exists() else [find(str(run))]
-    files = [place / INDEX for folder in folders for place in (folder, folder / PROFILE) if (place / INDEX).is_file()]
+    files = [
+        place / INDEX
+        for folder in folders
+        for place in (folder, folder / PROFILE)
+        if (place / INDEX).is_file()
+    ]
     if files:
         # A run goes on after its last profile, so the newest folder need not hold the newest profile.
         return max(files, key=lambda file: file.stat().st_mtime_ns)
@@ -121,7 +174,12 @@ def _index_file(run: Path) -> Path:
     )
 
 
-def _replay(recorded: RecordedIndices, pattern: str, setups: Sequence[ReplaySetup], layers: Sequence[int] | None) -> list[ReplayedSetup]:
+def _replay(
+    recorded: RecordedIndices,
+    pattern: str,
+    setups: Sequence[ReplaySetup],
+    layers: Sequence[int] | None,
+) -> list[ReplayedSetup]:
     from mtrain_cli.simulation.what_if import InvalidSetup, replay
 
     try:
@@ -143,7 +201,10 @@ def _table(recorded: RecordedIndices, pattern: str, rows: Sequence[ReplayedSetup
         table.add_column(f"\n{column}")
     table.add_column("\nworkers", justify="right")
     # Where both passes have the same work, as they mostly have, it stands once.
-    alike = all(len({tuple(vars(found.degrees).values()) for found in row.passes.values()}) == 1 for row in rows)
+    alike = all(
+        len({tuple(vars(found.degrees).values()) for found in row.passes.values()}) == 1
+        for row in rows
+    )
     for name in ("both passes",) if alike else ("forward", "backward"):
         for i, degree in enumerate(("worker", "step", "total", "critical")):
             table.add_column(f"{name if not i else ''}\n{degree}", justify="right")
@@ -152,9 +213,17 @@ def _table(recorded: RecordedIndices, pattern: str, rows: Sequence[ReplayedSetup
     table.add_column("work of\neach worker")
     for row in rows:
         passes = list(row.passes.values())[: 1 if alike else None]
-        degrees = [getattr(found.degrees, name) for found in passes for name in ("worker", "step", "total", "critical")]
+        degrees = [
+            getattr(found.degrees, name)
+            for found in passes
+            for name in ("worker", "step", "total", "critical")
+        ]
         per_node = row.setup.per_node
-        nodes = f"{row.setup.workers // per_node}x{per_node}" if row.setup.workers > per_node else str(row.setup.workers)
+        nodes = (
+            f"{row.setup.workers // per_node}x{per_node}"
+            if row.setup.workers > per_node
+            else str(row.setup.workers)
+        )
         table.add_row(
             row.setup.layout,
             row.exchange.partition(" (")[0],
@@ -190,9 +259,30 @@ def _document(recorded: RecordedIndices, found: dict[str, list[ReplayedSetup]]) 
     for pattern, rows in found.items():
         for row in rows:
             passes = {
-                name: {**dataclasses.asdict(of_pass.degrees), "pairs": of_pass.pairs.tolist(), "sent_bytes": round(of_pass.sent)}
+                name: {
+                    **dataclasses.asdict(of_pass.degrees),
+                    "pairs": of_pass.pairs.tolist(),
+                    "sent_bytes": round(of_pass.sent),
+                }
                 for name, of_pass in row.passes.items()
             }
-            case = {"pattern": pattern, **dataclasses.asdict(row.setup), "exchange_options": row.exchange, "padded_seq": row.padded_seq}
-            cases.append({**case, "layers": list(row.layers), **passes, "shares": row.shares.round(6).tolist()})
-    return {"schema": 1, "kind": "what-if", "recorded": {"path": str(recorded.path), **dataclasses.asdict(setup)}, "cases": cases}
+            case = {
+                "pattern": pattern,
+                **dataclasses.asdict(row.setup),
+                "exchange_options": row.exchange,
+                "padded_seq": row.padded_seq,
+            }
+            cases.append(
+                {
+                    **case,
+                    "layers": list(row.layers),
+                    **passes,
+                    "shares": row.shares.round(6).tolist(),
+                }
+            )
+    return {
+        "schema": 1,
+        "kind": "what-if",
+        "recorded": {"path": str(recorded.path), **dataclasses.asdict(setup)},
+        "cases": cases,
+    }

@@ -32,12 +32,26 @@ def report(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Where the files go; beside the run by default. Needed for several.", show_default=False),
+        typer.Option(
+            metavar="DIR",
+            help="Where the files go; beside the run by default. Needed for several.",
+            show_default=False,
+        ),
     ] = None,
-    html: Annotated[bool, typer.Option("--html/--no-html", help=f"Write {PAGE}: one file, figures included, no network needed.")] = True,
+    html: Annotated[
+        bool,
+        typer.Option(
+            "--html/--no-html", help=f"Write {PAGE}: one file, figures included, no network needed."
+        ),
+    ] = True,
     csv: Annotated[bool, typer.Option("--csv/--no-csv", help="Write one CSV file a table.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the analysis as JSON and nothing else; write no files.")] = False,
-    show: Annotated[bool, typer.Option("--open", help="Open the page in a browser, if there is one.")] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print the analysis as JSON and nothing else; write no files."),
+    ] = False,
+    show: Annotated[
+        bool, typer.Option("--open", help="Open the page in a browser, if there is one.")
+    ] = False,
 ) -> None:
     """Show who computed how much in which step, who waited and why: of any training run with a profile, measurement or simulation, or of
     several side by side.
@@ -65,9 +79,13 @@ def report(
     ours = all(sources_of.ships(path) for path in paths)
     wanted = bool(recorded) and (html or csv) and not (ours and out is None)
     if out is not None and not recorded:
-        raise ConfigError(f"--out {out}: {sources[0].name} is of an older kind, a table without figures or files; give no --out")
+        raise ConfigError(
+            f"--out {out}: {sources[0].name} is of an older kind, a table without figures or files; give no --out"
+        )
     if len(recorded) > 1 and out is None and wanted:
-        raise ConfigError("--out DIR: needed for several runs, since none of their folders is the place for all; or --no-html --no-csv")
+        raise ConfigError(
+            "--out DIR: needed for several runs, since none of their folders is the place for all; or --no-html --no-csv"
+        )
     folder = _folder(out, recorded) if wanted else None
     console = make_console()
     # Files first: a reader of the tables that stops early must not keep them from being written.
@@ -78,7 +96,10 @@ def report(
         console.print(said if ours else str(sources[0].folder), soft_wrap=True)
     show_sources(console, sources)
     if ours and recorded and not wanted and (html or csv):
-        console.print(f"figures  mtrain report {' '.join(path.stem for path in paths)} --out DIR", soft_wrap=True)
+        console.print(
+            f"figures  mtrain report {' '.join(path.stem for path in paths)} --out DIR",
+            soft_wrap=True,
+        )
     for line in written:
         console.print(line, soft_wrap=True)
     if show and page is not None:
@@ -93,8 +114,16 @@ def _document(source: ReportSource) -> dict[str, Any]:
         "remarks": source.remarks,
         "environment": source.facts,
         "cases": [case.to_json() for case in source.cases],
-        **({"training": [json.loads(m.to_json()) for m in source.metrics]} if source.metrics else {}),
-        **({"evaluations": [asdict(evaluation) for evaluation in source.evaluations]} if source.evaluations else {}),
+        **(
+            {"training": [json.loads(m.to_json()) for m in source.metrics]}
+            if source.metrics
+            else {}
+        ),
+        **(
+            {"evaluations": [asdict(evaluation) for evaluation in source.evaluations]}
+            if source.evaluations
+            else {}
+        ),
         **({"sweep": source.swept} if source.swept else {}),
         **({"recorded": source.shipped} if source.shipped is not None else {}),
         **({"step": source.step} if source.step is not None else {}),
@@ -113,13 +142,17 @@ def _folder(out: Path | None, sources: list[ReportSource]) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--out {folder}: is no folder and cannot be made ({error.strerror})") from error
+        raise ConfigError(
+            f"--out {folder}: is no folder and cannot be made ({error.strerror})"
+        ) from error
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"{folder}: cannot be written to{advice}")
     return folder
 
 
-def _write(folder: Path, sources: list[ReportSource], html: bool, csv: bool) -> tuple[list[str], Path | None]:
+def _write(
+    folder: Path, sources: list[ReportSource], html: bool, csv: bool
+) -> tuple[list[str], Path | None]:
     """-> what to say of the files, and the page."""
     from mtrain_cli.launch.failures import RunError
     from mtrain_cli.reporting.html import write_page
@@ -146,10 +179,14 @@ def _show(page: Path, console: Console) -> None:
     import webbrowser
 
     try:
-        opened = bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or os.environ.get("BROWSER")) and webbrowser.open(
-            page.resolve().as_uri()
-        )
+        opened = bool(
+            os.environ.get("DISPLAY")
+            or os.environ.get("WAYLAND_DISPLAY")
+            or os.environ.get("BROWSER")
+        ) and webbrowser.open(page.resolve().as_uri())
     except webbrowser.Error:
         opened = False
     if not opened:
-        console.print("no browser here; the page is one file, open it on another machine", soft_wrap=True)
+        console.print(
+            "no browser here; the page is one file, open it on another machine", soft_wrap=True
+        )

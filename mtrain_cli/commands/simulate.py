@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mtrain_cli.commands.completion import complete_clusters, complete_exchanges, complete_layouts, complete_overrides
+from mtrain_cli.commands.completion import (
+    complete_clusters,
+    complete_exchanges,
+    complete_layouts,
+    complete_overrides,
+)
 from mtrain_cli.commands.options import MOST_TOKENS, MOST_WORKERS, names, share, warn_of_idle
 from mtrain_cli.commands.simulate_args import CLUSTERED, DENSE, SimulateRequest, count, dollars
 from mtrain_cli.config.schema import ConfigError
@@ -36,7 +41,10 @@ def simulate(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="OVERRIDES", help="As in `mtrain train`: model=, seq= and so on.", autocompletion=complete_overrides, show_default=False
+            metavar="OVERRIDES",
+            help="As in `mtrain train`: model=, seq= and so on.",
+            autocompletion=complete_overrides,
+            show_default=False,
         ),
     ] = None,
     cluster: Annotated[
@@ -77,12 +85,21 @@ def simulate(
     recommend: Annotated[
         bool,
         typer.Option(
-            "--recommend", help="Try layouts, exchanges, context groups, recomputation and train.keep_mlp; say which to take, and why."
+            "--recommend",
+            help="Try layouts, exchanges, context groups, recomputation and train.keep_mlp; say which to take, and why.",
         ),
     ] = False,
-    tokens: Annotated[str | None, typer.Option(metavar="N", help="Tokens of a training, such as 20b: days and dollars.")] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="Tokens of a training, such as 20b: days and dollars."),
+    ] = None,
     price: Annotated[
-        float | None, typer.Option(metavar="X", help="Dollars of a GPU and hour; of the cluster if not given.", show_default=False)
+        float | None,
+        typer.Option(
+            metavar="X",
+            help="Dollars of a GPU and hour; of the cluster if not given.",
+            show_default=False,
+        ),
     ] = None,
     index: Annotated[
         str | None,
@@ -103,7 +120,14 @@ def simulate(
         ),
     ] = None,
     columns: Annotated[
-        int | None, typer.Option(metavar="N", help="Of a family: single columns a head; 2048.", min=0, max=MOST_TOKENS, show_default=False)
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Of a family: single columns a head; 2048.",
+            min=0,
+            max=MOST_TOKENS,
+            show_default=False,
+        ),
     ] = None,
     layers: Annotated[
         int | None,
@@ -117,24 +141,42 @@ def simulate(
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option(metavar="N", help="GPUs in all; those of the cluster if not given.", show_default=False),
+        typer.Option(
+            metavar="N", help="GPUs in all; those of the cluster if not given.", show_default=False
+        ),
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option(metavar="N", min=1, max=MOST_WORKERS, help="Nodes, instead of the cluster's own.", show_default=False)
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            max=MOST_WORKERS,
+            help="Nodes, instead of the cluster's own.",
+            show_default=False,
+        ),
     ] = None,
     validate: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="RUN...", help="Predict the cases of these profiles instead, and compare with what was measured.", show_default=False
+            metavar="RUN...",
+            help="Predict the cases of these profiles instead, and compare with what was measured.",
+            show_default=False,
         ),
     ] = None,
     prediction: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="DIR", help="With --validate: what was written down before (--out DIR) instead of a new prediction.", show_default=False
+            metavar="DIR",
+            help="With --validate: what was written down before (--out DIR) instead of a new prediction.",
+            show_default=False,
         ),
     ] = None,
-    kernel: Annotated[str, typer.Option(metavar="NAME", help="Attention kernel; auto = train.kernel, by the GPU's name.")] = "auto",
+    kernel: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="Attention kernel; auto = train.kernel, by the GPU's name."
+        ),
+    ] = "auto",
     calibration: Annotated[
         str | None,
         typer.Option(
@@ -145,21 +187,45 @@ def simulate(
         ),
     ] = None,
     attention_only: Annotated[
-        bool, typer.Option("--attention-only", help="Of the attention of a layer alone; so it is of a recorded index without model=.")
+        bool,
+        typer.Option(
+            "--attention-only",
+            help="Of the attention of a layer alone; so it is of a recorded index without model=.",
+        ),
     ] = False,
     recompute: Annotated[
-        bool, typer.Option("--recompute", help="With --attention-only: also the forward pass that full recomputation repeats.")
+        bool,
+        typer.Option(
+            "--recompute",
+            help="With --attention-only: also the forward pass that full recomputation repeats.",
+        ),
     ] = False,
-    slow: Annotated[str, typer.Option(metavar="RANK=X,...", help="Ranks, of all workers, that compute X times as long.")] = "",
-    jitter: Annotated[float, typer.Option(metavar="X", help="Spread of message times: standard deviation of their logarithm.")] = 0.0,
+    slow: Annotated[
+        str,
+        typer.Option(
+            metavar="RANK=X,...", help="Ranks, of all workers, that compute X times as long."
+        ),
+    ] = "",
+    jitter: Annotated[
+        float,
+        typer.Option(
+            metavar="X", help="Spread of message times: standard deviation of their logarithm."
+        ),
+    ] = 0.0,
     out: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Where files go; a new folder in measurements/. A sweep that was ended there goes on.", show_default=False
+            metavar="DIR",
+            help="Where files go; a new folder in measurements/. A sweep that was ended there goes on.",
+            show_default=False,
         ),
     ] = None,
-    files: Annotated[bool, typer.Option("--files/--no-files", help="Leave records that `mtrain report` reads.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    files: Annotated[
+        bool, typer.Option("--files/--no-files", help="Leave records that `mtrain report` reads.")
+    ] = True,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of a table.")
+    ] = False,
 ) -> None:
     """Predict the steps of a training on a cluster, for every layout and exchange, on this machine and without a GPU.
 
@@ -192,11 +258,25 @@ def simulate(
     layout, exchange = _typed("layout", layout, overrides), _typed("exchange", exchange, overrides)
     layouts = names("--layout", _LAYOUTS if layout is None else layout, LAYOUTS)
     every = ",".join(name for name in EXCHANGES if name != "auto")
-    exchanges = names("--exchange", (every if recommend else _EXCHANGES) if exchange is None else exchange, EXCHANGES)
+    exchanges = names(
+        "--exchange",
+        (every if recommend else _EXCHANGES) if exchange is None else exchange,
+        EXCHANGES,
+    )
     if len(names("--kernel", kernel, KERNELS)) > 1:
         raise ConfigError(f"--kernel {kernel}: give one of {', '.join(KERNELS)}")
     training, cost = count("--tokens", tokens), dollars("--price", price)
-    asked = SimulateRequest(tuple(overrides or ()), index, share("--density", density), columns, layers, kernel, calibration, slow, jitter)
+    asked = SimulateRequest(
+        tuple(overrides or ()),
+        index,
+        share("--density", density),
+        columns,
+        layers,
+        kernel,
+        calibration,
+        slow,
+        jitter,
+    )
     found = load_cluster(cluster, nodes=nodes)
     if cost is None and found.dollars_per_gpu_hour is not None:
         cost = found.dollars_per_gpu_hour.value
@@ -207,35 +287,67 @@ def simulate(
         beside = {"--sweep": sweep, "--recommend": recommend, "--attention-only": attention_only, "--tokens": tokens, "--price": price,
                   "--layout": layout, "--exchange": exchange, "--index": index}  # fmt: skip
         if ignored := [option for option, value in beside.items() if value]:
-            raise ConfigError(f"--validate {validate[0]} and {ignored[0]}: what was measured says that itself; leave {ignored[0]} out")
+            raise ConfigError(
+                f"--validate {validate[0]} and {ignored[0]}: what was measured says that itself; leave {ignored[0]} out"
+            )
         own = own_calibration(calibration)
         # RUN... after one option: what follows the first stands where overrides would.
-        compare([*map(str, validate), *(overrides or [])], prediction or [], found, own, out, files=files, as_json=as_json)
+        compare(
+            [*map(str, validate), *(overrides or [])],
+            prediction or [],
+            found,
+            own,
+            out,
+            files=files,
+            as_json=as_json,
+        )
         return
     if prediction:
-        raise ConfigError(f"--prediction {prediction[0]}: is compared with what was measured; give --validate RUN, too")
-    several = found.nodes > 1 or any("nodes=" in word or "gpus_per_node=" in word for word in (*(overrides or ()), *(sweep or ())))
+        raise ConfigError(
+            f"--prediction {prediction[0]}: is compared with what was measured; give --validate RUN, too"
+        )
+    several = found.nodes > 1 or any(
+        "nodes=" in word or "gpus_per_node=" in word
+        for word in (*(overrides or ()), *(sweep or ()))
+    )
     if exchange is None and not several:
         # Inside a node they are the plain ones.
         exchanges = [name for name in exchanges if not name.startswith("hierarchical_")]
     count_of = _workers(found, workers, asked.words)
     if price and not (tokens or recommend or sweep):
-        print(f"mtrain: warning: --price {price}: has no effect without --tokens, which says how much to train", file=sys.stderr)
+        print(
+            f"mtrain: warning: --price {price}: has no effect without --tokens, which says how much to train",
+            file=sys.stderr,
+        )
     warn_of_idle(asked.words)
     if not sweep:  # which may say what the words lack
         asked.check(count_of)
     if recommend and attention_only:
-        raise ConfigError("--attention-only and --recommend: what is recommended are whole steps; leave one of them out")
-    job = _SimulateJob(found, asked, layouts, exchanges, count_of, out, files, as_json, training, cost)
+        raise ConfigError(
+            "--attention-only and --recommend: what is recommended are whole steps; leave one of them out"
+        )
+    job = _SimulateJob(
+        found, asked, layouts, exchanges, count_of, out, files, as_json, training, cost
+    )
     if sweep and (recommend or attention_only):
-        raise ConfigError(f"--sweep and --{'recommend' if recommend else 'attention-only'}: ask for one of them")
+        raise ConfigError(
+            f"--sweep and --{'recommend' if recommend else 'attention-only'}: ask for one of them"
+        )
     alone = attention_only or job.without_a_model
     if found.gpu.is_cpu and (sweep or recommend or not alone):
-        raise ConfigError(f"--cluster {cluster}: {found.gpu.name} is a CPU, and steps are predicted of GPUs alone; give --attention-only")
+        raise ConfigError(
+            f"--cluster {cluster}: {found.gpu.name} is a CPU, and steps are predicted of GPUs alone; give --attention-only"
+        )
     if recompute and (sweep or recommend or not alone):
-        raise ConfigError("--recompute: is for --attention-only; steps recompute what train.activation_checkpoint says")
+        raise ConfigError(
+            "--recompute: is for --attention-only; steps recompute what train.activation_checkpoint says"
+        )
     if sweep:
-        job.sweep(sweep, lambda number: load_cluster(cluster, nodes=nodes if number is None else number), workers)
+        job.sweep(
+            sweep,
+            lambda number: load_cluster(cluster, nodes=nodes if number is None else number),
+            workers,
+        )
     elif recommend:
         job.recommend()
     elif alone:
@@ -255,7 +367,9 @@ def _cluster_named(words: Sequence[str], option: str | None) -> tuple[list[str],
         raise ConfigError(
             f"cluster={named[-1]}: {'--cluster ' + option if option else 'cluster=' + named[0]} says another; give one of them"
         )
-    return [word for word in words if not word.startswith("cluster=")], option or (named[0] if named else _CLUSTER)
+    return [word for word in words if not word.startswith("cluster=")], option or (
+        named[0] if named else _CLUSTER
+    )
 
 
 def _workers(cluster: Cluster, workers: int | None, words: Sequence[str]) -> int:
@@ -265,9 +379,19 @@ def _workers(cluster: Cluster, workers: int | None, words: Sequence[str]) -> int
     found = cluster.gpus if workers is None else workers
     most, each = min(cluster.gpus, _MOST_WORKERS), cluster.gpus_per_node
     if not 1 <= found <= most:
-        more = f", or more with --nodes {-(-found // each)}" if most < found <= _MOST_WORKERS and cluster.outer is not None else ""
-        alone = " on its one node; a100_4x8 and others have several" if most < found and cluster.outer is None else ""
-        raise ConfigError(f"--workers {found}: {cluster.name} has {cluster.gpus} GPUs; allowed: 1 to {most}{more}{alone}")
+        more = (
+            f", or more with --nodes {-(-found // each)}"
+            if most < found <= _MOST_WORKERS and cluster.outer is not None
+            else ""
+        )
+        alone = (
+            " on its one node; a100_4x8 and others have several"
+            if most < found and cluster.outer is None
+            else ""
+        )
+        raise ConfigError(
+            f"--workers {found}: {cluster.name} has {cluster.gpus} GPUs; allowed: 1 to {most}{more}{alone}"
+        )
     virtual = any(word.startswith("topology.gpus_per_node=") for word in words)
     if not virtual and (why := uneven(cluster, found)):
         raise ConfigError(f"--workers {found}: {why}")
@@ -280,11 +404,15 @@ def _typed(key: str, option: str | None, overrides: Sequence[str]) -> str | None
     Raises:
         ConfigError: both were given.
     """
-    found = next((word.partition("=")[2] for word in overrides if word.startswith(f"topology.{key}=")), None)
+    found = next(
+        (word.partition("=")[2] for word in overrides if word.startswith(f"topology.{key}=")), None
+    )
     if found in (None, "auto"):
         return option
     if option is not None:
-        raise ConfigError(f"topology.{key}={found}: is compared by --{key} {option} already; leave one of them out")
+        raise ConfigError(
+            f"topology.{key}={found}: is compared by --{key} {option} already; leave one of them out"
+        )
     return found
 
 
@@ -304,17 +432,35 @@ class _SimulateJob:
         tokens: float | None,
         price: float | None,
     ) -> None:
-        self.cluster, self.asked, self.layouts, self.exchanges, self.workers = cluster, asked, layouts, exchanges, workers
-        self.out, self.files, self.as_json, self.tokens, self.price = out, files, as_json, tokens, price
+        self.cluster, self.asked, self.layouts, self.exchanges, self.workers = (
+            cluster,
+            asked,
+            layouts,
+            exchanges,
+            workers,
+        )
+        self.out, self.files, self.as_json, self.tokens, self.price = (
+            out,
+            files,
+            as_json,
+            tokens,
+            price,
+        )
         self.began = time.perf_counter()
         # Workers on a CPU compute in another dtype and with other kernels.
-        if cluster.gpu.is_cpu and not self.without_a_model and not any(word.startswith("topology.device=") for word in asked.words):
+        if (
+            cluster.gpu.is_cpu
+            and not self.without_a_model
+            and not any(word.startswith("topology.device=") for word in asked.words)
+        ):
             self.asked = replace(asked, words=(*asked.words, "topology.device=cpu"))
 
     @property
     def without_a_model(self) -> bool:
         """A recorded index says the shape of attention, and nothing of the rest."""
-        return self.asked.file(self.asked.words) is not None and not any(word.startswith("model=") for word in self.asked.words)
+        return self.asked.file(self.asked.words) is not None and not any(
+            word.startswith("model=") for word in self.asked.words
+        )
 
     def steps(self) -> None:
         from mtrain_cli.commands import simulate_output as shown
@@ -326,18 +472,29 @@ class _SimulateJob:
         folder = shown.new_folder(self.out) if self.files else None
         context = self.asked.context(scenario.config) or self.workers
         outcomes: list[PredictedScenario] = []
-        for number, (layout, exchange) in enumerate(itertools.product(self.layouts, self.exchanges)):
+        for number, (layout, exchange) in enumerate(
+            itertools.product(self.layouts, self.exchanges)
+        ):
             with self._unfit(exchange):
                 check_dealt(scenario.config, layout, self.workers, context)
                 plan = plan_on(
-                    self.cluster, scenario.config, workers=self.workers, kernel=scenario.kernel, layout=layout, exchange=exchange
+                    self.cluster,
+                    scenario.config,
+                    workers=self.workers,
+                    kernel=scenario.kernel,
+                    layout=layout,
+                    exchange=exchange,
                 )
-                outcomes.append(evaluate(self.cluster, scenario, plan, number=number, rows=self.files))
+                outcomes.append(
+                    evaluate(self.cluster, scenario, plan, number=number, rows=self.files)
+                )
         predictions = [outcome.attention for outcome in outcomes]
         content = shown.document(
             self.cluster,
             scenario.calibration,
-            **shown.of_predictions(scenario.problem, predictions, [self._with_cost(o) for o in map(row_of, outcomes)]),
+            **shown.of_predictions(
+                scenario.problem, predictions, [self._with_cost(o) for o in map(row_of, outcomes)]
+            ),
         )
         if folder is not None:
             shown.leave(folder, content, predictions)
@@ -346,11 +503,17 @@ class _SimulateJob:
             return
         console = self._console()
         shown.print_lines(console, [f"pairs  {self.asked.assumed(scenario.problem.pattern)}"])
-        print_table(console, shown.step_table(self.cluster, scenario.problem, outcomes), shown.SPARE_OF_STEPS)
+        print_table(
+            console,
+            shown.step_table(self.cluster, scenario.problem, outcomes),
+            shown.SPARE_OF_STEPS,
+        )
         say(console, shown.step_legend())
         if len(outcomes) > 1 or not outcomes[0].step.fits:
             shown.print_lines(console, [shown.best_line(outcomes)])
-        shown.print_lines(console, shown.step_lines(shown.told_of(outcomes), self.tokens, self.price))
+        shown.print_lines(
+            console, shown.step_lines(shown.told_of(outcomes), self.tokens, self.price)
+        )
         shown.print_notes(console, (remark for outcome in outcomes for remark in outcome.remarks))
         self._ended(console, folder)
 
@@ -371,7 +534,9 @@ class _SimulateJob:
             problem, conditions = scenario.problem, scenario.conditions
         folder = shown.new_folder(self.out) if self.files else None
         predictions = []
-        for number, (layout, exchange) in enumerate(itertools.product(self.layouts, self.exchanges)):
+        for number, (layout, exchange) in enumerate(
+            itertools.product(self.layouts, self.exchanges)
+        ):
             with self._unfit(exchange):
                 setup, kernel, choice = self._group(scenario, layout, exchange)
                 played = partial(
@@ -395,17 +560,27 @@ class _SimulateJob:
             return
         console = self._console()
         shown.print_lines(console, [f"pairs  {asked.assumed(problem.pattern)}"])
-        print_table(console, shown.attention_table(self.cluster, problem, predictions), shown.SPARE_OF_ATTENTION)
+        print_table(
+            console,
+            shown.attention_table(self.cluster, problem, predictions),
+            shown.SPARE_OF_ATTENTION,
+        )
         say(console, shown.LEGEND)
-        shown.print_notes(console, (remark for prediction in predictions for remark in prediction.remarks))
+        shown.print_notes(
+            console, (remark for prediction in predictions for remark in prediction.remarks)
+        )
         self._ended(console, folder)
 
-    def _group(self, scenario: Scenario | None, layout: str, exchange: str) -> tuple[ReplaySetup, str | None, ExchangeChoice | None]:
+    def _group(
+        self, scenario: Scenario | None, layout: str, exchange: str
+    ) -> tuple[ReplaySetup, str | None, ExchangeChoice | None]:
         """-> what a context group does, with which kernel; with the exchange where it is that of a training step."""
         from mtrain_cli.simulation.scenario import check_dealt, plan_on, setup_of
         from mtrain_cli.simulation.what_if import ReplaySetup
 
-        per_node = self.asked.per_node(self.workers) or min(self.cluster.gpus_per_node, self.workers)
+        per_node = self.asked.per_node(self.workers) or min(
+            self.cluster.gpus_per_node, self.workers
+        )
         kernel = None if self.asked.kernel == "auto" else self.asked.kernel
         if scenario is None:
             return ReplaySetup(layout, exchange, self.workers, per_node), kernel, None
@@ -415,10 +590,23 @@ class _SimulateJob:
         if config.topology.device == "cpu":
             # There are no steps of processes on a CPU, and attention is what links and kernels of its cluster say.
             if self.workers % context:
-                raise ConfigError(f"topology.context_parallel={context}: must divide the {self.workers} workers")
+                raise ConfigError(
+                    f"topology.context_parallel={context}: must divide the {self.workers} workers"
+                )
             typed = None if config.train.kernel == "auto" else config.train.kernel
-            return ReplaySetup(layout, exchange, context, min(per_node, context), config.topology), kernel or typed, None
-        plan = plan_on(self.cluster, config, workers=self.workers, kernel=kernel, layout=layout, exchange=exchange)
+            return (
+                ReplaySetup(layout, exchange, context, min(per_node, context), config.topology),
+                kernel or typed,
+                None,
+            )
+        plan = plan_on(
+            self.cluster,
+            config,
+            workers=self.workers,
+            kernel=kernel,
+            layout=layout,
+            exchange=exchange,
+        )
         return setup_of(plan), plan.kernel, plan.exchange
 
     def recommend(self) -> None:
@@ -435,10 +623,20 @@ class _SimulateJob:
             )
         folder = shown.new_folder(self.out) if self.files else None
         # A setting that was typed is not searched.
-        given = [word for word in self.asked.words if word.startswith("train.activation_checkpoint=")]
+        given = [
+            word for word in self.asked.words if word.startswith("train.activation_checkpoint=")
+        ]
         kinds = {"recomputations": (scenario.config.train.activation_checkpoint,)} if given else {}
         with self._unfit(self.exchanges[0]), self._progress("configurations") as told:
-            found = recommend(self.cluster, scenario, self.workers, self.layouts, self.exchanges, progress=told, **kinds)
+            found = recommend(
+                self.cluster,
+                scenario,
+                self.workers,
+                self.layouts,
+                self.exchanges,
+                progress=told,
+                **kinds,
+            )
         ranked = [{"configuration": label(o.plan), **row_of(o)} for o in found.ranked]
         content = shown.document(
             self.cluster,
@@ -464,7 +662,11 @@ class _SimulateJob:
             shown.print_lines(console, [f"pairs  {self.asked.assumed(scenario.problem.pattern)}"])
             if found.ranked:
                 fastest = sorted(found.ranked, key=lambda outcome: outcome.step.seconds.value)[:8]
-                print_table(console, shown.step_table(self.cluster, scenario.problem, fastest), shown.SPARE_OF_STEPS)
+                print_table(
+                    console,
+                    shown.step_table(self.cluster, scenario.problem, fastest),
+                    shown.SPARE_OF_STEPS,
+                )
                 if len(found.ranked) > 8:
                     console.print(f"and {len(found.ranked) - 8} slower ones that fit")
             shown.print_lines(console, content["recommended"]["lines"])
@@ -475,27 +677,44 @@ class _SimulateJob:
         if not found.ranked:
             raise typer.Exit(1)
 
-    def _leave_best(self, folder: Path, content: dict[str, Any], best: PredictedScenario, scenario: Scenario) -> None:
+    def _leave_best(
+        self, folder: Path, content: dict[str, Any], best: PredictedScenario, scenario: Scenario
+    ) -> None:
         from mtrain_cli.commands import simulate_output as shown
         from mtrain_cli.simulation.scenario import evaluate
 
         again = evaluate(self.cluster, scenario, best.plan, rows=True, bounds=False)
         shown.leave(folder, content, [again.attention])
 
-    def sweep(self, texts: Sequence[str], cluster_of: Callable[[int | None], Cluster], workers: int | None) -> None:
+    def sweep(
+        self, texts: Sequence[str], cluster_of: Callable[[int | None], Cluster], workers: int | None
+    ) -> None:
         from mtrain_cli.commands import simulate_output as shown
         from mtrain_cli.launch.failures import RunError
         from mtrain_cli.profiling.records import SWEEP
         from mtrain_cli.reporting.sweeps import LEGEND, SPARE, sheet, sweep_table, why_not
         from mtrain_cli.reporting.terminal_width import print_table, say
         from mtrain_cli.simulation.calibration import own_calibration
-        from mtrain_cli.simulation.sweep import COLUMNS, DENSITY, NODES, WORKERS, Sweep, axes, points, shared_remarks
+        from mtrain_cli.simulation.sweep import (
+            COLUMNS,
+            DENSITY,
+            NODES,
+            WORKERS,
+            Sweep,
+            axes,
+            points,
+            shared_remarks,
+        )
 
         if self.asked.slow:
-            raise ConfigError(f"--slow {self.asked.slow}: which rank that is changes with the points of a --sweep; leave it out")
+            raise ConfigError(
+                f"--slow {self.asked.slow}: which rank that is changes with the points of a --sweep; leave it out"
+            )
         swept = axes(texts)
         if WORKERS in swept and workers is not None:
-            raise ConfigError(f"--workers {workers}: --sweep gives workers too; leave one of them out")
+            raise ConfigError(
+                f"--workers {workers}: --sweep gives workers too; leave one of them out"
+            )
         for value in swept.get(NODES, ()):
             cluster_of(int(value))
         for value in swept.get(WORKERS, ()):
@@ -514,10 +733,17 @@ class _SimulateJob:
         assumed: dict[str, None] = {}
         for settings in dict.fromkeys(tuple(point.settings) for point in todo):
             pairs = self.asked.scenario(settings).problem.pattern
-            assumed[self.asked.assumed(CLUSTERED if drawn and pairs == DENSE else pairs, settings)] = None
+            assumed[
+                self.asked.assumed(CLUSTERED if drawn and pairs == DENSE else pairs, settings)
+            ] = None
         try:
             with self._progress("configurations") as told:
-                rows = list(job.rows(None if folder is None else folder / SWEEP, lambda done: told(done, len(todo))))
+                rows = list(
+                    job.rows(
+                        None if folder is None else folder / SWEEP,
+                        lambda done: told(done, len(todo)),
+                    )
+                )
         except OSError as error:
             raise RunError(f"{folder}: could not be written ({error.strerror or error})") from error
         if all("cannot" in row for row in rows):
@@ -525,7 +751,9 @@ class _SimulateJob:
         rows = [row if "cannot" in row else self._with_cost(row) for row in rows]
         remarks, rows = shared_remarks(rows)
         most = max(row["workers"] for row in rows)
-        content = shown.document(self.cluster, own, workers=most, cases=[], remarks=remarks, sweep=rows)
+        content = shown.document(
+            self.cluster, own, workers=most, cases=[], remarks=remarks, sweep=rows
+        )
         if folder is not None:
             sheet([(folder.name, rows)]).write(folder)
             shown.leave(folder, content)
@@ -538,7 +766,9 @@ class _SimulateJob:
         say(console, LEGEND)
         shown.print_lines(console, (f"not    {why}" for why in why_not(rows)))
         own_remarks = len({remark for row in rows for remark in row.get("remarks", ())})
-        more = [f"{own_remarks} more of some of these alone: remarks of --json"] if own_remarks else []
+        more = (
+            [f"{own_remarks} more of some of these alone: remarks of --json"] if own_remarks else []
+        )
         shown.print_notes(console, [*remarks, *more])
         self._ended(console, folder)
 
@@ -551,10 +781,26 @@ class _SimulateJob:
         """A row with days and dollars, where they were asked for."""
         if self.tokens is None:
             return row
-        seconds = {name: self.tokens / (rate * row["workers"]) for name, rate in row["tokens_per_second_per_gpu"].items()}
-        days = {name: seconds[other] / 86400 for name, other in (("low", "high"), ("value", "value"), ("high", "low"))}
-        cost = None if self.price is None else {name: value * 24 * row["workers"] * self.price for name, value in days.items()}
-        return {**row, "tokens": self.tokens, "days": days, "dollars_per_gpu_hour": self.price, "dollars": cost}
+        seconds = {
+            name: self.tokens / (rate * row["workers"])
+            for name, rate in row["tokens_per_second_per_gpu"].items()
+        }
+        days = {
+            name: seconds[other] / 86400
+            for name, other in (("low", "high"), ("value", "value"), ("high", "low"))
+        }
+        cost = (
+            None
+            if self.price is None
+            else {name: value * 24 * row["workers"] * self.price for name, value in days.items()}
+        )
+        return {
+            **row,
+            "tokens": self.tokens,
+            "days": days,
+            "dollars_per_gpu_hour": self.price,
+            "dollars": cost,
+        }
 
     @contextmanager
     def _unfit(self, exchange: str) -> Iterator[None]:
@@ -565,21 +811,33 @@ class _SimulateJob:
             yield
         except InvalidSetup as error:
             about = {"per_node": "cluster", "workers": "workers"}.get(error.about, error.about)
-            raise ConfigError(f"--{about} {error.value if about != 'cluster' else self.cluster.name}: {error}") from None
+            raise ConfigError(
+                f"--{about} {error.value if about != 'cluster' else self.cluster.name}: {error}"
+            ) from None
         except ConfigError as error:
             key = f"topology.exchange={exchange}:"
-            raise ConfigError(*(line.replace(key, f"--exchange {exchange}:") for line in error.problems)) from None
+            raise ConfigError(
+                *(line.replace(key, f"--exchange {exchange}:") for line in error.problems)
+            ) from None
 
     @contextmanager
     def _progress(self, what: str) -> Iterator[Callable[[int, int], None]]:
         """A bar on stderr, where somebody may look at it."""
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
 
         from mtrain_cli.console import Console
 
         console = Console(stderr=True)
         columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
+        with Progress(
+            *columns, console=console, transient=True, disable=not sys.stderr.isatty()
+        ) as bar:
             task = bar.add_task(what)
             yield lambda done, of: bar.update(task, completed=done, total=of)
 

@@ -34,7 +34,9 @@ class SimulateRequest:
     slow: str
     jitter: float
 
-    def scenario(self, extra: Sequence[str] = (), density: float | None = None, columns: int | None = None) -> Scenario:
+    def scenario(
+        self, extra: Sequence[str] = (), density: float | None = None, columns: int | None = None
+    ) -> Scenario:
         """extra, density, columns: of a point of a sweep, instead of those that were typed.
 
         Raises:
@@ -52,7 +54,9 @@ class SimulateRequest:
             more = _as_recorded(problem, words, pattern_words(problem.pattern))
             config = compose([*words, *more])
             if len(problem.masks) != config.train.micro_batch:
-                raise ConfigError(f"train.micro_batch={config.train.micro_batch}: --index {recorded} holds {len(problem.masks)} sequences")
+                raise ConfigError(
+                    f"train.micro_batch={config.train.micro_batch}: --index {recorded} holds {len(problem.masks)} sequences"
+                )
             if problem.layers[-1] >= config.model.num_layers:
                 raise ConfigError(
                     f"model.num_layers={config.model.num_layers}: --index {recorded} holds layer {problem.layers[-1]}; is of another model"
@@ -82,7 +86,13 @@ class SimulateRequest:
         given = config.topology.context_parallel
         return given if isinstance(given, int) else None
 
-    def pairs(self, words: Sequence[str], config: Config, density: float | None = None, columns: int | None = None) -> PairSource:
+    def pairs(
+        self,
+        words: Sequence[str],
+        config: Config,
+        density: float | None = None,
+        columns: int | None = None,
+    ) -> PairSource:
         """Of a name, or of the sparsity that the settings ask for, which is dense by default; --density and --columns ask for a family."""
         from mtrain_cli.simulation.families import FAMILIES
         from mtrain_cli.simulation.scenario import PairSource
@@ -93,14 +103,24 @@ class SimulateRequest:
         if pattern is None and self.index is None and density is None and columns is None:
             pattern = DENSE  # the default of a training
         layers = self._layers(config)
-        if self.index is not None and pattern is not None and (self.index == DENSE) != (pattern == DENSE):
-            raise ConfigError(f"--index {self.index}: contradicts sparsity={pattern}; leave one of them out")
+        if (
+            self.index is not None
+            and pattern is not None
+            and (self.index == DENSE) != (pattern == DENSE)
+        ):
+            raise ConfigError(
+                f"--index {self.index}: contradicts sparsity={pattern}; leave one of them out"
+            )
         if self.index == FIXED and pattern != FIXED:
-            raise ConfigError("--index fixed: is that of sparsity=fixed; give it, with its keys, or leave --index out")
+            raise ConfigError(
+                "--index fixed: is that of sparsity=fixed; give it, with its keys, or leave --index out"
+            )
         if self.index == DENSE or (self.index is None and pattern == DENSE):
             for option, value in (("--density", density), ("--columns", columns)):
                 if value is not None:
-                    raise ConfigError(f"{option} {value:g}: dense attention leaves no pair out; leave it out")
+                    raise ConfigError(
+                        f"{option} {value:g}: dense attention leaves no pair out; leave it out"
+                    )
             return PairSource(DENSE, layers=layers)
         if pattern in ("moba", "xattention"):
             raise ConfigError(
@@ -114,19 +134,35 @@ class SimulateRequest:
                     )
             return PairSource(FIXED, layers=layers)
         if pattern == FIXED and self.index in FAMILIES:
-            raise ConfigError(f"--index {self.index}: contradicts sparsity=fixed, which draws its own lines; leave one of them out")
+            raise ConfigError(
+                f"--index {self.index}: contradicts sparsity=fixed, which draws its own lines; leave one of them out"
+            )
         if columns is None:
             columns = COLUMNS
             if pattern == "vertical_slash":
-                fewest, most = config.sparsity.min_columns or 0, config.sparsity.max_columns or columns
+                fewest, most = (
+                    config.sparsity.min_columns or 0,
+                    config.sparsity.max_columns or columns,
+                )
                 columns = min(max(columns, fewest), most)
         index, fewest, most = self.index or CLUSTERED, 1, 0
         if pattern == "vertical_slash":
             fewest, most = config.sparsity.min_slashes or 1, config.sparsity.max_slashes or 0
-            typed = next((word for word in words if word.startswith(("sparsity.min_slashes=", "sparsity.max_slashes="))), None)
+            typed = next(
+                (
+                    word
+                    for word in words
+                    if word.startswith(("sparsity.min_slashes=", "sparsity.max_slashes="))
+                ),
+                None,
+            )
             if density is not None and typed:
-                raise ConfigError(f"--density {density:g}: contradicts {typed}; leave one of them out")
-        return PairSource(index, DENSITY if density is None else density, columns, layers, fewest, most)
+                raise ConfigError(
+                    f"--density {density:g}: contradicts {typed}; leave one of them out"
+                )
+        return PairSource(
+            index, DENSITY if density is None else density, columns, layers, fewest, most
+        )
 
     def assumed(self, pairs: str, extra: Sequence[str] = ()) -> str:
         """One line: which pairs a prediction takes to be computed, and what would change that. pairs: what they are called. extra: settings
@@ -138,18 +174,26 @@ class SimulateRequest:
             return f"recorded in {recorded} ({pairs})"
         if pairs == DENSE:
             default = self.index is None and not _sparsity([*self.words, *extra])
-            why = ", the default of mtrain train; sparsity=, --density or --index ask for fewer" if default else ""
+            why = (
+                ", the default of mtrain train; sparsity=, --density or --index ask for fewer"
+                if default
+                else ""
+            )
             return f"dense: all causal pairs, each sequence one document{why}"
         if pairs == FIXED:
             return "as sparsity=fixed draws them, each sequence one document"
         asked = compose([*self.words, *extra]).sparsity.pattern
         of = f" for sparsity={asked}" if asked != DENSE else ""
-        return f"synthetic ({pairs}){of}, each sequence one document; --index takes those of a profile"
+        return (
+            f"synthetic ({pairs}){of}, each sequence one document; --index takes those of a profile"
+        )
 
     def _layers(self, config: Config) -> int:
         most = config.model.num_layers
         if self.layers is not None and self.layers > most:
-            raise ConfigError(f"--layers {self.layers}: {config.model.name} has {most}; allowed: 1 to {most}")
+            raise ConfigError(
+                f"--layers {self.layers}: {config.model.name} has {most}; allowed: 1 to {most}"
+            )
         return self.layers or 1
 
     def file(self, words: Sequence[str]) -> Path | None:  # noqa: ARG002
@@ -165,7 +209,9 @@ class SimulateRequest:
         found = next((candidate for candidate in candidates if candidate.is_file()), None)
         if found is None:
             allowed = ", ".join((DENSE, *FAMILIES, FIXED))
-            raise ConfigError(f"--index {self.index}: is neither a file nor a folder with index.npz; allowed besides: {allowed}")
+            raise ConfigError(
+                f"--index {self.index}: is neither a file nor a folder with index.npz; allowed besides: {allowed}"
+            )
         return found
 
     def shape_alone(self) -> AttentionWorkload:
@@ -177,20 +223,35 @@ class SimulateRequest:
         for word in self.words:
             key = word.partition("=")[0]
             if key not in _OF_SHAPE and not key.startswith("model."):
-                raise ConfigError(f"{word}: --index {self.index} without model= says the shape of attention alone; give model=, too")
+                raise ConfigError(
+                    f"{word}: --index {self.index} without model= says the shape of attention alone; give model=, too"
+                )
         file = self.file(self.words)
         assert file is not None
         return self.recorded(file, self.words)
 
-    def recorded(self, file: Path, words: Sequence[str], density: float | None = None, columns: int | None = None) -> AttentionWorkload:
+    def recorded(
+        self,
+        file: Path,
+        words: Sequence[str],
+        density: float | None = None,
+        columns: int | None = None,
+    ) -> AttentionWorkload:
         """The indices of a profile. density, columns: of a point of a sweep, which such indices have not."""
         from mtrain_cli.profiling.index_file import load_indices
         from mtrain_cli.simulation.prediction import AttentionWorkload
         from mtrain_cli.simulation.what_if import index_of
 
-        for option, value in (("--density", density), ("--density", self.density), ("--columns", columns), ("--columns", self.columns)):
+        for option, value in (
+            ("--density", density),
+            ("--density", self.density),
+            ("--columns", columns),
+            ("--columns", self.columns),
+        ):
             if value is not None:
-                raise ConfigError(f"{option} {value:g}: --index {file} has pairs of its own; leave one of them out")
+                raise ConfigError(
+                    f"{option} {value:g}: --index {file} has pairs of its own; leave one of them out"
+                )
         recorded = load_indices(file)
         made = recorded.setup
         if words:
@@ -198,7 +259,9 @@ class SimulateRequest:
         pattern = recorded.patterns[0]
         there = recorded.layers(pattern)
         if self.layers is not None and self.layers > len(there):
-            raise ConfigError(f"--layers {self.layers}: {file} holds {len(there)} layers of {pattern}; allowed: 1 to {len(there)}")
+            raise ConfigError(
+                f"--layers {self.layers}: {file} holds {len(there)} layers of {pattern}; allowed: 1 to {len(there)}"
+            )
         return AttentionWorkload(
             made, recorded.masks, there[: self.layers or len(there)], lambda layer: index_of(recorded, pattern, layer), pattern,
             made.columns.get(pattern, -1),
@@ -206,12 +269,21 @@ class SimulateRequest:
 
     def per_node(self, workers: int) -> int | None:
         """Workers of a node, real or virtual, where the settings say it."""
-        given = next((word.partition("=")[2] for word in self.words if word.startswith("topology.gpus_per_node=")), "auto")
+        given = next(
+            (
+                word.partition("=")[2]
+                for word in self.words
+                if word.startswith("topology.gpus_per_node=")
+            ),
+            "auto",
+        )
         if given == "auto":
             return None
         if not given.isdigit() or not int(given) or workers % int(given):
             divisors = ", ".join(str(n) for n in range(1, workers + 1) if workers % n == 0)
-            raise ConfigError(f"topology.gpus_per_node={given}: must divide the {workers} workers; possible are auto, {divisors}")
+            raise ConfigError(
+                f"topology.gpus_per_node={given}: must divide the {workers} workers; possible are auto, {divisors}"
+            )
         return int(given)
 
     def conditions(self, workers: int | None = None) -> Disturbances:
@@ -241,7 +313,9 @@ class SimulateRequest:
 
 def _check_workers(word: str) -> None:
     if word.startswith("topology.workers=") and not word.endswith("=auto"):
-        raise ConfigError(f"{word}: how many GPUs there are is what --workers, --nodes or --sweep workers= say; leave it out")
+        raise ConfigError(
+            f"{word}: how many GPUs there are is what --workers, --nodes or --sweep workers= say; leave it out"
+        )
 
 
 def _sparsity(words: Sequence[str]) -> bool:
@@ -253,7 +327,9 @@ def _own_sparsity(words: Sequence[str], config: Config) -> bool:
     return _sparsity(words) or config.sparsity.pattern != DENSE
 
 
-def _as_recorded(problem: AttentionWorkload, words: Sequence[str], pattern: Sequence[str]) -> list[str]:
+def _as_recorded(
+    problem: AttentionWorkload, words: Sequence[str], pattern: Sequence[str]
+) -> list[str]:
     """Settings that a recording says, where nothing else was typed. pattern: of its name."""
     index = problem.index(problem.layers[0])
     typed = {word.partition("=")[0] for word in words}
@@ -275,7 +351,11 @@ def _compare(words: Sequence[str], file: Path, made: Any) -> None:
         "model.num_kv_heads": (config.model.num_kv_heads, made.kv_heads),
         "model.head_dim": (config.model.head_dim, made.head_dim),
     }
-    wrong = [f"{key}={mine}: --index {file} was recorded with {its}; leave it out" for key, (mine, its) in said.items() if mine != its]
+    wrong = [
+        f"{key}={mine}: --index {file} was recorded with {its}; leave it out"
+        for key, (mine, its) in said.items()
+        if mine != its
+    ]
     if wrong:
         raise ConfigError(*wrong)
 
@@ -292,11 +372,19 @@ def count(option: str, text: str | None) -> float | None:
         return None
     try:
         unit = _UNITS.get(text[-1:].lower())
-        found = float(text[:-1]) * unit if unit else float(text) if "e" in text.lower() else float(parse_size(text))
+        found = (
+            float(text[:-1]) * unit
+            if unit
+            else float(text)
+            if "e" in text.lower()
+            else float(parse_size(text))
+        )
     except ValueError:
         found = float("nan")
     if not 1 <= found < 1e18:
-        raise ConfigError(f"{option} {text}: expected a number of tokens such as 20b (b = 10^9, t = 10^12) or 512m")
+        raise ConfigError(
+            f"{option} {text}: expected a number of tokens such as 20b (b = 10^9, t = 10^12) or 512m"
+        )
     return found
 
 

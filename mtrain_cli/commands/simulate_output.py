@@ -39,7 +39,15 @@ _STEPS = (
 
 # What a narrow terminal does without, in this order.
 SPARE_OF_STEPS = ("waits s", "step", "MFU", "worker", "best - worst", "HFU", "data x context")
-SPARE_OF_ATTENTION = ("late ms", "step", "computed", "worker", "exposed ms", "kernel", "best - worst")
+SPARE_OF_ATTENTION = (
+    "late ms",
+    "step",
+    "computed",
+    "worker",
+    "exposed ms",
+    "kernel",
+    "best - worst",
+)
 _PROBE = ".mtrain"
 _NAMED = 3  # guesses of a kind in one line
 _LABEL = len("note   ")  # what lines begin with
@@ -57,7 +65,9 @@ def title(cluster: Cluster, problem: AttentionWorkload, density: float, workers:
     return f"{cluster.name} ({nodes}), {workers} workers, seq {made.seq:,}, {shown}"
 
 
-def attention_table(cluster: Cluster, problem: AttentionWorkload, predictions: Sequence[Prediction]) -> Table:
+def attention_table(
+    cluster: Cluster, problem: AttentionWorkload, predictions: Sequence[Prediction]
+) -> Table:
     """Of the attention of a layer."""
     from rich.box import SIMPLE
     from rich.table import Table
@@ -69,7 +79,15 @@ def attention_table(cluster: Cluster, problem: AttentionWorkload, predictions: S
     table = Table(title=heading, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
     for name in ("layout", "exchange", "kernel"):
         table.add_column(name)
-    for name in (*predictions[0].passes, "all, ms a layer", "best - worst", "worker", "step", "computed", "late ms"):
+    for name in (
+        *predictions[0].passes,
+        "all, ms a layer",
+        "best - worst",
+        "worker",
+        "step",
+        "computed",
+        "late ms",
+    ):
         table.add_column(name, justify="right")
     table.add_column("exposed ms")
     fastest = min(predictions, key=lambda p: p.duration.value)
@@ -99,7 +117,9 @@ def attention_table(cluster: Cluster, problem: AttentionWorkload, predictions: S
     return table
 
 
-def step_table(cluster: Cluster, problem: AttentionWorkload, outcomes: Sequence[PredictedScenario]) -> Table:
+def step_table(
+    cluster: Cluster, problem: AttentionWorkload, outcomes: Sequence[PredictedScenario]
+) -> Table:
     """Of whole steps; the fastest that fits is bold."""
     from rich.box import SIMPLE
     from rich.table import Table
@@ -116,13 +136,27 @@ def step_table(cluster: Cluster, problem: AttentionWorkload, outcomes: Sequence[
     grouped = any(o.plan.environment.dp > 1 for o in outcomes)
     recomputed = len({o.plan.config.train.activation_checkpoint for o in outcomes}) > 1
     kept = [_layers_with_products(o.plan) for o in outcomes]
-    for name in ("layout", "exchange", *(("data x context",) if grouped else ()), *(("recompute",) if recomputed else ())):
+    for name in (
+        "layout",
+        "exchange",
+        *(("data x context",) if grouped else ()),
+        *(("recompute",) if recomputed else ()),
+    ):
         table.add_column(name)
     dense = one.dense
     shares = ("MFU", "HFU") if dense else ("HFU",)
     if len(set(kept)) > 1:
         table.add_column("keep_mlp", justify="right")
-    for name in ("s / step", "best - worst", "tokens/s/GPU", *shares, "waits s", "worker", "step", "GiB"):
+    for name in (
+        "s / step",
+        "best - worst",
+        "tokens/s/GPU",
+        *shares,
+        "waits s",
+        "worker",
+        "step",
+        "GiB",
+    ):
         table.add_column(name, justify="right")
     table.add_column("fits")
     fitting = [o for o in outcomes if o.step.fits]
@@ -130,7 +164,9 @@ def step_table(cluster: Cluster, problem: AttentionWorkload, outcomes: Sequence[
     for o, layers in zip(outcomes, kept, strict=True):
         step = o.step
         both = [o.attention.passes[name] for name in ("forward", "backward")]
-        degrees = [f"{sum(getattr(b.work, name) for b in both) / 2:.2f}" for name in ("worker", "step")]
+        degrees = [
+            f"{sum(getattr(b.work, name) for b in both) / 2:.2f}" for name in ("worker", "step")
+        ]
         waits = " + ".join(f"{step.parts[name]:.2f}" for name in ("late", "links", "weights"))
         table.add_row(
             o.layout,
@@ -139,7 +175,9 @@ def step_table(cluster: Cluster, problem: AttentionWorkload, outcomes: Sequence[
             *((o.plan.config.train.activation_checkpoint,) if recomputed else ()),
             *((str(layers),) if len(set(kept)) > 1 else ()),
             number(step.seconds.value, 4),
-            f"{number(step.seconds.low)} - {number(step.seconds.high)}" if step.seconds.low < step.seconds.high else "",
+            f"{number(step.seconds.low)} - {number(step.seconds.high)}"
+            if step.seconds.low < step.seconds.high
+            else "",
             f"{step.tokens_per_second_per_gpu.value:,.0f}",
             *([f"{step.mfu:.1%}"] if dense else []),
             f"{step.hfu:.1%}",
@@ -147,7 +185,11 @@ def step_table(cluster: Cluster, problem: AttentionWorkload, outcomes: Sequence[
             *degrees,
             f"{step.gib:.1f}",
             "yes" if step.fits else "no",
-            style="bold" if o is fastest and len(outcomes) > 1 else "dim" if not step.fits else None,
+            style="bold"
+            if o is fastest and len(outcomes) > 1
+            else "dim"
+            if not step.fits
+            else None,
         )
     return table
 
@@ -155,7 +197,11 @@ def step_table(cluster: Cluster, problem: AttentionWorkload, outcomes: Sequence[
 def told_of(outcomes: Sequence[PredictedScenario]) -> PredictedScenario:
     """The one of which most is told: the fastest that fits, or what needs least."""
     fitting = [o for o in outcomes if o.step.fits]
-    return min(fitting, key=lambda o: o.step.seconds.value) if fitting else min(outcomes, key=lambda o: o.plan.memory.total)
+    return (
+        min(fitting, key=lambda o: o.step.seconds.value)
+        if fitting
+        else min(outcomes, key=lambda o: o.plan.memory.total)
+    )
 
 
 def best_line(outcomes: Sequence[PredictedScenario]) -> str:
@@ -169,11 +215,15 @@ def best_line(outcomes: Sequence[PredictedScenario]) -> str:
     said = f"best   {best.layout} {best.plan.exchange.label}"
     if len(fitting) > 1:
         gap = fitting[1].step.seconds.value / best.step.seconds.value - 1
-        said += f", {gap:.1%} faster than the next" + (": less than the prediction can tell apart, so measure both" if gap < CLOSE else "")
+        said += f", {gap:.1%} faster than the next" + (
+            ": less than the prediction can tell apart, so measure both" if gap < CLOSE else ""
+        )
     return f"{said}; --recommend also tries context groups, recomputation and train.keep_mlp"
 
 
-def step_lines(outcome: PredictedScenario, tokens: float | None, price: float | None) -> Iterable[str]:
+def step_lines(
+    outcome: PredictedScenario, tokens: float | None, price: float | None
+) -> Iterable[str]:
     """Where the time of a step goes, memory by part, and what a training takes."""
     from mtrain_cli.simulation.recommend import usable
     from mtrain_cli.training.memory import GIB
@@ -181,16 +231,27 @@ def step_lines(outcome: PredictedScenario, tokens: float | None, price: float | 
     step, plan = outcome.step, outcome.plan
     whole = step.seconds.value
     shares = {name: seconds / whole for name, seconds in step.parts.items()}
-    listed = ", ".join(f"{name} {share:.1%}" for name, share in sorted(shares.items(), key=lambda item: -item[1]) if share >= 5e-4)
+    listed = ", ".join(
+        f"{name} {share:.1%}"
+        for name, share in sorted(shares.items(), key=lambda item: -item[1])
+        if share >= 5e-4
+    )
     yield f"time   {outcome.layout} {plan.exchange.label}: {listed}; {step.hidden:.2f} s of weights hidden"
     memory = plan.memory
-    parts = {**{name.replace("_", " "): size for name, size in memory.peak.parts.items()}, "CUDA and NCCL": memory.reserve}
+    parts = {
+        **{name.replace("_", " "): size for name, size in memory.peak.parts.items()},
+        "CUDA and NCCL": memory.reserve,
+    }
     of = (plan.capacity or 0) / 2**30
     said = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items() if size >= 2**20)
     fits = f" ({usable(plan):.1f} can be used)"
     yield f"memory {memory.total / 2**30:.2f} GiB of {of:.1f}{fits} at its peak, the {memory.peak.name}: {said}"
     if memory.host:
-        saving = f", {memory.saving / GIB:.2f} more while a checkpoint is written" if memory.saving else ""
+        saving = (
+            f", {memory.saving / GIB:.2f} more while a checkpoint is written"
+            if memory.saving
+            else ""
+        )
         yield f"host   {memory.host / GIB:.2f} GiB for each GPU{saving}, of {plan.host_share / GIB:.1f} that can be used"
     if tokens is None:
         return
@@ -204,7 +265,13 @@ def step_lines(outcome: PredictedScenario, tokens: float | None, price: float | 
 
 
 def _days(days: BoundedTime) -> str:
-    unit, by = ("days", 1.0) if days.value >= 2 else ("hours", 24.0) if days.value * 24 >= 2 else ("minutes", 1440.0)
+    unit, by = (
+        ("days", 1.0)
+        if days.value >= 2
+        else ("hours", 24.0)
+        if days.value * 24 >= 2
+        else ("minutes", 1440.0)
+    )
     return f"{days.value * by:.3g} {unit} ({days.low * by:.3g} - {days.high * by:.3g})"
 
 
@@ -213,14 +280,24 @@ def _layers_with_products(plan: RunPlan) -> int:
     from mtrain_cli.model.tiling import layers_with_products, tile_rows
 
     model, train = plan.config.model, plan.config.train
-    tokens, itemsize = plan.layout.tokens_per_worker * train.micro_batch, 2 if plan.dtype == "bfloat16" else 4
-    tiled = tile_rows(tokens, model.hidden_size, model.intermediate_size, itemsize, train.tile_mib << 20) < tokens
+    tokens, itemsize = (
+        plan.layout.tokens_per_worker * train.micro_batch,
+        2 if plan.dtype == "bfloat16" else 4,
+    )
+    tiled = (
+        tile_rows(
+            tokens, model.hidden_size, model.intermediate_size, itemsize, train.tile_mib << 20
+        )
+        < tokens
+    )
     if train.activation_checkpoint == "none" and not tiled:
         return model.num_layers
     return layers_with_products(train.keep_mlp, model.num_layers)
 
 
-def recommendation_lines(cluster: Cluster, found: Recommendation, words: Sequence[str]) -> Iterable[str]:
+def recommendation_lines(
+    cluster: Cluster, found: Recommendation, words: Sequence[str]
+) -> Iterable[str]:
     """The best and the runner-up with reasons, what was rejected, and what to type."""
     from mtrain_cli.simulation.recommend import label, memory_settings, place, reasons
     from mtrain_cli.simulation.scenario import train_line
@@ -233,7 +310,11 @@ def recommendation_lines(cluster: Cluster, found: Recommendation, words: Sequenc
         train = best.plan.config.train
         yield f"best   {label(best.plan)}: {_figures(best)}"
         if others:
-            other = "" if place(others[0]) == place(best) else "; the fastest of another layout, exchange or context group"
+            other = (
+                ""
+                if place(others[0]) == place(best)
+                else "; the fastest of another layout, exchange or context group"
+            )
             yield f"next   {label(others[0].plan)}: {_figures(others[0])}{other}"
             yield "why    " + "; ".join(reasons(best, others[0], words))
         changes = {
@@ -258,8 +339,14 @@ def _least(found: Recommendation) -> str:
     plan = found.least
     if plan is None:
         return ""
-    host = f" and {plan.memory.host_peak / GIB:.1f} GiB of the host" if plan.memory.host_peak else ""
-    there = f"{usable(plan):.1f} and {plan.host_share / GIB:.1f} GiB" if host else f"{usable(plan):.1f} GiB"
+    host = (
+        f" and {plan.memory.host_peak / GIB:.1f} GiB of the host" if plan.memory.host_peak else ""
+    )
+    there = (
+        f"{usable(plan):.1f} and {plan.host_share / GIB:.1f} GiB"
+        if host
+        else f"{usable(plan):.1f} GiB"
+    )
     return f": a GPU needs at least {plan.memory.total / GIB:.1f} GiB{host}, of {there} that can be used ({label(plan)})"
 
 
@@ -308,7 +395,11 @@ def brief_remark(remark: str) -> str:
 
 
 def _range(found: BoundedTime) -> dict[str, float]:
-    return {"low": round(found.low, 5), "value": round(found.value, 5), "high": round(found.high, 5)}
+    return {
+        "low": round(found.low, 5),
+        "value": round(found.value, 5),
+        "high": round(found.high, 5),
+    }
 
 
 def document(cluster: Cluster, calibration: Calibration | None, **more: Any) -> dict[str, Any]:
@@ -338,7 +429,9 @@ def document(cluster: Cluster, calibration: Calibration | None, **more: Any) -> 
 
 
 def of_predictions(
-    problem: AttentionWorkload, predictions: Sequence[Prediction], steps: Sequence[Mapping[str, Any]] = ()
+    problem: AttentionWorkload,
+    predictions: Sequence[Prediction],
+    steps: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """The entries of configurations. steps: of whole steps (`sweep.row_of`), where these were predicted."""
     predicted: list[dict[str, Any]] = [
@@ -381,7 +474,9 @@ def new_folder(out: Path | None) -> Path:
 
     folder = out or Path("measurements", f"simulation-{time.strftime('%Y%m%d-%H%M%S')}")
     if (folder / records.SUMMARY).exists():
-        raise ConfigError(f"--out {folder}: holds a profile or simulation already; give a new folder")
+        raise ConfigError(
+            f"--out {folder}: holds a profile or simulation already; give a new folder"
+        )
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -416,7 +511,9 @@ def leave(folder: Path, content: dict[str, Any], predictions: Sequence[Predictio
             # The digest of the summary is one of everything that was predicted.
             content["records_sha256"] = digest(folder / records.RECORDS)
             records.write_summary(folder, content)
-            content["results"] = [found.to_json() for found in analyse(records.open_records(folder))]
+            content["results"] = [
+                found.to_json() for found in analyse(records.open_records(folder))
+            ]
             records.write_summary(folder, content)
     except OSError as error:
         raise RunError(f"{folder}: could not be written ({error.strerror or error})") from error

@@ -21,11 +21,22 @@ if TYPE_CHECKING:
     from mtrain_cli.console import Console
     from mtrain_cli.simulation.calibration import Calibration
     from mtrain_cli.simulation.cluster import Cluster
-    from mtrain_cli.simulation.validation import CaseComparison, MeasuredRun, PredictedCase, PredictionAccuracy
+    from mtrain_cli.simulation.validation import (
+        CaseComparison,
+        MeasuredRun,
+        PredictedCase,
+        PredictionAccuracy,
+    )
 
 FILE = "validation.json"
 _LABEL = len("imbalance  ")  # what lines begin with
-SPARE = ("step ID", "ranks", "worker ID", "steps", "best - worst")  # what a narrow terminal does without, in this order
+SPARE = (
+    "step ID",
+    "ranks",
+    "worker ID",
+    "steps",
+    "best - worst",
+)  # what a narrow terminal does without, in this order
 _SHOWN = 12  # names in one line
 # Constants of the simulator itself that no calibration replaces (`simulation.costs`).
 ASSUMED = "launches of a step; estimating an index"
@@ -49,7 +60,15 @@ def validate(
     if out is not None:
         raise ConfigError(f"--out {out}: --no-files writes none; give one of the two")
     with tempfile.TemporaryDirectory() as place:
-        _validate(runs, predictions, cluster, calibration, Path(place, "validation"), as_json=as_json, leave=False)
+        _validate(
+            runs,
+            predictions,
+            cluster,
+            calibration,
+            Path(place, "validation"),
+            as_json=as_json,
+            leave=False,
+        )
 
 
 def _validate(
@@ -65,10 +84,18 @@ def _validate(
     from mtrain_cli.commands.simulate_output import new_folder
     from mtrain_cli.console import Console
     from mtrain_cli.profiling import records
-    from mtrain_cli.simulation.validation import MismatchedPrediction, agreement, compare, open_prediction, open_run
+    from mtrain_cli.simulation.validation import (
+        MismatchedPrediction,
+        agreement,
+        compare,
+        open_prediction,
+        open_run,
+    )
 
     if (folder / FILE).exists() or (folder / records.SUMMARY).exists():
-        raise ConfigError(f"--out {folder}: holds a validation, profile or simulation already; give a new folder")
+        raise ConfigError(
+            f"--out {folder}: holds a validation, profile or simulation already; give a new folder"
+        )
     new_folder(folder)
     opened = [open_run(_place(Path(run).expanduser())) for run in runs]
     given: dict[Any, PredictedCase] = {}
@@ -78,7 +105,11 @@ def _validate(
     compared: list[CaseComparison] = []
     absent = []
     for number, run in enumerate(opened):
-        found = given if predictions else _replayed(run, cluster, calibration, folder / f"predicted-{number}")
+        found = (
+            given
+            if predictions
+            else _replayed(run, cluster, calibration, folder / f"predicted-{number}")
+        )
         for case in run.cases:
             predicted = found.get(_key(case.facts))
             if predicted is None:
@@ -90,7 +121,9 @@ def _validate(
                 absent.append(f"{run.folder.name}: {case.label}: {reason}")
     if not compared:
         which = ", ".join(f"--prediction {path}" for path in predictions) or f"--validate {runs[0]}"
-        raise ConfigError(f"{which}: nothing to compare for the {len(absent)} cases that were measured, such as {absent[0]}")
+        raise ConfigError(
+            f"{which}: nothing to compare for the {len(absent)} cases that were measured, such as {absent[0]}"
+        )
     together = agreement(compared)
     document = _document(opened, predictions, cluster, calibration, compared, together, absent)
     _leave(folder, document)
@@ -110,7 +143,11 @@ def _place(path: Path) -> Path:
 
 def _several(path: Path) -> list[Path]:
     """A prediction, or all that a folder holds."""
-    inside = sorted(file.parent for file in path.glob("*/summary.json")) if path.is_dir() and not (path / "summary.json").is_file() else []
+    inside = (
+        sorted(file.parent for file in path.glob("*/summary.json"))
+        if path.is_dir() and not (path / "summary.json").is_file()
+        else []
+    )
     return inside or [path]
 
 
@@ -120,10 +157,14 @@ def _key(facts: dict[str, Any]) -> Any:
     return key_of(facts)
 
 
-def _replayed(run: MeasuredRun, cluster: Cluster, calibration: Calibration | None, folder: Path) -> dict[Any, PredictedCase]:
+def _replayed(
+    run: MeasuredRun, cluster: Cluster, calibration: Calibration | None, folder: Path
+) -> dict[Any, PredictedCase]:
     from mtrain_cli.simulation.validation import keep, open_prediction, replay
 
-    found = [replay(run, case, cluster, calibration, number) for number, case in enumerate(run.cases)]
+    found = [
+        replay(run, case, cluster, calibration, number) for number, case in enumerate(run.cases)
+    ]
     keep(folder, found, "attention")
     return open_prediction(folder)
 
@@ -155,8 +196,14 @@ def _document(
         "kind": "validation",
         "command": ["mtrain", *sys.argv[1:]],
         "versions": {"mtrain": __version__},
-        "runs": [{"folder": str(run.folder), "started": run.started, "devices": _devices(run)} for run in runs],
-        "predictions": [{"folder": str(path), "sha256": digest(path.expanduser() / records.SUMMARY)} for path in predictions],
+        "runs": [
+            {"folder": str(run.folder), "started": run.started, "devices": _devices(run)}
+            for run in runs
+        ],
+        "predictions": [
+            {"folder": str(path), "sha256": digest(path.expanduser() / records.SUMMARY)}
+            for path in predictions
+        ],
         "cluster": named,
         "constants": by_source,
         "assumed": ASSUMED,
@@ -168,7 +215,9 @@ def _document(
     }
 
 
-def _elsewhere(runs: Sequence[MeasuredRun], predictions: Sequence[Path], cluster: Cluster) -> list[str]:
+def _elsewhere(
+    runs: Sequence[MeasuredRun], predictions: Sequence[Path], cluster: Cluster
+) -> list[str]:
     """Runs on devices that the cluster does not have."""
     from mtrain_cli.simulation.calibration import same_device
 
@@ -177,15 +226,26 @@ def _elsewhere(runs: Sequence[MeasuredRun], predictions: Sequence[Path], cluster
     found = []
     for run in runs:
         devices = dict.fromkeys(_devices(run))
-        wrong = [name for name in devices if (not cluster.gpu.is_cpu if name == "CPU" else not same_device(name, cluster.gpu.name))]
-        found += [f"{run.folder} ran on {name}, and {cluster.name} has {cluster.gpu.name}" for name in wrong]
+        wrong = [
+            name
+            for name in devices
+            if (
+                not cluster.gpu.is_cpu if name == "CPU" else not same_device(name, cluster.gpu.name)
+            )
+        ]
+        found += [
+            f"{run.folder} ran on {name}, and {cluster.name} has {cluster.gpu.name}"
+            for name in wrong
+        ]
     return found
 
 
 def _devices(run: MeasuredRun) -> list[str]:
     found = run.recorded.summary.get("environment") or {}
     gpus = found.get("gpus") or []
-    return [str(gpu.get("name", gpu)) if isinstance(gpu, dict) else str(gpu) for gpu in gpus] or ["CPU"]
+    return [str(gpu.get("name", gpu)) if isinstance(gpu, dict) else str(gpu) for gpu in gpus] or [
+        "CPU"
+    ]
 
 
 def _leave(folder: Path, document: dict[str, Any]) -> None:
@@ -198,7 +258,12 @@ def _leave(folder: Path, document: dict[str, Any]) -> None:
         raise RunError(f"{folder}: could not be written ({error.strerror or error})") from error
 
 
-def _show(console: Console, document: dict[str, Any], compared: Sequence[CaseComparison], together: PredictionAccuracy) -> None:
+def _show(
+    console: Console,
+    document: dict[str, Any],
+    compared: Sequence[CaseComparison],
+    together: PredictionAccuracy,
+) -> None:
     from mtrain_cli.commands.simulate_output import brief_remark
     from mtrain_cli.reporting.terminal_width import print_table, say
 
@@ -218,16 +283,24 @@ def _show(console: Console, document: dict[str, Any], compared: Sequence[CaseCom
         f"time       mean absolute error {together.mape:.1%}, largest of a whole case {together.worst:+.1%}"
         + "".join(f", {name} {error:.1%}" for name, error in together.passes.items())
     )
-    line(f"common     predictions are x {together.common:.2f} in the median; beside that factor, mean absolute error {together.beside:.1%}")
+    line(
+        f"common     predictions are x {together.common:.2f} in the median; beside that factor, mean absolute error {together.beside:.1%}"
+    )
     line(f"bounds     hold {together.covered:.0%} of the passes")
-    line(f"imbalance  degrees off by {together.degree:.3f} in the mean, {together.worst_degree:.3f} at most")
+    line(
+        f"imbalance  degrees off by {together.degree:.3f} in the mean, {together.worst_degree:.3f} at most"
+    )
     line(f"work       {together.equal} of {together.cells} counts equal")
     for name, value in said["spearman"].items():
-        found = "the fastest was found" if said["fastest_found"][name] else "another was the fastest"
+        found = (
+            "the fastest was found" if said["fastest_found"][name] else "another was the fastest"
+        )
         folder, _, group = name.rpartition(": ")
         pattern, seq, workers = group.rsplit(" ", 2)
         run = f"{Path(folder).name}, " if len(document["runs"]) > 1 else ""
-        line(f"ranking    {run}{pattern}, {int(seq):,} tokens, {workers} workers: Spearman {value:+.2f}, {found}")
+        line(
+            f"ranking    {run}{pattern}, {int(seq):,} tokens, {workers} workers: Spearman {value:+.2f}, {found}"
+        )
     if not said["spearman"]:
         line("ranking    fewer than three layouts and exchanges of a kind")
     for source, names in document["constants"].items():
@@ -253,7 +326,9 @@ def _kernels(calibration: dict[str, Any] | None) -> str:
     return f"{said}, another device: scaled by peak FLOP/s" if calibration.get("scaled") else said
 
 
-def _say_when(console: Console, document: dict[str, Any], compared: Sequence[CaseComparison]) -> None:
+def _say_when(
+    console: Console, document: dict[str, Any], compared: Sequence[CaseComparison]
+) -> None:
     from mtrain_cli.reporting.terminal_width import say
 
     started = {run["folder"]: run["started"] for run in document["runs"]}
@@ -261,7 +336,11 @@ def _say_when(console: Console, document: dict[str, Any], compared: Sequence[Cas
     for written, measured in pairs:
         when = _seconds(written), _seconds(measured)
         order = "" if None in when else ", before" if when[0] <= when[1] else ", AFTER"  # type: ignore[operator]
-        say(console, f"when       predicted {written}{order + ' it was measured' if order else ''}, measured {measured}", _LABEL)
+        say(
+            console,
+            f"when       predicted {written}{order + ' it was measured' if order else ''}, measured {measured}",
+            _LABEL,
+        )
 
 
 def _seconds(text: str) -> float | None:
@@ -276,10 +355,22 @@ def _table(compared: Sequence[CaseComparison]) -> Table:
     from rich.box import SIMPLE
     from rich.table import Table
 
-    table = Table(title="predicted against measured", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
+    table = Table(
+        title="predicted against measured", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0)
+    )
     table.add_column("case")
     table.add_column("pass")
-    for name in ("measured", "predicted", "error", "best - worst", "in", "steps", "ranks", "worker ID", "step ID"):
+    for name in (
+        "measured",
+        "predicted",
+        "error",
+        "best - worst",
+        "in",
+        "steps",
+        "ranks",
+        "worker ID",
+        "step ID",
+    ):
         table.add_column(name, justify="right")
     several = len({case.run for case in compared}) > 1
     for case in compared:
@@ -287,12 +378,23 @@ def _table(compared: Sequence[CaseComparison]) -> Table:
         for name, p in case.passes.items():
             measured, predicted = p.ranks
             of_ranks = predicted / np.maximum(measured, 1e-9) - 1
-            degrees = [f"{p.degrees[d][1]:.2f} {p.degrees[d][1] - p.degrees[d][0]:+.3f}" for d in ("worker", "step")]
+            degrees = [
+                f"{p.degrees[d][1]:.2f} {p.degrees[d][1] - p.degrees[d][0]:+.3f}"
+                for d in ("worker", "step")
+            ]
             lines.append([
                 name, f"{p.measured:.2f} ±{p.std:.2f}", f"{p.predicted:.2f}", f"{p.error:+.1%}", f"{p.low:.4g} - {p.high:.4g}",
                 "yes" if p.inside else "no", f"{p.mape:.1%}", f"{of_ranks[np.argmax(np.abs(of_ranks))]:+.1%}", *degrees,
             ])  # fmt: skip
-        lines.append(["all", f"{case.measured:.2f}", f"{case.predicted:.2f}", f"{case.error:+.1%}", *[""] * 6])
+        lines.append(
+            [
+                "all",
+                f"{case.measured:.2f}",
+                f"{case.predicted:.2f}",
+                f"{case.error:+.1%}",
+                *[""] * 6,
+            ]
+        )
         # One row a case: its name wraps beside its passes.
         label = f"{Path(case.run).name}: {case.label}" if several else case.label
         table.add_row(label, *("\n".join(column) for column in zip(*lines, strict=True)))
@@ -304,4 +406,10 @@ def _how(compared: Sequence[CaseComparison]) -> str:
     kinds = {p.bare is not None for case in compared for p in case.passes.values()}
     bare = "without records, the median (`mtrain report`: bare)"
     recorded = "as recorded, the mean (`mtrain report`: pass ms)"
-    return f"{bare}, or, of several layers, {recorded}" if len(kinds) == 2 else bare if kinds == {True} else recorded
+    return (
+        f"{bare}, or, of several layers, {recorded}"
+        if len(kinds) == 2
+        else bare
+        if kinds == {True}
+        else recorded
+    )

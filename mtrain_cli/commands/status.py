@@ -26,7 +26,14 @@ if TYPE_CHECKING:
 WATCH_S = 2.0
 _PIPED = 400  # columns
 LOSSES = 200  # latest ones in the curve
-_COLOURS = {"running": "green", "finished": "green", "stalled": "yellow", "restarting": "yellow", "failed": "red", "lost": "red"}
+_COLOURS = {
+    "running": "green",
+    "finished": "green",
+    "stalled": "yellow",
+    "restarting": "yellow",
+    "failed": "red",
+    "lost": "red",
+}
 
 
 def status(
@@ -39,9 +46,15 @@ def status(
             show_default=False,
         ),
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="A line for each run under runs/, the newest first.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Go on showing it until the run ends, or Ctrl-C.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a run and line, for scripts.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="A line for each run under runs/, the newest first.")
+    ] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Go on showing it until the run ends, or Ctrl-C.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object a run and line, for scripts.")
+    ] = False,
 ) -> None:
     """Show how a run stands: step, loss, speed, time left, last checkpoint, workers, restarts, warnings, and whether it lives.
 
@@ -109,7 +122,11 @@ def _plain(found: RunStatus) -> dict[str, Any]:
     values = dataclasses.asdict(found)
     written = values.pop("written") or {}
     values.pop("losses")
-    return {**{name: value for name, value in written.items() if name not in ("step", "steps")}, **values, "alive": found.alive}
+    return {
+        **{name: value for name, value in written.items() if name not in ("step", "steps")},
+        **values,
+        "alive": found.alive,
+    }
 
 
 def _watch(look: Any, every: bool) -> None:
@@ -120,7 +137,9 @@ def _watch(look: Any, every: bool) -> None:
     console = Console(highlight=False)
     found = look()
     try:
-        with Live(_shown(found, every, _width(console)), console=console, auto_refresh=False) as live:
+        with Live(
+            _shown(found, every, _width(console)), console=console, auto_refresh=False
+        ) as live:
             while any(one.alive for one in found):
                 time.sleep(WATCH_S)
                 found = look()
@@ -149,7 +168,9 @@ def _runs(found: list[RunStatus], width: int | None) -> RenderableType:
     if width is None or sum(widths) + 3 * len(widths) <= width:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for name in _COLUMNS:
-            table.add_column(name, justify="left" if name in ("run", "state") else "right", no_wrap=True)
+            table.add_column(
+                name, justify="left" if name in ("run", "state") else "right", no_wrap=True
+            )
         for row in rows:
             table.add_row(*row)
         return table
@@ -170,14 +191,28 @@ def _cells(one: RunStatus) -> tuple[Text, ...]:
     from rich.text import Text
 
     written = one.written
-    loss = written.loss if written and written.loss is not None else one.losses[-1] if one.losses else None
+    loss = (
+        written.loss
+        if written and written.loss is not None
+        else one.losses[-1]
+        if one.losses
+        else None
+    )
     return (
         Text(Path(one.folder).name),
         Text(one.what, style=_COLOURS.get(one.what, "")),
         Text(f"{one.step}/{one.steps}"),
         Text("" if loss is None else f"{loss:.4f}"),
-        Text(f"{written.tokens_per_second_per_gpu:,.0f}" if written and written.tokens_per_second_per_gpu and one.alive else ""),
-        Text(_duration(written.seconds_left) if written and one.alive and written.seconds_left is not None else ""),
+        Text(
+            f"{written.tokens_per_second_per_gpu:,.0f}"
+            if written and written.tokens_per_second_per_gpu and one.alive
+            else ""
+        ),
+        Text(
+            _duration(written.seconds_left)
+            if written and one.alive and written.seconds_left is not None
+            else ""
+        ),
         Text(f"{one.checkpoint.step}" if one.checkpoint else "none"),
     )
 
@@ -190,9 +225,15 @@ def _sheet(found: RunStatus) -> RenderableType:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     folder = Path(found.folder)
-    table.add_row("run", Text(str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)))
+    table.add_row(
+        "run",
+        Text(str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)),
+    )
     head = Text(found.what, style=f"bold {_COLOURS.get(found.what, '')}".strip())
-    table.add_row("state", head.append("".join(f"; {part}" for part in _state_parts(found)), style="not bold default"))
+    table.add_row(
+        "state",
+        head.append("".join(f"; {part}" for part in _state_parts(found)), style="not bold default"),
+    )
     for label, text in _rows(found):
         table.add_row(label, Text(text))
     return table
@@ -214,11 +255,24 @@ def _rows(found: RunStatus) -> list[tuple[str, str]]:
 
     written = found.written
     share = f", {found.step / found.steps:.0%}" if found.steps else ""
-    left = f", {_duration(written.seconds_left)} left" if written and found.alive and written.seconds_left is not None else ""
+    left = (
+        f", {_duration(written.seconds_left)} left"
+        if written and found.alive and written.seconds_left is not None
+        else ""
+    )
     rows = [("step", f"{found.step:,} of {found.steps:,}{share}{left}")]
     if found.losses:
-        norm = f", gradient norm {written.grad_norm:.2f}" if written and written.grad_norm is not None else ""
-        rows.append(("loss", f"{found.losses[-1]:.4f}{norm}  {sparkline(found.losses[-LOSSES:], 24)}".rstrip()))
+        norm = (
+            f", gradient norm {written.grad_norm:.2f}"
+            if written and written.grad_norm is not None
+            else ""
+        )
+        rows.append(
+            (
+                "loss",
+                f"{found.losses[-1]:.4f}{norm}  {sparkline(found.losses[-LOSSES:], 24)}".rstrip(),
+            )
+        )
     if written and written.tokens_per_second_per_gpu:
         seconds = f", {written.seconds:.2f} s a step" if written.seconds else ""
         rows.append(("speed", f"{written.tokens_per_second_per_gpu:,.0f} tokens/s/worker{seconds}"))
@@ -227,16 +281,36 @@ def _rows(found: RunStatus) -> list[tuple[str, str]]:
     else:
         behind = found.step - found.checkpoint.step
         lost = f", {behind} step{'s' * (behind > 1)} behind" if behind > 0 else ""
-        rows.append(("checkpoint", f"step {found.checkpoint.step:,}, {_duration(found.checkpoint.age)} ago{lost}"))
+        rows.append(
+            (
+                "checkpoint",
+                f"step {found.checkpoint.step:,}, {_duration(found.checkpoint.age)} ago{lost}",
+            )
+        )
     if written and written.workers:
         rows += _labelled("workers", _workers(written.workers))
     if found.restarts:
         last = found.restarts[-1]
-        rows.append(("restarts", f"{len(found.restarts)}, the last one {_duration(time.time() - last.time)} ago: {last.reason}"))
-        rows.append(("", f"after step {last.reached}; from the checkpoint of step {last.step}, on {last.workers} workers"))
+        rows.append(
+            (
+                "restarts",
+                f"{len(found.restarts)}, the last one {_duration(time.time() - last.time)} ago: {last.reason}",
+            )
+        )
+        rows.append(
+            (
+                "",
+                f"after step {last.reached}; from the checkpoint of step {last.step}, on {last.workers} workers",
+            )
+        )
     if written and written.warnings:
         when, text = written.warnings[-1]
-        rows.append(("warnings", f"{len(written.warnings)}, the last one {_duration(time.time() - when)} ago: {text}"))
+        rows.append(
+            (
+                "warnings",
+                f"{len(written.warnings)}, the last one {_duration(time.time() - when)} ago: {text}",
+            )
+        )
     rows += _labelled("damaged", list(found.damaged))
     rows += _labelled("where", [line.strip() for line in found.where])
     if not found.alive and found.what != "finished" and found.checkpoint is not None:
@@ -257,7 +331,9 @@ def _workers(places: tuple[str, ...]) -> list[str]:
         shown = devices[0]
         if len(models) == 1 and (model := models.pop()):
             shown = f"{len(devices)} x {model} ({', '.join(device.partition(' (')[0].removeprefix('GPU ') for device in devices)})"
-        lines.append(f"rank{'s' * (last > first)} {first}{f' to {last}' if last > first else ''} on {host}: {shown}")
+        lines.append(
+            f"rank{'s' * (last > first)} {first}{f' to {last}' if last > first else ''} on {host}: {shown}"
+        )
     return lines
 
 
@@ -268,4 +344,8 @@ def _labelled(label: str, lines: list[str]) -> list[tuple[str, str]]:
 def _duration(seconds: float | None) -> str:
     from mtrain_cli.training.progress import format_duration
 
-    return f"{max(0.0, seconds):.0f} s" if seconds is not None and seconds < 60 else format_duration(seconds)
+    return (
+        f"{max(0.0, seconds):.0f} s"
+        if seconds is not None and seconds < 60
+        else format_duration(seconds)
+    )

@@ -30,10 +30,15 @@ def train(
             show_default=False,
         ),
     ] = None,
-    cfg: Annotated[bool, typer.Option("--cfg", help="Print the composed configuration and stop.")] = False,
+    cfg: Annotated[
+        bool, typer.Option("--cfg", help="Print the composed configuration and stop.")
+    ] = False,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Print what would run, with memory and FLOP per worker, and stop; exit code 1 if it does not fit."),
+        typer.Option(
+            "--dry-run",
+            help="Print what would run, with memory and FLOP per worker, and stop; exit code 1 if it does not fit.",
+        ),
     ] = False,
     resume: Annotated[
         str | None,
@@ -46,7 +51,11 @@ def train(
     ] = None,
     config_dir: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Your own groups, such as DIR/model/mine.yaml; searched before mtrain's.", show_default=False),
+        typer.Option(
+            metavar="DIR",
+            help="Your own groups, such as DIR/model/mine.yaml; searched before mtrain's.",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
     """Train a model, with each sequence spread over several workers.
@@ -82,7 +91,9 @@ def train(
     raise typer.Exit(_launch(config, words, run_path, config_dir))
 
 
-def _configuration(overrides: list[str], config_dir: Path | None, run_path: Path | None, plan: bool = False) -> Config:
+def _configuration(
+    overrides: list[str], config_dir: Path | None, run_path: Path | None, plan: bool = False
+) -> Config:
     from mtrain_cli.config import compose
 
     if run_path is None:
@@ -94,7 +105,9 @@ def _configuration(overrides: list[str], config_dir: Path | None, run_path: Path
     saved, job = compose.load(run_path / RESOLVED), current_job()
     step = RunDir(run_path).last_step() or 0
     config = compose.resume(saved, overrides, config_dir)
-    return with_its_schedule(saved, config, overrides, step, again=job is not None and job.started_again)
+    return with_its_schedule(
+        saved, config, overrides, step, again=job is not None and job.started_again
+    )
 
 
 def _run_to_resume(resume: str | None, words: list[str], config_dir: Path | None) -> Path | None:
@@ -114,7 +127,9 @@ def _run_to_resume(resume: str | None, words: list[str], config_dir: Path | None
     config = _configuration(words, config_dir, None)
     named = config.run.dir != "auto" or config.run.name != "auto"
     if resume == AUTO and job is None and not named:
-        raise ConfigError("--resume auto: needs run.name=NAME or run.dir=FOLDER, so that the same line finds its run again")
+        raise ConfigError(
+            "--resume auto: needs run.name=NAME or run.dir=FOLDER, so that the same line finds its run again"
+        )
     if resume is None and job is not None and not job.started_again:
         return None
     found = run_dir.begun(config, this_job=resume is None)
@@ -135,7 +150,11 @@ def find_run(run: str, option: str = "") -> Path:
     files = sorted(RUNS.glob(f"*/{RESOLVED}"), key=lambda file: file.stat().st_mtime, reverse=True)
     names = [file.parent.name for file in files if not file.parent.is_symlink()]
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    newest = f"; runs here, newest first: {', '.join(names[:SHOWN])}{more}" if names else "; there are no runs in runs/"
+    newest = (
+        f"; runs here, newest first: {', '.join(names[:SHOWN])}{more}"
+        if names
+        else "; there are no runs in runs/"
+    )
     hint = did_you_mean(run, names) or newest
     raise ConfigError(f"{option}{run}: no run of that name, and no folder with a {RESOLVED}{hint}")
 
@@ -158,13 +177,17 @@ def _print_plan(config: Config, words: list[str], config_dir: Path | None) -> No
     from mtrain_cli.training.run_plan import plan
 
     found = plan(config)
-    warn_of_idle(words, config, config_dir, exchange=found.exchange.name, device=found.environment.device)
+    warn_of_idle(
+        words, config, config_dir, exchange=found.exchange.name, device=found.environment.device
+    )
     Console().print(render(found))
     if not fits(found):
         raise typer.Exit(1)
 
 
-def _launch(config: Config, overrides: list[str], run_path: Path | None, config_dir: Path | None) -> int:
+def _launch(
+    config: Config, overrides: list[str], run_path: Path | None, config_dir: Path | None
+) -> int:
     from mtrain_cli.config import compose
     from mtrain_cli.config.validate import require_listed
 
@@ -173,7 +196,9 @@ def _launch(config: Config, overrides: list[str], run_path: Path | None, config_
     from mtrain_cli.launch.environment import resolve_environment
     from mtrain_cli.launch.local import launch
 
-    environment = resolve_environment(config)  # first: sizes that do not fit this machine leave no folder behind
+    environment = resolve_environment(
+        config
+    )  # first: sizes that do not fit this machine leave no folder behind
     warn_of_idle(overrides, config, config_dir, device=environment.device)
     if run_path is None:
         return launch(run_dir.create(config, overrides), environment, resume=False, config=config)

@@ -36,7 +36,9 @@ _DISPENSABLE = ("train.init_from",)  # what may be left out all the same
 _INSTEAD = {"sparsity.slashes": "sparsity.density"}
 
 
-def compose(overrides: Sequence[str] = (), config_dir: Path | None = None, *, plan: bool = False) -> Config:
+def compose(
+    overrides: Sequence[str] = (), config_dir: Path | None = None, *, plan: bool = False
+) -> Config:
     """The configuration that ``overrides`` ask for, such as ``["model=qwen3b", "seq=512k", "optim.lr=1e-4"]``.
 
     Paths come out absolute, so that workers on other machines and resumed runs find them from any folder.
@@ -76,8 +78,14 @@ def resume(saved: Config, overrides: Sequence[str] = (), config_dir: Path | None
     before = keys.values(saved)
     raw, unresolved = _composed(groups, asked.groups, asked.values)
     raw = derived.without_auto(_left_open(raw, asked.groups)[1])
-    unresolved += _of_another_recipe(groups, asked.groups, {name: raw[name] for name in raw if name not in asked.values}, before)
-    touched = [name for name in raw if name in asked.values or any(name.startswith(f"{group}.") for group in asked.groups)]
+    unresolved += _of_another_recipe(
+        groups, asked.groups, {name: raw[name] for name in raw if name not in asked.values}, before
+    )
+    touched = [
+        name
+        for name in raw
+        if name in asked.values or any(name.startswith(f"{group}.") for group in asked.groups)
+    ]
     changed, wrong = _convert({name: raw[name] for name in touched}, files)
     problems = [*asked.problems, *unresolved, *wrong]
     for name, value in _absolute(changed).items():
@@ -102,34 +110,59 @@ def _of_another_recipe(
     """One line where a recipe sets keys of ``raw`` to something else than the run has. The line that began a run may thus be repeated."""
     if choices.get("recipe", "none") == "none":
         return []
-    without, _ = _composed(groups, {group: option for group, option in choices.items() if group != "recipe"}, {})
-    of_recipe = {name: value for name, value in raw.items() if value is not None and value != without.get(name)}
+    without, _ = _composed(
+        groups, {group: option for group, option in choices.items() if group != "recipe"}, {}
+    )
+    of_recipe = {
+        name: value
+        for name, value in raw.items()
+        if value is not None and value != without.get(name)
+    }
     values = _absolute(_convert(of_recipe, {})[0])
     other = [name for name in of_recipe if name in values and values[name] != before[name]]
     if not other:
         return []
-    said = ", ".join(f"{name}={keys.show(values[name])} (the run: {keys.show(before[name])})" for name in other[:3])
+    said = ", ".join(
+        f"{name}={keys.show(values[name])} (the run: {keys.show(before[name])})"
+        for name in other[:3]
+    )
     more = f" and {len(other) - 3} more" if len(other) > 3 else ""
     line = f"recipe={choices['recipe']}: a resumed run keeps its recipe, and this one sets {said}{more}"
-    return [OverrideProblem(f"{line}; start a new run to change it, or give single keys", tuple(other))]
+    return [
+        OverrideProblem(f"{line}; start a new run to change it, or give single keys", tuple(other))
+    ]
 
 
-def _left_open(raw: Mapping[str, Any], choices: Mapping[str, str]) -> tuple[list[OverrideProblem], dict[str, Any]]:
+def _left_open(
+    raw: Mapping[str, Any], choices: Mapping[str, str]
+) -> tuple[list[OverrideProblem], dict[str, Any]]:
     """A line for each leaf that is still to be given, and the leaves with null in those places."""
     found = []
     for name in [name for name, value in raw.items() if value == _OPEN]:
-        owner = next((f"{group}={choices[group]}" for group in ("recipe", name.split(".")[0]) if choices.get(group, "none") != "none"), TOP)
+        owner = next(
+            (
+                f"{group}={choices[group]}"
+                for group in ("recipe", name.split(".")[0])
+                if choices.get(group, "none") != "none"
+            ),
+            TOP,
+        )
         key = keys.all_keys().get(name)
-        without = f", or {name}=null to do without" if key is not None and name in _DISPENSABLE else ""
+        without = (
+            f", or {name}=null to do without" if key is not None and name in _DISPENSABLE else ""
+        )
         found.append(
             OverrideProblem(
-                f"{name}={_OPEN}: {owner} leaves it to you: {key.help if key else 'a value'}; give {name}=...{without}", (name,)
+                f"{name}={_OPEN}: {owner} leaves it to you: {key.help if key else 'a value'}; give {name}=...{without}",
+                (name,),
             )
         )
     return found, {name: None if value == _OPEN else value for name, value in raw.items()}
 
 
-def _given_model(groups: Groups, choices: Mapping[str, str], values: Mapping[str, Any], raw: Mapping[str, Any]) -> tuple[set[str], str]:
+def _given_model(
+    groups: Groups, choices: Mapping[str, str], values: Mapping[str, Any], raw: Mapping[str, Any]
+) -> tuple[set[str], str]:
     """Leaves under ``model`` that somebody chose, and the choice of all of them in words, empty where single keys were given.
 
     The option of the group that is taken when nobody names one is no choice.
@@ -156,11 +189,15 @@ def _model_in(file: Path) -> tuple[str | None, set[str]]:
     if not isinstance(content, dict):
         return None, set()
     entries = [entry for entry in content.get("defaults") or [] if isinstance(entry, dict)]
-    pairs = {str(group).removeprefix("override ").lstrip("/"): str(option) for entry in entries for group, option in entry.items()}
-    option = pairs.get("model")
-    return (None if option == open_groups().defaults["model"] else option), set(keys.flatten({"model": content.get("model") or {}})) - {
-        "model"
+    pairs = {
+        str(group).removeprefix("override ").lstrip("/"): str(option)
+        for entry in entries
+        for group, option in entry.items()
     }
+    option = pairs.get("model")
+    return (None if option == open_groups().defaults["model"] else option), set(
+        keys.flatten({"model": content.get("model") or {}})
+    ) - {"model"}
 
 
 def composed_values(choices: Mapping[str, str], config_dir: Path | None = None) -> dict[str, Any]:
@@ -182,7 +219,11 @@ def load(path: Path) -> Config:
     if flat is None:
         raise ConfigError(f"{path}: holds no configuration")
     leaves, problems = _convert(earlier_versions.completed(flat), {})
-    missing = [name for name in keys.all_keys() if name not in leaves and not any(name in problem.keys for problem in problems)]
+    missing = [
+        name
+        for name in keys.all_keys()
+        if name not in leaves and not any(name in problem.keys for problem in problems)
+    ]
     lines = [problem.line for problem in problems] + [f"{name}: missing" for name in missing]
     if lines:
         raise ConfigError(*(f"{path}: {line}" for line in lines))
@@ -193,7 +234,9 @@ def save(config: Config, path: Path) -> None:
     """Writes ``config`` where `load` reads it, in one move: a reader sees the old file or the new one, never a part."""
     import yaml
 
-    text = f"# Composed by mtrain {__version__}.\n" + yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+    text = f"# Composed by mtrain {__version__}.\n" + yaml.safe_dump(
+        to_dict(config), sort_keys=False, allow_unicode=True
+    )
     path = Path(path)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     part.write_text(text, encoding="utf-8")
@@ -211,7 +254,9 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
-def _composed(groups: Groups, choices: Mapping[str, str], values: Mapping[str, Any]) -> tuple[dict[str, Any], list[OverrideProblem]]:
+def _composed(
+    groups: Groups, choices: Mapping[str, str], values: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[OverrideProblem]]:
     """Leaves as Hydra composed them from ``choices``, with ``values`` on top and interpolations resolved."""
     import yaml
     from hydra import compose as hydra_compose
@@ -221,19 +266,37 @@ def _composed(groups: Groups, choices: Mapping[str, str], values: Mapping[str, A
     from omegaconf.errors import OmegaConfBaseException
 
     *own, shipped = groups.folders
-    words = [f"{'' if group in groups.defaults else '+'}{group}={option}" for group, option in choices.items()]
+    words = [
+        f"{'' if group in groups.defaults else '+'}{group}={option}"
+        for group, option in choices.items()
+    ]
     try:
-        with _own_hydra(own), initialize_config_dir(str(shipped), version_base="1.3", job_name="mtrain"):
+        with (
+            _own_hydra(own),
+            initialize_config_dir(str(shipped), version_base="1.3", job_name="mtrain"),
+        ):
             composed = hydra_compose(TOP.removesuffix(".yaml"), overrides=words)
             named = [group for group in choices if group != "recipe"]
             if named and choices.get("recipe", "none") != "none":
                 # A group from the command line takes the place of all that a recipe says of it: half of each would be neither.
-                own_way = hydra_compose(TOP.removesuffix(".yaml"), overrides=[word for word in words if not word.startswith("recipe=")])
+                own_way = hydra_compose(
+                    TOP.removesuffix(".yaml"),
+                    overrides=[word for word in words if not word.startswith("recipe=")],
+                )
                 for group in named:
                     OmegaConf.update(composed, group, own_way[group], merge=False, force_add=True)
         tree: Any = OmegaConf.to_container(composed, resolve=False)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{' '.join(words) or TOP}: cannot be composed: {_one_line(error)}") from error
+    except (
+        HydraException,
+        OmegaConfBaseException,
+        yaml.YAMLError,
+        OSError,
+        ValueError,
+        RecursionError,
+    ) as error:
+        raise ConfigError(
+            f"{' '.join(words) or TOP}: cannot be composed: {_one_line(error)}"
+        ) from error
     leaves: dict[str, Any] = {}
     problems: dict[str, OverrideProblem] = {}
 
@@ -242,15 +305,21 @@ def _composed(groups: Groups, choices: Mapping[str, str], values: Mapping[str, A
 
     def resolve(name: str) -> None:
         value = OmegaConf.select(composed, name)
-        leaves[name] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        leaves[name] = (
+            OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        )
 
-    steps = [(update, name) for name in values] + [(resolve, name) for name in dict.fromkeys([*values, *keys.flatten(tree)])]
+    steps = [(update, name) for name in values] + [
+        (resolve, name) for name in dict.fromkeys([*values, *keys.flatten(tree)])
+    ]
     for step, name in steps:
         try:
             step(name)
         except (OmegaConfBaseException, ValueError, RecursionError) as error:
             shown = f"{name}={keys.show(values[name])}" if name in values else name
-            problems[name] = OverrideProblem(f"{shown}: cannot be resolved: {_one_line(error)}", (name,))
+            problems[name] = OverrideProblem(
+                f"{shown}: cannot be resolved: {_one_line(error)}", (name,)
+            )
     for name, other in _INSTEAD.items():
         if values.get(name) and other not in values and leaves.get(other):
             leaves[other] = 0
@@ -289,7 +358,9 @@ def _register_search_path() -> None:
     Plugins.instance().register(UserFolders)
 
 
-def _convert(raw: Mapping[str, Any], files: Mapping[str, Path]) -> tuple[dict[str, Any], list[OverrideProblem]]:
+def _convert(
+    raw: Mapping[str, Any], files: Mapping[str, Path]
+) -> tuple[dict[str, Any], list[OverrideProblem]]:
     """Leaves of ``raw`` in the types of the schema. ``files`` is the YAML file of each group, to name in messages."""
     leaves: dict[str, Any] = {}
     problems = []
@@ -299,9 +370,17 @@ def _convert(raw: Mapping[str, Any], files: Mapping[str, Path]) -> tuple[dict[st
             file = files.get(name.split(".")[0])
             where = f"{file}: " if file else ""
             if name in keys.sections():
-                problems.append(OverrideProblem(f"{where}{name}={keys.show(value)}: holds keys, not a value", (f"{name}.",)))
+                problems.append(
+                    OverrideProblem(
+                        f"{where}{name}={keys.show(value)}: holds keys, not a value", (f"{name}.",)
+                    )
+                )
                 continue
-            problems.append(OverrideProblem(f"{where}no key is called {name}{did_you_mean(name, keys.all_keys())}"))
+            problems.append(
+                OverrideProblem(
+                    f"{where}no key is called {name}{did_you_mean(name, keys.all_keys())}"
+                )
+            )
             continue
         try:
             converted = key.convert(value)
@@ -309,7 +388,9 @@ def _convert(raw: Mapping[str, Any], files: Mapping[str, Path]) -> tuple[dict[st
                 raise ValueError(said)
             leaves[name] = converted
         except (ValueError, OverflowError) as error:
-            problems.append(OverrideProblem(f"{name}={_clipped(keys.show(value))}: {error}", (name,)))
+            problems.append(
+                OverrideProblem(f"{name}={_clipped(keys.show(value))}: {error}", (name,))
+            )
     return leaves, problems
 
 
@@ -326,7 +407,9 @@ def _checked(
     dropped: it may be a mere consequence.
     """
     blamed = {name for problem in problems for name in problem.keys}
-    missing = [name for name in keys.all_keys() if name not in leaves and not _concerns(name, blamed)]
+    missing = [
+        name for name in keys.all_keys() if name not in leaves and not _concerns(name, blamed)
+    ]
     unsaid_keys = {name for problem in unsaid for name in problem.keys}
     lines = [problem.line for problem in problems]
     for section in dict.fromkeys(name.split(".")[0] for name in missing):
@@ -339,7 +422,9 @@ def _checked(
     complete = {**_defaults(), **leaves} if blamed else leaves
     for line in validate.problems(keys.build(complete)):
         mentioned = re.findall(r"[a-z_]+(?:\.[a-z_]+)+|\bseq\b|\bseed\b", line)
-        if not any(_concerns(name, blamed | unsaid_keys) for name in mentioned) and not line.startswith(ignore or ("\0",)):
+        if not any(
+            _concerns(name, blamed | unsaid_keys) for name in mentioned
+        ) and not line.startswith(ignore or ("\0",)):
             lines.append(line)
     if lines:
         raise ConfigError(*lines)
@@ -351,7 +436,9 @@ def _clipped(text: str) -> str:
 
 
 def _concerns(name: str, blamed: set[str]) -> bool:
-    return any(name == other or (other.endswith(".") and name.startswith(other)) for other in blamed)
+    return any(
+        name == other or (other.endswith(".") and name.startswith(other)) for other in blamed
+    )
 
 
 def _absolute(leaves: Mapping[str, Any]) -> dict[str, Any]:
@@ -375,13 +462,22 @@ def _defaults() -> dict[str, Any]:
 
 def _files(groups: Groups, choices: Mapping[str, str]) -> dict[str, Path]:
     chosen = {**groups.defaults, **choices}
-    return {group: groups.options[group][option] for group, option in chosen.items() if option in groups.options.get(group, {})}
+    return {
+        group: groups.options[group][option]
+        for group, option in chosen.items()
+        if option in groups.options.get(group, {})
+    }
 
 
 def _one_line(error: Exception) -> str:
     """The first line of a library's message and, of a YAML error, the place."""
     if isinstance(error, RecursionError | UnicodeDecodeError):
         return reason(error)
-    text = str(getattr(error, "problem", None) or getattr(error, "strerror", None) or error).strip() or type(error).__name__
+    text = (
+        str(getattr(error, "problem", None) or getattr(error, "strerror", None) or error).strip()
+        or type(error).__name__
+    )
     mark = getattr(error, "problem_mark", None)
-    return text.splitlines()[0] + (f" ({Path(mark.name).name}, line {mark.line + 1})" if mark is not None else "")
+    return text.splitlines()[0] + (
+        f" ({Path(mark.name).name}, line {mark.line + 1})" if mark is not None else ""
+    )

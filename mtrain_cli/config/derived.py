@@ -42,9 +42,18 @@ def fill(
     if folder is not None:
         problems += _from_folder(leaves, given, model, folder)
     elif isinstance(leaves.get(INIT_FROM), str):  # `validate` says what is wrong with the folder
-        _take(leaves, defaults, (name for name in leaves if name.startswith("model.") and name not in given))
+        _take(
+            leaves,
+            defaults,
+            (name for name in leaves if name.startswith("model.") and name not in given),
+        )
     elif leaves.get("model.family") == AUTO:
-        problems.append(OverrideProblem(f"model=auto: takes the model from {INIT_FROM}=FOLDER; give it, or another model", ("model.",)))
+        problems.append(
+            OverrideProblem(
+                f"model=auto: takes the model from {INIT_FROM}=FOLDER; give it, or another model",
+                ("model.",),
+            )
+        )
     if problems:
         _take(leaves, defaults, (name for name in leaves if name.startswith("model.")))
     if leaves.get(TOKENIZER) == AUTO:
@@ -53,7 +62,10 @@ def fill(
         try:
             leaves[VOCABULARY] = _vocabulary(leaves)
         except ConfigError as error:
-            problems += [OverrideProblem(line, (VOCABULARY, TOKENIZER, "data.path", "data.mix")) for line in error.problems]
+            problems += [
+                OverrideProblem(line, (VOCABULARY, TOKENIZER, "data.path", "data.mix"))
+                for line in error.problems
+            ]
     if leaves.get(VOCABULARY) == AUTO:
         leaves[VOCABULARY] = defaults[VOCABULARY]
     return leaves, problems
@@ -73,7 +85,10 @@ def without_auto(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in leaves.items()
-        if not (value == AUTO and (name in (VOCABULARY, TOKENIZER) or (group and name.startswith("model."))))
+        if not (
+            value == AUTO
+            and (name in (VOCABULARY, TOKENIZER) or (group and name.startswith("model.")))
+        )
     }
 
 
@@ -87,7 +102,9 @@ def _take(leaves: dict[str, Any], source: Mapping[str, Any], names: Iterable[str
     leaves.update({name: source[name] for name in list(names) if name in source})
 
 
-def _from_folder(leaves: dict[str, Any], given: Collection[str], model: str, folder: Path) -> list[OverrideProblem]:
+def _from_folder(
+    leaves: dict[str, Any], given: Collection[str], model: str, folder: Path
+) -> list[OverrideProblem]:
     """Put the folder's model into ``leaves`` wherever nothing is given. Problems: the folder is unreadable, or of another shape."""
     from mtrain_cli.model.huggingface_config import read_config
 
@@ -95,20 +112,32 @@ def _from_folder(leaves: dict[str, Any], given: Collection[str], model: str, fol
         theirs = _leaves_of(read_config(folder)[0])
     except ConfigError as error:
         return [OverrideProblem(line, ("model.",)) for line in error.problems]
-    if "model.rope.scaling" in given and leaves["model.rope.scaling"] == "yarn" != theirs["model.rope.scaling"]:
-        theirs["model.rope.factor"] = AUTO  # of the folder's own scaling, or 1: neither is what yarn was asked for
+    if (
+        "model.rope.scaling" in given
+        and leaves["model.rope.scaling"] == "yarn" != theirs["model.rope.scaling"]
+    ):
+        theirs["model.rope.factor"] = (
+            AUTO  # of the folder's own scaling, or 1: neither is what yarn was asked for
+        )
     _take(leaves, theirs, (name for name in theirs if name not in given))
     other = [name for name in _wrong_shape(leaves, theirs) if name in given]
     if not other:
         return []
-    said = ", ".join(f"{name}={keys.show(leaves[name])} (the folder: {keys.show(theirs[name])})" for name in other[:_SHOWN])
+    said = ", ".join(
+        f"{name}={keys.show(leaves[name])} (the folder: {keys.show(theirs[name])})"
+        for name in other[:_SHOWN]
+    )
     more = f" and {len(other) - _SHOWN} more" if len(other) > _SHOWN else ""
     line = f"{said}{more}: the weights of {INIT_FROM}={leaves[INIT_FROM]} have another shape; leave out {_to_leave_out(model, other)}"
     return [OverrideProblem(line, ("model.",))]
 
 
 def _to_leave_out(model: str, other: list[str]) -> str:
-    return f"{model} to take the folder's" if model else ", ".join(other[:_SHOWN]) + (" and the others" if len(other) > _SHOWN else "")
+    return (
+        f"{model} to take the folder's"
+        if model
+        else ", ".join(other[:_SHOWN]) + (" and the others" if len(other) > _SHOWN else "")
+    )
 
 
 def _wrong_shape(leaves: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:

@@ -63,7 +63,11 @@ def reason(error: BaseException) -> str:
     text = (str(error).strip() or "it is damaged").splitlines()[0]
     if "digits) for integer string" in text:
         return "a number has too many digits"
-    return text if not text.startswith(("could not convert", "invalid literal", "cannot convert")) else "a value is no number"
+    return (
+        text
+        if not text.startswith(("could not convert", "invalid literal", "cannot convert"))
+        else "a value is no number"
+    )
 
 
 def checked(kind: type[T], values: Mapping[str, Any], *, nulls: bool = False) -> T:
@@ -131,7 +135,11 @@ def is_number(value: Any) -> bool:
     """Whether it is a finite number of a size that can be counted with."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return abs(value) < _MOST_INTEGER if isinstance(value, int) else math.isfinite(value) and abs(value) < _MOST_FLOAT
+    return (
+        abs(value) < _MOST_INTEGER
+        if isinstance(value, int)
+        else math.isfinite(value) and abs(value) < _MOST_FLOAT
+    )
 
 
 def _shown(value: Any) -> str:

@@ -14,7 +14,9 @@ from mtrain_cli.config.documents import read_yaml, reason
 from mtrain_cli.config.schema import ConfigError
 
 TOP = "config.yaml"
-_NO_GROUPS = ("cluster",)  # folders of conf/ that no run is composed from: what `mtrain simulate` runs on
+_NO_GROUPS = (
+    "cluster",
+)  # folders of conf/ that no run is composed from: what `mtrain simulate` runs on
 _DEPTH = 3  # folders below a configuration folder that may hold options; keeps `--config-dir .` from walking a home folder
 
 
@@ -32,7 +34,9 @@ class Groups:
             for depth in range(1, _DEPTH + 1):
                 for file in sorted(folder.glob("*/" * depth + "*.yaml")):
                     group = file.parent.relative_to(folder)
-                    if group.parts[0] not in _NO_GROUPS and not any(part.startswith(".") for part in group.parts):
+                    if group.parts[0] not in _NO_GROUPS and not any(
+                        part.startswith(".") for part in group.parts
+                    ):
                         found.setdefault(group.as_posix(), {})[file.stem] = file
         return {group: dict(sorted(found[group].items())) for group in sorted(found)}
 
@@ -46,7 +50,9 @@ class Groups:
             raise ConfigError(f"{top}: cannot be read: {reason(error)}") from error
         entries = content.get("defaults", []) if isinstance(content, dict) else []
         pairs = [pair for entry in entries if isinstance(entry, dict) for pair in entry.items()]
-        return {str(group).removeprefix("override ").lstrip("/"): str(option) for group, option in pairs}
+        return {
+            str(group).removeprefix("override ").lstrip("/"): str(option) for group, option in pairs
+        }
 
     def groups_of(self, option: str) -> list[str]:
         """Groups that have an option of this name."""
@@ -66,8 +72,17 @@ def open_groups(config_dir: Path | None = None) -> Groups:
     if not folder.is_dir():
         raise ConfigError(f"--config-dir {config_dir}: no such folder")
     groups = Groups((folder, shipped))
-    if not any(folder in file.parents for options in groups.options.values() for file in options.values()) and not (folder / TOP).is_file():
-        raise ConfigError(f"--config-dir {config_dir}: holds no group; expected files such as {config_dir}/model/mine.yaml")
+    if (
+        not any(
+            folder in file.parents
+            for options in groups.options.values()
+            for file in options.values()
+        )
+        and not (folder / TOP).is_file()
+    ):
+        raise ConfigError(
+            f"--config-dir {config_dir}: holds no group; expected files such as {config_dir}/model/mine.yaml"
+        )
     return groups
 
 

@@ -21,7 +21,15 @@ from mtrain_cli.config.schema import Config
 from mtrain_cli.config.suggest import did_you_mean
 
 # Keys that count tokens and therefore take sizes such as 512k. A count of steps does not: there 1k would mean 1000 to most people.
-TOKEN_COUNTS = frozenset({"seq", "model.rope.original_max_position", "topology.block_size", "sparsity.block", "sparsity.chunk"})
+TOKEN_COUNTS = frozenset(
+    {
+        "seq",
+        "model.rope.original_max_position",
+        "topology.block_size",
+        "sparsity.block",
+        "sparsity.chunk",
+    }
+)
 # Keys that name a file or a folder when they hold none of these words.
 PATHS: Mapping[str, tuple[str, ...]] = {
     "data.path": (),
@@ -46,7 +54,11 @@ class ConfigKey:
     @property
     def types(self) -> tuple[Any, ...]:
         """The members of the type when it is a union, else the type alone."""
-        return typing.get_args(self.type) if typing.get_origin(self.type) in (types.UnionType, typing.Union) else (self.type,)
+        return (
+            typing.get_args(self.type)
+            if typing.get_origin(self.type) in (types.UnionType, typing.Union)
+            else (self.type,)
+        )
 
     @property
     def optional(self) -> bool:
@@ -72,7 +84,13 @@ class ConfigKey:
             return sizes.EXPECTED
         if self.is_mapping:
             return "numbers by name such as {code: 0.3, book: 0.7}, a YAML file of them, or null"
-        words = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
+        words = {
+            bool: "true or false",
+            int: "a whole number",
+            float: "a number",
+            str: "text",
+            type(None): "null",
+        }
         first, *rest = self.types
         if typing.get_origin(first) is tuple:
             kinds = typing.get_args(first)
@@ -86,7 +104,11 @@ class ConfigKey:
         """What the key takes, in as few words as a table has room for."""
         if self.choices:
             return ", ".join(self.choices)
-        return "tokens" if self.name in TOKEN_COUNTS else self.expected.removeprefix("a ").partition(" such as ")[0]
+        return (
+            "tokens"
+            if self.name in TOKEN_COUNTS
+            else self.expected.removeprefix("a ").partition(" such as ")[0]
+        )
 
     def convert(self, value: Any) -> Any:
         """``value``, as YAML or the command line gave it, in the key's type.
@@ -115,15 +137,20 @@ class ConfigKey:
             return float(value) if number and _finite(value) else _WRONG
         if typing.get_origin(kind) is dict:
             numbers = isinstance(value, Mapping) and all(
-                isinstance(n, int | float) and not isinstance(n, bool) and _finite(n) for n in value.values()
+                isinstance(n, int | float) and not isinstance(n, bool) and _finite(n)
+                for n in value.values()
             )
             return {str(name): float(item) for name, item in value.items()} if numbers else _WRONG
         if kind is str:
             return (
-                value if self.is_mapping and isinstance(value, str) and not value.lstrip().startswith("{") else self._as_text(value, number)
+                value
+                if self.is_mapping and isinstance(value, str) and not value.lstrip().startswith("{")
+                else self._as_text(value, number)
             )
         kinds = typing.get_args(kind)
-        assert typing.get_origin(kind) is tuple, f"{self.name}: the schema uses a type that has no conversion: {kind}"
+        assert typing.get_origin(kind) is tuple, (
+            f"{self.name}: the schema uses a type that has no conversion: {kind}"
+        )
         if not isinstance(value, list | tuple) or len(value) != len(kinds):
             return _WRONG
         parts = tuple(self._as(part, item) for part, item in zip(kinds, value, strict=True))
@@ -236,7 +263,12 @@ def _flatten(owner: type, prefix: str) -> Iterator[ConfigKey]:
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
             yield from _flatten(hint, f"{prefix}{item.name}.")
         else:
-            yield ConfigKey(f"{prefix}{item.name}", hint, item.metadata.get("help", ""), tuple(item.metadata.get("choices", ())))
+            yield ConfigKey(
+                f"{prefix}{item.name}",
+                hint,
+                item.metadata.get("help", ""),
+                tuple(item.metadata.get("choices", ())),
+            )
 
 
 def _build(owner: type, leaves: Mapping[str, Any], prefix: str) -> Any:
@@ -245,5 +277,9 @@ def _build(owner: type, leaves: Mapping[str, Any], prefix: str) -> Any:
     for item in dataclasses.fields(owner):
         hint = hints[item.name]
         nested = dataclasses.is_dataclass(hint) and isinstance(hint, type)
-        values[item.name] = _build(hint, leaves, f"{prefix}{item.name}.") if nested else leaves[f"{prefix}{item.name}"]
+        values[item.name] = (
+            _build(hint, leaves, f"{prefix}{item.name}.")
+            if nested
+            else leaves[f"{prefix}{item.name}"]
+        )
     return owner(**values)

@@ -29,14 +29,25 @@ def _lines(config: Config, defaults: Config) -> Iterator[tuple[str, bool]]:
             yield "  " * len(open_sections) + f"{parent}:", False
             open_sections.append(parent)
         plain = list(value) if isinstance(value, tuple) else value
-        written = yaml.safe_dump([plain], default_flow_style=True, width=10_000, allow_unicode=True).strip()[1:-1]
+        written = yaml.safe_dump(
+            [plain], default_flow_style=True, width=10_000, allow_unicode=True
+        ).strip()[1:-1]
         comments = []
         if name in keys.TOKEN_COUNTS and sizes.format_size(value) != str(value):
             comments.append(sizes.format_size(value))
         if value != before[name]:
             comments.append(f"default {_short(name, before[name])}")
-        yield "  " * len(parents) + f"{leaf}: {written}" + (f"  # {'; '.join(comments)}" if comments else ""), value != before[name]
+        yield (
+            "  " * len(parents)
+            + f"{leaf}: {written}"
+            + (f"  # {'; '.join(comments)}" if comments else ""),
+            value != before[name],
+        )
 
 
 def _short(name: str, value: object) -> str:
-    return sizes.format_size(value) if name in keys.TOKEN_COUNTS and isinstance(value, int) else keys.show(value)
+    return (
+        sizes.format_size(value)
+        if name in keys.TOKEN_COUNTS and isinstance(value, int)
+        else keys.show(value)
+    )

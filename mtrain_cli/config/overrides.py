@@ -51,12 +51,16 @@ def _parse_one(raw_text: str, groups: Groups, found: Overrides) -> OverrideProbl
     try:
         text.encode()
     except UnicodeEncodeError:
-        return OverrideProblem(f"{text}: is not UTF-8; rename the file or folder", (text.partition("=")[0],))
+        return OverrideProblem(
+            f"{text}: is not UTF-8; rename the file or folder", (text.partition("=")[0],)
+        )
     if text.startswith("~"):
         name = text[1:].partition("=")[0]
         hint = (
             f"; set it instead, such as {name}=null"
-            if name in all_keys() and all_keys()[name].optional and not name.startswith("sparsity.")  # there null means: no such key
+            if name in all_keys()
+            and all_keys()[name].optional
+            and not name.startswith("sparsity.")  # there null means: no such key
             else "; leave it out for its default, or give it another value"
         )
         return OverrideProblem(f"{text}: a key cannot be deleted{hint}", (name,))
@@ -65,12 +69,21 @@ def _parse_one(raw_text: str, groups: Groups, found: Overrides) -> OverrideProbl
     name, _, raw = text.lstrip("+").partition(
         "="
     )  # +key=value is Hydra's way to add; every key here exists, so it means the same as key=value
-    name, raw = name.strip().replace("/", ".") if name.strip().replace("/", ".") in all_keys() else name.strip(), raw.strip()
+    name, raw = (
+        name.strip().replace("/", ".")
+        if name.strip().replace("/", ".") in all_keys()
+        else name.strip(),
+        raw.strip(),
+    )
     if not name:
-        return OverrideProblem(f"{text}: the key before = is missing; expected key=value, such as seq=4k")
+        return OverrideProblem(
+            f"{text}: the key before = is missing; expected key=value, such as seq=4k"
+        )
     if name.split(".")[0].split("/")[0] == "hydra":
         hint = (
-            "the folder of a run is run.dir=..." if name.startswith(("hydra.run", "hydra.sweep")) else "mtrain uses Hydra to compose only"
+            "the folder of a run is run.dir=..."
+            if name.startswith(("hydra.run", "hydra.sweep"))
+            else "mtrain uses Hydra to compose only"
         )
         return OverrideProblem(f"{text}: settings of Hydra itself have no effect; {hint}")
     if name in groups.options:
@@ -81,7 +94,10 @@ def _parse_one(raw_text: str, groups: Groups, found: Overrides) -> OverrideProbl
         return _value(text, all_keys()[name], exact if name in PATHS and raw else raw, found)
     if name in sections():
         example = next(key for key in all_keys() if key.startswith(f"{name}."))
-        return OverrideProblem(f"{text}: {name} is a section, not a value; set its keys one by one, such as {example}=...", (f"{name}.",))
+        return OverrideProblem(
+            f"{text}: {name} is a section, not a value; set its keys one by one, such as {example}=...",
+            (f"{name}.",),
+        )
     return _unknown(text, name, raw, groups)
 
 
@@ -99,11 +115,16 @@ def _without_equals(text: str, groups: Groups) -> str:
     option = nearest(text, {option for options in groups.options.values() for option in options})
     if option:
         return f"{shown}: expected key=value; did you mean {groups.groups_of(option)[0]}={option}?"
-    hint = did_you_mean(text.lstrip("-"), all_keys(), "=...") or "; a value with spaces needs quotes: 'key=a b'"
+    hint = (
+        did_you_mean(text.lstrip("-"), all_keys(), "=...")
+        or "; a value with spaces needs quotes: 'key=a b'"
+    )
     return f"{shown}: expected key=value, such as model=tiny or optim.lr=1e-3{hint}"
 
 
-def _group(text: str, group: str, raw: str, groups: Groups, found: Overrides) -> OverrideProblem | None:
+def _group(
+    text: str, group: str, raw: str, groups: Groups, found: Overrides
+) -> OverrideProblem | None:
     option, options = _unquoted(raw), groups.options[group]
     if option in options:
         found.groups[group] = option
@@ -112,7 +133,11 @@ def _group(text: str, group: str, raw: str, groups: Groups, found: Overrides) ->
         reason = _ONE_VALUE
     else:
         example = next((key for key in all_keys() if key.startswith(f"{group}.")), None)
-        hint = f"; to set one value write {example}=..." if option.startswith("{") and example else did_you_mean(option, options)
+        hint = (
+            f"; to set one value write {example}=..."
+            if option.startswith("{") and example
+            else did_you_mean(option, options)
+        )
         reason = f"no such {group}; options: {', '.join(options)}{hint}"
     return OverrideProblem(f"{text}: {reason}", (f"{group}.",))
 
@@ -128,12 +153,23 @@ def _value(text: str, key: ConfigKey, raw: str, found: Overrides) -> OverridePro
 
     try:
         override = OverridesParser.create().parse_override(f"{key.name}={raw}")
-    except (HydraException, ValueError, RecursionError):  # its message speaks of the grammar, not of the key
-        hint = f"; a value with spaces needs quotes: '{key.name}=[a, b]'" if raw.count("[") > raw.count("]") else ""
+    except (
+        HydraException,
+        ValueError,
+        RecursionError,
+    ):  # its message speaks of the grammar, not of the key
+        hint = (
+            f"; a value with spaces needs quotes: '{key.name}=[a, b]'"
+            if raw.count("[") > raw.count("]")
+            else ""
+        )
         return OverrideProblem(f"{text}: expected {key.expected}{hint}", (key.name,))
     if override.is_sweep_override():
         is_list = "a list" in key.expected and not _SWEEP.match(raw)
-        return OverrideProblem(f"{text}: " + (f"a list needs brackets: {key.name}=[{raw}]" if is_list else _ONE_VALUE), (key.name,))
+        return OverrideProblem(
+            f"{text}: " + (f"a list needs brackets: {key.name}=[{raw}]" if is_list else _ONE_VALUE),
+            (key.name,),
+        )
     found.values[key.name] = override.value()
     return None
 
@@ -146,10 +182,16 @@ def _text(key: ConfigKey, raw: str) -> str | None:
 
 def _unknown(text: str, name: str, raw: str, groups: Groups) -> OverrideProblem:
     if "@" in name:
-        return OverrideProblem(f"{text}: groups stay in their place; write {name.partition('@')[0]}={raw}")
+        return OverrideProblem(
+            f"{text}: groups stay in their place; write {name.partition('@')[0]}={raw}"
+        )
     bare = name.lstrip("-")
     close = nearest(bare, [*groups.options, *all_keys()])
-    hint = f"; did you mean {close}={raw}?" if close else "; `mtrain config list` shows all groups and keys"
+    hint = (
+        f"; did you mean {close}={raw}?"
+        if close
+        else "; `mtrain config list` shows all groups and keys"
+    )
     blamed = (f"{close}.", close) if close else ()
     return OverrideProblem(f"{text}: no key or group is called {name}{hint}", blamed)
 

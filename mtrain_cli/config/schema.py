@@ -17,7 +17,14 @@ def option(help: str, choices: tuple[str, ...] = (), **default: Any) -> Any:
 
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
-EXCHANGES = ("auto", "all_gather", "hierarchical_all_gather", "ring", "hierarchical_ring", "ulysses")
+EXCHANGES = (
+    "auto",
+    "all_gather",
+    "hierarchical_all_gather",
+    "ring",
+    "hierarchical_ring",
+    "ulysses",
+)
 KERNELS = ("auto", "reference", "sdpa", "triton", "flash4")
 DTYPES = ("auto", "float32", "bfloat16")
 MEMORIES = ("manual", "auto")
@@ -40,7 +47,9 @@ PATTERN_KEYS: dict[str, tuple[str, ...]] = {
     "fixed": ("block", "dense_steps", "slashes", "columns", "density"),
 }  # fmt: skip
 PATTERNS = tuple(PATTERN_KEYS)
-MOST_LINES = 1 << 24  # lines among which budgets choose: their numbers share an int64 with their mass (`sparsity.pattern.ranking`)
+MOST_LINES = (
+    1 << 24
+)  # lines among which budgets choose: their numbers share an int64 with their mass (`sparsity.pattern.ranking`)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +59,9 @@ class RopeConfig:
     theta: float = option("base of the rotary frequencies")
     scaling: str = option("how positions beyond original_max_position are reached", ROPE_SCALINGS)
     factor: float | str = option("stretch; auto = seq / original_max_position, at least 1 (yarn)")
-    original_max_position: int = option("tokens the model was first trained on; the YaRN ramp starts from it")
+    original_max_position: int = option(
+        "tokens the model was first trained on; the YaRN ramp starts from it"
+    )
     beta_fast: float = option("YaRN: rotations above which a dimension is left alone")
     beta_slow: float = option("YaRN: rotations below which a dimension is interpolated")
     low_freq_factor: float = option("llama3 scaling only")
@@ -63,7 +74,9 @@ class ModelConfig:
 
     name: str = option("name shown in banners and run names")
     family: str = option("Hugging Face architecture to import from and export to", FAMILIES)
-    vocab_size: int = option("rows of the embedding; auto = of train.init_from, else the ids of the data's tokenizer in a multiple of 8")
+    vocab_size: int = option(
+        "rows of the embedding; auto = of train.init_from, else the ids of the data's tokenizer in a multiple of 8"
+    )
     hidden_size: int = option("width of the residual stream")
     num_layers: int = option("decoder layers")
     num_heads: int = option("query heads")
@@ -85,22 +98,33 @@ class TopologyConfig:
     device: str = option("where workers compute", ("auto", "cpu", "cuda"))
     workers: int | str = option("processes in all; auto = all GPUs of the job, else 2 on CPU")
     context_parallel: int | str = option("workers that share one sequence; auto = all of them")
-    gpu_memory_gib: float | str = option("memory of a GPU that plans and train.memory=auto reckon with; auto = what it has, else H200's")
+    gpu_memory_gib: float | str = option(
+        "memory of a GPU that plans and train.memory=auto reckon with; auto = what it has, else H200's"
+    )
     host_memory_gib: float | str = option(
         "host memory of each GPU that plans and train.memory=auto reckon with; auto = its share of this machine's, else 128"
     )
     gpus_per_node: int | str = option("workers per (virtual) node; auto = as launched")
     layout: str = option(
-        "which worker holds which tokens; auto = zigzag for dense attention without data.document_mask, else striped", ("auto", *LAYOUTS)
+        "which worker holds which tokens; auto = zigzag for dense attention without data.document_mask, else striped",
+        ("auto", *LAYOUTS),
     )
     exchange: str = option("how keys and values reach the queries", EXCHANGES)
-    ulysses: int | str = option("workers that trade tokens for heads before keys move; auto = all of them for exchange=ulysses, else 1")
+    ulysses: int | str = option(
+        "workers that trade tokens for heads before keys move; auto = all of them for exchange=ulysses, else 1"
+    )
     chunks: int | str = option(
         "all_gather: parts of the heads, each moved while the one before is computed; on one worker just computed one by one"
     )
     prefetch: int = option("ring: hops posted ahead of the computation")
-    circulates: str = option("ring: what travels in the backward pass; auto = what is fewer bytes", ("auto", "kv", "queries"))
-    columns: str = option("ring: single columns of an index, gathered once or left to the steps", ("auto", "once", "in_steps"))
+    circulates: str = option(
+        "ring: what travels in the backward pass; auto = what is fewer bytes",
+        ("auto", "kv", "queries"),
+    )
+    columns: str = option(
+        "ring: single columns of an index, gathered once or left to the steps",
+        ("auto", "once", "in_steps"),
+    )
     block_size: int = option("tokens per block, the unit of striping")
     timeout_s: float = option("seconds a collective may take before the run ends with an error")
 
@@ -112,27 +136,44 @@ class SparsityConfig:
     pattern: str = option("how the index is estimated", PATTERNS)
     block: int | None = option("tokens of a block, the unit in which pairs are chosen")
     dense_steps: int | None = option("first steps of a run that compute every pair")
-    last_q: int | None = option("vertical_slash: queries of a window that are probed, spread evenly over whole blocks")
+    last_q: int | None = option(
+        "vertical_slash: queries of a window that are probed, spread evenly over whole blocks"
+    )
     windows: int | None = option(
         "vertical_slash: windows, evenly spread; the last one ends the sequence. With packed documents one probes the last of them alone"
     )
     p_v: float | None = option("vertical_slash: share of the probed attention that columns hold")
-    p_s: float | None = option("vertical_slash: share of the probed attention that block diagonals hold")
-    joint: bool | None = option("vertical_slash: columns count only what lies outside the chosen diagonals")
-    index_per: str | None = option("vertical_slash: heads that share an index", ("query_head", "kv_group"))
+    p_s: float | None = option(
+        "vertical_slash: share of the probed attention that block diagonals hold"
+    )
+    joint: bool | None = option(
+        "vertical_slash: columns count only what lies outside the chosen diagonals"
+    )
+    index_per: str | None = option(
+        "vertical_slash: heads that share an index", ("query_head", "kv_group")
+    )
     sink_tokens: int | None = option("vertical_slash: first columns that are always kept")
     min_columns: int | None = option("vertical_slash: fewest columns a head")
     max_columns: int | None = option("vertical_slash: most columns a head; 0 = any number")
-    min_slashes: int | None = option("vertical_slash: fewest block diagonals a head; from 2 on, the first two are always kept")
+    min_slashes: int | None = option(
+        "vertical_slash: fewest block diagonals a head; from 2 on, the first two are always kept"
+    )
     max_slashes: int | None = option("vertical_slash: most block diagonals a head; 0 = any number")
     stride: int | None = option("xattention: side of the squares whose antidiagonals are summed")
     threshold: float | None = option("xattention: share of a row's scores that its blocks hold")
     chunk: int | None = option("moba: keys of a chunk")
-    top_k: int | None = option("moba: chunks that a query (or block of queries) sees, its own included")
-    gate: str | None = option("moba: who chooses chunks, every query by itself or the queries of a block together", ("query", "block"))
+    top_k: int | None = option(
+        "moba: chunks that a query (or block of queries) sees, its own included"
+    )
+    gate: str | None = option(
+        "moba: who chooses chunks, every query by itself or the queries of a block together",
+        ("query", "block"),
+    )
     slashes: int | None = option("fixed: block diagonals a head; given alone, density is 0")
     columns: int | None = option("fixed: columns a head")
-    density: float | None = option("fixed: share of the causal blocks that diagonals fill, unless slashes is given")
+    density: float | None = option(
+        "fixed: share of the causal blocks that diagonals fill, unless slashes is given"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +181,9 @@ class DataConfig:
     """Where tokens come from."""
 
     kind: str = option("reader of the corpus", ("stdlib", "text", "tokens", "mds"))
-    path: str | None = option("file or folder of the corpus; with mix, the folder that holds its corpora")
+    path: str | None = option(
+        "file or folder of the corpus; with mix, the folder that holds its corpora"
+    )
     mix: dict[str, float] | str | None = option(
         "weights of several corpora by folder or file, {code: 0.3, book: 0.7}, or a YAML file of them"
     )
@@ -148,7 +191,10 @@ class DataConfig:
         "bytes, the path of a Hugging Face tokenizer.json, or auto: that of train.init_from where it has one, else bytes"
     )
     text_key: str = option("column or key that holds the text in jsonl and parquet")
-    token_dtype: str = option("tokens: numbers in a .bin; auto = uint16 if model.vocab_size fits", ("auto", "uint16", "uint32"))
+    token_dtype: str = option(
+        "tokens: numbers in a .bin; auto = uint16 if model.vocab_size fits",
+        ("auto", "uint16", "uint32"),
+    )
     document_mask: bool = option("attention stays inside each packed document")
     shuffle: bool = option("shuffle documents once, by seed, before packing")
     eval_sequences: int = option(
@@ -163,12 +209,16 @@ SCHEDULES = ("cosine", "linear", "wsd", "constant")
 class OptimConfig:
     """AdamW and its schedule."""
 
-    lr: float | str = option("peak learning rate; auto = 0.256 / hidden_size from random weights, 2e-5 from train.init_from")
+    lr: float | str = option(
+        "peak learning rate; auto = 0.256 / hidden_size from random weights, 2e-5 from train.init_from"
+    )
     betas: tuple[float, float] = option("AdamW betas")
     eps: float = option("AdamW epsilon")
     weight_decay: float = option("decoupled weight decay, on matrices only")
     warmup_steps: int = option("steps of linear warm-up")
-    schedule: str = option("learning rate after warm-up; wsd: constant, then linear at the end", SCHEDULES)
+    schedule: str = option(
+        "learning rate after warm-up; wsd: constant, then linear at the end", SCHEDULES
+    )
     min_lr_ratio: float = option("cosine, linear and wsd end at lr * min_lr_ratio")
     decay_steps: int | str = option(
         "steps over which the rate falls, behind the warm-up or for wsd at the end; then it stays. auto = all behind the warm-up, of wsd "
@@ -183,8 +233,12 @@ class OptimConfig:
         "keeps that step here"
     )
     clip_norm: float = option("global gradient norm is clipped to this; 0 = never")
-    skip_spikes: bool = option("leave out the update of a step whose loss or gradient norm is a spike, see run.spike_sigma")
-    offload: bool = option("float32 weights and AdamW states stay in host memory and are stepped there; the GPU keeps bfloat16 weights")
+    skip_spikes: bool = option(
+        "leave out the update of a step whose loss or gradient norm is a spike, see run.spike_sigma"
+    )
+    offload: bool = option(
+        "float32 weights and AdamW states stay in host memory and are stepped there; the GPU keeps bfloat16 weights"
+    )
     offload_gradients: bool = option(
         "with optim.offload: gradients leave for host memory as they come, those of several micro-batches with the last one"
     )
@@ -197,7 +251,10 @@ class TrainConfig:
     steps: int = option("optimizer steps")
     global_batch: int = option("sequences per optimizer step, whatever the number of workers")
     micro_batch: int = option("sequences per forward pass on one context group")
-    dtype: str = option("compute dtype; parameters and optimizer states stay float32. auto = bfloat16 on GPU, float32 on CPU", DTYPES)
+    dtype: str = option(
+        "compute dtype; parameters and optimizer states stay float32. auto = bfloat16 on GPU, float32 on CPU",
+        DTYPES,
+    )
     kernel: str = option("local attention implementation", KERNELS)
     activation_checkpoint: str = option(
         "what a layer keeps for its backward pass; all but none keep its input: selective also the attention output of every token, "
@@ -215,8 +272,13 @@ class TrainConfig:
         "stay whole for the step (ZeRO-2), optimizer = nothing before the last one, gradients add up whole in float32 (ZeRO-1)",
         SHARDS,
     )
-    reduce_dtype: str = option("in what gradients are added up over workers; over micro-batches always in float32", REDUCE_DTYPES)
-    checkpoint_keep: float = option("sequence_selective: share of the tokens, the last ones, whose attention is not computed twice")
+    reduce_dtype: str = option(
+        "in what gradients are added up over workers; over micro-batches always in float32",
+        REDUCE_DTYPES,
+    )
+    checkpoint_keep: float = option(
+        "sequence_selective: share of the tokens, the last ones, whose attention is not computed twice"
+    )
     offload_activations: bool | int = option(
         "what layers keep waits in pinned host memory: true = of all of them, a number = of so many, the first ones, which wait longest; "
         "not with train.activation_checkpoint=none"
@@ -225,16 +287,27 @@ class TrainConfig:
         "the first products of the MLP stay for the backward pass and are not computed twice: true = of all layers, a number = of so many; "
         "4 model.intermediate_size + 2 model.hidden_size bytes a token and layer in bfloat16"
     )
-    tile_mib: int = option("MiB of temporaries after attention (norm, MLP), more are computed in tiles of the sequence; 0 = no bound")
-    compile: bool | str = option("torch.compile the parts of a layer around attention and the loss; auto = on GPUs")
+    tile_mib: int = option(
+        "MiB of temporaries after attention (norm, MLP), more are computed in tiles of the sequence; 0 = no bound"
+    )
+    compile: bool | str = option(
+        "torch.compile the parts of a layer around attention and the loss; auto = on GPUs"
+    )
     loss_chunk_mib: int = option("MiB of logits that exist at once in the fused LM head and loss")
-    loss_gradients: str = option("when the loss forms its gradients; recompute = in backward, from logits computed again", LOSS_GRADIENTS)
-    z_loss: float = option("coefficient of logsumexp^2, added to the gradient and not to the loss that is shown; 0 = none, PaLM has 1e-4")
+    loss_gradients: str = option(
+        "when the loss forms its gradients; recompute = in backward, from logits computed again",
+        LOSS_GRADIENTS,
+    )
+    z_loss: float = option(
+        "coefficient of logsumexp^2, added to the gradient and not to the loss that is shown; 0 = none, PaLM has 1e-4"
+    )
     init_from: str | None = option(
         "Hugging Face folder (config.json and safetensors) to start from, which gives the model where no model=... does; "
         "none = random initialisation"
     )
-    eval_every: int = option("steps between evaluations of data.eval_sequences, which is done at both ends in any case; 0 = there alone")
+    eval_every: int = option(
+        "steps between evaluations of data.eval_sequences, which is done at both ends in any case; 0 = there alone"
+    )
     checkpoint_every: int = option("steps between checkpoints; 0 = only at the end")
     keep_checkpoints: int = option("newest checkpoints that stay")
     checkpoint_at_end: bool = option("save when the run ends")
@@ -245,7 +318,9 @@ class TrainConfig:
 class ProfileConfig:
     """Recorded steps of a training."""
 
-    every: int = option("record every N-th step, in profile/ of the run, for `mtrain report`; 0 = none")
+    every: int = option(
+        "record every N-th step, in profile/ of the run, for `mtrain report`; 0 = none"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,7 +364,11 @@ class Config:
         """
         if self.topology.layout != "auto":
             return self.topology.layout
-        return "zigzag" if self.sparsity.pattern == "dense" and not self.data.document_mask else "striped"
+        return (
+            "zigzag"
+            if self.sparsity.pattern == "dense" and not self.data.document_mask
+            else "striped"
+        )
 
 
 class ConfigError(ValueError):

@@ -7,7 +7,9 @@ from fractions import Fraction
 
 K = 1024
 _UNITS = {"": 1, "k": K, "m": K * K}
-_SIZE = re.compile(r"(?P<number>[+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*(?P<unit>[a-z]*)", re.IGNORECASE)
+_SIZE = re.compile(
+    r"(?P<number>[+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*(?P<unit>[a-z]*)", re.IGNORECASE
+)
 # An exact fraction of 1e999999999 would take all memory; ranges below this are those of the keys.
 _BEYOND, _DIGITS = 1e30, 40
 

@@ -26,12 +26,21 @@ def repeated(words: Sequence[str], config_dir: Path | None = None) -> list[str]:
         one = parse([word], groups)
         for name in (*one.groups, *one.values):
             if name in found:
-                lines.append(f"{found[name]}: has no effect, since {word} comes later; give {name} once")
+                lines.append(
+                    f"{found[name]}: has no effect, since {word} comes later; give {name} once"
+                )
             found[name] = word
     return lines
 
 
-def idle(words: Sequence[str], config: Config, config_dir: Path | None = None, *, exchange: str = "", device: str = "") -> list[str]:
+def idle(
+    words: Sequence[str],
+    config: Config,
+    config_dir: Path | None = None,
+    *,
+    exchange: str = "",
+    device: str = "",
+) -> list[str]:
     """A line for each key of ``words`` that ``config`` does not use.
 
     exchange, device: what an ``auto`` of the topology stands for, where that is known; without it a key that may be of use is passed over.
@@ -42,7 +51,11 @@ def idle(words: Sequence[str], config: Config, config_dir: Path | None = None, *
     lines: list[str] = []
     for name, why in (*_keys(config), *_of_choices(config, exchange, device)):
         line = f"{name}={keys.show(given.get(name))}: {why}"
-        if name in given and line not in lines and not any(line.startswith(f"{name}=") for line in lines):
+        if (
+            name in given
+            and line not in lines
+            and not any(line.startswith(f"{name}=") for line in lines)
+        ):
             lines.append(line)
     return lines
 
@@ -60,7 +73,10 @@ def _of_choices(config: Config, exchange: str, device: str) -> Iterator[tuple[st
         for name in _RING_KEYS:
             yield name, f"has no effect, topology.exchange={exchange}{chosen} is no ring"
     if config.sparsity.pattern not in _COLUMNS:
-        yield "topology.columns", f"has no effect, sparsity.pattern={config.sparsity.pattern} chooses no single columns"
+        yield (
+            "topology.columns",
+            f"has no effect, sparsity.pattern={config.sparsity.pattern} chooses no single columns",
+        )
     if device == "cpu":
         for name in ("topology.gpu_memory_gib", "topology.host_memory_gib"):
             yield name, "has no effect, workers on a CPU share the memory of the machine"
@@ -74,11 +90,20 @@ def _keys(config: Config) -> Iterator[tuple[str, str]]:
             f"has no effect, train.activation_checkpoint={train.activation_checkpoint}; only sequence_selective reads it",
         )
     if data.kind != "text":
-        yield "data.text_key", f"has no effect, data.kind={data.kind} reads no text from jsonl or parquet; data.kind=text does"
+        yield (
+            "data.text_key",
+            f"has no effect, data.kind={data.kind} reads no text from jsonl or parquet; data.kind=text does",
+        )
     if data.kind != "tokens":
-        yield "data.token_dtype", f"has no effect, data.kind={data.kind} reads no .bin; data.kind=tokens does"
+        yield (
+            "data.token_dtype",
+            f"has no effect, data.kind={data.kind} reads no .bin; data.kind=tokens does",
+        )
     if optim.warmup_steps > train.steps:
-        yield "optim.warmup_steps", f"train.steps={train.steps} ends before; the learning rate never reaches optim.lr"
+        yield (
+            "optim.warmup_steps",
+            f"train.steps={train.steps} ends before; the learning rate never reaches optim.lr",
+        )
     if optim.schedule == "constant":
         for name in ("optim.min_lr_ratio", "optim.schedule_steps"):
             yield name, "has no effect, optim.schedule=constant does not lower the learning rate"
@@ -90,12 +115,24 @@ def _keys(config: Config) -> Iterator[tuple[str, str]]:
         if every > train.steps:
             yield name, f"has no effect, train.steps={train.steps} ends before"
     if config.layout != "striped":
-        yield "topology.block_size", f"has no effect, the layout is {config.layout}; blocks are those of topology.layout=striped"
+        yield (
+            "topology.block_size",
+            f"has no effect, the layout is {config.layout}; blocks are those of topology.layout=striped",
+        )
     if rope.scaling == "none":
         yield "model.rope.factor", "has no effect, model.rope.scaling=none stretches nothing"
-    for kind, names in (("yarn", ("beta_fast", "beta_slow")), ("llama3", ("low_freq_factor", "high_freq_factor"))):
+    for kind, names in (
+        ("yarn", ("beta_fast", "beta_slow")),
+        ("llama3", ("low_freq_factor", "high_freq_factor")),
+    ):
         if rope.scaling != kind:
             for name in names:
-                yield f"model.rope.{name}", f"has no effect, model.rope.scaling={rope.scaling}; only {kind} reads it"
+                yield (
+                    f"model.rope.{name}",
+                    f"has no effect, model.rope.scaling={rope.scaling}; only {kind} reads it",
+                )
     if train.init_from is not None:
-        yield "model.init_std", f"has no effect, weights come from train.init_from={train.init_from}"
+        yield (
+            "model.init_std",
+            f"has no effect, weights come from train.init_from={train.init_from}",
+        )

@@ -99,7 +99,10 @@ _RANGE: dict[str, tuple[str, Callable[[float], bool]]] = {
         f"must be a power of two, at least {MIN_BLOCK}",
         lambda value: value >= MIN_BLOCK and int(value) & (int(value) - 1) == 0,
     ),
-    "topology.timeout_s": ("must be at least 1 second, or the workers give each other up while they start", lambda value: value >= 1),
+    "topology.timeout_s": (
+        "must be at least 1 second, or the workers give each other up while they start",
+        lambda value: value >= 1,
+    ),
     "sparsity.block": (
         "must be 16, 32, 64 or 128",
         lambda value: value in BLOCKS,
@@ -134,8 +137,14 @@ _RANGE: dict[str, tuple[str, Callable[[float], bool]]] = {
     "train.global_batch": _POSITIVE,
     "train.micro_batch": _POSITIVE,
     "train.checkpoint_keep": _FRACTION,
-    "train.offload_activations": ("must be true, false or a number of layers, 0 or more", lambda value: value >= 0),
-    "train.keep_mlp": ("must be true, false or a number of layers, 0 or more", lambda value: value >= 0),
+    "train.offload_activations": (
+        "must be true, false or a number of layers, 0 or more",
+        lambda value: value >= 0,
+    ),
+    "train.keep_mlp": (
+        "must be true, false or a number of layers, 0 or more",
+        lambda value: value >= 0,
+    ),
     "train.tile_mib": _NOT_NEGATIVE,
     "train.loss_chunk_mib": _POSITIVE,
     "train.eval_every": _NOT_NEGATIVE,
@@ -146,7 +155,10 @@ _RANGE: dict[str, tuple[str, Callable[[float], bool]]] = {
     "profile.every": _NOT_NEGATIVE,
     "run.log_every": _POSITIVE,
     "run.restarts": ("must be auto or a whole number of at least 0", lambda value: value >= 0),
-    "run.spike_sigma": ("must be 0, or at least 3: below that ordinary steps are spikes", lambda value: value == 0 or value >= 3),
+    "run.spike_sigma": (
+        "must be 0, or at least 3: below that ordinary steps are spikes",
+        lambda value: value == 0 or value >= 3,
+    ),
     "run.straggler": ("must be auto or a number of at least 0", lambda value: value >= 0),
 }
 
@@ -163,7 +175,9 @@ class UpperLimit:
         return f"at most {shown} ({self.reason})"
 
 
-MOST_TOKENS = UpperLimit(2**26, "a plan and a batch hold a table of all positions, 0.5 GiB at this length")
+MOST_TOKENS = UpperLimit(
+    2**26, "a plan and a batch hold a table of all positions, 0.5 GiB at this length"
+)
 MOST_STEPS = UpperLimit(10**9, "a year at 30 steps a second")
 MOST_WORKERS = UpperLimit(2**14, "a plan visits every worker")
 _HEADS = UpperLimit(65_535, "the grid of a GPU kernel has no more places for heads")
@@ -316,7 +330,11 @@ def _blocks(config: Config) -> Iterator[str]:
             f"topology.block_size={topology.block_size}: is not a multiple of sparsity.block={sparse}; "
             f"the striped layout deals whole blocks of a pattern, so give {sparse} or a multiple of it"
         )
-    workers = topology.context_parallel if isinstance(topology.context_parallel, int) else topology.workers
+    workers = (
+        topology.context_parallel
+        if isinstance(topology.context_parallel, int)
+        else topology.workers
+    )
     if config.layout == "striped" and isinstance(workers, int) and workers > 1:
         blocks = -(-config.seq // topology.block_size)
         if blocks < workers:
@@ -330,7 +348,9 @@ def _smaller(seq: int, workers: int, blocks: int) -> str:
     """What to give instead. blocks: how many there are."""
     if workers * MIN_BLOCK > seq:
         most = max(1, seq // MIN_BLOCK)
-        smaller = f", or at most {most} and topology.block_size={MIN_BLOCK}" if most > blocks else ""
+        smaller = (
+            f", or at most {most} and topology.block_size={MIN_BLOCK}" if most > blocks else ""
+        )
         return f"give at most {blocks} workers{smaller}, or a longer seq"
     return f"give fewer workers, a longer seq or blocks of at most {_largest_block(seq, workers)}"
 
@@ -353,7 +373,11 @@ def _sparsity(sparsity: SparsityConfig, seq: int) -> Iterator[str]:
             f"give sparsity={sparsity.pattern}, which brings its keys, and no sparsity.pattern"
         )
         return
-    if sparsity.pattern == "dense" and sparsity.block is not None and sparsity.dense_steps is not None:
+    if (
+        sparsity.pattern == "dense"
+        and sparsity.block is not None
+        and sparsity.dense_steps is not None
+    ):
         yield "sparsity.pattern=dense: has none of the keys of the pattern given before; give sparsity=dense and no sparsity.pattern"
         return
     complete = True
@@ -419,7 +443,13 @@ def _batch(train: TrainConfig, topology: TopologyConfig) -> Iterator[str]:
         yield f"train.global_batch={train.global_batch}: must be a multiple of train.micro_batch={train.micro_batch}"
         return
     workers, context = topology.workers, topology.context_parallel
-    if isinstance(workers, int) and isinstance(context, int) and context >= 1 and workers >= 1 and workers % context == 0:
+    if (
+        isinstance(workers, int)
+        and isinstance(context, int)
+        and context >= 1
+        and workers >= 1
+        and workers % context == 0
+    ):
         groups = workers // context
         if train.global_batch % (groups * train.micro_batch):
             yield (
@@ -437,10 +467,20 @@ def require_listed(data: DataConfig) -> None:
     """
     name = _LISTS.get(data.kind)
     folder = Path(data.path or "").expanduser()
-    if name is None or data.path is None or data.mix is not None or not folder.is_dir() or (folder / name).is_file():
+    if (
+        name is None
+        or data.path is None
+        or data.mix is not None
+        or not folder.is_dir()
+        or (folder / name).is_file()
+    ):
         return
     inside = sorted(path.parent.name for path in folder.glob(f"*/{name}"))
-    hint = f"; it has folders that do: {', '.join(inside[:8])} (name them in data.mix)" if inside else ""
+    hint = (
+        f"; it has folders that do: {', '.join(inside[:8])} (name them in data.mix)"
+        if inside
+        else ""
+    )
     raise ConfigError(f"data.path={data.path}: no {name} in it; give {_READS[data.kind]}{hint}")
 
 
@@ -465,7 +505,9 @@ def _data(data: DataConfig, model: ModelConfig) -> Iterator[str]:
     tokenizer = Path(data.tokenizer).expanduser()
     if tokenizer.is_dir():
         inside = tokenizer / "tokenizer.json"
-        yield f"data.tokenizer={data.tokenizer}: is a folder; give its tokenizer.json" + (f", {inside}" if inside.is_file() else "")
+        yield f"data.tokenizer={data.tokenizer}: is a folder; give its tokenizer.json" + (
+            f", {inside}" if inside.is_file() else ""
+        )
     elif not tokenizer.is_file():
         yield f"data.tokenizer={data.tokenizer}: no such file; give bytes or the path of a Hugging Face tokenizer.json"
 
@@ -484,8 +526,14 @@ def _mix(data: DataConfig, what: str) -> Iterator[str]:
             yield f"data.mix={keys.show(data.mix)}: the weight of {name} must be above 0; leave out what is not wanted"
     missing = [name for name in data.mix if not Path(data.path or ".", name).expanduser().exists()]
     if missing:
-        place = f"in data.path={data.path}" if data.path else "here; if they lie in one folder give it as data.path=FOLDER"
-        first = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        place = (
+            f"in data.path={data.path}"
+            if data.path
+            else "here; if they lie in one folder give it as data.path=FOLDER"
+        )
+        first = ", ".join(missing[:3]) + (
+            f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        )
         yield f"data.mix: {first}: no such folder or file {place}; each name is {what}"
 
 
@@ -504,7 +552,11 @@ def schedule(config: Config) -> Iterator[str]:
     asked = f"optim.decay_steps={optim.decay_steps}"
     if optim.decay_steps != "auto" and optim.schedule == "constant":
         yield f"{asked}: optim.schedule=constant never falls; give optim.decay_steps=auto, or optim.schedule=cosine, linear or wsd"
-    if isinstance(optim.schedule_steps, int) and optim.schedule != "constant" and optim.schedule_steps <= optim.warmup_steps:
+    if (
+        isinstance(optim.schedule_steps, int)
+        and optim.schedule != "constant"
+        and optim.schedule_steps <= optim.warmup_steps
+    ):
         yield (
             f"optim.schedule_steps={optim.schedule_steps}: must be above optim.warmup_steps={optim.warmup_steps}, "
             "or the rate falls to its end at once"
@@ -513,7 +565,11 @@ def schedule(config: Config) -> Iterator[str]:
     if optim.schedule != "wsd" or not isinstance(optim.decay_steps, int):
         return
     begin = 0 if optim.rewarm is True else int(optim.rewarm)
-    span = optim.schedule_steps if isinstance(optim.schedule_steps, int) else config.train.steps - begin
+    span = (
+        optim.schedule_steps
+        if isinstance(optim.schedule_steps, int)
+        else config.train.steps - begin
+    )
     # The last step of the warm-up is the first at the peak.
     most = span - 1 - optim.warmup_steps
     if optim.decay_steps > most:

@@ -17,7 +17,10 @@ from mtrain_cli.data.store import VERSION, StoreMeta, TokenStore
 from mtrain_cli.launch.failures import read_failure
 
 SUFFIXES = (".npy", ".bin")
-_PROBES, _PROBE = 64, 1 << 14  # places of a file, and elements at each, that its fingerprint is over
+_PROBES, _PROBE = (
+    64,
+    1 << 14,
+)  # places of a file, and elements at each, that its fingerprint is over
 
 
 def open_array(path: Path, origin: str, token_dtype: str, vocab_size: int) -> TokenStore:
@@ -26,16 +29,25 @@ def open_array(path: Path, origin: str, token_dtype: str, vocab_size: int) -> To
     Raises ConfigError for files that are missing, of another kind, or whose offsets do not fit.
     """
     try:
-        rows = _npy(path, origin) if path.suffix == ".npy" else _bin(path, origin, token_dtype, vocab_size)
+        rows = (
+            _npy(path, origin)
+            if path.suffix == ".npy"
+            else _bin(path, origin, token_dtype, vocab_size)
+        )
     except FileNotFoundError:
-        raise ConfigError(f"{origin}: no such file; give a token store, or an array ({' or '.join(SUFFIXES)})") from None
+        raise ConfigError(
+            f"{origin}: no such file; give a token store, or an array ({' or '.join(SUFFIXES)})"
+        ) from None
     except OSError as error:
         raise read_failure(error, f"{origin}: cannot be read ({error.strerror or error})") from None
     tokens = rows.reshape(-1)
     if tokens.size == 0:
         raise ConfigError(f"{origin}: holds no tokens")
     if rows.ndim == 2:
-        offsets, documents = np.arange(rows.shape[0] + 1, dtype=np.int64) * rows.shape[1], "a document each row"
+        offsets, documents = (
+            np.arange(rows.shape[0] + 1, dtype=np.int64) * rows.shape[1],
+            "a document each row",
+        )
     else:
         offsets, documents = _offsets(path, tokens.size, origin)
     digest = hashlib.sha256(f"{tokens.dtype.name} {tokens.size}".encode())
@@ -61,14 +73,22 @@ def _npy(path: Path, origin: str) -> np.ndarray:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise ConfigError(f"{origin}: not a readable .npy file ({' '.join(str(error).split())[:120]})") from None
+        raise ConfigError(
+            f"{origin}: not a readable .npy file ({' '.join(str(error).split())[:120]})"
+        ) from None
     if not np.issubdtype(array.dtype, np.integer) or array.ndim not in (1, 2):
-        raise ConfigError(f"{origin}: holds {array.dtype} of shape {array.shape}; a row of integers, or rows of them, is expected")
+        raise ConfigError(
+            f"{origin}: holds {array.dtype} of shape {array.shape}; a row of integers, or rows of them, is expected"
+        )
     return array.view(np.ndarray)
 
 
 def _bin(path: Path, origin: str, token_dtype: str, vocab_size: int) -> np.ndarray:
-    dtype = np.dtype("<u2" if token_dtype == "uint16" or (token_dtype == "auto" and vocab_size <= 1 << 16) else "<u4")
+    dtype = np.dtype(
+        "<u2"
+        if token_dtype == "uint16" or (token_dtype == "auto" and vocab_size <= 1 << 16)
+        else "<u4"
+    )
     size = path.stat().st_size
     if size % dtype.itemsize:
         raise ConfigError(
@@ -82,8 +102,20 @@ def _offsets(path: Path, num_tokens: int, origin: str) -> tuple[np.ndarray, str]
         beside = path.with_name(f"{path.stem}.documents{suffix}")
         if not beside.exists():
             continue
-        offsets = _npy(beside, f"{origin}: {beside.name}") if suffix == ".npy" else np.fromfile(beside, "<i8")
-        if offsets.ndim != 1 or offsets.size < 2 or offsets[0] != 0 or offsets[-1] != num_tokens or np.any(offsets[1:] <= offsets[:-1]):
-            raise ConfigError(f"{origin}: the offsets in {beside.name} do not rise from 0 to its {num_tokens:,} tokens")
+        offsets = (
+            _npy(beside, f"{origin}: {beside.name}")
+            if suffix == ".npy"
+            else np.fromfile(beside, "<i8")
+        )
+        if (
+            offsets.ndim != 1
+            or offsets.size < 2
+            or offsets[0] != 0
+            or offsets[-1] != num_tokens
+            or np.any(offsets[1:] <= offsets[:-1])
+        ):
+            raise ConfigError(
+                f"{origin}: the offsets in {beside.name} do not rise from 0 to its {num_tokens:,} tokens"
+            )
         return np.asarray(offsets, np.int64), f"documents by {beside.name}"
     return np.array([0, num_tokens], np.int64), "one document"

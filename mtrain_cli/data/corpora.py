@@ -68,7 +68,9 @@ def open_corpus(data: DataConfig) -> Corpus:
         return stdlib_corpus()
     assert data.kind == "text"
     if not data.path:
-        raise ConfigError("data.path=null: data=text needs a corpus; give a .txt, .md, .py, .jsonl or .parquet file or a folder of them")
+        raise ConfigError(
+            "data.path=null: data=text needs a corpus; give a .txt, .md, .py, .jsonl or .parquet file or a folder of them"
+        )
     return text_corpus(data.path, data.text_key)
 
 
@@ -89,9 +91,13 @@ def stdlib_corpus(folder: str | None = None, origin: str = "data=stdlib") -> Cor
         digest.update(f"{relative}\n{len(text)}\n{text}".encode("utf-8", "replace"))
         packages.setdefault(relative.split("/")[0].removesuffix(".py"), []).append((relative, text))
     if not packages:
-        raise ConfigError(f"{origin}: no Python sources in {root}; give your own text with data=text data.path=...")
+        raise ConfigError(
+            f"{origin}: no Python sources in {root}; give your own text with data=text data.path=..."
+        )
     units = tuple(_package(name, files) for name, files in packages.items())
-    return Corpus(f"standard library of Python {platform.python_version()}", origin, digest.hexdigest(), units)
+    return Corpus(
+        f"standard library of Python {platform.python_version()}", origin, digest.hexdigest(), units
+    )
 
 
 def split_text(blocks: Iterable[str], size: int = PIECE) -> Iterator[str]:
@@ -129,8 +135,16 @@ def _last_cut(text: str, start: int, end: int) -> int | None:
 
 def _python_sources(root: Path) -> Iterator[Path]:
     for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith(_SKIPPED_PREFIXES)]
-        yield from (Path(folder, name) for name in files if name.endswith(".py") and not name.startswith(_SKIPPED_PREFIXES))
+        folders[:] = [
+            name
+            for name in folders
+            if name not in _SKIPPED_FOLDERS and not name.startswith(_SKIPPED_PREFIXES)
+        ]
+        yield from (
+            Path(folder, name)
+            for name in files
+            if name.endswith(".py") and not name.startswith(_SKIPPED_PREFIXES)
+        )
 
 
 def _decode_source(path: Path) -> str | None:

@@ -119,7 +119,11 @@ class PackedDataset:
     def _sample(self, index: int) -> Sample:
         begin = index * self.seq
         end = min(begin + self.seq + 1, self.num_tokens)
-        if self._document_mask and end == begin + self.seq + 1 and self._starts[np.searchsorted(self._starts, end - 1)] == end - 1:
+        if (
+            self._document_mask
+            and end == begin + self.seq + 1
+            and self._starts[np.searchsorted(self._starts, end - 1)] == end - 1
+        ):
             end -= 1  # the last token has no label, and to look at the unit behind it may mean to unpack a shard
         stream, ends, targets = self._read(begin, end)
         real = min(self.seq, self.num_tokens - begin)
@@ -140,8 +144,18 @@ class PackedDataset:
         """One line: source, documents, tokens, tokenizer, sequences, and where the tokens lie."""
         meta = self._store.meta
         rest = self.num_tokens - self.sequences * self.seq
-        tail = f", {rest:,} tokens left out" if rest > 0 else f", the last one with {-rest:,} tokens of padding" if rest < 0 else ""
-        held = f", {self.sequences - self._length} more held out" if self.sequences > self._length else ""
+        tail = (
+            f", {rest:,} tokens left out"
+            if rest > 0
+            else f", the last one with {-rest:,} tokens of padding"
+            if rest < 0
+            else ""
+        )
+        held = (
+            f", {self.sequences - self._length} more held out"
+            if self.sequences > self._length
+            else ""
+        )
         return (
             f"{meta.source}: {_counted(meta.num_documents, 'document')}, {self.num_tokens:,} tokens "
             f"({meta.tokenizer}, vocabulary {f'{meta.vocab_size:,}' if meta.vocab_size else 'unknown'}), "
@@ -162,7 +176,10 @@ class PackedDataset:
             parts, inner = [], []
             units = range(first, last) if self._order is None else self._order[first:last]
             for place, unit in enumerate(units):
-                start, stop = max(0, -int(bounds[place])), min(int(bounds[place + 1]), end - begin) - int(bounds[place])
+                start, stop = (
+                    max(0, -int(bounds[place])),
+                    min(int(bounds[place + 1]), end - begin) - int(bounds[place]),
+                )
                 part = self._store.read(int(unit), start, stop)
                 parts.append(part)
                 if part.ends is not None:
@@ -171,7 +188,12 @@ class PackedDataset:
             if inner:
                 ends = np.sort(np.concatenate([ends, *inner]))
             if any(part.targets is not None for part in parts):
-                targets = np.concatenate([np.ones(p.tokens.size, bool) if p.targets is None else p.targets for p in parts])
+                targets = np.concatenate(
+                    [
+                        np.ones(p.tokens.size, bool) if p.targets is None else p.targets
+                        for p in parts
+                    ]
+                )
         self._check(stream)
         return stream, ends, targets
 
@@ -202,7 +224,12 @@ def open_dataset(config: Config) -> Dataset:
 
     data = config.data
     if data.mix is None:
-        return _part(config, data, f"data.path={data.path}" if data.path else f"data={data.kind}", data.eval_sequences)
+        return _part(
+            config,
+            data,
+            f"data.path={data.path}" if data.path else f"data={data.kind}",
+            data.eval_sequences,
+        )
     weights = parse_mix(data.mix)
     parts = {}
     for name, weight in weights.items():
@@ -240,16 +267,24 @@ def _open(config: Config, data: DataConfig, origin: str) -> tuple[TokenSource, s
         from mtrain_cli.data.mds_source import MdsSource
 
         if not data.path:
-            raise ConfigError("data.path=null: data=mds needs a folder of MDS shards, or data.mix with several")
+            raise ConfigError(
+                "data.path=null: data=mds needs a folder of MDS shards, or data.mix with several"
+            )
         return MdsSource(data.path, origin), f"mapped from {data.path}"
     if data.kind == "tokens":
         if not data.path:
-            raise ConfigError("data.path=null: data=tokens needs a folder written by `mtrain data prepare`")
+            raise ConfigError(
+                "data.path=null: data=tokens needs a folder written by `mtrain data prepare`"
+            )
         path, where = Path(data.path).expanduser(), f"mapped from {data.path}"
         if path.suffix in SUFFIXES and not path.is_dir():
             return open_array(path, origin, data.token_dtype, config.model.vocab_size), where
         store = TokenStore.open(data.path, origin)
-        _check_vocabulary(config, store.meta.vocab_size, f"the token store {data.path} (tokenizer {store.meta.tokenizer})")
+        _check_vocabulary(
+            config,
+            store.meta.vocab_size,
+            f"the token store {data.path} (tokenizer {store.meta.tokenizer})",
+        )
         return store, where
     tokenizer = open_tokenizer(data.tokenizer)
     _check_vocabulary(config, tokenizer.vocab_size, f"data.tokenizer={data.tokenizer}")

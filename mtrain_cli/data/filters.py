@@ -20,13 +20,21 @@ class Filters:
     min_chars: int = 0
 
     def __post_init__(self) -> None:
-        for option, value in (("--min-tokens", self.min_tokens), ("--max-tokens", self.max_tokens), ("--min-chars", self.min_chars)):
+        for option, value in (
+            ("--min-tokens", self.min_tokens),
+            ("--max-tokens", self.max_tokens),
+            ("--min-chars", self.min_chars),
+        ):
             if value < 0:
                 raise ConfigError(f"{option} {value}: must be 0 (any number) or more")
         if 0 < self.max_tokens < self.min_tokens:
-            raise ConfigError(f"--max-tokens {self.max_tokens}: is below --min-tokens {self.min_tokens}; no document would be left")
+            raise ConfigError(
+                f"--max-tokens {self.max_tokens}: is below --min-tokens {self.min_tokens}; no document would be left"
+            )
         if self.truncate and not self.max_tokens:
-            raise ConfigError("--truncate: cuts documents at --max-tokens, which has to be given too")
+            raise ConfigError(
+                "--truncate: cuts documents at --max-tokens, which has to be given too"
+            )
 
     @property
     def recipe(self) -> dict[str, str]:

@@ -35,7 +35,9 @@ class Loader(Generic[Made]):
         make: Callable[[list[Sample]], Made],
     ) -> None:
         if global_batch < 1 or global_batch % dp:
-            raise ConfigError(f"train.global_batch={global_batch}: must be a multiple of the {dp} data-parallel groups")
+            raise ConfigError(
+                f"train.global_batch={global_batch}: must be a multiple of the {dp} data-parallel groups"
+            )
         if micro_batch < 1 or (global_batch // dp) % micro_batch:
             raise ConfigError(
                 f"train.micro_batch={micro_batch}: must divide the {global_batch // dp} sequences per data-parallel group "
@@ -66,7 +68,12 @@ class Loader(Generic[Made]):
     def __enter__(self) -> Loader[Made]:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -76,7 +83,11 @@ class Loader(Generic[Made]):
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: the sampler's two integers, counting every step handed out so far, and which stream they point into."""
-        return {**self._sampler.state(), "sequences": len(self._dataset), "fingerprint": self._dataset.fingerprint}
+        return {
+            **self._sampler.state(),
+            "sequences": len(self._dataset),
+            "fingerprint": self._dataset.fingerprint,
+        }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on behind the last step of a saved state, which may come from another ``dp``. ConfigError when the corpus is another one."""

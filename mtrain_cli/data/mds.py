@@ -34,7 +34,19 @@ _UNPACKED = 4  # compressed shards that stay in memory, usually 64 MiB each
 _MAPPED = 256
 _PIECE = 1 << 24  # bytes that are unpacked at once
 _LARGEST = 1 << 32  # bytes of a shard: offsets are uint32
-_SCALARS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+_SCALARS = (
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+)
 _MOST = 2**53  # bytes or samples of a shard
 _PLAIN = ("bytes", "str", "str_int", "str_float", "int", "json", *_SCALARS)
 # The byte by which an array without a fixed dtype names its own.
@@ -60,20 +72,37 @@ class Encoding:
     @property
     def size(self) -> int | None:
         if self.kind == "ndarray":
-            return None if self.dtype is None or self.shape is None else int(np.prod(self.shape)) * self.dtype.itemsize
-        return 8 if self.kind == "int" else np.dtype(self.kind).itemsize if self.kind in _SCALARS else None
+            return (
+                None
+                if self.dtype is None or self.shape is None
+                else int(np.prod(self.shape)) * self.dtype.itemsize
+            )
+        return (
+            8
+            if self.kind == "int"
+            else np.dtype(self.kind).itemsize
+            if self.kind in _SCALARS
+            else None
+        )
 
     def decode(self, raw: np.ndarray) -> Any:
         """The value in raw, uint8 [bytes]. Raises ValueError where the bytes are no such value."""
         if self.kind == "ndarray":
             return self._array(raw)
         if self.kind == "int" or self.kind in _SCALARS:
-            return np.frombuffer(raw, np.dtype("int64" if self.kind == "int" else self.kind).newbyteorder("<"))[0].item()
+            return np.frombuffer(
+                raw, np.dtype("int64" if self.kind == "int" else self.kind).newbyteorder("<")
+            )[0].item()
         content = raw.tobytes()
         if self.kind == "bytes":
             return content
         text = content.decode("utf-8")
-        readers: dict[str, Callable[[str], Any]] = {"str": str, "json": json.loads, "str_int": int, "str_float": float}
+        readers: dict[str, Callable[[str], Any]] = {
+            "str": str,
+            "json": json.loads,
+            "str_int": int,
+            "str_float": float,
+        }
         return readers[self.kind](text)
 
     def _array(self, raw: np.ndarray) -> np.ndarray:
@@ -82,7 +111,9 @@ class Encoding:
             dtype, start = _dtype_of(int(raw[0])), 1
         if shape is None:
             axes, width = int(raw[start]) >> 2, 1 << (int(raw[start]) & 3)
-            shape = tuple(np.frombuffer(raw[start + 1 : start + 1 + axes * width], f"<u{width}").tolist())
+            shape = tuple(
+                np.frombuffer(raw[start + 1 : start + 1 + axes * width], f"<u{width}").tolist()
+            )
             start += 1 + axes * width
         return np.frombuffer(raw[start:], dtype).reshape(shape)
 
@@ -112,15 +143,26 @@ class MdsFolder:
             names, encodings = shards[0]["column_names"], shards[0]["column_encodings"]
             if not (_texts(names) and _texts(encodings) and len(names) == len(encodings)):
                 raise ValueError("column_names and column_encodings must be lists of as many words")
-            if not all(0 <= number < _MOST for shard in self.shards for number in (shard.size, shard.samples)):
+            if not all(
+                0 <= number < _MOST
+                for shard in self.shards
+                for number in (shard.size, shard.samples)
+            ):
                 raise ValueError("a size or a number of samples is no such number")
-            alike = all((entry["column_names"], entry["column_encodings"]) == (names, encodings) for entry in shards)
+            alike = all(
+                (entry["column_names"], entry["column_encodings"]) == (names, encodings)
+                for entry in shards
+            )
         except (KeyError, TypeError, AttributeError, OverflowError, IndexError) as error:
-            raise ConfigError(f"{self.origin}: {INDEX} is no index of MDS shards ({documents.reason(error)})") from None
+            raise ConfigError(
+                f"{self.origin}: {INDEX} is no index of MDS shards ({documents.reason(error)})"
+            ) from None
         except ValueError as error:
             raise ConfigError(f"{self.origin}: {INDEX} {error}") from None
         if not alike:
-            raise ConfigError(f"{self.origin}: {INDEX} lists shards with different columns; put them into folders of their own")
+            raise ConfigError(
+                f"{self.origin}: {INDEX} lists shards with different columns; put them into folders of their own"
+            )
         self.encodings = dict(zip(names, encodings, strict=True))
         self.columns = {name: _encoding(text) for name, text in self.encodings.items()}
         for entry in shards:
@@ -170,11 +212,21 @@ class MdsFolder:
         start, itemsize = begin.copy(), 0 if encoding.dtype is None else encoding.dtype.itemsize
         if encoding.dtype is None:
             codes = set(raw[start].tolist())
-            itemsize = 0 if len(codes) != 1 or not codes <= _DTYPE_OF_CODE.keys() else np.dtype(_DTYPE_OF_CODE[codes.pop()]).itemsize
+            itemsize = (
+                0
+                if len(codes) != 1 or not codes <= _DTYPE_OF_CODE.keys()
+                else np.dtype(_DTYPE_OF_CODE[codes.pop()]).itemsize
+            )
             start += 1
         head = raw[np.minimum(start, raw.size - 1)].astype(np.int64)
         payload = end - start - 1 - (head >> 2) * (1 << (head & 3))
-        if itemsize == 0 or np.any(head >> 2 != 1) or np.any(payload < 0) or np.any(payload % itemsize) or np.any(end > offsets[1:]):
+        if (
+            itemsize == 0
+            or np.any(head >> 2 != 1)
+            or np.any(payload < 0)
+            or np.any(payload % itemsize)
+            or np.any(end > offsets[1:])
+        ):
             raise ConfigError(
                 f"{self.origin}: {self.shards[shard].name} is corrupt: column {name} ({self.encodings[name]}) holds no rows of one dtype"
             )
@@ -183,9 +235,13 @@ class MdsFolder:
     def require(self, name: str, *kinds: str) -> None:
         """Raises ConfigError unless there is a column of this name, written in one of these ways."""
         if name not in self.columns:
-            raise ConfigError(f"{self.origin}: has no column {name}; its columns: {self.described()}")
+            raise ConfigError(
+                f"{self.origin}: has no column {name}; its columns: {self.described()}"
+            )
         if self.columns[name].kind not in kinds:
-            raise ConfigError(f"{self.origin}: column {name} is {self.encodings[name]}; {' or '.join(kinds)} is expected")
+            raise ConfigError(
+                f"{self.origin}: column {name} is {self.encodings[name]}; {' or '.join(kinds)} is expected"
+            )
 
     def described(self) -> str:
         return ", ".join(f"{name} ({encoding})" for name, encoding in self.encodings.items())
@@ -196,19 +252,29 @@ class MdsFolder:
         if said is None or said == known:
             return
         if not isinstance(said, list) or len(said) != len(known):
-            raise ConfigError(f"{self.origin}: {INDEX} has column_sizes {said}; {len(known)} sizes or null are expected, {known}")
-        name, size, expected = next((n, a, b) for n, a, b in zip(self.columns, said, known, strict=True) if a != b)
+            raise ConfigError(
+                f"{self.origin}: {INDEX} has column_sizes {said}; {len(known)} sizes or null are expected, {known}"
+            )
+        name, size, expected = next(
+            (n, a, b) for n, a, b in zip(self.columns, said, known, strict=True) if a != b
+        )
         raise ConfigError(
             f"{self.origin}: {INDEX} gives column {name} ({self.encodings[name]}) the size {json.dumps(size)} in column_sizes, "
             f"where its encoding says {json.dumps(expected)}; write the index again"
         )
 
-    def _bounds(self, raw: np.ndarray, offsets: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    def _bounds(
+        self, raw: np.ndarray, offsets: np.ndarray
+    ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Where each column begins and ends in the samples that begin at offsets[:-1], int64 each."""
         heads = offsets[:-1, None] + np.arange(4 * len(self._variable))
         if heads.size and heads.max() >= raw.size:
-            raise ConfigError(f"{self.origin}: a shard is corrupt: a sample has no room for the sizes of its columns")
-        sizes = raw[heads].view("<u4").astype(np.int64).reshape(len(offsets) - 1, len(self._variable))
+            raise ConfigError(
+                f"{self.origin}: a shard is corrupt: a sample has no room for the sizes of its columns"
+            )
+        sizes = (
+            raw[heads].view("<u4").astype(np.int64).reshape(len(offsets) - 1, len(self._variable))
+        )
         by_name = {name: sizes[:, place] for place, name in enumerate(self._variable)}
         bounds, position = {}, offsets[:-1] + 4 * len(self._variable)
         for name, encoding in self.columns.items():
@@ -217,8 +283,13 @@ class MdsFolder:
             position = end
         if not self._variable and np.any(position != offsets[1:]):
             place = int(np.argmax(position != offsets[1:]))
-            found, expected = int(offsets[place + 1] - offsets[place]), int(position[place] - offsets[place])
-            raise ConfigError(f"{self.origin}: a shard is corrupt: a sample has {found:,} bytes where its columns take {expected:,}")
+            found, expected = (
+                int(offsets[place + 1] - offsets[place]),
+                int(position[place] - offsets[place]),
+            )
+            raise ConfigError(
+                f"{self.origin}: a shard is corrupt: a sample has {found:,} bytes where its columns take {expected:,}"
+            )
         return bounds
 
     def _open(self, number: int) -> tuple[np.ndarray, np.ndarray]:
@@ -229,12 +300,23 @@ class MdsFolder:
                 return self._opened[number]
             shard = self.shards[number]
             path = self.folder / shard.name
-            raw = self._map(path, shard.size, shard.hashes) if shard.packed is None or path.exists() else self._unpack(shard)
+            raw = (
+                self._map(path, shard.size, shard.hashes)
+                if shard.packed is None or path.exists()
+                else self._unpack(shard)
+            )
             count = int(np.frombuffer(raw[:4], "<u4")[0]) if raw.size >= 4 else -1
             offsets = np.frombuffer(raw[4 : 8 + 4 * shard.samples], "<u4").astype(np.int64)
             rises = offsets.size == shard.samples + 1 and np.all(offsets[1:] >= offsets[:-1])
-            if count != shard.samples or not rises or offsets[0] < 8 + 4 * shard.samples or offsets[-1] != shard.size:
-                raise ConfigError(f"{self.origin}: {shard.name} is corrupt: its header does not fit {INDEX} ({shard.samples} samples)")
+            if (
+                count != shard.samples
+                or not rises
+                or offsets[0] < 8 + 4 * shard.samples
+                or offsets[-1] != shard.size
+            ):
+                raise ConfigError(
+                    f"{self.origin}: {shard.name} is corrupt: its header does not fit {INDEX} ({shard.samples} samples)"
+                )
             self._opened[number] = (raw, offsets)
             while len(self._opened) > (_MAPPED if shard.packed is None else _UNPACKED):
                 self._opened.popitem(last=False)
@@ -251,7 +333,9 @@ class MdsFolder:
         except FileNotFoundError:
             raise ConfigError(f"{self.origin}: {path.name} is missing; {INDEX} lists it") from None
         except OSError as error:
-            raise read_failure(error, f"{self.origin}: {path.name} cannot be read ({error.strerror})") from None
+            raise read_failure(
+                error, f"{self.origin}: {path.name} cannot be read ({error.strerror})"
+            ) from None
         self._compare(path.name, raw, hashes)
         return raw
 
@@ -260,12 +344,18 @@ class MdsFolder:
         name, size, hashes = shard.packed
         raw = self._map(self.folder / name, size, hashes)
         try:
-            content = _unpacked(_unpacker(shard.compression, f"{self.origin}: {name}")(raw.data), shard.size)
+            content = _unpacked(
+                _unpacker(shard.compression, f"{self.origin}: {name}")(raw.data), shard.size
+            )
         except (OSError, ValueError, EOFError, zlib.error) as error:
-            raise ConfigError(f"{self.origin}: {name} cannot be unpacked ({error}); copy it again") from None
+            raise ConfigError(
+                f"{self.origin}: {name} cannot be unpacked ({error}); copy it again"
+            ) from None
         if len(content) != shard.size:
             found = f"{len(content):,}" if len(content) < shard.size else "more"
-            raise ConfigError(f"{self.origin}: {name} unpacks to {found} bytes where {INDEX} says {shard.size:,}")
+            raise ConfigError(
+                f"{self.origin}: {name} unpacks to {found} bytes where {INDEX} says {shard.size:,}"
+            )
         unpacked = np.frombuffer(content, np.uint8)
         self._compare(shard.name, unpacked, shard.hashes)
         return unpacked
@@ -284,20 +374,38 @@ class MdsFolder:
     def _index(self) -> dict[str, Any]:
         if not self.folder.is_dir():
             found = "is not a folder" if self.folder.exists() else "no such folder"
-            raise ConfigError(f"{self.origin}: {found}; give a folder of MDS shards, which holds an {INDEX}")
+            raise ConfigError(
+                f"{self.origin}: {found}; give a folder of MDS shards, which holds an {INDEX}"
+            )
         try:
             content = documents.read_json(self.folder / INDEX)
         except FileNotFoundError:
             inside = sorted(path.parent.name for path in self.folder.glob(f"*/{INDEX}"))
-            hint = f"; it has folders that do: {', '.join(inside[:8])} (name them in data.mix)" if inside else ""
-            raise ConfigError(f"{self.origin}: no {INDEX} in it; give a folder of MDS shards{hint}") from None
+            hint = (
+                f"; it has folders that do: {', '.join(inside[:8])} (name them in data.mix)"
+                if inside
+                else ""
+            )
+            raise ConfigError(
+                f"{self.origin}: no {INDEX} in it; give a folder of MDS shards{hint}"
+            ) from None
         except OSError as error:
-            raise read_failure(error, f"{self.origin}: {INDEX} cannot be read ({error.strerror})") from None
+            raise read_failure(
+                error, f"{self.origin}: {INDEX} cannot be read ({error.strerror})"
+            ) from None
         except ValueError as error:
-            raise ConfigError(f"{self.origin}: {INDEX} is not JSON ({documents.reason(error)})") from None
-        if not isinstance(content, dict) or not isinstance(content.get("shards"), list) or content.get("version") != 2:
+            raise ConfigError(
+                f"{self.origin}: {INDEX} is not JSON ({documents.reason(error)})"
+            ) from None
+        if (
+            not isinstance(content, dict)
+            or not isinstance(content.get("shards"), list)
+            or content.get("version") != 2
+        ):
             version = content.get("version") if isinstance(content, dict) else None
-            raise ConfigError(f"{self.origin}: {INDEX} has version {version}; MDS shards of version 2 are expected")
+            raise ConfigError(
+                f"{self.origin}: {INDEX} has version {version}; MDS shards of version 2 are expected"
+            )
         if not content["shards"]:
             raise ConfigError(f"{self.origin}: {INDEX} lists no shards")
         return content
@@ -334,11 +442,15 @@ def _shard(entry: dict[str, Any]) -> Shard:
         int(entry["samples"]),
         dict(raw.get("hashes") or {}),
         entry.get("compression"),
-        (_inside(str(packed["basename"])), int(packed["bytes"]), dict(packed.get("hashes") or {})) if packed else None,
+        (_inside(str(packed["basename"])), int(packed["bytes"]), dict(packed.get("hashes") or {}))
+        if packed
+        else None,
     )
     # The number of samples, and an offset for the beginning of each and for the end of the last.
     if shard.samples < 0 or not 8 + 4 * shard.samples <= shard.size < _LARGEST:
-        raise ValueError(f"gives {shard.name} {shard.size:,} bytes for {shard.samples:,} samples; no shard of MDS can have these")
+        raise ValueError(
+            f"gives {shard.name} {shard.size:,} bytes for {shard.samples:,} samples; no shard of MDS can have these"
+        )
     return shard
 
 
@@ -385,7 +497,9 @@ def _zstd(place: str) -> Callable[[Any], Any]:
     try:
         import zstandard
     except ImportError:
-        raise ConfigError(f"{place}: needs the zstandard package; {install_command('data')}") from None
+        raise ConfigError(
+            f"{place}: needs the zstandard package; {install_command('data')}"
+        ) from None
 
     class Stream:
         def __init__(self, content: Any) -> None:

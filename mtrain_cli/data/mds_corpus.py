@@ -22,10 +22,17 @@ def mds_folders(root: Path) -> list[Path]:
     """``root`` if it is a folder of shards, else the folders of shards below it, up to two levels deep."""
     if (root / INDEX).is_file():
         return [root]
-    return sorted({path.parent for pattern in (f"*/{INDEX}", f"*/*/{INDEX}") for path in root.glob(pattern)})
+    return sorted(
+        {path.parent for pattern in (f"*/{INDEX}", f"*/*/{INDEX}") for path in root.glob(pattern)}
+    )
 
 
-def mds_corpus(path: str, decoder: ByteTokenizer | FileTokenizer, domains: tuple[str, ...] = (), origin: str = "SOURCE") -> Corpus:
+def mds_corpus(
+    path: str,
+    decoder: ByteTokenizer | FileTokenizer,
+    domains: tuple[str, ...] = (),
+    origin: str = "SOURCE",
+) -> Corpus:
     """The documents of one folder of shards, or of all below ``path``; of packed samples every span is one.
 
     A document's domain is its column ``domain``; where there are several folders, it is the folder's path below ``path``. Documents of
@@ -42,12 +49,19 @@ def mds_corpus(path: str, decoder: ByteTokenizer | FileTokenizer, domains: tuple
         digest.update(f"{name} {shards.identity}".encode())
         for number, shard in enumerate(shards.shards):
             documents = partial(_documents, shards, number, name, decoder, domains)
-            units.append(Unit(f"{name}/{shard.name}" if name else shard.name, shard.size, documents))
+            units.append(
+                Unit(f"{name}/{shard.name}" if name else shard.name, shard.size, documents)
+            )
     return Corpus(path, place, digest.hexdigest(), tuple(units))
 
 
 def _documents(
-    shards: MdsFolder, shard: int, folder: str, decoder: ByteTokenizer | FileTokenizer, domains: tuple[str, ...], skip: int
+    shards: MdsFolder,
+    shard: int,
+    folder: str,
+    decoder: ByteTokenizer | FileTokenizer,
+    domains: tuple[str, ...],
+    skip: int,
 ) -> Iterator[Document]:
     """Documents of a shard behind the first ``skip``, decoded some at a time."""
     first, last = int(shards.starts[shard]), int(shards.starts[shard + 1])
@@ -63,7 +77,12 @@ def _documents(
             if record <= skip:
                 continue
             wanted = not domains or domain in domains
-            held.append((Document(f"{shards.shards[shard].name}:{record}", (), record, end, domain), ids if wanted else None))
+            held.append(
+                (
+                    Document(f"{shards.shards[shard].name}:{record}", (), record, end, domain),
+                    ids if wanted else None,
+                )
+            )
             held_tokens += ids.size
         if held_tokens >= _AT_ONCE:
             yield from _with_text(held, decoder)
@@ -71,7 +90,9 @@ def _documents(
     yield from _with_text(held, decoder)
 
 
-def _with_text(held: list[tuple[Document, np.ndarray | None]], decoder: ByteTokenizer | FileTokenizer) -> Iterator[Document]:
+def _with_text(
+    held: list[tuple[Document, np.ndarray | None]], decoder: ByteTokenizer | FileTokenizer
+) -> Iterator[Document]:
     texts = iter(decoder.decode_batch([ids for _, ids in held if ids is not None]))
     for document, ids in held:
         pieces: Iterable[str] = () if ids is None else split_text([next(texts)])
@@ -86,6 +107,10 @@ def _spans(tokens: np.ndarray, spans: object, place: str) -> Iterator[np.ndarray
         pairs = np.asarray(spans, dtype=np.int64).reshape(-1, 2)
     except (TypeError, ValueError):
         raise ConfigError(f"{place}: {SPANS} is no list of (begin, end)") from None
-    if np.any(np.diff(pairs.ravel()) < 0) or (pairs.size and (pairs.min() < 0 or pairs.max() > tokens.size)):
-        raise ConfigError(f"{place}: {SPANS} are not spans that rise inside its {tokens.size} tokens")
+    if np.any(np.diff(pairs.ravel()) < 0) or (
+        pairs.size and (pairs.min() < 0 or pairs.max() > tokens.size)
+    ):
+        raise ConfigError(
+            f"{place}: {SPANS} are not spans that rise inside its {tokens.size} tokens"
+        )
     yield from (tokens[begin:end] for begin, end in pairs)

@@ -74,21 +74,33 @@ class MdsSource:
         if TARGETS in found:
             mask = np.asarray(found[TARGETS]).astype(bool)
             if mask.shape != (length,):
-                raise ConfigError(f"{self._origin}: sample {unit} has a {TARGETS} of {mask.shape} for {length} tokens")
+                raise ConfigError(
+                    f"{self._origin}: sample {unit} has a {TARGETS} of {mask.shape} for {length} tokens"
+                )
             targets = mask if targets is None else targets & mask
         if ends is not None:
             ends = ends[(ends > start) & (ends < stop)] - start
         return Stretch(tokens[start:stop], ends, None if targets is None else targets[start:stop])
 
-    def _documents(self, spans: object, unit: int, length: int) -> tuple[np.ndarray, np.ndarray | None]:
+    def _documents(
+        self, spans: object, unit: int, length: int
+    ) -> tuple[np.ndarray, np.ndarray | None]:
         """Where documents end inside a sample, and which tokens are inside one (None: all)."""
         try:
             pairs = np.asarray(spans, dtype=np.int64).reshape(-1, 2)
         except (TypeError, ValueError):
-            raise ConfigError(f"{self._origin}: sample {unit}: {SPANS} is no list of (begin, end)") from None
+            raise ConfigError(
+                f"{self._origin}: sample {unit}: {SPANS} is no list of (begin, end)"
+            ) from None
         flat = pairs.ravel()
-        if np.any(np.diff(flat) < 0) or np.any(pairs[:, 0] == pairs[:, 1]) or (flat.size and (flat[0] < 0 or flat[-1] > length)):
-            raise ConfigError(f"{self._origin}: sample {unit}: {SPANS} are not spans that rise inside its {length} tokens")
+        if (
+            np.any(np.diff(flat) < 0)
+            or np.any(pairs[:, 0] == pairs[:, 1])
+            or (flat.size and (flat[0] < 0 or flat[-1] > length))
+        ):
+            raise ConfigError(
+                f"{self._origin}: sample {unit}: {SPANS} are not spans that rise inside its {length} tokens"
+            )
         inside = None
         if int((pairs[:, 1] - pairs[:, 0]).sum()) != length:
             inside = np.zeros(length, bool)
@@ -117,5 +129,12 @@ def sample_lengths(shards: MdsFolder) -> np.ndarray:
             if path is not None and path.exists():
                 found = path.stat()
                 facts.append(f"{name} {found.st_size} {found.st_mtime_ns}")
-    key = hashlib.sha256("\n".join(["mds lengths 1", str(shards.folder.absolute()), *facts]).encode()).hexdigest()[:32]
-    return cached_array(key, lambda: np.concatenate([shards.array_lengths(TOKENS, number) for number in range(len(shards.shards))]))
+    key = hashlib.sha256(
+        "\n".join(["mds lengths 1", str(shards.folder.absolute()), *facts]).encode()
+    ).hexdigest()[:32]
+    return cached_array(
+        key,
+        lambda: np.concatenate(
+            [shards.array_lengths(TOKENS, number) for number in range(len(shards.shards))]
+        ),
+    )

@@ -55,7 +55,9 @@ def parse_mix(mix: Mapping[str, float] | str) -> dict[str, float]:
         except (TypeError, ValueError, OverflowError):
             weights[str(name)] = math.nan
         if not 0 < weights[str(name)] < math.inf:
-            raise ConfigError(f"{origin}: the weight of {name} is {weight}; expected a number above 0 (leave out what is not wanted)")
+            raise ConfigError(
+                f"{origin}: the weight of {name} is {weight}; expected a number above 0 (leave out what is not wanted)"
+            )
     total = sum(weights.values())
     weights = {name: weight / total for name, weight in weights.items()}
     small = [name for name, weight in weights.items() if weight < 1e-5]
@@ -67,7 +69,9 @@ def parse_mix(mix: Mapping[str, float] | str) -> dict[str, float]:
 class MixtureSampler(Sampler):
     """The order of a `MixedDataset`. ``sizes`` and ``weights`` by corpus; an index counts through all corpora, one behind the other."""
 
-    def __init__(self, sizes: list[int], weights: list[float], seed: int, consumed: int = 0) -> None:
+    def __init__(
+        self, sizes: list[int], weights: list[float], seed: int, consumed: int = 0
+    ) -> None:
         super().__init__(sum(sizes), seed, consumed)
         self.sizes = sizes
         self._in_order_from = 0
@@ -101,7 +105,9 @@ class MixtureSampler(Sampler):
         slots = Permutation(self.block, mix64(self.seed, -1, block)).every()
         ends = np.cumsum(quotas)
         corpora = np.searchsorted(ends, slots, side="right").astype(np.int32)
-        if block < self._in_order_from:  # as earlier versions dealt: within a block, a corpus could begin a pass before the last one ended
+        if (
+            block < self._in_order_from
+        ):  # as earlier versions dealt: within a block, a corpus could begin a pass before the last one ended
             return corpora, np.array(before)[corpora] + slots - (ends - quotas)[corpora]
         counts = np.empty(self.block, np.int64)
         for corpus, (first, quota) in enumerate(zip(before, quotas, strict=True)):
@@ -127,7 +133,9 @@ class MixtureSampler(Sampler):
             raise ValueError(f"Sequence numbers start at 0, not {number}.")
         corpus, count = self.place(number)
         epoch, position = divmod(count, self.sizes[corpus])
-        return self._starts[corpus] + self._permuted(position, self.sizes[corpus], self.seed, corpus, epoch)
+        return self._starts[corpus] + self._permuted(
+            position, self.sizes[corpus], self.seed, corpus, epoch
+        )
 
     def _counts(self, number: int) -> list[int]:
         """Sequences of each corpus among the first ``number``, at a block's end."""
@@ -170,10 +178,16 @@ class MixedDataset:
         return [sample for part in self._datasets for sample in part.held_out]
 
     def sampler(self, seed: int) -> MixtureSampler:
-        return MixtureSampler([len(part) for part in self._datasets], [self.weights[name] for name in self.parts], seed)
+        return MixtureSampler(
+            [len(part) for part in self._datasets],
+            [self.weights[name] for name in self.parts],
+            seed,
+        )
 
     def describe(self) -> str:
         """One line: the shares, and sequences of each corpus."""
-        shares = ", ".join(f"{name} {self.weights[name]:.1%} of {len(part):,}" for name, part in self.parts.items())
+        shares = ", ".join(
+            f"{name} {self.weights[name]:.1%} of {len(part):,}" for name, part in self.parts.items()
+        )
         seq = self._datasets[0].seq
         return f"mixture of {len(self.parts)} corpora, {self.num_tokens:,} tokens; share of each, and its sequences of {seq:,}: {shares}"

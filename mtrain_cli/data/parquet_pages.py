@@ -13,7 +13,10 @@ from typing import IO, Any
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.environment import host_memory
 
-_HEAD_BYTES = (1 << 12, 1 << 24)  # statistics in a head repeat the least and the greatest value, whatever their length
+_HEAD_BYTES = (
+    1 << 12,
+    1 << 24,
+)  # statistics in a head repeat the least and the greatest value, whatever their length
 _DICTIONARY = 2  # the kind of a page
 _EXPANDED = 1 << 28  # bytes that rows which refer to values of a dictionary may take at once
 # Types of a field in the compact encoding.
@@ -53,12 +56,16 @@ def rows_at_once(path: Path, group: Any, columns: Sequence[str], place: str, mos
 
 def _pages(file: IO[bytes], column: Any, place: str) -> Iterator[tuple[int, int]]:
     """Kind and bytes unpacked of every page, without its head."""
-    at = min(column.data_page_offset, column.dictionary_page_offset or column.data_page_offset)  # 0: there is none
+    at = min(
+        column.data_page_offset, column.dictionary_page_offset or column.data_page_offset
+    )  # 0: there is none
     end = at + column.total_compressed_size
     while at < end:
         found = _head(file, at, end)
         if found is None:
-            raise ConfigError(f"{place}: column {column.path_in_schema} is corrupt: it has a page without a head")
+            raise ConfigError(
+                f"{place}: column {column.path_in_schema} is corrupt: it has a page without a head"
+            )
         kind, unpacked, behind = found
         yield kind, unpacked
         at = behind

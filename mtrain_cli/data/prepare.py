@@ -21,8 +21,25 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.corpora import Corpus, Document
 from mtrain_cli.data.filters import EVERYTHING, Filters
 from mtrain_cli.data.permutation import mix64
-from mtrain_cli.data.store import DOCUMENTS, DOMAINS, META, TOKENIZER, TOKENS, StoreMeta, StoreWriter, TokenStore, journal_sizes, write_json
-from mtrain_cli.data.tokenizers import SMALLEST_BPE, FileTokenizer, Tokenizer, open_tokenizer, train_bpe
+from mtrain_cli.data.store import (
+    DOCUMENTS,
+    DOMAINS,
+    META,
+    TOKENIZER,
+    TOKENS,
+    StoreMeta,
+    StoreWriter,
+    TokenStore,
+    journal_sizes,
+    write_json,
+)
+from mtrain_cli.data.tokenizers import (
+    SMALLEST_BPE,
+    FileTokenizer,
+    Tokenizer,
+    open_tokenizer,
+    train_bpe,
+)
 from mtrain_cli.launch.failures import write_failure
 
 _JOURNAL, _LOCK = "journal.json", "lock"
@@ -69,12 +86,17 @@ class _Journal:
 
 
 def tokenise(
-    corpus: Corpus, tokenizer: Tokenizer, writer: StoreWriter, start: CorpusPosition = CorpusPosition()
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    writer: StoreWriter,
+    start: CorpusPosition = CorpusPosition(),
 ) -> Iterator[CorpusPosition]:
     """Write the documents of ``corpus`` from ``start`` on and yield, batch by batch, the position behind the last complete one."""
     base = sum(unit.size for unit in corpus.units[: start.unit])
     pieces: list[str] = []
-    ends: list[tuple[int, CorpusPosition, str]] = []  # so many pieces end a document, which reaches that position and is of that domain
+    ends: list[
+        tuple[int, CorpusPosition, str]
+    ] = []  # so many pieces end a document, which reaches that position and is of that domain
     position, characters = start, 0
 
     def flush() -> CorpusPosition:
@@ -88,7 +110,11 @@ def tokenise(
         for ids in encoded[written:]:
             writer.append(ids)
         writer.flush()
-        reached = ends[-1][1] if ends else CorpusPosition(position.unit, position.record, position.read + characters)
+        reached = (
+            ends[-1][1]
+            if ends
+            else CorpusPosition(position.unit, position.record, position.read + characters)
+        )
         pieces.clear()
         ends.clear()
         return reached
@@ -102,7 +128,13 @@ def tokenise(
                     position = flush()
                     characters = 0
                     yield position
-            ends.append((len(pieces), CorpusPosition(number, document.record, base + document.end), document.domain))
+            ends.append(
+                (
+                    len(pieces),
+                    CorpusPosition(number, document.record, base + document.end),
+                    document.domain,
+                )
+            )
             if len(ends) >= _BATCH_PIECES:
                 position, characters = flush(), 0
                 yield position
@@ -126,11 +158,19 @@ def prepare_store(
     """
     chosen = None if tokenizer == "bpe" else open_tokenizer(tokenizer, option="--tokenizer")
     if chosen is not None and vocab_size is not None:
-        raise ConfigError(f"--vocab-size {vocab_size}: only for --tokenizer bpe; the tokenizer {tokenizer} has its own vocabulary")
+        raise ConfigError(
+            f"--vocab-size {vocab_size}: only for --tokenizer bpe; the tokenizer {tokenizer} has its own vocabulary"
+        )
     bpe_size = DEFAULT_BPE_VOCABULARY if vocab_size is None else vocab_size
     if bpe_size < SMALLEST_BPE:
-        raise ConfigError(f"--vocab-size {bpe_size}: a byte-level BPE needs at least {SMALLEST_BPE} ids")
-    recipe = {"corpus": corpus.signature, "tokenizer": chosen.identity if chosen else f"bpe {bpe_size}", **filters.recipe}
+        raise ConfigError(
+            f"--vocab-size {bpe_size}: a byte-level BPE needs at least {SMALLEST_BPE} ids"
+        )
+    recipe = {
+        "corpus": corpus.signature,
+        "tokenizer": chosen.identity if chosen else f"bpe {bpe_size}",
+        **filters.recipe,
+    }
     out = Path(os.path.abspath(out.expanduser()))
     if store := _finished(out, recipe):
         return store
@@ -156,7 +196,8 @@ def prepare_store(
                 (out / leftover).unlink(missing_ok=True)
     except OSError as error:
         raise write_failure(
-            error, f"OUT={out}: cannot be written ({error.strerror or error}); what is done stays, run the same command to go on"
+            error,
+            f"OUT={out}: cannot be written ({error.strerror or error}); what is done stays, run the same command to go on",
         ) from None
     return TokenStore.open(out)
 
@@ -199,14 +240,20 @@ def _finished(out: Path, recipe: dict[str, str]) -> TokenStore | None:
 
 def _difference(found: dict[str, str], wanted: dict[str, str]) -> str:
     differing = [part for part in wanted if found.get(part) != wanted[part]]
-    return f": its {' and '.join(differing)} differ{'s' if len(differing) == 1 else ''}" if differing else ""
+    return (
+        f": its {' and '.join(differing)} differ{'s' if len(differing) == 1 else ''}"
+        if differing
+        else ""
+    )
 
 
 def _read_journal(partial: Path) -> _Journal:
     try:
         return _Journal(**json.loads((partial / _JOURNAL).read_text(encoding="utf-8")))
     except (ValueError, TypeError):
-        raise ConfigError(f"{partial}: its {_JOURNAL} is broken; delete the folder to start again") from None
+        raise ConfigError(
+            f"{partial}: its {_JOURNAL} is broken; delete the folder to start again"
+        ) from None
 
 
 def _begin(partial: Path, recipe: dict[str, str]) -> _Journal:
@@ -214,7 +261,9 @@ def _begin(partial: Path, recipe: dict[str, str]) -> _Journal:
     path = partial / _JOURNAL
     if not path.exists():
         if {found.name for found in partial.iterdir()} - {_LOCK, f"{_JOURNAL}.tmp"}:
-            raise ConfigError(f"{partial}: exists and is no unfinished token store; delete or rename it, or give another OUT")
+            raise ConfigError(
+                f"{partial}: exists and is no unfinished token store; delete or rename it, or give another OUT"
+            )
         write_json(path, asdict(_Journal(recipe)))
     journal = _read_journal(partial)
     if journal.recipe != recipe and journal.documents == 0:
@@ -230,26 +279,52 @@ def _begin(partial: Path, recipe: dict[str, str]) -> _Journal:
 
 
 def _fill(
-    corpus: Corpus, tokenizer: Tokenizer, partial: Path, journal: _Journal, filters: Filters, report: Callable[[PreparationProgress], None]
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    partial: Path,
+    journal: _Journal,
+    filters: Filters,
+    report: Callable[[PreparationProgress], None],
 ) -> None:
     """Write the arrays from where ``journal`` stands to the end, and the meta."""
-    sizes = journal_sizes(journal.tokens, journal.documents, tokenizer) if journal.documents else (0, 0, 0)
+    sizes = (
+        journal_sizes(journal.tokens, journal.documents, tokenizer)
+        if journal.documents
+        else (0, 0, 0)
+    )
     for name, size in zip((TOKENS, DOCUMENTS, DOMAINS), sizes, strict=True):
         path = partial / name
         path.touch()
         if path.stat().st_size < size:
-            raise ConfigError(f"{partial}: {name} is shorter than its {_JOURNAL} says; delete the folder to start again")
+            raise ConfigError(
+                f"{partial}: {name} is shorter than its {_JOURNAL} says; delete the folder to start again"
+            )
         os.truncate(path, size)
     start = CorpusPosition(journal.unit, journal.record, journal.read)
-    with (partial / TOKENS).open("ab") as tokens, (partial / DOCUMENTS).open("ab") as offsets, (partial / DOMAINS).open("ab") as labels:
+    with (
+        (partial / TOKENS).open("ab") as tokens,
+        (partial / DOCUMENTS).open("ab") as offsets,
+        (partial / DOMAINS).open("ab") as labels,
+    ):
         writer = StoreWriter(
             tokens, offsets, tokenizer, journal.tokens, journal.documents,
             labels=labels, domains=journal.domains, filters=filters, left_out=journal.left_out, cut=journal.cut,
         )  # fmt: skip
         committed_tokens, committed_at = journal.tokens, time.monotonic()
         for position in tokenise(corpus, tokenizer, writer, start):
-            report(PreparationProgress("tokenising", position.read, corpus.size, writer.num_tokens, writer.num_documents))
-            if writer.num_tokens - committed_tokens >= _COMMIT_TOKENS or time.monotonic() - committed_at >= _COMMIT_SECONDS:
+            report(
+                PreparationProgress(
+                    "tokenising",
+                    position.read,
+                    corpus.size,
+                    writer.num_tokens,
+                    writer.num_documents,
+                )
+            )
+            if (
+                writer.num_tokens - committed_tokens >= _COMMIT_TOKENS
+                or time.monotonic() - committed_at >= _COMMIT_SECONDS
+            ):
                 writer.sync()
                 reached = _Journal(
                     journal.recipe, **asdict(position), tokens=writer.num_tokens, documents=writer.num_documents,
@@ -259,12 +334,21 @@ def _fill(
                 committed_tokens, committed_at = writer.num_tokens, time.monotonic()
         if writer.num_documents == 0:
             refused = ", ".join(f"{count:,} {reason}" for reason, count in writer.left_out.items())
-            raise ConfigError(f"{corpus.origin}: holds no text" + (f" that the filters keep: {refused}" if refused else ""))
-        report(PreparationProgress("checking", corpus.size, corpus.size, writer.num_tokens, writer.num_documents))
+            raise ConfigError(
+                f"{corpus.origin}: holds no text"
+                + (f" that the filters keep: {refused}" if refused else "")
+            )
+        report(
+            PreparationProgress(
+                "checking", corpus.size, corpus.size, writer.num_tokens, writer.num_documents
+            )
+        )
         writer.finish(partial, corpus.description, journal.recipe)
 
 
-def _trained(corpus: Corpus, vocab_size: int, partial: Path, report: Callable[[PreparationProgress], None]) -> Tokenizer:
+def _trained(
+    corpus: Corpus, vocab_size: int, partial: Path, report: Callable[[PreparationProgress], None]
+) -> Tokenizer:
     """The BPE that an earlier, interrupted call trained, else a new one."""
     path = partial / TOKENIZER
     if not path.exists():
@@ -295,5 +379,7 @@ def _locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"{folder}: another `mtrain data prepare` is writing this store") from None
+            raise ConfigError(
+                f"{folder}: another `mtrain data prepare` is writing this store"
+            ) from None
         yield

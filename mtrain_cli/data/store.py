@@ -26,7 +26,13 @@ from mtrain_cli.data.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
 from mtrain_cli.launch.failures import read_failure
 
 VERSION = 1
-TOKENS, DOCUMENTS, DOMAINS, META, TOKENIZER = "tokens.bin", "documents.bin", "domains.bin", "meta.json", "tokenizer.json"
+TOKENS, DOCUMENTS, DOMAINS, META, TOKENIZER = (
+    "tokens.bin",
+    "documents.bin",
+    "domains.bin",
+    "meta.json",
+    "tokenizer.json",
+)
 _DOMAIN: np.dtype = np.dtype("<u2")
 _OFFSET: np.dtype = np.dtype("<i8")
 _DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -61,25 +67,41 @@ class StoreMeta:
         try:
             content = documents.read_json(folder / META)
         except FileNotFoundError:
-            raise ConfigError(f"{origin}: no {META} in it; give a folder written by `mtrain data prepare`") from None
+            raise ConfigError(
+                f"{origin}: no {META} in it; give a folder written by `mtrain data prepare`"
+            ) from None
         except OSError as error:
-            raise read_failure(error, f"{origin}: {META} cannot be read ({error.strerror})") from None
+            raise read_failure(
+                error, f"{origin}: {META} cannot be read ({error.strerror})"
+            ) from None
         except ValueError as error:
-            raise ConfigError(f"{origin}: {META} is not JSON ({documents.reason(error)}); prepare the store again") from None
+            raise ConfigError(
+                f"{origin}: {META} is not JSON ({documents.reason(error)}); prepare the store again"
+            ) from None
         if not isinstance(content, dict) or content.get("version") != VERSION:
             found = content.get("version") if isinstance(content, dict) else None
-            raise ConfigError(f"{origin}: {META} has version {found}, this mtrain reads version {VERSION}; prepare the store again")
+            raise ConfigError(
+                f"{origin}: {META} has version {found}, this mtrain reads version {VERSION}; prepare the store again"
+            )
         content = {"domains": [], "left_out": {}, "cut": 0, **content}
         missing = [known.name for known in fields(cls) if known.name not in content]
         if missing:
-            raise ConfigError(f"{origin}: {META} lacks {', '.join(missing)}; prepare the store again")
+            raise ConfigError(
+                f"{origin}: {META} lacks {', '.join(missing)}; prepare the store again"
+            )
         try:
             meta = documents.checked(cls, content)
         except documents.UnreadableError as error:
-            raise ConfigError(f"{origin}: {META} is broken ({error}); prepare the store again") from None
+            raise ConfigError(
+                f"{origin}: {META} is broken ({error}); prepare the store again"
+            ) from None
         counts = (meta.vocab_size, meta.num_tokens, meta.num_documents)
-        if str(meta.dtype) not in _DTYPES or not all(isinstance(count, int) and count > 0 for count in counts):
-            raise ConfigError(f"{origin}: {META} is broken (dtype {meta.dtype}, counts {counts}); prepare the store again")
+        if str(meta.dtype) not in _DTYPES or not all(
+            isinstance(count, int) and count > 0 for count in counts
+        ):
+            raise ConfigError(
+                f"{origin}: {META} is broken (dtype {meta.dtype}, counts {counts}); prepare the store again"
+            )
         return meta
 
     def write(self, folder: Path) -> None:
@@ -121,7 +143,11 @@ class TokenStore:
         meta = StoreMeta.read(folder, origin)
         tokens = _map(folder / TOKENS, _DTYPES[meta.dtype], meta.num_tokens, origin)
         offsets = _map(folder / DOCUMENTS, _OFFSET, meta.num_documents + 1, origin)
-        if offsets[0] != 0 or offsets[-1] != meta.num_tokens or not np.all(offsets[1:] > offsets[:-1]):
+        if (
+            offsets[0] != 0
+            or offsets[-1] != meta.num_tokens
+            or not np.all(offsets[1:] > offsets[:-1])
+        ):
             raise ConfigError(
                 f"{origin}: {DOCUMENTS} is corrupt, its offsets do not rise from 0 to {meta.num_tokens}; prepare the store again"
             )
@@ -129,7 +155,9 @@ class TokenStore:
         if meta.domains:
             domains = _map(folder / DOMAINS, _DOMAIN, meta.num_documents, origin)
             if int(domains.max()) >= len(meta.domains):
-                raise ConfigError(f"{origin}: {DOMAINS} is corrupt, it has domains that {META} does not name; prepare the store again")
+                raise ConfigError(
+                    f"{origin}: {DOMAINS} is corrupt, it has domains that {META} does not name; prepare the store again"
+                )
         return cls(meta, tokens, offsets, folder, domains)
 
     def read(self, unit: int, start: int, stop: int) -> Stretch:
@@ -152,7 +180,9 @@ class TokenStore:
         """Read everything and compare with the recorded sha256; ConfigError when it differs."""
         found = _sha256(self.tokens, self.offsets)
         if found != self.meta.sha256:
-            raise ConfigError(f"{self.folder}: sha256 is {found}, {META} says {self.meta.sha256}; the store is corrupt, prepare it again")
+            raise ConfigError(
+                f"{self.folder}: sha256 is {found}, {META} says {self.meta.sha256}; the store is corrupt, prepare it again"
+            )
 
 
 class StoreWriter:
@@ -185,7 +215,9 @@ class StoreWriter:
         self.cut = cut
         self._tokens, self._offsets, self._labels = tokens, offsets, labels
         self._end = np.array([] if tokenizer.eos is None else [tokenizer.eos], _DTYPES[self.dtype])
-        self._open_document = self._flushed = 0  # tokens of the document that is written, and how many of them are in the file
+        self._open_document = self._flushed = (
+            0  # tokens of the document that is written, and how many of them are in the file
+        )
         self._too_long = False
         self._begin = 0  # of the open document among the pending arrays
         self._pending_tokens: list[np.ndarray] = []
@@ -205,7 +237,9 @@ class StoreWriter:
         """Close the document with the tokenizer's end token. One without any text, or that the filters refuse, leaves no trace."""
         filters = self.filters
         if self._open_document:
-            too_long = self._too_long or 0 < filters.max_tokens < self._open_document + self._end.size
+            too_long = (
+                self._too_long or 0 < filters.max_tokens < self._open_document + self._end.size
+            )
             if too_long and not filters.truncate:
                 self._drop("longer than --max-tokens")
             else:
@@ -263,11 +297,17 @@ class StoreWriter:
     def sync(self) -> None:
         """Push everything to the disk."""
         self.flush()
-        for file in (self._tokens, self._offsets, *([self._labels] if self._labels is not None else [])):
+        for file in (
+            self._tokens,
+            self._offsets,
+            *([self._labels] if self._labels is not None else []),
+        ):
             file.flush()
             os.fsync(file.fileno())
 
-    def meta(self, source: str, recipe: dict[str, str], tokens: np.ndarray, offsets: np.ndarray) -> StoreMeta:
+    def meta(
+        self, source: str, recipe: dict[str, str], tokens: np.ndarray, offsets: np.ndarray
+    ) -> StoreMeta:
         """The meta of what was written, whose arrays are ``tokens`` and ``offsets``."""
         assert self._open_document == 0
         assert self.num_documents > 0
@@ -290,8 +330,13 @@ class StoreWriter:
 
     def from_memory(self, tokens: memoryview, offsets: memoryview, source: str) -> TokenStore:
         """The store whose flushed files were only in memory."""
-        token_array, offset_array = np.frombuffer(tokens, _DTYPES[self.dtype]), np.frombuffer(offsets, _OFFSET)
-        return TokenStore(self.meta(source, {}, token_array, offset_array), token_array, offset_array)
+        token_array, offset_array = (
+            np.frombuffer(tokens, _DTYPES[self.dtype]),
+            np.frombuffer(offsets, _OFFSET),
+        )
+        return TokenStore(
+            self.meta(source, {}, token_array, offset_array), token_array, offset_array
+        )
 
     def finish(self, folder: Path, source: str, recipe: dict[str, str]) -> None:
         """Sync the files, which lie in ``folder``, and write meta.json beside them."""
@@ -304,10 +349,16 @@ class StoreWriter:
         meta.write(folder)
 
 
-def journal_sizes(num_tokens: int, num_documents: int, tokenizer: Tokenizer) -> tuple[int, int, int]:
+def journal_sizes(
+    num_tokens: int, num_documents: int, tokenizer: Tokenizer
+) -> tuple[int, int, int]:
     """Bytes of tokens.bin, documents.bin and domains.bin that hold so many tokens and documents."""
     dtype = _DTYPES["uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"]
-    return num_tokens * dtype.itemsize, (num_documents + 1) * _OFFSET.itemsize, num_documents * _DOMAIN.itemsize
+    return (
+        num_tokens * dtype.itemsize,
+        (num_documents + 1) * _OFFSET.itemsize,
+        num_documents * _DOMAIN.itemsize,
+    )
 
 
 def write_json(path: Path, content: dict) -> None:
@@ -333,7 +384,9 @@ def _map(path: Path, dtype: np.dtype, count: int, origin: str) -> np.ndarray:
     except FileNotFoundError:
         raise ConfigError(f"{origin}: {path.name} is missing; prepare the store again") from None
     except OSError as error:
-        raise read_failure(error, f"{origin}: {path.name} cannot be read ({error.strerror})") from None
+        raise read_failure(
+            error, f"{origin}: {path.name} cannot be read ({error.strerror})"
+        ) from None
 
 
 def _sha256(tokens: np.ndarray, offsets: np.ndarray) -> str:

@@ -38,10 +38,14 @@ class TextKey:
     def missing(self, place: str, present: Iterable[str]) -> ConfigError:
         """The error for a record or file at ``place`` that has only the keys ``present``."""
         names = ", ".join(list(present)[:12]) or "none"
-        return ConfigError(f"{self.option}={self.name}: {place} has no such key; its keys are: {names}")
+        return ConfigError(
+            f"{self.option}={self.name}: {place} has no such key; its keys are: {names}"
+        )
 
 
-def text_corpus(path: str, text_key: str, path_option: str = "data.path", key_option: str = "data.text_key") -> Corpus:
+def text_corpus(
+    path: str, text_key: str, path_option: str = "data.path", key_option: str = "data.text_key"
+) -> Corpus:
     """The corpus in a file, or in all readable files below a folder in order of their relative paths.
 
     Hidden files and folders are left out. The signature is over relative paths, sizes and modification times, so that it is cheap for
@@ -66,11 +70,17 @@ def text_corpus(path: str, text_key: str, path_option: str = "data.path", key_op
         try:
             found = file.stat()
         except FileNotFoundError:
-            raise ConfigError(f"{origin}: no such file{_within(file, root)}; give a {_kinds()} file or a folder of them") from None
+            raise ConfigError(
+                f"{origin}: no such file{_within(file, root)}; give a {_kinds()} file or a folder of them"
+            ) from None
         except OSError as error:
-            raise read_failure(error, f"{origin}: {file} cannot be read ({error.strerror})") from None
+            raise read_failure(
+                error, f"{origin}: {file} cannot be read ({error.strerror})"
+            ) from None
         name = file.relative_to(root).as_posix() if root.is_dir() else file.name
-        digest.update(f"{name}\0{found.st_size}\0{found.st_mtime_ns}\0".encode("utf-8", "surrogateescape"))
+        digest.update(
+            f"{name}\0{found.st_size}\0{found.st_mtime_ns}\0".encode("utf-8", "surrogateescape")
+        )
         reader = READERS[file.suffix.lower()]
         label = origin if file == root else f"{origin}: {file}"
         domain = name.partition("/")[0] if "/" in name else ""
@@ -80,8 +90,14 @@ def text_corpus(path: str, text_key: str, path_option: str = "data.path", key_op
 
 def _files_below(root: Path) -> Iterator[Path]:
     for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
-        yield from (Path(folder, name) for name in files if not name.startswith(".") and Path(name).suffix.lower() in READERS)
+        folders[:] = [
+            name for name in folders if not name.startswith(".") and name != "__pycache__"
+        ]
+        yield from (
+            Path(folder, name)
+            for name in files
+            if not name.startswith(".") and Path(name).suffix.lower() in READERS
+        )
 
 
 def _kinds() -> str:
@@ -93,7 +109,9 @@ def _within(file: Path, root: Path) -> str:
     return "" if file == root else f" as {file}"
 
 
-def _guarded(reader: Reader, path: Path, label: str, key: TextKey, domain: str, skip: int) -> Iterator[Document]:
+def _guarded(
+    reader: Reader, path: Path, label: str, key: TextKey, domain: str, skip: int
+) -> Iterator[Document]:
     """The documents of ``reader``, with the errors of the file system as one line that begins with ``label``; of ``domain`` unless they
     name one themselves.
     """
@@ -101,12 +119,16 @@ def _guarded(reader: Reader, path: Path, label: str, key: TextKey, domain: str, 
         for document in reader(path, label, key, skip):
             yield document if document.domain or not domain else replace(document, domain=domain)
     except OSError as error:
-        raise read_failure(error, f"{label}: cannot be read ({error.strerror or _one_line(error)})") from None
+        raise read_failure(
+            error, f"{label}: cannot be read ({error.strerror or _one_line(error)})"
+        ) from None
 
 
 def _plain(path: Path, label: str, _key: TextKey, skip: int) -> Iterator[Document]:
     if skip == 0:
-        yield Document(path.name, split_text(_decoded(path, label)), record=1, end=path.stat().st_size)
+        yield Document(
+            path.name, split_text(_decoded(path, label)), record=1, end=path.stat().st_size
+        )
 
 
 def _decoded(path: Path, label: str) -> Iterator[str]:
@@ -145,11 +167,19 @@ def _jsonl(path: Path, label: str, key: TextKey, skip: int) -> Iterator[Document
             except (json.JSONDecodeError, RecursionError) as error:
                 raise ConfigError(f"{place}: not JSON ({error})") from None
             if not isinstance(record, dict):
-                raise ConfigError(f"{place}: a JSON object with the key {key.name} is expected, not {_json_kind(record)}")
+                raise ConfigError(
+                    f"{place}: a JSON object with the key {key.name} is expected, not {_json_kind(record)}"
+                )
             if key.name not in record:
                 raise key.missing(f"{path} line {number}", record)
             pieces = _text_pieces(record[key.name], key, f"{path} line {number}")
-            yield Document(f"{path.name}:{number}", pieces, record=number, end=end, domain=_domain(record.get(DOMAIN)))
+            yield Document(
+                f"{path.name}:{number}",
+                pieces,
+                record=number,
+                end=end,
+                domain=_domain(record.get(DOMAIN)),
+            )
 
 
 def _lines(file: IO[bytes], label: str) -> Iterator[bytes]:
@@ -158,7 +188,9 @@ def _lines(file: IO[bytes], label: str) -> Iterator[bytes]:
     while line := file.readline(LONGEST_LINE + 1):
         number += 1
         if len(line) > LONGEST_LINE:
-            raise ConfigError(f"{label} line {number}: is longer than {LONGEST_LINE:,} bytes; give one document a line")
+            raise ConfigError(
+                f"{label} line {number}: is longer than {LONGEST_LINE:,} bytes; give one document a line"
+            )
         yield line
 
 
@@ -167,31 +199,52 @@ def _parquet(path: Path, label: str, key: TextKey, skip: int) -> Iterator[Docume
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise ConfigError(f"{label}: reading parquet needs the pyarrow package; {install_command('data')}") from None
+        raise ConfigError(
+            f"{label}: reading parquet needs the pyarrow package; {install_command('data')}"
+        ) from None
     size = path.stat().st_size
     row = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             if key.name not in file.schema_arrow.names:
                 raise key.missing(str(path), file.schema_arrow.names)
-            columns = [key.name, *([DOMAIN] if DOMAIN in file.schema_arrow.names and key.name != DOMAIN else [])]
+            columns = [
+                key.name,
+                *([DOMAIN] if DOMAIN in file.schema_arrow.names and key.name != DOMAIN else []),
+            ]
             rows = max(1, file.metadata.num_rows)
             for group in range(file.num_row_groups):
                 in_group = file.metadata.row_group(group).num_rows
                 if row + in_group <= skip:
                     row += in_group
                     continue
-                at_once = rows_at_once(path, file.metadata.row_group(group), columns, f"{label}: row group {group}", _ROWS)
+                at_once = rows_at_once(
+                    path,
+                    file.metadata.row_group(group),
+                    columns,
+                    f"{label}: row group {group}",
+                    _ROWS,
+                )
                 for batch in file.iter_batches(at_once, row_groups=[group], columns=columns):
                     texts = batch.column(key.name).to_pylist()
-                    domains = batch.column(DOMAIN).to_pylist() if len(columns) == 2 else [""] * len(texts)
+                    domains = (
+                        batch.column(DOMAIN).to_pylist() if len(columns) == 2 else [""] * len(texts)
+                    )
                     for text, domain in zip(texts, domains, strict=True):
                         row += 1
                         if row > skip:
                             pieces = _text_pieces(text, key, f"{path} row {row}")
-                            yield Document(f"{path.name}:{row}", pieces, row, size * row // rows, _domain(domain))
+                            yield Document(
+                                f"{path.name}:{row}",
+                                pieces,
+                                row,
+                                size * row // rows,
+                                _domain(domain),
+                            )
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{label}: not UTF-8 text in the {_ROWS} rows behind row {row} (byte {error.object[error.start]:#04x})") from None
+        raise ConfigError(
+            f"{label}: not UTF-8 text in the {_ROWS} rows behind row {row} (byte {error.object[error.start]:#04x})"
+        ) from None
     except pyarrow.ArrowException as error:
         raise ConfigError(f"{label}: not a readable parquet file ({_one_line(error)})") from None
 
@@ -205,7 +258,9 @@ def _text_pieces(text: Any, key: TextKey, place: str) -> Iterable[str]:
     if text is None:
         return ()
     if not isinstance(text, str):
-        raise ConfigError(f"{key.option}={key.name}: {place} holds {_json_kind(text)} there, not text")
+        raise ConfigError(
+            f"{key.option}={key.name}: {place} holds {_json_kind(text)} there, not text"
+        )
     if not text.isascii():
         # JSON can spell half of a surrogate pair, which no encoding of text can hold.
         text = text.encode("utf-8", "replace").decode("utf-8")
@@ -217,9 +272,23 @@ def _one_line(error: Exception) -> str:
 
 
 def _json_kind(value: Any) -> str:
-    kinds = {bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object", str: "a string", bytes: "bytes"}
+    kinds = {
+        bool: "a boolean",
+        int: "a number",
+        float: "a number",
+        list: "a list",
+        dict: "an object",
+        str: "a string",
+        bytes: "bytes",
+    }
     return kinds.get(type(value), "null" if value is None else f"a {type(value).__name__}")
 
 
 Reader = Callable[[Path, str, TextKey, int], Iterator[Document]]
-READERS: dict[str, Reader] = {".txt": _plain, ".md": _plain, ".py": _plain, ".jsonl": _jsonl, ".parquet": _parquet}
+READERS: dict[str, Reader] = {
+    ".txt": _plain,
+    ".md": _plain,
+    ".py": _plain,
+    ".jsonl": _jsonl,
+    ".parquet": _parquet,
+}

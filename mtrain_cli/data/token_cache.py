@@ -29,7 +29,9 @@ def cached_store(corpus: Corpus, tokenizer: Tokenizer) -> tuple[TokenStore, str]
     Any number of processes may call this at once: one tokenises, the others wait for it and map the same files. When the cache folder
     cannot be written (read-only, full, no home), the store is made in this process's memory. Raises ConfigError for a broken corpus.
     """
-    key = hashlib.sha256(f"{VERSION} {tokenizer.identity} {corpus.signature}".encode()).hexdigest()[:32]
+    key = hashlib.sha256(f"{VERSION} {tokenizer.identity} {corpus.signature}".encode()).hexdigest()[
+        :32
+    ]
     try:
         root = _cache_root()
         root.mkdir(parents=True, exist_ok=True)
@@ -40,10 +42,14 @@ def cached_store(corpus: Corpus, tokenizer: Tokenizer) -> tuple[TokenStore, str]
                 _write(corpus, tokenizer, entry, alone)
                 store = TokenStore.open(entry)
             # Another path may hold the same corpus.
-            return replace(store, meta=replace(store.meta, source=corpus.description)), f"cached in {entry}"
+            return replace(
+                store, meta=replace(store.meta, source=corpus.description)
+            ), f"cached in {entry}"
     except OSError as error:
         reason = error.strerror or error
-        return _in_memory(corpus, tokenizer), f"in memory, since the cache folder cannot be written ({reason})"
+        return _in_memory(
+            corpus, tokenizer
+        ), f"in memory, since the cache folder cannot be written ({reason})"
 
 
 def cached_array(key: str, make: Callable[[], np.ndarray]) -> np.ndarray:
@@ -57,7 +63,9 @@ def cached_array(key: str, make: Callable[[], np.ndarray]) -> np.ndarray:
                 return np.load(entry, allow_pickle=False)
             except (FileNotFoundError, ValueError, EOFError):
                 array = make()
-                with tempfile.NamedTemporaryFile(dir=root, prefix=f"{key}.tmp", delete=False) as file:
+                with tempfile.NamedTemporaryFile(
+                    dir=root, prefix=f"{key}.tmp", delete=False
+                ) as file:
                     np.save(file, array)
                 os.replace(file.name, entry)
                 return array
@@ -69,7 +77,9 @@ def _cache_root() -> Path:
     """``$XDG_CACHE_HOME/mtrain/tokens``; the variable counts only when it is absolute (XDG Base Directory Specification)."""
     chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not chosen.is_absolute():
-        chosen = Path(os.path.expanduser("~/.cache"))  # unlike Path.expanduser, leaves ~ where there is no home
+        chosen = Path(
+            os.path.expanduser("~/.cache")
+        )  # unlike Path.expanduser, leaves ~ where there is no home
     if not chosen.is_absolute():
         raise OSError("this user has no home folder")
     return chosen / "mtrain" / "tokens"

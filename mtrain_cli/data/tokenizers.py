@@ -101,7 +101,9 @@ class FileTokenizer:
     def decode_batch(self, documents: Sequence[np.ndarray]) -> list[str]:
         """Text of each of ``documents`` without special tokens, on all cores. ConfigError for ids that the vocabulary lacks."""
         _require_ids(documents, self)
-        return self._tokenizer.decode_batch([ids.tolist() for ids in documents], skip_special_tokens=True)
+        return self._tokenizer.decode_batch(
+            [ids.tolist() for ids in documents], skip_special_tokens=True
+        )
 
 
 def open_tokenizer(choice: str, option: str = "data.tokenizer") -> ByteTokenizer | FileTokenizer:
@@ -118,17 +120,23 @@ def open_tokenizer(choice: str, option: str = "data.tokenizer") -> ByteTokenizer
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        raise ConfigError(f"{option}={choice}: no such file; give bytes, or the path of a Hugging Face tokenizer.json") from None
+        raise ConfigError(
+            f"{option}={choice}: no such file; give bytes, or the path of a Hugging Face tokenizer.json"
+        ) from None
     except OSError as error:
         raise read_failure(error, f"{option}={choice}: cannot be read ({error.strerror})") from None
     library = _library(f"{option}={choice}")
     try:
         tokenizer = library.Tokenizer.from_str(content.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{option}={choice}: not a Hugging Face tokenizer.json ({documents.reason(error)})") from None
+        raise ConfigError(
+            f"{option}={choice}: not a Hugging Face tokenizer.json ({documents.reason(error)})"
+        ) from None
     except Exception as error:  # the package raises plain Exception for whatever it dislikes
         reason = " ".join(str(error).split())[:200]
-        raise ConfigError(f"{option}={choice}: not a Hugging Face tokenizer.json ({reason})") from None
+        raise ConfigError(
+            f"{option}={choice}: not a Hugging Face tokenizer.json ({reason})"
+        ) from None
     return FileTokenizer(path, content, tokenizer)
 
 
@@ -171,14 +179,18 @@ def _library(wanted_by: str) -> Any:
         import tokenizers.pre_tokenizers
         import tokenizers.trainers
     except ImportError:
-        raise ConfigError(f"{wanted_by}: needs the tokenizers package; {install_command('data')}, or use the byte tokenizer") from None
+        raise ConfigError(
+            f"{wanted_by}: needs the tokenizers package; {install_command('data')}, or use the byte tokenizer"
+        ) from None
     return tokenizers
 
 
 def _end_token(path: Path, vocabulary: dict[str, int]) -> str | None:
     """The token that ends a document: what tokenizer_config.json beside the file says, else the first usual name in the vocabulary."""
     try:
-        named = json.loads(path.with_name("tokenizer_config.json").read_text(encoding="utf-8")).get("eos_token")
+        named = json.loads(path.with_name("tokenizer_config.json").read_text(encoding="utf-8")).get(
+            "eos_token"
+        )
     except (OSError, ValueError, AttributeError):
         named = None
     if isinstance(named, dict):

@@ -63,13 +63,24 @@ class WorkerFiles(LogsSpecs):
         for rank, variables in envs.items():
             variables.update(self._variables, TORCHELASTIC_ERROR_FILE=str(self.record_of(rank)))
         terminal = dict.fromkeys(envs, "")
-        return LogsDest(stdouts=terminal, stderrs=terminal, error_files={rank: str(self.record_of(rank)) for rank in envs})
+        return LogsDest(
+            stdouts=terminal,
+            stderrs=terminal,
+            error_files={rank: str(self.record_of(rank)) for rank in envs},
+        )
 
 
 class WorkerAgent(LocalElasticAgent):
     """Runs ``command`` once for each of ``workers`` ranks of this machine, without restarts."""
 
-    def __init__(self, workers: int, command: Sequence[str], folder: Path, variables: dict[str, str], timeout_s: float) -> None:
+    def __init__(
+        self,
+        workers: int,
+        command: Sequence[str],
+        folder: Path,
+        variables: dict[str, str],
+        timeout_s: float,
+    ) -> None:
         """timeout_s: how long a worker waits for another before it gives up."""
         _quiet()
         spec = WorkerSpec(
@@ -117,7 +128,10 @@ class WorkerAgent(LocalElasticAgent):
     def _failed_so_far(self, first: bool = True) -> list[Failure]:
         assert self._pcontext is not None
         handlers = self._pcontext.subprocess_handlers  # type: ignore[attr-defined]
-        found = (failures.read(rank, handler.proc.poll(), self._files.record_of(rank), first) for rank, handler in handlers.items())
+        found = (
+            failures.read(rank, handler.proc.poll(), self._files.record_of(rank), first)
+            for rank, handler in handlers.items()
+        )
         return [failure for failure in found if failure is not None]
 
     def _overdue(self) -> list[Failure]:
@@ -132,7 +146,11 @@ class WorkerAgent(LocalElasticAgent):
         found = []
         for rank in self._pcontext.subprocess_handlers:  # type: ignore[attr-defined]
             record = progress_record.read(self._files.where_of(rank))
-            if record is None or record.waits_for is None or time.time() - record.time < self._timeout_s + OVERDUE_S:
+            if (
+                record is None
+                or record.waits_for is None
+                or time.time() - record.time < self._timeout_s + OVERDUE_S
+            ):
                 continue
             given = f"topology.timeout_s={self._timeout_s:g}"
             message = f"{given}: rank {rank} waited longer than that for another worker, and nothing ended it"
@@ -151,22 +169,40 @@ class WorkerAgent(LocalElasticAgent):
             time.sleep(POLL_S / 2)
             failed = self._failed_so_far() or self._overdue_found
         assert self._pcontext is not None
-        processes = {rank: handler.proc for rank, handler in self._pcontext.subprocess_handlers.items()}  # type: ignore[attr-defined]
-        records = {rank: record for rank in processes if (record := progress_record.read(self._files.where_of(rank)))}
+        processes = {
+            rank: handler.proc for rank, handler in self._pcontext.subprocess_handlers.items()
+        }  # type: ignore[attr-defined]
+        records = {
+            rank: record
+            for rank in processes
+            if (record := progress_record.read(self._files.where_of(rank)))
+        }
         heard = {failure.rank for failure in failed}
-        running = {rank: process.pid for rank, process in processes.items() if rank not in heard and process.poll() is None}
+        running = {
+            rank: process.pid
+            for rank, process in processes.items()
+            if rank not in heard and process.poll() is None
+        }
         failed += self._silent(failed, running, records)
         self.where = progress_record.table(records, [failures.cause(failed).rank], time.time())
         self.failures = failed
         self._pcontext.close(signal.SIGTERM, STOP_GRACE_S)
 
-    def _silent(self, failed: list[Failure], running: dict[int, int], records: dict[int, WorkerActivity]) -> list[Failure]:
+    def _silent(
+        self, failed: list[Failure], running: dict[int, int], records: dict[int, WorkerActivity]
+    ) -> list[Failure]:
         """Whom the others waited for, among workers that left no failure. running: their process ids."""
         stopped = [rank for rank, pid in running.items() if _is_stopped(pid)]
         going = [rank for rank in running if rank not in records or records[rank].waits_for is None]
         # NCCL's watchdog ends a process without a record. One that had noted nothing for long was waiting, not at fault.
-        quiet = [f.rank in records and time.time() - records[f.rank].time > self._timeout_s / 2 for f in failed if f.is_abort]
-        found = failures.silence(failed, stopped, going, f"topology.timeout_s={self._timeout_s:g}" if any(quiet) else "")
+        quiet = [
+            f.rank in records and time.time() - records[f.rank].time > self._timeout_s / 2
+            for f in failed
+            if f.is_abort
+        ]
+        found = failures.silence(
+            failed, stopped, going, f"topology.timeout_s={self._timeout_s:g}" if any(quiet) else ""
+        )
         if found is None:
             return []
         # A worker that hangs is asked to write the stacks of all its threads into its log; one that is stopped heeds nothing but this.

@@ -64,7 +64,9 @@ def resolve_environment(config: Config, *, planning: bool = False) -> Environmen
     gpus = _visible_gpus() if topology.device != "cpu" else 0
     device = ("cuda" if gpus else "cpu") if topology.device == "auto" else topology.device
     if device == "cuda" and not gpus and not planning:
-        problems.append("topology.device=cuda: no GPU is visible to torch on this machine; use cpu or auto")
+        problems.append(
+            "topology.device=cuda: no GPU is visible to torch on this machine; use cpu or auto"
+        )
 
     given = _count("topology.workers", topology.workers, problems)
     workers = given or (job.world_size if job else gpus or CPU_WORKERS)
@@ -73,11 +75,17 @@ def resolve_environment(config: Config, *, planning: bool = False) -> Environmen
             f"topology.workers={given}: {job.launcher} started {job.world_size} processes; leave it at auto or give {job.world_size}"
         )
     if not job and not planning and device == "cuda" and gpus and workers > gpus:
-        problems.append(f"topology.workers={workers}: this machine has {gpus} GPU{'s' * (gpus > 1)}; give at most {gpus}, or auto")
+        problems.append(
+            f"topology.workers={workers}: this machine has {gpus} GPU{'s' * (gpus > 1)}; give at most {gpus}, or auto"
+        )
 
-    cp = _divisor("topology.context_parallel", topology.context_parallel, workers, workers, problems)
+    cp = _divisor(
+        "topology.context_parallel", topology.context_parallel, workers, workers, problems
+    )
     local_size = job.local_world_size if job else workers
-    workers_per_node = _divisor("topology.gpus_per_node", topology.gpus_per_node, local_size, workers, problems)
+    workers_per_node = _divisor(
+        "topology.gpus_per_node", topology.gpus_per_node, local_size, workers, problems
+    )
     dp = workers // cp
 
     per_pass = dp * config.train.micro_batch
@@ -152,7 +160,9 @@ def gpu_index(environment: Environment) -> int:
     if gpus == 1 and environment.launcher == "slurm":
         return 0
     if environment.local_rank >= gpus:
-        raise ConfigError(f"topology.device=cuda: worker {environment.local_rank} of this machine has no GPU, only {gpus} visible here")
+        raise ConfigError(
+            f"topology.device=cuda: worker {environment.local_rank} of this machine has no GPU, only {gpus} visible here"
+        )
     return environment.local_rank
 
 
@@ -191,7 +201,11 @@ def describe_place(device: torch.device) -> str:
         return f"{host}, {device.type}"
     import torch
 
-    seen = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    seen = [
+        name.strip()
+        for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        if name.strip()
+    ]
     index = device.index or 0
     return f"{host}, GPU {seen[index] if index < len(seen) else index} ({torch.cuda.get_device_name(device)})"
 
@@ -218,5 +232,7 @@ def _divisor(key: str, value: int | str, default: int, workers: int, problems: l
     if workers % size == 0:
         return size
     allowed = ", ".join(str(n) for n in range(1, workers + 1) if workers % n == 0)
-    problems.append(f"{key}={size}: must divide the {workers} workers; possible are auto, {allowed}")
+    problems.append(
+        f"{key}={size}: must divide the {workers} workers; possible are auto, {allowed}"
+    )
     return workers

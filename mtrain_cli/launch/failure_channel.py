@@ -59,14 +59,22 @@ class FailureChannel:
             ConfigError: rank 0's port cannot be reached from this machine.
         """
         store = job_store(job)
-        self._hub = _Hub(job.world_size, on_mistake, logs, on_failure, beat, _server(job)) if job.rank == 0 else None
+        self._hub = (
+            _Hub(job.world_size, on_mistake, logs, on_failure, beat, _server(job))
+            if job.rank == 0
+            else None
+        )
         if self._hub:
             # With a secret of the job, what shows that a rank is one of it never goes through the store, which anybody may read.
-            store.set(_STORE_KEY, f"{self._hub.port} {'-' if shared_key(_STORE_KEY) else self._hub.token}")
+            store.set(
+                _STORE_KEY, f"{self._hub.port} {'-' if shared_key(_STORE_KEY) else self._hub.token}"
+            )
         port, token = _port_and_token(store.get(_STORE_KEY))
         host = self._hub.host if self._hub else job.address
         try:
-            self._socket = socket.create_connection((host, port), timeout=STORE_TIMEOUT.total_seconds())
+            self._socket = socket.create_connection(
+                (host, port), timeout=STORE_TIMEOUT.total_seconds()
+            )
         except OSError as error:
             raise ConfigError(
                 f"MASTER_ADDR={job.master_addr}: rank {job.rank} cannot connect to port {port} of rank 0 ({error.strerror or error}); "
@@ -91,7 +99,12 @@ class FailureChannel:
     def fail(self, failure: Failure) -> NoReturn:
         """Report this rank's failure, and leave when rank 0 has told the user the cause; without an answer tell it here."""
         self._failed = True
-        own = {"kind": failure.kind, "message": failure.message, "trace": failure.trace, "time": failure.time}
+        own = {
+            "kind": failure.kind,
+            "message": failure.message,
+            "trace": failure.trace,
+            "time": failure.time,
+        }
         self._send({"failure": own})
         self._watcher.join(VERDICT_WAIT_S)
         tell(failure)
@@ -154,7 +167,10 @@ class _Hub:
         self._peers: list[_Peer] = []
         self._failures: list[Failure] = []
         bound = self._server.getsockname()
-        self.host, self.port = "localhost" if ipaddress.ip_address(bound[0]).is_unspecified else bound[0], bound[1]
+        self.host, self.port = (
+            "localhost" if ipaddress.ip_address(bound[0]).is_unspecified else bound[0],
+            bound[1],
+        )
         self.token = shared_key(_STORE_KEY) or secrets.token_hex(16)
         self._thread = threading.Thread(target=self._serve, name="lifeline hub", daemon=True)
         self._thread.start()
@@ -177,7 +193,9 @@ class _Hub:
                     self._read(key.data)
             if self._failures:
                 deadline = deadline or time.monotonic() + CAUSE_GRACE_S
-                if time.monotonic() > deadline or not all(failure.is_consequence for failure in self._failures):
+                if time.monotonic() > deadline or not all(
+                    failure.is_consequence for failure in self._failures
+                ):
                     self._end()
 
     def _accept(self) -> None:
@@ -219,7 +237,11 @@ class _Hub:
     def _rank_of(self, greeting: bytes) -> int | None:
         """The rank that shows the token; None for a stranger, whose bytes may be anything and are never parsed."""
         token, _, rank = greeting.partition(b" ")
-        return int(rank) if secrets.compare_digest(token, self.token.encode()) and rank.isdigit() else None
+        return (
+            int(rank)
+            if secrets.compare_digest(token, self.token.encode()) and rank.isdigit()
+            else None
+        )
 
     def _hear(self, rank: int, line: bytes) -> None:
         message = json.loads(line)
@@ -243,9 +265,15 @@ class _Hub:
             with contextlib.suppress(OSError):
                 print(printable(line), file=sys.stderr, flush=True)
         deadline = time.monotonic() + FAREWELL_S
-        others = [peer.socket for peer in self._peers if peer.rank != 0]  # also workers that were not heard yet
+        others = [
+            peer.socket for peer in self._peers if peer.rank != 0
+        ]  # also workers that were not heard yet
         # A mistake may be known before the last worker has come; it is to end alike.
-        while code == 2 and len(others) < self._world_size - 1 and (left := deadline - time.monotonic()) > 0:
+        while (
+            code == 2
+            and len(others) < self._world_size - 1
+            and (left := deadline - time.monotonic()) > 0
+        ):
             with contextlib.suppress(OSError):
                 self._server.settimeout(left)
                 others.append(self._server.accept()[0])
@@ -267,7 +295,11 @@ class _Hub:
     def _cause(self, records: Mapping[int, WorkerActivity]) -> Failure:
         """Whoever failed first, or a rank for which the others waited in vain."""
         heard = {failure.rank for failure in self._failures}
-        going = [rank for rank in self._expected - heard if rank not in records or records[rank].waits_for is None]
+        going = [
+            rank
+            for rank in self._expected - heard
+            if rank not in records or records[rank].waits_for is None
+        ]
         silent = failures.silence(self._failures, [], going)
         return failures.cause([*self._failures, silent] if silent else self._failures)
 
@@ -284,7 +316,9 @@ def _server(job: Job) -> socket.socket:
     try:
         return listen(job, int(given))
     except OSError as error:
-        raise ConfigError(f"{PORT}={given}: rank 0 cannot listen there ({error.strerror or error}); give a free port") from error
+        raise ConfigError(
+            f"{PORT}={given}: rank 0 cannot listen there ({error.strerror or error}); give a free port"
+        ) from error
 
 
 def _port_and_token(said: bytes) -> tuple[int, str]:
@@ -296,7 +330,9 @@ def _port_and_token(said: bytes) -> tuple[int, str]:
     port, _, token = said.decode(errors="replace").partition(" ")
     key = shared_key(_STORE_KEY)
     if not port.isdigit() or (token == "-") != (key is not None):
-        raise ConfigError(f"{SECRET}: this rank and rank 0 do not have the same secret; give all ranks the same one, or none")
+        raise ConfigError(
+            f"{SECRET}: this rank and rank 0 do not have the same secret; give all ranks the same one, or none"
+        )
     return int(port), key or token
 
 
@@ -304,7 +340,11 @@ def _records(logs: Path | None, world_size: int) -> dict[int, WorkerActivity]:
     """Where each rank was, as far as this machine sees the files of the others."""
     if logs is None:
         return {}
-    return {rank: record for rank in range(world_size) if (record := progress_record.read(progress_record.in_logs(logs, rank)))}
+    return {
+        rank: record
+        for rank in range(world_size)
+        if (record := progress_record.read(progress_record.in_logs(logs, rank)))
+    }
 
 
 def _where(records: Mapping[int, WorkerActivity], about: int) -> list[str]:
@@ -314,7 +354,11 @@ def _where(records: Mapping[int, WorkerActivity], about: int) -> list[str]:
 def tell(failure: Failure, where: Sequence[str] = ()) -> None:
     """Print the cause of a run's end. where: of each rank, see `failures.report`."""
     config = failure.kind == "config"
-    lines = [f"error: {line}" for line in failure.message.splitlines()] if config else [failures.report(failure, None, where)]
+    lines = (
+        [f"error: {line}" for line in failure.message.splitlines()]
+        if config
+        else [failures.report(failure, None, where)]
+    )
     # Whatever became of the terminal, the exit code still has to be given.
     with contextlib.suppress(OSError):
         print(printable("\n".join(lines)), file=sys.stderr, flush=True)
@@ -333,4 +377,11 @@ def leave(code: int) -> NoReturn:
 
 
 def _lost(rank: int) -> Failure:
-    return Failure(rank, None, "died", "is gone: it was killed (out of memory killer?) or its machine failed", "", time.time())
+    return Failure(
+        rank,
+        None,
+        "died",
+        "is gone: it was killed (out of memory killer?) or its machine failed",
+        "",
+        time.time(),
+    )

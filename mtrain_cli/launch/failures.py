@@ -33,7 +33,9 @@ _LOG_TAIL_LINES = 20
 _DISK_FAILURES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 # What a disk or its network may do to a file that is there; `restart` begins again after their texts.
 READ_FAILURES = frozenset(
-    getattr(errno, name) for name in ("EIO", "ESTALE", "ENOTCONN", "ENODEV", "ETIMEDOUT", "EREMOTEIO", "EHOSTDOWN") if hasattr(errno, name)
+    getattr(errno, name)
+    for name in ("EIO", "ESTALE", "ENOTCONN", "ENODEV", "ETIMEDOUT", "EREMOTEIO", "EHOSTDOWN")
+    if hasattr(errno, name)
 )
 
 
@@ -101,12 +103,25 @@ class Failure:
 
 def describe(error: BaseException) -> Failure:
     """The failure that ``error`` makes of this worker; its rank is for whoever collects failures to fill in."""
-    lost = isinstance(error, PeerLostError) or getattr(error, "peer_lost", False) or _PEER_LOST.search(str(error))
+    lost = (
+        isinstance(error, PeerLostError)
+        or getattr(error, "peer_lost", False)
+        or _PEER_LOST.search(str(error))
+    )
     kind = "config" if isinstance(error, ConfigError) else "peer lost" if lost else "error"
     name = type(error).__name__
     explained = isinstance(error, RunError)
-    message = str(error) if kind == "config" or explained else f"{name}: {error}" if str(error) else name
-    return Failure(-1, 1, kind, message, "" if explained else "".join(traceback.format_exception(error)), time.time())
+    message = (
+        str(error) if kind == "config" or explained else f"{name}: {error}" if str(error) else name
+    )
+    return Failure(
+        -1,
+        1,
+        kind,
+        message,
+        "" if explained else "".join(traceback.format_exception(error)),
+        time.time(),
+    )
 
 
 def lost_peer(error: BaseException) -> bool:
@@ -117,17 +132,23 @@ def lost_peer(error: BaseException) -> bool:
 def first_sentence(error: BaseException) -> str:
     """What such an error says, without the line of C++ that says so and without advice."""
     lines = str(error).strip().splitlines()
-    return re.sub(r"^\[[^]]*:\d+\] ", "", lines[0]).split(". ")[0] if lines else type(error).__name__
+    return (
+        re.sub(r"^\[[^]]*:\d+\] ", "", lines[0]).split(". ")[0] if lines else type(error).__name__
+    )
 
 
-def silence(failed: Sequence[Failure], stopped: Sequence[int], running: Sequence[int], waited: str = "") -> Failure | None:
+def silence(
+    failed: Sequence[Failure], stopped: Sequence[int], running: Sequence[int], waited: str = ""
+) -> Failure | None:
     """What is to be said of ranks without a failure of their own for which the others may have waited; None: nothing.
 
     stopped: whose processes a signal has stopped. running: that go on and, as far as is known, wait for nobody. waited: as
     `Failure.waited`, where that is known of a worker that could not say so.
     """
     waited = next((failure.waited for failure in failed if failure.waited), waited)
-    if not all(failure.is_consequence for failure in failed) or not (stopped or (waited and running)):
+    if not all(failure.is_consequence for failure in failed) or not (
+        stopped or (waited and running)
+    ):
         return None
     ranks = sorted(stopped or running)
     one = len(ranks) == 1
@@ -155,7 +176,9 @@ def leave_record(failure: Failure, path: str | os.PathLike[str] | None) -> None:
     partial = Path(f"{os.fspath(path)}.partial")
     # On a full disk the exit code alone has to tell that this worker failed.
     with contextlib.suppress(OSError):
-        partial.write_text(json.dumps({"message": {"message": failure.message, "extraInfo": extra}, "mtrain": own}))
+        partial.write_text(
+            json.dumps({"message": {"message": failure.message, "extraInfo": extra}, "mtrain": own})
+        )
         os.replace(partial, path)
 
 
@@ -184,19 +207,34 @@ def report(failure: Failure, log: Path | None, where: Sequence[str] = ()) -> str
     elif explained:
         lines = [f"error: {failure.message}"]
     else:
-        lines = [f"error: rank {failure.rank} failed: {failure.message.splitlines()[0]}", failure.trace.rstrip()]
+        lines = [
+            f"error: rank {failure.rank} failed: {failure.message.splitlines()[0]}",
+            failure.trace.rstrip(),
+        ]
     if where and failure.kind in ("died", "silent", "peer lost"):
         lines += ["Where each worker was:", *where]
     if failure.kind == "died":
-        words = log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:] if log and log.is_file() else []
-        lines += ["The last lines of its output:", *(f"  {line}" for line in words)] if words else []
+        words = (
+            log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
+            if log and log.is_file()
+            else []
+        )
+        lines += (
+            ["The last lines of its output:", *(f"  {line}" for line in words)] if words else []
+        )
     if failure.kind == "peer lost" and not explained:
-        lines.append("No worker left another error: one waited longer than topology.timeout_s, or a worker on another machine is gone.")
+        lines.append(
+            "No worker left another error: one waited longer than topology.timeout_s, or a worker on another machine is gone."
+        )
     if log and log.is_file() and log.stat().st_size:
         if failure.kind == "silent":
             lines.append(f"What it was at, if it could still tell, is at the end of {log}.")
         elif not explained:
-            what = "What libraries wrote, and its traceback, are in" if failure.rank == 0 else "All of its output is in"
+            what = (
+                "What libraries wrote, and its traceback, are in"
+                if failure.rank == 0
+                else "All of its output is in"
+            )
             lines.append(f"{what} {log}; the other workers were stopped.")
     return "\n".join(lines)
 

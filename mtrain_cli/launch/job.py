@@ -76,7 +76,9 @@ def current_job(variables: Mapping[str, str] | None = None) -> Job | None:
     variables = os.environ if variables is None else variables
     if "RANK" in variables and "WORLD_SIZE" in variables:
         return _torchrun_job(variables)
-    in_batch_script = "SLURM_JOB_ID" in variables and not {"SLURM_STEP_ID", "SLURM_STEPID"} & variables.keys()
+    in_batch_script = (
+        "SLURM_JOB_ID" in variables and not {"SLURM_STEP_ID", "SLURM_STEPID"} & variables.keys()
+    )
     tasks = variables.get("SLURM_STEP_NUM_TASKS") or variables.get("SLURM_NTASKS") or "1"
     if "SLURM_PROCID" in variables and tasks != "1" and not in_batch_script:
         return _slurm_job(variables, _number(tasks, "SLURM_NTASKS"))
@@ -95,8 +97,12 @@ def _torchrun_job(variables: Mapping[str, str]) -> Job:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in variables]
     if missing:
-        raise ConfigError(f"RANK={variables['RANK']}: the environment names a rank but not {', '.join(missing)}; torchrun sets all of them")
-    rank, world_size, local_rank, local_world_size, port = (_number(variables[name], name) for name in names if name != "MASTER_ADDR")
+        raise ConfigError(
+            f"RANK={variables['RANK']}: the environment names a rank but not {', '.join(missing)}; torchrun sets all of them"
+        )
+    rank, world_size, local_rank, local_world_size, port = (
+        _number(variables[name], name) for name in names if name != "MASTER_ADDR"
+    )
     return Job(
         "torchrun", rank, world_size, local_rank, local_world_size, variables["MASTER_ADDR"], port,
         restarts=_number(variables.get("TORCHELASTIC_RESTART_COUNT", "0"), "TORCHELASTIC_RESTART_COUNT"),
@@ -116,13 +122,26 @@ def _torchrun_name(run_id: str) -> str:
 
 
 def _slurm_job(variables: Mapping[str, str], tasks: int) -> Job:
-    per_node = variables.get("SLURM_STEP_TASKS_PER_NODE") or variables.get("SLURM_NTASKS_PER_NODE") or variables.get("SLURM_TASKS_PER_NODE")
+    per_node = (
+        variables.get("SLURM_STEP_TASKS_PER_NODE")
+        or variables.get("SLURM_NTASKS_PER_NODE")
+        or variables.get("SLURM_TASKS_PER_NODE")
+    )
     local_sizes = set(re.findall(r"(?:^|,)(\d+)", per_node or str(tasks)))
     if len(local_sizes) != 1:
-        raise ConfigError(f"SLURM_TASKS_PER_NODE={per_node}: every node must run the same number of workers; use srun --ntasks-per-node")
-    nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST") or variables.get("SLURM_NODELIST") or "127.0.0.1"
+        raise ConfigError(
+            f"SLURM_TASKS_PER_NODE={per_node}: every node must run the same number of workers; use srun --ntasks-per-node"
+        )
+    nodes = (
+        variables.get("SLURM_STEP_NODELIST")
+        or variables.get("SLURM_JOB_NODELIST")
+        or variables.get("SLURM_NODELIST")
+        or "127.0.0.1"
+    )
     # Steps of one job may run side by side, so the step is part of the port.
-    identity = 16 * _number(variables.get("SLURM_JOB_ID", "0"), "SLURM_JOB_ID") + int(variables.get("SLURM_STEP_ID", "0"))
+    identity = 16 * _number(variables.get("SLURM_JOB_ID", "0"), "SLURM_JOB_ID") + int(
+        variables.get("SLURM_STEP_ID", "0")
+    )
     return Job(
         launcher="slurm",
         rank=_number(variables["SLURM_PROCID"], "SLURM_PROCID"),
@@ -130,7 +149,9 @@ def _slurm_job(variables: Mapping[str, str], tasks: int) -> Job:
         local_rank=_number(variables.get("SLURM_LOCALID", "0"), "SLURM_LOCALID"),
         local_world_size=int(local_sizes.pop()),
         master_addr=variables.get("MASTER_ADDR") or first_host(nodes),
-        master_port=_number(variables.get("MASTER_PORT") or str(20000 + identity % 20000), "MASTER_PORT"),
+        master_port=_number(
+            variables.get("MASTER_PORT") or str(20000 + identity % 20000), "MASTER_PORT"
+        ),
         restarts=_number(variables.get("SLURM_RESTART_COUNT") or "0", "SLURM_RESTART_COUNT"),
         name=f"slurm {variables.get('SLURM_CLUSTER_NAME', '')} {variables.get('SLURM_JOB_ID', '')}.{variables.get('SLURM_STEP_ID', '0')}",
     )
@@ -146,7 +167,9 @@ def first_host(nodes: str) -> str:
     """First host of a SLURM node list: ``gpu[07-09,12],login1`` gives ``gpu07``."""
     head = re.match(r"([^\[,]+)(?:\[([^\]]+)\])?([^,\[]*)", nodes)
     if head is None:
-        raise ConfigError(f"SLURM_JOB_NODELIST={nodes}: cannot read the first host; set MASTER_ADDR")
+        raise ConfigError(
+            f"SLURM_JOB_NODELIST={nodes}: cannot read the first host; set MASTER_ADDR"
+        )
     prefix, ranges, suffix = head.groups()
     return prefix + (re.split(r"[-,]", ranges)[0] if ranges else "") + suffix
 
@@ -164,17 +187,26 @@ def job_store(job: Job) -> Store:
     try:
         if torchrun_serves or job.rank != 0:
             host = job.master_addr if torchrun_serves else job.address
-            store = dist.TCPStore(host, job.master_port, job.world_size, is_master=False, timeout=STORE_TIMEOUT)
+            store = dist.TCPStore(
+                host, job.master_port, job.world_size, is_master=False, timeout=STORE_TIMEOUT
+            )
         else:
             # By default torch would listen on every interface.
             descriptor = listen(job, job.master_port).detach()
             store = dist.TCPStore(
-                job.address, job.master_port, job.world_size, is_master=True, timeout=STORE_TIMEOUT, master_listen_fd=descriptor
+                job.address,
+                job.master_port,
+                job.world_size,
+                is_master=True,
+                timeout=STORE_TIMEOUT,
+                master_listen_fd=descriptor,
             )
     except (RuntimeError, OSError) as error:
         reason = str(error).splitlines()[0]
         where = f"MASTER_ADDR={job.master_addr} MASTER_PORT={job.master_port}"
-        raise ConfigError(f"{where}: rank {job.rank} cannot reach the job's store there ({reason}); set both to rank 0's") from error
+        raise ConfigError(
+            f"{where}: rank {job.rank} cannot reach the job's store there ({reason}); set both to rank 0's"
+        ) from error
     # torchrun's store outlives its workers: what those before a restart left there would be taken for answers of today.
     return dist.PrefixStore(f"mtrain/{job.restarts}/{job.world_size}", store)
 
@@ -190,29 +222,41 @@ def listen(job: Job, port: int) -> socket.socket:
     """
     several = job.local_world_size != job.world_size
     with contextlib.suppress(socket.gaierror):
-        for family, _, _, _, place in socket.getaddrinfo(job.address, port, type=socket.SOCK_STREAM):
+        for family, _, _, _, place in socket.getaddrinfo(
+            job.address, port, type=socket.SOCK_STREAM
+        ):
             if several and ipaddress.ip_address(str(place[0]).partition("%")[0]).is_loopback:
                 continue
             try:
-                return socket.create_server(place[:2], family=family, backlog=max(128, job.world_size))
+                return socket.create_server(
+                    place[:2], family=family, backlog=max(128, job.world_size)
+                )
             except OSError as error:
                 if error.errno != errno.EADDRNOTAVAIL:
                     raise
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
-    return socket.create_server(("", port), family=family, backlog=max(128, job.world_size), dualstack_ipv6=both)
+    return socket.create_server(
+        ("", port), family=family, backlog=max(128, job.world_size), dualstack_ipv6=both
+    )
 
 
 def shared_key(purpose: str) -> str | None:
     """What only ranks with the job's secret (``MTRAIN_SECRET``) can know; None without one."""
     secret = os.environ.get(SECRET, "")
-    return hmac.digest(secret.encode(), f"mtrain {purpose}".encode(), "sha256").hex() if secret else None
+    return (
+        hmac.digest(secret.encode(), f"mtrain {purpose}".encode(), "sha256").hex()
+        if secret
+        else None
+    )
 
 
 def _seal(name: str, text: str) -> str:
     """``text`` as it goes into the store under ``name``, where anybody who reaches the port can write."""
     key = shared_key("decision")
-    seal = "" if key is None else hmac.digest(key.encode(), f"{name}\0{text}".encode(), "sha256").hex()
+    seal = (
+        "" if key is None else hmac.digest(key.encode(), f"{name}\0{text}".encode(), "sha256").hex()
+    )
     return f"{seal}\n{text}"
 
 
@@ -224,7 +268,9 @@ def _unseal(name: str, content: bytes) -> str:
     """
     text = content.decode(errors="replace").partition("\n")[2]
     if not hmac.compare_digest(content, _seal(name, text).encode()):
-        raise ConfigError(f"{SECRET}: what the job's store holds was written with another secret, or none; give all ranks the same one")
+        raise ConfigError(
+            f"{SECRET}: what the job's store holds was written with another secret, or none; give all ranks the same one"
+        )
     return text
 
 
@@ -242,7 +288,10 @@ def decide_on_rank_zero(action: Callable[[], str]) -> str:
         try:
             text = action()
         except Exception as error:
-            store.set(key, _seal(key, json.dumps({"exit_code": 2 if isinstance(error, ConfigError) else 1})))
+            store.set(
+                key,
+                _seal(key, json.dumps({"exit_code": 2 if isinstance(error, ConfigError) else 1})),
+            )
             raise
         store.set(key, _seal(key, json.dumps({"text": text})))
         return text

@@ -35,7 +35,13 @@ DISPLAY_LINES = 2  # of `training.progress`
 _STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 143}
 
 
-def launch(run_dir: RunDir, environment: Environment, resume: bool, target: str = TRAIN, config: Config | None = None) -> int:
+def launch(
+    run_dir: RunDir,
+    environment: Environment,
+    resume: bool,
+    target: str = TRAIN,
+    config: Config | None = None,
+) -> int:
     """Run ``target`` (``module:function``) on every worker of ``environment`` and wait for the end.
 
     It is called with config, run_dir, environment and resume, and returns whether a request stopped it before its work was done. config: as
@@ -61,7 +67,10 @@ def launch(run_dir: RunDir, environment: Environment, resume: bool, target: str 
     run_dir.stop_request.unlink(missing_ok=True)
     measuring = target.startswith(MEASURING)
     restarts = RestartPolicy(run_dir, compose.load(run_dir.resolved), resume)
-    with _signs_of_life(run_dir), _SignalRequests(run_dir, "end" if measuring else "save a checkpoint") as requests:
+    with (
+        _signs_of_life(run_dir),
+        _SignalRequests(run_dir, "end" if measuring else "save a checkpoint") as requests,
+    ):
         attempt = _Attempt(run_dir, environment, resume, target, requests)
         while True:
             code, failure = attempt.run()
@@ -69,14 +78,18 @@ def launch(run_dir: RunDir, environment: Environment, resume: bool, target: str 
                 return code
             if not measuring:
                 run_state.change(run_dir, "failed", one_line(failure))
-            again = "" if requests.asked or measuring else restarts.after(failure, attempt.environment)
+            again = (
+                "" if requests.asked or measuring else restarts.after(failure, attempt.environment)
+            )
             if isinstance(again, str):
                 for line in filter(None, (again, _way_on(run_dir))):
                     _say(line)
                 return code
             if not _wait_for_restart(run_dir, again, requests):
                 return _stopped_before_restart(run_dir, requests)
-            attempt = _Attempt(run_dir, again.environment, again.resume, target, requests, again.devices)
+            attempt = _Attempt(
+                run_dir, again.environment, again.resume, target, requests, again.devices
+            )
 
 
 @contextlib.contextmanager
@@ -136,7 +149,14 @@ class _Attempt:
         """devices: the GPUs that the workers see; None: all."""
         self.environment = environment
         self._run_dir, self._requests, self._devices = run_dir, requests, devices
-        arguments = [str(run_dir.path), "--launcher-pid", str(os.getpid()), "--target", target, *(["--resume"] if resume else [])]
+        arguments = [
+            str(run_dir.path),
+            "--launcher-pid",
+            str(os.getpid()),
+            "--target",
+            target,
+            *(["--resume"] if resume else []),
+        ]
         self._arguments = [*arguments, "--restarts", str(environment.restarts)]
         self._timeout_s = compose.load(run_dir.resolved).topology.timeout_s
 
@@ -150,18 +170,24 @@ class _Attempt:
 
         run_dir, environment = self._run_dir, self.environment
         with private_folder() as folder:
-            command = worker_command("mtrain_cli.launch.worker", *self._arguments, "--store", str(folder))
+            command = worker_command(
+                "mtrain_cli.launch.worker", *self._arguments, "--store", str(folder)
+            )
             variables = _variables(environment, run_dir, self._timeout_s)
             if self._devices is not None:
                 variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices)
             try:
-                agent = WorkerAgent(environment.workers, command, folder, variables, self._timeout_s)
+                agent = WorkerAgent(
+                    environment.workers, command, folder, variables, self._timeout_s
+                )
             except (RuntimeError, OSError) as error:
                 return _not_started(error), None
             return _wait(agent, run_dir, folder, self._requests)
 
 
-def _wait(agent: WorkerAgent, run_dir: RunDir, folder: Path, requests: _SignalRequests) -> tuple[int, Failure | None]:
+def _wait(
+    agent: WorkerAgent, run_dir: RunDir, folder: Path, requests: _SignalRequests
+) -> tuple[int, Failure | None]:
     """Let the agent run in a thread, so that signals come to this one, and tell how it ended."""
     problem: list[Exception] = []
 
@@ -183,7 +209,9 @@ def _wait(agent: WorkerAgent, run_dir: RunDir, folder: Path, requests: _SignalRe
     run_dir.stop_request.unlink(missing_ok=True)
     if requests.kill:
         run_state.change(run_dir, "failed", "ended at once, by a second Ctrl-C")
-        _say(f"ended at once, nothing was saved; {_way_on(run_dir) or 'there is no checkpoint to go on from'}")
+        _say(
+            f"ended at once, nothing was saved; {_way_on(run_dir) or 'there is no checkpoint to go on from'}"
+        )
         return KILLED, None
     if agent.failures:
         return 1, _failed(agent, run_dir)
@@ -201,14 +229,22 @@ def _failed(agent: WorkerAgent, run_dir: RunDir) -> Failure:
         if run_dir.state.exists():
             run_state.change(run_dir, "failed", failure.message.splitlines()[0])
         raise ConfigError(*failure.message.splitlines())
-    print(printable(failures.report(failure, run_dir.logs / f"rank-{failure.rank}.log", agent.where)), file=sys.stderr, flush=True)
+    print(
+        printable(failures.report(failure, run_dir.logs / f"rank-{failure.rank}.log", agent.where)),
+        file=sys.stderr,
+        flush=True,
+    )
     return failure
 
 
 def _way_on(run_dir: RunDir) -> str:
     """How to go on from the newest checkpoint; nothing where there is none."""
     step = run_dir.last_step()
-    return "" if step is None else f"go on from the checkpoint of step {step}: {run_dir.resume_command}"
+    return (
+        ""
+        if step is None
+        else f"go on from the checkpoint of step {step}: {run_dir.resume_command}"
+    )
 
 
 def _not_started(error: Exception) -> int:
@@ -251,9 +287,15 @@ class _SignalRequests:
                 return
             try:
                 self._file.touch()
-                _say(f"stopping: the workers {self._then} after this step; Ctrl-C again ends them at once", over_display=True)
+                _say(
+                    f"stopping: the workers {self._then} after this step; Ctrl-C again ends them at once",
+                    over_display=True,
+                )
             except OSError as error:
-                _say(f"cannot ask the workers to stop ({self._file}: {error.strerror}); Ctrl-C again ends them at once", over_display=True)
+                _say(
+                    f"cannot ask the workers to stop ({self._file}: {error.strerror}); Ctrl-C again ends them at once",
+                    over_display=True,
+                )
 
 
 def _say(line: str, over_display: bool = False) -> None:
@@ -279,11 +321,15 @@ def _restore_terminal() -> None:
 
 def _variables(environment: Environment, run_dir: RunDir, timeout_s: float) -> dict[str, str]:
     """Environment of the workers beyond the agent's, where the user has not set it."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     defaults = dict(_defaults(cores, environment.workers))
     if environment.device == "cuda":
         defaults |= nccl_variables(run_dir.logs, timeout_s)
-    return {name: value for name, value in defaults.items() if name not in os.environ} | dict(on_loopback())
+    return {name: value for name, value in defaults.items() if name not in os.environ} | dict(
+        on_loopback()
+    )
 
 
 def _defaults(cores: int, workers: int) -> Iterator[tuple[str, str]]:

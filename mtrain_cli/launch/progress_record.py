@@ -41,7 +41,11 @@ class WorkerActivity:
     def text(self, now: float) -> str:
         """One line; how long ago where that is a second or more."""
         ago = f" ({now - self.time:.0f} s ago)" if now - self.time >= 1 else ""
-        step = f"training step {self.training_step}" if self.training_step else "before the first training step"
+        step = (
+            f"training step {self.training_step}"
+            if self.training_step
+            else "before the first training step"
+        )
         return f"{step}{', ' if self.doing else ''}{self.doing}{ago}"
 
 
@@ -141,7 +145,9 @@ def table(records: Mapping[int, WorkerActivity], about: Iterable[int], now: floa
     if len(texts) > 1 and len(set(texts.values())) == 1:
         return [f"  all: {next(iter(texts.values()))}"]
     named = set(about)
-    ranks = sorted(records, key=lambda rank: (rank not in named, records[rank].waits_for not in named, rank))
+    ranks = sorted(
+        records, key=lambda rank: (rank not in named, records[rank].waits_for not in named, rank)
+    )
     shown = sorted(ranks[:_SHOWN])
     lines = [f"  rank {rank}: {texts[rank]}" for rank in shown]
     return lines + [f"  and {len(ranks) - len(shown)} more ranks"] * (len(ranks) > len(shown))

@@ -26,7 +26,13 @@ from mtrain_cli.launch.environment import Environment, resolve_environment
 from mtrain_cli.launch.failures import Failure
 from mtrain_cli.launch.run_dir import RunDir
 
-WAITS_S = (1.0, 5.0, 15.0, 30.0, 60.0)  # before the first restart within an hour, the second, ...; the last one from then on
+WAITS_S = (
+    1.0,
+    5.0,
+    15.0,
+    30.0,
+    60.0,
+)  # before the first restart within an hour, the second, ...; the last one from then on
 RECENT_S = 3600.0
 PROBE_S = 120.0
 # Errors of a device, a driver or a network, as torch, CUDA and the kernel word them; memory that is full is none, and no bug in a kernel.
@@ -34,7 +40,9 @@ _MACHINE = re.compile(
     r"CUDA error|AcceleratorError|CUDNN_STATUS|CUBLAS_STATUS|NCCL|[Uu]ncorrectable|\bECC\b|GPU is lost|no CUDA-capable device"
     r"|Input/output error|Stale file handle|Transport endpoint|No such device|Connection timed out|Remote I/O error|Host is down"
 )
-_PROGRAM = re.compile(r"out of memory|device-side assert|invalid argument|invalid configuration|no kernel image|NotImplementedError")
+_PROGRAM = re.compile(
+    r"out of memory|device-side assert|invalid argument|invalid configuration|no kernel image|NotImplementedError"
+)
 _DEVICE = "import torch; assert torch.ones(1024, device='cuda').sum().item() == 1024"
 
 
@@ -91,10 +99,18 @@ class RestartPolicy:
             return "not restarted: it would happen again"
         if self._limit is not None and len(self._made) >= self._limit:
             return f"not restarted: run.restarts={self._limit} {'has' if self._limit == 1 else 'have'} been made"
-        commit, step, reached = self._run.last_commit(), self._run.last_step(), last_step_done(self._run)
+        commit, step, reached = (
+            self._run.last_commit(),
+            self._run.last_step(),
+            last_step_done(self._run),
+        )
         if step is None and self._limit is None:
             # A failure before the first checkpoint is most often one of how the run was set up.
-            return "not restarted: there is no checkpoint yet; run.restarts=N would begin again from step 0" if reached else ""
+            return (
+                "not restarted: there is no checkpoint yet; run.restarts=N would begin again from step 0"
+                if reached
+                else ""
+            )
         if step is None and not reached:
             return "not restarted: no step was done"
         if self._commit is not None and commit <= self._commit:
@@ -105,12 +121,19 @@ class RestartPolicy:
             return found
         environment, devices, remark = found
         recent = sum(made.time > time.time() - RECENT_S for made in self._made)
-        entry = Restart(time.time(), one_line(failure), failure.rank, reached, step or 0, environment.workers)
+        entry = Restart(
+            time.time(), one_line(failure), failure.rank, reached, step or 0, environment.workers
+        )
         self._made.append(entry)
         _append(self._run, entry)
         environment = replace(environment, restarts=len(self._made))
         return RestartDecision(
-            environment, self._resume or step is not None, WAITS_S[min(recent, len(WAITS_S) - 1)], entry, devices, remark
+            environment,
+            self._resume or step is not None,
+            WAITS_S[min(recent, len(WAITS_S) - 1)],
+            entry,
+            devices,
+            remark,
         )
 
     def _where(self, before: Environment) -> tuple[Environment, tuple[str, ...] | None, str] | str:
@@ -123,7 +146,11 @@ class RestartPolicy:
             return before, None, ""
         lost = ", ".join(device for device in listed if device not in answering)
         if len(answering) >= before.workers:
-            return before, tuple(answering[: before.workers]), f"without GPU {lost}, which does not answer"
+            return (
+                before,
+                tuple(answering[: before.workers]),
+                f"without GPU {lost}, which does not answer",
+            )
         return shrunk(self._config, before, answering, lost)
 
 
@@ -131,10 +158,16 @@ def is_of_a_machine(failure: Failure) -> bool:
     """Whether a failure may be gone when the run begins again."""
     if failure.kind in ("died", "silent", "peer lost"):
         return True
-    return failure.kind == "error" and bool(_MACHINE.search(failure.message)) and not _PROGRAM.search(failure.message)
+    return (
+        failure.kind == "error"
+        and bool(_MACHINE.search(failure.message))
+        and not _PROGRAM.search(failure.message)
+    )
 
 
-def shrunk(config: Config, before: Environment, answering: Sequence[str], lost: str) -> tuple[Environment, tuple[str, ...], str] | str:
+def shrunk(
+    config: Config, before: Environment, answering: Sequence[str], lost: str
+) -> tuple[Environment, tuple[str, ...], str] | str:
     """As many workers as fit on the devices that are left; the global batch stays, and so does what every step computes."""
     left = len(answering)
     if config.topology.workers != "auto":
@@ -149,7 +182,11 @@ def shrunk(config: Config, before: Environment, answering: Sequence[str], lost: 
             found = [line for line in validate.problems(tried) if "topology." in line]
             if not found:
                 environment = replace(resolve_environment(tried), launcher=before.launcher)
-                return environment, tuple(answering[:workers]), f"without GPU {lost}, which does not answer"
+                return (
+                    environment,
+                    tuple(answering[:workers]),
+                    f"without GPU {lost}, which does not answer",
+                )
         except ConfigError as error:
             found = list(error.problems)
         problem = found[0] if workers == left else problem
@@ -158,7 +195,11 @@ def shrunk(config: Config, before: Environment, answering: Sequence[str], lost: 
 
 def visible_devices(workers: int) -> list[str]:
     """The GPUs of this machine as CUDA_VISIBLE_DEVICES names them, at least those of the workers."""
-    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    named = [
+        name.strip()
+        for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        if name.strip()
+    ]
     if named:
         return named
     import torch
@@ -173,11 +214,18 @@ def answering_devices(devices: Sequence[str]) -> list[str]:
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": device}
         with contextlib.suppress(subprocess.SubprocessError, OSError):
             command = [sys.executable, "-c", _DEVICE]
-            return subprocess.run(command, env=environment, capture_output=True, timeout=PROBE_S).returncode == 0
+            return (
+                subprocess.run(
+                    command, env=environment, capture_output=True, timeout=PROBE_S
+                ).returncode
+                == 0
+            )
         return False
 
     with ThreadPoolExecutor(len(devices)) as pool:
-        return [device for device, good in zip(devices, pool.map(answers, devices), strict=True) if good]
+        return [
+            device for device, good in zip(devices, pool.map(answers, devices), strict=True) if good
+        ]
 
 
 def read(run: RunDir) -> list[Restart]:
@@ -222,12 +270,22 @@ def one_line(failure: Failure) -> str:
 def describe(again: RestartDecision, number: int) -> str:
     """What the user reads before a restart."""
     entry = again.entry
-    start = f"goes on from the checkpoint of step {entry.step}" if again.resume else "begins again from step 0, there is no checkpoint"
+    start = (
+        f"goes on from the checkpoint of step {entry.step}"
+        if again.resume
+        else "begins again from step 0, there is no checkpoint"
+    )
     lost = ""
     if entry.reached > entry.step:
-        steps = f"{entry.step + 1}" if entry.reached == entry.step + 1 else f"{entry.step + 1} to {entry.reached}"
+        steps = (
+            f"{entry.step + 1}"
+            if entry.reached == entry.step + 1
+            else f"{entry.step + 1} to {entry.reached}"
+        )
         lost = f"; step{'s' * (entry.reached > entry.step + 1)} {steps} {'are' if ' to ' in steps else 'is'} done again"
-    workers = f"{entry.workers} worker{'s' * (entry.workers > 1)}" + (f" ({again.remark})" if again.remark else "")
+    workers = f"{entry.workers} worker{'s' * (entry.workers > 1)}" + (
+        f" ({again.remark})" if again.remark else ""
+    )
     return f"restart {number}: {start}, on {workers}, in {again.wait_s:g} s{lost}"
 
 

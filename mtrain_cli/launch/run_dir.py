@@ -41,7 +41,9 @@ class RunDir:
     _lock: RunLock | None = field(default=None, repr=False, compare=False)
     _origin: str = field(default="opened", repr=False, compare=False)
     _latest_before: str | None = field(default=None, repr=False, compare=False)
-    _new_parents: tuple[Path, ...] = field(default=(), repr=False, compare=False)  # made with the folder, the nearest first
+    _new_parents: tuple[Path, ...] = field(
+        default=(), repr=False, compare=False
+    )  # made with the folder, the nearest first
     _before_rewrite: _PreviousContent | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -127,7 +129,9 @@ class RunDir:
             done = self.last_step()
             if done is not None and done > steps:
                 self.release()
-                raise ConfigError(f"train.steps={steps}: the run is at step {done} already; give more than {done}")
+                raise ConfigError(
+                    f"train.steps={steps}: the run is at step {done} already; give more than {done}"
+                )
             return ""
 
         decide_on_rank_zero(check)
@@ -144,8 +148,13 @@ class RunDir:
 
         def write() -> str:
             with _explained(self.path):
-                files = tuple((file, file.read_bytes() if file.exists() else None) for file in (self.resolved, self.overrides))
-                before = _PreviousContent(files, frozenset(map(hash, _whole_lines(self.metrics))), self.last_commit())
+                files = tuple(
+                    (file, file.read_bytes() if file.exists() else None)
+                    for file in (self.resolved, self.overrides)
+                )
+                before = _PreviousContent(
+                    files, frozenset(map(hash, _whole_lines(self.metrics))), self.last_commit()
+                )
                 rewritten.append(dataclasses.replace(self, _before_rewrite=before))
                 try:
                     compose.save(config, self.resolved)
@@ -167,7 +176,9 @@ class RunDir:
         if self._before_rewrite is not None and not self._has_stepped_since(self._before_rewrite):
             for file, content in self._before_rewrite.files:
                 _put_back(file, content)
-        began = any(self.checkpoints.glob("step-*")) or (self.metrics.exists() and self.metrics.stat().st_size)
+        began = any(self.checkpoints.glob("step-*")) or (
+            self.metrics.exists() and self.metrics.stat().st_size
+        )
         if self._origin == "opened" or began:
             return False
         _point_latest_back(self.path, self._latest_before)
@@ -179,7 +190,15 @@ class RunDir:
                     parent.rmdir()
         else:
             # It was empty but for the lock, which another process may wait for by now.
-            written = (self.resolved, self.overrides, self.environment, self.metrics, self.log, self.state, self.restarts)
+            written = (
+                self.resolved,
+                self.overrides,
+                self.environment,
+                self.metrics,
+                self.log,
+                self.state,
+                self.restarts,
+            )
             for file in (*written, self.stop_request):
                 file.unlink(missing_ok=True)
             for folder in (self.logs, self.checkpoints):
@@ -189,7 +208,10 @@ class RunDir:
     def _has_stepped_since(self, before: _PreviousContent) -> bool:
         """A run that begins may cut metrics off behind its checkpoint: fewer lines are no step, another last one is."""
         last = _whole_lines(self.metrics)[-1:]
-        return any(hash(line) not in before.metrics for line in last) or self.last_commit() > before.commit
+        return (
+            any(hash(line) not in before.metrics for line in last)
+            or self.last_commit() > before.commit
+        )
 
     def release(self) -> None:
         """Let go of the lock, if this process holds it; the end of the process does so too."""
@@ -222,7 +244,9 @@ class RunLock:
         except BlockingIOError:
             holder = path.read_text(errors="replace").strip() or "another process"
             self.release()
-            raise ConfigError(f"run.dir={folder}: in use by {holder}; wait for that run, stop it, or choose another run.dir") from None
+            raise ConfigError(
+                f"run.dir={folder}: in use by {holder}; wait for that run, stop it, or choose another run.dir"
+            ) from None
         except OSError:
             # Some network file systems cannot lock. Two runs in one folder are then the user's to avoid; that is no reason not to train.
             self.release()
@@ -299,9 +323,15 @@ def begun(config: Config, this_job: bool) -> RunDir | None:
         job = current_job()
         name = job.name if job else ""
         if config.run.dir == "auto" and config.run.name == "auto":
-            found = sorted(RUNS.glob("*/resolved.yaml"), key=lambda file: file.stat().st_mtime, reverse=True)
+            found = sorted(
+                RUNS.glob("*/resolved.yaml"), key=lambda file: file.stat().st_mtime, reverse=True
+            )
         else:
-            folder = RUNS / config.run.name if config.run.dir == "auto" else Path(config.run.dir).expanduser()
+            folder = (
+                RUNS / config.run.name
+                if config.run.dir == "auto"
+                else Path(config.run.dir).expanduser()
+            )
             found = [file for file in [folder.absolute() / "resolved.yaml"] if file.is_file()]
             if found and not this_job:
                 return str(folder.absolute())
@@ -323,29 +353,44 @@ def _job_of(folder: Path) -> str | None:
 def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
     name = config.run.name
     if name == "auto":
-        model = re.sub(r"[^\w.+=-]+", "-", config.model.name)  # of a folder, which may hold anything
+        model = re.sub(
+            r"[^\w.+=-]+", "-", config.model.name
+        )  # of a folder, which may hold anything
         name = f"{model}-{format_size(config.seq)}-{time.strftime('%Y%m%d-%H%M%S')}"
     wanted = RUNS / name if config.run.dir == "auto" else Path(config.run.dir).expanduser()
     with _explained(wanted):
         new_parents = tuple(parent for parent in wanted.absolute().parents if not parent.exists())
-        path, new_folder = _make_folder(wanted, must_be_new=config.run.dir == "auto" and config.run.name == "auto")
-        run = RunDir(path.absolute(), None, "new folder" if new_folder else "new files", _new_parents=new_parents)
+        path, new_folder = _make_folder(
+            wanted, must_be_new=config.run.dir == "auto" and config.run.name == "auto"
+        )
+        run = RunDir(
+            path.absolute(),
+            None,
+            "new folder" if new_folder else "new files",
+            _new_parents=new_parents,
+        )
         if not new_folder and not run.resolved.exists() and (found := _content(path)):
             some = ", ".join(found[:3]) + (" and more" if len(found) > 3 else "")
-            raise ConfigError(f"run.dir={path}: is not empty and holds no run ({some}); choose a new or an empty folder")
+            raise ConfigError(
+                f"run.dir={path}: is not empty and holds no run ({some}); choose a new or an empty folder"
+            )
         try:
             run = dataclasses.replace(run, _lock=RunLock(path))
             if run.resolved.exists():
                 run.release()
                 if (path / PLAN).is_file():
-                    raise ConfigError(f"run.dir={path}: already holds a measurement; choose another run.name or run.dir")
+                    raise ConfigError(
+                        f"run.dir={path}: already holds a measurement; choose another run.name or run.dir"
+                    )
                 raise ConfigError(
                     f"run.dir={path}: already holds a run; continue it with --resume {shlex.quote(str(path))} or choose another run.dir"
                 )
             run.overrides.write_text("".join(f"{line}\n" for line in overrides))
             run.environment.write_text(json.dumps(_facts(), indent=2) + "\n")
             # Last, since its existence marks the folder as a run.
-            named = dataclasses.replace(config.run, name=path.name if config.run.dir == "auto" else name, dir=str(run.path))
+            named = dataclasses.replace(
+                config.run, name=path.name if config.run.dir == "auto" else name, dir=str(run.path)
+            )
             compose.save(dataclasses.replace(config, run=named), run.resolved)
         except OSError:
             run.discard()
@@ -378,10 +423,14 @@ def _open_here(path: Path) -> RunDir:
         path = RUNS / path
     path = path.resolve()
     if not path.is_dir():
-        raise ConfigError(f"--resume {path}: no such folder; give the folder of a run, such as runs/latest")
+        raise ConfigError(
+            f"--resume {path}: no such folder; give the folder of a run, such as runs/latest"
+        )
     run = RunDir(path)
     if not run.resolved.is_file():
-        raise ConfigError(f"--resume {path}: holds no run (resolved.yaml is missing); give the folder of a run, such as runs/latest")
+        raise ConfigError(
+            f"--resume {path}: holds no run (resolved.yaml is missing); give the folder of a run, such as runs/latest"
+        )
     compose.load(run.resolved)
     with _explained(path):
         lock = RunLock(path)
@@ -446,7 +495,9 @@ def _explained(path: Path):
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        raise ConfigError(f"run.dir={path}: cannot write there ({reason}); choose a folder on a writable disk with free space") from error
+        raise ConfigError(
+            f"run.dir={path}: cannot write there ({reason}); choose a folder on a writable disk with free space"
+        ) from error
 
 
 def _facts() -> dict[str, object]:
@@ -475,13 +526,17 @@ def _git_revision() -> str | None:
     if not (checkout / ".git").exists():
         return None
     revision = _output_of("git", "-C", str(checkout), "rev-parse", "HEAD")
-    changes = _output_of("git", "-C", str(checkout), "status", "--porcelain", "--untracked-files=no")
+    changes = _output_of(
+        "git", "-C", str(checkout), "status", "--porcelain", "--untracked-files=no"
+    )
     return revision + "+changes" * bool(changes) if revision else None
 
 
 def _output_of(*command: str) -> str:
     """What a tool prints, or nothing where it is missing, fails or hangs: the facts that it gives are no condition for training."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""

@@ -89,7 +89,16 @@ def change(run: RunDir, phase: str, reason: str = "") -> None:
 class StateReporter:
     """The first worker's hand on the state."""
 
-    def __init__(self, run: RunDir, *, launcher: str, steps: int, step: int, workers: Sequence[str], records: str) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        *,
+        launcher: str,
+        steps: int,
+        step: int,
+        workers: Sequence[str],
+        records: str,
+    ) -> None:
         before = read(run)
         now = time.time()
         self._run = run
@@ -109,17 +118,23 @@ class StateReporter:
     def step(self, *, last: bool, **values: Any) -> None:
         """A finished step: fields of `RunState`. last: it has to be written, however soon after the one before."""
         now = time.time()
-        self._state = dataclasses.replace(self._state, phase="training", time=now, stepped=now, **values)
+        self._state = dataclasses.replace(
+            self._state, phase="training", time=now, stepped=now, **values
+        )
         if last or time.monotonic() - self._written >= WRITE_S:
             self._write()
 
     def warn(self, text: str) -> None:
         now = time.time()
-        self._state = dataclasses.replace(self._state, time=now, warnings=(*self._state.warnings, (now, text))[-WARNINGS:])
+        self._state = dataclasses.replace(
+            self._state, time=now, warnings=(*self._state.warnings, (now, text))[-WARNINGS:]
+        )
         self._write()
 
     def end(self, phase: str) -> None:
-        self._state = dataclasses.replace(self._state, phase=phase, time=time.time(), seconds_left=None)
+        self._state = dataclasses.replace(
+            self._state, phase=phase, time=time.time(), seconds_left=None
+        )
         self._write()
 
     def _write(self) -> None:
@@ -150,7 +165,9 @@ def life(run: RunDir, now: float) -> Liveness:
     if host is None:  # a file system without locks
         found = read(run)
         silent = min(silent, now - found.time) if found else silent
-        return Liveness(found is not None and found.phase not in ENDED and silent < SILENT_S, "", silent)
+        return Liveness(
+            found is not None and found.phase not in ENDED and silent < SILENT_S, "", silent
+        )
     return Liveness(silent < SILENT_S, holder, silent)
 
 

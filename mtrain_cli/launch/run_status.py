@@ -64,7 +64,9 @@ def look(run: RunDir) -> RunStatus:
     recent = restart.latest_steps(run)
     step = max(written.step if written else 0, recent[-1][0] if recent else 0)
     if written is not None and written.phase in ("starting", "training"):
-        step = written.step  # after a restart that of the checkpoint, to which metrics.jsonl is cut back
+        step = (
+            written.step
+        )  # after a restart that of the checkpoint, to which metrics.jsonl is cut back
     since = None if written is None else now - (written.stepped or written.began)
     what, detail = _what(run, written, life.alive, since, step)
     return RunStatus(
@@ -87,7 +89,9 @@ def look(run: RunDir) -> RunStatus:
 
 def runs_here() -> list[RunDir]:
     """The runs of this folder, the latest begun first."""
-    files = sorted(RUNS.glob("*/resolved.yaml"), key=lambda file: file.stat().st_mtime, reverse=True)
+    files = sorted(
+        RUNS.glob("*/resolved.yaml"), key=lambda file: file.stat().st_mtime, reverse=True
+    )
     return [RunDir(file.parent) for file in files if not file.parent.is_symlink()]
 
 
@@ -103,12 +107,16 @@ def latest() -> RunDir:
 
     def heard(run: RunDir) -> tuple[bool, float]:
         written = run_state.read(run)
-        return run_state.life(run, time.time()).alive, max(run.resolved.stat().st_mtime, written.time if written else 0.0)
+        return run_state.life(run, time.time()).alive, max(
+            run.resolved.stat().st_mtime, written.time if written else 0.0
+        )
 
     return max(found, key=heard)
 
 
-def _what(run: RunDir, written: RunState | None, alive: bool, since: float | None, step: int) -> tuple[str, str]:
+def _what(
+    run: RunDir, written: RunState | None, alive: bool, since: float | None, step: int
+) -> tuple[str, str]:
     if not alive:
         if written is not None and written.phase in run_state.ENDED:
             return written.phase, written.reason
@@ -150,7 +158,9 @@ def _steps(run: RunDir, written: RunState | None) -> int:
 def _checkpoint(run: RunDir, now: float) -> NewestCheckpoint | None:
     for step in committed_steps(run.checkpoints):
         with contextlib.suppress(OSError):
-            return NewestCheckpoint(step, max(0.0, now - manifest_file(run.checkpoints, step).stat().st_mtime))
+            return NewestCheckpoint(
+                step, max(0.0, now - manifest_file(run.checkpoints, step).stat().st_mtime)
+            )
     return None
 
 
@@ -158,5 +168,10 @@ def _where(written: RunState | None, now: float) -> list[str]:
     """What each rank does, where its record can be seen from here."""
     if written is None or not written.records:
         return []
-    found = {rank: progress_record.read(Path(written.records.format(rank=rank))) for rank in range(len(written.workers))}
-    return progress_record.table({rank: record for rank, record in found.items() if record}, [], now)
+    found = {
+        rank: progress_record.read(Path(written.records.format(rank=rank)))
+        for rank in range(len(written.workers))
+    }
+    return progress_record.table(
+        {rank: record for rank, record in found.items() if record}, [], now
+    )

@@ -22,7 +22,20 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 _FILES = "torch.distributed.checkpoint.filesystem"
 _PLANNER = "torch.distributed.checkpoint.planner"
 _CONTAINERS = {
-    "builtins": {"set", "frozenset", "complex", "bytearray", "slice", "range", "list", "dict", "tuple", "int", "float", "str"},
+    "builtins": {
+        "set",
+        "frozenset",
+        "complex",
+        "bytearray",
+        "slice",
+        "range",
+        "list",
+        "dict",
+        "tuple",
+        "int",
+        "float",
+        "str",
+    },
     "collections": {"OrderedDict", "defaultdict", "Counter", "deque"},
 }
 # What torch.distributed.checkpoint writes as .metadata. _get_layout looks a name up in a table.
@@ -43,7 +56,16 @@ MESSAGES = {
     **METADATA,
     **_CONTAINERS,
     _FILES: {"_StorageInfo", "_StoragePrefix"},
-    _PLANNER: {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData", "LoadPlan", "ReadItem", "LoadItemType"},
+    _PLANNER: {
+        "SavePlan",
+        "WriteItem",
+        "WriteItemType",
+        "TensorWriteData",
+        "BytesIOWriteData",
+        "LoadPlan",
+        "ReadItem",
+        "LoadItemType",
+    },
     "torch.distributed.checkpoint.storage": {"WriteResult"},
     "torch.distributed.checkpoint.api": {"CheckpointException"},
     "traceback": {"StackSummary", "FrameSummary"},
@@ -51,7 +73,12 @@ MESSAGES = {
     **{f"numpy.{core}.multiarray": {"_reconstruct", "scalar"} for core in ("core", "_core")},
     **{f"numpy.{core}.numeric": {"_frombuffer"} for core in ("core", "_core")},
 }
-_PATHS = {"PosixPath": PurePosixPath, "PurePosixPath": PurePosixPath, "WindowsPath": PureWindowsPath, "PureWindowsPath": PureWindowsPath}
+_PATHS = {
+    "PosixPath": PurePosixPath,
+    "PurePosixPath": PurePosixPath,
+    "WindowsPath": PureWindowsPath,
+    "PureWindowsPath": PureWindowsPath,
+}
 
 
 class RefusedError(pickle.UnpicklingError):
@@ -90,13 +117,17 @@ class MessageUnpickler(_Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         home = builtins if module == "builtins" else sys.modules.get(module)
         found = getattr(home, name, None) if "." not in name else None
-        if isinstance(found, type) and (issubclass(found, BaseException) or _is_record(found, module)):
+        if isinstance(found, type) and (
+            issubclass(found, BaseException) or _is_record(found, module)
+        ):
             return found
         return super().find_class(module, name)
 
 
 def _is_record(found: type, module: str) -> bool:
-    return module.startswith("mtrain_cli.") and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum | tuple))
+    return module.startswith("mtrain_cli.") and (
+        dataclasses.is_dataclass(found) or issubclass(found, enum.Enum | tuple)
+    )
 
 
 def load_metadata(file: IO[bytes]) -> Any:

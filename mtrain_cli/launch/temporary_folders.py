@@ -47,7 +47,11 @@ def own_folder() -> Path | None:
         found = base.lstat()
     except OSError:
         return None
-    return base if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077 else None
+    return (
+        base
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+        else None
+    )
 
 
 def remove_abandoned() -> None:

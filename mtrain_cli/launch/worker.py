@@ -24,7 +24,13 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 from mtrain_cli.config import compose, keys
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch import failures, guarded_streams, progress_record, restart, run_state
-from mtrain_cli.launch.environment import Environment, gpu_index, nccl_variables, on_loopback, resolve_environment
+from mtrain_cli.launch.environment import (
+    Environment,
+    gpu_index,
+    nccl_variables,
+    on_loopback,
+    resolve_environment,
+)
 from mtrain_cli.launch.failure_channel import FailureChannel, leave
 from mtrain_cli.launch.job import STORE_TIMEOUT, Job, current_job, decide_on_rank_zero, job_store
 from mtrain_cli.launch.run_dir import RunDir
@@ -45,10 +51,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m mtrain_cli.launch.worker", description=__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--restarts", type=int, default=0, help="how often the launcher has started the workers again")
-    parser.add_argument("--launcher-pid", type=int, help="the worker ends when this parent process does")
-    parser.add_argument("--store", type=Path, required=True, help="the launcher's private folder, in which workers find each other")
-    parser.add_argument("--target", required=True, help="module:function to run; see launch.local.launch")
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        help="how often the launcher has started the workers again",
+    )
+    parser.add_argument(
+        "--launcher-pid", type=int, help="the worker ends when this parent process does"
+    )
+    parser.add_argument(
+        "--store",
+        type=Path,
+        required=True,
+        help="the launcher's private folder, in which workers find each other",
+    )
+    parser.add_argument(
+        "--target", required=True, help="module:function to run; see launch.local.launch"
+    )
     arguments = parser.parse_args()
     guarded_streams.guard(output_required=False)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -62,7 +82,9 @@ def main() -> None:
         progress_record.keep(progress_record.beside(error_file, rank))
     try:
         config = compose.load(run_dir.resolved)
-        environment = dataclasses.replace(resolve_environment(config), launcher="mtrain", restarts=arguments.restarts)
+        environment = dataclasses.replace(
+            resolve_environment(config), launcher="mtrain", restarts=arguments.restarts
+        )
         from mtrain_cli.launch.rendezvous import open_store
 
         store = open_store(arguments.store, environment.workers, STORE_TIMEOUT)
@@ -77,7 +99,13 @@ def main() -> None:
     leave(0)
 
 
-def run_in_job(run_dir: RunDir, environment: Environment, resume: bool, target: str, config: Config | None = None) -> NoReturn:
+def run_in_job(
+    run_dir: RunDir,
+    environment: Environment,
+    resume: bool,
+    target: str,
+    config: Config | None = None,
+) -> NoReturn:
     """Run ``target`` in this process, a rank of a torchrun or srun job; SIGTERM, SIGHUP and a first SIGINT mean save and stop.
 
     config: as this rank composed it, which has to be what rank 0 did. Ends the process: 0, or 1 or 2 once rank 0 has told the cause.
@@ -97,7 +125,9 @@ def run_in_job(run_dir: RunDir, environment: Environment, resume: bool, target: 
         run_state.change(run_dir, "failed", restart.one_line(failure))
         return _what_follows(run_dir, job)
 
-    lifeline = FailureChannel(job, on_mistake=run_dir.discard, logs=run_dir.logs, on_failure=failed, beat=run_dir.beat)
+    lifeline = FailureChannel(
+        job, on_mistake=run_dir.discard, logs=run_dir.logs, on_failure=failed, beat=run_dir.beat
+    )
     record = progress_record.in_logs(run_dir.logs, job.rank)
     try:
         agreed = _configuration_of_rank_zero(run_dir)
@@ -130,11 +160,22 @@ def _what_follows(run_dir: RunDir, job: Job) -> str:
         return ""
     if job.most_restarts is not None and job.restarts < job.most_restarts:
         return f"torchrun starts the workers again (restart {job.restarts + 1} of {job.most_restarts}), from the checkpoint of step {step}"
-    again = "torchrun --max-restarts=3" if job.launcher == "torchrun" else "a requeued job (sbatch --requeue)"
+    again = (
+        "torchrun --max-restarts=3"
+        if job.launcher == "torchrun"
+        else "a requeued job (sbatch --requeue)"
+    )
     return f"go on from the checkpoint of step {step}: the same line with --resume {run_dir.path}; under {again} it does so by itself"
 
 
-def _work(config: Config, run_dir: RunDir, environment: Environment, resume: bool, target: str, store: Store) -> bool:
+def _work(
+    config: Config,
+    run_dir: RunDir,
+    environment: Environment,
+    resume: bool,
+    target: str,
+    store: Store,
+) -> bool:
     """Join the process group, call the target, and leave the group when it returns; returns whether it stopped on request.
 
     After a failure the group stays: to leave it in order needs the peers, which may be gone.
@@ -157,10 +198,17 @@ def _work(config: Config, run_dir: RunDir, environment: Environment, resume: boo
             device = torch.device("cuda", gpu_index(environment))
             torch.cuda.set_device(device)
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl", store=store, rank=job.rank, world_size=job.world_size, timeout=timeout, device_id=device
+                "cpu:gloo,cuda:nccl",
+                store=store,
+                rank=job.rank,
+                world_size=job.world_size,
+                timeout=timeout,
+                device_id=device,
             )
         else:
-            dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=timeout)
+            dist.init_process_group(
+                "gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=timeout
+            )
         progress_record.note("prepares")
         stopped = _function(target)(config, run_dir, environment, resume)
         dist.destroy_process_group()

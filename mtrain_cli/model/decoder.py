@@ -47,7 +47,10 @@ class Attention(nn.Module):
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         self.head_dim = model.head_dim
-        query_width, kv_width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+        query_width, kv_width = (
+            model.num_heads * model.head_dim,
+            model.num_kv_heads * model.head_dim,
+        )
         self.q_proj = nn.Linear(model.hidden_size, query_width, bias=model.qkv_bias)
         self.k_proj = nn.Linear(model.hidden_size, kv_width, bias=model.qkv_bias)
         self.v_proj = nn.Linear(model.hidden_size, kv_width, bias=model.qkv_bias)
@@ -57,9 +60,14 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(model.head_dim, model.rms_norm_eps)
         self.qk_norm = model.qk_norm
 
-    def project(self, x_BNC: Tensor, cos_BN1F: Tensor, sin_BN1F: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(
+        self, x_BNC: Tensor, cos_BN1F: Tensor, sin_BN1F: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """q ``[B, N, H, D]``, k and v ``[B, N, K, D]``, contiguous, q and k rotated."""
-        q_BNHD, k_BNKD, v_BNKD = (p(x_BNC).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q_BNHD, k_BNKD, v_BNKD = (
+            p(x_BNC).unflatten(-1, (-1, self.head_dim))
+            for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
         if self.qk_norm:
             q_BNHD, k_BNKD = self.q_norm(q_BNHD), self.k_norm(k_BNKD)
         return rotate(q_BNHD, cos_BN1F, sin_BN1F), rotate(k_BNKD, cos_BN1F, sin_BN1F), v_BNKD
@@ -100,7 +108,9 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         assert activation_checkpoint in CHECKPOINTS, activation_checkpoint
-        assert offload is None or activation_checkpoint != "none", "offload is for what a second forward pass starts from"
+        assert offload is None or activation_checkpoint != "none", (
+            "offload is for what a second forward pass starts from"
+        )
         self.index = index
         self.recomputed = activation_checkpoint != "none"
         self.offload = offload
@@ -113,7 +123,9 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps)
         self.mlp = SwiGLU(model)
 
-    def project(self, x_BNC: Tensor, cos_BN1F: Tensor, sin_BN1F: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(
+        self, x_BNC: Tensor, cos_BN1F: Tensor, sin_BN1F: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         return self.self_attn.project(self.input_layernorm(x_BNC), cos_BN1F, sin_BN1F)
 
     def finish(self, x_BNC: Tensor, out_BNHD: Tensor) -> Tensor:
@@ -122,7 +134,9 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x_BNC: Tensor, rope: Rotation, attend: Attend) -> Tensor:
         passes = _Passes()
-        layer: Callable[[Tensor], Tensor] = partial(self._layer, rope=rope, attend=attend, passes=passes)
+        layer: Callable[[Tensor], Tensor] = partial(
+            self._layer, rope=rope, attend=attend, passes=passes
+        )
         if not self.recomputed:
             return layer(x_BNC)
         # Recomputation starts inside forward, so FSDP's hooks, which gather the parameters around it, are never rerun nor compiled.
@@ -135,14 +149,34 @@ class DecoderLayer(nn.Module):
         out_BNHD = attend(q_BNHD, k_BNKD, v_BNKD, self.index)
         del q_BNHD, k_BNKD, v_BNKD
         tokens, model = x_BNC.shape[0] * x_BNC.shape[1], self.model
-        rows = tile_rows(tokens, model.hidden_size, model.intermediate_size, x_BNC.element_size(), self.tile_bytes)
+        rows = tile_rows(
+            tokens,
+            model.hidden_size,
+            model.intermediate_size,
+            x_BNC.element_size(),
+            self.tile_bytes,
+        )
         if not self.recomputed and rows == tokens:
             return finish(self, x_BNC, out_BNHD)
         norm, mlp = self.post_attention_layernorm, self.mlp
-        weights = (self.self_attn.o_proj.weight, norm.weight, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
+        weights = (
+            self.self_attn.o_proj.weight,
+            norm.weight,
+            mlp.gate_proj.weight,
+            mlp.up_proj.weight,
+            mlp.down_proj.weight,
+        )
         keep = self.keep_mlp and torch.is_grad_enabled()
         return feed_forward(
-            x_BNC, out_BNHD, weights, norm.eps, rows, self.index, compile=self.compiled, inputs_only=passes.second, keep=keep
+            x_BNC,
+            out_BNHD,
+            weights,
+            norm.eps,
+            rows,
+            self.index,
+            compile=self.compiled,
+            inputs_only=passes.second,
+            keep=keep,
         )
 
     def _input_offloaded(self, offload: ActivationOffload) -> AbstractContextManager[None]:
@@ -152,13 +186,17 @@ class DecoderLayer(nn.Module):
             # Some versions of `checkpoint` also save an empty tensor of their own.
             return offload.put(self.index, saved) if saved.numel() else saved
 
-        return torch.autograd.graph.saved_tensors_hooks(leave, lambda kept: kept if isinstance(kept, Tensor) else kept.get())
+        return torch.autograd.graph.saved_tensors_hooks(
+            leave, lambda kept: kept if isinstance(kept, Tensor) else kept.get()
+        )
 
 
 def _recomputed(passes: _Passes, function: Callable[..., Tensor], *args: Tensor) -> Tensor:
     """function(*args), of which only the arguments stay until backward."""
     # Nothing in the decoder is random, so there is no random state to keep (keeping it would synchronise with the GPU).
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=passes.contexts)
+    return checkpoint(
+        function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=passes.contexts
+    )
 
 
 class _Passes:
@@ -184,7 +222,11 @@ class _Passes:
 def _parts(compile: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """`project` and `finish` as functions of a layer, one pair for all layers: compiled once, not once per layer."""
     parts = (DecoderLayer.project, DecoderLayer.finish)
-    return (torch.compile(parts[0], dynamic=False), torch.compile(parts[1], dynamic=False)) if compile else parts
+    return (
+        (torch.compile(parts[0], dynamic=False), torch.compile(parts[1], dynamic=False))
+        if compile
+        else parts
+    )
 
 
 class Decoder(nn.Module):
@@ -226,7 +268,8 @@ class Decoder(nn.Module):
                 compile=compile,
                 tile_bytes=tile_bytes,
                 offload=offload,
-                keep_mlp=index >= model.num_layers - layers_with_products(keep_mlp, model.num_layers),
+                keep_mlp=index
+                >= model.num_layers - layers_with_products(keep_mlp, model.num_layers),
             )
             for index in range(model.num_layers)
         )
@@ -234,7 +277,14 @@ class Decoder(nn.Module):
         if not model.tie_word_embeddings:
             self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
 
-    def forward(self, tokens_BN: Tensor, positions_BN: Tensor, labels_BN: Tensor, attend: Attend, loss_scale: float | Tensor) -> Tensor:
+    def forward(
+        self,
+        tokens_BN: Tensor,
+        positions_BN: Tensor,
+        labels_BN: Tensor,
+        attend: Attend,
+        loss_scale: float | Tensor,
+    ) -> Tensor:
         """``loss_scale`` times the sum of token losses, float32 scalar; labels of -100 are ignored, and labels are already shifted.
 
         Positions are the tokens' places in the whole sequence, in any order. ``loss_scale`` as a tensor must be float32 when it gets here:
@@ -259,11 +309,15 @@ class Decoder(nn.Module):
             x_BNC = layer(x_BNC, rope, attend)
         return self.norm(x_BNC)
 
-    def token_losses(self, tokens_BN: Tensor, positions_BN: Tensor, labels_BN: Tensor, attend: Attend) -> Tensor:
+    def token_losses(
+        self, tokens_BN: Tensor, positions_BN: Tensor, labels_BN: Tensor, attend: Attend
+    ) -> Tensor:
         """The loss of every token, ``[B, N]``, 0 where the label is -100; without gradients."""
         with torch.no_grad():
             x_BNC = self.hidden(tokens_BN, positions_BN, attend)
-            losses_N = token_losses(x_BNC.flatten(0, 1), self._head_weight(), labels_BN.flatten(), self.loss_chunk_bytes)
+            losses_N = token_losses(
+                x_BNC.flatten(0, 1), self._head_weight(), labels_BN.flatten(), self.loss_chunk_bytes
+            )
         return losses_N.view(labels_BN.shape)
 
     def logits(self, tokens_BN: Tensor, positions_BN: Tensor, attend: Attend) -> Tensor:
@@ -271,4 +325,8 @@ class Decoder(nn.Module):
         return functional.linear(self.hidden(tokens_BN, positions_BN, attend), self._head_weight())
 
     def _head_weight(self) -> Tensor:
-        return self.embed_tokens.weight if self.model_config.tie_word_embeddings else self.lm_head.weight
+        return (
+            self.embed_tokens.weight
+            if self.model_config.tie_word_embeddings
+            else self.lm_head.weight
+        )

@@ -32,7 +32,9 @@ def feed_forward(
     keep: h, gate(n) and up(n) stay, too, and no product is computed twice. They stay from the first pass, also where a checkpoint around it
         has a second one.
     """
-    return _FeedForward.apply(x_BNC, out_BNHD, *weights, eps, rows, layer, compile, inputs_only, keep)
+    return _FeedForward.apply(
+        x_BNC, out_BNHD, *weights, eps, rows, layer, compile, inputs_only, keep
+    )
 
 
 class _FeedForward(torch.autograd.Function):
@@ -50,7 +52,9 @@ class _FeedForward(torch.autograd.Function):
         join, gated = _pieces(compile)[:2]
         # Weights are detached for compiled code, to which a parameter here and the saved tensor in backward would be two types.
         result_BNC = x_BNC.new_empty(x_BNC.shape)
-        for x_RC, out_RA, result_RC in zip(*(_tiles(t, rows) for t in (x_BNC, out_BNHD, result_BNC)), strict=True):
+        for x_RC, out_RA, result_RC in zip(
+            *(_tiles(t, rows) for t in (x_BNC, out_BNHD, result_BNC)), strict=True
+        ):
             h_RC, n_RC = join(x_RC, out_RA @ o_CA.t(), norm_C.detach(), eps)
             gate_RI, up_RI = n_RC @ gate_IC.t(), n_RC @ up_IC.t()
             del n_RC
@@ -73,9 +77,14 @@ class _FeedForward(torch.autograd.Function):
         dx_BNC, dout_BNHD = x_BNC.new_empty(x_BNC.shape), out_BNHD.new_empty(out_BNHD.shape)
         several = ctx.rows < x_BNC.shape[0] * x_BNC.shape[1]
         sums = _GradientSums(several)
-        products, ctx.products = ctx.products, []  # each goes with its tile, and if this fails all of them
+        products, ctx.products = (
+            ctx.products,
+            [],
+        )  # each goes with its tile, and if this fails all of them
         tensors = (x_BNC, out_BNHD, grad_BNC.contiguous(), dx_BNC, dout_BNHD)
-        for x_RC, out_RA, grad_RC, dx_RC, dout_RA in zip(*(_tiles(t, ctx.rows) for t in tensors), strict=True):
+        for x_RC, out_RA, grad_RC, dx_RC, dout_RA in zip(
+            *(_tiles(t, ctx.rows) for t in tensors), strict=True
+        ):
             if products:
                 h_RC, gate_RI, up_RI = products.pop(0)
                 n_RC = normed(h_RC, norm_C.detach(), ctx.eps)
@@ -103,7 +112,17 @@ class _FeedForward(torch.autograd.Function):
             sums.add("o", dh_RC.t(), out_RA)
             del dh_RC
         weights = {"o": o_CA, "norm": norm_C, "gate": gate_IC, "up": up_IC, "down": down_CI}
-        return dx_BNC, dout_BNHD, *(sums.of(name, weight) for name, weight in weights.items()), None, None, None, None, None, None
+        return (
+            dx_BNC,
+            dout_BNHD,
+            *(sums.of(name, weight) for name, weight in weights.items()),
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 class _GradientSums:
@@ -119,7 +138,9 @@ class _GradientSums:
             self._sums[name] = a @ b
             return
         if name not in self._sums:
-            self._sums[name] = torch.zeros(a.shape[0], b.shape[1], dtype=accumulation(a.dtype), device=a.device)
+            self._sums[name] = torch.zeros(
+                a.shape[0], b.shape[1], dtype=accumulation(a.dtype), device=a.device
+            )
         add_matmul(self._sums[name], a, b)
 
     def add_vector(self, name: str, vector: Tensor) -> None:
@@ -149,7 +170,9 @@ def _gated(gate_RI: Tensor, up_RI: Tensor) -> Tensor:
     return functional.silu(gate_RI) * up_RI
 
 
-def _gate_backward(gate_RI: Tensor, up_RI: Tensor, dinner_RI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _gate_backward(
+    gate_RI: Tensor, up_RI: Tensor, dinner_RI: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """-> silu(gate) * up, and the gradients of gate and up; overwrites ``dinner_RI``."""
     silu_RI = functional.silu(gate_RI)
     inner_RI = silu_RI * up_RI
@@ -158,7 +181,9 @@ def _gate_backward(gate_RI: Tensor, up_RI: Tensor, dinner_RI: Tensor) -> tuple[T
     return inner_RI, dgate_RI, dup_RI
 
 
-def _norm_backward(h_RC: Tensor, norm_C: Tensor, dn_RC: Tensor, grad_RC: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _norm_backward(
+    h_RC: Tensor, norm_C: Tensor, dn_RC: Tensor, grad_RC: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """Gradients of h = residual + norm's input, of which the residual's is ``grad_RC``, and of the norm's weight.
 
     Inside in float32, where it overwrites ``h_RC`` and ``dn_RC`` if they are.

@@ -25,7 +25,12 @@ from mtrain_cli.config.derived import shape_difference
 from mtrain_cli.config.schema import ConfigError, ModelConfig
 from mtrain_cli.launch.failures import RunError, write_failure
 from mtrain_cli.model.decoder import Decoder
-from mtrain_cli.model.huggingface_config import config_json, read_config, read_json, require_accepted
+from mtrain_cli.model.huggingface_config import (
+    config_json,
+    read_config,
+    read_json,
+    require_accepted,
+)
 from mtrain_cli.model.tokenizer_files import TokenizerFiles
 
 INDEX = "model.safetensors.index.json"
@@ -42,12 +47,18 @@ def hf_name(name: str) -> str:
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every parameter of a decoder; allocates nothing."""
     with torch.device("meta"):
-        decoder = Decoder(model, rope_factor=1.0, loss_chunk_bytes=1, activation_checkpoint="none", compile=False)
+        decoder = Decoder(
+            model, rope_factor=1.0, loss_chunk_bytes=1, activation_checkpoint="none", compile=False
+        )
     return {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
 
 
 def parameter_problems(
-    found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], *, where: Callable[[str], object], asked_by: str
+    found: Mapping[str, tuple[int, ...]],
+    wanted: Mapping[str, tuple[int, ...]],
+    *,
+    where: Callable[[str], object],
+    asked_by: str,
 ) -> list[str]:
     """A line for each tensor that is missing, superfluous or of another shape than ``asked_by`` says, cut short when there are many.
 
@@ -58,12 +69,18 @@ def parameter_problems(
         if name not in found:
             problems.append(f"{where(name)}: tensor {name} is missing")
         elif found[name] != shape:
-            problems.append(f"{where(name)}: tensor {name} has shape {found[name]}; {asked_by} asks for {shape}")
+            problems.append(
+                f"{where(name)}: tensor {name} has shape {found[name]}; {asked_by} asks for {shape}"
+            )
     problems += [
-        f"{where(name)}: unexpected tensor {name}; the model of {asked_by} has none of this name" for name in sorted(found.keys() - wanted)
+        f"{where(name)}: unexpected tensor {name}; the model of {asked_by} has none of this name"
+        for name in sorted(found.keys() - wanted)
     ]
     if len(problems) > _SHOWN_PROBLEMS:
-        problems = [*problems[:_SHOWN_PROBLEMS], f"... and {len(problems) - _SHOWN_PROBLEMS} more like these"]
+        problems = [
+            *problems[:_SHOWN_PROBLEMS],
+            f"... and {len(problems) - _SHOWN_PROBLEMS} more like these",
+        ]
     return problems
 
 
@@ -102,27 +119,53 @@ class HuggingFaceFolder:
         """File of every stored tensor."""
         if not (self.path / INDEX).is_file():
             if not (self.path / SINGLE).is_file():
-                raise ConfigError(f"{self.path}: has neither {SINGLE} nor {INDEX}; other weight formats are not read")
+                raise ConfigError(
+                    f"{self.path}: has neither {SINGLE} nor {INDEX}; other weight formats are not read"
+                )
             return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
         file_of = read_json(self.path / INDEX).get("weight_map")
-        if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
+        if not isinstance(file_of, dict) or not all(
+            isinstance(file, str) for file in file_of.values()
+        ):
             raise ConfigError(f"{self.path / INDEX}: weight_map must give a file for each tensor")
-        if outside := next((file for file in file_of.values() if set(file) & set("/\\\0") or file in ("", ".", "..")), None):
-            raise ConfigError(f"{self.path / INDEX}: weight_map names the file {outside!r}, which does not lie in this folder")
+        if outside := next(
+            (
+                file
+                for file in file_of.values()
+                if set(file) & set("/\\\0") or file in ("", ".", "..")
+            ),
+            None,
+        ):
+            raise ConfigError(
+                f"{self.path / INDEX}: weight_map names the file {outside!r}, which does not lie in this folder"
+            )
         for file in sorted(set(file_of.values())):
             stored = set(self._open(file).keys())
             lost = [name for name, where in file_of.items() if where == file and name not in stored]
             if lost:
-                raise ConfigError(f"{self.path / file}: tensor {lost[0]} is missing, though {INDEX} places it here")
+                raise ConfigError(
+                    f"{self.path / file}: tensor {lost[0]} is missing, though {INDEX} places it here"
+                )
         return file_of
 
     def _check(self) -> None:
         wanted = {hf_name(name): shape for name, shape in parameter_shapes(self.model).items()}
         # Old Llama folders store the rotary frequencies, and tied ones may repeat the embedding as the head.
-        harmless = {name for name in self._file_of.keys() - wanted if name.endswith("rotary_emb.inv_freq") or self._repeats_embedding(name)}
-        found = {name: tuple(self._slice(name).get_shape()) for name in self._file_of if name not in harmless}
+        harmless = {
+            name
+            for name in self._file_of.keys() - wanted
+            if name.endswith("rotary_emb.inv_freq") or self._repeats_embedding(name)
+        }
+        found = {
+            name: tuple(self._slice(name).get_shape())
+            for name in self._file_of
+            if name not in harmless
+        }
         problems = parameter_problems(
-            found, wanted, where=lambda name: self.path / self._file_of.get(name, ""), asked_by=str(self.path / "config.json")
+            found,
+            wanted,
+            where=lambda name: self.path / self._file_of.get(name, ""),
+            asked_by=str(self.path / "config.json"),
         )
         if problems:
             raise ConfigError(*problems)
@@ -150,7 +193,10 @@ def load_into(decoder: Decoder, folder: Path | str) -> None:
 
 def _require_same_model(model: ModelConfig, source: HuggingFaceFolder) -> None:
     config = source.path / "config.json"
-    problems = [f"{name}={ours}: {config} says {theirs}" for name, ours, theirs in shape_difference(model, source.model)]
+    problems = [
+        f"{name}={ours}: {config} says {theirs}"
+        for name, ours, theirs in shape_difference(model, source.model)
+    ]
     if problems:
         raise ConfigError(*problems)
 
@@ -160,9 +206,16 @@ def _fill(parameter: Tensor, read: Callable[[int, int | None], Tensor]) -> None:
         parameter.copy_(read(0, None))
         return
     mesh, placements = parameter.device_mesh, parameter.placements
-    assert all(not isinstance(placement, Shard) or placement.dim == 0 for placement in placements), placements
+    assert all(
+        not isinstance(placement, Shard) or placement.dim == 0 for placement in placements
+    ), placements
     # The same cut applied to the row numbers says which rows are here, without communication.
-    rows = distribute_tensor(torch.arange(parameter.shape[0], device=parameter.device), mesh, placements, src_data_rank=None).to_local()
+    rows = distribute_tensor(
+        torch.arange(parameter.shape[0], device=parameter.device),
+        mesh,
+        placements,
+        src_data_rank=None,
+    ).to_local()
     local = parameter.to_local()
     assert rows.numel() == local.shape[0], (rows.shape, local.shape)
     if rows.numel():
@@ -187,7 +240,9 @@ def write_folder(
     disk fails or is full.
     """
     require_new_folder(path)
-    config = config_json(model, rope_factor=rope_factor, seq=seq, dtype=str(dtype).removeprefix("torch."))
+    config = config_json(
+        model, rope_factor=rope_factor, seq=seq, dtype=str(dtype).removeprefix("torch.")
+    )
     # Without them transformers would take ids of its own for some architectures, such as 1 and 2.
     config |= (tokenizer or TokenizerFiles("none")).ids
     require_accepted(config)
@@ -196,13 +251,17 @@ def write_folder(
         unfinished.mkdir(parents=True)
         if tokenizer is not None:
             tokenizer.beside(model.family).write(unfinished)
-        (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (unfinished / "config.json").write_text(
+            json.dumps(config, indent=2) + "\n", encoding="utf-8"
+        )
         _write_weights(unfinished, parameter_shapes(model), read, dtype, max_file_bytes)
         if path.exists():
             path.rmdir()
         unfinished.rename(path)
     except OSError as error:
-        raise write_failure(error, f"{path}: could not be written ({error.strerror or error})") from None
+        raise write_failure(
+            error, f"{path}: could not be written ({error.strerror or error})"
+        ) from None
     except SafetensorError as error:  # the folder could be made, so it is the disk
         raise RunError(f"{path}: could not be written ({error})") from None
     finally:
@@ -216,13 +275,23 @@ def require_new_folder(path: Path) -> None:
 
 
 def _write_weights(
-    folder: Path, shapes: dict[str, tuple[int, ...]], read: Callable[[Sequence[str]], dict[str, Tensor]], dtype: torch.dtype, max_bytes: int
+    folder: Path,
+    shapes: dict[str, tuple[int, ...]],
+    read: Callable[[Sequence[str]], dict[str, Tensor]],
+    dtype: torch.dtype,
+    max_bytes: int,
 ) -> None:
     groups = list(_groups(shapes, dtype.itemsize, max_bytes))
     file_of: dict[str, str] = {}
     for number, names in enumerate(groups, 1):
-        file = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        save_file({hf_name(name): tensor.to(dtype).contiguous() for name, tensor in read(names).items()}, folder / file, {"format": "pt"})
+        file = (
+            SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        )
+        save_file(
+            {hf_name(name): tensor.to(dtype).contiguous() for name, tensor in read(names).items()},
+            folder / file,
+            {"format": "pt"},
+        )
         # safetensors makes files that only their owner can read; an inference server may be another user.
         (folder / file).chmod((folder / "config.json").stat().st_mode)
         file_of |= {hf_name(name): file for name in names}
@@ -232,7 +301,9 @@ def _write_weights(
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _groups(shapes: dict[str, tuple[int, ...]], item_bytes: int, max_bytes: int) -> Iterator[list[str]]:
+def _groups(
+    shapes: dict[str, tuple[int, ...]], item_bytes: int, max_bytes: int
+) -> Iterator[list[str]]:
     """Names in order, cut where a file would grow beyond ``max_bytes`` (a larger tensor has a file of its own)."""
     group: list[str] = []
     size = 0

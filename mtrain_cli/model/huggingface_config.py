@@ -28,7 +28,10 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": False, "mlp_bias": False},
     "mistral": {"sliding_window": None},
 }
-_BETA_FAST, _BETA_SLOW = 32.0, 1.0  # what a config.json that leaves them out means (YaRN, section 3.2)
+_BETA_FAST, _BETA_SLOW = (
+    32.0,
+    1.0,
+)  # what a config.json that leaves them out means (YaRN, section 3.2)
 _LOW_FREQ_FACTOR, _HIGH_FREQ_FACTOR = 1.0, 4.0  # Llama 3.1
 
 
@@ -45,7 +48,13 @@ _KEYS = {
 
 def _shown(value: Any) -> str:
     """A value of JSON in a message; a word without quotes."""
-    return _as_json(value) if not isinstance(value, str) else value if len(value) <= 60 else f"{value[:60]}..."
+    return (
+        _as_json(value)
+        if not isinstance(value, str)
+        else value
+        if len(value) <= 60
+        else f"{value[:60]}..."
+    )
 
 
 def _as_json(value: Any) -> str:
@@ -70,7 +79,9 @@ class _ConfigFields:
             self.problems.append(f"{self.path}: {key} is missing")
             return kind(1)
         if not documents.is_number(value) or kind(value) != value or value <= 0:
-            self.problems.append(f"{self.path}: {key}={_shown(value)}: must be a positive {'integer' if kind is int else 'number'}")
+            self.problems.append(
+                f"{self.path}: {key}={_shown(value)}: must be a positive {'integer' if kind is int else 'number'}"
+            )
             return kind(1)
         if key in _KEYS and (said := validate.out_of_range(_KEYS[key], kind(value))) is not None:
             self.problems.append(f"{self.path}: {key}={_shown(value)}: {said}")
@@ -88,7 +99,9 @@ class _ConfigFields:
         """A feature that the decoder does not have: anything but ``allowed``, null or nothing is a problem."""
         value = self.raw.get(key)
         if value is not None and value != allowed:
-            self.problems.append(f"{self.path}: {key}={_as_json(value)} is not supported; only {json.dumps(allowed)} is")
+            self.problems.append(
+                f"{self.path}: {key}={_as_json(value)} is not supported; only {json.dumps(allowed)} is"
+            )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -96,7 +109,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         raw = documents.read_json(path)
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; a Hugging Face folder has config.json and safetensors") from None
+        raise ConfigError(
+            f"{path}: no such file; a Hugging Face folder has config.json and safetensors"
+        ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as JSON ({documents.reason(error)})") from None
     if not isinstance(raw, dict):
@@ -113,14 +128,19 @@ def read_config(folder: Path) -> tuple[ModelConfig, int]:
     raw = read_json(path)
     family = raw.get("model_type")
     if not isinstance(family, str) or family not in ARCHITECTURES:
-        raise ConfigError(f"{path}: model_type={_shown(family)}: must be one of {', '.join(ARCHITECTURES)}")
+        raise ConfigError(
+            f"{path}: model_type={_shown(family)}: must be one of {', '.join(ARCHITECTURES)}"
+        )
     fields = _ConfigFields(path, raw)
     fields.refuse("hidden_act", "silu")
     fields.refuse("attention_bias", False)
     fields.refuse("mlp_bias", False)
     _refuse_windows(fields, family)
     fields.refuse("quantization_config", None)
-    hidden_size, num_heads = fields.number("hidden_size", int), fields.number("num_attention_heads", int)
+    hidden_size, num_heads = (
+        fields.number("hidden_size", int),
+        fields.number("num_attention_heads", int),
+    )
     max_position = fields.number("max_position_embeddings", int, _MAX_POSITION[family])
     model = ModelConfig(
         name=folder.resolve().name,
@@ -129,8 +149,12 @@ def read_config(folder: Path) -> tuple[ModelConfig, int]:
         hidden_size=hidden_size,
         num_layers=fields.number("num_hidden_layers", int),
         num_heads=num_heads,
-        num_kv_heads=fields.number("num_key_value_heads", int, _usual_kv_heads(fields, family, num_heads)),
-        head_dim=fields.number("head_dim", int, 128 if family == "qwen3" else max(1, hidden_size // num_heads)),
+        num_kv_heads=fields.number(
+            "num_key_value_heads", int, _usual_kv_heads(fields, family, num_heads)
+        ),
+        head_dim=fields.number(
+            "head_dim", int, 128 if family == "qwen3" else max(1, hidden_size // num_heads)
+        ),
         intermediate_size=fields.number("intermediate_size", int),
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
@@ -142,9 +166,13 @@ def read_config(folder: Path) -> tuple[ModelConfig, int]:
     if fields.problems:
         raise ConfigError(*fields.problems)
     if model.num_heads % model.num_kv_heads:
-        raise ConfigError(f"{path}: num_key_value_heads={model.num_kv_heads} does not divide num_attention_heads={model.num_heads}")
+        raise ConfigError(
+            f"{path}: num_key_value_heads={model.num_kv_heads} does not divide num_attention_heads={model.num_heads}"
+        )
     if model.head_dim % 2:
-        raise ConfigError(f"{path}: head_dim={model.head_dim}: must be even, since rotary embedding turns pairs of dimensions")
+        raise ConfigError(
+            f"{path}: head_dim={model.head_dim}: must be even, since rotary embedding turns pairs of dimensions"
+        )
     return model, max_position
 
 
@@ -155,11 +183,21 @@ def _read_rope(outer: _ConfigFields, max_position: int) -> RopeConfig:
     inner.refuse("partial_rotary_factor", 1.0)
     outer.refuse("partial_rotary_factor", 1.0)
     kind = parameters.get("rope_type", "default")
-    scaling = {"default": "none", "yarn": "yarn", "llama3": "llama3"}.get(kind) if isinstance(kind, str) else None
+    scaling = (
+        {"default": "none", "yarn": "yarn", "llama3": "llama3"}.get(kind)
+        if isinstance(kind, str)
+        else None
+    )
     if scaling is None:
-        outer.problems.append(f"{outer.path}: rope_type={_shown(kind)} is not supported; only default, yarn and llama3 are")
+        outer.problems.append(
+            f"{outer.path}: rope_type={_shown(kind)} is not supported; only default, yarn and llama3 are"
+        )
         scaling = "none"
-    original = inner.number("original_max_position_embeddings", int, max_position) if scaling != "none" else max_position
+    original = (
+        inner.number("original_max_position_embeddings", int, max_position)
+        if scaling != "none"
+        else max_position
+    )
     rope = RopeConfig(
         theta=inner.number("rope_theta", float, 10000.0),
         scaling=scaling,
@@ -191,7 +229,9 @@ def _rope_parameters(outer: _ConfigFields) -> dict[str, Any]:
                 if known is None:
                     found[key] = (name, value)
                 else:
-                    outer.problems.append(f"{outer.path}: {first}={known} and {name}={value} contradict each other; leave one value")
+                    outer.problems.append(
+                        f"{outer.path}: {first}={known} and {name}={value} contradict each other; leave one value"
+                    )
     return {key: value for key, (_, value) in found.items() if value is not None}
 
 
@@ -216,12 +256,20 @@ def _refuse_windows(fields: _ConfigFields, family: str) -> None:
     fields.refuse("use_sliding_window", False)
     if family == "mistral":
         if "sliding_window" not in fields.raw:
-            fields.problems.append(f"{fields.path}: sliding_window is missing, which means 4096 to transformers; only null is supported")
+            fields.problems.append(
+                f"{fields.path}: sliding_window is missing, which means 4096 to transformers; only null is supported"
+            )
         fields.refuse("sliding_window", None)
     kinds = fields.raw.get("layer_types")
-    other = next((kind for kind in kinds if kind != "full_attention"), None) if isinstance(kinds, list) else None
+    other = (
+        next((kind for kind in kinds if kind != "full_attention"), None)
+        if isinstance(kinds, list)
+        else None
+    )
     if other is not None:
-        fields.problems.append(f"{fields.path}: layer_types has {json.dumps(other)}, which is not supported; only full_attention is")
+        fields.problems.append(
+            f"{fields.path}: layer_types has {json.dumps(other)}, which is not supported; only full_attention is"
+        )
 
 
 def _usual_kv_heads(fields: _ConfigFields, family: str, num_heads: int) -> int:
@@ -233,7 +281,11 @@ def remarks(folder: Path) -> list[str]:
     """What a config.json asks of training or loading that mtrain leaves out, a line each. Raises ConfigError when it cannot be read."""
     path = folder / "config.json"
     raw = read_json(path)
-    lines = [f"{path}: {key}={raw[key]}: mtrain trains without dropout" for key in raw if key.endswith(("dropout", "_pdrop")) and raw[key]]
+    lines = [
+        f"{path}: {key}={raw[key]}: mtrain trains without dropout"
+        for key in raw
+        if key.endswith(("dropout", "_pdrop")) and raw[key]
+    ]
     if raw.get("auto_map"):
         lines.append(f"{path}: auto_map: the folder brings its own code, which mtrain does not run")
     return lines
@@ -241,17 +293,23 @@ def remarks(folder: Path) -> list[str]:
 
 def _refuse_other_yarn(fields: _ConfigFields, rope: RopeConfig) -> None:
     """Variants whose angles or temperature are not those of `rope.py`."""
-    from mtrain_cli.model.rope import attention_factor  # needs torch, which a command that only composes does not load
+    from mtrain_cli.model.rope import (
+        attention_factor,
+    )  # needs torch, which a command that only composes does not load
 
     assert isinstance(rope.factor, float)
     ours = attention_factor(rope, rope.factor)
     theirs = fields.raw.get("attention_factor")
-    if theirs is not None and not (isinstance(theirs, (int, float)) and math.isclose(theirs, ours, rel_tol=1e-6)):
+    if theirs is not None and not (
+        isinstance(theirs, (int, float)) and math.isclose(theirs, ours, rel_tol=1e-6)
+    ):
         fields.problems.append(
             f"{fields.path}: attention_factor={_shown(theirs)} is not supported; YaRN's own for this factor is {ours:.6g}"
         )
     if fields.raw.get("mscale") and fields.raw.get("mscale_all_dim"):
-        fields.problems.append(f"{fields.path}: mscale and mscale_all_dim are not supported; leave them out of rope_parameters")
+        fields.problems.append(
+            f"{fields.path}: mscale and mscale_all_dim are not supported; leave them out of rope_parameters"
+        )
     fields.refuse("truncate", True)
 
 
@@ -275,13 +333,24 @@ def config_json(model: ModelConfig, *, rope_factor: float, seq: int, dtype: str)
     stretched = rope.scaling != "none" and rope_factor > 1.0
     scaling: dict[str, Any] | None = None
     if stretched:
-        scaling = {"rope_type": rope.scaling, "factor": rope_factor, "original_max_position_embeddings": rope.original_max_position}
+        scaling = {
+            "rope_type": rope.scaling,
+            "factor": rope_factor,
+            "original_max_position_embeddings": rope.original_max_position,
+        }
         if rope.scaling == "yarn":
             scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
         else:
-            scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+            scaling |= {
+                "low_freq_factor": rope.low_freq_factor,
+                "high_freq_factor": rope.high_freq_factor,
+            }
     # transformers warns unless the ratio of the two lengths is YaRN's factor.
-    max_position = round(rope_factor * rope.original_max_position) if rope.scaling == "yarn" else max(seq, rope.original_max_position)
+    max_position = (
+        round(rope_factor * rope.original_max_position)
+        if rope.scaling == "yarn"
+        else max(seq, rope.original_max_position)
+    )
     return {
         "architectures": [ARCHITECTURES[model.family]],
         "model_type": model.family,

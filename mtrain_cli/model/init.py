@@ -29,7 +29,11 @@ def initialize(decoder: Decoder, seed: int, device: torch.device | None = None) 
         elif name.endswith(".bias"):
             nn.init.zeros_(parameter)
         else:
-            std = residual_std if name.endswith(("o_proj.weight", "down_proj.weight")) else decoder.model_config.init_std
+            std = (
+                residual_std
+                if name.endswith(("o_proj.weight", "down_proj.weight"))
+                else decoder.model_config.init_std
+            )
             _fill_normal(parameter, std, _seed_of(seed, name), device or parameter.device)
 
 
@@ -37,10 +41,16 @@ def initialize(decoder: Decoder, seed: int, device: torch.device | None = None) 
 def _fill_normal(parameter: Tensor, std: float, seed: int, device: torch.device) -> None:
     assert not parameter.is_meta, "call to_empty(device=...) before initialize"
     generator = torch.Generator(device).manual_seed(seed)
-    whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device).normal_(0.0, std, generator=generator).to(parameter.device)
+    whole = (
+        torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        .normal_(0.0, std, generator=generator)
+        .to(parameter.device)
+    )
     if isinstance(parameter, DTensor):
         # src_data_rank=None: nothing is sent, each worker cuts its shard from the matrix that it drew itself.
-        whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        whole = distribute_tensor(
+            whole, parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
     parameter.copy_(whole)
 
 

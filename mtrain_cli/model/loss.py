@@ -44,7 +44,9 @@ def fused_linear_cross_entropy(
     Never synchronises with a GPU. So a label outside [0, V) raises ValueError on the CPU, while on CUDA it makes the loss and that row's
     gradient NaN, which the trainer's check for non-finite steps reports.
     """
-    return with_z_loss(x_NC, weight_VC, labels_N, chunk_bytes, scale, 0.0, recompute=recompute, compile=compile)[0]
+    return with_z_loss(
+        x_NC, weight_VC, labels_N, chunk_bytes, scale, 0.0, recompute=recompute, compile=compile
+    )[0]
 
 
 def with_z_loss(
@@ -72,9 +74,15 @@ def with_z_loss(
         _check_labels(labels_N, vocab_size)
     rows = max(1, chunk_bytes // (accumulation(x_NC.dtype).itemsize * vocab_size))
     # A tensor, filled on the device: as a Python number it would be a constant of the compiled code, which a new value compiles again.
-    scale_tensor = scale if isinstance(scale, Tensor) else torch.full((), scale, dtype=accumulation(x_NC.dtype), device=x_NC.device)
+    scale_tensor = (
+        scale
+        if isinstance(scale, Tensor)
+        else torch.full((), scale, dtype=accumulation(x_NC.dtype), device=x_NC.device)
+    )
     how = _LossOptions(rows, float(z_loss), compile)
-    return _FusedLinearCrossEntropy.apply(x_NC, weight_VC, labels_N.long(), how, scale_tensor, torch.is_grad_enabled(), recompute)
+    return _FusedLinearCrossEntropy.apply(
+        x_NC, weight_VC, labels_N.long(), how, scale_tensor, torch.is_grad_enabled(), recompute
+    )
 
 
 @dataclass(frozen=True)
@@ -89,12 +97,21 @@ class _LossOptions:
 class _FusedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, how: _LossOptions, scale: Tensor, grad_enabled: bool, recompute: bool
+        ctx: Any,
+        x_NC: Tensor,
+        weight_VC: Tensor,
+        labels_N: Tensor,
+        how: _LossOptions,
+        scale: Tensor,
+        grad_enabled: bool,
+        recompute: bool,
     ) -> tuple[Tensor, Tensor]:
         needed = tuple(needed and grad_enabled for needed in ctx.needs_input_grad[:2])
         ctx.how, ctx.needed, ctx.recompute = how, needed, recompute
         with profiler_labels.labelled(profiler_labels.LOSS):
-            total, loss, dx_NC, dweight_VC = _chunks(x_NC, weight_VC, labels_N, how, scale, (False, False) if recompute else needed)
+            total, loss, dx_NC, dweight_VC = _chunks(
+                x_NC, weight_VC, labels_N, how, scale, (False, False) if recompute else needed
+            )
         if recompute:
             ctx.save_for_backward(x_NC, weight_VC, labels_N, scale)
         else:
@@ -108,14 +125,23 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         with profiler_labels.labelled(profiler_labels.LOSS):
             if ctx.recompute:
                 x_NC, weight_VC, labels_N, scale = ctx.saved_tensors
-                dx_NC, dweight_VC = _chunks(x_NC, weight_VC, labels_N, ctx.how, scale * grad, ctx.needed)[2:]
+                dx_NC, dweight_VC = _chunks(
+                    x_NC, weight_VC, labels_N, ctx.how, scale * grad, ctx.needed
+                )[2:]
             else:
-                dx_NC, dweight_VC = (None if gradient is None else gradient * grad for gradient in ctx.saved_tensors)
+                dx_NC, dweight_VC = (
+                    None if gradient is None else gradient * grad for gradient in ctx.saved_tensors
+                )
         return dx_NC, dweight_VC, None, None, None, None, None
 
 
 def _chunks(
-    x_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, how: _LossOptions, scale: Tensor, needed: tuple[bool, ...]
+    x_NC: Tensor,
+    weight_VC: Tensor,
+    labels_N: Tensor,
+    how: _LossOptions,
+    scale: Tensor,
+    needed: tuple[bool, ...],
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """-> loss with and without the z-loss, and the gradients of x and W that are ``needed``."""
     x_needed, weight_needed = needed
@@ -127,9 +153,13 @@ def _chunks(
     total = torch.zeros_like(loss)
     gradient_dtype = x_NC.dtype if x_needed or weight_needed else None
     row_losses = _compiled(gradient_dtype == dtype) if how.compile else _row_losses
-    for x_RC, labels_R, dx_RC in zip(x_NC.split(how.rows), labels_N.split(how.rows), dx_NC.split(how.rows), strict=True):
+    for x_RC, labels_R, dx_RC in zip(
+        x_NC.split(how.rows), labels_N.split(how.rows), dx_NC.split(how.rows), strict=True
+    ):
         logits_RV = _matmul(x_RC, weight_VC.t(), dtype)
-        loss_R, total_R, dlogits_RV = row_losses(logits_RV, labels_R, scale, gradient_dtype, how.z_loss)
+        loss_R, total_R, dlogits_RV = row_losses(
+            logits_RV, labels_R, scale, gradient_dtype, how.z_loss
+        )
         loss += loss_R.sum() * scale
         total += total_R.sum() * scale
         if x_needed:
@@ -137,11 +167,20 @@ def _chunks(
         if weight_needed:
             add_matmul(dweight_VC, dlogits_RV.t(), x_RC)
         del logits_RV, dlogits_RV  # or they would stand beside the next chunk's
-    return total, loss, dx_NC if x_needed else None, dweight_VC.to(weight_VC.dtype) if weight_needed else None
+    return (
+        total,
+        loss,
+        dx_NC if x_needed else None,
+        dweight_VC.to(weight_VC.dtype) if weight_needed else None,
+    )
 
 
 def _row_losses(
-    logits_RV: Tensor, labels_R: Tensor, scale: Tensor, gradient_dtype: torch.dtype | None, z_loss: float
+    logits_RV: Tensor,
+    labels_R: Tensor,
+    scale: Tensor,
+    gradient_dtype: torch.dtype | None,
+    z_loss: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Unscaled loss of every row without and with its z-loss, and ``scale`` times the gradient of the latter by the logits, in
     ``gradient_dtype`` (if None, something unspecified): softmax * (1 + 2 z_loss logsumexp) - one_hot.
@@ -153,16 +192,30 @@ def _row_losses(
     exponentials_RV = logits_RV.sub_(highest_R1)
     label_logit_R1 = exponentials_RV.gather(1, label_R1)
     sum_R1 = exponentials_RV.exp_().sum(dim=1, keepdim=True)
-    row = _row_terms(labels_R, logits_RV.shape[1], highest_R1, sum_R1, label_logit_R1, scale, z_loss)
+    row = _row_terms(
+        labels_R, logits_RV.shape[1], highest_R1, sum_R1, label_logit_R1, scale, z_loss
+    )
     if gradient_dtype is None:
         return row.loss_R, row.total_R, exponentials_RV
-    gradient_RV = exponentials_RV if gradient_dtype == logits_RV.dtype else torch.empty_like(logits_RV, dtype=gradient_dtype)
+    gradient_RV = (
+        exponentials_RV
+        if gradient_dtype == logits_RV.dtype
+        else torch.empty_like(logits_RV, dtype=gradient_dtype)
+    )
     torch.mul(exponentials_RV, row.factor_R1, out=gradient_RV)
-    return row.loss_R, row.total_R, gradient_RV.scatter_(1, label_R1, row.label_gradient_R1.to(gradient_dtype))
+    return (
+        row.loss_R,
+        row.total_R,
+        gradient_RV.scatter_(1, label_R1, row.label_gradient_R1.to(gradient_dtype)),
+    )
 
 
 def _row_losses_apart(
-    logits_RV: Tensor, labels_R: Tensor, scale: Tensor, gradient_dtype: torch.dtype | None, z_loss: float
+    logits_RV: Tensor,
+    labels_R: Tensor,
+    scale: Tensor,
+    gradient_dtype: torch.dtype | None,
+    z_loss: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`_row_losses` for a compiler, where the gradient has another dtype than the logits: exponentials are computed twice, never written.
     What overwrites its input would become, once compiled, a tensor of its own; this makes the gradient alone.
@@ -171,11 +224,21 @@ def _row_losses_apart(
     highest_R1 = logits_RV.amax(dim=1, keepdim=True)
     exponentials_RV = (logits_RV - highest_R1).exp()
     sum_R1 = exponentials_RV.sum(dim=1, keepdim=True)
-    row = _row_terms(labels_R, logits_RV.shape[1], highest_R1, sum_R1, logits_RV.gather(1, label_R1) - highest_R1, scale, z_loss)
+    row = _row_terms(
+        labels_R,
+        logits_RV.shape[1],
+        highest_R1,
+        sum_R1,
+        logits_RV.gather(1, label_R1) - highest_R1,
+        scale,
+        z_loss,
+    )
     if gradient_dtype is None:
         return row.loss_R, row.total_R, logits_RV[:0]
     is_label_RV = torch.arange(logits_RV.shape[1], device=logits_RV.device) == label_R1
-    gradient_RV = torch.where(is_label_RV, row.label_gradient_R1, exponentials_RV * row.factor_R1).to(gradient_dtype)
+    gradient_RV = torch.where(
+        is_label_RV, row.label_gradient_R1, exponentials_RV * row.factor_R1
+    ).to(gradient_dtype)
     return row.loss_R, row.total_R, gradient_RV
 
 
@@ -190,17 +253,27 @@ class _RowTerms:
 
 
 def _row_terms(
-    labels_R: Tensor, vocab_size: int, highest_R1: Tensor, sum_R1: Tensor, label_logit_R1: Tensor, scale: Tensor, z_loss: float
+    labels_R: Tensor,
+    vocab_size: int,
+    highest_R1: Tensor,
+    sum_R1: Tensor,
+    label_logit_R1: Tensor,
+    scale: Tensor,
+    z_loss: float,
 ) -> _RowTerms:
     """highest, sum: of logits, and of exp(logit - highest). label_logit: above the highest."""
     ignored_R1 = (labels_R == IGNORED)[:, None]
     inside_R1 = ((labels_R >= 0) & (labels_R < vocab_size))[:, None]
-    loss_R1 = torch.where(ignored_R1, 0.0, torch.where(inside_R1, sum_R1.log() - label_logit_R1, torch.nan))
+    loss_R1 = torch.where(
+        ignored_R1, 0.0, torch.where(inside_R1, sum_R1.log() - label_logit_R1, torch.nan)
+    )
     factor_R1 = torch.where(ignored_R1, 0.0, torch.where(inside_R1, scale / sum_R1, torch.nan))
     # The label's own: (softmax - one_hot) * sum, in full precision; rounding a probability near 1 first would lose the whole difference.
     label_exponential_R1 = label_logit_R1.exp()
     if not z_loss:
-        return _RowTerms(loss_R1[:, 0], loss_R1[:, 0], factor_R1, (label_exponential_R1 - sum_R1) * factor_R1)
+        return _RowTerms(
+            loss_R1[:, 0], loss_R1[:, 0], factor_R1, (label_exponential_R1 - sum_R1) * factor_R1
+        )
     logsumexp_R1 = sum_R1.log() + highest_R1
     total_R1 = loss_R1 + torch.where(ignored_R1, 0.0, z_loss * logsumexp_R1.square())
     weight_R1 = 1.0 + 2.0 * z_loss * logsumexp_R1
@@ -247,4 +320,6 @@ def _check_labels(labels_N: Tensor, vocab_size: int) -> None:
     outside_N = (labels_N != IGNORED) & ((labels_N < 0) | (labels_N >= vocab_size))
     if bool(outside_N.any()):
         row = int(outside_N.nonzero()[0])
-        raise ValueError(f"Label {int(labels_N[row])} of row {row} is outside the vocabulary of {vocab_size} tokens.")
+        raise ValueError(
+            f"Label {int(labels_N[row])} of row {row} is outside the vocabulary of {vocab_size} tokens."
+        )

@@ -42,7 +42,9 @@ def rope_factor(rope: RopeConfig, seq: int) -> float:
     except ValueError:
         factor = math.nan
     if not 1.0 <= factor < math.inf:
-        raise ConfigError(f"model.rope.factor={rope.factor}: must be auto or a number of at least 1")
+        raise ConfigError(
+            f"model.rope.factor={rope.factor}: must be auto or a number of at least 1"
+        )
     return factor
 
 
@@ -76,7 +78,11 @@ def _yarn_kept_share(rope: RopeConfig, head_dim: int) -> Tensor:
     """
 
     def dimension_that_turns(times: float) -> float:
-        return head_dim * math.log(rope.original_max_position / (times * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return (
+            head_dim
+            * math.log(rope.original_max_position / (times * 2 * math.pi))
+            / (2 * math.log(rope.theta))
+        )
 
     low = max(math.floor(dimension_that_turns(rope.beta_fast)), 0)
     high = min(math.ceil(dimension_that_turns(rope.beta_slow)), head_dim - 1)
@@ -87,19 +93,32 @@ def _yarn_kept_share(rope: RopeConfig, head_dim: int) -> Tensor:
 def _llama3_kept_share(rope: RopeConfig, plain_F: Tensor) -> Tensor:
     """As `_yarn_kept_share`, with a ramp that is linear in turns over the original length, from low_freq_factor to high_freq_factor."""
     turns_F = rope.original_max_position * plain_F / (2 * math.pi)
-    return ((turns_F - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
+    return (
+        (turns_F - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    ).clamp(0.0, 1.0)
 
 
-def rotation(positions_BN: Tensor, inverse_frequencies_F: Tensor, attention_factor: float) -> Rotation:
+def rotation(
+    positions_BN: Tensor, inverse_frequencies_F: Tensor, attention_factor: float
+) -> Rotation:
     """Cosine and sine for tokens at any integer positions, in any order; both tensors on one device.
 
     Angles are float64: at position 4M a float32 angle is off by up to a quarter of a radian, and q.k no longer depends on distance alone.
     """
     angles_BN1F = (positions_BN[..., None].double() * inverse_frequencies_F.double()).unsqueeze(-2)
-    return Rotation((angles_BN1F.cos() * attention_factor).float(), (angles_BN1F.sin() * attention_factor).float())
+    return Rotation(
+        (angles_BN1F.cos() * attention_factor).float(),
+        (angles_BN1F.sin() * attention_factor).float(),
+    )
 
 
 def rotate(x_BNHD: Tensor, cos_BN1F: Tensor, sin_BN1F: Tensor) -> Tensor:
     """Turn each pair (i, i + D/2) of every head by its token's angle; computed in float32, returned contiguous in x's dtype."""
     a, b = x_BNHD.chunk(2, dim=-1)
-    return torch.cat(((a * cos_BN1F - b * sin_BN1F).to(x_BNHD.dtype), (b * cos_BN1F + a * sin_BN1F).to(x_BNHD.dtype)), dim=-1)
+    return torch.cat(
+        (
+            (a * cos_BN1F - b * sin_BN1F).to(x_BNHD.dtype),
+            (b * cos_BN1F + a * sin_BN1F).to(x_BNHD.dtype),
+        ),
+        dim=-1,
+    )

@@ -16,7 +16,9 @@ def tile_rows(tokens: int, hidden: int, intermediate: int, itemsize: int, tile_b
     if not tile_bytes or tokens * row <= tile_bytes:
         return tokens
     least = min(tokens, -(-tokens * row // max(tile_bytes, row)))
-    tiles = next((n for n in range(least, least + max(1, least // 4) + 1) if tokens % n == 0), least)
+    tiles = next(
+        (n for n in range(least, least + max(1, least // 4) + 1) if tokens % n == 0), least
+    )
     rows = min(-(-tokens // tiles), max(1, tile_bytes // row))
     # Matrix products are fastest with whole tiles of their own.
     whole = -(-rows // _PRODUCT_ROWS) * _PRODUCT_ROWS

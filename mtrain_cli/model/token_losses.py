@@ -18,7 +18,13 @@ def token_losses(x_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, chunk_bytes:
     dtype = torch.float64 if x_NC.dtype == torch.float64 else torch.float32
     rows = max(1, chunk_bytes // (dtype.itemsize * weight_VC.shape[0]))
     losses_N = torch.zeros(labels_N.shape, dtype=dtype, device=x_NC.device)
-    for x_RC, labels_R, losses_R in zip(x_NC.split(rows), labels_N.split(rows), losses_N.split(rows), strict=True):
+    for x_RC, labels_R, losses_R in zip(
+        x_NC.split(rows), labels_N.split(rows), losses_N.split(rows), strict=True
+    ):
         logits_RV = (x_RC @ weight_VC.t()).to(dtype)
-        losses_R.copy_(functional.cross_entropy(logits_RV, labels_R.long(), ignore_index=IGNORED, reduction="none"))
+        losses_R.copy_(
+            functional.cross_entropy(
+                logits_RV, labels_R.long(), ignore_index=IGNORED, reduction="none"
+            )
+        )
     return losses_N

@@ -13,7 +13,11 @@ from typing import Any
 
 from mtrain_cli.config.schema import ConfigError
 
-TOKENIZER, TOKENIZER_CONFIG, GENERATION_CONFIG = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
+TOKENIZER, TOKENIZER_CONFIG, GENERATION_CONFIG = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+)
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NO_IDS: Mapping[str, Any] = dict.fromkeys(TOKEN_IDS)
 _FILES = (
@@ -50,14 +54,20 @@ class TokenizerFiles:
         if family != "qwen2" or own or "auto_map" in config or TOKENIZER not in self.files:
             return self
         config["auto_map"] = {"AutoTokenizer": [None, f"{_CODE.removesuffix('.py')}.AsItStands"]}
-        return replace(self, files={**self.files, TOKENIZER_CONFIG: _json(config), _CODE: _CODE_CONTENT})
+        return replace(
+            self, files={**self.files, TOKENIZER_CONFIG: _json(config), _CODE: _CODE_CONTENT}
+        )
 
     def write(self, folder: Path) -> None:
         """Write the files, and a generation_config.json that has the ids."""
         for name, content in self.files.items():
             (folder / name).write_bytes(content)
         before = _object(self.files.get(GENERATION_CONFIG, b"{}"))
-        ids = {key: value for key, value in self.ids.items() if value is not None and before.get(key) is None}
+        ids = {
+            key: value
+            for key, value in self.ids.items()
+            if value is not None and before.get(key) is None
+        }
         if not _names(before.get("eos_token_id"), self.ids["eos_token_id"]):
             ids["eos_token_id"] = self.ids["eos_token_id"]
         if ids:
@@ -71,7 +81,9 @@ def of_folder(folder: Path, eos: int | None = None) -> TokenizerFiles:
     """
     found = {name: _read(folder / name) for name in _FILES if (folder / name).is_file()}
     if not found.keys() - {GENERATION_CONFIG}:
-        raise ConfigError(f"{folder}: has no tokenizer files; a folder with tokenizer.json is expected")
+        raise ConfigError(
+            f"{folder}: has no tokenizer files; a folder with tokenizer.json is expected"
+        )
     ids = token_ids(folder)
     if TOKENIZER in found:
         found, ids = _completed(found, ids, _end_in(found, eos))
@@ -93,13 +105,26 @@ def of_bytes(bos: int, eos: int, pad: int) -> TokenizerFiles:
         for name, number in sorted(numbers.items(), key=lambda item: item[1])
     ]
     characters = _characters_of_bytes()
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    model = {"type": "BPE", "vocab": {character: byte for byte, character in enumerate(characters)}, "merges": []}
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": False,
+        "use_regex": False,
+    }
+    model = {
+        "type": "BPE",
+        "vocab": {character: byte for byte, character in enumerate(characters)},
+        "merges": [],
+    }
     content = {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None, "pre_tokenizer": byte_level,
         "post_processor": None, "decoder": byte_level, "model": model,
     }  # fmt: skip
-    files, ids = _completed({TOKENIZER: _json(content)}, {f"{name}_token_id": number for name, number in numbers.items()}, eos)
+    files, ids = _completed(
+        {TOKENIZER: _json(content)},
+        {f"{name}_token_id": number for name, number in numbers.items()},
+        eos,
+    )
     return TokenizerFiles("bytes", files, ids)
 
 
@@ -109,7 +134,9 @@ def token_ids(folder: Path) -> dict[str, Any]:
     return {key: config.get(key) for key in TOKEN_IDS}
 
 
-def _completed(files: Mapping[str, bytes], ids: Mapping[str, Any], eos: int | None) -> tuple[dict[str, bytes], dict[str, Any]]:
+def _completed(
+    files: Mapping[str, bytes], ids: Mapping[str, Any], eos: int | None
+) -> tuple[dict[str, bytes], dict[str, Any]]:
     """With a tokenizer_config.json that names the special tokens, and with ``eos`` unless it is one of the end tokens already.
 
     What ended the documents goes before a config.json that says otherwise: transformers writes 1 and 2 for some families when nobody
@@ -120,7 +147,10 @@ def _completed(files: Mapping[str, bytes], ids: Mapping[str, Any], eos: int | No
         return dict(files), ids
     names = {number: token for token, number in _added_tokens(files[TOKENIZER]).items()}
     # Only a class that takes a tokenizer.json as it stands: the one of an architecture would build its own pre-tokenizer around it.
-    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
     for key in TOKEN_IDS:
         first = ids[key][0] if isinstance(ids[key], list) and ids[key] else ids[key]
         if isinstance(first, int) and first in names:
@@ -131,23 +161,41 @@ def _completed(files: Mapping[str, bytes], ids: Mapping[str, Any], eos: int | No
 def _names(ids: object, wanted: object) -> bool:
     """Whether ``wanted``, one id or several or None, is among ``ids``."""
     known = ids if isinstance(ids, list) else [ids]
-    return wanted is None or wanted == ids or all(one in known for one in (wanted if isinstance(wanted, list) else [wanted]))
+    return (
+        wanted is None
+        or wanted == ids
+        or all(one in known for one in (wanted if isinstance(wanted, list) else [wanted]))
+    )
 
 
 def _end_in(files: Mapping[str, bytes], otherwise: int | None) -> int | None:
     """The id of the end token that tokenizer_config.json names."""
     named = _object(files.get(TOKENIZER_CONFIG, b"{}")).get("eos_token")
     named = named.get("content") if isinstance(named, dict) else named
-    return _added_tokens(files[TOKENIZER]).get(named, otherwise) if isinstance(named, str) else otherwise
+    return (
+        _added_tokens(files[TOKENIZER]).get(named, otherwise)
+        if isinstance(named, str)
+        else otherwise
+    )
 
 
 def _added_tokens(tokenizer: bytes) -> dict[str, int]:
     """Ids of all tokens of a tokenizer.json by name, as far as they stand in it plainly."""
     content = _object(tokenizer)
-    vocabulary = content.get("model", {}).get("vocab") if isinstance(content.get("model"), dict) else None
-    found = {str(token): number for token, number in vocabulary.items()} if isinstance(vocabulary, dict) else {}
+    vocabulary = (
+        content.get("model", {}).get("vocab") if isinstance(content.get("model"), dict) else None
+    )
+    found = (
+        {str(token): number for token, number in vocabulary.items()}
+        if isinstance(vocabulary, dict)
+        else {}
+    )
     if isinstance(vocabulary, list):  # Unigram: tokens with their scores
-        found = {str(entry[0]): number for number, entry in enumerate(vocabulary) if isinstance(entry, list) and entry}
+        found = {
+            str(entry[0]): number
+            for number, entry in enumerate(vocabulary)
+            if isinstance(entry, list) and entry
+        }
     added = content.get("added_tokens")
     for entry in added if isinstance(added, list) else []:
         if isinstance(entry, dict) and isinstance(entry.get("id"), int):

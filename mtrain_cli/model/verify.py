@@ -33,11 +33,15 @@ def require_transformers() -> str:
     try:
         import transformers
     except ModuleNotFoundError:
-        raise ConfigError(f"transformers is not installed, and verify compares with it; {install_command('hf')}") from None
+        raise ConfigError(
+            f"transformers is not installed, and verify compares with it; {install_command('hf')}"
+        ) from None
     return transformers.__version__
 
 
-def verify(folder: Path | str, tokens: int, report: Callable[[str], None] = lambda _: None, seed: int = 0) -> LogitAgreement:
+def verify(
+    folder: Path | str, tokens: int, report: Callable[[str], None] = lambda _: None, seed: int = 0
+) -> LogitAgreement:
     """Logits of ``tokens`` random tokens by the decoder and by transformers, in float32 on the CPU, from one Hugging Face folder.
 
     ``report`` is told what begins, since each half takes minutes for many tokens. Raises ConfigError if transformers is missing or the
@@ -48,17 +52,25 @@ def verify(folder: Path | str, tokens: int, report: Callable[[str], None] = lamb
 
     source = HuggingFaceFolder(folder)
     model = source.model
-    tokens_BN = torch.randint(model.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(seed))
+    tokens_BN = torch.randint(
+        model.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(seed)
+    )
     with torch.device("meta"):
         decoder = Decoder(
-            model, rope_factor=rope_factor(model.rope, source.max_position), loss_chunk_bytes=1, activation_checkpoint="none", compile=False
+            model,
+            rope_factor=rope_factor(model.rope, source.max_position),
+            loss_chunk_bytes=1,
+            activation_checkpoint="none",
+            compile=False,
         )
     decoder.to_empty(device="cpu")
     load_into(decoder, folder)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     with torch.inference_mode():
-        what = f"logits of {tokens:,} tokens through {model.num_layers} layers, in float32 on the CPU"
+        what = (
+            f"logits of {tokens:,} tokens through {model.num_layers} layers, in float32 on the CPU"
+        )
         report(f"1 of 2: mtrain's {what}")
         ours_BNV = decoder.logits(tokens_BN, torch.arange(tokens)[None], causal_attend)
         del decoder
@@ -79,7 +91,9 @@ def _opened_by_transformers(folder: Path | str) -> Any:
     try:
         # No code of the folder's own, and no pickled weights.
         safe = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
-        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **safe).eval()
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, **safe
+        ).eval()
     except Exception as error:
         said = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(
@@ -90,7 +104,9 @@ def _opened_by_transformers(folder: Path | str) -> Any:
 
 def compare(ours_BNV: Tensor, theirs_BNV: Tensor) -> LogitAgreement:
     """Largest absolute difference, largest absolute logit of theirs, and the mean over tokens of KL(theirs || ours) in nats."""
-    theirs_log, ours_log = (functional.log_softmax(logits.double(), dim=-1) for logits in (theirs_BNV, ours_BNV))
+    theirs_log, ours_log = (
+        functional.log_softmax(logits.double(), dim=-1) for logits in (theirs_BNV, ours_BNV)
+    )
     return LogitAgreement(
         tokens=ours_BNV.shape[0] * ours_BNV.shape[1],
         largest_difference=(ours_BNV - theirs_BNV).abs().max().item(),
@@ -102,4 +118,8 @@ def compare(ours_BNV: Tensor, theirs_BNV: Tensor) -> LogitAgreement:
 def causal_attend(q_BNHD: Tensor, k_BNKD: Tensor, v_BNKD: Tensor, layer: int) -> Tensor:  # noqa: ARG001
     """Causal attention of one whole sequence in its natural order, the same in every layer."""
     q, k, v = (x.transpose(1, 2) for x in (q_BNHD, k_BNKD, v_BNKD))
-    return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).contiguous()
+    return (
+        functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        .transpose(1, 2)
+        .contiguous()
+    )

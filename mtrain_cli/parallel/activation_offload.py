@@ -184,7 +184,9 @@ class ActivationOffload:
             torch.cuda.current_stream().wait_event(kept.copied)
 
 
-def _parts(tensor: torch.Tensor, blocks: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _parts(
+    tensor: torch.Tensor, blocks: list[torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The bytes of a contiguous tensor, part by part, each with as much of the block that holds it."""
     flat, at = tensor.view(-1).view(torch.uint8), 0
     for block in blocks:

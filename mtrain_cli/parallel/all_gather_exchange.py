@@ -17,7 +17,9 @@ from mtrain_cli.parallel.wide_copy import contiguous
 class AllGatherExchange(Exchange):
     """Keys and values are gathered in sequence order, one part of the heads after the other; their gradients return by reduce-scatter."""
 
-    def named_tiles(self, *, indexed: bool, forward_only: bool = False) -> set[tuple[Shards, Shards]]:  # noqa: ARG002 - the same for all
+    def named_tiles(
+        self, *, indexed: bool, forward_only: bool = False
+    ) -> set[tuple[Shards, Shards]]:  # noqa: ARG002 - the same for all
         return {((self.group.rank,), WHOLE_SEQUENCE)}
 
     def _tile(self, step: ScheduleStep) -> tuple[Shards, Shards]:
@@ -31,7 +33,9 @@ class AllGatherExchange(Exchange):
             for step, (keys, values) in self._gathered(mail, self.forward_steps, packed):
                 tiles = work.of(*self._tile(step), self._part(step))
                 with mail.span(ATTENTION):
-                    parts.append(kernel.forward(_heads(q, step.part, 2), keys, values, tiles, scale))
+                    parts.append(
+                        kernel.forward(_heads(q, step.part, 2), keys, values, tiles, scale)
+                    )
             outs, lses = zip(*parts, strict=True)
             with mail.span(ARRANGE):
                 out, lse = _joined(outs, 2), _joined(lses, 1)
@@ -49,14 +53,21 @@ class AllGatherExchange(Exchange):
                 tiles = work.of(*self._tile(step), self._part(step))
                 rows = (_heads(t, step.part, 2) for t in (dout, q))
                 with mail.span(ARRANGE):
-                    lse_part = _heads(lse, step.part, 1).contiguous()  # a copy where there are several sequences
+                    lse_part = _heads(
+                        lse, step.part, 1
+                    ).contiguous()  # a copy where there are several sequences
                 with mail.span(ATTENTION):
-                    dq, dk, dv = kernel.backward(*rows, keys, values, _heads(out, step.part, 2), lse_part, None, tiles, scale)
+                    dq, dk, dv = kernel.backward(
+                        *rows, keys, values, _heads(out, step.part, 2), lse_part, None, tiles, scale
+                    )
                 del keys, values, lse_part
                 if not step.send:
                     # Nothing leaves: what is made is put where it belongs at once.
                     with mail.span(ARRANGE):
-                        whole = whole or (dq if step.part[1] == 1 else torch.empty_like(q), torch.empty_like(packed))
+                        whole = whole or (
+                            dq if step.part[1] == 1 else torch.empty_like(q),
+                            torch.empty_like(packed),
+                        )
                         if step.part[1] > 1:
                             _heads(whole[0], step.part, 2).copy_(dq)
                         for own, made in zip(_heads(whole[1], step.part, 3), (dk, dv), strict=True):
@@ -75,7 +86,9 @@ class AllGatherExchange(Exchange):
         dk, dv = _own(gradients, packed)
         return _joined(queries, 2), dk, dv
 
-    def _gathered(self, mail: Transport, steps: Steps, packed: torch.Tensor) -> Iterator[tuple[ScheduleStep, list[torch.Tensor]]]:
+    def _gathered(
+        self, mail: Transport, steps: Steps, packed: torch.Tensor
+    ) -> Iterator[tuple[ScheduleStep, list[torch.Tensor]]]:
         """-> every step with its keys and values [batch, padded_seq, kv_heads of the part, head_dim], once they are complete. In a list,
         which may be emptied, since what is yielded would live on here.
         """
@@ -84,7 +97,11 @@ class AllGatherExchange(Exchange):
             mail.begin(at)
             for transfer in step.post:
                 # The second collective of a pair sends on what the first one brought.
-                mine = _heads(packed, transfer.part, 3) if transfer.after is None else coming[transfer.after][1]
+                mine = (
+                    _heads(packed, transfer.part, 3)
+                    if transfer.after is None
+                    else coming[transfer.after][1]
+                )
                 coming[transfer.number] = transfer, mail.gather(transfer, mine)
                 del mine  # or it would live on here
             for number in step.wait:
@@ -105,7 +122,12 @@ class AllGatherExchange(Exchange):
             yield step, gathered
 
     def _returned(
-        self, mail: Transport, sends: tuple[Transfer, ...], dk: torch.Tensor, dv: torch.Tensor, high: torch.dtype
+        self,
+        mail: Transport,
+        sends: tuple[Transfer, ...],
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        high: torch.dtype,
     ) -> torch.Tensor:
         """Begins to add up the gradients of all ranks; -> this rank's shard, complete when the pass has ended."""
         shape = (self.group.size, 2, dk.shape[0], self.layout.tokens_per_worker, *dk.shape[2:])

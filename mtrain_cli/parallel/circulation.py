@@ -38,7 +38,12 @@ class RunningAttention:
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         q = self._q
         if self._out is None or self._lse is None:
-            lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=self._high, device=q.device)
+            lse = torch.full(
+                (q.shape[0], q.shape[2], q.shape[1]),
+                float("-inf"),
+                dtype=self._high,
+                device=q.device,
+            )
             return torch.zeros_like(q), lse
         return self._out.to(q.dtype), self._lse
 
@@ -47,7 +52,13 @@ class CirculatingShards:
     """The shards that circulate in one pass: what is at hand, and when its buffer is free again."""
 
     def __init__(
-        self, buffers: Buffers, mail: Transport, steps: Steps, held: dict[int, torch.Tensor], payload: str, keep: int | None = None
+        self,
+        buffers: Buffers,
+        mail: Transport,
+        steps: Steps,
+        held: dict[int, torch.Tensor],
+        payload: str,
+        keep: int | None = None,
     ) -> None:
         """keep: a shard that stays at hand to the end."""
         self._buffers, self._mail, self._steps, self._payload = buffers, mail, steps, payload
@@ -80,7 +91,11 @@ class CirculatingShards:
 
     def end(self, at: int) -> None:
         """Frees what no later step uses, once it has been sent."""
-        for shard in [s for s in self._held if self._last_use.get(s, -1) <= at and s not in self._leaving.values()]:
+        for shard in [
+            s
+            for s in self._held
+            if self._last_use.get(s, -1) <= at and s not in self._leaving.values()
+        ]:
             if shard != self._keep:
                 self._free(shard)
 
@@ -101,9 +116,13 @@ class CirculatingGradients:
     def __init__(self, buffers: Buffers, mail: Transport) -> None:
         self._buffers, self._mail = buffers, mail
         self._parts: dict[int, torch.Tensor] = {}
-        self._under_way: dict[int, tuple[int, torch.Tensor, torch.Tensor]] = {}  # transfer -> shard that arrives, its buffer, what left
+        self._under_way: dict[
+            int, tuple[int, torch.Tensor, torch.Tensor]
+        ] = {}  # transfer -> shard that arrives, its buffer, what left
 
-    def fresh(self, shard: int, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def fresh(
+        self, shard: int, shape: torch.Size, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         """A buffer for this rank's part of a shard's gradient, to be filled at once."""
         assert shard not in self._parts
         self._parts[shard] = self._buffers.take(shape, dtype, device)
@@ -154,5 +173,7 @@ class QueryMessage:
     def unpack(self, packed: torch.Tensor) -> tuple[Any, ...]:
         """-> q, dout, out, lse, delta; None in place of out or delta, whichever did not travel."""
         places = zip(packed.split(self._room), self._sizes, self._shapes, strict=True)
-        q, dout, lse, last = (place[:n].view(dtype).view(shape) for place, n, (shape, dtype) in places)
+        q, dout, lse, last = (
+            place[:n].view(dtype).view(shape) for place, n, (shape, dtype) in places
+        )
         return (q, dout, last, lse, None) if self._needs_out else (q, dout, None, lse, last)

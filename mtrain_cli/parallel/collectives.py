@@ -9,11 +9,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_gather: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+_scatter: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 
 
-def all_gather(mine: torch.Tensor, workers: int, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+def all_gather(
+    mine: torch.Tensor, workers: int, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
     """mine [...], contiguous -> [workers, ...] in rank order, on every rank."""
     everyone = mine.new_empty(workers, *mine.shape)
     _gather(everyone.view(-1), mine.view(-1), group=group)
@@ -40,16 +46,25 @@ def share(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     padded = torch.nn.functional.pad(content, (0, longest - content.numel()))
     everyone = [torch.empty(longest, dtype=torch.uint8) for _ in range(workers)]
     dist.all_gather(everyone, padded, group=group)
-    return [json.loads(found[: int(size)].numpy().tobytes()) for found, size in zip(everyone, sizes, strict=True)]
+    return [
+        json.loads(found[: int(size)].numpy().tobytes())
+        for found, size in zip(everyone, sizes, strict=True)
+    ]
 
 
-def start_all_gather(mine: torch.Tensor, workers: int, group: dist.ProcessGroup | None = None) -> tuple[torch.Tensor, dist.Work]:
+def start_all_gather(
+    mine: torch.Tensor, workers: int, group: dist.ProcessGroup | None = None
+) -> tuple[torch.Tensor, dist.Work]:
     """As `all_gather`, complete once the work has been waited for."""
     everyone = mine.new_empty(workers, *mine.shape)
-    return everyone, _gather(everyone.view(-1), mine.contiguous().view(-1), group=group, async_op=True)
+    return everyone, _gather(
+        everyone.view(-1), mine.contiguous().view(-1), group=group, async_op=True
+    )
 
 
-def start_reduce_scatter(shards: torch.Tensor, group: dist.ProcessGroup | None = None) -> tuple[torch.Tensor, dist.Work]:
+def start_reduce_scatter(
+    shards: torch.Tensor, group: dist.ProcessGroup | None = None
+) -> tuple[torch.Tensor, dist.Work]:
     """As `reduce_scatter`, complete once the work has been waited for."""
     mine = torch.empty_like(shards[0])
     return mine, _scatter(mine.view(-1), shards.view(-1), group=group, async_op=True)

@@ -23,7 +23,9 @@ from mtrain_cli.parallel.recording import BACKWARD, FORWARD, INDEX, Recorder
 from mtrain_cli.parallel.transport import naming
 from mtrain_cli.sparsity.pattern import MaskedPositions, Pattern
 
-_COUNTED_AT_ONCE = 1 << 21  # diagonals and columns of all heads, each of which takes some 15 numbers of 8 bytes while they are counted
+_COUNTED_AT_ONCE = (
+    1 << 21
+)  # diagonals and columns of all heads, each of which takes some 15 numbers of 8 bytes while they are counted
 
 
 @dataclass(frozen=True)
@@ -89,17 +91,29 @@ class DynamicIndex:
             ValueError: the layout does not give every worker whole blocks of the pattern, as many to each.
         """
         request = pattern.request()
-        shards = None if layout is None else [layout.positions(rank) for rank in range(layout.workers)]
-        masked = MaskedPositions.make(masks, request.block, device, shards, make_index_group(group or ContextGroup.alone()))
+        shards = (
+            None if layout is None else [layout.positions(rank) for rank in range(layout.workers)]
+        )
+        masked = MaskedPositions.make(
+            masks, request.block, device, shards, make_index_group(group or ContextGroup.alone())
+        )
         work = MaskWork.make(masks, request.block, device, request.bitmap, masked.numbers)
         return DynamicIndex(pattern, masked, work, foreign_queries)
 
-    def of(self, layer: int, q: torch.Tensor, k: torch.Tensor, recorder: Recorder | None = None) -> Index:
+    def of(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, recorder: Recorder | None = None
+    ) -> Index:
         """The index of a layer: estimated once, then kept."""
         if layer not in self.kept:
             started = _now(q.device)
-            span = nvtx_ranges.span(INDEX, "", "", -1) if recorder is None or not recorder.recording else recorder.span(INDEX, -1)
-            come = naming(f"index, layer {layer}", "estimates", "the part of another worker did not come")
+            span = (
+                nvtx_ranges.span(INDEX, "", "", -1)
+                if recorder is None or not recorder.recording
+                else recorder.span(INDEX, -1)
+            )
+            come = naming(
+                f"index, layer {layer}", "estimates", "the part of another worker did not come"
+            )
             with torch.no_grad(), profiler_labels.labelled(profiler_labels.INDEX), span, come:
                 record_messages(self.masked.group, recorder)
                 index = self.pattern.estimate(q.detach(), k.detach(), self.masked, layer)
@@ -124,13 +138,19 @@ class DynamicIndex:
             self._count()
 
     def _count(self) -> None:
-        waiting = [(i, r.found) for i, r in enumerate(self.records) if isinstance(r.found, VerticalSlash)]
+        waiting = [
+            (i, r.found) for i, r in enumerate(self.records) if isinstance(r.found, VerticalSlash)
+        ]
         while waiting:
             # As many layers as the budget allows, with columns filled up to the widest.
             size = max(lines.slashes.numel() + lines.columns.numel() for _, lines in waiting)
             at_once = max(1, _COUNTED_AT_ONCE // size)
             these, waiting = waiting[:at_once], waiting[at_once:]
-            counts = VerticalSlash.joined([lines for _, lines in these]).counts(self.work).parts(len(these))
+            counts = (
+                VerticalSlash.joined([lines for _, lines in these])
+                .counts(self.work)
+                .parts(len(these))
+            )
             for (i, _), found in zip(these, counts, strict=True):
                 self.records[i] = replace(self.records[i], found=found)
 
@@ -162,7 +182,9 @@ class ContextAttention:
     early_work: ShardTiles | None = None
     kept: dict[int, tuple[Kept, ...]] = field(default_factory=dict, repr=False, compare=False)
     offload: ActivationOffload | None = None
-    narrowed: dict[int, tuple[ShardTiles, ShardTiles | None]] = field(default_factory=dict, repr=False, compare=False)
+    narrowed: dict[int, tuple[ShardTiles, ShardTiles | None]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @staticmethod
     def make(
@@ -183,29 +205,50 @@ class ContextAttention:
         """
         index = block = None
         if pattern is not None:
-            index = DynamicIndex.make(pattern, masks, device, exchange.layout, exchange.group, foreign_queries=exchange.foreign_queries)
+            index = DynamicIndex.make(
+                pattern,
+                masks,
+                device,
+                exchange.layout,
+                exchange.group,
+                foreign_queries=exchange.foreign_queries,
+            )
             block = pattern.request().block
         early = early_queries(exchange.queries, keep, block)
         if early == exchange.queries:
             return ContextAttention(exchange, kernel, exchange.work(masks, device, block), index)
         early_work = exchange.work(masks, device, block, early=early) if early else None
-        return ContextAttention(exchange, kernel, exchange.work(masks, device, block), index, early, early_work, offload=offload)
+        return ContextAttention(
+            exchange,
+            kernel,
+            exchange.work(masks, device, block),
+            index,
+            early,
+            early_work,
+            offload=offload,
+        )
 
     def again(self) -> ContextAttention:
         """For another batch under the same masks: nothing that this one estimated or kept is there."""
-        index = None if self.index is None else replace(self.index, kept={}, records=[], estimated=None)
+        index = (
+            None if self.index is None else replace(self.index, kept={}, records=[], estimated=None)
+        )
         return replace(self, index=index, kept={}, narrowed={})
 
     def keeping(self) -> ContextAttention:
         """The same batch, whose indices stay after the backward pass."""
-        return self if self.index is None else replace(self, index=replace(self.index, estimated={}))
+        return (
+            self if self.index is None else replace(self, index=replace(self.index, estimated={}))
+        )
 
     @property
     def pairs(self) -> float:
         """Query-key pairs that the masks leave this rank, per head and layer."""
         return self.exchange.pairs(self.work)
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int
+    ) -> torch.Tensor:
         """q [batch, tokens, heads, head_dim], k and v [batch, tokens, kv_heads, head_dim] of this rank -> out like q."""
         recorder = self.exchange.recorder
         # Without a computation or a message there is nothing to record.
@@ -217,13 +260,18 @@ class ContextAttention:
             work, early_work = self._narrowed(layer, q, k, recorder)
             return _Attend.apply(q, k, v, self, work, layer, early_work, torch.is_grad_enabled())
 
-    def _narrowed(self, layer: int, q: torch.Tensor, k: torch.Tensor, recorder: Recorder | None) -> tuple[ShardTiles, ShardTiles | None]:
+    def _narrowed(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, recorder: Recorder | None
+    ) -> tuple[ShardTiles, ShardTiles | None]:
         """Work and early work of a layer."""
         if self.index is None:
             return self.work, self.early_work
         index = self.index.of(layer, q, k, recorder)
         if layer not in self.narrowed:
-            self.narrowed[layer] = self.work.under(index), None if self.early_work is None else self.early_work.under(index)
+            self.narrowed[layer] = (
+                self.work.under(index),
+                None if self.early_work is None else self.early_work.under(index),
+            )
         return self.narrowed[layer]
 
     def done(self, layer: int) -> None:
@@ -243,23 +291,37 @@ class ContextAttention:
             return
         # Detached: the output of a differentiable call would keep all that it comes from.
         stays = [t.detach() for t in self.exchange.kept(saved, self.early)]
-        self.kept[layer] = tuple(stays if self.offload is None else [self.offload.put(layer, t) for t in stays])
+        self.kept[layer] = tuple(
+            stays if self.offload is None else [self.offload.put(layer, t) for t in stays]
+        )
 
     def kept_of(self, layer: int) -> tuple[torch.Tensor, ...]:
         """What stayed of a layer."""
-        return tuple(t.detach() if isinstance(t, torch.Tensor) else t.get() for t in self.kept[layer])
+        return tuple(
+            t.detach() if isinstance(t, torch.Tensor) else t.get() for t in self.kept[layer]
+        )
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, q, k, v, call: ContextAttention, work: ShardTiles, layer: int, early_work: ShardTiles | None = None, keep: bool = False
+        ctx,
+        q,
+        k,
+        v,
+        call: ContextAttention,
+        work: ShardTiles,
+        layer: int,
+        early_work: ShardTiles | None = None,
+        keep: bool = False,
     ):
         scale, what = call.scale(q.shape[-1]), f"layer {layer}"
         if layer in call.kept:
             assert call.early is not None
             early = early_work or work  # of no queries
-            out, saved = call.exchange.again(q, k, v, call.kept_of(layer), call.early, early, call.kernel, scale, what)
+            out, saved = call.exchange.again(
+                q, k, v, call.kept_of(layer), call.early, early, call.kernel, scale, what
+            )
         else:
             out, _, saved = call.exchange.forward(q, k, v, work, call.kernel, scale, what)
             if keep:
@@ -277,6 +339,8 @@ class _Attend(torch.autograd.Function):
             profiler_labels.labelled(profiler_labels.ATTENTION),
             nullcontext() if recorder is None else recorder.attention_pass(ctx.layer, BACKWARD),
         ):
-            gradients = call.exchange.backward(dout.contiguous(), saved, ctx.work, call.kernel, ctx.scale, f"layer {ctx.layer}")
+            gradients = call.exchange.backward(
+                dout.contiguous(), saved, ctx.work, call.kernel, ctx.scale, f"layer {ctx.layer}"
+            )
         call.done(ctx.layer)
         return *gradients, None, None, None, None, None

@@ -45,7 +45,9 @@ class ShardTiles:
     def under(self, index: Index | None) -> ShardTiles:
         return ShardTiles(self.tiles, index)
 
-    def of(self, queries: Shards, keys: Shards, part: tuple[int, int] = (0, 1), *, columns: bool = True) -> Tiles:
+    def of(
+        self, queries: Shards, keys: Shards, part: tuple[int, int] = (0, 1), *, columns: bool = True
+    ) -> Tiles:
         """part: (i, n), the i-th of n equal parts of the heads. columns: whether single columns of the index count, too."""
         tiles = self.tiles[queries, keys]
         if self.index is None:
@@ -65,8 +67,16 @@ class Exchange(ABC):
     part: (i, n), which part of the heads of the model its ranks work on, where others hold the rest.
     """
 
-    def __init__(self, layout: Layout, group: ContextGroup, schedule: Schedule, part: tuple[int, int] = (0, 1)) -> None:
-        assert layout.workers == group.size == schedule.workers, "A layout and a schedule are made for their context group."
+    def __init__(
+        self,
+        layout: Layout,
+        group: ContextGroup,
+        schedule: Schedule,
+        part: tuple[int, int] = (0, 1),
+    ) -> None:
+        assert layout.workers == group.size == schedule.workers, (
+            "A layout and a schedule are made for their context group."
+        )
         self.layout = layout
         self.group = group
         self.schedule = schedule
@@ -95,7 +105,9 @@ class Exchange(ABC):
         return False
 
     @abstractmethod
-    def named_tiles(self, *, indexed: bool, forward_only: bool = False) -> set[tuple[Shards, Shards]]:
+    def named_tiles(
+        self, *, indexed: bool, forward_only: bool = False
+    ) -> set[tuple[Shards, Shards]]:
         """Which tiles `forward`, and unless it is ``forward_only`` `backward`, ask for."""
 
     @property
@@ -109,7 +121,12 @@ class Exchange(ABC):
         return True
 
     def work(
-        self, masks: Sequence[SequenceMask], device: torch.device | str, block: int | None = None, *, early: int | None = None
+        self,
+        masks: Sequence[SequenceMask],
+        device: torch.device | str,
+        block: int | None = None,
+        *,
+        early: int | None = None,
     ) -> ShardTiles:
         """masks: one per sequence of the batch. block: of the dynamic index that will narrow it, if any. early: only what a forward pass
         of the first so many queries of this rank asks for.
@@ -120,18 +137,30 @@ class Exchange(ABC):
         named = sorted(self.named_tiles(indexed=block is not None, forward_only=early is not None))
         positions = {shards: self._positions(shards) for pair in named for shards in pair}
         everything = self._positions(WHOLE_SEQUENCE)
-        geometry = None if block is None else BlockGeometry.make(masks, everything, everything, block, device)
+        geometry = (
+            None
+            if block is None
+            else BlockGeometry.make(masks, everything, everything, block, device)
+        )
         tiles = {}
         for queries, keys in named:
             rows = positions[queries][:early]
             spans = [mask.spans(rows, positions[keys]) for mask in masks]
-            between = None if geometry is None else geometry.between(rows, positions[keys], masks[0].padded)
+            between = (
+                None
+                if geometry is None
+                else geometry.between(rows, positions[keys], masks[0].padded)
+            )
             tiles[queries, keys] = Tiles.make(spans, device, between)
         return ShardTiles(tiles)
 
     def pairs(self, work: ShardTiles) -> float:
         """Query-key pairs that the masks leave this rank, per head and layer; a pair for a part of the heads counts as that part."""
-        return sum(work.tiles[self._tile(step)].pairs / self._part(step)[1] for step in self.forward_steps if step.keys)
+        return sum(
+            work.tiles[self._tile(step)].pairs / self._part(step)[1]
+            for step in self.forward_steps
+            if step.keys
+        )
 
     @abstractmethod
     def _tile(self, step: ScheduleStep) -> tuple[Shards, Shards]:
@@ -150,12 +179,27 @@ class Exchange(ABC):
 
     @abstractmethod
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, work: ShardTiles, kernel: Kernel, scale: float, what: str = ""
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        work: ShardTiles,
+        kernel: Kernel,
+        scale: float,
+        what: str = "",
     ) -> tuple[torch.Tensor, torch.Tensor, Saved]:
         """-> out like q, lse, and what this rank saves for `backward`. what: for messages, such as ``layer 3``."""
 
     @abstractmethod
-    def backward(self, dout: torch.Tensor, saved: Saved, work: ShardTiles, kernel: Kernel, scale: float, what: str = "") -> Triple:
+    def backward(
+        self,
+        dout: torch.Tensor,
+        saved: Saved,
+        work: ShardTiles,
+        kernel: Kernel,
+        scale: float,
+        what: str = "",
+    ) -> Triple:
         """-> dq, dk, dv of this rank's own queries, keys and values."""
 
     def kept(self, saved: Saved, early: int) -> Saved:
@@ -191,7 +235,9 @@ class Exchange(ABC):
             keys, *columns = travelled or [torch.stack([k, v])]
             return out, (q, keys, out, lse, *columns)
         late, late_lse = kept
-        first, first_lse, saved = self.forward(q[:, :early].contiguous(), k, v, work, kernel, scale, what)
+        first, first_lse, saved = self.forward(
+            q[:, :early].contiguous(), k, v, work, kernel, scale, what
+        )
         out, lse = torch.cat([first, late], 1), torch.cat([first_lse, late_lse], 2)
         return out, (q, saved[1], out, lse, *saved[4:])
 

@@ -33,7 +33,9 @@ class ShardSizes:
         return 2 * rows * e * heads + 4 * self.tokens * heads + third
 
 
-def sent_bytes(transfer: Transfer, sizes: ShardSizes, *, first: bool = True, backward: bool = False) -> int:
+def sent_bytes(
+    transfer: Transfer, sizes: ShardSizes, *, first: bool = True, backward: bool = False
+) -> int:
     """Bytes that a rank sends; as many arrive. A collective counts as what has to cross at least: its own shard to every peer of a gather,
     the sum for every other peer of a reduce-scatter.
 
@@ -43,7 +45,9 @@ def sent_bytes(transfer: Transfer, sizes: ShardSizes, *, first: bool = True, bac
         peers = len(transfer.peers)
         kv_heads = max(sizes.kv_heads, peers)  # repeated where there are too few
         forward_heads = sizes.heads + 2 * kv_heads if first else sizes.heads
-        heads = (sizes.heads if first else sizes.heads + 2 * kv_heads) if backward else forward_heads
+        heads = (
+            (sizes.heads if first else sizes.heads + 2 * kv_heads) if backward else forward_heads
+        )
         return sizes.tokens * sizes.head_dim * sizes.dtype_bytes * heads * (peers - 1) // peers
     one = sizes.shard(transfer.payload, transfer.part)
     if transfer.kind == "all_gather":

@@ -34,11 +34,23 @@ def make_exchange(
     assert group.exchange is not None
     among = replace(options, workers=group.exchange.size, per_node=group.exchange.per_node, heads=1)
     part = (group.rank % group.heads, group.heads)
-    inner = _plain(Joined.of(layout, group.heads), group.exchange, make_schedule(name, among), part, shared_columns)
+    inner = _plain(
+        Joined.of(layout, group.heads),
+        group.exchange,
+        make_schedule(name, among),
+        part,
+        shared_columns,
+    )
     return UlyssesExchange(layout, group, schedule, inner)
 
 
-def _plain(layout: Layout, group: ContextGroup, schedule: Schedule, part: tuple[int, int], shared_columns: bool) -> Exchange:
+def _plain(
+    layout: Layout,
+    group: ContextGroup,
+    schedule: Schedule,
+    part: tuple[int, int],
+    shared_columns: bool,
+) -> Exchange:
     if schedule.exchange in ("ring", "hierarchical_ring"):
         return RingExchange(layout, group, schedule, part, shared_columns=shared_columns)
     return AllGatherExchange(layout, group, schedule, part)

@@ -41,7 +41,9 @@ class ExchangeChoice:
 
     def options(self, workers: int) -> ScheduleOptions:
         """For `schedule.make_schedule`, over a context group of so many workers."""
-        return ScheduleOptions(workers, self.per_node, self.chunks, self.prefetch, self.circulates, self.heads)
+        return ScheduleOptions(
+            workers, self.per_node, self.chunks, self.prefetch, self.circulates, self.heads
+        )
 
     @property
     def label(self) -> str:
@@ -97,7 +99,9 @@ def brief(label: str) -> str:
     return re.sub(r" \((\d+) parts of the heads\)$", r" in \1", label)
 
 
-def gathered_bytes(tokens: int, kv_heads: int, head_dim: int, dtype_bytes: int, chunks: int = 1) -> int:
+def gathered_bytes(
+    tokens: int, kv_heads: int, head_dim: int, dtype_bytes: int, chunks: int = 1
+) -> int:
     """Bytes that one layer's backward takes at most for gathered keys and values: these, their gradients, and float32 sums of them. chunks:
     parts of the heads that are gathered one after the other; keys and values of the next one are there while one is computed.
     """
@@ -115,7 +119,11 @@ def queries_bytes(needs: ExchangeNeeds) -> int:
     """The same for backward where queries travel: q, dout, lse, delta (or out, for kernels that derive it), and float32 dq
     (BurstEngine, section 3.1)."""
     row = needs.heads * needs.head_dim
-    travels = 2 * row * needs.dtype_bytes + 4 * needs.heads + (row * needs.dtype_bytes if needs.needs_out else 4 * needs.heads)
+    travels = (
+        2 * row * needs.dtype_bytes
+        + 4 * needs.heads
+        + (row * needs.dtype_bytes if needs.needs_out else 4 * needs.heads)
+    )
     return (needs.workers - 1) * needs.shard * (travels + row * _ACCUMULATION_BYTES)
 
 
@@ -130,7 +138,10 @@ def choose_exchange(topology: TopologyConfig, needs: ExchangeNeeds) -> ExchangeC
     heads = _head_ranks(topology, needs)
     left = needs.workers // heads
     if topology.exchange == "ulysses":
-        name, reason = "all_gather", "as configured: every worker computes whole sequences for its heads"
+        name, reason = (
+            "all_gather",
+            "as configured: every worker computes whole sequences for its heads",
+        )
     elif topology.exchange != "auto":
         name, reason = topology.exchange, "as configured"
     elif left == 1:
@@ -177,12 +188,16 @@ def _head_ranks(topology: TopologyConfig, needs: ExchangeNeeds) -> int:
 
 
 def _heads_fit(u: int, needs: ExchangeNeeds) -> bool:
-    whole_nodes = needs.workers <= needs.per_node or needs.per_node % u == 0 or u % needs.per_node == 0
+    whole_nodes = (
+        needs.workers <= needs.per_node or needs.per_node % u == 0 or u % needs.per_node == 0
+    )
     shared = needs.heads % u == 0 and (needs.kv_heads % u == 0 or u % needs.kv_heads == 0)
     return needs.workers % u == 0 and shared and whole_nodes
 
 
-def _fastest(topology: TopologyConfig, needs: ExchangeNeeds, left: int, heads: int) -> tuple[str, str]:
+def _fastest(
+    topology: TopologyConfig, needs: ExchangeNeeds, left: int, heads: int
+) -> tuple[str, str]:
     given = topology.chunks if isinstance(topology.chunks, int) else None
     chunks = given or _fewest_chunks(needs, heads)
     size = _gathered(needs, heads, chunks)
@@ -196,7 +211,10 @@ def _fastest(topology: TopologyConfig, needs: ExchangeNeeds, left: int, heads: i
         calls = f"one collective and one kernel call for each of {chunks} parts of the heads"
     # Parts that were asked for are parts of what is gathered.
     if size <= _GATHER_SHARE * memory or (given or 1) > 1:
-        return prefix + "all_gather", f"{calls}; gathered KV and dKV take {_readable(size)} at once{nodes}"
+        return (
+            prefix + "all_gather",
+            f"{calls}; gathered KV and dKV take {_readable(size)} at once{nodes}",
+        )
     return (
         prefix + "ring",
         f"gathered KV and dKV would take {_readable(size)} at once, over {_GATHER_SHARE:.0%} of {memory / 2**30:.0f} GiB{nodes}",
@@ -204,7 +222,10 @@ def _fastest(topology: TopologyConfig, needs: ExchangeNeeds, left: int, heads: i
 
 
 def _gathered(needs: ExchangeNeeds, heads: int, chunks: int) -> int:
-    return gathered_bytes(needs.tokens, needs.kv_heads, needs.head_dim, needs.dtype_bytes, chunks) // heads
+    return (
+        gathered_bytes(needs.tokens, needs.kv_heads, needs.head_dim, needs.dtype_bytes, chunks)
+        // heads
+    )
 
 
 def _fewest_chunks(needs: ExchangeNeeds, heads: int) -> int:
@@ -226,7 +247,9 @@ def _fewest_parts(needs: ExchangeNeeds) -> int:
     return next((n for n in ways if size // n <= most), ways[-1])
 
 
-def _chunks(topology: TopologyConfig, needs: ExchangeNeeds, name: str, left: int, heads: int) -> int:
+def _chunks(
+    topology: TopologyConfig, needs: ExchangeNeeds, name: str, left: int, heads: int
+) -> int:
     kv_heads = max(1, needs.kv_heads // heads)
     gathers = name in ("all_gather", "hierarchical_all_gather")
     if topology.chunks == "auto":
@@ -235,7 +258,9 @@ def _chunks(topology: TopologyConfig, needs: ExchangeNeeds, name: str, left: int
         return _fewest_chunks(needs, heads) if left > 1 else _fewest_parts(needs)
     assert isinstance(topology.chunks, int)
     if topology.chunks > 1 and not gathers:
-        raise ConfigError(f"topology.chunks={topology.chunks}: is for all_gather and hierarchical_all_gather, not {_asked(topology, name)}")
+        raise ConfigError(
+            f"topology.chunks={topology.chunks}: is for all_gather and hierarchical_all_gather, not {_asked(topology, name)}"
+        )
     if kv_heads % topology.chunks:
         allowed = ", ".join(str(n) for n in range(1, kv_heads + 1) if kv_heads % n == 0)
         raise ConfigError(
@@ -253,11 +278,20 @@ def _circulates(topology: TopologyConfig, needs: ExchangeNeeds, name: str) -> st
     rings = name in ("ring", "hierarchical_ring")
     bitmap = needs.index is not None and needs.index.bitmap
     if topology.circulates == "queries" and not rings:
-        raise ConfigError(f"topology.circulates=queries: is for ring and hierarchical_ring, not {_asked(topology, name)}")
+        raise ConfigError(
+            f"topology.circulates=queries: is for ring and hierarchical_ring, not {_asked(topology, name)}"
+        )
     if topology.circulates != "auto":
         return topology.circulates
     # Listed blocks of all queries would have to be gathered from the workers that chose them.
-    return QUERIES if rings and not bitmap and needs.workers > 1 and queries_bytes(needs) < keys_bytes(needs)[1] else KV
+    return (
+        QUERIES
+        if rings
+        and not bitmap
+        and needs.workers > 1
+        and queries_bytes(needs) < keys_bytes(needs)[1]
+        else KV
+    )
 
 
 def _shared_columns(topology: TopologyConfig, needs: ExchangeNeeds) -> bool:

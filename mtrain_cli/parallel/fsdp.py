@@ -20,7 +20,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 
 def shard_parameters(
-    decoder: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype, *, shard: str = "full", reduce_dtype: torch.dtype = torch.float32
+    decoder: nn.Module,
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype,
+    *,
+    shard: str = "full",
+    reduce_dtype: torch.dtype = torch.float32,
 ) -> None:
     """Shards a decoder in place, layer by layer. Parameters keep their dtype; they are gathered and used in compute_dtype.
 
@@ -29,7 +34,9 @@ def shard_parameters(
     ``optimizer``, where it is reduce_dtype (or the compute dtype if that is the same).
     """
     policy = MixedPrecisionPolicy(
-        param_dtype=None if compute_dtype == torch.float32 else compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+        param_dtype=None if compute_dtype == torch.float32 else compute_dtype,
+        reduce_dtype=reduce_dtype,
+        cast_forward_inputs=False,
     )
     # None: layers are given back after forward, the root is not.
     reshard = None if shard == "full" else False
@@ -67,7 +74,10 @@ def unit_parameters(decoder: nn.Module) -> list[list[nn.Parameter]]:
     """The parameters of each layer, and last those of the rest, in the order in which FSDP2 packs their gradients."""
     layers = [list(layer.parameters()) for layer in decoder.layers]  # type: ignore[union-attr, arg-type]
     inside = {id(parameter) for layer in layers for parameter in layer}
-    return [*layers, [parameter for parameter in decoder.parameters() if id(parameter) not in inside]]
+    return [
+        *layers,
+        [parameter for parameter in decoder.parameters() if id(parameter) not in inside],
+    ]
 
 
 def on_reduced_gradients(decoder: nn.Module, hook: Callable[[int, Tensor], None]) -> None:

@@ -58,7 +58,9 @@ class DistributedIndexGroup:
             return
         self._messages += 1
         number = UNSCHEDULED - self._messages
-        message = MessageTag(CONTEXT, INDEX, sent=nbytes, received=nbytes, number=number, peers=self.ranks)
+        message = MessageTag(
+            CONTEXT, INDEX, sent=nbytes, received=nbytes, number=number, peers=self.ranks
+        )
         recorder.posted(-1, message)
         with recorder.span(WAIT, -1, message):
             yield
@@ -83,10 +85,21 @@ def gathered(index: BlockBitmap, masked: MaskedPositions) -> BlockBitmap:
     """The rows of all workers, from those that each estimated for its own queries."""
     if masked.group.size == 1:
         return index
-    bits = masked.group.gather(index.bits.to(torch.uint8)).bool().movedim(0, 2).flatten(2, 3)  # [batch, heads, workers * held, blocks]
+    bits = (
+        masked.group.gather(index.bits.to(torch.uint8)).bool().movedim(0, 2).flatten(2, 3)
+    )  # [batch, heads, workers * held, blocks]
     order = to_device(np.argsort(np.concatenate(masked.shards)), bits.device)
     whole = BlockBitmap.whole(index.block, bits.index_select(2, order))
     if not isinstance(index, GatedBitmap):
         return whole
-    gates = masked.group.gather(index.gates).movedim(0, 2).flatten(2, 3).unflatten(2, (-1, index.block))
-    return GatedBitmap(whole.block, whole.blocks, whole.bits, whole.rows, gates.index_select(2, order).flatten(2, 3), index.chunk)
+    gates = (
+        masked.group.gather(index.gates).movedim(0, 2).flatten(2, 3).unflatten(2, (-1, index.block))
+    )
+    return GatedBitmap(
+        whole.block,
+        whole.blocks,
+        whole.bits,
+        whole.rows,
+        gates.index_select(2, order).flatten(2, 3),
+        index.chunk,
+    )

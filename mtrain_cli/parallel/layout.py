@@ -61,7 +61,9 @@ class Layout(ABC):
         """The inverse of `to_sequence`; a view where the layout allows it."""
         from mtrain_cli.parallel.wide_copy import as_wide
 
-        return self._to_shards(as_wide(sequence) if sequence.ndim > 2 else sequence).view(sequence.dtype)
+        return self._to_shards(as_wide(sequence) if sequence.ndim > 2 else sequence).view(
+            sequence.dtype
+        )
 
     def copy_to_shards(self, sequence: torch.Tensor, shards: torch.Tensor) -> None:
         """`to_shards`, into a tensor that there is, of any dtype."""
@@ -110,7 +112,9 @@ class Zigzag(Layout):
     def positions(self, rank: int) -> NDArray[np.int64]:
         part = self.tokens_per_worker // 2
         mirrored = 2 * self.workers - 1 - rank
-        front, back = (np.arange(c * part, (c + 1) * part, dtype=np.int64) for c in (rank, mirrored))
+        front, back = (
+            np.arange(c * part, (c + 1) * part, dtype=np.int64) for c in (rank, mirrored)
+        )
         return np.concatenate([front, back])
 
     def _to_sequence(self, shards: torch.Tensor) -> torch.Tensor:
@@ -123,7 +127,9 @@ class Zigzag(Layout):
         import torch
 
         parts = sequence.unflatten(1, (2 * self.workers, -1)).transpose(0, 1)
-        return torch.stack([parts[: self.workers], parts[self.workers :].flip(0)], dim=2).flatten(2, 3)
+        return torch.stack([parts[: self.workers], parts[self.workers :].flip(0)], dim=2).flatten(
+            2, 3
+        )
 
 
 class Striped(Layout):
@@ -171,7 +177,9 @@ class Joined(Layout):
 
     @staticmethod
     def of(base: Layout, together: int) -> Joined:
-        return Joined(base.workers // together, base.seq, base.block_size, base.unit, base, together)
+        return Joined(
+            base.workers // together, base.seq, base.block_size, base.unit, base, together
+        )
 
     @property
     def _unit(self) -> int:

@@ -73,7 +73,9 @@ def make_context_group(
     whole = {WHOLE: make([range(cp)])} if cp > 1 else {}
     if heads == 1:
         made = _channels(make, [list(range(cp))], per_node, channels)
-        group = ContextGroup(rank - first, tuple(range(first, first + cp)), per_node, {**whole, **made})
+        group = ContextGroup(
+            rank - first, tuple(range(first, first + cp)), per_node, {**whole, **made}
+        )
     else:
         # Places in the head groups: place p of every head group exchanges keys with place p of the others.
         places = [list(range(p, cp, heads)) for p in range(heads)]
@@ -89,8 +91,18 @@ def make_context_group(
             {k: v for k, v in made.items() if v},
         )
         trading = {(HEADS, False): make([range(g, g + heads) for g in range(0, cp, heads)])}
-        group = ContextGroup(rank - first, tuple(range(first, first + cp)), per_node, {**whole, **trading}, heads, exchange)
-    for process_group in [*group.channels.values(), *(group.exchange.channels.values() if group.exchange else ())]:
+        group = ContextGroup(
+            rank - first,
+            tuple(range(first, first + cp)),
+            per_node,
+            {**whole, **trading},
+            heads,
+            exchange,
+        )
+    for process_group in [
+        *group.channels.values(),
+        *(group.exchange.channels.values() if group.exchange else ()),
+    ]:
         # The first message builds the connections; a collective makes that happen on all ranks at once.
         dist.all_reduce(torch.zeros(1, device=device), group=process_group)
     return group
@@ -119,13 +131,24 @@ class _GroupMaker:
         return mine
 
 
-def _channels(make: _GroupMaker, sets: Sequence[list[int]], per_node: int, names: Sequence[str]) -> dict[Channel, dist.ProcessGroup]:
+def _channels(
+    make: _GroupMaker, sets: Sequence[list[int]], per_node: int, names: Sequence[str]
+) -> dict[Channel, dist.ProcessGroup]:
     """Communicators of the named channels among each of the sets, whose nodes hold per_node consecutive members each."""
     size = len(sets[0])
     whole_nodes = [members[n : n + per_node] for members in sets for n in range(0, size, per_node)]
     counterparts = [members[local::per_node] for members in sets for local in range(per_node)]
-    among = {CONTEXT: (sets, size), INNER: (whole_nodes, per_node), OUTER: (counterparts, size // per_node)}
-    return {(name, gradients): make(among[name][0]) for name in names if among[name][1] > 1 for gradients in (False, True)}
+    among = {
+        CONTEXT: (sets, size),
+        INNER: (whole_nodes, per_node),
+        OUTER: (counterparts, size // per_node),
+    }
+    return {
+        (name, gradients): make(among[name][0])
+        for name in names
+        if among[name][1] > 1
+        for gradients in (False, True)
+    }
 
 
 def make_parameter_mesh(world: int, device: str) -> DeviceMesh:

@@ -10,7 +10,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 DOMAIN = "mtrain"
-COLORS = {"attention": "green", "columns": "cyan", "wait": "red", "index": "yellow", "merge": "blue", "arrange": "purple"}
+COLORS = {
+    "attention": "green",
+    "columns": "cyan",
+    "wait": "red",
+    "index": "yellow",
+    "merge": "blue",
+    "arrange": "purple",
+}
 
 
 class NvtxRanges:
@@ -25,7 +32,9 @@ class NvtxRanges:
         key = name, step
         if key not in self._attributes:
             color = COLORS.get(kind, "gray")
-            self._attributes[key] = self._domain.get_event_attributes(message=name, color=color, category=kind, payload=step)
+            self._attributes[key] = self._domain.get_event_attributes(
+                message=name, color=color, category=kind, payload=step
+            )
         self._domain.push_range(self._attributes[key])
         try:
             yield

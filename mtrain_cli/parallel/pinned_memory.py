@@ -22,7 +22,9 @@ import torch
 ARENA = 256 << 20  # bytes that are pinned at once, for small requests
 _ALONE = 32 << 20  # requests from here on have a mapping of their own
 _HUGE = 2 << 20
-_LARGE = 16 << 20  # requests from here on share arenas with one another only, since smaller ones would leave gaps between them
+_LARGE = (
+    16 << 20
+)  # requests from here on share arenas with one another only, since smaller ones would leave gaps between them
 _ALIGN = 256  # as torch's own allocators align: more than any element or any copy engine asks for
 _MOST_THREADS = 16
 _WIPE_ON_FORK = 18  # MADV_WIPEONFORK of Linux 4.14, which mmap does not name
@@ -41,7 +43,9 @@ class PinnedMemory:
         self.device = device
         self.mapped = 0
         self.registers = True
-        self._rest: dict[bool, torch.Tensor] = {}  # of the arenas at hand, for large and for small requests
+        self._rest: dict[
+            bool, torch.Tensor
+        ] = {}  # of the arenas at hand, for large and for small requests
 
     def empty(self, size: int) -> torch.Tensor:
         """uint8 tensor of ``size`` bytes, whatever they are.
@@ -103,7 +107,9 @@ class _Mapping(mmap.mmap):
 
 def touching_threads() -> int:
     """Threads for one GPU's memory: the processor cores of this process, of which each GPU that it sees has its share."""
-    return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count())))
+    return max(
+        1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count()))
+    )
 
 
 def touch(memory: np.ndarray, threads: int) -> None:
@@ -127,7 +133,9 @@ def register(address: int, size: int, device: torch.device) -> bool:
     if int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE)) == 0:
         return True
     with suppress(RuntimeError):
-        torch.zeros(1, device=device)  # CUDA keeps the error for whoever asks next, which is torch behind its next launch
+        torch.zeros(
+            1, device=device
+        )  # CUDA keeps the error for whoever asks next, which is torch behind its next launch
     return False
 
 

@@ -12,7 +12,10 @@ from torch.autograd import profiler
 
 PREFIX = "mtrain."
 ATTENTION, INDEX, LOSS, OPTIMIZER = "attention", "index", "loss", "optimizer"
-STEP, CLOSING = "step", "closing"  # a whole step, and in it the wait for the device that the measurement itself adds
+STEP, CLOSING = (
+    "step",
+    "closing",
+)  # a whole step, and in it the wait for the device that the measurement itself adds
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 

@@ -23,7 +23,15 @@ Moment = torch.cuda.Event | float
 
 # Kinds of span on the stream that computes, none of which overlap: `arrange` is what else a pass computes, such as copies into sequence
 # order and sums over rows; `gap` is what is left of a step, such as the time of launching kernels.
-INDEX, WAIT, ATTENTION, COLUMNS, MERGE, ARRANGE, GAP = "index", "wait", "attention", "columns", "merge", "arrange", "gap"
+INDEX, WAIT, ATTENTION, COLUMNS, MERGE, ARRANGE, GAP = (
+    "index",
+    "wait",
+    "attention",
+    "columns",
+    "merge",
+    "arrange",
+    "gap",
+)
 # Messages under way beside it; and what contains the others: all of one iteration, and one pass of the attention of a layer.
 SEND, RECEIVE, ITERATION, PASS = "send", "receive", "iteration", "pass"
 COMPUTING = (INDEX, WAIT, ATTENTION, COLUMNS, MERGE, ARRANGE, GAP)
@@ -78,7 +86,9 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._spans: list[tuple[str, int, int, str, int, MessageTag, Moment, Moment]] = []
-        self._under_way: dict[int, tuple[int, MessageTag, Moment]] = {}  # transfers: step in which it was posted, what, when
+        self._under_way: dict[
+            int, tuple[int, MessageTag, Moment]
+        ] = {}  # transfers: step in which it was posted, what, when
         self._pool: list[torch.cuda.Event] = []
         self._watchers: dict[tuple[str, bool, bool], torch.cuda.Stream] = {}
         self._zero: tuple[Moment, float, float] | None = None
@@ -133,7 +143,9 @@ class Recorder:
             # Recomputation ends by an exception when it has what it is there for.
             self._layer, self._direction = before
 
-    def span(self, kind: str, step: int, message: MessageTag = NOTHING) -> AbstractContextManager[None]:
+    def span(
+        self, kind: str, step: int, message: MessageTag = NOTHING
+    ) -> AbstractContextManager[None]:
         """What is queued inside, or on a CPU done, is one span of the pass at hand."""
         return self._timed(kind, step, message) if self.recording else nullcontext()
 
@@ -179,7 +191,9 @@ class Recorder:
             self._add(kind, step, message, began, ended)
 
     def _add(self, kind: str, step: int, message: MessageTag, began: Moment, ended: Moment) -> None:
-        self._spans.append((kind, self._micro, self._layer, self._direction, step, message, began, ended))
+        self._spans.append(
+            (kind, self._micro, self._layer, self._direction, step, message, began, ended)
+        )
 
     def read(self) -> list[Span]:
         """Ends the recording; waits until everything recorded has happened."""
@@ -198,7 +212,9 @@ class Recorder:
         for kind, micro, layer, direction, step, message, began, ended in self._spans:
             anchor, at = anchors.get((micro, layer, direction), (zero, host))
             start = at if anchor is began else at + _between(anchor, began)
-            found.append(Span(kind, micro, layer, direction, step, message, start, _between(began, ended)))
+            found.append(
+                Span(kind, micro, layer, direction, step, message, start, _between(began, ended))
+            )
             used.update({id(m): m for m in (began, ended) if isinstance(m, torch.cuda.Event)})
         self._pool += used.values()
         self._spans.clear()
@@ -228,7 +244,11 @@ def with_gaps(spans: list[Span]) -> list[Span]:
     """
     waits = sorted((s for s in spans if s.kind == WAIT), key=lambda s: s.start)
     starts = [s.start for s in waits]
-    found = [part for span in spans for part in (_without(span, waits, starts) if span.kind in (INDEX, ARRANGE) else (span,))]
+    found = [
+        part
+        for span in spans
+        for part in (_without(span, waits, starts) if span.kind in (INDEX, ARRANGE) else (span,))
+    ]
     passes: dict[tuple[int, int, str], list[Span]] = {}
     for span in found:
         if span.kind in COMPUTING or span.kind == PASS:

@@ -8,7 +8,12 @@ import torch.distributed as dist
 from mtrain_cli.attention.kernel import accumulation_dtype, row_delta
 from mtrain_cli.attention.shared_columns import SharedColumns
 from mtrain_cli.launch import progress_record
-from mtrain_cli.parallel.circulation import CirculatingGradients, CirculatingShards, QueryMessage, RunningAttention
+from mtrain_cli.parallel.circulation import (
+    CirculatingGradients,
+    CirculatingShards,
+    QueryMessage,
+    RunningAttention,
+)
 from mtrain_cli.parallel.exchange import WHOLE_SEQUENCE, Exchange, Shards, ShardTiles
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.mesh import ContextGroup
@@ -24,7 +29,13 @@ class RingExchange(Exchange):
     """
 
     def __init__(
-        self, layout: Layout, group: ContextGroup, schedule: Schedule, part: tuple[int, int] = (0, 1), *, shared_columns: bool = True
+        self,
+        layout: Layout,
+        group: ContextGroup,
+        schedule: Schedule,
+        part: tuple[int, int] = (0, 1),
+        *,
+        shared_columns: bool = True,
     ) -> None:
         super().__init__(layout, group, schedule, part)
         self.shared_columns = shared_columns and group.size > 1
@@ -42,7 +53,9 @@ class RingExchange(Exchange):
     def _keys_are_own(self) -> bool:
         return self.group.size == 1
 
-    def named_tiles(self, *, indexed: bool, forward_only: bool = False) -> set[tuple[Shards, Shards]]:
+    def named_tiles(
+        self, *, indexed: bool, forward_only: bool = False
+    ) -> set[tuple[Shards, Shards]]:
         named = self.forward_steps if forward_only else (*self.forward_steps, *self.backward_steps)
         steps = {self._tile(step) for step in named if step.keys}
         # Shared columns are seen by the queries at hand among all keys.
@@ -61,7 +74,9 @@ class RingExchange(Exchange):
                 with mail.span(ARRANGE):
                     columns.gather(packed, mail)
             (last,) = self.schedule.keeps[self.group.rank]
-            travel = CirculatingShards(self.buffers, mail, self.forward_steps, {self.group.rank: packed}, KV, keep=last)
+            travel = CirculatingShards(
+                self.buffers, mail, self.forward_steps, {self.group.rank: packed}, KV, keep=last
+            )
             for at, step in enumerate(self.forward_steps):
                 mail.begin(at)
                 keys = travel.begin(at)
@@ -75,7 +90,11 @@ class RingExchange(Exchange):
                 if at == 0 and columns is not None:
                     packed_columns = columns.awaited(mail)
                     with mail.span(COLUMNS):
-                        total.continued(*kernel.forward_columns(q, packed_columns, columns.shared, scale, total.partial()))
+                        total.continued(
+                            *kernel.forward_columns(
+                                q, packed_columns, columns.shared, scale, total.partial()
+                            )
+                        )
                 travel.end(at)
             kept = travel.kept()
             with mail.span(ARRANGE):
@@ -94,10 +113,25 @@ class RingExchange(Exchange):
             else:
                 assert delta is not None
                 with mail.span(COLUMNS):
-                    dq, of_columns = kernel.backward_columns(dout, q, gathered[0], lse, delta, columns.shared, scale)
+                    dq, of_columns = kernel.backward_columns(
+                        dout, q, gathered[0], lse, delta, columns.shared, scale
+                    )
                 columns.give_back(of_columns, mail)
-            run = self._backward_of_queries if self.schedule.circulates == QUERIES else self._backward_of_keys
-            gradient = run(mail, (q, dout, out, lse, delta), kept, dq, work, kernel, scale, with_columns=columns is None)
+            run = (
+                self._backward_of_queries
+                if self.schedule.circulates == QUERIES
+                else self._backward_of_keys
+            )
+            gradient = run(
+                mail,
+                (q, dout, out, lse, delta),
+                kept,
+                dq,
+                work,
+                kernel,
+                scale,
+                with_columns=columns is None,
+            )
             if columns is not None:
                 columns.awaited(mail)
                 with mail.span(COLUMNS):
@@ -124,7 +158,9 @@ class RingExchange(Exchange):
                 gradient.zero_()
             else:
                 with mail.span(ATTENTION):
-                    part_q, part_k, part_v = kernel.backward(dout, q, packed[0], packed[1], out, lse, delta, tiles, scale)
+                    part_q, part_k, part_v = kernel.backward(
+                        dout, q, packed[0], packed[1], out, lse, delta, tiles, scale
+                    )
                 with mail.span(MERGE):
                     dq += part_q
                     gradient[0].copy_(part_k)
@@ -139,7 +175,9 @@ class RingExchange(Exchange):
         steps = self.backward_steps
         with mail.span(ARRANGE):
             message = QueryMessage(rows, needs_out=kernel.needs_out)
-        travel = CirculatingShards(self.buffers, mail, steps, {self.group.rank: message.packed}, QUERIES)
+        travel = CirculatingShards(
+            self.buffers, mail, steps, {self.group.rank: message.packed}, QUERIES
+        )
         sums = CirculatingGradients(self.buffers, mail)
         gradient = self.buffers.like(kept, dq.dtype).zero_()
         for at, step in enumerate(steps):
@@ -153,7 +191,9 @@ class RingExchange(Exchange):
                 else:
                     q, dout, out, lse, delta = message.unpack(bundle)
                     with mail.span(ATTENTION):
-                        part_q, part_k, part_v = kernel.backward(dout, q, kept[0], kept[1], out, lse, delta, tiles, scale)
+                        part_q, part_k, part_v = kernel.backward(
+                            dout, q, kept[0], kept[1], out, lse, delta, tiles, scale
+                        )
                     with mail.span(MERGE):
                         their.copy_(part_q)
                         gradient[0] += part_k
@@ -182,7 +222,9 @@ class _Columns:
         """None where steps compute the columns themselves, or there are none."""
         if not exchange.shared_columns or work.index is None:
             return None
-        whole, own = (work.of(exchange.own, keys, exchange.part) for keys in (WHOLE_SEQUENCE, exchange.own))
+        whole, own = (
+            work.of(exchange.own, keys, exchange.part) for keys in (WHOLE_SEQUENCE, exchange.own)
+        )
         shared = SharedColumns.make(whole, own)
         return None if shared is None else _Columns(shared, exchange.group, what)
 
@@ -201,7 +243,12 @@ class _Columns:
         """What was begun, complete."""
         assert self._tensor is not None
         if self._work is not None:
-            come = naming(self._what, f"waits for {self._group.size} ranks", "they did not come together", progress_record.SEVERAL)
+            come = naming(
+                self._what,
+                f"waits for {self._group.size} ranks",
+                "they did not come together",
+                progress_record.SEVERAL,
+            )
             with come:
                 mail.wait_for(self._work)
             self._work = None

@@ -16,8 +16,18 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-CONTEXT, INNER, OUTER = "context", "inner", "outer"  # all ranks; those of a node; counterparts, one of each node
-KV, DKV, QUERIES, DQ, HEADS = "kv", "dkv", "queries", "dq", "heads"  # payloads; heads is a channel too
+CONTEXT, INNER, OUTER = (
+    "context",
+    "inner",
+    "outer",
+)  # all ranks; those of a node; counterparts, one of each node
+KV, DKV, QUERIES, DQ, HEADS = (
+    "kv",
+    "dkv",
+    "queries",
+    "dq",
+    "heads",
+)  # payloads; heads is a channel too
 GRADIENTS = (DKV, DQ)
 
 
@@ -132,7 +142,10 @@ class Schedule:
     def crosses_nodes(self, rank: int, transfer: Transfer) -> bool:
         """Whether a transfer of a rank leaves or enters its node."""
         others = transfer.peers if transfer.kind != "p2p" else (transfer.to, transfer.source)
-        return any(other is not None and other // self.per_node != rank // self.per_node for other in others)
+        return any(
+            other is not None and other // self.per_node != rank // self.per_node
+            for other in others
+        )
 
 
 @dataclass(frozen=True)
@@ -159,7 +172,9 @@ def make_schedule(exchange: str, options: ScheduleOptions) -> Schedule:
         ValueError: there is no such exchange, or the numbers do not fit together.
     """
     if exchange not in EXCHANGES:
-        raise ValueError(f"topology.exchange={exchange}: no such exchange; allowed: auto, {', '.join(EXCHANGES)}")
+        raise ValueError(
+            f"topology.exchange={exchange}: no such exchange; allowed: auto, {', '.join(EXCHANGES)}"
+        )
     workers, heads = options.workers, options.heads
     if workers % heads:
         raise ValueError(f"{heads} ranks that share heads do not divide {workers} workers.")
@@ -171,10 +186,14 @@ def make_schedule(exchange: str, options: ScheduleOptions) -> Schedule:
         return _EXCHANGES[exchange](options)
     groups = workers // heads
     if options.per_node % heads and heads % options.per_node:
-        raise ValueError(f"{heads} ranks that share heads do not fit {options.per_node} ranks a node.")
+        raise ValueError(
+            f"{heads} ranks that share heads do not fit {options.per_node} ranks a node."
+        )
     # Neighbours share heads, so a node holds this many of the groups between which keys move.
     per_node = min(groups, max(1, options.per_node // heads))
-    return _share_heads(_EXCHANGES[exchange](replace(options, workers=groups, per_node=per_node, heads=1)), options)
+    return _share_heads(
+        _EXCHANGES[exchange](replace(options, workers=groups, per_node=per_node, heads=1)), options
+    )
 
 
 def all_gather(options: ScheduleOptions) -> Schedule:
@@ -186,7 +205,9 @@ def hierarchical_all_gather(options: ScheduleOptions) -> Schedule:
     """Each rank pulls the shards of its counterparts from the other nodes, then shares them inside its node: between nodes every shard
     crosses once a node, over as many links as a node has ranks.
     """
-    return _gather("hierarchical_all_gather", options, nodes=-(-options.workers // options.per_node))
+    return _gather(
+        "hierarchical_all_gather", options, nodes=-(-options.workers // options.per_node)
+    )
 
 
 def _gather(name: str, options: ScheduleOptions, nodes: int) -> Schedule:
@@ -194,16 +215,32 @@ def _gather(name: str, options: ScheduleOptions, nodes: int) -> Schedule:
     everyone = tuple(range(workers))
     per_node = workers // nodes
 
-    def collectives(rank: int, payload: str, part: tuple[int, int], number: count[int]) -> tuple[Transfer, ...]:
+    def collectives(
+        rank: int, payload: str, part: tuple[int, int], number: count[int]
+    ) -> tuple[Transfer, ...]:
         gathers = payload == KV
         kind = "all_gather" if gathers else "reduce_scatter"
 
         def collective(
-            peers: tuple[int, ...], holds: tuple[int, ...], all_of_them: tuple[int, ...], channel: str, after: int | None = None
+            peers: tuple[int, ...],
+            holds: tuple[int, ...],
+            all_of_them: tuple[int, ...],
+            channel: str,
+            after: int | None = None,
         ):
             others = tuple(s for s in all_of_them if s not in holds)
             sends, receives = (holds, others) if gathers else (others, holds)
-            return Transfer(next(number), kind, payload, channel, sends, receives, peers=peers, after=after, part=part)
+            return Transfer(
+                next(number),
+                kind,
+                payload,
+                channel,
+                sends,
+                receives,
+                peers=peers,
+                after=after,
+                part=part,
+            )
 
         if 1 in (nodes, per_node):
             return (collective(everyone, (rank,), everyone, CONTEXT),)
@@ -229,13 +266,23 @@ def _gather(name: str, options: ScheduleOptions, nodes: int) -> Schedule:
             gradients = collectives(rank, DKV, (c, chunks), number) if backward else ()
             posted = (*ready, *following) if c == 0 else following
             result.append(
-                ScheduleStep((rank,), everyone, (c, chunks), (ready[-1].number,), posted, tuple(t.number for t in before), gradients)
+                ScheduleStep(
+                    (rank,),
+                    everyone,
+                    (c, chunks),
+                    (ready[-1].number,),
+                    posted,
+                    tuple(t.number for t in before),
+                    gradients,
+                )
             )
             ready, before = following, gradients
         return tuple(result)
 
     forward, backward = (PerRank(workers, partial(steps, backward=b)) for b in (False, True))
-    return Schedule(name, workers, options.per_node, forward, backward, PerRank(workers, lambda r: (r,)))
+    return Schedule(
+        name, workers, options.per_node, forward, backward, PerRank(workers, lambda r: (r,))
+    )
 
 
 def ring(options: ScheduleOptions) -> Schedule:
@@ -251,7 +298,9 @@ def hierarchical_ring(options: ScheduleOptions) -> Schedule:
 
 
 def _rings(name: str, options: ScheduleOptions, nodes: int) -> Schedule:
-    rings = _Rings(nodes, options.workers // nodes, options.prefetch, CONTEXT if name == "ring" else INNER)
+    rings = _Rings(
+        nodes, options.workers // nodes, options.prefetch, CONTEXT if name == "ring" else INNER
+    )
     queries, workers = options.circulates == QUERIES, options.workers
     forward = PerRank(workers, rings.forward)
     backward = PerRank(workers, rings.backward_of_queries if queries else rings.backward_of_keys)
@@ -289,19 +338,35 @@ class _Rings:
         to_inner, from_inner = self.rank(node, local - 1), self.rank(node, local + 1)
         to_outer, from_outer = self.rank(node - 1, local), self.rank(node + 1, local)
         inner: list[Transfer] = []  # on the way to this rank, to be added in the next step
-        outer: list[Transfer] = []  # on the way to this rank, to be added at the end of the next phase
+        outer: list[
+            Transfer
+        ] = []  # on the way to this rank, to be added at the end of the next phase
         for at, step in enumerate(steps):
             phase, turn = divmod(at, self.size)
             collect, inner = inner, []
             send = []
             now = step.keys[0]
             if turn < self.size - 1:
-                inner = [self._hop(number, DKV, self.inner, now, steps[at + 1].keys[0], to_inner, from_inner)]
+                inner = [
+                    self._hop(
+                        number, DKV, self.inner, now, steps[at + 1].keys[0], to_inner, from_inner
+                    )
+                ]
                 send = inner
             else:
                 collect, outer = collect + outer, []
                 if phase < self.nodes - 1:
-                    outer = [self._hop(number, DKV, OUTER, now, self.rank(node + phase + 2, local), to_outer, from_outer)]
+                    outer = [
+                        self._hop(
+                            number,
+                            DKV,
+                            OUTER,
+                            now,
+                            self.rank(node + phase + 2, local),
+                            to_outer,
+                            from_outer,
+                        )
+                    ]
                     send = outer
             steps[at] = replace(step, collect=tuple(t.number for t in collect), send=tuple(send))
         return tuple(steps)
@@ -325,26 +390,57 @@ class _Rings:
             send: list[Transfer] = []
             if turn > 0:
                 inner = [
-                    self._hop(number, DQ, self.inner, steps[at].queries[0], self.rank(node - phase, local - turn - 1), to_inner, from_inner)
+                    self._hop(
+                        number,
+                        DQ,
+                        self.inner,
+                        steps[at].queries[0],
+                        self.rank(node - phase, local - turn - 1),
+                        to_inner,
+                        from_inner,
+                    )
                 ]
                 send = inner
             elif phase > 0:
-                collect, outer, send = self._hand_on(number, phase - 1, node, local, collect + outer, to_outer, from_outer)
-            steps[at] = replace(steps[at], collect=tuple(t.number for t in collect), send=tuple(send))
-        collect, outer, send = self._hand_on(number, self.nodes - 1, node, local, inner + outer, to_outer, from_outer)
+                collect, outer, send = self._hand_on(
+                    number, phase - 1, node, local, collect + outer, to_outer, from_outer
+                )
+            steps[at] = replace(
+                steps[at], collect=tuple(t.number for t in collect), send=tuple(send)
+            )
+        collect, outer, send = self._hand_on(
+            number, self.nodes - 1, node, local, inner + outer, to_outer, from_outer
+        )
         if collect or send:
-            steps.append(ScheduleStep((), (), collect=tuple(t.number for t in collect), send=tuple(send)))
+            steps.append(
+                ScheduleStep((), (), collect=tuple(t.number for t in collect), send=tuple(send))
+            )
         if outer:
             steps.append(ScheduleStep((), (), collect=tuple(t.number for t in outer)))
         return tuple(steps)
 
     def _hand_on(
-        self, number: count[int], phase: int, node: int, local: int, collect: list[Transfer], to: int, source: int
+        self,
+        number: count[int],
+        phase: int,
+        node: int,
+        local: int,
+        collect: list[Transfer],
+        to: int,
+        source: int,
     ) -> tuple[list[Transfer], list[Transfer], list[Transfer]]:
         """At the end of a phase of queries -> what is added first, what comes from the node before, and what is sent."""
         if phase == 0:
             return collect, [], []
-        hop = self._hop(number, DQ, OUTER, self.rank(node - phase, local), self.rank(node - phase - 1, local), to, source)
+        hop = self._hop(
+            number,
+            DQ,
+            OUTER,
+            self.rank(node - phase, local),
+            self.rank(node - phase - 1, local),
+            to,
+            source,
+        )
         return collect, [hop], [hop]
 
     def _travel(self, rank: int, payload: str, direction: int, first: int) -> Steps:
@@ -359,7 +455,10 @@ class _Rings:
         base: Transfer | None = None  # brings the first shard of the next phase
         for phase in range(self.nodes):
             from_node = node - direction * (phase + first)
-            shards = [self.rank(from_node, local - direction * (turn + first)) for turn in range(self.size)]
+            shards = [
+                self.rank(from_node, local - direction * (turn + first))
+                for turn in range(self.size)
+            ]
             arrived = base
             waits: list[list[int]] = [[] for _ in shards]
             posts: list[list[Transfer]] = [[] for _ in shards]
@@ -374,7 +473,9 @@ class _Rings:
             to, source = self.rank(node, local + direction), self.rank(node, local - direction)
             before = arrived
             for turn in range(1, self.size):
-                before = self._hop(number, payload, self.inner, shards[turn - 1], shards[turn], to, source, before)
+                before = self._hop(
+                    number, payload, self.inner, shards[turn - 1], shards[turn], to, source, before
+                )
                 posts[max(0, turn - self.prefetch)].append(before)
                 waits[turn].append(before.number)
             for shard, wait, post in zip(shards, waits, posts, strict=True):
@@ -383,10 +484,28 @@ class _Rings:
         return tuple(steps)
 
     def _hop(
-        self, number: count[int], payload: str, channel: str, sent: int, received: int, to: int, source: int, before: Transfer | None = None
+        self,
+        number: count[int],
+        payload: str,
+        channel: str,
+        sent: int,
+        received: int,
+        to: int,
+        source: int,
+        before: Transfer | None = None,
     ) -> Transfer:
         after = None if before is None else before.number
-        return Transfer(next(number), "p2p", payload, channel, (sent,), (received,), to=to, source=source, after=after)
+        return Transfer(
+            next(number),
+            "p2p",
+            payload,
+            channel,
+            (sent,),
+            (received,),
+            to=to,
+            source=source,
+            after=after,
+        )
 
 
 def _numbers_after(steps: list[ScheduleStep]) -> count[int]:
@@ -418,7 +537,9 @@ def _share_heads(inner: Schedule, options: ScheduleOptions) -> Schedule:
                 to=rank(t.to),
                 source=rank(t.source),
                 peers=tuple(p * heads + place for p in t.peers),
-                after=0 if t.after is None else t.after + 1,  # nothing moves before the heads are there
+                after=0
+                if t.after is None
+                else t.after + 1,  # nothing moves before the heads are there
                 part=part(t.part),
             )
 
@@ -438,13 +559,26 @@ def _share_heads(inner: Schedule, options: ScheduleOptions) -> Schedule:
             for s in steps
         ]
         peers = members((group,))
-        trade = Transfer(0, "all_to_all", HEADS, HEADS, (group * heads + place,), peers, peers=peers, part=(place, heads))
+        trade = Transfer(
+            0,
+            "all_to_all",
+            HEADS,
+            HEADS,
+            (group * heads + place,),
+            peers,
+            peers=peers,
+            part=(place, heads),
+        )
         result[0] = replace(result[0], post=(trade, *result[0].post), wait=(0, *result[0].wait))
-        back = replace(trade, number=sum(len(s.transfers) for s in result), sends=peers, receives=trade.sends)
+        back = replace(
+            trade, number=sum(len(s.transfers) for s in result), sends=peers, receives=trade.sends
+        )
         return (*result, ScheduleStep((), (), post=(back,), wait=(back.number,)))
 
     def spread(of_groups: Sequence[Steps]) -> Sequence[Steps]:
-        return PerRank(options.workers, lambda r: lifted(of_groups[r // heads], r // heads, r % heads))
+        return PerRank(
+            options.workers, lambda r: lifted(of_groups[r // heads], r // heads, r % heads)
+        )
 
     return Schedule(
         inner.exchange,

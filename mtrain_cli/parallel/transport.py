@@ -54,7 +54,9 @@ class Buffers:
     """
 
     def __init__(self) -> None:
-        self._free: dict[tuple[torch.Size, torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
+        self._free: dict[tuple[torch.Size, torch.dtype, torch.device], list[torch.Tensor]] = (
+            defaultdict(list)
+        )
 
     def take(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Uninitialised."""
@@ -129,7 +131,9 @@ class Transport:
             mine = contiguous(mine)
             others = mine.nbytes * (len(transfer.peers) - 1)
             self._posts(transfer, others, others)
-            everyone, work = start_all_gather(mine, len(transfer.peers), self.group.channel(transfer.channel, transfer.payload))
+            everyone, work = start_all_gather(
+                mine, len(transfer.peers), self.group.channel(transfer.channel, transfer.payload)
+            )
             self._works[transfer.number], self._held[transfer.number] = [work], mine
         self._watch(transfer)
         return everyone
@@ -139,7 +143,9 @@ class Transport:
         with self._begun(transfer):
             others = shards.nbytes // len(shards) * (len(transfer.peers) - 1)
             self._posts(transfer, others, others)
-            mine, work = start_reduce_scatter(shards, self.group.channel(transfer.channel, transfer.payload))
+            mine, work = start_reduce_scatter(
+                shards, self.group.channel(transfer.channel, transfer.payload)
+            )
             self._works[transfer.number], self._held[transfer.number] = [work], shards
         self._watch(transfer)
         return mine
@@ -151,14 +157,25 @@ class Transport:
         with self._begun(transfer):
             message = self._posts(transfer, others, others)
             with self.span(WAIT, message), self._come(transfer.number):
-                dist.all_to_all_single(arrived, parts, group=self.group.channel(transfer.channel, transfer.payload))
+                dist.all_to_all_single(
+                    arrived, parts, group=self.group.channel(transfer.channel, transfer.payload)
+                )
         if self.recorder is not None:
             self.recorder.arrived(transfer.number)
         return arrived
 
-    def add_up(self, tensor: torch.Tensor, link: str, payload: str, group: dist.ProcessGroup | None) -> dist.Work:
+    def add_up(
+        self, tensor: torch.Tensor, link: str, payload: str, group: dist.ProcessGroup | None
+    ) -> dist.Work:
         """Begins to add up a tensor over a group, beside the schedule and one at a time. Complete after `wait_for`."""
-        message = MessageTag(link, payload, sent=tensor.nbytes, received=tensor.nbytes, number=UNSCHEDULED, peers=self.group.ranks)
+        message = MessageTag(
+            link,
+            payload,
+            sent=tensor.nbytes,
+            received=tensor.nbytes,
+            number=UNSCHEDULED,
+            peers=self.group.ranks,
+        )
         self._messages[UNSCHEDULED] = message
         if self.recorder is not None:
             self.recorder.posted(self.at, message)
@@ -195,10 +212,25 @@ class Transport:
     def _posts(self, transfer: Transfer, sent: int, received: int) -> MessageTag:
         """Notes that a transfer is posted now. sent, received: bytes."""
         ranks = self.group.ranks
-        shard, leaving = (transfer.receives[0], transfer.sends[0]) if transfer.kind == "p2p" else (-1, -1)
-        to, source = (-1 if rank is None else ranks[rank] for rank in (transfer.to, transfer.source))
+        shard, leaving = (
+            (transfer.receives[0], transfer.sends[0]) if transfer.kind == "p2p" else (-1, -1)
+        )
+        to, source = (
+            -1 if rank is None else ranks[rank] for rank in (transfer.to, transfer.source)
+        )
         peers = tuple(ranks[peer] for peer in transfer.peers)
-        message = MessageTag(transfer.channel, transfer.payload, shard, leaving, to, source, sent, received, transfer.number, peers)
+        message = MessageTag(
+            transfer.channel,
+            transfer.payload,
+            shard,
+            leaving,
+            to,
+            source,
+            sent,
+            received,
+            transfer.number,
+            peers,
+        )
         self._messages[transfer.number] = message
         if self.recorder is not None:
             self.recorder.posted(self.at, message)
@@ -215,7 +247,9 @@ class Transport:
         """
         self._transfers[transfer.number] = transfer
         works = self._works.get(transfer.after, []) if transfer.after is not None else []
-        with naming(self._where, f"posts {transfer.payload}", f"{transfer.payload} could not be posted"):
+        with naming(
+            self._where, f"posts {transfer.payload}", f"{transfer.payload} could not be posted"
+        ):
             if not works:
                 yield
             elif not torch.cuda.is_available() or not torch.cuda.is_initialized():
@@ -240,12 +274,19 @@ class Transport:
         t = self._transfers[number]
         assert t.to is not None
         peer = self.group.ranks[t.to]
-        return naming(self._where, f"waits for rank {peer} to take {t.payload}", f"rank {peer} did not take {t.payload}", peer)
+        return naming(
+            self._where,
+            f"waits for rank {peer} to take {t.payload}",
+            f"rank {peer} did not take {t.payload}",
+            peer,
+        )
 
     def _come(self, number: int) -> AbstractContextManager[None]:
         t = self._transfers[number]
         peer = progress_record.SEVERAL if t.source is None else self.group.ranks[t.source]
-        message = f"{t.payload} " + (f"among {len(t.peers)} ranks" if t.source is None else f"from rank {peer}")
+        message = f"{t.payload} " + (
+            f"among {len(t.peers)} ranks" if t.source is None else f"from rank {peer}"
+        )
         return naming(self._where, f"waits for {message}", f"{message} did not come", peer)
 
 

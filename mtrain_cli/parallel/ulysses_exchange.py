@@ -21,7 +21,9 @@ class UlyssesExchange(Exchange):
     as one (DeepSpeed-Ulysses, arXiv:2309.14509). Where there are fewer key-value heads than ranks, they are repeated.
     """
 
-    def __init__(self, layout: Layout, group: ContextGroup, schedule: Schedule, inner: Exchange) -> None:
+    def __init__(
+        self, layout: Layout, group: ContextGroup, schedule: Schedule, inner: Exchange
+    ) -> None:
         super().__init__(layout, group, schedule)
         self.inner = inner
         self.heads = group.heads
@@ -71,7 +73,9 @@ class UlyssesExchange(Exchange):
         return self.inner.pairs(work)
 
     def forward(self, q, k, v, work, kernel, scale, what=""):
-        return self._traded(q, k, v, what, lambda q, k, v: self.inner.forward(q, k, v, work, kernel, scale, what))
+        return self._traded(
+            q, k, v, what, lambda q, k, v: self.inner.forward(q, k, v, work, kernel, scale, what)
+        )
 
     def kept(self, saved, early):
         return self.inner.kept(saved, early)
@@ -99,25 +103,37 @@ class UlyssesExchange(Exchange):
     def backward(self, dout, saved, work, kernel, scale, what=""):
         with self._mail(what, BACKWARD) as mail:
             mail.begin(0)
-            (mine,) = self._to_heads(mail, self.backward_steps[0].post[0], [_heads_for(dout, self.heads)])
+            (mine,) = self._to_heads(
+                mail, self.backward_steps[0].post[0], [_heads_for(dout, self.heads)]
+            )
             gradients = self.inner.backward(mine, saved, work, kernel, scale, what)
             mail.begin(len(self.backward_steps) - 1)
             dq, dk, dv = self._to_tokens(mail, self.backward_steps[-1].post[0], list(gradients))
         return dq.flatten(2, 3), _added(dk, self._kv_heads), _added(dv, self._kv_heads)
 
-    def _to_heads(self, mail: Transport, transfer: Transfer, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _to_heads(
+        self, mail: Transport, transfer: Transfer, tensors: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
         """tensors [ranks, batch, tokens, heads of the rank, head_dim] -> [batch, tokens of all ranks ascending, heads, head_dim]."""
         with mail.span(ARRANGE):
             together = torch.cat(tensors, 3)
         arrived = mail.trade(transfer, together)
         with mail.span(ARRANGE):
-            whole = arrived.transpose(0, 1).flatten(1, 2).index_select(1, self._on(self._order, arrived.device))
+            whole = (
+                arrived.transpose(0, 1)
+                .flatten(1, 2)
+                .index_select(1, self._on(self._order, arrived.device))
+            )
             return [t.contiguous() for t in whole.split([t.shape[3] for t in tensors], 2)]
 
-    def _to_tokens(self, mail: Transport, transfer: Transfer, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _to_tokens(
+        self, mail: Transport, transfer: Transfer, tensors: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
         """tensors [batch, tokens of all ranks, heads, head_dim] -> [batch, tokens, ranks, heads, head_dim]."""
         with mail.span(ARRANGE):
-            together = torch.cat(tensors, 2).index_select(1, self._on(self._back, tensors[0].device))
+            together = torch.cat(tensors, 2).index_select(
+                1, self._on(self._back, tensors[0].device)
+            )
             leaving = together.unflatten(1, (self.heads, -1)).transpose(0, 1).contiguous()
         arrived = mail.trade(transfer, leaving)
         return list(arrived.permute(1, 2, 0, 3, 4).split([t.shape[2] for t in tensors], 3))
@@ -137,4 +153,6 @@ def _added(gradient: torch.Tensor, heads: int) -> torch.Tensor:
     repeats = flat.shape[2] // heads
     if repeats == 1:
         return flat
-    return flat.unflatten(2, (heads, repeats)).to(accumulation_dtype(flat.dtype)).sum(3).to(flat.dtype)
+    return (
+        flat.unflatten(2, (heads, repeats)).to(accumulation_dtype(flat.dtype)).sum(3).to(flat.dtype)
+    )

@@ -13,11 +13,18 @@ _WORDS = (torch.complex128, torch.int64)
 
 def as_wide(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory, its last dimension as fewer and wider numbers; the tensor itself where that cannot be, or gradients are wanted."""
-    if not tensor.ndim or not tensor.numel() or tensor.stride(-1) != 1 or (tensor.requires_grad and torch.is_grad_enabled()):
+    if (
+        not tensor.ndim
+        or not tensor.numel()
+        or tensor.stride(-1) != 1
+        or (tensor.requires_grad and torch.is_grad_enabled())
+    ):
         return tensor
     for word in _WORDS:
         ratio = word.itemsize // tensor.element_size()
-        if ratio > 1 and not any(n % ratio for n in (tensor.shape[-1], tensor.storage_offset(), *tensor.stride()[:-1])):
+        if ratio > 1 and not any(
+            n % ratio for n in (tensor.shape[-1], tensor.storage_offset(), *tensor.stride()[:-1])
+        ):
             return tensor.view(word)
     return tensor
 

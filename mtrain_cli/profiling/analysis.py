@@ -12,7 +12,16 @@ import numpy as np
 
 from mtrain_cli.parallel.recording import ATTENTION, COLUMNS
 from mtrain_cli.profiling.imbalance import degrees, ratios
-from mtrain_cli.profiling.record_sums import BUSY, EXPOSED, LATE, SPENT, Iteration, RecordedShape, iterations, survey
+from mtrain_cli.profiling.record_sums import (
+    BUSY,
+    EXPOSED,
+    LATE,
+    SPENT,
+    Iteration,
+    RecordedShape,
+    iterations,
+    survey,
+)
 from mtrain_cli.profiling.records import LINKS, RecordedFolder
 from mtrain_cli.profiling.wait_causes import WaitAttribution, WaitCause
 
@@ -46,7 +55,12 @@ class Estimate:
             _, of = np.unique(iterations, return_inverse=True)
             means = np.bincount(of, values) / np.bincount(of)
         error = float(means.std(ddof=1)) / len(means) ** 0.5 if len(means) > 1 else float("nan")
-        return Estimate(float(values.mean()), float(values.std(ddof=1)) if len(values) > 1 else 0.0, len(values), error)
+        return Estimate(
+            float(values.mean()),
+            float(values.std(ddof=1)) if len(values) > 1 else 0.0,
+            len(values),
+            error,
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {"mean": _rounded(self.mean), "std": _rounded(self.std), "n": self.n}
@@ -120,7 +134,11 @@ class PassAnalysis:
             "work": self.work.to_json(),
             "computation": self.computation.to_json(),
             "duration_ms": self.duration.to_json(),
-            "step_ms": {"p50": _rounded(self.p50), "p95": _rounded(self.p95), "max": _rounded(self.longest)},
+            "step_ms": {
+                "p50": _rounded(self.p50),
+                "p95": _rounded(self.p95),
+                "max": _rounded(self.longest),
+            },
             "attention_ms": _rounded(self.attention),
             "step_time_ms": _rounded(self.elapsed),
             "late_ms": _rounded(self.late),
@@ -129,7 +147,9 @@ class PassAnalysis:
             "blocks": np.rint(self.blocks).astype(np.int64).tolist(),
             "columns_ms": _rounded(self.columns),
             "column_pairs": np.rint(self.column_pairs).astype(np.int64).tolist(),
-            "layers": [{name: _rounded(value) for name, value in layer.items()} for layer in self.layers],
+            "layers": [
+                {name: _rounded(value) for name, value in layer.items()} for layer in self.layers
+            ],
             "across_workers_ms": _rounded(self.across_workers),
             "across_steps_ms": _rounded(self.across_steps),
         }
@@ -193,7 +213,9 @@ class CaseAnalysis:
     def exposed(self) -> dict[str, float]:
         """Exposed ms by link, mean over ranks, of an iteration; links without any are left out."""
         found = {name: self.bin_ms(name) for name in BINS if name.startswith(EXPOSED)}
-        return {name.removeprefix(EXPOSED).strip() or "link": ms for name, ms in found.items() if ms > 0}
+        return {
+            name.removeprefix(EXPOSED).strip() or "link": ms for name, ms in found.items() if ms > 0
+        }
 
     def to_json(self) -> dict[str, Any]:
         """What summary.json keeps; tables are rounded."""
@@ -216,11 +238,22 @@ class CaseAnalysis:
             "work": self.work.to_json(),
             "computation": self.computation.to_json(),
             "bins": [BINS[i] for i in used],
-            "bins_ms": {name: _rounded(self.bins[d][:, used]) for d, name in enumerate(self.directions)},
-            "passes_ms": {name: _rounded(self.passes_ms[d]) for d, name in enumerate(self.directions)},
+            "bins_ms": {
+                name: _rounded(self.bins[d][:, used]) for d, name in enumerate(self.directions)
+            },
+            "passes_ms": {
+                name: _rounded(self.passes_ms[d]) for d, name in enumerate(self.directions)
+            },
             "passes": {name: found.to_json() for name, found in self.passes.items()},
             "causes": [
-                {"text": c.text, "ms": _rounded(c.ms), "kind": c.kind, "direction": c.direction, "rank": c.rank, "step": c.step}
+                {
+                    "text": c.text,
+                    "ms": _rounded(c.ms),
+                    "kind": c.kind,
+                    "direction": c.direction,
+                    "rank": c.rank,
+                    "step": c.step,
+                }
                 for c in self.causes
             ],
         }
@@ -259,10 +292,16 @@ class _Gathered:
         self.counts = np.zeros((directions, shape.workers))
         self.bins = np.zeros((directions, shape.groups, shape.workers, len(BINS)))
         self.passes = np.zeros((directions, shape.groups, shape.workers))
-        self.by_layer = np.zeros((directions, layers, 5))  # samples, slowest, attention, late, exposed
-        self.degrees: list[list[np.ndarray]] = [[] for _ in shape.directions]  # [ms and pairs, 4 degrees, samples]
+        self.by_layer = np.zeros(
+            (directions, layers, 5)
+        )  # samples, slowest, attention, late, exposed
+        self.degrees: list[list[np.ndarray]] = [
+            [] for _ in shape.directions
+        ]  # [ms and pairs, 4 degrees, samples]
         self.ratios: list[list[np.ndarray]] = [[] for _ in shape.directions]
-        self.owners: list[list[np.ndarray]] = [[] for _ in shape.directions]  # the iteration of each sample
+        self.owners: list[list[np.ndarray]] = [
+            [] for _ in shape.directions
+        ]  # the iteration of each sample
         self.durations: list[np.ndarray] = []  # [directions] an iteration
         self.wholes: list[float] = []
         self.numbers: list[int] = []
@@ -278,7 +317,9 @@ class _Gathered:
         shape = self.shape
         self.numbers.append(found.number)
         self.blame.add(found)
-        self.bins[..., : len(BUSY)] += np.moveaxis(found.spent[: len(BUSY)].sum((2, 5), dtype=np.float64), 0, -1)
+        self.bins[..., : len(BUSY)] += np.moveaxis(
+            found.spent[: len(BUSY)].sum((2, 5), dtype=np.float64), 0, -1
+        )
         self.bins[..., len(BUSY)] += found.spent[SPENT.index(LATE)].sum((1, 4), dtype=np.float64)
         self.bins[..., len(BUSY) + 1 :] += np.moveaxis(found.link.sum(-1), 1, -1)
         there = ~np.isnan(found.length)
@@ -293,7 +334,9 @@ class _Gathered:
                 continue
             for d, direction in enumerate(shape.directions):
                 steps = shape.steps[direction]
-                spent = found.spent[:, d, :, group][:, :, workers].astype(np.float64)  # [SPENT, samples, workers, slots]
+                spent = found.spent[:, d, :, group][:, :, workers].astype(
+                    np.float64
+                )  # [SPENT, samples, workers, slots]
                 valid = spent.sum((0, 2, 3)) > 0
                 if not valid.any():
                     continue
@@ -313,17 +356,27 @@ class _Gathered:
         live = np.maximum((durations > 0).sum((1, 2)), 1)
         self.durations.append(durations.sum((1, 2)) / live)
 
-    def _add_samples(self, d: int, steps: int, spent: np.ndarray, pairs: np.ndarray, slowest: np.ndarray) -> None:
+    def _add_samples(
+        self, d: int, steps: int, spent: np.ndarray, pairs: np.ndarray, slowest: np.ndarray
+    ) -> None:
         """spent [SPENT, samples, workers, slots]."""
         attention, columns = spent[SPENT.index(ATTENTION)], spent[SPENT.index(COLUMNS), ..., 0]
         in_steps = attention[..., 1 : steps + 1]
         elapsed = spent[..., 1 : steps + 1].sum(0)
-        self.degrees[d].append(np.stack([_degrees(in_steps, columns), _degrees(pairs[..., 1 : steps + 1], pairs[..., 0])]))
+        self.degrees[d].append(
+            np.stack(
+                [_degrees(in_steps, columns), _degrees(pairs[..., 1 : steps + 1], pairs[..., 0])]
+            )
+        )
         self.owners[d].append(np.full(len(in_steps), len(self.numbers)))
         self.ratios[d].append(ratios(in_steps, elapsed, in_steps.sum(2) + columns, slowest))
         # Drawn at random: every so many-th would be the same steps, or layers, again and again.
         kept = elapsed.reshape(-1)
-        kept = kept if self.value_stride == 1 else kept[self.random.random(kept.size) * self.value_stride < 1]
+        kept = (
+            kept
+            if self.value_stride == 1
+            else kept[self.random.random(kept.size) * self.value_stride < 1]
+        )
         self.values[d].append(kept.astype(np.float32))
         self.longest[d] = max(self.longest[d], float(elapsed.max(initial=0)))
         if spent.shape[2] == int(self.present.sum()):
@@ -331,16 +384,28 @@ class _Gathered:
             drawn[0] |= not self.tables[d]
             self.tables[d] += list(in_steps[drawn].astype(np.float32))
 
-    def _add_layers(self, d: int, layers: np.ndarray, spent: np.ndarray, slowest: np.ndarray) -> None:
+    def _add_layers(
+        self, d: int, layers: np.ndarray, spent: np.ndarray, slowest: np.ndarray
+    ) -> None:
         mean = spent.mean(2).sum(2)  # [SPENT, samples]
         computed = mean[SPENT.index(ATTENTION)] + mean[SPENT.index(COLUMNS)]
-        parts = (np.ones(len(slowest)), slowest, computed, mean[SPENT.index(LATE)], mean[SPENT.index(EXPOSED)])
+        parts = (
+            np.ones(len(slowest)),
+            slowest,
+            computed,
+            mean[SPENT.index(LATE)],
+            mean[SPENT.index(EXPOSED)],
+        )
         np.add.at(self.by_layer[d], layers, np.stack(parts, -1))
 
     def result(self, wanted: int) -> CaseAnalysis:
         shape, count = self.shape, max(1, len(self.numbers))
-        passes = {name: self._pass(d, name) for d, name in enumerate(shape.directions) if self.degrees[d]}
-        chosen = [d for d, name in enumerate(shape.directions) if name in passes and name != "recompute"] or list(range(len(passes)))
+        passes = {
+            name: self._pass(d, name) for d, name in enumerate(shape.directions) if self.degrees[d]
+        }
+        chosen = [
+            d for d, name in enumerate(shape.directions) if name in passes and name != "recompute"
+        ] or list(range(len(passes)))
         both = [np.concatenate(self.degrees[d], -1) for d in chosen]
         shares = [np.concatenate(self.ratios[d], -1) for d in chosen]
         # Samples of both directions belong together, unless a killed run left one out.
@@ -350,7 +415,12 @@ class _Gathered:
         owners = np.concatenate(self.owners[chosen[0]])[:samples] if both else np.zeros(0, np.int64)
         total = np.array(self.durations).sum(1)
         facts = shape.facts
-        tokens = int(facts.get("seq") or 0) * int(facts.get("micro_batch") or 1) * len(shape.micros) * shape.groups
+        tokens = (
+            int(facts.get("seq") or 0)
+            * int(facts.get("micro_batch") or 1)
+            * len(shape.micros)
+            * shape.groups
+        )
         return CaseAnalysis(
             number=shape.case,
             label=str(facts.get("label") or f"case {shape.case}"),
@@ -386,11 +456,27 @@ class _Gathered:
         share = np.concatenate(self.ratios[d], -1)
         owners = np.concatenate(self.owners[d])
         layers = []
-        for layer, (number, slowest, attention, late, exposed) in zip(self.shape.layers, self.by_layer[d], strict=True):
+        for layer, (number, slowest, attention, late, exposed) in zip(
+            self.shape.layers, self.by_layer[d], strict=True
+        ):
             if number:
-                row = {"ms": slowest, "attention_ms": attention, "late_ms": late, "exposed_ms": exposed}
-                layers.append({"layer": float(layer), **{key: float(value / number) for key, value in row.items()}})
-        tables = np.stack(self.tables[d]) if self.tables[d] else np.zeros((1, int(self.present.sum()), steps), np.float32)
+                row = {
+                    "ms": slowest,
+                    "attention_ms": attention,
+                    "late_ms": late,
+                    "exposed_ms": exposed,
+                }
+                layers.append(
+                    {
+                        "layer": float(layer),
+                        **{key: float(value / number) for key, value in row.items()},
+                    }
+                )
+        tables = (
+            np.stack(self.tables[d])
+            if self.tables[d]
+            else np.zeros((1, int(self.present.sum()), steps), np.float32)
+        )
         return PassAnalysis(
             direction=name,
             attention=spent[SPENT.index(ATTENTION), :, inside],
@@ -426,5 +512,9 @@ def _rounded(value: Any) -> Any:
     """Numbers of five digits; what is no number becomes null."""
     array = np.asarray(value, np.float64)
     if array.ndim:
-        return [_rounded(part) for part in array] if array.ndim > 1 else [_rounded(float(v)) for v in array]
+        return (
+            [_rounded(part) for part in array]
+            if array.ndim > 1
+            else [_rounded(float(v)) for v in array]
+        )
     return float(f"{array:.5g}") if np.isfinite(array) else None

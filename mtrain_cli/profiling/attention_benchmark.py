@@ -18,27 +18,46 @@ from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.stop_request import StopFlag
 from mtrain_cli.parallel.context_attention import ContextAttention
-from mtrain_cli.profiling.measurement import Bench, MeasurementCase, MeasurementPlan, MeasurementProgress, slowest
+from mtrain_cli.profiling.measurement import (
+    Bench,
+    MeasurementCase,
+    MeasurementPlan,
+    MeasurementProgress,
+    slowest,
+)
 from mtrain_cli.profiling.peers import torch_context_parallel
 from mtrain_cli.profiling.profile_writer import ProfileWriter
 
 PEER = "torch context_parallel, cuDNN"
-HEADER = f"{'case':48s} {'density':>7s} {'forward':>9s} {'backward':>9s} {'total ms':>9s} {'spread':>7s}"
+HEADER = (
+    f"{'case':48s} {'density':>7s} {'forward':>9s} {'backward':>9s} {'total ms':>9s} {'spread':>7s}"
+)
 
 
 def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> bool:  # noqa: ARG001 - a measurement starts afresh
     """Worker: measures every case that lies in the folder of the run. Returns whether it was stopped before the last."""
     bench = Bench(environment, timedelta(seconds=config.topology.timeout_s))
-    plan: MeasurementPlan = bench.everyone(MeasurementPlan.load(run_dir) if environment.rank == 0 else None)[0]
+    plan: MeasurementPlan = bench.everyone(
+        MeasurementPlan.load(run_dir) if environment.rank == 0 else None
+    )[0]
     stop = StopFlag(run_dir, environment)
     stopped = False
-    with MeasurementProgress(environment.rank == 0 and not plan.quiet, plan.samples * len(plan.cases)) as progress:
+    with MeasurementProgress(
+        environment.rank == 0 and not plan.quiet, plan.samples * len(plan.cases)
+    ) as progress:
         cases = [bench.case(number, label, case) for number, (label, case) in enumerate(plan.cases)]
         leaving = ProfileWriter(run_dir, plan, bench, cases)
         progress.say(HEADER, "bold")
         for seq in dict.fromkeys(case.config.seq for case in cases):
             mine = [case for case in cases if case.config.seq == seq]
-            stopped = stopped or _measure(mine, bench, leaving, progress, stop, first_part=1 + plan.samples * cases.index(mine[0]))
+            stopped = stopped or _measure(
+                mine,
+                bench,
+                leaving,
+                progress,
+                stop,
+                first_part=1 + plan.samples * cases.index(mine[0]),
+            )
             if not stopped and plan.peer:
                 peer = _measure_peer(mine[0].config, bench, plan.samples)
                 leaving.peer(peer)
@@ -76,7 +95,9 @@ def _measure(
             for recorded in (False, True) if sample % 2 == 0 else (True, False):
                 seconds[recorded] = attention(recorded)
                 if recorded:
-                    leaving.recorded(attention.case, sample + 1, [(attention.masks, attention.estimated)])
+                    leaving.recorded(
+                        attention.case, sample + 1, [(attention.masks, attention.estimated)]
+                    )
             attention.times.append(seconds[False])
             leaving.timed(attention.case, sum(seconds[False]), sum(seconds[True]))
             progress.done()
@@ -85,7 +106,9 @@ def _measure(
     for attention in attentions:
         found = slowest(bench.everyone(attention.times)) * 1e3
         forward, backward = (float(ms) for ms in np.median(found, 0))
-        leaving.measured(attention.case, forward_ms=forward, backward_ms=backward, spread=_spread(found))
+        leaving.measured(
+            attention.case, forward_ms=forward, backward_ms=backward, spread=_spread(found)
+        )
         if leaving.first:
             facts = leaving.facts(attention.case)
             progress.say(_row(attention.case.label, facts["density"], facts))
@@ -107,11 +130,17 @@ class _Attention:
     estimated: dict[int, Index] | None = None
 
     @staticmethod
-    def make(case: MeasurementCase, bench: Bench, inputs: dict[tuple[str, int], list[torch.Tensor]]) -> _Attention:
+    def make(
+        case: MeasurementCase, bench: Bench, inputs: dict[tuple[str, int], list[torch.Tensor]]
+    ) -> _Attention:
         """inputs: those of other cases, by layout; cases of one layout share them."""
         layout = case.choices.layout
-        masks = [SequenceMask.causal(case.config.seq, layout.padded_seq)] * case.config.train.micro_batch
-        attend = ContextAttention.make(case.exchange, case.choices.kernel, masks, bench.device, case.choices.pattern)
+        masks = [
+            SequenceMask.causal(case.config.seq, layout.padded_seq)
+        ] * case.config.train.micro_batch
+        attend = ContextAttention.make(
+            case.exchange, case.choices.kernel, masks, bench.device, case.choices.pattern
+        )
         key = layout.name, layout.padded_seq
         if key not in inputs:
             inputs[key] = _inputs(case, bench)
@@ -149,7 +178,13 @@ def _inputs(case: MeasurementCase, bench: Bench) -> list[torch.Tensor]:
         # A head at a time: no worker holds whole sequences of all.
         for of_sequence in tensor:
             for head in range(heads):
-                whole = torch.randn(config.seq, model.head_dim, device=bench.device, dtype=case.choices.dtype, generator=generator)
+                whole = torch.randn(
+                    config.seq,
+                    model.head_dim,
+                    device=bench.device,
+                    dtype=case.choices.dtype,
+                    generator=generator,
+                )
                 of_sequence[:, head] = whole[held.clamp(max=config.seq - 1)]
         made.append(tensor)
     for t in made[:3]:
@@ -165,7 +200,10 @@ def _measure_peer(config: Config, bench: Bench, repeats: int) -> dict[str, Any]:
     generator = torch.Generator(bench.device).manual_seed(bench.environment.rank)
     heads = (model.num_heads, model.num_kv_heads, model.num_kv_heads, model.num_heads)
     shapes = [(config.train.micro_batch, h, tokens, model.head_dim) for h in heads]
-    q, k, v, dout = (torch.randn(s, device=bench.device, dtype=torch.bfloat16, generator=generator) for s in shapes)
+    q, k, v, dout = (
+        torch.randn(s, device=bench.device, dtype=torch.bfloat16, generator=generator)
+        for s in shapes
+    )
     for t in (q, k, v):
         t.requires_grad_()
     clock = bench.collector.recorder
@@ -182,7 +220,14 @@ def _measure_peer(config: Config, bench: Bench, repeats: int) -> dict[str, Any]:
     found = slowest(bench.everyone(times)) * 1e3
     bench.clean()
     forward, backward = (float(ms) for ms in np.median(found, 0))
-    return {"label": PEER, "seq": config.seq, "workers": world, "forward_ms": forward, "backward_ms": backward, "spread": _spread(found)}
+    return {
+        "label": PEER,
+        "seq": config.seq,
+        "workers": world,
+        "forward_ms": forward,
+        "backward_ms": backward,
+        "spread": _spread(found),
+    }
 
 
 def _spread(found: np.ndarray) -> float:

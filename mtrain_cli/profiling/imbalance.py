@@ -66,7 +66,9 @@ def degrees(tables: ArrayLike) -> np.ndarray:
     return np.stack([worker, step, total, critical])
 
 
-def computation(attention: ArrayLike, elapsed: ArrayLike, wall: float | None = None) -> ComputationRatios:
+def computation(
+    attention: ArrayLike, elapsed: ArrayLike, wall: float | None = None
+) -> ComputationRatios:
     """attention: T[workers, steps]. elapsed: all time of the same steps: attention, waits and everything else. wall: of the whole pass,
     which may hold more than its steps; None for the longest sum of a worker's steps.
 
@@ -74,11 +76,15 @@ def computation(attention: ArrayLike, elapsed: ArrayLike, wall: float | None = N
         ValueError: the tables do not fit together, or have a negative or undefined entry.
     """
     a, e = _checked(attention, 2), _checked(elapsed, 2)
-    step, total = ratios(a[None], e[None], a.sum(1)[None], np.array([e.sum(1).max() if wall is None else wall]))
+    step, total = ratios(
+        a[None], e[None], a.sum(1)[None], np.array([e.sum(1).max() if wall is None else wall])
+    )
     return ComputationRatios(float(step[0]), float(total[0]))
 
 
-def ratios(attention: np.ndarray, elapsed: np.ndarray, computed: np.ndarray, wall: np.ndarray) -> np.ndarray:
+def ratios(
+    attention: np.ndarray, elapsed: np.ndarray, computed: np.ndarray, wall: np.ndarray
+) -> np.ndarray:
     """Computation ratios of many samples: attention, elapsed [samples, workers, steps], computed [samples, workers] (steps and what is
     computed outside of them), wall [samples] -> [2, samples], in the order of `ComputationRatios`. A pass without time has 0.
 
@@ -86,16 +92,22 @@ def ratios(attention: np.ndarray, elapsed: np.ndarray, computed: np.ndarray, wal
         ValueError: the tables do not fit together.
     """
     if attention.shape != elapsed.shape:
-        raise ValueError(f"Attention of shape {attention.shape} is no part of time of shape {elapsed.shape}.")
+        raise ValueError(
+            f"Attention of shape {attention.shape} is no part of time of shape {elapsed.shape}."
+        )
     counts = (attention.sum(1) > 0)[:, None, :] & (elapsed > 0)
     step = _mean_where(_ratio(attention, elapsed), counts, empty=0.0)
-    return np.stack([step, np.divide(computed.mean(1), wall, out=np.zeros(len(wall)), where=wall > 0)])
+    return np.stack(
+        [step, np.divide(computed.mean(1), wall, out=np.zeros(len(wall)), where=wall > 0)]
+    )
 
 
 def _checked(table: ArrayLike, dimensions: int) -> np.ndarray:
     t = np.asarray(table, np.float64)
     if t.ndim != dimensions or not t.size or not (t >= 0).all() or not np.isfinite(t).all():
-        raise ValueError(f"Expected finite numbers of at least 0, [workers, steps]; got a table of shape {t.shape}.")
+        raise ValueError(
+            f"Expected finite numbers of at least 0, [workers, steps]; got a table of shape {t.shape}."
+        )
     return t
 
 
@@ -108,4 +120,6 @@ def _mean_where(values: np.ndarray, counts: np.ndarray, empty: float = 1.0) -> n
     """Means over all axes but the first of the entries that count; ``empty`` where none does."""
     axes = tuple(range(1, values.ndim))
     number = counts.sum(axes)
-    return np.where(number > 0, np.where(counts, values, 0).sum(axes) / np.maximum(number, 1), empty)
+    return np.where(
+        number > 0, np.where(counts, values, 0).sum(axes) / np.maximum(number, 1), empty
+    )

@@ -29,7 +29,18 @@ INDEX_SCHEMA = 1
 _KIND = "mtrain indices"
 _FORMER_COLUMNS = ".bars"  # the name of the array in files of version 0.1.0
 # Whatever NumPy, zipfile, json or a constructor makes of another file: an array, a pickle, a damaged or foreign archive.
-_FOREIGN = (ValueError, KeyError, TypeError, AttributeError, IndexError, EOFError, OSError, zipfile.BadZipFile, zlib.error, RuntimeError)
+_FOREIGN = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    EOFError,
+    OSError,
+    zipfile.BadZipFile,
+    zlib.error,
+    RuntimeError,
+)
 
 
 @dataclass(frozen=True)
@@ -78,7 +89,9 @@ class RecordedIndices:
 
     def block(self, pattern: str) -> int | None:
         """Tokens of a block of its indices; None if it is dense."""
-        return next(self._stored[entry][0].get("block") for entry in self.entries if entry[0] == pattern)
+        return next(
+            self._stored[entry][0].get("block") for entry in self.entries if entry[0] == pattern
+        )
 
     def index(self, pattern: str, layer: int) -> Index | None:
         """Read now; None: dense. Parts of a bitmap that workers recorded apart are one.
@@ -94,7 +107,9 @@ class RecordedIndices:
                 found = [_unpacked(part, file) for part in parts]
             return found[0] if len(found) == 1 else _joined(found)
         except _FOREIGN as error:
-            raise ConfigError(f"{self.path}: layer {layer} of {pattern} is damaged; record it again") from error
+            raise ConfigError(
+                f"{self.path}: layer {layer} of {pattern} is damaged; record it again"
+            ) from error
 
 
 class IndexWriter:
@@ -120,7 +135,12 @@ class IndexWriter:
                 self._write(f"{number}.{name}", values)
         self._entries.append(entry)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         assert self._file is not None
         try:
             if kind is None:
@@ -129,7 +149,12 @@ class IndexWriter:
                     self._write(f"mask{row}", np.stack([starts, mask.first[starts]]))
                 self._write("lengths", np.array([mask.length for mask in self._masks], np.int64))
                 self._write("padded", np.array([mask.padded for mask in self._masks], np.int64))
-                about = {"kind": _KIND, "schema": INDEX_SCHEMA, "setup": dataclasses.asdict(self._setup), "entries": self._entries}
+                about = {
+                    "kind": _KIND,
+                    "schema": INDEX_SCHEMA,
+                    "setup": dataclasses.asdict(self._setup),
+                    "entries": self._entries,
+                }
                 self._write("about", np.array(json.dumps(about)))
         finally:
             self._file.close()
@@ -144,7 +169,12 @@ class IndexWriter:
             np.lib.format.write_array(entry, values, allow_pickle=False)
 
 
-def save_indices(path: Path, setup: RecordedSetup, masks: Sequence[SequenceMask], indices: Iterable[tuple[str, int, Index | None]]) -> None:
+def save_indices(
+    path: Path,
+    setup: RecordedSetup,
+    masks: Sequence[SequenceMask],
+    indices: Iterable[tuple[str, int, Index | None]],
+) -> None:
     """Writes exactly that file. indices: (pattern label, layer, index), made one at a time where they are many."""
     with IndexWriter(path, setup, masks) as writer:
         for pattern, layer, index in indices:
@@ -166,31 +196,60 @@ def load_indices(path: Path) -> RecordedIndices:
             if about["kind"] != _KIND:
                 raise ValueError(about["kind"])
             if about["schema"] != INDEX_SCHEMA:
-                raise ConfigError(f"{path}: has schema {about['schema']}, this version of mtrain reads {INDEX_SCHEMA}; record it again")
+                raise ConfigError(
+                    f"{path}: has schema {about['schema']}, this version of mtrain reads {INDEX_SCHEMA}; record it again"
+                )
             setup = RecordedSetup(**about["setup"])
             masks = tuple(
                 _mask(file[f"mask{row}"], int(length), int(padded))
-                for row, (length, padded) in enumerate(zip(file["lengths"], file["padded"], strict=True))
+                for row, (length, padded) in enumerate(
+                    zip(file["lengths"], file["padded"], strict=True)
+                )
             )
             stored: dict[tuple[str, int], list[dict[str, Any]]] = {}
             for number, entry in enumerate(about["entries"]):
-                stored.setdefault((str(entry["pattern"]), int(entry["layer"])), []).append(entry | {"number": number})
-            _check(setup, masks, stored, {name.replace(_FORMER_COLUMNS, ".columns") for name in file.files})
+                stored.setdefault((str(entry["pattern"]), int(entry["layer"])), []).append(
+                    entry | {"number": number}
+                )
+            _check(
+                setup,
+                masks,
+                stored,
+                {name.replace(_FORMER_COLUMNS, ".columns") for name in file.files},
+            )
     except ConfigError:
         raise
     except _FOREIGN as error:
         raise ConfigError(f"{path}: holds no indices of mtrain, or is damaged") from error
-    return RecordedIndices(path, setup, masks, tuple(stored), {key: tuple(parts) for key, parts in stored.items()})
+    return RecordedIndices(
+        path, setup, masks, tuple(stored), {key: tuple(parts) for key, parts in stored.items()}
+    )
 
 
 def _check(
-    setup: RecordedSetup, masks: Sequence[SequenceMask], stored: Mapping[tuple[str, int], Sequence[dict[str, Any]]], present: set[str]
+    setup: RecordedSetup,
+    masks: Sequence[SequenceMask],
+    stored: Mapping[tuple[str, int], Sequence[dict[str, Any]]],
+    present: set[str],
 ) -> None:
     """Raises ValueError or KeyError where parts of the file contradict each other."""
-    numbers = (setup.seq, setup.heads, setup.kv_heads, setup.head_dim, setup.dtype_bytes, setup.workers, setup.per_node, setup.block_size)
+    numbers = (
+        setup.seq,
+        setup.heads,
+        setup.kv_heads,
+        setup.head_dim,
+        setup.dtype_bytes,
+        setup.workers,
+        setup.per_node,
+        setup.block_size,
+    )
     if not all(isinstance(n, int) and n >= 1 for n in numbers) or setup.heads % setup.kv_heads:
         raise ValueError("shapes")
-    if not masks or not stored or any(mask.length > setup.seq or mask.padded < setup.seq for mask in masks):
+    if (
+        not masks
+        or not stored
+        or any(mask.length > setup.seq or mask.padded < setup.seq for mask in masks)
+    ):
         raise ValueError("masks")
     for parts in stored.values():
         for part in parts:
@@ -209,7 +268,12 @@ def _check(
 def _mask(runs: np.ndarray, length: int, padded: int) -> SequenceMask:
     starts, values = runs
     counts = np.diff(starts, append=padded)
-    if not 0 <= length <= padded or (len(starts) and starts[0] != 0) or (counts < 0).any() or counts.sum() != padded:
+    if (
+        not 0 <= length <= padded
+        or (len(starts) and starts[0] != 0)
+        or (counts < 0).any()
+        or counts.sum() != padded
+    ):
         raise ValueError("masks")
     first = np.repeat(values, counts)
     if (first < 0).any() or (first[:length] > np.arange(length)).any():
@@ -221,9 +285,15 @@ def _packed(index: Index) -> dict[str, np.ndarray]:
     arrays = {name: tensor.cpu().numpy() for name, tensor in index.tensors().items()}
     if isinstance(index, VerticalSlash):
         used = int((arrays["columns"] < index.blocks * index.block).sum(-1).max(initial=0))
-        return {"slashes": np.packbits(arrays["slashes"], axis=-1), "columns": arrays["columns"][..., :used].astype(np.int32)}
+        return {
+            "slashes": np.packbits(arrays["slashes"], axis=-1),
+            "columns": arrays["columns"][..., :used].astype(np.int32),
+        }
     assert isinstance(index, BlockBitmap)
-    found: dict[str, np.ndarray] = {"bits": np.packbits(arrays["bits"], axis=-1), "rows": arrays["rows"].astype(np.int32)}
+    found: dict[str, np.ndarray] = {
+        "bits": np.packbits(arrays["bits"], axis=-1),
+        "rows": arrays["rows"].astype(np.int32),
+    }
     if isinstance(index, GatedBitmap):
         found["gates"], found["chunk"] = arrays["gates"], np.array(index.chunk)
     return found
@@ -233,8 +303,14 @@ def _unpacked(part: Mapping[str, Any], file: Any) -> Index:
     block, blocks, number = int(part["block"]), int(part["blocks"]), part["number"]
     if part["kind"] == "VerticalSlash":
         slashes = file[f"{number}.slashes"]
-        columns = file[name if (name := f"{number}.columns") in file else f"{number}{_FORMER_COLUMNS}"]
-        matching = columns.dtype == np.int32 and columns.shape[:2] == slashes.shape[:2] and slashes.shape[2:] == (-(-blocks // 8),)
+        columns = file[
+            name if (name := f"{number}.columns") in file else f"{number}{_FORMER_COLUMNS}"
+        ]
+        matching = (
+            columns.dtype == np.int32
+            and columns.shape[:2] == slashes.shape[:2]
+            and slashes.shape[2:] == (-(-blocks // 8),)
+        )
         if not matching or (columns < 0).any():
             raise ValueError("columns")
         return VerticalSlash(block, blocks, _bits(slashes, blocks), torch.from_numpy(columns))
@@ -245,7 +321,12 @@ def _unpacked(part: Mapping[str, Any], file: Any) -> Index:
     if part["kind"] == "BlockBitmap":
         return whole
     gates, chunk = file[f"{number}.gates"], int(file[f"{number}.chunk"])
-    if chunk < block or chunk % block or gates.dtype != np.int32 or gates.shape[:3] != (*whole.heads, len(rows) * block):
+    if (
+        chunk < block
+        or chunk % block
+        or gates.dtype != np.int32
+        or gates.shape[:3] != (*whole.heads, len(rows) * block)
+    ):
         raise ValueError("gates")
     if gates.shape[3] < -(-blocks * block // chunk) / 32:
         raise ValueError("gates")
@@ -271,5 +352,10 @@ def _joined(parts: Sequence[Index]) -> BlockBitmap:
         return whole
     if len(gated) < len(parts) or len({part.chunk for part in gated}) > 1:
         raise ValueError("an index has one form")
-    gates = torch.cat([part.gates for part in gated], 2).unflatten(2, (-1, whole.block)).index_select(2, order).flatten(2, 3)
+    gates = (
+        torch.cat([part.gates for part in gated], 2)
+        .unflatten(2, (-1, whole.block))
+        .index_select(2, order)
+        .flatten(2, 3)
+    )
     return GatedBitmap(whole.block, whole.blocks, whole.bits, whole.rows, gates, gated[0].chunk)

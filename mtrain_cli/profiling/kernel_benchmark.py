@@ -68,7 +68,12 @@ class KernelTime:
 
 
 def profile_kernels(
-    cases: Sequence[KernelCase], kernels: Sequence[str], dtype: torch.dtype, device: str, repeats: int, report: Callable[[KernelTime], None]
+    cases: Sequence[KernelCase],
+    kernels: Sequence[str],
+    dtype: torch.dtype,
+    device: str,
+    repeats: int,
+    report: Callable[[KernelTime], None],
 ) -> list[KernelTime]:
     """Times every kernel on every case that it serves, and the fastest dense kernel at each length first, for the ratio.
 
@@ -80,7 +85,13 @@ def profile_kernels(
         shape = (case.seq, case.heads, case.kv_heads, case.head_dim)
         if shape not in dense:
             kernel, _ = choose("auto", request_of(case, dtype, device, None))
-            base = KernelCase(seq=case.seq, heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim, block=case.block)
+            base = KernelCase(
+                seq=case.seq,
+                heads=case.heads,
+                kv_heads=case.kv_heads,
+                head_dim=case.head_dim,
+                block=case.block,
+            )
             measured = _measure(kernel, base, dtype, device, repeats, None)
             dense[shape] = (measured.forward_ms, measured.backward_ms)
             times.append(measured)
@@ -90,14 +101,18 @@ def profile_kernels(
         for name, reason in _survey(case, kernels, dtype, device):
             if reason is not None:
                 continue
-            kernel, _ = choose(name, request_of(case, dtype, device, IndexRequest(case.block, bitmap=False)))
+            kernel, _ = choose(
+                name, request_of(case, dtype, device, IndexRequest(case.block, bitmap=False))
+            )
             measured = _measure(kernel, case, dtype, device, repeats, dense[shape])
             times.append(measured)
             report(measured)
     return times
 
 
-def missing(cases: Sequence[KernelCase], kernels: Sequence[str], dtype: torch.dtype, device: str) -> list[tuple[str, str, bool]]:
+def missing(
+    cases: Sequence[KernelCase], kernels: Sequence[str], dtype: torch.dtype, device: str
+) -> list[tuple[str, str, bool]]:
     """Name and reason of what cannot run under an index, each once, and whether it can run on none of the cases."""
     found: dict[tuple[str, str], None] = {}
     served: set[str] = set()
@@ -110,10 +125,16 @@ def missing(cases: Sequence[KernelCase], kernels: Sequence[str], dtype: torch.dt
     return [(name, reason, name not in served) for name, reason in found]
 
 
-def _survey(case: KernelCase, kernels: Sequence[str], dtype: torch.dtype, device: str) -> list[tuple[str, str | None]]:
+def _survey(
+    case: KernelCase, kernels: Sequence[str], dtype: torch.dtype, device: str
+) -> list[tuple[str, str | None]]:
     """Every kernel asked for, with the reason why it cannot serve; the oracle only where it is named."""
     found = survey(request_of(case, dtype, device, IndexRequest(case.block, bitmap=False)))
-    return [(name, reason) for name, reason in found if (name in kernels if kernels else name != "reference")]
+    return [
+        (name, reason)
+        for name, reason in found
+        if (name in kernels if kernels else name != "reference")
+    ]
 
 
 def serving(case: KernelCase, kernels: Sequence[str], dtype: torch.dtype, device: str) -> list[str]:
@@ -121,14 +142,23 @@ def serving(case: KernelCase, kernels: Sequence[str], dtype: torch.dtype, device
     return [name for name, reason in _survey(case, kernels, dtype, device) if reason is None]
 
 
-def request_of(case: KernelCase, dtype: torch.dtype, device: str, index: IndexRequest | None) -> KernelRequest:
+def request_of(
+    case: KernelCase, dtype: torch.dtype, device: str, index: IndexRequest | None
+) -> KernelRequest:
     capability = torch.cuda.get_device_capability() if device == "cuda" else None
     name = str(dtype).removeprefix("torch.")
-    return KernelRequest(device, capability, name, case.head_dim, case.heads, case.kv_heads, index=index)
+    return KernelRequest(
+        device, capability, name, case.head_dim, case.heads, case.kv_heads, index=index
+    )
 
 
 def _measure(
-    kernel: Kernel, case: KernelCase, dtype: torch.dtype, device: str, repeats: int, dense: tuple[float, float] | None
+    kernel: Kernel,
+    case: KernelCase,
+    dtype: torch.dtype,
+    device: str,
+    repeats: int,
+    dense: tuple[float, float] | None,
 ) -> KernelTime:
     mask, everywhere = SequenceMask.causal(case.seq, case.seq), np.arange(case.seq)
     geometry = BlockGeometry.make([mask], everywhere, everywhere, case.block, device)
@@ -136,18 +166,32 @@ def _measure(
     pairs, blocks, column_pairs = mask.pairs * case.heads, 0, 0
     if case.density is not None:
         index = fixed_index(
-            seed=0, batch=1, heads=case.heads, seq=case.seq, block=case.block, slashes=None, columns=case.columns, density=case.density
+            seed=0,
+            batch=1,
+            heads=case.heads,
+            seq=case.seq,
+            block=case.block,
+            slashes=None,
+            columns=case.columns,
+            density=case.density,
         )
         counts = index.counts(MaskWork.make([mask], case.block))
-        pairs, blocks, column_pairs = (int(t.sum()) for t in (counts.pairs, counts.blocks, counts.column_pairs))
+        pairs, blocks, column_pairs = (
+            int(t.sum()) for t in (counts.pairs, counts.blocks, counts.column_pairs)
+        )
         tiles = tiles.under(index.to(device))
     generator = torch.Generator(device=device).manual_seed(0)
     shapes = (case.heads, case.kv_heads, case.kv_heads, case.heads)
-    q, k, v, dout = (torch.randn(1, case.seq, h, case.head_dim, generator=generator, device=device, dtype=dtype) for h in shapes)
+    q, k, v, dout = (
+        torch.randn(1, case.seq, h, case.head_dim, generator=generator, device=device, dtype=dtype)
+        for h in shapes
+    )
     scale = case.head_dim**-0.5
     out, lse = kernel.forward(q, k, v, tiles, scale)
     forward = median_ms(lambda: kernel.forward(q, k, v, tiles.anew(), scale), device, repeats)
-    backward = median_ms(lambda: kernel.backward(dout, q, k, v, out, lse, None, tiles, scale), device, repeats)
+    backward = median_ms(
+        lambda: kernel.backward(dout, q, k, v, out, lse, None, tiles, scale), device, repeats
+    )
     flop = 4 * case.head_dim * pairs
     return KernelTime(
         kernel=kernel.name,
@@ -186,7 +230,9 @@ def median_ms(call: Callable[[], Any], device: str, repeats: int) -> float:
     return statistics.median(times)
 
 
-def save_calibration(times: Sequence[KernelTime], path: Path, command: str, dtype: torch.dtype, device: str) -> None:
+def save_calibration(
+    times: Sequence[KernelTime], path: Path, command: str, dtype: torch.dtype, device: str
+) -> None:
     """Writes what the simulator reads: hardware, versions, the command, and every time."""
     document = {
         "schema": SCHEMA,

@@ -89,7 +89,9 @@ class LinkBenchmarkPlan:
 def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> bool:  # noqa: ARG001 - a measurement starts afresh
     """Worker. Returns whether it was stopped before the last."""
     bench = Bench(environment, timedelta(seconds=config.topology.timeout_s))
-    plan: LinkBenchmarkPlan = bench.everyone(LinkBenchmarkPlan.load(run_dir) if environment.rank == 0 else None)[0]
+    plan: LinkBenchmarkPlan = bench.everyone(
+        LinkBenchmarkPlan.load(run_dir) if environment.rank == 0 else None
+    )[0]
     stop, first = StopFlag(run_dir, environment), environment.rank == 0
     group = make_context_group(
         environment.rank, environment.workers, environment.workers, bench.device, bench.timeout,
@@ -100,7 +102,9 @@ def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool)
     stopped = False
     bench.together()
     load = _Load(bench.device)
-    with MeasurementProgress(first and not plan.quiet, len(operations) * (plan.repeats + 1 + plan.loaded_repeats)) as progress:
+    with MeasurementProgress(
+        first and not plan.quiet, len(operations) * (plan.repeats + 1 + plan.loaded_repeats)
+    ) as progress:
         for operation in operations:
             progress.now(f"{operation.link} {operation.what}")
             found = _measured(operation, plan, bench, load, progress, stop)
@@ -149,21 +153,29 @@ def _operations(group: ContextGroup, device: torch.device):
 class _Messages:
     """Messages of one class, as `parallel.transport` sends them; members: ranks of this one's ring, in order."""
 
-    def __init__(self, group: ContextGroup, link: str, members: tuple[int, ...], device: torch.device) -> None:
+    def __init__(
+        self, group: ContextGroup, link: str, members: tuple[int, ...], device: torch.device
+    ) -> None:
         channel = {INNER: schedule.INNER, OUTER: schedule.OUTER}[link]
-        self.group, self.other = (group.channel(channel, payload) for payload in (schedule.KV, schedule.DKV))
+        self.group, self.other = (
+            group.channel(channel, payload) for payload in (schedule.KV, schedule.DKV)
+        )
         at = members.index(group.rank)
         self.to, self.source = members[(at + 1) % len(members)], members[at - 1]
         self.ranks, self.device = len(members), device
 
     def _tensor(self, size: int, *shape: int) -> torch.Tensor:
-        return torch.ones(*shape, max(_SMALLEST, size) // 4, dtype=torch.float32, device=self.device)
+        return torch.ones(
+            *shape, max(_SMALLEST, size) // 4, dtype=torch.float32, device=self.device
+        )
 
     def hop(self, size: int) -> tuple[Start, int]:
         leaving, arriving = self._tensor(size), self._tensor(size)
         return lambda: self._hop(leaving, arriving, self.group), leaving.nbytes
 
-    def _hop(self, leaving: torch.Tensor, arriving: torch.Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
+    def _hop(
+        self, leaving: torch.Tensor, arriving: torch.Tensor, group: dist.ProcessGroup
+    ) -> list[dist.Work]:
         sends = dist.P2POp(dist.isend, leaving, self.to, group)
         return dist.batch_isend_irecv([sends, dist.P2POp(dist.irecv, arriving, self.source, group)])
 
@@ -178,18 +190,24 @@ class _Messages:
 
     def gather(self, size: int) -> tuple[Start, int]:
         mine = self._tensor(size // (self.ranks - 1))
-        return lambda: [start_all_gather(mine, self.ranks, self.group)[1]], mine.nbytes * (self.ranks - 1)
+        return lambda: [start_all_gather(mine, self.ranks, self.group)[1]], mine.nbytes * (
+            self.ranks - 1
+        )
 
     def scatter(self, size: int) -> tuple[Start, int]:
         shards = self._tensor(size // (self.ranks - 1), self.ranks)
-        return lambda: [start_reduce_scatter(shards, self.group)[1]], shards[0].nbytes * (self.ranks - 1)
+        return lambda: [start_reduce_scatter(shards, self.group)[1]], shards[0].nbytes * (
+            self.ranks - 1
+        )
 
     def trade(self, size: int) -> tuple[Start, int]:
         parts = self._tensor(size // (self.ranks - 1), self.ranks)
         arrived = torch.empty_like(parts)
 
         def start() -> list[dist.Work]:
-            work = dist.all_to_all_single(arrived.view(-1), parts.view(-1), group=self.group, async_op=True)
+            work = dist.all_to_all_single(
+                arrived.view(-1), parts.view(-1), group=self.group, async_op=True
+            )
             assert work is not None
             return [work]
 
@@ -197,7 +215,12 @@ class _Messages:
 
 
 def _measured(
-    operation: _Operation, plan: LinkBenchmarkPlan, bench: Bench, load: _Load, progress: MeasurementProgress, stop: StopFlag
+    operation: _Operation,
+    plan: LinkBenchmarkPlan,
+    bench: Bench,
+    load: _Load,
+    progress: MeasurementProgress,
+    stop: StopFlag,
 ) -> list[LinkTime] | None:
     """One operation at all sizes, which take turns; called by all ranks, also by those that take no part in it. None: stopped."""
     prepared = [operation.start(size) for size in plan.sizes]
@@ -232,8 +255,14 @@ def _measured(
     times = []
     for at, (_, moved) in enumerate(prepared):
         low, middle, high = (float(us) for us in np.percentile(alone[at], (10, 50, 90)))
-        median = [float(np.median(found)) if found else None for found in (loaded[at], slowdown[at])]
-        times.append(LinkTime(operation.link, operation.what, moved, operation.ranks, middle, low, high, *median))
+        median = [
+            float(np.median(found)) if found else None for found in (loaded[at], slowdown[at])
+        ]
+        times.append(
+            LinkTime(
+                operation.link, operation.what, moved, operation.ranks, middle, low, high, *median
+            )
+        )
     del prepared
     bench.clean()
     return times
@@ -305,7 +334,10 @@ class _Load:
     def __init__(self, device: torch.device) -> None:
         gpu = device.type == "cuda"
         heads, tokens, dtype = (16, 2048, torch.bfloat16) if gpu else (2, 256, torch.float32)
-        self.q, self.k = (torch.randn(heads, tokens, 128 if gpu else 64, device=device, dtype=dtype) for _ in range(2))
+        self.q, self.k = (
+            torch.randn(heads, tokens, 128 if gpu else 64, device=device, dtype=dtype)
+            for _ in range(2)
+        )
         self.gpu, self.times = gpu, 1
         self.alone = self._alone()
 
@@ -349,7 +381,17 @@ def _machine(device: torch.device) -> MeasuredMachine:
     product = 2 * side**3 / median_ms(lambda: square @ square, kind, 5) * 1e3
     peak, source = (product, "measured") if known is None else (known, "datasheet")
     memory = torch.cuda.get_device_properties(device).total_memory if gpu else host_memory()
-    return MeasuredMachine(name, peak / 1e12, source, product / 1e12, memory / 2**30, copied, added, _launch_us(device), kind)
+    return MeasuredMachine(
+        name,
+        peak / 1e12,
+        source,
+        product / 1e12,
+        memory / 2**30,
+        copied,
+        added,
+        _launch_us(device),
+        kind,
+    )
 
 
 def _launch_us(device: torch.device) -> tuple[float, float, float]:
@@ -393,7 +435,12 @@ def _leave(
         "nodes": environment.nodes,
         "virtual_nodes": virtual,
         "threads": torch.get_num_threads() if environment.device == "cpu" else None,
-        "versions": versions() | {"nccl": ".".join(map(str, torch.cuda.nccl.version())) if environment.device == "cuda" else None},
+        "versions": versions()
+        | {
+            "nccl": ".".join(map(str, torch.cuda.nccl.version()))
+            if environment.device == "cuda"
+            else None
+        },
         "command": facts.get("command", []),
         "environment": facts,
         "machine": asdict(machine),
@@ -401,9 +448,23 @@ def _leave(
         "fits": {},
     }
     if complete:
-        document["fits"] = {link: {what: asdict(fit) for what, fit in of.items()} for link, of in fits(times).items()}
-        nodes, per_node = plan.nodes or environment.nodes, plan.per_node or environment.workers_per_node
-        described = cluster_document(plan.name, nodes, per_node, machine, times, measured_ranks=environment.workers, virtual=virtual)
+        document["fits"] = {
+            link: {what: asdict(fit) for what, fit in of.items()}
+            for link, of in fits(times).items()
+        }
+        nodes, per_node = (
+            plan.nodes or environment.nodes,
+            plan.per_node or environment.workers_per_node,
+        )
+        described = cluster_document(
+            plan.name,
+            nodes,
+            per_node,
+            machine,
+            times,
+            measured_ranks=environment.workers,
+            virtual=virtual,
+        )
         document["cluster"] = described
     draft = run_dir.path / f".{FILE}.part"
     draft.write_text(json.dumps(document, indent=1) + "\n")
@@ -418,7 +479,9 @@ def cluster_text(document: dict[str, Any]) -> str:
     # The program's own path says nothing to others.
     said = " ".join(["mtrain", *command[1:]])
     head = f"# Measured on {document['workers']} x {document['device']} by {document['backend']}: {said}\n"
-    return head + yaml.safe_dump(document["cluster"], sort_keys=False, default_flow_style=None, width=160, allow_unicode=True)
+    return head + yaml.safe_dump(
+        document["cluster"], sort_keys=False, default_flow_style=None, width=160, allow_unicode=True
+    )
 
 
 def read_links(folder: Path) -> dict[str, Any]:

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 ATTENTION_ONLY, TRAINING = "attention", "training"
 # What a worker runs. As words, so that a command that starts workers need not import what they do.
-TARGETS = {ATTENTION_ONLY: "mtrain_cli.profiling.attention_benchmark:run", TRAINING: "mtrain_cli.profiling.step_benchmark:run"}
+TARGETS = {
+    ATTENTION_ONLY: "mtrain_cli.profiling.attention_benchmark:run",
+    TRAINING: "mtrain_cli.profiling.step_benchmark:run",
+}
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,10 @@ class MeasurementPlan:
     def load(run_dir: RunDir) -> MeasurementPlan:
         folder = run_dir.path / "cases"
         document = json.loads((folder / PLAN).read_text())
-        cases = [(label, compose.load(folder / f"{i}.yaml")) for i, label in enumerate(document.pop("cases"))]
+        cases = [
+            (label, compose.load(folder / f"{i}.yaml"))
+            for i, label in enumerate(document.pop("cases"))
+        ]
         return MeasurementPlan(cases=cases, **document)
 
 
@@ -112,11 +118,17 @@ class Bench:
     device: torch.device = field(init=False)
     host_group: dist.ProcessGroup = field(init=False)
     collector: RecordCollector = field(init=False)
-    _groups: dict[tuple[int, int, tuple[str, ...]], ContextGroup] = field(init=False, default_factory=dict)
+    _groups: dict[tuple[int, int, tuple[str, ...]], ContextGroup] = field(
+        init=False, default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         e = self.environment
-        self.device = torch.device("cuda", torch.cuda.current_device()) if e.device == "cuda" else torch.device("cpu")
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if e.device == "cuda"
+            else torch.device("cpu")
+        )
         self.host_group = dist.new_group(backend="gloo", timeout=self.timeout)
         self.collector = RecordCollector(e.rank, e.workers, self.device, self.host_group)
 
@@ -135,7 +147,14 @@ class Bench:
         key = _kind(choices)
         if key not in self._groups:
             self._groups[key] = make_context_group(
-                e.rank, e.workers, e.cp, self.device, self.timeout, per_node=how.per_node, heads=how.heads, channels=how.channels
+                e.rank,
+                e.workers,
+                e.cp,
+                self.device,
+                self.timeout,
+                per_node=how.per_node,
+                heads=how.heads,
+                channels=how.channels,
             )
         return make_exchange(
             how.name, choices.layout, self._groups[key],

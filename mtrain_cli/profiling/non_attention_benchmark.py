@@ -50,7 +50,9 @@ class NonAttentionTime:
     heads: int
 
 
-def profile_non_attention(configs: Sequence[Config], repeats: int, report: Callable[[NonAttentionTime], None]) -> list[NonAttentionTime]:
+def profile_non_attention(
+    configs: Sequence[Config], repeats: int, report: Callable[[NonAttentionTime], None]
+) -> list[NonAttentionTime]:
     """configs: of one worker and one micro-batch, a length each. report: called with every time as it is known."""
     times = []
     for config in configs:
@@ -65,16 +67,30 @@ def _of_length(config: Config, repeats: int) -> list[NonAttentionTime]:
     environment = resolve_environment(config)
     choices = resolve_run(config, environment)
     plan = planned(config, environment, choices)
-    non_attention, tokens = NonAttentionCost.of(plan), plan.layout.tokens_per_worker * config.train.micro_batch
+    non_attention, tokens = (
+        NonAttentionCost.of(plan),
+        plan.layout.tokens_per_worker * config.train.micro_batch,
+    )
 
     def time(part: str, ms: float, work: ComputeCost) -> NonAttentionTime:
         heads = config.model.num_heads
-        return NonAttentionTime(part=part, tokens=tokens, rows=non_attention.rows, ms=ms, flop=work.flop, moved=work.moved, heads=heads)
+        return NonAttentionTime(
+            part=part,
+            tokens=tokens,
+            rows=non_attention.rows,
+            ms=ms,
+            flop=work.flop,
+            moved=work.moved,
+            heads=heads,
+        )
 
     device = torch.device(environment.device)
     bench = _Bench(config, choices, device)
     forward, backward = bench.layer(tokens, repeats)
-    found = [time(FORWARD, forward, non_attention.forward), time(BACKWARD, backward, non_attention.backward + non_attention.recomputed)]
+    found = [
+        time(FORWARD, forward, non_attention.forward),
+        time(BACKWARD, backward, non_attention.backward + non_attention.recomputed),
+    ]
     found.append(time(LOSS, bench.loss(tokens, repeats), non_attention.loss))
     if choices.pattern is not None:
         found.append(time(INDEX, bench.index(config.seq, repeats), ComputeCost()))
@@ -110,7 +126,11 @@ class _Bench:
         decoder, recorder = self.decoder, Recorder(self.device)
         start = self._numbers(1, tokens, self.config.model.hidden_size).requires_grad_()
         gradient = self._numbers(*start.shape)
-        rope = rotation(self._positions(tokens), decoder.inverse_frequencies_F.to(self.device), decoder.attention_factor)
+        rope = rotation(
+            self._positions(tokens),
+            decoder.inverse_frequencies_F.to(self.device),
+            decoder.attention_factor,
+        )
         moments = []
         for _ in range(_UNCOUNTED + repeats):
             began, out = recorder.now(), start
@@ -122,13 +142,20 @@ class _Bench:
             decoder.zero_grad(set_to_none=True)
             start.grad = None
             del out
-        forward, backward = (statistics.median(recorder.seconds(pair[at], pair[at + 1]) for pair in moments[_UNCOUNTED:]) for at in (0, 1))
+        forward, backward = (
+            statistics.median(
+                recorder.seconds(pair[at], pair[at + 1]) for pair in moments[_UNCOUNTED:]
+            )
+            for at in (0, 1)
+        )
         return forward * 1e3 / len(decoder.layers), backward * 1e3 / len(decoder.layers)
 
     def loss(self, tokens: int, repeats: int) -> float:
         """ms of embedding, last norm, LM head and loss, both directions."""
         decoder, layers = self.decoder, self.decoder.layers
-        drawn = torch.randint(self.config.model.vocab_size, (1, tokens), generator=self.generator, device=self.device)
+        drawn = torch.randint(
+            self.config.model.vocab_size, (1, tokens), generator=self.generator, device=self.device
+        )
 
         def both() -> None:
             decoder(drawn, self._positions(tokens), drawn, _no_attention, 1.0 / tokens).backward()
@@ -144,7 +171,10 @@ class _Bench:
         """ms of one estimate over so many tokens."""
         model, pattern = self.config.model, self.choices.pattern
         assert pattern is not None
-        queries, keys = (self._numbers(1, seq, heads, model.head_dim) for heads in (model.num_heads, model.num_kv_heads))
+        queries, keys = (
+            self._numbers(1, seq, heads, model.head_dim)
+            for heads in (model.num_heads, model.num_kv_heads)
+        )
         mask = SequenceMask.causal(seq, seq)
         estimates = DynamicIndex.make(pattern, [mask], self.device)
 
@@ -156,7 +186,9 @@ class _Bench:
         return median_ms(estimate, self.device.type, repeats)
 
     def _numbers(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self.generator, device=self.device).to(self.choices.dtype)
+        return torch.randn(*shape, generator=self.generator, device=self.device).to(
+            self.choices.dtype
+        )
 
     def _positions(self, tokens: int) -> torch.Tensor:
         return torch.arange(tokens, device=self.device)[None]
@@ -180,7 +212,9 @@ def _no_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int)
     return _NoAttention.apply(q, k, v)
 
 
-def save_non_attention(times: Sequence[NonAttentionTime], path: Path, command: str, config: Config, device: str) -> None:
+def save_non_attention(
+    times: Sequence[NonAttentionTime], path: Path, command: str, config: Config, device: str
+) -> None:
     """Writes what the simulator reads: hardware, versions, the command, what was measured, and every time."""
     model, train = config.model, config.train
     document = {

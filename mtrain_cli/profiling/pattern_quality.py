@@ -46,7 +46,11 @@ class HeadRecord:
 
 
 def profile_sparsity(
-    config: Config, patterns: Sequence[Pattern], steps: Sequence[int], rows: int, progress: Callable[[int, float | None], None]
+    config: Config,
+    patterns: Sequence[Pattern],
+    steps: Sequence[int],
+    rows: int,
+    progress: Callable[[int, float | None], None],
 ) -> list[HeadRecord]:
     """Trains on one worker to the last of ``steps`` and measures the patterns in each of them, on the first sequence of the step.
 
@@ -57,7 +61,9 @@ def profile_sparsity(
         ConfigError: the patterns probe every query.
     """
     _sampled(patterns, config.seq, 1, rows)
-    config = dataclasses.replace(config, topology=dataclasses.replace(config.topology, workers=1, context_parallel=1))
+    config = dataclasses.replace(
+        config, topology=dataclasses.replace(config.topology, workers=1, context_parallel=1)
+    )
     environment = resolve_environment(config)
     records: list[HeadRecord] = []
     with _alone(environment):
@@ -67,7 +73,9 @@ def profile_sparsity(
             for step in range(1, max(steps) + 1):
                 if step in steps:
                     seen: set[tuple[str, int]] = set()
-                    trainer.observe = lambda batch, step=step, seen=seen: _measured(batch, patterns, step, seen, rows, records, config.seq)
+                    trainer.observe = lambda batch, step=step, seen=seen: _measured(
+                        batch, patterns, step, seen, rows, records, config.seq
+                    )
                 result = trainer.train_step(False)
                 trainer.observe = None
                 progress(step, result.loss)
@@ -75,7 +83,13 @@ def profile_sparsity(
 
 
 def _measured(
-    batch: Batch, patterns: Sequence[Pattern], step: int, seen: set[tuple[str, int]], rows: int, records: list[HeadRecord], seq: int
+    batch: Batch,
+    patterns: Sequence[Pattern],
+    step: int,
+    seen: set[tuple[str, int]],
+    rows: int,
+    records: list[HeadRecord],
+    seq: int,
 ):
     """The attention of a batch, which also measures every layer the first time it is called."""
 
@@ -84,7 +98,11 @@ def _measured(
             if (pattern.name, layer) not in seen:
                 seen.add((pattern.name, layer))
                 sampled = _sampled(patterns, batch.masks[0].length, step, rows)
-                records.extend(_heads(pattern, q.detach()[:1], k.detach()[:1], batch, layer, step, sampled, seq))
+                records.extend(
+                    _heads(
+                        pattern, q.detach()[:1], k.detach()[:1], batch, layer, step, sampled, seq
+                    )
+                )
         return batch.attend(q, k, v, layer)
 
     return attend
@@ -97,13 +115,22 @@ def _sampled(patterns: Sequence[Pattern], length: int, step: int, rows: int) -> 
         free[pattern.probed_rows(length).numpy()] = False
     held_out = np.flatnonzero(free)
     if not len(held_out):
-        raise ConfigError(f"sparsity.last_q: all {length} queries of a sequence are probed, and recall needs others; give fewer")
+        raise ConfigError(
+            f"sparsity.last_q: all {length} queries of a sequence are probed, and recall needs others; give fewer"
+        )
     return np.sort(np.random.default_rng(step).permutation(held_out)[:rows])
 
 
 @torch.no_grad()
 def _heads(
-    pattern: Pattern, q: torch.Tensor, k: torch.Tensor, batch: Batch, layer: int, step: int, sampled: IntArray, seq: int
+    pattern: Pattern,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    batch: Batch,
+    layer: int,
+    step: int,
+    sampled: IntArray,
+    seq: int,
 ) -> Iterator[HeadRecord]:
     masks, request = batch.masks[:1], pattern.request()
     masked = MaskedPositions.make(masks, request.block, q.device)
@@ -120,7 +147,16 @@ def _heads(
     )
     for head, (pairs, mean, worst, slashes, columns) in enumerate(numbers):
         yield HeadRecord(
-            step, pattern.name, layer, head, pairs / causal_pairs(seq), pairs / masks[0].pairs, mean, worst, int(slashes), int(columns)
+            step,
+            pattern.name,
+            layer,
+            head,
+            pairs / causal_pairs(seq),
+            pairs / masks[0].pairs,
+            mean,
+            worst,
+            int(slashes),
+            int(columns),
         )
 
 
@@ -128,7 +164,9 @@ def _heads(
 def _alone(environment: Environment) -> Iterator[None]:
     """A process group of this process alone."""
     backend = "cpu:gloo,cuda:nccl" if environment.device == "cuda" else "gloo"
-    device = torch.device("cuda", torch.cuda.current_device()) if environment.device == "cuda" else None
+    device = (
+        torch.device("cuda", torch.cuda.current_device()) if environment.device == "cuda" else None
+    )
     os.environ.update(on_loopback())
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
     try:

@@ -7,7 +7,9 @@ from collections.abc import Callable
 import torch
 
 
-def torch_context_parallel(world: int, group: int) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+def torch_context_parallel(
+    world: int, group: int
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
     """Dense causal attention by PyTorch's own context parallelism: keys by all-gather, kernels by cuDNN, load balanced as it does by
     itself.
 
@@ -25,7 +27,10 @@ def torch_context_parallel(world: int, group: int) -> Callable[[torch.Tensor, to
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         k, v = (t.repeat_interleave(group, 1) for t in (k, v))
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0]):
+        with (
+            sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
+            context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0]),
+        ):
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     return call

@@ -20,7 +20,20 @@ from mtrain_cli.training.trainer import Trainer
 
 FOLDER = "profile"
 # What makes rows of an earlier attempt rows of the same case.
-_SAME = ("layout", "exchange", "pattern", "kernel", "model", "seq", "micro_batch", "workers", "cp", "per_node", "heads", "steps")
+_SAME = (
+    "layout",
+    "exchange",
+    "pattern",
+    "kernel",
+    "model",
+    "seq",
+    "micro_batch",
+    "workers",
+    "cp",
+    "per_node",
+    "heads",
+    "steps",
+)
 
 
 class TrainingProfile:
@@ -40,14 +53,20 @@ class TrainingProfile:
         earlier, samples = self._bench.everyone(self._left_behind() if e.rank == 0 else None)[0]
         kept, self._by_kind = _numbered(earlier, cases, trainer)
         self._samples = samples
-        plan = MeasurementPlan(TRAINING, [(case.label, case.config) for case in cases], config.train.steps // config.profile.every)
+        plan = MeasurementPlan(
+            TRAINING,
+            [(case.label, case.config) for case in cases],
+            config.train.steps // config.profile.every,
+        )
         self._seen: list[tuple[list[SequenceMask], ContextAttention]] = []
         self._plain: list[float] = []
         self._recorded: list[float] = []
         self._after: list[float] = []
         self._leaving: ProfileWriter | None = None
         try:
-            self._leaving = ProfileWriter(run_dir, plan, self._bench, list(self._by_kind.values()), self._folder, kept)
+            self._leaving = ProfileWriter(
+                run_dir, plan, self._bench, list(self._by_kind.values()), self._folder, kept
+            )
         except OSError as error:
             self.problem = f"{self._folder}: cannot be written ({error.strerror or error}); steps are not recorded"
         # All or none: to collect is a matter of all workers.
@@ -62,11 +81,15 @@ class TrainingProfile:
         def label(pattern: str) -> str:
             return f"{pattern} {config.layout} {choices.exchange.label}"
 
-        cases = [MeasurementCase(0, label(config.sparsity.pattern), config, choices, trainer.exchange)]
+        cases = [
+            MeasurementCase(0, label(config.sparsity.pattern), config, choices, trainer.exchange)
+        ]
         if choices.dense_kernel is not None and trainer.step < (config.sparsity.dense_steps or 0):
             dense = replace(config, sparsity=replace(config.sparsity, pattern="dense"))
             found = replace(choices, kernel=choices.dense_kernel[0], pattern=None)
-            cases.append(MeasurementCase(1, f"{label('dense')}, first steps", dense, found, trainer.exchange))
+            cases.append(
+                MeasurementCase(1, f"{label('dense')}, first steps", dense, found, trainer.exchange)
+            )
         return cases
 
     def _left_behind(self) -> tuple[list[dict[str, Any]], int]:
@@ -77,22 +100,33 @@ class TrainingProfile:
             return [], 0
         try:
             summary = json.loads((self._folder / records.SUMMARY).read_text())
-            if summary["schema"] == records.SCHEMA and all(name in case for case in summary["cases"] for name in _SAME):
-                return list(summary["cases"]), records.forget_parts(self._folder, self._trainer.step)
+            if summary["schema"] == records.SCHEMA and all(
+                name in case for case in summary["cases"] for name in _SAME
+            ):
+                return list(summary["cases"]), records.forget_parts(
+                    self._folder, self._trainer.step
+                )
         except (OSError, ValueError, KeyError, TypeError):
             pass
-        aside = next(p for n in range(1, 1000) if not (p := self._folder.with_name(f"{FOLDER}-{n}")).exists())
+        aside = next(
+            p for n in range(1, 1000) if not (p := self._folder.with_name(f"{FOLDER}-{n}")).exists()
+        )
         try:
             self._folder.rename(aside)
         except OSError:
             return [], 0
-        self.problem = f"{self._folder}: held no profile that can be gone on with; it is now {aside.name}"
+        self.problem = (
+            f"{self._folder}: held no profile that can be gone on with; it is now {aside.name}"
+        )
         return [], 0
 
     @property
     def due(self) -> bool:
         """Whether the step to come is recorded."""
-        return self._leaving is not None and (self._trainer.step + 1) % self._trainer.config.profile.every == 0
+        return (
+            self._leaving is not None
+            and (self._trainer.step + 1) % self._trainer.config.profile.every == 0
+        )
 
     def before_step(self) -> None:
         if self.due:
@@ -114,9 +148,14 @@ class TrainingProfile:
         began = time.perf_counter()
         self._trainer.observe = None
         self._trainer.record(None)
-        estimated = [(masks, attend.index.estimated if attend.index is not None else None) for masks, attend in self._seen]
+        estimated = [
+            (masks, attend.index.estimated if attend.index is not None else None)
+            for masks, attend in self._seen
+        ]
         self._seen.clear()
-        dense = self._trainer.choices.pattern is None or any(found is None for _, found in estimated)
+        dense = self._trainer.choices.pattern is None or any(
+            found is None for _, found in estimated
+        )
         case = self._by_kind.get(dense) or next(iter(self._by_kind.values()))
         self._leaving.recorded(case, self._trainer.step, estimated)
         self._samples += 1
@@ -134,7 +173,9 @@ class TrainingProfile:
         steady = self._plain[1:]  # the first step compiles and connects
         if self._recorded and steady:
             # The first worker's: the others wait in a later step for what it writes.
-            times = self._bench.everyone((statistics.median(steady), statistics.median(self._recorded)))[0]
+            times = self._bench.everyone(
+                (statistics.median(steady), statistics.median(self._recorded))
+            )[0]
             self._leaving.timed(next(iter(self._by_kind.values())), *times)
         try:
             self._leaving.finish(analysed=False)
@@ -147,9 +188,7 @@ class TrainingProfile:
         if not steady:
             return count
         more = statistics.median(self._recorded) / statistics.median(steady) - 1
-        return (
-            f"{count}; each took {more:+.1%} against the others, and {statistics.median(self._after):.2f} s after it to collect and write"
-        )
+        return f"{count}; each took {more:+.1%} against the others, and {statistics.median(self._after):.2f} s after it to collect and write"
 
     def complaint(self) -> str | None:
         """What went wrong since the last call."""
@@ -166,12 +205,20 @@ def _numbered(
         facts = case.facts(trainer.environment)
         # Through JSON, as the others have gone.
         facts = json.loads(json.dumps(facts))
-        same = [n for n, other in enumerate(earlier) if all(other[name] == facts[name] for name in _SAME)]
+        same = [
+            n
+            for n, other in enumerate(earlier)
+            if all(other[name] == facts[name] for name in _SAME)
+        ]
         dense = case.choices.pattern is None
         if same:
             found[dense] = replace(case, number=same[-1], label=earlier[same[-1]]["label"])
         else:
-            label = f"{case.label}, from step {trainer.step + 1}" if any(o["label"] == case.label for o in kept) else case.label
+            label = (
+                f"{case.label}, from step {trainer.step + 1}"
+                if any(o["label"] == case.label for o in kept)
+                else case.label
+            )
             found[dense] = replace(case, number=len(kept), label=label)
             kept.append(facts | {"label": label})
     return kept, found

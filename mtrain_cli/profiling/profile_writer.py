@@ -20,7 +20,13 @@ from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.profiling import records
 from mtrain_cli.profiling.analysis import analyse
 from mtrain_cli.profiling.index_file import RecordedSetup, save_indices
-from mtrain_cli.profiling.measurement import ATTENTION_ONLY, Bench, MeasurementCase, MeasurementPlan, slowest
+from mtrain_cli.profiling.measurement import (
+    ATTENTION_ONLY,
+    Bench,
+    MeasurementCase,
+    MeasurementPlan,
+    slowest,
+)
 from mtrain_cli.profiling.recorded_work import Estimated, own_work
 from mtrain_cli.reporting.report_source import open_source
 from mtrain_cli.reporting.tables import recording_cost
@@ -65,7 +71,9 @@ class ProfileWriter:
             "environment": json.loads(facts.read_text()) if self.first and facts.exists() else {},
             "clock": {"uncertainty_us": None},
             "overhead": None,
-            "cases": [case.facts(bench.environment) for case in cases] if entries is None else list(entries),
+            "cases": [case.facts(bench.environment) for case in cases]
+            if entries is None
+            else list(entries),
             "peers": [],
             "results": [],
         }
@@ -73,10 +81,15 @@ class ProfileWriter:
         if self.first:
             records.write_summary(self.folder, self._document)
 
-    def recorded(self, case: MeasurementCase, iteration: int, estimated: Sequence[Estimated]) -> None:
+    def recorded(
+        self, case: MeasurementCase, iteration: int, estimated: Sequence[Estimated]
+    ) -> None:
         """The iteration that was just recorded. iteration: training step, or sample where attention alone is measured."""
         # Devices keep nothing of it.
-        held = [(masks, None if found is None else {n: index.to("cpu") for n, index in found.items()}) for masks, found in estimated]
+        held = [
+            (masks, None if found is None else {n: index.to("cpu") for n, index in found.items()})
+            for masks, found in estimated
+        ]
         work = own_work(case.exchange, case.config.model.num_heads, self._layers(case), held)
         self._last[case.number], self._iteration = held, iteration
         rows = self.bench.collector.collect(case.number, iteration, work, case.flop)
@@ -119,8 +132,17 @@ class ProfileWriter:
         forward = rows[rows["direction"] == records.WORDS["direction"].index("forward")]
         for case in self.cases:
             config = case.config
-            sequences = config.train.micro_batch if self.plan.mode == ATTENTION_ONLY else config.train.global_batch
-            every = config.model.num_heads * len(self._layers(case)) * sequences * causal_pairs(config.seq)
+            sequences = (
+                config.train.micro_batch
+                if self.plan.mode == ATTENTION_ONLY
+                else config.train.global_batch
+            )
+            every = (
+                config.model.num_heads
+                * len(self._layers(case))
+                * sequences
+                * causal_pairs(config.seq)
+            )
             if self.plan.mode == ATTENTION_ONLY:
                 every *= self.bench.environment.dp
             mine = forward["pairs"][forward["case"] == case.number]
@@ -140,9 +162,15 @@ class ProfileWriter:
                 self.measured(case, overhead=float(np.median(recorded / plain) - 1))
                 for name, seconds in (("iteration_ms", plain), ("recorded_ms", recorded)):
                     self.facts(case)[name] = [round(float(ms), 4) for ms in seconds * 1e3]
-        overheads = [facts["overhead"] for facts in self._document["cases"] if facts.get("overhead") is not None]
+        overheads = [
+            facts["overhead"]
+            for facts in self._document["cases"]
+            if facts.get("overhead") is not None
+        ]
         self._document["overhead"] = statistics.fmean(overheads) if overheads else None
-        self._document["clock"] = {"uncertainty_us": max(uncertainty for _, uncertainty in everyone) * 1e6}
+        self._document["clock"] = {
+            "uncertainty_us": max(uncertainty for _, uncertainty in everyone) * 1e6
+        }
         self._document["complete"] = self.samples >= self.plan.samples
         if analysed:
             records.join_parts(self.folder)
@@ -150,9 +178,13 @@ class ProfileWriter:
         if not self._latest:
             return
         if analysed:
-            self._document["results"] = [found.to_json() for found in analyse(records.open_records(self.folder))]
+            self._document["results"] = [
+                found.to_json() for found in analyse(records.open_records(self.folder))
+            ]
             records.write_summary(self.folder, self._document)
-        write_trace(np.concatenate(list(self._latest.values())), self._document, self.folder / records.TRACE)
+        write_trace(
+            np.concatenate(list(self._latest.values())), self._document, self.folder / records.TRACE
+        )
 
     def show(self) -> None:
         """Prints what was found, on the first worker."""
@@ -165,13 +197,23 @@ class ProfileWriter:
             console.print(f"recording  {cost}", soft_wrap=True)
         console.print(f"files  {self.folder}", soft_wrap=True)
         console.print(f"draw   mtrain report {shlex.quote(str(self.folder))}", soft_wrap=True)
-        console.print(f"other  mtrain profile what-if {shlex.quote(str(self.folder))}", soft_wrap=True)
+        console.print(
+            f"other  mtrain profile what-if {shlex.quote(str(self.folder))}", soft_wrap=True
+        )
 
     def save_indices(self) -> None:
         """Writes the indices of the last sample, those of the first forward pass of the first context group: one set for each pattern."""
         first = self.cases[0]
-        chosen = {case.config.sparsity.pattern: case for case in reversed(self.cases) if case.config.seq == first.config.seq}
-        cases = [chosen[name] for name in dict.fromkeys(case.config.sparsity.pattern for case in self.cases) if name in chosen]
+        chosen = {
+            case.config.sparsity.pattern: case
+            for case in reversed(self.cases)
+            if case.config.seq == first.config.seq
+        }
+        cases = [
+            chosen[name]
+            for name in dict.fromkeys(case.config.sparsity.pattern for case in self.cases)
+            if name in chosen
+        ]
         cases = [case for case in cases if case.number in self._last]
         if not cases:
             return
@@ -198,20 +240,33 @@ class ProfileWriter:
         for _ in found:  # to the end, on every worker
             pass
 
-    def _write_indices(self, setup: RecordedSetup, masks: Sequence[SequenceMask], found: Iterator[tuple[str, int, Index | None]]) -> None:
+    def _write_indices(
+        self,
+        setup: RecordedSetup,
+        masks: Sequence[SequenceMask],
+        found: Iterator[tuple[str, int, Index | None]],
+    ) -> None:
         try:
             save_indices(self.folder / records.INDEX, setup, masks, found)
         except OSError as error:
-            self.problem = f"{self.folder / records.INDEX}: could not be written ({error.strerror or error})"
+            self.problem = (
+                f"{self.folder / records.INDEX}: could not be written ({error.strerror or error})"
+            )
 
-    def _parts_of_indices(self, cases: Sequence[MeasurementCase]) -> Iterator[tuple[str, int, Index | None]]:
+    def _parts_of_indices(
+        self, cases: Sequence[MeasurementCase]
+    ) -> Iterator[tuple[str, int, Index | None]]:
         """Layer by layer, called alike by all workers; on the first one everything that is there."""
         e = self.bench.environment
         for case in cases:
             _, indices = self._last[case.number][0]
             for layer in self._layers(case):
                 index = indices.get(layer) if indices is not None else None
-                mine = index.to("cpu") if index is not None and e.rank < e.cp and (self.first or _in_parts(index)) else None
+                mine = (
+                    index.to("cpu")
+                    if index is not None and e.rank < e.cp and (self.first or _in_parts(index))
+                    else None
+                )
                 everyone = [mine] if self.first else None
                 if index is not None and _in_parts(index):
                     everyone = self._gathered(mine)
@@ -224,13 +279,19 @@ class ProfileWriter:
     def _gathered(self, mine: Index | None) -> list[Index | None] | None:
         """Bitmaps of all workers on the first one, sent as arrays."""
         assert mine is None or isinstance(mine, BlockBitmap)
-        sent = None if mine is None else (mine.block, mine.blocks, mine.bits.numpy(), mine.rows.numpy())
+        sent = (
+            None
+            if mine is None
+            else (mine.block, mine.blocks, mine.bits.numpy(), mine.rows.numpy())
+        )
         everyone: list[Any] | None = [None] * self.bench.environment.workers if self.first else None
         dist.gather_object(sent, everyone, group=self.bench.host_group)
         if everyone is None:
             return None
         return [
-            None if part is None else BlockBitmap(part[0], part[1], torch.from_numpy(part[2]), torch.from_numpy(part[3]))
+            None
+            if part is None
+            else BlockBitmap(part[0], part[1], torch.from_numpy(part[2]), torch.from_numpy(part[3]))
             for part in everyone
         ]
 

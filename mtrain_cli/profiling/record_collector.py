@@ -87,8 +87,19 @@ def _boot() -> str:
 
 
 # What a worker knows about its messages besides, so that those of two workers find each other.
-RAW = np.dtype([*ROW.descr, ("number", np.int32), ("to", np.int16), ("source", np.int16), ("first", np.int16), ("peers", np.int16)])
-Work = dict[tuple[int, int], dict[str, StepWork]]  # of one worker, by micro-batch and layer, by direction
+RAW = np.dtype(
+    [
+        *ROW.descr,
+        ("number", np.int32),
+        ("to", np.int16),
+        ("source", np.int16),
+        ("first", np.int16),
+        ("peers", np.int16),
+    ]
+)
+Work = dict[
+    tuple[int, int], dict[str, StepWork]
+]  # of one worker, by micro-batch and layer, by direction
 
 
 @dataclass
@@ -115,7 +126,9 @@ class RecordCollector:
             self.clock = align_clocks(self.rank, self.boots, self.host_group)
         self.uncertainty = max(self.uncertainty, self.recorder.start() + self.clock.uncertainty)
 
-    def collect(self, case: int, iteration: int, work: Work, flop: tuple[float, float]) -> np.ndarray:
+    def collect(
+        self, case: int, iteration: int, work: Work, flop: tuple[float, float]
+    ) -> np.ndarray:
         """The iteration has ended -> its rows (`records.ROW`) of all ranks on rank 0, none elsewhere. work: of this rank. flop: of a pair,
         forward and backward.
         """
@@ -129,13 +142,20 @@ class RecordCollector:
         return found
 
 
-def own_rows(spans: Sequence[Span], rank: int, offset: float, work: Work, flop: tuple[float, float]) -> np.ndarray:
+def own_rows(
+    spans: Sequence[Span], rank: int, offset: float, work: Work, flop: tuple[float, float]
+) -> np.ndarray:
     """Spans of one rank as rows of `RAW`; start_us in microseconds of the clock of rank 0."""
     table = np.zeros(len(spans), RAW)
     counted: set[tuple[int, int, str, int, str]] = set()
     for at, span in enumerate(spans):
         row, message = table[at], span.message
-        row["micro"], row["layer"], row["step"], row["rank"] = span.micro, span.layer, span.step, rank
+        row["micro"], row["layer"], row["step"], row["rank"] = (
+            span.micro,
+            span.layer,
+            span.step,
+            rank,
+        )
         row["direction"], row["phase"] = _DIRECTION[span.direction], _KIND[span.kind]
         row["link"], row["payload"] = _LINK[message.link], _PAYLOAD[message.payload]
         row["start_us"], row["dur_us"] = (span.start + offset) * 1e6, span.seconds * 1e6
@@ -148,12 +168,23 @@ def own_rows(spans: Sequence[Span], rank: int, offset: float, work: Work, flop: 
             row["shard"] = message.leaving if span.kind == SEND else message.shard
         elif span.kind in (ATTENTION, COLUMNS):
             # Several kernels compute one piece of work, those of single columns before and after the steps: it counts once.
-            key = (span.micro, span.layer, span.direction, span.step if span.kind == ATTENTION else -1, span.kind)
-            found = work.get((span.micro, span.layer), {}).get(FORWARD if span.direction == RECOMPUTE else span.direction)
+            key = (
+                span.micro,
+                span.layer,
+                span.direction,
+                span.step if span.kind == ATTENTION else -1,
+                span.kind,
+            )
+            found = work.get((span.micro, span.layer), {}).get(
+                FORWARD if span.direction == RECOMPUTE else span.direction
+            )
             if found is not None and key not in counted:
                 counted.add(key)
                 if span.kind == ATTENTION:
-                    row["blocks"], row["pairs"] = found.blocks[0, span.step], found.pairs[0, span.step]
+                    row["blocks"], row["pairs"] = (
+                        found.blocks[0, span.step],
+                        found.pairs[0, span.step],
+                    )
                 else:
                     row["columns"], row["pairs"] = found.columns[0], found.column_pairs[0]
                 row["flop"] = float(row["pairs"]) * flop[span.direction == BACKWARD]
@@ -173,7 +204,10 @@ def together(tables: Sequence[np.ndarray]) -> np.ndarray:
     return found
 
 
-_DIRECTION, _KIND, _LINK, _PAYLOAD = ({word: code for code, word in enumerate(words)} for words in (DIRECTIONS, KINDS, LINKS, PAYLOADS))
+_DIRECTION, _KIND, _LINK, _PAYLOAD = (
+    {word: code for code, word in enumerate(words)}
+    for words in (DIRECTIONS, KINDS, LINKS, PAYLOADS)
+)
 _PASS = ["micro", "layer", "direction", "payload"]
 
 
@@ -181,7 +215,19 @@ def _find_late(table: np.ndarray) -> None:
     """Fills peer and late_us of waits: a message is under way from the moment on when all that take part in it have posted it."""
     import pandas
 
-    columns = [*_PASS, "phase", "rank", "number", "to", "source", "first", "peers", "link", "start_us", "dur_us"]
+    columns = [
+        *_PASS,
+        "phase",
+        "rank",
+        "number",
+        "to",
+        "source",
+        "first",
+        "peers",
+        "link",
+        "start_us",
+        "dur_us",
+    ]
     rows = pandas.DataFrame({name: table[name] for name in columns})
     waits = rows[rows.phase == _KIND[WAIT]].drop(columns="phase")
     posted = rows[rows.phase == _KIND[SEND]].drop(columns=["phase", "dur_us"])
@@ -189,17 +235,43 @@ def _find_late(table: np.ndarray) -> None:
     # The k-th message of a pass from one rank to another is the k-th that the other expects from it.
     hops["sent"] = hops.groupby([*_PASS, "rank", "to"]).cumcount()
     hops["taken"] = hops.groupby([*_PASS, "rank", "source"]).cumcount()
-    mine = waits.reset_index().merge(hops[[*_PASS, "rank", "number", "sent", "taken"]], on=[*_PASS, "rank", "number"])
-    by_sender = hops[[*_PASS, "rank", "to", "sent", "start_us"]].rename(columns={"rank": "source", "to": "rank", "sent": "taken"})
-    by_taker = hops[[*_PASS, "rank", "source", "taken", "start_us"]].rename(columns={"rank": "to", "source": "rank", "taken": "sent"})
-    mine = mine.merge(by_sender, on=[*_PASS, "rank", "source", "taken"], how="left", suffixes=("", "_source"))
+    mine = waits.reset_index().merge(
+        hops[[*_PASS, "rank", "number", "sent", "taken"]], on=[*_PASS, "rank", "number"]
+    )
+    by_sender = hops[[*_PASS, "rank", "to", "sent", "start_us"]].rename(
+        columns={"rank": "source", "to": "rank", "sent": "taken"}
+    )
+    by_taker = hops[[*_PASS, "rank", "source", "taken", "start_us"]].rename(
+        columns={"rank": "to", "source": "rank", "taken": "sent"}
+    )
+    mine = mine.merge(
+        by_sender, on=[*_PASS, "rank", "source", "taken"], how="left", suffixes=("", "_source")
+    )
     mine = mine.merge(by_taker, on=[*_PASS, "rank", "to", "sent"], how="left", suffixes=("", "_to"))
-    from_source, from_to = (mine[name].fillna(-np.inf).to_numpy() for name in ("start_us_source", "start_us_to"))
-    _note(table, mine, np.maximum(from_source, from_to), np.where(from_to > from_source, mine.to, mine.source))
+    from_source, from_to = (
+        mine[name].fillna(-np.inf).to_numpy() for name in ("start_us_source", "start_us_to")
+    )
+    _note(
+        table,
+        mine,
+        np.maximum(from_source, from_to),
+        np.where(from_to > from_source, mine.to, mine.source),
+    )
     among = [*_PASS, "link", "number", "first", "peers"]
-    collectives = posted[posted.to < 0].sort_values("start_us").drop_duplicates(among, keep="last")  # who came last
-    mine = waits[waits.peers > 0].reset_index().merge(collectives[[*among, "rank", "start_us"]], on=among, suffixes=("", "_last"))
-    _note(table, mine, mine.start_us_last.to_numpy(), np.where(mine.rank_last == mine["rank"], -1, mine.rank_last))
+    collectives = (
+        posted[posted.to < 0].sort_values("start_us").drop_duplicates(among, keep="last")
+    )  # who came last
+    mine = (
+        waits[waits.peers > 0]
+        .reset_index()
+        .merge(collectives[[*among, "rank", "start_us"]], on=among, suffixes=("", "_last"))
+    )
+    _note(
+        table,
+        mine,
+        mine.start_us_last.to_numpy(),
+        np.where(mine.rank_last == mine["rank"], -1, mine.rank_last),
+    )
 
 
 def _note(table: np.ndarray, waits: pandas.DataFrame, posted: np.ndarray, peer: np.ndarray) -> None:

@@ -9,7 +9,19 @@ from typing import Any
 import numpy as np
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, COLUMNS, DIRECTIONS, GAP, INDEX, ITERATION, KINDS, MERGE, PASS, WAIT
+from mtrain_cli.parallel.recording import (
+    ARRANGE,
+    ATTENTION,
+    COLUMNS,
+    DIRECTIONS,
+    GAP,
+    INDEX,
+    ITERATION,
+    KINDS,
+    MERGE,
+    PASS,
+    WAIT,
+)
 from mtrain_cli.parallel.schedule import GRADIENTS
 from mtrain_cli.profiling.records import LINKS, PAYLOADS, SUMMARY, RecordedFolder
 
@@ -96,7 +108,9 @@ def survey(recorded: RecordedFolder) -> tuple[dict[int, RecordedShape], dict[tup
     for number, batch in enumerate(recorded.batches(_SURVEY)):
         for case in _unique(batch["case"]):
             mine = batch if (batch["case"] == case).all() else _where(batch, batch["case"] == case)
-            of_case = seen.setdefault(case, {name: set() for name in ("iteration", "micro", "layer", "rank")})
+            of_case = seen.setdefault(
+                case, {name: set() for name in ("iteration", "micro", "layer", "rank")}
+            )
             for name, found in of_case.items():
                 found.update(_unique(mine[name]))
             last.update({(case, iteration): number for iteration in _unique(mine["iteration"])})
@@ -108,12 +122,20 @@ def survey(recorded: RecordedFolder) -> tuple[dict[int, RecordedShape], dict[tup
     shapes = {}
     for case, values in sorted(seen.items()):
         if not 0 <= case < len(cases) or not isinstance(cases[case], dict):
-            raise ConfigError(f"{recorded.folder}: has rows of case {case}, of which {SUMMARY} knows nothing")
+            raise ConfigError(
+                f"{recorded.folder}: has rows of case {case}, of which {SUMMARY} knows nothing"
+            )
         shapes[case] = _shape(case, cases[case], values, steps[case], recorded)
     return shapes, last
 
 
-def _shape(case: int, facts: dict[str, Any], seen: dict[str, set[int]], steps: dict[int, int], recorded: RecordedFolder) -> RecordedShape:
+def _shape(
+    case: int,
+    facts: dict[str, Any],
+    seen: dict[str, set[int]],
+    steps: dict[int, int],
+    recorded: RecordedFolder,
+) -> RecordedShape:
     highest = max(seen["rank"]) + 1
     total = max(highest, int(facts.get("workers") or recorded.summary.get("workers") or highest))
     workers = min(int(facts.get("cp") or total), total)
@@ -124,10 +146,22 @@ def _shape(case: int, facts: dict[str, Any], seen: dict[str, set[int]], steps: d
     counted = {}
     for code, most in sorted(steps.items()):
         if name := DIRECTIONS[code]:
-            counted[name] = max(most, int(said.get("backward" if name == "backward" else "forward") or 0))
+            counted[name] = max(
+                most, int(said.get("backward" if name == "backward" else "forward") or 0)
+            )
     layers = tuple(sorted(layer for layer in seen["layer"] if layer >= 0))
     micros, iterations = tuple(sorted(seen["micro"])), tuple(sorted(seen["iteration"]))
-    return RecordedShape(case, facts, iterations, micros, layers, workers, total, present.reshape(-1, workers), counted)
+    return RecordedShape(
+        case,
+        facts,
+        iterations,
+        micros,
+        layers,
+        workers,
+        total,
+        present.reshape(-1, workers),
+        counted,
+    )
 
 
 def iterations(
@@ -137,7 +171,9 @@ def iterations(
     under_way: dict[tuple[int, int], _RecordSums] = {}
     for number, batch in enumerate(recorded.batches(_COLUMNS)):
         for case in _unique(batch["case"]):
-            of_case = batch if (batch["case"] == case).all() else _where(batch, batch["case"] == case)
+            of_case = (
+                batch if (batch["case"] == case).all() else _where(batch, batch["case"] == case)
+            )
             for iteration in _unique(of_case["iteration"]):
                 alone = (of_case["iteration"] == iteration).all()
                 rows = of_case if alone else _where(of_case, of_case["iteration"] == iteration)
@@ -164,9 +200,15 @@ class _RecordSums:
         self.start, self.length = (np.full(int(np.prod(self.passes)), np.nan) for _ in range(2))
         self.link = np.zeros((len(shape.directions), len(LINKS), shape.ranks, shape.slots))
         self.whole = np.full(shape.ranks, np.nan)
-        self.direction = _table(len(DIRECTIONS), {DIRECTIONS.index(name): i for i, name in enumerate(shape.directions)})
-        self.layer = _table(max(shape.layers, default=0) + 1, {layer: i for i, layer in enumerate(shape.layers)})
-        self.micro = _table(max(shape.micros, default=0) + 1, {micro: i for i, micro in enumerate(shape.micros)})
+        self.direction = _table(
+            len(DIRECTIONS), {DIRECTIONS.index(name): i for i, name in enumerate(shape.directions)}
+        )
+        self.layer = _table(
+            max(shape.layers, default=0) + 1, {layer: i for i, layer in enumerate(shape.layers)}
+        )
+        self.micro = _table(
+            max(shape.micros, default=0) + 1, {micro: i for i, micro in enumerate(shape.micros)}
+        )
         self.place = _table(len(KINDS), {KINDS.index(kind): SPENT.index(kind) for kind in BUSY})
 
     def add(self, rows: dict[str, np.ndarray]) -> None:
@@ -175,7 +217,8 @@ class _RecordSums:
         self.whole[rows["rank"][whole]] = rows["dur_us"][whole] / 1e3
         keep = (rows["layer"] >= 0) & (self.direction[rows["direction"]] >= 0)
         at = (
-            (self.direction[rows["direction"]] * len(self.shape.micros) + self.micro[rows["micro"]]) * len(self.shape.layers)
+            (self.direction[rows["direction"]] * len(self.shape.micros) + self.micro[rows["micro"]])
+            * len(self.shape.layers)
         ) + self.layer[rows["layer"]]
         at = at * self.shape.ranks + rows["rank"]  # of the pass
         passes = keep & (phase == KINDS.index(PASS))
@@ -184,7 +227,11 @@ class _RecordSums:
         slot = np.where(phase == KINDS.index(COLUMNS), 0, rows["step"] + 1)
         cell = at * self.shape.slots + slot
         busy = keep & (self.place[phase] >= 0)
-        np.add.at(self.spent, self.place[phase[busy]] * self.cells + cell[busy], rows["dur_us"][busy] / np.float32(1e3))
+        np.add.at(
+            self.spent,
+            self.place[phase[busy]] * self.cells + cell[busy],
+            rows["dur_us"][busy] / np.float32(1e3),
+        )
         work = keep & ((phase == KINDS.index(ATTENTION)) | (phase == KINDS.index(COLUMNS)))
         np.add.at(self.pairs, cell[work], rows["pairs"][work])
         np.add.at(self.blocks, cell[work], rows["blocks"][work].astype(np.int64))
@@ -197,7 +244,11 @@ class _RecordSums:
         exposed = rows["dur_us"] / np.float32(1e3) - late
         np.add.at(self.spent, SPENT.index(LATE) * self.cells + cell, late)
         np.add.at(self.spent, SPENT.index(EXPOSED) * self.cells + cell, exposed)
-        np.add.at(self.link, (self.direction[rows["direction"]], rows["link"].astype(np.int64), rows["rank"], slot), exposed)
+        np.add.at(
+            self.link,
+            (self.direction[rows["direction"]], rows["link"].astype(np.int64), rows["rank"], slot),
+            exposed,
+        )
         gradient = np.isin(rows["payload"], [PAYLOADS.index(name) for name in GRADIENTS])
         code = ((rows["peer"].astype(np.int32) + 1) * len(LINKS) + rows["link"]) * 2 + gradient
         order = np.argsort(late, kind="stable")
@@ -213,7 +264,13 @@ class _RecordSums:
             self.spent.reshape(len(SPENT), *shape),
             self.pairs.reshape(shape),
             self.blocks.reshape(shape),
-            self.link.reshape(len(self.shape.directions), len(LINKS), self.shape.groups, self.shape.workers, self.shape.slots),
+            self.link.reshape(
+                len(self.shape.directions),
+                len(LINKS),
+                self.shape.groups,
+                self.shape.workers,
+                self.shape.slots,
+            ),
             self.behind.reshape(shape),
             self.start.reshape(self.passes),
             self.length.reshape(self.passes),
@@ -223,7 +280,9 @@ class _RecordSums:
 
 def _table(size: int, values: dict[int, int]) -> np.ndarray:
     """code -> index, -1 for others."""
-    table = np.full(size + 1, -1, np.int64)  # one more, so that a layer of -1 finds the last and no neighbour's
+    table = np.full(
+        size + 1, -1, np.int64
+    )  # one more, so that a layer of -1 finds the last and no neighbour's
     for code, index in values.items():
         table[code] = index
     return table

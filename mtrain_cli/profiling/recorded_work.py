@@ -14,16 +14,27 @@ from mtrain_cli.simulation.work_counts import WorkCounter
 Estimated = tuple[Sequence[SequenceMask], Mapping[int, Index] | None]
 
 
-def own_work(exchange: Exchange, heads: int, layers: Sequence[int], micro_batches: Sequence[Estimated]) -> Work:
+def own_work(
+    exchange: Exchange, heads: int, layers: Sequence[int], micro_batches: Sequence[Estimated]
+) -> Work:
     """heads: query heads of the model. layers: those whose attention ran. Bitmaps hold the rows that this worker computes."""
     rank = exchange.group.rank
     found: Work = {}
     for micro, (masks, indices) in enumerate(micro_batches):
         block = next(iter(indices.values())).block if indices else None
-        counter = WorkCounter.make(exchange.schedule, exchange.layout, masks, heads, block, shared_columns=exchange.gathers_columns)
+        counter = WorkCounter.make(
+            exchange.schedule,
+            exchange.layout,
+            masks,
+            heads,
+            block,
+            shared_columns=exchange.gathers_columns,
+        )
         if indices is None:
             dense = counter.count(None, rank)
             found.update({(micro, layer): dense for layer in layers})
         else:
-            found.update({(micro, layer): counter.count(index, rank) for layer, index in indices.items()})
+            found.update(
+                {(micro, layer): counter.count(index, rank) for layer, index in indices.items()}
+            )
     return found

@@ -23,14 +23,28 @@ if TYPE_CHECKING:
     import pandas
 
 SCHEMA = 2
-RECORDS, PARTS, SUMMARY, INDEX, TRACE = "records.parquet", "records", "summary.json", "index.npz", "trace.json"
+RECORDS, PARTS, SUMMARY, INDEX, TRACE = (
+    "records.parquet",
+    "records",
+    "summary.json",
+    "index.npz",
+    "trace.json",
+)
 SWEEP = "sweep.jsonl"  # rows of a sweep of simulations, which leaves no records
-STEP, KERNELS = "step", "kernels.csv"  # the kind of a summary of one step, which leaves no records either, and its rows
+STEP, KERNELS = (
+    "step",
+    "kernels.csv",
+)  # the kind of a summary of one step, which leaves no records either, and its rows
 SPARSITY, HEAD_ROWS = "sparsity", "sparsity.parquet"  # the same of a sparsity profile
 LINKS = ("", CONTEXT, INNER, OUTER, HEADS)
 PAYLOADS = ("", KV, DKV, QUERIES, DQ, HEADS, "columns", "index")
 # Columns that are words: stored as dictionaries, codes in these orders while in memory.
-WORDS: dict[str, tuple[str, ...]] = {"direction": DIRECTIONS, "phase": KINDS, "link": LINKS, "payload": PAYLOADS}
+WORDS: dict[str, tuple[str, ...]] = {
+    "direction": DIRECTIONS,
+    "phase": KINDS,
+    "link": LINKS,
+    "payload": PAYLOADS,
+}
 
 ROW = np.dtype(
     [
@@ -45,11 +59,20 @@ ROW = np.dtype(
         ("link", np.int8),  # wait, send, receive: the channel
         ("payload", np.int8),  # wait, send, receive: what is moved
         ("shard", np.int16),  # wait, send, receive: whose it is; -1 for a collective
-        ("peer", np.int16),  # send: to; receive: from; wait: the rank that was waited for; -1 for none or several
+        (
+            "peer",
+            np.int16,
+        ),  # send: to; receive: from; wait: the rank that was waited for; -1 for none or several
         ("start_us", np.float64),  # since the iteration began, on the clock of rank 0
         ("dur_us", np.float32),
-        ("late_us", np.float32),  # wait: the part before the peer had begun to send, which no link could have shortened
-        ("blocks", np.int64),  # attention: pairs of blocks that hold computed pairs, summed over heads and sequences
+        (
+            "late_us",
+            np.float32,
+        ),  # wait: the part before the peer had begun to send, which no link could have shortened
+        (
+            "blocks",
+            np.int64,
+        ),  # attention: pairs of blocks that hold computed pairs, summed over heads and sequences
         ("columns", np.int64),  # columns: single columns, summed over heads and sequences
         ("pairs", np.int64),  # attention, columns: query-key pairs, summed over heads and sequences
         ("flop", np.float64),  # attention, columns
@@ -81,18 +104,27 @@ class RecordedFolder:
                 with pq.ParquetFile(part) as file:
                     absent = [name for name in wanted if name not in file.schema_arrow.names]
                     if absent:
-                        raise ConfigError(f"{part}: has no column {', '.join(absent)}; it was written by another version of mtrain")
+                        raise ConfigError(
+                            f"{part}: has no column {', '.join(absent)}; it was written by another version of mtrain"
+                        )
                     for batch in file.iter_batches(batch_size=1 << 19, columns=wanted):
                         yield {name: _codes(batch.column(name), name, part) for name in wanted}
             except (OSError, ValueError) as error:
                 if isinstance(error, ConfigError):
                     raise
-                raise ConfigError(f"{part}: is no parquet file, or a damaged one ({str(error).splitlines()[0]})") from error
+                raise ConfigError(
+                    f"{part}: is no parquet file, or a damaged one ({str(error).splitlines()[0]})"
+                ) from error
 
     def frame(self) -> pandas.DataFrame:
         """All rows, words as categories."""
         found = list(self.batches())
-        return as_frame({name: np.concatenate([b[name] for b in found]) if found else np.empty(0, ROW[name]) for name in ROW.names or ()})
+        return as_frame(
+            {
+                name: np.concatenate([b[name] for b in found]) if found else np.empty(0, ROW[name])
+                for name in ROW.names or ()
+            }
+        )
 
     def frames(self) -> Iterator[pandas.DataFrame]:
         """The same, some rows at a time."""
@@ -118,7 +150,9 @@ def _codes(column: Any, name: str, part: Path) -> np.ndarray:
     try:
         table = np.array([known[word] for word in column.dictionary.to_pylist()] or [0], np.int8)
     except KeyError as error:
-        raise ConfigError(f"{part}: {name} {error.args[0]!r} is unknown; it was written by another version of mtrain") from None
+        raise ConfigError(
+            f"{part}: {name} {error.args[0]!r} is unknown; it was written by another version of mtrain"
+        ) from None
     return table[column.indices.to_numpy(zero_copy_only=False).astype(np.int64)]
 
 
@@ -130,7 +164,11 @@ def write_rows(rows: np.ndarray, path: Path) -> None:
     arrays, names = [], []
     for name in ROW.names or ():
         values = np.ascontiguousarray(rows[name])
-        arrays.append(pa.DictionaryArray.from_arrays(pa.array(values), pa.array(WORDS[name])) if name in WORDS else pa.array(values))
+        arrays.append(
+            pa.DictionaryArray.from_arrays(pa.array(values), pa.array(WORDS[name]))
+            if name in WORDS
+            else pa.array(values)
+        )
         names.append(name)
     table = pa.table(arrays, names=names).replace_schema_metadata({"mtrain_schema": str(SCHEMA)})
     draft = path.with_suffix(".part")
@@ -192,9 +230,13 @@ def open_records(folder: Path) -> RecordedFolder:
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise ConfigError(f"{path}: is no summary of a profile ({reason(error)})") from error
     if schema != SCHEMA:
-        raise ConfigError(f"{path}: has schema {schema}, this version of mtrain reads {SCHEMA}; measure again, or use the version it names")
+        raise ConfigError(
+            f"{path}: has schema {schema}, this version of mtrain reads {SCHEMA}; measure again, or use the version it names"
+        )
     cases = summary.get("cases")
-    if cases is not None and not (isinstance(cases, list) and all(isinstance(case, dict) for case in cases)):
+    if cases is not None and not (
+        isinstance(cases, list) and all(isinstance(case, dict) for case in cases)
+    ):
         raise ConfigError(f"{path}: is no summary of a profile (cases must be a list of objects)")
     whole = folder / RECORDS
     parts = (whole,) if whole.is_file() else tuple(sorted((folder / PARTS).glob("*.parquet")))

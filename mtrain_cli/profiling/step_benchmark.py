@@ -9,7 +9,12 @@ from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.stop_request import StopFlag
-from mtrain_cli.profiling.measurement import Bench, MeasurementCase, MeasurementPlan, MeasurementProgress
+from mtrain_cli.profiling.measurement import (
+    Bench,
+    MeasurementCase,
+    MeasurementPlan,
+    MeasurementProgress,
+)
 from mtrain_cli.profiling.profile_writer import ProfileWriter
 from mtrain_cli.training.batch import Batch, BatchMaker, PackedSample
 from mtrain_cli.training.flops import attention_kept
@@ -25,7 +30,9 @@ def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool)
     bench = Bench(environment, timedelta(seconds=config.topology.timeout_s))
     plan = bench.everyone(MeasurementPlan.load(run_dir) if environment.rank == 0 else None)[0]
     stop = StopFlag(run_dir, environment)
-    with MeasurementProgress(environment.rank == 0 and not plan.quiet, plan.samples * len(plan.cases)) as progress:
+    with MeasurementProgress(
+        environment.rank == 0 and not plan.quiet, plan.samples * len(plan.cases)
+    ) as progress:
         progress.now("prepares")
         trainer = Trainer(plan.cases[0][1], environment)
         trainer.keeps_samples = True
@@ -49,14 +56,31 @@ class _Rehearsal:
     """Forward and backward of every case on the samples of one step: once as it is, once recorded."""
 
     def __init__(
-        self, bench: Bench, trainer: Trainer, cases: Sequence[MeasurementCase], leaving: ProfileWriter, progress: MeasurementProgress
+        self,
+        bench: Bench,
+        trainer: Trainer,
+        cases: Sequence[MeasurementCase],
+        leaving: ProfileWriter,
+        progress: MeasurementProgress,
     ) -> None:
-        self.bench, self.trainer, self.cases, self.leaving, self.progress = bench, trainer, cases, leaving, progress
+        self.bench, self.trainer, self.cases, self.leaving, self.progress = (
+            bench,
+            trainer,
+            cases,
+            leaving,
+            progress,
+        )
         mask = trainer.config.data.document_mask
         keep, offload = attention_kept(trainer.config.train), trainer.offload
         self._make = [
             BatchMaker(
-                c.exchange, c.choices.kernel, bench.device, document_mask=mask, pattern=c.choices.pattern, keep=keep, offload=offload
+                c.exchange,
+                c.choices.kernel,
+                bench.device,
+                document_mask=mask,
+                pattern=c.choices.pattern,
+                keep=keep,
+                offload=offload,
             )
             for c in cases
         ]
@@ -77,7 +101,11 @@ class _Rehearsal:
             self.progress.now(case.label)
             seconds = {}
             for recorded in (False, True) if sample % 2 == 0 else (True, False):
-                seconds[recorded] = self._recorded(case, micro_batches) if recorded else self._once(case, micro_batches)[1]
+                seconds[recorded] = (
+                    self._recorded(case, micro_batches)
+                    if recorded
+                    else self._once(case, micro_batches)[1]
+                )
             self.leaving.timed(case, seconds[False], seconds[True])
             self.progress.done()
         self.leaving.sampled(self.trainer.step + 1, sample + 1)
@@ -86,7 +114,9 @@ class _Rehearsal:
             # So that a run that is killed can be replayed, too.
             self.leaving.save_indices()
 
-    def _once(self, case: MeasurementCase, micro_batches: MicroBatches) -> tuple[list[Batch], float]:
+    def _once(
+        self, case: MeasurementCase, micro_batches: MicroBatches
+    ) -> tuple[list[Batch], float]:
         """-> the batches, whose indices are kept, and seconds on this worker."""
         trainer, bench = self.trainer, self.bench
         batches = [self._make[case.number](samples) for samples in micro_batches]
@@ -100,10 +130,14 @@ class _Rehearsal:
         trainer.forward_backward(batches, attends, valid)
         seconds = clock.seconds(began, clock.now())
         trainer.drop_gradients()
-        self._estimated = [attend.index.estimated if attend.index is not None else None for attend in attends]
+        self._estimated = [
+            attend.index.estimated if attend.index is not None else None for attend in attends
+        ]
         return batches, seconds
 
-    def _recorded(self, case: MeasurementCase, micro_batches: MicroBatches, *, kept: bool = True) -> float:
+    def _recorded(
+        self, case: MeasurementCase, micro_batches: MicroBatches, *, kept: bool = True
+    ) -> float:
         recorder = self.bench.collector.recorder
         self.trainer.recorder = recorder
         case.exchange.record(recorder)
@@ -113,5 +147,9 @@ class _Rehearsal:
         if not kept:
             recorder.read()
             return seconds
-        self.leaving.recorded(case, self.trainer.step + 1, [(b.masks, found) for b, found in zip(batches, self._estimated, strict=True)])
+        self.leaving.recorded(
+            case,
+            self.trainer.step + 1,
+            [(b.masks, found) for b, found in zip(batches, self._estimated, strict=True)],
+        )
         return seconds

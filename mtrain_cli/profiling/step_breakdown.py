@@ -21,9 +21,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mtrain_cli.parallel.profiler_labels import ATTENTION, CLOSING, INDEX, LOSS, OPTIMIZER, PREFIX, STEP
+from mtrain_cli.parallel.profiler_labels import (
+    ATTENTION,
+    CLOSING,
+    INDEX,
+    LOSS,
+    OPTIMIZER,
+    PREFIX,
+    STEP,
+)
 
-PRODUCTS, ELEMENTWISE, WEIGHTS, COPIES, OTHER = "products", "element-wise", "weights", "copies", "other"
+PRODUCTS, ELEMENTWISE, WEIGHTS, COPIES, OTHER = (
+    "products",
+    "element-wise",
+    "weights",
+    "copies",
+    "other",
+)
 LINKS, WAITS, IDLE, HOST = "links", "waits", "idle", "host"
 COMPUTING = (ATTENTION, INDEX, PRODUCTS, ELEMENTWISE, LOSS, WEIGHTS, OPTIMIZER, COPIES, OTHER)
 OF_GPU, OF_CPU = (*COMPUTING, LINKS, WAITS, IDLE), (*COMPUTING, LINKS, HOST)
@@ -31,7 +45,9 @@ OF_GPU, OF_CPU = (*COMPUTING, LINKS, WAITS, IDLE), (*COMPUTING, LINKS, HOST)
 Event = Mapping[str, Any]
 Interval = tuple[int, int]  # [begin, end) in nanoseconds
 Thread = tuple[Any, Any]  # process and thread
-Message = tuple[Any, ...]  # group, its ranks and how many, collective, elements in and out, their type, the how many-th such one
+Message = tuple[
+    Any, ...
+]  # group, its ranks and how many, collective, elements in and out, their type, the how many-th such one
 
 _STEP, _CLOSING = PREFIX + STEP, PREFIX + CLOSING
 _MESSAGES = "gloo:"  # annotations of what gloo moves; they overlap what a thread does
@@ -40,16 +56,29 @@ _NCCL = re.compile(r"^nccl", re.IGNORECASE)
 _KERNELS = (
     (ATTENTION, re.compile(r"flash|fmha|attention|sdpa", re.IGNORECASE)),
     (OPTIMIZER, re.compile(r"adam|multi_tensor_apply", re.IGNORECASE)),
-    (PRODUCTS, re.compile(r"gemm|gemv|nvjet|cutlass|cublas|splitk|xmma|^triton_tem_", re.IGNORECASE)),
-    (ELEMENTWISE, re.compile(r"^triton_|elementwise_kernel|reduce_kernel|layer_norm|rms_?norm", re.IGNORECASE)),
+    (
+        PRODUCTS,
+        re.compile(r"gemm|gemv|nvjet|cutlass|cublas|splitk|xmma|^triton_tem_", re.IGNORECASE),
+    ),
+    (
+        ELEMENTWISE,
+        re.compile(
+            r"^triton_|elementwise_kernel|reduce_kernel|layer_norm|rms_?norm", re.IGNORECASE
+        ),
+    ),
 )
 # Of a CPU's operators of PyTorch itself.
 _OPERATORS = (
-    (PRODUCTS, re.compile(r"(add|b|badd|)mm|addmv|mv|dot|linear|matmul|mkldnn_linear|_linear_pointwise")),
+    (
+        PRODUCTS,
+        re.compile(r"(add|b|badd|)mm|addmv|mv|dot|linear|matmul|mkldnn_linear|_linear_pointwise"),
+    ),
     (COPIES, re.compile(r"copy_|_to_copy|clone|fill_|zero_|cat|_foreach_copy_")),
     (
         ELEMENTWISE,
-        re.compile(r"(add|sub|mul|div|addcmul|addcdiv|neg|pow|exp|r?sqrt)_?|sigmoid|silu(_backward)?|sum|mean|cos|sin|.*rms_norm.*"),
+        re.compile(
+            r"(add|sub|mul|div|addcmul|addcdiv|neg|pow|exp|r?sqrt)_?|sigmoid|silu(_backward)?|sum|mean|cos|sin|.*rms_norm.*"
+        ),
     ),
 )
 _FUSED_OPERATOR = "## Call CompiledFxGraph"  # what the CPU's compiled code does beside operators
@@ -87,7 +116,9 @@ class StepBreakdown:
     unmatched: int = 0
 
 
-def find_parts(events: Iterable[Event], *, gpu: bool, least: Mapping[Message, int] | None = None) -> StepBreakdown:
+def find_parts(
+    events: Iterable[Event], *, gpu: bool, least: Mapping[Message, int] | None = None
+) -> StepBreakdown:
     """events: `traceEvents` of one rank, in which every step is an annotation named `profiler_labels.STEP`. least: by `shortest`;
     messages that are
     not in it wait for none.
@@ -107,7 +138,11 @@ def messages(events: Iterable[Event]) -> dict[Message, int]:
     """
     kept, steps = _kept(events)
     kernels = _inside((s for s in kept if s.category == "kernel"), steps)
-    return {message: span.end - span.begin for span, message in zip(kernels, _messages(kernels), strict=True) if message is not None}
+    return {
+        message: span.end - span.begin
+        for span, message in zip(kernels, _messages(kernels), strict=True)
+        if message is not None
+    }
 
 
 def shortest(everyone: Sequence[Mapping[Message, int]]) -> dict[Message, int]:
@@ -127,7 +162,10 @@ def shortest(everyone: Sequence[Mapping[Message, int]]) -> dict[Message, int]:
 def _kept(events: Iterable[Event]) -> tuple[list[_Span], list[_Span]]:
     """What says something, and the steps."""
     kept = [_Span.of(e) for e in events if e.get("ph") == "X" and e.get("cat") in _CATEGORIES]
-    steps = sorted((s for s in kept if s.category == "user_annotation" and s.name == _STEP), key=lambda s: s.begin)
+    steps = sorted(
+        (s for s in kept if s.category == "user_annotation" and s.name == _STEP),
+        key=lambda s: s.begin,
+    )
     if not steps:
         raise ValueError(f"the trace has no annotation {_STEP}")
     return kept, steps
@@ -166,7 +204,15 @@ def range_part(name: str) -> str | None:
 
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _RUNTIME = ("cuda_runtime", "cuda_driver")
-_OF_MESSAGE = ("Process Group Name", "Process Group Ranks", "Group size", "Collective name", "In msg nelems", "Out msg nelems", "dtype")
+_OF_MESSAGE = (
+    "Process Group Name",
+    "Process Group Ranks",
+    "Group size",
+    "Collective name",
+    "In msg nelems",
+    "Out msg nelems",
+    "dtype",
+)
 _CATEGORIES = frozenset((*_DEVICE, *_RUNTIME, "cpu_op", "user_annotation"))
 
 
@@ -190,15 +236,22 @@ class _Span:
         if event["cat"] == "kernel" and _NCCL.search(event["name"]) and "Group size" in arguments:
             message = tuple(str(arguments.get(name)) for name in _OF_MESSAGE)
         correlation, external = arguments.get("correlation"), arguments.get("External id")
-        return _Span(event["cat"], event["name"], thread, begin, end, correlation, external, message)
+        return _Span(
+            event["cat"], event["name"], thread, begin, end, correlation, external, message
+        )
 
 
 def _inside(spans: Iterable[_Span], steps: Sequence[_Span]) -> list[_Span]:
     """Those that begin in a step, by their begin."""
-    return sorted((s for s in spans if any(step.begin <= s.begin < step.end for step in steps)), key=lambda s: (s.begin, -s.end))
+    return sorted(
+        (s for s in spans if any(step.begin <= s.begin < step.end for step in steps)),
+        key=lambda s: (s.begin, -s.end),
+    )
 
 
-def _innermost(ranges: Sequence[tuple[_Span, str]], at: Sequence[tuple[Thread, int]]) -> list[str | None]:
+def _innermost(
+    ranges: Sequence[tuple[_Span, str]], at: Sequence[tuple[Thread, int]]
+) -> list[str | None]:
     """For every (thread, time) the word of the innermost range around it; None outside of all."""
     by_thread: dict[Thread, list[tuple[_Span, str]]] = defaultdict(list)
     for found in ranges:
@@ -222,7 +275,9 @@ def _innermost(ranges: Sequence[tuple[_Span, str]], at: Sequence[tuple[Thread, i
 # --- time ---------------------------------------------------------------------------------------------------------------------------
 
 
-def _claim(free: Sequence[Interval], wanted: Sequence[tuple[int, int, str]], parts: dict[str, int]) -> list[Interval]:
+def _claim(
+    free: Sequence[Interval], wanted: Sequence[tuple[int, int, str]], parts: dict[str, int]
+) -> list[Interval]:
     """Adds to parts what each of wanted, sorted by its begin, gets of the free time -> what is free after that."""
     left: list[Interval] = []
     place, cursor = 0, None  # of the free interval at hand, and from where on it is free
@@ -275,23 +330,32 @@ def _messages(device: Iterable[_Span]) -> list[Message | None]:
     return found
 
 
-def _of_gpu(spans: Sequence[_Span], steps: Sequence[_Span], least: Mapping[Message, int]) -> StepBreakdown:
+def _of_gpu(
+    spans: Sequence[_Span], steps: Sequence[_Span], least: Mapping[Message, int]
+) -> StepBreakdown:
     # What is launched in a step ends in it, since a step ends with a wait for the device.
     device = _inside((s for s in spans if s.category in _DEVICE), steps)
     runtime = [s for s in spans if s.category in _RUNTIME]
     # A call of the runtime may be one of the driver, too: the outer one begins first.
     launches = {s.correlation: s for s in sorted(runtime, key=lambda s: -s.begin)}
-    assigned = [_device_part(span, word) for span, word in zip(device, _launched_in(device, launches, spans), strict=True)]
+    assigned = [
+        _device_part(span, word)
+        for span, word in zip(device, _launched_in(device, launches, spans), strict=True)
+    ]
 
     parts = dict.fromkeys(OF_GPU, 0)
     kinds: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
-    computing, copying, moving, waiting, under_way = (list[tuple[int, int, str]]() for _ in range(5))
+    computing, copying, moving, waiting, under_way = (
+        list[tuple[int, int, str]]() for _ in range(5)
+    )
     unmatched = 0
     for span, word, message in zip(device, assigned, _messages(device), strict=True):
         kind, took = kinds[span.name, word], span.end - span.begin
         kind[0], kind[1] = kind[0] + 1, kind[1] + took
         if word != LINKS:
-            (computing if span.category == "kernel" else copying).append((span.begin, span.end, word))
+            (computing if span.category == "kernel" else copying).append(
+                (span.begin, span.end, word)
+            )
             continue
         comes = span.end - (took if message is None else least.get(message, took))
         unmatched += message not in least
@@ -309,12 +373,18 @@ def _of_gpu(spans: Sequence[_Span], steps: Sequence[_Span], least: Mapping[Messa
 
     closing = [s for s in spans if s.name == _CLOSING]
     launching = [s for s in _inside(launches.values(), steps) if _LAUNCH.match(s.name)]
-    syncing = [s for s in _inside(runtime, steps) if _SYNCHRONISING.match(s.name) and not any(c.begin <= s.begin < c.end for c in closing)]
+    syncing = [
+        s
+        for s in _inside(runtime, steps)
+        if _SYNCHRONISING.match(s.name) and not any(c.begin <= s.begin < c.end for c in closing)
+    ]
     ahead = [
         span.begin - launch.end
         for span, word in zip(device, assigned, strict=True)
         # Those of NCCL wait for other streams, which says nothing of the host.
-        if span.category == "kernel" and word != LINKS and (launch := launches.get(span.correlation)) is not None
+        if span.category == "kernel"
+        and word != LINKS
+        and (launch := launches.get(span.correlation)) is not None
     ]
     return StepBreakdown(
         len(steps), whole, parts, in_all[LINKS] - parts[LINKS] - parts[WAITS], _kinds(kinds),
@@ -324,10 +394,16 @@ def _of_gpu(spans: Sequence[_Span], steps: Sequence[_Span], least: Mapping[Messa
     )  # fmt: skip
 
 
-def _launched_in(device: Sequence[_Span], launches: Mapping[Any, _Span], spans: Sequence[_Span]) -> list[str | None]:
+def _launched_in(
+    device: Sequence[_Span], launches: Mapping[Any, _Span], spans: Sequence[_Span]
+) -> list[str | None]:
     """The part that the range says in which each was launched; None outside of all."""
     known = {s.thread for s in spans if s.category in ("cpu_op", "user_annotation")}
-    operators = {s.external: s for s in spans if s.category in ("cpu_op", "user_annotation") and s.external is not None}
+    operators = {
+        s.external: s
+        for s in spans
+        if s.category in ("cpu_op", "user_annotation") and s.external is not None
+    }
     at: list[tuple[Thread, int]] = []
     for span in device:
         call = launches.get(span.correlation)
@@ -335,7 +411,11 @@ def _launched_in(device: Sequence[_Span], launches: Mapping[Any, _Span], spans: 
             # A call that was not recorded, or by a thread under another number: the operator around it was.
             call = operators.get(span.external)
         at.append(((None, None), 0) if call is None else (call.thread, call.begin))
-    ranges = [(s, part) for s in spans if s.category == "user_annotation" and (part := range_part(s.name)) is not None]
+    ranges = [
+        (s, part)
+        for s in spans
+        if s.category == "user_annotation" and (part := range_part(s.name)) is not None
+    ]
     return _innermost(ranges, at)
 
 
@@ -353,7 +433,10 @@ def _device_part(span: _Span, word: str | None) -> str:
 
 def _of_cpu(spans: Sequence[_Span], steps: Sequence[_Span]) -> StepBreakdown:
     thread = steps[0].thread
-    mine = _inside((s for s in spans if s.thread == thread and s.category in ("cpu_op", "user_annotation")), steps)
+    mine = _inside(
+        (s for s in spans if s.thread == thread and s.category in ("cpu_op", "user_annotation")),
+        steps,
+    )
     mine = [s for s in mine if not s.name.startswith(_MESSAGES) and s.name != _STEP]
     calls = _self_times(mine)
     parts = dict.fromkeys(OF_CPU, 0)
@@ -364,7 +447,9 @@ def _of_cpu(spans: Sequence[_Span], steps: Sequence[_Span]) -> StepBreakdown:
         if word is not None:
             kind = kinds[span.name, word]
             kind[0], kind[1] = kind[0] + 1, kind[1] + _length(own)
-    busy = sorted((begin, end, word) for _, word, own in calls if word is not None for begin, end in own)
+    busy = sorted(
+        (begin, end, word) for _, word, own in calls if word is not None for begin, end in own
+    )
     free = _claim(free, busy, parts)
     messages = sorted((s.begin, s.end, LINKS) for s in spans if s.name.startswith(_MESSAGES))
     in_all = {LINKS: 0}
@@ -377,7 +462,9 @@ def _of_cpu(spans: Sequence[_Span], steps: Sequence[_Span]) -> StepBreakdown:
 def _self_times(spans: Sequence[_Span]) -> list[tuple[_Span, str | None, list[Interval]]]:
     """Of every span of one thread, sorted by their begin: its part, None for what does not compute itself, and when none inside it ran."""
     found: list[tuple[_Span, str | None, list[Interval]]] = []
-    stack: list[list[Any]] = []  # number in found, end, the range it is in, from when on its own time is not yet noted
+    stack: list[
+        list[Any]
+    ] = []  # number in found, end, the range it is in, from when on its own time is not yet noted
 
     def close(until: int) -> None:
         while stack and stack[-1][1] <= until:

@@ -125,10 +125,14 @@ def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool)
         progress.now("reads the records")
         trainer.close()
         peaks = [m.peak_memory_gib for m in metrics if m.peak_memory_gib is not None]
-        mine = _RankSummary(_read(profiler, run_dir.path, plan, bench), plain, recorded, max(peaks, default=None))
+        mine = _RankSummary(
+            _read(profiler, run_dir.path, plan, bench), plain, recorded, max(peaks, default=None)
+        )
         everyone: list[_RankSummary] = bench.everyone(mine)
     if first:
-        document = _document(trainer, run_dir, plan, everyone, metrics, [result.loss for result in results])
+        document = _document(
+            trainer, run_dir, plan, everyone, metrics, [result.loss for result in results]
+        )
         _leave(run_dir.path, document, everyone)
         if not plan.quiet:
             _show(run_dir.path, document, plan)
@@ -147,10 +151,14 @@ def _profiler(bench: Bench) -> torch.profiler.profile:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if bench.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    return torch.profiler.profile(activities=activities, acc_events=True)  # one cycle: without it, a warning of what is lost between two
+    return torch.profiler.profile(
+        activities=activities, acc_events=True
+    )  # one cycle: without it, a warning of what is lost between two
 
 
-def _read(profiler: torch.profiler.profile, folder: Path, plan: StepProfilePlan, bench: Bench) -> StepBreakdown:
+def _read(
+    profiler: torch.profiler.profile, folder: Path, plan: StepProfilePlan, bench: Bench
+) -> StepBreakdown:
     """Writes the trace of this rank, and finds the parts in it.
 
     Raises:
@@ -165,12 +173,17 @@ def _read(profiler: torch.profiler.profile, folder: Path, plan: StepProfilePlan,
             profiler.export_chrome_trace(str(draft))
             events = json.loads(draft.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
             if plan.trace:
-                with draft.open("rb") as source, gzip.open(trace, "wb", compresslevel=_COMPRESSION) as packed:
+                with (
+                    draft.open("rb") as source,
+                    gzip.open(trace, "wb", compresslevel=_COMPRESSION) as packed,
+                ):
                     shutil.copyfileobj(source, packed)
         finally:
             draft.unlink(missing_ok=True)
     except OSError as error:
-        raise RunError(f"{folder}: rank {rank} cannot write its trace ({error.strerror or error})") from error
+        raise RunError(
+            f"{folder}: rank {rank} cannot write its trace ({error.strerror or error})"
+        ) from error
     gpu = bench.device.type == "cuda"
     # Every rank needs to know how long the others took for the same messages.
     least = shortest(bench.everyone(messages(events))) if gpu else None
@@ -227,10 +240,17 @@ def _document(
         "plain": {
             "first": plan.alike,
             "steps": len(metrics),
-            "tokens_per_second_per_gpu": statistics.median(m.tokens_per_second_per_gpu for m in metrics),
+            "tokens_per_second_per_gpu": statistics.median(
+                m.tokens_per_second_per_gpu for m in metrics
+            ),
             "density": statistics.median(m.density for m in metrics),
-            **{name: _median([getattr(m, name) for m in metrics]) for name in ("mfu_model", "mfu_executed")},
-            "peak_memory_gib": max((said.peak_gib for said in everyone if said.peak_gib is not None), default=None),
+            **{
+                name: _median([getattr(m, name) for m in metrics])
+                for name in ("mfu_model", "mfu_executed")
+            },
+            "peak_memory_gib": max(
+                (said.peak_gib for said in everyone if said.peak_gib is not None), default=None
+            ),
         },
         "ranks": [_of_rank(rank, said) for rank, said in enumerate(everyone)],
         "top": _top([said.found for said in everyone]),
@@ -273,7 +293,9 @@ def _top(everyone: Sequence[StepBreakdown]) -> list[dict[str, Any]]:
             of[0] += kind.calls / found.steps / len(everyone)
             of[1] += kind.ns / 1e6 / found.steps / len(everyone)
     most = sorted(sums.items(), key=lambda item: -item[1][1])[:SHOWN]
-    return [{"name": name, "part": part, "calls": calls, "ms": ms} for (name, part), (calls, ms) in most]
+    return [
+        {"name": name, "part": part, "calls": calls, "ms": ms} for (name, part), (calls, ms) in most
+    ]
 
 
 def _leave(folder: Path, document: dict[str, Any], everyone: Sequence[_RankSummary]) -> None:
@@ -287,7 +309,10 @@ def _leave(folder: Path, document: dict[str, Any], everyone: Sequence[_RankSumma
             rows.writerow(("rank", "name", "part", "calls", "ms"))
             for rank, said in enumerate(everyone):
                 steps = said.found.steps
-                rows.writerows((rank, k.name, k.part, k.calls / steps, k.ns / 1e6 / steps) for k in said.found.kinds)
+                rows.writerows(
+                    (rank, k.name, k.part, k.calls / steps, k.ns / 1e6 / steps)
+                    for k in said.found.kinds
+                )
         records.write_summary(folder, document)
     except OSError as error:
         raise RunError(f"{folder}: could not be written ({error.strerror or error})") from error
@@ -301,5 +326,8 @@ def _show(folder: Path, document: dict[str, Any], plan: StepProfilePlan) -> None
     show_step(console, document)
     console.print(f"files  {folder}", soft_wrap=True)
     if plan.trace:
-        console.print("trace  trace-rank-N.json.gz, for https://ui.perfetto.dev or chrome://tracing", soft_wrap=True)
+        console.print(
+            "trace  trace-rank-N.json.gz, for https://ui.perfetto.dev or chrome://tracing",
+            soft_wrap=True,
+        )
     console.print(f"again  mtrain report {shlex.quote(str(folder))}", soft_wrap=True)

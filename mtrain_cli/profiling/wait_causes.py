@@ -15,11 +15,15 @@ from mtrain_cli.parallel.schedule import HEADS, INNER, OUTER
 from mtrain_cli.profiling.record_sums import BUSY, EXPOSED, LATE, SPENT, Iteration, RecordedShape
 from mtrain_cli.profiling.records import LINKS
 
-SLOWER = 1.25  # times as long as the work explains: a rank beyond it is slow, one below has more work
+SLOWER = (
+    1.25  # times as long as the work explains: a rank beyond it is slow, one below has more work
+)
 MORE = 1.1  # times as much work as others: what is below is called as much
 WORTH = 0.005  # of the time of all passes: what costs less is not worth a line
 MOST_LINES = 5
-MOST_CELLS = 1 << 28  # of (sample, worker, step, step) looked at in an iteration; more samples than that are thinned
+MOST_CELLS = (
+    1 << 28
+)  # of (sample, worker, step, step) looked at in an iteration; more samples than that are thinned
 START = "start"  # beginning the pass later than others
 _OWN = (*BUSY, START)
 
@@ -69,7 +73,9 @@ class WaitAttribution:
     together: bool = True  # all ranks wait for the last at the end of a pass; in training they go on, and wait in the next
     iterations: int = 0
     charges: list[_LostTime] = field(default_factory=list)
-    victims: list[list[tuple[np.ndarray, np.ndarray]]] = field(default_factory=list)  # direction -> (codes, ms)
+    victims: list[list[tuple[np.ndarray, np.ndarray]]] = field(
+        default_factory=list
+    )  # direction -> (codes, ms)
     link: np.ndarray | None = None
     passes: float = 0.0  # ms of all passes of all ranks, and of the waits at their ends where ranks are `together`
     layers: int = 0
@@ -100,15 +106,21 @@ class WaitAttribution:
         s = self.shape
         samples = found.spent.shape[2]
         each = s.workers * s.slots**2
-        kept = np.unique(np.linspace(0, samples - 1, max(1, min(samples, MOST_CELLS // each))).astype(int))
+        kept = np.unique(
+            np.linspace(0, samples - 1, max(1, min(samples, MOST_CELLS // each))).astype(int)
+        )
         weight = samples / len(kept)
-        spent = found.spent[:, d, kept, group].astype(np.float64)  # [SPENT, samples, workers, slots]
+        spent = found.spent[:, d, kept, group].astype(
+            np.float64
+        )  # [SPENT, samples, workers, slots]
         late, exposed = spent[SPENT.index(LATE)], spent[SPENT.index(EXPOSED)]
         own = spent[: len(BUSY)]
         busy = own.sum(0)
         begin = found.start[d, kept, group]
         known = ~np.isnan(begin)
-        mean = np.where(known, begin, 0).sum(1, keepdims=True) / np.maximum(known.sum(1, keepdims=True), 1)
+        mean = np.where(known, begin, 0).sum(1, keepdims=True) / np.maximum(
+            known.sum(1, keepdims=True), 1
+        )
         begin = np.where(known, begin, mean)
         present = s.present[group]
         others = max(1, int(present.sum()) - 1)
@@ -121,14 +133,20 @@ class WaitAttribution:
         excess[..., 0] += offset
         starts = begin[..., None] + np.cumsum(busy + late + exposed, -1) - (busy + late + exposed)
         middle = starts + late + exposed + busy / 2
-        threshold = max(self.uncertainty, 1e-3, 1e-3 * float(np.nan_to_num(found.length[d, :, group]).mean()))
+        threshold = max(
+            self.uncertainty, 1e-3, 1e-3 * float(np.nan_to_num(found.length[d, :, group]).mean())
+        )
         # In the end all wait for the last.
         ends = starts[..., -1] + (busy + late + exposed)[..., -1]
         tail = np.where(present, ends[:, present].max(1, keepdims=True) - ends, 0)
         self.passes += weight * float(tail.sum()) if self.together else 0.0
         ended = np.where(present, ends, -np.inf).argmax(1)
         behind = np.concatenate(
-            [found.behind[d, kept, group], np.repeat((ended + 1)[:, None] * len(LINKS) * 2, s.workers, 1)[..., None]], -1
+            [
+                found.behind[d, kept, group],
+                np.repeat((ended + 1)[:, None] * len(LINKS) * 2, s.workers, 1)[..., None],
+            ],
+            -1,
         )
         late = np.concatenate([late, tail[..., None]], -1)
         starts = np.concatenate([starts, ends[..., None]], -1)
@@ -146,7 +164,11 @@ class WaitAttribution:
                 came = peer * s.slots
             else:
                 after = (behind[at, victim, t] & 1).astype(bool)
-                end = starts[at, victim, t] + lost + np.where(after, busy[at, victim, min(t, s.slots - 1)], 0)
+                end = (
+                    starts[at, victim, t]
+                    + lost
+                    + np.where(after, busy[at, victim, min(t, s.slots - 1)], 0)
+                )
                 came = self._origins(
                     lost,
                     peer * s.slots,
@@ -155,7 +177,10 @@ class WaitAttribution:
                     waited=late[at, peer, :t],
                     waited_too=late[at, victim, :t].sum(1),
                     excess=excess[at, peer, :t],
-                    over=(np.where(middle[at, peer, :t] < end[:, None], busy[at, peer, :t], 0) - busy[at, victim, :t]).sum(1)
+                    over=(
+                        np.where(middle[at, peer, :t] < end[:, None], busy[at, peer, :t], 0)
+                        - busy[at, victim, :t]
+                    ).sum(1)
                     + begin[at, peer]
                     - begin[at, victim],
                     moved=exposed[at, peer, :t].sum(1) - exposed[at, victim, :t].sum(1),
@@ -165,11 +190,16 @@ class WaitAttribution:
             last[at, victim] = t
             worker, slot = np.divmod(came, s.slots)
             counts = (worker != victim) & (came >= 0)  # the same: a delay that came round
-            at, victim, worker, slot, lost = (v[counts] for v in (at, victim, worker, slot, lost * weight))
+            at, victim, worker, slot, lost = (
+                v[counts] for v in (at, victim, worker, slot, lost * weight)
+            )
             where = (group, worker, slot)
             np.add.at(charge.lost, where, lost)
             attention = own[BUSY.index(ATTENTION)] + own[BUSY.index(COLUMNS)]
-            work, tiles = found.pairs[d, kept, group].astype(np.float64), found.blocks[d, kept, group].astype(np.float64)
+            work, tiles = (
+                found.pairs[d, kept, group].astype(np.float64),
+                found.blocks[d, kept, group].astype(np.float64),
+            )
             for total, table in (
                 (charge.attention, attention),
                 (charge.pairs, work),
@@ -185,13 +215,25 @@ class WaitAttribution:
                 np.add.at(total, where, lost * (column.sum(1) - table[at, worker, slot]) / others)
             for i in range(len(BUSY)):
                 column = own[i][at, :, slot]
-                np.add.at(charge.own[i], where, lost * (own[i][at, worker, slot] - (column.sum(1) - own[i][at, worker, slot]) / others))
+                np.add.at(
+                    charge.own[i],
+                    where,
+                    lost
+                    * (
+                        own[i][at, worker, slot]
+                        - (column.sum(1) - own[i][at, worker, slot]) / others
+                    ),
+                )
             np.add.at(charge.own[-1], where, lost * np.where(slot == 0, offset[at, worker], 0))
             rank = group * s.workers
-            codes = (((rank + worker) * s.slots + slot) * s.ranks + rank + victim) * (s.slots + 1) + t
+            codes = (((rank + worker) * s.slots + slot) * s.ranks + rank + victim) * (
+                s.slots + 1
+            ) + t
             self.victims[d].append(_summed(codes.astype(np.int64), lost))
         if len(self.victims[d]) > 64:
-            self.victims[d] = [_summed(*(np.concatenate(v) for v in zip(*self.victims[d], strict=True)))]
+            self.victims[d] = [
+                _summed(*(np.concatenate(v) for v in zip(*self.victims[d], strict=True)))
+            ]
 
     @staticmethod
     def _origins(
@@ -226,7 +268,9 @@ class WaitAttribution:
         result = np.choose(in_all, [from_before, from_own, np.full_like(from_own, -1)])
         return np.where(inherited, from_before, result)
 
-    def _peers(self, behind: np.ndarray, late: np.ndarray, victim: np.ndarray, group: int) -> np.ndarray:
+    def _peers(
+        self, behind: np.ndarray, late: np.ndarray, victim: np.ndarray, group: int
+    ) -> np.ndarray:
         """Workers that were waited for. Of a collective it is the one that waited least, since it came last."""
         s = self.shape
         code, link = np.divmod(behind >> 1, len(LINKS))
@@ -268,7 +312,9 @@ class WaitAttribution:
                     text += f", most {_in_step(worst)}: {_ms(each[worst])}"
                 else:
                     text += f", {_in_step(worst)}"
-                found.append(WaitCause(text, float(steps.sum()), "link", direction, None, worst - 1))
+                found.append(
+                    WaitCause(text, float(steps.sum()), "link", direction, None, worst - 1)
+                )
         return found
 
     def _ranks(self) -> list[WaitCause]:
@@ -278,19 +324,32 @@ class WaitAttribution:
             lost[~self.shape.present.reshape(-1)] = 0  # nothing is known of what they did
             for rank, slot in zip(*np.nonzero(lost), strict=True):
                 kind = self._kind(d, int(rank), int(slot))
-                merged.setdefault((int(rank), kind, d if kind == "work" else -1), []).append((float(lost[rank, slot]), d, int(slot)))
-        found = [(sum(p[0] for p in places), kind, sorted(places, reverse=True), rank) for (rank, kind, _), places in merged.items()]
+                merged.setdefault((int(rank), kind, d if kind == "work" else -1), []).append(
+                    (float(lost[rank, slot]), d, int(slot))
+                )
+        found = [
+            (sum(p[0] for p in places), kind, sorted(places, reverse=True), rank)
+            for (rank, kind, _), places in merged.items()
+        ]
         found.sort(key=lambda item: -item[0])
-        return [self._cause(rank, kind, places) for _, kind, places, rank in found[: 2 * MOST_LINES]]
+        return [
+            self._cause(rank, kind, places) for _, kind, places, rank in found[: 2 * MOST_LINES]
+        ]
 
     def _kind(self, d: int, rank: int, slot: int) -> str:
         """work: more of it. slow: as much, for longer. Otherwise the phase that took longer than elsewhere."""
         charge, at = self.charges[d], (*divmod(rank, self.shape.workers), slot)
         own = charge.own[(slice(None), *at)]
         phase = _OWN[int(own.argmax())]
-        if phase == START and not self.together and self._over(d, rank) > 0.5 * own[-1] / charge.lost[at]:
+        if (
+            phase == START
+            and not self.together
+            and self._over(d, rank) > 0.5 * own[-1] / charge.lost[at]
+        ):
             # The delay of the pass before: this rank's attention takes longer by as much.
-            longer, more = (_against(table[d, at[0]], at[1]) for table in (self.attention, self.pairs))
+            longer, more = (
+                _against(table[d, at[0]], at[1]) for table in (self.attention, self.pairs)
+            )
             return "slow" if longer > SLOWER * more else "work"
         if phase in (ATTENTION, COLUMNS):
             longer = _over(charge.attention[at], charge.attention_of_others[at])
@@ -302,7 +361,10 @@ class WaitAttribution:
         """By how many ms the attention of a layer takes longer on a rank than on the others."""
         group, worker = divmod(rank, self.shape.workers)
         computed = self.attention[d, group] / (self.iterations * self.layers)
-        return float(computed[worker] - (computed.sum() - computed[worker]) / max(1, int((computed > 0).sum()) - 1))
+        return float(
+            computed[worker]
+            - (computed.sum() - computed[worker]) / max(1, int((computed > 0).sum()) - 1)
+        )
 
     def _cause(self, rank: int, kind: str, places: list[tuple[float, int, int]]) -> WaitCause:
         """places: (ms lost, direction, slot), dearest first."""
@@ -321,12 +383,20 @@ class WaitAttribution:
         name = self.shape.directions[d]
         if kind == "work":
             whole = False
-            where = (f" in step {slot - 1}" if slot else " outside of all steps") if slot != step else ""
-            if places[0][0] < 0.6 * ms or extra[BUSY.index(ATTENTION)] + extra[BUSY.index(COLUMNS)] < 0.6 * self._over(d, rank):
+            where = (
+                (f" in step {slot - 1}" if slot else " outside of all steps")
+                if slot != step
+                else ""
+            )
+            if places[0][0] < 0.6 * ms or extra[BUSY.index(ATTENTION)] + extra[
+                BUSY.index(COLUMNS)
+            ] < 0.6 * self._over(d, rank):
                 whole, unit, where = True, "pairs", " over all its steps"
                 more = _against(self.pairs[d, at[0]], at[1])
             if whole and more < MORE:
-                why = f"which has the most work in several steps, with {more:.2f}x the {unit} in all"
+                why = (
+                    f"which has the most work in several steps, with {more:.2f}x the {unit} in all"
+                )
             elif np.isinf(more):
                 why = f"which has all the {unit} of step {slot - 1}"
             elif more < MORE:
@@ -335,7 +405,9 @@ class WaitAttribution:
                 why = f"which has {more:.1f}x the {unit} of the others{where}"
         elif kind == "slow":
             if slot == 0 and not charge.attention[at]:
-                longer, more_pairs = (_against(table[d, at[0]], at[1]) for table in (self.attention, self.pairs))
+                longer, more_pairs = (
+                    _against(table[d, at[0]], at[1]) for table in (self.attention, self.pairs)
+                )
             work = "as much work" if 1 / MORE < more_pairs < MORE else f"{more_pairs:.1f}x the work"
             why = f"which takes {longer:.1f}x as long for {work}: a slower device, or one that is disturbed"
         else:
@@ -351,9 +423,17 @@ class WaitAttribution:
             why = "which " + ("at times " if more_ms > 2 * each else "") + what.format(_ms(more_ms))
         spread = len({(direction, s) for _, direction, s in places})
         if spread > 1 and kind != "work":
-            directions = " and ".join(self.shape.directions[i] for i in sorted({direction for _, direction, _ in places}))
+            directions = " and ".join(
+                self.shape.directions[i] for i in sorted({direction for _, direction, _ in places})
+            )
             why += f" ({directions}, {spread} steps)"
-        when = f"{name}, at the end" if step == self.shape.slots else f"{name} step {step - 1}" if step else f"{name} before the first step"
+        when = (
+            f"{name}, at the end"
+            if step == self.shape.slots
+            else f"{name} step {step - 1}"
+            if step
+            else f"{name} before the first step"
+        )
         text = f"{when}: rank {victim} waits {_ms(each)} for rank {rank}, {why}"
         if ms > 1.5 * each:
             share = ms * self.iterations / self.passes
@@ -393,4 +473,10 @@ def _in_step(slot: int) -> str:
 
 
 def _ms(value: float) -> str:
-    return f"{value:.2f} ms" if value < 10 else f"{value:.0f} ms" if value < 1e4 else f"{value / 1e3:.0f} s"
+    return (
+        f"{value:.2f} ms"
+        if value < 10
+        else f"{value:.0f} ms"
+        if value < 1e4
+        else f"{value / 1e3:.0f} s"
+    )

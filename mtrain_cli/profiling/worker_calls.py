@@ -21,7 +21,13 @@ from mtrain_cli.attention.shared_columns import SharedColumns
 from mtrain_cli.attention.tiles import BlockGeometry, Tiles
 from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.schedule import ScheduleOptions, ScheduleStep, make_schedule
-from mtrain_cli.profiling.kernel_benchmark import KernelCase, KernelTime, median_ms, request_of, serving
+from mtrain_cli.profiling.kernel_benchmark import (
+    KernelCase,
+    KernelTime,
+    median_ms,
+    request_of,
+    serving,
+)
 from mtrain_cli.simulation.calibration import ALONE_COLUMNS, DENSE, DIAGONALS, LISTS, SPARSE
 from mtrain_cli.simulation.work_counts import FORWARD, StepWork, WorkCounter
 from mtrain_cli.sparsity.fixed import fixed_index
@@ -60,7 +66,16 @@ def profile_worker_calls(
                 if case.seq % (2 * count * case.block):
                     continue
                 for dense in (True, False):
-                    kind = (case.seq, case.heads, case.kv_heads, case.head_dim, case.block, count, name, None if dense else case)
+                    kind = (
+                        case.seq,
+                        case.heads,
+                        case.kv_heads,
+                        case.head_dim,
+                        case.block,
+                        count,
+                        name,
+                        None if dense else case,
+                    )
                     if kind in seen or (not dense and case.density is None):
                         continue
                     seen.add(kind)
@@ -72,7 +87,9 @@ def profile_worker_calls(
     return times
 
 
-def _kernels(case: KernelCase, names: Sequence[str], dtype: torch.dtype, device: str) -> Iterator[Kernel]:
+def _kernels(
+    case: KernelCase, names: Sequence[str], dtype: torch.dtype, device: str
+) -> Iterator[Kernel]:
     """For dense attention the one that `auto` takes, or those named that serve; under an index as `profile_kernels`."""
     if case.density is None:
         request = request_of(case, dtype, device, None)
@@ -84,14 +101,27 @@ def _kernels(case: KernelCase, names: Sequence[str], dtype: torch.dtype, device:
 
 
 def _of_worker(
-    kernel: Kernel, case: KernelCase, name: str, workers: int, dtype: torch.dtype, device: str, repeats: int
+    kernel: Kernel,
+    case: KernelCase,
+    name: str,
+    workers: int,
+    dtype: torch.dtype,
+    device: str,
+    repeats: int,
 ) -> Iterator[KernelTime]:
     layout = make_layout(name, workers, case.seq, case.block, unit=case.block)
     mask = SequenceMask.causal(case.seq, layout.padded_seq)
     index = None
     if case.density is not None:
         index = fixed_index(
-            seed=0, batch=1, heads=case.heads, seq=case.seq, block=case.block, slashes=None, columns=case.columns, density=case.density
+            seed=0,
+            batch=1,
+            heads=case.heads,
+            seq=case.seq,
+            block=case.block,
+            slashes=None,
+            columns=case.columns,
+            density=case.density,
         )
     dense_form = LISTS if name == "striped" else DENSE
     for share in _shares(layout, mask, case, index):
@@ -99,11 +129,24 @@ def _of_worker(
         tiles = _tiles(mask, share, case.block, device)
         whole = share.exchange == GATHER
         if index is None:
-            yield _timed(kernel, case, share, tiles, tensors, device, repeats, dense_form, workers, name)
+            yield _timed(
+                kernel, case, share, tiles, tensors, device, repeats, dense_form, workers, name
+            )
             continue
         under = tiles.under(index.to(device))
         if whole or not case.columns:
-            yield _timed(kernel, case, share, under, tensors, device, repeats, SPARSE if whole else DIAGONALS, workers, name)
+            yield _timed(
+                kernel,
+                case,
+                share,
+                under,
+                tensors,
+                device,
+                repeats,
+                SPARSE if whole else DIAGONALS,
+                workers,
+                name,
+            )
             continue
         alone = tiles.under(index.without_columns().to(device))
         yield _timed(kernel, case, share, alone, tensors, device, repeats, DIAGONALS, workers, name)
@@ -111,7 +154,9 @@ def _of_worker(
         yield _columns(kernel, case, layout, mask, index, workers, name, dtype, device, repeats)
 
 
-def _shares(layout: Layout, mask: SequenceMask, case: KernelCase, index: VerticalSlash | None) -> Iterator[_WorkerCall]:
+def _shares(
+    layout: Layout, mask: SequenceMask, case: KernelCase, index: VerticalSlash | None
+) -> Iterator[_WorkerCall]:
     """Of the last worker: its own shard, another one, and all keys."""
     workers, rank = layout.workers, layout.workers - 1
     for exchange in (RING, GATHER):
@@ -124,7 +169,11 @@ def _shares(layout: Layout, mask: SequenceMask, case: KernelCase, index: Vertica
             step: ScheduleStep = steps[at]
             if not step.keys or not work.pairs[0, at]:
                 continue
-            keys = np.arange(layout.padded_seq) if exchange == GATHER else layout.positions(step.keys[0])
+            keys = (
+                np.arange(layout.padded_seq)
+                if exchange == GATHER
+                else layout.positions(step.keys[0])
+            )
             yield _WorkerCall(exchange, at, layout.positions(rank), keys, work, masked)
 
 
@@ -142,10 +191,20 @@ class _Tensors:
     scale: float
 
     @staticmethod
-    def make(case: KernelCase, queries: int, keys: int, dtype: torch.dtype, device: str) -> _Tensors:
+    def make(
+        case: KernelCase, queries: int, keys: int, dtype: torch.dtype, device: str
+    ) -> _Tensors:
         generator = torch.Generator(device=device).manual_seed(0)
-        shapes = ((queries, case.heads), (keys, case.kv_heads), (keys, case.kv_heads), (queries, case.heads))
-        made = (torch.randn(1, n, h, case.head_dim, generator=generator, device=device, dtype=dtype) for n, h in shapes)
+        shapes = (
+            (queries, case.heads),
+            (keys, case.kv_heads),
+            (keys, case.kv_heads),
+            (queries, case.heads),
+        )
+        made = (
+            torch.randn(1, n, h, case.head_dim, generator=generator, device=device, dtype=dtype)
+            for n, h in shapes
+        )
         q, k, v, dout = made
         return _Tensors(q, k, v, dout, case.head_dim**-0.5)
 
@@ -166,8 +225,14 @@ def _timed(
     out, lse = kernel.forward(q, k, v, tiles, scale)
     delta = None if kernel.needs_out or share.exchange == GATHER else row_delta(out, dout)
     forward = median_ms(lambda: kernel.forward(q, k, v, tiles.anew(), scale), device, repeats)
-    backward = median_ms(lambda: kernel.backward(dout, q, k, v, out, lse, delta, tiles, scale), device, repeats)
-    of_columns = int(share.work.of_columns[0, share.step]) if share.work.of_columns is not None and form == SPARSE else 0
+    backward = median_ms(
+        lambda: kernel.backward(dout, q, k, v, out, lse, delta, tiles, scale), device, repeats
+    )
+    of_columns = (
+        int(share.work.of_columns[0, share.step])
+        if share.work.of_columns is not None and form == SPARSE
+        else 0
+    )
     pairs, blocks = (int(values[0, share.step]) for values in (share.work.pairs, share.work.blocks))
     at = share.exchange if share.exchange == GATHER else f"{share.exchange} step {share.step}"
     return _time(
@@ -217,10 +282,24 @@ def _columns(
     partial = torch.zeros_like(q), torch.zeros(1, case.heads, len(own), device=device, dtype=high)
     out, lse = kernel.forward_columns(q, packed, shared, scale, partial)
     delta = row_delta(out.to(dtype), dout)
-    forward = median_ms(lambda: kernel.forward_columns(q, packed, shared, scale, partial), device, repeats)
-    backward = median_ms(lambda: kernel.backward_columns(dout, q, packed, lse, delta, shared, scale), device, repeats)
+    forward = median_ms(
+        lambda: kernel.forward_columns(q, packed, shared, scale, partial), device, repeats
+    )
+    backward = median_ms(
+        lambda: kernel.backward_columns(dout, q, packed, lse, delta, shared, scale), device, repeats
+    )
     pairs = int(counter.count(index, rank)[FORWARD].column_pairs[0])
-    return _time(kernel, case, ALONE_COLUMNS, workers, f"{name}, columns", (pairs, 0, pairs), pairs, forward, backward)
+    return _time(
+        kernel,
+        case,
+        ALONE_COLUMNS,
+        workers,
+        f"{name}, columns",
+        (pairs, 0, pairs),
+        pairs,
+        forward,
+        backward,
+    )
 
 
 def _time(

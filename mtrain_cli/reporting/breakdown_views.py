@@ -22,15 +22,33 @@ _CELLS = 60_000  # of all maps of a page together
 def step_views(named: Sequence[tuple[str, dict[str, Any]]]) -> list[View]:
     """Where one step goes: every run side by side, then every rank of each."""
     views: list[View] = []
-    parts = list(dict.fromkeys(part for _, document in named for rank in document["ranks"] for part in rank["parts"]))
-    colours = {part: _COLOURS[i % len(_COLOURS)] for i, part in enumerate(parts)} | {WAITS: "#c8352b"}
+    parts = list(
+        dict.fromkeys(
+            part for _, document in named for rank in document["ranks"] for part in rank["parts"]
+        )
+    )
+    colours = {part: _COLOURS[i % len(_COLOURS)] for i, part in enumerate(parts)} | {
+        WAITS: "#c8352b"
+    }
     if len(named) > 1:
         means = [{part: _mean(document["ranks"], part) for part in parts} for _, document in named]
-        views.append((("all runs",), _stacks([escape(name) for name, _ in named], means, parts, colours), _bars(len(named), "")))
+        views.append(
+            (
+                ("all runs",),
+                _stacks([escape(name) for name, _ in named], means, parts, colours),
+                _bars(len(named), ""),
+            )
+        )
     for name, document in named:
         shown = document["ranks"][:: -(-len(document["ranks"]) // RANKS)]
         places = [f"rank {rank['rank']}" for rank in shown]
-        views.append(((name,), _stacks(places, [rank["parts"] for rank in shown], parts, colours), _bars(len(shown), "")))
+        views.append(
+            (
+                (name,),
+                _stacks(places, [rank["parts"] for rank in shown], parts, colours),
+                _bars(len(shown), ""),
+            )
+        )
     return views
 
 
@@ -48,7 +66,13 @@ def kernel_views(named: Sequence[tuple[str, dict[str, Any]]]) -> list[View]:
                 "showlegend": False,
             }
         ]  # fmt: skip
-        views.append(((name,), data, {**_bars(len(rows), "ms of a step, mean of ranks"), "margin": {"l": 10, "t": 36}}))
+        views.append(
+            (
+                (name,),
+                data,
+                {**_bars(len(rows), "ms of a step, mean of ranks"), "margin": {"l": 10, "t": 36}},
+            )
+        )
     return views
 
 
@@ -56,7 +80,12 @@ def _mean(ranks: Sequence[dict[str, Any]], part: str) -> float:
     return float(np.mean([rank["parts"].get(part, 0.0) for rank in ranks]))
 
 
-def _stacks(places: Sequence[str], rows: Sequence[dict[str, float]], parts: Sequence[str], colours: dict[str, str]) -> list[dict[str, Any]]:
+def _stacks(
+    places: Sequence[str],
+    rows: Sequence[dict[str, float]],
+    parts: Sequence[str],
+    colours: dict[str, str],
+) -> list[dict[str, Any]]:
     data = []
     for part in parts:
         values = [_short(row.get(part, 0.0)) for row in rows]
@@ -89,16 +118,36 @@ def sparsity_views(name: str, rows: Sequence[dict[str, Any]]) -> list[View]:
     """What patterns keep, layer by layer: a line for every pattern and measured step."""
     views: list[View] = []
     groups = sorted({(row["pattern"], row["step"]) for row in rows})
-    shown = [groups[i] for i in np.unique(np.linspace(0, len(groups) - 1, min(len(groups), 12)).astype(int))]
+    shown = [
+        groups[i]
+        for i in np.unique(np.linspace(0, len(groups) - 1, min(len(groups), 12)).astype(int))
+    ]
     layers = sorted({row["layer"] for row in rows})
     for title, key, how in _QUANTITIES:
         data = []
         for i, (pattern, step) in enumerate(shown):
             mine = [row for row in rows if (row["pattern"], row["step"]) == (pattern, step)]
             of_layer = [[row[key] for row in mine if row["layer"] == layer] for layer in layers]
-            y = [_short(min(values) if how == "min" else sum(values) / len(values)) if values else None for values in of_layer]
-            look = {"line": {"color": _COLOURS[i % len(_COLOURS)]}, "marker": {"color": _COLOURS[i % len(_COLOURS)], "size": 6}}
-            data.append({"type": "scatter", "mode": "lines+markers", "name": f"{pattern}, step {step}", "x": layers, "y": y, **look})
+            y = [
+                _short(min(values) if how == "min" else sum(values) / len(values))
+                if values
+                else None
+                for values in of_layer
+            ]
+            look = {
+                "line": {"color": _COLOURS[i % len(_COLOURS)]},
+                "marker": {"color": _COLOURS[i % len(_COLOURS)], "size": 6},
+            }
+            data.append(
+                {
+                    "type": "scatter",
+                    "mode": "lines+markers",
+                    "name": f"{pattern}, step {step}",
+                    "x": layers,
+                    "y": y,
+                    **look,
+                }
+            )
         layout = {
             "height": 300 + 8 * len(data), "xaxis": {"title": {"text": "layer"}, **whole(layers)}, "showlegend": True,
             "yaxis": {"title": {"text": key}, "rangemode": "tozero", "tickformat": ".0%" if key == "density" else ""},
@@ -118,7 +167,12 @@ def head_views(name: str, rows: Sequence[dict[str, Any]]) -> list[View]:
             layers, heads = (sorted({row[key] for row in mine}) for key in ("layer", "head"))
             if not mine or len(layers) * len(heads) > _CELLS:
                 continue
-            for what, key in (("recall", "recall"), ("density", "density"), ("diagonals", "slashes"), ("columns", "columns")):
+            for what, key in (
+                ("recall", "recall"),
+                ("density", "density"),
+                ("diagonals", "slashes"),
+                ("columns", "columns"),
+            ):
                 found = {(row["layer"], row["head"]): row[key] for row in mine}
                 z = [[_short(found.get((layer, head))) for head in heads] for layer in layers]
                 share = key in ("recall", "density")
@@ -138,7 +192,11 @@ def head_views(name: str, rows: Sequence[dict[str, Any]]) -> list[View]:
 
 def whole(places: Sequence[int]) -> dict[str, Any]:
     """Ticks at whole numbers only."""
-    return {"dtick": 1} if max(places, default=0) - min(places, default=0) < 20 else {"tickformat": "d"}
+    return (
+        {"dtick": 1}
+        if max(places, default=0) - min(places, default=0) < 20
+        else {"tickformat": "d"}
+    )
 
 
 def _short(value: float | None) -> float | None:

@@ -18,7 +18,15 @@ from mtrain_cli.training.metrics import StepMetrics
 View = tuple[tuple[str, ...], list[dict[str, Any]], dict[str, Any]]  # labels, traces, layout
 POINTS, POINTS_OF_ALL = 1500, 6000  # of a curve, and of one quantity in all runs
 COLOURS = ("#2f6fb5", "#d97706", "#4d9f6f", "#c8352b", "#8c6bb1", "#7a5c3e", "#d26fa5", "#5b5b5b")
-_BUCKETS = ("#c6dbef", "#9ecae1", "#6baed6", "#4292c6", "#2171b5", "#d97706", "#c8352b")  # short to long context
+_BUCKETS = (
+    "#c6dbef",
+    "#9ecae1",
+    "#6baed6",
+    "#4292c6",
+    "#2171b5",
+    "#d97706",
+    "#c8352b",
+)  # short to long context
 _SMOOTHED = ("loss", "grad_norm", "tokens_per_second_per_gpu", "seconds")
 _CURVES = (
     ("loss, nats", "loss", False),
@@ -87,8 +95,14 @@ def training_views(sources: Sequence[ReportSource]) -> tuple[list[View], str]:
             data += lines
         if not data:
             continue
-        scale = _scale(every) if key == "grad_norm" else {"rangemode": "tozero"} if from_zero else {}
-        shapes = [shape for source, colour in zip(sources, _colours(sources), strict=True) for shape in _marks(source, key, colour)]
+        scale = (
+            _scale(every) if key == "grad_norm" else {"rangemode": "tozero"} if from_zero else {}
+        )
+        shapes = [
+            shape
+            for source, colour in zip(sources, _colours(sources), strict=True)
+            for shape in _marks(source, key, colour)
+        ]
         marked |= bool(shapes)
         layout = {
             "height": 290, "xaxis": {"title": {"text": "step"}}, "yaxis": {"title": {"text": title}, **scale},
@@ -99,7 +113,9 @@ def training_views(sources: Sequence[ReportSource]) -> tuple[list[View], str]:
     if raw_shown:
         notes.append("Bold: smoothed over a thirtieth of the steps, 5 to 100; thin: every step.")
     if marked:
-        notes.append("Dotted: the learning rate begins again. Dashed: the run began again after a worker was lost.")
+        notes.append(
+            "Dotted: the learning rate begins again. Dashed: the run began again after a worker was lost."
+        )
     if thinned:
         notes.append(f"{points} steps of more are shown.")
     return views, " ".join(notes)
@@ -109,7 +125,9 @@ def _colours(sources: Sequence[ReportSource]) -> list[str]:
     return [COLOURS[i % len(COLOURS)] for i in range(len(sources))]
 
 
-def _curve(source: ReportSource, values: list[Any], colour: str, *, most: int, smooth: bool) -> tuple[list[dict[str, Any]], bool]:
+def _curve(
+    source: ReportSource, values: list[Any], colour: str, *, most: int, smooth: bool
+) -> tuple[list[dict[str, Any]], bool]:
     """-> the line of every step and, where it is smoothed, the smooth one; and whether points are left out."""
     steps = [m.step for m in source.metrics]
     at = np.unique(np.linspace(0, len(steps) - 1, min(most, len(steps))).astype(int)).tolist()
@@ -122,18 +140,34 @@ def _curve(source: ReportSource, values: list[Any], colour: str, *, most: int, s
     }
     thick = {"color": colour, "width": 2}
     if not smooth or len(steps) < 10:
-        return [{**common, "y": [_short(values[i]) for i in at], "line": thick}], len(at) < len(steps)
+        return [{**common, "y": [_short(values[i]) for i in at], "line": thick}], len(at) < len(
+            steps
+        )
     means = smoothed(values, window_of(len(steps)))
-    thin = {**common, "y": [_short(values[i]) for i in at], "line": {"color": colour, "width": 1}, "opacity": 0.35, "showlegend": False}
-    return [thin, {**common, "y": [_short(means[i]) for i in at], "line": thick, "hoverinfo": "skip"}], len(at) < len(steps)
+    thin = {
+        **common,
+        "y": [_short(values[i]) for i in at],
+        "line": {"color": colour, "width": 1},
+        "opacity": 0.35,
+        "showlegend": False,
+    }
+    return [
+        thin,
+        {**common, "y": [_short(means[i]) for i in at], "line": thick, "hoverinfo": "skip"},
+    ], len(at) < len(steps)
 
 
 def _marks(source: ReportSource, key: str, colour: str) -> list[dict[str, Any]]:
     """Lines down the figure. A restart of the run shows in all, one of the learning rate where it explains something."""
     rates = rate_restarts(source.metrics) if key in ("loss", "lr", "grad_norm") else []
-    steps = [(step, "dot") for step in rates] + [(restart.step, "dash") for restart in source.restarts]
+    steps = [(step, "dot") for step in rates] + [
+        (restart.step, "dash") for restart in source.restarts
+    ]
     line = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "layer": "below"}
-    return [{**line, "x0": step, "x1": step, "line": {"color": colour, "width": 1.8, "dash": dash}} for step, dash in steps]
+    return [
+        {**line, "x0": step, "x1": step, "line": {"color": colour, "width": 1.8, "dash": dash}}
+        for step, dash in steps
+    ]
 
 
 def _scale(values: Sequence[float]) -> dict[str, Any]:
@@ -167,7 +201,12 @@ def held_out_views(sources: Sequence[ReportSource]) -> list[View]:
     views: list[View] = []
     if any(len(source.evaluations) > 1 for source in evaluated):
         data = [
-            _line(source.name, [e.step for e in source.evaluations], [e.loss for e in source.evaluations], colours[source.name])
+            _line(
+                source.name,
+                [e.step for e in source.evaluations],
+                [e.loss for e in source.evaluations],
+                colours[source.name],
+            )
             for source in evaluated
         ]
         views.append((("all tokens, over steps",), data, _layout("step", len(evaluated))))
@@ -175,12 +214,16 @@ def held_out_views(sources: Sequence[ReportSource]) -> list[View]:
     data = []
     for source, evaluation in last:
         if len(evaluated) == 1 and len(source.evaluations) > 1:
-            data.append(_by_context(f"step {source.evaluations[0].step}", source.evaluations[0], "#9a9a9a"))
+            data.append(
+                _by_context(f"step {source.evaluations[0].step}", source.evaluations[0], "#9a9a9a")
+            )
         name = source.name if len(evaluated) > 1 else f"step {evaluation.step}"
         data.append(_by_context(name, evaluation, colours[source.name]))
     ends = sorted({bucket.end for _, evaluation in last for bucket in evaluation.buckets})
     ticks = {"type": "log", "tickvals": ends, "ticktext": [format_size(end) for end in ends]}
-    views.append((("by context, last evaluation",), data, _layout("earlier tokens, up to", len(data), ticks)))
+    views.append(
+        (("by context, last evaluation",), data, _layout("earlier tokens, up to", len(data), ticks))
+    )
     for source in evaluated:
         if len(source.evaluations) > 1:
             run = f", {source.name}" if len(evaluated) > 1 else ""
@@ -199,15 +242,34 @@ def _over_steps(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
     spans = sorted({(b.begin, b.end) for e in evaluations for b in e.buckets if b.loss is not None})
     data = []
     for i, span in enumerate(spans):
-        found = [(e.step, b.loss) for e in evaluations for b in e.buckets if (b.begin, b.end) == span and b.loss is not None]
+        found = [
+            (e.step, b.loss)
+            for e in evaluations
+            for b in e.buckets
+            if (b.begin, b.end) == span and b.loss is not None
+        ]
         colour = _BUCKETS[-1 - min(len(spans) - 1 - i, len(_BUCKETS) - 1)]
-        data.append(_line(f"{format_size(span[0])} to {format_size(span[1])}", [s for s, _ in found], [loss for _, loss in found], colour))
+        data.append(
+            _line(
+                f"{format_size(span[0])} to {format_size(span[1])}",
+                [s for s, _ in found],
+                [loss for _, loss in found],
+                colour,
+            )
+        )
     return data
 
 
 def _line(name: str, x: Sequence[int], y: Sequence[Any], colour: str) -> dict[str, Any]:
     look = {"line": {"color": colour}, "marker": {"color": colour, "size": 6}}
-    return {"type": "scatter", "mode": "lines+markers", "name": escape(name), "x": list(x), "y": [_short(value) for value in y], **look}
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": escape(name),
+        "x": list(x),
+        "y": [_short(value) for value in y],
+        **look,
+    }
 
 
 def _layout(axis: str, entries: int, ticks: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -9,11 +9,29 @@ from typing import Any
 
 import numpy as np
 
-from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, COLUMNS, COMPUTING, DIRECTIONS, GAP, INDEX, KINDS, MERGE, PASS, RECEIVE, WAIT
+from mtrain_cli.parallel.recording import (
+    ARRANGE,
+    ATTENTION,
+    COLUMNS,
+    COMPUTING,
+    DIRECTIONS,
+    GAP,
+    INDEX,
+    KINDS,
+    MERGE,
+    PASS,
+    RECEIVE,
+    WAIT,
+)
 from mtrain_cli.profiling.analysis import BINS, CaseAnalysis
 from mtrain_cli.profiling.record_sums import EXPOSED, LATE
 from mtrain_cli.profiling.records import LINKS
-from mtrain_cli.reporting.breakdown_views import head_views, kernel_views, sparsity_views, step_views
+from mtrain_cli.reporting.breakdown_views import (
+    head_views,
+    kernel_views,
+    sparsity_views,
+    step_views,
+)
 from mtrain_cli.reporting.curves import held_out_views, training_views
 from mtrain_cli.reporting.report_source import ReportSource
 from mtrain_cli.reporting.sweeps import scaling_views
@@ -34,7 +52,13 @@ COLOURS = {
     LATE: "#c8352b",
     EXPOSED: "#f0a030",
 }
-_LINK_COLOURS = {"": "#f0a030", "context": "#f0a030", "inner": "#f7c873", "outer": "#d97706", "heads": "#e6b8a2"}
+_LINK_COLOURS = {
+    "": "#f0a030",
+    "context": "#f0a030",
+    "inner": "#f7c873",
+    "outer": "#d97706",
+    "heads": "#e6b8a2",
+}
 _NAMES = {LATE: "waiting for others", GAP: "gap", "message": "message under way"}
 
 
@@ -63,7 +87,11 @@ class Figure:
 
 def figures(sources: Sequence[ReportSource]) -> list[Figure]:
     """All that have anything to show, in the order of the page."""
-    cases = [(_label(source, case, len(sources)), source, case) for source in sources for case in source.cases]
+    cases = [
+        (_label(source, case, len(sources)), source, case)
+        for source in sources
+        for case in source.cases
+    ]
     found: list[Figure | None] = [scaling(sources)]
     trained = [source for source in sources if source.metrics]
     if trained:
@@ -73,17 +101,31 @@ def figures(sources: Sequence[ReportSource]) -> list[Figure]:
     patterns = [source for source in sources if source.sparsity]
     found += sparsities(patterns) if patterns else []
     if cases:
-        found += [where_time_goes(cases), heat_maps(cases), timelines(cases), ranks(cases), distributions(cases), layers(cases)]
+        found += [
+            where_time_goes(cases),
+            heat_maps(cases),
+            timelines(cases),
+            ranks(cases),
+            distributions(cases),
+            layers(cases),
+        ]
     return [figure for figure in found if figure is not None and figure.views]
 
 
 def scaling(sources: Sequence[ReportSource]) -> Figure | None:
     """Throughput over the number of GPUs, of sweeps; as figure 6b of MTraining."""
-    views = [FigureView(*view) for source in sources if source.swept for view in scaling_views(source.name, source.swept)]
-    note = (
-        "Band: the fastest line, from all constants at their best to all at their worst; point at a line for its own. Crosses do not fit."
+    views = [
+        FigureView(*view)
+        for source in sources
+        if source.swept
+        for view in scaling_views(source.name, source.swept)
+    ]
+    note = "Band: the fastest line, from all constants at their best to all at their worst; point at a line for its own. Crosses do not fit."
+    return (
+        Figure("scaling", "How it scales", ("sweep", "settings", "what"), views, note)
+        if views
+        else None
     )
-    return Figure("scaling", "How it scales", ("sweep", "settings", "what"), views, note) if views else None
 
 
 Named = Sequence[tuple[str, ReportSource, CaseAnalysis]]
@@ -99,16 +141,25 @@ def where_time_goes(cases: Named) -> Figure:
     directions = list(dict.fromkeys(name for _, _, case in cases for name in case.directions))
     for which in ("all passes", *directions):
         direction = None if which == "all passes" else which
-        has = [(label, case) for label, _, case in cases if direction is None or direction in case.passes]
+        has = [
+            (label, case)
+            for label, _, case in cases
+            if direction is None or direction in case.passes
+        ]
         data = []
         for name in BINS:
             values = [case.bin_ms(name, direction) for _, case in has]
             if any(values):
-                data.append(_bar([_folded(label) for label, _ in has], values, name, horizontal=True))
+                data.append(
+                    _bar([_folded(label) for label, _ in has], values, name, horizontal=True)
+                )
         layout = {
             "barmode": "stack",
             "height": 160 + 40 * len(has),
-            "xaxis": {"title": {"text": "ms of an iteration, mean over workers"}, "rangemode": "tozero"},
+            "xaxis": {
+                "title": {"text": "ms of an iteration, mean over workers"},
+                "rangemode": "tozero",
+            },
             "yaxis": {"autorange": "reversed", "automargin": True},
             "margin": {"l": 10},
         }
@@ -155,13 +206,19 @@ def heat_maps(cases: Named) -> Figure:
         layout = {
             "height": 190 + 22 * min(24, max(4, small.shape[0])),
             "xaxis": {"title": {"text": "step of the schedule"}, **_whole(small.shape[1])},
-            "yaxis": {"title": {"text": "worker"}, "autorange": "reversed", **_whole(small.shape[0])},
+            "yaxis": {
+                "title": {"text": "worker"},
+                "autorange": "reversed",
+                **_whole(small.shape[0]),
+            },
         }
         views.append(FigureView((label, direction, what), [trace], layout))
     note = "Means over samples."
     if thinned:
         note += f" Larger tables are shown in at most {side} x {side} cells: each is the largest of its group."
-    return Figure("heat", "Who computes how much at which step", ("case", "pass", "what"), views, note)
+    return Figure(
+        "heat", "Who computes how much at which step", ("case", "pass", "what"), views, note
+    )
 
 
 def timelines(cases: Named) -> Figure | None:
@@ -176,8 +233,14 @@ def timelines(cases: Named) -> Figure | None:
         each = budget // max(1, len(passes))
         cut = 0
         for layer, direction in passes:
-            mine = (rows["layer"] == layer) & (rows["direction"] == DIRECTIONS.index(direction)) & np.isin(rows["rank"], shown)
-            view, left_out = _timeline({name: values[mine] for name, values in rows.items()}, shown, each)
+            mine = (
+                (rows["layer"] == layer)
+                & (rows["direction"] == DIRECTIONS.index(direction))
+                & np.isin(rows["rank"], shown)
+            )
+            view, left_out = _timeline(
+                {name: values[mine] for name, values in rows.items()}, shown, each
+            )
             cut += left_out
             if view is not None:
                 views.append(FigureView((label, f"layer {layer}, {direction}"), *view))
@@ -188,17 +251,43 @@ def timelines(cases: Named) -> Figure | None:
             remark += f"; {len(chosen)} of {len(case.layers)} layers"
         if cut:
             remark += f"; {cut:,} of the shortest phases are left out"
-        notes.append(f"{label}: {remark}." if len(cases) > 1 else f"{remark[0].upper()}{remark[1:]}.")
-    note = " ".join(notes[:4]) + (f" And so on for {len(notes) - 4} more cases." if len(notes) > 4 else "")
-    return Figure("timeline", "One iteration, rank by rank", ("case", "pass"), views, note) if views else None
+        notes.append(
+            f"{label}: {remark}." if len(cases) > 1 else f"{remark[0].upper()}{remark[1:]}."
+        )
+    note = " ".join(notes[:4]) + (
+        f" And so on for {len(notes) - 4} more cases." if len(notes) > 4 else ""
+    )
+    return (
+        Figure("timeline", "One iteration, rank by rank", ("case", "pass"), views, note)
+        if views
+        else None
+    )
 
 
 def _rows(source: ReportSource, case: CaseAnalysis, layers: Sequence[int]) -> dict[str, np.ndarray]:
     assert source.recorded is not None
-    names = ("case", "iteration", "micro", "layer", "direction", "step", "rank", "phase", "link", "start_us", "dur_us", "late_us", "peer")
+    names = (
+        "case",
+        "iteration",
+        "micro",
+        "layer",
+        "direction",
+        "step",
+        "rank",
+        "phase",
+        "link",
+        "start_us",
+        "dur_us",
+        "late_us",
+        "peer",
+    )
     parts = []
     for batch in source.recorded.batches(names):
-        mine = (batch["case"] == case.number) & (batch["iteration"] == case.typical) & np.isin(batch["layer"], layers)
+        mine = (
+            (batch["case"] == case.number)
+            & (batch["iteration"] == case.typical)
+            & np.isin(batch["layer"], layers)
+        )
         if mine.any():
             parts.append({name: batch[name][mine] for name in names})
     rows = {name: np.concatenate([part[name] for part in parts]) for name in names}
@@ -208,19 +297,25 @@ def _rows(source: ReportSource, case: CaseAnalysis, layers: Sequence[int]) -> di
 
 def _ranks_shown(case: CaseAnalysis) -> list[int]:
     """Those that are named in causes, and others evenly."""
-    blamed = [cause.rank for cause in case.causes if cause.rank is not None and cause.rank in case.present][:4]
+    blamed = [
+        cause.rank for cause in case.causes if cause.rank is not None and cause.rank in case.present
+    ][:4]
     rest = [rank for rank in case.present if rank not in blamed]
     return sorted({*blamed, *_spread(rest, TIMELINE_RANKS - len(blamed))})
 
 
-def _timeline(rows: dict[str, np.ndarray], ranks: Sequence[int], most: int) -> tuple[tuple[list[dict], dict], int] | tuple[None, int]:
+def _timeline(
+    rows: dict[str, np.ndarray], ranks: Sequence[int], most: int
+) -> tuple[tuple[list[dict], dict], int] | tuple[None, int]:
     if not len(rows["rank"]):
         return None, 0
     zero = rows["start_us"][rows["phase"] == KINDS.index(PASS)].min(initial=np.inf)
     zero = rows["start_us"].min() if not np.isfinite(zero) else zero
     passes = rows["phase"] == KINDS.index(PASS)
     whole = {name: values[passes] for name, values in rows.items()}
-    keep = np.isin(rows["phase"], [KINDS.index(kind) for kind in (*COMPUTING, RECEIVE) if kind != GAP]) & (rows["dur_us"] > 0)
+    keep = np.isin(
+        rows["phase"], [KINDS.index(kind) for kind in (*COMPUTING, RECEIVE) if kind != GAP]
+    ) & (rows["dur_us"] > 0)
     left_out = 0
     if keep.sum() > most:
         candidates = np.flatnonzero(keep)
@@ -231,13 +326,26 @@ def _timeline(rows: dict[str, np.ndarray], ranks: Sequence[int], most: int) -> t
     rows = {name: values[keep] for name, values in rows.items()}
     place = {rank: i for i, rank in enumerate(ranks)}
     y = np.array([place[rank] for rank in rows["rank"].tolist()], float)
-    start, duration, late = ((rows[name] - base) / 1e3 for name, base in (("start_us", zero), ("dur_us", 0), ("late_us", 0)))
+    start, duration, late = (
+        (rows[name] - base) / 1e3
+        for name, base in (("start_us", zero), ("dur_us", 0), ("late_us", 0))
+    )
     waits = rows["phase"] == KINDS.index(WAIT)
     late = np.where(waits, np.clip(late, 0, duration), 0)
     # Gaps are what shows of the pass between the phases.
     under = np.array([place[rank] for rank in whole["rank"].tolist()], float)
     all_of_it = np.ones(len(under), bool)
-    data = [_spans(whole, all_of_it, under, (whole["start_us"] - zero) / 1e3, whole["dur_us"] / 1e3, GAP, COLOURS[GAP])]
+    data = [
+        _spans(
+            whole,
+            all_of_it,
+            under,
+            (whole["start_us"] - zero) / 1e3,
+            whole["dur_us"] / 1e3,
+            GAP,
+            COLOURS[GAP],
+        )
+    ]
     data[0]["hoverinfo"] = "skip"
     del data[0]["hovertemplate"]
     for kind in (kind for kind in COMPUTING if kind != GAP):
@@ -245,16 +353,45 @@ def _timeline(rows: dict[str, np.ndarray], ranks: Sequence[int], most: int) -> t
         if kind != WAIT:
             data.append(_spans(rows, mine, y, start, duration, kind, COLOURS[kind]))
             continue
-        data.append(_spans(rows, mine & (late > 0), y, start, late, _NAMES[LATE], COLOURS[LATE], "for rank %{customdata[1]}"))
+        data.append(
+            _spans(
+                rows,
+                mine & (late > 0),
+                y,
+                start,
+                late,
+                _NAMES[LATE],
+                COLOURS[LATE],
+                "for rank %{customdata[1]}",
+            )
+        )
         for link in sorted(set(rows["link"][mine].tolist())):
             of_link = mine & (rows["link"] == link) & (duration - late > 0)
             name = f"waiting for the {LINKS[link]} link" if LINKS[link] else "waiting for a link"
             colour = _LINK_COLOURS[LINKS[link]]
-            data.append(_spans(rows, of_link, y, start + late, duration - late, name, colour, "from rank %{customdata[1]}"))
+            data.append(
+                _spans(
+                    rows,
+                    of_link,
+                    y,
+                    start + late,
+                    duration - late,
+                    name,
+                    colour,
+                    "from rank %{customdata[1]}",
+                )
+            )
     for link in sorted(set(rows["link"][rows["phase"] == KINDS.index(RECEIVE)].tolist())):
         mine = (rows["phase"] == KINDS.index(RECEIVE)) & (rows["link"] == link)
         trace = _spans(
-            rows, mine, y + 0.36, start, duration, f"message, {LINKS[link]}", "#5b5b5b" if link % 2 else "#9a8c7a", "from %{customdata[1]}"
+            rows,
+            mine,
+            y + 0.36,
+            start,
+            duration,
+            f"message, {LINKS[link]}",
+            "#5b5b5b" if link % 2 else "#9a8c7a",
+            "from %{customdata[1]}",
         )
         data.append({**trace, "width": 0.14, "opacity": 0.8})
     layout = {
@@ -262,7 +399,11 @@ def _timeline(rows: dict[str, np.ndarray], ranks: Sequence[int], most: int) -> t
         "bargap": 0,
         "height": 150 + 30 * len(ranks),
         "xaxis": {"title": {"text": "ms since the pass began"}},
-        "yaxis": {"tickvals": list(range(len(ranks))), "ticktext": [f"rank {rank}" for rank in ranks], "autorange": "reversed"},
+        "yaxis": {
+            "tickvals": list(range(len(ranks))),
+            "ticktext": [f"rank {rank}" for rank in ranks],
+            "autorange": "reversed",
+        },
         "hovermode": "closest",
     }
     return ([trace for trace in data if trace["x"]], layout), left_out
@@ -288,7 +429,10 @@ def _spans(
         "y": _numbers(y[mine]),
         "width": 0.5,
         "marker": {"color": colour},
-        "customdata": [[step, "several" if peer < 0 else peer] for step, peer in zip(rows["step"][mine].tolist(), peers, strict=True)],
+        "customdata": [
+            [step, "several" if peer < 0 else peer]
+            for step, peer in zip(rows["step"][mine].tolist(), peers, strict=True)
+        ],
         "hovertemplate": f"{name}, step %{{customdata[0]}}: %{{x:.3f}} ms {more}<extra></extra>",
     }
 
@@ -297,10 +441,16 @@ def ranks(cases: Named) -> Figure:
     """Bins stacked, one bar a rank."""
     views = []
     for label, _, case in cases:
-        for which in ("all passes", *case.directions) if len(case.directions) > 1 else case.directions:
+        for which in (
+            ("all passes", *case.directions) if len(case.directions) > 1 else case.directions
+        ):
             chosen = slice(None) if which == "all passes" else [case.directions.index(which)]
             table = case.bins[chosen].sum(0)[case.present]
-            data = [_bar(case.present, table[:, i], name) for i, name in enumerate(BINS) if table[:, i].any()]
+            data = [
+                _bar(case.present, table[:, i], name)
+                for i, name in enumerate(BINS)
+                if table[:, i].any()
+            ]
             layout = {
                 "barmode": "stack",
                 "height": 380,
@@ -382,21 +532,51 @@ def layers(cases: Named) -> Figure | None:
 
 def training(sources: Sequence[ReportSource]) -> Figure:
     views, note = training_views(sources)
-    return Figure("training", "Training, step by step", (), [FigureView(*view) for view in views], note, together=True)
+    return Figure(
+        "training",
+        "Training, step by step",
+        (),
+        [FigureView(*view) for view in views],
+        note,
+        together=True,
+    )
 
 
 def held_out(sources: Sequence[ReportSource]) -> Figure:
     views = [FigureView(*view) for view in held_out_views(sources)]
-    return Figure("held-out", "Held-out loss", (), views, "Sequences that were never trained on.", together=True)
+    return Figure(
+        "held-out",
+        "Held-out loss",
+        (),
+        views,
+        "Sequences that were never trained on.",
+        together=True,
+    )
 
 
 def recorded_steps(named: Sequence[tuple[str, dict[str, Any]]]) -> list[Figure]:
     """Of `mtrain profile step`."""
-    parts, kernels = ([FigureView(*view) for view in views] for view_of in (step_views, kernel_views) for views in (view_of(named),))
+    parts, kernels = (
+        [FigureView(*view) for view in views]
+        for view_of in (step_views, kernel_views)
+        for views in (view_of(named),)
+    )
     what = "kernels" if all(document["gpu"] for _, document in named) else "operators"
     return [
-        Figure("step", "Where one training step goes", ("run",), parts, "Mean of the recorded steps; parts add up to the step."),
-        Figure("kernels", f"Most time: {what}", ("run",), kernels, "ms of its own, whatever ran at the same time."),
+        Figure(
+            "step",
+            "Where one training step goes",
+            ("run",),
+            parts,
+            "Mean of the recorded steps; parts add up to the step.",
+        ),
+        Figure(
+            "kernels",
+            f"Most time: {what}",
+            ("run",),
+            kernels,
+            "ms of its own, whatever ran at the same time.",
+        ),
     ]
 
 
@@ -404,11 +584,18 @@ def sparsities(sources: Sequence[ReportSource]) -> list[Figure]:
     """Of `mtrain profile sparsity`."""
     several = len(sources) > 1
     layers = [view for source in sources for view in sparsity_views(source.name, source.sparsity)]
-    lines = [FigureView(labels if several else labels[:1], data, layout) for labels, data, layout in layers]
-    heads = [FigureView(*view) for source in sources for view in head_views(source.name, source.sparsity)]
+    lines = [
+        FigureView(labels if several else labels[:1], data, layout)
+        for labels, data, layout in layers
+    ]
+    heads = [
+        FigureView(*view) for source in sources for view in head_views(source.name, source.sparsity)
+    ]
     note = "Recall: share of dense attention that the pattern keeps, over sampled queries. Density: of all causal pairs."
     return [
-        Figure("sparsity", "What the patterns keep, layer by layer", (), lines, note, together=True),
+        Figure(
+            "sparsity", "What the patterns keep, layer by layer", (), lines, note, together=True
+        ),
         Figure("heads", "Every head", ("run", "pattern", "what"), heads),
     ]
 
@@ -446,7 +633,13 @@ def density(sources: Sequence[ReportSource]) -> Figure | None:
 def _bar(labels: Sequence[Any], values: Any, name: str, horizontal: bool = False) -> dict[str, Any]:
     first, _, link = name.partition(" ")
     colour = _LINK_COLOURS.get(link, COLOURS[EXPOSED]) if first == EXPOSED else COLOURS[name]
-    shown = f"waiting for the {link} link" if link else "waiting for a link" if first == EXPOSED else _NAMES.get(name, name)
+    shown = (
+        f"waiting for the {link} link"
+        if link
+        else "waiting for a link"
+        if first == EXPOSED
+        else _NAMES.get(name, name)
+    )
     lengths, places = _numbers(np.asarray(values, float)), list(labels)
     x, y = (lengths, places) if horizontal else (places, lengths)
     value, where = ("x", "y") if horizontal else ("y", "x")
@@ -494,4 +687,6 @@ def _numbers(values: np.ndarray, digits: int = 5) -> Any:
     array = np.asarray(values, float)
     if array.ndim > 1:
         return [_numbers(row, digits) for row in array]
-    return [float(f"{value:.{digits}g}") if np.isfinite(value) else None for value in array.tolist()]
+    return [
+        float(f"{value:.{digits}g}") if np.isfinite(value) else None for value in array.tolist()
+    ]

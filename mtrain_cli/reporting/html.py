@@ -20,7 +20,16 @@ from mtrain_cli.reporting.run_settings import card, differing, shown
 from mtrain_cli.reporting.step_tables import lines as step_lines
 from mtrain_cli.reporting.step_tables import parts_rows
 from mtrain_cli.reporting.sweeps import WORDS, cells
-from mtrain_cli.reporting.tables import NOISE, TRAINING, comparison, incomparable, ms, recording_cost, spread, training_row
+from mtrain_cli.reporting.tables import (
+    NOISE,
+    TRAINING,
+    comparison,
+    incomparable,
+    ms,
+    recording_cost,
+    spread,
+    training_row,
+)
 
 DEFINITIONS = "definitions.md"
 # plotly.js-cartesian-dist-min 4.1.1 of npm, under the MIT licence beside it, with gzip. plotly.py has the full library alone, of 4.8 MB.
@@ -49,7 +58,14 @@ def write_page(path: Path, sources: Sequence[ReportSource]) -> Path:
     title = escape(", ".join(source.name for source in sources))
     data = json.dumps([_plain(figure) for figure in drawn], separators=(",", ":"), allow_nan=False)
     packed = gzip.compress(data.encode(), mtime=0)
-    page = _PAGE.format(title=title, style=_STYLE, body=body, plotly=_letters(_PLOTLY.read_bytes()), data=_letters(packed), script=_SCRIPT)
+    page = _PAGE.format(
+        title=title,
+        style=_STYLE,
+        body=body,
+        plotly=_letters(_PLOTLY.read_bytes()),
+        data=_letters(packed),
+        script=_SCRIPT,
+    )
     page = same_width(page)  # somebody may print the file to a terminal
     draft = path.with_name(f".{path.name}.part")
     draft.write_text(page, encoding="utf-8")
@@ -79,14 +95,19 @@ def _header(source: ReportSource) -> str:
         "command": _typed(command) if isinstance(command, list) else str(command),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "revision": facts.get("git_revision"),
-        "samples": ", ".join(sorted({f"{case.samples} ({case.iterations} iterations)" for case in source.cases})),
-        "workers": ", ".join(sorted({_workers(case.workers, case.groups) for case in source.cases})) or (source.step or {}).get("workers"),
+        "samples": ", ".join(
+            sorted({f"{case.samples} ({case.iterations} iterations)" for case in source.cases})
+        ),
+        "workers": ", ".join(sorted({_workers(case.workers, case.groups) for case in source.cases}))
+        or (source.step or {}).get("workers"),
         "clocks": _clocks(uncertainty),
         "recording": recording_cost(source.summary),
         "restarts": _restarts(source),
         "folder": str(source.folder.resolve()),
     }
-    listed = "".join(f"<dt>{name}</dt><dd>{escape(str(value))}</dd>" for name, value in rows.items() if value)
+    listed = "".join(
+        f"<dt>{name}</dt><dd>{escape(str(value))}</dd>" for name, value in rows.items() if value
+    )
     state = "complete" if source.complete else "partial"
     remarks = "".join(f'<p class="remark">{escape(remark)}</p>' for remark in source.remarks)
     head = f"<h1>{escape(source.name)} <small>{escape(source.kind)}, {state}</small></h1>"
@@ -96,7 +117,9 @@ def _header(source: ReportSource) -> str:
 def _restarts(source: ReportSource) -> str | None:
     if not source.restarts:
         return None
-    listed = "; ".join(f"from step {r.step}, after step {r.reached}: {r.reason}" for r in source.restarts[:5])
+    listed = "; ".join(
+        f"from step {r.step}, after step {r.reached}: {r.reason}" for r in source.restarts[:5]
+    )
     return f"{len(source.restarts)}: {listed}{' and more' if len(source.restarts) > 5 else ''}"
 
 
@@ -104,8 +127,13 @@ def _settings(source: ReportSource) -> str:
     """A card of what describes the run, and every key behind it."""
     if not source.settings:
         return ""
-    described = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in card(source.settings))
-    rows = "".join(f"<dt>{escape(key)}</dt><dd>{escape(shown(key, value))}</dd>" for key, value in source.settings.items())
+    described = "".join(
+        f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in card(source.settings)
+    )
+    rows = "".join(
+        f"<dt>{escape(key)}</dt><dd>{escape(shown(key, value))}</dd>"
+        for key, value in source.settings.items()
+    )
     return f"<h3>Settings</h3><dl>{described}</dl><details><summary>all {len(source.settings)} settings</summary><dl>{rows}</dl></details>"
 
 
@@ -117,11 +145,21 @@ def _differences(sources: Sequence[ReportSource]) -> str:
     described = [source for source in sources if source.settings]
     table = ""
     if len(described) > 1:
-        rows = [[key, *values] for key, values in differing([source.settings for source in described])]
+        rows = [
+            [key, *values] for key, values in differing([source.settings for source in described])
+        ]
         heads = ("setting", *(source.name for source in described))
         note = "<p class=note>run.name and run.dir are left out.</p>"
-        table = f'<div class="settings">{_table(heads, rows)}</div>{note}' if rows else "<p>All settings are the same.</p>"
-    return f"<section><h2>Settings that differ</h2>{warnings}{table}</section>" if warnings or table else ""
+        table = (
+            f'<div class="settings">{_table(heads, rows)}</div>{note}'
+            if rows
+            else "<p>All settings are the same.</p>"
+        )
+    return (
+        f"<section><h2>Settings that differ</h2>{warnings}{table}</section>"
+        if warnings or table
+        else ""
+    )
 
 
 def _host(facts: dict[str, Any], gpus: list[Any]) -> str:
@@ -155,16 +193,30 @@ def _summary(sources: Sequence[ReportSource]) -> str:
             rows.append(
                 [
                     name,
-                    *(spread(d) for d in (case.time.worker, case.work.worker, case.time.step, case.work.step)),
+                    *(
+                        spread(d)
+                        for d in (
+                            case.time.worker,
+                            case.work.worker,
+                            case.time.step,
+                            case.work.step,
+                        )
+                    ),
                     spread(case.computation.step),
                     spread(case.computation.total),
                     ms(case.bin_ms("late")),
                     links,
                     " / ".join(
                         ms(value)
-                        for value in (*(fmean(getattr(p, name) for p in steps) for name in ("p50", "p95")), max(p.longest for p in steps))
+                        for value in (
+                            *(fmean(getattr(p, name) for p in steps) for name in ("p50", "p95")),
+                            max(p.longest for p in steps),
+                        )
                     ),
-                    " / ".join(ms(case.passes[d].duration.mean) if d in case.passes else "-" for d in ("forward", "backward")),
+                    " / ".join(
+                        ms(case.passes[d].duration.mean) if d in case.passes else "-"
+                        for d in ("forward", "backward")
+                    ),
                     str(case.samples),
                 ]
             )
@@ -185,7 +237,11 @@ def _summary(sources: Sequence[ReportSource]) -> str:
 def _trained(sources: Sequence[ReportSource]) -> str:
     rows = [[source.name, *training_row(source)] for source in sources if source.metrics]
     note = "Medians of all steps but the first."
-    return f"<section><h2>Training</h2>{_table(('run', *TRAINING), rows)}<p class='note'>{note}</p></section>" if rows else ""
+    return (
+        f"<section><h2>Training</h2>{_table(('run', *TRAINING), rows)}<p class='note'>{note}</p></section>"
+        if rows
+        else ""
+    )
 
 
 def _recorded_steps(sources: Sequence[ReportSource]) -> str:
@@ -197,9 +253,13 @@ def _recorded_steps(sources: Sequence[ReportSource]) -> str:
             [part, f"{mean:.4g}", f"{share:.1%}", f"{least:.4g}", f"{most:.4g}", str(rank)]
             for part, mean, share, least, most, rank in parts_rows(source.step["ranks"])
         ]
-        said = "".join(f"<li>{escape(' '.join(line.split()))}</li>" for line in step_lines(source.step))
+        said = "".join(
+            f"<li>{escape(' '.join(line.split()))}</li>" for line in step_lines(source.step)
+        )
         title = f"<h3>{escape(source.name)}</h3>" if len(sources) > 1 else ""
-        found.append(f"{title}{_table(('part', 'ms', 'share', 'least', 'most', 'of rank'), rows)}<ul>{said}</ul>")
+        found.append(
+            f"{title}{_table(('part', 'ms', 'share', 'least', 'most', 'of rank'), rows)}<ul>{said}</ul>"
+        )
     note = "<p class=note>ms of one step, mean of ranks; least and most of any rank.</p>"
     return f"<section><h2>One training step</h2>{''.join(found)}{note}</section>" if found else ""
 
@@ -209,14 +269,38 @@ def _sparsity(sources: Sequence[ReportSource]) -> str:
     rows = []
     for source in sources:
         for pattern, step in sorted({(row["pattern"], row["step"]) for row in source.sparsity}):
-            mine = [row for row in source.sparsity if (row["pattern"], row["step"]) == (pattern, step)]
-            means = {key: fmean(row[key] for row in mine) for key in ("recall", "density", "of_mask", "slashes", "columns")}
-            numbers = [f"{means['recall']:.4f}", f"{min(row['worst'] for row in mine):.3f}", f"{means['density']:.2%}"]
-            numbers += [f"{means['of_mask']:.2%}", f"{means['slashes']:.1f}", f"{means['columns']:.0f}"]
-            rows.append([f"{source.name}: {pattern}" if len(sources) > 1 else pattern, str(step), *numbers])
+            mine = [
+                row for row in source.sparsity if (row["pattern"], row["step"]) == (pattern, step)
+            ]
+            means = {
+                key: fmean(row[key] for row in mine)
+                for key in ("recall", "density", "of_mask", "slashes", "columns")
+            }
+            numbers = [
+                f"{means['recall']:.4f}",
+                f"{min(row['worst'] for row in mine):.3f}",
+                f"{means['density']:.2%}",
+            ]
+            numbers += [
+                f"{means['of_mask']:.2%}",
+                f"{means['slashes']:.1f}",
+                f"{means['columns']:.0f}",
+            ]
+            rows.append(
+                [f"{source.name}: {pattern}" if len(sources) > 1 else pattern, str(step), *numbers]
+            )
     if not rows:
         return ""
-    heads = ("pattern", "step", "recall", "worst query", "density", "of the mask", "diagonals", "columns")
+    heads = (
+        "pattern",
+        "step",
+        "recall",
+        "worst query",
+        "density",
+        "of the mask",
+        "diagonals",
+        "columns",
+    )
     note = "<p class=note>Means over layers and heads. Density: of all causal pairs; of the mask: of those inside a document.</p>"
     return f"<section><h2>Patterns</h2>{_table(heads, rows)}{note}</section>"
 
@@ -226,10 +310,15 @@ def _steps(source: ReportSource) -> str:
     if not source.steps:
         return ""
     heads, rows, states = cells(source.steps)
-    head = "".join(f"<th{' class=words' if name in WORDS else ''}>{escape(name)}</th>" for name in heads)
+    head = "".join(
+        f"<th{' class=words' if name in WORDS else ''}>{escape(name)}</th>" for name in heads
+    )
     body = "".join(
         f'<tr class="{state}">'
-        + "".join(f"<td{' class=words' if name in WORDS else ''}>{escape(cell)}</td>" for name, cell in zip(heads, row, strict=True))
+        + "".join(
+            f"<td{' class=words' if name in WORDS else ''}>{escape(cell)}</td>"
+            for name, cell in zip(heads, row, strict=True)
+        )
         + "</tr>"
         for row, state in zip(rows, states, strict=True)
     )
@@ -243,7 +332,11 @@ def _compared(sources: Sequence[ReportSource]) -> str:
         return ""
     rows = [
         [
-            *(("", "") if i and (r.run, r.case) == (found[i - 1].run, found[i - 1].case) else (r.run, r.case)),
+            *(
+                ("", "")
+                if i and (r.run, r.case) == (found[i - 1].run, found[i - 1].case)
+                else (r.run, r.case)
+            ),
             r.what,
             f"{r.first:.4g}",
             f"{r.other:.4g}",
@@ -267,16 +360,28 @@ def _causes(sources: Sequence[ReportSource]) -> str:
             elif not case.causes:
                 text = "<p>Nobody waits for more than half a per cent of the time.</p>"
             else:
-                text = "<ol>" + "".join(f"<li>{escape(cause.text)}</li>" for cause in case.causes) + "</ol>"
+                text = (
+                    "<ol>"
+                    + "".join(f"<li>{escape(cause.text)}</li>" for cause in case.causes)
+                    + "</ol>"
+                )
             parts.append(f"<h3>{escape(name)}</h3>{text}")
     return f"<section><h2>Why workers wait</h2>{''.join(parts)}</section>" if parts else ""
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], text: int = 1) -> str:
     """text: how many columns on the left are words."""
-    head = "".join(f"<th{' class=words' if i < text else ''}>{escape(name)}</th>" for i, name in enumerate(heads))
+    head = "".join(
+        f"<th{' class=words' if i < text else ''}>{escape(name)}</th>"
+        for i, name in enumerate(heads)
+    )
     body = "".join(
-        "<tr>" + "".join(f"<td{' class=words' if i < text else ''}>{escape(cell)}</td>" for i, cell in enumerate(row)) + "</tr>"
+        "<tr>"
+        + "".join(
+            f"<td{' class=words' if i < text else ''}>{escape(cell)}</td>"
+            for i, cell in enumerate(row)
+        )
+        + "</tr>"
         for row in rows
     )
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
@@ -292,7 +397,9 @@ def _section(figure: Figure) -> str:
         f'<div class="panel"><h3>{escape(", ".join(view.labels))}</h3><div class="figure" data-panel="{i}"></div></div>'
         for i, view in enumerate(figure.views if figure.together else ())
     )
-    place = f'<div class="{"panels" if panels else "figure"}" id="figure-{figure.name}">{panels}</div>'
+    place = (
+        f'<div class="{"panels" if panels else "figure"}" id="figure-{figure.name}">{panels}</div>'
+    )
     chosen = "" if panels else f'<div class="selectors">{selectors}</div>'
     return f"<section><h2>{escape(figure.title)}</h2>{chosen}{place}{note}</section>"
 
@@ -316,15 +423,27 @@ def _markdown(text: str) -> str:
             result.append(f"<h{level + 2}>{_inline(line[level:].strip())}</h{level + 2}>")
             at += 1
         elif line.startswith("```"):
-            end = next((i for i in range(at + 1, len(lines)) if lines[i].startswith("```")), len(lines))
+            end = next(
+                (i for i in range(at + 1, len(lines)) if lines[i].startswith("```")), len(lines)
+            )
             result.append("<pre>" + escape("\n".join(lines[at + 1 : end])) + "</pre>")
             at = end + 1
         elif line.startswith("|"):
-            end = next((i for i in range(at, len(lines)) if not lines[i].startswith("|")), len(lines))
-            cells = [[_inline(cell.strip()) for cell in row.strip().strip("|").split("|")] for row in lines[at:end]]
+            end = next(
+                (i for i in range(at, len(lines)) if not lines[i].startswith("|")), len(lines)
+            )
+            cells = [
+                [_inline(cell.strip()) for cell in row.strip().strip("|").split("|")]
+                for row in lines[at:end]
+            ]
             head = "".join(f"<th>{cell}</th>" for cell in cells[0])
-            body = "".join("<tr>" + "".join(f"<td class=words>{cell}</td>" for cell in row) + "</tr>" for row in cells[2:])
-            result.append(f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>')
+            body = "".join(
+                "<tr>" + "".join(f"<td class=words>{cell}</td>" for cell in row) + "</tr>"
+                for row in cells[2:]
+            )
+            result.append(
+                f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+            )
             at = end
         elif line.startswith("- "):
             items: list[str] = []
@@ -336,7 +455,14 @@ def _markdown(text: str) -> str:
                 at += 1
             result.append("<ul>" + "".join(f"<li>{_inline(item)}</li>" for item in items) + "</ul>")
         elif line.strip():
-            end = next((i for i in range(at, len(lines)) if not lines[i].strip() or (lines[i][:1] in "#|-`" and i > at)), len(lines))
+            end = next(
+                (
+                    i
+                    for i in range(at, len(lines))
+                    if not lines[i].strip() or (lines[i][:1] in "#|-`" and i > at)
+                ),
+                len(lines),
+            )
             result.append(f"<p>{_inline(' '.join(lines[at:end]))}</p>")
             at = end
         else:

@@ -77,7 +77,11 @@ class ReportSource:
             return "sparsity profile"
         if self.metrics:
             return "training run"
-        return str(self.recorded.summary.get("kind") or "profile") if self.recorded is not None else "training run"
+        return (
+            str(self.recorded.summary.get("kind") or "profile")
+            if self.recorded is not None
+            else "training run"
+        )
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -93,7 +97,11 @@ class ReportSource:
     def steps(self) -> list[dict[str, Any]]:
         """Whole steps that were predicted, of a sweep or of single configurations, as `sweeps` shows them."""
         predicted = self.summary.get("predicted")
-        return self.swept or [entry["step"] for entry in predicted or [] if isinstance(entry, dict) and "step" in entry]
+        return self.swept or [
+            entry["step"]
+            for entry in predicted or []
+            if isinstance(entry, dict) and "step" in entry
+        ]
 
     @property
     def where(self) -> str:
@@ -107,8 +115,12 @@ class ReportSource:
     @property
     def complete(self) -> bool:
         """Whether nothing is missing of what was to be measured, or trained."""
-        recorded = self.recorded is None or (self.recorded.complete and not any(case.missing for case in self.cases))
-        return recorded and not (self.metrics and self.steps_wanted and self.metrics[-1].step < self.steps_wanted)
+        recorded = self.recorded is None or (
+            self.recorded.complete and not any(case.missing for case in self.cases)
+        )
+        return recorded and not (
+            self.metrics and self.steps_wanted and self.metrics[-1].step < self.steps_wanted
+        )
 
     @property
     def remarks(self) -> list[str]:
@@ -117,23 +129,41 @@ class ReportSource:
         if self.recorded is not None and not self.recorded.complete:
             done = max((case.iterations for case in self.cases), default=0)
             wanted = self.summary.get("samples_wanted")
-            short = [f"{case.label}: {case.iterations}" for case in self.cases if case.iterations < done]
+            short = [
+                f"{case.label}: {case.iterations}" for case in self.cases if case.iterations < done
+            ]
             of = f"{done} of {wanted} samples" if wanted else f"{done} samples"
             left_out = len(self.summary.get("cases") or []) - len(self.cases)
             found.append(
                 f"partial: {of}; the run did not end"
                 + (f" ({', '.join(short)})" if short else "")
-                + (f"; {left_out} of {len(self.summary['cases'])} cases have none" if left_out > 0 else "")
+                + (
+                    f"; {left_out} of {len(self.summary['cases'])} cases have none"
+                    if left_out > 0
+                    else ""
+                )
             )
         missing = {case.missing: case for case in self.cases if case.missing}
         for ranks, case in missing.items():
             of_all = f"{len(ranks)} of {case.workers * case.groups}"
-            found.append(f"no rows of rank{'s' * (len(ranks) > 1)} {shortened(ranks)} ({of_all}); degrees are over the others")
+            found.append(
+                f"no rows of rank{'s' * (len(ranks) > 1)} {shortened(ranks)} ({of_all}); degrees are over the others"
+            )
         cores, workers = self.facts.get("cpu_cores"), self.summary.get("workers")
-        if self.cases and not self.facts.get("gpus") and isinstance(cores, int) and isinstance(workers, int) and workers > cores:
-            found.append(f"{workers} workers share {cores} CPU cores: times tell who gets a core, work tells who has more to do")
+        if (
+            self.cases
+            and not self.facts.get("gpus")
+            and isinstance(cores, int)
+            and isinstance(workers, int)
+            and workers > cores
+        ):
+            found.append(
+                f"{workers} workers share {cores} CPU cores: times tell who gets a core, work tells who has more to do"
+            )
         if self.cases and all(case.workers == 1 for case in self.cases):
-            found.append("one worker: there is nobody to compare it with, and every degree across workers is 1")
+            found.append(
+                "one worker: there is nobody to compare it with, and every degree across workers is 1"
+            )
         if self.damage:
             found.append(self.damage)
         if self.metrics and self.steps_wanted and self.metrics[-1].step < self.steps_wanted:
@@ -164,7 +194,11 @@ def find(name: str) -> Path:
         if candidate.is_dir():
             return candidate
         if candidate.is_file():
-            return candidate.parent if candidate.name in (RECORDS, SUMMARY, METRICS_FILE, RESOLVED) else candidate
+            return (
+                candidate.parent
+                if candidate.name in (RECORDS, SUMMARY, METRICS_FILE, RESOLVED)
+                else candidate
+            )
     for candidate in shipped():
         if name == candidate.stem:
             return candidate
@@ -176,7 +210,11 @@ def find(name: str) -> Path:
         hint = did_you_mean(str(path), near)
     else:
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        listed = f"; here are, newest first: {', '.join(names[:SHOWN])}{more}" if names else "; there is nothing in runs/ or measurements/"
+        listed = (
+            f"; here are, newest first: {', '.join(names[:SHOWN])}{more}"
+            if names
+            else "; there is nothing in runs/ or measurements/"
+        )
         hint = did_you_mean(name, names) or listed
     raise ConfigError(f"{name}: no such folder, and no run or measurement of that name{hint}")
 
@@ -196,7 +234,9 @@ def shipped() -> list[Path]:
     found = []
     root = resource_dir("profiles")
     for path in sorted(root.iterdir()):
-        if (path.is_dir() and (path / SUMMARY).is_file()) or (path.suffix == ".json" and _document(path).get("kind") == LAYER):
+        if (path.is_dir() and (path / SUMMARY).is_file()) or (
+            path.suffix == ".json" and _document(path).get("kind") == LAYER
+        ):
             found.append(path)
     return found
 
@@ -209,14 +249,18 @@ def known() -> list[Path]:
             # A profile that was ended before its first sample, or a run before its first step, says nothing.
             places = [place for place in (folder, folder / PROFILE) if _has_figures(place)]
             files = [folder / METRICS_FILE, *(place / SUMMARY for place in places)]
-            times = [file.stat().st_mtime for file in files if file.is_file() and file.stat().st_size]
+            times = [
+                file.stat().st_mtime for file in files if file.is_file() and file.stat().st_size
+            ]
             if times and not folder.is_symlink():
                 found.append((max(times), folder))
     return [folder for _, folder in sorted(found, key=lambda pair: (-pair[0], pair[1].name))]
 
 
 def _has_figures(place: Path) -> bool:
-    return any((place / name).exists() for name in (RECORDS, SWEEP, KERNELS, HEAD_ROWS)) or any((place / PARTS).glob("*.parquet"))
+    return any((place / name).exists() for name in (RECORDS, SWEEP, KERNELS, HEAD_ROWS)) or any(
+        (place / PARTS).glob("*.parquet")
+    )
 
 
 def open_source(path: Path) -> ReportSource:
@@ -227,7 +271,10 @@ def open_source(path: Path) -> ReportSource:
     """
     if path.is_file():
         return _open_file(path)
-    recorded = next((open_records(folder) for folder in (path, path / PROFILE) if (folder / SUMMARY).is_file()), None)
+    recorded = next(
+        (open_records(folder) for folder in (path, path / PROFILE) if (folder / SUMMARY).is_file()),
+        None,
+    )
     metrics, damaged = _metrics(path, alone=recorded is None)
     if recorded is None and not metrics:
         raise ConfigError(_nothing(path))
@@ -236,17 +283,31 @@ def open_source(path: Path) -> ReportSource:
         if recorded.summary.get("kind") == STEP:
             if damage := damage_of_step(recorded.summary):
                 raise ConfigError(f"{recorded.folder / SUMMARY}: {damage}; measure again")
-            return ReportSource(_name(path), path, _facts(path, recorded), step=recorded.summary, settings=read_settings(path))
+            return ReportSource(
+                _name(path),
+                path,
+                _facts(path, recorded),
+                step=recorded.summary,
+                settings=read_settings(path),
+            )
         if recorded.summary.get("kind") == SPARSITY:
             return ReportSource(
-                _name(path), path, _facts(path, recorded), sparsity=_sparsity(recorded.folder), settings=read_settings(path)
+                _name(path),
+                path,
+                _facts(path, recorded),
+                sparsity=_sparsity(recorded.folder),
+                settings=read_settings(path),
             )
         _check_schema(recorded)
         cases = tuple(analyse(recorded))
         if not cases and not metrics and not recorded.summary.get("sweep"):
             if recorded.complete or recorded.summary.get("samples"):
-                raise ConfigError(f"{recorded.folder}: {RECORDS} is missing, and {SUMMARY} says that there were samples; measure again")
-            raise ConfigError(f"{recorded.folder}: has no sample yet; the profile was ended before its first, or still runs")
+                raise ConfigError(
+                    f"{recorded.folder}: {RECORDS} is missing, and {SUMMARY} says that there were samples; measure again"
+                )
+            raise ConfigError(
+                f"{recorded.folder}: has no sample yet; the profile was ended before its first, or still runs"
+            )
     facts = _facts(path, recorded)
     wanted = _steps_wanted(path) if metrics else None
     return ReportSource(
@@ -270,7 +331,10 @@ def _metrics(path: Path, *, alone: bool) -> tuple[tuple[StepMetrics, ...], str]:
         if alone:
             raise
         return (), f"{error.problems[0]}; the steps are left out"
-    return found, f"{file}: holds no step" if not found and not alone and file.stat().st_size else ""
+    return (
+        found,
+        f"{file}: holds no step" if not found and not alone and file.stat().st_size else "",
+    )
 
 
 def _sparsity(folder: Path) -> tuple[dict[str, Any], ...]:
@@ -286,8 +350,21 @@ def _sparsity(folder: Path) -> tuple[dict[str, Any], ...]:
     try:
         rows = pq.read_table(file).to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
-        raise ConfigError(f"{file}: cannot be read ({str(error).splitlines()[0]}); measure again") from None
-    wanted = {"step", "pattern", "layer", "head", "density", "of_mask", "recall", "worst", "slashes", "columns"}
+        raise ConfigError(
+            f"{file}: cannot be read ({str(error).splitlines()[0]}); measure again"
+        ) from None
+    wanted = {
+        "step",
+        "pattern",
+        "layer",
+        "head",
+        "density",
+        "of_mask",
+        "recall",
+        "worst",
+        "slashes",
+        "columns",
+    }
     if not rows or not wanted <= rows[0].keys():
         raise ConfigError(f"{file}: holds no rows of `mtrain profile sparsity`; measure again")
     return tuple(rows)
@@ -298,7 +375,9 @@ def _open_file(path: Path) -> ReportSource:
         document = _document(path)
         if document.get("kind") == LAYER and isinstance(document.get("cases"), list):
             return ReportSource(path.stem, path.parent, shipped=document)
-    raise ConfigError(f"{path}: is a file, and no profile of mtrain; give the folder of a run, a profile or a simulation")
+    raise ConfigError(
+        f"{path}: is a file, and no profile of mtrain; give the folder of a run, a profile or a simulation"
+    )
 
 
 def _nothing(path: Path) -> str:
@@ -309,12 +388,18 @@ def _nothing(path: Path) -> str:
     if not content:
         return f"{path}: is empty; give the folder of a run, a profile or a simulation"
     if RECORDS in content or PARTS in content:
-        return f"{path}: holds records without {SUMMARY}, which says what they are of; measure again"
+        return (
+            f"{path}: holds records without {SUMMARY}, which says what they are of; measure again"
+        )
     if RESOLVED in content:
         return f"{path}: is a run that has no step yet, and no profile"
     if (path / PROFILE).is_dir():
         return f"{path}: holds a folder {PROFILE}/ without {SUMMARY}, and no {METRICS_FILE}"
-    inside = [entry for entry in content if (path / entry / SUMMARY).is_file() or (path / entry / METRICS_FILE).is_file()]
+    inside = [
+        entry
+        for entry in content
+        if (path / entry / SUMMARY).is_file() or (path / entry / METRICS_FILE).is_file()
+    ]
     if inside:
         return f"{path}: is no run itself, but holds {', '.join(inside[:SHOWN])}{' and more' * (len(inside) > SHOWN)}; give one of these"
     some = ", ".join(content[:3]) + " and more" * (len(content) > 3)
@@ -333,9 +418,13 @@ def _check_schema(recorded: RecordedFolder) -> None:
         try:
             found = (pq.read_schema(part).metadata or {}).get(b"mtrain_schema")
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{part}: is no parquet file, or a damaged one ({str(error).splitlines()[0]})") from error
+            raise ConfigError(
+                f"{part}: is no parquet file, or a damaged one ({str(error).splitlines()[0]})"
+            ) from error
         if found is not None and found != str(SCHEMA).encode():
-            raise ConfigError(f"{part}: has schema {found.decode()}, and {SUMMARY} beside it {SCHEMA}; measure again into a new folder")
+            raise ConfigError(
+                f"{part}: has schema {found.decode()}, and {SUMMARY} beside it {SCHEMA}; measure again into a new folder"
+            )
 
 
 def _name(path: Path) -> str:
@@ -348,7 +437,11 @@ def _facts(path: Path, recorded: RecordedFolder | None) -> dict[str, Any]:
         facts = _document(path / ENVIRONMENT)
     if recorded is not None:
         said = recorded.summary
-        facts = {**(said.get("environment") or {}), **({"command": said["command"]} if said.get("command") else {}), **facts}
+        facts = {
+            **(said.get("environment") or {}),
+            **({"command": said["command"]} if said.get("command") else {}),
+            **facts,
+        }
     return facts
 
 

@@ -17,7 +17,10 @@ _NAMES = ("run.name", "run.dir")
 _CARD = (
     ("model", ("model.name", "model.num_layers", "model.hidden_size")),
     ("sequence", ("seq", "train.global_batch", "train.micro_batch")),
-    ("workers", ("topology.workers", "topology.context_parallel", "topology.layout", "topology.exchange")),
+    (
+        "workers",
+        ("topology.workers", "topology.context_parallel", "topology.layout", "topology.exchange"),
+    ),
     ("attention", ("sparsity.pattern", "train.kernel", "train.dtype")),
     ("optimizer", ("optim.lr", "optim.schedule", "optim.warmup_steps", "optim.clip_norm")),
     ("steps", ("train.steps", "seed")),
@@ -42,7 +45,11 @@ def card(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(heading, values) of what describes a run at a glance."""
     rows = []
     for heading, names in _CARD:
-        parts = [f"{name.rpartition('.')[2]} {shown(name, settings[name])}" for name in names if settings.get(name) is not None]
+        parts = [
+            f"{name.rpartition('.')[2]} {shown(name, settings[name])}"
+            for name in names
+            if settings.get(name) is not None
+        ]
         if parts:
             rows.append((heading, ", ".join(parts)))
     return rows

@@ -36,11 +36,19 @@ def show_step(console: Console, document: dict[str, Any]) -> None:
     ranks, gpu = document["ranks"], document["gpu"]
     say(console, _about(document), indent=2, style="bold")
     print_table(console, parts_table(ranks), spare=("least",))
-    say(console, _GPU.format(_WAITS if WAITS in ranks[0]["parts"] else _NO_WAITS) if gpu else _CPU, style="dim")
+    say(
+        console,
+        _GPU.format(_WAITS if WAITS in ranks[0]["parts"] else _NO_WAITS) if gpu else _CPU,
+        style="dim",
+    )
     for line in lines(document):
         say(console, line, indent=10)
     print_table(console, top_table(document["top"], gpu))
-    say(console, "ms of its own, whatever ran beside it; kernels.csv of a measurement has all, of every rank", style="dim")
+    say(
+        console,
+        "ms of its own, whatever ran beside it; kernels.csv of a measurement has all, of every rank",
+        style="dim",
+    )
 
 
 def damage_of_step(document: dict[str, Any]) -> str | None:
@@ -62,7 +70,9 @@ def _about(document: dict[str, Any]) -> str:
         else f"{document['workers']} CPU process{'es' * (document['workers'] > 1)}"
     )
     number_of = document["warmup"] + 1
-    recorded = f"step {number_of}" if steps == 1 else f"steps {number_of} to {number_of + steps - 1}"
+    recorded = (
+        f"step {number_of}" if steps == 1 else f"steps {number_of} to {number_of + steps - 1}"
+    )
     what = f"{s['model']}, seq {s['seq']:,}, {s['pattern']}, {s['layout']}, {s['exchange']}, {s['kernel']}"
     return f"{workers}: {what}; {recorded}"
 
@@ -79,17 +89,38 @@ def parts_table(ranks: Sequence[dict[str, Any]]) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     rows = parts_rows(ranks)
     for i, (name, mean, share, least, most, rank) in enumerate(rows):
-        cells = [_ms(mean), f"{share:.1%}", *((_ms(least), _ms(most), str(rank)) if several else ())]
-        table.add_row(name, *cells, end_section=i == len(rows) - 2, style="bold" if name == "step" else None)
+        cells = [
+            _ms(mean),
+            f"{share:.1%}",
+            *((_ms(least), _ms(most), str(rank)) if several else ()),
+        ]
+        table.add_row(
+            name, *cells, end_section=i == len(rows) - 2, style="bold" if name == "step" else None
+        )
     return table
 
 
-def parts_rows(ranks: Sequence[dict[str, Any]]) -> list[tuple[str, float, float, float, float, int]]:
+def parts_rows(
+    ranks: Sequence[dict[str, Any]],
+) -> list[tuple[str, float, float, float, float, int]]:
     """(part, mean ms, share of the step, least, most, rank of the most) of every part that took any time; the last is the whole step."""
     whole = statistics.fmean(rank["step_ms"] for rank in ranks)
     rows = [(name, [rank["parts"][name] for rank in ranks]) for name in ranks[0]["parts"]]
-    rows = [*((name, ms) for name, ms in rows if any(ms)), ("step", [rank["step_ms"] for rank in ranks])]
-    return [(name, statistics.fmean(ms), statistics.fmean(ms) / whole, min(ms), max(ms), ms.index(max(ms))) for name, ms in rows]
+    rows = [
+        *((name, ms) for name, ms in rows if any(ms)),
+        ("step", [rank["step_ms"] for rank in ranks]),
+    ]
+    return [
+        (
+            name,
+            statistics.fmean(ms),
+            statistics.fmean(ms) / whole,
+            min(ms),
+            max(ms),
+            ms.index(max(ms)),
+        )
+        for name, ms in rows
+    ]
 
 
 def side_by_side(named: Sequence[tuple[str, dict[str, Any]]]) -> Table:
@@ -102,7 +133,13 @@ def side_by_side(named: Sequence[tuple[str, dict[str, Any]]]) -> Table:
         table.add_column("ratio", justify="right", no_wrap=True)
     every = [document["ranks"] for _, document in named]
     parts = list(dict.fromkeys(name for ranks in every for name in ranks[0]["parts"]))
-    rows = [(name, [statistics.fmean(rank["parts"].get(name, 0.0) for rank in ranks) for ranks in every]) for name in parts]
+    rows = [
+        (
+            name,
+            [statistics.fmean(rank["parts"].get(name, 0.0) for rank in ranks) for ranks in every],
+        )
+        for name in parts
+    ]
     rows = [(name, ms) for name, ms in rows if any(ms)]
     ends = {rows[-1][0]}
     rows += [("step", [statistics.fmean(rank["step_ms"] for rank in ranks) for ranks in every])]
@@ -111,7 +148,8 @@ def side_by_side(named: Sequence[tuple[str, dict[str, Any]]]) -> Table:
     mixed = len({WAITS in ranks[0]["parts"] for ranks in every}) > 1
     for name, ms in rows:
         cells = [
-            together if name == WAITS and WAITS not in ranks[0]["parts"] else _ms(value) for ranks, value in zip(every, ms, strict=True)
+            together if name == WAITS and WAITS not in ranks[0]["parts"] else _ms(value)
+            for ranks, value in zip(every, ms, strict=True)
         ]
         comparable = ms[0] and not (name in (LINKS, WAITS) and mixed)
         ratio = [] if len(ms) != 2 else [f"{ms[1] / ms[0]:.3f}" if comparable else "-"]
@@ -122,47 +160,89 @@ def side_by_side(named: Sequence[tuple[str, dict[str, Any]]]) -> Table:
 def lines(document: dict[str, Any]) -> list[str]:
     """A line for everything that is no part."""
     ranks, gpu = document["ranks"], document["gpu"]
-    before = document.get("plain")  # not in files of earlier versions, of which plain_ms is the last step before
+    before = document.get(
+        "plain"
+    )  # not in files of earlier versions, of which plain_ms is the last step before
 
     def mean(name: str) -> float:
         return statistics.fmean(rank[name] for rank in ranks)
 
-    plain, recorded = max(rank["plain_ms"] for rank in ranks), max(rank["recorded_ms"] for rank in ranks)
+    plain, recorded = (
+        max(rank["plain_ms"] for rank in ranks),
+        max(rank["recorded_ms"] for rank in ranks),
+    )
     # Of one step without records no spread is known, and a step with them that is faster shows no cost.
     slower = recorded / plain - 1
-    differs = f"{slower:+.1%}, by records and by chance" if slower > 0 else "within noise: records show no cost"
-    which = "the one before" if before is None or before["steps"] == 1 else f"the median of {before['steps']} before"
+    differs = (
+        f"{slower:+.1%}, by records and by chance"
+        if slower > 0
+        else "within noise: records show no cost"
+    )
+    which = (
+        "the one before"
+        if before is None or before["steps"] == 1
+        else f"the median of {before['steps']} before"
+    )
     if before is not None and before.get("first") == before["steps"] == 1:
         which = "the first of all, which compiles and loads,"
-    found = [f"step      of the slowest rank {_ms(recorded)} ms, {_ms(plain)} ms {which} without records ({differs})"]
+    found = [
+        f"step      of the slowest rank {_ms(recorded)} ms, {_ms(plain)} ms {which} without records ({differs})"
+    ]
     if before is not None:
         found.append(f"speed     {_speed(before, gpu)}, without records")
-    waits = statistics.fmean(rank["parts"].get(WAITS, 0.0) for rank in ranks)  # not in files of earlier versions
-    exposed, hidden = statistics.fmean(rank["parts"][LINKS] for rank in ranks) + waits, mean("links_hidden_ms")
+    waits = statistics.fmean(
+        rank["parts"].get(WAITS, 0.0) for rank in ranks
+    )  # not in files of earlier versions
+    exposed, hidden = (
+        statistics.fmean(rank["parts"][LINKS] for rank in ranks) + waits,
+        mean("links_hidden_ms"),
+    )
     if exposed or hidden:
         name, beside = ("NCCL", "computation or copies") if gpu else ("gloo", "operators")
         waiting = f", {_ms(waits)} of that waiting for other ranks" if waits else ""
         if lost := statistics.fmean(rank.get("unmatched", 0.0) for rank in ranks):
-            waiting += f"; {lost:,.0f} messages could not be found on other ranks, and count as links"
+            waiting += (
+                f"; {lost:,.0f} messages could not be found on other ranks, and count as links"
+            )
         exposure = f"hidden beside {beside} {_ms(hidden)}, exposed {_ms(exposed)}{waiting}"
         found.append(f"{name:<10}{_ms(exposed + hidden)} ms, of which {exposure}")
     if gpu:
         ahead = [rank["ahead_us"] for rank in ranks if rank["ahead_us"] is not None]
-        begins = f"; a kernel begins {_ms(statistics.median(ahead) / 1e3)} ms after its launch (median)" if ahead else ""
-        found.append(f"launches  {mean('launches'):,.0f} kernels, {_ms(mean('launching_ms'))} ms of the host{begins}")
+        begins = (
+            f"; a kernel begins {_ms(statistics.median(ahead) / 1e3)} ms after its launch (median)"
+            if ahead
+            else ""
+        )
+        found.append(
+            f"launches  {mean('launches'):,.0f} kernels, {_ms(mean('launching_ms'))} ms of the host{begins}"
+        )
         idle = statistics.fmean(rank["parts"][IDLE] for rank in ranks)
-        found.append(f"syncs     {mean('syncs'):,.0f} waits of the host for the GPU, {_ms(mean('syncing_ms'))} ms; GPU idle {_ms(idle)} ms")
+        found.append(
+            f"syncs     {mean('syncs'):,.0f} waits of the host for the GPU, {_ms(mean('syncing_ms'))} ms; GPU idle {_ms(idle)} ms"
+        )
     else:
-        found.append(f"host      {_ms(statistics.fmean(rank['parts'][HOST] for rank in ranks))} ms in no operator and beside no message")
+        found.append(
+            f"host      {_ms(statistics.fmean(rank['parts'][HOST] for rank in ranks))} ms in no operator and beside no message"
+        )
     return found
 
 
 def _speed(before: dict[str, Any], gpu: bool) -> str:
-    shares = (("MFU", sound_mfu(before["mfu_model"], before["mfu_executed"])), ("HFU", before["mfu_executed"]))
+    shares = (
+        ("MFU", sound_mfu(before["mfu_model"], before["mfu_executed"])),
+        ("HFU", before["mfu_executed"]),
+    )
     said = [f"{before['tokens_per_second_per_gpu']:,.0f} tokens/s/{'GPU' if gpu else 'worker'}"]
     said += [f"{name} {share:.1%}" for name, share in shares if share is not None]
     said += [f"density {before['density']:.1%}"] if before["density"] < 1 else []
-    return ", ".join(said + ([f"{before['peak_memory_gib']:.1f} GiB at most"] if before["peak_memory_gib"] is not None else []))
+    return ", ".join(
+        said
+        + (
+            [f"{before['peak_memory_gib']:.1f} GiB at most"]
+            if before["peak_memory_gib"] is not None
+            else []
+        )
+    )
 
 
 def top_table(top: Sequence[dict[str, Any]], gpu: bool) -> Table:
@@ -173,7 +253,9 @@ def top_table(top: Sequence[dict[str, Any]], gpu: bool) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("part", no_wrap=True)
     for kind in top:
-        table.add_row(short_name(kind["name"]), f"{kind['calls']:,.0f}", _ms(kind["ms"]), kind["part"])
+        table.add_row(
+            short_name(kind["name"]), f"{kind['calls']:,.0f}", _ms(kind["ms"]), kind["part"]
+        )
     return table
 
 

@@ -41,7 +41,9 @@ def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], list[str]]:
     fastest: dict[tuple, float] = {}
     for row in rows:
         if "cannot" not in row and row["fits"]:
-            fastest[_group(row)] = min(row["seconds"]["value"], fastest.get(_group(row), float("inf")))
+            fastest[_group(row)] = min(
+                row["seconds"]["value"], fastest.get(_group(row), float("inf"))
+            )
     found, states = [], []
     for row in rows:
         head = [*(str(others(row).get(name, "")) for name in names), str(row["workers"])]
@@ -88,14 +90,23 @@ def _group(row: Row) -> tuple:
 
 def sheet(runs: Sequence[tuple[str, Sequence[Row]]]) -> Sheet:
     """sweep.csv. runs: rows of each, by its name."""
-    names = list(dict.fromkeys(name for _, rows in runs for row in rows for name in row.get("point", {})))
+    names = list(
+        dict.fromkeys(name for _, rows in runs for row in rows for name in row.get("point", {}))
+    )
     columns = (
         "run", *(f"swept {name}" for name in names), "workers", "cp", "layout", "exchange", "kernel", "seq", "density", "seconds_low",
         "seconds", "seconds_high", "tokens_per_second_per_gpu", "mfu", "hfu", "memory_gib", "fits", "cannot",
     )  # fmt: skip
     table = []
     for run, row in ((run, row) for run, rows in runs for row in rows):
-        head = [run, *(row.get("point", {}).get(name) for name in names), row["workers"], row.get("cp"), row["layout"], row["exchange"]]
+        head = [
+            run,
+            *(row.get("point", {}).get(name) for name in names),
+            row["workers"],
+            row.get("cp"),
+            row["layout"],
+            row["exchange"],
+        ]
         if "cannot" in row:
             table.append((*head, *[None] * 10, False, row["cannot"]))
             continue
@@ -117,7 +128,9 @@ _QUANTITIES = (
 )  # fmt: skip
 
 
-def scaling_views(name: str, rows: Sequence[Row]) -> list[tuple[tuple[str, ...], list[dict[str, Any]], dict[str, Any]]]:
+def scaling_views(
+    name: str, rows: Sequence[Row]
+) -> list[tuple[tuple[str, ...], list[dict[str, Any]], dict[str, Any]]]:
     """(labels, traces, layout) of each view: a line a layout and exchange, the fastest with its bounds as a band, over the number of
     GPUs where that was swept, else over the length. name: of the source.
     """
@@ -130,31 +143,62 @@ def scaling_views(name: str, rows: Sequence[Row]) -> list[tuple[tuple[str, ...],
     views = []
     for labels, group in groups.items():
         for title, value, linear in _QUANTITIES:
-            views.append(((*labels, title), *_view(group, title, value, gpus=gpus, ideal=linear and gpus)))
+            views.append(
+                ((*labels, title), *_view(group, title, value, gpus=gpus, ideal=linear and gpus))
+            )
     return views
 
 
-def _view(rows: Sequence[Row], title: str, value: Any, *, gpus: bool, ideal: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def _view(
+    rows: Sequence[Row], title: str, value: Any, *, gpus: bool, ideal: bool
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     lines: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         lines.setdefault((row["layout"], _short(row["exchange"])), []).append(row)
     at = "workers" if gpus else "seq"
-    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(dict.fromkeys(exchange for _, exchange in lines))}
-    dashes = {name: _DASHES[i % len(_DASHES)] for i, name in enumerate(dict.fromkeys(layout for layout, _ in lines))}
+    colours = {
+        name: _COLOURS[i % len(_COLOURS)]
+        for i, name in enumerate(dict.fromkeys(exchange for _, exchange in lines))
+    }
+    dashes = {
+        name: _DASHES[i % len(_DASHES)]
+        for i, name in enumerate(dict.fromkeys(layout for layout, _ in lines))
+    }
     fastest = min(rows, key=lambda row: (-row[at], row["seconds"]["value"]))
     data: list[dict[str, Any]] = []
     for (of_layout, exchange), line in lines.items():
         line = sorted(line, key=lambda row: row[at])
         name, colour = escape(f"{of_layout}, {exchange}"), colours[exchange]
         x = [row[at] for row in line]
-        low, likely, high = ([_round(value(row, bound)) for row in line] for bound in ("low", "value", "high"))
+        low, likely, high = (
+            [_round(value(row, bound)) for row in line] for bound in ("low", "value", "high")
+        )
         common = {"type": "scatter", "legendgroup": name}
         if low != high and fastest in line:
             # One band is all that can be told apart; the others' bounds are where the pointer is.
-            band = {"x": [*x, *reversed(x)], "y": [*high, *reversed(low)], "fill": "toself", "fillcolor": colour, "opacity": 0.15}
-            data.insert(0, {**common, **band, "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False})
+            band = {
+                "x": [*x, *reversed(x)],
+                "y": [*high, *reversed(low)],
+                "fill": "toself",
+                "fillcolor": colour,
+                "opacity": 0.15,
+            }
+            data.insert(
+                0,
+                {
+                    **common,
+                    **band,
+                    "mode": "lines",
+                    "line": {"width": 0},
+                    "hoverinfo": "skip",
+                    "showlegend": False,
+                },
+            )
         bounds = "(%{customdata[0]:,.4g} to %{customdata[1]:,.4g})"
-        said = [[lo, hi, "fits" if row["fits"] else "does not fit"] for lo, hi, row in zip(low, high, line, strict=True)]
+        said = [
+            [lo, hi, "fits" if row["fits"] else "does not fit"]
+            for lo, hi, row in zip(low, high, line, strict=True)
+        ]
         data.append(
             {
                 **common, "mode": "lines+markers", "name": name, "x": x, "y": likely, "customdata": said,
@@ -163,8 +207,14 @@ def _view(rows: Sequence[Row], title: str, value: Any, *, gpus: bool, ideal: boo
             }
         )  # fmt: skip
         if unfit := [i for i, row in enumerate(line) if not row["fits"]]:
-            marks = {"x": [x[i] for i in unfit], "y": [likely[i] for i in unfit], "marker": {"color": colour, "size": 12, "symbol": "x"}}
-            data.append({**common, **marks, "mode": "markers", "hoverinfo": "skip", "showlegend": False})
+            marks = {
+                "x": [x[i] for i in unfit],
+                "y": [likely[i] for i in unfit],
+                "marker": {"color": colour, "size": 12, "symbol": "x"},
+            }
+            data.append(
+                {**common, **marks, "mode": "markers", "hoverinfo": "skip", "showlegend": False}
+            )
     if ideal:
         first = min((row for row in rows), key=lambda row: (row[at], -value(row, "value")))
         x = sorted({row[at] for row in rows})

@@ -58,7 +58,10 @@ def _cell(value: Any) -> Any:
 
 def summary_table(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> Table:
     """One row a case: first line time, second line work. names: of the runs, where there are several."""
-    table = _table("Balance", f"{_over(cases)} 1 is perfect; ms are of one layer, waits of one iteration of a worker{_of_bare(cases)}")
+    table = _table(
+        "Balance",
+        f"{_over(cases)} 1 is perfect; ms are of one layer, waits of one iteration of a worker{_of_bare(cases)}",
+    )
     if names:
         table.add_column("run", no_wrap=True)  # what is typed to see it again
     table.add_column("case", min_width=_longest_word(cases))
@@ -68,7 +71,9 @@ def summary_table(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> T
         "computed\nin steps\nin all",
         "waits ms\nfor others\nfor links",
         "step ms\np50, p95\nmax",
-        "pass ms\nforward\nbackward" if not _of_bare(cases) else "pass ms\nforward (bare)\nbackward (bare)",
+        "pass ms\nforward\nbackward"
+        if not _of_bare(cases)
+        else "pass ms\nforward (bare)\nbackward (bare)",
     ):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("n", justify="right")
@@ -85,7 +90,9 @@ def summary_table(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> T
             f"{ms(case.bin_ms('late'))}\n{links or '0'}",
             f"{ms(p50)}, {ms(p95)}\n{ms(max(p.longest for p in steps))}",
             "\n".join(
-                f"{ms(case.passes[name].duration.mean)}{_bare(case, name)}" if name in case.passes else ""
+                f"{ms(case.passes[name].duration.mean)}{_bare(case, name)}"
+                if name in case.passes
+                else ""
                 for name in ("forward", "backward")
             ),
             str(case.samples),
@@ -102,7 +109,11 @@ def _bare(case: CaseAnalysis, direction: str) -> str:
 def _of_bare(cases: Sequence[CaseAnalysis]) -> str:
     """What is said of it, where there is any."""
     there = any(case.bare_ms(direction) is not None for case in cases for direction in case.passes)
-    return "; pass ms: of recorded iterations, the mean; in brackets bare: without records, the median" if there else ""
+    return (
+        "; pass ms: of recorded iterations, the mean; in brackets bare: without records, the median"
+        if there
+        else ""
+    )
 
 
 def _longest_word(cases: Sequence[CaseAnalysis]) -> int:
@@ -112,7 +123,10 @@ def _longest_word(cases: Sequence[CaseAnalysis]) -> int:
 
 def bins_table(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> Table:
     """Where the time of the passes goes, mean over ranks, as shares."""
-    table = _table("Where the time of attention goes", "shares of all passes of an iteration, means over workers; late: waiting for others")
+    table = _table(
+        "Where the time of attention goes",
+        "shares of all passes of an iteration, means over workers; late: waiting for others",
+    )
     used = [name for name in BINS if any(case.bin_ms(name) > 0 for case in cases)]
     if names:
         table.add_column("run", no_wrap=True)  # what is typed to see it again
@@ -125,7 +139,13 @@ def bins_table(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> Tabl
         shares = [case.bin_ms(name) / whole if whole else 0.0 for name in used]
         run = (names[i],) if names else ()
         table.add_row(
-            *run, case.label, ms(whole), *(f"{share:.1%}" if share >= _LEAST else "" if not share else "<0.1%" for share in shares)
+            *run,
+            case.label,
+            ms(whole),
+            *(
+                f"{share:.1%}" if share >= _LEAST else "" if not share else "<0.1%"
+                for share in shares
+            ),
         )
     return table
 
@@ -137,18 +157,32 @@ def summary_lines(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> R
         name = f"{names[i]}: " if names else ""
         lines.append(
             Text(
-                f"{name}{case.label}{' (partial)' if case.partial else ''}, {case.samples} sample{'s' * (case.samples != 1)}", style="bold"
+                f"{name}{case.label}{' (partial)' if case.partial else ''}, {case.samples} sample{'s' * (case.samples != 1)}",
+                style="bold",
             )
         )
         for degree in ("worker", "step"):
             time, work = (spread(getattr(of, degree)) for of in (case.time, case.work))
             lines.append(Text(f"  {degree} imbalance {time} of time, {work} of work"))
-        passes = ", ".join(f"{direction} {ms(of.duration.mean)}{_bare(case, direction)}" for direction, of in case.passes.items())
+        passes = ", ".join(
+            f"{direction} {ms(of.duration.mean)}{_bare(case, direction)}"
+            for direction, of in case.passes.items()
+        )
         lines.append(Text(f"  ms of a layer's pass: {passes}"))
-        lines.append(Text(f"  computed {case.computation.step.mean:.1%} in steps, {case.computation.total.mean:.1%} in all"))
+        lines.append(
+            Text(
+                f"  computed {case.computation.step.mean:.1%} in steps, {case.computation.total.mean:.1%} in all"
+            )
+        )
         whole = float(case.passes_ms[:, case.present].sum(0).mean())
-        parts = [f"{bin} {case.bin_ms(bin) / whole:.1%}" for bin in BINS if whole and case.bin_ms(bin) >= _LEAST * whole]
-        lines.append(Padding(f"{ms(whole)} ms an iteration: {', '.join(parts)}", (0, 0, 0, 2), expand=False))
+        parts = [
+            f"{bin} {case.bin_ms(bin) / whole:.1%}"
+            for bin in BINS
+            if whole and case.bin_ms(bin) >= _LEAST * whole
+        ]
+        lines.append(
+            Padding(f"{ms(whole)} ms an iteration: {', '.join(parts)}", (0, 0, 0, 2), expand=False)
+        )
     caption = f"{_over(cases)} 1 is perfect; late: waiting for others; exposed: for a link{_of_bare(cases)}"
     return Group(*lines, Text(caption, style="dim italic"))
 
@@ -162,7 +196,9 @@ def causes_text(case: CaseAnalysis) -> RenderableType:
     return Group(*(Text(f"{i}. {cause.text}") for i, cause in enumerate(case.causes, 1)))
 
 
-def heat_map(case: CaseAnalysis, direction: str, *, cells: int = CELLS, name: str = "") -> RenderableType:
+def heat_map(
+    case: CaseAnalysis, direction: str, *, cells: int = CELLS, name: str = ""
+) -> RenderableType:
     """name: of the run, where there are several.
 
     ms of attention, workers down and steps across, in shades that show without colours too."""
@@ -170,7 +206,10 @@ def heat_map(case: CaseAnalysis, direction: str, *, cells: int = CELLS, name: st
     table, folded = fold(whole, cells)
     top = float(table.max(initial=0)) or 1.0
     lines = []
-    per_worker, per_step = -(-whole.shape[0] // table.shape[0]), -(-whole.shape[1] // table.shape[1])
+    per_worker, per_step = (
+        -(-whole.shape[0] // table.shape[0]),
+        -(-whole.shape[1] // table.shape[1]),
+    )
     for i, row in enumerate(table):
         first = i * per_worker
         last = min(first + per_worker, len(whole)) - 1
@@ -184,7 +223,11 @@ def heat_map(case: CaseAnalysis, direction: str, *, cells: int = CELLS, name: st
     if folded:
         caption += f"\n{'':>8} each cell is the largest of {per_worker} workers x {per_step} steps"
     of_run = f"{name}, " if name else ""
-    return Group(Text(f"{of_run}{case.label}, {direction}: attention of worker and step", style="bold"), *lines, Text(caption, style="dim"))
+    return Group(
+        Text(f"{of_run}{case.label}, {direction}: attention of worker and step", style="bold"),
+        *lines,
+        Text(caption, style="dim"),
+    )
 
 
 def fold(table: np.ndarray, cells: int) -> tuple[np.ndarray, bool]:
@@ -196,7 +239,17 @@ def fold(table: np.ndarray, cells: int) -> tuple[np.ndarray, bool]:
     return table, table.shape != whole
 
 
-TRAINING = ("steps", "loss, first", "last", "s / step", "tokens/s/GPU", "MFU", "HFU", "density", "peak GiB")
+TRAINING = (
+    "steps",
+    "loss, first",
+    "last",
+    "s / step",
+    "tokens/s/GPU",
+    "MFU",
+    "HFU",
+    "density",
+    "peak GiB",
+)
 
 
 def training_table(sources: Sequence[ReportSource]) -> Table:
@@ -222,16 +275,30 @@ def positions_table(sources: Sequence[ReportSource]) -> Table | None:
         shown.insert(0, (evaluated[0].name, evaluated[0].evaluations[0]))
     last = shown[-1][1]
     tokens = {(b.begin, b.end): b.tokens for b in last.buckets}
-    table = _table("Held-out loss by context", f"nats a token, over {last.sequences} sequences that were never trained on")
+    table = _table(
+        "Held-out loss by context",
+        f"nats a token, over {last.sequences} sequences that were never trained on",
+    )
     for heading in ("earlier tokens", "tokens"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, evaluation in shown:
         run = f"{name}\n" if len(sources) > 1 else ""
-        table.add_column(f"{run}step {evaluation.step}\n{evaluation.attention}", justify="right", overflow="fold")
+        table.add_column(
+            f"{run}step {evaluation.step}\n{evaluation.attention}", justify="right", overflow="fold"
+        )
     for begin, end, losses in side_by_side([evaluation for _, evaluation in shown]):
         cells = [_number(loss, 4) for loss in losses]
-        table.add_row(f"{format_size(begin)} to {format_size(end)}", f"{tokens.get((begin, end), 0):,}", *cells)
-    table.add_row("all", f"{last.tokens:,}", *(_number(evaluation.loss, 4) for _, evaluation in shown), style="bold")
+        table.add_row(
+            f"{format_size(begin)} to {format_size(end)}",
+            f"{tokens.get((begin, end), 0):,}",
+            *cells,
+        )
+    table.add_row(
+        "all",
+        f"{last.tokens:,}",
+        *(_number(evaluation.loss, 4) for _, evaluation in shown),
+        style="bold",
+    )
     return table
 
 
@@ -248,7 +315,9 @@ def training_row(source: ReportSource) -> list[str]:
     mfu = median("mfu_model") if all(step.mfu_model is not None for step in rest) else None
     hfu, density = median("mfu_executed"), median("density")
     speed, seconds = median("tokens_per_second_per_gpu"), median("seconds")
-    losses: list[float | None] = [step.loss for step in steps if step.loss is not None] or [None]  # a step without labels has none
+    losses: list[float | None] = [step.loss for step in steps if step.loss is not None] or [
+        None
+    ]  # a step without labels has none
     peak = [step.peak_memory_gib for step in steps if step.peak_memory_gib is not None]
     return [
         str(steps[-1].step),
@@ -263,14 +332,22 @@ def training_row(source: ReportSource) -> list[str]:
     ]
 
 
-SPARE_OF_TRAINING = ("peak GiB", "density", "MFU", "s / step")  # what a narrow terminal does without
+SPARE_OF_TRAINING = (
+    "peak GiB",
+    "density",
+    "MFU",
+    "s / step",
+)  # what a narrow terminal does without
 SPARE_OF_COMPARISON = ("first",)
 SPARE_OF_SHIPPED = ("waits\nms", "density")  # what a narrow terminal does without
 
 
 def shipped_table(document: dict[str, Any]) -> Table:
     """The cases of a recorded profile of the older kind."""
-    table = _table(f"{document.get('hardware', '')}, {document.get('date', '')}", str(document.get("note") or ""))
+    table = _table(
+        f"{document.get('hardware', '')}, {document.get('date', '')}",
+        str(document.get("note") or ""),
+    )
     for heading in (
         "case",
         "seq",
@@ -311,10 +388,19 @@ def sparsity_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
         box=SIMPLE,  # without borders it fits 60 columns
         padding=(0, 1, 0, 0),
     )
-    for column in ("layer", "recall", "worst", "density", *(("of mask",) if masked else ()), "slashes", "columns"):
+    for column in (
+        "layer",
+        "recall",
+        "worst",
+        "density",
+        *(("of mask",) if masked else ()),
+        "slashes",
+        "columns",
+    ):
         table.add_column(column, justify="right", no_wrap=True)
     groups: list[tuple[str, list[dict[str, Any]]]] = [
-        (str(layer), [r for r in rows if r["layer"] == layer]) for layer in sorted({r["layer"] for r in rows})
+        (str(layer), [r for r in rows if r["layer"] == layer])
+        for layer in sorted({r["layer"] for r in rows})
     ]
     for name, of in [*groups, ("all", list(rows))]:
         table.add_row(
@@ -337,12 +423,28 @@ def compare_table(sources: Sequence[ReportSource]) -> Table | None:
         return None
     table = _table(f"Against {sources[0].name}", f"{NOISE[0].lower()}{NOISE[1:]}")
     for heading in ("run", "case", "what", "first", "this", "difference", "noise"):
-        table.add_column(heading, justify="left" if heading in ("run", "case", "what") else "right", overflow="fold")
+        table.add_column(
+            heading,
+            justify="left" if heading in ("run", "case", "what") else "right",
+            overflow="fold",
+        )
     above = ("", "")
     for row in rows:
         name = ("", "") if (row.run, row.case) == above else (row.run, row.case)
         above = (row.run, row.case)
-        table.add_row(*map(Text, (*name, row.what, f"{row.first:.4g}", f"{row.other:.4g}", row.difference, row.spread)))
+        table.add_row(
+            *map(
+                Text,
+                (
+                    *name,
+                    row.what,
+                    f"{row.first:.4g}",
+                    f"{row.other:.4g}",
+                    row.difference,
+                    row.spread,
+                ),
+            )
+        )
     return table
 
 
@@ -354,15 +456,24 @@ def incomparable(sources: Sequence[ReportSource]) -> list[str]:
         known = [(name, value) for name, value in values if value]
         if len({value for _, value in known}) > 1:
             listed = "; ".join(f"{name}: {value}" for name, value in known)
-            found.append(f"the runs differ in {what} ({listed}): their times do not compare settings alone")
+            found.append(
+                f"the runs differ in {what} ({listed}): their times do not compare settings alone"
+            )
     return found
 
 
 def _workers_of(source: ReportSource) -> str:
-    told = [source.summary.get("workers"), (source.step or {}).get("workers"), source.settings.get("topology.workers")]
+    told = [
+        source.summary.get("workers"),
+        (source.step or {}).get("workers"),
+        source.settings.get("topology.workers"),
+    ]
     # `auto` means one worker per GPU, or two processes on a CPU.
     gpus = len(source.facts.get("gpus") or [])
-    return next((str(value) for value in told if isinstance(value, int)), str(gpus or 2) if "auto" in told else "")
+    return next(
+        (str(value) for value in told if isinstance(value, int)),
+        str(gpus or 2) if "auto" in told else "",
+    )
 
 
 def _machine_of(source: ReportSource) -> str:
@@ -378,12 +489,20 @@ def recording_cost(summary: dict[str, Any]) -> str | None:
     overhead = summary.get("overhead")
     if not isinstance(overhead, int | float):
         return None
-    plain = [np.array(times) for case in summary.get("cases") or [] if (times := case.get("iteration_ms"))]
+    plain = [
+        np.array(times)
+        for case in summary.get("cases") or []
+        if (times := case.get("iteration_ms"))
+    ]
     if not plain or min(map(len, plain)) < 2:
         return "cost unknown: one sample with records and one without"
     noise = max(float((times.max() - times.min()) / np.median(times)) for times in plain)
     apart = f"iterations without records differ by up to {noise:.1%}"
-    return f"cost within noise ({apart})" if overhead <= noise else f"costs {overhead:.1%} of an iteration ({apart})"
+    return (
+        f"cost within noise ({apart})"
+        if overhead <= noise
+        else f"costs {overhead:.1%} of an iteration ({apart})"
+    )
 
 
 @dataclass(frozen=True)
@@ -435,24 +554,41 @@ def comparison(sources: Sequence[ReportSource]) -> list[RatioComparison]:
             label = a.label if a.label == b.label else f"{b.label} against {a.label}"
             rows += _compared(other.name, label, _figures(a), _figures(b))
         if first.metrics and other.metrics:
-            rows += _compared(other.name, "training", _training_figures(first), _training_figures(other))
+            rows += _compared(
+                other.name, "training", _training_figures(first), _training_figures(other)
+            )
     return rows
 
 
-def _compared(run: str, case: str, first: dict[str, Estimate], other: dict[str, Estimate]) -> list[RatioComparison]:
+def _compared(
+    run: str, case: str, first: dict[str, Estimate], other: dict[str, Estimate]
+) -> list[RatioComparison]:
     rows = []
     for what in first.keys() & other.keys():
         a, b = first[what], other[what]
         if a.n and b.n and a.mean > 0:
-            rows.append(RatioComparison(run, case, what, a.mean, b.mean, 2 * float(np.hypot(a.error, b.error)) / a.mean))
+            rows.append(
+                RatioComparison(
+                    run, case, what, a.mean, b.mean, 2 * float(np.hypot(a.error, b.error)) / a.mean
+                )
+            )
     return sorted(rows, key=lambda row: list(first).index(row.what))
 
 
 def _figures(case: CaseAnalysis) -> dict[str, Estimate]:
     found = {f"{name} ms": p.duration for name, p in case.passes.items()}
-    found["worker imbalance, time"], found["step imbalance, time"] = case.time.worker, case.time.step
-    found["worker imbalance, work"], found["step imbalance, work"] = case.work.worker, case.work.step
-    found["computed, in steps"], found["computed, in all"] = case.computation.step, case.computation.total
+    found["worker imbalance, time"], found["step imbalance, time"] = (
+        case.time.worker,
+        case.time.step,
+    )
+    found["worker imbalance, work"], found["step imbalance, work"] = (
+        case.work.worker,
+        case.work.step,
+    )
+    found["computed, in steps"], found["computed, in all"] = (
+        case.computation.step,
+        case.computation.total,
+    )
     found["iteration ms"] = case.iteration_ms
     return found
 
@@ -476,7 +612,11 @@ def _rate(steps: Sequence[StepMetrics]) -> Estimate:
     """Tokens of all steps over their time. A mean of the rates of steps would count slow ones too little."""
     rates = np.array([m.tokens_per_second_per_gpu for m in steps])
     seconds = np.array([m.seconds for m in steps])
-    mean = float((rates * seconds).sum() / seconds.sum()) if len(steps) and seconds.sum() > 0 else float("nan")
+    mean = (
+        float((rates * seconds).sum() / seconds.sum())
+        if len(steps) and seconds.sum() > 0
+        else float("nan")
+    )
     return replace(Estimate.of(rates), mean=mean)
 
 
@@ -494,11 +634,33 @@ def sheets(sources: Sequence[ReportSource]) -> list[Sheet]:
 
 def summary_sheet(sources: Sequence[ReportSource]) -> Sheet:
     """One row a case and direction; `both` is the mean of forward and backward."""
-    columns = ["run", "case", "direction", "layout", "exchange", "pattern", "kernel", "seq", "workers", "groups"]
+    columns = [
+        "run",
+        "case",
+        "direction",
+        "layout",
+        "exchange",
+        "pattern",
+        "kernel",
+        "seq",
+        "workers",
+        "groups",
+    ]
     columns += ["samples", "iterations", "partial"]
     for kind in ("time", "work"):
-        columns += [f"{kind}_{degree}_id{end}" for degree in ("worker", "step", "total", "critical") for end in ("", "_std")]
-    columns += ["computed_step", "computed_step_std", "computed_total", "computed_total_std", "pass_ms", "pass_ms_std"]
+        columns += [
+            f"{kind}_{degree}_id{end}"
+            for degree in ("worker", "step", "total", "critical")
+            for end in ("", "_std")
+        ]
+    columns += [
+        "computed_step",
+        "computed_step_std",
+        "computed_total",
+        "computed_total_std",
+        "pass_ms",
+        "pass_ms_std",
+    ]
     columns += ["step_ms_p50", "step_ms_p95", "step_ms_max"]
     rows = []
     for source, case in _cases(sources):
@@ -506,7 +668,17 @@ def summary_sheet(sources: Sequence[ReportSource]) -> Sheet:
         about = [facts.get(key) for key in ("layout", "exchange", "pattern", "kernel", "seq")]
         both: list[tuple[str, CaseAnalysis | PassAnalysis]] = [("both", case), *case.passes.items()]
         for name, found in both:
-            row: list[Any] = [source.name, case.label, name, *about, case.workers, case.groups, case.samples, case.iterations, case.partial]
+            row: list[Any] = [
+                source.name,
+                case.label,
+                name,
+                *about,
+                case.workers,
+                case.groups,
+                case.samples,
+                case.iterations,
+                case.partial,
+            ]
             for degrees in (found.time, found.work):
                 for one in (degrees.worker, degrees.step, degrees.total, degrees.critical):
                     row += [one.mean, one.std]
@@ -515,22 +687,56 @@ def summary_sheet(sources: Sequence[ReportSource]) -> Sheet:
             if isinstance(found, CaseAnalysis):
                 row += [sum(p.duration.mean for p in case.passes.values()), None, None, None, None]
             else:
-                row += [found.duration.mean, found.duration.std, found.p50, found.p95, found.longest]
+                row += [
+                    found.duration.mean,
+                    found.duration.std,
+                    found.p50,
+                    found.p95,
+                    found.longest,
+                ]
             rows.append(tuple(row))
     return Sheet("summary", tuple(columns), rows)
 
 
 def steps_sheet(sources: Sequence[ReportSource]) -> Sheet:
     """One row a case, direction, worker and step."""
-    columns = ("run", "case", "direction", "worker", "step", "attention_ms", "step_ms", "late_ms", "exposed_ms", "pairs", "blocks")
+    columns = (
+        "run",
+        "case",
+        "direction",
+        "worker",
+        "step",
+        "attention_ms",
+        "step_ms",
+        "late_ms",
+        "exposed_ms",
+        "pairs",
+        "blocks",
+    )
     rows: list[tuple[Any, ...]] = []
     for source, case in _cases(sources):
         for name, found in case.passes.items():
-            tables = (found.attention, found.elapsed, found.late, found.exposed, found.pairs, found.blocks)
+            tables = (
+                found.attention,
+                found.elapsed,
+                found.late,
+                found.exposed,
+                found.pairs,
+                found.blocks,
+            )
             workers, steps = found.attention.shape
             for worker in range(workers):
                 for step in range(steps):
-                    rows.append((source.name, case.label, name, worker, step, *(float(t[worker, step]) for t in tables)))
+                    rows.append(
+                        (
+                            source.name,
+                            case.label,
+                            name,
+                            worker,
+                            step,
+                            *(float(t[worker, step]) for t in tables),
+                        )
+                    )
     return Sheet("steps", columns, rows)
 
 
@@ -540,7 +746,16 @@ def bins_sheet(sources: Sequence[ReportSource]) -> Sheet:
     for source, case in _cases(sources):
         for d, name in enumerate(case.directions):
             for rank in case.present:
-                rows.append((source.name, case.label, name, rank, float(case.passes_ms[d, rank]), *map(float, case.bins[d, rank])))
+                rows.append(
+                    (
+                        source.name,
+                        case.label,
+                        name,
+                        rank,
+                        float(case.passes_ms[d, rank]),
+                        *map(float, case.bins[d, rank]),
+                    )
+                )
     names = tuple(f"{name.replace(' ', '_')}_ms" for name in BINS)
     return Sheet("time_by_rank", ("run", "case", "direction", "rank", "pass_ms", *names), rows)
 
@@ -548,16 +763,33 @@ def bins_sheet(sources: Sequence[ReportSource]) -> Sheet:
 def layers_sheet(sources: Sequence[ReportSource]) -> Sheet:
     """ms by layer: the pass of the slowest worker, and means over workers."""
     rows = [
-        (s.name, c.label, name, int(row["layer"]), row["ms"], row["attention_ms"], row["late_ms"], row["exposed_ms"])
+        (
+            s.name,
+            c.label,
+            name,
+            int(row["layer"]),
+            row["ms"],
+            row["attention_ms"],
+            row["late_ms"],
+            row["exposed_ms"],
+        )
         for s, c in _cases(sources)
         for name, found in c.passes.items()
         for row in found.layers
     ]
-    return Sheet("layers", ("run", "case", "direction", "layer", "pass_ms", "attention_ms", "late_ms", "exposed_ms"), rows)
+    return Sheet(
+        "layers",
+        ("run", "case", "direction", "layer", "pass_ms", "attention_ms", "late_ms", "exposed_ms"),
+        rows,
+    )
 
 
 def causes_sheet(sources: Sequence[ReportSource]) -> Sheet:
-    rows = [(s.name, case.label, c.ms, c.kind, c.direction, c.rank, c.step, c.text) for s, case in _cases(sources) for c in case.causes]
+    rows = [
+        (s.name, case.label, c.ms, c.kind, c.direction, c.rank, c.step, c.text)
+        for s, case in _cases(sources)
+        for c in case.causes
+    ]
     return Sheet("causes", ("run", "case", "ms", "kind", "direction", "rank", "step", "text"), rows)
 
 
@@ -574,7 +806,11 @@ def training_sheet(sources: Sequence[ReportSource]) -> Sheet:
         "peak_memory_gib",
         "seconds",
     )
-    rows = [(source.name, *(getattr(m, name) for name in names)) for source in sources for m in source.metrics]
+    rows = [
+        (source.name, *(getattr(m, name) for name in names))
+        for source in sources
+        for m in source.metrics
+    ]
     return Sheet("training", ("run", *names), rows)
 
 
@@ -590,8 +826,13 @@ def positions_sheet(sources: Sequence[ReportSource]) -> Sheet:
 
 
 def compare_sheet(sources: Sequence[ReportSource]) -> Sheet:
-    rows = [(r.run, r.case, r.what, r.first, r.other, r.ratio, r.noise, r.verdict) for r in comparison(sources)]
-    return Sheet("compare", ("run", "case", "what", "first", "this", "ratio", "noise", "verdict"), rows)
+    rows = [
+        (r.run, r.case, r.what, r.first, r.other, r.ratio, r.noise, r.verdict)
+        for r in comparison(sources)
+    ]
+    return Sheet(
+        "compare", ("run", "case", "what", "first", "this", "ratio", "noise", "verdict"), rows
+    )
 
 
 # --- words --------------------------------------------------------------------------------------------------------------------------
@@ -602,7 +843,14 @@ def _cases(sources: Sequence[ReportSource]) -> list[tuple[ReportSource, CaseAnal
 
 
 def _table(title: str, caption: str) -> Table:
-    return Table(title=title, title_justify="left", caption=caption, caption_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
+    return Table(
+        title=title,
+        title_justify="left",
+        caption=caption,
+        caption_justify="left",
+        box=SIMPLE,
+        padding=(0, 1, 0, 0),
+    )
 
 
 def _over(cases: Sequence[CaseAnalysis]) -> str:

@@ -39,7 +39,9 @@ def show_sources(console: Console, sources: Sequence[ReportSource]) -> None:
             say(console, f"  {remark}", indent=2, style="yellow")
         if source.shipped is not None:
             print_table(console, tables.shipped_table(source.shipped), tables.SPARE_OF_SHIPPED)
-            console.print(f"recorded by {source.shipped.get('command', '')}", style="dim", soft_wrap=True)
+            console.print(
+                f"recorded by {source.shipped.get('command', '')}", style="dim", soft_wrap=True
+            )
         if source.step is not None:
             show_step(console, source.step)
         if source.steps:
@@ -66,7 +68,10 @@ def show_sources(console: Console, sources: Sequence[ReportSource]) -> None:
     names = [source.name for source, _ in cases] if len(sources) > 1 else []
     measured = [case for _, case in cases]
     both = tables.summary_table(measured, names), tables.bins_table(measured, names)
-    needed = max(console.measure(table, options=console.options.update(width=WIDEST)).minimum for table in both)
+    needed = max(
+        console.measure(table, options=console.options.update(width=WIDEST)).minimum
+        for table in both
+    )
     if needed > console.width and limit(console) is None:
         console.width = needed
     if max(needed, NARROW) > console.width:
@@ -77,10 +82,16 @@ def show_sources(console: Console, sources: Sequence[ReportSource]) -> None:
             console.print(table)
     shown = [(source, case) for source, case in cases if case.workers > 1][:FIGURES]
     for source, case in shown:
-        console.print(tables.heat_map(case, next(iter(case.passes)), name=source.name if names else ""))
+        console.print(
+            tables.heat_map(case, next(iter(case.passes)), name=source.name if names else "")
+        )
         console.print()
     if (many := sum(case.workers > 1 for _, case in cases)) > len(shown):
-        console.print(f"maps of {len(shown)} of {many} cases; report.html has all, of both passes", style="dim", soft_wrap=True)
+        console.print(
+            f"maps of {len(shown)} of {many} cases; report.html has all, of both passes",
+            style="dim",
+            soft_wrap=True,
+        )
     for source, case in cases:
         run = f"{source.name}, " if names else ""
         say(console, f"{run}{case.label}: why workers wait", indent=2, style="bold")
@@ -103,7 +114,11 @@ def show_sparsity(console: Console, rows: Sequence[dict[str, Any]]) -> None:
 def _numbered(console: Console, sources: Sequence[ReportSource]) -> list[ReportSource]:
     """The same, with numbers for names where names would fill the tables. The line that begins each says which number is whose."""
     width = limit(console)
-    if width is None or len(sources) == 1 or max(len(source.name) for source in sources) <= width // 4:
+    if (
+        width is None
+        or len(sources) == 1
+        or max(len(source.name) for source in sources) <= width // 4
+    ):
         return list(sources)
     return [replace(source, name=f"({i})") for i, source in enumerate(sources, 1)]
 
@@ -118,5 +133,9 @@ def _samples(source: ReportSource) -> str:
     most = max(source.cases, key=lambda case: case.samples)
     layers = len(most.layers)
     times, many = most.samples // max(1, layers), layers > 1
-    said = f"{times} iteration{'s' * (times != 1)} of {layers} layers" if many else f"{most.samples} sample{'s' * (most.samples != 1)}"
+    said = (
+        f"{times} iteration{'s' * (times != 1)} of {layers} layers"
+        if many
+        else f"{most.samples} sample{'s' * (most.samples != 1)}"
+    )
     return f"{said}{' of each case' * (len(source.cases) > 1)}"

@@ -47,7 +47,9 @@ def print_table(console: Console, table: Table, spare: Sequence[str] = ()) -> No
         say(console, without(left_out), style="dim")
 
 
-def fitted(table: Table, width: int | None, spare: Sequence[str] = ()) -> tuple[Table, int, list[str]]:
+def fitted(
+    table: Table, width: int | None, spare: Sequence[str] = ()
+) -> tuple[Table, int, list[str]]:
     """-> the table as `print_table` shows it at that width, the characters that it needs, and the headings of what is left out."""
     whole = Console(width=_WIDEST).measure(table).maximum
     left_out: list[str] = []
@@ -77,19 +79,30 @@ def _narrow(table: Table, left_out: Sequence[str], width: int) -> tuple[Table, i
     )  # fmt: skip
     kept = [column for column in table.columns if column.header not in left_out]
     columns = [[str(cell) for cell in column.cells] for column in kept]
-    headings = [_broken(str(column.header), cells) for column, cells in zip(kept, columns, strict=True)]
-    lines = [[line for text in (heading, *cells) for line in text.splitlines()] for heading, cells in zip(headings, columns, strict=True)]
+    headings = [
+        _broken(str(column.header), cells) for column, cells in zip(kept, columns, strict=True)
+    ]
+    lines = [
+        [line for text in (heading, *cells) for line in text.splitlines()]
+        for heading, cells in zip(headings, columns, strict=True)
+    ]
     widths = [max(map(len, of), default=0) for of in lines]
     words = [max((len(word) for line in of for word in line.split()), default=0) for of in lines]
-    least = [w if c.justify == "right" else word for w, word, c in zip(widths, words, kept, strict=True)]
+    least = [
+        w if c.justify == "right" else word for w, word, c in zip(widths, words, kept, strict=True)
+    ]
     between = len(kept) + 1  # a space on either side of each
     # The widest column of words gives way first.
-    while sum(widths) + between > width and (wider := [i for i, w in enumerate(widths) if w > least[i]]):
+    while sum(widths) + between > width and (
+        wider := [i for i, w in enumerate(widths) if w > least[i]]
+    ):
         widths[max(wider, key=lambda i: widths[i])] -= 1
     for column, heading, of_column in zip(kept, headings, widths, strict=True):
         found.add_column(heading, justify=column.justify, width=of_column)
     # The cells themselves, not their words: they keep their colours.
-    for row, cells in zip(table.rows, zip(*(column.cells for column in kept), strict=True), strict=True):
+    for row, cells in zip(
+        table.rows, zip(*(column.cells for column in kept), strict=True), strict=True
+    ):
         found.add_row(*cells, style=row.style, end_section=row.end_section)
     return found, sum(widths) + between
 

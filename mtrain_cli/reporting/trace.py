@@ -29,7 +29,12 @@ def write_trace(rows: np.ndarray, summary: dict[str, Any], path: Path) -> int:
     rows = _drawn(rows)
     found = _in_order(as_frame({name: rows[name] for name in ROW.names or ()}))
     events = list(_events(found, summary))
-    info = {"mtrain": {"cases": [case["label"] for case in summary["cases"]], "layers": sorted(map(int, set(found.layer) - {-1}))}}
+    info = {
+        "mtrain": {
+            "cases": [case["label"] for case in summary["cases"]],
+            "layers": sorted(map(int, set(found.layer) - {-1})),
+        }
+    }
     _write(path, {"displayTimeUnit": "ms", "otherData": info}, events)
     folder = path.parent / FOLDER
     folder.mkdir(exist_ok=True)
@@ -38,7 +43,9 @@ def write_trace(rows: np.ndarray, summary: dict[str, Any], path: Path) -> int:
         by_rank.setdefault(event["pid"], []).append(_as_kernel(event))
     for rank, mine in by_rank.items():
         about = {"rank": rank, "world_size": summary["workers"], "backend": "mtrain"}
-        _write(folder / f"rank-{rank}.json.gz", {"schemaVersion": 1, "distributedInfo": about}, mine)
+        _write(
+            folder / f"rank-{rank}.json.gz", {"schemaVersion": 1, "distributedInfo": about}, mine
+        )
     return sum(event["ph"] == "X" for event in events)
 
 
@@ -72,7 +79,12 @@ def _events(rows: pandas.DataFrame, summary: dict[str, Any]) -> Iterator[dict[st
         first = _LANES * (1 + 2 * list(rows.link.cat.categories).index(link) + (phase == RECEIVE))
         lanes = _lanes(mine.start_us.to_numpy(), mine.dur_us.to_numpy())
         rows.loc[mine.index, "tid"] = first + lanes
-        names.update({(int(rank), first + int(lane)): f"{link} {phase}" + f" {lane + 1}" * bool(lane) for lane in np.unique(lanes)})
+        names.update(
+            {
+                (int(rank), first + int(lane)): f"{link} {phase}" + f" {lane + 1}" * bool(lane)
+                for lane in np.unique(lanes)
+            }
+        )
     for rank in sorted(set(rows["rank"])):
         yield _meta(rank, 0, "process_name", f"rank {rank}")
         yield _meta(rank, 0, "process_sort_index", int(rank), "sort_index")
@@ -81,7 +93,9 @@ def _events(rows: pandas.DataFrame, summary: dict[str, Any]) -> Iterator[dict[st
         yield _meta(rank, tid, "thread_name", name)
         yield _meta(rank, tid, "thread_sort_index", tid, "sort_index")
     order = {ITERATION: 0, PASS: 1}
-    rows = rows.assign(depth=[order.get(phase, 2) for phase in rows.phase]).sort_values(["rank", "tid", "start_us", "depth"])
+    rows = rows.assign(depth=[order.get(phase, 2) for phase in rows.phase]).sort_values(
+        ["rank", "tid", "start_us", "depth"]
+    )
     for row in rows.itertuples():
         if row.phase in COMPUTING and not row.dur_us > 0:
             continue
@@ -97,11 +111,22 @@ def _as_kernel(event: dict[str, Any]) -> dict[str, Any]:
     if event["ph"] != "X" or event["cat"] == "span" or event["name"].startswith("wait"):
         return event
     name = f"ncclKernel {event['name']}" if event["cat"] == "message" else event["name"]
-    return {**event, "cat": "kernel", "name": name, "args": {**event["args"], "stream": event["tid"], "correlation": -1}}
+    return {
+        **event,
+        "cat": "kernel",
+        "name": name,
+        "args": {**event["args"], "stream": event["tid"], "correlation": -1},
+    }
 
 
 def _category(phase: str) -> str:
-    return "message" if phase in (SEND, RECEIVE) else "span" if phase in (ITERATION, PASS) else "compute"
+    return (
+        "message"
+        if phase in (SEND, RECEIVE)
+        else "span"
+        if phase in (ITERATION, PASS)
+        else "compute"
+    )
 
 
 def _name(row: Any) -> str:
@@ -113,7 +138,12 @@ def _name(row: Any) -> str:
 
 
 def _arguments(row: Any, cases: Sequence[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {"case": cases[row.case], "iteration": int(row.iteration), "layer": int(row.layer), "step": int(row.step)}
+    found: dict[str, Any] = {
+        "case": cases[row.case],
+        "iteration": int(row.iteration),
+        "layer": int(row.layer),
+        "step": int(row.step),
+    }
     for name in ("shard", "peer"):
         if getattr(row, name) >= 0:
             found[name] = int(getattr(row, name))
@@ -154,12 +184,32 @@ def _arrows(rows: pandas.DataFrame) -> Iterator[dict[str, Any]]:
         arrow = {"cat": "shard", "name": f"{row.payload}", "id": number}
         begin = row.start_us_s
         end = max(row.start_us_r + row.dur_us_r, begin)
-        yield {**arrow, "ph": "s", "pid": int(row.source), "tid": int(row.tid_s), "ts": round(begin, 3)}
-        yield {**arrow, "ph": "f", "bp": "e", "pid": int(row.to), "tid": int(row.tid_r), "ts": round(end, 3)}
+        yield {
+            **arrow,
+            "ph": "s",
+            "pid": int(row.source),
+            "tid": int(row.tid_s),
+            "ts": round(begin, 3),
+        }
+        yield {
+            **arrow,
+            "ph": "f",
+            "bp": "e",
+            "pid": int(row.to),
+            "tid": int(row.tid_r),
+            "ts": round(end, 3),
+        }
 
 
 def _meta(rank: int, tid: int, kind: str, value: Any, key: str = "name") -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": int(rank), "tid": int(tid), "ts": 0, "args": {key: value}}
+    return {
+        "ph": "M",
+        "name": kind,
+        "pid": int(rank),
+        "tid": int(tid),
+        "ts": 0,
+        "args": {key: value},
+    }
 
 
 def _write(path: Path, about: dict[str, Any], events: list[dict[str, Any]]) -> None:

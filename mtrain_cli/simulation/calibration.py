@@ -76,12 +76,18 @@ class Curve:
     stands_for: str | None = None
     skips: bool = True
 
-    def us(self, flop: np.ndarray, of_columns: np.ndarray | float = 0.0, bound: str = VALUE) -> FloatArray:
+    def us(
+        self, flop: np.ndarray, of_columns: np.ndarray | float = 0.0, bound: str = VALUE
+    ) -> FloatArray:
         """flop: of calls, of everything but single columns. 0 where there is no work."""
         fixed = self.fixed_ms
         if self.fixed_bounds is not None and bound != VALUE:
             fixed = self.fixed_bounds[bound == HIGH]
-        ms = fixed + np.asarray(flop) * (self.ms_per_tflop / 1e12) + np.asarray(of_columns) * (self.ms_per_column_tflop / 1e12)
+        ms = (
+            fixed
+            + np.asarray(flop) * (self.ms_per_tflop / 1e12)
+            + np.asarray(of_columns) * (self.ms_per_column_tflop / 1e12)
+        )
         factor = {LOW: self.low, VALUE: 1.0, HIGH: self.high}[bound]
         return np.where(np.asarray(flop) + of_columns > 0, ms * 1e3 * factor, 0.0)
 
@@ -106,12 +112,18 @@ def fit_together(forms: Sequence[Sequence[CalibrationPoint]]) -> list[tuple[floa
     for row, (of_form, p) in zip(table, rows, strict=True):
         row[[of_form, -2, -1]] = np.array([1.0, p.flop, p.of_columns]) / p.ms
     # One or two points say nothing of a fixed time.
-    used = [i for i in range(table.shape[1]) if table[:, i].any() and (i >= len(forms) or len(forms[i]) > 2)]
+    used = [
+        i
+        for i in range(table.shape[1])
+        if table[:, i].any() and (i >= len(forms) or len(forms[i]) > 2)
+    ]
     best, least = np.zeros(table.shape[1]), np.inf
     for number in range(1, len(used) + 1):
         for chosen in itertools.combinations(used, number):
             found = np.zeros(table.shape[1])
-            found[list(chosen)] = np.linalg.lstsq(table[:, chosen], np.ones(len(rows)), rcond=None)[0]
+            found[list(chosen)] = np.linalg.lstsq(table[:, chosen], np.ones(len(rows)), rcond=None)[
+                0
+            ]
             error = float(((table @ found - 1) ** 2).sum())
             if (found >= 0).all() and error < least * (1 - 1e-9):
                 best, least = found, error
@@ -127,7 +139,12 @@ def held_out_errors(forms: Sequence[Sequence[CalibrationPoint]]) -> list[float]:
             others = [list(p) for p in forms]
             del others[of_form][i]
             fixed, rate, of_columns = fit_together(others)[of_form]
-            errors.append(abs((fixed + left_out.flop * rate + left_out.of_columns * of_columns) / left_out.ms - 1))
+            errors.append(
+                abs(
+                    (fixed + left_out.flop * rate + left_out.of_columns * of_columns) / left_out.ms
+                    - 1
+                )
+            )
         means.append(float(np.mean(errors)) if len(points) > 2 else float("nan"))
     return means
 
@@ -157,7 +174,9 @@ class NonAttentionTimes:
     def parts(self) -> set[str]:
         return {point.part for point in self.points}
 
-    def share(self, part: str, expected: float, of: Callable[[NonAttentionPoint], float]) -> tuple[float, bool]:
+    def share(
+        self, part: str, expected: float, of: Callable[[NonAttentionPoint], float]
+    ) -> tuple[float, bool]:
         """How many times as long as expected a part takes, in between by the logarithm of what is expected, and whether as much was
         measured. expected: us, of: the same of a point. Where the least that was measured waited for the host, less takes as long.
         """
@@ -199,7 +218,14 @@ class Calibration:
     non_attention: NonAttentionTimes | None = None
 
     def find(self, kernel: str, form: str, direction: str) -> Curve | None:
-        return next((c for c in self.curves if (c.kernel, c.form, c.direction) == (kernel, form, direction)), None)
+        return next(
+            (
+                c
+                for c in self.curves
+                if (c.kernel, c.form, c.direction) == (kernel, form, direction)
+            ),
+            None,
+        )
 
 
 def load_calibration(*paths: Path) -> Calibration:
@@ -217,7 +243,9 @@ def load_calibration(*paths: Path) -> Calibration:
         document = _document(path)
         devices.append(str(document["device"]))
         if devices[0] != devices[-1]:
-            raise ConfigError(f"--calibration {path}: is of {devices[-1]}, and the other file of {devices[0]}; give files of one GPU")
+            raise ConfigError(
+                f"--calibration {path}: is of {devices[-1]}, and the other file of {devices[0]}; give files of one GPU"
+            )
         try:
             if document["kind"] == NON_ATTENTION_FILE:
                 of_file = [_non_attention_point(time) for time in document["times"]]
@@ -233,21 +261,38 @@ def load_calibration(*paths: Path) -> Calibration:
                         pairs, of_columns = int(time["mask_pairs"]), 0
                 for direction in (FORWARD, BACKWARD):
                     flop = FLOP_PER_PAIR[direction] * int(time["case"]["head_dim"]) / 1e12
-                    point = CalibrationPoint((pairs - of_columns) * flop, of_columns * flop, float(time[f"{direction}_ms"]))
+                    point = CalibrationPoint(
+                        (pairs - of_columns) * flop,
+                        of_columns * flop,
+                        float(time[f"{direction}_ms"]),
+                    )
                     if not all(map(is_number, (point.ms, point.flop, point.of_columns))) or not (
                         point.ms > 0 and point.flop + point.of_columns > 0
                     ):
                         raise ValueError("a time or a number of pairs is none")
                     points.setdefault((str(time["kernel"]), str(form), direction), []).append(point)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, IndexError) as problem:
-            raise ConfigError(f"--calibration {path}: is damaged ({reason(problem)}); measure again") from problem
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            OverflowError,
+            IndexError,
+        ) as problem:
+            raise ConfigError(
+                f"--calibration {path}: is damaged ({reason(problem)}); measure again"
+            ) from problem
     curves = []
     for (kernel, direction), forms in _same_kernels(points):
         measured = [points[kernel, form, direction] for form in forms]
-        for form, of_form, found, error in zip(forms, measured, fit_together(measured), held_out_errors(measured), strict=True):
+        for form, of_form, found, error in zip(
+            forms, measured, fit_together(measured), held_out_errors(measured), strict=True
+        ):
             spread = max(_LEAST_ERROR, 2 * (error if np.isfinite(error) else 0.25))
             low, high, skips = 1 - min(spread, 0.9), 1 + spread, kernel not in hiding
-            curves.append(Curve(kernel, form, direction, *found, error, len(of_form), low, high, skips=skips))
+            curves.append(
+                Curve(kernel, form, direction, *found, error, len(of_form), low, high, skips=skips)
+            )
     return Calibration(
         devices[0],
         tuple(curves),
@@ -270,14 +315,22 @@ def own_calibration(files: str | None) -> Calibration | None:
     return load_calibration(*map(Path, paths))
 
 
-def _check_non_attention(path: Path, found: Sequence[NonAttentionPoint], dtype: str, dtypes: list[str]) -> None:
+def _check_non_attention(
+    path: Path, found: Sequence[NonAttentionPoint], dtype: str, dtypes: list[str]
+) -> None:
     """dtypes: of the files before, to which this one's is added."""
-    absent = [part for part in (FORWARD, BACKWARD, LOSS) if part not in {point.part for point in found}]
+    absent = [
+        part for part in (FORWARD, BACKWARD, LOSS) if part not in {point.part for point in found}
+    ]
     if absent:
-        raise ConfigError(f"--calibration {path}: holds no times of {' and '.join(absent)}; it was ended too early: measure again")
+        raise ConfigError(
+            f"--calibration {path}: holds no times of {' and '.join(absent)}; it was ended too early: measure again"
+        )
     dtypes.append(dtype)
     if dtype != dtypes[0]:
-        raise ConfigError(f"--calibration {path}: is of {dtype}, and the other file of {dtypes[0]}; give files of one dtype")
+        raise ConfigError(
+            f"--calibration {path}: is of {dtype}, and the other file of {dtypes[0]}; give files of one dtype"
+        )
 
 
 def _non_attention_point(time: dict[str, Any]) -> NonAttentionPoint:
@@ -285,19 +338,35 @@ def _non_attention_point(time: dict[str, Any]) -> NonAttentionPoint:
     if part not in (FORWARD, BACKWARD, LOSS, INDEX):
         raise ValueError(f"part={part}")
     size = int(time["rows"] if part in (FORWARD, BACKWARD) else time["tokens"])
-    found = NonAttentionPoint(part, size, float(time["ms"]) * 1e3, float(time["flop"]), float(time["moved"]), int(time["heads"]))
+    found = NonAttentionPoint(
+        part,
+        size,
+        float(time["ms"]) * 1e3,
+        float(time["flop"]),
+        float(time["moved"]),
+        int(time["heads"]),
+    )
     if not all(map(is_number, (found.us, size, found.flop, found.moved, found.heads))):
         raise ValueError(f"{part}: a value is no number")
-    if not (found.us > 0 and size > 0 and found.heads > 0 and (part == INDEX or found.flop + found.moved > 0)):
+    if not (
+        found.us > 0
+        and size > 0
+        and found.heads > 0
+        and (part == INDEX or found.flop + found.moved > 0)
+    ):
         raise ValueError(f"{part}: ms, tokens, rows, flop and moved must be above 0")
     return found
 
 
-def _same_kernels(measured: Iterable[tuple[str, str, str]]) -> list[tuple[tuple[str, str], list[str]]]:
+def _same_kernels(
+    measured: Iterable[tuple[str, str, str]],
+) -> list[tuple[tuple[str, str], list[str]]]:
     """-> (kernel, direction), and forms of calls that the same kernels serve: those under an index together, the others each by itself."""
     together: dict[tuple[str, str, str], list[str]] = {}
     for kernel, form, direction in measured:
-        together.setdefault((kernel, direction, SPARSE if form in (DIAGONALS, ALONE_COLUMNS) else form), []).append(form)
+        together.setdefault(
+            (kernel, direction, SPARSE if form in (DIAGONALS, ALONE_COLUMNS) else form), []
+        ).append(form)
     return [((kernel, direction), forms) for (kernel, direction, _), forms in together.items()]
 
 
@@ -305,7 +374,9 @@ def _document(path: Path) -> dict[str, Any]:
     try:
         document = read_json(path)
     except FileNotFoundError:
-        raise ConfigError(f"--calibration {path}: there is no such file; `mtrain profile kernels --out FILE` writes one") from None
+        raise ConfigError(
+            f"--calibration {path}: there is no such file; `mtrain profile kernels --out FILE` writes one"
+        ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"--calibration {path}: is no readable JSON ({reason(error)})") from error
     if (
@@ -360,7 +431,12 @@ class KernelCurves:
 
 
 def kernels_for(
-    gpu: str, peak: float, kernel: str, form: str, peaks: dict[str, float], calibration: Calibration | None = None
+    gpu: str,
+    peak: float,
+    kernel: str,
+    form: str,
+    peaks: dict[str, float],
+    calibration: Calibration | None = None,
 ) -> KernelCurves:
     """gpu: name of the cluster's GPU; peak: its FLOP/s. peaks: those of devices that were measured. calibration: the user's own."""
     source, measured = _source(gpu, calibration)
@@ -373,13 +449,17 @@ def kernels_for(
             f"x {low:.2f} and x {high:.2f}; `mtrain profile kernels --out FILE` on that GPU, then --calibration FILE"
         )
     elif source.device != gpu:
-        remarks.append(f"kernel times are those of {source.device}: {gpu} computes as fast, and its memory may be of another speed")
+        remarks.append(
+            f"kernel times are those of {source.device}: {gpu} computes as fast, and its memory may be of another speed"
+        )
 
     def here(found: Curve, stands: str | None, low: float, high: float) -> Curve:
         return replace(
             found,
             # Launches and the like: a slower GPU does not make them longer.
-            fixed_bounds=None if factor == 1 else (min(1.0, factor) * found.fixed_ms, max(1.0, factor) * found.fixed_ms),
+            fixed_bounds=None
+            if factor == 1
+            else (min(1.0, factor) * found.fixed_ms, max(1.0, factor) * found.fixed_ms),
             ms_per_tflop=found.ms_per_tflop * factor,
             ms_per_column_tflop=found.ms_per_column_tflop * factor,
             low=found.low * low,
@@ -401,30 +481,54 @@ def kernels_for(
             remarks += [said] if said not in remarks else []
         curves[direction] = here(found, stands, low, high)
     non_attention = _non_attention_of(gpu, calibration)
-    if calibration is not None and calibration.non_attention is not None and non_attention is not calibration.non_attention:
-        remarks.append(f"the rest of a step was measured on {calibration.device}, which says nothing of {gpu}: those times are not used")
+    if (
+        calibration is not None
+        and calibration.non_attention is not None
+        and non_attention is not calibration.non_attention
+    ):
+        remarks.append(
+            f"the rest of a step was measured on {calibration.device}, which says nothing of {gpu}: those times are not used"
+        )
     return KernelCurves(curves, tuple(remarks), alone, non_attention)
 
 
 def _source(gpu: str, calibration: Calibration | None) -> tuple[Calibration, bool]:
     """-> the calibration that a GPU's kernels are priced by, and whether it is of that GPU."""
     known = (calibration,) if calibration is not None and calibration.curves else shipped()
-    measured = next((c for c in known if c.device == gpu), None) or next((c for c in known if same_device(c.device, gpu)), None)
+    measured = next((c for c in known if c.device == gpu), None) or next(
+        (c for c in known if same_device(c.device, gpu)), None
+    )
     return measured or known[0], measured is not None
 
 
 def _non_attention_of(gpu: str, calibration: Calibration | None) -> NonAttentionTimes | None:
     """What was measured of the rest of a step: the user's own, else what ships, of such a GPU."""
     known = [*([calibration] if calibration is not None else []), *shipped()]
-    return next((c.non_attention for c in known if c.non_attention is not None and same_device(c.device, gpu)), None)
+    return next(
+        (
+            c.non_attention
+            for c in known
+            if c.non_attention is not None and same_device(c.device, gpu)
+        ),
+        None,
+    )
 
 
 def used(gpu: str, calibration: Calibration | None) -> dict[str, Any]:
     """What files say of it. calibration: the user's own. scaled: its times are those of another device."""
     source, measured = _source(gpu, calibration)
     # Of the rest of a step alone, and of such a GPU.
-    own = calibration.files if calibration not in (None, source) and same_device(calibration.device, gpu) else ()
-    return {"device": source.device, "files": [*own, *source.files], "own": calibration is not None, "scaled": not measured}
+    own = (
+        calibration.files
+        if calibration not in (None, source) and same_device(calibration.device, gpu)
+        else ()
+    )
+    return {
+        "device": source.device,
+        "files": [*own, *source.files],
+        "own": calibration is not None,
+        "scaled": not measured,
+    }
 
 
 def _curve(source: Calibration, kernel: str, form: str, direction: str) -> tuple[Curve, str | None]:
@@ -433,7 +537,9 @@ def _curve(source: Calibration, kernel: str, form: str, direction: str) -> tuple
     if found is not None:
         return found, None
     others = [(kernel, LISTS), (kernel, DENSE), (kernel, SPARSE)] if form != SPARSE else []
-    others += [(c.kernel, form) for c in source.curves] + [(c.kernel, c.form) for c in source.curves]
+    others += [(c.kernel, form) for c in source.curves] + [
+        (c.kernel, c.form) for c in source.curves
+    ]
     for name, other in others:
         if (found := source.find(name, other, direction)) is not None:
             return found, f"{name} ({other})"

@@ -22,7 +22,12 @@ FOLDER = "cluster"  # under conf/
 CUDA, CPU = "cuda", "cpu"
 SOURCES = ("measured", "datasheet", "paper", "guess")
 # What a constant may really be, as shares of it, where a file does not say. Of the rates on a datasheet a program gets a part.
-_SPREAD = {"measured": (0.9, 1.1), "datasheet": (0.6, 1.0), "paper": (0.6, 1.0), "guess": (0.5, 2.0)}
+_SPREAD = {
+    "measured": (0.9, 1.1),
+    "datasheet": (0.6, 1.0),
+    "paper": (0.6, 1.0),
+    "guess": (0.5, 2.0),
+}
 
 
 @dataclass(frozen=True)
@@ -36,9 +41,21 @@ class Constant:
     high: float
 
     @staticmethod
-    def of(value: float, source: str, note: str = "", low: float | None = None, high: float | None = None) -> Constant:
+    def of(
+        value: float,
+        source: str,
+        note: str = "",
+        low: float | None = None,
+        high: float | None = None,
+    ) -> Constant:
         below, above = _SPREAD[source]
-        return Constant(value, source, note, value * below if low is None else low, value * above if high is None else high)
+        return Constant(
+            value,
+            source,
+            note,
+            value * below if low is None else low,
+            value * above if high is None else high,
+        )
 
     def scaled(self, by: float) -> Constant:
         return replace(self, value=self.value * by, low=self.low * by, high=self.high * by)
@@ -115,11 +132,25 @@ class Cluster:
     def constants(self) -> dict[str, Constant]:
         """All by name, such as ``links.inner.latency_us``."""
         found: dict[str, Constant] = {}
-        for prefix, part in (("gpu", self.gpu), ("links.inner", self.inner), ("links.outer", self.outer)):
+        for prefix, part in (
+            ("gpu", self.gpu),
+            ("links.inner", self.inner),
+            ("links.outer", self.outer),
+        ):
             if part is not None:
-                values = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
-                found |= {f"{prefix}.{name}": value for name, value in values.items() if isinstance(value, Constant)}
-        return found if self.dollars_per_gpu_hour is None else {**found, "dollars_per_gpu_hour": self.dollars_per_gpu_hour}
+                values = {
+                    field.name: getattr(part, field.name) for field in dataclasses.fields(part)
+                }
+                found |= {
+                    f"{prefix}.{name}": value
+                    for name, value in values.items()
+                    if isinstance(value, Constant)
+                }
+        return (
+            found
+            if self.dollars_per_gpu_hour is None
+            else {**found, "dollars_per_gpu_hour": self.dollars_per_gpu_hour}
+        )
 
 
 def uneven(cluster: Cluster, workers: int) -> str | None:
@@ -127,10 +158,10 @@ def uneven(cluster: Cluster, workers: int) -> str | None:
     each = cluster.gpus_per_node
     if workers <= each or workers % each == 0:
         return None
-    near = " or ".join(str(n) for n in (workers // each * each, -(-workers // each) * each) if n <= cluster.gpus)
-    return (
-        f"{cluster.name} has nodes of {each} GPUs, of which several are filled; allowed: 1 to {each}, or multiples of {each} such as {near}"
+    near = " or ".join(
+        str(n) for n in (workers // each * each, -(-workers // each) * each) if n <= cluster.gpus
     )
+    return f"{cluster.name} has nodes of {each} GPUs, of which several are filled; allowed: 1 to {each}, or multiples of {each} such as {near}"
 
 
 def shipped() -> dict[str, Path]:
@@ -138,7 +169,9 @@ def shipped() -> dict[str, Path]:
     return {file.stem: file for file in sorted((resource_dir("conf") / FOLDER).glob("*.yaml"))}
 
 
-def load_cluster(name: str, *, nodes: int | None = None, gpus_per_node: int | None = None) -> Cluster:
+def load_cluster(
+    name: str, *, nodes: int | None = None, gpus_per_node: int | None = None
+) -> Cluster:
     """A preset by its name, or a YAML file by its path. nodes, gpus_per_node: instead of those of the file.
 
     Raises:
@@ -150,7 +183,9 @@ def load_cluster(name: str, *, nodes: int | None = None, gpus_per_node: int | No
         if path.suffix in (".yaml", ".yml") or "/" in name:
             raise ConfigError(f"--cluster {name}: there is no such file")
         known = ", ".join(presets)
-        raise ConfigError(f"--cluster {name}: no such cluster{did_you_mean(name, presets)}; allowed: {known}, or the path of a YAML file")
+        raise ConfigError(
+            f"--cluster {name}: no such cluster{did_you_mean(name, presets)}; allowed: {known}, or the path of a YAML file"
+        )
     content = _content(path)
     if nodes is not None and nodes > 1 and name in presets and not _links_nodes(content):
         others = ", ".join(other for other, file in presets.items() if _links_nodes(_content(file)))
@@ -175,7 +210,9 @@ def _content(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: is no readable YAML ({reason(error)})") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{path}: describes no cluster; expected keys such as nodes, gpus_per_node, gpu and links")
+        raise ConfigError(
+            f"{path}: describes no cluster; expected keys such as nodes, gpus_per_node, gpu and links"
+        )
     return content
 
 
@@ -184,7 +221,10 @@ _MOST = 1e12  # of any constant, in its unit: a thousand times what a whole clus
 _MOST_NODES = 2**14  # and GPUs of a node: as topology.workers
 _ABOVE: _Check = (f"a number above 0 and at most {_MOST:g}", lambda v: 0 < v <= _MOST)
 _AT_LEAST: _Check = (f"a number of at least 0 and at most {_MOST:g}", lambda v: 0 <= v <= _MOST)
-_COUNT: _Check = (f"a whole number of at least 1 and at most {_MOST_NODES:,}", lambda v: 1 <= v <= _MOST_NODES and v == int(v))
+_COUNT: _Check = (
+    f"a whole number of at least 1 and at most {_MOST_NODES:,}",
+    lambda v: 1 <= v <= _MOST_NODES and v == int(v),
+)
 _SHARE: _Check = ("a share, at least 0 and below 1", lambda v: 0 <= v < 1)
 _OF_GPU = {
     "peak_tflops": _ABOVE, "gemm_tflops": _ABOVE, "hbm_gib": _ABOVE, "hbm_gbps": _ABOVE, "launch_us": _AT_LEAST, "step_ms": _AT_LEAST,
@@ -195,7 +235,11 @@ _OF_LINK = {
     "collective_bandwidth_gbps": _ABOVE, "collective_ranks": _COUNT, "shared_by": _COUNT, "gpu_share": _SHARE,
 }  # fmt: skip
 # What stands for a constant of a link that a file leaves out.
-_DEFAULTS = {"capacity_gbps": "bandwidth_gbps", "collective_latency_us": "latency_us", "collective_bandwidth_gbps": "capacity_gbps"}
+_DEFAULTS = {
+    "capacity_gbps": "bandwidth_gbps",
+    "collective_latency_us": "latency_us",
+    "collective_bandwidth_gbps": "capacity_gbps",
+}
 # Where a file does not say: matrix products of a H200 reach 0.77 of its peak, and of others from a half to nearly all.
 _GEMM_SHARES = {"low": 0.5, "value": 0.77, "high": 0.95}
 _STEP_MS = {"value": 10, "low": 0, "high": 60, "source": "guess", "note": "not measured apart"}
@@ -206,9 +250,15 @@ _HOST = {
         "value": 19, "low": 8, "high": 60, "source": "guess", "note": "AdamW on two sockets, of 150 for eight GPUs; 600 and more on paper",
     },
 }  # fmt: skip
-_RANKS = {"value": 8, "source": "guess", "note": "ranks that the latency of collectives is taken to be of"}
+_RANKS = {
+    "value": 8,
+    "source": "guess",
+    "note": "ranks that the latency of collectives is taken to be of",
+}
 # What a section cannot do without.
-_OF_ANY_LINK = tuple(key for key in _OF_LINK if key not in (*_DEFAULTS, "shared_by", "collective_ranks"))
+_OF_ANY_LINK = tuple(
+    key for key in _OF_LINK if key not in (*_DEFAULTS, "shared_by", "collective_ranks")
+)
 _NEEDED = {
     "gpu": ("name", *(key for key in _OF_GPU if key not in ("gemm_tflops", "step_ms", *_HOST))),
     "links": ("inner", "outer for several nodes"), "inner": _OF_ANY_LINK, "outer": (*_OF_ANY_LINK, "shared_by"),
@@ -229,7 +279,10 @@ class _Reader:
         content = self.content
         self._unknown(content, _KEYS, "")
         name = self._text(content, "name", "", default=self.path.stem)
-        counts = [self._count(key, given) for key, given in (("nodes", nodes), ("gpus_per_node", gpus_per_node))]
+        counts = [
+            self._count(key, given)
+            for key, given in (("nodes", nodes), ("gpus_per_node", gpus_per_node))
+        ]
         of_gpu = self._section(content, "gpu", "")
         gpu_name = self._text(of_gpu, "name", "gpu.") if of_gpu is not None else ""
         gpu = self._constants(_with_defaults(of_gpu), _OF_GPU, "gpu.", ("name", "device"))
@@ -238,7 +291,11 @@ class _Reader:
         if links is not None:
             self._unknown(links, ("inner", "outer"), "links.")
         inner = self._link(links, "inner")
-        outer = self._link(links, "outer") if (counts[0] or 1) > 1 or (links or {}).get("outer") is not None else {}
+        outer = (
+            self._link(links, "outer")
+            if (counts[0] or 1) > 1 or (links or {}).get("outer") is not None
+            else {}
+        )
         price = content.get("dollars_per_gpu_hour")
         cost = None if price is None else self._constant(price, _AT_LEAST, "dollars_per_gpu_hour")
         per_node, shared = counts[1], outer.get("shared_by")
@@ -269,14 +326,27 @@ class _Reader:
         left_out = [key for key in _DEFAULTS if key not in given]
         given.setdefault("collective_ranks", _RANKS)
         if name == "inner":
-            given.setdefault("shared_by", {"value": 1, "source": "datasheet", "note": "every GPU has its own links in a node"})
+            given.setdefault(
+                "shared_by",
+                {
+                    "value": 1,
+                    "source": "datasheet",
+                    "note": "every GPU has its own links in a node",
+                },
+            )
         # What stands for another constant is checked, and blamed, under its own name alone.
         asked = {key: check for key, check in _OF_LINK.items() if key not in left_out}
         found = self._constants(given, asked, f"links.{name}.", tuple(left_out))
-        return found | {key: found[stands] for key in left_out if (stands := _standing(key, left_out)) in found}
+        return found | {
+            key: found[stands] for key in left_out if (stands := _standing(key, left_out)) in found
+        }
 
     def _constants(
-        self, content: Mapping[str, Any] | None, checks: Mapping[str, _Check], prefix: str, more: tuple[str, ...]
+        self,
+        content: Mapping[str, Any] | None,
+        checks: Mapping[str, _Check],
+        prefix: str,
+        more: tuple[str, ...],
     ) -> dict[str, Constant]:
         if content is None:
             return {}
@@ -286,7 +356,9 @@ class _Reader:
             if content.get(key) is None:
                 if f"{prefix}{key}" == "gpu.gemm_tflops":
                     continue  # the peak that it follows from has been told
-                self.problems.append(f"{prefix}{key}: is missing; expected {check[0]} as {_form(None)}")
+                self.problems.append(
+                    f"{prefix}{key}: is missing; expected {check[0]} as {_form(None)}"
+                )
                 continue
             constant = self._constant(content[key], check, f"{prefix}{key}")
             if constant is not None:
@@ -295,27 +367,40 @@ class _Reader:
 
     def _constant(self, content: Any, check: _Check, key: str) -> Constant | None:
         if not isinstance(content, Mapping):
-            self.problems.append(f"{key}={content}: expected {check[0]} with its source, as {_form(content)}")
+            self.problems.append(
+                f"{key}={content}: expected {check[0]} with its source, as {_form(content)}"
+            )
             return None
         before = len(self.problems)
         self._unknown(content, _PARTS, f"{key}.")
         value = self._number(content, "value", key, check)
         source = content.get("source")
         if source not in SOURCES:
-            said = f"{key}.source: is missing" if source is None else f"{key}.source={source}: is no source"
+            said = (
+                f"{key}.source: is missing"
+                if source is None
+                else f"{key}.source={source}: is no source"
+            )
             self.problems.append(f"{said}; allowed: {', '.join(SOURCES)}")
-        bounds = [self._number(content, name, key, check) if content.get(name) is not None else None for name in ("low", "high")]
+        bounds = [
+            self._number(content, name, key, check) if content.get(name) is not None else None
+            for name in ("low", "high")
+        ]
         if len(self.problems) > before or value is None:
             return None
         if check is _COUNT:
             bounds = [value if bound is None else bound for bound in bounds]
         found = Constant.of(value, str(source), str(content.get("note") or ""), *bounds)
         if not found.low <= value <= found.high:
-            self.problems.append(f"{key}: low={found.low:g} and high={found.high:g} must stand on either side of value={value:g}")
+            self.problems.append(
+                f"{key}: low={found.low:g} and high={found.high:g} must stand on either side of value={value:g}"
+            )
             return None
         return found
 
-    def _number(self, content: Mapping[str, Any], name: str, key: str, check: _Check) -> float | None:
+    def _number(
+        self, content: Mapping[str, Any], name: str, key: str, check: _Check
+    ) -> float | None:
         raw = content.get(name)
         if raw is None:
             self.problems.append(f"{key}.{name}: is missing; expected {check[0]}")
@@ -338,10 +423,16 @@ class _Reader:
         self.problems.append(f"{said}; expected {_COUNT[0]}")
         return None
 
-    def _text(self, content: Mapping[str, Any], key: str, prefix: str, default: str | None = None) -> str:
+    def _text(
+        self, content: Mapping[str, Any], key: str, prefix: str, default: str | None = None
+    ) -> str:
         raw = content.get(key, default)
         if not isinstance(raw, str) or not raw:
-            self.problems.append(f"{prefix}{key}: is missing; expected a name" if raw is None else f"{prefix}{key}={raw}: expected a name")
+            self.problems.append(
+                f"{prefix}{key}: is missing; expected a name"
+                if raw is None
+                else f"{prefix}{key}={raw}: expected a name"
+            )
             return ""
         return raw
 
@@ -352,19 +443,27 @@ class _Reader:
             self.problems.append(f"gpu.device={given}: allowed: {CUDA}, {CPU}")
         return str(given)
 
-    def _section(self, content: Mapping[str, Any], key: str, prefix: str) -> Mapping[str, Any] | None:
+    def _section(
+        self, content: Mapping[str, Any], key: str, prefix: str
+    ) -> Mapping[str, Any] | None:
         raw = content.get(key)
         if isinstance(raw, Mapping):
             return raw
         expected = f"expected a section with {', '.join(_NEEDED[key])}"
-        self.problems.append(f"{prefix}{key}: is missing; {expected}" if raw is None else f"{prefix}{key}={raw}: {expected}")
+        self.problems.append(
+            f"{prefix}{key}: is missing; {expected}"
+            if raw is None
+            else f"{prefix}{key}={raw}: {expected}"
+        )
         return None
 
     def _unknown(self, content: Mapping[str, Any], allowed: tuple[str, ...], prefix: str) -> None:
         for key in content:
             if key not in allowed:
                 hint = did_you_mean(str(key), allowed)
-                self.problems.append(f"{prefix}{key}={content[key]}: unknown key{hint}; allowed: {', '.join(allowed)}")
+                self.problems.append(
+                    f"{prefix}{key}={content[key]}: unknown key{hint}; allowed: {', '.join(allowed)}"
+                )
 
 
 def _standing(key: str, left_out: Sequence[str]) -> str:
@@ -380,9 +479,18 @@ def _with_defaults(gpu: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     given: dict[str, Any] = {"step_ms": _STEP_MS, **_HOST, **gpu}
     peak = gpu.get("peak_tflops")
     value = peak.get("value") if isinstance(peak, Mapping) else None
-    if "gemm_tflops" not in given and isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+    if (
+        "gemm_tflops" not in given
+        and isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and value > 0
+    ):
         shares = {name: share * value for name, share in _GEMM_SHARES.items()}
-        given["gemm_tflops"] = {**shares, "source": "guess", "note": "the file does not say: the share of its peak that a H200 reaches"}
+        given["gemm_tflops"] = {
+            **shares,
+            "source": "guess",
+            "note": "the file does not say: the share of its peak that a H200 reaches",
+        }
     return given
 
 

@@ -13,7 +13,13 @@ def _fixed(value: float, note: str) -> Constant:
 
 def _of_index(value: float, note: str) -> Constant:
     low, high = (costs.INDEX_BOUNDS[bound] for bound in (calibration.LOW, calibration.HIGH))
-    return Constant(value, "measured", f"{note}, of {costs.INDEX_HEADS} heads on {costs.INDEX_DEVICE}", low * value, high * value)
+    return Constant(
+        value,
+        "measured",
+        f"{note}, of {costs.INDEX_HEADS} heads on {costs.INDEX_DEVICE}",
+        low * value,
+        high * value,
+    )
 
 
 CONSTANTS: dict[str, Constant] = {

@@ -20,7 +20,17 @@ from mtrain_cli.parallel.exchange_bytes import ShardSizes, sent_bytes
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD
 from mtrain_cli.parallel.schedule import HEADS, QUERIES
 from mtrain_cli.simulation import program as words
-from mtrain_cli.simulation.calibration import ALONE_COLUMNS, DIAGONALS, HIGH, LOW, SPARSE, UNKNOWN, VALUE, KernelCurves, same_device
+from mtrain_cli.simulation.calibration import (
+    ALONE_COLUMNS,
+    DIAGONALS,
+    HIGH,
+    LOW,
+    SPARSE,
+    UNKNOWN,
+    VALUE,
+    KernelCurves,
+    same_device,
+)
 from mtrain_cli.simulation.cluster import Cluster, Constant, Gpu, Link
 from mtrain_cli.simulation.program import FloatArray, PricedMessage, Prices, collective_of_all
 from mtrain_cli.simulation.spmd_schedule import SpmdSchedule, SpmdTransfer
@@ -99,9 +109,20 @@ class Costs:
     def message(self, move: SpmdTransfer, direction: str, *, first: bool) -> PricedMessage:
         backward = direction == BACKWARD
         size = sent_bytes(move.first, self.sizes, first=first, backward=backward)
-        key = move.first.channel, move.first.payload, move.first.kind, size, id(move.to), id(move.peers)
+        key = (
+            move.first.channel,
+            move.first.payload,
+            move.first.kind,
+            size,
+            id(move.to),
+            id(move.peers),
+        )
         if key not in self._messages:
-            self._messages[key] = self._between_two(move, size) if move.to is not None else self._collective(move, size)
+            self._messages[key] = (
+                self._between_two(move, size)
+                if move.to is not None
+                else self._collective(move, size)
+            )
         like, t = self._messages[key], move.first
         return PricedMessage(
             t.number, t.channel, t.payload, move.queue, t.after, move.to, move.source, move.peers,
@@ -119,7 +140,13 @@ class Costs:
             link = self.cluster.link(outer=crossing)
             mine = outer == crossing
             # What leaves through a card and what arrives through one at the same time.
-            sharing = np.maximum(self._sharing(move.source, mine), self._sharing(np.arange(len(mine)), mine)) if crossing else 1
+            sharing = (
+                np.maximum(
+                    self._sharing(move.source, mine), self._sharing(np.arange(len(mine)), mine)
+                )
+                if crossing
+                else 1
+            )
             per_us = self.rate(link.bandwidth_gbps) * 1e3
             capacity = max(self.rate(link.capacity_gbps) * 1e3, per_us)
             moving = np.where(mine, size * np.maximum(1.0 / per_us, sharing / capacity), 0.0)
@@ -128,12 +155,29 @@ class Costs:
             share[mine] = self.burden(link.gpu_share)
         # A rank's message takes its share of the GPU for what leaves as for what arrives.
         share = np.maximum(share, share[move.to])
-        return PricedMessage(0, "", "", ("", False), None, move.to, move.source, None, alone - busy, busy, outer, share, size, size)
+        return PricedMessage(
+            0,
+            "",
+            "",
+            ("", False),
+            None,
+            move.to,
+            move.source,
+            None,
+            alone - busy,
+            busy,
+            outer,
+            share,
+            size,
+            size,
+        )
 
     def _sharing(self, ranks: IntArray, crossing: np.ndarray) -> FloatArray:
         """[workers]: how many of the messages that cross pass the card of the given rank of each."""
         cards = self._cards[ranks]
-        return np.maximum(np.bincount(cards[crossing], minlength=len(cards))[cards], 1).astype(np.float64)
+        return np.maximum(np.bincount(cards[crossing], minlength=len(cards))[cards], 1).astype(
+            np.float64
+        )
 
     def _collective(self, move: SpmdTransfer, size: int) -> PricedMessage:
         t = move.first
@@ -143,7 +187,20 @@ class Costs:
         share = np.full(workers, self.burden(self.cluster.link(outer=bool(outer[0])).gpu_share))
         latency = np.full(workers, us - busy)
         return PricedMessage(
-            0, "", "", ("", False), None, None, None, move.peers, latency, np.full(workers, busy), outer, share, size, size
+            0,
+            "",
+            "",
+            ("", False),
+            None,
+            None,
+            None,
+            move.peers,
+            latency,
+            np.full(workers, busy),
+            outer,
+            share,
+            size,
+            size,
         )
 
     def _members(self, peers: tuple[int, ...]) -> int:
@@ -160,7 +217,9 @@ class Costs:
         if members == ranks:
             # Inside a node launches are most of it: that more ranks take longer is the worst case.
             longer = _longer(inner, ranks) if self.bound == HIGH and not to_all else 1.0
-            return self.burden(inner.collective_latency_us) * longer + inner_us, size / self._capacity(inner)
+            return self.burden(
+                inner.collective_latency_us
+            ) * longer + inner_us, size / self._capacity(inner)
         link = self.cluster.link(outer=True)
         shared = int(self.burden(link.shared_by))
         latency = self.burden(link.collective_latency_us)
@@ -189,7 +248,15 @@ class Costs:
         us, busy = self.collective(False, ranks, members, int(2 * (ranks - 1) / ranks * size))
         crosses = members < ranks
         share = self.burden(self.cluster.link(outer=crosses).gpu_share)
-        return collective_of_all("columns", grid.workers, grid.heads, (us - busy, busy), share, crosses=crosses, size=size)
+        return collective_of_all(
+            "columns",
+            grid.workers,
+            grid.heads,
+            (us - busy, busy),
+            share,
+            crosses=crosses,
+            size=size,
+        )
 
     def host(self, what: str) -> float:
         """us that the host needs to launch it."""
@@ -200,11 +267,22 @@ class Costs:
         if not self.estimated:
             return 0.0
         workers = self.lockstep.grid.workers
-        tokens, each = self.estimated / workers, INDEX_PER_TOKEN_US * index_scale(self.cluster.gpu, self.sizes.heads)
-        measured = None if self.kernels.non_attention is None else self.kernels.non_attention.index(tokens, self.sizes.heads, each)
+        tokens, each = (
+            self.estimated / workers,
+            INDEX_PER_TOKEN_US * index_scale(self.cluster.gpu, self.sizes.heads),
+        )
+        measured = (
+            None
+            if self.kernels.non_attention is None
+            else self.kernels.non_attention.index(tokens, self.sizes.heads, each)
+        )
         alone = INDEX_ALONE_US + each * tokens if measured is None else measured
-        wider = 1.0 if self.measured else {LOW: UNKNOWN[0], VALUE: 1.0, HIGH: UNKNOWN[1]}[self.bound]
-        return max(alone, INDEX_TOGETHER_US if workers > 1 else 0.0) * INDEX_BOUNDS[self.bound] * wider
+        wider = (
+            1.0 if self.measured else {LOW: UNKNOWN[0], VALUE: 1.0, HIGH: UNKNOWN[1]}[self.bound]
+        )
+        return (
+            max(alone, INDEX_TOGETHER_US if workers > 1 else 0.0) * INDEX_BOUNDS[self.bound] * wider
+        )
 
     # What is copied and added, in bytes that memory reads and writes: `parallel.all_gather_exchange` and `parallel.ring_exchange`, line
     # by line.
@@ -225,7 +303,11 @@ class Costs:
         added, copied = 2 * high + e, high + e
         if direction != BACKWARD:
             # The first partial output is kept as it is, and brought into float32 with the second.
-            return 0.0 if step == 0 else self.copied(added * self._rows + (copied * self._rows if step == 1 else 0))
+            return (
+                0.0
+                if step == 0
+                else self.copied(added * self._rows + (copied * self._rows if step == 1 else 0))
+            )
         if self.lockstep.schedule.circulates == QUERIES:
             return self.copied(copied * self._rows + added * self._kv)
         return self.copied(added * self._rows + copied * self._kv)
@@ -236,18 +318,39 @@ class Costs:
         rings = schedule.exchange in ("ring", "hierarchical_ring")
         backward = direction == BACKWARD
         gathered = kv * schedule.workers / heads
-        parts = next(beat.part[1] for beat in self.lockstep.beats(direction) if beat.computes) // heads
+        parts = (
+            next(beat.part[1] for beat in self.lockstep.beats(direction) if beat.computes) // heads
+        )
         queries = schedule.circulates == QUERIES
         bytes_of = {
-            words.PACK: (2 * e * rows + high * rows + (4 * e * rows if queries else 0) if rings else 0) if backward else 2 * e * kv,
-            words.PICK: 2 * e * 2 * self.sequences * (self.sizes.heads / heads) * self.columns * self.head_dim,
+            words.PACK: (
+                2 * e * rows + high * rows + (4 * e * rows if queries else 0) if rings else 0
+            )
+            if backward
+            else 2 * e * kv,
+            words.PICK: 2
+            * e
+            * 2
+            * self.sequences
+            * (self.sizes.heads / heads)
+            * self.columns
+            * self.head_dim,
             words.TRADE: 3 * e * ((rows if backward else rows + kv) if what == words.TRADE else 0),
             words.ORDER: 2 * e * gathered / parts,
             # PyTorch's kernel copies out and dout, the others take them as they lie.
-            words.CUT: 2 * 2 * e * rows / parts if parts > 1 and self.kernels.whole[BACKWARD].kernel == "sdpa" else 0,
+            words.CUT: 2 * 2 * e * rows / parts
+            if parts > 1 and self.kernels.whole[BACKWARD].kernel == "sdpa"
+            else 0,
             words.SHARDS: (e + high) * gathered / parts,
             words.ADD: 3 * high * (rows if queries else kv),
-            words.SCATTER: 3 * high * 2 * self.sequences * (self.sizes.heads / heads) * self.columns * self.head_dim / schedule.workers,
+            words.SCATTER: 3
+            * high
+            * 2
+            * self.sequences
+            * (self.sizes.heads / heads)
+            * self.columns
+            * self.head_dim
+            / schedule.workers,
             words.RESULT: self._result(backward, rings, parts),
         }
         return self.copied(bytes_of[what])
@@ -268,7 +371,13 @@ def _longer(link: Link, ranks: int) -> float:
 class LayerPrices(Prices):
     """The work of one layer, priced: the same for all passes of a layer whose index is alike."""
 
-    def __init__(self, costs: Costs, work: Mapping[str, StepWork], direction: str, masked: Mapping[str, StepWork] | None = None) -> None:
+    def __init__(
+        self,
+        costs: Costs,
+        work: Mapping[str, StepWork],
+        direction: str,
+        masked: Mapping[str, StepWork] | None = None,
+    ) -> None:
         """masked: the work without an index, for kernels that compute what it leaves out."""
         self.costs, self.direction = costs, direction
         counted = BACKWARD if direction == BACKWARD else FORWARD
@@ -284,10 +393,14 @@ class LayerPrices(Prices):
         curve = kernels.part(counted, DIAGONALS) if without else whole
         if not curve.skips and masked is not None:
             pairs, of_columns = masked[counted].pairs, 0
-        self._attention = curve.us(float(per_pair) * (pairs - of_columns), float(per_pair) * of_columns, bound)
+        self._attention = curve.us(
+            float(per_pair) * (pairs - of_columns), float(per_pair) * of_columns, bound
+        )
         zero = np.zeros(len(self.counts.columns))
         of_gathered = kernels.part(counted, ALONE_COLUMNS)
-        self._columns = of_gathered.us(zero, per_pair * self.counts.column_pairs.astype(np.float64), bound)
+        self._columns = of_gathered.us(
+            zero, per_pair * self.counts.column_pairs.astype(np.float64), bound
+        )
 
     def attention(self, step: int) -> FloatArray:
         return self._attention[:, step]

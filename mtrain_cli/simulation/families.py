@@ -16,7 +16,9 @@ from mtrain_cli.attention.index import VerticalSlash
 
 _RUN = 16  # diagonals of a cluster
 _NEAR = 0.25  # of the diagonals of `clustered` that are the nearest
-_DRIFT = 1 / 64  # of the sequence: how far a cluster of `drifting` moves at most from one layer, or step, to the next
+_DRIFT = (
+    1 / 64
+)  # of the sequence: how far a cluster of `drifting` moves at most from one layer, or step, to the next
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,16 @@ class IndexFamily:
             rng = np.random.default_rng([self.seed, layer, head])
             # What drifts is drawn once; its columns are drawn anew in every step, too.
             lines = np.random.default_rng([self.seed, head]) if self.name == _DRIFTING else rng
-            order = _FAMILIES[self.name][0](lines, blocks, self.density * area.sum(), layer + self.step)
+            order = _FAMILIES[self.name][0](
+                lines, blocks, self.density * area.sum(), layer + self.step
+            )
             order = np.concatenate([[0], order[order > 0]])
             # The one that crosses the budget is in.
             number = int(np.searchsorted(np.cumsum(area[order]), self.density * area.sum())) + 1
             on[0, head, order[: min(max(number, self.fewest), self.most or blocks)]] = True
-            columns[0, head] = np.sort(rng.choice(seq, columns.shape[-1], replace=False, shuffle=False))
+            columns[0, head] = np.sort(
+                rng.choice(seq, columns.shape[-1], replace=False, shuffle=False)
+            )
         return VerticalSlash(self.block, blocks, torch.from_numpy(on), torch.from_numpy(columns))
 
 
@@ -95,6 +101,9 @@ _FAMILIES: dict[str, tuple[Order, str]] = {
     "local": (_local, "the diagonals of the recent past"),
     "clustered": (_clustered, f"a quarter nearest, the others in runs of {_RUN} anywhere"),
     "uniform": (_uniform, "diagonals anywhere with equal chance"),
-    _DRIFTING: (_drifting, f"runs of {_RUN} anywhere, each moving by up to 1/{round(1 / _DRIFT)} of the sequence a layer"),
+    _DRIFTING: (
+        _drifting,
+        f"runs of {_RUN} anywhere, each moving by up to 1/{round(1 / _DRIFT)} of the sequence a layer",
+    ),
 }
 FAMILIES = tuple(_FAMILIES)

@@ -84,10 +84,23 @@ def fit_link(times: Sequence[LinkTime]) -> LinkFit:
     moving = [per_byte * t.size for t in times]
     errors = np.abs((latency + np.array(moving)) / us - 1)
     large = [us >= min(latency, max(moving)) for us in moving]
-    small = [not one for one in large] if not all(large) else [t.size == min(u.size for u in times) for t in times]
-    samples = [(at, t) for at, entry in enumerate(times) for t in (entry.low, entry.high, entry.loaded_us) if t is not None]
+    small = (
+        [not one for one in large]
+        if not all(large)
+        else [t.size == min(u.size for u in times) for t in times]
+    )
+    samples = [
+        (at, t)
+        for at, entry in enumerate(times)
+        for t in (entry.low, entry.high, entry.loaded_us)
+        if t is not None
+    ]
     latencies = [max(t - moving[at], 0.0) for at, t in samples if small[at]]
-    rates = [1e-3 / per_byte * moving[at] / max(t - latency, 0.5 * moving[at]) for at, t in samples if large[at]]
+    rates = [
+        1e-3 / per_byte * moving[at] / max(t - latency, 0.5 * moving[at])
+        for at, t in samples
+        if large[at]
+    ]
     return LinkFit(
         latency_us=latency,
         gbps=1e-3 / per_byte,
@@ -148,7 +161,11 @@ def slowdowns(times: Sequence[LinkTime], link: str) -> tuple[float, float, float
         min(max(1 - 1 / t.slowdown, 0.0), 0.95)
         for t in times
         if t.link == link and t.slowdown is not None and t.what == HOP and t.size >= _LARGE
-    ] or [min(max(1 - 1 / t.slowdown, 0.0), 0.95) for t in times if t.link == link and t.slowdown is not None]
+    ] or [
+        min(max(1 - 1 / t.slowdown, 0.0), 0.95)
+        for t in times
+        if t.link == link and t.slowdown is not None
+    ]
     if not shares:
         return 0.0, 0.0, 0.0
     return float(min(shares)), float(np.median(shares)), float(max(shares))
@@ -162,7 +179,14 @@ def sharing(per_node: int, alone: LinkFit, at_once: LinkFit) -> tuple[int, float
 
 
 def cluster_document(
-    name: str, nodes: int, per_node: int, machine: MeasuredMachine, times: Sequence[LinkTime], *, measured_ranks: int, virtual: bool
+    name: str,
+    nodes: int,
+    per_node: int,
+    machine: MeasuredMachine,
+    times: Sequence[LinkTime],
+    *,
+    measured_ranks: int,
+    virtual: bool,
 ) -> dict[str, Any]:
     """A cluster file (`cluster.load_cluster`) of what was measured. nodes, per_node: of the cluster, which may have more GPUs than took
     part. virtual: nodes are parts of one host.
@@ -175,12 +199,26 @@ def cluster_document(
         links[INNER].pop("shared_by", None)
     if OUTER in links and per_node > 1 and HOPS_AT_ONCE in fitted[OUTER]:
         count, slower = sharing(per_node, fitted[OUTER][HOP], fitted[OUTER][HOPS_AT_ONCE])
-        links[OUTER]["shared_by"] = _constant(count, count, count, f"all rings between nodes at once took {slower:.2f}x as long as one")
+        links[OUTER]["shared_by"] = _constant(
+            count,
+            count,
+            count,
+            f"all rings between nodes at once took {slower:.2f}x as long as one",
+        )
     elif OUTER in links:
-        links[OUTER]["shared_by"] = {"value": 1, "source": "measured", "note": "one GPU a node took part"}
+        links[OUTER]["shared_by"] = {
+            "value": 1,
+            "source": "measured",
+            "note": "one GPU a node took part",
+        }
     low, likely, high = machine.launch_us
     copy, added = machine.copy_gbps, machine.added_gbps
-    peak = _constant(machine.peak_tflops, machine.peak_tflops * 0.75, machine.peak_tflops, "largest matrix product")
+    peak = _constant(
+        machine.peak_tflops,
+        machine.peak_tflops * 0.75,
+        machine.peak_tflops,
+        "largest matrix product",
+    )
     return {
         "name": name,
         "nodes": nodes,
@@ -188,33 +226,58 @@ def cluster_document(
         "gpu": {
             "name": machine.gpu,
             **({"device": machine.device} if machine.device != CUDA else {}),
-            "peak_tflops": peak | {"source": machine.peak_source} | ({"note": "dense bf16"} if machine.peak_source != "measured" else {}),
-            "gemm_tflops": _constant(machine.matmul_tflops, 0.75 * machine.matmul_tflops, machine.matmul_tflops, "largest matrix product"),
-            "hbm_gib": _constant(machine.memory_gib, machine.memory_gib, machine.memory_gib, "what the device reports"),
-            "hbm_gbps": _constant((copy * added) ** 0.5, min(copy, added), max(copy, added), f"copy {copy:.4g}, addition {added:.4g} GB/s"),
+            "peak_tflops": peak
+            | {"source": machine.peak_source}
+            | ({"note": "dense bf16"} if machine.peak_source != "measured" else {}),
+            "gemm_tflops": _constant(
+                machine.matmul_tflops,
+                0.75 * machine.matmul_tflops,
+                machine.matmul_tflops,
+                "largest matrix product",
+            ),
+            "hbm_gib": _constant(
+                machine.memory_gib,
+                machine.memory_gib,
+                machine.memory_gib,
+                "what the device reports",
+            ),
+            "hbm_gbps": _constant(
+                (copy * added) ** 0.5,
+                min(copy, added),
+                max(copy, added),
+                f"copy {copy:.4g}, addition {added:.4g} GB/s",
+            ),
             "launch_us": _constant(likely, low, high, "host time of one small operation"),
         },
         "links": {link: links[link] for link in (INNER, OUTER) if link in links},
     }
 
 
-def _link(link: str, fitted: Mapping[str, LinkFit], times: Sequence[LinkTime], ranks: int, virtual: bool) -> dict[str, Any]:
+def _link(
+    link: str, fitted: Mapping[str, LinkFit], times: Sequence[LinkTime], ranks: int, virtual: bool
+) -> dict[str, Any]:
     hop, together, two = fitted[HOP], fitted["collectives"], fitted.get(TWO_HOPS)
     said = f"{ranks} ranks{', nodes are parts of one host' if virtual else ''}"
     of_hop = f"ring of batch_isend_irecv, {said}; mean error of the fit {hop.error:.0%}, worst {hop.worst:.0%}"
     of_all = f"all-gather and reduce-scatter, {said}; mean error of the fit {together.error:.0%}, worst {together.worst:.0%}"
     # What two messages at once reach together; never below one alone, which a noisy measurement may say.
     capacity = max(hop.gbps, 2 * two.gbps if two is not None else hop.gbps)
-    taking_part = max((t.ranks for t in times if t.link == link and t.what in COLLECTIVES), default=ranks)
+    taking_part = max(
+        (t.ranks for t in times if t.link == link and t.what in COLLECTIVES), default=ranks
+    )
     low, share, high = slowdowns(times, link)
     note = "slowdown of matrix products while hops of 1 MiB and more are under way"
     return {
         "latency_us": _latency(hop, of_hop),
         "bandwidth_gbps": _bandwidth(hop, hop.gbps, of_hop),
-        "capacity_gbps": _bandwidth(hop, capacity, "two rings at once" if two is not None else of_hop),
+        "capacity_gbps": _bandwidth(
+            hop, capacity, "two rings at once" if two is not None else of_hop
+        ),
         "collective_latency_us": _latency(together, of_all),
         "collective_bandwidth_gbps": _bandwidth(together, together.gbps, of_all),
-        "collective_ranks": _constant(taking_part, taking_part, taking_part, "ranks of each collective that was measured"),
+        "collective_ranks": _constant(
+            taking_part, taking_part, taking_part, "ranks of each collective that was measured"
+        ),
         "gpu_share": _constant(share, low, high, note),
     }
 
@@ -230,7 +293,13 @@ def _bandwidth(fit: LinkFit, gbps: float, note: str) -> dict[str, Any]:
 
 def _constant(value: float, low: float, high: float, note: str) -> dict[str, Any]:
     low, high = min(low, value), max(high, value)
-    return {"value": _short(value), "source": "measured", "note": note, "low": _short(low, -1), "high": _short(high, 1)}
+    return {
+        "value": _short(value),
+        "source": "measured",
+        "note": note,
+        "low": _short(low, -1),
+        "high": _short(high, 1),
+    }
 
 
 def _short(value: float, towards: int = 0) -> float:

@@ -21,16 +21,34 @@ from mtrain_cli.training.memory import MIB
 from mtrain_cli.training.run_plan import RunPlan
 from mtrain_cli.training.state_memory import StateMemory
 
-EAGER = Constant.of(2.8, "measured", "a step of 32K on one H200 takes 10 to 15 % longer uncompiled (profiles/notes.md)", 2.0, 3.5)
-LAUNCHES = Constant.of(16, "guess", "kernels of the compiled parts of a layer and of FSDP2, forward; twice as many backward", 8, 40)
+EAGER = Constant.of(
+    2.8,
+    "measured",
+    "a step of 32K on one H200 takes 10 to 15 % longer uncompiled (profiles/notes.md)",
+    2.0,
+    3.5,
+)
+LAUNCHES = Constant.of(
+    16,
+    "guess",
+    "kernels of the compiled parts of a layer and of FSDP2, forward; twice as many backward",
+    8,
+    40,
+)
 _LOGITS = 20  # bytes a logit: written, largest, sum, gradient read and written, all float32 (`model.loss`); beside it e for the last
 _LOGITS_AGAIN = 12  # of these, where only the loss is formed
 _TILE_LAUNCHES = 6, 18  # kernels of a tile of the MLP, forward and backward (`model.feed_forward`)
 DEVICE_ROWS = 4096  # of which a layer is slower on an H200 than its host launches it
 # How far parts that were measured on such a GPU may be off in a run: one GPU to another, and clocks under load.
 MEASURED = {LOW: 0.97, VALUE: 1.0, HIGH: 1.1}
-BEYOND = {LOW: 0.85, VALUE: 1.0, HIGH: 1.3}  # where a layer of another size is taken for one that was measured
-_ADAMW = 28  # bytes a number of a shard: parameter, two states read and written, gradient read; float32
+BEYOND = {
+    LOW: 0.85,
+    VALUE: 1.0,
+    HIGH: 1.3,
+}  # where a layer of another size is taken for one that was measured
+_ADAMW = (
+    28  # bytes a number of a shard: parameter, two states read and written, gradient read; float32
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +60,9 @@ class ComputeCost:
     launches: float = 0.0
 
     def __add__(self, other: ComputeCost) -> ComputeCost:
-        return ComputeCost(self.flop + other.flop, self.moved + other.moved, self.launches + other.launches)
+        return ComputeCost(
+            self.flop + other.flop, self.moved + other.moved, self.launches + other.launches
+        )
 
 
 @dataclass(frozen=True)
@@ -119,11 +139,20 @@ class NonAttentionCost:
         """By which what was measured of a part is looked up. Of a layer in tiles, rows of a tile, as long as it is the GPU that takes the
         time: the host is waited for once a layer, and not once a tile.
         """
-        return self.tokens if part == LOSS or self.rows == self.tokens else max(self.rows, min(self.tokens, DEVICE_ROWS))
+        return (
+            self.tokens
+            if part == LOSS or self.rows == self.tokens
+            else max(self.rows, min(self.tokens, DEVICE_ROWS))
+        )
 
     @staticmethod
     def of(plan: RunPlan) -> NonAttentionCost:
-        config, model, train, e = plan.config, plan.config.model, plan.config.train, 2 if plan.dtype == "bfloat16" else 4
+        config, model, train, e = (
+            plan.config,
+            plan.config.model,
+            plan.config.train,
+            2 if plan.dtype == "bfloat16" else 4,
+        )
         workers = plan.environment.workers
         tokens = plan.layout.tokens_per_worker * train.micro_batch
         hidden, wide = model.hidden_size, model.intermediate_size
@@ -135,7 +164,10 @@ class NonAttentionCost:
         whole = train.activation_checkpoint != "none"
         rows = tile_rows(tokens, hidden, wide, e, train.tile_mib * MIB)
         tiles = -(-tokens // rows)
-        again = recomputed_matmul(model, recomputed=whole, tiled=tiles > 1, keep_mlp=train.keep_mlp) / model.num_layers
+        again = (
+            recomputed_matmul(model, recomputed=whole, tiled=tiles > 1, keep_mlp=train.keep_mlp)
+            / model.num_layers
+        )
         without = 1 - layers_with_products(train.keep_mlp, model.num_layers) / model.num_layers
         # Over several tiles gradients of the weights add up in float32.
         of_tiles = hidden * (3 * wide + model.num_heads * model.head_dim)
@@ -211,7 +243,9 @@ def expected_us(flop: float, moved: float, gpu: Gpu) -> float:
     return flop / (gpu.gemm_tflops.value * 1e6) + moved / (gpu.hbm_gbps.value * 1e3)
 
 
-def longer_than_expected(non_attention: NonAttentionCost, costs: Costs, dtype: str) -> dict[str, float]:
+def longer_than_expected(
+    non_attention: NonAttentionCost, costs: Costs, dtype: str
+) -> dict[str, float]:
     """By part of a step, as `profiling.non_attention_benchmark` measures it: how many times as long it takes as the constants say, under
     the bound of the
     costs. Nothing where it was not measured on such a GPU in that dtype.
@@ -226,8 +260,14 @@ def longer_than_expected(non_attention: NonAttentionCost, costs: Costs, dtype: s
         (LOSS, non_attention.loss),
     ):
         if part in measured.parts:
-            us = expected_us(work.flop, work.moved, gpu) * non_attention.size(part) / non_attention.tokens
-            share, inside = measured.share(part, us, lambda point: expected_us(point.flop, point.moved, gpu))
+            us = (
+                expected_us(work.flop, work.moved, gpu)
+                * non_attention.size(part)
+                / non_attention.tokens
+            )
+            share, inside = measured.share(
+                part, us, lambda point: expected_us(point.flop, point.moved, gpu)
+            )
             found[part] = share * (MEASURED if inside else BEYOND)[costs.bound]
     return found
 
@@ -236,7 +276,10 @@ def priced(work: ComputeCost, costs: Costs, longer: float | None = None) -> Expe
     """longer: how many times as long as the constants say it takes, where that was measured (`longer_than_expected`)."""
     gpu = costs.cluster.gpu
     if longer is not None:
-        matrices, elements = longer * expected_us(work.flop, 0.0, gpu), longer * expected_us(0.0, work.moved, gpu)
+        matrices, elements = (
+            longer * expected_us(work.flop, 0.0, gpu),
+            longer * expected_us(0.0, work.moved, gpu),
+        )
     else:
         matrices = work.flop / (costs.rate(gpu.gemm_tflops) * 1e6)
         elements = costs.copied(work.moved)
@@ -246,4 +289,6 @@ def priced(work: ComputeCost, costs: Costs, longer: float | None = None) -> Expe
 
 def _share(costs: Costs) -> float:
     """Of the launches that are counted."""
-    return {LOW: LAUNCHES.low, HIGH: LAUNCHES.high}.get(costs.bound, LAUNCHES.value) / LAUNCHES.value
+    return {LOW: LAUNCHES.low, HIGH: LAUNCHES.high}.get(
+        costs.bound, LAUNCHES.value
+    ) / LAUNCHES.value

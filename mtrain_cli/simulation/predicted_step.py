@@ -18,10 +18,22 @@ from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
 from mtrain_cli.simulation.calibration import HIGH, LOSS, LOW, VALUE
 from mtrain_cli.simulation.cluster import Cluster
 from mtrain_cli.simulation.costs import BOUNDS, Costs
-from mtrain_cli.simulation.non_attention_cost import ComputeCost, MicroBatchRound, NonAttentionCost, longer_than_expected, priced, rounds
+from mtrain_cli.simulation.non_attention_cost import (
+    ComputeCost,
+    MicroBatchRound,
+    NonAttentionCost,
+    longer_than_expected,
+    priced,
+    rounds,
+)
 from mtrain_cli.simulation.prediction import BoundedTime, Prediction
 from mtrain_cli.simulation.timeline import Disturbances
-from mtrain_cli.training.flops import causal_pairs, computed_again, flops_per_token, recomputes_attention
+from mtrain_cli.training.flops import (
+    causal_pairs,
+    computed_again,
+    flops_per_token,
+    recomputes_attention,
+)
 from mtrain_cli.training.run_plan import RunPlan
 
 DAY, HOUR = 86400.0, 3600.0
@@ -68,12 +80,22 @@ class PredictedStep:
     def days(self, tokens: float) -> BoundedTime:
         """Of a training on so many tokens."""
         rate = self.tokens_per_second_per_gpu
-        return BoundedTime(*(tokens / (getattr(rate, name) * self.plan.environment.workers) / DAY for name in (HIGH, VALUE, LOW)))
+        return BoundedTime(
+            *(
+                tokens / (getattr(rate, name) * self.plan.environment.workers) / DAY
+                for name in (HIGH, VALUE, LOW)
+            )
+        )
 
     def dollars(self, tokens: float, price: float) -> BoundedTime:
         """price: of a GPU and hour."""
         days = self.days(tokens)
-        return BoundedTime(*(getattr(days, name) * DAY / HOUR * self.plan.environment.workers * price for name in (LOW, VALUE, HIGH)))
+        return BoundedTime(
+            *(
+                getattr(days, name) * DAY / HOUR * self.plan.environment.workers * price
+                for name in (LOW, VALUE, HIGH)
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -86,7 +108,9 @@ class WeightTransfer:
     size: float = 0.0
 
 
-def beside(transfers: Sequence[WeightTransfer], computing: float, carried: tuple[float, float], bound: str) -> float:
+def beside(
+    transfers: Sequence[WeightTransfer], computing: float, carried: tuple[float, float], bound: str
+) -> float:
     """us that collectives take, one after the other, beside so many us of computation in which attention's messages fill the links for
     ``carried`` us: they get what is left of them, and all of it after the computation. At best they never meet attention's messages.
     """
@@ -99,18 +123,32 @@ def beside(transfers: Sequence[WeightTransfer], computing: float, carried: tuple
 
 
 def predict_step(
-    cluster: Cluster, plan: RunPlan, attention: Prediction, conditions: Disturbances | None = None, *, bounds: bool = True
+    cluster: Cluster,
+    plan: RunPlan,
+    attention: Prediction,
+    conditions: Disturbances | None = None,
+    *,
+    bounds: bool = True,
 ) -> PredictedStep:
     """attention: of a layer of the same plan, with its recomputation where there is some."""
     slowest = max([1.0, *(conditions or Disturbances()).slow.values()])
-    found = {bound: _StepEstimate(cluster, plan, attention, attention.costs[bound], slowest) for bound in (BOUNDS if bounds else (VALUE,))}
+    found = {
+        bound: _StepEstimate(cluster, plan, attention, attention.costs[bound], slowest)
+        for bound in (BOUNDS if bounds else (VALUE,))
+    }
     likely = found[VALUE]
-    seconds = BoundedTime.around(likely.seconds, *(found[bound].seconds for bound in (LOW, HIGH) if bound in found))
+    seconds = BoundedTime.around(
+        likely.seconds, *(found[bound].seconds for bound in (LOW, HIGH) if bound in found)
+    )
     workers = plan.environment.workers
-    rate = BoundedTime(*(plan.tokens_per_step / getattr(seconds, name) / workers for name in (HIGH, VALUE, LOW)))
+    rate = BoundedTime(
+        *(plan.tokens_per_step / getattr(seconds, name) / workers for name in (HIGH, VALUE, LOW))
+    )
     peak = cluster.gpu.peak_tflops.value * 1e12
     model = plan.flops.model
-    if attention.facts["pattern"] == "dense":  # with documents it has fewer pairs than the causal ones of the plan
+    if (
+        attention.facts["pattern"] == "dense"
+    ):  # with documents it has fewer pairs than the causal ones of the plan
         pairs = attention.facts["density"] * causal_pairs(plan.config.seq)
         model = flops_per_token(plan.config.model, plan.config.seq, pairs=pairs).model
     return PredictedStep(
@@ -122,8 +160,16 @@ def predict_step(
 class _StepEstimate:
     """The sum of a step under one bound."""
 
-    def __init__(self, cluster: Cluster, plan: RunPlan, attention: Prediction, costs: Costs, slowest: float) -> None:
-        self.cluster, self.plan, self.attention, self.costs, self.slowest = cluster, plan, attention, costs, slowest
+    def __init__(
+        self, cluster: Cluster, plan: RunPlan, attention: Prediction, costs: Costs, slowest: float
+    ) -> None:
+        self.cluster, self.plan, self.attention, self.costs, self.slowest = (
+            cluster,
+            plan,
+            attention,
+            costs,
+            slowest,
+        )
         self.non_attention = non_attention = NonAttentionCost.of(plan)
         self.longer = longer_than_expected(non_attention, costs, plan.dtype)
         self.us = dict.fromkeys(PARTS, 0.0)
@@ -139,10 +185,19 @@ class _StepEstimate:
         self.us["host"] += costs.burden(cluster.gpu.step_ms) * 1e3
 
     def _micro_batch(self, one: MicroBatchRound) -> None:
-        non_attention, layers, train = self.non_attention, self.plan.config.model.num_layers, self.plan.config.train
+        non_attention, layers, train = (
+            self.non_attention,
+            self.plan.config.model.num_layers,
+            self.plan.config.train,
+        )
         nothing = ComputeCost()
         gather, reduce = self._transfer(non_attention.gather), self._transfer(non_attention.reduce)
-        forward = self._layers([FORWARD], non_attention.forward, layers, copied=non_attention.gathered if one.forward else nothing)
+        forward = self._layers(
+            [FORWARD],
+            non_attention.forward,
+            layers,
+            copied=non_attention.gathered if one.forward else nothing,
+        )
         self._weights(forward / layers, self._carried(FORWARD), [gather] * one.forward, layers - 1)
         passes = [RECOMPUTE, BACKWARD] if recomputes_attention(train) else [BACKWARD]
         copied = (
@@ -150,12 +205,16 @@ class _StepEstimate:
             + (non_attention.reduced if one.reduced else nothing)
             + non_attention.added
         )
-        self.backward = backward = self._layers(passes, non_attention.backward, layers, non_attention.recomputed, copied=copied)
+        self.backward = backward = self._layers(
+            passes, non_attention.backward, layers, non_attention.recomputed, copied=copied
+        )
         carried = tuple(sum(self._carried(name)[i] for name in passes) for i in (0, 1))
         # Beside the last layer nothing is to be scattered yet, beside the first nothing to be gathered.
         gathers, reduces = [gather] * one.backward, [reduce] * one.reduced
         for transfers, times in ((gathers, 1), (gathers + reduces, layers - 2), (reduces, 1)):
-            self._weights(backward / layers, (carried[0], carried[1]), transfers, times if layers > 1 else 0)
+            self._weights(
+                backward / layers, (carried[0], carried[1]), transfers, times if layers > 1 else 0
+            )
         # Weights outside of the layers and of the first layer; of the last one at the start of backward; gradients that come last.
         alone = (
             [self._transfer(non_attention.root_gather), gather] * one.forward
@@ -164,7 +223,9 @@ class _StepEstimate:
         )
         self.us["weights"] += self.times * sum(transfer.us for transfer in alone)
         self.sent += self.times * sum(transfer.size for transfer in alone)
-        outside = (non_attention.root_gathered if one.forward else nothing) + (non_attention.root_reduced if one.reduced else nothing)
+        outside = (non_attention.root_gathered if one.forward else nothing) + (
+            non_attention.root_reduced if one.reduced else nothing
+        )
         self._add(non_attention.loss, 1, "loss", "loss", LOSS)
         self._add(outside, 1, "loss", "loss")
         self._activations(forward / layers, backward / layers)
@@ -173,7 +234,9 @@ class _StepEstimate:
         """What waiting for them adds. forward, backward: us of a layer, behind which those of another one leave or come."""
         host = self.non_attention.host
         us = host.kept / self._host_link
-        self.us["offload"] += self.times * host.layers * (max(0.0, us - forward) + max(0.0, us - backward))
+        self.us["offload"] += (
+            self.times * host.layers * (max(0.0, us - forward) + max(0.0, us - backward))
+        )
         self.over_host += self.times * 2 * host.layers * host.kept
 
     @property
@@ -205,7 +268,15 @@ class _StepEstimate:
         inner, outer = self.attention.passes[direction].carried
         return inner * 1e3, outer * 1e3
 
-    def _layers(self, passes: list[str], work: ComputeCost, layers: int, again: ComputeCost | None = None, *, copied: ComputeCost) -> float:
+    def _layers(
+        self,
+        passes: list[str],
+        work: ComputeCost,
+        layers: int,
+        again: ComputeCost | None = None,
+        *,
+        copied: ComputeCost,
+    ) -> float:
         """Adds what all layers compute -> us of a micro-batch. copied: of weights and gradients."""
         before = sum(self.us.values())
         for name in passes:
@@ -232,17 +303,29 @@ class _StepEstimate:
         freed = (1.0 - share) * of_all["attention"]
         computing = sum(of_all.values()) - exposed - freed
         links = max(exposed, min(exposed + freed, max(found.carried) - computing))
-        parts: Mapping[str, float] = {**of_all, "attention": share * of_all["attention"], "links": links, "late": share * late}
+        parts: Mapping[str, float] = {
+            **of_all,
+            "attention": share * of_all["attention"],
+            "links": links,
+            "late": share * late,
+        }
         # Under a bound the parts are not known, only their sum.
         scale = duration / found.duration.value if found.duration.value else 1.0
         for name, ms in parts.items():
             self.us[name] += self.times * ms * 1e3 * layers * scale
         model, environment = plan.config.model, plan.environment
-        pairs = self.attention.facts["density"] * causal_pairs(plan.config.seq) * plan.config.train.micro_batch / environment.cp
+        pairs = (
+            self.attention.facts["density"]
+            * causal_pairs(plan.config.seq)
+            * plan.config.train.micro_batch
+            / environment.cp
+        )
         products = 10.0 if direction == BACKWARD else 4.0 * share
         self.flop += self.times * layers * products * model.num_heads * model.head_dim * pairs
 
-    def _add(self, work: ComputeCost, times: int, matrices: str, elements: str, part: str | None = None) -> None:
+    def _add(
+        self, work: ComputeCost, times: int, matrices: str, elements: str, part: str | None = None
+    ) -> None:
         """part: as it is measured (`profiling.non_attention_benchmark`)."""
         spent = priced(work, self.costs, None if part is None else self.longer.get(part))
         times *= self.times
@@ -259,7 +342,13 @@ class _StepEstimate:
         us, busy = self.costs.collective(False, workers, members, int(size))
         return WeightTransfer(us, busy, members < workers, size)
 
-    def _weights(self, computing: float, carried: tuple[float, float], transfers: Sequence[WeightTransfer], times: int) -> None:
+    def _weights(
+        self,
+        computing: float,
+        carried: tuple[float, float],
+        transfers: Sequence[WeightTransfer],
+        times: int,
+    ) -> None:
         """Adds what the weights of so many layers cost beside the computation of one."""
         if not times or not transfers:
             return
@@ -267,7 +356,11 @@ class _StepEstimate:
         self.sent += times * sum(transfer.size for transfer in transfers)
         needed = beside(transfers, computing, carried, self.costs.bound)
         hidden = min(needed, computing)
-        share = self.costs.burden(self.cluster.link(outer=transfers[0].outer).gpu_share) if needed else 0.0
+        share = (
+            self.costs.burden(self.cluster.link(outer=transfers[0].outer).gpu_share)
+            if needed
+            else 0.0
+        )
         late = 0.0
         if self.costs.bound == HIGH and needed:
             late = min(needed, carried[transfers[0].outer])

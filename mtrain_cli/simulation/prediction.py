@@ -33,7 +33,14 @@ from mtrain_cli.simulation.calibration import (
 )
 from mtrain_cli.simulation.cluster import Cluster
 from mtrain_cli.simulation.constants import CONSTANTS
-from mtrain_cli.simulation.costs import BOUNDS, INDEX_DEVICE, INDEX_HEADS, Costs, LayerPrices, index_scale
+from mtrain_cli.simulation.costs import (
+    BOUNDS,
+    INDEX_DEVICE,
+    INDEX_HEADS,
+    Costs,
+    LayerPrices,
+    index_scale,
+)
 from mtrain_cli.simulation.program import program
 from mtrain_cli.simulation.spmd_schedule import SpmdSchedule
 from mtrain_cli.simulation.timeline import Disturbances, PassTimes, play, together
@@ -42,7 +49,9 @@ from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR, StepWork
 from mtrain_cli.training.flops import causal_pairs, peak_flops
 
 MOST_ROWS = 20_000_000  # of a case; beyond it there are tables only
-_NEED_OUT: tuple[str, ...] = ()  # kernels whose backward cannot use delta (`Kernel.needs_out`; its classes need torch)
+_NEED_OUT: tuple[
+    str, ...
+] = ()  # kernels whose backward cannot use delta (`Kernel.needs_out`; its classes need torch)
 _SM90 = ("H100", "H200", "H800", "GH200", "H20")
 
 
@@ -73,7 +82,11 @@ class BoundedTime:
     @staticmethod
     def around(value: float, low: float | None = None, high: float | None = None) -> BoundedTime:
         """A bound on the wrong side is none: it is the value, and never stands for the other one."""
-        return BoundedTime(value if low is None else min(low, value), value, value if high is None else max(high, value))
+        return BoundedTime(
+            value if low is None else min(low, value),
+            value,
+            value if high is None else max(high, value),
+        )
 
 
 @dataclass(frozen=True)
@@ -111,7 +124,9 @@ class Prediction:
     def duration(self) -> BoundedTime:
         """Of all passes of a layer."""
         of_passes = [found.duration for found in self.passes.values()]
-        return BoundedTime(*(sum(getattr(d, name) for d in of_passes) for name in (LOW, VALUE, HIGH)))
+        return BoundedTime(
+            *(sum(getattr(d, name) for d in of_passes) for name in (LOW, VALUE, HIGH))
+        )
 
 
 def default_kernel(gpu: str, pattern_is_dense: bool) -> str:
@@ -143,17 +158,25 @@ def predict(
         ConfigError: its kernel has no times, or the index is damaged.
     """
     first = problem.index(problem.layers[0])
-    name = kernel or ("sdpa" if cluster.gpu.is_cpu else default_kernel(cluster.gpu.name, first is None))
+    name = kernel or (
+        "sdpa" if cluster.gpu.is_cpu else default_kernel(cluster.gpu.name, first is None)
+    )
     problem = replace(problem, made=replace(problem.made, needs_out=name in _NEED_OUT))
     case = make_case(problem.made, problem.masks, setup, first, problem.columns, choice)
     lockstep = SpmdSchedule.of(case.schedule)
     kernels = _kernels(cluster, name, first, case, calibration)
-    player = _CasePlayer(cluster, problem, case, lockstep, kernels, conditions or Disturbances(), recompute)
+    player = _CasePlayer(
+        cluster, problem, case, lockstep, kernels, conditions or Disturbances(), recompute
+    )
     fits = rows and player.rows_of_layer * len(problem.layers) <= MOST_ROWS
     remarks = [*kernels.remarks, *_uncertain(cluster), *_of_index(cluster, problem, first)]
     if rows and not fits:
-        remarks.append(f"more than {MOST_ROWS / 1e6:.0f} million rows: records.parquet does not hold this case")
-    found: dict[str, list[dict[str, PassTimes]]] = {direction: [] for direction in player.directions}
+        remarks.append(
+            f"more than {MOST_ROWS / 1e6:.0f} million rows: records.parquet does not hold this case"
+        )
+    found: dict[str, list[dict[str, PassTimes]]] = {
+        direction: [] for direction in player.directions
+    }
     works, played = [], []
     for layer in problem.layers:
         index = problem.index(layer)
@@ -161,13 +184,17 @@ def predict(
         works.append(work)
         for direction in player.directions:
             times = {
-                bound: player.play(work, index, layer, direction, bound, rows=fits and bound == VALUE)
+                bound: player.play(
+                    work, index, layer, direction, bound, rows=fits and bound == VALUE
+                )
                 for bound in (BOUNDS if bounds else (VALUE,))
             }
             found[direction].append(times)
             played.append((layer, direction, times[VALUE]))
     passes = {
-        direction: _summary(of_layers, [w[FORWARD if direction == RECOMPUTE else direction] for w in works])
+        direction: _summary(
+            of_layers, [w[FORWARD if direction == RECOMPUTE else direction] for w in works]
+        )
         for direction, of_layers in found.items()
     }
     return Prediction(
@@ -176,13 +203,25 @@ def predict(
     )  # fmt: skip
 
 
-def _kernels(cluster: Cluster, name: str, index: Index | None, case: ReplayCase, calibration: Calibration | None) -> KernelCurves:
+def _kernels(
+    cluster: Cluster,
+    name: str,
+    index: Index | None,
+    case: ReplayCase,
+    calibration: Calibration | None,
+) -> KernelCurves:
     # Workers that share all heads compute whole sequences, whatever the layout.
-    lists = index is None and case.setup.layout == "striped" and case.schedule.heads < case.setup.workers
+    lists = (
+        index is None
+        and case.setup.layout == "striped"
+        and case.schedule.heads < case.setup.workers
+    )
     form = SPARSE if index is not None else LISTS if lists else DENSE
     known = [*([calibration] if calibration is not None else []), *shipped()]
     peaks = {c.device: peak_flops(c.device) or cluster.gpu.peak_tflops.value * 1e12 for c in known}
-    return kernels_for(cluster.gpu.name, cluster.gpu.peak_tflops.value * 1e12, name, form, peaks, calibration)
+    return kernels_for(
+        cluster.gpu.name, cluster.gpu.peak_tflops.value * 1e12, name, form, peaks, calibration
+    )
 
 
 def _uncertain(cluster: Cluster) -> list[str]:
@@ -191,7 +230,9 @@ def _uncertain(cluster: Cluster) -> list[str]:
         by_source.setdefault(constant.source, []).append(key)
     guessed = by_source.get("guess", [])
     own = [name for name, constant in CONSTANTS.items() if constant.source == "guess"]
-    return [_guesses(name, of) for name, of in ((cluster.name, guessed), ("the simulator", own)) if of]
+    return [
+        _guesses(name, of) for name, of in ((cluster.name, guessed), ("the simulator", own)) if of
+    ]
 
 
 def _guesses(name: str, keys: Sequence[str]) -> str:
@@ -202,7 +243,11 @@ def _guesses(name: str, keys: Sequence[str]) -> str:
 def _of_index(cluster: Cluster, problem: AttentionWorkload, first: Index | None) -> list[str]:
     """What estimating an index is taken from, where that is something else."""
     heads, here = problem.made.heads, same_device(INDEX_DEVICE, cluster.gpu.name)
-    if first is None or not problem.estimated or (heads == INDEX_HEADS and _measured(cluster, first)):
+    if (
+        first is None
+        or not problem.estimated
+        or (heads == INDEX_HEADS and _measured(cluster, first))
+    ):
         return []
     what = f"{heads} heads{'' if isinstance(first, VerticalSlash) else ' and lists of blocks'} on {cluster.gpu.name}"
     by = f"number of heads{'' if here else ' and bandwidth of memory'}"
@@ -231,7 +276,12 @@ class _CasePlayer:
         conditions: Disturbances,
         recompute: bool,
     ) -> None:
-        self.problem, self.case, self.lockstep, self.conditions = problem, case, lockstep, conditions
+        self.problem, self.case, self.lockstep, self.conditions = (
+            problem,
+            case,
+            lockstep,
+            conditions,
+        )
         self.directions = (FORWARD, RECOMPUTE, BACKWARD) if recompute else (FORWARD, BACKWARD)
         first = problem.index(problem.layers[0])
         costs = Costs(
@@ -249,7 +299,16 @@ class _CasePlayer:
         each = sum(4 + 3 * (len(beat.post) + len(beat.send)) for beat in beats)
         return each * self.case.setup.workers
 
-    def play(self, work: dict[str, StepWork], index: Index | None, layer: int, direction: str, bound: str, *, rows: bool) -> PassTimes:
+    def play(
+        self,
+        work: dict[str, StepWork],
+        index: Index | None,
+        layer: int,
+        direction: str,
+        bound: str,
+        *,
+        rows: bool,
+    ) -> PassTimes:
         costs = self.costs[bound]
         width = index.columns.shape[-1] if isinstance(index, VerticalSlash) else 0
         seq = self.case.layout.padded_seq * len(self.problem.masks)
@@ -266,16 +325,26 @@ class _CasePlayer:
 def _summary(of_layers: Sequence[dict[str, PassTimes]], works: Sequence[StepWork]) -> PredictedPass:
     likely = [times[VALUE] for times in of_layers]
     low, value, high = (
-        float(np.mean([times.get(bound, times[VALUE]).duration for times in of_layers])) / 1e3 for bound in (LOW, VALUE, HIGH)
+        float(np.mean([times.get(bound, times[VALUE]).duration for times in of_layers])) / 1e3
+        for bound in (LOW, VALUE, HIGH)
     )
     time = [_degrees(times.attention, times.spent["columns"][:, 0]) for times in likely]
     work = [_degrees(w.pairs, w.column_pairs) for w in works]
-    computed = [float((t.attention.sum(1) + t.spent["columns"][:, 0]).mean()) / max(t.duration, 1e-9) for t in likely]
+    computed = [
+        float((t.attention.sum(1) + t.spent["columns"][:, 0]).mean()) / max(t.duration, 1e-9)
+        for t in likely
+    ]
     links = dict.fromkeys(link for times in likely for link in times.exposed)
     zero = np.zeros(1)
-    exposed = {link: float(np.mean([t.exposed.get(link, zero).sum() / len(t.end) for t in likely])) / 1e3 for link in links}
+    exposed = {
+        link: float(np.mean([t.exposed.get(link, zero).sum() / len(t.end) for t in likely])) / 1e3
+        for link in links
+    }
     late = float(np.mean([t.late.sum() / len(t.end) for t in likely])) / 1e3
-    spent = {kind: float(np.mean([t.spent[kind].sum() / len(t.end) for t in likely])) / 1e3 for kind in likely[0].spent}
+    spent = {
+        kind: float(np.mean([t.spent[kind].sum() / len(t.end) for t in likely])) / 1e3
+        for kind in likely[0].spent
+    }
     inner, outer = np.mean([t.carried.max(1) for t in likely], axis=0) / 1e3
     return PredictedPass(
         BoundedTime.around(value, low, high), _mean(time), _mean(work), float(np.mean(computed)), late, exposed,
@@ -292,13 +361,23 @@ def _degrees(table: np.ndarray, columns: np.ndarray) -> Imbalance:
 
 
 def _mean(found: Sequence[Imbalance]) -> Imbalance:
-    return Imbalance(*(float(np.mean([getattr(d, name) for d in found])) for name in ("worker", "step", "total", "critical")))
+    return Imbalance(
+        *(
+            float(np.mean([getattr(d, name) for d in found]))
+            for name in ("worker", "step", "total", "critical")
+        )
+    )
 
 
 def _rows(played: Sequence[tuple[int, str, PassTimes]], head_dim: int, number: int) -> np.ndarray:
     """One iteration: forward passes of all layers, then the others from the last layer back; each begins when the one before has ended."""
     forward = [entry for entry in played if entry[1] == FORWARD]
-    others = [entry for layer in reversed([e[0] for e in forward]) for entry in played if entry[0] == layer and entry[1] != FORWARD]
+    others = [
+        entry
+        for layer in reversed([e[0] for e in forward])
+        for entry in played
+        if entry[0] == layer and entry[1] != FORWARD
+    ]
     now, passes = 0.0, []
     for layer, _, times in [*forward, *others]:
         passes.append((layer, times.moved(now)))
@@ -307,7 +386,11 @@ def _rows(played: Sequence[tuple[int, str, PassTimes]], head_dim: int, number: i
 
 
 def _facts(
-    cluster: Cluster, problem: AttentionWorkload, case: ReplayCase, kernel: str, works: Sequence[dict[str, StepWork]]
+    cluster: Cluster,
+    problem: AttentionWorkload,
+    case: ReplayCase,
+    kernel: str,
+    works: Sequence[dict[str, StepWork]],
 ) -> dict[str, Any]:
     """The entry of the case in summary.json, as `profiling.measurement.MeasurementCase.facts` has it."""
     made, setup, schedule = problem.made, case.setup, case.schedule
@@ -333,6 +416,9 @@ def _facts(
         "density": pairs / (made.heads * len(problem.masks) * causal_pairs(made.seq)),
         "cluster": cluster.name,
         "flop": {
-            d: float(FLOP_PER_PAIR[d] * made.head_dim * np.mean([w[d].total_pairs.sum() for w in works])) for d in (FORWARD, BACKWARD)
+            d: float(
+                FLOP_PER_PAIR[d] * made.head_dim * np.mean([w[d].total_pairs.sum() for w in works])
+            )
+            for d in (FORWARD, BACKWARD)
         },
     }

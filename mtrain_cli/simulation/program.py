@@ -14,7 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtrain_cli.attention.mask import IntArray
-from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, BACKWARD, COLUMNS, FORWARD, GAP, INDEX, MERGE
+from mtrain_cli.parallel.recording import (
+    ARRANGE,
+    ATTENTION,
+    BACKWARD,
+    COLUMNS,
+    FORWARD,
+    GAP,
+    INDEX,
+    MERGE,
+)
 from mtrain_cli.parallel.schedule import CONTEXT, HEADS
 from mtrain_cli.parallel.transport import UNSCHEDULED
 from mtrain_cli.simulation.spmd_schedule import SpmdSchedule, SpmdStep, SpmdTransfer
@@ -248,7 +257,14 @@ class _Program:
 
 
 def collective_of_all(
-    payload: str, workers: int, heads: int, us: tuple[float, float], share: float, *, crosses: bool, size: int
+    payload: str,
+    workers: int,
+    heads: int,
+    us: tuple[float, float],
+    share: float,
+    *,
+    crosses: bool,
+    size: int,
 ) -> PricedMessage:
     """A sum over all ranks that hold the same heads, beside the schedule. us: latency and busy."""
     latency, busy = (np.full(workers, t) for t in us)

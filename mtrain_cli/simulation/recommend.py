@@ -16,7 +16,14 @@ from typing import Any
 from mtrain_cli.config.schema import CHECKPOINTS, Config, ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.simulation.cluster import Cluster, Constant
-from mtrain_cli.simulation.scenario import PredictedScenario, Scenario, check_dealt, evaluate, plan_on, with_step
+from mtrain_cli.simulation.scenario import (
+    PredictedScenario,
+    Scenario,
+    check_dealt,
+    evaluate,
+    plan_on,
+    with_step,
+)
 from mtrain_cli.simulation.what_if import InvalidSetup
 from mtrain_cli.training.flops import recomputes_attention
 from mtrain_cli.training.memory import GIB
@@ -92,7 +99,11 @@ def contexts(config: Config, workers: int, per_node: int) -> list[int]:
     if config.topology.context_parallel != "auto":
         assert isinstance(config.topology.context_parallel, int)
         return [config.topology.context_parallel]
-    return [c for c in range(workers, 0, -1) if workers % c == 0 and (c % per_node == 0 or per_node % c == 0)]
+    return [
+        c
+        for c in range(workers, 0, -1)
+        if workers % c == 0 and (c % per_node == 0 or per_node % c == 0)
+    ]
 
 
 def recommend(
@@ -121,15 +132,25 @@ def recommend(
             short = f"train.global_batch={train.global_batch} cannot be dealt to so many groups"
             if train.micro_batch > 1:
                 short += f", train.micro_batch={train.micro_batch} to each"
-            rejected.append(RejectedSetup(f"{replicas} groups of {context} worker{'s' * (context > 1)}", short))
-            mistakes.append(ConfigError(f"{short}; allowed: multiples of {replicas * train.micro_batch}"))
+            rejected.append(
+                RejectedSetup(f"{replicas} groups of {context} worker{'s' * (context > 1)}", short)
+            )
+            mistakes.append(
+                ConfigError(f"{short}; allowed: multiples of {replicas * train.micro_batch}")
+            )
             continue
         for layout, exchange in _distinct(layouts, exchanges, context, per_node):
             try:
-                plans = list(_plans(cluster, scenario, workers, context, layout, exchange, recomputations))
+                plans = list(
+                    _plans(cluster, scenario, workers, context, layout, exchange, recomputations)
+                )
             except (InvalidSetup, ConfigError) as error:
                 mistakes.append(error)
-                rejected.append(RejectedSetup(f"{layout} {exchange} over {context} workers", _why(error, exchange)))
+                rejected.append(
+                    RejectedSetup(
+                        f"{layout} {exchange} over {context} workers", _why(error, exchange)
+                    )
+                )
                 continue
             good = [plan for plan in plans if plan.fits]
             if good:
@@ -139,7 +160,12 @@ def recommend(
             unfit += [plan for plan in plans if not plan.fits]
     # The nearest first.
     unfit.sort(key=lambda plan: plan.memory.total)
-    rejected += [RejectedSetup(f"{label(plan)} ({plan.memory.total / GIB:.1f} of {usable(plan):.1f} GiB)", DOES_NOT_FIT) for plan in unfit]
+    rejected += [
+        RejectedSetup(
+            f"{label(plan)} ({plan.memory.total / GIB:.1f} of {usable(plan):.1f} GiB)", DOES_NOT_FIT
+        )
+        for plan in unfit
+    ]
     if mistakes and not fitting and not unfit:
         raise mistakes[0]
     found: list[PredictedScenario] = []
@@ -147,9 +173,20 @@ def recommend(
         progress(done, len(fitting))
         full = any(recomputes_attention(plan.config.train) for plan in plans)
         first = evaluate(cluster, scenario, plans[0], bounds=False, recompute=full)
-        found += [first, *(with_step(cluster, scenario, plan, first.attention, bounds=False) for plan in plans[1:])]
+        found += [
+            first,
+            *(
+                with_step(cluster, scenario, plan, first.attention, bounds=False)
+                for plan in plans[1:]
+            ),
+        ]
     if not found:
-        return Recommendation((), tuple(rejected), tuple(_needed(cluster, scenario, workers, layouts, exchanges)), _least(tight))
+        return Recommendation(
+            (),
+            tuple(rejected),
+            tuple(_needed(cluster, scenario, workers, layouts, exchanges)),
+            _least(tight),
+        )
     found.sort(key=lambda outcome: outcome.step.seconds.value)
     best = found[0]
     runner = next((o for o in found[1:] if place(o) != place(best)), next(iter(found[1:]), None))
@@ -158,15 +195,21 @@ def recommend(
     return Recommendation((*top, *rest), tuple(rejected))
 
 
-def _distinct(layouts: Sequence[str], exchanges: Sequence[str], context: int, per_node: int) -> list[tuple[str, str]]:
+def _distinct(
+    layouts: Sequence[str], exchanges: Sequence[str], context: int, per_node: int
+) -> list[tuple[str, str]]:
     """Combinations that differ: one worker exchanges nothing, inside a node hierarchies are none, and where heads are all that is shared
     every worker computes whole sequences, whatever the layout.
     """
     if context == 1:
         return [(layouts[0], exchanges[0])]
     plain = {e: e.removeprefix("hierarchical_") for e in exchanges}
-    flat = [e for e in exchanges if context > per_node or plain[e] == e or plain[e] not in exchanges]
-    return [(layout, e) for layout in layouts for e in flat if e != "ulysses" or layout == layouts[0]]
+    flat = [
+        e for e in exchanges if context > per_node or plain[e] == e or plain[e] not in exchanges
+    ]
+    return [
+        (layout, e) for layout in layouts for e in flat if e != "ulysses" or layout == layouts[0]
+    ]
 
 
 def place(outcome: PredictedScenario) -> tuple[str, str, int]:
@@ -175,7 +218,12 @@ def place(outcome: PredictedScenario) -> tuple[str, str, int]:
 
 
 def _why(error: Exception, exchange: str) -> str:
-    return str(error).splitlines()[0].partition("; allowed")[0].removeprefix(f"topology.exchange={exchange}: ")
+    return (
+        str(error)
+        .splitlines()[0]
+        .partition("; allowed")[0]
+        .removeprefix(f"topology.exchange={exchange}: ")
+    )
 
 
 def usable(plan: RunPlan) -> float:
@@ -184,17 +232,35 @@ def usable(plan: RunPlan) -> float:
 
 
 def _plans(
-    cluster: Cluster, scenario: Scenario, workers: int, context: int, layout: str, exchange: str, recomputations: Sequence[str]
+    cluster: Cluster,
+    scenario: Scenario,
+    workers: int,
+    context: int,
+    layout: str,
+    exchange: str,
+    recomputations: Sequence[str],
 ) -> Iterator[RunPlan]:
     check_dealt(scenario.config, layout, workers, context)
 
     def made(**changes: Any) -> RunPlan:
-        config = replace(scenario.config, train=replace(scenario.config.train, memory="manual", **changes))
-        return plan_on(cluster, config, workers=workers, kernel=scenario.kernel, layout=layout, exchange=exchange, context_parallel=context)
+        config = replace(
+            scenario.config, train=replace(scenario.config.train, memory="manual", **changes)
+        )
+        return plan_on(
+            cluster,
+            config,
+            workers=workers,
+            kernel=scenario.kernel,
+            layout=layout,
+            exchange=exchange,
+            context_parallel=context,
+        )
 
     # An offload that was typed is for kinds that leave something to be moved.
     away = scenario.config.train.offload_activations
-    plans = [made(activation_checkpoint=kind) for kind in recomputations if kind != "none" or not away]
+    plans = [
+        made(activation_checkpoint=kind) for kind in recomputations if kind != "none" or not away
+    ]
     yield from plans
     good = [plan for plan in plans if plan.fits]
     if good:
@@ -204,8 +270,12 @@ def _plans(
         yield from (taking(plan, setting) for plan, setting in with_more if setting is not None)
         return
     kinds = CHECKPOINTS if recomputations is RECOMPUTATIONS else recomputations
-    settings = search(made()).settings if recomputations is RECOMPUTATIONS else search(plans[0]).settings
-    chosen = next((s for s in settings if s.fits and s.config.train.activation_checkpoint in kinds), None)
+    settings = (
+        search(made()).settings if recomputations is RECOMPUTATIONS else search(plans[0]).settings
+    )
+    chosen = next(
+        (s for s in settings if s.fits and s.config.train.activation_checkpoint in kinds), None
+    )
     if chosen is not None:
         yield taking(made(), chosen)
 
@@ -216,7 +286,13 @@ def _least(plans: Sequence[RunPlan]) -> RunPlan | None:
     return min(found, key=lambda plan: plan.memory.total, default=None)
 
 
-def _needed(cluster: Cluster, scenario: Scenario, workers: int, layouts: Sequence[str], exchanges: Sequence[str]) -> Iterator[str]:
+def _needed(
+    cluster: Cluster,
+    scenario: Scenario,
+    workers: int,
+    layouts: Sequence[str],
+    exchanges: Sequence[str],
+) -> Iterator[str]:
     """What would make it fit, one change at a time."""
 
     def smallest(config: Config, of: Cluster, count: int) -> RunPlan | None:
@@ -240,7 +316,10 @@ def _needed(cluster: Cluster, scenario: Scenario, workers: int, layouts: Sequenc
         return found if found is not None and found.fits else None
 
     # The more a GPU holds the less has to leave it: what the host takes is another search for each.
-    possible = range(floor(cluster.gpu.hbm_gib.value) + 1, max(_LARGEST_GPU, ceil(now.memory.total / GIB / USABLE)) + 1)
+    possible = range(
+        floor(cluster.gpu.hbm_gib.value) + 1,
+        max(_LARGEST_GPU, ceil(now.memory.total / GIB / USABLE)) + 1,
+    )
     gib = possible.start + bisect_left(possible, True, key=lambda gib: on_larger(gib) is not None)
     large = on_larger(gib)
     if large is not None:
@@ -266,21 +345,37 @@ def _needed(cluster: Cluster, scenario: Scenario, workers: int, layouts: Sequenc
         seq //= 2
 
 
-def reasons(best: PredictedScenario, other: PredictedScenario, words: Sequence[str] = ()) -> list[str]:
+def reasons(
+    best: PredictedScenario, other: PredictedScenario, words: Sequence[str] = ()
+) -> list[str]:
     """Why one step is faster than another, dearest first, in words with numbers. words: that were typed."""
     mine, its = best.step, other.step
     gap = its.seconds.value - mine.seconds.value
-    said = [f"{gap:.3g} s ({gap / its.seconds.value:.1%}) a step less" if gap > CLOSE * its.seconds.value else _close(best, other)]
-    differences = sorted(((its.parts[name] - mine.parts[name], name) for name in _WORDS), reverse=True)
+    said = [
+        f"{gap:.3g} s ({gap / its.seconds.value:.1%}) a step less"
+        if gap > CLOSE * its.seconds.value
+        else _close(best, other)
+    ]
+    differences = sorted(
+        ((its.parts[name] - mine.parts[name], name) for name in _WORDS), reverse=True
+    )
     for difference, name in differences[:_SHOWN]:
         if difference > 0.002 * its.seconds.value:
-            said.append(f"{_WORDS[name]} takes {mine.parts[name]:.3g} s instead of {its.parts[name]:.3g} s{_degree(best, other, name)}")
+            said.append(
+                f"{_WORDS[name]} takes {mine.parts[name]:.3g} s instead of {its.parts[name]:.3g} s{_degree(best, other, name)}"
+            )
     lost = [(d, name) for d, name in differences if d < -0.002 * its.seconds.value]
     if lost:
         difference, name = min(lost)
-        said.append(f"against it: {_WORDS[name]} takes {mine.parts[name]:.3g} s instead of {its.parts[name]:.3g} s")
-    said.append(f"memory {mine.gib:.1f} GiB, the other {its.gib:.1f} GiB, of {usable(best.plan):.1f} that can be used ({USABLE:.0%})")
-    if "train.keep_mlp" in memory_settings(best.plan.config) and not any(word.startswith("train.keep_mlp=") for word in words):
+        said.append(
+            f"against it: {_WORDS[name]} takes {mine.parts[name]:.3g} s instead of {its.parts[name]:.3g} s"
+        )
+    said.append(
+        f"memory {mine.gib:.1f} GiB, the other {its.gib:.1f} GiB, of {usable(best.plan):.1f} that can be used ({USABLE:.0%})"
+    )
+    if "train.keep_mlp" in memory_settings(best.plan.config) and not any(
+        word.startswith("train.keep_mlp=") for word in words
+    ):
         said.append(KEPT)
     return said
 
@@ -293,5 +388,8 @@ def _close(best: PredictedScenario, other: PredictedScenario) -> str:
 def _degree(best: PredictedScenario, other: PredictedScenario, name: str) -> str:
     if name not in ("late", "attention"):
         return ""
-    mine, its = (sum(p.work.worker for p in o.attention.passes.values()) / len(o.attention.passes) for o in (best, other))
+    mine, its = (
+        sum(p.work.worker for p in o.attention.passes.values()) / len(o.attention.passes)
+        for o in (best, other)
+    )
     return f" (worker imbalance of work {mine:.2f}, not {its:.2f})" if its > mine + 0.005 else ""

@@ -48,7 +48,11 @@ class PairSource:
         if self.name == DENSE:
             return []
         if self.columns < _FEWEST_BARS:
-            return ["sparsity=fixed", f"sparsity.density={self.density:g}", f"sparsity.columns={self.columns}"]
+            return [
+                "sparsity=fixed",
+                f"sparsity.density={self.density:g}",
+                f"sparsity.columns={self.columns}",
+            ]
         fewest = [f"sparsity.min_columns={self.columns}"] if self.columns < 64 else []
         return ["sparsity=vertical_slash", f"sparsity.max_columns={self.columns}", *fewest]
 
@@ -68,7 +72,11 @@ class PairSource:
         )  # fmt: skip
 
     def _draw(self, config: Config, block: int) -> Callable[[int], Index | None]:
-        heads, sequences, sparsity = config.model.num_heads, config.train.micro_batch, config.sparsity
+        heads, sequences, sparsity = (
+            config.model.num_heads,
+            config.train.micro_batch,
+            config.sparsity,
+        )
         if self.name == DENSE:
             return lambda layer: None  # noqa: ARG005
         if self.name == FIXED:
@@ -76,11 +84,21 @@ class PairSource:
                 seed=config.seed + 1000 * layer, batch=sequences, heads=heads, seq=config.seq, block=block,
                 slashes=sparsity.slashes or 0, columns=sparsity.columns or 0, density=sparsity.density or None,
             )  # fmt: skip
-        family = IndexFamily(self.name, self.density, min(self.columns, config.seq), block, config.seed, fewest=self.fewest, most=self.most)
+        family = IndexFamily(
+            self.name,
+            self.density,
+            min(self.columns, config.seq),
+            block,
+            config.seed,
+            fewest=self.fewest,
+            most=self.most,
+        )
 
         def drawn(layer: int) -> VerticalSlash:
             one = family.index(layer, config.seq, heads)
-            slashes, columns = (torch.cat([lines] * sequences) for lines in (one.slashes, one.columns))
+            slashes, columns = (
+                torch.cat([lines] * sequences) for lines in (one.slashes, one.columns)
+            )
             return VerticalSlash(one.block, one.blocks, slashes, columns)
 
         return drawn
@@ -143,7 +161,11 @@ class PredictedScenario:
     def remarks(self) -> tuple[str, ...]:
         train = self.plan.config.train
         costs = self.attention.costs.get(VALUE)
-        measured = costs is not None and costs.kernels.non_attention is not None and costs.kernels.non_attention.dtype == self.plan.dtype
+        measured = (
+            costs is not None
+            and costs.kernels.non_attention is not None
+            and costs.kernels.non_attention.dtype == self.plan.dtype
+        )
         what = (
             "layers and the loss as measured (profile non-attention), links and optimizer"
             if measured
@@ -156,11 +178,17 @@ class PredictedScenario:
         ]
         if self.attention.facts["pattern"] in FAMILIES:
             family = self.attention.facts["pattern"]
-            found.append(f"which pairs are computed is drawn ({family}), and balance depends on it; --index takes those of a profile")
+            found.append(
+                f"which pairs are computed is drawn ({family}), and balance depends on it; --index takes those of a profile"
+            )
         if self.plan.search is not None and self.plan.search.chosen is not None:
-            found.append(f"train.memory=auto takes {self.plan.search.chosen.words or 'the defaults'}")
+            found.append(
+                f"train.memory=auto takes {self.plan.search.chosen.words or 'the defaults'}"
+            )
         if train.compile == False:  # noqa: E712 - auto is a word
-            found.append("train.compile=false: element-wise kernels take 2.8 times as long, as measured on one H200 at 32K")
+            found.append(
+                "train.compile=false: element-wise kernels take 2.8 times as long, as measured on one H200 at 32K"
+            )
         return tuple(found)
 
 
@@ -171,22 +199,32 @@ def capability(gpu: str) -> tuple[int, int]:
     return (9, 0) if re.search(r"\bG?H(20|100|200|800)\b", gpu) else (8, 0)
 
 
-def plan_on(cluster: Cluster, config: Config, *, workers: int, kernel: str | None = None, **topology: Any) -> RunPlan:
+def plan_on(
+    cluster: Cluster, config: Config, *, workers: int, kernel: str | None = None, **topology: Any
+) -> RunPlan:
     """The plan of a training on so many GPUs of a cluster. topology: what differs from that of ``config``, such as ``layout``.
 
     Raises:
         ConfigError: sizes do not fit each other, or no kernel serves the run.
     """
     if config.train.dtype not in ("auto", "bfloat16"):
-        raise ConfigError(f"train.dtype={config.train.dtype}: kernels were measured in bfloat16 alone; allowed: auto, bfloat16")
+        raise ConfigError(
+            f"train.dtype={config.train.dtype}: kernels were measured in bfloat16 alone; allowed: auto, bfloat16"
+        )
     if cluster.gpu.is_cpu:
-        raise ConfigError(f"topology.device={config.topology.device}: {cluster.name} has {cluster.gpu.name}, a CPU; allowed: cpu")
+        raise ConfigError(
+            f"topology.device={config.topology.device}: {cluster.name} has {cluster.gpu.name}, a CPU; allowed: cpu"
+        )
     if config.topology.device == "cpu":
         raise ConfigError(f"topology.device=cpu: {cluster.name} has GPUs; allowed: auto, cuda")
     per_node = config.topology.gpus_per_node
     if per_node == "auto" and (why := uneven(cluster, workers)):
         raise ConfigError(f"topology.workers={workers}: {why}")
-    topology = {"workers": workers, "gpus_per_node": min(cluster.gpus_per_node, workers) if per_node == "auto" else per_node, **topology}
+    topology = {
+        "workers": workers,
+        "gpus_per_node": min(cluster.gpus_per_node, workers) if per_node == "auto" else per_node,
+        **topology,
+    }
     config = replace(config, topology=replace(config.topology, **topology))
     return plan_for(
         config,
@@ -201,7 +239,12 @@ def plan_on(cluster: Cluster, config: Config, *, workers: int, kernel: str | Non
 def setup_of(plan: RunPlan) -> ReplaySetup:
     """What one context group of a plan does."""
     environment = plan.environment
-    return ReplaySetup(plan.layout.name, plan.exchange.name, environment.cp, min(environment.workers_per_node, environment.cp))
+    return ReplaySetup(
+        plan.layout.name,
+        plan.exchange.name,
+        environment.cp,
+        min(environment.workers_per_node, environment.cp),
+    )
 
 
 def evaluate(
@@ -228,10 +271,18 @@ def evaluate(
             conditions=conditions, number=number, rows=rows, bounds=bounds, choice=plan.exchange,
         )  # fmt: skip
 
-    return with_step(cluster, scenario, plan, slowest_group(scenario.conditions, plan.environment.cp, of_group), bounds=bounds)
+    return with_step(
+        cluster,
+        scenario,
+        plan,
+        slowest_group(scenario.conditions, plan.environment.cp, of_group),
+        bounds=bounds,
+    )
 
 
-def slowest_group(conditions: Disturbances, size: int, predicted: Callable[..., Prediction]) -> Prediction:
+def slowest_group(
+    conditions: Disturbances, size: int, predicted: Callable[..., Prediction]
+) -> Prediction:
     """The attention of the context group that takes longest, since the others wait for it: all have the same work, but not the same GPUs.
     size: ranks of a group. predicted: attention of a group, whose ``conditions`` are of its own ranks.
     """
@@ -244,9 +295,18 @@ def slowest_group(conditions: Disturbances, size: int, predicted: Callable[..., 
     return replace(found[group], remarks=(*found[group].remarks, told))
 
 
-def with_step(cluster: Cluster, scenario: Scenario, plan: RunPlan, attention: Prediction, *, bounds: bool = True) -> PredictedScenario:
+def with_step(
+    cluster: Cluster,
+    scenario: Scenario,
+    plan: RunPlan,
+    attention: Prediction,
+    *,
+    bounds: bool = True,
+) -> PredictedScenario:
     """The same attention in a step of another plan: another recomputation, with ``RECOMPUTE`` among its passes if attention is in it."""
-    return PredictedScenario(plan, attention, predict_step(cluster, plan, attention, scenario.conditions, bounds=bounds))
+    return PredictedScenario(
+        plan, attention, predict_step(cluster, plan, attention, scenario.conditions, bounds=bounds)
+    )
 
 
 def check_dealt(config: Config, layout: str, workers: int, context: int) -> None:
@@ -255,10 +315,14 @@ def check_dealt(config: Config, layout: str, workers: int, context: int) -> None
     if context * piece > config.seq:
         most = max(1, config.seq // piece)
         said = f"{config.seq} tokens in blocks of {piece} cannot be dealt to {'so many' if workers == context else context}; allowed"
-        raise InvalidSetup(ReplaySetup(layout, "auto", workers, 1), "workers", f"{said}: 1 to {most}")
+        raise InvalidSetup(
+            ReplaySetup(layout, "auto", workers, 1), "workers", f"{said}: 1 to {most}"
+        )
 
 
-def train_line(cluster: Cluster, plan: RunPlan, words: Sequence[str], changes: Mapping[str, Any]) -> str:
+def train_line(
+    cluster: Cluster, plan: RunPlan, words: Sequence[str], changes: Mapping[str, Any]
+) -> str:
     """What to type for a training; on several nodes on each of them."""
     # What is said of memory is what was predicted: `auto` might choose something else.
     unsaid = (*changes, "topology.workers", "topology.gpus_per_node", "train.memory")
@@ -270,7 +334,9 @@ def train_line(cluster: Cluster, plan: RunPlan, words: Sequence[str], changes: M
     rendezvous = "--rdzv-backend c10d --rdzv-endpoint HOST:29400"
     each = min(environment.workers, cluster.gpus_per_node)
     nodes = environment.workers // each
-    return f"torchrun --nnodes {nodes} --nproc-per-node {each} {rendezvous} -m mtrain_cli train {said}"
+    return (
+        f"torchrun --nnodes {nodes} --nproc-per-node {each} {rendezvous} -m mtrain_cli train {said}"
+    )
 
 
 def pattern_words(label: str) -> list[str]:

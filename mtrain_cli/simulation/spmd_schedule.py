@@ -79,7 +79,11 @@ class RankGrid:
     @staticmethod
     def of(schedule: Schedule) -> RankGrid:
         groups = schedule.workers // schedule.heads
-        per_node = min(groups, max(1, schedule.per_node // schedule.heads)) if schedule.heads > 1 else schedule.per_node
+        per_node = (
+            min(groups, max(1, schedule.per_node // schedule.heads))
+            if schedule.heads > 1
+            else schedule.per_node
+        )
         nodes = -(-groups // per_node) if schedule.exchange.startswith("hierarchical") else 1
         return RankGrid(nodes, groups // nodes, schedule.heads)
 
@@ -103,7 +107,9 @@ class RankGrid:
     def ranks_of(self, rank: int) -> IntArray:
         """[workers]: the same of a rank that has the place of rank 0 in its group."""
         assert rank % self.heads == 0
-        return self.groups_of(rank // self.heads) * self.heads + np.arange(self.workers) % self.heads
+        return (
+            self.groups_of(rank // self.heads) * self.heads + np.arange(self.workers) % self.heads
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +126,9 @@ class SpmdSchedule:
         grid = RankGrid.of(schedule)
         assert grid.workers == schedule.workers
         maker = _SpmdStepMaker(grid)
-        forward, backward = (tuple(map(maker.beat, steps)) for steps in (schedule.forward[0], schedule.backward[0]))
+        forward, backward = (
+            tuple(map(maker.beat, steps)) for steps in (schedule.forward[0], schedule.backward[0])
+        )
         found = SpmdSchedule(schedule, grid, forward, backward)
         for rank in {1, schedule.workers // 2, schedule.workers - 1} - {0, schedule.workers}:
             found.compare(rank)
@@ -139,14 +147,21 @@ class SpmdSchedule:
 
     def compare(self, rank: int) -> None:
         """Raises AssertionError where a rank's own schedule says something else."""
-        for beats, steps in ((self.forward, self.schedule.forward[rank]), (self.backward, self.schedule.backward[rank])):
+        for beats, steps in (
+            (self.forward, self.schedule.forward[rank]),
+            (self.backward, self.schedule.backward[rank]),
+        ):
             assert len(beats) == len(steps), "every rank has as many steps"
             for beat, step in zip(beats, steps, strict=True):
                 self._compare(rank, beat, step)
 
     def _compare(self, rank: int, beat: SpmdStep, step: ScheduleStep) -> None:
         heads = self.grid.heads
-        assert (beat.wait, beat.collect, beat.computes) == (step.wait, step.collect, bool(step.queries))
+        assert (beat.wait, beat.collect, beat.computes) == (
+            step.wait,
+            step.collect,
+            bool(step.queries),
+        )
         if beat.computes:
             assert beat.queries is not None
             assert beat.keys is not None
@@ -160,10 +175,17 @@ class SpmdSchedule:
             for move, transfer in zip(moves, transfers, strict=True):
                 for name in ("number", "kind", "payload", "channel", "after"):
                     assert getattr(move.first, name) == getattr(transfer, name), name
-                assert (len(move.first.sends), len(move.first.receives)) == (len(transfer.sends), len(transfer.receives))
+                assert (len(move.first.sends), len(move.first.receives)) == (
+                    len(transfer.sends),
+                    len(transfer.receives),
+                )
                 if move.to is not None and move.source is not None:
                     assert (move.to[rank], move.source[rank]) == (transfer.to, transfer.source)
-                    shards = [self.grid.groups_of(place)[rank] for place in (move.arriving, move.leaving) if place is not None]
+                    shards = [
+                        self.grid.groups_of(place)[rank]
+                        for place in (move.arriving, move.leaving)
+                        if place is not None
+                    ]
                     assert shards == [transfer.receives[0] // heads, transfer.sends[0] // heads]
                 if move.peers is not None:
                     assert move.peers[rank] == min(transfer.peers)
@@ -183,7 +205,15 @@ class _SpmdStepMaker:
         queries = step.queries[0] // heads if step.queries else None
         everything = len(step.keys) == self.grid.workers
         keys = None if not step.keys else EVERYTHING if everything else step.keys[0] // heads
-        return SpmdStep(queries, keys, step.part, self._moves(step.post), step.wait, step.collect, self._moves(step.send))
+        return SpmdStep(
+            queries,
+            keys,
+            step.part,
+            self._moves(step.post),
+            step.wait,
+            step.collect,
+            self._moves(step.send),
+        )
 
     def _moves(self, transfers: Sequence[Transfer]) -> tuple[SpmdTransfer, ...]:
         return tuple(map(self._move, transfers))
@@ -193,7 +223,14 @@ class _SpmdStepMaker:
             assert t.to is not None
             assert t.source is not None
             heads = self.grid.heads
-            return SpmdTransfer(t, self._of(t.to), self._of(t.source), None, t.receives[0] // heads, t.sends[0] // heads)
+            return SpmdTransfer(
+                t,
+                self._of(t.to),
+                self._of(t.source),
+                None,
+                t.receives[0] // heads,
+                t.sends[0] // heads,
+            )
         return SpmdTransfer(t, None, None, self._lowest(t))
 
     def _of(self, rank: int) -> IntArray:

@@ -21,7 +21,13 @@ from mtrain_cli.config.sizes import parse_share
 from mtrain_cli.config.suggest import did_you_mean
 from mtrain_cli.simulation.cluster import Cluster
 from mtrain_cli.simulation.prediction import BoundedTime
-from mtrain_cli.simulation.scenario import PredictedScenario, Scenario, check_dealt, evaluate, plan_on
+from mtrain_cli.simulation.scenario import (
+    PredictedScenario,
+    Scenario,
+    check_dealt,
+    evaluate,
+    plan_on,
+)
 from mtrain_cli.simulation.what_if import InvalidSetup
 
 NODES, WORKERS, DENSITY, COLUMNS = "nodes", "workers", "density", "columns"
@@ -53,21 +59,32 @@ def axes(texts: Sequence[str]) -> dict[str, list[str]]:
         if name in (NODES, WORKERS, COLUMNS):
             least = 0 if name == COLUMNS else 1
             for value in values:
-                if not (value.isascii() and value.isdecimal() and len(value) <= _DIGITS and least <= int(value) <= _LARGEST[name]):
+                if not (
+                    value.isascii()
+                    and value.isdecimal()
+                    and len(value) <= _DIGITS
+                    and least <= int(value) <= _LARGEST[name]
+                ):
                     raise ConfigError(
                         f"--sweep {word}: {name}={value}: expected a whole number of at least {least} and at most {_LARGEST[name]:,}"
                     )
         elif name == DENSITY:
             for value in values:
                 if not _is_share(value):
-                    raise ConfigError(f"--sweep {word}: {name}={value}: must be above 0 and at most 1, such as 0.05 or 5%")
+                    raise ConfigError(
+                        f"--sweep {word}: {name}={value}: must be above 0 and at most 1, such as 0.05 or 5%"
+                    )
         elif "." not in name and (hint := did_you_mean(name, OWN)):
             raise ConfigError(f"--sweep {word}: {name} cannot be swept{hint}")
         found[name] = values
     if not found:
-        raise ConfigError(f"--sweep {' '.join(texts)!r}: names nothing; expected NAME=VALUE,..., such as {EXAMPLE}")
+        raise ConfigError(
+            f"--sweep {' '.join(texts)!r}: names nothing; expected NAME=VALUE,..., such as {EXAMPLE}"
+        )
     if NODES in found and WORKERS in found:
-        raise ConfigError("--sweep nodes and workers: each says how many GPUs there are; give one of them")
+        raise ConfigError(
+            "--sweep nodes and workers: each says how many GPUs there are; give one of them"
+        )
     return found
 
 
@@ -94,7 +111,9 @@ class SweepPoint:
         return [f"{name}={value}" for name, value in self.values.items() if name not in OWN]
 
 
-def points(swept: Mapping[str, Sequence[str]], layouts: Sequence[str], exchanges: Sequence[str]) -> list[SweepPoint]:
+def points(
+    swept: Mapping[str, Sequence[str]], layouts: Sequence[str], exchanges: Sequence[str]
+) -> list[SweepPoint]:
     """Settings outermost, so that points which share them come one after the other and indices are drawn once."""
     names = sorted(swept, key=lambda name: name in (NODES, WORKERS))
     found = [
@@ -104,7 +123,9 @@ def points(swept: Mapping[str, Sequence[str]], layouts: Sequence[str], exchanges
         for exchange in exchanges
     ]
     if len(found) > MOST_POINTS:
-        raise ConfigError(f"--sweep: makes {len(found)} configurations; allowed: at most {MOST_POINTS}")
+        raise ConfigError(
+            f"--sweep: makes {len(found)} configurations; allowed: at most {MOST_POINTS}"
+        )
     return found
 
 
@@ -130,7 +151,9 @@ class Sweep:
         there, waiting = _read(journal), ""
         for number, point in enumerate(self.points):
             told(number)
-            key = hashlib.sha256(json.dumps([__version__, _ROW, self.about, dataclasses.asdict(point)]).encode()).hexdigest()[:16]
+            key = hashlib.sha256(
+                json.dumps([__version__, _ROW, self.about, dataclasses.asdict(point)]).encode()
+            ).hexdigest()[:16]
             if key not in there:
                 row = there[key] = self._row(point)
                 waiting += json.dumps({"key": key, **row}) + "\n"
@@ -147,18 +170,36 @@ class Sweep:
         cluster = self.cluster_of(point.own(NODES, int, None))
         scenario = self._scenario(point)
         count = point.own(WORKERS, int, self.workers or cluster.gpus)
-        said: dict[str, Any] = {"point": point.values, "workers": count, "layout": point.layout, "exchange": point.exchange}
+        said: dict[str, Any] = {
+            "point": point.values,
+            "workers": count,
+            "layout": point.layout,
+            "exchange": point.exchange,
+        }
         try:
             context = scenario.config.topology.context_parallel
-            check_dealt(scenario.config, point.layout, count, count if isinstance(context, str) else context)
-            plan = plan_on(cluster, scenario.config, workers=count, kernel=scenario.kernel, layout=point.layout, exchange=point.exchange)
+            check_dealt(
+                scenario.config, point.layout, count, count if isinstance(context, str) else context
+            )
+            plan = plan_on(
+                cluster,
+                scenario.config,
+                workers=count,
+                kernel=scenario.kernel,
+                layout=point.layout,
+                exchange=point.exchange,
+            )
             outcome = evaluate(cluster, scenario, plan)
         except (InvalidSetup, ConfigError) as error:
             return {**said, "cannot": str(error).splitlines()[0]}
         return {**said, **row_of(outcome), "remarks": list(outcome.remarks)}
 
     def _scenario(self, point: SweepPoint) -> Scenario:
-        key = tuple(point.settings), point.own(DENSITY, parse_share, None), point.own(COLUMNS, int, None)
+        key = (
+            tuple(point.settings),
+            point.own(DENSITY, parse_share, None),
+            point.own(COLUMNS, int, None),
+        )
         if key not in self._scenarios:
             self._scenarios.clear()
             self._scenarios[key] = self.scenario_of(*key)
@@ -168,11 +209,20 @@ class Sweep:
 def shared_remarks(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[dict[str, Any]]]:
     """-> what was said of every row that can be, once; and the rows, with what is left to say of each under ``remarks``."""
     said = [row["remarks"] for row in rows if "cannot" not in row]
-    common = [remark for remark in dict.fromkeys(said[0] if said else ()) if all(remark in of for of in said)]
+    common = [
+        remark
+        for remark in dict.fromkeys(said[0] if said else ())
+        if all(remark in of for of in said)
+    ]
     left: list[dict[str, Any]] = []
     for row in rows:
         own = [remark for remark in row.get("remarks", ()) if remark not in common]
-        left.append({**{key: value for key, value in row.items() if key != "remarks"}, **({"remarks": own} if own else {})})
+        left.append(
+            {
+                **{key: value for key, value in row.items() if key != "remarks"},
+                **({"remarks": own} if own else {}),
+            }
+        )
     return common, left
 
 
@@ -201,7 +251,8 @@ def row_of(outcome: PredictedScenario) -> dict[str, Any]:
     step, plan = outcome.step, outcome.plan
     passes = outcome.attention.passes
     degrees = {
-        f"{name}_{of}": sum(getattr(getattr(passes[d], of), name) for d in ("forward", "backward")) / 2
+        f"{name}_{of}": sum(getattr(getattr(passes[d], of), name) for d in ("forward", "backward"))
+        / 2
         for of in ("time", "work")
         for name in ("worker", "step")
     }

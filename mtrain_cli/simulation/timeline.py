@@ -24,13 +24,35 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from mtrain_cli.attention.mask import IntArray
-from mtrain_cli.parallel.recording import COLUMNS, COMPUTING, DIRECTIONS, GAP, ITERATION, KINDS, PASS, RECEIVE, SEND, WAIT
+from mtrain_cli.parallel.recording import (
+    COLUMNS,
+    COMPUTING,
+    DIRECTIONS,
+    GAP,
+    ITERATION,
+    KINDS,
+    PASS,
+    RECEIVE,
+    SEND,
+    WAIT,
+)
 from mtrain_cli.profiling.records import LINKS, PAYLOADS, ROW
-from mtrain_cli.simulation.program import Action, Dispatch, FloatArray, Post, PricedMessage, Spend, Wait
+from mtrain_cli.simulation.program import (
+    Action,
+    Dispatch,
+    FloatArray,
+    Post,
+    PricedMessage,
+    Spend,
+    Wait,
+)
 from mtrain_cli.simulation.spmd_schedule import RankGrid
 
 LEAST_POWER = 0.05  # of the GPU that messages leave to computation
-_KIND, _LINK, _PAYLOAD, _DIRECTION = ({word: code for code, word in enumerate(words)} for words in (KINDS, LINKS, PAYLOADS, DIRECTIONS))
+_KIND, _LINK, _PAYLOAD, _DIRECTION = (
+    {word: code for code, word in enumerate(words)}
+    for words in (KINDS, LINKS, PAYLOADS, DIRECTIONS)
+)
 
 
 @dataclass(frozen=True)
@@ -106,14 +128,29 @@ def play(
     own jitter.
     """
     begin = np.zeros(workers) if start is None else np.asarray(start, np.float64)
-    player = _Player(direction, begin, steps, conditions or Disturbances(), stream, _Rows(direction, workers, grid) if rows else None)
+    player = _Player(
+        direction,
+        begin,
+        steps,
+        conditions or Disturbances(),
+        stream,
+        _Rows(direction, workers, grid) if rows else None,
+    )
     for action in actions:
         player.act(action)
     return player.result()
 
 
 class _Player:
-    def __init__(self, direction: str, start: FloatArray, steps: int, conditions: Disturbances, stream: int, rows: _Rows | None) -> None:
+    def __init__(
+        self,
+        direction: str,
+        start: FloatArray,
+        steps: int,
+        conditions: Disturbances,
+        stream: int,
+        rows: _Rows | None,
+    ) -> None:
         workers = len(start)
         self.direction, self.start, self.rows = direction, start, rows
         self.now, self.host = start.copy(), start.copy()
@@ -199,8 +236,12 @@ class _Player:
         return at + left - self.now
 
     @staticmethod
-    def _power(begins: FloatArray, ends: FloatArray, shares: FloatArray, at: FloatArray) -> FloatArray:
-        return np.maximum(1.0 - np.where((begins <= at) & (at < ends), shares, 0.0).sum(0), LEAST_POWER)
+    def _power(
+        begins: FloatArray, ends: FloatArray, shares: FloatArray, at: FloatArray
+    ) -> FloatArray:
+        return np.maximum(
+            1.0 - np.where((begins <= at) & (at < ends), shares, 0.0).sum(0), LEAST_POWER
+        )
 
     def _post(self, action: Post) -> None:
         message = action.message
@@ -216,16 +257,26 @@ class _Player:
                 factor = self._groups(message.peers).first(factor)
             latency, busy = latency * factor, busy * factor
         self.carried[message.outer.astype(np.intp), self.ranks] += busy
-        ended = self._between_two(message, ready, latency, busy) if message.peers is None else self._among(message, ready, latency, busy)
+        ended = (
+            self._between_two(message, ready, latency, busy)
+            if message.peers is None
+            else self._among(message, ready, latency, busy)
+        )
         self.queues[message.queue] = ended
-        self.messages[message.number], self.posted[message.number], self.ended[message.number] = message, self.now, ended
+        self.messages[message.number], self.posted[message.number], self.ended[message.number] = (
+            message,
+            self.now,
+            ended,
+        )
         if message.share.any():
             self.active.append((ready, ended, message.share))
         if self.rows is not None:
             for kind in (SEND, RECEIVE):
                 self.rows.add(kind, action.step, self.now, ended - self.now, message=message)
 
-    def _between_two(self, message: PricedMessage, ready: FloatArray, latency: FloatArray, busy: FloatArray) -> FloatArray:
+    def _between_two(
+        self, message: PricedMessage, ready: FloatArray, latency: FloatArray, busy: FloatArray
+    ) -> FloatArray:
         to, source = message.to, message.source
         assert to is not None
         assert source is not None
@@ -236,7 +287,9 @@ class _Player:
         arrived = through + latency
         return np.maximum(arrived, arrived[to])
 
-    def _among(self, message: PricedMessage, ready: FloatArray, latency: FloatArray, busy: FloatArray) -> FloatArray:
+    def _among(
+        self, message: PricedMessage, ready: FloatArray, latency: FloatArray, busy: FloatArray
+    ) -> FloatArray:
         assert message.peers is not None
         link = int(message.outer.any())
         groups = self._groups(message.peers)
@@ -349,11 +402,17 @@ class _Rows:
 
 
 def together(
-    passes: Sequence[tuple[int, PassTimes]], *, case: int = 0, iteration: int = 0, flop: tuple[float, float] = (0.0, 0.0)
+    passes: Sequence[tuple[int, PassTimes]],
+    *,
+    case: int = 0,
+    iteration: int = 0,
+    flop: tuple[float, float] = (0.0, 0.0),
 ) -> np.ndarray:
     """Rows of one iteration (`records.ROW`), whose passes are of (layer, times). flop: of a pair, forward and backward."""
     parts = list(_parts(passes))
-    start, end = (np.stack([getattr(times, name) for _, times in passes]) for name in ("start", "end"))
+    start, end = (
+        np.stack([getattr(times, name) for _, times in passes]) for name in ("start", "end")
+    )
     whole = np.zeros(start.shape[1], ROW)
     whole["layer"] = whole["step"] = whole["shard"] = whole["peer"] = -1
     whole["phase"], whole["rank"] = _KIND[ITERATION], np.arange(start.shape[1])

@@ -35,7 +35,9 @@ DEGREES = ("worker", "step")
 _DENSE, _FIXED = "dense", "fixed"
 _FEWEST_RANKED = 3
 # Of `parallel.exchange_selection.ExchangeChoice.label`.
-_LABEL = re.compile(r"(?:ulysses over (?P<heads>\d+))?(?:, then )?(?P<name>(?:hierarchical_)?(?:ring|all_gather))?(?: \((?P<more>.*)\))?")
+_LABEL = re.compile(
+    r"(?:ulysses over (?P<heads>\d+))?(?:, then )?(?P<name>(?:hierarchical_)?(?:ring|all_gather))?(?: \((?P<more>.*)\))?"
+)
 Key = tuple[Any, ...]
 
 
@@ -57,19 +59,31 @@ def open_run(folder: Path) -> MeasuredRun:
     """Raises:
     ConfigError: it is no complete profile with indices.
     """
-    inside = next((f for f in (folder, folder / "profile") if (f / records.SUMMARY).is_file()), folder)
+    inside = next(
+        (f for f in (folder, folder / "profile") if (f / records.SUMMARY).is_file()), folder
+    )
     if not folder.is_dir():
-        raise ConfigError(f"--validate {folder}: there is no such folder; give one that `mtrain profile imbalance` left")
+        raise ConfigError(
+            f"--validate {folder}: there is no such folder; give one that `mtrain profile imbalance` left"
+        )
     if inside is folder and not (folder / records.SUMMARY).is_file():
-        raise ConfigError(f"--validate {folder}: holds no profile ({records.SUMMARY} is missing); `mtrain profile imbalance` leaves one")
+        raise ConfigError(
+            f"--validate {folder}: holds no profile ({records.SUMMARY} is missing); `mtrain profile imbalance` leaves one"
+        )
     recorded = records.open_records(inside)
     if recorded.summary.get("kind") != "profile":
-        raise ConfigError(f"--validate {folder}: is a {recorded.summary.get('kind')}, nothing measured; give it as --prediction {folder}")
+        raise ConfigError(
+            f"--validate {folder}: is a {recorded.summary.get('kind')}, nothing measured; give it as --prediction {folder}"
+        )
     if not recorded.complete:
         done, wanted = (recorded.summary.get(name) for name in ("samples", "samples_wanted"))
-        raise ConfigError(f"--validate {folder}: was ended early ({done} of {wanted} samples); measure again")
+        raise ConfigError(
+            f"--validate {folder}: was ended early ({done} of {wanted} samples); measure again"
+        )
     if not (inside / records.INDEX).is_file():
-        raise ConfigError(f"--validate {folder}: {records.INDEX} is missing, and without indices nothing can be replayed; measure again")
+        raise ConfigError(
+            f"--validate {folder}: {records.INDEX} is missing, and without indices nothing can be replayed; measure again"
+        )
     indices = load_indices(inside / records.INDEX)
     cases = tuple(analyse(recorded))
     if not cases:
@@ -82,10 +96,22 @@ def key_of(facts: dict[str, Any]) -> Key:
     numbers = ("seq", "micro_batch", "cp", "num_heads", "num_kv_heads", "head_dim", "kernel")
     name = str(facts.get("exchange"))
     per_node = facts.get("per_node") if "hierarchical" in name else None
-    return facts.get("pattern"), facts.get("layout"), name, per_node, *(facts.get(name) for name in numbers)
+    return (
+        facts.get("pattern"),
+        facts.get("layout"),
+        name,
+        per_node,
+        *(facts.get(name) for name in numbers),
+    )
 
 
-def replay(run: MeasuredRun, case: CaseAnalysis, cluster: Cluster, calibration: Calibration | None, number: int) -> Prediction:
+def replay(
+    run: MeasuredRun,
+    case: CaseAnalysis,
+    cluster: Cluster,
+    calibration: Calibration | None,
+    number: int,
+) -> Prediction:
     """The case as the simulator has it.
 
     Raises:
@@ -105,7 +131,9 @@ def replay(run: MeasuredRun, case: CaseAnalysis, cluster: Cluster, calibration: 
     except InvalidSetup as error:
         raise ConfigError(f"--validate {run.folder}: {case.label}: {error}") from None
     if found.rows is None:
-        raise ConfigError(f"--validate {run.folder}: {case.label}: too large for records; give a prediction of fewer layers")
+        raise ConfigError(
+            f"--validate {run.folder}: {case.label}: too large for records; give a prediction of fewer layers"
+        )
     return found
 
 
@@ -119,11 +147,18 @@ def _setup(facts: dict[str, Any], config: Config | None) -> ReplaySetup:
     workers, label = int(facts["cp"]), str(facts["exchange"])
     found = _LABEL.fullmatch(label)
     said = [] if found is None or found["more"] is None else found["more"].split(", ")
-    ahead, parts = (next((int(w.split()[0]) for w in said if w.endswith(end)), 1) for end in ("hops ahead", "parts of the heads"))
+    ahead, parts = (
+        next((int(w.split()[0]) for w in said if w.endswith(end)), 1)
+        for end in ("hops ahead", "parts of the heads")
+    )
     if found is None or (found["name"] is None and found["heads"] is None):
-        raise ConfigError(f"the exchange {label!r} is not one that this version knows; measure again")
+        raise ConfigError(
+            f"the exchange {label!r} is not one that this version knows; measure again"
+        )
     # Where sharing heads is all, no other exchange is named.
-    setup = ReplaySetup(str(facts["layout"]), found["name"] or "ulysses", workers, int(facts["per_node"]) or workers)
+    setup = ReplaySetup(
+        str(facts["layout"]), found["name"] or "ulysses", workers, int(facts["per_node"]) or workers
+    )
     options = replace(
         topology_of(setup), ulysses=int(found["heads"] or 1) if found["name"] else "auto", chunks=parts, prefetch=ahead,
         circulates=QUERIES if any(word.startswith("queries") for word in said) else "kv",
@@ -139,7 +174,9 @@ def _problem(run: MeasuredRun, case: CaseAnalysis) -> AttentionWorkload:
     if seq == made.seq and pattern in run.indices.patterns:
         layers = tuple(layer for layer in run.indices.layers(pattern) if layer in case.layers)
         if not layers:
-            raise ConfigError(f"--validate {run.folder}: {records.INDEX} holds no index of the layers of {case.label}")
+            raise ConfigError(
+                f"--validate {run.folder}: {records.INDEX} holds no index of the layers of {case.label}"
+            )
         indices = run.indices
         return AttentionWorkload(
             made, indices.masks, layers, lambda layer: index_of(indices, pattern, layer), pattern, made.columns.get(pattern, -1),
@@ -158,7 +195,14 @@ def _problem(run: MeasuredRun, case: CaseAnalysis) -> AttentionWorkload:
     )  # fmt: skip
     masks = (SequenceMask.causal(seq, seq),) * batch
     return AttentionWorkload(
-        setup, masks, tuple(case.layers), fixed_of(config), pattern, made.columns.get(pattern, -1), False, str(facts.get("model", ""))
+        setup,
+        masks,
+        tuple(case.layers),
+        fixed_of(config),
+        pattern,
+        made.columns.get(pattern, -1),
+        False,
+        str(facts.get("model", "")),
     )
 
 
@@ -200,7 +244,14 @@ def keep(folder: Path, predictions: Sequence[Prediction], mode: str) -> None:
             "label": p.facts["label"],
             "remarks": list(p.remarks),
             "passes": {
-                name: {"ms": {"low": d.duration.low, "value": d.duration.value, "high": d.duration.high}} for name, d in p.passes.items()
+                name: {
+                    "ms": {
+                        "low": d.duration.low,
+                        "value": d.duration.value,
+                        "high": d.duration.high,
+                    }
+                }
+                for name, d in p.passes.items()
             },
         }
         for p in predictions
@@ -212,7 +263,10 @@ def keep(folder: Path, predictions: Sequence[Prediction], mode: str) -> None:
         "workers": max(p.setup.workers for p in predictions),
         "samples_wanted": 1,
     }
-    records.write_summary(folder, document | {"samples": 1, "cases": [p.facts for p in predictions], "predicted": predicted})
+    records.write_summary(
+        folder,
+        document | {"samples": 1, "cases": [p.facts for p in predictions], "predicted": predicted},
+    )
 
 
 @dataclass(frozen=True)
@@ -239,16 +293,22 @@ def open_prediction(folder: Path, option: str = "--prediction") -> dict[Key, Pre
     recorded = records.open_records(folder)
     summary = recorded.summary
     if summary.get("kind") != "simulation":
-        raise ConfigError(f"{option} {folder}: is a {summary.get('kind')}, no prediction; `mtrain simulate --out FOLDER` leaves one")
+        raise ConfigError(
+            f"{option} {folder}: is a {summary.get('kind')}, no prediction; `mtrain simulate --out FOLDER` leaves one"
+        )
     said = summary.get("records_sha256")
     if said is not None and (not recorded.parts or digest(recorded.parts[0]) != said):
-        raise ConfigError(f"{option} {folder}: {records.RECORDS} is not the file that was written with {records.SUMMARY}; predict again")
+        raise ConfigError(
+            f"{option} {folder}: {records.RECORDS} is not the file that was written with {records.SUMMARY}; predict again"
+        )
     written = str((summary.get("environment") or {}).get("started") or "")
     found = {}
     for case in analyse(recorded):
         of_case = summary["predicted"][case.number]
         bounds = {name: of_pass["ms"] for name, of_pass in of_case["passes"].items()}
-        found[key_of(case.facts)] = PredictedCase(case, bounds, tuple(of_case.get("remarks", ())), folder, written)
+        found[key_of(case.facts)] = PredictedCase(
+            case, bounds, tuple(of_case.get("remarks", ())), folder, written
+        )
     return found
 
 
@@ -367,8 +427,13 @@ def compare(run: MeasuredRun, case: CaseAnalysis, predicted: PredictedCase) -> C
     )  # fmt: skip
 
 
-def _compare_pass(mine: PassAnalysis, other: PassAnalysis, bounds: dict[str, float], bare: float | None) -> PassComparison:
-    work = [np.concatenate([np.rint(np.column_stack([p.pairs, p.column_pairs])), np.rint(_where(p))], 1) for p in (mine, other)]
+def _compare_pass(
+    mine: PassAnalysis, other: PassAnalysis, bounds: dict[str, float], bare: float | None
+) -> PassComparison:
+    work = [
+        np.concatenate([np.rint(np.column_stack([p.pairs, p.column_pairs])), np.rint(_where(p))], 1)
+        for p in (mine, other)
+    ]
     computed = (mine.attention > 0) & (other.attention > 0)
     cells = np.abs(_relative(other.attention, mine.attention))[computed]
     return PassComparison(
@@ -381,7 +446,10 @@ def _compare_pass(mine: PassAnalysis, other: PassAnalysis, bounds: dict[str, flo
         steps=(mine.elapsed.mean(0), other.elapsed.mean(0)),
         ranks=(mine.elapsed.sum(1) + mine.columns, other.elapsed.sum(1) + other.columns),
         mape=float(cells.mean()) if cells.size else 0.0,
-        degrees={name: (getattr(mine.time, name).mean, getattr(other.time, name).mean) for name in DEGREES},
+        degrees={
+            name: (getattr(mine.time, name).mean, getattr(other.time, name).mean)
+            for name in DEGREES
+        },
         cells=work[0].size,
         equal=int((work[0] == work[1]).sum()),
     )
@@ -437,12 +505,18 @@ def agreement(cases: Sequence[CaseComparison]) -> PredictionAccuracy:
     for case in cases:
         groups.setdefault(case.group, []).append(case)
     ranked = {group: found for group, found in groups.items() if len(found) >= _FEWEST_RANKED}
-    times = {group: [np.array([getattr(c, of) for c in found]) for of in ("measured", "predicted")] for group, found in ranked.items()}
+    times = {
+        group: [np.array([getattr(c, of) for c in found]) for of in ("measured", "predicted")]
+        for group, found in ranked.items()
+    }
     common = float(np.median(errors + 1))
     return PredictionAccuracy(
         mape=float(np.abs(errors).mean()),
         worst=float(errors[np.argmax(np.abs(errors))]),
-        passes={name: float(np.mean([abs(p.error) for n, p in every if n == name])) for name in dict.fromkeys(n for n, _ in every)},
+        passes={
+            name: float(np.mean([abs(p.error) for n, p in every if n == name]))
+            for name in dict.fromkeys(n for n, _ in every)
+        },
         covered=float(np.mean([p.inside for _, p in every])),
         degree=float(degrees.mean()),
         worst_degree=float(degrees.max()),
@@ -451,7 +525,9 @@ def agreement(cases: Sequence[CaseComparison]) -> PredictionAccuracy:
         equal=sum(p.equal for _, p in every),
         common=common,
         beside=float(np.abs((errors + 1) / common - 1).mean()),
-        chosen={group: int(pair[0].argmin()) == int(pair[1].argmin()) for group, pair in times.items()},
+        chosen={
+            group: int(pair[0].argmin()) == int(pair[1].argmin()) for group, pair in times.items()
+        },
     )
 
 
@@ -472,5 +548,7 @@ def sources(constants: Iterable[tuple[str, Any]]) -> dict[str, list[str]]:
     """Names of constants by their source."""
     found: dict[str, list[str]] = {}
     for name, constant in constants:
-        found.setdefault(str(constant["source"] if isinstance(constant, dict) else constant.source), []).append(name)
+        found.setdefault(
+            str(constant["source"] if isinstance(constant, dict) else constant.source), []
+        ).append(name)
     return found

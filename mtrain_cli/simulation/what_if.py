@@ -21,7 +21,13 @@ from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.schedule import Schedule, make_schedule
 from mtrain_cli.profiling.imbalance import Imbalance, imbalance
 from mtrain_cli.profiling.index_file import RecordedIndices, RecordedSetup
-from mtrain_cli.simulation.work_counts import BACKWARD, FLOP_PER_PAIR, FORWARD, StepWork, WorkCounter
+from mtrain_cli.simulation.work_counts import (
+    BACKWARD,
+    FLOP_PER_PAIR,
+    FORWARD,
+    StepWork,
+    WorkCounter,
+)
 
 PASSES = (FORWARD, BACKWARD)
 _SUM_BYTES = 4  # gradients of columns are added up in float32
@@ -65,7 +71,10 @@ class ReplayedSetup:
     @property
     def flop(self) -> IntArray:
         """int64 [workers], both passes over head_dim."""
-        return sum((FLOP_PER_PAIR[name] * found.pairs for name, found in self.passes.items()), np.zeros(self.setup.workers, np.int64))
+        return sum(
+            (FLOP_PER_PAIR[name] * found.pairs for name, found in self.passes.items()),
+            np.zeros(self.setup.workers, np.int64),
+        )
 
     @property
     def shares(self) -> np.ndarray:
@@ -96,7 +105,12 @@ class ReplayCase:
     def scheduled(self) -> dict[str, int]:
         """Bytes that the worker which sends most sends in each pass, without columns."""
         ranks = range(self.setup.workers)
-        return {name: max(pass_bytes(self.schedule, r, self.sizes, backward=name == BACKWARD) for r in ranks) for name in PASSES}
+        return {
+            name: max(
+                pass_bytes(self.schedule, r, self.sizes, backward=name == BACKWARD) for r in ranks
+            )
+            for name in PASSES
+        }
 
     def sent(self, direction: str, index: Index | None) -> float:
         """The same under an index, with the columns that are gathered."""
@@ -104,9 +118,20 @@ class ReplayCase:
         if not self.counter.gathers_columns or not isinstance(index, VerticalSlash):
             return largest
         # An all-reduce sends every number about twice.
-        width, groups = -(-index.columns.shape[-1] // COLUMN_TILE) * COLUMN_TILE, self.counter.groups
-        numbers = 2 * index.heads[0] * (index.heads[1] // self.schedule.heads) * width * self.sizes.head_dim
-        return largest + 2 * (groups - 1) / groups * numbers * (_SUM_BYTES if direction == BACKWARD else self.sizes.dtype_bytes)
+        width, groups = (
+            -(-index.columns.shape[-1] // COLUMN_TILE) * COLUMN_TILE,
+            self.counter.groups,
+        )
+        numbers = (
+            2
+            * index.heads[0]
+            * (index.heads[1] // self.schedule.heads)
+            * width
+            * self.sizes.head_dim
+        )
+        return largest + 2 * (groups - 1) / groups * numbers * (
+            _SUM_BYTES if direction == BACKWARD else self.sizes.dtype_bytes
+        )
 
 
 def replay(
@@ -123,8 +148,19 @@ def replay(
     """
     layers = tuple(recorded.layers(pattern) if layers is None else layers)
     first = index_of(recorded, pattern, layers[0])
-    cases = [make_case(recorded.setup, recorded.masks, setup, first, recorded.setup.columns.get(pattern, _OF_INDEX)) for setup in setups]
-    found: list[dict[str, list[tuple[Imbalance, IntArray, float]]]] = [{name: [] for name in PASSES} for _ in cases]
+    cases = [
+        make_case(
+            recorded.setup,
+            recorded.masks,
+            setup,
+            first,
+            recorded.setup.columns.get(pattern, _OF_INDEX),
+        )
+        for setup in setups
+    ]
+    found: list[dict[str, list[tuple[Imbalance, IntArray, float]]]] = [
+        {name: [] for name in PASSES} for _ in cases
+    ]
     for layer in layers:
         index = index_of(recorded, pattern, layer)
         for case, passes in zip(cases, found, strict=True):
@@ -132,7 +168,13 @@ def replay(
             for name, work in case.counter.count(fitted).items():
                 passes[name].append((degrees(work), work.total_pairs, case.sent(name, fitted)))
     return [
-        ReplayedSetup(case.setup, case.choice.label, case.layout.padded_seq, layers, {name: _mean(passes[name]) for name in PASSES})
+        ReplayedSetup(
+            case.setup,
+            case.choice.label,
+            case.layout.padded_seq,
+            layers,
+            {name: _mean(passes[name]) for name in PASSES},
+        )
         for case, passes in zip(cases, found, strict=True)
     ]
 
@@ -145,8 +187,17 @@ def degrees(work: StepWork) -> Imbalance:
 
 def _mean(layers: Sequence[tuple[Imbalance, IntArray, float]]) -> ReplayedPass:
     of_layers = [d for d, _, _ in layers]
-    mean = Imbalance(**{name: fmean(getattr(d, name) for d in of_layers) for name in ("worker", "step", "total", "critical")})
-    return ReplayedPass(mean, np.sum([pairs for _, pairs, _ in layers], axis=0), fmean(sent for _, _, sent in layers))
+    mean = Imbalance(
+        **{
+            name: fmean(getattr(d, name) for d in of_layers)
+            for name in ("worker", "step", "total", "critical")
+        }
+    )
+    return ReplayedPass(
+        mean,
+        np.sum([pairs for _, pairs, _ in layers], axis=0),
+        fmean(sent for _, _, sent in layers),
+    )
 
 
 def index_of(recorded: RecordedIndices, pattern: str, layer: int) -> Index | None:
@@ -161,7 +212,9 @@ def index_of(recorded: RecordedIndices, pattern: str, layer: int) -> Index | Non
             f"{recorded.path}: layer {layer} of {pattern} has {len(index.rows)} of {index.blocks} query blocks; a replay needs all of them"
         )
     if index is not None and index.heads != (len(recorded.masks), recorded.setup.heads):
-        raise ConfigError(f"{recorded.path}: layer {layer} of {pattern} is damaged; record it again")
+        raise ConfigError(
+            f"{recorded.path}: layer {layer} of {pattern} is damaged; record it again"
+        )
     return index
 
 
@@ -188,12 +241,22 @@ def make_case(
     piece = block or (made.block_size if setup.layout == "striped" else 1)
     if workers * piece > made.seq:
         most = max(1, made.seq // piece)
-        raise InvalidSetup(setup, "workers", f"{made.seq} tokens in blocks of {piece} cannot be dealt to so many; allowed: 1 to {most}")
+        raise InvalidSetup(
+            setup,
+            "workers",
+            f"{made.seq} tokens in blocks of {piece} cannot be dealt to so many; allowed: 1 to {most}",
+        )
     if workers % per_node:
         divisors = ", ".join(str(n) for n in range(1, workers + 1) if workers % n == 0)
-        raise InvalidSetup(setup, "per_node", f"does not divide {workers} workers; allowed: {divisors}")
+        raise InvalidSetup(
+            setup, "per_node", f"does not divide {workers} workers; allowed: {divisors}"
+        )
     if block and setup.layout == "striped" and made.block_size % block:
-        raise InvalidSetup(setup, "layout", f"its stripes of {made.block_size} tokens, as recorded, do not hold whole blocks of {block}")
+        raise InvalidSetup(
+            setup,
+            "layout",
+            f"its stripes of {made.block_size} tokens, as recorded, do not hold whole blocks of {block}",
+        )
     layout = make_layout(setup.layout, workers, made.seq, made.block_size, unit=block or 1)
     needs = ExchangeNeeds(
         workers=workers,
@@ -203,14 +266,22 @@ def make_case(
         kv_heads=made.kv_heads,
         head_dim=made.head_dim,
         dtype_bytes=made.dtype_bytes,
-        index=IndexRequest(block, isinstance(index, BlockBitmap), index.chunk if isinstance(index, GatedBitmap) else 0) if block else None,
+        index=IndexRequest(
+            block,
+            isinstance(index, BlockBitmap),
+            index.chunk if isinstance(index, GatedBitmap) else 0,
+        )
+        if block
+        else None,
         columns=width if columns == _OF_INDEX else columns,
         needs_out=made.needs_out,
     )
     choice = choice or _choice(setup, needs)
     schedule = make_schedule(choice.name, choice.options(workers))
     masks = [repadded(mask, layout.padded_seq) for mask in of_batch]
-    counter = WorkCounter.make(schedule, layout, masks, made.heads, block, shared_columns=choice.shared_columns)
+    counter = WorkCounter.make(
+        schedule, layout, masks, made.heads, block, shared_columns=choice.shared_columns
+    )
     tokens = layout.tokens_per_worker * len(masks)
     return ReplayCase(
         setup, layout, choice, schedule, counter,
@@ -225,7 +296,9 @@ def _choice(setup: ReplaySetup, needs: ExchangeNeeds) -> ExchangeChoice:
         fitting = []
         for workers in range(1, needs.heads + 1):
             per_node = min(setup.per_node, workers)
-            if workers % per_node == 0 and _accepted(replace(setup, workers=workers), replace(needs, workers=workers, per_node=per_node)):
+            if workers % per_node == 0 and _accepted(
+                replace(setup, workers=workers), replace(needs, workers=workers, per_node=per_node)
+            ):
                 fitting.append(str(workers))
         raise InvalidSetup(
             setup,
@@ -246,7 +319,13 @@ def _accepted(setup: ReplaySetup, needs: ExchangeNeeds) -> bool:
 def topology_of(setup: ReplaySetup) -> TopologyConfig:
     """What an exchange is chosen by."""
     if setup.options is not None:
-        return replace(setup.options, workers=setup.workers, gpus_per_node=setup.per_node, layout=setup.layout, exchange=setup.exchange)
+        return replace(
+            setup.options,
+            workers=setup.workers,
+            gpus_per_node=setup.per_node,
+            layout=setup.layout,
+            exchange=setup.exchange,
+        )
     return TopologyConfig(
         device="auto", workers=setup.workers, context_parallel="auto", gpus_per_node=setup.per_node, gpu_memory_gib="auto",
         host_memory_gib="auto", layout=setup.layout, exchange=setup.exchange, ulysses="auto",
@@ -273,16 +352,27 @@ def resized(index: Index, blocks: int) -> Index:
         if not isinstance(index, GatedBitmap):
             return whole
         wide = max(0, blocks * index.block // (32 * index.chunk) + 1 - index.gates.shape[-1])
-        gates = torch.nn.functional.pad(index.gates, (0, wide, 0, more * index.block))[:, :, : blocks * index.block]
-        return GatedBitmap(whole.block, whole.blocks, whole.bits, whole.rows, gates.contiguous(), index.chunk)
+        gates = torch.nn.functional.pad(index.gates, (0, wide, 0, more * index.block))[
+            :, :, : blocks * index.block
+        ]
+        return GatedBitmap(
+            whole.block, whole.blocks, whole.bits, whole.rows, gates.contiguous(), index.chunk
+        )
     assert isinstance(index, VerticalSlash)
     slashes = torch.nn.functional.pad(index.slashes, (0, more))[..., :blocks]
     # What fills the unused width is the end of the sequence.
     unused = min(blocks, index.blocks) * index.block
-    return VerticalSlash(index.block, blocks, slashes, index.columns.masked_fill(index.columns >= unused, blocks * index.block))
+    return VerticalSlash(
+        index.block,
+        blocks,
+        slashes,
+        index.columns.masked_fill(index.columns >= unused, blocks * index.block),
+    )
 
 
-def setups_of(layouts: Sequence[str], exchanges: Sequence[str], workers: Sequence[int], per_node: int) -> Iterator[ReplaySetup]:
+def setups_of(
+    layouts: Sequence[str], exchanges: Sequence[str], workers: Sequence[int], per_node: int
+) -> Iterator[ReplaySetup]:
     """Every combination, worker counts outermost."""
     for n in workers:
         for layout in layouts:

@@ -18,14 +18,24 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, VerticalSlash, block_pairs, changes_of_pairs
+from mtrain_cli.attention.index import (
+    BlockBitmap,
+    GatedBitmap,
+    Index,
+    VerticalSlash,
+    block_pairs,
+    changes_of_pairs,
+)
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.schedule import Schedule
 from mtrain_cli.simulation.spmd_schedule import EVERYTHING, SpmdSchedule
 
 FORWARD, BACKWARD = "forward", "backward"
-FLOP_PER_PAIR = {FORWARD: 4, BACKWARD: 10}  # times head_dim: 2 and 5 products of 2 * head_dim, as in `IndexCounts.flop`
+FLOP_PER_PAIR = {
+    FORWARD: 4,
+    BACKWARD: 10,
+}  # times head_dim: 2 and 5 products of 2 * head_dim, as in `IndexCounts.flop`
 
 Part = tuple[int, int]
 _AT_ONCE = 1 << 21  # numbers of a temporary table
@@ -74,7 +84,9 @@ def count_work(
 ) -> dict[str, StepWork]:
     """`WorkCounter.count` for a single index."""
     block = None if index is None else index.block
-    return WorkCounter.make(schedule, layout, masks, heads, block, shared_columns=shared_columns).count(index, rank)
+    return WorkCounter.make(
+        schedule, layout, masks, heads, block, shared_columns=shared_columns
+    ).count(index, rank)
 
 
 @dataclass(frozen=True)
@@ -111,9 +123,13 @@ class WorkCounter:
         """
         padded = layout.padded_seq
         if layout.workers != schedule.workers:
-            raise ValueError(f"A layout for {layout.workers} workers does not fit a schedule for {schedule.workers}.")
+            raise ValueError(
+                f"A layout for {layout.workers} workers does not fit a schedule for {schedule.workers}."
+            )
         if not masks or any(mask.padded != padded for mask in masks):
-            raise ValueError(f"Masks of {[mask.padded for mask in masks]} positions do not fit a layout of {padded}.")
+            raise ValueError(
+                f"Masks of {[mask.padded for mask in masks]} positions do not fit a layout of {padded}."
+            )
         parts = {step.part[1] for step in schedule.forward[0] if step.keys}
         if any(heads % n for n in parts):
             raise ValueError(f"{heads} heads cannot be cut into {max(parts)} equal parts.")
@@ -123,7 +139,15 @@ class WorkCounter:
             owner[layout.positions(rank)] = rank // schedule.heads
         block_owner = owner[::block].copy()
         whole = np.array_equal(np.repeat(block_owner, block)[:padded], owner)
-        return WorkCounter(schedule, tuple(masks), heads, block, shared_columns, owner, block_owner if whole else None)
+        return WorkCounter(
+            schedule,
+            tuple(masks),
+            heads,
+            block,
+            shared_columns,
+            owner,
+            block_owner if whole else None,
+        )
 
     @property
     def groups(self) -> int:
@@ -137,7 +161,11 @@ class WorkCounter:
     @property
     def gathers_columns(self) -> bool:
         """Whether single columns are a phase of their own, apart from the steps."""
-        return self.shared_columns and self.groups > 1 and self.schedule.exchange in ("ring", "hierarchical_ring")
+        return (
+            self.shared_columns
+            and self.groups > 1
+            and self.schedule.exchange in ("ring", "hierarchical_ring")
+        )
 
     def count(self, index: Index | None, rank: int | None = None) -> dict[str, StepWork]:
         """Work of the forward and the backward pass under the index of a layer; None: dense.
@@ -149,7 +177,11 @@ class WorkCounter:
         """
         steps = {name: _of_rank(places, rank) for name, places in self._places.items()}
         ranks = range(self.schedule.workers) if rank is None else (rank,)
-        wanted = {(int(i), int(n)) for places in steps.values() for i, n in np.unique(places[:, 2:4], axis=0)}
+        wanted = {
+            (int(i), int(n))
+            for places in steps.values()
+            for i, n in np.unique(places[:, 2:4], axis=0)
+        }
         wanted |= {self._own_part(r) for r in ranks} if self.gathers_columns else set()
         parts = sorted(wanted)
         if index is None:
@@ -157,8 +189,14 @@ class WorkCounter:
         else:
             self._check(index)
             queries = np.unique(np.concatenate([places[:, 4] for places in steps.values()]))
-            tables = self._of_bitmap(index, parts, queries) if isinstance(index, BlockBitmap) else self._of_lines(index, parts)
-        return {name: self._by_step(name, steps[name], ranks, tables) for name in (FORWARD, BACKWARD)}
+            tables = (
+                self._of_bitmap(index, parts, queries)
+                if isinstance(index, BlockBitmap)
+                else self._of_lines(index, parts)
+            )
+        return {
+            name: self._by_step(name, steps[name], ranks, tables) for name in (FORWARD, BACKWARD)
+        }
 
     @cached_property
     def _places(self) -> dict[str, IntArray]:
@@ -171,8 +209,17 @@ class WorkCounter:
             for at, beat in enumerate(lockstep.beats(name)):
                 if beat.queries is None or beat.keys is None:
                     continue
-                keys = np.full_like(ranks, self.groups) if beat.keys == EVERYTHING else lockstep.grid.groups_of(beat.keys)
-                columns = (ranks, np.full_like(ranks, at), lockstep.parts_of(beat), np.full_like(ranks, beat.part[1]))
+                keys = (
+                    np.full_like(ranks, self.groups)
+                    if beat.keys == EVERYTHING
+                    else lockstep.grid.groups_of(beat.keys)
+                )
+                columns = (
+                    ranks,
+                    np.full_like(ranks, at),
+                    lockstep.parts_of(beat),
+                    np.full_like(ranks, beat.part[1]),
+                )
                 rows.append(np.stack([*columns, lockstep.grid.groups_of(beat.queries), keys], 1))
             found[name] = np.concatenate(rows)
         return found
@@ -183,7 +230,9 @@ class WorkCounter:
 
     def _check(self, index: Index) -> None:
         if self.block_owner is None:
-            raise ValueError(f"A worker does not hold whole blocks of {self.block}; an index needs them.")
+            raise ValueError(
+                f"A worker does not hold whole blocks of {self.block}; an index needs them."
+            )
         expected = (self.block, self.blocks, (len(self.masks), self.heads))
         if (index.block, index.blocks, index.heads) != expected:
             raise ValueError(
@@ -191,7 +240,9 @@ class WorkCounter:
                 f"{expected[1]} blocks of {self.block} for {len(self.masks)} sequences of {self.heads} heads."
             )
 
-    def _by_step(self, direction: str, places: IntArray, ranks: Sequence[int], tables: dict[Part, _Table]) -> StepWork:
+    def _by_step(
+        self, direction: str, places: IntArray, ranks: Sequence[int], tables: dict[Part, _Table]
+    ) -> StepWork:
         steps = getattr(self.schedule, direction)
         shape = len(ranks), len(steps[ranks[0]])  # all ranks have as many
         pairs, blocks, of_columns = np.zeros((3, *shape), np.int64)
@@ -199,7 +250,11 @@ class WorkCounter:
         for part, table in tables.items():
             rank, step, _, _, q, k = places[(places[:, 2] == part[0]) & (places[:, 3] == part[1])].T
             in_steps = np.zeros_like(table.pairs) if self.gathers_columns else table.column_pairs
-            for values, counted in ((pairs, table.pairs + in_steps), (blocks, table.blocks), (of_columns, in_steps)):
+            for values, counted in (
+                (pairs, table.pairs + in_steps),
+                (blocks, table.blocks),
+                (of_columns, in_steps),
+            ):
                 values[rank - ranks[0], step] = np.column_stack([counted, counted.sum(1)])[q, k]
         if self.gathers_columns:
             for row, rank in enumerate(ranks):
@@ -214,7 +269,9 @@ class WorkCounter:
         found: list[tuple[SequenceMask, list[int]]] = []
         for row, mask in enumerate(self.masks):
             for other, rows in found:
-                if mask is other or (mask.length == other.length and np.array_equal(mask.first, other.first)):
+                if mask is other or (
+                    mask.length == other.length and np.array_equal(mask.first, other.first)
+                ):
                     rows.append(row)
                     break
             else:
@@ -245,17 +302,23 @@ class WorkCounter:
                 pairs, blocks = kind.diagonals.between(on.sum(0, dtype=np.int64))
                 table.pairs += pairs
                 table.blocks += blocks
-                columns, column_pairs = kind.columns.count(on, positions[rows, heads].reshape(len(on), -1))
+                columns, column_pairs = kind.columns.count(
+                    on, positions[rows, heads].reshape(len(on), -1)
+                )
                 table.column_pairs += column_pairs
                 table.columns += columns
         return tables
 
-    def _of_bitmap(self, index: BlockBitmap, parts: Sequence[Part], queries: IntArray) -> dict[Part, _Table]:
+    def _of_bitmap(
+        self, index: BlockBitmap, parts: Sequence[Part], queries: IntArray
+    ) -> dict[Part, _Table]:
         assert self.block_owner is not None
         needed = np.flatnonzero(np.isin(self.block_owner, queries))
         slots = index.slots.cpu().numpy()[needed]
         if (slots < 0).any():
-            raise ValueError(f"The index holds {len(index.rows)} of {self.blocks} query blocks, and {(slots < 0).sum()} more are needed.")
+            raise ValueError(
+                f"The index holds {len(index.rows)} of {self.blocks} query blocks, and {(slots < 0).sum()} more are needed."
+            )
         bits = index.bits.cpu().numpy().view(np.uint8)
         # One product sums over the blocks of every group; 53 bits of a float hold any of these numbers exactly.
         to_group = np.eye(self.groups)[self.block_owner]
@@ -272,32 +335,61 @@ class WorkCounter:
                         np.add.at(
                             table.pairs,
                             own,
-                            np.rint(self._gated_pairs(index, kind, heads, rows, held, allowed) @ to_group).astype(np.int64),
+                            np.rint(
+                                self._gated_pairs(index, kind, heads, rows, held, allowed)
+                                @ to_group
+                            ).astype(np.int64),
                         )
-                    chosen = np.zeros(allowed.shape, np.uint8 if len(kind.rows) * len(heads) < 256 else np.int32)
+                    chosen = np.zeros(
+                        allowed.shape, np.uint8 if len(kind.rows) * len(heads) < 256 else np.int32
+                    )
                     for sequence in kind.rows:
                         for head in heads:
                             chosen += bits[sequence, head, held]
                     if not isinstance(index, GatedBitmap):
-                        np.add.at(table.pairs, own, np.rint((chosen * allowed.astype(np.float64)) @ to_group).astype(np.int64))
-                    np.add.at(table.blocks, own, np.rint((chosen * (allowed > 0)).astype(np.float64) @ to_group).astype(np.int64))
+                        np.add.at(
+                            table.pairs,
+                            own,
+                            np.rint((chosen * allowed.astype(np.float64)) @ to_group).astype(
+                                np.int64
+                            ),
+                        )
+                    np.add.at(
+                        table.blocks,
+                        own,
+                        np.rint((chosen * (allowed > 0)).astype(np.float64) @ to_group).astype(
+                            np.int64
+                        ),
+                    )
         return tables
 
     def _gated_pairs(
-        self, index: GatedBitmap, kind: _Kind, heads: range, rows: IntArray, held: IntArray, allowed: IntArray
+        self,
+        index: GatedBitmap,
+        kind: _Kind,
+        heads: range,
+        rows: IntArray,
+        held: IntArray,
+        allowed: IntArray,
     ) -> NDArray[np.float64]:
         """[query blocks, blocks], pairs over heads and sequences of one mask that queries see. rows: query blocks, held: their places."""
         block, per_chunk = self.block, index.chunk // self.block
         found = np.zeros(allowed.shape)
         for place, (number, at) in enumerate(zip(rows, held, strict=True)):
-            gates = index.gated(slice(int(at) * block, (int(at) + 1) * block))[list(kind.rows)][:, list(heads)]
+            gates = index.gated(slice(int(at) * block, (int(at) + 1) * block))[list(kind.rows)][
+                :, list(heads)
+            ]
             seeing = gates.sum((0, 1)).cpu().numpy()  # [queries of the block, chunks]
             by_block = seeing.sum(0).repeat(per_chunk)[: self.blocks] * block
             found[place] = np.where(allowed[place] == block * block, by_block, 0)
             # Where the mask cuts a block, its rows see different numbers of its keys.
-            query = int(number) * block + np.arange(min(block, kind.mask.length - int(number) * block))
+            query = int(number) * block + np.arange(
+                min(block, kind.mask.length - int(number) * block)
+            )
             for key in np.flatnonzero((allowed[place] > 0) & (allowed[place] < block * block)):
-                keys = np.minimum(query + 1, (key + 1) * block) - np.maximum(kind.mask.first[query], key * block)
+                keys = np.minimum(query + 1, (key + 1) * block) - np.maximum(
+                    kind.mask.first[query], key * block
+                )
                 found[place, key] = (keys.clip(0) * seeing[: len(query), key // per_chunk]).sum()
         return found
 
@@ -349,8 +441,12 @@ class _Kind:
         q = np.arange(self.mask.length)
         of_query, first = counter.owner[q], self.mask.first[q]
         for k in range(counter.groups):
-            below = np.append(0, np.cumsum(counter.owner == k))  # keys of this group before each position
-            pairs[:, k] = np.rint(np.bincount(of_query, below[q + 1] - below[first], counter.groups))
+            below = np.append(
+                0, np.cumsum(counter.owner == k)
+            )  # keys of this group before each position
+            pairs[:, k] = np.rint(
+                np.bincount(of_query, below[q + 1] - below[first], counter.groups)
+            )
         return pairs, np.zeros_like(pairs)
 
 
@@ -399,7 +495,9 @@ class _Diagonals:
         if not found:
             nothing = np.empty(0, np.int64)
             return _Diagonals(groups, nothing, nothing, nothing, nothing, nothing)
-        pair, diagonal, pairs, number = (np.concatenate(columns) for columns in zip(*found, strict=True))
+        pair, diagonal, pairs, number = (
+            np.concatenate(columns) for columns in zip(*found, strict=True)
+        )
         order = np.argsort(pair, kind="stable")
         pair = pair[order]
         start = np.flatnonzero(np.diff(pair, prepend=-1))
@@ -496,7 +594,9 @@ class _ColumnCounter:
         key_group = self.owner[own]
         off = ~slashes
         # Rows of the own block that see each column, and of the last one where that is another.
-        in_own = off[row, 0] * (number * (np.minimum(last, (own + 1) * self.block - 1) + 1) - positions)
+        in_own = off[row, 0] * (
+            number * (np.minimum(last, (own + 1) * self.block - 1) + 1) - positions
+        )
         np.add.at(pairs, (key_group, key_group), in_own)
         in_last = off[row, end - own] * (end > own) * (last - end * self.block + 1) * number
         np.add.at(pairs, (self.owner[end], key_group), in_last)
@@ -506,7 +606,10 @@ class _ColumnCounter:
         order = np.argsort(key_group, kind="stable")
         for begin in range(0, len(order), at_once):
             chosen = order[begin : begin + at_once]
-            uncovered = self._between(below, row[chosen], own[chosen], end[chosen]) * (number[chosen] * self.block)[:, None]
+            uncovered = (
+                self._between(below, row[chosen], own[chosen], end[chosen])
+                * (number[chosen] * self.block)[:, None]
+            )
             groups = key_group[chosen]
             first = np.flatnonzero(np.diff(groups, prepend=-1))
             by_piece = np.add.reduceat(uncovered, first, axis=0)

@@ -33,7 +33,11 @@ class FixedPattern:
         return IndexRequest(self.block, bitmap=False)
 
     def describe(self) -> str:
-        lines = f"diagonals of {self.density:.1%} of the causal blocks" if self.density else f"{self.slashes} block diagonals"
+        lines = (
+            f"diagonals of {self.density:.1%} of the causal blocks"
+            if self.density
+            else f"{self.slashes} block diagonals"
+        )
         return f"{lines} and {self.columns} columns a head from a seed, whatever the data"
 
     def covers(self, seq: int) -> str | None:
@@ -41,20 +45,33 @@ class FixedPattern:
         if self.columns >= seq:
             return f"{self.columns} columns cover"
         if (self.density >= 1) if self.density else self.slashes >= blocks:
-            return f"diagonals of {self.density:.0%} of the blocks cover" if self.density else f"{self.slashes} block diagonals cover"
+            return (
+                f"diagonals of {self.density:.0%} of the blocks cover"
+                if self.density
+                else f"{self.slashes} block diagonals cover"
+            )
         return f"one block of {self.block} tokens covers" if blocks == 1 else None
 
     def probed_rows(self, length: int) -> torch.Tensor:  # noqa: ARG002
         return NO_ROWS
 
-    def estimate(self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, layer: int) -> VerticalSlash:  # noqa: ARG002
+    def estimate(
+        self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, layer: int
+    ) -> VerticalSlash:  # noqa: ARG002
         # The same in every step: a layer keeps what it drew once.
         lengths = tuple(mask.length for mask in masked.masks)
         return _drawn(self, layer, lengths, q.shape[2], masked.geometry.blocks, q.device)
 
 
 @lru_cache(maxsize=256)
-def _drawn(pattern: FixedPattern, layer: int, lengths: tuple[int, ...], heads: int, blocks: int, device: torch.device) -> VerticalSlash:
+def _drawn(
+    pattern: FixedPattern,
+    layer: int,
+    lengths: tuple[int, ...],
+    heads: int,
+    blocks: int,
+    device: torch.device,
+) -> VerticalSlash:
     """From the tokens of each sequence. How far it is padded, to ``blocks`` here, depends on workers and layout."""
     of_length = {length: _of_length(pattern, layer, length, heads) for length in set(lengths)}
     slashes = torch.cat([_wide(of_length[n].slashes, blocks) for n in lengths])
@@ -64,7 +81,9 @@ def _drawn(pattern: FixedPattern, layer: int, lengths: tuple[int, ...], heads: i
         for n, end in zip(lengths, unused, strict=True)
     ]
     most = max(index.most for index in of_length.values())
-    return VerticalSlash(pattern.block, blocks, slashes.to(device), torch.cat(columns).to(device), most)
+    return VerticalSlash(
+        pattern.block, blocks, slashes.to(device), torch.cat(columns).to(device), most
+    )
 
 
 def _of_length(pattern: FixedPattern, layer: int, length: int, heads: int) -> VerticalSlash:
@@ -85,7 +104,15 @@ def _wide(slashes: torch.Tensor, blocks: int) -> torch.Tensor:
 
 
 def fixed_index(
-    *, seed: int, batch: int, heads: int, seq: int, block: int, slashes: int | None, columns: int, density: float | None = None
+    *,
+    seed: int,
+    batch: int,
+    heads: int,
+    seq: int,
+    block: int,
+    slashes: int | None,
+    columns: int,
+    density: float | None = None,
 ) -> VerticalSlash:
     """Diagonals 0 and 1 and others that crowd towards the recent past, as many as ``slashes`` or as fill ``density`` of the causal blocks;
     columns anywhere with equal chance. Every head draws its own, all sequences of a batch the same.

@@ -36,15 +36,23 @@ class MobaPattern:
         return IndexRequest(self.block, bitmap=True, chunk=self.chunk if self.by_query else 0)
 
     def describe(self) -> str:
-        return f"{self.top_k} chunks of {self.chunk} keys for every " + ("query" if self.by_query else f"block of {self.block} queries")
+        return f"{self.top_k} chunks of {self.chunk} keys for every " + (
+            "query" if self.by_query else f"block of {self.block} queries"
+        )
 
     def covers(self, seq: int) -> str | None:
-        return f"{self.top_k} chunks of {self.chunk} keys cover" if self.top_k * self.chunk >= seq else None
+        return (
+            f"{self.top_k} chunks of {self.chunk} keys cover"
+            if self.top_k * self.chunk >= seq
+            else None
+        )
 
     def probed_rows(self, length: int) -> torch.Tensor:  # noqa: ARG002
         return NO_ROWS
 
-    def estimate(self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, layer: int) -> BlockBitmap:  # noqa: ARG002
+    def estimate(
+        self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, layer: int
+    ) -> BlockBitmap:  # noqa: ARG002
         """One collective: the sums of all chunks."""
         heads, geometry = q.shape[2], masked.geometry
         blocks, size = geometry.blocks, self._size(masked)
@@ -52,8 +60,14 @@ class MobaPattern:
         numbers = geometry.query_blocks.long()
         query_counts, key_counts = self._counts(masked)
         # Sums of blocks are added in float64: rounded once, they do not tell in which order workers added them.
-        sums = torch.zeros(len(k), chunks * per_chunk, *k.shape[2:], dtype=torch.float64, device=k.device)
-        sums = sums.index_copy_(1, numbers, _block_sums(k, masked).double()).unflatten(1, (chunks, per_chunk)).sum(2)
+        sums = torch.zeros(
+            len(k), chunks * per_chunk, *k.shape[2:], dtype=torch.float64, device=k.device
+        )
+        sums = (
+            sums.index_copy_(1, numbers, _block_sums(k, masked).double())
+            .unflatten(1, (chunks, per_chunk))
+            .sum(2)
+        )
         means = masked.group.sum(sums) / key_counts[..., None, None]
         if self.by_query:
             return self._by_query(q, means, masked)
@@ -62,14 +76,22 @@ class MobaPattern:
         scores = torch.einsum("bqhd,bkhd->bhqk", queries, keys)
         own = numbers * self.block // size
         chunk = torch.arange(chunks, device=q.device)
-        scores = scores.nan_to_num(0.0).masked_fill(chunk > own[:, None], float("-inf")).masked_fill(chunk == own[:, None], float("inf"))
+        scores = (
+            scores.nan_to_num(0.0)
+            .masked_fill(chunk > own[:, None], float("-inf"))
+            .masked_fill(chunk == own[:, None], float("inf"))
+        )
         best = torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., : self.top_k]
-        taken = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & (chunk <= own[:, None])
+        taken = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & (
+            chunk <= own[:, None]
+        )
         bits = taken.repeat_interleave(per_chunk, -1)[..., :blocks]
         past = torch.arange(blocks, device=q.device) <= numbers[:, None]
         return BlockBitmap(self.block, blocks, bits & past, geometry.query_blocks)
 
-    def _by_query(self, q: torch.Tensor, means: torch.Tensor, masked: MaskedPositions) -> GatedBitmap:
+    def _by_query(
+        self, q: torch.Tensor, means: torch.Tensor, masked: MaskedPositions
+    ) -> GatedBitmap:
         """means: float64 [batch, chunks, kv_heads, head_dim], the mean key of each chunk."""
         geometry, block, size = masked.geometry, self.block, self._size(masked)
         batch, heads = len(q), q.shape[2]
@@ -84,22 +106,36 @@ class MobaPattern:
             real = masked.real(b)
             for begin in range(0, real, at_once):
                 end = min(begin + at_once, real)
-                queries = q[b, begin:end].to(dtype).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [kv_heads, group, rows, head_dim]
+                queries = (
+                    q[b, begin:end].to(dtype).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+                )  # [kv_heads, group, rows, head_dim]
                 scores = (queries @ keys[b, :, None]).flatten(0, 1)
                 position = masked.positions[begin:end]
                 seen = self._best(scores, position, geometry.first[b, position], size)
                 gates[b, :, begin:end] = _packed(seen)
-                whole = torch.nn.functional.pad(seen, (0, 0, 0, -(end - begin) % block)).unflatten(1, (-1, block)).any(2)
+                whole = (
+                    torch.nn.functional.pad(seen, (0, 0, 0, -(end - begin) % block))
+                    .unflatten(1, (-1, block))
+                    .any(2)
+                )
                 rows = slice(begin // block, -(-end // block))
-                bits[b, :, rows] = whole.repeat_interleave(size // block, -1)[..., : geometry.blocks] & past[rows]
+                bits[b, :, rows] = (
+                    whole.repeat_interleave(size // block, -1)[..., : geometry.blocks] & past[rows]
+                )
         return GatedBitmap(block, geometry.blocks, bits, geometry.query_blocks, gates, size)
 
-    def _best(self, scores: torch.Tensor, position: torch.Tensor, first: torch.Tensor, size: int) -> torch.Tensor:
+    def _best(
+        self, scores: torch.Tensor, position: torch.Tensor, first: torch.Tensor, size: int
+    ) -> torch.Tensor:
         """scores [heads, rows, chunks] of queries at positions that see keys from first on -> bool like scores, their chunks."""
         chunk = torch.arange(scores.shape[-1], device=scores.device)
         own = (position // size)[:, None]
         there = (chunk <= own) & ((chunk + 1) * size > first[:, None])
-        scores = scores.nan_to_num(0.0).masked_fill(~there, float("-inf")).masked_fill(chunk == own, float("inf"))
+        scores = (
+            scores.nan_to_num(0.0)
+            .masked_fill(~there, float("-inf"))
+            .masked_fill(chunk == own, float("inf"))
+        )
         top_k = min(self.top_k, scores.shape[-1])
         least = torch.topk(scores, top_k, dim=-1).values[..., -1:]
         above, equal = scores > least, scores == least
@@ -119,8 +155,12 @@ class MobaPattern:
             size = self._size(masked)
             chunks = np.arange(-(-masked.geometry.blocks * self.block // size))
             starts = ((masked.numbers * self.block, self.block), (chunks * size, size))
-            counts = (np.clip(lengths - start, 1, most).astype(np.float64) for start, most in starts)
-            masked.cache[key] = tuple(to_device(count, masked.geometry.first.device) for count in counts)
+            counts = (
+                np.clip(lengths - start, 1, most).astype(np.float64) for start, most in starts
+            )
+            masked.cache[key] = tuple(
+                to_device(count, masked.geometry.first.device) for count in counts
+            )
         return masked.cache[key]
 
 
@@ -133,11 +173,18 @@ def _packed(bits: torch.Tensor) -> torch.Tensor:
 def _block_sums(tokens: torch.Tensor, masked: MaskedPositions) -> torch.Tensor:
     """[batch, tokens, heads, dim] -> float32 (float64 for such tokens) [batch, local blocks, heads, dim], without padding."""
     block, dtype = masked.geometry.block, accumulation_dtype(tokens.dtype)
-    sums = torch.zeros(len(tokens), len(masked.numbers), *tokens.shape[2:], dtype=dtype, device=tokens.device)
+    sums = torch.zeros(
+        len(tokens), len(masked.numbers), *tokens.shape[2:], dtype=dtype, device=tokens.device
+    )
     for b, total in enumerate(sums):
         # Positions ascend, so that padding comes last.
         whole, rest = divmod(masked.real(b), block)
-        torch.sum(tokens[b, : whole * block].unflatten(0, (whole, block)), 1, dtype=dtype, out=total[:whole])
+        torch.sum(
+            tokens[b, : whole * block].unflatten(0, (whole, block)),
+            1,
+            dtype=dtype,
+            out=total[:whole],
+        )
         if rest:
             total[whole] = tokens[b, whole * block : whole * block + rest].sum(0, dtype=dtype)
     return sums

@@ -91,8 +91,12 @@ class MaskedPositions:
         numbers = tuple(np.unique(positions // block) for positions in shards)
         held = [len(blocks) for blocks in numbers]
         if len(set(held)) > 1 or sum(held) != -(-masks[0].padded // block):
-            raise ValueError(f"The workers hold {held} blocks of {block}; an index needs whole blocks, as many on each worker.")
-        return MaskedPositions(masks, BlockGeometry.make(masks, mine, mine, block, device), numbers, group)
+            raise ValueError(
+                f"The workers hold {held} blocks of {block}; an index needs whole blocks, as many on each worker."
+            )
+        return MaskedPositions(
+            masks, BlockGeometry.make(masks, mine, mine, block, device), numbers, group
+        )
 
     @property
     def numbers(self) -> IntArray:
@@ -102,7 +106,9 @@ class MaskedPositions:
     @cached_property
     def host_positions(self) -> IntArray:
         """int64 [local blocks * block], the positions of this worker's slots, those beyond the end of a short last block included."""
-        return (self.numbers[:, None] * self.geometry.block + np.arange(self.geometry.block)).reshape(-1)
+        return (
+            self.numbers[:, None] * self.geometry.block + np.arange(self.geometry.block)
+        ).reshape(-1)
 
     @cached_property
     def positions(self) -> torch.Tensor:
@@ -112,7 +118,9 @@ class MaskedPositions:
     @cached_property
     def lengths(self) -> torch.Tensor:
         """int64 [batch], the tokens of each sequence that are no padding, on the device."""
-        return to_device(torch.tensor([mask.length for mask in self.masks]), self.geometry.first.device)
+        return to_device(
+            torch.tensor([mask.length for mask in self.masks]), self.geometry.first.device
+        )
 
     @cached_property
     def padded(self) -> bool:
@@ -126,7 +134,9 @@ class MaskedPositions:
     def visible(self, sequence: int, rows: torch.Tensor, keys: int) -> torch.Tensor:
         """bool [rows, keys]: which of the first local keys the queries at positions ``rows`` (int64) of one sequence may see."""
         position = self.positions[:keys]
-        return (position >= self.geometry.first[sequence, rows][:, None]) & (position <= rows[:, None])
+        return (position >= self.geometry.first[sequence, rows][:, None]) & (
+            position <= rows[:, None]
+        )
 
 
 class Pattern(Protocol):
@@ -154,7 +164,9 @@ class Pattern(Protocol):
         """
         ...
 
-    def estimate(self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, layer: int) -> Index:
+    def estimate(
+        self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, layer: int
+    ) -> Index:
         """q [batch, tokens, heads, head_dim], k [batch, tokens, kv_heads, head_dim] of this worker, in the order of ``masked.positions`` ->
         what is worth computing: the whole index on every worker, or of a bitmap the rows of its own blocks. Called without gradients, once
         per layer and step, by all workers of ``masked.group`` together.
@@ -170,7 +182,9 @@ def shown_name(pattern: Pattern) -> str:
     return f"{pattern.name} (SYNTHETIC)" if pattern.synthetic else pattern.name
 
 
-MASS_UNITS = 2.0**38  # masses are compared and added as integers of this resolution: exact, and the same in any order and on any worker
+MASS_UNITS = (
+    2.0**38
+)  # masses are compared and added as integers of this resolution: exact, and the same in any order and on any worker
 MOST_UNITS = (1 << 38) - 1
 _NUMBER_BITS = MOST_LINES.bit_length() - 1
 _NUMBERS = (1 << _NUMBER_BITS) - 1
@@ -196,7 +210,12 @@ def ranking(units: torch.Tensor, without_mass: torch.Tensor) -> torch.Tensor:
 
 
 def fewest_lines(
-    order: torch.Tensor, total: torch.Tensor, share: float | torch.Tensor, least: int, most: int, n: int
+    order: torch.Tensor,
+    total: torch.Tensor,
+    share: float | torch.Tensor,
+    least: int,
+    most: int,
+    n: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The choice of `kept_lines` from keys of `ranking` [..., candidates], among them the ``most`` largest of all lines, and the mass of
     all lines in units, int64 [..., 1]. least: no fewer than are forced, which come first.
@@ -205,7 +224,11 @@ def fewest_lines(
     lines = n - 1 - (order & _NUMBERS)
     taken = (order >> _NUMBER_BITS) & MOST_UNITS
     # A scalar on the host of another dtype costs no kernel of its own, unlike a conversion.
-    limit = share * total.double() if isinstance(share, torch.Tensor) else total * torch.tensor(share, dtype=torch.float64)
+    limit = (
+        share * total.double()
+        if isinstance(share, torch.Tensor)
+        else total * torch.tensor(share, dtype=torch.float64)
+    )
     keep = taken.cumsum(-1).sub_(taken) < limit
     keep[..., :least].fill_(True)
     return lines, keep

@@ -29,7 +29,9 @@ def _own(sparsity: SparsityConfig, *others: str) -> dict[str, Any]:
 
 
 _PATTERNS: dict[str, Callable[[SparsityConfig, int], Pattern]] = {
-    "vertical_slash": lambda s, _: VerticalSlashPattern(**_own(s, "index_per"), per_group=s.index_per == "kv_group"),
+    "vertical_slash": lambda s, _: VerticalSlashPattern(
+        **_own(s, "index_per"), per_group=s.index_per == "kv_group"
+    ),
     "xattention": lambda s, _: XAttentionPattern(**_own(s)),
     "moba": lambda s, _: MobaPattern(**_own(s, "gate"), by_query=s.gate == "query"),
     "fixed": lambda s, seed: FixedPattern(**_own(s), seed=seed),

@@ -10,7 +10,9 @@ from mtrain_cli.sparsity.pattern import MaskedPositions
 _SCORE_BYTES = 1 << 29
 
 
-def recall(index: Index, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, rows: torch.Tensor) -> torch.Tensor:
+def recall(
+    index: Index, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, rows: torch.Tensor
+) -> torch.Tensor:
     """The share of the attention of the queries at positions ``rows`` (int64 [rows], the same for every sequence) that falls on pairs
     which the index allows: the quantity of MTraining, figure 2b. Softmax in float32 over all that the mask allows.
 
@@ -32,7 +34,10 @@ def recall(index: Index, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositio
             hidden = ~masked.visible(b, part, seq)
             for g in range(kv_heads):
                 own = slice(g * group, (g + 1) * group)
-                scores = torch.einsum("rhd,kd->hrk", q[b, part, own].float(), k[b, :, g].float()) * dim**-0.5
+                scores = (
+                    torch.einsum("rhd,kd->hrk", q[b, part, own].float(), k[b, :, g].float())
+                    * dim**-0.5
+                )
                 p = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
                 result[b, own, start : start + len(part)] = (p * allowed[b, own]).sum(-1)
     return result

@@ -19,15 +19,28 @@ import torch
 from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.attention.index import VerticalSlash
 from mtrain_cli.attention.kernel import IndexRequest, accumulation_dtype
-from mtrain_cli.sparsity.pattern import MASS_UNITS, MOST_UNITS, MaskedPositions, fewest_lines, in_units, rank_without_mass, ranking
+from mtrain_cli.sparsity.pattern import (
+    MASS_UNITS,
+    MOST_UNITS,
+    MaskedPositions,
+    fewest_lines,
+    in_units,
+    rank_without_mass,
+    ranking,
+)
 
 _SCORE_BYTES = 1 << 30  # scores that exist at once while an index is estimated
 _COLUMN_STEP = 128  # the width of unbounded columns is a multiple of this
-_SMALLEST_TILE, _LARGEST_TILE = 16, 128  # keys of a tile of the fused probe, which has to lie in one block
+_SMALLEST_TILE, _LARGEST_TILE = (
+    16,
+    128,
+)  # keys of a tile of the fused probe, which has to lie in one block
 
 
 _ROWS = 64  # of a tile of the fused probe, so that it adds up in one way however many rows are taken at once
-Table = tuple[int, range, torch.Tensor]  # a sequence, some of its probed blocks, and their masses [blocks, heads, local columns]
+Table = tuple[
+    int, range, torch.Tensor
+]  # a sequence, some of its probed blocks, and their masses [blocks, heads, local columns]
 
 
 @dataclass(frozen=True)
@@ -88,9 +101,15 @@ class VerticalSlashPattern:
         return IndexRequest(self.block, bitmap=False)
 
     def describe(self) -> str:
-        last = f"the last {self._span} tokens" + (f" of each of {self.windows} windows" if self.windows > 1 else "")
+        last = f"the last {self._span} tokens" + (
+            f" of each of {self.windows} windows" if self.windows > 1 else ""
+        )
         probe = f"{self.last_q} queries spread over {last}" if self.last_q < self._span else last
-        caps = [f"{most} {what}" for most, what in ((self.max_columns, "columns"), (self.max_slashes, "diagonals")) if most]
+        caps = [
+            f"{most} {what}"
+            for most, what in ((self.max_columns, "columns"), (self.max_slashes, "diagonals"))
+            if most
+        ]
         joint = ", joint with the diagonals," if self.joint else ""
         told = [
             f"columns that{joint} hold {100 * self.p_v:g}% and block diagonals that hold {100 * self.p_s:g}% of the attention of {probe}",
@@ -107,7 +126,9 @@ class VerticalSlashPattern:
             return f"at least {max(self.min_columns, self.sink_tokens)} columns cover"
         return f"one block of {self.block} tokens covers" if blocks == 1 else None
 
-    def estimate(self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, layer: int) -> VerticalSlash:  # noqa: ARG002
+    def estimate(
+        self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, layer: int
+    ) -> VerticalSlash:  # noqa: ARG002
         """Five collectives over the batch: probed queries, largest scores and their sums per row, diagonals, candidates for columns. Where
         the sums of all rows exceed the budget, each part of the rows takes two.
         """
@@ -135,7 +156,9 @@ class VerticalSlashPattern:
             found[sequence].append(table)
         return [torch.cat(tables) for tables in found]
 
-    def _tables(self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions) -> tuple[Callable[[], Iterator[Table]], int]:
+    def _tables(
+        self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions
+    ) -> tuple[Callable[[], Iterator[Table]], int]:
         """`mass`, some probed blocks of a sequence at a time, as often as asked for, and the bytes of all of it."""
         probes = self.probes(masked)
         everyone = q.new_zeros(sum(len(p.rows) for p in probes), *q.shape[2:])
@@ -145,7 +168,11 @@ class VerticalSlashPattern:
         # One worker holds each row, and the others add zeros: exact in any precision.
         masked.group.sum(everyone)
         each = list(zip(parts, k, probes, strict=True))
-        heads, width, element = q.shape[2], len(masked.host_positions), accumulation_dtype(q.dtype).itemsize
+        heads, width, element = (
+            q.shape[2],
+            len(masked.host_positions),
+            accumulation_dtype(q.dtype).itemsize,
+        )
         at_once = max(1, _SCORE_BYTES // (element * heads * width))
 
         if fused_probe_usable(q, self.block):
@@ -156,11 +183,15 @@ class VerticalSlashPattern:
             fixed = (masked.geometry.key_blocks, self.block, tile, scale)
 
             def lse_of(b: int, rows: slice) -> torch.Tensor:
-                return kernel.tile_lse(parts[b][rows], k[b], *(t[rows] for t in places[b][:2]), *fixed)
+                return kernel.tile_lse(
+                    parts[b][rows], k[b], *(t[rows] for t in places[b][:2]), *fixed
+                )
 
             def columns_of(b: int, lse: torch.Tensor, blocks: range) -> torch.Tensor:
                 first, at, of_row = places[b]
-                return kernel.probed_columns(parts[b], k[b], first, at, *fixed, lse, of_row, blocks, width)
+                return kernel.probed_columns(
+                    parts[b], k[b], first, at, *fixed, lse, of_row, blocks, width
+                )
         else:
             tile = self.block
             hidden = [~masked.visible(b, p.rows, k.shape[1]) for b, p in enumerate(probes)]
@@ -173,9 +204,20 @@ class VerticalSlashPattern:
                 if len(blocks) == len(probes[b].away):
                     return _columns(parts[b], k[b], hidden[b], lse, of_row, blocks, total, width)
                 some = (of_row >= blocks.start) & (of_row < blocks.stop)
-                return _columns(parts[b][some], k[b], hidden[b][some], lse[:, some], of_row[some], blocks, total, width)
+                return _columns(
+                    parts[b][some],
+                    k[b],
+                    hidden[b][some],
+                    lse[:, some],
+                    of_row[some],
+                    blocks,
+                    total,
+                    width,
+                )
 
-        rows = max(_ROWS, _SCORE_BYTES // (element * heads * (width // tile) * len(each)) // _ROWS * _ROWS)
+        rows = max(
+            _ROWS, _SCORE_BYTES // (element * heads * (width // tile) * len(each)) // _ROWS * _ROWS
+        )
         logs: list[list[torch.Tensor]] = [[] for _ in each]
         for start in range(0, max(len(p.rows) for p in probes), rows):
             these = [b for b, p in enumerate(probes) if start < len(p.rows)]
@@ -195,7 +237,12 @@ class VerticalSlashPattern:
         return tables, sum(len(p.away) for p in probes) * element * heads * width
 
     def _totals(
-        self, tables: Iterable[Table], masked: MaskedPositions, heads: int, group: int, chosen: torch.Tensor | None
+        self,
+        tables: Iterable[Table],
+        masked: MaskedPositions,
+        heads: int,
+        group: int,
+        chosen: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Probed mass by diagonal, int64 [batch, heads, blocks], and by local column, [batch, heads, columns], in units; of this worker.
 
@@ -252,7 +299,10 @@ class VerticalSlashPattern:
         positions = self.probed_rows(masked.masks[sequence].length)
         numbers, of_row = torch.unique(positions // self.block, return_inverse=True)
         slots = np.searchsorted(masked.host_positions, positions.numpy())
-        held = np.flatnonzero(masked.host_positions[np.minimum(slots, len(masked.host_positions) - 1)] == positions.numpy())
+        held = np.flatnonzero(
+            masked.host_positions[np.minimum(slots, len(masked.host_positions) - 1)]
+            == positions.numpy()
+        )
         rows = to_device(positions, device)
         return Probe(
             rows=rows,
@@ -260,7 +310,9 @@ class VerticalSlashPattern:
             of_row=to_device(of_row, device),
             held=to_device(held, device),
             slots=to_device(slots[held], device),
-            away=to_device((numbers[:, None] - torch.from_numpy(masked.numbers)).clamp(min=0), device),
+            away=to_device(
+                (numbers[:, None] - torch.from_numpy(masked.numbers)).clamp(min=0), device
+            ),
         )
 
     def _slashes(self, diagonals: torch.Tensor, masked: MaskedPositions) -> torch.Tensor:
@@ -274,7 +326,9 @@ class VerticalSlashPattern:
             numbers = torch.arange(blocks, device=diagonals.device)
             masked.cache[key] = rank_without_mass(numbers < forced, numbers, blocks)
         order, total = ranking(units, masked.cache[key]), units.sum(-1, keepdim=True)
-        lines, keep = fewest_lines(order, total, self.p_s, least, self.max_slashes or blocks, blocks)
+        lines, keep = fewest_lines(
+            order, total, self.p_s, least, self.max_slashes or blocks, blocks
+        )
         return torch.zeros_like(diagonals, dtype=torch.bool).scatter_(-1, lines, keep)
 
     def _column_choice(self, vertical: torch.Tensor, masked: MaskedPositions) -> torch.Tensor:
@@ -285,8 +339,13 @@ class VerticalSlashPattern:
         most = self.max_columns or tokens
         key = (type(self).__name__, "columns", self.sink_tokens)
         if key not in masked.cache:
-            without_mass = rank_without_mass(masked.positions < self.sink_tokens, masked.positions, tokens)
-            masked.cache[key] = without_mass, torch.full((), tokens, dtype=torch.int32, device=vertical.device)
+            without_mass = rank_without_mass(
+                masked.positions < self.sink_tokens, masked.positions, tokens
+            )
+            masked.cache[key] = (
+                without_mass,
+                torch.full((), tokens, dtype=torch.int32, device=vertical.device),
+            )
         without_mass, unused = masked.cache[key]
         left = vertical.sum(-1, keepdim=True)
         order = ranking(vertical.clamp_(max=MOST_UNITS), without_mass)
@@ -301,7 +360,9 @@ class VerticalSlashPattern:
         if self.joint:
             # Slashes hold what is not outside; columns have to bring what is missing to p_v of all.
             share = ((left - (1 - self.p_v) * MASS_UNITS) / left.clamp(min=1)).clamp(min=0.0)
-        lines, keep = fewest_lines(order, left, share, max(self.sink_tokens, self.min_columns), most, tokens)
+        lines, keep = fewest_lines(
+            order, left, share, max(self.sink_tokens, self.min_columns), most, tokens
+        )
         if masked.padded:
             # Padding is never chosen, not even where more columns are asked for than there are tokens.
             keep &= lines < masked.lengths[:, None, None]
@@ -309,13 +370,19 @@ class VerticalSlashPattern:
         if not self.max_columns:
             # Without a bound the host has to know how many there are, or every later step would work on as many as there are tokens.
             widest = int(keep.sum(-1).max())
-            columns = columns[..., : min(tokens, max(1, -(-widest // _COLUMN_STEP)) * _COLUMN_STEP)].contiguous()
+            columns = columns[
+                ..., : min(tokens, max(1, -(-widest // _COLUMN_STEP)) * _COLUMN_STEP)
+            ].contiguous()
         return columns
 
 
 def fused_probe_usable(q: torch.Tensor, block: int) -> bool:
     """Whether the Triton kernels, which never write scores to memory, can serve the queries."""
-    shapes = q.shape[-1] in (16, 32, 64, 128) and tile_keys(block) >= _SMALLEST_TILE and q.dtype != torch.float64
+    shapes = (
+        q.shape[-1] in (16, 32, 64, 128)
+        and tile_keys(block) >= _SMALLEST_TILE
+        and q.dtype != torch.float64
+    )
     return q.is_cuda and shapes and importlib.util.find_spec("triton") is not None
 
 
@@ -353,7 +420,9 @@ def _joined(parts: list[torch.Tensor], dim: int = -1) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor
+) -> Iterator[tuple[slice, torch.Tensor]]:
     """Scores of probed queries q [rows, heads, head_dim] with k [keys, kv_heads, head_dim], as many heads at once as the budget allows.
 
     Yields the query heads and their scores [heads, rows, keys], -inf where hidden [rows, keys] or not finite.
@@ -364,10 +433,19 @@ def _scores(q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor) -> Iterator[
     probe = q.to(dtype).unflatten(1, (kv_heads, -1))
     at_once = max(1, _SCORE_BYTES // (4 * len(q) * keys * per_kv))
     for g in range(0, kv_heads, at_once):
-        queries = probe[:, g : g + at_once].permute(1, 2, 0, 3).flatten(1, 2)  # [kv heads, group * rows, dim]
-        scores = (queries @ k[:, g : g + at_once].permute(1, 2, 0).to(dtype)).mul_(dim**-0.5).view(-1, len(q), keys)
+        queries = (
+            probe[:, g : g + at_once].permute(1, 2, 0, 3).flatten(1, 2)
+        )  # [kv heads, group * rows, dim]
+        scores = (
+            (queries @ k[:, g : g + at_once].permute(1, 2, 0).to(dtype))
+            .mul_(dim**-0.5)
+            .view(-1, len(q), keys)
+        )
         first = g * per_kv
-        yield slice(first, first + len(scores)), scores.masked_fill_(hidden | ~(scores < float("inf")), float("-inf"))
+        yield (
+            slice(first, first + len(scores)),
+            scores.masked_fill_(hidden | ~(scores < float("inf")), float("-inf")),
+        )
 
 
 def _block_lse(q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor, block: int) -> torch.Tensor:
@@ -375,20 +453,31 @@ def _block_lse(q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor, block: in
     short = -len(k) % block
     parts = []
     for _, scores in _scores(q, k, hidden):
-        scores = torch.nn.functional.pad(scores, (0, short), value=float("-inf")) if short else scores
+        scores = (
+            torch.nn.functional.pad(scores, (0, short), value=float("-inf")) if short else scores
+        )
         parts.append(scores.unflatten(-1, (-1, block)).logsumexp(-1).permute(2, 0, 1))
     return torch.cat(parts, 1)
 
 
 def _columns(
-    q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor, lse: torch.Tensor, of_row: torch.Tensor, groups: range, total: int, width: int
+    q: torch.Tensor,
+    k: torch.Tensor,
+    hidden: torch.Tensor,
+    lse: torch.Tensor,
+    of_row: torch.Tensor,
+    groups: range,
+    total: int,
+    width: int,
 ) -> torch.Tensor:
     """Attention of probed queries summed per group and local key, over the total number of queries, given lse [heads, rows] over all keys.
 
     of_row: the group of each query; groups: those wanted. -> [groups, heads, width].
     """
     columns = torch.zeros(len(groups), q.shape[1], width, dtype=lse.dtype, device=q.device)
-    mean_of = (of_row == torch.arange(groups.start, groups.stop, device=q.device)[:, None]).to(lse.dtype) / total
+    mean_of = (of_row == torch.arange(groups.start, groups.stop, device=q.device)[:, None]).to(
+        lse.dtype
+    ) / total
     for heads, scores in _scores(q, k, hidden):
         p = scores.sub_(lse[heads, :, None]).exp_()
         columns[:, heads, : len(k)] = (mean_of @ p).transpose(0, 1)

@@ -37,22 +37,34 @@ class XAttentionPattern:
         return f"blocks that hold {100 * self.threshold:g}% of antidiagonal scores, stride {self.stride}"
 
     def covers(self, seq: int) -> str | None:
-        return f"2 blocks of {self.block} tokens, the own and the first, cover" if seq <= 2 * self.block else None
+        return (
+            f"2 blocks of {self.block} tokens, the own and the first, cover"
+            if seq <= 2 * self.block
+            else None
+        )
 
     def probed_rows(self, length: int) -> torch.Tensor:  # noqa: ARG002
         return NO_ROWS
 
-    def estimate(self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, layer: int) -> BlockBitmap:  # noqa: ARG002
+    def estimate(
+        self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, layer: int
+    ) -> BlockBitmap:  # noqa: ARG002
         """One collective: all keys go to all workers, as in the published distributed form; queries stay."""
         geometry = masked.geometry
-        keys = self._sequence(torch.stack([self._padded(t, masked, b) for b, t in enumerate(k)]), masked)
-        bits = torch.stack([self._choose(self._padded(t, masked, b), keys[b], masked, b) for b, t in enumerate(q)])
+        keys = self._sequence(
+            torch.stack([self._padded(t, masked, b) for b, t in enumerate(k)]), masked
+        )
+        bits = torch.stack(
+            [self._choose(self._padded(t, masked, b), keys[b], masked, b) for b, t in enumerate(q)]
+        )
         return BlockBitmap(self.block, geometry.blocks, bits, geometry.query_blocks)
 
     def _padded(self, tokens: torch.Tensor, masked: MaskedPositions, sequence: int) -> torch.Tensor:
         """[tokens, heads, head_dim] -> whole blocks [local blocks, block, heads, head_dim], with zeros for padding."""
         real = masked.real(sequence)
-        whole = torch.nn.functional.pad(tokens[:real], (0, 0, 0, 0, 0, len(masked.host_positions) - real))
+        whole = torch.nn.functional.pad(
+            tokens[:real], (0, 0, 0, 0, 0, len(masked.host_positions) - real)
+        )
         return whole.unflatten(0, (-1, self.block))
 
     def _sequence(self, mine: torch.Tensor, masked: MaskedPositions) -> torch.Tensor:
@@ -63,12 +75,21 @@ class XAttentionPattern:
         everyone = masked.group.gather(mine).transpose(0, 1).flatten(1, 2)
         return everyone.index_select(1, masked.cache[type(self).__name__]).flatten(1, 2)
 
-    def _choose(self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, sequence: int) -> torch.Tensor:
+    def _choose(
+        self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, sequence: int
+    ) -> torch.Tensor:
         """One sequence, q [local blocks, block, heads, head_dim], k [tokens, kv_heads, head_dim] -> bool [heads, local blocks, blocks]."""
         heads, dim = q.shape[2:]
         kv_heads, blocks, stride = k.shape[1], masked.geometry.blocks, self.stride
         # A square's queries in reverse order and its keys, side by side: one product sums an antidiagonal.
-        queries = q.flatten(0, 1).unflatten(0, (-1, stride)).flip(1).permute(2, 0, 1, 3).flatten(2).unflatten(0, (kv_heads, -1))
+        queries = (
+            q.flatten(0, 1)
+            .unflatten(0, (-1, stride))
+            .flip(1)
+            .permute(2, 0, 1, 3)
+            .flatten(2)
+            .unflatten(0, (kv_heads, -1))
+        )
         keys = k.unflatten(0, (-1, stride)).permute(2, 0, 1, 3).flatten(2)
         squares, per_block = keys.shape[1], self.block // stride
         first = masked.geometry.first[sequence].view(-1, stride).amin(-1)
@@ -82,14 +103,18 @@ class XAttentionPattern:
             end = min(begin + at_once, local)
             rows = slice(begin * per_block, end * per_block)
             mine = own_squares[rows]
-            scores = _products(queries[:, :, rows].flatten(1, 2), keys.transpose(-1, -2)).view(heads, -1, squares)
+            scores = _products(queries[:, :, rows].flatten(1, 2), keys.transpose(-1, -2)).view(
+                heads, -1, squares
+            )
             scores *= dim**-0.5 / stride
             visible = (square <= mine[:, None]) & ((square + 1) * stride > first[mine][:, None])
             p = scores.masked_fill_(~visible, float("-inf")).softmax(-1).nan_to_num_(0.0)
             mass = p.view(heads, end - begin, per_block, blocks, per_block).sum((2, 4)) / per_block
             own = own_blocks[begin:end, None]
             # Blocks of the future have no mass, so none of them is kept.
-            lines, keep = kept_lines(mass, self.threshold, (number == own) | (number == 0), 0, blocks)
+            lines, keep = kept_lines(
+                mass, self.threshold, (number == own) | (number == 0), 0, blocks
+            )
             chosen[:, begin:end].scatter_(-1, lines, keep)
         return chosen
 

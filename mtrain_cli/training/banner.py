@@ -17,7 +17,9 @@ from mtrain_cli.training.optimizer import LearningRateSchedule
 from mtrain_cli.training.run_plan import RunPlan, size
 
 
-def banner(found: RunPlan, run_dir: Path, data: str, *, resumed: int | None = None) -> RenderableType:
+def banner(
+    found: RunPlan, run_dir: Path, data: str, *, resumed: int | None = None
+) -> RenderableType:
     """The facts of a run that starts now. data: one line on the corpus, from `PackedDataset.describe`. resumed: the step of the checkpoint
     that it goes on from.
     """
@@ -44,7 +46,10 @@ def banner(found: RunPlan, run_dir: Path, data: str, *, resumed: int | None = No
         ("sparsity", dry_run.describe_sparsity(found)),
         *(("", line) for line in remarks(config)),
         *dry_run.kernel_rows(found),
-        ("dtype", f"{dry_run.describe_dtype(found)}; recomputation {dry_run.describe_activations(config)}"),
+        (
+            "dtype",
+            f"{dry_run.describe_dtype(found)}; recomputation {dry_run.describe_activations(config)}",
+        ),
         ("schedule", _schedule(config, resumed)),
         ("compile", dry_run.describe_compile(found)),
         ("memory", memory),
@@ -59,7 +64,9 @@ def banner(found: RunPlan, run_dir: Path, data: str, *, resumed: int | None = No
 def _idle(found: RunPlan, run_dir: Path) -> list[str]:
     """Keys of the command line that are for rings, where topology.exchange=auto has chosen none."""
     try:
-        words = (run_dir / "overrides.txt").read_text(encoding="utf-8", errors="replace").splitlines()
+        words = (
+            (run_dir / "overrides.txt").read_text(encoding="utf-8", errors="replace").splitlines()
+        )
     except OSError:
         return []
     return idle_ring_keys(words, found.config, found.exchange.name)
@@ -67,11 +74,21 @@ def _idle(found: RunPlan, run_dir: Path) -> list[str]:
 
 def _weights(config: Config, resumed: int | None) -> str:
     """Where they come from."""
-    origin = f"{config.train.init_from} (train.init_from)" if config.train.init_from else f"random, seed {config.seed}"
-    return origin if resumed is None else f"of the checkpoint of step {resumed}; the run began with {origin}"
+    origin = (
+        f"{config.train.init_from} (train.init_from)"
+        if config.train.init_from
+        else f"random, seed {config.seed}"
+    )
+    return (
+        origin
+        if resumed is None
+        else f"of the checkpoint of step {resumed}; the run began with {origin}"
+    )
 
 
 def _schedule(config: Config, resumed: int | None) -> str:
     schedule, steps = LearningRateSchedule.of(config), config.train.steps
     kept = resumed is not None and bool(schedule.decay) and config.optim.schedule_steps != "auto"
-    return schedule.describe(steps) + "; kept by the resume, optim.rewarm=true begins a new one" * kept
+    return (
+        schedule.describe(steps) + "; kept by the resume, optim.rewarm=true begins a new one" * kept
+    )

@@ -100,12 +100,22 @@ class BatchMaker:
             with torch.cuda.device(self.device):  # a new thread begins with device 0
                 numbers = numbers.pin_memory()
         masks = self._masks(samples)
-        return HostBatch(samples, numbers, masks, sum(mask.pairs for mask in masks), valid_labels(samples))
+        return HostBatch(
+            samples, numbers, masks, sum(mask.pairs for mask in masks), valid_labels(samples)
+        )
 
     def to_device(self, host: HostBatch) -> Batch:
         """The copy is asynchronous from pinned memory, which its allocator keeps until the copy is done."""
         numbers = host.numbers.to(self.device, non_blocking=True)
-        return Batch(numbers[0], numbers[1], numbers[2], self._attention(host.masks), host.pairs, host.valid, host.masks)
+        return Batch(
+            numbers[0],
+            numbers[1],
+            numbers[2],
+            self._attention(host.masks),
+            host.pairs,
+            host.valid,
+            host.masks,
+        )
 
     def _shard(self, values: NDArray[np.int32], padding: int) -> NDArray[np.int32]:
         layout = self.exchange.layout
@@ -128,7 +138,15 @@ class BatchMaker:
         return self._causal[len(masks)].again()
 
     def _make(self, masks: list[SequenceMask]) -> ContextAttention:
-        return ContextAttention.make(self.exchange, self.kernel, masks, self.device, self.pattern, keep=self.keep, offload=self.offload)
+        return ContextAttention.make(
+            self.exchange,
+            self.kernel,
+            masks,
+            self.device,
+            self.pattern,
+            keep=self.keep,
+            offload=self.offload,
+        )
 
 
 def valid_labels(samples: Sequence[PackedSample]) -> int:

@@ -65,21 +65,31 @@ class CheckpointReader(dcp.FileSystemReader):
 
     def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
         try:
-            with zipfile.ZipFile(io.BufferedReader(_FileSection(file, sinfo.offset, sinfo.length))) as archive:
+            with zipfile.ZipFile(
+                io.BufferedReader(_FileSection(file, sinfo.offset, sinfo.length))
+            ) as archive:
                 unpacked = sum(entry.file_size for entry in archive.infolist())
         except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError, EOFError) as error:
-            raise ForeignFileError(f"{sinfo.relative_path} holds something else than tensors") from error
+            raise ForeignFileError(
+                f"{sinfo.relative_path} holds something else than tensors"
+            ) from error
         if unpacked > sinfo.length:
-            raise ForeignFileError(f"{sinfo.relative_path} holds an entry that unpacks to more than its {sinfo.length:,} bytes")
+            raise ForeignFileError(
+                f"{sinfo.relative_path} holds an entry that unpacks to more than its {sinfo.length:,} bytes"
+            )
         return super()._slice_file(file, sinfo)
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Any:
         try:
             return super().read_data(plan, planner)
         except pickle.UnpicklingError as error:
-            raise ForeignFileError(f"a file of {self._folder.name} holds something else than tensors and plain values") from error
+            raise ForeignFileError(
+                f"a file of {self._folder.name} holds something else than tensors and plain values"
+            ) from error
         except (IndexError, TypeError, AttributeError, KeyError, RuntimeError) as error:
-            raise ForeignFileError(f"a file of {self._folder.name} holds a tensor of another shape than {METADATA} says") from error
+            raise ForeignFileError(
+                f"a file of {self._folder.name} holds a tensor of another shape than {METADATA} says"
+            ) from error
 
 
 class CheckpointPlanner(DefaultLoadPlanner):
@@ -90,8 +100,14 @@ class CheckpointPlanner(DefaultLoadPlanner):
         for item in plan.items:
             expected = self.state_dict.get(item.dest_index.fqn)
             if (item.type == LoadItemType.BYTE_IO) == isinstance(expected, torch.Tensor):
-                kinds = ("a tensor", "no tensor") if isinstance(expected, torch.Tensor) else ("no tensor", "a tensor")
-                raise ForeignFileError(f"{METADATA} says that {item.dest_index.fqn} is {kinds[1]}; expected {kinds[0]}")
+                kinds = (
+                    ("a tensor", "no tensor")
+                    if isinstance(expected, torch.Tensor)
+                    else ("no tensor", "a tensor")
+                )
+                raise ForeignFileError(
+                    f"{METADATA} says that {item.dest_index.fqn} is {kinds[1]}; expected {kinds[0]}"
+                )
         return plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -136,7 +152,11 @@ class _FileSection(io.RawIOBase):
 def tensors_of(metadata: Metadata, prefix: str) -> dict[str, TensorStorageMetadata]:
     """The tensors whose names begin with ``prefix``."""
     entries = metadata.state_dict_metadata.items()
-    return {name: entry for name, entry in entries if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)}
+    return {
+        name: entry
+        for name, entry in entries
+        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+    }
 
 
 def _checked(metadata: Any, folder: Path) -> Metadata:
@@ -145,10 +165,14 @@ def _checked(metadata: Any, folder: Path) -> Metadata:
     Raises:
         ValueError: some part does not; one line that follows the file's name.
     """
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.__dict__.get("storage_data"), dict):
+    if not isinstance(metadata, Metadata) or not isinstance(
+        metadata.__dict__.get("storage_data"), dict
+    ):
         raise ValueError("describes no checkpoint")
     described: Any = metadata.__dict__.get("state_dict_metadata")
-    if not isinstance(described, dict) or not all(isinstance(name, str) and _is_entry(entry) for name, entry in described.items()):
+    if not isinstance(described, dict) or not all(
+        isinstance(name, str) and _is_entry(entry) for name, entry in described.items()
+    ):
         raise ValueError("describes its tensors in another way than DCP does")
     sizes: dict[str, int] = {}
     for index, info in metadata.storage_data.items():
@@ -164,7 +188,11 @@ def _checked(metadata: Any, folder: Path) -> Metadata:
             raise ValueError(f"says that {name} has more than its {sizes[name]:,} bytes")
     for name, entry in described.items():
         if isinstance(entry, TensorStorageMetadata):
-            missing = [c for c in entry.chunks if MetadataIndex(name, c.offsets) not in metadata.storage_data]
+            missing = [
+                c
+                for c in entry.chunks
+                if MetadataIndex(name, c.offsets) not in metadata.storage_data
+            ]
             if missing or not _covers(entry):
                 raise ValueError(f"does not say where all of {name} is")
     _require_stored(described, sum(sizes.values()))
@@ -194,15 +222,22 @@ def _is_entry(entry: object) -> bool:
         and not properties.dtype.is_complex
         and _is_size(fields.get("size"))
         and isinstance(chunks, list)
-        and all(isinstance(chunk, ChunkStorageMetadata) and _is_part(chunk.__dict__, entry.size) for chunk in chunks)
+        and all(
+            isinstance(chunk, ChunkStorageMetadata) and _is_part(chunk.__dict__, entry.size)
+            for chunk in chunks
+        )
     )
 
 
 def _covers(entry: TensorStorageMetadata) -> bool:
     """Whether the chunks make up the whole tensor. mtrain shards dimension 0 alone."""
     rows = 0
-    for chunk in sorted((c for c in entry.chunks if c.sizes.numel()), key=lambda c: tuple(c.offsets)):
-        if tuple(chunk.sizes[1:]) != tuple(entry.size[1:]) or (chunk.offsets and chunk.offsets[0] != rows):
+    for chunk in sorted(
+        (c for c in entry.chunks if c.sizes.numel()), key=lambda c: tuple(c.offsets)
+    ):
+        if tuple(chunk.sizes[1:]) != tuple(entry.size[1:]) or (
+            chunk.offsets and chunk.offsets[0] != rows
+        ):
             return False
         rows += chunk.sizes[0] if chunk.sizes else 1
     return rows == (entry.size[0] if entry.size else 1) or not entry.size.numel()
@@ -210,11 +245,17 @@ def _covers(entry: TensorStorageMetadata) -> bool:
 
 def _is_part(chunk: Mapping[str, Any], of: torch.Size) -> bool:
     offsets, sizes = chunk.get("offsets"), chunk.get("sizes")
-    if not isinstance(offsets, torch.Size) or not isinstance(sizes, torch.Size) or not len(offsets) == len(sizes) == len(of):
+    if (
+        not isinstance(offsets, torch.Size)
+        or not isinstance(sizes, torch.Size)
+        or not len(offsets) == len(sizes) == len(of)
+    ):
         return False
     if min(offsets, default=0) < 0 or min(sizes, default=0) < 0:
         return False
-    return all(offset + size <= whole for offset, size, whole in zip(offsets, sizes, of, strict=True))
+    return all(
+        offset + size <= whole for offset, size, whole in zip(offsets, sizes, of, strict=True)
+    )
 
 
 def _is_size(size: object) -> bool:
@@ -227,4 +268,6 @@ def _is_info(info: object) -> bool:
     fields = info.__dict__
     counts = (fields.get("offset"), fields.get("length"))
     # mtrain writes no transforms, such as a compression.
-    return all(type(count) is int and count >= 0 for count in counts) and not fields.get("transform_descriptors")
+    return all(type(count) is int and count >= 0 for count in counts) and not fields.get(
+        "transform_descriptors"
+    )

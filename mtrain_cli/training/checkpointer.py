@@ -36,8 +36,19 @@ from torch.futures import Future
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.parallel.collectives import share
-from mtrain_cli.training.checkpoint_files import CheckpointPlanner, CheckpointReader, ForeignFileError, tensors_of
-from mtrain_cli.training.manifest import FileEntry, Manifest, ManifestError, checksum, committed_steps
+from mtrain_cli.training.checkpoint_files import (
+    CheckpointPlanner,
+    CheckpointReader,
+    ForeignFileError,
+    tensors_of,
+)
+from mtrain_cli.training.manifest import (
+    FileEntry,
+    Manifest,
+    ManifestError,
+    checksum,
+    committed_steps,
+)
 
 T = TypeVar("T")
 # A rank with a slow disk keeps the others waiting in a collective.
@@ -92,7 +103,9 @@ class Checkpointer:
         try:
             self._everywhere(lambda: self._clean_up() if self._rank == 0 else None)
         except _Failed as failed:
-            raise CheckpointError(f"{self._directory}: cannot be used for checkpoints: {failed}") from failed
+            raise CheckpointError(
+                f"{self._directory}: cannot be used for checkpoints: {failed}"
+            ) from failed
 
     def save(self, step: int, state: Mapping[str, Any], asynchronous: bool = True) -> None:
         """Save ``state`` as of ``step``, replacing an earlier checkpoint of that step.
@@ -114,8 +127,18 @@ class Checkpointer:
         partial = self._directory / f"step-{step}.tmp-{self._attempts}"
         trainer = json.loads(json.dumps(state.get("trainer", {})))
         alone = self._group is None
-        written = dcp.async_save(self._tensors(state), storage_writer=_CheckpointWriter(partial), process_group=self._group, no_dist=alone)
-        self._saving = threading.Thread(target=self._commit, args=(step, partial, written, trainer), name="checkpoint", daemon=True)
+        written = dcp.async_save(
+            self._tensors(state),
+            storage_writer=_CheckpointWriter(partial),
+            process_group=self._group,
+            no_dist=alone,
+        )
+        self._saving = threading.Thread(
+            target=self._commit,
+            args=(step, partial, written, trainer),
+            name="checkpoint",
+            daemon=True,
+        )
         self._saving.start()
         own = None if asynchronous else self._finish()
         if earlier or own:
@@ -141,7 +164,9 @@ class Checkpointer:
         def found() -> bool:
             step = self.latest()
             try:
-                return step is not None and not Manifest.read(self._directory / f"step-{step}").trainer
+                return (
+                    step is not None and not Manifest.read(self._directory / f"step-{step}").trainer
+                )
             except (OSError, ValueError):
                 return False  # damaged: loading tells
 
@@ -182,11 +207,17 @@ class Checkpointer:
             parts = self._everywhere(lambda: _verify(folder, self._rank, self._workers))
             problems = list(dict.fromkeys(problem for part in parts for problem in part))
             if problems:
-                return "; ".join(problems[:3]) + (f" and {len(problems) - 3} more" if len(problems) > 3 else "")
+                return "; ".join(problems[:3]) + (
+                    f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+                )
             manifest = Manifest.read(folder)
             if "optimizer" in state and not manifest.trainer:
                 return "holds weights alone, no training to go on with; a new run begins with given ones by train.init_from=HF_FOLDER"
-            tensors = self._tensors(state if manifest.workers == self._workers else {k: v for k, v in state.items() if k != "rng"})
+            tensors = self._tensors(
+                state
+                if manifest.workers == self._workers
+                else {k: v for k, v in state.items() if k != "rng"}
+            )
             extra = self._everywhere(lambda: _read(folder, tensors))[0]
         except _Failed as error:
             return str(error)
@@ -213,24 +244,42 @@ class Checkpointer:
 
         def own_files() -> dict[str, dict[str, int]]:
             written.result()
-            names = [*(path.name for path in partial.glob(f"__{self._rank}_*")), *([".metadata"] if self._rank == 0 else [])]
+            names = [
+                *(path.name for path in partial.glob(f"__{self._rank}_*")),
+                *([".metadata"] if self._rank == 0 else []),
+            ]
             return {name: asdict(checksum(partial / name)) for name in names}
 
         try:
-            files = {name: FileEntry(**entry) for part in self._everywhere(own_files) for name, entry in part.items()}
+            files = {
+                name: FileEntry(**entry)
+                for part in self._everywhere(own_files)
+                for name, entry in part.items()
+            }
             manifest = Manifest(step, self._workers, torch.__version__, files, trainer)
             self._everywhere(lambda: self._publish(manifest, partial) if self._rank == 0 else None)
-        except Exception as error:  # also a peer that is gone: the main thread is to learn of it, not the terminal
+        except (
+            Exception
+        ) as error:  # also a peer that is gone: the main thread is to learn of it, not the terminal
             # Every rank removes what it can, since machines may not share the disk.
             shutil.rmtree(partial, ignore_errors=True)
-            final, reason = self._directory / f"step-{step}", error if isinstance(error, _Failed) else self._reason(error)
-            self._failure = CheckpointError(f"{final}: the checkpoint of step {step} was not saved ({reason}); {self.what_remains()}")
+            final, reason = (
+                self._directory / f"step-{step}",
+                error if isinstance(error, _Failed) else self._reason(error),
+            )
+            self._failure = CheckpointError(
+                f"{final}: the checkpoint of step {step} was not saved ({reason}); {self.what_remains()}"
+            )
 
     def _publish(self, manifest: Manifest, partial: Path) -> None:
         """Give ``partial`` its manifest and its final name, then remove what is no longer kept."""
         unseen = next((name for name in manifest.files if not (partial / name).is_file()), None)
         if unseen:
-            raise OSError(errno.ENOENT, "rank 0 does not see another rank's file; all machines must share this disk", unseen)
+            raise OSError(
+                errno.ENOENT,
+                "rank 0 does not see another rank's file; all machines must share this disk",
+                unseen,
+            )
         manifest.write(partial)
         _force_to_disk(partial)
         final = self._directory / f"step-{manifest.step}"
@@ -241,7 +290,9 @@ class Checkpointer:
         _force_to_disk(self._directory)
         _remove(replaced)
         # Steps after this one are from before a fall back to an earlier checkpoint; they are neither kept in its place nor lost.
-        for step in [step for step in committed_steps(self._directory) if step <= manifest.step][self._keep :]:
+        for step in [step for step in committed_steps(self._directory) if step <= manifest.step][
+            self._keep :
+        ]:
             _remove(self._directory / f"step-{step}")
 
     def _clean_up(self) -> None:
@@ -298,7 +349,9 @@ def checkpoints_of(path: str | os.PathLike[str]) -> list[Path]:
     return found or [folder]
 
 
-def load_model_state(path: str | os.PathLike[str], report: Callable[[str], None] | None = None) -> tuple[int, dict[str, Tensor]]:
+def load_model_state(
+    path: str | os.PathLike[str], report: Callable[[str], None] | None = None
+) -> tuple[int, dict[str, Tensor]]:
     """Step and whole model of a checkpoint, as CPU tensors by parameter name, read by this process alone.
 
     Args:
@@ -324,7 +377,9 @@ def load_model_state(path: str | os.PathLike[str], report: Callable[[str], None]
     raise NoCheckpointError(*problems)
 
 
-def write_model_state(directory: str | os.PathLike[str], step: int, model: Mapping[str, Tensor]) -> Path:
+def write_model_state(
+    directory: str | os.PathLike[str], step: int, model: Mapping[str, Tensor]
+) -> Path:
     """Write a checkpoint that holds a model alone, from this process alone, and return its folder.
 
     Raises:
@@ -353,7 +408,9 @@ class _CheckpointWriter(dcp.FileSystemWriter):
             raise OSError(cause.errno, cause.strerror) from error
 
 
-def _read(folder: Path, tensors: dict[str, Any], reader: CheckpointReader | None = None) -> str | None:
+def _read(
+    folder: Path, tensors: dict[str, Any], reader: CheckpointReader | None = None
+) -> str | None:
     """Fill ``tensors``, or this rank's part of them, and return the first tensor of a model that they lack.
 
     Every rank reads its part by itself: DCP's ranks would send each other pickles.
@@ -370,7 +427,10 @@ def _read(folder: Path, tensors: dict[str, Any], reader: CheckpointReader | None
         if not error.failures:
             raise
         raise min(error.failures.items())[1][0] from error
-    return next((name for name in tensors_of(reader.metadata, "model.") if name not in planner.state_dict), None)
+    return next(
+        (name for name in tensors_of(reader.metadata, "model.") if name not in planner.state_dict),
+        None,
+    )
 
 
 def _read_model(folder: Path) -> dict[str, Tensor]:
@@ -387,7 +447,9 @@ def _read_model(folder: Path) -> dict[str, Tensor]:
     except OSError:
         raise
     except Exception as error:
-        raise error if isinstance(error, ForeignFileError) else ForeignFileError(_one_line(error)) from error
+        raise (
+            error if isinstance(error, ForeignFileError) else ForeignFileError(_one_line(error))
+        ) from error
     return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
 
 

@@ -36,7 +36,9 @@ class ComputeTimer:
         done, self._done, self._marks = self._done, {}, {}
         if len(done) < len(self._chosen):
             return 0.0
-        return sum(t if isinstance(t, float) else t[0].elapsed_time(t[1]) / 1000 for t in done.values())
+        return sum(
+            t if isinstance(t, float) else t[0].elapsed_time(t[1]) / 1000 for t in done.values()
+        )
 
     def around(self, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """``attend``, with the time at which it is through."""

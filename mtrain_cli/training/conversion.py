@@ -18,16 +18,29 @@ from mtrain_cli.data.mixture import parse_mix
 from mtrain_cli.data.store import META, StoreMeta
 from mtrain_cli.data.tokenizers import ByteTokenizer, open_tokenizer
 from mtrain_cli.launch import run_dir
-from mtrain_cli.model.huggingface import HuggingFaceFolder, parameter_problems, parameter_shapes, require_new_folder, write_folder
+from mtrain_cli.model.huggingface import (
+    HuggingFaceFolder,
+    parameter_problems,
+    parameter_shapes,
+    require_new_folder,
+    write_folder,
+)
 from mtrain_cli.model.huggingface_config import config_json
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.model.tokenizer_files import TokenizerFiles, of_bytes, of_file, of_folder
-from mtrain_cli.training.checkpointer import CheckpointError, checkpoints_of, load_model_state, write_model_state
+from mtrain_cli.training.checkpointer import (
+    CheckpointError,
+    checkpoints_of,
+    load_model_state,
+    write_model_state,
+)
 from mtrain_cli.training.manifest import Manifest, ManifestError, committed_steps
 from mtrain_cli.training.optimizer import GIVEN_WEIGHTS_LR
 
 RESOLVED = "resolved.yaml"
-TOKENIZER = "tokenizer"  # folder of an imported run: the tokenizer files of what it was imported from
+TOKENIZER = (
+    "tokenizer"  # folder of an imported run: the tokenizer files of what it was imported from
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +65,9 @@ def import_folder(source: Path, run: Path) -> Config:
     base = compose.compose()
     named = dataclasses.replace(base.run, name=run.resolve().name, dir=str(run))
     optim = dataclasses.replace(base.optim, lr=GIVEN_WEIGHTS_LR)
-    config = dataclasses.replace(base, seq=folder.max_position, model=folder.model, optim=optim, run=named)
+    config = dataclasses.replace(
+        base, seq=folder.max_position, model=folder.model, optim=optim, run=named
+    )
     created = run_dir.create(config, [])
     try:
         weights = {name: folder.read(name).float() for name in parameter_shapes(folder.model)}
@@ -89,7 +104,9 @@ def export_checkpoint(
     source = find_source(source)
     run = _run_of(source)
     config = compose.load(run / RESOLVED)
-    files, remark = (of_folder(tokenizer), "") if tokenizer is not None else tokenizer_of_run(config, run)
+    files, remark = (
+        (of_folder(tokenizer), "") if tokenizer is not None else tokenizer_of_run(config, run)
+    )
     # Refuse a shape that the family lacks before reading weights.
     config_json(config.model, rope_factor=1.0, seq=config.seq, dtype="float32")
     try:
@@ -97,7 +114,9 @@ def export_checkpoint(
     except CheckpointError as error:
         raise ConfigError(*str(error).splitlines()) from error
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    problems = parameter_problems(shapes, parameter_shapes(config.model), where=lambda _: source, asked_by=str(run / RESOLVED))
+    problems = parameter_problems(
+        shapes, parameter_shapes(config.model), where=lambda _: source, asked_by=str(run / RESOLVED)
+    )
     if problems:
         raise ConfigError(*problems)
 
@@ -105,7 +124,9 @@ def export_checkpoint(
         return {name: weights.pop(name) for name in names}
 
     factor = rope_factor(config.model.rope, config.seq)
-    write_folder(target, config.model, read, rope_factor=factor, seq=config.seq, dtype=dtype, tokenizer=files)
+    write_folder(
+        target, config.model, read, rope_factor=factor, seq=config.seq, dtype=dtype, tokenizer=files
+    )
     return Exported(config, step, remark or f"tokenizer: {files.name}" if files else remark)
 
 
@@ -117,7 +138,10 @@ def tokenizer_of_run(config: Config, run: Path) -> tuple[TokenizerFiles | None, 
     if (run / TOKENIZER).is_dir():
         return of_folder(run / TOKENIZER), ""
     if not _was_trained(run):
-        return None, "no tokenizer: the folder that was imported has none; --tokenizer FOLDER copies one"
+        return (
+            None,
+            "no tokenizer: the folder that was imported has none; --tokenizer FOLDER copies one",
+        )
     data, folder = config.data, folder_of(config.train.init_from)
     try:
         if data.kind in ("text", "stdlib"):
@@ -128,7 +152,10 @@ def tokenizer_of_run(config: Config, run: Path) -> tuple[TokenizerFiles | None, 
             return of_folder(folder), ""
     except ConfigError as error:
         return None, f"no tokenizer: {error.problems[0]}; --tokenizer FOLDER copies one"
-    return None, f"no tokenizer: data.path={data.path} does not say which it has; --tokenizer FOLDER copies one"
+    return (
+        None,
+        f"no tokenizer: data.path={data.path} does not say which it has; --tokenizer FOLDER copies one",
+    )
 
 
 def _chosen_tokenizer(choice: str) -> TokenizerFiles:
@@ -136,7 +163,11 @@ def _chosen_tokenizer(choice: str) -> TokenizerFiles:
     if choice == "bytes":
         return _bytes()
     path = Path(choice)
-    return of_folder(path.parent, _end(choice)) if path.name == "tokenizer.json" else of_file(path, _end(choice))
+    return (
+        of_folder(path.parent, _end(choice))
+        if path.name == "tokenizer.json"
+        else of_file(path, _end(choice))
+    )
 
 
 def _end(choice: str) -> int | None:
@@ -181,9 +212,10 @@ def _was_trained(run: Path) -> bool:
     """False for an import, whose one checkpoint holds weights alone."""
     checkpoints = run / "checkpoints"
     try:
-        return any(Manifest.read(checkpoints / f"step-{step}").trainer for step in committed_steps(checkpoints)) or not committed_steps(
-            checkpoints
-        )
+        return any(
+            Manifest.read(checkpoints / f"step-{step}").trainer
+            for step in committed_steps(checkpoints)
+        ) or not committed_steps(checkpoints)
     except ManifestError:
         return True  # loading tells
 
@@ -221,4 +253,6 @@ def _run_of(source: Path) -> Path:
     for folder in (resolved, resolved.parent, resolved.parent.parent):
         if (folder / RESOLVED).is_file():
             return folder
-    raise ConfigError(f"{source}: no run and no checkpoint of one (no {RESOLVED} here or above it); give a run, such as runs/latest")
+    raise ConfigError(
+        f"{source}: no run and no checkpoint of one (no {RESOLVED} here or above it); give a run, such as runs/latest"
+    )

@@ -23,10 +23,25 @@ from mtrain_cli.training.flops import peak_flops
 from mtrain_cli.training.memory import GIB, estimate_memory
 from mtrain_cli.training.memory_search import longest_seq, refusal, search
 from mtrain_cli.training.resolution import compiles
-from mtrain_cli.training.run_plan import ASSUMED_GPU, FITS, KEPT, SHORTEST_SEQ, USABLE, RunPlan, needed_here, plan, size
+from mtrain_cli.training.run_plan import (
+    ASSUMED_GPU,
+    FITS,
+    KEPT,
+    SHORTEST_SEQ,
+    USABLE,
+    RunPlan,
+    needed_here,
+    plan,
+    size,
+)
 
 # GiB that CUDA reports for common GPUs, smallest first; a plan for a machine that is not here is held against them.
-GPU_MEMORY = (("40 GB (A100)", 39.4), ("80 GB (A100, H100)", 79.2), ("141 GB (H200)", 139.8), ("180 GB (B200)", 178.3))
+GPU_MEMORY = (
+    ("40 GB (A100)", 39.4),
+    ("80 GB (A100, H100)", 79.2),
+    ("141 GB (H200)", 139.8),
+    ("180 GB (B200)", 178.3),
+)
 USUAL_MFU = 0.4  # what a well-tuned dense run reaches; only for the time of a step in a plan
 
 
@@ -43,17 +58,28 @@ def render(found: RunPlan) -> RenderableType:
     recomputation = f"recomputation {describe_activations(config)}"
     # How much a pattern leaves depends on the data.
     less = (
-        config.sparsity.pattern != "dense" and not computes_everything(config) and (config.sparsity.dense_steps or 0) < config.train.steps
+        config.sparsity.pattern != "dense"
+        and not computes_everything(config)
+        and (config.sparsity.dense_steps or 0) < config.train.steps
     )
     sparsely = f" were it dense, {config.sparsity.pattern} computes less" if less else ""
     rows = [
         ("machine", found.machine),
         ("model", describe_model(found)),
-        ("", f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}, vocabulary {model.vocab_size:,}"),
-        ("", f"{count(found.parameters.embedding)} in the embedding{' (and LM head, tied)' if model.tie_word_embeddings else ''}"),
+        (
+            "",
+            f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}, vocabulary {model.vocab_size:,}",
+        ),
+        (
+            "",
+            f"{count(found.parameters.embedding)} in the embedding{' (and LM head, tied)' if model.tie_word_embeddings else ''}",
+        ),
         ("positions", describe_rope(found)),
         *weights_rows(config),
-        ("per token", f"{flop(found.flops.model)} model, {attention:.0%} of it attention (causal, whole sequence)"),
+        (
+            "per token",
+            f"{flop(found.flops.model)} model, {attention:.0%} of it attention (causal, whole sequence)",
+        ),
         ("", f"{flop(found.flops.executed)} executed{sparsely}, with {recomputation}"),
         ("step", describe_step(found)),
         ("", describe_time(found)),
@@ -67,8 +93,12 @@ def render(found: RunPlan) -> RenderableType:
         ("moved", describe_moved(found)),
         ("checkpoint", f"{size(found.checkpoint)} on disk, {config.train.keep_checkpoints} kept"),
     ]
-    title = Text(f"Dry run: {model.name}, seq {format_size(config.seq)}, nothing is trained", style="bold")
-    return Group(title, facts(rows), Text(""), memory_table(found), *search_rows(found), *verdict(found))
+    title = Text(
+        f"Dry run: {model.name}, seq {format_size(config.seq)}, nothing is trained", style="bold"
+    )
+    return Group(
+        title, facts(rows), Text(""), memory_table(found), *search_rows(found), *verdict(found)
+    )
 
 
 def search_rows(found: RunPlan) -> list[RenderableType]:
@@ -78,7 +108,10 @@ def search_rows(found: RunPlan) -> list[RenderableType]:
     rejected = "; ".join(f"{way}: {reason}" for way, reason in found.search.rejected())
     return [
         Text(f"{describe_choice(found)}."),
-        Text(f"Rejected, as slower by the model or as too large, the fastest setting of each way: {rejected}.", style="dim"),
+        Text(
+            f"Rejected, as slower by the model or as too large, the fastest setting of each way: {rejected}.",
+            style="dim",
+        ),
     ]
 
 
@@ -92,9 +125,21 @@ def describe_choice(found: RunPlan) -> str:
 
 def verdict(found: RunPlan) -> list[RenderableType]:
     """What would help where a plan does not fit, and how long a sequence may be."""
-    chosen = found.search is not None and found.config.train.keep_mlp and found.asked is not None and not found.asked.train.keep_mlp
+    chosen = (
+        found.search is not None
+        and found.config.train.keep_mlp
+        and found.asked is not None
+        and not found.asked.train.keep_mlp
+    )
     kept = f"; {KEPT}" if chosen else ""
-    return [*_verdict(found), *([] if found.environment.device == "cpu" else [Text(f"{FITS[0].upper()}{FITS[1:]}{kept}.", style="dim")])]
+    return [
+        *_verdict(found),
+        *(
+            []
+            if found.environment.device == "cpu"
+            else [Text(f"{FITS[0].upper()}{FITS[1:]}{kept}.", style="dim")]
+        ),
+    ]
 
 
 def fits(found: RunPlan) -> bool:
@@ -115,7 +160,11 @@ def _verdict(found: RunPlan) -> list[RenderableType]:
         if found.search.chosen is None:
             return [Text(f"Does not fit: {refusal(found, found.search)}.", style="red")]
         longest = longest_seq(found)
-        return [Text(f"Longest sequence that fits with train.memory=auto: {'none' if longest is None else _at_least(longest)}.")]
+        return [
+            Text(
+                f"Longest sequence that fits with train.memory=auto: {'none' if longest is None else _at_least(longest)}."
+            )
+        ]
     lines: list[RenderableType] = []
     if not fits(found):
         lines.append(Text(f"Does not fit: {refusal(found, search(found))}.", style="red"))
@@ -123,7 +172,12 @@ def _verdict(found: RunPlan) -> list[RenderableType]:
     automatic = longest_seq(dataclasses.replace(found, config=with_memory(config, "auto")))
     shown = ["none" if seq is None else _at_least(seq) for seq in (longest, automatic)]
     on = f"on {found.gpu_name}" if found.elsewhere else "here"
-    lines.append(Text(f"Longest sequence that fits {on}: {shown[0]} with these settings, {shown[1]} with train.memory=auto.", style="dim"))
+    lines.append(
+        Text(
+            f"Longest sequence that fits {on}: {shown[0]} with these settings, {shown[1]} with train.memory=auto.",
+            style="dim",
+        )
+    )
     return lines
 
 
@@ -141,7 +195,12 @@ def kernel_rows(found: RunPlan) -> list[tuple[str, str]]:
     rows = [("kernel", f"{found.kernel}: {found.kernel_reason}")]
     if found.dense_kernel is not None:
         name, reason = found.dense_kernel
-        rows.append(("", f"{name} in the first {found.config.sparsity.dense_steps} steps, which are dense: {reason}"))
+        rows.append(
+            (
+                "",
+                f"{name} in the first {found.config.sparsity.dense_steps} steps, which are dense: {reason}",
+            )
+        )
     return rows
 
 
@@ -162,41 +221,69 @@ def memory_table(found: RunPlan) -> RenderableType:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True)
-    rows = {**{name.replace("_", " "): part for name, part in peak.parts.items()}, "CUDA and NCCL": memory.reserve}
+    rows = {
+        **{name.replace("_", " "): part for name, part in peak.parts.items()},
+        "CUDA and NCCL": memory.reserve,
+    }
     for name, part in rows.items():
         if part:
-            table.add_row(name, size(part), Text("█" * round(30 * part / memory.total), style="cyan"))
-    table.add_row(Text("total", style="bold not dim"), Text(size(memory.total), style="bold"), fitting(found))
-    moments = [f"{moment.name} {size(moment.allocated)}" for moment in memory.moments if moment is not peak]
+            table.add_row(
+                name, size(part), Text("█" * round(30 * part / memory.total), style="cyan")
+            )
+    table.add_row(
+        Text("total", style="bold not dim"), Text(size(memory.total), style="bold"), fitting(found)
+    )
+    moments = [
+        f"{moment.name} {size(moment.allocated)}" for moment in memory.moments if moment is not peak
+    ]
     choices = [f"{name} {size(total)}" for name, total in alternatives(found).items()]
     workers = found.environment.local_workers
     waiting = f"Offloaded: {size(memory.host)} of pinned host memory a worker, {size(memory.host * workers)} a machine."
-    saving = (
-        f"While a checkpoint is written: {size(memory.saving)} more of host memory a worker, {size(memory.saving * workers)} a machine."
-    )
+    saving = f"While a checkpoint is written: {size(memory.saving)} more of host memory a worker, {size(memory.saving * workers)} a machine."
     return Group(
         Text.assemble(("Memory of a worker", "bold"), f" at its peak, the {peak.name}"),
         table,
         Text(f"At other moments: {', '.join(moments)}.", style="dim"),
         *([Text(waiting)] if memory.host else []),
         *([Text(saving)] if memory.saving else []),
-        Text(f"With train.activation_checkpoint{_in_all(found)}: {', '.join(choices)}.", style="dim"),
+        Text(
+            f"With train.activation_checkpoint{_in_all(found)}: {', '.join(choices)}.", style="dim"
+        ),
     )
 
 
 def _in_all(found: RunPlan) -> str:
     """On a CPU alternatives are told with what the host holds besides."""
-    return " (and a checkpoint under way)" if found.environment.device == "cpu" and found.memory.host_peak else ""
+    return (
+        " (and a checkpoint under way)"
+        if found.environment.device == "cpu" and found.memory.host_peak
+        else ""
+    )
 
 
 def describe_activations(config: Config) -> str:
     """What layers keep, and where."""
     train = config.train
-    kept = f" (last {train.checkpoint_keep:.0%} kept)" if train.activation_checkpoint == "sequence_selective" else ""
-    on_host, layers = layers_on_host(train.offload_activations, config.model.num_layers), config.model.num_layers
-    offloaded = f", {'' if on_host == layers - 1 else f'{on_host} of {layers} layers '}offloaded" if on_host else ""
+    kept = (
+        f" (last {train.checkpoint_keep:.0%} kept)"
+        if train.activation_checkpoint == "sequence_selective"
+        else ""
+    )
+    on_host, layers = (
+        layers_on_host(train.offload_activations, config.model.num_layers),
+        config.model.num_layers,
+    )
+    offloaded = (
+        f", {'' if on_host == layers - 1 else f'{on_host} of {layers} layers '}offloaded"
+        if on_host
+        else ""
+    )
     whole = layers_with_products(train.keep_mlp, layers)
-    products = f", MLP products of {'all' if whole == layers else f'{whole} of {layers}'} layers kept" if whole else ""
+    products = (
+        f", MLP products of {'all' if whole == layers else f'{whole} of {layers}'} layers kept"
+        if whole
+        else ""
+    )
     if products and train.activation_checkpoint == "none":
         products += " where the MLP is in tiles, all otherwise"
     return f"{train.activation_checkpoint}{kept}{offloaded}{products}"
@@ -207,7 +294,9 @@ def alternatives(found: RunPlan) -> dict[str, int]:
     totals = {}
     for kind in CHECKPOINTS:
         offload = found.config.train.offload_activations if kind != "none" else False
-        train = dataclasses.replace(found.config.train, activation_checkpoint=kind, offload_activations=offload)
+        train = dataclasses.replace(
+            found.config.train, activation_checkpoint=kind, offload_activations=offload
+        )
         other = estimate_memory(
             dataclasses.replace(found.config, train=train),
             workers=found.environment.workers,
@@ -230,15 +319,28 @@ def fitting(found: RunPlan) -> Text:
         percent = f"{share:.0%}" if share >= 0.01 else "less than 1%"
         # The bytes before it are without what a checkpoint takes while it is written; 80 columns hold both.
         saving = ", saving," if found.memory.host_peak else " of them"
-        them = f"{workers}{saving} take " if workers > 1 else "saving, it takes " if found.memory.host_peak else ""
+        them = (
+            f"{workers}{saving} take "
+            if workers > 1
+            else "saving, it takes "
+            if found.memory.host_peak
+            else ""
+        )
         return Text(f"{word}: {them}{percent} of {size(host_memory())}", style=style)
     if found.capacity is not None:
         share = found.memory.total / found.capacity
-        return Text(f"{word}: {share:.0%} of the {size(found.capacity)} of {found.gpu or 'a GPU'}", style=style)
+        return Text(
+            f"{word}: {share:.0%} of the {size(found.capacity)} of {found.gpu or 'a GPU'}",
+            style=style,
+        )
     if not found.takes(found.memory, float("inf")):
         return Text("does not fit the memory of the host", style="red")
     large_enough = [name for name, gib in GPU_MEMORY if found.memory.total <= USABLE * gib * GIB]
-    return Text(f"fits GPUs of {large_enough[0]} and more", style="green") if large_enough else Text("fits no GPU of today", style="red")
+    return (
+        Text(f"fits GPUs of {large_enough[0]} and more", style="green")
+        if large_enough
+        else Text("fits no GPU of today", style="red")
+    )
 
 
 def advice(found: RunPlan) -> str:
@@ -301,13 +403,20 @@ def weights_rows(config: Config) -> list[tuple[str, str]]:
     """Where the weights come from, and what the run does otherwise than their folder."""
     if config.train.init_from is None:
         return []
-    return [("weights", f"of {config.train.init_from}"), *(("", line) for line in initial_weights.remarks(config))]
+    return [
+        ("weights", f"of {config.train.init_from}"),
+        *(("", line) for line in initial_weights.remarks(config)),
+    ]
 
 
 def describe_step(found: RunPlan) -> str:
     train, environment = found.config.train, found.environment
     batch = "1 sequence" if train.global_batch == 1 else f"{train.global_batch} sequences"
-    split = "" if train.global_batch == 1 else f" = {environment.dp} x {train.micro_batch} x {found.micro_batches} accumulated"
+    split = (
+        ""
+        if train.global_batch == 1
+        else f" = {environment.dp} x {train.micro_batch} x {found.micro_batches} accumulated"
+    )
     return f"{found.tokens_per_step:,} tokens, {batch}{split}"
 
 
@@ -320,7 +429,9 @@ def describe_time(found: RunPlan) -> str:
     peak = peak_flops(name)
     if peak is None:
         return text
-    seconds = found.flops.model * found.tokens_per_step / (USUAL_MFU * peak * found.environment.workers)
+    seconds = (
+        found.flops.model * found.tokens_per_step / (USUAL_MFU * peak * found.environment.workers)
+    )
     return f"{text}: {duration(seconds)} at {USUAL_MFU:.0%} of the {flop(peak)}/s of {name}"
 
 
@@ -329,9 +440,15 @@ def describe_workers(found: RunPlan) -> str:
     what = found.gpu or ("GPU" if environment.device == "cuda" else "CPU process")
     if environment.workers > 1 and not found.gpu:
         what += "es" if what.endswith("s") else "s"
-    nodes = f", {environment.nodes} nodes of {environment.workers_per_node}" if environment.nodes > 1 else ""
+    nodes = (
+        f", {environment.nodes} nodes of {environment.workers_per_node}"
+        if environment.nodes > 1
+        else ""
+    )
     taken = (
-        ", taken for topology.workers=auto: give how many there are" if found.elsewhere and found.config.topology.workers == "auto" else ""
+        ", taken for topology.workers=auto: give how many there are"
+        if found.elsewhere and found.config.topology.workers == "auto"
+        else ""
     )
     return f"{environment.workers} {'x ' if found.gpu else ''}{what} = {environment.dp} data x {environment.cp} context{nodes}{taken}"
 
@@ -341,12 +458,16 @@ def describe_sparsity(found: RunPlan) -> str:
     if pattern is None:
         return "dense: every pair that the mask allows"
     dense = found.config.sparsity.dense_steps
-    return f"{shown_name(pattern)}: {pattern.describe()}" + (f"; the first {dense} steps dense" if dense else "")
+    return f"{shown_name(pattern)}: {pattern.describe()}" + (
+        f"; the first {dense} steps dense" if dense else ""
+    )
 
 
 def describe_layout(found: RunPlan) -> str:
     layout = found.layout
-    name = f"{layout.name}, blocks of {layout.block_size}" if layout.name == "striped" else layout.name
+    name = (
+        f"{layout.name}, blocks of {layout.block_size}" if layout.name == "striped" else layout.name
+    )
     pads = layout.padded_seq - layout.seq
     padding = f", {pads:,} of {layout.padded_seq:,} are padding" if pads else ""
     return f"{name}: {layout.tokens_per_worker:,} tokens a worker{padding}; {_layout_reason(found)}"
@@ -361,39 +482,73 @@ def _layout_reason(found: RunPlan) -> str:
         return "auto: a worker holds whole sequences, so that layouts do not differ"
     if found.layout.name == "zigzag":
         return "auto: dense attention without documents, whose work zigzag divides evenly in the largest pieces"
-    uneven = "packed documents" if config.sparsity.pattern == "dense" else f"the index of {config.sparsity.pattern}"
+    uneven = (
+        "packed documents"
+        if config.sparsity.pattern == "dense"
+        else f"the index of {config.sparsity.pattern}"
+    )
     return f"auto: stripes divide the work of {uneven} evenly"
 
 
 def describe_compile(found: RunPlan) -> str:
     asked = found.config.train.compile
     if not compiles(found.config, found.environment.device):
-        return "off" + ("; train.compile=auto compiles on GPUs alone" if asked == "auto" else " (train.compile=false)")
+        return "off" + (
+            "; train.compile=auto compiles on GPUs alone"
+            if asked == "auto"
+            else " (train.compile=false)"
+        )
     how = "train.compile=auto, on GPUs" if asked == "auto" else "train.compile=true"
     return f"on ({how}): the first step compiles before it computes, which can take minutes"
 
 
 def describe_dtype(found: RunPlan) -> str:
     train = found.config.train
-    text = found.dtype if found.dtype == "float32" else f"{found.dtype} compute; float32 parameters, gradients and AdamW states"
+    text = (
+        found.dtype
+        if found.dtype == "float32"
+        else f"{found.dtype} compute; float32 parameters, gradients and AdamW states"
+    )
     if found.config.optim.offload:
         text = f"{found.dtype} compute and weights, float32 gradients; float32 parameters and AdamW states on the host"
         text += ", where gradients go as they come" * found.config.optim.offload_gradients
-    return f"{text}, gradients reduced in {train.reduce_dtype}" if train.reduce_dtype != "float32" else text
+    return (
+        f"{text}, gradients reduced in {train.reduce_dtype}"
+        if train.reduce_dtype != "float32"
+        else text
+    )
 
 
 def describe_moved(found: RunPlan) -> str:
     host = found.moved.host
-    link = f"{size(host)} between GPU and host a step" if host and found.environment.device == "cuda" else ""
+    link = (
+        f"{size(host)} between GPU and host a step"
+        if host and found.environment.device == "cuda"
+        else ""
+    )
     if found.environment.workers == 1:
         return link or "nothing, one worker"
     exchange = f"{size(found.moved.forward)} forward and {size(found.moved.backward)} backward a layer and pass"
     n = found.micro_batches
-    often = {"full": "twice", "gradients": "once a step", "optimizer": "once a step"}[found.config.train.shard]
-    each = "" if n == 1 or found.config.train.shard == "optimizer" else f" in each of {n} micro-batches"
-    how = f"gathered {often}, reduced{each}" if found.config.train.shard != "full" else f"gathered {often} and reduced{each}"
+    often = {"full": "twice", "gradients": "once a step", "optimizer": "once a step"}[
+        found.config.train.shard
+    ]
+    each = (
+        ""
+        if n == 1 or found.config.train.shard == "optimizer"
+        else f" in each of {n} micro-batches"
+    )
+    how = (
+        f"gathered {often}, reduced{each}"
+        if found.config.train.shard != "full"
+        else f"gathered {often} and reduced{each}"
+    )
     weights = f"weights and gradients {size(found.moved.weights)} a step ({how})"
-    return "; ".join(part for part in (exchange if found.environment.cp > 1 else "no keys or values", weights, link) if part)
+    return "; ".join(
+        part
+        for part in (exchange if found.environment.cp > 1 else "no keys or values", weights, link)
+        if part
+    )
 
 
 def count(number: int) -> str:

@@ -54,21 +54,27 @@ class Evaluation:
 
     def line(self) -> str:
         """One line for the person."""
-        by = ", ".join(f"{format_size(b.end)} {b.loss:.4f}" for b in self.buckets if b.loss is not None)
+        by = ", ".join(
+            f"{format_size(b.end)} {b.loss:.4f}" for b in self.buckets if b.loss is not None
+        )
         count = f"{self.sequences} sequence{'s' * (self.sequences != 1)}"
         return f"held-out loss {self.loss:.4f} at step {self.step} ({self.attention}, {count}); up to context {by}"
 
 
 def edges(seq: int) -> np.ndarray:
     """Where buckets begin, and the end of the last: 0, 128, 256, ... seq."""
-    powers = [FIRST_EDGE << n for n in range(max(0, math.ceil(math.log2(max(1, seq / FIRST_EDGE)))))]
+    powers = [
+        FIRST_EDGE << n for n in range(max(0, math.ceil(math.log2(max(1, seq / FIRST_EDGE)))))
+    ]
     return np.array([0, *(edge for edge in powers if edge < seq), seq])
 
 
 def evaluate(trainer: Trainer) -> Evaluation:
     """Called on every worker, between steps. Attention is that of the step to come."""
     started = time.perf_counter()
-    from mtrain_cli.parallel.fsdp import reshard  # not for reports, which read evaluations: it takes a second to import
+    from mtrain_cli.parallel.fsdp import (
+        reshard,
+    )  # not for reports, which read evaluations: it takes a second to import
 
     e, held_out = trainer.environment, trainer.held_out
     make = trainer.next_batch_maker()
@@ -82,7 +88,9 @@ def evaluate(trainer: Trainer) -> Evaluation:
             mine = first + replica < len(held_out)
             host = make.on_host([held_out[first + replica if mine else first]])
             batch = make.to_device(host)
-            losses = trainer.decoder.token_losses(batch.tokens, batch.positions, batch.labels, batch.attend)
+            losses = trainer.decoder.token_losses(
+                batch.tokens, batch.positions, batch.labels, batch.attend
+            )
             if mine:
                 places = _places(host, bounds).to(trainer.device)
                 sums[0].index_add_(0, places, losses.flatten().double())
@@ -90,10 +98,18 @@ def evaluate(trainer: Trainer) -> Evaluation:
     reshard(trainer.decoder)  # no backward pass follows that would do it
     totals = sums.cpu()
     dist.all_reduce(totals, group=trainer.host_group)
-    return _evaluation(trainer, totals.numpy()[:, :-1], bounds, time.perf_counter() - started, "dense" if make.pattern is None else None)
+    return _evaluation(
+        trainer,
+        totals.numpy()[:, :-1],
+        bounds,
+        time.perf_counter() - started,
+        "dense" if make.pattern is None else None,
+    )
 
 
-def _evaluation(trainer: Trainer, totals: np.ndarray, bounds: np.ndarray, seconds: float, attention: str | None) -> Evaluation:
+def _evaluation(
+    trainer: Trainer, totals: np.ndarray, bounds: np.ndarray, seconds: float, attention: str | None
+) -> Evaluation:
     losses, counts = totals
     buckets = tuple(
         ContextBucket(int(begin), int(end), int(count), float(loss / count) if count else None)
@@ -166,6 +182,8 @@ def _rows(file: Path) -> list[dict[str, Any]]:
 
 def side_by_side(evaluations: Sequence[Evaluation]) -> list[tuple[int, int, list[float | None]]]:
     """(begin, end, loss of each evaluation) for every bucket that any of them has."""
-    spans = sorted({(b.begin, b.end) for evaluation in evaluations for b in evaluation.buckets if b.tokens})
+    spans = sorted(
+        {(b.begin, b.end) for evaluation in evaluations for b in evaluation.buckets if b.tokens}
+    )
     found = [{(b.begin, b.end): b.loss for b in evaluation.buckets} for evaluation in evaluations]
     return [(begin, end, [losses.get((begin, end)) for losses in found]) for begin, end in spans]

@@ -41,7 +41,10 @@ def layer_shapes(model: ModelConfig) -> dict[str, Shape]:
 
 def root_shapes(model: ModelConfig) -> dict[str, Shape]:
     """Shape of every parameter outside the layers; a tied LM head is the embedding and appears once."""
-    shapes: dict[str, Shape] = {"embedding": (model.vocab_size, model.hidden_size), "norm": (model.hidden_size,)}
+    shapes: dict[str, Shape] = {
+        "embedding": (model.vocab_size, model.hidden_size),
+        "norm": (model.hidden_size,),
+    }
     if not model.tie_word_embeddings:
         shapes["lm head"] = (model.vocab_size, model.hidden_size)
     return shapes
@@ -72,7 +75,8 @@ def parameters(model: ModelConfig) -> ParameterCount:
     matrices = [prod(shape) for shape in layer_shapes(model).values() if len(shape) == 2]
     head = model.vocab_size * model.hidden_size
     return ParameterCount(
-        total=sum(layer) * model.num_layers + sum(prod(shape) for shape in root_shapes(model).values()),
+        total=sum(layer) * model.num_layers
+        + sum(prod(shape) for shape in root_shapes(model).values()),
         embedding=head,
         matmul=sum(matrices) * model.num_layers + head,
         layer=sum(layer),
@@ -87,7 +91,12 @@ def causal_pairs(seq: int) -> int:
 
 def attention_kept(train: TrainConfig) -> float:
     """The share of a worker's queries whose attention output stays for a second forward pass; without one (none), nothing need stay."""
-    return {"none": 0.0, "selective": 1.0, "sequence_selective": float(train.checkpoint_keep), "full": 0.0}[train.activation_checkpoint]
+    return {
+        "none": 0.0,
+        "selective": 1.0,
+        "sequence_selective": float(train.checkpoint_keep),
+        "full": 0.0,
+    }[train.activation_checkpoint]
 
 
 def recomputes_attention(train: TrainConfig) -> bool:
@@ -102,7 +111,9 @@ def computed_again(train: TrainConfig, layout: Layout) -> float:
     """
     if train.activation_checkpoint in ("none", "selective"):
         return 0.0
-    early = early_queries(layout.tokens_per_worker, attention_kept(train), layout.unit if layout.unit > 1 else None)
+    early = early_queries(
+        layout.tokens_per_worker, attention_kept(train), layout.unit if layout.unit > 1 else None
+    )
     if early == layout.tokens_per_worker:
         return 1.0
     return _pairs_of_first(early, layout) / causal_pairs(layout.padded_seq)
@@ -155,19 +166,26 @@ def flops_per_token(
     count = parameters(model)
     allowed = causal_pairs(seq) if pairs is None else pairs
     heads = model.num_layers * model.num_heads * model.head_dim
-    again = recomputed_matmul(model, recomputed=recomputed, tiled=tiled, keep_mlp=keep_mlp) + (count.embedding if recomputed_logits else 0)
+    again = recomputed_matmul(model, recomputed=recomputed, tiled=tiled, keep_mlp=keep_mlp) + (
+        count.embedding if recomputed_logits else 0
+    )
     products = 14 + 4 * pairs_again
     return FlopsPerToken(
         model=6 * count.matmul + 12 * heads * allowed / seq,
-        executed=((6 * count.matmul + 2 * again) * (padded_seq or seq) + products * heads * allowed) / seq,
+        executed=((6 * count.matmul + 2 * again) * (padded_seq or seq) + products * heads * allowed)
+        / seq,
     )
 
 
-def training_flops(config: Config, layout: Layout, *, dtype_bytes: int, pairs: float | None = None) -> FlopsPerToken:
+def training_flops(
+    config: Config, layout: Layout, *, dtype_bytes: int, pairs: float | None = None
+) -> FlopsPerToken:
     """`flops_per_token` of a run. pairs: of one sequence and head; default causal."""
     model, train = config.model, config.train
     tokens = layout.tokens_per_worker * train.micro_batch
-    rows = tile_rows(tokens, model.hidden_size, model.intermediate_size, dtype_bytes, train.tile_mib << 20)
+    rows = tile_rows(
+        tokens, model.hidden_size, model.intermediate_size, dtype_bytes, train.tile_mib << 20
+    )
     return flops_per_token(
         model,
         config.seq,
@@ -181,7 +199,9 @@ def training_flops(config: Config, layout: Layout, *, dtype_bytes: int, pairs: f
     )
 
 
-def recomputed_matmul(model: ModelConfig, *, recomputed: bool, tiled: bool = False, keep_mlp: bool | int = False) -> int:
+def recomputed_matmul(
+    model: ModelConfig, *, recomputed: bool, tiled: bool = False, keep_mlp: bool | int = False
+) -> int:
     """Matmul parameters of the layers whose forward product runs a second time in the backward pass.
 
     Of a recomputed layer that is every matrix but the MLP's last: all that backward needs of that product is its input. Of a layer that
@@ -202,7 +222,10 @@ _PEAK_FLOPS: tuple[tuple[str, float], ...] = (
     (r"G?H200", 989e12),  # H200 sheet, SXM column: 1979 sparse; GH200 carries the same GPU
     (r"H100 NVL", 835e12),  # H100 NVL product brief: 1671 sparse
     (r"H100 PCIe", 756e12),  # H100 sheet, PCIe column: 1513 sparse
-    (r"H[18]00", 989e12),  # H100 sheet, SXM column: 1979 sparse; H800 differs in links and fp64 only
+    (
+        r"H[18]00",
+        989e12,
+    ),  # H100 sheet, SXM column: 1979 sparse; H800 differs in links and fp64 only
     (r"H20", 148e12),  # H20 sheet: 148 dense
     (r"A[18]00", 312e12),  # A100 sheet; A800 differs in links only
     (r"A40", 149.7e12),  # A40 sheet: 149.7 dense
@@ -211,7 +234,10 @@ _PEAK_FLOPS: tuple[tuple[str, float], ...] = (
     (r"L40S", 362e12),  # L40S sheet: 362.05 dense
     (r"L40", 181e12),  # L40 sheet: 181.05 dense
     (r"L4", 121e12),  # L4 sheet: 242 sparse
-    (r"RTX 5090", 209.5e12),  # RTX Blackwell whitepaper, table of the RTX 5090: 209.5 dense with fp32 accumulation
+    (
+        r"RTX 5090",
+        209.5e12,
+    ),  # RTX Blackwell whitepaper, table of the RTX 5090: 209.5 dense with fp32 accumulation
     (r"RTX 4090", 165.2e12),  # Ada whitepaper, appendix A: 165.2 dense with fp32 accumulation
     (r"RTX 3090", 71e12),  # GA102 whitepaper, appendix A: 71 dense with fp32 accumulation
 )
@@ -219,4 +245,6 @@ _PEAK_FLOPS: tuple[tuple[str, float], ...] = (
 
 def peak_flops(device_name: str) -> float | None:
     """Dense bf16 FLOP/s of a GPU by the name that CUDA gives it; None for a CPU or a GPU not in the table, and MFU is then null."""
-    return next((peak for pattern, peak in _PEAK_FLOPS if re.search(rf"\b{pattern}\b", device_name)), None)
+    return next(
+        (peak for pattern, peak in _PEAK_FLOPS if re.search(rf"\b{pattern}\b", device_name)), None
+    )

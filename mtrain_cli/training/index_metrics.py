@@ -44,14 +44,24 @@ def summed(records: list[IndexRecord], layers: int, device: torch.device) -> tor
     alike: dict[int, list[IndexRecord]] = {}
     for record in records:
         alike.setdefault(len(record.counts.pairs), []).append(record)
-    sums = torch.zeros(layers + 2, dtype=torch.int64, device=device)  # of integers, exact in any order
+    sums = torch.zeros(
+        layers + 2, dtype=torch.int64, device=device
+    )  # of integers, exact in any order
     for some in alike.values():
-        lines = [t for record in some for t in (record.counts.pairs, record.counts.slashes, record.counts.columns)]
-        places = torch.tensor([place for record in some for place in (record.layer, layers, layers + 1)])
+        lines = [
+            t
+            for record in some
+            for t in (record.counts.pairs, record.counts.slashes, record.counts.columns)
+        ]
+        places = torch.tensor(
+            [place for record in some for place in (record.layer, layers, layers + 1)]
+        )
         sums.index_add_(0, to_device(places, device), torch.stack(lines).sum((1, 2)))
     means = sums.double() / heads
     means[:layers] *= workers
-    return torch.nn.functional.pad(means, (0, 1), value=sum(len(record.counts.pairs) for record in records) / layers)
+    return torch.nn.functional.pad(
+        means, (0, 1), value=sum(len(record.counts.pairs) for record in records) / layers
+    )
 
 
 def index_metrics(total: list[float], records: list[IndexRecord], seq: int) -> IndexMetrics:

@@ -12,7 +12,11 @@ from mtrain_cli.model.huggingface_config import read_config
 from mtrain_cli.model.huggingface_config import remarks as config_remarks
 from mtrain_cli.model.rope import rope_factor
 
-_OF_SCALING = {"none": (), "yarn": ("beta_fast", "beta_slow"), "llama3": ("low_freq_factor", "high_freq_factor")}
+_OF_SCALING = {
+    "none": (),
+    "yarn": ("beta_fast", "beta_slow"),
+    "llama3": ("low_freq_factor", "high_freq_factor"),
+}
 
 
 def remarks(config: Config) -> list[str]:
@@ -35,16 +39,33 @@ def remarks(config: Config) -> list[str]:
 def _rotary_differences(config: Config, theirs: RopeConfig, reach: int) -> list[str]:
     """One line that gives both values of each rotary setting that differs from the folder's."""
     ours = config.model.rope
-    pairs = [("theta", show(ours.theta), show(theirs.theta)), ("scaling", ours.scaling, theirs.scaling)]
+    pairs = [
+        ("theta", show(ours.theta), show(theirs.theta)),
+        ("scaling", ours.scaling, theirs.scaling),
+    ]
     if ours.scaling != "none":
         factor = show(rope_factor(ours, config.seq))
         if ours.scaling != theirs.scaling:
-            pairs[1] = ("scaling", f"{ours.scaling} by {factor} from {format_size(ours.original_max_position)}", theirs.scaling)
+            pairs[1] = (
+                "scaling",
+                f"{ours.scaling} by {factor} from {format_size(ours.original_max_position)}",
+                theirs.scaling,
+            )
         else:
             first, last = (format_size(rope.original_max_position) for rope in (ours, theirs))
-            pairs += [("factor", factor, show(rope_factor(theirs, reach))), ("original_max_position", first, last)]
-            pairs += [(name, show(getattr(ours, name)), show(getattr(theirs, name))) for name in _OF_SCALING[ours.scaling]]
-    said = [f"model.rope.{name}={value} (the folder: {other})" for name, value, other in pairs if value != other]
+            pairs += [
+                ("factor", factor, show(rope_factor(theirs, reach))),
+                ("original_max_position", first, last),
+            ]
+            pairs += [
+                (name, show(getattr(ours, name)), show(getattr(theirs, name)))
+                for name in _OF_SCALING[ours.scaling]
+            ]
+    said = [
+        f"model.rope.{name}={value} (the folder: {other})"
+        for name, value, other in pairs
+        if value != other
+    ]
     return ["other than its folder: " + ", ".join(said)] if said else []
 
 
@@ -55,8 +76,14 @@ def _beyond_reach(config: Config, reach: int) -> list[str]:
         reach = round(rope_factor(rope, config.seq) * rope.original_max_position)
     if config.seq <= reach:
         return []
-    remedy = "model.rope.factor=auto" if rope.scaling == "yarn" else "model.rope.scaling=yarn, or a larger model.rope.theta,"
-    return [f"seq={format_size(config.seq)} is beyond the {format_size(reach)} tokens that its positions reach; {remedy} stretches them"]
+    remedy = (
+        "model.rope.factor=auto"
+        if rope.scaling == "yarn"
+        else "model.rope.scaling=yarn, or a larger model.rope.theta,"
+    )
+    return [
+        f"seq={format_size(config.seq)} is beyond the {format_size(reach)} tokens that its positions reach; {remedy} stretches them"
+    ]
 
 
 def _tokenizer(config: Config, folder: Path) -> list[str]:
@@ -67,5 +94,7 @@ def _tokenizer(config: Config, folder: Path) -> list[str]:
         return ["text is tokenised with its tokenizer.json"]
     if config.data.tokenizer == "bytes":
         has = "" if (folder / "tokenizer.json").is_file() else ", since it has no tokenizer.json"
-        return [f"text is tokenised as bytes{has}; the weights know their own tokenizer's ids: data.tokenizer=FILE gives another"]
+        return [
+            f"text is tokenised as bytes{has}; the weights know their own tokenizer's ids: data.tokenizer=FILE gives another"
+        ]
     return []

@@ -36,32 +36,59 @@ def train(config: Config, run_dir: RunDir, environment: Environment, resume: boo
     with explained_where_memory_is_full(config, environment, run_dir) as about:
         trainer = about.begin(Trainer(config, environment))
         reports: list[str] = []
-        checkpointer = Checkpointer(run_dir.checkpoints, config.train.keep_checkpoints, report=reports.append)
+        checkpointer = Checkpointer(
+            run_dir.checkpoints, config.train.keep_checkpoints, report=reports.append
+        )
         if resume:
             trainer.resume(checkpointer)
         return _train(trainer, checkpointer, run_dir, resume, reports)
 
 
-def _train(trainer: Trainer, checkpointer: Checkpointer, run_dir: RunDir, resume: bool, reports: Sequence[str]) -> bool:
+def _train(
+    trainer: Trainer,
+    checkpointer: Checkpointer,
+    run_dir: RunDir,
+    resume: bool,
+    reports: Sequence[str],
+) -> bool:
     config, environment = trainer.config, trainer.environment
     first = environment.rank == 0
     reporter = _reporter(trainer, run_dir) if first else None
-    progress = TrainingProgress(config.train.steps, trainer.step, first, log=run_dir.log, log_every=config.run.log_every, reporter=reporter)
-    writer = MetricsWriter(run_dir.path, tensorboard=config.run.tensorboard, start_step=trainer.step) if first else None
+    progress = TrainingProgress(
+        config.train.steps,
+        trainer.step,
+        first,
+        log=run_dir.log,
+        log_every=config.run.log_every,
+        reporter=reporter,
+    )
+    writer = (
+        MetricsWriter(run_dir.path, tensorboard=config.run.tensorboard, start_step=trainer.step)
+        if first
+        else None
+    )
     with progress:
         if not environment.restarts:
             step = trainer.step if resume else None
-            progress.show(banner(trainer.plan, run_dir.path, trainer.dataset.describe(), resumed=step))
+            progress.show(
+                banner(trainer.plan, run_dir.path, trainer.dataset.describe(), resumed=step)
+            )
         for report in reports:
             progress.message(report, warning=True)
         if resume:
-            how = f", restart {environment.restarts}, on {environment.workers} workers" if environment.restarts else ""
+            how = (
+                f", restart {environment.restarts}, on {environment.workers} workers"
+                if environment.restarts
+                else ""
+            )
             progress.message(f"resumed from the checkpoint of step {trainer.step}{how}")
         if first and environment.restarts:
             progress.went_on(read_metrics(run_dir.path))
         nothing_left = trainer.step >= config.train.steps
         try:
-            ended = _loop(trainer, checkpointer, progress, writer, StopFlag(run_dir, environment), run_dir)
+            ended = _loop(
+                trainer, checkpointer, progress, writer, StopFlag(run_dir, environment), run_dir
+            )
         finally:
             trainer.close()
             if writer is not None:
@@ -150,9 +177,13 @@ def _loop(
             progress.message(recorded)
         _complain(profile, progress)
     if finish and error:
-        raise CheckpointError(f"the state of step {trainer.step} could not be saved; {checkpointer.what_remains()}")
+        raise CheckpointError(
+            f"the state of step {trainer.step} could not be saved; {checkpointer.what_remains()}"
+        )
     return (
-        f"trained to step {trainer.step}" if trainer.step >= config.train.steps else f"stopped on request after step {trainer.step}, saved"
+        f"trained to step {trainer.step}"
+        if trainer.step >= config.train.steps
+        else f"stopped on request after step {trainer.step}, saved"
     )
 
 
@@ -165,7 +196,10 @@ class Evaluations:
         self._writer = EvaluationWriter(run_dir.path, trainer.step) if first else None
         # A run that goes on from the step of its last evaluation has that one already.
         rows = self._writer.kept if self._writer is not None else []
-        same = bool(rows) and (rows[-1]["step"], rows[-1].get("sequences")) == (trainer.step, len(trainer.held_out))
+        same = bool(rows) and (rows[-1]["step"], rows[-1].get("sequences")) == (
+            trainer.step,
+            len(trainer.held_out),
+        )
         told = torch.tensor(int(same))
         dist.all_reduce(told, group=trainer.host_group)
         self._done = trainer.step if told else -1
@@ -173,7 +207,12 @@ class Evaluations:
     def after_step(self, at_end: bool, *, skip: bool = False) -> None:
         """at_end: the training begins or ends here. skip: whoever asked for a stop waits for the checkpoint."""
         trainer, every = self._trainer, self._trainer.config.train.eval_every
-        if skip or not trainer.held_out or trainer.step == self._done or not (at_end or (every and trainer.step % every == 0)):
+        if (
+            skip
+            or not trainer.held_out
+            or trainer.step == self._done
+            or not (at_end or (every and trainer.step % every == 0))
+        ):
             return
         progress_record.note("evaluation", progress_record.SEVERAL)
         found = evaluate(trainer)

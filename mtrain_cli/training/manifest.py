@@ -75,11 +75,15 @@ class Manifest:
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ManifestError(f"{NAME} cannot be read ({reason(error)})") from error
         if schema != SCHEMA:
-            raise ManifestError(f"{NAME} has schema {schema}, this version of mtrain reads {SCHEMA}")
+            raise ManifestError(
+                f"{NAME} has schema {schema}, this version of mtrain reads {SCHEMA}"
+            )
         if crc32 != _crc_of({"schema": schema, **asdict(manifest)}):
             raise ManifestError(f"{NAME} was altered (its checksum differs)")
         if outside := next((name for name in manifest.files if not plain_name(name)), None):
-            raise ManifestError(f"{NAME} names the file {outside!r}, which does not lie in this folder")
+            raise ManifestError(
+                f"{NAME} names the file {outside!r}, which does not lie in this folder"
+            )
         return manifest
 
     def problems(self, folder: Path, part: int = 0, parts: int = 1) -> list[str]:
@@ -109,7 +113,10 @@ def committed_steps(directory: Path) -> list[int]:
     if not directory.is_dir():
         return []
     steps = ((_STEP.fullmatch(folder.name), folder) for folder in directory.iterdir())
-    return sorted((int(match[1]) for match, folder in steps if match and (folder / NAME).is_file()), reverse=True)
+    return sorted(
+        (int(match[1]) for match, folder in steps if match and (folder / NAME).is_file()),
+        reverse=True,
+    )
 
 
 def manifest_file(directory: Path, step: int) -> Path:

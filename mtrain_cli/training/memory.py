@@ -79,7 +79,9 @@ class MemoryMoment:
     @property
     def parts(self) -> dict[str, int]:
         """Bytes by part, in the order above."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "name"}
+        return {
+            field.name: getattr(self, field.name) for field in fields(self) if field.name != "name"
+        }
 
     @property
     def allocated(self) -> int:
@@ -121,7 +123,14 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    config: Config, *, workers: int, layout: Layout, exchange: ExchangeChoice, kernel: str, dtype_bytes: int, cuda: bool
+    config: Config,
+    *,
+    workers: int,
+    layout: Layout,
+    exchange: ExchangeChoice,
+    kernel: str,
+    dtype_bytes: int,
+    cuda: bool,
 ) -> MemoryEstimate:
     """Memory of one worker (context rank 0, which holds the largest shards) in a steady step, that is from the second on.
 
@@ -131,24 +140,49 @@ def estimate_memory(
     communicators = 0 if workers == 1 else 1 + (exchange.communicators if layout.workers > 1 else 0)
     reserve = CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES if cuda else 0
     states = step.states
-    return MemoryEstimate(moments=tuple(step.moments()), reserve=reserve, host=step.host() + states.host, saving=states.saving)
+    return MemoryEstimate(
+        moments=tuple(step.moments()),
+        reserve=reserve,
+        host=step.host() + states.host,
+        saving=states.saving,
+    )
 
 
 class _StepMemory:
     """The sizes of one training step, and its moments."""
 
-    def __init__(self, config: Config, workers: int, layout: Layout, exchange: ExchangeChoice, kernel: str, e: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        workers: int,
+        layout: Layout,
+        exchange: ExchangeChoice,
+        kernel: str,
+        e: int,
+    ) -> None:
         model = config.model
-        self.model, self.train, self.layout, self.exchange, self.kernel, self.e = model, config.train, layout, exchange, kernel, e
+        self.model, self.train, self.layout, self.exchange, self.kernel, self.e = (
+            model,
+            config.train,
+            layout,
+            exchange,
+            kernel,
+            e,
+        )
         self.workers = workers
         self.tokens = layout.tokens_per_worker * config.train.micro_batch
-        self.width, self.kv_width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+        self.width, self.kv_width = (
+            model.num_heads * model.head_dim,
+            model.num_kv_heads * model.head_dim,
+        )
         self.hidden = e * self.tokens * model.hidden_size
         self.head = model.vocab_size * model.hidden_size
         self.heads = 4 * self.tokens * model.num_heads
         self.recomputes = config.train.activation_checkpoint != "none"
         self.on_host = layers_on_host(config.train.offload_activations, model.num_layers)
-        self.rows = tile_rows(self.tokens, model.hidden_size, model.intermediate_size, e, config.train.tile_mib * MIB)
+        self.rows = tile_rows(
+            self.tokens, model.hidden_size, model.intermediate_size, e, config.train.tile_mib * MIB
+        )
         # The layers from here on keep what their MLP's products gave.
         keeping = layers_with_products(config.train.keep_mlp, model.num_layers)
         if not self.recomputes and self.rows == self.tokens:
@@ -156,12 +190,20 @@ class _StepMemory:
         self.first_with_products = model.num_layers - keeping
         # Of how many queries, among which, attention is computed again.
         self.queries = layout.tokens_per_worker * exchange.heads
-        self.early = early_queries(self.queries, attention_kept(config.train), config.sparsity.block) if self.recomputes else 0
+        self.early = (
+            early_queries(self.queries, attention_kept(config.train), config.sparsity.block)
+            if self.recomputes
+            else 0
+        )
         pattern = make_pattern(config.sparsity, config.seed)
         self.index = None if pattern is None else IndexShape.make(config, pattern, layout, exchange)
-        self.micro_batches = config.train.global_batch // (config.train.micro_batch * (workers // layout.workers))
+        self.micro_batches = config.train.global_batch // (
+            config.train.micro_batch * (workers // layout.workers)
+        )
         self.states = StateMemory(config, workers, self.micro_batches, e)
-        self.ahead = 2 if workers > 1 else 1  # layers that are whole at once: the one at work, and the next one if it is gathered
+        self.ahead = (
+            2 if workers > 1 else 1
+        )  # layers that are whole at once: the one at work, and the next one if it is gathered
 
     def moments(self) -> list[MemoryMoment]:
         layers, states = self.model.num_layers, self.states
@@ -169,7 +211,12 @@ class _StepMemory:
         scatter = states.scatter(states.layer_shard)
         # All that grows or shrinks does so evenly, but for what is kept, of which no less is there from the offloaded layers on.
         # At the second layer, too, the weights of another one are gathered ahead, and more gradients are there than at later ones.
-        places = {layers, max(1, layers - 1), min(2, layers), *([self.on_host + 1] if self.on_host else [])}
+        places = {
+            layers,
+            max(1, layers - 1),
+            min(2, layers),
+            *([self.on_host + 1] if self.on_host else []),
+        }
         backward = (
             self.moment(
                 f"backward of layer {index}",
@@ -184,7 +231,12 @@ class _StepMemory:
             )
             for index in sorted(places, reverse=True)
         )
-        return [self.at_loss(kept), max(backward, key=lambda m: m.allocated), self.at_the_end(), self.at_the_optimizer()]
+        return [
+            self.at_loss(kept),
+            max(backward, key=lambda m: m.allocated),
+            self.at_the_end(),
+            self.at_the_optimizer(),
+        ]
 
     def moment(
         self,
@@ -198,7 +250,11 @@ class _StepMemory:
         loss: int = 0,
     ) -> MemoryMoment:
         """indices: of how many layers the index is there. at: the layer in backward, counted from 1; 0: none is."""
-        layer, exchange, gone = self.layer_in_backward(products=at > self.first_with_products) if at else (0, self.ring_buffers(), 0)
+        layer, exchange, gone = (
+            self.layer_in_backward(products=at > self.first_with_products)
+            if at
+            else (0, self.ring_buffers(), 0)
+        )
         return MemoryMoment(
             name=name,
             parameters=self.states.parameters,
@@ -215,13 +271,18 @@ class _StepMemory:
 
     def at_loss(self, kept: int) -> MemoryMoment:
         """Every layer's activations, the last gathered buffer, and the loss: a chunk, or the LM head's gradient in both dtypes."""
-        rows = max(1, min(self.tokens, (self.train.loss_chunk_mib * MIB) // (4 * self.model.vocab_size)))
-        second = 0 if self.e == 4 else self.e  # in float32 the gradient of the logits takes their place
+        rows = max(
+            1, min(self.tokens, (self.train.loss_chunk_mib * MIB) // (4 * self.model.vocab_size))
+        )
+        second = (
+            0 if self.e == 4 else self.e
+        )  # in float32 the gradient of the logits takes their place
         chunk, converted = (4 + second) * rows * self.model.vocab_size, second * self.head
         return self.moment(
             "loss",
             gradients=self.states.gradients(0),
-            working_weights=self.e * self.states.root_weights + self.states.weights(self.model.num_layers, self.ahead - 1),
+            working_weights=self.e * self.states.root_weights
+            + self.states.weights(self.model.num_layers, self.ahead - 1),
             activations=kept,
             indices=self.model.num_layers,
             # Last layer's output (kept by the final norm), the normalised hidden states and their gradient.
@@ -254,14 +315,21 @@ class _StepMemory:
         return max(first_layer, root, key=lambda moment: moment.allocated)
 
     def at_the_optimizer(self) -> MemoryMoment:
-        return self.moment("optimizer step", gradients=self.states.at_the_optimizer, working_weights=0, activations=0)
+        return self.moment(
+            "optimizer step",
+            gradients=self.states.at_the_optimizer,
+            working_weights=0,
+            activations=0,
+        )
 
     def kept(self, layers: int) -> int:
         """Bytes on the device of what the first so many layers keep for backward: those that are not offloaded, and at least two; and the
         results of the MLP's products.
         """
         products = self.hidden + 2 * self.e * self.tokens * self.model.intermediate_size
-        return self.kept_by_layer() * self.on_device(layers) + products * max(0, layers - self.first_with_products)
+        return self.kept_by_layer() * self.on_device(layers) + products * max(
+            0, layers - self.first_with_products
+        )
 
     def on_device(self, layers: int) -> int:
         """Of how many of the first so many layers what is kept is on the device."""
@@ -271,7 +339,9 @@ class _StepMemory:
         """Bytes of host memory for what is offloaded, in the blocks of `ActivationOffload`; columns that a ring gathers once leave with
         the rest."""
         late = self.queries - self.early
-        out, lse = (size * late // self.queries for size in (self.e * self.tokens * self.width, self.heads))
+        out, lse = (
+            size * late // self.queries for size in (self.e * self.tokens * self.width, self.heads)
+        )
         others = [] if self.early else [self.travelled(), self.gathered_columns()]
         tensors = [self.hidden, out, lse, *others]
         return self.on_host * sum(sum(block_sizes(size)) for size in tensors)
@@ -281,7 +351,11 @@ class _StepMemory:
         tokens, e = self.tokens, self.e
         out = e * tokens * self.width + self.heads
         if self.recomputes:
-            return self.hidden + out * (self.queries - self.early) // self.queries + (0 if self.early else self.travelled())
+            return (
+                self.hidden
+                + out * (self.queries - self.early) // self.queries
+                + (0 if self.early else self.travelled())
+            )
         attention = out + e * tokens * (self.width + 2 * self.kv_width) + self.norms()
         if self.rows < tokens:
             return 2 * self.hidden + attention
@@ -292,7 +366,14 @@ class _StepMemory:
         how = self.exchange
         if how.name not in ("ring", "hierarchical_ring") or self.layout.workers == how.heads:
             return 0
-        return 2 * self.e * self.tokens * how.heads * max(self.model.num_kv_heads // how.heads, 1) * self.model.head_dim
+        return (
+            2
+            * self.e
+            * self.tokens
+            * how.heads
+            * max(self.model.num_kv_heads // how.heads, 1)
+            * self.model.head_dim
+        )
 
     def kept_index(self, layers: int) -> int:
         """Bytes of the indices of so many layers, and of what they are counted by."""
@@ -306,7 +387,11 @@ class _StepMemory:
 
     def gathered_columns(self) -> int:
         """Bytes of the columns of one layer that a ring gathers once."""
-        return 2 * self.e * self.index.columns * self.model.head_dim if self.index is not None and self.index.gathered else 0
+        return (
+            2 * self.e * self.index.columns * self.model.head_dim
+            if self.index is not None and self.index.gathered
+            else 0
+        )
 
     def norms(self) -> int:
         """q and k before their norms (Qwen3), which only `none` keeps and the others make again."""
@@ -330,18 +415,27 @@ class _StepMemory:
             norm = (12 if e < 4 else 4) * model.hidden_size
             made = (4, 1) if products else (6, 2)
             mlp = 2 * self.hidden + out
-            gate = self.rows * (max(made[0] * e * model.intermediate_size, norm) + made[1] * e * model.hidden_size)
+            gate = self.rows * (
+                max(made[0] * e * model.intermediate_size, norm) + made[1] * e * model.hidden_size
+            )
             if several:
                 weights = model.hidden_size * (3 * model.intermediate_size + self.width)
                 mlp += gate + max(0, 4 * weights - e * self.states.layer_weights)
             else:
                 # In one tile no weight has a gradient at the gate, and behind it two tensors of the MLP's width are left.
-                behind = self.rows * max(2 * e * model.intermediate_size + 3 * e * model.hidden_size, norm)
+                behind = self.rows * max(
+                    2 * e * model.intermediate_size + 3 * e * model.hidden_size, norm
+                )
                 mlp += max(gate - e * self.states.layer_weights, behind)
             if products:
                 gone = self.hidden + 2 * wide  # with the MLP
         if self.recomputes:
-            again = self.hidden + out + self.norms() + (out + self.heads + self.gathered_columns() if self.early else 0)
+            again = (
+                self.hidden
+                + out
+                + self.norms()
+                + (out + self.heads + self.gathered_columns() if self.early else 0)
+            )
             # Of a ring nothing but the shard that travelled is used in backward.
             again += 0 if self.travelled() and not self.early else 2 * e * tokens * self.kv_width
             mlp, attention = mlp + again, attention + again
@@ -350,7 +444,11 @@ class _StepMemory:
             gone = 4 * wide + 2 * self.hidden
         exchange = self.exchange_in_backward()
         buffers = self.ring_buffers()
-        return (mlp, buffers, 0) if mlp + buffers >= attention + exchange - gone else (attention, exchange, gone)
+        return (
+            (mlp, buffers, 0)
+            if mlp + buffers >= attention + exchange - gone
+            else (attention, exchange, gone)
+        )
 
     def ring_buffers(self) -> int:
         """Messages of a ring, which stay allocated from layer to layer: shards on the way, and gradients at hand, arriving and leaving."""
@@ -362,7 +460,11 @@ class _StepMemory:
         across = 1 if how.name == "hierarchical_ring" else 0
         if how.circulates == "queries":
             queries = self.tokens * self.width
-            return (1 + across) * self.message_of_queries() + (3 + across) * 4 * queries + (e + 4) * shard
+            return (
+                (1 + across) * self.message_of_queries()
+                + (3 + across) * 4 * queries
+                + (e + 4) * shard
+            )
         return (how.prefetch + across) * e * shard + (3 + across) * 4 * shard
 
     def message_of_queries(self) -> int:
@@ -378,7 +480,9 @@ class _StepMemory:
             kv_width = max(self.model.num_kv_heads // how.heads, 1) * self.model.head_dim
             shard = 2 * self.tokens * how.heads * kv_width
             trading = 2 * e * (queries + shard)
-            return trading + self._keys_in_backward(queries, cp // how.heads, self.tokens * how.heads, kv_width)
+            return trading + self._keys_in_backward(
+                queries, cp // how.heads, self.tokens * how.heads, kv_width
+            )
         return self._keys_in_backward(queries, cp, self.tokens, self.kv_width)
 
     def _keys_in_backward(self, queries: int, ranks: int, tokens: int, kv_width: int) -> int:
@@ -388,7 +492,9 @@ class _StepMemory:
         seen = tokens if rings else tokens * ranks
         # FlashAttention-4 takes the two rectangles of a zigzag worker one after the other and adds their dk and dv in float32.
         pieces = ranks > 1 and self.layout.name == "zigzag" and self.index is None
-        grad, buffers = kernel_backward(self.kernel, self.model, self.tokens, seen, e, pieces, self.index)
+        grad, buffers = kernel_backward(
+            self.kernel, self.model, self.tokens, seen, e, pieces, self.index
+        )
         keys = 2 * seen * kv_width
         if rings and ranks > 1:
             # dq so far and dq of this step; delta; the message at hand. Of keys that is the shard that forward kept.
@@ -412,7 +518,11 @@ class _StepMemory:
         nodes = how.name == "hierarchical_all_gather" and 1 < inner < ranks
         counterparts = keys // inner if nodes else 0
         ordered = 3 * grad * keys // (4 * n) if pieces or self.layout.name == "zigzag" else 0
-        most = e * queries + max((4 + e) * keys // ranks, e * queries + e * keys // ranks) if n > 1 else 0
+        most = (
+            e * queries + max((4 + e) * keys // ranks, e * queries + e * keys // ranks)
+            if n > 1
+            else 0
+        )
         for part in range(n):
             # With what this rank sends for it.
             coming = e * (keys + keys // ranks + counterparts) // n if part < n - 1 else 0
@@ -421,7 +531,14 @@ class _StepMemory:
             computing = copied + (e * keys + buffers) // n + before
             arriving = 4 * keys // n if nodes else 4 * keys // (n * ranks)
             packing = 4 * keys // n + max(ordered, arriving)
-            most = max(most, e * queries * (part + 1) // n + grad * keys // n + coming + returned + max(computing, packing))
+            most = max(
+                most,
+                e * queries * (part + 1) // n
+                + grad * keys // n
+                + coming
+                + returned
+                + max(computing, packing),
+            )
         return most
 
 
@@ -450,23 +567,41 @@ class IndexShape:
     diagonals: int = 0
 
     @staticmethod
-    def make(config: Config, pattern: Pattern, layout: Layout, exchange: ExchangeChoice) -> IndexShape:
+    def make(
+        config: Config, pattern: Pattern, layout: Layout, exchange: ExchangeChoice
+    ) -> IndexShape:
         """Of what the pattern may choose at most."""
-        sparsity, heads, sequences = config.sparsity, config.model.num_heads, config.train.micro_batch
+        sparsity, heads, sequences = (
+            config.sparsity,
+            config.model.num_heads,
+            config.train.micro_batch,
+        )
         request = pattern.request()
         blocks = -(-layout.padded_seq // request.block)
         own = -(-blocks // layout.workers)
         rings = exchange.name in ("ring", "hierarchical_ring") and layout.workers > exchange.heads
         if request.bitmap:
-            held = blocks if exchange.heads > 1 or (rings and exchange.circulates == "queries") else own
+            held = (
+                blocks
+                if exchange.heads > 1 or (rings and exchange.circulates == "queries")
+                else own
+            )
             each = 2 if request.block**2 < 1 << 15 else 4
-            kept, counted, width = sequences * heads * held * blocks, each * sequences * own * blocks, 0
+            kept, counted, width = (
+                sequences * heads * held * blocks,
+                each * sequences * own * blocks,
+                0,
+            )
             if request.chunk:
                 words = -(-blocks * request.block // (32 * request.chunk))
                 kept += 4 * sequences * heads * held * request.block * words
                 counted += 8 * sequences * blocks * request.block
         else:
-            most = sparsity.columns if sparsity.pattern == "fixed" else sparsity.max_columns or layout.padded_seq
+            most = (
+                sparsity.columns
+                if sparsity.pattern == "fixed"
+                else sparsity.max_columns or layout.padded_seq
+            )
             width = min(most or 0, blocks * request.block)
             kept, counted = sequences * heads * (blocks + 4 * width), 0
         width = -(-width // COLUMN_TILE) * COLUMN_TILE
@@ -492,8 +627,13 @@ class IndexShape:
         if self.bitmap or kernel not in ("flash4", "triton") or (self.rings and not self.gathered):
             return 0
         rows = self.sequences * self.heads // self.ways
-        columns = 4 * (self.columns * (2 if self.gathered else 1) + (rows * (self.blocks + 1) if self.columns else 0))
-        return columns + (4 * rows * (2 * self.blocks + 1) if kernel == "triton" and not self.rings else 0)
+        columns = 4 * (
+            self.columns * (2 if self.gathered else 1)
+            + (rows * (self.blocks + 1) if self.columns else 0)
+        )
+        return columns + (
+            4 * rows * (2 * self.blocks + 1) if kernel == "triton" and not self.rings else 0
+        )
 
     def pairs_of_blocks(self, queries: int, keys: int) -> int:
         """Of a call, over heads and sequences. queries, keys: tokens of the call, times sequences."""
@@ -502,8 +642,15 @@ class IndexShape:
 
     def listed(self, queries: int, keys: int) -> int:
         """Numbers in the lists of blocks of a call, one for each block of keys (`attention.block_lists`), of packed documents."""
-        rows, others = (-(-tokens // (self.block * self.sequences)) for tokens in (keys, queries * self.ways))
-        return self.sequences * (self.heads // self.ways) * rows * sum(list_widths(others, self.diagonals, plain=False))
+        rows, others = (
+            -(-tokens // (self.block * self.sequences)) for tokens in (keys, queries * self.ways)
+        )
+        return (
+            self.sequences
+            * (self.heads // self.ways)
+            * rows
+            * sum(list_widths(others, self.diagonals, plain=False))
+        )
 
     def columns_in_backward(self, queries: int, head_dim: int, e: int) -> int:
         """Bytes of the packed columns of a call, of what a query block has of them on its diagonals (a bit each), of their key slots and
@@ -514,7 +661,9 @@ class IndexShape:
         tiles = self.columns // COLUMN_TILE
         parts = max(1, min(_MOST_PARTS, _PROGRAMS_WANTED // tiles))
         covered = -(-queries * self.ways // (self.block * self.sequences)) * self.columns // 8
-        return self.columns * (2 * e * head_dim + 8 + 8 * (parts + (parts > 1)) * head_dim) + covered
+        return (
+            self.columns * (2 * e * head_dim + 8 + 8 * (parts + (parts > 1)) * head_dim) + covered
+        )
 
 
 def _most_diagonals(sparsity: SparsityConfig, blocks: int) -> int:
@@ -526,7 +675,13 @@ def _most_diagonals(sparsity: SparsityConfig, blocks: int) -> int:
 
 
 def kernel_backward(
-    kernel: str, model: ModelConfig, queries: int, keys: int, e: int, pieces: bool, index: IndexShape | None = None
+    kernel: str,
+    model: ModelConfig,
+    queries: int,
+    keys: int,
+    e: int,
+    pieces: bool,
+    index: IndexShape | None = None,
 ) -> tuple[int, int]:
     """(bytes of one number of the dk and dv that a kernel returns, bytes of its own buffers in backward).
 
@@ -536,20 +691,33 @@ def kernel_backward(
     head, and dq, dk, dv of the rectangle at hand. triton: lse and delta; the lists of a bitmap, 2 bytes for each pair of blocks and
     direction (4 beyond 32767 blocks), or the columns. reference: three float64 matrices of scores, and more.
     """
-    heads, width, kv_width = model.num_heads, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    heads, width, kv_width = (
+        model.num_heads,
+        model.num_heads * model.head_dim,
+        model.num_kv_heads * model.head_dim,
+    )
     grouped = model.num_heads != model.num_kv_heads
     columns = 0 if index is None else index.columns_in_backward(queries, model.head_dim, e)
     if kernel == "flash4":
-        buffers = 4 * queries * width + 8 * queries * heads + (8 * keys * kv_width if grouped else 0)
+        buffers = (
+            4 * queries * width + 8 * queries * heads + (8 * keys * kv_width if grouped else 0)
+        )
         if pieces:
             return 4, buffers + e * (queries * width + 2 * keys * kv_width)
         listed = 0 if index is None else index.listed(queries, keys)
-        return e, max(buffers + 4 * listed, columns + 4 * queries * heads + (e * queries * width if columns else 0))
+        return e, max(
+            buffers + 4 * listed,
+            columns + 4 * queries * heads + (e * queries * width if columns else 0),
+        )
     if kernel == "sdpa":
         expanded = 2 * e * keys * width if grouped else 0
-        return 4, (4 + e) * queries * width + 8 * queries * heads + expanded + 2 * e * keys * kv_width
+        return 4, (
+            4 + e
+        ) * queries * width + 8 * queries * heads + expanded + 2 * e * keys * kv_width
     if kernel == "triton":
         each = 4 if index is not None and index.blocks <= _MOST_OF_16_BITS else 8
-        lists = each * index.pairs_of_blocks(queries, keys) if index is not None and index.bitmap else 0
+        lists = (
+            each * index.pairs_of_blocks(queries, keys) if index is not None and index.bitmap else 0
+        )
         return 4, 8 * queries * heads + lists + columns
     return e, 3 * 8 * queries * keys * heads

@@ -31,7 +31,10 @@ if TYPE_CHECKING:
     from mtrain_cli.training.run_plan import RunPlan
 
 USED_OF_PEAK = 0.56  # of whole steps as measured on one and four H200s, 128K to 2M tokens: products 0.6, attention 0.4 to 0.6
-NODE_LINK, NETWORK = 250e9, 40e9  # bytes a second that reach one GPU: gathers over NVLink as measured; 400 Gbit/s a GPU
+NODE_LINK, NETWORK = (
+    250e9,
+    40e9,
+)  # bytes a second that reach one GPU: gathers over NVLink as measured; 400 Gbit/s a GPU
 HOST_LINK = 50e9  # PCIe 5 x16, pinned, one direction
 HOST_MEMORY, GPU_MEMORY = 150e9, 3.5e12  # bytes a second; of a whole machine, of one GPU
 GPUS_OF_A_HOST = 8
@@ -90,7 +93,11 @@ class MemorySearch:
                 continue
             reason = f"{_seconds(setting.seconds)} a step"
             if not setting.fits:
-                host = f" and {_gib(setting.memory.host_peak)} of host memory" if setting.memory.host_peak else ""
+                host = (
+                    f" and {_gib(setting.memory.host_peak)} of host memory"
+                    if setting.memory.host_peak
+                    else ""
+                )
                 reason += f", but needs {_gib(setting.memory.total)}{host}"
             rows[kind] = (_way(setting.config, self.chosen.config), reason)
         return list(rows.values())
@@ -98,10 +105,15 @@ class MemorySearch:
 
 def search(plan: RunPlan) -> MemorySearch:
     """Every setting that ``train.memory=auto`` may take for a run that is planned otherwise, priced."""
-    settings = [_priced(plan, *_most_kept(plan, *_least_offloaded(plan, *variant))) for variant in _variants(plan)]
+    settings = [
+        _priced(plan, *_most_kept(plan, *_least_offloaded(plan, *variant)))
+        for variant in _variants(plan)
+    ]
     # The fewer changes, the better, where the time is the same; and then the order of CHOICES.
     settings.sort(key=lambda setting: (round(setting.seconds, 6), len(setting.changes)))
-    return MemorySearch(tuple(settings), next((setting for setting in settings if setting.fits), None))
+    return MemorySearch(
+        tuple(settings), next((setting for setting in settings if setting.fits), None)
+    )
 
 
 def _variants(plan: RunPlan) -> Iterator[tuple[Config, dict[str, Any]]]:
@@ -112,11 +124,19 @@ def _variants(plan: RunPlan) -> Iterator[tuple[Config, dict[str, Any]]]:
     for values in itertools.product(*free.values()):
         setting = given | dict(zip(free, values, strict=True))
         kind = setting["train.activation_checkpoint"]
-        if kind != "sequence_selective" and "train.checkpoint_keep" in free and setting["train.checkpoint_keep"] != usual_share:
+        if (
+            kind != "sequence_selective"
+            and "train.checkpoint_keep" in free
+            and setting["train.checkpoint_keep"] != usual_share
+        ):
             continue
         if kind == "none" and setting["train.offload_activations"]:
             continue
-        if "train.keep_mlp" in free and setting["train.keep_mlp"] and _saves(kind, setting["train.offload_activations"]):
+        if (
+            "train.keep_mlp" in free
+            and setting["train.keep_mlp"]
+            and _saves(kind, setting["train.offload_activations"])
+        ):
             continue
         if setting["train.shard"] == "optimizer" and config.train.reduce_dtype != "float32":
             continue
@@ -132,7 +152,9 @@ def _saves(kind: str, offload: bool | int) -> bool:
     return bool(offload) or kind in ("sequence_selective", "full")
 
 
-def _least_offloaded(plan: RunPlan, config: Config, changes: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
+def _least_offloaded(
+    plan: RunPlan, config: Config, changes: dict[str, Any]
+) -> tuple[Config, dict[str, Any]]:
     """A variant with the fewest layers on the host with which the device holds the rest; with all of them where it never does. The host
     holds more the more layers leave, so no other number could do where this one does not.
     """
@@ -144,18 +166,32 @@ def _least_offloaded(plan: RunPlan, config: Config, changes: dict[str, Any]) -> 
     if key not in changes or plan.environment.device == "cpu" or not holds(config):
         return config, changes
     # 0 is another variant.
-    fewest = 1 + bisect_left(range(1, layers - 1), True, key=lambda n: holds(_with(config, {key: n})))
-    return (config, changes) if fewest >= layers - 1 else (_with(config, {key: fewest}), changes | {key: fewest})
+    fewest = 1 + bisect_left(
+        range(1, layers - 1), True, key=lambda n: holds(_with(config, {key: n}))
+    )
+    return (
+        (config, changes)
+        if fewest >= layers - 1
+        else (_with(config, {key: fewest}), changes | {key: fewest})
+    )
 
 
-def _most_kept(plan: RunPlan, config: Config, changes: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
+def _most_kept(
+    plan: RunPlan, config: Config, changes: dict[str, Any]
+) -> tuple[Config, dict[str, Any]]:
     """A variant with the products of as many layers' MLPs as there is ample room for; of none where there is none for any."""
     key, layers = "train.keep_mlp", config.model.num_layers
     if key not in changes or plan.takes(_memory(plan, config), ROOMY):
         return config, changes
-    most = bisect_left(range(1, layers), True, key=lambda n: not plan.takes(_memory(plan, _with(config, {key: n})), ROOMY))
+    most = bisect_left(
+        range(1, layers),
+        True,
+        key=lambda n: not plan.takes(_memory(plan, _with(config, {key: n})), ROOMY),
+    )
     if most == 0:
-        return _with(config, {key: False}), {other: value for other, value in changes.items() if other != key}
+        return _with(config, {key: False}), {
+            other: value for other, value in changes.items() if other != key
+        }
     return _with(config, {key: most}), changes | {key: most}
 
 
@@ -173,7 +209,9 @@ def with_products(plan: RunPlan) -> MemorySetting | None:
 
 def _priced(plan: RunPlan, config: Config, changes: dict[str, Any]) -> MemorySetting:
     memory = _memory(plan, config)
-    return MemorySetting(config, changes, memory, step_seconds(plan, config, memory), plan.takes(memory))
+    return MemorySetting(
+        config, changes, memory, step_seconds(plan, config, memory), plan.takes(memory)
+    )
 
 
 def _memory(plan: RunPlan, config: Config) -> MemoryEstimate:
@@ -195,21 +233,32 @@ def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float
     pairs = density(config) * causal_pairs(config.seq)
     flop = training_flops(config, plan.layout, dtype_bytes=e, pairs=pairs).executed
     n = plan.micro_batches
-    compute = flop * config.seq * train.micro_batch / environment.cp / (USED_OF_PEAK * peak)  # of a micro-batch
+    compute = (
+        flop * config.seq * train.micro_batch / environment.cp / (USED_OF_PEAK * peak)
+    )  # of a micro-batch
     states = StateMemory(config, environment.workers, n, e)
     link = NETWORK if environment.nodes > 1 else NODE_LINK
     seconds = n * compute + _exposed(states.sent() / link, n * compute)
     if train.offload_activations:
         down = (memory.host - states.host) / HOST_LINK
-        beside = compute * layers_on_host(train.offload_activations, config.model.num_layers) / config.model.num_layers
+        beside = (
+            compute
+            * layers_on_host(train.offload_activations, config.model.num_layers)
+            / config.model.num_layers
+        )
         seconds += n * (_exposed(down, beside / 4) + _exposed(down, 3 * beside / 4))
     shard = ADAMW_BYTES * states.shard
     if config.optim.offload:
-        seconds += shard * min(environment.local_workers, GPUS_OF_A_HOST) / HOST_MEMORY + e * states.shard / HOST_LINK
+        seconds += (
+            shard * min(environment.local_workers, GPUS_OF_A_HOST) / HOST_MEMORY
+            + e * states.shard / HOST_LINK
+        )
     else:
         seconds += shard / GPU_MEMORY
     tokens = plan.layout.tokens_per_worker * train.micro_batch
-    tiles = tokens / tile_rows(tokens, config.model.hidden_size, config.model.intermediate_size, e, train.tile_mib << 20)
+    tiles = tokens / tile_rows(
+        tokens, config.model.hidden_size, config.model.intermediate_size, e, train.tile_mib << 20
+    )
     logits = 4 * tokens * config.model.vocab_size / (train.loss_chunk_mib << 20)
     return seconds + n * TILE_SECONDS * (2 * tiles * config.model.num_layers + logits)
 
@@ -243,13 +292,23 @@ def refusal(plan: RunPlan, found: MemorySearch) -> str:
     auto = plan.config.train.memory == "auto"
     needed = least(plan, found.settings).memory if auto else plan.memory
     about = "at least " if auto else "about "
-    by = f" with topology.exchange={plan.exchange.name}" if plan.environment.cp > 1 and plan.environment.device == "cuda" else ""
+    by = (
+        f" with topology.exchange={plan.exchange.name}"
+        if plan.environment.cp > 1 and plan.environment.device == "cuda"
+        else ""
+    )
     host = ""
     if needed.host_peak and plan.environment.device == "cuda":
-        saving = f" ({_gib(needed.saving)} of it while a checkpoint is written)" if needed.saving else ""
+        saving = (
+            f" ({_gib(needed.saving)} of it while a checkpoint is written)" if needed.saving else ""
+        )
         host = f" and {_gib(needed.host_peak)} of host memory{saving}"
     helps = remedies(plan, found)
-    nothing = "only a smaller model or more workers would fit" if plan.environment.device == "cuda" else "only a smaller model would fit"
+    nothing = (
+        "only a smaller model or more workers would fit"
+        if plan.environment.device == "cuda"
+        else "only a smaller model would fit"
+    )
     would = f"fits with {', or '.join(helps)}" if helps else nothing
     return f"seq={format_size(plan.config.seq)}: a worker needs {about}{_gib(plan.load(needed))}{host}{by}, of {plan.has}; {would}"
 
@@ -266,7 +325,9 @@ def remedies(plan: RunPlan, found: MemorySearch) -> list[str]:
     exchange = _another_exchange(plan)
     if exchange:
         helps.append(exchange)
-    if plan.memory.saving and _possible(plan.again(_with(plan.asked or plan.config, NO_CHECKPOINTS))):
+    if plan.memory.saving and _possible(
+        plan.again(_with(plan.asked or plan.config, NO_CHECKPOINTS))
+    ):
         helps.append(" ".join(f"{key}={show(value)}" for key, value in NO_CHECKPOINTS.items()))
     seq = longest_seq(plan)
     if seq:
@@ -287,7 +348,10 @@ def _another_exchange(plan: RunPlan) -> str | None:
     kv_heads = max(1, config.model.num_kv_heads // how.heads)
     ways: list[dict[str, Any]] = [gather, ring]
     if ("all_gather" in how.name and environment.cp > how.heads) or environment.cp == 1:
-        ways = [*({"chunks": n} for n in range(how.chunks + 1, kv_heads + 1) if kv_heads % n == 0), *([ring] if environment.cp > 1 else [])]
+        ways = [
+            *({"chunks": n} for n in range(how.chunks + 1, kv_heads + 1) if kv_heads % n == 0),
+            *([ring] if environment.cp > 1 else []),
+        ]
     elif config.topology.circulates != "auto":
         ways.append({"circulates": "auto"})
     for way in ways:
@@ -319,7 +383,14 @@ def longest_seq(plan: RunPlan, *, shortest: int = 1024, most: int = 1 << 27) -> 
     while low < most and fits(2 * low):
         low *= 2
     # Eighths of a power of two: 512k, 576k, 640k, ...
-    return max((low + eighth * low // 8 for eighth in range(8) if eighth == 0 or fits(low + eighth * low // 8)), default=low)
+    return max(
+        (
+            low + eighth * low // 8
+            for eighth in range(8)
+            if eighth == 0 or fits(low + eighth * low // 8)
+        ),
+        default=low,
+    )
 
 
 def _enough_workers(plan: RunPlan, most: int = 1024) -> int | None:
@@ -345,7 +416,8 @@ def _possible(plan: RunPlan) -> bool:
     if plan.takes(plan.memory):
         return True
     return plan.config.train.memory == "auto" and any(
-        plan.takes(_memory(plan, _least_offloaded(plan, *variant)[0])) for variant in _variants(plan)
+        plan.takes(_memory(plan, _least_offloaded(plan, *variant)[0]))
+        for variant in _variants(plan)
     )
 
 
@@ -353,8 +425,14 @@ def _way(config: Config, chosen: Config) -> str:
     """How activations are kept, and what else differs from the chosen setting."""
     kept = ("train.activation_checkpoint", "train.checkpoint_keep")
     train = config.train
-    keep = f" {train.checkpoint_keep:g}" if train.activation_checkpoint == "sequence_selective" else ""
-    others = [f"{key}={show(read(config, key))}" for key in CHOICES if key not in kept and read(config, key) != read(chosen, key)]
+    keep = (
+        f" {train.checkpoint_keep:g}" if train.activation_checkpoint == "sequence_selective" else ""
+    )
+    others = [
+        f"{key}={show(read(config, key))}"
+        for key in CHOICES
+        if key not in kept and read(config, key) != read(chosen, key)
+    ]
     return f"{train.activation_checkpoint}{keep}{' with ' if others else ''}{' '.join(others)}"
 
 
@@ -365,7 +443,11 @@ def read(config: Config, key: str) -> Any:
 
 def _with(config: Config, changes: dict[str, Any]) -> Config:
     for group in ("train", "optim"):
-        values = {key.partition(".")[2]: value for key, value in changes.items() if key.startswith(f"{group}.")}
+        values = {
+            key.partition(".")[2]: value
+            for key, value in changes.items()
+            if key.startswith(f"{group}.")
+        }
         if values:
             config = replace(config, **{group: replace(getattr(config, group), **values)})  # type: ignore[arg-type]
     return config
@@ -380,4 +462,10 @@ def _gib(number: int) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    return f"{seconds:,.3g} s" if seconds < 120 else f"{seconds / 60:,.3g} min" if seconds < 7200 else f"{seconds / 3600:,.3g} h"
+    return (
+        f"{seconds:,.3g} s"
+        if seconds < 120
+        else f"{seconds / 60:,.3g} min"
+        if seconds < 7200
+        else f"{seconds / 3600:,.3g} h"
+    )

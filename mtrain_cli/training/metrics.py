@@ -66,7 +66,10 @@ class StepMetrics:
 
     def to_json(self) -> str:
         """One line of strict JSON; NaN and infinities, which JSON has no word for, become null."""
-        values = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in asdict(self).items()}
+        values = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in asdict(self).items()
+        }
         return json.dumps(values, allow_nan=False)
 
 
@@ -168,7 +171,9 @@ def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append((line, row))
         elif number < len(lines):
-            raise ConfigError(f"{path}:{number}: not a step; each line must be a JSON object with an integer step")
+            raise ConfigError(
+                f"{path}:{number}: not a step; each line must be a JSON object with an integer step"
+            )
     return rows
 
 
@@ -188,5 +193,7 @@ def _summary_writer(run_dir: Path, start_step: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise ConfigError(f"run.tensorboard=true: tensorboard is not installed; {install_command('tensorboard')}") from error
+        raise ConfigError(
+            f"run.tensorboard=true: tensorboard is not installed; {install_command('tensorboard')}"
+        ) from error
     return SummaryWriter(log_dir=str(run_dir / "tensorboard"), purge_step=start_step + 1)

@@ -71,7 +71,9 @@ def make_optimizer(decoder: nn.Module, optim: OptimConfig) -> ShardedAdamW:
     """Matrices and the rest in groups of their own; see `set_hyperparameters`."""
     matrices = [p for p in decoder.parameters() if p.ndim >= 2]
     vectors = [p for p in decoder.parameters() if p.ndim < 2]
-    optimizer = ShardedAdamW([{"params": group} for group in (matrices, vectors) if group], fused=True)
+    optimizer = ShardedAdamW(
+        [{"params": group} for group in (matrices, vectors) if group], fused=True
+    )
     set_hyperparameters(optimizer, optim)
     return optimizer
 
@@ -80,7 +82,9 @@ def set_hyperparameters(optimizer: torch.optim.Optimizer, optim: OptimConfig) ->
     """All but the learning rate. Weight decay acts on matrices only; norms and biases keep their scale."""
     for group in optimizer.param_groups:
         decays = group["params"][0].ndim >= 2
-        group.update(weight_decay=optim.weight_decay if decays else 0.0, betas=optim.betas, eps=optim.eps)
+        group.update(
+            weight_decay=optim.weight_decay if decays else 0.0, betas=optim.betas, eps=optim.eps
+        )
 
 
 WSD_DECAY = 0.2  # share of the steps behind the warm-up, where optim.decay_steps=auto
@@ -105,7 +109,11 @@ class LearningRateSchedule:
     @staticmethod
     def of(config: Config) -> LearningRateSchedule:
         optim, begin = config.optim, int(config.optim.rewarm)
-        steps = config.train.steps - begin if optim.schedule_steps == "auto" else int(optim.schedule_steps)
+        steps = (
+            config.train.steps - begin
+            if optim.schedule_steps == "auto"
+            else int(optim.schedule_steps)
+        )
         rest = max(1, steps - 1 - optim.warmup_steps)
         automatic = max(1, round(WSD_DECAY * rest)) if optim.schedule == "wsd" else rest
         constant = optim.schedule == "constant"
@@ -117,7 +125,11 @@ class LearningRateSchedule:
             warmup=optim.warmup_steps,
             begin=begin,
             steps=steps,
-            decay=0 if constant else automatic if optim.decay_steps == "auto" else int(optim.decay_steps),
+            decay=0
+            if constant
+            else automatic
+            if optim.decay_steps == "auto"
+            else int(optim.decay_steps),
         )
 
     def rate(self, step: int) -> float:
@@ -143,15 +155,23 @@ class LearningRateSchedule:
 
     def describe(self, steps: int) -> str:
         """One line. steps: of the whole run; numbers of steps count from 1, as in what a run prints."""
-        warm = f"warm-up over {self.warmup} steps to a peak of {self.peak:.2e}" if self.warmup else f"a peak of {self.peak:.2e} at once"
+        warm = (
+            f"warm-up over {self.warmup} steps to a peak of {self.peak:.2e}"
+            if self.warmup
+            else f"a peak of {self.peak:.2e} at once"
+        )
         first = f", from step {self.begin + 1}" if self.begin else ""
         if not self.decay:
             return f"{self.kind}{first}: {warm}, which stays"
-        low, high = (self.begin + at + 1 for at in (self._falls_from, self._falls_from + self.decay))
+        low, high = (
+            self.begin + at + 1 for at in (self._falls_from, self._falls_from + self.decay)
+        )
         fall = f"down to {self.end:.2e} from step {low} to step {high}"
         if high < steps:
             return f"{self.kind}{first}: {warm}, {fall}; the last {steps - high} of {steps} steps stay there"
-        ended = f"; train.steps={steps} ends it at {self.rate(steps - 1):.2e}" if high > steps else ""
+        ended = (
+            f"; train.steps={steps} ends it at {self.rate(steps - 1):.2e}" if high > steps else ""
+        )
         return f"{self.kind}{first}: {warm}, {fall}{ended}"
 
 

@@ -39,7 +39,10 @@ class _ParameterUnit:
 
     def of(self, packed: Tensor) -> list[Tensor]:
         """The gradients in a packed tensor."""
-        return [packed[at : at + h.numel()].view(h.shape) for at, h in zip(self.offsets, self.host, strict=True)]
+        return [
+            packed[at : at + h.numel()].view(h.shape)
+            for at, h in zip(self.offsets, self.host, strict=True)
+        ]
 
 
 class OffloadedOptimizer:
@@ -54,9 +57,14 @@ class OffloadedOptimizer:
         self.device = parameters[0].device
         _mirror(decoder, masters)
         self.optimizer = make_optimizer(masters, optim)
-        self._units = [_unit(mine, theirs) for mine, theirs in zip(unit_parameters(decoder), unit_parameters(masters), strict=True)]
+        self._units = [
+            _unit(mine, theirs)
+            for mine, theirs in zip(unit_parameters(decoder), unit_parameters(masters), strict=True)
+        ]
         self._reduced: list[Tensor | None] = [None] * len(self._units)
-        self.last_micro_batch = True  # whether the backward pass at hand ends a step: then gradients are complete
+        self.last_micro_batch = (
+            True  # whether the backward pass at hand ends a step: then gradients are complete
+        )
         self._squares: list[Tensor] = []  # of the norm of each unit's gradients that have left
         self._left: list[torch.cuda.Event | None] = [None] * len(self._units)
         self._leaving: list[int] = []  # units whose gradients left in this step, in that order
@@ -68,7 +76,9 @@ class OffloadedOptimizer:
         self._gradients: list[list[Tensor]] | None = None
         self._down: list[Tensor] = []
         if optim.offload_gradients:
-            self._gradients = [[memory.tensor(h.shape, torch.float32) for h in unit.host] for unit in self._units]
+            self._gradients = [
+                [memory.tensor(h.shape, torch.float32) for h in unit.host] for unit in self._units
+            ]
         else:
             self._down = [memory.tensor((most,), torch.float32) for _ in range(2)]
         self._up = [memory.tensor((most,), dtype) for _ in range(2)]
@@ -98,7 +108,9 @@ class OffloadedOptimizer:
         self._squares.append(squared_norm([packed], self.device))
         self._link.begin()
         with self._link.down():
-            for gradient, part in zip(self._gradients[number], self._units[number].of(packed), strict=True):
+            for gradient, part in zip(
+                self._gradients[number], self._units[number].of(packed), strict=True
+            ):
                 gradient.copy_(part, non_blocking=True)
             self._left[number] = self._link.event()
         self._link.outlives_its_stream(packed)
@@ -184,7 +196,11 @@ class _HostLink:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if device.type == "cuda" else None
+        self._streams = (
+            (torch.cuda.Stream(device), torch.cuda.Stream(device))
+            if device.type == "cuda"
+            else None
+        )
 
     def begin(self) -> None:
         """Transfers that follow see what the device has been told so far."""
@@ -243,16 +259,32 @@ def _mirror(decoder: nn.Module, masters: nn.Module) -> None:
         parameter = sharded[name]
         assert isinstance(parameter, DTensor)
         # Host tensors of a mesh of devices would be moved there.
-        mesh = mesh or init_device_mesh("cpu", (parameter.device_mesh.size(),), mesh_dim_names=("shard",))
+        mesh = mesh or init_device_mesh(
+            "cpu", (parameter.device_mesh.size(),), mesh_dim_names=("shard",)
+        )
         local = torch.empty(parameter.to_local().shape)
-        held = DTensor.from_local(local, mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+        held = DTensor.from_local(
+            local,
+            mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
         module, _, last = name.rpartition(".")
         setattr(masters.get_submodule(module), last, nn.Parameter(held))
 
 
 def _like(master: Tensor, local: Tensor) -> DTensor:
     assert isinstance(master, DTensor)
-    return DTensor.from_local(local, master.device_mesh, master.placements, run_check=False, shape=master.shape, stride=master.stride())
+    return DTensor.from_local(
+        local,
+        master.device_mesh,
+        master.placements,
+        run_check=False,
+        shape=master.shape,
+        stride=master.stride(),
+    )
 
 
 def _unit(device: list[nn.Parameter], masters: list[nn.Parameter]) -> _ParameterUnit:
@@ -262,7 +294,9 @@ def _unit(device: list[nn.Parameter], masters: list[nn.Parameter]) -> _Parameter
         offsets.append(at)
         rows = -(-parameter.shape[0] // parameter.device_mesh.size())
         at += rows * parameter[:1].numel() if parameter.ndim > 1 else rows
-    return _ParameterUnit([_local(p) for p in device], [_local(p) for p in masters], masters, offsets, at)
+    return _ParameterUnit(
+        [_local(p) for p in device], [_local(p) for p in masters], masters, offsets, at
+    )
 
 
 def _local(parameter: nn.Parameter) -> Tensor:

@@ -37,10 +37,17 @@ if TYPE_CHECKING:
     from mtrain_cli.training.trainer import Trainer
 
 SHOWN = 10  # groups of tensors in the error
-_FULL = re.compile(r"out of memory|DefaultCPUAllocator: (can't allocate|not enough) memory", re.IGNORECASE)
+_FULL = re.compile(
+    r"out of memory|DefaultCPUAllocator: (can't allocate|not enough) memory", re.IGNORECASE
+)
 _OTHERS = 0.05  # of a GPU, held by other processes: worth a word
 _GAPS = 0.1  # of a GPU, held by the allocator and not in use: worth a word
-PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED = "parameters", "gradients", "optimizer states", "gathered weights"
+PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED = (
+    "parameters",
+    "gradients",
+    "optimizer states",
+    "gathered weights",
+)
 ACTIVATIONS, LOGITS, REST = "activations", "logits", "other"
 
 
@@ -84,7 +91,9 @@ class RunContext:
 
 
 @contextlib.contextmanager
-def explained_where_memory_is_full(config: Config, environment: Environment, run: RunDir) -> Iterator[RunContext]:
+def explained_where_memory_is_full(
+    config: Config, environment: Environment, run: RunDir
+) -> Iterator[RunContext]:
     """Everything inside; gives the place to leave the trainer.
 
     Raises:
@@ -101,7 +110,10 @@ def explained_where_memory_is_full(config: Config, environment: Environment, run
 
 def is_memory_full(error: BaseException) -> bool:
     """Whether this error says that an allocation failed."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or _FULL.search(str(error)) is not None
+    return (
+        isinstance(error, MemoryError | torch.OutOfMemoryError)
+        or _FULL.search(str(error)) is not None
+    )
 
 
 def _explain(error: BaseException, about: RunContext, run: RunDir) -> str:
@@ -110,23 +122,45 @@ def _explain(error: BaseException, about: RunContext, run: RunDir) -> str:
     counted = torch.cuda.memory_allocated() if cuda else sum(group.bytes for group in found)
     where = place(error)
     tried = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
-    more = "" if tried is None else size(int(tried[1].split()[0])) if tried[1].endswith("bytes") else tried[1]
+    more = (
+        ""
+        if tried is None
+        else size(int(tried[1].split()[0]))
+        if tried[1].endswith("bytes")
+        else tried[1]
+    )
     first = f"rank {about.environment.rank} ran out of {'GPU ' * cuda}memory {where}"
-    lines = [first + (f": it tried to allocate {more} more" if more else ""), _room(counted, cuda), _estimate(about)]
+    lines = [
+        first + (f": it tried to allocate {more} more" if more else ""),
+        _room(counted, cuda),
+        _estimate(about),
+    ]
     lines += [f"{size(group.bytes):>12}  {group.text}" for group in found[:SHOWN]]
     if len(found) > SHOWN:
-        lines.append(f"{size(sum(group.bytes for group in found[SHOWN:])):>12}  in {len(found) - SHOWN} more kinds of tensors")
+        lines.append(
+            f"{size(sum(group.bytes for group in found[SHOWN:])):>12}  in {len(found) - SHOWN} more kinds of tensors"
+        )
     advice = _advice(about, found, cuda)
     lines.append(f"What would help: {'; '.join(advice)}")
     file = run.path / f"oom-rank-{about.environment.rank}.json"
-    report = {"error": str(error).splitlines()[0], "where": where, "allocated": counted, "estimate": _parts(about), "advice": advice}
+    report = {
+        "error": str(error).splitlines()[0],
+        "where": where,
+        "allocated": counted,
+        "estimate": _parts(about),
+        "advice": advice,
+    }
     with contextlib.suppress(OSError):
-        file.write_text(json.dumps({**report, "tensors": [asdict(group) for group in found]}, indent=1))
+        file.write_text(
+            json.dumps({**report, "tensors": [asdict(group) for group in found]}, indent=1)
+        )
         lines.append(f"All tensors: {file}")
     if cuda:
         with contextlib.suppress(OSError, RuntimeError):
             torch.cuda.memory._dump_snapshot(str(file.with_suffix(".pickle")))
-            lines.append(f"Blocks of the allocator, for https://pytorch.org/memory_viz: {file.with_suffix('.pickle')}")
+            lines.append(
+                f"Blocks of the allocator, for https://pytorch.org/memory_viz: {file.with_suffix('.pickle')}"
+            )
     return "\n".join(filter(None, lines))
 
 
@@ -159,7 +193,12 @@ def _parts(about: RunContext) -> dict[str, Any] | None:
     if about.trainer is None:
         return None
     memory = about.trainer.plan.memory
-    return {"moment": memory.peak.name, "allocated": memory.allocated, "reserve": memory.reserve, **memory.peak.parts}
+    return {
+        "moment": memory.peak.name,
+        "allocated": memory.allocated,
+        "reserve": memory.reserve,
+        **memory.peak.parts,
+    }
 
 
 def _advice(about: RunContext, found: list[HeldTensors], cuda: bool) -> list[str]:
@@ -186,12 +225,19 @@ def _change(kind: str, config: Config) -> str:
     if kind in (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED):
         return "more workers, which share parameters and optimizer"
     if kind == LOGITS:
-        return f"train.loss_chunk_mib={config.train.loss_chunk_mib // 4}" if config.train.loss_chunk_mib > 64 else ""
+        return (
+            f"train.loss_chunk_mib={config.train.loss_chunk_mib // 4}"
+            if config.train.loss_chunk_mib > 64
+            else ""
+        )
     if config.train.keep_mlp:
         return "train.keep_mlp=false"
     if config.train.activation_checkpoint != "full":
         return "train.activation_checkpoint=full"
-    if layers_on_host(config.train.offload_activations, config.model.num_layers) < config.model.num_layers - 1:
+    if (
+        layers_on_host(config.train.offload_activations, config.model.num_layers)
+        < config.model.num_layers - 1
+    ):
         return "train.offload_activations=true"
     return "train.micro_batch=1" if config.train.micro_batch > 1 else ""
 
@@ -202,15 +248,25 @@ def place(error: BaseException) -> str:
     for frame, _ in traceback.walk_tb(error.__traceback__):
         name, file = frame.f_code.co_name, frame.f_code.co_filename
         backward = backward or name in ("backward", "_engine_run_backward")
-        found = next((value for value in frame.f_locals.values() if isinstance(value, DecoderLayer)), None)
+        found = next(
+            (value for value in frame.f_locals.values() if isinstance(value, DecoderLayer)), None
+        )
         # A backward pass has no layer at hand but what `feed_forward` keeps.
-        layer = found.index if found is not None else getattr(frame.f_locals.get("ctx"), "layer", layer)
+        layer = (
+            found.index if found is not None else getattr(frame.f_locals.get("ctx"), "layer", layer)
+        )
         part = _part(file, name) or part
     here = progress_record.here()
-    step = f"in training step {here.training_step}" if here is not None and here.training_step else "before the first training step"
+    step = (
+        f"in training step {here.training_step}"
+        if here is not None and here.training_step
+        else "before the first training step"
+    )
     words = [step]
     if layer is not None:
-        words.append(f"{'backward' if backward else 'forward'} of layer {layer}{f' ({part})' if part else ''}")
+        words.append(
+            f"{'backward' if backward else 'forward'} of layer {layer}{f' ({part})' if part else ''}"
+        )
     elif part:
         words.append(f"{'backward, ' if backward else ''}{part}")
     elif backward:
@@ -224,7 +280,9 @@ def _part(file: str, function: str) -> str:
     for ending, word in _PARTS:
         if ending in file:
             return word
-    return {"project": "q, k and v", "finish": "MLP", "_make_decoder": "making the model"}.get(function, "")
+    return {"project": "q, k and v", "finish": "MLP", "_make_decoder": "making the model"}.get(
+        function, ""
+    )
 
 
 _PARTS = (
@@ -253,14 +311,21 @@ def held(about: RunContext, error: BaseException) -> list[HeldTensors]:
         if not address or address in seen:
             continue
         seen.add(address)
-        kind, name = named.get(address) or (words.kind(tensor), variables.get(address) or words.describe(tensor))
-        groups[kind, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")].append((name, storage.nbytes()))
+        kind, name = named.get(address) or (
+            words.kind(tensor),
+            variables.get(address) or words.describe(tensor),
+        )
+        groups[kind, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")].append(
+            (name, storage.nbytes())
+        )
     if about.environment.device == "cuda":
         for number in _unseen_blocks(seen):
             kind, name = words.guess(number)
             groups[kind, None, name].append((name, number))
     found = [
-        HeldTensors(kind, members[0][0], shape, dtype, len(members), sum(number for _, number in members))
+        HeldTensors(
+            kind, members[0][0], shape, dtype, len(members), sum(number for _, number in members)
+        )
         for (kind, shape, dtype), members in groups.items()
     ]
     return sorted(found, key=lambda group: -group.bytes)
@@ -282,7 +347,10 @@ def _named(trainer: Trainer, names: dict[int, str]) -> dict[int, tuple[str, str]
     for module in trainer.decoder.modules():
         for fsdp in _fsdp_parameters(module):
             name = names.get(id(fsdp.sharded_param), "a layer")
-            for tensor in [*getattr(fsdp, "all_gather_outputs", ()), getattr(fsdp, "_unsharded_param", None)]:
+            for tensor in [
+                *getattr(fsdp, "all_gather_outputs", ()),
+                getattr(fsdp, "_unsharded_param", None),
+            ]:
                 if tensor is not None:
                     add(tensor, GATHERED, name)
             add(fsdp.sharded_param, PARAMETERS, name)
@@ -321,19 +389,26 @@ def _variables(error: BaseException) -> Iterator[tuple[int, str]]:
     for frame in frames:
         if frame is own:
             continue
-        layer = next((value for value in frame.f_locals.values() if isinstance(value, DecoderLayer)), None)
+        layer = next(
+            (value for value in frame.f_locals.values() if isinstance(value, DecoderLayer)), None
+        )
         where = frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name
         for name, value in list(frame.f_locals.items()):
             for tensor in _members(value):
                 with contextlib.suppress(RuntimeError, NotImplementedError):
-                    yield tensor.untyped_storage().data_ptr(), f"{name} in {where}" + (f" of layer {layer.index}" if layer else "")
+                    yield (
+                        tensor.untyped_storage().data_ptr(),
+                        f"{name} in {where}" + (f" of layer {layer.index}" if layer else ""),
+                    )
 
 
 def _members(value: Any) -> Iterable[Tensor]:
     if isinstance(value, Tensor) and not isinstance(value, DTensor):
         return [value]
     if isinstance(value, list | tuple):
-        return [item for item in value[:8] if isinstance(item, Tensor) and not isinstance(item, DTensor)]
+        return [
+            item for item in value[:8] if isinstance(item, Tensor) and not isinstance(item, DTensor)
+        ]
     return []
 
 
@@ -342,7 +417,11 @@ class _ShapeNames:
 
     def __init__(self, about: RunContext) -> None:
         model, train = about.config.model, about.config.train
-        tokens = about.trainer.choices.layout.tokens_per_worker if about.trainer is not None else about.config.seq
+        tokens = (
+            about.trainer.choices.layout.tokens_per_worker
+            if about.trainer is not None
+            else about.config.seq
+        )
         e = about.trainer.choices.dtype.itemsize if about.trainer is not None else 4
         rows = tokens * train.micro_batch
         self._tokens = {tokens, rows}
@@ -367,7 +446,12 @@ class _ShapeNames:
 
     def kind(self, tensor: Tensor) -> str:
         dims = set(tensor.shape)
-        if self._vocabulary in dims and not tensor.requires_grad and tensor.ndim == 2 and tensor.is_floating_point():
+        if (
+            self._vocabulary in dims
+            and not tensor.requires_grad
+            and tensor.ndim == 2
+            and tensor.is_floating_point()
+        ):
             return LOGITS
         return ACTIVATIONS if dims & self._tokens and tensor.is_floating_point() else REST
 
@@ -378,7 +462,11 @@ class _ShapeNames:
     def guess(self, number: int) -> tuple[str, str]:
         """Kind and name of memory that only the allocator knows, by its bytes."""
         name = self._activations.get(number)
-        return (ACTIVATIONS, f"kept for backward, {name}") if name else (REST, "known to the allocator alone")
+        return (
+            (ACTIVATIONS, f"kept for backward, {name}")
+            if name
+            else (REST, "known to the allocator alone")
+        )
 
 
 def _unseen_blocks(seen: set[int]) -> Iterator[int]:

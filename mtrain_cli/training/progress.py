@@ -74,7 +74,9 @@ class TrainingProgress:
         self._started = self._finished = self._clock()
         if self.enabled and self._console.is_terminal and not self._console.is_dumb_terminal:
             # The bar vanishes at the end or on an error: what remains on the screen is the summary or the error, not a stale bar.
-            self._live = Live(_LiveDisplay(self), console=self._console, refresh_per_second=4, transient=True)
+            self._live = Live(
+                _LiveDisplay(self), console=self._console, refresh_per_second=4, transient=True
+            )
             self._live.start()
         return self
 
@@ -138,7 +140,9 @@ class TrainingProgress:
         )
         if not self._hinted and left is not None and left > LONG_S:
             self._hinted = True
-            self.message(f"about {format_duration(left)} to go; from another terminal: mtrain status {reporter.name} --watch")
+            self.message(
+                f"about {format_duration(left)} to go; from another terminal: mtrain status {reporter.name} --watch"
+            )
 
     def message(self, text: str, *, warning: bool = False) -> None:
         """One line for the person (`checkpoint saved`, a warning), above the display and into the log."""
@@ -165,7 +169,9 @@ class TrainingProgress:
             for line in plain.getvalue().splitlines():
                 self._write_log(line.rstrip())
 
-    def summary(self, headline: str, *, files: Sequence[str] = (), commands: Sequence[tuple[str, str]] = ()) -> None:
+    def summary(
+        self, headline: str, *, files: Sequence[str] = (), commands: Sequence[tuple[str, str]] = ()
+    ) -> None:
         """The last words of a run; the live display is taken down first.
 
         headline: how it ended, e.g. "trained 100 steps". files: where its files are. commands: (one word, command) to go on with; a
@@ -176,30 +182,62 @@ class TrainingProgress:
         if self._live is not None:
             self._live.stop()
             self._live = None
-        rows = [("time", format_duration(self._clock() - self._started) + " since the last restart" * self._restarted)]
+        rows = [
+            (
+                "time",
+                format_duration(self._clock() - self._started)
+                + " since the last restart" * self._restarted,
+            )
+        ]
         if self.last is not None:
             if self.losses:
                 first = f"{self.losses[0]:.4f} at step {self._first_step}"
-                rows.append(("loss", f"{first}, {self.losses[-1]:.4f} at step {self._last_loss}  {self.sparkline(24)}"))
+                rows.append(
+                    (
+                        "loss",
+                        f"{first}, {self.losses[-1]:.4f} at step {self._last_loss}  {self.sparkline(24)}",
+                    )
+                )
             else:
                 rows.append(("loss", "n.a.: no step had a label"))
             steady = self._steady or [self.last]
-            rate = _rate(statistics.median(metrics.tokens_per_second_per_gpu for metrics in steady), self.last)
+            rate = _rate(
+                statistics.median(metrics.tokens_per_second_per_gpu for metrics in steady),
+                self.last,
+            )
             name, share = _utilization(self.last)
             if share is not None:
-                alike = [found for named, found in map(_utilization, steady) if named == name and found is not None]
+                alike = [
+                    found
+                    for named, found in map(_utilization, steady)
+                    if named == name and found is not None
+                ]
                 rate += f", {name} {statistics.median(alike or [share]):.1%}"
             of = "one step" if len(steady) == 1 else f"median of {len(steady)} steps"
             rows.append(("throughput", f"{rate}, {of}; {self.last.tokens:,} tokens in all"))
-            waiting = sum(metrics.data_seconds or 0.0 for metrics in steady) / max(1e-9, sum(metrics.seconds for metrics in steady))
+            waiting = sum(metrics.data_seconds or 0.0 for metrics in steady) / max(
+                1e-9, sum(metrics.seconds for metrics in steady)
+            )
             if waiting >= SHOWN_WAIT:
-                rows.append(("data", f"{waiting:.0%} of the time went by in waiting for data; `mtrain data prepare` makes reading cheap"))
+                rows.append(
+                    (
+                        "data",
+                        f"{waiting:.0%} of the time went by in waiting for data; `mtrain data prepare` makes reading cheap",
+                    )
+                )
             if self.last.peak_memory_gib is not None:
-                rows.append(("memory", f"{max(metrics.peak_memory_gib or 0.0 for metrics in steady):.2f} GiB at most"))
+                rows.append(
+                    (
+                        "memory",
+                        f"{max(metrics.peak_memory_gib or 0.0 for metrics in steady):.2f} GiB at most",
+                    )
+                )
         rows += [("files" if number == 0 else "", file) for number, file in enumerate(files)]
         text = Text(headline, style="bold")
         for label, value in [*rows, *commands]:
-            text.append("\n").append(f"{label:<12}", style="not bold dim").append(value.rstrip(), style="not bold")
+            text.append("\n").append(f"{label:<12}", style="not bold dim").append(
+                value.rstrip(), style="not bold"
+            )
         self.show(text)
 
     def line(self, metrics: StepMetrics) -> str:
@@ -243,17 +281,26 @@ class TrainingProgress:
         top.add_row(
             Text(f"step {done}/{self.total_steps}", style="bold"),
             ProgressBar(total=max(1, self.total_steps), completed=done),
-            Text.assemble(share, ("  elapsed ", "dim"), since, ("  left ", "dim"), format_duration(left)),
+            Text.assemble(
+                share, ("  elapsed ", "dim"), since, ("  left ", "dim"), format_duration(left)
+            ),
         )
         if self.last is None:
             return Group(top, Text("first step: allocating and warming up", style="dim"))
         metrics = self.last
         room = 24 if width >= 100 else 10
         parts: list[Text] = [
-            Text.assemble(("loss ", "dim"), (_loss(metrics), "bold"), f" {self.sparkline(room)}" if len(self.losses) > 1 else ""),
+            Text.assemble(
+                ("loss ", "dim"),
+                (_loss(metrics), "bold"),
+                f" {self.sparkline(room)}" if len(self.losses) > 1 else "",
+            ),
             Text.assemble(("lr ", "dim"), f"{metrics.lr:.2e}"),
             Text(_rate(metrics.tokens_per_second_per_gpu, metrics)),
-            *(Text(part) for part in (*_gpu_parts(metrics), *_index_parts(metrics), *_data_parts(metrics))),
+            *(
+                Text(part)
+                for part in (*_gpu_parts(metrics), *_index_parts(metrics), *_data_parts(metrics))
+            ),
         ]
         if width >= 100 and self.losses:
             parts.insert(1, Text.assemble(("best ", "dim"), f"{min(self.losses):.4f}"))
@@ -277,7 +324,9 @@ class _LiveDisplay:
     def __init__(self, progress: TrainingProgress) -> None:
         self._progress = progress
 
-    def __rich_console__(self, console: rich.console.Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(
+        self, console: rich.console.Console, options: ConsoleOptions
+    ) -> RenderResult:
         yield self._progress.display(options.max_width)
 
 
@@ -289,7 +338,9 @@ def sparkline(values: Sequence[float], width: int) -> str:
     edges = [len(values) * i // count for i in range(count + 1)]
     means = [statistics.fmean(values[low:high]) for low, high in pairwise(edges)]
     lowest, span = min(means), max(means) - min(means)
-    return "".join(_LEVELS[round((mean - lowest) / span * (len(_LEVELS) - 1)) if span else 0] for mean in means)
+    return "".join(
+        _LEVELS[round((mean - lowest) / span * (len(_LEVELS) - 1)) if span else 0] for mean in means
+    )
 
 
 def format_duration(seconds: float | None) -> str:
@@ -315,14 +366,18 @@ def _rate(tokens_per_second: float, metrics: StepMetrics) -> str:
 
 def _utilization(metrics: StepMetrics) -> tuple[str, float | None]:
     """Share of the GPU's peak, and its name: MFU, or HFU where a step has no MFU, as under a dynamic index."""
-    return ("HFU", metrics.mfu_executed) if metrics.mfu_model is None else ("MFU", metrics.mfu_model)
+    return (
+        ("HFU", metrics.mfu_executed) if metrics.mfu_model is None else ("MFU", metrics.mfu_model)
+    )
 
 
 def _gpu_parts(metrics: StepMetrics) -> list[str]:
     """What only GPUs have: utilization and memory."""
     name, share = _utilization(metrics)
     parts = [] if share is None else [f"{name} {share:.1%}"]
-    return parts + ([] if metrics.peak_memory_gib is None else [f"{metrics.peak_memory_gib:.1f} GiB"])
+    return parts + (
+        [] if metrics.peak_memory_gib is None else [f"{metrics.peak_memory_gib:.1f} GiB"]
+    )
 
 
 def _index_parts(metrics: StepMetrics) -> list[str]:

@@ -49,11 +49,18 @@ def compiles(config: Config, device: str) -> bool:
 
 def run_layout(config: Config, cp: int) -> Layout:
     """The layout of a context group; under a dynamic index a worker holds whole blocks of it."""
-    return make_layout(config.layout, cp, config.seq, config.topology.block_size, unit=config.sparsity.block or 1)
+    return make_layout(
+        config.layout, cp, config.seq, config.topology.block_size, unit=config.sparsity.block or 1
+    )
 
 
 def exchange_needs(
-    config: Config, environment: Environment, layout: Layout, dtype: torch.dtype, kernel: Kernel, device_memory: int | None
+    config: Config,
+    environment: Environment,
+    layout: Layout,
+    dtype: torch.dtype,
+    kernel: Kernel,
+    device_memory: int | None,
 ) -> ExchangeNeeds:
     """What the choice of an exchange depends on."""
     model, sparsity = config.model, config.sparsity
@@ -87,7 +94,9 @@ def given_host_memory(config: Config) -> int | None:
     return None if isinstance(gib, str) else round(gib * 2**30)
 
 
-def kernel_request(config: Config, device: str, dtype: torch.dtype, capability: tuple[int, int] | None) -> KernelRequest:
+def kernel_request(
+    config: Config, device: str, dtype: torch.dtype, capability: tuple[int, int] | None
+) -> KernelRequest:
     """What a run asks of a kernel, for dense attention. capability: of the GPU."""
     model = config.model
     return KernelRequest(
@@ -108,7 +117,10 @@ def resolve_run(config: Config, environment: Environment) -> ResolvedRun:
     memory = capability = None
     if environment.device == "cuda":
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        memory, capability = given_memory(config) or properties.total_memory, (properties.major, properties.minor)
+        memory, capability = (
+            given_memory(config) or properties.total_memory,
+            (properties.major, properties.minor),
+        )
     request = kernel_request(config, environment.device, dtype, capability)
     pattern = make_pattern(config.sparsity, config.seed)
     dense_kernel = None
@@ -116,8 +128,19 @@ def resolve_run(config: Config, environment: Environment) -> ResolvedRun:
         dense_kernel = choose_dense_kernel(config, request)
         request = replace(request, index=pattern.request())
     kernel, kernel_reason = choose(config.train.kernel, request)
-    exchange = choose_exchange(config.topology, exchange_needs(config, environment, layout, dtype, kernel, memory))
-    return ResolvedRun(layout, exchange, kernel, kernel_reason, dtype, compiles(config, environment.device), pattern, dense_kernel)
+    exchange = choose_exchange(
+        config.topology, exchange_needs(config, environment, layout, dtype, kernel, memory)
+    )
+    return ResolvedRun(
+        layout,
+        exchange,
+        kernel,
+        kernel_reason,
+        dtype,
+        compiles(config, environment.device),
+        pattern,
+        dense_kernel,
+    )
 
 
 def choose_dense_kernel(config: Config, request: KernelRequest) -> tuple[Kernel, str] | None:
@@ -132,7 +155,12 @@ def choose_dense_kernel(config: Config, request: KernelRequest) -> tuple[Kernel,
     named = dense_kernel_asked(config)
     with dense_steps_named(config):
         kernel, reason = choose(named, request)
-    return kernel, reason if named == config.train.kernel else f"{reason}; {config.train.kernel} computes under an index only"
+    return (
+        kernel,
+        reason
+        if named == config.train.kernel
+        else f"{reason}; {config.train.kernel} computes under an index only",
+    )
 
 
 def dense_kernel_asked(config: Config) -> str:
@@ -146,4 +174,6 @@ def dense_steps_named(config: Config) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(f"sparsity.dense_steps={config.sparsity.dense_steps}: nothing computes these steps: {error}") from None
+        raise ConfigError(
+            f"sparsity.dense_steps={config.sparsity.dense_steps}: nothing computes these steps: {error}"
+        ) from None

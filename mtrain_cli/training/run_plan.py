@@ -11,16 +11,35 @@ import torch
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.kernel_registry import choose, make_kernel, survey
 from mtrain_cli.config.schema import Config, ConfigError
-from mtrain_cli.launch.environment import Environment, gpu_index, host_memory, machine_has, resolve_environment
+from mtrain_cli.launch.environment import (
+    Environment,
+    gpu_index,
+    host_memory,
+    machine_has,
+    resolve_environment,
+)
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.parallel.exchange_bytes import ShardSizes, pass_bytes
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice, choose_exchange
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.schedule import make_schedule
 from mtrain_cli.sparsity.pattern_registry import make_pattern
-from mtrain_cli.training.flops import FlopsPerToken, ParameterCount, parameters, recomputes_attention, training_flops
+from mtrain_cli.training.flops import (
+    FlopsPerToken,
+    ParameterCount,
+    parameters,
+    recomputes_attention,
+    training_flops,
+)
 from mtrain_cli.training.memory import GIB, MemoryEstimate, estimate_memory
-from mtrain_cli.training.memory_search import ROOMY, MemorySearch, MemorySetting, least, refusal, search
+from mtrain_cli.training.memory_search import (
+    ROOMY,
+    MemorySearch,
+    MemorySetting,
+    least,
+    refusal,
+    search,
+)
 from mtrain_cli.training.resolution import (
     compute_dtype,
     dense_kernel_asked,
@@ -118,7 +137,9 @@ class RunPlan:
             host += f" ({USABLE_HOST:.0%} of topology.host_memory_gib)"
         elif self.elsewhere:
             host += f" ({USABLE_HOST:.0%} of {ASSUMED_HOST_BYTES // GIB} GiB a GPU, assumed; topology.host_memory_gib says otherwise)"
-        return f"the {size(self.gpu_bytes)} of {gpu}, {USABLE:.0%} of which can be used, with {host}"
+        return (
+            f"the {size(self.gpu_bytes)} of {gpu}, {USABLE:.0%} of which can be used, with {host}"
+        )
 
     def load(self, memory: MemoryEstimate) -> int:
         """Bytes of a worker on its device, which on a CPU is the host."""
@@ -132,8 +153,14 @@ class RunPlan:
 
     def again(self, config: Config) -> RunPlan:
         """The plan of another configuration on the same kind of machine; as many workers, unless it names their number."""
-        workers = config.topology.workers if isinstance(config.topology.workers, int) else self.environment.workers
-        topology = dataclasses.replace(config.topology, device=self.environment.device, workers=workers)
+        workers = (
+            config.topology.workers
+            if isinstance(config.topology.workers, int)
+            else self.environment.workers
+        )
+        topology = dataclasses.replace(
+            config.topology, device=self.environment.device, workers=workers
+        )
         config = dataclasses.replace(config, topology=topology)
         return _elsewhere(config, "") if self.elsewhere else _here(config)
 
@@ -205,7 +232,11 @@ def _here(config: Config) -> RunPlan:
     """A plan for this machine, or for more GPUs like its own."""
     environment = resolve_environment(config, planning=True)
     # The plan is for the first GPU here, whichever worker this process would be.
-    found = planned(config, environment, resolve_run(config, dataclasses.replace(environment, rank=0, local_rank=0)))
+    found = planned(
+        config,
+        environment,
+        resolve_run(config, dataclasses.replace(environment, rank=0, local_rank=0)),
+    )
     return dataclasses.replace(found, machine=_machine_here(found))
 
 
@@ -213,10 +244,16 @@ def _machine_here(found: RunPlan) -> str:
     if found.gpu is None:
         asked = found.config.topology.device == "cpu"
         return "the CPU of this machine" + (
-            "" if asked else ", since no GPU is here; topology.device=cuda topology.workers=N plans for N GPUs"
+            ""
+            if asked
+            else ", since no GPU is here; topology.device=cuda topology.workers=N plans for N GPUs"
         )
     gpus = torch.cuda.device_count()
-    return f"GPUs like the {gpus} x {found.gpu} of this machine" if found.environment.workers > gpus else "the GPUs of this machine"
+    return (
+        f"GPUs like the {gpus} x {found.gpu} of this machine"
+        if found.environment.workers > gpus
+        else "the GPUs of this machine"
+    )
 
 
 def _refusal_here(config: Config) -> str | None:
@@ -238,7 +275,11 @@ def needed_here(found: RunPlan) -> str:
 
 def planned(config: Config, environment: Environment, choices: ResolvedRun) -> RunPlan:
     """The plan of a run whose choices are made, on this machine."""
-    properties = torch.cuda.get_device_properties(gpu_index(environment)) if environment.device == "cuda" else None
+    properties = (
+        torch.cuda.get_device_properties(gpu_index(environment))
+        if environment.device == "cuda"
+        else None
+    )
     found = _complete(
         config,
         environment,
@@ -250,7 +291,9 @@ def planned(config: Config, environment: Environment, choices: ResolvedRun) -> R
         capacity=given_memory(config) or properties.total_memory if properties else None,
     )
     if environment.device == "cuda":
-        host = given_host_memory(config) or host_memory() / sharing_the_host(environment, torch.cuda.device_count())
+        host = given_host_memory(config) or host_memory() / sharing_the_host(
+            environment, torch.cuda.device_count()
+        )
         found = dataclasses.replace(found, host_share=round(USABLE_HOST * host))
     if choices.dense_kernel is None:
         return found
@@ -269,28 +312,56 @@ def sharing_the_host(environment: Environment, gpus: int) -> int:
 
 def _elsewhere(config: Config, why: str) -> RunPlan:
     """A plan for GPUs that are not here: what cannot be asked of them is assumed, and says so."""
-    config = dataclasses.replace(config, topology=dataclasses.replace(config.topology, device="cuda"))
+    config = dataclasses.replace(
+        config, topology=dataclasses.replace(config.topology, device="cuda")
+    )
     environment = resolve_environment(config, planning=True)
     layout = run_layout(config, environment.cp)
     dtype = compute_dtype(config, environment.device)
     pattern = make_pattern(config.sparsity, config.seed)
-    kernel = _kernel_elsewhere(config, dtype, config.train.kernel, None if pattern is None else pattern.request())
+    kernel = _kernel_elsewhere(
+        config, dtype, config.train.kernel, None if pattern is None else pattern.request()
+    )
     dense_kernel = None
     if config.sparsity.dense_steps:
         with dense_steps_named(config):
             dense_kernel = _kernel_elsewhere(config, dtype, dense_kernel_asked(config), None)
     exchange = choose_exchange(
         config.topology,
-        exchange_needs(config, environment, layout, dtype, make_kernel(kernel[0]), given_memory(config) or ASSUMED_GPU_BYTES),
+        exchange_needs(
+            config,
+            environment,
+            layout,
+            dtype,
+            make_kernel(kernel[0]),
+            given_memory(config) or ASSUMED_GPU_BYTES,
+        ),
     )
-    found = _complete(config, environment, layout, exchange, kernel, dtype, gpu=None, capacity=given_memory(config))
+    found = _complete(
+        config,
+        environment,
+        layout,
+        exchange,
+        kernel,
+        dtype,
+        gpu=None,
+        capacity=given_memory(config),
+    )
     host_share = round(USABLE_HOST * (given_host_memory(config) or ASSUMED_HOST_BYTES))
     machine = f"GPUs elsewhere, taken to be {ASSUMED_GPU}: {why}"
-    return dataclasses.replace(found, dense_kernel=dense_kernel, machine=machine, elsewhere=True, host_share=host_share)
+    return dataclasses.replace(
+        found, dense_kernel=dense_kernel, machine=machine, elsewhere=True, host_share=host_share
+    )
 
 
 def plan_for(
-    config: Config, *, gpu: str, capability: tuple[int, int], capacity: int, host: int = ASSUMED_HOST_BYTES, kernel: str | None = None
+    config: Config,
+    *,
+    gpu: str,
+    capability: tuple[int, int],
+    capacity: int,
+    host: int = ASSUMED_HOST_BYTES,
+    kernel: str | None = None,
 ) -> RunPlan:
     """The plan of a run on described GPUs; ``config.topology`` says how many, in nodes of how many. kernel: instead of ``train.kernel``.
     host: bytes of host memory for each GPU.
@@ -300,15 +371,24 @@ def plan_for(
     Raises:
         ConfigError: sizes do not fit each other, or no kernel serves the run.
     """
-    config = dataclasses.replace(config, topology=dataclasses.replace(config.topology, device="cuda"))
+    config = dataclasses.replace(
+        config, topology=dataclasses.replace(config.topology, device="cuda")
+    )
     environment = resolve_environment(config, planning=True)
     layout, dtype = run_layout(config, environment.cp), compute_dtype(config, "cuda")
     pattern = make_pattern(config.sparsity, config.seed)
     index = None if pattern is None else pattern.request()
     found = _kernel_elsewhere(config, dtype, kernel or config.train.kernel, index, capability, gpu)
-    exchange = choose_exchange(config.topology, exchange_needs(config, environment, layout, dtype, make_kernel(found[0]), capacity))
-    made = _complete(config, environment, layout, exchange, found, dtype, gpu=gpu, capacity=capacity)
-    made = dataclasses.replace(made, host_share=round(USABLE_HOST * (given_host_memory(config) or host)))
+    exchange = choose_exchange(
+        config.topology,
+        exchange_needs(config, environment, layout, dtype, make_kernel(found[0]), capacity),
+    )
+    made = _complete(
+        config, environment, layout, exchange, found, dtype, gpu=gpu, capacity=capacity
+    )
+    made = dataclasses.replace(
+        made, host_share=round(USABLE_HOST * (given_host_memory(config) or host))
+    )
     return made if config.train.memory == "manual" else decided(made)
 
 
@@ -324,17 +404,23 @@ def _kernel_elsewhere(
     else is said.
     """
     request = dataclasses.replace(kernel_request(config, "cuda", dtype, capability), index=index)
-    possible = [name for name, reason in survey(request) if reason is None or "not installed" in reason]
+    possible = [
+        name for name, reason in survey(request) if reason is None or "not installed" in reason
+    ]
     if asked in possible:
         return asked, "as configured; no GPU here to ask whether it serves"
     if asked != "auto" and (reason := dict(survey(request)).get(asked)) is not None:
-        raise ConfigError(f"train.kernel={asked}: {reason}; allowed on {gpu}: {', '.join(['auto', *possible])}")
+        raise ConfigError(
+            f"train.kernel={asked}: {reason}; allowed on {gpu}: {', '.join(['auto', *possible])}"
+        )
     if asked != "auto" or possible[0] == "reference":
         kernel, reason = choose(asked, request)
         return kernel.name, reason
     others = f", else {possible[1]}" if possible[1] != "reference" else ""
     on = "Hopper" if gpu == ASSUMED_GPU else gpu
-    return possible[0], f"assumed, no GPU here to ask: what auto takes on {on} with every package installed{others}"
+    return possible[
+        0
+    ], f"assumed, no GPU here to ask: what auto takes on {on} with every package installed{others}"
 
 
 def _complete(
@@ -375,12 +461,27 @@ def _complete(
         tokens_per_step=train.global_batch * config.seq,
         micro_batches=micro_batches,
         memory=memory,
-        moved=moved(config, environment.workers, layout, exchange, dtype.itemsize, needs_out=make_kernel(kernel[0]).needs_out),
+        moved=moved(
+            config,
+            environment.workers,
+            layout,
+            exchange,
+            dtype.itemsize,
+            needs_out=make_kernel(kernel[0]).needs_out,
+        ),
         checkpoint=12 * count.total,
     )
 
 
-def moved(config: Config, workers: int, layout: Layout, exchange: ExchangeChoice, dtype_bytes: int, *, needs_out: bool) -> ReceivedBytes:
+def moved(
+    config: Config,
+    workers: int,
+    layout: Layout,
+    exchange: ExchangeChoice,
+    dtype_bytes: int,
+    *,
+    needs_out: bool,
+) -> ReceivedBytes:
     """Traffic of one worker, from the schedule of its exchange; columns of an index that are gathered once come on top.
 
     Where attention is computed again, in part or in full, the forward exchange runs twice. Weights are gathered in the compute dtype and
@@ -388,7 +489,12 @@ def moved(config: Config, workers: int, layout: Layout, exchange: ExchangeChoice
     """
     model, train = config.model, config.train
     sizes = ShardSizes(
-        layout.tokens_per_worker * train.micro_batch, model.num_heads, model.num_kv_heads, model.head_dim, dtype_bytes, needs_out
+        layout.tokens_per_worker * train.micro_batch,
+        model.num_heads,
+        model.num_kv_heads,
+        model.head_dim,
+        dtype_bytes,
+        needs_out,
     )
     schedule = make_schedule(exchange.name, exchange.options(layout.workers))
     forward, backward = (pass_bytes(schedule, 0, sizes, backward=b) for b in (False, True))

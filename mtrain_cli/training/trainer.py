@@ -14,7 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from mtrain_cli.config.schema import Config, ConfigError
@@ -41,7 +45,13 @@ from mtrain_cli.training.compute_time import ComputeTimer
 from mtrain_cli.training.flops import attention_kept, causal_pairs, peak_flops, training_flops
 from mtrain_cli.training.index_metrics import IndexMetrics, index_metrics, index_records, summed
 from mtrain_cli.training.metrics import StepMetrics
-from mtrain_cli.training.optimizer import LearningRateSchedule, local_gradients, make_optimizer, set_hyperparameters, squared_norm
+from mtrain_cli.training.optimizer import (
+    LearningRateSchedule,
+    local_gradients,
+    make_optimizer,
+    set_hyperparameters,
+    squared_norm,
+)
 from mtrain_cli.training.optimizer_offload import OffloadedOptimizer
 from mtrain_cli.training.resolution import ResolvedRun, resolve_run
 from mtrain_cli.training.run_plan import RunPlan, decided, planned, require_fit
@@ -98,7 +108,11 @@ def _checked_plan(config: Config, environment: Environment, choices: ResolvedRun
     if environment.device == "cuda" and environment.workers > 1:
         # GPUs of one job may differ by some MiB, and so would decisions; the smallest counts.
         everyone: list[list[int]] = share((found.gpu_bytes, found.host_share))
-        found = replace(found, capacity=min(gpu for gpu, _ in everyone), host_share=min(host for _, host in everyone))
+        found = replace(
+            found,
+            capacity=min(gpu for gpu, _ in everyone),
+            host_share=min(host for _, host in everyone),
+        )
     if config.train.memory == "auto":
         found = decided(found)
     require_fit(found)
@@ -115,7 +129,11 @@ class Trainer:
     def __init__(self, config: Config, environment: Environment) -> None:
         self.config = config
         self.environment = environment
-        self.device = torch.device("cuda", torch.cuda.current_device()) if environment.device == "cuda" else torch.device("cpu")
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if environment.device == "cuda"
+            else torch.device("cpu")
+        )
         torch.manual_seed(config.seed)
         if config.train.deterministic:
             # cuBLAS is repeatable with a workspace of its own per stream only, and asks for it by this variable before its first product.
@@ -140,8 +158,18 @@ class Trainer:
         self.exchange = exchange
         mask = config.data.document_mask
         offloaded = config.train.offload_activations
-        self.offload = ActivationOffload(config.model.num_layers, self.device, offloaded) if offloaded else None
-        make = partial(BatchMaker, exchange, document_mask=mask, keep=attention_kept(config.train), offload=self.offload)
+        self.offload = (
+            ActivationOffload(config.model.num_layers, self.device, offloaded)
+            if offloaded
+            else None
+        )
+        make = partial(
+            BatchMaker,
+            exchange,
+            document_mask=mask,
+            keep=attention_kept(config.train),
+            offload=self.offload,
+        )
         self.batch_maker = make(self.choices.kernel, self.device, pattern=self.choices.pattern)
         dense = self.choices.dense_kernel
         self.dense_batch_maker = make(dense[0], self.device) if dense is not None else None
@@ -160,7 +188,11 @@ class Trainer:
         self.held_out: list[Sample] = self.dataset.held_out
         self.host_states: OffloadedOptimizer | None = None
         self.decoder = self._make_decoder()
-        self.optimizer = self.host_states.optimizer if self.host_states else make_optimizer(self.decoder, config.optim)
+        self.optimizer = (
+            self.host_states.optimizer
+            if self.host_states
+            else make_optimizer(self.decoder, config.optim)
+        )
         self._schedule = LearningRateSchedule.of(config)
         self.step = 0
         self.tokens = 0
@@ -178,7 +210,11 @@ class Trainer:
         self._slow_devices = StragglerWatch(share, self.places, "the same part of a layer")
         self._slow_loaders = StragglerWatch(share, self.places, "the data of a step")
         self._step_began = 0.0
-        self._peak_flops = peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
+        self._peak_flops = (
+            peak_flops(torch.cuda.get_device_name(self.device))
+            if self.device.type == "cuda"
+            else None
+        )
 
     def _check_same_data(self) -> list[str]:
         """Host and device of each rank. Machines with other files, or for data=stdlib another Python, would train on different tokens
@@ -199,8 +235,16 @@ class Trainer:
         if config.optim.offload:
             decoder.to(dtype)
         mesh = make_parameter_mesh(self.environment.workers, self.environment.device)
-        shard_parameters(decoder, mesh, dtype, shard=config.train.shard, reduce_dtype=getattr(torch, config.train.reduce_dtype))
-        register_fsdp_forward_method(decoder, "token_losses")  # evaluation enters here and needs the root's parameters gathered too
+        shard_parameters(
+            decoder,
+            mesh,
+            dtype,
+            shard=config.train.shard,
+            reduce_dtype=getattr(torch, config.train.reduce_dtype),
+        )
+        register_fsdp_forward_method(
+            decoder, "token_losses"
+        )  # evaluation enters here and needs the root's parameters gathered too
         decoder.to_empty(device=self.device)
         filled = decoder
         if config.optim.offload:
@@ -254,16 +298,24 @@ class Trainer:
         batches = [make.to_device(host) for host in on_host]
         waited += time.perf_counter() - asked
         valid, pairs = self.totals(batches)
-        attends: list[Attend] = [batch.attend if self.observe is None else self.observe(batch) for batch in batches]
-        loss = self.forward_backward(batches, [self._own_time.around(attends[0]), *attends[1:]], valid)
+        attends: list[Attend] = [
+            batch.attend if self.observe is None else self.observe(batch) for batch in batches
+        ]
+        loss = self.forward_backward(
+            batches, [self._own_time.around(attends[0]), *attends[1:]], valid
+        )
         with profiler_labels.labelled(profiler_labels.OPTIMIZER):
             found = torch.stack([loss.double(), self._squared_norm().double()])
-        told = torch.tensor([float(stop), own_seconds, waited], dtype=torch.float64, device=self.device)
+        told = torch.tensor(
+            [float(stop), own_seconds, waited], dtype=torch.float64, device=self.device
+        )
         mine = torch.cat([found, told])
         records = index_records(batch.attend for batch in batches)
         if records:
             mine = torch.cat([mine, summed(records, self.config.model.num_layers, self.device)])
-        progress_record.note("waits for loss and gradient norm of all ranks", progress_record.SEVERAL)
+        progress_record.note(
+            "waits for loss and gradient norm of all ranks", progress_record.SEVERAL
+        )
         rows = all_gather(mine, self.environment.workers).tolist()
         progress_record.note("optimizer")
         self._check_finite(rows)
@@ -288,8 +340,16 @@ class Trainer:
         self.tokens += tokens
         index = None
         if records:
-            index = index_metrics([sum(column) for column in zip(*(row[5:] for row in rows), strict=True)], records, self.config.seq)
-        computed = index.density * causal_pairs(self.config.seq) * self.config.train.global_batch if index else float(pairs)
+            index = index_metrics(
+                [sum(column) for column in zip(*(row[5:] for row in rows), strict=True)],
+                records,
+                self.config.seq,
+            )
+        computed = (
+            index.density * causal_pairs(self.config.seq) * self.config.train.global_batch
+            if index
+            else float(pairs)
+        )
         waits = [row[4] for row in rows]
         warnings = [warning] if warning else []
         if self.environment.rank == 0:
@@ -300,7 +360,18 @@ class Trainer:
             # The first dense step, or the first under an index: what both leave behind, compiled code above all, stays.
             self._seen.add(bool(records))
             garbage_collection.freeze_garbage()
-        return StepResult(mean_loss, grad_norm, lr, tokens, computed, stopping, index, max(waits), skipped, tuple(warnings))
+        return StepResult(
+            mean_loss,
+            grad_norm,
+            lr,
+            tokens,
+            computed,
+            stopping,
+            index,
+            max(waits),
+            skipped,
+            tuple(warnings),
+        )
 
     def _leaves_out(self, loss: float | None, grad_norm: float) -> tuple[bool, str]:
         """Whether the step at hand is not applied, and a line on it.
@@ -308,7 +379,10 @@ class Trainer:
         AdamW would decay weights, and move them by its moments, under the zero gradients of a step without labels.
         """
         if loss is None:
-            return True, f"step {self.step + 1}: no token has a label, so there is no loss and the weights stay as they are"
+            return (
+                True,
+                f"step {self.step + 1}: no token has a label, so there is no loss and the weights stay as they are",
+            )
         spike, line = self._spikes.see(self.step + 1, loss, grad_norm)
         skipped = spike and self.config.optim.skip_spikes
         return skipped, line + "; its update is left out" * skipped if line else ""
@@ -326,7 +400,9 @@ class Trainer:
         first_without = self._first_rank_with(error is not None)
         if first_without is not None:
             self.lacks_data = True
-            raise error or PeerLostError(f"rank {first_without} has no data for step {self.step + 1}")
+            raise error or PeerLostError(
+                f"rank {first_without} has no data for step {self.step + 1}"
+            )
         return on_host, waited
 
     def _first_rank_with(self, mine: bool) -> int | None:
@@ -346,7 +422,9 @@ class Trainer:
 
     def next_batch_maker(self) -> BatchMaker:
         """For the step to come: the first ones of a sparse run may be dense."""
-        if self.dense_batch_maker is not None and self.step < (self.config.sparsity.dense_steps or 0):
+        if self.dense_batch_maker is not None and self.step < (
+            self.config.sparsity.dense_steps or 0
+        ):
             return self.dense_batch_maker
         return self.batch_maker
 
@@ -355,7 +433,9 @@ class Trainer:
         self.loader.close()
         garbage_collection.unfreeze_garbage()
 
-    def forward_backward(self, batches: Sequence[Batch], attends: Sequence[Attend], valid: int) -> torch.Tensor:
+    def forward_backward(
+        self, batches: Sequence[Batch], attends: Sequence[Attend], valid: int
+    ) -> torch.Tensor:
         """Adds the gradients of a step -> this worker's part of the loss.
 
         attends: the attention of each batch. valid: labels that count, of all workers.
@@ -370,7 +450,9 @@ class Trainer:
                 if self.host_states:
                     self.host_states.last_micro_batch = last
                 # The sum over all workers of local sums over the number of valid tokens of the whole step: equal to one worker's mean.
-                part = self.decoder(batch.tokens, batch.positions, batch.labels, attend, 1.0 / max(1, valid))
+                part = self.decoder(
+                    batch.tokens, batch.positions, batch.labels, attend, 1.0 / max(1, valid)
+                )
                 part.backward()
                 loss += part.detach()
                 if batch.attend.index is not None:
@@ -379,10 +461,18 @@ class Trainer:
 
     def gradients(self) -> list[torch.Tensor]:
         """What this worker holds of the reduced gradients, on the device."""
-        return self.host_states.gradients() if self.host_states else local_gradients(self.decoder.parameters())
+        return (
+            self.host_states.gradients()
+            if self.host_states
+            else local_gradients(self.decoder.parameters())
+        )
 
     def _squared_norm(self) -> torch.Tensor:
-        return self.host_states.squared_norm() if self.host_states else squared_norm(self.gradients(), self.device)
+        return (
+            self.host_states.squared_norm()
+            if self.host_states
+            else squared_norm(self.gradients(), self.device)
+        )
 
     def drop_gradients(self) -> None:
         if self.host_states:
@@ -421,7 +511,9 @@ class Trainer:
         """The line of metrics.jsonl for a finished step."""
         config, workers = self.config, self.environment.workers
         pairs = result.pairs / config.train.global_batch
-        flops = training_flops(config, self.choices.layout, dtype_bytes=self.choices.dtype.itemsize, pairs=pairs)
+        flops = training_flops(
+            config, self.choices.layout, dtype_bytes=self.choices.dtype.itemsize, pairs=pairs
+        )
         rate = result.tokens / seconds / workers
         peak = self._peak_flops
         return StepMetrics(
@@ -434,7 +526,9 @@ class Trainer:
             mfu_model=rate * flops.model / peak if peak and result.index is None else None,
             mfu_executed=rate * flops.executed / peak if peak else None,
             density=result.pairs / config.train.global_batch / causal_pairs(config.seq),
-            peak_memory_gib=torch.cuda.max_memory_allocated(self.device) / 2**30 if self.device.type == "cuda" else None,
+            peak_memory_gib=torch.cuda.max_memory_allocated(self.device) / 2**30
+            if self.device.type == "cuda"
+            else None,
             seconds=seconds,
             epoch=self.sampler.consumed / len(self.dataset),
             consumed=self.sampler.consumed,
@@ -462,7 +556,12 @@ class Trainer:
             # PyTorch makes the states by a step without gradients, which would count in the first real one's bias correction.
             for state in self.optimizer.state.values():
                 state["step"].zero_()
-        trainer = {"step": self.step, "tokens": self.tokens, "spikes": self._spikes.state(), **self.loader.state()}
+        trainer = {
+            "step": self.step,
+            "tokens": self.tokens,
+            "spikes": self._spikes.state(),
+            **self.loader.state(),
+        }
         return {"model": model, "optimizer": optimizer, "trainer": trainer}
 
     def resume(self, checkpointer: Checkpointer) -> None:
@@ -475,7 +574,12 @@ class Trainer:
             return
         state = self.state()
         checkpointer.load(state)
-        set_state_dict(self._float32(), self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            self._float32(),
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
         self._send_weights()
         # They came with the optimizer's state, and the configuration of the resume may have others.
         set_hyperparameters(self.optimizer, self.config.optim)

@@ -64,7 +64,9 @@ class SpikeWatch:
             far = self._norm.sigmas(log_norm, _LEAST_NORM)
             if far > self._sigma:
                 middle = math.exp(statistics.median(self._norm.values))
-                found.append(f"gradient norm {grad_norm:.3g}, {_far(far)} above the median {middle:.3g}")
+                found.append(
+                    f"gradient norm {grad_norm:.3g}, {_far(far)} above the median {middle:.3g}"
+                )
         self._loss.values.append(loss)
         if log_norm > -math.inf:
             self._norm.values.append(log_norm)
@@ -110,7 +112,12 @@ class StragglerWatch:
         difference to the others is a share of, None for their median.
         """
         self._seen += 1
-        if not self._share or len(seconds) < 2 or self._seen <= STRAGGLER_WARM_UP or (base is None and not all(seconds)):
+        if (
+            not self._share
+            or len(seconds) < 2
+            or self._seen <= STRAGGLER_WARM_UP
+            or (base is None and not all(seconds))
+        ):
             return []
         lines = []
         for rank, mine in enumerate(seconds):
@@ -122,7 +129,9 @@ class StragglerWatch:
             ratio = statistics.median_low(ratios)
             if rank not in self._slow and ratio > 1 + self._share:
                 self._slow.add(rank)
-                lines.append(f"rank {rank} ({self._places[rank]}) is slow: {self._describe(ratio, base)}, {_LASTING}")
+                lines.append(
+                    f"rank {rank} ({self._places[rank]}) is slow: {self._describe(ratio, base)}, {_LASTING}"
+                )
             # Half way back, lest one at the limit is named again and again.
             elif rank in self._slow and ratio < 1 + self._share / 2:
                 self._slow.remove(rank)

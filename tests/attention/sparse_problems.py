@@ -25,13 +25,17 @@ class Problem:
 def among_others(tensor: torch.Tensor) -> torch.Tensor:
     """The same numbers as a part of the heads of a tensor with three times as many, all others of them NaN: a view."""
     batch, tokens, heads, dim = tensor.shape
-    wide = torch.full((batch, tokens, 3, heads, dim), float("nan"), dtype=tensor.dtype, device=tensor.device)
+    wide = torch.full(
+        (batch, tokens, 3, heads, dim), float("nan"), dtype=tensor.dtype, device=tensor.device
+    )
     wide[:, :, 1] = tensor
     assert not wide[:, :, 1].is_contiguous()
     return wide[:, :, 1]
 
 
-def make_index(kind: str, rng: np.random.Generator, batch: int, heads: int, seq: int, block: int) -> Index:
+def make_index(
+    kind: str, rng: np.random.Generator, batch: int, heads: int, seq: int, block: int
+) -> Index:
     """kind: slashes, columns, both, all (every block), none (nothing at all), bitmap, gated (a bitmap of
     which every query sees some chunks).
     """
@@ -41,7 +45,9 @@ def make_index(kind: str, rng: np.random.Generator, batch: int, heads: int, seq:
         return BlockBitmap.whole(block, bits.tril() | torch.eye(blocks, dtype=torch.bool))
     if kind == "gated":
         return gated_index(rng, batch, heads, seq, block, 2 * block)
-    slashes = torch.from_numpy(rng.random((batch, heads, blocks)) < (0.4 if kind in ("slashes", "both") else 0.0))
+    slashes = torch.from_numpy(
+        rng.random((batch, heads, blocks)) < (0.4 if kind in ("slashes", "both") else 0.0)
+    )
     if kind in ("slashes", "both"):
         # Diagonal 0 in all heads but one: no kernel may rely on it.
         slashes[:, :, 0] = True
@@ -57,19 +63,34 @@ def make_index(kind: str, rng: np.random.Generator, batch: int, heads: int, seq:
                 widest = max(widest, count)
                 columns[b, h, :count] = torch.from_numpy(np.sort(rng.permutation(seq)[:count]))
     # Of some kinds the host knows how many diagonals there are.
-    return VerticalSlash(block, blocks, slashes, columns[..., :widest].contiguous(), int(slashes.sum(-1).max()) if kind == "both" else 0)
+    return VerticalSlash(
+        block,
+        blocks,
+        slashes,
+        columns[..., :widest].contiguous(),
+        int(slashes.sum(-1).max()) if kind == "both" else 0,
+    )
 
 
-def gated_index(rng: np.random.Generator, batch: int, heads: int, seq: int, block: int, chunk: int) -> GatedBitmap:
+def gated_index(
+    rng: np.random.Generator, batch: int, heads: int, seq: int, block: int, chunk: int
+) -> GatedBitmap:
     """Every query sees its own chunk and some of the past."""
     blocks, chunks = -(-seq // block), -(-seq // chunk)
     own = torch.arange(blocks * block)[:, None] // chunk
-    seen = torch.from_numpy(rng.random((batch, heads, blocks * block, chunks)) < 0.3) & (torch.arange(chunks) < own)
+    seen = torch.from_numpy(rng.random((batch, heads, blocks * block, chunks)) < 0.3) & (
+        torch.arange(chunks) < own
+    )
     seen |= torch.arange(chunks) == own
     gates = torch.zeros(batch, heads, blocks * block, -(-chunks // 32), dtype=torch.int32)
     for c in range(chunks):
         gates[..., c // 32] |= seen[..., c].int() << (c % 32)
-    bits = seen.unflatten(2, (blocks, block)).any(3).repeat_interleave(chunk // block, -1)[..., :blocks].tril()
+    bits = (
+        seen.unflatten(2, (blocks, block))
+        .any(3)
+        .repeat_interleave(chunk // block, -1)[..., :blocks]
+        .tril()
+    )
     return GatedBitmap(block, blocks, bits, torch.arange(blocks, dtype=torch.int32), gates, chunk)
 
 
@@ -81,7 +102,10 @@ def shard(kind: str, seq: int, block: int) -> tuple[np.ndarray, np.ndarray]:
         "whole": (everywhere, everywhere),
         "striped queries": (everywhere[number % 3 == 1], everywhere),
         "striped": (everywhere[number % 3 == 1], everywhere[number % 3 == 0]),
-        "later queries": (everywhere[number >= number[-1] // 2], everywhere[number < max(1, number[-1] // 2)]),
+        "later queries": (
+            everywhere[number >= number[-1] // 2],
+            everywhere[number < max(1, number[-1] // 2)],
+        ),
     }[kind]
 
 
@@ -107,7 +131,10 @@ def make_problem(
         padded = seq
         masks = [SequenceMask.causal(seq, seq)] * batch
     elif documents:
-        masks = [SequenceMask.from_documents(np.sort(rng.integers(0, 4, seq - b)), padded) for b in range(batch)]
+        masks = [
+            SequenceMask.from_documents(np.sort(rng.integers(0, 4, seq - b)), padded)
+            for b in range(batch)
+        ]
     else:
         masks = [SequenceMask.causal(seq - b, padded) for b in range(batch)]
     queries, keys = shard(where, padded, block)
@@ -116,7 +143,9 @@ def make_problem(
     if kind == "local bitmap":
         # As a worker of a context group makes it: the rows of its own queries alone.
         assert isinstance(index, BlockBitmap)
-        index = replace(index, bits=index.bits[:, :, geometry.query_blocks.long()], rows=geometry.query_blocks)
+        index = replace(
+            index, bits=index.bits[:, :, geometry.query_blocks.long()], rows=geometry.query_blocks
+        )
     if kind == "local gated":
         assert isinstance(index, GatedBitmap)
         held = geometry.query_blocks.long()
@@ -124,5 +153,12 @@ def make_problem(
         index = replace(index, bits=index.bits[:, :, held], rows=geometry.query_blocks, gates=gates)
     tiles = Tiles.make([m.spans(queries, keys) for m in masks], device, geometry).under(index)
     torch.manual_seed(seed)
-    shapes = ((len(queries), heads), (len(keys), kv_heads), (len(keys), kv_heads), (len(queries), heads))
-    return Problem(masks, tiles, *(torch.randn(batch, n, h, dim).to(device, dtype) for n, h in shapes))
+    shapes = (
+        (len(queries), heads),
+        (len(keys), kv_heads),
+        (len(keys), kv_heads),
+        (len(queries), heads),
+    )
+    return Problem(
+        masks, tiles, *(torch.randn(batch, n, h, dim).to(device, dtype) for n, h in shapes)
+    )

@@ -16,10 +16,17 @@ BLOCK = 16
 def by_block(seen: torch.Tensor) -> torch.Tensor:
     """[..., queries, keys] -> [..., query blocks, key blocks, BLOCK, BLOCK]; positions beyond the end see nothing."""
     pad = (0, -seen.shape[-1] % BLOCK, 0, -seen.shape[-2] % BLOCK)
-    return torch.nn.functional.pad(seen, pad).unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK)).transpose(-3, -2)
+    return (
+        torch.nn.functional.pad(seen, pad)
+        .unflatten(-1, (-1, BLOCK))
+        .unflatten(-3, (-1, BLOCK))
+        .transpose(-3, -2)
+    )
 
 
-def listed(lists: dict[str, torch.Tensor], name: str, shape: torch.Size, width: int) -> torch.Tensor:
+def listed(
+    lists: dict[str, torch.Tensor], name: str, shape: torch.Size, width: int
+) -> torch.Tensor:
     """bool like shape [batch, heads, rows, blocks], from counts and lists; every list ascends."""
     found = torch.zeros(shape, dtype=torch.bool)
     count, numbers = lists[f"{name}_count"], lists[name]
@@ -45,7 +52,17 @@ def blocks_of(p: Problem) -> torch.Tensor:
 @pytest.mark.parametrize("where", ["whole", "striped queries", "striped", "later queries"])
 def test_lists_hold_what_index_and_mask_leave(kind, documents, where, transposed):
     for seed, seq in ((0, 109), (1, 96), (2, 33)):
-        p = make_problem(seed, kind, seq=seq, block=BLOCK, heads=4, kv_heads=2, dim=16, documents=documents, where=where)
+        p = make_problem(
+            seed,
+            kind,
+            seq=seq,
+            block=BLOCK,
+            heads=4,
+            kv_heads=2,
+            dim=16,
+            documents=documents,
+            where=where,
+        )
         seen = blocks_of(p)
         touched, whole = seen.any(-1).any(-1), seen.all(-1).all(-1)
         if transposed:
@@ -53,22 +70,35 @@ def test_lists_hold_what_index_and_mask_leave(kind, documents, where, transposed
         lists = index_lists(p.tiles, transposed)
         # No row lists more blocks than its head has diagonals, nor, where a mask is causal alone, more than one in part.
         blocks = max(2, touched.shape[-1])
-        full_width = min(blocks, max(2, int(p.tiles.index.slashes.sum(-1).max()))) if kind == "both" else blocks
+        full_width = (
+            min(blocks, max(2, int(p.tiles.index.slashes.sum(-1).max())))
+            if kind == "both"
+            else blocks
+        )
         widths = 2 if documents is None else full_width, full_width
-        partial, full = (listed(lists, name, touched.shape, width) for name, width in zip(("partial", "full"), widths, strict=True))
+        partial, full = (
+            listed(lists, name, touched.shape, width)
+            for name, width in zip(("partial", "full"), widths, strict=True)
+        )
         assert not (partial & full).any()
         assert not (touched & ~(partial | full)).any(), "no pair is lost"
         # Full blocks are computed without a mask. The rows and keys beyond the end of the tensors do not exist.
         queries, keys = p.tiles.seen().shape[-2:]
         real = by_block(torch.ones(queries, keys, dtype=torch.bool))
         holds = (seen | ~real).all(-1).all(-1)
-        assert not (full & ~(holds.transpose(-1, -2) if transposed else holds)).any(), "no pair is added"
+        assert not (full & ~(holds.transpose(-1, -2) if transposed else holds)).any(), (
+            "no pair is added"
+        )
         assert not ((partial | full) & ~touched).any(), "no block is listed in vain"
-        assert not (whole & ~full & ~on_diagonal(p, transposed)).any(), "a mask is applied only where it is needed"
+        assert not (whole & ~full & ~on_diagonal(p, transposed)).any(), (
+            "a mask is applied only where it is needed"
+        )
 
 
 def test_an_index_that_has_more_diagonals_than_it_says_is_no_shorter_list():
-    p = make_problem(0, "all", seq=109, block=BLOCK, heads=4, kv_heads=2, dim=16, documents=False, where="whole")
+    p = make_problem(
+        0, "all", seq=109, block=BLOCK, heads=4, kv_heads=2, dim=16, documents=False, where="whole"
+    )
     tiles = p.tiles.under(dataclasses.replace(p.tiles.index, most=3))
     with pytest.raises(AssertionError, match="lists no more than it says"):
         index_lists(tiles, False)

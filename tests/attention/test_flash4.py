@@ -51,7 +51,9 @@ def calls(monkeypatch) -> list[str]:
     def spans_backward(dout, q, k, v, out, lse, delta, spans, lists, scale):
         made.append("lists")
         listed(k, lists)
-        return oracle.backward(dout, q, k, v, out, lse, delta, Tiles(*spans, k.shape[1], 1, ()), scale)
+        return oracle.backward(
+            dout, q, k, v, out, lse, delta, Tiles(*spans, k.shape[1], 1, ()), scale
+        )
 
     for function in (forward, backward, spans_forward, spans_backward):
         setattr(fake, function.__name__, function)
@@ -62,7 +64,10 @@ def calls(monkeypatch) -> list[str]:
 
 def spans_of(name: str) -> list[KeySpans]:
     everywhere = np.arange(60)
-    causal, documents = SequenceMask.causal(60, 60), SequenceMask.from_documents(np.repeat([0, 1, 2], 20), 60)
+    causal, documents = (
+        SequenceMask.causal(60, 60),
+        SequenceMask.from_documents(np.repeat([0, 1, 2], 20), 60),
+    )
     many = SequenceMask.from_documents(np.repeat(np.arange(12), 5), 60)
     second = np.arange(30, 60)
     zigzag = np.r_[0:15, 45:60]
@@ -75,7 +80,10 @@ def spans_of(name: str) -> list[KeySpans]:
         "the last document": [documents.spans(np.arange(40, 60), everywhere)] * 2,
         "zigzag": [causal.spans(zigzag, everywhere)] * 2,
         "many documents": [many.spans(everywhere, everywhere)] * 2,
-        "sequences that differ": [causal.spans(everywhere, everywhere), documents.spans(everywhere, everywhere)],
+        "sequences that differ": [
+            causal.spans(everywhere, everywhere),
+            documents.spans(everywhere, everywhere),
+        ],
         "striped": [causal.spans(np.r_[0:4, 8:12, 16:20, 24:28, 32:36, 40:44], everywhere)] * 2,
     }[name]
 

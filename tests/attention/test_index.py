@@ -22,7 +22,17 @@ KINDS = ("slashes", "columns", "both", "all", "none", "bitmap", "gated")
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 def test_counts_are_those_of_the_pairs_themselves(kind, documents, seed):
-    p = make_problem(seed, kind, seq=109 + seed, block=16, heads=4, kv_heads=2, dim=16, documents=documents, where="whole")
+    p = make_problem(
+        seed,
+        kind,
+        seq=109 + seed,
+        block=16,
+        heads=4,
+        kv_heads=2,
+        dim=16,
+        documents=documents,
+        where="whole",
+    )
     index = p.tiles.index
     counts = index.counts(MaskWork.make(p.masks, 16, bitmap=kind in ("bitmap", "gated")))
     seen = p.tiles.seen()
@@ -31,9 +41,17 @@ def test_counts_are_those_of_the_pairs_themselves(kind, documents, seed):
     assert counts.pairs.tolist() == seen.sum((-1, -2)).tolist()
     assert counts.column_pairs.tolist() == (seen & ~chosen).sum((-1, -2)).tolist()
     pad = -seen.shape[-1] % 16
-    by_block = torch.nn.functional.pad(seen & chosen, (0, pad, 0, pad)).unflatten(-1, (-1, 16)).unflatten(-3, (-1, 16)).any(-1).any(-2)
+    by_block = (
+        torch.nn.functional.pad(seen & chosen, (0, pad, 0, pad))
+        .unflatten(-1, (-1, 16))
+        .unflatten(-3, (-1, 16))
+        .any(-1)
+        .any(-2)
+    )
     if kind == "gated":
-        assert bool((counts.blocks >= by_block.sum((-1, -2))).all()), "a block is visited for the queries of another document, too"
+        assert bool((counts.blocks >= by_block.sum((-1, -2))).all()), (
+            "a block is visited for the queries of another document, too"
+        )
     else:
         assert counts.blocks.tolist() == by_block.sum((-1, -2)).tolist()
     if isinstance(index, VerticalSlash):
@@ -45,14 +63,22 @@ def test_counts_are_those_of_the_pairs_themselves(kind, documents, seed):
 
 
 def test_indices_of_several_layers_are_counted_as_each_alone():
-    p = make_problem(0, "both", seq=109, block=16, heads=4, kv_heads=2, dim=16, documents=True, where="whole")
+    p = make_problem(
+        0, "both", seq=109, block=16, heads=4, kv_heads=2, dim=16, documents=True, where="whole"
+    )
     rng = np.random.default_rng(1)
-    layers = [make_index(kind, rng, 2, 4, p.masks[0].padded, 16) for kind in ("both", "columns", "none", "both")]
+    layers = [
+        make_index(kind, rng, 2, 4, p.masks[0].padded, 16)
+        for kind in ("both", "columns", "none", "both")
+    ]
     assert len({index.columns.shape[-1] for index in layers}) > 2
     work, joined = MaskWork.make(p.masks, 16), VerticalSlash.joined(layers)
     for i, (index, counts) in enumerate(zip(layers, joined.counts(work).parts(4), strict=True)):
         assert joined.part(i, 4).same_as(index)
-        assert all(torch.equal(getattr(counts, name), value) for name, value in vars(index.counts(work)).items())
+        assert all(
+            torch.equal(getattr(counts, name), value)
+            for name, value in vars(index.counts(work)).items()
+        )
 
 
 @pytest.mark.parametrize("block", [1, 3, 16, 128, 181, 182, 200])
@@ -75,7 +101,9 @@ def test_pairs_of_blocks_are_those_of_the_pairs_themselves(block, documents):
     assert found.dtype == (torch.int16 if block <= 181 else torch.int32)
     assert torch.equal(found.long(), want)
     rows = np.sort(rng.permutation(blocks)[: blocks // 2])
-    assert torch.equal(block_pairs(masks, block, blocks, rows).long(), want[:, torch.from_numpy(rows)])
+    assert torch.equal(
+        block_pairs(masks, block, blocks, rows).long(), want[:, torch.from_numpy(rows)]
+    )
 
 
 def test_counts_of_a_bitmap_are_exact_whatever_is_added_up_at_once(monkeypatch):
@@ -103,7 +131,12 @@ def test_an_index_comes_back_from_disk(tmp_path, kind):
 
 def test_comparing_ignores_how_wide_columns_are_filled():
     index = make_index("both", np.random.default_rng(0), 1, 2, 100, 16)
-    wider = VerticalSlash(16, index.blocks, index.slashes, torch.nn.functional.pad(index.columns, (0, 5), value=index.blocks * 16))
+    wider = VerticalSlash(
+        16,
+        index.blocks,
+        index.slashes,
+        torch.nn.functional.pad(index.columns, (0, 5), value=index.blocks * 16),
+    )
     assert index.same_as(wider)
     other = index.slashes.clone()
     other[0, 0, 3] ^= True
@@ -130,11 +163,17 @@ def test_an_index_lies_where_it_was_told_to(tmp_path):
 FOREIGN = {
     "another kind": lambda file: np.savez(file, kind="Other"),
     "no kind": lambda file: np.savez(file, slashes=np.ones(3)),
-    "no sizes": lambda file: np.savez(file, kind="VerticalSlash", slashes=np.ones(3), columns=np.ones(3)),
+    "no sizes": lambda file: np.savez(
+        file, kind="VerticalSlash", slashes=np.ones(3), columns=np.ones(3)
+    ),
     "no tensors": lambda file: np.savez(file, kind="VerticalSlash", block=16, blocks=4),
-    "other tensors": lambda file: np.savez(file, kind="BlockBitmap", block=16, blocks=4, bits=np.ones(3), more=np.ones(3)),
+    "other tensors": lambda file: np.savez(
+        file, kind="BlockBitmap", block=16, blocks=4, bits=np.ones(3), more=np.ones(3)
+    ),
     "words": lambda file: np.savez(file, kind="BlockBitmap", block="x", blocks=4, bits=np.ones(3)),
-    "objects": lambda file: np.savez(file, kind="BlockBitmap", block=16, blocks=4, bits=np.array([None])),
+    "objects": lambda file: np.savez(
+        file, kind="BlockBitmap", block=16, blocks=4, bits=np.array([None])
+    ),
     "an array": lambda file: np.save(file, np.ones(3)),
     "a pickle": lambda file: pickle.dump([1, 2], file),
     "text": lambda file: file.write(b"no index at all"),
@@ -166,7 +205,13 @@ def geometry(masks: list[SequenceMask]) -> BlockGeometry:
 
 def test_positions_beyond_the_tensors_keep_no_block_from_being_full_and_padding_does():
     documents = np.repeat([0, 1, 2], [20, 16, 5])
-    found = geometry([SequenceMask.from_documents(documents, 41), SequenceMask.causal(41, 41), SequenceMask.causal(40, 41)])
+    found = geometry(
+        [
+            SequenceMask.from_documents(documents, 41),
+            SequenceMask.causal(41, 41),
+            SequenceMask.causal(40, 41),
+        ]
+    )
     assert found.first_min.tolist() == [[0, 0, 20], [0, 0, 0], [0, 0, 0]]
     assert found.first_max.tolist() == [[0, 20, 36], [0, 0, 0], [0, 0, NOTHING]]
 

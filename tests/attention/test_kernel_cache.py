@@ -50,7 +50,9 @@ def test_kernels_are_kept_in_a_folder_of_the_user(temporary):
 
 
 @pytest.mark.parametrize("what", ["masks", *kernel_cache._COMPILERS, "cuda", "gpu"])
-def test_another_version_of_what_kernels_are_made_of_has_another_folder(temporary, monkeypatch, what):
+def test_another_version_of_what_kernels_are_made_of_has_another_folder(
+    temporary, monkeypatch, what
+):
     first = kept()
     assert first is not None
     version = kernel_cache._version
@@ -63,7 +65,9 @@ def test_another_version_of_what_kernels_are_made_of_has_another_folder(temporar
     elif what == "gpu":
         monkeypatch.setattr(kernel_cache, "_gpu", lambda: ["NVIDIA B200", "10.0", "148"])
     else:
-        monkeypatch.setattr(kernel_cache, "_version", lambda package: "99" if package == what else version(package))
+        monkeypatch.setattr(
+            kernel_cache, "_version", lambda package: "99" if package == what else version(package)
+        )
     assert kept() not in (None, first)
 
 

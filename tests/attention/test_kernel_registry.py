@@ -17,7 +17,12 @@ INSTALLED = importlib.util.find_spec("flash_attn") is not None
 
 
 def cuda(**changes) -> KernelRequest:
-    values = {"capability": (9, 0), "dtype": "bfloat16", "head_dim": 128, "deterministic": False} | changes
+    values = {
+        "capability": (9, 0),
+        "dtype": "bfloat16",
+        "head_dim": 128,
+        "deterministic": False,
+    } | changes
     return KernelRequest("cuda", **values, num_heads=16, num_kv_heads=2)
 
 
@@ -32,17 +37,27 @@ def test_auto_on_hopper_is_flash4_where_it_is_installed():
     assert choose("auto", cuda(capability=(8, 0)))[0].name == "sdpa"
 
 
-@pytest.mark.parametrize("changes", [{"dtype": "float32"}, {"deterministic": True}, {"capability": (7, 5)}, {"head_dim": 264}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"dtype": "float32"}, {"deterministic": True}, {"capability": (7, 5)}, {"head_dim": 264}],
+)
 def test_auto_never_takes_the_oracle(changes):
-    with pytest.raises(ConfigError, match=r"train\.kernel=auto: no fast kernel .*train\.kernel=reference"):
+    with pytest.raises(
+        ConfigError, match=r"train\.kernel=auto: no fast kernel .*train\.kernel=reference"
+    ):
         choose("auto", cuda(**changes))
     assert choose("reference", cuda(**changes))[1] == "as configured"
 
 
 def test_a_named_kernel_that_cannot_serve_is_refused_with_those_that_can():
-    with pytest.raises(ConfigError, match=r"train\.kernel=flash4: needs a CUDA GPU; usable here: sdpa, reference"):
+    with pytest.raises(
+        ConfigError, match=r"train\.kernel=flash4: needs a CUDA GPU; usable here: sdpa, reference"
+    ):
         choose("flash4", CPU)
-    with pytest.raises(ConfigError, match=r"train\.kernel=flsh: no such kernel; allowed: auto, flash4, triton, sdpa, reference"):
+    with pytest.raises(
+        ConfigError,
+        match=r"train\.kernel=flsh: no such kernel; allowed: auto, flash4, triton, sdpa, reference",
+    ):
         choose("flsh", CPU)
 
 
@@ -53,7 +68,10 @@ def test_a_named_kernel_that_cannot_serve_is_refused_with_those_that_can():
         ({"dtype": "float32"}, "computes bfloat16, not float32"),
         ({"head_dim": 96}, "head_dim 96 is not 64 or 128"),
         ({"deterministic": True}, "not bitwise repeatable"),
-        ({"index": IndexRequest(64, bitmap=False)}, "computes blocks of 128, not sparsity.block=64"),
+        (
+            {"index": IndexRequest(64, bitmap=False)},
+            "computes blocks of 128, not sparsity.block=64",
+        ),
         ({"index": IndexRequest(64, bitmap=True)}, "computes blocks of 128, not sparsity.block=64"),
     ],
 )
@@ -63,25 +81,41 @@ def test_flash4_says_what_it_lacks(changes, words):
 
 @pytest.mark.parametrize("name", ["auto", "reference"])
 def test_a_kernel_that_only_hides_what_an_index_leaves_out_says_so(name):
-    request = KernelRequest("cpu", None, "float64", 128, 16, 2, index=IndexRequest(64, bitmap=False))
-    assert choose(name, request)[1].endswith("; computes every pair and hides what the index leaves out")
+    request = KernelRequest(
+        "cpu", None, "float64", 128, 16, 2, index=IndexRequest(64, bitmap=False)
+    )
+    assert choose(name, request)[1].endswith(
+        "; computes every pair and hides what the index leaves out"
+    )
     assert "hides" not in choose(name, replace(request, index=None))[1]
 
 
 def test_kernels_without_cupy_say_who_does_its_work(monkeypatch):
-    request = KernelRequest("cuda", (9, 0), "bfloat16", 128, 16, 2, index=IndexRequest(64, bitmap=False))
-    for absent, ending in ((None, "as configured"), ("CuPy is not installed", "by PyTorch, since CuPy is not installed")):
-        monkeypatch.setattr(kernel_registry, "cupy_unsupported_reason", lambda absent=absent: absent)
+    request = KernelRequest(
+        "cuda", (9, 0), "bfloat16", 128, 16, 2, index=IndexRequest(64, bitmap=False)
+    )
+    for absent, ending in (
+        (None, "as configured"),
+        ("CuPy is not installed", "by PyTorch, since CuPy is not installed"),
+    ):
+        monkeypatch.setattr(
+            kernel_registry, "cupy_unsupported_reason", lambda absent=absent: absent
+        )
         assert choose("triton", request)[1].endswith(ending)
 
 
 def test_flash4_serves_an_index_of_its_blocks_where_triton_computes_the_columns(monkeypatch):
     installed = {"triton", "flash_attn", "flash_attn.cute"}
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: name if name in installed else None
+    )
     monkeypatch.setattr(flash4, "_broken", lambda: None)
     request = cuda(index=IndexRequest(128, bitmap=False))
     assert choose("auto", request)[0].name == "flash4"
-    with pytest.raises(ConfigError, match=r"train\.kernel=flash4: computes blocks of 128, not .*; usable here: triton, reference"):
+    with pytest.raises(
+        ConfigError,
+        match=r"train\.kernel=flash4: computes blocks of 128, not .*; usable here: triton, reference",
+    ):
         choose("flash4", cuda(index=IndexRequest(64, bitmap=False)))
     installed.remove("triton")
     assert dict(survey(request))["flash4"].startswith("needs triton for the columns of an index")
@@ -98,7 +132,9 @@ def test_flash4_that_does_not_load_is_passed_over_with_the_reason(monkeypatch):
     monkeypatch.setattr(flash4, "_calls", load)
     flash4._broken.cache_clear()
     try:
-        reason = "flash-attn-4 is installed, but does not load: RuntimeError: No CTK flavor installed"
+        reason = (
+            "flash-attn-4 is installed, but does not load: RuntimeError: No CTK flavor installed"
+        )
         assert dict(survey(cuda()))["flash4"] == reason
         kernel, why = choose("auto", cuda())
         assert kernel.name != "flash4"

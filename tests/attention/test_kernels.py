@@ -32,13 +32,22 @@ def problem(seed: int, heads: int, kv_heads: int, dtype: torch.dtype = torch.flo
     torch.manual_seed(seed)
     q, k, v, dout = (
         torch.randn(2, n, h, 16, dtype=dtype)
-        for n, h in ((len(queries), heads), (len(keys), kv_heads), (len(keys), kv_heads), (len(queries), heads))
+        for n, h in (
+            (len(queries), heads),
+            (len(keys), kv_heads),
+            (len(keys), kv_heads),
+            (len(queries), heads),
+        )
     )
     return spans, q, k, v, dout
 
 
 def test_the_problems_have_empty_rows():
-    assert any((s.low >= s.high).any() and (s.low < s.high).any() for seed in range(12) for s in problem(seed, 4, 4)[0])
+    assert any(
+        (s.low >= s.high).any() and (s.low < s.high).any()
+        for seed in range(12)
+        for s in problem(seed, 4, 4)[0]
+    )
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])
@@ -67,7 +76,9 @@ def test_gradients_of_bfloat16_inputs_on_the_cpu_are_rounded_once(heads, kv_head
     seq, everywhere = 1536, np.arange(1536)
     ids = np.sort(np.random.default_rng(0).integers(0, documents, seq))
     tiles = Tiles.make([SequenceMask.from_documents(ids, seq).spans(everywhere, everywhere)])
-    q, k, v, dout = (torch.randn(1, seq, h, 64).bfloat16() for h in (heads, kv_heads, kv_heads, heads))
+    q, k, v, dout = (
+        torch.randn(1, seq, h, 64).bfloat16() for h in (heads, kv_heads, kv_heads, heads)
+    )
     exact = [t.double() for t in (q, k, v)]
     want_out, want_lse = ReferenceKernel().forward(*exact, tiles, 0.125)
     want = ReferenceKernel().backward(dout.double(), *exact, want_out, want_lse, None, tiles, 0.125)
@@ -79,7 +90,9 @@ def test_gradients_of_bfloat16_inputs_on_the_cpu_are_rounded_once(heads, kv_head
             assert error < 2.2e-3, (name, error)
 
 
-@pytest.mark.parametrize(("dtype", "precision"), [(torch.bfloat16, 2e-7), (torch.float32, 2e-7), (torch.float64, 1e-15)])
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [(torch.bfloat16, 2e-7), (torch.float32, 2e-7), (torch.float64, 1e-15)]
+)
 @pytest.mark.parametrize("kind", ["even", "one element", "two far apart", "nearly zero", "zero"])
 def test_the_stand_in_for_out_gives_delta(dtype, precision, kind):
     torch.manual_seed(0)
@@ -107,7 +120,9 @@ def test_merging_parts_gives_the_whole(seed):
     out = torch.zeros_like(q)
     lse = torch.full(want_lse.shape, float("-inf"), dtype=torch.float64)
     for a, b in pairwise(edges):
-        part = Tiles.make([KeySpans(np.clip(s.low, a, b) - a, np.clip(s.high, a, b) - a, b - a) for s in spans])
+        part = Tiles.make(
+            [KeySpans(np.clip(s.low, a, b) - a, np.clip(s.high, a, b) - a, b - a) for s in spans]
+        )
         merge(out, lse, *kernel.forward(q, k[:, a:b], v[:, a:b], part, SCALE))
     torch.testing.assert_close(out, want_out, atol=1e-12, rtol=0)
     torch.testing.assert_close(lse, want_lse, atol=1e-12, rtol=0)

@@ -16,7 +16,9 @@ def problems(draw):
     padded = draw(st.integers(1, 40))
     length = draw(st.integers(1, padded))
     ids = np.sort(np.array(draw(st.lists(st.integers(0, 4), min_size=length, max_size=length))))
-    queries, keys = (np.array(sorted(draw(st.sets(st.integers(0, padded - 1), min_size=1)))) for _ in range(2))
+    queries, keys = (
+        np.array(sorted(draw(st.sets(st.integers(0, padded - 1), min_size=1)))) for _ in range(2)
+    )
     return ids, padded, queries, keys
 
 
@@ -59,7 +61,9 @@ def test_pairs_of_a_sequence_are_those_of_its_spans(problem):
 
 def test_causal_attention_is_one_slice():
     positions = np.arange(12)
-    assert SequenceMask.causal(10, 12).spans(positions, positions).slices() == [KeySlice(0, 10, 0, 10, True)]
+    assert SequenceMask.causal(10, 12).spans(positions, positions).slices() == [
+        KeySlice(0, 10, 0, 10, True)
+    ]
 
 
 def test_a_document_is_one_slice():

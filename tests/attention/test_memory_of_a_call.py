@@ -21,7 +21,9 @@ from mtrain_cli.training.memory import IndexShape, kernel_backward
 def shape_of(p: Problem) -> IndexShape:
     index = p.tiles.index
     sequences, heads = index.heads
-    columns = 0 if isinstance(index, BlockBitmap) else pack_columns(p.k, p.v, p.tiles)[0][..., 0].numel()
+    columns = (
+        0 if isinstance(index, BlockBitmap) else pack_columns(p.k, p.v, p.tiles)[0][..., 0].numel()
+    )
     return IndexShape(
         sequences=sequences, heads=heads, block=16, blocks=index.blocks, bitmap=columns == 0, kept=0, counted=0, columns=columns, ways=1,
         rings=False, gathered=False,
@@ -29,7 +31,9 @@ def shape_of(p: Problem) -> IndexShape:
 
 
 def own_bytes(kernel: str, p: Problem, index: IndexShape | None) -> int:
-    model = dataclasses.replace(compose(["model=tiny"]).model, num_heads=4, num_kv_heads=2, head_dim=16)
+    model = dataclasses.replace(
+        compose(["model=tiny"]).model, num_heads=4, num_kv_heads=2, head_dim=16
+    )
     queries, keys = (t.shape[0] * t.shape[1] for t in (p.q, p.k))
     return kernel_backward(kernel, model, queries, keys, p.q.element_size(), False, index)[1]
 
@@ -38,16 +42,28 @@ def size(*tensors: torch.Tensor) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-SHAPE = {"seq": 640, "block": 16, "heads": 4, "kv_heads": 2, "dim": 16, "documents": True, "where": "later queries"}
+SHAPE = {
+    "seq": 640,
+    "block": 16,
+    "heads": 4,
+    "kv_heads": 2,
+    "dim": 16,
+    "documents": True,
+    "where": "later queries",
+}
 
 
 def test_the_lists_of_a_call_have_the_size_that_is_told():
     p = make_problem(0, "bitmap", **SHAPE)
     plan = make_plan(p.tiles, backward=True)
-    assert own_bytes("triton", p, shape_of(p)) - own_bytes("triton", p, None) == size(plan.lines, plan.lines_t)
+    assert own_bytes("triton", p, shape_of(p)) - own_bytes("triton", p, None) == size(
+        plan.lines, plan.lines_t
+    )
     for transposed in (False, True):
         lists = index_lists(p.tiles, transposed)
-        assert own_bytes("flash4", p, shape_of(p)) - own_bytes("flash4", p, None) == size(lists["partial"], lists["full"])
+        assert own_bytes("flash4", p, shape_of(p)) - own_bytes("flash4", p, None) == size(
+            lists["partial"], lists["full"]
+        )
 
 
 def test_lists_of_so_many_diagonals_have_the_size_that_is_told():
@@ -66,18 +82,31 @@ def test_what_is_kept_of_an_index_has_the_size_that_is_told(kernel):
     p = make_problem(0, "both", **{**SHAPE, "where": "striped queries"})
     shape = shape_of(p)
     for _ in ("forward", "backward"):
-        plan, packed = make_plan(p.tiles, slashes=kernel == "triton"), pack_columns(p.k, p.v, p.tiles)
+        plan, packed = (
+            make_plan(p.tiles, slashes=kernel == "triton"),
+            pack_columns(p.k, p.v, p.tiles),
+        )
         add_column_gradients(p.k, p.v, packed[0][None], packed[1][None], p.tiles)
-        kept = {t.data_ptr(): size(t) for t in tree_iter(p.tiles.of_index) if t.data_ptr() != p.tiles.index.columns.data_ptr()}
+        kept = {
+            t.data_ptr(): size(t)
+            for t in tree_iter(p.tiles.of_index)
+            if t.data_ptr() != p.tiles.index.columns.data_ptr()
+        }
         assert {t.data_ptr() for t in (plan.columns_upto, local_columns(p.tiles)[1])} <= set(kept)
         # Columns whose number is no multiple of a tile are copied, too; an estimate takes settings that fill tiles.
         assert shape.derived(kernel) == sum(kept.values()) - size(plan.column_positions)
     steps = make_problem(0, "both", **{**SHAPE, "where": "striped"}).tiles
     assert not make_plan(steps).column_positions.equal(plan.column_positions)
     assert not steps.of_index
-    assert make_plan(p.tiles, slashes=False).columns_upto is plan.columns_upto, "what is kept is not made again"
-    other = p.tiles.under(dataclasses.replace(p.tiles.index, columns=p.tiles.index.columns[..., 1:]))
-    assert not make_plan(other).columns_upto.equal(plan.columns_upto), "another index shares nothing"
+    assert make_plan(p.tiles, slashes=False).columns_upto is plan.columns_upto, (
+        "what is kept is not made again"
+    )
+    other = p.tiles.under(
+        dataclasses.replace(p.tiles.index, columns=p.tiles.index.columns[..., 1:])
+    )
+    assert not make_plan(other).columns_upto.equal(plan.columns_upto), (
+        "another index shares nothing"
+    )
 
 
 def test_the_columns_of_a_call_have_the_size_that_is_told():

@@ -15,7 +15,9 @@ BATCH, HEAD, AT = 0, 1, 35  # which sequence, head (of queries or of keys) and p
 
 
 def problem(kind: str, documents: bool, what: str) -> Problem:
-    p = make_problem(1, kind, seq=61, block=16, heads=4, kv_heads=2, dim=16, documents=documents, where="whole")
+    p = make_problem(
+        1, kind, seq=61, block=16, heads=4, kv_heads=2, dim=16, documents=documents, where="whole"
+    )
     {"q": p.q, "k": p.k, "v": p.v}[what][BATCH, AT, HEAD, 3] = float("nan")
     return p
 
@@ -51,7 +53,9 @@ def test_the_oracle_has_it_where_it_is_seen(kind, documents, what):
 @pytest.mark.parametrize(("kind", "documents", "what"), CASES)
 def test_triton_has_it_exactly_where_the_oracle_has(kind, documents, what):
     p = problem(kind, documents, what)
-    want, want_lse = ReferenceKernel().forward(p.q.double(), p.k.double(), p.v.double(), p.tiles, SCALE)
+    want, want_lse = ReferenceKernel().forward(
+        p.q.double(), p.k.double(), p.v.double(), p.tiles, SCALE
+    )
     out, lse = TritonKernel().forward(p.q, p.k, p.v, p.tiles, SCALE)
     found, wanted = (t.isnan().any(-1).transpose(1, 2) for t in (out, want))
     assert torch.equal(lse.isnan(), want_lse.isnan())

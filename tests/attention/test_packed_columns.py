@@ -12,7 +12,9 @@ from mtrain_cli.attention.packed_columns import add_column_gradients, local_colu
 @pytest.mark.parametrize("where", ["whole", "striped"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_of_columns_are_added_where_they_were_gathered(where, dtype):
-    p = make_problem(0, "both", seq=61, block=16, heads=4, kv_heads=2, dim=8, documents=False, where=where)
+    p = make_problem(
+        0, "both", seq=61, block=16, heads=4, kv_heads=2, dim=8, documents=False, where=where
+    )
     columns, slots = local_columns(p.tiles)
     packed = pack_columns(p.k, p.v, p.tiles)
     # Whole numbers: sums are exact in both dtypes. Places without a column hold what must not be used.

@@ -27,7 +27,9 @@ def check(kernel, problem, tolerance: float) -> None:
     q, k, v, dout = (t.double() for t in (p.q, p.k, p.v, p.dout))
     want_out, want_lse = ReferenceKernel().forward(q, k, v, p.tiles, SCALE)
     out, lse = kernel.forward(p.q, p.k, p.v, p.tiles, SCALE)
-    assert torch.equal(torch.isneginf(lse), torch.isneginf(want_lse)), "rows that see nothing, and only they, have lse -inf"
+    assert torch.equal(torch.isneginf(lse), torch.isneginf(want_lse)), (
+        "rows that see nothing, and only they, have lse -inf"
+    )
     torch.testing.assert_close(out.double(), want_out, atol=tolerance, rtol=0)
     seen = ~torch.isneginf(want_lse)
     torch.testing.assert_close(lse.double()[seen], want_lse[seen], atol=tolerance, rtol=0)
@@ -38,12 +40,20 @@ def check(kernel, problem, tolerance: float) -> None:
     # Queries of another worker come with delta and without out.
     got = kernel.backward(p.dout, p.q, p.k, p.v, None, final.float(), delta.float(), p.tiles, SCALE)
     for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
-        torch.testing.assert_close(a.double(), b, atol=5 * tolerance, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            a.double(), b, atol=5 * tolerance, rtol=0, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 # The interpreter takes seconds a case: shards of every sort for the indices that have everything, the rest is slow.
 SHARDS = [
-    pytest.param(kind, where, marks=() if where == "whole" or kind in ("both", "bitmap", "local bitmap") else pytest.mark.slow)
+    pytest.param(
+        kind,
+        where,
+        marks=()
+        if where == "whole" or kind in ("both", "bitmap", "local bitmap")
+        else pytest.mark.slow,
+    )
     for kind in KINDS
     for where in ("whole", "striped queries", "striped", "later queries")
 ]
@@ -54,24 +64,47 @@ SHARDS = [
 def test_triton_equals_the_oracle(kind, documents, where):
     from mtrain_cli.attention.triton_kernel import TritonKernel
 
-    check(TritonKernel(), make_problem(1, kind, seq=117, block=16, heads=4, kv_heads=2, dim=16, documents=documents, where=where), 1e-5)
+    check(
+        TritonKernel(),
+        make_problem(
+            1,
+            kind,
+            seq=117,
+            block=16,
+            heads=4,
+            kv_heads=2,
+            dim=16,
+            documents=documents,
+            where=where,
+        ),
+        1e-5,
+    )
 
 
-@pytest.mark.parametrize(("kind", "where"), [("gated", "whole"), ("local gated", "striped"), ("gated", "later queries")])
+@pytest.mark.parametrize(
+    ("kind", "where"), [("gated", "whole"), ("local gated", "striped"), ("gated", "later queries")]
+)
 @pytest.mark.parametrize("name", ["triton", "sdpa"])
 def test_a_gate_of_every_query_is_exact(name, kind, where):
     from mtrain_cli.attention.triton_kernel import TritonKernel
 
     kernel = TritonKernel() if name == "triton" else SdpaKernel()
-    p = make_problem(6, kind, seq=117, block=16, heads=4, kv_heads=2, dim=16, documents=True, where=where)
-    assert not torch.equal(p.tiles.seen(), p.tiles.under(whole_blocks(p.tiles.index)).seen()), "gates matter"
+    p = make_problem(
+        6, kind, seq=117, block=16, heads=4, kv_heads=2, dim=16, documents=True, where=where
+    )
+    assert not torch.equal(p.tiles.seen(), p.tiles.under(whole_blocks(p.tiles.index)).seen()), (
+        "gates matter"
+    )
     if name == "triton":
         check(kernel, p, 1e-5)
         return
     q, k, v, dout = (t.double() for t in (p.q, p.k, p.v, p.dout))
     want = ReferenceKernel().forward(q, k, v, p.tiles, SCALE)
     got = kernel.forward(q, k, v, p.tiles, SCALE)
-    gradients = [some.backward(dout, q, k, v, *want, None, p.tiles, SCALE) for some in (kernel, ReferenceKernel())]
+    gradients = [
+        some.backward(dout, q, k, v, *want, None, p.tiles, SCALE)
+        for some in (kernel, ReferenceKernel())
+    ]
     for a, b in zip((*got, *gradients[0]), (*want, *gradients[1]), strict=True):
         torch.testing.assert_close(a, b, atol=1e-9, rtol=0)
 
@@ -81,7 +114,18 @@ def whole_blocks(index: GatedBitmap) -> BlockBitmap:
 
 
 def small(dtype: torch.dtype = torch.float32) -> Problem:
-    return make_problem(4, "both", seq=37, block=16, heads=4, kv_heads=2, dim=16, documents=False, where="whole", dtype=dtype)
+    return make_problem(
+        4,
+        "both",
+        seq=37,
+        block=16,
+        heads=4,
+        kv_heads=2,
+        dim=16,
+        documents=False,
+        where="whole",
+        dtype=dtype,
+    )
 
 
 def test_triton_derives_delta_where_none_is_given():
@@ -90,8 +134,12 @@ def test_triton_derives_delta_where_none_is_given():
     p = small()
     q, k, v, dout = (t.double() for t in (p.q, p.k, p.v, p.dout))
     out, lse = ReferenceKernel().forward(q, k, v, p.tiles, SCALE)
-    got = TritonKernel().backward(p.dout, p.q, p.k, p.v, out.float(), lse.float(), None, p.tiles, SCALE)
-    for a, b in zip(got, ReferenceKernel().backward(dout, q, k, v, out, lse, None, p.tiles, SCALE), strict=True):
+    got = TritonKernel().backward(
+        p.dout, p.q, p.k, p.v, out.float(), lse.float(), None, p.tiles, SCALE
+    )
+    for a, b in zip(
+        got, ReferenceKernel().backward(dout, q, k, v, out, lse, None, p.tiles, SCALE), strict=True
+    ):
         torch.testing.assert_close(a.double(), b, atol=5e-5, rtol=0)
 
 
@@ -100,7 +148,9 @@ def test_triton_derives_delta_where_none_is_given():
 def test_triton_takes_a_part_of_the_heads_as_it_lies(kind, given):
     from mtrain_cli.attention.triton_kernel import TritonKernel
 
-    p = make_problem(4, kind, seq=37, block=16, heads=4, kv_heads=2, dim=16, documents=True, where="whole")
+    p = make_problem(
+        4, kind, seq=37, block=16, heads=4, kv_heads=2, dim=16, documents=True, where="whole"
+    )
     kernel = TritonKernel()
     q, k, v, dout = (among_others(t) for t in (p.q, p.k, p.v, p.dout))
     out, lse = kernel.forward(p.q, p.k, p.v, p.tiles, SCALE)
@@ -125,7 +175,9 @@ def test_triton_continues_with_columns_what_blocks_gave():
     whole = sparse.backward_queries(p.dout, p.q, p.k, p.v, columns, *rest)
     blocks = sparse.backward_queries(p.dout, p.q, p.k, p.v, None, *rest)
     assert (whole - blocks).abs().max() > 0.01, "columns matter here"
-    both = sparse.backward_queries(p.dout, p.q, p.k, p.v, columns, *rest, slashes=False, partial=blocks)
+    both = sparse.backward_queries(
+        p.dout, p.q, p.k, p.v, columns, *rest, slashes=False, partial=blocks
+    )
     torch.testing.assert_close(both, whole, atol=1e-5, rtol=0)
 
 
@@ -138,7 +190,9 @@ def test_the_result_of_blocks_goes_on_to_columns_unrounded():
     both = sparse.forward(p.q, p.k, p.v, columns, plan, SCALE, slashes=False, partial=blocks)
     for a, b in zip(sparse.forward(p.q, p.k, p.v, columns, plan, SCALE), both, strict=True):
         assert torch.equal(a, b)
-    rounded = sparse.forward(p.q, p.k, p.v, columns, plan, SCALE, slashes=False, partial=(blocks[0].half(), blocks[1]))
+    rounded = sparse.forward(
+        p.q, p.k, p.v, columns, plan, SCALE, slashes=False, partial=(blocks[0].half(), blocks[1])
+    )
     assert not torch.equal(both[0], rounded[0]), "it would show"
 
 
@@ -146,13 +200,29 @@ def test_the_result_of_blocks_goes_on_to_columns_unrounded():
 @pytest.mark.parametrize("where", ["whole", "striped"])
 def test_flash4_equals_the_oracle_where_its_lists_are_computed_exactly(monkeypatch, kind, where):
     """The oracle stands in for FlashAttention-4 and computes the blocks of the lists alone."""
-    p = make_problem(5, kind, seq=61, block=16, heads=4, kv_heads=2, dim=16, documents=where == "striped", where=where)
+    p = make_problem(
+        5,
+        kind,
+        seq=61,
+        block=16,
+        heads=4,
+        kv_heads=2,
+        dim=16,
+        documents=where == "striped",
+        where=where,
+    )
 
     def listed(lists: dict[str, torch.Tensor], transposed: bool) -> Tiles:
         geometry = p.tiles.geometry
-        rows, others = (geometry.key_blocks, geometry.query_blocks) if transposed else (geometry.query_blocks, geometry.key_blocks)
+        rows, others = (
+            (geometry.key_blocks, geometry.query_blocks)
+            if transposed
+            else (geometry.query_blocks, geometry.key_blocks)
+        )
         bits = torch.zeros(2, 4, geometry.blocks, geometry.blocks, dtype=torch.bool)
-        for b, h, row in torch.cartesian_prod(torch.arange(2), torch.arange(4), torch.arange(len(rows))).tolist():
+        for b, h, row in torch.cartesian_prod(
+            torch.arange(2), torch.arange(4), torch.arange(len(rows))
+        ).tolist():
             for name in ("partial", "full"):
                 slots = lists[name][b, h, row][: lists[name + "_count"][b, h, row]].long()
                 bits[b, h, rows[row], others[slots].long()] = True
@@ -160,11 +230,18 @@ def test_flash4_equals_the_oracle_where_its_lists_are_computed_exactly(monkeypat
 
     def forward(q, k, v, spans, lists, scale):
         assert spans == (p.tiles.low, p.tiles.high), "the mask of the problem is not plain"
-        return [t.contiguous() for t in ReferenceKernel().forward(q, k, v, listed(lists, False), scale)]
+        return [
+            t.contiguous() for t in ReferenceKernel().forward(q, k, v, listed(lists, False), scale)
+        ]
 
     def backward(dout, q, k, v, out, lse, delta, spans, lists, scale):
         assert spans == (p.tiles.low, p.tiles.high)
-        return [t.contiguous() for t in ReferenceKernel().backward(dout, q, k, v, out, lse, delta, listed(lists, True), scale)]
+        return [
+            t.contiguous()
+            for t in ReferenceKernel().backward(
+                dout, q, k, v, out, lse, delta, listed(lists, True), scale
+            )
+        ]
 
     fake = ModuleType("flash4")
     fake.dense = SimpleNamespace(spans_forward=forward, spans_backward=backward)
@@ -179,5 +256,7 @@ def test_flash4_equals_the_oracle_where_its_lists_are_computed_exactly(monkeypat
 @pytest.mark.parametrize("rows", [16, 64])
 def test_sdpa_equals_the_oracle(monkeypatch, kind, documents, where, rows):
     monkeypatch.setattr("mtrain_cli.attention.sdpa._MASK_BYTES", 4 * 4 * 117 * rows)
-    problem = make_problem(2, kind, seq=117, block=16, heads=4, kv_heads=2, dim=16, documents=documents, where=where)
+    problem = make_problem(
+        2, kind, seq=117, block=16, heads=4, kv_heads=2, dim=16, documents=documents, where=where
+    )
     check(SdpaKernel(), problem, 1e-5)

@@ -41,7 +41,10 @@ def test_it_says_what_it_does_not_serve(changed, reason):
 
 def test_without_a_gpu_it_needs_the_interpreter(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert TritonKernel().unsupported_reason(request(device="cpu", capability=None, dtype="float32")) == "needs a CUDA GPU"
+    assert (
+        TritonKernel().unsupported_reason(request(device="cpu", capability=None, dtype="float32"))
+        == "needs a CUDA GPU"
+    )
 
 
 def test_an_index_is_never_computed_densely_on_a_gpu():
@@ -51,7 +54,9 @@ def test_an_index_is_never_computed_densely_on_a_gpu():
     kernel, why = choose("auto", request(capability=(8, 0)))
     assert kernel.name == "triton"
     assert "flash4: needs compute capability 9.0" in why
-    with pytest.raises(ConfigError, match=r"train\.kernel=sdpa: FlashAttention-2 .* usable here: triton, reference"):
+    with pytest.raises(
+        ConfigError, match=r"train\.kernel=sdpa: FlashAttention-2 .* usable here: triton, reference"
+    ):
         choose("sdpa", request(capability=(8, 0)))
 
 
@@ -64,13 +69,17 @@ def test_absent_packages_are_named(monkeypatch):
 @pytest.mark.parametrize("kind", ["bitmap", "local bitmap"])
 @pytest.mark.parametrize("where", ["whole", "striped", "later queries"])
 def test_lists_hold_what_index_and_mask_leave(kind, where, transposed):
-    p = make_problem(3, kind, seq=1609, block=16, heads=4, kv_heads=2, dim=16, documents=True, where=where)
+    p = make_problem(
+        3, kind, seq=1609, block=16, heads=4, kv_heads=2, dim=16, documents=True, where=where
+    )
     index, geometry = p.tiles.index, p.tiles.geometry
     made = make_plan(p.tiles, backward=True)
     lines, upto = (made.lines_t, made.upto_t) if transposed else (made.lines, made.upto)
     assert make_plan(p.tiles).lines_t is None
     queries, keys = geometry.query_blocks.long(), geometry.key_blocks.long()
-    touched = (keys <= queries[:, None]) & ((keys + 1) * 16 > geometry.first_min[:, queries][..., None])
+    touched = (keys <= queries[:, None]) & (
+        (keys + 1) * 16 > geometry.first_min[:, queries][..., None]
+    )
     want = (index.chosen(queries, keys) & touched[:, None]).flatten(0, 1)
     want, numbers = (want.transpose(-1, -2), queries) if transposed else (want, keys)
     assert lines.dtype == torch.int16
@@ -87,5 +96,11 @@ def test_lists_of_very_many_blocks_are_wider():
     slots = torch.full((blocks,), -1, dtype=torch.int32)
     slots[39_998:] = torch.arange(2, dtype=torch.int32)
     first = torch.zeros(1, blocks, dtype=torch.int32)
-    lines, upto = sparse.list_blocks(bits, slots, ends, torch.arange(blocks, dtype=torch.int32), first, 16, transposed=False)
-    assert (lines.dtype, lines[0, 0, :3].tolist(), upto.tolist()) == (torch.int32, [3, 600, 39_990], [[3, 0]])
+    lines, upto = sparse.list_blocks(
+        bits, slots, ends, torch.arange(blocks, dtype=torch.int32), first, 16, transposed=False
+    )
+    assert (lines.dtype, lines[0, 0, :3].tolist(), upto.tolist()) == (
+        torch.int32,
+        [3, 600, 39_990],
+        [[3, 0]],
+    )

@@ -22,12 +22,19 @@ from mtrain_cli.model.init import initialize
 from mtrain_cli.training.checkpointer import Checkpointer, load_model_state, write_model_state
 from mtrain_cli.training.conversion import export_checkpoint
 
-MODEL = ["model.hidden_size=32", "model.num_layers=2", "model.head_dim=8", "model.intermediate_size=48"]
+MODEL = [
+    "model.hidden_size=32",
+    "model.num_layers=2",
+    "model.head_dim=8",
+    "model.intermediate_size=48",
+]
 
 
 def decoder_of(model: ModelConfig) -> Decoder:
     with torch.device("meta"):
-        decoder = Decoder(model, rope_factor=1.0, loss_chunk_bytes=1, activation_checkpoint="none", compile=False)
+        decoder = Decoder(
+            model, rope_factor=1.0, loss_chunk_bytes=1, activation_checkpoint="none", compile=False
+        )
     decoder.to_empty(device="cpu")
     initialize(decoder, 0)
     return decoder
@@ -39,7 +46,12 @@ def hf_folder(tmp_path: Path) -> Path:
     model = compose.compose([*MODEL, "model.init_std=0.2"]).model
     weights = dict(decoder_of(model).named_parameters())
     write_folder(
-        tmp_path / "hf", model, lambda names: {n: weights[n].detach() for n in names}, rope_factor=1.0, seq=4096, dtype=torch.bfloat16
+        tmp_path / "hf",
+        model,
+        lambda names: {n: weights[n].detach() for n in names},
+        rope_factor=1.0,
+        seq=4096,
+        dtype=torch.bfloat16,
     )
     return tmp_path / "hf"
 
@@ -56,7 +68,9 @@ def test_imported_and_exported_weights_are_the_same_bytes(hf_folder, tmp_path):
     mtrain("checkpoint", "import", hf_folder, tmp_path / "run")
     _, state = load_model_state(tmp_path / "run")
     assert {tensor.dtype for tensor in state.values()} == {torch.float32}
-    assert torch.equal(state["norm.weight"], HuggingFaceFolder(hf_folder).read("norm.weight").float())
+    assert torch.equal(
+        state["norm.weight"], HuggingFaceFolder(hf_folder).read("norm.weight").float()
+    )
     mtrain("checkpoint", "export", tmp_path / "run", tmp_path / "out")
     for file in ("model.safetensors", "config.json"):
         assert (tmp_path / "out" / file).read_bytes() == (hf_folder / file).read_bytes()
@@ -70,22 +84,37 @@ def test_one_chosen_checkpoint_is_exported(tmp_path):
     compose.save(config, run / "resolved.yaml")
     states = {}
     for step in (5, 10):
-        states[step] = {name: value.detach() + step for name, value in decoder_of(config.model).named_parameters()}
+        states[step] = {
+            name: value.detach() + step
+            for name, value in decoder_of(config.model).named_parameters()
+        }
         write_model_state(run / "checkpoints", step, states[step])
     for source, step in ((run / "checkpoints" / "step-5", 5), (run, 10), (run / "checkpoints", 10)):
         out = tmp_path / f"out-{source.name}"
         mtrain("checkpoint", "export", source, out, "--dtype", "float32")
         decoder = decoder_of(config.model)
         load_into(decoder, out)
-        assert all(torch.equal(value, states[step][name]) for name, value in decoder.named_parameters())
+        assert all(
+            torch.equal(value, states[step][name]) for name, value in decoder.named_parameters()
+        )
 
 
 def test_the_stretch_of_auto_yarn_is_written_as_a_number(tmp_path):
-    words = [*MODEL, "seq=16k", "model.rope.scaling=yarn", "model.rope.factor=auto", "model.rope.original_max_position=4096"]
+    words = [
+        *MODEL,
+        "seq=16k",
+        "model.rope.scaling=yarn",
+        "model.rope.factor=auto",
+        "model.rope.original_max_position=4096",
+    ]
     config = compose.compose(words)
     (tmp_path / "run").mkdir()
     compose.save(config, tmp_path / "run" / "resolved.yaml")
-    write_model_state(tmp_path / "run" / "checkpoints", 1, {n: p.detach() for n, p in decoder_of(config.model).named_parameters()})
+    write_model_state(
+        tmp_path / "run" / "checkpoints",
+        1,
+        {n: p.detach() for n, p in decoder_of(config.model).named_parameters()},
+    )
     mtrain("checkpoint", "export", tmp_path / "run", tmp_path / "out")
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["rope_parameters"]["factor"] == 4.0
@@ -98,9 +127,13 @@ def test_verify_agrees_within_tolerance_and_fails_beyond_it(hf_folder, tmp_path)
     output = mtrain("checkpoint", "verify", hf_folder, "--tokens", "1024")
     assert "agrees at tolerance 0.001" in output
     # Told before it is computed, which takes long for many tokens.
-    assert output.startswith("1 of 2: mtrain's logits of 1,024 tokens through 2 layers, in float32 on the CPU 2 of 2: transformers' logits")
+    assert output.startswith(
+        "1 of 2: mtrain's logits of 1,024 tokens through 2 layers, in float32 on the CPU 2 of 2: transformers' logits"
+    )
     mtrain("checkpoint", "import", hf_folder, tmp_path / "run")
-    output = mtrain("checkpoint", "verify", tmp_path / "run", "--tokens", "32", "--tolerance", "1e-12", code=1)
+    output = mtrain(
+        "checkpoint", "verify", tmp_path / "run", "--tokens", "32", "--tolerance", "1e-12", code=1
+    )
     assert "DISAGREES at tolerance 1e-12" in output
     assert "largest difference of a logit" in output
     assert "mean KL divergence" in output
@@ -123,11 +156,17 @@ def test_verify_without_transformers_says_how_to_get_it(hf_folder, monkeypatch):
 
 def test_mistakes_end_in_one_line_and_leave_nothing(hf_folder, tmp_path):
     run = tmp_path / "run"
-    assert "nowhere/config.json: no such file" in mtrain("checkpoint", "import", tmp_path / "nowhere", run, code=2)
+    assert "nowhere/config.json: no such file" in mtrain(
+        "checkpoint", "import", tmp_path / "nowhere", run, code=2
+    )
     weights = hf_folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
-    assert "truncated or corrupt safetensors" in mtrain("checkpoint", "import", hf_folder, run, code=2)
-    assert "no run and no checkpoint" in mtrain("checkpoint", "export", run, tmp_path / "out", code=2)
+    assert "truncated or corrupt safetensors" in mtrain(
+        "checkpoint", "import", hf_folder, run, code=2
+    )
+    assert "no run and no checkpoint" in mtrain(
+        "checkpoint", "export", run, tmp_path / "out", code=2
+    )
     assert "already exists" in mtrain("checkpoint", "export", run, hf_folder, code=2)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
@@ -154,7 +193,9 @@ def test_a_damaged_checkpoint_is_not_exported(hf_folder, tmp_path):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    assert f"{file.name} was altered" in mtrain("checkpoint", "export", tmp_path / "run", tmp_path / "out", code=2)
+    assert f"{file.name} was altered" in mtrain(
+        "checkpoint", "export", tmp_path / "run", tmp_path / "out", code=2
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -164,10 +205,17 @@ def test_a_checkpoint_that_is_passed_over_is_told_and_so_is_the_step_used_instea
     run.mkdir()
     compose.save(config, run / "resolved.yaml")
     for step in (5, 10):
-        write_model_state(run / "checkpoints", step, {name: value.detach() for name, value in decoder_of(config.model).named_parameters()})
+        write_model_state(
+            run / "checkpoints",
+            step,
+            {name: value.detach() for name, value in decoder_of(config.model).named_parameters()},
+        )
     next((run / "checkpoints/step-10").glob("*.distcp")).unlink()
     said = mtrain("checkpoint", "export", run, tmp_path / "out")
-    assert f"warning: {run / 'checkpoints/step-10'}: __0_0.distcp is missing; the checkpoint before it is used instead" in said
+    assert (
+        f"warning: {run / 'checkpoints/step-10'}: __0_0.distcp is missing; the checkpoint before it is used instead"
+        in said
+    )
     assert f"Wrote {tmp_path / 'out'}: step 5, qwen2, bfloat16, " in said
     pytest.importorskip("transformers")
     said = mtrain("checkpoint", "verify", run, "--tokens", "8")
@@ -185,7 +233,10 @@ def test_a_full_disk_is_a_failure_in_one_line_and_leaves_nothing(hf_folder, tmp_
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert exported.startswith(f"error: {tmp_path / 'out'}: could not be written (")
-    assert "the checkpoint of step 0 was not saved (File too large); no checkpoint was written before" in imported
+    assert (
+        "the checkpoint of step 0 was not saved (File too large); no checkpoint was written before"
+        in imported
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "run"]
 
 
@@ -229,7 +280,9 @@ def trained_run(run: Path, *words: str) -> Path:
     run.mkdir()
     compose.save(config, run / "resolved.yaml")
     weights = {name: value.detach() for name, value in decoder_of(config.model).named_parameters()}
-    Checkpointer(run / "checkpoints", keep=1).save(1, {"model": weights, "trainer": {"step": 1}}, asynchronous=False)
+    Checkpointer(run / "checkpoints", keep=1).save(
+        1, {"model": weights, "trainer": {"step": 1}}, asynchronous=False
+    )
     return run
 
 
@@ -242,52 +295,88 @@ def test_an_export_of_a_run_on_bytes_has_their_tokenizer(tmp_path):
     said = mtrain("checkpoint", "export", trained_run(tmp_path / "run"), tmp_path / "out")
     assert said.endswith("MiB of weights tokenizer: bytes")
     assert ids_in(tmp_path / "out") == (256, 257, 258)
-    assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json"} <= {file.name for file in (tmp_path / "out").iterdir()}
+    assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json"} <= {
+        file.name for file in (tmp_path / "out").iterdir()
+    }
 
 
 def test_an_export_of_a_run_on_tokens_has_the_tokenizer_that_prepared_them(tmp_path):
     pytest.importorskip("tokenizers")
     (tmp_path / "text.md").write_text("the quick brown fox\n" * 40)
-    mtrain("data", "prepare", tmp_path / "text.md", tmp_path / "store", "--tokenizer", "bpe", "--vocab-size", "260")
-    run = trained_run(tmp_path / "run", "data=tokens", f"data.path={tmp_path / 'store'}", "model.vocab_size=auto")
+    mtrain(
+        "data",
+        "prepare",
+        tmp_path / "text.md",
+        tmp_path / "store",
+        "--tokenizer",
+        "bpe",
+        "--vocab-size",
+        "260",
+    )
+    run = trained_run(
+        tmp_path / "run", "data=tokens", f"data.path={tmp_path / 'store'}", "model.vocab_size=auto"
+    )
     said = mtrain("checkpoint", "export", run, tmp_path / "out")
     assert said.endswith(f"tokenizer: {tmp_path / 'store' / 'tokenizer.json'}")
-    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "store" / "tokenizer.json").read_bytes()
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (
+        tmp_path / "store" / "tokenizer.json"
+    ).read_bytes()
     assert ids_in(tmp_path / "out") == (None, 0, None)
-    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["eos_token"] == "<|endoftext|>"
+    assert (
+        json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["eos_token"]
+        == "<|endoftext|>"
+    )
 
 
 def test_an_export_of_a_run_whose_tokenizer_nobody_knows_says_so(tmp_path):
     (tmp_path / "ids.npy").touch()
     run = trained_run(tmp_path / "run", "data=tokens", f"data.path={tmp_path / 'ids.npy'}")
     said = mtrain("checkpoint", "export", run, tmp_path / "out")
-    assert said.endswith(f"no tokenizer: data.path={tmp_path / 'ids.npy'} does not say which it has; --tokenizer FOLDER copies one")
-    assert ids_in(tmp_path / "out") == (None, None, None), "transformers would take 1 and 2 for some families"
+    assert said.endswith(
+        f"no tokenizer: data.path={tmp_path / 'ids.npy'} does not say which it has; --tokenizer FOLDER copies one"
+    )
+    assert ids_in(tmp_path / "out") == (None, None, None), (
+        "transformers would take 1 and 2 for some families"
+    )
     assert not (tmp_path / "out" / "tokenizer.json").exists()
 
 
 def test_the_tokenizer_of_an_imported_folder_comes_out_again(hf_folder, tmp_path):
     mtrain("checkpoint", "import", hf_folder, tmp_path / "none")
-    assert "no tokenizer: the folder that was imported has none" in mtrain("checkpoint", "export", tmp_path / "none", tmp_path / "out-none")
+    assert "no tokenizer: the folder that was imported has none" in mtrain(
+        "checkpoint", "export", tmp_path / "none", tmp_path / "out-none"
+    )
     (hf_folder / "tokenizer.json").write_text('{"added_tokens": [{"id": 7, "content": "<end>"}]}')
     (hf_folder / "tokenizer_config.json").write_text('{"eos_token": "<end>", "chat_template": "x"}')
     mtrain("checkpoint", "import", hf_folder, tmp_path / "run")
     mtrain("checkpoint", "export", tmp_path / "run", tmp_path / "out")
     for file in ("tokenizer.json",):
         assert (tmp_path / "out" / file).read_bytes() == (hf_folder / file).read_bytes()
-    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["chat_template"] == "x"
+    assert (
+        json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["chat_template"] == "x"
+    )
     assert ids_in(tmp_path / "out") == (None, 7, None)
 
 
 def test_data_that_name_no_tokenizer_have_that_of_the_weights(hf_folder, tmp_path):
     (hf_folder / "tokenizer.json").write_text('{"added_tokens": [{"id": 7, "content": "<end>"}]}')
     (tmp_path / "ids.npy").touch()
-    run = trained_run(tmp_path / "run", f"train.init_from={hf_folder}", "data=tokens", f"data.path={tmp_path / 'ids.npy'}")
+    run = trained_run(
+        tmp_path / "run",
+        f"train.init_from={hf_folder}",
+        "data=tokens",
+        f"data.path={tmp_path / 'ids.npy'}",
+    )
     assert mtrain("checkpoint", "export", run, tmp_path / "out").endswith(f"tokenizer: {hf_folder}")
 
 
 def test_a_shape_that_transformers_refuses_is_told_before_anything_is_read(tmp_path):
-    shape = ["model.family=llama", "model.qkv_bias=false", "model.num_heads=3", "model.num_kv_heads=1"]
+    shape = [
+        "model.family=llama",
+        "model.qkv_bias=false",
+        "model.num_heads=3",
+        "model.num_kv_heads=1",
+    ]
     run = trained_run(tmp_path / "run", *shape)
     shutil.rmtree(run / "checkpoints")
     (run / "checkpoints" / "step-1").mkdir(parents=True)

@@ -17,19 +17,25 @@ COMMANDS = ([], ["train"], ["report"], ["config"], ["config", "list"], ["config"
 
 
 def run(*words: str, **variables: str):
-    return CliRunner(env={"COLUMNS": "80", "TERM": "dumb", **variables}).invoke(command_line.app, list(words), prog_name="mtrain")
+    return CliRunner(env={"COLUMNS": "80", "TERM": "dumb", **variables}).invoke(
+        command_line.app, list(words), prog_name="mtrain"
+    )
 
 
 def process(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mtrain_cli", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **variables})
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env={**os.environ, **variables}
+    )
 
 
 def test_help_opens_with_three_examples_that_parse():
     from mtrain_cli.config.compose import compose
 
     text = run("--help").stdout
-    examples = [line.strip() for line in text.splitlines() if line.strip().startswith("mtrain train")]
+    examples = [
+        line.strip() for line in text.splitlines() if line.strip().startswith("mtrain train")
+    ]
     assert len(examples) == 3
     assert text.index(examples[-1]) < text.index("Options")
     for example in examples:
@@ -73,23 +79,41 @@ def test_help_is_quick_and_loads_neither_torch_nor_hydra():
     assert process("--help").returncode == 0
     assert processor_seconds() - before < 0.5
     code = "import sys, mtrain_cli.commands.app; print([m for m in ('torch', 'hydra', 'omegaconf', 'numpy') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+        == "[]\n"
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["train", "--layuot", "zigzag"], "No such option: --layuot; settings are written key=value: topology.layout=..."),
+        (
+            ["train", "--layuot", "zigzag"],
+            "No such option: --layuot; settings are written key=value: topology.layout=...",
+        ),
         (["train", "--zzzzz"], "No such option: --zzzzz. See `mtrain train --help`."),
         (["trian"], "Did you mean train? See `mtrain --help`."),
         (["--zzzzz"], "No such option: --zzzzz. See `mtrain --help`."),
         (["config", "show"], "Missing argument GROUP/NAME. See `mtrain config show --help`."),
         (["train", "--resume"], "requires an argument. See `mtrain train --help`."),
         (["checkpoint", "verify", "x", "--tokens", "0"], "--tokens=0: must be at least 1. See"),
-        (["checkpoint", "verify", "x", "--tokens", "few"], "--tokens=few: expected a whole number. See"),
-        (["checkpoint", "verify", "x", "--tolerance", "none"], "--tolerance=none: expected a number. See"),
-        (["checkpoint", "export", "x", "y", "--dtype", "float16"], "--dtype=float16: expected one of bfloat16, float32. See"),
-        (["data", "show", "x", "--document", "first"], "--document=first: expected a whole number. See"),
+        (
+            ["checkpoint", "verify", "x", "--tokens", "few"],
+            "--tokens=few: expected a whole number. See",
+        ),
+        (
+            ["checkpoint", "verify", "x", "--tolerance", "none"],
+            "--tolerance=none: expected a number. See",
+        ),
+        (
+            ["checkpoint", "export", "x", "y", "--dtype", "float16"],
+            "--dtype=float16: expected one of bfloat16, float32. See",
+        ),
+        (
+            ["data", "show", "x", "--document", "first"],
+            "--document=first: expected a whole number. See",
+        ),
         (["train", "tiny"], "tiny: expected key=value; did you mean model=tiny?"),
         (["train", "seq=512q"], "seq=512q: expected a number of tokens"),
         (["train", "--", "--layout=zigzag"], "did you mean topology.layout=zigzag?"),
@@ -116,7 +140,12 @@ def test_each_of_several_mistakes_is_a_line_and_no_traceback_is_shown():
 
 def test_in_a_job_one_process_of_each_machine_speaks():
     def said(rank: int, local_rank: int) -> str:
-        job = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+        job = {
+            "WORLD_SIZE": "4",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": "1",
+        }
         return run("train", "seq=512q", RANK=str(rank), LOCAL_RANK=str(local_rank), **job).stderr
 
     assert said(0, 0).startswith("mtrain: seq=512q")
@@ -124,7 +153,10 @@ def test_in_a_job_one_process_of_each_machine_speaks():
     assert said(2, 0).startswith("mtrain: rank 2: seq=512q")
 
 
-@pytest.mark.parametrize(("raised", "code"), [(KeyboardInterrupt(), 130), (ConfigError("a: b", "c: d"), 2), (RunError("no room"), 1)])
+@pytest.mark.parametrize(
+    ("raised", "code"),
+    [(KeyboardInterrupt(), 130), (ConfigError("a: b", "c: d"), 2), (RunError("no room"), 1)],
+)
 def test_what_a_command_raises_becomes_an_exit_code(monkeypatch, raised, code):
     from mtrain_cli.config import compose
 
@@ -134,10 +166,14 @@ def test_what_a_command_raises_becomes_an_exit_code(monkeypatch, raised, code):
     monkeypatch.setattr(compose, "compose", fail)
     result = run("train", "--cfg")
     assert result.exit_code == code
-    assert result.stderr == {130: "", 2: "mtrain: a: b\nmtrain: c: d\n", 1: "error: no room\n"}[code]
+    assert (
+        result.stderr == {130: "", 2: "mtrain: a: b\nmtrain: c: d\n", 1: "error: no room\n"}[code]
+    )
 
 
-@pytest.mark.parametrize("module", ["typer", "mtrain_cli.commands.train", "mtrain_cli.launch.guarded_streams"])
+@pytest.mark.parametrize(
+    "module", ["typer", "mtrain_cli.commands.train", "mtrain_cli.launch.guarded_streams"]
+)
 def test_an_interrupt_while_modules_are_imported_ends_the_command_quietly(module):
     script = f"""
 import os, signal, sys
@@ -151,7 +187,9 @@ sys.meta_path.insert(0, Interrupting())
 from mtrain_cli.__main__ import main
 main()
 """
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
 
 
@@ -166,10 +204,15 @@ def test_a_reader_that_leaves_ends_a_command_quietly(command):
     assert (result.returncode, result.stdout, result.stderr) == (141, "", "")
 
 
-@pytest.mark.parametrize("command", ["mtrain train --cfg", "mtrain config list", "mtrain --help", "mtrain --version"])
+@pytest.mark.parametrize(
+    "command", ["mtrain train --cfg", "mtrain config list", "mtrain --help", "mtrain --version"]
+)
 def test_a_result_that_cannot_be_written_is_a_failure_in_one_line(command):
     result = shell(f"{command} > /dev/full")
-    assert (result.returncode, result.stderr) == (1, "error: standard output: No space left on device\n")
+    assert (result.returncode, result.stderr) == (
+        1,
+        "error: standard output: No space left on device\n",
+    )
 
 
 def test_a_mistake_keeps_its_exit_code_where_it_cannot_be_told():
@@ -178,6 +221,8 @@ def test_a_mistake_keeps_its_exit_code_where_it_cannot_be_told():
 
 def test_profile_balance_is_the_same_command_with_a_hyphen():
     for words in (["profile", "balance"], ["profile-balance"]):
-        found = CliRunner().invoke(command_line.app, [*words, "--fail-above", "nothing"], prog_name="mtrain")
+        found = CliRunner().invoke(
+            command_line.app, [*words, "--fail-above", "nothing"], prog_name="mtrain"
+        )
         assert found.exit_code == 2
         assert found.stderr.startswith("mtrain: --fail-above nothing"), found.stderr

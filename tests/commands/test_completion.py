@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from mtrain_cli.commands.completion import candidates, complete_clusters, complete_options, complete_runs, in_list
+from mtrain_cli.commands.completion import (
+    candidates,
+    complete_clusters,
+    complete_options,
+    complete_runs,
+    in_list,
+)
 from mtrain_cli.config.groups import open_groups
 
 
@@ -26,7 +32,10 @@ def test_nothing_typed_offers_groups_and_top_level_keys():
     [
         ("optim.w", ["optim.weight_decay=", "optim.warmup_steps="]),
         ("model=qwen1", ["model=qwen1.5b", "model=qwen14b"]),
-        ("topology.layout=", [f"topology.layout={name}" for name in ("auto", "contiguous", "zigzag", "striped")]),
+        (
+            "topology.layout=",
+            [f"topology.layout={name}" for name in ("auto", "contiguous", "zigzag", "striped")],
+        ),
         ("train.compile=", ["train.compile=auto", "train.compile=true", "train.compile=false"]),
         ("topology.workers=", ["topology.workers=auto"]),
         ("model.vocab_size=", ["model.vocab_size=264", "model.vocab_size=auto"]),
@@ -51,7 +60,10 @@ def test_a_single_match_leaves_the_shell_behind_the_equals_sign_without_a_space(
 
 def test_candidates_carry_help():
     assert dict(candidates("model=", open_groups()))["model=qwen3b"].startswith("Qwen2.5-3B")
-    assert dict(candidates("optim.w", open_groups()))["optim.warmup_steps="] == "steps of linear warm-up"
+    assert (
+        dict(candidates("optim.w", open_groups()))["optim.warmup_steps="]
+        == "steps of linear warm-up"
+    )
 
 
 def test_paths_are_completed_with_hidden_files_only_on_request(tmp_path, monkeypatch):
@@ -93,7 +105,9 @@ def test_the_last_name_of_a_list_is_completed_and_none_offered_twice(word, offer
     assert in_list(("ring", "rows", "all"), word) == offered
 
 
-def test_files_are_offered_where_no_name_matches_and_bash_does_not_do_so_itself(tmp_path, monkeypatch):
+def test_files_are_offered_where_no_name_matches_and_bash_does_not_do_so_itself(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").touch()
     assert [name for name, _ in complete_clusters("h")] == ["h100_4x8", "h200_1x8"]
@@ -119,7 +133,11 @@ def shell_path(tmp_path) -> dict[str, str]:
 
 def ask(shell: str, environment: dict[str, str], **variables: str) -> str:
     result = subprocess.run(
-        ["mtrain"], env={**environment, "_MTRAIN_COMPLETE": f"complete_{shell}", **variables}, capture_output=True, text=True, timeout=60
+        ["mtrain"],
+        env={**environment, "_MTRAIN_COMPLETE": f"complete_{shell}", **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert "Traceback" not in result.stderr
     return result.stdout
@@ -127,12 +145,21 @@ def ask(shell: str, environment: dict[str, str], **variables: str) -> str:
 
 def test_bash_gets_bare_values_since_it_cuts_words_at_the_equals_sign(shell_path):
     def offered(*words: str) -> list[str]:
-        return ask("bash", shell_path, COMP_WORDS="\n".join(words), COMP_CWORD=str(len(words) - 1)).split()
+        return ask(
+            "bash", shell_path, COMP_WORDS="\n".join(words), COMP_CWORD=str(len(words) - 1)
+        ).split()
 
     assert offered("mtrain", "train", "model", "=", "qwen1") == ["qwen1.5b", "qwen14b"]
-    assert offered("mtrain", "train", "topology.layout", "=") == ["auto", "contiguous", "zigzag", "striped"]
+    assert offered("mtrain", "train", "topology.layout", "=") == [
+        "auto",
+        "contiguous",
+        "zigzag",
+        "striped",
+    ]
     assert offered("mtrain", "train", "seq", "=", "4k", "topology.exchange", "=", "r") == ["ring"]
-    assert offered("mtrain", "train", "model=qwen1") == ["model=qwen1.5b", "model=qwen14b"], "where = does not cut"
+    assert offered("mtrain", "train", "model=qwen1") == ["model=qwen1.5b", "model=qwen14b"], (
+        "where = does not cut"
+    )
     assert offered("mtrain", "train", "data.path", "=", "x") == [], "bash then offers files itself"
     assert offered("mtrain", "tr") == ["train"]
 
@@ -151,7 +178,10 @@ def test_bash_gets_bare_values_since_it_cuts_words_at_the_equals_sign(shell_path
 )
 def test_values_of_options_are_completed(words, offered, shell_path):
     typed = ["mtrain", *words.split()]
-    assert ask("bash", shell_path, COMP_WORDS="\n".join(typed), COMP_CWORD=str(len(typed) - 1)).split() == offered
+    assert (
+        ask("bash", shell_path, COMP_WORDS="\n".join(typed), COMP_CWORD=str(len(typed) - 1)).split()
+        == offered
+    )
 
 
 def test_zsh_gets_whole_words_with_help(shell_path):
@@ -172,15 +202,26 @@ def test_installing_writes_a_script_that_the_shell_runs(shell, shell_path, tmp_p
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
     # A second command keeps the shell from replacing itself by mtrain, which looks for the shell that called it.
-    install = subprocess.run([shell, "-c", "mtrain --install-completion; true"], env=shell_path, capture_output=True, text=True, timeout=60)
+    install = subprocess.run(
+        [shell, "-c", "mtrain --install-completion; true"],
+        env=shell_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert f"{shell} completion installed" in install.stdout, install.stderr
-    written = {"bash": tmp_path / ".bash_completions/mtrain.sh", "zsh": tmp_path / ".zfunc/_mtrain"}[shell]
+    written = {
+        "bash": tmp_path / ".bash_completions/mtrain.sh",
+        "zsh": tmp_path / ".zfunc/_mtrain",
+    }[shell]
     if shell == "bash":
         script = (
             f"source {written}; COMP_WORDS=(mtrain train model = qwen1); COMP_CWORD=4; "
             'COMPREPLY=(); _mtrain_completion mtrain; printf "%s " "${COMPREPLY[@]}"'
         )
-        result = subprocess.run(["bash", "-c", script], env=shell_path, capture_output=True, text=True, timeout=60)
+        result = subprocess.run(
+            ["bash", "-c", script], env=shell_path, capture_output=True, text=True, timeout=60
+        )
         assert result.stdout.split() == ["qwen1.5b", "qwen14b"]
     else:
         assert "_MTRAIN_COMPLETE=complete_zsh" in written.read_text()

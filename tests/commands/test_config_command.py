@@ -28,12 +28,18 @@ def test_list_names_every_option_and_top_level_key_on_a_line_of_its_own():
 
 
 # The default, dense attention, has no keys.
-ABSENT = {"sparsity": [name for name in all_keys() if name.startswith("sparsity.") and name != "sparsity.pattern"]}
+ABSENT = {
+    "sparsity": [
+        name for name in all_keys() if name.startswith("sparsity.") and name != "sparsity.pattern"
+    ]
+}
 
 
 @pytest.mark.parametrize("name", PATTERN_KEYS)
 def test_show_gives_the_keys_of_a_pattern_alone_with_their_ranges(name):
-    rows = {line.split()[0]: line for line in run("show", f"sparsity/{name}").stdout.splitlines()[1:]}
+    rows = {
+        line.split()[0]: line for line in run("show", f"sparsity/{name}").stdout.splitlines()[1:]
+    }
     assert sorted(rows) == sorted(f"sparsity.{key}" for key in ("pattern", *PATTERN_KEYS[name]))
     ranges = {
         "sparsity.p_v": "number, above 0 and at most 1", "sparsity.block": "tokens, 16, 32, 64 or 128", "sparsity.joint": "true or false",
@@ -49,7 +55,11 @@ def test_show_gives_value_help_and_allowed_words_of_every_key(group):
     option = open_groups().defaults[group]
     text = run("show", f"{group}/{option}").stdout
     rows = {line.split()[0]: line for line in text.splitlines()[1:]}
-    keys = [key for key in all_keys().values() if key.name.startswith(f"{group}.") and key.name not in ABSENT.get(group, ())]
+    keys = [
+        key
+        for key in all_keys().values()
+        if key.name.startswith(f"{group}.") and key.name not in ABSENT.get(group, ())
+    ]
     assert list(rows) == [key.name for key in keys]
     for key in keys:
         assert key.help in rows[key.name]
@@ -57,12 +67,23 @@ def test_show_gives_value_help_and_allowed_words_of_every_key(group):
 
 
 def test_show_gives_the_values_of_that_option():
-    rows = {line.split()[0]: line.split()[1] for line in run("show", "model/qwen3b").stdout.splitlines()[1:]}
-    assert (rows["model.num_layers"], rows["model.rope.theta"], rows["model.rope.factor"]) == ("36", "1000000", "auto")
+    rows = {
+        line.split()[0]: line.split()[1]
+        for line in run("show", "model/qwen3b").stdout.splitlines()[1:]
+    }
+    assert (rows["model.num_layers"], rows["model.rope.theta"], rows["model.rope.factor"]) == (
+        "36",
+        "1000000",
+        "auto",
+    )
 
 
 def test_a_group_alone_means_its_default_and_an_equals_sign_is_understood():
-    assert run("show", "model").stdout == run("show", "model/tiny").stdout == run("show", "model=tiny").stdout
+    assert (
+        run("show", "model").stdout
+        == run("show", "model/tiny").stdout
+        == run("show", "model=tiny").stdout
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,7 +110,10 @@ def test_own_groups_are_listed_and_shown(tmp_path):
 
 def test_on_a_terminal_tables_fit_80_columns_and_cut_nothing(monkeypatch):
     shown = io.StringIO()
-    monkeypatch.setattr("mtrain_cli.console.Console", lambda: Console(file=shown, force_terminal=True, width=80, no_color=True))
+    monkeypatch.setattr(
+        "mtrain_cli.console.Console",
+        lambda: Console(file=shown, force_terminal=True, width=80, no_color=True),
+    )
     config_command.show_option("model/qwen3b")
     config_command.list_groups()
     lines = re.sub(r"\x1b\[[0-9;]*m", "", shown.getvalue()).splitlines()
@@ -100,14 +124,18 @@ def test_on_a_terminal_tables_fit_80_columns_and_cut_nothing(monkeypatch):
 
 def test_list_names_every_key():
     text = run("list").stdout.partition("Keys\n")[2]
-    groups = {line.split()[0]: set(line.replace(",", " ").split()[1:]) for line in text.splitlines()[:-1]}
+    groups = {
+        line.split()[0]: set(line.replace(",", " ").split()[1:]) for line in text.splitlines()[:-1]
+    }
     for name in all_keys():
         group, dot, rest = name.partition(".")
         assert not dot or rest in groups[f"{group}."], name
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 120])
-@pytest.mark.parametrize("option", ["data/prolong512k", "train/default", "recipe/prolong_llama8b_512k"])
+@pytest.mark.parametrize(
+    "option", ["data/prolong512k", "train/default", "recipe/prolong_llama8b_512k"]
+)
 def test_show_folds_at_the_width_of_the_terminal_and_cuts_nothing(option, columns, monkeypatch):
     whole = run("show", option).stdout
     monkeypatch.setenv("COLUMNS", str(columns))

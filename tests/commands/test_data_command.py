@@ -33,14 +33,22 @@ def _mistake(*arguments: str | Path) -> str:
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
     path = tmp_path / "corpus.jsonl"
-    path.write_text("".join(json.dumps({"body": f"document {number} " * 30}) + "\n" for number in range(50)))
+    path.write_text(
+        "".join(json.dumps({"body": f"document {number} " * 30}) + "\n" for number in range(50))
+    )
     return path
 
 
-@pytest.mark.parametrize("name", ["plain-1.0", "my data, all=of it", "it's", 'say "hi"', "$HOME", "back\\slash", "é"])
-def test_prepare_prints_counts_and_a_next_command_that_works(corpus: Path, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["plain-1.0", "my data, all=of it", "it's", 'say "hi"', "$HOME", "back\\slash", "é"]
+)
+def test_prepare_prints_counts_and_a_next_command_that_works(
+    corpus: Path, tmp_path: Path, name: str
+) -> None:
     out = tmp_path / name
-    result = _run("prepare", corpus, out, "--text-key", "body", "--tokenizer", "bpe", "--vocab-size", "301")
+    result = _run(
+        "prepare", corpus, out, "--text-key", "body", "--tokenizer", "bpe", "--vocab-size", "301"
+    )
     assert result.exit_code == 0, result.output
     assert "50 documents" in result.stdout
     command = shlex.split(result.stdout.splitlines()[-1])
@@ -63,9 +71,14 @@ def test_prepare_writes_its_progress_to_stderr_as_lines_when_it_is_no_terminal(
 
 
 def test_prepare_again_says_that_nothing_is_to_do(corpus: Path, tmp_path: Path) -> None:
-    assert _run("prepare", corpus, tmp_path / "out", "--text-key", "body").stdout.startswith("Wrote")
+    assert _run("prepare", corpus, tmp_path / "out", "--text-key", "body").stdout.startswith(
+        "Wrote"
+    )
     again = _run("prepare", corpus, tmp_path / "out", "--text-key", "body")
-    assert (again.exit_code, again.stdout.splitlines()[0]) == (0, f"Already there, nothing to do: {tmp_path / 'out'}")
+    assert (again.exit_code, again.stdout.splitlines()[0]) == (
+        0,
+        f"Already there, nothing to do: {tmp_path / 'out'}",
+    )
 
 
 def test_prepare_reads_the_standard_library(tmp_path: Path) -> None:
@@ -95,25 +108,37 @@ def test_show_does_not_pass_escape_sequences_of_a_corpus_to_the_terminal(tmp_pat
 
 def test_mistakes_are_one_line_and_exit_code_2(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert f"SOURCE={tmp_path / 'none'}: no such file; give a .txt" in _mistake("prepare", tmp_path / "none", out)
+    assert f"SOURCE={tmp_path / 'none'}: no such file; give a .txt" in _mistake(
+        "prepare", tmp_path / "none", out
+    )
     assert "--text-key=text: " in _mistake("prepare", corpus, out)
     assert "its keys are: body" in _mistake("prepare", corpus, tmp_path / "out2")
-    assert "--tokenizer=gpt5: no such file; give bytes, or the path" in _mistake("prepare", corpus, out, "--tokenizer", "gpt5")
-    assert "--vocab-size 5: only for --tokenizer bpe" in _mistake("prepare", corpus, out, "--vocab-size", "5")
-    allowed = "give a folder written by `mtrain data prepare`, a folder of MDS shards, or a .npy or .bin"
+    assert "--tokenizer=gpt5: no such file; give bytes, or the path" in _mistake(
+        "prepare", corpus, out, "--tokenizer", "gpt5"
+    )
+    assert "--vocab-size 5: only for --tokenizer bpe" in _mistake(
+        "prepare", corpus, out, "--vocab-size", "5"
+    )
+    allowed = (
+        "give a folder written by `mtrain data prepare`, a folder of MDS shards, or a .npy or .bin"
+    )
     assert f"holds no tokens; {allowed}" in _mistake("show", tmp_path)
     (tmp_path / "words.txt").write_text("words")
     assert f"is no token array; {allowed}" in _mistake("show", tmp_path / "words.txt")
     assert "no such folder" in _mistake("show", tmp_path / "none")
     _run("prepare", corpus, out, "--text-key", "body")
-    assert "--document 50: the store has documents 0 to 49" in _mistake("show", out, "--document", "50")
+    assert "--document 50: the store has documents 0 to 49" in _mistake(
+        "show", out, "--document", "50"
+    )
     (out / "tokens.bin").write_bytes(b"")
     assert "tokens.bin has 0 bytes" in _mistake("show", out)
     assert not list(tmp_path.glob("gpt5*"))
 
 
 def test_help_shows_examples() -> None:
-    assert "mtrain data prepare stdlib data/python --tokenizer bpe" in _run("prepare", "--help").stdout
+    assert (
+        "mtrain data prepare stdlib data/python --tokenizer bpe" in _run("prepare", "--help").stdout
+    )
     assert "mtrain data show data/python --document 17 --check" in _run("show", "--help").stdout
 
 
@@ -124,7 +149,9 @@ def test_data_commands_do_not_import_torch(corpus: Path, tmp_path: Path) -> None
         f"prepare({str(corpus)!r}, Path({out!r}), 'bytes', None, 'body')\nshow(Path({out!r}), 0, True)\n"
         "assert 'torch' not in sys.modules, 'torch was imported'"
     )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
     assert result.returncode == 0, result.stderr
 
 

@@ -54,7 +54,14 @@ def test_the_matrix_of_nvidia_smi_is_read():
     links = parse_topology(TOPOLOGY)
     assert len(links) == 6
     assert {(link.a, link.b): link.kind for link in links} == {
-        **{(0, 1): "NV18", (1, 0): "NV18", (0, 2): "SYS", (2, 0): "SYS", (1, 2): "SYS", (2, 1): "SYS"},
+        **{
+            (0, 1): "NV18",
+            (1, 0): "NV18",
+            (0, 2): "SYS",
+            (2, 0): "SYS",
+            (1, 2): "SYS",
+            (2, 1): "SYS",
+        },
     }
 
 
@@ -63,7 +70,9 @@ def test_links_are_named_in_words_and_grouped():
         "NV18: NVLink, 18 links (0-1)",
         "SYS: PCIe and the link between sockets (0-2, 1-2)",
     ]
-    assert describe_links([DetectedLink(0, 1, "NV18"), DetectedLink(1, 0, "NV18")]) == ["NV18: NVLink, 18 links (every pair)"]
+    assert describe_links([DetectedLink(0, 1, "NV18"), DetectedLink(1, 0, "NV18")]) == [
+        "NV18: NVLink, 18 links (every pair)"
+    ]
     assert describe_links([]) == []
 
 
@@ -80,11 +89,15 @@ def test_json_is_one_object_with_the_same_facts():
     found = json.loads(result.stdout)
     assert found["cpu_cores"] >= 1
     assert {"torch", "triton", "flash-attn-4"} <= {package["name"] for package in found["packages"]}
-    assert {"name": "reference", "device": "cpu", "dtype": "float32", "reason": None} in found["kernels"]
+    assert {"name": "reference", "device": "cpu", "dtype": "float32", "reason": None} in found[
+        "kernels"
+    ]
 
 
 def test_a_missing_package_is_shown_with_its_extra(monkeypatch):
-    monkeypatch.setattr(module, "_version", lambda names: None if names == ("tokenizers",) else "1.0")
+    monkeypatch.setattr(
+        module, "_version", lambda names: None if names == ("tokenizers",) else "1.0"
+    )
     printed = text(diagnose(check=False), width=120)
     (line,) = [line for line in printed.splitlines() if line.startswith("tokenizers")]
     assert f"not installed: {install_command('data')}  (" in line
@@ -93,9 +106,20 @@ def test_a_missing_package_is_shown_with_its_extra(monkeypatch):
 
 def test_gpus_links_and_reasons_are_shown(here):
     gpus = [DetectedGpu(index, "NVIDIA H200", 139.8, 120.2, (9, 0)) for index in range(2)]
-    kernels = [KernelState("flash4", "cuda", "bfloat16", "flash-attn-4 is not installed"), KernelState("sdpa", "cuda", "bfloat16", None)]
+    kernels = [
+        KernelState("flash4", "cuda", "bfloat16", "flash-attn-4 is not installed"),
+        KernelState("sdpa", "cuda", "bfloat16", None),
+    ]
     checks = [CheckResult("two processes over gloo", False, "no answer")]
-    printed = text(replace(here, gpus=gpus, links=[DetectedLink(0, 1, "NV18"), DetectedLink(1, 0, "NV18")], kernels=kernels, checks=checks))
+    printed = text(
+        replace(
+            here,
+            gpus=gpus,
+            links=[DetectedLink(0, 1, "NV18"), DetectedLink(1, 0, "NV18")],
+            kernels=kernels,
+            checks=checks,
+        )
+    )
     assert "cuda:1          NVIDIA H200, 140 GiB (120 free), compute capability 9.0" in printed
     assert "NVLink, 18 links (every pair)" in printed
     assert "no: flash-attn-4 is not installed" in printed
@@ -114,6 +138,8 @@ def test_a_kernel_that_computes_nonsense_fails_its_check(monkeypatch):
     from mtrain_cli.attention.sdpa import SdpaKernel
 
     right = SdpaKernel.forward
-    monkeypatch.setattr(SdpaKernel, "forward", lambda *arguments: tuple(1.001 * part for part in right(*arguments)))
+    monkeypatch.setattr(
+        SdpaKernel, "forward", lambda *arguments: tuple(1.001 * part for part in right(*arguments))
+    )
     result = module._check_kernel(KernelState("sdpa", "cpu", "float32", None))
     assert not result.passed

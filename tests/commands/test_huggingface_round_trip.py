@@ -11,7 +11,14 @@ from command import mtrain
 TEXT = "Some words of a wo\u0308rld.  \u6f22\u5b57\n\tdef f(x): return x\n"
 CHANGES: dict[str, dict[str, Any]] = {
     "qwen2": {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
-    "qwen3": {"rope_parameters": {"rope_theta": 1e6, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+    "qwen3": {
+        "rope_parameters": {
+            "rope_theta": 1e6,
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    },
     "llama": {"tie_word_embeddings": True},
     "mistral": {"sliding_window": None},
 }
@@ -20,7 +27,9 @@ CHANGES: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("family", CHANGES)
 @pytest.mark.parametrize("tokenizer", ["bytes", "own"])
-def test_a_folder_of_transformers_is_trained_and_comes_out_as_one(tmp_path: Path, family: str, tokenizer: str) -> None:
+def test_a_folder_of_transformers_is_trained_and_comes_out_as_one(
+    tmp_path: Path, family: str, tokenizer: str
+) -> None:
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
     from mtrain_cli.data.tokenizers import open_tokenizer, train_bpe
@@ -42,16 +51,31 @@ def test_a_folder_of_transformers_is_trained_and_comes_out_as_one(tmp_path: Path
         "topology.device=cpu", "topology.workers=1", "run.name=run",
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
-    assert ("text is tokenised with its tokenizer.json" in " ".join(run.stdout.split())) is (tokenizer == "own")
+    assert ("text is tokenised with its tokenizer.json" in " ".join(run.stdout.split())) is (
+        tokenizer == "own"
+    )
     exported = mtrain(tmp_path, "checkpoint", "export", "runs/run", "out", "--dtype", "float32")
     assert exported.returncode == 0, exported.stderr
     verified = mtrain(tmp_path, "checkpoint", "verify", "out", "--tokens", "128")
     assert verified.returncode == 0, verified.stdout + verified.stderr
-    model, theirs = (kind.from_pretrained(tmp_path / "out") for kind in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer))
+    model, theirs = (
+        kind.from_pretrained(tmp_path / "out")
+        for kind in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer)
+    )
     assert model.config.model_type == family
     ours = open_tokenizer("bytes" if tokenizer == "bytes" else str(tmp_path / "hf"))
     assert theirs(TEXT).input_ids == ours.encode([TEXT])[0].tolist()
     assert theirs.decode(theirs(TEXT).input_ids) == TEXT
-    assert theirs.eos_token_id == model.config.eos_token_id == model.generation_config.eos_token_id == ours.eos
-    generated = model.generate(**theirs("Some words", return_tensors="pt"), max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    assert (
+        theirs.eos_token_id
+        == model.config.eos_token_id
+        == model.generation_config.eos_token_id
+        == ours.eos
+    )
+    generated = model.generate(
+        **theirs("Some words", return_tensors="pt"),
+        max_new_tokens=4,
+        min_new_tokens=4,
+        do_sample=False,
+    )
     assert theirs.decode(generated[0]).startswith("Some words")

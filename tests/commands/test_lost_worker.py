@@ -66,7 +66,9 @@ def train(fault: Fault, *words: str) -> End:
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **fault.variable()}
     command = [sys.executable, str(LAUNCH / "faulty_train.py"), "train", *RUN, *words]
     with Path("stderr").open("w") as stderr:
-        launcher = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=stderr)
+        launcher = subprocess.Popen(
+            command, env=environment, stdout=subprocess.DEVNULL, stderr=stderr
+        )
         try:
             code = launcher.wait(timeout=120)
         finally:
@@ -109,20 +111,35 @@ def test_a_worker_killed_in_a_ring_is_named_with_the_step_and_the_way_on():
     assert end.lines[0] == "error: rank 1 was killed by SIGKILL (out of memory killer?)"
     assert end.worker(1) == "training step 5, ring, layer 1, forward, step 2 of 3"
     # The others have come to where they need it, and no further.
-    assert re.fullmatch(r"training step 5, ring, layer 1, forward, step [23] of 3: waits for .*kv.*", end.worker(2))
-    assert re.fullmatch(r"go on from the checkpoint of step [24]: mtrain train --resume .*/run", end.lines[-1])
+    assert re.fullmatch(
+        r"training step 5, ring, layer 1, forward, step [23] of 3: waits for .*kv.*", end.worker(2)
+    )
+    assert re.fullmatch(
+        r"go on from the checkpoint of step [24]: mtrain train --resume .*/run", end.lines[-1]
+    )
 
 
-@pytest.mark.parametrize("signum", [signal.SIGSTOP, pytest.param(HANGS, marks=pytest.mark.slow)], ids=["stopped", "hangs"])
+@pytest.mark.parametrize(
+    "signum",
+    [signal.SIGSTOP, pytest.param(HANGS, marks=pytest.mark.slow)],
+    ids=["stopped", "hangs"],
+)
 def test_a_worker_that_does_not_go_on_in_a_ring_is_blamed_and_not_those_that_wait(signum):
     end = train(Fault(1, signum, 2, "ring, layer 0, forward", "step 2 of 3"), *RING)
     check(end, 3, within=TIMEOUT_S + MARGIN_S)
-    assert end.lines[0].startswith(f"error: topology.timeout_s={TIMEOUT_S}: rank 1 kept the others waiting longer than that")
+    assert end.lines[0].startswith(
+        f"error: topology.timeout_s={TIMEOUT_S}: rank 1 kept the others waiting longer than that"
+    )
     assert ("its process is stopped" if signum else "it hangs or is slow") in end.lines[0]
     assert end.worker(1) == "training step 2, ring, layer 0, forward, step 2 of 3"
     # What is sent in one step is needed in the next.
-    assert re.fullmatch("training step 2, ring, layer 0, forward, step [23] of 3: waits for kv from rank 1", end.worker(2))
-    assert end.worker(0).startswith("training step 2, ring, layer 0, forward, step 3 of 3: waits for ")
+    assert re.fullmatch(
+        "training step 2, ring, layer 0, forward, step [23] of 3: waits for kv from rank 1",
+        end.worker(2),
+    )
+    assert end.worker(0).startswith(
+        "training step 2, ring, layer 0, forward, step 3 of 3: waits for "
+    )
     assert "--resume" not in end.stderr, "there is no checkpoint"
     if signum == HANGS:
         assert "in faulty" in Path("run/logs/rank-1.log").read_text()
@@ -134,7 +151,11 @@ def test_a_worker_that_does_not_go_on_in_a_ring_is_blamed_and_not_those_that_wai
     [
         (RING, "ring, layer 1, backward", "step 2 of 3"),
         (NODES, "hierarchical_ring, layer 1, forward", "step 3 of 4"),
-        ([*NODES, "topology.circulates=queries"], "hierarchical_ring, layer 0, backward", "step 4 of 6"),
+        (
+            [*NODES, "topology.circulates=queries"],
+            "hierarchical_ring, layer 0, backward",
+            "step 4 of 6",
+        ),
     ],
     ids=["backward", "nodes", "nodes, backward"],
 )
@@ -143,7 +164,11 @@ def test_every_ring_ends_that_way(words, what, step, signum):
     ranks = 3 if words is RING else 4
     end = train(Fault(2, signum, 2, what, step), *words)
     check(end, ranks, within=TIMEOUT_S + MARGIN_S)
-    assert ("rank 2 was killed by SIGKILL" if signum == signal.SIGKILL else "rank 2 kept the others waiting") in end.lines[0]
+    assert (
+        "rank 2 was killed by SIGKILL"
+        if signum == signal.SIGKILL
+        else "rank 2 kept the others waiting"
+    ) in end.lines[0]
     assert end.worker(2) == f"training step 2, {what}, {step}"
     others = [end.worker(rank) for rank in range(ranks) if rank != 2]
     assert any("rank 2" in other and what in other for other in others)

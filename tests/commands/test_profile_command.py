@@ -41,13 +41,37 @@ def test_sparsity_measures_every_layer_and_head_of_the_steps_asked_for(tmp_path)
     import pandas
 
     out = tmp_path / "found" / "sparsity.parquet"
-    result = run("sparsity", *SMALL, "--pattern", "vertical_slash,moba", "--steps", "3", "--every", "2", "--rows", "40", "--out", str(out))
+    result = run(
+        "sparsity",
+        *SMALL,
+        "--pattern",
+        "vertical_slash,moba",
+        "--steps",
+        "3",
+        "--every",
+        "2",
+        "--rows",
+        "40",
+        "--out",
+        str(out),
+    )
     assert result.exit_code == 0, result.output
     assert "step 3/3  loss" in result.output
     assert "vertical_slash, step 1" in result.output
     assert "moba, step 3" in result.output
     assert "recall: of sampled queries that were not probed" in " ".join(result.output.split())
-    again = run("sparsity", *SMALL[:7], "--pattern", "fixed", "--steps", "1", "--rows", "4", "--out", str(tmp_path / "again.parquet"))
+    again = run(
+        "sparsity",
+        *SMALL[:7],
+        "--pattern",
+        "fixed",
+        "--steps",
+        "1",
+        "--rows",
+        "4",
+        "--out",
+        str(tmp_path / "again.parquet"),
+    )
     assert "fixed (SYNTHETIC), step 1" in again.output
     found = pandas.read_parquet(out)
     assert len(found) == 3 * 2 * 2 * 4
@@ -63,7 +87,18 @@ def test_sparsity_measures_every_layer_and_head_of_the_steps_asked_for(tmp_path)
 def test_sparsity_leaves_no_thread_that_keeps_modules_alive(tmp_path):
     """Triton 3.9 warns of leaks, in 30 lines, where a thread of the loader still runs when Python ends."""
     before = set(threading.enumerate())
-    result = run("sparsity", *SMALL[:7], "--pattern", "fixed", "--steps", "1", "--rows", "4", "--out", str(tmp_path / "s.parquet"))
+    result = run(
+        "sparsity",
+        *SMALL[:7],
+        "--pattern",
+        "fixed",
+        "--steps",
+        "1",
+        "--rows",
+        "4",
+        "--out",
+        str(tmp_path / "s.parquet"),
+    )
     assert result.exit_code == 0, result.output
     assert set(threading.enumerate()) <= before
     assert gc.get_freeze_count() == 0
@@ -85,26 +120,57 @@ def test_kernels_are_timed_beside_dense_and_leave_a_calibration(tmp_path):
     assert dense["pairs"] > half["pairs"] > fifth["pairs"] > 0
     assert half["forward_ratio"] == pytest.approx(dense["forward_ms"] / half["forward_ms"])
     assert half["backward_ratio"] == pytest.approx(dense["backward_ms"] / half["backward_ms"])
-    shape = {"seed": 0, "batch": 1, "heads": 4, "seq": 256, "block": 16, "slashes": None, "columns": 8}
-    counts = fixed_index(**shape, density=0.5).counts(MaskWork.make([SequenceMask.causal(256, 256)], 16))
+    shape = {
+        "seed": 0,
+        "batch": 1,
+        "heads": 4,
+        "seq": 256,
+        "block": 16,
+        "slashes": None,
+        "columns": 8,
+    }
+    counts = fixed_index(**shape, density=0.5).counts(
+        MaskWork.make([SequenceMask.causal(256, 256)], 16)
+    )
     assert [half[name] for name in ("pairs", "blocks", "column_pairs")] == [
         int(t.sum()) for t in (counts.pairs, counts.blocks, counts.column_pairs)
     ]
     # A CPU computes the pairs that the index leaves out, too.
     assert "TF" not in result.output
-    assert half["backward_tflops"] == pytest.approx(10 * 16 * half["pairs"] / half["backward_ms"] / 1e9)
+    assert half["backward_tflops"] == pytest.approx(
+        10 * 16 * half["pairs"] / half["backward_ms"] / 1e9
+    )
 
 
 def test_times_of_kernels_keep_to_eighty_columns():
-    words = ("kernels", "--seq", "256", "--density", "0.2", "--heads", "2/1", "--head-dim", "16", "--block", "16", "--kernel", "sdpa")
+    words = (
+        "kernels",
+        "--seq",
+        "256",
+        "--density",
+        "0.2",
+        "--heads",
+        "2/1",
+        "--head-dim",
+        "16",
+        "--block",
+        "16",
+        "--kernel",
+        "sdpa",
+    )
     shown = {
-        width: CliRunner(env={"COLUMNS": str(width), "TERM": "dumb"}).invoke(app, ["profile", *words, "--repeats", "1", "--workers", "2"])
+        width: CliRunner(env={"COLUMNS": str(width), "TERM": "dumb"}).invoke(
+            app, ["profile", *words, "--repeats", "1", "--workers", "2"]
+        )
         for width in (80, 200)
     }
     assert [found.exit_code for found in shown.values()] == [0, 0]
     assert max(map(len, shown[80].stdout.splitlines())) <= 80
     # The same calls, with fewer figures of each.
-    told = {width: [line for line in found.stdout.splitlines() if line.startswith("sdpa ")] for width, found in shown.items()}
+    told = {
+        width: [line for line in found.stdout.splitlines() if line.startswith("sdpa ")]
+        for width, found in shown.items()
+    }
     assert len(told[80]) == len(told[200]) > 10
     assert "TF" not in told[80][0]
     assert "1/2 striped, ring step 0" in shown[80].stdout
@@ -139,13 +205,19 @@ def test_every_column_has_a_name_and_fits_60_columns(of_mask, columns):
     cells = [line.split() for line in lines if line.split()[:1] in (["0"], ["1"], ["all"])]
     density = ["25.00%"] if columns == 6 else ["25.00%", "50.00%"]
     worst = (("0", "0.300"), ("1", "0.100"), ("all", "0.100"))
-    assert cells == [[name, "0.9000", least, *density, "40000.0", "100000"] for name, least in worst]
+    assert cells == [
+        [name, "0.9000", least, *density, "40000.0", "100000"] for name, least in worst
+    ]
 
 
 def test_a_key_goes_to_the_measured_and_the_trained_pattern_that_have_it():
     words = ["sparsity=moba", "sparsity.chunk=512", "sparsity.p_v=0.5", "sparsity.block=64"]
     config, (measured,) = _patterns(words, "vertical_slash")
-    assert (config.sparsity.pattern, config.sparsity.chunk, config.sparsity.block) == ("moba", 512, 64)
+    assert (config.sparsity.pattern, config.sparsity.chunk, config.sparsity.block) == (
+        "moba",
+        512,
+        64,
+    )
     assert (measured.name, measured.p_v, measured.block) == ("vertical_slash", 0.5, 64)
 
 
@@ -161,39 +233,82 @@ def test_the_calibration_that_ships_is_read_and_names_its_hardware():
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["kernels", "--seq", "1k", "--workers", "1"], "--workers 1: each must be at least 2 workers"),
-        (["kernels", "--seq", "1k", "--workers", "some"], "--workers some: some is no number; give items such as 8,32"),
-        (["kernels", "--seq", "1k", "--block", "16", "--workers", "7"], "--workers 7: none of --seq 1k can be dealt to so many"),
-        (["kernels", "--seq", "1k", "--no-whole"], "--no-whole: leaves nothing to time; give --workers N, too"),
+        (
+            ["kernels", "--seq", "1k", "--workers", "1"],
+            "--workers 1: each must be at least 2 workers",
+        ),
+        (
+            ["kernels", "--seq", "1k", "--workers", "some"],
+            "--workers some: some is no number; give items such as 8,32",
+        ),
+        (
+            ["kernels", "--seq", "1k", "--block", "16", "--workers", "7"],
+            "--workers 7: none of --seq 1k can be dealt to so many",
+        ),
+        (
+            ["kernels", "--seq", "1k", "--no-whole"],
+            "--no-whole: leaves nothing to time; give --workers N, too",
+        ),
         (["sparsity", "--pattern", "mobb"], "--pattern mobb: no such pattern; did you mean moba?"),
         (["sparsity", "--pattern", "dense"], "--pattern dense: no such pattern"),
         (["sparsity", "--pattern", ","], "names no pattern"),
-        (["sparsity", "sparsity.chunk=512"], "sparsity.chunk=512: is a key of none of the patterns vertical_slash"),
+        (
+            ["sparsity", "sparsity.chunk=512"],
+            "sparsity.chunk=512: is a key of none of the patterns vertical_slash",
+        ),
         (["sparsity", "--out", "x.csv"], "--out x.csv: give a file that ends in .parquet"),
-        (["sparsity", "sparsity.pattern=moba"], "sparsity.pattern=moba: give what is measured as --pattern NAME,..."),
+        (
+            ["sparsity", "sparsity.pattern=moba"],
+            "sparsity.pattern=moba: give what is measured as --pattern NAME,...",
+        ),
         (["sparsity", "sparsity.p_v=2"], "sparsity.p_v=2: must be above 0 and at most 1"),
         (["kernels", "--seq", "12q"], "--seq 12q: 12q is no number"),
         (["kernels", "--density", "0"], "--density 0: each must be above 0 and at most 1"),
-        (["kernels", "--heads", "16/3"], "--heads 16/3: expected query heads / key-value heads that divide them"),
+        (
+            ["kernels", "--heads", "16/3"],
+            "--heads 16/3: expected query heads / key-value heads that divide them",
+        ),
         (["kernels", "--block", "100"], "--block 100: must be 16, 32, 64 or 128"),
         (["kernels", "--kernel", "flash5"], "--kernel flash5: no such kernel"),
         (["kernels", "--seq", "0"], "--seq 0: each must be at least 2 tokens"),
         (["kernels", "--seq", "-5"], "--seq -5: each must be at least 2 tokens"),
-        (["kernels", "--density", "101%"], "--density 101%: each must be above 0 and at most 1, which is 100%"),
-        (["kernels", "--density", "5%%"], "--density 5%%: 5%% is no number; give items such as 0.05 or 5%"),
+        (
+            ["kernels", "--density", "101%"],
+            "--density 101%: each must be above 0 and at most 1, which is 100%",
+        ),
+        (
+            ["kernels", "--density", "5%%"],
+            "--density 5%%: 5%% is no number; give items such as 0.05 or 5%",
+        ),
         (["kernels", "--out", "folder"], "--out folder: is a folder; give a file"),
-        (["kernels", "--out", "file/x.json"], "--out file/x.json: a part of the path is a file, not a folder"),
-        (["kernels", "--out", "file"], "--out file: exists and is no calibration of mtrain; give another name, or remove it"),
+        (
+            ["kernels", "--out", "file/x.json"],
+            "--out file/x.json: a part of the path is a file, not a folder",
+        ),
+        (
+            ["kernels", "--out", "file"],
+            "--out file: exists and is no calibration of mtrain; give another name, or remove it",
+        ),
         (["kernels", "--out", "/proc/x/y.json"], "--out /proc/x/y.json: cannot be written: "),
         (["sparsity", "--out", "folder.parquet"], "--out folder.parquet: is a folder; give a file"),
-        (["sparsity", "--out", "other.parquet"], "--out other.parquet: exists and is no sparsity profile of mtrain"),
-        (["sparsity", "--out", "file/x.parquet"], "--out file/x.parquet: a part of the path is a file"),
+        (
+            ["sparsity", "--out", "other.parquet"],
+            "--out other.parquet: exists and is no sparsity profile of mtrain",
+        ),
+        (
+            ["sparsity", "--out", "file/x.parquet"],
+            "--out file/x.parquet: a part of the path is a file",
+        ),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, monkeypatch, words, line):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("mtrain_cli.profiling.kernel_benchmark.profile_kernels", _nothing_is_measured)
-    monkeypatch.setattr("mtrain_cli.profiling.pattern_quality.profile_sparsity", _nothing_is_measured)
+    monkeypatch.setattr(
+        "mtrain_cli.profiling.kernel_benchmark.profile_kernels", _nothing_is_measured
+    )
+    monkeypatch.setattr(
+        "mtrain_cli.profiling.pattern_quality.profile_sparsity", _nothing_is_measured
+    )
     for folder in ("folder", "folder.parquet"):
         (tmp_path / folder).mkdir()
     for file in ("file", "other.parquet"):
@@ -209,17 +324,35 @@ def _nothing_is_measured(*_):
     raise AssertionError("a mistake is found before anything is measured")
 
 
-KERNELS = ("kernels", "--seq", "64", "--heads", "2/1", "--head-dim", "16", "--block", "16", "--repeats", "1")
+KERNELS = (
+    "kernels",
+    "--seq",
+    "64",
+    "--heads",
+    "2/1",
+    "--head-dim",
+    "16",
+    "--block",
+    "16",
+    "--repeats",
+    "1",
+)
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what cannot run differs")
 
 
 @without_gpu
 def test_named_kernels_of_which_none_can_run_are_refused_one_line_each(monkeypatch):
-    monkeypatch.setattr("mtrain_cli.profiling.kernel_benchmark.profile_kernels", _nothing_is_measured)
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # other tests of the same process run the kernel without a GPU
+    monkeypatch.setattr(
+        "mtrain_cli.profiling.kernel_benchmark.profile_kernels", _nothing_is_measured
+    )
+    monkeypatch.delenv(
+        "TRITON_INTERPRET", raising=False
+    )  # other tests of the same process run the kernel without a GPU
     result = run(*KERNELS, "--kernel", "flash4,triton")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.splitlines() == [f"mtrain: --kernel {name}: needs a CUDA GPU" for name in ("flash4", "triton")]
+    assert result.stderr.splitlines() == [
+        f"mtrain: --kernel {name}: needs a CUDA GPU" for name in ("flash4", "triton")
+    ]
 
 
 @without_gpu
@@ -231,10 +364,16 @@ def test_what_cannot_run_stands_once_below_the_table():
 
 
 def test_columns_really_used_and_the_share_of_pairs_are_printed():
-    lines = run(*KERNELS, "--density", "50%,5%", "--columns", "5000", "--kernel", "sdpa").stdout.splitlines()
+    lines = run(
+        *KERNELS, "--density", "50%,5%", "--columns", "5000", "--kernel", "sdpa"
+    ).stdout.splitlines()
     for line, density in zip(lines[2:4], ("50.0%", "5.0%"), strict=True):
         assert line.split()[3:7] == [density, "all", "64", "100.0%"]
-    few = run(*KERNELS, "--density", "5%", "--columns", "2", "--kernel", "sdpa").stdout.splitlines()[2].split()
+    few = (
+        run(*KERNELS, "--density", "5%", "--columns", "2", "--kernel", "sdpa")
+        .stdout.splitlines()[2]
+        .split()
+    )
     assert few[3:5] == ["5.0%", "2"]
     diagonal = 4 * 16 * 17 // 2 / (64 * 65 // 2)
     assert diagonal < float(few[5].rstrip("%")) / 100 < diagonal + 2 * 64 / (64 * 65 // 2)
@@ -242,7 +381,10 @@ def test_columns_really_used_and_the_share_of_pairs_are_printed():
 
 def test_an_own_calibration_is_replaced_and_that_is_said(tmp_path):
     out = tmp_path / "deep" / "calibration.json"
-    first, second = (run(*KERNELS, "--density", density, "--kernel", "sdpa", "--out", str(out)) for density in ("0.5", "0.5,0.2"))
+    first, second = (
+        run(*KERNELS, "--density", density, "--kernel", "sdpa", "--out", str(out))
+        for density in ("0.5", "0.5,0.2")
+    )
     assert first.stdout.endswith(f"2 times in {out}\n")
     assert second.stdout.endswith(f"3 times in {out}, in place of the calibration that was there\n")
     assert len(json.loads(out.read_text())["times"]) == 3
@@ -250,6 +392,8 @@ def test_an_own_calibration_is_replaced_and_that_is_said(tmp_path):
 
 @without_gpu
 def test_shapes_beyond_the_memory_are_told_in_one_line():
-    result = run("kernels", "--seq", "4m", "--heads", "1024/1024", "--head-dim", "4096", "--kernel", "sdpa")
+    result = run(
+        "kernels", "--seq", "4m", "--heads", "1024/1024", "--head-dim", "4096", "--kernel", "sdpa"
+    )
     assert result.exit_code == 1
     assert result.stderr.startswith("error: The next of these shapes does not fit the memory")

@@ -20,7 +20,13 @@ from mtrain_cli.profiling.index_file import load_indices
 from mtrain_cli.profiling.records import open_records
 
 SMALL = ["seq=512", "topology.device=cpu", "topology.block_size=32", "model.num_layers=2"]
-SPARSE = ["sparsity.block=32", "sparsity.last_q=32", "sparsity.min_slashes=3", "sparsity.max_slashes=3", "sparsity.max_columns=64"]
+SPARSE = [
+    "sparsity.block=32",
+    "sparsity.last_q=32",
+    "sparsity.min_slashes=3",
+    "sparsity.max_slashes=3",
+    "sparsity.max_columns=64",
+]
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -53,17 +59,30 @@ def test_all_cases_are_measured_on_the_same_steps(profile):
     assert recorded.summary["mode"] == "training"
     frame = recorded.frame()
     labels = [case["label"] for case in recorded.summary["cases"]]
-    assert labels == [f"{p} {layout} ring" for p in ("dense", "vertical_slash") for layout in ("zigzag", "striped")]
+    assert labels == [
+        f"{p} {layout} ring"
+        for p in ("dense", "vertical_slash")
+        for layout in ("zigzag", "striped")
+    ]
     for case in range(4):
         mine = frame[frame.case == case]
         assert set(mine["rank"]) == {0, 1, 2}
         assert set(mine.iteration) == {2, 3}  # the first step of the training is a warm-up
         assert set(mine.layer) == {-1, 0, 1}
         for direction in ("forward", "backward"):
-            assert set(mine.step[(mine.phase == "attention") & (mine.direction == direction)]) == {0, 1, 2}
+            assert set(mine.step[(mine.phase == "attention") & (mine.direction == direction)]) == {
+                0,
+                1,
+                2,
+            }
         assert bool((mine.phase == "index").any()) == labels[case].startswith("vertical")
     # Layouts see the same tokens, weights and therefore indices: they have the same work in all.
-    work = frame[frame.direction == "forward"].groupby(["case", "iteration", "layer"]).pairs.sum().unstack("case")
+    work = (
+        frame[frame.direction == "forward"]
+        .groupby(["case", "iteration", "layer"])
+        .pairs.sum()
+        .unstack("case")
+    )
     assert (work[0] == work[1]).all()
     assert (work[2] == work[3]).all()
     assert (work[2] < 0.8 * work[0]).all()
@@ -85,7 +104,9 @@ def test_every_moment_of_every_pass_has_one_reason(profile):
     whole = frame[frame.phase == "pass"].groupby(key, observed=True).dur_us.sum()
     assert len(whole) == 4 * 2 * 3 * 2 * 2
     np.testing.assert_allclose(parts, whole, rtol=1e-5)
-    iteration = frame[frame.phase == "iteration"].groupby(["case", "iteration", "rank"]).dur_us.sum()
+    iteration = (
+        frame[frame.phase == "iteration"].groupby(["case", "iteration", "rank"]).dur_us.sum()
+    )
     assert (whole.groupby(["case", "iteration", "rank"]).sum() < iteration).all()
 
 
@@ -98,17 +119,26 @@ def test_work_is_that_of_the_schedule(profile):
         indices = load_indices(profile / "index.npz")
         first = indices.masks[0].first
         held = make_layout(layout, 3, 512, 32)
-        mine = frame[(frame.case == case) & (frame.iteration == 3) & (frame.layer == 1) & (frame.direction == "forward")]
+        mine = frame[
+            (frame.case == case)
+            & (frame.iteration == 3)
+            & (frame.layer == 1)
+            & (frame.direction == "forward")
+        ]
         for rank in range(3):
             for step, planned in enumerate(schedule.forward[rank]):
                 q, k = held.positions(rank), held.positions(planned.keys[0])
                 q = q[q < 512]
                 start = np.array([first[p] for p in q])
                 allowed = ((k[None] <= q[:, None]) & (k[None] >= start[:, None])).sum()
-                row = mine[(mine["rank"] == rank) & (mine.step == step) & (mine.phase == "attention")]
+                row = mine[
+                    (mine["rank"] == rank) & (mine.step == step) & (mine.phase == "attention")
+                ]
                 assert int(row.pairs.sum()) == 4 * allowed, (layout, rank, step)
                 assert float(row.flop.sum()) == 4 * 32 * 4 * allowed
-        backward = frame[(frame.case == case) & (frame.direction == "backward") & (frame.phase == "attention")]
+        backward = frame[
+            (frame.case == case) & (frame.direction == "backward") & (frame.phase == "attention")
+        ]
         assert (backward.flop == 10 * 32 * backward.pairs).all()
 
 
@@ -136,7 +166,9 @@ def test_results_are_those_of_the_records(profile):
         for key, table in tables.groupby(level=["iteration", "layer"]):
             extra = [columns.loc[key].to_numpy()[:, None]] if len(columns) else []
             degrees.append(imbalance(np.hstack([table.to_numpy(), *extra])).worker)
-        assert found["passes"]["forward"]["work"]["worker"]["mean"] == pytest.approx(np.mean(degrees), abs=1e-4)
+        assert found["passes"]["forward"]["work"]["worker"]["mean"] == pytest.approx(
+            np.mean(degrees), abs=1e-4
+        )
 
 
 def test_indices_are_the_real_ones(profile):
@@ -159,7 +191,9 @@ def test_the_trace_is_one_that_viewers_open(profile):
     last = last[~(last.phase.isin(COMPUTING) & (last.dur_us == 0))]
     assert len(slices) == len(last)
     assert {e["args"]["iteration"] for e in slices} == {3}
-    assert {e["args"]["case"] for e in slices} == {case["label"] for case in open_records(profile).summary["cases"]}
+    assert {e["args"]["case"] for e in slices} == {
+        case["label"] for case in open_records(profile).summary["cases"]
+    }
     by_thread: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for e in slices:
         assert e["dur"] >= 0
@@ -181,8 +215,15 @@ def test_the_trace_is_one_that_viewers_open(profile):
         assert begin["pid"] != end["pid"]
         assert begin["ts"] <= end["ts"]
         for e in (begin, end):
-            assert any(start - 2e-3 <= e["ts"] <= stop + 2e-3 for start, stop in by_thread[e["pid"], e["tid"]])
-    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"rank 0", "rank 1", "rank 2"}
+            assert any(
+                start - 2e-3 <= e["ts"] <= stop + 2e-3
+                for start, stop in by_thread[e["pid"], e["tid"]]
+            )
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {
+        "rank 0",
+        "rank 1",
+        "rank 2",
+    }
     assert len(list((profile / "trace").glob("rank-*.json.gz"))) == 3
     for rank in range(3):
         with gzip.open(profile / f"trace/rank-{rank}.json.gz", "rt") as file:
@@ -191,14 +232,29 @@ def test_the_trace_is_one_that_viewers_open(profile):
         assert re.search(r'"rank":\s+(\d+)', text).group(1) == str(rank)
         of_rank = json.loads(text)
         assert of_rank["distributedInfo"] == {"rank": rank, "world_size": 3, "backend": "mtrain"}
-        assert [e["ts"] for e in of_rank["traceEvents"]] == [e["ts"] for e in events if e["pid"] == rank]
+        assert [e["ts"] for e in of_rank["traceEvents"]] == [
+            e["ts"] for e in events if e["pid"] == rank
+        ]
 
 
 def test_attention_alone_at_several_lengths(tmp_path):
-    words = ["--attention-only", "--layout", "striped", "--exchange", "ring,all_gather", "--seq", "512,1k", "--steps", "2"]
+    words = [
+        "--attention-only",
+        "--layout",
+        "striped",
+        "--exchange",
+        "ring,all_gather",
+        "--seq",
+        "512,1k",
+        "--steps",
+        "2",
+    ]
     found = run(tmp_path, *words, "topology.workers=2", *SMALL[1:], "run.name=one")
     assert found.returncode == 0, found.stderr
-    assert len([line for line in found.stdout.splitlines() if "dense striped" in line and "%" in line]) >= 4
+    assert (
+        len([line for line in found.stdout.splitlines() if "dense striped" in line and "%" in line])
+        >= 4
+    )
     recorded = open_records(tmp_path / "measurements/one")
     assert recorded.complete
     assert recorded.summary["mode"] == "attention"
@@ -214,12 +270,23 @@ def test_attention_alone_at_several_lengths(tmp_path):
 
 
 def test_for_scripts_it_prints_json_and_fails_above_a_limit(tmp_path):
-    words = ["--layout", "contiguous,striped", "--steps", "1", "--json", "--fail-above", "step=99,work.worker=1.3"]
+    words = [
+        "--layout",
+        "contiguous,striped",
+        "--steps",
+        "1",
+        "--json",
+        "--fail-above",
+        "step=99,work.worker=1.3",
+    ]
     found = run(tmp_path, *words, "topology.workers=2", *SMALL, "data.document_mask=false")
     # Contiguous: the second of two workers has three quarters of the pairs.
     assert found.returncode == 1
     (line,) = (line for line in found.stderr.splitlines() if "above" in line)
-    assert line == "error: work worker imbalance 1.499 of dense contiguous all_gather is above --fail-above worker=1.3"
+    assert (
+        line
+        == "error: work worker imbalance 1.499 of dense contiguous all_gather is above --fail-above worker=1.3"
+    )
     summary = json.loads(found.stdout)
     assert [round(r["work"]["worker"]["mean"], 2) for r in summary["results"]] == [1.5, 1.06]
 
@@ -227,21 +294,45 @@ def test_for_scripts_it_prints_json_and_fails_above_a_limit(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--layout", "zigzig"], "topology.layout=zigzig: expected one of auto, contiguous, zigzag, striped; did you mean zigzag?"),
-        (["--pattern", "vertical"], "--pattern vertical: no such pattern; did you mean vertical_slash?; allowed: dense, vertical_slash"),
-        (["--peer", "--attention-only", "seq=512"], "--peer: PyTorch's context parallelism with cuDNN needs GPUs"),
-        (["--peer", "seq=512"], "--peer: compares one layer's attention; give --attention-only, too"),
+        (
+            ["--layout", "zigzig"],
+            "topology.layout=zigzig: expected one of auto, contiguous, zigzag, striped; did you mean zigzag?",
+        ),
+        (
+            ["--pattern", "vertical"],
+            "--pattern vertical: no such pattern; did you mean vertical_slash?; allowed: dense, vertical_slash",
+        ),
+        (
+            ["--peer", "--attention-only", "seq=512"],
+            "--peer: PyTorch's context parallelism with cuDNN needs GPUs",
+        ),
+        (
+            ["--peer", "seq=512"],
+            "--peer: compares one layer's attention; give --attention-only, too",
+        ),
         (["--layout", ","], "--layout ',': names nothing"),
-        (["--layout", "zigzag", "topology.layout=zigzag"], "topology.layout=zigzag: is compared by --layout zigzag already"),
-        (["--pattern", "moba", "sparsity=moba"], "sparsity=moba: is compared by --pattern moba already"),
-        (["--pattern", "dense", "sparsity.p_v=0.5"], "sparsity.p_v=0.5: is a key of none of the patterns dense"),
+        (
+            ["--layout", "zigzag", "topology.layout=zigzag"],
+            "topology.layout=zigzag: is compared by --layout zigzag already",
+        ),
+        (
+            ["--pattern", "moba", "sparsity=moba"],
+            "sparsity=moba: is compared by --pattern moba already",
+        ),
+        (
+            ["--pattern", "dense", "sparsity.p_v=0.5"],
+            "sparsity.p_v=0.5: is a key of none of the patterns dense",
+        ),
         (["--seq", "512,1k"], "--seq 512,1k: several lengths need --attention-only"),
         (["--seq", "512,x", "--attention-only"], "seq=x: "),
         (
             ["--fail-above", "worse=1"],
             "--fail-above worse=1: no such degree; did you mean worker?; allowed: worker, step, total, critical, work.worker",
         ),
-        (["--fail-above", "worker=much"], "--fail-above worker=much: expected DEGREE=X with a number"),
+        (
+            ["--fail-above", "worker=much"],
+            "--fail-above worker=much: expected DEGREE=X with a number",
+        ),
         (["--steps", "0"], "--steps=0: must be at least 1"),
     ],
 )
@@ -258,7 +349,9 @@ def test_the_simulator_counts_what_was_recorded(profile, tmp_path):
     found = mtrain(tmp_path, "simulate", "--validate", str(profile), "--json")
     assert found.returncode == 0, found.stderr
     document = json.loads(found.stdout)
-    assert [case["case"] for case in document["cases"]] == [case["label"] for case in open_records(profile).summary["cases"]]
+    assert [case["case"] for case in document["cases"]] == [
+        case["label"] for case in open_records(profile).summary["cases"]
+    ]
     assert document["not_predicted"] == []
     for case in document["cases"]:
         assert set(case["passes"]) == {"forward", "backward"}

@@ -18,7 +18,18 @@ HOST = ("gpu.host_gib", "gpu.host_link_gbps", "gpu.host_memory_gbps")
 
 def test_two_processes_are_measured_as_a_cluster_for_the_simulator(tmp_path):
     words = ["topology.device=cpu", "topology.workers=2", "--sizes", "4k,256k", "--repeats", "3"]
-    found = mtrain(tmp_path, "profile", "links", *words, "--cluster-out", "my.yaml", "--per-node", "4", "--json", "run.name=one")
+    found = mtrain(
+        tmp_path,
+        "profile",
+        "links",
+        *words,
+        "--cluster-out",
+        "my.yaml",
+        "--per-node",
+        "4",
+        "--json",
+        "run.name=one",
+    )
     assert found.returncode == 0, found.stderr
     document = json.loads(found.stdout)
     assert document == json.loads((tmp_path / "measurements/one/links.json").read_text())
@@ -26,7 +37,9 @@ def test_two_processes_are_measured_as_a_cluster_for_the_simulator(tmp_path):
     assert document["backend"] == "gloo"
     assert document["versions"]["torch"]
     assert [(t["what"], t["size"]) for t in document["times"]] == [
-        (what, size) for what in (HOP, TWO_HOPS, GATHER, SCATTER, ALL_TO_ALL) for size in (4 << 10, 256 << 10)
+        (what, size)
+        for what in (HOP, TWO_HOPS, GATHER, SCATTER, ALL_TO_ALL)
+        for size in (4 << 10, 256 << 10)
     ]
     for t in document["times"]:
         assert 0 < t["low"] <= t["us"] <= t["high"]
@@ -36,21 +49,43 @@ def test_two_processes_are_measured_as_a_cluster_for_the_simulator(tmp_path):
     cluster = load_cluster(str(tmp_path / "my.yaml"))
     assert (cluster.name, cluster.nodes, cluster.gpus_per_node) == ("my", 1, 4)
     assert (cluster.gpu.name, cluster.gpu.device) == (document["device"], "cpu")
-    assert {name for name, constant in cluster.constants().items() if constant.source == "guess"} == {"gpu.step_ms", *HOST}
-    assert cluster.inner.bandwidth_gbps.value == pytest.approx(document["fits"]["inner"][HOP]["gbps"], rel=1e-3)
-    assert (tmp_path / "my.yaml").read_text() == (tmp_path / "measurements/one/cluster.yaml").read_text()
+    assert {
+        name for name, constant in cluster.constants().items() if constant.source == "guess"
+    } == {"gpu.step_ms", *HOST}
+    assert cluster.inner.bandwidth_gbps.value == pytest.approx(
+        document["fits"]["inner"][HOP]["gbps"], rel=1e-3
+    )
+    assert (tmp_path / "my.yaml").read_text() == (
+        tmp_path / "measurements/one/cluster.yaml"
+    ).read_text()
     assert (tmp_path / "my.yaml").read_text().startswith("# Measured on 2 x ")
 
 
 @pytest.mark.slow
 def test_nodes_are_measured_apart_and_all_rings_between_them_at_once(tmp_path):
-    words = ["topology.device=cpu", "topology.workers=4", "topology.gpus_per_node=2", "--sizes", "4k,64k", "--repeats", "3", "--no-load"]
+    words = [
+        "topology.device=cpu",
+        "topology.workers=4",
+        "topology.gpus_per_node=2",
+        "--sizes",
+        "4k,64k",
+        "--repeats",
+        "3",
+        "--no-load",
+    ]
     found = mtrain(tmp_path, "profile", "links", *words, "run.name=four")
     assert found.returncode == 0, found.stderr
     document = json.loads((tmp_path / "measurements/four/links.json").read_text())
     assert document["virtual_nodes"]
     assert {(t["link"], t["ranks"]) for t in document["times"]} == {("inner", 2), ("outer", 2)}
-    assert {t["what"] for t in document["times"] if t["link"] == "outer"} == {HOP, HOPS_AT_ONCE, TWO_HOPS, GATHER, SCATTER, ALL_TO_ALL}
+    assert {t["what"] for t in document["times"] if t["link"] == "outer"} == {
+        HOP,
+        HOPS_AT_ONCE,
+        TWO_HOPS,
+        GATHER,
+        SCATTER,
+        ALL_TO_ALL,
+    }
     assert not any(t["loaded_us"] or t["slowdown"] for t in document["times"])
     cluster = load_cluster(str(tmp_path / "measurements/four/cluster.yaml"))
     assert (cluster.nodes, cluster.gpus_per_node) == (2, 2)
@@ -67,13 +102,28 @@ def test_nodes_are_measured_apart_and_all_rings_between_them_at_once(tmp_path):
         (["--sizes", "4k,1"], "--sizes 1: must be from 64 bytes to 4g"),
         (["--sizes", "4k,many"], "--sizes 4k,many: many is no size; give items such as 4k,1m,128m"),
         (["--repeats", "1"], "--repeats=1: must be at least 3"),
-        (["topology.workers=1"], "topology.workers=1: there are no links to measure; give at least 2"),
-        (["topology.workers=4", "topology.gpus_per_node=3"], "topology.gpus_per_node=3: does not divide topology.workers=4"),
-        (["topology.context_parallel=1", "train.global_batch=2"], "topology.context_parallel=1: all workers take part"),
+        (
+            ["topology.workers=1"],
+            "topology.workers=1: there are no links to measure; give at least 2",
+        ),
+        (
+            ["topology.workers=4", "topology.gpus_per_node=3"],
+            "topology.gpus_per_node=3: does not divide topology.workers=4",
+        ),
+        (
+            ["topology.context_parallel=1", "train.global_batch=2"],
+            "topology.context_parallel=1: all workers take part",
+        ),
         (["--nodes", "2"], "--nodes 2: links between nodes were not measured"),
         (["--cluster-out", "mine.txt"], "--cluster-out mine.txt: give a file that ends in .yaml"),
-        (["--cluster-out", "notes.yaml"], "--cluster-out notes.yaml: exists and was not measured by mtrain"),
-        (["--cluster-out", "notes.yaml/my.yaml"], "--cluster-out notes.yaml/my.yaml: cannot be written"),
+        (
+            ["--cluster-out", "notes.yaml"],
+            "--cluster-out notes.yaml: exists and was not measured by mtrain",
+        ),
+        (
+            ["--cluster-out", "notes.yaml/my.yaml"],
+            "--cluster-out notes.yaml/my.yaml: cannot be written",
+        ),
     ],
 )
 def test_mistakes_are_one_line_and_nothing_is_lost(tmp_path: Path, monkeypatch, words, said):

@@ -12,7 +12,17 @@ from mtrain_cli.commands.app import app
 
 
 def test_it_leaves_a_calibration_that_prices_steps(tmp_path):
-    words = ["model=tiny", "model.num_layers=2", "sparsity=vertical_slash", "--seq", "128,256", "--repeats", "1", "--threads", "1"]
+    words = [
+        "model=tiny",
+        "model.num_layers=2",
+        "sparsity=vertical_slash",
+        "--seq",
+        "128,256",
+        "--repeats",
+        "1",
+        "--threads",
+        "1",
+    ]
     found = mtrain(tmp_path, "profile", "non-attention", *words, "--out", "mine/non-attention.json")
     assert found.returncode == 0, found.stderr
     lines = found.stdout.splitlines()
@@ -22,21 +32,48 @@ def test_it_leaves_a_calibration_that_prices_steps(tmp_path):
     ]
     assert lines[-1] == "8 times in mine/non-attention.json"
     document = json.loads((tmp_path / "mine/non-attention.json").read_text())
-    assert (document["kind"], document["dtype"], document["pattern"]) == ("non_attention", "float32", "vertical_slash")
-    again = mtrain(tmp_path, "profile", "non-attention", "model=tiny", "--seq", "128", "--repeats", "1", "--out", "mine/non-attention.json")
-    assert again.stdout.splitlines()[-1] == "3 times in mine/non-attention.json, in place of the calibration that was there"
+    assert (document["kind"], document["dtype"], document["pattern"]) == (
+        "non_attention",
+        "float32",
+        "vertical_slash",
+    )
+    again = mtrain(
+        tmp_path,
+        "profile",
+        "non-attention",
+        "model=tiny",
+        "--seq",
+        "128",
+        "--repeats",
+        "1",
+        "--out",
+        "mine/non-attention.json",
+    )
+    assert (
+        again.stdout.splitlines()[-1]
+        == "3 times in mine/non-attention.json, in place of the calibration that was there"
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["seq=1k"], "seq=1k: one worker and one sequence are timed, on the device alone; lengths are given as --seq N,..."),
+        (
+            ["seq=1k"],
+            "seq=1k: one worker and one sequence are timed, on the device alone; lengths are given as --seq N,...",
+        ),
         (["topology.workers=2"], "topology.workers=2: one worker and one sequence are timed"),
         (["--seq", "1k,x"], "--seq 1k,x: x is no number; give items such as 32k,128k"),
         (["--seq", "1"], "seq=1"),
         (["model=huge"], "model=huge"),
-        (["train.memory=auto"], "train.memory=auto: what it chooses depends on the number of workers; give the settings to time"),
-        (["model=tiny", "--seq", "128", "--out", "notes.txt"], "--out notes.txt: exists and is no calibration of mtrain"),
+        (
+            ["train.memory=auto"],
+            "train.memory=auto: what it chooses depends on the number of workers; give the settings to time",
+        ),
+        (
+            ["model=tiny", "--seq", "128", "--out", "notes.txt"],
+            "--out notes.txt: exists and is no calibration of mtrain",
+        ),
     ],
 )
 def test_what_cannot_be_timed_is_one_line(words, said, tmp_path, monkeypatch):
@@ -51,19 +88,41 @@ def test_what_cannot_be_timed_is_one_line(words, said, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["non-attention", "kernels"])
-def test_what_was_timed_before_a_stop_is_kept_beside_an_earlier_file(command, tmp_path, monkeypatch):
+def test_what_was_timed_before_a_stop_is_kept_beside_an_earlier_file(
+    command, tmp_path, monkeypatch
+):
     from mtrain_cli.profiling import kernel_benchmark, non_attention_benchmark
 
     monkeypatch.chdir(tmp_path)
     words = {
         "non-attention": ["model=tiny", "--seq", "128"],
-        "kernels": ["--seq", "128", "--density", "0.3", "--columns", "8", "--heads", "4/2", "--head-dim", "16", "--kernel", "sdpa"],
+        "kernels": [
+            "--seq",
+            "128",
+            "--density",
+            "0.3",
+            "--columns",
+            "8",
+            "--heads",
+            "4/2",
+            "--head-dim",
+            "16",
+            "--kernel",
+            "sdpa",
+        ],
     }
-    assert CliRunner().invoke(app, ["profile", command, *words[command], "--repeats", "1", "--out", "mine.json"]).exit_code == 0
+    assert (
+        CliRunner()
+        .invoke(app, ["profile", command, *words[command], "--repeats", "1", "--out", "mine.json"])
+        .exit_code
+        == 0
+    )
     earlier = (tmp_path / "mine.json").read_bytes()
     assert [path.name for path in tmp_path.iterdir()] == ["mine.json"]
     module, name = (
-        (non_attention_benchmark, "profile_non_attention") if command == "non-attention" else (kernel_benchmark, "profile_kernels")
+        (non_attention_benchmark, "profile_non_attention")
+        if command == "non-attention"
+        else (kernel_benchmark, "profile_kernels")
     )
     measure = getattr(module, name)
 
@@ -75,7 +134,9 @@ def test_what_was_timed_before_a_stop_is_kept_beside_an_earlier_file(command, tm
         return measure(*arguments[:-1], told)
 
     monkeypatch.setattr(module, name, stopped)
-    found = CliRunner().invoke(app, ["profile", command, *words[command], "--repeats", "1", "--out", "mine.json"])
+    found = CliRunner().invoke(
+        app, ["profile", command, *words[command], "--repeats", "1", "--out", "mine.json"]
+    )
     assert found.exit_code == 130
     assert "stopped: 1 times are kept in mine.json.partial" in found.output
     assert (tmp_path / "mine.json").read_bytes() == earlier

@@ -26,8 +26,21 @@ from mtrain_cli.profiling.step_breakdown import OF_GPU, StepBreakdown
 from mtrain_cli.reporting.report_source import open_source
 from mtrain_cli.reporting.step_tables import NAME, lines, short_name
 
-SMALL = ["seq=512", "topology.device=cpu", "topology.workers=2", "topology.block_size=32", "model.num_layers=2", "topology.exchange=ring"]
-SPARSE = ["sparsity=vertical_slash", "sparsity.block=32", "sparsity.last_q=32", "sparsity.min_slashes=3", "sparsity.max_slashes=3"]
+SMALL = [
+    "seq=512",
+    "topology.device=cpu",
+    "topology.workers=2",
+    "topology.block_size=32",
+    "model.num_layers=2",
+    "topology.exchange=ring",
+]
+SPARSE = [
+    "sparsity=vertical_slash",
+    "sparsity.block=32",
+    "sparsity.last_q=32",
+    "sparsity.min_slashes=3",
+    "sparsity.max_slashes=3",
+]
 # A learning rate that depends on how many steps there are.
 SETTINGS = [*SMALL, *SPARSE, "train.steps=6", "optim.schedule=cosine", "optim.warmup_steps=1"]
 
@@ -52,7 +65,9 @@ def summary(profile) -> dict:
 
 
 def shown(*words: str, columns: int = 80) -> str:
-    found = CliRunner(env={"COLUMNS": str(columns), "TERM": "dumb"}).invoke(command_line.app, list(words), prog_name="mtrain")
+    found = CliRunner(env={"COLUMNS": str(columns), "TERM": "dumb"}).invoke(
+        command_line.app, list(words), prog_name="mtrain"
+    )
     assert found.exit_code == 0, found.output
     return found.stdout
 
@@ -65,11 +80,23 @@ def test_parts_of_every_rank_add_up_to_its_step(summary):
         assert rank["step_ms"] == pytest.approx(rank["recorded_ms"], rel=0.05)
         assert rank["plain_ms"] > 0
         # All of these, forward and backward: a sparse ring on two processes.
-        for name in ("attention", "index", "products", "element-wise", "loss", "weights", "optimizer", "links", "host"):
+        for name in (
+            "attention",
+            "index",
+            "products",
+            "element-wise",
+            "loss",
+            "weights",
+            "optimizer",
+            "links",
+            "host",
+        ):
             assert rank["parts"][name] > 0, name
     assert (summary["plain"]["first"], summary["plain"]["steps"]) == (2, 3)
     assert summary["plain"]["density"] < 1
-    assert summary["plain"]["tokens_per_second_per_gpu"] == pytest.approx(512 / 2 / summary["ranks"][0]["plain_ms"] * 1e3)
+    assert summary["plain"]["tokens_per_second_per_gpu"] == pytest.approx(
+        512 / 2 / summary["ranks"][0]["plain_ms"] * 1e3
+    )
     assert summary["plain"]["mfu_model"] is summary["plain"]["peak_memory_gib"] is None
 
 
@@ -95,7 +122,9 @@ def test_what_runs_and_every_step_are_told_without_a_terminal_too(profile):
         ("6", "recorded"),
     ]
     ranks = json.loads((profile / "summary.json").read_text())["ranks"]
-    assert sum(float(seconds) for *_, seconds in found[4:]) / 2 * 1e3 == pytest.approx(ranks[0]["recorded_ms"], rel=0.01)
+    assert sum(float(seconds) for *_, seconds in found[4:]) / 2 * 1e3 == pytest.approx(
+        ranks[0]["recorded_ms"], rel=0.01
+    )
 
 
 def test_rows_of_operators_are_those_of_the_parts(profile, summary):
@@ -108,11 +137,17 @@ def test_rows_of_operators_are_those_of_the_parts(profile, summary):
             if name not in ("links", "host"):
                 assert by_part[rank["rank"], name] == pytest.approx(ms, abs=1e-6), name
     # Two layers, forward and backward, one ring of two steps each: of one step, though two were recorded.
-    (backward,) = (row for row in rows if row["rank"] == "0" and row["name"].endswith("attention_for_cpu_backward"))
+    (backward,) = (
+        row
+        for row in rows
+        if row["rank"] == "0" and row["name"].endswith("attention_for_cpu_backward")
+    )
     assert backward["part"] == "attention"
     assert float(backward["calls"]) == 4
     assert len(summary["top"]) == 10
-    assert [kind["ms"] for kind in summary["top"]] == sorted((kind["ms"] for kind in summary["top"]), reverse=True)
+    assert [kind["ms"] for kind in summary["top"]] == sorted(
+        (kind["ms"] for kind in summary["top"]), reverse=True
+    )
 
 
 def test_files_say_what_was_measured(profile, summary):
@@ -120,7 +155,12 @@ def test_files_say_what_was_measured(profile, summary):
     assert summary["complete"]
     assert summary["command"][:3] == ["mtrain", "profile", "step"]
     assert summary["versions"]["torch"]
-    assert (summary["device"], summary["workers"], summary["warmup"], summary["steps"]) == ("CPU", 2, 4, 2)
+    assert (summary["device"], summary["workers"], summary["warmup"], summary["steps"]) == (
+        "CPU",
+        2,
+        4,
+        2,
+    )
     assert summary["settings"]["exchange"] == "ring"
     assert summary["settings"]["layout"] == "striped"
     assert summary["settings"]["pattern"] == "vertical_slash"
@@ -136,7 +176,8 @@ def test_files_say_what_was_measured(profile, summary):
         inside = [
             event
             for event in ranges
-            if event["name"] == "mtrain.index" and any(a["ts"] <= event["ts"] < a["ts"] + a["dur"] for a in attention)
+            if event["name"] == "mtrain.index"
+            and any(a["ts"] <= event["ts"] < a["ts"] + a["dur"] for a in attention)
         ]
         assert len(inside) == 4, "one estimate a layer"
         assert named.count("mtrain.index") > 4, "and what it leaves is counted"
@@ -168,15 +209,48 @@ def test_a_step_of_many_gpus_is_whole_at_80_columns_too(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     parts = dict.fromkeys(OF_GPU, 12345.678)
     rank = {
-        **{"step_ms": sum(parts.values()), "plain_ms": 100000.2, "recorded_ms": 150001.8, "parts": parts, "links_hidden_ms": 10234.2},
-        **{"launches": 123456, "launching_ms": 1234.2, "syncs": 12, "syncing_ms": 1234.2, "ahead_us": 1234567.8},
+        **{
+            "step_ms": sum(parts.values()),
+            "plain_ms": 100000.2,
+            "recorded_ms": 150001.8,
+            "parts": parts,
+            "links_hidden_ms": 10234.2,
+        },
+        **{
+            "launches": 123456,
+            "launching_ms": 1234.2,
+            "syncs": 12,
+            "syncing_ms": 1234.2,
+            "ahead_us": 1234567.8,
+        },
     }
-    settings = {"model": "qwen3b", "seq": 1 << 20, "pattern": "vertical_slash", "layout": "striped", "kernel": "flash4"}
+    settings = {
+        "model": "qwen3b",
+        "seq": 1 << 20,
+        "pattern": "vertical_slash",
+        "layout": "striped",
+        "kernel": "flash4",
+    }
     document = {
-        **{"schema": 2, "kind": "step", "gpu": True, "device": "NVIDIA H200", "workers": 8, "warmup": 2, "steps": 3},
+        **{
+            "schema": 2,
+            "kind": "step",
+            "gpu": True,
+            "device": "NVIDIA H200",
+            "workers": 8,
+            "warmup": 2,
+            "steps": 3,
+        },
         "settings": settings | {"exchange": "hierarchical_all_gather"},
         "ranks": [{**rank, "rank": number} for number in range(8)],
-        "top": [{"name": "void " + "long_name_" * 9, "part": "element-wise", "calls": 123456.0, "ms": 123456.7}],
+        "top": [
+            {
+                "name": "void " + "long_name_" * 9,
+                "part": "element-wise",
+                "calls": 123456.0,
+                "ms": 123456.7,
+            }
+        ],
     }
     (tmp_path / "summary.json").write_text(json.dumps(document))
     text = shown("report", ".")
@@ -184,14 +258,32 @@ def test_a_step_of_many_gpus_is_whole_at_80_columns_too(monkeypatch, tmp_path):
     assert "for want of width" not in text
     # Files of before there was "plain" are shown without it.
     assert "speed" not in text
-    plain = {"steps": 3, "tokens_per_second_per_gpu": 14337.4, "density": 0.052, "mfu_model": 3.63, "mfu_executed": 0.531}
+    plain = {
+        "steps": 3,
+        "tokens_per_second_per_gpu": 14337.4,
+        "density": 0.052,
+        "mfu_model": 3.63,
+        "mfu_executed": 0.531,
+    }
     plain["peak_memory_gib"] = 102.04
     (tmp_path / "summary.json").write_text(json.dumps(document | {"plain": plain}))
     now = " ".join(shown("report", ".").split())
-    assert "100,000 ms the median of 3 before without records (+50.0%, by records and by chance)" in now
-    assert "speed 14,337 tokens/s/GPU, HFU 53.1%, density 5.2%, 102.0 GiB at most, without records" in now
-    assert "links: NCCL beside neither; waits: likewise, what a message takes beyond the rank on which it takes least" in now
-    without = [{**r, "parts": {name: ms for name, ms in parts.items() if name != "waits"}} for r in document["ranks"]]
+    assert (
+        "100,000 ms the median of 3 before without records (+50.0%, by records and by chance)"
+        in now
+    )
+    assert (
+        "speed 14,337 tokens/s/GPU, HFU 53.1%, density 5.2%, 102.0 GiB at most, without records"
+        in now
+    )
+    assert (
+        "links: NCCL beside neither; waits: likewise, what a message takes beyond the rank on which it takes least"
+        in now
+    )
+    without = [
+        {**r, "parts": {name: ms for name, ms in parts.items() if name != "waits"}}
+        for r in document["ranks"]
+    ]
     (tmp_path / "summary.json").write_text(json.dumps(document | {"ranks": without}))
     old = " ".join(shown("report", ".").split())
     assert "links: NCCL beside neither, waits for other ranks among it; idle" in old
@@ -199,27 +291,43 @@ def test_a_step_of_many_gpus_is_whole_at_80_columns_too(monkeypatch, tmp_path):
     for name in OF_GPU:
         assert any(line.split()[:2] == [name, "12,346"] for line in text.splitlines()), name
     said = " ".join(text.split())
-    assert "8 x NVIDIA H200: qwen3b, seq 1,048,576, vertical_slash, striped, hierarchical_all_gather, flash4; steps 3 to 5" in said
-    assert "step of the slowest rank 150,002 ms, 100,000 ms the one before without records (+50.0%, by records" in said
+    assert (
+        "8 x NVIDIA H200: qwen3b, seq 1,048,576, vertical_slash, striped, hierarchical_all_gather, flash4; steps 3 to 5"
+        in said
+    )
+    assert (
+        "step of the slowest rank 150,002 ms, 100,000 ms the one before without records (+50.0%, by records"
+        in said
+    )
     assert (
         "NCCL 34,926 ms, of which hidden beside computation or copies 10,234, exposed 24,691, 12,346 of that waiting for other ranks"
         in said
     )
-    assert "launches 123,456 kernels, 1,234 ms of the host; a kernel begins 1,235 ms after its launch (median)" in said
+    assert (
+        "launches 123,456 kernels, 1,234 ms of the host; a kernel begins 1,235 ms after its launch (median)"
+        in said
+    )
     assert "syncs 12 waits of the host for the GPU, 1,234 ms; GPU idle 12,346 ms" in said
     assert "123,456 123,457 element-wise" in said
 
 
 def test_figures_of_steps_without_records_are_medians():
     found = StepBreakdown(steps=2, step=10, parts={}, hidden=0, kinds=[])
-    one = step_profile._of_rank(0, step_profile._RankSummary(found, [3.0, 1.0, 2.5], [2.0, 4.0], None))
+    one = step_profile._of_rank(
+        0, step_profile._RankSummary(found, [3.0, 1.0, 2.5], [2.0, 4.0], None)
+    )
     assert (one["plain_ms"], one["recorded_ms"]) == (2500, 3000)
     assert step_profile._median([0.5, None, 0.2, 0.4]) == 0.4
     assert step_profile._median([None]) is None
 
 
 def test_lines_say_of_whom_and_of_what_they_are():
-    rank = {"parts": {"links": 1.0, "waits": 0.0, "idle": 0.0, "host": 2.0}, "links_hidden_ms": 0.0, "recorded_ms": 100.0, "plain_ms": 80.0}
+    rank = {
+        "parts": {"links": 1.0, "waits": 0.0, "idle": 0.0, "host": 2.0},
+        "links_hidden_ms": 0.0,
+        "recorded_ms": 100.0,
+        "plain_ms": 80.0,
+    }
     slow = rank | {"plain_ms": 90.0, "recorded_ms": 99.0}
     plain = {
         "steps": 1,
@@ -230,14 +338,31 @@ def test_lines_say_of_whom_and_of_what_they_are():
         "peak_memory_gib": None,
     }
     on_cpu = lines({"ranks": [rank, slow], "gpu": False, "plain": plain})
-    assert on_cpu[0].startswith("step      of the slowest rank 100 ms, 90 ms the one before without records (+11.1%")
+    assert on_cpu[0].startswith(
+        "step      of the slowest rank 100 ms, 90 ms the one before without records (+11.1%"
+    )
     assert on_cpu[1] == "speed     10 tokens/s/worker, without records"
-    gpu = {"launches": 1, "launching_ms": 1.0, "syncs": 0, "syncing_ms": 0.0, "ahead_us": None, "unmatched": 3.0}
-    of_gpu = lines({"ranks": [rank | gpu, slow | gpu], "gpu": True, "plain": plain | {"steps": 2, "density": 0.5, "mfu_model": 0.3}})
+    gpu = {
+        "launches": 1,
+        "launching_ms": 1.0,
+        "syncs": 0,
+        "syncing_ms": 0.0,
+        "ahead_us": None,
+        "unmatched": 3.0,
+    }
+    of_gpu = lines(
+        {
+            "ranks": [rank | gpu, slow | gpu],
+            "gpu": True,
+            "plain": plain | {"steps": 2, "density": 0.5, "mfu_model": 0.3},
+        }
+    )
     assert "80 ms the median" not in of_gpu[0]
     assert "90 ms the median of 2 before" in of_gpu[0]
     assert of_gpu[1] == "speed     10 tokens/s/GPU, MFU 30.0%, density 50.0%, without records"
-    assert of_gpu[2].endswith("exposed 1; 3 messages could not be found on other ranks, and count as links")
+    assert of_gpu[2].endswith(
+        "exposed 1; 3 messages could not be found on other ranks, and count as links"
+    )
 
 
 def test_recorded_steps_that_ship_are_found_and_stand_side_by_side(monkeypatch, tmp_path):
@@ -251,8 +376,14 @@ def test_recorded_steps_that_ship_are_found_and_stand_side_by_side(monkeypatch, 
     assert rows["without records"] == ["1,595", "9,240", "5.792"]
     several = shown("report", "step-128k-4xh200", "step-512k-4xh200", "step-1m-4xh200")
     assert "ratio" not in several[several.index("Side by side") :]
-    (waits,) = [line.split() for line in several[several.index("Side by side") :].splitlines() if line.strip().startswith("waits")]
-    assert waits == ["waits", "71.38", "140.9", "in", "links"], "the last one is of a version that did not tell them apart"
+    (waits,) = [
+        line.split()
+        for line in several[several.index("Side by side") :].splitlines()
+        if line.strip().startswith("waits")
+    ]
+    assert waits == ["waits", "71.38", "140.9", "in", "links"], (
+        "the last one is of a version that did not tell them apart"
+    )
     two = shown("report", "step-128k-4xh200", "step-1m-4xh200")
     rows = [line.split() for line in two[two.index("Side by side") :].splitlines()]
     assert ["waits", "71.38", "in", "links", "-"] in rows
@@ -271,7 +402,9 @@ def test_one_step_before_is_enough(tmp_path):
     assert (plain["first"], plain["steps"], plain["density"]) == (1, 1, 1.0)
 
 
-def test_for_scripts_it_prints_json_and_leaves_no_trace_and_a_step_after_dense_ones_is_recorded(tmp_path):
+def test_for_scripts_it_prints_json_and_leaves_no_trace_and_a_step_after_dense_ones_is_recorded(
+    tmp_path,
+):
     words = [*SMALL, *SPARSE, "sparsity.dense_steps=2", "topology.workers=1", "model.num_layers=1"]
     found = run(tmp_path, "--json", "--no-trace", *words)
     assert found.returncode == 0, found.stderr
@@ -285,7 +418,9 @@ def test_for_scripts_it_prints_json_and_leaves_no_trace_and_a_step_after_dense_o
     assert (document["plain"]["first"], document["plain"]["steps"]) == (4, 1)
     assert document["plain"]["density"] < 1
     (rank,) = document["ranks"]
-    assert document["plain"]["tokens_per_second_per_gpu"] == pytest.approx(512 / rank["plain_ms"] * 1e3)
+    assert document["plain"]["tokens_per_second_per_gpu"] == pytest.approx(
+        512 / rank["plain_ms"] * 1e3
+    )
     assert not list(folder.glob("*trace*"))
 
 
@@ -295,14 +430,20 @@ def test_for_scripts_it_prints_json_and_leaves_no_trace_and_a_step_after_dense_o
         (["--steps", "0"], "--steps=0: must be at least 1"),
         (["--warmup", "0"], "--warmup=0: must be at least 1"),
         (["--warmup", "x"], "--warmup=x: expected a whole number"),
-        (["train.steps=2"], "--warmup 2 --steps 1: are 3 steps, and train.steps=2 ends before; give fewer, or train.steps=3"),
+        (
+            ["train.steps=2"],
+            "--warmup 2 --steps 1: are 3 steps, and train.steps=2 ends before; give fewer, or train.steps=3",
+        ),
         (
             ["--warmup", "2", "sparsity=vertical_slash", "sparsity.dense_steps=5"],
             "--warmup 2: sparsity.dense_steps=5 leaves the steps up to 5 dense; give --warmup 6 or more, or sparsity.dense_steps=0",
         ),
         (["sequence=512"], "sequence"),
         (["--out", "x"], "--out"),
-        (["topology.layout=zigzig"], "topology.layout=zigzig: expected one of auto, contiguous, zigzag, striped; did you mean zigzag?"),
+        (
+            ["topology.layout=zigzig"],
+            "topology.layout=zigzig: expected one of auto, contiguous, zigzag, striped; did you mean zigzag?",
+        ),
     ],
 )
 def test_what_cannot_be_is_one_line(tmp_path, words, said):
@@ -333,7 +474,11 @@ def test_one_that_is_stopped_before_it_has_a_step_leaves_nothing(tmp_path):
         text=True,
     )
     end = time.monotonic() + 60
-    while not (tmp_path / "measurements/one/plan.json").exists() and started.poll() is None and time.monotonic() < end:
+    while (
+        not (tmp_path / "measurements/one/plan.json").exists()
+        and started.poll() is None
+        and time.monotonic() < end
+    ):
         time.sleep(0.1)
     time.sleep(1)  # so that it is a launcher by now; with or without workers
     started.send_signal(signal.SIGINT)
@@ -349,7 +494,10 @@ def test_one_that_is_stopped_before_it_has_a_step_leaves_nothing(tmp_path):
         (lambda s: s.pop("ranks"), "has no ranks"),
         (lambda s: s.pop("steps"), "has no steps"),
         (lambda s: s["ranks"][1].pop("plain_ms"), "has no plain_ms"),
-        (lambda s: s.update(ranks=[]), "holds something else than a recorded step (fmean requires at least one data point)"),
+        (
+            lambda s: s.update(ranks=[]),
+            "holds something else than a recorded step (fmean requires at least one data point)",
+        ),
         (lambda s: s["top"][0].update(ms="x"), "holds something else than a recorded step"),
     ],
 )
@@ -366,8 +514,12 @@ def test_figures_over_ranks_are_means(summary, profile):
     rows = list(csv.DictReader((profile / "kernels.csv").open()))
     for top in summary["top"]:
         found = [row for row in rows if (row["name"], row["part"]) == (top["name"], top["part"])]
-        assert top["ms"] == pytest.approx(sum(float(row["ms"]) for row in found) / len(summary["ranks"]))
-        assert top["calls"] == pytest.approx(sum(float(row["calls"]) for row in found) / len(summary["ranks"]))
+        assert top["ms"] == pytest.approx(
+            sum(float(row["ms"]) for row in found) / len(summary["ranks"])
+        )
+        assert top["calls"] == pytest.approx(
+            sum(float(row["calls"]) for row in found) / len(summary["ranks"])
+        )
 
 
 def test_a_report_of_a_step_has_a_page(profile, tmp_path, monkeypatch):
@@ -381,13 +533,22 @@ def test_a_report_of_a_step_has_a_page(profile, tmp_path, monkeypatch):
     ("name", "short"),
     [
         ("nvjet_tst_192x192_64x4_2x1_v_bz_coopA_NTN", "nvjet_tst_192x192_64x4_2x1_v_bz_coopA_NTN"),
-        ("nvjet_sm90_tss_192x192_64x3_1x2_h_badd_coopB_NTN", "nvjet_tss_192x192_64x3_1x2_h_badd_coopB_NTN"),
-        ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL"),
+        (
+            "nvjet_sm90_tss_192x192_64x3_1x2_h_badd_coopB_NTN",
+            "nvjet_tss_192x192_64x3_1x2_h_badd_coopB_NTN",
+        ),
+        (
+            "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+            "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL",
+        ),
         (
             "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul> >(int)",
             "vectorized_elementwise_ker.. CUDAFunctor_add",
         ),
-        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<float, 1>(float*)", "CatArrayBatchedCopy"),
+        (
+            "void at::native::(anonymous namespace)::CatArrayBatchedCopy<float, 1>(float*)",
+            "CatArrayBatchedCopy",
+        ),
         (
             "void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)>(int)",
             "elementwise_kernel direct_copy_kernel_cuda",

@@ -27,7 +27,9 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def report(*words: str, code: int = 0) -> str:
-    result = CliRunner(env={"COLUMNS": "100", "TERM": "dumb"}).invoke(app, ["report", *words], prog_name="mtrain")
+    result = CliRunner(env={"COLUMNS": "100", "TERM": "dumb"}).invoke(
+        app, ["report", *words], prog_name="mtrain"
+    )
     assert result.exit_code == code, (result.output, result.exception)
     return result.stdout if code == 0 else result.stderr
 
@@ -45,7 +47,11 @@ def measured(name: str, **more) -> Path:
 def trained(name: str, steps: int = 5, wanted: int = 5) -> Path:
     path = Path("runs", name)
     path.mkdir(parents=True)
-    (path / "environment.json").write_text(json.dumps({"command": ["mtrain", "train"], "host": "there", "versions": {}, "gpus": ["A"] * 2}))
+    (path / "environment.json").write_text(
+        json.dumps(
+            {"command": ["mtrain", "train"], "host": "there", "versions": {}, "gpus": ["A"] * 2}
+        )
+    )
     with (path / "metrics.jsonl").open("w") as file:
         for step in range(1, steps + 1):
             row = StepMetrics(
@@ -74,7 +80,10 @@ def trained(name: str, steps: int = 5, wanted: int = 5) -> Path:
 def test_a_measurement_is_shown_and_written_beside_itself():
     path = measured("one", layers=(0, 1), iterations=2)
     said = report("one")
-    assert "rank 2, which takes 2.0x as long for as much work: a slower device, or one that is disturbed" in " ".join(said.split())
+    assert (
+        "rank 2, which takes 2.0x as long for as much work: a slower device, or one that is disturbed"
+        in " ".join(said.split())
+    )
     assert "1.60 ±0.00" in said
     assert str(path / "report.html") in said
     assert (path / "report.html").stat().st_size < 1.5e6
@@ -184,26 +193,37 @@ def test_what_is_no_run_is_refused_in_one_line(folder):
     Path("other").mkdir()
     Path("other/notes.txt").write_text("x")
     Path("file.txt").write_text("x")
-    assert refused("befroe").endswith("no such folder, and no run or measurement of that name; did you mean before?")
+    assert refused("befroe").endswith(
+        "no such folder, and no run or measurement of that name; did you mean before?"
+    )
     assert refused("nothing-like-it").endswith("; here are, newest first: before")
     assert refused("./measurements/befor").endswith("; did you mean measurements/before?")
-    assert refused("empty") == "mtrain: empty: is empty; give the folder of a run, a profile or a simulation"
+    assert (
+        refused("empty")
+        == "mtrain: empty: is empty; give the folder of a run, a profile or a simulation"
+    )
     assert refused("other").startswith(
         "mtrain: other: holds no run, profile or simulation (summary.json and metrics.jsonl are missing; there are notes"
     )
     assert refused("file.txt").startswith("mtrain: file.txt: is a file, and no profile of mtrain")
-    assert refused("measurements").startswith("mtrain: measurements: is no run itself, but holds before")
+    assert refused("measurements").startswith(
+        "mtrain: measurements: is no run itself, but holds before"
+    )
     del folder
 
 
 def test_damaged_files_are_refused_in_one_line():
     path = measured("one")
     (path / "records.parquet").write_bytes(b"no parquet at all")
-    assert "measurements/one/records.parquet: is no parquet file, or a damaged one" in refused("one")
+    assert "measurements/one/records.parquet: is no parquet file, or a damaged one" in refused(
+        "one"
+    )
     path = measured("two")
     whole = (path / "records.parquet").read_bytes()
     (path / "records.parquet").write_bytes(whole[: len(whole) // 2])
-    assert "measurements/two/records.parquet: is no parquet file, or a damaged one" in refused("two")
+    assert "measurements/two/records.parquet: is no parquet file, or a damaged one" in refused(
+        "two"
+    )
     path = measured("three")
     (path / "summary.json").write_text("{")
     assert "measurements/three/summary.json: is no summary of a profile" in refused("three")
@@ -219,7 +239,9 @@ def test_other_schemas_are_refused_in_one_line():
     path = measured("mixed", iterations=2, complete=False)
     part = path / "records/000001.parquet"
     pq.write_table(pq.read_table(part).replace_schema_metadata({"mtrain_schema": "1"}), part)
-    assert refused("mixed").startswith("mtrain: measurements/mixed/records/000001.parquet: has schema 1, and summary.json beside it 2")
+    assert refused("mixed").startswith(
+        "mtrain: measurements/mixed/records/000001.parquet: has schema 1, and summary.json beside it 2"
+    )
     path = measured("narrow")
     table = pq.read_table(path / "records.parquet")
     pq.write_table(table.drop_columns(["late_us"]), path / "records.parquet")
@@ -238,7 +260,9 @@ def test_a_profile_without_samples_is_refused_in_one_line():
 def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_read():
     measured("one")
     Path("file").write_text("x")
-    assert refused("one", "--out", "file/inside").startswith("mtrain: --out file/inside: is no folder and cannot be made")
+    assert refused("one", "--out", "file/inside").startswith(
+        "mtrain: --out file/inside: is no folder and cannot be made"
+    )
 
 
 def test_names_are_completed():

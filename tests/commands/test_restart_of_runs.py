@@ -17,20 +17,41 @@ import mtrain_cli
 
 LAUNCH = Path(__file__).parents[1] / "launch"
 RUN = [
-    *("seq=96", "topology.block_size=16", "model.hidden_size=32", "model.num_layers=1", "model.head_dim=8", "model.intermediate_size=48"),
-    *("topology.device=cpu", "topology.workers=2", "topology.exchange=ring", "topology.timeout_s=60", "run.dir=run"),
+    *(
+        "seq=96",
+        "topology.block_size=16",
+        "model.hidden_size=32",
+        "model.num_layers=1",
+        "model.head_dim=8",
+        "model.intermediate_size=48",
+    ),
+    *(
+        "topology.device=cpu",
+        "topology.workers=2",
+        "topology.exchange=ring",
+        "topology.timeout_s=60",
+        "run.dir=run",
+    ),
 ]
 FORWARD = ("ring, layer 0, forward", "step 1 of 2")
 
 
 def environment(**more: str) -> dict[str, str]:
     paths = os.pathsep.join([str(Path(mtrain_cli.__file__).parents[1]), str(LAUNCH)])
-    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **more}
+    return {
+        **os.environ,
+        "PYTHONPATH": paths,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        **more,
+    }
 
 
 def train(fault: Fault, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(LAUNCH / "faulty_train.py"), "train", *RUN, *words]
-    return subprocess.run(command, env=environment(**fault.variable()), capture_output=True, text=True, timeout=200)
+    return subprocess.run(
+        command, env=environment(**fault.variable()), capture_output=True, text=True, timeout=200
+    )
 
 
 def rows(folder: str = "run") -> list[tuple[int, float, float]]:
@@ -49,7 +70,9 @@ def _own_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_whose_workers_are_killed_twice_ends_with_the_losses_of_one_that_was_left_alone(tmp_path):
+def test_a_run_whose_workers_are_killed_twice_ends_with_the_losses_of_one_that_was_left_alone(
+    tmp_path,
+):
     words = ["train.steps=10", "train.checkpoint_every=3"]
     ended = train(Fault(1, signal.SIGKILL, 5, *FORWARD, later=(8,), once=True), *words)
     assert ended.returncode == 0, ended.stderr
@@ -63,7 +86,10 @@ def test_a_run_whose_workers_are_killed_twice_ends_with_the_losses_of_one_that_w
     ]
     assert restarts() == [(1, 4, 3), (1, 7, 6)]
     log = Path("run/log.txt").read_text()
-    assert [line[:9] for line in log.splitlines() if line.startswith("restart ")] == ["restart 1", "restart 2"]
+    assert [line[:9] for line in log.splitlines() if line.startswith("restart ")] == [
+        "restart 1",
+        "restart 2",
+    ]
     assert "resumed from the checkpoint of step 6, restart 2, on 2 workers" in log
     assert " at step 1, " in log, "the summary is of the whole run"
     assert "since the last restart" in log
@@ -78,7 +104,10 @@ def test_with_fewer_workers_the_losses_go_on_as_they_were(tmp_path):
     words = ["train.steps=8", "train.checkpoint_every=3", "topology.workers=auto"]
     ended = train(Fault(1, signal.SIGKILL, 5, *FORWARD, once=True, fewer=True), *words)
     assert ended.returncode == 0, ended.stderr
-    assert "from the checkpoint of step 3, on 1 worker (without GPU 1, which does not answer), in 1 s" in ended.stderr
+    assert (
+        "from the checkpoint of step 3, on 1 worker (without GPU 1, which does not answer), in 1 s"
+        in ended.stderr
+    )
     assert mtrain(tmp_path, "train", *RUN, "run.dir=whole", *words).returncode == 0
     assert [row[0] for row in rows()] == list(range(1, 9))
     for mine, whole in zip(rows(), rows("whole"), strict=True):
@@ -88,26 +117,37 @@ def test_with_fewer_workers_the_losses_go_on_as_they_were(tmp_path):
 
 @pytest.mark.slow
 def test_a_failure_that_comes_back_before_a_new_checkpoint_ends_the_run():
-    ended = train(Fault(1, signal.SIGKILL, 5, *FORWARD), "train.steps=10", "train.checkpoint_every=3")
+    ended = train(
+        Fault(1, signal.SIGKILL, 5, *FORWARD), "train.steps=10", "train.checkpoint_every=3"
+    )
     assert ended.returncode == 1
     assert restarts() == [(1, 4, 3)]
     assert ended.stderr.splitlines()[-2] == (
         "not restarted: no checkpoint was written since the restart before, so it would go on like this"
     )
-    assert ended.stderr.splitlines()[-1].startswith("go on from the checkpoint of step 3: mtrain train --resume ")
+    assert ended.stderr.splitlines()[-1].startswith(
+        "go on from the checkpoint of step 3: mtrain train --resume "
+    )
     assert json.loads(Path("run/state.json").read_text())["phase"] == "failed"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("limit", "code"), [("auto", 1), ("1", 0)])
-def test_before_the_first_checkpoint_a_run_begins_again_only_where_a_number_of_restarts_is_given(limit, code):
-    ended = train(Fault(1, signal.SIGKILL, 3, *FORWARD, once=True), "train.steps=5", f"run.restarts={limit}")
+def test_before_the_first_checkpoint_a_run_begins_again_only_where_a_number_of_restarts_is_given(
+    limit, code
+):
+    ended = train(
+        Fault(1, signal.SIGKILL, 3, *FORWARD, once=True), "train.steps=5", f"run.restarts={limit}"
+    )
     assert ended.returncode == code
     if limit == "auto":
         assert not Path("run/restarts.jsonl").exists()
         assert ended.stderr.splitlines()[-1].startswith("not restarted: there is no checkpoint yet")
     else:
-        assert "restart 1: begins again from step 0, there is no checkpoint, on 2 workers" in ended.stderr
+        assert (
+            "restart 1: begins again from step 0, there is no checkpoint, on 2 workers"
+            in ended.stderr
+        )
         assert [row[0] for row in rows()] == [1, 2, 3, 4, 5]
 
 
@@ -127,9 +167,22 @@ def test_what_the_program_does_is_not_tried_again():
 
 @pytest.mark.slow
 def test_a_stop_is_no_failure():
-    command = [sys.executable, str(LAUNCH / "faulty_train.py"), "train", *RUN, "train.steps=1000", "train.checkpoint_every=2"]
+    command = [
+        sys.executable,
+        str(LAUNCH / "faulty_train.py"),
+        "train",
+        *RUN,
+        "train.steps=1000",
+        "train.checkpoint_every=2",
+    ]
     fault = Fault(1, signal.SIGKILL, 6, *FORWARD)
-    launcher = subprocess.Popen(command, env=environment(**fault.variable()), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    launcher = subprocess.Popen(
+        command,
+        env=environment(**fault.variable()),
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
     assert launcher.stderr is not None
     for line in launcher.stderr:
         if line.startswith("restart 1"):
@@ -146,15 +199,43 @@ def test_a_stop_is_no_failure():
 def test_under_torchrun_the_same_line_goes_on_with_its_run(named):
     fault = Fault(1, signal.SIGKILL, 5, *FORWARD, once=True)
     folder = Path("runs/mine")
-    words = [*(word for word in RUN if not word.startswith("run.")), "train.steps=8", "train.checkpoint_every=2"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
-    command = [*torchrun, str(LAUNCH / "faulty_train.py"), "train", *words, *(["run.name=mine"] if named else [])]
-    ended = subprocess.run(command, env=environment(**fault.variable()), capture_output=True, text=True, timeout=200)
+    words = [
+        *(word for word in RUN if not word.startswith("run.")),
+        "train.steps=8",
+        "train.checkpoint_every=2",
+    ]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--max-restarts=2",
+    ]
+    command = [
+        *torchrun,
+        str(LAUNCH / "faulty_train.py"),
+        "train",
+        *words,
+        *(["run.name=mine"] if named else []),
+    ]
+    ended = subprocess.run(
+        command, env=environment(**fault.variable()), capture_output=True, text=True, timeout=200
+    )
     assert ended.returncode == 0, ended.stderr
-    assert "torchrun starts the workers again (restart 1 of 2), from the checkpoint of step 4" in ended.stderr
+    assert (
+        "torchrun starts the workers again (restart 1 of 2), from the checkpoint of step 4"
+        in ended.stderr
+    )
     found = [path for path in Path("runs").iterdir() if not path.is_symlink()]
     assert found == [folder] if named else len(found) == 1
     assert [row[0] for row in rows(str(found[0]))] == list(range(1, 9))
     if named:
-        again = subprocess.run(command, env=environment(**fault.variable()), capture_output=True, text=True, timeout=200)
+        again = subprocess.run(
+            command,
+            env=environment(**fault.variable()),
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
         assert "already holds a run" in again.stderr, "another job does not go on with it unasked"

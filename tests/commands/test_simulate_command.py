@@ -32,7 +32,11 @@ def test_every_configuration_is_one_row_however_narrow_the_terminal(tmp_path):
     for columns in (40, 200):
         found = run("simulate", *SMALL, "--no-files", columns=columns)
         assert (found.exit_code, found.stderr) == (0, "")
-        rows = [line for line in found.stdout.splitlines() if line.strip().startswith(("zigzag", "striped"))]
+        rows = [
+            line
+            for line in found.stdout.splitlines()
+            if line.strip().startswith(("zigzag", "striped"))
+        ]
         # Rings of rings are rings inside a node.
         assert len(rows) == 4
     assert "h200_1x8 (1 x 8 NVIDIA H200), 8 workers, seq 16,384, clustered" in found.stdout
@@ -41,7 +45,16 @@ def test_every_configuration_is_one_row_however_narrow_the_terminal(tmp_path):
 
 
 def test_without_a_word_on_sparsity_it_predicts_what_train_would_do_and_says_so():
-    words = ("simulate", "model=tiny", "seq=16k", "--layout", "zigzag", "--exchange", "ring", "--no-files")
+    words = (
+        "simulate",
+        "model=tiny",
+        "seq=16k",
+        "--layout",
+        "zigzag",
+        "--exchange",
+        "ring",
+        "--no-files",
+    )
 
     def first(*more: str) -> str:
         found = run(*words, *more, columns=200)
@@ -56,15 +69,38 @@ def test_without_a_word_on_sparsity_it_predicts_what_train_would_do_and_says_so(
     assert first("sparsity=dense") == first("--index", "dense") == dense
     assert first("--sweep", "seq=16k,32k") == dense + asks
     drawn = "each sequence one document; --index takes those of a profile"
-    assert first("--density", "5%") == first("--sweep", "density=5%,10%") == f"pairs  synthetic (clustered), {drawn}"
+    assert (
+        first("--density", "5%")
+        == first("--sweep", "density=5%,10%")
+        == f"pairs  synthetic (clustered), {drawn}"
+    )
     assert first("--columns", "64", "--index", "local") == f"pairs  synthetic (local), {drawn}"
-    assert first("sparsity=vertical_slash") == f"pairs  synthetic (clustered) for sparsity=vertical_slash, {drawn}"
-    assert first("sparsity=fixed") == "pairs  as sparsity=fixed draws them, each sequence one document"
-    (default,), (typed,) = (json.loads(run(*words, *more, "--json").stdout)["predicted"] for more in ((), ("sparsity=dense",)))
+    assert (
+        first("sparsity=vertical_slash")
+        == f"pairs  synthetic (clustered) for sparsity=vertical_slash, {drawn}"
+    )
+    assert (
+        first("sparsity=fixed") == "pairs  as sparsity=fixed draws them, each sequence one document"
+    )
+    (default,), (typed,) = (
+        json.loads(run(*words, *more, "--json").stdout)["predicted"]
+        for more in ((), ("sparsity=dense",))
+    )
     assert default == typed
     assert default["step"]["mfu"] > 0
     # A recipe says its sparsity as a typed word does.
-    recipe = run("simulate", "recipe=stdlib_64k", "--workers", "1", "--layout", "striped", "--exchange", "ring", "--no-files", columns=200)
+    recipe = run(
+        "simulate",
+        "recipe=stdlib_64k",
+        "--workers",
+        "1",
+        "--layout",
+        "striped",
+        "--exchange",
+        "ring",
+        "--no-files",
+        columns=200,
+    )
     assert "for sparsity=vertical_slash" in recipe.stdout.splitlines()[0], recipe.stderr
 
 
@@ -92,7 +128,9 @@ def test_what_it_leaves_is_reported_like_a_profile(tmp_path):
     assert len(summary["results"]) == len(summary["cases"]) == 2
     for predicted, result in zip(summary["predicted"], summary["results"], strict=True):
         for name in ("forward", "recompute", "backward"):
-            assert result["passes"][name]["duration_ms"]["mean"] == pytest.approx(predicted["passes"][name]["ms"]["value"], rel=1e-3)
+            assert result["passes"][name]["duration_ms"]["mean"] == pytest.approx(
+                predicted["passes"][name]["ms"]["value"], rel=1e-3
+            )
     shown = run("report", "mine", columns=200)
     assert shown.exit_code == 0, shown.stderr
     assert "rank 3" in shown.stdout
@@ -105,7 +143,19 @@ def test_what_it_leaves_is_reported_like_a_profile(tmp_path):
 def test_recorded_indices_on_another_cluster(tmp_path):
     path = record(tmp_path / "measurements/one", "vertical_slash")
     for index in (str(path), str(path.parent)):
-        found = run("simulate", "--index", index, "--cluster", "a100_4x8", "--workers", "8", "--exchange", "ring", "--json", "--no-files")
+        found = run(
+            "simulate",
+            "--index",
+            index,
+            "--cluster",
+            "a100_4x8",
+            "--workers",
+            "8",
+            "--exchange",
+            "ring",
+            "--json",
+            "--no-files",
+        )
         assert found.exit_code == 0, found.stderr
         document = json.loads(found.stdout)
         assert document["layers"] == [0, 3, 5]
@@ -116,7 +166,19 @@ def test_recorded_indices_on_another_cluster(tmp_path):
 
 
 def test_a_share_may_be_a_percentage():
-    words = ("simulate", "model=tiny", "seq=16k", "--columns", "64", "--layout", "zigzag", "--exchange", "ring", "--json", "--no-files")
+    words = (
+        "simulate",
+        "model=tiny",
+        "seq=16k",
+        "--columns",
+        "64",
+        "--layout",
+        "zigzag",
+        "--exchange",
+        "ring",
+        "--json",
+        "--no-files",
+    )
     found = [run(*words, "--density", density).stdout for density in ("20%", "0.2", "5%")]
     assert len({json.loads(text)["cases"][0]["density"] for text in found}) == 2
     assert json.loads(found[0])["cases"] == json.loads(found[1])["cases"]
@@ -128,7 +190,17 @@ def test_a_family_has_as_many_diagonals_as_the_pattern_may_have(index):
     """At 16k there are 128."""
 
     def diagonals(*words: str, density: float | None = None) -> set[int]:
-        asked = SimulateRequest(("model=tiny", "seq=16k", "sparsity=vertical_slash", *words), index, density, 0, 2, "auto", None, "", 0.0)
+        asked = SimulateRequest(
+            ("model=tiny", "seq=16k", "sparsity=vertical_slash", *words),
+            index,
+            density,
+            0,
+            2,
+            "auto",
+            None,
+            "",
+            0.0,
+        )
         problem = asked.scenario().problem
         return {int(n) for layer in (0, 1) for n in problem.index(layer).slashes.sum(-1).flatten()}
 
@@ -144,7 +216,17 @@ def test_a_family_has_as_many_diagonals_as_the_pattern_may_have(index):
 def test_dense_and_a_cluster_of_ones_own(tmp_path):
     content = yaml.safe_load(shipped()["a800_4x8"].read_text()) | {"nodes": 2, "gpus_per_node": 4}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content))
-    found = run("simulate", "model=tiny", "seq=16k", "--cluster", "mine.yaml", "--index", "dense", "--json", "--no-files")
+    found = run(
+        "simulate",
+        "model=tiny",
+        "seq=16k",
+        "--cluster",
+        "mine.yaml",
+        "--index",
+        "dense",
+        "--json",
+        "--no-files",
+    )
     assert found.exit_code == 0, found.stderr
     document = json.loads(found.stdout)
     assert (document["cluster"]["name"], document["workers"]) == ("mine", 8)
@@ -152,42 +234,111 @@ def test_dense_and_a_cluster_of_ones_own(tmp_path):
 
 
 def test_a_step_by_part_and_what_a_training_takes():
-    words = ("simulate", "model=qwen3b", "seq=8k", "--density", "5%", "--layout", "striped", "--exchange", "ring", "--no-files")
+    words = (
+        "simulate",
+        "model=qwen3b",
+        "seq=8k",
+        "--density",
+        "5%",
+        "--layout",
+        "striped",
+        "--exchange",
+        "ring",
+        "--no-files",
+    )
     found = run(*words, "--tokens", "1b", "--json")
     (entry,) = json.loads(found.stdout)["predicted"]
     step = entry["step"]
     assert sum(step["parts_s"].values()) == pytest.approx(step["seconds"]["value"], rel=1e-4)
     assert step["dollars"] is None
-    assert step["days"]["value"] == pytest.approx(1e9 / 8 / step["tokens_per_second_per_gpu"]["value"] / 86400, rel=1e-4)
+    assert step["days"]["value"] == pytest.approx(
+        1e9 / 8 / step["tokens_per_second_per_gpu"]["value"] / 86400, rel=1e-4
+    )
     dry = run("train", "model=qwen3b", "seq=8k", "sparsity=vertical_slash", "sparsity.max_columns=2048", "topology.exchange=ring",
               "topology.workers=8", "topology.device=cuda", "--dry-run")  # fmt: skip
     total = next(line for line in dry.stdout.splitlines() if line.startswith("total"))
     assert f"{step['memory_bytes'] / 2**30:.2f} GiB" in total
     shown = run(*words, "--tokens", "1b", "--price", "2")
-    assert f"memory {step['memory_bytes'] / 2**30:.2f} GiB of 139.8 (132.8 can be used) at its peak" in " ".join(shown.stdout.split())
+    assert (
+        f"memory {step['memory_bytes'] / 2**30:.2f} GiB of 139.8 (132.8 can be used) at its peak"
+        in " ".join(shown.stdout.split())
+    )
     assert "at $2 a GPU and hour" in " ".join(shown.stdout.split())
-    unknown = run("simulate", *SMALL, "--layout", "striped", "--exchange", "ring", "--no-files", "--tokens", "1b")
+    unknown = run(
+        "simulate",
+        *SMALL,
+        "--layout",
+        "striped",
+        "--exchange",
+        "ring",
+        "--no-files",
+        "--tokens",
+        "1b",
+    )
     assert "cost unknown, --price X gives" in " ".join(unknown.stdout.split())
-    priced = run("simulate", *SMALL, "--layout", "striped", "--exchange", "ring", "--no-files", "--price", "2")
+    priced = run(
+        "simulate",
+        *SMALL,
+        "--layout",
+        "striped",
+        "--exchange",
+        "ring",
+        "--no-files",
+        "--price",
+        "2",
+    )
     assert "--price 2: has no effect without --tokens" in priced.stderr.replace("2.0", "2")
 
 
 def test_a_sweep_is_a_table_files_and_a_report(tmp_path):
-    words = ("simulate", "model=tiny", "--columns", "64", "--cluster", "a100_4x8", "--layout", "striped,zigzag", "--exchange", "ring")
-    found = run(*words, "--sweep", "seq=1k,32k nodes=1,2,4", "--tokens", "1e9", "--price", "1", "--out", "swept")
+    words = (
+        "simulate",
+        "model=tiny",
+        "--columns",
+        "64",
+        "--cluster",
+        "a100_4x8",
+        "--layout",
+        "striped,zigzag",
+        "--exchange",
+        "ring",
+    )
+    found = run(
+        *words,
+        "--sweep",
+        "seq=1k,32k nodes=1,2,4",
+        "--tokens",
+        "1e9",
+        "--price",
+        "1",
+        "--out",
+        "swept",
+    )
     assert (found.exit_code, found.stderr) == (0, "")
-    assert len([line for line in found.stdout.splitlines() if line.strip().startswith(("1k", "32k"))]) == 12
+    assert (
+        len([line for line in found.stdout.splitlines() if line.strip().startswith(("1k", "32k"))])
+        == 12
+    )
     # Why some cannot be stands below the table, once.
-    assert found.stdout.count("\nnot    1024 tokens in blocks of 128 cannot be dealt to so many") == 1
+    assert (
+        found.stdout.count("\nnot    1024 tokens in blocks of 128 cannot be dealt to so many") == 1
+    )
     # What is said of every row is said once, below the table and in the summary; what is said of some rows stays with them.
     flat = " ".join(found.stdout.split())
-    assert flat.count("note not calibrated on NVIDIA A100-SXM4-40GB") == flat.count("note the simulator: ") == 1
+    assert (
+        flat.count("note not calibrated on NVIDIA A100-SXM4-40GB")
+        == flat.count("note the simulator: ")
+        == 1
+    )
     assert flat.count("note which pairs are computed is drawn (clustered)") == 1
     assert "fits: in 95% of the memory of a GPU and 90% of the host's" in flat
     summary = json.loads((tmp_path / "swept/summary.json").read_text())
     assert len(summary["sweep"]) == 12
     assert all(f"note {brief_remark(remark)}" in flat for remark in summary["remarks"])
-    assert "15 constants are guesses (gpu.gemm_tflops, gpu.launch_us, gpu.step_ms and 12 more; --json has all, with bounds)" in flat
+    assert (
+        "15 constants are guesses (gpu.gemm_tflops, gpu.launch_us, gpu.step_ms and 12 more; --json has all, with bounds)"
+        in flat
+    )
     assert len(summary["remarks"]) >= 4
     assert all("cannot" in row or row["dollars"]["value"] > 0 for row in summary["sweep"])
     assert len((tmp_path / "swept/sweep.csv").read_text().splitlines()) == 13
@@ -203,19 +354,49 @@ def test_a_sweep_is_a_table_files_and_a_report(tmp_path):
 
 
 def test_a_recommendation_is_reasoned_and_reported(tmp_path):
-    words = ("simulate", "model=tiny", "seq=32k", "--columns", "64", "--cluster", "a100_4x8", "--nodes", "2")
+    words = (
+        "simulate",
+        "model=tiny",
+        "seq=32k",
+        "--columns",
+        "64",
+        "--cluster",
+        "a100_4x8",
+        "--nodes",
+        "2",
+    )
     found = run(*words, "--recommend", "--out", "best", "--price", "1", columns=200)
     assert (found.exit_code, found.stderr) == (0, "")
-    for start in ("best   ", "next   ", "why    ", "type   torchrun --nnodes 2", "not    ", "time   ", "memory "):
+    for start in (
+        "best   ",
+        "next   ",
+        "why    ",
+        "type   torchrun --nnodes 2",
+        "not    ",
+        "time   ",
+        "memory ",
+    ):
         assert any(line.startswith(start) for line in found.stdout.splitlines()), start
     summary = json.loads((tmp_path / "best/summary.json").read_text())
-    assert summary["recommended"]["ranked"][0]["seconds"] == summary["predicted"][0]["step"]["seconds"]
+    assert (
+        summary["recommended"]["ranked"][0]["seconds"] == summary["predicted"][0]["step"]["seconds"]
+    )
     assert len(summary["cases"]) == len(summary["results"]) == 1
     assert run("report", "best").exit_code == 0
     content = yaml.safe_load(shipped()["a100_4x8"].read_text())
     content["gpu"]["hbm_gib"] = {"value": 1, "source": "guess"}
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(content))
-    none = run("simulate", "model=tiny", "seq=32k", "--cluster", "small.yaml", "--recommend", "--exchange", "ring", "--no-files")
+    none = run(
+        "simulate",
+        "model=tiny",
+        "seq=32k",
+        "--cluster",
+        "small.yaml",
+        "--recommend",
+        "--exchange",
+        "ring",
+        "--no-files",
+    )
     assert none.exit_code == 1
     assert "nothing fits small: a GPU needs at least " in none.stdout
     assert "instead of 1:" in none.stdout
@@ -227,7 +408,17 @@ def test_a_gpu_that_nobody_measured_is_answered_with_wide_bounds(tmp_path):
     del content["gpu"]["gemm_tflops"]
     (tmp_path / "new.yaml").write_text(yaml.safe_dump(content))
     found = run(
-        "simulate", "model=qwen3b", "seq=64k", "--cluster", "new.yaml", "--layout", "striped", "--exchange", "ring", "--no-files", "--json"
+        "simulate",
+        "model=qwen3b",
+        "seq=64k",
+        "--cluster",
+        "new.yaml",
+        "--layout",
+        "striped",
+        "--exchange",
+        "ring",
+        "--no-files",
+        "--json",
     )
     assert found.exit_code == 0, found.stderr
     document = json.loads(found.stdout)
@@ -246,16 +437,25 @@ def test_a_gpu_that_nobody_measured_is_answered_with_wide_bounds(tmp_path):
         (["--tokens", "0"], "--tokens 0: expected a number of tokens"),
         (["--sweep", "nods=1"], "--sweep nods=1: nods cannot be swept; did you mean nodes?"),
         (["--sweep", "nodes=0"], "nodes=0: expected a whole number of at least 1"),
-        (["--sweep", "nodes=2"], "nodes=2: h200_1x8 does not say how nodes are linked; allowed: 1, or --cluster a100_4x8, "),
+        (
+            ["--sweep", "nodes=2"],
+            "nodes=2: h200_1x8 does not say how nodes are linked; allowed: 1, or --cluster a100_4x8, ",
+        ),
         (["--sweep", "workers=4,9"], "--sweep workers=9: h200_1x8 has 8 GPUs; allowed: 1 to 8"),
         (["--sweep", "seq=32k,long"], "seq=long: expected a number of tokens"),
-        (["--sweep", "seq=512", "--density", "5%"], "--sweep seq=512: 512 tokens in blocks of 128 cannot be dealt"),
+        (
+            ["--sweep", "seq=512", "--density", "5%"],
+            "--sweep seq=512: 512 tokens in blocks of 128 cannot be dealt",
+        ),
         (["--sweep", "nodes=1", "--recommend"], "--sweep and --recommend: ask for one of them"),
         (["--sweep", "nodes=1", "--slow", "1=2"], "--slow 1=2: which rank that is changes"),
         (["--recompute"], "--recompute: is for --attention-only"),
         (["--layers", "5"], "--layers 5: tiny has 4; allowed: 1 to 4"),
         (["train.dtype=float32"], "train.dtype=float32: kernels were measured in bfloat16 alone"),
-        (["train.kernel=flash4"], "train.kernel=flash4: head_dim 32 is not 64 or 128; allowed on NVIDIA H200: auto"),
+        (
+            ["train.kernel=flash4"],
+            "train.kernel=flash4: head_dim 32 is not 64 or 128; allowed on NVIDIA H200: auto",
+        ),
         (["sparsity=moba"], "sparsity=moba: there are no synthetic lists of blocks"),
         (["sparsity=dense", "--index", "local"], "--index local: contradicts sparsity=dense"),
         (["sparsity=fixed", "--columns", "3"], "--columns 3: sparsity=fixed says it itself"),
@@ -263,43 +463,83 @@ def test_a_gpu_that_nobody_measured_is_answered_with_wide_bounds(tmp_path):
             ["sparsity=vertical_slash", "sparsity.max_slashes=9", "--density", "50%"],
             "--density 0.5: contradicts sparsity.max_slashes=9; leave one of them out",
         ),
-        (["sparsity=fixed", "--index", "uniform"], "--index uniform: contradicts sparsity=fixed, which draws its own lines"),
-        (["topology.workers=4"], "topology.workers=4: how many GPUs there are is what --workers, --nodes"),
+        (
+            ["sparsity=fixed", "--index", "uniform"],
+            "--index uniform: contradicts sparsity=fixed, which draws its own lines",
+        ),
+        (
+            ["topology.workers=4"],
+            "topology.workers=4: how many GPUs there are is what --workers, --nodes",
+        ),
         (["topology.device=cpu"], "topology.device=cpu: h200_1x8 has GPUs; allowed: auto, cuda"),
         (["topology.context_parallel=3"], "topology.context_parallel=3: must divide the 8 workers"),
-        (["topology.context_parallel=4"], "train.global_batch=1: must be a multiple of 2 = 2 context groups"),
-        (["--layout", "zigzig"], "--layout zigzig: unknown; did you mean zigzag?; allowed: contiguous, zigzag, striped"),
+        (
+            ["topology.context_parallel=4"],
+            "train.global_batch=1: must be a multiple of 2 = 2 context groups",
+        ),
+        (
+            ["--layout", "zigzig"],
+            "--layout zigzig: unknown; did you mean zigzag?; allowed: contiguous, zigzag, striped",
+        ),
         (["--exchange", "rong"], "--exchange rong: unknown; did you mean ring?"),
-        (["--kernel", "flsh4"], "--kernel flsh4: unknown; did you mean flash4?; allowed: auto, reference, sdpa, triton, flash4"),
+        (
+            ["--kernel", "flsh4"],
+            "--kernel flsh4: unknown; did you mean flash4?; allowed: auto, reference, sdpa, triton, flash4",
+        ),
         (["--cluster", "h200"], "--cluster h200: no such cluster"),
         (["--nodes", "0"], "--nodes=0: must be at least 1"),
         (["--workers", "9"], "--workers 9: h200_1x8 has 8 GPUs; allowed: 1 to 8"),
         (["--workers", "65"], "--workers 65: h200_1x8 has 8 GPUs; allowed: 1 to 8 on its one node"),
-        (["--workers", "65", "--cluster", "a100_4x8"], "--workers 65: a100_4x8 has 32 GPUs; allowed: 1 to 32, or more with --nodes 9"),
+        (
+            ["--workers", "65", "--cluster", "a100_4x8"],
+            "--workers 65: a100_4x8 has 32 GPUs; allowed: 1 to 32, or more with --nodes 9",
+        ),
         (
             ["--workers", "65", "cluster=a100_4x8", "--nodes", "9", "--recommend"],
             "--workers 65: a100_4x8 has nodes of 8 GPUs, of which several are filled; allowed: 1 to 8, or multiples of 8 such as 64 or 72",
         ),
-        (["--sweep", "workers=65", "cluster=a100_4x8", "--nodes", "9"], "topology.workers=65: a100_4x8 has nodes of 8 GPUs"),
-        (["cluster=a100_4x8", "--cluster", "h100_4x8"], "cluster=a100_4x8: --cluster h100_4x8 says another; give one of them"),
+        (
+            ["--sweep", "workers=65", "cluster=a100_4x8", "--nodes", "9"],
+            "topology.workers=65: a100_4x8 has nodes of 8 GPUs",
+        ),
+        (
+            ["cluster=a100_4x8", "--cluster", "h100_4x8"],
+            "cluster=a100_4x8: --cluster h100_4x8 says another; give one of them",
+        ),
         (["cluster=a100_4x9"], "--cluster a100_4x9: no such cluster; did you mean a100_4x8?"),
-        (["--index", "nothing"], "--index nothing: is neither a file nor a folder with index.npz; allowed besides: dense, local,"),
+        (
+            ["--index", "nothing"],
+            "--index nothing: is neither a file nor a folder with index.npz; allowed besides: dense, local,",
+        ),
         (["--density", "0"], "--density 0: must be above 0 and at most 1"),
-        (["--density", "120%"], "--density 120%: must be above 0 and at most 1, such as 0.05 or 5%"),
+        (
+            ["--density", "120%"],
+            "--density 120%: must be above 0 and at most 1, such as 0.05 or 5%",
+        ),
         (["--density", "few"], "--density few: must be above 0 and at most 1, such as 0.05 or 5%"),
-        (["--sweep", "density=5,20%"], "--sweep density=5,20%: density=5: must be above 0 and at most 1, such as 0.05 or 5%"),
+        (
+            ["--sweep", "density=5,20%"],
+            "--sweep density=5,20%: density=5: must be above 0 and at most 1, such as 0.05 or 5%",
+        ),
         (["--slow", "9=2"], "--slow 9=2: there is no rank 9; allowed: 0 to 7"),
         (["--slow", "fast"], "--slow fast: expected RANK=X, such as 3=1.5"),
         (["--jitter", "-1"], "--jitter -1: must be between 0 and 2"),
         (["--calibration", "no.json"], "--calibration no.json: there is no such file"),
-        (["seq=1k", "--cluster", "h100_4x8", "--layout", "striped"], "--workers 32: 1024 tokens in blocks of"),
+        (
+            ["seq=1k", "--cluster", "h100_4x8", "--layout", "striped"],
+            "--workers 32: 1024 tokens in blocks of",
+        ),
         (["model=huge"], "model=huge: no such model"),
         (["--exchange", "ulysses", "--cluster", "h100_4x8"], "--exchange ulysses: cannot share"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, words, said):
     before = sorted(tmp_path.iterdir())
-    found = run("simulate", *([] if any(w.startswith(("seq", "model")) for w in words) else ["model=tiny", "seq=16k"]), *words)
+    found = run(
+        "simulate",
+        *([] if any(w.startswith(("seq", "model")) for w in words) else ["model=tiny", "seq=16k"]),
+        *words,
+    )
     assert found.exit_code == 2
     assert said in found.stderr
     assert "Traceback" not in found.stderr
@@ -311,7 +551,10 @@ def test_an_index_of_another_model_is_refused(tmp_path):
     path = record(tmp_path / "one", "vertical_slash")
     shape = ["model=tiny", f"seq={SEQ}", "train.global_batch=2"]
     for more, said in (
-        (["train.micro_batch=2", "model.num_layers=5"], "model.num_layers=5: --index {} holds layer 5; is of another model"),
+        (
+            ["train.micro_batch=2", "model.num_layers=5"],
+            "model.num_layers=5: --index {} holds layer 5; is of another model",
+        ),
         (["model.num_layers=6"], "train.micro_batch=1: --index {} holds 2 sequences"),
     ):
         found = run("simulate", *shape, *more, "--index", str(path), "--json", "--no-files")
@@ -319,10 +562,21 @@ def test_an_index_of_another_model_is_refused(tmp_path):
         assert said.format(path) in found.stderr
         assert len(found.stderr.strip().splitlines()) == 1
     good = run(
-        "simulate", *shape, "model.num_layers=6", "train.micro_batch=2", "--workers", "4", "--index", str(path), "--json", "--no-files"
+        "simulate",
+        *shape,
+        "model.num_layers=6",
+        "train.micro_batch=2",
+        "--workers",
+        "4",
+        "--index",
+        str(path),
+        "--json",
+        "--no-files",
     )
     assert good.exit_code == 0, good.stderr
-    assert all(entry["step"]["seconds"]["value"] > 0 for entry in json.loads(good.stdout)["predicted"])
+    assert all(
+        entry["step"]["seconds"]["value"] > 0 for entry in json.loads(good.stdout)["predicted"]
+    )
 
 
 def test_an_index_of_another_shape_is_refused(tmp_path):
@@ -335,4 +589,7 @@ def test_an_index_of_another_shape_is_refused(tmp_path):
     for option, value in (("--density", "0.03"), ("--columns", "0")):
         found = run("simulate", "--index", str(path), option, value)
         assert found.exit_code == 2
-        assert f"{option} {value}: --index {path} has pairs of its own; leave one of them out" in found.stderr
+        assert (
+            f"{option} {value}: --index {path} has pairs of its own; leave one of them out"
+            in found.stderr
+        )

@@ -38,7 +38,9 @@ def _here(tmp_path, monkeypatch):
 
 
 def run(*words: str, columns: int = 200):
-    return CliRunner(env={"COLUMNS": str(columns), "TERM": "dumb"}).invoke(command_line.app, ["simulate", *words], prog_name="mtrain")
+    return CliRunner(env={"COLUMNS": str(columns), "TERM": "dumb"}).invoke(
+        command_line.app, ["simulate", *words], prog_name="mtrain"
+    )
 
 
 def document(*words: str) -> dict[str, Any]:
@@ -51,13 +53,19 @@ def test_a_slow_rank_needs_a_group_of_one_size():
     words = (*DENSE, "train.global_batch=8", "--recommend", "--slow", "3=2", "--no-files", *STRIPED)
     refused = run(*words)
     assert refused.exit_code == 2, refused.output
-    assert "--slow 3=2: --recommend tries groups of any size; give topology.context_parallel=N" in refused.stderr
+    assert (
+        "--slow 3=2: --recommend tries groups of any size; give topology.context_parallel=N"
+        in refused.stderr
+    )
     fixed = run(*words, "topology.context_parallel=4")
     assert fixed.exit_code == 0, fixed.output
     # Of all workers, whichever group they are in.
     assert run(*words, "--slow", "7=2", "topology.context_parallel=4").exit_code == 0
     beyond = run(*words, "--slow", "8=2", "topology.context_parallel=4")
-    assert (beyond.exit_code, "--slow 8=2: there is no rank 8; allowed: 0 to 7" in beyond.stderr) == (2, True)
+    assert (
+        beyond.exit_code,
+        "--slow 8=2: there is no rank 8; allowed: 0 to 7" in beyond.stderr,
+    ) == (2, True)
     # `auto` is no size.
     assert run(*words, "topology.context_parallel=auto").exit_code == 2
 
@@ -69,11 +77,16 @@ def test_a_slow_rank_may_be_in_any_group():
 
         def found(slow: str, more: tuple[str, ...] = more) -> tuple[float, str]:
             (entry,) = document(*words, *more, "--slow", slow)["predicted"]
-            return (entry["step"]["seconds"] if "step" in entry else entry["ms"])["value"], " ".join(entry["remarks"])
+            return (entry["step"]["seconds"] if "step" in entry else entry["ms"])[
+                "value"
+            ], " ".join(entry["remarks"])
 
         (first, told), (second, other) = found("2=2"), found("6=2")
         assert first == second
-        assert "the context group of ranks 4 to 7 is played, which has the slowest; its ranks count from 0" in other
+        assert (
+            "the context group of ranks 4 to 7 is played, which has the slowest; its ranks count from 0"
+            in other
+        )
         assert "is played" not in told
         assert found("1=1.5,6=2") == (first, other)
         assert found("1=3,6=2")[0] == found("1=3")[0] > first
@@ -93,9 +106,23 @@ def test_attention_alone_is_that_of_the_step():
         alone, step = document(*words, *more, "--attention-only"), document(*words, *more)
         assert alone["cases"][0][fact] == step["cases"][0][fact] == value
         assert alone["predicted"][0]["ms"] == step["predicted"][0]["ms"] != ms
-    of_processes = document(*words, "topology.device=cpu", "topology.prefetch=2", "train.kernel=sdpa", "--attention-only")["cases"][0]
+    of_processes = document(
+        *words,
+        "topology.device=cpu",
+        "topology.prefetch=2",
+        "train.kernel=sdpa",
+        "--attention-only",
+    )["cases"][0]
     assert (of_processes["exchange"], of_processes["kernel"]) == ("ring (2 hops ahead)", "sdpa")
-    sparse = ("model=tiny", "seq=16k", "--columns", "64", "train.kernel=triton", "--attention-only", *STRIPED)
+    sparse = (
+        "model=tiny",
+        "seq=16k",
+        "--columns",
+        "64",
+        "train.kernel=triton",
+        "--attention-only",
+        *STRIPED,
+    )
     assert document(*sparse)["cases"][0]["kernel"] == "triton"
 
 
@@ -104,13 +131,25 @@ def test_without_a_model_settings_are_refused_that_would_be_ignored(tmp_path):
     for word in ("topology.prefetch=2", "train.kernel=sdpa"):
         refused = run("--index", str(path), word, "--workers", "4", "--no-files", *STRIPED)
         assert refused.exit_code == 2
-        assert f"{word}: --index {path} without model= says the shape of attention alone; give model=, too" in refused.stderr
+        assert (
+            f"{word}: --index {path} without model= says the shape of attention alone; give model=, too"
+            in refused.stderr
+        )
 
 
 def test_a_profile_is_replayed_with_the_options_of_its_exchange(tmp_path):
     """Cases of one run that differ in these alone are two cases."""
     setup = RecordedSetup(
-        seq=4096, heads=4, kv_heads=2, head_dim=64, dtype_bytes=2, workers=4, per_node=4, layout="striped", exchange="ring", needs_out=True
+        seq=4096,
+        heads=4,
+        kv_heads=2,
+        head_dim=64,
+        dtype_bytes=2,
+        workers=4,
+        per_node=4,
+        layout="striped",
+        exchange="ring",
+        needs_out=True,
     )
     masks = (SequenceMask.causal(4096, 4096),)
     problem = AttentionWorkload(setup, masks, (0,), lambda layer: None, "dense")  # noqa: ARG005
@@ -125,13 +164,25 @@ def test_a_profile_is_replayed_with_the_options_of_its_exchange(tmp_path):
     ]
     facts = []
     for number, one in enumerate(typed):
-        found = predict(load_cluster("h200_1x8"), problem, one, kernel="flash4", rows=True, number=number)
+        found = predict(
+            load_cluster("h200_1x8"), problem, one, kernel="flash4", rows=True, number=number
+        )
         records.write_part(found.rows, tmp_path / "run", number)
         facts.append(found.facts)
     records.join_parts(tmp_path / "run")
     save_indices(tmp_path / "run" / records.INDEX, setup, masks, [("dense", 0, None)])
-    about = {"kind": "profile", "mode": "attention", "complete": True, "workers": 4, "samples_wanted": 1, "samples": 1, "cases": facts}
-    records.write_summary(tmp_path / "run", about | {"environment": {"started": "2026-01-02T00:00:00+0000"}})
+    about = {
+        "kind": "profile",
+        "mode": "attention",
+        "complete": True,
+        "workers": 4,
+        "samples_wanted": 1,
+        "samples": 1,
+        "cases": facts,
+    }
+    records.write_summary(
+        tmp_path / "run", about | {"environment": {"started": "2026-01-02T00:00:00+0000"}}
+    )
     labels = [fact["exchange"] for fact in facts]
     assert labels[1:] == [
         "ring (2 hops ahead, queries circulate in backward)", "ulysses over 2, then ring", "all_gather (2 parts of the heads)",
@@ -147,7 +198,9 @@ def test_a_profile_is_replayed_with_the_options_of_its_exchange(tmp_path):
 
 def test_mfu_is_told_of_what_is_dense_alone():
     words = ("model=tiny", "seq=16k", "--workers", "2", *STRIPED)
-    (dense,), (sparse,) = (document(*words, *more)["predicted"] for more in (("--index", "dense"), ("--columns", "64")))
+    (dense,), (sparse,) = (
+        document(*words, *more)["predicted"] for more in (("--index", "dense"), ("--columns", "64"))
+    )
     assert dense["step"]["mfu"] == dense["step"]["mfu_as_dense"] > 0
     assert sparse["step"]["mfu"] is None
     assert sparse["step"]["mfu_as_dense"] > 0
@@ -159,16 +212,43 @@ def test_which_calibration_was_used_is_told():
     words = ("model=tiny", "seq=4k", "--workers", "1", *STRIPED)
     for more in ((), ("--attention-only",), ("--recommend",), ("--sweep", "columns=64,128")):
         found = document(*words, *more)
-        assert found["calibration"] == {"device": "NVIDIA H200", "files": files, "own": False, "scaled": False}
+        assert found["calibration"] == {
+            "device": "NVIDIA H200",
+            "files": files,
+            "own": False,
+            "scaled": False,
+        }
     other = document(*words, "--cluster", "a100_4x8", "--calibration", str(shipped_file()))
-    assert other["calibration"] == {"device": "NVIDIA H200", "files": files[:1], "own": True, "scaled": True}
-    assert told(other["calibration"]) == "kernels-h200.json of NVIDIA H200, another device: scaled by peak FLOP/s"
+    assert other["calibration"] == {
+        "device": "NVIDIA H200",
+        "files": files[:1],
+        "own": True,
+        "scaled": True,
+    }
+    assert (
+        told(other["calibration"])
+        == "kernels-h200.json of NVIDIA H200, another device: scaled by peak FLOP/s"
+    )
     rest = shipped_file().with_name("non-attention-h200.json")
-    for own, used in ((f"{shipped_file()}, {rest}", [files[0], files[1]]), (rest, [files[1], *files])):
+    for own, used in (
+        (f"{shipped_file()}, {rest}", [files[0], files[1]]),
+        (rest, [files[1], *files]),
+    ):
         both = document(*words, "--calibration", str(own))
-        assert both["calibration"] == {"device": "NVIDIA H200", "files": used, "own": True, "scaled": False}
-    assert any("layers and the loss as measured (profile non-attention)" in note for note in found["remarks"])
-    assert told(found["calibration"]) == "kernels-h200.json, non-attention-h200.json, worker-calls-h200.json of NVIDIA H200"
+        assert both["calibration"] == {
+            "device": "NVIDIA H200",
+            "files": used,
+            "own": True,
+            "scaled": False,
+        }
+    assert any(
+        "layers and the loss as measured (profile non-attention)" in note
+        for note in found["remarks"]
+    )
+    assert (
+        told(found["calibration"])
+        == "kernels-h200.json, non-attention-h200.json, worker-calls-h200.json of NVIDIA H200"
+    )
     assert "does not tell" in told(None)
 
 
@@ -209,15 +289,29 @@ def test_times_of_another_device_are_never_taken_silently():
 
 def test_what_was_not_measured_of_this_is_said():
     """An index costs what it cost on one kind of GPU; the simulator's own constants have sources, too."""
-    words = ("model=qwen3b", "seq=8k", "--columns", "64", "--workers", "1", "--attention-only", *STRIPED)
-    said = "estimating an index was measured of vertical_slash with 16 heads on NVIDIA H200, not of "
+    words = (
+        "model=qwen3b",
+        "seq=8k",
+        "--columns",
+        "64",
+        "--workers",
+        "1",
+        "--attention-only",
+        *STRIPED,
+    )
+    said = (
+        "estimating an index was measured of vertical_slash with 16 heads on NVIDIA H200, not of "
+    )
     (here,) = document(*words)["predicted"]
     assert not [line for line in here["remarks"] if line.startswith("estimating")]
     found = document(*words, "--cluster", "a100_4x8")
     by = ": a token takes x 2.7 of that, by number of heads and bandwidth of memory, and bounds are wider"
     assert f"{said}16 heads on NVIDIA A100-SXM4-40GB{by}" in found["predicted"][0]["remarks"]
     (more,) = document("model=llama8b", *words[1:])["predicted"]
-    assert said + "32 heads on NVIDIA H200: a token takes x 2 of that, by number of heads" in more["remarks"]
+    assert (
+        said + "32 heads on NVIDIA H200: a token takes x 2 of that, by number of heads"
+        in more["remarks"]
+    )
     (dense,) = document("model=llama8b", "seq=8k", "--index", "dense", *words[4:])["predicted"]
     assert not [line for line in dense["remarks"] if line.startswith("estimating")]
     constants = found["cluster"]["constants"]
@@ -226,7 +320,11 @@ def test_what_was_not_measured_of_this_is_said():
     }  # fmt: skip
     assert constants["costs.launches.sparse step"]["source"] == "guess"
     (guesses,) = [line for line in here["remarks"] if line.startswith("the simulator: ")]
-    own = [name for name, of in constants.items() if of["source"] == "guess" and not name.startswith(("gpu.", "links."))]
+    own = [
+        name
+        for name, of in constants.items()
+        if of["source"] == "guess" and not name.startswith(("gpu.", "links."))
+    ]
     assert all(name in guesses for name in own)
     assert f" {len(own)} constants" in guesses
 
@@ -271,23 +369,32 @@ def test_workers_on_a_cpu_are_told_nothing_of_cuda(tmp_path):
         typed = document(*words, "topology.device=cpu", "--attention-only")
         assert alone["predicted"] == typed["predicted"]
         refused = run(*words, "topology.device=cuda", "--attention-only", "--no-files")
-        assert f"topology.device=cuda: mine has {gpu['name']}, a CPU; allowed: cpu" in refused.stderr
+        assert (
+            f"topology.device=cuda: mine has {gpu['name']}, a CPU; allowed: cpu" in refused.stderr
+        )
     made["gpu"]["device"] = "tpu"
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(made))
     assert "mine.yaml: gpu.device=tpu: allowed: cuda, cpu" in run(*words, "--no-files").stderr
 
 
-def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_computed(tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_computed(
+    tmp_path, monkeypatch
+):
     (tmp_path / "file").write_text("")
-    for place in ("simulate", "scenario"):
+    for place in ("prediction", "scenario"):
         monkeypatch.setattr(f"mtrain_cli.simulation.{place}.predict", None)
     for more in ((), ("--attention-only",), ("--recommend",), ("--sweep", "workers=2,4")):
         refused = run(*DENSE, *STRIPED, *more, "--out", "file/in/it")
         assert refused.exit_code == 2, refused.output
-        assert refused.stderr.startswith("mtrain: --out file/in/it: cannot be written (Not a directory); give another folder")
+        assert refused.stderr.startswith(
+            "mtrain: --out file/in/it: cannot be written (Not a directory); give another folder"
+        )
     assert run(*DENSE, *STRIPED, "--out", "/proc").exit_code == 2  # is there, and takes no file
     # Nor does a mistake that is found later leave the folders that were tried.
-    assert run(*DENSE, "--exchange", "ulysses", "--layout", "zigzag", "--out", "new/one").exit_code == 2
+    assert (
+        run(*DENSE, "--exchange", "ulysses", "--layout", "zigzag", "--out", "new/one").exit_code
+        == 2
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -313,19 +420,35 @@ for word in {wrong}:
     assert word.split()[-1].partition("=")[0] in found.stderr, found.stderr
 """
     environment = {**os.environ, "PYTHONPATH": python_path()}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_what_was_predicted_before_it_was_measured_is_compared_again():
     """The predictions and the measurement that ship, which the README quotes."""
     ships = resource_dir("profiles") / "predicted-4xh200"
-    before = [word for folder in sorted((ships / "predictions").iterdir()) for word in ("--prediction", str(folder))]
+    before = [
+        word
+        for folder in sorted((ships / "predictions").iterdir())
+        for word in ("--prediction", str(folder))
+    ]
     found = run("--validate", str(ships), *before, "--json", "--no-files")
     assert found.exit_code == 0, found.stderr
     assert not list(Path().iterdir())
-    by_name = run("--validate", "predicted-4xh200", "--prediction", "predicted-4xh200/predictions", "--json", "--no-files")
-    assert json.loads(by_name.stdout)["agreement"]["mape"] == json.loads(found.stdout)["agreement"]["mape"]
+    by_name = run(
+        "--validate",
+        "predicted-4xh200",
+        "--prediction",
+        "predicted-4xh200/predictions",
+        "--json",
+        "--no-files",
+    )
+    assert (
+        json.loads(by_name.stdout)["agreement"]["mape"]
+        == json.loads(found.stdout)["agreement"]["mape"]
+    )
     refused = run("--validate", "predicted-4xh200", "--layout", "zigzag")
     assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
     assert "--validate predicted-4xh200 and --layout" in refused.stderr

@@ -39,19 +39,30 @@ def found(*words: str) -> dict:
 
 
 def begun(name: str = "first") -> RunDir:
-    run = run_dir.create(compose([f"run.name={name}", "topology.device=cpu", "train.steps=100"]), [])
+    run = run_dir.create(
+        compose([f"run.name={name}", "topology.device=cpu", "train.steps=100"]), []
+    )
     run.release()
     return run
 
 
 def reporter(run: RunDir) -> StateReporter:
     records = str(run.path / "where-{rank}")
-    return StateReporter(run, launcher="mtrain", steps=100, step=0, workers=WORKERS, records=records)
+    return StateReporter(
+        run, launcher="mtrain", steps=100, step=0, workers=WORKERS, records=records
+    )
 
 
 def stepped(run: RunDir, step: int = 12) -> StateReporter:
     told = reporter(run)
-    values = {"loss": 2.5, "grad_norm": 0.75, "tokens": 99, "tokens_per_second_per_gpu": 12345.6, "seconds": 4.2, "seconds_left": 370.0}
+    values = {
+        "loss": 2.5,
+        "grad_norm": 0.75,
+        "tokens": 99,
+        "tokens_per_second_per_gpu": 12345.6,
+        "seconds": 4.2,
+        "seconds_left": 370.0,
+    }
     told.step(last=False, step=step - 1, **values)
     told.step(last=True, step=step, **values)
     return told
@@ -62,7 +73,9 @@ def holder(run: RunDir) -> subprocess.Popen[str]:
     code = f"import time\nfrom mtrain_cli.launch import run_dir\nrun = run_dir.open({str(run.path)!r})\n"
     code += "print('has it', flush=True)\ntime.sleep(600)"
     environment = {**os.environ, "PYTHONPATH": str(Path(run_dir.__file__).parents[2])}
-    process = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "has it\n"
     return process
@@ -74,7 +87,12 @@ def test_a_run_lives_as_long_as_the_holder_of_its_lock_however_that_ends():
     process = holder(run)
     try:
         alive = found()
-        assert (alive["what"], alive["alive"], alive["step"], alive["seconds_left"]) == ("running", True, 12, 370.0)
+        assert (alive["what"], alive["alive"], alive["step"], alive["seconds_left"]) == (
+            "running",
+            True,
+            12,
+            370.0,
+        )
         assert alive["holder"] == f"process {process.pid} on {socket.gethostname()}"
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -153,12 +171,19 @@ def test_a_run_that_does_not_get_on_says_so_and_where_its_workers_are(monkeypatc
     monkeypatch.setattr(run_state, "SILENT_S", 1000.0)
     monkeypatch.setattr(time, "time", lambda: later)
     shown = found()
-    assert (shown["what"], shown["detail"], shown["alive"]) == ("stalled", "no step since step 12", True)
+    assert (shown["what"], shown["detail"], shown["alive"]) == (
+        "stalled",
+        "no step since step 12",
+        True,
+    )
     assert len(shown["where"]) == 1
     assert "rank 1: training step 13, ring, layer 3, forward, step 2 of 3 (7" in shown["where"][0]
 
 
-@pytest.mark.parametrize(("phase", "what"), [("finished", "finished"), ("stopped", "stopped"), ("failed", "failed"), ("training", "lost")])
+@pytest.mark.parametrize(
+    ("phase", "what"),
+    [("finished", "finished"), ("stopped", "stopped"), ("failed", "failed"), ("training", "lost")],
+)
 def test_how_a_run_ended_is_what_it_said_last(phase, what):
     run = begun()
     stepped(run)
@@ -174,7 +199,11 @@ def test_all_runs_are_a_table_and_a_damaged_state_is_no_harm(monkeypatch):
     Path("runs/second/state.json").write_text("{")
     result = status("--all")
     assert result.exit_code == 0
-    names = [line.split()[:2] for line in result.stdout.splitlines() if line.startswith((" first", "first", " second", "second"))]
+    names = [
+        line.split()[:2]
+        for line in result.stdout.splitlines()
+        if line.startswith((" first", "first", " second", "second"))
+    ]
     assert sorted(names) == [["first", "lost"], ["second", "not"]]
     assert len(status("--all", "--json").stdout.splitlines()) == 2
 
@@ -196,7 +225,9 @@ def test_watching_ends_with_the_run(monkeypatch):
 
     monkeypatch.setattr(run_state, "life", counted)
     result = status("first", "--watch", "--json")
-    assert [json.loads(line)["what"] for line in result.stdout.splitlines()] == ["running"] * 3 + ["finished"]
+    assert [json.loads(line)["what"] for line in result.stdout.splitlines()] == ["running"] * 3 + [
+        "finished"
+    ]
 
 
 @pytest.mark.parametrize("words", [["first"], ["--all"]])
@@ -211,7 +242,10 @@ def test_watching_a_run_that_has_ended_shows_it_once_in_whole_lines(words):
     ("words", "line"),
     [
         ([], "mtrain: there are no runs in runs/; give the folder of one\n"),
-        (["nothing"], "mtrain: nothing: no run of that name, and no folder with a resolved.yaml; there are no runs in runs/\n"),
+        (
+            ["nothing"],
+            "mtrain: nothing: no run of that name, and no folder with a resolved.yaml; there are no runs in runs/\n",
+        ),
         (["--all"], "mtrain: --all: there are no runs in runs/\n"),
         (["--all", "x"], "mtrain: --all: shows every run under runs/; give it without x\n"),
     ],

@@ -49,7 +49,13 @@ def test_cfg_prints_yaml_of_the_composed_configuration_and_runs_nothing(launched
 
 
 def test_dry_run_prints_the_plan_and_runs_nothing(launched, tmp_path):
-    words = ("seq=4k", "topology.workers=8", "topology.device=cuda", "topology.exchange=ring", "--dry-run")
+    words = (
+        "seq=4k",
+        "topology.workers=8",
+        "topology.device=cuda",
+        "topology.exchange=ring",
+        "--dry-run",
+    )
     result = run("model=qwen3b", *words)
     assert (result.exit_code, result.stderr) == (0, "")
     assert "Dry run: qwen3b, seq 4k, nothing is trained" in result.stdout
@@ -70,7 +76,12 @@ def test_train_makes_the_run_folder_and_leaves_with_the_launchers_code(launched)
 
 
 def test_sizes_that_do_not_fit_leave_no_folder(launched, tmp_path):
-    result = run("topology.device=cpu", "topology.workers=3", "topology.context_parallel=auto", "topology.gpus_per_node=2")
+    result = run(
+        "topology.device=cpu",
+        "topology.workers=3",
+        "topology.context_parallel=auto",
+        "topology.gpus_per_node=2",
+    )
     assert result.exit_code == 2
     assert not launched
     assert not list(tmp_path.iterdir())
@@ -91,7 +102,11 @@ def test_resume_with_overrides_writes_them_for_the_workers(launched):
     run("seq=512", "topology.device=cpu", "run.name=first")
     assert run("--resume", "first", "train.steps=500", "topology.workers=4").exit_code == 7
     run_dir, environment, _ = launched[-1]
-    assert (load(run_dir.resolved).train.steps, load(run_dir.resolved).seq, environment.workers) == (500, 512, 4)
+    assert (
+        load(run_dir.resolved).train.steps,
+        load(run_dir.resolved).seq,
+        environment.workers,
+    ) == (500, 512, 4)
 
 
 @pytest.mark.usefixtures("launched")
@@ -125,7 +140,11 @@ def test_a_resume_that_the_workers_refuse_changes_nothing(monkeypatch):
     before = [file.read_bytes() for file in files]
 
     mistake = Failure(0, 2, "config", "train.kernel=triton: needs a GPU", "", 0.0)
-    monkeypatch.setattr(local, "launch", lambda run_dir, *_, **__: local._failed(types.SimpleNamespace(failures=[mistake]), run_dir))
+    monkeypatch.setattr(
+        local,
+        "launch",
+        lambda run_dir, *_, **__: local._failed(types.SimpleNamespace(failures=[mistake]), run_dir),
+    )
     result = run("--resume", "first", "train.steps=400", "train.kernel=triton")
     assert (result.exit_code, result.stderr) == (2, "mtrain: train.kernel=triton: needs a GPU\n")
     assert [file.read_bytes() for file in files] == before
@@ -145,7 +164,9 @@ def test_resume_of_an_unknown_run_says_how_many_runs_it_does_not_name(launched):
     for number in range(7):
         run("seq=256", "topology.device=cpu", f"run.name=r{number}")
         os.utime(f"runs/r{number}/resolved.yaml", (number, number))
-    assert run("--resume", "zzz").stderr.endswith("; runs here, newest first: r6, r5, r4, r3, r2 and 2 more\n")
+    assert run("--resume", "zzz").stderr.endswith(
+        "; runs here, newest first: r6, r5, r4, r3, r2 and 2 more\n"
+    )
     assert len(launched) == 7
 
 
@@ -156,7 +177,10 @@ def test_a_resume_to_fewer_steps_than_are_done_is_refused_and_changes_nothing(la
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").touch()
     result = run("--resume", "first", "train.steps=4")
-    assert (result.exit_code, result.stderr) == (2, "mtrain: train.steps=4: the run is at step 15 already; give more than 15\n")
+    assert (result.exit_code, result.stderr) == (
+        2,
+        "mtrain: train.steps=4: the run is at step 15 already; give more than 15\n",
+    )
     assert Path("runs/first/resolved.yaml").read_text() == before
     assert len(launched) == 1
     assert run("--resume", "first", "train.steps=15").exit_code == 7
@@ -195,7 +219,9 @@ def test_the_same_line_with_resume_auto_begins_and_then_goes_on(launched):
     (first, _, begun), (second, _, resumed) = launched
     assert first.path == second.path == Path("runs/night").absolute()
     assert (begun, resumed) == (False, True)
-    assert Path("runs/night/overrides.txt").read_text().count("seq=256") == 1, "the same words are not added again"
+    assert Path("runs/night/overrides.txt").read_text().count("seq=256") == 1, (
+        "the same words are not added again"
+    )
     refused = run("--resume", "auto", "seq=256")
     line = "mtrain: --resume auto: needs run.name=NAME or run.dir=FOLDER, so that the same line finds its run again\n"
     assert (refused.exit_code, refused.stderr) == (2, line)

@@ -12,14 +12,33 @@ from typer.testing import CliRunner
 from mtrain_cli.commands import app as command_line
 from mtrain_cli.reporting import tables
 
-NAMES = {"hierarchical_ring", "hierarchical_all_gather", "vertical_slash", "context_parallel", "all_gather"}
-VALIDATE = ("simulate", "--validate", "predicted-4xh200", "--prediction", "predicted-4xh200/predictions", "--no-files")
-CASES = {"table": ("report", "layer-4xh200"), "profile": ("report", "real-512k-4xh200"), "validation": VALIDATE}
+NAMES = {
+    "hierarchical_ring",
+    "hierarchical_all_gather",
+    "vertical_slash",
+    "context_parallel",
+    "all_gather",
+}
+VALIDATE = (
+    "simulate",
+    "--validate",
+    "predicted-4xh200",
+    "--prediction",
+    "predicted-4xh200/predictions",
+    "--no-files",
+)
+CASES = {
+    "table": ("report", "layer-4xh200"),
+    "profile": ("report", "real-512k-4xh200"),
+    "validation": VALIDATE,
+}
 WHOLE = ("recorded by ", "sha256 ", "figures ")  # to be copied
 
 
 def shown(*words: str, columns: int) -> str:
-    found = CliRunner(env={"COLUMNS": str(columns), "TERM": "dumb"}).invoke(command_line.app, list(words), prog_name="mtrain")
+    found = CliRunner(env={"COLUMNS": str(columns), "TERM": "dumb"}).invoke(
+        command_line.app, list(words), prog_name="mtrain"
+    )
     assert found.exit_code == 0, found.output
     return found.stdout
 
@@ -29,7 +48,9 @@ def _here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("name", [*(f"{name}-{columns}" for name in CASES for columns in (80, 120)), "sentences-100"])
+@pytest.mark.parametrize(
+    "name", [*(f"{name}-{columns}" for name in CASES for columns in (80, 120)), "sentences-100"]
+)
 def test_words_stay_whole(name):
     what, _, columns = name.partition("-")
     columns = int(columns)
@@ -37,9 +58,16 @@ def test_words_stay_whole(name):
     words = CASES.get(what, ("report", "predicted-4xh200"))
     text = shown(*words, columns=columns)
     lines = [line for line in text.splitlines() if not line.startswith(WHOLE)]
-    assert max(map(len, lines)) <= columns or words[1] == "real-512k-4xh200"  # whose first line says what it is
+    assert (
+        max(map(len, lines)) <= columns or words[1] == "real-512k-4xh200"
+    )  # whose first line says what it is
     assert "…" not in text
-    found = set(re.findall(r"\b(?:hierarchical|vertical|context|all)_\w*|\w*_(?:gather|ring|slash|parallel)\b", text))
+    found = set(
+        re.findall(
+            r"\b(?:hierarchical|vertical|context|all)_\w*|\w*_(?:gather|ring|slash|parallel)\b",
+            text,
+        )
+    )
     assert found <= NAMES
     assert "hierarchical_ring" in found
     if what == "sentences":
@@ -56,13 +84,23 @@ def test_the_same_ms_have_the_same_name_in_a_report_and_in_a_validation():
         assert forward["measured_without_records"]
         assert backward["measured_without_records"]
         # With records, and in brackets without: what was compared.
-        ms = [tables.ms(of[name]) for of in (forward, backward) for name in ("recorded_ms", "measured_ms")]
+        ms = [
+            tables.ms(of[name])
+            for of in (forward, backward)
+            for name in ("recorded_ms", "measured_ms")
+        ]
         line = f"ms of a layer's pass: forward {ms[0]} ({ms[1]}), backward {ms[2]} ({ms[3]})"
         assert line in text.partition(f" {case['case']}, 2 samples ")[2][:400], case["case"]
         assert ms[0] != ms[1]
-    assert "pass ms: of recorded iterations, the mean; in brackets bare: without records, the median" in text
+    assert (
+        "pass ms: of recorded iterations, the mean; in brackets bare: without records, the median"
+        in text
+    )
     page = " ".join(shown(*VALIDATE, columns=80).split())
-    assert "measured without records, the median (`mtrain report`: bare); ±: spread of recorded iterations" in page
+    assert (
+        "measured without records, the median (`mtrain report`: bare); ±: spread of recorded iterations"
+        in page
+    )
     # Of several layers there is one of the two alone.
     several = " ".join(shown("report", "real-512k-4xh200", columns=80).split())
     assert "bare" not in several
@@ -71,7 +109,16 @@ def test_the_same_ms_have_the_same_name_in_a_report_and_in_a_validation():
 def _commands() -> list[tuple[str, ...]]:
     groups = [(group.name, group.typer_instance) for group in command_line.app.registered_groups]
     named = [(info.name,) for info in command_line.app.registered_commands]
-    return [(), *named, *((group, info.name) for group, of in groups for info in of.registered_commands if info.name)]
+    return [
+        (),
+        *named,
+        *(
+            (group, info.name)
+            for group, of in groups
+            for info in of.registered_commands
+            if info.name
+        ),
+    ]
 
 
 @pytest.mark.parametrize("columns", [80, 120])
@@ -94,10 +141,27 @@ def test_names_of_runs_stay_whole(columns, tmp_path):
         folder = tmp_path / "runs" / name
         folder.mkdir(parents=True)
         (folder / "resolved.yaml").write_text("train: {steps: 3}\n")
-        rows = [{"step": step, "loss": 3.0 - i, "seconds": 1.0, "tokens_per_second_per_gpu": 10.0, "density": 1.0} for step in (1, 2, 3)]
+        rows = [
+            {
+                "step": step,
+                "loss": 3.0 - i,
+                "seconds": 1.0,
+                "tokens_per_second_per_gpu": 10.0,
+                "density": 1.0,
+            }
+            for step in (1, 2, 3)
+        ]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         buckets = [{"begin": 0, "end": 128, "tokens": 5, "loss": 2.5}]
-        found = {"step": 3, "loss": 2.5, "tokens": 5, "sequences": 1, "seconds": 1.0, "attention": "dense", "buckets": buckets}
+        found = {
+            "step": 3,
+            "loss": 2.5,
+            "tokens": 5,
+            "sequences": 1,
+            "seconds": 1.0,
+            "attention": "dense",
+            "buckets": buckets,
+        }
         (folder / "evaluations.jsonl").write_text(json.dumps(found) + "\n")
     for words in (
         ("status", "--all"),

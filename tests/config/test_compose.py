@@ -13,7 +13,9 @@ from mtrain_cli.config.listing import annotated_yaml
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_size
 
-OPTIONS = [(group, option) for group, options in open_groups().options.items() for option in options]
+OPTIONS = [
+    (group, option) for group, options in open_groups().options.items() for option in options
+]
 
 
 def complaints(function, *arguments, **named) -> tuple[str, ...]:
@@ -41,14 +43,22 @@ def write(folder: Path, name: str, text: str) -> None:
 
 def hf_config(folder: Path) -> Path:
     """A Hugging Face folder without weights, which composing does not read."""
-    shape = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+    shape = {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+    }
     write(folder, "hf/config.json", json.dumps({"model_type": "llama", **shape}))
     return folder / "hf"
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids="/".join)
 def test_every_option_that_ships_composes_and_survives_a_file(group, option, tmp_path):
-    words = [f"{group}={option}"] + ([f"data.path={tmp_path}"] if option in ("text", "tokens", "mds") else [])
+    words = [f"{group}={option}"] + (
+        [f"data.path={tmp_path}"] if option in ("text", "tokens", "mds") else []
+    )
     if (group, option) == ("model", "auto"):
         words.append(f"train.init_from={hf_config(tmp_path)}")
     if option == "prolong512k":
@@ -56,16 +66,28 @@ def test_every_option_that_ships_composes_and_survives_a_file(group, option, tmp
     config = compose(words, plan=True)
     save(config, tmp_path / "resolved.yaml")
     assert load(tmp_path / "resolved.yaml") == config
-    assert summary(open_groups().options[group][option]), "every option opens with a comment that says what it is"
+    assert summary(open_groups().options[group][option]), (
+        "every option opens with a comment that says what it is"
+    )
 
 
 def test_every_group_of_the_schema_has_a_folder_and_a_default():
-    groups = {field.name for field in dataclasses.fields(Config) if field.name not in ("seq", "seed")}
+    groups = {
+        field.name for field in dataclasses.fields(Config) if field.name not in ("seq", "seed")
+    }
     assert groups | {"recipe"} == set(open_groups().options) == set(open_groups().defaults)
 
 
 def test_numbers_come_back_from_a_file_bit_for_bit(tmp_path):
-    config = compose(["optim.lr=0.1234567890123456", "optim.eps=1e-30", "optim.betas=[0,0.999]", "run.name=on", "seq=1m"])
+    config = compose(
+        [
+            "optim.lr=0.1234567890123456",
+            "optim.eps=1e-30",
+            "optim.betas=[0,0.999]",
+            "run.name=on",
+            "seq=1m",
+        ]
+    )
     save(config, tmp_path / "resolved.yaml")
     assert load(tmp_path / "resolved.yaml") == config
     assert not list(tmp_path.glob("*.part")), "no half-written file stays"
@@ -88,7 +110,11 @@ def test_relative_paths_become_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("text")
     config = compose(["data=text", "data.path=a.txt", "run.dir=out"])
-    assert (config.data.path, config.run.dir, config.data.tokenizer) == (f"{tmp_path}/a.txt", f"{tmp_path}/out", "bytes")
+    assert (config.data.path, config.run.dir, config.data.tokenizer) == (
+        f"{tmp_path}/a.txt",
+        f"{tmp_path}/out",
+        "bytes",
+    )
 
 
 def test_a_broken_resolved_yaml_is_one_line_each(tmp_path):
@@ -112,7 +138,11 @@ def test_a_broken_resolved_yaml_is_one_line_each(tmp_path):
 
 def test_own_options_inherit_from_those_that_ship(mine):
     config = compose(["model=small"], mine)
-    assert (config.model.name, config.model.num_layers, config.model.hidden_size) == ("small", 2, compose().model.hidden_size)
+    assert (config.model.name, config.model.num_layers, config.model.hidden_size) == (
+        "small",
+        2,
+        compose().model.hidden_size,
+    )
     assert config.model.rope.original_max_position == 8192
     assert config.model.rope.theta == compose().model.rope.theta
 
@@ -121,14 +151,20 @@ def test_own_options_are_searched_first(mine):
     shipped = (resource_dir("conf") / "sparsity/dense.yaml").read_text()
     write(mine, "sparsity/dense.yaml", "# Mine.\n" + shipped)
     shipped = (resource_dir("conf") / "optim/adamw.yaml").read_text()
-    write(mine, "optim/adamw.yaml", re.sub(r"(?m)^warmup_steps: .*$", "warmup_steps: 7777", shipped))
+    write(
+        mine, "optim/adamw.yaml", re.sub(r"(?m)^warmup_steps: .*$", "warmup_steps: 7777", shipped)
+    )
     assert compose([], mine).optim.warmup_steps == 7777
     assert compose([]).optim.warmup_steps != 7777, "and the folder is forgotten afterwards"
 
 
 @pytest.mark.parametrize("word", ["exp=long", "+exp=long"])
 def test_an_own_group_may_set_keys_anywhere(mine, word):
-    write(mine, "exp/long.yaml", "# @package _global_\n# Long.\ndefaults:\n  - override /model: small\nseq: 32k\noptim: {lr: 0.5}\n")
+    write(
+        mine,
+        "exp/long.yaml",
+        "# @package _global_\n# Long.\ndefaults:\n  - override /model: small\nseq: 32k\noptim: {lr: 0.5}\n",
+    )
     config = compose([word, "optim.lr=0.25"], mine)
     assert (config.seq, config.model.name, config.optim.lr) == (32768, "small", 0.25)
     assert summary(open_groups(mine).options["exp"]["long"]) == "Long."
@@ -136,7 +172,9 @@ def test_an_own_group_may_set_keys_anywhere(mine, word):
 
 def test_an_own_top_file_changes_the_defaults(mine):
     top = (resource_dir("conf") / "config.yaml").read_text()
-    (mine / "config.yaml").write_text(top.replace("model: tiny", "model: small").replace("seq: 4k", "seq: 2k"))
+    (mine / "config.yaml").write_text(
+        top.replace("model: tiny", "model: small").replace("seq: 4k", "seq: 2k")
+    )
     config = compose(["seed=3"], mine)
     assert (config.model.name, config.seq, config.seed) == ("small", 2048, 3)
 
@@ -144,12 +182,24 @@ def test_an_own_top_file_changes_the_defaults(mine):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("defaults: [tiny]\nhiden_size: 3\n", "no key is called model.hiden_size; did you mean model.hidden_size?"),
+        (
+            "defaults: [tiny]\nhiden_size: 3\n",
+            "no key is called model.hiden_size; did you mean model.hidden_size?",
+        ),
         ("defaults: [tiny]\nnum_layers: two\n", "model.num_layers=two: expected a whole number"),
         ("defaults: [tiny]\nhead_dim: 3\n", "model.head_dim=3: must be even"),
-        ("defaults: [nosuch]\n", "model=bad: cannot be composed: In 'model/bad': Could not load 'model/nosuch'."),
-        ("name: [1\nb: {", "model=bad: cannot be composed: expected ',' or ']', but got ':' (bad.yaml, line 2)"),
-        ("name: ${nothing}\ndefaults: [tiny]\n", "model.name: cannot be resolved: Interpolation key 'nothing' not found"),
+        (
+            "defaults: [nosuch]\n",
+            "model=bad: cannot be composed: In 'model/bad': Could not load 'model/nosuch'.",
+        ),
+        (
+            "name: [1\nb: {",
+            "model=bad: cannot be composed: expected ',' or ']', but got ':' (bad.yaml, line 2)",
+        ),
+        (
+            "name: ${nothing}\ndefaults: [tiny]\n",
+            "model.name: cannot be resolved: Interpolation key 'nothing' not found",
+        ),
         ("name: bad\nrope: 3\n", "model.rope=3: holds keys, not a value"),
     ],
 )
@@ -161,7 +211,9 @@ def test_a_mistake_in_an_own_file_is_one_line(mine, text, said):
 def test_an_own_file_that_leaves_keys_out_is_named_once(mine):
     write(mine, "optim/mine.yaml", "lr: 0.1\n")
     (line,) = complaints(compose, ["optim=mine"], mine)
-    assert line.startswith(f"{mine}/optim/mine.yaml: does not give optim.betas, optim.eps, optim.weight_decay and 10 more")
+    assert line.startswith(
+        f"{mine}/optim/mine.yaml: does not give optim.betas, optim.eps, optim.weight_decay and 10 more"
+    )
     assert complaints(compose, ["optim=mine", "seq=512q"], mine)[0].startswith("seq=512q")
 
 
@@ -172,10 +224,14 @@ def test_an_own_file_of_binary_rubbish_is_one_line(mine):
 
 
 def test_a_config_dir_that_cannot_be_one_is_refused(tmp_path):
-    assert complaints(compose, [], tmp_path / "no") == (f"--config-dir {tmp_path}/no: no such folder",)
+    assert complaints(compose, [], tmp_path / "no") == (
+        f"--config-dir {tmp_path}/no: no such folder",
+    )
     assert "holds no group" in complaints(compose, [], tmp_path)[0]
     (tmp_path / "config.yaml").write_text("a: [")
-    assert complaints(compose, [], tmp_path)[0].startswith(f"{tmp_path}/config.yaml: cannot be read")
+    assert complaints(compose, [], tmp_path)[0].startswith(
+        f"{tmp_path}/config.yaml: cannot be read"
+    )
 
 
 # Hydra's global state
@@ -209,7 +265,13 @@ def test_offloaded_layers_are_true_false_or_a_number_in_old_files_and_new_ones(t
         found = load(file).train.offload_activations
         assert (found, type(found)) == (value, type(value))
     # Of versions that had no such keys.
-    file.write_text(re.sub(r"(?m)^  (offload_activations|gpu_memory_gib|shard|tile_mib|z_loss): .*\n", "", file.read_text()))
+    file.write_text(
+        re.sub(
+            r"(?m)^  (offload_activations|gpu_memory_gib|shard|tile_mib|z_loss): .*\n",
+            "",
+            file.read_text(),
+        )
+    )
     assert load(file).train.offload_activations is False
     assert complaints(compose, ["train.offload_activations=most"]) == (
         "train.offload_activations=most: expected true or false or a whole number",
@@ -238,21 +300,29 @@ def test_stripes_are_for_what_is_uneven(words, layout):
 
 
 def test_what_stripes_ask_for_is_asked_where_auto_takes_them():
-    (line,) = complaints(compose, ["sparsity=vertical_slash", "topology.block_size=64", "sparsity.block=128"])
+    (line,) = complaints(
+        compose, ["sparsity=vertical_slash", "topology.block_size=64", "sparsity.block=128"]
+    )
     assert line.startswith("topology.block_size=64: is not a multiple of sparsity.block=128")
 
 
 def test_a_run_of_before_a_key_has_what_it_did(tmp_path):
     config = compose([])
     save(config, tmp_path / "resolved.yaml")
-    kept = [line for line in (tmp_path / "resolved.yaml").read_text().splitlines() if "offload_gradients" not in line]
+    kept = [
+        line
+        for line in (tmp_path / "resolved.yaml").read_text().splitlines()
+        if "offload_gradients" not in line
+    ]
     (tmp_path / "resolved.yaml").write_text("\n".join(kept))
     assert load(tmp_path / "resolved.yaml") == config
 
 
 def test_what_stripes_ask_for_is_not_asked_of_zigzag():
     words = ["seq=512", "topology.workers=8"]
-    assert complaints(compose, words)[0].startswith("topology.block_size=128: seq=512 has 4 such blocks for 8 workers")
+    assert complaints(compose, words)[0].startswith(
+        "topology.block_size=128: seq=512 has 4 such blocks for 8 workers"
+    )
     assert compose([*words, "data.document_mask=false"]).layout == "zigzag"
 
 
@@ -261,22 +331,35 @@ def test_what_stripes_ask_for_is_not_asked_of_zigzag():
 
 def test_a_run_that_goes_on_with_a_sparse_pattern_changes_to_stripes():
     dense = compose(["data.document_mask=false"])
-    assert (dense.layout, resume(dense, ["sparsity=vertical_slash"]).layout) == ("zigzag", "striped")
+    assert (dense.layout, resume(dense, ["sparsity=vertical_slash"]).layout) == (
+        "zigzag",
+        "striped",
+    )
     given = compose(["data.document_mask=false", "topology.layout=zigzag"])
     assert resume(given, ["sparsity=vertical_slash"]).layout == "zigzag"
 
 
 @pytest.fixture(scope="module")
 def saved():
-    return compose(["model=tiny", "seq=2k", "train.steps=10", "optim.betas=[0.8,0.9]", "topology.workers=2"])
+    return compose(
+        ["model=tiny", "seq=2k", "train.steps=10", "optim.betas=[0.8,0.9]", "topology.workers=2"]
+    )
 
 
 def test_a_resumed_run_keeps_everything_that_is_not_overridden(saved):
     assert resume(saved) == saved
     longer = resume(saved, ["train.steps=20", "topology.workers=4", "topology.layout=zigzag"])
-    assert (longer.train.steps, longer.topology.workers, longer.topology.layout) == (20, 4, "zigzag")
-    assert (longer.seq, longer.optim.betas) == (2048, (0.8, 0.9)), "defaults of the groups do not creep back in"
-    assert resume(saved, ["topology=local"]).topology.workers == "auto", "a group named again is taken whole"
+    assert (longer.train.steps, longer.topology.workers, longer.topology.layout) == (
+        20,
+        4,
+        "zigzag",
+    )
+    assert (longer.seq, longer.optim.betas) == (2048, (0.8, 0.9)), (
+        "defaults of the groups do not creep back in"
+    )
+    assert resume(saved, ["topology=local"]).topology.workers == "auto", (
+        "a group named again is taken whole"
+    )
 
 
 def test_repeating_the_original_overrides_is_no_change(saved):
@@ -285,7 +368,12 @@ def test_repeating_the_original_overrides_is_no_change(saved):
 
 @pytest.mark.parametrize(
     ("word", "key"),
-    [("seq=4k", "seq"), ("seed=1", "seed"), ("data.shuffle=false", "data.shuffle"), ("model.num_layers=2", "model.num_layers")],
+    [
+        ("seq=4k", "seq"),
+        ("seed=1", "seed"),
+        ("data.shuffle=false", "data.shuffle"),
+        ("model.num_layers=2", "model.num_layers"),
+    ],
 )
 def test_a_change_of_model_or_data_is_refused_in_one_line(saved, word, key):
     (line,) = complaints(resume, saved, [word])
@@ -300,7 +388,9 @@ def test_mistakes_on_resuming_are_reported_like_any_other(saved):
 
 
 def test_the_weights_a_run_started_from_may_be_gone_when_it_resumes(saved):
-    moved = dataclasses.replace(saved, train=dataclasses.replace(saved.train, init_from="/no/longer/there"))
+    moved = dataclasses.replace(
+        saved, train=dataclasses.replace(saved.train, init_from="/no/longer/there")
+    )
     assert resume(moved, ["train.steps=11"]).train.steps == 11
 
 

@@ -45,29 +45,57 @@ def complaints(*words: str) -> list[str]:
 @pytest.mark.parametrize("named", [[], ["model=auto"]])
 def test_a_folder_gives_the_model_that_nobody_names(folder: Path, named: list[str]) -> None:
     model = compose([f"train.init_from={folder}", *named]).model
-    assert (model.name, model.family, model.vocab_size, model.hidden_size) == ("release", "llama", 512, 64)
-    assert (model.num_layers, model.qkv_bias, model.tie_word_embeddings, model.rms_norm_eps) == (2, False, False, 1e-5)
-    assert (model.rope.theta, model.rope.scaling, model.rope.original_max_position) == (500000.0, "none", 2048)
+    assert (model.name, model.family, model.vocab_size, model.hidden_size) == (
+        "release",
+        "llama",
+        512,
+        64,
+    )
+    assert (model.num_layers, model.qkv_bias, model.tie_word_embeddings, model.rms_norm_eps) == (
+        2,
+        False,
+        False,
+        1e-5,
+    )
+    assert (model.rope.theta, model.rope.scaling, model.rope.original_max_position) == (
+        500000.0,
+        "none",
+        2048,
+    )
 
 
 def test_a_rotary_setting_that_is_given_goes_before_the_folders(folder: Path) -> None:
-    rope = compose([f"train.init_from={folder}", "model.rope.theta=2e6", "model.rope.scaling=yarn"]).model.rope
+    rope = compose(
+        [f"train.init_from={folder}", "model.rope.theta=2e6", "model.rope.scaling=yarn"]
+    ).model.rope
     assert (rope.theta, rope.scaling, rope.original_max_position) == (2e6, "yarn", 2048)
     assert rope.factor == "auto", "the folder's factor belongs to its own scaling"
 
 
 def test_a_stretch_of_the_folder_is_kept(folder: Path) -> None:
-    yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 512}
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 4.0,
+        "original_max_position_embeddings": 512,
+    }
     write(folder, LLAMA | {"rope_parameters": yarn})
     rope = compose([f"train.init_from={folder}", "model.rope.theta=2e6"]).model.rope
-    assert (rope.theta, rope.scaling, rope.factor, rope.original_max_position) == (2e6, "yarn", 4.0, 512)
+    assert (rope.theta, rope.scaling, rope.factor, rope.original_max_position) == (
+        2e6,
+        "yarn",
+        4.0,
+        512,
+    )
 
 
 def test_a_shape_that_is_not_the_weights_is_one_line_with_both_values(folder: Path) -> None:
     line = f"model.num_layers=3 (the folder: 2): the weights of train.init_from={folder} have another shape; leave out model.num_layers"
     assert complaints(f"train.init_from={folder}", "model.num_layers=3") == [line]
     (line,) = complaints(f"train.init_from={folder}", "model=qwen3b")
-    assert line.startswith("model.family=qwen2 (the folder: llama), model.vocab_size=151936 (the folder: 512), ")
+    assert line.startswith(
+        "model.family=qwen2 (the folder: llama), model.vocab_size=151936 (the folder: 512), "
+    )
     assert line.endswith("leave out model=qwen3b to take the folder's")
 
 
@@ -85,7 +113,9 @@ def test_a_model_of_the_same_shape_may_be_named(folder: Path) -> None:
 
 
 def test_auto_without_a_folder_is_one_line() -> None:
-    assert complaints("model=auto") == ["model=auto: takes the model from train.init_from=FOLDER; give it, or another model"]
+    assert complaints("model=auto") == [
+        "model=auto: takes the model from train.init_from=FOLDER; give it, or another model"
+    ]
     (line,) = complaints("model=auto", "train.init_from=/no/such/folder")
     assert line.startswith("train.init_from=/no/such/folder: no such folder")
 
@@ -96,14 +126,21 @@ def test_a_folder_that_cannot_be_read_is_told_when_composing(folder: Path) -> No
     assert 'hidden_act="gelu" is not supported' in line
 
 
-def test_text_is_read_with_the_folders_tokenizer_unless_another_is_named(folder: Path, text: list[str]) -> None:
+def test_text_is_read_with_the_folders_tokenizer_unless_another_is_named(
+    folder: Path, text: list[str]
+) -> None:
     words = [f"train.init_from={folder}", *text]
     assert compose(words).data.tokenizer == "bytes"
     (folder / "tokenizer.json").write_text("{}")
     assert compose(words).data.tokenizer == f"{folder}/tokenizer.json"
-    assert compose([f"train.init_from={folder}"]).data.tokenizer == f"{folder}/tokenizer.json", "Python's sources are text too"
+    assert compose([f"train.init_from={folder}"]).data.tokenizer == f"{folder}/tokenizer.json", (
+        "Python's sources are text too"
+    )
     assert compose([*words, "data.tokenizer=bytes"]).data.tokenizer == "bytes"
-    assert compose([f"train.init_from={folder}", "data=tokens", f"data.path={folder}"]).data.tokenizer == "bytes"
+    assert (
+        compose([f"train.init_from={folder}", "data=tokens", f"data.path={folder}"]).data.tokenizer
+        == "bytes"
+    )
     assert compose().data.tokenizer == "bytes"
 
 
@@ -121,22 +158,41 @@ def test_the_vocabulary_is_that_of_the_data(tmp_path: Path, text: list[str]) -> 
 def test_the_vocabulary_of_tokens_is_in_their_folder(tmp_path: Path) -> None:
     for name, size in (("a", 1000), ("b", 1001)):
         (tmp_path / name).mkdir()
-        meta = {"version": 1, "dtype": "uint16", "tokenizer": "x", "tokenizer_identity": "y", "eos": 0, "vocab_size": size}
+        meta = {
+            "version": 1,
+            "dtype": "uint16",
+            "tokenizer": "x",
+            "tokenizer_identity": "y",
+            "eos": 0,
+            "vocab_size": size,
+        }
         rest = {"num_tokens": 9, "num_documents": 1, "sha256": "", "source": "", "recipe": {}}
         (tmp_path / name / "meta.json").write_text(json.dumps(meta | rest))
     words = ["model.vocab_size=auto", "data=tokens"]
     assert compose([*words, f"data.path={tmp_path / 'a'}"]).model.vocab_size == 1000
-    assert compose([*words, f"data.path={tmp_path}", "data.mix={a: 1, b: 2}"]).model.vocab_size == 1008
+    assert (
+        compose([*words, f"data.path={tmp_path}", "data.mix={a: 1, b: 2}"]).model.vocab_size == 1008
+    )
     (tmp_path / "ids.npy").touch()
     (line,) = complaints(*words, f"data.path={tmp_path / 'ids.npy'}")
-    assert line.startswith(f"model.vocab_size=auto: {tmp_path / 'ids.npy'} does not say how many ids its tokenizer has; give a number")
+    assert line.startswith(
+        f"model.vocab_size=auto: {tmp_path / 'ids.npy'} does not say how many ids its tokenizer has; give a number"
+    )
     (line,) = complaints(*words, "data.path=/no/such")
     assert line.startswith("data.path=/no/such: no such file")
 
 
-def test_the_line_that_began_a_run_may_be_repeated_to_resume_it(folder: Path, text: list[str], tmp_path: Path) -> None:
+def test_the_line_that_began_a_run_may_be_repeated_to_resume_it(
+    folder: Path, text: list[str], tmp_path: Path
+) -> None:
     (folder / "tokenizer.json").write_text("{}")
-    words = [f"train.init_from={folder}", "model=auto", "model.vocab_size=auto", *text, "run.name=again"]
+    words = [
+        f"train.init_from={folder}",
+        "model=auto",
+        "model.vocab_size=auto",
+        *text,
+        "run.name=again",
+    ]
     config = compose(words)
     save(config, tmp_path / "resolved.yaml")
     (folder / "config.json").unlink()  # the weights are in the checkpoint by now

@@ -20,9 +20,13 @@ class Thing:
 
 
 def test_a_json_object_becomes_its_dataclass_and_other_keys_are_left_out():
-    found = checked(Thing, {"step": 3, "loss": 2, "pairs": [[1.5, "a"]], "inner": {"name": "x"}, "later": 1})
+    found = checked(
+        Thing, {"step": 3, "loss": 2, "pairs": [[1.5, "a"]], "inner": {"name": "x"}, "later": 1}
+    )
     assert found == Thing(3, 2.0, None, ((1.5, "a"),), Inner("x"))
-    assert checked(Thing, {"step": 3, "loss": float("inf")}).loss == float("inf"), "a loss may be infinite"
+    assert checked(Thing, {"step": 3, "loss": float("inf")}).loss == float("inf"), (
+        "a loss may be infinite"
+    )
     assert checked(Thing, {"step": 3}, nulls=True).loss is None
 
 

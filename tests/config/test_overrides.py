@@ -29,7 +29,10 @@ def complaints(*overrides: str, config_dir: Path | None = None) -> tuple[str, ..
         ("path=~/x", "did you mean data.path=~/x?"),
         ("--layout=zigzag", "did you mean topology.layout=zigzag?"),
         # groups
-        ("model=qwen4b", "no such model; options: auto, llama14b, llama1b, llama3b, llama7b, llama8b, mistral7b, qwen0.5b, qwen1.5b,"),
+        (
+            "model=qwen4b",
+            "no such model; options: auto, llama14b, llama1b, llama3b, llama7b, llama8b, mistral7b, qwen0.5b, qwen1.5b,",
+        ),
         ("model=qwen4b", "; did you mean qwen14b?"),
         ("model=~/x", "no such model; options: "),
         ("model=", "no such model; options: "),
@@ -58,7 +61,10 @@ def complaints(*overrides: str, config_dir: Path | None = None) -> tuple[str, ..
         ("train.compile=1", "expected true or false"),
         ("topology.workers=four", "expected a whole number or auto"),
         ("model.rope.factor=twice", "expected a number or auto"),
-        ("topology.layout=zigzg", "expected one of auto, contiguous, zigzag, striped; did you mean zigzag?"),
+        (
+            "topology.layout=zigzg",
+            "expected one of auto, contiguous, zigzag, striped; did you mean zigzag?",
+        ),
         ("topology.layout=zigzag,striped", "expected one of auto, contiguous, zigzag, striped"),
         ("train.kernel=null", "expected one of auto, reference, sdpa, triton, flash4"),
         ("optim.betas=[0.9]", "expected a list of 2 numbers"),
@@ -77,13 +83,19 @@ def complaints(*overrides: str, config_dir: Path | None = None) -> tuple[str, ..
         ("optim.lr=${hydra:runtime.cwd}", "HydraConfig was not set"),
         ("run.name=${", "cannot be resolved"),
         # Hydra's own words
-        ("hydra.run.dir=out", "settings of Hydra itself have no effect; the folder of a run is run.dir=..."),
+        (
+            "hydra.run.dir=out",
+            "settings of Hydra itself have no effect; the folder of a run is run.dir=...",
+        ),
         ("hydra/launcher=x", "settings of Hydra itself have no effect"),
         ("+new=1", "no key or group is called new"),
         ("++new.key=1", "no key or group is called new.key"),
         ("~seq", "a key cannot be deleted"),
         ("~data.path=x", "a key cannot be deleted; set it instead, such as data.path=null"),
-        ("model.rope={theta:1}", "is a section, not a value; set its keys one by one, such as model.rope.theta=..."),
+        (
+            "model.rope={theta:1}",
+            "is a section, not a value; set its keys one by one, such as model.rope.theta=...",
+        ),
         ("topology.=1", "no key or group is called topology."),
         # no equals sign
         ("tiny", "expected key=value; did you mean model=tiny?"),
@@ -139,7 +151,9 @@ def test_a_value_arrives_in_the_type_of_its_key(override, key, value):
     assert type(found) is type(value)
 
 
-@pytest.mark.parametrize("name", ["it's", "a b", "a#b", "a;b", "a,b", "(1)", "[x", "{y}", "k=v", "10%", "ünï", "q?x=1"])
+@pytest.mark.parametrize(
+    "name", ["it's", "a b", "a#b", "a;b", "a,b", "(1)", "[x", "{y}", "k=v", "10%", "ünï", "q?x=1"]
+)
 def test_paths_with_special_characters_need_no_second_layer_of_quotes(tmp_path, name):
     (tmp_path / name).write_text("text")
     assert compose(["data=text", f"data.path={tmp_path}/{name}"]).data.path == f"{tmp_path}/{name}"
@@ -159,7 +173,13 @@ def test_the_last_override_of_a_key_and_of_a_group_wins_in_any_order():
 
 def test_all_mistakes_are_reported_at_once_without_their_consequences():
     found = complaints(
-        "seq=512q", "optim.lr=-1", "modle=tiny", "data=text", "data.pth=x", "topology.workers=3", "topology.context_parallel=2"
+        "seq=512q",
+        "optim.lr=-1",
+        "modle=tiny",
+        "data=text",
+        "data.pth=x",
+        "topology.workers=3",
+        "topology.context_parallel=2",
     )
     # data=text would also miss data.path, but that is what data.pth was meant to be.
     assert [line.partition(":")[0] for line in found] == [

@@ -37,12 +37,27 @@ def test_every_recipe_composes_for_a_plan_and_survives_a_file(name: str, tmp_pat
 
 def test_the_papers_run_has_the_papers_numbers() -> None:
     config = compose([f"recipe={PAPER}"], plan=True)
-    assert (config.model.name, config.seq, config.train.global_batch, config.train.dtype) == ("qwen3b", 524288, 64, "bfloat16")
-    assert (config.model.rope.scaling, config.model.rope.factor, config.model.rope.original_max_position) == ("yarn", 32, 32768)
+    assert (config.model.name, config.seq, config.train.global_batch, config.train.dtype) == (
+        "qwen3b",
+        524288,
+        64,
+        "bfloat16",
+    )
+    assert (
+        config.model.rope.scaling,
+        config.model.rope.factor,
+        config.model.rope.original_max_position,
+    ) == ("yarn", 32, 32768)
     assert config.sparsity.pattern == "vertical_slash"
     # 1B tokens.
-    assert config.train.steps * config.train.global_batch * config.seq == pytest.approx(1e9, rel=0.01)
-    assert (config.optim.lr, config.optim.schedule, config.optim.warmup_steps) == (2e-5, "constant", 0)
+    assert config.train.steps * config.train.global_batch * config.seq == pytest.approx(
+        1e9, rel=0.01
+    )
+    assert (config.optim.lr, config.optim.schedule, config.optim.warmup_steps) == (
+        2e-5,
+        "constant",
+        0,
+    )
     # Of the scripts: Adam's rates, and the pattern flex_0.90 with at most 4096 columns.
     assert config.optim.betas == (0.9, 0.95)
     sparsity = config.sparsity
@@ -57,16 +72,34 @@ def test_the_papers_runs_use_the_papers_system(name: str) -> None:
     assert (config.layout, topology.block_size, config.sparsity.block) == ("striped", 64, 64)
     assert (topology.exchange, topology.circulates) == ("hierarchical_ring", "kv")
     # Appendix C: ZeRO-2 with offloading, gradients in bfloat16, recomputation, one context group of all GPUs.
-    assert (config.train.shard, config.optim.offload, config.train.reduce_dtype) == ("gradients", True, "bfloat16")
-    assert (config.train.activation_checkpoint, config.train.memory, config.train.global_batch) == ("full", "manual", 64)
+    assert (config.train.shard, config.optim.offload, config.train.reduce_dtype) == (
+        "gradients",
+        True,
+        "bfloat16",
+    )
+    assert (config.train.activation_checkpoint, config.train.memory, config.train.global_batch) == (
+        "full",
+        "manual",
+        64,
+    )
     assert not config.data.document_mask
     for capability in ((8, 0), (9, 0)):
         index = IndexRequest(config.sparsity.block, bitmap=False)
-        request = KernelRequest("cuda", capability, "bfloat16", 128, config.model.num_heads, config.model.num_kv_heads, index=index)
+        request = KernelRequest(
+            "cuda",
+            capability,
+            "bfloat16",
+            128,
+            config.model.num_heads,
+            config.model.num_kv_heads,
+            index=index,
+        )
         refused = dict(survey(request))
         assert refused["triton"] is None
         assert refused["flash4"] is not None
-    assert refused["flash4"].endswith("computes blocks of 128, not sparsity.block=64, which train.kernel=triton computes")
+    assert refused["flash4"].endswith(
+        "computes blocks of 128, not sparsity.block=64, which train.kernel=triton computes"
+    )
 
 
 def test_the_baselines_that_the_papers_recipe_names_compose() -> None:
@@ -75,8 +108,17 @@ def test_the_baselines_that_the_papers_recipe_names_compose() -> None:
     found = {}
     for what, overrides in named.items():
         config = compose([f"recipe={PAPER}", *CLUSTER, *overrides.split()], plan=True)
-        assert (config.train.shard, config.optim.offload, config.train.activation_checkpoint) == ("gradients", True, "full")
-        found[what] = config.sparsity.pattern, config.sparsity.block, config.layout, config.topology.exchange
+        assert (config.train.shard, config.optim.offload, config.train.activation_checkpoint) == (
+            "gradients",
+            True,
+            "full",
+        )
+        found[what] = (
+            config.sparsity.pattern,
+            config.sparsity.block,
+            config.layout,
+            config.topology.exchange,
+        )
     assert found == {
         "dense, zigzag": ("dense", None, "zigzag", "ring"),
         "dense, striped": ("dense", None, "striped", "ring"),
@@ -86,7 +128,10 @@ def test_the_baselines_that_the_papers_recipe_names_compose() -> None:
         "XAttention, zigzag": ("xattention", 128, "zigzag", "ring"),
         "MoBA": ("moba", 128, "zigzag", "ring"),
     }
-    xattention, moba = (compose([f"recipe={PAPER}", *CLUSTER, *named[what].split()], plan=True).sparsity for what in list(named)[-2:])
+    xattention, moba = (
+        compose([f"recipe={PAPER}", *CLUSTER, *named[what].split()], plan=True).sparsity
+        for what in list(named)[-2:]
+    )
     assert (xattention.stride, xattention.threshold) == (16, 0.9)
     assert (moba.chunk, moba.top_k) == (4096, 12)
 
@@ -96,51 +141,99 @@ def test_mtrains_own_recipe_trains_the_same_with_another_system() -> None:
     assert (own.seq, own.model, own.data) == (paper.seq, paper.model, paper.data)
     assert replace(own.optim, offload=True) == paper.optim
     assert replace(own.sparsity, block=64) == paper.sparsity
-    assert (own.train.steps, own.train.global_batch, own.train.dtype) == (paper.train.steps, paper.train.global_batch, paper.train.dtype)
-    assert (own.sparsity.block, own.topology.block_size, own.topology.exchange, own.train.memory) == (128, 128, "auto", "auto")
+    assert (own.train.steps, own.train.global_batch, own.train.dtype) == (
+        paper.train.steps,
+        paper.train.global_batch,
+        paper.train.dtype,
+    )
+    assert (
+        own.sparsity.block,
+        own.topology.block_size,
+        own.topology.exchange,
+        own.train.memory,
+    ) == (128, 128, "auto", "auto")
 
 
 def test_the_llama_run_is_2b_tokens_of_fixed_samples() -> None:
     config = compose([f"recipe={LLAMA}"], plan=True)
     assert (config.model.name, config.seq, config.data.kind) == ("llama8b", 524288, "mds")
-    assert config.train.steps * config.train.global_batch * config.seq == pytest.approx(2e9, rel=0.01)
+    assert config.train.steps * config.train.global_batch * config.seq == pytest.approx(
+        2e9, rel=0.01
+    )
     assert all(name.endswith("-524288") for name in config.data.mix), "every sample is 512K tokens"
-    assert (config.optim.lr, config.optim.schedule, config.optim.warmup_steps) == (2e-5, "constant", 0)
+    assert (config.optim.lr, config.optim.schedule, config.optim.warmup_steps) == (
+        2e-5,
+        "constant",
+        0,
+    )
 
 
 def test_prolongs_run_has_prolongs_numbers() -> None:
     config = compose(["recipe=prolong_llama8b_512k"], plan=True)
-    assert (config.model.name, config.seq, config.model.rope.theta, config.model.rope.scaling) == ("llama8b", 524288, 128e6, "none")
+    assert (config.model.name, config.seq, config.model.rope.theta, config.model.rope.scaling) == (
+        "llama8b",
+        524288,
+        128e6,
+        "none",
+    )
     # 8M tokens a step, 20B tokens in all, a tenth of the steps to warm up.
     assert config.train.global_batch * config.seq == 8 << 20
-    assert config.train.steps * config.train.global_batch * config.seq == pytest.approx(20e9, rel=0.05)
+    assert config.train.steps * config.train.global_batch * config.seq == pytest.approx(
+        20e9, rel=0.05
+    )
     optim = config.optim
-    assert (optim.lr, optim.betas, optim.weight_decay, optim.schedule, optim.min_lr_ratio) == (5e-6, (0.9, 0.95), 0.1, "cosine", 0.1)
+    assert (optim.lr, optim.betas, optim.weight_decay, optim.schedule, optim.min_lr_ratio) == (
+        5e-6,
+        (0.9, 0.95),
+        0.1,
+        "cosine",
+        0.1,
+    )
     assert optim.warmup_steps == config.train.steps / 10
     assert config.data.document_mask
 
 
 def test_the_command_line_goes_before_a_recipe_in_keys_and_groups() -> None:
     config = compose(
-        ["optim.lr=1e-3", "recipe=stdlib_64k", "model=qwen0.5b", "sparsity=dense", "seq=4k", "data.eval_sequences=2"], plan=True
+        [
+            "optim.lr=1e-3",
+            "recipe=stdlib_64k",
+            "model=qwen0.5b",
+            "sparsity=dense",
+            "seq=4k",
+            "data.eval_sequences=2",
+        ],
+        plan=True,
     )
     assert (config.optim.lr, config.model.name, config.sparsity.pattern, config.seq, config.data.eval_sequences) == (
         1e-3, "qwen0.5b", "dense", 4096, 2,
     )  # fmt: skip
-    assert (config.train.eval_every, config.topology.device) == (100, "cuda"), "what was not given is the recipe's"
-    assert config.model.hidden_size == 896, "a group from the command line takes the place of all that the recipe says of it"
+    assert (config.train.eval_every, config.topology.device) == (100, "cuda"), (
+        "what was not given is the recipe's"
+    )
+    assert config.model.hidden_size == 896, (
+        "a group from the command line takes the place of all that the recipe says of it"
+    )
 
 
 def test_what_only_the_user_has_is_asked_for_in_one_line_each(tmp_path: Path) -> None:
     data, weights = complaints([f"recipe={PAPER}"])
-    assert data.startswith(f"data.path=REQUIRED: recipe={PAPER} leaves it to you: file or folder of the corpus")
-    assert weights.startswith(f"train.init_from=REQUIRED: recipe={PAPER} leaves it to you: Hugging Face folder")
+    assert data.startswith(
+        f"data.path=REQUIRED: recipe={PAPER} leaves it to you: file or folder of the corpus"
+    )
+    assert weights.startswith(
+        f"train.init_from=REQUIRED: recipe={PAPER} leaves it to you: Hugging Face folder"
+    )
     assert weights.endswith("give train.init_from=..., or train.init_from=null to do without")
     config = compose([f"recipe={PAPER}", f"data.path={tmp_path}", "train.init_from=null"])
     assert (config.data.path, config.train.init_from) == (str(tmp_path), None)
-    assert complaints([f"recipe={PAPER}", "data.path=/none", "train.init_from=null"])[0].startswith("data.path=/none: no such file")
+    assert complaints([f"recipe={PAPER}", "data.path=/none", "train.init_from=null"])[0].startswith(
+        "data.path=/none: no such file"
+    )
     # A plan forgives what is missing, and nothing else.
-    assert complaints([f"recipe={PAPER}", "data.path=/none"], plan=True)[0].startswith("data.path=/none: no such file")
+    assert complaints([f"recipe={PAPER}", "data.path=/none"], plan=True)[0].startswith(
+        "data.path=/none: no such file"
+    )
     assert complaints(["data=text"], plan=True)[0].startswith("data.path=null: data=text needs it")
 
 
@@ -166,7 +259,13 @@ def test_the_line_of_a_run_with_a_recipe_may_be_repeated(tmp_path: Path) -> None
         resume(config, ["recipe=stdlib_8k", "train.steps=5"])
     (line,) = caught.value.problems
     assert "this one sets seq=8192 (the run: 512); start a new run" in line
-    own = [f"recipe={PAPER}", f"data.path={tmp_path}", "train.init_from=null", "sparsity=moba", "topology.block_size=128"]
+    own = [
+        f"recipe={PAPER}",
+        f"data.path={tmp_path}",
+        "train.init_from=null",
+        "sparsity=moba",
+        "topology.block_size=128",
+    ]
     config = compose(own, plan=True)
     assert resume(config, own) == config
     again = [f"recipe={PAPER}", "sparsity=moba", "topology.block_size=128"]
@@ -194,5 +293,8 @@ def test_recipes_are_listed_shown_and_planned(tmp_path: Path) -> None:
     assert "yarn by 32 from 32k tokens" in planned.stdout
     refused = mtrain(tmp_path, "train", f"recipe={PAPER}")
     assert refused.returncode == 2
-    assert [line.split("=")[0] for line in refused.stderr.splitlines()] == ["mtrain: data.path", "mtrain: train.init_from"]
+    assert [line.split("=")[0] for line in refused.stderr.splitlines()] == [
+        "mtrain: data.path",
+        "mtrain: train.init_from",
+    ]
     assert not list(tmp_path.iterdir())

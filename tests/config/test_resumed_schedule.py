@@ -42,7 +42,10 @@ def test_fewer_steps_end_in_the_middle_of_the_schedule() -> None:
     assert rates(resumed(saved, "train.steps=60", step=40)) == rates(saved)[:60]
 
 
-@pytest.mark.parametrize("word", ["optim.schedule=cosine", "optim.schedule_steps=auto", "optim.decay_steps=auto", "optim=adamw"])
+@pytest.mark.parametrize(
+    "word",
+    ["optim.schedule=cosine", "optim.schedule_steps=auto", "optim.decay_steps=auto", "optim=adamw"],
+)
 def test_a_word_on_the_schedule_asks_for_one_of_the_new_length(word: str) -> None:
     lengthened = resumed(compose(BEGUN), "train.steps=150")
     new = resumed(lengthened, "optim.lr=1e-3", word, "train.steps=200", step=150)
@@ -85,8 +88,14 @@ def test_runs_of_earlier_versions_keep_their_schedule_too(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["optim.rewarm=true"], "optim.rewarm=true: is for --resume RUN; a new run warms up anyway. Leave it out"),
-        (["optim.rewarm=50"], "optim.rewarm=50: is for --resume RUN; a new run warms up anyway. Leave it out"),
+        (
+            ["optim.rewarm=true"],
+            "optim.rewarm=true: is for --resume RUN; a new run warms up anyway. Leave it out",
+        ),
+        (
+            ["optim.rewarm=50"],
+            "optim.rewarm=50: is for --resume RUN; a new run warms up anyway. Leave it out",
+        ),
         (
             ["optim.schedule=constant", "optim.decay_steps=5"],
             "optim.decay_steps=5: optim.schedule=constant never falls; give optim.decay_steps=auto, or optim.schedule=",
@@ -96,7 +105,10 @@ def test_runs_of_earlier_versions_keep_their_schedule_too(tmp_path: Path) -> Non
             "optim.decay_steps=90: the schedule has 100 steps, 10 of them warm-up (optim.warmup_steps); allowed: 1 to 89",
         ),
         (["optim.decay_steps=0"], "optim.decay_steps=0: must be at least 1"),
-        (["optim.schedule_steps=10"], "optim.schedule_steps=10: must be above optim.warmup_steps=10, or the rate falls to its end at once"),
+        (
+            ["optim.schedule_steps=10"],
+            "optim.schedule_steps=10: must be above optim.warmup_steps=10, or the rate falls to its end at once",
+        ),
         (["optim.schedule_steps=-3"], "optim.schedule_steps=-3: must be at least 1"),
         (["optim.schedule=cosin"], "optim.schedule=cosin: "),
     ],
@@ -111,8 +123,14 @@ def test_schedules_that_cannot_be_are_one_line(words: list[str], line: str) -> N
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["optim.rewarm=true"], "optim.rewarm=true: the run is at step 100, its last; give more with train.steps="),
-        (["optim.rewarm=7"], "optim.rewarm=7: give true, by which the schedule begins anew at the checkpoint, or false"),
+        (
+            ["optim.rewarm=true"],
+            "optim.rewarm=true: the run is at step 100, its last; give more with train.steps=",
+        ),
+        (
+            ["optim.rewarm=7"],
+            "optim.rewarm=7: give true, by which the schedule begins anew at the checkpoint, or false",
+        ),
         (
             ["optim.rewarm=true", "train.steps=120", "optim.schedule=wsd", "optim.decay_steps=15"],
             "optim.decay_steps=15: the schedule has 20 steps, 10 of them warm-up (optim.warmup_steps); allowed: 1 to 9",
@@ -125,8 +143,12 @@ def test_resumes_that_cannot_be_are_one_line(words: list[str], line: str) -> Non
     assert caught.value.problems == (line,) or list(caught.value.problems) == [line]
 
 
-@pytest.mark.parametrize(("warmup", "steps", "more"), [(10, 5, 1000), (10, 10, 100), (100, 100, 300)])
-def test_a_trial_that_ended_in_its_warm_up_spans_the_new_steps(warmup: int, steps: int, more: int) -> None:
+@pytest.mark.parametrize(
+    ("warmup", "steps", "more"), [(10, 5, 1000), (10, 10, 100), (100, 100, 300)]
+)
+def test_a_trial_that_ended_in_its_warm_up_spans_the_new_steps(
+    warmup: int, steps: int, more: int
+) -> None:
     """No rate had fallen, and none falls to its end within a step."""
     words = ["optim.lr=1e-3", f"optim.warmup_steps={warmup}"]
     found = resumed(compose([*words, f"train.steps={steps}"]), f"train.steps={more}", step=steps)
@@ -138,5 +160,7 @@ def test_configurations_of_earlier_versions_load_as_they_were(pattern: str) -> N
     """resolved/ holds what a version wrote that lacked the keys of today."""
     old = load(Path(__file__).parent / "resolved" / f"{pattern}.yaml")
     assert not list(validate.problems(old))
-    now = compose([f"sparsity={pattern}", "seq=64k", *(["sparsity.gate=block"] if pattern == "moba" else [])])
+    now = compose(
+        [f"sparsity={pattern}", "seq=64k", *(["sparsity.gate=block"] if pattern == "moba" else [])]
+    )
     assert dataclasses.replace(old, run=now.run) == now

@@ -24,7 +24,10 @@ def test_sizes_are_read_with_k_as_1024(text, tokens):
     assert parse_size(text) == tokens
 
 
-@pytest.mark.parametrize("text", ["512q", "k", "", "4kk", "4 5", "abc", "4g", "1e", ".", "--4", "0x10", "nan", "inf", True])
+@pytest.mark.parametrize(
+    "text",
+    ["512q", "k", "", "4kk", "4 5", "abc", "4g", "1e", ".", "--4", "0x10", "nan", "inf", True],
+)
 def test_what_is_no_size_is_refused_with_examples(text):
     with pytest.raises(ValueError, match="such as 4096, 512k or 1m"):
         parse_size(text)
@@ -35,10 +38,33 @@ def test_a_part_of_a_token_is_refused_by_naming_the_number():
         parse_size("0.3k")
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 2, 1000, 1023, 1024, 1025, 4096, 1536, 524288, 1048576, 3 * 1048576, 1048576 + 1024, -2048])
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        0,
+        1,
+        2,
+        1000,
+        1023,
+        1024,
+        1025,
+        4096,
+        1536,
+        524288,
+        1048576,
+        3 * 1048576,
+        1048576 + 1024,
+        -2048,
+    ],
+)
 def test_format_is_the_inverse_of_parse(tokens):
     assert parse_size(format_size(tokens)) == tokens
 
 
 def test_format_takes_the_largest_unit_that_is_exact():
-    assert [format_size(n) for n in (524288, 1048576, 1048576 + 1024, 1000)] == ["512k", "1m", "1025k", "1000"]
+    assert [format_size(n) for n in (524288, 1048576, 1048576 + 1024, 1000)] == [
+        "512k",
+        "1m",
+        "1025k",
+        "1000",
+    ]

@@ -17,21 +17,36 @@ def test_every_pattern_composes_and_is_made(name):
         assert pattern.synthetic == (name == "fixed")
         assert pattern.request().block == 128
         assert pattern.describe()
-    set_keys = {key for key, value in vars(config.sparsity).items() if value is not None and key != "pattern"}
+    set_keys = {
+        key
+        for key, value in vars(config.sparsity).items()
+        if value is not None and key != "pattern"
+    }
     assert set_keys == set(PATTERN_KEYS[name])
 
 
 def test_heads_share_an_index_only_if_asked():
     for word, shared in (("query_head", False), ("kv_group", True)):
-        assert make_pattern(compose(["sparsity=vertical_slash", f"sparsity.index_per={word}"]).sparsity, 0).per_group is shared
+        assert (
+            make_pattern(
+                compose(["sparsity=vertical_slash", f"sparsity.index_per={word}"]).sparsity, 0
+            ).per_group
+            is shared
+        )
 
 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
         ("sparsity=vertical_slash sparsity.p_v=0", "sparsity.p_v=0: must be above 0 and at most 1"),
-        ("sparsity=vertical_slash sparsity.p_s=1.5", "sparsity.p_s=1.5: must be above 0 and at most 1"),
-        ("sparsity=xattention sparsity.threshold=-1", "sparsity.threshold=-1: must be above 0 and at most 1"),
+        (
+            "sparsity=vertical_slash sparsity.p_s=1.5",
+            "sparsity.p_s=1.5: must be above 0 and at most 1",
+        ),
+        (
+            "sparsity=xattention sparsity.threshold=-1",
+            "sparsity.threshold=-1: must be above 0 and at most 1",
+        ),
         (
             "sparsity=vertical_slash sparsity.max_columns=10",
             "sparsity.max_columns=10: is below the 64 columns of sparsity.min_columns; give 0 (no bound) or at least 64",
@@ -44,18 +59,42 @@ def test_heads_share_an_index_only_if_asked():
             "sparsity=vertical_slash sparsity.max_slashes=1",
             "sparsity.max_slashes=1: is below sparsity.min_slashes=2; give 0 (any number) or at least 2",
         ),
-        ("sparsity=vertical_slash sparsity.last_q=8k seq=4k", "sparsity.last_q=8k: expected a whole number or null"),
-        ("sparsity=vertical_slash sparsity.last_q=8192 seq=4k", "sparsity.last_q=8192: is above seq=4096"),
-        ("sparsity=vertical_slash seq=32m", "seq=33554432: is above the 16777216 columns among which sparsity.pattern=vertical_slash can"),
-        ("sparsity=vertical_slash sparsity.block=100", "sparsity.block=100: must be 16, 32, 64 or 128"),
-        ("sparsity=xattention sparsity.stride=24", "sparsity.stride=24: does not divide sparsity.block=128"),
-        ("sparsity=moba sparsity.chunk=100", "sparsity.chunk=100: must be a multiple of sparsity.block=128"),
-        ("sparsity=moba sparsity.top_k=null", "sparsity.top_k=null: sparsity.pattern=moba needs it; sparsity=moba gives a default"),
+        (
+            "sparsity=vertical_slash sparsity.last_q=8k seq=4k",
+            "sparsity.last_q=8k: expected a whole number or null",
+        ),
+        (
+            "sparsity=vertical_slash sparsity.last_q=8192 seq=4k",
+            "sparsity.last_q=8192: is above seq=4096",
+        ),
+        (
+            "sparsity=vertical_slash seq=32m",
+            "seq=33554432: is above the 16777216 columns among which sparsity.pattern=vertical_slash can",
+        ),
+        (
+            "sparsity=vertical_slash sparsity.block=100",
+            "sparsity.block=100: must be 16, 32, 64 or 128",
+        ),
+        (
+            "sparsity=xattention sparsity.stride=24",
+            "sparsity.stride=24: does not divide sparsity.block=128",
+        ),
+        (
+            "sparsity=moba sparsity.chunk=100",
+            "sparsity.chunk=100: must be a multiple of sparsity.block=128",
+        ),
+        (
+            "sparsity=moba sparsity.top_k=null",
+            "sparsity.top_k=null: sparsity.pattern=moba needs it; sparsity=moba gives a default",
+        ),
         (
             "sparsity=moba sparsity.p_v=0.5",
             "sparsity.p_v=0.5: is no key of sparsity.pattern=moba; its keys: block, dense_steps, chunk, top_k, gate",
         ),
-        ("sparsity.p_v=0.5", "sparsity.p_v=0.5: is no key of sparsity.pattern=dense; its keys: none"),
+        (
+            "sparsity.p_v=0.5",
+            "sparsity.p_v=0.5: is no key of sparsity.pattern=dense; its keys: none",
+        ),
         (
             "sparsity=fixed sparsity.density=0",
             "sparsity.slashes=0: give block diagonals here or a share of the blocks in sparsity.density",
@@ -69,16 +108,28 @@ def test_heads_share_an_index_only_if_asked():
             "sparsity.pattern=moba: needs sparsity.block, sparsity.dense_steps, sparsity.chunk, sparsity.top_k, sparsity.gate; "
             "give sparsity=moba, which brings its keys, and no sparsity.pattern",
         ),
-        ("sparsity=vertical_slash sparsity.pattern=moba", "give sparsity=moba, which brings its keys"),
+        (
+            "sparsity=vertical_slash sparsity.pattern=moba",
+            "give sparsity=moba, which brings its keys",
+        ),
         ("sparsity=moba sparsity.pattern=dense", "give sparsity=dense and no sparsity.pattern"),
         ("sparsity=moba sparsity.chunk=no", "sparsity.chunk=no: expected"),
         (
             "sparsity=vertical_slash sparsity.windows=65 seq=4k",
             "sparsity.windows=65: windows of sparsity.last_q=64 queries would overlap; seq=4096 has room for 64",
         ),
-        (f"sparsity=vertical_slash sparsity.min_slashes={10**20}", f"sparsity.min_slashes={10**20}: must be between 1 and 2^31 - 1"),
-        (f"sparsity=vertical_slash sparsity.min_columns={2**31} sparsity.max_columns=0", "must be between 0 and 2^31 - 1"),
-        ("sparsity=vertical_slash ~sparsity.p_v", "~sparsity.p_v: a key cannot be deleted; leave it out for its default"),
+        (
+            f"sparsity=vertical_slash sparsity.min_slashes={10**20}",
+            f"sparsity.min_slashes={10**20}: must be between 1 and 2^31 - 1",
+        ),
+        (
+            f"sparsity=vertical_slash sparsity.min_columns={2**31} sparsity.max_columns=0",
+            "must be between 0 and 2^31 - 1",
+        ),
+        (
+            "sparsity=vertical_slash ~sparsity.p_v",
+            "~sparsity.p_v: a key cannot be deleted; leave it out for its default",
+        ),
         ("sparsity=vertical_slash sparsity.index_per=head", "expected one of query_head, kv_group"),
     ],
 )
@@ -105,4 +156,6 @@ def test_fixed_takes_either_diagonals_or_a_density(words, slashes, density):
 
 
 def test_as_many_windows_as_there_is_room_for():
-    assert compose(["sparsity=vertical_slash", "sparsity.windows=64", "seq=4k"]).sparsity.windows == 64
+    assert (
+        compose(["sparsity=vertical_slash", "sparsity.windows=64", "seq=4k"]).sparsity.windows == 64
+    )

@@ -9,17 +9,50 @@ RING = ["topology.exchange=ring", "topology.device=cuda"]
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["train.checkpoint_keep=0.3"], "train.checkpoint_keep=0.3: has no effect, train.activation_checkpoint=selective; only"),
-        (["topology.prefetch=2", "topology.exchange=all_gather"], "topology.prefetch=2: has no effect, topology.exchange=all_gather is no"),
-        (["topology.columns=once", *RING], "topology.columns=once: has no effect, sparsity.pattern=dense chooses no single columns"),
-        (["data.text_key=body"], "data.text_key=body: has no effect, data.kind=stdlib reads no text"),
-        (["optim.warmup_steps=9", "train.steps=5"], "optim.warmup_steps=9: train.steps=5 ends before; the learning rate never"),
-        (["topology.gpu_memory_gib=80", "topology.device=cpu"], "topology.gpu_memory_gib=80: has no effect, workers on a CPU share"),
-        (["data.token_dtype=uint32"], "data.token_dtype=uint32: has no effect, data.kind=stdlib reads no .bin"),
-        (["topology.block_size=64", "topology.layout=zigzag"], "topology.block_size=64: has no effect, the layout is zigzag"),
-        (["optim.schedule_steps=50", "optim.schedule=constant"], "optim.schedule_steps=50: has no effect, optim.schedule=constant does"),
-        (["train.checkpoint_every=9", "train.steps=5"], "train.checkpoint_every=9: has no effect, train.steps=5 ends before"),
-        (["model.rope.beta_fast=16", "model.rope.scaling=none"], "model.rope.beta_fast=16: has no effect, model.rope.scaling=none; only"),
+        (
+            ["train.checkpoint_keep=0.3"],
+            "train.checkpoint_keep=0.3: has no effect, train.activation_checkpoint=selective; only",
+        ),
+        (
+            ["topology.prefetch=2", "topology.exchange=all_gather"],
+            "topology.prefetch=2: has no effect, topology.exchange=all_gather is no",
+        ),
+        (
+            ["topology.columns=once", *RING],
+            "topology.columns=once: has no effect, sparsity.pattern=dense chooses no single columns",
+        ),
+        (
+            ["data.text_key=body"],
+            "data.text_key=body: has no effect, data.kind=stdlib reads no text",
+        ),
+        (
+            ["optim.warmup_steps=9", "train.steps=5"],
+            "optim.warmup_steps=9: train.steps=5 ends before; the learning rate never",
+        ),
+        (
+            ["topology.gpu_memory_gib=80", "topology.device=cpu"],
+            "topology.gpu_memory_gib=80: has no effect, workers on a CPU share",
+        ),
+        (
+            ["data.token_dtype=uint32"],
+            "data.token_dtype=uint32: has no effect, data.kind=stdlib reads no .bin",
+        ),
+        (
+            ["topology.block_size=64", "topology.layout=zigzag"],
+            "topology.block_size=64: has no effect, the layout is zigzag",
+        ),
+        (
+            ["optim.schedule_steps=50", "optim.schedule=constant"],
+            "optim.schedule_steps=50: has no effect, optim.schedule=constant does",
+        ),
+        (
+            ["train.checkpoint_every=9", "train.steps=5"],
+            "train.checkpoint_every=9: has no effect, train.steps=5 ends before",
+        ),
+        (
+            ["model.rope.beta_fast=16", "model.rope.scaling=none"],
+            "model.rope.beta_fast=16: has no effect, model.rope.scaling=none; only",
+        ),
     ],
 )
 def test_a_setting_that_nothing_reads_is_one_line(words, said):
@@ -48,9 +81,14 @@ def test_what_auto_chose_is_told_where_it_is_known():
     words = ["topology.prefetch=2"]
     config = compose(words)
     (line,) = idle_ring_keys(words, config, "all_gather")
-    assert line == "topology.prefetch=2: has no effect, topology.exchange=all_gather (chosen by auto) is no ring"
+    assert (
+        line
+        == "topology.prefetch=2: has no effect, topology.exchange=all_gather (chosen by auto) is no ring"
+    )
     assert idle_ring_keys(words, config, "ring") == []
-    assert idle_ring_keys(words, compose([*words, "topology.exchange=all_gather"]), "all_gather") == [], "the launcher has said so"
+    assert (
+        idle_ring_keys(words, compose([*words, "topology.exchange=all_gather"]), "all_gather") == []
+    ), "the launcher has said so"
     assert len(idle(["topology.gpu_memory_gib=80"], compose(), device="cpu")) == 1
 
 

@@ -16,11 +16,18 @@ def defaults():
 
 def changed(config, **values):
     """``config`` with leaves replaced; a dot of a key is written as two underscores."""
-    return keys.build({**keys.values(config), **{name.replace("__", "."): value for name, value in values.items()}})
+    return keys.build(
+        {
+            **keys.values(config),
+            **{name.replace("__", "."): value for name, value in values.items()},
+        }
+    )
 
 
 @pytest.mark.parametrize(("kind", "name"), [("mds", "index.json"), ("tokens", "meta.json")])
-def test_a_folder_that_is_none_of_its_kind_is_told_before_anything_is_opened(defaults, tmp_path, kind, name):
+def test_a_folder_that_is_none_of_its_kind_is_told_before_anything_is_opened(
+    defaults, tmp_path, kind, name
+):
     data = changed(defaults, data__kind=kind, data__path=str(tmp_path)).data
 
     def said() -> str:
@@ -47,47 +54,98 @@ def test_the_defaults_have_no_problem(defaults):
     [
         ({"seq": 1}, "seq=1: must be at least 2"),
         ({"seed": -1}, "seed=-1: must be between 0"),
-        ({"model__num_heads": 4, "model__num_kv_heads": 3}, "model.num_kv_heads=3: does not divide model.num_heads=4; allowed: 1, 2, 4"),
+        (
+            {"model__num_heads": 4, "model__num_kv_heads": 3},
+            "model.num_kv_heads=3: does not divide model.num_heads=4; allowed: 1, 2, 4",
+        ),
         ({"model__head_dim": 33}, "model.head_dim=33: must be even"),
         ({"model__num_layers": 0}, "model.num_layers=0: must be at least 1"),
-        ({"model__vocab_size": 200}, "model.vocab_size=200: data.tokenizer=bytes needs at least 264"),
+        (
+            {"model__vocab_size": 200},
+            "model.vocab_size=200: data.tokenizer=bytes needs at least 264",
+        ),
         ({"model__rope__theta": 1.0}, "model.rope.theta=1: must be above 1"),
-        ({"model__rope__factor": 0.5}, "model.rope.factor=0.5: must be auto or a number of at least 1"),
-        ({"model__rope__scaling": "llama3", "model__rope__factor": "auto"}, "model.rope.factor=auto: is derived for scaling=yarn only"),
-        ({"model__rope__scaling": "llama3", "model__rope__low_freq_factor": 9.0}, "must be above model.rope.low_freq_factor=9"),
-        ({"model__rope__scaling": "yarn", "model__rope__beta_slow": 64.0}, "must be above model.rope.beta_slow=64"),
-        ({"model__rope__original_max_position": 0}, "model.rope.original_max_position=0: must be at least 1"),
-        ({"topology__block_size": 100}, "topology.block_size=100: must be a power of two, at least 16"),
+        (
+            {"model__rope__factor": 0.5},
+            "model.rope.factor=0.5: must be auto or a number of at least 1",
+        ),
+        (
+            {"model__rope__scaling": "llama3", "model__rope__factor": "auto"},
+            "model.rope.factor=auto: is derived for scaling=yarn only",
+        ),
+        (
+            {"model__rope__scaling": "llama3", "model__rope__low_freq_factor": 9.0},
+            "must be above model.rope.low_freq_factor=9",
+        ),
+        (
+            {"model__rope__scaling": "yarn", "model__rope__beta_slow": 64.0},
+            "must be above model.rope.beta_slow=64",
+        ),
+        (
+            {"model__rope__original_max_position": 0},
+            "model.rope.original_max_position=0: must be at least 1",
+        ),
+        (
+            {"topology__block_size": 100},
+            "topology.block_size=100: must be a power of two, at least 16",
+        ),
         ({"topology__block_size": 8}, "topology.block_size=8: must be a power of two, at least 16"),
         ({"topology__workers": 0}, "topology.workers=0: must be at least 1"),
-        ({"topology__workers": 4, "topology__context_parallel": 3}, "topology.context_parallel=3: does not divide topology.workers=4"),
-        ({"topology__workers": 4, "topology__gpus_per_node": 3}, "topology.gpus_per_node=3: does not divide topology.workers=4"),
-        ({"topology__context_parallel": 4, "topology__gpus_per_node": 6}, "must divide topology.gpus_per_node=6 or be a multiple of it"),
+        (
+            {"topology__workers": 4, "topology__context_parallel": 3},
+            "topology.context_parallel=3: does not divide topology.workers=4",
+        ),
+        (
+            {"topology__workers": 4, "topology__gpus_per_node": 3},
+            "topology.gpus_per_node=3: does not divide topology.workers=4",
+        ),
+        (
+            {"topology__context_parallel": 4, "topology__gpus_per_node": 6},
+            "must divide topology.gpus_per_node=6 or be a multiple of it",
+        ),
         ({"topology__timeout_s": 0.001}, "topology.timeout_s=0.001: must be at least 1 second"),
         ({"train__steps": 0}, "train.steps=0: must be at least 1"),
-        ({"train__global_batch": 3, "train__micro_batch": 2}, "train.global_batch=3: must be a multiple of train.micro_batch=2"),
+        (
+            {"train__global_batch": 3, "train__micro_batch": 2},
+            "train.global_batch=3: must be a multiple of train.micro_batch=2",
+        ),
         (
             {"topology__workers": 4, "topology__context_parallel": 2, "train__global_batch": 3},
             "train.global_batch=3: must be a multiple of 2",
         ),
         ({"train__keep_checkpoints": 0}, "train.keep_checkpoints=0: must be at least 1"),
         ({"train__checkpoint_every": -1}, "train.checkpoint_every=-1: must be 0 or more"),
-        ({"train__kernel": "flash4", "topology__device": "cpu"}, "train.kernel=flash4: runs on GPUs only"),
-        ({"train__kernel": "flash4", "train__dtype": "float32"}, "train.kernel=flash4: computes in bfloat16"),
-        ({"train__init_from": "/nowhere/at/all"}, "train.init_from=/nowhere/at/all: no such folder"),
+        (
+            {"train__kernel": "flash4", "topology__device": "cpu"},
+            "train.kernel=flash4: runs on GPUs only",
+        ),
+        (
+            {"train__kernel": "flash4", "train__dtype": "float32"},
+            "train.kernel=flash4: computes in bfloat16",
+        ),
+        (
+            {"train__init_from": "/nowhere/at/all"},
+            "train.init_from=/nowhere/at/all: no such folder",
+        ),
         ({"optim__lr": 0.0}, "optim.lr=0: must be above 0"),
         ({"optim__betas": (0.9, 1.0)}, "optim.betas=[0.9,1]: each must be at least 0 and below 1"),
         ({"optim__min_lr_ratio": 1.5}, "optim.min_lr_ratio=1.5: must be between 0 and 1"),
         ({"optim__clip_norm": -1.0}, "optim.clip_norm=-1: must be 0 or more"),
         ({"optim__warmup_steps": -1}, "optim.warmup_steps=-1: must be 0 or more"),
         ({"data__kind": "text"}, "data.path=null: data=text needs it"),
-        ({"data__kind": "tokens"}, "data.path=null: data=tokens needs it: what `mtrain data prepare` wrote"),
+        (
+            {"data__kind": "tokens"},
+            "data.path=null: data=tokens needs it: what `mtrain data prepare` wrote",
+        ),
         (
             {"data__kind": "text", "data__path": "/no/corpus.txt"},
             "data.path=/no/corpus.txt: no such file; give a .txt, .md, .py, .jsonl or",
         ),
         ({"data__path": "/etc"}, "data.path=/etc: data=stdlib reads no path; write data=text"),
-        ({"data__tokenizer": "/no/tokenizer.json"}, "data.tokenizer=/no/tokenizer.json: no such file; give bytes"),
+        (
+            {"data__tokenizer": "/no/tokenizer.json"},
+            "data.tokenizer=/no/tokenizer.json: no such file; give bytes",
+        ),
         ({"data__tokenizer": "/etc"}, "data.tokenizer=/etc: is a folder; give its tokenizer.json"),
         ({"train__checkpoint_keep": 1.5}, "train.checkpoint_keep=1.5: must be between 0 and 1"),
         ({"train__checkpoint_keep": -0.1}, "train.checkpoint_keep=-0.1: must be between 0 and 1"),
@@ -102,14 +160,26 @@ def test_the_defaults_have_no_problem(defaults):
             {"train__offload_activations": 2, "train__activation_checkpoint": "none"},
             "train.offload_activations=2: train.activation_checkpoint=none keeps every intermediate, too many to move; allowed",
         ),
-        ({"train__offload_activations": 37, "model__num_layers": 36}, "=37: model.num_layers=36; allowed: true, false or 0 to 36"),
-        ({"train__keep_mlp": 37, "model__num_layers": 36}, "train.keep_mlp=37: model.num_layers=36; allowed: true, false or 0 to 36"),
-        ({"train__keep_mlp": -1}, "train.keep_mlp=-1: must be true, false or a number of layers, 0 or more"),
+        (
+            {"train__offload_activations": 37, "model__num_layers": 36},
+            "=37: model.num_layers=36; allowed: true, false or 0 to 36",
+        ),
+        (
+            {"train__keep_mlp": 37, "model__num_layers": 36},
+            "train.keep_mlp=37: model.num_layers=36; allowed: true, false or 0 to 36",
+        ),
+        (
+            {"train__keep_mlp": -1},
+            "train.keep_mlp=-1: must be true, false or a number of layers, 0 or more",
+        ),
         (
             {"optim__offload_gradients": True},
             "optim.offload_gradients=true: is for optim.offload=true, where the optimizer steps in host memory",
         ),
-        ({"train__offload_activations": -1}, "train.offload_activations=-1: must be true, false or a number of layers, 0 or more"),
+        (
+            {"train__offload_activations": -1},
+            "train.offload_activations=-1: must be true, false or a number of layers, 0 or more",
+        ),
         ({"run__log_every": 0}, "run.log_every=0: must be at least 1"),
         ({"run__name": "a/b"}, "run.name=a/b: may hold letters"),
         ({"run__name": ".."}, "run.name=..: may hold letters"),
@@ -124,21 +194,48 @@ def test_each_mistake_is_one_line_that_names_key_and_value(defaults, values, sai
 
 def test_several_mistakes_are_reported_together(defaults):
     found = problems(changed(defaults, seq=0, optim__lr=-1.0, model__head_dim=3, data__kind="text"))
-    assert [line.partition("=")[0] for line in found] == ["seq", "optim.lr", "model.head_dim", "data.path"]
+    assert [line.partition("=")[0] for line in found] == [
+        "seq",
+        "optim.lr",
+        "model.head_dim",
+        "data.path",
+    ]
 
 
 @pytest.mark.parametrize(
     "values",
     [
-        {"seq": 1000, "topology__layout": "zigzag", "topology__workers": 3},  # padded, never refused
+        {
+            "seq": 1000,
+            "topology__layout": "zigzag",
+            "topology__workers": 3,
+        },  # padded, never refused
         {"seq": 1 << 22},  # far beyond original_max_position without scaling: worse, not wrong
         {"train__steps": 2},  # shorter than the warm-up
-        {"topology__workers": 8, "topology__context_parallel": 8, "topology__gpus_per_node": 2},  # virtual nodes
-        {"topology__workers": 8, "topology__context_parallel": 2, "topology__gpus_per_node": 4, "train__global_batch": 4},
-        {"optim__clip_norm": 0.0, "train__checkpoint_every": 0, "optim__warmup_steps": 0, "optim__weight_decay": 0.0},
+        {
+            "topology__workers": 8,
+            "topology__context_parallel": 8,
+            "topology__gpus_per_node": 2,
+        },  # virtual nodes
+        {
+            "topology__workers": 8,
+            "topology__context_parallel": 2,
+            "topology__gpus_per_node": 4,
+            "train__global_batch": 4,
+        },
+        {
+            "optim__clip_norm": 0.0,
+            "train__checkpoint_every": 0,
+            "optim__warmup_steps": 0,
+            "optim__weight_decay": 0.0,
+        },
         {"model__rope__scaling": "yarn", "model__rope__factor": "auto"},
         {"train__offload_activations": 36, "model__num_layers": 36},
-        {"data__kind": "tokens", "data__path": "/", "model__vocab_size": 100},  # the store knows its own vocabulary
+        {
+            "data__kind": "tokens",
+            "data__path": "/",
+            "model__vocab_size": 100,
+        },  # the store knows its own vocabulary
     ],
 )
 def test_what_works_is_not_refused(defaults, values):
@@ -148,10 +245,14 @@ def test_what_works_is_not_refused(defaults, values):
 def test_a_hugging_face_folder_and_a_tokenizer_file_are_accepted(defaults, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer.json").write_text("{}")
-    good = changed(defaults, train__init_from=str(tmp_path), data__tokenizer=str(tmp_path / "tokenizer.json"))
+    good = changed(
+        defaults, train__init_from=str(tmp_path), data__tokenizer=str(tmp_path / "tokenizer.json")
+    )
     assert problems(good) == []
     folder = problems(changed(defaults, data__tokenizer=str(tmp_path)))
-    assert folder == [f"data.tokenizer={tmp_path}: is a folder; give its tokenizer.json, {tmp_path}/tokenizer.json"]
+    assert folder == [
+        f"data.tokenizer={tmp_path}: is a folder; give its tokenizer.json, {tmp_path}/tokenizer.json"
+    ]
     (tmp_path / "config.json").unlink()
     assert "holds no config.json" in problems(good)[0]
 
@@ -174,8 +275,14 @@ def test_the_configuration_is_frozen(defaults):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("seq=512 topology.workers=64", "give at most 4 workers, or at most 32 and topology.block_size=16, or a longer seq"),
-        ("seq=32 topology.workers=64 topology.block_size=16", "give at most 2 workers, or a longer seq"),
+        (
+            "seq=512 topology.workers=64",
+            "give at most 4 workers, or at most 32 and topology.block_size=16, or a longer seq",
+        ),
+        (
+            "seq=32 topology.workers=64 topology.block_size=16",
+            "give at most 2 workers, or a longer seq",
+        ),
         ("seq=512 topology.workers=32", "give fewer workers, a longer seq or blocks of at most 16"),
     ],
 )
@@ -193,7 +300,9 @@ def test_every_number_has_a_largest_value_and_one_line_says_which(name):
     assert said is not None
     bound = validate.most(name)
     assert bound is None or (
-        said.startswith("must be at most ") and bound.reason in said and bound.reason in validate.allowed(keys.all_keys()[name])
+        said.startswith("must be at most ")
+        and bound.reason in said
+        and bound.reason in validate.allowed(keys.all_keys()[name])
     )
 
 
@@ -222,7 +331,10 @@ def test_a_number_without_measure_is_one_line_at_once(word):
         ("run.dir=runs/x ", "run.dir='.*runs/x ': begins or ends with a space"),
         ("run.dir=runs/\udcff", "is not UTF-8; rename the file or folder"),
         ("run.dir=" + "x" * 300, "is too long; a name has at most 255 bytes"),
-        ("data.path=~nobodyhere/x", "begins with the name of a user whom this machine does not know"),
+        (
+            "data.path=~nobodyhere/x",
+            "begins with the name of a user whom this machine does not know",
+        ),
     ],
 )
 def test_a_folder_that_would_not_be_found_again_is_refused(word, said):

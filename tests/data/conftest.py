@@ -25,7 +25,9 @@ def make_config(base_config: Config) -> Callable[..., Config]:
 
     def make(*, seq: int = 64, seed: int = 0, vocab_size: int = 264, **data: Any) -> Config:
         model = replace(base_config.model, vocab_size=vocab_size)
-        return replace(base_config, seq=seq, seed=seed, model=model, data=replace(base_config.data, **data))
+        return replace(
+            base_config, seq=seq, seed=seed, model=model, data=replace(base_config.data, **data)
+        )
 
     return make
 
@@ -45,7 +47,12 @@ def jsonl(tmp_path: Path) -> Callable[..., Path]:
     def write(texts: list[str], name: str = "corpus.jsonl", key: str = "text") -> Path:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps({"id": number, key: text}) + "\n" for number, text in enumerate(texts)), encoding="utf-8")
+        path.write_text(
+            "".join(
+                json.dumps({"id": number, key: text}) + "\n" for number, text in enumerate(texts)
+            ),
+            encoding="utf-8",
+        )
         return path
 
     return write

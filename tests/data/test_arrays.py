@@ -17,37 +17,53 @@ IDS = (np.arange(200) * 7 + 3) % 250
 
 @pytest.mark.parametrize("dtype", ["<u2", "<u4", "<i4", "<i8", "u1"])
 @pytest.mark.parametrize("kind", ["npy", "bin"])
-def test_ids_are_the_same_whatever_they_are_written_in(make_config: Callable[..., Any], tmp_path: Path, dtype: str, kind: str) -> None:
+def test_ids_are_the_same_whatever_they_are_written_in(
+    make_config: Callable[..., Any], tmp_path: Path, dtype: str, kind: str
+) -> None:
     if kind == "bin" and dtype not in ("<u2", "<u4"):
         pytest.skip("a .bin is uint16 or uint32")
     path = tmp_path / f"corpus.{kind}"
     ids = IDS.astype(dtype)
     np.save(path, ids) if kind == "npy" else ids.tofile(path)
     token_dtype = {"<u2": "auto", "<u4": "uint32"}.get(dtype, "auto")
-    dataset = open_dataset(make_config(kind="tokens", path=str(path), seq=50, shuffle=False, token_dtype=token_dtype))
+    dataset = open_dataset(
+        make_config(kind="tokens", path=str(path), seq=50, shuffle=False, token_dtype=token_dtype)
+    )
     assert len(dataset) == 4
     assert np.array_equal(np.concatenate([dataset[number].tokens for number in range(4)]), IDS)
     assert np.array_equal(dataset[0].labels, IDS[1:51])
     assert "one document" in dataset.describe()
 
 
-def test_a_bin_is_uint32_for_a_large_vocabulary(make_config: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_bin_is_uint32_for_a_large_vocabulary(
+    make_config: Callable[..., Any], tmp_path: Path
+) -> None:
     ids = (IDS * 500).astype("<u4")
     ids.tofile(tmp_path / "a.bin")
-    dataset = open_dataset(make_config(kind="tokens", path=str(tmp_path / "a.bin"), seq=50, shuffle=False, vocab_size=151936))
+    dataset = open_dataset(
+        make_config(
+            kind="tokens", path=str(tmp_path / "a.bin"), seq=50, shuffle=False, vocab_size=151936
+        )
+    )
     assert np.array_equal(dataset[0].tokens, ids[:50])
 
 
 @pytest.mark.parametrize("beside", ["npy", "bin", "rows"])
-def test_documents_are_rows_or_come_from_offsets_beside_the_file(make_config: Callable[..., Any], tmp_path: Path, beside: str) -> None:
+def test_documents_are_rows_or_come_from_offsets_beside_the_file(
+    make_config: Callable[..., Any], tmp_path: Path, beside: str
+) -> None:
     offsets = np.array([0, 20, 40, 200], "<i8")
     if beside == "rows":
         np.save(tmp_path / "a.npy", IDS.astype("<u2").reshape(10, 20))
         offsets = np.arange(0, 201, 20)
     else:
         np.save(tmp_path / "a.npy", IDS.astype("<u2"))
-        np.save(tmp_path / "a.documents.npy", offsets) if beside == "npy" else offsets.tofile(tmp_path / "a.documents.bin")
-    sample = open_dataset(make_config(kind="tokens", path=str(tmp_path / "a.npy"), seq=100, shuffle=False))[0]
+        np.save(tmp_path / "a.documents.npy", offsets) if beside == "npy" else offsets.tofile(
+            tmp_path / "a.documents.bin"
+        )
+    sample = open_dataset(
+        make_config(kind="tokens", path=str(tmp_path / "a.npy"), seq=100, shuffle=False)
+    )[0]
     ends = [end for end in offsets if 0 < end <= 100]
     assert np.flatnonzero(sample.labels == IGNORED).tolist() == [end - 1 for end in ends]
     assert sample.documents[-1] == (4 if beside == "rows" else 2)
@@ -74,9 +90,14 @@ def test_every_mistake_is_one_line(make_config: Callable[..., Any], tmp_path: Pa
     assert "holds no tokens" in line("empty.bin")
     assert "no such file" in line("none.bin")
     np.save(tmp_path / "large.npy", np.full(60, 5000, "<u2"))
-    assert "token 5000 does not fit model.vocab_size=264; these tokens are of another tokenizer" in line("large.npy")
+    assert (
+        "token 5000 does not fit model.vocab_size=264; these tokens are of another tokenizer"
+        in line("large.npy")
+    )
     np.save(tmp_path / "negative.npy", np.full(60, -1, "<i4"))
     assert "token -1 does not fit model.vocab_size=264" in line("negative.npy")
     IDS.astype("<u2").tofile(tmp_path / "bad.bin")
     np.save(tmp_path / "bad.documents.npy", np.array([0, 50, 40, 200]))
-    assert "the offsets in bad.documents.npy do not rise from 0 to its 200 tokens" in line("bad.bin")
+    assert "the offsets in bad.documents.npy do not rise from 0 to its 200 tokens" in line(
+        "bad.bin"
+    )

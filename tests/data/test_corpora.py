@@ -12,7 +12,11 @@ from mtrain_cli.data.corpora import Corpus, open_corpus, split_text, stdlib_corp
 
 
 def _texts(corpus: Corpus) -> dict[str, str]:
-    return {document.name: "".join(document.pieces) for unit in corpus.units for document in unit.documents(0)}
+    return {
+        document.name: "".join(document.pieces)
+        for unit in corpus.units
+        for document in unit.documents(0)
+    }
 
 
 @pytest.fixture
@@ -35,7 +39,9 @@ def library(tmp_path: Path) -> Path:
         path = tmp_path / "lib" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(text.encode())
-    (tmp_path / "lib" / "latin.py").write_bytes("# -*- coding: latin-1 -*-\nE = 'é'\n".encode("latin-1"))
+    (tmp_path / "lib" / "latin.py").write_bytes(
+        "# -*- coding: latin-1 -*-\nE = 'é'\n".encode("latin-1")
+    )
     (tmp_path / "lib" / "broken.py").write_bytes(b"x = '\xff'\n")
     return tmp_path / "lib"
 
@@ -85,11 +91,20 @@ def _blocks(text: str, size: int) -> list[str]:
 def test_pieces_are_no_longer_than_asked_where_lines_are_short() -> None:
     text = "some words\n" * 1000
     for block in (1, 50, len(text)):
-        assert {len(piece) for piece in split_text(_blocks(text, block), 100)} == {99, len(text) % 99}
+        assert {len(piece) for piece in split_text(_blocks(text, block), 100)} == {
+            99,
+            len(text) % 99,
+        }
 
 
-@given(text=st.text(st.sampled_from("ab \n\t\u2028é"), max_size=400), block=st.integers(1, 50), size=st.integers(1, 50))
-def test_pieces_join_to_the_text_and_are_cut_between_plain_lines(text: str, block: int, size: int) -> None:
+@given(
+    text=st.text(st.sampled_from("ab \n\t\u2028é"), max_size=400),
+    block=st.integers(1, 50),
+    size=st.integers(1, 50),
+)
+def test_pieces_join_to_the_text_and_are_cut_between_plain_lines(
+    text: str, block: int, size: int
+) -> None:
     pieces = list(split_text(_blocks(text, block), size))
     assert "".join(pieces) == text
     assert all(pieces)

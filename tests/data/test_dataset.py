@@ -38,10 +38,18 @@ def _expected_stream(dataset: PackedDataset, store: TokenStore) -> tuple[np.ndar
     """Tokens of the stream and the place of their document in it, from the order that the dataset chose."""
     order = range(store.meta.num_documents) if dataset._order is None else dataset._order
     documents = [store.document(number) for number in order]
-    return np.concatenate(documents), np.repeat(np.arange(len(documents)), [document.size for document in documents])
+    return np.concatenate(documents), np.repeat(
+        np.arange(len(documents)), [document.size for document in documents]
+    )
 
 
-@given(lengths=_LENGTHS, seq=st.integers(1, 60), seed=st.integers(0, 1000), shuffle=st.booleans(), mask=st.booleans())
+@given(
+    lengths=_LENGTHS,
+    seq=st.integers(1, 60),
+    seed=st.integers(0, 1000),
+    shuffle=st.booleans(),
+    mask=st.booleans(),
+)
 def test_every_token_is_in_one_sequence_and_labels_are_the_next_token_of_its_document(
     lengths: list[int], seq: int, seed: int, shuffle: bool, mask: bool
 ) -> None:
@@ -53,7 +61,9 @@ def test_every_token_is_in_one_sequence_and_labels_are_the_next_token_of_its_doc
     packed = min(tokens.size, len(dataset) * seq)
 
     for index, sample in enumerate(samples):
-        assert {part.dtype for part in (sample.tokens, sample.labels, sample.documents)} == {np.dtype(np.int32)}
+        assert {part.dtype for part in (sample.tokens, sample.labels, sample.documents)} == {
+            np.dtype(np.int32)
+        }
         assert {part.shape for part in (sample.tokens, sample.labels, sample.documents)} == {(seq,)}
         assert np.all(np.diff(sample.documents) >= 0)
         if mask:
@@ -137,12 +147,16 @@ def test_open_dataset_reads_the_standard_library_by_default(base_config: Config)
     assert np.array_equal(sample.labels[:-1][valid[:-1]], sample.tokens[1:][valid[:-1]])
 
 
-def test_open_dataset_reads_text_with_both_tokenizers(make_config, jsonl: Callable[..., Path], bpe_file: Path) -> None:
+def test_open_dataset_reads_text_with_both_tokenizers(
+    make_config, jsonl: Callable[..., Path], bpe_file: Path
+) -> None:
     path = str(jsonl(["the quick dog", "", "a lazy fox"] * 20))
     by_bytes = open_dataset(make_config(kind="text", path=path, shuffle=False))
     assert by_bytes.num_tokens == 20 * (13 + 1 + 10 + 1)
     assert ByteTokenizer().decode(by_bytes[0].tokens).startswith("the quick doga lazy fox")
-    by_bpe = open_dataset(make_config(kind="text", path=path, tokenizer=str(bpe_file), vocab_size=300))
+    by_bpe = open_dataset(
+        make_config(kind="text", path=path, tokenizer=str(bpe_file), vocab_size=300)
+    )
     assert by_bpe.num_tokens < by_bytes.num_tokens
     assert by_bpe.fingerprint != by_bytes.fingerprint
 
@@ -154,7 +168,9 @@ def _line(config: Config) -> str:
     return str(caught.value)
 
 
-def test_a_corpus_of_less_than_one_sequence_is_named_with_both_numbers(make_config, jsonl: Callable[..., Path]) -> None:
+def test_a_corpus_of_less_than_one_sequence_is_named_with_both_numbers(
+    make_config, jsonl: Callable[..., Path]
+) -> None:
     path = jsonl(["short"])
     assert _line(make_config(kind="text", path=str(path))) == (
         f"seq=64: data.path={path} holds only 6 tokens, less than one sequence of 64; give a longer corpus or a smaller seq"
@@ -168,7 +184,9 @@ def test_an_empty_corpus_is_named(make_config, tmp_path: Path, content: str) -> 
     assert _line(make_config(kind="text", path=str(path))) == f"data.path={path}: holds no text"
 
 
-def test_a_vocabulary_larger_than_the_models_names_both(make_config, tmp_path: Path, bpe_file: Path) -> None:
+def test_a_vocabulary_larger_than_the_models_names_both(
+    make_config, tmp_path: Path, bpe_file: Path
+) -> None:
     assert (
         _line(make_config(vocab_size=256))
         == "model.vocab_size=256: data.tokenizer=bytes has 264 ids; set model.vocab_size=264 or more, or auto"
@@ -178,7 +196,9 @@ def test_a_vocabulary_larger_than_the_models_names_both(make_config, tmp_path: P
     assert line.startswith("model.vocab_size=100: the token store")
     assert "has 264 ids; set model.vocab_size=264 or more" in line
     needed = open_tokenizer(str(bpe_file)).vocab_size
-    assert f"data.tokenizer={bpe_file} has {needed} ids" in _line(make_config(tokenizer=str(bpe_file), vocab_size=needed - 1))
+    assert f"data.tokenizer={bpe_file} has {needed} ids" in _line(
+        make_config(tokenizer=str(bpe_file), vocab_size=needed - 1)
+    )
 
 
 def _prepared(folder: Path, lengths: list[int]) -> StoreMeta:
@@ -199,8 +219,12 @@ def test_tokens_are_read_from_a_store_and_damage_is_named(make_config, tmp_path:
     content = np.fromfile(tmp_path / "s" / "tokens.bin", "<u2")
     content[:] = 999
     content.tofile(tmp_path / "s" / "tokens.bin")
-    with pytest.raises(ConfigError, match="token 999 is outside the vocabulary of 264; the store is corrupt"):
+    with pytest.raises(
+        ConfigError, match="token 999 is outside the vocabulary of 264; the store is corrupt"
+    ):
         open_dataset(config)[0]
     (tmp_path / "s" / "tokens.bin").write_bytes(b"")
     assert "tokens.bin has 0 bytes where meta.json says 360" in _line(config)
-    assert _line(make_config(kind="tokens", path=None)).startswith("data.path=null: data=tokens needs a folder")
+    assert _line(make_config(kind="tokens", path=None)).startswith(
+        "data.path=null: data=tokens needs a folder"
+    )

@@ -20,7 +20,10 @@ from mtrain_cli.data.mds import MdsFolder
 from mtrain_cli.data.text_files import text_corpus
 
 COLUMNS = {"input_ids": "ndarray:uint32"}
-SAMPLES = [{"input_ids": np.arange(5, dtype=np.uint32)}, {"input_ids": np.arange(3, dtype=np.uint32)}]
+SAMPLES = [
+    {"input_ids": np.arange(5, dtype=np.uint32)},
+    {"input_ids": np.arange(3, dtype=np.uint32)},
+]
 
 
 def change_index(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -36,7 +39,10 @@ def test_shards_outside_their_folder_are_refused(tmp_path, name, which):
     change_index(folder, lambda shard: shard[which].update(basename=name))
     with pytest.raises(ConfigError) as caught:
         MdsFolder(folder)
-    assert str(caught.value) == f"{folder}: index.json names the shard {name!r}, which does not lie in the folder"
+    assert (
+        str(caught.value)
+        == f"{folder}: index.json names the shard {name!r}, which does not lie in the folder"
+    )
 
 
 def test_shards_in_folders_below_are_read(tmp_path):
@@ -47,11 +53,18 @@ def test_shards_in_folders_below_are_read(tmp_path):
     assert MdsFolder(folder).sample(1, ["input_ids"])["input_ids"].tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize(("key", "value"), [("samples", -1), ("samples", 1 << 40), ("bytes", -5), ("bytes", 1 << 40)])
+@pytest.mark.parametrize(
+    ("key", "value"), [("samples", -1), ("samples", 1 << 40), ("bytes", -5), ("bytes", 1 << 40)]
+)
 def test_sizes_that_no_shard_can_have_are_refused(tmp_path, key, value):
     folder = write_mds(tmp_path / "mds", COLUMNS, SAMPLES)
-    change_index(folder, lambda shard: (shard if key == "samples" else shard["raw_data"]).update({key: value}))
-    with pytest.raises(ConfigError, match=r"index\.json gives shard\.00000\.mds .* no shard of MDS can have these$"):
+    change_index(
+        folder,
+        lambda shard: (shard if key == "samples" else shard["raw_data"]).update({key: value}),
+    )
+    with pytest.raises(
+        ConfigError, match=r"index\.json gives shard\.00000\.mds .* no shard of MDS can have these$"
+    ):
         MdsFolder(folder)
 
 
@@ -68,7 +81,10 @@ def test_a_shard_is_unpacked_no_further_than_the_index_says(tmp_path, compressio
     change_index(folder, lambda shard: shard["zip_data"].update(bytes=len(bomb), hashes={}))
     tracemalloc.start()
     try:
-        with pytest.raises(ConfigError, match=f"unpacks to more bytes where index.json says {index['raw_data']['bytes']:,}$"):
+        with pytest.raises(
+            ConfigError,
+            match=f"unpacks to more bytes where index.json says {index['raw_data']['bytes']:,}$",
+        ):
             MdsFolder(folder).sample(0, ["input_ids"])
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
     finally:
@@ -100,7 +116,10 @@ def test_rows_that_repeat_a_long_value_are_read_few_at_a_time(tmp_path, monkeypa
 def test_a_column_that_unpacks_to_more_than_memory_is_refused(tmp_path, monkeypatch):
     parquet(tmp_path / "t.parquet", [str(i) * 999 for i in range(2000)], compression="zstd")
     monkeypatch.setattr(parquet_pages, "host_memory", lambda: 1 << 20)
-    with pytest.raises(ConfigError, match=r"row group 0: column text unpacks to .* more than half of this machine's memory"):
+    with pytest.raises(
+        ConfigError,
+        match=r"row group 0: column text unpacks to .* more than half of this machine's memory",
+    ):
         next(documents(tmp_path / "t.parquet"))
 
 
@@ -142,5 +161,7 @@ def test_a_line_of_absurd_length_is_refused(tmp_path, monkeypatch):
     path.write_text(json.dumps({"text": "a"}) + "\n" + json.dumps({"text": "b" * 200}) + "\n")
     reading = documents(path)
     assert "".join(next(reading).pieces) == "a"
-    with pytest.raises(ConfigError, match=r"t\.jsonl line 2: is longer than 100 bytes; give one document a line$"):
+    with pytest.raises(
+        ConfigError, match=r"t\.jsonl line 2: is longer than 100 bytes; give one document a line$"
+    ):
         next(reading)

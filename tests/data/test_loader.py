@@ -24,11 +24,28 @@ def _dataset(sequences: int = 13, seq: int = 6) -> PackedDataset:
         writer.append(np.full(seq - 1, number))
         writer.end_document()
     writer.flush()
-    return PackedDataset(writer.from_memory(tokens.getbuffer(), offsets.getbuffer(), "a test"), seq, shuffle=False)
+    return PackedDataset(
+        writer.from_memory(tokens.getbuffer(), offsets.getbuffer(), "a test"), seq, shuffle=False
+    )
 
 
-def _loader(dataset: PackedDataset, dp_rank: int = 0, dp: int = 1, global_batch: int = 4, micro_batch: int = 1, seed: int = 0) -> Loader:
-    return Loader(dataset, Sampler(len(dataset), seed), dp_rank, dp, global_batch, micro_batch, lambda samples: samples)
+def _loader(
+    dataset: PackedDataset,
+    dp_rank: int = 0,
+    dp: int = 1,
+    global_batch: int = 4,
+    micro_batch: int = 1,
+    seed: int = 0,
+) -> Loader:
+    return Loader(
+        dataset,
+        Sampler(len(dataset), seed),
+        dp_rank,
+        dp,
+        global_batch,
+        micro_batch,
+        lambda samples: samples,
+    )
 
 
 def _names(step: list[list[Sample]]) -> list[int]:
@@ -54,7 +71,10 @@ def test_the_union_over_ranks_is_exactly_the_next_sequences_whatever_dp_is(
         parts = [next(loader) for loader in loaders]
         for part in parts:
             assert [len(samples) for samples in part] == [micro_batch] * micro_batches
-        expected = [reference.sequence(number) for number in range(step * global_batch, (step + 1) * global_batch)]
+        expected = [
+            reference.sequence(number)
+            for number in range(step * global_batch, (step + 1) * global_batch)
+        ]
         assert [name for part in parts for name in _names(part)] == expected
     for loader in loaders:
         loader.close()
@@ -65,7 +85,8 @@ def test_workers_of_one_context_group_get_the_same_batches() -> None:
         for _ in range(8):
             for left, right in zip(next(one), next(other), strict=True):
                 assert all(
-                    np.array_equal(a.tokens, b.tokens) and np.array_equal(a.labels, b.labels) for a, b in zip(left, right, strict=True)
+                    np.array_equal(a.tokens, b.tokens) and np.array_equal(a.labels, b.labels)
+                    for a, b in zip(left, right, strict=True)
                 )
 
 
@@ -79,7 +100,10 @@ def test_a_restored_run_goes_on_where_it_was_on_any_number_of_ranks(dp: int, new
         for loader in loaders:
             next(loader)
     states = [loader.state() for loader in loaders]
-    assert all(state == {"seed": 5, "consumed": 16, "sequences": 13, "fingerprint": dataset.fingerprint} for state in states)
+    assert all(
+        state == {"seed": 5, "consumed": 16, "sequences": 13, "fingerprint": dataset.fingerprint}
+        for state in states
+    )
     restored = [_loader(dataset, rank, new_dp, seed=1) for rank in range(new_dp)]
     for loader in restored:
         next(loader)  # what it read ahead must not come back
@@ -148,7 +172,9 @@ def test_loading_a_state_waits_for_the_reader(monkeypatch: pytest.MonkeyPatch) -
         assert finished.is_set()
 
 
-def test_an_error_of_the_reader_is_raised_by_next_and_loses_no_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_reader_is_raised_by_next_and_loses_no_sequence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def broken(_self: PackedDataset, _index: int) -> Sample:
         raise ConfigError("the store is corrupt")
 
@@ -164,9 +190,12 @@ def test_an_error_of_the_reader_is_raised_by_next_and_loses_no_sequence(monkeypa
 
 
 @pytest.mark.parametrize(
-    ("dp", "global_batch", "micro_batch", "key"), [(2, 3, 1, "global_batch=3"), (2, 8, 3, "micro_batch=3"), (1, 0, 1, "global_batch=0")]
+    ("dp", "global_batch", "micro_batch", "key"),
+    [(2, 3, 1, "global_batch=3"), (2, 8, 3, "micro_batch=3"), (1, 0, 1, "global_batch=0")],
 )
-def test_batches_that_do_not_divide_are_named(dp: int, global_batch: int, micro_batch: int, key: str) -> None:
+def test_batches_that_do_not_divide_are_named(
+    dp: int, global_batch: int, micro_batch: int, key: str
+) -> None:
     with pytest.raises(ConfigError, match=rf"^train\.{key}: must"):
         _loader(_dataset(), 0, dp, global_batch, micro_batch)
 
@@ -185,7 +214,9 @@ def test_micro_batches_are_made_in_the_background_too() -> None:
     assert threading.main_thread() not in made
 
 
-def test_closing_waits_for_one_sequence_and_not_for_the_step_and_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_waits_for_one_sequence_and_not_for_the_step_and_leaves_no_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A step of 64 sequences on a slow disk would hold up Ctrl-C for minutes."""
     read, real = threading.Semaphore(0), PackedDataset.__getitem__
     closing = threading.Event()
@@ -208,4 +239,8 @@ def test_closing_waits_for_one_sequence_and_not_for_the_step_and_leaves_no_threa
     threading.Timer(0.1, closing.set).start()
     loader.close()
     assert count < 24, "the step that is read ahead is not read to its end"
-    assert not [thread for thread in set(threading.enumerate()) - others if thread.name.startswith("mtrain-data")]
+    assert not [
+        thread
+        for thread in set(threading.enumerate()) - others
+        if thread.name.startswith("mtrain-data")
+    ]

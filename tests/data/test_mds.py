@@ -30,18 +30,31 @@ def encoded(encoding: str, value: Any) -> bytes:
         parts = encoding.split(":")
         head = b"" if len(parts) > 1 else bytes([CODES[value.dtype.name]])
         if len(parts) < 3:
-            width = next(code for code, limit in enumerate((1 << 8, 1 << 16, 1 << 32)) if max(value.shape) < limit)
-            head += bytes([value.ndim << 2 | width]) + np.array(value.shape).astype(f"<u{1 << width}").tobytes()
+            width = next(
+                code
+                for code, limit in enumerate((1 << 8, 1 << 16, 1 << 32))
+                if max(value.shape) < limit
+            )
+            head += (
+                bytes([value.ndim << 2 | width])
+                + np.array(value.shape).astype(f"<u{1 << width}").tobytes()
+            )
         return head + value.tobytes()
     if encoding in ("int", "uint16"):
         return np.array(value, "<i8" if encoding == "int" else "<u2").tobytes()
-    return value if encoding == "bytes" else (value if encoding == "str" else json.dumps(value)).encode()
+    return (
+        value
+        if encoding == "bytes"
+        else (value if encoding == "str" else json.dumps(value)).encode()
+    )
 
 
 def sizes(columns: dict[str, str]) -> list[int | None]:
     found: dict[str, int | None] = {"int": 8, "uint16": 2}
     return [
-        int(e.split(":")[2]) * np.dtype(e.split(":")[1]).itemsize if e.startswith("ndarray") and e.count(":") == 2 else found.get(e)
+        int(e.split(":")[2]) * np.dtype(e.split(":")[1]).itemsize
+        if e.startswith("ndarray") and e.count(":") == 2
+        else found.get(e)
         for _, e in sorted(columns.items())
     ]
 
@@ -68,16 +81,34 @@ def write_mds(
         config, bodies = json.dumps(facts, sort_keys=True).encode(), []
         for sample in chosen:
             data = [encoded(columns[name], sample[name]) for name in names]
-            head = b"".join(np.uint32(len(part)).tobytes() for part, size in zip(data, fixed, strict=True) if size is None)
+            head = b"".join(
+                np.uint32(len(part)).tobytes()
+                for part, size in zip(data, fixed, strict=True)
+                if size is None
+            )
             bodies.append(head + b"".join(data))
         offsets = np.cumsum([0, *map(len, bodies)]) + 4 + 4 * (len(chosen) + 1) + len(config)
-        raw = np.uint32(len(chosen)).tobytes() + offsets.astype("<u4").tobytes() + config + b"".join(bodies)
+        raw = (
+            np.uint32(len(chosen)).tobytes()
+            + offsets.astype("<u4").tobytes()
+            + config
+            + b"".join(bodies)
+        )
         name = f"shard.{number:05}.mds"
 
         def described(basename: str, content: bytes) -> dict[str, Any]:
-            return {"basename": basename, "bytes": len(content), "hashes": {h: hashlib.new(h, content).hexdigest() for h in hashes}}
+            return {
+                "basename": basename,
+                "bytes": len(content),
+                "hashes": {h: hashlib.new(h, content).hexdigest() for h in hashes},
+            }
 
-        entry = {**facts, "samples": len(chosen), "raw_data": described(name, raw), "zip_data": None}
+        entry = {
+            **facts,
+            "samples": len(chosen),
+            "raw_data": described(name, raw),
+            "zip_data": None,
+        }
         if compression == "gz":
             packed = gzip.compress(raw)
             entry["zip_data"] = described(f"{name}.gz", packed)
@@ -96,7 +127,11 @@ PACKED = {"input_ids": "ndarray:int32:32", "indices": "json", "mask": "ndarray",
 def raw_samples(count: int = 7) -> list[dict[str, Any]]:
     lengths = [5 + 3 * i for i in range(count)]
     return [
-        {"domain": ("code", "book")[i % 2], "input_ids": (np.arange(n) + 100 * i).astype(np.uint32), "length": n}
+        {
+            "domain": ("code", "book")[i % 2],
+            "input_ids": (np.arange(n) + 100 * i).astype(np.uint32),
+            "length": n,
+        }
         for i, n in enumerate(lengths)
     ]
 
@@ -118,7 +153,9 @@ def test_the_writer_of_these_tests_writes_what_the_real_one_writes(tmp_path: Pat
     for name in ("index.json", "shard.00000.mds"):
         assert (tmp_path / "packed" / name).read_bytes() == (REAL / "packed" / name).read_bytes()
     write_mds(tmp_path / "raw", RAW, raw_samples()[:2], size_limit=400)
-    assert (tmp_path / "raw/shard.00000.mds").read_bytes() == (REAL / "raw/shard.00000.mds").read_bytes()
+    assert (tmp_path / "raw/shard.00000.mds").read_bytes() == (
+        REAL / "raw/shard.00000.mds"
+    ).read_bytes()
 
 
 @pytest.mark.parametrize("name", ["raw", "raw_zstd"])
@@ -129,7 +166,9 @@ def test_documents_of_the_real_writer_come_back(name: str) -> None:
         found = folder.sample(number, ["domain", "input_ids", "length"])
         assert np.array_equal(found.pop("input_ids"), samples[number]["input_ids"])
         assert found == {"domain": samples[number]["domain"], "length": samples[number]["length"]}
-    lengths = np.concatenate([folder.array_lengths("input_ids", shard) for shard in range(len(folder.shards))])
+    lengths = np.concatenate(
+        [folder.array_lengths("input_ids", shard) for shard in range(len(folder.shards))]
+    )
     assert lengths.tolist() == [sample["length"] for sample in samples]
 
 
@@ -151,16 +190,22 @@ def test_packed_samples_of_the_real_writer_are_sequences_with_their_documents(na
     assert IGNORED not in whole.labels
 
 
-def test_samples_are_shuffled_whole_and_cut_where_a_sequence_is_shorter(make_config: Callable[..., Any]) -> None:
+def test_samples_are_shuffled_whole_and_cut_where_a_sequence_is_shorter(
+    make_config: Callable[..., Any],
+) -> None:
     config = make_config(kind="mds", path=str(REAL / "packed"), seq=32, vocab_size=1000)
     dataset = open_dataset(config)
     firsts = [int(dataset[number].tokens[0]) for number in range(5)]
     assert sorted(firsts) == [0, 50, 100, 150, 200] != firsts
-    halves = open_dataset(make_config(kind="mds", path=str(REAL / "packed"), seq=16, vocab_size=1000))
+    halves = open_dataset(
+        make_config(kind="mds", path=str(REAL / "packed"), seq=16, vocab_size=1000)
+    )
     assert len(halves) == 10
     assert np.array_equal(np.concatenate([halves[0].tokens, halves[1].tokens]), dataset[0].tokens)
     # A border at token 10 of a sample is at token 2 of its second eight.
-    second = PackedDataset(MdsSource(REAL / "packed", "packed"), 8, vocab_size=1000, shuffle=False)[1]
+    second = PackedDataset(MdsSource(REAL / "packed", "packed"), 8, vocab_size=1000, shuffle=False)[
+        1
+    ]
     assert second.documents.tolist() == [0] * 2 + [1] * 6
     assert (second.labels == IGNORED).nonzero()[0].tolist() == [1]
 
@@ -169,7 +214,12 @@ def test_tokens_outside_spans_and_masks_are_no_targets(tmp_path: Path) -> None:
     samples = packed_samples()[:1]
     samples[0]["indices"] = [[2, 10], [12, 32]]
     samples[0]["mask"][20:24] = 0
-    dataset = PackedDataset(MdsSource(write_mds(tmp_path / "s", PACKED, samples), "s"), 32, vocab_size=1000, shuffle=False)
+    dataset = PackedDataset(
+        MdsSource(write_mds(tmp_path / "s", PACKED, samples), "s"),
+        32,
+        vocab_size=1000,
+        shuffle=False,
+    )
     targets = set((np.flatnonzero(dataset[0].labels != IGNORED) + 1).tolist())
     # 2 and 12 begin a document.
     assert targets == {*range(3, 10), *range(13, 20), *range(24, 32)}
@@ -178,17 +228,25 @@ def test_tokens_outside_spans_and_masks_are_no_targets(tmp_path: Path) -> None:
 def test_raw_documents_are_packed_end_to_end_and_may_be_compressed(tmp_path: Path) -> None:
     plain = PackedDataset(MdsSource(REAL / "raw", "raw"), 20, vocab_size=1000, seed=3)
     gz = PackedDataset(
-        MdsSource(write_mds(tmp_path / "gz", RAW, raw_samples(), compression="gz", hashes=("sha1",)), "gz"), 20, vocab_size=1000, seed=3
+        MdsSource(
+            write_mds(tmp_path / "gz", RAW, raw_samples(), compression="gz", hashes=("sha1",)), "gz"
+        ),
+        20,
+        vocab_size=1000,
+        seed=3,
     )
     zstd = PackedDataset(MdsSource(REAL / "raw_zstd", "zstd"), 20, vocab_size=1000, seed=3)
     assert len(plain) == 5
     for number in range(5):
         for other in (gz, zstd):
             assert all(
-                np.array_equal(getattr(plain[number], name), getattr(other[number], name)) for name in ("tokens", "labels", "documents")
+                np.array_equal(getattr(plain[number], name), getattr(other[number], name))
+                for name in ("tokens", "labels", "documents")
             )
     everything = np.concatenate([plain[number].tokens for number in range(5)])[: plain.num_tokens]
-    assert sorted(everything.tolist()) == sorted(np.concatenate([sample["input_ids"] for sample in raw_samples()]).tolist())
+    assert sorted(everything.tolist()) == sorted(
+        np.concatenate([sample["input_ids"] for sample in raw_samples()]).tolist()
+    )
 
 
 def _corrupt(folder: Path, name: str, change: Callable[[bytes], bytes]) -> None:
@@ -223,18 +281,48 @@ def _snappy(folder: Path) -> None:
 
 LARGER = (np.uint32(22).tobytes(), np.uint32(2200).tobytes())
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no index": (lambda f: (f / "index.json").unlink(), "no index.json in it; give a folder of MDS shards"),
+    "no index": (
+        lambda f: (f / "index.json").unlink(),
+        "no index.json in it; give a folder of MDS shards",
+    ),
     "index of nonsense": (lambda f: (f / "index.json").write_text("{"), "index.json is not JSON"),
-    "index of a list": (lambda f: (f / "index.json").write_text("[]"), "index.json has version None; MDS shards of version 2"),
-    "index without shards": (lambda f: _index(f, lambda c: c["shards"].clear()), "index.json lists no shards"),
+    "index of a list": (
+        lambda f: (f / "index.json").write_text("[]"),
+        "index.json has version None; MDS shards of version 2",
+    ),
+    "index without shards": (
+        lambda f: _index(f, lambda c: c["shards"].clear()),
+        "index.json lists no shards",
+    ),
     "index of another format": (lambda f: _first(f, format="csv"), "is no index of MDS shards"),
-    "no shard": (lambda f: (f / "shard.00001.mds").unlink(), "shard.00001.mds is missing; index.json lists it"),
-    "truncated": (lambda f: _corrupt(f, "shard.00001.mds", lambda b: b[:-3]), "where index.json says"),
-    "changed": (lambda f: _corrupt(f, "shard.00000.mds", lambda b: b[:-1] + b"?"), "shard.00000.mds is corrupt: its sha1 is"),
-    "another header": (lambda f: _unchecked(f, lambda b: b"\x09" + b[1:]), "its header does not fit index.json"),
-    "a size beyond the sample": (lambda f: _unchecked(f, lambda b: b.replace(*LARGER, 1)), "input_ids (ndarray:uint32) holds no rows"),
-    "pickles": (lambda f: _every(f, column_encodings=["str", "pkl", "int"]), "column input_ids is pkl; ndarray is expected"),
-    "floats": (lambda f: _every(f, column_encodings=["str", "ndarray:float32", "int"]), "rows of integers are expected"),
+    "no shard": (
+        lambda f: (f / "shard.00001.mds").unlink(),
+        "shard.00001.mds is missing; index.json lists it",
+    ),
+    "truncated": (
+        lambda f: _corrupt(f, "shard.00001.mds", lambda b: b[:-3]),
+        "where index.json says",
+    ),
+    "changed": (
+        lambda f: _corrupt(f, "shard.00000.mds", lambda b: b[:-1] + b"?"),
+        "shard.00000.mds is corrupt: its sha1 is",
+    ),
+    "another header": (
+        lambda f: _unchecked(f, lambda b: b"\x09" + b[1:]),
+        "its header does not fit index.json",
+    ),
+    "a size beyond the sample": (
+        lambda f: _unchecked(f, lambda b: b.replace(*LARGER, 1)),
+        "input_ids (ndarray:uint32) holds no rows",
+    ),
+    "pickles": (
+        lambda f: _every(f, column_encodings=["str", "pkl", "int"]),
+        "column input_ids is pkl; ndarray is expected",
+    ),
+    "floats": (
+        lambda f: _every(f, column_encodings=["str", "ndarray:float32", "int"]),
+        "rows of integers are expected",
+    ),
     "no tokens": (
         lambda f: _every(f, column_names=["domain", "text", "length"]),
         "has no column input_ids; its columns: domain (str), text",
@@ -243,8 +331,14 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: _every(f, column_encodings=["str", "ndarray:uint32:5", "int"]),
         "index.json gives column input_ids (ndarray:uint32:5) the size null in column_sizes, where its encoding says 20",
     ),
-    "another number of sizes": (lambda f: _every(f, column_sizes=[8]), "has column_sizes [8]; 3 sizes or null are expected"),
-    "mixed columns": (lambda f: _first(f, column_names=["a", "b", "c"]), "lists shards with different columns"),
+    "another number of sizes": (
+        lambda f: _every(f, column_sizes=[8]),
+        "has column_sizes [8]; 3 sizes or null are expected",
+    ),
+    "mixed columns": (
+        lambda f: _first(f, column_names=["a", "b", "c"]),
+        "lists shards with different columns",
+    ),
     "compressed otherwise": (_snappy, "is compressed by snappy; zstd and gz can be read"),
 }
 
@@ -269,28 +363,46 @@ def test_every_mistake_is_one_line_that_names_the_folder(
 
 
 def test_a_sample_of_another_size_than_its_columns_is_named(tmp_path: Path) -> None:
-    folder = write_mds(tmp_path / "s", {"input_ids": "ndarray:uint16:8"}, [{"input_ids": np.arange(8, dtype=np.uint16)}] * 2)
+    folder = write_mds(
+        tmp_path / "s",
+        {"input_ids": "ndarray:uint16:8"},
+        [{"input_ids": np.arange(8, dtype=np.uint16)}] * 2,
+    )
     _every(folder, column_encodings=["ndarray:uint16:7"], column_sizes=[14])
-    with pytest.raises(ConfigError, match=r"^mine: a shard is corrupt: a sample has 16 bytes where its columns take 14$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^mine: a shard is corrupt: a sample has 16 bytes where its columns take 14$",
+    ):
         MdsFolder(folder, "mine").sample(1, ["input_ids"])
 
 
 def test_a_folder_of_folders_names_them(tmp_path: Path) -> None:
     write_mds(tmp_path / "all" / "book", RAW, raw_samples())
-    with pytest.raises(ConfigError, match=r"it has folders that do: book \(name them in data.mix\)"):
+    with pytest.raises(
+        ConfigError, match=r"it has folders that do: book \(name them in data.mix\)"
+    ):
         MdsFolder(tmp_path / "all")
 
 
 def test_zstd_without_its_package_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
     monkeypatch.setitem(sys.modules, "compression", None)
-    with pytest.raises(ConfigError, match=r"shard.00000.mds.zstd: needs the zstandard package; pip install"):
+    with pytest.raises(
+        ConfigError, match=r"shard.00000.mds.zstd: needs the zstandard package; pip install"
+    ):
         MdsFolder(REAL / "raw_zstd").sample(0, ["domain"])
 
 
-def test_tokens_beyond_the_models_vocabulary_are_found_at_the_start(make_config: Callable[..., Any]) -> None:
-    config = make_config(kind="mds", path=str(REAL / "packed"), seq=32, vocab_size=40, shuffle=False)
-    with pytest.raises(ConfigError, match=r"token \d+ does not fit model.vocab_size=40; these tokens are of another tokenizer"):
+def test_tokens_beyond_the_models_vocabulary_are_found_at_the_start(
+    make_config: Callable[..., Any],
+) -> None:
+    config = make_config(
+        kind="mds", path=str(REAL / "packed"), seq=32, vocab_size=40, shuffle=False
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"token \d+ does not fit model.vocab_size=40; these tokens are of another tokenizer",
+    ):
         _read_all(config)
 
 
@@ -307,7 +419,9 @@ def test_tokens_beyond_the_models_vocabulary_are_found_at_the_start(make_config:
 def test_spans_that_are_none_are_named(tmp_path: Path, spans: object, expected: str) -> None:
     samples = packed_samples()[:1]
     samples[0]["indices"] = spans
-    dataset = PackedDataset(MdsSource(write_mds(tmp_path / "s", PACKED, samples), "mine"), 32, vocab_size=1000)
+    dataset = PackedDataset(
+        MdsSource(write_mds(tmp_path / "s", PACKED, samples), "mine"), 32, vocab_size=1000
+    )
     with pytest.raises(ConfigError) as caught:
         dataset[0]
     assert str(caught.value).startswith("mine: sample 0: indices")
@@ -317,5 +431,7 @@ def test_spans_that_are_none_are_named(tmp_path: Path, spans: object, expected: 
 def test_a_shard_that_unpacks_to_another_size_is_named(tmp_path: Path) -> None:
     folder = write_mds(tmp_path / "s", RAW, raw_samples(), compression="gz")
     _index(folder, lambda content: content["shards"][0]["raw_data"].update(bytes=400))
-    with pytest.raises(ConfigError, match=r"shard.00000.mds.gz unpacks to 339 bytes where index.json says 400"):
+    with pytest.raises(
+        ConfigError, match=r"shard.00000.mds.gz unpacks to 339 bytes where index.json says 400"
+    ):
         MdsFolder(folder).sample(0, ["domain"])

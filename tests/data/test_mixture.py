@@ -25,7 +25,9 @@ _SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=5)
 
 @settings(deadline=None, max_examples=60)
 @given(sizes=_SIZES, seed=st.integers(0, 2**40), data=st.data())
-def test_shares_hold_at_every_block_and_no_sequence_comes_twice_in_a_pass(sizes: list[int], seed: int, data: st.DataObject) -> None:
+def test_shares_hold_at_every_block_and_no_sequence_comes_twice_in_a_pass(
+    sizes: list[int], seed: int, data: st.DataObject
+) -> None:
     weights = data.draw(st.lists(st.floats(0.01, 1), min_size=len(sizes), max_size=len(sizes)))
     sampler = MixtureSampler(sizes, weights, seed)
     total, starts = sum(weights), np.cumsum([0, *sizes])
@@ -37,7 +39,9 @@ def test_shares_hold_at_every_block_and_no_sequence_comes_twice_in_a_pass(sizes:
             assert abs(len(here) - end * weight / total) < 1 + 1e-6
             times = Counter(here)
             counts = [times[index] for index in range(starts[corpus], starts[corpus + 1])]
-            assert max(counts) - min(counts) <= 1, "all sequences of a pass come before any of the next"
+            assert max(counts) - min(counts) <= 1, (
+                "all sequences of a pass come before any of the next"
+            )
     # A function of the number: not of what was asked before.
     other = MixtureSampler(sizes, weights, seed, consumed=99)
     assert [other.sequence(number) for number in reversed(range(len(order)))] == order[::-1]
@@ -59,13 +63,20 @@ def _repeats(order: list[int], sizes: list[int]) -> list[int]:
 
 @settings(deadline=None, max_examples=60)
 @given(sizes=_SIZES, seed=st.integers(0, 2**40), data=st.data())
-def test_no_sequence_comes_twice_before_its_corpus_is_through_wherever_one_looks(sizes: list[int], seed: int, data: st.DataObject) -> None:
+def test_no_sequence_comes_twice_before_its_corpus_is_through_wherever_one_looks(
+    sizes: list[int], seed: int, data: st.DataObject
+) -> None:
     weights = data.draw(st.lists(st.floats(0.01, 1), min_size=len(sizes), max_size=len(sizes)))
     sampler = MixtureSampler(sizes, weights, seed)
-    assert _repeats([sampler.sequence(number) for number in range(2 * sampler.block + 30)], sizes) == []
+    assert (
+        _repeats([sampler.sequence(number) for number in range(2 * sampler.block + 30)], sizes)
+        == []
+    )
 
 
-def test_a_corpus_with_more_weight_than_its_share_begins_its_second_pass_when_it_is_through() -> None:
+def test_a_corpus_with_more_weight_than_its_share_begins_its_second_pass_when_it_is_through() -> (
+    None
+):
     sizes = [26, 14, 22]
     sampler = MixtureSampler(sizes, [0.5, 0.2, 0.3], 0)
     order = [sampler.sequence(number) for number in range(400)]
@@ -79,10 +90,14 @@ def _earlier(sampler: MixtureSampler, number: int) -> int:
     """Sequence `number` as earlier versions dealt it: the slot of a block is the count in the corpus."""
     block, slot = divmod(number, sampler.block)
     slot = Permutation(sampler.block, mix64(sampler.seed, -1, block))(slot)
-    for corpus, (first, end) in enumerate(zip(*(sampler._counts(b * sampler.block) for b in (block, block + 1)), strict=True)):
+    for corpus, (first, end) in enumerate(
+        zip(*(sampler._counts(b * sampler.block) for b in (block, block + 1)), strict=True)
+    ):
         if slot < end - first:
             epoch, position = divmod(first + slot, sampler.sizes[corpus])
-            inside = Permutation(sampler.sizes[corpus], mix64(sampler.seed, corpus, epoch))(position)
+            inside = Permutation(sampler.sizes[corpus], mix64(sampler.seed, corpus, epoch))(
+                position
+            )
             return sampler._starts[corpus] + inside
         slot -= end - first
     raise AssertionError
@@ -95,15 +110,23 @@ def test_a_checkpoint_of_an_earlier_version_ends_its_block_as_it_began(consumed:
     sampler.load_state({"seed": 7, "consumed": consumed})
     border = -(-consumed // sampler.block) * sampler.block
     assert border in (0, 128)
-    order = [_earlier(sampler, number) for number in range(consumed)] + [sampler.sequence(number) for number in range(consumed, 400)]
-    assert order[consumed:border] == [_earlier(sampler, number) for number in range(consumed, border)]
-    assert order[border : border + 64] != [_earlier(sampler, number) for number in range(border, border + 64)]
+    order = [_earlier(sampler, number) for number in range(consumed)] + [
+        sampler.sequence(number) for number in range(consumed, 400)
+    ]
+    assert order[consumed:border] == [
+        _earlier(sampler, number) for number in range(consumed, border)
+    ]
+    assert order[border : border + 64] != [
+        _earlier(sampler, number) for number in range(border, border + 64)
+    ]
     assert len(set(order[:300])) == 300, "nothing is lost or repeated where the order changes"
     # A run that goes on from there, and is resumed later, keeps both parts.
     sampler.consumed = consumed + 10
     again = MixtureSampler([260, 140, 220], [0.5, 0.2, 0.3], 1)
     again.load_state(sampler.state())
-    assert [again.sequence(number) for number in range(consumed + 10, 400)] == order[consumed + 10 :]
+    assert [again.sequence(number) for number in range(consumed + 10, 400)] == order[
+        consumed + 10 :
+    ]
 
 
 def test_the_order_inside_a_block_is_random_and_depends_on_the_seed() -> None:
@@ -136,16 +159,34 @@ def _folders(jsonl: Callable[..., Path], tmp_path: Path) -> Path:
 def test_a_mixture_goes_on_exactly_on_any_number_of_workers(
     make_config: Callable[..., Any], jsonl: Callable[..., Path], tmp_path: Path
 ) -> None:
-    config = make_config(kind="text", path=str(_folders(jsonl, tmp_path)), mix={"code": 1.0, "book": 3.0}, seq=32, seed=5)
+    config = make_config(
+        kind="text",
+        path=str(_folders(jsonl, tmp_path)),
+        mix={"code": 1.0, "book": 3.0},
+        seq=32,
+        seed=5,
+    )
     dataset = open_dataset(config)
     assert isinstance(dataset, MixedDataset)
 
     def loader(rank: int, dp: int) -> Loader:
-        return Loader(dataset, dataset.sampler(config.seed), rank, dp, 4, 1, lambda samples: [s.tokens.tobytes() for s in samples])
+        return Loader(
+            dataset,
+            dataset.sampler(config.seed),
+            rank,
+            dp,
+            4,
+            1,
+            lambda samples: [s.tokens.tobytes() for s in samples],
+        )
 
     with loader(0, 1) as whole:
         expected = [[tokens for micro in next(whole) for tokens in micro] for _ in range(20)]
-    letters = [bytes(np.frombuffer(tokens, np.int32).astype(np.uint8)) for step in expected[:16] for tokens in step]
+    letters = [
+        bytes(np.frombuffer(tokens, np.int32).astype(np.uint8))
+        for step in expected[:16]
+        for tokens in step
+    ]
     assert sum(b"b" in text for text in letters) in (47, 48, 49), "three of four of the first block"
     first = [loader(rank, 2) for rank in range(2)]
     for _ in range(7):
@@ -156,9 +197,16 @@ def test_a_mixture_goes_on_exactly_on_any_number_of_workers(
     for one in second:
         one.load_state(state)
     for step in range(7, 20):
-        assert [tokens for one in second for micro in next(one) for tokens in micro] == expected[step]
-    other = open_dataset(make_config(kind="text", path=str(tmp_path), mix={"code": 1.0, "book": 2.0}, seq=32, seed=5))
-    with Loader(other, other.sampler(5), 0, 1, 4, 1, lambda samples: samples) as changed, pytest.raises(ConfigError, match="data changed"):
+        assert [tokens for one in second for micro in next(one) for tokens in micro] == expected[
+            step
+        ]
+    other = open_dataset(
+        make_config(kind="text", path=str(tmp_path), mix={"code": 1.0, "book": 2.0}, seq=32, seed=5)
+    )
+    with (
+        Loader(other, other.sampler(5), 0, 1, 4, 1, lambda samples: samples) as changed,
+        pytest.raises(ConfigError, match="data changed"),
+    ):
         changed.load_state(state)
     for one in (*first, *second):
         one.close()
@@ -168,19 +216,32 @@ def test_held_out_sequences_are_of_every_corpus_and_are_never_trained_on(
     make_config: Callable[..., Any], jsonl: Callable[..., Path], tmp_path: Path
 ) -> None:
     config = make_config(
-        kind="text", path=str(_folders(jsonl, tmp_path)), mix={"code": 9.0, "book": 1.0}, seq=64, eval_sequences=4, document_mask=False
+        kind="text",
+        path=str(_folders(jsonl, tmp_path)),
+        mix={"code": 9.0, "book": 1.0},
+        seq=64,
+        eval_sequences=4,
+        document_mask=False,
     )
     dataset = open_dataset(config)
     held = [sample.tokens.tobytes() for sample in dataset.held_out]
     assert len(held) == 5
     trained = {dataset[number].tokens.tobytes() for number in range(len(dataset))}
     assert not trained & set(held)
-    alone = open_dataset(make_config(kind="text", path=str(tmp_path / "book"), seq=64, eval_sequences=3))
+    alone = open_dataset(
+        make_config(kind="text", path=str(tmp_path / "book"), seq=64, eval_sequences=3)
+    )
     plain = open_dataset(make_config(kind="text", path=str(tmp_path / "book"), seq=64))
     assert len(alone) == len(plain) - 3
-    assert [s.tokens.tolist() for s in alone.held_out] == [plain[len(plain) - 3 + k].tokens.tolist() for k in range(3)]
-    with pytest.raises(ConfigError, match=r"^data.eval_sequences=50: .* and none would be left to train on"):
-        open_dataset(make_config(kind="text", path=str(tmp_path / "book"), seq=64, eval_sequences=50))
+    assert [s.tokens.tolist() for s in alone.held_out] == [
+        plain[len(plain) - 3 + k].tokens.tolist() for k in range(3)
+    ]
+    with pytest.raises(
+        ConfigError, match=r"^data.eval_sequences=50: .* and none would be left to train on"
+    ):
+        open_dataset(
+            make_config(kind="text", path=str(tmp_path / "book"), seq=64, eval_sequences=50)
+        )
 
 
 def test_weights_come_from_the_command_line_a_group_or_a_file(tmp_path: Path) -> None:
@@ -188,7 +249,10 @@ def test_weights_come_from_the_command_line_a_group_or_a_file(tmp_path: Path) ->
         (tmp_path / name).mkdir()
     (tmp_path / "mix.yaml").write_text("code: 3\nbook: 7\n")
     words = ["data=mds", f"data.path={tmp_path}"]
-    assert compose([*words, "data.mix={code: 0.3, book: 0.7}"]).data.mix == {"code": 0.3, "book": 0.7}
+    assert compose([*words, "data.mix={code: 0.3, book: 0.7}"]).data.mix == {
+        "code": 0.3,
+        "book": 0.7,
+    }
     named = compose([*words, f"data.mix={tmp_path / 'mix.yaml'}"]).data.mix
     assert parse_mix(named) == parse_mix({"code": 0.3, "book": 0.7})  # type: ignore[arg-type]
     replaced = compose(["data=prolong512k", f"data.path={tmp_path}", "data.mix={book: 1}"]).data.mix
@@ -199,7 +263,10 @@ def test_weights_come_from_the_command_line_a_group_or_a_file(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("mix", "expected"),
     [
-        ("{code: -1, book: 2}", "data.mix={code:-1,book:2}: the weight of code must be above 0; leave out what is not wanted"),
+        (
+            "{code: -1, book: 2}",
+            "data.mix={code:-1,book:2}: the weight of code must be above 0; leave out what is not wanted",
+        ),
         ("{code: 0, book: 2}", "the weight of code must be above 0"),
         ("{code: much}", "expected numbers by name such as {code: 0.3, book: 0.7}"),
         ("{}", "names no corpus"),
@@ -236,7 +303,9 @@ def test_a_file_of_wrong_weights_is_named(tmp_path: Path, content: str, expected
     assert expected in str(caught.value)
 
 
-def test_names_without_a_folder_are_looked_for_here_and_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_without_a_folder_are_looked_for_here_and_found_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "code").mkdir()
     monkeypatch.chdir(tmp_path)
     config = compose(["data=mds", "data.mix={code: 1}"])
@@ -244,5 +313,8 @@ def test_names_without_a_folder_are_looked_for_here_and_found_from_anywhere(tmp_
 
 
 def test_stdlib_has_no_mixture() -> None:
-    with pytest.raises(ConfigError, match=r"^data.mix={a:1}: data=stdlib reads no mix; write data=text, tokens or mds with it$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^data.mix={a:1}: data=stdlib reads no mix; write data=text, tokens or mds with it$",
+    ):
         compose(["data.mix={a: 1}"])

@@ -14,8 +14,14 @@ def test_permutation_is_a_bijection_of_its_range(size: int, seed: int, epoch: in
     assert sorted(permutation(index) for index in range(size)) == list(range(size))
 
 
-@given(size=st.integers(10**9, 10**15), seed=st.integers(0, 2**64 - 1), start=st.integers(0, 10**9 - 100))
-def test_permutation_of_a_huge_range_stays_inside_and_repeats_nothing(size: int, seed: int, start: int) -> None:
+@given(
+    size=st.integers(10**9, 10**15),
+    seed=st.integers(0, 2**64 - 1),
+    start=st.integers(0, 10**9 - 100),
+)
+def test_permutation_of_a_huge_range_stays_inside_and_repeats_nothing(
+    size: int, seed: int, start: int
+) -> None:
     permutation = Permutation(size, seed)
     images = [permutation(index) for index in range(start, start + 100)]
     assert len(set(images)) == 100
@@ -25,7 +31,9 @@ def test_permutation_of_a_huge_range_stays_inside_and_repeats_nothing(size: int,
 @pytest.mark.parametrize("size", [2, 3, 5, 7, 16, 33])
 def test_every_element_comes_first_about_equally_often(size: int) -> None:
     epochs = 400 * size
-    counts = np.bincount([Permutation(size, 1, epoch)(0) for epoch in range(epochs)], minlength=size)
+    counts = np.bincount(
+        [Permutation(size, 1, epoch)(0) for epoch in range(epochs)], minlength=size
+    )
     # 400 expected each, standard deviation below 20
     assert counts.min() > 300
     assert counts.max() < 500

@@ -27,8 +27,16 @@ def _silent(_: PreparationProgress) -> None:
     pass
 
 
-def _prepare(source: Path, out: Path, tokenizer: str = "bytes", vocab_size: int | None = None, key: str = "text") -> TokenStore:
-    return prepare_store(text_corpus(str(source), key, "SOURCE", "--text-key"), out, tokenizer, vocab_size, _silent)
+def _prepare(
+    source: Path,
+    out: Path,
+    tokenizer: str = "bytes",
+    vocab_size: int | None = None,
+    key: str = "text",
+) -> TokenStore:
+    return prepare_store(
+        text_corpus(str(source), key, "SOURCE", "--text-key"), out, tokenizer, vocab_size, _silent
+    )
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
@@ -38,7 +46,10 @@ def _contents(folder: Path) -> dict[str, bytes]:
 @pytest.fixture
 def source(jsonl: Callable[..., Path], tmp_path: Path) -> Path:
     """A folder with several kinds of files, among them empty documents and one longer than a batch."""
-    jsonl([f"text number {number}\nwith two lines" * (number % 5) for number in range(40)], "source/a.jsonl")
+    jsonl(
+        [f"text number {number}\nwith two lines" * (number % 5) for number in range(40)],
+        "source/a.jsonl",
+    )
     jsonl(["x", "", "y"], "source/c.jsonl")
     (tmp_path / "source" / "b.txt").write_text("a line of a long book\n" * 60)
     (tmp_path / "source" / "d.txt").write_text("")
@@ -60,9 +71,15 @@ def _tokens_done(journal: Path) -> int:
 def test_documents_and_boundaries_are_those_of_the_source(source: Path, tmp_path: Path) -> None:
     store = _prepare(source, tmp_path / "out")
     store.check()
-    texts = [ByteTokenizer().decode(store.document(number)) for number in range(store.meta.num_documents)]
+    texts = [
+        ByteTokenizer().decode(store.document(number)) for number in range(store.meta.num_documents)
+    ]
     assert texts == [
-        *(f"text number {number}\nwith two lines" * (number % 5) for number in range(40) if number % 5),
+        *(
+            f"text number {number}\nwith two lines" * (number % 5)
+            for number in range(40)
+            if number % 5
+        ),
         "a line of a long book\n" * 60,
         "x",
         "y",
@@ -76,9 +93,15 @@ def test_documents_and_boundaries_are_those_of_the_source(source: Path, tmp_path
 def test_the_result_is_identical_wherever_it_was_interrupted(
     source: Path, tmp_path: Path, bpe_file: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (source / "e.jsonl").write_text("".join(json.dumps({"text": f"late {number}"}) + "\n" for number in range(40)))
+    (source / "e.jsonl").write_text(
+        "".join(json.dumps({"text": f"late {number}"}) + "\n" for number in range(40))
+    )
     real = prepare.StoreWriter.append
-    choice, size = (str(bpe_file), None) if tokenizer == "file" else (tokenizer, 300 if tokenizer == "bpe" else None)
+    choice, size = (
+        (str(bpe_file), None)
+        if tokenizer == "file"
+        else (tokenizer, 300 if tokenizer == "bpe" else None)
+    )
     expected = _contents(_prepare(source, tmp_path / "whole", choice, size).folder)
     assert set(expected) == _STORE_FILES | ({"tokenizer.json"} if tokenizer != "bytes" else set())
     appended, limit = 0, 10**9
@@ -106,7 +129,9 @@ def test_the_result_is_identical_wherever_it_was_interrupted(
 
 
 @pytest.mark.usefixtures("small_batches")
-def test_a_rerun_does_not_repeat_what_is_done(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rerun_does_not_repeat_what_is_done(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read: list[str] = []
     real = prepare._encodable
 
@@ -130,14 +155,31 @@ def test_a_rerun_does_not_repeat_what_is_done(source: Path, tmp_path: Path, monk
     assert read[-2:] == ["c.jsonl:3", "d.txt"]
 
 
-def test_sigkill_in_the_middle_then_a_rerun_gives_the_same_store(jsonl: Callable[..., Path], tmp_path: Path, bpe_file: Path) -> None:
-    source = jsonl([f"the quick brown fox number {number} jumps\nover the lazy dog\n" * 20 for number in range(4000)])
+def test_sigkill_in_the_middle_then_a_rerun_gives_the_same_store(
+    jsonl: Callable[..., Path], tmp_path: Path, bpe_file: Path
+) -> None:
+    source = jsonl(
+        [
+            f"the quick brown fox number {number} jumps\nover the lazy dog\n" * 20
+            for number in range(4000)
+        ]
+    )
     expected = _contents(_prepare(source, tmp_path / "whole", str(bpe_file)).folder)
     script = (
         "import sys\nfrom mtrain_cli.data import prepare\nprepare._BATCH_PIECES, prepare._COMMIT_TOKENS = 50, 1\n"
         "from mtrain_cli.__main__ import main\nmain()"
     )
-    command = [sys.executable, "-c", script, "data", "prepare", str(source), str(tmp_path / "out"), "--tokenizer", str(bpe_file)]
+    command = [
+        sys.executable,
+        "-c",
+        script,
+        "data",
+        "prepare",
+        str(source),
+        str(tmp_path / "out"),
+        "--tokenizer",
+        str(bpe_file),
+    ]
     worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     journal = tmp_path / "out.partial" / "journal.json"
     try:
@@ -169,7 +211,9 @@ def _refused(*arguments, **keywords) -> str:
     return str(caught.value)
 
 
-def test_another_store_a_foreign_folder_and_a_file_are_not_overwritten(source: Path, tmp_path: Path, bpe_file: Path) -> None:
+def test_another_store_a_foreign_folder_and_a_file_are_not_overwritten(
+    source: Path, tmp_path: Path, bpe_file: Path
+) -> None:
     out = tmp_path / "out"
     before = _contents(_prepare(source, out).folder)
     assert "holds another token store" in _refused(source, out, str(bpe_file))
@@ -184,7 +228,9 @@ def test_another_store_a_foreign_folder_and_a_file_are_not_overwritten(source: P
 
 
 @pytest.mark.usefixtures("small_batches")
-def test_an_unfinished_store_of_another_corpus_is_not_continued(source: Path, tmp_path: Path) -> None:
+def test_an_unfinished_store_of_another_corpus_is_not_continued(
+    source: Path, tmp_path: Path
+) -> None:
     def stop(progress: PreparationProgress) -> None:
         if progress.documents > 20:
             raise KeyboardInterrupt
@@ -192,23 +238,34 @@ def test_an_unfinished_store_of_another_corpus_is_not_continued(source: Path, tm
     with pytest.raises(KeyboardInterrupt):
         prepare_store(text_corpus(str(source), "text"), tmp_path / "out", "bytes", None, stop)
     (source / "b.txt").write_text("changed")
-    assert "holds an unfinished store made in another way: its corpus differs; delete it" in _refused(source, tmp_path / "out")
+    assert (
+        "holds an unfinished store made in another way: its corpus differs; delete it"
+        in _refused(source, tmp_path / "out")
+    )
 
 
-def test_an_unfinished_store_without_a_document_yet_gives_way_to_another_recipe(source: Path, tmp_path: Path) -> None:
+def test_an_unfinished_store_without_a_document_yet_gives_way_to_another_recipe(
+    source: Path, tmp_path: Path
+) -> None:
     def stop(progress: PreparationProgress) -> None:
         if progress.stage == "tokenising":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         prepare_store(text_corpus(str(source), "text"), tmp_path / "out", "bpe", 300, stop)
-    assert _contents(_prepare(source, tmp_path / "out").folder) == _contents(_prepare(source, tmp_path / "whole").folder)
+    assert _contents(_prepare(source, tmp_path / "out").folder) == _contents(
+        _prepare(source, tmp_path / "whole").folder
+    )
 
 
-def test_a_folder_of_the_user_with_the_name_of_the_unfinished_store_is_not_touched(source: Path, tmp_path: Path) -> None:
+def test_a_folder_of_the_user_with_the_name_of_the_unfinished_store_is_not_touched(
+    source: Path, tmp_path: Path
+) -> None:
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "mine.txt").write_text("x")
-    assert "out.partial: exists and is no unfinished token store" in _refused(source, tmp_path / "out")
+    assert "out.partial: exists and is no unfinished token store" in _refused(
+        source, tmp_path / "out"
+    )
     assert (tmp_path / "out.partial" / "mine.txt").read_text() == "x"
 
 
@@ -226,7 +283,9 @@ def test_two_at_once_into_one_folder_are_refused(source: Path, tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("small_batches")
-def test_a_full_disk_keeps_what_is_done(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_what_is_done(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real, calls = prepare.StoreWriter.append, 0
 
     def full(writer, ids):
@@ -237,28 +296,46 @@ def test_a_full_disk_keeps_what_is_done(source: Path, tmp_path: Path, monkeypatc
         real(writer, ids)
 
     monkeypatch.setattr(prepare.StoreWriter, "append", full)
-    with pytest.raises(RunError, match=r"cannot be written \(No space left on device\); what is done stays"):
+    with pytest.raises(
+        RunError, match=r"cannot be written \(No space left on device\); what is done stays"
+    ):
         _prepare(source, tmp_path / "out")
     monkeypatch.setattr(prepare.StoreWriter, "append", real)
-    assert _contents(_prepare(source, tmp_path / "out").folder) == _contents(_prepare(source, tmp_path / "whole").folder)
+    assert _contents(_prepare(source, tmp_path / "out").folder) == _contents(
+        _prepare(source, tmp_path / "whole").folder
+    )
 
 
 def test_wrong_arguments_and_sources_write_nothing(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert _refused(source, out, "bytes", 300).startswith("--vocab-size 300: only for --tokenizer bpe")
-    assert _refused(source, out, "bpe", 200) == "--vocab-size 200: a byte-level BPE needs at least 258 ids"
-    assert _refused(source, out, "none.json").startswith("--tokenizer=none.json: no such file; give bytes")
-    assert _refused(tmp_path / "none.txt", out).startswith(f"SOURCE={tmp_path / 'none.txt'}: no such file")
+    assert _refused(source, out, "bytes", 300).startswith(
+        "--vocab-size 300: only for --tokenizer bpe"
+    )
+    assert (
+        _refused(source, out, "bpe", 200)
+        == "--vocab-size 200: a byte-level BPE needs at least 258 ids"
+    )
+    assert _refused(source, out, "none.json").startswith(
+        "--tokenizer=none.json: no such file; give bytes"
+    )
+    assert _refused(tmp_path / "none.txt", out).startswith(
+        f"SOURCE={tmp_path / 'none.txt'}: no such file"
+    )
     assert not (tmp_path / "out.partial").exists()
     assert "--text-key=body: " in _refused(source, out, key="body")
     assert "--text-key=body: " in _refused(source, out, "bpe", key="body")
     assert not (tmp_path / "out.partial").exists()
     (tmp_path / "empty.txt").write_text("")
-    assert _refused(tmp_path / "empty.txt", tmp_path / "e") == f"SOURCE={tmp_path / 'empty.txt'}: holds no text"
+    assert (
+        _refused(tmp_path / "empty.txt", tmp_path / "e")
+        == f"SOURCE={tmp_path / 'empty.txt'}: holds no text"
+    )
     assert not (tmp_path / "e.partial").exists()
 
 
-def test_a_trained_bpe_is_used_again_after_an_interruption(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trained_bpe_is_used_again_after_an_interruption(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def stop(progress: PreparationProgress) -> None:
         if progress.stage == "tokenising":
             raise KeyboardInterrupt
@@ -277,7 +354,9 @@ def test_a_trained_bpe_is_used_again_after_an_interruption(source: Path, tmp_pat
     assert text == "text number 1\nwith two lines<|endoftext|>"
 
 
-def test_a_large_corpus_trains_its_bpe_on_an_evenly_spread_part(jsonl: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_corpus_trains_its_bpe_on_an_evenly_spread_part(
+    jsonl: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     corpus = text_corpus(str(jsonl([f"document {number:06}" for number in range(3000)])), "text")
     monkeypatch.setattr(prepare, "_BPE_CHARACTERS", corpus.size // 10)
     numbers = [int(piece.split()[1]) for piece in prepare._sample(corpus, _silent)]
@@ -287,7 +366,9 @@ def test_a_large_corpus_trains_its_bpe_on_an_evenly_spread_part(jsonl: Callable[
 
 
 @pytest.mark.usefixtures("small_batches")
-def test_a_tokenizer_without_exact_pieces_gets_whole_documents(source: Path, tmp_path: Path, monkeypatch) -> None:
+def test_a_tokenizer_without_exact_pieces_gets_whole_documents(
+    source: Path, tmp_path: Path, monkeypatch
+) -> None:
     seen: list[str] = []
     real = ByteTokenizer.encode
 

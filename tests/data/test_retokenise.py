@@ -18,7 +18,9 @@ from mtrain_cli.data.store import TokenStore
 from mtrain_cli.data.text_files import text_corpus
 from mtrain_cli.data.tokenizers import ByteTokenizer, open_tokenizer
 
-TEXTS = [f"the quick fox {number} jumps é over\nthe lazy dog " * (number + 1) for number in range(9)]
+TEXTS = [
+    f"the quick fox {number} jumps é over\nthe lazy dog " * (number + 1) for number in range(9)
+]
 DOMAINS = ["code", "book", "wiki"]
 
 
@@ -27,7 +29,8 @@ def shards(tmp_path: Path, bpe_file: Path) -> Path:
     """Texts as ids of a BPE, two a shard."""
     ids = open_tokenizer(str(bpe_file)).encode(TEXTS)
     samples = [
-        {"domain": DOMAINS[number % 3], "input_ids": found.astype(np.uint32), "length": found.size} for number, found in enumerate(ids)
+        {"domain": DOMAINS[number % 3], "input_ids": found.astype(np.uint32), "length": found.size}
+        for number, found in enumerate(ids)
     ]
     return write_mds(tmp_path / "shards", RAW, samples)
 
@@ -36,26 +39,42 @@ def silent(_: PreparationProgress) -> None:
     pass
 
 
-def prepared(shards: Path, out: Path, bpe_file: Path, filters: Filters = EVERYTHING, tokenizer: str = "bytes") -> TokenStore:
+def prepared(
+    shards: Path, out: Path, bpe_file: Path, filters: Filters = EVERYTHING, tokenizer: str = "bytes"
+) -> TokenStore:
     corpus = mds_corpus(str(shards), open_tokenizer(str(bpe_file)), filters.domains)
     return prepare_store(corpus, out, tokenizer, None, silent, filters)
 
 
 def texts(store: TokenStore) -> list[str]:
-    return [ByteTokenizer().decode(store.document(number)) for number in range(store.meta.num_documents)]
+    return [
+        ByteTokenizer().decode(store.document(number)) for number in range(store.meta.num_documents)
+    ]
 
 
 def test_text_and_domains_survive(shards: Path, tmp_path: Path, bpe_file: Path) -> None:
     store = prepared(shards, tmp_path / "out", bpe_file)
     assert texts(store) == TEXTS
     assert store.domains is not None
-    assert [store.meta.domains[number] for number in store.domains] == [DOMAINS[number % 3] for number in range(9)]
+    assert [store.meta.domains[number] for number in store.domains] == [
+        DOMAINS[number % 3] for number in range(9)
+    ]
     assert TokenStore.open(tmp_path / "out").meta.left_out == {}
 
 
 def test_ids_that_the_old_tokenizer_lacks_are_a_mistake(shards: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^--from-tokenizer: token \d+ is none of the 264 ids of bytes; give the right one$"):
-        prepare_store(mds_corpus(str(shards), ByteTokenizer()), tmp_path / "out", "bytes", None, silent, EVERYTHING)
+    with pytest.raises(
+        ConfigError,
+        match=r"^--from-tokenizer: token \d+ is none of the 264 ids of bytes; give the right one$",
+    ):
+        prepare_store(
+            mds_corpus(str(shards), ByteTokenizer()),
+            tmp_path / "out",
+            "bytes",
+            None,
+            silent,
+            EVERYTHING,
+        )
 
 
 @pytest.mark.parametrize(
@@ -63,8 +82,16 @@ def test_ids_that_the_old_tokenizer_lacks_are_a_mistake(shards: Path, tmp_path: 
     [
         (Filters(domains=("book",)), [1, 4, 7], {"of another domain": 6}),
         (Filters(min_chars=len(TEXTS[5])), [5, 6, 7, 8], {"shorter than --min-chars": 5}),
-        (Filters(min_tokens=len(TEXTS[3].encode()) + 1), [3, 4, 5, 6, 7, 8], {"shorter than --min-tokens": 3}),
-        (Filters(max_tokens=len(TEXTS[3].encode()) + 1), [0, 1, 2, 3], {"longer than --max-tokens": 5}),
+        (
+            Filters(min_tokens=len(TEXTS[3].encode()) + 1),
+            [3, 4, 5, 6, 7, 8],
+            {"shorter than --min-tokens": 3},
+        ),
+        (
+            Filters(max_tokens=len(TEXTS[3].encode()) + 1),
+            [0, 1, 2, 3],
+            {"longer than --max-tokens": 5},
+        ),
         (
             Filters(domains=("code", "wiki"), max_tokens=len(TEXTS[3].encode())),
             [0, 2],
@@ -81,9 +108,12 @@ def test_filters_keep_what_they_say_and_count_the_rest(
     left_out: dict[str, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prepare, "_BATCH_CHARACTERS", 50)  # documents longer than a batch are taken back from the file
     monkeypatch.setattr(
-        "mtrain_cli.data.mds_corpus.split_text", lambda blocks: (text[i : i + 20] for text in blocks for i in range(0, len(text), 20))
+        prepare, "_BATCH_CHARACTERS", 50
+    )  # documents longer than a batch are taken back from the file
+    monkeypatch.setattr(
+        "mtrain_cli.data.mds_corpus.split_text",
+        lambda blocks: (text[i : i + 20] for text in blocks for i in range(0, len(text), 20)),
     )
     store = prepared(shards, tmp_path / "out", bpe_file, filters)
     assert texts(store) == [TEXTS[number] for number in kept]
@@ -91,9 +121,13 @@ def test_filters_keep_what_they_say_and_count_the_rest(
     store.check()
 
 
-def test_truncated_documents_have_just_as_many_tokens_as_asked(shards: Path, tmp_path: Path, bpe_file: Path) -> None:
+def test_truncated_documents_have_just_as_many_tokens_as_asked(
+    shards: Path, tmp_path: Path, bpe_file: Path
+) -> None:
     """What a training on sequences of one length wants: every document fills one."""
-    store = prepared(shards, tmp_path / "out", bpe_file, Filters(min_tokens=128, max_tokens=128, truncate=True))
+    store = prepared(
+        shards, tmp_path / "out", bpe_file, Filters(min_tokens=128, max_tokens=128, truncate=True)
+    )
     long = [text for text in TEXTS if len(text.encode()) + 1 >= 128]
     assert np.diff(store.offsets).tolist() == [128] * len(long)
     assert texts(store) == [text.encode()[:128].decode() for text in long]
@@ -131,32 +165,52 @@ def test_an_interrupted_call_goes_on_with_the_same_result(
         else:
             break
         for name in ("tokens.bin", "documents.bin", "domains.bin"):
-            assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), (stop, name)
+            assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), (
+                stop,
+                name,
+            )
         assert store.meta == whole.meta
     assert stop > 5
 
 
 def test_spans_of_packed_samples_and_folders_of_folders(tmp_path: Path) -> None:
     ids = np.frombuffer(b"one document;and another one....", np.uint8).astype(np.int32)
-    sample = {"input_ids": ids, "indices": [[0, 13], [13, 28]], "mask": np.ones(32, np.uint8), "blob": b""}
+    sample = {
+        "input_ids": ids,
+        "indices": [[0, 13], [13, 28]],
+        "mask": np.ones(32, np.uint8),
+        "blob": b"",
+    }
     for name in ("a", "b"):
         write_mds(tmp_path / "all" / name, PACKED, [sample])
-    store = prepare_store(mds_corpus(str(tmp_path / "all"), ByteTokenizer()), tmp_path / "out", "bytes", None, silent)
+    store = prepare_store(
+        mds_corpus(str(tmp_path / "all"), ByteTokenizer()), tmp_path / "out", "bytes", None, silent
+    )
     assert texts(store) == ["one document;", "and another one"] * 2
     assert store.meta.domains == ["a", "b"]
 
 
-def test_records_and_folders_name_domains_and_stores_without_them_stay_as_they_were(tmp_path: Path) -> None:
+def test_records_and_folders_name_domains_and_stores_without_them_stay_as_they_were(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "src" / "x").mkdir(parents=True)
     (tmp_path / "src" / "x" / "a.txt").write_text("text of x")
-    (tmp_path / "src" / "b.jsonl").write_text('{"text": "one", "domain": "y"}\n{"text": "two", "domain": 7}\n')
+    (tmp_path / "src" / "b.jsonl").write_text(
+        '{"text": "one", "domain": "y"}\n{"text": "two", "domain": 7}\n'
+    )
     corpus = text_corpus(str(tmp_path / "src"), "text", "SOURCE", "--text-key")
     store = prepare_store(corpus, tmp_path / "out", "bytes", None, silent)
     assert store.domains is not None
     assert [(text, store.meta.domains[number]) for text, number in zip(texts(store), store.domains, strict=True)] == [
         ("one", "y"), ("two", ""), ("text of x", "x"),
     ]  # fmt: skip
-    plain = prepare_store(text_corpus(str(tmp_path / "src" / "x"), "text", "SOURCE"), tmp_path / "plain", "bytes", None, silent)
+    plain = prepare_store(
+        text_corpus(str(tmp_path / "src" / "x"), "text", "SOURCE"),
+        tmp_path / "plain",
+        "bytes",
+        None,
+        silent,
+    )
     assert plain.domains is None
     assert not (tmp_path / "plain" / "domains.bin").exists()
 
@@ -170,11 +224,21 @@ def test_mistakes_are_one_line(shards: Path, tmp_path: Path, bpe_file: Path) -> 
         assert not (tmp_path / "out.partial").exists()
         return str(caught.value)
 
-    assert line(domains=("novels",)) == f"SOURCE={shards}: holds no text that the filters keep: 9 of another domain"
-    assert line(max_tokens=5) == f"SOURCE={shards}: holds no text that the filters keep: 9 longer than --max-tokens"
+    assert (
+        line(domains=("novels",))
+        == f"SOURCE={shards}: holds no text that the filters keep: 9 of another domain"
+    )
+    assert (
+        line(max_tokens=5)
+        == f"SOURCE={shards}: holds no text that the filters keep: 9 longer than --max-tokens"
+    )
     assert line(min_tokens=9, max_tokens=5).startswith("--max-tokens 5: is below --min-tokens 9")
     assert line(truncate=True).startswith("--truncate: cuts documents at --max-tokens")
     assert line(min_chars=-1).startswith("--min-chars -1: must be 0")
-    large = write_mds(tmp_path / "large", RAW, [{"domain": "a", "input_ids": np.array([7, 99999], np.uint32), "length": 2}])
+    large = write_mds(
+        tmp_path / "large",
+        RAW,
+        [{"domain": "a", "input_ids": np.array([7, 99999], np.uint32), "length": 2}],
+    )
     with pytest.raises(ConfigError, match=r"^--from-tokenizer: token 99999 is none of the 296 ids"):
         prepared(large, tmp_path / "out", bpe_file)

@@ -26,7 +26,9 @@ def test_epochs_and_seeds_give_different_orders() -> None:
 def test_a_sequence_depends_on_its_number_only(size: int, numbers: list[int]) -> None:
     """Not on what was asked before, nor on how far the run is."""
     sampler = Sampler(size, 9, consumed=17)
-    assert [sampler.sequence(number) for number in numbers] == [Sampler(size, 9).sequence(number) for number in numbers]
+    assert [sampler.sequence(number) for number in numbers] == [
+        Sampler(size, 9).sequence(number) for number in numbers
+    ]
 
 
 def test_state_is_two_integers_and_restores_the_order() -> None:
@@ -38,7 +40,9 @@ def test_state_is_two_integers_and_restores_the_order() -> None:
     restored.sequence(3)
     restored.load_state(state)
     assert (restored.consumed, restored.epoch) == (25, 2)
-    assert [restored.sequence(number) for number in range(40)] == [Sampler(10, 3).sequence(number) for number in range(40)]
+    assert [restored.sequence(number) for number in range(40)] == [
+        Sampler(10, 3).sequence(number) for number in range(40)
+    ]
 
 
 def test_impossible_arguments_are_refused() -> None:

@@ -23,7 +23,10 @@ DOCUMENTS = [b"hello", b"", b"the second", b"x"]
 
 def _write(folder: Path, documents: list[bytes] = DOCUMENTS) -> Path:
     folder.mkdir()
-    with (folder / "tokens.bin").open("wb") as tokens, (folder / "documents.bin").open("wb") as offsets:
+    with (
+        (folder / "tokens.bin").open("wb") as tokens,
+        (folder / "documents.bin").open("wb") as offsets,
+    ):
         writer = StoreWriter(tokens, offsets, ByteTokenizer())
         for document in documents:
             for part in (document[:2], document[2:]):
@@ -37,8 +40,15 @@ def test_documents_come_back_with_their_boundaries_and_end_tokens(tmp_path: Path
     store = TokenStore.open(_write(tmp_path / "s"))
     store.check()
     assert store.tokens.dtype == np.uint16
-    assert [store.document(number).tolist() for number in range(3)] == [[*document, 257] for document in DOCUMENTS if document]
-    assert (store.meta.num_documents, store.meta.num_tokens, store.meta.vocab_size, store.meta.source) == (3, 19, 264, "a test")
+    assert [store.document(number).tolist() for number in range(3)] == [
+        [*document, 257] for document in DOCUMENTS if document
+    ]
+    assert (
+        store.meta.num_documents,
+        store.meta.num_tokens,
+        store.meta.vocab_size,
+        store.meta.source,
+    ) == (3, 19, 264, "a test")
     assert store.open_tokenizer().decode(store.tokens) == "hellothe secondx"
 
 
@@ -110,7 +120,10 @@ def _unsorted(folder: Path) -> None:
         (_cut("tokens.bin"), "tokens.bin has 36 bytes where meta.json says 38"),
         (_cut("documents.bin"), "documents.bin has 30 bytes where meta.json says 32"),
         (_remove("tokens.bin"), "tokens.bin is missing"),
-        (_remove("meta.json"), "no meta.json in it; give a folder written by `mtrain data prepare`"),
+        (
+            _remove("meta.json"),
+            "no meta.json in it; give a folder written by `mtrain data prepare`",
+        ),
         (_unsorted, "documents.bin is corrupt"),
         (_meta(version=99), "meta.json has version 99, this mtrain reads version 1"),
         (_meta(dtype="int8"), "meta.json is broken"),
@@ -120,10 +133,15 @@ def _unsorted(folder: Path) -> None:
         (lambda folder: (folder / "meta.json").write_text("{"), "meta.json is not JSON"),
         (lambda folder: (folder / "meta.json").write_bytes(b"\xff\xfe"), "meta.json is not JSON"),
         (lambda folder: (folder / "meta.json").write_text("[]"), "meta.json has version None"),
-        (lambda folder: (folder / "meta.json").write_text('{"version": 1}'), "meta.json lacks dtype, tokenizer"),
+        (
+            lambda folder: (folder / "meta.json").write_text('{"version": 1}'),
+            "meta.json lacks dtype, tokenizer",
+        ),
     ],
 )
-def test_a_damaged_store_is_one_clear_line(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
+def test_a_damaged_store_is_one_clear_line(
+    tmp_path: Path, damage: Callable[[Path], None], message: str
+) -> None:
     folder = _write(tmp_path / "s")
     damage(folder)
     with pytest.raises(ConfigError) as caught:
@@ -162,7 +180,9 @@ def test_a_disk_that_fails_is_of_the_machine_and_a_file_that_is_no_ones_a_mistak
         with pytest.raises((ConfigError, RunError)) as caught:
             read()
         assert isinstance(caught.value, RunError) == (number in READ_FAILURES)
-        assert is_of_a_machine(describe(caught.value)) == (number in READ_FAILURES), str(caught.value)
+        assert is_of_a_machine(describe(caught.value)) == (number in READ_FAILURES), str(
+            caught.value
+        )
 
 
 def test_check_finds_a_changed_token(tmp_path: Path) -> None:

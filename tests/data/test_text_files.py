@@ -31,7 +31,9 @@ def _error(path: Path, key: str = "text") -> str:
     return str(caught.value)
 
 
-def _parquet(path: Path, texts: list[Any], column: str = "text", row_group_size: int = 2, kind: Any = None) -> Path:
+def _parquet(
+    path: Path, texts: list[Any], column: str = "text", row_group_size: int = 2, kind: Any = None
+) -> Path:
     table = pyarrow.table({"id": list(range(len(texts))), column: pyarrow.array(texts, kind)})
     pyarrow.parquet.write_table(table, path, row_group_size=row_group_size)
     return path
@@ -44,7 +46,9 @@ def test_a_plain_file_is_one_document_unchanged(tmp_path: Path, suffix: str) -> 
     assert _texts(text_corpus(str(tmp_path / f"a{suffix}"), "text")) == [text]
 
 
-def test_a_plain_file_longer_than_a_block_keeps_characters_across_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plain_file_longer_than_a_block_keeps_characters_across_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("mtrain_cli.data.text_files._BLOCK", 5)
     text = "é世界\n" * 40
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
@@ -63,14 +67,18 @@ def test_half_a_surrogate_pair_in_json_becomes_a_question_mark(tmp_path: Path) -
     assert _texts(text_corpus(str(tmp_path / "a.jsonl"), "text")) == ["a?b"]
 
 
-@pytest.mark.parametrize("kind", [None, pyarrow.large_string(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())])
+@pytest.mark.parametrize(
+    "kind", [None, pyarrow.large_string(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())]
+)
 def test_parquet_is_one_document_per_row(tmp_path: Path, kind: Any) -> None:
     path = _parquet(tmp_path / "a.parquet", ["one", None, "three", "four", "five"], kind=kind)
     assert _texts(text_corpus(str(path), "text")) == ["one", "", "three", "four", "five"]
 
 
 @pytest.mark.parametrize("kind", ["a.jsonl", "a.parquet", "a.txt"])
-def test_reading_can_start_behind_any_record(tmp_path: Path, jsonl: Callable[..., Path], kind: str) -> None:
+def test_reading_can_start_behind_any_record(
+    tmp_path: Path, jsonl: Callable[..., Path], kind: str
+) -> None:
     texts = [f"text {number}" for number in range(7)] if kind != "a.txt" else ["only one"]
     if kind == "a.parquet":
         path = _parquet(tmp_path / kind, texts)
@@ -83,11 +91,15 @@ def test_reading_can_start_behind_any_record(tmp_path: Path, jsonl: Callable[...
     records = [(document.record, document.end) for document in unit.documents(0)]
     assert records[-1] == (len(texts), path.stat().st_size)
     for skip in range(len(texts) + 1):
-        assert [(document.record, document.end) for document in unit.documents(skip)] == records[skip:]
+        assert [(document.record, document.end) for document in unit.documents(skip)] == records[
+            skip:
+        ]
         assert _texts(text_corpus(str(path), "text"), skip) == texts[skip:]
 
 
-def test_a_folder_is_read_recursively_in_sorted_order_without_hidden_files(tmp_path: Path, jsonl: Callable[..., Path]) -> None:
+def test_a_folder_is_read_recursively_in_sorted_order_without_hidden_files(
+    tmp_path: Path, jsonl: Callable[..., Path]
+) -> None:
     jsonl(["2", "3"], "b/c.jsonl")
     for name, text in {
         "a.txt": "0",
@@ -118,7 +130,10 @@ def test_signature_changes_with_files_and_key_but_not_with_the_place(tmp_path: P
 
 def test_missing_file_names_what_is_allowed(tmp_path: Path) -> None:
     path = tmp_path / "none.txt"
-    assert _error(path) == f"data.path={path}: no such file; give a .txt, .md, .py, .jsonl or .parquet file or a folder of them"
+    assert (
+        _error(path)
+        == f"data.path={path}: no such file; give a .txt, .md, .py, .jsonl or .parquet file or a folder of them"
+    )
 
 
 def test_unknown_kind_of_file_names_what_is_allowed(tmp_path: Path) -> None:
@@ -149,7 +164,9 @@ def test_text_in_another_encoding_is_named_with_its_place(tmp_path: Path) -> Non
         ('{"text": 5}', "line 2 holds a number there, not text"),
     ],
 )
-def test_a_broken_line_is_named_with_file_and_number(tmp_path: Path, line: str, message: str) -> None:
+def test_a_broken_line_is_named_with_file_and_number(
+    tmp_path: Path, line: str, message: str
+) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "fine"}\n' + line + "\n")
     error = _error(path)
@@ -175,7 +192,9 @@ def test_corrupt_parquet_is_one_clear_line(tmp_path: Path, keep: int) -> None:
 
 
 def test_corrupt_data_behind_a_good_parquet_footer_is_one_clear_line(tmp_path: Path) -> None:
-    path = _parquet(tmp_path / "a.parquet", [f"some text {number}" for number in range(500)], row_group_size=500)
+    path = _parquet(
+        tmp_path / "a.parquet", [f"some text {number}" for number in range(500)], row_group_size=500
+    )
     column = pyarrow.parquet.ParquetFile(path).metadata.row_group(0).column(1)
     begin = column.dictionary_page_offset or column.data_page_offset
     content = bytearray(path.read_bytes())
@@ -187,10 +206,14 @@ def test_corrupt_data_behind_a_good_parquet_footer_is_one_clear_line(tmp_path: P
 def test_parquet_text_that_is_not_utf8_is_one_clear_line(tmp_path: Path) -> None:
     strings = pyarrow.array([b"fine", b"\xff"]).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"text": strings}), tmp_path / "a.parquet")
-    assert "a.parquet: not UTF-8 text in the 1024 rows behind row 0 (byte 0xff)" in _error(tmp_path / "a.parquet")
+    assert "a.parquet: not UTF-8 text in the 1024 rows behind row 0 (byte 0xff)" in _error(
+        tmp_path / "a.parquet"
+    )
 
 
-def test_parquet_without_its_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_without_its_package_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = _parquet(tmp_path / "a.parquet", ["x"])
     real = builtins.__import__
 
@@ -211,13 +234,17 @@ def test_a_file_that_cannot_be_opened_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"a\.jsonl: cannot be read \(No such file"):
         _texts(corpus)
     (tmp_path / "loop.txt").symlink_to(tmp_path / "loop.txt")
-    assert "no such file" in _error(tmp_path / "loop.txt") or "cannot be read" in _error(tmp_path / "loop.txt")
+    assert "no such file" in _error(tmp_path / "loop.txt") or "cannot be read" in _error(
+        tmp_path / "loop.txt"
+    )
 
 
 def test_help_and_messages_name_every_kind_of_file_that_is_read():
     *first, last = READERS
     kinds = f"a {', '.join(first)} or {last} file, or a folder of them"
-    source = inspect.signature(prepare, eval_str=True).parameters["source"].annotation.__metadata__[0]
+    source = (
+        inspect.signature(prepare, eval_str=True).parameters["source"].annotation.__metadata__[0]
+    )
     assert source.help.startswith(kinds)
     assert kinds in summary(resource_dir("conf") / "data/text.yaml")
     assert kinds == TEXT

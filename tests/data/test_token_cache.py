@@ -28,7 +28,9 @@ def _entries(root: Path) -> list[Path]:
     return [path for path in root.iterdir() if path.suffix != ".lock"]
 
 
-def test_a_second_opening_reads_the_cache_and_not_the_corpus(corpus: Corpus, cache_root: Path) -> None:
+def test_a_second_opening_reads_the_cache_and_not_the_corpus(
+    corpus: Corpus, cache_root: Path
+) -> None:
     first, where = token_cache.cached_store(corpus, ByteTokenizer())
     (entry,) = _entries(cache_root)
     assert where == f"cached in {entry}"
@@ -37,7 +39,9 @@ def test_a_second_opening_reads_the_cache_and_not_the_corpus(corpus: Corpus, cac
     assert np.array_equal(first.tokens, second.tokens)
 
 
-def test_a_changed_corpus_or_tokenizer_is_another_entry(make_config, jsonl: Callable[..., Path], bpe_file: Path, cache_root: Path) -> None:
+def test_a_changed_corpus_or_tokenizer_is_another_entry(
+    make_config, jsonl: Callable[..., Path], bpe_file: Path, cache_root: Path
+) -> None:
     path = str(jsonl(["x" * 100]))
     config = make_config(kind="text", path=path)
     before = open_dataset(config)
@@ -75,12 +79,17 @@ def test_a_cache_folder_that_cannot_be_written_falls_back_to_memory_and_says_so(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     dataset = open_dataset(config)
-    assert "in memory, since the cache folder cannot be written (Not a directory)" in dataset.describe()
+    assert (
+        "in memory, since the cache folder cannot be written (Not a directory)"
+        in dataset.describe()
+    )
     assert dataset.fingerprint == cached.fingerprint
     assert np.array_equal(dataset[0].tokens, cached[0].tokens)
 
 
-def test_a_full_disk_falls_back_to_memory_and_leaves_nothing(corpus: Corpus, cache_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_falls_back_to_memory_and_leaves_nothing(
+    corpus: Corpus, cache_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -91,7 +100,12 @@ def test_a_full_disk_falls_back_to_memory_and_leaves_nothing(corpus: Corpus, cac
     assert _entries(cache_root) == []
 
 
-BROKEN = {"empty.txt": b"", "binary.txt": b"\x00\xff\xfe" * 99, "broken.jsonl": b'{"text": "a', "other_key.jsonl": b'{"body": "a"}\n'}
+BROKEN = {
+    "empty.txt": b"",
+    "binary.txt": b"\x00\xff\xfe" * 99,
+    "broken.jsonl": b'{"text": "a',
+    "other_key.jsonl": b'{"body": "a"}\n',
+}
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -111,7 +125,9 @@ def test_an_array_that_cannot_be_made_leaves_nothing(cache_root: Path) -> None:
     assert list(cache_root.iterdir()) == []
 
 
-def test_whoever_waits_for_a_lock_whose_file_is_removed_excludes_those_that_come_later(tmp_path: Path) -> None:
+def test_whoever_waits_for_a_lock_whose_file_is_removed_excludes_those_that_come_later(
+    tmp_path: Path,
+) -> None:
     """Three threads, since locks are of opened files: one fails, one has waited for it, one comes when the file is gone."""
     inside, most, order = 0, 0, []
     first_is_in, second_is_in = threading.Event(), threading.Event()
@@ -129,7 +145,8 @@ def test_whoever_waits_for_a_lock_whose_file_is_removed_excludes_those_that_come
             inside -= 1
 
     workers = [
-        threading.Thread(target=work, args=words) for words in (("first", 0.3, first_is_in), ("second", 0.3, second_is_in), ("third", 0.0))
+        threading.Thread(target=work, args=words)
+        for words in (("first", 0.3, first_is_in), ("second", 0.3, second_is_in), ("third", 0.0))
     ]
     workers[0].start()
     assert first_is_in.wait(10)
@@ -142,7 +159,9 @@ def test_whoever_waits_for_a_lock_whose_file_is_removed_excludes_those_that_come
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_a_home_folder_the_store_is_in_memory(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_folder_the_store_is_in_memory(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "relative/does/not/count")
     monkeypatch.delenv("HOME", raising=False)
 
@@ -156,7 +175,9 @@ def test_without_a_home_folder_the_store_is_in_memory(corpus: Corpus, monkeypatc
 
 
 @pytest.mark.parametrize("locks", [True, False])
-def test_workers_that_start_at_once_share_one_entry(jsonl: Callable[..., Path], cache_root: Path, locks: bool) -> None:
+def test_workers_that_start_at_once_share_one_entry(
+    jsonl: Callable[..., Path], cache_root: Path, locks: bool
+) -> None:
     """Four processes at one time, with file locks and on a file system that has none."""
     path = jsonl([f"text number {number} " * 50 for number in range(2000)])
     script = f"""
@@ -176,7 +197,13 @@ store.check()
 print(where, store.meta.sha256)
 """
     workers = [
-        subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path.cwd())
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path.cwd(),
+        )
         for _ in range(4)
     ]
     try:

@@ -64,10 +64,18 @@ def qwen_like_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     library = tokenizers.Tokenizer(models.BPE())
     library.normalizer = normalizers.NFC()
     library.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(tokenizers.Regex(words), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(tokenizers.Regex(words), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"], show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        initial_alphabet=alphabet,
+        special_tokens=["<|endoftext|>"],
+        show_progress=False,
+    )
     library.train_from_iterator(["a b .\n\n\nab (a).\r\n  \n\tb\n(\n\n" * 30], trainer)
     path = tmp_path_factory.mktemp("qwen") / "tokenizer.json"
     library.save(str(path))
@@ -79,7 +87,9 @@ _LINES = st.lists(st.text(st.sampled_from("ab .\n\r\t(é世\u0301"), max_size=12
 
 @pytest.mark.parametrize("file", ["bpe_file", "qwen_like_file"])
 @given(lines=_LINES, size=st.integers(1, 40))
-def test_encoding_in_pieces_equals_encoding_the_whole(request: pytest.FixtureRequest, file: str, lines: list[str], size: int) -> None:
+def test_encoding_in_pieces_equals_encoding_the_whole(
+    request: pytest.FixtureRequest, file: str, lines: list[str], size: int
+) -> None:
     tokenizer = open_tokenizer(str(request.getfixturevalue(file)))
     assert tokenizer.exact_pieces
     text = "\n".join(lines)
@@ -92,13 +102,19 @@ def test_encoding_in_pieces_equals_encoding_the_whole(request: pytest.FixtureReq
 
 
 def test_a_tokenizer_that_marks_the_start_of_every_text_is_not_cut(tmp_path: Path) -> None:
-    library = tokenizers.Tokenizer(models.WordLevel({"▁one": 0, "▁two": 1, "three": 2, "▁three": 3, "[UNK]": 4}, unk_token="[UNK]"))
+    library = tokenizers.Tokenizer(
+        models.WordLevel(
+            {"▁one": 0, "▁two": 1, "three": 2, "▁three": 3, "[UNK]": 4}, unk_token="[UNK]"
+        )
+    )
     library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     library.save(str(tmp_path / "t.json"))
     assert not open_tokenizer(str(tmp_path / "t.json")).exact_pieces
 
 
-def test_truncation_and_padding_saved_in_the_file_are_not_obeyed(bpe_file: Path, tmp_path: Path) -> None:
+def test_truncation_and_padding_saved_in_the_file_are_not_obeyed(
+    bpe_file: Path, tmp_path: Path
+) -> None:
     library = tokenizers.Tokenizer.from_file(str(bpe_file))
     library.enable_truncation(4)
     library.enable_padding(length=16)
@@ -119,7 +135,9 @@ def test_end_token_is_the_one_that_tokenizer_config_names(bpe_file: Path, tmp_pa
 
 
 def test_a_tokenizer_without_any_end_token_has_none(tmp_path: Path) -> None:
-    tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 7}, unk_token="a")).save(str(tmp_path / "t.json"))
+    tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 7}, unk_token="a")).save(
+        str(tmp_path / "t.json")
+    )
     tokenizer = open_tokenizer(str(tmp_path / "t.json"))
     assert tokenizer.eos is None
     assert tokenizer.vocab_size == 8  # ids may have holes
@@ -136,9 +154,16 @@ def test_identity_follows_content_not_path(bpe_file: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(None, "no such file"), (b"{}", "not a Hugging Face"), (b"\xff\x00", "it is no text, byte 1 is not UTF-8")]
+    ("content", "message"),
+    [
+        (None, "no such file"),
+        (b"{}", "not a Hugging Face"),
+        (b"\xff\x00", "it is no text, byte 1 is not UTF-8"),
+    ],
 )
-def test_missing_and_broken_files_are_one_clear_line(tmp_path: Path, content: bytes | None, message: str) -> None:
+def test_missing_and_broken_files_are_one_clear_line(
+    tmp_path: Path, content: bytes | None, message: str
+) -> None:
     path = tmp_path / "tokenizer.json"
     if content is not None:
         path.write_bytes(content)
@@ -148,7 +173,9 @@ def test_missing_and_broken_files_are_one_clear_line(tmp_path: Path, content: by
     assert "\n" not in str(caught.value)
 
 
-def test_without_the_package_the_line_says_what_to_install(bpe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_line_says_what_to_install(
+    bpe_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = builtins.__import__
 
     def without(name: str, *arguments: Any, **keywords: Any) -> Any:

@@ -23,16 +23,24 @@ def main() -> int:
     parser.add_argument("what", choices=("words", "damage"))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=1000)
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds that a command may take")
+    parser.add_argument(
+        "--limit", type=float, default=120.0, help="seconds that a command may take"
+    )
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--material", type=Path, help="a folder made before, of a run and so on; made anew if not given")
+    parser.add_argument(
+        "--material",
+        type=Path,
+        help="a folder made before, of a run and so on; made anew if not given",
+    )
     asked = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory(prefix="mtrain-fuzz-") as scratch:
         material = asked.material.resolve() if asked.material else make(Path(scratch, "material"))
         _import_everything()
         began = time.monotonic()
-        names, one = (_words if asked.what == "words" else _damage)(asked.seed, asked.count, material, Path(scratch))
+        names, one = (_words if asked.what == "words" else _damage)(
+            asked.seed, asked.count, material, Path(scratch)
+        )
         found: dict[int, Outcome] = {}
 
         def prepare() -> None:
@@ -45,7 +53,9 @@ def main() -> int:
                 found[number] = outcome
                 if len(found) % 500 == 0:
                     bad = sum(o.kind != "fine" for o in found.values())
-                    say(f"{len(found)} of {asked.count}, {time.monotonic() - began:.0f} s, {bad} bad")
+                    say(
+                        f"{len(found)} of {asked.count}, {time.monotonic() - began:.0f} s, {bad} bad"
+                    )
         ordered = list(found.values())
         print(f"{asked.what}, seed {asked.seed}, {time.monotonic() - began:.0f} s")
         print(table(ordered, [names(number) for number in found]).encode(errors="replace").decode())
@@ -92,9 +102,19 @@ def _damage(seed: int, _: int, material: Path, scratch: Path):
         there = copied(source, scratch / f"damaged-{os.getpid()}")
         target = there / file if source.is_dir() else there
         said = damage(draw, target)
-        outcome = run([word.replace("THIS", str(there)).replace("OUT", str(scratch / f"out-{os.getpid()}-{number}")) for word in command])
+        outcome = run(
+            [
+                word.replace("THIS", str(there)).replace(
+                    "OUT", str(scratch / f"out-{os.getpid()}-{number}")
+                )
+                for word in command
+            ]
+        )
         return Outcome(
-            outcome.kind, outcome.code, f"{outcome.about} [{said}]" if outcome.kind != "fine" else outcome.about, outcome.seconds
+            outcome.kind,
+            outcome.code,
+            f"{outcome.about} [{said}]" if outcome.kind != "fine" else outcome.about,
+            outcome.seconds,
         )
 
     def name(number: int) -> str:

@@ -23,7 +23,9 @@ def damage(draw: random.Random, path: Path) -> str:
     kinds = ["cut", "flip", "insert", "empty", "nothing", "folder", "text", "tail", "binary"]
     structured = path.suffix in (".json", ".jsonl", ".yaml") or path.name in (".lock",)
     if structured:
-        kinds += ["value"] * 14 + ["key"] * 5 + ["deep", "deep_map", "list", "scalar", "tab", "anchor"]
+        kinds += (
+            ["value"] * 14 + ["key"] * 5 + ["deep", "deep_map", "list", "scalar", "tab", "anchor"]
+        )
     kind = draw.choice(kinds)
     data = path.read_bytes()
     if kind in ("value", "key"):
@@ -38,7 +40,12 @@ def damage(draw: random.Random, path: Path) -> str:
         path.write_bytes(
             {
                 "cut": lambda: data[:at],
-                "flip": lambda: bytes(byte ^ (1 << draw.randrange(8)) if draw.random() < 3 / max(1, len(data)) else byte for byte in data),
+                "flip": lambda: bytes(
+                    byte ^ (1 << draw.randrange(8))
+                    if draw.random() < 3 / max(1, len(data))
+                    else byte
+                    for byte in data
+                ),
                 "insert": lambda: data[:at] + draw.randbytes(draw.choice((1, 4, 64))) + data[at:],
                 "empty": lambda: b"",
                 "text": lambda: b"this is no such file\n",
@@ -67,7 +74,9 @@ def _structure(draw: random.Random, path: Path, kind: str) -> str:
     try:
         tree = json.loads(lines[at])
     except (ValueError, IndexError):
-        path.write_text(f"process {draw.choice(VALUES)} on {draw.choice(VALUES)}\n", errors="surrogateescape")
+        path.write_text(
+            f"process {draw.choice(VALUES)} on {draw.choice(VALUES)}\n", errors="surrogateescape"
+        )
         return "lock"
     said = _change(draw, tree, kind)
     lines[at] = json.dumps(tree)
@@ -93,7 +102,13 @@ def _change(draw: random.Random, tree: Any, kind: str) -> str:
 
 
 def _places(tree: Any) -> Any:
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    items = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
     for name, value in items:
         yield tree, name
         yield from _places(value)

@@ -34,7 +34,13 @@ def make(folder: Path) -> Path:
         ["checkpoint", "export", "run", "hf"],
     ):  # fmt: skip
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        subprocess.run([sys.executable, "-m", "mtrain_cli", *words], cwd=folder, env=environment, check=True, capture_output=True)
+        subprocess.run(
+            [sys.executable, "-m", "mtrain_cli", *words],
+            cwd=folder,
+            env=environment,
+            check=True,
+            capture_output=True,
+        )
     return complete(folder)
 
 
@@ -65,7 +71,14 @@ def commands_for(material: Path) -> Iterator[tuple[Path, list[str], list[list[st
 
     def inside(name: str, *patterns: str) -> list[str]:
         root = material / name
-        return sorted({str(path.relative_to(root)) for pattern in patterns for path in root.glob(pattern) if path.is_file()})
+        return sorted(
+            {
+                str(path.relative_to(root))
+                for pattern in patterns
+                for path in root.glob(pattern)
+                if path.is_file()
+            }
+        )
 
     tiny = ["model=tiny", "seq=256", "--no-files"]
     stand = [
@@ -78,7 +91,10 @@ def commands_for(material: Path) -> Iterator[tuple[Path, list[str], list[list[st
         "evaluations.jsonl",
         "overrides.txt",
     ]
-    shown = [*inside("run", "profile/*", "profile/records/*", "checkpoints/*/manifest.json"), *stand]
+    shown = [
+        *inside("run", "profile/*", "profile/records/*", "checkpoints/*/manifest.json"),
+        *stand,
+    ]
     yield material / "run", [name for name in stand if (material / "run" / name).is_file()], [
         ["status", "THIS"], ["status", "THIS", "--json"], ["train", "--resume", "THIS", "--cfg"],
         ["train", "--resume", "THIS", "train.steps=9"],
@@ -88,18 +104,47 @@ def commands_for(material: Path) -> Iterator[tuple[Path, list[str], list[list[st
         ["report", "THIS"], ["report", "THIS", "--json"], ["report", "THIS", "--no-html"],
         ["status", "THIS"], ["profile", "what-if", "THIS"],
     ]  # fmt: skip
-    yield material / "run", inside("run", "checkpoints/*/*", "resolved.yaml"), [["checkpoint", "export", "THIS", "OUT"], ["status", "THIS"]]
+    yield (
+        material / "run",
+        inside("run", "checkpoints/*/*", "resolved.yaml"),
+        [["checkpoint", "export", "THIS", "OUT"], ["status", "THIS"]],
+    )
     yield material / "meas", inside("meas", "*.json", "*.npz", "*.parquet", "*.yaml"), [
         ["report", "THIS"], ["report", "THIS", "--json"], ["profile", "what-if", "THIS"],
         ["simulate", "--index", "THIS", "--no-files"], ["simulate", "--validate", "THIS", "--no-files"],
     ]  # fmt: skip
-    yield material / "cluster.yaml", [""], [["simulate", *tiny, "--cluster", "THIS", "--layout", "striped", "--exchange", "ring"]]
-    calibration = ["simulate", *tiny, "--calibration", "THIS", "--layout", "striped", "--exchange", "ring"]
+    yield (
+        material / "cluster.yaml",
+        [""],
+        [["simulate", *tiny, "--cluster", "THIS", "--layout", "striped", "--exchange", "ring"]],
+    )
+    calibration = [
+        "simulate",
+        *tiny,
+        "--calibration",
+        "THIS",
+        "--layout",
+        "striped",
+        "--exchange",
+        "ring",
+    ]
     yield material / "kernels.json", [""], [calibration]
     yield material / "non-attention.json", [""], [calibration]
     yield material / "hf", ["config.json"], [["checkpoint", "import", "THIS", "OUT"], ["train", "train.init_from=THIS", "--cfg"],
                                              ["train", "train.init_from=THIS", "--dry-run"]]  # fmt: skip
     yield material / "hf", inside("hf", "*"), [["checkpoint", "import", "THIS", "OUT"]]
-    yield material / "tokens", inside("tokens", "*"), [["data", "show", "THIS"], ["data", "prepare", str(material / "text"), "THIS"]]
-    yield material / "mds", inside("mds", "*"), [["data", "show", "THIS"], ["data", "show", "THIS", "--check"]]
-    yield material / "weights.yaml", [""], [["train", "data=text", f"data.path={material}", "data.mix=THIS", "--cfg"]]
+    yield (
+        material / "tokens",
+        inside("tokens", "*"),
+        [["data", "show", "THIS"], ["data", "prepare", str(material / "text"), "THIS"]],
+    )
+    yield (
+        material / "mds",
+        inside("mds", "*"),
+        [["data", "show", "THIS"], ["data", "show", "THIS", "--check"]],
+    )
+    yield (
+        material / "weights.yaml",
+        [""],
+        [["train", "data=text", f"data.path={material}", "data.mix=THIS", "--cfg"]],
+    )

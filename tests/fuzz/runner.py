@@ -51,7 +51,9 @@ def run(words: Sequence[str], typos: Sequence[str] = ()) -> Outcome:
     if error is not None and not isinstance(error, SystemExit):
         return Outcome("traceback", 1, _where(error), seconds)
     if result.exit_code not in FINE:
-        return Outcome("traceback", result.exit_code, f"exit code {result.exit_code}: {said[-300:]}", seconds)
+        return Outcome(
+            "traceback", result.exit_code, f"exit code {result.exit_code}: {said[-300:]}", seconds
+        )
     if found := PYTHON.search(_without(said, words)):
         return Outcome("words", result.exit_code, f"{found[0]}: {said[-300:]}", seconds)
     if result.exit_code and not said.strip() and not result.stdout.strip():
@@ -69,12 +71,18 @@ def _without(said: str, words: Sequence[str]) -> str:
 
 def _where(error: BaseException) -> str:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "mtrain_cli" in f.filename]
-    at = f"{frames[-1].filename.rpartition('mtrain_cli/')[2]}:{frames[-1].lineno}" if frames else "?"
+    at = (
+        f"{frames[-1].filename.rpartition('mtrain_cli/')[2]}:{frames[-1].lineno}" if frames else "?"
+    )
     return f"{at} {type(error).__name__}: {str(error)[:160]}"
 
 
 def watched(
-    count: int, prepare: Callable[[], None], one: Callable[[int], Outcome], limit_s: float, workers: int = 2
+    count: int,
+    prepare: Callable[[], None],
+    one: Callable[[int], Outcome],
+    limit_s: float,
+    workers: int = 2,
 ) -> Iterator[tuple[int, Outcome]]:
     """``one`` of every number below ``count``, in forked processes; a process that is silent for ``limit_s`` is killed: a hang."""
     shares = [list(range(first, count, workers)) for first in range(workers)]
@@ -101,7 +109,9 @@ def watched(
 class _Child:
     """A process that runs some inputs, one after the other, and sends a line after each."""
 
-    def __init__(self, numbers: list[int], prepare: Callable[[], None], one: Callable[[int], Outcome]) -> None:
+    def __init__(
+        self, numbers: list[int], prepare: Callable[[], None], one: Callable[[int], Outcome]
+    ) -> None:
         self.left, self.ended, self.heard, self._text = list(numbers), False, time.monotonic(), ""
         self.pipe, there = os.pipe()
         self._pid = os.fork()
@@ -178,16 +188,24 @@ def without_work(monkeypatch: Any = None) -> None:
 def table(found: Sequence[Outcome], names: Sequence[str]) -> str:
     """How many of each kind, and one example of each place."""
     kinds = ("fine", "traceback", "words", "silent", "typo", "hang")
-    lines = ["  ".join(f"{kind} {sum(o.kind == kind for o in found)}" for kind in kinds) + f"  of {len(found)}"]
+    lines = [
+        "  ".join(f"{kind} {sum(o.kind == kind for o in found)}" for kind in kinds)
+        + f"  of {len(found)}"
+    ]
     seen: dict[str, tuple[int, str]] = {}
     for outcome, name in zip(found, names, strict=True):
         if outcome.kind != "fine":
-            place = f"{outcome.kind:<9} {outcome.about[:230]!r}" if outcome.kind not in ("typo",) else f"typo      {outcome.about[:60]!r}"
+            place = (
+                f"{outcome.kind:<9} {outcome.about[:230]!r}"
+                if outcome.kind not in ("typo",)
+                else f"typo      {outcome.about[:60]!r}"
+            )
             place = re.sub(r"\d{4,}", "N", place)
             many, example = seen.get(place, (0, name))
             seen[place] = (many + 1, example)
     lines += [
-        f"{many:>5} x {place}\n          {example[:300]!r}" for place, (many, example) in sorted(seen.items(), key=lambda i: -i[1][0])
+        f"{many:>5} x {place}\n          {example[:300]!r}"
+        for place, (many, example) in sorted(seen.items(), key=lambda i: -i[1][0])
     ]
     return "\n".join(lines)
 

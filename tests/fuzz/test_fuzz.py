@@ -31,15 +31,26 @@ def test_a_configuration_is_made_or_refused_in_lines_whatever_is_typed(quick: Pa
     """Words of 1,000 command lines: no exception but ConfigError, no word of Python, and no typo that passes for a setting."""
     words = Words(SEED, [str(quick), "nowhere", "a.yaml"])
     # Groups are composed once each; keys come in any number.
-    draw, groups = random.Random(SEED), ([], [], [], ["model=qwen3b"], ["sparsity=vertical_slash"], ["data=text"])
+    draw, groups = (
+        random.Random(SEED),
+        ([], [], [], ["model=qwen3b"], ["sparsity=vertical_slash"], ["data=text"]),
+    )
     refused = 0
     for _ in range(LINES):
         found = [words.override() for _ in range(draw.choice((1, 1, 2, 3)))]
-        found = [(word, typo) for word, typo in found if word.partition("=")[0] not in words.groups or typo]
+        found = [
+            (word, typo)
+            for word, typo in found
+            if word.partition("=")[0] not in words.groups or typo
+        ]
         line = [*draw.choice(groups), *(word for word, _ in found)]
         problems = _problems(line)
         refused += bool(problems)
-        assert not any(PYTHON.search(problem) for problem in problems if not any(word in problem for word in line)), line
+        assert not any(
+            PYTHON.search(problem)
+            for problem in problems
+            if not any(word in problem for word in line)
+        ), line
         assert problems or not any(typo for _, typo in found), line
     assert 0.3 * LINES < refused < LINES
 
@@ -56,7 +67,11 @@ def test_commands_end_in_lines_whatever_they_are_given(quick: Path) -> None:
     words = Words(SEED, ["nowhere", str(quick)])
     lines = [words.line() for _ in range(COMMANDS)]
     # Plans and simulations take seconds; `python -m fuzz` runs them.
-    lines = [line for line in lines if line.words[0] not in ("simulate", "doctor") and "--dry-run" not in line.words]
+    lines = [
+        line
+        for line in lines
+        if line.words[0] not in ("simulate", "doctor") and "--dry-run" not in line.words
+    ]
     for line in lines:
         assert run(line.words, line.typos).kind == "fine", line
 
@@ -70,11 +85,18 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     compose.save(compose.compose(["seq=256"]), run_dir / "resolved.yaml")
     step = {"step": 1, "loss": 5.0, "grad_norm": 1.0, "lr": 1e-3, "tokens": 256, "tokens_per_second_per_gpu": 9.0, "mfu_model": None,
             "mfu_executed": None, "density": 1.0, "peak_memory_gib": None, "seconds": 0.5, "epoch": 0.1, "consumed": 1}  # fmt: skip
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps({**step, "step": n}) + "\n" for n in range(1, 4)))
-    run_state.write(
-        RunDir(run_dir), run_state.RunState(phase="finished", time=1.7e9, began=1.7e9, step=3, steps=3, warnings=((1.7e9, "slow"),))
+    (run_dir / "metrics.jsonl").write_text(
+        "".join(json.dumps({**step, "step": n}) + "\n" for n in range(1, 4))
     )
-    (run_dir / "environment.json").write_text('{"host": "here", "gpus": [], "cpu_cores": 2, "versions": {"torch": "2.12"}}')
+    run_state.write(
+        RunDir(run_dir),
+        run_state.RunState(
+            phase="finished", time=1.7e9, began=1.7e9, step=3, steps=3, warnings=((1.7e9, "slow"),)
+        ),
+    )
+    (run_dir / "environment.json").write_text(
+        '{"host": "here", "gpus": [], "cpu_cores": 2, "versions": {"torch": "2.12"}}'
+    )
     bucket = '{"begin": 0, "end": 128, "tokens": 5, "loss": 5.0}'
     (run_dir / "evaluations.jsonl").write_text(
         f'{{"step": 1, "loss": 5.0, "tokens": 5, "sequences": 1, "seconds": 1.0, "attention": "dense", "buckets": [{bucket}]}}\n'
@@ -86,23 +108,58 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
              "intermediate_size": 128,
              "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}}  # fmt: skip
     (folder / "hf/config.json").write_text(json.dumps(shape))
-    case = {"seq": 256, "heads": 4, "kv_heads": 2, "head_dim": 32, "block": 16, "density": None, "columns": 0}
-    times = [{"kernel": "sdpa", "pairs": 9000 * n, "forward_ms": 0.1 * n, "backward_ms": 0.2 * n, "case": case} for n in (1, 2, 3)]
-    (folder / "kernels.json").write_text(json.dumps({"kind": "kernels", "schema": 1, "device": "CPU", "times": times}))
+    case = {
+        "seq": 256,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 32,
+        "block": 16,
+        "density": None,
+        "columns": 0,
+    }
+    times = [
+        {
+            "kernel": "sdpa",
+            "pairs": 9000 * n,
+            "forward_ms": 0.1 * n,
+            "backward_ms": 0.2 * n,
+            "case": case,
+        }
+        for n in (1, 2, 3)
+    ]
+    (folder / "kernels.json").write_text(
+        json.dumps({"kind": "kernels", "schema": 1, "device": "CPU", "times": times})
+    )
     return complete(folder)
 
 
 def test_damaged_files_end_in_one_line(quick: Path, material: Path) -> None:
     wanted = [entry for entry in commands_for(material) if entry[0].exists() and entry[1]]
-    wanted = [(source, files, kept) for source, files, commands in wanted if (kept := [c for c in commands if _is_quick(c)])]
-    assert {source.name for source, _, _ in wanted} == {"run", "cluster.yaml", "kernels.json", "hf", "mds", "weights.yaml"}
+    wanted = [
+        (source, files, kept)
+        for source, files, commands in wanted
+        if (kept := [c for c in commands if _is_quick(c)])
+    ]
+    assert {source.name for source, _, _ in wanted} == {
+        "run",
+        "cluster.yaml",
+        "kernels.json",
+        "hf",
+        "mds",
+        "weights.yaml",
+    }
     for number in range(DAMAGES):
         draw = random.Random(number)
         source, files, commands = draw.choice(wanted)
         name, command = draw.choice(files), draw.choice(commands)
         there = copied(source, quick / "damaged")
         said = damage(draw, there / name if source.is_dir() else there)
-        outcome = run([word.replace("THIS", str(there)).replace("OUT", str(quick / f"out{number}")) for word in command])
+        outcome = run(
+            [
+                word.replace("THIS", str(there)).replace("OUT", str(quick / f"out{number}"))
+                for word in command
+            ]
+        )
         assert outcome.kind == "fine", (name, said, command, outcome)
 
 

@@ -12,7 +12,18 @@ from mtrain_cli.commands.app import app
 from mtrain_cli.config.groups import open_groups
 from mtrain_cli.config.keys import ConfigKey, all_keys
 
-HUGE = ("1e20", "999999999999999999999", "1e308", "1e999999999", "9" * 400, "9" * 5000, "1e15", "4611686018427387904", "inf", "1e24")
+HUGE = (
+    "1e20",
+    "999999999999999999999",
+    "1e308",
+    "1e999999999",
+    "9" * 400,
+    "9" * 5000,
+    "1e15",
+    "4611686018427387904",
+    "inf",
+    "1e24",
+)
 ODD = (
     "", " ", "null", "none", "~", "nan", "-nan", "-inf", "true", "-1", "0", "-0", "0x10", "1_000", "1__0", "0.5", "1e-320", "[1]", "[", "]",
     "{a: 1}", "{", "[[[[", "é", "²", "٣", "a b", "a=b", "a,b", "1,2", "1:2", "${seq}", "${nothing}", "${oc.env:HOME}", "???", "'", '"',
@@ -69,7 +80,9 @@ class Words:
             found.words.append(draw.choice(("--dry-run", "--cfg", "--cfg")))
         # Of a key given twice the last value counts, and a warning names the first.
         last = {word.partition("=")[0]: word for word in found.words}
-        found.typos = [word for word in found.typos if last.get(word.partition("=")[0], word) == word]
+        found.typos = [
+            word for word in found.typos if last.get(word.partition("=")[0], word) == word
+        ]
         return found
 
     def override(self) -> tuple[str, bool]:
@@ -84,9 +97,15 @@ class Words:
             return f"{group}={draw.choice(list(self.groups[group]))}", False
         if kind < 0.45:
             group = draw.choice(list(self.groups))
-            return f"{group}={self.misspelt(draw.choice(list(self.groups[group])), set(self.groups[group]))}", True
+            return (
+                f"{group}={self.misspelt(draw.choice(list(self.groups[group])), set(self.groups[group]))}",
+                True,
+            )
         if kind < 0.6:
-            return f"{self.misspelt(key.name, {*self.keys, *self.groups})}={self.fitting(key)}", True
+            return (
+                f"{self.misspelt(key.name, {*self.keys, *self.groups})}={self.fitting(key)}",
+                True,
+            )
         if kind < 0.75:
             number = bool({int, float} & set(key.types)) and not key.is_text
             value = draw.choice(HUGE)
@@ -94,7 +113,15 @@ class Words:
         if kind < 0.95:
             return f"{key.name}={draw.choice(ODD)}", False
         return draw.choice(
-            (draw.choice(ODD), f"~{key.name}", f"+{key.name}=1", f"{key.name}", f"{key.name}==1", f"={key.name}", f"hydra.{key.name}=1")
+            (
+                draw.choice(ODD),
+                f"~{key.name}",
+                f"+{key.name}=1",
+                f"{key.name}",
+                f"{key.name}==1",
+                f"={key.name}",
+                f"hydra.{key.name}=1",
+            )
         ), False
 
     def fitting(self, key: ConfigKey) -> str:
@@ -105,7 +132,25 @@ class Words:
         if bool in key.types:
             return draw.choice(("true", "false"))
         if int in key.types or float in key.types:
-            return draw.choice(("1", "2", "4", "16", "32", "64", "128", "256", "0", "0.5", "0.1", "1k", "auto", "3", "1e-3"))
+            return draw.choice(
+                (
+                    "1",
+                    "2",
+                    "4",
+                    "16",
+                    "32",
+                    "64",
+                    "128",
+                    "256",
+                    "0",
+                    "0.5",
+                    "0.1",
+                    "1k",
+                    "auto",
+                    "3",
+                    "1e-3",
+                )
+            )
         return draw.choice([*self.files, "auto", "bytes", "name", "[0.9,0.95]", "{a: 0.5, b: 0.5}"])
 
     def misspelt(self, word: str, taken: set[str]) -> str:
@@ -114,8 +159,19 @@ class Words:
         while True:
             at = draw.randrange(len(word) + 1)
             letter = draw.choice(LETTERS[:-1])
-            found = draw.choice((word[:at] + letter + word[at:], word[:at] + word[at + 1 :], word[:at] + letter + word[at + 1 :]))
-            if found != word and found not in taken and found.strip() not in taken and "." + found not in taken:
+            found = draw.choice(
+                (
+                    word[:at] + letter + word[at:],
+                    word[:at] + word[at + 1 :],
+                    word[:at] + letter + word[at + 1 :],
+                )
+            )
+            if (
+                found != word
+                and found not in taken
+                and found.strip() not in taken
+                and "." + found not in taken
+            ):
                 return found
 
     def _arguments(self, param: Any, found: Line) -> None:
@@ -129,7 +185,11 @@ class Words:
             found.words.append(self._path())
 
     def _path(self) -> str:
-        return self.random.choice(self.files) if self.random.random() < 0.7 else self.random.choice(ODD)
+        return (
+            self.random.choice(self.files)
+            if self.random.random() < 0.7
+            else self.random.choice(ODD)
+        )
 
     def _option(self, param: Any, found: Line) -> None:
         draw = self.random
@@ -175,5 +235,10 @@ def _commands(group: Any, prefix: tuple[str, ...]) -> list[tuple[tuple[str, ...]
         if hasattr(command, "commands"):
             found += _commands(command, (*prefix, name))
         elif not command.hidden:
-            found.append(((*prefix, name), [p for p in command.params if p.name not in ("help", "watch", "show", "check")]))
+            found.append(
+                (
+                    (*prefix, name),
+                    [p for p in command.params if p.name not in ("help", "watch", "show", "check")],
+                )
+            )
     return found

@@ -24,8 +24,8 @@ _TRAINING = (
     "data=text data.path=corpus/text.jsonl seq=256 topology.device=cpu topology.block_size=32 "
     f"{_MODEL} train.steps=2 optim.schedule_steps=5 "
     "optim.warmup_steps=1 topology.exchange=ring sparsity=vertical_slash sparsity.block=32 "
-    "sparsity.last_q=32 sparsity.min_bars=8 "
-    "sparsity.max_bars=32 sparsity.p_v=0.6 sparsity.p_s=0.6 run.dir=run"
+    "sparsity.last_q=32 sparsity.min_columns=8 "
+    "sparsity.max_columns=32 sparsity.p_v=0.6 sparsity.p_s=0.6 run.dir=run"
 )
 _KEPT = (
     "resolved.yaml",

@@ -18,11 +18,11 @@ _COMMON = (
 _WHOLE = "data.document_mask=false"  # one document a sequence, else several are packed
 _VERTICAL_SLASH = (
     "sparsity=vertical_slash sparsity.block=32 sparsity.last_q=32 "
-    "sparsity.p_v=0.6 sparsity.p_s=0.6 sparsity.min_bars=8 sparsity.max_bars=64"
+    "sparsity.p_v=0.6 sparsity.p_s=0.6 sparsity.min_columns=8 sparsity.max_columns=64"
 )
 _XATTENTION = "sparsity=xattention sparsity.block=32 sparsity.stride=8 sparsity.threshold=0.7"
 _MOBA = "sparsity=moba sparsity.block=32 sparsity.chunk=64 sparsity.top_k=3"
-_FIXED = "sparsity=fixed sparsity.block=32 sparsity.slashes=4 sparsity.bars=24"
+_FIXED = "sparsity=fixed sparsity.block=32 sparsity.slashes=4 sparsity.columns=24"
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,12 @@ _EXCHANGES = {
 _PATTERNS = {
     "dense": "",
     "vertical_slash": "sparsity=vertical_slash",
-    "vertical_slash, no bounds": "sparsity=vertical_slash sparsity.max_bars=0 "
+    "vertical_slash, no bounds": "sparsity=vertical_slash sparsity.max_columns=0 "
     "sparsity.max_slashes=64 sparsity.index_per=kv_group",
     "xattention": "sparsity=xattention",
     "moba": "sparsity=moba",
     "moba by blocks": "sparsity=moba sparsity.gate=block",
-    "fixed": "sparsity=fixed sparsity.bars=1024",
+    "fixed": "sparsity=fixed sparsity.columns=1024",
 }
 _MEMORY = {
     "none": "train.activation_checkpoint=none",

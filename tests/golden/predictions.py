@@ -73,7 +73,7 @@ CASES: dict[str, Case] = {
         "ring,all_gather,hierarchical_ring",
     ),
     "fixed": Case(
-        "model=qwen3b seq=64k --attention-only sparsity=fixed sparsity.bars=256",
+        "model=qwen3b seq=64k --attention-only sparsity=fixed sparsity.columns=256",
         "zigzag,striped",
         "ring,all_gather",
     ),

@@ -17,7 +17,7 @@ SMALL = (
 )
 LINES = (
     "sparsity.block=32 sparsity.last_q=32 sparsity.min_slashes=3 sparsity.max_slashes=3 "
-    "sparsity.min_bars=8 sparsity.max_bars=64"
+    "sparsity.min_columns=8 sparsity.max_columns=64"
 )
 
 

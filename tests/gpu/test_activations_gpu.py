@@ -20,8 +20,13 @@ from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.pinned_memory import ARENA, PinnedMemory, register, unregister
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic products ask for; read at the first of a process
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+os.environ.setdefault(
+    "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+)  # what deterministic products ask for; read at the first of a process
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
 SEQ, LAYERS, HIDDEN = 16384, 8, 1024
 KEPT = 2 * SEQ * (HIDDEN + HIDDEN) + 4 * SEQ * 8  # of a layer with selective checkpointing, bytes
 ROPE = RopeConfig(
@@ -59,10 +64,14 @@ class Steps:
         self.decoder.to_empty(device=device)
         initialize(self.decoder, 0)
         self.decoder.to(torch.float32 if exact else torch.bfloat16)
-        exchange = make_exchange("all_gather", make_layout("striped", 1, seq, 128), ContextGroup.alone())
+        exchange = make_exchange(
+            "all_gather", make_layout("striped", 1, seq, 128), ContextGroup.alone()
+        )
         masks = [SequenceMask.causal(seq, seq)]
         kernel = ReferenceKernel() if exact else SdpaKernel()
-        self.attend = ContextAttention.make(exchange, kernel, masks, device, keep=keep, offload=self.offload)
+        self.attend = ContextAttention.make(
+            exchange, kernel, masks, device, keep=keep, offload=self.offload
+        )
         generator = torch.Generator().manual_seed(0)
         self.tokens = torch.randint(512, (1, seq), generator=generator).to(device)
         self.positions = torch.arange(seq, device=device)[None]
@@ -72,7 +81,9 @@ class Steps:
         if not keep_gradients:
             self.decoder.zero_grad(set_to_none=True)
         before = torch.cuda.memory_allocated()
-        loss = self.decoder(self.tokens, self.positions, self.tokens, self.attend, 1 / self.tokens.shape[1])
+        loss = self.decoder(
+            self.tokens, self.positions, self.tokens, self.attend, 1 / self.tokens.shape[1]
+        )
         self.between = torch.cuda.memory_allocated() - before
         loss.backward()
         return loss.detach()
@@ -96,7 +107,12 @@ def repeatable():
 @pytest.mark.usefixtures("repeatable")
 @pytest.mark.parametrize(
     ("checkpoint", "keep", "offload"),
-    [("selective", 1.0, True), ("sequence_selective", 0.5, True), ("full", 0.0, True), ("selective", 1.0, 3)],
+    [
+        ("selective", 1.0, True),
+        ("sequence_selective", 0.5, True),
+        ("full", 0.0, True),
+        ("selective", 1.0, 3),
+    ],
 )
 def test_offloading_changes_no_bit_and_the_host_never_waits(checkpoint, keep, offload):
     plain, offloaded = Steps(checkpoint, keep), Steps(checkpoint, keep, offload=offload)
@@ -108,7 +124,9 @@ def test_offloading_changes_no_bit_and_the_host_never_waits(checkpoint, keep, of
         expected = plain()
         gradients = [gradient.clone() for gradient in plain.gradients()]
         plain()
-        assert all(torch.equal(a, b) for a, b in zip(gradients, plain.gradients(), strict=True)), "repeatable at all"
+        assert all(torch.equal(a, b) for a, b in zip(gradients, plain.gradients(), strict=True)), (
+            "repeatable at all"
+        )
         torch.cuda.set_sync_debug_mode("error")
         try:
             loss = offloaded()
@@ -148,8 +166,15 @@ def test_recomputation_and_tiles_give_the_gradients_of_autograd(compile):
     loss = exact()
     plain()
     far = dict(zip(plain.names, distances(plain, exact), strict=True))
-    assert all(0 < distance < 0.3 for name, distance in far.items() if "k_proj.bias" not in name), far
-    for checkpoint, keep in [("selective", 1.0), ("sequence_selective", 0.25), ("full", 0.0), ("none", 0.0)]:
+    assert all(0 < distance < 0.3 for name, distance in far.items() if "k_proj.bias" not in name), (
+        far
+    )
+    for checkpoint, keep in [
+        ("selective", 1.0),
+        ("sequence_selective", 0.25),
+        ("full", 0.0),
+        ("none", 0.0),
+    ]:
         steps = Steps(checkpoint, keep, seq=2048, tile_mib=8, compile=compile)
         torch.testing.assert_close(steps(), loss, rtol=1e-3, atol=0)
         for name, distance in zip(steps.names, distances(steps, exact), strict=True):

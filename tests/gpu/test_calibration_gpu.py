@@ -13,12 +13,26 @@ from mtrain_cli.profiling.worker_calls import profile_worker_calls
 from mtrain_cli.simulation.calibration import ALONE_COLUMNS, DIAGONALS, LISTS, SPARSE
 from mtrain_cli.simulation.cluster import load_cluster
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_links_of_two_gpus(tmp_path):
-    words = ["topology.workers=2", "--sizes", "64k,4m,64m", "--repeats", "3", "--cluster-out", "mine.yaml", "--per-node", "8", "--json"]
+    words = [
+        "topology.workers=2",
+        "--sizes",
+        "64k,4m,64m",
+        "--repeats",
+        "3",
+        "--cluster-out",
+        "mine.yaml",
+        "--per-node",
+        "8",
+        "--json",
+    ]
     found = mtrain(tmp_path, "profile", "links", *words)
     assert found.returncode == 0, found.stderr
     document = json.loads(found.stdout)
@@ -35,7 +49,9 @@ def test_links_of_two_gpus(tmp_path):
 
 
 def test_calls_of_one_worker():
-    case = KernelCase(seq=16384, heads=4, kv_heads=2, head_dim=128, block=128, density=0.1, columns=256)
+    case = KernelCase(
+        seq=16384, heads=4, kv_heads=2, head_dim=128, block=128, density=0.1, columns=256
+    )
     found = profile_worker_calls([case], [4], [], torch.bfloat16, "cuda", 3, lambda _: None)
     assert {DIAGONALS, ALONE_COLUMNS, SPARSE, LISTS} <= {t.form for t in found}
     assert {"triton"} <= {t.kernel for t in found}

@@ -67,9 +67,13 @@ def index_of(kind: str, blocks: int, device: torch.device) -> VerticalSlash | Bl
     if kind == "dense":
         return None
     if kind == "bitmap":
-        bits = torch.from_numpy(np.random.default_rng(4).random((1, HEADS, 64, 64)) < 0.4).tril()[..., :blocks, :blocks]
+        bits = torch.from_numpy(np.random.default_rng(4).random((1, HEADS, 64, 64)) < 0.4).tril()[
+            ..., :blocks, :blocks
+        ]
         return BlockBitmap.whole(BLOCK, bits.to(device))
-    drawn = fixed_index(seed=3, batch=1, heads=HEADS, seq=SEQ, block=BLOCK, slashes=4, columns=70).to(device)
+    drawn = fixed_index(
+        seed=3, batch=1, heads=HEADS, seq=SEQ, block=BLOCK, slashes=4, columns=70
+    ).to(device)
     assert isinstance(drawn, VerticalSlash)
     # Columns beyond the tokens are named by the number of padded positions, which differs between layouts.
     columns = torch.where(drawn.columns < SEQ, drawn.columns, blocks * BLOCK)
@@ -83,7 +87,9 @@ def work(rank: int, world: int, store: str, kernel_name: str, kind: str) -> None
     faulthandler.dump_traceback_later(280, exit=True)
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=world, device_id=device)
+    dist.init_process_group(
+        "nccl", init_method=f"file://{store}", rank=rank, world_size=world, device_id=device
+    )
     kernel = _KERNELS[kernel_name]()
     generator = torch.Generator(device).manual_seed(1)
     q, k, v, dout = (
@@ -98,12 +104,19 @@ def work(rank: int, world: int, store: str, kernel_name: str, kind: str) -> None
         ids = np.sort(np.random.default_rng(2).integers(0, 5 if documents else 1, SEQ))
         positions = np.arange(SEQ)
         mask = SequenceMask.from_documents(ids, SEQ)
-        whole = Tiles.make([mask.spans(positions, positions)], device, BlockGeometry.make([mask], positions, positions, BLOCK, device))
+        whole = Tiles.make(
+            [mask.spans(positions, positions)],
+            device,
+            BlockGeometry.make([mask], positions, positions, BLOCK, device),
+        )
         if (index := index_of(kind, -(-SEQ // BLOCK), device)) is not None:
             whole = whole.under(index)
         exact = [t.double() for t in (q, k, v)]
         out, lse = ReferenceKernel().forward(*exact, whole, scale)
-        expected = (out, *ReferenceKernel().backward(dout.double(), *exact, out, lse, None, whole, scale))
+        expected = (
+            out,
+            *ReferenceKernel().backward(dout.double(), *exact, out, lse, None, whole, scale),
+        )
         del exact, lse
         for layout_name in ("zigzag", "striped"):
             layout = make_layout(layout_name, world, SEQ, BLOCK, unit=BLOCK)
@@ -116,13 +129,17 @@ def work(rank: int, world: int, store: str, kernel_name: str, kind: str) -> None
                     continue
                 per_node = min(way.per_node, world)
                 if (per_node, way.heads) not in groups:
-                    groups[per_node, way.heads] = make_context_group(rank, world, world, device, per_node=per_node, heads=way.heads)
+                    groups[per_node, way.heads] = make_context_group(
+                        rank, world, world, device, per_node=per_node, heads=way.heads
+                    )
                 exchange = make_exchange(
                     way.exchange, layout, groups[per_node, way.heads], chunks=way.chunks, prefetch=way.prefetch,
                     circulates=way.circulates, shared_columns=way.shared_columns,
                 )  # fmt: skip
                 masks = [SequenceMask.from_documents(ids, layout.padded_seq)]
-                attend = ContextAttention.make(exchange, kernel, masks, device, None if given is None else Given(given))
+                attend = ContextAttention.make(
+                    exchange, kernel, masks, device, None if given is None else Given(given)
+                )
                 mine = [t[:, place].clone().requires_grad_() for t in (q, k, v)]
                 got_out = attend(*mine, 0)
                 got = (got_out, *torch.autograd.grad(got_out, mine, dout[:, place]))
@@ -131,7 +148,9 @@ def work(rank: int, world: int, store: str, kernel_name: str, kind: str) -> None
                     a, b = a[:, real].double(), b[:, place[real]]
                     error = ((a - b).norm() / b.norm()).item()
                     if not error < 1e-2:
-                        wrong.append(f"{kind} {layout_name} {way} documents={documents} {name}: {error:.2e}")
+                        wrong.append(
+                            f"{kind} {layout_name} {way} documents={documents} {name}: {error:.2e}"
+                        )
     answers: list[list[str] | None] = [None] * world
     dist.all_gather_object(answers, wrong)
     if rank == 0:
@@ -149,7 +168,9 @@ def work(rank: int, world: int, store: str, kernel_name: str, kind: str) -> None
     ],
 )
 def test_output_and_gradients_equal_the_oracle(kernel, kind, tmp_path):
-    request = KernelRequest("cuda", torch.cuda.get_device_capability(), "bfloat16", HEAD_DIM, HEADS, KV_HEADS)
+    request = KernelRequest(
+        "cuda", torch.cuda.get_device_capability(), "bfloat16", HEAD_DIM, HEADS, KV_HEADS
+    )
     if kind != "dense":
         request = replace(request, index=IndexRequest(BLOCK, bitmap=True))
     missing = _KERNELS[kernel]().unsupported_reason(request)

@@ -13,7 +13,10 @@ from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.parallel.layout import make_layout
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
 
 SEQ, WORKERS = 1900, 4
 
@@ -21,7 +24,9 @@ SEQ, WORKERS = 1900, 4
 def mask(documents: bool, padded: int) -> SequenceMask:
     if not documents:
         return SequenceMask.causal(SEQ, padded)
-    return SequenceMask.from_documents(np.sort(np.random.default_rng(3).integers(0, 6, SEQ)), padded)
+    return SequenceMask.from_documents(
+        np.sort(np.random.default_rng(3).integers(0, 6, SEQ)), padded
+    )
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -32,9 +37,15 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 @pytest.mark.parametrize("layout_name", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(16, 2, 128), (4, 4, 64), (4, 1, 128)])
-def test_a_rank_computes_what_the_oracle_computes(name, layout_name, documents, heads, kv_heads, head_dim):
+def test_a_rank_computes_what_the_oracle_computes(
+    name, layout_name, documents, heads, kv_heads, head_dim
+):
     kernel = _KERNELS[name]()
-    missing = kernel.unsupported_reason(KernelRequest("cuda", torch.cuda.get_device_capability(), "bfloat16", head_dim, heads, kv_heads))
+    missing = kernel.unsupported_reason(
+        KernelRequest(
+            "cuda", torch.cuda.get_device_capability(), "bfloat16", head_dim, heads, kv_heads
+        )
+    )
     if missing:
         pytest.skip(missing)
     torch.manual_seed(0)
@@ -49,7 +60,12 @@ def test_a_rank_computes_what_the_oracle_computes(name, layout_name, documents, 
                 continue
             q, k, v, dout = (
                 torch.randn(1, n, h, head_dim, device="cuda", dtype=torch.bfloat16)
-                for n, h in ((len(own), heads), (len(keys), kv_heads), (len(keys), kv_heads), (len(own), heads))
+                for n, h in (
+                    (len(own), heads),
+                    (len(keys), kv_heads),
+                    (len(keys), kv_heads),
+                    (len(own), heads),
+                )
             )
             scale = head_dim**-0.5
             want = ReferenceKernel().forward(q.double(), k.double(), v.double(), tiles, scale)
@@ -63,10 +79,22 @@ def test_a_rank_computes_what_the_oracle_computes(name, layout_name, documents, 
             final = want[1] + 0.5
             rounded = want[0].to(q.dtype)
             delta = (rounded.double() * dout.double()).sum(-1).transpose(1, 2).contiguous()
-            expected = ReferenceKernel().backward(dout.double(), q.double(), k.double(), v.double(), want[0], final, delta, tiles, scale)
+            expected = ReferenceKernel().backward(
+                dout.double(),
+                q.double(),
+                k.double(),
+                v.double(),
+                want[0],
+                final,
+                delta,
+                tiles,
+                scale,
+            )
             # Queries of another worker come with delta and without out.
             for whole_out, whole_delta in ((rounded, None), (None, delta.float())):
-                grads = kernel.backward(dout, q, k, v, whole_out, final.float(), whole_delta, tiles, scale)
+                grads = kernel.backward(
+                    dout, q, k, v, whole_out, final.float(), whole_delta, tiles, scale
+                )
                 for part, got, exact in zip(("dq", "dk", "dv"), grads, expected, strict=True):
                     assert error(got, exact) < 8e-3, part
                 assert bool(grads[0].transpose(1, 2)[~seen].eq(0).all())

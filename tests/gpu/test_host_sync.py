@@ -14,7 +14,10 @@ from mtrain_cli.config.compose import compose
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.training.trainer import Trainer
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 SMALL = [
     "topology.device=cuda",
@@ -35,14 +38,25 @@ def group():
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         torch.cuda.set_device(0)
-        dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl", init_method=f"file://{folder}/store", rank=0, world_size=1
+        )
         yield
         dist.destroy_process_group()
 
 
 def make(*words: str) -> Trainer:
     alone = Environment(
-        device="cuda", workers=1, cp=1, dp=1, workers_per_node=1, nodes=1, rank=0, local_rank=0, launcher="mtrain", local_workers=1
+        device="cuda",
+        workers=1,
+        cp=1,
+        dp=1,
+        workers_per_node=1,
+        nodes=1,
+        rank=0,
+        local_rank=0,
+        launcher="mtrain",
+        local_workers=1,
     )
     return Trainer(compose([*SMALL, *words]), alone)
 
@@ -79,20 +93,31 @@ def test_states_on_the_host_train_as_those_on_the_gpu_and_leave_it_memory():
     """A transfer that nobody waits for would show in the losses of the next steps."""
     wide = ("model.hidden_size=512", "model.intermediate_size=2048", "optim.clip_norm=0.1")
     trainer = make(*wide)
-    drawn = {name: parameter.detach().to_local().cpu() for name, parameter in trainer.decoder.named_parameters()}
+    drawn = {
+        name: parameter.detach().to_local().cpu()
+        for name, parameter in trainer.decoder.named_parameters()
+    }
     expected = [trainer.train_step(False).loss for _ in range(4)]
     states = sum(12 * tensor.numel() for tensor in drawn.values())
     held = torch.cuda.memory_allocated()
     del trainer
     offload = ("optim.offload=true",)
-    for words in (offload, (*offload, "train.shard=optimizer"), (*offload, "optim.offload_gradients=true")):
+    for words in (
+        offload,
+        (*offload, "train.shard=optimizer"),
+        (*offload, "optim.offload_gradients=true"),
+    ):
         gc.collect()
         before = torch.cuda.memory_allocated()
         trainer = make(*wide, *words)
         assert trainer.host_states is not None
         masters = trainer.host_states.masters.named_parameters()
-        assert all(torch.equal(parameter.detach().to_local(), drawn[name]) for name, parameter in masters), "drawn by the GPU all the same"
-        assert [trainer.train_step(False).loss for _ in range(4)] == pytest.approx(expected, rel=1e-2)
+        assert all(
+            torch.equal(parameter.detach().to_local(), drawn[name]) for name, parameter in masters
+        ), "drawn by the GPU all the same"
+        assert [trainer.train_step(False).loss for _ in range(4)] == pytest.approx(
+            expected, rel=1e-2
+        )
         assert torch.cuda.memory_allocated() - before < held - 0.7 * states
         del trainer
 
@@ -121,7 +146,9 @@ def test_gradients_that_leave_are_not_on_the_gpu_when_the_backward_pass_ends():
 
         trainer.forward_backward = watched  # type: ignore[method-assign]
         trainer.train_step(False)
-        layers = [parameter for name, parameter in trainer.decoder.named_parameters() if "layers" in name]
+        layers = [
+            parameter for name, parameter in trainer.decoder.named_parameters() if "layers" in name
+        ]
         gradients = sum(4 * parameter.numel() for parameter in layers)
         del trainer, compute, watched
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)

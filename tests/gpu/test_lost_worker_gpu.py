@@ -14,13 +14,29 @@ import torch
 from command import python_path
 from launch.faulty_train import HANGS, Fault
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs or more")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs or more"),
+]
 LAUNCH = Path(__file__).parents[1] / "launch"
 TIMEOUT_S = 20
 MARGIN_S = 60  # to start, to end what NCCL holds, and to start again
 RUN = [
-    *("seq=4k", "model.hidden_size=256", "model.num_layers=2", "model.head_dim=64", "model.intermediate_size=512", "train.compile=false"),
-    *("train.kernel=sdpa", "train.steps=12", "train.checkpoint_every=2", "topology.device=cuda", "topology.workers=2"),
+    *(
+        "seq=4k",
+        "model.hidden_size=256",
+        "model.num_layers=2",
+        "model.head_dim=64",
+        "model.intermediate_size=512",
+        "train.compile=false",
+    ),
+    *(
+        "train.kernel=sdpa",
+        "train.steps=12",
+        "train.checkpoint_every=2",
+        "topology.device=cuda",
+        "topology.workers=2",
+    ),
     *("topology.exchange=ring", f"topology.timeout_s={TIMEOUT_S}", "run.dir=run"),
 ]
 
@@ -38,8 +54,12 @@ def train(fault: Fault, *words: str) -> tuple[int, str]:
     return ended.returncode, ended.stderr
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP, HANGS], ids=["killed", "stopped", "hangs"])
-def test_a_worker_lost_in_nccl_is_named_and_the_run_goes_on_from_its_checkpoint(tmp_path, monkeypatch, signum):
+@pytest.mark.parametrize(
+    "signum", [signal.SIGKILL, signal.SIGSTOP, HANGS], ids=["killed", "stopped", "hangs"]
+)
+def test_a_worker_lost_in_nccl_is_named_and_the_run_goes_on_from_its_checkpoint(
+    tmp_path, monkeypatch, signum
+):
     monkeypatch.chdir(tmp_path)
     code, stderr = train(Fault(1, signum, 7, "ring, layer 1, forward", "step 1 of 2", once=True))
     lines = stderr.splitlines()
@@ -47,10 +67,18 @@ def test_a_worker_lost_in_nccl_is_named_and_the_run_goes_on_from_its_checkpoint(
     if signum == signal.SIGKILL:
         assert lines[0] == "error: rank 1 was killed by SIGKILL (out of memory killer?)"
     else:
-        assert lines[0].startswith(f"error: topology.timeout_s={TIMEOUT_S}: rank 1 kept the others waiting longer than that"), stderr
-    assert any(line.startswith("  rank 0: training step 7") for line in lines), "where the other worker was"
-    assert any(line.startswith("restart 1: goes on from the checkpoint of step") for line in lines), stderr
-    assert [json.loads(line)["step"] for line in Path("run/metrics.jsonl").read_text().splitlines()] == list(range(1, 13))
+        assert lines[0].startswith(
+            f"error: topology.timeout_s={TIMEOUT_S}: rank 1 kept the others waiting longer than that"
+        ), stderr
+    assert any(line.startswith("  rank 0: training step 7") for line in lines), (
+        "where the other worker was"
+    )
+    assert any(
+        line.startswith("restart 1: goes on from the checkpoint of step") for line in lines
+    ), stderr
+    assert [
+        json.loads(line)["step"] for line in Path("run/metrics.jsonl").read_text().splitlines()
+    ] == list(range(1, 13))
     (restart,) = [json.loads(line) for line in Path("run/restarts.jsonl").read_text().splitlines()]
     assert (restart["reached"], restart["step"]) in ((6, 4), (6, 6))
 
@@ -60,15 +88,33 @@ def test_memory_that_is_full_is_told_by_tensor(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     paths = python_path(LAUNCH)
     total = torch.cuda.get_device_properties(0).total_memory
-    command = [sys.executable, str(LAUNCH / "full_memory.py"), str(0.5 * 2**30 / total), "train", *RUN, "seq=128k", "topology.workers=1"]
-    ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=120)
+    command = [
+        sys.executable,
+        str(LAUNCH / "full_memory.py"),
+        str(0.5 * 2**30 / total),
+        "train",
+        *RUN,
+        "seq=128k",
+        "topology.workers=1",
+    ]
+    ended = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert ended.returncode == 1, ended.stderr
     lines = ended.stderr.splitlines()
     lines = [line for line in lines if "comes later" not in line]  # seq and workers are given twice
-    assert lines[0].startswith("error: rank 0 ran out of GPU memory in training step 1"), ended.stderr
+    assert lines[0].startswith("error: rank 0 ran out of GPU memory in training step 1"), (
+        ended.stderr
+    )
     assert "tried to allocate" in lines[0]
     assert any("activations: " in line for line in lines)
     report = json.loads(Path("run/oom-rank-0.json").read_text())
     # All that the allocator has given out is in the list, named or not.
-    assert sum(group["bytes"] for group in report["tensors"]) == pytest.approx(report["allocated"], rel=0.05)
+    assert sum(group["bytes"] for group in report["tensors"]) == pytest.approx(
+        report["allocated"], rel=0.05
+    )
     assert Path("run/oom-rank-0.pickle").stat().st_size

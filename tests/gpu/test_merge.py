@@ -6,7 +6,10 @@ import torch
 from mtrain_cli.attention import kernel as module
 from mtrain_cli.attention.kernel import merge
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -30,6 +33,9 @@ def test_merge_is_the_softmax_over_both_sets_of_keys(dtype, dim):
 
 
 def test_what_it_cannot_serve_takes_the_other_way():
-    out, lse = torch.zeros(1, 4, 2, 8, device="cuda", dtype=torch.float64), torch.zeros(1, 2, 4, device="cuda", dtype=torch.float64)
+    out, lse = (
+        torch.zeros(1, 4, 2, 8, device="cuda", dtype=torch.float64),
+        torch.zeros(1, 2, 4, device="cuda", dtype=torch.float64),
+    )
     merge(out, lse, torch.ones_like(out), lse.clone())
     assert torch.allclose(out, torch.full_like(out, 0.5))

@@ -30,13 +30,24 @@ def recorded(rank: int, world: int, folder: str, name: str) -> None:
     torch.cuda.set_device(rank)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     device = torch.device("cuda", rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{folder}/store", rank=rank, world_size=world, device_id=device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world,
+        device_id=device,
+    )
     group = make_context_group(rank, world, world, device, per_node=max(1, world // 2))
     layout = make_layout("zigzag", world, SEQ, 128)
     exchange = make_exchange(name, layout, group)
-    attend = ContextAttention.make(exchange, SdpaKernel(), [SequenceMask.causal(SEQ, layout.padded_seq)], device)
+    attend = ContextAttention.make(
+        exchange, SdpaKernel(), [SequenceMask.causal(SEQ, layout.padded_seq)], device
+    )
     shapes = [(1, layout.tokens_per_worker, h, HEAD_DIM) for h in (HEADS, KV_HEADS, KV_HEADS)]
-    q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
+    q, k, v = (
+        torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
+        for shape in shapes
+    )
     collector = RecordCollector(rank, world, device, dist.new_group(backend="gloo"))
     for _ in range(3):
         dist.barrier()
@@ -53,12 +64,16 @@ def recorded(rank: int, world: int, folder: str, name: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", ["ring", "hierarchical_ring", "all_gather", "hierarchical_all_gather"])
+@pytest.mark.parametrize(
+    "name", ["ring", "hierarchical_ring", "all_gather", "hierarchical_all_gather"]
+)
 def test_events_fill_every_pass_and_agree_with_the_clock(name):
     world = min(GPUS, 4)
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(recorded, args=(world, folder, name), nprocs=world, join=True)
-        found = [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(world)]
+        found = [
+            torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(world)
+        ]
     for spans, began, seconds, uncertainty in found:
         assert 0 < uncertainty < 1e-3
         (iteration,) = (s for s in spans if s.kind == "iteration")
@@ -74,4 +89,6 @@ def test_events_fill_every_pass_and_agree_with_the_clock(name):
             for wait in (s for s in mine if s.kind == "wait" and s.seconds > 1e-4):
                 # A wait ends with its message, which events of another stream saw.
                 (message,) = (m for m in messages if m.message == wait.message)
-                assert message.start + message.seconds == pytest.approx(wait.start + wait.seconds, abs=1e-4)
+                assert message.start + message.seconds == pytest.approx(
+                    wait.start + wait.seconds, abs=1e-4
+                )

@@ -14,16 +14,39 @@ from command import mtrain
 
 from mtrain_cli.attention.kernel import IndexRequest, KernelRequest
 from mtrain_cli.attention.kernel_registry import _KERNELS
-from mtrain_cli.profiling.step_breakdown import StepBreakdown, find_parts, kernel_part, messages, shortest
+from mtrain_cli.profiling.step_breakdown import (
+    StepBreakdown,
+    find_parts,
+    kernel_part,
+    messages,
+    shortest,
+)
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPUS, reason="needs a GPU")]
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 4, 2, 128, 3
 SMALL = [
-    *("topology.device=cuda", "seq=8k", "model.hidden_size=512", "model.intermediate_size=1024", f"model.head_dim={HEAD_DIM}"),
-    *(f"model.num_heads={HEADS}", f"model.num_kv_heads={KV_HEADS}", f"model.num_layers={LAYERS}", "train.steps=4", "run.name=one"),
+    *(
+        "topology.device=cuda",
+        "seq=8k",
+        "model.hidden_size=512",
+        "model.intermediate_size=1024",
+        f"model.head_dim={HEAD_DIM}",
+    ),
+    *(
+        f"model.num_heads={HEADS}",
+        f"model.num_kv_heads={KV_HEADS}",
+        f"model.num_layers={LAYERS}",
+        "train.steps=4",
+        "run.name=one",
+    ),
 ]
-SPARSE = ["sparsity=vertical_slash", "sparsity.min_slashes=8", "sparsity.max_slashes=8", "sparsity.max_columns=256"]
+SPARSE = [
+    "sparsity=vertical_slash",
+    "sparsity.min_slashes=8",
+    "sparsity.max_slashes=8",
+    "sparsity.max_columns=256",
+]
 
 
 def measured(folder: Path, *words: str) -> dict[str, Any]:
@@ -67,7 +90,15 @@ def rows(folder: Path) -> list[dict[str, str]]:
 
 
 def skip_without(name: str, index: IndexRequest | None) -> None:
-    request = KernelRequest("cuda", torch.cuda.get_device_capability(), "bfloat16", HEAD_DIM, HEADS, KV_HEADS, index=index)
+    request = KernelRequest(
+        "cuda",
+        torch.cuda.get_device_capability(),
+        "bfloat16",
+        HEAD_DIM,
+        HEADS,
+        KV_HEADS,
+        index=index,
+    )
     missing = _KERNELS[name]().unsupported_reason(request)
     if missing:
         pytest.skip(str(missing))
@@ -99,7 +130,9 @@ def test_sparse_attention_and_its_index_are_found_by_where_they_were_launched(na
         assert alone.parts[part] / 1e6 == pytest.approx(rank["parts"][part], rel=1e-6), part
     if name == "triton":
         for kernel in ("_backward_keys", "_backward_queries"):
-            assert {row["part"] for row in rows(tmp_path) if row["name"].startswith(kernel)} == {"attention"}
+            assert {row["part"] for row in rows(tmp_path) if row["name"].startswith(kernel)} == {
+                "attention"
+            }
 
 
 def test_without_compilation_the_same_parts_are_found(tmp_path):
@@ -110,7 +143,9 @@ def test_without_compilation_the_same_parts_are_found(tmp_path):
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs or more")
 @pytest.mark.parametrize("exchange", ["ring", "all_gather"])
 def test_nccl_is_hidden_or_exposed_and_in_no_other_part(exchange, tmp_path):
-    summary = measured(tmp_path, "topology.workers=2", f"topology.exchange={exchange}", "train.kernel=sdpa")
+    summary = measured(
+        tmp_path, "topology.workers=2", f"topology.exchange={exchange}", "train.kernel=sdpa"
+    )
     assert len(summary["ranks"]) == 2
     for rank in summary["ranks"]:
         assert rank["parts"]["links"] + rank["links_hidden_ms"] > 0
@@ -126,7 +161,17 @@ def test_nccl_is_hidden_or_exposed_and_in_no_other_part(exchange, tmp_path):
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs or more")
 def test_the_worker_with_less_to_compute_is_the_one_that_waits(tmp_path):
     # The first half of the tokens has a third of the pairs of the second.
-    words = ["topology.workers=2", "topology.layout=contiguous", "topology.exchange=all_gather", "train.kernel=sdpa", "seq=64k"]
+    words = [
+        "topology.workers=2",
+        "topology.layout=contiguous",
+        "topology.exchange=all_gather",
+        "train.kernel=sdpa",
+        "seq=64k",
+    ]
     first, second = measured(tmp_path, *words)["ranks"]
     assert first["parts"]["attention"] < second["parts"]["attention"] / 2
-    assert first["parts"]["waits"] > second["parts"]["waits"] + (second["parts"]["attention"] - first["parts"]["attention"]) / 2
+    assert (
+        first["parts"]["waits"]
+        > second["parts"]["waits"]
+        + (second["parts"]["attention"] - first["parts"]["attention"]) / 2
+    )

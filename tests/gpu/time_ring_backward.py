@@ -46,8 +46,16 @@ class SdpaWithOut(SdpaKernel):
 
 
 WAYS: dict[str, list[tuple[str, str, type[Kernel]]]] = {
-    "flash4": [("keys", "kv", Flash4Kernel), ("queries, out", "queries", Flash4WithOut), ("queries, delta", "queries", Flash4Kernel)],
-    "sdpa": [("keys", "kv", SdpaKernel), ("queries, out", "queries", SdpaWithOut), ("queries, delta", "queries", SdpaKernel)],
+    "flash4": [
+        ("keys", "kv", Flash4Kernel),
+        ("queries, out", "queries", Flash4WithOut),
+        ("queries, delta", "queries", Flash4Kernel),
+    ],
+    "sdpa": [
+        ("keys", "kv", SdpaKernel),
+        ("queries, out", "queries", SdpaWithOut),
+        ("queries, delta", "queries", SdpaKernel),
+    ],
 }
 
 
@@ -71,7 +79,10 @@ def slowest(seconds: float, device: torch.device) -> float:
 
 
 def difference(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> float:
-    return max(((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(got, want, strict=True))
+    return max(
+        ((a.double() - b.double()).norm() / b.double().norm()).item()
+        for a, b in zip(got, want, strict=True)
+    )
 
 
 def one_call(device: torch.device) -> list[str]:
@@ -81,7 +92,10 @@ def one_call(device: torch.device) -> list[str]:
     for heads, kv_heads, head_dim in ((32, 32, 128), (32, 8, 128), (32, 32, 64)):
         kernel = Flash4Kernel()
         tiles = Tiles.make([SequenceMask.causal(8192, 8192).spans(everywhere, everywhere)], device)
-        q, k, v, dout = (torch.randn(1, 8192, h, head_dim, device=device, dtype=torch.bfloat16) for h in (heads, kv_heads, kv_heads, heads))
+        q, k, v, dout = (
+            torch.randn(1, 8192, h, head_dim, device=device, dtype=torch.bfloat16)
+            for h in (heads, kv_heads, kv_heads, heads)
+        )
         out, lse = kernel.forward(q, k, v, tiles, head_dim**-0.5)
         delta = row_delta(out, dout)
         found, times = [], []
@@ -123,12 +137,23 @@ def main() -> int:
         masks = [SequenceMask.causal(tokens, layout.padded_seq)]
         generator = torch.Generator(device).manual_seed(rank)
         q, k, v, dout = (
-            torch.randn(1, layout.tokens_per_worker, h, HEAD_DIM, generator=generator, device=device, dtype=torch.bfloat16)
+            torch.randn(
+                1,
+                layout.tokens_per_worker,
+                h,
+                HEAD_DIM,
+                generator=generator,
+                device=device,
+                dtype=torch.bfloat16,
+            )
             for h in (asked.heads, asked.kv_heads, asked.kv_heads, asked.heads)
         )
         mine = [t.requires_grad_() for t in (q, k, v)]
         for name in asked.kernels:
-            lines += ["", f"{f'{tokens} tokens, {name}':<34}{'sent':>11}{'backward':>12}{'peak':>12}{'difference':>12}"]
+            lines += [
+                "",
+                f"{f'{tokens} tokens, {name}':<34}{'sent':>11}{'backward':>12}{'peak':>12}{'difference':>12}",
+            ]
             first: tuple[torch.Tensor, ...] | None = None
             for what, circulates, kernel in WAYS[name]:
                 exchange = make_exchange("ring", layout, group, circulates=circulates)
@@ -155,14 +180,19 @@ def main() -> int:
                 del out, found, attend, exchange
             del first
     if rank == 0:
-        lines = [f"{world} x {torch.cuda.get_device_name()}, {asked.heads} heads, {asked.kv_heads} of keys", *lines]
+        lines = [
+            f"{world} x {torch.cuda.get_device_name()}, {asked.heads} heads, {asked.kv_heads} of keys",
+            *lines,
+        ]
         print("\n".join(lines), flush=True)
         if os.environ.get("OUT"):
             (Path(os.environ["OUT"]) / "ring_backward.txt").write_text("\n".join(lines) + "\n")
     dist.barrier()
     dist.destroy_process_group()
     if worst > MOST_DIFFERENCE:
-        print(f"rank {rank}: gradients differ by {worst:.1e}, over {MOST_DIFFERENCE}", file=sys.stderr)
+        print(
+            f"rank {rank}: gradients differ by {worst:.1e}, over {MOST_DIFFERENCE}", file=sys.stderr
+        )
     return int(worst > MOST_DIFFERENCE)
 
 

@@ -28,7 +28,14 @@ class Emulator:
         self.launched: list[str] = []
         self._libraries: dict[str, ctypes.CDLL] = {}
 
-    def launch(self, file: str, kernel: str, grid: tuple[int, int], threads: int, *arguments: torch.Tensor | int) -> None:
+    def launch(
+        self,
+        file: str,
+        kernel: str,
+        grid: tuple[int, int],
+        threads: int,
+        *arguments: torch.Tensor | int,
+    ) -> None:
         """As there; integers of 32 bits have to fit, and those of 64 bits have to be said to be.
 
         Raises:
@@ -56,16 +63,35 @@ class Emulator:
                 for name in _KERNEL.findall(source.read_text())
             ]
             whole = self.folder / f"{file}.cpp"
-            whole.write_text("\n".join([f'#include "{Path(__file__).with_name("warps.h")}"', f'#include "{source}"', *runs]))
+            whole.write_text(
+                "\n".join(
+                    [
+                        f'#include "{Path(__file__).with_name("warps.h")}"',
+                        f'#include "{source}"',
+                        *runs,
+                    ]
+                )
+            )
             library = self.folder / f"{file}.so"
-            command = [str(COMPILER), "-std=c++17", "-O1", "-shared", "-fPIC", "-o", str(library), str(whole)]
+            command = [
+                str(COMPILER),
+                "-std=c++17",
+                "-O1",
+                "-shared",
+                "-fPIC",
+                "-o",
+                str(library),
+                str(whole),
+            ]
             compiled = subprocess.run(command, capture_output=True, text=True, timeout=120)
             assert compiled.returncode == 0, compiled.stderr
             self._libraries[file] = ctypes.CDLL(str(library))
         return self._libraries[file]
 
 
-def serving(emulator: Emulator, monkeypatch: pytest.MonkeyPatch, *modules: types.ModuleType) -> None:
+def serving(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch, *modules: types.ModuleType
+) -> None:
     """Has these modules take the CUDA kernels, whatever device their tensors are on."""
     launcher = types.ModuleType("mtrain_cli.kernels.cuda.launch")
     launcher.launch = emulator.launch  # type: ignore[attr-defined]

@@ -20,8 +20,12 @@ def emulator(tmp_path_factory):
     return Emulator(tmp_path_factory.mktemp("emulated"))
 
 
-def problem(kind: str, where: str, documents: bool | None, seed: int = 0, seq: int = 109) -> Problem:
-    return make_problem(seed, kind, seq=seq, block=16, heads=4, kv_heads=2, dim=16, documents=documents, where=where)
+def problem(
+    kind: str, where: str, documents: bool | None, seed: int = 0, seq: int = 109
+) -> Problem:
+    return make_problem(
+        seed, kind, seq=seq, block=16, heads=4, kv_heads=2, dim=16, documents=documents, where=where
+    )
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -54,7 +58,9 @@ def test_more_blocks_than_an_index_says_end_the_kernel(documents, name, emulator
     most = int(block_lists.index_lists(p.tiles, False)[f"{name}_count"].max())
     block_lists.index_lists(p.tiles.under(dataclasses.replace(p.tiles.index, most=most)), False)
     with pytest.raises(RuntimeError, match="trap"):
-        block_lists.index_lists(p.tiles.under(dataclasses.replace(p.tiles.index, most=most - 1)), False)
+        block_lists.index_lists(
+            p.tiles.under(dataclasses.replace(p.tiles.index, most=most - 1)), False
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -75,9 +81,14 @@ def test_columns(dtype, where, emulator, monkeypatch):
     packed_columns.add_column_gradients(*found, *columns, p.tiles)
     # Columns that several heads of a group share are added one by one, in bfloat16 each rounded.
     tolerance = 1e-5 if dtype == torch.float32 else 0.1
-    assert all(torch.allclose(a.float(), b.float(), rtol=tolerance, atol=tolerance) for a, b in zip(found, sums, strict=True))
+    assert all(
+        torch.allclose(a.float(), b.float(), rtol=tolerance, atol=tolerance)
+        for a, b in zip(found, sums, strict=True)
+    )
     assert not torch.equal(found[0], k)
-    assert {"pack_columns", f"add_column_gradients_{str(dtype).removeprefix('torch.')}"} <= set(emulator.launched)
+    assert {"pack_columns", f"add_column_gradients_{str(dtype).removeprefix('torch.')}"} <= set(
+        emulator.launched
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

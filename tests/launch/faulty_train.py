@@ -57,7 +57,11 @@ def train(config, run_dir, environment, resume):
         here = (environment.rank, at[0], self.what, f"step {self.at + 1} of {self.steps}")
         if here == (fault.rank, due, fault.what, fault.exchange_step):
             if environment.device == "cpu":
-                _wait_for_others(progress_record.pattern(run_dir.logs, environment.launcher), environment, config.topology.timeout_s)
+                _wait_for_others(
+                    progress_record.pattern(run_dir.logs, environment.launcher),
+                    environment,
+                    config.topology.timeout_s,
+                )
             (run_dir.path / f"fault{before or ''}").touch()
             _wait_for_checkpoint(config, run_dir, due)
             if fault.signum == HANGS:
@@ -73,13 +77,20 @@ def _wait_for_others(records, environment, timeout_s):
     """Who is killed early leaves the others anywhere, and tests are to know where they wait. No longer than until the others give up."""
     from mtrain_cli.launch import progress_record
 
-    others = [Path(records.format(rank=rank)) for rank in range(environment.workers) if rank != environment.rank]
+    others = [
+        Path(records.format(rank=rank))
+        for rank in range(environment.workers)
+        if rank != environment.rank
+    ]
     deadline = time.monotonic() + timeout_s / 2
     before = None
     while time.monotonic() < deadline:
         found = [progress_record.read(path) for path in others]
         # Behind the ring they wait for the parameters of a layer, which is not told.
-        if found == before and all(record and (record.waits_for is not None or record.doing.startswith("after ")) for record in found):
+        if found == before and all(
+            record and (record.waits_for is not None or record.doing.startswith("after "))
+            for record in found
+        ):
             return
         before = found
         time.sleep(0.2)
@@ -87,9 +98,15 @@ def _wait_for_others(records, environment, timeout_s):
 
 def _wait_for_checkpoint(config, run_dir, step):
     """The one before a step is written in the background, and tests are to know which one there is."""
-    last = (step - 1) // config.train.checkpoint_every * config.train.checkpoint_every if config.train.checkpoint_every else 0
+    last = (
+        (step - 1) // config.train.checkpoint_every * config.train.checkpoint_every
+        if config.train.checkpoint_every
+        else 0
+    )
     deadline = time.monotonic() + 30
-    while last and not (run_dir.checkpoints / f"step-{last}").exists() and time.monotonic() < deadline:
+    while (
+        last and not (run_dir.checkpoints / f"step-{last}").exists() and time.monotonic() < deadline
+    ):
         time.sleep(0.01)
 
 
@@ -101,5 +118,7 @@ if __name__ == "__main__":
     if json.loads(os.environ[VARIABLE])["fewer"]:
         from mtrain_cli.launch import restart
 
-        restart.RestartPolicy._where = lambda self, before: restart.shrunk(self._config, before, ["0"], "1")
+        restart.RestartPolicy._where = lambda self, before: restart.shrunk(
+            self._config, before, ["0"], "1"
+        )
     __main__.main()

@@ -22,7 +22,15 @@ if __name__ == "__main__":
     try:
         config = compose.compose(overrides)
         environment = resolve_environment(config)
-        sys.exit(launch(run_dir.create(config, overrides), environment, False, target=f"worker_targets:{target}", config=config))
+        sys.exit(
+            launch(
+                run_dir.create(config, overrides),
+                environment,
+                False,
+                target=f"worker_targets:{target}",
+                config=config,
+            )
+        )
     except ConfigError as error:
         print(f"before the workers: {error}", file=sys.stderr)
         sys.exit(2)

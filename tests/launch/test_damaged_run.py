@@ -10,7 +10,9 @@ from mtrain_cli.config.compose import compose, save
 from mtrain_cli.launch import restart
 from mtrain_cli.launch.run_dir import RunDir
 
-GOOD = '{"time": 1.7e9, "reason": "rank 1 died", "rank": 1, "reached": 2, "step": 2, "workers": 2}\n'
+GOOD = (
+    '{"time": 1.7e9, "reason": "rank 1 died", "rank": 1, "reached": 2, "step": 2, "workers": 2}\n'
+)
 
 
 @pytest.fixture
@@ -30,7 +32,12 @@ def status(run: Path, *words: str) -> str:
     ("name", "data"),
     [
         (".lock", b"\xff\xfe\x00garbage"),
-        ("restarts.jsonl", b"\xff\xfe[1, 2\n[]\n" + GOOD.replace("1.7e9", '"yesterday"').encode() + GOOD.replace("2,", "null,").encode()),
+        (
+            "restarts.jsonl",
+            b"\xff\xfe[1, 2\n[]\n"
+            + GOOD.replace("1.7e9", '"yesterday"').encode()
+            + GOOD.replace("2,", "null,").encode(),
+        ),
         ("resolved.yaml", b"seq: 25"),
         ("state.json", b'{"phase": "training", "time": "noon", "began": null, "step": [1]}'),
         ("state.json", b'{"phase": "training", "time": 1e400, "began": 1, "seconds_left": NaN}'),

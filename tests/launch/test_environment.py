@@ -53,7 +53,9 @@ def machine(monkeypatch: pytest.MonkeyPatch):
     return pretend
 
 
-def having(config: Config, global_batch: int = 1, micro_batch: int = 1, **topology: object) -> Config:
+def having(
+    config: Config, global_batch: int = 1, micro_batch: int = 1, **topology: object
+) -> Config:
     return dataclasses.replace(
         config,
         topology=dataclasses.replace(config.topology, **topology),
@@ -63,7 +65,14 @@ def having(config: Config, global_batch: int = 1, micro_batch: int = 1, **topolo
 
 def test_auto_is_two_cpu_workers_in_one_context_group_without_gpus(default):
     found = resolve_environment(default)
-    assert (found.device, found.workers, found.cp, found.dp, found.nodes, found.launcher) == ("cpu", 2, 2, 1, 1, "mtrain")
+    assert (found.device, found.workers, found.cp, found.dp, found.nodes, found.launcher) == (
+        "cpu",
+        2,
+        2,
+        1,
+        1,
+        "mtrain",
+    )
 
 
 def test_auto_is_all_visible_gpus(default, machine):
@@ -74,7 +83,9 @@ def test_auto_is_all_visible_gpus(default, machine):
 
 def test_workers_divide_into_data_and_context_and_virtual_nodes(default, machine):
     machine(gpus=8)
-    found = resolve_environment(having(default, workers=8, context_parallel=4, gpus_per_node=2, global_batch=2))
+    found = resolve_environment(
+        having(default, workers=8, context_parallel=4, gpus_per_node=2, global_batch=2)
+    )
     assert (found.dp, found.cp, found.workers_per_node, found.nodes) == (2, 4, 2, 4)
     sixth = dataclasses.replace(found, rank=5)
     assert (sixth.dp_rank, sixth.cp_rank) == (1, 1)
@@ -83,15 +94,33 @@ def test_workers_divide_into_data_and_context_and_virtual_nodes(default, machine
 @pytest.mark.parametrize(
     ("gpus", "changes", "line"),
     [
-        (0, {"device": "cuda"}, "topology.device=cuda: no GPU is visible to torch on this machine; use cpu or auto"),
+        (
+            0,
+            {"device": "cuda"},
+            "topology.device=cuda: no GPU is visible to torch on this machine; use cpu or auto",
+        ),
         (4, {"workers": 8}, "topology.workers=8: this machine has 4 GPUs; give at most 4, or auto"),
-        (0, {"workers": 4, "context_parallel": 3}, "topology.context_parallel=3: must divide the 4 workers; possible are auto, 1, 2, 4"),
-        (0, {"workers": 4, "gpus_per_node": 3}, "topology.gpus_per_node=3: must divide the 4 workers; possible are auto, 1, 2, 4"),
-        (0, {"workers": 4, "context_parallel": 2, "global_batch": 3}, "train.global_batch=3: must be a multiple of 2"),
+        (
+            0,
+            {"workers": 4, "context_parallel": 3},
+            "topology.context_parallel=3: must divide the 4 workers; possible are auto, 1, 2, 4",
+        ),
+        (
+            0,
+            {"workers": 4, "gpus_per_node": 3},
+            "topology.gpus_per_node=3: must divide the 4 workers; possible are auto, 1, 2, 4",
+        ),
+        (
+            0,
+            {"workers": 4, "context_parallel": 2, "global_batch": 3},
+            "train.global_batch=3: must be a multiple of 2",
+        ),
         (0, {"workers": 0}, "topology.workers=0: must be auto or a whole number of at least 1"),
     ],
 )
-def test_sizes_that_do_not_fit_are_named_with_what_is_possible(default, machine, gpus, changes, line):
+def test_sizes_that_do_not_fit_are_named_with_what_is_possible(
+    default, machine, gpus, changes, line
+):
     machine(gpus=gpus)
     with pytest.raises(ConfigError) as caught:
         resolve_environment(having(default, **changes))
@@ -101,7 +130,9 @@ def test_sizes_that_do_not_fit_are_named_with_what_is_possible(default, machine,
 
 def test_all_problems_come_together(default):
     with pytest.raises(ConfigError) as caught:
-        resolve_environment(having(default, device="cuda", workers=4, context_parallel=3, gpus_per_node=3))
+        resolve_environment(
+            having(default, device="cuda", workers=4, context_parallel=3, gpus_per_node=3)
+        )
     assert len(caught.value.problems) == 3
 
 
@@ -111,25 +142,48 @@ def test_planning_needs_neither_the_gpus_nor_the_job(default, machine):
     assert (found.device, found.workers, found.rank) == ("cuda", 64, 0)
 
 
-@pytest.mark.parametrize(("variables", "launcher", "rank", "workers"), [(TORCHRUN, "torchrun", 5, 8), (SRUN, "slurm", 9, 16)])
+@pytest.mark.parametrize(
+    ("variables", "launcher", "rank", "workers"),
+    [(TORCHRUN, "torchrun", 5, 8), (SRUN, "slurm", 9, 16)],
+)
 def test_a_job_decides_the_number_of_workers(default, machine, variables, launcher, rank, workers):
     machine(gpus=8, variables=variables)
     found = resolve_environment(default)
-    assert (found.launcher, found.rank, found.local_rank, found.workers, found.nodes) == (launcher, rank, 1, workers, 2)
+    assert (found.launcher, found.rank, found.local_rank, found.workers, found.nodes) == (
+        launcher,
+        rank,
+        1,
+        workers,
+        2,
+    )
     # Those of a machine, whatever nodes the topology imagines.
-    assert found.local_workers == resolve_environment(having(default, gpus_per_node=2)).local_workers == workers // 2
-    with pytest.raises(ConfigError, match=f"topology.workers=6: {launcher} started {workers} processes"):
+    assert (
+        found.local_workers
+        == resolve_environment(having(default, gpus_per_node=2)).local_workers
+        == workers // 2
+    )
+    with pytest.raises(
+        ConfigError, match=f"topology.workers=6: {launcher} started {workers} processes"
+    ):
         resolve_environment(having(default, workers=6))
 
 
 def test_srun_variables_give_the_address_of_rank_zero():
-    assert current_job(SRUN) == Job("slurm", 9, 16, 1, 8, "gpu07", 20000 + (16 * 1234 + 2) % 20000, name="slurm  1234.2")
-    assert current_job(SRUN | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"}).master_port == 4000
+    assert current_job(SRUN) == Job(
+        "slurm", 9, 16, 1, 8, "gpu07", 20000 + (16 * 1234 + 2) % 20000, name="slurm  1234.2"
+    )
+    assert (
+        current_job(SRUN | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"}).master_port == 4000
+    )
 
 
 @pytest.mark.parametrize(
     "variables",
-    [{}, SRUN | {"SLURM_NTASKS": "1"}, {name: value for name, value in SRUN.items() if "STEP_ID" not in name}],
+    [
+        {},
+        SRUN | {"SLURM_NTASKS": "1"},
+        {name: value for name, value in SRUN.items() if "STEP_ID" not in name},
+    ],
     ids=["nothing", "one task", "batch script outside srun"],
 )
 def test_no_job_where_mtrain_starts_its_own_workers(variables):
@@ -137,17 +191,29 @@ def test_no_job_where_mtrain_starts_its_own_workers(variables):
 
 
 def test_contradictory_job_variables_are_a_clear_error():
-    with pytest.raises(ConfigError, match="RANK=5: the environment names a rank but not LOCAL_RANK"):
+    with pytest.raises(
+        ConfigError, match="RANK=5: the environment names a rank but not LOCAL_RANK"
+    ):
         current_job({name: value for name, value in TORCHRUN.items() if name != "LOCAL_RANK"})
-    with pytest.raises(ConfigError, match=r"8\(x2\),4: every node must run the same number of workers"):
+    with pytest.raises(
+        ConfigError, match=r"8\(x2\),4: every node must run the same number of workers"
+    ):
         current_job(SRUN | {"SLURM_STEP_TASKS_PER_NODE": "8(x2),4"})
-    with pytest.raises(ConfigError, match="MASTER_PORT=http: the environment variable must be a whole number"):
+    with pytest.raises(
+        ConfigError, match="MASTER_PORT=http: the environment variable must be a whole number"
+    ):
         current_job(TORCHRUN | {"MASTER_PORT": "http"})
 
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("gpu7", "gpu7"), ("gpu[07-09,12],login1", "gpu07"), ("a-[3,5]-ib,b", "a-3-ib"), ("n1,n2", "n1"), ("127.0.0.1", "127.0.0.1")],
+    [
+        ("gpu7", "gpu7"),
+        ("gpu[07-09,12],login1", "gpu07"),
+        ("a-[3,5]-ib,b", "a-3-ib"),
+        ("n1,n2", "n1"),
+        ("127.0.0.1", "127.0.0.1"),
+    ],
 )
 def test_first_host_of_a_node_list(nodes, first):
     assert first_host(nodes) == first
@@ -167,7 +233,11 @@ def test_a_hang_in_nccl_ends_soon_after_it_is_found(tmp_path):
         found = environment.nccl_variables(tmp_path, timeout_s)
         assert found["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == heartbeat
         assert 4 * int(found["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"]) <= 10_000
-        assert found["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == found["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "nccl-rank-")
+        assert (
+            found["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]
+            == found["TORCH_FR_DUMP_TEMP_FILE"]
+            == str(tmp_path / "nccl-rank-")
+        )
 
 
 def cgroups(root: Path, own: str, **limits: str) -> Path:
@@ -175,7 +245,13 @@ def cgroups(root: Path, own: str, **limits: str) -> Path:
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/self/cgroup").write_text(own)
     for path, limit in limits.items():
-        file = root / "sys/fs/cgroup" / path.replace("_", "/").replace("LIMIT", "memory.limit_in_bytes").replace("MAX", "memory.max")
+        file = (
+            root
+            / "sys/fs/cgroup"
+            / path.replace("_", "/")
+            .replace("LIMIT", "memory.limit_in_bytes")
+            .replace("MAX", "memory.max")
+        )
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{limit}\n")
     return root
@@ -183,7 +259,12 @@ def cgroups(root: Path, own: str, **limits: str) -> Path:
 
 def test_memory_is_what_cgroups_leave(tmp_path):
     v2 = cgroups(
-        tmp_path / "v2", "0::/slurm/job7/step0\n", slurm_MAX="900", slurm_job7_MAX="300", slurm_job7_step0_MAX="max", other_MAX="1"
+        tmp_path / "v2",
+        "0::/slurm/job7/step0\n",
+        slurm_MAX="900",
+        slurm_job7_MAX="300",
+        slurm_job7_step0_MAX="max",
+        other_MAX="1",
     )
     assert sorted(memory_limits(v2)) == [300, 900]
     v1 = cgroups(
@@ -195,7 +276,12 @@ def test_memory_is_what_cgroups_leave(tmp_path):
     )
     assert sorted(memory_limits(v1)) == [77, 9223372036854771712]
     several = "1:name=hugememory:/h\n4:cpu,memory:/kubepods/cri-containerd:0f\n0::/a\n"
-    hybrid = cgroups(tmp_path / "hybrid", several, a_MAX="20", **{"memory_kubepods_cri-containerd:0f_LIMIT": "30", "memory_h_LIMIT": "1"})
+    hybrid = cgroups(
+        tmp_path / "hybrid",
+        several,
+        a_MAX="20",
+        **{"memory_kubepods_cri-containerd:0f_LIMIT": "30", "memory_h_LIMIT": "1"},
+    )
     assert sorted(memory_limits(hybrid)) == [20, 30]
     inside = cgroups(tmp_path / "inside", "4:memory:/docker/0123\n", memory_LIMIT="5000")
     assert memory_limits(inside) == [5000]

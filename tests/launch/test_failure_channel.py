@@ -39,7 +39,17 @@ def is_dropped(connection: socket.socket) -> bool:
         b"x" * 100_000,
         b'{"done": true}\n{"failure": {}}\n',
     ],
-    ids=["http", "broken JSON", "bytes", "not ASCII", "greeting not ASCII", "binary", "empty lines", "endless line", "orders"],
+    ids=[
+        "http",
+        "broken JSON",
+        "bytes",
+        "not ASCII",
+        "greeting not ASCII",
+        "binary",
+        "empty lines",
+        "endless line",
+        "orders",
+    ],
 )
 def test_a_stranger_is_dropped_and_the_workers_are_heard_on(said):
     hub = _Hub(2, on_mistake=lambda: None)
@@ -87,8 +97,15 @@ def test_a_rank_whose_answer_is_lost_tells_its_own_failure(monkeypatch, kind, co
             raise Left
 
         monkeypatch.setattr(failure_channel, "leave", leave)
-        monkeypatch.setattr(failure_channel, "tell", lambda failure, *_: told.append((failure.rank, failure.message)))
-        mine = FailureChannel(SimpleNamespace(rank=1, world_size=2, address="localhost", master_addr="localhost"), on_mistake=lambda: None)
+        monkeypatch.setattr(
+            failure_channel,
+            "tell",
+            lambda failure, *_: told.append((failure.rank, failure.message)),
+        )
+        mine = FailureChannel(
+            SimpleNamespace(rank=1, world_size=2, address="localhost", master_addr="localhost"),
+            on_mistake=lambda: None,
+        )
         connection, _ = rank_0.accept()
         failing = threading.Thread(target=_fails, args=(mine, kind))
         failing.start()

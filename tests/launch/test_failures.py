@@ -13,25 +13,48 @@ from mtrain_cli.launch import failures
 from mtrain_cli.launch.failures import Failure
 
 
-def failed(rank: int, kind: str, time: float = 0.0, exit_code: int | None = 1, first: bool = True) -> Failure:
+def failed(
+    rank: int, kind: str, time: float = 0.0, exit_code: int | None = 1, first: bool = True
+) -> Failure:
     return Failure(rank, exit_code, kind, "what happened", "Traceback ...", time, first)
 
 
 @pytest.mark.parametrize(
     ("cause", "consequences"),
     [
-        (failed(1, "died", 9.0, -signal.SIGKILL), [failed(0, "peer lost", 1.0), failed(2, "error", 2.0)]),
-        (failed(1, "error", 5.0), [failed(0, "peer lost", 1.0), failed(2, "died", 1.0, -signal.SIGABRT), failed(3, "error", 6.0)]),
+        (
+            failed(1, "died", 9.0, -signal.SIGKILL),
+            [failed(0, "peer lost", 1.0), failed(2, "error", 2.0)],
+        ),
+        (
+            failed(1, "error", 5.0),
+            [
+                failed(0, "peer lost", 1.0),
+                failed(2, "died", 1.0, -signal.SIGABRT),
+                failed(3, "error", 6.0),
+            ],
+        ),
         (failed(1, "died", 5.0, -signal.SIGABRT), [failed(0, "peer lost", 1.0)]),
         (
             failed(1, "error", 5.0),
-            [failed(0, "died", 1.0, -signal.SIGKILL, first=False), failed(2, "died", 1.0, -signal.SIGTERM, first=False)],
+            [
+                failed(0, "died", 1.0, -signal.SIGKILL, first=False),
+                failed(2, "died", 1.0, -signal.SIGTERM, first=False),
+            ],
         ),
         (failed(1, "died", 9.0, -signal.SIGTERM), [failed(0, "peer lost", 1.0)]),
         (failed(1, "config", 9.0), [failed(0, "peer lost", 1.0), failed(2, "error", 2.0)]),
         (failed(1, "peer lost", 1.0), [failed(0, "peer lost", 2.0)]),
     ],
-    ids=["killed", "exception", "abort", "not what the launcher killed", "terminated from outside", "mistake", "earliest"],
+    ids=[
+        "killed",
+        "exception",
+        "abort",
+        "not what the launcher killed",
+        "terminated from outside",
+        "mistake",
+        "earliest",
+    ],
 )
 def test_the_cause_is_found_in_any_order(cause, consequences):
     for order in itertools.permutations([cause, *consequences]):
@@ -43,9 +66,17 @@ def test_the_cause_is_found_in_any_order(cause, consequences):
     [
         (ValueError("bad"), "error"),
         (ConfigError("seq=1: too short", "seed=x: no number"), "config"),
-        (RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"), "peer lost"),
+        (
+            RuntimeError(
+                "[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
+            ),
+            "peer lost",
+        ),
         (RuntimeError("Timed out waiting 600000ms for recv operation to complete"), "peer lost"),
-        (RuntimeError("NCCL error: remote process exited or there was a network error"), "peer lost"),
+        (
+            RuntimeError("NCCL error: remote process exited or there was a network error"),
+            "peer lost",
+        ),
         (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), "error"),
     ],
 )
@@ -54,7 +85,13 @@ def test_a_record_comes_back_as_it_was_left(tmp_path, error, kind):
     assert left.kind == kind
     failures.leave_record(left, tmp_path / "record")
     back = failures.read(3, 1, tmp_path / "record", first=True)
-    assert (back.rank, back.kind, back.message, back.trace, back.time) == (3, left.kind, left.message, left.trace, left.time)
+    assert (back.rank, back.kind, back.message, back.trace, back.time) == (
+        3,
+        left.kind,
+        left.message,
+        left.trace,
+        left.time,
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["record"]
 
 
@@ -76,7 +113,10 @@ def test_a_death_without_record_is_told_with_the_last_words(tmp_path, exit_code,
     assert lines[-1] == f"All of its output is in {log}; the other workers were stopped."
     # What rank 0 prints is on the terminal.
     first = failures.report(replace(failure, rank=0), log).splitlines()
-    assert first[-1] == f"What libraries wrote, and its traceback, are in {log}; the other workers were stopped."
+    assert (
+        first[-1]
+        == f"What libraries wrote, and its traceback, are in {log}; the other workers were stopped."
+    )
 
 
 def test_no_record_and_no_exit_code_is_no_failure(tmp_path):
@@ -115,9 +155,24 @@ ABORTED = failed(3, "died", exit_code=-signal.SIGABRT)
 @pytest.mark.parametrize(
     ("failures_so_far", "stopped", "running", "told"),
     [
-        ([LATE], [1], [1, 2], "topology.timeout_s=6: rank 1 kept the others waiting longer than that: its process is stopped"),
-        ([LATE, ABORTED], [], [2], "topology.timeout_s=6: rank 2 kept the others waiting longer than that and gave no sign: it hangs"),
-        ([LATE], [], [2, 1], "topology.timeout_s=6: ranks 1 and 2 kept the others waiting longer than that and gave no sign: one of them"),
+        (
+            [LATE],
+            [1],
+            [1, 2],
+            "topology.timeout_s=6: rank 1 kept the others waiting longer than that: its process is stopped",
+        ),
+        (
+            [LATE, ABORTED],
+            [],
+            [2],
+            "topology.timeout_s=6: rank 2 kept the others waiting longer than that and gave no sign: it hangs",
+        ),
+        (
+            [LATE],
+            [],
+            [2, 1],
+            "topology.timeout_s=6: ranks 1 and 2 kept the others waiting longer than that and gave no sign: one of them",
+        ),
         ([ABORTED], [1], [], "rank 1 kept the others waiting: its process is stopped"),
         ([ABORTED], [], [1], None),
         ([failed(0, "peer lost")], [], [1], None),
@@ -125,9 +180,21 @@ ABORTED = failed(3, "died", exit_code=-signal.SIGABRT)
         ([LATE, failed(2, "error")], [1], [], None),
         ([LATE, failed(2, "died", exit_code=-signal.SIGKILL)], [1], [], None),
     ],
-    ids=["stopped", "hangs", "one of two", "abort", "its own abort", "peer gone", "all waited", "exception", "killed"],
+    ids=[
+        "stopped",
+        "hangs",
+        "one of two",
+        "abort",
+        "its own abort",
+        "peer gone",
+        "all waited",
+        "exception",
+        "killed",
+    ],
 )
-def test_a_rank_is_blamed_for_its_silence_where_nothing_else_explains_the_waits(failures_so_far, stopped, running, told):
+def test_a_rank_is_blamed_for_its_silence_where_nothing_else_explains_the_waits(
+    failures_so_far, stopped, running, told
+):
     found = failures.silence(failures_so_far, stopped, running)
     if told is None:
         assert found is None
@@ -135,7 +202,11 @@ def test_a_rank_is_blamed_for_its_silence_where_nothing_else_explains_the_waits(
     assert found.message.startswith(told)
     assert failures.cause([*failures_so_far, found]) is found
     lines = failures.report(found, None, ["  rank 0: training step 1"]).splitlines()
-    assert lines == [f"error: {found.message}", "Where each worker was:", "  rank 0: training step 1"]
+    assert lines == [
+        f"error: {found.message}",
+        "Where each worker was:",
+        "  rank 0: training step 1",
+    ]
 
 
 def test_an_abort_is_a_consequence_of_silence_where_it_came_after_a_long_wait():
@@ -146,7 +217,9 @@ def test_an_abort_is_a_consequence_of_silence_where_it_came_after_a_long_wait():
 
 
 def test_what_a_lost_peer_leaves_is_told_apart_from_other_errors_and_without_its_line_of_code():
-    gloo = RuntimeError("[/w/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:34710: Connection reset by peer. This is typical. 🏖️")
+    gloo = RuntimeError(
+        "[/w/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:34710: Connection reset by peer. This is typical. 🏖️"
+    )
     assert failures.lost_peer(gloo)
     assert failures.first_sentence(gloo) == "Read error [127.0.0.1]:34710: Connection reset by peer"
     assert not failures.lost_peer(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"))

@@ -66,7 +66,10 @@ def test_a_required_stream_fails_once_with_the_reason(make, message, reader_left
     guarded = GuardedStream(make(), required=True)
     with pytest.raises(OutputLostError) as caught:
         print("a line", file=guarded, flush=True)
-    assert (str(caught.value), caught.value.reader_left) == (f"standard output: {message}", reader_left)
+    assert (str(caught.value), caught.value.reader_left) == (
+        f"standard output: {message}",
+        reader_left,
+    )
     print("another", file=guarded, flush=True)
 
 
@@ -86,11 +89,16 @@ def test_a_file_never_takes_the_number_of_a_stream_that_was_closed(tmp_path: Pat
         "file = open(sys.argv[1], 'w'); print('a word'); print('more', file=sys.stderr); os.write(1, b'raw'); sys.exit(file.fileno() < 3)"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "file")]
-    assert subprocess.run(["bash", "-c", '"$@" <&- >&- 2>&-', "bash", *command], timeout=60).returncode == 0
+    assert (
+        subprocess.run(["bash", "-c", '"$@" <&- >&- 2>&-', "bash", *command], timeout=60).returncode
+        == 0
+    )
     assert (tmp_path / "file").read_text() == ""
 
 
-def test_native_output_is_diverted_and_what_python_writes_goes_on_whatever_it_is_and_wherever_it_leads(tmp_path):
+def test_native_output_is_diverted_and_what_python_writes_goes_on_whatever_it_is_and_wherever_it_leads(
+    tmp_path,
+):
     program = """
 import os, sys
 from mtrain_cli.launch import guarded_streams

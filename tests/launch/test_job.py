@@ -24,7 +24,12 @@ class SimulatedJob:
     """Processes with the environment that srun gives its tasks, in the current folder."""
 
     def __init__(
-        self, target: str, tasks: int, *overrides: str, of_rank: dict[int, list[str]] | None = None, late: dict[int, float] | None = None
+        self,
+        target: str,
+        tasks: int,
+        *overrides: str,
+        of_rank: dict[int, list[str]] | None = None,
+        late: dict[int, float] | None = None,
     ) -> None:
         """late: seconds by which ranks connect to rank 0's hub after the others."""
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -42,17 +47,34 @@ class SimulatedJob:
                 "LATE_S": str((late or {}).get(rank, 0.0)),
                 "OMP_NUM_THREADS": "1",
                 "GLOO_SOCKET_IFNAME": "lo",
-                "PYTHONPATH": os.pathsep.join([str(Path(mtrain_cli.__file__).parents[1]), str(HERE)]),
+                "PYTHONPATH": os.pathsep.join(
+                    [str(Path(mtrain_cli.__file__).parents[1]), str(HERE)]
+                ),
             }
             own = (of_rank or {}).get(rank, [])
-            command = [sys.executable, str(HERE / "job_process.py"), target, "topology.device=cpu", *overrides, *own]
+            command = [
+                sys.executable,
+                str(HERE / "job_process.py"),
+                target,
+                "topology.device=cpu",
+                *overrides,
+                *own,
+            ]
             pipe = subprocess.PIPE
-            self.ranks.append(subprocess.Popen(command, env={**os.environ, **variables}, stdout=pipe, stderr=pipe, text=True))
+            self.ranks.append(
+                subprocess.Popen(
+                    command, env={**os.environ, **variables}, stdout=pipe, stderr=pipe, text=True
+                )
+            )
 
     def ends(self) -> list[tuple[int, str]]:
         """Exit code and stderr of every rank."""
         try:
-            return [(rank.returncode, stderr) for rank in self.ranks for stderr in [rank.communicate(timeout=90)[1]]]
+            return [
+                (rank.returncode, stderr)
+                for rank in self.ranks
+                for stderr in [rank.communicate(timeout=90)[1]]
+            ]
         finally:
             for rank in self.ranks:
                 rank.kill()
@@ -91,7 +113,9 @@ def test_a_killed_rank_ends_the_others_though_they_wait_for_nothing(killed, tell
     job.ranks[killed].send_signal(signal.SIGKILL)
     ends = job.ends()
     assert time.monotonic() - killed_at < 10
-    assert [code for code, _ in ends] == [-signal.SIGKILL if rank == killed else 1 for rank in range(3)]
+    assert [code for code, _ in ends] == [
+        -signal.SIGKILL if rank == killed else 1 for rank in range(3)
+    ]
     told = (
         f"error: rank {killed} is gone: it was killed (out of memory killer?) or its machine failed\n"
         "Where each worker was:\n  all: before the first training step, prepares\n"
@@ -116,23 +140,37 @@ def test_a_rank_killed_in_a_ring_is_told_with_where_all_ranks_were():
 @pytest.mark.slow
 def test_a_rank_stopped_in_a_ring_is_told_and_the_others_end_in_time():
     job = SimulatedJob("rank_1_is_stopped_in_a_ring", 3, "run.dir=run", "topology.timeout_s=5")
-    wait_for(lambda: b"step 2 of 3" in Path("run/logs/rank-1.where").read_bytes() if Path("run/logs/rank-1.where").exists() else False)
+    wait_for(
+        lambda: (
+            b"step 2 of 3" in Path("run/logs/rank-1.where").read_bytes()
+            if Path("run/logs/rank-1.where").exists()
+            else False
+        )
+    )
     stopped_at = time.monotonic()
     try:
         told = [job.ranks[rank].communicate(timeout=30)[1] for rank in (0, 2)]
         assert time.monotonic() - stopped_at < 25
-        assert [rank.poll() for rank in job.ranks] == [1, None, 1], "srun or torchrun ends the one that is stopped"
+        assert [rank.poll() for rank in job.ranks] == [1, None, 1], (
+            "srun or torchrun ends the one that is stopped"
+        )
     finally:
         for rank in job.ranks:
             rank.kill()
     first, *where = told[0].splitlines()
-    assert first.startswith("error: topology.timeout_s=5: rank 1 kept the others waiting longer than that and gave no sign")
-    assert re.fullmatch(r"  rank 1: training step 3, ring, layer 1, forward, step 2 of 3 \(\d+ s ago\)", where[2])
+    assert first.startswith(
+        "error: topology.timeout_s=5: rank 1 kept the others waiting longer than that and gave no sign"
+    )
+    assert re.fullmatch(
+        r"  rank 1: training step 3, ring, layer 1, forward, step 2 of 3 \(\d+ s ago\)", where[2]
+    )
     assert told[1] == ""
 
 
 def test_ranks_that_were_started_with_different_words_end_before_they_wait_for_each_other():
-    job = SimulatedJob("adds_ranks", 2, "run.dir=run", of_rank={1: ["topology.exchange=ring", "seed=7"]})
+    job = SimulatedJob(
+        "adds_ranks", 2, "run.dir=run", of_rank={1: ["topology.exchange=ring", "seed=7"]}
+    )
     ends = job.ends()
     assert [code for code, _ in ends] == [2, 2]
     told = ends[0][1].splitlines()
@@ -146,8 +184,16 @@ def test_ranks_that_were_started_with_different_words_end_before_they_wait_for_e
 @pytest.mark.parametrize(
     ("agreed", "odd", "told"),
     [
-        ([], "topology.layout=zigzag", "topology.layout=zigzag: rank 2 was started with this, rank 0 with auto"),
-        (["sparsity=vertical_slash"], "sparsity.p_v=0.5", "sparsity.p_v=0.5: rank 2 was started with this, rank 0 with 0.9"),
+        (
+            [],
+            "topology.layout=zigzag",
+            "topology.layout=zigzag: rank 2 was started with this, rank 0 with auto",
+        ),
+        (
+            ["sparsity=vertical_slash"],
+            "sparsity.p_v=0.5",
+            "sparsity.p_v=0.5: rank 2 was started with this, rank 0 with 0.9",
+        ),
         ([], "seq=1k", "seq=1024: rank 2 was started with this, rank 0 with 4096"),
     ],
     ids=["layout", "sparsity", "sequence"],
@@ -171,7 +217,9 @@ def test_a_rank_that_comes_after_the_mistake_was_told_ends_like_the_others():
 def test_rank_0_tells_the_cause_once_and_all_ranks_fail():
     ends = SimulatedJob("rank_1_raises_late", 2, "run.dir=run").ends()
     assert [code for code, _ in ends] == [1, 1]
-    assert ends[0][1].startswith("error: rank 1 failed: ValueError: the true cause\nTraceback (most recent call last):")
+    assert ends[0][1].startswith(
+        "error: rank 1 failed: ValueError: the true cause\nTraceback (most recent call last):"
+    )
     assert "Connection" not in ends[0][1]
     assert ends[1][1] == ""
 
@@ -203,17 +251,33 @@ def test_a_signal_to_one_rank_lets_all_save_and_stop(signum):
 
 @pytest.mark.slow
 def test_torchrun_runs_and_shows_the_traceback_of_the_cause(here):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(HERE / "job_process.py")]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        str(HERE / "job_process.py"),
+    ]
     paths = os.pathsep.join([str(Path(mtrain_cli.__file__).parents[1]), str(HERE)])
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": paths}
+    variables = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": paths,
+    }
 
     def torchrun(target: str, folder: str) -> subprocess.CompletedProcess[str]:
         arguments = [*command, target, "topology.device=cpu", f"run.dir={folder}"]
-        return subprocess.run(arguments, env=variables, capture_output=True, text=True, timeout=120, check=False)
+        return subprocess.run(
+            arguments, env=variables, capture_output=True, text=True, timeout=120, check=False
+        )
 
     good = torchrun("adds_ranks", "good")
     assert (good.returncode, good.stderr) == (0, "")
     assert Path("good/result-1").read_text() == f"3 1 torchrun False {here / 'good'}"
     bad = torchrun("rank_1_raises", "bad")
     assert bad.returncode == 1
-    assert bad.stderr.startswith("error: rank 1 failed: ValueError: a bad thing\nTraceback (most recent call last):")
+    assert bad.stderr.startswith(
+        "error: rank 1 failed: ValueError: a bad thing\nTraceback (most recent call last):"
+    )

@@ -28,7 +28,9 @@ class Bomb:
         return os.mkdir, (str(self.marker),)
 
 
-def test_a_run_listens_on_loopback_alone_and_makes_no_objects_of_what_strangers_write(run: RunDir, tmp_path: Path, monkeypatch) -> None:  # noqa: F811
+def test_a_run_listens_on_loopback_alone_and_makes_no_objects_of_what_strangers_write(
+    run: RunDir, tmp_path: Path, monkeypatch
+) -> None:  # noqa: F811
     """A stranger sends every port what set the state of torch's elastic rendezvous to a bomb."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     marker = tmp_path / "code-ran"
@@ -46,7 +48,9 @@ def test_a_run_listens_on_loopback_alone_and_makes_no_objects_of_what_strangers_
     code = launched(run, "attacks_its_ports")
     assert not marker.exists()
     assert code == 0
-    found = [line for rank in (0, 1) for line in (run.path / f"listening-{rank}").read_text().split("\n")]
+    found = [
+        line for rank in (0, 1) for line in (run.path / f"listening-{rank}").read_text().split("\n")
+    ]
     found = [line for line in found if line not in of_other_tests]
     assert found, "gloo listens"
     assert {line.split()[1] for line in found} == {"127.0.0.1"}
@@ -55,7 +59,9 @@ def test_a_run_listens_on_loopback_alone_and_makes_no_objects_of_what_strangers_
     assert [folder.exists() for folder in folders] == [False]
 
 
-def test_interfaces_for_jobs_of_several_machines_do_not_count_on_one(run: RunDir, monkeypatch) -> None:  # noqa: F811
+def test_interfaces_for_jobs_of_several_machines_do_not_count_on_one(
+    run: RunDir, monkeypatch
+) -> None:  # noqa: F811
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     environment = resolve_environment(compose.load(run.resolved))

@@ -61,15 +61,31 @@ sys.exit(launch(run, resolve_environment(compose.load(run.resolved)), False, tar
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(mtrain_cli.__file__).parents[1]), str(Path(__file__).parent)]))
+    monkeypatch.setenv(
+        "PYTHONPATH",
+        os.pathsep.join([str(Path(mtrain_cli.__file__).parents[1]), str(Path(__file__).parent)]),
+    )
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     return run_dir.create(
-        compose.compose([f"run.dir={tmp_path / 'run'}", "topology.device=cpu", "topology.workers=2", "run.restarts=0"]), []
+        compose.compose(
+            [
+                f"run.dir={tmp_path / 'run'}",
+                "topology.device=cpu",
+                "topology.workers=2",
+                "run.restarts=0",
+            ]
+        ),
+        [],
     )
 
 
 def launched(run: RunDir, target: str, resume: bool = False) -> int:
-    return launch(run, resolve_environment(compose.load(run.resolved)), resume, target=f"worker_targets:{target}")
+    return launch(
+        run,
+        resolve_environment(compose.load(run.resolved)),
+        resume,
+        target=f"worker_targets:{target}",
+    )
 
 
 def worker_pids(run: RunDir) -> list[int]:
@@ -121,7 +137,9 @@ def test_what_libraries_write_is_in_the_logs_and_comes_behind_the_reason(run, ca
         ("rank_1_raises_late", "error: rank 1 failed: ValueError: the true cause"),
     ],
 )
-def test_the_exception_of_the_worker_that_failed_first_is_told_first_and_alone(run, capfd, target, first_line):
+def test_the_exception_of_the_worker_that_failed_first_is_told_first_and_alone(
+    run, capfd, target, first_line
+):
     assert launched(run, target) == 1
     shown = capfd.readouterr()
     assert shown.err.splitlines()[:2] == [first_line, "Traceback (most recent call last):"]
@@ -140,7 +158,10 @@ def launched_with_timeout(run: RunDir, target: str, timeout_s: float) -> int:
 def test_a_wait_that_is_too_long_is_told_first_with_the_key_that_sets_it(run, capfd):
     assert launched_with_timeout(run, "rank_1_comes_late", 1.0) == 1
     lines = capfd.readouterr().err.splitlines()
-    assert re.match(r"error: topology.timeout_s=1: rank \d (waited|kept the others waiting) longer than that", lines[0])
+    assert re.match(
+        r"error: topology.timeout_s=1: rank \d (waited|kept the others waiting) longer than that",
+        lines[0],
+    )
     assert len(lines) <= 4, "no more than where each worker was"
     assert any("Traceback" in file.read_text() for file in run.logs.iterdir())
 
@@ -154,15 +175,24 @@ def test_a_worker_that_hangs_is_named_and_leaves_its_stack(run, capfd):
     )
     assert lines[1] == "Where each worker was:"
     assert re.fullmatch(r"  rank 1: training step 2 \(\d+ s ago\)", lines[3])
-    assert lines[4:] == [f"What it was at, if it could still tell, is at the end of {run.logs / 'rank-1.log'}."]
+    assert lines[4:] == [
+        f"What it was at, if it could still tell, is at the end of {run.logs / 'rank-1.log'}."
+    ]
     assert "in rank_1_hangs" in (run.logs / "rank-1.log").read_text()
 
 
 def test_an_abort_after_a_long_wait_is_blamed_on_the_worker_that_goes_on(run, capfd):
     assert launched_with_timeout(run, "rank_0_is_aborted_as_by_nccl", 5.0) == 1
-    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith(("error", "  rank"))]
-    assert lines[0].startswith("error: topology.timeout_s=5: rank 1 kept the others waiting longer than that and gave no sign")
-    assert [line[:25].strip() for line in lines[1:]] == ["rank 0: training step 2", "rank 1: training step 3"]
+    lines = [
+        line for line in capfd.readouterr().err.splitlines() if line.startswith(("error", "  rank"))
+    ]
+    assert lines[0].startswith(
+        "error: topology.timeout_s=5: rank 1 kept the others waiting longer than that and gave no sign"
+    )
+    assert [line[:25].strip() for line in lines[1:]] == [
+        "rank 0: training step 2",
+        "rank 1: training step 3",
+    ]
 
 
 @pytest.mark.slow
@@ -171,7 +201,9 @@ def test_a_wait_that_neither_gloo_nor_nccl_ends_is_ended_by_the_launcher(run, ca
     monkeypatch.setattr("mtrain_cli.launch.agent.OVERDUE_LOOK_S", 0.2)
     assert launched_with_timeout(run, "rank_0_waits_and_nothing_ends_it", 5.0) == 1
     lines = capfd.readouterr().err.splitlines()
-    assert lines[0].startswith("error: topology.timeout_s=5: rank 1 kept the others waiting longer than that and gave no sign")
+    assert lines[0].startswith(
+        "error: topology.timeout_s=5: rank 1 kept the others waiting longer than that and gave no sign"
+    )
     assert lines[2].startswith("  rank 0: training step 2, waits for gradients of all ranks")
 
 
@@ -226,8 +258,12 @@ def test_a_mistake_that_workers_find_is_raised_once_and_leaves_no_folder(run, ca
     assert not run.path.exists()
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)])
-def test_a_signal_lets_the_workers_save_and_stop_and_is_told_by_the_exit_code(run, capfd, signum, code):
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)]
+)
+def test_a_signal_lets_the_workers_save_and_stop_and_is_told_by_the_exit_code(
+    run, capfd, signum, code
+):
     before = signal.getsignal(signum)
 
     def ask() -> None:
@@ -255,8 +291,16 @@ def test_a_request_that_comes_during_the_last_step_is_a_success(run):
 @pytest.mark.parametrize("lost", ["terminal", "reader"])
 def test_a_terminal_or_reader_that_goes_ends_no_run_before_its_save(run, lost):
     ours, theirs = os.openpty() if lost == "terminal" else os.pipe()
-    command = [sys.executable, "-c", LAUNCHER, str(run.path), "worker_targets:shows_steps_until_stopped"]
-    launcher = subprocess.Popen(command, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm"})
+    command = [
+        sys.executable,
+        "-c",
+        LAUNCHER,
+        str(run.path),
+        "worker_targets:shows_steps_until_stopped",
+    ]
+    launcher = subprocess.Popen(
+        command, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm"}
+    )
     os.close(theirs)
     try:
         wait_for(lambda: len(worker_pids(run)) == 2)
@@ -302,12 +346,22 @@ def test_what_is_said_over_the_live_display_stays_on_the_screen(monkeypatch):
         progress.step(STEP)
         assert progress._live is not None
         progress._live.refresh()
-        monkeypatch.setattr(sys, "stderr", terminal)  # the launcher is another process, which the display does not know of
-        local._say("stopping: the workers save a checkpoint after this step; Ctrl-C again ends them at once", over_display=True)
+        monkeypatch.setattr(
+            sys, "stderr", terminal
+        )  # the launcher is another process, which the display does not know of
+        local._say(
+            "stopping: the workers save a checkpoint after this step; Ctrl-C again ends them at once",
+            over_display=True,
+        )
         progress._live.refresh()
         progress._live.refresh()
-        assert "stopping: the workers save a checkpoint after this step; Ctrl-C again ends them at once" in terminal.screen()
-        assert sum("step 1/10" in row for row in terminal.screen()) == 2, "the display goes on below"
+        assert (
+            "stopping: the workers save a checkpoint after this step; Ctrl-C again ends them at once"
+            in terminal.screen()
+        )
+        assert sum("step 1/10" in row for row in terminal.screen()) == 2, (
+            "the display goes on below"
+        )
 
 
 def test_a_second_ctrl_c_kills_workers_that_do_not_stop_and_says_so(run, capfd):
@@ -327,7 +381,9 @@ def test_a_second_ctrl_c_kills_workers_that_do_not_stop_and_says_so(run, capfd):
 
 
 def test_no_worker_outlives_a_killed_launcher(run):
-    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(run.path), "worker_targets:sleeps"])
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, str(run.path), "worker_targets:sleeps"]
+    )
     try:
         wait_for(lambda: len(worker_pids(run)) == 2)
     finally:
@@ -353,5 +409,7 @@ def test_a_worker_that_does_not_heed_sigterm_is_killed_within_30_seconds(run, ca
     started = time.monotonic()
     assert launched(run, "rank_0_ignores_sigterm") == 1
     assert time.monotonic() - started < 30
-    assert capfd.readouterr().err.startswith("error: rank 1 ended with exit code 7 and no exception")
+    assert capfd.readouterr().err.startswith(
+        "error: rank 1 ended with exit code 7 and no exception"
+    )
     assert not any(map(alive, worker_pids(run)))

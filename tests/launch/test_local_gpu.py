@@ -18,13 +18,21 @@ from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.launch.local import launch
 from mtrain_cli.training.checkpointer import Checkpointer, load_model_state
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_killed_worker_ends_a_run_that_waits_in_nccl(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("PYTHONPATH", python_path(Path(__file__).parent))
-    run = run_dir.create(compose.compose([f"run.dir={tmp_path / 'run'}", "topology.device=cuda", "topology.workers=2"]), [])
+    run = run_dir.create(
+        compose.compose(
+            [f"run.dir={tmp_path / 'run'}", "topology.device=cuda", "topology.workers=2"]
+        ),
+        [],
+    )
     killed_at = []
 
     def kill() -> None:
@@ -35,18 +43,40 @@ def test_a_killed_worker_ends_a_run_that_waits_in_nccl(tmp_path, monkeypatch, ca
         killed_at.append(time.monotonic())
 
     threading.Thread(target=kill).start()
-    code = launch(run, resolve_environment(compose.load(run.resolved)), False, target="worker_targets:rank_0_waits_in_nccl")
+    code = launch(
+        run,
+        resolve_environment(compose.load(run.resolved)),
+        False,
+        target="worker_targets:rank_0_waits_in_nccl",
+    )
     assert (code, time.monotonic() - killed_at[0] < 30) == (1, True)
-    assert capfd.readouterr().err.startswith("error: rank 1 was killed by SIGKILL (out of memory killer?)")
+    assert capfd.readouterr().err.startswith(
+        "error: rank 1 was killed by SIGKILL (out of memory killer?)"
+    )
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_gloo_and_nccl_listen_on_loopback_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", python_path(Path(__file__).parent))
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth")  # for jobs of several machines
-    run = run_dir.create(compose.compose([f"run.dir={tmp_path / 'run'}", "topology.device=cuda", "topology.workers=2"]), [])
-    assert launch(run, resolve_environment(compose.load(run.resolved)), False, target="worker_targets:attacks_its_ports") == 0
-    found = [line for rank in (0, 1) for line in (run.path / f"listening-{rank}").read_text().split("\n")]
+    run = run_dir.create(
+        compose.compose(
+            [f"run.dir={tmp_path / 'run'}", "topology.device=cuda", "topology.workers=2"]
+        ),
+        [],
+    )
+    assert (
+        launch(
+            run,
+            resolve_environment(compose.load(run.resolved)),
+            False,
+            target="worker_targets:attacks_its_ports",
+        )
+        == 0
+    )
+    found = [
+        line for rank in (0, 1) for line in (run.path / f"listening-{rank}").read_text().split("\n")
+    ]
     print("\n".join(found))
     assert {line.split()[1] for line in found} == {"127.0.0.1"}
 

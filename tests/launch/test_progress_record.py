@@ -26,7 +26,9 @@ def test_the_last_note_comes_back_whole(tmp_path):
     progress_record.begin(7)
     progress_record.note("ring, layer 3, forward, step 2 of 4: waits for kv from rank 12", 12)
     found = progress_record.read(tmp_path / "where")
-    assert found == WorkerActivity(found.time, 7, "ring, layer 3, forward, step 2 of 4: waits for kv from rank 12", 12)
+    assert found == WorkerActivity(
+        found.time, 7, "ring, layer 3, forward, step 2 of 4: waits for kv from rank 12", 12
+    )
     assert abs(found.time - time.time()) < 5
     progress_record.note("short", SEVERAL)
     found = progress_record.read(tmp_path / "where")
@@ -71,7 +73,10 @@ def test_a_file_that_is_no_record_is_none(tmp_path, content):
 
 
 def test_a_table_of_many_ranks_shows_whom_it_is_about_and_who_waits_for_it():
-    records = {rank: WorkerActivity(100.0, 3, f"waits for kv from rank {rank - 1}", rank - 1) for rank in range(1, 64)}
+    records = {
+        rank: WorkerActivity(100.0, 3, f"waits for kv from rank {rank - 1}", rank - 1)
+        for rank in range(1, 64)
+    }
     records[0] = WorkerActivity(100.0, 0, "prepares")
     lines = progress_record.table(records, [40], 112.0)
     assert len(lines) == 9
@@ -83,4 +88,6 @@ def test_a_table_of_many_ranks_shows_whom_it_is_about_and_who_waits_for_it():
 
 def test_a_table_of_ranks_that_were_all_at_the_same_is_one_line():
     records = {rank: WorkerActivity(1.0, 0, "prepares") for rank in range(8)}
-    assert progress_record.table(records, [3], 1.0) == ["  all: before the first training step, prepares"]
+    assert progress_record.table(records, [3], 1.0) == [
+        "  all: before the first training step, prepares"
+    ]

@@ -17,7 +17,9 @@ from mtrain_cli.launch.failures import Failure
 from mtrain_cli.launch.restart import RestartDecision, RestartPolicy
 from mtrain_cli.launch.run_dir import RunDir
 
-KILLED = Failure(1, -signal.SIGKILL, "died", "was killed by SIGKILL (out of memory killer?)", "", 0.0)
+KILLED = Failure(
+    1, -signal.SIGKILL, "died", "was killed by SIGKILL (out of memory killer?)", "", 0.0
+)
 
 
 class Run:
@@ -87,7 +89,11 @@ def test_a_number_is_the_most_that_is_done(run):
     ("limit", "reached", "why"),
     [
         ("0", 5, ""),
-        ("auto", 5, "not restarted: there is no checkpoint yet; run.restarts=N would begin again from step 0"),
+        (
+            "auto",
+            5,
+            "not restarted: there is no checkpoint yet; run.restarts=N would begin again from step 0",
+        ),
         ("auto", 0, ""),
         ("3", 0, "not restarted: no step was done"),
     ],
@@ -142,7 +148,10 @@ def _four_gpus(monkeypatch):
         ([], 3),
         (["topology.context_parallel=2", "train.global_batch=2"], 2),
         (["topology.context_parallel=1", "train.global_batch=4"], 2),
-        (["topology.workers=4"], "topology.workers=4; 3 are left: resume with topology.workers=auto"),
+        (
+            ["topology.workers=4"],
+            "topology.workers=4; 3 are left: resume with topology.workers=auto",
+        ),
         (
             ["topology.context_parallel=4"],
             "the run does not fit the 3 that are left: topology.context_parallel=4: does not divide topology.workers=3",
@@ -151,7 +160,9 @@ def _four_gpus(monkeypatch):
     ids=["any number", "groups of two", "the global batch divides", "a number", "none"],
 )
 def test_without_a_gpu_as_many_workers_go_on_as_fit(run, monkeypatch, words, workers):
-    monkeypatch.setattr(restart, "answering_devices", lambda devices: [d for d in devices if d != "6"])
+    monkeypatch.setattr(
+        restart, "answering_devices", lambda devices: [d for d in devices if d != "6"]
+    )
     config, e = on_gpus(4, *words)
     run.reach(10, checkpoint=8)
     found = RestartPolicy(run.dir, config, False).after(KILLED, e)
@@ -169,7 +180,9 @@ def test_without_a_gpu_as_many_workers_go_on_as_fit(run, monkeypatch, words, wor
 
 @pytest.mark.usefixtures("_four_gpus")
 def test_a_gpu_that_no_worker_needs_is_left_out(run, monkeypatch):
-    monkeypatch.setattr(restart, "answering_devices", lambda devices: [d for d in devices if d != "4"])
+    monkeypatch.setattr(
+        restart, "answering_devices", lambda devices: [d for d in devices if d != "4"]
+    )
     config, e = on_gpus(2, "topology.workers=2")
     run.reach(10, checkpoint=8)
     found = RestartPolicy(run.dir, config, False).after(KILLED, e)
@@ -193,4 +206,6 @@ def test_the_line_before_a_restart_says_what_is_done_again():
         "restart 2: goes on from the checkpoint of step 10, on 2 workers, in 1 s; steps 11 to 17 are done again"
     )
     at_once = dataclasses.replace(entry, reached=10, workers=1)
-    assert restart.describe(RestartDecision(e, True, 1.0, at_once), 2).endswith("of step 10, on 1 worker, in 1 s")
+    assert restart.describe(RestartDecision(e, True, 1.0, at_once), 2).endswith(
+        "of step 10, on 1 worker, in 1 s"
+    )

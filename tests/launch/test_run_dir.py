@@ -40,7 +40,9 @@ def config_for(*overrides: str) -> Config:
 
 
 def test_a_new_run_is_named_after_model_length_and_time_and_can_be_read_back(here, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["/opt/venv/bin/mtrain", "train", "seq=8k", "train.init_from=my models/one"])
+    monkeypatch.setattr(
+        sys, "argv", ["/opt/venv/bin/mtrain", "train", "seq=8k", "train.init_from=my models/one"]
+    )
     run = run_dir.create(config_for("seq=8k"), ["seq=8k"])
     assert run.path.parent == here / "runs"
     assert run.path.name.startswith("tiny-8k-20")
@@ -67,19 +69,31 @@ def test_a_folder_that_holds_a_run_is_refused_and_left_alone():
     config = config_for("run.dir=mine")
     run_dir.create(config, []).release()
     before = {path: path.read_bytes() for path in Path("mine").iterdir() if path.name != ".lock"}
-    with pytest.raises(ConfigError, match=r"run\.dir=.*mine: already holds a run; continue it with --resume .*mine or choose another"):
+    with pytest.raises(
+        ConfigError,
+        match=r"run\.dir=.*mine: already holds a run; continue it with --resume .*mine or choose another",
+    ):
         run_dir.create(config, ["seed=1"])
-    assert before == {path: path.read_bytes() for path in Path("mine").iterdir() if path.name != ".lock"}
+    assert before == {
+        path: path.read_bytes() for path in Path("mine").iterdir() if path.name != ".lock"
+    }
 
 
 def test_a_folder_in_use_is_refused_until_its_process_ends_even_by_sigkill():
     run = run_dir.create(config_for("run.dir=mine"), [])
     run.release()
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(run.path)], stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(run.path)], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert holder.stdout.readline() == "held\n"
-        for action in (lambda: run_dir.open("mine"), lambda: run_dir.create(config_for("run.dir=mine"), [])):
-            with pytest.raises(ConfigError, match=rf"mine: in use by process {holder.pid} on {os.uname().nodename}"):
+        for action in (
+            lambda: run_dir.open("mine"),
+            lambda: run_dir.create(config_for("run.dir=mine"), []),
+        ):
+            with pytest.raises(
+                ConfigError, match=rf"mine: in use by process {holder.pid} on {os.uname().nodename}"
+            ):
                 action()
     finally:
         holder.send_signal(signal.SIGKILL)
@@ -95,7 +109,9 @@ def test_discard_leaves_what_was_there_before_create(here, existed):
     run.logs.mkdir()
     run.log.write_text("what a worker said before it found a mistake")
     assert run.discard()
-    assert sorted(path.name for path in here.rglob("*") if path.name != ".lock") == (["mine"] if existed else [])
+    assert sorted(path.name for path in here.rglob("*") if path.name != ".lock") == (
+        ["mine"] if existed else []
+    )
     run.release()
     run_dir.create(config_for("run.dir=mine"), [])
 
@@ -110,7 +126,10 @@ def test_a_folder_with_something_else_in_it_is_refused_and_left_alone(here):
     assert line.endswith(
         "thesis: is not empty and holds no run (chapter-0, chapter-1, chapter-2 and more); choose a new or an empty folder"
     )
-    assert sorted(path.name for path in here.rglob("*")) == [*(f"chapter-{number}" for number in range(4)), "thesis"]
+    assert sorted(path.name for path in here.rglob("*")) == [
+        *(f"chapter-{number}" for number in range(4)),
+        "thesis",
+    ]
 
 
 def test_latest_points_to_the_earlier_run_again_when_a_start_is_discarded(here):
@@ -120,7 +139,9 @@ def test_latest_points_to_the_earlier_run_again_when_a_start_is_discarded(here):
     discarded = run_dir.create(config_for("run.name=third"), [])
     later = run_dir.create(config_for("run.name=fourth"), [])
     discarded.discard()
-    assert (here / "runs/latest").resolve() == later.path, "a run that was started meanwhile keeps it"
+    assert (here / "runs/latest").resolve() == later.path, (
+        "a run that was started meanwhile keeps it"
+    )
 
 
 def test_latest_vanishes_with_the_only_run(here):
@@ -135,13 +156,20 @@ def test_folders_made_for_a_discarded_run_go_with_it(here):
     deep = run_dir.create(config_for("run.dir=a/b/c"), [])
     other = run_dir.create(config_for("run.dir=a/d"), [])
     deep.discard()
-    assert sorted(path.name for path in (here / "a").iterdir()) == ["d"], "what another run is in stays"
+    assert sorted(path.name for path in (here / "a").iterdir()) == ["d"], (
+        "what another run is in stays"
+    )
     assert other.resolved.exists()
 
 
 def test_the_line_that_resumes_a_run_survives_a_shell(here):
     run = run_dir.create(config_for("run.dir=my runs/it's one"), [])
-    assert shlex.split(run.resume_command) == ["mtrain", "train", "--resume", str(here / "my runs/it's one")]
+    assert shlex.split(run.resume_command) == [
+        "mtrain",
+        "train",
+        "--resume",
+        str(here / "my runs/it's one"),
+    ]
     run.release()
     with pytest.raises(ConfigError) as caught:
         run_dir.create(config_for("run.dir=my runs/it's one"), [])
@@ -162,7 +190,9 @@ def test_open_wants_a_run_and_forgets_an_old_stop_request():
     with pytest.raises(ConfigError, match=r"--resume .*nothing: no such folder"):
         run_dir.open("nothing")
     Path("empty").mkdir()
-    with pytest.raises(ConfigError, match=r"--resume .*empty: holds no run \(resolved.yaml is missing\)"):
+    with pytest.raises(
+        ConfigError, match=r"--resume .*empty: holds no run \(resolved.yaml is missing\)"
+    ):
         run_dir.open("empty")
     run = run_dir.create(config_for("run.dir=mine"), [])
     run.stop_request.touch()
@@ -188,10 +218,14 @@ def test_discard_puts_back_what_a_rewrite_replaced():
         if not overrides_were_there:
             run.overrides.unlink()
         before = {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
-        rewritten = run.rewrite(compose.resume(compose.load(run.resolved), ["train.steps=7"]), ["train.steps=7"])
+        rewritten = run.rewrite(
+            compose.resume(compose.load(run.resolved), ["train.steps=7"]), ["train.steps=7"]
+        )
         assert compose.load(run.resolved).train.steps == 7
         assert not rewritten.discard()
-        assert {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()} == before
+        assert {
+            path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()
+        } == before
         assert not run.discard(), "the run itself stays"
     assert run.checkpoints.exists()
 
@@ -210,7 +244,9 @@ def test_a_rewrite_stays_once_a_step_has_run_under_it(after, kept):
     run_dir.create(config_for("run.dir=mine"), ["run.dir=mine"]).release()
     run = run_dir.open("mine")
     run.metrics.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "lo')
-    rewritten = run.rewrite(compose.resume(compose.load(run.resolved), ["optim.lr=7e-3"]), ["optim.lr=7e-3"])
+    rewritten = run.rewrite(
+        compose.resume(compose.load(run.resolved), ["optim.lr=7e-3"]), ["optim.lr=7e-3"]
+    )
     if after == "checkpoint":
         manifest = run.checkpoints / "step-3" / "manifest.json"
         manifest.parent.mkdir(parents=True)
@@ -229,24 +265,32 @@ def test_a_rewrite_that_fails_half_way_leaves_what_was_there():
     run.overrides.symlink_to("no folder/overrides.txt")
     before = run.resolved.read_bytes()
     with pytest.raises(ConfigError, match="cannot write there"):
-        run.rewrite(compose.resume(compose.load(run.resolved), ["train.steps=7"]), ["train.steps=7"])
+        run.rewrite(
+            compose.resume(compose.load(run.resolved), ["train.steps=7"]), ["train.steps=7"]
+        )
     assert run.resolved.read_bytes() == before
 
 
 def test_a_folder_that_cannot_be_written_is_one_line():
     Path("file").write_text("")
-    with pytest.raises(ConfigError, match=r"run\.dir=.*file/mine: cannot write there \(Not a directory\)"):
+    with pytest.raises(
+        ConfigError, match=r"run\.dir=.*file/mine: cannot write there \(Not a directory\)"
+    ):
         run_dir.create(config_for("run.dir=file/mine"), [])
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
 def test_a_full_disk_is_one_line_and_leaves_no_folder():
     Path("disk").mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", "disk"], check=False).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", "disk"], check=False
+    ).returncode:
         pytest.skip("cannot mount here")
     try:
         Path("disk/filler").write_bytes(b"x" * 4096)
-        with pytest.raises(ConfigError, match=r"disk/mine: cannot write there \(No space left on device\)"):
+        with pytest.raises(
+            ConfigError, match=r"disk/mine: cannot write there \(No space left on device\)"
+        ):
             run_dir.create(config_for("run.dir=disk/mine"), [])
         assert [path.name for path in Path("disk").iterdir()] == ["filler"]
     finally:
@@ -254,13 +298,26 @@ def test_a_full_disk_is_one_line_and_leaves_no_folder():
 
 
 def torchrun(monkeypatch, run_id: str, restarts: int = 0) -> None:
-    variables = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
-    for name, value in {**variables, "TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_RESTART_COUNT": restarts}.items():
+    variables = {
+        "RANK": 0,
+        "WORLD_SIZE": 1,
+        "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": 1,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 1,
+    }
+    for name, value in {
+        **variables,
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_RESTART_COUNT": restarts,
+    }.items():
         monkeypatch.setenv(name, str(value))
 
 
 @pytest.mark.parametrize("words", [[], ["run.name=night"]], ids=["no name", "a name"])
-def test_a_job_that_is_started_again_finds_the_run_that_it_began_and_no_other(tmp_path, monkeypatch, words):
+def test_a_job_that_is_started_again_finds_the_run_that_it_began_and_no_other(
+    tmp_path, monkeypatch, words
+):
     monkeypatch.chdir(tmp_path)
     config = compose.compose(["topology.device=cpu", *words])
     torchrun(monkeypatch, "first")
@@ -274,7 +331,9 @@ def test_a_job_that_is_started_again_finds_the_run_that_it_began_and_no_other(tm
     torchrun(monkeypatch, "second", restarts=1)
     assert run_dir.begun(config, this_job=True) is None
     asked = run_dir.begun(config, this_job=False)
-    assert (asked.path if asked else None) == (mine.path if words else None), "--resume auto takes the name for what it is"
+    assert (asked.path if asked else None) == (mine.path if words else None), (
+        "--resume auto takes the name for what it is"
+    )
 
 
 def test_the_agent_is_the_name_of_a_torchrun_job_that_has_none(monkeypatch):

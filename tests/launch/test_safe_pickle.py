@@ -40,8 +40,14 @@ def _sends(rank: int, world: int, folder: str) -> tuple[str, list[Any], list[Any
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, {"rank": rank, "rows": np.arange(rank)})
     checkpointer = Checkpointer(f"{folder}/checkpoints", keep=1)
-    checkpointer.save(1, {"model": {"weight": torch.ones(3)}, "trainer": {"step": 1}}, asynchronous=False)
-    return refused, share({"of": rank, "text": "é" * rank, "pair": (rank, None)}), [len(found["rows"]) for found in everyone]
+    checkpointer.save(
+        1, {"model": {"weight": torch.ones(3)}, "trainer": {"step": 1}}, asynchronous=False
+    )
+    return (
+        refused,
+        share({"of": rank, "text": "é" * rank, "pair": (rank, None)}),
+        [len(found["rows"]) for found in everyone],
+    )
 
 
 def test_ranks_refuse_what_names_a_function_and_go_on(tmp_path):
@@ -97,7 +103,9 @@ def test_a_store_that_others_can_open_is_not_opened(tmp_path):
 
 
 def test_nothing_is_imported_for_a_message(tmp_path: Path, monkeypatch):
-    (tmp_path / "boom.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\nclass Error(Exception): pass\n")
+    (tmp_path / "boom.py").write_text(
+        f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\nclass Error(Exception): pass\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(RefusedError):
         loads_message(b"cboom\nError\n.")

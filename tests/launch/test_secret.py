@@ -32,12 +32,16 @@ def test_ranks_of_one_machine_meet_on_loopback_whatever_the_address():
 
 
 def test_several_machines_meet_at_the_address_that_the_user_names(monkeypatch):
-    monkeypatch.setattr(jobs.ipaddress, "ip_address", lambda _: type("Address", (), {"is_loopback": False}))
+    monkeypatch.setattr(
+        jobs.ipaddress, "ip_address", lambda _: type("Address", (), {"is_loopback": False})
+    )
     with listen(made("127.0.0.2"), 0) as server:
         assert server.getsockname()[0] == "127.0.0.2"
 
 
-@pytest.mark.parametrize("address", ["localhost", "192.0.2.1"], ids=["loopback", "of another machine"])
+@pytest.mark.parametrize(
+    "address", ["localhost", "192.0.2.1"], ids=["loopback", "of another machine"]
+)
 def test_an_address_that_other_machines_cannot_reach_here_means_all_interfaces(address):
     with listen(made(address), 0) as server:
         assert server.getsockname()[0] in ("::", "0.0.0.0")
@@ -48,7 +52,9 @@ def test_the_port_of_the_hub_can_be_named(monkeypatch):
     monkeypatch.setenv(PORT, str(port))
     with _server(made("127.0.0.1", nodes=1)) as server:
         assert server.getsockname()[1] == port
-        with pytest.raises(ConfigError, match=f"{PORT}={port}: rank 0 cannot listen there .*; give a free port"):
+        with pytest.raises(
+            ConfigError, match=f"{PORT}={port}: rank 0 cannot listen there .*; give a free port"
+        ):
             _server(made("127.0.0.1", nodes=1))
     monkeypatch.setenv(PORT, "http")
     with pytest.raises(ConfigError, match=f"{PORT}=http: must be a port"):
@@ -79,7 +85,9 @@ def test_with_a_secret_the_store_does_not_hold_what_opens_the_hub(monkeypatch):
         stranger.sendall(b"- 1\n")
         assert is_dropped(stranger)
     for said in (b"1234 abcdef", b"", b"port -"):
-        with pytest.raises(ConfigError, match=f"{SECRET}: this rank and rank 0 do not have the same secret"):
+        with pytest.raises(
+            ConfigError, match=f"{SECRET}: this rank and rank 0 do not have the same secret"
+        ):
             _port_and_token(said)
     monkeypatch.delenv(SECRET)
     with pytest.raises(ConfigError, match=SECRET):
@@ -91,7 +99,10 @@ def test_a_job_under_srun_with_a_secret_and_a_port_listens_on_loopback_and_ends_
     port = free_port()
     monkeypatch.setenv(SECRET, "of this job")
     monkeypatch.setenv(PORT, str(port))
-    assert [code for code, _ in SimulatedJob("attacks_its_ports", 2, "run.dir=run").ends()] == [0, 0]
+    assert [code for code, _ in SimulatedJob("attacks_its_ports", 2, "run.dir=run").ends()] == [
+        0,
+        0,
+    ]
     found = [line.split() for line in Path("run/listening-0").read_text().split("\n")]
     assert {address for _, address, _ in found} == {"127.0.0.1"}
     assert str(port) in {number for _, _, number in found}

@@ -32,7 +32,9 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def holder(temporary: Path) -> tuple[subprocess.Popen[str], Path]:
     variables = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": command.python_path()}
-    process = subprocess.Popen([sys.executable, "-c", HOLDER], env=variables, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER], env=variables, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     return process, Path(process.stdout.readline().strip())
 

@@ -41,25 +41,38 @@ def adds_ranks(config: Config, run_dir: RunDir, environment: Environment, resume
     print(f"words of rank {environment.rank}")
 
 
-def rank_1_comes_late(_config: Config, run_dir: RunDir, environment: Environment, _resume: bool) -> None:
+def rank_1_comes_late(
+    _config: Config, run_dir: RunDir, environment: Environment, _resume: bool
+) -> None:
     _sign_in(run_dir, environment)
     if environment.rank == 1:
         time.sleep(4.0)
     dist.all_reduce(torch.zeros(1))
 
 
-def libraries_write(_config: Config, _run_dir: RunDir, environment: Environment, _resume: bool) -> None:
+def libraries_write(
+    _config: Config, _run_dir: RunDir, environment: Environment, _resume: bool
+) -> None:
     """To standard error, as C++ does, in this process and in a child of it; Python writes there between them."""
     os.write(2, f"library of rank {environment.rank}\n".encode())
     print(f"Python of rank {environment.rank}", file=sys.stderr)
-    subprocess.run([sys.executable, "-c", f"import sys; print('child of rank {environment.rank}', file=sys.stderr)"], check=True)
+    subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"import sys; print('child of rank {environment.rank}', file=sys.stderr)",
+        ],
+        check=True,
+    )
     if environment.rank == 0:
         os.write(2, b"the last words\n")
         os.abort()
     dist.barrier()
 
 
-def rank_1_raises(_config: Config, run_dir: RunDir, environment: Environment, _resume: bool) -> None:
+def rank_1_raises(
+    _config: Config, run_dir: RunDir, environment: Environment, _resume: bool
+) -> None:
     _sign_in(run_dir, environment)
     while True:
         dist.all_reduce(torch.ones(1))
@@ -67,7 +80,9 @@ def rank_1_raises(_config: Config, run_dir: RunDir, environment: Environment, _r
             raise ValueError("a bad thing\nand more of it")
 
 
-def rank_1_raises_late(_config: Config, run_dir: RunDir, environment: Environment, _resume: bool) -> None:
+def rank_1_raises_late(
+    _config: Config, run_dir: RunDir, environment: Environment, _resume: bool
+) -> None:
     _sign_in(run_dir, environment)
     dist.barrier()
     if environment.rank == 0:
@@ -76,7 +91,9 @@ def rank_1_raises_late(_config: Config, run_dir: RunDir, environment: Environmen
     raise ValueError("the true cause")
 
 
-def rank_1_hangs(_config: Config, _run_dir: RunDir, environment: Environment, _resume: bool) -> None:
+def rank_1_hangs(
+    _config: Config, _run_dir: RunDir, environment: Environment, _resume: bool
+) -> None:
     dist.barrier()
     if environment.rank == 1:
         progress_record.begin(2)
@@ -84,11 +101,15 @@ def rank_1_hangs(_config: Config, _run_dir: RunDir, environment: Environment, _r
     dist.barrier()
 
 
-def rank_1_is_killed_in_a_ring(_config: Config, _run_dir: RunDir, environment: Environment, _resume: bool) -> None:
+def rank_1_is_killed_in_a_ring(
+    _config: Config, _run_dir: RunDir, environment: Environment, _resume: bool
+) -> None:
     _lost_in_a_ring(environment, signal.SIGKILL)
 
 
-def rank_1_is_stopped_in_a_ring(_config: Config, _run_dir: RunDir, environment: Environment, _resume: bool) -> None:
+def rank_1_is_stopped_in_a_ring(
+    _config: Config, _run_dir: RunDir, environment: Environment, _resume: bool
+) -> None:
     _lost_in_a_ring(environment, signal.SIGSTOP)
 
 
@@ -98,11 +119,18 @@ def _lost_in_a_ring(environment: Environment, signum: signal.Signals) -> None:
     if environment.rank == 1:
         progress_record.note("ring, layer 1, forward, step 2 of 3")
         os.kill(os.getpid(), signum)
-    with naming("ring, layer 1, forward, step 3 of 3", "waits for kv from rank 1", "kv from rank 1 did not come", 1):
+    with naming(
+        "ring, layer 1, forward, step 3 of 3",
+        "waits for kv from rank 1",
+        "kv from rank 1 did not come",
+        1,
+    ):
         dist.recv(torch.ones(1), 1)
 
 
-def rank_0_is_aborted_as_by_nccl(_config: Config, _run_dir: RunDir, environment: Environment, _resume: bool) -> None:
+def rank_0_is_aborted_as_by_nccl(
+    _config: Config, _run_dir: RunDir, environment: Environment, _resume: bool
+) -> None:
     """What is left of a wait in NCCL that was too long: the watchdog ends the process, which can say nothing."""
     dist.barrier()
     progress_record.begin(2 + environment.rank)
@@ -110,7 +138,9 @@ def rank_0_is_aborted_as_by_nccl(_config: Config, _run_dir: RunDir, environment:
     os.abort()
 
 
-def steps_until_stopped(_config: Config, run_dir: RunDir, environment: Environment, _resume: bool) -> bool:
+def steps_until_stopped(
+    _config: Config, run_dir: RunDir, environment: Environment, _resume: bool
+) -> bool:
     flag = StopFlag(run_dir, environment)
     dist.all_reduce(torch.ones(1))
     _sign_in(run_dir, environment)
@@ -123,12 +153,16 @@ def steps_until_stopped(_config: Config, run_dir: RunDir, environment: Environme
     return True
 
 
-def finishes_when_asked(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> bool:
+def finishes_when_asked(
+    config: Config, run_dir: RunDir, environment: Environment, resume: bool
+) -> bool:
     """Its last step was under way when the request came."""
     return not steps_until_stopped(config, run_dir, environment, resume)
 
 
-def shows_steps_until_stopped(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> bool:
+def shows_steps_until_stopped(
+    config: Config, run_dir: RunDir, environment: Environment, resume: bool
+) -> bool:
     """With the display of a training, from its first line to its summary."""
     with TrainingProgress(1000, 0, environment.rank == 0, log=run_dir.log) as progress:
         progress.message("before the steps")
@@ -146,7 +180,9 @@ def sleeps(_config: Config, run_dir: RunDir, environment: Environment, _resume: 
     time.sleep(600)
 
 
-def rank_0_waits_in_nccl(_config: Config, run_dir: RunDir, environment: Environment, _resume: bool) -> None:
+def rank_0_waits_in_nccl(
+    _config: Config, run_dir: RunDir, environment: Environment, _resume: bool
+) -> None:
     total = torch.ones(1, device="cuda")
     dist.all_reduce(total)
     total.item()
@@ -157,7 +193,9 @@ def rank_0_waits_in_nccl(_config: Config, run_dir: RunDir, environment: Environm
     total.item()
 
 
-def rank_0_ignores_sigterm(_config: Config, run_dir: RunDir, environment: Environment, _resume: bool) -> None:
+def rank_0_ignores_sigterm(
+    _config: Config, run_dir: RunDir, environment: Environment, _resume: bool
+) -> None:
     _sign_in(run_dir, environment)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     dist.barrier()
@@ -166,11 +204,15 @@ def rank_0_ignores_sigterm(_config: Config, run_dir: RunDir, environment: Enviro
     time.sleep(600)
 
 
-def all_find_a_mistake(_config: Config, _run_dir: RunDir, _environment: Environment, _resume: bool) -> None:
+def all_find_a_mistake(
+    _config: Config, _run_dir: RunDir, _environment: Environment, _resume: bool
+) -> None:
     raise ConfigError("data.path=x: too short", "seq=4096: too long")
 
 
-def rank_1_is_killed_while_saving(_config: Config, run_dir: RunDir, environment: Environment, _resume: bool) -> None:
+def rank_1_is_killed_while_saving(
+    _config: Config, run_dir: RunDir, environment: Environment, _resume: bool
+) -> None:
     """Saves step 1, then dies with the files of step 2 half written."""
     _sign_in(run_dir, environment)
     checkpointer = Checkpointer(run_dir.checkpoints, keep=1)
@@ -182,18 +224,27 @@ def rank_1_is_killed_while_saving(_config: Config, run_dir: RunDir, environment:
 
 
 def _state(step: int, rank: int) -> dict[str, object]:
-    return {"model": {f"weight-{rank}": torch.full((1000,), float(step))}, "trainer": {"step": step}}
+    return {
+        "model": {f"weight-{rank}": torch.full((1000,), float(step))},
+        "trainer": {"step": step},
+    }
 
 
 def _die_when_opening(name: str) -> None:
     def hook(event: str, arguments: tuple[object, ...]) -> None:
-        if event == "open" and str(arguments[0]).endswith(name) and Path(str(arguments[0])).exists():
+        if (
+            event == "open"
+            and str(arguments[0]).endswith(name)
+            and Path(str(arguments[0])).exists()
+        ):
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
 
 
-def rank_0_waits_and_nothing_ends_it(_config: Config, _run_dir: RunDir, environment: Environment, _resume: bool) -> None:
+def rank_0_waits_and_nothing_ends_it(
+    _config: Config, _run_dir: RunDir, environment: Environment, _resume: bool
+) -> None:
     """As in a wait of NCCL that its watchdog does not see."""
     dist.barrier()
     progress_record.begin(2)
@@ -237,16 +288,26 @@ def _own_ports(device: str) -> list[tuple[int, str, int]]:
     return found
 
 
-def attacks_its_ports(_config: Config, run_dir: RunDir, environment: Environment, _resume: bool) -> None:
+def attacks_its_ports(
+    _config: Config, run_dir: RunDir, environment: Environment, _resume: bool
+) -> None:
     """Rank 0 writes what sets the state of an elastic rendezvous to every port of the run, then gives the launcher time to read it."""
     found = _own_ports(environment.device)
-    (run_dir.path / f"listening-{environment.rank}").write_text("\n".join(f"{pid} {address} {port}" for pid, address, port in found))
+    (run_dir.path / f"listening-{environment.rank}").write_text(
+        "\n".join(f"{pid} {address} {port}" for pid, address, port in found)
+    )
     ports = {port for _, _, port in found}
     if environment.rank == 0:
         bomb = (run_dir.path / "bomb").read_bytes() if (run_dir.path / "bomb").exists() else b"bomb"
         for port in ports:
-            for key in (f"torch.rendezvous.{os.environ.get('TORCHELASTIC_RUN_ID')}", "torchelastic/role_info/0"):
-                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1) as stranger:
+            for key in (
+                f"torch.rendezvous.{os.environ.get('TORCHELASTIC_RUN_ID')}",
+                "torchelastic/role_info/0",
+            ):
+                with (
+                    contextlib.suppress(OSError),
+                    socket.create_connection(("127.0.0.1", port), timeout=1) as stranger,
+                ):
                     stranger.sendall(_set_message(key, base64.b64encode(bomb)))
         time.sleep(1)
     dist.barrier()
@@ -255,4 +316,11 @@ def attacks_its_ports(_config: Config, run_dir: RunDir, environment: Environment
 def _set_message(key: str, value: bytes) -> bytes:
     """What a client of a TCPStore sends: VALIDATE with the magic number, then SET."""
     name = f"/{key}".encode()
-    return struct.pack("<BI", 0, 0x3C85F7CE) + b"\x01" + struct.pack("<Q", len(name)) + name + struct.pack("<Q", len(value)) + value
+    return (
+        struct.pack("<BI", 0, 0x3C85F7CE)
+        + b"\x01"
+        + struct.pack("<Q", len(name))
+        + name
+        + struct.pack("<Q", len(value))
+        + value
+    )

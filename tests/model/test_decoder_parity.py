@@ -25,7 +25,9 @@ def test_logits_equal_transformers(tmp_path, family, rope, num_kv_heads, tied):
     model = tiny_model(family, num_kv_heads=num_kv_heads, tied=tied, rope=rope)
     decoder = make_decoder(model)
     _export(decoder, tmp_path / "hf", rope)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", dtype=torch.float32
+    ).eval()
     tokens = torch.randint(model.vocab_size, (2, SEQ), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         theirs = reference(input_ids=tokens, use_cache=False).logits

@@ -21,7 +21,14 @@ from mtrain_cli.config.compose import compose
 from mtrain_cli.config.schema import ConfigError, ModelConfig
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.model.decoder import Decoder
-from mtrain_cli.model.huggingface import INDEX, SINGLE, HuggingFaceFolder, load_into, parameter_shapes, write_folder
+from mtrain_cli.model.huggingface import (
+    INDEX,
+    SINGLE,
+    HuggingFaceFolder,
+    load_into,
+    parameter_shapes,
+    write_folder,
+)
 from mtrain_cli.model.huggingface_config import read_config, remarks
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.model.tokenizer_files import of_folder
@@ -29,9 +36,13 @@ from mtrain_cli.model.tokenizer_files import of_folder
 SEQ = 256
 
 
-def export(path: Path, model: ModelConfig, dtype: torch.dtype = torch.float32, **options: Any) -> dict[str, Tensor]:
+def export(
+    path: Path, model: ModelConfig, dtype: torch.dtype = torch.float32, **options: Any
+) -> dict[str, Tensor]:
     """Writes a random model; returns its parameters, rounded to dtype."""
-    weights = {name: value.detach().to(dtype) for name, value in make_decoder(model).named_parameters()}
+    weights = {
+        name: value.detach().to(dtype) for name, value in make_decoder(model).named_parameters()
+    }
     write_folder(
         path,
         model,
@@ -46,7 +57,9 @@ def export(path: Path, model: ModelConfig, dtype: torch.dtype = torch.float32, *
 
 def empty_decoder(model: ModelConfig) -> Decoder:
     with torch.device("meta"):
-        decoder = Decoder(model, rope_factor=1.0, loss_chunk_bytes=1, activation_checkpoint="none", compile=False)
+        decoder = Decoder(
+            model, rope_factor=1.0, loss_chunk_bytes=1, activation_checkpoint="none", compile=False
+        )
     return decoder
 
 
@@ -65,14 +78,22 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 
 def edit_tensors(folder: Path, **changes: Tensor | None) -> None:
-    tensors = load_file(folder / SINGLE) | {name.replace("__", "."): value for name, value in changes.items()}
-    save_file({name: value for name, value in tensors.items() if value is not None}, folder / SINGLE, {"format": "pt"})
+    tensors = load_file(folder / SINGLE) | {
+        name.replace("__", "."): value for name, value in changes.items()
+    }
+    save_file(
+        {name: value for name, value in tensors.items() if value is not None},
+        folder / SINGLE,
+        {"format": "pt"},
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("max_file_bytes", [10**9, 40_000])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
-def test_round_trip_keeps_every_bit_and_transformers_opens_it(tmp_path, family, max_file_bytes, dtype):
+def test_round_trip_keeps_every_bit_and_transformers_opens_it(
+    tmp_path, family, max_file_bytes, dtype
+):
     transformers = pytest.importorskip("transformers")
     model = tiny_model(family, tied=False, rope=LLAMA3 if family == "llama" else YARN)
     weights = export(tmp_path / "hf", model, dtype, max_file_bytes=max_file_bytes)
@@ -95,7 +116,9 @@ def test_config_survives_our_writer_and_that_of_transformers(tmp_path, family, r
     transformers = pytest.importorskip("transformers")
     model = tiny_model(family, tied=tied, rope=rope)
     export(tmp_path / "hf", model)
-    expected = dataclasses.replace(model, rope=dataclasses.replace(rope, original_max_position=SEQ if rope is PLAIN else 64))
+    expected = dataclasses.replace(
+        model, rope=dataclasses.replace(rope, original_max_position=SEQ if rope is PLAIN else 64)
+    )
     got, max_position = read_config(tmp_path / "hf")
     assert max_position == SEQ
     assert dataclasses.replace(got, name="tiny") == expected
@@ -122,7 +145,10 @@ LLAMA31_8B = {
 }  # fmt: skip
 
 
-LLAMA32 = LLAMA31_8B | {"rope_scaling": dict(LLAMA31_8B["rope_scaling"], factor=32.0), "tie_word_embeddings": True}
+LLAMA32 = LLAMA31_8B | {
+    "rope_scaling": dict(LLAMA31_8B["rope_scaling"], factor=32.0),
+    "tie_word_embeddings": True,
+}
 QWEN25_14B = QWEN25_3B | {
     "hidden_size": 5120, "intermediate_size": 13824, "num_attention_heads": 40, "num_hidden_layers": 48, "num_key_value_heads": 8,
     "rms_norm_eps": 1e-05, "tie_word_embeddings": False, "vocab_size": 152064,
@@ -140,16 +166,35 @@ MISTRAL_7B = {
 }  # fmt: skip
 PUBLISHED = {
     "qwen3b": QWEN25_3B,
-    "qwen1.5b": QWEN25_3B | {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_hidden_layers": 28},
+    "qwen1.5b": QWEN25_3B
+    | {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_attention_heads": 12,
+        "num_hidden_layers": 28,
+    },
     "qwen14b": QWEN25_14B,
     "qwen32b": QWEN25_14B | {"intermediate_size": 27648, "num_hidden_layers": 64},
     "qwen3_14b": QWEN3_14B,
-    "qwen3_32b": QWEN3_14B | {"intermediate_size": 25600, "num_attention_heads": 64, "num_hidden_layers": 64},
+    "qwen3_32b": QWEN3_14B
+    | {"intermediate_size": 25600, "num_attention_heads": 64, "num_hidden_layers": 64},
     "qwen3_4b": QWEN3_14B
-    | {"hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32, "num_hidden_layers": 36, "tie_word_embeddings": True},
+    | {
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "tie_word_embeddings": True,
+    },
     "llama8b": LLAMA31_8B,
     "llama1b": LLAMA32 | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
-    "llama3b": LLAMA32 | {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24},
+    "llama3b": LLAMA32
+    | {
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+    },
     "mistral7b": MISTRAL_7B,
 }
 
@@ -160,7 +205,9 @@ def test_config_of_a_published_release_is_the_shape_that_ships(tmp_path, shape):
 
     raw = PUBLISHED[shape]
 
-    ships = yaml.safe_load((Path(__file__).parents[2] / "conf" / "model" / f"{shape}.yaml").read_text())
+    ships = yaml.safe_load(
+        (Path(__file__).parents[2] / "conf" / "model" / f"{shape}.yaml").read_text()
+    )
     (tmp_path / "config.json").write_text(json.dumps(raw))
     read = dataclasses.asdict(read_config(tmp_path)[0])
     ships_rope, read_rope = ships.pop("rope"), read.pop("rope")
@@ -174,28 +221,43 @@ def test_config_of_a_published_release_is_the_shape_that_ships(tmp_path, shape):
 def test_the_sizes_of_burst_engines_models_are_the_papers():
     for shape, billions in (("llama7b", 6.7), ("llama14b", 13.9)):
         model = compose([f"model={shape}"]).model
-        assert sum(math.prod(size) for size in parameter_shapes(model).values()) / 1e9 == pytest.approx(billions, abs=0.05)
+        assert sum(
+            math.prod(size) for size in parameter_shapes(model).values()
+        ) / 1e9 == pytest.approx(billions, abs=0.05)
 
 
 @pytest.mark.parametrize(
     ("given", "rope"),
     [
         ({"rope_theta": 5e5}, {"theta": 5e5, "scaling": "none"}),
-        ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, {"theta": 5e5, "scaling": "none"}),
+        (
+            {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
+            {"theta": 5e5, "scaling": "none"},
+        ),
         ({}, {"theta": 10000.0}),
         (
-            {"rope_theta": 5e5, "rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 64},
+            {
+                "rope_theta": 5e5,
+                "rope_scaling": {"type": "yarn", "factor": 4.0},
+                "original_max_position_embeddings": 64,
+            },
             {"theta": 5e5, "scaling": "yarn", "factor": 4.0, "original_max_position": 64},
         ),
         (
-            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5}, "original_max_position_embeddings": 32},
+            {
+                "rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5},
+                "original_max_position_embeddings": 32,
+            },
             {"theta": 5e5, "scaling": "llama3", "factor": 8.0, "original_max_position": 32},
         ),
     ],
 )
 def test_rotary_settings_are_read_wherever_they_stand(tmp_path, given, rope):
     export(tmp_path / "hf", tiny_model("llama"))
-    edit_config(tmp_path / "hf", **({"rope_theta": ..., "rope_scaling": ..., "rope_parameters": ...} | given))
+    edit_config(
+        tmp_path / "hf",
+        **({"rope_theta": ..., "rope_scaling": ..., "rope_parameters": ...} | given),
+    )
     found = read_config(tmp_path / "hf")[0].rope
     assert {name: getattr(found, name) for name in rope} == rope
 
@@ -228,21 +290,34 @@ def test_models_that_transformers_made_compute_the_same_here(tmp_path, family, c
 
 def test_key_value_heads_that_a_config_leaves_out_are_those_of_transformers(tmp_path):
     transformers = pytest.importorskip("transformers")
-    shape = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 32}
+    shape = {
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 32,
+    }
     for family in ("qwen2", "qwen3", "llama", "mistral"):
-        for given in ({}, {"num_key_value_heads": None}) if family != "mistral" else ({},):  # Mistral's must not be null there
+        for given in (
+            ({}, {"num_key_value_heads": None}) if family != "mistral" else ({},)
+        ):  # Mistral's must not be null there
             raw = {"model_type": family, "sliding_window": None, **shape, **given}
             (tmp_path / "config.json").write_text(json.dumps(raw))
             model, max_position = read_config(tmp_path)
             theirs = transformers.AutoConfig.from_pretrained(tmp_path)
-            assert (model.num_kv_heads, max_position) == (theirs.num_key_value_heads, theirs.max_position_embeddings), (family, given)
+            assert (model.num_kv_heads, max_position) == (
+                theirs.num_key_value_heads,
+                theirs.max_position_embeddings,
+            ), (family, given)
             assert model.head_dim == getattr(theirs, "head_dim", 64 // 32)
 
 
 def test_dropout_and_code_of_a_folder_are_remarked_on(tmp_path):
     export(tmp_path / "hf", tiny_model())
     assert remarks(tmp_path / "hf") == []
-    edit_config(tmp_path / "hf", attention_dropout=0.1, auto_map={"AutoModelForCausalLM": "own.Own"})
+    edit_config(
+        tmp_path / "hf", attention_dropout=0.1, auto_map={"AutoModelForCausalLM": "own.Own"}
+    )
     config = tmp_path / "hf" / "config.json"
     assert remarks(tmp_path / "hf") == [
         f"{config}: attention_dropout=0.1: mtrain trains without dropout",
@@ -252,17 +327,23 @@ def test_dropout_and_code_of_a_folder_are_remarked_on(tmp_path):
 
 def test_a_shape_that_transformers_refuses_is_not_written(tmp_path):
     with pytest.raises(
-        ConfigError, match=r"model.num_heads=3: transformers has no llama model whose model.hidden_size=40 they do not divide"
+        ConfigError,
+        match=r"model.num_heads=3: transformers has no llama model whose model.hidden_size=40 they do not divide",
     ):
         export(tmp_path / "hf", tiny_model("llama", num_heads=3, num_kv_heads=1))
     pytest.importorskip("transformers")
-    with pytest.raises(ConfigError, match=r"model.family=llama: transformers [\d.]+ refuses this shape \(.*initializer_range"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model.family=llama: transformers [\d.]+ refuses this shape \(.*initializer_range",
+    ):
         export(tmp_path / "hf", tiny_model("llama", init_std=2.0))
     assert not list(tmp_path.iterdir())
     export(tmp_path / "hf", tiny_model("mistral", num_heads=3, num_kv_heads=1))
 
 
-def load_on_workers(rank: int, world: int, folder: str, model: ModelConfig) -> tuple[dict[str, Tensor], int]:  # noqa: ARG001
+def load_on_workers(
+    rank: int, world: int, folder: str, model: ModelConfig
+) -> tuple[dict[str, Tensor], int]:  # noqa: ARG001
     read = []
     original = HuggingFaceFolder.read
     HuggingFaceFolder.read = lambda self, *args: read.append(original(self, *args)) or read[-1]
@@ -273,7 +354,9 @@ def load_on_workers(rank: int, world: int, folder: str, model: ModelConfig) -> t
     fully_shard(decoder, mesh=mesh)
     decoder.to_empty(device="cpu")
     load_into(decoder, folder)
-    return {name: value.full_tensor() for name, value in decoder.named_parameters()}, sum(part.numel() for part in read)
+    return {name: value.full_tensor() for name, value in decoder.named_parameters()}, sum(
+        part.numel() for part in read
+    )
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
@@ -360,7 +443,9 @@ def test_a_tensor_that_the_index_misplaces_is_named(tmp_path):
     index = json.loads((tmp_path / "hf" / INDEX).read_text())
     index["weight_map"]["model.norm.weight"] = index["weight_map"]["model.embed_tokens.weight"]
     (tmp_path / "hf" / INDEX).write_text(json.dumps(index))
-    with pytest.raises(ConfigError, match=f"tensor model.norm.weight is missing, though {INDEX} places it here"):
+    with pytest.raises(
+        ConfigError, match=f"tensor model.norm.weight is missing, though {INDEX} places it here"
+    ):
         HuggingFaceFolder(tmp_path / "hf")
 
 
@@ -370,7 +455,9 @@ def test_files_outside_the_folder_are_refused(tmp_path, file):
     index = json.loads((tmp_path / "hf" / INDEX).read_text())
     index["weight_map"]["model.norm.weight"] = file
     (tmp_path / "hf" / INDEX).write_text(json.dumps(index))
-    with pytest.raises(ConfigError, match=r"weight_map names the file .* which does not lie in this folder"):
+    with pytest.raises(
+        ConfigError, match=r"weight_map names the file .* which does not lie in this folder"
+    ):
         HuggingFaceFolder(tmp_path / "hf")
 
 
@@ -429,7 +516,8 @@ def test_everything_written_follows_the_umask(tmp_path, max_file_bytes):
 
 def test_a_shape_that_no_family_has_is_not_written(tmp_path):
     with pytest.raises(
-        ConfigError, match=r"model.qkv_bias=False, model.qk_norm=True: a Hugging Face llama model has qkv_bias=False, qk_norm=False"
+        ConfigError,
+        match=r"model.qkv_bias=False, model.qk_norm=True: a Hugging Face llama model has qkv_bias=False, qk_norm=False",
     ):
         export(tmp_path / "hf", tiny_model("llama", qk_norm=True))
     assert not list(tmp_path.iterdir())
@@ -457,7 +545,9 @@ def test_a_failed_write_leaves_nothing_and_only_the_disk_makes_it_a_failure(tmp_
     def read(names):  # noqa: ARG001
         raise raised
 
-    with pytest.raises(kind, match=r"hf: could not be written .*(No space left on device|Permission denied)"):
+    with pytest.raises(
+        kind, match=r"hf: could not be written .*(No space left on device|Permission denied)"
+    ):
         write_folder(tmp_path / "hf", model, read, rope_factor=1.0, seq=SEQ, dtype=torch.float32)
     assert not list(tmp_path.iterdir())
 
@@ -465,7 +555,9 @@ def test_a_failed_write_leaves_nothing_and_only_the_disk_makes_it_a_failure(tmp_
 def test_tokenizer_files_and_token_ids_are_copied(tmp_path):
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "tokenizer.json").write_text("{}")
-    (tmp_path / "source" / "config.json").write_text(json.dumps({"eos_token_id": 7, "hidden_size": 1}))
+    (tmp_path / "source" / "config.json").write_text(
+        json.dumps({"eos_token_id": 7, "hidden_size": 1})
+    )
     export(tmp_path / "hf", tiny_model(), tokenizer=of_folder(tmp_path / "source"))
     assert (tmp_path / "hf" / "tokenizer.json").read_text() == "{}"
     config = json.loads((tmp_path / "hf" / "config.json").read_text())

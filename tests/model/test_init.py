@@ -19,7 +19,9 @@ MODEL = tiny_model("qwen3", tied=False, qkv_bias=True, head_dim=2, init_std=0.02
 
 def initialized(seed: int, mesh=None) -> dict[str, Tensor]:
     with torch.device("meta"):
-        decoder = Decoder(MODEL, rope_factor=1.0, loss_chunk_bytes=1, activation_checkpoint="none", compile=False)
+        decoder = Decoder(
+            MODEL, rope_factor=1.0, loss_chunk_bytes=1, activation_checkpoint="none", compile=False
+        )
     if mesh is not None:
         for layer in decoder.layers:
             fully_shard(layer, mesh=mesh)
@@ -27,7 +29,10 @@ def initialized(seed: int, mesh=None) -> dict[str, Tensor]:
     decoder.to_empty(device="cpu")
     initialize(decoder, seed)
     parameters = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
-    return {name: value.full_tensor() if mesh is not None else value for name, value in parameters.items()}
+    return {
+        name: value.full_tensor() if mesh is not None else value
+        for name, value in parameters.items()
+    }
 
 
 def initialized_by_workers(rank: int, world: int) -> dict[str, Tensor]:  # noqa: ARG001
@@ -60,12 +65,18 @@ def test_seed_and_name_decide_the_values():
     first, again, other = initialized(0), initialized(0), initialized(1)
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["embed_tokens.weight"], other["embed_tokens.weight"])
-    assert not torch.equal(first["layers.0.mlp.gate_proj.weight"], first["layers.1.mlp.gate_proj.weight"])
-    assert not torch.equal(first["layers.0.mlp.gate_proj.weight"], first["layers.0.mlp.up_proj.weight"])
+    assert not torch.equal(
+        first["layers.0.mlp.gate_proj.weight"], first["layers.1.mlp.gate_proj.weight"]
+    )
+    assert not torch.equal(
+        first["layers.0.mlp.gate_proj.weight"], first["layers.0.mlp.up_proj.weight"]
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU draws them")
 def test_numbers_are_drawn_where_the_caller_says():
-    decoder = Decoder(MODEL, rope_factor=1.0, loss_chunk_bytes=1, activation_checkpoint="none", compile=False)
+    decoder = Decoder(
+        MODEL, rope_factor=1.0, loss_chunk_bytes=1, activation_checkpoint="none", compile=False
+    )
     with pytest.raises((RuntimeError, AssertionError), match="CUDA"):
         initialize(decoder, 0, torch.device("cuda"))

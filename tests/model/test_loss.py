@@ -33,7 +33,11 @@ def test_loss_and_both_gradients_equal_plain_cross_entropy_for_any_chunk(chunk_r
     expected = plain(x, weight, labels, 0.25)
     torch.testing.assert_close(loss, expected)
     # The 3 stands for whatever the loss is multiplied by later: it must reach both gradients.
-    for ours, theirs in zip(torch.autograd.grad(loss * 3, (x, weight)), torch.autograd.grad(expected * 3, (x, weight)), strict=True):
+    for ours, theirs in zip(
+        torch.autograd.grad(loss * 3, (x, weight)),
+        torch.autograd.grad(expected * 3, (x, weight)),
+        strict=True,
+    ):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
@@ -48,9 +52,13 @@ def test_gradcheck_in_float64(recompute, z_loss):
     assert torch.autograd.gradcheck(total, (x, weight))
 
 
-def test_a_gradient_in_the_dtype_of_the_logits_takes_their_place_and_any_other_is_made_apart(monkeypatch):
+def test_a_gradient_in_the_dtype_of_the_logits_takes_their_place_and_any_other_is_made_apart(
+    monkeypatch,
+):
     compiled = []
-    monkeypatch.setattr(torch, "compile", lambda function, **_: compiled.append(function) or function)
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **_: compiled.append(function) or function
+    )
     loss_module._compiled.cache_clear()
     for dtype in (torch.float32, torch.bfloat16):
         x, weight, labels = problem(dtype)
@@ -64,7 +72,9 @@ def test_a_gradient_in_the_dtype_of_the_logits_takes_their_place_and_any_other_i
 def test_z_loss_is_the_squared_logsumexp_of_rows_that_count(recompute, chunk_rows):
     x, weight, labels = problem(torch.float64)
     scale = torch.tensor(0.25, dtype=torch.float64)
-    total, loss = with_z_loss(x, weight, labels, 8 * VOCAB * chunk_rows, scale, 1e-2, recompute=recompute)
+    total, loss = with_z_loss(
+        x, weight, labels, 8 * VOCAB * chunk_rows, scale, 1e-2, recompute=recompute
+    )
     logits = x @ weight.t()
     plain_loss = functional.cross_entropy(logits, labels, reduction="sum") * 0.25
     squares = logits.logsumexp(-1)[labels != -100].square().sum() * 0.25
@@ -89,14 +99,20 @@ def test_what_a_compiler_gets_equals_what_overwrites_logits(dtype, z_loss, monke
     for compiled, plain_one in zip(*found, strict=True):
         torch.testing.assert_close(compiled, plain_one, rtol=tolerance, atol=tolerance)
     with torch.no_grad():
-        torch.testing.assert_close(with_z_loss(x, weight, labels, 4 * VOCAB * 5, 0.25, z_loss, compile=True)[0], found[0][0].detach())
+        torch.testing.assert_close(
+            with_z_loss(x, weight, labels, 4 * VOCAB * 5, 0.25, z_loss, compile=True)[0],
+            found[0][0].detach(),
+        )
 
 
 def test_gradients_by_recomputation_are_those_formed_in_forward():
     for dtype in (torch.float32, torch.bfloat16):
         x, weight, labels = problem(dtype)
         found = [
-            torch.autograd.grad(fused_linear_cross_entropy(x, weight, labels, 4 * VOCAB * 5, 0.25, recompute=again), (x, weight))
+            torch.autograd.grad(
+                fused_linear_cross_entropy(x, weight, labels, 4 * VOCAB * 5, 0.25, recompute=again),
+                (x, weight),
+            )
             for again in (False, True)
         ]
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -107,7 +123,9 @@ def test_recomputation_keeps_no_gradient_until_backward():
     kept = {}
     for again in (False, True):
         seen: list[Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, seen=seen: seen.append(t) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, seen=seen: seen.append(t) or t, lambda t: t
+        ):
             fused_linear_cross_entropy(x, weight, labels, 4 * VOCAB * 5, 0.25, recompute=again)
         mine = {x.data_ptr(), weight.data_ptr(), labels.data_ptr()}
         kept[again] = sum(t.nbytes for t in seen if t.ndim and t.data_ptr() not in mine)
@@ -120,7 +138,11 @@ def test_bfloat16_errs_no_more_than_rounding_its_inputs_and_results_does():
     expected = plain(x, weight, labels, 1.0)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
-    for ours, theirs in zip(torch.autograd.grad(loss, (x, weight)), torch.autograd.grad(expected, (x, weight)), strict=True):
+    for ours, theirs in zip(
+        torch.autograd.grad(loss, (x, weight)),
+        torch.autograd.grad(expected, (x, weight)),
+        strict=True,
+    ):
         assert ours.dtype == torch.bfloat16
         torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=2**-7 * theirs.abs().max().item())
 
@@ -140,8 +162,12 @@ def test_nearly_certain_prediction_keeps_its_small_bfloat16_gradient(compile, mo
     monkeypatch.setattr(loss_module, "_compiled", lambda _: loss_module._row_losses_apart)
     weight = torch.tensor([[8.0], [0.0]], dtype=torch.bfloat16)
     x = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
-    (gradient,) = torch.autograd.grad(fused_linear_cross_entropy(x, weight, torch.tensor([0]), 1 << 20, 1.0, compile=compile), x)
-    wrong = 1 / (1 + torch.tensor(8.0).exp())  # of the probability; 1 - wrong rounds to 1 in bfloat16
+    (gradient,) = torch.autograd.grad(
+        fused_linear_cross_entropy(x, weight, torch.tensor([0]), 1 << 20, 1.0, compile=compile), x
+    )
+    wrong = 1 / (
+        1 + torch.tensor(8.0).exp()
+    )  # of the probability; 1 - wrong rounds to 1 in bfloat16
     torch.testing.assert_close(gradient.item(), -8 * wrong.item(), rtol=2**-7, atol=0.0)
 
 
@@ -165,8 +191,12 @@ def test_no_grad_gives_the_same_loss_without_gradients():
 @pytest.mark.parametrize("wanted", [0, 1])
 def test_gradient_of_one_input_alone(wanted):
     x, weight, labels = problem(torch.float32)
-    inputs = [tensor if index == wanted else tensor.detach() for index, tensor in enumerate((x, weight))]
-    (ours,) = torch.autograd.grad(fused_linear_cross_entropy(*inputs, labels, 4 * VOCAB * 5, 1.0), inputs[wanted])
+    inputs = [
+        tensor if index == wanted else tensor.detach() for index, tensor in enumerate((x, weight))
+    ]
+    (ours,) = torch.autograd.grad(
+        fused_linear_cross_entropy(*inputs, labels, 4 * VOCAB * 5, 1.0), inputs[wanted]
+    )
     (theirs,) = torch.autograd.grad(plain(*inputs, labels, 1.0), inputs[wanted])
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
@@ -175,7 +205,9 @@ def test_gradient_of_one_input_alone(wanted):
 def test_label_outside_the_vocabulary_is_refused(label):
     x, weight, labels = problem(torch.float32)
     labels[11] = label
-    with pytest.raises(ValueError, match=f"Label {label} of row 11 is outside the vocabulary of {VOCAB} tokens"):
+    with pytest.raises(
+        ValueError, match=f"Label {label} of row 11 is outside the vocabulary of {VOCAB} tokens"
+    ):
         fused_linear_cross_entropy(x, weight, labels, 4 * VOCAB * 5, 1.0)
 
 
@@ -193,11 +225,22 @@ def test_never_more_logits_than_the_budget():
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             nonlocal most
             result = function(*args, **(kwargs or {}))
-            is_logits = isinstance(result, Tensor) and result.is_floating_point() and result.ndim == 2 and result.shape[1] == VOCAB
+            is_logits = (
+                isinstance(result, Tensor)
+                and result.is_floating_point()
+                and result.ndim == 2
+                and result.shape[1] == VOCAB
+            )
             if is_logits and result.shape[0] != HIDDEN:  # not the transposed weight
                 made.append(weakref.ref(result))
-                alive = [tensor.untyped_storage() for reference in made if (tensor := reference()) is not None]
-                most = max(most, sum({storage.data_ptr(): storage.nbytes() for storage in alive}.values()))
+                alive = [
+                    tensor.untyped_storage()
+                    for reference in made
+                    if (tensor := reference()) is not None
+                ]
+                most = max(
+                    most, sum({storage.data_ptr(): storage.nbytes() for storage in alive}.values())
+                )
             return result
 
     x, weight, labels = problem(torch.float32)
@@ -214,7 +257,11 @@ def test_cuda_bfloat16_equals_float32_arithmetic_on_the_same_numbers(compile):
     loss = fused_linear_cross_entropy(x, weight, labels, 4 * VOCAB * 5, 0.5, compile=compile)
     expected = plain(x, weight, labels, 0.5)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-    for ours, theirs in zip(torch.autograd.grad(loss, (x, weight)), torch.autograd.grad(expected, (x, weight)), strict=True):
+    for ours, theirs in zip(
+        torch.autograd.grad(loss, (x, weight)),
+        torch.autograd.grad(expected, (x, weight)),
+        strict=True,
+    ):
         torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=2**-7 * theirs.abs().max().item())
 
 

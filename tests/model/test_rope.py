@@ -8,21 +8,37 @@ import torch
 from tiny_models import LLAMA3, PLAIN, YARN
 
 from mtrain_cli.config.schema import ConfigError, RopeConfig
-from mtrain_cli.model.rope import attention_factor, inverse_frequencies, rope_factor, rotate, rotation
+from mtrain_cli.model.rope import (
+    attention_factor,
+    inverse_frequencies,
+    rope_factor,
+    rotate,
+    rotation,
+)
 
-QWEN = dataclasses.replace(PLAIN, theta=1e6, scaling="yarn", factor="auto", original_max_position=32768)
+QWEN = dataclasses.replace(
+    PLAIN, theta=1e6, scaling="yarn", factor="auto", original_max_position=32768
+)
 
 
-def transformers_parameters(rope: RopeConfig, head_dim: int, factor: float) -> tuple[torch.Tensor, float]:
+def transformers_parameters(
+    rope: RopeConfig, head_dim: int, factor: float
+) -> tuple[torch.Tensor, float]:
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = {"rope_type": rope.scaling, "rope_theta": rope.theta, "factor": factor}
     parameters["original_max_position_embeddings"] = rope.original_max_position
-    names = ("beta_fast", "beta_slow") if rope.scaling == "yarn" else ("low_freq_factor", "high_freq_factor")
+    names = (
+        ("beta_fast", "beta_slow")
+        if rope.scaling == "yarn"
+        else ("low_freq_factor", "high_freq_factor")
+    )
     parameters |= {name: getattr(rope, name) for name in names}
     config = transformers.LlamaConfig(
-        head_dim=head_dim, max_position_embeddings=int(factor * rope.original_max_position), rope_parameters=parameters
+        head_dim=head_dim,
+        max_position_embeddings=int(factor * rope.original_max_position),
+        rope_parameters=parameters,
     )
     return ROPE_INIT_FUNCTIONS[rope.scaling](config, torch.device("cpu"))
 
@@ -41,14 +57,18 @@ def transformers_parameters(rope: RopeConfig, head_dim: int, factor: float) -> t
 )
 def test_stretched_frequencies_equal_transformers(rope, factor, head_dim):
     theirs, their_attention_factor = transformers_parameters(rope, head_dim, factor)
-    torch.testing.assert_close(inverse_frequencies(rope, head_dim, factor), theirs, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        inverse_frequencies(rope, head_dim, factor), theirs, rtol=1e-6, atol=0
+    )
     assert attention_factor(rope, factor) == pytest.approx(their_attention_factor)
 
 
 def test_yarn_ramp_starts_from_the_original_length():
     # Qwen2.5 stretched 16 times: dimensions below 23 turn 32 times within 32,768 tokens and keep their speed, from 40 on all are slowed.
     # Measured from the stretched length the bounds would be 36 and 53.
-    ratio = inverse_frequencies(dataclasses.replace(QWEN, scaling="none"), 128, 1.0) / inverse_frequencies(QWEN, 128, 16.0)
+    ratio = inverse_frequencies(
+        dataclasses.replace(QWEN, scaling="none"), 128, 1.0
+    ) / inverse_frequencies(QWEN, 128, 16.0)
     assert ratio[:24].tolist() == pytest.approx([1.0] * 24)
     assert ratio[24] > 1.0
     assert ratio[39] < 16.0
@@ -62,7 +82,10 @@ def test_yarn_without_stretch_is_plain():
     assert attention_factor(YARN, 1.0) == 1.0
 
 
-@pytest.mark.parametrize(("factor", "seq", "expected"), [("auto", 524288, 16.0), ("auto", 4096, 1.0), (8.0, 524288, 8.0), ("2", 100, 2.0)])
+@pytest.mark.parametrize(
+    ("factor", "seq", "expected"),
+    [("auto", 524288, 16.0), ("auto", 4096, 1.0), (8.0, 524288, 8.0), ("2", 100, 2.0)],
+)
 def test_auto_factor_is_the_ratio_of_lengths_and_at_least_one(factor, seq, expected):
     assert rope_factor(dataclasses.replace(QWEN, factor=factor), seq) == expected
 
@@ -73,7 +96,9 @@ def test_no_scaling_means_factor_one():
 
 @pytest.mark.parametrize("factor", ["automatic", 0.5, float("nan"), float("inf")])
 def test_impossible_factor_is_named(factor):
-    with pytest.raises(ConfigError, match=f"model.rope.factor={factor}: must be auto or a number of at least 1"):
+    with pytest.raises(
+        ConfigError, match=f"model.rope.factor={factor}: must be auto or a number of at least 1"
+    ):
         rope_factor(dataclasses.replace(QWEN, factor=factor), 4096)
 
 

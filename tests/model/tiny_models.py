@@ -26,7 +26,14 @@ YARN = dataclasses.replace(PLAIN, scaling="yarn", factor=4.0)
 LLAMA3 = dataclasses.replace(PLAIN, scaling="llama3", factor=8.0)
 
 
-def tiny_model(family: str = "qwen2", *, num_kv_heads: int = 2, tied: bool = True, rope: RopeConfig = PLAIN, **changes: Any) -> ModelConfig:
+def tiny_model(
+    family: str = "qwen2",
+    *,
+    num_kv_heads: int = 2,
+    tied: bool = True,
+    rope: RopeConfig = PLAIN,
+    **changes: Any,
+) -> ModelConfig:
     """A model of a family with its biases and norms; the head dim is not hidden / heads, so that mixing them up shows."""
     model = ModelConfig(
         name="tiny", family=family, vocab_size=97, hidden_size=40, num_layers=3, num_heads=4, num_kv_heads=num_kv_heads, head_dim=16,
@@ -37,7 +44,13 @@ def tiny_model(family: str = "qwen2", *, num_kv_heads: int = 2, tied: bool = Tru
 
 
 def make_decoder(
-    model: ModelConfig, *, seed: int = 0, checkpoint: str = "none", compile: bool = False, chunk_rows: int = 7, **options: Any
+    model: ModelConfig,
+    *,
+    seed: int = 0,
+    checkpoint: str = "none",
+    compile: bool = False,
+    chunk_rows: int = 7,
+    **options: Any,
 ) -> Decoder:
     """An initialised decoder whose biases and norms are random too, or a mistake in them would not show."""
     with torch.device("meta"):
@@ -59,9 +72,13 @@ def make_decoder(
     return decoder
 
 
-def tokens_and_labels(model: ModelConfig, batch: int = 2, length: int = 24) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def tokens_and_labels(
+    model: ModelConfig, batch: int = 2, length: int = 24
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Random tokens, their positions in order, and labels of which some are ignored; each ``[batch, length]``."""
     generator = torch.Generator().manual_seed(5)
-    tokens, labels = (torch.randint(model.vocab_size, (batch, length), generator=generator) for _ in range(2))
+    tokens, labels = (
+        torch.randint(model.vocab_size, (batch, length), generator=generator) for _ in range(2)
+    )
     labels[:, ::5] = -100
     return tokens, torch.arange(length).expand(batch, length).contiguous(), labels

@@ -14,7 +14,9 @@ from parallel.test_context_attention import CASES, cells
 
 def main(worlds: list[int]) -> None:
     names = [f"{kernel}, {dtype}" for kernel, dtype, _, _ in CASES]
-    print(f"| workers | exchange | cells | {' | '.join(names)} |\n|---|---|---|{'---|' * len(names)}")
+    print(
+        f"| workers | exchange | cells | {' | '.join(names)} |\n|---|---|---|{'---|' * len(names)}"
+    )
     for world in worlds:
         table: dict[str, list[float]] = {}
         counts: dict[str, int] = {}
@@ -26,7 +28,10 @@ def main(worlds: list[int]) -> None:
                     row[column] = max(row[column], difference)
                     counts[way] = counts.get(way, 0) + 1
         for way, row in table.items():
-            print(f"| {world} | {way} | {counts[way] // world} | {' | '.join(f'{d:.1e}' for d in row)} |", flush=True)
+            print(
+                f"| {world} | {way} | {counts[way] // world} | {' | '.join(f'{d:.1e}' for d in row)} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -35,16 +35,26 @@ class OnePartEach:
 
     def backward(self, dout, q, k, v, out, lse, delta, tiles, scale):  # noqa: ARG002
         self.calls += 1
-        return torch.full_like(q, TINY if self.calls > 1 else 1.0), torch.full_like(k, self.part), torch.full_like(v, self.part)
+        return (
+            torch.full_like(q, TINY if self.calls > 1 else 1.0),
+            torch.full_like(k, self.part),
+            torch.full_like(v, self.part),
+        )
 
 
 def gradients(rank: int, world: int, exchange: str) -> list[float]:
     group = make_context_group(rank, world, world, torch.device("cpu"))
     layout = make_layout("striped", world, 32 * world, 1)
     mask = SequenceMask.causal(layout.seq, layout.padded_seq)
-    attend = ContextAttention.make(make_exchange(exchange, layout, group), OnePartEach(rank), [mask], "cpu")
-    q, k, v = (torch.zeros(1, 32, h, 4, dtype=torch.bfloat16, requires_grad=True) for h in (2, 1, 1))
-    found = torch.autograd.grad(attend(q, k, v, 0), (q, k, v), torch.zeros(1, 32, 2, 4, dtype=torch.bfloat16))
+    attend = ContextAttention.make(
+        make_exchange(exchange, layout, group), OnePartEach(rank), [mask], "cpu"
+    )
+    q, k, v = (
+        torch.zeros(1, 32, h, 4, dtype=torch.bfloat16, requires_grad=True) for h in (2, 1, 1)
+    )
+    found = torch.autograd.grad(
+        attend(q, k, v, 0), (q, k, v), torch.zeros(1, 32, 2, 4, dtype=torch.bfloat16)
+    )
     return [t.float().unique().item() for t in found]
 
 

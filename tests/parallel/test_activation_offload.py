@@ -44,7 +44,11 @@ def test_a_layer_is_fetched_while_the_one_behind_it_is_in_backward():
     there = [[one.device is not None for one in row] for row in kept]
     assert there == [[False] * 2] * (LAYERS - 1) + [[True] * 2]
     kept[3][0].get()
-    assert [[one.device is not None for one in row] for row in kept[:3]] == [[False] * 2, [False] * 2, [True] * 2]
+    assert [[one.device is not None for one in row] for row in kept[:3]] == [
+        [False] * 2,
+        [False] * 2,
+        [True] * 2,
+    ]
     kept[2][0].get()
     assert all(one.device is not None for one in kept[1])
     assert all(one.device is None for one in kept[0])
@@ -64,14 +68,23 @@ def test_only_so_many_layers_leave():
         store = ActivationOffload(LAYERS, torch.device("cpu"), number)
         for step in range(2):
             kept = forward(store, step)
-            assert [row[0].device is None for row in kept] == [layer < min(number, LAYERS - 1) for layer in range(LAYERS)]
+            assert [row[0].device is None for row in kept] == [
+                layer < min(number, LAYERS - 1) for layer in range(LAYERS)
+            ]
             backward(kept, step)
             assert store.waiting == 0
         assert store.allocated == min(number, LAYERS - 1) * 2 * 64
 
 
 def test_one_is_a_number_and_true_is_all():
-    assert [layers_on_host(word, 36) for word in (False, 0, 1, 16, 36, True)] == [0, 0, 1, 16, 35, 35]
+    assert [layers_on_host(word, 36) for word in (False, 0, 1, 16, 36, True)] == [
+        0,
+        0,
+        1,
+        16,
+        35,
+        35,
+    ]
     assert layers_on_host(True, 1) == 0
 
 
@@ -79,7 +92,13 @@ def test_blocks_are_full_and_the_rest_a_power_of_two():
     mib = 1 << 20
     assert block_sizes(576 * mib) == [16 * mib] * 36
     assert block_sizes(41 * mib) == [16 * mib, 16 * mib, 16 * mib]
-    assert [block_sizes(size) for size in (0, 1, 3, 1000, 16 * mib + 1)] == [[], [1], [4], [1024], [16 * mib, 1]]
+    assert [block_sizes(size) for size in (0, 1, 3, 1000, 16 * mib + 1)] == [
+        [],
+        [1],
+        [4],
+        [1024],
+        [16 * mib, 1],
+    ]
 
 
 def test_widths_that_change_from_step_to_step_take_no_more_than_the_widest(monkeypatch):
@@ -88,12 +107,16 @@ def test_widths_that_change_from_step_to_step_take_no_more_than_the_widest(monke
     widths = [150, *(draw.randrange(150) for _ in range(60))]
     for width in widths:
         # Fewer numbers of more bytes, and a tensor whose memory is not in the order of its elements.
-        tensors = [[torch.randn(width, 2).t(), torch.randn(width // 2).double()] for _ in range(LAYERS)]
+        tensors = [
+            [torch.randn(width, 2).t(), torch.randn(width // 2).double()] for _ in range(LAYERS)
+        ]
         kept = [[store.put(layer, tensor) for tensor in row] for layer, row in enumerate(tensors)]
         for layer in reversed(range(LAYERS)):
             for one, tensor in zip(kept[layer], tensors[layer], strict=True):
                 assert torch.equal(one.get(), tensor)
-        assert store.allocated == (LAYERS - 1) * sum(sum(block_sizes(size)) for size in (150 * 2 * 4, 75 * 8))
+        assert store.allocated == (LAYERS - 1) * sum(
+            sum(block_sizes(size)) for size in (150 * 2 * 4, 75 * 8)
+        )
     blocks = [block.nbytes for free in store._free.values() for block in free]
     assert sum(blocks) == store.allocated
     assert all(size & (size - 1) == 0 for size in blocks)

@@ -51,14 +51,19 @@ def masks(documents: bool, padded: int) -> list[SequenceMask]:
     if not documents:
         return [SequenceMask.causal(SEQ, padded)] * BATCH
     rng = np.random.default_rng(7)
-    return [SequenceMask.from_documents(np.sort(rng.integers(0, 5, SEQ)), padded) for _ in range(BATCH)]
+    return [
+        SequenceMask.from_documents(np.sort(rng.integers(0, 5, SEQ)), padded) for _ in range(BATCH)
+    ]
 
 
 def inputs(heads: int, kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """q, k, v and dout of whole sequences; the same on every process."""
     generator = torch.Generator().manual_seed(heads * 10 + kv_heads)
     shapes = (heads, kv_heads, kv_heads, heads)
-    return [torch.randn(BATCH, SEQ, h, HEAD_DIM, generator=generator, dtype=torch.float64).to(dtype) for h in shapes]
+    return [
+        torch.randn(BATCH, SEQ, h, HEAD_DIM, generator=generator, dtype=torch.float64).to(dtype)
+        for h in shapes
+    ]
 
 
 def index_of(kind: str, heads: int, layout: Layout) -> Index | None:
@@ -75,10 +80,22 @@ def index_of(kind: str, heads: int, layout: Layout) -> Index | None:
             count = 7 if (b, h) != (0, 1) else 0
             columns[b, h, :count] = np.sort(rng.choice(SEQ, count, replace=False))
     if kind == "bitmap":
-        return BlockBitmap.whole(BLOCK, torch.from_numpy(rng.random((BATCH, heads, blocks, blocks)) < 0.3).tril())
+        return BlockBitmap.whole(
+            BLOCK, torch.from_numpy(rng.random((BATCH, heads, blocks, blocks)) < 0.3).tril()
+        )
     if kind == "nothing":
-        return VerticalSlash(BLOCK, blocks, torch.zeros_like(slashes), torch.full((BATCH, heads, 3), blocks * BLOCK, dtype=torch.int32))
-    return VerticalSlash(BLOCK, blocks, slashes, torch.from_numpy(columns[..., : 0 if kind == "diagonals" else 9].astype(np.int32)))
+        return VerticalSlash(
+            BLOCK,
+            blocks,
+            torch.zeros_like(slashes),
+            torch.full((BATCH, heads, 3), blocks * BLOCK, dtype=torch.int32),
+        )
+    return VerticalSlash(
+        BLOCK,
+        blocks,
+        slashes,
+        torch.from_numpy(columns[..., : 0 if kind == "diagonals" else 9].astype(np.int32)),
+    )
 
 
 def seen_by_definition(documents: bool, index: Index | None) -> torch.Tensor:
@@ -102,7 +119,10 @@ def oracle(heads: int, kv_heads: int, documents: bool, index: Index | None) -> l
     for t in (q, k, v):
         t.requires_grad_()
     seen = seen_by_definition(documents, index)
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(heads // kv_heads, 2)) / HEAD_DIM**0.5
+    scores = (
+        torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(heads // kv_heads, 2))
+        / HEAD_DIM**0.5
+    )
     # Rows that see nothing give 0.
     p = scores.masked_fill(~seen, -1e300).softmax(-1) * seen.any(-1, keepdim=True)
     out = torch.einsum("bhqk,bkhd->bqhd", p, v.repeat_interleave(heads // kv_heads, 2))
@@ -135,7 +155,9 @@ class Given:
         pass
 
 
-def lse_difference(lse: torch.Tensor, expected: torch.Tensor, layout: Layout, rank: int, heads: int) -> float:
+def lse_difference(
+    lse: torch.Tensor, expected: torch.Tensor, layout: Layout, rank: int, heads: int
+) -> float:
     """The largest difference on this rank, which holds its own queries or, where heads are shared, those of its group for some heads."""
     first, place = rank - rank % heads, rank % heads
     positions = np.sort(np.concatenate([layout.positions(r) for r in range(first, first + heads)]))
@@ -148,7 +170,9 @@ def lse_difference(lse: torch.Tensor, expected: torch.Tensor, layout: Layout, ra
     return (got[seen] - part[seen]).abs().max().item() if seen.any() else 0.0
 
 
-def cells(rank: int, world: int, kernel_name: str, dtype_name: str, kinds: tuple[str, ...], every: bool) -> dict[str, float]:
+def cells(
+    rank: int, world: int, kernel_name: str, dtype_name: str, kinds: tuple[str, ...], every: bool
+) -> dict[str, float]:
     """The largest difference from the oracle on this rank, for every cell; or for one mask of each way, heads, layout and index, in turn,
     so that each mask still meets every two of these; even numbers of workers begin with the other one.
     """
@@ -177,7 +201,13 @@ def cells(rank: int, world: int, kernel_name: str, dtype_name: str, kinds: tuple
                 own = torch.from_numpy(np.minimum(positions, SEQ - 1))
                 for kind in kinds:
                     index = index_of(kind, heads, layout)
-                    turn = WAYS.index(way) + HEADS.index((heads, kv_heads)) + LAYOUTS.index(layout_name) + INDICES.index(kind) + world
+                    turn = (
+                        WAYS.index(way)
+                        + HEADS.index((heads, kv_heads))
+                        + LAYOUTS.index(layout_name)
+                        + INDICES.index(kind)
+                        + world
+                    )
                     for documents in (False, True) if every else (turn % 2 == 1,):
                         name = (heads, kv_heads, documents, kind, layout.padded_seq)
                         if name not in expected:
@@ -191,10 +221,16 @@ def cells(rank: int, world: int, kernel_name: str, dtype_name: str, kinds: tuple
                         work = exchange.work(batch_masks, "cpu", None if index is None else BLOCK)
                         if isinstance(index, BlockBitmap):
                             held = np.unique(positions // BLOCK).astype(np.int32)
-                            mine = BlockBitmap(BLOCK, index.blocks, index.bits[:, :, held], torch.from_numpy(held))
+                            mine = BlockBitmap(
+                                BLOCK, index.blocks, index.bits[:, :, held], torch.from_numpy(held)
+                            )
                             shards = [layout.positions(r) for r in range(world)]
-                            masked = MaskedPositions.make(batch_masks, BLOCK, "cpu", shards, make_index_group(group))
-                            work = work.under(gathered(mine, masked) if exchange.foreign_queries else mine)
+                            masked = MaskedPositions.make(
+                                batch_masks, BLOCK, "cpu", shards, make_index_group(group)
+                            )
+                            work = work.under(
+                                gathered(mine, masked) if exchange.foreign_queries else mine
+                            )
                         else:
                             work = work.under(index)
                         given = Given(exchange, kernel)
@@ -202,11 +238,18 @@ def cells(rank: int, world: int, kernel_name: str, dtype_name: str, kinds: tuple
                         gradients = torch.autograd.grad(out, (q, k, v), dout.clone())
                         key = f"{way}/{layout_name}/{heads}:{kv_heads}/{kind}/{'docs' if documents else 'causal'}"
                         worst[key] = max(
-                            (got[:, real].double() - want[:, positions[real]]).abs().max().item() if real.any() else 0.0
+                            (got[:, real].double() - want[:, positions[real]]).abs().max().item()
+                            if real.any()
+                            else 0.0
                             for got, want in zip((out, *gradients), expected[name][:4], strict=True)
                         )
-                        worst[key] = max(worst[key], lse_difference(given.lse, expected[name][4], layout, rank, way.heads))
-                        assert all(bool(t[:, ~real].eq(0).all()) for t in (out, gradients[0])), f"padding rows give 0: {key}"
+                        worst[key] = max(
+                            worst[key],
+                            lse_difference(given.lse, expected[name][4], layout, rank, way.heads),
+                        )
+                        assert all(bool(t[:, ~real].eq(0).all()) for t in (out, gradients[0])), (
+                            f"padding rows give 0: {key}"
+                        )
                         assert all(bool(t.isfinite().all()) for t in gradients), key
     return worst
 
@@ -224,7 +267,9 @@ USUAL = [
     for world in worlds
 ]
 EVERY = [
-    pytest.param(case, world, True, id=f"{case[0]}-{world}-every", marks=pytest.mark.slow) for case in CASES for world in (1, 2, 3, 4, 6)
+    pytest.param(case, world, True, id=f"{case[0]}-{world}-every", marks=pytest.mark.slow)
+    for case in CASES
+    for world in (1, 2, 3, 4, 6)
 ]
 
 

@@ -63,15 +63,26 @@ def masks(documents: bool, padded: int) -> list[SequenceMask]:
     return [SequenceMask.from_documents(np.sort(rng.integers(0, 4, n)), padded) for n in lengths]
 
 
-def inputs(heads: int, kv_heads: int, dtype: torch.dtype, padded: int) -> tuple[torch.Tensor, torch.Tensor]:
+def inputs(
+    heads: int, kv_heads: int, dtype: torch.dtype, padded: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """q and k of whole sequences, the same on every process; a few keys stand out."""
     generator = torch.Generator().manual_seed(heads * 10 + kv_heads)
-    q, k = (torch.randn(BATCH, padded, h, HEAD_DIM, generator=generator, dtype=torch.float64) for h in (heads, kv_heads))
+    q, k = (
+        torch.randn(BATCH, padded, h, HEAD_DIM, generator=generator, dtype=torch.float64)
+        for h in (heads, kv_heads)
+    )
     k[:, ::37] *= 3
     return q.to(dtype), k.to(dtype)
 
 
-def estimates(rank: int, world: int, dtype_name: str, fused: bool = False, names: tuple[str, ...] = tuple(PATTERNS)) -> dict[str, Any]:
+def estimates(
+    rank: int,
+    world: int,
+    dtype_name: str,
+    fused: bool = False,
+    names: tuple[str, ...] = tuple(PATTERNS),
+) -> dict[str, Any]:
     """Per cell what this worker found and the work that it counts; on rank 0 also both as one worker finds them from everything."""
     dtype = getattr(torch, dtype_name)
     if fused:
@@ -103,7 +114,9 @@ def estimates(rank: int, world: int, dtype_name: str, fused: bool = False, names
                     found[cell] = (index.tensors(), dynamic.records[0].counts.pairs)
                     if rank == 0:
                         alone = pattern.estimate(q, k, MaskedPositions.make(batch_masks, BLOCK), 3)
-                        work = MaskWork.make(batch_masks, BLOCK, bitmap=isinstance(index, BlockBitmap))
+                        work = MaskWork.make(
+                            batch_masks, BLOCK, bitmap=isinstance(index, BlockBitmap)
+                        )
                         found[cell] += (alone.tensors(), alone.counts(work).pairs)
     return found
 
@@ -114,7 +127,10 @@ def chosen_lines(tensors: dict[str, torch.Tensor]) -> set[tuple]:
         columns = tensors["columns"]
         lines = {("slash", *at) for at in tensors["slashes"].nonzero().tolist()}
         unused = tensors["slashes"].shape[-1] * BLOCK
-        return lines | {("column", b, h, int(columns[b, h, i])) for b, h, i in (columns < unused).nonzero().tolist()}
+        return lines | {
+            ("column", b, h, int(columns[b, h, i]))
+            for b, h, i in (columns < unused).nonzero().tolist()
+        }
     rows = tensors["rows"].tolist()
     return {("block", b, h, rows[i], j) for b, h, i, j in tensors["bits"].nonzero().tolist()}
 
@@ -137,9 +153,13 @@ def test_in_float64_it_is_the_same_bit_for_bit(world):
         real = pairs_of_real_rows(bits, alone["bits"])
         assert torch.equal(bits[real], alone["bits"][real]), cell
         if "gates" in alone:
-            gates = torch.cat([tensors["gates"].unflatten(2, (-1, BLOCK)) for tensors in found], 2)[:, :, held.argsort()].flatten(2, 3)
+            gates = torch.cat([tensors["gates"].unflatten(2, (-1, BLOCK)) for tensors in found], 2)[
+                :, :, held.argsort()
+            ].flatten(2, 3)
             assert torch.equal(gates, alone["gates"]), cell
-        assert torch.equal(sum(rank[cell][1] for rank in ranks), pairs), f"{cell}: rows of all workers make the whole"
+        assert torch.equal(sum(rank[cell][1] for rank in ranks), pairs), (
+            f"{cell}: rows of all workers make the whole"
+        )
 
 
 def pairs_of_real_rows(bits: torch.Tensor, alone: torch.Tensor) -> torch.Tensor:
@@ -152,18 +172,26 @@ def pairs_of_real_rows(bits: torch.Tensor, alone: torch.Tensor) -> torch.Tensor:
 
 
 # The interpreter runs the fused probe.
-KINDS = [("float32", False), ("bfloat16", False), pytest.param("float32", True, marks=pytest.mark.slow)]
+KINDS = [
+    ("float32", False),
+    ("bfloat16", False),
+    pytest.param("float32", True, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("dtype", "fused"), KINDS)
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_in_lower_precision_only_ties_differ(world, dtype, fused):
-    ranks = gloo.run(world, estimates, dtype, fused, ("joint windows of groups",) if fused else tuple(PATTERNS))
+    ranks = gloo.run(
+        world, estimates, dtype, fused, ("joint windows of groups",) if fused else tuple(PATTERNS)
+    )
     differing, lines = 0, 0
     for cell, (_, _, alone, _) in ranks[0].items():
         found = [rank[cell][0] for rank in ranks]
         if "slashes" in alone:
-            assert all(torch.equal(tensors[name], found[0][name]) for tensors in found for name in alone), f"{cell}: one for all workers"
+            assert all(
+                torch.equal(tensors[name], found[0][name]) for tensors in found for name in alone
+            ), f"{cell}: one for all workers"
             got = chosen_lines(found[0])
         else:
             got = set().union(*map(chosen_lines, found))
@@ -179,7 +207,9 @@ def scattered(rank: int, world: int) -> list[bool]:
     """Whether each worker holds a probed row of each sequence, under a contiguous layout."""
     group = make_context_group(rank, world, world, torch.device("cpu"))
     layout = layout_of("contiguous", world)
-    dynamic = DynamicIndex.make(PATTERNS["plain"], masks(False, layout.padded_seq), "cpu", layout, group)
+    dynamic = DynamicIndex.make(
+        PATTERNS["plain"], masks(False, layout.padded_seq), "cpu", layout, group
+    )
     return [len(probe.held) > 0 for probe in vertical_slash().probes(dynamic.masked)]
 
 
@@ -190,7 +220,12 @@ def test_some_workers_hold_no_probed_query_and_some_only_padding():
 def test_shards_that_are_not_whole_blocks_are_refused():
     layout = make_layout("zigzag", 2, 72, BLOCK)
     with pytest.raises(ValueError, match="whole blocks"):
-        MaskedPositions.make([SequenceMask.causal(72, 72)], BLOCK, shards=[layout.positions(r) for r in range(2)], group=_Pair())
+        MaskedPositions.make(
+            [SequenceMask.causal(72, 72)],
+            BLOCK,
+            shards=[layout.positions(r) for r in range(2)],
+            group=_Pair(),
+        )
 
 
 class _Pair:
@@ -201,6 +236,13 @@ def test_an_index_of_local_rows_is_that_part_of_the_whole():
     bits = torch.eye(4, dtype=torch.bool)[None, None]
     rows, everything = torch.tensor([1, 3], dtype=torch.int32), torch.arange(4)
     index = BlockBitmap(BLOCK, 4, bits[:, :, rows.long()], rows)
-    assert index.chosen(everything, everything)[0, 0].tolist() == torch.diag(torch.tensor([False, True, False, True])).tolist()
-    assert index.chosen(rows.long(), everything).equal(BlockBitmap.whole(BLOCK, bits).chosen(rows.long(), everything))
-    assert not index.same_as(BlockBitmap(BLOCK, 4, index.bits, torch.tensor([1, 2], dtype=torch.int32)))
+    assert (
+        index.chosen(everything, everything)[0, 0].tolist()
+        == torch.diag(torch.tensor([False, True, False, True])).tolist()
+    )
+    assert index.chosen(rows.long(), everything).equal(
+        BlockBitmap.whole(BLOCK, bits).chosen(rows.long(), everything)
+    )
+    assert not index.same_as(
+        BlockBitmap(BLOCK, 4, index.bits, torch.tensor([1, 2], dtype=torch.int32))
+    )

@@ -38,22 +38,40 @@ def attend() -> ContextAttention:
         block=BLOCK, last_q=16, windows=1, p_v=0.4, p_s=0.4, joint=False, sink_tokens=2, min_columns=2, max_columns=20,
         min_slashes=1, max_slashes=0, per_group=False,
     )  # fmt: skip
-    masks = [SequenceMask.from_documents(np.repeat([0, 1], [40, 50]), SEQ), SequenceMask.causal(SEQ, SEQ)]
+    masks = [
+        SequenceMask.from_documents(np.repeat([0, 1], [40, 50]), SEQ),
+        SequenceMask.causal(SEQ, SEQ),
+    ]
     layout = make_layout("striped", 1, SEQ, 1)
-    return ContextAttention.make(make_exchange("all_gather", layout, ContextGroup.alone()), SdpaKernel(), masks, "cpu", pattern)
+    return ContextAttention.make(
+        make_exchange("all_gather", layout, ContextGroup.alone()),
+        SdpaKernel(),
+        masks,
+        "cpu",
+        pattern,
+    )
 
 
 def tensors() -> list[torch.Tensor]:
     torch.manual_seed(0)
-    return [torch.randn(2, SEQ, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    return [
+        torch.randn(2, SEQ, heads, 8, dtype=torch.float64, requires_grad=True)
+        for heads in (4, 2, 2)
+    ]
 
 
-def expected(attend: ContextAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> list[torch.Tensor]:
+def expected(
+    attend: ContextAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int
+) -> list[torch.Tensor]:
     """Output and gradients by autograd through the definition, with the index that the call keeps."""
     (tiles,) = attend.work.tiles.values()
     seen = tiles.under(attend.index.kept[layer]).seen()
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) / 8**0.5
-    out = torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v.repeat_interleave(2, 2))
+    out = torch.einsum(
+        "bhqk,bkhd->bqhd",
+        scores.masked_fill(~seen, float("-inf")).softmax(-1),
+        v.repeat_interleave(2, 2),
+    )
     return [out.detach(), *torch.autograd.grad(out.sum(), (q, k, v))]
 
 
@@ -62,7 +80,9 @@ def test_output_and_gradients_are_those_of_the_allowed_pairs(attend):
     out = attend(q, k, v, 3)
     want = expected(attend, q, k, v, 3)
     attend.index.count()
-    assert attend.index.records[0].counts.pairs.max() < attend.index.work.per_diagonal.sum(-1).max(), "something is left out"
+    assert (
+        attend.index.records[0].counts.pairs.max() < attend.index.work.per_diagonal.sum(-1).max()
+    ), "something is left out"
     for got, exact in zip((out, *torch.autograd.grad(out.sum(), (q, k, v))), want, strict=True):
         torch.testing.assert_close(got, exact, atol=1e-10, rtol=0)
 
@@ -70,12 +90,16 @@ def test_output_and_gradients_are_those_of_the_allowed_pairs(attend):
 def test_it_is_estimated_once_a_layer_and_dropped_after_backward(attend):
     q, k, v = tensors()
     for layer in (0, 1):
-        out = checkpoint(lambda q, k, v, layer=layer: attend(q, k, v, layer), q, k, v, use_reentrant=False)
+        out = checkpoint(
+            lambda q, k, v, layer=layer: attend(q, k, v, layer), q, k, v, use_reentrant=False
+        )
         kept, (work, _) = attend.index.kept[layer], attend.narrowed[layer]
         (derived,) = (tiles.of_index for tiles in work._narrow.values())
         derived["by a kernel"] = True
         attend(q, k, v, layer)
-        assert next(iter(attend.narrowed[layer][0]._narrow.values())).of_index is derived, "recomputation derives nothing"
+        assert next(iter(attend.narrowed[layer][0]._narrow.values())).of_index is derived, (
+            "recomputation derives nothing"
+        )
         out.sum().backward()
         assert layer not in attend.index.kept
         assert layer not in attend.narrowed
@@ -102,16 +126,25 @@ def test_time_and_work_are_recorded_of_several_layers_at_once(attend, at_once, m
     for layer in range(3):
         attend(q * (layer + 1), k, v, layer)
     lines = attend.index.kept[0]
-    monkeypatch.setattr(context_attention, "_COUNTED_AT_ONCE", at_once * (lines.slashes.numel() + lines.columns.numel()))
+    monkeypatch.setattr(
+        context_attention,
+        "_COUNTED_AT_ONCE",
+        at_once * (lines.slashes.numel() + lines.columns.numel()),
+    )
     joined: list[int] = []
     join = VerticalSlash.joined
-    monkeypatch.setattr(VerticalSlash, "joined", lambda indices: joined.append(len(indices)) or join(indices))
+    monkeypatch.setattr(
+        VerticalSlash, "joined", lambda indices: joined.append(len(indices)) or join(indices)
+    )
     attend.index.count()
     assert joined == [at_once] * (3 // at_once) + [1] * (at_once == 2)
     (tiles,) = attend.work.tiles.values()
     for layer, record in enumerate(attend.index.records):
         assert record.seconds > 0
         assert record.layer == layer
-        assert record.counts.pairs.tolist() == tiles.under(attend.index.kept[layer]).seen().sum((-1, -2)).tolist()
+        assert (
+            record.counts.pairs.tolist()
+            == tiles.under(attend.index.kept[layer]).seen().sum((-1, -2)).tolist()
+        )
     attend.index.count()
     assert sum(joined) == 3, "each is counted once"

@@ -52,7 +52,9 @@ def passes(rank: int, world: int, circulates: str) -> dict[str, object]:
         "made": made,
         "free": free,
         "calls": Counting.calls,
-        "kept": all(torch.equal(a, b) for later in gradients for a, b in zip(later, first, strict=True)),
+        "kept": all(
+            torch.equal(a, b) for later in gradients for a, b in zip(later, first, strict=True)
+        ),
     }
 
 
@@ -87,5 +89,8 @@ def test_pairs_of_all_ranks_are_those_of_the_mask():
     total = SEQ * (SEQ + 1) // 2
     for exchange, chunks in (("all_gather", 2), ("ring", 1)):
         layout = make_layout("zigzag", 4, SEQ, 4)
-        made = [make_exchange(exchange, layout, ContextGroup(rank, (0, 1, 2, 3)), chunks=chunks) for rank in range(4)]
+        made = [
+            make_exchange(exchange, layout, ContextGroup(rank, (0, 1, 2, 3)), chunks=chunks)
+            for rank in range(4)
+        ]
         assert sum(e.pairs(e.work([mask], "cpu")) for e in made) == total

@@ -14,11 +14,27 @@ from mtrain_cli.attention.triton_kernel import TritonKernel
 from mtrain_cli.config.compose import compose
 from mtrain_cli.config.schema import ConfigError, TopologyConfig
 from mtrain_cli.parallel.exchange_bytes import ShardSizes, pass_bytes
-from mtrain_cli.parallel.exchange_selection import ExchangeNeeds, choose_exchange, gathered_bytes, keys_bytes, queries_bytes, trading_bytes
+from mtrain_cli.parallel.exchange_selection import (
+    ExchangeNeeds,
+    choose_exchange,
+    gathered_bytes,
+    keys_bytes,
+    queries_bytes,
+    trading_bytes,
+)
 from mtrain_cli.parallel.schedule import CONTEXT, ScheduleOptions, make_schedule
 
 AUTO = compose([]).topology
-NEEDS = ExchangeNeeds(workers=4, per_node=4, tokens=1 << 17, heads=16, kv_heads=2, head_dim=128, dtype_bytes=2, device_memory=8 << 30)
+NEEDS = ExchangeNeeds(
+    workers=4,
+    per_node=4,
+    tokens=1 << 17,
+    heads=16,
+    kv_heads=2,
+    head_dim=128,
+    dtype_bytes=2,
+    device_memory=8 << 30,
+)
 
 
 def asked(**keys) -> TopologyConfig:
@@ -33,7 +49,9 @@ def test_gathered_bytes_are_keys_values_their_gradients_and_float32_sums():
 
 
 @pytest.mark.parametrize(("kv_heads", "chunks"), [(1, 1), (2, 2), (3, 3), (8, 8)])
-def test_the_ring_begins_where_what_is_gathered_at_once_passes_the_share_of_memory(kv_heads, chunks):
+def test_the_ring_begins_where_what_is_gathered_at_once_passes_the_share_of_memory(
+    kv_heads, chunks
+):
     needs = replace(NEEDS, heads=24, kv_heads=kv_heads)
     fits = int(0.1 * (8 << 30)) // gathered_bytes(1, kv_heads, 128, 2, chunks)
     chosen = choose_exchange(AUTO, replace(needs, tokens=fits))
@@ -46,26 +64,47 @@ def test_the_ring_begins_where_what_is_gathered_at_once_passes_the_share_of_memo
 def test_parts_are_two_where_a_gather_is_large_and_more_where_they_would_be():
     needs = replace(NEEDS, heads=32, kv_heads=8)
     of_two = gathered_bytes(1, 8, 128, 2, 2)
-    for tokens, chunks in ((1 << 14, 1), (1 << 16, 2), (int(0.05 * (80 << 30)) // of_two, 2), (int(0.05 * (80 << 30)) // of_two + 1, 4)):
+    for tokens, chunks in (
+        (1 << 14, 1),
+        (1 << 16, 2),
+        (int(0.05 * (80 << 30)) // of_two, 2),
+        (int(0.05 * (80 << 30)) // of_two + 1, 4),
+    ):
         chosen = choose_exchange(AUTO, replace(needs, tokens=tokens, device_memory=80 << 30))
         assert (chosen.name, chosen.chunks) == ("all_gather", chunks), tokens
-    odd = choose_exchange(AUTO, replace(needs, kv_heads=3, heads=3, tokens=1 << 17, device_memory=80 << 30))
+    odd = choose_exchange(
+        AUTO, replace(needs, kv_heads=3, heads=3, tokens=1 << 17, device_memory=80 << 30)
+    )
     assert odd.chunks == 1, "nothing asks for three"
-    assert choose_exchange(asked(chunks=2), replace(needs, tokens=1 << 21, device_memory=1 << 40)).chunks == 2
+    assert (
+        choose_exchange(
+            asked(chunks=2), replace(needs, tokens=1 << 21, device_memory=1 << 40)
+        ).chunks
+        == 2
+    )
 
 
 def test_one_worker_takes_parts_where_the_float32_gradients_of_its_queries_are_large():
-    alone = replace(NEEDS, workers=1, per_node=1, heads=32, kv_heads=8, head_dim=128, device_memory=80 << 30)
+    alone = replace(
+        NEEDS, workers=1, per_node=1, heads=32, kv_heads=8, head_dim=128, device_memory=80 << 30
+    )
     fits = int(0.05 * (80 << 30)) // (4 * 32 * 128)
     for tokens, parts in ((fits, 1), (fits + 1, 2), (2 * fits + 2, 4), (64 * fits, 8)):
         chosen = choose_exchange(AUTO, replace(alone, tokens=tokens))
         assert (chosen.name, chosen.chunks) == ("all_gather", parts)
         assert chosen.reason.endswith(
-            "nothing moves" if parts == 1 else f"nothing moves; one kernel call for each of {parts} parts of the heads"
+            "nothing moves"
+            if parts == 1
+            else f"nothing moves; one kernel call for each of {parts} parts of the heads"
         )
     assert choose_exchange(asked(chunks=8), replace(alone, tokens=fits)).chunks == 8
     assert choose_exchange(asked(exchange="ring"), replace(alone, tokens=64 * fits)).chunks == 1
-    assert choose_exchange(asked(exchange="ulysses"), replace(alone, workers=8, per_node=8, tokens=512 * fits)).chunks == 1
+    assert (
+        choose_exchange(
+            asked(exchange="ulysses"), replace(alone, workers=8, per_node=8, tokens=512 * fits)
+        ).chunks
+        == 1
+    )
 
 
 def test_parts_that_are_given_are_those_that_are_weighed():
@@ -94,12 +133,19 @@ def test_several_nodes_take_the_hierarchical_forms():
     nodes = replace(NEEDS, workers=8, per_node=4)
     assert choose_exchange(AUTO, nodes).name == "hierarchical_all_gather"
     assert choose_exchange(AUTO, replace(nodes, tokens=1 << 24)).name == "hierarchical_ring"
-    assert choose_exchange(AUTO, replace(nodes, per_node=1)).name == "all_gather", "one worker a node: there is nothing inside"
-    assert choose_exchange(asked(ulysses=2), replace(nodes, per_node=2)).name == "all_gather", "a node is one group"
+    assert choose_exchange(AUTO, replace(nodes, per_node=1)).name == "all_gather", (
+        "one worker a node: there is nothing inside"
+    )
+    assert choose_exchange(asked(ulysses=2), replace(nodes, per_node=2)).name == "all_gather", (
+        "a node is one group"
+    )
 
 
 def test_one_worker_and_what_is_configured_are_not_weighed():
-    assert choose_exchange(AUTO, replace(NEEDS, workers=1, per_node=1, tokens=1 << 40)).name == "all_gather"
+    assert (
+        choose_exchange(AUTO, replace(NEEDS, workers=1, per_node=1, tokens=1 << 40)).name
+        == "all_gather"
+    )
     chosen = choose_exchange(asked(exchange="ring"), NEEDS)
     assert (chosen.name, chosen.reason) == ("ring", "as configured")
 
@@ -114,28 +160,40 @@ def test_what_circulates_is_what_is_fewer_bytes(heads, kv_heads, needs_out, circ
     assert (queries_bytes(needs) < keys_bytes(needs)[1]) == (circulates == "queries")
     assert choose_exchange(asked(exchange="all_gather"), needs).circulates == "kv"
     bitmap = replace(needs, index=IndexRequest(128, bitmap=True))
-    assert choose_exchange(asked(exchange="ring"), bitmap).circulates == "kv", "rows of a bitmap stay with their queries"
+    assert choose_exchange(asked(exchange="ring"), bitmap).circulates == "kv", (
+        "rows of a bitmap stay with their queries"
+    )
 
 
 @pytest.mark.parametrize("kernel", [Flash4Kernel, SdpaKernel, TritonKernel, ReferenceKernel])
-def test_backward_of_a_model_without_grouped_heads_sends_a_third_less_where_queries_circulate(kernel):
+def test_backward_of_a_model_without_grouped_heads_sends_a_third_less_where_queries_circulate(
+    kernel,
+):
     """1M tokens, 32 heads of 128, a ring of 32 (BurstEngine, section 3.1): delta travels, out does not."""
     sizes = ShardSizes((1 << 20) // 32, 32, 32, 128, 2, kernel().needs_out)
     keys, queries = (
-        pass_bytes(make_schedule("ring", ScheduleOptions(32, 8, circulates=what)), 0, sizes, backward=True) / 2**30
+        pass_bytes(
+            make_schedule("ring", ScheduleOptions(32, 8, circulates=what)), 0, sizes, backward=True
+        )
+        / 2**30
         for what in ("kv", "queries")
     )
     assert (round(keys, 1), round(queries, 1)) == (46.5, 31.2)
 
 
-@pytest.mark.parametrize("exchange", ["ring", "all_gather", "hierarchical_ring", "hierarchical_all_gather"])
+@pytest.mark.parametrize(
+    "exchange", ["ring", "all_gather", "hierarchical_ring", "hierarchical_all_gather"]
+)
 @pytest.mark.parametrize("kv_heads", [2, 16])
 def test_bytes_of_formulas_are_those_of_the_schedule(exchange, kv_heads):
     needs = replace(NEEDS, kv_heads=kv_heads)
     sizes = ShardSizes(needs.shard, needs.heads, kv_heads, needs.head_dim, needs.dtype_bytes)
     schedule = make_schedule(exchange, ScheduleOptions(4, 4))
     for rank in range(4):
-        assert (pass_bytes(schedule, rank, sizes, backward=False), pass_bytes(schedule, rank, sizes, backward=True)) == keys_bytes(needs)
+        assert (
+            pass_bytes(schedule, rank, sizes, backward=False),
+            pass_bytes(schedule, rank, sizes, backward=True),
+        ) == keys_bytes(needs)
     if exchange == "ring":
         queries = make_schedule(exchange, ScheduleOptions(4, 4, circulates="queries"))
         assert pass_bytes(queries, 0, sizes, backward=True) == queries_bytes(needs)
@@ -164,19 +222,36 @@ def test_columns_are_gathered_once_where_they_are_fewer_than_the_keys():
 def test_large_gathers_are_cut_into_parts():
     assert choose_exchange(AUTO, replace(NEEDS, tokens=1 << 17, device_memory=1 << 40)).chunks == 2
     assert choose_exchange(AUTO, replace(NEEDS, tokens=1 << 12)).chunks == 1
-    assert choose_exchange(AUTO, replace(NEEDS, tokens=1 << 17, kv_heads=1, device_memory=1 << 40)).chunks == 1
+    assert (
+        choose_exchange(
+            AUTO, replace(NEEDS, tokens=1 << 17, kv_heads=1, device_memory=1 << 40)
+        ).chunks
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
     ("keys", "needs", "message"),
     [
-        ({"exchange": "ulysses"}, {"workers": 3, "per_node": 3}, "cannot share 16 query heads and 2 key-value heads among 3 workers"),
+        (
+            {"exchange": "ulysses"},
+            {"workers": 3, "per_node": 3},
+            "cannot share 16 query heads and 2 key-value heads among 3 workers",
+        ),
         ({"ulysses": 8}, {}, "allowed for topology.ulysses: 1, 2, 4"),
         ({"exchange": "ulysses", "ulysses": 2}, {}, "shares heads among all 4 workers"),
         ({"ulysses": 2}, {"workers": 6, "per_node": 3}, "nodes of 3"),
         ({"exchange": "ring", "chunks": 2}, {}, "topology.chunks=2: is for all_gather"),
-        ({"exchange": "all_gather", "chunks": 3}, {}, "does not divide the 2 key-value heads of a worker; allowed: 1, 2"),
-        ({"exchange": "all_gather", "circulates": "queries"}, {}, "is for ring and hierarchical_ring"),
+        (
+            {"exchange": "all_gather", "chunks": 3},
+            {},
+            "does not divide the 2 key-value heads of a worker; allowed: 1, 2",
+        ),
+        (
+            {"exchange": "all_gather", "circulates": "queries"},
+            {},
+            "is for ring and hierarchical_ring",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_is_allowed(keys, needs, message):
@@ -184,9 +259,13 @@ def test_what_does_not_fit_is_refused_with_what_is_allowed(keys, needs, message)
         choose_exchange(asked(**keys), replace(NEEDS, **needs))
 
 
-@pytest.mark.parametrize(("exchange", "hops"), [("ring", 3), ("hierarchical_ring", 3), ("all_gather", 1), ("ulysses", 1)])
+@pytest.mark.parametrize(
+    ("exchange", "hops"), [("ring", 3), ("hierarchical_ring", 3), ("all_gather", 1), ("ulysses", 1)]
+)
 def test_only_rings_post_hops_ahead(exchange, hops):
-    needs = ExchangeNeeds(workers=4, per_node=2, tokens=4096, heads=8, kv_heads=8, head_dim=64, dtype_bytes=2)
+    needs = ExchangeNeeds(
+        workers=4, per_node=2, tokens=4096, heads=8, kv_heads=8, head_dim=64, dtype_bytes=2
+    )
     found = choose_exchange(asked(exchange=exchange, prefetch=3), needs)
     assert found.prefetch == hops
     assert ("hops ahead" in found.label) == (hops > 1)
@@ -194,7 +273,10 @@ def test_only_rings_post_hops_ahead(exchange, hops):
 
 @pytest.mark.parametrize(
     ("exchange", "said"),
-    [("ulysses", "not topology.exchange=ulysses"), ("auto", "not topology.exchange=auto, which takes all_gather here")],
+    [
+        ("ulysses", "not topology.exchange=ulysses"),
+        ("auto", "not topology.exchange=auto, which takes all_gather here"),
+    ],
 )
 def test_what_cannot_circulate_is_refused_under_the_name_that_was_given(exchange, said):
     needs = replace(NEEDS, workers=2, per_node=2)

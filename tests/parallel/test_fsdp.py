@@ -29,10 +29,13 @@ def gradients(rank: int, world: int) -> dict[str, tuple[float, str]]:
     x = torch.full((1, 8), 1.0 if rank == 0 else TINY, dtype=torch.bfloat16)
     module(x).sum().backward()
     return {
-        name: (parameter.grad.full_tensor().unique().item(), str(parameter.grad.dtype)) for name, parameter in module.named_parameters()
+        name: (parameter.grad.full_tensor().unique().item(), str(parameter.grad.dtype))
+        for name, parameter in module.named_parameters()
     }
 
 
 def test_gradients_are_summed_in_float32():
     for found in gloo.run(4, gradients):
-        assert found == dict.fromkeys(("layers.0.weight", "head.weight"), (1 + 3 * TINY, "torch.float32"))
+        assert found == dict.fromkeys(
+            ("layers.0.weight", "head.weight"), (1 + 3 * TINY, "torch.float32")
+        )

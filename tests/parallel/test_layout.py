@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from mtrain_cli.parallel.layout import make_layout
 
 NAMES = ("contiguous", "zigzag", "striped")
-layouts = st.builds(make_layout, st.sampled_from(NAMES), st.integers(1, 12), st.integers(1, 500), st.sampled_from([1, 4, 16]))
+layouts = st.builds(
+    make_layout,
+    st.sampled_from(NAMES),
+    st.integers(1, 12),
+    st.integers(1, 500),
+    st.sampled_from([1, 4, 16]),
+)
 
 
 @settings(max_examples=200, deadline=None)
@@ -20,13 +26,19 @@ def test_positions_are_a_bijection_and_ascend(layout):
     shards = [layout.positions(rank) for rank in range(layout.workers)]
     assert all(len(s) == layout.tokens_per_worker and (np.diff(s) > 0).all() for s in shards)
     assert sorted(np.concatenate(shards).tolist()) == list(range(layout.padded_seq))
-    assert layout.seq <= layout.padded_seq < layout.seq + layout.workers * 2 * layout.block_size + 2 * layout.workers
+    assert (
+        layout.seq
+        <= layout.padded_seq
+        < layout.seq + layout.workers * 2 * layout.block_size + 2 * layout.workers
+    )
 
 
 @settings(max_examples=100, deadline=None)
 @given(layouts)
 def test_gathered_shards_in_sequence_order_and_back(layout):
-    shards = torch.stack([torch.from_numpy(layout.positions(rank)) for rank in range(layout.workers)])
+    shards = torch.stack(
+        [torch.from_numpy(layout.positions(rank)) for rank in range(layout.workers)]
+    )
     shards = shards[:, None, :, None] + torch.tensor([0, 10_000])[:, None, None]
     sequence = layout.to_sequence(shards)
     assert sequence[0, :, 0].tolist() == list(range(layout.padded_seq))

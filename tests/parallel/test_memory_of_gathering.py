@@ -63,7 +63,11 @@ class Stub:
 
     def backward(self, dout, q, k, v, *_):  # noqa: ARG002 - the signature is a kernel's
         buffer = torch.empty(self.buffer, dtype=torch.uint8)
-        found = torch.empty_like(q), torch.empty_like(k, dtype=self.grad), torch.empty_like(v, dtype=self.grad)
+        found = (
+            torch.empty_like(q),
+            torch.empty_like(k, dtype=self.grad),
+            torch.empty_like(v, dtype=self.grad),
+        )
         del buffer
         return found
 
@@ -107,24 +111,39 @@ def alone():
         (1, "striped", 2, 2, 2, 0),
     ],
 )
-def test_the_most_that_is_held_is_what_is_told(ranks, layout, chunks, kv_heads, heads, per_node, grad, buffer, monkeypatch):
+def test_the_most_that_is_held_is_what_is_told(
+    ranks, layout, chunks, kv_heads, heads, per_node, grad, buffer, monkeypatch
+):
     if per_node and chunks > 1 and buffer:
         pytest.skip("on a CPU what is added up in a node is gone once that between nodes has begun")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     parts = make_layout(layout, ranks, TOKENS * ranks, BLOCK, unit=BLOCK)
-    group = make_context_group(0, ranks, ranks, torch.device("cpu"), per_node=per_node or ranks, heads=1)
+    group = make_context_group(
+        0, ranks, ranks, torch.device("cpu"), per_node=per_node or ranks, heads=1
+    )
     name = "hierarchical_all_gather" if per_node else "all_gather"
-    exchange = make_exchange(name, parts, group, chunks=chunks, prefetch=1, circulates="keys", shared_columns=False)
-    work = exchange.work([SequenceMask.causal(TOKENS * ranks, TOKENS * ranks)], torch.device("cpu"), None)
+    exchange = make_exchange(
+        name, parts, group, chunks=chunks, prefetch=1, circulates="keys", shared_columns=False
+    )
+    work = exchange.work(
+        [SequenceMask.causal(TOKENS * ranks, TOKENS * ranks)], torch.device("cpu"), None
+    )
     q, out, dout = (torch.randn(1, TOKENS, heads, DIM).bfloat16() for _ in range(3))
     packed, lse = torch.randn(2, 1, TOKENS, kv_heads, DIM).bfloat16(), torch.randn(1, heads, TOKENS)
     held = Held()
     held.ignore(q, out, dout, packed, lse)
     with held:
-        results = exchange.backward(dout, (q, packed, out, lse), work, Stub(grad, buffer // chunks), 1.0, "layer 0")
+        results = exchange.backward(
+            dout, (q, packed, out, lse), work, Stub(grad, buffer // chunks), 1.0, "layer 0"
+        )
     assert [r.shape for r in results] == [q.shape, packed[0].shape, packed[1].shape]
 
-    shape = [f"model.num_heads={heads}", f"model.num_kv_heads={kv_heads}", f"model.head_dim={DIM}", f"model.hidden_size={heads * DIM}"]
+    shape = [
+        f"model.num_heads={heads}",
+        f"model.num_kv_heads={kv_heads}",
+        f"model.head_dim={DIM}",
+        f"model.hidden_size={heads * DIM}",
+    ]
     config = compose(["model=tiny", f"seq={TOKENS * ranks}", "train.dtype=bfloat16", *shape])
     monkeypatch.setattr(memory, "kernel_backward", lambda *_: (grad.itemsize, buffer))
     how = ExchangeChoice(name, "", per_node=per_node or ranks, chunks=chunks)

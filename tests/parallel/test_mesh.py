@@ -21,7 +21,12 @@ from mtrain_cli.parallel.mesh import make_context_group
 def groups(rank: int, world: int, cp: int) -> tuple[int, tuple[int, ...], list[list[int]], bool]:
     group = make_context_group(rank, world, cp, torch.device("cpu"))
     pair = [group.channel("context", payload) for payload in ("kv", "dkv")]
-    return group.rank, group.ranks, [dist.get_process_group_ranks(g) for g in pair], pair[0] is pair[1]
+    return (
+        group.rank,
+        group.ranks,
+        [dist.get_process_group_ranks(g) for g in pair],
+        pair[0] is pair[1],
+    )
 
 
 def test_consecutive_ranks_share_a_sequence():
@@ -62,9 +67,14 @@ def users(rank: int, world: int, name: str) -> set[tuple[str, str]]:
     dist.batch_isend_irecv = spy(dist.batch_isend_irecv, lambda args: args[0][0].group)
     layout = make_layout("striped", world, 24, 4)
     attend = ContextAttention.make(
-        make_exchange(name, layout, group), ReferenceKernel(), [SequenceMask.causal(24, layout.padded_seq)], "cpu"
+        make_exchange(name, layout, group),
+        ReferenceKernel(),
+        [SequenceMask.causal(24, layout.padded_seq)],
+        "cpu",
     )
-    q, k, v = (torch.randn(1, layout.padded_seq // world, 2, 4, requires_grad=True) for _ in range(3))
+    q, k, v = (
+        torch.randn(1, layout.padded_seq // world, 2, 4, requires_grad=True) for _ in range(3)
+    )
     out = attend(q, k, v, 0)
     phase = "backward"
     out.sum().backward()
@@ -92,10 +102,26 @@ def subgroups(rank: int, world: int, cp: int, per_node: int, heads: int) -> dict
 
 def test_nodes_and_counterparts_of_every_context_group():
     found = gloo.run(8, subgroups, 4, 2, 1)
-    assert found[5] == {"whole": [4, 5, 6, 7], "context": [4, 5, 6, 7], "inner": [4, 5], "outer": [5, 7]}
-    assert found[2] == {"whole": [0, 1, 2, 3], "context": [0, 1, 2, 3], "inner": [2, 3], "outer": [0, 2]}
+    assert found[5] == {
+        "whole": [4, 5, 6, 7],
+        "context": [4, 5, 6, 7],
+        "inner": [4, 5],
+        "outer": [5, 7],
+    }
+    assert found[2] == {
+        "whole": [0, 1, 2, 3],
+        "context": [0, 1, 2, 3],
+        "inner": [2, 3],
+        "outer": [0, 2],
+    }
 
 
 def test_neighbours_share_heads_and_their_counterparts_exchange_keys():
     found = gloo.run(4, subgroups, 4, 4, 2)
-    assert found[3] == {"whole": [0, 1, 2, 3], "heads": [2, 3], "exchange": [1, 3], "context": [1, 3], "inner": [1, 3]}
+    assert found[3] == {
+        "whole": [0, 1, 2, 3],
+        "heads": [2, 3],
+        "exchange": [1, 3],
+        "context": [1, 3],
+        "inner": [1, 3],
+    }

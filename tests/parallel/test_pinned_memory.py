@@ -40,7 +40,9 @@ def cuda(monkeypatch):
 def mapping_of(tensor: torch.Tensor) -> tuple[str, set[str]]:
     """Permissions and flags of the memory that a tensor begins."""
     lines = Path("/proc/self/smaps").read_text().splitlines()
-    at = next(number for number, line in enumerate(lines) if line.startswith(f"{tensor.data_ptr():x}-"))
+    at = next(
+        number for number, line in enumerate(lines) if line.startswith(f"{tensor.data_ptr():x}-")
+    )
     flags = next(line.split()[1:] for line in lines[at:] if line.startswith("VmFlags:"))
     return lines[at].split()[1], set(flags)
 
@@ -50,7 +52,9 @@ def test_tensors_do_not_share_bytes_and_small_ones_share_mappings(cuda):
     memory = PinnedMemory(GPU)
     sizes = [16 * MIB, 1, 3, 16 * MIB, 1000, 16 * MIB, 4096, 16 * MIB]
     tensors = [memory.empty(size) for size in sizes]
-    assert asked == [64 * MIB] * 2, "four large blocks fill an arena to its end, small ones have theirs"
+    assert asked == [64 * MIB] * 2, (
+        "four large blocks fill an arena to its end, small ones have theirs"
+    )
     tensors.append(memory.empty(16 * MIB))
     assert asked == [64 * MIB] * 3
     for number, tensor in enumerate(tensors):
@@ -59,12 +63,20 @@ def test_tensors_do_not_share_bytes_and_small_ones_share_mappings(cuda):
     assert all((tensor == number + 1).all() for number, tensor in enumerate(tensors))
     assert memory.mapped == sum(held.values())
     places = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors]
-    assert all(any(at <= first and last <= at + size for at, size in held.items()) for first, last in places)
+    assert all(
+        any(at <= first and last <= at + size for at, size in held.items())
+        for first, last in places
+    )
 
 
 def test_elements_are_aligned_whatever_was_taken_before(cuda):
     memory = PinnedMemory(GPU)
-    for shape, dtype in (((3,), torch.float64), ((), torch.int64), ((2, 0), torch.float32), ((5, 7), torch.bfloat16)):
+    for shape, dtype in (
+        ((3,), torch.float64),
+        ((), torch.int64),
+        ((2, 0), torch.float32),
+        ((5, 7), torch.bfloat16),
+    ):
         memory.empty(1)
         found = memory.tensor(shape, dtype)
         assert found.shape == shape
@@ -117,12 +129,18 @@ def test_memory_is_private_children_find_zeros_and_pages_are_huge():
 def test_pages_are_written_to_by_several_threads_before_they_are_registered(cuda, monkeypatch):
     told = []
     monkeypatch.setattr(pinned_memory, "touching_threads", lambda: 7)
-    monkeypatch.setattr(pinned_memory, "touch", lambda memory, threads: told.append((memory.nbytes, threads, len(cuda[1]))))
+    monkeypatch.setattr(
+        pinned_memory,
+        "touch",
+        lambda memory, threads: told.append((memory.nbytes, threads, len(cuda[1]))),
+    )
     PinnedMemory(GPU).empty(1)
     assert told == [(64 * MIB, 7, 0)]
 
 
-@pytest.mark.parametrize(("cores", "gpus", "expected"), [(128, 8, 16), (16, 1, 16), (32, 4, 8), (2, 8, 1), (6, 0, 6)])
+@pytest.mark.parametrize(
+    ("cores", "gpus", "expected"), [(128, 8, 16), (16, 1, 16), (32, 4, 8), (2, 8, 1), (6, 0, 6)]
+)
 def test_each_gpu_has_its_share_of_the_cores(monkeypatch, cores, gpus, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -141,7 +159,9 @@ def test_advice_that_a_system_does_not_know_is_left_out(cuda, monkeypatch):
 
 
 @pytest.mark.parametrize("refused", ["registration", "memory"])
-def test_torch_pins_where_cuda_or_the_system_refuses_and_the_log_says_so(monkeypatch, caplog, refused):
+def test_torch_pins_where_cuda_or_the_system_refuses_and_the_log_says_so(
+    monkeypatch, caplog, refused
+):
     asked, by_torch, unregistered = [], [], []
 
     def no_memory(*args, **words):  # noqa: ARG001
@@ -151,7 +171,11 @@ def test_torch_pins_where_cuda_or_the_system_refuses_and_the_log_says_so(monkeyp
     if refused == "memory":
         monkeypatch.setattr(pinned_memory, "_Mapping", no_memory)
     monkeypatch.setattr(pinned_memory, "register", lambda address, size, device: asked.append(size))  # noqa: ARG005
-    monkeypatch.setattr(pinned_memory, "pinned_by_torch", lambda size: by_torch.append(size) or torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(
+        pinned_memory,
+        "pinned_by_torch",
+        lambda size: by_torch.append(size) or torch.empty(size, dtype=torch.uint8),
+    )
     monkeypatch.setattr(pinned_memory, "unregister", lambda *args: unregistered.append(args))
     memory = PinnedMemory(GPU)
     tensors = [memory.empty(16 * MIB) for _ in range(ARENA // (16 * MIB) + 1)]

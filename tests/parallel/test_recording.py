@@ -35,14 +35,21 @@ WAYS = [
 ]
 
 
-def recorded(rank: int, world: int, name: str, heads: int, sparse: bool) -> tuple[list[Span], tuple[int, int]]:
+def recorded(
+    rank: int, world: int, name: str, heads: int, sparse: bool
+) -> tuple[list[Span], tuple[int, int]]:
     """Layer 7 twice, the second time recorded; and the bytes that the schedule has this rank send, forward and backward."""
     group = make_context_group(rank, world, world, torch.device("cpu"), per_node=2, heads=heads)
     layout = make_layout("zigzag", world, SEQ, 4, unit=4)
     exchange = make_exchange(name, layout, group)
     pattern = FixedPattern(block=4, slashes=4, columns=6, density=0.0, seed=0) if sparse else None
-    attend = ContextAttention.make(exchange, SdpaKernel(), [SequenceMask.causal(SEQ, layout.padded_seq)], "cpu", pattern)
-    q, k, v = (torch.randn(1, layout.tokens_per_worker, h, HEAD_DIM, requires_grad=True) for h in (HEADS, KV_HEADS, KV_HEADS))
+    attend = ContextAttention.make(
+        exchange, SdpaKernel(), [SequenceMask.causal(SEQ, layout.padded_seq)], "cpu", pattern
+    )
+    q, k, v = (
+        torch.randn(1, layout.tokens_per_worker, h, HEAD_DIM, requires_grad=True)
+        for h in (HEADS, KV_HEADS, KV_HEADS)
+    )
     recorder = Recorder(torch.device("cpu"))
     exchange.record(recorder)
     attend(q, k, v, 7).sum().backward()
@@ -54,8 +61,12 @@ def recorded(rank: int, world: int, name: str, heads: int, sparse: bool) -> tupl
     attend(q, k, v, 7).sum().backward()
     recorder.start()
     assert recorder.read() == [], "what is done outside of a recording is not in it"
-    sizes = ShardSizes(layout.tokens_per_worker, HEADS, KV_HEADS, HEAD_DIM, 4, SdpaKernel().needs_out)
-    return found, tuple(pass_bytes(exchange.schedule, rank, sizes, backward=b) for b in (False, True))
+    sizes = ShardSizes(
+        layout.tokens_per_worker, HEADS, KV_HEADS, HEAD_DIM, 4, SdpaKernel().needs_out
+    )
+    return found, tuple(
+        pass_bytes(exchange.schedule, rank, sizes, backward=b) for b in (False, True)
+    )
 
 
 @pytest.mark.parametrize("sparse", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -70,10 +81,20 @@ def test_every_moment_of_a_pass_is_in_one_span(name, heads, links, sparse):
             if not sparse:
                 # Zigzag: every pair of shards has something to compute.
                 computed = [s.step for s in mine if s.kind == "attention"]
-                assert computed == list(range(4 // heads if "ring" in name else 1)), (rank, direction)
+                assert computed == list(range(4 // heads if "ring" in name else 1)), (
+                    rank,
+                    direction,
+                )
             assert {s.message.link for s in mine if s.kind == "wait"} <= links | {"context"}
             (whole,) = (s for s in mine if s.kind == "pass")
-            parts = sorted((s for s in with_gaps(mine) if s.kind in COMPUTING and s.kind != "gap" and s.seconds), key=lambda s: s.start)
+            parts = sorted(
+                (
+                    s
+                    for s in with_gaps(mine)
+                    if s.kind in COMPUTING and s.kind != "gap" and s.seconds
+                ),
+                key=lambda s: s.start,
+            )
             # One thing after the other, on one thread, from the beginning of the pass to its end.
             assert all(a.start + a.seconds <= b.start + 1e-7 for a, b in itertools.pairwise(parts))
             assert whole.start <= parts[0].start
@@ -81,13 +102,19 @@ def test_every_moment_of_a_pass_is_in_one_span(name, heads, links, sparse):
             filled = sum(s.seconds for s in with_gaps(mine) if s.kind in COMPUTING)
             assert filled == pytest.approx(whole.seconds, abs=1e-7)
             if name == "ring" and heads == 1:
-                neighbours = {(s.message.source, s.message.to) for s in mine if s.kind == "receive" and s.message.payload == "kv"}
+                neighbours = {
+                    (s.message.source, s.message.to)
+                    for s in mine
+                    if s.kind == "receive" and s.message.payload == "kv"
+                }
                 away = 1 if direction == "forward" else -1
                 assert neighbours == {((rank - away) % 4, (rank + away) % 4)}
             scheduled = [s for s in mine if s.kind == "send" and s.message.payload != "columns"]
             assert sum(s.message.sent for s in scheduled) == bytes_sent
             # Each message is one sent and one received, under way at least until it was waited for.
-            assert len(scheduled) == sum(s.kind == "receive" and s.message.payload != "columns" for s in mine)
+            assert len(scheduled) == sum(
+                s.kind == "receive" and s.message.payload != "columns" for s in mine
+            )
             for wait in (s for s in mine if s.kind == "wait"):
                 (message,) = (s for s in mine if s.kind == "receive" and s.message == wait.message)
                 assert message.start <= wait.start
@@ -101,9 +128,13 @@ def test_a_second_forward_pass_is_recomputation():
     recorder = Recorder(torch.device("cpu"))
     layout = make_layout("striped", 1, SEQ, 4)
     exchange = make_exchange("all_gather", layout, group)
-    attend = ContextAttention.make(exchange, SdpaKernel(), [SequenceMask.causal(SEQ, layout.padded_seq)], "cpu")
+    attend = ContextAttention.make(
+        exchange, SdpaKernel(), [SequenceMask.causal(SEQ, layout.padded_seq)], "cpu"
+    )
     exchange.record(recorder)
-    q, k, v = (torch.randn(1, SEQ, h, HEAD_DIM, requires_grad=True) for h in (HEADS, KV_HEADS, KV_HEADS))
+    q, k, v = (
+        torch.randn(1, SEQ, h, HEAD_DIM, requires_grad=True) for h in (HEADS, KV_HEADS, KV_HEADS)
+    )
     recorder.start()
     for micro in range(2):
         recorder.micro_batch(micro)
@@ -118,9 +149,15 @@ def estimated(rank: int, world: int) -> list[Span]:
     group = make_context_group(rank, world, world, torch.device("cpu"))
     layout = make_layout("striped", world, SEQ, 16, unit=16)
     exchange = make_exchange("ring", layout, group)
-    pattern = make_pattern(compose(["sparsity=vertical_slash", "sparsity.block=16", "sparsity.last_q=16"]).sparsity, 0)
-    attend = ContextAttention.make(exchange, SdpaKernel(), [SequenceMask.causal(SEQ, layout.padded_seq)], "cpu", pattern)
-    q, k, v = (torch.randn(1, layout.tokens_per_worker, h, HEAD_DIM) for h in (HEADS, KV_HEADS, KV_HEADS))
+    pattern = make_pattern(
+        compose(["sparsity=vertical_slash", "sparsity.block=16", "sparsity.last_q=16"]).sparsity, 0
+    )
+    attend = ContextAttention.make(
+        exchange, SdpaKernel(), [SequenceMask.causal(SEQ, layout.padded_seq)], "cpu", pattern
+    )
+    q, k, v = (
+        torch.randn(1, layout.tokens_per_worker, h, HEAD_DIM) for h in (HEADS, KV_HEADS, KV_HEADS)
+    )
     recorder = Recorder(torch.device("cpu"))
     attend.again()(q, k, v, 0)
     exchange.record(recorder)
@@ -138,11 +175,19 @@ def test_waiting_for_others_is_no_part_of_estimating_an_index():
         assert least <= waited <= most
         assert sum(s.seconds for s in spans if s.kind == "index") < 0.15
         (whole,) = (s for s in spans if s.kind == "pass")
-        assert sum(s.seconds for s in spans if s.kind in COMPUTING) == pytest.approx(whole.seconds, abs=1e-7)
+        assert sum(s.seconds for s in spans if s.kind in COMPUTING) == pytest.approx(
+            whole.seconds, abs=1e-7
+        )
 
 
 def test_waits_are_taken_out_of_the_span_of_an_index():
-    spans = [span("pass", 0, 10, -1), span("index", 1, 8, -1), span("wait", 2, 3, -1), span("wait", 5, 7, -1), span("wait", 8, 9, 0)]
+    spans = [
+        span("pass", 0, 10, -1),
+        span("index", 1, 8, -1),
+        span("wait", 2, 3, -1),
+        span("wait", 5, 7, -1),
+        span("wait", 8, 9, 0),
+    ]
     found = sorted((s.start, s.start + s.seconds) for s in with_gaps(spans) if s.kind == "index")
     assert found == [(1, 2), (3, 5), (7, 8)]
 
@@ -196,12 +241,16 @@ def test_a_listener_hears_few_names_with_the_step_as_payload(monkeypatch, record
     monkeypatch.setattr(nvtx_ranges, "_LISTENER", [nvtx_ranges.NvtxRanges(domain)])
     layout = make_layout("striped", 1, SEQ, 4)
     exchange = make_exchange("all_gather", layout, ContextGroup.alone())
-    attend = ContextAttention.make(exchange, SdpaKernel(), [SequenceMask.causal(SEQ, layout.padded_seq)], "cpu")
+    attend = ContextAttention.make(
+        exchange, SdpaKernel(), [SequenceMask.causal(SEQ, layout.padded_seq)], "cpu"
+    )
     recorder = Recorder(torch.device("cpu"))
     if recording_too:
         exchange.record(recorder)
         recorder.start()
-    q, k, v = (torch.randn(1, SEQ, h, HEAD_DIM, requires_grad=True) for h in (HEADS, KV_HEADS, KV_HEADS))
+    q, k, v = (
+        torch.randn(1, SEQ, h, HEAD_DIM, requires_grad=True) for h in (HEADS, KV_HEADS, KV_HEADS)
+    )
     for layer in range(3):
         attend(q, k, v, layer).sum().backward()
     depth = list(itertools.accumulate(1 if said else -1 for said in domain.said))

@@ -23,13 +23,31 @@ from mtrain_cli.parallel.schedule import (
     make_schedule,
 )
 
-SIZES = [(1, 1), (2, 1), (2, 2), (3, 3), (4, 2), (4, 8), (6, 2), (6, 3), (7, 7), (7, 1), (8, 4), (12, 3), (12, 4), (12, 12), (16, 8)]
+SIZES = [
+    (1, 1),
+    (2, 1),
+    (2, 2),
+    (3, 3),
+    (4, 2),
+    (4, 8),
+    (6, 2),
+    (6, 3),
+    (7, 7),
+    (7, 1),
+    (8, 4),
+    (12, 3),
+    (12, 4),
+    (12, 12),
+    (16, 8),
+]
 
 
 def cases() -> list[tuple[str, ScheduleOptions]]:
     """Every exchange with every combination of numbers that fits."""
     found = []
-    for (workers, per_node), heads, circulates, prefetch in product(SIZES, (1, 2, 3, 4, 6), (KV, QUERIES), (1, 2, 3)):
+    for (workers, per_node), heads, circulates, prefetch in product(
+        SIZES, (1, 2, 3, 4, 6), (KV, QUERIES), (1, 2, 3)
+    ):
         if workers % heads or (per_node % heads and heads % per_node):
             continue
         for chunks in (1, 2, 4):
@@ -38,25 +56,39 @@ def cases() -> list[tuple[str, ScheduleOptions]]:
                 found += [("all_gather", options), ("hierarchical_all_gather", options)]
             if chunks == 1:
                 found += [("ring", options), ("hierarchical_ring", options)]
-    return [(name, o) for name, o in found if (o.workers // o.heads) % min(o.workers // o.heads, max(1, o.per_node // o.heads)) == 0]
+    return [
+        (name, o)
+        for name, o in found
+        if (o.workers // o.heads) % min(o.workers // o.heads, max(1, o.per_node // o.heads)) == 0
+    ]
 
 
 class Play:
     """All ranks of one pass, each as far as it gets until all are through: a rank waits for its transfers, a transfer for its partners."""
 
-    def __init__(self, schedule: Schedule, steps: tuple[tuple[ScheduleStep, ...], ...], held: list[set[int]], moves: str) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        steps: tuple[tuple[ScheduleStep, ...], ...],
+        held: list[set[int]],
+        moves: str,
+    ) -> None:
         self.schedule, self.steps, self.moves = schedule, steps, moves
         self.heads = schedule.heads
         self.held = held  # shards of what moves that each rank has
         self.ready = [schedule.heads == 1 for _ in steps]  # tokens have been traded for heads
         self.back = [schedule.heads == 1 for _ in steps]
         self.posted: list[dict[int, Transfer]] = [{} for _ in steps]
-        self.lines: dict[tuple, list[tuple[int, Transfer]]] = defaultdict(list)  # what is posted between two ranks, in order
+        self.lines: dict[tuple, list[tuple[int, Transfer]]] = defaultdict(
+            list
+        )  # what is posted between two ranks, in order
         self.begun: set[tuple[int, int]] = set()
         self.complete: set[tuple[int, int]] = set()
         self.collected: set[tuple[int, int]] = set()
         self.arrived: dict[tuple[int, int], dict[int, list]] = {}
-        self.sums: list[dict[tuple[int, int, int], list]] = [defaultdict(list) for _ in steps]  # (shard, part) -> who added what
+        self.sums: list[dict[tuple[int, int, int], list]] = [
+            defaultdict(list) for _ in steps
+        ]  # (shard, part) -> who added what
         self.computed: list[tuple] = []
         programs = [self.program(rank) for rank in range(len(steps))]
         waiting = list(range(len(steps)))
@@ -66,10 +98,23 @@ class Play:
                 if next(programs[rank], "through") == "through":
                     waiting.remove(rank)
             self.progress()
-            assert (len(self.complete), len(waiting), sum(len(p) for p in self.posted)) != before, "deadlock"
-        assert all((rank, number) in self.complete for rank, posted in enumerate(self.posted) for number in posted), "all end"
-        unwaited = {(r, n) for r, posted in enumerate(self.posted) for n, t in posted.items() if t.payload in GRADIENTS} - self.collected
-        assert all(self.posted[r][n].kind == "reduce_scatter" for r, n in unwaited), "every gradient that arrives by hops is added"
+            assert (len(self.complete), len(waiting), sum(len(p) for p in self.posted)) != before, (
+                "deadlock"
+            )
+        assert all(
+            (rank, number) in self.complete
+            for rank, posted in enumerate(self.posted)
+            for number in posted
+        ), "all end"
+        unwaited = {
+            (r, n)
+            for r, posted in enumerate(self.posted)
+            for n, t in posted.items()
+            if t.payload in GRADIENTS
+        } - self.collected
+        assert all(self.posted[r][n].kind == "reduce_scatter" for r, n in unwaited), (
+            "every gradient that arrives by hops is added"
+        )
 
     def program(self, rank: int):
         for step in self.steps[rank]:
@@ -84,7 +129,11 @@ class Play:
                     yield "waits"
                 self.collected.add((rank, number))
                 # What a collective brought was complete on arrival.
-                arrived = self.arrived.pop((rank, number)) if self.posted[rank][number].kind == "p2p" else {}
+                arrived = (
+                    self.arrived.pop((rank, number))
+                    if self.posted[rank][number].kind == "p2p"
+                    else {}
+                )
                 for key, parts in arrived.items():
                     self.sums[rank][key] += parts
             for transfer in step.send:
@@ -95,11 +144,15 @@ class Play:
             assert not step.keys
             return
         assert self.ready[rank]
-        assert set(step.queries if self.moves == QUERIES else step.keys) <= self.held[rank], "computes only what it holds"
+        assert set(step.queries if self.moves == QUERIES else step.keys) <= self.held[rank], (
+            "computes only what it holds"
+        )
         i, n = step.part
         assert 0 <= i < n
         members = set(range(rank - rank % self.heads, rank - rank % self.heads + self.heads))
-        assert (set(step.keys) if self.moves == QUERIES else set(step.queries)) == members, "one side is its own"
+        assert (set(step.keys) if self.moves == QUERIES else set(step.queries)) == members, (
+            "one side is its own"
+        )
         for q, k in product(step.queries, step.keys):
             self.computed.append((q, k, step.part))
             self.sums[rank][(q if self.moves == QUERIES else k), i, n].append((q, k))
@@ -120,7 +173,11 @@ class Play:
 
     def take(self, rank: int, t: Transfer) -> None:
         """What is sent leaves now: nothing may be added to it later."""
-        taken = {key: self.sums[rank].pop(key) for key in list(self.sums[rank]) if key[0] in t.sends and self.inside(key, t.part)}
+        taken = {
+            key: self.sums[rank].pop(key)
+            for key in list(self.sums[rank])
+            if key[0] in t.sends and self.inside(key, t.part)
+        }
         assert {key[0] for key in taken} == set(t.sends), "sends what it has"
         self.arrived[rank, -2 - t.number] = taken
 
@@ -136,10 +193,14 @@ class Play:
             changed = False
             for rank, posted in enumerate(self.posted):
                 for number, t in posted.items():
-                    if (rank, number) in self.begun or (t.after is not None and (rank, t.after) not in self.complete):
+                    if (rank, number) in self.begun or (
+                        t.after is not None and (rank, t.after) not in self.complete
+                    ):
                         continue
                     if t.payload in (KV, QUERIES):
-                        assert set(t.sends) <= self.held[rank] or t.kind == "p2p", "sends only what it holds"
+                        assert set(t.sends) <= self.held[rank] or t.kind == "p2p", (
+                            "sends only what it holds"
+                        )
                         if not set(t.sends) <= self.held[rank]:
                             continue
                     if t.payload in GRADIENTS and t.after is not None:
@@ -148,7 +209,11 @@ class Play:
                     changed = True
             for rank, posted in enumerate(self.posted):
                 for number, t in posted.items():
-                    if (rank, number) in self.begun and (rank, number) not in self.complete and self.finish(rank, t):
+                    if (
+                        (rank, number) in self.begun
+                        and (rank, number) not in self.complete
+                        and self.finish(rank, t)
+                    ):
                         self.complete.add((rank, number))
                         changed = True
 
@@ -156,20 +221,35 @@ class Play:
         """The message at the same place of the partner's line as t has in this rank's."""
         place = [n.number for _, n in self.lines[mine]].index(t.number)
         others = self.lines[line]
-        return others[place] if place < len(others) and (others[place][0], others[place][1].number) in self.begun else None
+        return (
+            others[place]
+            if place < len(others) and (others[place][0], others[place][1].number) in self.begun
+            else None
+        )
 
     def finish(self, rank: int, t: Transfer) -> bool:
         what = "gradients" if t.payload in GRADIENTS else t.payload
         if t.kind == "p2p":
-            sender = self.partner((t.channel, what, t.source, rank, "out"), (t.channel, what, t.source, rank, "in"), t)
-            receiver = self.partner((t.channel, what, rank, t.to, "in"), (t.channel, what, rank, t.to, "out"), t)
+            sender = self.partner(
+                (t.channel, what, t.source, rank, "out"), (t.channel, what, t.source, rank, "in"), t
+            )
+            receiver = self.partner(
+                (t.channel, what, rank, t.to, "in"), (t.channel, what, rank, t.to, "out"), t
+            )
             if sender is None or receiver is None:
                 return False
-            assert (sender[1].sends, sender[1].part, sender[1].payload) == (t.receives, t.part, t.payload), "what arrives is what was sent"
+            assert (sender[1].sends, sender[1].part, sender[1].payload) == (
+                t.receives,
+                t.part,
+                t.payload,
+            ), "what arrives is what was sent"
             assert receiver[1].receives == t.sends
             others = [sender]
         else:
-            found = [self.partner((t.channel, what, t.peers, p), (t.channel, what, t.peers, rank), t) for p in t.peers]
+            found = [
+                self.partner((t.channel, what, t.peers, p), (t.channel, what, t.peers, rank), t)
+                for p in t.peers
+            ]
             if any(f is None for f in found):
                 return False
             others = [f for f in found if f is not None]
@@ -205,15 +285,25 @@ def check_schedule(schedule: Schedule, options: ScheduleOptions) -> None:
     everyone = range(w)
     own = [set(range(r - r % u, r - r % u + u)) for r in everyone]
     assert len(schedule.forward) == len(schedule.backward) == w
-    assert all(schedule.keeps[r] and (schedule.circulates == KV or set(schedule.keeps[r]) == own[r]) for r in everyone)
+    assert all(
+        schedule.keeps[r] and (schedule.circulates == KV or set(schedule.keeps[r]) == own[r])
+        for r in everyone
+    )
     forward = Play(schedule, schedule.forward, [set(s) for s in own], KV)
     moves = schedule.circulates
-    backward = Play(schedule, schedule.backward, [set(schedule.keeps[r]) if moves == KV else set(own[r]) for r in everyone], moves)
+    backward = Play(
+        schedule,
+        schedule.backward,
+        [set(schedule.keeps[r]) if moves == KV else set(own[r]) for r in everyone],
+        moves,
+    )
     for play in (forward, backward):
         parts = {part[1] for *_, part in play.computed}
         assert len(parts) == 1
         n = parts.pop()
-        assert sorted(play.computed) == [(q, k, (i, n)) for q in everyone for k in everyone for i in range(n)], "every pair once"
+        assert sorted(play.computed) == [
+            (q, k, (i, n)) for q in everyone for k in everyone for i in range(n)
+        ], "every pair once"
     ready = [(rank, set(schedule.keeps[rank])) for rank in everyone]
     assert all(kept <= forward.held[rank] for rank, kept in ready), "keeps what it held"
     for rank in everyone:
@@ -221,7 +311,9 @@ def check_schedule(schedule: Schedule, options: ScheduleOptions) -> None:
         shards = {key[0] for key, parts in sums.items() if parts}
         assert shards == own[rank], "each owner ends with its own shard alone"
         for (shard, *_), parts in sums.items():
-            pairs = [(q, shard) for q in everyone] if moves == KV else [(shard, k) for k in everyone]
+            pairs = (
+                [(q, shard) for q in everyone] if moves == KV else [(shard, k) for k in everyone]
+            )
             assert sorted(parts) == pairs, "complete, nothing twice"
 
 
@@ -245,7 +337,11 @@ def test_the_tests_see_a_lost_hop_a_wrong_neighbour_and_a_gradient_that_stays():
     hop = good.forward[1][0].post[1]
     bad = [
         {"forward": without(good.forward, 1, 0, post=good.forward[1][0].post[:1])},
-        {"forward": without(good.forward, 1, 0, post=(good.forward[1][0].post[0], replace(hop, to=3)))},
+        {
+            "forward": without(
+                good.forward, 1, 0, post=(good.forward[1][0].post[0], replace(hop, to=3))
+            )
+        },
         {"forward": without(good.forward, 2, 1, keys=good.forward[2][0].keys)},
         {"backward": without(good.backward, 0, 0, send=())},
         {"backward": without(good.backward, 0, 1, collect=())},
@@ -256,11 +352,16 @@ def test_the_tests_see_a_lost_hop_a_wrong_neighbour_and_a_gradient_that_stays():
             check_schedule(schedule, ScheduleOptions(4, 2))
 
 
-@pytest.mark.parametrize(("name", "per_node", "each"), [("all_gather", 4, 1), ("hierarchical_all_gather", 2, 2)])
+@pytest.mark.parametrize(
+    ("name", "per_node", "each"), [("all_gather", 4, 1), ("hierarchical_all_gather", 2, 2)]
+)
 def test_gradients_of_a_part_have_left_before_the_next_ones_do(name, per_node, each):
     for steps in make_schedule(name, ScheduleOptions(4, per_node, chunks=3)).backward:
         assert [len(step.send) for step in steps] == [each] * 3
-        assert [step.collect for step in steps] == [(), *(tuple(t.number for t in step.send) for step in steps[:-1])]
+        assert [step.collect for step in steps] == [
+            (),
+            *(tuple(t.number for t in step.send) for step in steps[:-1]),
+        ]
 
 
 @pytest.mark.parametrize("workers", [2, 7])
@@ -268,10 +369,18 @@ def test_a_ring_hops_one_time_less_than_it_has_workers(workers):
     schedule = make_schedule("ring", ScheduleOptions(workers, workers))
     for steps in (*schedule.forward, *schedule.backward):
         assert sum(t.payload == KV for s in steps for t in s.transfers) == workers - 1
-    assert all(sum(t.payload == DKV for s in steps for t in s.transfers) == workers - 1 for steps in schedule.backward)
-    assert all(schedule.keeps[r] == schedule.forward[r][-1].keys for r in range(workers)), "backward starts from what came last"
+    assert all(
+        sum(t.payload == DKV for s in steps for t in s.transfers) == workers - 1
+        for steps in schedule.backward
+    )
+    assert all(schedule.keeps[r] == schedule.forward[r][-1].keys for r in range(workers)), (
+        "backward starts from what came last"
+    )
     queries = make_schedule("ring", ScheduleOptions(workers, workers, circulates=QUERIES))
-    assert all(sum(t.payload == DQ for s in steps for t in s.transfers) == workers - 1 for steps in queries.backward)
+    assert all(
+        sum(t.payload == DQ for s in steps for t in s.transfers) == workers - 1
+        for steps in queries.backward
+    )
 
 
 @pytest.mark.parametrize("name", ["hierarchical_ring", "hierarchical_all_gather"])
@@ -279,19 +388,35 @@ def test_between_nodes_a_shard_crosses_once_a_node(name):
     schedule = make_schedule(name, ScheduleOptions(12, 4))
     for steps, payload in ((schedule.forward, KV), (schedule.backward, DKV)):
         for rank, mine in enumerate(steps):
-            crossing = [t for s in mine for t in s.transfers if t.payload == payload and schedule.crosses_nodes(rank, t)]
-            assert sum(len(t.receives if payload == KV else t.sends) for t in crossing) == 2, "two other nodes, one shard of each"
+            crossing = [
+                t
+                for s in mine
+                for t in s.transfers
+                if t.payload == payload and schedule.crosses_nodes(rank, t)
+            ]
+            assert sum(len(t.receives if payload == KV else t.sends) for t in crossing) == 2, (
+                "two other nodes, one shard of each"
+            )
 
 
 def test_a_flat_ring_crosses_nodes_at_their_ends_only():
     schedule = make_schedule("ring", ScheduleOptions(8, 4))
-    crossing = [any(schedule.crosses_nodes(r, t) for s in schedule.forward[r] for t in s.transfers) for r in range(8)]
+    crossing = [
+        any(schedule.crosses_nodes(r, t) for s in schedule.forward[r] for t in s.transfers)
+        for r in range(8)
+    ]
     assert crossing == [True, False, False, True, True, False, False, True]
 
 
 def test_neighbours_of_a_node_are_in_that_node():
     schedule = make_schedule("hierarchical_ring", ScheduleOptions(8, 4))
-    inner = [(r, t) for r in range(8) for s in schedule.forward[r] for t in s.transfers if t.channel == "inner"]
+    inner = [
+        (r, t)
+        for r in range(8)
+        for s in schedule.forward[r]
+        for t in s.transfers
+        if t.channel == "inner"
+    ]
     assert inner
     assert not any(schedule.crosses_nodes(r, t) for r, t in inner)
 
@@ -332,7 +457,9 @@ def test_a_hop_is_posted_as_many_turns_ahead_as_asked(prefetch):
     for steps in make_schedule("ring", ScheduleOptions(5, 5, prefetch=prefetch)).forward:
         posted = {t.number: at for at, step in enumerate(steps) for t in step.post}
         awaited = {number: at for at, step in enumerate(steps) for number in step.wait}
-        assert [posted[n] for n in sorted(posted)] == [max(0, turn - prefetch) for turn in range(1, 5)]
+        assert [posted[n] for n in sorted(posted)] == [
+            max(0, turn - prefetch) for turn in range(1, 5)
+        ]
         assert [awaited[n] for n in sorted(posted)] == [1, 2, 3, 4]
 
 

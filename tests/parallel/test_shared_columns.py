@@ -35,13 +35,18 @@ def test_every_rank_packs_and_gets_back_the_columns_among_its_own_keys(name, par
     mask = SequenceMask.from_documents(np.repeat([0, 1], [25, SEQ - 25]), layout.padded_seq)
     schedule = make_schedule("ring", ScheduleOptions(WORLD, WORLD))
     heads = range(HEADS)[part[0] * HEADS // part[1] : (part[0] + 1) * HEADS // part[1]]
-    exchanges = [RingExchange(layout, ContextGroup(rank, tuple(range(WORLD))), schedule, part) for rank in range(WORLD)]
+    exchanges = [
+        RingExchange(layout, ContextGroup(rank, tuple(range(WORLD))), schedule, part)
+        for rank in range(WORLD)
+    ]
     works = [exchange.work([mask], "cpu", BLOCK) for exchange in exchanges]
     # The second layer is under another index, with the same masks.
     for index in (index_of(layout, 1), index_of(layout, 2)):
         columns = index.columns[0, heads.start : heads.stop].long()
         # Kernels take whole tiles of columns; the places beyond the last are empty.
-        columns = torch.nn.functional.pad(columns, (0, whole_columns(index).shape[-1] - WIDTH), value=index.blocks * BLOCK)
+        columns = torch.nn.functional.pad(
+            columns, (0, whole_columns(index).shape[-1] - WIDTH), value=index.blocks * BLOCK
+        )
         real = columns < SEQ
         packed, owners = torch.zeros(2, *columns.shape, 1), torch.zeros(columns.shape)
         for exchange, work in zip(exchanges, works, strict=True):
@@ -51,13 +56,18 @@ def test_every_rank_packs_and_gets_back_the_columns_among_its_own_keys(name, par
             shared, own = gathering.shared, torch.from_numpy(layout.positions(exchange.group.rank))
             # Where the columns stand among the keys of this rank.
             at = (own == columns[..., None]).long()
-            assert torch.equal(shared.slots[0].long(), torch.where((at.sum(-1) > 0) & real, at.argmax(-1), -1))
+            assert torch.equal(
+                shared.slots[0].long(), torch.where((at.sum(-1) > 0) & real, at.argmax(-1), -1)
+            )
             k = own.float()[None, :, None, None]
             packed += shared.pack(k, -k)[:, 0]
             # What belongs to others is not added to these keys.
             dk, dv = torch.zeros(1, len(own), 1, 1), torch.zeros(1, len(own), 1, 1)
             shared.add_gradients(dk, dv, torch.ones(2, 1, *columns.shape, 1))
-            assert torch.equal(dk.flatten().long(), (own[:, None, None] == columns.masked_fill(~real, -1)).sum((1, 2)))
+            assert torch.equal(
+                dk.flatten().long(),
+                (own[:, None, None] == columns.masked_fill(~real, -1)).sum((1, 2)),
+            )
             owners += shared.slots[0] >= 0
             # Queries of this rank against the whole sequence, under the lines of these heads.
             assert shared.tiles is narrowed.of(exchange.own, WHOLE_SEQUENCE, part)
@@ -68,10 +78,16 @@ def test_every_rank_packs_and_gets_back_the_columns_among_its_own_keys(name, par
                     for key in index.columns[0, head, :-1].tolist():
                         away = query // BLOCK - key // BLOCK
                         allowed = query < SEQ and int(mask.first[query]) <= key <= query
-                        whole[at_head, row, key] = allowed and not bool(index.slashes[0, head, away])
+                        whole[at_head, row, key] = allowed and not bool(
+                            index.slashes[0, head, away]
+                        )
             seen = shared.seen()[0]
             assert torch.equal(
-                seen, whole.gather(-1, columns.clamp(max=layout.padded_seq - 1)[:, None].expand(-1, len(own), -1)) & real[:, None]
+                seen,
+                whole.gather(
+                    -1, columns.clamp(max=layout.padded_seq - 1)[:, None].expand(-1, len(own), -1)
+                )
+                & real[:, None],
             )
         assert torch.equal(owners > 0, real)
         assert owners.max() == 1

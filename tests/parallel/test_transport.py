@@ -13,13 +13,21 @@ WHERE = "ring, layer 3, forward, step 2 of 4"
 
 def test_a_lost_peer_is_named_with_the_place():
     with (
-        pytest.raises(ExchangeError, match=rf"^{WHERE}: kv from rank 1 did not come \(Timed out waiting 6000ms for recv operation\)$"),
+        pytest.raises(
+            ExchangeError,
+            match=rf"^{WHERE}: kv from rank 1 did not come \(Timed out waiting 6000ms for recv operation\)$",
+        ),
         naming(WHERE, "waits for kv from rank 1", "kv from rank 1 did not come", 1),
     ):
-        raise RuntimeError("[/w/gloo/transport/tcp/unbound_buffer.cc:129] Timed out waiting 6000ms for recv operation")
+        raise RuntimeError(
+            "[/w/gloo/transport/tcp/unbound_buffer.cc:129] Timed out waiting 6000ms for recv operation"
+        )
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("Tensors must be contiguous")])
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("Tensors must be contiguous")],
+)
 def test_another_error_stays_what_it_is(error):
     with pytest.raises(type(error)) as caught, naming(WHERE, "posts kv", "kv could not be posted"):
         raise error

@@ -51,7 +51,9 @@ def test_copies_are_exact(dtype, dim):
     made = contiguous(turned)
     assert made.is_contiguous()
     assert made.dtype == dtype
-    assert made.view(torch.uint8).equal(turned.contiguous().view(torch.uint8)), "bit for bit, also what is no number"
+    assert made.view(torch.uint8).equal(turned.contiguous().view(torch.uint8)), (
+        "bit for bit, also what is no number"
+    )
     assert contiguous(source) is source
     for into in DTYPES:
         target = torch.zeros(4, 2, 5, 3, dim, dtype=into)[:, 1]
@@ -61,7 +63,12 @@ def test_copies_are_exact(dtype, dim):
 
 @pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize(
-    ("dim", "dtype", "into"), [(16, torch.bfloat16, torch.float32), (6, torch.float32, torch.float32), (8, torch.float64, torch.float64)]
+    ("dim", "dtype", "into"),
+    [
+        (16, torch.bfloat16, torch.float32),
+        (6, torch.float32, torch.float32),
+        (8, torch.float64, torch.float64),
+    ],
 )
 def test_layouts_put_tokens_where_their_positions_say(name, dim, dtype, into):
     layout = make_layout(name, 3, 48, 4, unit=4)

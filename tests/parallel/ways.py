@@ -18,7 +18,10 @@ class Way:
     shared_columns: bool = True
 
     def __str__(self) -> str:
-        more = f"{self.chunks}c {self.prefetch}p {self.circulates} {self.heads}h" + "" * self.shared_columns
+        more = (
+            f"{self.chunks}c {self.prefetch}p {self.circulates} {self.heads}h"
+            + "" * self.shared_columns
+        )
         return f"{self.exchange} nodes of {self.per_node} {more}"
 
     def fits(self, world: int, kv_heads: int) -> bool:

@@ -41,17 +41,33 @@ def uneven(direction: str, rank: int, step: int) -> float:
     ],
 )
 def test_bins_fill_the_passes_for_every_exchange(tmp_path, exchange, options):
-    what = Play(ring(4, 2, exchange, **options), uneven, link=LINK, index=0.3, columns=0.2, merge=0.05, gap=0.02, starts={1: 0.1})
+    what = Play(
+        ring(4, 2, exchange, **options),
+        uneven,
+        link=LINK,
+        index=0.3,
+        columns=0.2,
+        merge=0.05,
+        gap=0.02,
+        starts={1: 0.1},
+    )
     found = analysed(tmp_path, what, layers=(0, 3), iterations=2)
     assert found.bins.sum(-1) == pytest.approx(found.passes_ms, rel=1e-4)
-    assert found.bin_ms("index") == pytest.approx(0.3 * 2 * 2)  # two layers, both directions, of each iteration
+    assert found.bin_ms("index") == pytest.approx(
+        0.3 * 2 * 2
+    )  # two layers, both directions, of each iteration
     assert found.bin_ms("columns") == pytest.approx(0.2 * 2 * 2)
     assert set(found.exposed) <= {"context", "inner", "outer", "heads"}
     assert found.exposed or exchange == "hierarchical_ring"
 
 
 def test_tables_and_degrees_are_those_of_the_times_played(tmp_path):
-    found = analysed(tmp_path, Play(ring(4), uneven, pairs=lambda _d, r, _s: 100 * (r + 1)), layers=(2, 5), iterations=3)
+    found = analysed(
+        tmp_path,
+        Play(ring(4), uneven, pairs=lambda _d, r, _s: 100 * (r + 1)),
+        layers=(2, 5),
+        iterations=3,
+    )
     assert (found.samples, found.iterations, found.layers) == (6, 3, (2, 5))
     for direction in ("forward", "backward"):
         table = [[uneven(direction, rank, step) for step in range(4)] for rank in range(4)]
@@ -65,15 +81,21 @@ def test_tables_and_degrees_are_those_of_the_times_played(tmp_path):
         ratio = computation(mine.attention, mine.elapsed, mine.duration.mean)
         assert mine.computation.step.mean == pytest.approx(ratio.step, rel=1e-5)
         assert mine.computation.total.mean == pytest.approx(ratio.total, rel=1e-5)
-        assert mine.across_workers[:, [0, -1]] == pytest.approx(np.array([[t[0], t[-1]] for t in zip(*table, strict=True)]), rel=1e-5)
+        assert mine.across_workers[:, [0, -1]] == pytest.approx(
+            np.array([[t[0], t[-1]] for t in zip(*table, strict=True)]), rel=1e-5
+        )
         assert mine.across_steps[:, 2] == pytest.approx(np.median(table, axis=1), rel=1e-5)
         assert [layer["layer"] for layer in mine.layers] == [2, 5]
-    assert found.time.worker.mean == pytest.approx(sum(p.time.worker.mean for p in found.passes.values()) / 2)
+    assert found.time.worker.mean == pytest.approx(
+        sum(p.time.worker.mean for p in found.passes.values()) / 2
+    )
     assert found.tokens == 4096
 
 
 def test_columns_are_a_step_more_for_workers_and_none_of_a_worker(tmp_path):
-    found = analysed(tmp_path, Play(ring(2), lambda _d, r, _s: 1.0 + r, columns=3.0)).passes["forward"]
+    found = analysed(tmp_path, Play(ring(2), lambda _d, r, _s: 1.0 + r, columns=3.0)).passes[
+        "forward"
+    ]
     assert found.time.worker.mean == pytest.approx((2 / 1.5 + 2 / 1.5 + 1) / 3, rel=1e-5)
     assert found.time.total.mean == pytest.approx((2 + 2 + 3) / 6, rel=1e-5)
     assert found.time.step.mean == pytest.approx(1)
@@ -84,7 +106,10 @@ def test_columns_computed_inside_a_step_belong_to_none_all_the_same(tmp_path):
     rows = rows_of(Play(ring(2), lambda _d, r, _s: 1.0 + r, columns=3.0))
     inside = rows.copy()
     inside["step"][rows["phase"] == KINDS.index("columns")] = 1
-    both = [analyse(open_records(write(tmp_path / name, [r], [facts_of(ring(2))])))[0] for name, r in (("a", rows), ("b", inside))]
+    both = [
+        analyse(open_records(write(tmp_path / name, [r], [facts_of(ring(2))])))[0]
+        for name, r in (("a", rows), ("b", inside))
+    ]
     assert json.dumps(both[0].to_json()) == json.dumps(both[1].to_json())
 
 
@@ -96,11 +121,17 @@ def test_spread_is_over_samples_and_groups_are_samples(tmp_path):
     folder = write(tmp_path, rows, [facts_of(ring(2), groups=2)])
     (found,) = analyse(open_records(folder))
     degrees = [2 * (1 + x) / (2 + x) for x in (0, 1, 1, 2)]
-    assert found.time.worker == Estimate(*(pytest.approx(v, rel=1e-5) for v in (np.mean(degrees), np.std(degrees, ddof=1))), 4)
+    assert found.time.worker == Estimate(
+        *(pytest.approx(v, rel=1e-5) for v in (np.mean(degrees), np.std(degrees, ddof=1))), 4
+    )
     # Two iterations are two samples, however many groups and layers each has.
     means = np.mean(degrees[:2]), np.mean(degrees[2:])
     assert found.time.worker.error == pytest.approx(abs(means[0] - means[1]) / 2)
-    assert np.isnan(analyse(open_records(write(tmp_path / "one", rows[:1], [facts_of(ring(2), groups=2)])))[0].time.worker.error)
+    assert np.isnan(
+        analyse(open_records(write(tmp_path / "one", rows[:1], [facts_of(ring(2), groups=2)])))[
+            0
+        ].time.worker.error
+    )
     assert (found.workers, found.groups, found.bins.shape) == (2, 2, (2, 4, len(BINS)))
     assert found.tokens == 2 * 4096
 
@@ -115,17 +146,29 @@ def test_a_pass_and_its_layers_last_as_long_as_the_slowest_worker(tmp_path):
     (found,) = analyse(open_records(write(tmp_path, rows, [facts_of(ring(2), layers=3)])))
     forward = found.passes["forward"]
     # Two steps of 1 ms and of 2 ms, in layers of 1, 4 and 2 times that; everything twice as long in the second iteration.
-    assert forward.duration == Estimate(*(pytest.approx(v, rel=1e-5) for v in (14, 28 / 3 / 2**0.5)), 2)
+    assert forward.duration == Estimate(
+        *(pytest.approx(v, rel=1e-5) for v in (14, 28 / 3 / 2**0.5)), 2
+    )
     assert forward.layers == [
-        {"layer": layer, "ms": pytest.approx(1.5 * 4 * f), "attention_ms": pytest.approx(1.5 * 3 * f), "late_ms": 0, "exposed_ms": 0}
+        {
+            "layer": layer,
+            "ms": pytest.approx(1.5 * 4 * f),
+            "attention_ms": pytest.approx(1.5 * 3 * f),
+            "late_ms": 0,
+            "exposed_ms": 0,
+        }
         for layer, f in factors.items()
     ]
     # Of the slowest worker's time, the other computes in half.
-    assert (forward.computation.step.mean, forward.computation.total.mean) == pytest.approx((1, 0.75))
+    assert (forward.computation.step.mean, forward.computation.total.mean) == pytest.approx(
+        (1, 0.75)
+    )
 
 
 def test_percentiles_are_of_the_time_of_steps(tmp_path):
-    found = analysed(tmp_path, Play(ring(4), lambda _d, _r, s: (1.0, 1.0, 1.0, 9.0)[s], merge=0.5), layers=(0, 1)).passes["forward"]
+    found = analysed(
+        tmp_path, Play(ring(4), lambda _d, _r, s: (1.0, 1.0, 1.0, 9.0)[s], merge=0.5), layers=(0, 1)
+    ).passes["forward"]
     assert (found.p50, found.p95, found.longest) == pytest.approx((1.5, 9.5, 9.5))
 
 
@@ -141,14 +184,18 @@ def test_an_iteration_lasts_as_long_as_its_slowest_rank(tmp_path):
 def test_what_is_drawn_from_long_recordings_has_every_step_and_layer(tmp_path, monkeypatch):
     layers, steps, count = 5, 4, 40
     what = rows_of(
-        lambda _i, layer, _g: Play(ring(steps), lambda _d, _r, s: 10.0 * (layer + 1) + s), layers=range(layers), directions=("forward",)
+        lambda _i, layer, _g: Play(ring(steps), lambda _d, _r, s: 10.0 * (layer + 1) + s),
+        layers=range(layers),
+        directions=("forward",),
     )
     rows = np.tile(what, count)
     rows["iteration"] = np.repeat(np.arange(count), len(what))
     # One value of as many as there are steps is kept, one table of as many as there are layers.
     monkeypatch.setattr("mtrain_cli.profiling.analysis.MOST_VALUES", count * layers * (steps + 1))
     monkeypatch.setattr("mtrain_cli.profiling.analysis.MOST_TABLES", count)
-    recorded = open_records(write(tmp_path, [rows], [facts_of(ring(steps), layers=layers)], wanted=count))
+    recorded = open_records(
+        write(tmp_path, [rows], [facts_of(ring(steps), layers=layers)], wanted=count)
+    )
     shapes, last = survey(recorded)
     gathered = _Gathered(shapes[0], WaitAttribution(shapes[0], 0.0))
     assert (gathered.value_stride, gathered.table_stride) == (steps, layers)
@@ -159,7 +206,9 @@ def test_what_is_drawn_from_long_recordings_has_every_step_and_layer(tmp_path, m
     assert len(values) == pytest.approx(count * layers * steps, rel=0.2)  # of four times as many
     assert set(values) == {time for layer in times for time in layer}
     assert len(gathered.tables[0]) == pytest.approx(count, rel=0.4)
-    assert {tuple(np.rint(table[0])) for table in gathered.tables[0]} == {tuple(layer) for layer in times}
+    assert {tuple(np.rint(table[0])) for table in gathered.tables[0]} == {
+        tuple(layer) for layer in times
+    }
     found = gathered.result(count).passes["forward"]
     assert found.p50 == pytest.approx(np.percentile(times, 50), abs=1)
     assert found.p95 == pytest.approx(np.percentile(times, 95), abs=1)
@@ -172,12 +221,26 @@ def slower(rank: int, times: float):
     return lambda _d, r, _s: times if r == rank else 1.0
 
 
-@pytest.mark.parametrize("schedule", [ring(2), ring(8), ring(8, 4, "hierarchical_ring"), ring(4, exchange="all_gather"), ring(4, heads=2)])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        ring(2),
+        ring(8),
+        ring(8, 4, "hierarchical_ring"),
+        ring(4, exchange="all_gather"),
+        ring(4, heads=2),
+    ],
+)
 def test_a_slow_rank_is_named_and_not_its_victims(tmp_path, schedule):
     found = analysed(tmp_path, Play(schedule, slower(1, 2.1), link=LINK), layers=(0, 1))
     blamed = [cause for cause in found.causes if cause.kind != "link"]
-    assert [(cause.rank, cause.kind) for cause in blamed] == [(1, "slow")], [c.text for c in found.causes]
-    assert "rank 1, which takes 2.1x as long for as much work: a slower device, or one that is disturbed" in blamed[0].text
+    assert [(cause.rank, cause.kind) for cause in blamed] == [(1, "slow")], [
+        c.text for c in found.causes
+    ]
+    assert (
+        "rank 1, which takes 2.1x as long for as much work: a slower device, or one that is disturbed"
+        in blamed[0].text
+    )
     assert found.work.worker.mean == 1
 
 
@@ -185,7 +248,9 @@ def test_a_rank_with_more_work_in_a_step_is_named_with_that_step(tmp_path):
     def heavy(direction: str, rank: int, step: int) -> float:
         return 1.9 if (direction, rank, step) == ("forward", 4, 2) else 1.0
 
-    found = analysed(tmp_path, Play(ring(6), heavy, pairs=lambda *at: int(1000 * heavy(*at))), layers=(0, 1, 2))
+    found = analysed(
+        tmp_path, Play(ring(6), heavy, pairs=lambda *at: int(1000 * heavy(*at))), layers=(0, 1, 2)
+    )
     (cause,) = found.causes
     assert (cause.rank, cause.step, cause.kind, cause.direction) == (4, 2, "work", "forward")
     assert "rank 4, which has 1.9x the blocks of the others in step 2" in cause.text
@@ -197,7 +262,14 @@ def charged(folder, heavy: dict[tuple[int, int], float]) -> dict[tuple[int, int]
     """ms of waiting in the forward pass of a ring of 12 that are charged to (rank, step), where some steps take longer."""
     schedule = ring(12)
     recorded = open_records(
-        recorded_once(folder, Play(schedule, lambda d, r, s: heavy.get((r, s), 1.0) if d == "forward" else 1.0, link=LINK))
+        recorded_once(
+            folder,
+            Play(
+                schedule,
+                lambda d, r, s: heavy.get((r, s), 1.0) if d == "forward" else 1.0,
+                link=LINK,
+            ),
+        )
     )
     shapes, last = survey(recorded)
     ((shape, iteration),) = iterations(recorded, shapes, last)
@@ -220,7 +292,12 @@ def test_two_delays_are_told_apart(tmp_path):
 
 def test_a_rank_behind_a_slow_link_is_not_to_blame(tmp_path):
     # Rank 1 gets its keys late, and is a little slow; rank 0, which shares heads with it, then waits for rank 1.
-    what = Play(ring(4, heads=2), slower(1, 1.05), link={"context": 0.3, "heads": 0.1}, slow_into={("context", 1): 3.0})
+    what = Play(
+        ring(4, heads=2),
+        slower(1, 1.05),
+        link={"context": 0.3, "heads": 0.1},
+        slow_into={("context", 1): 3.0},
+    )
     found = analysed(tmp_path, what)
     assert found.bin_ms("late") > 0.5
     assert found.causes[0].kind == "link"
@@ -228,8 +305,14 @@ def test_a_rank_behind_a_slow_link_is_not_to_blame(tmp_path):
 
 
 def test_more_work_in_all_steps_is_one_cause(tmp_path):
-    times = np.random.default_rng(0).gamma(20, 0.05, (6, 6)) * np.where(np.arange(6) == 2, 1.6, 1)[:, None]
-    found = analysed(tmp_path, Play(ring(6), lambda _d, r, s: times[r, s], pairs=lambda _d, r, s: int(1e4 * times[r, s])))
+    times = (
+        np.random.default_rng(0).gamma(20, 0.05, (6, 6))
+        * np.where(np.arange(6) == 2, 1.6, 1)[:, None]
+    )
+    found = analysed(
+        tmp_path,
+        Play(ring(6), lambda _d, r, s: times[r, s], pairs=lambda _d, r, s: int(1e4 * times[r, s])),
+    )
     assert [(c.rank, c.kind) for c in found.causes[:2]] == [(2, "work")] * 2
     assert all("x the pairs of the others over all its steps" in c.text for c in found.causes[:2])
 
@@ -237,7 +320,9 @@ def test_more_work_in_all_steps_is_one_cause(tmp_path):
 def test_a_delay_before_the_first_step_is_named(tmp_path):
     found = analysed(tmp_path, Play(ring(4), starts={2: 0.7}))
     assert [(c.rank, c.kind) for c in found.causes] == [(2, "start")]
-    assert "rank 2, which begins its attention 0.70 ms later than the others" in found.causes[0].text
+    assert (
+        "rank 2, which begins its attention 0.70 ms later than the others" in found.causes[0].text
+    )
 
 
 def test_in_training_a_late_start_is_the_slow_attention_before(tmp_path):
@@ -246,10 +331,20 @@ def test_in_training_a_late_start_is_the_slow_attention_before(tmp_path):
     found = analysed(tmp_path / "slow", slow, mode="training")
     assert found.causes[0].ms == pytest.approx(2 * 3 * 1.1, rel=0.01)
     assert (found.causes[0].rank, found.causes[0].kind) == (3, "slow")
-    pairs = Play(slow.schedule, slow.attention, pairs=lambda _d, r, _s: 2100 if r == 3 else 1000, link=LINK, starts={3: 1.1})
+    pairs = Play(
+        slow.schedule,
+        slow.attention,
+        pairs=lambda _d, r, _s: 2100 if r == 3 else 1000,
+        link=LINK,
+        starts={3: 1.1},
+    )
     found = analysed(tmp_path / "work", pairs, mode="training")
-    assert "rank 3, which has 2.1x the pairs of the others over all its steps" in found.causes[0].text
-    found = analysed(tmp_path / "start", Play(slow.schedule, link=LINK, starts={3: 1.1}), mode="training")
+    assert (
+        "rank 3, which has 2.1x the pairs of the others over all its steps" in found.causes[0].text
+    )
+    found = analysed(
+        tmp_path / "start", Play(slow.schedule, link=LINK, starts={3: 1.1}), mode="training"
+    )
     assert (found.causes[0].rank, found.causes[0].kind) == (3, "start")
 
 
@@ -258,13 +353,20 @@ def test_a_slow_index_that_all_wait_for_is_named(tmp_path):
     index = rows["phase"] == KINDS.index("index")
     waits = rows[index].copy()
     rows["dur_us"][index & (rows["rank"] == 0)] = 300
-    waits["phase"], waits["link"], waits["payload"] = KINDS.index("wait"), LINKS.index("context"), PAYLOADS.index("index")
+    waits["phase"], waits["link"], waits["payload"] = (
+        KINDS.index("wait"),
+        LINKS.index("context"),
+        PAYLOADS.index("index"),
+    )
     waits["dur_us"] = waits["late_us"] = np.where(waits["rank"] == 0, 1000, 0)
     waits["start_us"] += np.where(waits["rank"] == 0, 300, 1300)
-    (found,) = analyse(open_records(write(tmp_path, [np.concatenate([rows, waits])], [facts_of(ring(2))])))
+    (found,) = analyse(
+        open_records(write(tmp_path, [np.concatenate([rows, waits])], [facts_of(ring(2))]))
+    )
     assert [(c.rank, c.kind, c.step) for c in found.causes] == [(1, "index", -1)]
     assert (
-        "forward before the first step: rank 0 waits 1.00 ms for rank 1, which takes 1.00 ms longer for the index" in found.causes[0].text
+        "forward before the first step: rank 0 waits 1.00 ms for rank 1, which takes 1.00 ms longer for the index"
+        in found.causes[0].text
     )
 
 
@@ -275,10 +377,15 @@ def test_a_busy_host_is_named(tmp_path):
 
 
 def test_slow_links_are_named_with_their_step(tmp_path):
-    found = analysed(tmp_path, Play(ring(8, 4, "hierarchical_ring"), link={"inner": 1.4, "outer": 0.1}))
+    found = analysed(
+        tmp_path, Play(ring(8, 4, "hierarchical_ring"), link={"inner": 1.4, "outer": 0.1})
+    )
     (cause,) = found.causes
     assert cause.kind == "link"
-    assert cause.text == "forward: the inner link is exposed for 2.40 ms a layer, most in step 1: 0.40 ms"
+    assert (
+        cause.text
+        == "forward: the inner link is exposed for 2.40 ms a layer, most in step 1: 0.40 ms"
+    )
     assert found.exposed == pytest.approx({"inner": 2.4}, rel=1e-3)
     assert found.bin_ms("late") == pytest.approx(0, abs=1e-3)
 
@@ -286,32 +393,53 @@ def test_slow_links_are_named_with_their_step(tmp_path):
 def test_waits_for_links_are_those_of_one_layer_and_rank(tmp_path):
     what = Play(ring(8, 4, "hierarchical_ring"), link={"inner": 1.4, "outer": 0.1})
     (cause,) = analysed(tmp_path, what, layers=(0, 1, 2), iterations=2).causes
-    assert cause.text == "forward: the inner link is exposed for 2.40 ms a layer, most in step 1: 0.40 ms"
+    assert (
+        cause.text
+        == "forward: the inner link is exposed for 2.40 ms a layer, most in step 1: 0.40 ms"
+    )
     assert cause.ms == pytest.approx(2.4 * 8 * 3, rel=1e-3)  # of an iteration, all ranks together
 
 
 def test_a_cause_has_its_share_of_the_time_of_all_ranks(tmp_path):
     # Three of four are done after 1 ms and wait for the last until it is, in two passes of two layers: 9 of 10 ms.
-    found = analysed(tmp_path / "alone", Play(ring(4, exchange="all_gather"), slower(3, 10.0)), layers=(0, 1), iterations=2)
+    found = analysed(
+        tmp_path / "alone",
+        Play(ring(4, exchange="all_gather"), slower(3, 10.0)),
+        layers=(0, 1),
+        iterations=2,
+    )
     (cause,) = found.causes
     assert cause.ms == pytest.approx(3 * 9 * 4)
     assert "waits 9.00 ms for rank 3" in cause.text
     assert cause.text.endswith("; 108 ms an iteration over all ranks, 67.5% of their time")
     # In training nobody waits at the end: 1.1 of 2.1 ms, before the step.
     slow = Play(ring(4, exchange="all_gather"), slower(3, 2.1), starts={3: 1.1})
-    (cause,) = analysed(tmp_path / "training", slow, layers=(0, 1), iterations=2, mode="training").causes
+    (cause,) = analysed(
+        tmp_path / "training", slow, layers=(0, 1), iterations=2, mode="training"
+    ).causes
     assert "waits 1.10 ms for rank 3" in cause.text
-    assert cause.text.endswith(f"; 13 ms an iteration over all ranks, {3 * 1.1 / (4 * 2.1):.1%} of their time")
+    assert cause.text.endswith(
+        f"; 13 ms an iteration over all ranks, {3 * 1.1 / (4 * 2.1):.1%} of their time"
+    )
 
 
 def test_one_worker_has_degrees_of_one(tmp_path):
     found = analysed(tmp_path, Play(ring(1)))
-    assert (found.time.worker.mean, found.time.step.mean, found.computation.step.mean, found.causes) == (1, 1, 1, [])
+    assert (
+        found.time.worker.mean,
+        found.time.step.mean,
+        found.computation.step.mean,
+        found.causes,
+    ) == (1, 1, 1, [])
 
 
 def test_a_pass_in_which_nothing_is_computed_is_balanced(tmp_path):
     found = analysed(tmp_path, Play(ring(2), lambda *_: 0.0, index=1.0))
-    assert (found.time.worker.mean, found.computation.step.mean, found.computation.total.mean) == (1, 0, 0)
+    assert (found.time.worker.mean, found.computation.step.mean, found.computation.total.mean) == (
+        1,
+        0,
+        0,
+    )
 
 
 def test_missing_ranks_are_said_and_left_out(tmp_path):
@@ -320,7 +448,9 @@ def test_missing_ranks_are_said_and_left_out(tmp_path):
     (found,) = analyse(open_records(write(tmp_path, [rows], [facts_of(ring(4))])))
     assert (found.missing, found.partial) == ((3,), True)
     table = [[uneven("forward", rank, step) for step in range(4)] for rank in range(3)]
-    assert found.passes["forward"].time.worker.mean == pytest.approx(imbalance(table).worker, rel=1e-5)
+    assert found.passes["forward"].time.worker.mean == pytest.approx(
+        imbalance(table).worker, rel=1e-5
+    )
 
 
 def test_a_group_without_any_rows_is_missing(tmp_path):
@@ -337,7 +467,9 @@ def test_a_killed_profile_is_analysed_as_far_as_it_went(tmp_path):
 
 def test_cases_and_iterations_may_lie_mixed_in_one_file(tmp_path):
     first, second = Play(ring(2), uneven), Play(ring(4), slower(0, 3.0))
-    rows = np.concatenate([rows_of(p, case=c, iteration=i) for i in range(2) for c, p in enumerate((first, second))])
+    rows = np.concatenate(
+        [rows_of(p, case=c, iteration=i) for i in range(2) for c, p in enumerate((first, second))]
+    )
     shuffled = rows[np.random.default_rng(0).permutation(len(rows))]
     facts = [facts_of(p.schedule, label=name) for p, name in ((first, "a"), (second, "b"))]
     found = analyse(open_records(write(tmp_path / "mixed", [shuffled], facts)))
@@ -356,18 +488,28 @@ def test_recomputation_is_a_pass_of_its_own(tmp_path):
     assert found.bins.sum(-1) == pytest.approx(found.passes_ms, rel=1e-4)
     assert found.time.worker.n == 1
     assert found.passes["recompute"].time.worker.mean == 1
-    assert found.time.worker.mean == pytest.approx(found.passes["forward"].time.worker.mean, rel=1e-5)
+    assert found.time.worker.mean == pytest.approx(
+        found.passes["forward"].time.worker.mean, rel=1e-5
+    )
 
 
 def test_json_is_strict_and_small_numbers_stay(tmp_path):
-    document = json.loads(json.dumps(analysed(tmp_path, Play(ring(2), lambda *_: 1e-4)).to_json(), allow_nan=False))
+    document = json.loads(
+        json.dumps(analysed(tmp_path, Play(ring(2), lambda *_: 1e-4)).to_json(), allow_nan=False)
+    )
     assert document["passes"]["forward"]["attention_ms"] == [[1e-4, 1e-4], [1e-4, 1e-4]]
 
 
 @pytest.mark.slow
 def test_millions_of_rows_take_seconds_and_bounded_memory(tmp_path):
     times = np.random.default_rng(0).gamma(20, 0.05, (2, 128, 128))
-    what = Play(ring(128, 8, "hierarchical_ring"), lambda d, r, s: times[int(d == "backward"), r, s], link=LINK, merge=0.01, gap=0.01)
+    what = Play(
+        ring(128, 8, "hierarchical_ring"),
+        lambda d, r, s: times[int(d == "backward"), r, s],
+        link=LINK,
+        merge=0.01,
+        gap=0.01,
+    )
     one = rows_of(what)
     parts = []
     for layer in range(36):

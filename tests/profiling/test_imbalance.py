@@ -16,17 +16,27 @@ from mtrain_cli.profiling.imbalance import computation, degrees, imbalance
         ([[3, 3], [1, 1]], 1.5, 1, 1.5, 1.5),
         ([[1, 3], [1, 3]], 1, 1.5, 1, 1),
         ([[8, 1], [0, 1]], 1.5, (8 / 4.5 + 2) / 2, 9 / 5, 9 / 5),
-        ([[5, 0, 1], [3, 0, 3]], (5 / 4 + 3 / 2) / 2, (5 / 3 + 1) / 2, 1, 8 / 6),  # in step 1 nobody computes
+        (
+            [[5, 0, 1], [3, 0, 3]],
+            (5 / 4 + 3 / 2) / 2,
+            (5 / 3 + 1) / 2,
+            1,
+            8 / 6,
+        ),  # in step 1 nobody computes
         ([[0, 0], [0, 0]], 1, 1, 1, 1),
         ([[7]], 1, 1, 1, 1),
     ],
 )
 def test_degrees_of_small_matrices(table, worker, step, total, critical):
     found = imbalance(table)
-    assert (found.worker, found.step, found.total, found.critical) == pytest.approx((worker, step, total, critical))
+    assert (found.worker, found.step, found.total, found.critical) == pytest.approx(
+        (worker, step, total, critical)
+    )
 
 
-@pytest.mark.parametrize("table", [[], [[]], [1.0], [[-1.0, 2.0]], [[float("nan")]], [[float("inf")]]])
+@pytest.mark.parametrize(
+    "table", [[], [[]], [1.0], [[-1.0, 2.0]], [[float("nan")]], [[float("inf")]]]
+)
 def test_no_table_of_times_is_refused(table):
     with pytest.raises(ValueError, match="finite numbers"):
         imbalance(table)
@@ -36,10 +46,28 @@ def test_no_table_of_times_is_refused(table):
     ("attention", "elapsed", "wall", "step", "total"),
     [
         ([[2, 2], [2, 2]], [[2, 2], [2, 2]], None, 1, 1),
-        ([[1, 3], [2, 2]], [[2, 3], [4, 4]], None, (1 / 2 + 1 + 1 / 2 + 1 / 2) / 4, (4 / 8 + 4 / 8) / 2),
+        (
+            [[1, 3], [2, 2]],
+            [[2, 3], [4, 4]],
+            None,
+            (1 / 2 + 1 + 1 / 2 + 1 / 2) / 4,
+            (4 / 8 + 4 / 8) / 2,
+        ),
         ([[1, 3], [2, 2]], [[2, 3], [4, 4]], 10.0, (1 / 2 + 1 + 1 / 2 + 1 / 2) / 4, 0.4),
-        ([[4, 0], [0, 4]], [[4, 1], [4, 4]], None, (1 + 0 + 0 + 1) / 4, (4 / 8 + 4 / 8) / 2),  # one that only waits counts, with 0
-        ([[2, 0], [2, 0]], [[2, 6], [2, 6]], None, 1, 2 / 8),  # a step in which nobody computes is in the whole only
+        (
+            [[4, 0], [0, 4]],
+            [[4, 1], [4, 4]],
+            None,
+            (1 + 0 + 0 + 1) / 4,
+            (4 / 8 + 4 / 8) / 2,
+        ),  # one that only waits counts, with 0
+        (
+            [[2, 0], [2, 0]],
+            [[2, 6], [2, 6]],
+            None,
+            1,
+            2 / 8,
+        ),  # a step in which nobody computes is in the whole only
         ([[3]], [[4]], None, 0.75, 0.75),
         ([[0, 0]], [[0, 0]], None, 0, 0),
         ([[2, 0]], [[2, 0]], 0.0, 1, 0),
@@ -56,7 +84,11 @@ def test_computation_of_tables_that_do_not_fit_is_refused():
 
 
 def test_many_tables_at_once_are_each_of_them():
-    tables = np.random.default_rng(0).gamma(2, size=(7, 5, 6)) * (np.random.default_rng(1).random((7, 5, 6)) > 0.4)
+    tables = np.random.default_rng(0).gamma(2, size=(7, 5, 6)) * (
+        np.random.default_rng(1).random((7, 5, 6)) > 0.4
+    )
     for table, found in zip(tables, degrees(tables).T, strict=True):
         alone = imbalance(table)
-        assert tuple(found) == pytest.approx((alone.worker, alone.step, alone.total, alone.critical))
+        assert tuple(found) == pytest.approx(
+            (alone.worker, alone.step, alone.total, alone.critical)
+        )

@@ -19,24 +19,38 @@ SETUP = RecordedSetup(
     seq=61, heads=4, kv_heads=2, head_dim=8, dtype_bytes=2, workers=4, per_node=2, layout="striped", exchange="ring", block_size=4,
     columns={"vertical_slash": 9}, iteration=7,
 )  # fmt: skip
-MASKS = (SequenceMask.causal(61, 64), SequenceMask.from_documents(np.sort(np.random.default_rng(0).integers(0, 6, 50)), 64))
+MASKS = (
+    SequenceMask.causal(61, 64),
+    SequenceMask.from_documents(np.sort(np.random.default_rng(0).integers(0, 6, 50)), 64),
+)
 
 
 def lines(blocks: int = 16, width: int = 9, used: int = 7) -> VerticalSlash:
     rng = np.random.default_rng(width)
     columns = np.full((2, 4, width), blocks * 4, np.int32)
-    columns[..., :used] = np.sort(rng.permuted(np.tile(np.arange(61), (2, 4, 1)), axis=-1)[..., :used])
+    columns[..., :used] = np.sort(
+        rng.permuted(np.tile(np.arange(61), (2, 4, 1)), axis=-1)[..., :used]
+    )
     columns[1, 2] = blocks * 4
-    return VerticalSlash(4, blocks, torch.from_numpy(rng.random((2, 4, blocks)) < 0.3), torch.from_numpy(columns))
+    return VerticalSlash(
+        4, blocks, torch.from_numpy(rng.random((2, 4, blocks)) < 0.3), torch.from_numpy(columns)
+    )
 
 
 def bitmap(blocks: int = 16) -> BlockBitmap:
-    return BlockBitmap.whole(4, torch.from_numpy(np.random.default_rng(1).random((2, 4, blocks, blocks)) < 0.3).tril())
+    return BlockBitmap.whole(
+        4, torch.from_numpy(np.random.default_rng(1).random((2, 4, blocks, blocks)) < 0.3).tril()
+    )
 
 
 def test_what_was_recorded_comes_back(tmp_path):
     path = tmp_path / "index.npz"
-    indices = [("vertical_slash", 3, lines()), ("vertical_slash", 0, lines(used=0)), ("xattention", 0, bitmap()), ("dense", 0, None)]
+    indices = [
+        ("vertical_slash", 3, lines()),
+        ("vertical_slash", 0, lines(used=0)),
+        ("xattention", 0, bitmap()),
+        ("dense", 0, None),
+    ]
     save_indices(path, SETUP, MASKS, iter(indices))
     assert [p.name for p in tmp_path.iterdir()] == ["index.npz"]
     found = load_indices(path)
@@ -88,7 +102,12 @@ def test_a_long_sequence_of_many_documents_and_layers_takes_a_few_megabytes(tmp_
             yield (
                 "vertical_slash",
                 layer,
-                VerticalSlash(128, blocks, torch.from_numpy(rng.random((1, 16, blocks)) < 0.05), torch.from_numpy(columns)),
+                VerticalSlash(
+                    128,
+                    blocks,
+                    torch.from_numpy(rng.random((1, 16, blocks)) < 0.05),
+                    torch.from_numpy(columns),
+                ),
             )
 
     setup = RecordedSetup(**{**vars(SETUP), "seq": blocks * 128, "heads": 16})
@@ -136,7 +155,9 @@ def test_other_files_are_refused_in_one_line(tmp_path):
     refused("holds no indices")
 
     def about(**other) -> np.ndarray:
-        save_indices(path, SETUP, MASKS, [("vertical_slash", 0, lines()), ("xattention", 0, bitmap())])
+        save_indices(
+            path, SETUP, MASKS, [("vertical_slash", 0, lines()), ("xattention", 0, bitmap())]
+        )
         with np.load(path) as file:
             return np.array(json.dumps(json.loads(str(file["about"])) | other))
 
@@ -169,7 +190,12 @@ def test_other_files_are_refused_in_one_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "broken", [{"0.columns": np.zeros((2, 3, 4), np.int32)}, {"0.slashes": np.zeros((2, 4, 1), np.uint8)}, {"1.rows": np.arange(1, 17)}]
+    "broken",
+    [
+        {"0.columns": np.zeros((2, 3, 4), np.int32)},
+        {"0.slashes": np.zeros((2, 4, 1), np.uint8)},
+        {"1.rows": np.arange(1, 17)},
+    ],
 )
 def test_damaged_layers_are_told_when_they_are_read(tmp_path, broken):
     path = tmp_path / "index.npz"

@@ -14,12 +14,27 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, INDEX
 from mtrain_cli.profiling import non_attention_benchmark as measuring
-from mtrain_cli.profiling.non_attention_benchmark import NonAttentionTime, profile_non_attention, save_non_attention
-from mtrain_cli.simulation.calibration import LOSS, NonAttentionPoint, NonAttentionTimes, load_calibration
+from mtrain_cli.profiling.non_attention_benchmark import (
+    NonAttentionTime,
+    profile_non_attention,
+    save_non_attention,
+)
+from mtrain_cli.simulation.calibration import (
+    LOSS,
+    NonAttentionPoint,
+    NonAttentionTimes,
+    load_calibration,
+)
 from mtrain_cli.simulation.cluster import load_cluster
 from mtrain_cli.simulation.non_attention_cost import NonAttentionCost
 from mtrain_cli.simulation.predicted_step import PredictedStep
-from mtrain_cli.simulation.scenario import PairSource, PredictedScenario, Scenario, evaluate, plan_on
+from mtrain_cli.simulation.scenario import (
+    PairSource,
+    PredictedScenario,
+    Scenario,
+    evaluate,
+    plan_on,
+)
 from mtrain_cli.training.flops import parameters
 from mtrain_cli.training.resolution import resolve_run
 
@@ -43,7 +58,11 @@ def test_what_is_timed_is_what_is_counted(configs, monkeypatch):
         def layer(self, tokens, repeats):
             with FlopCounterMode(display=False) as counter:
                 found = super().layer(tokens, repeats)
-            seen.append(counter.get_total_flops() / len(self.decoder.layers) / (repeats + measuring._UNCOUNTED))
+            seen.append(
+                counter.get_total_flops()
+                / len(self.decoder.layers)
+                / (repeats + measuring._UNCOUNTED)
+            )
             return found
 
         def loss(self, tokens, repeats):
@@ -57,15 +76,20 @@ def test_what_is_timed_is_what_is_counted(configs, monkeypatch):
     reported: list[NonAttentionTime] = []
     times = profile_non_attention(configs, 1, reported.append)
     assert times == reported
-    assert [(t.part, t.tokens) for t in times] == [(part, n) for n in LENGTHS for part in (FORWARD, BACKWARD, LOSS, INDEX)]
+    assert [(t.part, t.tokens) for t in times] == [
+        (part, n) for n in LENGTHS for part in (FORWARD, BACKWARD, LOSS, INDEX)
+    ]
     assert all(t.ms > 0 for t in times)
     for length, (layer, loss) in zip(LENGTHS, zip(seen[::2], seen[1::2], strict=True), strict=True):
         forward, backward, head, index = (
-            next(t for t in times if (t.part, t.tokens) == (part, length)) for part in (FORWARD, BACKWARD, LOSS, INDEX)
+            next(t for t in times if (t.part, t.tokens) == (part, length))
+            for part in (FORWARD, BACKWARD, LOSS, INDEX)
         )
         assert layer == pytest.approx(forward.flop + backward.flop), length
         # The counter does not see addmm_, in which the loss forms the gradient of the LM head.
-        assert loss + 2 * length * parameters(configs[0].model).embedding == pytest.approx(head.flop), length
+        assert loss + 2 * length * parameters(configs[0].model).embedding == pytest.approx(
+            head.flop
+        ), length
         assert forward.flop == 2 * length * parameters(configs[0].model).layer_matmul
         assert index.flop == index.moved == 0
 
@@ -85,8 +109,12 @@ def test_times_are_of_one_layer_forward_and_backward(configs, monkeypatch):
             return ended - began
 
     monkeypatch.setattr(measuring, "Recorder", Ticks)
-    config = replace(configs[0], train=replace(configs[0].train, keep_mlp=True, loss_gradients="recompute"))
-    bench = measuring._Bench(config, resolve_run(config, resolve_environment(config)), torch.device("cpu"))
+    config = replace(
+        configs[0], train=replace(configs[0].train, keep_mlp=True, loss_gradients="recompute")
+    )
+    bench = measuring._Bench(
+        config, resolve_run(config, resolve_environment(config)), torch.device("cpu")
+    )
     layers = len(bench.decoder.layers)
     assert layers > 1
     assert bench.layer(128, 3) == pytest.approx((1e3 / layers, 2e3 / layers))
@@ -99,9 +127,13 @@ def test_every_estimate_of_an_index_is_made_anew(configs, monkeypatch):
 
     made = []
     estimate = VerticalSlashPattern.estimate
-    monkeypatch.setattr(VerticalSlashPattern, "estimate", lambda *arguments: made.append(1) or estimate(*arguments))
+    monkeypatch.setattr(
+        VerticalSlashPattern, "estimate", lambda *arguments: made.append(1) or estimate(*arguments)
+    )
     config = configs[0]
-    measuring._Bench(config, resolve_run(config, resolve_environment(config)), torch.device("cpu")).index(128, 3)
+    measuring._Bench(
+        config, resolve_run(config, resolve_environment(config)), torch.device("cpu")
+    ).index(128, 3)
     assert len(made) == 2 + 3
 
 
@@ -118,28 +150,45 @@ def test_a_layer_is_told_by_the_rows_of_its_tiles(configs, monkeypatch):
     monkeypatch.setattr(measuring, "_Bench", Bench)
     tiled = replace(configs[-1], train=replace(configs[-1].train, tile_mib=1))
     # A token of the MLP has 11 KiB of temporaries, and a tile is whole in the products' own.
-    assert {(t.tokens, t.rows) for t in profile_non_attention([configs[-1], tiled], 1, lambda _: None)} == {(640, 640), (640, 80)}
+    assert {
+        (t.tokens, t.rows) for t in profile_non_attention([configs[-1], tiled], 1, lambda _: None)
+    } == {(640, 640), (640, 80)}
 
 
 def test_a_file_of_times_is_a_calibration(configs, tmp_path):
     path = tmp_path / "non-attention.json"
     kinds = ((FORWARD, 1.0), (BACKWARD, 2.0), (LOSS, 4.0))
     times = [
-        NonAttentionTime(part=part, tokens=tokens, rows=tokens // 2, ms=each * tokens, flop=1e6 * tokens, moved=1e3, heads=4)
+        NonAttentionTime(
+            part=part,
+            tokens=tokens,
+            rows=tokens // 2,
+            ms=each * tokens,
+            flop=1e6 * tokens,
+            moved=1e3,
+            heads=4,
+        )
         for part, each in kinds
         for tokens in (256, 1024)
     ]
-    times += [NonAttentionTime(part=INDEX, tokens=n, rows=n, ms=1.5 + 0.25 * n, flop=0.0, moved=0.0, heads=4) for n in (100, 200, 400)]
+    times += [
+        NonAttentionTime(
+            part=INDEX, tokens=n, rows=n, ms=1.5 + 0.25 * n, flop=0.0, moved=0.0, heads=4
+        )
+        for n in (100, 200, 400)
+    ]
     save_non_attention(times, path, "mtrain profile non-attention", configs[0], "cpu")
     found = load_calibration(path)
     assert found.curves == ()
     assert found.non_attention is not None
     assert found.non_attention.parts == {FORWARD, BACKWARD, LOSS, INDEX}
     # In between by what was measured, shorter as the shortest, longer by what a token takes; more heads make longer what is no launch.
-    assert [found.non_attention.index(n, 4, 1000.0) for n in (1, 150, 402)] == pytest.approx([26500.0, 39000.0, 103500.0])
-    assert [found.non_attention.index(n, heads, 1000.0) for n, heads in ((100, 12), (150, 12), (150, 2))] == pytest.approx(
-        [26500.0, 64000.0, 39000.0]
+    assert [found.non_attention.index(n, 4, 1000.0) for n in (1, 150, 402)] == pytest.approx(
+        [26500.0, 39000.0, 103500.0]
     )
+    assert [
+        found.non_attention.index(n, heads, 1000.0) for n, heads in ((100, 12), (150, 12), (150, 2))
+    ] == pytest.approx([26500.0, 64000.0, 39000.0])
     document = json.loads(path.read_text())
     float32 = tmp_path / "float32.json"
     float32.write_text(json.dumps(document | {"dtype": "float16"}))
@@ -147,7 +196,9 @@ def test_a_file_of_times_is_a_calibration(configs, tmp_path):
         load_calibration(path, float32)
     early = tmp_path / "early.json"
     early.write_text(json.dumps(document | {"times": document["times"][:2]}))
-    with pytest.raises(ConfigError, match="holds no times of backward and loss; it was ended too early"):
+    with pytest.raises(
+        ConfigError, match="holds no times of backward and loss; it was ended too early"
+    ):
         load_calibration(early)
     # Of the same size in several files the median counts.
     assert load_calibration(path, path).non_attention.index(100, 4, 0.0) == 26500.0
@@ -161,7 +212,9 @@ def test_shares_are_by_what_is_expected():
     """1, 100 and 10,000 us expected took 4, 1.5 and 1.2 times as long; the first, then, waited for the host."""
 
     def measured(*shares: tuple[float, float]) -> NonAttentionTimes:
-        return NonAttentionTimes(tuple(NonAttentionPoint(FORWARD, 1, us * share, us, 0.0, 1) for us, share in shares))
+        return NonAttentionTimes(
+            tuple(NonAttentionPoint(FORWARD, 1, us * share, us, 0.0, 1) for us, share in shares)
+        )
 
     def at(of: NonAttentionTimes, us: float) -> tuple[float, bool]:
         share, inside = of.share(FORWARD, us, lambda point: point.flop)
@@ -197,7 +250,14 @@ def test_steps_are_priced_by_what_was_measured(monkeypatch):
         longer = {FORWARD: forward, BACKWARD: backward, LOSS: loss}
         return NonAttentionTimes(
             tuple(
-                NonAttentionPoint(part, 1000, more * (size / flops + 1e-3 * size / bytes_us), size, 1e-3 * size, 16)
+                NonAttentionPoint(
+                    part,
+                    1000,
+                    more * (size / flops + 1e-3 * size / bytes_us),
+                    size,
+                    1e-3 * size,
+                    16,
+                )
                 for part, more in longer.items()
                 for size in ((1e9, 1e15) if part != LOSS else (1e15,))
             )
@@ -207,7 +267,13 @@ def test_steps_are_priced_by_what_was_measured(monkeypatch):
         return _step(non_attention, monkeypatch).step
 
     by_constants, alike, both, last = (
-        priced(times) for times in (None, measured(1.0, 1.0, 1.0), measured(1.5, 2.0, 1.0), measured(1.0, 1.0, 3.0))
+        priced(times)
+        for times in (
+            None,
+            measured(1.0, 1.0, 1.0),
+            measured(1.5, 2.0, 1.0),
+            measured(1.0, 1.0, 3.0),
+        )
     )
     assert alike.parts == pytest.approx(by_constants.parts)
     # Of three products of a layer one is of its forward pass; recomputation is in the backward pass.
@@ -219,9 +285,18 @@ def test_steps_are_priced_by_what_was_measured(monkeypatch):
         assert last.parts[part] == pytest.approx(alike.parts[part]), part
     # Copies of weights are no part of it.
     assert 2.5 * alike.parts["loss"] < last.parts["loss"] < 3 * alike.parts["loss"]
-    assert 1.5 * alike.parts["element-wise"] < both.parts["element-wise"] < 2 * alike.parts["element-wise"]
+    assert (
+        1.5 * alike.parts["element-wise"]
+        < both.parts["element-wise"]
+        < 2 * alike.parts["element-wise"]
+    )
     # What is as large as what was measured has the bounds of one GPU to another; what is smaller has wider ones.
-    near = priced(replace(measured(1.0, 1.0, 1.0), points=measured(1.0, 1.0, 1.0).points + measured(1.0, 1.0, 1.0).points))
+    near = priced(
+        replace(
+            measured(1.0, 1.0, 1.0),
+            points=measured(1.0, 1.0, 1.0).points + measured(1.0, 1.0, 1.0).points,
+        )
+    )
     assert near.seconds == alike.seconds
     inside = [point for point in measured(1.0, 1.0, 1.0).points if point.part != LOSS] + [
         NonAttentionPoint(LOSS, 1, size / flops, size, 0.0, 16) for size in (1e9, 1e15)
@@ -230,25 +305,42 @@ def test_steps_are_priced_by_what_was_measured(monkeypatch):
     assert narrow.seconds.value == pytest.approx(alike.seconds.value)
     assert narrow.seconds.low > alike.seconds.low
     assert narrow.seconds.high < alike.seconds.high
-    assert narrow.seconds.high - narrow.seconds.low < by_constants.seconds.high - by_constants.seconds.low
+    assert (
+        narrow.seconds.high - narrow.seconds.low
+        < by_constants.seconds.high - by_constants.seconds.low
+    )
     other = replace(measured(1.5, 1.5, 1.5), dtype="float32")
     assert priced(other).parts == by_constants.parts
 
 
-@pytest.mark.parametrize(("tile_mib", "rows", "size"), [(0, 32768, 32768), (4096, 16384, 16384), (256, 1792, 4096)])
+@pytest.mark.parametrize(
+    ("tile_mib", "rows", "size"), [(0, 32768, 32768), (4096, 16384, 16384), (256, 1792, 4096)]
+)
 def test_small_tiles_are_not_taken_for_layers_of_as_few_tokens(tile_mib, rows, size):
     """A layer of few tokens waits for the host, once; the tiles of one do not each."""
     config = compose(["model=qwen3b", "seq=128k", f"train.tile_mib={tile_mib}"])
-    rest = NonAttentionCost.of(plan_on(H200, config, workers=4, layout="striped", exchange="all_gather"))
+    rest = NonAttentionCost.of(
+        plan_on(H200, config, workers=4, layout="striped", exchange="all_gather")
+    )
     assert (rest.tokens, rest.rows) == (32768, rows)
     assert rest.size(FORWARD) == rest.size(BACKWARD) == size
     assert rest.size(LOSS) == 32768
-    few = NonAttentionCost.of(plan_on(H200, compose(["model=qwen3b", "seq=4k"]), workers=4, layout="striped", exchange="all_gather"))
+    few = NonAttentionCost.of(
+        plan_on(
+            H200,
+            compose(["model=qwen3b", "seq=4k"]),
+            workers=4,
+            layout="striped",
+            exchange="all_gather",
+        )
+    )
     assert few.size(FORWARD) == few.tokens == 1024
 
 
 def test_an_index_costs_what_was_measured_by_its_heads(monkeypatch):
-    points = tuple(NonAttentionPoint(INDEX, n, us, 0.0, 0.0, 8) for n, us in ((16384, 5000.0), (49152, 7000.0)))
+    points = tuple(
+        NonAttentionPoint(INDEX, n, us, 0.0, 0.0, 8) for n, us in ((16384, 5000.0), (49152, 7000.0))
+    )
     found = _step(NonAttentionTimes(points), monkeypatch, bounds=False).attention
     # 16 heads here, 8 there, whose launches are the same; 32K tokens on each of four.
     assert found.passes[FORWARD].spent["index"] == pytest.approx(5.0 + 2 * 1.0)
@@ -266,13 +358,23 @@ def test_times_of_another_gpu_are_none():
     assert own.non_attention is not None
     foreign = replace(own, non_attention=replace(own.non_attention, dtype="other"))
     assert calibration._non_attention_of("NVIDIA H200", foreign) is h200.non_attention
-    said = calibration.kernels_for("NVIDIA H200", 989e12, "flash4", "sparse", {"NVIDIA H200": 989e12}, foreign).remarks
-    assert any("measured on NVIDIA A100-SXM4-40GB, which says nothing of NVIDIA H200" in remark for remark in said)
+    said = calibration.kernels_for(
+        "NVIDIA H200", 989e12, "flash4", "sparse", {"NVIDIA H200": 989e12}, foreign
+    ).remarks
+    assert any(
+        "measured on NVIDIA A100-SXM4-40GB, which says nothing of NVIDIA H200" in remark
+        for remark in said
+    )
     assert calibration.used("NVIDIA H200", foreign)["files"] == list(h200.files)
     # Own kernels without the rest leave the rest that ships.
-    assert calibration._non_attention_of("NVIDIA H200", replace(h200, non_attention=None)) is h200.non_attention
+    assert (
+        calibration._non_attention_of("NVIDIA H200", replace(h200, non_attention=None))
+        is h200.non_attention
+    )
     # A file without kernels leaves those that ship.
-    assert calibration.kernels_for("NVIDIA H200", 989e12, "flash4", "sparse", {"NVIDIA H200": 989e12}, replace(h200, curves=())).calibrated
+    assert calibration.kernels_for(
+        "NVIDIA H200", 989e12, "flash4", "sparse", {"NVIDIA H200": 989e12}, replace(h200, curves=())
+    ).calibrated
 
 
 def test_attention_is_left_out_and_gradients_pass():

@@ -22,11 +22,15 @@ def slashes(*chosen: int) -> VerticalSlash:
 
 
 def test_every_layer_of_every_micro_batch_has_its_own_work():
-    exchange = make_exchange("all_gather", make_layout("striped", 1, SEQ, BLOCK, unit=BLOCK), ContextGroup.alone())
+    exchange = make_exchange(
+        "all_gather", make_layout("striped", 1, SEQ, BLOCK, unit=BLOCK), ContextGroup.alone()
+    )
     causal = [SequenceMask.causal(SEQ, SEQ)]
     documents = [SequenceMask.from_documents(np.repeat([0, 1], SEQ // 2), SEQ)]
     indices = {0: slashes(0), 1: slashes(0, 1)}
-    found = own_work(exchange, HEADS, range(2), [(causal, indices), (documents, indices), (causal, None)])
+    found = own_work(
+        exchange, HEADS, range(2), [(causal, indices), (documents, indices), (causal, None)]
+    )
     own, next_to_it = BLOCK * (BLOCK + 1) // 2, BLOCK * BLOCK
     wanted = {
         (0, 0): 4 * own,
@@ -36,4 +40,6 @@ def test_every_layer_of_every_micro_batch_has_its_own_work():
         (2, 0): SEQ * (SEQ + 1) // 2,
         (2, 1): SEQ * (SEQ + 1) // 2,
     }
-    assert {key: int(work["forward"].pairs.sum()) for key, work in found.items()} == {key: HEADS * pairs for key, pairs in wanted.items()}
+    assert {key: int(work["forward"].pairs.sum()) for key, work in found.items()} == {
+        key: HEADS * pairs for key, pairs in wanted.items()
+    }

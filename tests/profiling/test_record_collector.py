@@ -17,7 +17,14 @@ from mtrain_cli.profiling.records import ROW, WORDS
 from mtrain_cli.simulation.work_counts import StepWork
 
 
-def span(kind: str, start: float, end: float, message: MessageTag = NOTHING, step: int = 0, direction: str = "forward") -> Span:
+def span(
+    kind: str,
+    start: float,
+    end: float,
+    message: MessageTag = NOTHING,
+    step: int = 0,
+    direction: str = "forward",
+) -> Span:
     return Span(kind, 0, 0, direction, step, message, start, end - start)
 
 
@@ -27,7 +34,10 @@ def hop(to: int, source: int, number: int = 0, shard: int = 0, leaving: int = 0)
 
 def waits(*ranks: list[Span], offsets: tuple[float, ...] = ()) -> list[tuple[int, float]]:
     """(peer, late seconds) of every wait."""
-    tables = [own_rows(spans, rank, (offsets or (0.0,) * len(ranks))[rank], {}, (1.0, 1.0)) for rank, spans in enumerate(ranks)]
+    tables = [
+        own_rows(spans, rank, (offsets or (0.0,) * len(ranks))[rank], {}, (1.0, 1.0))
+        for rank, spans in enumerate(ranks)
+    ]
     rows = together(tables)
     mine = rows[rows["phase"] == WORDS["phase"].index("wait")]
     return [(int(row["peer"]), round(float(row["late_us"]) / 1e6, 6)) for row in mine]
@@ -52,8 +62,18 @@ def test_late_is_what_passes_before_the_sender_posts():
 def test_messages_between_two_ranks_are_matched_in_their_order():
     a, b = (hop(1, 1, 0), hop(1, 1, 1)), (hop(0, 0, 0), hop(0, 0, 1))
     found = waits(
-        [*moved(a[0], 0, 3), *moved(a[1], 5, 8), span("wait", 1, 3, a[0], 1), span("wait", 6, 8, a[1], 2)],
-        [*moved(b[0], 2, 3), *moved(b[1], 4, 8), span("wait", 2, 3, b[0], 1), span("wait", 4, 8, b[1], 2)],
+        [
+            *moved(a[0], 0, 3),
+            *moved(a[1], 5, 8),
+            span("wait", 1, 3, a[0], 1),
+            span("wait", 6, 8, a[1], 2),
+        ],
+        [
+            *moved(b[0], 2, 3),
+            *moved(b[1], 4, 8),
+            span("wait", 2, 3, b[0], 1),
+            span("wait", 4, 8, b[1], 2),
+        ],
     )
     assert found == [(1, 1.0), (1, 0.0), (0, 0.0), (0, 1.0)]
 
@@ -78,7 +98,10 @@ def test_a_collective_waits_for_whoever_comes_last():
 
     left, right = gather((0, 1)), gather((2, 3))
     found = waits(
-        *([*moved(message, posted, 9), span("wait", 1, 9, message)] for message, posted in ((left, 0), (left, 3), (right, 6), (right, 1)))
+        *(
+            [*moved(message, posted, 9), span("wait", 1, 9, message)]
+            for message, posted in ((left, 0), (left, 3), (right, 6), (right, 1))
+        )
     )
     # Two nodes, each by itself. Who came last waits for nobody else.
     assert found == [(1, 2.0), (-1, 2.0), (-1, 5.0), (2, 5.0)]
@@ -87,10 +110,17 @@ def test_a_collective_waits_for_whoever_comes_last():
 def test_clocks_are_set_to_that_of_the_first_rank():
     zero, one = hop(1, 1), hop(0, 0)
     # The second rank's clock is 100 s ahead.
-    tables = [[*moved(zero, 4, 9), span("wait", 5, 9, zero)], [*moved(one, 102, 109), span("wait", 103, 109, one)]]
+    tables = [
+        [*moved(zero, 4, 9), span("wait", 5, 9, zero)],
+        [*moved(one, 102, 109), span("wait", 103, 109, one)],
+    ]
     assert waits(*tables, offsets=(0.0, -100.0)) == [(1, 0.0), (0, 1.0)]
-    rows = together([own_rows(spans, rank, -100.0 * rank, {}, (1.0, 1.0)) for rank, spans in enumerate(tables)])
-    assert sorted(set(rows["start_us"])) == pytest.approx([0, 1e6, 2e6, 3e6])  # from the first of all on
+    rows = together(
+        [own_rows(spans, rank, -100.0 * rank, {}, (1.0, 1.0)) for rank, spans in enumerate(tables)]
+    )
+    assert sorted(set(rows["start_us"])) == pytest.approx(
+        [0, 1e6, 2e6, 3e6]
+    )  # from the first of all on
 
 
 def test_late_is_never_more_than_the_wait():
@@ -103,8 +133,12 @@ def test_rows_say_what_was_moved_and_computed():
     message = hop(1, 2, 0, shard=2, leaving=0)
     work = {
         (0, 0): {
-            "forward": StepWork("forward", np.array([[11, 22]]), np.array([[3, 4]]), np.array([5]), np.array([66])),
-            "backward": StepWork("backward", np.array([[44, 55]]), np.array([[6, 7]]), np.array([5]), np.array([88])),
+            "forward": StepWork(
+                "forward", np.array([[11, 22]]), np.array([[3, 4]]), np.array([5]), np.array([66])
+            ),
+            "backward": StepWork(
+                "backward", np.array([[44, 55]]), np.array([[6, 7]]), np.array([5]), np.array([88])
+            ),
         }
     }
     spans = [
@@ -139,7 +173,9 @@ def aligned(rank: int, world: int) -> tuple[float, float, float]:
     ahead = 1000.0 * (rank // 2)
     record_collector.time.perf_counter = lambda: real() + ahead
     try:
-        found = record_collector.align_clocks(rank, record_collector.boots_of_all(world, dist.group.WORLD), dist.group.WORLD)
+        found = record_collector.align_clocks(
+            rank, record_collector.boots_of_all(world, dist.group.WORLD), dist.group.WORLD
+        )
     finally:
         record_collector.time.perf_counter = real
     return found.offset, found.uncertainty, -ahead

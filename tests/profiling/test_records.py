@@ -10,7 +10,16 @@ import pytest
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.profiling import records
-from mtrain_cli.profiling.records import ROW, WORDS, forget_parts, join_parts, open_records, write_part, write_rows, write_summary
+from mtrain_cli.profiling.records import (
+    ROW,
+    WORDS,
+    forget_parts,
+    join_parts,
+    open_records,
+    write_part,
+    write_rows,
+    write_summary,
+)
 
 
 def some_rows(count: int, seed: int = 0) -> np.ndarray:
@@ -25,7 +34,9 @@ def some_rows(count: int, seed: int = 0) -> np.ndarray:
 
 def same(recorded: records.RecordedFolder, rows: np.ndarray) -> bool:
     found = {name: np.concatenate([b[name] for b in recorded.batches()]) for name in ROW.names}
-    return all((found[name] == rows[name]).all() and found[name].dtype == ROW[name] for name in ROW.names)
+    return all(
+        (found[name] == rows[name]).all() and found[name].dtype == ROW[name] for name in ROW.names
+    )
 
 
 def test_rows_come_back_as_they_were(tmp_path):
@@ -39,7 +50,9 @@ def test_rows_come_back_as_they_were(tmp_path):
     assert list(frame.phase) == [WORDS["phase"][code] for code in rows["phase"]]
     assert len(pandas.concat(list(recorded.frames()))) == 1000
     # Any tool reads it, with words in place of codes.
-    assert list(pandas.read_parquet(tmp_path / "records.parquet").link) == [WORDS["link"][code] for code in rows["link"]]
+    assert list(pandas.read_parquet(tmp_path / "records.parquet").link) == [
+        WORDS["link"][code] for code in rows["link"]
+    ]
 
 
 def test_parts_are_read_before_and_after_they_are_joined(tmp_path):
@@ -84,14 +97,18 @@ def damage(folder, how: str) -> None:
     elif how == "older":
         (folder / "summary.json").write_text(json.dumps({"schema": 1}))
     elif how in ("cases", "case"):
-        (folder / "summary.json").write_text(json.dumps({"schema": 2, "cases": 1.5 if how == "cases" else ["one"]}))
+        (folder / "summary.json").write_text(
+            json.dumps({"schema": 2, "cases": 1.5 if how == "cases" else ["one"]})
+        )
     elif how == "no parquet":
         (folder / "records.parquet").write_text("who computes, who waits")
     elif how == "cut":
         whole = (folder / "records.parquet").read_bytes()
         (folder / "records.parquet").write_bytes(whole[: len(whole) // 2])
     elif how == "columns":
-        pandas.read_parquet(folder / "records.parquet").drop(columns=["late_us", "pairs"]).to_parquet(folder / "records.parquet")
+        pandas.read_parquet(folder / "records.parquet").drop(
+            columns=["late_us", "pairs"]
+        ).to_parquet(folder / "records.parquet")
     elif how == "words":
         frame = pandas.read_parquet(folder / "records.parquet")
         frame["phase"] = "dreaming"

@@ -38,9 +38,13 @@ def profiled(rank: int, world: int, slow: int | None, exchange_name: str) -> np.
     layout = make_layout("striped", world, SEQ, 16)
     exchange = make_exchange(exchange_name, layout, group)
     masks = [SequenceMask.causal(SEQ, layout.padded_seq)]
-    attend = ContextAttention.make(exchange, Delayed() if rank == slow else SdpaKernel(), masks, "cpu")
+    attend = ContextAttention.make(
+        exchange, Delayed() if rank == slow else SdpaKernel(), masks, "cpu"
+    )
     collector = RecordCollector(rank, world, torch.device("cpu"), dist.group.WORLD)
-    q, k, v = (torch.randn(1, layout.tokens_per_worker, h, 16, requires_grad=True) for h in (HEADS, 2, 2))
+    q, k, v = (
+        torch.randn(1, layout.tokens_per_worker, h, 16, requires_grad=True) for h in (HEADS, 2, 2)
+    )
     found = []
     for iteration in range(4):
         dist.barrier()
@@ -50,17 +54,50 @@ def profiled(rank: int, world: int, slow: int | None, exchange_name: str) -> np.
             for layer in range(2):
                 attend(q, k, v, layer).sum().backward()
         exchange.record(None)
-        found.append(collector.collect(0, iteration, own_work(exchange, HEADS, range(2), [(masks, None)]), (64.0, 160.0)))
+        found.append(
+            collector.collect(
+                0, iteration, own_work(exchange, HEADS, range(2), [(masks, None)]), (64.0, 160.0)
+            )
+        )
     return np.concatenate(found[1:])
 
 
 def analysed(folder, slow: int | None, exchange: str = "ring") -> CaseAnalysis:
     rows = gloo.run(WORKERS, profiled, slow, exchange)[0]
     write_part(rows, folder, 1)
-    facts = {"label": "a ring", "workers": WORKERS, "cp": WORKERS, "layers": 2, "steps": {"forward": WORKERS, "backward": WORKERS}}
-    more = {"layout": "striped", "exchange": exchange, "pattern": "dense", "kernel": "sdpa", "model": "tiny", "seq": SEQ, "micro_batch": 1}
-    shapes = {"per_node": 2, "heads": 1, "num_heads": HEADS, "num_kv_heads": 2, "head_dim": 16, "density": 1.0}
-    write_summary(folder, {"complete": True, "workers": WORKERS, "samples_wanted": 3, "cases": [{**facts, **more, **shapes}]})
+    facts = {
+        "label": "a ring",
+        "workers": WORKERS,
+        "cp": WORKERS,
+        "layers": 2,
+        "steps": {"forward": WORKERS, "backward": WORKERS},
+    }
+    more = {
+        "layout": "striped",
+        "exchange": exchange,
+        "pattern": "dense",
+        "kernel": "sdpa",
+        "model": "tiny",
+        "seq": SEQ,
+        "micro_batch": 1,
+    }
+    shapes = {
+        "per_node": 2,
+        "heads": 1,
+        "num_heads": HEADS,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "density": 1.0,
+    }
+    write_summary(
+        folder,
+        {
+            "complete": True,
+            "workers": WORKERS,
+            "samples_wanted": 3,
+            "cases": [{**facts, **more, **shapes}],
+        },
+    )
     (case,) = analyse(open_records(folder))
     return case
 

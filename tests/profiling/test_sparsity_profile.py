@@ -24,15 +24,32 @@ SEQ, BLOCK, HEADS = 100, 16, 4
 def test_rows_are_what_index_mask_and_recall_say(pattern):
     torch.manual_seed(0)
     q, k = torch.randn(1, SEQ, HEADS, 8), torch.randn(1, SEQ, 2, 8)
-    mask = SequenceMask.from_documents(np.repeat([0, 1, 2], [40, 37, 20]), SEQ)  # 3 tokens are padding
-    rows = list(_heads(pattern, q, k, SimpleNamespace(masks=[mask, SequenceMask.causal(SEQ, SEQ)]), 5, 7, np.arange(mask.length), SEQ))
+    mask = SequenceMask.from_documents(
+        np.repeat([0, 1, 2], [40, 37, 20]), SEQ
+    )  # 3 tokens are padding
+    rows = list(
+        _heads(
+            pattern,
+            q,
+            k,
+            SimpleNamespace(masks=[mask, SequenceMask.causal(SEQ, SEQ)]),
+            5,
+            7,
+            np.arange(mask.length),
+            SEQ,
+        )
+    )
     masked = MaskedPositions.make([mask], BLOCK)
     index = pattern.estimate(q, k, masked, 5)
     everywhere = torch.arange(SEQ)
     real = everywhere[: mask.length]
-    pairs = (index.allowed(real, everywhere)[0] & masked.visible(0, real, SEQ)).sum((-1, -2)).tolist()
+    pairs = (
+        (index.allowed(real, everywhere)[0] & masked.visible(0, real, SEQ)).sum((-1, -2)).tolist()
+    )
     kept = recall(index, q, k, masked, real)[0]
-    assert [(row.step, row.pattern, row.layer, row.head) for row in rows] == [(7, pattern.name, 5, head) for head in range(HEADS)]
+    assert [(row.step, row.pattern, row.layer, row.head) for row in rows] == [
+        (7, pattern.name, 5, head) for head in range(HEADS)
+    ]
     for row, computed, shares in zip(rows, pairs, kept, strict=True):
         assert row.density == computed / 5050
         assert row.of_mask == computed / (820 + 703 + 210)

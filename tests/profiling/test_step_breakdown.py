@@ -21,9 +21,20 @@ from mtrain_cli.profiling.step_breakdown import (
 MAIN, BACKWARD = 100, 101  # threads
 
 
-def event(category: str, name: str, begin: float, end: float, tid: int = MAIN, **args: Any) -> dict[str, Any]:
+def event(
+    category: str, name: str, begin: float, end: float, tid: int = MAIN, **args: Any
+) -> dict[str, Any]:
     """Microseconds."""
-    return {"ph": "X", "cat": category, "name": name, "pid": 1, "tid": tid, "ts": begin, "dur": end - begin, "args": args}
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "pid": 1,
+        "tid": tid,
+        "ts": begin,
+        "dur": end - begin,
+        "args": args,
+    }
 
 
 def within(name: str, begin: float, end: float, tid: int = MAIN) -> dict[str, Any]:
@@ -37,10 +48,23 @@ def step(begin: float, end: float) -> dict[str, Any]:
 _number = iter(range(1, 10**6))
 
 
-def kernel(name: str, begin: float, end: float, at: float = 0.5, tid: int = MAIN, call: str = "cudaLaunchKernel") -> list[dict[str, Any]]:
+def kernel(
+    name: str,
+    begin: float,
+    end: float,
+    at: float = 0.5,
+    tid: int = MAIN,
+    call: str = "cudaLaunchKernel",
+) -> list[dict[str, Any]]:
     """A kernel and the call at time ``at`` that launched it."""
     number = next(_number)
-    category = "gpu_memcpy" if name.startswith("Memcpy") else "gpu_memset" if name.startswith("Memset") else "kernel"
+    category = (
+        "gpu_memcpy"
+        if name.startswith("Memcpy")
+        else "gpu_memset"
+        if name.startswith("Memset")
+        else "kernel"
+    )
     driver = "cuda_driver" if call.startswith("cuL") else "cuda_runtime"
     return [
         {**event(category, name, begin, end, 7, correlation=number), "pid": 0},
@@ -58,25 +82,42 @@ def test_an_instant_belongs_to_what_the_device_does_then():
     events = [
         step(0, 100),
         *kernel("nvjet_tst_192x192_64x4_2x1_v_bz_coopA_NTN", 10, 30),
-        *kernel("triton_poi_fused_mul_silu_0", 20, 40),  # begins beside the product: 10 of its own are left
+        *kernel(
+            "triton_poi_fused_mul_silu_0", 20, 40
+        ),  # begins beside the product: 10 of its own are left
         *kernel("Memcpy HtoD (Pinned -> Device)", 35, 50),  # 10 beside nothing
-        *kernel("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 25, 70),  # 20 after all of these
+        *kernel(
+            "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 25, 70
+        ),  # 20 after all of these
         *kernel("something_else", 80, 85),
     ]
     found = find_parts(events, gpu=True)
-    assert ms(found) == {"products": 20, "element-wise": 10, "copies": 10, "links": 20, "other": 5, "idle": 35}
+    assert ms(found) == {
+        "products": 20,
+        "element-wise": 10,
+        "copies": 10,
+        "links": 20,
+        "other": 5,
+        "idle": 35,
+    }
     assert found.hidden == 25_000
     assert found.launches == 4
     assert found.launching == 5 * 250  # a copy is started by a call of the same name here
-    assert found.kinds[0] == OperationTotals("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "links", 1, 45_000)
-    assert {(k.name, k.ns) for k in found.kinds if k.part == "element-wise"} == {("triton_poi_fused_mul_silu_0", 20_000)}
+    assert found.kinds[0] == OperationTotals(
+        "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "links", 1, 45_000
+    )
+    assert {(k.name, k.ns) for k in found.kinds if k.part == "element-wise"} == {
+        ("triton_poi_fused_mul_silu_0", 20_000)
+    }
 
 
 def test_messages_at_once_are_counted_once():
     events = [
         step(0, 50),
         *kernel("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 0, 20),
-        *kernel("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 10, 30),
+        *kernel(
+            "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 10, 30
+        ),
         *kernel("gemm", 15, 25),
     ]
     found = find_parts(events, gpu=True)
@@ -87,9 +128,22 @@ def test_messages_at_once_are_counted_once():
 SIZE = {"Process Group Ranks": "[0, 1]", "Group size": 2, "Out msg nelems": 8, "dtype": "Float"}
 
 
-def message(begin: float, end: float, name: str = "allreduce", elements: int = 8, group: str = "0", **others: Any) -> dict[str, Any]:
+def message(
+    begin: float,
+    end: float,
+    name: str = "allreduce",
+    elements: int = 8,
+    group: str = "0",
+    **others: Any,
+) -> dict[str, Any]:
     """A kernel of NCCL as PyTorch's profiler describes it."""
-    args = {**SIZE, "Process Group Name": group, "Collective name": name, "In msg nelems": elements, **others}
+    args = {
+        **SIZE,
+        "Process Group Name": group,
+        "Collective name": name,
+        "In msg nelems": elements,
+        **others,
+    }
     return {**event("kernel", "ncclDevKernel_" + name, begin, end, 9, **args), "pid": 0}
 
 
@@ -120,7 +174,11 @@ def test_waiting_beside_computation_is_hidden_and_what_moves_comes_before_what_w
     least = shortest([messages(events), messages([step(0, 100), *late])])
     assert find_parts(events, gpu=True, least=least).hidden == 10_000
     # What is launched there is one kernel, of its whole length.
-    assert [(k.part, k.calls, k.ns) for k in find_parts(events, gpu=True, least=least).kinds if "nccl" in k.name] == [("links", 2, 70_000)]
+    assert [
+        (k.part, k.calls, k.ns)
+        for k in find_parts(events, gpu=True, least=least).kinds
+        if "nccl" in k.name
+    ] == [("links", 2, 70_000)]
 
 
 def test_messages_that_cannot_be_told_apart_wait_for_none():
@@ -128,7 +186,10 @@ def test_messages_that_cannot_be_told_apart_wait_for_none():
     assert [p.get("waits") for p in split(long, short)] == [40, None]
     # A rank is missing, of three or of two; one has sent more; others than these; traces without descriptions, or with few.
     three = {"Process Group Ranks": "[0, 1, 2]", "Group size": 3}
-    assert split([message(0, 50, **three)], [message(0, 10, **three)])[0] == {"links": 50, "idle": 50}
+    assert split([message(0, 50, **three)], [message(0, 10, **three)])[0] == {
+        "links": 50,
+        "idle": 50,
+    }
     assert split(long) == [{"links": 50, "idle": 50}]
     assert find_parts([step(0, 100), *long], gpu=True).unmatched == 1
     twice = [*short, message(20, 25)]
@@ -142,14 +203,23 @@ def test_messages_that_cannot_be_told_apart_wait_for_none():
         {"Out msg nelems": 16},
     ):
         assert split(long, [message(0, 10, **other)])[0] == {"links": 50, "idle": 50}, other
-    bare = [kernel("ncclDevKernel_AllGather", 0, 50)[0], kernel("ncclDevKernel_AllGather", 50, 60)[0]]
+    bare = [
+        kernel("ncclDevKernel_AllGather", 0, 50)[0],
+        kernel("ncclDevKernel_AllGather", 50, 60)[0],
+    ]
     assert split(bare, bare) == [{"links": 60, "idle": 40}] * 2
     assert messages([step(0, 100), *bare]) == {}
-    without = [{**e, "args": {name: value for name, value in e["args"].items() if name != "Group size"}} for e in long]
+    without = [
+        {**e, "args": {name: value for name, value in e["args"].items() if name != "Group size"}}
+        for e in long
+    ]
     assert messages([step(0, 100), *without]) == {}
     assert messages([step(0, 100), {**long[0], "name": "gemm"}]) == {}
     # As lists and numbers, or as text.
-    told = [message(0, end, **{"Process Group Ranks": [0, 1], "Group size": size}) for end, size in ((50, "2"), (10, 2))]
+    told = [
+        message(0, end, **{"Process Group Ranks": [0, 1], "Group size": size})
+        for end, size in ((50, "2"), (10, 2))
+    ]
     assert [p.get("waits") for p in split([told[0]], [told[1]])] == [40, None]
 
 
@@ -161,7 +231,12 @@ def test_messages_are_numbered_within_the_steps_whatever_the_order_of_the_trace(
 
 def test_two_groups_of_one_name_wait_each_for_its_own():
     pairs = ({"Process Group Ranks": "[0, 1]"}, {"Process Group Ranks": "[2, 3]"})
-    ranks = [[message(0, 50, **pairs[0])], [message(0, 40, **pairs[0])], [message(0, 5, **pairs[1])], [message(0, 4, **pairs[1])]]
+    ranks = [
+        [message(0, 50, **pairs[0])],
+        [message(0, 40, **pairs[0])],
+        [message(0, 5, **pairs[1])],
+        [message(0, 4, **pairs[1])],
+    ]
     assert [p.get("waits", 0) for p in split(*ranks)] == [10, 0, 1, 0]
 
 
@@ -189,9 +264,19 @@ def test_a_kernel_belongs_to_the_innermost_range_of_its_launch_on_any_thread():
         *kernel("unnamed", 68, 69, at=70),  # a range has ended at its end
     ]
     found = find_parts(events, gpu=True)
-    expected = {"attention": 3 + 1 + 1 + 6, "index": 2, "loss": 5, "links": 4, "weights": 2, "optimizer": 3, "other": 2}
+    expected = {
+        "attention": 3 + 1 + 1 + 6,
+        "index": 2,
+        "loss": 5,
+        "links": 4,
+        "weights": 2,
+        "optimizer": 3,
+        "other": 2,
+    }
     assert ms(found) == {**expected, "idle": 100 - sum(expected.values())}
-    assert {(k.name, k.part, k.calls) for k in found.kinds if k.name == "unnamed"} == {("unnamed", "other", 2)}
+    assert {(k.name, k.part, k.calls) for k in found.kinds if k.name == "unnamed"} == {
+        ("unnamed", "other", 2)
+    }
 
 
 def test_without_the_call_the_operator_around_it_says_where_a_kernel_was_launched():
@@ -200,7 +285,9 @@ def test_without_the_call_the_operator_around_it_says_where_a_kernel_was_launche
         within("mtrain.loss", 1, 3),
         event("cpu_op", "aten::mm", 1, 2, **{"External id": 5}),
         {**event("kernel", "odd", 4, 6, 7, correlation=1, **{"External id": 5}), "pid": 0},
-        event("cuda_runtime", "cudaLaunchKernel", 1, 2, 99, correlation=2),  # by a thread that has no other events
+        event(
+            "cuda_runtime", "cudaLaunchKernel", 1, 2, 99, correlation=2
+        ),  # by a thread that has no other events
         {**event("kernel", "odd", 6, 9, 7, correlation=2, **{"External id": 5}), "pid": 0},
     ]
     assert ms(find_parts(events, gpu=True)) == {"loss": 5, "idle": 5}
@@ -238,7 +325,14 @@ def test_a_launch_by_the_runtime_through_the_driver_counts_once():
 
 
 def test_several_steps_add_up_and_what_is_between_counts_for_none():
-    events = [step(0, 10), step(20, 30), *kernel("gemm", 5, 9), *kernel("gemm", 12, 18), *kernel("gemm", 22, 24), *kernel("nccl", 23, 28)]
+    events = [
+        step(0, 10),
+        step(20, 30),
+        *kernel("gemm", 5, 9),
+        *kernel("gemm", 12, 18),
+        *kernel("gemm", 22, 24),
+        *kernel("nccl", 23, 28),
+    ]
     found = find_parts(events, gpu=True)
     assert (found.steps, found.step) == (2, 20_000)
     assert ms(found) == {"products": 6, "links": 4, "idle": 10}
@@ -249,7 +343,10 @@ def test_parts_of_random_kernels_are_those_of_painting_every_nanosecond():
     draw = random.Random(3)
     for _ in range(200):
         free = [(0, 40), (60, 100)]
-        wanted = sorted((b := draw.randrange(110), b + draw.randrange(1, 25), draw.choice("xyz")) for _ in range(draw.randrange(12)))
+        wanted = sorted(
+            (b := draw.randrange(110), b + draw.randrange(1, 25), draw.choice("xyz"))
+            for _ in range(draw.randrange(12))
+        )
         parts = dict.fromkeys("xyz", 0)
         left = _claim(free, wanted, parts)
         painted = {t: "" for begin, end in free for t in range(begin, end)}
@@ -258,7 +355,9 @@ def test_parts_of_random_kernels_are_those_of_painting_every_nanosecond():
                 if painted.get(t) == "":
                     painted[t] = word
         assert parts == {word: list(painted.values()).count(word) for word in "xyz"}
-        assert [t for begin, end in left for t in range(begin, end)] == [t for t, word in painted.items() if not word]
+        assert [t for begin, end in left for t in range(begin, end)] == [
+            t for t, word in painted.items() if not word
+        ]
         assert all(begin < end for begin, end in left)
 
 
@@ -284,7 +383,15 @@ def test_on_a_cpu_time_is_that_of_the_innermost_operator():
         event("cpu_op", "aten::_fused_adamw_", 93, 97),
     ]
     found = find_parts(events, gpu=False)
-    expected = {"attention": 18, "products": 5, "copies": 1, "element-wise": 3, "other": 1, "weights": 2, "optimizer": 4}
+    expected = {
+        "attention": 18,
+        "products": 5,
+        "copies": 1,
+        "element-wise": 3,
+        "other": 1,
+        "weights": 2,
+        "optimizer": 4,
+    }
     # gloo: 30 to 45 beside nothing, and of 55 to 75 what no operator has.
     expected["links"] = 15 + 20 - (3 + 3 + 1 + 2)
     assert ms(found) == {**expected, "host": 100 - sum(expected.values())}
@@ -301,7 +408,11 @@ def test_times_that_were_rounded_apart_still_add_up():
         event("cpu_op", "aten::addmm", 2.0, 4.001),
         event("cpu_op", "aten::mul", 4.001, 5.0),
     ]
-    assert ms(find_parts(events, gpu=False)) == {"products": 3.0, "element-wise": 0.999, "host": 6.001}
+    assert ms(find_parts(events, gpu=False)) == {
+        "products": 3.0,
+        "element-wise": 0.999,
+        "host": 6.001,
+    }
 
 
 def test_a_trace_without_a_step_is_refused():
@@ -321,26 +432,53 @@ def test_a_trace_without_a_step_is_refused():
             "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass::gemm::kernel::GemmUniversal<int> > >(int)",
             "products",
         ),
-        ("void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float>(cublasLt::cublasSplitKParams<float>)", "products"),
+        (
+            "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float>(cublasLt::cublasSplitKParams<float>)",
+            "products",
+        ),
         ("triton_tem_fused_mm_1", "products"),
-        ("void gemv2T_kernel_val<int, int, float, float, float, float, 128, 16, 4, 4, false>(float)", "products"),
+        (
+            "void gemv2T_kernel_val<int, int, float, float, float, float, 128, 16, 4, 4, false>(float)",
+            "products",
+        ),
         ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "links"),
         ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "links"),
         ("triton_poi_fused_add_mul_silu_3", "element-wise"),
         ("triton_red_fused__to_copy_mean_mul_pow_rsqrt_0", "element-wise"),
-        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, 3ul>(int)", "element-wise"),
-        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::NormTwoOps<float> > >(int)", "element-wise"),
-        ("kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at__tensor", "attention"),
-        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 64, 64, 4, cutlass::bfloat16_t> >(int)", "attention"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_6_128x128x128_4x1x1_kernel0_0", "attention"),
+        (
+            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, 3ul>(int)",
+            "element-wise",
+        ),
+        (
+            "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::NormTwoOps<float> > >(int)",
+            "element-wise",
+        ),
+        (
+            "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at__tensor",
+            "attention",
+        ),
+        (
+            "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 64, 64, 4, cutlass::bfloat16_t> >(int)",
+            "attention",
+        ),
+        (
+            "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_6_128x128x128_4x1x1_kernel0_0",
+            "attention",
+        ),
         (
             "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::"
             "FusedOptimizerTensorListMetadata<4>,"
             " at::native::(anonymous namespace)::FusedAdamMathFunctor<float, 4> >(int)",
             "optimizer",
         ),
-        ("void at::native::(anonymous namespace)::indexSelectLargeIndex<float, long, unsigned int, 2, 2, -2, true>(int)", "other"),
-        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<float, unsigned int, 1, 64, 64>(float*)", "other"),
+        (
+            "void at::native::(anonymous namespace)::indexSelectLargeIndex<float, long, unsigned int, 2, 2, -2, true>(int)",
+            "other",
+        ),
+        (
+            "void at::native::(anonymous namespace)::CatArrayBatchedCopy<float, unsigned int, 1, 64, 64>(float*)",
+            "other",
+        ),
     ],
 )
 def test_kernels_that_no_range_holds_go_by_their_names(name, part):
@@ -350,10 +488,24 @@ def test_kernels_that_no_range_holds_go_by_their_names(name, part):
 def test_names_of_operators_and_ranges():
     assert operator_part("aten::addmm") == operator_part("aten::_linear_pointwise") == "products"
     assert operator_part("aten::_to_copy") == operator_part("aten::cat") == "copies"
-    assert operator_part("aten::add_") == operator_part("aten::rsqrt") == operator_part("## Call CompiledFxGraph x ##") == "element-wise"
+    assert (
+        operator_part("aten::add_")
+        == operator_part("aten::rsqrt")
+        == operator_part("## Call CompiledFxGraph x ##")
+        == "element-wise"
+    )
     assert operator_part("aten::scatter_") == operator_part("aten::view") == "other"
     assert operator_part("fsdp::all_gather_copy_in") == "weights"
-    assert {operator_part(n) for n in ("_Attend", "MulBackward0", "torch::autograd::AccumulateGrad", "c10d::recv_", "detach")} == {None}
+    assert {
+        operator_part(n)
+        for n in (
+            "_Attend",
+            "MulBackward0",
+            "torch::autograd::AccumulateGrad",
+            "c10d::recv_",
+            "detach",
+        )
+    } == {None}
     assert range_part("mtrain.attention") == "attention"
     assert range_part("FSDP::all_gather (layers.0)") == "weights"
     assert range_part("Optimizer.step#AdamW.step") == "optimizer"

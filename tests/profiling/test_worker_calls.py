@@ -14,7 +14,15 @@ from mtrain_cli.profiling import records, worker_calls
 from mtrain_cli.profiling.index_file import RecordedSetup
 from mtrain_cli.profiling.kernel_benchmark import KernelCase, KernelTime, save_calibration
 from mtrain_cli.profiling.worker_calls import profile_worker_calls
-from mtrain_cli.simulation.calibration import ALONE_COLUMNS, DENSE, DIAGONALS, LISTS, SPARSE, kernels_for, load_calibration
+from mtrain_cli.simulation.calibration import (
+    ALONE_COLUMNS,
+    DENSE,
+    DIAGONALS,
+    LISTS,
+    SPARSE,
+    kernels_for,
+    load_calibration,
+)
 from mtrain_cli.simulation.cluster import load_cluster
 from mtrain_cli.simulation.families import IndexFamily
 from mtrain_cli.simulation.prediction import AttentionWorkload, predict
@@ -42,7 +50,10 @@ def timed() -> list[tuple[KernelTime, int]]:
         found.append(one)
 
     try:
-        assert profile_worker_calls([CASE], [2, 4, 7], ["sdpa"], torch.float32, "cpu", 1, report) == found
+        assert (
+            profile_worker_calls([CASE], [2, 4, 7], ["sdpa"], torch.float32, "cpu", 1, report)
+            == found
+        )
     finally:
         worker_calls._timed = original
     return list(zip(found, seen, strict=True))
@@ -61,7 +72,9 @@ def test_counts_are_those_of_the_tiles(timed):
         assert not found.skips
         assert found.forward_ms > 0 < found.backward_ms
     mask = SequenceMask.causal(128, 128)
-    whole = {f.pairs for f, _ in timed if f.workers == 4 and f.form == LISTS and "all_gather" in f.what}
+    whole = {
+        f.pairs for f, _ in timed if f.workers == 4 and f.form == LISTS and "all_gather" in f.what
+    }
     last = np.concatenate([np.arange(b * 16, (b + 1) * 16) for b in (3, 7)])
     assert whole == {4 * mask.spans(last, np.arange(128)).pairs}
 
@@ -72,8 +85,12 @@ def test_a_calibration_has_a_curve_for_each_kind_of_call(timed, tmp_path):
     calibration = load_calibration(path)
     forms = {curve.form for curve in calibration.curves}
     assert forms == {DENSE, LISTS, SPARSE, DIAGONALS, ALONE_COLUMNS}
-    assert not any(curve.skips for curve in calibration.curves), "sdpa hides what an index leaves out"
-    kernels = kernels_for(calibration.device, 1e12, "sdpa", SPARSE, {calibration.device: 1e12}, calibration)
+    assert not any(curve.skips for curve in calibration.curves), (
+        "sdpa hides what an index leaves out"
+    )
+    kernels = kernels_for(
+        calibration.device, 1e12, "sdpa", SPARSE, {calibration.device: 1e12}, calibration
+    )
     for direction in ("forward", "backward"):
         assert kernels.part(direction, DIAGONALS).form == DIAGONALS
         assert kernels.part(direction, ALONE_COLUMNS).form == ALONE_COLUMNS
@@ -95,9 +112,17 @@ def test_a_kernel_that_hides_pairs_is_priced_by_all_of_them(timed, tmp_path):
 
     def attention(exchange: str, density: float) -> np.ndarray:
         family = IndexFamily("uniform", density=density, columns=0, block=16)
-        problem = AttentionWorkload(made, (SequenceMask.causal(4096, 4096),), (0,), lambda layer: family.index(layer, 4096, 4), "uniform")
+        problem = AttentionWorkload(
+            made,
+            (SequenceMask.causal(4096, 4096),),
+            (0,),
+            lambda layer: family.index(layer, 4096, 4),
+            "uniform",
+        )
         setup = ReplaySetup("striped", exchange, 4, 4)
-        rows = predict(cluster, problem, setup, kernel="sdpa", calibration=calibration, rows=True, bounds=False).rows
+        rows = predict(
+            cluster, problem, setup, kernel="sdpa", calibration=calibration, rows=True, bounds=False
+        ).rows
         assert rows is not None
         mine = rows[rows["phase"] == records.WORDS["phase"].index("attention")]
         assert 0 < mine["pairs"].sum() < 0.6 * 2 * 4 * 4096 * 4097 / 2

@@ -34,7 +34,14 @@ STEP = StepMetrics(
 def source_named(tmp_path: Path, name: str) -> ReportSource:
     source = open_source(recorded_once(tmp_path / "one", Play(ring(2)), layers=(0,), iterations=2))
     cases = tuple(replace(case, label=f"{case.label} {name}") for case in source.cases)
-    facts = {**source.facts, "host": name, "gpus": [name], "command": ["mtrain", name], "git_revision": name, "versions": {name: name}}
+    facts = {
+        **source.facts,
+        "host": name,
+        "gpus": [name],
+        "command": ["mtrain", name],
+        "git_revision": name,
+        "versions": {name: name},
+    }
     metrics = (STEP, replace(STEP, step=2))
     return replace(source, name=name, cases=cases, facts=facts, metrics=metrics)
 
@@ -53,7 +60,9 @@ def test_a_page_shows_names_and_runs_nothing_of_them(tmp_path):
     assert "<img" not in text
     figures = figures_in(text)
     # Labels become text of selectors; plotly makes tags of a few names in all other strings.
-    labels = {label for figure in figures for view in figure["views"] for label in view.pop("labels")}
+    labels = {
+        label for figure in figures for view in figure["views"] for label in view.pop("labels")
+    }
     assert any(TAG in label for label in labels)
     tags = {tag for found in texts(figures) for tag in re.findall(r"<[^>]*>?", found)}
     assert tags <= {"<br>", "<extra>", "</extra>", "<b>", "</b>", "<i>", "</i>"}
@@ -75,7 +84,9 @@ def test_colours_are_ours_alone(made):
         made = Table(MARKUP, title=MARKUP, caption=MARKUP)
         made.add_row(MARKUP)
     file = io.StringIO()
-    Console(file=file, width=200, force_terminal=True, color_system="256", highlight=False).print(made, style="red")
+    Console(file=file, width=200, force_terminal=True, color_system="256", highlight=False).print(
+        made, style="red"
+    )
     text = file.getvalue()
     assert "\x1b[" in text
     assert set(re.findall(r"\x1b(?!\[[\d;]*m)", text)) == set()

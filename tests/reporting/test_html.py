@@ -26,7 +26,10 @@ WHAT = Play(ring(4), uneven, link={"context": 0.3}, index=0.2, merge=0.05)
 
 
 def page_of(folder: Path, **more) -> tuple[str, dict]:
-    text = write_page(folder / "report.html", [open_source(recorded_once(folder, WHAT, layers=(0, 3), iterations=3, **more))]).read_text()
+    text = write_page(
+        folder / "report.html",
+        [open_source(recorded_once(folder, WHAT, layers=(0, 3), iterations=3, **more))],
+    ).read_text()
     return text, {figure["name"]: figure["views"] for figure in figures_in(text)}
 
 
@@ -57,8 +60,14 @@ def test_the_page_needs_no_network_and_holds_plotly_once(tmp_path):
 
 def test_heat_maps_are_the_tables(tmp_path):
     _, found = page_of(tmp_path)
-    view = next(v for v in found["heat"] if v["labels"] == ["dense striped ring", "backward", "attention, ms"])
-    assert view["data"][0]["z"] == [[pytest.approx(uneven("backward", r, s), rel=1e-3) for s in range(4)] for r in range(4)]
+    view = next(
+        v
+        for v in found["heat"]
+        if v["labels"] == ["dense striped ring", "backward", "attention, ms"]
+    )
+    assert view["data"][0]["z"] == [
+        [pytest.approx(uneven("backward", r, s), rel=1e-3) for s in range(4)] for r in range(4)
+    ]
 
 
 def test_the_timeline_has_what_a_rank_did_in_order_and_fills_the_pass(tmp_path):
@@ -67,14 +76,20 @@ def test_the_timeline_has_what_a_rank_did_in_order_and_fills_the_pass(tmp_path):
     for view, rank in itertools.product(found["timeline"], range(4)):
         background, *others = view["data"]
         computing = [trace for trace in others if not trace["name"].startswith("message")]
-        bars = [bar for trace in computing for bar in zip(trace["base"], trace["x"], trace["y"], strict=True)]
+        bars = [
+            bar
+            for trace in computing
+            for bar in zip(trace["base"], trace["x"], trace["y"], strict=True)
+        ]
         spans = sorted((start, length) for start, length, y in bars if y == rank)
         for (start, length), (following, _) in itertools.pairwise(spans):
             assert start + length == pytest.approx(following, abs=2e-3)
         assert spans[0][0] == pytest.approx(0, abs=1e-6)
         # What is not covered by any of them shows the pass below, as a gap.
         assert background["name"] == "gap"
-        assert dict(zip(background["y"], background["x"], strict=True))[rank] == pytest.approx(sum(spans[-1]), rel=1e-3)
+        assert dict(zip(background["y"], background["x"], strict=True))[rank] == pytest.approx(
+            sum(spans[-1]), rel=1e-3
+        )
     assert [trace for trace in view["data"] if trace["name"] == "message, context"]
     assert any(trace["name"] == "waiting for the context link" for trace in computing)
 
@@ -120,7 +135,9 @@ def test_large_recordings_are_thinned_and_it_is_said(tmp_path, monkeypatch):
     found = {figure.name: figure for figure in figures([source])}
     timeline = found["timeline"]
     # Half of them for each of two passes; a wait may be two bars, late and exposed.
-    assert all(100 < sum(len(trace["x"]) for trace in view.data) <= 2 * 200 for view in timeline.views)
+    assert all(
+        100 < sum(len(trace["x"]) for trace in view.data) <= 2 * 200 for view in timeline.views
+    )
     assert "16 of 24 ranks" in timeline.note
     assert "of the shortest phases are left out" in timeline.note
     assert all(len(view.data[0]["z"]) <= 16 for view in found["heat"].views)

@@ -10,7 +10,14 @@ from reporting.test_html import figures_in
 
 from mtrain_cli.launch.restart import Restart
 from mtrain_cli.reporting import html, tables
-from mtrain_cli.reporting.curves import POINTS, POINTS_OF_ALL, log_ticks, rate_restarts, smoothed, training_views
+from mtrain_cli.reporting.curves import (
+    POINTS,
+    POINTS_OF_ALL,
+    log_ticks,
+    rate_restarts,
+    smoothed,
+    training_views,
+)
 from mtrain_cli.reporting.figures import HEAT_NUMBERS, TIMELINE_BARS, Figure, FigureView, _numbers
 from mtrain_cli.reporting.html import write_page
 from mtrain_cli.reporting.report_source import ReportSource, open_source
@@ -23,22 +30,50 @@ SAFE = "&lt;/script&gt;&lt;b&gt;a &amp; b"
 
 
 def step(number: int, **more) -> StepMetrics:
-    values = {"loss": 3.0, "grad_norm": 1.0, "lr": 1e-3, "tokens": number, "tokens_per_second_per_gpu": 10.0, "mfu_model": None}
-    values |= {"mfu_executed": None, "density": 1.0, "peak_memory_gib": None, "seconds": 1.0, "epoch": 0.1, "consumed": number}
+    values = {
+        "loss": 3.0,
+        "grad_norm": 1.0,
+        "lr": 1e-3,
+        "tokens": number,
+        "tokens_per_second_per_gpu": 10.0,
+        "mfu_model": None,
+    }
+    values |= {
+        "mfu_executed": None,
+        "density": 1.0,
+        "peak_memory_gib": None,
+        "seconds": 1.0,
+        "epoch": 0.1,
+        "consumed": number,
+    }
     return StepMetrics(step=number, **{**values, **more})
 
 
 def evaluation(number: int, loss: float) -> Evaluation:
-    buckets = (ContextBucket(0, 128, 10, loss), ContextBucket(128, 1024, 20, loss - 0.5), ContextBucket(1024, 2048, 0, None))
+    buckets = (
+        ContextBucket(0, 128, 10, loss),
+        ContextBucket(128, 1024, 20, loss - 0.5),
+        ContextBucket(1024, 2048, 0, None),
+    )
     return Evaluation(number, loss, 30, 2, 0.1, "dense", buckets)
 
 
 def trained(name: str, folder: Path, **more) -> ReportSource:
-    metrics = tuple(step(n, lr=1e-3 * (1 - n / 50 if n < 30 else 1.5 - n / 50), loss=4 - n / 40) for n in range(1, 41))
+    metrics = tuple(
+        step(n, lr=1e-3 * (1 - n / 50 if n < 30 else 1.5 - n / 50), loss=4 - n / 40)
+        for n in range(1, 41)
+    )
     evaluations = (evaluation(0, 4.0), evaluation(40, 3.0))
     settings = {"seq": 4096, "optim.lr": 1e-3, "topology.workers": 2, "run.name": name}
     facts = {"host": "one", "gpus": []}
-    return ReportSource(name, folder, facts, metrics=metrics, evaluations=evaluations, **{"settings": settings, **more})
+    return ReportSource(
+        name,
+        folder,
+        facts,
+        metrics=metrics,
+        evaluations=evaluations,
+        **{"settings": settings, **more},
+    )
 
 
 def page(folder: Path, *sources: ReportSource) -> tuple[str, dict[str, dict]]:
@@ -64,7 +99,10 @@ def test_restarts_of_run_and_learning_rate_are_marked(tmp_path):
     warm_up = [step(n, lr=n * 1e-4 if n < 5 else 5e-4) for n in range(1, 9)]
     assert rate_restarts(warm_up) == []
     text, found = page(tmp_path, source)
-    shapes = {view["labels"][0]: [(s["x0"], s["line"]["dash"]) for s in view["layout"]["shapes"]] for view in found["training"]["views"]}
+    shapes = {
+        view["labels"][0]: [(s["x0"], s["line"]["dash"]) for s in view["layout"]["shapes"]]
+        for view in found["training"]["views"]
+    }
     assert shapes["learning rate"] == [(30, "dot"), (20, "dash")]
     assert shapes["seconds of a step"] == [(20, "dash")]
     assert "from step 20, after step 25: rank 1 was killed" in text
@@ -72,7 +110,12 @@ def test_restarts_of_run_and_learning_rate_are_marked(tmp_path):
 
 def test_curves_are_smoothed_without_a_pull_to_zero_and_raw_values_stay(tmp_path):
     assert smoothed([2.0] * 20, 5) == pytest.approx([2.0] * 20)
-    assert smoothed([1.0, None, float("nan"), 1.0], 5) == [pytest.approx(1.0), None, None, pytest.approx(1.0)]
+    assert smoothed([1.0, None, float("nan"), 1.0], 5) == [
+        pytest.approx(1.0),
+        None,
+        None,
+        pytest.approx(1.0),
+    ]
     views, note = training_views([trained("one", tmp_path)])
     loss = next(data for labels, data, _ in views if labels == ("loss, nats",))
     assert loss[0]["y"] == pytest.approx([4 - n / 40 for n in range(1, 41)], rel=1e-4)
@@ -81,28 +124,50 @@ def test_curves_are_smoothed_without_a_pull_to_zero_and_raw_values_stay(tmp_path
 
 
 def test_ticks_of_log_axes_are_written_out():
-    assert log_ticks(0.3, 40.0)["ticktext"] == ["0.2", "0.5", "1", "2", "5", "10", "20", "50", "100"]
+    assert log_ticks(0.3, 40.0)["ticktext"] == [
+        "0.2",
+        "0.5",
+        "1",
+        "2",
+        "5",
+        "10",
+        "20",
+        "50",
+        "100",
+    ]
     assert log_ticks(1e-3, 5e6)["ticktext"][-3:] == ["100k", "1M", "10M"]
 
 
 def test_settings_are_a_card_and_differences_a_table(tmp_path):
     one = trained("one", tmp_path)
-    other = trained("two", tmp_path, settings={**one.settings, "optim.lr": 2e-3, "topology.workers": 4, "run.name": "two"})
+    other = trained(
+        "two",
+        tmp_path,
+        settings={**one.settings, "optim.lr": 2e-3, "topology.workers": 4, "run.name": "two"},
+    )
     text, _ = page(tmp_path, one, other)
     assert "<dt>sequence</dt><dd>seq 4k</dd>" in text
     assert "<td class=words>optim.lr</td><td>0.001</td><td>0.002</td>" in text
     assert "<td class=words>run.name</td>" not in text
-    warning = "the runs differ in workers (one: 2; two: 4): their times do not compare settings alone"
+    warning = (
+        "the runs differ in workers (one: 2; two: 4): their times do not compare settings alone"
+    )
     assert tables.incomparable([one, other]) == [warning]
     assert warning in text
     assert tables.incomparable([one, one]) == []
     elsewhere = trained("far", tmp_path, settings=one.settings)
     elsewhere.facts.update(host="another")
-    assert "differ in machines (one: CPU of one; far: CPU of another)" in tables.incomparable([one, elsewhere])[0]
+    assert (
+        "differ in machines (one: CPU of one; far: CPU of another)"
+        in tables.incomparable([one, elsewhere])[0]
+    )
 
 
 def test_final_losses_are_compared(tmp_path):
-    rows = {row.what: row for row in tables.comparison([trained("one", tmp_path), trained("two", tmp_path)])}
+    rows = {
+        row.what: row
+        for row in tables.comparison([trained("one", tmp_path), trained("two", tmp_path)])
+    }
     assert rows["loss, last tenth of the steps"].first == pytest.approx(4 - 38.5 / 40)
     assert rows["held-out loss, last"].first == 3.0
     assert rows["held-out loss, last"].difference == "unknown", "one value has no spread"
@@ -113,7 +178,11 @@ def test_final_losses_are_compared(tmp_path):
     [
         (-0.14, [100, 120], "cost within noise (iterations without records differ by up to 18.2%)"),
         (0.1, [100, 120], "cost within noise (iterations without records differ by up to 18.2%)"),
-        (0.3, [100, 120], "costs 30.0% of an iteration (iterations without records differ by up to 18.2%)"),
+        (
+            0.3,
+            [100, 120],
+            "costs 30.0% of an iteration (iterations without records differ by up to 18.2%)",
+        ),
         (-0.14, [100], "cost unknown: one sample with records and one without"),
     ],
 )
@@ -122,10 +191,28 @@ def test_noise_is_no_cost_of_records(overhead, plain, said):
 
 
 def recorded_step() -> dict:
-    rank = {"step_ms": 10.0, "plain_ms": 9.0, "recorded_ms": 10.0, "parts": {"attention": 6.0, "links": 1.0, "host": 3.0, BAD: 1.0}}
-    rank |= {"links_hidden_ms": 0.0, "unmatched": 0, "launches": 0, "launching_ms": 0, "syncs": 0, "syncing_ms": 0, "ahead_us": None}
+    rank = {
+        "step_ms": 10.0,
+        "plain_ms": 9.0,
+        "recorded_ms": 10.0,
+        "parts": {"attention": 6.0, "links": 1.0, "host": 3.0, BAD: 1.0},
+    }
+    rank |= {
+        "links_hidden_ms": 0.0,
+        "unmatched": 0,
+        "launches": 0,
+        "launching_ms": 0,
+        "syncs": 0,
+        "syncing_ms": 0,
+        "ahead_us": None,
+    }
     top = [{"name": BAD, "part": BAD, "calls": 2, "ms": 6.0}]
-    return {"ranks": [{**rank, "rank": 0}, {**rank, "rank": 1}], "gpu": False, "workers": 2, "top": top}
+    return {
+        "ranks": [{**rank, "rank": 0}, {**rank, "rank": 1}],
+        "gpu": False,
+        "workers": 2,
+        "top": top,
+    }
 
 
 def test_a_recorded_step_has_a_page(tmp_path):
@@ -147,7 +234,17 @@ def test_a_sparsity_profile_has_a_page_and_a_measurement_without_rows_is_refused
 
     numbers = {"density": 0.2, "of_mask": 0.2, "worst": 0.5, "slashes": 3, "columns": 9}
     places = [(at, layer, head) for at in (1, 5) for layer in (0, 1) for head in (0, 1)]
-    rows = [{"step": at, "pattern": BAD, "layer": layer, "head": head, "recall": 0.8 + 0.1 * head, **numbers} for at, layer, head in places]
+    rows = [
+        {
+            "step": at,
+            "pattern": BAD,
+            "layer": layer,
+            "head": head,
+            "recall": 0.8 + 0.1 * head,
+            **numbers,
+        }
+        for at, layer, head in places
+    ]
     folder = tmp_path / "measured"
     write_summary(folder, {"kind": SPARSITY, "complete": True})
     with pytest.raises(ConfigError, match=r"sparsity\.parquet: cannot be read"):
@@ -163,14 +260,20 @@ def test_a_sparsity_profile_has_a_page_and_a_measurement_without_rows_is_refused
     assert found["heads"]["views"][0]["data"][0]["z"] == [pytest.approx([0.8, 0.9])] * 2
 
 
-def test_a_page_with_as_much_as_it_may_hold_is_under_one_and_a_half_megabytes(tmp_path, monkeypatch):
+def test_a_page_with_as_much_as_it_may_hold_is_under_one_and_a_half_megabytes(
+    tmp_path, monkeypatch
+):
     random = np.random.default_rng(0)
 
     def of(count: int) -> list[float]:
         return _numbers(random.random(count))
 
     heat = {"type": "heatmap", "z": of(HEAT_NUMBERS)}
-    columns = {"x": of(TIMELINE_BARS), "base": _numbers(random.random(TIMELINE_BARS) * 100, 6), "y": [3] * TIMELINE_BARS}
+    columns = {
+        "x": of(TIMELINE_BARS),
+        "base": _numbers(random.random(TIMELINE_BARS) * 100, 6),
+        "y": [3] * TIMELINE_BARS,
+    }
     columns["customdata"] = random.integers(0, 64, (TIMELINE_BARS, 2)).tolist()
     runs = POINTS_OF_ALL // POINTS
     curves = [{"x": list(range(POINTS)), "y": of(POINTS)} for _ in range(runs * 2 * 8)]

@@ -10,7 +10,14 @@ import pytest
 from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, write
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.reporting.report_source import ReportSource, default, find, known, open_source, ships
+from mtrain_cli.reporting.report_source import (
+    ReportSource,
+    default,
+    find,
+    known,
+    open_source,
+    ships,
+)
 from mtrain_cli.training.metrics import StepMetrics
 
 WHAT = Play(ring(4))
@@ -59,10 +66,18 @@ def test_a_training_is_complete_with_its_last_step(tmp_path):
 def test_a_profile_is_complete_with_all_samples_of_all_ranks(tmp_path):
     assert open_source(recorded_once(tmp_path / "whole", WHAT)).complete
     partial = open_source(recorded_once(tmp_path / "partial", WHAT, complete=False, wanted=2))
-    assert (partial.complete, partial.remarks) == (False, ["partial: 1 of 2 samples; the run did not end"])
+    assert (partial.complete, partial.remarks) == (
+        False,
+        ["partial: 1 of 2 samples; the run did not end"],
+    )
     rows = rows_of(WHAT)
-    missing = open_source(write(tmp_path / "missing", [rows[rows["rank"] != 2]], [facts_of(ring(4))]))
-    assert (missing.complete, missing.remarks) == (False, ["no rows of rank 2 (1 of 4); degrees are over the others"])
+    missing = open_source(
+        write(tmp_path / "missing", [rows[rows["rank"] != 2]], [facts_of(ring(4))])
+    )
+    assert (missing.complete, missing.remarks) == (
+        False,
+        ["no rows of rank 2 (1 of 4); degrees are over the others"],
+    )
     for profile in (partial, missing):
         assert not replace(profile, metrics=steps(3), steps_wanted=3).complete
 
@@ -79,7 +94,9 @@ def test_a_profile_is_complete_with_all_samples_of_all_ranks(tmp_path):
 )
 def test_workers_that_share_cores_are_said_to(tmp_path, environment, said):
     remarks = open_source(recorded_once(tmp_path, WHAT, environment=environment)).remarks
-    expected = ["4 workers share 3 CPU cores: times tell who gets a core, work tells who has more to do"]
+    expected = [
+        "4 workers share 3 CPU cores: times tell who gets a core, work tells who has more to do"
+    ]
     assert remarks == (expected if said else [])
 
 
@@ -118,7 +135,11 @@ def test_folders_that_have_nothing_to_report_are_passed_over():
     folders[-1].mkdir()
     (folders[-1] / "metrics.jsonl").write_text("{}\n")
     for age, path in enumerate(folders):
-        (file,) = (path / name for name in ("summary.json", "profile/summary.json", "metrics.jsonl") if (path / name).is_file())
+        (file,) = (
+            path / name
+            for name in ("summary.json", "profile/summary.json", "metrics.jsonl")
+            if (path / name).is_file()
+        )
         os.utime(file, (1e9 - age,) * 2)
     os.utime("measurements/no-sample/summary.json", (2e9,) * 2)
     Path("runs/latest").symlink_to("trained")

@@ -5,7 +5,15 @@ from __future__ import annotations
 from mtrain_cli.reporting.sweeps import cells, scaling_views, sheet
 
 
-def row(workers: int, layout: str, seconds: float, *, seq: int = 1 << 19, fits: bool = True, **point: str) -> dict:
+def row(
+    workers: int,
+    layout: str,
+    seconds: float,
+    *,
+    seq: int = 1 << 19,
+    fits: bool = True,
+    **point: str,
+) -> dict:
     rate = seq / seconds / workers
     return {
         "point": {"nodes": str(workers // 8), **point}, "workers": workers, "cp": workers, "dp": 1, "layout": layout,
@@ -36,7 +44,12 @@ def test_the_fastest_that_fits_of_each_number_of_gpus_is_the_best():
 
 def test_throughput_over_gpus_with_bounds_and_what_is_linear():
     views = {labels[-1]: (data, layout) for labels, data, layout in scaling_views("mine", ROWS)}
-    assert set(views) == {"tokens/s of all GPUs", "tokens/s/GPU", "seconds of a step", "GiB of a GPU"}
+    assert set(views) == {
+        "tokens/s of all GPUs",
+        "tokens/s/GPU",
+        "seconds of a step",
+        "GiB of a GPU",
+    }
     data, layout = views["tokens/s of all GPUs"]
     by_name = {trace["name"]: trace for trace in data if "name" in trace}
     assert by_name["striped, ring"]["x"] == [8, 16, 32]
@@ -46,7 +59,9 @@ def test_throughput_over_gpus_with_bounds_and_what_is_linear():
     (band,) = [trace for trace in data if trace.get("fill")]
     assert band["legendgroup"] == "zigzag, ring", "the fastest at the most GPUs"
     assert band["x"] == [8, 16, 32, 32, 16, 8]
-    assert [round(high / low) for high, low in zip(band["y"][:3], band["y"][:2:-1], strict=True)] == [4, 4, 4]
+    assert [
+        round(high / low) for high, low in zip(band["y"][:3], band["y"][:2:-1], strict=True)
+    ] == [4, 4, 4]
     (crosses,) = [trace for trace in data if trace.get("mode") == "markers"]
     assert (crosses["x"], crosses["legendgroup"]) == ([8], "striped, ring")
     assert layout["xaxis"]["ticktext"] == ["8", "16", "32"]
@@ -54,7 +69,10 @@ def test_throughput_over_gpus_with_bounds_and_what_is_linear():
 
 
 def test_lengths_are_the_axis_where_gpus_do_not_change():
-    rows = [row(8, "striped", 5, seq=1 << 18, seq_="x"), row(8, "striped", 15, seq=1 << 19, seq_="x")]
+    rows = [
+        row(8, "striped", 5, seq=1 << 18, seq_="x"),
+        row(8, "striped", 15, seq=1 << 19, seq_="x"),
+    ]
     for one in rows:
         one["point"] = {"seq": str(one["seq"]), "train.micro_batch": "1"}
     views = scaling_views("mine", rows)
@@ -71,7 +89,12 @@ def test_units_of_the_table_the_sheet_and_the_figure():
     mine = [row(8, "striped", 16), row(16, "striped", 8)]
     heads, found, _ = cells(mine)
     shown = dict(zip(heads, found[0], strict=True))
-    assert (shown["GiB"], shown["tokens/s/GPU"], shown["best - worst"], shown["HFU"]) == ("30.0", "4,096", "8 - 32", "20.0%")
+    assert (shown["GiB"], shown["tokens/s/GPU"], shown["best - worst"], shown["HFU"]) == (
+        "30.0",
+        "4,096",
+        "8 - 32",
+        "20.0%",
+    )
     table = sheet([("one", mine)])
     line = dict(zip(table.columns, table.rows[0], strict=True))
     assert (line["memory_gib"], line["tokens_per_second_per_gpu"]) == (30, 4096)

@@ -18,7 +18,9 @@ from mtrain_cli.reporting.terminal import show_sources
 
 def printed(item, *, width: int = 100, colour: bool = False) -> str:
     file = io.StringIO()
-    Console(file=file, width=width, force_terminal=colour, color_system="256" if colour else None).print(item)
+    Console(
+        file=file, width=width, force_terminal=colour, color_system="256" if colour else None
+    ).print(item)
     return file.getvalue()
 
 
@@ -28,7 +30,14 @@ def heavy(_direction: str, rank: int, step: int) -> float:
 
 @pytest.fixture
 def source(tmp_path) -> ReportSource:
-    return open_source(recorded_once(tmp_path / "one", Play(ring(4), heavy, link={"context": 0.3}), layers=(0, 1), iterations=2))
+    return open_source(
+        recorded_once(
+            tmp_path / "one",
+            Play(ring(4), heavy, link={"context": 0.3}),
+            layers=(0, 1),
+            iterations=2,
+        )
+    )
 
 
 def test_the_summary_has_every_figure_in_100_columns(source):
@@ -43,7 +52,10 @@ def test_the_summary_has_every_figure_in_100_columns(source):
 
 
 def cells(table) -> dict[str, list[str]]:
-    return {str(column.header).replace("\n", " "): [str(cell) for cell in column.cells] for column in table.columns}
+    return {
+        str(column.header).replace("\n", " "): [str(cell) for cell in column.cells]
+        for column in table.columns
+    }
 
 
 def test_waits_for_others_and_for_links_are_each_in_their_place(tmp_path):
@@ -62,10 +74,19 @@ def test_sentences_for_narrow_terminals_have_the_numbers_of_the_tables(tmp_path)
         return (1 + 0.3 * rank + 0.7 * (step == 2)) * (1.7 if direction == "backward" else 1)
 
     what = Play(
-        ring(4), skewed, pairs=lambda _d, r, s: 1000 + 300 * r + 500 * s, link={"context": 1.4}, index=0.2, merge=0.1, starts={2: 4.0}
+        ring(4),
+        skewed,
+        pairs=lambda _d, r, s: 1000 + 300 * r + 500 * s,
+        link={"context": 1.4},
+        index=0.2,
+        merge=0.1,
+        starts={2: 4.0},
     )
     source = open_source(recorded_once(tmp_path, what, layers=(0, 1), iterations=2))
-    summary, bins = cells(tables.summary_table(source.cases)), cells(tables.bins_table(source.cases))
+    summary, bins = (
+        cells(tables.summary_table(source.cases)),
+        cells(tables.bins_table(source.cases)),
+    )
     lines = printed(tables.summary_lines(source.cases), width=400).splitlines()
     for line, name in ((lines[1], "worker"), (lines[2], "step")):
         time, work = summary[f"imbalance of {name}s time work"][0].split("\n")
@@ -73,7 +94,9 @@ def test_sentences_for_narrow_terminals_have_the_numbers_of_the_tables(tmp_path)
         assert time != work
     forward, backward = summary["pass ms forward backward"][0].split("\n")
     assert lines[3] == f"  ms of a layer's pass: forward {forward}, backward {backward}"
-    in_steps, in_all = (f"{float(share):.1%}" for share in summary["computed in steps in all"][0].split("\n"))
+    in_steps, in_all = (
+        f"{float(share):.1%}" for share in summary["computed in steps in all"][0].split("\n")
+    )
     assert in_steps != in_all
     assert lines[4] == f"  computed {in_steps} in steps, {in_all} in all"
     shares = ", ".join(f"{name} {share}" for name, (share,) in bins.items() if share.endswith("%"))
@@ -83,9 +106,15 @@ def test_sentences_for_narrow_terminals_have_the_numbers_of_the_tables(tmp_path)
 
 
 def test_every_table_of_several_runs_says_whose_it_is(tmp_path):
-    sources = [open_source(recorded_once(tmp_path / name, Play(ring(2), times))) for name, times in (("left", heavy), ("right", rising))]
+    sources = [
+        open_source(recorded_once(tmp_path / name, Play(ring(2), times)))
+        for name, times in (("left", heavy), ("right", rising))
+    ]
     for table in (tables.summary_table, tables.bins_table):
-        assert cells(table([s.cases[0] for s in sources], ["left", "right"]))["run"] == ["left", "right"]
+        assert cells(table([s.cases[0] for s in sources], ["left", "right"]))["run"] == [
+            "left",
+            "right",
+        ]
         assert "run" not in cells(table(sources[0].cases))
     for width in (80, 120):
         file = io.StringIO()
@@ -94,9 +123,15 @@ def test_every_table_of_several_runs_says_whose_it_is(tmp_path):
         for name in ("left", "right"):
             assert f"{name}, dense striped ring, forward: attention of worker and step" in lines
             assert f"{name}, dense striped ring: why workers wait" in lines
-            starts = f"{name}: dense striped ring, 1 sample" if width == 80 else f"{name} dense striped"
-            before = lines[: lines.index("left, dense striped ring, forward: attention of worker and step")]
-            assert sum(line.startswith(starts) for line in before) == (1 if width == 80 else 2)  # the summary, and where time goes
+            starts = (
+                f"{name}: dense striped ring, 1 sample" if width == 80 else f"{name} dense striped"
+            )
+            before = lines[
+                : lines.index("left, dense striped ring, forward: attention of worker and step")
+            ]
+            assert sum(line.startswith(starts) for line in before) == (
+                1 if width == 80 else 2
+            )  # the summary, and where time goes
 
 
 def rising(direction: str, rank: int, step: int) -> float:
@@ -112,7 +147,9 @@ def test_a_heat_map_is_of_the_direction_that_it_names(tmp_path):
 
 
 def test_shares_of_the_bins_add_up(source):
-    line = next(line for line in printed(tables.bins_table(source.cases)).splitlines() if "%" in line)
+    line = next(
+        line for line in printed(tables.bins_table(source.cases)).splitlines() if "%" in line
+    )
     shares = [float(word.removesuffix("%")) for word in line.split() if word.endswith("%")]
     assert sum(shares) == pytest.approx(100, abs=0.3)
 
@@ -126,7 +163,10 @@ def test_a_heat_map_is_darkest_where_most_is_computed_without_colours(source):
     assert "\x1b[" in printed(tables.heat_map(source.cases[0], "forward"), colour=True)
 
 
-@pytest.mark.parametrize(("shape", "folded"), [((4, 4), (4, 4)), ((33, 5), (17, 5)), ((128, 100), (32, 25)), ((1, 1), (1, 1))])
+@pytest.mark.parametrize(
+    ("shape", "folded"),
+    [((4, 4), (4, 4)), ((33, 5), (17, 5)), ((128, 100), (32, 25)), ((1, 1), (1, 1))],
+)
 def test_folding_keeps_the_largest(shape, folded):
     table = np.random.default_rng(0).random(shape)
     small, was_folded = tables.fold(table, 32)
@@ -156,10 +196,16 @@ def test_sheets_are_read_back_with_their_numbers(source, tmp_path):
     assert float(row["attention_ms"]) == pytest.approx(3.0, rel=1e-5)
     with found["time_by_rank"].write(tmp_path).open() as file:
         for line in csv.DictReader(file):
-            bins = [float(value) for name, value in line.items() if name.endswith("_ms") and name != "pass_ms"]
+            bins = [
+                float(value)
+                for name, value in line.items()
+                if name.endswith("_ms") and name != "pass_ms"
+            ]
             assert sum(bins) == pytest.approx(float(line["pass_ms"]), rel=1e-4)
     with found["summary"].write(tmp_path).open() as file:
-        assert float(next(csv.DictReader(file))["time_worker_id"]) == pytest.approx(case.time.worker.mean, rel=1e-5)
+        assert float(next(csv.DictReader(file))["time_worker_id"]) == pytest.approx(
+            case.time.worker.mean, rel=1e-5
+        )
     assert len(found["causes"].rows) == len(case.causes) > 0
 
 
@@ -168,12 +214,21 @@ def noisy(folder, seed: int, scale: float = 1.0) -> ReportSource:
     parts = []
     for i in range(6):
         times = random.normal(1, 0.05, (2, 4, 4)) * scale
-        parts.append(rows_of(Play(ring(4), lambda d, r, s, t=times: float(t[int(d == "backward"), r, s])), iteration=i))
+        parts.append(
+            rows_of(
+                Play(ring(4), lambda d, r, s, t=times: float(t[int(d == "backward"), r, s])),
+                iteration=i,
+            )
+        )
     return open_source(write(folder, parts, [facts_of(ring(4))]))
 
 
 def test_a_difference_inside_the_noise_is_called_so_and_a_real_one_is_not(tmp_path):
-    first, same, slower = noisy(tmp_path / "a", 1), noisy(tmp_path / "b", 2), noisy(tmp_path / "c", 3, 1.3)
+    first, same, slower = (
+        noisy(tmp_path / "a", 1),
+        noisy(tmp_path / "b", 2),
+        noisy(tmp_path / "c", 3, 1.3),
+    )
     found = {(row.run, row.what): row for row in tables.comparison([first, same, slower])}
     assert found["b", "forward ms"].verdict == "within noise"
     assert found["c", "forward ms"].verdict == "more"
@@ -198,10 +253,24 @@ def test_ranks_are_shortened():
 
 
 def test_sparse_trainings_show_hfu_where_dense_ones_show_mfu_too(tmp_path):
-    facts = {"loss": 1.0, "grad_norm": 1.0, "lr": 1e-3, "tokens": 1, "peak_memory_gib": 90.0, "epoch": 0.1, "consumed": 1, "seconds": 1.0}
+    facts = {
+        "loss": 1.0,
+        "grad_norm": 1.0,
+        "lr": 1e-3,
+        "tokens": 1,
+        "peak_memory_gib": 90.0,
+        "epoch": 0.1,
+        "consumed": 1,
+        "seconds": 1.0,
+    }
 
     def run(name: str, mfu: float, hfu: float, density: float) -> ReportSource:
-        shares = {"tokens_per_second_per_gpu": 20000.0, "mfu_model": mfu, "mfu_executed": hfu, "density": density}
+        shares = {
+            "tokens_per_second_per_gpu": 20000.0,
+            "mfu_model": mfu,
+            "mfu_executed": hfu,
+            "density": density,
+        }
         (tmp_path / name).mkdir()
         lines = (json.dumps({"step": step, **facts, **shares}) + "\n" for step in (1, 2, 3))
         (tmp_path / name / "metrics.jsonl").write_text("".join(lines))
@@ -213,7 +282,10 @@ def test_sparse_trainings_show_hfu_where_dense_ones_show_mfu_too(tmp_path):
     assert max(map(len, printed(tables.training_table(sources), width=80).splitlines())) <= 80
     rows = tables.training_sheet(sources)
     utilization = [dict(zip(rows.columns, row, strict=True)) for row in rows.rows]
-    assert [(row["mfu_model"], row["mfu_executed"]) for row in utilization[2:4]] == [(0.48, 0.54), (None, 0.53)]
+    assert [(row["mfu_model"], row["mfu_executed"]) for row in utilization[2:4]] == [
+        (0.48, 0.54),
+        (None, 0.53),
+    ]
     curves = {view.labels[0]: view.data for view in figures.training(sources).views}
     assert [line["name"] for line in curves["share of the GPU's peak (MFU)"]] == ["dense"]
     assert [line["name"] for line in curves["share of the GPU's peak (HFU)"]] == ["dense", "sparse"]

@@ -20,11 +20,15 @@ def table() -> Table:
     for name in ("best - worst", "tokens/s/GPU", "waits s", "HFU"):
         found.add_column(name, justify="right")
     for exchange in EXCHANGES:
-        found.add_row("striped", exchange, "0.0095 - 0.147", "1,284,949", "0.02 + 0.03 + 0.04", "41.9%")
+        found.add_row(
+            "striped", exchange, "0.0095 - 0.147", "1,284,949", "0.02 + 0.03 + 0.04", "41.9%"
+        )
     return found
 
 
-def printed(width: int, monkeypatch, *, told: bool = True, spare: tuple[str, ...] = ("waits s", "HFU")) -> list[str]:
+def printed(
+    width: int, monkeypatch, *, told: bool = True, spare: tuple[str, ...] = ("waits s", "HFU")
+) -> list[str]:
     if told:
         monkeypatch.setenv("COLUMNS", str(width))
     else:
@@ -53,12 +57,26 @@ def test_columns_are_left_out_in_order_and_told(monkeypatch):
 
 def test_a_pipe_gets_every_column_and_one_line_a_sentence(monkeypatch):
     lines = printed(40, monkeypatch, told=False)
-    assert sum("all_gather (2 parts of the heads)" in line and "41.9%" in line for line in lines) == 1
+    assert (
+        sum("all_gather (2 parts of the heads)" in line and "41.9%" in line for line in lines) == 1
+    )
     assert len([line for line in lines if "sentence" in line]) == 1
     # Where nothing may be left out a line is too long rather than cut.
-    assert sum("1,284,949" in line and "0.0095 - 0.147" in line for line in printed(30, monkeypatch, spare=())) == 3
+    assert (
+        sum(
+            "1,284,949" in line and "0.0095 - 0.147" in line
+            for line in printed(30, monkeypatch, spare=())
+        )
+        == 3
+    )
 
 
 def test_numbers_are_never_powers_of_ten():
-    assert [number(v) for v in (0.01234, 9.876, 999.4, 999.6, 5130.0)] == ["0.0123", "9.88", "999", "1,000", "5,130"]
+    assert [number(v) for v in (0.01234, 9.876, 999.4, 999.6, 5130.0)] == [
+        "0.0123",
+        "9.88",
+        "999",
+        "1,000",
+        "5,130",
+    ]
     assert [number(v, 4) for v in (2293.4, 12_345.0)] == ["2293", "12,345"]

@@ -8,7 +8,9 @@ from typing import Any
 
 from mtrain_cli.parallel.schedule import GRADIENTS, HEADS, Schedule, Transfer
 
-Costs = Callable[[int, int], tuple[float, float, bool, float]]  # (number, rank) -> latency, busy, outer, share
+Costs = Callable[
+    [int, int], tuple[float, float, bool, float]
+]  # (number, rank) -> latency, busy, outer, share
 
 
 @dataclass
@@ -31,13 +33,22 @@ class Rank:
     left: float | None = None
     end: float | None = None
     waiting: float | None = None
-    spans: list[tuple[str, int, float, float]] = field(default_factory=list)  # kind, step or number, start, end
+    spans: list[tuple[str, int, float, float]] = field(
+        default_factory=list
+    )  # kind, step or number, start, end
 
 
 class EventLoop:
     """attention: (rank, step) -> us, slowed by messages. merge: us of each step that computes."""
 
-    def __init__(self, schedule: Schedule, direction: str, attention: Callable[[int, int], float], merge: float, costs: Costs) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        direction: str,
+        attention: Callable[[int, int], float],
+        merge: float,
+        costs: Costs,
+    ) -> None:
         self.schedule, self.attention, self.merge, self.costs = schedule, attention, merge, costs
         rings = schedule.exchange in ("ring", "hierarchical_ring")
         steps = schedule.backward if direction == "backward" else schedule.forward
@@ -118,7 +129,10 @@ class EventLoop:
 
     def _post(self, rank: int, t: Transfer) -> None:
         op = self.ops[rank, t.number] = Op(rank, t, self.now)
-        lines = [("queue", rank, t.channel, t.payload in GRADIENTS), ("in", rank, self._outer(rank, t))]
+        lines = [
+            ("queue", rank, t.channel, t.payload in GRADIENTS),
+            ("in", rank, self._outer(rank, t)),
+        ]
         lines.append(("out", rank, self._outer(rank if t.to is None else t.to, t)))
         for line in lines:
             self.order.setdefault(line, []).append(op)
@@ -133,7 +147,9 @@ class EventLoop:
         t = op.transfer
         line = self.order["queue", op.rank, t.channel, t.payload in GRADIENTS]
         before = line[: line.index(op)]
-        if any(other.ended is None for other in before) or (t.after is not None and self.ops[op.rank, t.after].ended is None):
+        if any(other.ended is None for other in before) or (
+            t.after is not None and self.ops[op.rank, t.after].ended is None
+        ):
             return False
         op.ready = self.now
         return True
@@ -142,7 +158,11 @@ class EventLoop:
         """Whether everything before it on a link of its rank has passed."""
         line = self.order[side, op.rank, outer]
         for other in line[: line.index(op)]:
-            passing = other if side == "in" or other.transfer.to is None else self.ops.get((other.transfer.to, other.transfer.number))
+            passing = (
+                other
+                if side == "in" or other.transfer.to is None
+                else self.ops.get((other.transfer.to, other.transfer.number))
+            )
             if passing is None or passing.through is None or passing.through > self.now:
                 return False
         return True
@@ -154,11 +174,22 @@ class EventLoop:
         latency, busy, outer, _ = self.costs(t.number, op.rank)
         if t.kind == "p2p":
             sender = self.ops.get((t.source, t.number))
-            if sender is None or sender.ready is None or not self._free("in", op, outer) or not self._free("out", sender, outer):
+            if (
+                sender is None
+                or sender.ready is None
+                or not self._free("in", op, outer)
+                or not self._free("out", sender, outer)
+            ):
                 return False
         else:
             peers = [self.ops.get((peer, t.number)) for peer in t.peers]
-            if any(p is None or p.ready is None or not self._free("in", p, outer) or not self._free("out", p, outer) for p in peers):
+            if any(
+                p is None
+                or p.ready is None
+                or not self._free("in", p, outer)
+                or not self._free("out", p, outer)
+                for p in peers
+            ):
                 return False
         op.through = self.now + busy
         op.arrives = op.through + latency
@@ -184,7 +215,12 @@ class EventLoop:
         return max(1 - taken, 0.05)
 
     def _advance(self) -> None:
-        times = [t for op in self.ops.values() for t in (op.through, op.arrives) if t is not None and t > self.now]
+        times = [
+            t
+            for op in self.ops.values()
+            for t in (op.through, op.arrives)
+            if t is not None and t > self.now
+        ]
         rates = {}
         for number, rank in enumerate(self.ranks):
             if rank.left is not None:

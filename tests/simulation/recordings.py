@@ -33,17 +33,24 @@ def lines(seed: int, padded: int = PADDED) -> VerticalSlash:
     columns = np.full((2, HEADS, 20), padded)
     for row in columns.reshape(-1, 20):
         row[:17] = np.sort(rng.choice(padded, 17, replace=False))
-    return VerticalSlash(BLOCK, blocks, torch.from_numpy(slashes), torch.from_numpy(columns.astype(np.int32)))
+    return VerticalSlash(
+        BLOCK, blocks, torch.from_numpy(slashes), torch.from_numpy(columns.astype(np.int32))
+    )
 
 
 def bitmap(seed: int) -> BlockBitmap:
     rng = np.random.default_rng(seed)
-    return BlockBitmap.whole(BLOCK, torch.from_numpy(rng.random((2, HEADS, PADDED // BLOCK, PADDED // BLOCK)) < 0.2).tril())
+    return BlockBitmap.whole(
+        BLOCK,
+        torch.from_numpy(rng.random((2, HEADS, PADDED // BLOCK, PADDED // BLOCK)) < 0.2).tril(),
+    )
 
 
 def record(folder: Path, *patterns: str, layers: tuple[int, ...] = (0, 3, 5)) -> Path:
     made = {"vertical_slash": lines, "moba": bitmap, "dense": lambda _: None}
-    indices: list[tuple[str, int, Index | None]] = [(p, layer, made[p](layer)) for p in patterns for layer in layers]
+    indices: list[tuple[str, int, Index | None]] = [
+        (p, layer, made[p](layer)) for p in patterns for layer in layers
+    ]
     folder.mkdir(parents=True, exist_ok=True)
     save_indices(folder / "index.npz", SETUP, masks(), indices)
     return folder / "index.npz"

@@ -10,26 +10,56 @@ import pytest
 from mtrain_cli.simulation.validation import CaseComparison, PassComparison, agreement, key_of
 
 
-def compared(measured: float, predicted: float, low: float, high: float, degrees: tuple[float, float] = (1.0, 1.0)) -> PassComparison:
+def compared(
+    measured: float,
+    predicted: float,
+    low: float,
+    high: float,
+    degrees: tuple[float, float] = (1.0, 1.0),
+) -> PassComparison:
     nothing = np.ones(1), np.ones(1)
-    return PassComparison(None, measured, 0.0, predicted, low, high, nothing, nothing, 0.0, {"worker": degrees, "step": (1.0, 1.0)}, 4, 3)
+    return PassComparison(
+        None,
+        measured,
+        0.0,
+        predicted,
+        low,
+        high,
+        nothing,
+        nothing,
+        0.0,
+        {"worker": degrees, "step": (1.0, 1.0)},
+        4,
+        3,
+    )
 
 
 def case(label: str, *passes: PassComparison) -> CaseComparison:
-    return CaseComparison("run", label, ("run", "dense", 8192, 4), dict(zip(("forward", "backward"), passes, strict=True)))
+    return CaseComparison(
+        "run",
+        label,
+        ("run", "dense", 8192, 4),
+        dict(zip(("forward", "backward"), passes, strict=True)),
+    )
 
 
 def test_errors_of_both_signs_do_not_cancel():
     """Cases of 6, 6 and 4 ms, predicted as 3, 12 and 4: errors of -1/2, +1 and 0; factors of 1/2, 2 and 1."""
     cases = [
-        case("first", compared(4, 2, 1, 3, (1.0, 1.3)), compared(2, 1, 1, 2)),  # above its bounds; at the upper one
-        case("second", compared(4, 8, 5, 9, (1.5, 1.2)), compared(2, 4, 2, 5)),  # below; at the lower one
+        case(
+            "first", compared(4, 2, 1, 3, (1.0, 1.3)), compared(2, 1, 1, 2)
+        ),  # above its bounds; at the upper one
+        case(
+            "second", compared(4, 8, 5, 9, (1.5, 1.2)), compared(2, 4, 2, 5)
+        ),  # below; at the lower one
         case("third", compared(2, 2, 1, 3), compared(2, 2, 1, 3)),
     ]
     found = agreement(cases).to_json()
     assert found["mape"] == pytest.approx(0.5)
     assert found["worst_error"] == pytest.approx(1.0), "with its sign, and not the first"
-    assert found["common_factor"] == pytest.approx(1.0), "the middle one of 1/2, 1, 2; their mean is 7/6"
+    assert found["common_factor"] == pytest.approx(1.0), (
+        "the middle one of 1/2, 1, 2; their mean is 7/6"
+    )
     assert found["mape_beside_common_factor"] == pytest.approx(0.5)
     assert found["mape_of_passes"] == pytest.approx({"forward": 0.5, "backward": 0.5})
     assert found["inside_bounds"] == pytest.approx(4 / 6)

@@ -31,7 +31,12 @@ PEAKS = {"NVIDIA H200": 989e12}
 def made(fixed: float, rate: float, columns: float, noise: float = 0.0) -> list[CalibrationPoint]:
     rng = np.random.default_rng(0)
     works = [(f, c) for f in (0.5, 2.0, 8.0, 30.0) for c in (0.1, 0.5, 2.0)]
-    return [CalibrationPoint(f, c, (fixed + rate * f + columns * c) * float(np.exp(rng.normal(0, noise)))) for f, c in works]
+    return [
+        CalibrationPoint(
+            f, c, (fixed + rate * f + columns * c) * float(np.exp(rng.normal(0, noise)))
+        )
+        for f, c in works
+    ]
 
 
 def test_a_fit_finds_what_the_points_were_made_of():
@@ -39,7 +44,18 @@ def test_a_fit_finds_what_the_points_were_made_of():
     assert held_out_errors([made(0.3, 1.7, 3.4)])[0] == pytest.approx(0, abs=1e-9)
     assert 0.02 < held_out_errors([made(0.3, 1.7, 3.4, noise=0.05)])[0] < 0.08
     # No time is negative, and one point says nothing of a fixed time.
-    assert min(fit([CalibrationPoint(1, 0, 1.0), CalibrationPoint(2, 0, 2.2), CalibrationPoint(4, 0, 4.9)])) >= 0
+    assert (
+        min(
+            fit(
+                [
+                    CalibrationPoint(1, 0, 1.0),
+                    CalibrationPoint(2, 0, 2.2),
+                    CalibrationPoint(4, 0, 4.9),
+                ]
+            )
+        )
+        >= 0
+    )
     assert fit([CalibrationPoint(2, 0, 3.0)]) == (0, pytest.approx(1.5), 0)
 
 
@@ -47,7 +63,10 @@ def test_calls_of_the_same_kernels_are_fitted_together():
     """Columns are a fifth of the work of every call with both, and diagonals alone were timed in small calls, with noise."""
     rng = np.random.default_rng(1)
     both = [CalibrationPoint(f, f / 4, 0.2 + 1.7 * f + 3.4 * f / 4) for f in (0.5, 1.0, 2.0, 4.0)]
-    diagonals = [CalibrationPoint(f, 0, (0.3 + 1.7 * f) * float(np.exp(rng.normal(0, 0.1)))) for f in (0.05, 0.1, 0.2, 0.4)]
+    diagonals = [
+        CalibrationPoint(f, 0, (0.3 + 1.7 * f) * float(np.exp(rng.normal(0, 0.1))))
+        for f in (0.05, 0.1, 0.2, 0.4)
+    ]
     columns = [CalibrationPoint(0, f, 0.1 + 3.4 * f) for f in (0.1, 0.3, 0.5)]
     of_both, of_diagonals, of_columns = fit_together([both, diagonals, columns])
     assert of_both[1:] == of_diagonals[1:] == of_columns[1:] == pytest.approx((1.7, 3.4), rel=0.12)
@@ -59,16 +78,25 @@ def test_calls_of_the_same_kernels_are_fitted_together():
     # A point that takes twice as long is not among those that predict it; and the other forms are.
     strange = [*both[:3], CalibrationPoint(4.0, 1.0, 2 * both[3].ms)]
     apart = [fit([p for p in strange if p is not left_out]) for left_out in strange]
-    errors = [abs((f + r * p.flop + c * p.of_columns) / p.ms - 1) for (f, r, c), p in zip(apart, strange, strict=True)]
+    errors = [
+        abs((f + r * p.flop + c * p.of_columns) / p.ms - 1)
+        for (f, r, c), p in zip(apart, strange, strict=True)
+    ]
     assert errors[-1] == pytest.approx(0.5, abs=1e-6)
     assert held_out_errors([strange]) == pytest.approx([sum(errors) / 4])
-    assert held_out_errors([both, diagonals, columns])[1] != pytest.approx(held_out_errors([diagonals])[0], rel=1e-3)
+    assert held_out_errors([both, diagonals, columns])[1] != pytest.approx(
+        held_out_errors([diagonals])[0], rel=1e-3
+    )
 
 
 def test_files_have_the_forms_of_one_kernel_fitted_together(tmp_path):
     def time(form: str, pairs: int, of_columns: int) -> dict:
         work, columns = ((n * 4 * 128 / 1e12) for n in (pairs - of_columns, of_columns))
-        ms = {SPARSE: 0.2, DIAGONALS: 0.3, ALONE_COLUMNS: 0.1, DENSE: 0.0}[form] + (1.3 if form == DENSE else 1.7) * work + 3.4 * columns
+        ms = (
+            {SPARSE: 0.2, DIAGONALS: 0.3, ALONE_COLUMNS: 0.1, DENSE: 0.0}[form]
+            + (1.3 if form == DENSE else 1.7) * work
+            + 3.4 * columns
+        )
         case = {"head_dim": 128, "density": None if form == DENSE else 0.05}
         return {
             "kernel": "flash4",
@@ -89,9 +117,13 @@ def test_files_have_the_forms_of_one_kernel_fitted_together(tmp_path):
     file = tmp_path / "kernels.json"
     file.write_text(json.dumps({"kind": "kernels", "device": "NVIDIA H200", "times": times}))
     found = {c.form: c for c in load_calibration(file).curves if c.direction == "forward"}
-    assert [found[form].fixed_ms for form in (SPARSE, DIAGONALS, ALONE_COLUMNS)] == pytest.approx([0.2, 0.3, 0.1], rel=1e-3)
+    assert [found[form].fixed_ms for form in (SPARSE, DIAGONALS, ALONE_COLUMNS)] == pytest.approx(
+        [0.2, 0.3, 0.1], rel=1e-3
+    )
     assert found[SPARSE].ms_per_tflop == found[DIAGONALS].ms_per_tflop == pytest.approx(1.7)
-    assert found[DIAGONALS].ms_per_column_tflop == pytest.approx(3.4), "which diagonals alone say nothing of"
+    assert found[DIAGONALS].ms_per_column_tflop == pytest.approx(3.4), (
+        "which diagonals alone say nothing of"
+    )
     assert found[DENSE].ms_per_tflop == pytest.approx(1.3)
 
 
@@ -99,14 +131,26 @@ def test_a_kernel_that_skips_nothing_is_fitted_to_what_masks_leave(tmp_path):
     """2 ms and 3 ms of 1e12 FLOP forward, whatever the index leaves of it."""
     entries = []
     for mask_pairs, share in ((1 << 28, 0.1), (1 << 29, 0.7), (1 << 30, 0.2), (1 << 31, 0.05)):
-        ms = {d: 2 + 3 * flop * 64 * mask_pairs / 1e12 for d, flop in (("forward", 4), ("backward", 10))}
+        ms = {
+            d: 2 + 3 * flop * 64 * mask_pairs / 1e12
+            for d, flop in (("forward", 4), ("backward", 10))
+        }
         case = {"seq": 1, "density": share, "head_dim": 64}
         entries.append(
-            {"kernel": "sdpa", "form": "diagonals", "case": case, "pairs": int(share * mask_pairs), "column_pairs": 7, "skips": False}
+            {
+                "kernel": "sdpa",
+                "form": "diagonals",
+                "case": case,
+                "pairs": int(share * mask_pairs),
+                "column_pairs": 7,
+                "skips": False,
+            }
             | {"mask_pairs": mask_pairs, "forward_ms": ms["forward"], "backward_ms": ms["backward"]}
         )
     path = tmp_path / "mine.json"
-    path.write_text(json.dumps({"schema": 1, "kind": "kernels", "device": "mine", "times": entries}))
+    path.write_text(
+        json.dumps({"schema": 1, "kind": "kernels", "device": "mine", "times": entries})
+    )
     for direction in ("forward", "backward"):
         curve = load_calibration(path).find("sdpa", DIAGONALS, direction)
         assert curve is not None
@@ -136,7 +180,9 @@ def test_efficiency_grows_with_the_work_of_a_call():
     assert shares == sorted(shares)
     assert 0.5 < shares[-1] < 0.7
     assert curve.us(np.array([0.0, 1e12])).tolist()[0] == 0
-    low, value, high = (float(curve.us(np.array(1e13), bound=bound)) for bound in (LOW, "value", HIGH))
+    low, value, high = (
+        float(curve.us(np.array(1e13), bound=bound)) for bound in (LOW, "value", HIGH)
+    )
     assert low < value < high
 
 

@@ -27,10 +27,18 @@ def test_what_ships_says_where_every_constant_comes_from(name):
 def test_there_are_the_clusters_of_the_papers():
     assert {"h200_1x8", "h100_4x8", "a100_4x8", "a800_4x8", "b200_4x8"} <= set(shipped())
     a100 = load_cluster("a100_4x8")
-    assert (a100.outer.bandwidth_gbps.value, a100.inner.bandwidth_gbps.value, a100.gpus) == (25, 300, 32)
+    assert (a100.outer.bandwidth_gbps.value, a100.inner.bandwidth_gbps.value, a100.gpus) == (
+        25,
+        300,
+        32,
+    )
     assert (a100.outer.shared_by.low, a100.outer.shared_by.high) == (1, 8)
     # What a file leaves out stands for itself.
-    assert a100.inner.capacity_gbps == a100.inner.bandwidth_gbps == a100.inner.collective_bandwidth_gbps
+    assert (
+        a100.inner.capacity_gbps
+        == a100.inner.bandwidth_gbps
+        == a100.inner.collective_bandwidth_gbps
+    )
 
 
 def document() -> dict:
@@ -48,7 +56,11 @@ def problems(tmp_path, content) -> list[str]:
 
 def test_a_file_of_ones_own(tmp_path):
     path = tmp_path / "mine.yaml"
-    path.write_text(yaml.safe_dump(document() | {"nodes": 2, "dollars_per_gpu_hour": {"value": "1.5e0", "source": "guess"}}))
+    path.write_text(
+        yaml.safe_dump(
+            document() | {"nodes": 2, "dollars_per_gpu_hour": {"value": "1.5e0", "source": "guess"}}
+        )
+    )
     found = load_cluster(str(path))
     assert (found.name, found.gpus, found.dollars_per_gpu_hour.value) == ("mine", 16, 1.5)
     assert load_cluster(str(path), nodes=128).gpus == 1024
@@ -66,7 +78,10 @@ def test_what_a_file_leaves_out(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(content))
     found = load_cluster(str(path))
-    assert (found.inner.collective_latency_us.value, found.inner.collective_bandwidth_gbps.value) == (7, 500)
+    assert (
+        found.inner.collective_latency_us.value,
+        found.inner.collective_bandwidth_gbps.value,
+    ) == (7, 500)
     gemm = found.gpu.gemm_tflops
     assert (gemm.low, gemm.value, gemm.high, gemm.source) == (500, 770, 950, "guess")
 
@@ -96,9 +111,17 @@ def test_all_problems_are_told_together(tmp_path):
     outer = [line for line in problems(tmp_path, wrong) if line.startswith("links.outer")]
     assert outer[0].startswith("links.outer.bandwith_gbps=")
     assert "unknown key; did you mean bandwidth_gbps?; allowed: latency_us" in outer[0]
-    assert "links.outer.latency_us.source=a friend: is no source; allowed: measured, datasheet, paper, guess" in outer
+    assert (
+        "links.outer.latency_us.source=a friend: is no source; allowed: measured, datasheet, paper, guess"
+        in outer
+    )
     assert "links.outer.shared_by=3: does not divide gpus_per_node=8; allowed: 1, 2, 4, 8" in outer
-    assert any(line.startswith("links.outer.bandwidth_gbps: is missing; expected a number above 0 and at most 1e+12") for line in outer)
+    assert any(
+        line.startswith(
+            "links.outer.bandwidth_gbps: is missing; expected a number above 0 and at most 1e+12"
+        )
+        for line in outer
+    )
 
 
 def test_one_mistake_is_one_line_under_the_key_that_was_written(tmp_path):
@@ -111,14 +134,20 @@ def test_one_mistake_is_one_line_under_the_key_that_was_written(tmp_path):
     for key in ("capacity_gbps", "collective_bandwidth_gbps"):
         wrong["links"]["inner"].pop(key, None)
     wrong["links"]["inner"]["bandwidth_gbps"].pop("value")
-    assert problems(tmp_path, wrong) == ["links.inner.bandwidth_gbps.value: is missing; expected a number above 0 and at most 1e+12"]
+    assert problems(tmp_path, wrong) == [
+        "links.inner.bandwidth_gbps.value: is missing; expected a number above 0 and at most 1e+12"
+    ]
     wrong["links"]["inner"].pop("bandwidth_gbps")
     (line,) = problems(tmp_path, wrong)
-    assert line.startswith("links.inner.bandwidth_gbps: is missing; expected a number above 0 and at most 1e+12 as")
+    assert line.startswith(
+        "links.inner.bandwidth_gbps: is missing; expected a number above 0 and at most 1e+12 as"
+    )
     wrong = document() | {"nodes": 2}
     wrong["links"].pop("outer")
     expected = "latency_us, bandwidth_gbps, gpu_share, shared_by"
-    assert problems(tmp_path, wrong) == [f"links.outer: is missing; expected a section with {expected}"]
+    assert problems(tmp_path, wrong) == [
+        f"links.outer: is missing; expected a section with {expected}"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +157,10 @@ def test_one_mistake_is_one_line_under_the_key_that_was_written(tmp_path):
         ("- 1", "describes no cluster"),
         ("a: [", "is no readable YAML"),
         ("nodes: 2", "gpus_per_node: is missing"),
-        ("nodes: two", "nodes=two: is no cluster; expected a whole number of at least 1 and at most 16,384"),
+        (
+            "nodes: two",
+            "nodes=two: is no cluster; expected a whole number of at least 1 and at most 16,384",
+        ),
         ("nodes: 2", "links: is missing"),
     ],
 )
@@ -137,13 +169,19 @@ def test_what_is_no_cluster(tmp_path, content, said):
 
 
 def test_a_second_node_needs_a_link_to_it():
-    with pytest.raises(ConfigError, match=r"nodes=2: h200_1x8 does not say how nodes are linked; allowed: 1, or --cluster a100_4x8, "):
+    with pytest.raises(
+        ConfigError,
+        match=r"nodes=2: h200_1x8 does not say how nodes are linked; allowed: 1, or --cluster a100_4x8, ",
+    ):
         load_cluster("h200_1x8", nodes=2)
     with pytest.raises(ConfigError, match="nodes=0: is no cluster"):
         load_cluster("h200_1x8", nodes=0)
 
 
-@pytest.mark.parametrize(("name", "said"), [("a100_4x", "did you mean a100_4x8?"), ("no/such.yaml", "there is no such file")])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("a100_4x", "did you mean a100_4x8?"), ("no/such.yaml", "there is no such file")],
+)
 def test_names_that_are_none(name, said):
     with pytest.raises(ConfigError) as error:
         load_cluster(name)
@@ -159,12 +197,20 @@ def test_guesses_are_counted_in_words():
     cluster = load_cluster("a100_4x8")
     guesses = [key for key, constant in cluster.constants().items() if constant.source == "guess"]
     assert _uncertain(cluster)[0].startswith(f"a100_4x8: {len(guesses)} constants are guesses (")
-    sure = {name: replace(value, source="measured") for name, value in vars(cluster.gpu).items() if name not in ("name", "device")}
+    sure = {
+        name: replace(value, source="measured")
+        for name, value in vars(cluster.gpu).items()
+        if name not in ("name", "device")
+    }
     links = {
-        which: replace(link, **{name: replace(value, source="measured") for name, value in vars(link).items()})
+        which: replace(
+            link, **{name: replace(value, source="measured") for name, value in vars(link).items()}
+        )
         for which, link in (("inner", cluster.inner), ("outer", cluster.outer))
     }
-    measured = replace(cluster, gpu=replace(cluster.gpu, **sure), **links, dollars_per_gpu_hour=None)
+    measured = replace(
+        cluster, gpu=replace(cluster.gpu, **sure), **links, dollars_per_gpu_hour=None
+    )
     one = replace(measured, dollars_per_gpu_hour=Constant.of(2.0, "guess"))
     assert _uncertain(one)[0] == "a100_4x8: one constant is a guess (dollars_per_gpu_hour)"
     (left,) = _uncertain(measured)

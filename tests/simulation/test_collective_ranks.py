@@ -12,15 +12,28 @@ from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 from mtrain_cli.simulation.calibration import HIGH, VALUE, KernelCurves
 from mtrain_cli.simulation.cluster import Constant, load_cluster, shipped
 from mtrain_cli.simulation.costs import Costs
-from mtrain_cli.simulation.link_fit import GATHER, HOP, INNER, OUTER, SCATTER, LinkTime, MeasuredMachine, cluster_document
+from mtrain_cli.simulation.link_fit import (
+    GATHER,
+    HOP,
+    INNER,
+    OUTER,
+    SCATTER,
+    LinkTime,
+    MeasuredMachine,
+    cluster_document,
+)
 from mtrain_cli.simulation.spmd_schedule import SpmdSchedule
 
-MACHINE = MeasuredMachine("NVIDIA H200", 989.0, "datasheet", 760.0, 139.8, 4200.0, 3600.0, (3.9, 4.2, 5.5))
+MACHINE = MeasuredMachine(
+    "NVIDIA H200", 989.0, "datasheet", 760.0, 139.8, 4200.0, 3600.0, (3.9, 4.2, 5.5)
+)
 
 
 def costs(cluster, bound: str = VALUE) -> Costs:
     lockstep = SpmdSchedule.of(make_schedule("ring", ScheduleOptions(2, 2)))
-    return Costs(cluster, KernelCurves({}, ()), ShardSizes(128, 4, 2, 64, 2, True), lockstep, 64, bound=bound)
+    return Costs(
+        cluster, KernelCurves({}, ()), ShardSizes(128, 4, 2, 64, 2, True), lockstep, 64, bound=bound
+    )
 
 
 def measured(ranks: int, tmp_path):
@@ -33,7 +46,11 @@ def measured(ranks: int, tmp_path):
         for us in [60 + size / 2e5]
     ]
     path = tmp_path / "mine.yaml"
-    path.write_text(yaml.safe_dump(cluster_document("mine", 8, 8, MACHINE, times, measured_ranks=64, virtual=False)))
+    path.write_text(
+        yaml.safe_dump(
+            cluster_document("mine", 8, 8, MACHINE, times, measured_ranks=64, virtual=False)
+        )
+    )
     return load_cluster(str(path))
 
 
@@ -46,7 +63,9 @@ def test_the_ranks_that_were_measured_take_what_was_measured(tmp_path):
     inner = measured(2, tmp_path)
     assert costs(inner).collective(False, 8, 8, 0)[0] == pytest.approx(60, rel=1e-3), "launches"
     assert costs(inner, HIGH).collective(False, 8, 8, 0)[0] == pytest.approx(7 * 60, rel=1e-2)
-    assert costs(inner, HIGH).collective(True, 8, 8, 0)[0] == pytest.approx(60, rel=1e-2), "an all-to-all is no ring"
+    assert costs(inner, HIGH).collective(True, 8, 8, 0)[0] == pytest.approx(60, rel=1e-2), (
+        "an all-to-all is no ring"
+    )
 
 
 def test_files_that_do_not_say_it_mean_eight():
@@ -57,4 +76,6 @@ def test_files_that_do_not_say_it_mean_eight():
     latency = a100.outer.collective_latency_us.value
     assert costs(a100).collective(False, 15, 8, 0)[0] == pytest.approx(2 * latency)
     alone = replace(a100, outer=replace(a100.outer, collective_ranks=Constant.of(1, "measured")))
-    assert costs(alone).collective(False, 3, 2, 0)[0] == pytest.approx(2 * latency), "one rank is no ring"
+    assert costs(alone).collective(False, 3, 2, 0)[0] == pytest.approx(2 * latency), (
+        "one rank is no ring"
+    )

@@ -27,7 +27,12 @@ LENGTHS = (61, 64, 100)  # of which one divides evenly
 CONFIGURATIONS = [
     (layout, exchange, pattern, workers, per_node, seq, mask)
     for layout, exchange, pattern, (workers, per_node), seq, mask in product(
-        LAYOUTS, EXCHANGES, PATTERNS, ((2, 2), (3, 3), (4, 2), (6, 3), (8, 4)), LENGTHS, ("causal", "documents")
+        LAYOUTS,
+        EXCHANGES,
+        PATTERNS,
+        ((2, 2), (3, 3), (4, 2), (6, 3), (8, 4)),
+        LENGTHS,
+        ("causal", "documents"),
     )
 ]
 
@@ -40,9 +45,18 @@ def executors(case: ReplayCase) -> list[Exchange]:
         group = ContextGroup(rank, ranks, how.per_node)
         if how.heads > 1:
             groups = layout.workers // how.heads
-            inner = ContextGroup(rank // how.heads, ranks[rank % how.heads :: how.heads], min(max(1, how.per_node // how.heads), groups))
+            inner = ContextGroup(
+                rank // how.heads,
+                ranks[rank % how.heads :: how.heads],
+                min(max(1, how.per_node // how.heads), groups),
+            )
             group = replace(group, heads=how.heads, exchange=inner)
-        options = {"chunks": how.chunks, "prefetch": how.prefetch, "circulates": how.circulates, "shared_columns": how.shared_columns}
+        options = {
+            "chunks": how.chunks,
+            "prefetch": how.prefetch,
+            "circulates": how.circulates,
+            "shared_columns": how.shared_columns,
+        }
         found.append(make_exchange(how.name, layout, group, **options))  # type: ignore[arg-type]
     return found
 
@@ -55,7 +69,9 @@ def table(rows: np.ndarray, direction: str, name: str, shape: tuple[int, int]) -
     return found
 
 
-def check(layout: str, exchange: str, pattern: str, workers: int, per_node: int, seq: int, mask: str) -> int:
+def check(
+    layout: str, exchange: str, pattern: str, workers: int, per_node: int, seq: int, mask: str
+) -> int:
     """-> compared numbers; 0: there is no such configuration."""
     made = RecordedSetup(
         seq=seq, heads=HEADS, kv_heads=HEADS, head_dim=16, dtype_bytes=2, workers=workers, per_node=per_node, layout=layout,
@@ -68,18 +84,26 @@ def check(layout: str, exchange: str, pattern: str, workers: int, per_node: int,
     problem = AttentionWorkload(made, masks, (0,), lambda _: index, pattern)
     try:
         case = make_case(made, masks, setup, index)
-        rows = predict(load_cluster("h200_1x8"), problem, setup, kernel="triton", rows=True, bounds=False).rows
+        rows = predict(
+            load_cluster("h200_1x8"), problem, setup, kernel="triton", rows=True, bounds=False
+        ).rows
     except InvalidSetup:
         return 0
     assert rows is not None
     compared = 0
     fitted = None if index is None else resized(index, case.counter.blocks)
-    batch = [SequenceMask(np.resize(m.first, case.layout.padded_seq), m.length) for m in masks] if pattern == "dense" else list(masks)
+    batch = (
+        [SequenceMask(np.resize(m.first, case.layout.padded_seq), m.length) for m in masks]
+        if pattern == "dense"
+        else list(masks)
+    )
     for rank, executor in enumerate(executors(case)):
         expected = of_executor(executor, batch, fitted, BLOCK if fitted is not None else None)
         for direction, (*steps, (columns, column_pairs)) in expected.items():
             shape = workers, len(steps)
-            assert table(rows, direction, "pairs", shape)[rank].tolist() == [pairs for pairs, _ in steps]
+            assert table(rows, direction, "pairs", shape)[rank].tolist() == [
+                pairs for pairs, _ in steps
+            ]
             if fitted is not None:
                 blocks = table(rows, direction, "blocks", shape)[rank].tolist()
                 assert blocks == [count if pairs else 0 for pairs, count in steps]

@@ -29,14 +29,28 @@ from mtrain_cli.simulation.link_fit import (
 )
 
 SIZES = tuple(1 << n for n in range(12, 28, 3))
-MACHINE = MeasuredMachine("NVIDIA H200", 989.0, "datasheet", 760.0, 139.8, 4200.0, 3600.0, (3.9, 4.2, 5.5))
+MACHINE = MeasuredMachine(
+    "NVIDIA H200", 989.0, "datasheet", 760.0, 139.8, 4200.0, 3600.0, (3.9, 4.2, 5.5)
+)
 
 
-def times(link: str, what: str, latency: float, gbps: float, *, loaded: float | None = None, slowdown: float | None = None):
+def times(
+    link: str,
+    what: str,
+    latency: float,
+    gbps: float,
+    *,
+    loaded: float | None = None,
+    slowdown: float | None = None,
+):
     found = []
     for size in SIZES:
         us = latency + size / gbps / 1e3
-        found.append(LinkTime(link, what, size, 2, us, 0.97 * us, 1.05 * us, loaded and loaded * us, slowdown))
+        found.append(
+            LinkTime(
+                link, what, size, 2, us, 0.97 * us, 1.05 * us, loaded and loaded * us, slowdown
+            )
+        )
     return found
 
 
@@ -78,7 +92,10 @@ def test_bounds_hold_every_sample_and_messages_beside_a_computation():
 
 
 def test_senseless_times_still_give_a_link():
-    falling = [LinkTime(INNER, HOP, size, 2, us, us, us) for size, us in ((4096, 900.0), (65536, 300.0), (1 << 20, 280.0))]
+    falling = [
+        LinkTime(INNER, HOP, size, 2, us, us, us)
+        for size, us in ((4096, 900.0), (65536, 300.0), (1 << 20, 280.0))
+    ]
     found = fit_link(falling)
     assert found.latency_us >= 0
     assert found.gbps > 0
@@ -89,9 +106,25 @@ def test_senseless_times_still_give_a_link():
 
 @pytest.mark.parametrize(("slower", "shared"), [(1.0, 1), (1.9, 2), (4.3, 4)])
 def test_a_cluster_of_what_was_measured(tmp_path: Path, slower: float, shared: int):
-    document = cluster_document("mine", 2, 4, MACHINE, [*everything(INNER), *everything(OUTER, slower)], measured_ranks=8, virtual=False)
+    document = cluster_document(
+        "mine",
+        2,
+        4,
+        MACHINE,
+        [*everything(INNER), *everything(OUTER, slower)],
+        measured_ranks=8,
+        virtual=False,
+    )
     assert "device" not in document["gpu"]
-    on_cpu = cluster_document("mine", 1, 4, replace(MACHINE, device="cpu"), everything(INNER), measured_ranks=8, virtual=False)
+    on_cpu = cluster_document(
+        "mine",
+        1,
+        4,
+        replace(MACHINE, device="cpu"),
+        everything(INNER),
+        measured_ranks=8,
+        virtual=False,
+    )
     assert on_cpu["gpu"]["device"] == "cpu"
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(document))
@@ -108,11 +141,15 @@ def test_a_cluster_of_what_was_measured(tmp_path: Path, slower: float, shared: i
         assert link.gpu_share.value == pytest.approx(0.2), "computing took 1.25 times as long"
         assert link.latency_us.low < link.latency_us.value < link.latency_us.high
     gpu = cluster.gpu
-    assert gpu.hbm_gbps.value == pytest.approx((4200 * 3600) ** 0.5, rel=1e-3), "between a copy and an addition"
+    assert gpu.hbm_gbps.value == pytest.approx((4200 * 3600) ** 0.5, rel=1e-3), (
+        "between a copy and an addition"
+    )
     assert (gpu.hbm_gbps.low, gpu.hbm_gbps.high) == (3600, 4200)
     assert (gpu.peak_tflops.value, gpu.gemm_tflops.value, gpu.hbm_gib.value) == (989, 760, 139.8)
     assert (gpu.launch_us.low, gpu.launch_us.value, gpu.launch_us.high) == (3.9, 4.2, 5.5)
-    measured = {name for name, constant in cluster.constants().items() if constant.source == "measured"}
+    measured = {
+        name for name, constant in cluster.constants().items() if constant.source == "measured"
+    }
     host = {"gpu.host_gib", "gpu.host_link_gbps", "gpu.host_memory_gbps"}
     assert {name for name in cluster.constants() if name not in measured} == {
         "gpu.peak_tflops",
@@ -123,7 +160,11 @@ def test_a_cluster_of_what_was_measured(tmp_path: Path, slower: float, shared: i
 
 
 def test_computing_that_was_not_slower_has_no_share():
-    assert slowdowns(times(INNER, HOP, 1.0, 1.0, loaded=1.0, slowdown=0.9), INNER) == (0.0, 0.0, 0.0)
+    assert slowdowns(times(INNER, HOP, 1.0, 1.0, loaded=1.0, slowdown=0.9), INNER) == (
+        0.0,
+        0.0,
+        0.0,
+    )
     assert slowdowns(times(INNER, HOP, 1.0, 1.0), INNER) == (0.0, 0.0, 0.0)
 
 
@@ -132,7 +173,10 @@ def test_a_machine_is_what_its_memory_and_products_take(monkeypatch):
     monkeypatch.setattr(kernel_benchmark, "median_ms", lambda *_: 1.0)
     monkeypatch.setattr(measuring, "_launch_us", lambda _: (1.0, 2.0, 3.0))
     found = measuring._machine(torch.device("cpu"))
-    assert (found.copy_gbps, found.added_gbps) == (pytest.approx(2 * 2**24 / 1e6), pytest.approx(3 * 2**24 / 1e6))
+    assert (found.copy_gbps, found.added_gbps) == (
+        pytest.approx(2 * 2**24 / 1e6),
+        pytest.approx(3 * 2**24 / 1e6),
+    )
     assert found.matmul_tflops == pytest.approx(2**31 / 1e9)
     assert found.launch_us == (1, 2, 3)
 
@@ -160,7 +204,9 @@ def test_the_slowest_rank_counts(monkeypatch):
         everyone=lambda mine: [mine] if isinstance(mine, bool) else [5.0, 70.0, 6.0, 7.0] if isinstance(mine, float) else [mine],
     )  # fmt: skip
     monkeypatch.setattr(measuring, "_on_cpu", lambda *_: (6.0, None))
-    operation = SimpleNamespace(link=INNER, what=HOP, ranks=4, takes_part=True, start=lambda size: (lambda: [], size))
+    operation = SimpleNamespace(
+        link=INNER, what=HOP, ranks=4, takes_part=True, start=lambda size: (lambda: [], size)
+    )
     plan = SimpleNamespace(sizes=(4096,), repeats=3, loaded_repeats=0)
     quiet = SimpleNamespace(done=lambda: None, requested=lambda: False)
     (found,) = measuring._measured(operation, plan, bench, quiet, quiet, quiet)

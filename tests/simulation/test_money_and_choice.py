@@ -15,7 +15,13 @@ from mtrain_cli.commands import simulate as command
 from mtrain_cli.config.compose import compose
 from mtrain_cli.simulation import scenario as scenarios
 from mtrain_cli.simulation.cluster import load_cluster, shipped
-from mtrain_cli.simulation.scenario import PairSource, PredictedScenario, Scenario, evaluate, plan_on
+from mtrain_cli.simulation.scenario import (
+    PairSource,
+    PredictedScenario,
+    Scenario,
+    evaluate,
+    plan_on,
+)
 from mtrain_cli.simulation.sweep import row_of
 
 
@@ -31,24 +37,46 @@ def test_days_and_dollars_of_a_row():
 def test_the_best_is_the_fastest_that_fits(tmp_path, monkeypatch):
     """Time, memory and cost are told of zigzag where striped, which is faster, does not fit; and of striped where both fit."""
     monkeypatch.chdir(tmp_path)
-    words = ["simulate", "model=tiny", "seq=16k", "sparsity=dense", "--exchange", "ring", "--no-files", "--tokens", "1b", "--price", "2"]
+    words = [
+        "simulate",
+        "model=tiny",
+        "seq=16k",
+        "sparsity=dense",
+        "--exchange",
+        "ring",
+        "--no-files",
+        "--tokens",
+        "1b",
+        "--price",
+        "2",
+    ]
     made: dict[str, PredictedScenario] = {}
 
     def said(*more: str) -> str:
-        found = CliRunner(env={"COLUMNS": "80", "TERM": "dumb"}).invoke(command_line.app, [*words, *more], prog_name="mtrain")
+        found = CliRunner(env={"COLUMNS": "80", "TERM": "dumb"}).invoke(
+            command_line.app, [*words, *more], prog_name="mtrain"
+        )
         assert found.exit_code == 0, found.output
         return found.stdout
 
-    def found(cluster, scenario, plan, *, faster: str, small: str = "", **more) -> PredictedScenario:
+    def found(
+        cluster, scenario, plan, *, faster: str, small: str = "", **more
+    ) -> PredictedScenario:
         name = plan.layout.name
         if name not in made:
             made[name] = evaluate(cluster, scenario, plan, **more)
         step = made[name].step
-        seconds = dataclasses.replace(step.seconds, value=step.seconds.low if name == faster else step.seconds.high)
+        seconds = dataclasses.replace(
+            step.seconds, value=step.seconds.low if name == faster else step.seconds.high
+        )
         plan = dataclasses.replace(plan, capacity=1) if name == small else plan
-        return dataclasses.replace(made[name], plan=plan, step=dataclasses.replace(step, plan=plan, seconds=seconds))
+        return dataclasses.replace(
+            made[name], plan=plan, step=dataclasses.replace(step, plan=plan, seconds=seconds)
+        )
 
-    monkeypatch.setattr(scenarios, "evaluate", lambda *a, **k: found(*a, **k, faster="striped", small="striped"))
+    monkeypatch.setattr(
+        scenarios, "evaluate", lambda *a, **k: found(*a, **k, faster="striped", small="striped")
+    )
     assert "time   zigzag ring:" in (text := said())
     assert "best   zigzag ring; --recommend also tries" in text
     rows = json.loads(said("--json"))["predicted"]
@@ -56,12 +84,16 @@ def test_the_best_is_the_fastest_that_fits(tmp_path, monkeypatch):
     for step in (row["step"] for row in rows):
         rate = step["tokens_per_second_per_gpu"]
         for name, other in (("low", "high"), ("value", "value"), ("high", "low")):
-            assert step["dollars"][name] == pytest.approx(1e9 / rate[other] / 3600 * 2), "GPU hours at 2 $, however many share them"
+            assert step["dollars"][name] == pytest.approx(1e9 / rate[other] / 3600 * 2), (
+                "GPU hours at 2 $, however many share them"
+            )
         assert step["days"]["low"] < step["days"]["value"] < step["days"]["high"]
     monkeypatch.setattr(scenarios, "evaluate", lambda *a, **k: found(*a, **k, faster="striped"))
     assert "time   striped ring:" in (text := said())
     gap = made["zigzag"].step.seconds.high / made["striped"].step.seconds.low - 1
-    assert f"best   striped ring, {gap:.1%} faster than the next; --recommend" in " ".join(text.replace("\n       ", " ").splitlines())
+    assert f"best   striped ring, {gap:.1%} faster than the next; --recommend" in " ".join(
+        text.replace("\n       ", " ").splitlines()
+    )
 
 
 def test_the_figures_of_a_row():
@@ -69,17 +101,32 @@ def test_the_figures_of_a_row():
     cluster = load_cluster("a100_4x8")
     config = compose(["model=tiny", "seq=32k"])
     plan = plan_on(cluster, config, workers=16, layout="striped", exchange="ring")
-    real = evaluate(cluster, Scenario(config, PairSource("dense").problem(config)), plan, bounds=False)
+    real = evaluate(
+        cluster, Scenario(config, PairSource("dense").problem(config)), plan, bounds=False
+    )
 
     def of_pass(worker: float, step: float) -> SimpleNamespace:
-        return SimpleNamespace(time=SimpleNamespace(worker=worker, step=step), work=SimpleNamespace(worker=worker + 1, step=step + 1))
+        return SimpleNamespace(
+            time=SimpleNamespace(worker=worker, step=step),
+            work=SimpleNamespace(worker=worker + 1, step=step + 1),
+        )
 
     # Recomputation is no third pass of a degree.
-    passes = {"forward": of_pass(1.2, 1.4), "backward": of_pass(1.6, 2.2), "recompute": of_pass(9, 9)}
-    row = row_of(dataclasses.replace(real, attention=dataclasses.replace(real.attention, passes=passes)))
-    assert row["degrees"] == pytest.approx({"worker_time": 1.4, "step_time": 1.8, "worker_work": 2.4, "step_work": 2.8})
+    passes = {
+        "forward": of_pass(1.2, 1.4),
+        "backward": of_pass(1.6, 2.2),
+        "recompute": of_pass(9, 9),
+    }
+    row = row_of(
+        dataclasses.replace(real, attention=dataclasses.replace(real.attention, passes=passes))
+    )
+    assert row["degrees"] == pytest.approx(
+        {"worker_time": 1.4, "step_time": 1.8, "worker_work": 2.4, "step_work": 2.8}
+    )
     assert (row["nodes"], row["workers"], row["cp"], row["dp"]) == (2, 16, 16, 1)
-    assert row["seconds"]["value"] * 16 * row["tokens_per_second_per_gpu"]["value"] == pytest.approx(32768, rel=1e-5)
+    assert row["seconds"]["value"] * 16 * row["tokens_per_second_per_gpu"][
+        "value"
+    ] == pytest.approx(32768, rel=1e-5)
 
 
 def test_where_nothing_fits_the_least_is_told_of(tmp_path, monkeypatch):
@@ -87,9 +134,20 @@ def test_where_nothing_fits_the_least_is_told_of(tmp_path, monkeypatch):
     content = yaml.safe_load(shipped()["h100_4x8"].read_text()) | {"nodes": 1}
     content["gpu"]["hbm_gib"] = {"value": 1, "source": "guess"}
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(content))
-    words = ["simulate", "model=tiny", "seq=16k", "--columns", "64", "cluster=small.yaml", "--exchange", "all_gather,ring", "--no-files"]
+    words = [
+        "simulate",
+        "model=tiny",
+        "seq=16k",
+        "--columns",
+        "64",
+        "cluster=small.yaml",
+        "--exchange",
+        "all_gather,ring",
+        "--no-files",
+    ]
     found, parsed = (
-        CliRunner(env={"COLUMNS": "80", "TERM": "dumb"}).invoke(command_line.app, [*words, *more]) for more in ([], ["--json"])
+        CliRunner(env={"COLUMNS": "80", "TERM": "dumb"}).invoke(command_line.app, [*words, *more])
+        for more in ([], ["--json"])
     )
     assert (found.exit_code, parsed.exit_code) == (0, 0), found.output
     rows = [row["step"] for row in json.loads(parsed.stdout)["predicted"]]
@@ -99,5 +157,11 @@ def test_where_nothing_fits_the_least_is_told_of(tmp_path, monkeypatch):
     flat = " ".join(found.stdout.split())
     assert "small (1 x 8 NVIDIA H100 80GB HBM3)" in flat, "cluster=FILE is --cluster FILE"
     assert f"time {least['layout']} {least['exchange']}: " in flat
-    assert f"memory {least['memory_bytes'] / 2**30:.2f} GiB of 1.0 (0.9 can be used) at its peak" in flat
-    assert "best none of these fits; --recommend tries what needs less memory, or says what would fit" in flat
+    assert (
+        f"memory {least['memory_bytes'] / 2**30:.2f} GiB of 1.0 (0.9 can be used) at its peak"
+        in flat
+    )
+    assert (
+        "best none of these fits; --recommend tries what needs less memory, or says what would fit"
+        in flat
+    )

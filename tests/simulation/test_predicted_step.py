@@ -14,7 +14,15 @@ from mtrain_cli.simulation.calibration import HIGH, LOW, VALUE
 from mtrain_cli.simulation.cluster import Cluster, Constant, load_cluster
 from mtrain_cli.simulation.non_attention_cost import NonAttentionCost, priced
 from mtrain_cli.simulation.predicted_step import PredictedStep, WeightTransfer, beside
-from mtrain_cli.simulation.scenario import PairSource, PredictedScenario, Scenario, capability, evaluate, plan_on, with_step
+from mtrain_cli.simulation.scenario import (
+    PairSource,
+    PredictedScenario,
+    Scenario,
+    capability,
+    evaluate,
+    plan_on,
+    with_step,
+)
 from mtrain_cli.simulation.timeline import Disturbances
 from mtrain_cli.training.flops import causal_pairs, computed_again, training_flops
 from mtrain_cli.training.run_plan import plan
@@ -26,22 +34,56 @@ DENSE = PairSource("dense")
 
 
 def step(
-    *words: str, cluster: Cluster = H200, workers: int = 8, pairs: PairSource = DENSE, conditions: Disturbances | None = None, **more
+    *words: str,
+    cluster: Cluster = H200,
+    workers: int = 8,
+    pairs: PairSource = DENSE,
+    conditions: Disturbances | None = None,
+    **more,
 ) -> PredictedScenario:
     layout, exchange = more.pop("layout", "striped"), more.pop("exchange", "all_gather")
     config = compose([*words, *pairs.sparsity()])
     scenario = Scenario(config, pairs.problem(config), conditions=conditions or Disturbances())
-    return evaluate(cluster, scenario, plan_on(cluster, config, workers=workers, layout=layout, exchange=exchange), **more)
+    return evaluate(
+        cluster,
+        scenario,
+        plan_on(cluster, config, workers=workers, layout=layout, exchange=exchange),
+        **more,
+    )
 
 
 @pytest.mark.parametrize(
     "words",
     [
         ["model=qwen3b", "seq=256k", "topology.exchange=ring"],
-        ["model=llama8b", "seq=128k", "topology.exchange=all_gather", "train.activation_checkpoint=full", "topology.layout=zigzag"],
-        ["model=qwen3b", "seq=64k", "topology.context_parallel=4", "train.global_batch=4", "train.activation_checkpoint=none"],
-        ["model=qwen3b", "seq=512k", "sparsity=vertical_slash", "sparsity.max_columns=2048", "topology.gpus_per_node=4"],
-        ["model=qwen3b", "seq=256k", "sparsity=moba", "topology.exchange=hierarchical_ring", "topology.gpus_per_node=2"],
+        [
+            "model=llama8b",
+            "seq=128k",
+            "topology.exchange=all_gather",
+            "train.activation_checkpoint=full",
+            "topology.layout=zigzag",
+        ],
+        [
+            "model=qwen3b",
+            "seq=64k",
+            "topology.context_parallel=4",
+            "train.global_batch=4",
+            "train.activation_checkpoint=none",
+        ],
+        [
+            "model=qwen3b",
+            "seq=512k",
+            "sparsity=vertical_slash",
+            "sparsity.max_columns=2048",
+            "topology.gpus_per_node=4",
+        ],
+        [
+            "model=qwen3b",
+            "seq=256k",
+            "sparsity=moba",
+            "topology.exchange=hierarchical_ring",
+            "topology.gpus_per_node=2",
+        ],
     ],
 )
 def test_memory_is_that_of_the_dry_run(words):
@@ -50,7 +92,11 @@ def test_memory_is_that_of_the_dry_run(words):
     mine = plan_on(H200, config, workers=8)
     assert mine.kernel == dry.kernel == ("triton" if "sparsity=moba" in words else "flash4")
     assert mine.memory == dry.memory
-    assert (mine.exchange.label, mine.moved, mine.micro_batches) == (dry.exchange.label, dry.moved, dry.micro_batches)
+    assert (mine.exchange.label, mine.moved, mine.micro_batches) == (
+        dry.exchange.label,
+        dry.moved,
+        dry.micro_batches,
+    )
 
 
 WAYS = [
@@ -71,7 +117,14 @@ WAYS = [
 def test_a_step_computes_what_training_counts_and_moves_what_the_dry_run_says(pairs):
     play: dict[str, PredictedScenario] = {}
     for way in WAYS:
-        words = ["model=qwen3b", "seq=50k", "train.global_batch=6", "topology.context_parallel=4", *way.split(), *pairs.sparsity()]
+        words = [
+            "model=qwen3b",
+            "seq=50k",
+            "train.global_batch=6",
+            "topology.context_parallel=4",
+            *way.split(),
+            *pairs.sparsity(),
+        ]
         config = compose(words)
         found = plan_on(H200, config, workers=8, exchange="all_gather", layout=config.layout)
         scenario = Scenario(config, pairs.problem(config))
@@ -79,7 +132,9 @@ def test_a_step_computes_what_training_counts_and_moves_what_the_dry_run_says(pa
             play[found.layout.name] = evaluate(H200, scenario, found, bounds=False, recompute=True)
         one = with_step(H200, scenario, found, play[found.layout.name].attention, bounds=False).step
         density = play[found.layout.name].attention.facts["density"]
-        flops = training_flops(config, found.layout, dtype_bytes=2, pairs=density * causal_pairs(config.seq)).executed
+        flops = training_flops(
+            config, found.layout, dtype_bytes=2, pairs=density * causal_pairs(config.seq)
+        ).executed
         assert one.flop * 8 == pytest.approx(flops * found.tokens_per_step, rel=1e-9), way
         assert one.hfu == pytest.approx(one.flop / one.seconds.value / 989e12)
         assert one.sent == pytest.approx(found.moved.weights, rel=1e-6), way
@@ -96,7 +151,9 @@ def test_mfu_of_recorded_documents_counts_the_pairs_inside_them_as_training_does
     found = plan_on(H200, config, workers=4, exchange="all_gather", layout="striped")
     problem = DENSE.problem(config)
     mask = SequenceMask.from_documents(np.arange(8192) // 1024, 8192)
-    packed = evaluate(H200, Scenario(config, dataclasses.replace(problem, masks=(mask,))), found, bounds=False)
+    packed = evaluate(
+        H200, Scenario(config, dataclasses.replace(problem, masks=(mask,))), found, bounds=False
+    )
     flops = training_flops(config, found.layout, dtype_bytes=2, pairs=mask.pairs)
     per_second = 8192 / packed.step.seconds.value / 4 / 989e12
     assert packed.dense
@@ -109,18 +166,28 @@ def test_what_is_saved_costs_what_it_costs():
     base = ["model=qwen3b", "seq=128k", "train.global_batch=4"]
     config = compose(base)
     scenario = Scenario(config, DENSE.problem(config))
-    attention = evaluate(H200, scenario, plan_on(H200, config, workers=8), bounds=False, recompute=True).attention
+    attention = evaluate(
+        H200, scenario, plan_on(H200, config, workers=8), bounds=False, recompute=True
+    ).attention
 
     def made(*words: str, cluster: Cluster = H200) -> PredictedStep:
         plan = plan_on(cluster, compose([*base, *words]), workers=8)
-        costs = {name: dataclasses.replace(cost, cluster=cluster) for name, cost in attention.costs.items()}
-        return with_step(cluster, scenario, plan, dataclasses.replace(attention, costs=costs), bounds=False).step
+        costs = {
+            name: dataclasses.replace(cost, cluster=cluster)
+            for name, cost in attention.costs.items()
+        }
+        return with_step(
+            cluster, scenario, plan, dataclasses.replace(attention, costs=costs), bounds=False
+        ).step
 
     def seconds(*words: str, **more) -> float:
         return made(*words, **more).seconds.value
 
     plain, full = seconds(), seconds("train.activation_checkpoint=full")
-    keeps = [seconds("train.activation_checkpoint=sequence_selective", f"train.checkpoint_keep={keep}") for keep in (0.75, 0.5, 0.25)]
+    keeps = [
+        seconds("train.activation_checkpoint=sequence_selective", f"train.checkpoint_keep={keep}")
+        for keep in (0.75, 0.5, 0.25)
+    ]
     assert plain < keeps[0] < keeps[1] < keeps[2] < full
     half = made("train.activation_checkpoint=sequence_selective")
     again = attention.passes["recompute"].spent["attention"] / 1e3 * 36 * 4
@@ -130,12 +197,21 @@ def test_what_is_saved_costs_what_it_costs():
     assert seconds("train.loss_gradients=recompute") > plain
     assert seconds("train.tile_mib=64") > plain
     # Copies over PCIe hide where it is fast.
-    slow = dataclasses.replace(H200, gpu=dataclasses.replace(H200.gpu, host_link_gbps=Constant(0.5, "guess", "", 0.5, 0.5)))
+    slow = dataclasses.replace(
+        H200, gpu=dataclasses.replace(H200.gpu, host_link_gbps=Constant(0.5, "guess", "", 0.5, 0.5))
+    )
     away = "train.offload_activations=16"
     assert made(away).parts["offload"] == 0
     late = made(away, cluster=slow)
     kept = late.plan.memory.host / 16
-    layer = sum(made(cluster=slow).parts[name] for name in ("attention", "matrices", "element-wise", "recomputed")) / 36 / 4
+    layer = (
+        sum(
+            made(cluster=slow).parts[name]
+            for name in ("attention", "matrices", "element-wise", "recomputed")
+        )
+        / 36
+        / 4
+    )
     assert late.parts["offload"] == pytest.approx(4 * 16 * 2 * (kept / 0.5e9 - layer / 2), rel=0.2)
     # AdamW on the host reads and writes 28 bytes a weight and the rounded weight, at 19 GB/s.
     shard = StateMemory(config, 8, 4, 2).shard
@@ -144,7 +220,10 @@ def test_what_is_saved_costs_what_it_costs():
     behind = made("optim.offload=true", cluster=slow).parts["optimizer"]
     assert behind > 4 * shard / 0.5e9
     # Gradients that leave begin a backward pass earlier, and then only weights are in the way of the step.
-    states, leaving = StateMemory(config, 8, 4, 2), ("optim.offload=true", "optim.offload_gradients=true")
+    states, leaving = (
+        StateMemory(config, 8, 4, 2),
+        ("optim.offload=true", "optim.offload_gradients=true"),
+    )
     earlier = behind - made(*leaving, cluster=slow).parts["optimizer"]
     backward = earlier + (2 * shard - 4 * max(states.layer_shard, states.root_shard)) / 0.5e9
     assert 2 / 3 < backward / (layer * 36) < 0.8
@@ -152,14 +231,21 @@ def test_what_is_saved_costs_what_it_costs():
 
 
 def test_weights_that_stay_are_not_gathered_again():
-    slow = with_inner(collective_bandwidth_gbps=5.0, capacity_gbps=5.0, bandwidth_gbps=5.0, gpu_share=0.0)
+    slow = with_inner(
+        collective_bandwidth_gbps=5.0, capacity_gbps=5.0, bandwidth_gbps=5.0, gpu_share=0.0
+    )
     words = ("model=qwen3b", "seq=2k", "topology.context_parallel=1", "train.global_batch=32")
-    found = {shard: step(*words, f"train.shard={shard}", cluster=slow, bounds=False).step for shard in ("full", "gradients", "optimizer")}
+    found = {
+        shard: step(*words, f"train.shard={shard}", cluster=slow, bounds=False).step
+        for shard in ("full", "gradients", "optimizer")
+    }
     full, gradients, optimizer = (found[shard].parts["weights"] for shard in found)
     assert full > 1.6 * gradients > 3.2 * optimizer
     # Links are all that counts here: bytes over bandwidth.
     assert gradients == pytest.approx(found["gradients"].sent / 5e9, rel=0.35)
-    half = step(*words, "train.shard=gradients", "train.reduce_dtype=bfloat16", cluster=slow, bounds=False).step.parts["weights"]
+    half = step(
+        *words, "train.shard=gradients", "train.reduce_dtype=bfloat16", cluster=slow, bounds=False
+    ).step.parts["weights"]
     assert half < 0.7 * gradients
 
 
@@ -177,7 +263,9 @@ def test_parts_add_up_and_lie_within_bounds(workers):
         assert 0.1 < found.hfu < 0.75
     assert found.days(1e9).value * 86400 == pytest.approx(1e9 / tokens / workers)
     assert found.dollars(1e9, 2.0).value == pytest.approx(found.days(1e9).value * 24 * workers * 2)
-    assert found.dollars(1e9, 2.0).low < found.dollars(1e9, 2.0).value < found.dollars(1e9, 2.0).high
+    assert (
+        found.dollars(1e9, 2.0).low < found.dollars(1e9, 2.0).value < found.dollars(1e9, 2.0).high
+    )
 
 
 def test_attention_says_for_how_long_it_fills_links():
@@ -188,16 +276,36 @@ def test_attention_says_for_how_long_it_fills_links():
 
 
 def test_every_setting_of_the_topology_counts():
-    found = step("model=qwen3b", "seq=8k", "topology.prefetch=2", "topology.circulates=queries", exchange="ring", bounds=False)
-    assert found.attention.exchange == found.plan.exchange.label == "ring (2 hops ahead, queries circulate in backward)"
+    found = step(
+        "model=qwen3b",
+        "seq=8k",
+        "topology.prefetch=2",
+        "topology.circulates=queries",
+        exchange="ring",
+        bounds=False,
+    )
+    assert (
+        found.attention.exchange
+        == found.plan.exchange.label
+        == "ring (2 hops ahead, queries circulate in backward)"
+    )
 
 
 def with_inner(**constants: float) -> Cluster:
-    changed = {name: Constant(value, "guess", "", value, value) for name, value in constants.items()}
+    changed = {
+        name: Constant(value, "guess", "", value, value) for name, value in constants.items()
+    }
     return dataclasses.replace(H200, inner=dataclasses.replace(H200.inner, **changed))
 
 
-def _played(forward: float, backward: float, gather: float, reduce: float, root: tuple[float, float], layers: int) -> float:
+def _played(
+    forward: float,
+    backward: float,
+    gather: float,
+    reduce: float,
+    root: tuple[float, float],
+    layers: int,
+) -> float:
     """us of all layers, event by event: one queue of collectives, one stream that computes; the next layer's weights are asked for when a
     layer begins, gradients are sent when it has ended.
     """
@@ -219,34 +327,63 @@ def _played(forward: float, backward: float, gather: float, reduce: float, root:
 @pytest.mark.parametrize("bandwidth", [400.0, 60.0, 20.0, 2.0])
 def test_weights_hide_behind_computation(bandwidth, monkeypatch):
     """Against events of a queue, with links from fast to far too slow. Eight replicas: attention sends nothing."""
-    monkeypatch.setattr(calibration, "_non_attention_of", lambda *_: None)  # not from what was measured, which copies are no part of
-    cluster = with_inner(collective_bandwidth_gbps=bandwidth, capacity_gbps=bandwidth, bandwidth_gbps=bandwidth, gpu_share=0.0)
-    found = step("model=qwen3b", "seq=8k", "topology.context_parallel=1", "train.global_batch=8", cluster=cluster)
+    monkeypatch.setattr(
+        calibration, "_non_attention_of", lambda *_: None
+    )  # not from what was measured, which copies are no part of
+    cluster = with_inner(
+        collective_bandwidth_gbps=bandwidth,
+        capacity_gbps=bandwidth,
+        bandwidth_gbps=bandwidth,
+        gpu_share=0.0,
+    )
+    found = step(
+        "model=qwen3b",
+        "seq=8k",
+        "topology.context_parallel=1",
+        "train.global_batch=8",
+        cluster=cluster,
+    )
     costs, non_attention, layers = found.attention.costs[VALUE], NonAttentionCost.of(found.plan), 36
     passes = found.attention.passes
-    forward = passes["forward"].duration.value * 1e3 + priced(non_attention.forward + non_attention.gathered, costs).us
+    forward = (
+        passes["forward"].duration.value * 1e3
+        + priced(non_attention.forward + non_attention.gathered, costs).us
+    )
     backward = (
-        passes["backward"].duration.value * 1e3 + priced(non_attention.backward + non_attention.gathered + non_attention.reduced, costs).us
+        passes["backward"].duration.value * 1e3
+        + priced(non_attention.backward + non_attention.gathered + non_attention.reduced, costs).us
     )
     backward += priced(non_attention.recomputed, costs).us
     us = [
         costs.collective(False, 8, 8, int(size))[0]
-        for size in (non_attention.gather, non_attention.reduce, non_attention.root_gather, non_attention.root_reduce)
+        for size in (
+            non_attention.gather,
+            non_attention.reduce,
+            non_attention.root_gather,
+            non_attention.root_reduce,
+        )
     ]
-    expected = _played(forward, backward, us[0], us[1], (us[2], us[3]), layers) - layers * (forward + backward)
+    expected = _played(forward, backward, us[0], us[1], (us[2], us[3]), layers) - layers * (
+        forward + backward
+    )
     assert found.step.parts["weights"] * 1e6 == pytest.approx(expected, rel=1e-6)
     assert (found.step.parts["weights"] > 0.5 * found.step.seconds.value) == (bandwidth < 50)
 
 
 def test_weights_get_what_attention_leaves_of_a_link():
-    outer, inner = WeightTransfer(us=30.0, busy=20.0, outer=True), WeightTransfer(us=30.0, busy=20.0, outer=False)
+    outer, inner = (
+        WeightTransfer(us=30.0, busy=20.0, outer=True),
+        WeightTransfer(us=30.0, busy=20.0, outer=False),
+    )
     assert beside([outer], 100.0, (0.0, 0.0), VALUE) == 30
     assert beside([outer], 100.0, (90.0, 0.0), VALUE) == 30, "another link"
     assert beside([outer], 100.0, (0.0, 60.0), VALUE) == pytest.approx(50)
     assert beside([outer], 100.0, (0.0, 60.0), LOW) == 30
     assert beside([inner], 100.0, (60.0, 0.0), HIGH) == pytest.approx(50)
     # Half of the link for 40 us does 20 of the 30 us; the others come after it.
-    assert beside([WeightTransfer(30.0, 30.0, outer=False)], 40.0, (20.0, 0.0), VALUE) == pytest.approx(50)
+    assert beside(
+        [WeightTransfer(30.0, 30.0, outer=False)], 40.0, (20.0, 0.0), VALUE
+    ) == pytest.approx(50)
     assert beside([outer, outer], 10.0, (0.0, 10.0), VALUE) == pytest.approx(70), "nothing is left"
     assert beside([WeightTransfer(0.0, 0.0, outer=False)], 10.0, (0.0, 0.0), VALUE) == 0
 
@@ -264,11 +401,16 @@ def test_steps_accumulate_and_slow_ranks_hold_everybody():
 
 def test_recomputation_trades_time_for_memory():
     none, selective, full = (
-        step("model=qwen3b", "seq=128k", f"train.activation_checkpoint={k}").step for k in ("none", "selective", "full")
+        step("model=qwen3b", "seq=128k", f"train.activation_checkpoint={k}").step
+        for k in ("none", "selective", "full")
     )
     assert none.seconds.value < selective.seconds.value < full.seconds.value
     assert none.gib > selective.gib > full.gib
-    assert full.parts["attention"] > 1.2 * selective.parts["attention"] == pytest.approx(1.2 * none.parts["attention"])
+    assert (
+        full.parts["attention"]
+        > 1.2 * selective.parts["attention"]
+        == pytest.approx(1.2 * none.parts["attention"])
+    )
     assert none.parts["recomputed"] == 0
 
 
@@ -288,7 +430,9 @@ MEASURED = [
 
 @pytest.mark.parametrize(("words", "workers", "layout", "exchange", "pairs", "seconds"), MEASURED)
 def test_measured_steps_lie_within_the_bounds(words, workers, layout, exchange, pairs, seconds):
-    found = step("model=qwen3b", *words, workers=workers, layout=layout, exchange=exchange, pairs=pairs).step.seconds
+    found = step(
+        "model=qwen3b", *words, workers=workers, layout=layout, exchange=exchange, pairs=pairs
+    ).step.seconds
     assert found.low < seconds < found.high
     assert found.value == pytest.approx(seconds, rel=0.105)
 

@@ -23,7 +23,14 @@ from mtrain_cli.simulation.calibration import HIGH, LOW, SPARSE, kernels_for
 from mtrain_cli.simulation.cluster import Cluster, Constant, load_cluster
 from mtrain_cli.simulation.costs import Costs
 from mtrain_cli.simulation.families import FAMILIES, IndexFamily
-from mtrain_cli.simulation.prediction import _NEED_OUT, AttentionWorkload, BoundedTime, Prediction, _CasePlayer, predict
+from mtrain_cli.simulation.prediction import (
+    _NEED_OUT,
+    AttentionWorkload,
+    BoundedTime,
+    Prediction,
+    _CasePlayer,
+    predict,
+)
 from mtrain_cli.simulation.spmd_schedule import SpmdSchedule
 from mtrain_cli.simulation.timeline import Disturbances
 from mtrain_cli.simulation.what_if import ReplaySetup, make_case
@@ -34,19 +41,47 @@ SEQ, HEADS, BLOCK = 16384, 4, 128
 
 def problem(family: str | None = "clustered", layers: int = 1, seq: int = SEQ) -> AttentionWorkload:
     made = RecordedSetup(
-        seq=seq, heads=HEADS, kv_heads=2, head_dim=128, dtype_bytes=2, workers=8, per_node=8, layout="striped", exchange="ring"
+        seq=seq,
+        heads=HEADS,
+        kv_heads=2,
+        head_dim=128,
+        dtype_bytes=2,
+        workers=8,
+        per_node=8,
+        layout="striped",
+        exchange="ring",
     )
     of = None if family is None else IndexFamily(family, density=0.1, columns=64)
     masks = (SequenceMask.causal(seq, seq),)
     return AttentionWorkload(
-        made, masks, tuple(range(layers)), lambda layer: None if of is None else of.index(layer, seq, HEADS), family or "dense"
+        made,
+        masks,
+        tuple(range(layers)),
+        lambda layer: None if of is None else of.index(layer, seq, HEADS),
+        family or "dense",
     )
 
 
-def costs(cluster: Cluster, exchange: str = "ring", workers: int | None = None, bound: str = "value", **options) -> Costs:
+def costs(
+    cluster: Cluster,
+    exchange: str = "ring",
+    workers: int | None = None,
+    bound: str = "value",
+    **options,
+) -> Costs:
     workers = workers or cluster.gpus
-    lockstep = SpmdSchedule.of(make_schedule(exchange, ScheduleOptions(workers, min(workers, cluster.gpus_per_node), **options)))
-    kernels = kernels_for(cluster.gpu.name, cluster.gpu.peak_tflops.value * 1e12, "triton", SPARSE, {"NVIDIA H200": 989e12})
+    lockstep = SpmdSchedule.of(
+        make_schedule(
+            exchange, ScheduleOptions(workers, min(workers, cluster.gpus_per_node), **options)
+        )
+    )
+    kernels = kernels_for(
+        cluster.gpu.name,
+        cluster.gpu.peak_tflops.value * 1e12,
+        "triton",
+        SPARSE,
+        {"NVIDIA H200": 989e12},
+    )
     return Costs(cluster, kernels, ShardSizes(1 << 14, 16, 2, 128, 2), lockstep, 128, bound=bound)
 
 
@@ -65,7 +100,10 @@ def test_a_message_takes_latency_and_bytes_over_bandwidth_of_its_link():
 
 
 def shared(cluster: Cluster, gpus: int) -> Cluster:
-    return dataclasses.replace(cluster, outer=dataclasses.replace(cluster.outer, shared_by=Constant(gpus, "guess", "", gpus, gpus)))
+    return dataclasses.replace(
+        cluster,
+        outer=dataclasses.replace(cluster.outer, shared_by=Constant(gpus, "guess", "", gpus, gpus)),
+    )
 
 
 def test_gpus_behind_one_card_share_it_where_they_send_at_once():
@@ -99,12 +137,18 @@ def test_bounds_that_are_swapped_are_seen(monkeypatch):
     play = _CasePlayer.play
 
     def swapped(self, work, index, layer, direction, bound, **more):
-        return play(self, work, index, layer, direction, {LOW: HIGH, HIGH: LOW}.get(bound, bound), **more)
+        return play(
+            self, work, index, layer, direction, {LOW: HIGH, HIGH: LOW}.get(bound, bound), **more
+        )
 
     monkeypatch.setattr(_CasePlayer, "play", swapped)
-    for of_pass in predict(load_cluster("a100_4x8"), problem(), ReplaySetup("striped", "ring", 8, 8)).passes.values():
+    for of_pass in predict(
+        load_cluster("a100_4x8"), problem(), ReplaySetup("striped", "ring", 8, 8)
+    ).passes.values():
         assert of_pass.duration.low == of_pass.duration.value == of_pass.duration.high
-    assert BoundedTime.around(2.0) == BoundedTime.around(2.0, 3.0, 1.0) == BoundedTime(2.0, 2.0, 2.0)
+    assert (
+        BoundedTime.around(2.0) == BoundedTime.around(2.0, 3.0, 1.0) == BoundedTime(2.0, 2.0, 2.0)
+    )
 
 
 @pytest.mark.parametrize("name", ["h200_1x8", "a100_4x8"])
@@ -133,10 +177,16 @@ def test_work_is_that_of_the_counter():
                 index = one.index(layer)
                 case = make_case(one.made, one.masks, setup, index)
                 for direction, work in count_work(
-                    case.schedule, case.layout, one.masks, index, heads=HEADS, shared_columns=case.choice.shared_columns
+                    case.schedule,
+                    case.layout,
+                    one.masks,
+                    index,
+                    heads=HEADS,
+                    shared_columns=case.choice.shared_columns,
                 ).items():
                     mine = found.rows[
-                        (found.rows["layer"] == layer) & (found.rows["direction"] == records.WORDS["direction"].index(direction))
+                        (found.rows["layer"] == layer)
+                        & (found.rows["direction"] == records.WORDS["direction"].index(direction))
                     ]
                     attention = mine[mine["phase"] == records.WORDS["phase"].index("attention")]
                     pairs, blocks = np.zeros_like(work.pairs), np.zeros_like(work.blocks)
@@ -160,23 +210,45 @@ def test_pairs_of_columns_are_told_apart_wherever_they_are_computed():
     index = one.index(0)
     expected = int(index.counts(MaskWork.make(one.masks, BLOCK)).column_pairs.sum())
     assert expected > 0
-    for exchange, shared_columns, apart in (("all_gather", True, False), ("ring", False, False), ("ring", True, True)):
+    for exchange, shared_columns, apart in (
+        ("all_gather", True, False),
+        ("ring", False, False),
+        ("ring", True, True),
+    ):
         schedule = make_schedule(exchange, ScheduleOptions(8, 8))
         layout = make_layout("striped", 8, SEQ, BLOCK, unit=BLOCK)
-        for work in count_work(schedule, layout, one.masks, index, heads=HEADS, shared_columns=shared_columns).values():
-            assert (int(work.of_columns.sum()), int(work.column_pairs.sum())) == ((0, expected) if apart else (expected, 0))
+        for work in count_work(
+            schedule, layout, one.masks, index, heads=HEADS, shared_columns=shared_columns
+        ).values():
+            assert (int(work.of_columns.sum()), int(work.column_pairs.sum())) == (
+                (0, expected) if apart else (expected, 0)
+            )
             assert (work.of_columns <= work.pairs).all()
 
 
 def test_a_simulation_reads_like_a_profile(tmp_path):
     cluster = load_cluster("a100_4x8", nodes=2)
-    setups = [ReplaySetup("zigzag", "ring", 16, 8), ReplaySetup("striped", "hierarchical_ring", 16, 8)]
-    found = [predict(cluster, problem(layers=2), s, number=i, rows=True, recompute=True, bounds=False) for i, s in enumerate(setups)]
+    setups = [
+        ReplaySetup("zigzag", "ring", 16, 8),
+        ReplaySetup("striped", "hierarchical_ring", 16, 8),
+    ]
+    found = [
+        predict(cluster, problem(layers=2), s, number=i, rows=True, recompute=True, bounds=False)
+        for i, s in enumerate(setups)
+    ]
     for i, prediction in enumerate(found):
         records.write_part(prediction.rows, tmp_path, i)
     records.join_parts(tmp_path)
-    document = {"kind": "simulation", "mode": "attention", "complete": True, "workers": 16, "samples_wanted": 1}
-    records.write_summary(tmp_path, document | {"cases": [prediction.facts for prediction in found]})
+    document = {
+        "kind": "simulation",
+        "mode": "attention",
+        "complete": True,
+        "workers": 16,
+        "samples_wanted": 1,
+    }
+    records.write_summary(
+        tmp_path, document | {"cases": [prediction.facts for prediction in found]}
+    )
     for case, prediction in zip(analyse(records.open_records(tmp_path)), found, strict=True):
         assert set(case.passes) == {"forward", "recompute", "backward"}
         assert case.bins.sum(-1) == pytest.approx(case.passes_ms, rel=1e-4), "bins fill the passes"
@@ -184,12 +256,20 @@ def test_a_simulation_reads_like_a_profile(tmp_path):
             told = case.passes[direction]
             assert told.duration.mean == pytest.approx(of_pass.duration.value, rel=1e-3)
             for degree in ("worker", "step", "total", "critical"):
-                assert getattr(told.time, degree).mean == pytest.approx(getattr(of_pass.time, degree), rel=1e-3)
-                assert getattr(told.work, degree).mean == pytest.approx(getattr(of_pass.work, degree), rel=1e-6)
+                assert getattr(told.time, degree).mean == pytest.approx(
+                    getattr(of_pass.time, degree), rel=1e-3
+                )
+                assert getattr(told.work, degree).mean == pytest.approx(
+                    getattr(of_pass.work, degree), rel=1e-6
+                )
             assert told.computation.total.mean == pytest.approx(of_pass.computed, rel=1e-3)
-            assert case.bin_ms("late", direction) / 2 == pytest.approx(of_pass.late, rel=1e-3, abs=1e-6)
+            assert case.bin_ms("late", direction) / 2 == pytest.approx(
+                of_pass.late, rel=1e-3, abs=1e-6
+            )
             for link, ms in of_pass.exposed.items():
-                assert case.bin_ms(f"exposed {link}", direction) / 2 == pytest.approx(ms, rel=1e-3, abs=1e-6)
+                assert case.bin_ms(f"exposed {link}", direction) / 2 == pytest.approx(
+                    ms, rel=1e-3, abs=1e-6
+                )
 
 
 def exposed(found: Prediction) -> float:
@@ -199,10 +279,19 @@ def exposed(found: Prediction) -> float:
 def test_slow_ranks_and_balance_show_as_they_should():
     cluster = load_cluster("h200_1x8")
     one = problem("local", seq=1 << 18)
-    zigzag, striped = (predict(cluster, one, ReplaySetup(layout, "ring", 8, 8), bounds=False) for layout in ("zigzag", "striped"))
+    zigzag, striped = (
+        predict(cluster, one, ReplaySetup(layout, "ring", 8, 8), bounds=False)
+        for layout in ("zigzag", "striped")
+    )
     assert zigzag.passes["forward"].work.step > 1.8 > 1.3 > striped.passes["forward"].work.step
     assert zigzag.duration.value > striped.duration.value
-    slow = predict(cluster, one, ReplaySetup("striped", "ring", 8, 8), bounds=False, conditions=Disturbances(slow={5: 1.5}))
+    slow = predict(
+        cluster,
+        one,
+        ReplaySetup("striped", "ring", 8, 8),
+        bounds=False,
+        conditions=Disturbances(slow={5: 1.5}),
+    )
     assert slow.passes["forward"].time.worker > striped.passes["forward"].time.worker + 0.2
     assert slow.passes["forward"].work == striped.passes["forward"].work
 
@@ -231,10 +320,17 @@ def test_drifting_diagonals_move_with_layers_and_steps_and_stay_together():
         first, then = (family.index(layer, 1 << 17, 4).slashes.numpy()[0] for layer in (0, later))
         blocks = first.shape[-1]
         reach = blocks // 64 + 1
-        near = np.array([[then[h, max(0, d - reach) : d + reach + 1].any() for d in range(blocks)] for h in range(4)])
+        near = np.array(
+            [
+                [then[h, max(0, d - reach) : d + reach + 1].any() for d in range(blocks)]
+                for h in range(4)
+            ]
+        )
         return float((first & near).sum() / first.sum())
 
     assert kept(1) > 0.9
     assert kept(40) < 0.6
     moved = dataclasses.replace(family, step=2).index(3, 1 << 17, 4)
-    assert np.array_equal(moved.slashes.numpy(), family.index(5, 1 << 17, 4).slashes.numpy()), "a step is as far as a layer"
+    assert np.array_equal(moved.slashes.numpy(), family.index(5, 1 << 17, 4).slashes.numpy()), (
+        "a step is as far as a layer"
+    )

@@ -35,14 +35,18 @@ def scenario(*words: str, pairs: PairSource | None = None) -> Scenario:
 
 
 def small_memory(cluster: Cluster, gib: float) -> Cluster:
-    return dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, hbm_gib=Constant(gib, "guess", "", gib, gib)))
+    return dataclasses.replace(
+        cluster, gpu=dataclasses.replace(cluster.gpu, hbm_gib=Constant(gib, "guess", "", gib, gib))
+    )
 
 
 def test_the_best_is_the_fastest_that_fits():
     cluster = small_memory(load_cluster("a100_4x8", nodes=2), 30)
     one = scenario("model=qwen3b", "seq=128k", "train.global_batch=2")
     told: list[tuple[int, int]] = []
-    found = recommend(cluster, one, 16, LAYOUTS, EXCHANGES, progress=lambda done, of: told.append((done, of)))
+    found = recommend(
+        cluster, one, 16, LAYOUTS, EXCHANGES, progress=lambda done, of: told.append((done, of))
+    )
     every = []
     for context in (16, 8):
         for layout in LAYOUTS:
@@ -50,11 +54,29 @@ def test_the_best_is_the_fastest_that_fits():
                 for kind in ("none", "selective", "full"):
                     train = dataclasses.replace(one.config.train, activation_checkpoint=kind)
                     config = dataclasses.replace(one.config, train=train)
-                    plan = plan_on(cluster, config, workers=16, layout=layout, exchange=exchange, context_parallel=context)
+                    plan = plan_on(
+                        cluster,
+                        config,
+                        workers=16,
+                        layout=layout,
+                        exchange=exchange,
+                        context_parallel=context,
+                    )
                     if plan.fits:
-                        every.append((evaluate(cluster, one, plan, bounds=False).step.seconds.value, label(plan)))
-    plain = [(o.step.seconds.value, label(o.plan)) for o in found.ranked if not o.plan.config.train.keep_mlp]
-    assert sorted(plain) == sorted(entry for entry in every if "hierarchical" not in entry[1] or "2 x 8" not in entry[1])
+                        every.append(
+                            (
+                                evaluate(cluster, one, plan, bounds=False).step.seconds.value,
+                                label(plan),
+                            )
+                        )
+    plain = [
+        (o.step.seconds.value, label(o.plan))
+        for o in found.ranked
+        if not o.plan.config.train.keep_mlp
+    ]
+    assert sorted(plain) == sorted(
+        entry for entry in every if "hierarchical" not in entry[1] or "2 x 8" not in entry[1]
+    )
     assert found.best.step.seconds.value <= min(every)[0]
     times = [o.step.seconds.value for o in found.ranked]
     assert times[0] <= times[1]
@@ -67,7 +89,9 @@ def test_the_best_is_the_fastest_that_fits():
     unfit = [r for r in found.rejected if r.why == DOES_NOT_FIT]
     assert unfit
     assert all("of 28.5 GiB" in r.what for r in unfit)
-    assert any(r.why == "train.global_batch=2 cannot be dealt to so many groups" for r in found.rejected)
+    assert any(
+        r.why == "train.global_batch=2 cannot be dealt to so many groups" for r in found.rejected
+    )
     said = "; ".join(reasons(found.best, found.ranked[1]))
     assert "memory" in said
     assert "of 28.5 that can be used" in said
@@ -77,12 +101,21 @@ def test_reasons_name_what_takes_longer():
     cluster = load_cluster("a100_4x8")
     one = scenario("model=qwen3b", "seq=512k", pairs=PairSource("local", 0.05, 2048))
     best, other = (
-        evaluate(cluster, one, plan_on(cluster, one.config, workers=32, layout=layout, exchange="ring"), bounds=False)
+        evaluate(
+            cluster,
+            one,
+            plan_on(cluster, one.config, workers=32, layout=layout, exchange="ring"),
+            bounds=False,
+        )
         for layout in ("striped", "zigzag")
     )
     said = reasons(best, other)
     assert said[0].startswith(f"{other.step.seconds.value - best.step.seconds.value:.3g} s (")
-    assert any(line.startswith("waiting for slower workers takes") and "worker imbalance of work 1.00, not" in line for line in said)
+    assert any(
+        line.startswith("waiting for slower workers takes")
+        and "worker imbalance of work 1.00, not" in line
+        for line in said
+    )
     assert any(line.startswith("waiting for keys and values takes") for line in said)
     assert any(line.startswith("against it: ") for line in said)
     close = reasons(best, best)
@@ -104,15 +137,26 @@ def test_where_nothing_fits_it_says_what_would():
     gib = int(larger.split()[2])
     assert recommend(small_memory(cluster, gib), one, 8, *few).ranked
     assert not recommend(small_memory(cluster, gib - 1), one, 8, *few).ranked
-    longer = recommend(cluster, scenario("model=qwen3b", "seq=2m", pairs=PairSource("local", 0.01, 256)), 8, *few)
+    longer = recommend(
+        cluster, scenario("model=qwen3b", "seq=2m", pairs=PairSource("local", 0.01, 256)), 8, *few
+    )
     assert longer.needed[1].startswith("--nodes 4 instead of 1: ")
     assert longer.needed[2].startswith("seq=512k instead of 2m: ")
-    alone = recommend(load_cluster("h200_1x8"), scenario("model=llama8b", "seq=8m"), 8, ("striped",), ("ring",))
+    alone = recommend(
+        load_cluster("h200_1x8"), scenario("model=llama8b", "seq=8m"), 8, ("striped",), ("ring",)
+    )
     assert any("does not say how nodes are linked" in line for line in alone.needed)
     # The least, with what the host can take: a twentieth of a GPU's memory stays free, and one layer less on the host is too much.
     gib = int(alone.needed[0].split()[2])
-    (setting,) = re.findall(r": striped ring, full recomputation, train.offload_activations=(\d+)$", alone.needed[0])
-    words = ["model=llama8b", "seq=8m", *PairSource("local", 0.05, 256).sparsity(), "train.activation_checkpoint=full"]
+    (setting,) = re.findall(
+        r": striped ring, full recomputation, train.offload_activations=(\d+)$", alone.needed[0]
+    )
+    words = [
+        "model=llama8b",
+        "seq=8m",
+        *PairSource("local", 0.05, 256).sparsity(),
+        "train.activation_checkpoint=full",
+    ]
     totals = [
         plan_on(
             load_cluster("h200_1x8"), compose([*words, f"train.offload_activations={int(setting) - n}"]),
@@ -134,25 +178,48 @@ def test_where_no_recomputation_fits_the_choice_of_train_memory_auto_is_tried():
     words.append(f"train.activation_checkpoint={config.train.activation_checkpoint}")
     typed = plan_on(cluster, compose(words), workers=8, layout="striped", exchange="ring")
     assert 0 < typed.memory.host <= 0.9 * 70 * GIB
-    assert (typed.memory, typed.moved, typed.flops) == (plans[-1].memory, plans[-1].moved, plans[-1].flops)
-    asked = plan_on(cluster, compose([*one.words, "train.memory=auto"]), workers=8, layout="striped", exchange="ring")
+    assert (typed.memory, typed.moved, typed.flops) == (
+        plans[-1].memory,
+        plans[-1].moved,
+        plans[-1].flops,
+    )
+    asked = plan_on(
+        cluster,
+        compose([*one.words, "train.memory=auto"]),
+        workers=8,
+        layout="striped",
+        exchange="ring",
+    )
     assert asked.memory == typed.memory
     assert label(typed).startswith("striped ring, ")
     assert f"train.offload_activations={config.train.offload_activations}" in label(typed)
     # All layers would be too much for the host, though not for the GPU.
-    all_away = [word for word in words if "offload" not in word] + ["train.offload_activations=true"]
+    all_away = [word for word in words if "offload" not in word] + [
+        "train.offload_activations=true"
+    ]
     refused = plan_on(cluster, compose(all_away), workers=8, layout="striped", exchange="ring")
     assert refused.memory.total < typed.memory.total
     assert not refused.fits
     # What was typed stays.
-    assert all(p.config.train.activation_checkpoint == "full" for p in _plans(cluster, one, 8, 8, "striped", "ring", ("full",)))
+    assert all(
+        p.config.train.activation_checkpoint == "full"
+        for p in _plans(cluster, one, 8, 8, "striped", "ring", ("full",))
+    )
 
 
 def test_what_cannot_be_whatever_the_memory_is_a_mistake():
     with pytest.raises(InvalidSetup, match="cannot be dealt"):
-        recommend(load_cluster("h200_1x8"), scenario("model=tiny", "seq=512"), 8, ("striped",), ("ring",))
+        recommend(
+            load_cluster("h200_1x8"), scenario("model=tiny", "seq=512"), 8, ("striped",), ("ring",)
+        )
     with pytest.raises(ConfigError, match="cannot share"):
-        recommend(load_cluster("a100_4x8"), scenario("model=qwen3b", "seq=128k"), 32, ("striped",), ("ulysses",))
+        recommend(
+            load_cluster("a100_4x8"),
+            scenario("model=qwen3b", "seq=128k"),
+            32,
+            ("striped",),
+            ("ulysses",),
+        )
 
 
 def test_what_does_not_differ_is_tried_once():
@@ -162,7 +229,9 @@ def test_what_does_not_differ_is_tried_once():
         ("zigzag", "all_gather"), ("zigzag", "ring"), ("zigzag", "ulysses"), ("striped", "all_gather"), ("striped", "ring"),
     ]  # fmt: skip
     assert len(_distinct(LAYOUTS, names, 16, 8)) == 7
-    assert _distinct(("striped",), ("hierarchical_ring",), 8, 8) == [("striped", "hierarchical_ring")]
+    assert _distinct(("striped",), ("hierarchical_ring",), 8, 8) == [
+        ("striped", "hierarchical_ring")
+    ]
 
 
 def test_context_groups_lie_well_on_nodes():
@@ -175,14 +244,22 @@ def test_context_groups_lie_well_on_nodes():
 def test_the_line_to_type_composes_to_the_same_plan():
     cluster = load_cluster("h200_1x8")
     one = scenario("model=qwen3b", "seq=64k", "train.global_batch=2", "topology.layout=contiguous")
-    plan = plan_on(cluster, one.config, workers=8, layout="zigzag", exchange="ring", context_parallel=4)
-    changes = {"topology.layout": "zigzag", "topology.exchange": "ring", "topology.context_parallel": 4}
+    plan = plan_on(
+        cluster, one.config, workers=8, layout="zigzag", exchange="ring", context_parallel=4
+    )
+    changes = {
+        "topology.layout": "zigzag",
+        "topology.exchange": "ring",
+        "topology.context_parallel": 4,
+    }
     line = train_line(cluster, plan, one.words, changes)
     assert line.startswith("mtrain train ")
     again = compose([*line.split()[2:], "topology.gpus_per_node=8", "topology.device=cuda"])
     assert dataclasses.replace(again, run=plan.config.run) == plan.config
     many = load_cluster("a100_4x8")
-    text = train_line(many, plan_on(many, one.config, workers=32, layout="zigzag", exchange="ring"), one.words, {})
+    text = train_line(
+        many, plan_on(many, one.config, workers=32, layout="zigzag", exchange="ring"), one.words, {}
+    )
     assert text.startswith(
         "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 -m mtrain_cli train model="
     )
@@ -193,22 +270,40 @@ def test_products_of_mlps_are_kept_where_there_is_room():
     one = scenario("model=qwen3b", "seq=64k")
     few = ("striped",), ("ring",)
     found = recommend(cluster, one, 8, *few)
-    most = {o.plan.config.train.activation_checkpoint: o.plan.config.train.keep_mlp for o in found.ranked if o.plan.config.train.keep_mlp}
-    assert set(most) == {"selective"}, "full recomputation has no room by definition, and none keeps everything"
+    most = {
+        o.plan.config.train.activation_checkpoint: o.plan.config.train.keep_mlp
+        for o in found.ranked
+        if o.plan.config.train.keep_mlp
+    }
+    assert set(most) == {"selective"}, (
+        "full recomputation has no room by definition, and none keeps everything"
+    )
     number = most["selective"]
     assert 1 < number < 36
     best = found.best
     assert best.plan.config.train.keep_mlp == number
     assert f"selective recomputation, train.keep_mlp={number}" in label(best.plan)
-    assert "train.keep_mlp keeps as much as leaves 10% of a GPU free" in reasons(best, found.ranked[1])
+    assert "train.keep_mlp keeps as much as leaves 10% of a GPU free" in reasons(
+        best, found.ranked[1]
+    )
     # As if it had been typed: plan, step, and that one layer more would leave less room.
     typed = [compose([*one.words, f"train.keep_mlp={n}"]) for n in (number, number + 1)]
-    same, more = (plan_on(cluster, config, workers=8, layout="striped", exchange="ring") for config in typed)
-    assert (same.memory, same.flops, same.moved) == (best.plan.memory, best.plan.flops, best.plan.moved)
+    same, more = (
+        plan_on(cluster, config, workers=8, layout="striped", exchange="ring") for config in typed
+    )
+    assert (same.memory, same.flops, same.moved) == (
+        best.plan.memory,
+        best.plan.flops,
+        best.plan.moved,
+    )
     assert evaluate(cluster, one, same, bounds=False).step.parts == best.step.parts
     assert same.takes(same.memory, 0.9)
     assert not more.takes(more.memory, 0.9)
-    without = next(o for o in found.ranked if o.plan.config.train == dataclasses.replace(best.plan.config.train, keep_mlp=False))
+    without = next(
+        o
+        for o in found.ranked
+        if o.plan.config.train == dataclasses.replace(best.plan.config.train, keep_mlp=False)
+    )
     assert best.step.parts["recomputed"] < without.step.parts["recomputed"]
     assert best.step.seconds.value < without.step.seconds.value
     # What was typed stays.
@@ -222,7 +317,10 @@ def test_where_nothing_fits_the_least_is_that_of_the_exchange_that_needs_least()
     cluster = small_memory(load_cluster("h100_4x8", nodes=1), 20)
     one = scenario("model=qwen3b", "seq=2m", pairs=PairSource("local", 0.01, 256))
     found = recommend(cluster, one, 8, ("striped",), ("all_gather", "ring"))
-    alone = [recommend(cluster, one, 8, ("striped",), (exchange,)).least for exchange in ("all_gather", "ring")]
+    alone = [
+        recommend(cluster, one, 8, ("striped",), (exchange,)).least
+        for exchange in ("all_gather", "ring")
+    ]
     assert not found.ranked
     assert found.least.exchange.name == "ring"
     assert found.least.memory.total == alone[1].memory.total < alone[0].memory.total
@@ -231,5 +329,14 @@ def test_where_nothing_fits_the_least_is_that_of_the_exchange_that_needs_least()
 
 
 def test_what_no_group_can_be_dealt_is_a_mistake():
-    with pytest.raises(ConfigError, match=r"train.global_batch=1 cannot be dealt to so many groups; allowed: multiples of 2"):
-        recommend(load_cluster("h200_1x8"), scenario("model=tiny", "seq=8k", "topology.context_parallel=4"), 8, LAYOUTS, ("ring",))
+    with pytest.raises(
+        ConfigError,
+        match=r"train.global_batch=1 cannot be dealt to so many groups; allowed: multiples of 2",
+    ):
+        recommend(
+            load_cluster("h200_1x8"),
+            scenario("model=tiny", "seq=8k", "topology.context_parallel=4"),
+            8,
+            LAYOUTS,
+            ("ring",),
+        )

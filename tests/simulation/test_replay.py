@@ -16,7 +16,15 @@ from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 from mtrain_cli.profiling.imbalance import imbalance
 from mtrain_cli.profiling.index_file import load_indices, save_indices
-from mtrain_cli.simulation.what_if import InvalidSetup, ReplaySetup, degrees, repadded, replay, resized, setups_of
+from mtrain_cli.simulation.what_if import (
+    InvalidSetup,
+    ReplaySetup,
+    degrees,
+    repadded,
+    replay,
+    resized,
+    setups_of,
+)
 from mtrain_cli.simulation.work_counts import StepWork, count_work
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
@@ -29,18 +37,30 @@ def test_another_padding_leaves_the_work(make, padded):
     fitted = resized(index, padded // BLOCK)
     other = [repadded(mask, padded) for mask in masks()]
     bitmaps = make is bitmap
-    before, after = (i.counts(MaskWork.make(m, BLOCK, bitmap=bitmaps, rows=None)) for i, m in ((index, masks()), (fitted, other)))
+    before, after = (
+        i.counts(MaskWork.make(m, BLOCK, bitmap=bitmaps, rows=None))
+        for i, m in ((index, masks()), (fitted, other))
+    )
     for name in ("pairs", "blocks", "columns", "column_pairs"):
         assert torch.equal(getattr(before, name), getattr(after, name)), name
     assert fitted.blocks * BLOCK == padded
     if not bitmaps:
-        assert bool(((fitted.columns < SEQ) | (fitted.columns == padded) | (fitted.columns < min(padded, PADDED))).all())
+        assert bool(
+            (
+                (fitted.columns < SEQ)
+                | (fitted.columns == padded)
+                | (fitted.columns < min(padded, PADDED))
+            ).all()
+        )
 
 
 @pytest.mark.parametrize("pattern", ["vertical_slash", "moba", "dense"])
 def test_work_is_conserved_and_every_worker_gets_its_share(tmp_path, pattern):
     recorded = load_indices(record(tmp_path, pattern))
-    setups = [*setups_of(LAYOUTS, ("ring", "all_gather", "ulysses"), (1, 2, 4), 8), *setups_of(LAYOUTS, ("hierarchical_ring",), (6, 12), 2)]
+    setups = [
+        *setups_of(LAYOUTS, ("ring", "all_gather", "ulysses"), (1, 2, 4), 8),
+        *setups_of(LAYOUTS, ("hierarchical_ring",), (6, 12), 2),
+    ]
     totals = set()
     for found in replay(recorded, pattern, setups):
         assert found.layers == (0, 3, 5)
@@ -52,14 +72,21 @@ def test_work_is_conserved_and_every_worker_gets_its_share(tmp_path, pattern):
         expected = 3 * HEADS * sum(mask.pairs for mask in masks())
     else:
         work = MaskWork.make(masks(), BLOCK, bitmap=pattern == "moba")
-        expected = sum(int(recorded.index(pattern, layer).counts(work).pairs.sum()) for layer in (0, 3, 5))
+        expected = sum(
+            int(recorded.index(pattern, layer).counts(work).pairs.sum()) for layer in (0, 3, 5)
+        )
     assert totals == {expected}
 
 
 def test_a_replay_as_recorded_is_the_count_of_what_was_recorded(tmp_path):
     recorded = load_indices(record(tmp_path, "vertical_slash"))
-    (found,) = replay(recorded, "vertical_slash", [ReplaySetup("striped", "ring", 4, 4)], layers=[3])
-    layout, schedule = make_layout("striped", 4, SEQ, BLOCK, unit=BLOCK), make_schedule("ring", ScheduleOptions(4, 4))
+    (found,) = replay(
+        recorded, "vertical_slash", [ReplaySetup("striped", "ring", 4, 4)], layers=[3]
+    )
+    layout, schedule = (
+        make_layout("striped", 4, SEQ, BLOCK, unit=BLOCK),
+        make_schedule("ring", ScheduleOptions(4, 4)),
+    )
     for name, work in count_work(schedule, layout, masks(), lines(3), heads=HEADS).items():
         assert found.passes[name].pairs.tolist() == work.total_pairs.tolist()
         assert found.passes[name].degrees == degrees(work)
@@ -69,29 +96,48 @@ def test_gathered_columns_are_a_step_among_workers_and_none_of_a_worker():
     pairs, columns = np.array([[4, 2], [2, 2]]), np.array([3, 9])
     found = degrees(StepWork("forward", pairs, pairs, columns, columns))
     assert found.step == imbalance(pairs).step
-    assert (found.worker, found.total, found.critical) == pytest.approx(((4 / 3 + 1 + 1.5) / 3, 13 / 11, (4 + 2 + 9) / 11))
+    assert (found.worker, found.total, found.critical) == pytest.approx(
+        ((4 / 3 + 1 + 1.5) / 3, 13 / 11, (4 + 2 + 9) / 11)
+    )
 
 
 def test_sent_bytes_are_those_of_the_messages(tmp_path):
     recorded = load_indices(record(tmp_path, "vertical_slash", "moba"))
     ring, gather = setups_of(("striped",), ("ring", "all_gather"), (4,), 8)
     alone = ReplaySetup("striped", "ring", 1, 8)
-    keys = 3 * (2 * PADDED // 4) * 2 * 2 * 32  # three shards of two sequences: numbers of keys and values
+    keys = (
+        3 * (2 * PADDED // 4) * 2 * 2 * 32
+    )  # three shards of two sequences: numbers of keys and values
     for pattern in ("vertical_slash", "moba"):
-        by_ring, by_gather, nothing = (f.passes for f in replay(recorded, pattern, [ring, gather, alone]))
+        by_ring, by_gather, nothing = (
+            f.passes for f in replay(recorded, pattern, [ring, gather, alone])
+        )
         assert (by_gather["forward"].sent, by_gather["backward"].sent) == (2 * keys, (2 + 4) * keys)
         columns = 0.0
         if pattern == "vertical_slash":
-            columns = 2 * 3 / 4 * (2 * 2 * HEADS * 128 * 32)  # an all-reduce of a tile of columns for every head
-        assert (by_ring["forward"].sent, by_ring["backward"].sent) == (2 * (keys + columns), (2 + 4) * keys + 4 * columns)
+            columns = (
+                2 * 3 / 4 * (2 * 2 * HEADS * 128 * 32)
+            )  # an all-reduce of a tile of columns for every head
+        assert (by_ring["forward"].sent, by_ring["backward"].sent) == (
+            2 * (keys + columns),
+            (2 + 4) * keys + 4 * columns,
+        )
         assert (nothing["forward"].sent, nothing["backward"].sent) == (0, 0)
 
 
 @pytest.mark.parametrize(
     ("setup", "about", "said"),
     [
-        (ReplaySetup("striped", "ring", 63, 63), "workers", "1000 tokens in blocks of 16 cannot be dealt to so many; allowed: 1 to 62"),
-        (ReplaySetup("striped", "ring", 12, 8), "per_node", "does not divide 12 workers; allowed: 1, 2, 3, 4, 6, 12"),
+        (
+            ReplaySetup("striped", "ring", 63, 63),
+            "workers",
+            "1000 tokens in blocks of 16 cannot be dealt to so many; allowed: 1 to 62",
+        ),
+        (
+            ReplaySetup("striped", "ring", 12, 8),
+            "per_node",
+            "does not divide 12 workers; allowed: 1, 2, 3, 4, 6, 12",
+        ),
         (
             ReplaySetup("striped", "ulysses", 8, 8),
             "exchange",
@@ -103,20 +149,37 @@ def test_configurations_that_cannot_be_say_why(tmp_path, setup, about, said):
     recorded = load_indices(record(tmp_path, "vertical_slash"))
     with pytest.raises(InvalidSetup) as error:
         replay(recorded, "vertical_slash", [setup])
-    assert (error.value.about, error.value.value, str(error.value)) == (about, getattr(setup, about), said)
+    assert (error.value.about, error.value.value, str(error.value)) == (
+        about,
+        getattr(setup, about),
+        said,
+    )
 
 
 def test_stripes_that_cut_blocks_are_refused(tmp_path):
-    save_indices(tmp_path / "index.npz", replace(SETUP, block_size=8), masks(), [("vertical_slash", 0, lines(0))])
-    with pytest.raises(InvalidSetup, match="its stripes of 8 tokens, as recorded, do not hold whole blocks of 16"):
-        replay(load_indices(tmp_path / "index.npz"), "vertical_slash", [ReplaySetup("striped", "ring", 2, 8)])
+    save_indices(
+        tmp_path / "index.npz",
+        replace(SETUP, block_size=8),
+        masks(),
+        [("vertical_slash", 0, lines(0))],
+    )
+    with pytest.raises(
+        InvalidSetup, match="its stripes of 8 tokens, as recorded, do not hold whole blocks of 16"
+    ):
+        replay(
+            load_indices(tmp_path / "index.npz"),
+            "vertical_slash",
+            [ReplaySetup("striped", "ring", 2, 8)],
+        )
 
 
 def test_a_part_of_a_bitmap_and_foreign_heads_are_refused(tmp_path):
     whole, setup = bitmap(0), ReplaySetup("striped", "ring", 2, 8)
     part = BlockBitmap(BLOCK, whole.blocks, whole.bits[:, :, ::2], whole.rows[::2])
     save_indices(tmp_path / "index.npz", SETUP, masks(), [("moba", 0, part)])
-    with pytest.raises(ConfigError, match="layer 0 of moba has 32 of 64 query blocks; a replay needs all of them"):
+    with pytest.raises(
+        ConfigError, match="layer 0 of moba has 32 of 64 query blocks; a replay needs all of them"
+    ):
         replay(load_indices(tmp_path / "index.npz"), "moba", [setup])
     save_indices(tmp_path / "index.npz", replace(SETUP, heads=8), masks(), [("moba", 0, whole)])
     with pytest.raises(ConfigError, match="layer 0 of moba is damaged"):
@@ -126,4 +189,6 @@ def test_a_part_of_a_bitmap_and_foreign_heads_are_refused(tmp_path):
 def test_setups_are_every_combination():
     found = list(setups_of(LAYOUTS, ("ring", "auto"), (2, 4), 2))
     assert len(set(found)) == 12
-    assert [(s.workers, s.layout, s.exchange) for s in found] == list(itertools.product((2, 4), LAYOUTS, ("ring", "auto")))
+    assert [(s.workers, s.layout, s.exchange) for s in found] == list(
+        itertools.product((2, 4), LAYOUTS, ("ring", "auto"))
+    )

@@ -25,6 +25,9 @@ def test_every_rank_of_every_schedule():
 def test_another_schedule_is_told_apart():
     schedule = make_schedule("hierarchical_ring", ScheduleOptions(8, 4))
     found = SpmdSchedule.of(schedule)
-    for other in (make_schedule("hierarchical_ring", ScheduleOptions(8, 2)), make_schedule("ring", ScheduleOptions(8, 4))):
+    for other in (
+        make_schedule("hierarchical_ring", ScheduleOptions(8, 2)),
+        make_schedule("ring", ScheduleOptions(8, 4)),
+    ):
         with pytest.raises(AssertionError):
             replace(found, schedule=other).compare(5)

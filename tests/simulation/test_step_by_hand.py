@@ -30,7 +30,14 @@ from mtrain_cli.simulation.families import IndexFamily
 from mtrain_cli.simulation.non_attention_cost import ComputeCost, priced
 from mtrain_cli.simulation.predicted_step import PredictedStep
 from mtrain_cli.simulation.prediction import AttentionWorkload, BoundedTime, predict
-from mtrain_cli.simulation.scenario import PairSource, PredictedScenario, Scenario, evaluate, plan_on, with_step
+from mtrain_cli.simulation.scenario import (
+    PairSource,
+    PredictedScenario,
+    Scenario,
+    evaluate,
+    plan_on,
+    with_step,
+)
 from mtrain_cli.simulation.spmd_schedule import SpmdSchedule
 from mtrain_cli.simulation.timeline import Disturbances
 from mtrain_cli.simulation.what_if import ReplaySetup
@@ -48,14 +55,25 @@ PRODUCTS = 2 * C * A + 2 * C * K + 3 * C * INNER
 
 def scenario(*words: str, conditions: Disturbances | None = None) -> Scenario:
     config = compose([*WORDS, *words])
-    return Scenario(config, PairSource("dense").problem(config), conditions=conditions or Disturbances())
+    return Scenario(
+        config, PairSource("dense").problem(config), conditions=conditions or Disturbances()
+    )
 
 
 def step(
-    *words: str, workers: int = 2, cluster: Cluster = H200, conditions: Disturbances | None = None, bounds: bool = False
+    *words: str,
+    workers: int = 2,
+    cluster: Cluster = H200,
+    conditions: Disturbances | None = None,
+    bounds: bool = False,
 ) -> PredictedScenario:
     asked = scenario(*words, conditions=conditions)
-    return evaluate(cluster, asked, plan_on(cluster, asked.config, workers=workers, layout="striped", exchange="ring"), bounds=bounds)
+    return evaluate(
+        cluster,
+        asked,
+        plan_on(cluster, asked.config, workers=workers, layout="striped", exchange="ring"),
+        bounds=bounds,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +85,11 @@ def test_every_part_of_a_step_by_hand(two):
     """Two layers, 32K tokens on two workers: 16K tokens, and half of every state, each."""
     config, found, tokens = two.plan.config, two.step, 32768 // 2
     model = config.model
-    assert (model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim) == (C, A, K)
+    assert (
+        model.hidden_size,
+        model.num_heads * model.head_dim,
+        model.num_kv_heads * model.head_dim,
+    ) == (C, A, K)
     assert (model.intermediate_size, model.vocab_size) == (INNER, V)
     parts = found.parts
     assert parts["matrices"] == pytest.approx(2 * 6 * PRODUCTS * tokens / GEMM)
@@ -80,8 +102,14 @@ def test_every_part_of_a_step_by_hand(two):
     rotated = 2 * (A + K)
     # Weights are cast, gathered, copied out, twice; gradients copied in and added to the shard.
     gathered, reduced = 2 * 2 * layer + (4 + 2) * layer / 2, (4 + 2) * layer + (8 + 4) * layer / 2
-    numbers = (9 * C + rotated + 3 * INNER) + (6 * C + rotated + 3 * INNER) + (15 * C + rotated + 5 * INNER)
-    assert parts["element-wise"] == pytest.approx(2 * (2 * tokens * numbers + 2 * gathered + reduced) / MEMORY)
+    numbers = (
+        (9 * C + rotated + 3 * INNER)
+        + (6 * C + rotated + 3 * INNER)
+        + (15 * C + rotated + 5 * INNER)
+    )
+    assert parts["element-wise"] == pytest.approx(
+        2 * (2 * tokens * numbers + 2 * gathered + reduced) / MEMORY
+    )
     gather, reduce = (LATENCY + size * layer / 2 / RING for size in (2, 4))
     outside = 2 * LATENCY + (2 + 4) * root / 2 / RING
     # Alone: outside, the first gather of each pass, the last scatter. Hidden: a gather forward, one backward, one scatter.
@@ -99,9 +127,15 @@ def test_every_part_of_a_step_by_hand(two):
 def test_what_changes_with_settings_by_hand(two):
     plain = two.step.parts
     rotated, tokens = 2 * (A + K), 32768 // 2
-    numbers = (9 * C + rotated + 3 * INNER) + (6 * C + rotated + 3 * INNER) + (15 * C + rotated + 5 * INNER)
+    numbers = (
+        (9 * C + rotated + 3 * INNER)
+        + (6 * C + rotated + 3 * INNER)
+        + (15 * C + rotated + 5 * INNER)
+    )
     eager = step("train.compile=false").step.parts
-    assert eager["element-wise"] - plain["element-wise"] == pytest.approx((2.8 - 1) * 2 * 2 * tokens * numbers / MEMORY)
+    assert eager["element-wise"] - plain["element-wise"] == pytest.approx(
+        (2.8 - 1) * 2 * 2 * tokens * numbers / MEMORY
+    )
     assert eager["matrices"] == pytest.approx(plain["matrices"])
     twice = step("train.global_batch=2").step
     assert twice.hidden == pytest.approx(2 * two.step.hidden)
@@ -111,21 +145,38 @@ def test_what_changes_with_settings_by_hand(two):
         assert slow[name] == pytest.approx(1.5 * plain[name]), name
 
 
-def spent(two: PredictedScenario, of: str, *, bounds: bool = False, carried: float = 0.0, **ms: float) -> PredictedStep:
+def spent(
+    two: PredictedScenario, of: str, *, bounds: bool = False, carried: float = 0.0, **ms: float
+) -> PredictedStep:
     """The step with so many ms more in a pass of attention, and links that are full for so long."""
     passes = {}
     for name, found in two.attention.passes.items():
         more = ms if name == of else {}
-        duration = BoundedTime(*(getattr(found.duration, bound) + sum(more.values()) for bound in ("low", "value", "high")))
+        duration = BoundedTime(
+            *(
+                getattr(found.duration, bound) + sum(more.values())
+                for bound in ("low", "value", "high")
+            )
+        )
         kinds = {kind: value + more.get(kind, 0.0) for kind, value in found.spent.items()}
-        passes[name] = dataclasses.replace(found, duration=duration, spent=kinds, carried=(carried, 0.0))
-    return with_step(H200, scenario(), two.plan, dataclasses.replace(two.attention, passes=passes), bounds=bounds).step
+        passes[name] = dataclasses.replace(
+            found, duration=duration, spent=kinds, carried=(carried, 0.0)
+        )
+    return with_step(
+        H200, scenario(), two.plan, dataclasses.replace(two.attention, passes=passes), bounds=bounds
+    ).step
 
 
 def test_where_the_time_of_attention_stands(two):
     """10 ms more in a pass of a layer are 20 ms of a step of two layers, under the name of what they are."""
     plain = spent(two, "").parts
-    where = {"late": "late", "columns": "attention", "attention": "attention", "merge": "merge and copies", "arrange": "merge and copies"}
+    where = {
+        "late": "late",
+        "columns": "attention",
+        "attention": "attention",
+        "merge": "merge and copies",
+        "arrange": "merge and copies",
+    }
     where |= {"index": "index", "gap": "host"}
     for of in ("forward", "backward"):
         for kind, part in where.items():
@@ -148,24 +199,45 @@ def test_at_worst_weights_wait_for_the_messages_of_attention():
 
 
 def constants(part, **values: float):
-    return dataclasses.replace(part, **{name: Constant(value, "guess", "", value, value) for name, value in values.items()})
+    return dataclasses.replace(
+        part, **{name: Constant(value, "guess", "", value, value) for name, value in values.items()}
+    )
 
 
 def test_weights_cross_nodes_through_the_cards_of_a_node():
     """Two nodes of eight GPUs, two behind a card of 1 GB/s: four cards carry what each of the ring's ranks receives."""
     a100 = load_cluster("a100_4x8")
-    outer = constants(a100.outer, collective_latency_us=0, collective_bandwidth_gbps=1, capacity_gbps=1, shared_by=2, gpu_share=0)
+    outer = constants(
+        a100.outer,
+        collective_latency_us=0,
+        collective_bandwidth_gbps=1,
+        capacity_gbps=1,
+        shared_by=2,
+        gpu_share=0,
+    )
     inner = constants(a100.inner, collective_latency_us=0)
     cluster = dataclasses.replace(a100, inner=inner, outer=outer)
-    found = step("topology.context_parallel=1", "seq=2k", "train.global_batch=16", workers=16, cluster=cluster).step
+    found = step(
+        "topology.context_parallel=1",
+        "seq=2k",
+        "train.global_batch=16",
+        workers=16,
+        cluster=cluster,
+    ).step
     assert found.sent > 1e8
     assert found.parts["weights"] + found.hidden == pytest.approx(found.sent / 4 / 1e9, rel=1e-4)
 
 
-def costs(exchange: str, workers: int, cluster: Cluster = H200, bound: str = VALUE, **more) -> Costs:
-    lockstep = SpmdSchedule.of(make_schedule(exchange, ScheduleOptions(workers, min(workers, cluster.gpus_per_node))))
+def costs(
+    exchange: str, workers: int, cluster: Cluster = H200, bound: str = VALUE, **more
+) -> Costs:
+    lockstep = SpmdSchedule.of(
+        make_schedule(exchange, ScheduleOptions(workers, min(workers, cluster.gpus_per_node)))
+    )
     kernels = kernels_for(cluster.gpu.name, 989e12, "triton", SPARSE, {"NVIDIA H200": 989e12})
-    return Costs(cluster, kernels, ShardSizes(1 << 14, 16, 2, 128, 2), lockstep, 128, bound=bound, **more)
+    return Costs(
+        cluster, kernels, ShardSizes(1 << 14, 16, 2, 128, 2), lockstep, 128, bound=bound, **more
+    )
 
 
 def test_the_host_is_waited_for_where_launching_takes_longer():
@@ -173,9 +245,15 @@ def test_the_host_is_waited_for_where_launching_takes_longer():
     mine = costs("ring", 8)
     assert priced(ComputeCost(launches=100), mine).us == pytest.approx(540)
     one = priced(ComputeCost(flop=768e6 * 200, moved=4200e3 * 100, launches=100), mine)
-    assert (one.matrices, one.elements, one.host) == (pytest.approx(200), pytest.approx(100), pytest.approx(240))
+    assert (one.matrices, one.elements, one.host) == (
+        pytest.approx(200),
+        pytest.approx(100),
+        pytest.approx(240),
+    )
     assert priced(ComputeCost(flop=768e6 * 900, launches=100), mine).host == 0
-    assert [dataclasses.replace(mine, sparse=sparse).host("step") for sparse in (False, True)] == pytest.approx([6 * 5.4, 14 * 5.4])
+    assert [
+        dataclasses.replace(mine, sparse=sparse).host("step") for sparse in (False, True)
+    ] == pytest.approx([6 * 5.4, 14 * 5.4])
 
 
 def test_copies_and_sums_by_hand():
@@ -212,16 +290,28 @@ def test_an_all_to_all_shares_a_card():
     size = 150_000_000
     for count in (1, 2, 4):
         cluster = dataclasses.replace(
-            a100, outer=constants(a100.outer, shared_by=count, collective_latency_us=0, collective_bandwidth_gbps=25, capacity_gbps=25)
+            a100,
+            outer=constants(
+                a100.outer,
+                shared_by=count,
+                collective_latency_us=0,
+                collective_bandwidth_gbps=25,
+                capacity_gbps=25,
+            ),
         )
         us, busy = costs("ring", 16, cluster).collective(True, 16, 8, size)
         assert us == busy == pytest.approx(count * size * 8 / 15 / 25e3)
-        assert costs("ring", 16, cluster, bound=HIGH).collective(True, 16, 8, size)[0] == pytest.approx(us)
+        assert costs("ring", 16, cluster, bound=HIGH).collective(True, 16, 8, size)[
+            0
+        ] == pytest.approx(us)
 
 
 def test_every_worker_estimates_its_share_of_an_index():
     tokens = 1 << 20
-    eight, one = costs("ring", 8, estimated=8 * tokens).index_us(), costs("ring", 1, estimated=tokens).index_us()
+    eight, one = (
+        costs("ring", 8, estimated=8 * tokens).index_us(),
+        costs("ring", 1, estimated=tokens).index_us(),
+    )
     assert eight == one > costs("ring", 1, estimated=tokens // 2).index_us() > 0
     assert costs("ring", 8).index_us() == 0
 
@@ -231,7 +321,9 @@ def test_an_index_costs_by_heads_and_by_the_memory_of_another_gpu():
 
     def of(heads: int, cluster: Cluster = H200, **more) -> float:
         found = costs("ring", 1, cluster, estimated=1 << 20, **more)
-        return dataclasses.replace(found, sizes=dataclasses.replace(found.sizes, heads=heads)).index_us()
+        return dataclasses.replace(
+            found, sizes=dataclasses.replace(found.sizes, heads=heads)
+        ).index_us()
 
     each = 7.5e-3 * (1 << 20)
     assert of(16) == pytest.approx(800 + each)
@@ -245,18 +337,41 @@ def test_an_index_costs_by_heads_and_by_the_memory_of_another_gpu():
 @pytest.mark.parametrize("skips", [True, False])
 def test_a_kernel_that_hides_pairs_computes_all_that_the_mask_leaves(skips):
     """Without fixed times, a tenth of the pairs takes a tenth of the time, or all of it."""
-    curves = tuple(Curve("sdpa", form, d, 0.0, 1.5, 1.5, 0.0, 3, skips=skips) for form in FORMS for d in ("forward", "backward"))
+    curves = tuple(
+        Curve("sdpa", form, d, 0.0, 1.5, 1.5, 0.0, 3, skips=skips)
+        for form in FORMS
+        for d in ("forward", "backward")
+    )
     own = Calibration("NVIDIA H200", curves, ("mine.json",))
     made = RecordedSetup(
-        seq=8192, heads=4, kv_heads=2, head_dim=64, dtype_bytes=2, workers=4, per_node=4, layout="striped", exchange="ring"
+        seq=8192,
+        heads=4,
+        kv_heads=2,
+        head_dim=64,
+        dtype_bytes=2,
+        workers=4,
+        per_node=4,
+        layout="striped",
+        exchange="ring",
     )
     masks, family = (SequenceMask.causal(8192, 8192),), IndexFamily("local", density=0.1, columns=0)
     quiet = dataclasses.replace(H200, inner=constants(H200.inner, gpu_share=0))
     for name, of in (("dense", None), ("sparse", family.index(0, 8192, 4))):
-        problem = AttentionWorkload(made, masks, (0,), lambda layer, of=of: of, name, estimated=False)  # noqa: ARG005
-        found = predict(quiet, problem, ReplaySetup("striped", "ring", 4, 4), kernel="sdpa", calibration=own, bounds=False)
+        problem = AttentionWorkload(
+            made, masks, (0,), lambda layer, of=of: of, name, estimated=False
+        )  # noqa: ARG005
+        found = predict(
+            quiet,
+            problem,
+            ReplaySetup("striped", "ring", 4, 4),
+            kernel="sdpa",
+            calibration=own,
+            bounds=False,
+        )
         share = found.facts["density"] if skips else 1.0
         assert (found.facts["density"] < 0.2) == (of is not None)
         for direction, products in (("forward", 4), ("backward", 10)):
             flop = products * 64 * 4 * 8192 * 8193 / 2 / 4
-            assert found.passes[direction].spent["attention"] == pytest.approx(1.5 * share * flop / 1e12, rel=1e-3), (name, direction)
+            assert found.passes[direction].spent["attention"] == pytest.approx(
+                1.5 * share * flop / 1e12, rel=1e-3
+            ), (name, direction)

@@ -23,7 +23,13 @@ def scenario_of(settings: tuple[str, ...], density: float | None, columns: int |
 
 
 def make(layouts=("striped",), exchanges=("ring",)) -> Sweep:
-    return Sweep(points(axes(LINE), layouts, exchanges), lambda n: load_cluster("a100_4x8", nodes=n), scenario_of, None, "about")
+    return Sweep(
+        points(axes(LINE), layouts, exchanges),
+        lambda n: load_cluster("a100_4x8", nodes=n),
+        scenario_of,
+        None,
+        "about",
+    )
 
 
 def test_axes_and_points():
@@ -32,7 +38,9 @@ def test_axes_and_points():
     found = points(swept, ("zigzag", "striped"), ("ring", "all_gather"))
     assert len(found) == 16
     assert len({(tuple(p.values.items()), p.layout, p.exchange) for p in found}) == 16
-    assert [p.settings for p in found] == [["seq=1k"]] * 8 + [["seq=32k"]] * 8, "settings are outermost"
+    assert [p.settings for p in found] == [["seq=1k"]] * 8 + [["seq=32k"]] * 8, (
+        "settings are outermost"
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,13 +62,19 @@ def test_words_that_are_no_axes(text, said):
 
 def test_there_is_an_end_to_points():
     with pytest.raises(ConfigError, match="makes 6000 configurations"):
-        points({"seed": [str(i) for i in range(1000)]}, ("zigzag", "striped"), ("ring", "all_gather", "ulysses"))
+        points(
+            {"seed": [str(i) for i in range(1000)]},
+            ("zigzag", "striped"),
+            ("ring", "all_gather", "ulysses"),
+        )
 
 
 def test_an_ended_sweep_goes_on(tmp_path, monkeypatch):
     journal, evaluated = tmp_path / "sweep.jsonl", []
     evaluate = sweeping.evaluate
-    monkeypatch.setattr(sweeping, "evaluate", lambda *a, **k: evaluated.append(a) or evaluate(*a, **k))
+    monkeypatch.setattr(
+        sweeping, "evaluate", lambda *a, **k: evaluated.append(a) or evaluate(*a, **k)
+    )
     told: list[int] = []
     rows = list(make().rows(journal, told.append))
     assert told == [0, 1, 2, 3, 4]
@@ -84,7 +98,11 @@ def test_an_ended_sweep_goes_on(tmp_path, monkeypatch):
 
 
 def test_what_holds_for_all_rows_is_told_once():
-    rows = [{"n": 1, "remarks": ["both", "one"]}, {"n": 2, "cannot": "so it is"}, {"n": 3, "remarks": ["three", "both"]}]
+    rows = [
+        {"n": 1, "remarks": ["both", "one"]},
+        {"n": 2, "cannot": "so it is"},
+        {"n": 3, "remarks": ["three", "both"]},
+    ]
     assert shared_remarks(rows) == (
         ["both"], [{"n": 1, "remarks": ["one"]}, {"n": 2, "cannot": "so it is"}, {"n": 3, "remarks": ["three"]}],
     )  # fmt: skip

@@ -56,21 +56,50 @@ class Given(Prices):
 
     def column_sum(self):
         grid = self.lockstep.grid
-        return collective_of_all("columns", grid.workers, grid.heads, (self.sum_us, 0.0), self.share, crosses=False, size=1)
+        return collective_of_all(
+            "columns",
+            grid.workers,
+            grid.heads,
+            (self.sum_us, 0.0),
+            self.share,
+            crosses=False,
+            size=1,
+        )
 
     def message(self, move: SpmdTransfer, *, first: bool) -> PricedMessage:  # noqa: ARG002
         t, workers = move.first, self.lockstep.grid.workers
         latency, busy, outer, share = self.cost(t.number, t.channel, np.arange(workers), move)
         return PricedMessage(
-            t.number, t.channel, t.payload, move.queue, t.after, move.to, move.source, move.peers, latency, busy, outer, share, 10, 20, move
+            t.number,
+            t.channel,
+            t.payload,
+            move.queue,
+            t.after,
+            move.to,
+            move.source,
+            move.peers,
+            latency,
+            busy,
+            outer,
+            share,
+            10,
+            20,
+            move,
         )
 
     def cost(self, number, channel, ranks, move):  # noqa: ARG002
         zero = np.zeros(len(ranks))
-        return zero, zero + self.link.get(channel, 0.0), np.full(len(ranks), channel == OUTER), zero + self.share
+        return (
+            zero,
+            zero + self.link.get(channel, 0.0),
+            np.full(len(ranks), channel == OUTER),
+            zero + self.share,
+        )
 
 
-def simulated(prices: Given, *, conditions: Disturbances | None = None, rows: bool = False, start=None) -> PassTimes:
+def simulated(
+    prices: Given, *, conditions: Disturbances | None = None, rows: bool = False, start=None
+) -> PassTimes:
     lockstep = prices.lockstep
     steps = len(lockstep.beats(prices.direction))
     return play(
@@ -112,7 +141,9 @@ def test_two_hops_ahead_the_second_message_follows_the_first_on_its_communicator
     slow_start = simulated(Given(ring, np.array([[300.0, 100, 100]] * 3), {"context": 130.0}))
     assert slow_start.exposed["context"].sum() == 0
     one_ahead = of("ring", 3)
-    assert simulated(Given(one_ahead, np.array([[300.0, 100, 100]] * 3), {"context": 130.0})).exposed["context"].tolist()[0] == [
+    assert simulated(
+        Given(one_ahead, np.array([[300.0, 100, 100]] * 3), {"context": 130.0})
+    ).exposed["context"].tolist()[0] == [
         0,
         0,
         0,
@@ -122,14 +153,24 @@ def test_two_hops_ahead_the_second_message_follows_the_first_on_its_communicator
 
 def test_a_slow_rank_is_waited_for_by_its_neighbours():
     ring = of("ring", 4)
-    found = simulated(Given(ring, even(ring), {"context": 0.0}), conditions=Disturbances(slow={2: 2.0}), rows=True)
+    found = simulated(
+        Given(ring, even(ring), {"context": 0.0}), conditions=Disturbances(slow={2: 2.0}), rows=True
+    )
     # A hop is posted when a step begins, and both ends have to post it: rank 2 posts its third at 400, and its neighbours are there at 300.
     assert found.end.tolist() == [400, 500, 800, 500]
-    assert found.late.tolist() == [[0, 0, 0, 0, 0], [0, 0, 0, 0, 100], [0, 0, 0, 0, 0], [0, 0, 0, 0, 100]]
+    assert found.late.tolist() == [
+        [0, 0, 0, 0, 0],
+        [0, 0, 0, 0, 100],
+        [0, 0, 0, 0, 0],
+        [0, 0, 0, 0, 100],
+    ]
     assert found.exposed["context"].sum() == 0
     rows = together([(0, found)])
     waits = rows[(rows["phase"] == KINDS.index("wait")) & (rows["late_us"] > 0)]
-    assert sorted(zip(waits["rank"], waits["step"], waits["peer"], strict=True)) == [(1, 3, 2), (3, 3, 2)]
+    assert sorted(zip(waits["rank"], waits["step"], waits["peer"], strict=True)) == [
+        (1, 3, 2),
+        (3, 3, 2),
+    ]
 
 
 def test_an_outer_hop_has_a_turn_of_the_inner_ring_to_arrive():
@@ -156,7 +197,9 @@ def test_a_flat_ring_waits_for_the_link_between_nodes_everywhere():
 
 def test_a_collective_begins_with_the_last_and_ends_for_all():
     gather = of("all_gather", 3)
-    found = simulated(Given(gather, even(gather), {"context": 40.0}), start=np.array([0.0, 30.0, 70.0]), rows=True)
+    found = simulated(
+        Given(gather, even(gather), {"context": 40.0}), start=np.array([0.0, 30.0, 70.0]), rows=True
+    )
     assert found.end.tolist() == [210, 210, 210]
     assert found.late[:, 1].tolist() == [70, 40, 0]
     assert found.exposed["context"][:, 1].tolist() == [40, 40, 40]
@@ -168,7 +211,9 @@ def test_the_next_part_of_the_heads_is_gathered_beside_the_computation():
     gather = of("all_gather", 4, chunks=2)
     found = simulated(Given(gather, even(gather), {"context": 40.0}))
     assert found.duration == 240
-    backward = simulated(Given(gather, even(gather, 100, "backward"), {"context": 40.0}, direction="backward"))
+    backward = simulated(
+        Given(gather, even(gather, 100, "backward"), {"context": 40.0}, direction="backward")
+    )
     # Gradients of the second part are all that nothing hides.
     assert backward.duration == 280
 
@@ -178,7 +223,15 @@ def test_gradients_of_a_part_leave_once_those_of_the_part_before_have():
 
     def backward(link):
         others = {"shards": 5.0, "add": 7.0, "cut": 3.0}
-        return simulated(Given(gather, even(gather, 100, "backward"), {"context": link}, direction="backward", others=others)).duration
+        return simulated(
+            Given(
+                gather,
+                even(gather, 100, "backward"),
+                {"context": link},
+                direction="backward",
+                others=others,
+            )
+        ).duration
 
     # Two kernels, what is cut before and after each, the first gather and the last return.
     assert backward(40.0) == 40 + 2 * (3 + 100 + 5) + 40
@@ -202,7 +255,11 @@ def test_trades_of_heads_are_waited_for_at_once():
 
 def test_gradients_come_home_one_hop_behind():
     ring = of("ring", 3)
-    found = simulated(Given(ring, even(ring, 100, "backward"), {"context": 90.0}, direction="backward", merge_us=5.0))
+    found = simulated(
+        Given(
+            ring, even(ring, 100, "backward"), {"context": 90.0}, direction="backward", merge_us=5.0
+        )
+    )
     # The gradient of the first step is posted at 105 and has the link to 195, the second hop of keys from then to 285; step 2 waits for it
     # from 210 on. The last gradient arrives at 375, before that step ends.
     assert found.end.tolist() == [390] * 3
@@ -214,7 +271,16 @@ def test_columns_are_summed_beside_the_first_step_and_the_backward_pass():
     found = simulated(Given(ring, even(ring), {"context": 10.0}, columns_us=30.0, sum_us=150.0))
     assert found.duration == 4 * 100 + 50 + 30
     assert found.spent["columns"][:, 0].tolist() == [30] * 4
-    backward = simulated(Given(ring, even(ring, 100, "backward"), {}, direction="backward", columns_us=30.0, sum_us=300.0))
+    backward = simulated(
+        Given(
+            ring,
+            even(ring, 100, "backward"),
+            {},
+            direction="backward",
+            columns_us=30.0,
+            sum_us=300.0,
+        )
+    )
     assert backward.duration == 430
 
 
@@ -235,7 +301,11 @@ def test_a_host_that_is_behind_leaves_gaps():
 def test_jitter_is_of_the_seed_and_of_messages_alone():
     ring = of("ring", 4)
     plain, again, other = (
-        simulated(Given(ring, even(ring), {"context": 120.0}), conditions=Disturbances(jitter=0.3, seed=seed)) for seed in (1, 1, 2)
+        simulated(
+            Given(ring, even(ring), {"context": 120.0}),
+            conditions=Disturbances(jitter=0.3, seed=seed),
+        )
+        for seed in (1, 1, 2)
     )
     assert plain.end.tolist() == again.end.tolist() != other.end.tolist()
     assert plain.attention.tolist() == even(ring).tolist()
@@ -245,11 +315,18 @@ class Random(Given):
     """Everything is drawn from a seed."""
 
     def draw(self, *key) -> np.random.Generator:
-        return np.random.default_rng([zlib.crc32(repr([k if isinstance(k, str) else int(k) for k in key]).encode()), self.seed])
+        return np.random.default_rng(
+            [
+                zlib.crc32(repr([k if isinstance(k, str) else int(k) for k in key]).encode()),
+                self.seed,
+            ]
+        )
 
     seed = 0
 
-    def one(self, number: int, rank: int, direction: str, peers: int | None, outer: bool) -> tuple[float, float, bool, float]:
+    def one(
+        self, number: int, rank: int, direction: str, peers: int | None, outer: bool
+    ) -> tuple[float, float, bool, float]:
         lowest = rank if peers is None else peers
         rng = self.draw(direction, number, lowest)
         latency, busy = rng.uniform(0, 20), rng.uniform(0, 150)
@@ -259,7 +336,11 @@ class Random(Given):
         found = []
         for rank in ranks:
             peers = None if move.peers is None else int(move.peers[rank])
-            found.append(self.one(number, rank, self.direction, peers, crosses(self.lockstep.schedule, rank, move)))
+            found.append(
+                self.one(
+                    number, rank, self.direction, peers, crosses(self.lockstep.schedule, rank, move)
+                )
+            )
         latency, busy, outer, share = (np.array(values) for values in zip(*found, strict=True))
         return latency, busy, outer, share
 
@@ -297,7 +378,9 @@ def test_equal_to_an_event_loop(exchange, workers, per_node, options, direction,
     lockstep = of(exchange, workers, per_node, **options)
     schedule = lockstep.schedule
     rng = np.random.default_rng(seed)
-    us = rng.uniform(0, 200, (workers, len(lockstep.beats(direction)))) * (rng.random((workers, len(lockstep.beats(direction)))) < 0.9)
+    us = rng.uniform(0, 200, (workers, len(lockstep.beats(direction)))) * (
+        rng.random((workers, len(lockstep.beats(direction)))) < 0.9
+    )
     prices = Random(lockstep, us, direction=direction, merge_us=7.0)
     prices.seed = seed
     found = simulated(prices, rows=True)
@@ -308,7 +391,11 @@ def test_equal_to_an_event_loop(exchange, workers, per_node, options, direction,
         steps = getattr(schedule, direction)[rank]
         (t,) = (t for step in steps for t in step.transfers if t.number == number)
         peers = min(t.peers) if t.peers else None
-        outer = t.channel == OUTER if t.source is None else t.source // schedule.per_node != rank // schedule.per_node
+        outer = (
+            t.channel == OUTER
+            if t.source is None
+            else t.source // schedule.per_node != rank // schedule.per_node
+        )
         return prices.one(number, rank, direction, peers, outer)
 
     loop = EventLoop(schedule, direction, lambda rank, step: float(us[rank, step]), 7.0, costs)
@@ -316,7 +403,12 @@ def test_equal_to_an_event_loop(exchange, workers, per_node, options, direction,
     rows = together([(0, found)])
     for kind in ("attention", "merge"):
         mine = rows[rows["phase"] == KINDS.index(kind)]
-        expected = sorted((r, step, a, b - a) for r, rank in enumerate(loop.ranks) for k, step, a, b in rank.spans if k == kind)
+        expected = sorted(
+            (r, step, a, b - a)
+            for r, rank in enumerate(loop.ranks)
+            for k, step, a, b in rank.spans
+            if k == kind
+        )
         told = sorted((row["rank"], row["step"], row["start_us"], row["dur_us"]) for row in mine)
         assert np.array(told) == pytest.approx(np.array(expected), abs=1e-3)
     assert len(moves) == len({number for _, number in loop.ops})
@@ -325,23 +417,44 @@ def test_equal_to_an_event_loop(exchange, workers, per_node, options, direction,
 
 def _bins_fill_the_pass(found: PassTimes) -> None:
     assert found.elapsed.sum(1) == pytest.approx(found.end - found.start)
-    assert all((table >= 0).all() for table in (*found.spent.values(), found.late, *found.exposed.values()))
+    assert all(
+        (table >= 0).all() for table in (*found.spent.values(), found.late, *found.exposed.values())
+    )
 
 
 def test_rows_say_what_the_tables_say():
     lockstep = of("hierarchical_ring", 8, 4)
     us = np.random.default_rng(3).uniform(50, 150, (8, 8))
-    prices = Random(lockstep, us, direction="forward", merge_us=3.0, index_us=11.0, columns_us=9.0, sum_us=5.0, host=60.0)
+    prices = Random(
+        lockstep,
+        us,
+        direction="forward",
+        merge_us=3.0,
+        index_us=11.0,
+        columns_us=9.0,
+        sum_us=5.0,
+        host=60.0,
+    )
     found = simulated(prices, rows=True, conditions=Disturbances(slow={3: 1.3}, jitter=0.1))
     _bins_fill_the_pass(found)
     rows = together([(4, found)], case=2, iteration=7)
     assert set(rows["layer"]) == {4, -1}
     assert (rows["case"] == 2).all()
-    computing = rows[np.isin(rows["phase"], [KINDS.index(k) for k in ("index", "wait", "attention", "columns", "merge", "arrange", "gap")])]
+    computing = rows[
+        np.isin(
+            rows["phase"],
+            [
+                KINDS.index(k)
+                for k in ("index", "wait", "attention", "columns", "merge", "arrange", "gap")
+            ],
+        )
+    ]
     for rank in range(8):
         mine = np.sort(computing[computing["rank"] == rank], order="start_us")
         # One after the other, without a hole and without overlap.
-        assert mine["start_us"][1:] == pytest.approx((mine["start_us"] + mine["dur_us"])[:-1], abs=1e-2)
+        assert mine["start_us"][1:] == pytest.approx(
+            (mine["start_us"] + mine["dur_us"])[:-1], abs=1e-2
+        )
     for link, table in found.exposed.items():
         waits = rows[(rows["phase"] == KINDS.index("wait")) & (rows["link"] == LINKS.index(link))]
         assert (waits["dur_us"] - waits["late_us"]).sum() == pytest.approx(table.sum(), abs=1e-2)
@@ -351,5 +464,7 @@ def test_rows_say_what_the_tables_say():
     for rank in range(8):
         named = [(t.to, t.sends[0]) for step in schedule.forward[rank] for t in step.post]
         own = sent[(sent["rank"] == rank) & (sent["payload"] != 6)]
-        assert sorted(zip(own["peer"].tolist(), own["shard"].tolist(), strict=True)) == sorted(named)
+        assert sorted(zip(own["peer"].tolist(), own["shard"].tolist(), strict=True)) == sorted(
+            named
+        )
     assert DIRECTIONS[int(sent["direction"][0])] == "forward"

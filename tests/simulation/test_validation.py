@@ -27,7 +27,9 @@ CASES = [("zigzag", "ring"), ("striped", "ring"), ("striped", "all_gather")]
 
 
 def run(*words: object):
-    return CliRunner(env={"COLUMNS": "80", "TERM": "dumb"}).invoke(command_line.app, list(map(str, words)), prog_name="mtrain")
+    return CliRunner(env={"COLUMNS": "80", "TERM": "dumb"}).invoke(
+        command_line.app, list(map(str, words)), prog_name="mtrain"
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -45,25 +47,45 @@ def recorded(tmp_path_factory) -> Path:
     )  # fmt: skip
     masks = (SequenceMask.causal(SEQ, SEQ),)
     family = IndexFamily("local", density=0.2, columns=64)
-    problem = AttentionWorkload(setup, masks, (0,), lambda layer: family.index(layer, SEQ, 4), "vertical_slash", 64)
+    problem = AttentionWorkload(
+        setup, masks, (0,), lambda layer: family.index(layer, SEQ, 4), "vertical_slash", 64
+    )
     facts = []
     for number, (layout, exchange) in enumerate(CASES):
         found = predict(
-            load_cluster("h200_1x8"), problem, ReplaySetup(layout, exchange, WORKERS, WORKERS), kernel="flash4", rows=True, number=number
+            load_cluster("h200_1x8"),
+            problem,
+            ReplaySetup(layout, exchange, WORKERS, WORKERS),
+            kernel="flash4",
+            rows=True,
+            number=number,
         )
         records.write_part(found.rows, folder, number)
         facts.append(found.facts)
     records.join_parts(folder)
-    save_indices(folder / records.INDEX, setup, masks, [("vertical_slash", 0, family.index(0, SEQ, 4))])
-    document = {"kind": "profile", "mode": "attention", "complete": True, "workers": WORKERS, "samples_wanted": 1, "samples": 1}
-    records.write_summary(folder, document | {"cases": facts, "environment": {"started": "2026-01-02T00:00:00+0000"}})
+    save_indices(
+        folder / records.INDEX, setup, masks, [("vertical_slash", 0, family.index(0, SEQ, 4))]
+    )
+    document = {
+        "kind": "profile",
+        "mode": "attention",
+        "complete": True,
+        "workers": WORKERS,
+        "samples_wanted": 1,
+        "samples": 1,
+    }
+    records.write_summary(
+        folder, document | {"cases": facts, "environment": {"started": "2026-01-02T00:00:00+0000"}}
+    )
     return folder
 
 
 def changed(recorded: Path, to: Path, **columns) -> Path:
     """The same profile with other rows: each function gets all rows and gives a column."""
     shutil.copytree(recorded, to)
-    rows = np.zeros(sum(len(b["case"]) for b in records.open_records(recorded).batches()), records.ROW)
+    rows = np.zeros(
+        sum(len(b["case"]) for b in records.open_records(recorded).batches()), records.ROW
+    )
     for name in records.ROW.names:
         rows[name] = np.concatenate([b[name] for b in records.open_records(recorded).batches()])
     for name, function in columns.items():
@@ -89,10 +111,14 @@ def test_what_was_played_is_predicted_exactly(recorded, tmp_path):
     assert name.endswith(": vertical_slash 8192 4")
     assert rank == pytest.approx(1)
     assert together["fastest_found"][name]
-    assert [case["case"] for case in said["cases"]] == [f"vertical_slash {layout} {exchange}" for layout, exchange in CASES]
+    assert [case["case"] for case in said["cases"]] == [
+        f"vertical_slash {layout} {exchange}" for layout, exchange in CASES
+    ]
     for case in said["cases"]:
         for of_pass in case["passes"].values():
-            assert of_pass["steps"]["error"] == pytest.approx(np.zeros(len(of_pass["steps"]["error"])), abs=1e-3)
+            assert of_pass["steps"]["error"] == pytest.approx(
+                np.zeros(len(of_pass["steps"]["error"])), abs=1e-3
+            )
             assert of_pass["ranks"]["error"] == pytest.approx(np.zeros(WORKERS), abs=1e-3)
     assert "links.inner.latency_us" in said["constants"]["measured"]
     assert "gpu.step_ms" in said["constants"]["guess"]
@@ -116,7 +142,9 @@ def test_errors_are_signed_and_those_of_what_changed(recorded, tmp_path):
     assert together["degree_worst_error"] < 1e-3, "balance is the same"
     assert together["common_factor"] == pytest.approx(0.25, abs=1e-3)
     assert together["mape_beside_common_factor"] < 1e-3
-    assert together["work_cells"] - together["work_cells_equal"] == 2 * (WORKERS * WORKERS + WORKERS)
+    assert together["work_cells"] - together["work_cells_equal"] == 2 * (
+        WORKERS * WORKERS + WORKERS
+    )
     for case in said["cases"]:
         assert case["error"] == pytest.approx(-0.75, abs=1e-3)
         for of_pass in case["passes"].values():
@@ -124,14 +152,29 @@ def test_errors_are_signed_and_those_of_what_changed(recorded, tmp_path):
             assert of_pass["attention_mape"] == pytest.approx(0.75, abs=1e-3)
             assert of_pass["inside_bounds"] == (of_pass["high_ms"] >= of_pass["measured_ms"])
     one = changed(
-        recorded, tmp_path / "one", dur_us=lambda rows: np.where((rows["rank"] == 2) & (rows["phase"] == 1), 9, 1) * rows["dur_us"]
+        recorded,
+        tmp_path / "one",
+        dur_us=lambda rows: (
+            np.where((rows["rank"] == 2) & (rows["phase"] == 1), 9, 1) * rows["dur_us"]
+        ),
     )
-    ranks = document("--validate", one, "--out", tmp_path / "w")["cases"][0]["passes"]["forward"]["ranks"]["error"]
+    ranks = document("--validate", one, "--out", tmp_path / "w")["cases"][0]["passes"]["forward"][
+        "ranks"
+    ]["error"]
     assert min(range(WORKERS), key=lambda rank: ranks[rank]) == 2
 
 
 def test_predictions_that_were_written_down_are_used_and_cannot_be_changed(recorded):
-    words = ["--index", recorded, "--workers", WORKERS, "--kernel", "flash4", "--layout", "zigzag,striped"]
+    words = [
+        "--index",
+        recorded,
+        "--workers",
+        WORKERS,
+        "--kernel",
+        "flash4",
+        "--layout",
+        "zigzag,striped",
+    ]
     written = run("simulate", *words, "--exchange", "ring,all_gather", "--out", "written")
     assert written.exit_code == 0, written.output
     (said,) = [line.split()[1] for line in written.stdout.splitlines() if line.startswith("sha256")]
@@ -149,12 +192,17 @@ def test_predictions_that_were_written_down_are_used_and_cannot_be_changed(recor
             of_pass["ms"] = {name: 2 * value for name, value in of_pass["ms"].items()}
     Path("written/summary.json").write_text(json.dumps(summary))
     other = document("--validate", recorded, "--prediction", "written", "--out", "w")
-    assert other["agreement"]["mape"] == pytest.approx(1, abs=1e-3), "what is written counts, and its digest is another"
+    assert other["agreement"]["mape"] == pytest.approx(1, abs=1e-3), (
+        "what is written counts, and its digest is another"
+    )
     assert other["predictions"][0]["sha256"] != said
     shutil.copy(recorded / records.RECORDS, "written")
     refused = run("simulate", "--validate", recorded, "--prediction", "written")
     assert refused.exit_code == 2
-    assert "--prediction written: records.parquet is not the file that was written with summary.json" in refused.stderr
+    assert (
+        "--prediction written: records.parquet is not the file that was written with summary.json"
+        in refused.stderr
+    )
 
 
 def edited(recorded: Path, to: Path, **values) -> Path:
@@ -168,13 +216,31 @@ def edited(recorded: Path, to: Path, **values) -> Path:
     ("make", "said"),
     [
         (lambda _, to: to, "--validate bad: there is no such folder"),
-        (lambda _, to: to.mkdir() or to, "--validate bad: holds no profile (summary.json is missing)"),
-        (lambda r, to: (edited(r, to) / records.INDEX).unlink(), "--validate bad: index.npz is missing"),
-        (lambda r, to: edited(r, to, complete=False, samples=2, samples_wanted=5), "--validate bad: was ended early (2 of 5 samples)"),
+        (
+            lambda _, to: to.mkdir() or to,
+            "--validate bad: holds no profile (summary.json is missing)",
+        ),
+        (
+            lambda r, to: (edited(r, to) / records.INDEX).unlink(),
+            "--validate bad: index.npz is missing",
+        ),
+        (
+            lambda r, to: edited(r, to, complete=False, samples=2, samples_wanted=5),
+            "--validate bad: was ended early (2 of 5 samples)",
+        ),
         (lambda r, to: edited(r, to, schema=1), "has schema 1, this version of mtrain reads 2"),
-        (lambda r, to: edited(r, to, kind="simulation"), "--validate bad: is a simulation, nothing measured; give it as --prediction bad"),
-        (lambda r, to: (edited(r, to) / records.INDEX).write_bytes(b"no"), "index.npz: holds no indices of mtrain, or is damaged"),
-        (lambda r, to: (edited(r, to) / records.RECORDS).unlink(), "--validate bad: holds no records"),
+        (
+            lambda r, to: edited(r, to, kind="simulation"),
+            "--validate bad: is a simulation, nothing measured; give it as --prediction bad",
+        ),
+        (
+            lambda r, to: (edited(r, to) / records.INDEX).write_bytes(b"no"),
+            "index.npz: holds no indices of mtrain, or is damaged",
+        ),
+        (
+            lambda r, to: (edited(r, to) / records.RECORDS).unlink(),
+            "--validate bad: holds no records",
+        ),
     ],
 )
 def test_a_folder_that_cannot_be_validated_is_one_line(recorded, tmp_path, make, said):
@@ -189,9 +255,15 @@ def test_a_folder_that_cannot_be_validated_is_one_line(recorded, tmp_path, make,
 def test_options_that_do_not_fit_are_one_line(recorded, tmp_path):
     (tmp_path / "empty").mkdir()
     for words, said in (
-        (["--validate", recorded, "--prediction", "empty"], "--prediction empty: holds no prediction (summary.json is missing)"),
+        (
+            ["--validate", recorded, "--prediction", "empty"],
+            "--prediction empty: holds no prediction (summary.json is missing)",
+        ),
         (["--validate", recorded, "--prediction", recorded], "is a profile, no prediction"),
-        (["--prediction", recorded], "is compared with what was measured; give --validate RUN, too"),
+        (
+            ["--prediction", recorded],
+            "is compared with what was measured; give --validate RUN, too",
+        ),
         (["--validate", recorded, "nothing"], "--validate nothing: there is no such folder"),
         (["--validate", recorded, "--cluster", "small.yaml"], "has 2 GPUs, and"),
     ):
@@ -211,7 +283,9 @@ def test_errors_of_both_signs_are_those_of_the_cases(recorded, tmp_path):
     """The first case took twice as long, the second one half as long; the third one as it was, with one block more in every step."""
 
     def times(name: str):
-        return lambda rows: (rows[name] * np.choose(rows["case"], [2.0, 0.5, 1.0])).astype(rows[name].dtype)
+        return lambda rows: (rows[name] * np.choose(rows["case"], [2.0, 0.5, 1.0])).astype(
+            rows[name].dtype
+        )
 
     mixed = changed(
         recorded, tmp_path / "mixed", **{name: times(name) for name in ("dur_us", "start_us", "late_us")},
@@ -256,7 +330,11 @@ def test_several_runs_are_compared_together(recorded, tmp_path):
 
 def test_spearman_is_that_of_ranks():
     assert spearman(np.array([1.0, 2.0, 30.0]), np.array([4.0, 5.0, 6.0])) == pytest.approx(1)
-    assert spearman(np.array([1.0, 2.0, 3.0, 4.0]), np.array([4.0, 3.0, 2.0, 1.0])) == pytest.approx(-1)
+    assert spearman(
+        np.array([1.0, 2.0, 3.0, 4.0]), np.array([4.0, 3.0, 2.0, 1.0])
+    ) == pytest.approx(-1)
     # Ties share their rank: 1, 2.5, 2.5, 4 against 1, 2, 3, 4.
-    assert spearman(np.array([1.0, 2.0, 2.0, 3.0]), np.array([1.0, 2.0, 3.0, 4.0])) == pytest.approx(0.9486833)
+    assert spearman(
+        np.array([1.0, 2.0, 2.0, 3.0]), np.array([1.0, 2.0, 3.0, 4.0])
+    ) == pytest.approx(0.9486833)
     assert np.isnan(spearman(np.ones(3), np.arange(3.0)))

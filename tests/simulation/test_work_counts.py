@@ -50,9 +50,18 @@ def exchange_of(way: Way, layout: Layout, rank: int) -> Exchange:
     group = ContextGroup(rank, ranks, per_node)
     if way.heads > 1:
         groups = layout.workers // way.heads
-        inner = ContextGroup(rank // way.heads, ranks[rank % way.heads :: way.heads], min(max(1, per_node // way.heads), groups))
+        inner = ContextGroup(
+            rank // way.heads,
+            ranks[rank % way.heads :: way.heads],
+            min(max(1, per_node // way.heads), groups),
+        )
         group = replace(group, heads=way.heads, exchange=inner)
-    options = {"chunks": way.chunks, "prefetch": way.prefetch, "circulates": way.circulates, "shared_columns": way.shared_columns}
+    options = {
+        "chunks": way.chunks,
+        "prefetch": way.prefetch,
+        "circulates": way.circulates,
+        "shared_columns": way.shared_columns,
+    }
     return make_exchange(way.exchange, layout, group, **options)  # type: ignore[arg-type]
 
 
@@ -61,14 +70,21 @@ def masks_of(kind: str, padded: int, seq: int = SEQ, batch: int = 3) -> list[Seq
     rng = np.random.default_rng(7)
     if kind == "causal":
         return [SequenceMask.causal(n, padded) for n in (seq, seq - 9, seq)][:batch]
-    return [SequenceMask.from_documents(np.sort(rng.integers(0, 5, seq - 5 * (b == 1))), padded) for b in range(batch)]
+    return [
+        SequenceMask.from_documents(np.sort(rng.integers(0, 5, seq - 5 * (b == 1))), padded)
+        for b in range(batch)
+    ]
 
 
-def index_of(kind: str, layout: Layout, block: int = BLOCK, heads: int = HEADS, batch: int = 3) -> Index | None:
+def index_of(
+    kind: str, layout: Layout, block: int = BLOCK, heads: int = HEADS, batch: int = 3
+) -> Index | None:
     """One head of a sequence has nothing chosen at all; some columns lie in the padding, some slots of columns are not used."""
     blocks = -(-layout.padded_seq // block)
     rng = np.random.default_rng(len(kind))
-    slashes = torch.from_numpy(rng.random((batch, heads, blocks)) < (0 if kind in ("columns", "nothing") else 0.4))
+    slashes = torch.from_numpy(
+        rng.random((batch, heads, blocks)) < (0 if kind in ("columns", "nothing") else 0.4)
+    )
     columns = np.full((batch, heads, 15), blocks * block)
     for b, h in product(range(batch), range(heads)):
         n = 0 if kind == "nothing" or (b, h) == (0, 1) else 5 + 2 * h
@@ -79,21 +95,32 @@ def index_of(kind: str, layout: Layout, block: int = BLOCK, heads: int = HEADS, 
     if kind == "gated":
         return gated_index(rng, batch, heads, layout.padded_seq, block, 2 * block)
     if kind == "bitmap":
-        return BlockBitmap.whole(block, torch.from_numpy(rng.random((batch, heads, blocks, blocks)) < 0.3).tril())
+        return BlockBitmap.whole(
+            block, torch.from_numpy(rng.random((batch, heads, blocks, blocks)) < 0.3).tril()
+        )
     return VerticalSlash(block, blocks, slashes, torch.from_numpy(columns.astype(np.int32)))
 
 
-def of_executor(exchange: Exchange, masks: list[SequenceMask], index: Index | None, block: int | None) -> dict[str, list]:
+def of_executor(
+    exchange: Exchange, masks: list[SequenceMask], index: Index | None, block: int | None
+) -> dict[str, list]:
     """Per pass: (pairs, blocks of `block` tokens) of each step, and last (columns, column pairs), from the tiles that kernels are given."""
     inner = exchange.inner if isinstance(exchange, UlyssesExchange) else exchange
     work = exchange.work(masks, "cpu", None if index is None else index.block).under(index)
     columns = (0, 0)
-    apart = isinstance(inner, RingExchange) and inner.shared_columns and isinstance(index, VerticalSlash)
+    apart = (
+        isinstance(inner, RingExchange)
+        and inner.shared_columns
+        and isinstance(index, VerticalSlash)
+    )
     if apart:
         tiles = work.of(inner.own, WHOLE_SEQUENCE, inner.part)
         without = work.of(inner.own, WHOLE_SEQUENCE, inner.part, columns=False)
         lengths = torch.tensor([mask.length for mask in masks])[:, None, None]
-        columns = int((tiles.index.columns < lengths).sum()), int(tiles.seen().sum() - without.seen().sum())
+        columns = (
+            int((tiles.index.columns < lengths).sum()),
+            int(tiles.seen().sum() - without.seen().sum()),
+        )
     found = {}
     for direction, steps in (("forward", inner.forward_steps), ("backward", inner.backward_steps)):
         values = []
@@ -103,22 +130,36 @@ def of_executor(exchange: Exchange, masks: list[SequenceMask], index: Index | No
                 continue
             part = inner._part(step)
             seen = work.of(*inner._tile(step), part, columns=not apart).seen()
-            of_blocks = work.of(*inner._tile(step), part, columns=False).seen() if index is not None else seen
+            of_blocks = (
+                work.of(*inner._tile(step), part, columns=False).seen()
+                if index is not None
+                else seen
+            )
             heads = 1 if index is not None else HEADS // part[1]
-            values.append((heads * int(seen.sum()), heads * _touched(of_blocks, inner, step, block) if block else 0))
+            values.append(
+                (
+                    heads * int(seen.sum()),
+                    heads * _touched(of_blocks, inner, step, block) if block else 0,
+                )
+            )
         found[direction] = [*values, *[(0, 0)] * (exchange is not inner), columns]
     return found
 
 
 def _touched(seen: torch.Tensor, exchange: Exchange, step: ScheduleStep, block: int) -> int:
     """Pairs of blocks with anything in them."""
-    queries, keys = (torch.from_numpy(exchange._positions(shards) // block) for shards in exchange._tile(step))
+    queries, keys = (
+        torch.from_numpy(exchange._positions(shards) // block) for shards in exchange._tile(step)
+    )
     rows, columns = (torch.nn.functional.one_hot(n).float() for n in (queries, keys))
     return int((torch.einsum("bhqk,qi,kj->bhij", seen.float(), rows, columns) > 0).sum())
 
 
 def as_rows(work: StepWork, row: int) -> list:
-    return [*zip(work.pairs[row].tolist(), work.blocks[row].tolist(), strict=True), (int(work.columns[row]), int(work.column_pairs[row]))]
+    return [
+        *zip(work.pairs[row].tolist(), work.blocks[row].tolist(), strict=True),
+        (int(work.columns[row]), int(work.column_pairs[row])),
+    ]
 
 
 def fits(way: Way, workers: int) -> bool:
@@ -127,13 +168,23 @@ def fits(way: Way, workers: int) -> bool:
     return way.fits(workers, 4)
 
 
-def check(way: Way, workers: int, layout_name: str, masks_kind: str, index_kind: str, unit: int = BLOCK, stripe: int = BLOCK) -> Schedule:
+def check(
+    way: Way,
+    workers: int,
+    layout_name: str,
+    masks_kind: str,
+    index_kind: str,
+    unit: int = BLOCK,
+    stripe: int = BLOCK,
+) -> Schedule:
     layout = make_layout(layout_name, workers, SEQ, stripe, unit=unit)
     masks = masks_of(masks_kind, layout.padded_seq)
     index = index_of(index_kind, layout)
     exchanges = [exchange_of(way, layout, rank) for rank in range(workers)]
     schedule = exchanges[0].schedule
-    counter = WorkCounter.make(schedule, layout, masks, HEADS, index and BLOCK, shared_columns=way.shared_columns)
+    counter = WorkCounter.make(
+        schedule, layout, masks, HEADS, index and BLOCK, shared_columns=way.shared_columns
+    )
     block = counter.block if counter.block_owner is not None else None
     everyone = counter.count(index)
     for rank, exchange in enumerate(exchanges):
@@ -147,12 +198,16 @@ def check(way: Way, workers: int, layout_name: str, masks_kind: str, index_kind:
 
 CASES = [
     (way, workers, layout, masks, index)
-    for way, workers, layout, masks, index in product(WAYS, (1, 2, 3, 4, 6), LAYOUTS, ("causal", "documents"), INDICES)
+    for way, workers, layout, masks, index in product(
+        WAYS, (1, 2, 3, 4, 6), LAYOUTS, ("causal", "documents"), INDICES
+    )
     if fits(way, workers)
 ]
 
 
-@pytest.mark.parametrize(("way", "workers"), sorted({(c[0], c[1]) for c in CASES}, key=str), ids=str)
+@pytest.mark.parametrize(
+    ("way", "workers"), sorted({(c[0], c[1]) for c in CASES}, key=str), ids=str
+)
 def test_every_step_counts_what_its_kernel_gets(way, workers):
     """Each way and number of workers under a few of the layouts, masks and indices, all of which occur together somewhere."""
     mine = [case for case in CASES if case[:2] == (way, workers)]
@@ -162,7 +217,9 @@ def test_every_step_counts_what_its_kernel_gets(way, workers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "workers"), sorted({(c[0], c[1]) for c in CASES if c[1] in (2, 4)}, key=str), ids=str)
+@pytest.mark.parametrize(
+    ("way", "workers"), sorted({(c[0], c[1]) for c in CASES if c[1] in (2, 4)}, key=str), ids=str
+)
 def test_every_combination_counts_what_its_kernel_gets(way, workers):
     for case in (case for case in CASES if case[:2] == (way, workers)):
         check(*case)
@@ -190,7 +247,9 @@ def options(way: Way, layout: Layout) -> Schedule:
     return exchange_of(way, layout, 0).schedule
 
 
-@pytest.mark.parametrize("kind", ["vertical_slash", "bitmap", pytest.param("gated", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["vertical_slash", "bitmap", pytest.param("gated", marks=pytest.mark.slow)]
+)
 def test_totals_are_those_of_the_index_whatever_the_layout(kind):
     """Padded to one length for all, so that the same index serves all of them."""
     seq, heads, block = 24 * 16 * 4, 4, 16
@@ -204,7 +263,14 @@ def test_totals_are_those_of_the_index_whatever_the_layout(kind):
             index = index_of(kind, layout, block, heads)
             assert index is not None
             counts = index.counts(MaskWork.make(masks, block, bitmap=kind in ("bitmap", "gated")))
-            for work in count_work(options(way, layout), layout, masks, index, heads=heads, shared_columns=way.shared_columns).values():
+            for work in count_work(
+                options(way, layout),
+                layout,
+                masks,
+                index,
+                heads=heads,
+                shared_columns=way.shared_columns,
+            ).values():
                 assert work.total_pairs.sum() == counts.pairs.sum()
                 assert work.blocks.sum() == counts.blocks.sum()
                 assert work.column_pairs.sum() in (0, counts.column_pairs.sum())
@@ -215,11 +281,20 @@ def test_totals_are_those_of_the_index_whatever_the_layout(kind):
 
 def test_flop_are_those_of_the_index():
     layout = make_layout("striped", 4, 512, 16, unit=16)
-    masks, index = masks_of("causal", 512, 512, batch=1), index_of("vertical_slash", layout, 16, batch=1)
+    masks, index = (
+        masks_of("causal", 512, 512, batch=1),
+        index_of("vertical_slash", layout, 16, batch=1),
+    )
     assert index is not None
     work = count_work(options(Way("ring"), layout), layout, masks, index, heads=HEADS)
     expected = index.counts(MaskWork.make(masks, 16)).flop(64)
-    assert tuple(int(w.flop(64).sum() + w.column_flop(64).sum()) for w in (work["forward"], work["backward"])) == expected
+    assert (
+        tuple(
+            int(w.flop(64).sum() + w.column_flop(64).sum())
+            for w in (work["forward"], work["backward"])
+        )
+        == expected
+    )
 
 
 def test_dense_causal_degrees_have_their_known_values():
@@ -227,7 +302,9 @@ def test_dense_causal_degrees_have_their_known_values():
     seq, workers = 1 << 13, 8
     for name, largest in (("zigzag", 1.0), ("contiguous", (2 * workers - 1) / workers)):
         layout = make_layout(name, workers, seq, 128)
-        work = count_work(options(Way("ring"), layout), layout, [SequenceMask.causal(seq, seq)], None, heads=1)["forward"]
+        work = count_work(
+            options(Way("ring"), layout), layout, [SequenceMask.causal(seq, seq)], None, heads=1
+        )["forward"]
         assert imbalance(work.pairs).total == pytest.approx(largest, abs=1e-3)
     assert work.pairs.sum() == seq * (seq + 1) // 2
 
@@ -237,7 +314,9 @@ def test_a_bitmap_may_hold_the_rows_of_one_worker():
     masks, whole = masks_of("documents", layout.padded_seq), index_of("bitmap", layout)
     assert isinstance(whole, BlockBitmap)
     counter = WorkCounter.make(options(Way("ring"), layout), layout, masks, HEADS, BLOCK)
-    foreign = WorkCounter.make(options(Way("ring", circulates="queries"), layout), layout, masks, HEADS, BLOCK)
+    foreign = WorkCounter.make(
+        options(Way("ring", circulates="queries"), layout), layout, masks, HEADS, BLOCK
+    )
     for rank in range(3):
         rows = torch.arange(rank, whole.blocks, 3, dtype=torch.int32)
         mine = BlockBitmap(BLOCK, whole.blocks, whole.bits[:, :, rows.long()], rows)
@@ -253,7 +332,9 @@ def test_many_heads_of_a_bitmap_do_not_overflow():
     layout = make_layout("striped", 2, 64, 16, unit=16)
     bits = torch.ones(5, 64, 4, 4, dtype=torch.bool).tril()
     masks = [SequenceMask.causal(64, 64)] * 5
-    work = count_work(options(Way("ring"), layout), layout, masks, BlockBitmap.whole(16, bits), heads=64)["forward"]
+    work = count_work(
+        options(Way("ring"), layout), layout, masks, BlockBitmap.whole(16, bits), heads=64
+    )["forward"]
     assert work.pairs.sum() == 5 * 64 * (64 * 65 // 2)
 
 
@@ -271,26 +352,53 @@ def test_what_does_not_fit_together_is_told():
     with pytest.raises(ValueError, match="Masks of "):
         count_work(schedule, layout, masks, None, heads=HEADS)
     with pytest.raises(ValueError, match="A layout for 3 workers does not fit a schedule for 2"):
-        count_work(options(Way("ring"), make_layout("contiguous", 2, SEQ, BLOCK)), layout, masks, None, heads=HEADS)
+        count_work(
+            options(Way("ring"), make_layout("contiguous", 2, SEQ, BLOCK)),
+            layout,
+            masks,
+            None,
+            heads=HEADS,
+        )
     shared = make_layout("contiguous", 2, SEQ, BLOCK)
     with pytest.raises(ValueError, match="3 heads cannot be cut into 2 equal parts"):
-        count_work(options(Way("all_gather", heads=2), shared), shared, [SequenceMask.causal(SEQ, shared.padded_seq)], None, heads=3)
+        count_work(
+            options(Way("all_gather", heads=2), shared),
+            shared,
+            [SequenceMask.causal(SEQ, shared.padded_seq)],
+            None,
+            heads=3,
+        )
 
 
 def test_a_sequence_of_padding_alone_is_no_work():
     layout = make_layout("striped", 2, 32, 16, unit=16)
     masks = [SequenceMask.causal(0, 32)]
     for kind in ("vertical_slash", "bitmap", "dense"):
-        work = count_work(options(Way("ring"), layout), layout, masks, index_of(kind, layout, 16, batch=1), heads=HEADS)["forward"]
-        assert [int(t.sum()) for t in (work.pairs, work.blocks, work.columns, work.column_pairs)] == [0] * 4
+        work = count_work(
+            options(Way("ring"), layout),
+            layout,
+            masks,
+            index_of(kind, layout, 16, batch=1),
+            heads=HEADS,
+        )["forward"]
+        assert [
+            int(t.sum()) for t in (work.pairs, work.blocks, work.columns, work.column_pairs)
+        ] == [0] * 4
 
 
 def test_counters_of_one_layout_share_what_is_large_and_others_do_not():
     masks = (SequenceMask.causal(2048, 2048),), (SequenceMask.causal(2000, 2048),)
     made = []
-    for exchange, layout, mask in (("ring", "striped", 0), ("all_gather", "striped", 0), ("ring", "zigzag", 0), ("ring", "zigzag", 1)):
+    for exchange, layout, mask in (
+        ("ring", "striped", 0),
+        ("all_gather", "striped", 0),
+        ("ring", "zigzag", 0),
+        ("ring", "zigzag", 1),
+    ):
         schedule = make_schedule(exchange, ScheduleOptions(4, 4))
-        counter = WorkCounter.make(schedule, make_layout(layout, 4, 2048, 64, unit=64), masks[mask], 2, 64)
+        counter = WorkCounter.make(
+            schedule, make_layout(layout, 4, 2048, 64, unit=64), masks[mask], 2, 64
+        )
         made.append(counter._kinds[0].diagonals)
     assert made[0] is made[1]
     assert made[1] is not made[2]

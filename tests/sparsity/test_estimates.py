@@ -20,23 +20,36 @@ from mtrain_cli.sparsity.xattention import XAttentionPattern
 SEQ, BLOCK, HEADS, KV_HEADS, DIM = 150, 16, 4, 2, 8
 
 
-def inputs(seed: int = 0, documents: bool = False, length: int = SEQ) -> tuple[torch.Tensor, torch.Tensor, MaskedPositions]:
+def inputs(
+    seed: int = 0, documents: bool = False, length: int = SEQ
+) -> tuple[torch.Tensor, torch.Tensor, MaskedPositions]:
     torch.manual_seed(seed)
     # Keys of a few positions stand out, as sinks and topics do, so that budgets differ between heads.
     q, k = torch.randn(2, SEQ, HEADS, DIM), torch.randn(2, SEQ, KV_HEADS, DIM)
     k[:, ::37] *= 4
     if documents:
-        masks = [SequenceMask.from_documents(np.sort(np.random.default_rng(b).integers(0, 3, length)), SEQ) for b in range(2)]
+        masks = [
+            SequenceMask.from_documents(
+                np.sort(np.random.default_rng(b).integers(0, 3, length)), SEQ
+            )
+            for b in range(2)
+        ]
     else:
         masks = [SequenceMask.causal(length, SEQ)] * 2
     return q, k, MaskedPositions.make(masks, BLOCK)
 
 
-def probabilities(q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, b: int) -> torch.Tensor:
+def probabilities(
+    q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, b: int
+) -> torch.Tensor:
     """float64 [heads, seq, seq] of one sequence, from the definition."""
     first, length = torch.from_numpy(masked.masks[b].first), masked.masks[b].length
     position = torch.arange(SEQ)
-    seen = (position >= first[:, None]) & (position <= position[:, None]) & (position[:, None] < length)
+    seen = (
+        (position >= first[:, None])
+        & (position <= position[:, None])
+        & (position[:, None] < length)
+    )
     keys = k[b].double().repeat_interleave(HEADS // KV_HEADS, 1)
     scores = torch.einsum("qhd,khd->hqk", q[b].double(), keys) / DIM**0.5
     return scores.masked_fill(~seen, float("-inf")).softmax(-1).nan_to_num(0.0)
@@ -84,7 +97,9 @@ def test_vertical_slash_is_what_its_definition_says(documents, changed):
     p = pattern(**changed)
     index = p.estimate(q, k, masked, 0)
     assert index.most == p.max_slashes
-    assert not index.most or int(index.slashes.sum(-1).max()) <= index.most, "the host knows a bound"
+    assert not index.most or int(index.slashes.sum(-1).max()) <= index.most, (
+        "the host knows a bound"
+    )
     blocks = masked.geometry.blocks
     for b in range(2):
         length = masked.masks[b].length
@@ -98,7 +113,13 @@ def test_vertical_slash_is_what_its_definition_says(documents, changed):
             for row, position in zip(probed[h].tolist(), rows, strict=True):
                 for key in range(position + 1):
                     diagonals[position // BLOCK - key // BLOCK] += row[key]
-            slashes = fewest(diagonals, p.p_s, {0, 1} if p.min_slashes > 1 else {0}, p.min_slashes, p.max_slashes or blocks)
+            slashes = fewest(
+                diagonals,
+                p.p_s,
+                {0, 1} if p.min_slashes > 1 else {0},
+                p.min_slashes,
+                p.max_slashes or blocks,
+            )
             assert set(index.slashes[b, h].nonzero().flatten().tolist()) == slashes
             for row, position in zip(probed[h].tolist(), rows, strict=True):
                 for key in range(position + 1):
@@ -130,7 +151,9 @@ def test_all_attention_may_lie_on_one_key_or_on_none(at, joint):
     for b in range(2):
         for h in range(HEADS):
             assert set(index.slashes[b, h].nonzero().flatten().tolist()) == slashes
-            assert {key for key in index.columns[b, h].tolist() if key < index.blocks * BLOCK} == columns
+            assert {
+                key for key in index.columns[b, h].tolist() if key < index.blocks * BLOCK
+            } == columns
     q[:, -1] = float("nan")
     assert all(mass.isfinite().all() for mass in pattern(last_q=5).mass(q, k, masked))
 
@@ -154,7 +177,12 @@ def test_scores_in_parts_choose_the_same(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "bounds", [{"min_columns": 145, "max_columns": 0}, {"sink_tokens": 148, "max_columns": 0}, {"min_columns": 155, "max_columns": 160}]
+    "bounds",
+    [
+        {"min_columns": 145, "max_columns": 0},
+        {"sink_tokens": 148, "max_columns": 0},
+        {"min_columns": 155, "max_columns": 160},
+    ],
 )
 @pytest.mark.parametrize("joint", [False, True])
 def test_columns_lie_within_the_tokens_however_many_are_forced(bounds, joint):
@@ -197,7 +225,9 @@ def test_xattention_is_what_its_definition_says(monkeypatch, documents, score_by
     index = XAttentionPattern(BLOCK, stride, threshold).estimate(q, k, masked, 0)
     blocks = masked.geometry.blocks
     squares, per_block = blocks * BLOCK // stride, BLOCK // stride
-    q64, k64 = (torch.nn.functional.pad(t.double(), (0, 0, 0, 0, 0, blocks * BLOCK - SEQ)) for t in (q, k))
+    q64, k64 = (
+        torch.nn.functional.pad(t.double(), (0, 0, 0, 0, 0, blocks * BLOCK - SEQ)) for t in (q, k)
+    )
     for b in range(2):
         first = masked.masks[b].first
         for h in range(HEADS):
@@ -205,7 +235,9 @@ def test_xattention_is_what_its_definition_says(monkeypatch, documents, score_by
             for i in range(squares):
                 for j in range(i + 1):
                     if i * stride < SEQ and (j + 1) * stride > first[i * stride]:
-                        pairs = ((i * stride + stride - 1 - t, j * stride + t) for t in range(stride))
+                        pairs = (
+                            (i * stride + stride - 1 - t, j * stride + t) for t in range(stride)
+                        )
                         total = sum(float(q64[b, x, h] @ k64[b, y, h // 2]) for x, y in pairs)
                         scores[i, j] = total / DIM**0.5 / stride
             with np.errstate(invalid="ignore"):
@@ -227,7 +259,10 @@ def test_moba_takes_the_best_chunks_and_its_own():
             for i in range(masked.geometry.blocks):
                 mean_q = q[b, i * BLOCK : (i + 1) * BLOCK, h].double().mean(0)
                 own = i * BLOCK // chunk
-                scores = [float(mean_q @ k[b, c * chunk : (c + 1) * chunk, h // 2].double().mean(0)) for c in range(own)]
+                scores = [
+                    float(mean_q @ k[b, c * chunk : (c + 1) * chunk, h // 2].double().mean(0))
+                    for c in range(own)
+                ]
                 chunks = {own, *sorted(range(own), key=lambda c: -scores[c])[: top_k - 1]}
                 wanted = {j for j in range(i + 1) if j * BLOCK // chunk in chunks}
                 assert set(index.bits[b, h, i].nonzero().flatten().tolist()) == wanted
@@ -250,7 +285,9 @@ def test_every_query_of_moba_takes_its_best_chunks_and_its_own(monkeypatch, docu
         for h in range(HEADS):
             for i in range(length):
                 own, first = i // chunk, int(masked.masks[b].first[i]) // chunk
-                scores = {c: float(q[b, i, h].double() @ means[c][h // 2]) for c in range(first, own)}
+                scores = {
+                    c: float(q[b, i, h].double() @ means[c][h // 2]) for c in range(first, own)
+                }
                 chunks = {own, *sorted(scores, key=lambda c: (-scores[c], c))[: top_k - 1]}
                 wanted = [j for j in range(i + 1) if j // chunk in chunks]
                 assert allowed[b, h, i, : i + 1].nonzero().flatten().tolist() == wanted, (b, h, i)
@@ -267,8 +304,12 @@ def test_fixed_has_the_numbers_asked_for_and_depends_on_the_seed_alone():
     assert bool(index.slashes[..., :2].all())
     assert (index.columns < 63 * 16).sum(-1).tolist() == [[20, 20, 20]]
     assert not torch.equal(index.columns[0, 0], index.columns[0, 1]), "every head draws its own"
-    assert index.same_as(fixed_index(seed=1, batch=1, heads=3, seq=1000, block=16, slashes=7, columns=20))
-    assert not index.same_as(fixed_index(seed=2, batch=1, heads=3, seq=1000, block=16, slashes=7, columns=20))
+    assert index.same_as(
+        fixed_index(seed=1, batch=1, heads=3, seq=1000, block=16, slashes=7, columns=20)
+    )
+    assert not index.same_as(
+        fixed_index(seed=2, batch=1, heads=3, seq=1000, block=16, slashes=7, columns=20)
+    )
     assert shown_name(FixedPattern(16, 7, 20, 0.0, 1)) == "fixed (SYNTHETIC)"
     assert shown_name(pattern()) == "vertical_slash"
 
@@ -276,13 +317,17 @@ def test_fixed_has_the_numbers_asked_for_and_depends_on_the_seed_alone():
 def test_fixed_diagonals_crowd_towards_the_recent_past():
     """Beside 0 and 1, which all heads have, one of the other 14, by the cube root of where it lies."""
     heads = 4000
-    drawn = fixed_index(seed=3, batch=1, heads=heads, seq=256, block=16, slashes=3, columns=0).slashes[0]
+    drawn = fixed_index(
+        seed=3, batch=1, heads=heads, seq=256, block=16, slashes=3, columns=0
+    ).slashes[0]
     assert drawn[:, :2].all()
     chance = torch.diff(torch.linspace(0, 1, 17).pow(1 / 3))[2:]
     want = chance / chance.sum() * heads
     got = drawn[:, 2:].sum(0)
     assert int(got.sum()) == heads
-    assert float(((got - want).square() / want).sum()) < 40  # chi-square, 13 degrees of freedom: 1 in 10,000
+    assert (
+        float(((got - want).square() / want).sum()) < 40
+    )  # chi-square, 13 degrees of freedom: 1 in 10,000
 
 
 def test_every_layer_draws_its_own_fixed_index():
@@ -312,15 +357,23 @@ def test_the_banner_names_every_bound_of_vertical_slash():
     assert pattern(max_columns=0).describe() == (
         "columns that hold 60% and block diagonals that hold 70% of the attention of 20 queries spread over the last 32 tokens"
     )
-    assert pattern(windows=4, max_columns=256, max_slashes=4, joint=True, per_group=True).describe() == (
+    assert pattern(
+        windows=4, max_columns=256, max_slashes=4, joint=True, per_group=True
+    ).describe() == (
         "columns that, joint with the diagonals, hold 60% and block diagonals that hold 70% of the attention of 20 queries spread over "
         "the last 32 tokens of each of 4 windows, at most 256 columns and 4 diagonals a head, one index per key-value group"
     )
 
 
 def test_shares_are_told_as_they_were_given():
-    assert "columns that hold 99.5% and block diagonals that hold 87.5% of" in pattern(p_v=0.995, p_s=0.875).describe()
-    assert XAttentionPattern(BLOCK, 4, 0.995).describe() == "blocks that hold 99.5% of antidiagonal scores, stride 4"
+    assert (
+        "columns that hold 99.5% and block diagonals that hold 87.5% of"
+        in pattern(p_v=0.995, p_s=0.875).describe()
+    )
+    assert (
+        XAttentionPattern(BLOCK, 4, 0.995).describe()
+        == "blocks that hold 99.5% of antidiagonal scores, stride 4"
+    )
 
 
 @pytest.mark.parametrize(
@@ -348,19 +401,24 @@ def test_a_short_sequence_is_covered(name, length):
         "vertical_slash": pattern(last_q=1, p_v=0.01, p_s=0.01, min_columns=0),
         "fixed": FixedPattern(BLOCK, 1, 0, 0.0, 0),
     }[name]
-    assert (made.covers(length) is not None) == (length <= (2 * BLOCK if name == "xattention" else BLOCK))
+    assert (made.covers(length) is not None) == (
+        length <= (2 * BLOCK if name == "xattention" else BLOCK)
+    )
 
 
 @pytest.mark.parametrize("density", [0.02, 0.1, 0.5, 1.0])
 def test_fixed_fills_the_density_asked_for(density):
-    index = fixed_index(seed=0, batch=1, heads=4, seq=100_000, block=128, slashes=None, columns=0, density=density)
+    index = fixed_index(
+        seed=0, batch=1, heads=4, seq=100_000, block=128, slashes=None, columns=0, density=density
+    )
     area = torch.arange(index.blocks, 0, -1)
     share = (index.slashes * area).sum(-1) / area.sum()
     assert bool(((share - density).abs() < 0.01).all()), share
 
 
 @pytest.mark.parametrize(
-    ("windows", "documents"), [(1, False), (1, True), *(pytest.param(3, d, marks=pytest.mark.slow) for d in (False, True))]
+    ("windows", "documents"),
+    [(1, False), (1, True), *(pytest.param(3, d, marks=pytest.mark.slow) for d in (False, True))],
 )
 def test_the_fused_probe_finds_the_same_masses(monkeypatch, documents, windows):
     torch.manual_seed(0)
@@ -369,7 +427,9 @@ def test_the_fused_probe_finds_the_same_masses(monkeypatch, documents, windows):
     for last_q in (20, 70):
         p = pattern(windows=windows, last_q=last_q)
         want = p.mass(q, k, masked)
-        monkeypatch.setattr("mtrain_cli.sparsity.vertical_slash.fused_probe_usable", lambda *_: True)
+        monkeypatch.setattr(
+            "mtrain_cli.sparsity.vertical_slash.fused_probe_usable", lambda *_: True
+        )
         got = p.mass(q, k, masked)
         monkeypatch.undo()
         for b in range(2):
@@ -379,13 +439,18 @@ def test_the_fused_probe_finds_the_same_masses(monkeypatch, documents, windows):
 
 # The interpreter runs the fused probe, slowly.
 @pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("changed", [{}, {"joint": True, "p_v": 0.9}, {"per_group": True, "joint": True, "p_v": 0.9}])
+@pytest.mark.parametrize(
+    "changed", [{}, {"joint": True, "p_v": 0.9}, {"per_group": True, "joint": True, "p_v": 0.9}]
+)
 def test_the_index_is_the_same_however_little_memory_there_is(monkeypatch, changed, fused):
     """One probed block, 64 rows, and for the joint budget everything twice."""
     monkeypatch.setattr("mtrain_cli.sparsity.vertical_slash.fused_probe_usable", lambda *_: fused)
     torch.manual_seed(0)
     dtype = torch.float32 if fused else torch.float64
-    q, k = torch.randn(2, SEQ, HEADS, 16, dtype=dtype), torch.randn(2, SEQ, KV_HEADS, 16, dtype=dtype)
+    q, k = (
+        torch.randn(2, SEQ, HEADS, 16, dtype=dtype),
+        torch.randn(2, SEQ, KV_HEADS, 16, dtype=dtype),
+    )
     _, _, masked = inputs(0, True, length=SEQ - 3)
     p = pattern(windows=3, last_q=40, p_s=0.4, **changed)
     assert all(len(probe.away) > 3 and len(probe.rows) > 64 for probe in p.probes(masked))

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from mtrain_cli.sparsity.pattern import kept_lines
 
 
-def kept(mass: list[float], share: float, forced: tuple[int, ...] = (), least: int = 0, most: int | None = None) -> list[int]:
+def kept(
+    mass: list[float],
+    share: float,
+    forced: tuple[int, ...] = (),
+    least: int = 0,
+    most: int | None = None,
+) -> list[int]:
     values = torch.tensor(mass, dtype=torch.float32)
     mask = torch.zeros(len(mass), dtype=torch.bool)
     mask[list(forced)] = True
@@ -57,7 +63,9 @@ def test_no_smaller_set_reaches_the_share(values, share):
     assert held >= share * sum(units)
     if found:
         assert held - units[found[-1]] < share * sum(units), "without its last line it does not"
-        assert all(units[a] >= units[b] for a in found for b in range(len(mass)) if b not in found), "and it holds the largest"
+        assert all(
+            units[a] >= units[b] for a in found for b in range(len(mass)) if b not in found
+        ), "and it holds the largest"
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -23,13 +23,18 @@ WINDOW = "one window at the end probes only the last document of packed ones; sp
         ("sparsity=moba", [MOBA]),
         ("sparsity=moba sparsity.chunk=256", []),
         ("sparsity=fixed", []),
-        ("sparsity=fixed sparsity.columns=5000", ["5000 columns cover all of seq=4k: computes every pair, as dense does"]),
+        (
+            "sparsity=fixed sparsity.columns=5000",
+            ["5000 columns cover all of seq=4k: computes every pair, as dense does"],
+        ),
         ("sparsity=vertical_slash", [WINDOW]),
         ("sparsity=vertical_slash data.document_mask=false", []),
         ("sparsity=vertical_slash sparsity.windows=2", []),
         (
             "sparsity=vertical_slash sparsity.min_slashes=32",
-            ["at least 32 block diagonals of 128 tokens cover all of seq=4k: computes every pair, as dense does"],
+            [
+                "at least 32 block diagonals of 128 tokens cover all of seq=4k: computes every pair, as dense does"
+            ],
         ),
         (
             "sparsity=xattention sparsity.dense_steps=60 train.steps=60",
@@ -43,7 +48,9 @@ def test_what_is_remarked(words, lines):
 
 
 def test_banner_and_dry_run_say_it():
-    config = compose(["sparsity=moba", "topology.workers=1", "topology.device=cpu", "sparsity.dense_steps=100"])
+    config = compose(
+        ["sparsity=moba", "topology.workers=1", "topology.device=cpu", "sparsity.dense_steps=100"]
+    )
     found = plan(config)
     for page in (render(found), banner(found, Path("runs/x"), "data")):
         console = Console(file=io.StringIO(), width=200, color_system=None)

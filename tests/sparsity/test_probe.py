@@ -30,7 +30,9 @@ def codes(seq: int, dim: int, seed: int = 0) -> torch.Tensor:
 def slashes(seq: int, offsets: range) -> tuple[torch.Tensor, torch.Tensor]:
     """A head for each offset: nearly all attention of a query lies on the one key so far behind it, the rest anywhere."""
     k = codes(seq, DIM)
-    return torch.stack([torch.roll(k, offset, 0) for offset in offsets], 1)[None] * 1.4, k[None, :, None]
+    return torch.stack([torch.roll(k, offset, 0) for offset in offsets], 1)[None] * 1.4, k[
+        None, :, None
+    ]
 
 
 def local(seq: int, widths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,10 +42,16 @@ def local(seq: int, widths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     heads = []
     for width in widths:
         behind = angle - turn * width / 2
-        heads.append(torch.stack([behind.cos(), behind.sin()], -1).double() / (turn * width / 4) ** 2 * DIM**0.5)
+        heads.append(
+            torch.stack([behind.cos(), behind.sin()], -1).double()
+            / (turn * width / 4) ** 2
+            * DIM**0.5
+        )
     mine, theirs = (codes(seq, DIM - 2, seed).double() for seed in (1, 2))
     queries = torch.stack([torch.cat([head, mine], -1) for head in heads], 1)
-    return queries[None], torch.cat([torch.stack([angle.cos(), angle.sin()], -1).double(), theirs], -1)[None, :, None]
+    return queries[None], torch.cat(
+        [torch.stack([angle.cos(), angle.sin()], -1).double(), theirs], -1
+    )[None, :, None]
 
 
 def not_probed(p: VerticalSlashPattern, seq: int) -> torch.Tensor:
@@ -57,7 +65,9 @@ def not_probed(p: VerticalSlashPattern, seq: int) -> torch.Tensor:
     return free.nonzero().flatten()[::3]  # 3 and a block have no common divisor
 
 
-def kept(p: VerticalSlashPattern, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def kept(
+    p: VerticalSlashPattern, q: torch.Tensor, k: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Share of attention kept, [heads, rows], of rows that were not probed, and their places in a block."""
     seq = q.shape[1]
     masked = MaskedPositions.make([SequenceMask.causal(seq, seq)], p.block)
@@ -65,20 +75,31 @@ def kept(p: VerticalSlashPattern, q: torch.Tensor, k: torch.Tensor) -> tuple[tor
     return recall(p.estimate(q, k, masked, 0), q, k, masked, rows)[0], rows % p.block
 
 
-@pytest.mark.parametrize(("block", "windows", "seq"), [(128, 1, 1152), (128, 4, 1152), (128, 1, 1075), (64, 1, 1152), (64, 2, 999)])
+@pytest.mark.parametrize(
+    ("block", "windows", "seq"),
+    [(128, 1, 1152), (128, 4, 1152), (128, 1, 1075), (64, 1, 1152), (64, 2, 999)],
+)
 def test_a_slash_is_kept_at_every_offset(block, windows, seq):
-    shares, _ = kept(pattern(block=block, windows=windows), *slashes(seq, range(2 * block, 3 * block)))
+    shares, _ = kept(
+        pattern(block=block, windows=windows), *slashes(seq, range(2 * block, 3 * block))
+    )
     assert float(shares.mean(-1).min()) > 0.85, shares.mean(-1)
 
 
-@pytest.mark.parametrize(("block", "last_q"), [(128, 20), (128, 100), (128, 200), (64, 128), (64, 40)])
+@pytest.mark.parametrize(
+    ("block", "last_q"), [(128, 20), (128, 100), (128, 200), (64, 128), (64, 40)]
+)
 def test_any_number_of_queries_will_do(block, last_q):
     """Fewer than a block, more, and no multiple."""
-    shares, _ = kept(pattern(block=block, last_q=last_q), *slashes(1152, range(2 * block, 3 * block, 4)))
+    shares, _ = kept(
+        pattern(block=block, last_q=last_q), *slashes(1152, range(2 * block, 3 * block, 4))
+    )
     assert float(shares.mean(-1).min()) > 0.85, shares.mean(-1)
 
 
-@pytest.mark.parametrize(("block", "windows", "seq"), [(128, 1, 1152), (128, 4, 1152), (128, 1, 1075), (64, 1, 1152)])
+@pytest.mark.parametrize(
+    ("block", "windows", "seq"), [(128, 1, 1152), (128, 4, 1152), (128, 1, 1075), (64, 1, 1152)]
+)
 def test_local_attention_is_kept_by_the_first_rows_of_a_block_too(block, windows, seq):
     widths = [16, 32, 64, 128, 256]
     shares, place = kept(pattern(block=block, windows=windows), *local(seq, widths))
@@ -115,7 +136,14 @@ def test_diagonal_1_goes_before_noise():
     masked = MaskedPositions.make([SequenceMask.causal(seq, seq)], block)
 
     def found(**bounds) -> list[int]:
-        return pattern(block=block, **bounds).estimate(q, k[None, :, None], masked, 0).slashes[0, 0].nonzero().flatten().tolist()
+        return (
+            pattern(block=block, **bounds)
+            .estimate(q, k[None, :, None], masked, 0)
+            .slashes[0, 0]
+            .nonzero()
+            .flatten()
+            .tolist()
+        )
 
     assert found(min_slashes=1) == [0]
     assert found(min_slashes=2) == [0, 1]

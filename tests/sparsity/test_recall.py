@@ -17,9 +17,13 @@ from mtrain_cli.sparsity.recall import recall
 @pytest.mark.parametrize("kind", ["slashes", "columns", "both", "none", "all", "bitmap"])
 def test_recall_is_that_of_the_pairs_themselves(monkeypatch, kind, score_bytes):
     monkeypatch.setattr("mtrain_cli.sparsity.recall._SCORE_BYTES", score_bytes)
-    p = make_problem(3, kind, seq=60, block=16, heads=4, kv_heads=2, dim=8, documents=True, where="whole")
+    p = make_problem(
+        3, kind, seq=60, block=16, heads=4, kv_heads=2, dim=8, documents=True, where="whole"
+    )
     rows = torch.tensor([0, 1, 17, 30, 45, 58, 59])
-    found = recall(p.tiles.index, p.q, p.k, MaskedPositions.make(p.masks, p.tiles.index.block), rows)
+    found = recall(
+        p.tiles.index, p.q, p.k, MaskedPositions.make(p.masks, p.tiles.index.block), rows
+    )
     assert found.shape == (2, 4, len(rows))
     chosen = p.tiles.index.allowed(*p.tiles.positions())
     for b in range(2):
@@ -30,7 +34,9 @@ def test_recall_is_that_of_the_pairs_themselves(monkeypatch, kind, score_bytes):
                     continue
                 kept = total = 0.0
                 for key in range(int(p.masks[b].first[row]), row + 1):
-                    weight = math.exp(float(p.q[b, row, h].double() @ p.k[b, key, h // 2].double()) / 8**0.5)
+                    weight = math.exp(
+                        float(p.q[b, row, h].double() @ p.k[b, key, h // 2].double()) / 8**0.5
+                    )
                     total += weight
                     kept += weight * bool(chosen[b, h, row, key])
                 assert float(found[b, h, place]) == pytest.approx(kept / total, abs=1e-5)

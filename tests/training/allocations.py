@@ -35,7 +35,9 @@ class LiveBytes(TorchDispatchMode):
     tensors that do not count.
     """
 
-    def __init__(self, tensors: list[torch.Tensor], elsewhere: list[torch.Tensor] | None = None) -> None:
+    def __init__(
+        self, tensors: list[torch.Tensor], elsewhere: list[torch.Tensor] | None = None
+    ) -> None:
         super().__init__()
         self.peak = 0
         self._storages: dict[int, Any] = {}
@@ -48,7 +50,9 @@ class LiveBytes(TorchDispatchMode):
         if storage._cdata not in self._elsewhere:
             self._storages[storage._cdata] = weakref.ref(storage)
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         for tensor in tree_iter((args, kwargs, result)):
             if isinstance(tensor, torch.Tensor):
@@ -58,7 +62,9 @@ class LiveBytes(TorchDispatchMode):
 
     def now(self) -> int:
         """The sum at this moment."""
-        alive = [(key, storage) for key, ref in self._storages.items() if (storage := ref()) is not None]
+        alive = [
+            (key, storage) for key, ref in self._storages.items() if (storage := ref()) is not None
+        ]
         self._storages = {key: self._storages[key] for key, _ in alive}
         return sum(storage.nbytes() for _, storage in alive)
 
@@ -74,7 +80,11 @@ class StandIn:
         return torch.zeros_like(q), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
 
     def backward(self, dout, q, k, v, out, lse, delta, tiles, scale):  # noqa: ARG002
-        buffers = [torch.empty(q.shape, dtype=torch.float32), torch.empty_like(lse), torch.empty_like(lse)]
+        buffers = [
+            torch.empty(q.shape, dtype=torch.float32),
+            torch.empty_like(lse),
+            torch.empty_like(lse),
+        ]
         if out is None and self.name == "sdpa":
             buffers.append(torch.empty_like(q))
         if self.name == "flash4":
@@ -101,7 +111,9 @@ class FusedNorm(torch.autograd.Function):
         return grad.clone(), torch.zeros_like(weight)
 
 
-def step_peak(rank: int, world: int, overrides: list[str], exchange: str, kernel: str, dtype: torch.dtype) -> tuple[int, int]:
+def step_peak(
+    rank: int, world: int, overrides: list[str], exchange: str, kernel: str, dtype: torch.dtype
+) -> tuple[int, int]:
     """(peak bytes of the second step, closed form) of one worker in a process group of ``world``; all of them share a sequence.
 
     With optimizer offload the step on the host is left out of both, since host and device are one here.
@@ -112,7 +124,9 @@ def step_peak(rank: int, world: int, overrides: list[str], exchange: str, kernel
     train, states_away = config.train, config.optim.offload
     circulates = "queries" if config.topology.circulates == "queries" else "kv"
     offload = (
-        ActivationOffload(config.model.num_layers, torch.device("cpu"), train.offload_activations) if train.offload_activations else None
+        ActivationOffload(config.model.num_layers, torch.device("cpu"), train.offload_activations)
+        if train.offload_activations
+        else None
     )
 
     def empty() -> Decoder:
@@ -131,7 +145,9 @@ def step_peak(rank: int, world: int, overrides: list[str], exchange: str, kernel
 
     decoder = empty().to(dtype) if states_away else empty()
     mesh = make_parameter_mesh(world, "cpu")
-    shard_parameters(decoder, mesh, dtype, shard=train.shard, reduce_dtype=getattr(torch, train.reduce_dtype))
+    shard_parameters(
+        decoder, mesh, dtype, shard=train.shard, reduce_dtype=getattr(torch, train.reduce_dtype)
+    )
     decoder.to_empty(device="cpu")
     for parameter in decoder.parameters():
         torch.nn.init.zeros_(parameter)
@@ -143,7 +159,9 @@ def step_peak(rank: int, world: int, overrides: list[str], exchange: str, kernel
         make_exchange(exchange, layout, group, circulates=circulates), StandIn(kernel), masks, "cpu",
         keep=attention_kept(config.train), offload=offload,
     )  # fmt: skip
-    functional = SimpleNamespace(rms_norm=lambda x, _, weight, __: FusedNorm.apply(x, weight), silu=torch.nn.functional.silu)
+    functional = SimpleNamespace(
+        rms_norm=lambda x, _, weight, __: FusedNorm.apply(x, weight), silu=torch.nn.functional.silu
+    )
     inputs = [torch.zeros(batch, tokens, dtype=torch.long) for _ in range(3)]
 
     def gradients() -> None:
@@ -162,9 +180,15 @@ def step_peak(rank: int, world: int, overrides: list[str], exchange: str, kernel
         step()
         # Host buffers of what was offloaded, which stay from step to step.
         waiting = [] if offload is None else [t for free in offload._free.values() for t in free]
-        states = [] if states_away else [state for states in optimizer.state.values() for state in states.values()]
+        states = (
+            []
+            if states_away
+            else [state for states in optimizer.state.values() for state in states.values()]
+        )
         left = [gradient for unit in (host and host._gradients) or () for gradient in unit]
-        with LiveBytes([*decoder.parameters(), *states, *attend.exchange.buffers.free(), *waiting], left) as live:
+        with LiveBytes(
+            [*decoder.parameters(), *states, *attend.exchange.buffers.free(), *waiting], left
+        ) as live:
             gradients()
             if not states_away:
                 step()
@@ -192,9 +216,16 @@ def kept(layers: int, overrides: list[str], dtype: torch.dtype) -> tuple[int, Me
         tile_bytes=config.train.tile_mib << 20, offload=offload, keep_mlp=config.train.keep_mlp,
     ).to(dtype)  # fmt: skip
     masks = [SequenceMask.causal(config.seq, config.seq)]
-    exchange, keep = make_exchange("all_gather", layout, ContextGroup.alone()), attention_kept(config.train)
-    attend = ContextAttention.make(exchange, StandIn("flash4"), masks, "cpu", keep=keep, offload=offload)
-    functional = SimpleNamespace(rms_norm=lambda x, _, weight, __: FusedNorm.apply(x, weight), silu=torch.nn.functional.silu)
+    exchange, keep = (
+        make_exchange("all_gather", layout, ContextGroup.alone()),
+        attention_kept(config.train),
+    )
+    attend = ContextAttention.make(
+        exchange, StandIn("flash4"), masks, "cpu", keep=keep, offload=offload
+    )
+    functional = SimpleNamespace(
+        rms_norm=lambda x, _, weight, __: FusedNorm.apply(x, weight), silu=torch.nn.functional.silu
+    )
     inputs = [torch.zeros(1, config.seq, dtype=torch.long) for _ in range(3)]
     with pytest.MonkeyPatch.context() as patch:
         for module in (decoder_module, feed_forward_module):
@@ -205,10 +236,20 @@ def kept(layers: int, overrides: list[str], dtype: torch.dtype) -> tuple[int, Me
             left = live.now() - before
     assert loss.requires_grad
     how = ExchangeChoice("all_gather", "", per_node=1)
-    estimate = estimate_memory(config, workers=1, layout=layout, exchange=how, kernel="flash4", dtype_bytes=dtype.itemsize, cuda=False)
+    estimate = estimate_memory(
+        config,
+        workers=1,
+        layout=layout,
+        exchange=how,
+        kernel="flash4",
+        dtype_bytes=dtype.itemsize,
+        cuda=False,
+    )
     return left, estimate
 
 
-def step_peaks(rank: int, world: int, cases: list[tuple[list[str], str, str, torch.dtype]]) -> list[tuple[int, int]]:
+def step_peaks(
+    rank: int, world: int, cases: list[tuple[list[str], str, str, torch.dtype]]
+) -> list[tuple[int, int]]:
     """`step_peak` of several cases in one process group."""
     return [step_peak(rank, world, *case) for case in cases]

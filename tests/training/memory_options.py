@@ -52,26 +52,44 @@ class Option:
     keep_mlp: bool | int = False
 
 
-TILE = 4 * 40 * (6 * MODEL.intermediate_size + 4 * MODEL.hidden_size)  # 40 tokens, which divide nothing here
+TILE = (
+    4 * 40 * (6 * MODEL.intermediate_size + 4 * MODEL.hidden_size)
+)  # 40 tokens, which divide nothing here
 OPTIONS = {
     "selective": Option("selective", 1.0),
     "selective, offloaded": Option("selective", 1.0, offload=True),
     "sequence_selective, half kept": Option("sequence_selective", 0.5),
-    "sequence_selective, a quarter kept, offloaded": Option("sequence_selective", 0.25, offload=True),
+    "sequence_selective, a quarter kept, offloaded": Option(
+        "sequence_selective", 0.25, offload=True
+    ),
     "full": Option("full"),
     "full, offloaded": Option("full", offload=True),
     "full, one layer offloaded": Option("full", offload=1),
     "tiles": Option(tile_bytes=TILE),
-    "sequence_selective, tiles, offloaded": Option("sequence_selective", 0.5, offload=True, tile_bytes=TILE),
+    "sequence_selective, tiles, offloaded": Option(
+        "sequence_selective", 0.5, offload=True, tile_bytes=TILE
+    ),
     "selective, MLP of two layers kept": Option("selective", 1.0, keep_mlp=2),
-    "full, MLP kept, tiles, offloaded": Option("full", offload=True, keep_mlp=True, tile_bytes=TILE),
+    "full, MLP kept, tiles, offloaded": Option(
+        "full", offload=True, keep_mlp=True, tile_bytes=TILE
+    ),
     "tiles, MLP kept": Option(tile_bytes=TILE, keep_mlp=True),
     "loss by recomputation": Option(loss_gradients="recompute"),
 }
 WAYS = {
     1: (Way("all_gather"),),
-    2: (Way("all_gather"), Way("all_gather", chunks=2), Way("ring"), Way("ring", circulates="queries"), Way("all_gather", heads=2)),
-    4: (Way("hierarchical_ring", per_node=2), Way("ring", heads=2), Way("hierarchical_all_gather", per_node=2)),
+    2: (
+        Way("all_gather"),
+        Way("all_gather", chunks=2),
+        Way("ring"),
+        Way("ring", circulates="queries"),
+        Way("all_gather", heads=2),
+    ),
+    4: (
+        Way("hierarchical_ring", per_node=2),
+        Way("ring", heads=2),
+        Way("hierarchical_all_gather", per_node=2),
+    ),
 }
 
 
@@ -148,7 +166,15 @@ def step(option: Option, world: int, exchange, sparse: bool) -> Outcome:
     decoder.to_empty(device="cpu")
     initialize(decoder, 0)
     kernel, chosen = CountingKernel(), pattern() if sparse else None
-    make = BatchMaker(exchange, kernel, device, document_mask=True, pattern=chosen, keep=option.keep, offload=offload)
+    make = BatchMaker(
+        exchange,
+        kernel,
+        device,
+        document_mask=True,
+        pattern=chosen,
+        keep=option.keep,
+        offload=offload,
+    )
     loss = torch.zeros(())
     for number in range(2):
         batch = make([sample(2 * number), sample(2 * number + 1)])
@@ -156,19 +182,37 @@ def step(option: Option, world: int, exchange, sparse: bool) -> Outcome:
         part.backward()
         loss += part.detach()
         assert not batch.attend.kept, "what was kept is gone after backward"
-    gradients = {name: parameter.grad.to_local().clone() for name, parameter in decoder.named_parameters()}
+    gradients = {
+        name: parameter.grad.to_local().clone() for name, parameter in decoder.named_parameters()
+    }
     if offload is not None:
         assert not offload.waiting, "everything that left came back"
     estimates = 0 if chosen is None else len(chosen.estimates)
-    return Outcome(loss.item(), gradients, kernel.pairs, kernel.backward_pairs, estimates, 0 if offload is None else offload.allocated)
+    return Outcome(
+        loss.item(),
+        gradients,
+        kernel.pairs,
+        kernel.backward_pairs,
+        estimates,
+        0 if offload is None else offload.allocated,
+    )
 
 
-def outcomes(rank: int, world: int, names: list[str], ways: tuple[Way, ...], layout_name: str = "striped") -> list[dict]:
+def outcomes(
+    rank: int, world: int, names: list[str], ways: tuple[Way, ...], layout_name: str = "striped"
+) -> list[dict]:
     """For each way of exchanging, dense and sparse, the outcome with no option and those with ``names``, compared."""
     found = []
     for way in ways:
         layout = make_layout(layout_name, world, SEQ, BLOCK, unit=BLOCK)
-        group = make_context_group(rank, world, world, torch.device("cpu"), per_node=min(way.per_node, world), heads=way.heads)
+        group = make_context_group(
+            rank,
+            world,
+            world,
+            torch.device("cpu"),
+            per_node=min(way.per_node, world),
+            heads=way.heads,
+        )
         for sparse in (False, True):
             exchange = make_exchange(
                 way.exchange, layout, group, chunks=way.chunks, prefetch=way.prefetch, circulates=way.circulates,
@@ -178,7 +222,15 @@ def outcomes(rank: int, world: int, names: list[str], ways: tuple[Way, ...], lay
             for name in names:
                 one = step(OPTIONS[name], world, exchange, sparse)
                 early = early_share(exchange, OPTIONS[name], sparse)
-                found.append({"way": str(way), "sparse": sparse, "option": name, "early": early, **compared(plain, one)})
+                found.append(
+                    {
+                        "way": str(way),
+                        "sparse": sparse,
+                        "option": name,
+                        "early": early,
+                        **compared(plain, one),
+                    }
+                )
     return found
 
 
@@ -227,7 +279,10 @@ def main(worlds: list[int]) -> None:
                     rows.setdefault(cell["option"], []).append(cell)
         for name, cells in rows.items():
             worst, loss = (max(cell[what] for cell in cells) for what in ("gradient", "loss"))
-            print(f"| {world} | {name} | {len(cells) // world} | {worst:.1e} | {loss:.1e} |", flush=True)
+            print(
+                f"| {world} | {name} | {len(cells) // world} | {worst:.1e} | {loss:.1e} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -28,7 +28,9 @@ def test_batches_share_a_causal_mask_and_no_index():
     layout = make_layout("striped", 1, SEQ, 1)
     exchange = make_exchange("all_gather", layout, ContextGroup.alone())
     pattern = FixedPattern(block=16, slashes=2, columns=4, density=0.0, seed=0)
-    make = BatchMaker(exchange, SdpaKernel(), torch.device("cpu"), document_mask=False, pattern=pattern)
+    make = BatchMaker(
+        exchange, SdpaKernel(), torch.device("cpu"), document_mask=False, pattern=pattern
+    )
     samples = [Sample(*(np.arange(SEQ, dtype=np.int32) for _ in range(3)))] * 2
     first, second = make(samples).attend, make(samples).attend
     assert second.work is first.work
@@ -36,4 +38,6 @@ def test_batches_share_a_causal_mask_and_no_index():
     first(q, k, v, 0)
     assert (len(first.index.records), len(first.index.kept)) == (1, 1)
     third = make(samples).attend
-    assert [(attend.index.records, attend.index.kept) for attend in (second, third)] == [([], {})] * 2
+    assert [(attend.index.records, attend.index.kept) for attend in (second, third)] == [
+        ([], {})
+    ] * 2

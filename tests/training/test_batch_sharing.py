@@ -19,13 +19,19 @@ SEQ = 64
 
 def sample(*lengths):
     documents = np.repeat(np.arange(len(lengths)), lengths).astype(np.int32)
-    return SimpleNamespace(tokens=np.zeros(SEQ, np.int32), labels=np.zeros(SEQ, np.int32), documents=documents)
+    return SimpleNamespace(
+        tokens=np.zeros(SEQ, np.int32), labels=np.zeros(SEQ, np.int32), documents=documents
+    )
 
 
 def test_documents_that_fill_their_sequences_share_what_is_made_of_the_mask():
-    exchange = make_exchange("all_gather", make_layout("contiguous", 1, SEQ, 16), ContextGroup.alone())
+    exchange = make_exchange(
+        "all_gather", make_layout("contiguous", 1, SEQ, 16), ContextGroup.alone()
+    )
     pattern = MobaPattern(block=16, chunk=16, top_k=1)
-    make = BatchMaker(exchange, SdpaKernel(), torch.device("cpu"), document_mask=True, pattern=pattern)
+    make = BatchMaker(
+        exchange, SdpaKernel(), torch.device("cpu"), document_mask=True, pattern=pattern
+    )
     one, other, packed = (make([s]) for s in (sample(SEQ), sample(SEQ), sample(20, 44)))
     assert one.attend.index.work.per_block is other.attend.index.work.per_block
     assert one.attend.index.kept is not other.attend.index.kept

@@ -14,15 +14,29 @@ from typing import Any
 import command
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+)
 from typer.testing import CliRunner
 
 from mtrain_cli.commands.app import app
 from mtrain_cli.config import compose
-from mtrain_cli.training.checkpointer import Checkpointer, NoCheckpointError, load_model_state, write_model_state
+from mtrain_cli.training.checkpointer import (
+    Checkpointer,
+    NoCheckpointError,
+    load_model_state,
+    write_model_state,
+)
 from mtrain_cli.training.manifest import Manifest, checksum
 
-MODEL = ["model.hidden_size=32", "model.num_layers=2", "model.head_dim=8", "model.intermediate_size=48"]
+MODEL = [
+    "model.hidden_size=32",
+    "model.num_layers=2",
+    "model.head_dim=8",
+    "model.intermediate_size=48",
+]
 PAYLOAD = "__0_0.distcp"
 WEIGHT = "model.weight"
 
@@ -39,7 +53,11 @@ class Bomb:
 
 def state() -> dict[str, Any]:
     model = {"weight": torch.arange(6.0).view(2, 3)}
-    return {"model": model, "optimizer": {"param_groups": [{"lr": 0.5, "betas": (0.9, 0.95)}]}, "trainer": {"step": 1}}
+    return {
+        "model": model,
+        "optimizer": {"param_groups": [{"lr": 0.5, "betas": (0.9, 0.95)}]},
+        "trainer": {"step": 1},
+    }
 
 
 @pytest.fixture
@@ -73,7 +91,9 @@ def put(folder: Path, name: str, content: bytes) -> None:
         file = folder / PAYLOAD
         index = next(index for index in metadata.storage_data if index.fqn == name)
         info = metadata.storage_data[index]
-        metadata.storage_data[index] = replace(info, offset=file.stat().st_size, length=len(content))
+        metadata.storage_data[index] = replace(
+            info, offset=file.stat().st_size, length=len(content)
+        )
         file.write_bytes(file.read_bytes() + content)
 
     change_metadata(folder, change)
@@ -95,7 +115,10 @@ def refused(folder: Path) -> str:
 
 def test_metadata_that_names_a_function_is_refused_and_nothing_runs(folder, marker):
     change_metadata(folder, lambda metadata: setattr(metadata, "planner_data", Bomb(marker)))
-    assert refused(folder) == f"{folder}: .metadata names {os.mkdir.__module__}.mkdir, which mtrain does not load"
+    assert (
+        refused(folder)
+        == f"{folder}: .metadata names {os.mkdir.__module__}.mkdir, which mtrain does not load"
+    )
     with pytest.raises(NoCheckpointError, match=r"\.metadata names"):
         load_model_state(folder)
     assert not marker.exists()
@@ -103,7 +126,9 @@ def test_metadata_that_names_a_function_is_refused_and_nothing_runs(folder, mark
 
 def test_a_value_that_names_a_function_is_refused_and_nothing_runs(folder, marker):
     put(folder, "optimizer.param_groups.0.lr", saved_bytes(Bomb(marker)))
-    assert refused(folder).endswith("optimizer.param_groups.0.lr holds something else than plain values")
+    assert refused(folder).endswith(
+        "optimizer.param_groups.0.lr holds something else than plain values"
+    )
     assert not marker.exists()
 
 
@@ -111,7 +136,10 @@ def test_a_value_that_names_a_function_is_refused_and_nothing_runs(folder, marke
 def test_a_tensor_that_names_a_function_is_refused_and_nothing_runs(folder, marker, declared):
     put(folder, WEIGHT, saved_bytes(Bomb(marker)))
     if declared == "value":
-        change_metadata(folder, lambda metadata: metadata.state_dict_metadata.update({WEIGHT: BytesStorageMetadata()}))
+        change_metadata(
+            folder,
+            lambda metadata: metadata.state_dict_metadata.update({WEIGHT: BytesStorageMetadata()}),
+        )
     refused(folder)
     if declared == "tensor":
         with pytest.raises(NoCheckpointError):
@@ -134,13 +162,17 @@ def test_files_outside_the_folder_are_refused(folder, name):
             metadata.storage_data[index] = replace(info, relative_path=name)
 
     change_metadata(folder, change)
-    assert refused(folder).endswith(f".metadata names the file {name!r}, which does not lie in this folder")
+    assert refused(folder).endswith(
+        f".metadata names the file {name!r}, which does not lie in this folder"
+    )
 
 
 def test_a_manifest_that_names_files_elsewhere_is_refused(folder):
     old = Manifest.read(folder)
     replace(old, files={**old.files, "../../outside": checksum(folder / PAYLOAD)}).write(folder)
-    assert refused(folder).endswith("manifest.json names the file '../../outside', which does not lie in this folder")
+    assert refused(folder).endswith(
+        "manifest.json names the file '../../outside', which does not lie in this folder"
+    )
 
 
 def test_tensors_larger_than_the_files_are_refused_before_memory_is_taken(folder):
@@ -149,10 +181,15 @@ def test_tensors_larger_than_the_files_are_refused_before_memory_is_taken(folder
         info = metadata.storage_data.pop(index)
         metadata.storage_data[replace(index, offset=torch.Size([0]))] = info
         metadata.state_dict_metadata[WEIGHT].size = torch.Size([2**40])
-        metadata.state_dict_metadata[WEIGHT].chunks = [ChunkStorageMetadata(torch.Size([0]), torch.Size([2**40]))]
+        metadata.state_dict_metadata[WEIGHT].chunks = [
+            ChunkStorageMetadata(torch.Size([0]), torch.Size([2**40]))
+        ]
 
     change_metadata(folder, change)
-    with pytest.raises(NoCheckpointError, match="says that the tensors have 4,398,046,511,104 bytes; the files have"):
+    with pytest.raises(
+        NoCheckpointError,
+        match="says that the tensors have 4,398,046,511,104 bytes; the files have",
+    ):
         load_model_state(folder)
 
 
@@ -164,9 +201,13 @@ def test_a_tensor_of_which_parts_are_missing_is_refused(folder, chunks):
         entry = metadata.state_dict_metadata[WEIGHT]
         (chunk,) = entry.chunks
         half = torch.Size([entry.size[0] // 2, *entry.size[1:]])
-        entry.chunks = {"none": [], "half": [replace(chunk, sizes=half)], "elsewhere": [chunk]}[chunks]
+        entry.chunks = {"none": [], "half": [replace(chunk, sizes=half)], "elsewhere": [chunk]}[
+            chunks
+        ]
         if chunks == "elsewhere":
-            metadata.storage_data = {index: info for index, info in metadata.storage_data.items() if index.fqn != WEIGHT}
+            metadata.storage_data = {
+                index: info for index, info in metadata.storage_data.items() if index.fqn != WEIGHT
+            }
 
     change_metadata(folder, change)
     with pytest.raises(NoCheckpointError, match=f"does not say where all of {WEIGHT} is"):
@@ -209,7 +250,9 @@ def test_a_tensor_that_unpacks_to_more_than_its_file_is_refused(folder):
         lambda metadata: setattr(metadata, "storage_data", []),
         lambda metadata: setattr(metadata.state_dict_metadata[WEIGHT], "size", (2, 3)),
         lambda metadata: setattr(metadata.state_dict_metadata[WEIGHT], "chunks", 5),
-        lambda metadata: setattr(metadata.state_dict_metadata[WEIGHT].properties, "dtype", torch.strided),
+        lambda metadata: setattr(
+            metadata.state_dict_metadata[WEIGHT].properties, "dtype", torch.strided
+        ),
         lambda metadata: metadata.storage_data.clear(),
         lambda metadata: metadata.__dict__.clear(),
     ],
@@ -226,7 +269,14 @@ def foreign_run(tmp_path: Path, marker: Path) -> Path:
     """A run whose only checkpoint has metadata with a bomb."""
     run = tmp_path / "foreign"
     run.mkdir()
-    words = [*MODEL, "seq=512", "topology.device=cpu", "topology.workers=2", "train.steps=2", "run.restarts=0"]
+    words = [
+        *MODEL,
+        "seq=512",
+        "topology.device=cpu",
+        "topology.workers=2",
+        "train.steps=2",
+        "run.restarts=0",
+    ]
     compose.save(compose.compose(words), run / "resolved.yaml")
     change_metadata(
         write_model_state(run / "checkpoints", 1, {"weight": torch.zeros(3)}),
@@ -236,7 +286,9 @@ def foreign_run(tmp_path: Path, marker: Path) -> Path:
 
 
 @pytest.mark.parametrize("words", [["export", "RUN", "OUT"], ["verify", "RUN", "--tokens", "8"]])
-def test_a_foreign_checkpoint_is_neither_exported_nor_verified(foreign_run, marker, tmp_path, words):
+def test_a_foreign_checkpoint_is_neither_exported_nor_verified(
+    foreign_run, marker, tmp_path, words
+):
     if words[0] == "verify":
         pytest.importorskip("transformers")
     named = {"RUN": str(foreign_run), "OUT": str(tmp_path / "out")}

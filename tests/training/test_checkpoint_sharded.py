@@ -37,7 +37,13 @@ def whole(state: Any) -> Any:
         return [whole(value) for value in state]
     if isinstance(state, str):
         return list(state.encode())
-    return state.full_tensor().clone() if isinstance(state, DTensor) else state.clone() if isinstance(state, torch.Tensor) else state
+    return (
+        state.full_tensor().clone()
+        if isinstance(state, DTensor)
+        else state.clone()
+        if isinstance(state, torch.Tensor)
+        else state
+    )
 
 
 def save_two_steps(rank: int, world: int, directory: Path) -> dict[str, Any]:
@@ -45,7 +51,12 @@ def save_two_steps(rank: int, world: int, directory: Path) -> dict[str, Any]:
     del world
     checkpointer = Checkpointer(directory, keep=2, process_group=dist.group.WORLD)
     model, optimizer = sharded_training(seed=1)
-    state = {"model": model, "optimizer": optimizer, "trainer": {"step": 2}, "rng": {"cpu": torch.tensor([rank], dtype=torch.uint8)}}
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "trainer": {"step": 2},
+        "rng": {"cpu": torch.tensor([rank], dtype=torch.uint8)},
+    }
     before = whole(state)
     checkpointer.save(1, state)
     checkpointer.save(2, state)
@@ -62,7 +73,12 @@ def load(rank: int, world: int, directory: Path) -> tuple[int, list[str], dict[s
     del world
     reports: list[str] = []
     model, optimizer = sharded_training(seed=5)
-    state = {"model": model, "optimizer": optimizer, "trainer": {}, "rng": {"cpu": torch.tensor([77 + rank], dtype=torch.uint8)}}
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "trainer": {},
+        "rng": {"cpu": torch.tensor([77 + rank], dtype=torch.uint8)},
+    }
     step = Checkpointer(directory, keep=2, report=reports.append).load(state)
     return step, reports, whole(state)
 
@@ -83,7 +99,9 @@ def test_saved_by_three_is_loaded_by_two_and_by_one_with_the_optimizer(tmp_path)
         assert step == 1
         line = f"{tmp_path / 'step-2'}: __1_0.distcp was altered (its checksum differs); the checkpoint before it is used instead"
         assert reports == ([line] if rank == 0 else [])
-        assert state["rng"]["cpu"].item() == 77 + rank  # written by another number of ranks: left alone
+        assert (
+            state["rng"]["cpu"].item() == 77 + rank
+        )  # written by another number of ranks: left alone
         for part in ("model", "optimizer", "trainer"):
             torch.testing.assert_close(state[part], first[part], rtol=0, atol=0)
     alone = {part: _zeros_like(first[part]) for part in ("model", "optimizer")}

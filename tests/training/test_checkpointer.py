@@ -17,13 +17,22 @@ import pytest
 import torch
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.training.checkpointer import Checkpointer, CheckpointError, NoCheckpointError, load_model_state, write_model_state
+from mtrain_cli.training.checkpointer import (
+    Checkpointer,
+    CheckpointError,
+    NoCheckpointError,
+    load_model_state,
+    write_model_state,
+)
 
 
 def state_of(step: int) -> dict[str, Any]:
     """A state whose every number tells its step."""
     return {
-        "model": {"weight": torch.full((300, 7), float(step)), "bias": torch.full((3,), step, dtype=torch.bfloat16)},
+        "model": {
+            "weight": torch.full((300, 7), float(step)),
+            "bias": torch.full((3,), step, dtype=torch.bfloat16),
+        },
         "optimizer": {
             "state": {"weight": {"exp_avg": torch.full((300, 7), step / 3)}},
             "param_groups": [{"lr": step / 7, "betas": (0.9, step)}],
@@ -96,7 +105,11 @@ def test_a_save_in_the_background_does_not_see_later_changes(tmp_path):
     checkpointer = Checkpointer(tmp_path, keep=1)
     state = state_of(1)
     checkpointer.save(1, state)
-    for tensor in (*state["model"].values(), state["optimizer"]["state"]["weight"]["exp_avg"], state["rng"]["cpu"]):
+    for tensor in (
+        *state["model"].values(),
+        state["optimizer"]["state"]["weight"]["exp_avg"],
+        state["rng"]["cpu"],
+    ):
         tensor.fill_(99)
     state["trainer"]["sampler"]["consumed"] = 99
     state["optimizer"]["param_groups"][0]["lr"] = 99
@@ -114,15 +127,25 @@ def flip_a_byte(file: Path) -> None:
     ("file", "damage", "told"),
     [
         ("__0_0.distcp", flip_a_byte, "__0_0.distcp was altered (its checksum differs)"),
-        ("__0_0.distcp", lambda file: os.truncate(file, 100), "__0_0.distcp has 100 bytes instead of "),
+        (
+            "__0_0.distcp",
+            lambda file: os.truncate(file, 100),
+            "__0_0.distcp has 100 bytes instead of ",
+        ),
         ("__0_0.distcp", Path.unlink, "__0_0.distcp is missing"),
         (".metadata", flip_a_byte, ".metadata was altered (its checksum differs)"),
         (".metadata", Path.unlink, ".metadata is missing"),
         ("manifest.json", lambda file: os.truncate(file, 50), "manifest.json cannot be read"),
-        ("manifest.json", lambda file: file.write_text(file.read_text().replace('"step": 2', '"step": 3')), "manifest.json was altered"),
+        (
+            "manifest.json",
+            lambda file: file.write_text(file.read_text().replace('"step": 2', '"step": 3')),
+            "manifest.json was altered",
+        ),
     ],
 )
-def test_a_damaged_checkpoint_is_told_in_one_line_and_the_one_before_is_used(saved, file, damage: Callable[[Path], object], told):
+def test_a_damaged_checkpoint_is_told_in_one_line_and_the_one_before_is_used(
+    saved, file, damage: Callable[[Path], object], told
+):
     damage(saved / "step-2" / file)
     step, reports = loaded(saved)
     assert step == 1
@@ -154,13 +177,17 @@ def test_another_model_is_not_loaded(saved):
         with pytest.raises(NoCheckpointError, match=told):
             Checkpointer(saved, keep=1).load(state)
     state = {"model": {"weight": torch.zeros(300, 7)}}
-    with pytest.raises(NoCheckpointError, match=r"holds model\.bias, which this model does not have"):
+    with pytest.raises(
+        NoCheckpointError, match=r"holds model\.bias, which this model does not have"
+    ):
         Checkpointer(saved, keep=1).load(state)
 
 
 def test_weights_alone_are_no_training_to_go_on_with(tmp_path):
     write_model_state(tmp_path, 0, state_of(0)["model"])
-    with pytest.raises(ConfigError, match=r"step-0: holds weights alone, .* train\.init_from=HF_FOLDER$"):
+    with pytest.raises(
+        ConfigError, match=r"step-0: holds weights alone, .* train\.init_from=HF_FOLDER$"
+    ):
         Checkpointer(tmp_path, keep=1).load(state_of(0))
     state = {"model": state_of(1)["model"]}
     assert Checkpointer(tmp_path, keep=1).load(state) == 0
@@ -192,7 +219,12 @@ def test_the_model_alone_can_be_read_and_written_without_a_process_group(saved, 
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     disk = tmp_path / "disk"
     disk.mkdir()
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(disk)], check=False).returncode:
+    if (
+        os.geteuid() != 0
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(disk)], check=False
+        ).returncode
+    ):
         pytest.skip("needs root to mount a small file system")
     yield disk
     subprocess.run(["umount", str(disk)], check=True)
@@ -229,7 +261,10 @@ def test_an_earlier_failure_is_told_by_the_next_save_which_is_made_all_the_same(
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
     try:
         save(checkpointer, 1)
-        with pytest.raises(CheckpointError, match=r"step 1 was not saved \(File too large\); no checkpoint was written before"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"step 1 was not saved \(File too large\); no checkpoint was written before",
+        ):
             save(checkpointer, 2)
         with pytest.raises(CheckpointError, match=r"step 2 was not saved \(File too large\)"):
             checkpointer.wait()
@@ -252,7 +287,16 @@ def killed_at(moment: int, directory: Path, step: int) -> bool:
     code = 1
     try:
         left = moment
-        events = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "shutil.rmtree")
+        events = (
+            "open",
+            "os.mkdir",
+            "os.rename",
+            "os.remove",
+            "os.rmdir",
+            "os.listdir",
+            "os.scandir",
+            "shutil.rmtree",
+        )
 
         def count(event: str, arguments: tuple[Any, ...]) -> None:
             nonlocal left
@@ -292,4 +336,8 @@ def test_the_manifest_names_every_file_with_its_size(saved):
     manifest = json.loads((saved / "step-2" / "manifest.json").read_text())
     assert (manifest["schema"], manifest["step"], manifest["workers"]) == (1, 2, 1)
     sizes = {name: entry["bytes"] for name, entry in manifest["files"].items()}
-    assert sizes == {path.name: path.stat().st_size for path in (saved / "step-2").iterdir() if path.name != "manifest.json"}
+    assert sizes == {
+        path.name: path.stat().st_size
+        for path in (saved / "step-2").iterdir()
+        if path.name != "manifest.json"
+    }

@@ -63,7 +63,9 @@ class Sample:
 def sample(documents: bool) -> Sample:
     rng = np.random.default_rng(5)
     tokens = rng.integers(0, VOCAB, SEQ + 1).astype(np.int32)
-    ids = np.sort(rng.integers(0, 4, SEQ)).astype(np.int32) if documents else np.zeros(SEQ, np.int32)
+    ids = (
+        np.sort(rng.integers(0, 4, SEQ)).astype(np.int32) if documents else np.zeros(SEQ, np.int32)
+    )
     labels = tokens[1:].copy()
     labels[np.flatnonzero(np.diff(ids))] = -100
     return Sample(tokens[:SEQ], labels, ids)
@@ -91,11 +93,16 @@ def alone(documents: bool, kv_heads: int, tied: bool) -> tuple[float, dict[str, 
 
     def attend(q, k, v, _layer):
         group = q.shape[2] // k.shape[2]
-        q, k, v = (t.transpose(1, 2) for t in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
+        q, k, v = (
+            t.transpose(1, 2)
+            for t in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2))
+        )
         return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2)
 
     logits = decoder.logits(torch.from_numpy(one.tokens).long()[None], position[None], attend)
-    loss = nn.functional.cross_entropy(logits[0], torch.from_numpy(one.labels).long(), ignore_index=-100)
+    loss = nn.functional.cross_entropy(
+        logits[0], torch.from_numpy(one.labels).long(), ignore_index=-100
+    )
     loss.backward()
     return loss.item(), {name: p.grad for name, p in decoder.named_parameters()}
 
@@ -116,17 +123,27 @@ def cells(rank: int, world: int, heads: tuple[tuple[int, int], ...]) -> dict[str
             for layout in LAYOUTS:
                 for exchange in EXCHANGES:
                     made = make_exchange(exchange, make_layout(layout, world, SEQ, BLOCK), group)
-                    batch = BatchMaker(made, SdpaKernel(), device, document_mask=True)([sample(documents)])
-                    loss = decoder(batch.tokens, batch.positions, batch.labels, batch.attend, 1.0 / batch.valid)
+                    batch = BatchMaker(made, SdpaKernel(), device, document_mask=True)(
+                        [sample(documents)]
+                    )
+                    loss = decoder(
+                        batch.tokens, batch.positions, batch.labels, batch.attend, 1.0 / batch.valid
+                    )
                     loss.backward()
                     total = loss.detach().clone()
                     torch.distributed.all_reduce(total)
                     differences = [abs(total.item() - expected_loss)]
                     for name, parameter in decoder.named_parameters():
-                        differences.append((parameter.grad.full_tensor() - expected[name]).abs().max().item())
-                        assert expected[name].abs().max() > 1e-4, "a gradient that is nearly nothing would prove nothing"
+                        differences.append(
+                            (parameter.grad.full_tensor() - expected[name]).abs().max().item()
+                        )
+                        assert expected[name].abs().max() > 1e-4, (
+                            "a gradient that is nearly nothing would prove nothing"
+                        )
                         parameter.grad = None
-                    result[f"{layout}/{exchange}/4:{kv_heads}/{'docs' if documents else 'causal'}"] = max(differences)
+                    result[
+                        f"{layout}/{exchange}/4:{kv_heads}/{'docs' if documents else 'causal'}"
+                    ] = max(differences)
     return result
 
 

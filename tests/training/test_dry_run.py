@@ -30,7 +30,9 @@ from mtrain_cli.training.run_plan import plan, size
 
 LARGE = ["model=llama8b", "seq=4m", "topology.workers=64", "topology.device=cuda"]
 
-without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="plans for a machine with GPUs from one without")
+without_gpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="plans for a machine with GPUs from one without"
+)
 
 
 def text(renderable, width=80):
@@ -41,8 +43,18 @@ def text(renderable, width=80):
 
 def test_the_default_run_is_planned_as_it_would_start_here():
     found = plan(compose(["topology.device=cpu"]))
-    assert (found.environment.device, found.environment.workers, found.dtype, found.gpu) == ("cpu", 2, "float32", None)
-    assert (found.layout.name, found.layout.tokens_per_worker, found.exchange.name, found.kernel) == ("striped", 2048, "all_gather", "sdpa")
+    assert (found.environment.device, found.environment.workers, found.dtype, found.gpu) == (
+        "cpu",
+        2,
+        "float32",
+        None,
+    )
+    assert (
+        found.layout.name,
+        found.layout.tokens_per_worker,
+        found.exchange.name,
+        found.kernel,
+    ) == ("striped", 2048, "all_gather", "sdpa")
     assert found.tokens_per_step == 4096
     assert found.checkpoint == 12 * found.parameters.total
 
@@ -50,7 +62,12 @@ def test_the_default_run_is_planned_as_it_would_start_here():
 @without_gpu
 def test_gpus_need_not_be_here_and_what_is_assumed_is_said():
     found = plan(compose(LARGE))
-    assert (found.environment.workers, found.environment.cp, found.dtype, found.layout.tokens_per_worker) == (64, 64, "bfloat16", 65536)
+    assert (
+        found.environment.workers,
+        found.environment.cp,
+        found.dtype,
+        found.layout.tokens_per_worker,
+    ) == (64, 64, "bfloat16", 65536)
     assert found.kernel == "flash4"
     assert "assumed, no GPU here" in found.kernel_reason
     assert (found.exchange.name, found.exchange.chunks) == ("all_gather", 8)
@@ -75,7 +92,12 @@ def with_24_gib(monkeypatch):
 @pytest.mark.parametrize("workers", [1, 3, 16])
 def test_what_would_run_here_is_planned_for_here_however_many_workers(workers):
     found = plan(compose([f"topology.workers={workers}"]))
-    assert (found.environment.device, found.environment.workers, found.dtype, found.fits) == ("cpu", workers, "float32", True)
+    assert (found.environment.device, found.environment.workers, found.dtype, found.fits) == (
+        "cpu",
+        workers,
+        "float32",
+        True,
+    )
     assert found.machine.startswith("the CPU of this machine, since no GPU is here")
 
 
@@ -83,33 +105,65 @@ def test_what_would_run_here_is_planned_for_here_however_many_workers(workers):
 @pytest.mark.usefixtures("with_24_gib")
 def test_workers_that_this_machine_would_refuse_are_gpus_and_the_first_lines_say_why():
     found = plan(compose(LARGE[:3]))
-    assert (found.environment.device, found.environment.workers, found.dtype) == ("cuda", 64, "bfloat16")
+    assert (found.environment.device, found.environment.workers, found.dtype) == (
+        "cuda",
+        64,
+        "bfloat16",
+    )
     assert re.fullmatch(
         "GPUs elsewhere, taken to be NVIDIA H200: no GPU is here, "
         r"and 64 CPU workers would need about [\d,]+ GiB where this machine has 24 GiB",
         found.machine,
     )
-    assert " ".join(text(module.render(found), 1000).splitlines()[1].split()) == f"machine {found.machine}"
-    kernel = plan(compose(["model=qwen3b", "seq=1k", "topology.workers=1", "train.kernel=flash4", "train.dtype=bfloat16"]))
-    assert kernel.machine.startswith("GPUs elsewhere, taken to be NVIDIA H200: no GPU is here, and the CPU refuses train.kernel=flash4: ")
+    assert (
+        " ".join(text(module.render(found), 1000).splitlines()[1].split())
+        == f"machine {found.machine}"
+    )
+    kernel = plan(
+        compose(
+            [
+                "model=qwen3b",
+                "seq=1k",
+                "topology.workers=1",
+                "train.kernel=flash4",
+                "train.dtype=bfloat16",
+            ]
+        )
+    )
+    assert kernel.machine.startswith(
+        "GPUs elsewhere, taken to be NVIDIA H200: no GPU is here, and the CPU refuses train.kernel=flash4: "
+    )
     assert plan(compose([*LARGE[:3], "topology.device=cpu"])).environment.device == "cpu"
 
 
 @without_gpu
 @pytest.mark.usefixtures("with_24_gib")
 def test_a_plan_that_does_not_fit_this_machine_says_so_and_what_would_help():
-    last = " ".join(text(dry_run(compose(["model=qwen3b", "seq=256k"])), 1000).splitlines()[-1].split())
+    last = " ".join(
+        text(dry_run(compose(["model=qwen3b", "seq=256k"])), 1000).splitlines()[-1].split()
+    )
     assert last == (
         "Does not fit this machine: 2 workers need about 241 GiB where this machine has 24 GiB; only a smaller model would fit. "
         "topology.workers=8 plans for eight GPUs."
     )
-    words = ["seq=1m", "topology.device=cpu", "train.activation_checkpoint=none", "train.tile_mib=0"]
+    words = [
+        "seq=1m",
+        "topology.device=cpu",
+        "train.activation_checkpoint=none",
+        "train.tile_mib=0",
+    ]
     helps = text(dry_run(compose(words)), 1000).splitlines()[-1]
     assert "; train.activation_checkpoint=selective or seq=" in helps
     proposed = re.search(r"or (seq=\w+) would fit", helps)[1]
-    for proposal, fits in ((words[0], False), (proposed, True), (f"seq={2 * compose([proposed]).seq}", False)):
+    for proposal, fits in (
+        (words[0], False),
+        (proposed, True),
+        (f"seq={2 * compose([proposed]).seq}", False),
+    ):
         assert plan(compose([proposal, *words[1:]])).fits is fits
-    assert plan(compose([words[0], words[1], words[3], "train.activation_checkpoint=selective"])).fits
+    assert plan(
+        compose([words[0], words[1], words[3], "train.activation_checkpoint=selective"])
+    ).fits
     assert "Does not fit" not in text(dry_run(compose(["topology.device=cpu"])))
 
 
@@ -127,7 +181,9 @@ def test_a_task_that_sees_only_its_own_gpu_is_planned_for_that_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     asked = []
     properties = SimpleNamespace(name="NVIDIA H200", total_memory=140 * GIB)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: (asked.append(index), properties)[1])
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: (asked.append(index), properties)[1]
+    )
     task = dataclasses.replace(here, device="cuda", rank=1, local_rank=1, launcher="slurm")
     assert run_plan.planned(config, task, choices).capacity == 140 * GIB
     assert asked == [0]
@@ -135,9 +191,25 @@ def test_a_task_that_sees_only_its_own_gpu_is_planned_for_that_one(monkeypatch):
 
 @without_gpu
 def test_the_sparse_kernel_needs_no_matrix_of_scores():
-    words = ["model=qwen3b", "seq=64k", "sparsity=vertical_slash", "topology.workers=1", "topology.device=cuda"]
+    words = [
+        "model=qwen3b",
+        "seq=64k",
+        "sparsity=vertical_slash",
+        "topology.workers=1",
+        "topology.device=cuda",
+    ]
     triton = plan(compose([*words, "train.kernel=triton"]))
-    dense = plan(compose(["model=qwen3b", "seq=64k", "topology.workers=1", "topology.device=cuda", "train.kernel=flash4"]))
+    dense = plan(
+        compose(
+            [
+                "model=qwen3b",
+                "seq=64k",
+                "topology.workers=1",
+                "topology.device=cuda",
+                "train.kernel=flash4",
+            ]
+        )
+    )
     assert triton.kernel == "triton"
     assert triton.memory.total == pytest.approx(dense.memory.total, rel=0.05)
     longer = plan(compose([*words, "seq=128k", "train.kernel=triton"])).memory.peak
@@ -149,7 +221,9 @@ def test_the_sparse_kernel_needs_no_matrix_of_scores():
 @without_gpu
 def test_one_gpu_is_assumed_throughout():
     # What is gathered at once is over 10 % of 80 GiB, and under 10 % of an H200.
-    found = plan(compose(["model=llama8b", "seq=4m", "topology.workers=64", "topology.device=cuda"]))
+    found = plan(
+        compose(["model=llama8b", "seq=4m", "topology.workers=64", "topology.device=cuda"])
+    )
     assert 0.1 * 80 < gathered_bytes(2**22, 8, 128, 2, 8) / GIB < 0.1 * 139
     assert found.exchange.name == "all_gather"
     printed = " ".join(text(module.render(found), 1000).split())
@@ -170,7 +244,9 @@ def test_kernels_that_could_serve_elsewhere_are_not_called_usable_here():
     with pytest.raises(ConfigError) as caught:
         plan(compose(["topology.device=cuda", "topology.workers=1", "train.kernel=flash4"]))
     (line,) = caught.value.problems
-    assert line.startswith("train.kernel=flash4: head_dim 32 is not 64 or 128; allowed on NVIDIA H200: auto, ")
+    assert line.startswith(
+        "train.kernel=flash4: head_dim 32 is not 64 or 128; allowed on NVIDIA H200: auto, "
+    )
     assert "here" not in line
 
 
@@ -183,29 +259,44 @@ def test_the_largest_plan_takes_seconds():
 @pytest.mark.parametrize("exchange", ["all_gather", "ring"])
 @pytest.mark.parametrize(("workers", "cp"), [(1, 1), (3, 3), (8, 2), (4, 4)])
 def test_bytes_moved_are_those_of_the_schedule(workers, cp, exchange):
-    sizes = [f"topology.workers={workers}", f"topology.context_parallel={cp}", f"train.global_batch={workers // cp}"]
+    sizes = [
+        f"topology.workers={workers}",
+        f"topology.context_parallel={cp}",
+        f"train.global_batch={workers // cp}",
+    ]
     found = plan(compose(["topology.device=cpu", *sizes]))
     shard = 2 * found.layout.tokens_per_worker * 2 * 32
     schedule = make_schedule(exchange, ScheduleOptions(cp, cp))
     for rank in range(cp):
-        for steps, moved in ((schedule.forward[rank], found.moved.forward), (schedule.backward[rank], found.moved.backward)):
+        for steps, moved in (
+            (schedule.forward[rank], found.moved.forward),
+            (schedule.backward[rank], found.moved.backward),
+        ):
             transfers = [transfer for step in steps for transfer in step.transfers]
             keys = sum(len(transfer.receives) for transfer in transfers if transfer.payload == "kv")
-            gradients = sum(len(transfer.sends) for transfer in transfers if transfer.payload == "dkv")
+            gradients = sum(
+                len(transfer.sends) for transfer in transfers if transfer.payload == "dkv"
+            )
             assert moved == (keys * 4 + gradients * 4) * shard
     # The embedding and the last norm are gathered once.
     layers = found.config.model.num_layers * found.parameters.layer
     sharded = (2 * 4 + 4) * layers + (4 + 4) * (found.parameters.total - layers)
-    assert found.moved.weights == pytest.approx(sharded * (workers - 1) / workers, rel=1e-2)  # 3 divides few rows
+    assert found.moved.weights == pytest.approx(
+        sharded * (workers - 1) / workers, rel=1e-2
+    )  # 3 divides few rows
 
 
 def test_what_weights_and_gradients_move_depends_on_what_is_sharded_and_is_said():
     words = ["topology.device=cpu", "topology.workers=2", "train.global_batch=64", "train.shard="]
-    full, gradients, optimizer = (plan(compose([*words[:3], words[3] + kind])) for kind in ("full", "gradients", "optimizer"))
+    full, gradients, optimizer = (
+        plan(compose([*words[:3], words[3] + kind])) for kind in ("full", "gradients", "optimizer")
+    )
     one = plan(compose([*words[:2], "train.shard=optimizer"]))
     assert full.moved.weights > 2 * gradients.moved.weights > 60 * optimizer.moved.weights
     assert optimizer.moved.weights == one.moved.weights == 8 * optimizer.parameters.total // 2
-    printed = [" ".join(text(module.render(found), 1000).split()) for found in (full, gradients, optimizer)]
+    printed = [
+        " ".join(text(module.render(found), 1000).split()) for found in (full, gradients, optimizer)
+    ]
     assert "(gathered twice and reduced in each of 64 micro-batches)" in printed[0]
     assert "(gathered once a step, reduced in each of 64 micro-batches)" in printed[1]
     assert "(gathered once a step, reduced) checkpoint" in printed[2]
@@ -217,7 +308,8 @@ def test_what_weights_and_gradients_move_depends_on_what_is_sharded_and_is_said(
 
 def test_full_recomputation_moves_the_keys_once_more():
     selective, full = (
-        plan(compose(["topology.device=cpu", f"train.activation_checkpoint={kind}"])).moved for kind in ("selective", "full")
+        plan(compose(["topology.device=cpu", f"train.activation_checkpoint={kind}"])).moved
+        for kind in ("selective", "full")
     )
     assert full.backward == selective.backward + selective.forward
 
@@ -225,7 +317,13 @@ def test_full_recomputation_moves_the_keys_once_more():
 def test_accumulation_and_data_parallel_groups_share_the_global_batch():
     found = plan(
         compose(
-            ["topology.device=cpu", "topology.workers=4", "topology.context_parallel=2", "train.global_batch=12", "train.micro_batch=2"]
+            [
+                "topology.device=cpu",
+                "topology.workers=4",
+                "topology.context_parallel=2",
+                "train.global_batch=12",
+                "train.micro_batch=2",
+            ]
         )
     )
     assert (found.environment.dp, found.micro_batches, found.tokens_per_step) == (2, 3, 12 * 4096)
@@ -262,8 +360,14 @@ def test_the_verdict_follows_the_total():
         pytest.skip("holds the total against common GPUs only where none is here")
     verdicts = []
     for workers in (8, 64, 1024):
-        found = plan(compose(["model=llama8b", "seq=4m", f"topology.workers={workers}", "topology.device=cuda"]))
-        smallest = next((name for name, gib in GPU_MEMORY if found.memory.total <= 0.95 * gib * GIB), None)
+        found = plan(
+            compose(
+                ["model=llama8b", "seq=4m", f"topology.workers={workers}", "topology.device=cuda"]
+            )
+        )
+        smallest = next(
+            (name for name, gib in GPU_MEMORY if found.memory.total <= 0.95 * gib * GIB), None
+        )
         verdict = str(module.fitting(found))
         assert (smallest or "no GPU of today") in verdict
         verdicts.append(verdict)
@@ -274,7 +378,11 @@ def test_the_banner_names_what_runs_and_why_in_80_columns():
     config = compose(["topology.device=cpu"])
     environment = plan(config).environment
     printed = text(
-        banner(run_plan.planned(config, environment, resolve_run(config, environment)), Path("runs/tiny-4k"), "stdlib: 212 documents")
+        banner(
+            run_plan.planned(config, environment, resolve_run(config, environment)),
+            Path("runs/tiny-4k"),
+            "stdlib: 212 documents",
+        )
     )
     for word in (
         "tiny (qwen2), 822 K parameters",
@@ -292,32 +400,59 @@ def test_the_banner_names_what_runs_and_why_in_80_columns():
 
 def banner_of(*words: str, resumed: int | None = None) -> str:
     config = compose(["topology.device=cpu", *words])
-    found = run_plan.planned(config, plan(config).environment, resolve_run(config, plan(config).environment))
-    return " ".join(text(banner(found, Path("runs/x"), "stdlib: 212 documents", resumed=resumed)).split())
+    found = run_plan.planned(
+        config, plan(config).environment, resolve_run(config, plan(config).environment)
+    )
+    return " ".join(
+        text(banner(found, Path("runs/x"), "stdlib: 212 documents", resumed=resumed)).split()
+    )
 
 
 def test_the_banner_has_weights_schedule_seed_compilation_and_why_the_layout(tmp_path):
     assert "weights random, seed 7" in banner_of("seed=7")
     assert "212 documents; order by seed 7" in banner_of("seed=7")
-    shape = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 384}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": 264, "head_dim": 32, **shape}))
+    shape = {
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 384,
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "qwen2", "vocab_size": 264, "head_dim": 32, **shape})
+    )
     begun = banner_of(f"train.init_from={tmp_path}").replace(" ", "")  # a long path is folded
     assert f"weights{tmp_path}(train.init_from)" in begun
-    assert "weights of the checkpoint of step 40; the run began with random, seed 0" in banner_of(resumed=40)
+    assert "weights of the checkpoint of step 40; the run began with random, seed 0" in banner_of(
+        resumed=40
+    )
     plain = banner_of("train.steps=100", "optim.lr=1e-3")
-    assert "schedule cosine: warm-up over 10 steps to a peak of 1.00e-03, down to 1.00e-04 from step 11 to step 100" in plain
+    assert (
+        "schedule cosine: warm-up over 10 steps to a peak of 1.00e-03, down to 1.00e-04 from step 11 to step 100"
+        in plain
+    )
     kept = banner_of("train.steps=250", "optim.schedule_steps=100", resumed=100)
-    assert "the last 150 of 250 steps stay there; kept by the resume, optim.rewarm=true begins a new one" in kept
+    assert (
+        "the last 150 of 250 steps stay there; kept by the resume, optim.rewarm=true begins a new one"
+        in kept
+    )
     assert "compile off; train.compile=auto compiles on GPUs alone" in plain
-    assert "compile on (train.compile=true): the first step compiles before it computes, which can take minutes" in banner_of(
-        "train.compile=true"
+    assert (
+        "compile on (train.compile=true): the first step compiles before it computes, which can take minutes"
+        in banner_of("train.compile=true")
     )
     reasons = {
         (): "auto: stripes divide the work of packed documents evenly",
-        ("data.document_mask=false",): "auto: dense attention without documents, whose work zigzag divides evenly in the largest pieces",
-        ("sparsity=vertical_slash",): "auto: stripes divide the work of the index of vertical_slash evenly",
+        (
+            "data.document_mask=false",
+        ): "auto: dense attention without documents, whose work zigzag divides evenly in the largest pieces",
+        (
+            "sparsity=vertical_slash",
+        ): "auto: stripes divide the work of the index of vertical_slash evenly",
         ("topology.layout=contiguous",): "tokens a worker; as configured",
-        ("topology.workers=1",): "auto: a worker holds whole sequences, so that layouts do not differ",
+        (
+            "topology.workers=1",
+        ): "auto: a worker holds whole sequences, so that layouts do not differ",
     }
     for words, reason in reasons.items():
         assert reason in banner_of(*words), words
@@ -362,7 +497,9 @@ def test_the_command_prints_a_plan_and_writes_nothing(tmp_path):
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, "-m", "mtrain_cli", "train", *LARGE, "--dry-run"]
     environment = {**os.environ, "PYTHONPATH": str(root), "COLUMNS": "80"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert re.search(r"total +\d+\.\d\d GiB", done.stdout)
     assert list(tmp_path.iterdir()) == []
@@ -373,9 +510,18 @@ def test_the_command_prints_a_plan_and_writes_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["model=qwen3b", "seq=512k", "topology.workers=2"], r"total +185\.89 GiB  does not fit: 2, saving, take \d+% of 24\.00 GiB"),
-        (["topology.workers=2"], r"total +\d\d\.\d MiB  fits: 2, saving, take less than 1% of 24\.00 GiB"),
-        (["topology.workers=1", "train.checkpoint_at_end=false", "train.checkpoint_every=0"], r"total +\S+ MiB  fits: less than 1% of"),
+        (
+            ["model=qwen3b", "seq=512k", "topology.workers=2"],
+            r"total +185\.89 GiB  does not fit: 2, saving, take \d+% of 24\.00 GiB",
+        ),
+        (
+            ["topology.workers=2"],
+            r"total +\d\d\.\d MiB  fits: 2, saving, take less than 1% of 24\.00 GiB",
+        ),
+        (
+            ["topology.workers=1", "train.checkpoint_at_end=false", "train.checkpoint_every=0"],
+            r"total +\S+ MiB  fits: less than 1% of",
+        ),
     ],
 )
 def test_the_total_of_cpu_workers_stays_whole_on_80_columns(words, said):
@@ -397,19 +543,30 @@ def test_fewer_workers_are_proposed_where_so_many_are_too_much_for_a_cpu():
 def test_what_fits_means_is_said_where_it_is_said():
     words = ["model=qwen0.5b", "seq=32k", "topology.workers=2", "topology.device=cuda"]
     page = " ".join(text(dry_run(compose(words))).split())
-    assert page.endswith("Fits: in 95% of the memory of a GPU and 90% of the host's, since gaps and other processes take the rest.")
-    roomy = ["train.activation_checkpoint=selective", "train.tile_mib=256", "train.memory=auto", "topology.gpu_memory_gib=40"]
+    assert page.endswith(
+        "Fits: in 95% of the memory of a GPU and 90% of the host's, since gaps and other processes take the rest."
+    )
+    roomy = [
+        "train.activation_checkpoint=selective",
+        "train.tile_mib=256",
+        "train.memory=auto",
+        "topology.gpu_memory_gib=40",
+    ]
     kept = " ".join(text(dry_run(compose([*words, *roomy]))).split())
     assert re.search(r"train\.memory=auto takes [^,]*train\.keep_mlp=", kept)
     assert kept.endswith("; train.keep_mlp keeps as much as leaves 10% of a GPU free.")
     # Memory of the host is one of the two, for GPUs that are not here, too.
     found = plan(compose([*words, "optim.offload=true"]))
     assert module.fitting(found).plain.startswith("fits GPUs of ")
-    assert module.fitting(dataclasses.replace(found, host_share=1 << 30)).plain == "does not fit the memory of the host"
+    assert (
+        module.fitting(dataclasses.replace(found, host_share=1 << 30)).plain
+        == "does not fit the memory of the host"
+    )
 
 
 @pytest.mark.parametrize(
-    ("launcher", "workers", "gpus", "expected"), [("mtrain", 8, 2, 2), ("torchrun", 2, 8, 2), ("slurm", 8, 1, 8), ("mtrain", 1, 0, 1)]
+    ("launcher", "workers", "gpus", "expected"),
+    [("mtrain", 8, 2, 2), ("torchrun", 2, 8, 2), ("slurm", 8, 1, 8), ("mtrain", 1, 0, 1)],
 )
 def test_workers_of_a_machine_share_its_memory(launcher, workers, gpus, expected):
     place = SimpleNamespace(launcher=launcher, local_workers=workers)
@@ -418,6 +575,12 @@ def test_workers_of_a_machine_share_its_memory(launcher, workers, gpus, expected
 
 @without_gpu
 def test_a_number_of_gpus_that_was_not_given_is_said_to_be_taken():
-    auto, given = (plan(compose(["model=qwen3b", "topology.device=cuda", *more])) for more in ((), ("topology.workers=2",)))
-    assert module.describe_workers(auto) == "2 GPUs = 1 data x 2 context, taken for topology.workers=auto: give how many there are"
+    auto, given = (
+        plan(compose(["model=qwen3b", "topology.device=cuda", *more]))
+        for more in ((), ("topology.workers=2",))
+    )
+    assert (
+        module.describe_workers(auto)
+        == "2 GPUs = 1 data x 2 context, taken for topology.workers=auto: give how many there are"
+    )
     assert module.describe_workers(given) == "2 GPUs = 1 data x 2 context"

@@ -17,7 +17,13 @@ from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.reporting.report_source import open_source
 from mtrain_cli.reporting.tables import positions_table
-from mtrain_cli.training.evaluation import Evaluation, EvaluationWriter, edges, evaluate, read_evaluations
+from mtrain_cli.training.evaluation import (
+    Evaluation,
+    EvaluationWriter,
+    edges,
+    evaluate,
+    read_evaluations,
+)
 from mtrain_cli.training.loop import train
 from mtrain_cli.training.trainer import Trainer
 
@@ -57,19 +63,31 @@ def alone() -> list[Evaluation]:
     return gloo.run(1, evaluated, [(1, DOCUMENTS), (1, PLAIN), (1, SPARSE)])[0]
 
 
-def test_losses_by_context_are_those_of_one_worker_however_sequences_are_spread(alone: list[Evaluation]) -> None:
-    cases = [(1, DOCUMENTS), (2, [*PLAIN, "topology.layout=zigzag", "topology.exchange=ring"]), (2, SPARSE)]
+def test_losses_by_context_are_those_of_one_worker_however_sequences_are_spread(
+    alone: list[Evaluation],
+) -> None:
+    cases = [
+        (1, DOCUMENTS),
+        (2, [*PLAIN, "topology.layout=zigzag", "topology.exchange=ring"]),
+        (2, SPARSE),
+    ]
     rows = gloo.run(2, evaluated, cases)
     for rank in rows:
         for found, expected in zip(rank, alone, strict=True):
-            assert [(b.begin, b.end, b.tokens) for b in found.buckets] == [(b.begin, b.end, b.tokens) for b in expected.buckets]
-            assert [b.loss for b in found.buckets] == pytest.approx([b.loss for b in expected.buckets], rel=2e-5)
+            assert [(b.begin, b.end, b.tokens) for b in found.buckets] == [
+                (b.begin, b.end, b.tokens) for b in expected.buckets
+            ]
+            assert [b.loss for b in found.buckets] == pytest.approx(
+                [b.loss for b in expected.buckets], rel=2e-5
+            )
             assert found.loss == pytest.approx(expected.loss, rel=2e-5)
     assert {rank[2].attention for rank in rows} == {"vertical_slash"}
     assert abs(alone[2].loss - alone[1].loss) > 1e-5, "the sparse pattern left something out"
 
 
-def by_definition(_rank: int, _world: int) -> tuple[Evaluation, dict[tuple[int, int], tuple[int, float]]]:
+def by_definition(
+    _rank: int, _world: int
+) -> tuple[Evaluation, dict[tuple[int, int], tuple[int, float]]]:
     trainer = Trainer(compose([*SMALL, *DOCUMENTS]), place(0, 1, 1))
     found = evaluate(trainer)
     sums: dict[tuple[int, int], list[float]] = {(0, 128): [], (128, 256): [], (256, 300): []}
@@ -78,26 +96,47 @@ def by_definition(_rank: int, _world: int) -> tuple[Evaluation, dict[tuple[int, 
         trainer.decoder.unshard()
         with torch.no_grad():
             logits = trainer.decoder.logits(batch.tokens, batch.positions, batch.attend)
-        losses = torch.nn.functional.cross_entropy(logits[0].double(), batch.labels[0], reduction="none", ignore_index=-100)
-        for position, (label, document) in enumerate(zip(sample.labels, sample.documents, strict=True)):
+        losses = torch.nn.functional.cross_entropy(
+            logits[0].double(), batch.labels[0], reduction="none", ignore_index=-100
+        )
+        for position, (label, document) in enumerate(
+            zip(sample.labels, sample.documents, strict=True)
+        ):
             context = position - int(np.flatnonzero(sample.documents == document)[0])
             if label >= 0:
-                next(sums[span] for span in sums if span[0] <= context < span[1]).append(float(losses[position]))
-    return found, {span: (len(losses), float(np.mean(losses)) if losses else 0.0) for span, losses in sums.items()}
+                next(sums[span] for span in sums if span[0] <= context < span[1]).append(
+                    float(losses[position])
+                )
+    return found, {
+        span: (len(losses), float(np.mean(losses)) if losses else 0.0)
+        for span, losses in sums.items()
+    }
 
 
 def test_a_bucket_is_the_mean_over_tokens_with_so_many_earlier_ones_in_their_document() -> None:
     ((found, expected),) = gloo.run(1, by_definition)
-    assert {(b.begin, b.end): b.tokens for b in found.buckets} == {span: count for span, (count, _) in expected.items()}
+    assert {(b.begin, b.end): b.tokens for b in found.buckets} == {
+        span: count for span, (count, _) in expected.items()
+    }
     for bucket in found.buckets:
-        assert (bucket.loss or 0.0) == pytest.approx(expected[bucket.begin, bucket.end][1], rel=1e-5)
+        assert (bucket.loss or 0.0) == pytest.approx(
+            expected[bucket.begin, bucket.end][1], rel=1e-5
+        )
     assert found.sequences == 3
 
 
 @pytest.mark.parametrize(
-    ("seq", "expected"), [(64, [0, 64]), (128, [0, 128]), (129, [0, 128, 129]), (4096, [0, 128, 256, 512, 1024, 2048, 4096])]
+    ("seq", "expected"),
+    [
+        (64, [0, 64]),
+        (128, [0, 128]),
+        (129, [0, 128, 129]),
+        (4096, [0, 128, 256, 512, 1024, 2048, 4096]),
+    ],
 )
-def test_buckets_reach_twice_as_far_each_time_and_end_with_the_sequence(seq: int, expected: list[int]) -> None:
+def test_buckets_reach_twice_as_far_each_time_and_end_with_the_sequence(
+    seq: int, expected: list[int]
+) -> None:
     assert edges(seq).tolist() == expected
 
 
@@ -107,7 +146,9 @@ def whole(rank: int, world: int, folder: str, words: list[str], resume: bool) ->
     train(compose([*SMALL, *words]), run_dir, place(rank, world, world), resume)
 
 
-def test_a_run_evaluates_at_both_ends_and_every_so_many_steps_and_a_resumed_one_goes_on(tmp_path: Path) -> None:
+def test_a_run_evaluates_at_both_ends_and_every_so_many_steps_and_a_resumed_one_goes_on(
+    tmp_path: Path,
+) -> None:
     gloo.run(1, whole, str(tmp_path), ["train.eval_every=3"], False)
     first = read_evaluations(tmp_path)
     assert [e.step for e in first] == [0, 3, 4]
@@ -138,7 +179,10 @@ def test_lines_behind_the_checkpoint_and_cut_lines_go_when_a_run_is_resumed(tmp_
 
 
 def test_impossible_evaluations_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^train.eval_every=5: nothing is held out to evaluate; give data.eval_sequences"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^train.eval_every=5: nothing is held out to evaluate; give data.eval_sequences",
+    ):
         compose(["train.eval_every=5"])
     with pytest.raises(ConfigError, match=r"^data.eval_sequences=-1: must be 0 or more"):
         compose(["data.eval_sequences=-1"])

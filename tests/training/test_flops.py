@@ -28,7 +28,13 @@ def config(name, *overrides):
 
 
 def build(model):
-    return Decoder(model, rope_factor=1.0, loss_chunk_bytes=1 << 16, activation_checkpoint="none", compile=False)
+    return Decoder(
+        model,
+        rope_factor=1.0,
+        loss_chunk_bytes=1 << 16,
+        activation_checkpoint="none",
+        compile=False,
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -38,8 +44,12 @@ def test_shapes_and_counts_equal_those_of_the_decoder(name):
         decoder = build(model)
     assert parameters(model).total == sum(p.numel() for p in decoder.parameters())
     assert parameters(model).layer == sum(p.numel() for p in decoder.layers[0].parameters())
-    assert sorted(layer_shapes(model).values()) == sorted(tuple(p.shape) for p in decoder.layers[0].parameters())
-    outside = [tuple(p.shape) for key, p in decoder.named_parameters() if not key.startswith("layers.")]
+    assert sorted(layer_shapes(model).values()) == sorted(
+        tuple(p.shape) for p in decoder.layers[0].parameters()
+    )
+    outside = [
+        tuple(p.shape) for key, p in decoder.named_parameters() if not key.startswith("layers.")
+    ]
     assert sorted(root_shapes(model).values()) == sorted(outside)
 
 
@@ -59,7 +69,10 @@ def test_counts_equal_those_of_the_published_weights(name, total):
 
 
 def test_the_tied_head_multiplies_though_it_is_stored_once():
-    tied, separate = (parameters(config("tiny", f"model.tie_word_embeddings={tied}")) for tied in ("true", "false"))
+    tied, separate = (
+        parameters(config("tiny", f"model.tie_word_embeddings={tied}"))
+        for tied in ("true", "false")
+    )
     assert tied.matmul == separate.matmul
     assert separate.total - tied.total == tied.embedding == 264 * 128
 
@@ -74,9 +87,18 @@ def test_the_tied_head_multiplies_though_it_is_stored_once():
         ("full", 0, "forward"),
     ],
 )
-@pytest.mark.parametrize("overrides", [(), ("model.qk_norm=true", "model.tie_word_embeddings=false"), ("train.keep_mlp=1",)])
-def test_executed_matrix_products_equal_what_a_training_step_runs(checkpoint, tile_mib, gradients, overrides):
-    options = [f"train.activation_checkpoint={checkpoint}", f"train.tile_mib={tile_mib}", f"train.loss_gradients={gradients}"]
+@pytest.mark.parametrize(
+    "overrides",
+    [(), ("model.qk_norm=true", "model.tie_word_embeddings=false"), ("train.keep_mlp=1",)],
+)
+def test_executed_matrix_products_equal_what_a_training_step_runs(
+    checkpoint, tile_mib, gradients, overrides
+):
+    options = [
+        f"train.activation_checkpoint={checkpoint}",
+        f"train.tile_mib={tile_mib}",
+        f"train.loss_gradients={gradients}",
+    ]
     whole = compose(["model=tiny", "seq=256", *overrides, *options])
     model, seq = whole.model, whole.seq
     with torch.device("cpu"):
@@ -93,8 +115,15 @@ def test_executed_matrix_products_equal_what_a_training_step_runs(checkpoint, ti
     hidden = 2 * model.hidden_size * seq
     seen = counter.get_total_flops() + hidden * model.vocab_size
     if tile_mib:
-        seen += model.num_layers * hidden * (model.num_heads * model.head_dim + 3 * model.intermediate_size)
-    assert training_flops(whole, make_layout("striped", 1, seq, 128), dtype_bytes=4, pairs=0).executed == seen / seq
+        seen += (
+            model.num_layers
+            * hidden
+            * (model.num_heads * model.head_dim + 3 * model.intermediate_size)
+        )
+    assert (
+        training_flops(whole, make_layout("striped", 1, seq, 128), dtype_bytes=4, pairs=0).executed
+        == seen / seq
+    )
 
 
 def test_attention_adds_two_products_forward_and_five_backward_for_each_pair():
@@ -102,7 +131,10 @@ def test_attention_adds_two_products_forward_and_five_backward_for_each_pair():
     width = model.num_layers * model.num_heads * model.head_dim
 
     def attention(again, pairs):
-        with_pairs, without = (flops_per_token(model, seq, recomputed=True, pairs=p, pairs_again=again).executed for p in (pairs, 0))
+        with_pairs, without = (
+            flops_per_token(model, seq, recomputed=True, pairs=p, pairs_again=again).executed
+            for p in (pairs, 0)
+        )
         return (with_pairs - without) * seq
 
     assert attention(0, 100) == pytest.approx((2 + 5) * 2 * width * 100)
@@ -112,7 +144,9 @@ def test_attention_adds_two_products_forward_and_five_backward_for_each_pair():
 @pytest.mark.parametrize("layout", ["striped", "zigzag", "contiguous"])
 def test_the_early_half_of_a_sequence_has_a_quarter_of_its_pairs(layout):
     def again(checkpoint, keep=0.5):
-        train = compose([f"train.activation_checkpoint={checkpoint}", f"train.checkpoint_keep={keep}"]).train
+        train = compose(
+            [f"train.activation_checkpoint={checkpoint}", f"train.checkpoint_keep={keep}"]
+        ).train
         return computed_again(train, make_layout(layout, 4, 16384, 64))
 
     assert again("none") == again("selective") == again("sequence_selective", 1) == 0
@@ -125,7 +159,9 @@ def test_the_early_half_of_a_sequence_has_a_quarter_of_its_pairs(layout):
 def test_causal_is_the_default_mask():
     assert causal_pairs(37) == SequenceMask.causal(37, 48).spans(np.arange(48), np.arange(48)).pairs
     model = config("tiny")
-    assert flops_per_token(model, 37) == flops_per_token(model, 37, pairs=causal_pairs(37), padded_seq=37)
+    assert flops_per_token(model, 37) == flops_per_token(
+        model, 37, pairs=causal_pairs(37), padded_seq=37
+    )
 
 
 def test_pads_cost_matrix_products_and_no_attention():
@@ -135,7 +171,10 @@ def test_pads_cost_matrix_products_and_no_attention():
     assert padded.executed - plain.executed == pytest.approx(6 * parameters(model).matmul * 32 / 96)
 
 
-@pytest.mark.parametrize(("seq", "expected"), [(32 * 1024, 33e9), (128 * 1024, 76e9), (256 * 1024, 134e9), (512 * 1024, 250e9)])
+@pytest.mark.parametrize(
+    ("seq", "expected"),
+    [(32 * 1024, 33e9), (128 * 1024, 76e9), (256 * 1024, 134e9), (512 * 1024, 250e9)],
+)
 def test_model_flops_of_qwen_3b_at_known_lengths(seq, expected):
     assert flops_per_token(config("qwen3b"), seq).model == pytest.approx(expected, rel=0.015)
 
@@ -152,7 +191,9 @@ def test_model_flops_count_the_pairs_that_the_mask_allows_and_no_more_than_is_ex
 
 def test_model_flops_follow_the_formula_of_the_papers():
     # 6 P + 6 L d N with d = heads * head_dim and causal attention, for Llama-3.1-8B at 256K: P = 7.505e9 without the embedding.
-    assert flops_per_token(config("llama8b"), 262144).model == pytest.approx(6 * 7.505e9 + 6 * 32 * 4096 * 262144, rel=1e-4)
+    assert flops_per_token(config("llama8b"), 262144).model == pytest.approx(
+        6 * 7.505e9 + 6 * 32 * 4096 * 262144, rel=1e-4
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,22 @@ from mtrain_cli.training.index_metrics import index_metrics, summed
 SEQ, LAYERS = 9, 2  # 45 causal pairs
 
 
-def record(layer: int, pairs: list[list[int]], slashes: list[list[int]], columns: list[list[int]], workers: int = 1) -> IndexRecord:
+def record(
+    layer: int,
+    pairs: list[list[int]],
+    slashes: list[list[int]],
+    columns: list[list[int]],
+    workers: int = 1,
+) -> IndexRecord:
     """Counts [sequences, heads]."""
     zero = torch.zeros(len(pairs), len(pairs[0]), dtype=torch.int64)
-    counts = IndexCounts(torch.tensor(pairs), blocks=zero, columns=torch.tensor(columns), column_pairs=zero, slashes=torch.tensor(slashes))
+    counts = IndexCounts(
+        torch.tensor(pairs),
+        blocks=zero,
+        columns=torch.tensor(columns),
+        column_pairs=zero,
+        slashes=torch.tensor(slashes),
+    )
     return IndexRecord(layer, counts, workers, started=1.0, ended=1.25 + layer)
 
 
@@ -26,7 +38,13 @@ RECORDS = [
     record(0, [[12, 14]], [[2, 2]], [[7, 9]]),
     record(1, [[5, 6]], [[3, 1]], [[4, 5]]),
 ]
-SUM = [25.0 + 25 + 13, 45.0 + 44.5 + 5.5, 1.5 + 3.5 + 5.5 + 7.5 + 2 + 2, 15.0 + 35 + 25 + 65 + 8 + 4.5, 3.0]
+SUM = [
+    25.0 + 25 + 13,
+    45.0 + 44.5 + 5.5,
+    1.5 + 3.5 + 5.5 + 7.5 + 2 + 2,
+    15.0 + 35 + 25 + 65 + 8 + 4.5,
+    3.0,
+]
 
 
 def test_sums_are_over_sequences_and_of_means_over_heads():
@@ -47,6 +65,8 @@ def test_a_step_is_the_mean_over_sequences_and_layers():
 def test_workers_that_count_a_part_each_add_up_to_the_whole():
     parts = [[[8, 30], [6, 18]], [[12, 0], [4, 22]]]
     none = [[0, 0], [0, 0]]
-    mine, other = (summed([record(0, pairs, none, none, workers=2)], 1, torch.device("cpu")) for pairs in parts)
+    mine, other = (
+        summed([record(0, pairs, none, none, workers=2)], 1, torch.device("cpu")) for pairs in parts
+    )
     found = index_metrics((mine + other).tolist(), [], SEQ)
     assert found.density_by_layer == (25 / 45,)

@@ -38,21 +38,30 @@ def test_what_is_given_and_differs_is_said_with_both_values(folder: Path) -> Non
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
     assert said(folder, rope_scaling=yarn) == [tokenizer]
     line = "other than its folder: model.rope.factor=8 (the folder: 4), model.rope.beta_fast=16 (the folder: 32)"
-    assert said(folder, "model.rope.factor=8", "model.rope.beta_fast=16", rope_scaling=yarn) == [line, tokenizer]
+    assert said(folder, "model.rope.factor=8", "model.rope.beta_fast=16", rope_scaling=yarn) == [
+        line,
+        tokenizer,
+    ]
 
 
 def test_positions_that_the_folder_does_not_reach_are_said(folder: Path) -> None:
     (line, _) = said(folder, "seq=8k")
-    assert line.startswith("seq=8k is beyond the 2k tokens that its positions reach; model.rope.scaling=yarn")
+    assert line.startswith(
+        "seq=8k is beyond the 2k tokens that its positions reach; model.rope.scaling=yarn"
+    )
     assert len(said(folder, "seq=8k", "model.rope.scaling=yarn")) == 2
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
     (line, _) = said(folder, "seq=8k", rope_scaling=yarn)
-    assert line.startswith("seq=8k is beyond the 2k tokens that its positions reach; model.rope.factor=auto")
+    assert line.startswith(
+        "seq=8k is beyond the 2k tokens that its positions reach; model.rope.factor=auto"
+    )
 
 
 def test_bytes_for_a_model_of_another_tokenizer_and_dropout_are_said(folder: Path) -> None:
     lines = said(folder, "data.tokenizer=bytes", attention_dropout=0.1)
-    assert lines[0].startswith("text is tokenised as bytes; the weights know their own tokenizer's ids")
+    assert lines[0].startswith(
+        "text is tokenised as bytes; the weights know their own tokenizer's ids"
+    )
     assert lines[1] == f"{folder}/config.json: attention_dropout=0.1: mtrain trains without dropout"
     (folder / "tokenizer.json").unlink()
     assert "since it has no tokenizer.json" in said(folder)[0]

@@ -39,8 +39,18 @@ ONE_WORKER = [
     (with_checkpointing("none"), "all_gather", "flash4", FP32),
     (with_checkpointing("full"), "all_gather", "flash4", BF16),
     (with_checkpointing("selective", ATTENTION), "all_gather", "sdpa", BF16),
-    (with_checkpointing("full", [*BASE, "model.vocab_size=8192", "train.loss_chunk_mib=32"]), "all_gather", "flash4", FP32),
-    ([*BASE, "train.shard=optimizer", "train.global_batch=2", "optim.offload=true"], "all_gather", "flash4", BF16),
+    (
+        with_checkpointing("full", [*BASE, "model.vocab_size=8192", "train.loss_chunk_mib=32"]),
+        "all_gather",
+        "flash4",
+        FP32,
+    ),
+    (
+        [*BASE, "train.shard=optimizer", "train.global_batch=2", "optim.offload=true"],
+        "all_gather",
+        "flash4",
+        BF16,
+    ),
     (with_checkpointing("selective", DEEP), "all_gather", "flash4", FP32),
     (with_checkpointing("sequence_selective", DEEP, QUARTER), "all_gather", "flash4", FP32),
     (with_checkpointing("selective", DEEP, OFFLOADED), "all_gather", "flash4", FP32),
@@ -49,9 +59,19 @@ ONE_WORKER = [
     (with_checkpointing("selective", BASE, "train.tile_mib=1"), "all_gather", "flash4", FP32),
     (with_checkpointing("none", BASE, "train.tile_mib=1"), "all_gather", "flash4", FP32),
     (with_checkpointing("selective", BASE, "train.keep_mlp=true"), "all_gather", "flash4", FP32),
-    (with_checkpointing("selective", BASE, "train.keep_mlp=2", "train.tile_mib=1"), "all_gather", "flash4", FP32),
+    (
+        with_checkpointing("selective", BASE, "train.keep_mlp=2", "train.tile_mib=1"),
+        "all_gather",
+        "flash4",
+        FP32,
+    ),
     (with_checkpointing("full", BASE, "train.keep_mlp=1"), "all_gather", "flash4", FP32),
-    (with_checkpointing("selective", BASE, "train.loss_gradients=recompute"), "all_gather", "flash4", FP32),
+    (
+        with_checkpointing("selective", BASE, "train.loss_gradients=recompute"),
+        "all_gather",
+        "flash4",
+        FP32,
+    ),
 ]
 # So much of the memory is weights, gradients and states.
 STATES = ["seq=1k", *BASE[1:], "model.num_layers=6", "model.vocab_size=1024"]
@@ -68,10 +88,20 @@ TWO_WORKERS = [
     ([*STATES, "train.shard=gradients"], "all_gather", "flash4", FP32),
     ([*STATES, "train.shard=gradients", "train.global_batch=3"], "all_gather", "flash4", BF16),
     ([*STATES, "train.shard=optimizer", "train.global_batch=3"], "all_gather", "flash4", FP32),
-    ([*STATES, "train.reduce_dtype=bfloat16", "train.global_batch=2"], "all_gather", "flash4", BF16),
+    (
+        [*STATES, "train.reduce_dtype=bfloat16", "train.global_batch=2"],
+        "all_gather",
+        "flash4",
+        BF16,
+    ),
     ([*STATES, "optim.offload=true"], "all_gather", "flash4", BF16),
     ([*STATES, "optim.offload=true", "optim.offload_gradients=true"], "all_gather", "flash4", BF16),
-    ([*STATES, "train.shard=gradients", "optim.offload=true", "train.global_batch=2"], "all_gather", "flash4", FP32),
+    (
+        [*STATES, "train.shard=gradients", "optim.offload=true", "train.global_batch=2"],
+        "all_gather",
+        "flash4",
+        FP32,
+    ),
     (with_checkpointing("selective", DEEP), "ring", "flash4", FP32),
     (with_checkpointing("sequence_selective", DEEP, OFFLOADED), "ring", "flash4", FP32),
     (with_checkpointing("full", DEEP, "train.tile_mib=1"), "all_gather", "flash4", FP32),
@@ -95,11 +125,21 @@ def test_the_estimate_is_within_3_percent_for_every_way_of_running_a_step(world,
     assert all(0.97 <= ratio <= 1.03 for ratio in found), found
 
 
-def estimate(*overrides, workers=8, exchange="all_gather", kernel="flash4", dtype_bytes=2, cp=None, heads=1):
+def estimate(
+    *overrides, workers=8, exchange="all_gather", kernel="flash4", dtype_bytes=2, cp=None, heads=1
+):
     config = compose(["model=qwen3b", "seq=128k", *overrides])
     layout = make_layout(config.layout, cp or workers, config.seq, config.topology.block_size)
     how = ExchangeChoice(exchange, "", per_node=8, heads=heads)
-    return estimate_memory(config, workers=workers, layout=layout, exchange=how, kernel=kernel, dtype_bytes=dtype_bytes, cuda=True)
+    return estimate_memory(
+        config,
+        workers=workers,
+        layout=layout,
+        exchange=how,
+        kernel=kernel,
+        dtype_bytes=dtype_bytes,
+        cuda=True,
+    )
 
 
 def test_states_are_sharded_over_all_workers_whatever_the_context_group():
@@ -114,8 +154,12 @@ def test_states_are_sharded_over_all_workers_whatever_the_context_group():
 def test_a_shard_is_rounded_up_in_dimension_0():
     assert sharded_numbers([(10, 3), (7,)], 4) == 3 * 3 + 2
     model = compose(["model=qwen3b"]).model
-    whole = sum(prod(shape) for shape in [*layer_shapes(model).values(), *root_shapes(model).values()])
-    assert sharded_numbers([*layer_shapes(model).values(), *root_shapes(model).values()], 1) == whole
+    whole = sum(
+        prod(shape) for shape in [*layer_shapes(model).values(), *root_shapes(model).values()]
+    )
+    assert (
+        sharded_numbers([*layer_shapes(model).values(), *root_shapes(model).values()], 1) == whole
+    )
 
 
 def test_kept_activations_follow_their_formulas():
@@ -130,7 +174,9 @@ def test_kept_activations_follow_their_formulas():
         loss = estimate(f"train.activation_checkpoint={kind}").moments[0]
         assert (loss.name, loss.activations) == ("loss", layers * tokens * per_token)
     ring = estimate("train.activation_checkpoint=selective", exchange="ring").moments[0].activations
-    assert ring == layers * tokens * (expected["selective"] + 2 * 2 * k), "the keys that a ring ends with came from another worker"
+    assert ring == layers * tokens * (expected["selective"] + 2 * 2 * k), (
+        "the keys that a ring ends with came from another worker"
+    )
 
 
 @pytest.mark.parametrize(
@@ -156,9 +202,13 @@ def test_kept_activations_follow_their_formulas():
 )
 def test_a_layer_leaves_exactly_what_the_estimate_says(words):
     overrides = with_checkpointing(words[0], ["seq=2k", "model.qk_norm=true"], *words[1:])
-    (fewer, less), (more, found) = (allocations.kept(layers, overrides, BF16 if len(words) == 1 else FP32) for layers in (4, 5))
+    (fewer, less), (more, found) = (
+        allocations.kept(layers, overrides, BF16 if len(words) == 1 else FP32) for layers in (4, 5)
+    )
     # On a CPU one more layer is on the host, where tensors are offloaded, and otherwise on the device.
-    expected = (found.moments[0].activations + found.host) - (less.moments[0].activations + less.host)
+    expected = (found.moments[0].activations + found.host) - (
+        less.moments[0].activations + less.host
+    )
     # Without recomputation norms keep a number a row, which the estimate leaves out.
     assert more - fewer == pytest.approx(expected, rel=0.015 if words[0] == "none" else 0)
 
@@ -180,7 +230,9 @@ def test_layers_beyond_the_offloaded_ones_stay_on_the_device():
     # Gradients of 34 layers have come when two are left, of which the activations are still there.
     deepest = estimate(OFFLOADED, "train.activation_checkpoint=full", "seq=1k").moments[1]
     assert deepest.name == "backward of layer 2"
-    middle = estimate("train.offload_activations=16", "train.activation_checkpoint=full", "seq=1m").moments[1]
+    middle = estimate(
+        "train.offload_activations=16", "train.activation_checkpoint=full", "seq=1m"
+    ).moments[1]
     assert (middle.name, middle.activations) == ("backward of layer 36", 20 * (131072 * 2048 * 2))
 
 
@@ -191,17 +243,25 @@ def test_of_so_many_layers_gate_and_up_stay():
         found = estimate(f"train.keep_mlp={number}").moments
         assert found[0].activations - plain[0].activations == layers * tokens * 2 * (c + 2 * i)
     last, before = (
-        next(m for m in estimate(f"train.keep_mlp={keep}", "seq=2m").moments if m.name == "backward of layer 1")
+        next(
+            m
+            for m in estimate(f"train.keep_mlp={keep}", "seq=2m").moments
+            if m.name == "backward of layer 1"
+        )
         for keep in ("true", "false")
     )
-    assert last.activations - before.activations == 16 * tokens * 2 * (c + 2 * i), "those of the first layer, here of 16 times the tokens"
+    assert last.activations - before.activations == 16 * tokens * 2 * (c + 2 * i), (
+        "those of the first layer, here of 16 times the tokens"
+    )
     # In the first layer to be backward all of them are there; what is computed again is not.
     first = estimate("train.keep_mlp=7").moments[1]
     assert first.name == "backward of layer 36"
     assert plain[1].layer - first.layer == tokens * 2 * (c + 2 * i)
 
 
-@pytest.mark.parametrize("words", [("train.keep_mlp=true",), ("train.activation_checkpoint=none", "train.tile_mib=0")])
+@pytest.mark.parametrize(
+    "words", [("train.keep_mlp=true",), ("train.activation_checkpoint=none", "train.tile_mib=0")]
+)
 def test_what_has_gone_with_the_mlp_is_of_what_was_kept(words):
     """Attention of many workers' keys is the larger point there."""
     found = estimate("seq=4m", *words, workers=64)
@@ -227,40 +287,60 @@ def test_the_more_is_recomputed_the_less_memory():
 
 
 def test_logits_do_not_grow_with_the_sequence():
-    chunked = [estimate(f"seq={seq}").moments[0].loss - 3 * 2 * 2048 * tokens for seq, tokens in (("128k", 16384), ("512k", 65536))]
+    chunked = [
+        estimate(f"seq={seq}").moments[0].loss - 3 * 2 * 2048 * tokens
+        for seq, tokens in (("128k", 16384), ("512k", 65536))
+    ]
     assert chunked[0] == chunked[1]
 
 
 def test_the_ring_holds_less_than_the_gathered_keys_where_these_are_large():
     overrides = ("model.intermediate_size=128", "model.num_kv_heads=16", "seq=1m")
-    gathered, ring = (estimate(*overrides, workers=32, exchange=exchange).peak.exchange for exchange in ("all_gather", "ring"))
+    gathered, ring = (
+        estimate(*overrides, workers=32, exchange=exchange).peak.exchange
+        for exchange in ("all_gather", "ring")
+    )
     assert ring < gathered / 4
 
 
 def test_gradients_stay_for_the_whole_backward_pass_while_they_accumulate():
-    once, accumulated = (estimate(f"train.global_batch={batch}").moments[0].gradients for batch in (1, 2))
+    once, accumulated = (
+        estimate(f"train.global_batch={batch}").moments[0].gradients for batch in (1, 2)
+    )
     assert once == 0
-    assert accumulated == pytest.approx(4 * parameters(compose(["model=qwen3b"]).model).total / 8, rel=1e-3)
+    assert accumulated == pytest.approx(
+        4 * parameters(compose(["model=qwen3b"]).model).total / 8, rel=1e-3
+    )
 
 
 def test_parts_add_up_and_the_total_includes_the_reserve():
     found = estimate()
     for moment in found.moments:
-        assert moment.allocated == sum(value for key, value in dataclasses.asdict(moment).items() if key != "name")
+        assert moment.allocated == sum(
+            value for key, value in dataclasses.asdict(moment).items() if key != "name"
+        )
     assert found.allocated == max(moment.allocated for moment in found.moments)
     assert found.total == found.allocated + found.reserve
     assert 0.5 * GIB < found.reserve < 3 * GIB
 
 
 def moba(*overrides, **kwargs):
-    words = ("model=llama8b", "sparsity=moba", "sparsity.gate=block", "train.activation_checkpoint=full")
+    words = (
+        "model=llama8b",
+        "sparsity=moba",
+        "sparsity.gate=block",
+        "train.activation_checkpoint=full",
+    )
     return estimate(*words, *overrides, **kwargs)
 
 
 def test_gates_of_queries_take_a_bit_for_each_chunk():
     layers, heads, tokens, chunks = 32, 32, 131072, 32
     for workers in (1, 8):
-        block, query = (moba(f"sparsity.gate={gate}", workers=workers, kernel="triton").moments[0].index for gate in ("block", "query"))
+        block, query = (
+            moba(f"sparsity.gate={gate}", workers=workers, kernel="triton").moments[0].index
+            for gate in ("block", "query")
+        )
         gates, starts = layers * heads * (tokens // workers) * chunks // 8, 8 * tokens
         assert query - block == gates + starts
 
@@ -275,21 +355,33 @@ def test_bitmaps_are_kept_until_backward_and_counted_by_pairs_of_blocks():
     four = moba("train.global_batch=4", workers=8, kernel="triton").moments[0]
     assert four.index - at_loss.index == 3 * counted
     # Ranks that compute for the queries of others hold all rows.
-    everywhere = moba("train.global_batch=1", workers=8, kernel="triton", exchange="all_to_all", heads=8).moments[0]
+    everywhere = moba(
+        "train.global_batch=1", workers=8, kernel="triton", exchange="all_to_all", heads=8
+    ).moments[0]
     assert everywhere.index == layers * heads * blocks * blocks + counted
 
 
 @pytest.mark.parametrize(
-    ("words", "most"), [("sparsity=vertical_slash sparsity.max_slashes=64", 64), ("sparsity=fixed sparsity.density=0.0146", 61)]
+    ("words", "most"),
+    [
+        ("sparsity=vertical_slash sparsity.max_slashes=64", 64),
+        ("sparsity=fixed sparsity.density=0.0146", 61),
+    ],
 )
 def test_lists_of_blocks_are_as_wide_as_an_index_may_have_diagonals(words, most):
-    wide, narrow = (estimate("seq=512k", *given.split(), workers=2).peak.exchange for given in ("sparsity=vertical_slash", words))
+    wide, narrow = (
+        estimate("seq=512k", *given.split(), workers=2).peak.exchange
+        for given in ("sparsity=vertical_slash", words)
+    )
     blocks_of_keys, blocks_of_queries, heads, lists = 4096, 2048, 16, 2
     assert wide - narrow == 4 * lists * heads * blocks_of_keys * (blocks_of_queries - most)
 
 
 def test_a_million_tokens_of_bitmaps_are_seen_not_to_fit():
-    dense, sparse = (estimate("model=llama8b", "seq=1m", what, workers=8, kernel="triton") for what in ("sparsity=dense", "sparsity=moba"))
+    dense, sparse = (
+        estimate("model=llama8b", "seq=1m", what, workers=8, kernel="triton")
+        for what in ("sparsity=dense", "sparsity=moba")
+    )
     bits = 32 * 32 * 8192 * 8192 // 8
     assert bits == 8 * GIB
     assert sparse.total - dense.total > bits
@@ -302,10 +394,28 @@ def test_diagonals_and_columns_are_kilobytes_and_gathered_columns_are_not():
     # What kernels make of them once: the slot of each column, and how many there are below each block.
     derived = layers * heads * 4 * (width + 1025)
     found = estimate(*overrides, "train.activation_checkpoint=selective").moments
-    assert (found[0].index, found[-2].index) == (lines + derived, lines + derived // layers), "lines stay until they are counted"
-    assert estimate(*overrides, "train.activation_checkpoint=selective", kernel="sdpa").moments[0].index == lines
+    assert (found[0].index, found[-2].index) == (lines + derived, lines + derived // layers), (
+        "lines stay until they are counted"
+    )
+    assert (
+        estimate(*overrides, "train.activation_checkpoint=selective", kernel="sdpa")
+        .moments[0]
+        .index
+        == lines
+    )
     lines += derived + layers * heads * 4 * width  # among all keys, and among a rank's own
-    ring = estimate(*overrides, "train.activation_checkpoint=selective", exchange="ring", kernel="triton").moments[0].index
+    ring = (
+        estimate(
+            *overrides, "train.activation_checkpoint=selective", exchange="ring", kernel="triton"
+        )
+        .moments[0]
+        .index
+    )
     assert ring == lines + layers * 2 * 2 * heads * width * dim
     # Recomputation gathers them again.
-    assert estimate(*overrides, "train.activation_checkpoint=full", exchange="ring", kernel="triton").moments[0].index == lines
+    assert (
+        estimate(*overrides, "train.activation_checkpoint=full", exchange="ring", kernel="triton")
+        .moments[0]
+        .index
+        == lines
+    )

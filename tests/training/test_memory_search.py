@@ -23,7 +23,9 @@ from mtrain_cli.training.dry_run import dry_run
 from mtrain_cli.training.memory import GIB, MemoryEstimate
 from mtrain_cli.training.run_plan import plan, require_fit
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="plans for GPUs that are not here")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="plans for GPUs that are not here"
+)
 
 RUN = ["model=llama8b", "seq=512k", "topology.workers=8", "topology.device=cuda"]
 
@@ -34,7 +36,9 @@ def planned(*words):
 
 def test_a_default_is_what_auto_may_change():
     values = keys.values(compose([]))
-    assert {key: values[key] for key in memory_search.CHOICES} == {key: choices[0] for key, choices in memory_search.CHOICES.items()}
+    assert {key: values[key] for key in memory_search.CHOICES} == {
+        key: choices[0] for key, choices in memory_search.CHOICES.items()
+    }
 
 
 def test_the_fastest_that_fits_is_taken_on_gpus_of_every_size():
@@ -45,7 +49,9 @@ def test_the_fastest_that_fits_is_taken_on_gpus_of_every_size():
         assert search.chosen is not None
         assert found.memory.total <= 0.95 * gib * GIB
         assert found.config.train == search.chosen.config.train
-        faster = [setting for setting in search.settings if setting.seconds < search.chosen.seconds - 1e-6]
+        faster = [
+            setting for setting in search.settings if setting.seconds < search.chosen.seconds - 1e-6
+        ]
         assert not any(setting.fits for setting in faster)
         again = planned("train.memory=auto", f"topology.gpu_memory_gib={gib}")
         assert again.search.chosen == search.chosen
@@ -60,7 +66,13 @@ def test_the_fastest_that_fits_is_taken_on_gpus_of_every_size():
 
 
 def test_as_few_layers_leave_as_will_do_and_the_host_has_room_for_them():
-    words = ["model=qwen3b", "seq=6m", "sparsity=vertical_slash", "sparsity.max_columns=2048", "train.activation_checkpoint=full"]
+    words = [
+        "model=qwen3b",
+        "seq=6m",
+        "sparsity=vertical_slash",
+        "sparsity.max_columns=2048",
+        "train.activation_checkpoint=full",
+    ]
     base = dataclasses.replace(planned(*words), host_share=70 * GIB)
     found = memory_search.search(base)
     number = found.chosen.changes["train.offload_activations"]
@@ -72,28 +84,62 @@ def test_as_few_layers_leave_as_will_do_and_the_host_has_room_for_them():
     # No other number fits where there is less room.
     crowded = dataclasses.replace(base, host_share=(number - 1) * 3 * GIB)
     refused = memory_search.search(crowded)
-    assert not any(s.fits for s in refused.settings if s.config.optim == base.config.optim and s.config.train.tile_mib == train.tile_mib)
+    assert not any(
+        s.fits
+        for s in refused.settings
+        if s.config.optim == base.config.optim and s.config.train.tile_mib == train.tile_mib
+    )
 
 
 def test_products_of_as_many_layers_stay_as_there_is_room_for():
-    words = ["model=qwen3b", "seq=512k", "sparsity=vertical_slash", "sparsity.max_columns=2048", "train.activation_checkpoint=selective"]
+    words = [
+        "model=qwen3b",
+        "seq=512k",
+        "sparsity=vertical_slash",
+        "sparsity.max_columns=2048",
+        "train.activation_checkpoint=selective",
+    ]
     base = planned(*words, "topology.gpu_memory_gib=100")
     found = memory_search.search(base)
     number = found.chosen.changes["train.keep_mlp"]
     assert 1 < number < 36
     more = dataclasses.replace(found.chosen.config.train, keep_mlp=number + 1)
     assert base.takes(found.chosen.memory, memory_search.ROOMY)
-    assert not base.takes(memory_search._memory(base, dataclasses.replace(found.chosen.config, train=more)), memory_search.ROOMY)
-    assert memory_search.search(planned(*words, "topology.gpu_memory_gib=250")).chosen.changes["train.keep_mlp"] is True
-    assert memory_search.search(planned(*words, "topology.gpu_memory_gib=40")).chosen.changes["train.keep_mlp"] < number
+    assert not base.takes(
+        memory_search._memory(base, dataclasses.replace(found.chosen.config, train=more)),
+        memory_search.ROOMY,
+    )
+    assert (
+        memory_search.search(planned(*words, "topology.gpu_memory_gib=250")).chosen.changes[
+            "train.keep_mlp"
+        ]
+        is True
+    )
+    assert (
+        memory_search.search(planned(*words, "topology.gpu_memory_gib=40")).chosen.changes[
+            "train.keep_mlp"
+        ]
+        < number
+    )
 
 
-@pytest.mark.parametrize("words", ["train.offload_activations=true", "train.activation_checkpoint=full", "train.offload_activations=2"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train.offload_activations=true",
+        "train.activation_checkpoint=full",
+        "train.offload_activations=2",
+    ],
+)
 def test_products_that_were_asked_for_stay_whatever_else_was(words):
-    found = planned("train.memory=auto", "train.keep_mlp=2", "topology.gpu_memory_gib=280", *words.split())
+    found = planned(
+        "train.memory=auto", "train.keep_mlp=2", "topology.gpu_memory_gib=280", *words.split()
+    )
     assert found.config.train.keep_mlp == 2
     assert found.search.chosen is not None
-    none = planned("train.memory=auto", "train.keep_mlp=true", "topology.gpu_memory_gib=12", *words.split())
+    none = planned(
+        "train.memory=auto", "train.keep_mlp=true", "topology.gpu_memory_gib=12", *words.split()
+    )
     with pytest.raises(ConfigError, match="a worker needs at least"):
         require_fit(none)
 
@@ -105,7 +151,10 @@ def test_a_key_that_was_given_stays():
 
 
 def test_more_accumulation_makes_whole_gradients_worth_their_memory():
-    few, many = (planned("train.memory=auto", "seq=16k", f"train.global_batch={batch}").config.train.shard for batch in (1, 64))
+    few, many = (
+        planned("train.memory=auto", "seq=16k", f"train.global_batch={batch}").config.train.shard
+        for batch in (1, 64)
+    )
     assert (few, many) == ("gradients", "optimizer")
 
 
@@ -122,7 +171,10 @@ def test_an_impossible_run_is_refused_in_one_line_and_each_remedy_helps(memory, 
         in line
     )
     remedies = re.search(r"; fits with (.*)$", line)[1].split(", or ")
-    changes = [re.search(r"topology\.workers=\d+", remedy)[0] if "GPUs" in remedy else remedy for remedy in remedies]
+    changes = [
+        re.search(r"topology\.workers=\d+", remedy)[0] if "GPUs" in remedy else remedy
+        for remedy in remedies
+    ]
     assert any(change.startswith("seq=") for change in changes)
     assert any(change.startswith("topology.workers=") for change in changes)
     for change in changes:
@@ -140,12 +192,20 @@ def test_a_run_that_fits_is_not_refused_and_states_may_fill_the_host():
     assert one.takes(one.memory)
     crowded = dataclasses.replace(one, host_share=64 * GIB)
     assert not crowded.takes(one.memory)
-    with pytest.raises(ConfigError, match=r"and \d+\.\d GiB of host memory \(.*\) with topology.exchange=all_gather, of the"):
+    with pytest.raises(
+        ConfigError,
+        match=r"and \d+\.\d GiB of host memory \(.*\) with topology.exchange=all_gather, of the",
+    ):
         require_fit(crowded)
 
 
 def test_host_memory_of_a_checkpoint_counts_where_a_run_saves():
-    words = ["topology.workers=1", "seq=64k", "train.activation_checkpoint=full", "optim.offload=true"]
+    words = [
+        "topology.workers=1",
+        "seq=64k",
+        "train.activation_checkpoint=full",
+        "optim.offload=true",
+    ]
     never = [*words, "train.checkpoint_every=0", "train.checkpoint_at_end=false"]
     saves, silent = planned(*words), planned(*never)
     copy = 12 * saves.parameters.total
@@ -153,13 +213,22 @@ def test_host_memory_of_a_checkpoint_counts_where_a_run_saves():
     # Gradients and rounded weights of embedding, LM head and the last norm, two of each.
     assert saves.memory.host == copy + 2 * (4 + 2) * (2 * 128256 * 4096 + 4096)
     assert planned(*never, "train.checkpoint_every=50").memory.saving == copy
-    assert planned(*never, "train.checkpoint_every=50", "train.steps=50").memory.saving == 0, "the run ends with the step"
+    assert planned(*never, "train.checkpoint_every=50", "train.steps=50").memory.saving == 0, (
+        "the run ends with the step"
+    )
     assert silent.takes(silent.memory)
-    with pytest.raises(ConfigError, match=r"and 19\d\.\d GiB of host memory \(89\.7 GiB of it while a checkpoint is written\), of the"):
+    with pytest.raises(
+        ConfigError,
+        match=r"and 19\d\.\d GiB of host memory \(89\.7 GiB of it while a checkpoint is written\), of the",
+    ):
         require_fit(saves)
     # What auto offloads leaves room for it.
     found = planned("topology.workers=1", "seq=128k", "train.memory=auto")
-    assert all(setting.memory.host + copy <= found.host_share for setting in found.search.settings if setting.fits)
+    assert all(
+        setting.memory.host + copy <= found.host_share
+        for setting in found.search.settings
+        if setting.fits
+    )
     processes = [planned("model=tiny", "topology.device=cpu", *more) for more in ((), never[-2:])]
     each = processes[0].memory.saving
     assert each >= 12 * processes[0].parameters.total // 8
@@ -167,20 +236,39 @@ def test_host_memory_of_a_checkpoint_counts_where_a_run_saves():
 
 
 def test_host_memory_may_be_given():
-    words = ["topology.workers=1", "seq=512k", "train.memory=auto", "train.checkpoint_every=0", "train.checkpoint_at_end=false"]
+    words = [
+        "topology.workers=1",
+        "seq=512k",
+        "train.memory=auto",
+        "train.checkpoint_every=0",
+        "train.checkpoint_at_end=false",
+    ]
     words += ["sparsity=fixed", "sparsity.density=0.01", "sparsity.columns=2048"]
-    with pytest.raises(ConfigError, match=r"with 115\.20 GiB of host memory \(90% of 128 GiB a GPU, assumed; topology\.host_memory_gib"):
+    with pytest.raises(
+        ConfigError,
+        match=r"with 115\.20 GiB of host memory \(90% of 128 GiB a GPU, assumed; topology\.host_memory_gib",
+    ):
         require_fit(planned(*words))
     roomy = planned(*words, "topology.host_memory_gib=200")
     assert roomy.host_share == 180 * GIB
     require_fit(roomy)
-    with pytest.raises(ConfigError, match=r"with 126\.00 GiB of host memory \(90% of topology\.host_memory_gib\)"):
+    with pytest.raises(
+        ConfigError, match=r"with 126\.00 GiB of host memory \(90% of topology\.host_memory_gib\)"
+    ):
         require_fit(planned(*words, "topology.host_memory_gib=140"))
 
 
 def test_a_run_that_only_lacks_room_for_its_checkpoint_is_told_to_save_none():
-    words = ["topology.workers=1", "seq=64k", "train.activation_checkpoint=full", "optim.offload=true"]
-    with pytest.raises(ConfigError, match=r"fits with (.*, or )?train\.checkpoint_every=0 train\.checkpoint_at_end=false, or 2 GPUs"):
+    words = [
+        "topology.workers=1",
+        "seq=64k",
+        "train.activation_checkpoint=full",
+        "optim.offload=true",
+    ]
+    with pytest.raises(
+        ConfigError,
+        match=r"fits with (.*, or )?train\.checkpoint_every=0 train\.checkpoint_at_end=false, or 2 GPUs",
+    ):
         require_fit(planned(*words))
     require_fit(planned(*words, "train.checkpoint_every=0", "train.checkpoint_at_end=false"))
     with pytest.raises(ConfigError) as caught:
@@ -194,14 +282,25 @@ def test_the_page_says_what_was_chosen_and_rejected_and_the_longest_sequence():
     page = console.file.getvalue()
     assert max(len(line.rstrip()) for line in page.splitlines()) <= 80
     flat = " ".join(page.split())
-    longest = re.search(r"Longest sequence that fits with train\.memory=auto: at least (\d+[km])\.", flat)[1]
-    for seq, fits in ((compose([f"seq={longest}"]).seq, True), (compose([f"seq={longest}"]).seq * 9 // 8, False)):
+    longest = re.search(
+        r"Longest sequence that fits with train\.memory=auto: at least (\d+[km])\.", flat
+    )[1]
+    for seq, fits in (
+        (compose([f"seq={longest}"]).seq, True),
+        (compose([f"seq={longest}"]).seq * 9 // 8, False),
+    ):
         found = planned("train.memory=auto", "topology.gpu_memory_gib=50", f"seq={seq}")
         assert (found.search.chosen is not None) is fits
     assert " of a GPU " in flat
-    assert re.search(r"train\.memory=auto takes train\.\S+=.*, the fastest of \d+ settings that fits: [\d.]+ (s|min) a step", flat)
+    assert re.search(
+        r"train\.memory=auto takes train\.\S+=.*, the fastest of \d+ settings that fits: [\d.]+ (s|min) a step",
+        flat,
+    )
     assert re.search(r"Rejected, .*none.*: [\d.]+ (s|min) a step, but needs \d+\.\d GiB", flat)
-    assert "While a checkpoint is written: 11.22 GiB more of host memory a worker, 89.75 GiB a machine." in flat
+    assert (
+        "While a checkpoint is written: 11.22 GiB more of host memory a worker, 89.75 GiB a machine."
+        in flat
+    )
 
 
 def decided(rank: int, world: int) -> tuple[dict[str, object], float]:
@@ -218,10 +317,15 @@ def test_all_ranks_of_a_run_decide_alike_and_train():
 
 def tried(*words: str) -> list[dict[str, object]]:
     variants = list(memory_search._variants(planned(*words)))
-    found = [{key: memory_search.read(config, key) for key in memory_search.CHOICES} for config, _ in variants]
+    found = [
+        {key: memory_search.read(config, key) for key in memory_search.CHOICES}
+        for config, _ in variants
+    ]
     base = compose([*RUN, *words])
     for setting, (_, changes) in zip(found, variants, strict=True):
-        assert changes == {key: value for key, value in setting.items() if value != memory_search.read(base, key)}
+        assert changes == {
+            key: value for key, value in setting.items() if value != memory_search.read(base, key)
+        }
     assert len({tuple(setting.values()) for setting in found}) == len(found), "each once"
     return found
 
@@ -236,7 +340,9 @@ def test_what_can_be_of_any_use_is_tried_and_nothing_else():
     # Gradients of several micro-batches add up on the device.
     assert not any(setting["optim.offload_gradients"] for setting in tried("train.global_batch=2"))
     given = tried("train.global_batch=2", "optim.offload=true", "optim.offload_gradients=true")
-    assert {setting["optim.offload_gradients"] for setting in given} == {True}, "who asks for it has it"
+    assert {setting["optim.offload_gradients"] for setting in given} == {True}, (
+        "who asks for it has it"
+    )
     ways = {tuple(list(setting.values())[:4]) for setting in every}
     assert ways == {
         ("none", 0.5, False, False), ("none", 0.5, False, True),
@@ -285,25 +391,42 @@ def test_the_fewest_layers_leave_and_the_most_products_stay(monkeypatch):
     away, kept = {"train.offload_activations": True}, {"train.keep_mlp": True}
 
     def on_device(plan, config):  # noqa: ARG001
-        return MemoryEstimate(moments=(), reserve=layers - layers_on_host(config.train.offload_activations, layers), host=7, saving=7)
+        return MemoryEstimate(
+            moments=(),
+            reserve=layers - layers_on_host(config.train.offload_activations, layers),
+            host=7,
+            saving=7,
+        )
 
     def products(plan, config):  # noqa: ARG001
-        return MemoryEstimate(moments=(), reserve=layers_with_products(config.train.keep_mlp, layers))
+        return MemoryEstimate(
+            moments=(), reserve=layers_with_products(config.train.keep_mlp, layers)
+        )
 
     monkeypatch.setattr(memory_search, "_memory", on_device)
     # All that may leave are all but one; where that does not do no number is tried.
     expected = {0: True, 1: True, 2: layers - 2, 3: layers - 3, layers - 1: 1, layers: 1}
     for limit, number in expected.items():
-        config, changes = memory_search._least_offloaded(Counted(limit), memory_search._with(base, away), away)
+        config, changes = memory_search._least_offloaded(
+            Counted(limit), memory_search._with(base, away), away
+        )
         # 1 and True are equal, and mean one layer and all.
-        assert repr([changes["train.offload_activations"], config.train.offload_activations]) == repr([number, number]), limit
-    assert repr(memory_search._least_offloaded(Counted(layers, "cpu"), memory_search._with(base, away), away)[1]) == repr(away)
+        assert repr(
+            [changes["train.offload_activations"], config.train.offload_activations]
+        ) == repr([number, number]), limit
+    assert repr(
+        memory_search._least_offloaded(
+            Counted(layers, "cpu"), memory_search._with(base, away), away
+        )[1]
+    ) == repr(away)
     # What is not changed was given.
     given = memory_search._with(base, away)
     assert memory_search._least_offloaded(Counted(2), given, {}) == (given, {})
     monkeypatch.setattr(memory_search, "_memory", products)
     for limit, number in {0: False, 1: 1, 2: 2, layers - 1: layers - 1, layers: True}.items():
-        config, changes = memory_search._most_kept(Counted(limit), memory_search._with(base, kept), kept | {"train.shard": "full"})
+        config, changes = memory_search._most_kept(
+            Counted(limit), memory_search._with(base, kept), kept | {"train.shard": "full"}
+        )
         assert repr(config.train.keep_mlp) == repr(number), limit
         assert changes == {"train.shard": "full"} | ({"train.keep_mlp": number} if number else {})
     given = memory_search._with(base, kept)
@@ -318,7 +441,8 @@ def test_another_exchange_is_a_remedy_where_keys_take_too_much():
 
     whole = "topology.exchange=all_gather", "topology.chunks=1"
     with pytest.raises(
-        ConfigError, match=r" with topology.exchange=all_gather, of the 63.50 GiB of topology.gpu_memory_gib, 95% of which can be used"
+        ConfigError,
+        match=r" with topology.exchange=all_gather, of the 63.50 GiB of topology.gpu_memory_gib, 95% of which can be used",
     ) as c:
         require_fit(limited(63.5, *whole))
     assert "; fits with topology.chunks=4, or seq=" in str(c.value)
@@ -326,27 +450,56 @@ def test_another_exchange_is_a_remedy_where_keys_take_too_much():
     for gib, chunks in ((70, 2), (63.5, 4), (52, 8)):
         assert memory_search._another_exchange(limited(gib, *whole)) == f"topology.chunks={chunks}"
         assert limited(gib, "topology.exchange=all_gather", f"topology.chunks={chunks}").fits
-        assert not limited(gib, "topology.exchange=all_gather", f"topology.chunks={chunks // 2}").fits
+        assert not limited(
+            gib, "topology.exchange=all_gather", f"topology.chunks={chunks // 2}"
+        ).fits
     assert memory_search._another_exchange(limited(48, *whole)) is None
-    assert memory_search._another_exchange(limited(52, "topology.exchange=ring")) == "topology.exchange=all_gather"
+    assert (
+        memory_search._another_exchange(limited(52, "topology.exchange=ring"))
+        == "topology.exchange=all_gather"
+    )
     assert memory_search._another_exchange(limited(48, "topology.exchange=ring")) is None
     # What was given for one kind of exchange goes with it.
     queries = "topology.exchange=ring", "topology.circulates=queries"
-    assert memory_search._another_exchange(limited(70, *queries)) == "topology.exchange=all_gather topology.circulates=auto"
+    assert (
+        memory_search._another_exchange(limited(70, *queries))
+        == "topology.exchange=all_gather topology.circulates=auto"
+    )
     assert limited(70, "topology.exchange=all_gather").fits
-    assert memory_search._another_exchange(limited(52, "topology.exchange=ulysses")) == "topology.exchange=all_gather"
+    assert (
+        memory_search._another_exchange(limited(52, "topology.exchange=ulysses"))
+        == "topology.exchange=all_gather"
+    )
     nodes = "topology.gpus_per_node=4"
     hierarchical = limited(52, nodes, "topology.exchange=hierarchical_ring")
-    assert memory_search._another_exchange(hierarchical) == "topology.exchange=hierarchical_all_gather"
-    few = ["model.num_heads=8", "model.num_kv_heads=2", "topology.workers=32", *words[:2], "seq=8m", "topology.gpu_memory_gib=40"]
-    assert memory_search._another_exchange(planned(*few, *whole[:1], "topology.chunks=2")) == "topology.exchange=ring topology.chunks=auto"
+    assert (
+        memory_search._another_exchange(hierarchical) == "topology.exchange=hierarchical_all_gather"
+    )
+    few = [
+        "model.num_heads=8",
+        "model.num_kv_heads=2",
+        "topology.workers=32",
+        *words[:2],
+        "seq=8m",
+        "topology.gpu_memory_gib=40",
+    ]
+    assert (
+        memory_search._another_exchange(planned(*few, *whole[:1], "topology.chunks=2"))
+        == "topology.exchange=ring topology.chunks=auto"
+    )
     assert planned(*few, "topology.exchange=ring").fits
     # Of one head there are no parts, and two shards of a ring are less than all.
     one = ["model.num_heads=8", "model.num_kv_heads=1", "topology.workers=32", *words[:2], "seq=8m"]
-    sizes = [planned(*one, f"topology.exchange={exchange}").memory.total / 2**30 for exchange in ("all_gather", "ring")]
+    sizes = [
+        planned(*one, f"topology.exchange={exchange}").memory.total / 2**30
+        for exchange in ("all_gather", "ring")
+    ]
     assert sizes[0] > 1.1 * sizes[1]
     between = f"topology.gpu_memory_gib={sum(sizes) / 2 / 0.95}"
-    assert memory_search._another_exchange(planned(*one, between, "topology.exchange=all_gather")) == "topology.exchange=ring"
+    assert (
+        memory_search._another_exchange(planned(*one, between, "topology.exchange=all_gather"))
+        == "topology.exchange=ring"
+    )
 
 
 @pytest.mark.parametrize(
@@ -373,6 +526,22 @@ def test_more_workers_are_no_remedy_for_a_model_that_is_too_large_for_cpus(monke
     for place in (run_plan, environment):
         monkeypatch.setattr(place, "host_memory", lambda: 24 * GIB)
     with pytest.raises(ConfigError, match=r"; only a smaller model would fit$"):
-        require_fit(planned("model=qwen3b", "seq=4k", "topology.device=cpu", "topology.workers=2", "train.memory=auto"))
+        require_fit(
+            planned(
+                "model=qwen3b",
+                "seq=4k",
+                "topology.device=cpu",
+                "topology.workers=2",
+                "train.memory=auto",
+            )
+        )
     with pytest.raises(ConfigError, match=r"; only a smaller model or more workers would fit$"):
-        require_fit(planned("model=qwen3b", "seq=4k", "topology.workers=4", "topology.gpu_memory_gib=0.1", "train.memory=auto"))
+        require_fit(
+            planned(
+                "model=qwen3b",
+                "seq=4k",
+                "topology.workers=4",
+                "topology.gpu_memory_gib=0.1",
+                "train.memory=auto",
+            )
+        )

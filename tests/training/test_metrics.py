@@ -51,15 +51,31 @@ def test_steps_are_read_back_as_written(tmp_path):
 def test_an_mfu_above_hfu_that_earlier_versions_wrote_is_not_read(tmp_path):
     # 94 % counted every causal pair of packed documents, 359 % those that an index left out.
     shares = ((0.4, 0.5), (0.94, 0.45), (3.59, 0.53))
-    rows = [replace(STEP, step=step, mfu_model=mfu, mfu_executed=hfu) for step, (mfu, hfu) in enumerate(shares, 1)]
+    rows = [
+        replace(STEP, step=step, mfu_model=mfu, mfu_executed=hfu)
+        for step, (mfu, hfu) in enumerate(shares, 1)
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(row.to_json() + "\n" for row in rows))
-    assert [(step.mfu_model, step.mfu_executed) for step in read_metrics(tmp_path)] == [(0.4, 0.5), (None, 0.45), (None, 0.53)]
+    assert [(step.mfu_model, step.mfu_executed) for step in read_metrics(tmp_path)] == [
+        (0.4, 0.5),
+        (None, 0.45),
+        (None, 0.53),
+    ]
 
 
 def test_every_key_of_the_contract_is_on_every_line(tmp_path):
     write(tmp_path, [1])
     assert set(json.loads((tmp_path / "metrics.jsonl").read_text())) == {
-        *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second_per_gpu", "mfu_model", "mfu_executed"),
+        *(
+            "step",
+            "loss",
+            "grad_norm",
+            "lr",
+            "tokens",
+            "tokens_per_second_per_gpu",
+            "mfu_model",
+            "mfu_executed",
+        ),
         *("density", "peak_memory_gib", "seconds", "epoch", "consumed", "data_seconds"),
         *("slashes", "columns", "index_seconds", "density_by_layer", "skipped"),
     }
@@ -105,7 +121,9 @@ def test_a_step_outlives_a_killed_process(tmp_path):
         "writer = MetricsWriter(Path(sys.argv[1]), tensorboard=False, start_step=0)\nwriter.write(STEP)\n"
         "os.kill(os.getpid(), 9)"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path), os.path.dirname(__file__)], timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path), os.path.dirname(__file__)], timeout=60
+    )
     assert done.returncode == -signal.SIGKILL
     assert read_metrics(tmp_path) == [STEP]
 
@@ -133,12 +151,18 @@ def test_tensorboard_receives_the_loss(tmp_path):
                 writer.write(replace(STEP, step=step, loss=10.0 * (start + 1) + step))
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 11.0), (2, 22.0)]
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [
+        (1, 11.0),
+        (2, 22.0),
+    ]
 
 
 def test_missing_tensorboard_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ConfigError, match=r"run\.tensorboard=true: tensorboard is not installed; pip install .*\[tensorboard\]"):
+    with pytest.raises(
+        ConfigError,
+        match=r"run\.tensorboard=true: tensorboard is not installed; pip install .*\[tensorboard\]",
+    ):
         MetricsWriter(tmp_path, tensorboard=True, start_step=0)
 
 
@@ -162,7 +186,13 @@ def test_a_full_disk_costs_lines_and_not_the_training(tmp_path, monkeypatch):
         def fileno(self) -> int:
             return real.fileno()
 
-    for step, said in ((2, f"{tmp_path / 'metrics.jsonl'}: step 2 was not written (No space left on device); training goes on"), (3, None)):
+    for step, said in (
+        (
+            2,
+            f"{tmp_path / 'metrics.jsonl'}: step 2 was not written (No space left on device); training goes on",
+        ),
+        (3, None),
+    ):
         monkeypatch.setattr(writer, "_file", Full())
         assert writer.write(replace(STEP, step=step)) == said, "it is said once"
     monkeypatch.setattr(writer, "_file", real)

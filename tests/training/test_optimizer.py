@@ -13,16 +13,27 @@ from torch.optim import AdamW
 from training.test_sparse_training import trainer
 
 from mtrain_cli.config.compose import compose
-from mtrain_cli.training.optimizer import LearningRateSchedule, ShardedAdamW, local_gradients, set_hyperparameters
+from mtrain_cli.training.optimizer import (
+    LearningRateSchedule,
+    ShardedAdamW,
+    local_gradients,
+    set_hyperparameters,
+)
 
 
 def both(rank: int, world: int, offload: bool) -> dict[str, bool]:
     """Trains twice, with PyTorch's optimizer and with ours, and stops and loads in between."""
-    words = ["sparsity=vertical_slash", f"optim.offload={str(offload).lower()}", "optim.weight_decay=0.3"]
+    words = [
+        "sparsity=vertical_slash",
+        f"optim.offload={str(offload).lower()}",
+        "optim.weight_decay=0.3",
+    ]
     ours, theirs = (trainer(rank, world, world, words) for _ in range(2))
     assert type(ours.optimizer) is ShardedAdamW
     of = theirs.host_states or theirs
-    of.optimizer = theirs.optimizer = AdamW([{"params": group["params"]} for group in theirs.optimizer.param_groups], fused=True)
+    of.optimizer = theirs.optimizer = AdamW(
+        [{"params": group["params"]} for group in theirs.optimizer.param_groups], fused=True
+    )
     set_hyperparameters(theirs.optimizer, theirs.config.optim)
     for at in range(4):
         if at == 2:
@@ -31,13 +42,19 @@ def both(rank: int, world: int, offload: bool) -> dict[str, bool]:
             one.train_step(False)
     pairs = [
         (a, b)
-        for mine, others in zip(ours.optimizer.param_groups, theirs.optimizer.param_groups, strict=True)
+        for mine, others in zip(
+            ours.optimizer.param_groups, theirs.optimizer.param_groups, strict=True
+        )
         for a, b in zip(mine["params"], others["params"], strict=True)
     ]
     states = [(ours.optimizer.state[a], theirs.optimizer.state[b]) for a, b in pairs]
     return {
         "weights": all(torch.equal(whole(a), whole(b)) for a, b in pairs),
-        "states": all(torch.equal(whole(a[name]), whole(b[name])) for a, b in states for name in ("exp_avg", "exp_avg_sq", "step")),
+        "states": all(
+            torch.equal(whole(a[name]), whole(b[name]))
+            for a, b in states
+            for name in ("exp_avg", "exp_avg_sq", "step")
+        ),
         "kinds": all(type(a["exp_avg"]) is type(b["exp_avg"]) for a, b in states),
         "four steps": all(a["step"].item() == 4 for a, _ in states),
     }
@@ -55,7 +72,10 @@ def test_weights_and_states_are_bitwise_those_of_pytorch(offload):
 
 def test_what_has_no_gradient_is_left_alone_and_may_come_later():
     torch.manual_seed(0)
-    mine, others = ([nn.Parameter(t.clone()) for t in start] for start in [[torch.randn(3, 4), torch.randn(5)]] * 2)
+    mine, others = (
+        [nn.Parameter(t.clone()) for t in start]
+        for start in [[torch.randn(3, 4), torch.randn(5)]] * 2
+    )
     ours, theirs = (
         make([{"params": p[:1], "weight_decay": 0.2}, {"params": p[1:]}], lr=0.1, fused=True)
         for make, p in ((ShardedAdamW, mine), (AdamW, others))
@@ -63,7 +83,10 @@ def test_what_has_no_gradient_is_left_alone_and_may_come_later():
     for with_gradient in ((0,), (0,), (0, 1), (1,), (0, 1)):
         for at in range(2):
             gradient = torch.randn_like(mine[at]) if at in with_gradient else None
-            mine[at].grad, others[at].grad = gradient, None if gradient is None else gradient.clone()
+            mine[at].grad, others[at].grad = (
+                gradient,
+                None if gradient is None else gradient.clone(),
+            )
         for group in (*ours.param_groups, *theirs.param_groups):
             group["lr"] *= 0.9
         ours.step()
@@ -82,7 +105,15 @@ def test_gradients_are_no_part_of_a_graph():
 
 def rates(*words: str, steps: int = 100) -> list[float]:
     schedule = LearningRateSchedule.of(
-        compose(["optim.warmup_steps=10", "optim.min_lr_ratio=0.1", "optim.lr=1.0", "train.steps=100", *words])
+        compose(
+            [
+                "optim.warmup_steps=10",
+                "optim.min_lr_ratio=0.1",
+                "optim.lr=1.0",
+                "train.steps=100",
+                *words,
+            ]
+        )
     )
     return [schedule.rate(step) for step in range(steps)]
 
@@ -101,11 +132,15 @@ def test_the_learning_rate_warms_up_and_ends_at_its_floor(kind):
 def test_each_schedule_has_its_shape():
     assert rates("optim.schedule=cosine")[10 + 89 // 2] == pytest.approx(0.55, abs=0.01)
     linear = rates("optim.schedule=linear")
-    assert linear[11] - linear[12] == pytest.approx(linear[80] - linear[81]) == pytest.approx(0.9 / 89)
+    assert (
+        linear[11] - linear[12] == pytest.approx(linear[80] - linear[81]) == pytest.approx(0.9 / 89)
+    )
     wsd = rates("optim.schedule=wsd", "optim.decay_steps=20")
     assert wsd[79] == 1.0 > wsd[80]
     assert wsd[89] == pytest.approx(0.55)
-    assert rates("optim.schedule=wsd")[81] == 1.0 > rates("optim.schedule=wsd")[82], "the last 20 % of the 89 steps behind the warm-up"
+    assert rates("optim.schedule=wsd")[81] == 1.0 > rates("optim.schedule=wsd")[82], (
+        "the last 20 % of the 89 steps behind the warm-up"
+    )
     whole = rates("optim.schedule=wsd", "optim.decay_steps=89")
     assert whole[10] == 1.0 > whole[11], "the decay fills what the warm-up leaves"
     assert whole[99] == pytest.approx(0.1)
@@ -116,11 +151,31 @@ def test_each_schedule_has_its_shape():
 
 def test_a_schedule_says_what_it_does():
     def said(*words: str) -> str:
-        config = compose(["optim.warmup_steps=10", "optim.min_lr_ratio=0.1", "optim.lr=1e-3", "train.steps=100", *words])
+        config = compose(
+            [
+                "optim.warmup_steps=10",
+                "optim.min_lr_ratio=0.1",
+                "optim.lr=1e-3",
+                "train.steps=100",
+                *words,
+            ]
+        )
         return LearningRateSchedule.of(config).describe(config.train.steps)
 
-    assert said() == "cosine: warm-up over 10 steps to a peak of 1.00e-03, down to 1.00e-04 from step 11 to step 100"
-    assert said("optim.schedule=wsd", "optim.decay_steps=20").endswith("down to 1.00e-04 from step 80 to step 100")
-    assert said("optim.schedule_steps=60").endswith("to step 60; the last 40 of 100 steps stay there")
-    assert said("optim.schedule_steps=200").endswith("to step 200; train.steps=100 ends it at 5.91e-04")
-    assert said("optim.schedule=constant", "optim.warmup_steps=0") == "constant: a peak of 1.00e-03 at once, which stays"
+    assert (
+        said()
+        == "cosine: warm-up over 10 steps to a peak of 1.00e-03, down to 1.00e-04 from step 11 to step 100"
+    )
+    assert said("optim.schedule=wsd", "optim.decay_steps=20").endswith(
+        "down to 1.00e-04 from step 80 to step 100"
+    )
+    assert said("optim.schedule_steps=60").endswith(
+        "to step 60; the last 40 of 100 steps stay there"
+    )
+    assert said("optim.schedule_steps=200").endswith(
+        "to step 200; train.steps=100 ends it at 5.91e-04"
+    )
+    assert (
+        said("optim.schedule=constant", "optim.warmup_steps=0")
+        == "constant: a peak of 1.00e-03 at once, which stays"
+    )

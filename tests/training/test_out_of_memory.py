@@ -29,7 +29,15 @@ def full(rank: int, world: int, folder: str, where: str) -> tuple[str, dict]:
     or in the loss.
     """
     kind = "selective" if where == "recomputed" else "none"
-    config = compose([*SMALL, "model.num_layers=2", "train.steps=3", f"train.activation_checkpoint={kind}", "optim.warmup_steps=0"])
+    config = compose(
+        [
+            *SMALL,
+            "model.num_layers=2",
+            "train.steps=3",
+            f"train.activation_checkpoint={kind}",
+            "optim.warmup_steps=0",
+        ]
+    )
     step = Trainer.train_step
 
     class Backward(torch.autograd.Function):
@@ -65,7 +73,9 @@ def full(rank: int, world: int, folder: str, where: str) -> tuple[str, dict]:
     def no_room(*arguments, **options):
         if where == "loss" and progress_record.here().training_step == 2:
             logits = torch.zeros(40, config.model.vocab_size)  # noqa: F841, is to be named
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..."
+            )
         return with_z_loss(*arguments, **options)
 
     Path(folder).mkdir(exist_ok=True)
@@ -79,7 +89,10 @@ def full(rank: int, world: int, folder: str, where: str) -> tuple[str, dict]:
 
 
 CASES = {
-    "forward": ("forward of layer 1", "scratch in full.<locals>.faulty.<locals>.failing of layer 1"),
+    "forward": (
+        "forward of layer 1",
+        "scratch in full.<locals>.faulty.<locals>.failing of layer 1",
+    ),
     "backward": ("in training step 2, backward", None),
     "recomputed": ("in training step 2, backward of layer 1 (MLP)", None),
     "loss": ("in training step 2, ", "logits in full.<locals>.no_room"),
@@ -112,21 +125,34 @@ def test_the_error_names_the_place_and_the_largest_tensors_by_what_they_are(told
         by_kind.setdefault(group["kind"], []).append(group)
     # Embedding 264 x 32 in float32, twice in AdamW's states, by name.
     (embedding,) = [group for group in by_kind["parameters"] if group["shape"] == [264, 32]]
-    assert (embedding["name"], embedding["bytes"], embedding["dtype"]) == ("embed_tokens.weight", 264 * 32 * 4, "float32")
+    assert (embedding["name"], embedding["bytes"], embedding["dtype"]) == (
+        "embed_tokens.weight",
+        264 * 32 * 4,
+        "float32",
+    )
     states = [group for group in by_kind["optimizer states"] if group["shape"] == [264, 32]]
     assert sum(group["count"] for group in states) == 2
-    assert states[0]["name"] in ("exp_avg of embed_tokens.weight", "exp_avg_sq of embed_tokens.weight")
+    assert states[0]["name"] in (
+        "exp_avg of embed_tokens.weight",
+        "exp_avg_sq of embed_tokens.weight",
+    )
     up = [group for group in by_kind["parameters"] if group["shape"] == [48, 32]]
-    assert [(group["count"], group["name"].split(".", 2)[2]) for group in up] == [(4, "mlp.gate_proj.weight")]
+    assert [(group["count"], group["name"].split(".", 2)[2]) for group in up] == [
+        (4, "mlp.gate_proj.weight")
+    ]
     assert report["tensors"] == sorted(report["tensors"], key=lambda group: -group["bytes"])
     if variable is not None:
         (group,) = [group for group in report["tensors"] if group["name"] == variable]
         assert group["kind"] == ("logits" if where == "loss" else "other")
     if where in ("backward", "recomputed"):
-        assert {group["name"].split(" in ")[0] for group in by_kind["gradients"]}, "the LM head's and layer 1's are there already"
+        assert {group["name"].split(" in ")[0] for group in by_kind["gradients"]}, (
+            "the LM head's and layer 1's are there already"
+        )
     assert any(line.startswith("--dry-run estimates ") for line in lines)
     assert report["estimate"]["allocated"] > 0
-    assert any(line.startswith("What would help: ") and "a shorter seq (now 96)" in line for line in lines)
+    assert any(
+        line.startswith("What would help: ") and "a shorter seq (now 96)" in line for line in lines
+    )
     assert lines[-1] == f"All tensors: {folder / where / 'oom-rank-0.json'}"
 
 

@@ -44,13 +44,24 @@ def make(tmp_path=None, *, terminal=False, width=80, total=100, start=0, enabled
     console = Console(file=io.StringIO(), force_terminal=terminal, width=width, color_system=None)
     clock = Clock()
     log = None if tmp_path is None else tmp_path / "log.txt"
-    return TrainingProgress(total, start, enabled, log=log, log_every=log_every, console=console, clock=clock), console.file, clock
+    return (
+        TrainingProgress(
+            total, start, enabled, log=log, log_every=log_every, console=console, clock=clock
+        ),
+        console.file,
+        clock,
+    )
 
 
 def test_after_a_restart_the_summary_is_of_the_whole_run():
     progress, out, clock = make(total=8, start=5)
     with progress:
-        progress.went_on([replace(STEP, step=step, loss=9.0 - step, tokens_per_second_per_gpu=1.0) for step in range(1, 6)])
+        progress.went_on(
+            [
+                replace(STEP, step=step, loss=9.0 - step, tokens_per_second_per_gpu=1.0)
+                for step in range(1, 6)
+            ]
+        )
         for step in (6, 7, 8):
             clock.now += 1
             progress.step(replace(STEP, step=step, loss=9.0 - step))
@@ -67,7 +78,10 @@ def test_outside_a_terminal_each_step_is_one_plain_line():
         progress.step(STEP)
         progress.step(replace(ON_CPU, step=2))
     first, second = out.getvalue().splitlines()
-    assert first == "step   1/100  loss 5.5000  grad 1.25  lr 1.00e-03  1,234 tok/s/GPU  MFU 43.1%  101.3 GiB  2.00 s"
+    assert (
+        first
+        == "step   1/100  loss 5.5000  grad 1.25  lr 1.00e-03  1,234 tok/s/GPU  MFU 43.1%  101.3 GiB  2.00 s"
+    )
     assert second == "step   2/100  loss 5.5000  grad 1.25  lr 1.00e-03  1,234 tok/s/worker  2.00 s"
 
 
@@ -80,7 +94,11 @@ def test_a_step_without_labels_has_no_loss_and_the_summary_is_of_the_others():
         progress.summary("trained 4 steps")
     lines = out.getvalue().splitlines()
     assert lines[0].startswith("step 1/4  loss n.a.  grad")
-    assert any(line.split()[:8] == ["loss", "4.0000", "at", "step", "2,", "3.0000", "at", "step"] and "at step 3" in line for line in lines)
+    assert any(
+        line.split()[:8] == ["loss", "4.0000", "at", "step", "2,", "3.0000", "at", "step"]
+        and "at step 3" in line
+        for line in lines
+    )
     alone, out, _ = make(total=1)
     with alone:
         alone.step(replace(ON_CPU, loss=None))
@@ -98,7 +116,9 @@ def test_waiting_for_data_is_shown_when_it_matters():
     lines = out.getvalue().splitlines()
     assert ["data" in line for line in lines[:4]] == [False, False, True, True]
     assert lines[3].endswith("2.00 s  data 25%") or "  data 25%" in lines[3]
-    assert any(line.startswith("data        25% of the time went by in waiting for data") for line in lines)
+    assert any(
+        line.startswith("data        25% of the time went by in waiting for data") for line in lines
+    )
 
 
 def test_log_every_thins_the_lines_and_keeps_the_last():
@@ -115,10 +135,17 @@ def test_the_log_holds_plain_lines_whatever_the_terminal(tmp_path):
         with progress:
             progress.step(STEP)
             progress.message("checkpoint saved")
-            progress.summary("trained 1 step", commands=[("resume", "mtrain train --resume runs/x")])
+            progress.summary(
+                "trained 1 step", commands=[("resume", "mtrain train --resume runs/x")]
+            )
     text = (tmp_path / "log.txt").read_text()
     assert "\x1b" not in text
-    assert text.count("step   1/100") == text.count("checkpoint saved") == text.count("resume      mtrain train --resume runs/x") == 2
+    assert (
+        text.count("step   1/100")
+        == text.count("checkpoint saved")
+        == text.count("resume      mtrain train --resume runs/x")
+        == 2
+    )
     assert all(line == line.rstrip() for line in text.splitlines())
 
 
@@ -170,7 +197,9 @@ def test_the_live_display_is_two_lines_that_fit(width, metrics):
     progress.start_step = 12_000
     for step in range(12_001, 12_030):
         clock.now += 60.0
-        progress.step(replace(metrics, step=step, loss=10.0 - step / 1e4, tokens_per_second_per_gpu=123_456.0))
+        progress.step(
+            replace(metrics, step=step, loss=10.0 - step / 1e4, tokens_per_second_per_gpu=123_456.0)
+        )
     console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=True)
     console.print(progress.display(width))
     lines = console.file.getvalue().splitlines()
@@ -196,8 +225,14 @@ def test_the_summary_names_first_and_last_loss_and_never_breaks_a_command():
     with progress:
         for step in range(1, 5):
             clock.now += 10.0
-            progress.step(replace(STEP, step=step, loss=6.0 - step, tokens_per_second_per_gpu=100.0 * step))
-        progress.summary("trained 4 steps", files=["runs/x/metrics.jsonl", "runs/x/checkpoints/step-4"], commands=[("export", command)])
+            progress.step(
+                replace(STEP, step=step, loss=6.0 - step, tokens_per_second_per_gpu=100.0 * step)
+            )
+        progress.summary(
+            "trained 4 steps",
+            files=["runs/x/metrics.jsonl", "runs/x/checkpoints/step-4"],
+            commands=[("export", command)],
+        )
     text = out.getvalue()
     assert "time        0:40" in text
     assert "5.0000 at step 1, 2.0000 at step 4" in text
@@ -231,14 +266,27 @@ def test_a_run_that_ends_before_its_first_step_still_has_a_summary():
 
 @pytest.mark.parametrize(
     ("values", "width", "columns"),
-    [([1.0, 8.0], 10, "▁█"), ([3.0, 3.0, 3.0], 10, "▁▁▁"), ([1.0], 10, ""), ([], 10, ""), ([8.0, 8.0, 1.0, 1.0], 2, "█▁")],
+    [
+        ([1.0, 8.0], 10, "▁█"),
+        ([3.0, 3.0, 3.0], 10, "▁▁▁"),
+        ([1.0], 10, ""),
+        ([], 10, ""),
+        ([8.0, 8.0, 1.0, 1.0], 2, "█▁"),
+    ],
 )
 def test_sparkline(values, width, columns):
     assert sparkline(values, width) == columns
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(None, "-:--"), (0.2, "0:00"), (65, "1:05"), (7384, "2:03:04"), (3 * 86400 + 4 * 3600 + 300, "3d 04:05")]
+    ("seconds", "text"),
+    [
+        (None, "-:--"),
+        (0.2, "0:00"),
+        (65, "1:05"),
+        (7384, "2:03:04"),
+        (3 * 86400 + 4 * 3600 + 300, "3d 04:05"),
+    ],
 )
 def test_format_duration(seconds, text):
     assert format_duration(seconds) == text
@@ -260,9 +308,13 @@ def test_sparse_steps_show_what_is_computed_and_not_what_dense_attention_would()
 
 
 @pytest.mark.parametrize(("seconds", "hinted"), [(10.0, 1), (1.0, 0)])
-def test_a_long_run_says_once_how_to_look_at_it_and_its_state_is_what_is_shown(tmp_path, seconds, hinted):
+def test_a_long_run_says_once_how_to_look_at_it_and_its_state_is_what_is_shown(
+    tmp_path, seconds, hinted
+):
     run = RunDir(tmp_path)
-    reporter = run_state.StateReporter(run, launcher="mtrain", steps=100, step=0, workers=["a, cpu"], records="")
+    reporter = run_state.StateReporter(
+        run, launcher="mtrain", steps=100, step=0, workers=["a, cpu"], records=""
+    )
     console = Console(file=io.StringIO(), width=80, color_system=None)
     clock = Clock()
     progress = TrainingProgress(100, 0, True, reporter=reporter, console=console, clock=clock)
@@ -273,5 +325,10 @@ def test_a_long_run_says_once_how_to_look_at_it_and_its_state_is_what_is_shown(t
         progress.message("a spike", warning=True)
     assert console.file.getvalue().count(f"mtrain status {tmp_path} --watch") == hinted
     written = run_state.read(run)
-    assert (written.phase, written.step, written.loss, written.seconds_left) == ("training", 100, 100.0, 0.0)
+    assert (written.phase, written.step, written.loss, written.seconds_left) == (
+        "training",
+        100,
+        100.0,
+        0.0,
+    )
     assert [text for _, text in written.warnings] == ["a spike"]

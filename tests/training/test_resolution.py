@@ -16,18 +16,35 @@ from mtrain_cli.training.resolution import ResolvedRun, resolve_run
 @pytest.fixture(autouse=True)
 def an_ampere_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 << 30, major=8, minor=0))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda _: SimpleNamespace(total_memory=80 << 30, major=8, minor=0),
+    )
 
 
 def choices(*overrides: str) -> ResolvedRun:
-    alone = {"workers": 1, "cp": 1, "dp": 1, "workers_per_node": 1, "nodes": 1, "rank": 0, "local_rank": 0, "local_workers": 1}
-    return resolve_run(compose([*overrides, "topology.workers=1"]), Environment("cuda", launcher="mtrain", **alone))
+    alone = {
+        "workers": 1,
+        "cp": 1,
+        "dp": 1,
+        "workers_per_node": 1,
+        "nodes": 1,
+        "rank": 0,
+        "local_rank": 0,
+        "local_workers": 1,
+    }
+    return resolve_run(
+        compose([*overrides, "topology.workers=1"]), Environment("cuda", launcher="mtrain", **alone)
+    )
 
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_the_kernel_is_asked_for_the_index_of_the_run(name):
     found = choices(f"sparsity={name}")
-    assert found.kernel.name == ("sdpa" if name == "dense" else "triton"), "an index is never computed densely on a GPU"
+    assert found.kernel.name == ("sdpa" if name == "dense" else "triton"), (
+        "an index is never computed densely on a GPU"
+    )
     assert found.dense_kernel is None
 
 
@@ -42,5 +59,8 @@ def test_dense_first_steps_have_a_dense_kernel_beside_the_sparse_one():
 
 
 def test_a_named_dense_kernel_is_refused_under_an_index():
-    with pytest.raises(ConfigError, match=r"train\.kernel=sdpa: FlashAttention-2 in PyTorch computes dense attention only"):
+    with pytest.raises(
+        ConfigError,
+        match=r"train\.kernel=sdpa: FlashAttention-2 in PyTorch computes dense attention only",
+    ):
         choices("sparsity=vertical_slash", "train.kernel=sdpa")

@@ -9,7 +9,14 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.training.dry_run import kernel_rows
 from mtrain_cli.training.run_plan import plan
 
-ELSEWHERE = ["topology.device=cuda", "topology.workers=2", "seq=8k", "sparsity=vertical_slash", "sparsity.dense_steps=3", "model=qwen3b"]
+ELSEWHERE = [
+    "topology.device=cuda",
+    "topology.workers=2",
+    "seq=8k",
+    "sparsity=vertical_slash",
+    "sparsity.dense_steps=3",
+    "model=qwen3b",
+]
 
 
 def test_the_kernel_of_dense_steps_is_told_with_its_reason():
@@ -22,4 +29,6 @@ def test_the_kernel_of_dense_steps_is_told_with_its_reason():
 def test_dense_steps_that_nothing_computes_are_named_as_the_cause():
     with pytest.raises(ConfigError) as caught:
         plan(compose([*ELSEWHERE, "train.kernel=triton", "train.deterministic=true"]))
-    assert str(caught.value).startswith("sparsity.dense_steps=3: nothing computes these steps: train.kernel=auto: no fast kernel serves")
+    assert str(caught.value).startswith(
+        "sparsity.dense_steps=3: nothing computes these steps: train.kernel=auto: no fast kernel serves"
+    )

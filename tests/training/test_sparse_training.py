@@ -33,7 +33,9 @@ VERTICAL_SLASH = [
 ]
 
 
-def trainer(rank: int, world: int, cp: int, overrides: list[str], per_node: int | None = None) -> Trainer:
+def trainer(
+    rank: int, world: int, cp: int, overrides: list[str], per_node: int | None = None
+) -> Trainer:
     environment = Environment(
         device="cpu",
         workers=world,
@@ -49,13 +51,32 @@ def trainer(rank: int, world: int, cp: int, overrides: list[str], per_node: int 
     return Trainer(compose([*SMALL, *overrides]), environment)
 
 
-def steps(rank: int, world: int, overrides: list[str], count: int, cp: int = 1, per_node: int | None = None) -> list[dict]:
+def steps(
+    rank: int,
+    world: int,
+    overrides: list[str],
+    count: int,
+    cp: int = 1,
+    per_node: int | None = None,
+) -> list[dict]:
     made = trainer(rank, world, cp, overrides, per_node)
     found = []
     for _ in range(count):
         result = made.train_step(False)
         metrics = made.metrics(result, 1.0)
-        found.append({name: getattr(metrics, name) for name in ("loss", "grad_norm", "density", "slashes", "columns", "density_by_layer")})
+        found.append(
+            {
+                name: getattr(metrics, name)
+                for name in (
+                    "loss",
+                    "grad_norm",
+                    "density",
+                    "slashes",
+                    "columns",
+                    "density_by_layer",
+                )
+            }
+        )
         assert (metrics.index_seconds is None) == (result.index is None)
     return found
 
@@ -84,9 +105,14 @@ def shares(rank: int, world: int, overrides: list[str], fixed: list[str]) -> lis
         made = trainer(rank, world, world, [*overrides, *words])
         made._peak_flops = 1e9
         samples = [made.dataset[made.sampler.sequence(number)] for number in range(2)]
-        pairs = sum(SequenceMask.from_documents(sample.documents, 208).pairs for sample in samples) / 2
+        pairs = (
+            sum(SequenceMask.from_documents(sample.documents, 208).pairs for sample in samples) / 2
+        )
         metrics = made.metrics(made.train_step(False), 1.0)
-        named = {name: getattr(metrics, name) for name in ("mfu_model", "mfu_executed", "density", "density_by_layer")}
+        named = {
+            name: getattr(metrics, name)
+            for name in ("mfu_model", "mfu_executed", "density", "density_by_layer")
+        }
         found.append({"allowed": pairs, **named})
     return found
 
@@ -95,10 +121,17 @@ def test_mfu_and_density_of_packed_documents_follow_their_definitions(tmp_path):
     for number in range(40):
         (tmp_path / f"{number}.txt").write_text("a short document " * 3)
     data = ["seq=208", "data=text", f"data.path={tmp_path}"]
-    every_pair = ["sparsity=fixed", "sparsity.slashes=13", "sparsity.columns=0", "sparsity.density=0"]
+    every_pair = [
+        "sparsity=fixed",
+        "sparsity.slashes=13",
+        "sparsity.columns=0",
+        "sparsity.density=0",
+    ]
     ((dense, sparse),) = gloo.run(1, shares, data, every_pair)
     assert dense["allowed"] < 0.5 * causal_pairs(208)
-    flops = flops_per_token(compose([*SMALL, *data, "sparsity.block=null"]).model, 208, pairs=dense["allowed"])
+    flops = flops_per_token(
+        compose([*SMALL, *data, "sparsity.block=null"]).model, 208, pairs=dense["allowed"]
+    )
     assert dense["mfu_model"] == pytest.approx(2 * 208 * flops.model / 1e9)
     assert dense["mfu_model"] < dense["mfu_executed"]
     assert dense["density"] == pytest.approx(dense["allowed"] / causal_pairs(208))
@@ -110,7 +143,12 @@ def test_mfu_and_density_of_packed_documents_follow_their_definitions(tmp_path):
 
 
 def test_everything_kept_is_dense_attention():
-    whole = ["sparsity=vertical_slash", "sparsity.last_q=16", "sparsity.p_v=1.0", "sparsity.p_s=1.0"]
+    whole = [
+        "sparsity=vertical_slash",
+        "sparsity.last_q=16",
+        "sparsity.p_v=1.0",
+        "sparsity.p_s=1.0",
+    ]
     (sparse,) = gloo.run(1, steps, whole, 2)
     (dense,) = gloo.run(1, steps, ["sparsity=dense", "sparsity.block=null"], 2)
     for a, b in zip(sparse, dense, strict=True):
@@ -152,7 +190,9 @@ def test_replicas_report_the_mean_of_all_sequences():
     ],
 )
 def test_every_pattern_trains(pattern):
-    (found,) = gloo.run(1, steps, [*pattern, "optim.lr=0.01", "optim.warmup_steps=0", "optim.schedule=constant"], 6)
+    (found,) = gloo.run(
+        1, steps, [*pattern, "optim.lr=0.01", "optim.warmup_steps=0", "optim.schedule=constant"], 6
+    )
     assert all(0 < step["density"] < 0.9 for step in found)
     assert found[-1]["loss"] < found[0]["loss"] - 0.15
 
@@ -162,10 +202,19 @@ PATTERNS = {
     "moba": ["sparsity=moba", "sparsity.chunk=32", "sparsity.top_k=2"],
     "xattention": ["sparsity=xattention", "sparsity.stride=4", "sparsity.threshold=0.5"],
 }
-LEARNS = ["optim.lr=0.01", "optim.warmup_steps=0", "optim.schedule=constant", "topology.block_size=16"]
+LEARNS = [
+    "optim.lr=0.01",
+    "optim.warmup_steps=0",
+    "optim.schedule=constant",
+    "topology.block_size=16",
+]
 WAYS = {
     "ring": ["topology.exchange=ring"],
-    "ring, columns in steps": ["topology.exchange=ring", "topology.columns=in_steps", "topology.layout=zigzag"],
+    "ring, columns in steps": [
+        "topology.exchange=ring",
+        "topology.columns=in_steps",
+        "topology.layout=zigzag",
+    ],
     "queries": ["topology.exchange=ring", "topology.circulates=queries"],
     "all_gather": ["topology.exchange=all_gather", "topology.chunks=2"],
     "ulysses": ["topology.exchange=ulysses"],
@@ -201,7 +250,9 @@ def test_workers_that_share_a_sequence_train_as_one(world, pattern, way):
     expected = alone(pattern)
     assert expected[-1]["loss"] < expected[0]["loss"] - 0.15
     overrides = [*PATTERNS[pattern], *LEARNS]
-    for found in gloo.run(world, steps, [*overrides, *WAYS[way]], 10, world, 2 if way == "nodes" else None):
+    for found in gloo.run(
+        world, steps, [*overrides, *WAYS[way]], 10, world, 2 if way == "nodes" else None
+    ):
         for a, b in zip(found, expected, strict=True):
             assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
             for name in ("grad_norm", "density", "slashes", "columns", "density_by_layer"):

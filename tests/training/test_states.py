@@ -21,7 +21,11 @@ WAYS: dict[str, tuple[str, ...]] = {
     "full, offload": ("optim.offload=true",),
     "optimizer, offload": ("train.shard=optimizer", "optim.offload=true"),
     "full, offload, gradients": ("optim.offload=true", "optim.offload_gradients=true"),
-    "optimizer, offload, gradients": ("train.shard=optimizer", "optim.offload=true", "optim.offload_gradients=true"),
+    "optimizer, offload, gradients": (
+        "train.shard=optimizer",
+        "optim.offload=true",
+        "optim.offload_gradients=true",
+    ),
 }
 OFFLOADED_COLUMNS = (
     "model.num_layers=4", "train.steps=4", "seq=512", "train.global_batch=1", "data.document_mask=false", "train.offload_activations=true",
@@ -32,7 +36,9 @@ BATCHES = ("model.num_layers=3", "train.steps=4")
 
 # By what FSDP2 sends: the names changed after torch 2.11.
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+SCATTER = (
+    "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -69,7 +75,9 @@ def trained(rank: int, world: int, cp: int, words: tuple[str, ...], folder: str)
         pytest.param(2, 1, (*BATCHES, "train.dtype=bfloat16"), marks=pytest.mark.slow),
     ],
 )
-def test_every_way_of_holding_states_takes_the_same_steps_and_resumes_any_other(world, cp, words, tmp_path):
+def test_every_way_of_holding_states_takes_the_same_steps_and_resumes_any_other(
+    world, cp, words, tmp_path
+):
     found = gloo.run(world, trained, cp, words, str(tmp_path))[0]
     expected, weights = found["before"]["full"]
     # Whole gradients of bfloat16 add up over micro-batches before they are reduced: another order.
@@ -77,7 +85,9 @@ def test_every_way_of_holding_states_takes_the_same_steps_and_resumes_any_other(
     for name, (steps, mine) in found["before"].items():
         assert steps == [pytest.approx(step, rel=2e-6 * loose) for step in expected], name
         for key, value in mine.items():
-            torch.testing.assert_close(value, weights[key], rtol=2e-5 * loose, atol=2e-6 * loose, msg=f"{name}: {key}")
+            torch.testing.assert_close(
+                value, weights[key], rtol=2e-5 * loose, atol=2e-6 * loose, msg=f"{name}: {key}"
+            )
     assert found["after"]["full"][0] == 3
     for name, step in found["after"].items():
         assert step == pytest.approx(found["after"]["full"], rel=1e-5 * loose), name
@@ -92,7 +102,12 @@ def sent(rank: int, world: int) -> list[tuple[str, int, int, int]]:
             ("train.reduce_dtype=bfloat16",),
             ("optim.offload=true", "train.shard=optimizer"),
         ):
-            overrides = (*BATCHES, *words, f"train.global_batch={batches * world}", "train.dtype=bfloat16")
+            overrides = (
+                *BATCHES,
+                *words,
+                f"train.global_batch={batches * world}",
+                "train.dtype=bfloat16",
+            )
             trainer = make(rank, world, 1, overrides)
             received: list[int] = []
             reduced: list[int] = []
@@ -127,7 +142,9 @@ def test_bytes_of_weights_and_gradients_are_those_of_the_closed_form_and_accumul
     for words, counted, form, _ in found:
         assert counted == form, words
     two, one = found[:5], found[5:]
-    assert two[2][1] == one[2][1] == one[1][1], "accumulation sends nothing more under shard=optimizer"
+    assert two[2][1] == one[2][1] == one[1][1], (
+        "accumulation sends nothing more under shard=optimizer"
+    )
     assert [reductions for *_, reductions in two] == [8, 8, 4, 8, 4], "three layers and the rest"
 
 
@@ -137,20 +154,34 @@ def leaving(rank: int, world: int) -> list[tuple[list[int], bool, list[float], i
     """
     found = []
     for batches in (1, 2):
-        words = (*BATCHES, f"train.global_batch={batches * world}", "optim.offload=true", "train.dtype=bfloat16")
-        plain, trainer = make(rank, world, 1, words), make(rank, world, 1, (*words, "optim.offload_gradients=true"))
+        words = (
+            *BATCHES,
+            f"train.global_batch={batches * world}",
+            "optim.offload=true",
+            "train.dtype=bfloat16",
+        )
+        plain, trainer = (
+            make(rank, world, 1, words),
+            make(rank, world, 1, (*words, "optim.offload_gradients=true")),
+        )
         for each in (plain, trainer):
             each._batches = iter(each.loader)
             ready = [each.next_batch_maker().to_device(host) for host in each._next_on_host()[0]]
             each.forward_backward(ready, [batch.attend for batch in ready], each.totals(ready)[0])
         of_plain, of_trainer = plain.host_states, trainer.host_states
-        expected = [part for unit, packed in zip(of_plain._units, of_plain._reduced, strict=True) for part in unit.of(packed)]
+        expected = [
+            part
+            for unit, packed in zip(of_plain._units, of_plain._reduced, strict=True)
+            for part in unit.of(packed)
+        ]
         mine = [gradient for unit in of_trainer._gradients for gradient in unit]
         same = all(torch.equal(a, b) for a, b in zip(expected, mine, strict=True))
         norms = [states.squared_norm().item() for states in (of_plain, of_trainer)]
         pinned = sum(gradient.nbytes for gradient in mine) + 2 * of_trainer._up[0].nbytes
         form = StateMemory(trainer.config, world, batches, BYTES["bfloat16"])
-        bytes_of = [sum(gradient.nbytes for gradient in each.gradients()) for each in (plain, trainer)]
+        bytes_of = [
+            sum(gradient.nbytes for gradient in each.gradients()) for each in (plain, trainer)
+        ]
         found.append((bytes_of, same, norms, pinned, form.host - 12 * form.shard))
     return found
 
@@ -165,7 +196,12 @@ def test_gradients_that_leave_are_those_that_would_stay():
 
 def waited_for(rank: int, world: int) -> list[list[str]]:
     """What the host does in each of two steps: sends a unit's gradients, or waits until those of an earlier one have arrived."""
-    trainer = make(rank, world, 1, (*BATCHES, "train.global_batch=1", "optim.offload=true", "optim.offload_gradients=true"))
+    trainer = make(
+        rank,
+        world,
+        1,
+        (*BATCHES, "train.global_batch=1", "optim.offload=true", "optim.offload_gradients=true"),
+    )
     states, told = trainer.host_states, []
     leave, link = states._leave, states._link
 
@@ -206,16 +242,31 @@ def on_host(rank: int, world: int) -> tuple[int, int, int, int, int, int]:
     put = trainer.offload.put
 
     def counted(layer, tensor):
-        if tensor.ndim == 5 and tensor.shape[2] == trainer.config.model.num_heads and tensor.shape[3] == 128:
+        if (
+            tensor.ndim == 5
+            and tensor.shape[2] == trainer.config.model.num_heads
+            and tensor.shape[3] == 128
+        ):
             columns.append(tensor.nbytes)
         return put(layer, tensor)
 
     trainer.offload.put = counted  # type: ignore[method-assign]
     trainer.train_step(False)
     memory = trainer.plan.memory
-    tensors = [t for t in tree_iter([trainer.state()["model"], trainer.state()["optimizer"]]) if isinstance(t, torch.Tensor) and t.ndim]
+    tensors = [
+        t
+        for t in tree_iter([trainer.state()["model"], trainer.state()["optimizer"]])
+        if isinstance(t, torch.Tensor) and t.ndim
+    ]
     saved = sum(getattr(t, "_local_tensor", t).nbytes for t in tensors)
-    return memory.host, trainer.offload.allocated, memory.moments[0].index, sum(columns), saved, memory.saving
+    return (
+        memory.host,
+        trainer.offload.allocated,
+        memory.moments[0].index,
+        sum(columns),
+        saved,
+        memory.saving,
+    )
 
 
 def test_gathered_columns_leave_with_the_rest_and_a_checkpoint_is_a_copy_of_the_states():

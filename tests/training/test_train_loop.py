@@ -48,16 +48,31 @@ def place(rank: int, world: int) -> Environment:
     )
 
 
-def run(rank: int, world: int, folder: str, overrides: list[str], resume: bool = False, stop_after: int | None = None) -> list[int]:
+def run(
+    rank: int,
+    world: int,
+    folder: str,
+    overrides: list[str],
+    resume: bool = False,
+    stop_after: int | None = None,
+) -> list[int]:
     """One run; returns the steps whose checkpoints were begun."""
     run_dir = RunDir(Path(folder))
     run_dir.path.mkdir(exist_ok=True)
     begun: list[int] = []
     save, step = Checkpointer.save, Trainer.train_step
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checkpointer, "save", lambda self, number, state: (begun.append(number), save(self, number, state))[1])
+        patch.setattr(
+            Checkpointer,
+            "save",
+            lambda self, number, state: (begun.append(number), save(self, number, state))[1],
+        )
         if stop_after is not None:
-            patch.setattr(Trainer, "train_step", lambda self, stop: step(self, stop or self.step + 1 >= stop_after))
+            patch.setattr(
+                Trainer,
+                "train_step",
+                lambda self, stop: step(self, stop or self.step + 1 >= stop_after),
+            )
         train(compose([*SMALL, *overrides]), run_dir, place(rank, world), resume)
     return begun
 
@@ -78,11 +93,18 @@ def test_it_saves_every_so_many_steps_and_at_the_end_and_keeps_the_newest(tmp_pa
 
 
 def test_an_end_that_was_just_saved_is_not_saved_twice(tmp_path):
-    assert gloo.run(1, run, str(tmp_path), ["train.steps=4", "train.checkpoint_every=2"]) == [[2, 4]]
+    assert gloo.run(1, run, str(tmp_path), ["train.steps=4", "train.checkpoint_every=2"]) == [
+        [2, 4]
+    ]
 
 
 def test_nothing_is_saved_where_that_is_asked_for(tmp_path):
-    assert gloo.run(1, run, str(tmp_path), ["train.steps=2", "train.checkpoint_every=0", "train.checkpoint_at_end=false"]) == [[]]
+    assert gloo.run(
+        1,
+        run,
+        str(tmp_path),
+        ["train.steps=2", "train.checkpoint_every=0", "train.checkpoint_at_end=false"],
+    ) == [[]]
 
 
 def test_a_stop_saves_at_once_and_resuming_gives_the_same_losses(tmp_path):
@@ -90,7 +112,10 @@ def test_a_stop_saves_at_once_and_resuming_gives_the_same_losses(tmp_path):
     gloo.run(2, run, str(tmp_path / "whole"), words)
     assert gloo.run(2, run, str(tmp_path / "parts"), words, False, 3) == [[3], [3]]
     assert gloo.run(2, run, str(tmp_path / "parts"), words, True) == [[6], [6]]
-    whole, parts = ([(m["step"], m["loss"], m["grad_norm"], m["lr"]) for m in metrics(tmp_path / name)] for name in ("whole", "parts"))
+    whole, parts = (
+        [(m["step"], m["loss"], m["grad_norm"], m["lr"]) for m in metrics(tmp_path / name)]
+        for name in ("whole", "parts")
+    )
     assert whole == parts
     log = (tmp_path / "parts" / "log.txt").read_text()
     assert "stopped on request after step 3, saved" in log
@@ -111,7 +136,9 @@ def test_imported_weights_are_trained_from_step_0(tmp_path):
     assert gloo.run(2, run, str(tmp_path / "imported"), words, True) == [[2], [2]]
     assert [m["step"] for m in metrics(tmp_path / "imported")] == [1, 2]
     first, imported = (metrics(tmp_path / name)[0]["loss"] for name in ("first", "imported"))
-    assert imported == pytest.approx(first, abs=1e-4), "the weights have hardly moved in two steps of 1e-9"
+    assert imported == pytest.approx(first, abs=1e-4), (
+        "the weights have hardly moved in two steps of 1e-9"
+    )
     other = gloo.run(1, run, str(tmp_path / "other"), [*words, "seed=7"])
     assert other
     assert abs(metrics(tmp_path / "other")[0]["loss"] - first) > 1e-3, "and others would show"
@@ -130,7 +157,10 @@ def other_data(rank: int, world: int) -> str:
 
 def test_machines_with_other_data_are_refused():
     for said in gloo.run(3, other_data):
-        assert said == "data.kind=stdlib: rank 2 reads another corpus than rank 0; give all machines the same data"
+        assert (
+            said
+            == "data.kind=stdlib: rank 2 reads another corpus than rank 0; give all machines the same data"
+        )
 
 
 def fails_while_saving(rank: int, world: int, folder: str) -> bool:
@@ -151,7 +181,12 @@ def fails_while_saving(rank: int, world: int, folder: str) -> bool:
         patch.setattr(Trainer, "train_step", poisoned)
         run_dir = RunDir(Path(folder))
         with pytest.raises(NonFiniteError, match="the checkpoint before it is intact"):
-            train(compose([*SMALL, "train.steps=4", "train.checkpoint_every=2"]), run_dir, place(rank, world), False)
+            train(
+                compose([*SMALL, "train.steps=4", "train.checkpoint_every=2"]),
+                run_dir,
+                place(rank, world),
+                False,
+            )
     return (Path(folder) / "checkpoints" / "step-2").is_dir()
 
 
@@ -170,7 +205,10 @@ def lacks_data_while_saving(rank: int, world: int, folder: str) -> list[tuple[st
         publish(self, *arguments)
 
     found = []
-    for error in (ConfigError("data.path=x: sequence 2 is broken"), read_failure(OSError(errno.EIO, ""), "Input/output error")):
+    for error in (
+        ConfigError("data.path=x: sequence 2 is broken"),
+        read_failure(OSError(errno.EIO, ""), "Input/output error"),
+    ):
 
         def broken(self: Loader, consumed: int, error: Exception = error):
             if rank == 1 and consumed >= 2:
@@ -182,14 +220,28 @@ def lacks_data_while_saving(rank: int, world: int, folder: str) -> list[tuple[st
             patch.setattr(Loader, "_read", broken)
             run_dir = RunDir(Path(folder) / type(error).__name__)
             run_dir.path.mkdir(exist_ok=True)
-            words = ["train.steps=4", "train.checkpoint_every=2", "train.global_batch=1", "train.micro_batch=1"]
+            words = [
+                "train.steps=4",
+                "train.checkpoint_every=2",
+                "train.global_batch=1",
+                "train.micro_batch=1",
+            ]
             with pytest.raises((ConfigError, RunError)) as caught:
                 train(compose([*SMALL, *words]), run_dir, place(rank, world), False)
-            found.append((type(caught.value).__name__, str(caught.value), (run_dir.checkpoints / "step-2").is_dir()))
+            found.append(
+                (
+                    type(caught.value).__name__,
+                    str(caught.value),
+                    (run_dir.checkpoints / "step-2").is_dir(),
+                )
+            )
     return found
 
 
 def test_a_worker_without_data_ends_all_of_them_after_the_save_under_way(tmp_path):
     others, its = gloo.run(2, lacks_data_while_saving, str(tmp_path))
-    assert its == [("ConfigError", "data.path=x: sequence 2 is broken", True), ("RunError", "Input/output error", True)]
+    assert its == [
+        ("ConfigError", "data.path=x: sequence 2 is broken", True),
+        ("RunError", "Input/output error", True),
+    ]
     assert others == [(PeerLostError.__name__, "rank 1 has no data for step 3", True)] * 2

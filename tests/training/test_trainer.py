@@ -40,7 +40,12 @@ SMALL = [
 ]
 
 
-DECODER: dict[str, Any] = {"rope_factor": 1.0, "loss_chunk_bytes": 1 << 20, "activation_checkpoint": "none", "compile": False}
+DECODER: dict[str, Any] = {
+    "rope_factor": 1.0,
+    "loss_chunk_bytes": 1 << 20,
+    "activation_checkpoint": "none",
+    "compile": False,
+}
 
 
 def make(rank: int, world: int, cp: int, overrides: tuple[str, ...]) -> Trainer:
@@ -59,7 +64,14 @@ def make(rank: int, world: int, cp: int, overrides: tuple[str, ...]) -> Trainer:
     return Trainer(compose([*SMALL, *overrides]), environment)
 
 
-def steps(rank: int, world: int, cp: int, overrides: tuple[str, ...], count: int, folder: str | None = None) -> list[tuple[float, float]]:
+def steps(
+    rank: int,
+    world: int,
+    cp: int,
+    overrides: tuple[str, ...],
+    count: int,
+    folder: str | None = None,
+) -> list[tuple[float, float]]:
     """(loss, gradient norm) of `count` steps; with a folder, goes on from its checkpoint if there is one and leaves one."""
     trainer = make(rank, world, cp, overrides)
     checkpointer = Checkpointer(folder, 2) if folder else None
@@ -76,7 +88,11 @@ def steps(rank: int, world: int, cp: int, overrides: tuple[str, ...], count: int
 
 
 def close(a: list[tuple[float, float]], b: list[tuple[float, float]], tolerance: float) -> bool:
-    return all(abs(x - y) <= tolerance * max(1.0, abs(y)) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True))
+    return all(
+        abs(x - y) <= tolerance * max(1.0, abs(y))
+        for p, q in zip(a, b, strict=True)
+        for x, y in zip(p, q, strict=True)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +112,15 @@ def test_the_loss_falls_and_the_gradient_is_something(alone):
         (1, 1, ("train.micro_batch=4",)),
         (2, 2, ("train.micro_batch=2", "topology.layout=zigzag")),
         (2, 1, ()),
-        (4, 2, ("topology.exchange=ring", "train.activation_checkpoint=sequence_selective", "train.offload_activations=true")),
+        (
+            4,
+            2,
+            (
+                "topology.exchange=ring",
+                "train.activation_checkpoint=sequence_selective",
+                "train.offload_activations=true",
+            ),
+        ),
         (3, 3, ("topology.layout=contiguous", "train.activation_checkpoint=none")),
     ],
 )
@@ -124,25 +148,39 @@ def hyperparameters(rank: int, world: int, folder: str) -> list[dict[str, Any]]:
     trainer.train_step(False)
     checkpointer = Checkpointer(folder, 2)
     checkpointer.save(trainer.step, trainer.state(), asynchronous=False)
-    changed = make(rank, world, world, ("optim.weight_decay=0.5", "optim.betas=[0.8,0.9]", "optim.eps=1e-5"))
+    changed = make(
+        rank, world, world, ("optim.weight_decay=0.5", "optim.betas=[0.8,0.9]", "optim.eps=1e-5")
+    )
     changed.resume(checkpointer)
     found = [{"ndim": group["params"][0].ndim, **group} for group in changed.optimizer.param_groups]
-    return [{name: group[name] for name in ("ndim", "weight_decay", "betas", "eps")} for group in found]
+    return [
+        {name: group[name] for name in ("ndim", "weight_decay", "betas", "eps")} for group in found
+    ]
 
 
 def test_a_resume_with_other_hyperparameters_uses_them(tmp_path):
     (found,) = gloo.run(1, hyperparameters, str(tmp_path))
     others = {"betas": (0.8, 0.9), "eps": 1e-5}
-    assert found == [{"ndim": 2, "weight_decay": 0.5, **others}, {"ndim": 1, "weight_decay": 0.0, **others}]
+    assert found == [
+        {"ndim": 2, "weight_decay": 0.5, **others},
+        {"ndim": 1, "weight_decay": 0.0, **others},
+    ]
 
 
 def without_labels(trainer: Trainer, *steps: int) -> None:
     """Steps, counted from 0, whose labels are all ignored."""
-    make, seen, local = trainer.loader._make, iter(range(10**6)), trainer.config.train.global_batch // trainer.environment.dp
+    make, seen, local = (
+        trainer.loader._make,
+        iter(range(10**6)),
+        trainer.config.train.global_batch // trainer.environment.dp,
+    )
 
     def made(samples):
         kept = [
-            sample if next(seen) // local not in steps else replace(sample, labels=np.full_like(sample.labels, -100)) for sample in samples
+            sample
+            if next(seen) // local not in steps
+            else replace(sample, labels=np.full_like(sample.labels, -100))
+            for sample in samples
         ]
         return make(kept)
 
@@ -156,7 +194,9 @@ def held(trainer: Trainer) -> list[torch.Tensor]:
     return [(t.to_local() if isinstance(t, DTensor) else t).detach().clone() for t in found]
 
 
-def unlabelled(rank: int, world: int, ways: list[tuple[int, tuple[str, ...]]]) -> list[dict[str, Any]]:
+def unlabelled(
+    rank: int, world: int, ways: list[tuple[int, tuple[str, ...]]]
+) -> list[dict[str, Any]]:
     """Of each way: four steps, of which the second has no label, and the same data without that step."""
     found = []
     for cp, overrides in ways:
@@ -179,14 +219,20 @@ def unlabelled(rank: int, world: int, ways: list[tuple[int, tuple[str, ...]]]) -
 
 
 def test_a_step_without_a_label_changes_nothing_and_says_so():
-    ways = [(2, ()), (1, ("optim.offload=true",)), (2, ("optim.offload=true", "optim.offload_gradients=true", "train.z_loss=1e-4"))]
+    ways = [
+        (2, ()),
+        (1, ("optim.offload=true",)),
+        (2, ("optim.offload=true", "optim.offload_gradients=true", "train.z_loss=1e-4")),
+    ]
     for found in gloo.run(2, unlabelled, ways):
         for way, one in zip(ways, found, strict=True):
             assert one["same"], f"{way}: weights, moments or counts of steps changed"
             assert one["losses"][0] > 5
             assert (one["losses"][1], one["norm"], one["skipped"]) == (None, 0.0, (False, True))
             assert one["line"] == (2, None, True)
-            assert one["warnings"] == ("step 2: no token has a label, so there is no loss and the weights stay as they are",)
+            assert one["warnings"] == (
+                "step 2: no token has a label, so there is no loss and the weights stay as they are",
+            )
             assert one["changed"]
             assert one["step"] == 4
             assert all(loss > 1 for loss in one["after"])
@@ -229,7 +275,10 @@ def poisoned(rank: int, world: int, folder: str) -> tuple[str, bool, int | None]
         trainer.decoder.forward = lambda *args: forward(*args) * float("nan")  # type: ignore[method-assign]
     with pytest.raises(NonFiniteError) as caught:
         trainer.train_step(False)
-    same = all(torch.equal(a, p.detach().to_local()) for a, p in zip(before, trainer.decoder.parameters(), strict=True))
+    same = all(
+        torch.equal(a, p.detach().to_local())
+        for a, p in zip(before, trainer.decoder.parameters(), strict=True)
+    )
     return str(caught.value), same, checkpointer.latest()
 
 
@@ -243,7 +292,12 @@ def test_a_step_that_is_not_finite_names_step_and_rank_and_changes_nothing(tmp_p
 def poisoned_run(rank: int, world: int, folder: str, checkpoint_every: int) -> list[str]:
     """What train() raises on a run whose third step is not finite, and then on one that goes well but cannot save its end."""
     del world
-    words = [*SMALL, "topology.device=cpu", "topology.workers=2", f"train.checkpoint_every={checkpoint_every}"]
+    words = [
+        *SMALL,
+        "topology.device=cpu",
+        "topology.workers=2",
+        f"train.checkpoint_every={checkpoint_every}",
+    ]
     run_dir = RunDir(Path(folder))
     said = []
     healthy = Trainer.train_step
@@ -256,19 +310,30 @@ def poisoned_run(rank: int, world: int, folder: str, checkpoint_every: int) -> l
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    for owner, name, replacement in ((Trainer, "train_step", poisoned_step), (Checkpointer, "_publish", refuse)):
+    for owner, name, replacement in (
+        (Trainer, "train_step", poisoned_step),
+        (Checkpointer, "_publish", refuse),
+    ):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(owner, name, replacement)
             with pytest.raises(RunError) as caught:
-                train(compose(words), run_dir, Environment("cpu", 2, 2, 1, 2, 1, rank, rank, "mtrain", 2), False)
+                train(
+                    compose(words),
+                    run_dir,
+                    Environment("cpu", 2, 2, 1, 2, 1, rank, rank, "mtrain", 2),
+                    False,
+                )
         said.append(str(caught.value))
     return said
 
 
 @pytest.mark.parametrize(
-    ("checkpoint_every", "remains"), [(0, "no checkpoint was written before"), (2, "the checkpoint before it is intact")]
+    ("checkpoint_every", "remains"),
+    [(0, "no checkpoint was written before"), (2, "the checkpoint before it is intact")],
 )
-def test_a_run_that_fails_says_whether_there_is_a_checkpoint_to_go_on_from(tmp_path, checkpoint_every, remains):
+def test_a_run_that_fails_says_whether_there_is_a_checkpoint_to_go_on_from(
+    tmp_path, checkpoint_every, remains
+):
     for not_finite, not_saved in gloo.run(2, poisoned_run, str(tmp_path), checkpoint_every):
         assert not_finite == (
             f"step 3: the loss is not finite on rank 0; the step was not applied; {remains}. "
@@ -294,7 +359,9 @@ def not_finite(rank: int, world: int, what: str) -> str:
         trainer.decoder.forward = lambda *args: forward(*args) + float("inf")  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1 and what == "gradient":
-            patch.setattr("mtrain_cli.training.trainer.squared_norm", lambda *_: torch.tensor(float("nan")))
+            patch.setattr(
+                "mtrain_cli.training.trainer.squared_norm", lambda *_: torch.tensor(float("nan"))
+            )
         with pytest.raises(NonFiniteError) as caught:
             trainer.train_step(False)
     assert trainer.step == 0
@@ -304,15 +371,28 @@ def not_finite(rank: int, world: int, what: str) -> str:
 @pytest.mark.parametrize("what", ["loss", "gradient"])
 def test_infinity_and_gradients_count_as_not_finite(what):
     for said in gloo.run(2, not_finite, what):
-        assert said.startswith(f"step 1: the {what} is not finite on rank 1; the step was not applied")
+        assert said.startswith(
+            f"step 1: the {what} is not finite on rank 1; the step was not applied"
+        )
 
 
 def test_weight_decay_spares_norms_and_biases():
-    optimizer = make_optimizer(Decoder(compose(["model.num_layers=1"]).model, **DECODER), compose([]).optim)
-    by_shape = {group["weight_decay"] for group in optimizer.param_groups if group["params"][0].ndim >= 2}
-    rest = {group["weight_decay"] for group in optimizer.param_groups if group["params"][0].ndim < 2}
+    optimizer = make_optimizer(
+        Decoder(compose(["model.num_layers=1"]).model, **DECODER), compose([]).optim
+    )
+    by_shape = {
+        group["weight_decay"] for group in optimizer.param_groups if group["params"][0].ndim >= 2
+    }
+    rest = {
+        group["weight_decay"] for group in optimizer.param_groups if group["params"][0].ndim < 2
+    }
     assert (by_shape, rest) == ({0.1}, {0.0})
-    assert all(p.ndim < 2 for group in optimizer.param_groups if group["weight_decay"] == 0 for p in group["params"])
+    assert all(
+        p.ndim < 2
+        for group in optimizer.param_groups
+        if group["weight_decay"] == 0
+        for p in group["params"]
+    )
 
 
 def clipped(rank: int, world: int, clip: float) -> tuple[float, float]:
@@ -322,7 +402,9 @@ def clipped(rank: int, world: int, clip: float) -> tuple[float, float]:
     step = trainer.optimizer.step
 
     def spy() -> None:
-        given.append(squared_norm(local_gradients(trainer.decoder.parameters()), torch.device("cpu")).item())
+        given.append(
+            squared_norm(local_gradients(trainer.decoder.parameters()), torch.device("cpu")).item()
+        )
         step()
 
     trainer.optimizer.step = spy  # type: ignore[method-assign]
@@ -334,13 +416,20 @@ def test_gradients_are_clipped_by_their_norm_over_all_workers(clip):
     found = gloo.run(2, clipped, clip)
     (norm,) = {norm for norm, _ in found}
     assert 0.1 < norm < 100
-    assert sum(part for _, part in found) ** 0.5 == pytest.approx(clip if 0 < clip < norm else norm, rel=1e-4)
+    assert sum(part for _, part in found) ** 0.5 == pytest.approx(
+        clip if 0 < clip < norm else norm, rel=1e-4
+    )
 
 
 def counts(rank: int, world: int) -> dict[str, Any]:
     trainer = make(rank, world, world, ("data.document_mask=false",))
     metrics = trainer.metrics(trainer.train_step(False), 2.0)
-    return {"density": metrics.density, "rate": metrics.tokens_per_second_per_gpu, "tokens": metrics.tokens, "consumed": metrics.consumed}
+    return {
+        "density": metrics.density,
+        "rate": metrics.tokens_per_second_per_gpu,
+        "tokens": metrics.tokens,
+        "consumed": metrics.consumed,
+    }
 
 
 def test_metrics_count_tokens_of_the_whole_step():
@@ -353,7 +442,13 @@ def test_auto_learning_rate_falls_with_width_and_is_gentle_on_given_weights(tmp_
 
     assert peak_learning_rate(compose([])) == pytest.approx(2e-3)
     assert peak_learning_rate(compose(["model=qwen3b"])) == pytest.approx(1.25e-4)
-    shape = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+    shape = {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+    }
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **shape}))
     assert peak_learning_rate(compose([f"train.init_from={tmp_path}"])) == pytest.approx(2e-5)
 
@@ -363,9 +458,23 @@ def trained(rank: int, _world: int, folder: str, overrides: tuple[str, ...], res
     run_dir = RunDir(Path(folder))
     run_dir.path.mkdir(exist_ok=True)
     environment = Environment(
-        device="cpu", workers=1, cp=1, dp=1, workers_per_node=1, nodes=1, rank=rank, local_rank=rank, launcher="mtrain", local_workers=1
+        device="cpu",
+        workers=1,
+        cp=1,
+        dp=1,
+        workers_per_node=1,
+        nodes=1,
+        rank=rank,
+        local_rank=rank,
+        launcher="mtrain",
+        local_workers=1,
     )
-    train(compose([*SMALL, "train.steps=2", f"run.dir={folder}", *overrides]), run_dir, environment, resume)
+    train(
+        compose([*SMALL, "train.steps=2", f"run.dir={folder}", *overrides]),
+        run_dir,
+        environment,
+        resume,
+    )
     return run_dir.log.read_text()
 
 
@@ -378,7 +487,10 @@ def test_the_last_words_of_a_run_are_commands_that_go_on_and_a_shell_can_read(tm
 
     (log,) = gloo.run(1, trained, str(folder), (), True)
     last = log[log.index("resumed from") :]
-    assert "nothing is left to train: step 2 is the last of train.steps=2; a larger one continues" in last
+    assert (
+        "nothing is left to train: step 2 is the last of train.steps=2; a larger one continues"
+        in last
+    )
     assert "trained to step" not in last
 
 
@@ -416,17 +528,23 @@ def test_cpu_workers_that_need_more_memory_than_there_is_are_refused_at_once():
 
 def counted(rank: int, world: int) -> tuple[int, list[tuple[str, int]]]:
     """Layers, and what happens in a step: forward passes, and counts with how many layers were not counted before."""
-    trainer = make(rank, world, world, ("train.global_batch=3", "sparsity=vertical_slash", "sparsity.block=16"))
+    trainer = make(
+        rank, world, world, ("train.global_batch=3", "sparsity=vertical_slash", "sparsity.block=16")
+    )
     seen: list[tuple[str, int]] = []
     forward, count = Decoder.forward, DynamicIndex.count
 
     def counting(index: DynamicIndex) -> None:
         assert not index.kept, "its backward pass has run"
-        seen.append(("count", sum(isinstance(record.found, VerticalSlash) for record in index.records)))
+        seen.append(
+            ("count", sum(isinstance(record.found, VerticalSlash) for record in index.records))
+        )
         count(index)
 
     with (
-        mock.patch.object(Decoder, "forward", lambda *a, **k: seen.append(("forward", 0)) or forward(*a, **k)),
+        mock.patch.object(
+            Decoder, "forward", lambda *a, **k: seen.append(("forward", 0)) or forward(*a, **k)
+        ),
         mock.patch.object(DynamicIndex, "count", counting),
     ):
         assert trainer.train_step(False).index is not None

@@ -23,7 +23,9 @@ def train(folder: Path, *words: str) -> list[dict]:
     found = mtrain(folder, "train", *words)
     assert found.returncode == 0, found.stderr
     (folder / "stdout").write_text(found.stdout)
-    return [json.loads(line) for line in (folder / "runs/one/metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (folder / "runs/one/metrics.jsonl").read_text().splitlines()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -58,22 +60,30 @@ def test_a_resumed_training_goes_on_with_its_profile(trained):
 
 
 def test_the_density_of_a_profile_is_that_of_the_metrics(trained):
-    metrics = [json.loads(line) for line in (trained / "runs/one/metrics.jsonl").read_text().splitlines()]
+    metrics = [
+        json.loads(line) for line in (trained / "runs/one/metrics.jsonl").read_text().splitlines()
+    ]
     recorded = open_records(trained / "runs/one/profile")
-    assert recorded.summary["cases"][0]["density"] == pytest.approx(metrics[-1]["density"], rel=1e-6)
+    assert recorded.summary["cases"][0]["density"] == pytest.approx(
+        metrics[-1]["density"], rel=1e-6
+    )
     # And of every recorded step, layer by layer.
     frame = recorded.frame()
     forward = frame[frame.direction == "forward"]
     for step in (2, 4, 6):
         for layer in (0, 1):
             pairs = forward.pairs[(forward.iteration == step) & (forward.layer == layer)].sum()
-            assert pairs / (4 * 2 * 512 * 513 / 2) == pytest.approx(metrics[step - 1]["density_by_layer"][layer], rel=1e-6)
+            assert pairs / (4 * 2 * 512 * 513 / 2) == pytest.approx(
+                metrics[step - 1]["density_by_layer"][layer], rel=1e-6
+            )
 
 
 @pytest.mark.slow
 def test_losses_are_those_without_a_profile(trained, tmp_path):
     plain = train(tmp_path, *WORDS, "train.steps=4", "run.name=one")
-    recorded = [json.loads(line) for line in (trained / "runs/one/metrics.jsonl").read_text().splitlines()]
+    recorded = [
+        json.loads(line) for line in (trained / "runs/one/metrics.jsonl").read_text().splitlines()
+    ]
     assert [step["loss"] for step in plain] == [step["loss"] for step in recorded[:4]]
 
 
@@ -81,13 +91,23 @@ def test_losses_are_those_without_a_profile(trained, tmp_path):
 def test_steps_that_are_taken_again_are_recorded_once_and_another_spread_is_another_case(tmp_path):
     """Ended after step 5, with a checkpoint of step 3; then on three workers."""
     dense = [word for word in WORDS if not word.startswith(("sparsity", "train.checkpoint_every"))]
-    train(tmp_path, *dense, "train.steps=5", "profile.every=1", "train.checkpoint_every=3", "train.checkpoint_at_end=false", "run.name=one")
+    train(
+        tmp_path,
+        *dense,
+        "train.steps=5",
+        "profile.every=1",
+        "train.checkpoint_every=3",
+        "train.checkpoint_at_end=false",
+        "run.name=one",
+    )
     profile = tmp_path / "runs/one/profile"
     assert set(open_records(profile).frame().iteration) == {1, 2, 3, 4, 5}
     train(tmp_path, "--resume", "runs/one", "topology.workers=3")
     recorded = open_records(profile)
     frame = recorded.frame()
-    assert {(case, iteration) for case, iteration in zip(frame.case, frame.iteration, strict=True)} == {
+    assert {
+        (case, iteration) for case, iteration in zip(frame.case, frame.iteration, strict=True)
+    } == {
         (0, 1),
         (0, 2),
         (0, 3),
@@ -95,7 +115,10 @@ def test_steps_that_are_taken_again_are_recorded_once_and_another_spread_is_anot
         (1, 5),
     }
     assert [case["workers"] for case in recorded.summary["cases"]] == [2, 3]
-    assert [case["label"] for case in recorded.summary["cases"]] == ["dense striped ring", "dense striped ring, from step 4"]
+    assert [case["label"] for case in recorded.summary["cases"]] == [
+        "dense striped ring",
+        "dense striped ring, from step 4",
+    ]
     assert recorded.complete
     assert [case.workers for case in analyse(recorded)] == [2, 3]
     assert [case.missing for case in analyse(recorded)] == [(), ()]
@@ -109,14 +132,23 @@ def test_a_profile_that_cannot_be_gone_on_with_is_put_aside_and_costs_no_trainin
     summary.write_text("{")
     metrics = train(tmp_path, "--resume", "runs/one", "train.steps=3")
     assert len(metrics) == 3
-    assert "held no profile that can be gone on with; it is now profile-1" in " ".join((tmp_path / "stdout").read_text().split())
+    assert "held no profile that can be gone on with; it is now profile-1" in " ".join(
+        (tmp_path / "stdout").read_text().split()
+    )
     assert set(open_records(tmp_path / "runs/one/profile").frame().iteration) == {3}
     assert (tmp_path / "runs/one/profile-1/summary.json").read_text() == "{"
 
 
 @pytest.mark.slow
 def test_dense_first_steps_are_a_case_of_their_own(tmp_path):
-    train(tmp_path, *WORDS, "sparsity.dense_steps=2", "train.steps=3", "profile.every=1", "run.name=one")
+    train(
+        tmp_path,
+        *WORDS,
+        "sparsity.dense_steps=2",
+        "train.steps=3",
+        "profile.every=1",
+        "run.name=one",
+    )
     recorded = open_records(tmp_path / "runs/one/profile")
     frame = recorded.frame()
     labels = [case["label"] for case in recorded.summary["cases"]]

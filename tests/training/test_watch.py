@@ -14,7 +14,13 @@ from training.test_train_loop import SMALL, place
 from mtrain_cli.config.compose import compose
 from mtrain_cli.model import decoder as decoders
 from mtrain_cli.training.trainer import Trainer
-from mtrain_cli.training.watch import FEWEST, STRAGGLER_STEPS, STRAGGLER_WARM_UP, SpikeWatch, StragglerWatch
+from mtrain_cli.training.watch import (
+    FEWEST,
+    STRAGGLER_STEPS,
+    STRAGGLER_WARM_UP,
+    SpikeWatch,
+    StragglerWatch,
+)
 
 
 def falling(step: int, noise: random.Random) -> tuple[float, float]:
@@ -43,7 +49,9 @@ def test_a_spike_is_told_once_with_its_size_and_so_is_its_end(which):
         values[step] = (loss + 4, norm) if which == "loss" else (loss, 40 * norm)
     (first, told), (last, over) = watched(values)
     assert (first, last) == (101, 104)
-    assert told.startswith(f"step 101 is a spike: {'loss' if which == 'loss' else 'gradient norm'} ")
+    assert told.startswith(
+        f"step 101 is a spike: {'loss' if which == 'loss' else 'gradient norm'} "
+    )
     assert told.endswith(" of the 64 steps before")
     assert over == "step 104 is inside the band again, after 3 steps outside"
     assert watched(values, sigma=0) == []
@@ -77,7 +85,11 @@ def test_the_band_goes_on_from_a_checkpoint():
 
 def slow_by(factors: list[float], steps: int, watch: StragglerWatch) -> list[str]:
     noise = random.Random(0)
-    return [line for _ in range(steps) for line in watch.see([f * (1 + noise.gauss(0, 0.02)) for f in factors])]
+    return [
+        line
+        for _ in range(steps)
+        for line in watch.see([f * (1 + noise.gauss(0, 0.02)) for f in factors])
+    ]
 
 
 def test_a_slow_rank_is_named_once_and_again_when_it_is_not():
@@ -85,7 +97,8 @@ def test_a_slow_rank_is_named_once_and_again_when_it_is_not():
     assert slow_by([1, 1, 1], 50, watch) == []
     (line,) = slow_by([1, 1.3, 1], 100, watch)
     told = re.fullmatch(
-        r"rank 1 \(a, GPU 1\) is slow: it takes (1\.\d\d)x as long as the others for a layer, in most of the last 20 steps", line
+        r"rank 1 \(a, GPU 1\) is slow: it takes (1\.\d\d)x as long as the others for a layer, in most of the last 20 steps",
+        line,
     )
     assert told is not None
     assert 1.2 < float(told[1]) < 1.4
@@ -95,7 +108,11 @@ def test_a_slow_rank_is_named_once_and_again_when_it_is_not():
 def test_now_and_then_is_not_slow():
     watch = StragglerWatch(0.1, ["a", "b"], "a layer")
     noise = random.Random(0)
-    lines = [line for step in range(200) for line in watch.see([1.0, 3.0 if step % 5 == 0 else 1 + noise.gauss(0, 0.01)])]
+    lines = [
+        line
+        for step in range(200)
+        for line in watch.see([1.0, 3.0 if step % 5 == 0 else 1 + noise.gauss(0, 0.01)])
+    ]
     assert lines == []
     assert slow_by([1, 1.3], 100, StragglerWatch(0, ["a", "b"], "a layer")) == []
 
@@ -105,12 +122,19 @@ def test_a_slow_loader_is_measured_by_the_step():
     # Ten times as long, and still nothing beside a step; then a third of one.
     assert [line for _ in range(50) for line in watch.see([0.001, 0.01], base=1.0)] == []
     (line,) = [line for _ in range(50) for line in watch.see([0.001, 0.3], base=1.0)]
-    assert line.startswith("rank 1 (b) is slow: it takes longer than the others for the data of a step, by 30% of a step, in most")
+    assert line.startswith(
+        "rank 1 (b) is slow: it takes longer than the others for the data of a step, by 30% of a step, in most"
+    )
 
 
-def stepped(rank: int, world: int, slow: int, spike: int) -> tuple[list[str], list[bool], list[float], float]:
+def stepped(
+    rank: int, world: int, slow: int, spike: int
+) -> tuple[list[str], list[bool], list[float], float]:
     """Steps of a training in which a rank dawdles in a layer, and one step has a hundredfold loss."""
-    trainer = Trainer(compose([*SMALL, "optim.skip_spikes=true", "train.steps=60", "topology.device=cpu"]), place(rank, world))
+    trainer = Trainer(
+        compose([*SMALL, "optim.skip_spikes=true", "train.steps=60", "topology.device=cpu"]),
+        place(rank, world),
+    )
     whole, rest = trainer.decoder.forward, decoders.feed_forward
 
     def dawdling(*arguments, **options):
@@ -134,10 +158,18 @@ def test_workers_name_the_slow_one_and_leave_out_the_update_of_a_spike_together(
     spike = 20
     found = gloo.run(3, stepped, 1, spike)
     lines = found[0][0]
-    assert [line for line in lines if "rank" in line and "slow" in line] == [line for line in lines if line.startswith("rank 1 (")]
+    assert [line for line in lines if "rank" in line and "slow" in line] == [
+        line for line in lines if line.startswith("rank 1 (")
+    ]
     assert sum(line.startswith("rank 1 (") for line in lines) == 1, lines
-    assert "for the same part of a layer" in next(line for line in lines if line.startswith("rank 1 ("))
-    assert any(line.startswith(f"step {spike} is a spike: loss ") and line.endswith("; its update is left out") for line in lines)
+    assert "for the same part of a layer" in next(
+        line for line in lines if line.startswith("rank 1 (")
+    )
+    assert any(
+        line.startswith(f"step {spike} is a spike: loss ")
+        and line.endswith("; its update is left out")
+        for line in lines
+    )
     for others in found:
         assert [step for step, skipped in enumerate(others[1], start=1) if skipped] == [spike]
         moved = [moved > 0 for moved in others[2]]

@@ -18,4 +18,13 @@ from mtrain_cli.kernels.triton.sparse.output import forward
 from mtrain_cli.kernels.triton.sparse.plan import Plan, covered_columns, list_blocks
 from mtrain_cli.kernels.triton.sparse.query_gradient import backward_queries, row_delta
 
-__all__ = ["Plan", "backward_columns", "backward_keys", "backward_queries", "covered_columns", "forward", "list_blocks", "row_delta"]
+__all__ = [
+    "Plan",
+    "backward_columns",
+    "backward_keys",
+    "backward_queries",
+    "covered_columns",
+    "forward",
+    "list_blocks",
+    "row_delta",
+]

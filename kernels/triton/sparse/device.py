@@ -10,7 +10,20 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def block_ranges(LINES, UPTO, FIRST_MIN, FIRST_MAX, bh, b, i, qb, width, BLOCKS, BLOCK: tl.constexpr, LISTED: tl.constexpr):
+def block_ranges(
+    LINES,
+    UPTO,
+    FIRST_MIN,
+    FIRST_MAX,
+    bh,
+    b,
+    i,
+    qb,
+    width,
+    BLOCKS,
+    BLOCK: tl.constexpr,
+    LISTED: tl.constexpr,
+):
     """-> address of the list, masked before, end of unmasked, end: entries [0, a) and [b, c) need a mask, [a, b) none. i: local
     number of query block qb, which owns the program.
     """
@@ -37,7 +50,9 @@ def ungated(GATES, GATE_SLOTS, bh, qb, inside, kb, held, words, CHUNK_BLOCKS, BL
 
 
 @triton.jit
-def bar_ranges(BARS_UPTO, FIRST_MIN, FIRST_MAX, bh, b, qb, BLOCKS, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr):
+def bar_ranges(
+    BARS_UPTO, FIRST_MIN, FIRST_MAX, bh, b, qb, BLOCKS, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr
+):
     """Tiles of columns [begin, end) that query block qb may see; [full_begin, full_end) of them need no row-wise mask."""
     base = BARS_UPTO + bh * (BLOCKS + 1)
     low = tl.minimum(tl.load(FIRST_MIN + b * BLOCKS + qb) // BLOCK, qb + 1)

@@ -14,7 +14,9 @@ from mtrain_cli.kernels.triton.sparse.plan import Plan
 # By block size; the fastest of those tried on an H200 with head_dim 128 (profiles/notes.md).
 _KEYS = {128: Tile(64, 8, 2), 64: Tile(64, 8, 2)}
 _COLUMNS_PER_TILE = 128
-_PROGRAMS_WANTED = 1024  # programs for the gradient of columns: enough to fill any GPU several times
+_PROGRAMS_WANTED = (
+    1024  # programs for the gradient of columns: enough to fill any GPU several times
+)
 
 
 @triton.jit
@@ -48,8 +50,16 @@ def _backward_keys(
     d = tl.arange(0, D)
     kb = tl.load(KEY_BLOCKS + j)
     positions = kb * BLOCK + tl.arange(0, BLOCK)
-    k = tl.load(K + b * stride_kb + slots[:, None].to(tl.int64) * stride_kn + kv * stride_kh + d, mask=real[:, None], other=0.0)
-    v = tl.load(V + b * stride_vb + slots[:, None].to(tl.int64) * stride_vn + kv * stride_vh + d, mask=real[:, None], other=0.0)
+    k = tl.load(
+        K + b * stride_kb + slots[:, None].to(tl.int64) * stride_kn + kv * stride_kh + d,
+        mask=real[:, None],
+        other=0.0,
+    )
+    v = tl.load(
+        V + b * stride_vb + slots[:, None].to(tl.int64) * stride_vn + kv * stride_vh + d,
+        mask=real[:, None],
+        other=0.0,
+    )
     dk = tl.zeros([BLOCK, D], tl.float32)
     dv = tl.zeros([BLOCK, D], tl.float32)
     within = tl.arange(0, BLOCK_M)
@@ -72,7 +82,9 @@ def _backward_keys(
             list_at = LINES + bh * width
             end = tl.load(base + tl.maximum(somewhere - kb + 1, 0))
             diagonal = tl.minimum(tl.load(base + 1), end)
-            whole = tl.minimum(tl.maximum(tl.load(base + tl.maximum(everywhere - kb + 1, 0)), diagonal), end)
+            whole = tl.minimum(
+                tl.maximum(tl.load(base + tl.maximum(everywhere - kb + 1, 0)), diagonal), end
+            )
         q_base = Q + b * stride_qb + h * stride_qh + d
         do_base = DO + b * stride_db + h * stride_dh + d
         row_base = bh * queries
@@ -91,14 +103,22 @@ def _backward_keys(
                 there = at < queries
                 where = qb * BLOCK + inside
                 first = tl.load(FIRST + b * SEQ + where)
-                q = tl.load(q_base + at[:, None].to(tl.int64) * stride_qn, mask=there[:, None], other=0.0)
-                do = tl.load(do_base + at[:, None].to(tl.int64) * stride_dn, mask=there[:, None], other=0.0)
+                q = tl.load(
+                    q_base + at[:, None].to(tl.int64) * stride_qn, mask=there[:, None], other=0.0
+                )
+                do = tl.load(
+                    do_base + at[:, None].to(tl.int64) * stride_dn, mask=there[:, None], other=0.0
+                )
                 lse = tl.load(LSE + row_base + at, mask=there, other=float("-inf"))
                 lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
                 delta = tl.load(DELTA + row_base + at, mask=there, other=0.0)
-                hidden = (positions[:, None] < first[None, :]) | (positions[:, None] > where[None, :])
+                hidden = (positions[:, None] < first[None, :]) | (
+                    positions[:, None] > where[None, :]
+                )
                 if GATED:
-                    hidden |= ungated(GATES, GATE_SLOTS, bh, qb, inside, kb, held, words, CHUNK_BLOCKS, BLOCK)[None, :]
+                    hidden |= ungated(
+                        GATES, GATE_SLOTS, bh, qb, inside, kb, held, words, CHUNK_BLOCKS, BLOCK
+                    )[None, :]
                 dk, dv = _key_gradient(q, k, v, do, lse, delta, hidden, dk, dv, scale, True)
         if not LISTED:
             for t in range(diagonal * SUB, whole * SUB):
@@ -168,10 +188,19 @@ def _backward_columns(
         do_base = DO + b * stride_db + h * stride_dh + d
         row_base = bh * queries
         slash = SLASH + bh * BLOCKS
-        words = COVERED + bh * query_blocks * (column_width // 32) + tile * (BLOCK_N // 32) + tl.arange(0, BLOCK_N) // 32
-        word = tl.load(words + tl.minimum(full_begin, query_blocks - 1).to(tl.int64) * (column_width // 32))
+        words = (
+            COVERED
+            + bh * query_blocks * (column_width // 32)
+            + tile * (BLOCK_N // 32)
+            + tl.arange(0, BLOCK_N) // 32
+        )
+        word = tl.load(
+            words + tl.minimum(full_begin, query_blocks - 1).to(tl.int64) * (column_width // 32)
+        )
         for t in range(full_begin * SUB, full_end * SUB):
-            following = tl.load(words + tl.minimum((t + 1) // SUB, full_end - 1).to(tl.int64) * (column_width // 32))
+            following = tl.load(
+                words + tl.minimum((t + 1) // SUB, full_end - 1).to(tl.int64) * (column_width // 32)
+            )
             i = t // SUB
             rows = i * BLOCK + (t % SUB) * BLOCK_M + within
             qb = tl.load(QUERY_BLOCKS + i)
@@ -191,14 +220,22 @@ def _backward_columns(
             qb = tl.load(QUERY_BLOCKS + i)
             position = qb * BLOCK + (s % SUB) * BLOCK_M + within
             first = tl.load(FIRST + b * SEQ + position)
-            q = tl.load(q_base + rows[:, None].to(tl.int64) * stride_qn, mask=there[:, None], other=0.0)
-            do = tl.load(do_base + rows[:, None].to(tl.int64) * stride_dn, mask=there[:, None], other=0.0)
+            q = tl.load(
+                q_base + rows[:, None].to(tl.int64) * stride_qn, mask=there[:, None], other=0.0
+            )
+            do = tl.load(
+                do_base + rows[:, None].to(tl.int64) * stride_dn, mask=there[:, None], other=0.0
+            )
             lse = tl.load(LSE + row_base + rows, mask=there, other=float("-inf"))
             lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
             delta = tl.load(DELTA + row_base + rows, mask=there, other=0.0)
             away = qb - where // BLOCK
             covered = tl.load(slash + away, mask=away >= 0, other=1) != 0
-            hidden = covered[:, None] | (where[:, None] < first[None, :]) | (where[:, None] > position[None, :])
+            hidden = (
+                covered[:, None]
+                | (where[:, None] < first[None, :])
+                | (where[:, None] > position[None, :])
+            )
             dk, dv = _key_gradient(q, k, v, do, lse, delta, hidden, dk, dv, scale, True)
     to = ((part.to(tl.int64) * tl.num_programs(1) + bh) * column_width + at[:, None]) * D + d
     tl.store(DK + to, dk * scale, mask=(at < column_width)[:, None])
@@ -206,7 +243,14 @@ def _backward_columns(
 
 
 def backward_keys(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor, plan: Plan, scale: float
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+    plan: Plan,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> dk, dv over the blocks (not the columns), float32 like the keys."""
     assert plan.lines_t is not None
@@ -239,7 +283,10 @@ def backward_columns(
     width = plan.column_positions.shape[-1]
     tiles = triton.cdiv(width, _COLUMNS_PER_TILE)
     parts = max(1, min(16, _PROGRAMS_WANTED // (tiles * batch * heads)))
-    dk, dv = (torch.empty(parts, batch, heads, width, dim, dtype=torch.float32, device=q.device) for _ in range(2))
+    dk, dv = (
+        torch.empty(parts, batch, heads, width, dim, dtype=torch.float32, device=q.device)
+        for _ in range(2)
+    )
     moving = min(64, plan.block)
     _backward_columns[(tiles * parts, batch * heads)](
         q, *columns, dout, lse, delta, dk, dv,

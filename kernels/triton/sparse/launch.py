@@ -41,9 +41,17 @@ def gate_arguments(plan: Plan, unused: torch.Tensor):
     return plan.gates, plan.gate_slots, *plan.gates.shape[1:], plan.chunk // plan.block
 
 
-def column_arguments(columns: tuple[torch.Tensor, torch.Tensor] | None, plan: Plan, unused: torch.Tensor):
+def column_arguments(
+    columns: tuple[torch.Tensor, torch.Tensor] | None, plan: Plan, unused: torch.Tensor
+):
     """-> packed keys and values, their positions, counts and width; any tensor stands in where there are none."""
     if columns is None:
         return (unused, unused), unused, unused, unused, 0
     assert plan.column_positions is not None
-    return columns, plan.column_positions, plan.columns_upto, plan.covered, plan.column_positions.shape[-1]
+    return (
+        columns,
+        plan.column_positions,
+        plan.columns_upto,
+        plan.covered,
+        plan.column_positions.shape[-1],
+    )

@@ -6,7 +6,14 @@ import torch
 import triton
 import triton.language as tl
 from mtrain_cli.kernels.triton.sparse.device import LN2, LOG2E, bar_ranges, block_ranges, ungated
-from mtrain_cli.kernels.triton.sparse.launch import Tile, column_arguments, gate_arguments, list_arguments, strides, tile_for
+from mtrain_cli.kernels.triton.sparse.launch import (
+    Tile,
+    column_arguments,
+    gate_arguments,
+    list_arguments,
+    strides,
+    tile_for,
+)
 from mtrain_cli.kernels.triton.sparse.plan import Plan
 
 # By block size; the fastest of those tried on an H200 with head_dim 128 (profiles/notes.md).
@@ -50,7 +57,11 @@ def _forward(
     positions = qb * BLOCK + tl.arange(0, BLOCK)
     first = tl.load(FIRST + b * SEQ + positions)
     seeing = real & (first <= positions)
-    q = tl.load(Q + b * stride_qb + rows[:, None].to(tl.int64) * stride_qn + h * stride_qh + d, mask=real[:, None], other=0.0)
+    q = tl.load(
+        Q + b * stride_qb + rows[:, None].to(tl.int64) * stride_qn + h * stride_qh + d,
+        mask=real[:, None],
+        other=0.0,
+    )
     out_at = (b * queries + rows[:, None]) * (HEADS * D) + h * D + d
     lse_at = bh * queries + rows
     if CONTINUE:
@@ -67,7 +78,9 @@ def _forward(
     if SLASHES:
         k_base = K + b * stride_kb + (h // GROUP) * stride_kh + d
         v_base = V + b * stride_vb + (h // GROUP) * stride_vh + d
-        list_at, diagonal, whole, end = block_ranges(LINES, UPTO, FIRST_MIN, FIRST_MAX, bh, b, i, qb, width, BLOCKS, BLOCK, LISTED)
+        list_at, diagonal, whole, end = block_ranges(
+            LINES, UPTO, FIRST_MIN, FIRST_MAX, bh, b, i, qb, width, BLOCKS, BLOCK, LISTED
+        )
         for t in range((diagonal + end - whole) * SUB):
             n = t // SUB
             n = tl.where(n < diagonal, n, n - diagonal + whole)
@@ -80,12 +93,31 @@ def _forward(
             if slot >= 0:
                 inside = (t % SUB) * BLOCK_N + within
                 at = slot * BLOCK + inside
-                k = tl.load(k_base + at[:, None].to(tl.int64) * stride_kn, mask=(at < keys)[:, None], other=0.0)
-                v = tl.load(v_base + at[:, None].to(tl.int64) * stride_vn, mask=(at < keys)[:, None], other=0.0)
+                k = tl.load(
+                    k_base + at[:, None].to(tl.int64) * stride_kn,
+                    mask=(at < keys)[:, None],
+                    other=0.0,
+                )
+                v = tl.load(
+                    v_base + at[:, None].to(tl.int64) * stride_vn,
+                    mask=(at < keys)[:, None],
+                    other=0.0,
+                )
                 where = kb * BLOCK + inside
                 hidden = (where[None, :] < first[:, None]) | (where[None, :] > positions[:, None])
                 if GATED:
-                    hidden |= ungated(GATES, GATE_SLOTS, bh, qb, tl.arange(0, BLOCK), kb, held, words, CHUNK_BLOCKS, BLOCK)[:, None]
+                    hidden |= ungated(
+                        GATES,
+                        GATE_SLOTS,
+                        bh,
+                        qb,
+                        tl.arange(0, BLOCK),
+                        kb,
+                        held,
+                        words,
+                        CHUNK_BLOCKS,
+                        BLOCK,
+                    )[:, None]
                 m, total, acc = _attend(q, k, v, hidden, m, total, acc, scale, True)
         if not LISTED:
             for t in range(diagonal * SUB, whole * SUB):
@@ -104,7 +136,9 @@ def _forward(
                     m, total, acc = _attend(q, k, v, q, m, total, acc, scale, False)
     if COLUMNS:
         column = bh * column_width
-        begin, full_begin, full_end, end = bar_ranges(BARS_UPTO, FIRST_MIN, FIRST_MAX, bh, b, qb, BLOCKS, BLOCK, BLOCK_N)
+        begin, full_begin, full_end, end = bar_ranges(
+            BARS_UPTO, FIRST_MIN, FIRST_MAX, bh, b, qb, BLOCKS, BLOCK, BLOCK_N
+        )
         slash = SLASH + bh * BLOCKS
         words = COVERED + (bh * tl.num_programs(0) + i) * (column_width // 32)
         # The next tile's bits are asked for before this tile's products, which hide the wait.
@@ -121,13 +155,23 @@ def _forward(
             t = tl.where(s < full_begin, s, s - full_begin + full_end)
             at = t * BLOCK_N + within
             where = tl.load(BARS + column + at, mask=at < column_width, other=SEQ)
-            k = tl.load(KB + (column + at)[:, None] * D + d, mask=(at < column_width)[:, None], other=0.0)
-            v = tl.load(VB + (column + at)[:, None] * D + d, mask=(at < column_width)[:, None], other=0.0)
+            k = tl.load(
+                KB + (column + at)[:, None] * D + d, mask=(at < column_width)[:, None], other=0.0
+            )
+            v = tl.load(
+                VB + (column + at)[:, None] * D + d, mask=(at < column_width)[:, None], other=0.0
+            )
             away = qb - where // BLOCK
             covered = tl.load(slash + away, mask=away >= 0, other=1) != 0
-            hidden = covered[None, :] | (where[None, :] < first[:, None]) | (where[None, :] > positions[:, None])
+            hidden = (
+                covered[None, :]
+                | (where[None, :] < first[:, None])
+                | (where[None, :] > positions[:, None])
+            )
             m, total, acc = _attend(q, k, v, hidden, m, total, acc, scale, True)
-    some = seeing & (total != 0.0)  # NaN is something: it must not look like a row that sees nothing
+    some = seeing & (
+        total != 0.0
+    )  # NaN is something: it must not look like a row that sees nothing
     out = tl.where(some[:, None], acc / tl.where(some, total, 1.0)[:, None], 0.0)
     lse = tl.where(some, m * LN2 + tl.log(tl.where(some, total, 1.0)), float("-inf"))
     tl.store(OUT + out_at, out.to(OUT.dtype.element_ty), mask=real[:, None])
@@ -171,12 +215,16 @@ def _forward_pass(
     """The blocks, or, if there are columns, these alone."""
     slashes = columns is None
     batch, queries, heads, dim = q.shape
-    assert partial is None or all(t.is_contiguous() for t in partial), "partial results are read as they would be written"
+    assert partial is None or all(t.is_contiguous() for t in partial), (
+        "partial results are read as they would be written"
+    )
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
     tile = tile_for(_FORWARD if slashes else _FORWARD_COLUMNS, plan.block)
     lines, upto, width = list_arguments(slashes, plan, q)
-    packed, column_positions, columns_upto, covered, column_width = column_arguments(columns, plan, q)
+    packed, column_positions, columns_upto, covered, column_width = column_arguments(
+        columns, plan, q
+    )
     _forward[(plan.query_blocks.numel(), batch * heads)](
         q, k, v, *packed, out, lse, *(partial or (out, lse)),
         plan.first, plan.query_blocks, plan.key_slot, plan.first_min, plan.first_max, lines, upto, plan.slash,

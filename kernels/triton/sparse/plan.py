@@ -63,7 +63,9 @@ class Plan:
 
 
 @triton.jit
-def _covered_columns(SLASH, BARS, QUERY_BLOCKS, COVERED, width, BLOCKS, BLOCK: tl.constexpr, WORDS: tl.constexpr):
+def _covered_columns(
+    SLASH, BARS, QUERY_BLOCKS, COVERED, width, BLOCKS, BLOCK: tl.constexpr, WORDS: tl.constexpr
+):
     i = tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)
     qb = tl.load(QUERY_BLOCKS + i)
@@ -71,18 +73,37 @@ def _covered_columns(SLASH, BARS, QUERY_BLOCKS, COVERED, width, BLOCKS, BLOCK: t
     for begin in range(0, width // 32, WORDS):
         word = begin + tl.arange(0, WORDS)
         there = word < width // 32
-        where = tl.load(BARS + bh * width + word[:, None] * 32 + bit[None, :], mask=there[:, None], other=0)
+        where = tl.load(
+            BARS + bh * width + word[:, None] * 32 + bit[None, :], mask=there[:, None], other=0
+        )
         away = qb - where // BLOCK
-        covered = tl.load(SLASH + bh * BLOCKS + away, mask=(away >= 0) & there[:, None], other=1).to(tl.int32)
-        tl.store(COVERED + (bh * tl.num_programs(0) + i) * (width // 32) + word, tl.sum(covered << bit[None, :], 1), mask=there)
+        covered = tl.load(
+            SLASH + bh * BLOCKS + away, mask=(away >= 0) & there[:, None], other=1
+        ).to(tl.int32)
+        tl.store(
+            COVERED + (bh * tl.num_programs(0) + i) * (width // 32) + word,
+            tl.sum(covered << bit[None, :], 1),
+            mask=there,
+        )
 
 
-def covered_columns(slash: torch.Tensor, column_positions: torch.Tensor, query_blocks: torch.Tensor, block: int) -> torch.Tensor:
+def covered_columns(
+    slash: torch.Tensor, column_positions: torch.Tensor, query_blocks: torch.Tensor, block: int
+) -> torch.Tensor:
     """Bit c of int32 [batch * heads, query blocks, width / 32]: column c lies on an active diagonal of the query block or in its future."""
     flat, width = column_positions.shape
-    covered = torch.empty(flat, query_blocks.numel(), width // 32, dtype=torch.int32, device=column_positions.device)
+    covered = torch.empty(
+        flat, query_blocks.numel(), width // 32, dtype=torch.int32, device=column_positions.device
+    )
     _covered_columns[(query_blocks.numel(), flat)](
-        slash, column_positions, query_blocks, covered, width, slash.shape[-1], BLOCK=block, WORDS=16
+        slash,
+        column_positions,
+        query_blocks,
+        covered,
+        width,
+        slash.shape[-1],
+        BLOCK=block,
+        WORDS=16,
     )
     return covered
 

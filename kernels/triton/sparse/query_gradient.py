@@ -6,7 +6,14 @@ import torch
 import triton
 import triton.language as tl
 from mtrain_cli.kernels.triton.sparse.device import LOG2E, bar_ranges, block_ranges, ungated
-from mtrain_cli.kernels.triton.sparse.launch import Tile, column_arguments, gate_arguments, list_arguments, strides, tile_for
+from mtrain_cli.kernels.triton.sparse.launch import (
+    Tile,
+    column_arguments,
+    gate_arguments,
+    list_arguments,
+    strides,
+    tile_for,
+)
 from mtrain_cli.kernels.triton.sparse.plan import Plan
 
 # By block size; the fastest of those tried on an H200 with head_dim 128 (profiles/notes.md).
@@ -25,8 +32,12 @@ def _row_delta(
     d = tl.arange(0, D)
     row = rows[:, None].to(tl.int64)
     real = rows < tokens
-    out = tl.load(OUT + b * stride_ob + row * stride_on + h * stride_oh + d, mask=real[:, None], other=0.0).to(tl.float32)
-    do = tl.load(DO + b * stride_db + row * stride_dn + h * stride_dh + d, mask=real[:, None], other=0.0).to(tl.float32)
+    out = tl.load(
+        OUT + b * stride_ob + row * stride_on + h * stride_oh + d, mask=real[:, None], other=0.0
+    ).to(tl.float32)
+    do = tl.load(
+        DO + b * stride_db + row * stride_dn + h * stride_dh + d, mask=real[:, None], other=0.0
+    ).to(tl.float32)
     tl.store(DELTA + bh * tokens + rows, tl.sum(out * do, 1), mask=real)
 
 
@@ -35,7 +46,9 @@ def row_delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
     batch, queries, heads, dim = out.shape
     delta = torch.empty(batch, heads, queries, dtype=torch.float32, device=out.device)
     rows = 64
-    _row_delta[(triton.cdiv(queries, rows), batch * heads)](out, dout, delta, queries, *strides(out, dout), HEADS=heads, D=dim, ROWS=rows)
+    _row_delta[(triton.cdiv(queries, rows), batch * heads)](
+        out, dout, delta, queries, *strides(out, dout), HEADS=heads, D=dim, ROWS=rows
+    )
     return delta
 
 
@@ -70,9 +83,17 @@ def _backward_queries(
     qb = tl.load(QUERY_BLOCKS + i)
     positions = qb * BLOCK + tl.arange(0, BLOCK)
     first = tl.load(FIRST + b * SEQ + positions)
-    q = tl.load(Q + b * stride_qb + rows[:, None].to(tl.int64) * stride_qn + h * stride_qh + d, mask=real[:, None], other=0.0)
+    q = tl.load(
+        Q + b * stride_qb + rows[:, None].to(tl.int64) * stride_qn + h * stride_qh + d,
+        mask=real[:, None],
+        other=0.0,
+    )
     out_at = (b * queries + rows[:, None]) * (HEADS * D) + h * D + d
-    do = tl.load(DO + b * stride_db + rows[:, None].to(tl.int64) * stride_dn + h * stride_dh + d, mask=real[:, None], other=0.0)
+    do = tl.load(
+        DO + b * stride_db + rows[:, None].to(tl.int64) * stride_dn + h * stride_dh + d,
+        mask=real[:, None],
+        other=0.0,
+    )
     lse_at = bh * queries + rows
     lse = tl.load(LSE + lse_at, mask=real, other=float("-inf"))
     # A row that sees nothing has no gradient: exp(s - inf) = 0.
@@ -84,7 +105,9 @@ def _backward_queries(
     if SLASHES:
         k_base = K + b * stride_kb + (h // GROUP) * stride_kh + d
         v_base = V + b * stride_vb + (h // GROUP) * stride_vh + d
-        list_at, diagonal, whole, end = block_ranges(LINES, UPTO, FIRST_MIN, FIRST_MAX, bh, b, i, qb, width, BLOCKS, BLOCK, LISTED)
+        list_at, diagonal, whole, end = block_ranges(
+            LINES, UPTO, FIRST_MIN, FIRST_MAX, bh, b, i, qb, width, BLOCKS, BLOCK, LISTED
+        )
         for t in range((diagonal + end - whole) * SUB):
             n = t // SUB
             n = tl.where(n < diagonal, n, n - diagonal + whole)
@@ -97,12 +120,31 @@ def _backward_queries(
             if slot >= 0:
                 inside = (t % SUB) * BLOCK_N + within
                 at = slot * BLOCK + inside
-                k = tl.load(k_base + at[:, None].to(tl.int64) * stride_kn, mask=(at < keys)[:, None], other=0.0)
-                v = tl.load(v_base + at[:, None].to(tl.int64) * stride_vn, mask=(at < keys)[:, None], other=0.0)
+                k = tl.load(
+                    k_base + at[:, None].to(tl.int64) * stride_kn,
+                    mask=(at < keys)[:, None],
+                    other=0.0,
+                )
+                v = tl.load(
+                    v_base + at[:, None].to(tl.int64) * stride_vn,
+                    mask=(at < keys)[:, None],
+                    other=0.0,
+                )
                 where = kb * BLOCK + inside
                 hidden = (where[None, :] < first[:, None]) | (where[None, :] > positions[:, None])
                 if GATED:
-                    hidden |= ungated(GATES, GATE_SLOTS, bh, qb, tl.arange(0, BLOCK), kb, held, words, CHUNK_BLOCKS, BLOCK)[:, None]
+                    hidden |= ungated(
+                        GATES,
+                        GATE_SLOTS,
+                        bh,
+                        qb,
+                        tl.arange(0, BLOCK),
+                        kb,
+                        held,
+                        words,
+                        CHUNK_BLOCKS,
+                        BLOCK,
+                    )[:, None]
                 acc = _query_gradient(q, k, v, do, lse, delta, hidden, acc, scale, True)
         if not LISTED:
             for t in range(diagonal * SUB, whole * SUB):
@@ -121,7 +163,9 @@ def _backward_queries(
                     acc = _query_gradient(q, k, v, do, lse, delta, q, acc, scale, False)
     if COLUMNS:
         column = bh * column_width
-        begin, full_begin, full_end, end = bar_ranges(BARS_UPTO, FIRST_MIN, FIRST_MAX, bh, b, qb, BLOCKS, BLOCK, BLOCK_N)
+        begin, full_begin, full_end, end = bar_ranges(
+            BARS_UPTO, FIRST_MIN, FIRST_MAX, bh, b, qb, BLOCKS, BLOCK, BLOCK_N
+        )
         slash = SLASH + bh * BLOCKS
         words = COVERED + (bh * tl.num_programs(0) + i) * (column_width // 32)
         # The next tile's bits are asked for before this tile's products, which hide the wait.
@@ -138,11 +182,19 @@ def _backward_queries(
             t = tl.where(s < full_begin, s, s - full_begin + full_end)
             at = t * BLOCK_N + within
             where = tl.load(BARS + column + at, mask=at < column_width, other=SEQ)
-            k = tl.load(KB + (column + at)[:, None] * D + d, mask=(at < column_width)[:, None], other=0.0)
-            v = tl.load(VB + (column + at)[:, None] * D + d, mask=(at < column_width)[:, None], other=0.0)
+            k = tl.load(
+                KB + (column + at)[:, None] * D + d, mask=(at < column_width)[:, None], other=0.0
+            )
+            v = tl.load(
+                VB + (column + at)[:, None] * D + d, mask=(at < column_width)[:, None], other=0.0
+            )
             away = qb - where // BLOCK
             covered = tl.load(slash + away, mask=away >= 0, other=1) != 0
-            hidden = covered[None, :] | (where[None, :] < first[:, None]) | (where[None, :] > positions[:, None])
+            hidden = (
+                covered[None, :]
+                | (where[None, :] < first[:, None])
+                | (where[None, :] > positions[:, None])
+            )
             acc = _query_gradient(q, k, v, do, lse, delta, hidden, acc, scale, True)
     acc *= scale
     if CONTINUE:
@@ -170,7 +222,9 @@ def backward_queries(
     dq = torch.empty(q.shape, dtype=dtype or q.dtype, device=q.device)
     tile = tile_for(_QUERIES, plan.block)
     lines, upto, width = list_arguments(slashes, plan, q)
-    packed, column_positions, columns_upto, covered, column_width = column_arguments(columns, plan, q)
+    packed, column_positions, columns_upto, covered, column_width = column_arguments(
+        columns, plan, q
+    )
     _backward_queries[(plan.query_blocks.numel(), batch * heads)](
         q, k, v, *packed, dout, lse, delta, dq, dq if partial is None else partial,
         plan.first, plan.query_blocks, plan.key_slot, plan.first_min, plan.first_max, lines, upto, plan.slash,
