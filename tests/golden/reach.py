@@ -154,7 +154,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 def memory(words: Sequence[str]) -> dict[str, Any]:
     """Return the bytes that `mtrain train WORDS --dry-run` prints rounded."""
     from mtrain_cli.config.compose import compose
-    from mtrain_cli.training.planning import plan
+    from mtrain_cli.training.run_plan import plan
 
     found = plan(compose(list(words), plan=True))
     estimate, exchange = found.memory, found.exchange
