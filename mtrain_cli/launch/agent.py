@@ -31,9 +31,9 @@ CAUSE_GRACE_S = 2.0
 # Workers leave SIGTERM at its default and die of it at once; this is for one that hangs in the kernel.
 STOP_GRACE_S = 5
 # Beyond topology.timeout_s, for a wait that gloo or NCCL should have ended by itself; and how often that is looked at.
-OVERDUE_S, OVERDUE_LOOK_S = 30.0, 5.0
+OVERDUE_S, OVERDUE_CHECK_S = 30.0, 5.0
 # For a worker that hangs to write its stack into its log, which takes milliseconds.
-STACK_S = 0.3
+STACK_DUMP_S = 0.3
 
 
 class WorkerFiles(LogsSpecs):
@@ -51,22 +51,22 @@ class WorkerFiles(LogsSpecs):
     def root_log_dir(self) -> str:
         return str(self._folder)
 
-    def record_of(self, rank: int) -> Path:
+    def failure_file(self, rank: int) -> Path:
         """The file in which worker ``rank`` leaves its failure."""
         return self._folder / f"failure-{rank}.json"
 
-    def where_of(self, rank: int) -> Path:
+    def activity_file(self, rank: int) -> Path:
         """The file in which worker ``rank`` keeps where it is."""
-        return progress_record.beside(self.record_of(rank), rank)
+        return progress_record.launcher_record_path(self.failure_file(rank), rank)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         for rank, variables in envs.items():
-            variables.update(self._variables, TORCHELASTIC_ERROR_FILE=str(self.record_of(rank)))
+            variables.update(self._variables, TORCHELASTIC_ERROR_FILE=str(self.failure_file(rank)))
         terminal = dict.fromkeys(envs, "")
         return LogsDest(
             stdouts=terminal,
             stderrs=terminal,
-            error_files={rank: str(self.record_of(rank)) for rank in envs},
+            error_files={rank: str(self.failure_file(rank)) for rank in envs},
         )
 
 
@@ -82,7 +82,7 @@ class WorkerAgent(LocalElasticAgent):
         timeout_s: float,
     ) -> None:
         """timeout_s: how long a worker waits for another before it gives up."""
-        _quiet()
+        _silence_agent_logs()
         spec = WorkerSpec(
             role="worker",
             local_world_size=workers,
@@ -98,7 +98,7 @@ class WorkerAgent(LocalElasticAgent):
         self.failures: list[Failure] = []
         self.where: list[str] = []
         self._timeout_s = timeout_s
-        self._looked = time.monotonic()
+        self._last_check = time.monotonic()
         self._overdue_found: list[Failure] = []
 
     def finish(self) -> None:
@@ -121,31 +121,33 @@ class WorkerAgent(LocalElasticAgent):
                 os.killpg(worker.id, signal.SIGKILL)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if not self.failures and (self._failed_so_far() or self._overdue()):
-            self._find_failures()
+        if not self.failures and (self._failures_so_far() or self._find_overdue()):
+            self._determine_failures()
         return super()._monitor_workers(worker_group)
 
-    def _failed_so_far(self, first: bool = True) -> list[Failure]:
+    def _failures_so_far(self, before_shutdown: bool = True) -> list[Failure]:
         assert self._pcontext is not None
         handlers = self._pcontext.subprocess_handlers  # type: ignore[attr-defined]
         found = (
-            failures.read(rank, handler.proc.poll(), self._files.record_of(rank), first)
+            failures.read_record(
+                rank, handler.proc.poll(), self._files.failure_file(rank), before_shutdown
+            )
             for rank, handler in handlers.items()
         )
         return [failure for failure in found if failure is not None]
 
-    def _overdue(self) -> list[Failure]:
+    def _find_overdue(self) -> list[Failure]:
         """Workers that wait for another for longer than they should have let themselves: NCCL's watchdog ends most waits, not all.
 
         They are looked at now and then only.
         """
-        if time.monotonic() - self._looked < OVERDUE_LOOK_S:
+        if time.monotonic() - self._last_check < OVERDUE_CHECK_S:
             return []
-        self._looked = time.monotonic()
+        self._last_check = time.monotonic()
         assert self._pcontext is not None
         found = []
         for rank in self._pcontext.subprocess_handlers:  # type: ignore[attr-defined]
-            record = progress_record.read(self._files.where_of(rank))
+            record = progress_record.read_activity(self._files.activity_file(rank))
             if (
                 record is None
                 or record.waits_for is None
@@ -158,24 +160,23 @@ class WorkerAgent(LocalElasticAgent):
         self._overdue_found = found
         return found
 
-    def _find_failures(self) -> None:
+    def _determine_failures(self) -> None:
         """Note who failed, after a wait for the cause where there are only consequences so far; then stop the others.
 
         With it, where each worker was.
         """
         deadline = time.monotonic() + CAUSE_GRACE_S
-        failed = self._failed_so_far() or self._overdue_found
+        failed = self._failures_so_far() or self._overdue_found
         while all(failure.is_consequence for failure in failed) and time.monotonic() < deadline:
             time.sleep(POLL_S / 2)
-            failed = self._failed_so_far() or self._overdue_found
+            failed = self._failures_so_far() or self._overdue_found
         assert self._pcontext is not None
-        processes = {
-            rank: handler.proc for rank, handler in self._pcontext.subprocess_handlers.items()
-        }  # type: ignore[attr-defined]
+        handlers = self._pcontext.subprocess_handlers  # type: ignore[attr-defined]
+        processes = {rank: handler.proc for rank, handler in handlers.items()}
         records = {
             rank: record
             for rank in processes
-            if (record := progress_record.read(self._files.where_of(rank)))
+            if (record := progress_record.read_activity(self._files.activity_file(rank)))
         }
         heard = {failure.rank for failure in failed}
         running = {
@@ -183,12 +184,14 @@ class WorkerAgent(LocalElasticAgent):
             for rank, process in processes.items()
             if rank not in heard and process.poll() is None
         }
-        failed += self._silent(failed, running, records)
-        self.where = progress_record.table(records, [failures.cause(failed).rank], time.time())
+        failed += self._find_silent(failed, running, records)
+        self.where = progress_record.activity_lines(
+            records, [failures.find_cause(failed).rank], time.time()
+        )
         self.failures = failed
         self._pcontext.close(signal.SIGTERM, STOP_GRACE_S)
 
-    def _silent(
+    def _find_silent(
         self, failed: list[Failure], running: dict[int, int], records: dict[int, WorkerActivity]
     ) -> list[Failure]:
         """Whom the others waited for, among workers that left no failure. running: their process ids."""
@@ -200,7 +203,7 @@ class WorkerAgent(LocalElasticAgent):
             for f in failed
             if f.is_abort
         ]
-        found = failures.silence(
+        found = failures.find_silent_rank(
             failed, stopped, going, f"topology.timeout_s={self._timeout_s:g}" if any(quiet) else ""
         )
         if found is None:
@@ -209,7 +212,7 @@ class WorkerAgent(LocalElasticAgent):
         for rank in stopped or going:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(running[rank], signal.SIGKILL if stopped else signal.SIGUSR1)
-        time.sleep(0 if stopped else STACK_S)
+        time.sleep(0 if stopped else STACK_DUMP_S)
         return [found]
 
 
@@ -222,7 +225,7 @@ def _is_stopped(pid: int) -> bool:
     return state in ("T", "t")
 
 
-def _quiet() -> None:
+def _silence_agent_logs() -> None:
     """Keep the elastic agent's narration off the terminal: what matters of it is told by the launcher."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):

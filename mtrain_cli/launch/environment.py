@@ -68,7 +68,7 @@ def resolve_environment(config: Config, *, planning: bool = False) -> Environmen
             "topology.device=cuda: no GPU is visible to torch on this machine; use cpu or auto"
         )
 
-    given = _count("topology.workers", topology.workers, problems)
+    given = _parse_count("topology.workers", topology.workers, problems)
     workers = given or (job.world_size if job else gpus or CPU_WORKERS)
     if job and given and given != job.world_size:
         problems.append(
@@ -79,11 +79,11 @@ def resolve_environment(config: Config, *, planning: bool = False) -> Environmen
             f"topology.workers={workers}: this machine has {gpus} GPU{'s' * (gpus > 1)}; give at most {gpus}, or auto"
         )
 
-    cp = _divisor(
+    cp = _parse_divisor(
         "topology.context_parallel", topology.context_parallel, workers, workers, problems
     )
     local_size = job.local_world_size if job else workers
-    workers_per_node = _divisor(
+    workers_per_node = _parse_divisor(
         "topology.gpus_per_node", topology.gpus_per_node, local_size, workers, problems
     )
     dp = workers // cp
@@ -116,7 +116,7 @@ def host_memory() -> int:
     return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *memory_limits()])
 
 
-def machine_has() -> str:
+def describe_host_memory() -> str:
     """Behind "this machine": its memory, or what a limit leaves of it, in whole GiB."""
     limited = any(limit <= host_memory() for limit in memory_limits())
     return f"{'lets this process have' if limited else 'has'} {host_memory() / 2**30:,.0f} GiB"
@@ -129,7 +129,7 @@ def memory_limits(root: Path = Path("/")) -> list[int]:
     limit of the root is read. Without a limit version 2 gives nothing, version 1 a number near 2^63. root: of the file system.
     """
     found = []
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in _read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             mount, name = root / "sys/fs/cgroup", "memory.max"
@@ -138,12 +138,12 @@ def memory_limits(root: Path = Path("/")) -> list[int]:
         else:
             continue
         group = Path(path.lstrip("/"))
-        limits = [_text(mount / folder / name).strip() for folder in (group, *group.parents)]
+        limits = [_read_text(mount / folder / name).strip() for folder in (group, *group.parents)]
         found += [int(limit) for limit in limits if limit.isdigit()]
     return found
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text()
     except OSError:
@@ -184,7 +184,7 @@ def nccl_variables(logs: Path, timeout_s: float) -> dict[str, str]:
     }
 
 
-def on_loopback() -> dict[str, str]:
+def loopback_variables() -> dict[str, str]:
     """Has gloo and NCCL listen on loopback alone, for workers that are all on one machine.
 
     gloo would also look its address up by host name, which many laptops and containers cannot resolve.
@@ -216,7 +216,7 @@ def _visible_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _count(key: str, value: int | str, problems: list[str]) -> int | None:
+def _parse_count(key: str, value: int | str, problems: list[str]) -> int | None:
     """A positive count, or None for ``auto`` and for what it added to ``problems``."""
     if value == "auto":
         return None
@@ -226,9 +226,11 @@ def _count(key: str, value: int | str, problems: list[str]) -> int | None:
     return value
 
 
-def _divisor(key: str, value: int | str, default: int, workers: int, problems: list[str]) -> int:
+def _parse_divisor(
+    key: str, value: int | str, default: int, workers: int, problems: list[str]
+) -> int:
     """``value`` where it divides ``workers``, ``default`` for auto."""
-    size = _count(key, value, problems) or default
+    size = _parse_count(key, value, problems) or default
     if workers % size == 0:
         return size
     allowed = ", ".join(str(n) for n in range(1, workers + 1) if workers % n == 0)

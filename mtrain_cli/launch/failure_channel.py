@@ -107,8 +107,8 @@ class FailureChannel:
         }
         self._send({"failure": own})
         self._watcher.join(VERDICT_WAIT_S)
-        tell(failure)
-        leave(2 if failure.kind == "config" else 1)
+        print_cause(failure)
+        exit_now(2 if failure.kind == "config" else 1)
 
     def _send(self, message: dict[str, object]) -> None:
         self._write(json.dumps(message))
@@ -125,12 +125,12 @@ class FailureChannel:
         except OSError:
             verdict = b""
         if verdict:
-            leave(verdict[0])
+            exit_now(verdict[0])
         # Who has failed tells that itself (`fail`): rank 0 may have left before its answer was read.
         if not self._closing and not self._failed:
             if self._rank == 1:
-                tell(_lost(0), _where(_records(self._logs, self._world_size), 0))
-            leave(1)
+                print_cause(_lost(0), _activity_lines(_records(self._logs, self._world_size), 0))
+            exit_now(1)
 
 
 @dataclass
@@ -196,7 +196,7 @@ class _Hub:
                 if time.monotonic() > deadline or not all(
                     failure.is_consequence for failure in self._failures
                 ):
-                    self._end()
+                    self._end_job()
 
     def _accept(self) -> None:
         try:
@@ -232,7 +232,7 @@ class _Hub:
                     self._drop(peer)
                 return
         for line in lines:
-            self._hear(peer.rank, line)
+            self._handle_message(peer.rank, line)
 
     def _rank_of(self, greeting: bytes) -> int | None:
         """The rank that shows the token; None for a stranger, whose bytes may be anything and are never parsed."""
@@ -243,7 +243,7 @@ class _Hub:
             else None
         )
 
-    def _hear(self, rank: int, line: bytes) -> None:
+    def _handle_message(self, rank: int, line: bytes) -> None:
         message = json.loads(line)
         if "done" in message:
             self._expected.discard(rank)
@@ -255,11 +255,11 @@ class _Hub:
         self._peers.remove(peer)
         peer.socket.close()
 
-    def _end(self) -> NoReturn:
+    def _end_job(self) -> NoReturn:
         """Tell the cause, then have every rank leave, this one last: what it has not read by then would reset the others' connections."""
         records = _records(self._logs, self._world_size)
         cause = self._cause(records)
-        tell(cause, _where(records, cause.rank))
+        print_cause(cause, _activity_lines(records, cause.rank))
         code = 2 if cause.kind == "config" else 1
         if code == 1 and (line := self._on_failure(cause)):
             with contextlib.suppress(OSError):
@@ -290,7 +290,7 @@ class _Hub:
         if code == 2:
             # Not before the others have left, who write into the folder of the run that goes with this.
             self._on_mistake()
-        leave(code)
+        exit_now(code)
 
     def _cause(self, records: Mapping[int, WorkerActivity]) -> Failure:
         """Whoever failed first, or a rank for which the others waited in vain."""
@@ -300,8 +300,8 @@ class _Hub:
             for rank in self._expected - heard
             if rank not in records or records[rank].waits_for is None
         ]
-        silent = failures.silence(self._failures, [], going)
-        return failures.cause([*self._failures, silent] if silent else self._failures)
+        silent = failures.find_silent_rank(self._failures, [], going)
+        return failures.find_cause([*self._failures, silent] if silent else self._failures)
 
 
 def _server(job: Job) -> socket.socket:
@@ -343,28 +343,28 @@ def _records(logs: Path | None, world_size: int) -> dict[int, WorkerActivity]:
     return {
         rank: record
         for rank in range(world_size)
-        if (record := progress_record.read(progress_record.in_logs(logs, rank)))
+        if (record := progress_record.read_activity(progress_record.job_record_path(logs, rank)))
     }
 
 
-def _where(records: Mapping[int, WorkerActivity], about: int) -> list[str]:
-    return progress_record.table(records, [about], time.time())
+def _activity_lines(records: Mapping[int, WorkerActivity], about: int) -> list[str]:
+    return progress_record.activity_lines(records, [about], time.time())
 
 
-def tell(failure: Failure, where: Sequence[str] = ()) -> None:
+def print_cause(failure: Failure, where: Sequence[str] = ()) -> None:
     """Print the cause of a run's end. where: of each rank, see `failures.report`."""
     config = failure.kind == "config"
     lines = (
         [f"error: {line}" for line in failure.message.splitlines()]
         if config
-        else [failures.report(failure, None, where)]
+        else [failures.format_report(failure, None, where)]
     )
     # Whatever became of the terminal, the exit code still has to be given.
     with contextlib.suppress(OSError):
         print(printable("\n".join(lines)), file=sys.stderr, flush=True)
 
 
-def leave(code: int) -> NoReturn:
+def exit_now(code: int) -> NoReturn:
     """End without the interpreter's farewell.
 
     After a failure, threads of a save or a communicator may wait for peers that are gone. After success, torch 2.11 now and then aborts

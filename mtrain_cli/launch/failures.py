@@ -72,7 +72,7 @@ class Failure:
     message: str
     trace: str
     time: float
-    first: bool = True
+    before_shutdown: bool = True
 
     @property
     def is_consequence(self) -> bool:
@@ -85,7 +85,7 @@ class Failure:
         keeps the others waiting, an abort (NCCL's watchdog ends a process that way when a peer is gone), a lost connection, and what the
         launcher itself ended."""
         if self.kind == "died":
-            if not self.first:
+            if not self.before_shutdown:
                 return 6
             return 4 if self.is_abort else 1
         return {"config": 0, "error": 2, "silent": 3}.get(self.kind, 5)
@@ -101,7 +101,7 @@ class Failure:
         return self.message.partition(":")[0] if self.kind == "peer lost" and not self.trace else ""
 
 
-def describe(error: BaseException) -> Failure:
+def failure_from(error: BaseException) -> Failure:
     """The failure that ``error`` makes of this worker; its rank is for whoever collects failures to fill in."""
     lost = (
         isinstance(error, PeerLostError)
@@ -124,9 +124,9 @@ def describe(error: BaseException) -> Failure:
     )
 
 
-def lost_peer(error: BaseException) -> bool:
+def is_peer_loss(error: BaseException) -> bool:
     """Whether gloo, NCCL or the store says that a peer has gone or did not answer in time."""
-    return _PEER_LOST.search(str(error)) is not None or timed_out(error)
+    return _PEER_LOST.search(str(error)) is not None or is_timeout(error)
 
 
 def first_sentence(error: BaseException) -> str:
@@ -137,7 +137,7 @@ def first_sentence(error: BaseException) -> str:
     )
 
 
-def silence(
+def find_silent_rank(
     failed: Sequence[Failure], stopped: Sequence[int], running: Sequence[int], waited: str = ""
 ) -> Failure | None:
     """What is to be said of ranks without a failure of their own for which the others may have waited; None: nothing.
@@ -162,12 +162,12 @@ def silence(
     return Failure(ranks[0], None, "silent", message, "", time.time())
 
 
-def timed_out(error: BaseException) -> bool:
+def is_timeout(error: BaseException) -> bool:
     """Whether gloo or the store gave up waiting for another worker."""
     return _TIMED_OUT.search(str(error)) is not None
 
 
-def leave_record(failure: Failure, path: str | os.PathLike[str] | None) -> None:
+def write_record(failure: Failure, path: str | os.PathLike[str] | None) -> None:
     """Write ``failure`` to ``path``, if there is one, in one move and in the layout of torch's elastic agent, so that torchrun shows it."""
     if not path:
         return
@@ -182,21 +182,30 @@ def leave_record(failure: Failure, path: str | os.PathLike[str] | None) -> None:
         os.replace(partial, path)
 
 
-def read(rank: int, exit_code: int | None, path: Path, first: bool) -> Failure | None:
+def read_record(
+    rank: int, exit_code: int | None, path: Path, before_shutdown: bool
+) -> Failure | None:
     """The failure of a worker that may have left a record at ``path``; None if it did not fail. It still runs if ``exit_code`` is None."""
     if path.exists():
-        return Failure(rank, exit_code, **json.loads(path.read_text())["mtrain"], first=first)
+        return Failure(
+            rank,
+            exit_code,
+            **json.loads(path.read_text())["mtrain"],
+            before_shutdown=before_shutdown,
+        )
     if not exit_code:
         return None
-    return Failure(rank, exit_code, "died", _how_it_died(exit_code), "", time.time(), first)
+    return Failure(
+        rank, exit_code, "died", _describe_exit(exit_code), "", time.time(), before_shutdown
+    )
 
 
-def cause(failures: Iterable[Failure]) -> Failure:
+def find_cause(failures: Iterable[Failure]) -> Failure:
     """The failure that explains the others: by `Failure.severity`, then the earliest."""
     return min(failures, key=lambda failure: (failure.severity, failure.time))
 
 
-def report(failure: Failure, log: Path | None, where: Sequence[str] = ()) -> str:
+def format_report(failure: Failure, log: Path | None, where: Sequence[str] = ()) -> str:
     """What to tell the user about the cause: rank and reason in the first line, then the traceback or the worker's last words.
 
     where: lines that tell where each worker was. They are shown where a worker ended without an exception, or lost a peer.
@@ -239,7 +248,7 @@ def report(failure: Failure, log: Path | None, where: Sequence[str] = ()) -> str
     return "\n".join(lines)
 
 
-def _how_it_died(exit_code: int) -> str:
+def _describe_exit(exit_code: int) -> str:
     if exit_code > 0:
         return f"ended with exit code {exit_code} and no exception"
     try:

@@ -75,9 +75,9 @@ class GuardedStream:
             raise OutputLostError(error) from error
 
 
-def guard(output_required: bool) -> None:
+def guard_streams(output_required: bool) -> None:
     """Guard this process's standard streams, or change whether the loss of standard output is an error. That of standard error never is."""
-    _open_missing()
+    _open_closed_descriptors()
     for name, required in (("stdout", output_required), ("stderr", False)):
         stream = getattr(sys, name)
         if isinstance(stream, GuardedStream):
@@ -86,19 +86,19 @@ def guard(output_required: bool) -> None:
             setattr(sys, name, cast(TextIO, GuardedStream(stream, required)))
 
 
-def divert_native(log: TextIO) -> None:
+def divert_native_output(log: TextIO) -> None:
     """From here on ``log`` gets what libraries and child processes write to standard error, such as the stacks of NCCL's watchdog before it
     ends a process. What Python writes to `sys.stderr` goes where it went.
     """
     descriptor = os.dup(2)
-    kept = open(
-        descriptor, "w", buffering=1, encoding=sys.stderr.encoding, errors="backslashreplace"
-    )  # noqa: SIM115, as long as the process lives
+    encoding = sys.stderr.encoding
+    # Open as long as the process lives.
+    kept = open(descriptor, "w", 1, encoding, "backslashreplace")  # noqa: SIM115
     os.dup2(log.fileno(), 2)
     sys.stderr = cast(TextIO, GuardedStream(kept, required=False))
 
 
-def _open_missing() -> None:
+def _open_closed_descriptors() -> None:
     """Have the null device where this process was started with a stream closed; otherwise the next file opened would be that stream."""
     for descriptor in range(3):
         try:

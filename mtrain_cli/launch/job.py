@@ -36,7 +36,7 @@ _decisions = itertools.count()
 class Job:
     """Place of this process among the processes of a job; ranks count from 0, ``local_*`` are within one machine.
 
-    restarts: how often torchrun or SLURM has started the job again. most_restarts: how often it would, where that is known. name: the same
+    restarts: how often torchrun or SLURM has started the job again. max_restarts: how often it would, where that is known. name: the same
     after such a restart and of no other job, as far as it can be told; empty: it cannot.
     """
 
@@ -48,7 +48,7 @@ class Job:
     master_addr: str
     master_port: int
     restarts: int = 0
-    most_restarts: int | None = None
+    max_restarts: int | None = None
     name: str = ""
 
     @property
@@ -106,7 +106,7 @@ def _torchrun_job(variables: Mapping[str, str]) -> Job:
     return Job(
         "torchrun", rank, world_size, local_rank, local_world_size, variables["MASTER_ADDR"], port,
         restarts=_number(variables.get("TORCHELASTIC_RESTART_COUNT", "0"), "TORCHELASTIC_RESTART_COUNT"),
-        most_restarts=_number(variables.get("TORCHELASTIC_MAX_RESTARTS", "0"), "TORCHELASTIC_MAX_RESTARTS"),
+        max_restarts=_number(variables.get("TORCHELASTIC_MAX_RESTARTS", "0"), "TORCHELASTIC_MAX_RESTARTS"),
         name=_torchrun_name(variables.get("TORCHELASTIC_RUN_ID", "none")),
     )  # fmt: skip
 

@@ -16,9 +16,14 @@ from typing import TYPE_CHECKING
 from mtrain_cli.config import compose
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch import failures, guarded_streams, run_state
-from mtrain_cli.launch.environment import Environment, nccl_variables, on_loopback
+from mtrain_cli.launch.environment import Environment, loopback_variables, nccl_variables
 from mtrain_cli.launch.failures import Failure
-from mtrain_cli.launch.restart import RestartDecision, RestartPolicy, describe, one_line
+from mtrain_cli.launch.restart import (
+    RestartDecision,
+    RestartPolicy,
+    describe_restart,
+    failure_summary,
+)
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.stop_request import was_stopped
 from mtrain_cli.launch.temporary_folders import private_folder
@@ -28,11 +33,11 @@ if TYPE_CHECKING:
     from mtrain_cli.launch.agent import WorkerAgent
 
 TRAIN = "mtrain_cli.training.loop:train"
-MEASURING = "mtrain_cli.profiling."  # targets that save nothing
-KILLED = 130
+MEASURING_TARGETS = "mtrain_cli.profiling."  # targets that save nothing
+KILLED_CODE = 130
 DISPLAY_LINES = 2  # of `training.progress`
 # 128 + the signal, as shells count. A hangup is an end by the system like SIGTERM; one code for both is easier to test for.
-_STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 143}
+_STOP_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 143}
 
 
 def launch(
@@ -58,17 +63,17 @@ def launch(
     Raises:
         ConfigError: a worker found a mistake of the user's, such as a corpus that is too short.
     """
-    guarded_streams.guard(output_required=False)
+    guarded_streams.guard_streams(output_required=False)
     if environment.launcher != "mtrain":
         from mtrain_cli.launch.worker import run_in_job
 
         run_in_job(run_dir, environment, resume, target, config)
 
     run_dir.stop_request.unlink(missing_ok=True)
-    measuring = target.startswith(MEASURING)
+    measuring = target.startswith(MEASURING_TARGETS)
     restarts = RestartPolicy(run_dir, compose.load(run_dir.resolved), resume)
     with (
-        _signs_of_life(run_dir),
+        _heartbeat(run_dir),
         _SignalRequests(run_dir, "end" if measuring else "save a checkpoint") as requests,
     ):
         attempt = _Attempt(run_dir, environment, resume, target, requests)
@@ -77,29 +82,31 @@ def launch(
             if failure is None:
                 return code
             if not measuring:
-                run_state.change(run_dir, "failed", one_line(failure))
-            again = (
-                "" if requests.asked or measuring else restarts.after(failure, attempt.environment)
+                run_state.set_phase(run_dir, "failed", failure_summary(failure))
+            decision = (
+                ""
+                if requests.requested or measuring
+                else restarts.after(failure, attempt.environment)
             )
-            if isinstance(again, str):
-                for line in filter(None, (again, _way_on(run_dir))):
-                    _say(line)
+            if isinstance(decision, str):
+                for line in filter(None, (decision, _resume_hint(run_dir))):
+                    _print_line(line)
                 return code
-            if not _wait_for_restart(run_dir, again, requests):
+            if not _wait_for_restart(run_dir, decision, requests):
                 return _stopped_before_restart(run_dir, requests)
             attempt = _Attempt(
-                run_dir, again.environment, again.resume, target, requests, again.devices
+                run_dir, decision.environment, decision.resume, target, requests, decision.devices
             )
 
 
 @contextlib.contextmanager
-def _signs_of_life(run_dir: RunDir) -> Iterator[None]:
+def _heartbeat(run_dir: RunDir) -> Iterator[None]:
     """Renew the lock of the run now and then, whatever this thread waits for: workers, GPUs that may not answer, the time of a restart."""
     ended = threading.Event()
 
     def beat() -> None:
         run_dir.beat()
-        while not ended.wait(run_state.BEAT_S):
+        while not ended.wait(run_state.HEARTBEAT_S):
             run_dir.beat()
 
     thread = threading.Thread(target=beat, name="signs of life", daemon=True)
@@ -111,27 +118,31 @@ def _signs_of_life(run_dir: RunDir) -> Iterator[None]:
         thread.join(1.0)  # a disk that hangs is not waited for
 
 
-def _wait_for_restart(run_dir: RunDir, again: RestartDecision, requests: _SignalRequests) -> bool:
+def _wait_for_restart(
+    run_dir: RunDir, decision: RestartDecision, requests: _SignalRequests
+) -> bool:
     """Tell of the restart, here and in the log, and wait; returns whether nobody asked to stop meanwhile."""
     requests.waiting = True
-    line = describe(again, again.environment.restarts)
-    _say(line)
+    line = describe_restart(decision, decision.environment.restarts)
+    _print_line(line)
     with contextlib.suppress(OSError), run_dir.log.open("a", encoding="utf-8") as log:
-        log.write(f"lost a worker after step {again.entry.reached}: {again.entry.reason}\n{line}\n")
-    run_state.change(run_dir, "restarting", again.entry.reason)
-    deadline = time.monotonic() + again.wait_s
-    while not requests.asked and time.monotonic() < deadline:
+        log.write(
+            f"lost a worker after step {decision.entry.reached}: {decision.entry.reason}\n{line}\n"
+        )
+    run_state.set_phase(run_dir, "restarting", decision.entry.reason)
+    deadline = time.monotonic() + decision.wait_s
+    while not requests.requested and time.monotonic() < deadline:
         time.sleep(0.1)
     requests.waiting = False
-    return not requests.asked
+    return not requests.requested
 
 
 def _stopped_before_restart(run_dir: RunDir, requests: _SignalRequests) -> int:
-    assert requests.asked is not None
+    assert requests.requested is not None
     run_dir.stop_request.unlink(missing_ok=True)
-    run_state.change(run_dir, "stopped", "on request, before a restart")
-    _say(_way_on(run_dir) or "there is no checkpoint to go on from")
-    return _STOPPED[requests.asked]
+    run_state.set_phase(run_dir, "stopped", "on request, before a restart")
+    _print_line(_resume_hint(run_dir) or "there is no checkpoint to go on from")
+    return _STOP_CODES[requests.requested]
 
 
 class _Attempt:
@@ -181,7 +192,7 @@ class _Attempt:
                     environment.workers, command, folder, variables, self._timeout_s
                 )
             except (RuntimeError, OSError) as error:
-                return _not_started(error), None
+                return _report_start_failure(error), None
             return _wait(agent, run_dir, folder, self._requests)
 
 
@@ -208,36 +219,40 @@ def _wait(
     # Whoever asked has been heard, whatever came of it.
     run_dir.stop_request.unlink(missing_ok=True)
     if requests.kill:
-        run_state.change(run_dir, "failed", "ended at once, by a second Ctrl-C")
-        _say(
-            f"ended at once, nothing was saved; {_way_on(run_dir) or 'there is no checkpoint to go on from'}"
+        run_state.set_phase(run_dir, "failed", "ended at once, by a second Ctrl-C")
+        _print_line(
+            f"ended at once, nothing was saved; {_resume_hint(run_dir) or 'there is no checkpoint to go on from'}"
         )
-        return KILLED, None
+        return KILLED_CODE, None
     if agent.failures:
-        return 1, _failed(agent, run_dir)
+        return 1, _report_failure(agent, run_dir)
     if problem:
-        return _not_started(problem[0]), None
-    return _STOPPED[requests.asked] if requests.asked and was_stopped(folder) else 0, None
+        return _report_start_failure(problem[0]), None
+    return _STOP_CODES[requests.requested] if requests.requested and was_stopped(
+        folder
+    ) else 0, None
 
 
-def _failed(agent: WorkerAgent, run_dir: RunDir) -> Failure:
+def _report_failure(agent: WorkerAgent, run_dir: RunDir) -> Failure:
     """Tell the cause."""
-    failure = failures.cause(agent.failures)
+    failure = failures.find_cause(agent.failures)
     _restore_terminal()
     if failure.kind == "config":
         run_dir.discard()
         if run_dir.state.exists():
-            run_state.change(run_dir, "failed", failure.message.splitlines()[0])
+            run_state.set_phase(run_dir, "failed", failure.message.splitlines()[0])
         raise ConfigError(*failure.message.splitlines())
     print(
-        printable(failures.report(failure, run_dir.logs / f"rank-{failure.rank}.log", agent.where)),
+        printable(
+            failures.format_report(failure, run_dir.logs / f"rank-{failure.rank}.log", agent.where)
+        ),
         file=sys.stderr,
         flush=True,
     )
     return failure
 
 
-def _way_on(run_dir: RunDir) -> str:
+def _resume_hint(run_dir: RunDir) -> str:
     """How to go on from the newest checkpoint; nothing where there is none."""
     step = run_dir.last_step()
     return (
@@ -247,7 +262,7 @@ def _way_on(run_dir: RunDir) -> str:
     )
 
 
-def _not_started(error: Exception) -> int:
+def _report_start_failure(error: Exception) -> int:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     print(f"error: cannot start the workers of this machine: {reason}", file=sys.stderr, flush=True)
     return 1
@@ -260,7 +275,7 @@ class _SignalRequests:
         """then: what the workers do when they are asked to stop."""
         self._file = run_dir.stop_request
         self._then = then
-        self.asked: signal.Signals | None = None
+        self.requested: signal.Signals | None = None
         self.kill = False
         self.waiting = False  # for a restart, with no workers that could save
 
@@ -270,35 +285,35 @@ class _SignalRequests:
             for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 # A run under nohup has SIGHUP ignored, and that should stay so.
                 if signal.getsignal(signum) is not signal.SIG_IGN:
-                    self._before[signum] = signal.signal(signum, self._heed)
+                    self._before[signum] = signal.signal(signum, self._handle_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
 
-    def _heed(self, signum: int, _frame: FrameType | None) -> None:
-        if self.asked and signum == signal.SIGINT:
+    def _handle_signal(self, signum: int, _frame: FrameType | None) -> None:
+        if self.requested and signum == signal.SIGINT:
             self.kill = True
-        elif not self.asked:
-            self.asked = signal.Signals(signum)
+        elif not self.requested:
+            self.requested = signal.Signals(signum)
             if self.waiting:
-                _say("stopping: there is no restart")
+                _print_line("stopping: there is no restart")
                 return
             try:
                 self._file.touch()
-                _say(
+                _print_line(
                     f"stopping: the workers {self._then} after this step; Ctrl-C again ends them at once",
                     over_display=True,
                 )
             except OSError as error:
-                _say(
+                _print_line(
                     f"cannot ask the workers to stop ({self._file}: {error.strerror}); Ctrl-C again ends them at once",
                     over_display=True,
                 )
 
 
-def _say(line: str, over_display: bool = False) -> None:
+def _print_line(line: str, over_display: bool = False) -> None:
     """One line for the user; ``over_display`` where a worker's live display may be on the terminal."""
     line = printable(line)
     if over_display and sys.stderr.isatty():
@@ -328,7 +343,7 @@ def _variables(environment: Environment, run_dir: RunDir, timeout_s: float) -> d
     if environment.device == "cuda":
         defaults |= nccl_variables(run_dir.logs, timeout_s)
     return {name: value for name, value in defaults.items() if name not in os.environ} | dict(
-        on_loopback()
+        loopback_variables()
     )
 
 

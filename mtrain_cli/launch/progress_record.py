@@ -74,7 +74,7 @@ class _ProgressRecord:
 _record: _ProgressRecord | None = None  # of this process, which is one worker
 
 
-def keep(path: Path) -> None:
+def start_record(path: Path) -> None:
     """Begin this worker's record in an existing folder. Where the disk does not take it there is none: no reason not to train."""
     global _record
     with contextlib.suppress(OSError):
@@ -87,19 +87,19 @@ def note(doing: str, waits_for: int | None = None) -> None:
         _record.write(doing, _NOBODY if waits_for is None else waits_for)
 
 
-def begin(training_step: int) -> None:
+def begin_step(training_step: int) -> None:
     """The host begins a training step, counted from 1."""
     if _record is not None:
         _record.training_step = training_step
         _record.write("", _NOBODY)
 
 
-def beside(error_file: str | os.PathLike[str], rank: int) -> Path:
+def launcher_record_path(error_file: str | os.PathLike[str], rank: int) -> Path:
     """The record of a worker of mtrain's own launcher, in the folder of the workers' failures."""
     return Path(error_file).with_name(f"where-{rank}")
 
 
-def in_logs(logs: Path, rank: int) -> Path:
+def job_record_path(logs: Path, rank: int) -> Path:
     """The record of a rank of a torchrun or srun job, which has no folder but that of the run.
 
     Rank 0 reads those of other machines where they share a disk; on a network file system what it finds may be seconds old.
@@ -107,7 +107,7 @@ def in_logs(logs: Path, rank: int) -> Path:
     return logs / f"rank-{rank}.where"
 
 
-def pattern(logs: Path, launcher: str) -> str:
+def record_pattern(logs: Path, launcher: str) -> str:
     """The record of each rank of this run, with {rank} in the place of its number."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if launcher == "mtrain":
@@ -115,12 +115,12 @@ def pattern(logs: Path, launcher: str) -> str:
     return str(logs / "rank-{rank}.where")
 
 
-def here() -> WorkerActivity | None:
+def own_activity() -> WorkerActivity | None:
     """This worker's own record; None where it keeps none."""
     return None if _record is None else _record.last()
 
 
-def read(path: Path) -> WorkerActivity | None:
+def read_activity(path: Path) -> WorkerActivity | None:
     """The record at ``path``; None where nothing was noted there."""
     try:
         content = path.read_bytes()
@@ -138,7 +138,9 @@ def _parsed(content: bytes) -> WorkerActivity | None:
     return WorkerActivity(seconds, step, doing, None if waits_for == _NOBODY else waits_for)
 
 
-def table(records: Mapping[int, WorkerActivity], about: Iterable[int], now: float) -> list[str]:
+def activity_lines(
+    records: Mapping[int, WorkerActivity], about: Iterable[int], now: float
+) -> list[str]:
     """A line for each rank, or one where all were at the same; of more than eight ranks those of ``about``, then those that wait for one
     of them, then the first."""
     texts = {rank: record.text(now) for rank, record in records.items()}

@@ -43,7 +43,7 @@ _MACHINE = re.compile(
 _PROGRAM = re.compile(
     r"out of memory|device-side assert|invalid argument|invalid configuration|no kernel image|NotImplementedError"
 )
-_DEVICE = "import torch; assert torch.ones(1024, device='cuda').sum().item() == 1024"
+_DEVICE_PROBE = "import torch; assert torch.ones(1024, device='cuda').sum().item() == 1024"
 
 
 @dataclass(frozen=True)
@@ -88,16 +88,16 @@ class RestartPolicy:
         self._config = config
         self._resume = resume
         self._limit = None if config.run.restarts == "auto" else int(config.run.restarts)
-        self._made: list[Restart] = []
-        self._commit: int | None = None  # of the newest checkpoint at the failure before
+        self._restarts: list[Restart] = []
+        self._last_commit: int | None = None  # of the newest checkpoint at the failure before
 
     def after(self, failure: Failure, environment: Environment) -> RestartDecision | str:
         """What comes after a failure; a line why nothing does, empty where none is expected."""
         if self._limit == 0 or failure.kind == "config":
             return ""
-        if not is_of_a_machine(failure):
+        if not is_machine_failure(failure):
             return "not restarted: it would happen again"
-        if self._limit is not None and len(self._made) >= self._limit:
+        if self._limit is not None and len(self._restarts) >= self._limit:
             return f"not restarted: run.restarts={self._limit} {'has' if self._limit == 1 else 'have'} been made"
         commit, step, reached = (
             self._run.last_commit(),
@@ -113,20 +113,25 @@ class RestartPolicy:
             )
         if step is None and not reached:
             return "not restarted: no step was done"
-        if self._commit is not None and commit <= self._commit:
+        if self._last_commit is not None and commit <= self._last_commit:
             return "not restarted: no checkpoint was written since the restart before, so it would go on like this"
-        self._commit = commit
-        found = self._where(environment)
+        self._last_commit = commit
+        found = self._choose_workers(environment)
         if isinstance(found, str):
             return found
         environment, devices, remark = found
-        recent = sum(made.time > time.time() - RECENT_S for made in self._made)
+        recent = sum(made.time > time.time() - RECENT_S for made in self._restarts)
         entry = Restart(
-            time.time(), one_line(failure), failure.rank, reached, step or 0, environment.workers
+            time.time(),
+            failure_summary(failure),
+            failure.rank,
+            reached,
+            step or 0,
+            environment.workers,
         )
-        self._made.append(entry)
+        self._restarts.append(entry)
         _append(self._run, entry)
-        environment = replace(environment, restarts=len(self._made))
+        environment = replace(environment, restarts=len(self._restarts))
         return RestartDecision(
             environment,
             self._resume or step is not None,
@@ -136,7 +141,9 @@ class RestartPolicy:
             remark,
         )
 
-    def _where(self, before: Environment) -> tuple[Environment, tuple[str, ...] | None, str] | str:
+    def _choose_workers(
+        self, before: Environment
+    ) -> tuple[Environment, tuple[str, ...] | None, str] | str:
         """On which workers, or why on none."""
         if before.device != "cuda":
             return before, None, ""
@@ -151,10 +158,10 @@ class RestartPolicy:
                 tuple(answering[: before.workers]),
                 f"without GPU {lost}, which does not answer",
             )
-        return shrunk(self._config, before, answering, lost)
+        return shrink_environment(self._config, before, answering, lost)
 
 
-def is_of_a_machine(failure: Failure) -> bool:
+def is_machine_failure(failure: Failure) -> bool:
     """Whether a failure may be gone when the run begins again."""
     if failure.kind in ("died", "silent", "peer lost"):
         return True
@@ -165,7 +172,7 @@ def is_of_a_machine(failure: Failure) -> bool:
     )
 
 
-def shrunk(
+def shrink_environment(
     config: Config, before: Environment, answering: Sequence[str], lost: str
 ) -> tuple[Environment, tuple[str, ...], str] | str:
     """As many workers as fit on the devices that are left; the global batch stays, and so does what every step computes."""
@@ -213,7 +220,7 @@ def answering_devices(devices: Sequence[str]) -> list[str]:
     def answers(device: str) -> bool:
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": device}
         with contextlib.suppress(subprocess.SubprocessError, OSError):
-            command = [sys.executable, "-c", _DEVICE]
+            command = [sys.executable, "-c", _DEVICE_PROBE]
             return (
                 subprocess.run(
                     command, env=environment, capture_output=True, timeout=PROBE_S
@@ -228,7 +235,7 @@ def answering_devices(devices: Sequence[str]) -> list[str]:
         ]
 
 
-def read(run: RunDir) -> list[Restart]:
+def read_restarts(run: RunDir) -> list[Restart]:
     """The restarts of a run, oldest first; what cannot be read is left out."""
     found = []
     with contextlib.suppress(OSError):
@@ -238,10 +245,10 @@ def read(run: RunDir) -> list[Restart]:
     return found
 
 
-def unreadable(run: RunDir) -> int:
+def count_unreadable_lines(run: RunDir) -> int:
     """Lines of restarts.jsonl that `read` leaves out."""
     with contextlib.suppress(OSError):
-        return len(run.restarts.read_text(errors="replace").splitlines()) - len(read(run))
+        return len(run.restarts.read_text(errors="replace").splitlines()) - len(read_restarts(run))
     return 0
 
 
@@ -261,18 +268,18 @@ def last_step_done(run: RunDir) -> int:
     return max((step for step, _ in latest_steps(run)), default=0)
 
 
-def one_line(failure: Failure) -> str:
+def failure_summary(failure: Failure) -> str:
     """What failed, for a list."""
     first = failure.message.splitlines()[0] if failure.message else failure.kind
     return f"rank {failure.rank} {first}" if failure.kind == "died" else first
 
 
-def describe(again: RestartDecision, number: int) -> str:
+def describe_restart(decision: RestartDecision, number: int) -> str:
     """What the user reads before a restart."""
-    entry = again.entry
+    entry = decision.entry
     start = (
         f"goes on from the checkpoint of step {entry.step}"
-        if again.resume
+        if decision.resume
         else "begins again from step 0, there is no checkpoint"
     )
     lost = ""
@@ -284,9 +291,9 @@ def describe(again: RestartDecision, number: int) -> str:
         )
         lost = f"; step{'s' * (entry.reached > entry.step + 1)} {steps} {'are' if ' to ' in steps else 'is'} done again"
     workers = f"{entry.workers} worker{'s' * (entry.workers > 1)}" + (
-        f" ({again.remark})" if again.remark else ""
+        f" ({decision.remark})" if decision.remark else ""
     )
-    return f"restart {number}: {start}, on {workers}, in {again.wait_s:g} s{lost}"
+    return f"restart {number}: {start}, on {workers}, in {decision.wait_s:g} s{lost}"
 
 
 def _tail(path: Path) -> str:

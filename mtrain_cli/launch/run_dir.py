@@ -30,7 +30,7 @@ from mtrain_cli.training.manifest import committed_steps, manifest_file
 RUNS = Path("runs")
 LOCK = ".lock"
 PLAN = "plan.json"  # of a measurement, which no run has
-LOOKS = 3  # at a lock that is taken
+LOCK_ATTEMPTS = 3  # at a lock that is taken
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class RunDir:
         rewritten: list[RunDir] = []
 
         def write() -> str:
-            with _explained(self.path):
+            with _as_config_error(self.path):
                 files = tuple(
                     (file, file.read_bytes() if file.exists() else None)
                     for file in (self.resolved, self.overrides)
@@ -175,13 +175,13 @@ class RunDir:
         """
         if self._before_rewrite is not None and not self._has_stepped_since(self._before_rewrite):
             for file, content in self._before_rewrite.files:
-                _put_back(file, content)
+                _restore_file(file, content)
         began = any(self.checkpoints.glob("step-*")) or (
             self.metrics.exists() and self.metrics.stat().st_size
         )
         if self._origin == "opened" or began:
             return False
-        _point_latest_back(self.path, self._latest_before)
+        _restore_latest(self.path, self._latest_before)
         if self._origin == "new folder":
             for _ in range(3):  # another thread may write into it meanwhile
                 shutil.rmtree(self.path, ignore_errors=True)
@@ -258,7 +258,7 @@ class RunLock:
 
     def _take(self) -> None:
         assert self._file is not None
-        for _ in range(LOOKS):
+        for _ in range(LOCK_ATTEMPTS):
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
@@ -312,7 +312,7 @@ def open(path: str | os.PathLike[str]) -> RunDir:
     return opened[0] if opened else RunDir(Path(found))
 
 
-def begun(config: Config, this_job: bool) -> RunDir | None:
+def find_earlier_start(config: Config, this_job: bool) -> RunDir | None:
     """The run that an earlier start of this very line began; not locked. None: there is none.
 
     A folder or name that ``config`` gives is the run's; without one it is the newest run of this torchrun or SLURM job. this_job: a run
@@ -335,14 +335,16 @@ def begun(config: Config, this_job: bool) -> RunDir | None:
             found = [file for file in [folder.absolute() / "resolved.yaml"] if file.is_file()]
             if found and not this_job:
                 return str(folder.absolute())
-        mine = (file.parent.resolve() for file in found if name and _job_of(file.parent) == name)
+        mine = (
+            file.parent.resolve() for file in found if name and _recorded_job(file.parent) == name
+        )
         return str(next(mine, ""))
 
     path = decide_on_rank_zero(find)
     return RunDir(Path(path)) if path else None
 
 
-def _job_of(folder: Path) -> str | None:
+def _recorded_job(folder: Path) -> str | None:
     try:
         found = documents.read_json(RunDir(folder).environment)
         return found.get("job") if isinstance(found, dict) else None
@@ -358,7 +360,7 @@ def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
         )  # of a folder, which may hold anything
         name = f"{model}-{format_size(config.seq)}-{time.strftime('%Y%m%d-%H%M%S')}"
     wanted = RUNS / name if config.run.dir == "auto" else Path(config.run.dir).expanduser()
-    with _explained(wanted):
+    with _as_config_error(wanted):
         new_parents = tuple(parent for parent in wanted.absolute().parents if not parent.exists())
         path, new_folder = _make_folder(
             wanted, must_be_new=config.run.dir == "auto" and config.run.name == "auto"
@@ -369,7 +371,7 @@ def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
             "new folder" if new_folder else "new files",
             _new_parents=new_parents,
         )
-        if not new_folder and not run.resolved.exists() and (found := _content(path)):
+        if not new_folder and not run.resolved.exists() and (found := _entries(path)):
             some = ", ".join(found[:3]) + (" and more" if len(found) > 3 else "")
             raise ConfigError(
                 f"run.dir={path}: is not empty and holds no run ({some}); choose a new or an empty folder"
@@ -386,7 +388,7 @@ def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
                     f"run.dir={path}: already holds a run; continue it with --resume {shlex.quote(str(path))} or choose another run.dir"
                 )
             run.overrides.write_text("".join(f"{line}\n" for line in overrides))
-            run.environment.write_text(json.dumps(_facts(), indent=2) + "\n")
+            run.environment.write_text(json.dumps(_environment_facts(), indent=2) + "\n")
             # Last, since its existence marks the folder as a run.
             named = dataclasses.replace(
                 config.run, name=path.name if config.run.dir == "auto" else name, dir=str(run.path)
@@ -432,7 +434,7 @@ def _open_here(path: Path) -> RunDir:
             f"--resume {path}: holds no run (resolved.yaml is missing); give the folder of a run, such as runs/latest"
         )
     compose.load(run.resolved)
-    with _explained(path):
+    with _as_config_error(path):
         lock = RunLock(path)
         run.stop_request.unlink(missing_ok=True)
     return RunDir(path, lock)
@@ -446,7 +448,7 @@ def _whole_lines(file: Path) -> list[bytes]:
         return []
 
 
-def _put_back(file: Path, content: bytes | None) -> None:
+def _restore_file(file: Path, content: bytes | None) -> None:
     """Give a file the content that it had, None for no file, in one move; what fails here is not what the user is to hear of."""
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
     with contextlib.suppress(OSError):
@@ -458,7 +460,7 @@ def _put_back(file: Path, content: bytes | None) -> None:
     part.unlink(missing_ok=True)
 
 
-def _content(folder: Path) -> list[str]:
+def _entries(folder: Path) -> list[str]:
     """What is in a folder, but for the lock that a discarded run leaves there."""
     return sorted(entry.name for entry in folder.iterdir() if entry.name != LOCK)
 
@@ -478,7 +480,7 @@ def _point_latest(runs: Path, target: str) -> None:
     partial.unlink(missing_ok=True)
 
 
-def _point_latest_back(run: Path, before: str | None) -> None:
+def _restore_latest(run: Path, before: str | None) -> None:
     """Have ``latest`` point where it did before ``run`` was made, unless a later run has moved it since."""
     if _latest_target(run.parent) != run.name:
         return
@@ -489,7 +491,7 @@ def _point_latest_back(run: Path, before: str | None) -> None:
 
 
 @contextlib.contextmanager
-def _explained(path: Path):
+def _as_config_error(path: Path):
     """Turn an OSError on the run's folder into one line."""
     try:
         yield
@@ -500,7 +502,7 @@ def _explained(path: Path):
         ) from error
 
 
-def _facts() -> dict[str, object]:
+def _environment_facts() -> dict[str, object]:
     """What a reader of the run needs in order to repeat it."""
     versions = {"mtrain": mtrain_cli.__version__, "python": platform.python_version()}
     for package in ("torch", "numpy", "flash-attn-4"):

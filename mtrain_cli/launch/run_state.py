@@ -25,7 +25,7 @@ from typing import Any
 from mtrain_cli.config import documents
 from mtrain_cli.launch.run_dir import LOCK, RUNS, RunDir
 
-BEAT_S = 10.0  # between signs of life of the lock's holder
+HEARTBEAT_S = 10.0  # between signs of life of the lock's holder
 SILENT_S = 60.0  # without one: gone. Network file systems may show them half a minute late
 WRITE_S = 1.0  # between writes of the first worker
 WARNINGS = 20  # latest ones that are kept
@@ -60,7 +60,7 @@ class RunState:
     reason: str = ""
 
 
-def read(run: RunDir) -> RunState | None:
+def read_state(run: RunDir) -> RunState | None:
     """What the run wrote last; None where it has written nothing that can be read. Keys of other versions are left out."""
     try:
         return documents.checked(RunState, documents.read_json(run.state))
@@ -68,7 +68,7 @@ def read(run: RunDir) -> RunState | None:
         return None
 
 
-def write(run: RunDir, state: RunState) -> None:
+def write_state(run: RunDir, state: RunState) -> None:
     """In one move. What a full disk does not take is no reason to end a run."""
     part = run.state.with_suffix(f".{os.getpid()}.part")
     with contextlib.suppress(OSError):
@@ -79,11 +79,13 @@ def write(run: RunDir, state: RunState) -> None:
             part.unlink(missing_ok=True)
 
 
-def change(run: RunDir, phase: str, reason: str = "") -> None:
+def set_phase(run: RunDir, phase: str, reason: str = "") -> None:
     """How a run goes on or ended, when its first worker cannot say so any more."""
     now = time.time()
-    before = read(run) or RunState(phase=phase, time=now, began=now, host=socket.gethostname())
-    write(run, dataclasses.replace(before, phase=phase, reason=reason, time=now))
+    before = read_state(run) or RunState(
+        phase=phase, time=now, began=now, host=socket.gethostname()
+    )
+    write_state(run, dataclasses.replace(before, phase=phase, reason=reason, time=now))
 
 
 class StateReporter:
@@ -99,7 +101,7 @@ class StateReporter:
         workers: Sequence[str],
         records: str,
     ) -> None:
-        before = read(run)
+        before = read_state(run)
         now = time.time()
         self._run = run
         self._written = 0.0
@@ -139,7 +141,7 @@ class StateReporter:
 
     def _write(self) -> None:
         self._written = time.monotonic()
-        write(self._run, self._state)
+        write_state(self._run, self._state)
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ class Liveness:
     silent: float | None
 
 
-def life(run: RunDir, now: float) -> Liveness:
+def check_liveness(run: RunDir, now: float) -> Liveness:
     """Whether the run lives. On the holder's own machine the lock tells; from elsewhere, or where locks do not work, its signs of life."""
     lock = run.path / LOCK
     try:
@@ -163,7 +165,7 @@ def life(run: RunDir, now: float) -> Liveness:
     if host is not None and host[1] == socket.gethostname():
         return Liveness(_is_held(lock), holder, silent)
     if host is None:  # a file system without locks
-        found = read(run)
+        found = read_state(run)
         silent = min(silent, now - found.time) if found else silent
         return Liveness(
             found is not None and found.phase not in ENDED and silent < SILENT_S, "", silent

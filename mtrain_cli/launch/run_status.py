@@ -56,11 +56,11 @@ class RunStatus:
         return self.what in ("starting", "running", "stalled", "restarting")
 
 
-def look(run: RunDir) -> RunStatus:
+def read_status(run: RunDir) -> RunStatus:
     """The run as it is now."""
     now = time.time()
-    life = run_state.life(run, now)
-    written = run_state.read(run)  # afterwards: a run that has ended by then has said how
+    life = run_state.check_liveness(run, now)
+    written = run_state.read_state(run)  # afterwards: a run that has ended by then has said how
     recent = restart.latest_steps(run)
     step = max(written.step if written else 0, recent[-1][0] if recent else 0)
     if written is not None and written.phase in ("starting", "training"):
@@ -68,7 +68,7 @@ def look(run: RunDir) -> RunStatus:
             written.step
         )  # after a restart that of the checkpoint, to which metrics.jsonl is cut back
     since = None if written is None else now - (written.stepped or written.began)
-    what, detail = _what(run, written, life.alive, since, step)
+    what, detail = _classify(run, written, life.alive, since, step)
     return RunStatus(
         folder=str(run.path),
         what=what,
@@ -79,15 +79,15 @@ def look(run: RunDir) -> RunStatus:
         silent=life.silent,
         since_step=since,
         checkpoint=_checkpoint(run, now),
-        restarts=tuple(restart.read(run)),
+        restarts=tuple(restart.read_restarts(run)),
         damaged=tuple(_damaged(run)),
         losses=tuple(loss for _, loss in recent if loss is not None),
-        where=tuple(_where(written, now)) if what == "stalled" else (),
+        where=tuple(_activities(written, now)) if what == "stalled" else (),
         written=written,
     )
 
 
-def runs_here() -> list[RunDir]:
+def list_runs() -> list[RunDir]:
     """The runs of this folder, the latest begun first."""
     files = sorted(
         RUNS.glob("*/resolved.yaml"), key=lambda file: file.stat().st_mtime, reverse=True
@@ -95,26 +95,26 @@ def runs_here() -> list[RunDir]:
     return [RunDir(file.parent) for file in files if not file.parent.is_symlink()]
 
 
-def latest() -> RunDir:
+def find_latest_run() -> RunDir:
     """The run that was begun or gone on with last in this folder: one that is alive before others.
 
     Raises:
         ConfigError: there is none.
     """
-    found = runs_here()
+    found = list_runs()
     if not found:
         raise ConfigError("there are no runs in runs/; give the folder of one")
 
     def heard(run: RunDir) -> tuple[bool, float]:
-        written = run_state.read(run)
-        return run_state.life(run, time.time()).alive, max(
+        written = run_state.read_state(run)
+        return run_state.check_liveness(run, time.time()).alive, max(
             run.resolved.stat().st_mtime, written.time if written else 0.0
         )
 
     return max(found, key=heard)
 
 
-def _what(
+def _classify(
     run: RunDir, written: RunState | None, alive: bool, since: float | None, step: int
 ) -> tuple[str, str]:
     if not alive:
@@ -143,7 +143,7 @@ def _damaged(run: RunDir) -> Iterator[str]:
             compose.load(run.resolved)
     except ConfigError as error:
         yield f"{error.problems[0]}; the run cannot be resumed or exported until it is mended"
-    if lines := restart.unreadable(run):
+    if lines := restart.count_unreadable_lines(run):
         yield f"{run.restarts}: {lines} line{'s' * (lines > 1)} cannot be read and {'are' if lines > 1 else 'is'} left out"
 
 
@@ -164,14 +164,14 @@ def _checkpoint(run: RunDir, now: float) -> NewestCheckpoint | None:
     return None
 
 
-def _where(written: RunState | None, now: float) -> list[str]:
+def _activities(written: RunState | None, now: float) -> list[str]:
     """What each rank does, where its record can be seen from here."""
     if written is None or not written.records:
         return []
     found = {
-        rank: progress_record.read(Path(written.records.format(rank=rank)))
+        rank: progress_record.read_activity(Path(written.records.format(rank=rank)))
         for rank in range(len(written.workers))
     }
-    return progress_record.table(
+    return progress_record.activity_lines(
         {rank: record for rank, record in found.items() if record}, [], now
     )

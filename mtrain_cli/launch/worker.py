@@ -27,11 +27,11 @@ from mtrain_cli.launch import failures, guarded_streams, progress_record, restar
 from mtrain_cli.launch.environment import (
     Environment,
     gpu_index,
+    loopback_variables,
     nccl_variables,
-    on_loopback,
     resolve_environment,
 )
-from mtrain_cli.launch.failure_channel import FailureChannel, leave
+from mtrain_cli.launch.failure_channel import FailureChannel, exit_now
 from mtrain_cli.launch.job import STORE_TIMEOUT, Job, current_job, decide_on_rank_zero, job_store
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.safe_pickle import guard_collectives
@@ -70,16 +70,16 @@ def main() -> None:
         "--target", required=True, help="module:function to run; see launch.local.launch"
     )
     arguments = parser.parse_args()
-    guarded_streams.guard(output_required=False)
+    guarded_streams.guard_streams(output_required=False)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if arguments.launcher_pid is not None:
-        _end_with_parent(arguments.launcher_pid)
+        _die_with_parent(arguments.launcher_pid)
     run_dir = RunDir(arguments.run_dir)
     rank = int(os.environ["RANK"])
     log = _open_log(run_dir, rank)
     if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        progress_record.keep(progress_record.beside(error_file, rank))
+        progress_record.start_record(progress_record.launcher_record_path(error_file, rank))
     try:
         config = compose.load(run_dir.resolved)
         environment = dataclasses.replace(
@@ -88,15 +88,15 @@ def main() -> None:
         from mtrain_cli.launch.rendezvous import open_store
 
         store = open_store(arguments.store, environment.workers, STORE_TIMEOUT)
-        if _work(config, run_dir, environment, arguments.resume, arguments.target, store):
+        if _run_target(config, run_dir, environment, arguments.resume, arguments.target, store):
             mark_stopped(os.environ.get("TORCHELASTIC_ERROR_FILE"))
     except BaseException as error:
-        failure = failures.describe(error)
-        failures.leave_record(failure, os.environ.get("TORCHELASTIC_ERROR_FILE"))
+        failure = failures.failure_from(error)
+        failures.write_record(failure, os.environ.get("TORCHELASTIC_ERROR_FILE"))
         with contextlib.suppress(OSError):
             traceback.print_exception(error, file=log)
-        leave(2 if failure.kind == "config" else 1)
-    leave(0)
+        exit_now(2 if failure.kind == "config" else 1)
+    exit_now(0)
 
 
 def run_in_job(
@@ -113,53 +113,53 @@ def run_in_job(
     Raises:
         ConfigError: the ranks cannot reach each other.
     """
-    guarded_streams.guard(output_required=False)
+    guarded_streams.guard_streams(output_required=False)
     save_and_stop_on_signals()
     job = current_job()
     assert job is not None
     if job.local_world_size == job.world_size:
-        for name, value in on_loopback().items():
+        for name, value in loopback_variables().items():
             os.environ.setdefault(name, value)
 
     def failed(failure: failures.Failure) -> str:
-        run_state.change(run_dir, "failed", restart.one_line(failure))
-        return _what_follows(run_dir, job)
+        run_state.set_phase(run_dir, "failed", restart.failure_summary(failure))
+        return _resume_hint(run_dir, job)
 
-    lifeline = FailureChannel(
+    channel = FailureChannel(
         job, on_mistake=run_dir.discard, logs=run_dir.logs, on_failure=failed, beat=run_dir.beat
     )
-    record = progress_record.in_logs(run_dir.logs, job.rank)
+    record = progress_record.job_record_path(run_dir.logs, job.rank)
     try:
-        agreed = _configuration_of_rank_zero(run_dir)
-        _check_same(config, agreed, job.rank)
+        agreed = _rank_zero_config(run_dir)
+        _require_same_config(config, agreed, job.rank)
         with contextlib.suppress(OSError):
             run_dir.logs.mkdir(exist_ok=True)
         if environment.device == "cuda":
             for name, value in nccl_variables(run_dir.logs, agreed.topology.timeout_s).items():
                 os.environ.setdefault(name, value)
-        progress_record.keep(record)
-        _work(agreed, run_dir, environment, resume, target, job_store(job))
+        progress_record.start_record(record)
+        _run_target(agreed, run_dir, environment, resume, target, job_store(job))
     except BaseException as error:
-        failure = failures.describe(error)
+        failure = failures.failure_from(error)
         if failure.kind == "error":
             # torchrun shows what it finds there, so a mistake or a mere consequence stays out of it.
-            failures.leave_record(failure, os.environ.get("TORCHELASTIC_ERROR_FILE"))
-        lifeline.fail(failure)
-    lifeline.close()
+            failures.write_record(failure, os.environ.get("TORCHELASTIC_ERROR_FILE"))
+        channel.fail(failure)
+    channel.close()
     record.unlink(missing_ok=True)
     if environment.rank == 0:
         run_dir.stop_request.unlink(missing_ok=True)
     # Also after a requested stop: to torchrun and srun any other code is a failed worker, whose peers are to be killed or restarted.
-    leave(0)
+    exit_now(0)
 
 
-def _what_follows(run_dir: RunDir, job: Job) -> str:
+def _resume_hint(run_dir: RunDir, job: Job) -> str:
     """What the user of torchrun or srun reads after a failure."""
     step = run_dir.last_step()
     if step is None:
         return ""
-    if job.most_restarts is not None and job.restarts < job.most_restarts:
-        return f"torchrun starts the workers again (restart {job.restarts + 1} of {job.most_restarts}), from the checkpoint of step {step}"
+    if job.max_restarts is not None and job.restarts < job.max_restarts:
+        return f"torchrun starts the workers again (restart {job.restarts + 1} of {job.max_restarts}), from the checkpoint of step {step}"
     again = (
         "torchrun --max-restarts=3"
         if job.launcher == "torchrun"
@@ -168,7 +168,7 @@ def _what_follows(run_dir: RunDir, job: Job) -> str:
     return f"go on from the checkpoint of step {step}: the same line with --resume {run_dir.path}; under {again} it does so by itself"
 
 
-def _work(
+def _run_target(
     config: Config,
     run_dir: RunDir,
     environment: Environment,
@@ -190,7 +190,7 @@ def _work(
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled / "inductor"))
     timeout = timedelta(seconds=config.topology.timeout_s)
     store = dist.PrefixStore("process_group", store)
-    with _timeouts_explained(config, job.rank):
+    with _explain_timeouts(config, job.rank):
         progress_record.note("waits for all ranks to join", progress_record.SEVERAL)
         if environment.device == "cuda":
             import torch
@@ -210,18 +210,18 @@ def _work(
                 "gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=timeout
             )
         progress_record.note("prepares")
-        stopped = _function(target)(config, run_dir, environment, resume)
+        stopped = _load_target(target)(config, run_dir, environment, resume)
         dist.destroy_process_group()
     return bool(stopped)
 
 
 @contextlib.contextmanager
-def _timeouts_explained(config: Config, rank: int) -> Iterator[None]:
+def _explain_timeouts(config: Config, rank: int) -> Iterator[None]:
     """Where the wait for another worker ended by ``topology.timeout_s``, say so in a line; the traceback stays in this worker's log."""
     try:
         yield
     except RuntimeError as error:
-        if not failures.timed_out(error):
+        if not failures.is_timeout(error):
             raise
         where = f" ({error})" if getattr(error, "peer_lost", False) else ""
         raise failures.PeerLostError(
@@ -230,12 +230,12 @@ def _timeouts_explained(config: Config, rank: int) -> Iterator[None]:
         ) from error
 
 
-def _function(target: str) -> Callable[[Config, RunDir, Environment, bool], bool | None]:
+def _load_target(target: str) -> Callable[[Config, RunDir, Environment, bool], bool | None]:
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
-def _configuration_of_rank_zero(run_dir: RunDir) -> Config:
+def _rank_zero_config(run_dir: RunDir) -> Config:
     """The resolved configuration as rank 0 has it on disk; other machines may not see that disk."""
     text = decide_on_rank_zero(run_dir.resolved.read_text)
     run_dir.path.mkdir(parents=True, exist_ok=True)
@@ -245,7 +245,7 @@ def _configuration_of_rank_zero(run_dir: RunDir) -> Config:
         return compose.load(copy)
 
 
-def _check_same(mine: Config | None, agreed: Config, rank: int) -> None:
+def _require_same_config(mine: Config | None, agreed: Config, rank: int) -> None:
     """Ranks that were started with different words would wait for each other in different places; they end before that.
 
     Raises:
@@ -263,7 +263,7 @@ def _check_same(mine: Config | None, agreed: Config, rank: int) -> None:
         raise ConfigError(*problems)
 
 
-def _end_with_parent(launcher: int) -> None:
+def _die_with_parent(launcher: int) -> None:
     """Have the kernel kill this process when its parent ends, however that ends (Linux); leave at once if it has ended already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -281,7 +281,7 @@ def _open_log(run_dir: RunDir, rank: int) -> TextIO:
         os.dup2(log.fileno(), sys.stdout.fileno())
         os.dup2(log.fileno(), sys.stderr.fileno())
     else:
-        guarded_streams.divert_native(log)
+        guarded_streams.divert_native_output(log)
     faulthandler.enable(file=log)
     # The launcher asks a worker that hangs for its stack before it ends it.
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)

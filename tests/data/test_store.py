@@ -15,8 +15,8 @@ from mtrain_cli.data.arrays import open_array
 from mtrain_cli.data.mds import MdsFolder
 from mtrain_cli.data.store import StoreWriter, TokenStore
 from mtrain_cli.data.tokenizers import ByteTokenizer, open_tokenizer
-from mtrain_cli.launch.failures import READ_FAILURES, RunError, describe
-from mtrain_cli.launch.restart import is_of_a_machine
+from mtrain_cli.launch.failures import READ_FAILURES, RunError, failure_from
+from mtrain_cli.launch.restart import is_machine_failure
 
 DOCUMENTS = [b"hello", b"", b"the second", b"x"]
 
@@ -180,7 +180,7 @@ def test_a_disk_that_fails_is_of_the_machine_and_a_file_that_is_no_ones_a_mistak
         with pytest.raises((ConfigError, RunError)) as caught:
             read()
         assert isinstance(caught.value, RunError) == (number in READ_FAILURES)
-        assert is_of_a_machine(describe(caught.value)) == (number in READ_FAILURES), str(
+        assert is_machine_failure(failure_from(caught.value)) == (number in READ_FAILURES), str(
             caught.value
         )
 

@@ -58,7 +58,7 @@ def train(config, run_dir, environment, resume):
         if here == (fault.rank, due, fault.what, fault.exchange_step):
             if environment.device == "cpu":
                 _wait_for_others(
-                    progress_record.pattern(run_dir.logs, environment.launcher),
+                    progress_record.record_pattern(run_dir.logs, environment.launcher),
                     environment,
                     config.topology.timeout_s,
                 )
@@ -85,7 +85,7 @@ def _wait_for_others(records, environment, timeout_s):
     deadline = time.monotonic() + timeout_s / 2
     before = None
     while time.monotonic() < deadline:
-        found = [progress_record.read(path) for path in others]
+        found = [progress_record.read_activity(path) for path in others]
         # Behind the ring they wait for the parameters of a layer, which is not told.
         if found == before and all(
             record and (record.waits_for is not None or record.doing.startswith("after "))
@@ -118,7 +118,7 @@ if __name__ == "__main__":
     if json.loads(os.environ[VARIABLE])["fewer"]:
         from mtrain_cli.launch import restart
 
-        restart.RestartPolicy._where = lambda self, before: restart.shrunk(
+        restart.RestartPolicy._choose_workers = lambda self, before: restart.shrink_environment(
             self._config, before, ["0"], "1"
         )
     __main__.main()

@@ -54,5 +54,5 @@ def test_damage_is_passed_over(run, name, data, words):
 
 def test_restarts_that_can_be_read_are_shown_beside_damaged_ones(run):
     (run / "restarts.jsonl").write_text("{garbage\n" + GOOD + GOOD.replace("1.7e9", '"yesterday"'))
-    assert [entry.reason for entry in restart.read(RunDir(run))] == ["rank 1 died"]
+    assert [entry.reason for entry in restart.read_restarts(RunDir(run))] == ["rank 1 died"]
     assert "rank 1 died" in status(run)

@@ -14,9 +14,9 @@ from mtrain_cli.launch.failures import Failure
 
 
 def failed(
-    rank: int, kind: str, time: float = 0.0, exit_code: int | None = 1, first: bool = True
+    rank: int, kind: str, time: float = 0.0, exit_code: int | None = 1, before_shutdown: bool = True
 ) -> Failure:
-    return Failure(rank, exit_code, kind, "what happened", "Traceback ...", time, first)
+    return Failure(rank, exit_code, kind, "what happened", "Traceback ...", time, before_shutdown)
 
 
 @pytest.mark.parametrize(
@@ -38,8 +38,8 @@ def failed(
         (
             failed(1, "error", 5.0),
             [
-                failed(0, "died", 1.0, -signal.SIGKILL, first=False),
-                failed(2, "died", 1.0, -signal.SIGTERM, first=False),
+                failed(0, "died", 1.0, -signal.SIGKILL, before_shutdown=False),
+                failed(2, "died", 1.0, -signal.SIGTERM, before_shutdown=False),
             ],
         ),
         (failed(1, "died", 9.0, -signal.SIGTERM), [failed(0, "peer lost", 1.0)]),
@@ -58,7 +58,7 @@ def failed(
 )
 def test_the_cause_is_found_in_any_order(cause, consequences):
     for order in itertools.permutations([cause, *consequences]):
-        assert failures.cause(order) is cause
+        assert failures.find_cause(order) is cause
 
 
 @pytest.mark.parametrize(
@@ -81,10 +81,10 @@ def test_the_cause_is_found_in_any_order(cause, consequences):
     ],
 )
 def test_a_record_comes_back_as_it_was_left(tmp_path, error, kind):
-    left = failures.describe(error)
+    left = failures.failure_from(error)
     assert left.kind == kind
-    failures.leave_record(left, tmp_path / "record")
-    back = failures.read(3, 1, tmp_path / "record", first=True)
+    failures.write_record(left, tmp_path / "record")
+    back = failures.read_record(3, 1, tmp_path / "record", before_shutdown=True)
     assert (back.rank, back.kind, back.message, back.trace, back.time) == (
         3,
         left.kind,
@@ -106,13 +106,13 @@ def test_a_record_comes_back_as_it_was_left(tmp_path, error, kind):
 def test_a_death_without_record_is_told_with_the_last_words(tmp_path, exit_code, words):
     log = tmp_path / "rank-2.log"
     log.write_text("".join(f"line {n}\n" for n in range(100)))
-    failure = failures.read(2, exit_code, tmp_path / "no record", first=True)
-    lines = failures.report(failure, log).splitlines()
+    failure = failures.read_record(2, exit_code, tmp_path / "no record", before_shutdown=True)
+    lines = failures.format_report(failure, log).splitlines()
     assert lines[0] == f"error: {words}"
     assert lines[2:22] == [f"  line {n}" for n in range(80, 100)]
     assert lines[-1] == f"All of its output is in {log}; the other workers were stopped."
     # What rank 0 prints is on the terminal.
-    first = failures.report(replace(failure, rank=0), log).splitlines()
+    first = failures.format_report(replace(failure, rank=0), log).splitlines()
     assert (
         first[-1]
         == f"What libraries wrote, and its traceback, are in {log}; the other workers were stopped."
@@ -120,16 +120,16 @@ def test_a_death_without_record_is_told_with_the_last_words(tmp_path, exit_code,
 
 
 def test_no_record_and_no_exit_code_is_no_failure(tmp_path):
-    assert failures.read(0, 0, tmp_path / "no record", first=True) is None
-    assert failures.read(0, None, tmp_path / "no record", first=True) is None
+    assert failures.read_record(0, 0, tmp_path / "no record", before_shutdown=True) is None
+    assert failures.read_record(0, None, tmp_path / "no record", before_shutdown=True) is None
 
 
 def test_an_exception_is_told_in_its_first_line_then_with_its_traceback():
     try:
         raise ValueError("bad\nvery bad")
     except ValueError as error:
-        failure = failures.describe(error)
-    lines = failures.report(failure, None).splitlines()
+        failure = failures.failure_from(error)
+    lines = failures.format_report(failure, None).splitlines()
     assert lines[0] == "error: rank -1 failed: ValueError: bad"
     assert lines[1].startswith("Traceback")
     assert lines[-2:] == ["ValueError: bad", "very bad"]
@@ -142,10 +142,10 @@ def test_an_explained_failure_is_told_without_a_traceback(tmp_path):
     try:
         raise Explained("step 3: the loss is not finite on rank 1")
     except Explained as error:
-        failure = failures.describe(error)
+        failure = failures.failure_from(error)
     log = tmp_path / "rank-1.log"
     log.write_text("something")
-    assert failures.report(failure, log) == "error: step 3: the loss is not finite on rank 1"
+    assert failures.format_report(failure, log) == "error: step 3: the loss is not finite on rank 1"
 
 
 LATE = Failure(0, 1, "peer lost", "topology.timeout_s=6: rank 0 waited longer than that", "", 1.0)
@@ -195,13 +195,13 @@ ABORTED = failed(3, "died", exit_code=-signal.SIGABRT)
 def test_a_rank_is_blamed_for_its_silence_where_nothing_else_explains_the_waits(
     failures_so_far, stopped, running, told
 ):
-    found = failures.silence(failures_so_far, stopped, running)
+    found = failures.find_silent_rank(failures_so_far, stopped, running)
     if told is None:
         assert found is None
         return
     assert found.message.startswith(told)
-    assert failures.cause([*failures_so_far, found]) is found
-    lines = failures.report(found, None, ["  rank 0: training step 1"]).splitlines()
+    assert failures.find_cause([*failures_so_far, found]) is found
+    lines = failures.format_report(found, None, ["  rank 0: training step 1"]).splitlines()
     assert lines == [
         f"error: {found.message}",
         "Where each worker was:",
@@ -210,17 +210,17 @@ def test_a_rank_is_blamed_for_its_silence_where_nothing_else_explains_the_waits(
 
 
 def test_an_abort_is_a_consequence_of_silence_where_it_came_after_a_long_wait():
-    assert failures.silence([ABORTED], [], [1]) is None
-    found = failures.silence([ABORTED], [], [1], "topology.timeout_s=6")
+    assert failures.find_silent_rank([ABORTED], [], [1]) is None
+    found = failures.find_silent_rank([ABORTED], [], [1], "topology.timeout_s=6")
     assert found is not None
-    assert failures.cause([ABORTED, found]) is found
+    assert failures.find_cause([ABORTED, found]) is found
 
 
 def test_what_a_lost_peer_leaves_is_told_apart_from_other_errors_and_without_its_line_of_code():
     gloo = RuntimeError(
         "[/w/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:34710: Connection reset by peer. This is typical. 🏖️"
     )
-    assert failures.lost_peer(gloo)
+    assert failures.is_peer_loss(gloo)
     assert failures.first_sentence(gloo) == "Read error [127.0.0.1]:34710: Connection reset by peer"
-    assert not failures.lost_peer(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    assert not failures.is_peer_loss(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"))
     assert failures.first_sentence(RuntimeError()) == "RuntimeError"

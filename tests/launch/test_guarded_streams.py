@@ -85,7 +85,7 @@ def test_text_that_cannot_be_encoded_is_not_taken_for_a_lost_stream():
 
 def test_a_file_never_takes_the_number_of_a_stream_that_was_closed(tmp_path: Path):
     code = (
-        "import os, sys; from mtrain_cli.launch import guarded_streams; guarded_streams.guard(output_required=False); "
+        "import os, sys; from mtrain_cli.launch import guarded_streams; guarded_streams.guard_streams(output_required=False); "
         "file = open(sys.argv[1], 'w'); print('a word'); print('more', file=sys.stderr); os.write(1, b'raw'); sys.exit(file.fileno() < 3)"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "file")]
@@ -102,7 +102,7 @@ def test_native_output_is_diverted_and_what_python_writes_goes_on_whatever_it_is
     program = """
 import os, sys
 from mtrain_cli.launch import guarded_streams
-guarded_streams.divert_native(open(sys.argv[1], "a"))
+guarded_streams.divert_native_output(open(sys.argv[1], "a"))
 os.write(2, b"native\\n")
 print("word \\udcff", file=sys.stderr)
 sys.stdout.write("written")

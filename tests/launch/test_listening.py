@@ -29,8 +29,10 @@ class Bomb:
 
 
 def test_a_run_listens_on_loopback_alone_and_makes_no_objects_of_what_strangers_write(
-    run: RunDir, tmp_path: Path, monkeypatch
-) -> None:  # noqa: F811
+    run: RunDir,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch,
+) -> None:
     """A stranger sends every port what set the state of torch's elastic rendezvous to a bomb."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     marker = tmp_path / "code-ran"
@@ -60,8 +62,9 @@ def test_a_run_listens_on_loopback_alone_and_makes_no_objects_of_what_strangers_
 
 
 def test_interfaces_for_jobs_of_several_machines_do_not_count_on_one(
-    run: RunDir, monkeypatch
-) -> None:  # noqa: F811
+    run: RunDir,  # noqa: F811
+    monkeypatch,
+) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     environment = resolve_environment(compose.load(run.resolved))

@@ -198,7 +198,7 @@ def test_an_abort_after_a_long_wait_is_blamed_on_the_worker_that_goes_on(run, ca
 @pytest.mark.slow
 def test_a_wait_that_neither_gloo_nor_nccl_ends_is_ended_by_the_launcher(run, capfd, monkeypatch):
     monkeypatch.setattr("mtrain_cli.launch.agent.OVERDUE_S", 1.0)
-    monkeypatch.setattr("mtrain_cli.launch.agent.OVERDUE_LOOK_S", 0.2)
+    monkeypatch.setattr("mtrain_cli.launch.agent.OVERDUE_CHECK_S", 0.2)
     assert launched_with_timeout(run, "rank_0_waits_and_nothing_ends_it", 5.0) == 1
     lines = capfd.readouterr().err.splitlines()
     assert lines[0].startswith(
@@ -214,7 +214,7 @@ def test_a_run_shows_that_it_lives_while_it_has_no_workers(run, monkeypatch):
     def lasts_long(*_: object) -> None:
         os.utime(lock, (1, 1))
         wait_for(lambda: lock.stat().st_mtime > 1, 20)
-        seen.append(run_state.life(run, time.time()).alive)
+        seen.append(run_state.check_liveness(run, time.time()).alive)
 
     def probed(_: object, _failure: Failure, environment: Environment) -> RestartDecision:
         lasts_long()
@@ -349,7 +349,7 @@ def test_what_is_said_over_the_live_display_stays_on_the_screen(monkeypatch):
         monkeypatch.setattr(
             sys, "stderr", terminal
         )  # the launcher is another process, which the display does not know of
-        local._say(
+        local._print_line(
             "stopping: the workers save a checkpoint after this step; Ctrl-C again ends them at once",
             over_display=True,
         )

@@ -64,7 +64,7 @@ def test_a_run_begins_again_as_long_as_each_time_has_a_newer_checkpoint(run):
         e = again.environment
     assert restarts.after(KILLED, e) == restarts.after(KILLED, e), "and no more without"
     assert "no checkpoint was written since" in str(restarts.after(KILLED, e))
-    assert len(restart.read(run.dir)) == 8
+    assert len(restart.read_restarts(run.dir)) == 8
 
 
 def test_a_checkpoint_that_takes_the_place_of_a_damaged_one_is_progress(run):
@@ -175,7 +175,7 @@ def test_without_a_gpu_as_many_workers_go_on_as_fit(run, monkeypatch, words, wor
     assert (found.environment.workers, found.entry.workers) == (workers, workers)
     assert found.devices == ("4", "5", "7")[:workers]
     assert found.environment.launcher == "mtrain"
-    assert "without GPU 6, which does not answer" in restart.describe(found, 1)
+    assert "without GPU 6, which does not answer" in restart.describe_restart(found, 1)
 
 
 @pytest.mark.usefixtures("_four_gpus")
@@ -202,10 +202,10 @@ def test_a_device_that_does_not_answer_is_found_by_asking_it():
 def test_the_line_before_a_restart_says_what_is_done_again():
     entry = restart.Restart(0.0, "why", 1, 17, 10, 2)
     e = on_gpus(2)[1]
-    assert restart.describe(RestartDecision(e, True, 1.0, entry), 2) == (
+    assert restart.describe_restart(RestartDecision(e, True, 1.0, entry), 2) == (
         "restart 2: goes on from the checkpoint of step 10, on 2 workers, in 1 s; steps 11 to 17 are done again"
     )
     at_once = dataclasses.replace(entry, reached=10, workers=1)
-    assert restart.describe(RestartDecision(e, True, 1.0, at_once), 2).endswith(
+    assert restart.describe_restart(RestartDecision(e, True, 1.0, at_once), 2).endswith(
         "of step 10, on 1 worker, in 1 s"
     )

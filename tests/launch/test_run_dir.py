@@ -321,16 +321,16 @@ def test_a_job_that_is_started_again_finds_the_run_that_it_began_and_no_other(
     monkeypatch.chdir(tmp_path)
     config = compose.compose(["topology.device=cpu", *words])
     torchrun(monkeypatch, "first")
-    assert run_dir.begun(config, this_job=True) is None
+    assert run_dir.find_earlier_start(config, this_job=True) is None
     mine = run_dir.create(config, [])
     mine.release()
     torchrun(monkeypatch, "first", restarts=1)
-    found = run_dir.begun(config, this_job=True)
+    found = run_dir.find_earlier_start(config, this_job=True)
     assert found is not None
     assert found.path == mine.path
     torchrun(monkeypatch, "second", restarts=1)
-    assert run_dir.begun(config, this_job=True) is None
-    asked = run_dir.begun(config, this_job=False)
+    assert run_dir.find_earlier_start(config, this_job=True) is None
+    asked = run_dir.find_earlier_start(config, this_job=False)
     assert (asked.path if asked else None) == (mine.path if words else None), (
         "--resume auto takes the name for what it is"
     )

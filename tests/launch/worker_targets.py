@@ -96,7 +96,7 @@ def rank_1_hangs(
 ) -> None:
     dist.barrier()
     if environment.rank == 1:
-        progress_record.begin(2)
+        progress_record.begin_step(2)
         time.sleep(600)
     dist.barrier()
 
@@ -115,7 +115,7 @@ def rank_1_is_stopped_in_a_ring(
 
 def _lost_in_a_ring(environment: Environment, signum: signal.Signals) -> None:
     dist.barrier()
-    progress_record.begin(3)
+    progress_record.begin_step(3)
     if environment.rank == 1:
         progress_record.note("ring, layer 1, forward, step 2 of 3")
         os.kill(os.getpid(), signum)
@@ -133,7 +133,7 @@ def rank_0_is_aborted_as_by_nccl(
 ) -> None:
     """What is left of a wait in NCCL that was too long: the watchdog ends the process, which can say nothing."""
     dist.barrier()
-    progress_record.begin(2 + environment.rank)
+    progress_record.begin_step(2 + environment.rank)
     time.sleep(600 if environment.rank else 4)
     os.abort()
 
@@ -247,7 +247,7 @@ def rank_0_waits_and_nothing_ends_it(
 ) -> None:
     """As in a wait of NCCL that its watchdog does not see."""
     dist.barrier()
-    progress_record.begin(2)
+    progress_record.begin_step(2)
     if environment.rank == 0:
         progress_record.note("waits for gradients of all ranks", progress_record.SEVERAL)
     time.sleep(600)
