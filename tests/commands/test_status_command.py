@@ -223,7 +223,7 @@ def test_watching_ends_with_the_run(monkeypatch):
             os.utime(run.path / ".lock", (1, 1))
         return look(one, now)
 
-    monkeypatch.setattr(run_state, "life", counted)
+    monkeypatch.setattr(run_state, "check_liveness", counted)
     result = status("first", "--watch", "--json")
     assert [json.loads(line)["what"] for line in result.stdout.splitlines()] == ["running"] * 3 + [
         "finished"

@@ -92,14 +92,14 @@ def test_a_rank_whose_answer_is_lost_tells_its_own_failure(monkeypatch, kind, co
         monkeypatch.setattr(failure_channel, "job_store", lambda _: store)
         told, left = [], []
 
-        def leave(given):
+        def exit_now(given):
             left.append(given)
             raise Left
 
-        monkeypatch.setattr(failure_channel, "leave", leave)
+        monkeypatch.setattr(failure_channel, "exit_now", exit_now)
         monkeypatch.setattr(
             failure_channel,
-            "tell",
+            "print_cause",
             lambda failure, *_: told.append((failure.rank, failure.message)),
         )
         mine = FailureChannel(

@@ -221,11 +221,11 @@ def test_a_run_shows_that_it_lives_while_it_has_no_workers(run, monkeypatch):
         return RestartDecision(environment, True, 0.01, Restart(0.0, "why", 1, 3, 2, 2))
 
     outcomes = iter([(1, Failure(1, -9, "died", "was killed", "", 0.0)), (0, None)])
-    monkeypatch.setattr(run_state, "BEAT_S", 0.05)
+    monkeypatch.setattr(run_state, "HEARTBEAT_S", 0.05)
     monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
     monkeypatch.setattr(local._Attempt, "run", lambda _: next(outcomes))
     monkeypatch.setattr(local.RestartPolicy, "after", probed)
-    monkeypatch.setattr(local.run_state, "change", lasts_long)  # before the wait
+    monkeypatch.setattr(local.run_state, "set_phase", lasts_long)  # before the wait
     assert launched(run, "succeed") == 0
     assert seen == [True] * 3, "after the failure, while GPUs are asked, before the restart"
 
