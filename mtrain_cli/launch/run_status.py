@@ -1,4 +1,4 @@
-"""What can be said of a run from outside: its state, whether it lives, its checkpoints and restarts, in one object."""
+"""Everything that can be seen of a run from outside: state, liveness, checkpoints and restarts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from mtrain_cli.launch.run_dir import RUNS, RunDir
 from mtrain_cli.launch.run_state import RunState
 from mtrain_cli.training.manifest import committed_steps, manifest_file
 
-STALLED_S = 60.0  # and this many times a usual step: a step that takes so long may never end
+# A step that takes longer than this, and this many times a usual step, may never end.
+STALLED_S = 60.0
 STALLED_STEPS = 5.0
 
 
 @dataclass(frozen=True)
 class NewestCheckpoint:
-    """The newest one. age: seconds."""
+    """The newest checkpoint. ``age`` is in seconds."""
 
     step: int
     age: float
@@ -30,10 +31,19 @@ class NewestCheckpoint:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """what: starting, running, stalled (no step for long), restarting, finished, stopped, failed, lost (it ended without a word: killed, or
-    its machine failed) or not begun. detail: a sentence more, or empty. since_step: seconds since the last step. written: what the run
-    wrote of itself; None before its first words, and for runs of versions that wrote none. losses: of the latest steps. damaged: a line for
-    each file that cannot be read.
+    """A run as seen from outside.
+
+    what: starting, running, stalled (no step for long), restarting, finished, stopped, failed, lost
+        (it ended without a report) or not begun.
+    detail: a further sentence, or empty.
+    step, steps: last step done, and the goal.
+    holder: the process that holds the lock.
+    silent: seconds since it last renewed the lock.
+    since_step: seconds since the last step.
+    damaged: a line for each file that cannot be read.
+    losses: of the latest steps.
+    where: what each rank does, if the run is stalled.
+    written: the run's own state, None before its first write and for runs of older versions.
     """
 
     folder: str
@@ -57,16 +67,16 @@ class RunStatus:
 
 
 def read_status(run: RunDir) -> RunStatus:
-    """The run as it is now."""
+    """Return the status of the run now."""
     now = time.time()
     life = run_state.check_liveness(run, now)
-    written = run_state.read_state(run)  # afterwards: a run that has ended by then has said how
+    # read it after the liveness check: a run that has ended by then has written how
+    written = run_state.read_state(run)
     recent = restart.latest_steps(run)
     step = max(written.step if written else 0, recent[-1][0] if recent else 0)
     if written is not None and written.phase in ("starting", "training"):
-        step = (
-            written.step
-        )  # after a restart that of the checkpoint, to which metrics.jsonl is cut back
+        # After a restart this is the checkpoint's step, to which metrics.jsonl is cut back.
+        step = written.step
     since = None if written is None else now - (written.stepped or written.began)
     what, detail = _classify(run, written, life.alive, since, step)
     return RunStatus(
@@ -88,7 +98,7 @@ def read_status(run: RunDir) -> RunStatus:
 
 
 def list_runs() -> list[RunDir]:
-    """The runs of this folder, the latest begun first."""
+    """Return the runs of this folder, the latest first."""
     files = sorted(
         RUNS.glob("*/resolved.yaml"), key=lambda file: file.stat().st_mtime, reverse=True
     )
@@ -96,22 +106,22 @@ def list_runs() -> list[RunDir]:
 
 
 def find_latest_run() -> RunDir:
-    """The run that was begun or gone on with last in this folder: one that is alive before others.
+    """Return the run that was last started or resumed in this folder; prefer one that is alive.
 
     Raises:
         ConfigError: there is none.
     """
-    found = list_runs()
-    if not found:
-        raise ConfigError("there are no runs in runs/; give the folder of one")
+    runs = list_runs()
+    if not runs:
+        raise ConfigError("there are no runs in runs/. Give the folder of a run.")
 
-    def heard(run: RunDir) -> tuple[bool, float]:
+    def last_activity(run: RunDir) -> tuple[bool, float]:
         written = run_state.read_state(run)
         return run_state.check_liveness(run, time.time()).alive, max(
             run.resolved.stat().st_mtime, written.time if written else 0.0
         )
 
-    return max(found, key=heard)
+    return max(runs, key=last_activity)
 
 
 def _classify(
@@ -124,7 +134,7 @@ def _classify(
             return "not begun", ""
         if written is None:
             return "stopped", ""
-        return "lost", "it ended without a word: killed, or its machine failed"
+        return "lost", "it ended without a report: it was killed, or its machine failed"
     if written is None or written.phase == "starting":
         return "starting", ""
     if written.phase == "restarting":
@@ -137,14 +147,17 @@ def _classify(
 
 
 def _damaged(run: RunDir) -> Iterator[str]:
-    """A line for each file of the run that cannot be read. Without resolved.yaml the run cannot be resumed."""
+    """Yield a line for each file of the run that cannot be read.
+
+    Without resolved.yaml the run cannot be resumed.
+    """
     try:
         if run.resolved.exists():
             compose.load(run.resolved)
     except ConfigError as error:
-        yield f"{error.problems[0]}; the run cannot be resumed or exported until it is mended"
+        yield f"{error.problems[0]}; the run cannot be resumed or exported until this is fixed"
     if lines := restart.count_unreadable_lines(run):
-        yield f"{run.restarts}: {lines} line{'s' * (lines > 1)} cannot be read and {'are' if lines > 1 else 'is'} left out"
+        yield f"{run.restarts}: {lines} unreadable line{'s' * (lines > 1)} skipped"
 
 
 def _steps(run: RunDir, written: RunState | None) -> int:
@@ -165,13 +178,13 @@ def _checkpoint(run: RunDir, now: float) -> NewestCheckpoint | None:
 
 
 def _activities(written: RunState | None, now: float) -> list[str]:
-    """What each rank does, where its record can be seen from here."""
+    """Return what each rank does, as far as its record can be read from here."""
     if written is None or not written.records:
         return []
-    found = {
+    records = {
         rank: progress_record.read_activity(Path(written.records.format(rank=rank)))
         for rank in range(len(written.workers))
     }
     return progress_record.activity_lines(
-        {rank: record for rank, record in found.items() if record}, [], now
+        {rank: record for rank, record in records.items() if record}, [], now
     )
