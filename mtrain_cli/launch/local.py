@@ -213,7 +213,7 @@ def _wait(
 
     def run() -> None:
         try:
-            agent.finish()
+            agent.run_to_end()
         except Exception as error:  # passed on to the waiting thread
             problem.append(error)
 

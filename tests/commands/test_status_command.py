@@ -100,7 +100,9 @@ def test_a_run_lives_as_long_as_the_holder_of_its_lock_however_that_ends():
     finally:
         process.kill()
     shown = status().stdout
-    assert "lost; it ended without a word: killed, or its machine failed" in " ".join(shown.split())
+    assert "lost; it ended without a report: it was killed, or its machine failed" in " ".join(
+        shown.split()
+    )
 
 
 def test_a_look_at_the_lock_keeps_nobody_out_of_the_run(monkeypatch):
@@ -241,7 +243,7 @@ def test_watching_a_run_that_has_ended_shows_it_once_in_whole_lines(words):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ([], "mtrain: there are no runs in runs/; give the folder of one\n"),
+        ([], "mtrain: there are no runs in runs/. Give the folder of a run.\n"),
         (
             ["nothing"],
             "mtrain: nothing: no run of that name, and no folder with a resolved.yaml; there are no runs in runs/\n",

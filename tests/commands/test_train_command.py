@@ -179,7 +179,7 @@ def test_a_resume_to_fewer_steps_than_are_done_is_refused_and_changes_nothing(la
     result = run("--resume", "first", "train.steps=4")
     assert (result.exit_code, result.stderr) == (
         2,
-        "mtrain: train.steps=4: the run is at step 15 already; give more than 15\n",
+        "mtrain: train.steps=4: the run is already at step 15. Give more than 15.\n",
     )
     assert Path("runs/first/resolved.yaml").read_text() == before
     assert len(launched) == 1

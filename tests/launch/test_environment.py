@@ -97,18 +97,18 @@ def test_workers_divide_into_data_and_context_and_virtual_nodes(default, machine
         (
             0,
             {"device": "cuda"},
-            "topology.device=cuda: no GPU is visible to torch on this machine; use cpu or auto",
+            "topology.device=cuda: torch sees no GPU on this machine. Use cpu or auto.",
         ),
-        (4, {"workers": 8}, "topology.workers=8: this machine has 4 GPUs; give at most 4, or auto"),
+        (4, {"workers": 8}, "topology.workers=8: this machine has 4 GPUs. Use at most 4, or auto."),
         (
             0,
             {"workers": 4, "context_parallel": 3},
-            "topology.context_parallel=3: must divide the 4 workers; possible are auto, 1, 2, 4",
+            "topology.context_parallel=3: must divide the 4 workers. Use auto or one of 1, 2, 4.",
         ),
         (
             0,
             {"workers": 4, "gpus_per_node": 3},
-            "topology.gpus_per_node=3: must divide the 4 workers; possible are auto, 1, 2, 4",
+            "topology.gpus_per_node=3: must divide the 4 workers. Use auto or one of 1, 2, 4.",
         ),
         (
             0,
@@ -192,7 +192,7 @@ def test_no_job_where_mtrain_starts_its_own_workers(variables):
 
 def test_contradictory_job_variables_are_a_clear_error():
     with pytest.raises(
-        ConfigError, match="RANK=5: the environment names a rank but not LOCAL_RANK"
+        ConfigError, match="RANK=5: the environment sets a rank but not LOCAL_RANK"
     ):
         current_job({name: value for name, value in TORCHRUN.items() if name != "LOCAL_RANK"})
     with pytest.raises(
@@ -223,7 +223,7 @@ def test_a_worker_without_a_gpu_of_its_own_is_an_error(default, machine):
     machine(gpus=1, variables=SRUN)
     assert gpu_index(resolve_environment(default)) == 0  # SLURM may show each task only its own
     machine(gpus=1, variables=TORCHRUN)
-    with pytest.raises(ConfigError, match="worker 1 of this machine has no GPU, only 1 visible"):
+    with pytest.raises(ConfigError, match="worker 1 of this machine has no GPU: only 1 visible"):
         gpu_index(resolve_environment(default))
 
 

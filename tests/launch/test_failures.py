@@ -98,7 +98,7 @@ def test_a_record_comes_back_as_it_was_left(tmp_path, error, kind):
 @pytest.mark.parametrize(
     ("exit_code", "words"),
     [
-        (-signal.SIGKILL, "rank 2 was killed by SIGKILL (out of memory killer?)"),
+        (-signal.SIGKILL, "rank 2 was killed by SIGKILL (host out of memory? see dmesg)"),
         (-signal.SIGSEGV, "rank 2 was killed by SIGSEGV"),
         (7, "rank 2 ended with exit code 7 and no exception"),
     ],
@@ -110,12 +110,12 @@ def test_a_death_without_record_is_told_with_the_last_words(tmp_path, exit_code,
     lines = failures.format_report(failure, log).splitlines()
     assert lines[0] == f"error: {words}"
     assert lines[2:22] == [f"  line {n}" for n in range(80, 100)]
-    assert lines[-1] == f"All of its output is in {log}; the other workers were stopped."
+    assert lines[-1] == f"Its output is in {log}; the other workers were stopped."
     # What rank 0 prints is on the terminal.
     first = failures.format_report(replace(failure, rank=0), log).splitlines()
     assert (
         first[-1]
-        == f"What libraries wrote, and its traceback, are in {log}; the other workers were stopped."
+        == f"Library output and its traceback are in {log}; the other workers were stopped."
     )
 
 
@@ -148,7 +148,7 @@ def test_an_explained_failure_is_told_without_a_traceback(tmp_path):
     assert failures.format_report(failure, log) == "error: step 3: the loss is not finite on rank 1"
 
 
-LATE = Failure(0, 1, "peer lost", "topology.timeout_s=6: rank 0 waited longer than that", "", 1.0)
+LATE = Failure(0, 1, "peer lost", "topology.timeout_s=6: rank 0 waited longer than this", "", 1.0)
 ABORTED = failed(3, "died", exit_code=-signal.SIGABRT)
 
 
@@ -159,19 +159,19 @@ ABORTED = failed(3, "died", exit_code=-signal.SIGABRT)
             [LATE],
             [1],
             [1, 2],
-            "topology.timeout_s=6: rank 1 kept the others waiting longer than that: its process is stopped",
+            "topology.timeout_s=6: rank 1 kept the others waiting longer than this: its process is stopped",
         ),
         (
             [LATE, ABORTED],
             [],
             [2],
-            "topology.timeout_s=6: rank 2 kept the others waiting longer than that and gave no sign: it hangs",
+            "topology.timeout_s=6: rank 2 kept the others waiting longer than this without reporting an error: it hangs",
         ),
         (
             [LATE],
             [],
             [2, 1],
-            "topology.timeout_s=6: ranks 1 and 2 kept the others waiting longer than that and gave no sign: one of them",
+            "topology.timeout_s=6: ranks 1 and 2 kept the others waiting longer than this without reporting an error: one of them",
         ),
         ([ABORTED], [1], [], "rank 1 kept the others waiting: its process is stopped"),
         ([ABORTED], [], [1], None),

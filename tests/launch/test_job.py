@@ -117,7 +117,7 @@ def test_a_killed_rank_ends_the_others_though_they_wait_for_nothing(killed, tell
         -signal.SIGKILL if rank == killed else 1 for rank in range(3)
     ]
     told = (
-        f"error: rank {killed} is gone: it was killed (out of memory killer?) or its machine failed\n"
+        f"error: rank {killed} is gone: its process was killed (host out of memory? see dmesg) or its machine failed\n"
         "Where each worker was:\n  all: before the first training step, prepares\n"
     )
     ends = [(code, re.sub(r" \(\d+ s ago\)", "", stderr)) for code, stderr in ends]
@@ -128,7 +128,7 @@ def test_a_rank_killed_in_a_ring_is_told_with_where_all_ranks_were():
     ends = SimulatedJob("rank_1_is_killed_in_a_ring", 3, "run.dir=run").ends()
     assert [code for code, _ in ends] == [1, -signal.SIGKILL, 1]
     assert ends[0][1].splitlines() == [
-        "error: rank 1 is gone: it was killed (out of memory killer?) or its machine failed",
+        "error: rank 1 is gone: its process was killed (host out of memory? see dmesg) or its machine failed",
         "Where each worker was:",
         "  rank 0: training step 3, ring, layer 1, forward, step 3 of 3: waits for kv from rank 1",
         "  rank 1: training step 3, ring, layer 1, forward, step 2 of 3",
@@ -159,7 +159,7 @@ def test_a_rank_stopped_in_a_ring_is_told_and_the_others_end_in_time():
             rank.kill()
     first, *where = told[0].splitlines()
     assert first.startswith(
-        "error: topology.timeout_s=5: rank 1 kept the others waiting longer than that and gave no sign"
+        "error: topology.timeout_s=5: rank 1 kept the others waiting longer than this without reporting an error"
     )
     assert re.fullmatch(
         r"  rank 1: training step 3, ring, layer 1, forward, step 2 of 3 \(\d+ s ago\)", where[2]
@@ -175,8 +175,8 @@ def test_ranks_that_were_started_with_different_words_end_before_they_wait_for_e
     assert [code for code, _ in ends] == [2, 2]
     told = ends[0][1].splitlines()
     assert told == [
-        "error: seed=7: rank 1 was started with this, rank 0 with 0; start all ranks alike",
-        "error: topology.exchange=ring: rank 1 was started with this, rank 0 with auto; start all ranks alike",
+        "error: seed=7: rank 1 was started with this value, rank 0 with 0. Start all ranks with the same settings.",
+        "error: topology.exchange=ring: rank 1 was started with this value, rank 0 with auto. Start all ranks with the same settings.",
     ]
     assert not Path("run").exists()
 
@@ -187,14 +187,14 @@ def test_ranks_that_were_started_with_different_words_end_before_they_wait_for_e
         (
             [],
             "topology.layout=zigzag",
-            "topology.layout=zigzag: rank 2 was started with this, rank 0 with auto",
+            "topology.layout=zigzag: rank 2 was started with this value, rank 0 with auto",
         ),
         (
             ["sparsity=vertical_slash"],
             "sparsity.p_v=0.5",
-            "sparsity.p_v=0.5: rank 2 was started with this, rank 0 with 0.9",
+            "sparsity.p_v=0.5: rank 2 was started with this value, rank 0 with 0.9",
         ),
-        ([], "seq=1k", "seq=1024: rank 2 was started with this, rank 0 with 4096"),
+        ([], "seq=1k", "seq=1024: rank 2 was started with this value, rank 0 with 4096"),
     ],
     ids=["layout", "sparsity", "sequence"],
 )
@@ -203,7 +203,7 @@ def test_one_rank_with_another_word_ends_all_at_once(agreed, odd, told):
     ends = SimulatedJob("sleeps", 3, "run.dir=run", *agreed, of_rank={2: [odd]}).ends()
     assert time.monotonic() - started < 60, "nobody waited for topology.timeout_s"
     assert [code for code, _ in ends] == [2, 2, 2]
-    assert ends[0][1] == f"error: {told}; start all ranks alike\n"
+    assert ends[0][1] == f"error: {told}. Start all ranks with the same settings.\n"
     assert [stderr for _, stderr in ends[1:]] == ["", ""]
     assert not Path("run").exists()
 

@@ -127,7 +127,7 @@ def test_what_libraries_write_is_in_the_logs_and_comes_behind_the_reason(run, ca
     first, reason, *rest = capfd.readouterr().err.splitlines()
     assert first == "Python of rank 0"
     assert reason == "error: rank 0 was killed by SIGABRT"
-    assert "  the last words" in rest[rest.index("The last lines of its output:") :]
+    assert "  the last words" in rest[rest.index("Last lines of its output:") :]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_a_wait_that_is_too_long_is_told_first_with_the_key_that_sets_it(run, ca
     assert launched_with_timeout(run, "rank_1_comes_late", 1.0) == 1
     lines = capfd.readouterr().err.splitlines()
     assert re.match(
-        r"error: topology.timeout_s=1: rank \d (waited|kept the others waiting) longer than that",
+        r"error: topology.timeout_s=1: rank \d (waited|kept the others waiting) longer than this",
         lines[0],
     )
     assert len(lines) <= 4, "no more than where each worker was"
@@ -170,13 +170,13 @@ def test_a_worker_that_hangs_is_named_and_leaves_its_stack(run, capfd):
     assert launched_with_timeout(run, "rank_1_hangs", 5.0) == 1
     lines = capfd.readouterr().err.splitlines()
     assert lines[0] == (
-        "error: topology.timeout_s=5: rank 1 kept the others waiting longer than that and gave no sign: it hangs or is slow; "
-        "if it is slow, give more seconds"
+        "error: topology.timeout_s=5: rank 1 kept the others waiting longer than this without reporting an error: "
+        "it hangs or is slow. If it is slow, increase the value."
     )
     assert lines[1] == "Where each worker was:"
     assert re.fullmatch(r"  rank 1: training step 2 \(\d+ s ago\)", lines[3])
     assert lines[4:] == [
-        f"What it was at, if it could still tell, is at the end of {run.logs / 'rank-1.log'}."
+        f"Its stack, if it could still write it, is at the end of {run.logs / 'rank-1.log'}."
     ]
     assert "in rank_1_hangs" in (run.logs / "rank-1.log").read_text()
 
@@ -187,7 +187,7 @@ def test_an_abort_after_a_long_wait_is_blamed_on_the_worker_that_goes_on(run, ca
         line for line in capfd.readouterr().err.splitlines() if line.startswith(("error", "  rank"))
     ]
     assert lines[0].startswith(
-        "error: topology.timeout_s=5: rank 1 kept the others waiting longer than that and gave no sign"
+        "error: topology.timeout_s=5: rank 1 kept the others waiting longer than this without reporting an error"
     )
     assert [line[:25].strip() for line in lines[1:]] == [
         "rank 0: training step 2",
@@ -202,7 +202,7 @@ def test_a_wait_that_neither_gloo_nor_nccl_ends_is_ended_by_the_launcher(run, ca
     assert launched_with_timeout(run, "rank_0_waits_and_nothing_ends_it", 5.0) == 1
     lines = capfd.readouterr().err.splitlines()
     assert lines[0].startswith(
-        "error: topology.timeout_s=5: rank 1 kept the others waiting longer than that and gave no sign"
+        "error: topology.timeout_s=5: rank 1 kept the others waiting longer than this without reporting an error"
     )
     assert lines[2].startswith("  rank 0: training step 2, waits for gradients of all ranks")
 
@@ -244,7 +244,10 @@ def test_a_killed_worker_ends_the_run_at_once_and_is_named(run, capfd):
     killer.join()
     assert (code, time.monotonic() - killed_at[0] < 10) == (1, True)
     shown = capfd.readouterr().err
-    assert shown.splitlines()[0] == "error: rank 1 was killed by SIGKILL (out of memory killer?)"
+    assert (
+        shown.splitlines()[0]
+        == "error: rank 1 was killed by SIGKILL (host out of memory? see dmesg)"
+    )
     assert "--resume" not in shown, "there is no checkpoint"
     assert not any(map(alive, worker_pids(run)))
 
@@ -350,13 +353,13 @@ def test_what_is_said_over_the_live_display_stays_on_the_screen(monkeypatch):
             sys, "stderr", terminal
         )  # the launcher is another process, which the display does not know of
         local._print_line(
-            "stopping: the workers save a checkpoint after this step; Ctrl-C again ends them at once",
+            "stopping: the workers save a checkpoint after this step; press Ctrl-C again to kill them",
             over_display=True,
         )
         progress._live.refresh()
         progress._live.refresh()
         assert (
-            "stopping: the workers save a checkpoint after this step; Ctrl-C again ends them at once"
+            "stopping: the workers save a checkpoint after this step; press Ctrl-C again to kill them"
             in terminal.screen()
         )
         assert sum("step 1/10" in row for row in terminal.screen()) == 2, (
@@ -375,7 +378,7 @@ def test_a_second_ctrl_c_kills_workers_that_do_not_stop_and_says_so(run, capfd):
     assert launched(run, "sleeps") == 130
     assert not run.stop_request.exists()
     last = capfd.readouterr().err.splitlines()[-1]
-    assert last == "ended at once, nothing was saved; there is no checkpoint to go on from"
+    assert last == "killed, nothing was saved; there is no checkpoint to resume from"
     assert len(worker_pids(run)) == 2
     wait_for(lambda: not any(map(alive, worker_pids(run))), seconds=5)
 
@@ -396,7 +399,7 @@ def test_a_worker_killed_during_a_save_leaves_the_checkpoint_before(run, capfd):
     assert launched(run, "rank_1_is_killed_while_saving") == 1
     shown = capfd.readouterr().err.splitlines()
     assert shown[0].startswith("error: rank 1 was killed by SIGKILL")
-    assert shown[-1] == f"go on from the checkpoint of step 1: mtrain train --resume {run.path}"
+    assert shown[-1] == f"resume from the checkpoint of step 1: mtrain train --resume {run.path}"
     state = {"model": {f"weight-{rank}": torch.zeros(1000) for rank in range(2)}, "trainer": {}}
     assert Checkpointer(run.checkpoints, keep=1).load(state) == 1
     assert state["trainer"] == {"step": 1}

@@ -18,7 +18,7 @@ from mtrain_cli.launch.restart import RestartDecision, RestartPolicy
 from mtrain_cli.launch.run_dir import RunDir
 
 KILLED = Failure(
-    1, -signal.SIGKILL, "died", "was killed by SIGKILL (out of memory killer?)", "", 0.0
+    1, -signal.SIGKILL, "died", "was killed by SIGKILL (host out of memory? see dmesg)", "", 0.0
 )
 
 
@@ -82,7 +82,7 @@ def test_a_number_is_the_most_that_is_done(run):
     assert isinstance(first, RestartDecision)
     assert (first.resume, first.entry.step) == (False, 0)
     run.reach(9, checkpoint=8)
-    assert restarts.after(KILLED, e) == "not restarted: run.restarts=1 has been made"
+    assert restarts.after(KILLED, e) == "no restart: the limit run.restarts=1 is reached"
 
 
 @pytest.mark.parametrize(
@@ -92,10 +92,10 @@ def test_a_number_is_the_most_that_is_done(run):
         (
             "auto",
             5,
-            "not restarted: there is no checkpoint yet; run.restarts=N would begin again from step 0",
+            "no restart: there is no checkpoint yet. Set run.restarts=N to restart from step 0.",
         ),
         ("auto", 0, ""),
-        ("3", 0, "not restarted: no step was done"),
+        ("3", 0, "no restart: the run failed before its first step"),
     ],
     ids=["not wanted", "auto before the first checkpoint", "auto at the start", "at the start"],
 )
@@ -110,7 +110,7 @@ def test_without_a_checkpoint_little_is_tried_again(run, limit, reached, why):
     ("kind", "message", "again"),
     [
         ("died", "was killed by SIGKILL", True),
-        ("silent", "topology.timeout_s=600: rank 3 kept the others waiting longer than that", True),
+        ("silent", "topology.timeout_s=600: rank 3 kept the others waiting longer than this", True),
         ("peer lost", "Connection closed by peer", True),
         ("error", "AcceleratorError: CUDA error: uncorrectable ECC error encountered", True),
         ("error", "RuntimeError: NCCL error in: ..., unhandled cuda error", True),
@@ -127,7 +127,7 @@ def test_only_what_happens_to_machines_is_tried_again(run, kind, message, again)
     restarts, e = policy(run)
     found = restarts.after(Failure(1, 1, kind, message, "", 0.0), e)
     assert isinstance(found, RestartDecision) == again
-    assert again or found == "not restarted: it would happen again"
+    assert again or found == "no restart: the same failure would happen again"
 
 
 def on_gpus(workers: int, *words: str):
@@ -150,7 +150,7 @@ def _four_gpus(monkeypatch):
         (["topology.context_parallel=1", "train.global_batch=4"], 2),
         (
             ["topology.workers=4"],
-            "topology.workers=4; 3 are left: resume with topology.workers=auto",
+            "topology.workers=4 does not fit the 3 that are left. Resume with topology.workers=auto.",
         ),
         (
             ["topology.context_parallel=4"],
@@ -168,14 +168,14 @@ def test_without_a_gpu_as_many_workers_go_on_as_fit(run, monkeypatch, words, wor
     found = RestartPolicy(run.dir, config, False).after(KILLED, e)
     if isinstance(workers, str):
         assert isinstance(found, str)
-        assert found.startswith("not restarted: GPU 6 does not answer, and ")
+        assert found.startswith("no restart: GPU 6 does not respond, and ")
         assert workers in found
         return
     assert isinstance(found, RestartDecision)
     assert (found.environment.workers, found.entry.workers) == (workers, workers)
     assert found.devices == ("4", "5", "7")[:workers]
     assert found.environment.launcher == "mtrain"
-    assert "without GPU 6, which does not answer" in restart.describe_restart(found, 1)
+    assert "without GPU 6, which does not respond" in restart.describe_restart(found, 1)
 
 
 @pytest.mark.usefixtures("_four_gpus")
@@ -203,9 +203,9 @@ def test_the_line_before_a_restart_says_what_is_done_again():
     entry = restart.Restart(0.0, "why", 1, 17, 10, 2)
     e = on_gpus(2)[1]
     assert restart.describe_restart(RestartDecision(e, True, 1.0, entry), 2) == (
-        "restart 2: goes on from the checkpoint of step 10, on 2 workers, in 1 s; steps 11 to 17 are done again"
+        "restart 2: resumes from the checkpoint of step 10 on 2 workers in 1 s; steps 11 to 17 are repeated"
     )
     at_once = dataclasses.replace(entry, reached=10, workers=1)
     assert restart.describe_restart(RestartDecision(e, True, 1.0, at_once), 2).endswith(
-        "of step 10, on 1 worker, in 1 s"
+        "of step 10 on 1 worker in 1 s"
     )

@@ -71,7 +71,7 @@ def test_a_folder_that_holds_a_run_is_refused_and_left_alone():
     before = {path: path.read_bytes() for path in Path("mine").iterdir() if path.name != ".lock"}
     with pytest.raises(
         ConfigError,
-        match=r"run\.dir=.*mine: already holds a run; continue it with --resume .*mine or choose another",
+        match=r"run\.dir=.*mine: already holds a run\. Resume it with --resume .*mine, or choose another",
     ):
         run_dir.create(config, ["seed=1"])
     assert before == {
@@ -124,7 +124,7 @@ def test_a_folder_with_something_else_in_it_is_refused_and_left_alone(here):
         run_dir.create(config_for("run.dir=thesis"), [])
     (line,) = caught.value.problems
     assert line.endswith(
-        "thesis: is not empty and holds no run (chapter-0, chapter-1, chapter-2 and more); choose a new or an empty folder"
+        "thesis: is not empty and holds no run (chapter-0, chapter-1, chapter-2 and more). Choose a new or an empty folder."
     )
     assert sorted(path.name for path in here.rglob("*")) == [
         *(f"chapter-{number}" for number in range(4)),

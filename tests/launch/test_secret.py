@@ -53,7 +53,7 @@ def test_the_port_of_the_hub_can_be_named(monkeypatch):
     with _server(made("127.0.0.1", nodes=1)) as server:
         assert server.getsockname()[1] == port
         with pytest.raises(
-            ConfigError, match=f"{PORT}={port}: rank 0 cannot listen there .*; give a free port"
+            ConfigError, match=rf"{PORT}={port}: rank 0 cannot listen there .*\. Give a free port"
         ):
             _server(made("127.0.0.1", nodes=1))
     monkeypatch.setenv(PORT, "http")
@@ -68,7 +68,7 @@ def test_what_rank_0_decided_is_believed_only_with_the_secret(monkeypatch):
     sealed = _seal("decision/1", "a\nb").encode()
     assert _unseal("decision/1", sealed) == "a\nb"
     for stranger in (without, sealed + b"c", b"", b"\xff\n"):
-        with pytest.raises(ConfigError, match=f"{SECRET}: .* give all ranks the same one"):
+        with pytest.raises(ConfigError, match=f"{SECRET}: .* Give all ranks the same one"):
             _unseal("decision/1", stranger)
     with pytest.raises(ConfigError):
         _unseal("decision/2", sealed)
