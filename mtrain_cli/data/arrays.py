@@ -17,7 +17,7 @@ from mtrain_cli.data.store import VERSION, StoreMeta, TokenStore
 from mtrain_cli.launch.failures import read_failure
 
 SUFFIXES = (".npy", ".bin")
-_PROBES, _PROBE = (
+_PROBES, _PROBE_SIZE = (
     64,
     1 << 14,
 )  # places of a file, and elements at each, that its fingerprint is over
@@ -30,9 +30,9 @@ def open_array(path: Path, origin: str, token_dtype: str, vocab_size: int) -> To
     """
     try:
         rows = (
-            _npy(path, origin)
+            _open_npy(path, origin)
             if path.suffix == ".npy"
-            else _bin(path, origin, token_dtype, vocab_size)
+            else _open_bin(path, origin, token_dtype, vocab_size)
         )
     except FileNotFoundError:
         raise ConfigError(
@@ -49,10 +49,10 @@ def open_array(path: Path, origin: str, token_dtype: str, vocab_size: int) -> To
             "a document each row",
         )
     else:
-        offsets, documents = _offsets(path, tokens.size, origin)
+        offsets, documents = _document_offsets(path, tokens.size, origin)
     digest = hashlib.sha256(f"{tokens.dtype.name} {tokens.size}".encode())
-    for start in np.linspace(0, max(0, tokens.size - _PROBE), _PROBES).astype(np.int64):
-        digest.update(np.ascontiguousarray(tokens[start : start + _PROBE]).data)
+    for start in np.linspace(0, max(0, tokens.size - _PROBE_SIZE), _PROBES).astype(np.int64):
+        digest.update(np.ascontiguousarray(tokens[start : start + _PROBE_SIZE]).data)
     digest.update(np.ascontiguousarray(offsets).data)
     meta = StoreMeta(
         version=VERSION,
@@ -69,7 +69,7 @@ def open_array(path: Path, origin: str, token_dtype: str, vocab_size: int) -> To
     return TokenStore(meta, tokens, offsets, path)
 
 
-def _npy(path: Path, origin: str) -> np.ndarray:
+def _open_npy(path: Path, origin: str) -> np.ndarray:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
@@ -83,7 +83,7 @@ def _npy(path: Path, origin: str) -> np.ndarray:
     return array.view(np.ndarray)
 
 
-def _bin(path: Path, origin: str, token_dtype: str, vocab_size: int) -> np.ndarray:
+def _open_bin(path: Path, origin: str, token_dtype: str, vocab_size: int) -> np.ndarray:
     dtype = np.dtype(
         "<u2"
         if token_dtype == "uint16" or (token_dtype == "auto" and vocab_size <= 1 << 16)
@@ -97,15 +97,15 @@ def _bin(path: Path, origin: str, token_dtype: str, vocab_size: int) -> np.ndarr
     return np.memmap(path, dtype, mode="r").view(np.ndarray) if size else np.zeros(0, dtype)
 
 
-def _offsets(path: Path, num_tokens: int, origin: str) -> tuple[np.ndarray, str]:
+def _document_offsets(path: Path, num_tokens: int, origin: str) -> tuple[np.ndarray, str]:
     for suffix in SUFFIXES:
-        beside = path.with_name(f"{path.stem}.documents{suffix}")
-        if not beside.exists():
+        offsets_file = path.with_name(f"{path.stem}.documents{suffix}")
+        if not offsets_file.exists():
             continue
         offsets = (
-            _npy(beside, f"{origin}: {beside.name}")
+            _open_npy(offsets_file, f"{origin}: {offsets_file.name}")
             if suffix == ".npy"
-            else np.fromfile(beside, "<i8")
+            else np.fromfile(offsets_file, "<i8")
         )
         if (
             offsets.ndim != 1
@@ -115,7 +115,7 @@ def _offsets(path: Path, num_tokens: int, origin: str) -> tuple[np.ndarray, str]
             or np.any(offsets[1:] <= offsets[:-1])
         ):
             raise ConfigError(
-                f"{origin}: the offsets in {beside.name} do not rise from 0 to its {num_tokens:,} tokens"
+                f"{origin}: the offsets in {offsets_file.name} do not rise from 0 to its {num_tokens:,} tokens"
             )
-        return np.asarray(offsets, np.int64), f"documents by {beside.name}"
+        return np.asarray(offsets, np.int64), f"documents by {offsets_file.name}"
     return np.array([0, num_tokens], np.int64), "one document"

@@ -83,7 +83,7 @@ def stdlib_corpus(folder: str | None = None, origin: str = "data=stdlib") -> Cor
     root = Path(folder or sysconfig.get_path("stdlib"))
     packages: dict[str, list[tuple[str, str]]] = {}
     digest = hashlib.sha256()
-    for path in sorted(_python_sources(root), key=lambda found: found.relative_to(root).parts):
+    for path in sorted(_python_sources(root), key=lambda path: path.relative_to(root).parts):
         text = _decode_source(path)
         if text is None:
             continue
@@ -94,7 +94,7 @@ def stdlib_corpus(folder: str | None = None, origin: str = "data=stdlib") -> Cor
         raise ConfigError(
             f"{origin}: no Python sources in {root}; give your own text with data=text data.path=..."
         )
-    units = tuple(_package(name, files) for name, files in packages.items())
+    units = tuple(_package_unit(name, files) for name, files in packages.items())
     return Corpus(
         f"standard library of Python {platform.python_version()}", origin, digest.hexdigest(), units
     )
@@ -106,24 +106,24 @@ def split_text(blocks: Iterable[str], size: int = PIECE) -> Iterator[str]:
     A cut comes after a single line break between two lines that do not begin or end with space: no usual pre-tokenizer has a token that
     goes across it. A piece without such a place grows, and is cut anyway at 16 sizes.
     """
-    held = ""
+    pending = ""
     for block in blocks:
-        held += block
-        start, reach = 0, size
-        while len(held) - start >= reach:
-            cut = _last_cut(held, start, start + reach)
-            if cut is None and reach < 16 * size:
-                reach += size
+        pending += block
+        start, limit = 0, size
+        while len(pending) - start >= limit:
+            cut = _find_last_cut(pending, start, start + limit)
+            if cut is None and limit < 16 * size:
+                limit += size
                 continue
-            end = start + reach if cut is None else cut
-            yield held[start:end]
-            start, reach = end, size
-        held = held[start:]
-    if held:
-        yield held
+            end = start + limit if cut is None else cut
+            yield pending[start:end]
+            start, limit = end, size
+        pending = pending[start:]
+    if pending:
+        yield pending
 
 
-def _last_cut(text: str, start: int, end: int) -> int | None:
+def _find_last_cut(text: str, start: int, end: int) -> int | None:
     """The largest position in text[start:end] where it may be cut, but not at its beginning."""
     position = text.rfind("\n", start + 1, end - 1)
     while position > 0:
@@ -157,7 +157,7 @@ def _decode_source(path: Path) -> str | None:
         return None
 
 
-def _package(name: str, files: list[tuple[str, str]]) -> Unit:
+def _package_unit(name: str, files: list[tuple[str, str]]) -> Unit:
     size = sum(len(text.encode("utf-8")) for _, text in files)
 
     def pieces() -> Iterator[str]:

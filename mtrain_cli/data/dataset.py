@@ -19,7 +19,7 @@ from mtrain_cli.data.tokenizers import open_tokenizer
 
 IGNORED = -100
 # The end of the stream becomes a padded sequence when at least this part of it is real, and is left out otherwise.
-_LEAST_FILLED = 0.05
+_MIN_FILLED = 0.05
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class PackedDataset:
         seed: int = 0,
         shuffle: bool = True,
         document_mask: bool = True,
-        where: str = "",
+        location: str = "",
         vocab_size: int = 0,
         held_out: int = 0,
     ) -> None:
@@ -88,14 +88,14 @@ class PackedDataset:
         self.num_tokens = store.meta.num_tokens
         self.vocab_size = store.meta.vocab_size or vocab_size
         self.fingerprint = store.meta.sha256
-        self._store, self._document_mask, self._where = store, document_mask, where
+        self._store, self._document_mask, self._location = store, document_mask, location
         self._order = shuffled_order(store.meta.num_documents, seed) if shuffle else None
         self._starts = store.offsets
         if self._order is not None:
             self._starts = np.zeros(store.meta.num_documents + 1, np.int64)
             np.cumsum(np.diff(store.offsets)[self._order], out=self._starts[1:])
-        whole, rest = divmod(self.num_tokens, seq)
-        self.sequences = whole + (rest >= max(2, _LEAST_FILLED * seq))
+        whole, remainder = divmod(self.num_tokens, seq)
+        self.sequences = whole + (remainder >= max(2, _MIN_FILLED * seq))
         self._length = self.sequences - held_out
 
     def __len__(self) -> int:
@@ -143,23 +143,23 @@ class PackedDataset:
     def describe(self) -> str:
         """One line: source, documents, tokens, tokenizer, sequences, and where the tokens lie."""
         meta = self._store.meta
-        rest = self.num_tokens - self.sequences * self.seq
+        remainder = self.num_tokens - self.sequences * self.seq
         tail = (
-            f", {rest:,} tokens left out"
-            if rest > 0
-            else f", the last one with {-rest:,} tokens of padding"
-            if rest < 0
+            f", {remainder:,} tokens left out"
+            if remainder > 0
+            else f", the last one with {-remainder:,} tokens of padding"
+            if remainder < 0
             else ""
         )
-        held = (
+        held_out_text = (
             f", {self.sequences - self._length} more held out"
             if self.sequences > self._length
             else ""
         )
         return (
-            f"{meta.source}: {_counted(meta.num_documents, 'document')}, {self.num_tokens:,} tokens "
+            f"{meta.source}: {_with_count(meta.num_documents, 'document')}, {self.num_tokens:,} tokens "
             f"({meta.tokenizer}, vocabulary {f'{meta.vocab_size:,}' if meta.vocab_size else 'unknown'}), "
-            f"{_counted(len(self), 'sequence')} of {self.seq:,}{tail}{held}; {self._where}"
+            f"{_with_count(len(self), 'sequence')} of {self.seq:,}{tail}{held_out_text}; {self._location}"
         )
 
     def _read(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
@@ -173,20 +173,20 @@ class PackedDataset:
         if self._order is None and isinstance(self._store, TokenStore):
             stream = self._store.tokens[begin:end]
         else:
-            parts, inner = [], []
+            parts, inner_ends = [], []
             units = range(first, last) if self._order is None else self._order[first:last]
-            for place, unit in enumerate(units):
+            for position, unit in enumerate(units):
                 start, stop = (
-                    max(0, -int(bounds[place])),
-                    min(int(bounds[place + 1]), end - begin) - int(bounds[place]),
+                    max(0, -int(bounds[position])),
+                    min(int(bounds[position + 1]), end - begin) - int(bounds[position]),
                 )
                 part = self._store.read(int(unit), start, stop)
                 parts.append(part)
                 if part.ends is not None:
-                    inner.append(part.ends + max(0, int(bounds[place])))
+                    inner_ends.append(part.ends + max(0, int(bounds[position])))
             stream = np.concatenate([part.tokens for part in parts])
-            if inner:
-                ends = np.sort(np.concatenate([ends, *inner]))
+            if inner_ends:
+                ends = np.sort(np.concatenate([ends, *inner_ends]))
             if any(part.targets is not None for part in parts):
                 targets = np.concatenate(
                     [
@@ -224,7 +224,7 @@ def open_dataset(config: Config) -> Dataset:
 
     data = config.data
     if data.mix is None:
-        return _part(
+        return _open_part(
             config,
             data,
             f"data.path={data.path}" if data.path else f"data={data.kind}",
@@ -235,20 +235,22 @@ def open_dataset(config: Config) -> Dataset:
     for name, weight in weights.items():
         path = str(Path(data.path, name) if data.path else Path(name).expanduser())
         held_out = max(1, round(data.eval_sequences * weight)) if data.eval_sequences else 0
-        parts[name] = _part(config, replace(data, path=path), f"data.mix: {name}: {path}", held_out)
+        parts[name] = _open_part(
+            config, replace(data, path=path), f"data.mix: {name}: {path}", held_out
+        )
     return MixedDataset(parts, weights)
 
 
-def _part(config: Config, data: DataConfig, origin: str, held_out: int) -> PackedDataset:
+def _open_part(config: Config, data: DataConfig, origin: str, held_out: int) -> PackedDataset:
     """One corpus as sequences."""
-    store, where = _open(config, data, origin)
+    store, location = _open_source(config, data, origin)
     if store.meta.num_tokens < config.seq:
         raise ConfigError(
             f"seq={config.seq}: {origin} holds only {store.meta.num_tokens:,} tokens, less than one sequence of {config.seq:,}; "
             f"give a longer corpus or a smaller seq"
         )
     dataset = PackedDataset(
-        store, config.seq, seed=config.seed, shuffle=data.shuffle, document_mask=data.document_mask, where=where,
+        store, config.seq, seed=config.seed, shuffle=data.shuffle, document_mask=data.document_mask, location=location,
         vocab_size=config.model.vocab_size, held_out=held_out,
     )  # fmt: skip
     if dataset.sequences <= held_out:
@@ -261,7 +263,7 @@ def _part(config: Config, data: DataConfig, origin: str, held_out: int) -> Packe
     return dataset
 
 
-def _open(config: Config, data: DataConfig, origin: str) -> tuple[TokenSource, str]:
+def _open_source(config: Config, data: DataConfig, origin: str) -> tuple[TokenSource, str]:
     """Where the tokens of a corpus lie, and the same in words."""
     if data.kind == "mds":
         from mtrain_cli.data.mds_source import MdsSource
@@ -276,16 +278,16 @@ def _open(config: Config, data: DataConfig, origin: str) -> tuple[TokenSource, s
             raise ConfigError(
                 "data.path=null: data=tokens needs a folder written by `mtrain data prepare`"
             )
-        path, where = Path(data.path).expanduser(), f"mapped from {data.path}"
+        path, location = Path(data.path).expanduser(), f"mapped from {data.path}"
         if path.suffix in SUFFIXES and not path.is_dir():
-            return open_array(path, origin, data.token_dtype, config.model.vocab_size), where
+            return open_array(path, origin, data.token_dtype, config.model.vocab_size), location
         store = TokenStore.open(data.path, origin)
         _check_vocabulary(
             config,
             store.meta.vocab_size,
             f"the token store {data.path} (tokenizer {store.meta.tokenizer})",
         )
-        return store, where
+        return store, location
     tokenizer = open_tokenizer(data.tokenizer)
     _check_vocabulary(config, tokenizer.vocab_size, f"data.tokenizer={data.tokenizer}")
     return cached_store(open_corpus(data), tokenizer)
@@ -298,5 +300,5 @@ def _check_vocabulary(config: Config, needed: int, owner: str) -> None:
         )
 
 
-def _counted(count: int, noun: str) -> str:
+def _with_count(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

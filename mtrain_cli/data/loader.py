@@ -12,10 +12,10 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.dataset import Dataset, Sample
 from mtrain_cli.data.sampler import Sampler
 
-Made = TypeVar("Made")
+Batch = TypeVar("Batch")
 
 
-class Loader(Generic[Made]):
+class Loader(Generic[Batch]):
     """Endless iterator over optimizer steps; each is this data-parallel rank's list of micro-batches, a micro-batch what ``make`` gives
     for a list of ``Sample``. ``make`` is called in the background thread.
 
@@ -32,7 +32,7 @@ class Loader(Generic[Made]):
         dp: int,
         global_batch: int,
         micro_batch: int,
-        make: Callable[[list[Sample]], Made],
+        make_batch: Callable[[list[Sample]], Batch],
     ) -> None:
         if global_batch < 1 or global_batch % dp:
             raise ConfigError(
@@ -47,15 +47,19 @@ class Loader(Generic[Made]):
         assert sampler.num_sequences == len(dataset)
         self._dataset, self._sampler = dataset, sampler
         self._dp_rank, self._local = dp_rank, global_batch // dp
-        self._global_batch, self._micro_batch, self._make = global_batch, micro_batch, make
+        self._global_batch, self._micro_batch, self._make_batch = (
+            global_batch,
+            micro_batch,
+            make_batch,
+        )
         self._closing = threading.Event()
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mtrain-data")
-        self._next: Future[list[Made]] | None = None
+        self._next: Future[list[Batch]] | None = None
 
-    def __iter__(self) -> Iterator[list[Made]]:
+    def __iter__(self) -> Iterator[list[Batch]]:
         return self
 
-    def __next__(self) -> list[Made]:
+    def __next__(self) -> list[Batch]:
         """The micro-batches of the next step: local batch / micro_batch of them."""
         pending, self._next = self._next, None
         if pending is None:
@@ -65,7 +69,7 @@ class Loader(Generic[Made]):
         self._next = self._reader.submit(self._read, self._sampler.consumed)
         return batches
 
-    def __enter__(self) -> Loader[Made]:
+    def __enter__(self) -> Loader[Batch]:
         return self
 
     def __exit__(
@@ -91,12 +95,12 @@ class Loader(Generic[Made]):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on behind the last step of a saved state, which may come from another ``dp``. ConfigError when the corpus is another one."""
-        found = (int(state["sequences"]), str(state["fingerprint"]))
-        mine = (len(self._dataset), self._dataset.fingerprint)
-        if found != mine:
+        saved = (int(state["sequences"]), str(state["fingerprint"]))
+        current = (len(self._dataset), self._dataset.fingerprint)
+        if saved != current:
             raise ConfigError(
-                f"The data changed since the checkpoint: it is of a corpus {found[1][:12]} with {found[0]:,} sequences, "
-                f"this one is {mine[1][:12]} with {mine[0]:,}; give the same data, seq (and for data=stdlib the same Python) to go on"
+                f"The data changed since the checkpoint: it is of a corpus {saved[1][:12]} with {saved[0]:,} sequences, "
+                f"this one is {current[1][:12]} with {current[0]:,}; give the same data, seq (and for data=stdlib the same Python) to go on"
             )
         if self._next is not None:
             if not self._next.cancel():
@@ -104,14 +108,14 @@ class Loader(Generic[Made]):
             self._next = None
         self._sampler.load_state(state)
 
-    def _read(self, consumed: int) -> list[Made]:
+    def _read(self, consumed: int) -> list[Batch]:
         first = consumed + self._dp_rank * self._local
-        made = []
+        batches = []
         for start in range(first, first + self._local, self._micro_batch):
             samples = []
             for number in range(start, start + self._micro_batch):
                 if self._closing.is_set():
                     raise CancelledError
                 samples.append(self._dataset[self._sampler.sequence(number)])
-            made.append(self._make(samples))
-        return made
+            batches.append(self._make_batch(samples))
+        return batches

@@ -30,10 +30,10 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.failures import read_failure
 
 INDEX = "index.json"
-_UNPACKED = 4  # compressed shards that stay in memory, usually 64 MiB each
-_MAPPED = 256
-_PIECE = 1 << 24  # bytes that are unpacked at once
-_LARGEST = 1 << 32  # bytes of a shard: offsets are uint32
+_UNPACKED_SHARDS = 4  # compressed shards that stay in memory, usually 64 MiB each
+_MAPPED_SHARDS = 256
+_CHUNK = 1 << 24  # bytes that are unpacked at once
+_MAX_SHARD_BYTES = 1 << 32  # bytes of a shard: offsets are uint32
 _SCALARS = (
     "uint8",
     "uint16",
@@ -47,7 +47,7 @@ _SCALARS = (
     "float32",
     "float64",
 )
-_MOST = 2**53  # bytes or samples of a shard
+_MAX_COUNT = 2**53  # bytes or samples of a shard
 _PLAIN = ("bytes", "str", "str_int", "str_float", "int", "json", *_SCALARS)
 # The byte by which an array without a fixed dtype names its own.
 _DTYPE_OF_CODE = {
@@ -65,7 +65,7 @@ class Encoding:
     shape: tuple[int, ...] | None = None
 
     @property
-    def known(self) -> bool:
+    def is_readable(self) -> bool:
         """Whether values can be read."""
         return self.kind == "ndarray" or self.kind in _PLAIN
 
@@ -88,7 +88,7 @@ class Encoding:
     def decode(self, raw: np.ndarray) -> Any:
         """The value in raw, uint8 [bytes]. Raises ValueError where the bytes are no such value."""
         if self.kind == "ndarray":
-            return self._array(raw)
+            return self._decode_array(raw)
         if self.kind == "int" or self.kind in _SCALARS:
             return np.frombuffer(
                 raw, np.dtype("int64" if self.kind == "int" else self.kind).newbyteorder("<")
@@ -105,10 +105,10 @@ class Encoding:
         }
         return readers[self.kind](text)
 
-    def _array(self, raw: np.ndarray) -> np.ndarray:
+    def _decode_array(self, raw: np.ndarray) -> np.ndarray:
         dtype, shape, start = self.dtype, self.shape, 0
         if dtype is None:
-            dtype, start = _dtype_of(int(raw[0])), 1
+            dtype, start = _dtype_for(int(raw[0])), 1
         if shape is None:
             axes, width = int(raw[start]) >> 2, 1 << (int(raw[start]) & 3)
             shape = tuple(
@@ -136,20 +136,24 @@ class MdsFolder:
     def __init__(self, path: str | Path, origin: str | None = None) -> None:
         """Reads index.json alone. Raises ConfigError, which begins with ``origin``, for whatever is missing or not understood."""
         self.folder, self.origin = Path(path).expanduser(), origin or str(path)
-        content = self._index()
+        content = self._read_index()
         shards = content["shards"]
         try:
-            self.shards = [_shard(entry) for entry in shards]
+            self.shards = [_parse_shard(entry) for entry in shards]
             names, encodings = shards[0]["column_names"], shards[0]["column_encodings"]
-            if not (_texts(names) and _texts(encodings) and len(names) == len(encodings)):
+            if not (
+                _is_string_list(names)
+                and _is_string_list(encodings)
+                and len(names) == len(encodings)
+            ):
                 raise ValueError("column_names and column_encodings must be lists of as many words")
             if not all(
-                0 <= number < _MOST
+                0 <= number < _MAX_COUNT
                 for shard in self.shards
                 for number in (shard.size, shard.samples)
             ):
                 raise ValueError("a size or a number of samples is no such number")
-            alike = all(
+            same_columns = all(
                 (entry["column_names"], entry["column_encodings"]) == (names, encodings)
                 for entry in shards
             )
@@ -159,18 +163,18 @@ class MdsFolder:
             ) from None
         except ValueError as error:
             raise ConfigError(f"{self.origin}: {INDEX} {error}") from None
-        if not alike:
+        if not same_columns:
             raise ConfigError(
                 f"{self.origin}: {INDEX} lists shards with different columns; put them into folders of their own"
             )
         self.encodings = dict(zip(names, encodings, strict=True))
-        self.columns = {name: _encoding(text) for name, text in self.encodings.items()}
+        self.columns = {name: _parse_encoding(text) for name, text in self.encodings.items()}
         for entry in shards:
-            self._compare_sizes(entry.get("column_sizes"))
+            self._check_column_sizes(entry.get("column_sizes"))
         self.starts = np.cumsum([0, *(shard.samples for shard in self.shards)])
         self.identity = hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()
         self._variable = [name for name, encoding in self.columns.items() if encoding.size is None]
-        self._opened: OrderedDict[int, tuple[np.ndarray, np.ndarray]] = OrderedDict()
+        self._shard_cache: OrderedDict[int, tuple[np.ndarray, np.ndarray]] = OrderedDict()
         self._lock = threading.Lock()
 
     @property
@@ -185,7 +189,7 @@ class MdsFolder:
     def sample(self, number: int, columns: Sequence[str]) -> dict[str, Any]:
         """Values of some columns of a sample. Arrays are views where that is possible."""
         shard = int(np.searchsorted(self.starts, number, side="right")) - 1
-        raw, offsets = self._open(shard)
+        raw, offsets = self._open_shard(shard)
         place = number - int(self.starts[shard])
         bounds = self._bounds(raw, offsets[place : place + 2])
         found = {}
@@ -207,7 +211,7 @@ class MdsFolder:
         encoding = self.columns[name]
         if encoding.shape is not None:
             return np.full(self.shards[shard].samples, int(np.prod(encoding.shape)), np.int64)
-        raw, offsets = self._open(shard)
+        raw, offsets = self._open_shard(shard)
         begin, end = self._bounds(raw, offsets)[name]
         start, itemsize = begin.copy(), 0 if encoding.dtype is None else encoding.dtype.itemsize
         if encoding.dtype is None:
@@ -232,31 +236,31 @@ class MdsFolder:
             )
         return payload // itemsize
 
-    def require(self, name: str, *kinds: str) -> None:
+    def require_column(self, name: str, *kinds: str) -> None:
         """Raises ConfigError unless there is a column of this name, written in one of these ways."""
         if name not in self.columns:
             raise ConfigError(
-                f"{self.origin}: has no column {name}; its columns: {self.described()}"
+                f"{self.origin}: has no column {name}; its columns: {self.describe_columns()}"
             )
         if self.columns[name].kind not in kinds:
             raise ConfigError(
                 f"{self.origin}: column {name} is {self.encodings[name]}; {' or '.join(kinds)} is expected"
             )
 
-    def described(self) -> str:
+    def describe_columns(self) -> str:
         return ", ".join(f"{name} ({encoding})" for name, encoding in self.encodings.items())
 
-    def _compare_sizes(self, said: Any) -> None:
+    def _check_column_sizes(self, sizes: Any) -> None:
         """Of what an index says of its columns twice, in ``column_sizes`` and in the encodings, the one must not contradict the other."""
-        known = [encoding.size for encoding in self.columns.values()]
-        if said is None or said == known:
+        expected_sizes = [encoding.size for encoding in self.columns.values()]
+        if sizes is None or sizes == expected_sizes:
             return
-        if not isinstance(said, list) or len(said) != len(known):
+        if not isinstance(sizes, list) or len(sizes) != len(expected_sizes):
             raise ConfigError(
-                f"{self.origin}: {INDEX} has column_sizes {said}; {len(known)} sizes or null are expected, {known}"
+                f"{self.origin}: {INDEX} has column_sizes {sizes}; {len(expected_sizes)} sizes or null are expected, {expected_sizes}"
             )
         name, size, expected = next(
-            (n, a, b) for n, a, b in zip(self.columns, said, known, strict=True) if a != b
+            (n, a, b) for n, a, b in zip(self.columns, sizes, expected_sizes, strict=True) if a != b
         )
         raise ConfigError(
             f"{self.origin}: {INDEX} gives column {name} ({self.encodings[name]}) the size {json.dumps(size)} in column_sizes, "
@@ -292,16 +296,16 @@ class MdsFolder:
             )
         return bounds
 
-    def _open(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+    def _open_shard(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Bytes of a shard, uint8, and offsets of its samples, int64 [samples + 1]."""
         with self._lock:
-            if number in self._opened:
-                self._opened.move_to_end(number)
-                return self._opened[number]
+            if number in self._shard_cache:
+                self._shard_cache.move_to_end(number)
+                return self._shard_cache[number]
             shard = self.shards[number]
             path = self.folder / shard.name
             raw = (
-                self._map(path, shard.size, shard.hashes)
+                self._map_file(path, shard.size, shard.hashes)
                 if shard.packed is None or path.exists()
                 else self._unpack(shard)
             )
@@ -317,12 +321,14 @@ class MdsFolder:
                 raise ConfigError(
                     f"{self.origin}: {shard.name} is corrupt: its header does not fit {INDEX} ({shard.samples} samples)"
                 )
-            self._opened[number] = (raw, offsets)
-            while len(self._opened) > (_MAPPED if shard.packed is None else _UNPACKED):
-                self._opened.popitem(last=False)
+            self._shard_cache[number] = (raw, offsets)
+            while len(self._shard_cache) > (
+                _MAPPED_SHARDS if shard.packed is None else _UNPACKED_SHARDS
+            ):
+                self._shard_cache.popitem(last=False)
             return raw, offsets
 
-    def _map(self, path: Path, size: int, hashes: dict[str, str]) -> np.ndarray:
+    def _map_file(self, path: Path, size: int, hashes: dict[str, str]) -> np.ndarray:
         try:
             found = path.stat().st_size
             if found != size:
@@ -336,16 +342,16 @@ class MdsFolder:
             raise read_failure(
                 error, f"{self.origin}: {path.name} cannot be read ({error.strerror})"
             ) from None
-        self._compare(path.name, raw, hashes)
+        self._verify_checksum(path.name, raw, hashes)
         return raw
 
     def _unpack(self, shard: Shard) -> np.ndarray:
         assert shard.packed is not None
         name, size, hashes = shard.packed
-        raw = self._map(self.folder / name, size, hashes)
+        raw = self._map_file(self.folder / name, size, hashes)
         try:
-            content = _unpacked(
-                _unpacker(shard.compression, f"{self.origin}: {name}")(raw.data), shard.size
+            content = _read_unpacked(
+                _decompressor(shard.compression, f"{self.origin}: {name}")(raw.data), shard.size
             )
         except (OSError, ValueError, EOFError, zlib.error) as error:
             raise ConfigError(
@@ -357,10 +363,10 @@ class MdsFolder:
                 f"{self.origin}: {name} unpacks to {found} bytes where {INDEX} says {shard.size:,}"
             )
         unpacked = np.frombuffer(content, np.uint8)
-        self._compare(shard.name, unpacked, shard.hashes)
+        self._verify_checksum(shard.name, unpacked, shard.hashes)
         return unpacked
 
-    def _compare(self, name: str, raw: np.ndarray, hashes: dict[str, str]) -> None:
+    def _verify_checksum(self, name: str, raw: np.ndarray, hashes: dict[str, str]) -> None:
         """With the first of the checksums that Python can compute; without one there is nothing to compare."""
         for algorithm, expected in hashes.items():
             if algorithm in hashlib.algorithms_guaranteed and not algorithm.startswith("shake"):
@@ -371,7 +377,7 @@ class MdsFolder:
                     )
                 return
 
-    def _index(self) -> dict[str, Any]:
+    def _read_index(self) -> dict[str, Any]:
         if not self.folder.is_dir():
             found = "is not a folder" if self.folder.exists() else "no such folder"
             raise ConfigError(
@@ -411,11 +417,11 @@ class MdsFolder:
         return content
 
 
-def _texts(value: Any) -> bool:
+def _is_string_list(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
-def _encoding(text: str) -> Encoding:
+def _parse_encoding(text: str) -> Encoding:
     kind, *details = str(text).split(":")
     try:
         if kind == "ndarray" and len(details) <= 2:
@@ -432,29 +438,33 @@ def _encoding(text: str) -> Encoding:
     return Encoding(str(text))
 
 
-def _shard(entry: dict[str, Any]) -> Shard:
+def _parse_shard(entry: dict[str, Any]) -> Shard:
     if entry["format"] != "mds":
         raise KeyError("format mds")
     raw, packed = entry["raw_data"], entry.get("zip_data")
     shard = Shard(
-        _inside(str(raw["basename"])),
+        _require_inside(str(raw["basename"])),
         int(raw["bytes"]),
         int(entry["samples"]),
         dict(raw.get("hashes") or {}),
         entry.get("compression"),
-        (_inside(str(packed["basename"])), int(packed["bytes"]), dict(packed.get("hashes") or {}))
+        (
+            _require_inside(str(packed["basename"])),
+            int(packed["bytes"]),
+            dict(packed.get("hashes") or {}),
+        )
         if packed
         else None,
     )
     # The number of samples, and an offset for the beginning of each and for the end of the last.
-    if shard.samples < 0 or not 8 + 4 * shard.samples <= shard.size < _LARGEST:
+    if shard.samples < 0 or not 8 + 4 * shard.samples <= shard.size < _MAX_SHARD_BYTES:
         raise ValueError(
             f"gives {shard.name} {shard.size:,} bytes for {shard.samples:,} samples; no shard of MDS can have these"
         )
     return shard
 
 
-def _inside(name: str) -> str:
+def _require_inside(name: str) -> str:
     """``name``, of a file in the folder or below it. Raises ValueError for any other."""
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts or set(name) & set("\\\0"):
@@ -462,31 +472,31 @@ def _inside(name: str) -> str:
     return name
 
 
-def _dtype_of(code: int) -> np.dtype:
+def _dtype_for(code: int) -> np.dtype:
     if code not in _DTYPE_OF_CODE:
         raise ValueError(f"no dtype has the number {code}")
     return np.dtype(_DTYPE_OF_CODE[code]).newbyteorder("<")
 
 
-def _unpacked(stream: Any, size: int) -> bytearray:
+def _read_unpacked(stream: Any, size: int) -> bytearray:
     """All that the stream unpacks to, or one byte more than ``size`` where that is more."""
     content = bytearray()
-    while len(content) <= size and (piece := stream.read(min(_PIECE, size + 1 - len(content)))):
+    while len(content) <= size and (piece := stream.read(min(_CHUNK, size + 1 - len(content)))):
         content += piece
     return content
 
 
-def _unpacker(compression: str | None, place: str) -> Callable[[Any], Any]:
+def _decompressor(compression: str | None, place: str) -> Callable[[Any], Any]:
     """From packed bytes to a stream of what they unpack to."""
     kind = str(compression).partition(":")[0]
     if kind == "gz":
         return lambda content: gzip.GzipFile(fileobj=io.BytesIO(content))
     if kind == "zstd":
-        return _zstd(place)
+        return _zstd_decompressor(place)
     raise ConfigError(f"{place}: is compressed by {compression}; zstd and gz can be read")
 
 
-def _zstd(place: str) -> Callable[[Any], Any]:
+def _zstd_decompressor(place: str) -> Callable[[Any], Any]:
     """Python's own from 3.14 on, else the package's."""
     try:
         from compression import zstd  # type: ignore[import-not-found, unused-ignore]

@@ -15,7 +15,7 @@ from mtrain_cli.data.mds import INDEX, MdsFolder
 from mtrain_cli.data.mds_source import DOMAIN, SPANS, TOKENS, require_tokens
 from mtrain_cli.data.tokenizers import ByteTokenizer, FileTokenizer
 
-_AT_ONCE = 1 << 21  # tokens that are turned into text together, on all cores
+_DECODED_TOKENS = 1 << 21  # tokens that are turned into text together, on all cores
 
 
 def mds_folders(root: Path) -> list[Path]:
@@ -66,40 +66,42 @@ def _documents(
     """Documents of a shard behind the first ``skip``, decoded some at a time."""
     first, last = int(shards.starts[shard]), int(shards.starts[shard + 1])
     columns = [name for name in (TOKENS, SPANS, DOMAIN) if name in shards.columns]
-    size, record, held_tokens = shards.shards[shard].size, 0, 0
-    held: list[tuple[Document, np.ndarray | None]] = []
+    size, record, pending_tokens = shards.shards[shard].size, 0, 0
+    pending: list[tuple[Document, np.ndarray | None]] = []
     for number in range(first, last):
         sample = shards.sample(number, columns)
         domain = folder or (str(sample[DOMAIN]) if DOMAIN in sample else "")
         end = size * (number + 1 - first) // (last - first)
-        for ids in _spans(sample[TOKENS], sample.get(SPANS), f"{shards.origin}: sample {number}"):
+        for ids in _split_spans(
+            sample[TOKENS], sample.get(SPANS), f"{shards.origin}: sample {number}"
+        ):
             record += 1
             if record <= skip:
                 continue
             wanted = not domains or domain in domains
-            held.append(
+            pending.append(
                 (
                     Document(f"{shards.shards[shard].name}:{record}", (), record, end, domain),
                     ids if wanted else None,
                 )
             )
-            held_tokens += ids.size
-        if held_tokens >= _AT_ONCE:
-            yield from _with_text(held, decoder)
-            held, held_tokens = [], 0
-    yield from _with_text(held, decoder)
+            pending_tokens += ids.size
+        if pending_tokens >= _DECODED_TOKENS:
+            yield from _decode_documents(pending, decoder)
+            pending, pending_tokens = [], 0
+    yield from _decode_documents(pending, decoder)
 
 
-def _with_text(
-    held: list[tuple[Document, np.ndarray | None]], decoder: ByteTokenizer | FileTokenizer
+def _decode_documents(
+    pending: list[tuple[Document, np.ndarray | None]], decoder: ByteTokenizer | FileTokenizer
 ) -> Iterator[Document]:
-    texts = iter(decoder.decode_batch([ids for _, ids in held if ids is not None]))
-    for document, ids in held:
+    texts = iter(decoder.decode_batch([ids for _, ids in pending if ids is not None]))
+    for document, ids in pending:
         pieces: Iterable[str] = () if ids is None else split_text([next(texts)])
         yield Document(document.name, pieces, document.record, document.end, document.domain)
 
 
-def _spans(tokens: np.ndarray, spans: object, place: str) -> Iterator[np.ndarray]:
+def _split_spans(tokens: np.ndarray, spans: object, place: str) -> Iterator[np.ndarray]:
     if spans is None:
         yield tokens
         return

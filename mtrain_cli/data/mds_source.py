@@ -32,10 +32,10 @@ class MdsSource:
         require_tokens(self.shards)
         self._columns = [TOKENS]
         if SPANS in self.shards.columns:
-            self.shards.require(SPANS, "ndarray", "json")
+            self.shards.require_column(SPANS, "ndarray", "json")
             self._columns.append(SPANS)
         if TARGETS in self.shards.columns:
-            self.shards.require(TARGETS, "ndarray")
+            self.shards.require_column(TARGETS, "ndarray")
             self._columns.append(TARGETS)
         self._origin = origin
         lengths = sample_lengths(self.shards)
@@ -70,7 +70,7 @@ class MdsSource:
             )
         ends = targets = None
         if SPANS in found:
-            ends, targets = self._documents(found[SPANS], unit, length)
+            ends, targets = self._parse_spans(found[SPANS], unit, length)
         if TARGETS in found:
             mask = np.asarray(found[TARGETS]).astype(bool)
             if mask.shape != (length,):
@@ -82,7 +82,7 @@ class MdsSource:
             ends = ends[(ends > start) & (ends < stop)] - start
         return Stretch(tokens[start:stop], ends, None if targets is None else targets[start:stop])
 
-    def _documents(
+    def _parse_spans(
         self, spans: object, unit: int, length: int
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """Where documents end inside a sample, and which tokens are inside one (None: all)."""
@@ -111,7 +111,7 @@ class MdsSource:
 
 def require_tokens(shards: MdsFolder) -> None:
     """Raises ConfigError unless the shards hold rows of token ids."""
-    shards.require(TOKENS, "ndarray")
+    shards.require_column(TOKENS, "ndarray")
     encoding = shards.columns[TOKENS]
     wrong_dtype = encoding.dtype is not None and encoding.dtype.name not in _INTEGERS
     if wrong_dtype or (encoding.shape is not None and len(encoding.shape) != 1):

@@ -25,7 +25,7 @@ from mtrain_cli.data.permutation import Permutation, mix64
 from mtrain_cli.data.sampler import Sampler
 
 _SCALE = 40  # weights are multiples of 2^-40
-_LEAST_BLOCK = 64
+_MIN_BLOCK = 64
 _KEPT_BLOCKS = 4
 
 
@@ -82,27 +82,27 @@ class MixtureSampler(Sampler):
         for weight in weights:
             running += weight
             self._cumulative.append(round(running / total * (1 << _SCALE)))
-        least = min(b - a for a, b in pairwise(self._cumulative)) / (1 << _SCALE)
-        self.block = max(_LEAST_BLOCK, 1 << math.ceil(math.log2(2 / least)))
+        smallest_share = min(b - a for a, b in pairwise(self._cumulative)) / (1 << _SCALE)
+        self.block = max(_MIN_BLOCK, 1 << math.ceil(math.log2(2 / smallest_share)))
 
-    def place(self, number: int) -> tuple[int, int]:
+    def locate(self, number: int) -> tuple[int, int]:
         """Corpus of sequence ``number`` of the run, and how many of that corpus came before."""
         block, slot = divmod(number, self.block)
-        corpora, counts = self._dealt(block)
+        corpora, counts = self._dealt_block(block)
         return int(corpora[slot]), int(counts[slot])
 
-    def _dealt(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+    def _dealt_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         """Corpus and count of every number of a block, int32 and int64 [block]."""
         if block not in self._blocks:
             if len(self._blocks) >= _KEPT_BLOCKS:
                 self._blocks.clear()
-            self._blocks[block] = self._deal(block)
+            self._blocks[block] = self._deal_block(block)
         return self._blocks[block]
 
-    def _deal(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        before, after = (self._counts(b * self.block) for b in (block, block + 1))
+    def _deal_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        before, after = (self._counts_before(b * self.block) for b in (block, block + 1))
         quotas = np.array(after) - np.array(before)
-        slots = Permutation(self.block, mix64(self.seed, -1, block)).every()
+        slots = Permutation(self.block, mix64(self.seed, -1, block)).images()
         ends = np.cumsum(quotas)
         corpora = np.searchsorted(ends, slots, side="right").astype(np.int32)
         if (
@@ -131,13 +131,13 @@ class MixtureSampler(Sampler):
         """Index into the dataset of sequence ``number`` of the whole run."""
         if number < 0:
             raise ValueError(f"Sequence numbers start at 0, not {number}.")
-        corpus, count = self.place(number)
+        corpus, count = self.locate(number)
         epoch, position = divmod(count, self.sizes[corpus])
         return self._starts[corpus] + self._permuted(
             position, self.sizes[corpus], self.seed, corpus, epoch
         )
 
-    def _counts(self, number: int) -> list[int]:
+    def _counts_before(self, number: int) -> list[int]:
         """Sequences of each corpus among the first ``number``, at a block's end."""
         reached = [weight * number >> _SCALE for weight in self._cumulative]
         return [b - a for a, b in pairwise(reached)]

@@ -54,20 +54,20 @@ class Permutation:
         """The image of ``index``, 0 <= index < size."""
         assert 0 <= index < self.size
         while True:
-            index = self._once(index)
+            index = self._permute(index)
             if index < self.size:
                 return index
 
-    def every(self) -> np.ndarray:
+    def images(self) -> np.ndarray:
         """The images of 0..size-1, int64[size]."""
         images = np.arange(self.size, dtype=np.uint64)
         outside = np.arange(self.size)
         while len(outside):
-            images[outside] = self._once_each(images[outside])
+            images[outside] = self._permute_array(images[outside])
             outside = outside[images[outside] >= self.size]
         return images.astype(np.int64)
 
-    def _once_each(self, indices: np.ndarray) -> np.ndarray:
+    def _permute_array(self, indices: np.ndarray) -> np.ndarray:
         """`_once` of uint64 values at once."""
         half, mask = np.uint64(self._half), np.uint64((1 << self._half) - 1)
         left, right = indices >> half, indices & mask
@@ -81,7 +81,7 @@ class Permutation:
             left, right = right, left ^ (state & mask)
         return left << half | right
 
-    def _once(self, index: int) -> int:
+    def _permute(self, index: int) -> int:
         mask = (1 << self._half) - 1
         left, right = index >> self._half, index & mask
         for key in self._keys:

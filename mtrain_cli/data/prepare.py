@@ -30,7 +30,7 @@ from mtrain_cli.data.store import (
     StoreMeta,
     StoreWriter,
     TokenStore,
-    journal_sizes,
+    array_sizes,
     write_json,
 )
 from mtrain_cli.data.tokenizers import (
@@ -121,7 +121,7 @@ def tokenise(
 
     for number, unit in enumerate(corpus.units[start.unit :], start.unit):
         for document in unit.documents(start.record if number == start.unit else 0):
-            for piece in _encodable(document, tokenizer, writer):
+            for piece in _pieces_to_encode(document, tokenizer, writer):
                 pieces.append(piece)
                 characters += len(piece)
                 if characters >= _BATCH_CHARACTERS or len(pieces) >= _BATCH_PIECES:
@@ -172,21 +172,21 @@ def prepare_store(
         **filters.recipe,
     }
     out = Path(os.path.abspath(out.expanduser()))
-    if store := _finished(out, recipe):
+    if store := _open_finished(out, recipe):
         return store
     partial = out.with_name(out.name + ".partial")
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        with _locked(partial):
-            if store := _finished(out, recipe):  # by another process, just now
+        with _lock(partial):
+            if store := _open_finished(out, recipe):  # by another process, just now
                 shutil.rmtree(partial)
                 return store
-            journal = _begin(partial, recipe)
+            journal = _open_journal(partial, recipe)
             try:
-                opened = chosen or _trained(corpus, bpe_size, partial, report)
+                opened = chosen or _open_bpe(corpus, bpe_size, partial, report)
                 if isinstance(chosen, FileTokenizer):
                     (partial / TOKENIZER).write_bytes(chosen.content)
-                _fill(corpus, opened, partial, journal, filters, report)
+                _write_arrays(corpus, opened, partial, journal, filters, report)
             except ConfigError:
                 if _read_journal(partial).documents == 0:
                     shutil.rmtree(partial)
@@ -202,28 +202,32 @@ def prepare_store(
     return TokenStore.open(out)
 
 
-def _encodable(document: Document, tokenizer: Tokenizer, writer: StoreWriter) -> Iterator[str]:
+def _pieces_to_encode(
+    document: Document, tokenizer: Tokenizer, writer: StoreWriter
+) -> Iterator[str]:
     """Pieces that may be encoded one by one; non-empty. None of a document that the filters refuse by its domain or text."""
     filters = writer.filters
     if filters.domains and document.domain not in filters.domains:
-        writer.leave_out("of another domain")
+        writer.reject("of another domain")
         return
     pieces = iter(document.pieces)
     if filters.min_chars:
-        held: list[str] = []
-        while sum(map(len, held)) < filters.min_chars and (piece := next(pieces, None)) is not None:
-            held.append(piece)
-        if sum(map(len, held)) < filters.min_chars:
-            writer.leave_out("shorter than --min-chars")
+        pending: list[str] = []
+        while (
+            sum(map(len, pending)) < filters.min_chars and (piece := next(pieces, None)) is not None
+        ):
+            pending.append(piece)
+        if sum(map(len, pending)) < filters.min_chars:
+            writer.reject("shorter than --min-chars")
             return
-        pieces = chain(held, pieces)
+        pieces = chain(pending, pieces)
     if tokenizer.exact_pieces:
         yield from pieces
     elif text := "".join(pieces):
         yield text
 
 
-def _finished(out: Path, recipe: dict[str, str]) -> TokenStore | None:
+def _open_finished(out: Path, recipe: dict[str, str]) -> TokenStore | None:
     """The complete store at ``out`` if it was made in the same way, None if nothing is there, ConfigError for anything else."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
@@ -233,12 +237,12 @@ def _finished(out: Path, recipe: dict[str, str]) -> TokenStore | None:
     if meta.recipe != recipe:
         raise ConfigError(
             f"OUT={out}: holds another token store ({meta.source}, tokenizer {meta.tokenizer}, {meta.num_tokens:,} tokens)"
-            f"{_difference(meta.recipe, recipe)}; give another folder, or delete this one"
+            f"{_describe_difference(meta.recipe, recipe)}; give another folder, or delete this one"
         )
     return TokenStore.open(out, f"OUT={out}")
 
 
-def _difference(found: dict[str, str], wanted: dict[str, str]) -> str:
+def _describe_difference(found: dict[str, str], wanted: dict[str, str]) -> str:
     differing = [part for part in wanted if found.get(part) != wanted[part]]
     return (
         f": its {' and '.join(differing)} differ{'s' if len(differing) == 1 else ''}"
@@ -256,7 +260,7 @@ def _read_journal(partial: Path) -> _Journal:
         ) from None
 
 
-def _begin(partial: Path, recipe: dict[str, str]) -> _Journal:
+def _open_journal(partial: Path, recipe: dict[str, str]) -> _Journal:
     """The journal to go on from. ConfigError when the folder holds something else, or documents of another recipe."""
     path = partial / _JOURNAL
     if not path.exists():
@@ -272,13 +276,13 @@ def _begin(partial: Path, recipe: dict[str, str]) -> _Journal:
         write_json(path, asdict(journal))
     if journal.recipe != recipe:
         raise ConfigError(
-            f"{partial}: holds an unfinished store made in another way{_difference(journal.recipe, recipe)}; "
+            f"{partial}: holds an unfinished store made in another way{_describe_difference(journal.recipe, recipe)}; "
             f"delete it to start again, or give another OUT"
         )
     return journal
 
 
-def _fill(
+def _write_arrays(
     corpus: Corpus,
     tokenizer: Tokenizer,
     partial: Path,
@@ -288,7 +292,7 @@ def _fill(
 ) -> None:
     """Write the arrays from where ``journal`` stands to the end, and the meta."""
     sizes = (
-        journal_sizes(journal.tokens, journal.documents, tokenizer)
+        array_sizes(journal.tokens, journal.documents, tokenizer)
         if journal.documents
         else (0, 0, 0)
     )
@@ -346,19 +350,19 @@ def _fill(
         writer.finish(partial, corpus.description, journal.recipe)
 
 
-def _trained(
+def _open_bpe(
     corpus: Corpus, vocab_size: int, partial: Path, report: Callable[[PreparationProgress], None]
 ) -> Tokenizer:
     """The BPE that an earlier, interrupted call trained, else a new one."""
     path = partial / TOKENIZER
     if not path.exists():
-        train_bpe(_sample(corpus, report), vocab_size, path)
+        train_bpe(_sample_pieces(corpus, report), vocab_size, path)
     trained = open_tokenizer(str(path), option="tokenizer of the store")
     trained.name = f"bpe {vocab_size}"
     return trained
 
 
-def _sample(corpus: Corpus, report: Callable[[PreparationProgress], None]) -> Iterator[str]:
+def _sample_pieces(corpus: Corpus, report: Callable[[PreparationProgress], None]) -> Iterator[str]:
     """All pieces of a corpus, or of a large one an evenly spread part of about ``_BPE_CHARACTERS``."""
     kept_of_2_64 = min(1.0, _BPE_CHARACTERS / max(1, corpus.size)) * 2.0**64
     number, base = 0, 0
@@ -373,7 +377,7 @@ def _sample(corpus: Corpus, report: Callable[[PreparationProgress], None]) -> It
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _lock(folder: Path) -> Iterator[None]:
     """Hold the lock of ``folder``; ConfigError when another process holds it. The system frees it when its holder dies."""
     with (folder / _LOCK).open("w") as lock:
         try:

@@ -36,7 +36,7 @@ TOKENS, DOCUMENTS, DOMAINS, META, TOKENIZER = (
 _DOMAIN: np.dtype = np.dtype("<u2")
 _OFFSET: np.dtype = np.dtype("<i8")
 _DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-_HASHED_AT_ONCE = 1 << 24
+_HASH_CHUNK = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,8 @@ class TokenStore:
             found = "is not a folder" if folder.exists() else "no such folder"
             raise ConfigError(f"{origin}: {found}; give a folder written by `mtrain data prepare`")
         meta = StoreMeta.read(folder, origin)
-        tokens = _map(folder / TOKENS, _DTYPES[meta.dtype], meta.num_tokens, origin)
-        offsets = _map(folder / DOCUMENTS, _OFFSET, meta.num_documents + 1, origin)
+        tokens = _map_array(folder / TOKENS, _DTYPES[meta.dtype], meta.num_tokens, origin)
+        offsets = _map_array(folder / DOCUMENTS, _OFFSET, meta.num_documents + 1, origin)
         if (
             offsets[0] != 0
             or offsets[-1] != meta.num_tokens
@@ -153,7 +153,7 @@ class TokenStore:
             )
         domains = None
         if meta.domains:
-            domains = _map(folder / DOMAINS, _DOMAIN, meta.num_documents, origin)
+            domains = _map_array(folder / DOMAINS, _DOMAIN, meta.num_documents, origin)
             if int(domains.max()) >= len(meta.domains):
                 raise ConfigError(
                     f"{origin}: {DOMAINS} is corrupt, it has domains that {META} does not name; prepare the store again"
@@ -176,7 +176,7 @@ class TokenStore:
         assert self.folder is not None
         return open_tokenizer(str(self.folder / TOKENIZER), option="tokenizer of the store")
 
-    def check(self) -> None:
+    def verify(self) -> None:
         """Read everything and compare with the recorded sha256; ConfigError when it differs."""
         found = _sha256(self.tokens, self.offsets)
         if found != self.meta.sha256:
@@ -218,8 +218,8 @@ class StoreWriter:
         self._open_document = self._flushed = (
             0  # tokens of the document that is written, and how many of them are in the file
         )
-        self._too_long = False
-        self._begin = 0  # of the open document among the pending arrays
+        self._exceeds_limit = False
+        self._open_start = 0  # of the open document among the pending arrays
         self._pending_tokens: list[np.ndarray] = []
         self._pending_offsets: list[int] = [] if num_documents else [0]
         self._pending_labels: list[int] = []
@@ -228,7 +228,7 @@ class StoreWriter:
         """Add ids[N] to the document that is being written."""
         limit = self.filters.max_tokens
         if limit and self._open_document + ids.size > limit:
-            self._too_long = True
+            self._exceeds_limit = True
             ids = ids[: limit - self._open_document]
         self._pending_tokens.append(ids)
         self._open_document += ids.size
@@ -238,7 +238,7 @@ class StoreWriter:
         filters = self.filters
         if self._open_document:
             too_long = (
-                self._too_long or 0 < filters.max_tokens < self._open_document + self._end.size
+                self._exceeds_limit or 0 < filters.max_tokens < self._open_document + self._end.size
             )
             if too_long and not filters.truncate:
                 self._drop("longer than --max-tokens")
@@ -250,16 +250,16 @@ class StoreWriter:
                     self._drop("shorter than --min-tokens")
                 else:
                     self.cut += too_long
-                    self._keep(domain)
+                    self._accept(domain)
         self._open_document = self._flushed = 0
-        self._too_long = False
-        self._begin = len(self._pending_tokens)
+        self._exceeds_limit = False
+        self._open_start = len(self._pending_tokens)
 
-    def leave_out(self, reason: str) -> None:
+    def reject(self, reason: str) -> None:
         """Count a document that was refused."""
         self.left_out[reason] = self.left_out.get(reason, 0) + 1
 
-    def _keep(self, domain: str) -> None:
+    def _accept(self, domain: str) -> None:
         self.num_tokens += self._open_document
         self.num_documents += 1
         self._pending_offsets.append(self.num_tokens)
@@ -273,12 +273,12 @@ class StoreWriter:
             self._pending_labels.append(self.domains.index(domain))
 
     def _drop(self, reason: str) -> None:
-        del self._pending_tokens[self._begin :]
+        del self._pending_tokens[self._open_start :]
         if self._flushed:
             self._tokens.flush()
             self._tokens.truncate(self.num_tokens * _DTYPES[self.dtype].itemsize)
             self._tokens.seek(0, os.SEEK_END)
-        self.leave_out(reason)
+        self.reject(reason)
 
     def flush(self) -> None:
         """Hand everything that was appended to the files."""
@@ -289,7 +289,7 @@ class StoreWriter:
         self._offsets.write(np.array(self._pending_offsets, _OFFSET).data)
         if self._labels is not None:
             self._labels.write(np.array(self._pending_labels, _DOMAIN).data)
-        self._flushed, self._begin = self._open_document, 0
+        self._flushed, self._open_start = self._open_document, 0
         self._pending_tokens.clear()
         self._pending_offsets.clear()
         self._pending_labels.clear()
@@ -328,7 +328,7 @@ class StoreWriter:
             cut=self.cut,
         )
 
-    def from_memory(self, tokens: memoryview, offsets: memoryview, source: str) -> TokenStore:
+    def memory_store(self, tokens: memoryview, offsets: memoryview, source: str) -> TokenStore:
         """The store whose flushed files were only in memory."""
         token_array, offset_array = (
             np.frombuffer(tokens, _DTYPES[self.dtype]),
@@ -341,17 +341,15 @@ class StoreWriter:
     def finish(self, folder: Path, source: str, recipe: dict[str, str]) -> None:
         """Sync the files, which lie in ``folder``, and write meta.json beside them."""
         self.sync()
-        tokens = _map(folder / TOKENS, _DTYPES[self.dtype], self.num_tokens, str(folder))
-        offsets = _map(folder / DOCUMENTS, _OFFSET, self.num_documents + 1, str(folder))
+        tokens = _map_array(folder / TOKENS, _DTYPES[self.dtype], self.num_tokens, str(folder))
+        offsets = _map_array(folder / DOCUMENTS, _OFFSET, self.num_documents + 1, str(folder))
         meta = self.meta(source, recipe, tokens, offsets)
         if not meta.domains:
             (folder / DOMAINS).unlink(missing_ok=True)
         meta.write(folder)
 
 
-def journal_sizes(
-    num_tokens: int, num_documents: int, tokenizer: Tokenizer
-) -> tuple[int, int, int]:
+def array_sizes(num_tokens: int, num_documents: int, tokenizer: Tokenizer) -> tuple[int, int, int]:
     """Bytes of tokens.bin, documents.bin and domains.bin that hold so many tokens and documents."""
     dtype = _DTYPES["uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"]
     return (
@@ -371,7 +369,7 @@ def write_json(path: Path, content: dict) -> None:
     os.replace(unfinished, path)
 
 
-def _map(path: Path, dtype: np.dtype, count: int, origin: str) -> np.ndarray:
+def _map_array(path: Path, dtype: np.dtype, count: int, origin: str) -> np.ndarray:
     try:
         size = path.stat().st_size
         if size != count * dtype.itemsize:
@@ -392,6 +390,6 @@ def _map(path: Path, dtype: np.dtype, count: int, origin: str) -> np.ndarray:
 def _sha256(tokens: np.ndarray, offsets: np.ndarray) -> str:
     digest = hashlib.sha256()
     for array in (tokens, offsets):
-        for start in range(0, array.size, _HASHED_AT_ONCE):
-            digest.update(np.ascontiguousarray(array[start : start + _HASHED_AT_ONCE]).data)
+        for start in range(0, array.size, _HASH_CHUNK):
+            digest.update(np.ascontiguousarray(array[start : start + _HASH_CHUNK]).data)
     return digest.hexdigest()

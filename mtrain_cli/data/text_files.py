@@ -19,13 +19,13 @@ from typing import IO, Any
 from mtrain_cli import install_command
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.corpora import Corpus, Document, Unit, split_text
-from mtrain_cli.data.parquet_pages import rows_at_once
+from mtrain_cli.data.parquet_pages import rows_per_read
 from mtrain_cli.launch.failures import read_failure
 
 _BLOCK = 1 << 22  # bytes of a plain file that are read at once
 DOMAIN = "domain"  # key or column that names a record's domain; else that is the first folder on the way to its file
 LONGEST_LINE = 1 << 30  # bytes of a line of .jsonl
-_ROWS = 1024  # parquet rows that are turned into Python strings at once
+_MAX_ROWS = 1024  # parquet rows that are turned into Python strings at once
 
 
 class TextKey:
@@ -35,11 +35,11 @@ class TextKey:
         self.name = name
         self.option = option
 
-    def missing(self, place: str, present: Iterable[str]) -> ConfigError:
+    def missing_error(self, location: str, present: Iterable[str]) -> ConfigError:
         """The error for a record or file at ``place`` that has only the keys ``present``."""
         names = ", ".join(list(present)[:12]) or "none"
         return ConfigError(
-            f"{self.option}={self.name}: {place} has no such key; its keys are: {names}"
+            f"{self.option}={self.name}: {location} has no such key; its keys are: {names}"
         )
 
 
@@ -57,12 +57,12 @@ def text_corpus(
     if root.is_dir():
         files = sorted(_files_below(root), key=lambda found: found.relative_to(root).parts)
         if not files:
-            raise ConfigError(f"{origin}: the folder holds no {_kinds()} file")
+            raise ConfigError(f"{origin}: the folder holds no {_readable_kinds()} file")
     elif root.suffix.lower() in READERS or not root.exists():
         files = [root]
     else:
         raise ConfigError(
-            f"{origin}: a {root.suffix or 'nameless'} file is not readable as text; give a {_kinds()} file or a folder of them"
+            f"{origin}: a {root.suffix or 'nameless'} file is not readable as text; give a {_readable_kinds()} file or a folder of them"
         )
     digest = hashlib.sha256(text_key.encode())
     units = []
@@ -71,7 +71,7 @@ def text_corpus(
             found = file.stat()
         except FileNotFoundError:
             raise ConfigError(
-                f"{origin}: no such file{_within(file, root)}; give a {_kinds()} file or a folder of them"
+                f"{origin}: no such file{_relative_hint(file, root)}; give a {_readable_kinds()} file or a folder of them"
             ) from None
         except OSError as error:
             raise read_failure(
@@ -84,7 +84,9 @@ def text_corpus(
         reader = READERS[file.suffix.lower()]
         label = origin if file == root else f"{origin}: {file}"
         domain = name.partition("/")[0] if "/" in name else ""
-        units.append(Unit(name, found.st_size, partial(_guarded, reader, file, label, key, domain)))
+        units.append(
+            Unit(name, found.st_size, partial(_read_guarded, reader, file, label, key, domain))
+        )
     return Corpus(str(path), origin, digest.hexdigest(), tuple(units))
 
 
@@ -100,16 +102,16 @@ def _files_below(root: Path) -> Iterator[Path]:
         )
 
 
-def _kinds() -> str:
+def _readable_kinds() -> str:
     *first, last = READERS
     return f"{', '.join(first)} or {last}"
 
 
-def _within(file: Path, root: Path) -> str:
+def _relative_hint(file: Path, root: Path) -> str:
     return "" if file == root else f" as {file}"
 
 
-def _guarded(
+def _read_guarded(
     reader: Reader, path: Path, label: str, key: TextKey, domain: str, skip: int
 ) -> Iterator[Document]:
     """The documents of ``reader``, with the errors of the file system as one line that begins with ``label``; of ``domain`` unless they
@@ -124,14 +126,14 @@ def _guarded(
         ) from None
 
 
-def _plain(path: Path, label: str, _key: TextKey, skip: int) -> Iterator[Document]:
+def _read_plain(path: Path, label: str, _key: TextKey, skip: int) -> Iterator[Document]:
     if skip == 0:
         yield Document(
-            path.name, split_text(_decoded(path, label)), record=1, end=path.stat().st_size
+            path.name, split_text(_decode_blocks(path, label)), record=1, end=path.stat().st_size
         )
 
 
-def _decoded(path: Path, label: str) -> Iterator[str]:
+def _decode_blocks(path: Path, label: str) -> Iterator[str]:
     """The text of a file block by block, without its byte order mark."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     position = 0
@@ -151,27 +153,27 @@ def _decoded(path: Path, label: str) -> Iterator[str]:
         raise read_failure(error, f"{label}: cannot be read ({error.strerror})") from None
 
 
-def _jsonl(path: Path, label: str, key: TextKey, skip: int) -> Iterator[Document]:
+def _read_jsonl(path: Path, label: str, key: TextKey, skip: int) -> Iterator[Document]:
     with path.open("rb") as file:
-        lines = _lines(file, label)
+        lines = _read_lines(file, label)
         end = sum(len(line) for line in islice(lines, skip))
         for number, line in enumerate(lines, skip + 1):
             end += len(line)
             if not line.strip():
                 continue
-            place = f"{label} line {number}"
+            location = f"{label} line {number}"
             try:
                 record = json.loads(line.decode("utf-8-sig"))
             except UnicodeDecodeError as error:
-                raise ConfigError(f"{place}: not UTF-8 text (byte {error.start})") from None
+                raise ConfigError(f"{location}: not UTF-8 text (byte {error.start})") from None
             except (json.JSONDecodeError, RecursionError) as error:
-                raise ConfigError(f"{place}: not JSON ({error})") from None
+                raise ConfigError(f"{location}: not JSON ({error})") from None
             if not isinstance(record, dict):
                 raise ConfigError(
-                    f"{place}: a JSON object with the key {key.name} is expected, not {_json_kind(record)}"
+                    f"{location}: a JSON object with the key {key.name} is expected, not {_json_kind(record)}"
                 )
             if key.name not in record:
-                raise key.missing(f"{path} line {number}", record)
+                raise key.missing_error(f"{path} line {number}", record)
             pieces = _text_pieces(record[key.name], key, f"{path} line {number}")
             yield Document(
                 f"{path.name}:{number}",
@@ -182,7 +184,7 @@ def _jsonl(path: Path, label: str, key: TextKey, skip: int) -> Iterator[Document
             )
 
 
-def _lines(file: IO[bytes], label: str) -> Iterator[bytes]:
+def _read_lines(file: IO[bytes], label: str) -> Iterator[bytes]:
     """Raise ConfigError for a line that is too long to be a document, before reading all of it."""
     number = 0
     while line := file.readline(LONGEST_LINE + 1):
@@ -194,7 +196,7 @@ def _lines(file: IO[bytes], label: str) -> Iterator[bytes]:
         yield line
 
 
-def _parquet(path: Path, label: str, key: TextKey, skip: int) -> Iterator[Document]:
+def _read_parquet(path: Path, label: str, key: TextKey, skip: int) -> Iterator[Document]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -207,7 +209,7 @@ def _parquet(path: Path, label: str, key: TextKey, skip: int) -> Iterator[Docume
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             if key.name not in file.schema_arrow.names:
-                raise key.missing(str(path), file.schema_arrow.names)
+                raise key.missing_error(str(path), file.schema_arrow.names)
             columns = [
                 key.name,
                 *([DOMAIN] if DOMAIN in file.schema_arrow.names and key.name != DOMAIN else []),
@@ -218,14 +220,14 @@ def _parquet(path: Path, label: str, key: TextKey, skip: int) -> Iterator[Docume
                 if row + in_group <= skip:
                     row += in_group
                     continue
-                at_once = rows_at_once(
+                batch_rows = rows_per_read(
                     path,
                     file.metadata.row_group(group),
                     columns,
                     f"{label}: row group {group}",
-                    _ROWS,
+                    _MAX_ROWS,
                 )
-                for batch in file.iter_batches(at_once, row_groups=[group], columns=columns):
+                for batch in file.iter_batches(batch_rows, row_groups=[group], columns=columns):
                     texts = batch.column(key.name).to_pylist()
                     domains = (
                         batch.column(DOMAIN).to_pylist() if len(columns) == 2 else [""] * len(texts)
@@ -243,7 +245,7 @@ def _parquet(path: Path, label: str, key: TextKey, skip: int) -> Iterator[Docume
                             )
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{label}: not UTF-8 text in the {_ROWS} rows behind row {row} (byte {error.object[error.start]:#04x})"
+            f"{label}: not UTF-8 text in the {_MAX_ROWS} rows behind row {row} (byte {error.object[error.start]:#04x})"
         ) from None
     except pyarrow.ArrowException as error:
         raise ConfigError(f"{label}: not a readable parquet file ({_one_line(error)})") from None
@@ -253,13 +255,13 @@ def _domain(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _text_pieces(text: Any, key: TextKey, place: str) -> Iterable[str]:
+def _text_pieces(text: Any, key: TextKey, location: str) -> Iterable[str]:
     """Pieces of one record's text; a null record is an empty document."""
     if text is None:
         return ()
     if not isinstance(text, str):
         raise ConfigError(
-            f"{key.option}={key.name}: {place} holds {_json_kind(text)} there, not text"
+            f"{key.option}={key.name}: {location} holds {_json_kind(text)} there, not text"
         )
     if not text.isascii():
         # JSON can spell half of a surrogate pair, which no encoding of text can hold.
@@ -286,9 +288,9 @@ def _json_kind(value: Any) -> str:
 
 Reader = Callable[[Path, str, TextKey, int], Iterator[Document]]
 READERS: dict[str, Reader] = {
-    ".txt": _plain,
-    ".md": _plain,
-    ".py": _plain,
-    ".jsonl": _jsonl,
-    ".parquet": _parquet,
+    ".txt": _read_plain,
+    ".md": _read_plain,
+    ".py": _read_plain,
+    ".jsonl": _read_jsonl,
+    ".parquet": _read_parquet,
 }

@@ -36,10 +36,10 @@ def cached_store(corpus: Corpus, tokenizer: Tokenizer) -> tuple[TokenStore, str]
         root = _cache_root()
         root.mkdir(parents=True, exist_ok=True)
         entry = root / key
-        with _locked(root / f"{key}.lock", entry) as alone:
-            store = _opened(entry, alone)
+        with _lock(root / f"{key}.lock", entry) as has_lock:
+            store = _open_entry(entry, has_lock)
             if store is None:
-                _write(corpus, tokenizer, entry, alone)
+                _write_entry(corpus, tokenizer, entry, has_lock)
                 store = TokenStore.open(entry)
             # Another path may hold the same corpus.
             return replace(
@@ -47,7 +47,7 @@ def cached_store(corpus: Corpus, tokenizer: Tokenizer) -> tuple[TokenStore, str]
             ), f"cached in {entry}"
     except OSError as error:
         reason = error.strerror or error
-        return _in_memory(
+        return _memory_store(
             corpus, tokenizer
         ), f"in memory, since the cache folder cannot be written ({reason})"
 
@@ -58,7 +58,7 @@ def cached_array(key: str, make: Callable[[], np.ndarray]) -> np.ndarray:
         root = _cache_root()
         root.mkdir(parents=True, exist_ok=True)
         entry = root / f"{key}.npy"
-        with _locked(root / f"{key}.lock", entry):
+        with _lock(root / f"{key}.lock", entry):
             try:
                 return np.load(entry, allow_pickle=False)
             except (FileNotFoundError, ValueError, EOFError):
@@ -86,7 +86,7 @@ def _cache_root() -> Path:
 
 
 @contextmanager
-def _locked(path: Path, entry: Path) -> Iterator[bool]:
+def _lock(path: Path, entry: Path) -> Iterator[bool]:
     """Hold an exclusive lock, waiting for it; false where the file system has none, and then atomic renames alone keep the cache whole.
 
     The file of a lock behind which no ``entry`` came to be, such as that of a broken corpus, is removed.
@@ -95,16 +95,16 @@ def _locked(path: Path, entry: Path) -> Iterator[bool]:
         with path.open("a") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                alone = True
+                has_lock = True
             except OSError:
-                alone = False
+                has_lock = False
             # Whoever had the lock before may have removed the file: a lock on what it was excludes nobody any more.
-            if alone and not _lies_at(path, lock):
+            if has_lock and not _lies_at(path, lock):
                 continue
             try:
-                yield alone
+                yield has_lock
             finally:
-                if alone and not entry.exists():
+                if has_lock and not entry.exists():
                     with suppress(OSError):
                         path.unlink()
             return
@@ -117,9 +117,9 @@ def _lies_at(path: Path, file: IO[str]) -> bool:
         return False
 
 
-def _opened(entry: Path, alone: bool) -> TokenStore | None:
+def _open_entry(entry: Path, has_lock: bool) -> TokenStore | None:
     """The entry if it is there and whole. Broken ones, and what killed processes left, are removed by whoever holds the lock."""
-    if alone:
+    if has_lock:
         for leftover in entry.parent.glob(f"{entry.name}.tmp*"):
             shutil.rmtree(leftover, ignore_errors=True)
     if not entry.exists():
@@ -131,7 +131,7 @@ def _opened(entry: Path, alone: bool) -> TokenStore | None:
         return None
 
 
-def _write(corpus: Corpus, tokenizer: Tokenizer, entry: Path, alone: bool) -> None:
+def _write_entry(corpus: Corpus, tokenizer: Tokenizer, entry: Path, has_lock: bool) -> None:
     folder = Path(tempfile.mkdtemp(prefix=f"{entry.name}.tmp", dir=entry.parent))
     try:
         with (folder / TOKENS).open("wb") as tokens, (folder / DOCUMENTS).open("wb") as offsets:
@@ -142,17 +142,17 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, entry: Path, alone: bool) -> No
             os.rename(folder, entry)
         except OSError:
             # Without a lock another worker may have been faster with the same content.
-            if alone or not entry.exists():
+            if has_lock or not entry.exists():
                 raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _in_memory(corpus: Corpus, tokenizer: Tokenizer) -> TokenStore:
+def _memory_store(corpus: Corpus, tokenizer: Tokenizer) -> TokenStore:
     tokens, offsets = io.BytesIO(), io.BytesIO()
     writer = StoreWriter(tokens, offsets, tokenizer)
     _tokenise_all(corpus, tokenizer, writer)
-    return writer.from_memory(tokens.getbuffer(), offsets.getbuffer(), corpus.description)
+    return writer.memory_store(tokens.getbuffer(), offsets.getbuffer(), corpus.description)
 
 
 def _tokenise_all(corpus: Corpus, tokenizer: Tokenizer, writer: StoreWriter) -> None:

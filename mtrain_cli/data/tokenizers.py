@@ -78,7 +78,7 @@ class FileTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-        end = _end_token(path, vocabulary)
+        end = _find_end_token(path, vocabulary)
         self._tokenizer = tokenizer
         self.name = path.parent.absolute().name if path.stem == "tokenizer" else path.stem
         self.eos = None if end is None else vocabulary[end]
@@ -125,7 +125,7 @@ def open_tokenizer(choice: str, option: str = "data.tokenizer") -> ByteTokenizer
         ) from None
     except OSError as error:
         raise read_failure(error, f"{option}={choice}: cannot be read ({error.strerror})") from None
-    library = _library(f"{option}={choice}")
+    library = _import_tokenizers(f"{option}={choice}")
     try:
         tokenizer = library.Tokenizer.from_str(content.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -146,7 +146,7 @@ def train_bpe(pieces: Iterable[str], vocab_size: int, path: Path) -> None:
     Ids: the end-of-document token, the 256 bytes, then merges by frequency. Any text is encodable. A small corpus gives fewer merges.
     """
     assert vocab_size >= SMALLEST_BPE
-    library = _library("--tokenizer bpe")
+    library = _import_tokenizers("--tokenizer bpe")
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = library.decoders.ByteLevel()
@@ -171,7 +171,7 @@ def _require_ids(documents: Sequence[np.ndarray], tokenizer: Tokenizer) -> None:
             )
 
 
-def _library(wanted_by: str) -> Any:
+def _import_tokenizers(key: str) -> Any:
     try:
         import tokenizers
         import tokenizers.decoders
@@ -180,12 +180,12 @@ def _library(wanted_by: str) -> Any:
         import tokenizers.trainers
     except ImportError:
         raise ConfigError(
-            f"{wanted_by}: needs the tokenizers package; {install_command('data')}, or use the byte tokenizer"
+            f"{key}: needs the tokenizers package; {install_command('data')}, or use the byte tokenizer"
         ) from None
     return tokenizers
 
 
-def _end_token(path: Path, vocabulary: dict[str, int]) -> str | None:
+def _find_end_token(path: Path, vocabulary: dict[str, int]) -> str | None:
     """The token that ends a document: what tokenizer_config.json beside the file says, else the first usual name in the vocabulary."""
     try:
         named = json.loads(path.with_name("tokenizer_config.json").read_text(encoding="utf-8")).get(

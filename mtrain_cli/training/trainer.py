@@ -183,7 +183,7 @@ class Trainer:
             dp=environment.dp,
             global_batch=config.train.global_batch,
             micro_batch=config.train.micro_batch,
-            make=self._on_host,
+            make_batch=self._on_host,
         )
         self.held_out: list[Sample] = self.dataset.held_out
         self.host_states: OffloadedOptimizer | None = None

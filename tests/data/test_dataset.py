@@ -28,7 +28,7 @@ def _store(lengths: list[int]) -> TokenStore:
         writer.append(np.array([257 if length > 1 else number % 256]))
         writer.end_document()
     writer.flush()
-    return writer.from_memory(tokens.getbuffer(), offsets.getbuffer(), "a test")
+    return writer.memory_store(tokens.getbuffer(), offsets.getbuffer(), "a test")
 
 
 _LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=25)

@@ -104,7 +104,7 @@ def documents(path: Path) -> Any:
 
 def test_rows_that_repeat_a_long_value_are_read_few_at_a_time(tmp_path, monkeypatch):
     """A file of some kilobytes: 1,000 rows that refer to one value."""
-    monkeypatch.setattr(parquet_pages, "_EXPANDED", 1 << 22)
+    monkeypatch.setattr(parquet_pages, "_EXPANDED_BYTES", 1 << 22)
     pyarrow = parquet(tmp_path / "t.parquet", ["x" * (1 << 17)] * 1000, compression="zstd")
     assert (tmp_path / "t.parquet").stat().st_size < 1 << 16
     before = pyarrow.total_allocated_bytes()

@@ -25,7 +25,7 @@ def _dataset(sequences: int = 13, seq: int = 6) -> PackedDataset:
         writer.end_document()
     writer.flush()
     return PackedDataset(
-        writer.from_memory(tokens.getbuffer(), offsets.getbuffer(), "a test"), seq, shuffle=False
+        writer.memory_store(tokens.getbuffer(), offsets.getbuffer(), "a test"), seq, shuffle=False
     )
 
 

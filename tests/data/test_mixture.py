@@ -91,7 +91,7 @@ def _earlier(sampler: MixtureSampler, number: int) -> int:
     block, slot = divmod(number, sampler.block)
     slot = Permutation(sampler.block, mix64(sampler.seed, -1, block))(slot)
     for corpus, (first, end) in enumerate(
-        zip(*(sampler._counts(b * sampler.block) for b in (block, block + 1)), strict=True)
+        zip(*(sampler._counts_before(b * sampler.block) for b in (block, block + 1)), strict=True)
     ):
         if slot < end - first:
             epoch, position = divmod(first + slot, sampler.sizes[corpus])
@@ -132,7 +132,7 @@ def test_a_checkpoint_of_an_earlier_version_ends_its_block_as_it_began(consumed:
 def test_the_order_inside_a_block_is_random_and_depends_on_the_seed() -> None:
     def corpora(seed: int) -> str:
         sampler = MixtureSampler([10, 10], [0.5, 0.5], seed)
-        return "".join(str(sampler.place(number)[0]) for number in range(128))
+        return "".join(str(sampler.locate(number)[0]) for number in range(128))
 
     assert corpora(0) != corpora(1)
     assert corpora(0)[:64] != corpora(0)[64:]
@@ -143,7 +143,7 @@ def test_the_order_inside_a_block_is_random_and_depends_on_the_seed() -> None:
 def test_each_pass_over_a_corpus_has_an_order_of_its_own() -> None:
     sampler = MixtureSampler([12], [1.0], 0)
     # By place in the corpus: what is dealt inside a block has another order once more.
-    numbers = sorted(range(sampler.block), key=lambda number: sampler.place(number)[1])
+    numbers = sorted(range(sampler.block), key=lambda number: sampler.locate(number)[1])
     order = [sampler.sequence(number) for number in numbers]
     passes = [order[12 * n : 12 * n + 12] for n in range(3)]
     assert all(sorted(one) == list(range(12)) for one in passes)

@@ -70,4 +70,4 @@ def test_an_empty_permutation_is_refused() -> None:
 @pytest.mark.parametrize("size", [1, 2, 7, 64, 1000, 2048])
 def test_all_images_at_once_are_those_one_by_one(size: int) -> None:
     permutation = Permutation(size, 3, -1)
-    assert permutation.every().tolist() == [permutation(index) for index in range(size)]
+    assert permutation.images().tolist() == [permutation(index) for index in range(size)]

@@ -70,7 +70,7 @@ def _tokens_done(journal: Path) -> int:
 
 def test_documents_and_boundaries_are_those_of_the_source(source: Path, tmp_path: Path) -> None:
     store = _prepare(source, tmp_path / "out")
-    store.check()
+    store.verify()
     texts = [
         ByteTokenizer().decode(store.document(number)) for number in range(store.meta.num_documents)
     ]
@@ -133,13 +133,13 @@ def test_a_rerun_does_not_repeat_what_is_done(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    real = prepare._encodable
+    real = prepare._pieces_to_encode
 
     def noting(document, tokenizer, writer):
         read.append(document.name)
         return real(document, tokenizer, writer)
 
-    monkeypatch.setattr(prepare, "_encodable", noting)
+    monkeypatch.setattr(prepare, "_pieces_to_encode", noting)
 
     def stop_late(progress: PreparationProgress) -> None:
         if progress.documents >= 25:
@@ -359,7 +359,7 @@ def test_a_large_corpus_trains_its_bpe_on_an_evenly_spread_part(
 ) -> None:
     corpus = text_corpus(str(jsonl([f"document {number:06}" for number in range(3000)])), "text")
     monkeypatch.setattr(prepare, "_BPE_CHARACTERS", corpus.size // 10)
-    numbers = [int(piece.split()[1]) for piece in prepare._sample(corpus, _silent)]
+    numbers = [int(piece.split()[1]) for piece in prepare._sample_pieces(corpus, _silent)]
     assert 200 < len(numbers) < 400
     assert min(numbers) < 100
     assert max(numbers) > 2900

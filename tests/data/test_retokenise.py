@@ -118,7 +118,7 @@ def test_filters_keep_what_they_say_and_count_the_rest(
     store = prepared(shards, tmp_path / "out", bpe_file, filters)
     assert texts(store) == [TEXTS[number] for number in kept]
     assert store.meta.left_out == left_out
-    store.check()
+    store.verify()
 
 
 def test_truncated_documents_have_just_as_many_tokens_as_asked(
@@ -140,7 +140,7 @@ def test_an_interrupted_call_goes_on_with_the_same_result(
 ) -> None:
     monkeypatch.setattr(prepare, "_BATCH_PIECES", 1)
     monkeypatch.setattr(prepare, "_COMMIT_TOKENS", 1)
-    monkeypatch.setattr(corpora, "_AT_ONCE", 100)
+    monkeypatch.setattr(corpora, "_DECODED_TOKENS", 100)
     filters = Filters(domains=("code", "book"), min_tokens=20, max_tokens=200, truncate=True)
     chosen = str(bpe_file) if tokenizer == "bpe" else tokenizer
     whole = prepared(shards, tmp_path / "whole", bpe_file, filters, chosen)

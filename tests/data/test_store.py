@@ -38,7 +38,7 @@ def _write(folder: Path, documents: list[bytes] = DOCUMENTS) -> Path:
 
 def test_documents_come_back_with_their_boundaries_and_end_tokens(tmp_path: Path) -> None:
     store = TokenStore.open(_write(tmp_path / "s"))
-    store.check()
+    store.verify()
     assert store.tokens.dtype == np.uint16
     assert [store.document(number).tolist() for number in range(3)] == [
         [*document, 257] for document in DOCUMENTS if document
@@ -60,7 +60,7 @@ def test_a_store_in_memory_equals_one_on_disk(tmp_path: Path) -> None:
         writer.append(np.frombuffer(document, np.uint8))
         writer.end_document()
     writer.flush()
-    in_memory = writer.from_memory(tokens.getbuffer(), offsets.getbuffer(), "a test")
+    in_memory = writer.memory_store(tokens.getbuffer(), offsets.getbuffer(), "a test")
     assert in_memory.meta.sha256 == on_disk.meta.sha256
     assert np.array_equal(in_memory.tokens, on_disk.tokens)
     assert np.array_equal(in_memory.offsets, on_disk.offsets)
@@ -74,7 +74,7 @@ def test_large_vocabularies_are_stored_in_32_bits(bpe_file: Path) -> None:
     writer.append(np.array([3, 69_999]))
     writer.end_document()
     writer.flush()
-    store = writer.from_memory(tokens.getbuffer(), offsets.getbuffer(), "")
+    store = writer.memory_store(tokens.getbuffer(), offsets.getbuffer(), "")
     assert store.meta.dtype == "uint32"
     assert store.tokens.tolist() == [3, 69_999, 0]
 
@@ -89,7 +89,7 @@ def test_the_fingerprint_depends_on_boundaries_not_only_on_tokens(tmp_path: Path
         writer.append(np.array(part))
         writer.end_document()
     writer.flush()
-    other = writer.from_memory(tokens.getbuffer(), offsets.getbuffer(), "")
+    other = writer.memory_store(tokens.getbuffer(), offsets.getbuffer(), "")
     assert np.array_equal(one.tokens, other.tokens)
     assert one.meta.sha256 != other.meta.sha256
 
@@ -191,4 +191,4 @@ def test_check_finds_a_changed_token(tmp_path: Path) -> None:
     content[4] ^= 1
     (folder / "tokens.bin").write_bytes(content)
     with pytest.raises(ConfigError, match="the store is corrupt"):
-        TokenStore.open(folder).check()
+        TokenStore.open(folder).verify()

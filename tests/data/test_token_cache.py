@@ -134,7 +134,7 @@ def test_whoever_waits_for_a_lock_whose_file_is_removed_excludes_those_that_come
 
     def work(name: str, hold_s: float, begun: threading.Event | None = None) -> None:
         nonlocal inside, most
-        with token_cache._locked(tmp_path / "key.lock", tmp_path / "key") as alone:
+        with token_cache._lock(tmp_path / "key.lock", tmp_path / "key") as alone:
             assert alone
             inside += 1
             most = max(most, inside)
@@ -193,7 +193,7 @@ corpus = text_corpus({str(path)!r}, "text")
 print("ready", flush=True)
 sys.stdin.readline()
 store, where = token_cache.cached_store(corpus, ByteTokenizer())
-store.check()
+store.verify()
 print(where, store.meta.sha256)
 """
     workers = [
