@@ -1,8 +1,8 @@
-"""Plain arrays of token ids: ``.npy`` of any integers, and ``.bin``, which is nothing but uint16 or uint32 end to end.
+"""Read plain arrays of token ids: ``.npy`` of any integer type, and ``.bin``, raw uint16 or uint32.
 
-Documents are, in this order: the rows of a two-dimensional .npy; what an array of offsets beside the file says (``corpus.bin`` or
-``corpus.npy`` with ``corpus.documents.npy``, or ``corpus.documents.bin`` in int64: document d is tokens[offsets[d] : offsets[d + 1]]); else
-the whole file is one document.
+Documents are the rows of a two-dimensional .npy. Otherwise an array of offsets next to the file
+defines them: ``corpus.documents.npy``, or ``corpus.documents.bin`` in int64, where document d is
+tokens[offsets[d] : offsets[d + 1]]. Without offsets the whole file is one document.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ from mtrain_cli.data.store import VERSION, StoreMeta, TokenStore
 from mtrain_cli.launch.failures import read_failure
 
 SUFFIXES = (".npy", ".bin")
-_PROBES, _PROBE_SIZE = (
-    64,
-    1 << 14,
-)  # places of a file, and elements at each, that its fingerprint is over
+# The fingerprint of a file covers so many places, and so many elements at each.
+_PROBES, _PROBE_SIZE = 64, 1 << 14
 
 
 def open_array(path: Path, origin: str, token_dtype: str, vocab_size: int) -> TokenStore:
-    """The array as a token store. ``vocab_size`` (the model's) says for .bin whether ``token_dtype=auto`` is uint16 or uint32.
+    """Open an array as a token store.
 
-    Raises ConfigError for files that are missing, of another kind, or whose offsets do not fit.
+    Args:
+        vocab_size: the model's. For .bin with ``token_dtype=auto`` it decides between uint16 and
+            uint32.
+
+    Raises:
+        ConfigError: the file is missing, has another format, or its offsets do not match.
     """
     try:
         rows = (
@@ -36,7 +39,7 @@ def open_array(path: Path, origin: str, token_dtype: str, vocab_size: int) -> To
         )
     except FileNotFoundError:
         raise ConfigError(
-            f"{origin}: no such file; give a token store, or an array ({' or '.join(SUFFIXES)})"
+            f"{origin}: no such file. Give a token store or an array ({' or '.join(SUFFIXES)})."
         ) from None
     except OSError as error:
         raise read_failure(error, f"{origin}: cannot be read ({error.strerror or error})") from None
@@ -46,7 +49,7 @@ def open_array(path: Path, origin: str, token_dtype: str, vocab_size: int) -> To
     if rows.ndim == 2:
         offsets, documents = (
             np.arange(rows.shape[0] + 1, dtype=np.int64) * rows.shape[1],
-            "a document each row",
+            "one document per row",
         )
     else:
         offsets, documents = _document_offsets(path, tokens.size, origin)
@@ -78,7 +81,8 @@ def _open_npy(path: Path, origin: str) -> np.ndarray:
         ) from None
     if not np.issubdtype(array.dtype, np.integer) or array.ndim not in (1, 2):
         raise ConfigError(
-            f"{origin}: holds {array.dtype} of shape {array.shape}; a row of integers, or rows of them, is expected"
+            f"{origin}: holds {array.dtype} of shape {array.shape}. Give integers in one "
+            "dimension, or in two with one document per row."
         )
     return array.view(np.ndarray)
 
@@ -92,7 +96,8 @@ def _open_bin(path: Path, origin: str, token_dtype: str, vocab_size: int) -> np.
     size = path.stat().st_size
     if size % dtype.itemsize:
         raise ConfigError(
-            f"{origin}: has {size:,} bytes, no whole number of {dtype.name}; it is truncated, or give data.token_dtype=uint16"
+            f"{origin}: has {size:,} bytes, which is not a multiple of {dtype.name}. The file is "
+            "truncated, or set data.token_dtype=uint16."
         )
     return np.memmap(path, dtype, mode="r").view(np.ndarray) if size else np.zeros(0, dtype)
 
@@ -115,7 +120,8 @@ def _document_offsets(path: Path, num_tokens: int, origin: str) -> tuple[np.ndar
             or np.any(offsets[1:] <= offsets[:-1])
         ):
             raise ConfigError(
-                f"{origin}: the offsets in {offsets_file.name} do not rise from 0 to its {num_tokens:,} tokens"
+                f"{origin}: the offsets in {offsets_file.name} must rise from 0 to {num_tokens:,}, "
+                "the number of tokens"
             )
         return np.asarray(offsets, np.int64), f"documents by {offsets_file.name}"
     return np.array([0, num_tokens], np.int64), "one document"

@@ -1,4 +1,6 @@
-"""MDS shards as a corpus of text: token ids back to characters, so that another tokenizer can make its own of them."""
+"""MDS shards as a corpus of text: decode the token ids, so that another tokenizer can encode the
+text.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,13 @@ from mtrain_cli.data.mds import INDEX, MdsFolder
 from mtrain_cli.data.mds_source import DOMAIN, SPANS, TOKENS, require_tokens
 from mtrain_cli.data.tokenizers import ByteTokenizer, FileTokenizer
 
-_DECODED_TOKENS = 1 << 21  # tokens that are turned into text together, on all cores
+_DECODED_TOKENS = 1 << 21  # tokens to decode at once, on all cores
 
 
 def mds_folders(root: Path) -> list[Path]:
-    """``root`` if it is a folder of shards, else the folders of shards below it, up to two levels deep."""
+    """Return ``root`` if it is a folder of shards, else the folders of shards up to two levels
+    below.
+    """
     if (root / INDEX).is_file():
         return [root]
     return sorted(
@@ -33,10 +37,16 @@ def mds_corpus(
     domains: tuple[str, ...] = (),
     origin: str = "SOURCE",
 ) -> Corpus:
-    """The documents of one folder of shards, or of all below ``path``; of packed samples every span is one.
+    """Open the documents of one folder of shards, or of all folders below ``path``.
 
-    A document's domain is its column ``domain``; where there are several folders, it is the folder's path below ``path``. Documents of
-    other domains than ``domains`` (if there are any) come without text. Raises ConfigError for folders that are broken.
+    In packed samples every span is a document. Its domain is the column ``domain``, or with several
+    folders the folder's path below ``path``.
+
+    Args:
+        domains: documents of other domains come without text. Empty means all.
+
+    Raises:
+        ConfigError: a folder is broken.
     """
     root, place = Path(path).expanduser(), f"{origin}={path}"
     folders = mds_folders(root)
@@ -63,7 +73,7 @@ def _documents(
     domains: tuple[str, ...],
     skip: int,
 ) -> Iterator[Document]:
-    """Documents of a shard behind the first ``skip``, decoded some at a time."""
+    """Yield the documents of a shard after the first ``skip``, decoded in batches."""
     first, last = int(shards.starts[shard]), int(shards.starts[shard + 1])
     columns = [name for name in (TOKENS, SPANS, DOMAIN) if name in shards.columns]
     size, record, pending_tokens = shards.shards[shard].size, 0, 0
@@ -108,11 +118,11 @@ def _split_spans(tokens: np.ndarray, spans: object, place: str) -> Iterator[np.n
     try:
         pairs = np.asarray(spans, dtype=np.int64).reshape(-1, 2)
     except (TypeError, ValueError):
-        raise ConfigError(f"{place}: {SPANS} is no list of (begin, end)") from None
+        raise ConfigError(f"{place}: {SPANS} is not a list of (begin, end)") from None
     if np.any(np.diff(pairs.ravel()) < 0) or (
         pairs.size and (pairs.min() < 0 or pairs.max() > tokens.size)
     ):
         raise ConfigError(
-            f"{place}: {SPANS} are not spans that rise inside its {tokens.size} tokens"
+            f"{place}: {SPANS} must be increasing spans within its {tokens.size} tokens"
         )
     yield from (tokens[begin:end] for begin, end in pairs)

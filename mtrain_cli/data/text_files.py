@@ -1,6 +1,8 @@
-"""The user's own text: .txt, .md and .py files are one document each, .jsonl and .parquet files one document per record.
+"""Read the user's text: .txt, .md and .py files are one document each, .jsonl and .parquet one per
+record.
 
-A new kind of file is one reader function and one entry in ``READERS``. Every mistake in a file is a ConfigError of one line.
+A new format is one reader function and one entry in ``READERS``. Every mistake in a file is a
+one-line ConfigError.
 """
 
 from __future__ import annotations
@@ -22,56 +24,64 @@ from mtrain_cli.data.corpora import Corpus, Document, Unit, split_text
 from mtrain_cli.data.parquet_pages import rows_per_read
 from mtrain_cli.launch.failures import read_failure
 
-_BLOCK = 1 << 22  # bytes of a plain file that are read at once
-DOMAIN = "domain"  # key or column that names a record's domain; else that is the first folder on the way to its file
-LONGEST_LINE = 1 << 30  # bytes of a line of .jsonl
-_MAX_ROWS = 1024  # parquet rows that are turned into Python strings at once
+_BLOCK = 1 << 22  # bytes of a plain file to read at once
+# Key or column with a record's domain. Without it, the domain is the first folder of its path.
+DOMAIN = "domain"
+LONGEST_LINE = 1 << 30  # bytes of a .jsonl line
+_MAX_ROWS = 1024  # parquet rows to turn into Python strings at once
 
 
 class TextKey:
-    """The key or column that holds the text, and the option under which the user gave it."""
+    """The key or column that holds the text, and the option that sets it."""
 
     def __init__(self, name: str, option: str) -> None:
         self.name = name
         self.option = option
 
     def missing_error(self, location: str, present: Iterable[str]) -> ConfigError:
-        """The error for a record or file at ``place`` that has only the keys ``present``."""
+        """Return the error for a record or file that has only the keys ``present``."""
         names = ", ".join(list(present)[:12]) or "none"
         return ConfigError(
-            f"{self.option}={self.name}: {location} has no such key; its keys are: {names}"
+            f"{self.option}={self.name}: {location} has no such key. Its keys: {names}"
         )
 
 
 def text_corpus(
     path: str, text_key: str, path_option: str = "data.path", key_option: str = "data.text_key"
 ) -> Corpus:
-    """The corpus in a file, or in all readable files below a folder in order of their relative paths.
+    """Open the corpus in a file, or in all readable files below a folder in order of relative
+    paths.
 
-    Hidden files and folders are left out. The signature is over relative paths, sizes and modification times, so that it is cheap for
-    corpora of any size. Raises ConfigError for a missing path or one without a readable kind of file; broken files raise when read.
+    Hidden files and folders are skipped. The signature covers relative paths, sizes and
+    modification times, so it is cheap for a corpus of any size.
+
+    Raises:
+        ConfigError: the path is missing or holds no readable kind of file. Broken files raise when
+            read.
     """
     origin = f"{path_option}={path}"
     root = Path(path).expanduser()
     key = TextKey(text_key, key_option)
     if root.is_dir():
-        files = sorted(_files_below(root), key=lambda found: found.relative_to(root).parts)
+        files = sorted(_files_below(root), key=lambda file: file.relative_to(root).parts)
         if not files:
             raise ConfigError(f"{origin}: the folder holds no {_readable_kinds()} file")
     elif root.suffix.lower() in READERS or not root.exists():
         files = [root]
     else:
         raise ConfigError(
-            f"{origin}: a {root.suffix or 'nameless'} file is not readable as text; give a {_readable_kinds()} file or a folder of them"
+            f"{origin}: cannot read a {root.suffix or 'nameless'} file as text. Give a "
+            f"{_readable_kinds()} file, or a folder of them."
         )
     digest = hashlib.sha256(text_key.encode())
     units = []
     for file in files:
         try:
-            found = file.stat()
+            status = file.stat()
         except FileNotFoundError:
             raise ConfigError(
-                f"{origin}: no such file{_relative_hint(file, root)}; give a {_readable_kinds()} file or a folder of them"
+                f"{origin}: no such file{_relative_hint(file, root)}. Give a {_readable_kinds()} "
+                "file, or a folder of them."
             ) from None
         except OSError as error:
             raise read_failure(
@@ -79,13 +89,13 @@ def text_corpus(
             ) from None
         name = file.relative_to(root).as_posix() if root.is_dir() else file.name
         digest.update(
-            f"{name}\0{found.st_size}\0{found.st_mtime_ns}\0".encode("utf-8", "surrogateescape")
+            f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode("utf-8", "surrogateescape")
         )
         reader = READERS[file.suffix.lower()]
         label = origin if file == root else f"{origin}: {file}"
         domain = name.partition("/")[0] if "/" in name else ""
         units.append(
-            Unit(name, found.st_size, partial(_read_guarded, reader, file, label, key, domain))
+            Unit(name, status.st_size, partial(_read_guarded, reader, file, label, key, domain))
         )
     return Corpus(str(path), origin, digest.hexdigest(), tuple(units))
 
@@ -114,8 +124,10 @@ def _relative_hint(file: Path, root: Path) -> str:
 def _read_guarded(
     reader: Reader, path: Path, label: str, key: TextKey, domain: str, skip: int
 ) -> Iterator[Document]:
-    """The documents of ``reader``, with the errors of the file system as one line that begins with ``label``; of ``domain`` unless they
-    name one themselves.
+    """Yield the documents of ``reader``, with file system errors as one line that begins with
+    ``label``.
+
+    Documents without a domain of their own get ``domain``.
     """
     try:
         for document in reader(path, label, key, skip):
@@ -134,7 +146,7 @@ def _read_plain(path: Path, label: str, _key: TextKey, skip: int) -> Iterator[Do
 
 
 def _decode_blocks(path: Path, label: str) -> Iterator[str]:
-    """The text of a file block by block, without its byte order mark."""
+    """Yield the text of a file block by block, without its byte order mark."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     position = 0
     try:
@@ -144,10 +156,11 @@ def _decode_blocks(path: Path, label: str) -> Iterator[str]:
                 position += len(block)
         decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
-        # The decoder's own offset counts from the bytes that it carried over from the block before.
+        # The decoder's offset counts from the bytes that it carried over from the previous block.
         raise ConfigError(
-            f"{label}: not UTF-8 text (byte {error.object[error.start]:#04x} near offset {position + error.start:,}); convert it first, "
-            f"for example with iconv -t UTF-8"
+            f"{label}: not UTF-8 text (byte {error.object[error.start]:#04x} near offset "
+            f"{position + error.start:,}). "
+            f"Convert it first, for example with iconv -t UTF-8."
         ) from None
     except OSError as error:
         raise read_failure(error, f"{label}: cannot be read ({error.strerror})") from None
@@ -170,7 +183,8 @@ def _read_jsonl(path: Path, label: str, key: TextKey, skip: int) -> Iterator[Doc
                 raise ConfigError(f"{location}: not JSON ({error})") from None
             if not isinstance(record, dict):
                 raise ConfigError(
-                    f"{location}: a JSON object with the key {key.name} is expected, not {_json_kind(record)}"
+                    f"{location}: is {_json_kind(record)}, not a JSON object with the key "
+                    f"{key.name}"
                 )
             if key.name not in record:
                 raise key.missing_error(f"{path} line {number}", record)
@@ -185,13 +199,14 @@ def _read_jsonl(path: Path, label: str, key: TextKey, skip: int) -> Iterator[Doc
 
 
 def _read_lines(file: IO[bytes], label: str) -> Iterator[bytes]:
-    """Raise ConfigError for a line that is too long to be a document, before reading all of it."""
+    """Yield lines, and refuse one that is too long for a document before reading all of it."""
     number = 0
     while line := file.readline(LONGEST_LINE + 1):
         number += 1
         if len(line) > LONGEST_LINE:
             raise ConfigError(
-                f"{label} line {number}: is longer than {LONGEST_LINE:,} bytes; give one document a line"
+                f"{label} line {number}: is longer than {LONGEST_LINE:,} bytes. Put one document "
+                "on each line."
             )
         yield line
 
@@ -202,7 +217,7 @@ def _read_parquet(path: Path, label: str, key: TextKey, skip: int) -> Iterator[D
         import pyarrow.parquet
     except ImportError:
         raise ConfigError(
-            f"{label}: reading parquet needs the pyarrow package; {install_command('data')}"
+            f"{label}: reading parquet needs the pyarrow package: {install_command('data')}"
         ) from None
     size = path.stat().st_size
     row = 0
@@ -245,7 +260,8 @@ def _read_parquet(path: Path, label: str, key: TextKey, skip: int) -> Iterator[D
                             )
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{label}: not UTF-8 text in the {_MAX_ROWS} rows behind row {row} (byte {error.object[error.start]:#04x})"
+            f"{label}: not UTF-8 text in the {_MAX_ROWS} rows after row {row} (byte "
+            f"{error.object[error.start]:#04x})"
         ) from None
     except pyarrow.ArrowException as error:
         raise ConfigError(f"{label}: not a readable parquet file ({_one_line(error)})") from None
@@ -256,15 +272,13 @@ def _domain(value: Any) -> str:
 
 
 def _text_pieces(text: Any, key: TextKey, location: str) -> Iterable[str]:
-    """Pieces of one record's text; a null record is an empty document."""
+    """Return the pieces of one record's text. A null record is an empty document."""
     if text is None:
         return ()
     if not isinstance(text, str):
-        raise ConfigError(
-            f"{key.option}={key.name}: {location} holds {_json_kind(text)} there, not text"
-        )
+        raise ConfigError(f"{key.option}={key.name}: {location} holds {_json_kind(text)}, not text")
     if not text.isascii():
-        # JSON can spell half of a surrogate pair, which no encoding of text can hold.
+        # JSON can hold half of a surrogate pair, which no text encoding can.
         text = text.encode("utf-8", "replace").decode("utf-8")
     return split_text([text])
 

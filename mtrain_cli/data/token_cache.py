@@ -1,4 +1,6 @@
-"""Corpora that are tokenised on the fly are kept as token stores in the user's cache folder, so that workers and later runs share them."""
+"""Keep corpora that are tokenised on the fly in the user's cache folder, for all workers and later
+runs.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,14 @@ from mtrain_cli.data.tokenizers import Tokenizer
 
 
 def cached_store(corpus: Corpus, tokenizer: Tokenizer) -> tuple[TokenStore, str]:
-    """The token store of a corpus, from the cache if it is there, and where it lies, in words.
+    """Return the token store of a corpus, from the cache if it is there, and describe its location.
 
-    Any number of processes may call this at once: one tokenises, the others wait for it and map the same files. When the cache folder
-    cannot be written (read-only, full, no home), the store is made in this process's memory. Raises ConfigError for a broken corpus.
+    Any number of processes may call this at once: one tokenises, the others wait and map the same
+    files. If the cache folder cannot be written (read-only, full, no home), the store is made in
+    this process's memory.
+
+    Raises:
+        ConfigError: the corpus is broken.
     """
     key = hashlib.sha256(f"{VERSION} {tokenizer.identity} {corpus.signature}".encode()).hexdigest()[
         :32
@@ -53,7 +59,10 @@ def cached_store(corpus: Corpus, tokenizer: Tokenizer) -> tuple[TokenStore, str]
 
 
 def cached_array(key: str, make: Callable[[], np.ndarray]) -> np.ndarray:
-    """The array that ``make`` gives, from the cache folder if another process or run has made it; ``key`` names its content."""
+    """Return the array that ``make`` returns, from the cache folder if it is there.
+
+    ``key`` identifies the content.
+    """
     try:
         root = _cache_root()
         root.mkdir(parents=True, exist_ok=True)
@@ -74,12 +83,14 @@ def cached_array(key: str, make: Callable[[], np.ndarray]) -> np.ndarray:
 
 
 def _cache_root() -> Path:
-    """``$XDG_CACHE_HOME/mtrain/tokens``; the variable counts only when it is absolute (XDG Base Directory Specification)."""
+    """Return ``$XDG_CACHE_HOME/mtrain/tokens``.
+
+    The variable counts only if it is absolute (XDG Base Directory Specification).
+    """
     chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not chosen.is_absolute():
-        chosen = Path(
-            os.path.expanduser("~/.cache")
-        )  # unlike Path.expanduser, leaves ~ where there is no home
+        # Unlike Path.expanduser, this keeps ~ if there is no home.
+        chosen = Path(os.path.expanduser("~/.cache"))
     if not chosen.is_absolute():
         raise OSError("this user has no home folder")
     return chosen / "mtrain" / "tokens"
@@ -87,9 +98,10 @@ def _cache_root() -> Path:
 
 @contextmanager
 def _lock(path: Path, entry: Path) -> Iterator[bool]:
-    """Hold an exclusive lock, waiting for it; false where the file system has none, and then atomic renames alone keep the cache whole.
+    """Wait for an exclusive lock and hold it. Yield False if the file system has no locks.
 
-    The file of a lock behind which no ``entry`` came to be, such as that of a broken corpus, is removed.
+    Without locks, atomic renames alone keep the cache intact. If no ``entry`` was made, as for a
+    broken corpus, remove the lock's file.
     """
     while True:
         with path.open("a") as lock:
@@ -98,7 +110,8 @@ def _lock(path: Path, entry: Path) -> Iterator[bool]:
                 has_lock = True
             except OSError:
                 has_lock = False
-            # Whoever had the lock before may have removed the file: a lock on what it was excludes nobody any more.
+            # The previous holder may have removed the file. A lock on a removed file excludes
+            # nobody.
             if has_lock and not _lies_at(path, lock):
                 continue
             try:
@@ -118,7 +131,10 @@ def _lies_at(path: Path, file: IO[str]) -> bool:
 
 
 def _open_entry(entry: Path, has_lock: bool) -> TokenStore | None:
-    """The entry if it is there and whole. Broken ones, and what killed processes left, are removed by whoever holds the lock."""
+    """Open the entry if it is there and intact.
+
+    The holder of the lock removes broken entries and what killed processes left behind.
+    """
     if has_lock:
         for leftover in entry.parent.glob(f"{entry.name}.tmp*"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -141,7 +157,7 @@ def _write_entry(corpus: Corpus, tokenizer: Tokenizer, entry: Path, has_lock: bo
         try:
             os.rename(folder, entry)
         except OSError:
-            # Without a lock another worker may have been faster with the same content.
+            # Without a lock, another worker may have finished the same content first.
             if has_lock or not entry.exists():
                 raise
     finally:
