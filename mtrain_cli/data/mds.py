@@ -392,10 +392,9 @@ class MdsFolder:
         assert shard.packed is not None
         name, size, hashes = shard.packed
         raw = self._map_file(self.folder / name, size, hashes)
+        decompress = _decompressor(shard.compression, f"{self.origin}: {name}")
         try:
-            content = _read_unpacked(
-                _decompressor(shard.compression, f"{self.origin}: {name}")(raw.data), shard.size
-            )
+            content = _read_unpacked(decompress(raw.data), shard.size)
         except (OSError, ValueError, EOFError, zlib.error) as error:
             raise ConfigError(
                 f"{self.origin}: {name} cannot be unpacked ({error}). Copy it again."

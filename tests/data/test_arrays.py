@@ -81,23 +81,23 @@ def test_every_mistake_is_one_line(make_config: Callable[..., Any], tmp_path: Pa
         return _line(make_config(kind="tokens", path=str(tmp_path / name), seq=50, **data))
 
     np.save(tmp_path / "floats.npy", np.zeros(60))
-    assert "holds float64 of shape (60,); a row of integers" in line("floats.npy")
+    assert "holds float64 of shape (60,). Give integers in one dimension" in line("floats.npy")
     (tmp_path / "text.npy").write_text("not an array")
     assert "not a readable .npy file" in line("text.npy")
     (tmp_path / "odd.bin").write_bytes(b"\0" * 403)
-    assert "has 403 bytes, no whole number of uint16" in line("odd.bin")
+    assert "has 403 bytes, which is not a multiple of uint16" in line("odd.bin")
     (tmp_path / "empty.bin").write_bytes(b"")
     assert "holds no tokens" in line("empty.bin")
     assert "no such file" in line("none.bin")
     np.save(tmp_path / "large.npy", np.full(60, 5000, "<u2"))
     assert (
-        "token 5000 does not fit model.vocab_size=264; these tokens are of another tokenizer"
+        "token 5000 does not fit model.vocab_size=264: these tokens are from another tokenizer"
         in line("large.npy")
     )
     np.save(tmp_path / "negative.npy", np.full(60, -1, "<i4"))
     assert "token -1 does not fit model.vocab_size=264" in line("negative.npy")
     IDS.astype("<u2").tofile(tmp_path / "bad.bin")
     np.save(tmp_path / "bad.documents.npy", np.array([0, 50, 40, 200]))
-    assert "the offsets in bad.documents.npy do not rise from 0 to its 200 tokens" in line(
+    assert "the offsets in bad.documents.npy must rise from 0 to 200, the number of tokens" in line(
         "bad.bin"
     )

@@ -173,7 +173,7 @@ def test_a_corpus_of_less_than_one_sequence_is_named_with_both_numbers(
 ) -> None:
     path = jsonl(["short"])
     assert _line(make_config(kind="text", path=str(path))) == (
-        f"seq=64: data.path={path} holds only 6 tokens, less than one sequence of 64; give a longer corpus or a smaller seq"
+        f"seq=64: data.path={path} holds only 6 tokens, less than one sequence of 64. Give a longer corpus or a smaller seq."
     )
 
 
@@ -189,12 +189,12 @@ def test_a_vocabulary_larger_than_the_models_names_both(
 ) -> None:
     assert (
         _line(make_config(vocab_size=256))
-        == "model.vocab_size=256: data.tokenizer=bytes has 264 ids; set model.vocab_size=264 or more, or auto"
+        == "model.vocab_size=256: data.tokenizer=bytes has 264 ids. Set model.vocab_size=264 or more, or auto."
     )
     _prepared(tmp_path / "s", [50])
     line = _line(make_config(kind="tokens", path=str(tmp_path / "s"), vocab_size=100))
     assert line.startswith("model.vocab_size=100: the token store")
-    assert "has 264 ids; set model.vocab_size=264 or more" in line
+    assert "has 264 ids. Set model.vocab_size=264 or more" in line
     needed = open_tokenizer(str(bpe_file)).vocab_size
     assert f"data.tokenizer={bpe_file} has {needed} ids" in _line(
         make_config(tokenizer=str(bpe_file), vocab_size=needed - 1)
@@ -220,11 +220,11 @@ def test_tokens_are_read_from_a_store_and_damage_is_named(make_config, tmp_path:
     content[:] = 999
     content.tofile(tmp_path / "s" / "tokens.bin")
     with pytest.raises(
-        ConfigError, match="token 999 is outside the vocabulary of 264; the store is corrupt"
+        ConfigError, match="token 999 is outside the vocabulary of 264. The store is corrupt"
     ):
         open_dataset(config)[0]
     (tmp_path / "s" / "tokens.bin").write_bytes(b"")
-    assert "tokens.bin has 0 bytes where meta.json says 360" in _line(config)
+    assert "tokens.bin has 0 bytes but meta.json implies 360" in _line(config)
     assert _line(make_config(kind="tokens", path=None)).startswith(
         "data.path=null: data=tokens needs a folder"
     )

@@ -41,7 +41,7 @@ def test_shards_outside_their_folder_are_refused(tmp_path, name, which):
         MdsFolder(folder)
     assert (
         str(caught.value)
-        == f"{folder}: index.json names the shard {name!r}, which does not lie in the folder"
+        == f"{folder}: index.json names the shard {name!r}, which is not in the folder"
     )
 
 
@@ -63,7 +63,7 @@ def test_sizes_that_no_shard_can_have_are_refused(tmp_path, key, value):
         lambda shard: (shard if key == "samples" else shard["raw_data"]).update({key: value}),
     )
     with pytest.raises(
-        ConfigError, match=r"index\.json gives shard\.00000\.mds .* no shard of MDS can have these$"
+        ConfigError, match=r"index\.json lists shard\.00000\.mds .* which no MDS shard can have$"
     ):
         MdsFolder(folder)
 
@@ -83,7 +83,7 @@ def test_a_shard_is_unpacked_no_further_than_the_index_says(tmp_path, compressio
     try:
         with pytest.raises(
             ConfigError,
-            match=f"unpacks to more bytes where index.json says {index['raw_data']['bytes']:,}$",
+            match=f"unpacks to more bytes but index.json lists {index['raw_data']['bytes']:,}$",
         ):
             MdsFolder(folder).sample(0, ["input_ids"])
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
@@ -162,6 +162,7 @@ def test_a_line_of_absurd_length_is_refused(tmp_path, monkeypatch):
     reading = documents(path)
     assert "".join(next(reading).pieces) == "a"
     with pytest.raises(
-        ConfigError, match=r"t\.jsonl line 2: is longer than 100 bytes; give one document a line$"
+        ConfigError,
+        match=r"t\.jsonl line 2: is longer than 100 bytes\. Put one document on each line\.$",
     ):
         next(reading)

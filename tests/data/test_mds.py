@@ -283,25 +283,25 @@ LARGER = (np.uint32(22).tobytes(), np.uint32(2200).tobytes())
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no index": (
         lambda f: (f / "index.json").unlink(),
-        "no index.json in it; give a folder of MDS shards",
+        "no index.json in it. Give a folder of MDS shards",
     ),
     "index of nonsense": (lambda f: (f / "index.json").write_text("{"), "index.json is not JSON"),
     "index of a list": (
         lambda f: (f / "index.json").write_text("[]"),
-        "index.json has version None; MDS shards of version 2",
+        "index.json has version None. Only MDS shards of version 2",
     ),
     "index without shards": (
         lambda f: _index(f, lambda c: c["shards"].clear()),
         "index.json lists no shards",
     ),
-    "index of another format": (lambda f: _first(f, format="csv"), "is no index of MDS shards"),
+    "index of another format": (lambda f: _first(f, format="csv"), "is not an index of MDS shards"),
     "no shard": (
         lambda f: (f / "shard.00001.mds").unlink(),
         "shard.00001.mds is missing; index.json lists it",
     ),
     "truncated": (
         lambda f: _corrupt(f, "shard.00001.mds", lambda b: b[:-3]),
-        "where index.json says",
+        "but index.json lists",
     ),
     "changed": (
         lambda f: _corrupt(f, "shard.00000.mds", lambda b: b[:-1] + b"?"),
@@ -309,19 +309,19 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another header": (
         lambda f: _unchecked(f, lambda b: b"\x09" + b[1:]),
-        "its header does not fit index.json",
+        "its header does not match index.json",
     ),
     "a size beyond the sample": (
         lambda f: _unchecked(f, lambda b: b.replace(*LARGER, 1)),
-        "input_ids (ndarray:uint32) holds no rows",
+        "input_ids (ndarray:uint32) does not hold rows",
     ),
     "pickles": (
         lambda f: _every(f, column_encodings=["str", "pkl", "int"]),
-        "column input_ids is pkl; ndarray is expected",
+        "column input_ids is pkl, not ndarray",
     ),
     "floats": (
         lambda f: _every(f, column_encodings=["str", "ndarray:float32", "int"]),
-        "rows of integers are expected",
+        "It must hold rows of integers",
     ),
     "no tokens": (
         lambda f: _every(f, column_names=["domain", "text", "length"]),
@@ -329,17 +329,17 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "sizes that contradict": (
         lambda f: _every(f, column_encodings=["str", "ndarray:uint32:5", "int"]),
-        "index.json gives column input_ids (ndarray:uint32:5) the size null in column_sizes, where its encoding says 20",
+        "index.json gives column input_ids (ndarray:uint32:5) the size null in column_sizes, but its encoding has 20",
     ),
     "another number of sizes": (
         lambda f: _every(f, column_sizes=[8]),
-        "has column_sizes [8]; 3 sizes or null are expected",
+        "has column_sizes [8], but the encodings need 3 sizes or null",
     ),
     "mixed columns": (
         lambda f: _first(f, column_names=["a", "b", "c"]),
         "lists shards with different columns",
     ),
-    "compressed otherwise": (_snappy, "is compressed by snappy; zstd and gz can be read"),
+    "compressed otherwise": (_snappy, "is compressed with snappy. Only zstd and gz can be read."),
 }
 
 
@@ -371,16 +371,14 @@ def test_a_sample_of_another_size_than_its_columns_is_named(tmp_path: Path) -> N
     _every(folder, column_encodings=["ndarray:uint16:7"], column_sizes=[14])
     with pytest.raises(
         ConfigError,
-        match=r"^mine: a shard is corrupt: a sample has 16 bytes where its columns take 14$",
+        match=r"^mine: a shard is corrupt: a sample has 16 bytes but its columns need 14$",
     ):
         MdsFolder(folder, "mine").sample(1, ["input_ids"])
 
 
 def test_a_folder_of_folders_names_them(tmp_path: Path) -> None:
     write_mds(tmp_path / "all" / "book", RAW, raw_samples())
-    with pytest.raises(
-        ConfigError, match=r"it has folders that do: book \(name them in data.mix\)"
-    ):
+    with pytest.raises(ConfigError, match=r"Its subfolders book have one: name them in data\.mix"):
         MdsFolder(tmp_path / "all")
 
 
@@ -388,7 +386,7 @@ def test_zstd_without_its_package_names_what_to_install(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "zstandard", None)
     monkeypatch.setitem(sys.modules, "compression", None)
     with pytest.raises(
-        ConfigError, match=r"shard.00000.mds.zstd: needs the zstandard package; pip install"
+        ConfigError, match=r"shard.00000.mds.zstd: needs the zstandard package: pip install"
     ):
         MdsFolder(REAL / "raw_zstd").sample(0, ["domain"])
 
@@ -401,7 +399,7 @@ def test_tokens_beyond_the_models_vocabulary_are_found_at_the_start(
     )
     with pytest.raises(
         ConfigError,
-        match=r"token \d+ does not fit model.vocab_size=40; these tokens are of another tokenizer",
+        match=r"token \d+ does not fit model.vocab_size=40: these tokens are from another tokenizer",
     ):
         _read_all(config)
 
@@ -409,11 +407,11 @@ def test_tokens_beyond_the_models_vocabulary_are_found_at_the_start(
 @pytest.mark.parametrize(
     ("spans", "expected"),
     [
-        ([[0, 40]], "not spans that rise inside its 32 tokens"),
-        ([[5, 3]], "not spans that rise"),
-        ([[0, 20], [10, 32]], "not spans that rise"),
-        ("text", "is no list of (begin, end)"),
-        ([[1, 2, 3]], "is no list of (begin, end)"),
+        ([[0, 40]], "must be increasing spans within its 32 tokens"),
+        ([[5, 3]], "must be increasing spans"),
+        ([[0, 20], [10, 32]], "must be increasing spans"),
+        ("text", "is not a list of (begin, end)"),
+        ([[1, 2, 3]], "is not a list of (begin, end)"),
     ],
 )
 def test_spans_that_are_none_are_named(tmp_path: Path, spans: object, expected: str) -> None:
@@ -432,6 +430,6 @@ def test_a_shard_that_unpacks_to_another_size_is_named(tmp_path: Path) -> None:
     folder = write_mds(tmp_path / "s", RAW, raw_samples(), compression="gz")
     _index(folder, lambda content: content["shards"][0]["raw_data"].update(bytes=400))
     with pytest.raises(
-        ConfigError, match=r"shard.00000.mds.gz unpacks to 339 bytes where index.json says 400"
+        ConfigError, match=r"shard.00000.mds.gz unpacks to 339 bytes but index.json lists 400"
     ):
         MdsFolder(folder).sample(0, ["domain"])

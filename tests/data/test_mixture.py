@@ -237,7 +237,7 @@ def test_held_out_sequences_are_of_every_corpus_and_are_never_trained_on(
         plain[len(plain) - 3 + k].tokens.tolist() for k in range(3)
     ]
     with pytest.raises(
-        ConfigError, match=r"^data.eval_sequences=50: .* and none would be left to train on"
+        ConfigError, match=r"^data.eval_sequences=50: .* so none would be left to train on"
     ):
         open_dataset(
             make_config(kind="text", path=str(tmp_path / "book"), seq=64, eval_sequences=50)
@@ -288,10 +288,10 @@ def test_wrong_weights_are_one_line(tmp_path: Path, mix: str, expected: str) -> 
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ("code: [1]", "the weight of code is [1]; expected a number above 0"),
-        ("- code", "expected weights by name"),
-        ("a: 1e-9\nb: 1", "is below 1e-5 of all"),
-        ("a: .nan", "expected a number"),
+        ("code: [1]", "the weight of code is [1]. It must be above 0"),
+        ("- code", "must be weights by name"),
+        ("a: 1e-9\nb: 1", "is below 1e-5 of the total"),
+        ("a: .nan", "It must be above 0"),
         ("{", "cannot be read as YAML"),
     ],
 )

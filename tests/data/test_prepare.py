@@ -218,12 +218,12 @@ def test_another_store_a_foreign_folder_and_a_file_are_not_overwritten(
     before = _contents(_prepare(source, out).folder)
     assert "holds another token store" in _refused(source, out, str(bpe_file))
     (source / "b.txt").write_text("changed")
-    assert "its corpus differs; give another folder" in _refused(source, out)
+    assert "its corpus differs. Give another folder" in _refused(source, out)
     assert _contents(out) == before
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
-    assert "exists and is no token store" in _refused(source, tmp_path / "mine")
-    assert "exists and is no token store" in _refused(source, source / "b.txt")
+    assert "exists and is not a token store" in _refused(source, tmp_path / "mine")
+    assert "exists and is not a token store" in _refused(source, source / "b.txt")
     assert {path.name for path in (tmp_path / "mine").iterdir()} == {"thesis.tex"}
 
 
@@ -239,7 +239,7 @@ def test_an_unfinished_store_of_another_corpus_is_not_continued(
         prepare_store(text_corpus(str(source), "text"), tmp_path / "out", "bytes", None, stop)
     (source / "b.txt").write_text("changed")
     assert (
-        "holds an unfinished store made in another way: its corpus differs; delete it"
+        "holds an unfinished store made with other settings: its corpus differs. Delete it"
         in _refused(source, tmp_path / "out")
     )
 
@@ -263,7 +263,7 @@ def test_a_folder_of_the_user_with_the_name_of_the_unfinished_store_is_not_touch
 ) -> None:
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "mine.txt").write_text("x")
-    assert "out.partial: exists and is no unfinished token store" in _refused(
+    assert "out.partial: exists and is not an unfinished token store" in _refused(
         source, tmp_path / "out"
     )
     assert (tmp_path / "out.partial" / "mine.txt").read_text() == "x"
@@ -297,7 +297,7 @@ def test_a_full_disk_keeps_what_is_done(
 
     monkeypatch.setattr(prepare.StoreWriter, "append", full)
     with pytest.raises(
-        RunError, match=r"cannot be written \(No space left on device\); what is done stays"
+        RunError, match=r"cannot be written \(No space left on device\)\. What is done stays"
     ):
         _prepare(source, tmp_path / "out")
     monkeypatch.setattr(prepare.StoreWriter, "append", real)
@@ -316,7 +316,7 @@ def test_wrong_arguments_and_sources_write_nothing(source: Path, tmp_path: Path)
         == "--vocab-size 200: a byte-level BPE needs at least 258 ids"
     )
     assert _refused(source, out, "none.json").startswith(
-        "--tokenizer=none.json: no such file; give bytes"
+        "--tokenizer=none.json: no such file. Give bytes"
     )
     assert _refused(tmp_path / "none.txt", out).startswith(
         f"SOURCE={tmp_path / 'none.txt'}: no such file"

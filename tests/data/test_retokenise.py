@@ -65,7 +65,7 @@ def test_text_and_domains_survive(shards: Path, tmp_path: Path, bpe_file: Path) 
 def test_ids_that_the_old_tokenizer_lacks_are_a_mistake(shards: Path, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"^--from-tokenizer: token \d+ is none of the 264 ids of bytes; give the right one$",
+        match=r"^--from-tokenizer: token \d+ is outside the 264 ids of bytes\. Give the tokenizer that made these tokens\.$",
     ):
         prepare_store(
             mds_corpus(str(shards), ByteTokenizer()),
@@ -240,5 +240,5 @@ def test_mistakes_are_one_line(shards: Path, tmp_path: Path, bpe_file: Path) -> 
         RAW,
         [{"domain": "a", "input_ids": np.array([7, 99999], np.uint32), "length": 2}],
     )
-    with pytest.raises(ConfigError, match=r"^--from-tokenizer: token 99999 is none of the 296 ids"):
+    with pytest.raises(ConfigError, match=r"^--from-tokenizer: token 99999 is outside the 296 ids"):
         prepared(large, tmp_path / "out", bpe_file)

@@ -117,15 +117,15 @@ def _unsorted(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (_cut("tokens.bin"), "tokens.bin has 36 bytes where meta.json says 38"),
-        (_cut("documents.bin"), "documents.bin has 30 bytes where meta.json says 32"),
+        (_cut("tokens.bin"), "tokens.bin has 36 bytes but meta.json implies 38"),
+        (_cut("documents.bin"), "documents.bin has 30 bytes but meta.json implies 32"),
         (_remove("tokens.bin"), "tokens.bin is missing"),
         (
             _remove("meta.json"),
-            "no meta.json in it; give a folder written by `mtrain data prepare`",
+            "no meta.json in it. Give a folder written by `mtrain data prepare`",
         ),
         (_unsorted, "documents.bin is corrupt"),
-        (_meta(version=99), "meta.json has version 99, this mtrain reads version 1"),
+        (_meta(version=99), "meta.json has version 99, but this mtrain reads version 1"),
         (_meta(dtype="int8"), "meta.json is broken"),
         (_meta(dtype=[]), "meta.json is broken"),
         (_meta(num_tokens=0), "meta.json is broken"),
@@ -151,10 +151,10 @@ def test_a_damaged_store_is_one_clear_line(
 
 
 def test_a_missing_folder_and_a_file_are_one_clear_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such folder; give a folder written by"):
+    with pytest.raises(ConfigError, match="no such folder. Give a folder written by"):
         TokenStore.open(tmp_path / "none")
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="is not a folder; give a folder written by"):
+    with pytest.raises(ConfigError, match="is not a folder. Give a folder written by"):
         TokenStore.open(tmp_path / "file")
 
 
@@ -190,5 +190,5 @@ def test_check_finds_a_changed_token(tmp_path: Path) -> None:
     content = bytearray((folder / "tokens.bin").read_bytes())
     content[4] ^= 1
     (folder / "tokens.bin").write_bytes(content)
-    with pytest.raises(ConfigError, match="the store is corrupt"):
+    with pytest.raises(ConfigError, match="The store is corrupt"):
         TokenStore.open(folder).verify()
