@@ -144,7 +144,7 @@ def test_the_defaults_have_no_problem(defaults):
         ({"data__path": "/etc"}, "data.path=/etc: data=stdlib reads no path; write data=text"),
         (
             {"data__tokenizer": "/no/tokenizer.json"},
-            "data.tokenizer=/no/tokenizer.json: no such file. Give bytes",
+            "data.tokenizer=/no/tokenizer.json: no such file; give bytes",
         ),
         ({"data__tokenizer": "/etc"}, "data.tokenizer=/etc: is a folder; give its tokenizer.json"),
         ({"train__checkpoint_keep": 1.5}, "train.checkpoint_keep=1.5: must be between 0 and 1"),
