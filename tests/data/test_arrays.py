@@ -17,7 +17,7 @@ IDS = (np.arange(200) * 7 + 3) % 250
 
 @pytest.mark.parametrize("dtype", ["<u2", "<u4", "<i4", "<i8", "u1"])
 @pytest.mark.parametrize("kind", ["npy", "bin"])
-def test_ids_are_the_same_whatever_they_are_written_in(
+def test_ids_do_not_depend_on_the_file_format(
     make_config: Callable[..., Any], tmp_path: Path, dtype: str, kind: str
 ) -> None:
     if kind == "bin" and dtype not in ("<u2", "<u4"):
@@ -49,7 +49,7 @@ def test_a_bin_is_uint32_for_a_large_vocabulary(
 
 
 @pytest.mark.parametrize("beside", ["npy", "bin", "rows"])
-def test_documents_are_rows_or_come_from_offsets_beside_the_file(
+def test_documents_are_rows_or_come_from_an_offsets_file(
     make_config: Callable[..., Any], tmp_path: Path, beside: str
 ) -> None:
     offsets = np.array([0, 20, 40, 200], "<i8")

@@ -50,7 +50,7 @@ def _expected_stream(dataset: PackedDataset, store: TokenStore) -> tuple[np.ndar
     shuffle=st.booleans(),
     mask=st.booleans(),
 )
-def test_every_token_is_in_one_sequence_and_labels_are_the_next_token_of_its_document(
+def test_every_token_is_in_one_sequence_and_labels_are_next_tokens_of_the_document(
     lengths: list[int], seq: int, seed: int, shuffle: bool, mask: bool
 ) -> None:
     store = _store(lengths)
@@ -101,7 +101,7 @@ def test_a_short_tail_is_left_out_and_a_longer_one_is_padded() -> None:
     assert len(PackedDataset(_store([100, 105]), 100)) == 3
 
 
-def test_documents_are_shuffled_once_by_seed_and_not_cut_up() -> None:
+def test_documents_are_shuffled_whole_by_seed() -> None:
     store = _store([30] * 50)
     plain = PackedDataset(store, 1500, shuffle=False)[0].tokens
     first, again, other = (PackedDataset(store, 1500, seed=seed)[0].tokens for seed in (0, 0, 1))
@@ -168,7 +168,7 @@ def _line(config: Config) -> str:
     return str(caught.value)
 
 
-def test_a_corpus_of_less_than_one_sequence_is_named_with_both_numbers(
+def test_a_corpus_shorter_than_one_sequence_is_refused_with_both_numbers(
     make_config, jsonl: Callable[..., Path]
 ) -> None:
     path = jsonl(["short"])
@@ -178,13 +178,13 @@ def test_a_corpus_of_less_than_one_sequence_is_named_with_both_numbers(
 
 
 @pytest.mark.parametrize("content", ["", "\n\n", '{"text": ""}\n{"text": null}\n'])
-def test_an_empty_corpus_is_named(make_config, tmp_path: Path, content: str) -> None:
+def test_an_empty_corpus_is_refused(make_config, tmp_path: Path, content: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(content)
     assert _line(make_config(kind="text", path=str(path))) == f"data.path={path}: holds no text"
 
 
-def test_a_vocabulary_larger_than_the_models_names_both(
+def test_a_vocabulary_larger_than_the_models_is_refused_with_both_sizes(
     make_config, tmp_path: Path, bpe_file: Path
 ) -> None:
     assert (
@@ -210,7 +210,7 @@ def _prepared(folder: Path, lengths: list[int]) -> StoreMeta:
     return store.meta
 
 
-def test_tokens_are_read_from_a_store_and_damage_is_named(make_config, tmp_path: Path) -> None:
+def test_tokens_are_read_from_a_store_and_damage_is_reported(make_config, tmp_path: Path) -> None:
     meta = _prepared(tmp_path / "s", [50, 60, 70])
     config = make_config(kind="tokens", path=str(tmp_path / "s"))
     dataset = open_dataset(config)
@@ -220,7 +220,7 @@ def test_tokens_are_read_from_a_store_and_damage_is_named(make_config, tmp_path:
     content[:] = 999
     content.tofile(tmp_path / "s" / "tokens.bin")
     with pytest.raises(
-        ConfigError, match="token 999 is outside the vocabulary of 264. The store is corrupt"
+        ConfigError, match=r"token 999 is outside the vocabulary of 264\. The store is corrupt"
     ):
         open_dataset(config)[0]
     (tmp_path / "s" / "tokens.bin").write_bytes(b"")

@@ -45,7 +45,7 @@ def test_shards_outside_their_folder_are_refused(tmp_path, name, which):
     )
 
 
-def test_shards_in_folders_below_are_read(tmp_path):
+def test_shards_in_subfolders_are_read(tmp_path):
     folder = write_mds(tmp_path / "mds", COLUMNS, SAMPLES)
     (folder / "part").mkdir()
     (folder / "shard.00000.mds").rename(folder / "part" / "shard.00000.mds")
@@ -56,7 +56,7 @@ def test_shards_in_folders_below_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value"), [("samples", -1), ("samples", 1 << 40), ("bytes", -5), ("bytes", 1 << 40)]
 )
-def test_sizes_that_no_shard_can_have_are_refused(tmp_path, key, value):
+def test_impossible_shard_sizes_are_refused(tmp_path, key, value):
     folder = write_mds(tmp_path / "mds", COLUMNS, SAMPLES)
     change_index(
         folder,
@@ -69,7 +69,7 @@ def test_sizes_that_no_shard_can_have_are_refused(tmp_path, key, value):
 
 
 @pytest.mark.parametrize("compression", ["gz", "zstd"])
-def test_a_shard_is_unpacked_no_further_than_the_index_says(tmp_path, compression):
+def test_unpacking_a_shard_stops_at_the_size_in_the_index(tmp_path, compression):
     zstandard = pytest.importorskip("zstandard") if compression == "zstd" else None
     folder = Path(shutil.copytree(REAL / "raw_zstd", tmp_path / "mds"))
     change_index(folder, lambda shard: shard.update(compression=compression))
@@ -102,7 +102,7 @@ def documents(path: Path) -> Any:
     return text_corpus(str(path), "text").units[0].documents(0)
 
 
-def test_rows_that_repeat_a_long_value_are_read_few_at_a_time(tmp_path, monkeypatch):
+def test_rows_that_repeat_a_long_value_are_read_in_small_batches(tmp_path, monkeypatch):
     """A file of some kilobytes: 1,000 rows that refer to one value."""
     monkeypatch.setattr(parquet_pages, "_EXPANDED_BYTES", 1 << 22)
     pyarrow = parquet(tmp_path / "t.parquet", ["x" * (1 << 17)] * 1000, compression="zstd")
@@ -123,7 +123,7 @@ def test_a_column_that_unpacks_to_more_than_memory_is_refused(tmp_path, monkeypa
         next(documents(tmp_path / "t.parquet"))
 
 
-def test_a_page_that_unpacks_to_more_than_its_column_says_is_refused(tmp_path):
+def test_a_page_that_unpacks_to_more_than_its_column_claims_is_refused(tmp_path):
     path = tmp_path / "t.parquet"
     parquet(path, ["a" * 3000], use_dictionary=False, compression="zstd", write_statistics=False)
     content = path.read_bytes()
@@ -149,13 +149,13 @@ def test_a_page_that_unpacks_to_more_than_its_column_says_is_refused(tmp_path):
         {"data_page_size": 90},
     ],
 )
-def test_heads_of_all_kinds_of_pages_are_understood(tmp_path, options):
+def test_headers_of_all_page_kinds_are_parsed(tmp_path, options):
     texts = [f"row {i} " * (i % 50) for i in range(3000)]
     parquet(tmp_path / "t.parquet", texts, row_group_size=1700, **options)
     assert ["".join(document.pieces) for document in documents(tmp_path / "t.parquet")] == texts
 
 
-def test_a_line_of_absurd_length_is_refused(tmp_path, monkeypatch):
+def test_an_absurdly_long_line_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(text_files, "LONGEST_LINE", 100)
     path = tmp_path / "t.jsonl"
     path.write_text(json.dumps({"text": "a"}) + "\n" + json.dumps({"text": "b" * 200}) + "\n")

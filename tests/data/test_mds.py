@@ -148,7 +148,7 @@ def packed_samples() -> list[dict[str, Any]]:
     ]
 
 
-def test_the_writer_of_these_tests_writes_what_the_real_one_writes(tmp_path: Path) -> None:
+def test_the_test_writer_matches_the_real_writer(tmp_path: Path) -> None:
     write_mds(tmp_path / "packed", PACKED, packed_samples(), per_shard=5, hashes=("sha256",))
     for name in ("index.json", "shard.00000.mds"):
         assert (tmp_path / "packed" / name).read_bytes() == (REAL / "packed" / name).read_bytes()
@@ -159,7 +159,7 @@ def test_the_writer_of_these_tests_writes_what_the_real_one_writes(tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["raw", "raw_zstd"])
-def test_documents_of_the_real_writer_come_back(name: str) -> None:
+def test_documents_of_the_real_writer_are_read(name: str) -> None:
     folder, samples = MdsFolder(REAL / name), raw_samples()
     assert folder.num_samples == len(samples)
     for number in (6, 0, 3, 2, 1, 5, 4):
@@ -173,7 +173,7 @@ def test_documents_of_the_real_writer_come_back(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["packed", "packed_nd"])
-def test_packed_samples_of_the_real_writer_are_sequences_with_their_documents(name: str) -> None:
+def test_packed_samples_become_sequences_with_their_documents(name: str) -> None:
     """A sample of as many tokens as a sequence is one sequence; the first token of a document is no target."""
     source = MdsSource(REAL / name, name)
     dataset = PackedDataset(source, 32, vocab_size=1000, shuffle=False)
@@ -190,7 +190,7 @@ def test_packed_samples_of_the_real_writer_are_sequences_with_their_documents(na
     assert IGNORED not in whole.labels
 
 
-def test_samples_are_shuffled_whole_and_cut_where_a_sequence_is_shorter(
+def test_samples_are_shuffled_whole_and_cut_into_shorter_sequences(
     make_config: Callable[..., Any],
 ) -> None:
     config = make_config(kind="mds", path=str(REAL / "packed"), seq=32, vocab_size=1000)
@@ -210,7 +210,7 @@ def test_samples_are_shuffled_whole_and_cut_where_a_sequence_is_shorter(
     assert (second.labels == IGNORED).nonzero()[0].tolist() == [1]
 
 
-def test_tokens_outside_spans_and_masks_are_no_targets(tmp_path: Path) -> None:
+def test_tokens_outside_spans_and_masks_are_not_targets(tmp_path: Path) -> None:
     samples = packed_samples()[:1]
     samples[0]["indices"] = [[2, 10], [12, 32]]
     samples[0]["mask"][20:24] = 0
@@ -362,7 +362,7 @@ def test_every_mistake_is_one_line_that_names_the_folder(
     assert expected in line
 
 
-def test_a_sample_of_another_size_than_its_columns_is_named(tmp_path: Path) -> None:
+def test_a_sample_whose_size_contradicts_its_columns_is_refused(tmp_path: Path) -> None:
     folder = write_mds(
         tmp_path / "s",
         {"input_ids": "ndarray:uint16:8"},
@@ -376,7 +376,7 @@ def test_a_sample_of_another_size_than_its_columns_is_named(tmp_path: Path) -> N
         MdsFolder(folder, "mine").sample(1, ["input_ids"])
 
 
-def test_a_folder_of_folders_names_them(tmp_path: Path) -> None:
+def test_a_folder_of_shard_folders_lists_them(tmp_path: Path) -> None:
     write_mds(tmp_path / "all" / "book", RAW, raw_samples())
     with pytest.raises(ConfigError, match=r"Its subfolders book have one: name them in data\.mix"):
         MdsFolder(tmp_path / "all")
@@ -391,7 +391,7 @@ def test_zstd_without_its_package_names_what_to_install(monkeypatch: pytest.Monk
         MdsFolder(REAL / "raw_zstd").sample(0, ["domain"])
 
 
-def test_tokens_beyond_the_models_vocabulary_are_found_at_the_start(
+def test_tokens_beyond_the_models_vocabulary_fail_at_the_start(
     make_config: Callable[..., Any],
 ) -> None:
     config = make_config(
@@ -414,7 +414,7 @@ def test_tokens_beyond_the_models_vocabulary_are_found_at_the_start(
         ([[1, 2, 3]], "is not a list of (begin, end)"),
     ],
 )
-def test_spans_that_are_none_are_named(tmp_path: Path, spans: object, expected: str) -> None:
+def test_invalid_spans_are_refused(tmp_path: Path, spans: object, expected: str) -> None:
     samples = packed_samples()[:1]
     samples[0]["indices"] = spans
     dataset = PackedDataset(
@@ -426,7 +426,7 @@ def test_spans_that_are_none_are_named(tmp_path: Path, spans: object, expected: 
     assert expected in str(caught.value)
 
 
-def test_a_shard_that_unpacks_to_another_size_is_named(tmp_path: Path) -> None:
+def test_a_shard_that_unpacks_to_another_size_is_refused(tmp_path: Path) -> None:
     folder = write_mds(tmp_path / "s", RAW, raw_samples(), compression="gz")
     _index(folder, lambda content: content["shards"][0]["raw_data"].update(bytes=400))
     with pytest.raises(

@@ -25,7 +25,7 @@ _SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=5)
 
 @settings(deadline=None, max_examples=60)
 @given(sizes=_SIZES, seed=st.integers(0, 2**40), data=st.data())
-def test_shares_hold_at_every_block_and_no_sequence_comes_twice_in_a_pass(
+def test_shares_hold_in_every_block_and_no_sequence_repeats_in_an_epoch(
     sizes: list[int], seed: int, data: st.DataObject
 ) -> None:
     weights = data.draw(st.lists(st.floats(0.01, 1), min_size=len(sizes), max_size=len(sizes)))
@@ -63,7 +63,7 @@ def _repeats(order: list[int], sizes: list[int]) -> list[int]:
 
 @settings(deadline=None, max_examples=60)
 @given(sizes=_SIZES, seed=st.integers(0, 2**40), data=st.data())
-def test_no_sequence_comes_twice_before_its_corpus_is_through_wherever_one_looks(
+def test_no_sequence_repeats_before_its_corpus_is_used_up(
     sizes: list[int], seed: int, data: st.DataObject
 ) -> None:
     weights = data.draw(st.lists(st.floats(0.01, 1), min_size=len(sizes), max_size=len(sizes)))
@@ -74,9 +74,7 @@ def test_no_sequence_comes_twice_before_its_corpus_is_through_wherever_one_looks
     )
 
 
-def test_a_corpus_with_more_weight_than_its_share_begins_its_second_pass_when_it_is_through() -> (
-    None
-):
+def test_an_overweighted_corpus_starts_its_second_epoch_when_used_up() -> None:
     sizes = [26, 14, 22]
     sampler = MixtureSampler(sizes, [0.5, 0.2, 0.3], 0)
     order = [sampler.sequence(number) for number in range(400)]
@@ -104,7 +102,9 @@ def _earlier(sampler: MixtureSampler, number: int) -> int:
 
 
 @pytest.mark.parametrize("consumed", [0, 100, 128])
-def test_a_checkpoint_of_an_earlier_version_ends_its_block_as_it_began(consumed: int) -> None:
+def test_a_checkpoint_of_an_earlier_version_finishes_its_block_in_the_old_order(
+    consumed: int,
+) -> None:
     sampler = MixtureSampler([260, 140, 220], [0.5, 0.2, 0.3], 7)
     sampler.sequence(consumed)  # as a run that had begun before it was told to go on from there
     sampler.load_state({"seed": 7, "consumed": consumed})
@@ -140,7 +140,7 @@ def test_the_order_inside_a_block_is_random_and_depends_on_the_seed() -> None:
     assert 40 < runs < 88, "64 changes are expected of a fair coin"
 
 
-def test_each_pass_over_a_corpus_has_an_order_of_its_own() -> None:
+def test_each_epoch_of_a_corpus_has_its_own_order() -> None:
     sampler = MixtureSampler([12], [1.0], 0)
     # By place in the corpus: what is dealt inside a block has another order once more.
     numbers = sorted(range(sampler.block), key=lambda number: sampler.locate(number)[1])
@@ -156,7 +156,7 @@ def _folders(jsonl: Callable[..., Path], tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_mixture_goes_on_exactly_on_any_number_of_workers(
+def test_resume_continues_a_mixture_exactly_on_any_number_of_workers(
     make_config: Callable[..., Any], jsonl: Callable[..., Path], tmp_path: Path
 ) -> None:
     config = make_config(
@@ -275,7 +275,7 @@ def test_weights_come_from_the_command_line_a_group_or_a_file(tmp_path: Path) ->
         ("{code: 1", "expected numbers by name"),
     ],
 )
-def test_wrong_weights_are_one_line(tmp_path: Path, mix: str, expected: str) -> None:
+def test_wrong_weights_are_refused_in_one_line(tmp_path: Path, mix: str, expected: str) -> None:
     for name in ("code", "book"):
         (tmp_path / name).mkdir()
     with pytest.raises(ConfigError) as caught:
@@ -295,7 +295,7 @@ def test_wrong_weights_are_one_line(tmp_path: Path, mix: str, expected: str) -> 
         ("{", "cannot be read as YAML"),
     ],
 )
-def test_a_file_of_wrong_weights_is_named(tmp_path: Path, content: str, expected: str) -> None:
+def test_a_file_of_wrong_weights_is_refused(tmp_path: Path, content: str, expected: str) -> None:
     (tmp_path / "mix.yaml").write_text(content)
     with pytest.raises(ConfigError) as caught:
         parse_mix(str(tmp_path / "mix.yaml"))
@@ -303,7 +303,7 @@ def test_a_file_of_wrong_weights_is_named(tmp_path: Path, content: str, expected
     assert expected in str(caught.value)
 
 
-def test_names_without_a_folder_are_looked_for_here_and_found_from_anywhere(
+def test_names_without_a_folder_are_resolved_against_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "code").mkdir()
@@ -312,7 +312,7 @@ def test_names_without_a_folder_are_looked_for_here_and_found_from_anywhere(
     assert config.data.path == str(tmp_path)
 
 
-def test_stdlib_has_no_mixture() -> None:
+def test_stdlib_cannot_be_mixed() -> None:
     with pytest.raises(
         ConfigError,
         match=r"^data.mix={a:1}: data=stdlib reads no mix; write data=text, tokens or mds with it$",

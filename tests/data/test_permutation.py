@@ -19,7 +19,7 @@ def test_permutation_is_a_bijection_of_its_range(size: int, seed: int, epoch: in
     seed=st.integers(0, 2**64 - 1),
     start=st.integers(0, 10**9 - 100),
 )
-def test_permutation_of_a_huge_range_stays_inside_and_repeats_nothing(
+def test_permutation_of_a_huge_range_stays_in_range_without_repeats(
     size: int, seed: int, start: int
 ) -> None:
     permutation = Permutation(size, seed)
@@ -68,6 +68,6 @@ def test_an_empty_permutation_is_refused() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 64, 1000, 2048])
-def test_all_images_at_once_are_those_one_by_one(size: int) -> None:
+def test_images_equal_the_values_one_by_one(size: int) -> None:
     permutation = Permutation(size, 3, -1)
     assert permutation.images().tolist() == [permutation(index) for index in range(size)]

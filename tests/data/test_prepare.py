@@ -68,7 +68,7 @@ def _tokens_done(journal: Path) -> int:
     return json.loads(journal.read_text())["tokens"]
 
 
-def test_documents_and_boundaries_are_those_of_the_source(source: Path, tmp_path: Path) -> None:
+def test_documents_and_boundaries_match_the_source(source: Path, tmp_path: Path) -> None:
     store = _prepare(source, tmp_path / "out")
     store.verify()
     texts = [
@@ -90,7 +90,7 @@ def test_documents_and_boundaries_are_those_of_the_source(source: Path, tmp_path
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe", "file"])
 @pytest.mark.usefixtures("small_batches")
-def test_the_result_is_identical_wherever_it_was_interrupted(
+def test_the_result_does_not_depend_on_where_it_was_interrupted(
     source: Path, tmp_path: Path, bpe_file: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (source / "e.jsonl").write_text(
@@ -129,7 +129,7 @@ def test_the_result_is_identical_wherever_it_was_interrupted(
 
 
 @pytest.mark.usefixtures("small_batches")
-def test_a_rerun_does_not_repeat_what_is_done(
+def test_a_rerun_does_not_repeat_finished_documents(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
@@ -155,7 +155,7 @@ def test_a_rerun_does_not_repeat_what_is_done(
     assert read[-2:] == ["c.jsonl:3", "d.txt"]
 
 
-def test_sigkill_in_the_middle_then_a_rerun_gives_the_same_store(
+def test_a_rerun_after_sigkill_gives_the_same_store(
     jsonl: Callable[..., Path], tmp_path: Path, bpe_file: Path
 ) -> None:
     source = jsonl(
@@ -197,7 +197,7 @@ def test_sigkill_in_the_middle_then_a_rerun_gives_the_same_store(
     assert _contents(_prepare(source, tmp_path / "out", str(bpe_file)).folder) == expected
 
 
-def test_a_complete_store_is_left_as_it_is(source: Path, tmp_path: Path) -> None:
+def test_a_complete_store_is_not_changed(source: Path, tmp_path: Path) -> None:
     _prepare(source, tmp_path / "out")
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
     assert _prepare(source, tmp_path / "out").meta.num_documents == 35
@@ -244,7 +244,7 @@ def test_an_unfinished_store_of_another_corpus_is_not_continued(
     )
 
 
-def test_an_unfinished_store_without_a_document_yet_gives_way_to_another_recipe(
+def test_an_unfinished_store_without_documents_is_replaced_by_another_recipe(
     source: Path, tmp_path: Path
 ) -> None:
     def stop(progress: PreparationProgress) -> None:
@@ -258,7 +258,7 @@ def test_an_unfinished_store_without_a_document_yet_gives_way_to_another_recipe(
     )
 
 
-def test_a_folder_of_the_user_with_the_name_of_the_unfinished_store_is_not_touched(
+def test_a_user_folder_named_like_the_unfinished_store_is_not_touched(
     source: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "out.partial").mkdir()
@@ -269,12 +269,12 @@ def test_a_folder_of_the_user_with_the_name_of_the_unfinished_store_is_not_touch
     assert (tmp_path / "out.partial" / "mine.txt").read_text() == "x"
 
 
-def test_an_empty_folder_may_be_filled(source: Path, tmp_path: Path) -> None:
+def test_an_empty_folder_can_become_a_store(source: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     assert _prepare(source, tmp_path / "out").meta.num_documents == 35
 
 
-def test_two_at_once_into_one_folder_are_refused(source: Path, tmp_path: Path) -> None:
+def test_two_writers_of_one_folder_are_refused(source: Path, tmp_path: Path) -> None:
     def second(_: PreparationProgress) -> None:
         raise ConfigError(_refused(source, tmp_path / "out"))
 
@@ -283,7 +283,7 @@ def test_two_at_once_into_one_folder_are_refused(source: Path, tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("small_batches")
-def test_a_full_disk_keeps_what_is_done(
+def test_a_full_disk_keeps_finished_work(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, calls = prepare.StoreWriter.append, 0
@@ -333,7 +333,7 @@ def test_wrong_arguments_and_sources_write_nothing(source: Path, tmp_path: Path)
     assert not (tmp_path / "e.partial").exists()
 
 
-def test_a_trained_bpe_is_used_again_after_an_interruption(
+def test_a_trained_bpe_is_reused_after_an_interruption(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(progress: PreparationProgress) -> None:
@@ -354,7 +354,7 @@ def test_a_trained_bpe_is_used_again_after_an_interruption(
     assert text == "text number 1\nwith two lines<|endoftext|>"
 
 
-def test_a_large_corpus_trains_its_bpe_on_an_evenly_spread_part(
+def test_a_large_corpus_trains_its_bpe_on_an_even_sample(
     jsonl: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus = text_corpus(str(jsonl([f"document {number:06}" for number in range(3000)])), "text")

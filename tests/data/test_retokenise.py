@@ -62,7 +62,7 @@ def test_text_and_domains_survive(shards: Path, tmp_path: Path, bpe_file: Path) 
     assert TokenStore.open(tmp_path / "out").meta.left_out == {}
 
 
-def test_ids_that_the_old_tokenizer_lacks_are_a_mistake(shards: Path, tmp_path: Path) -> None:
+def test_ids_outside_the_old_tokenizer_are_refused(shards: Path, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
         match=r"^--from-tokenizer: token \d+ is outside the 264 ids of bytes\. Give the tokenizer that made these tokens\.$",
@@ -99,7 +99,7 @@ def test_ids_that_the_old_tokenizer_lacks_are_a_mistake(shards: Path, tmp_path: 
         ),
     ],
 )
-def test_filters_keep_what_they_say_and_count_the_rest(
+def test_filters_select_documents_and_count_the_rejected_ones(
     shards: Path,
     tmp_path: Path,
     bpe_file: Path,
@@ -121,7 +121,7 @@ def test_filters_keep_what_they_say_and_count_the_rest(
     store.verify()
 
 
-def test_truncated_documents_have_just_as_many_tokens_as_asked(
+def test_truncated_documents_have_exactly_max_tokens(
     shards: Path, tmp_path: Path, bpe_file: Path
 ) -> None:
     """What a training on sequences of one length wants: every document fills one."""
@@ -135,7 +135,7 @@ def test_truncated_documents_have_just_as_many_tokens_as_asked(
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
-def test_an_interrupted_call_goes_on_with_the_same_result(
+def test_an_interrupted_call_resumes_with_the_same_result(
     shards: Path, tmp_path: Path, bpe_file: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prepare, "_BATCH_PIECES", 1)
@@ -190,7 +190,7 @@ def test_spans_of_packed_samples_and_folders_of_folders(tmp_path: Path) -> None:
     assert store.meta.domains == ["a", "b"]
 
 
-def test_records_and_folders_name_domains_and_stores_without_them_stay_as_they_were(
+def test_domains_come_from_records_or_folders_and_stores_without_them_have_none(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "src" / "x").mkdir(parents=True)

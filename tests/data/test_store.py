@@ -36,7 +36,7 @@ def _write(folder: Path, documents: list[bytes] = DOCUMENTS) -> Path:
     return folder
 
 
-def test_documents_come_back_with_their_boundaries_and_end_tokens(tmp_path: Path) -> None:
+def test_documents_are_read_back_with_boundaries_and_end_tokens(tmp_path: Path) -> None:
     store = TokenStore.open(_write(tmp_path / "s"))
     store.verify()
     assert store.tokens.dtype == np.uint16
@@ -151,15 +151,15 @@ def test_a_damaged_store_is_one_clear_line(
 
 
 def test_a_missing_folder_and_a_file_are_one_clear_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such folder. Give a folder written by"):
+    with pytest.raises(ConfigError, match=r"no such folder\. Give a folder written by"):
         TokenStore.open(tmp_path / "none")
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="is not a folder. Give a folder written by"):
+    with pytest.raises(ConfigError, match=r"is not a folder\. Give a folder written by"):
         TokenStore.open(tmp_path / "file")
 
 
 @pytest.mark.parametrize("number", [*sorted(READ_FAILURES), errno.EACCES, errno.ENOENT])
-def test_a_disk_that_fails_is_of_the_machine_and_a_file_that_is_no_ones_a_mistake(
+def test_a_failing_disk_is_a_machine_failure_and_an_unreadable_file_a_mistake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     shards = MdsFolder(Path(__file__).parent / "mds" / "raw")
@@ -185,7 +185,7 @@ def test_a_disk_that_fails_is_of_the_machine_and_a_file_that_is_no_ones_a_mistak
         )
 
 
-def test_check_finds_a_changed_token(tmp_path: Path) -> None:
+def test_verify_finds_a_changed_token(tmp_path: Path) -> None:
     folder = _write(tmp_path / "s")
     content = bytearray((folder / "tokens.bin").read_bytes())
     content[4] ^= 1

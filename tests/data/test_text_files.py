@@ -76,7 +76,7 @@ def test_parquet_is_one_document_per_row(tmp_path: Path, kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["a.jsonl", "a.parquet", "a.txt"])
-def test_reading_can_start_behind_any_record(
+def test_reading_can_start_after_any_record(
     tmp_path: Path, jsonl: Callable[..., Path], kind: str
 ) -> None:
     texts = [f"text {number}" for number in range(7)] if kind != "a.txt" else ["only one"]
@@ -116,7 +116,7 @@ def test_a_folder_is_read_recursively_in_sorted_order_without_hidden_files(
     assert _texts(text_corpus(str(tmp_path), "text")) == ["0", "1", "2", "3", "4", "5"]
 
 
-def test_signature_changes_with_files_and_key_but_not_with_the_place(tmp_path: Path) -> None:
+def test_signature_changes_with_files_and_key_but_not_with_the_location(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     folder.mkdir()
     (folder / "x.txt").write_text("one")
@@ -145,7 +145,7 @@ def test_folder_without_text_names_what_is_allowed(tmp_path: Path) -> None:
     assert "the folder holds no .txt, .md, .py, .jsonl or .parquet file" in _error(tmp_path)
 
 
-def test_text_in_another_encoding_is_named_with_its_place(tmp_path: Path) -> None:
+def test_text_in_another_encoding_is_reported_with_its_offset(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"plain " + "é".encode("latin-1") + b" text")
     assert "a.txt: not UTF-8 text (byte 0xe9 near offset 6)" in _error(tmp_path / "a.txt")
     (tmp_path / "a.txt").write_bytes("né".encode()[:-1])
@@ -164,7 +164,7 @@ def test_text_in_another_encoding_is_named_with_its_place(tmp_path: Path) -> Non
         ('{"text": 5}', "line 2 holds a number, not text"),
     ],
 )
-def test_a_broken_line_is_named_with_file_and_number(
+def test_a_broken_line_is_reported_with_file_and_number(
     tmp_path: Path, line: str, message: str
 ) -> None:
     path = tmp_path / "a.jsonl"
@@ -191,7 +191,7 @@ def test_corrupt_parquet_is_one_clear_line(tmp_path: Path, keep: int) -> None:
     assert f"data.path={path}: not a readable parquet file" in _error(path)
 
 
-def test_corrupt_data_behind_a_good_parquet_footer_is_one_clear_line(tmp_path: Path) -> None:
+def test_corrupt_data_with_a_good_parquet_footer_is_one_clear_line(tmp_path: Path) -> None:
     path = _parquet(
         tmp_path / "a.parquet", [f"some text {number}" for number in range(500)], row_group_size=500
     )

@@ -112,7 +112,7 @@ def test_a_tokenizer_that_marks_the_start_of_every_text_is_not_cut(tmp_path: Pat
     assert not open_tokenizer(str(tmp_path / "t.json")).exact_pieces
 
 
-def test_truncation_and_padding_saved_in_the_file_are_not_obeyed(
+def test_truncation_and_padding_saved_in_the_file_are_ignored(
     bpe_file: Path, tmp_path: Path
 ) -> None:
     library = tokenizers.Tokenizer.from_file(str(bpe_file))

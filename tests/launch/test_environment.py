@@ -118,7 +118,7 @@ def test_workers_divide_into_data_and_context_and_virtual_nodes(default, machine
         (0, {"workers": 0}, "topology.workers=0: must be auto or a whole number of at least 1"),
     ],
 )
-def test_sizes_that_do_not_fit_are_named_with_what_is_possible(
+def test_sizes_that_do_not_fit_are_refused_with_the_possible_values(
     default, machine, gpus, changes, line
 ):
     machine(gpus=gpus)
@@ -128,7 +128,7 @@ def test_sizes_that_do_not_fit_are_named_with_what_is_possible(
     assert caught.value.problems[0].startswith(line)
 
 
-def test_all_problems_come_together(default):
+def test_all_problems_are_reported_together(default):
     with pytest.raises(ConfigError) as caught:
         resolve_environment(
             having(default, device="cuda", workers=4, context_parallel=3, gpus_per_node=3)
@@ -191,9 +191,7 @@ def test_no_job_where_mtrain_starts_its_own_workers(variables):
 
 
 def test_contradictory_job_variables_are_a_clear_error():
-    with pytest.raises(
-        ConfigError, match="RANK=5: the environment sets a rank but not LOCAL_RANK"
-    ):
+    with pytest.raises(ConfigError, match="RANK=5: the environment sets a rank but not LOCAL_RANK"):
         current_job({name: value for name, value in TORCHRUN.items() if name != "LOCAL_RANK"})
     with pytest.raises(
         ConfigError, match=r"8\(x2\),4: every node must run the same number of workers"
@@ -227,7 +225,7 @@ def test_a_worker_without_a_gpu_of_its_own_is_an_error(default, machine):
         gpu_index(resolve_environment(default))
 
 
-def test_a_hang_in_nccl_ends_soon_after_it_is_found(tmp_path):
+def test_a_hang_in_nccl_ends_soon_after_detection(tmp_path):
     """PyTorch waits four times as long as for one rank's dump before it ends a process that hangs, and watches its own watchdog."""
     for timeout_s, heartbeat in ((20.0, "120"), (1800.0, "1800")):
         found = environment.nccl_variables(tmp_path, timeout_s)
@@ -257,7 +255,7 @@ def cgroups(root: Path, own: str, **limits: str) -> Path:
     return root
 
 
-def test_memory_is_what_cgroups_leave(tmp_path):
+def test_memory_limits_come_from_cgroups(tmp_path):
     v2 = cgroups(
         tmp_path / "v2",
         "0::/slurm/job7/step0\n",

@@ -27,7 +27,7 @@ def is_dropped(connection: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "data",
     [
         b"GET / HTTP/1.1\r\nHost: node1\r\nAccept: */*\r\n\r\n",
         b'{"token": \n{"token": 1}\n',
@@ -51,13 +51,13 @@ def is_dropped(connection: socket.socket) -> bool:
         "orders",
     ],
 )
-def test_a_stranger_is_dropped_and_the_workers_are_heard_on(said):
+def test_a_stranger_is_dropped_and_workers_stay_connected(data):
     hub = _Hub(2, on_mistake=lambda: None)
     workers = [connected(hub) for _ in range(2)]
     workers[0].sendall(f"{hub.token} 0\n".encode())
     with connected(hub) as stranger:
         with contextlib.suppress(OSError):
-            stranger.sendall(said)
+            stranger.sendall(data)
         assert is_dropped(stranger)
     with connected(hub) as wrong:
         wrong.sendall(f"{'0' * len(hub.token)} 1\n".encode())
@@ -85,22 +85,22 @@ class Left(BaseException):
 
 
 @pytest.mark.parametrize(("kind", "code"), [("config", 2), ("error", 1)])
-def test_a_rank_whose_answer_is_lost_tells_its_own_failure(monkeypatch, kind, code):
+def test_a_rank_without_an_answer_prints_its_own_failure(monkeypatch, kind, code):
     """Rank 0 leaves between the failure and its answer, as on a machine that is too busy."""
     with socket.create_server(("localhost", 0)) as rank_0:
         store = SimpleNamespace(get=lambda _: f"{rank_0.getsockname()[1]} token".encode())
         monkeypatch.setattr(failure_channel, "job_store", lambda _: store)
-        told, left = [], []
+        printed, exit_codes = [], []
 
         def exit_now(given):
-            left.append(given)
+            exit_codes.append(given)
             raise Left
 
         monkeypatch.setattr(failure_channel, "exit_now", exit_now)
         monkeypatch.setattr(
             failure_channel,
             "print_cause",
-            lambda failure, *_: told.append((failure.rank, failure.message)),
+            lambda failure, *_: printed.append((failure.rank, failure.message)),
         )
         mine = FailureChannel(
             SimpleNamespace(rank=1, world_size=2, address="localhost", master_addr="localhost"),
@@ -114,7 +114,7 @@ def test_a_rank_whose_answer_is_lost_tells_its_own_failure(monkeypatch, kind, co
             received += connection.recv(65536)
         connection.close()
         failing.join(10)
-    assert (told, left) == ([(1, "seq=1: too short")], [code])
+    assert (printed, exit_codes) == ([(1, "seq=1: too short")], [code])
 
 
 def _fails(mine: FailureChannel, kind: str) -> None:

@@ -80,7 +80,7 @@ def test_the_cause_is_found_in_any_order(cause, consequences):
         (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), "error"),
     ],
 )
-def test_a_record_comes_back_as_it_was_left(tmp_path, error, kind):
+def test_a_record_is_read_back_unchanged(tmp_path, error, kind):
     left = failures.failure_from(error)
     assert left.kind == kind
     failures.write_record(left, tmp_path / "record")
@@ -96,19 +96,19 @@ def test_a_record_comes_back_as_it_was_left(tmp_path, error, kind):
 
 
 @pytest.mark.parametrize(
-    ("exit_code", "words"),
+    ("exit_code", "reason"),
     [
         (-signal.SIGKILL, "rank 2 was killed by SIGKILL (host out of memory? see dmesg)"),
         (-signal.SIGSEGV, "rank 2 was killed by SIGSEGV"),
         (7, "rank 2 ended with exit code 7 and no exception"),
     ],
 )
-def test_a_death_without_record_is_told_with_the_last_words(tmp_path, exit_code, words):
+def test_a_death_without_a_record_is_reported_with_the_last_output(tmp_path, exit_code, reason):
     log = tmp_path / "rank-2.log"
     log.write_text("".join(f"line {n}\n" for n in range(100)))
     failure = failures.read_record(2, exit_code, tmp_path / "no record", before_shutdown=True)
     lines = failures.format_report(failure, log).splitlines()
-    assert lines[0] == f"error: {words}"
+    assert lines[0] == f"error: {reason}"
     assert lines[2:22] == [f"  line {n}" for n in range(80, 100)]
     assert lines[-1] == f"Its output is in {log}; the other workers were stopped."
     # What rank 0 prints is on the terminal.
@@ -124,7 +124,7 @@ def test_no_record_and_no_exit_code_is_no_failure(tmp_path):
     assert failures.read_record(0, None, tmp_path / "no record", before_shutdown=True) is None
 
 
-def test_an_exception_is_told_in_its_first_line_then_with_its_traceback():
+def test_an_exception_is_reported_in_one_line_and_then_its_traceback():
     try:
         raise ValueError("bad\nvery bad")
     except ValueError as error:
@@ -135,7 +135,7 @@ def test_an_exception_is_told_in_its_first_line_then_with_its_traceback():
     assert lines[-2:] == ["ValueError: bad", "very bad"]
 
 
-def test_an_explained_failure_is_told_without_a_traceback(tmp_path):
+def test_an_explained_failure_is_reported_without_a_traceback(tmp_path):
     class Explained(failures.RunError):
         pass
 
@@ -153,7 +153,7 @@ ABORTED = failed(3, "died", exit_code=-signal.SIGABRT)
 
 
 @pytest.mark.parametrize(
-    ("failures_so_far", "stopped", "running", "told"),
+    ("failures_so_far", "stopped", "running", "message"),
     [
         (
             [LATE],
@@ -192,14 +192,14 @@ ABORTED = failed(3, "died", exit_code=-signal.SIGABRT)
         "killed",
     ],
 )
-def test_a_rank_is_blamed_for_its_silence_where_nothing_else_explains_the_waits(
-    failures_so_far, stopped, running, told
+def test_a_silent_rank_is_blamed_if_nothing_else_explains_the_waits(
+    failures_so_far, stopped, running, message
 ):
     found = failures.find_silent_rank(failures_so_far, stopped, running)
-    if told is None:
+    if message is None:
         assert found is None
         return
-    assert found.message.startswith(told)
+    assert found.message.startswith(message)
     assert failures.find_cause([*failures_so_far, found]) is found
     lines = failures.format_report(found, None, ["  rank 0: training step 1"]).splitlines()
     assert lines == [
@@ -209,14 +209,14 @@ def test_a_rank_is_blamed_for_its_silence_where_nothing_else_explains_the_waits(
     ]
 
 
-def test_an_abort_is_a_consequence_of_silence_where_it_came_after_a_long_wait():
+def test_an_abort_after_a_long_wait_is_a_consequence_of_a_silent_rank():
     assert failures.find_silent_rank([ABORTED], [], [1]) is None
     found = failures.find_silent_rank([ABORTED], [], [1], "topology.timeout_s=6")
     assert found is not None
     assert failures.find_cause([ABORTED, found]) is found
 
 
-def test_what_a_lost_peer_leaves_is_told_apart_from_other_errors_and_without_its_line_of_code():
+def test_errors_of_a_lost_peer_are_recognised_and_shortened():
     gloo = RuntimeError(
         "[/w/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:34710: Connection reset by peer. This is typical. 🏖️"
     )

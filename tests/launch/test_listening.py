@@ -28,7 +28,7 @@ class Bomb:
         return os.mkdir, (str(self.marker),)
 
 
-def test_a_run_listens_on_loopback_alone_and_makes_no_objects_of_what_strangers_write(
+def test_a_run_listens_on_loopback_only_and_unpickles_no_foreign_bytes(
     run: RunDir,  # noqa: F811
     tmp_path: Path,
     monkeypatch,
@@ -61,7 +61,7 @@ def test_a_run_listens_on_loopback_alone_and_makes_no_objects_of_what_strangers_
     assert [folder.exists() for folder in folders] == [False]
 
 
-def test_interfaces_for_jobs_of_several_machines_do_not_count_on_one(
+def test_network_interfaces_for_several_machines_are_ignored_on_one(
     run: RunDir,  # noqa: F811
     monkeypatch,
 ) -> None:

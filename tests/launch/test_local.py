@@ -119,7 +119,7 @@ def test_workers_form_one_group_and_leave_the_terminal_to_rank_0(run, capfd):
     assert not any(map(alive, worker_pids(run)))
 
 
-def test_what_libraries_write_is_in_the_logs_and_comes_behind_the_reason(run, capfd):
+def test_library_output_is_in_the_logs_and_printed_after_the_reason(run, capfd):
     assert launched(run, "libraries_write") == 1
     logs = [(run.logs / f"rank-{rank}.log").read_text().splitlines() for rank in range(2)]
     assert logs[0][:3] == ["library of rank 0", "child of rank 0", "the last words"]
@@ -137,9 +137,7 @@ def test_what_libraries_write_is_in_the_logs_and_comes_behind_the_reason(run, ca
         ("rank_1_raises_late", "error: rank 1 failed: ValueError: the true cause"),
     ],
 )
-def test_the_exception_of_the_worker_that_failed_first_is_told_first_and_alone(
-    run, capfd, target, first_line
-):
+def test_only_the_exception_of_the_first_failed_worker_is_printed(run, capfd, target, first_line):
     assert launched(run, target) == 1
     shown = capfd.readouterr()
     assert shown.err.splitlines()[:2] == [first_line, "Traceback (most recent call last):"]
@@ -155,7 +153,7 @@ def launched_with_timeout(run: RunDir, target: str, timeout_s: float) -> int:
     return launched(run, target)
 
 
-def test_a_wait_that_is_too_long_is_told_first_with_the_key_that_sets_it(run, capfd):
+def test_a_wait_that_is_too_long_is_reported_with_its_config_key(run, capfd):
     assert launched_with_timeout(run, "rank_1_comes_late", 1.0) == 1
     lines = capfd.readouterr().err.splitlines()
     assert re.match(
@@ -181,7 +179,7 @@ def test_a_worker_that_hangs_is_named_and_leaves_its_stack(run, capfd):
     assert "in rank_1_hangs" in (run.logs / "rank-1.log").read_text()
 
 
-def test_an_abort_after_a_long_wait_is_blamed_on_the_worker_that_goes_on(run, capfd):
+def test_an_abort_after_a_long_wait_is_blamed_on_the_worker_that_runs_on(run, capfd):
     assert launched_with_timeout(run, "rank_0_is_aborted_as_by_nccl", 5.0) == 1
     lines = [
         line for line in capfd.readouterr().err.splitlines() if line.startswith(("error", "  rank"))
@@ -207,7 +205,7 @@ def test_a_wait_that_neither_gloo_nor_nccl_ends_is_ended_by_the_launcher(run, ca
     assert lines[2].startswith("  rank 0: training step 2, waits for gradients of all ranks")
 
 
-def test_a_run_shows_that_it_lives_while_it_has_no_workers(run, monkeypatch):
+def test_a_run_without_workers_still_renews_its_lock(run, monkeypatch):
     lock = run.path / run_dir.LOCK
     seen = []
 
@@ -264,9 +262,7 @@ def test_a_mistake_that_workers_find_is_raised_once_and_leaves_no_folder(run, ca
 @pytest.mark.parametrize(
     ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)]
 )
-def test_a_signal_lets_the_workers_save_and_stop_and_is_told_by_the_exit_code(
-    run, capfd, signum, code
-):
+def test_a_signal_makes_the_workers_save_and_stop_and_sets_the_exit_code(run, capfd, signum, code):
     before = signal.getsignal(signum)
 
     def ask() -> None:
@@ -292,7 +288,7 @@ def test_a_request_that_comes_during_the_last_step_is_a_success(run):
 
 
 @pytest.mark.parametrize("lost", ["terminal", "reader"])
-def test_a_terminal_or_reader_that_goes_ends_no_run_before_its_save(run, lost):
+def test_a_run_saves_even_if_its_terminal_or_reader_is_gone(run, lost):
     ours, theirs = os.openpty() if lost == "terminal" else os.pipe()
     command = [
         sys.executable,
@@ -342,7 +338,7 @@ class Terminal(io.StringIO):
         return rows
 
 
-def test_what_is_said_over_the_live_display_stays_on_the_screen(monkeypatch):
+def test_lines_printed_over_the_live_display_stay_on_the_screen(monkeypatch):
     terminal = Terminal()
     console = Console(file=terminal, force_terminal=True, width=60, color_system=None)
     with TrainingProgress(10, 0, True, console=console) as progress:
@@ -367,7 +363,7 @@ def test_what_is_said_over_the_live_display_stays_on_the_screen(monkeypatch):
         )
 
 
-def test_a_second_ctrl_c_kills_workers_that_do_not_stop_and_says_so(run, capfd):
+def test_a_second_ctrl_c_kills_workers_that_do_not_stop(run, capfd):
     def insist() -> None:
         wait_for(lambda: len(worker_pids(run)) == 2)
         os.kill(os.getpid(), signal.SIGINT)
@@ -395,7 +391,7 @@ def test_no_worker_outlives_a_killed_launcher(run):
     wait_for(lambda: not any(map(alive, worker_pids(run))), seconds=5)
 
 
-def test_a_worker_killed_during_a_save_leaves_the_checkpoint_before(run, capfd):
+def test_a_worker_killed_during_a_save_leaves_the_previous_checkpoint(run, capfd):
     assert launched(run, "rank_1_is_killed_while_saving") == 1
     shown = capfd.readouterr().err.splitlines()
     assert shown[0].startswith("error: rank 1 was killed by SIGKILL")
@@ -408,7 +404,7 @@ def test_a_worker_killed_during_a_save_leaves_the_checkpoint_before(run, capfd):
 
 
 @pytest.mark.slow
-def test_a_worker_that_does_not_heed_sigterm_is_killed_within_30_seconds(run, capfd):
+def test_a_worker_that_ignores_sigterm_is_killed_within_30_seconds(run, capfd):
     started = time.monotonic()
     assert launched(run, "rank_0_ignores_sigterm") == 1
     assert time.monotonic() - started < 30

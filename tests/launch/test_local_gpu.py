@@ -56,7 +56,7 @@ def test_a_killed_worker_ends_a_run_that_waits_in_nccl(tmp_path, monkeypatch, ca
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_gloo_and_nccl_listen_on_loopback_alone(tmp_path, monkeypatch):
+def test_gloo_and_nccl_listen_on_loopback_only(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", python_path(Path(__file__).parent))
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth")  # for jobs of several machines
     run = run_dir.create(

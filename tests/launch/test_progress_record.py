@@ -19,7 +19,7 @@ def _no_record_stays(monkeypatch):
     monkeypatch.setattr(progress_record, "_record", None)
 
 
-def test_the_last_note_comes_back_whole(tmp_path):
+def test_the_last_note_is_read_back(tmp_path):
     progress_record.start_record(tmp_path / "where")
     assert progress_record.read_activity(tmp_path / "where") is None, "nothing was noted yet"
     progress_record.note("prepares")
@@ -39,7 +39,7 @@ def test_the_last_note_comes_back_whole(tmp_path):
     assert found.waits_for is None
 
 
-def test_a_process_that_kills_itself_right_after_a_note_leaves_it(tmp_path):
+def test_a_note_survives_the_death_of_its_process(tmp_path):
     code = (
         "import os, sys, pathlib; from mtrain_cli.launch import progress_record as w; w.start_record(pathlib.Path(sys.argv[1])); w.begin_step(2);"
         "w.note('the last thing', 1); os.kill(os.getpid(), 9)"
@@ -70,12 +70,12 @@ def test_without_a_record_nothing_happens(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"\1", b"\7" + bytes(2000), bytes(2000)])
-def test_a_file_that_is_no_record_is_none(tmp_path, content):
+def test_a_file_without_a_record_gives_none(tmp_path, content):
     (tmp_path / "where").write_bytes(content)
     assert progress_record.read_activity(tmp_path / "where") is None
 
 
-def test_a_table_of_many_ranks_shows_whom_it_is_about_and_who_waits_for_it():
+def test_a_table_of_many_ranks_shows_the_failed_rank_and_those_that_wait_for_it():
     records = {
         rank: WorkerActivity(100.0, 3, f"waits for kv from rank {rank - 1}", rank - 1)
         for rank in range(1, 64)
@@ -89,7 +89,7 @@ def test_a_table_of_many_ranks_shows_whom_it_is_about_and_who_waits_for_it():
     assert lines[-1] == "  and 56 more ranks"
 
 
-def test_a_table_of_ranks_that_were_all_at_the_same_is_one_line():
+def test_a_table_of_ranks_with_equal_activity_is_one_line():
     records = {rank: WorkerActivity(1.0, 0, "prepares") for rank in range(8)}
     assert progress_record.activity_lines(records, [3], 1.0) == [
         "  all: before the first training step, prepares"

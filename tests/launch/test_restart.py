@@ -50,7 +50,7 @@ def policy(run: Run, limit: str = "auto") -> tuple[RestartPolicy, Environment]:
     return RestartPolicy(run.dir, config, False), resolve_environment(config)
 
 
-def test_a_run_begins_again_as_long_as_each_time_has_a_newer_checkpoint(run):
+def test_a_run_restarts_as_long_as_each_failure_has_a_newer_checkpoint(run):
     restarts, e = policy(run)
     run.reach(10, checkpoint=8)
     for number in range(1, 9):
@@ -67,7 +67,7 @@ def test_a_run_begins_again_as_long_as_each_time_has_a_newer_checkpoint(run):
     assert len(restart.read_restarts(run.dir)) == 8
 
 
-def test_a_checkpoint_that_takes_the_place_of_a_damaged_one_is_progress(run):
+def test_a_checkpoint_that_replaces_a_damaged_one_counts_as_progress(run):
     restarts, e = policy(run)
     run.reach(10, checkpoint=8)
     assert isinstance(restarts.after(KILLED, e), RestartDecision)
@@ -75,7 +75,7 @@ def test_a_checkpoint_that_takes_the_place_of_a_damaged_one_is_progress(run):
     assert isinstance(restarts.after(KILLED, e), RestartDecision)
 
 
-def test_a_number_is_the_most_that_is_done(run):
+def test_a_number_limits_the_restarts(run):
     restarts, e = policy(run, "1")
     run.reach(5)
     first = restarts.after(KILLED, e)
@@ -86,7 +86,7 @@ def test_a_number_is_the_most_that_is_done(run):
 
 
 @pytest.mark.parametrize(
-    ("limit", "reached", "why"),
+    ("limit", "reached", "reason"),
     [
         ("0", 5, ""),
         (
@@ -99,11 +99,11 @@ def test_a_number_is_the_most_that_is_done(run):
     ],
     ids=["not wanted", "auto before the first checkpoint", "auto at the start", "at the start"],
 )
-def test_without_a_checkpoint_little_is_tried_again(run, limit, reached, why):
+def test_without_a_checkpoint_few_failures_are_retried(run, limit, reached, reason):
     restarts, e = policy(run, limit)
     if reached:
         run.reach(reached)
-    assert restarts.after(KILLED, e) == why
+    assert restarts.after(KILLED, e) == reason
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_without_a_checkpoint_little_is_tried_again(run, limit, reached, why):
         ("error", "KeyError: 'text'", False),
     ],
 )
-def test_only_what_happens_to_machines_is_tried_again(run, kind, message, again):
+def test_only_machine_failures_are_retried(run, kind, message, again):
     run.reach(10, checkpoint=8)
     restarts, e = policy(run)
     found = restarts.after(Failure(1, 1, kind, message, "", 0.0), e)
@@ -130,8 +130,8 @@ def test_only_what_happens_to_machines_is_tried_again(run, kind, message, again)
     assert again or found == "no restart: the same failure would happen again"
 
 
-def on_gpus(workers: int, *words: str):
-    config = compose.compose([*words])
+def on_gpus(workers: int, *overrides: str):
+    config = compose.compose([*overrides])
     return config, Environment("cuda", workers, workers, 1, workers, 1, 0, 0, "mtrain", workers)
 
 
@@ -143,7 +143,7 @@ def _four_gpus(monkeypatch):
 
 @pytest.mark.usefixtures("_four_gpus")
 @pytest.mark.parametrize(
-    ("words", "workers"),
+    ("overrides", "workers"),
     [
         ([], 3),
         (["topology.context_parallel=2", "train.global_batch=2"], 2),
@@ -159,11 +159,13 @@ def _four_gpus(monkeypatch):
     ],
     ids=["any number", "groups of two", "the global batch divides", "a number", "none"],
 )
-def test_without_a_gpu_as_many_workers_go_on_as_fit(run, monkeypatch, words, workers):
+def test_after_losing_a_gpu_the_run_continues_on_as_many_workers_as_fit(
+    run, monkeypatch, overrides, workers
+):
     monkeypatch.setattr(
         restart, "answering_devices", lambda devices: [d for d in devices if d != "6"]
     )
-    config, e = on_gpus(4, *words)
+    config, e = on_gpus(4, *overrides)
     run.reach(10, checkpoint=8)
     found = RestartPolicy(run.dir, config, False).after(KILLED, e)
     if isinstance(workers, str):
@@ -179,7 +181,7 @@ def test_without_a_gpu_as_many_workers_go_on_as_fit(run, monkeypatch, words, wor
 
 
 @pytest.mark.usefixtures("_four_gpus")
-def test_a_gpu_that_no_worker_needs_is_left_out(run, monkeypatch):
+def test_a_broken_gpu_that_no_worker_needs_is_skipped(run, monkeypatch):
     monkeypatch.setattr(
         restart, "answering_devices", lambda devices: [d for d in devices if d != "4"]
     )
@@ -190,7 +192,7 @@ def test_a_gpu_that_no_worker_needs_is_left_out(run, monkeypatch):
     assert (found.environment.workers, found.devices) == (2, ("5", "6"))
 
 
-def test_a_device_that_does_not_answer_is_found_by_asking_it():
+def test_a_device_that_does_not_respond_is_detected():
     """Here is no GPU at all."""
     import torch
 
@@ -199,8 +201,8 @@ def test_a_device_that_does_not_answer_is_found_by_asking_it():
     assert restart.answering_devices(["0"]) == []
 
 
-def test_the_line_before_a_restart_says_what_is_done_again():
-    entry = restart.Restart(0.0, "why", 1, 17, 10, 2)
+def test_the_restart_message_lists_the_repeated_steps():
+    entry = restart.Restart(0.0, "reason", 1, 17, 10, 2)
     e = on_gpus(2)[1]
     assert restart.describe_restart(RestartDecision(e, True, 1.0, entry), 2) == (
         "restart 2: resumes from the checkpoint of step 10 on 2 workers in 1 s; steps 11 to 17 are repeated"

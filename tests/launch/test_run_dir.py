@@ -150,7 +150,7 @@ def test_latest_vanishes_with_the_only_run(here):
     assert list((here / "runs").iterdir()) == []
 
 
-def test_folders_made_for_a_discarded_run_go_with_it(here):
+def test_discard_removes_the_parent_folders_of_a_run(here):
     run_dir.create(config_for("run.name=only"), []).discard()
     assert list(here.iterdir()) == []
     deep = run_dir.create(config_for("run.dir=a/b/c"), [])
@@ -162,7 +162,7 @@ def test_folders_made_for_a_discarded_run_go_with_it(here):
     assert other.resolved.exists()
 
 
-def test_the_line_that_resumes_a_run_survives_a_shell(here):
+def test_the_resume_command_is_quoted_for_a_shell(here):
     run = run_dir.create(config_for("run.dir=my runs/it's one"), [])
     assert shlex.split(run.resume_command) == [
         "mtrain",
@@ -186,7 +186,7 @@ def test_discard_keeps_a_run_that_has_made_a_step():
     assert run.resolved.exists()
 
 
-def test_open_wants_a_run_and_forgets_an_old_stop_request():
+def test_open_requires_a_run_and_removes_an_old_stop_request():
     with pytest.raises(ConfigError, match=r"--resume .*nothing: no such folder"):
         run_dir.open("nothing")
     Path("empty").mkdir()
@@ -210,7 +210,7 @@ def test_rewrite_changes_the_configuration_and_appends_overrides():
     assert run.overrides.read_text() == "run.dir=mine\ntrain.steps=7\n"
 
 
-def test_discard_puts_back_what_a_rewrite_replaced():
+def test_discard_restores_what_a_rewrite_replaced():
     run_dir.create(config_for("run.dir=mine"), ["run.dir=mine"]).release()
     run = run_dir.open("mine")
     (run.checkpoints / "step-1").mkdir(parents=True)
@@ -258,7 +258,7 @@ def test_a_rewrite_stays_once_a_step_has_run_under_it(after, kept):
     assert ("optim.lr=7e-3" in run.overrides.read_text()) == kept
 
 
-def test_a_rewrite_that_fails_half_way_leaves_what_was_there():
+def test_a_rewrite_that_fails_halfway_restores_the_old_files():
     run_dir.create(config_for("run.dir=mine"), []).release()
     run = run_dir.open("mine")
     run.overrides.unlink()
@@ -314,12 +314,10 @@ def torchrun(monkeypatch, run_id: str, restarts: int = 0) -> None:
         monkeypatch.setenv(name, str(value))
 
 
-@pytest.mark.parametrize("words", [[], ["run.name=night"]], ids=["no name", "a name"])
-def test_a_job_that_is_started_again_finds_the_run_that_it_began_and_no_other(
-    tmp_path, monkeypatch, words
-):
+@pytest.mark.parametrize("overrides", [[], ["run.name=night"]], ids=["no name", "a name"])
+def test_a_restarted_job_finds_its_own_run_only(tmp_path, monkeypatch, overrides):
     monkeypatch.chdir(tmp_path)
-    config = compose.compose(["topology.device=cpu", *words])
+    config = compose.compose(["topology.device=cpu", *overrides])
     torchrun(monkeypatch, "first")
     assert run_dir.find_earlier_start(config, this_job=True) is None
     mine = run_dir.create(config, [])
@@ -331,12 +329,12 @@ def test_a_job_that_is_started_again_finds_the_run_that_it_began_and_no_other(
     torchrun(monkeypatch, "second", restarts=1)
     assert run_dir.find_earlier_start(config, this_job=True) is None
     asked = run_dir.find_earlier_start(config, this_job=False)
-    assert (asked.path if asked else None) == (mine.path if words else None), (
+    assert (asked.path if asked else None) == (mine.path if overrides else None), (
         "--resume auto takes the name for what it is"
     )
 
 
-def test_the_agent_is_the_name_of_a_torchrun_job_that_has_none(monkeypatch):
+def test_a_torchrun_job_without_an_id_is_named_after_its_agent(monkeypatch):
     torchrun(monkeypatch, "none")
     job = current_job()
     assert job is not None
