@@ -21,7 +21,7 @@ def _texts(corpus: Corpus) -> dict[str, str]:
 
 @pytest.fixture
 def library(tmp_path: Path) -> Path:
-    """A small copy of the shape of a standard library."""
+    """A small folder with the layout of a standard library."""
     files = {
         "abc.py": "A = 1\n",
         "pkg/__init__.py": "B = 2\n\n\n",

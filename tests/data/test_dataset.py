@@ -18,7 +18,10 @@ from mtrain_cli.data.tokenizers import ByteTokenizer, open_tokenizer
 
 
 def _store(lengths: list[int]) -> TokenStore:
-    """Documents whose tokens tell (document, place) apart as far as 256 values can; the last token of the longer ones is the end token."""
+    """Make documents whose tokens identify (document, position) as far as 256 values can.
+
+    The last token of the longer documents is the end token.
+    """
     tokens, offsets = io.BytesIO(), io.BytesIO()
     tokenizer = ByteTokenizer()
     tokenizer.eos = None
@@ -35,7 +38,7 @@ _LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=25)
 
 
 def _expected_stream(dataset: PackedDataset, store: TokenStore) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of the stream and the place of their document in it, from the order that the dataset chose."""
+    """Return the tokens of the stream and their document's position in the dataset's order."""
     order = range(store.meta.num_documents) if dataset._order is None else dataset._order
     documents = [store.document(number) for number in order]
     return np.concatenate(documents), np.repeat(
@@ -83,7 +86,7 @@ def test_every_token_is_in_one_sequence_and_labels_are_next_tokens_of_the_docume
         assert np.array_equal(all_labels[:packed], following[:packed])
         assert not all_tokens[packed:].any()
         assert np.all(all_labels[packed:] == IGNORED)
-    # What is left out is less than 5 % of a sequence, or the single token that could have no label.
+    # The tail left out is less than 5 % of a sequence, or a single token that cannot have a label.
     assert tokens.size - packed < max(2, 0.05 * seq)
 
 
@@ -120,7 +123,7 @@ def test_positions_outside_the_dataset_end_iteration() -> None:
 
 
 def test_a_billion_tokens_open_at_once_and_a_sequence_reads_only_its_slice(tmp_path: Path) -> None:
-    """The file is sparse: only what is touched exists."""
+    """The file is sparse: only blocks that are touched exist."""
     documents, length = 200_000, 5_000
     with (tmp_path / "tokens.bin").open("wb") as file:
         file.truncate(documents * length * 2)
@@ -173,7 +176,8 @@ def test_a_corpus_shorter_than_one_sequence_is_refused_with_both_numbers(
 ) -> None:
     path = jsonl(["short"])
     assert _line(make_config(kind="text", path=str(path))) == (
-        f"seq=64: data.path={path} holds only 6 tokens, less than one sequence of 64. Give a longer corpus or a smaller seq."
+        f"seq=64: data.path={path} holds only 6 tokens, less than one sequence of 64. Give a "
+        "longer corpus or a smaller seq."
     )
 
 

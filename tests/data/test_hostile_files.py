@@ -1,4 +1,4 @@
-"""Corpora that were made to read other files or to fill memory are refused in one line, by what they say and not by what they do."""
+"""Files made to read other files or to fill memory are refused in one line, by their headers alone."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def documents(path: Path) -> Any:
 
 
 def test_rows_that_repeat_a_long_value_are_read_in_small_batches(tmp_path, monkeypatch):
-    """A file of some kilobytes: 1,000 rows that refer to one value."""
+    """The file has some kilobytes: 1,000 rows refer to one value."""
     monkeypatch.setattr(parquet_pages, "_EXPANDED_BYTES", 1 << 22)
     pyarrow = parquet(tmp_path / "t.parquet", ["x" * (1 << 17)] * 1000, compression="zstd")
     assert (tmp_path / "t.parquet").stat().st_size < 1 << 16
@@ -127,7 +127,8 @@ def test_a_page_that_unpacks_to_more_than_its_column_claims_is_refused(tmp_path)
     path = tmp_path / "t.parquet"
     parquet(path, ["a" * 3000], use_dictionary=False, compression="zstd", write_statistics=False)
     content = path.read_bytes()
-    # Sizes in the head of the first page, behind the magic number: field 2 is what it unpacks to, zigzag: here 3,000 + some bytes.
+    # Sizes in the header of the first page, after the magic number. Field 2 is the unpacked size in
+    # zigzag encoding, here a little over 3,000.
     assert content[4:7] == b"\x15\x00\x15"
     end = 7
     while content[end] > 127:

@@ -106,7 +106,7 @@ def test_resume_continues_the_data_order_on_any_number_of_ranks(dp: int, new_dp:
     )
     restored = [_loader(dataset, rank, new_dp, seed=1) for rank in range(new_dp)]
     for loader in restored:
-        next(loader)  # what it read ahead must not come back
+        next(loader)  # what was read ahead must not come back
         loader.load_state(states[0])
     for step in range(4, 9):
         assert [name for loader in restored for name in _names(next(loader))] == expected[step]
@@ -143,7 +143,7 @@ def test_the_next_step_is_read_once_in_the_background(monkeypatch: pytest.Monkey
         for _ in range(3):
             next(loader)
         for _ in range(4 * 4):
-            assert read.acquire(timeout=5), "the fourth step is not read until it is asked for"
+            assert read.acquire(timeout=5), "the fourth step is read only on demand"
     assert len(threads) == 4 * 4
     assert threading.main_thread() not in threads
 
@@ -217,7 +217,7 @@ def test_micro_batches_are_built_in_the_background() -> None:
 def test_close_waits_for_one_sequence_only_and_leaves_no_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A step of 64 sequences on a slow disk would hold up Ctrl-C for minutes."""
+    """On a slow disk, waiting for a step of 64 sequences would delay Ctrl-C by minutes."""
     read, real = threading.Semaphore(0), PackedDataset.__getitem__
     closing = threading.Event()
     count = 0
@@ -231,14 +231,14 @@ def test_close_waits_for_one_sequence_only_and_leaves_no_thread(
         return real(self, index)
 
     monkeypatch.setattr(PackedDataset, "__getitem__", slow)
-    others = set(threading.enumerate())  # such as those of loaders that tests before left unclosed
+    others = set(threading.enumerate())  # for example of loaders that earlier tests left open
     loader = _loader(_dataset(), global_batch=12)
     next(loader)
     for _ in range(13):
         assert read.acquire(timeout=5)
     threading.Timer(0.1, closing.set).start()
     loader.close()
-    assert count < 24, "the step that is read ahead is not read to its end"
+    assert count < 24, "the reader stops in the middle of the step"
     assert not [
         thread
         for thread in set(threading.enumerate()) - others

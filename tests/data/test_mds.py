@@ -174,7 +174,9 @@ def test_documents_of_the_real_writer_are_read(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["packed", "packed_nd"])
 def test_packed_samples_become_sequences_with_their_documents(name: str) -> None:
-    """A sample of as many tokens as a sequence is one sequence; the first token of a document is no target."""
+    """A sample as long as a sequence is one sequence. The first token of a document is not a
+    target.
+    """
     source = MdsSource(REAL / name, name)
     dataset = PackedDataset(source, 32, vocab_size=1000, shuffle=False)
     assert len(dataset) == (5 if name == "packed" else 3)
@@ -202,7 +204,7 @@ def test_samples_are_shuffled_whole_and_cut_into_shorter_sequences(
     )
     assert len(halves) == 10
     assert np.array_equal(np.concatenate([halves[0].tokens, halves[1].tokens]), dataset[0].tokens)
-    # A border at token 10 of a sample is at token 2 of its second eight.
+    # A document ends at token 10 of a sample, which is token 2 of its second sequence of eight.
     second = PackedDataset(MdsSource(REAL / "packed", "packed"), 8, vocab_size=1000, shuffle=False)[
         1
     ]
@@ -221,7 +223,7 @@ def test_tokens_outside_spans_and_masks_are_not_targets(tmp_path: Path) -> None:
         shuffle=False,
     )
     targets = set((np.flatnonzero(dataset[0].labels != IGNORED) + 1).tolist())
-    # 2 and 12 begin a document.
+    # Tokens 2 and 12 begin a document.
     assert targets == {*range(3, 10), *range(13, 20), *range(24, 32)}
 
 
@@ -329,7 +331,8 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "sizes that contradict": (
         lambda f: _every(f, column_encodings=["str", "ndarray:uint32:5", "int"]),
-        "index.json gives column input_ids (ndarray:uint32:5) the size null in column_sizes, but its encoding has 20",
+        "index.json gives column input_ids (ndarray:uint32:5) the size null in column_sizes, but "
+        "its encoding has 20",
     ),
     "another number of sizes": (
         lambda f: _every(f, column_sizes=[8]),

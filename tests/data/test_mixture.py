@@ -1,4 +1,6 @@
-"""Several corpora by weight: proportions, nothing twice within a pass, and an order that knows nothing of workers."""
+"""Mix several corpora by weight: shares, no repeats within an epoch, an order independent of
+workers.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def test_shares_hold_in_every_block_and_no_sequence_repeats_in_an_epoch(
             assert max(counts) - min(counts) <= 1, (
                 "all sequences of a pass come before any of the next"
             )
-    # A function of the number: not of what was asked before.
+    # The place depends on the number only, not on earlier calls.
     other = MixtureSampler(sizes, weights, seed, consumed=99)
     assert [other.sequence(number) for number in reversed(range(len(order)))] == order[::-1]
 
@@ -81,7 +83,7 @@ def test_an_overweighted_corpus_starts_its_second_epoch_when_used_up() -> None:
     assert _repeats(order, sizes) == []
     first = next(number for number, index in enumerate(order) if index in order[:number])
     assert {index for index in order[:first] if index < 26} == set(range(26))
-    assert first > 45, "half of the numbers are of the first corpus"
+    assert first > 45, "half of the numbers belong to the first corpus"
 
 
 def _earlier(sampler: MixtureSampler, number: int) -> int:
@@ -106,7 +108,7 @@ def test_a_checkpoint_of_an_earlier_version_finishes_its_block_in_the_old_order(
     consumed: int,
 ) -> None:
     sampler = MixtureSampler([260, 140, 220], [0.5, 0.2, 0.3], 7)
-    sampler.sequence(consumed)  # as a run that had begun before it was told to go on from there
+    sampler.sequence(consumed)  # as in a run that started before this version
     sampler.load_state({"seed": 7, "consumed": consumed})
     border = -(-consumed // sampler.block) * sampler.block
     assert border in (0, 128)
@@ -120,7 +122,7 @@ def test_a_checkpoint_of_an_earlier_version_finishes_its_block_in_the_old_order(
         _earlier(sampler, number) for number in range(border, border + 64)
     ]
     assert len(set(order[:300])) == 300, "nothing is lost or repeated where the order changes"
-    # A run that goes on from there, and is resumed later, keeps both parts.
+    # A run that continues from there and is resumed later keeps both parts.
     sampler.consumed = consumed + 10
     again = MixtureSampler([260, 140, 220], [0.5, 0.2, 0.3], 1)
     again.load_state(sampler.state())
@@ -137,12 +139,12 @@ def test_the_order_inside_a_block_is_random_and_depends_on_the_seed() -> None:
     assert corpora(0) != corpora(1)
     assert corpora(0)[:64] != corpora(0)[64:]
     runs = sum(a != b for a, b in zip(corpora(0), corpora(0)[1:], strict=False))
-    assert 40 < runs < 88, "64 changes are expected of a fair coin"
+    assert 40 < runs < 88, "a fair coin changes 64 times on average"
 
 
 def test_each_epoch_of_a_corpus_has_its_own_order() -> None:
     sampler = MixtureSampler([12], [1.0], 0)
-    # By place in the corpus: what is dealt inside a block has another order once more.
+    # Sort by position in the corpus, since a block permutes its numbers again.
     numbers = sorted(range(sampler.block), key=lambda number: sampler.locate(number)[1])
     order = [sampler.sequence(number) for number in numbers]
     passes = [order[12 * n : 12 * n + 12] for n in range(3)]
@@ -187,7 +189,7 @@ def test_resume_continues_a_mixture_exactly_on_any_number_of_workers(
         for step in expected[:16]
         for tokens in step
     ]
-    assert sum(b"b" in text for text in letters) in (47, 48, 49), "three of four of the first block"
+    assert sum(b"b" in text for text in letters) in (47, 48, 49), "three of four in the first block"
     first = [loader(rank, 2) for rank in range(2)]
     for _ in range(7):
         for one in first:
@@ -256,7 +258,7 @@ def test_weights_come_from_the_command_line_a_group_or_a_file(tmp_path: Path) ->
     named = compose([*words, f"data.mix={tmp_path / 'mix.yaml'}"]).data.mix
     assert parse_mix(named) == parse_mix({"code": 0.3, "book": 0.7})  # type: ignore[arg-type]
     replaced = compose(["data=prolong512k", f"data.path={tmp_path}", "data.mix={book: 1}"]).data.mix
-    assert replaced == {"book": 1.0}, "not merged with the twelve of the group"
+    assert replaced == {"book": 1.0}, "not merged with the twelve weights of the group"
     assert math.isclose(sum(parse_mix({"a": 2, "b": 5}).values()), 1.0)
 
 
@@ -265,7 +267,8 @@ def test_weights_come_from_the_command_line_a_group_or_a_file(tmp_path: Path) ->
     [
         (
             "{code: -1, book: 2}",
-            "data.mix={code:-1,book:2}: the weight of code must be above 0; leave out what is not wanted",
+            "data.mix={code:-1,book:2}: the weight of code must be above 0; leave out what is not "
+            "wanted",
         ),
         ("{code: 0, book: 2}", "the weight of code must be above 0"),
         ("{code: much}", "expected numbers by name such as {code: 0.3, book: 0.7}"),

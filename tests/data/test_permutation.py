@@ -1,4 +1,4 @@
-"""Orders without a stored list."""
+"""Orders that need no stored list."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ def test_every_element_comes_first_about_equally_often(size: int) -> None:
     counts = np.bincount(
         [Permutation(size, 1, epoch)(0) for epoch in range(epochs)], minlength=size
     )
-    # 400 expected each, standard deviation below 20
+    # expected: 400 each, with a standard deviation below 20
     assert counts.min() > 300
     assert counts.max() < 500
 
@@ -46,7 +46,7 @@ def test_neighbours_are_not_correlated() -> None:
 
 
 def test_orders_never_change_between_versions() -> None:
-    """A resumed run relies on them. Recorded values: change them only together with a version of the checkpoint."""
+    """Resumed runs rely on these recorded values. Change them only with the checkpoint version."""
     permutation = Permutation(1000, 0, 0)
     assert [permutation(index) for index in range(5)] == [544, 620, 897, 727, 761]
     assert shuffled_order(8, 0).tolist() == [5, 0, 4, 3, 6, 7, 2, 1]

@@ -1,4 +1,4 @@
-"""Making a token store, and going on after an interruption."""
+"""Make a token store, and continue after an interruption."""
 
 import json
 import signal
@@ -151,7 +151,7 @@ def test_a_rerun_does_not_repeat_finished_documents(
     first, read[:] = list(read), []
     prepare_store(corpus, tmp_path / "out", "bytes", None, _silent)
     assert len(first) > 25
-    assert len(first) + len(read) < 60  # of 45 documents; about two batches twice
+    assert len(first) + len(read) < 60  # 45 documents; about two batches are read twice
     assert read[-2:] == ["c.jsonl:3", "d.txt"]
 
 
@@ -166,7 +166,8 @@ def test_a_rerun_after_sigkill_gives_the_same_store(
     )
     expected = _contents(_prepare(source, tmp_path / "whole", str(bpe_file)).folder)
     script = (
-        "import sys\nfrom mtrain_cli.data import prepare\nprepare._BATCH_PIECES, prepare._COMMIT_TOKENS = 50, 1\n"
+        "import sys\nfrom mtrain_cli.data import prepare\nprepare._BATCH_PIECES, "
+        "prepare._COMMIT_TOKENS = 50, 1\n"
         "from mtrain_cli.__main__ import main\nmain()"
     )
     command = [

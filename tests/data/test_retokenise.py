@@ -1,4 +1,4 @@
-"""From the ids of one tokenizer to those of another, with filters, in a way that survives an interruption."""
+"""Convert the ids of one tokenizer to another's, with filters, and survive an interruption."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_filters_select_documents_and_count_the_rejected_ones(
 ) -> None:
     monkeypatch.setattr(
         prepare, "_BATCH_CHARACTERS", 50
-    )  # documents longer than a batch are taken back from the file
+    )  # Documents longer than a batch are removed from the file again.
     monkeypatch.setattr(
         "mtrain_cli.data.mds_corpus.split_text",
         lambda blocks: (text[i : i + 20] for text in blocks for i in range(0, len(text), 20)),
@@ -124,7 +124,7 @@ def test_filters_select_documents_and_count_the_rejected_ones(
 def test_truncated_documents_have_exactly_max_tokens(
     shards: Path, tmp_path: Path, bpe_file: Path
 ) -> None:
-    """What a training on sequences of one length wants: every document fills one."""
+    """For training on sequences of one length, every document then fills one sequence."""
     store = prepared(
         shards, tmp_path / "out", bpe_file, Filters(min_tokens=128, max_tokens=128, truncate=True)
     )
@@ -144,7 +144,7 @@ def test_an_interrupted_call_resumes_with_the_same_result(
     filters = Filters(domains=("code", "book"), min_tokens=20, max_tokens=200, truncate=True)
     chosen = str(bpe_file) if tokenizer == "bpe" else tokenizer
     whole = prepared(shards, tmp_path / "whole", bpe_file, filters, chosen)
-    # Of bytes some documents are too long; of a BPE none.
+    # In bytes some documents are too long, with a BPE none.
     assert whole.meta.cut < whole.meta.num_documents
     assert bool(whole.meta.cut) == (tokenizer == "bytes")
     for stop in range(1, 40):

@@ -1,4 +1,4 @@
-"""The user's own text, whole and broken."""
+"""The user's text, intact and broken."""
 
 import builtins
 import inspect

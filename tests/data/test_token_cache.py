@@ -126,7 +126,9 @@ def test_an_array_that_cannot_be_made_leaves_nothing(cache_root: Path) -> None:
 def test_waiting_for_a_removed_lock_file_still_excludes_later_processes(
     tmp_path: Path,
 ) -> None:
-    """Three threads, since locks are of opened files: one fails, one has waited for it, one comes when the file is gone."""
+    """Locks belong to opened files, so three threads do: one fails, one has waited for it, and one
+    comes when the file is gone.
+    """
     inside, most, order = 0, 0, []
     first_is_in, second_is_in = threading.Event(), threading.Event()
 
@@ -176,7 +178,7 @@ def test_without_a_home_folder_the_store_is_in_memory(
 def test_workers_that_start_at_once_share_one_entry(
     jsonl: Callable[..., Path], cache_root: Path, locks: bool
 ) -> None:
-    """Four processes at one time, with file locks and on a file system that has none."""
+    """Start four processes at once, with file locks and on a file system without."""
     path = jsonl([f"text number {number} " * 50 for number in range(2000)])
     script = f"""
 import fcntl, sys

@@ -1,4 +1,4 @@
-"""Properties of `auto` in the topology, and of the variables of torchrun and srun."""
+"""`auto` in the topology, and the variables of torchrun and srun."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def default() -> Config:
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch):
-    """Pretends that this machine has so many GPUs and that the process has such variables."""
+    """Pretend that this machine has so many GPUs and this process such variables."""
 
     def pretend(gpus: int = 0, variables: dict[str, str] | None = None) -> None:
         monkeypatch.setattr(environment, "_visible_gpus", lambda: gpus)
@@ -156,7 +156,7 @@ def test_a_job_decides_the_number_of_workers(default, machine, variables, launch
         workers,
         2,
     )
-    # Those of a machine, whatever nodes the topology imagines.
+    # Counted on a machine, whatever nodes the topology defines.
     assert (
         found.local_workers
         == resolve_environment(having(default, gpus_per_node=2)).local_workers
@@ -219,14 +219,16 @@ def test_first_host_of_a_node_list(nodes, first):
 
 def test_a_worker_without_a_gpu_of_its_own_is_an_error(default, machine):
     machine(gpus=1, variables=SRUN)
-    assert gpu_index(resolve_environment(default)) == 0  # SLURM may show each task only its own
+    assert gpu_index(resolve_environment(default)) == 0  # SLURM may show each task only its own GPU
     machine(gpus=1, variables=TORCHRUN)
     with pytest.raises(ConfigError, match="worker 1 of this machine has no GPU: only 1 visible"):
         gpu_index(resolve_environment(default))
 
 
 def test_a_hang_in_nccl_ends_soon_after_detection(tmp_path):
-    """PyTorch waits four times as long as for one rank's dump before it ends a process that hangs, and watches its own watchdog."""
+    """PyTorch waits four times the dump time before it ends a process that hangs, and a second
+    watchdog watches the first.
+    """
     for timeout_s, heartbeat in ((20.0, "120"), (1800.0, "1800")):
         found = environment.nccl_variables(tmp_path, timeout_s)
         assert found["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == heartbeat
@@ -239,7 +241,7 @@ def test_a_hang_in_nccl_ends_soon_after_detection(tmp_path):
 
 
 def cgroups(root: Path, own: str, **limits: str) -> Path:
-    """A file system whose process is in the cgroups of ``own``; limits by path, with _ for /."""
+    """Make a file system whose process is in the cgroups of ``own``; limits by path, with _ for /."""
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/self/cgroup").write_text(own)
     for path, limit in limits.items():

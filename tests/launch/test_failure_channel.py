@@ -1,4 +1,4 @@
-"""Rank 0's hub and the other ranks' ends: what strangers may not do, and what is told when an answer is lost."""
+"""Rank 0's hub and the other ranks' ends: strangers, and lost answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def connected(hub: _Hub) -> socket.socket:
 
 
 def is_dropped(connection: socket.socket) -> bool:
-    """Whether the other end closes it; what it had not read then comes back as a reset."""
+    """Return whether the other end closes the connection. Unread bytes come back as a reset."""
     with contextlib.suppress(ConnectionResetError):
         return connection.recv(1) == b""
     return True
@@ -65,9 +65,9 @@ def test_a_stranger_is_dropped_and_workers_stay_connected(data):
     with connected(hub) as nameless:
         nameless.sendall(f"{hub.token} \n".encode())
         assert is_dropped(nameless)
-    with connected(hub):  # one that says nothing and leaves
+    with connected(hub):  # a stranger that sends nothing
         pass
-    # A greeting in pieces, and a word right behind it.
+    # A greeting in pieces, followed directly by a message.
     for piece in (hub.token[:5], hub.token[5:], " 1\n" + json.dumps({"done": True}) + "\n"):
         workers[1].sendall(piece.encode())
     assert hub._thread.is_alive()
@@ -81,12 +81,12 @@ def test_a_stranger_is_dropped_and_workers_stay_connected(data):
 
 
 class Left(BaseException):
-    """In the place of the end of the process."""
+    """Raised in place of the exit of the process."""
 
 
 @pytest.mark.parametrize(("kind", "code"), [("config", 2), ("error", 1)])
 def test_a_rank_without_an_answer_prints_its_own_failure(monkeypatch, kind, code):
-    """Rank 0 leaves between the failure and its answer, as on a machine that is too busy."""
+    """Rank 0 exits between the failure and its answer, as on a machine that is too busy."""
     with socket.create_server(("localhost", 0)) as rank_0:
         store = SimpleNamespace(get=lambda _: f"{rank_0.getsockname()[1]} token".encode())
         monkeypatch.setattr(failure_channel, "job_store", lambda _: store)

@@ -1,4 +1,4 @@
-"""Which of many failures is the cause, and what the user is told of it."""
+"""Find the cause among many failures, and report it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def test_the_cause_is_found_in_any_order(cause, consequences):
         (ConfigError("seq=1: too short", "seed=x: no number"), "config"),
         (
             RuntimeError(
-                "[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
+                "[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
+                "[127.0.0.1]:1"
             ),
             "peer lost",
         ),
@@ -111,7 +112,7 @@ def test_a_death_without_a_record_is_reported_with_the_last_output(tmp_path, exi
     assert lines[0] == f"error: {reason}"
     assert lines[2:22] == [f"  line {n}" for n in range(80, 100)]
     assert lines[-1] == f"Its output is in {log}; the other workers were stopped."
-    # What rank 0 prints is on the terminal.
+    # Rank 0 prints to the terminal.
     first = failures.format_report(replace(failure, rank=0), log).splitlines()
     assert (
         first[-1]
@@ -159,19 +160,22 @@ ABORTED = failed(3, "died", exit_code=-signal.SIGABRT)
             [LATE],
             [1],
             [1, 2],
-            "topology.timeout_s=6: rank 1 kept the others waiting longer than this: its process is stopped",
+            "topology.timeout_s=6: rank 1 kept the others waiting longer than this: its process is "
+            "stopped",
         ),
         (
             [LATE, ABORTED],
             [],
             [2],
-            "topology.timeout_s=6: rank 2 kept the others waiting longer than this without reporting an error: it hangs",
+            "topology.timeout_s=6: rank 2 kept the others waiting longer than this without "
+            "reporting an error: it hangs",
         ),
         (
             [LATE],
             [],
             [2, 1],
-            "topology.timeout_s=6: ranks 1 and 2 kept the others waiting longer than this without reporting an error: one of them",
+            "topology.timeout_s=6: ranks 1 and 2 kept the others waiting longer than this without "
+            "reporting an error: one of them",
         ),
         ([ABORTED], [1], [], "rank 1 kept the others waiting: its process is stopped"),
         ([ABORTED], [], [1], None),
@@ -218,7 +222,8 @@ def test_an_abort_after_a_long_wait_is_a_consequence_of_a_silent_rank():
 
 def test_errors_of_a_lost_peer_are_recognised_and_shortened():
     gloo = RuntimeError(
-        "[/w/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:34710: Connection reset by peer. This is typical. 🏖️"
+        "[/w/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:34710: Connection reset by "
+        "peer. This is typical. 🏖️"
     )
     assert failures.is_peer_loss(gloo)
     assert failures.first_sentence(gloo) == "Read error [127.0.0.1]:34710: Connection reset by peer"

@@ -1,4 +1,4 @@
-"""Standard streams whose terminal, reader or disk has gone."""
+"""Standard streams whose terminal, reader or disk is gone."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_losing_an_optional_stream_is_silent(make):
         guarded.flush()
         guarded.writelines(["one\n", "two\n"])
     if not stream.closed:
-        # What a library writes to the descriptor, and what is flushed when the interpreter ends, goes nowhere too.
+        # Neither a library's output to the descriptor nor the flush at exit can fail.
         os.write(stream.fileno(), b"from elsewhere\n")
         stream.close()
 
@@ -85,8 +85,10 @@ def test_an_encoding_error_does_not_count_as_a_lost_stream():
 
 def test_no_file_takes_the_descriptor_of_a_closed_stream(tmp_path: Path):
     code = (
-        "import os, sys; from mtrain_cli.launch import guarded_streams; guarded_streams.guard_streams(output_required=False); "
-        "file = open(sys.argv[1], 'w'); print('a word'); print('more', file=sys.stderr); os.write(1, b'raw'); sys.exit(file.fileno() < 3)"
+        "import os, sys; from mtrain_cli.launch import guarded_streams; "
+        "guarded_streams.guard_streams(output_required=False); "
+        "file = open(sys.argv[1], 'w'); print('a word'); print('more', file=sys.stderr); "
+        "os.write(1, b'raw'); sys.exit(file.fileno() < 3)"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "file")]
     assert (

@@ -1,4 +1,4 @@
-"""A run under torchrun and srun: one folder for all ranks, the cause told once, and an end for all when one is gone."""
+"""A run under torchrun and srun: one folder, one report of the cause, and an end for all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 
 
 class SimulatedJob:
-    """Processes with the environment that srun gives its tasks, in the current folder."""
+    """Processes with the variables that srun gives its tasks, in the current folder."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class SimulatedJob:
         of_rank: dict[int, list[str]] | None = None,
         late: dict[int, float] | None = None,
     ) -> None:
-        """late: seconds by which ranks connect to rank 0's hub after the others."""
+        """Start the tasks. ``late`` delays a rank's connection to rank 0's hub, in seconds."""
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
         self.ranks = []
@@ -68,7 +68,7 @@ class SimulatedJob:
             )
 
     def ends(self) -> list[tuple[int, str]]:
-        """Exit code and stderr of every rank."""
+        """Return exit code and stderr of every rank."""
         try:
             return [
                 (rank.returncode, stderr)
@@ -117,7 +117,8 @@ def test_a_killed_rank_ends_ranks_that_wait_for_nothing(killed, teller):
         -signal.SIGKILL if rank == killed else 1 for rank in range(3)
     ]
     expected = (
-        f"error: rank {killed} is gone: its process was killed (host out of memory? see dmesg) or its machine failed\n"
+        f"error: rank {killed} is gone: its process was killed (host out of memory? see dmesg) or "
+        "its machine failed\n"
         "Where each worker was:\n  all: before the first training step, prepares\n"
     )
     ends = [(code, re.sub(r" \(\d+ s ago\)", "", stderr)) for code, stderr in ends]
@@ -130,7 +131,8 @@ def test_a_rank_killed_in_a_ring_is_reported_with_the_activity_of_all_ranks():
     ends = SimulatedJob("rank_1_is_killed_in_a_ring", 3, "run.dir=run").ends()
     assert [code for code, _ in ends] == [1, -signal.SIGKILL, 1]
     assert ends[0][1].splitlines() == [
-        "error: rank 1 is gone: its process was killed (host out of memory? see dmesg) or its machine failed",
+        "error: rank 1 is gone: its process was killed (host out of memory? see dmesg) or its "
+        "machine failed",
         "Where each worker was:",
         "  rank 0: training step 3, ring, layer 1, forward, step 3 of 3: waits for kv from rank 1",
         "  rank 1: training step 3, ring, layer 1, forward, step 2 of 3",
@@ -161,7 +163,8 @@ def test_a_rank_stopped_in_a_ring_is_reported_and_the_others_end_in_time():
             rank.kill()
     first, *where = outputs[0].splitlines()
     assert first.startswith(
-        "error: topology.timeout_s=5: rank 1 kept the others waiting longer than this without reporting an error"
+        "error: topology.timeout_s=5: rank 1 kept the others waiting longer than this without "
+        "reporting an error"
     )
     assert re.fullmatch(
         r"  rank 1: training step 3, ring, layer 1, forward, step 2 of 3 \(\d+ s ago\)", where[2]
@@ -177,8 +180,10 @@ def test_ranks_with_different_settings_end_before_they_wait_for_each_other():
     assert [code for code, _ in ends] == [2, 2]
     lines = ends[0][1].splitlines()
     assert lines == [
-        "error: seed=7: rank 1 was started with this value, rank 0 with 0. Start all ranks with the same settings.",
-        "error: topology.exchange=ring: rank 1 was started with this value, rank 0 with auto. Start all ranks with the same settings.",
+        "error: seed=7: rank 1 was started with this value, rank 0 with 0. Start all ranks with "
+        "the same settings.",
+        "error: topology.exchange=ring: rank 1 was started with this value, rank 0 with auto. "
+        "Start all ranks with the same settings.",
     ]
     assert not Path("run").exists()
 

@@ -1,4 +1,4 @@
-"""What a run on one machine opens to others: nothing but loopback, and nothing that makes objects of a stranger's bytes."""
+"""What a run on one machine exposes: loopback only, and nothing that unpickles foreign bytes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def test_a_run_listens_on_loopback_only_and_unpickles_no_foreign_bytes(
     tmp_path: Path,
     monkeypatch,
 ) -> None:
-    """A stranger sends every port what set the state of torch's elastic rendezvous to a bomb."""
+    """A stranger sends every port a message that sets the state of torch's elastic rendezvous to a
+    bomb.
+    """
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     marker = tmp_path / "code-ran"
     (run.path / "bomb").write_bytes(pickle.dumps(Bomb(marker)))
@@ -42,7 +44,7 @@ def test_a_run_listens_on_loopback_only_and_unpickles_no_foreign_bytes(
 
     def wait(agent: Any, run_dir: RunDir, folder: Path, requests: Any) -> Any:
         folders.append(folder)
-        assert folder.stat().st_mode & 0o077 == 0  # the store lies there
+        assert folder.stat().st_mode & 0o077 == 0  # the store is in it
         return started(agent, run_dir, folder, requests)
 
     monkeypatch.setattr(local, "_wait", wait)
@@ -56,7 +58,7 @@ def test_a_run_listens_on_loopback_only_and_unpickles_no_foreign_bytes(
     found = [line for line in found if line not in of_other_tests]
     assert found, "gloo listens"
     assert {line.split()[1] for line in found} == {"127.0.0.1"}
-    # Nothing of the launcher's, whose rendezvous would read what comes.
+    # The launcher itself listens nowhere: its rendezvous would unpickle what it gets.
     assert str(os.getpid()) not in {line.split()[0] for line in found}
     assert [folder.exists() for folder in folders] == [False]
 

@@ -1,4 +1,4 @@
-"""A run on this machine, with real workers: how it ends, what the user reads, and that nothing stays behind."""
+"""A run on this machine with real workers: how it ends, what it prints, and that nothing is left."""
 
 from __future__ import annotations
 
@@ -168,7 +168,8 @@ def test_a_worker_that_hangs_is_named_and_leaves_its_stack(run, capfd):
     assert launched_with_timeout(run, "rank_1_hangs", 5.0) == 1
     lines = capfd.readouterr().err.splitlines()
     assert lines[0] == (
-        "error: topology.timeout_s=5: rank 1 kept the others waiting longer than this without reporting an error: "
+        "error: topology.timeout_s=5: rank 1 kept the others waiting longer than this without "
+        "reporting an error: "
         "it hangs or is slow. If it is slow, increase the value."
     )
     assert lines[1] == "Where each worker was:"
@@ -185,7 +186,8 @@ def test_an_abort_after_a_long_wait_is_blamed_on_the_worker_that_runs_on(run, ca
         line for line in capfd.readouterr().err.splitlines() if line.startswith(("error", "  rank"))
     ]
     assert lines[0].startswith(
-        "error: topology.timeout_s=5: rank 1 kept the others waiting longer than this without reporting an error"
+        "error: topology.timeout_s=5: rank 1 kept the others waiting longer than this without "
+        "reporting an error"
     )
     assert [line[:25].strip() for line in lines[1:]] == [
         "rank 0: training step 2",
@@ -200,7 +202,8 @@ def test_a_wait_that_neither_gloo_nor_nccl_ends_is_ended_by_the_launcher(run, ca
     assert launched_with_timeout(run, "rank_0_waits_and_nothing_ends_it", 5.0) == 1
     lines = capfd.readouterr().err.splitlines()
     assert lines[0].startswith(
-        "error: topology.timeout_s=5: rank 1 kept the others waiting longer than this without reporting an error"
+        "error: topology.timeout_s=5: rank 1 kept the others waiting longer than this without "
+        "reporting an error"
     )
     assert lines[2].startswith("  rank 0: training step 2, waits for gradients of all ranks")
 
@@ -315,7 +318,7 @@ def test_a_run_saves_even_if_its_terminal_or_reader_is_gone(run, lost):
 
 
 class Terminal(io.StringIO):
-    """A stream that claims to be a terminal, and what would then stand on the screen, too tall to scroll."""
+    """A stream that claims to be a terminal, and the screen it would show, too tall to scroll."""
 
     def isatty(self) -> bool:
         return True
@@ -347,16 +350,17 @@ def test_lines_printed_over_the_live_display_stay_on_the_screen(monkeypatch):
         progress._live.refresh()
         monkeypatch.setattr(
             sys, "stderr", terminal
-        )  # the launcher is another process, which the display does not know of
+        )  # The launcher is another process, which the display does not know.
         local._print_line(
-            "stopping: the workers save a checkpoint after this step; press Ctrl-C again to kill them",
+            "stopping: the workers save a checkpoint after this step; press Ctrl-C again to kill "
+            "them",
             over_display=True,
         )
         progress._live.refresh()
         progress._live.refresh()
         assert (
-            "stopping: the workers save a checkpoint after this step; press Ctrl-C again to kill them"
-            in terminal.screen()
+            "stopping: the workers save a checkpoint after this step; press Ctrl-C again to kill "
+            "them" in terminal.screen()
         )
         assert sum("step 1/10" in row for row in terminal.screen()) == 2, (
             "the display goes on below"

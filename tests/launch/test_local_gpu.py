@@ -1,4 +1,6 @@
-"""Launcher and checkpoints on GPUs: NCCL does not see a peer die, and copies must leave the device before a save returns."""
+"""Launcher and checkpoints on GPUs: NCCL does not see a peer die, and a save copies before it
+returns.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The record of where a worker is: it outlives the worker, costs next to nothing, and is no reason to fail."""
+"""The activity record of a worker: it outlives the worker, is cheap, and never makes a run fail."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def test_the_last_note_is_read_back(tmp_path):
 
 def test_a_note_survives_the_death_of_its_process(tmp_path):
     code = (
-        "import os, sys, pathlib; from mtrain_cli.launch import progress_record as w; w.start_record(pathlib.Path(sys.argv[1])); w.begin_step(2);"
+        "import os, sys, pathlib; from mtrain_cli.launch import progress_record as w; "
+        "w.start_record(pathlib.Path(sys.argv[1])); w.begin_step(2);"
         "w.note('the last thing', 1); os.kill(os.getpid(), 9)"
     )
     ended = subprocess.run([sys.executable, "-c", code, str(tmp_path / "where")], check=False)

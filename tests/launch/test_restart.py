@@ -1,4 +1,4 @@
-"""When a run begins again, and on how many workers."""
+"""When a run restarts, and on how many workers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ def test_a_run_restarts_as_long_as_each_failure_has_a_newer_checkpoint(run):
         )  # fmt: skip
         assert again.wait_s == restart.WAITS_S[min(number, 5) - 1]
         e = again.environment
-    assert restarts.after(KILLED, e) == restarts.after(KILLED, e), "and no more without"
+    assert restarts.after(KILLED, e) == restarts.after(KILLED, e), (
+        "no restart without a new checkpoint"
+    )
     assert "no checkpoint was written since" in str(restarts.after(KILLED, e))
     assert len(restart.read_restarts(run.dir)) == 8
 
@@ -150,11 +152,13 @@ def _four_gpus(monkeypatch):
         (["topology.context_parallel=1", "train.global_batch=4"], 2),
         (
             ["topology.workers=4"],
-            "topology.workers=4 does not fit the 3 that are left. Resume with topology.workers=auto.",
+            "topology.workers=4 does not fit the 3 that are left. Resume with "
+            "topology.workers=auto.",
         ),
         (
             ["topology.context_parallel=4"],
-            "the run does not fit the 3 that are left: topology.context_parallel=4: does not divide topology.workers=3",
+            "the run does not fit the 3 that are left: topology.context_parallel=4: does not "
+            "divide topology.workers=3",
         ),
     ],
     ids=["any number", "groups of two", "the global batch divides", "a number", "none"],
@@ -193,7 +197,7 @@ def test_a_broken_gpu_that_no_worker_needs_is_skipped(run, monkeypatch):
 
 
 def test_a_device_that_does_not_respond_is_detected():
-    """Here is no GPU at all."""
+    """This machine has no GPU at all."""
     import torch
 
     if torch.cuda.is_available():
@@ -205,7 +209,8 @@ def test_the_restart_message_lists_the_repeated_steps():
     entry = restart.Restart(0.0, "reason", 1, 17, 10, 2)
     e = on_gpus(2)[1]
     assert restart.describe_restart(RestartDecision(e, True, 1.0, entry), 2) == (
-        "restart 2: resumes from the checkpoint of step 10 on 2 workers in 1 s; steps 11 to 17 are repeated"
+        "restart 2: resumes from the checkpoint of step 10 on 2 workers in 1 s; steps 11 to 17 are "
+        "repeated"
     )
     at_once = dataclasses.replace(entry, reached=10, workers=1)
     assert restart.describe_restart(RestartDecision(e, True, 1.0, at_once), 2).endswith(

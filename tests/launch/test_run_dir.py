@@ -1,4 +1,4 @@
-"""Properties of a run's folder: what is in it, who may use it, and what a mistake leaves behind."""
+"""A run's folder: its content, its lock, and what a mistake leaves behind."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_new_run_is_named_after_model_length_and_time_and_can_be_read_back(her
     assert run.overrides.read_text() == "seq=8k\n"
     facts = json.loads(run.environment.read_text())
     assert {"mtrain", "python", "torch"} <= facts["versions"].keys()
-    # As it was typed, word by word, whatever the folder that the command is installed in.
+    # As typed, word by word, whatever folder the command is installed in.
     assert facts["command"] == ["mtrain", "train", "seq=8k", "train.init_from=my models/one"]
     assert (here / "runs" / "latest").resolve() == run.path
     run.release()
@@ -124,7 +124,8 @@ def test_a_folder_with_something_else_in_it_is_refused_and_left_alone(here):
         run_dir.create(config_for("run.dir=thesis"), [])
     (line,) = caught.value.problems
     assert line.endswith(
-        "thesis: is not empty and holds no run (chapter-0, chapter-1, chapter-2 and more). Choose a new or an empty folder."
+        "thesis: is not empty and holds no run (chapter-0, chapter-1, chapter-2 and more). Choose "
+        "a new or an empty folder."
     )
     assert sorted(path.name for path in here.rglob("*")) == [
         *(f"chapter-{number}" for number in range(4)),
@@ -234,10 +235,10 @@ def test_discard_restores_what_a_rewrite_replaced():
     ("after", "kept"),
     [
         ('{"step": 1}\n{"step": 2}\n', False),
-        ('{"step": 1}\n', False),  # cut off behind the checkpoint, and no step since
+        ('{"step": 1}\n', False),  # cut off after the checkpoint, and no step since
         ("", False),
         ('{"step": 1}\n{"step": 2, "loss": 7}\n', True),
-        ("checkpoint", True),  # by a run whose metrics the disk does not take
+        ("checkpoint", True),  # by a run whose metrics the disk refuses
     ],
 )
 def test_a_rewrite_stays_once_a_step_has_run_under_it(after, kept):

@@ -1,4 +1,4 @@
-"""Object collectives between ranks: what a stranger who gets into a group sends makes no objects but those of a list."""
+"""Object collectives: a stranger in the group creates only objects of listed classes."""
 
 from __future__ import annotations
 

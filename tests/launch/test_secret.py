@@ -1,4 +1,4 @@
-"""Jobs of torchrun and srun: what mtrain opens listens where the user says, and a secret of the job keeps strangers' words out."""
+"""torchrun and srun jobs listen where the user says, and a secret keeps strangers out."""
 
 from __future__ import annotations
 
