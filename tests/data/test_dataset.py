@@ -193,7 +193,8 @@ def test_a_vocabulary_larger_than_the_models_is_refused_with_both_sizes(
 ) -> None:
     assert (
         _line(make_config(vocab_size=256))
-        == "model.vocab_size=256: data.tokenizer=bytes has 264 ids. Set model.vocab_size=264 or more, or auto."
+        == "model.vocab_size=256: data.tokenizer=bytes has 264 ids. "
+        "Set model.vocab_size=264 or more, or auto."
     )
     _prepared(tmp_path / "s", [50])
     line = _line(make_config(kind="tokens", path=str(tmp_path / "s"), vocab_size=100))

@@ -1,4 +1,4 @@
-"""Files made to read other files or to fill memory are refused in one line, by their headers alone."""
+"""Files made to read other files or to fill memory are refused by their headers alone."""
 
 from __future__ import annotations
 

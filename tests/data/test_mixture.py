@@ -87,7 +87,10 @@ def test_an_overweighted_corpus_starts_its_second_epoch_when_used_up() -> None:
 
 
 def _earlier(sampler: MixtureSampler, number: int) -> int:
-    """Sequence `number` as earlier versions dealt it: the slot of a block is the count in the corpus."""
+    """Return sequence `number` in the order of earlier versions.
+
+    There the slot in a block was the count in the corpus.
+    """
     block, slot = divmod(number, sampler.block)
     slot = Permutation(sampler.block, mix64(sampler.seed, -1, block))(slot)
     for corpus, (first, end) in enumerate(

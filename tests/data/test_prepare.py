@@ -45,7 +45,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def source(jsonl: Callable[..., Path], tmp_path: Path) -> Path:
-    """A folder with several kinds of files, among them empty documents and one longer than a batch."""
+    """A folder with several kinds of files, with empty documents and one longer than a batch."""
     jsonl(
         [f"text number {number}\nwith two lines" * (number % 5) for number in range(40)],
         "source/a.jsonl",

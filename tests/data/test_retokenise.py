@@ -26,7 +26,7 @@ DOMAINS = ["code", "book", "wiki"]
 
 @pytest.fixture
 def shards(tmp_path: Path, bpe_file: Path) -> Path:
-    """Texts as ids of a BPE, two a shard."""
+    """Texts as ids of a BPE, two per shard."""
     ids = open_tokenizer(str(bpe_file)).encode(TEXTS)
     samples = [
         {"domain": DOMAINS[number % 3], "input_ids": found.astype(np.uint32), "length": found.size}
@@ -65,7 +65,8 @@ def test_text_and_domains_survive(shards: Path, tmp_path: Path, bpe_file: Path) 
 def test_ids_outside_the_old_tokenizer_are_refused(shards: Path, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"^--from-tokenizer: token \d+ is outside the 264 ids of bytes\. Give the tokenizer that made these tokens\.$",
+        match=r"^--from-tokenizer: token \d+ is outside the 264 ids of bytes\. "
+        r"Give the tokenizer that made these tokens\.$",
     ):
         prepare_store(
             mds_corpus(str(shards), ByteTokenizer()),
@@ -201,9 +202,12 @@ def test_domains_come_from_records_or_folders_and_stores_without_them_have_none(
     corpus = text_corpus(str(tmp_path / "src"), "text", "SOURCE", "--text-key")
     store = prepare_store(corpus, tmp_path / "out", "bytes", None, silent)
     assert store.domains is not None
-    assert [(text, store.meta.domains[number]) for text, number in zip(texts(store), store.domains, strict=True)] == [
-        ("one", "y"), ("two", ""), ("text of x", "x"),
-    ]  # fmt: skip
+    names = [store.meta.domains[number] for number in store.domains]
+    assert list(zip(texts(store), names, strict=True)) == [
+        ("one", "y"),
+        ("two", ""),
+        ("text of x", "x"),
+    ]
     plain = prepare_store(
         text_corpus(str(tmp_path / "src" / "x"), "text", "SOURCE"),
         tmp_path / "plain",

@@ -132,7 +132,8 @@ def test_missing_file_names_what_is_allowed(tmp_path: Path) -> None:
     path = tmp_path / "none.txt"
     assert (
         _error(path)
-        == f"data.path={path}: no such file. Give a .txt, .md, .py, .jsonl or .parquet file, or a folder of them."
+        == f"data.path={path}: no such file. Give a .txt, .md, .py, .jsonl or .parquet file, "
+        "or a folder of them."
     )
 
 

@@ -56,7 +56,7 @@ def test_training_a_bpe_is_repeatable(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="session")
 def qwen_like_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A BPE that cuts words like Qwen2 and Llama 3: the expression stands in their published tokenizer.json."""
+    """A BPE that splits words like Qwen2 and Llama 3, by the expression in their tokenizer.json."""
     words = (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

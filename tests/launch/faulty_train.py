@@ -1,4 +1,4 @@
-"""Run `mtrain` with one worker that kills, stops or suspends itself where FAULT says (see `Fault`)."""
+"""Run `mtrain` with one worker that kills or suspends itself where FAULT says (see `Fault`)."""
 
 from __future__ import annotations
 
@@ -97,14 +97,14 @@ def _wait_for_others(records, environment, timeout_s):
     deadline = time.monotonic() + timeout_s / 2
     before = None
     while time.monotonic() < deadline:
-        found = [progress_record.read_activity(path) for path in others]
+        activities = [progress_record.read_activity(path) for path in others]
         # After the ring they wait for the parameters of a layer, which is not recorded.
-        if found == before and all(
+        if activities == before and all(
             record and (record.waits_for is not None or record.doing.startswith("after "))
-            for record in found
+            for record in activities
         ):
             return
-        before = found
+        before = activities
         time.sleep(0.2)
 
 

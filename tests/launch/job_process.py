@@ -1,4 +1,4 @@
-"""A rank of a torchrun or srun job: does what `mtrain train` does, with a target for the trainer."""
+"""A rank of a torchrun or srun job that does what `mtrain train` does, with another target."""
 
 from __future__ import annotations
 

@@ -64,8 +64,15 @@ def having(
 
 
 def test_auto_is_two_cpu_workers_in_one_context_group_without_gpus(default):
-    found = resolve_environment(default)
-    assert (found.device, found.workers, found.cp, found.dp, found.nodes, found.launcher) == (
+    resolved = resolve_environment(default)
+    assert (
+        resolved.device,
+        resolved.workers,
+        resolved.cp,
+        resolved.dp,
+        resolved.nodes,
+        resolved.launcher,
+    ) == (
         "cpu",
         2,
         2,
@@ -77,17 +84,22 @@ def test_auto_is_two_cpu_workers_in_one_context_group_without_gpus(default):
 
 def test_auto_is_all_visible_gpus(default, machine):
     machine(gpus=4)
-    found = resolve_environment(default)
-    assert (found.device, found.workers, found.cp, found.workers_per_node) == ("cuda", 4, 4, 4)
+    resolved = resolve_environment(default)
+    assert (resolved.device, resolved.workers, resolved.cp, resolved.workers_per_node) == (
+        "cuda",
+        4,
+        4,
+        4,
+    )
 
 
 def test_workers_divide_into_data_and_context_and_virtual_nodes(default, machine):
     machine(gpus=8)
-    found = resolve_environment(
+    resolved = resolve_environment(
         having(default, workers=8, context_parallel=4, gpus_per_node=2, global_batch=2)
     )
-    assert (found.dp, found.cp, found.workers_per_node, found.nodes) == (2, 4, 2, 4)
-    sixth = dataclasses.replace(found, rank=5)
+    assert (resolved.dp, resolved.cp, resolved.workers_per_node, resolved.nodes) == (2, 4, 2, 4)
+    sixth = dataclasses.replace(resolved, rank=5)
     assert (sixth.dp_rank, sixth.cp_rank) == (1, 1)
 
 
@@ -138,8 +150,8 @@ def test_all_problems_are_reported_together(default):
 
 def test_planning_needs_neither_the_gpus_nor_the_job(default, machine):
     machine(gpus=0, variables=TORCHRUN)
-    found = resolve_environment(having(default, device="cuda", workers=64), planning=True)
-    assert (found.device, found.workers, found.rank) == ("cuda", 64, 0)
+    resolved = resolve_environment(having(default, device="cuda", workers=64), planning=True)
+    assert (resolved.device, resolved.workers, resolved.rank) == ("cuda", 64, 0)
 
 
 @pytest.mark.parametrize(
@@ -148,8 +160,14 @@ def test_planning_needs_neither_the_gpus_nor_the_job(default, machine):
 )
 def test_a_job_decides_the_number_of_workers(default, machine, variables, launcher, rank, workers):
     machine(gpus=8, variables=variables)
-    found = resolve_environment(default)
-    assert (found.launcher, found.rank, found.local_rank, found.workers, found.nodes) == (
+    resolved = resolve_environment(default)
+    assert (
+        resolved.launcher,
+        resolved.rank,
+        resolved.local_rank,
+        resolved.workers,
+        resolved.nodes,
+    ) == (
         launcher,
         rank,
         1,
@@ -158,7 +176,7 @@ def test_a_job_decides_the_number_of_workers(default, machine, variables, launch
     )
     # Counted on a machine, whatever nodes the topology defines.
     assert (
-        found.local_workers
+        resolved.local_workers
         == resolve_environment(having(default, gpus_per_node=2)).local_workers
         == workers // 2
     )
@@ -230,18 +248,18 @@ def test_a_hang_in_nccl_ends_soon_after_detection(tmp_path):
     watchdog watches the first.
     """
     for timeout_s, heartbeat in ((20.0, "120"), (1800.0, "1800")):
-        found = environment.nccl_variables(tmp_path, timeout_s)
-        assert found["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == heartbeat
-        assert 4 * int(found["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"]) <= 10_000
+        resolved = environment.nccl_variables(tmp_path, timeout_s)
+        assert resolved["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == heartbeat
+        assert 4 * int(resolved["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"]) <= 10_000
         assert (
-            found["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]
-            == found["TORCH_FR_DUMP_TEMP_FILE"]
+            resolved["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]
+            == resolved["TORCH_FR_DUMP_TEMP_FILE"]
             == str(tmp_path / "nccl-rank-")
         )
 
 
 def cgroups(root: Path, own: str, **limits: str) -> Path:
-    """Make a file system whose process is in the cgroups of ``own``; limits by path, with _ for /."""
+    """Make a file system for a process in the cgroups of ``own``; limits by path, with _ for /."""
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/self/cgroup").write_text(own)
     for path, limit in limits.items():

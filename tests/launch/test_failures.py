@@ -199,15 +199,15 @@ ABORTED = failed(3, "died", exit_code=-signal.SIGABRT)
 def test_a_silent_rank_is_blamed_if_nothing_else_explains_the_waits(
     failures_so_far, stopped, running, message
 ):
-    found = failures.find_silent_rank(failures_so_far, stopped, running)
+    silent = failures.find_silent_rank(failures_so_far, stopped, running)
     if message is None:
-        assert found is None
+        assert silent is None
         return
-    assert found.message.startswith(message)
-    assert failures.find_cause([*failures_so_far, found]) is found
-    lines = failures.format_report(found, None, ["  rank 0: training step 1"]).splitlines()
+    assert silent.message.startswith(message)
+    assert failures.find_cause([*failures_so_far, silent]) is silent
+    lines = failures.format_report(silent, None, ["  rank 0: training step 1"]).splitlines()
     assert lines == [
-        f"error: {found.message}",
+        f"error: {silent.message}",
         "Where each worker was:",
         "  rank 0: training step 1",
     ]
@@ -215,9 +215,9 @@ def test_a_silent_rank_is_blamed_if_nothing_else_explains_the_waits(
 
 def test_an_abort_after_a_long_wait_is_a_consequence_of_a_silent_rank():
     assert failures.find_silent_rank([ABORTED], [], [1]) is None
-    found = failures.find_silent_rank([ABORTED], [], [1], "topology.timeout_s=6")
-    assert found is not None
-    assert failures.find_cause([ABORTED, found]) is found
+    silent = failures.find_silent_rank([ABORTED], [], [1], "topology.timeout_s=6")
+    assert silent is not None
+    assert failures.find_cause([ABORTED, silent]) is silent
 
 
 def test_errors_of_a_lost_peer_are_recognised_and_shortened():

@@ -52,14 +52,14 @@ def test_a_run_listens_on_loopback_only_and_unpickles_no_foreign_bytes(
     code = launched(run, "attacks_its_ports")
     assert not marker.exists()
     assert code == 0
-    found = [
+    sockets = [
         line for rank in (0, 1) for line in (run.path / f"listening-{rank}").read_text().split("\n")
     ]
-    found = [line for line in found if line not in of_other_tests]
-    assert found, "gloo listens"
-    assert {line.split()[1] for line in found} == {"127.0.0.1"}
+    sockets = [line for line in sockets if line not in of_other_tests]
+    assert sockets, "gloo listens"
+    assert {line.split()[1] for line in sockets} == {"127.0.0.1"}
     # The launcher itself listens nowhere: its rendezvous would unpickle what it gets.
-    assert str(os.getpid()) not in {line.split()[0] for line in found}
+    assert str(os.getpid()) not in {line.split()[0] for line in sockets}
     assert [folder.exists() for folder in folders] == [False]
 
 

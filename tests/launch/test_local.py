@@ -1,4 +1,4 @@
-"""A run on this machine with real workers: how it ends, what it prints, and that nothing is left."""
+"""A run on this machine with real workers: how it ends, what it prints, what it leaves behind."""
 
 from __future__ import annotations
 

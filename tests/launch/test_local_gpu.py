@@ -76,11 +76,11 @@ def test_gloo_and_nccl_listen_on_loopback_only(tmp_path, monkeypatch):
         )
         == 0
     )
-    found = [
+    sockets = [
         line for rank in (0, 1) for line in (run.path / f"listening-{rank}").read_text().split("\n")
     ]
-    print("\n".join(found))
-    assert {line.split()[1] for line in found} == {"127.0.0.1"}
+    print("\n".join(sockets))
+    assert {line.split()[1] for line in sockets} == {"127.0.0.1"}
 
 
 def test_a_save_in_the_background_does_not_see_later_changes_on_the_gpu(tmp_path):

@@ -25,18 +25,18 @@ def test_the_last_note_is_read_back(tmp_path):
     progress_record.note("prepares")
     progress_record.begin_step(7)
     progress_record.note("ring, layer 3, forward, step 2 of 4: waits for kv from rank 12", 12)
-    found = progress_record.read_activity(tmp_path / "where")
-    assert found == WorkerActivity(
-        found.time, 7, "ring, layer 3, forward, step 2 of 4: waits for kv from rank 12", 12
+    activity = progress_record.read_activity(tmp_path / "where")
+    assert activity == WorkerActivity(
+        activity.time, 7, "ring, layer 3, forward, step 2 of 4: waits for kv from rank 12", 12
     )
-    assert abs(found.time - time.time()) < 5
+    assert abs(activity.time - time.time()) < 5
     progress_record.note("short", SEVERAL)
-    found = progress_record.read_activity(tmp_path / "where")
-    assert (found.doing, found.waits_for) == ("short", SEVERAL)
+    activity = progress_record.read_activity(tmp_path / "where")
+    assert (activity.doing, activity.waits_for) == ("short", SEVERAL)
     progress_record.note("x" * 1000)
-    found = progress_record.read_activity(tmp_path / "where")
-    assert set(found.doing) == {"x"}
-    assert found.waits_for is None
+    activity = progress_record.read_activity(tmp_path / "where")
+    assert set(activity.doing) == {"x"}
+    assert activity.waits_for is None
 
 
 def test_a_note_survives_the_death_of_its_process(tmp_path):

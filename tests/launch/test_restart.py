@@ -55,13 +55,13 @@ def test_a_run_restarts_as_long_as_each_failure_has_a_newer_checkpoint(run):
     run.reach(10, checkpoint=8)
     for number in range(1, 9):
         run.reach(10 * number + 3, checkpoint=10 * number)
-        again = restarts.after(KILLED, e)
+        decision = restarts.after(KILLED, e)
         assert isinstance(again, RestartDecision)
-        assert (again.resume, again.entry.step, again.entry.reached, again.environment.restarts) == (
-            True, 10 * number, 10 * number + 3, number,
-        )  # fmt: skip
-        assert again.wait_s == restart.WAITS_S[min(number, 5) - 1]
-        e = again.environment
+        assert decision.resume
+        assert (decision.entry.step, decision.entry.reached) == (10 * number, 10 * number + 3)
+        assert decision.environment.restarts == number
+        assert decision.wait_s == restart.WAITS_S[min(number, 5) - 1]
+        e = decision.environment
     assert restarts.after(KILLED, e) == restarts.after(KILLED, e), (
         "no restart without a new checkpoint"
     )
@@ -109,7 +109,7 @@ def test_without_a_checkpoint_few_failures_are_retried(run, limit, reached, reas
 
 
 @pytest.mark.parametrize(
-    ("kind", "message", "again"),
+    ("kind", "message", "retried"),
     [
         ("died", "was killed by SIGKILL", True),
         ("silent", "topology.timeout_s=600: rank 3 kept the others waiting longer than this", True),
@@ -124,12 +124,12 @@ def test_without_a_checkpoint_few_failures_are_retried(run, limit, reached, reas
         ("error", "KeyError: 'text'", False),
     ],
 )
-def test_only_machine_failures_are_retried(run, kind, message, again):
+def test_only_machine_failures_are_retried(run, kind, message, retried):
     run.reach(10, checkpoint=8)
     restarts, e = policy(run)
-    found = restarts.after(Failure(1, 1, kind, message, "", 0.0), e)
-    assert isinstance(found, RestartDecision) == again
-    assert again or found == "no restart: the same failure would happen again"
+    decision = restarts.after(Failure(1, 1, kind, message, "", 0.0), e)
+    assert isinstance(decision, RestartDecision) == retried
+    assert retried or decision == "no restart: the same failure would happen again"
 
 
 def on_gpus(workers: int, *overrides: str):
@@ -171,17 +171,17 @@ def test_after_losing_a_gpu_the_run_continues_on_as_many_workers_as_fit(
     )
     config, e = on_gpus(4, *overrides)
     run.reach(10, checkpoint=8)
-    found = RestartPolicy(run.dir, config, False).after(KILLED, e)
+    decision = RestartPolicy(run.dir, config, False).after(KILLED, e)
     if isinstance(workers, str):
-        assert isinstance(found, str)
-        assert found.startswith("no restart: GPU 6 does not respond, and ")
-        assert workers in found
+        assert isinstance(decision, str)
+        assert decision.startswith("no restart: GPU 6 does not respond, and ")
+        assert workers in decision
         return
-    assert isinstance(found, RestartDecision)
-    assert (found.environment.workers, found.entry.workers) == (workers, workers)
-    assert found.devices == ("4", "5", "7")[:workers]
-    assert found.environment.launcher == "mtrain"
-    assert "without GPU 6, which does not respond" in restart.describe_restart(found, 1)
+    assert isinstance(decision, RestartDecision)
+    assert (decision.environment.workers, decision.entry.workers) == (workers, workers)
+    assert decision.devices == ("4", "5", "7")[:workers]
+    assert decision.environment.launcher == "mtrain"
+    assert "without GPU 6, which does not respond" in restart.describe_restart(decision, 1)
 
 
 @pytest.mark.usefixtures("_four_gpus")
@@ -191,9 +191,9 @@ def test_a_broken_gpu_that_no_worker_needs_is_skipped(run, monkeypatch):
     )
     config, e = on_gpus(2, "topology.workers=2")
     run.reach(10, checkpoint=8)
-    found = RestartPolicy(run.dir, config, False).after(KILLED, e)
-    assert isinstance(found, RestartDecision)
-    assert (found.environment.workers, found.devices) == (2, ("5", "6"))
+    decision = RestartPolicy(run.dir, config, False).after(KILLED, e)
+    assert isinstance(decision, RestartDecision)
+    assert (decision.environment.workers, decision.devices) == (2, ("5", "6"))
 
 
 def test_a_device_that_does_not_respond_is_detected():

@@ -71,7 +71,7 @@ def test_a_folder_that_holds_a_run_is_refused_and_left_alone():
     before = {path: path.read_bytes() for path in Path("mine").iterdir() if path.name != ".lock"}
     with pytest.raises(
         ConfigError,
-        match=r"run\.dir=.*mine: already holds a run\. Resume it with --resume .*mine, or choose another",
+        match=r"run\.dir=.*mine: already holds a run\. Resume it with --resume .*mine, or choose",
     ):
         run_dir.create(config, ["seed=1"])
     assert before == {

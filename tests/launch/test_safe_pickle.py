@@ -78,11 +78,17 @@ def test_plain_values_are_unpickled(value):
 @pytest.mark.parametrize(
     "pickled",
     [
-        b"cbuiltins\neval\n.", b"cos\nsystem\n.", b"cbuiltins\ngetattr\n.", b"cmtrain_cli.launch.safe_pickle\npickle.Unpickler\n.",
-        b"\x80\x04\x8c\x0cmtrain_cli.x\x8c\x02os\x93.", b"ctorch.storage\n_load_from_bytes\n.", b"ctorch.serialization\nload\n.",
-        b"\x80\x04\x8c\x05torch\x8c\x0dSize.__init__\x93.", b"cmtrain_cli.training.checkpoint\nCheckpointer\n.",
+        b"cbuiltins\neval\n.",
+        b"cos\nsystem\n.",
+        b"cbuiltins\ngetattr\n.",
+        b"cmtrain_cli.launch.safe_pickle\npickle.Unpickler\n.",
+        b"\x80\x04\x8c\x0cmtrain_cli.x\x8c\x02os\x93.",
+        b"ctorch.storage\n_load_from_bytes\n.",
+        b"ctorch.serialization\nload\n.",
+        b"\x80\x04\x8c\x05torch\x8c\x0dSize.__init__\x93.",
+        b"cmtrain_cli.training.checkpoint\nCheckpointer\n.",
     ],
-)  # fmt: skip
+)
 def test_functions_and_active_classes_are_refused(pickled):
     with pytest.raises(RefusedError, match="which mtrain does not load"):
         loads_message(pickled)

@@ -38,8 +38,9 @@ def adds_ranks(config: Config, run_dir: RunDir, environment: Environment, resume
     _sign_in(run_dir, environment)
     total = torch.tensor([float(environment.rank + 1)])
     dist.all_reduce(total)
-    facts = f"{total.item():g} {os.environ['OMP_NUM_THREADS']} {environment.launcher} {resume} {config.run.dir}"
-    (run_dir.path / f"result-{environment.rank}").write_text(facts)
+    facts = [f"{total.item():g}", os.environ["OMP_NUM_THREADS"], environment.launcher]
+    text = " ".join([*facts, str(resume), config.run.dir])
+    (run_dir.path / f"result-{environment.rank}").write_text(text)
     print(f"words of rank {environment.rank}")
 
 
@@ -55,7 +56,9 @@ def rank_1_comes_late(
 def libraries_write(
     _config: Config, _run_dir: RunDir, environment: Environment, _resume: bool
 ) -> None:
-    """Write to standard error as C++ does, here and in a child process, with Python output between."""
+    """Write to standard error like C++ code, here and in a child process, with Python output
+    between.
+    """
     os.write(2, f"library of rank {environment.rank}\n".encode())
     print(f"Python of rank {environment.rank}", file=sys.stderr)
     subprocess.run(
@@ -267,14 +270,14 @@ def listening(pids: list[int]) -> list[tuple[int, str, int]]:
             words = [bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8)]
             family = socket.AF_INET if table == "tcp" else socket.AF_INET6
             sockets[fields[9]] = socket.inet_ntop(family, b"".join(words)), int(port, 16)
-    found = []
+    listeners = []
     for pid in pids:
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
                 inode = os.readlink(descriptor).removeprefix("socket:[").removesuffix("]")
                 if inode in sockets:
-                    found.append((pid, *sockets[inode]))
-    return found
+                    listeners.append((pid, *sockets[inode]))
+    return listeners
 
 
 def _own_ports(device: str) -> list[tuple[int, str, int]]:
@@ -287,9 +290,9 @@ def _own_ports(device: str) -> list[tuple[int, str, int]]:
         total = torch.ones(1, device="cuda")
         dist.all_reduce(total)
         assert total.item() == dist.get_world_size()
-    found = listening([os.getpid(), os.getppid()])
+    listeners = listening([os.getpid(), os.getppid()])
     dist.barrier()
-    return found
+    return listeners
 
 
 def attacks_its_ports(
@@ -299,11 +302,11 @@ def attacks_its_ports(
 
     Then it gives the launcher time to read it.
     """
-    found = _own_ports(environment.device)
+    listeners = _own_ports(environment.device)
     (run_dir.path / f"listening-{environment.rank}").write_text(
-        "\n".join(f"{pid} {address} {port}" for pid, address, port in found)
+        "\n".join(f"{pid} {address} {port}" for pid, address, port in listeners)
     )
-    ports = {port for _, _, port in found}
+    ports = {port for _, _, port in listeners}
     if environment.rank == 0:
         bomb = (run_dir.path / "bomb").read_bytes() if (run_dir.path / "bomb").exists() else b"bomb"
         for port in ports:
