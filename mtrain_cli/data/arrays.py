@@ -17,7 +17,7 @@ from mtrain_cli.data.store import VERSION, StoreMeta, TokenStore
 from mtrain_cli.launch.failures import read_failure
 
 SUFFIXES = (".npy", ".bin")
-# The fingerprint of a file covers so many places, and so many elements at each.
+# The fingerprint of a file covers this many samples of this many elements each.
 _PROBES, _PROBE_SIZE = 64, 1 << 14
 
 

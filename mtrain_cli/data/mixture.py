@@ -1,5 +1,4 @@
-"""Mix several corpora in given proportions of sequences: which sequence of which corpus is the
-n-th.
+"""Mix several corpora in given proportions: choose the corpus and the sequence for every n.
 
 The order is a pure function of n, so any number of workers agrees on it and a resumed run needs one
 integer. Numbers are dealt in blocks. Up to the end of block b, corpus d has had floor(W_d m) -

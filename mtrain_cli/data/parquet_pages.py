@@ -17,7 +17,8 @@ from mtrain_cli.launch.environment import host_memory
 # Bytes to read for a header. Its statistics repeat the least and greatest value, at any length.
 _HEAD_BYTES = (1 << 12, 1 << 24)
 _DICTIONARY = 2  # the kind of a dictionary page
-_EXPANDED_BYTES = 1 << 28  # bytes that rows which refer to a dictionary may take at once
+# Bytes that one read may expand to, if its rows refer to a dictionary.
+_EXPANDED_BYTES = 1 << 28
 # Field types of the compact encoding.
 _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 11, 12
 

@@ -315,7 +315,7 @@ class _Hub:
         exit_now(code)
 
     def _cause(self, records: Mapping[int, WorkerActivity]) -> Failure:
-        """Return the first failure, or blame a rank that the others waited for in vain."""
+        """Return the first failure, or blame a rank that the others waited for."""
         reported = {failure.rank for failure in self._failures}
         not_waiting = [
             rank

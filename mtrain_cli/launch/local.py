@@ -225,7 +225,7 @@ def _wait(
         agent.kill_workers()
         thread.join(2.0)
         _restore_terminal()
-    # The request has been handled, whatever came of it.
+    # The request is done, whether or not the workers heeded it.
     run_dir.stop_request.unlink(missing_ok=True)
     if requests.kill:
         run_state.set_phase(run_dir, "failed", "killed by a second Ctrl-C")
@@ -338,8 +338,8 @@ def _print_line(line: str, over_display: bool = False) -> None:
     """Print one line to stderr. Set ``over_display`` if a live display may be on the terminal."""
     line = printable(line)
     if over_display and sys.stderr.isatty():
-        # The cursor is at the end of the display's last line. The next refresh clears as many lines
-        # as the display has, counted up from the cursor, so print this line above them.
+        # The cursor is at the end of the display's last line, and the next refresh clears the
+        # display's lines upwards from the cursor. So print this line above them.
         line = f"\n{line}" + "\n" * (DISPLAY_LINES - 1)
     # After a hangup there is no terminal to write to.
     with contextlib.suppress(OSError):

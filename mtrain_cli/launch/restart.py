@@ -201,7 +201,7 @@ def is_machine_failure(failure: Failure) -> bool:
 def shrink_environment(
     config: Config, before: Environment, answering: Sequence[str], lost: str
 ) -> tuple[Environment, tuple[str, ...], str] | str:
-    """Return the run on as many workers as fit on the remaining devices, or why none fits.
+    """Return the environment with the most workers that fit the remaining GPUs, or why none fits.
 
     The global batch stays, so every step computes the same.
     """

@@ -48,17 +48,17 @@ def test_a_bin_is_uint32_for_a_large_vocabulary(
     assert np.array_equal(dataset[0].tokens, ids[:50])
 
 
-@pytest.mark.parametrize("beside", ["npy", "bin", "rows"])
+@pytest.mark.parametrize("offsets_from", ["npy", "bin", "rows"])
 def test_documents_are_rows_or_come_from_an_offsets_file(
-    make_config: Callable[..., Any], tmp_path: Path, beside: str
+    make_config: Callable[..., Any], tmp_path: Path, offsets_from: str
 ) -> None:
     offsets = np.array([0, 20, 40, 200], "<i8")
-    if beside == "rows":
+    if offsets_from == "rows":
         np.save(tmp_path / "a.npy", IDS.astype("<u2").reshape(10, 20))
         offsets = np.arange(0, 201, 20)
     else:
         np.save(tmp_path / "a.npy", IDS.astype("<u2"))
-        np.save(tmp_path / "a.documents.npy", offsets) if beside == "npy" else offsets.tofile(
+        np.save(tmp_path / "a.documents.npy", offsets) if offsets_from == "npy" else offsets.tofile(
             tmp_path / "a.documents.bin"
         )
     sample = open_dataset(
@@ -66,7 +66,7 @@ def test_documents_are_rows_or_come_from_an_offsets_file(
     )[0]
     ends = [end for end in offsets if 0 < end <= 100]
     assert np.flatnonzero(sample.labels == IGNORED).tolist() == [end - 1 for end in ends]
-    assert sample.documents[-1] == (4 if beside == "rows" else 2)
+    assert sample.documents[-1] == (4 if offsets_from == "rows" else 2)
 
 
 def _line(config: Any) -> str:

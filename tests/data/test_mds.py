@@ -279,7 +279,7 @@ def _first(folder: Path, **facts: Any) -> None:
 
 
 def _unchecked(folder: Path, change: Callable[[bytes], bytes]) -> None:
-    """Another first shard, whose checksum nobody noted."""
+    """Change the first shard and drop its checksum from the index."""
     _corrupt(folder, "shard.00000.mds", change)
     _index(folder, lambda content: content["shards"][0]["raw_data"].update(hashes={}))
 

@@ -50,7 +50,7 @@ def test_shares_hold_in_every_block_and_no_sequence_repeats_in_an_epoch(
 
 
 def _repeats(order: list[int], sizes: list[int]) -> list[int]:
-    """Numbers whose sequence came before in the same pass of its corpus."""
+    """Return the numbers whose sequence already came in the same epoch of its corpus."""
     starts, drawn, found = np.cumsum([0, *sizes]), [0] * len(sizes), []
     passes: list[set[int]] = [set() for _ in sizes]
     for number, index in enumerate(order):

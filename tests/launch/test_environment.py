@@ -40,7 +40,7 @@ def default() -> Config:
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch):
-    """Pretend that this machine has so many GPUs and this process such variables."""
+    """Pretend that this machine has ``gpus`` GPUs and this process has ``variables``."""
 
     def pretend(gpus: int = 0, variables: dict[str, str] | None = None) -> None:
         monkeypatch.setattr(environment, "_visible_gpus", lambda: gpus)

@@ -56,7 +56,7 @@ def test_a_run_restarts_as_long_as_each_failure_has_a_newer_checkpoint(run):
     for number in range(1, 9):
         run.reach(10 * number + 3, checkpoint=10 * number)
         decision = restarts.after(KILLED, e)
-        assert isinstance(again, RestartDecision)
+        assert isinstance(decision, RestartDecision)
         assert decision.resume
         assert (decision.entry.step, decision.entry.reached) == (10 * number, 10 * number + 3)
         assert decision.environment.restarts == number
