@@ -25,8 +25,9 @@ _MIN_FILLED = 0.05
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence, int32[seq] each. Padding is at the end: token 0, label -100, a document of its
-    own.
+    """One sequence, int32[seq] each.
+
+    Padding is at the end: token 0, label -100, in a document of its own.
 
     tokens: token ids.
     labels: the next tokens. The loss at position t compares logits[t] with labels[t]; -100 is
@@ -157,9 +158,7 @@ class PackedDataset:
         return Sample(tokens, labels, documents)
 
     def describe(self) -> str:
-        """Return one line: source, documents, tokens, tokenizer, sequences, and location of the
-        tokens.
-        """
+        """Return one line: source, documents, tokens, tokenizer, sequences, and location."""
         meta = self._store.meta
         remainder = self.num_tokens - self.sequences * self.seq
         tail = (
@@ -243,10 +242,10 @@ class PackedDataset:
 
 
 def open_dataset(config: Config) -> Dataset:
-    """Open the dataset of a configuration: groups ``data`` and ``seq``, ``seed``,
-    ``model.vocab_size``.
+    """Open the dataset of a configuration.
 
-    A corpus without tokens is tokenised first, once for all workers and runs (see `token_cache`).
+    It uses the group ``data``, ``seq``, ``seed`` and ``model.vocab_size``. A corpus that is still
+    text is tokenised first, once for all workers and runs (see `token_cache`).
 
     Raises:
         ConfigError: the corpus, tokenizer or store is missing or broken, the vocabulary exceeds the

@@ -1,6 +1,4 @@
-"""MDS shards as a corpus of text: decode the token ids, so that another tokenizer can encode the
-text.
-"""
+"""MDS shards as a corpus of text: decode the token ids for another tokenizer."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ _DECODED_TOKENS = 1 << 21  # tokens to decode at once, on all cores
 
 
 def mds_folders(root: Path) -> list[Path]:
-    """Return ``root`` if it is a folder of shards, else the folders of shards up to two levels
-    below.
-    """
+    """Return ``root`` if it is a folder of shards, else those up to two levels below it."""
     if (root / INDEX).is_file():
         return [root]
     return sorted(

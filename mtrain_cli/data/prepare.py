@@ -54,9 +54,7 @@ DEFAULT_BPE_VOCABULARY = 8192
 
 @dataclass(frozen=True)
 class CorpusPosition:
-    """Position before record ``record`` of unit ``unit``; ``read`` is about how many bytes precede
-    it.
-    """
+    """Position before a record of a unit. ``read`` is about how many bytes precede it."""
 
     unit: int = 0
     record: int = 0
@@ -157,10 +155,9 @@ def prepare_store(
     report: Callable[[PreparationProgress], None],
     filters: Filters = EVERYTHING,
 ) -> TokenStore:
-    """Tokenise ``corpus`` into the folder ``out``, or continue an interrupted call with equal
-    arguments.
+    """Tokenise ``corpus`` into the folder ``out``, or continue an interrupted call.
 
-    A complete store is opened and left alone.
+    A complete store with the same arguments is opened and left alone.
 
     Args:
         tokenizer: ``bytes``, ``bpe`` (trained here, with at most ``vocab_size`` ids), or the path
@@ -410,9 +407,7 @@ def _open_bpe(
 
 
 def _sample_pieces(corpus: Corpus, report: Callable[[PreparationProgress], None]) -> Iterator[str]:
-    """Yield all pieces of a corpus, or an even sample of about ``_BPE_CHARACTERS`` from a large
-    one.
-    """
+    """Yield all pieces of a corpus, or about ``_BPE_CHARACTERS`` evenly from a large one."""
     kept_of_2_64 = min(1.0, _BPE_CHARACTERS / max(1, corpus.size)) * 2.0**64
     number, base = 0, 0
     for unit in corpus.units:

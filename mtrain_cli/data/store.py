@@ -1,5 +1,4 @@
-"""The token store: a folder of memory-mapped arrays with a tokenised corpus and its document
-bounds.
+"""The token store: a folder of memory-mapped arrays with a tokenised corpus.
 
 ``tokens.bin``: ids of all documents end to end, little-endian uint16, or uint32 for vocabularies
 above 65,536.
@@ -225,11 +224,10 @@ class TokenStore:
 
 
 class StoreWriter:
-    """Append documents to a pair of binary files, after ``num_documents`` documents already
-    written.
+    """Append documents to a pair of binary files.
 
-    Appended tokens reach the files with the next `flush`, so that many small documents cost one
-    write.
+    The files already hold ``num_documents`` documents. Appended tokens reach them with the next
+    `flush`, so that many small documents cost one write.
     """
 
     def __init__(

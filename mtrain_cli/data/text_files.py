@@ -1,8 +1,8 @@
-"""Read the user's text: .txt, .md and .py files are one document each, .jsonl and .parquet one per
-record.
+"""Read the user's text from .txt, .md, .py, .jsonl and .parquet files.
 
-A new format is one reader function and one entry in ``READERS``. Every mistake in a file is a
-one-line ConfigError.
+A .txt, .md or .py file is one document; .jsonl and .parquet files have one per record. A new format
+is one reader function and one entry in ``READERS``. Every mistake in a file is a one-line
+ConfigError.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ class TextKey:
 def text_corpus(
     path: str, text_key: str, path_option: str = "data.path", key_option: str = "data.text_key"
 ) -> Corpus:
-    """Open the corpus in a file, or in all readable files below a folder in order of relative
-    paths.
+    """Open the corpus in a file, or in all readable files below a folder by relative path.
 
     Hidden files and folders are skipped. The signature covers relative paths, sizes and
     modification times, so it is cheap for a corpus of any size.
@@ -124,10 +123,9 @@ def _relative_hint(file: Path, root: Path) -> str:
 def _read_guarded(
     reader: Reader, path: Path, label: str, key: TextKey, domain: str, skip: int
 ) -> Iterator[Document]:
-    """Yield the documents of ``reader``, with file system errors as one line that begins with
-    ``label``.
+    """Yield the documents of ``reader``, and report file system errors in one line.
 
-    Documents without a domain of their own get ``domain``.
+    The line begins with ``label``. Documents without a domain get ``domain``.
     """
     try:
         for document in reader(path, label, key, skip):

@@ -1,6 +1,4 @@
-"""Keep corpora that are tokenised on the fly in the user's cache folder, for all workers and later
-runs.
-"""
+"""Cache corpora that are tokenised on the fly, for all workers and later runs of a user."""
 
 from __future__ import annotations
 

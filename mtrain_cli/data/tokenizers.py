@@ -1,6 +1,4 @@
-"""Convert text to token ids and back: the byte tokenizer, and Hugging Face ``tokenizer.json``
-files.
-"""
+"""Convert text to token ids and back, as bytes or with a Hugging Face ``tokenizer.json``."""
 
 from __future__ import annotations
 

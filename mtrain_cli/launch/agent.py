@@ -39,8 +39,7 @@ STACK_DUMP_S = 0.3
 
 
 class WorkerFiles(LogsSpecs):
-    """Tell the elastic agent where workers leave their failures, and set their environment
-    variables.
+    """Tell the agent where workers leave their failures, and set the workers' variables.
 
     Workers send their output to the run's logs themselves, so this leaves both streams alone.
     """
@@ -88,8 +87,10 @@ class WorkerAgent(LocalElasticAgent):
         variables: dict[str, str],
         timeout_s: float,
     ) -> None:
-        """Prepare the agent. ``timeout_s`` is how long a worker waits for another before it gives
-        up.
+        """Prepare the agent.
+
+        Args:
+            timeout_s: how long a worker waits for another before it gives up.
         """
         _silence_agent_logs()
         spec = WorkerSpec(

@@ -253,8 +253,9 @@ class _Hub:
             self._handle_message(peer.rank, line)
 
     def _rank_of(self, greeting: bytes) -> int | None:
-        """Return the rank that shows the token, or None for a stranger, whose bytes are never
-        parsed.
+        """Return the rank that shows the token, or None for a stranger.
+
+        A stranger's bytes are never parsed.
         """
         token, _, rank = greeting.partition(b" ")
         return (
@@ -381,7 +382,7 @@ def print_cause(failure: Failure, where: Sequence[str] = ()) -> None:
     """Print why the run ended.
 
     Args:
-        where: lines on what each worker was doing, see `failures.format_report`.
+        where: lines on what each worker was doing (`failures.format_report`).
     """
     config = failure.kind == "config"
     lines = (

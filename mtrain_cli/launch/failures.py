@@ -163,12 +163,13 @@ def first_sentence(error: BaseException) -> str:
 def find_silent_rank(
     failed: Sequence[Failure], stopped: Sequence[int], running: Sequence[int], waited: str = ""
 ) -> Failure | None:
-    """Return the failure of ranks that left none but for which the others may have waited.
+    """Blame ranks that left no failure but may have kept the others waiting.
 
     Args:
+        failed: failures so far.
         stopped: ranks whose process a signal has stopped.
         running: ranks that run on and, as far as is known, wait for nobody.
-        waited: value for `Failure.exceeded_timeout` of a worker that could not report it itself.
+        waited: `Failure.exceeded_timeout` of a worker that could not report it itself.
 
     Returns:
         The failure, or None if other failures explain the wait.
@@ -223,10 +224,9 @@ def write_record(failure: Failure, path: str | os.PathLike[str] | None) -> None:
 def read_record(
     rank: int, exit_code: int | None, path: Path, before_shutdown: bool
 ) -> Failure | None:
-    """Return the failure of a worker that may have left a record at ``path``; None if it did not
-    fail.
+    """Return the failure of a worker from its record, or from its exit code without one.
 
-    ``exit_code`` is None while the worker runs.
+    ``exit_code`` is None while the worker runs. Returns None if it did not fail.
     """
     if path.exists():
         return Failure(

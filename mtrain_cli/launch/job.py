@@ -74,7 +74,7 @@ class Job:
 def current_job(variables: Mapping[str, str] | None = None) -> Job | None:
     """Return the job that this process belongs to, from the variables of torchrun or srun.
 
-    A single srun task is no job, so that `srun --ntasks=1 --gpus=8 mtrain train` starts a worker
+    A single srun task is not a job, so that `srun --ntasks=1 --gpus=8 mtrain train` starts a worker
     for each GPU itself. Nor is a batch script outside srun, which has SLURM_PROCID but no step.
 
     Raises:
@@ -268,9 +268,7 @@ def listen(job: Job, port: int) -> socket.socket:
 
 
 def shared_key(purpose: str) -> str | None:
-    """Return a key that only ranks with the job's secret (``MTRAIN_SECRET``) know, or None without
-    one.
-    """
+    """Return a key that only ranks with the job's secret know, or None without a secret."""
     secret = os.environ.get(SECRET, "")
     return (
         hmac.digest(secret.encode(), f"mtrain {purpose}".encode(), "sha256").hex()
@@ -280,8 +278,9 @@ def shared_key(purpose: str) -> str | None:
 
 
 def _seal(name: str, text: str) -> str:
-    """Return ``text`` with a seal, for the store entry ``name``: anyone who reaches the port can
-    write.
+    """Return ``text`` with a seal for the store entry ``name``.
+
+    Anyone who reaches the store's port can write to it.
     """
     key = shared_key("decision")
     seal = (

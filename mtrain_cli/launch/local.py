@@ -289,8 +289,10 @@ class _SignalRequests:
     """
 
     def __init__(self, run_dir: RunDir, on_stop: str) -> None:
-        """Prepare the handlers. ``on_stop`` says what the workers do when they stop, for the
-        message.
+        """Prepare the handlers.
+
+        Args:
+            on_stop: what the workers do when they stop, for the message.
         """
         self._file = run_dir.stop_request
         self._on_stop = on_stop
@@ -347,7 +349,7 @@ def _print_line(line: str, over_display: bool = False) -> None:
 
 
 def _restore_terminal() -> None:
-    """Show the cursor again at the start of a line: a killed worker cannot end its live display."""
+    """Show the cursor again at the start of a line, which a killed worker could not do."""
     for stream in (sys.stdout, sys.stderr):
         if stream.isatty():
             with contextlib.suppress(OSError):

@@ -83,7 +83,7 @@ _record: _ProgressRecord | None = None
 
 
 def start_record(path: Path) -> None:
-    """Start this worker's record in an existing folder; without one if the disk refuses."""
+    """Start this worker's record in an existing folder. If the disk refuses, keep none."""
     global _record
     with contextlib.suppress(OSError):
         _record = _ProgressRecord(path)

@@ -1,5 +1,4 @@
-"""Decide whether a run that lost a worker restarts, from which checkpoint, on how many workers, and
-when.
+"""Decide whether a run that lost a worker restarts, from where, on how many workers, and when.
 
 A restart helps against failures of a machine: a killed process, a failed device, a peer that hangs.
 Failures of the program or its input would happen again, so mistakes, exceptions, losses that are
@@ -99,8 +98,10 @@ class RestartPolicy:
     """Decides about the restarts of one launch."""
 
     def __init__(self, run: RunDir, config: Config, resume: bool) -> None:
-        """Start with no restarts. ``resume`` is whether the launch itself resumes from a
-        checkpoint.
+        """Start with no restarts.
+
+        Args:
+            resume: whether the launch itself resumes from a checkpoint.
         """
         self._run = run
         self._config = config
@@ -114,7 +115,8 @@ class RestartPolicy:
         """Decide what follows a failure.
 
         Returns:
-            The restart, or a line that says why there is none (empty if nobody expects one).
+            The restart, or a line that says why there is none. The line is empty if no restart was
+            to be expected.
         """
         if self._limit == 0 or failure.kind == "config":
             return ""
@@ -234,8 +236,9 @@ def shrink_environment(
 
 
 def visible_devices(workers: int) -> list[str]:
-    """Return the GPUs of this machine as CUDA_VISIBLE_DEVICES names them, at least ``workers``
-    many.
+    """Return the GPUs of this machine as CUDA_VISIBLE_DEVICES names them.
+
+    Without that variable, return at least one for each of the workers.
     """
     named = [
         name.strip()
@@ -293,7 +296,7 @@ def count_unreadable_lines(run: RunDir) -> int:
 def latest_steps(run: RunDir) -> list[tuple[int, float | None]]:
     """Return (step, loss) of the last complete lines of metrics.jsonl, oldest first.
 
-    Of a long file only the end is read.
+    Read only the end of a long file.
     """
     found = []
     with contextlib.suppress(OSError):

@@ -1,6 +1,4 @@
-"""The folder of a run: the files that the launcher writes first, and the lock that keeps other runs
-out.
-"""
+"""The folder of a run: its files, and the lock that keeps other runs out."""
 
 from __future__ import annotations
 
@@ -122,9 +120,7 @@ class RunDir:
         return max(times)
 
     def beat(self) -> None:
-        """Renew the lock's time stamp, for processes on other machines; do nothing without the
-        lock.
-        """
+        """Renew the lock's time stamp for processes on other machines, if this process holds it."""
         if self._lock is not None:
             self._lock.beat()
 
@@ -150,8 +146,7 @@ class RunDir:
         decide_on_rank_zero(check)
 
     def rewrite(self, config: Config, overrides: Sequence[str]) -> RunDir:
-        """Replace the configuration of an opened run and append the overrides, to resume with
-        overrides.
+        """Replace the configuration of an opened run and append the overrides.
 
         Returns:
             The run, whose `discard` restores the previous files.
@@ -186,7 +181,7 @@ class RunDir:
     def discard(self) -> bool:
         """Undo `create` or `rewrite`, so that a user's mistake leaves nothing behind.
 
-        If a step has run since, keep a new run, and keep the configuration of a rewritten one.
+        If a step has run since, a new run stays, and a rewritten one keeps its new configuration.
 
         Returns:
             Whether the folder is gone.
@@ -308,11 +303,11 @@ class RunLock:
 
 
 def create(config: Config, overrides: Sequence[str]) -> RunDir:
-    """Create and lock the folder of a new run, with resolved.yaml, overrides.txt and
-    environment.json.
+    """Create and lock the folder of a new run and write its first files.
 
-    In a torchrun or srun job, global rank 0 does so and the other ranks get the path from it, even
-    if ``run.dir=auto`` would give them another one.
+    They are resolved.yaml, overrides.txt and environment.json. In a torchrun or srun job, global
+    rank 0 does so and the other ranks get the path from it, even if ``run.dir=auto`` would give
+    them another one.
 
     Raises:
         ConfigError: the folder already holds a run or anything else, is in use, or cannot be
@@ -447,8 +442,10 @@ def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
 
 
 def _make_folder(wanted: Path, must_be_new: bool) -> tuple[Path, bool]:
-    """Make ``wanted``, or ``wanted-2`` and so on if it must be new. Return it and whether it is
-    new.
+    """Make ``wanted``, or ``wanted-2`` and so on if it must be new.
+
+    Returns:
+        The folder, and whether it is new.
     """
     for attempt in range(1, 1000):
         path = wanted if attempt == 1 else wanted.with_name(f"{wanted.name}-{attempt}")

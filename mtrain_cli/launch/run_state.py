@@ -211,7 +211,10 @@ def check_liveness(run: RunDir, now: float) -> Liveness:
 
 
 def _is_held(lock: Path) -> bool:
-    """Test the lock for some microseconds, which `RunLock` waits for."""
+    """Return whether a process holds the lock.
+
+    The test takes the lock for some microseconds; `RunLock` tries again.
+    """
     descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
