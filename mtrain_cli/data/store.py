@@ -1,11 +1,11 @@
 """The token store: a folder of memory-mapped arrays with a tokenised corpus.
 
 ``tokens.bin``: ids of all documents end to end, little-endian uint16, or uint32 for vocabularies
-above 65,536.
+    above 65,536.
 ``documents.bin``: little-endian int64[num_documents + 1]. Document d is tokens[offsets[d] :
-offsets[d + 1]], never empty.
+    offsets[d + 1]], never empty.
 ``domains.bin``: uint16[num_documents], the domain of each document by its number in the metadata.
-Only if the corpus has domains.
+    Only if the corpus has domains.
 ``meta.json``: a `StoreMeta`. Written last, so a folder without it is not a store.
 ``tokenizer.json``: the tokenizer, unless it is the byte tokenizer.
 """
