@@ -143,7 +143,9 @@ def test_a_resume_that_the_workers_refuse_changes_nothing(monkeypatch):
     monkeypatch.setattr(
         local,
         "launch",
-        lambda run_dir, *_, **__: local._failed(types.SimpleNamespace(failures=[mistake]), run_dir),
+        lambda run_dir, *_, **__: local._report_failure(
+            types.SimpleNamespace(failures=[mistake]), run_dir
+        ),
     )
     result = run("--resume", "first", "train.steps=400", "train.kernel=triton")
     assert (result.exit_code, result.stderr) == (2, "mtrain: train.kernel=triton: needs a GPU\n")
