@@ -300,7 +300,7 @@ def show(
             f"--document {document}: the store has documents 0 to {meta.num_documents - 1}"
         )
     if check and not array:
-        store.check()
+        store.verify()
     console.print(
         f"{path}: {meta.num_documents:,} documents, {meta.num_tokens:,} tokens of {meta.source}",
         markup=False,
@@ -357,7 +357,7 @@ def _show_shards(
             f"({size / 2**20:,.1f} MiB{f', {shards.compression}' if shards.compression else ''})",
             markup=False,
         )
-        console.print(f"  columns {shards.described()}", markup=False)
+        console.print(f"  columns {shards.describe_columns()}", markup=False)
         if name or DOMAIN not in shards.columns:
             found.setdefault(name, []).append(lengths)
         else:
@@ -374,7 +374,7 @@ def _show_shards(
                 shards.sample(
                     number,
                     list(shards.columns)
-                    if all(c.known for c in shards.columns.values())
+                    if all(c.is_readable for c in shards.columns.values())
                     else [TOKENS],
                 )
         first = first or shards

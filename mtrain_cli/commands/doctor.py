@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from mtrain_cli import install_command
-from mtrain_cli.launch.environment import host_memory, on_loopback
+from mtrain_cli.launch.environment import host_memory, loopback_variables
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -300,7 +300,7 @@ def _check_gloo() -> CheckResult:
             [sys.executable, "-c", _GLOO, str(rank), os.path.join(folder, "meet")]
             for rank in range(2)
         ]
-        environment = {**os.environ, **on_loopback(), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **loopback_variables(), "OMP_NUM_THREADS": "1"}
         workers = [
             subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment

@@ -79,14 +79,16 @@ def status(
     if every and run is not None:
         raise ConfigError(f"--all: shows every run under runs/; give it without {run}")
     if not every:
-        chosen = [RunDir(find_run(run).resolve()) if run is not None else statuses.latest()]
+        chosen = [
+            RunDir(find_run(run).resolve()) if run is not None else statuses.find_latest_run()
+        ]
     else:
-        chosen = statuses.runs_here()
+        chosen = statuses.list_runs()
         if not chosen:
             raise ConfigError("--all: there are no runs in runs/")
 
     def look() -> list[RunStatus]:
-        return [statuses.look(one) for one in chosen]
+        return [statuses.read_status(one) for one in chosen]
 
     if as_json:
         _print_json(look, watch)

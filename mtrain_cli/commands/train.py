@@ -132,7 +132,7 @@ def _run_to_resume(resume: str | None, words: list[str], config_dir: Path | None
         )
     if resume is None and job is not None and not job.started_again:
         return None
-    found = run_dir.begun(config, this_job=resume is None)
+    found = run_dir.find_earlier_start(config, this_job=resume is None)
     return found.path if found else None
 
 

@@ -42,7 +42,7 @@ def naming(what: str, doing: str, missing: str, waits_for: int | None = None) ->
     except ExchangeError:
         raise
     except RuntimeError as error:
-        if not failures.lost_peer(error):
+        if not failures.is_peer_loss(error):
             raise
         raise ExchangeError(f"{what}: {missing} ({failures.first_sentence(error)})") from error
     progress_record.note(what)

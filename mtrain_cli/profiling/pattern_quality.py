@@ -15,7 +15,7 @@ import torch.distributed as dist
 from mtrain_cli.attention.index import MaskWork
 from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.config.schema import Config, ConfigError
-from mtrain_cli.launch.environment import Environment, on_loopback, resolve_environment
+from mtrain_cli.launch.environment import Environment, loopback_variables, resolve_environment
 from mtrain_cli.sparsity.pattern import MaskedPositions, Pattern
 from mtrain_cli.sparsity.recall import recall
 from mtrain_cli.training.batch import Batch
@@ -167,7 +167,7 @@ def _alone(environment: Environment) -> Iterator[None]:
     device = (
         torch.device("cuda", torch.cuda.current_device()) if environment.device == "cuda" else None
     )
-    os.environ.update(on_loopback())
+    os.environ.update(loopback_variables())
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
     try:
         yield

@@ -312,7 +312,7 @@ def open_source(path: Path) -> ReportSource:
     wanted = _steps_wanted(path) if metrics else None
     return ReportSource(
         _name(path), path, facts, recorded, cases, metrics, wanted, evaluations=tuple(read_evaluations(path)),
-        settings=read_settings(path), restarts=tuple(restart.read(RunDir(path))), damage=damaged,
+        settings=read_settings(path), restarts=tuple(restart.read_restarts(RunDir(path))), damage=damaged,
     )  # fmt: skip
 
 

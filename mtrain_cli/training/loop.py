@@ -104,7 +104,7 @@ def _train(
 def _reporter(trainer: Trainer, run_dir: RunDir) -> StateReporter:
     return StateReporter(
         run_dir, launcher=trainer.environment.launcher, steps=trainer.config.train.steps, step=trainer.step, workers=trainer.places,
-        records=progress_record.pattern(run_dir.logs, trainer.environment.launcher),
+        records=progress_record.record_pattern(run_dir.logs, trainer.environment.launcher),
     )  # fmt: skip
 
 

@@ -13,9 +13,9 @@ from mtrain_cli.attention.kernel_registry import choose, make_kernel, survey
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch.environment import (
     Environment,
+    describe_host_memory,
     gpu_index,
     host_memory,
-    machine_has,
     resolve_environment,
 )
 from mtrain_cli.model.rope import rope_factor
@@ -270,7 +270,7 @@ def _refusal_here(config: Config) -> str | None:
 
 def needed_here(found: RunPlan) -> str:
     """Memory of CPU workers against that of this machine, in whole GiB as the run itself says it."""
-    return f"about {found.host_bytes / GIB:,.0f} GiB where this machine {machine_has()}"
+    return f"about {found.host_bytes / GIB:,.0f} GiB where this machine {describe_host_memory()}"
 
 
 def planned(config: Config, environment: Environment, choices: ResolvedRun) -> RunPlan:

@@ -25,7 +25,7 @@ from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.data.dataset import Dataset, Sample, open_dataset
 from mtrain_cli.data.loader import Loader
 from mtrain_cli.launch import progress_record
-from mtrain_cli.launch.environment import Environment, describe_place, machine_has
+from mtrain_cli.launch.environment import Environment, describe_host_memory, describe_place
 from mtrain_cli.launch.failures import PeerLostError, RunError
 from mtrain_cli.model.decoder import Attend, Decoder
 from mtrain_cli.model.huggingface import load_into
@@ -93,7 +93,7 @@ def _check_host_memory(config: Config, environment: Environment, choices: Resolv
     if not found.fits:
         raise ConfigError(
             f"seq={config.seq}: {environment.local_workers} CPU workers would need about {needed / 2**30:.0f} GiB "
-            f"for model={config.model.name}, this machine {machine_has()}; give a shorter seq, a smaller model, "
+            f"for model={config.model.name}, this machine {describe_host_memory()}; give a shorter seq, a smaller model, "
             "or GPUs (mtrain train --dry-run shows where memory goes)"
         )
 
@@ -183,7 +183,7 @@ class Trainer:
             dp=environment.dp,
             global_batch=config.train.global_batch,
             micro_batch=config.train.micro_batch,
-            make=self._on_host,
+            make_batch=self._on_host,
         )
         self.held_out: list[Sample] = self.dataset.held_out
         self.host_states: OffloadedOptimizer | None = None
@@ -280,7 +280,7 @@ class Trainer:
         Raises NonFiniteError, before anything is changed, if the loss or a gradient of any worker is not finite. Where a worker cannot read
         its data that raises the reason (ConfigError, RunError), the others PeerLostError, all before the step.
         """
-        progress_record.begin(self.step + 1)
+        progress_record.begin_step(self.step + 1)
         began, own_seconds = time.perf_counter(), self._own_time.begin()
         last_seconds, self._step_began = began - self._step_began, began
         if self._batches is None:

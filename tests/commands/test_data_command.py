@@ -108,12 +108,12 @@ def test_show_does_not_pass_escape_sequences_of_a_corpus_to_the_terminal(tmp_pat
 
 def test_mistakes_are_one_line_and_exit_code_2(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert f"SOURCE={tmp_path / 'none'}: no such file; give a .txt" in _mistake(
+    assert f"SOURCE={tmp_path / 'none'}: no such file. Give a .txt" in _mistake(
         "prepare", tmp_path / "none", out
     )
     assert "--text-key=text: " in _mistake("prepare", corpus, out)
-    assert "its keys are: body" in _mistake("prepare", corpus, tmp_path / "out2")
-    assert "--tokenizer=gpt5: no such file; give bytes, or the path" in _mistake(
+    assert "Its keys: body" in _mistake("prepare", corpus, tmp_path / "out2")
+    assert "--tokenizer=gpt5: no such file. Give bytes, or the path" in _mistake(
         "prepare", corpus, out, "--tokenizer", "gpt5"
     )
     assert "--vocab-size 5: only for --tokenizer bpe" in _mistake(

@@ -108,14 +108,14 @@ def test_a_worker_killed_in_a_ring_is_named_with_the_step_and_the_way_on():
     fault = Fault(1, signal.SIGKILL, 5, "ring, layer 1, forward", "step 2 of 3")
     end = train(fault, *RING, "train.checkpoint_every=2")
     check(end, 3, within=MARGIN_S)
-    assert end.lines[0] == "error: rank 1 was killed by SIGKILL (out of memory killer?)"
+    assert end.lines[0] == "error: rank 1 was killed by SIGKILL (host out of memory? see dmesg)"
     assert end.worker(1) == "training step 5, ring, layer 1, forward, step 2 of 3"
     # The others have come to where they need it, and no further.
     assert re.fullmatch(
         r"training step 5, ring, layer 1, forward, step [23] of 3: waits for .*kv.*", end.worker(2)
     )
     assert re.fullmatch(
-        r"go on from the checkpoint of step [24]: mtrain train --resume .*/run", end.lines[-1]
+        r"resume from the checkpoint of step [24]: mtrain train --resume .*/run", end.lines[-1]
     )
 
 
@@ -128,7 +128,7 @@ def test_a_worker_that_does_not_go_on_in_a_ring_is_blamed_and_not_those_that_wai
     end = train(Fault(1, signum, 2, "ring, layer 0, forward", "step 2 of 3"), *RING)
     check(end, 3, within=TIMEOUT_S + MARGIN_S)
     assert end.lines[0].startswith(
-        f"error: topology.timeout_s={TIMEOUT_S}: rank 1 kept the others waiting longer than that"
+        f"error: topology.timeout_s={TIMEOUT_S}: rank 1 kept the others waiting longer than this"
     )
     assert ("its process is stopped" if signum else "it hangs or is slow") in end.lines[0]
     assert end.worker(1) == "training step 2, ring, layer 0, forward, step 2 of 3"

@@ -458,7 +458,7 @@ def test_a_folder_that_holds_something_stays_as_it_is(profile, summary):
     found = run(profile.parents[1], *SETTINGS, "run.name=one")
     assert found.returncode == 2
     (line,) = found.stderr.splitlines()
-    assert "already holds a measurement; choose another run.name or run.dir" in line
+    assert "already holds a measurement. Choose another run.name or run.dir" in line
     assert json.loads((profile / "summary.json").read_text()) == summary
 
 

@@ -100,7 +100,9 @@ def test_a_run_lives_as_long_as_the_holder_of_its_lock_however_that_ends():
     finally:
         process.kill()
     shown = status().stdout
-    assert "lost; it ended without a word: killed, or its machine failed" in " ".join(shown.split())
+    assert "lost; it ended without a report: it was killed, or its machine failed" in " ".join(
+        shown.split()
+    )
 
 
 def test_a_look_at_the_lock_keeps_nobody_out_of_the_run(monkeypatch):
@@ -164,8 +166,8 @@ def test_a_run_that_does_not_get_on_says_so_and_where_its_workers_are(monkeypatc
     stepped(run)
     (run.path / ".lock").write_text("process 12 on node7\n")
     monkeypatch.setattr(progress_record, "_record", None)
-    progress_record.keep(run.path / "where-1")
-    progress_record.begin(13)
+    progress_record.start_record(run.path / "where-1")
+    progress_record.begin_step(13)
     progress_record.note("ring, layer 3, forward, step 2 of 3")
     later = time.time() + 70
     monkeypatch.setattr(run_state, "SILENT_S", 1000.0)
@@ -187,7 +189,7 @@ def test_a_run_that_does_not_get_on_says_so_and_where_its_workers_are(monkeypatc
 def test_how_a_run_ended_is_what_it_said_last(phase, what):
     run = begun()
     stepped(run)
-    run_state.change(run, phase, "rank 1 was killed")
+    run_state.set_phase(run, phase, "rank 1 was killed")
     shown = found("first")
     assert (shown["what"], shown["alive"], shown["step"]) == (what, False, 12)
 
@@ -214,16 +216,16 @@ def test_watching_ends_with_the_run(monkeypatch):
     (run.path / ".lock").write_text("process 12 on node7\n")
     monkeypatch.setattr("mtrain_cli.commands.status.WATCH_S", 0.01)
     looks = []
-    look = run_state.life
+    look = run_state.check_liveness
 
     def counted(one, now):
         looks.append(now)
         if len(looks) == 4:
-            run_state.change(run, "finished")
+            run_state.set_phase(run, "finished")
             os.utime(run.path / ".lock", (1, 1))
         return look(one, now)
 
-    monkeypatch.setattr(run_state, "life", counted)
+    monkeypatch.setattr(run_state, "check_liveness", counted)
     result = status("first", "--watch", "--json")
     assert [json.loads(line)["what"] for line in result.stdout.splitlines()] == ["running"] * 3 + [
         "finished"
@@ -234,14 +236,14 @@ def test_watching_ends_with_the_run(monkeypatch):
 def test_watching_a_run_that_has_ended_shows_it_once_in_whole_lines(words):
     run = begun()
     stepped(run)
-    run_state.change(run, "finished")
+    run_state.set_phase(run, "finished")
     assert status(*words, "--watch").stdout == status(*words).stdout
 
 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ([], "mtrain: there are no runs in runs/; give the folder of one\n"),
+        ([], "mtrain: there are no runs in runs/. Give the folder of a run.\n"),
         (
             ["nothing"],
             "mtrain: nothing: no run of that name, and no folder with a resolved.yaml; there are no runs in runs/\n",

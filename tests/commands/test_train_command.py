@@ -143,7 +143,9 @@ def test_a_resume_that_the_workers_refuse_changes_nothing(monkeypatch):
     monkeypatch.setattr(
         local,
         "launch",
-        lambda run_dir, *_, **__: local._failed(types.SimpleNamespace(failures=[mistake]), run_dir),
+        lambda run_dir, *_, **__: local._report_failure(
+            types.SimpleNamespace(failures=[mistake]), run_dir
+        ),
     )
     result = run("--resume", "first", "train.steps=400", "train.kernel=triton")
     assert (result.exit_code, result.stderr) == (2, "mtrain: train.kernel=triton: needs a GPU\n")
@@ -179,7 +181,7 @@ def test_a_resume_to_fewer_steps_than_are_done_is_refused_and_changes_nothing(la
     result = run("--resume", "first", "train.steps=4")
     assert (result.exit_code, result.stderr) == (
         2,
-        "mtrain: train.steps=4: the run is at step 15 already; give more than 15\n",
+        "mtrain: train.steps=4: the run is already at step 15. Give more than 15.\n",
     )
     assert Path("runs/first/resolved.yaml").read_text() == before
     assert len(launched) == 1

@@ -88,7 +88,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (run_dir / "metrics.jsonl").write_text(
         "".join(json.dumps({**step, "step": n}) + "\n" for n in range(1, 4))
     )
-    run_state.write(
+    run_state.write_state(
         RunDir(run_dir),
         run_state.RunState(
             phase="finished", time=1.7e9, began=1.7e9, step=3, steps=3, warnings=((1.7e9, "slow"),)

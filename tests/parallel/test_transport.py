@@ -36,12 +36,12 @@ def test_another_error_stays_what_it_is(error):
 
 def test_the_record_of_a_worker_that_fails_stays_where_it_waited(tmp_path, monkeypatch):
     monkeypatch.setattr(progress_record, "_record", None)
-    progress_record.keep(tmp_path / "where")
+    progress_record.start_record(tmp_path / "where")
     with naming(WHERE, "waits for kv from rank 1", "", 1):
-        found = progress_record.read(tmp_path / "where")
+        found = progress_record.read_activity(tmp_path / "where")
         assert (found.doing, found.waits_for) == (f"{WHERE}: waits for kv from rank 1", 1)
-    found = progress_record.read(tmp_path / "where")
+    found = progress_record.read_activity(tmp_path / "where")
     assert (found.doing, found.waits_for) == (WHERE, None)
     with pytest.raises(ExchangeError), naming(WHERE, "waits for kv from rank 1", "", 1):
         raise RuntimeError("Connection closed by peer")
-    assert progress_record.read(tmp_path / "where").waits_for == 1
+    assert progress_record.read_activity(tmp_path / "where").waits_for == 1

@@ -71,7 +71,7 @@ def full(rank: int, world: int, folder: str, where: str) -> tuple[str, dict]:
         raise RuntimeError(CPU_WORDS)
 
     def no_room(*arguments, **options):
-        if where == "loss" and progress_record.here().training_step == 2:
+        if where == "loss" and progress_record.own_activity().training_step == 2:
             logits = torch.zeros(40, config.model.vocab_size)  # noqa: F841, is to be named
             raise torch.OutOfMemoryError(
                 "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..."
@@ -79,7 +79,7 @@ def full(rank: int, world: int, folder: str, where: str) -> tuple[str, dict]:
         return with_z_loss(*arguments, **options)
 
     Path(folder).mkdir(exist_ok=True)
-    progress_record.keep(Path(folder) / f"where-{rank}")
+    progress_record.start_record(Path(folder) / f"where-{rank}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainers.Trainer, "train_step", faulty)
         patch.setattr(decoders, "with_z_loss", no_room)

@@ -324,7 +324,7 @@ def test_a_long_run_says_once_how_to_look_at_it_and_its_state_is_what_is_shown(
             progress.step(replace(STEP, step=step, loss=1.0 * step))
         progress.message("a spike", warning=True)
     assert console.file.getvalue().count(f"mtrain status {tmp_path} --watch") == hinted
-    written = run_state.read(run)
+    written = run_state.read_state(run)
     assert (written.phase, written.step, written.loss, written.seconds_left) == (
         "training",
         100,
