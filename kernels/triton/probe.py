@@ -51,7 +51,8 @@ def _scores(
 @triton.jit
 def _lse_of_tiles(
     Q, K, FIRST, ROWS_AT, KEY_BLOCKS, LSE, rows, keys, scale, stride_kn, stride_kh,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    KEYS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     h = tl.program_id(1).to(tl.int64)
@@ -84,8 +85,10 @@ def _lse_of_tiles(
 
 @triton.jit(do_not_specialize=["begin", "groups"])
 def _columns(
-    Q, K, FIRST, ROWS_AT, KEY_BLOCKS, OF_ROW, LSE, COLUMNS, rows, keys, width, begin, groups, scale, stride_kn, stride_kh,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
+    Q, K, FIRST, ROWS_AT, KEY_BLOCKS, OF_ROW, LSE, COLUMNS, rows, keys, width, begin, groups,
+    scale, stride_kn, stride_kh,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    KEYS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     h = tl.program_id(1).to(tl.int64)

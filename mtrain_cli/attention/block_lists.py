@@ -30,7 +30,7 @@ def index_lists(tiles: Tiles, transposed: bool) -> dict[str, torch.Tensor]:
     )
     device = geometry.first.device
     if cuda_kernels_usable(geometry.first):
-        from mtrain_cli.kernels.cuda.launch import launch
+        from mtrain_cli.kernels.cuda.nvrtc import launch
 
         bitmap = isinstance(index, BlockBitmap)
         chosen = (index.bits if isinstance(index, BlockBitmap) else _slashes(index)).contiguous()
@@ -69,10 +69,10 @@ def index_lists(tiles: Tiles, transposed: bool) -> dict[str, torch.Tensor]:
         strict=True,
     ):
         blocks = blocks.transpose(-1, -2) if transposed else blocks
-        lists_of_name, upto = ordered_lines(blocks)
-        assert int(upto[..., -1].max()) <= width, "an index lists no more than it says"
+        lists_of_name, counts_below = set_indices(blocks)
+        assert int(counts_below[..., -1].max()) <= width, "an index lists no more than it says"
         result[name] = torch.nn.functional.pad(lists_of_name, (0, width - others))  # or cut
-        result[name + "_count"] = upto[..., -1].contiguous()
+        result[name + "_count"] = counts_below[..., -1].contiguous()
     return result
 
 
@@ -91,12 +91,12 @@ def _slashes(index: object) -> torch.Tensor:
     return index.slashes
 
 
-def ordered_lines(on: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def set_indices(on: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """bool [..., n] -> int32 numbers of the set ones first, ascending, [..., n], and int32 [..., n + 1], how many are set below each."""
     n = on.shape[-1]
-    upto = torch.nn.functional.pad(on.cumsum(-1, dtype=torch.int32), (1, 0))
+    counts_below = torch.nn.functional.pad(on.cumsum(-1, dtype=torch.int32), (1, 0))
     # Each set number goes to its rank; the others to a place beyond the end.
-    to = torch.where(on, upto[..., :-1], n).long()
+    to = torch.where(on, counts_below[..., :-1], n).long()
     lines = torch.zeros(*on.shape[:-1], n + 1, dtype=torch.int32, device=on.device)
     lines.scatter_(-1, to, torch.arange(n, dtype=torch.int32, device=on.device).expand(on.shape))
-    return lines[..., :n].contiguous(), upto
+    return lines[..., :n].contiguous(), counts_below

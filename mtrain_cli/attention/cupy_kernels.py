@@ -14,7 +14,7 @@ def cupy_unsupported_reason() -> str | None:
     if importlib.util.find_spec("cupy") is None:
         return "CuPy is not installed"
     try:
-        from mtrain_cli.kernels.cuda.launch import check
+        from mtrain_cli.kernels.cuda.nvrtc import check
     except Exception as error:  # of whatever kind a broken installation raises
         return f"CuPy cannot be imported: {_first_line(error)}"
     try:

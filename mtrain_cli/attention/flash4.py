@@ -21,7 +21,7 @@ from mtrain_cli.attention.kernel import KernelRequest
 from mtrain_cli.attention.kernel_cache import kernels_kept
 from mtrain_cli.attention.packed_columns import add_column_gradients, pack_columns
 from mtrain_cli.attention.tiles import Tiles
-from mtrain_cli.attention.triton_kernel import TritonColumns, given_delta, make_plan
+from mtrain_cli.attention.triton_kernel import TritonColumns, ensure_delta, make_tile_plan
 
 # Above this many rectangles a sequence, one call with block lists beats one call a rectangle.
 _MOST_SLICES = 4
@@ -167,7 +167,7 @@ def _sparse_forward(
     if columns is None:
         return blocks
     return sparse.forward(
-        q, k, v, columns, make_plan(tiles, slashes=False), scale, slashes=False, partial=blocks
+        q, k, v, columns, make_tile_plan(tiles, slashes=False), scale, slashes=False, partial=blocks
     )
 
 
@@ -191,8 +191,8 @@ def _sparse_backward(
     columns = pack_columns(k, v, tiles)
     if columns is None:
         return dq, dk, dv
-    plan = make_plan(tiles, slashes=False)
-    delta = given_delta(out, dout, delta)
+    plan = make_tile_plan(tiles, slashes=False)
+    delta = ensure_delta(out, dout, delta)
     dq = sparse.backward_queries(
         dout, q, k, v, columns, lse, delta, plan, scale, slashes=False, partial=dq
     )

@@ -152,7 +152,7 @@ def _fused_merge(
         return False
     import numpy as np
 
-    from mtrain_cli.kernels.cuda.launch import launch
+    from mtrain_cli.kernels.cuda.nvrtc import launch
 
     batch, queries, heads, dim = out.shape
     rows = batch * queries * heads

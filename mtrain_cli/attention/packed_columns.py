@@ -36,7 +36,7 @@ def pack_rows(
     batch, heads, width = slots.shape
     group, dim = heads // k.shape[2], k.shape[3]
     if cuda_kernels_usable(k):
-        from mtrain_cli.kernels.cuda.launch import launch
+        from mtrain_cli.kernels.cuda.nvrtc import launch
 
         packed = tuple(
             torch.empty(batch, heads, width, dim, dtype=k.dtype, device=k.device) for _ in range(2)
@@ -97,7 +97,7 @@ def add_rows(
     heads, width = slots.shape[1:]
     group = heads // kv_heads
     if cuda_kernels_usable(dk):
-        from mtrain_cli.kernels.cuda.launch import launch
+        from mtrain_cli.kernels.cuda.nvrtc import launch
 
         assert dk.is_contiguous()
         assert dv.is_contiguous()

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.parallel import profiler_labels
-
-IGNORED = -100
 
 
 def fused_linear_cross_entropy(

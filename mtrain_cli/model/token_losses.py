@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-IGNORED = -100
+from mtrain_cli.data.labels import IGNORED
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_iter
 from mtrain_cli.attention.block_lists import index_lists
 from mtrain_cli.attention.index import BlockBitmap
 from mtrain_cli.attention.packed_columns import add_column_gradients, local_columns, pack_columns
-from mtrain_cli.attention.triton_kernel import make_plan
+from mtrain_cli.attention.triton_kernel import make_tile_plan
 from mtrain_cli.config.compose import compose
 from mtrain_cli.training.memory import IndexShape, kernel_backward
 
@@ -55,9 +55,9 @@ SHAPE = {
 
 def test_the_lists_of_a_call_have_the_size_that_is_told():
     p = make_problem(0, "bitmap", **SHAPE)
-    plan = make_plan(p.tiles, backward=True)
+    plan = make_tile_plan(p.tiles, backward=True)
     assert own_bytes("triton", p, shape_of(p)) - own_bytes("triton", p, None) == size(
-        plan.lines, plan.lines_t
+        plan.entries, plan.entries_t
     )
     for transposed in (False, True):
         lists = index_lists(p.tiles, transposed)
@@ -83,7 +83,7 @@ def test_what_is_kept_of_an_index_has_the_size_that_is_told(kernel):
     shape = shape_of(p)
     for _ in ("forward", "backward"):
         plan, packed = (
-            make_plan(p.tiles, slashes=kernel == "triton"),
+            make_tile_plan(p.tiles, slashes=kernel == "triton"),
             pack_columns(p.k, p.v, p.tiles),
         )
         add_column_gradients(p.k, p.v, packed[0][None], packed[1][None], p.tiles)
@@ -92,26 +92,26 @@ def test_what_is_kept_of_an_index_has_the_size_that_is_told(kernel):
             for t in tree_iter(p.tiles.of_index)
             if t.data_ptr() != p.tiles.index.columns.data_ptr()
         }
-        assert {t.data_ptr() for t in (plan.columns_upto, local_columns(p.tiles)[1])} <= set(kept)
+        assert {t.data_ptr() for t in (plan.columns_below, local_columns(p.tiles)[1])} <= set(kept)
         # Columns whose number is no multiple of a tile are copied, too; an estimate takes settings that fill tiles.
         assert shape.derived(kernel) == sum(kept.values()) - size(plan.column_positions)
     steps = make_problem(0, "both", **{**SHAPE, "where": "striped"}).tiles
-    assert not make_plan(steps).column_positions.equal(plan.column_positions)
+    assert not make_tile_plan(steps).column_positions.equal(plan.column_positions)
     assert not steps.of_index
-    assert make_plan(p.tiles, slashes=False).columns_upto is plan.columns_upto, (
+    assert make_tile_plan(p.tiles, slashes=False).columns_below is plan.columns_below, (
         "what is kept is not made again"
     )
     other = p.tiles.under(
         dataclasses.replace(p.tiles.index, columns=p.tiles.index.columns[..., 1:])
     )
-    assert not make_plan(other).columns_upto.equal(plan.columns_upto), (
+    assert not make_tile_plan(other).columns_below.equal(plan.columns_below), (
         "another index shares nothing"
     )
 
 
 def test_the_columns_of_a_call_have_the_size_that_is_told():
     p = make_problem(0, "both", **SHAPE)
-    plan, packed = make_plan(p.tiles), pack_columns(p.k, p.v, p.tiles)
+    plan, packed = make_tile_plan(p.tiles), pack_columns(p.k, p.v, p.tiles)
     rows = torch.zeros(p.q.shape[0], p.q.shape[2], p.q.shape[1])
     gradients = sparse.backward_columns(p.dout, p.q, packed, rows, rows, plan, 1.0)
     held = size(*packed, *gradients, plan.covered, *local_columns(p.tiles))

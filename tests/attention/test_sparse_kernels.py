@@ -16,7 +16,7 @@ from mtrain_cli.attention.packed_columns import pack_columns
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.attention.tiles import Tiles
-from mtrain_cli.attention.triton_kernel import make_plan
+from mtrain_cli.attention.triton_kernel import make_tile_plan
 
 SCALE = 0.3
 KINDS = ("slashes", "columns", "both", "all", "none", "bitmap", "local bitmap")
@@ -167,7 +167,7 @@ def test_triton_continues_with_columns_what_blocks_gave():
     from mtrain_cli.kernels.triton import sparse
 
     p = small()
-    plan, columns = make_plan(p.tiles), pack_columns(p.k, p.v, p.tiles)
+    plan, columns = make_tile_plan(p.tiles), pack_columns(p.k, p.v, p.tiles)
     out, lse = sparse.forward(p.q, p.k, p.v, columns, plan, SCALE)
     delta = sparse.row_delta(out, p.dout)
     torch.testing.assert_close(delta, (out * p.dout).sum(-1).transpose(1, 2), atol=1e-5, rtol=0)
@@ -185,7 +185,7 @@ def test_the_result_of_blocks_goes_on_to_columns_unrounded():
     from mtrain_cli.kernels.triton import sparse
 
     p = small(torch.float16)  # Triton's interpreter multiplies no bfloat16
-    plan, columns = make_plan(p.tiles), pack_columns(p.k, p.v, p.tiles)
+    plan, columns = make_tile_plan(p.tiles), pack_columns(p.k, p.v, p.tiles)
     blocks = sparse.forward(p.q, p.k, p.v, None, plan, SCALE, dtype=torch.float32)
     both = sparse.forward(p.q, p.k, p.v, columns, plan, SCALE, slashes=False, partial=blocks)
     for a, b in zip(sparse.forward(p.q, p.k, p.v, columns, plan, SCALE), both, strict=True):

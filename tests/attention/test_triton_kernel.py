@@ -7,7 +7,7 @@ from mtrain_cli.kernels.triton import sparse
 
 from mtrain_cli.attention.kernel import IndexRequest, KernelRequest
 from mtrain_cli.attention.kernel_registry import choose, survey
-from mtrain_cli.attention.triton_kernel import TritonKernel, make_plan
+from mtrain_cli.attention.triton_kernel import TritonKernel, make_tile_plan
 from mtrain_cli.config.schema import ConfigError
 
 
@@ -73,19 +73,19 @@ def test_lists_hold_what_index_and_mask_leave(kind, where, transposed):
         3, kind, seq=1609, block=16, heads=4, kv_heads=2, dim=16, documents=True, where=where
     )
     index, geometry = p.tiles.index, p.tiles.geometry
-    made = make_plan(p.tiles, backward=True)
-    lines, upto = (made.lines_t, made.upto_t) if transposed else (made.lines, made.upto)
-    assert make_plan(p.tiles).lines_t is None
+    plan = make_tile_plan(p.tiles, backward=True)
+    entries, counts = (plan.entries_t, plan.counts_t) if transposed else (plan.entries, plan.counts)
+    assert make_tile_plan(p.tiles).entries_t is None
     queries, keys = geometry.query_blocks.long(), geometry.key_blocks.long()
     touched = (keys <= queries[:, None]) & (
         (keys + 1) * 16 > geometry.first_min[:, queries][..., None]
     )
     want = (index.chosen(queries, keys) & touched[:, None]).flatten(0, 1)
     want, numbers = (want.transpose(-1, -2), queries) if transposed else (want, keys)
-    assert lines.dtype == torch.int16
-    assert torch.equal(upto.long(), want.sum(-1))
-    ends = upto.flatten().tolist()
-    for row, end, on in zip(lines.flatten(0, 1), ends, want.flatten(0, 1), strict=True):
+    assert entries.dtype == torch.int16
+    assert torch.equal(counts.long(), want.sum(-1))
+    ends = counts.flatten().tolist()
+    for row, end, on in zip(entries.flatten(0, 1), ends, want.flatten(0, 1), strict=True):
         assert row[:end].tolist() == numbers[on].tolist()
 
 
@@ -96,10 +96,10 @@ def test_lists_of_very_many_blocks_are_wider():
     slots = torch.full((blocks,), -1, dtype=torch.int32)
     slots[39_998:] = torch.arange(2, dtype=torch.int32)
     first = torch.zeros(1, blocks, dtype=torch.int32)
-    lines, upto = sparse.list_blocks(
+    entries, counts = sparse.list_blocks(
         bits, slots, ends, torch.arange(blocks, dtype=torch.int32), first, 16, transposed=False
     )
-    assert (lines.dtype, lines[0, 0, :3].tolist(), upto.tolist()) == (
+    assert (entries.dtype, entries[0, 0, :3].tolist(), counts.tolist()) == (
         torch.int32,
         [3, 600, 39_990],
         [[3, 0]],

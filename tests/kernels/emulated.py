@@ -21,7 +21,7 @@ _KERNEL = re.compile(r'extern "C" __global__ void (\w+)\(')
 
 
 class Emulator:
-    """Stands for `kernels.cuda.launch`. folder: for what is compiled. launched: the kernels that ran."""
+    """Stands for `kernels.cuda.nvrtc`. folder: for what is compiled. launched: the kernels that ran."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -93,8 +93,8 @@ def serving(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch, *modules: types.ModuleType
 ) -> None:
     """Has these modules take the CUDA kernels, whatever device their tensors are on."""
-    launcher = types.ModuleType("mtrain_cli.kernels.cuda.launch")
+    launcher = types.ModuleType("mtrain_cli.kernels.cuda.nvrtc")
     launcher.launch = emulator.launch  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "mtrain_cli.kernels.cuda.launch", launcher)
+    monkeypatch.setitem(sys.modules, "mtrain_cli.kernels.cuda.nvrtc", launcher)
     for module in modules:
         monkeypatch.setattr(module, "cuda_kernels_usable", lambda _: True)
