@@ -81,7 +81,8 @@ class Kernel(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """-> dq, dk, dv over the keys given. out, lse and delta are those of the whole row, over all keys of all workers.
 
-        delta = rowsum(out * dout) [batch, heads, queries]. One of out and delta may be None: out where queries came from another worker,
+        delta = rowsum(out * dout) [batch, heads,
+        queries]. One of out and delta may be None: out where queries came from another worker,
         delta where the kernel is to derive it.
         """
         ...

@@ -105,7 +105,8 @@ def add_rows(
         launch(
             "columns", f"add_column_gradients_{str(dk.dtype).removeprefix('torch.')}", (-(-width // _WARPS), batch * heads), 32 * _WARPS,
             dk, dv, columns_dk, columns_dv, slots, counts,
-            len(columns_dk), np.int64(columns_dk[0].numel()), np.int64(keys), kv_heads, group, width, dim,
+            len(columns_dk), np.int64(columns_dk[0].numel()), np.int64(keys), kv_heads, group,
+            width, dim,
         )  # fmt: skip
         return
     real, at = slots >= 0, slots.clamp(min=0).long().unflatten(1, (kv_heads, group))

@@ -1,6 +1,4 @@
-"""The portable sparse kernel: block diagonals, listed blocks and packed columns in Triton, on
-NVIDIA GPUs from Ampere on.
-"""
+"""The portable sparse kernel: block diagonals, block lists and packed columns in Triton."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ BLOCKS = (16, 32, 64, 128)
 
 
 class TritonColumns:
-    """Columns gathered once, by the Triton kernels for packed columns."""
+    """Attention over columns gathered once for all steps, by the Triton column kernels."""
 
     skips = True
 
@@ -60,8 +58,9 @@ class TritonColumns:
 
 
 class TritonKernel(TritonColumns):
-    """Bitwise repeatable: no atomics, one program owns each result (arXiv:2205.14135, algorithm 1;
-    two-pass backward).
+    """FlashAttention over chosen blocks and columns (arXiv:2205.14135, algorithm 1).
+
+    Backward takes two passes. Bitwise repeatable: no atomics, one program owns each result.
     """
 
     name = "triton"
@@ -123,7 +122,7 @@ class TritonKernel(TritonColumns):
 def ensure_delta(
     out: torch.Tensor | None, dout: torch.Tensor, delta: torch.Tensor | None
 ) -> torch.Tensor:
-    """delta, derived from out and dout where it is not given."""
+    """Return delta; if it is None, compute rowsum(out * dout)."""
     from mtrain_cli.kernels.triton import sparse
 
     if delta is not None:
@@ -133,11 +132,14 @@ def ensure_delta(
 
 
 def make_tile_plan(tiles: Tiles, *, slashes: bool = True, backward: bool = False) -> TilePlan:
-    """The index of the tiles as the kernels read it. slashes: for blocks, not for columns alone.
-    backward: for the gradient of keys, too.
+    """Return the index of the tiles in the form that the kernels read.
 
-    Of all keys, list_inputs is small is kept with the tiles (`local_columns`); the lists of a
-    bitmap and the bits of columns are made each time.
+    Small tables are cached with the tiles if these hold all keys (`local_columns`). Block lists of
+    a bitmap and the bits of covered columns are built on every call.
+
+    Args:
+        slashes: include the blocks; False for columns only.
+        backward: include the transpose, which the gradient of keys needs.
     """
     from mtrain_cli.kernels.triton.sparse import TilePlan, covered_columns, list_blocks
 
@@ -161,8 +163,7 @@ def make_tile_plan(tiles: Tiles, *, slashes: bool = True, backward: bool = False
         )
     else:
         assert isinstance(index, BlockBitmap)
-        # Lists hold the keys (or, transposed, the queries) at hand only, by their numbers in the
-        # sequence, which ascend as slots do.
+        # Lists hold local blocks only, by global number. Numbers ascend in the order of the slots.
         list_inputs = (
             index.bits,
             index.slots,
@@ -211,9 +212,7 @@ def make_tile_plan(tiles: Tiles, *, slashes: bool = True, backward: bool = False
 
 
 def _cached(tiles: Tiles, name: str, make: Callable[[Tiles], Derived]) -> Derived:
-    """What `make` derives from the index of the tiles: made once for tiles of all keys, and each
-    time for the steps of a ring.
-    """
+    """Return make(tiles), cached if the tiles hold all keys; ring steps compute it anew."""
     assert tiles.geometry is not None
     if not tiles.geometry.all_keys:
         return make(tiles)
@@ -223,8 +222,9 @@ def _cached(tiles: Tiles, name: str, make: Callable[[Tiles], Derived]) -> Derive
 
 
 def _diagonals(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor]:
-    """`TilePlan.entries` and `TilePlan.counts` of diagonals: those that the two shards have. A
-    striped ring step visits one residue class and skips nothing.
+    """Return `TilePlan.entries` and `counts`: the chosen diagonals that occur between the shards.
+
+    With a striped layout these are one residue class per ring step, so no visited block is absent.
     """
     index, geometry = tiles.index, tiles.geometry
     assert isinstance(index, VerticalSlash)
@@ -233,12 +233,12 @@ def _diagonals(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _columns_below_blocks(tiles: Tiles) -> torch.Tensor:
-    """`TilePlan.columns_below`."""
+    """Return `TilePlan.columns_below`."""
     index = tiles.index
     assert index is not None
     flat = index.heads[0] * index.heads[1]
     column_positions = local_columns(tiles)[0].reshape(flat, -1)
-    key = f"starts of blocks, {flat} times"  # the same for all layers
+    key = f"starts of blocks, {flat} times"  # in the mask's cache: the same for all layers
     if key not in tiles.cache:
         end = (index.blocks + 1) * index.block
         tiles.cache[key] = torch.arange(
