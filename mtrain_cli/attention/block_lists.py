@@ -32,7 +32,7 @@ def index_lists(tiles: Tiles, transposed: bool) -> dict[str, torch.Tensor]:
     queries, keys = geometry.query_blocks.numel(), geometry.key_blocks.numel()
     rows, candidates = (keys, queries) if transposed else (queries, keys)
     widths = list_widths(
-        candidates, index.most if isinstance(index, VerticalSlash) else 0, geometry.plain
+        candidates, index.max_slashes if isinstance(index, VerticalSlash) else 0, geometry.plain
     )
     device = geometry.first.device
     if cuda_kernels_usable(geometry.first):
@@ -78,7 +78,7 @@ def index_lists(tiles: Tiles, transposed: bool) -> dict[str, torch.Tensor]:
         blocks = blocks.transpose(-1, -2) if transposed else blocks
         indices, counts_below = set_indices(blocks)
         assert int(counts_below[..., -1].max()) <= width, (
-            "the index has more diagonals than its `most` claims"
+            "the index has more diagonals than its `max_slashes` allows"
         )
         # A negative pad cuts the list to its width.
         result[name] = torch.nn.functional.pad(indices, (0, width - candidates))

@@ -216,9 +216,9 @@ def _cached(tiles: Tiles, name: str, make: Callable[[Tiles], Derived]) -> Derive
     assert tiles.geometry is not None
     if not tiles.geometry.all_keys:
         return make(tiles)
-    if name not in tiles.of_index:
-        tiles.of_index[name] = make(tiles)
-    return tiles.of_index[name]
+    if name not in tiles.index_cache:
+        tiles.index_cache[name] = make(tiles)
+    return tiles.index_cache[name]
 
 
 def _diagonals(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor]:

@@ -80,7 +80,7 @@ def _drawn(
         of_length[n].columns.masked_fill(of_length[n].columns == end, blocks * pattern.block)
         for n, end in zip(lengths, unused, strict=True)
     ]
-    most = max(index.most for index in of_length.values())
+    most = max(index.max_slashes for index in of_length.values())
     return VerticalSlash(
         pattern.block, blocks, slashes.to(device), torch.cat(columns).to(device), most
     )

@@ -151,7 +151,7 @@ def make_problem(
         held = geometry.query_blocks.long()
         gates = index.gates.unflatten(2, (-1, block))[:, :, held].flatten(2, 3)
         index = replace(index, bits=index.bits[:, :, held], rows=geometry.query_blocks, gates=gates)
-    tiles = Tiles.make([m.spans(queries, keys) for m in masks], device, geometry).under(index)
+    tiles = Tiles.make([m.spans(queries, keys) for m in masks], device, geometry).with_index(index)
     torch.manual_seed(seed)
     shapes = (
         (len(queries), heads),

@@ -113,7 +113,7 @@ def test_counts_of_a_bitmap_are_exact_whatever_is_added_up_at_once(monkeypatch):
     bits = torch.ones(1, 2, blocks, blocks, dtype=torch.bool).tril()
     bits[0, 1, 7, 3] = False
     for at_once in (1, 1000, 1 << 24):
-        monkeypatch.setattr(index_module, "_COUNTED_AT_ONCE", at_once)
+        monkeypatch.setattr(index_module, "_BITS_PER_PASS", at_once)
         counts = BlockBitmap.whole(128, bits).counts(work)
         # More than float32 holds exactly.
         assert counts.pairs.tolist() == [[masks[0].pairs, masks[0].pairs - 128 * 128]]

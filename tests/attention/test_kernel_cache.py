@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mtrain_cli.attention import flash4, kernel_cache
-from mtrain_cli.attention.kernel_cache import ENABLED, FOLDER, kernels_kept
+from mtrain_cli.attention.kernel_cache import ENABLED, FOLDER, persistent_kernel_cache
 
 DENSE = "mtrain_cli.kernels.flash4.dense"
 
@@ -30,7 +30,7 @@ def temporary(monkeypatch, tmp_path):
 def kept() -> str | None:
     """Where kernels would be kept."""
     before = dict(os.environ)
-    with kernels_kept():
+    with persistent_kernel_cache():
         found = os.environ.get(FOLDER) if os.environ.get(ENABLED) == "1" else None
     assert dict(os.environ) == before
     return found
@@ -133,8 +133,8 @@ def test_flash_attention_is_told_before_it_is_imported(temporary, monkeypatch):
     for name in (DENSE, "mtrain_cli.kernels.flash4"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     try:
-        assert flash4._calls() is sys.modules[DENSE]
-        flash4._calls()
+        assert flash4._load_dense() is sys.modules[DENSE]
+        flash4._load_dense()
     finally:
         for name in (DENSE, "mtrain_cli.kernels.flash4"):
             sys.modules.pop(name, None)

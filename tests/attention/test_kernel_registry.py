@@ -85,7 +85,7 @@ def test_a_kernel_that_only_hides_what_an_index_leaves_out_says_so(name):
         "cpu", None, "float64", 128, 16, 2, index=IndexRequest(64, bitmap=False)
     )
     assert choose(name, request)[1].endswith(
-        "; computes every pair and hides what the index leaves out"
+        "; computes every pair and masks what the index leaves out"
     )
     assert "hides" not in choose(name, replace(request, index=None))[1]
 
@@ -96,7 +96,7 @@ def test_kernels_without_cupy_say_who_does_its_work(monkeypatch):
     )
     for absent, ending in (
         (None, "as configured"),
-        ("CuPy is not installed", "by PyTorch, since CuPy is not installed"),
+        ("CuPy is not installed", "PyTorch packs columns and lists blocks, since CuPy is not installed"),
     ):
         monkeypatch.setattr(
             kernel_registry, "cupy_unsupported_reason", lambda absent=absent: absent
@@ -109,7 +109,7 @@ def test_flash4_serves_an_index_of_its_blocks_where_triton_computes_the_columns(
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: name if name in installed else None
     )
-    monkeypatch.setattr(flash4, "_broken", lambda: None)
+    monkeypatch.setattr(flash4, "_load_error", lambda: None)
     request = cuda(index=IndexRequest(128, bitmap=False))
     assert choose("auto", request)[0].name == "flash4"
     with pytest.raises(
@@ -129,8 +129,8 @@ def test_flash4_that_does_not_load_is_passed_over_with_the_reason(monkeypatch):
     def load():
         raise RuntimeError("No CTK flavor installed\nfor this library")
 
-    monkeypatch.setattr(flash4, "_calls", load)
-    flash4._broken.cache_clear()
+    monkeypatch.setattr(flash4, "_load_dense", load)
+    flash4._load_error.cache_clear()
     try:
         reason = (
             "flash-attn-4 is installed, but does not load: RuntimeError: No CTK flavor installed"
@@ -140,4 +140,4 @@ def test_flash4_that_does_not_load_is_passed_over_with_the_reason(monkeypatch):
         assert kernel.name != "flash4"
         assert reason in why
     finally:
-        flash4._broken.cache_clear()
+        flash4._load_error.cache_clear()

@@ -69,7 +69,7 @@ def test_the_lists_of_a_call_have_the_size_that_is_told():
 def test_lists_of_so_many_diagonals_have_the_size_that_is_told():
     p = make_problem(0, "both", **SHAPE)
     lists = index_lists(p.tiles, transposed=True)
-    few = dataclasses.replace(shape_of(p), diagonals=p.tiles.index.most)
+    few = dataclasses.replace(shape_of(p), diagonals=p.tiles.index.max_slashes)
     queries, keys = (t.shape[0] * t.shape[1] for t in (p.q, p.k))
     assert 4 * few.listed(queries, keys) == size(lists["partial"], lists["full"])
     # As many numbers where a rank has half of the heads, and the tokens of two.
@@ -89,7 +89,7 @@ def test_what_is_kept_of_an_index_has_the_size_that_is_told(kernel):
         add_column_gradients(p.k, p.v, packed[0][None], packed[1][None], p.tiles)
         kept = {
             t.data_ptr(): size(t)
-            for t in tree_iter(p.tiles.of_index)
+            for t in tree_iter(p.tiles.index_cache)
             if t.data_ptr() != p.tiles.index.columns.data_ptr()
         }
         assert {t.data_ptr() for t in (plan.columns_below, local_columns(p.tiles)[1])} <= set(kept)
@@ -97,11 +97,11 @@ def test_what_is_kept_of_an_index_has_the_size_that_is_told(kernel):
         assert shape.derived(kernel) == sum(kept.values()) - size(plan.column_positions)
     steps = make_problem(0, "both", **{**SHAPE, "where": "striped"}).tiles
     assert not make_tile_plan(steps).column_positions.equal(plan.column_positions)
-    assert not steps.of_index
+    assert not steps.index_cache
     assert make_tile_plan(p.tiles, slashes=False).columns_below is plan.columns_below, (
         "what is kept is not made again"
     )
-    other = p.tiles.under(
+    other = p.tiles.with_index(
         dataclasses.replace(p.tiles.index, columns=p.tiles.index.columns[..., 1:])
     )
     assert not make_tile_plan(other).columns_below.equal(plan.columns_below), (

@@ -77,7 +77,7 @@ def test_triton_has_it_exactly_where_the_oracle_has(kind, documents, what):
 def test_columns_continue_what_the_blocks_have_found(what):
     """Blocks and columns are two launches: the second may not begin anew where the first has found NaN."""
     p = problem("both", False, what)
-    without = p.tiles.under(p.tiles.index.without_columns())
+    without = p.tiles.with_index(p.tiles.index.without_columns())
     blocks = TritonKernel().forward(p.q, p.k, p.v, without, SCALE)[1].isnan()
     assert blocks.any()
     assert bool(TritonKernel().forward(p.q, p.k, p.v, p.tiles, SCALE)[1].isnan()[blocks].all())

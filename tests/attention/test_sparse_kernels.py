@@ -92,7 +92,7 @@ def test_a_gate_of_every_query_is_exact(name, kind, where):
     p = make_problem(
         6, kind, seq=117, block=16, heads=4, kv_heads=2, dim=16, documents=True, where=where
     )
-    assert not torch.equal(p.tiles.seen(), p.tiles.under(whole_blocks(p.tiles.index)).seen()), (
+    assert not torch.equal(p.tiles.seen(), p.tiles.with_index(whole_blocks(p.tiles.index)).seen()), (
         "gates matter"
     )
     if name == "triton":
@@ -226,7 +226,7 @@ def test_flash4_equals_the_oracle_where_its_lists_are_computed_exactly(monkeypat
             for name in ("partial", "full"):
                 slots = lists[name][b, h, row][: lists[name + "_count"][b, h, row]].long()
                 bits[b, h, rows[row], others[slots].long()] = True
-        return p.tiles.under(BlockBitmap.whole(16, bits.transpose(-1, -2) if transposed else bits))
+        return p.tiles.with_index(BlockBitmap.whole(16, bits.transpose(-1, -2) if transposed else bits))
 
     def forward(q, k, v, spans, lists, scale):
         assert spans == (p.tiles.low, p.tiles.high), "the mask of the problem is not plain"

@@ -56,10 +56,10 @@ def test_more_blocks_than_an_index_says_end_the_kernel(documents, name, emulator
     serving(emulator, monkeypatch, block_lists)
     # Without padding a row sees all blocks but its own as a whole; the block that is padded sees all in part.
     most = int(block_lists.index_lists(p.tiles, False)[f"{name}_count"].max())
-    block_lists.index_lists(p.tiles.under(dataclasses.replace(p.tiles.index, most=most)), False)
+    block_lists.index_lists(p.tiles.with_index(dataclasses.replace(p.tiles.index, max_slashes=most)), False)
     with pytest.raises(RuntimeError, match="trap"):
         block_lists.index_lists(
-            p.tiles.under(dataclasses.replace(p.tiles.index, most=most - 1)), False
+            p.tiles.with_index(dataclasses.replace(p.tiles.index, max_slashes=most - 1)), False
         )
 
 

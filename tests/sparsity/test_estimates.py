@@ -96,8 +96,8 @@ def test_vertical_slash_is_what_its_definition_says(documents, changed):
     q, k, masked = inputs(1, documents, length=SEQ - 3)
     p = pattern(**changed)
     index = p.estimate(q, k, masked, 0)
-    assert index.most == p.max_slashes
-    assert not index.most or int(index.slashes.sum(-1).max()) <= index.most, (
+    assert index.max_slashes == p.max_slashes
+    assert not index.max_slashes or int(index.slashes.sum(-1).max()) <= index.max_slashes, (
         "the host knows a bound"
     )
     blocks = masked.geometry.blocks
@@ -300,7 +300,7 @@ def test_every_query_of_moba_takes_its_best_chunks_and_its_own(monkeypatch, docu
 def test_fixed_has_the_numbers_asked_for_and_depends_on_the_seed_alone():
     index = fixed_index(seed=1, batch=1, heads=3, seq=1000, block=16, slashes=7, columns=20)
     assert index.slashes.sum(-1).tolist() == [[7, 7, 7]]
-    assert index.most == 7
+    assert index.max_slashes == 7
     assert bool(index.slashes[..., :2].all())
     assert (index.columns < 63 * 16).sum(-1).tolist() == [[20, 20, 20]]
     assert not torch.equal(index.columns[0, 0], index.columns[0, 1]), "every head draws its own"
@@ -344,7 +344,7 @@ def test_fixed_takes_the_fewest_diagonals_that_fill_the_density(density):
     shape = {"seed": 3, "batch": 1, "heads": 4, "seq": 9 * BLOCK, "block": BLOCK, "columns": 0}
     index = fixed_index(**shape, slashes=None, density=density)
     slashes = index.slashes
-    assert index.most == int(slashes.sum(-1).max())
+    assert index.max_slashes == int(slashes.sum(-1).max())
     area = torch.arange(9, 0, -1)
     for h, count in enumerate(slashes[0].sum(-1).tolist()):
         assert int((slashes[0, h] * area).sum()) >= density * 45
