@@ -325,8 +325,8 @@ class VerticalSlash(Index):
         upto = torch.nn.functional.pad(on.cumsum(-1), (1, 0))
         own, end = columns // self.block, last // self.block
         distance = end - own
-        # Blocks strictly between the key's block and the last count in full, the key's block from the
-        # key on, and the last block up to its row.
+        # Blocks strictly between the key's block and the last one count in full, the key's block
+        # from the key on, and the last block up to its row.
         between = (
             torch.where(distance > 0, upto.gather(-1, distance.clamp(min=1)) - upto[..., 1:2], 0)
             * self.block

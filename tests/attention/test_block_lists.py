@@ -100,7 +100,7 @@ def test_an_index_that_has_more_diagonals_than_it_says_is_no_shorter_list():
         0, "all", seq=109, block=BLOCK, heads=4, kv_heads=2, dim=16, documents=False, where="whole"
     )
     tiles = p.tiles.with_index(dataclasses.replace(p.tiles.index, max_slashes=3))
-    with pytest.raises(AssertionError, match="lists no more than it says"):
+    with pytest.raises(AssertionError, match="more diagonals than its `max_slashes` allows"):
         index_lists(tiles, False)
 
 

@@ -13,7 +13,7 @@ from mtrain_cli.attention.index import BlockBitmap
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.sparsity.fixed import FixedPattern, fixed_index
 from mtrain_cli.sparsity.moba import MobaPattern
-from mtrain_cli.sparsity.pattern import MaskedPositions, shown_name
+from mtrain_cli.sparsity.pattern import MaskedPositions, display_name
 from mtrain_cli.sparsity.vertical_slash import VerticalSlashPattern
 from mtrain_cli.sparsity.xattention import XAttentionPattern
 
@@ -310,8 +310,8 @@ def test_fixed_has_the_numbers_asked_for_and_depends_on_the_seed_alone():
     assert not index.same_as(
         fixed_index(seed=2, batch=1, heads=3, seq=1000, block=16, slashes=7, columns=20)
     )
-    assert shown_name(FixedPattern(16, 7, 20, 0.0, 1)) == "fixed (SYNTHETIC)"
-    assert shown_name(pattern()) == "vertical_slash"
+    assert display_name(FixedPattern(16, 7, 20, 0.0, 1)) == "fixed (SYNTHETIC)"
+    assert display_name(pattern()) == "vertical_slash"
 
 
 def test_fixed_diagonals_crowd_towards_the_recent_past():
@@ -361,7 +361,7 @@ def test_the_banner_names_every_bound_of_vertical_slash():
         windows=4, max_columns=256, max_slashes=4, joint=True, per_group=True
     ).describe() == (
         "columns that, joint with the diagonals, hold 60% and block diagonals that hold 70% of the attention of 20 queries spread over "
-        "the last 32 tokens of each of 4 windows, at most 256 columns and 4 diagonals a head, one index per key-value group"
+        "the last 32 tokens of each of 4 windows, at most 256 columns and 4 diagonals per head, one index per KV head"
     )
 
 
@@ -453,7 +453,7 @@ def test_the_index_is_the_same_however_little_memory_there_is(monkeypatch, chang
     )
     _, _, masked = inputs(0, True, length=SEQ - 3)
     p = pattern(windows=3, last_q=40, p_s=0.4, **changed)
-    assert all(len(probe.away) > 3 and len(probe.rows) > 64 for probe in p.probes(masked))
+    assert all(len(probe.diagonals) > 3 and len(probe.rows) > 64 for probe in p.probes(masked))
     want, masses = p.estimate(q, k, masked, 0), p.mass(q, k, masked)
     monkeypatch.setattr("mtrain_cli.sparsity.vertical_slash._SCORE_BYTES", 1)
     tables = []
@@ -472,6 +472,6 @@ def test_the_index_is_the_same_however_little_memory_there_is(monkeypatch, chang
     monkeypatch.setattr(VerticalSlashPattern, "_tables", counted)
     assert p.estimate(q, k, masked, 0).same_as(want)
     assert set(tables) == {1}
-    assert len(tables) == sum(len(probe.away) for probe in p.probes(masked)) * (2 if changed else 1)
+    assert len(tables) == sum(len(probe.diagonals) for probe in p.probes(masked)) * (2 if changed else 1)
     for a, b in zip(p.mass(q, k, masked), masses, strict=True):
         assert torch.equal(a, b) if fused else torch.allclose(a, b, atol=1e-12)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtrain_cli.sparsity.pattern import kept_lines
+from mtrain_cli.sparsity.pattern import select_by_mass
 
 
 def kept(
@@ -21,7 +21,7 @@ def kept(
     values = torch.tensor(mass, dtype=torch.float32)
     mask = torch.zeros(len(mass), dtype=torch.bool)
     mask[list(forced)] = True
-    lines, keep = kept_lines(values[None], share, mask, least, most or len(mass))
+    lines, keep = select_by_mass(values[None], share, mask, least, most or len(mass))
     return lines[keep].tolist()
 
 
@@ -73,7 +73,7 @@ def test_rows_are_chosen_independently(seed):
     rng = np.random.default_rng(seed)
     mass = torch.from_numpy(rng.dirichlet(np.full(40, 0.3), (2, 3)).astype(np.float32))
     none = torch.zeros(40, dtype=torch.bool)
-    lines, keep = kept_lines(mass, 0.7, none, 0, 40)
+    lines, keep = select_by_mass(mass, 0.7, none, 0, 40)
     for b in range(2):
         for h in range(3):
             assert lines[b, h][keep[b, h]].tolist() == kept(mass[b, h].tolist(), 0.7)

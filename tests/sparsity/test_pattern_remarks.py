@@ -12,8 +12,11 @@ from mtrain_cli.training.banner import banner
 from mtrain_cli.training.dry_run import render
 from mtrain_cli.training.run_plan import plan
 
-MOBA = "12 chunks of 4096 keys cover all of seq=4k: computes every pair, as dense does"
-WINDOW = "one window at the end probes only the last document of packed ones; sparsity.windows=4 probes several"
+MOBA = "12 chunks of 4096 keys cover all of seq=4k: computes every pair, like sparsity=dense"
+WINDOW = (
+    "a single window at the end probes only the last packed document; "
+    "set sparsity.windows=4 to probe several"
+)
 
 
 @pytest.mark.parametrize(
@@ -25,7 +28,7 @@ WINDOW = "one window at the end probes only the last document of packed ones; sp
         ("sparsity=fixed", []),
         (
             "sparsity=fixed sparsity.columns=5000",
-            ["5000 columns cover all of seq=4k: computes every pair, as dense does"],
+            ["5000 columns cover all of seq=4k: computes every pair, like sparsity=dense"],
         ),
         ("sparsity=vertical_slash", [WINDOW]),
         ("sparsity=vertical_slash data.document_mask=false", []),
@@ -33,12 +36,12 @@ WINDOW = "one window at the end probes only the last document of packed ones; sp
         (
             "sparsity=vertical_slash sparsity.min_slashes=32",
             [
-                "at least 32 block diagonals of 128 tokens cover all of seq=4k: computes every pair, as dense does"
+                "at least 32 block diagonals of 128 tokens cover all of seq=4k: computes every pair, like sparsity=dense"
             ],
         ),
         (
             "sparsity=xattention sparsity.dense_steps=60 train.steps=60",
-            ["no step is sparse: sparsity.dense_steps=60 is not below train.steps=60"],
+            ["no step is sparse: sparsity.dense_steps=60 must be below train.steps=60"],
         ),
         ("sparsity=xattention sparsity.dense_steps=59 train.steps=60", []),
     ],
