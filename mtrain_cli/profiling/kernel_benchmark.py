@@ -188,7 +188,9 @@ def _measure(
     )
     scale = case.head_dim**-0.5
     out, lse = kernel.forward(q, k, v, tiles, scale)
-    forward = median_ms(lambda: kernel.forward(q, k, v, tiles.without_index_cache(), scale), device, repeats)
+    forward = median_ms(
+        lambda: kernel.forward(q, k, v, tiles.without_index_cache(), scale), device, repeats
+    )
     backward = median_ms(
         lambda: kernel.backward(dout, q, k, v, out, lse, None, tiles, scale), device, repeats
     )

@@ -224,7 +224,9 @@ def _timed(
     q, k, v, dout, scale = tensors.q, tensors.k, tensors.v, tensors.dout, tensors.scale
     out, lse = kernel.forward(q, k, v, tiles, scale)
     delta = None if kernel.needs_out or share.exchange == GATHER else row_delta(out, dout)
-    forward = median_ms(lambda: kernel.forward(q, k, v, tiles.without_index_cache(), scale), device, repeats)
+    forward = median_ms(
+        lambda: kernel.forward(q, k, v, tiles.without_index_cache(), scale), device, repeats
+    )
     backward = median_ms(
         lambda: kernel.backward(dout, q, k, v, out, lse, delta, tiles, scale), device, repeats
     )

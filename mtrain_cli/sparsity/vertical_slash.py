@@ -181,7 +181,7 @@ class VerticalSlashPattern:
     def _tables(
         self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions
     ) -> tuple[Callable[[], Iterator[Table]], int]:
-        """Return a function that yields `mass` in parts, again on every call, and its total bytes."""
+        """Return a function that yields `mass` in parts, anew on every call, and its total size."""
         probes = self.probes(masked)
         all_queries = q.new_zeros(sum(len(p.rows) for p in probes), *q.shape[2:])
         parts = all_queries.split([len(p.rows) for p in probes])

@@ -401,7 +401,7 @@ def test_sharded_workers_load_the_same_weights_and_read_only_their_rows(tmp_path
         ),
         (
             lambda f: edit_config(f, rope_parameters={"full_attention": {"rope_theta": 1e6}}),
-            "rope_parameters.full_attention: settings by kind of layer are not supported",
+            "rope_parameters.full_attention: settings per layer type are not supported",
         ),
         (lambda f: edit_config(f, rope_parameters=None, rope_scaling=[8.0]), "rope_scaling must be a JSON object"),
         (
@@ -456,7 +456,7 @@ def test_files_outside_the_folder_are_refused(tmp_path, file):
     index["weight_map"]["model.norm.weight"] = file
     (tmp_path / "hf" / INDEX).write_text(json.dumps(index))
     with pytest.raises(
-        ConfigError, match=r"weight_map names the file .* which does not lie in this folder"
+        ConfigError, match=r"weight_map names the file .* which is not in this folder"
     ):
         HuggingFaceFolder(tmp_path / "hf")
 

@@ -64,7 +64,7 @@ def test_a_gradient_in_the_dtype_of_the_logits_takes_their_place_and_any_other_i
         x, weight, labels = problem(dtype)
         fused_linear_cross_entropy(x, weight, labels, 4 * VOCAB * 5, 1.0, compile=True)
     loss_module._compiled.cache_clear()
-    assert compiled == [loss_module._row_losses, loss_module._row_losses_apart]
+    assert compiled == [loss_module._row_losses, loss_module._row_losses_out_of_place]
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -89,7 +89,7 @@ def test_z_loss_is_the_squared_logsumexp_of_rows_that_count(recompute, chunk_row
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("z_loss", [0.0, 0.07])
 def test_what_a_compiler_gets_equals_what_overwrites_logits(dtype, z_loss, monkeypatch):
-    monkeypatch.setattr(loss_module, "_compiled", lambda _: loss_module._row_losses_apart)
+    monkeypatch.setattr(loss_module, "_compiled", lambda _: loss_module._row_losses_out_of_place)
     x, weight, labels = problem(dtype)
     found = []
     for compile in (False, True):
@@ -159,7 +159,7 @@ def test_weight_gradient_is_summed_over_chunks_in_float32():
 
 @pytest.mark.parametrize("compile", [False, True])
 def test_nearly_certain_prediction_keeps_its_small_bfloat16_gradient(compile, monkeypatch):
-    monkeypatch.setattr(loss_module, "_compiled", lambda _: loss_module._row_losses_apart)
+    monkeypatch.setattr(loss_module, "_compiled", lambda _: loss_module._row_losses_out_of_place)
     weight = torch.tensor([[8.0], [0.0]], dtype=torch.bfloat16)
     x = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
     (gradient,) = torch.autograd.grad(

@@ -69,7 +69,7 @@ def test_transformers_gives_our_ids_beside_every_family(
         ("bpe", of_file(tmp_path / "bpe.json", bpe.eos), bpe),
     ):
         (tmp_path / name).mkdir()
-        files.beside(family).write(tmp_path / name)
+        files.for_family(family).write(tmp_path / name)
         (tmp_path / name / "config.json").write_text(json.dumps({"model_type": family}))
         theirs = transformers.AutoTokenizer.from_pretrained(
             tmp_path / name, trust_remote_code=trusted
@@ -84,7 +84,7 @@ def test_qwens_own_tokenizer_is_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
     files = of_folder(tmp_path)
-    assert files.beside("qwen2") == files
+    assert files.for_family("qwen2") == files
 
 
 def test_the_end_token_is_what_the_folder_names(tmp_path: Path) -> None:
