@@ -38,7 +38,8 @@ class Play:
     """What is played: ms of attention, pairs, and ms of a message by channel; index before the first step, merge and gap in every step.
 
     starts: ms by which a rank begins its passes later. gaps: more gap in every step of a rank.
-    columns: ms of single columns gathered once, before the first step. slow_into: more ms of the messages of (channel, receiving rank).
+    columns: ms of single columns gathered once,
+    before the first step. slow_into: more ms of the messages of (channel, receiving rank).
     """
 
     schedule: Schedule

@@ -30,7 +30,8 @@ for group, options in open_groups().options.items():
     for option in options:
         if (group, option) == ("model", "auto"):
             continue  # needs the folder of train.init_from
-        more = ["data.path=/", "data.mix={usr: 1}"] if group == "data" and option != "stdlib" else []
+        more = ["data.path=/",
+            "data.mix={usr: 1}"] if group == "data" and option != "stdlib" else []
         compose([f"{group}={option}", *more], plan=True)
 print("composed", compose(["model=qwen3b"]).model.name)
 """

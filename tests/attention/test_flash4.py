@@ -1,4 +1,4 @@
-"""Which calls the flash4 kernel makes: played through on the CPU with the oracle in the place of FlashAttention-4."""
+"""The flash4 kernel's calls, on the CPU with the oracle in place of FlashAttention-4."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def spans_of(name: str) -> list[KeySpans]:
         ("striped", ["lists"]),
     ],
 )
-def test_calls_are_the_oracles_result(calls, name, expected):
+def test_calls_give_the_oracle_result(calls, name, expected):
     torch.manual_seed(0)
     tiles = Tiles.make(spans_of(name))
     queries = tiles.low.shape[1]
@@ -115,9 +115,9 @@ def test_calls_are_the_oracles_result(calls, name, expected):
     torch.testing.assert_close(out, want_out, atol=1e-12, rtol=0)
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-6, rtol=0)
     assert calls == expected
-    final = want_lse + 0.5  # as under a ring, where other workers contribute to the row
+    final = want_lse + 0.5  # as in a ring, where other workers contribute to the row
     want = oracle.backward(dout, q, k, v, want_out, final, None, tiles, SCALE)
-    # Queries of another worker come with delta and without out.
+    # Queries from another worker arrive with delta, without out.
     for whole_out, delta in ((want_out, None), (None, row_delta(want_out, dout))):
         calls.clear()
         got = kernel.backward(dout, q, k, v, whole_out, final, delta, tiles, SCALE)

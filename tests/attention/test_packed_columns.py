@@ -1,4 +1,4 @@
-"""Packed columns: gathered from where the index says, and their gradients added back to the same places and no others."""
+"""Packed columns are gathered by the index, and their gradients return to the same places only."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from mtrain_cli.attention.packed_columns import add_column_gradients, local_colu
 
 @pytest.mark.parametrize("where", ["whole", "striped"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_of_columns_are_added_where_they_were_gathered(where, dtype):
+def test_column_gradients_are_added_where_the_columns_came_from(where, dtype):
     p = make_problem(
         0, "both", seq=61, block=16, heads=4, kv_heads=2, dim=8, documents=False, where=where
     )
     columns, slots = local_columns(p.tiles)
     packed = pack_columns(p.k, p.v, p.tiles)
-    # Whole numbers: sums are exact in both dtypes. Places without a column hold what must not be used.
+    # Whole numbers sum exactly in both dtypes. Empty places hold NaN, which must not be used.
     parts = [torch.randint(-3, 4, (2, *t.shape)).float() for t in packed]
     for part in parts:
         part[:, slots < 0] = float("nan")

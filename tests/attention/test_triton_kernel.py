@@ -1,4 +1,4 @@
-"""What the Triton kernel serves, and why not where it does not."""
+"""Which requests the Triton kernel serves, its reasons for refusing others, and its tile plan."""
 
 import pytest
 import torch
@@ -13,13 +13,14 @@ from mtrain_cli.config.schema import ConfigError
 
 def request(**changed) -> KernelRequest:
     default = {
-        "device": "cuda", "capability": (8, 0), "dtype": "bfloat16", "head_dim": 128, "num_heads": 16, "num_kv_heads": 2,
+        "device": "cuda", "capability": (8, 0), "dtype": "bfloat16", "head_dim": 128,
+        "num_heads": 16, "num_kv_heads": 2,
         "index": IndexRequest(128, bitmap=False),
     }  # fmt: skip
     return KernelRequest(**{**default, **changed})
 
 
-def test_it_serves_ampere_and_later_bitwise_repeatable():
+def test_it_serves_ampere_and_later_even_if_deterministic():
     assert TritonKernel().unsupported_reason(request()) is None
     assert TritonKernel().unsupported_reason(request(deterministic=True, capability=(9, 0))) is None
 
@@ -35,7 +36,7 @@ def test_it_serves_ampere_and_later_bitwise_repeatable():
         ({"index": IndexRequest(256, bitmap=True)}, "sparsity.block 256 is none of"),
     ],
 )
-def test_it_says_what_it_does_not_serve(changed, reason):
+def test_it_gives_the_reason_why_it_is_unusable(changed, reason):
     assert reason in TritonKernel().unsupported_reason(request(**changed))
 
 
@@ -60,7 +61,7 @@ def test_an_index_is_never_computed_densely_on_a_gpu():
         choose("sdpa", request(capability=(8, 0)))
 
 
-def test_absent_packages_are_named(monkeypatch):
+def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     assert TritonKernel().unsupported_reason(request()).startswith("triton is not installed")
 
@@ -68,7 +69,7 @@ def test_absent_packages_are_named(monkeypatch):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("kind", ["bitmap", "local bitmap"])
 @pytest.mark.parametrize("where", ["whole", "striped", "later queries"])
-def test_lists_hold_what_index_and_mask_leave(kind, where, transposed):
+def test_lists_hold_the_blocks_that_index_and_mask_leave(kind, where, transposed):
     p = make_problem(
         3, kind, seq=1609, block=16, heads=4, kv_heads=2, dim=16, documents=True, where=where
     )
@@ -89,7 +90,7 @@ def test_lists_hold_what_index_and_mask_leave(kind, where, transposed):
         assert row[:end].tolist() == numbers[on].tolist()
 
 
-def test_lists_of_very_many_blocks_are_wider():
+def test_lists_of_many_blocks_use_int32():
     blocks, ends = 40_000, torch.tensor([39_998, 39_999], dtype=torch.int32)
     bits = torch.zeros(1, 1, 2, blocks, dtype=torch.bool)
     bits[0, 0, 0, [3, 600, 39_990]] = True

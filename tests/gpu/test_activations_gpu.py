@@ -30,12 +30,15 @@ pytestmark = [
 SEQ, LAYERS, HIDDEN = 16384, 8, 1024
 KEPT = 2 * SEQ * (HIDDEN + HIDDEN) + 4 * SEQ * 8  # of a layer with selective checkpointing, bytes
 ROPE = RopeConfig(
-    theta=1e4, scaling="none", factor=1.0, original_max_position=4096, beta_fast=32.0, beta_slow=1.0, low_freq_factor=1.0,
+    theta=1e4, scaling="none", factor=1.0, original_max_position=4096, beta_fast=32.0,
+    beta_slow=1.0, low_freq_factor=1.0,
     high_freq_factor=4.0,
 )  # fmt: skip
 MODEL = ModelConfig(
-    name="test", family="qwen2", vocab_size=512, hidden_size=HIDDEN, num_layers=LAYERS, num_heads=8, num_kv_heads=2, head_dim=128,
-    intermediate_size=2816, qkv_bias=True, qk_norm=False, tie_word_embeddings=True, rms_norm_eps=1e-6, init_std=0.05, rope=ROPE,
+    name="test", family="qwen2", vocab_size=512, hidden_size=HIDDEN, num_layers=LAYERS, num_heads=8,
+    num_kv_heads=2, head_dim=128,
+    intermediate_size=2816, qkv_bias=True, qk_norm=False, tie_word_embeddings=True,
+    rms_norm_eps=1e-6, init_std=0.05, rope=ROPE,
 )  # fmt: skip
 
 
@@ -58,7 +61,8 @@ class Steps:
         self.offload = ActivationOffload(LAYERS, device, offload) if offload else None
         with torch.device("meta"):
             self.decoder = Decoder(
-                MODEL, rope_factor=1.0, loss_chunk_bytes=16 << 20, activation_checkpoint=checkpoint, compile=compile,
+                MODEL, rope_factor=1.0, loss_chunk_bytes=16 << 20, activation_checkpoint=checkpoint,
+                compile=compile,
                 tile_bytes=tile_mib << 20, offload=self.offload,
             )  # fmt: skip
         self.decoder.to_empty(device=device)

@@ -133,7 +133,8 @@ def work(rank: int, world: int, store: str, kernel_name: str, kind: str) -> None
                         rank, world, world, device, per_node=per_node, heads=way.heads
                     )
                 exchange = make_exchange(
-                    way.exchange, layout, groups[per_node, way.heads], chunks=way.chunks, prefetch=way.prefetch,
+                    way.exchange, layout, groups[per_node, way.heads], chunks=way.chunks,
+                    prefetch=way.prefetch,
                     circulates=way.circulates, shared_columns=way.shared_columns,
                 )  # fmt: skip
                 masks = [SequenceMask.from_documents(ids, layout.padded_seq)]

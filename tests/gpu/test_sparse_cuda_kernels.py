@@ -40,7 +40,8 @@ def errors(
     if kernel.unsupported_reason(request):
         pytest.skip(str(kernel.unsupported_reason(request)))
     p = make_problem(
-        3, kind, seq=1801, block=block, heads=heads, kv_heads=kv_heads, dim=dim, documents=documents, where=where,
+        3, kind, seq=1801, block=block, heads=heads, kv_heads=kv_heads, dim=dim,
+        documents=documents, where=where,
         dtype=torch.bfloat16, device="cuda",
     )  # fmt: skip
     scale = dim**-0.5

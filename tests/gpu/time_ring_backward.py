@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 tests/gpu/time_ring_backward.py --tokens 65536 131072
 
 Every way must give the gradients of the first one; a difference ends the script with exit code 1. The table shows the bytes that a rank
-sends in one backward pass, counted at the call that sends them, and the median time of the slowest rank. `NCCL_P2P_DISABLE=1` takes the
+sends in one backward pass, counted at the call that sends them,
+and the median time of the slowest rank. `NCCL_P2P_DISABLE=1` takes the
 GPUs' direct link away and so stands for a slower one.
 """
 

@@ -1,4 +1,4 @@
-"""What is said of a run that does not do what its line seems to ask for, in banner and dry run."""
+"""Remarks in banner and dry run on runs that do not do what their settings suggest."""
 
 import io
 from pathlib import Path
@@ -36,7 +36,8 @@ WINDOW = (
         (
             "sparsity=vertical_slash sparsity.min_slashes=32",
             [
-                "at least 32 block diagonals of 128 tokens cover all of seq=4k: computes every pair, like sparsity=dense"
+                "at least 32 block diagonals of 128 tokens cover all of seq=4k: computes every "
+                "pair, like sparsity=dense"
             ],
         ),
         (
@@ -46,11 +47,11 @@ WINDOW = (
         ("sparsity=xattention sparsity.dense_steps=59 train.steps=60", []),
     ],
 )
-def test_what_is_remarked(words, lines):
+def test_each_surprising_setting_has_a_remark(words, lines):
     assert remarks(compose(words.split())) == lines
 
 
-def test_banner_and_dry_run_say_it():
+def test_banner_and_dry_run_show_remarks():
     config = compose(
         ["sparsity=moba", "topology.workers=1", "topology.device=cpu", "sparsity.dense_steps=100"]
     )
@@ -64,7 +65,7 @@ def test_banner_and_dry_run_say_it():
         assert "computes less" not in printed
 
 
-def test_synthetic_is_said_wherever_the_name_shows():
+def test_synthetic_patterns_are_marked_wherever_their_name_shows():
     config = compose(["sparsity=fixed", "topology.workers=1", "topology.device=cpu"])
     console = Console(file=io.StringIO(), width=200, color_system=None)
     console.print(render(plan(config)))

@@ -1,4 +1,4 @@
-"""Recall is the share of dense attention on the pairs of an index, query by query, computed here pair by pair."""
+"""Recall is the share of dense attention on an index's pairs, compared with a sum over pairs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mtrain_cli.sparsity.recall import recall
 
 @pytest.mark.parametrize("score_bytes", [1, 4 * 60 * 2 * 4, 1 << 29])
 @pytest.mark.parametrize("kind", ["slashes", "columns", "both", "none", "all", "bitmap"])
-def test_recall_is_that_of_the_pairs_themselves(monkeypatch, kind, score_bytes):
+def test_recall_equals_the_sum_over_pairs(monkeypatch, kind, score_bytes):
     monkeypatch.setattr("mtrain_cli.sparsity.recall._SCORE_BYTES", score_bytes)
     p = make_problem(
         3, kind, seq=60, block=16, heads=4, kv_heads=2, dim=8, documents=True, where="whole"
@@ -44,10 +44,10 @@ def test_recall_is_that_of_the_pairs_themselves(monkeypatch, kind, score_bytes):
     if kind in ("all", "none"):
         assert torch.allclose(shares, torch.full_like(shares, float(kind == "all")), atol=1e-5)
     else:
-        assert ((shares > 0.01) & (shares < 0.99)).any(), "some queries keep a part"
+        assert ((shares > 0.01) & (shares < 0.99)).any(), "some queries must keep a part"
 
 
-def test_the_indices_of_these_tests_differ_between_heads():
+def test_the_test_indices_differ_between_heads():
     index = make_index("both", np.random.default_rng(3), 2, 4, 60, 16)
     everywhere = torch.arange(60)
     allowed = index.allowed(everywhere, everywhere)
