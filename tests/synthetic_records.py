@@ -1,4 +1,7 @@
-"""Records of which everything is known: a schedule is played with given times, so that waits and their late parts are consistent."""
+"""Records with known content, from a schedule played with given times.
+
+Waits and lateness are therefore consistent.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +38,15 @@ def even(direction: str, rank: int, step: int) -> float:  # noqa: ARG001
 
 @dataclass(frozen=True)
 class Play:
-    """What is played: ms of attention, pairs, and ms of a message by channel; index before the first step, merge and gap in every step.
+    """What is played; times in ms.
 
-    starts: ms by which a rank begins its passes later. gaps: more gap in every step of a rank.
-    columns: ms of single columns gathered once,
-    before the first step. slow_into: more ms of the messages of (channel, receiving rank).
+    attention, pairs: per (direction, rank, step).
+    link: duration of a message, by channel.
+    index, columns: before the first step; columns are single columns gathered once.
+    merge, gap: in every step.
+    gaps: additional gap in every step of a rank.
+    starts: delay of a rank's passes.
+    slow_into: additional duration of messages, by (channel, receiving rank).
     """
 
     schedule: Schedule
@@ -60,14 +67,17 @@ def ring(workers: int, per_node: int = 0, exchange: str = "ring", **options: Any
 
 
 def play(what: Play, direction: str) -> tuple[list[dict[str, Any]], float]:
-    """One pass of all ranks of a group -> its rows, from time 0, and when the last rank is done; times in ms."""
+    """Play one pass of all ranks of a group.
+
+    Returns its rows, from time 0, and the time in ms at which the last rank finishes.
+    """
     schedule = what.schedule
     steps = schedule.backward if direction == "backward" else schedule.forward
-    ranks = [_Rank(what, direction, rank, mine) for rank, mine in enumerate(steps)]
+    ranks = [_Rank(what, direction, rank, rank_steps) for rank, rank_steps in enumerate(steps)]
     post: dict[tuple[int, str, str, int], float] = {}
     while any(not rank.done for rank in ranks):
-        moved = [rank.go(post) for rank in ranks]
-        assert any(moved), "the schedule cannot be played"
+        advanced = [rank.advance(post) for rank in ranks]
+        assert any(advanced), "the schedule cannot be played"
     return [row for rank in ranks for row in rank.rows], max(rank.now for rank in ranks)
 
 
@@ -95,8 +105,11 @@ class _Rank:
     def done(self) -> bool:
         return not self.todo
 
-    def go(self, post: dict[tuple[int, str, str, int], float]) -> bool:
-        """Goes on until a message is missing whose sender is not there yet; -> whether anything was done."""
+    def advance(self, post: dict[tuple[int, str, str, int], float]) -> bool:
+        """Continue until a message is missing that its sender has not posted.
+
+        Return whether anything was done.
+        """
         before = len(self.todo)
         while self.todo:
             kind, step, item = self.todo[0]
@@ -132,15 +145,15 @@ class _Rank:
         return len(self.todo) < before
 
     def _arrival(self, number: int, post: dict) -> tuple[float, float] | None:
-        """When the message of a transfer began, and when it was there; None if that is not known yet."""
+        """Return when a transfer's message starts and arrives, or None if that is not known yet."""
         transfer, place = self.transfers[number]
         senders = [transfer.source] if transfer.kind == "p2p" else transfer.peers
-        begun = [
+        start_times = [
             post.get((sender, transfer.channel, transfer.payload, place)) for sender in senders
         ]
-        if any(b is None for b in begun):
+        if any(b is None for b in start_times):
             return None
-        begin = max(b for b in begun if b is not None)
+        begin = max(b for b in start_times if b is not None)
         return begin, begin + self.what.link.get(transfer.channel, 0.0) + self.what.slow_into.get(
             (transfer.channel, self.rank), 0.0
         )
@@ -203,7 +216,10 @@ def rows_of(
     case: int = 0,
     directions: Sequence[str] = ("forward", "backward"),
 ) -> np.ndarray:
-    """Rows of one iteration. what: one play for all, or a function of (iteration, layer, group)."""
+    """Return the rows of one iteration.
+
+    what: one play for all, or a function of (iteration, layer, group).
+    """
     parts = []
     for group in range(groups):
         now = 0.0
@@ -244,7 +260,7 @@ def rows_of(
 def facts_of(
     schedule: Schedule, *, groups: int = 1, layers: int = 1, **more: Any
 ) -> dict[str, Any]:
-    """A case of summary.json."""
+    """Return a case of summary.json."""
     return {
         "label": f"dense striped {schedule.exchange}",
         "layout": "striped",
@@ -280,7 +296,7 @@ def write(
     wanted: int | None = None,
     **more: Any,
 ) -> Path:
-    """A folder as a profile leaves it; without ``complete`` as one that was killed leaves it."""
+    """Write a folder as a profile does; without ``complete``, as a profile that was killed."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, rows in enumerate(parts):
         write_part(rows, folder, number)
@@ -318,7 +334,7 @@ def recorded_once(
     groups: int = 1,
     **more: Any,
 ) -> Path:
-    """The usual folder of one case."""
+    """Write the usual folder of one case."""
     parts = [rows_of(what, iteration=i, layers=layers, groups=groups) for i in range(iterations)]
     return write(
         folder, parts, [facts_of(what.schedule, groups=groups, layers=len(layers))], **more

@@ -1,4 +1,4 @@
-"""Calibration on GPUs: links by NCCL with times of the device, and the calls of one worker by every kernel that serves."""
+"""Calibration on GPUs: NCCL links by device times, and one worker's calls of every kernel."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def test_links_of_two_gpus(tmp_path):
     for t in document["times"]:
         assert t["us"] > 0
         assert t["loaded_us"] > 0
-    # Both are of the device: a link that is faster than memory, or a computation that messages make faster, was not measured.
+    # Both are device times: a link faster than memory, or a computation that messages speed up,
+    # would mean that nothing was measured.
     assert all(t["gbps"] < 2000 for t in document["times"])
     assert all(t["slowdown"] is None or t["slowdown"] > 0.8 for t in document["times"])
     cluster = load_cluster(str(tmp_path / "mine.yaml"))

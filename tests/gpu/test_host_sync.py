@@ -1,4 +1,4 @@
-"""The host never waits for the GPU inside the loop over micro-batches, under any way of holding weights and states."""
+"""The host never waits for the GPU between micro-batches, however weights and states are held."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SMALL = [
 
 @pytest.fixture(scope="module", autouse=True)
 def group():
-    """A group of one, as a worker makes it."""
+    """A group of one worker."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         torch.cuda.set_device(0)
@@ -74,7 +74,7 @@ def make(*words: str) -> Trainer:
 )
 def test_the_host_does_not_wait_in_the_loop_over_micro_batches(words):
     trainer = make(*words)
-    trainer.train_step(False)  # tables that last, buffers, compiled kernels
+    trainer.train_step(False)  # allocate lasting tables and buffers, compile kernels
     compute = trainer.forward_backward
 
     def watched(*args):
@@ -89,8 +89,8 @@ def test_the_host_does_not_wait_in_the_loop_over_micro_batches(words):
     assert all(0 < loss < 20 for loss in losses)
 
 
-def test_states_on_the_host_train_as_those_on_the_gpu_and_leave_it_memory():
-    """A transfer that nobody waits for would show in the losses of the next steps."""
+def test_offloaded_states_train_alike_and_free_gpu_memory():
+    """A transfer that nothing waits for would show in the losses of later steps."""
     wide = ("model.hidden_size=512", "model.intermediate_size=2048", "optim.clip_norm=0.1")
     trainer = make(*wide)
     drawn = {
@@ -114,7 +114,7 @@ def test_states_on_the_host_train_as_those_on_the_gpu_and_leave_it_memory():
         masters = trainer.host_states.masters.named_parameters()
         assert all(
             torch.equal(parameter.detach().to_local(), drawn[name]) for name, parameter in masters
-        ), "drawn by the GPU all the same"
+        ), "the GPU must still draw the weights"
         assert [trainer.train_step(False).loss for _ in range(4)] == pytest.approx(
             expected, rel=1e-2
         )
@@ -122,7 +122,7 @@ def test_states_on_the_host_train_as_those_on_the_gpu_and_leave_it_memory():
         del trainer
 
 
-def test_gradients_that_leave_are_not_on_the_gpu_when_the_backward_pass_ends():
+def test_offloaded_gradients_are_off_the_gpu_after_backward():
     words = (
         "seq=16k",
         "model.hidden_size=1024",
@@ -133,7 +133,7 @@ def test_gradients_that_leave_are_not_on_the_gpu_when_the_backward_pass_ends():
     )
     held, losses = [], []
     for more in ((), ("optim.offload_gradients=true",)):
-        gc.collect()  # FSDP2 and its modules refer to one another: the first trainer's weights would be counted again
+        gc.collect()  # reference cycles in FSDP2 keep the first trainer's weights
         before = torch.cuda.memory_allocated()
         trainer = make(*words, *more)
         losses.append([trainer.train_step(False).loss for _ in range(3)])

@@ -1,4 +1,7 @@
-"""The sparse CUDA kernels equal the float64 oracle: GQA shapes, block sizes, patterns, uneven lengths, shards; needs a GPU."""
+"""The sparse CUDA kernels equal the float64 oracle, for GQA, block sizes, patterns and shards.
+
+Needs a GPU.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +52,9 @@ def errors(
     want, want_lse = ReferenceKernel().forward(q, k, v, p.tiles, scale)
     out, lse = kernel.forward(p.q, p.k, p.v, p.tiles, scale)
     seen = ~torch.isneginf(want_lse)
-    assert torch.equal(torch.isneginf(lse), ~seen), (
-        "rows that see nothing, and only they, have lse -inf"
-    )
+    assert torch.equal(torch.isneginf(lse), ~seen), "exactly the rows without keys have lse -inf"
     assert bool(out.transpose(1, 2)[~seen].eq(0).all()), "and out 0"
-    final = want_lse + 0.5  # as under a ring, where other workers contribute to the row
+    final = want_lse + 0.5  # as in a ring, where other workers contribute to the row
     rounded = want.to(p.q.dtype)
     grads = kernel.backward(p.dout, p.q, p.k, p.v, rounded, final.float(), None, p.tiles, scale)
     delta = (rounded.double() * dout).sum(-1).transpose(1, 2)
@@ -62,7 +63,7 @@ def errors(
         "out": error(out, want),
         "lse": (lse.double()[seen] - want_lse[seen]).abs().max().item() if seen.any() else 0.0,
     }
-    # Queries of another worker come with delta and without out.
+    # Queries from another worker arrive with delta, without out.
     by_delta = kernel.backward(
         p.dout, p.q, p.k, p.v, None, final.float(), delta.float(), p.tiles, scale
     )
@@ -73,7 +74,7 @@ def errors(
     if name == "triton":
         again = kernel.backward(p.dout, p.q, p.k, p.v, rounded, final.float(), None, p.tiles, scale)
         assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True)), (
-            "the same gradients bitwise twice"
+            "gradients are bitwise repeatable"
         )
     return found | {
         part: error(got, exact)
@@ -108,7 +109,7 @@ def test_sparse_attention_equals_the_oracle(
         "dq": 4e-3,
         "dk": 5e-3,
         "dv": 5e-3,
-    }  # about 1.5 times what was seen (profiles/notes.md)
+    }  # about 1.5 times the measured errors (profiles/notes.md)
     assert not {
         part: value for part, value in found.items() if not value < limits[part.split()[0]]
     }, found
@@ -116,7 +117,7 @@ def test_sparse_attention_equals_the_oracle(
 
 @pytest.mark.parametrize("name", ["triton", "flash4"])
 @pytest.mark.parametrize("kind", ["both", "bitmap"])
-def test_a_part_of_the_heads_is_taken_as_it_lies(name, kind):
+def test_strided_heads_are_accepted(name, kind):
     kernel = _KERNELS[name]()
     request = KernelRequest(
         "cuda",
