@@ -66,14 +66,14 @@ def ring(workers: int, per_node: int = 0, exchange: str = "ring", **options: Any
     return make_schedule(exchange, ScheduleOptions(workers, per_node or workers, **options))
 
 
-def play(what: Play, direction: str) -> tuple[list[dict[str, Any]], float]:
+def play(scenario: Play, direction: str) -> tuple[list[dict[str, Any]], float]:
     """Play one pass of all ranks of a group.
 
     Returns its rows, from time 0, and the time in ms at which the last rank finishes.
     """
-    schedule = what.schedule
+    schedule = scenario.schedule
     steps = schedule.backward if direction == "backward" else schedule.forward
-    ranks = [_Rank(what, direction, rank, rank_steps) for rank, rank_steps in enumerate(steps)]
+    ranks = [_Rank(scenario, direction, rank, rank_steps) for rank, rank_steps in enumerate(steps)]
     post: dict[tuple[int, str, str, int], float] = {}
     while any(not rank.done for rank in ranks):
         advanced = [rank.advance(post) for rank in ranks]
@@ -82,10 +82,10 @@ def play(what: Play, direction: str) -> tuple[list[dict[str, Any]], float]:
 
 
 class _Rank:
-    def __init__(self, what: Play, direction: str, rank: int, steps: Steps) -> None:
-        self.what, self.direction, self.rank, self.steps = what, direction, rank, steps
+    def __init__(self, scenario: Play, direction: str, rank: int, steps: Steps) -> None:
+        self.scenario, self.direction, self.rank, self.steps = scenario, direction, rank, steps
         self.rows: list[dict[str, Any]] = []
-        self.began = self.now = what.starts.get(rank, 0.0)
+        self.began = self.now = scenario.starts.get(rank, 0.0)
         self.transfers: dict[int, tuple[Transfer, int]] = {}
         self.counts: dict[tuple[str, str], int] = {}
         self.todo: list[tuple[str, int, Any]] = []
@@ -98,8 +98,8 @@ class _Rank:
             self.todo += [("wait", number, n) for n in step.collect] + [
                 ("post", number, t) for t in step.send
             ]
-        self._spend(INDEX, -1, what.index)
-        self._spend(COLUMNS, -1, what.columns, pairs=500)
+        self._spend(INDEX, -1, scenario.index)
+        self._spend(COLUMNS, -1, scenario.columns, pairs=500)
 
     @property
     def done(self) -> bool:
@@ -134,11 +134,11 @@ class _Rank:
                 self._spend(
                     ATTENTION,
                     step,
-                    self.what.attention(self.direction, self.rank, step),
-                    pairs=int(self.what.pairs(self.direction, self.rank, step)),
+                    self.scenario.attention(self.direction, self.rank, step),
+                    pairs=int(self.scenario.pairs(self.direction, self.rank, step)),
                 )
-                self._spend(MERGE, step, self.what.merge)
-                self._spend(GAP, step, self.what.gap + self.what.gaps.get(self.rank, 0.0))
+                self._spend(MERGE, step, self.scenario.merge)
+                self._spend(GAP, step, self.scenario.gap + self.scenario.gaps.get(self.rank, 0.0))
             self.todo.pop(0)
         if not self.todo and before:
             self._add(PASS, -1, self.began, self.now - self.began)
@@ -154,9 +154,9 @@ class _Rank:
         if any(b is None for b in start_times):
             return None
         begin = max(b for b in start_times if b is not None)
-        return begin, begin + self.what.link.get(transfer.channel, 0.0) + self.what.slow_into.get(
-            (transfer.channel, self.rank), 0.0
-        )
+        return begin, begin + self.scenario.link.get(
+            transfer.channel, 0.0
+        ) + self.scenario.slow_into.get((transfer.channel, self.rank), 0.0)
 
     def _wait(self, step: int, transfer: Transfer, begin: float, arrival: float) -> None:
         wait = max(0.0, arrival - self.now)
@@ -173,7 +173,7 @@ class _Rank:
             kind,
             step,
             begin,
-            self.what.link.get(transfer.channel, 0.0),
+            self.scenario.link.get(transfer.channel, 0.0),
             **self._names(transfer, peer),
         )
 
@@ -207,7 +207,7 @@ class _Rank:
 
 
 def rows_of(
-    what: Play | Callable[[int, int, int], Play],
+    scenario: Play | Callable[[int, int, int], Play],
     *,
     iteration: int = 0,
     layers: Sequence[int] = (0,),
@@ -218,7 +218,7 @@ def rows_of(
 ) -> np.ndarray:
     """Return the rows of one iteration.
 
-    what: one play for all, or a function of (iteration, layer, group).
+    scenario: one play for all, or a function of (iteration, layer, group).
     """
     parts = []
     for group in range(groups):
@@ -227,7 +227,11 @@ def rows_of(
         for micro in range(micros):
             for direction in directions:
                 for layer in layers if direction == "forward" else reversed(layers):
-                    one = what if isinstance(what, Play) else what(iteration, layer, group)
+                    one = (
+                        scenario
+                        if isinstance(scenario, Play)
+                        else scenario(iteration, layer, group)
+                    )
                     size = one.schedule.workers
                     played, duration = play(one, direction)
                     rows = np.zeros(len(played), ROW)
@@ -327,7 +331,7 @@ def write(
 
 def recorded_once(
     folder: Path,
-    what: Play,
+    scenario: Play,
     *,
     layers: Sequence[int] = (0,),
     iterations: int = 1,
@@ -335,7 +339,9 @@ def recorded_once(
     **more: Any,
 ) -> Path:
     """Write the usual folder of one case."""
-    parts = [rows_of(what, iteration=i, layers=layers, groups=groups) for i in range(iterations)]
+    parts = [
+        rows_of(scenario, iteration=i, layers=layers, groups=groups) for i in range(iterations)
+    ]
     return write(
-        folder, parts, [facts_of(what.schedule, groups=groups, layers=len(layers))], **more
+        folder, parts, [facts_of(scenario.schedule, groups=groups, layers=len(layers))], **more
     )

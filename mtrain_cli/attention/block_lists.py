@@ -66,12 +66,12 @@ def index_lists(tiles: Tiles, transposed: bool) -> dict[str, torch.Tensor]:
         }
     q, k = geometry.query_blocks.long(), geometry.key_blocks.long()
     touched = (k <= q[:, None]) & ((k + 1) * index.block > geometry.first_min[:, q][..., None])
-    whole = touched & (k < q[:, None]) & (k * index.block >= geometry.first_max[:, q][..., None])
+    full = touched & (k < q[:, None]) & (k * index.block >= geometry.first_max[:, q][..., None])
     active = index.chosen(q, k) & touched[:, None]
     result: dict[str, torch.Tensor] = {}
     for name, blocks, width in zip(
         ("partial", "full"),
-        (active & ~whole[:, None], active & whole[:, None]),
+        (active & ~full[:, None], active & full[:, None]),
         widths,
         strict=True,
     ):

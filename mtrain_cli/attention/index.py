@@ -302,7 +302,7 @@ class VerticalSlash(Index):
         return {"slashes": self.slashes, "columns": self.columns}
 
     def counts(self, work: MaskWork) -> IndexCounts:
-        on = self.slashes.long()
+        slashes = self.slashes.long()
         real = self.columns < work.lengths[:, None, None]
         columns = self.columns.long().masked_fill(~real, 0)
         last = work.last[:, None].expand(-1, self.heads[1], -1).gather(-1, columns)
@@ -311,9 +311,9 @@ class VerticalSlash(Index):
             .masked_fill(~real, 0)
             .sum(-1)
         )
-        pairs = (on * work.per_diagonal[:, None]).sum(-1) + alone
+        pairs = (slashes * work.per_diagonal[:, None]).sum(-1) + alone
         return IndexCounts(
-            pairs, (on * work.touched[:, None]).sum(-1), real.sum(-1), alone, on.sum(-1)
+            pairs, (slashes * work.touched[:, None]).sum(-1), real.sum(-1), alone, slashes.sum(-1)
         )
 
     def _covered_queries(self, columns: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
@@ -321,21 +321,25 @@ class VerticalSlash(Index):
 
         These are positions key <= q <= last whose block has the key's block on a chosen diagonal.
         """
-        on = self.slashes.long()
-        upto = torch.nn.functional.pad(on.cumsum(-1), (1, 0))
+        slashes = self.slashes.long()
+        counts_below = torch.nn.functional.pad(slashes.cumsum(-1), (1, 0))
         own, end = columns // self.block, last // self.block
         distance = end - own
         # Blocks strictly between the key's block and the last one count in full, the key's block
         # from the key on, and the last block up to its row.
         between = (
-            torch.where(distance > 0, upto.gather(-1, distance.clamp(min=1)) - upto[..., 1:2], 0)
+            torch.where(
+                distance > 0,
+                counts_below.gather(-1, distance.clamp(min=1)) - counts_below[..., 1:2],
+                0,
+            )
             * self.block
         )
         first_rows = torch.where(distance > 0, (own + 1) * self.block - columns, last - columns + 1)
         last_rows = torch.where(
-            distance > 0, on.gather(-1, distance) * (last - end * self.block + 1), 0
+            distance > 0, slashes.gather(-1, distance) * (last - end * self.block + 1), 0
         )
-        return on[..., :1] * first_rows + between + last_rows
+        return slashes[..., :1] * first_rows + between + last_rows
 
 
 def diagonal_work(
@@ -480,11 +484,11 @@ class GatedBitmap(BlockBitmap):
     def counts(self, work: MaskWork) -> IndexCounts:
         """Count for each query the keys of its chunks that the mask allows."""
         assert work.first is not None, "bitmaps need MaskWork.make(..., bitmap=True)"
-        whole = super().counts(work)
+        block_counts = super().counts(work)
         within = torch.arange(self.block, device=self.rows.device)
         positions = (self.rows.long()[:, None] * self.block + within).flatten()
         starts = torch.arange(0, self.blocks * self.block, self.chunk, device=self.rows.device)
-        pairs = torch.zeros_like(whole.pairs)
+        pairs = torch.zeros_like(block_counts.pairs)
         at_once = max(1, _BITS_PER_PASS // max(1, len(starts) * self.heads[0] * self.heads[1]))
         for begin in range(0, len(positions), at_once):
             rows = slice(begin, begin + at_once)
@@ -493,7 +497,7 @@ class GatedBitmap(BlockBitmap):
                 min=0
             )  # [batch, rows, chunks]
             pairs += (self.gated(rows) * keys[:, None]).sum((-1, -2))
-        return replace(whole, pairs=pairs)
+        return replace(block_counts, pairs=pairs)
 
 
 def block_pairs(

@@ -123,11 +123,11 @@ def add_rows(
     for target, source in ((dk, columns_dk), (dv, columns_dv)):
         # One head never has a column twice, so a scatter per head is exact. Empty places add 0.
         source = source.sum(0).masked_fill(~real[..., None], 0.0).unflatten(1, (kv_heads, group))
-        whole = target.to(accumulation_dtype(target.dtype))
+        total = target.to(accumulation_dtype(target.dtype))
         for g in range(group):
             index = clamped[:, :, g].transpose(1, 2)[..., None].expand(-1, -1, -1, dim)
-            whole.scatter_add_(1, index, source[:, :, g].transpose(1, 2))
-        target.copy_(whole)
+            total.scatter_add_(1, index, source[:, :, g].transpose(1, 2))
+        target.copy_(total)
 
 
 def local_columns(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor]:

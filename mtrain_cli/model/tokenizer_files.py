@@ -88,13 +88,13 @@ def of_folder(folder: Path, eos: int | None = None) -> TokenizerFiles:
     Raises:
         ConfigError: the folder has no such files, or one cannot be read.
     """
-    found = {name: _read(folder / name) for name in _FILES if (folder / name).is_file()}
-    if not found.keys() - {GENERATION_CONFIG}:
+    files = {name: _read(folder / name) for name in _FILES if (folder / name).is_file()}
+    if not files.keys() - {GENERATION_CONFIG}:
         raise ConfigError(f"{folder}: has no tokenizer files; give a folder with tokenizer.json")
     ids = token_ids(folder)
-    if TOKENIZER in found:
-        found, ids = _complete(found, ids, _named_eos(found, eos))
-    return TokenizerFiles(str(folder), found, ids)
+    if TOKENIZER in files:
+        files, ids = _complete(files, ids, _named_eos(files, eos))
+    return TokenizerFiles(str(folder), files, ids)
 
 
 def of_file(path: Path, eos: int | None) -> TokenizerFiles:
@@ -201,13 +201,13 @@ def _added_tokens(tokenizer: bytes) -> dict[str, int]:
     vocabulary = (
         content.get("model", {}).get("vocab") if isinstance(content.get("model"), dict) else None
     )
-    found = (
+    ids = (
         {str(token): number for token, number in vocabulary.items()}
         if isinstance(vocabulary, dict)
         else {}
     )
     if isinstance(vocabulary, list):  # Unigram: tokens with their scores
-        found = {
+        ids = {
             str(entry[0]): number
             for number, entry in enumerate(vocabulary)
             if isinstance(entry, list) and entry
@@ -215,8 +215,8 @@ def _added_tokens(tokenizer: bytes) -> dict[str, int]:
     added = content.get("added_tokens")
     for entry in added if isinstance(added, list) else []:
         if isinstance(entry, dict) and isinstance(entry.get("id"), int):
-            found[str(entry.get("content"))] = entry["id"]
-    return found
+            ids[str(entry.get("content"))] = entry["id"]
+    return ids
 
 
 def _byte_characters() -> list[str]:
@@ -231,10 +231,10 @@ def _byte_characters() -> list[str]:
 
 def _parse_object(content: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(content)
+        value = json.loads(content)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def _read(path: Path) -> bytes:

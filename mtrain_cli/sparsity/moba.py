@@ -123,14 +123,14 @@ class MobaPattern:
                 position = masked.positions[begin:end]
                 seen = self._best_chunks(scores, position, geometry.first[b, position], size)
                 gates[b, :, begin:end] = _pack_bits(seen)
-                whole = (
+                block_chunks = (
                     torch.nn.functional.pad(seen, (0, 0, 0, -(end - begin) % block))
                     .unflatten(1, (-1, block))
                     .any(2)
                 )
                 rows = slice(begin // block, -(-end // block))
                 bits[b, :, rows] = (
-                    whole.repeat_interleave(size // block, -1)[..., : geometry.blocks]
+                    block_chunks.repeat_interleave(size // block, -1)[..., : geometry.blocks]
                     & causal[rows]
                 )
         return GatedBitmap(block, geometry.blocks, bits, geometry.query_blocks, gates, size)
@@ -201,13 +201,15 @@ def _block_sums(tokens: torch.Tensor, masked: MaskedPositions) -> torch.Tensor:
     )
     for b, total in enumerate(sums):
         # Positions ascend, so padding comes last.
-        whole, remainder = divmod(masked.num_tokens(b), block)
+        full_blocks, remainder = divmod(masked.num_tokens(b), block)
         torch.sum(
-            tokens[b, : whole * block].unflatten(0, (whole, block)),
+            tokens[b, : full_blocks * block].unflatten(0, (full_blocks, block)),
             1,
             dtype=dtype,
-            out=total[:whole],
+            out=total[:full_blocks],
         )
         if remainder:
-            total[whole] = tokens[b, whole * block : whole * block + remainder].sum(0, dtype=dtype)
+            total[full_blocks] = tokens[
+                b, full_blocks * block : full_blocks * block + remainder
+            ].sum(0, dtype=dtype)
     return sums

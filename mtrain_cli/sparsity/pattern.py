@@ -260,18 +260,18 @@ def select_ranked(
     order: torch.Tensor,
     total: torch.Tensor,
     share: float | torch.Tensor,
-    least: int,
-    most: int,
+    at_least: int,
+    at_most: int,
     n: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Select as `select_by_mass` does, from keys of `rank_keys`.
 
     Args:
-        order: keys [..., candidates] that include the ``most`` largest of all candidates.
+        order: keys [..., candidates] that include the ``at_most`` largest of all candidates.
         total: mass of all candidates in units, int64 [..., 1].
-        least: at least the number of forced candidates, which rank first.
+        at_least: not below the number of forced candidates, which rank first.
     """
-    order = torch.topk(order, min(most, order.shape[-1]), dim=-1).values
+    order = torch.topk(order, min(at_most, order.shape[-1]), dim=-1).values
     candidates = n - 1 - (order & _NUMBER_MASK)
     masses = (order >> _NUMBER_BITS) & MOST_UNITS
     # Multiplying by a host scalar of another dtype needs no kernel for the conversion.
@@ -281,12 +281,16 @@ def select_ranked(
         else total * torch.tensor(share, dtype=torch.float64)
     )
     kept = masses.cumsum(-1).sub_(masses) < limit
-    kept[..., :least].fill_(True)
+    kept[..., :at_least].fill_(True)
     return candidates, kept
 
 
 def select_by_mass(
-    mass: torch.Tensor, share: float | torch.Tensor, forced: torch.Tensor, least: int, most: int
+    mass: torch.Tensor,
+    share: float | torch.Tensor,
+    forced: torch.Tensor,
+    at_least: int,
+    at_most: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Select the fewest candidates that hold a share of the mass (MTraining, algorithm 1).
 
@@ -296,14 +300,16 @@ def select_by_mass(
         mass: non-negative float [..., n] whose rows sum to at most 1, or the same in units, int64.
         share: of each row's sum, a number or [..., 1].
         forced: bool, [n] or like mass; candidates to keep whatever their mass, counted first.
-        least, most: bounds on the number kept, forced ones included.
+        at_least, at_most: bounds on the number kept, forced ones included.
 
     Returns:
-        numbers: int64 [..., min(most, n)], candidates by falling rank.
+        numbers: int64 [..., min(at_most, n)], candidates by falling rank.
         kept: bool like numbers.
     """
     n = mass.shape[-1]
     units = (to_mass_units(mass) if mass.is_floating_point() else mass).clamp(max=MOST_UNITS)
     order = rank_keys(units, base_rank_keys(forced, torch.arange(n, device=mass.device), n))
-    candidates, kept = select_ranked(order, units.sum(-1, keepdim=True), share, least, most, n)
+    candidates, kept = select_ranked(
+        order, units.sum(-1, keepdim=True), share, at_least, at_most, n
+    )
     return candidates, kept | forced.expand_as(mass).gather(-1, candidates)

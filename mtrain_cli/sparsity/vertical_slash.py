@@ -112,9 +112,9 @@ class VerticalSlashPattern:
         )
         probe = f"{self.last_q} queries spread over {last}" if self.last_q < self._span else last
         caps = [
-            f"{most} {kind}"
-            for most, kind in ((self.max_columns, "columns"), (self.max_slashes, "diagonals"))
-            if most
+            f"{at_most} {kind}"
+            for at_most, kind in ((self.max_columns, "columns"), (self.max_slashes, "diagonals"))
+            if at_most
         ]
         joint = ", joint with the diagonals," if self.joint else ""
         parts = [
@@ -152,11 +152,15 @@ class VerticalSlashPattern:
         tables, size = self._tables(q, k, masked)
         # A joint budget reads the tables twice: for the diagonals, and for the columns outside
         # them. Tables too large to keep are computed twice.
-        kept = list(tables()) if self.joint and size <= _SCORE_BYTES else None
-        diagonals, vertical = self._totals(kept or tables(), masked, q.shape[2], group, None)
+        cached_tables = list(tables()) if self.joint and size <= _SCORE_BYTES else None
+        diagonals, vertical = self._totals(
+            cached_tables or tables(), masked, q.shape[2], group, None
+        )
         slashes = self._slashes(diagonals, masked)
         if self.joint:
-            _, vertical = self._totals(kept or tables(), masked, q.shape[2], group, slashes)
+            _, vertical = self._totals(
+                cached_tables or tables(), masked, q.shape[2], group, slashes
+            )
         columns = self._column_choice(vertical, masked)
         if group > 1:
             slashes, columns = (t.repeat_interleave(group, 1) for t in (slashes, columns))
@@ -348,15 +352,15 @@ class VerticalSlashPattern:
         """Choose slashes, bool like diagonals, given this worker's mass from `_totals`."""
         blocks = masked.geometry.blocks
         units = masked.group.sum(diagonals).clamp_(max=MOST_UNITS)
-        least = max(1, self.min_slashes)
-        forced = min(2, least)
+        at_least = max(1, self.min_slashes)
+        forced = min(2, at_least)
         key = (type(self).__name__, "diagonals", forced)
         if key not in masked.cache:
             numbers = torch.arange(blocks, device=diagonals.device)
             masked.cache[key] = base_rank_keys(numbers < forced, numbers, blocks)
         order, total = rank_keys(units, masked.cache[key]), units.sum(-1, keepdim=True)
         candidates, keep = select_ranked(
-            order, total, self.p_s, least, self.max_slashes or blocks, blocks
+            order, total, self.p_s, at_least, self.max_slashes or blocks, blocks
         )
         return torch.zeros_like(diagonals, dtype=torch.bool).scatter_(-1, candidates, keep)
 
@@ -367,7 +371,7 @@ class VerticalSlashPattern:
             the slashes.
         """
         tokens = masked.geometry.blocks * self.block
-        most = self.max_columns or tokens
+        at_most = self.max_columns or tokens
         key = (type(self).__name__, "columns", self.sink_tokens)
         if key not in masked.cache:
             without_mass = base_rank_keys(
@@ -381,9 +385,9 @@ class VerticalSlashPattern:
         column_mass = vertical.sum(-1, keepdim=True)
         order = rank_keys(vertical.clamp_(max=MOST_UNITS), without_mass)
         if masked.group.size > 1:
-            if most < order.shape[-1]:
+            if at_most < order.shape[-1]:
                 # The largest overall are among the largest of each worker.
-                order = torch.topk(order, most, dim=-1, sorted=False).values
+                order = torch.topk(order, at_most, dim=-1, sorted=False).values
             all_queries = masked.group.gather(torch.cat([order, column_mass], -1))
             column_mass = all_queries[..., -1:].sum(0)
             order = all_queries[..., :-1].permute(1, 2, 0, 3).flatten(2)
@@ -394,7 +398,7 @@ class VerticalSlashPattern:
                 min=0.0
             )
         candidates, keep = select_ranked(
-            order, column_mass, share, max(self.sink_tokens, self.min_columns), most, tokens
+            order, column_mass, share, max(self.sink_tokens, self.min_columns), at_most, tokens
         )
         if masked.padded:
             # Never choose padding, even if more columns are wanted than there are tokens.

@@ -31,7 +31,7 @@ def mask_from_lists(
 
     Every list must ascend.
     """
-    found = torch.zeros(shape, dtype=torch.bool)
+    mask = torch.zeros(shape, dtype=torch.bool)
     count, numbers = lists[f"{name}_count"], lists[name]
     assert count.dtype == numbers.dtype == torch.int32
     assert count.shape == shape[:-1]
@@ -39,8 +39,8 @@ def mask_from_lists(
     for place in torch.cartesian_prod(*(torch.arange(n) for n in shape[:-1])).tolist():
         row = numbers[tuple(place)][: count[tuple(place)]].tolist()
         assert row == sorted(set(row))
-        found[tuple(place)][row] = True
-    return found
+        mask[tuple(place)][row] = True
+    return mask
 
 
 def blocks_of(p: Problem) -> torch.Tensor:

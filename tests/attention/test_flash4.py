@@ -31,25 +31,25 @@ def listed(rows: torch.Tensor, lists: dict[str, torch.Tensor]) -> None:
 
 @pytest.fixture
 def calls(monkeypatch) -> list[str]:
-    made: list[str] = []
+    names: list[str] = []
     oracle = ReferenceKernel()
     fake = ModuleType("dense")
 
     def forward(q, k, v, causal, scale):
-        made.append("causal" if causal else "full")
+        names.append("causal" if causal else "full")
         return oracle.forward(q, k, v, rectangle(q, k, causal), scale)
 
     def backward(dout, q, k, v, out, lse, delta, causal, scale):
-        made.append("causal" if causal else "full")
+        names.append("causal" if causal else "full")
         return oracle.backward(dout, q, k, v, out, lse, delta, rectangle(q, k, causal), scale)
 
     def spans_forward(q, k, v, spans, lists, scale):
-        made.append("lists")
+        names.append("lists")
         listed(spans[0], lists)
         return oracle.forward(q, k, v, Tiles(*spans, k.shape[1], 1, ()), scale)
 
     def spans_backward(dout, q, k, v, out, lse, delta, spans, lists, scale):
-        made.append("lists")
+        names.append("lists")
         listed(k, lists)
         return oracle.backward(
             dout, q, k, v, out, lse, delta, Tiles(*spans, k.shape[1], 1, ()), scale
@@ -59,7 +59,7 @@ def calls(monkeypatch) -> list[str]:
         setattr(fake, function.__name__, function)
     monkeypatch.setitem(sys.modules, "mtrain_cli.kernels.flash4", ModuleType("flash4"))
     monkeypatch.setattr(sys.modules["mtrain_cli.kernels.flash4"], "dense", fake, raising=False)
-    return made
+    return names
 
 
 def spans_of(name: str) -> list[KeySpans]:

@@ -97,9 +97,9 @@ def test_block_pairs_equal_the_enumerated_pairs(block, documents):
         for q in range(mask.length):
             table[q, mask.first[q] : q + 1] = True
     want = seen.unflatten(-1, (-1, block)).unflatten(-3, (-1, block)).sum((-1, -3))
-    found = block_pairs(masks, block, blocks)
-    assert found.dtype == (torch.int16 if block <= 181 else torch.int32)
-    assert torch.equal(found.long(), want)
+    actual = block_pairs(masks, block, blocks)
+    assert actual.dtype == (torch.int16 if block <= 181 else torch.int32)
+    assert torch.equal(actual.long(), want)
     rows = np.sort(rng.permutation(blocks)[: blocks // 2])
     assert torch.equal(
         block_pairs(masks, block, blocks, rows).long(), want[:, torch.from_numpy(rows)]
@@ -182,11 +182,11 @@ FOREIGN = {
 }
 
 
-@pytest.mark.parametrize("what", FOREIGN)
-def test_loading_refuses_a_file_without_an_index(tmp_path, what):
+@pytest.mark.parametrize("content", FOREIGN)
+def test_loading_refuses_a_file_without_an_index(tmp_path, content):
     path = tmp_path / "other.npz"
     with path.open("wb") as file:
-        FOREIGN[what](file)
+        FOREIGN[content](file)
     with pytest.raises(ValueError, match="holds no index") as caught:
         load_index(path)
     assert str(caught.value) == f"{path}: holds no index of mtrain."
@@ -205,15 +205,15 @@ def geometry(masks: list[SequenceMask]) -> BlockGeometry:
 
 def test_padding_prevents_full_blocks_but_positions_past_the_end_do_not():
     documents = np.repeat([0, 1, 2], [20, 16, 5])
-    found = geometry(
+    actual = geometry(
         [
             SequenceMask.from_documents(documents, 41),
             SequenceMask.causal(41, 41),
             SequenceMask.causal(40, 41),
         ]
     )
-    assert found.first_min.tolist() == [[0, 0, 20], [0, 0, 0], [0, 0, 0]]
-    assert found.first_max.tolist() == [[0, 20, 36], [0, 0, 0], [0, 0, NOTHING]]
+    assert actual.first_min.tolist() == [[0, 0, 20], [0, 0, 0], [0, 0, 0]]
+    assert actual.first_max.tolist() == [[0, 20, 36], [0, 0, 0], [0, 0, NOTHING]]
 
 
 @pytest.mark.parametrize("padded", [41, 48])

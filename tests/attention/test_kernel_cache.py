@@ -31,9 +31,9 @@ def cache_in_use() -> str | None:
     """Return the cache folder in effect, or None."""
     before = dict(os.environ)
     with persistent_kernel_cache():
-        found = os.environ.get(FOLDER) if os.environ.get(ENABLED) == "1" else None
+        cache = os.environ.get(FOLDER) if os.environ.get(ENABLED) == "1" else None
     assert dict(os.environ) == before
-    return found
+    return cache
 
 
 def test_the_cache_is_a_private_folder_of_the_user(user_folder):
@@ -49,22 +49,24 @@ def test_the_cache_is_a_private_folder_of_the_user(user_folder):
     os.close(other)
 
 
-@pytest.mark.parametrize("what", ["masks", *kernel_cache._COMPILERS, "cuda", "gpu"])
-def test_every_input_of_compilation_changes_the_folder(user_folder, monkeypatch, what):
+@pytest.mark.parametrize("changed", ["masks", *kernel_cache._COMPILERS, "cuda", "gpu"])
+def test_every_input_of_compilation_changes_the_folder(user_folder, monkeypatch, changed):
     first = cache_in_use()
     assert first is not None
     version = kernel_cache._version
-    if what == "masks":
+    if changed == "masks":
         (user_folder / "flash4").mkdir()
         (user_folder / "flash4/dense.py").write_text("masks")
         monkeypatch.setattr(kernel_cache, "resource_dir", lambda name: user_folder)  # noqa: ARG005
-    elif what == "cuda":
+    elif changed == "cuda":
         monkeypatch.setattr(torch.version, "cuda", "99")
-    elif what == "gpu":
+    elif changed == "gpu":
         monkeypatch.setattr(kernel_cache, "_gpu", lambda: ["NVIDIA B200", "10.0", "148"])
     else:
         monkeypatch.setattr(
-            kernel_cache, "_version", lambda package: "99" if package == what else version(package)
+            kernel_cache,
+            "_version",
+            lambda package: "99" if package == changed else version(package),
         )
     assert cache_in_use() not in (None, first)
 
@@ -115,7 +117,7 @@ def test_no_cache_on_a_file_system_without_locks(monkeypatch, refused):
 
 def test_the_cache_is_enabled_before_flash_attention_is_imported(user_folder, monkeypatch):
     """FlashAttention-4 reads both variables at import."""
-    told = []
+    settings_at_import = []
 
     class Finder:
         def find_spec(self, name, path=None, target=None):  # noqa: ARG002
@@ -125,7 +127,7 @@ def test_the_cache_is_enabled_before_flash_attention_is_imported(user_folder, mo
             return None
 
         def exec_module(self, module):  # noqa: ARG002
-            told.append((os.environ.get(ENABLED), os.environ.get(FOLDER, "")))
+            settings_at_import.append((os.environ.get(ENABLED), os.environ.get(FOLDER, "")))
 
     monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
     for name in (DENSE, "mtrain_cli.kernels.flash4"):
@@ -138,6 +140,6 @@ def test_the_cache_is_enabled_before_flash_attention_is_imported(user_folder, mo
             sys.modules.pop(name, None)
         with contextlib.suppress(AttributeError, KeyError):
             del sys.modules["mtrain_cli.kernels"].flash4
-    ((enabled, folder),) = told
+    ((enabled, folder),) = settings_at_import
     assert enabled == "1"
     assert Path(folder).parent == user_folder

@@ -62,7 +62,7 @@ def test_an_unusable_kernel_is_refused_and_usable_ones_are_named():
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "reason"),
     [
         ({"capability": (8, 0)}, "compute capability 9.0"),
         ({"dtype": "float32"}, "computes bfloat16, not float32"),
@@ -75,8 +75,8 @@ def test_an_unusable_kernel_is_refused_and_usable_ones_are_named():
         ({"index": IndexRequest(64, bitmap=True)}, "computes blocks of 128, not sparsity.block=64"),
     ],
 )
-def test_flash4_gives_the_reason_why_it_is_unusable(changes, words):
-    assert words in (dict(survey(cuda(**changes)))["flash4"] or "")
+def test_flash4_gives_the_reason_why_it_is_unusable(changes, reason):
+    assert reason in (dict(survey(cuda(**changes)))["flash4"] or "")
 
 
 @pytest.mark.parametrize("name", ["auto", "reference"])

@@ -116,5 +116,5 @@ def test_packed_columns_have_the_estimated_size():
     rows = torch.zeros(p.q.shape[0], p.q.shape[2], p.q.shape[1])
     gradients = sparse.backward_columns(p.dout, p.q, packed, rows, rows, plan, 1.0)
     held = size(*packed, *gradients, plan.covered, *local_columns(p.tiles))
-    told = kernel_bytes("triton", p, shape_of(p)) - kernel_bytes("triton", p, None)
-    assert held <= told <= 1.2 * held
+    estimate = kernel_bytes("triton", p, shape_of(p)) - kernel_bytes("triton", p, None)
+    assert held <= estimate <= 1.2 * held

@@ -46,8 +46,8 @@ def test_the_oracle_is_nan_where_the_nan_is_seen(kind, documents, place):
     assert rows.any()
     assert torch.equal(lse.isnan(), rows if place != "v" else torch.zeros_like(rows))
     # By definition the oracle multiplies all values by their weights, and 0 x NaN is NaN.
-    found = out.isnan().any(-1).transpose(1, 2)
-    assert torch.equal(found, rows) if place != "v" else bool(found[rows].all())
+    has_nan = out.isnan().any(-1).transpose(1, 2)
+    assert torch.equal(has_nan, rows) if place != "v" else bool(has_nan[rows].all())
 
 
 @pytest.mark.parametrize(("kind", "documents", "place"), CASES)
@@ -57,17 +57,17 @@ def test_triton_is_nan_where_the_oracle_is(kind, documents, place):
         p.q.double(), p.k.double(), p.v.double(), p.tiles, SCALE
     )
     out, lse = TritonKernel().forward(p.q, p.k, p.v, p.tiles, SCALE)
-    found, wanted = (t.isnan().any(-1).transpose(1, 2) for t in (out, want))
+    has_nan, expected = (t.isnan().any(-1).transpose(1, 2) for t in (out, want))
     assert torch.equal(lse.isnan(), want_lse.isnan())
     assert torch.equal(torch.isneginf(lse), torch.isneginf(want_lse))
     rows = affected_rows(p, place)
     if place != "v":
-        assert torch.equal(found, wanted)
+        assert torch.equal(has_nan, expected)
     else:
         # A tile multiplies hidden values by 0: more rows than those that see the value may be NaN,
         # but not fewer.
-        assert bool(found[rows].all())
-        assert not (found & ~wanted).any()
+        assert bool(has_nan[rows].all())
+        assert not (has_nan & ~expected).any()
     dq, dk, dv = TritonKernel().backward(p.dout, p.q, p.k, p.v, out, lse, None, p.tiles, SCALE)
     assert bool(dq.isnan().any(-1).transpose(1, 2)[rows].all())
     assert dk.isnan().any()

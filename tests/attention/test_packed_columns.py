@@ -25,15 +25,15 @@ def test_column_gradients_are_added_where_the_columns_came_from(where, dtype):
     want = [t.clone() for t in got]
     add_column_gradients(*got, *parts, p.tiles)
     keys = p.tiles.positions()[1].tolist()
-    found = 0
+    num_columns = 0
     for b, h, place in torch.cartesian_prod(*(torch.arange(n) for n in slots.shape)).tolist():
         if int(columns[b, h, place]) not in keys:
             assert slots[b, h, place] == -1
             continue
-        found += 1
+        num_columns += 1
         key = keys.index(int(columns[b, h, place]))
         for source, kept, target, part in zip((p.k, p.v), packed, want, parts, strict=True):
             assert torch.equal(kept[b, h, place], source[b, key, h // 2])
             target[b, key, h // 2] += part[:, b, h, place].sum(0).to(dtype)
-    assert 0 < found < slots.numel()
+    assert 0 < num_columns < slots.numel()
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

@@ -45,7 +45,7 @@ def group():
         dist.destroy_process_group()
 
 
-def make(*words: str) -> Trainer:
+def make(*overrides: str) -> Trainer:
     alone = Environment(
         device="cuda",
         workers=1,
@@ -58,11 +58,11 @@ def make(*words: str) -> Trainer:
         launcher="mtrain",
         local_workers=1,
     )
-    return Trainer(compose([*SMALL, *words]), alone)
+    return Trainer(compose([*SMALL, *overrides]), alone)
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
         (),
         ("train.activation_checkpoint=full", "train.shard=optimizer"),
@@ -72,8 +72,8 @@ def make(*words: str) -> Trainer:
         ("data.document_mask=true",),
     ],
 )
-def test_the_host_does_not_wait_in_the_loop_over_micro_batches(words):
-    trainer = make(*words)
+def test_the_host_does_not_wait_in_the_loop_over_micro_batches(overrides):
+    trainer = make(*overrides)
     trainer.train_step(False)  # allocate lasting tables and buffers, compile kernels
     compute = trainer.forward_backward
 
@@ -102,14 +102,14 @@ def test_offloaded_states_train_alike_and_free_gpu_memory():
     held = torch.cuda.memory_allocated()
     del trainer
     offload = ("optim.offload=true",)
-    for words in (
+    for overrides in (
         offload,
         (*offload, "train.shard=optimizer"),
         (*offload, "optim.offload_gradients=true"),
     ):
         gc.collect()
         before = torch.cuda.memory_allocated()
-        trainer = make(*wide, *words)
+        trainer = make(*wide, *overrides)
         assert trainer.host_states is not None
         masters = trainer.host_states.masters.named_parameters()
         assert all(
@@ -123,7 +123,7 @@ def test_offloaded_states_train_alike_and_free_gpu_memory():
 
 
 def test_offloaded_gradients_are_off_the_gpu_after_backward():
-    words = (
+    overrides = (
         "seq=16k",
         "model.hidden_size=1024",
         "model.intermediate_size=4096",
@@ -135,7 +135,7 @@ def test_offloaded_gradients_are_off_the_gpu_after_backward():
     for more in ((), ("optim.offload_gradients=true",)):
         gc.collect()  # reference cycles in FSDP2 keep the first trainer's weights
         before = torch.cuda.memory_allocated()
-        trainer = make(*words, *more)
+        trainer = make(*overrides, *more)
         losses.append([trainer.train_step(False).loss for _ in range(3)])
         compute = trainer.forward_backward
 

@@ -41,9 +41,9 @@ RUN = [
 ]
 
 
-def train(fault: Fault, *words: str) -> tuple[int, str]:
+def train(fault: Fault, *overrides: str) -> tuple[int, str]:
     paths = python_path(LAUNCH)
-    command = [sys.executable, str(LAUNCH / "faulty_train.py"), "train", *RUN, *words]
+    command = [sys.executable, str(LAUNCH / "faulty_train.py"), "train", *RUN, *overrides]
     ended = subprocess.run(
         command,
         env={**os.environ, "PYTHONPATH": paths, **fault.variable()},

@@ -71,10 +71,10 @@ def test_events_fill_every_pass_and_agree_with_the_clock(name):
     world = min(GPUS, 4)
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(recorded, args=(world, folder, name), nprocs=world, join=True)
-        found = [
+        results = [
             torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(world)
         ]
-    for spans, began, seconds, uncertainty in found:
+    for spans, began, seconds, uncertainty in results:
         assert 0 < uncertainty < 1e-3
         (iteration,) = (s for s in spans if s.kind == "iteration")
         assert began - uncertainty - 1e-4 <= iteration.start <= began + seconds

@@ -59,7 +59,7 @@ def errors(
     grads = kernel.backward(p.dout, p.q, p.k, p.v, rounded, final.float(), None, p.tiles, scale)
     delta = (rounded.double() * dout).sum(-1).transpose(1, 2)
     expected = ReferenceKernel().backward(dout, q, k, v, want, final, delta, p.tiles, scale)
-    found = {
+    relative_errors = {
         "out": error(out, want),
         "lse": (lse.double()[seen] - want_lse[seen]).abs().max().item() if seen.any() else 0.0,
     }
@@ -67,7 +67,7 @@ def errors(
     by_delta = kernel.backward(
         p.dout, p.q, p.k, p.v, None, final.float(), delta.float(), p.tiles, scale
     )
-    found |= {
+    relative_errors |= {
         f"{part} by delta": error(got, exact)
         for part, got, exact in zip(("dq", "dk", "dv"), by_delta, expected, strict=True)
     }
@@ -76,7 +76,7 @@ def errors(
         assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True)), (
             "gradients are bitwise repeatable"
         )
-    return found | {
+    return relative_errors | {
         part: error(got, exact)
         for part, got, exact in zip(("dq", "dk", "dv"), grads, expected, strict=True)
     }
@@ -102,7 +102,7 @@ def errors(
 def test_sparse_attention_equals_the_oracle(
     name, block, kind, heads, kv_heads, dim, documents, where
 ):
-    found = errors(name, kind, where, documents, block, heads, kv_heads, dim)
+    relative_errors = errors(name, kind, where, documents, block, heads, kv_heads, dim)
     limits = {
         "out": 4e-3,
         "lse": 1e-4,
@@ -111,8 +111,10 @@ def test_sparse_attention_equals_the_oracle(
         "dv": 5e-3,
     }  # about 1.5 times the measured errors (profiles/notes.md)
     assert not {
-        part: value for part, value in found.items() if not value < limits[part.split()[0]]
-    }, found
+        part: value
+        for part, value in relative_errors.items()
+        if not value < limits[part.split()[0]]
+    }, relative_errors
 
 
 @pytest.mark.parametrize("name", ["triton", "flash4"])

@@ -49,10 +49,10 @@ SPARSE = [
 ]
 
 
-def measured(folder: Path, *words: str) -> dict[str, Any]:
-    found = mtrain(folder, "profile", "step", "--warmup", "3", *SMALL, *words)
-    assert found.returncode == 0, found.stderr
-    assert "attention" in found.stdout
+def profile_step(folder: Path, *arguments: str) -> dict[str, Any]:
+    result = mtrain(folder, "profile", "step", "--warmup", "3", *SMALL, *arguments)
+    assert result.returncode == 0, result.stderr
+    assert "attention" in result.stdout
     summary = json.loads((folder / "measurements/one/summary.json").read_text())
     for rank in summary["ranks"]:
         assert sum(rank["parts"].values()) == pytest.approx(rank["step_ms"], rel=1e-9)
@@ -78,11 +78,11 @@ def events(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
 
 def parts_without_named_kernels(folder: Path) -> StepBreakdown:
     """Return the parts that only ranges can identify, since no kernel name does."""
-    found = events(folder)
-    kernels = [e for e in found if e.get("cat") == "kernel" and not e["name"].startswith("nccl")]
+    result = events(folder)
+    kernels = [e for e in result if e.get("cat") == "kernel" and not e["name"].startswith("nccl")]
     for e in kernels:
         e["name"] = "x"
-    return find_parts(found, gpu=True)
+    return find_parts(result, gpu=True)
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
@@ -107,7 +107,7 @@ def skip_without(name: str, index: IndexRequest | None) -> None:
 @pytest.mark.parametrize("name", ["sdpa", "flash4"])
 def test_dense_attention_is_attributed_by_its_launch_range(name, tmp_path):
     skip_without(name, None)
-    summary = measured(tmp_path, "topology.workers=1", f"train.kernel={name}")
+    summary = profile_step(tmp_path, "topology.workers=1", f"train.kernel={name}")
     (rank,) = summary["ranks"]
     assert rank["parts"]["index"] == 0
     alone = parts_without_named_kernels(tmp_path)
@@ -122,7 +122,7 @@ def test_dense_attention_is_attributed_by_its_launch_range(name, tmp_path):
 @pytest.mark.parametrize("name", ["triton", "flash4"])
 def test_sparse_attention_and_its_index_are_attributed_by_launch_range(name, tmp_path):
     skip_without(name, IndexRequest(128, bitmap=False))
-    summary = measured(tmp_path, "topology.workers=1", f"train.kernel={name}", *SPARSE)
+    summary = profile_step(tmp_path, "topology.workers=1", f"train.kernel={name}", *SPARSE)
     (rank,) = summary["ranks"]
     assert rank["parts"]["index"] > 0
     alone = parts_without_named_kernels(tmp_path)
@@ -136,14 +136,14 @@ def test_sparse_attention_and_its_index_are_attributed_by_launch_range(name, tmp
 
 
 def test_parts_are_the_same_without_compilation(tmp_path):
-    measured(tmp_path, "topology.workers=1", "train.kernel=sdpa", "train.compile=false")
+    profile_step(tmp_path, "topology.workers=1", "train.kernel=sdpa", "train.compile=false")
     assert not any(row["name"].startswith("triton_") for row in rows(tmp_path))
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs or more")
 @pytest.mark.parametrize("exchange", ["ring", "all_gather"])
 def test_nccl_time_is_overlapped_or_exposed_and_in_no_other_part(exchange, tmp_path):
-    summary = measured(
+    summary = profile_step(
         tmp_path, "topology.workers=2", f"topology.exchange={exchange}", "train.kernel=sdpa"
     )
     assert len(summary["ranks"]) == 2
@@ -161,14 +161,14 @@ def test_nccl_time_is_overlapped_or_exposed_and_in_no_other_part(exchange, tmp_p
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs or more")
 def test_the_worker_with_less_work_waits(tmp_path):
     # The first half of the tokens has a third of the second half's pairs.
-    words = [
+    arguments = [
         "topology.workers=2",
         "topology.layout=contiguous",
         "topology.exchange=all_gather",
         "train.kernel=sdpa",
         "seq=64k",
     ]
-    first, second = measured(tmp_path, *words)["ranks"]
+    first, second = profile_step(tmp_path, *arguments)["ranks"]
     assert first["parts"]["attention"] < second["parts"]["attention"] / 2
     assert (
         first["parts"]["waits"]

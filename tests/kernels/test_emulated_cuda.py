@@ -39,13 +39,13 @@ def test_block_lists_equal_pytorch(kind, documents, transposed, emulator, monkey
             expected = block_lists.index_lists(p.tiles, transposed)
             with monkeypatch.context() as patch:
                 use_emulator(emulator, patch, block_lists)
-                found = block_lists.index_lists(p.tiles, transposed)
+                actual = block_lists.index_lists(p.tiles, transposed)
             for name in ("partial", "full"):
                 count = expected[f"{name}_count"]
-                assert torch.equal(found[f"{name}_count"], count)
-                assert found[name].shape == expected[name].shape
-                listed = torch.arange(found[name].shape[-1]) < count[..., None]
-                assert torch.equal(found[name][listed], expected[name][listed])
+                assert torch.equal(actual[f"{name}_count"], count)
+                assert actual[name].shape == expected[name].shape
+                listed = torch.arange(actual[name].shape[-1]) < count[..., None]
+                assert torch.equal(actual[name][listed], expected[name][listed])
     assert emulator.launched[-1] == "block_lists"
 
 
@@ -80,16 +80,16 @@ def test_packing_columns_and_adding_gradients_equal_pytorch(dtype, where, emulat
     packed = packed_columns.pack_columns(k, v, p.tiles)
     assert packed is not None
     assert all(torch.equal(a, b) for a, b in zip(packed, expected, strict=True))
-    found = [t.clone() for t in (k, v)]
-    packed_columns.add_column_gradients(*found, *columns, p.tiles)
+    actual = [t.clone() for t in (k, v)]
+    packed_columns.add_column_gradients(*actual, *columns, p.tiles)
     # Columns that heads of a group share are added one head at a time, rounded each time in
     # bfloat16.
     tolerance = 1e-5 if dtype == torch.float32 else 0.1
     assert all(
         torch.allclose(a.float(), b.float(), rtol=tolerance, atol=tolerance)
-        for a, b in zip(found, sums, strict=True)
+        for a, b in zip(actual, sums, strict=True)
     )
-    assert not torch.equal(found[0], k)
+    assert not torch.equal(actual[0], k)
     assert {"pack_columns", f"add_column_gradients_{str(dtype).removeprefix('torch.')}"} <= set(
         emulator.launched
     )

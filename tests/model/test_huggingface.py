@@ -271,8 +271,8 @@ def test_rotary_settings_are_read_from_every_place(tmp_path, given, rope):
         tmp_path / "hf",
         **({"rope_theta": ..., "rope_scaling": ..., "rope_parameters": ...} | given),
     )
-    found = read_config(tmp_path / "hf")[0].rope
-    assert {name: getattr(found, name) for name in rope} == rope
+    read_rope = read_config(tmp_path / "hf")[0].rope
+    assert {name: getattr(read_rope, name) for name in rope} == rope
 
 
 @pytest.mark.parametrize(

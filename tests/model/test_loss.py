@@ -91,31 +91,31 @@ def test_z_loss_is_the_squared_logsumexp_of_counted_rows(recompute, chunk_rows):
 def test_the_out_of_place_version_equals_the_in_place_one(dtype, z_loss, monkeypatch):
     monkeypatch.setattr(loss_module, "_compiled", lambda _: loss_module._row_losses_out_of_place)
     x, weight, labels = problem(dtype)
-    found = []
+    results = []
     for compile in (False, True):
         total, loss = with_z_loss(x, weight, labels, 4 * VOCAB * 5, 0.25, z_loss, compile=compile)
-        found.append((total, loss, *torch.autograd.grad(total, (x, weight))))
+        results.append((total, loss, *torch.autograd.grad(total, (x, weight))))
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5 if dtype == torch.float32 else 2**-7
-    for compiled, plain_one in zip(*found, strict=True):
+    for compiled, plain_one in zip(*results, strict=True):
         torch.testing.assert_close(compiled, plain_one, rtol=tolerance, atol=tolerance)
     with torch.no_grad():
         torch.testing.assert_close(
             with_z_loss(x, weight, labels, 4 * VOCAB * 5, 0.25, z_loss, compile=True)[0],
-            found[0][0].detach(),
+            results[0][0].detach(),
         )
 
 
 def test_recomputed_gradients_equal_those_formed_in_forward():
     for dtype in (torch.float32, torch.bfloat16):
         x, weight, labels = problem(dtype)
-        found = [
+        results = [
             torch.autograd.grad(
                 fused_linear_cross_entropy(x, weight, labels, 4 * VOCAB * 5, 0.25, recompute=again),
                 (x, weight),
             )
             for again in (False, True)
         ]
-        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_recomputation_keeps_no_gradient_until_backward():
@@ -219,7 +219,7 @@ def test_scale_may_be_a_tensor_and_labels_int32():
 
 def test_logits_never_exceed_the_budget():
     most = 0
-    made: list[weakref.ref[Tensor]] = []
+    logit_tensors: list[weakref.ref[Tensor]] = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -232,10 +232,10 @@ def test_logits_never_exceed_the_budget():
                 and result.shape[1] == VOCAB
             )
             if is_logits and result.shape[0] != HIDDEN:  # not the transposed weight
-                made.append(weakref.ref(result))
+                logit_tensors.append(weakref.ref(result))
                 alive = [
                     tensor.untyped_storage()
-                    for reference in made
+                    for reference in logit_tensors
                     if (tensor := reference()) is not None
                 ]
                 most = max(

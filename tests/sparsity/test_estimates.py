@@ -139,8 +139,8 @@ def test_vertical_slash_equals_its_definition(documents, changed):
             kept = fewest_that_reach(
                 columns, share, set(range(p.sink_tokens)), p.min_columns, p.max_columns
             )
-            found = index.columns[b, h]
-            assert found[found < blocks * BLOCK].tolist() == sorted(kept)
+            chosen_columns = index.columns[b, h]
+            assert chosen_columns[chosen_columns < blocks * BLOCK].tolist() == sorted(kept)
 
 
 @pytest.mark.parametrize("joint", [False, True])

@@ -57,16 +57,16 @@ def test_nan_has_no_mass():
 def test_no_smaller_set_reaches_the_share(values, share):
     total = sum(values) or 1.0
     mass = [float(np.float32(v / total)) for v in values]
-    found = kept(mass, share)
+    selected = kept(mass, share)
     units = [round(m * 2.0**38) for m in mass]
-    held = sum(units[line] for line in found)
+    held = sum(units[line] for line in selected)
     assert held >= share * sum(units)
-    if found:
-        assert held - units[found[-1]] < share * sum(units), (
+    if selected:
+        assert held - units[selected[-1]] < share * sum(units), (
             "without its last candidate it misses the share"
         )
         assert all(
-            units[a] >= units[b] for a in found for b in range(len(mass)) if b not in found
+            units[a] >= units[b] for a in selected for b in range(len(mass)) if b not in selected
         ), "it holds the largest candidates"
 
 

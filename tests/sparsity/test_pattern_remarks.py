@@ -20,7 +20,7 @@ WINDOW = (
 
 
 @pytest.mark.parametrize(
-    ("words", "lines"),
+    ("overrides", "expected"),
     [
         ("", []),
         ("sparsity=moba", [MOBA]),
@@ -47,16 +47,16 @@ WINDOW = (
         ("sparsity=xattention sparsity.dense_steps=59 train.steps=60", []),
     ],
 )
-def test_each_surprising_setting_has_a_remark(words, lines):
-    assert remarks(compose(words.split())) == lines
+def test_each_surprising_setting_has_a_remark(overrides, expected):
+    assert remarks(compose(overrides.split())) == expected
 
 
 def test_banner_and_dry_run_show_remarks():
     config = compose(
         ["sparsity=moba", "topology.workers=1", "topology.device=cpu", "sparsity.dense_steps=100"]
     )
-    found = plan(config)
-    for page in (render(found), banner(found, Path("runs/x"), "data")):
+    run_plan = plan(config)
+    for page in (render(run_plan), banner(run_plan, Path("runs/x"), "data")):
         console = Console(file=io.StringIO(), width=200, color_system=None)
         console.print(page)
         printed = console.file.getvalue()

@@ -142,7 +142,7 @@ def test_diagonal_1_takes_precedence_over_noise():
     q = (k + 0.1 * torch.roll(k, 100, 0))[None, :, None] * 3
     masked = MaskedPositions.make([SequenceMask.causal(seq, seq)], block)
 
-    def found(**bounds) -> list[int]:
+    def chosen_diagonals(**bounds) -> list[int]:
         return (
             pattern(block=block, **bounds)
             .estimate(q, k[None, :, None], masked, 0)
@@ -152,9 +152,9 @@ def test_diagonal_1_takes_precedence_over_noise():
             .tolist()
         )
 
-    assert found(min_slashes=1) == [0]
-    assert found(min_slashes=2) == [0, 1]
-    assert found(min_slashes=2, max_slashes=2) == [0, 1]
-    assert len(found(min_slashes=3)) == 3
-    assert found(min_slashes=3)[:2] == [0, 1]
-    assert found(min_slashes=1, max_slashes=1) == [0]
+    assert chosen_diagonals(min_slashes=1) == [0]
+    assert chosen_diagonals(min_slashes=2) == [0, 1]
+    assert chosen_diagonals(min_slashes=2, max_slashes=2) == [0, 1]
+    assert len(chosen_diagonals(min_slashes=3)) == 3
+    assert chosen_diagonals(min_slashes=3)[:2] == [0, 1]
+    assert chosen_diagonals(min_slashes=1, max_slashes=1) == [0]

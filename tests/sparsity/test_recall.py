@@ -21,16 +21,16 @@ def test_recall_equals_the_sum_over_pairs(monkeypatch, kind, score_bytes):
         3, kind, seq=60, block=16, heads=4, kv_heads=2, dim=8, documents=True, where="whole"
     )
     rows = torch.tensor([0, 1, 17, 30, 45, 58, 59])
-    found = recall(
+    actual = recall(
         p.tiles.index, p.q, p.k, MaskedPositions.make(p.masks, p.tiles.index.block), rows
     )
-    assert found.shape == (2, 4, len(rows))
+    assert actual.shape == (2, 4, len(rows))
     chosen = p.tiles.index.allowed(*p.tiles.positions())
     for b in range(2):
         for place, row in enumerate(rows.tolist()):
             for h in range(4):
                 if row >= p.masks[b].length:
-                    assert math.isnan(found[b, h, place])
+                    assert math.isnan(actual[b, h, place])
                     continue
                 kept = total = 0.0
                 for key in range(int(p.masks[b].first[row]), row + 1):
@@ -39,8 +39,8 @@ def test_recall_equals_the_sum_over_pairs(monkeypatch, kind, score_bytes):
                     )
                     total += weight
                     kept += weight * bool(chosen[b, h, row, key])
-                assert float(found[b, h, place]) == pytest.approx(kept / total, abs=1e-5)
-    shares = found[~found.isnan()]
+                assert float(actual[b, h, place]) == pytest.approx(kept / total, abs=1e-5)
+    shares = actual[~actual.isnan()]
     if kind in ("all", "none"):
         assert torch.allclose(shares, torch.full_like(shares, float(kind == "all")), atol=1e-5)
     else:
