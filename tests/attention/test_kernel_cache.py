@@ -71,7 +71,7 @@ def test_every_input_of_compilation_changes_the_folder(user_folder, monkeypatch,
     assert cache_in_use() not in (None, first)
 
 
-@pytest.mark.usefixtures("temporary")
+@pytest.mark.usefixtures("user_folder")
 def test_the_users_settings_take_precedence(monkeypatch, tmp_path):
     monkeypatch.setenv(FOLDER, str(tmp_path / "mine"))
     assert cache_in_use() == str(tmp_path / "mine")
@@ -100,7 +100,7 @@ def test_a_folder_of_another_user_is_not_used(user_folder, monkeypatch):
     assert cache_in_use() is None
 
 
-@pytest.mark.usefixtures("temporary")
+@pytest.mark.usefixtures("user_folder")
 @pytest.mark.parametrize("refused", ["locks", "files", "temporary folder"])
 def test_no_cache_on_a_file_system_without_locks(monkeypatch, refused):
     def refuse(*args, **words):  # noqa: ARG001

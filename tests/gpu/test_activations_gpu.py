@@ -108,7 +108,7 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.usefixtures("repeatable")
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize(
     ("checkpoint", "keep", "offload"),
     [
