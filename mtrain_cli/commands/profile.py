@@ -109,7 +109,7 @@ def sparsity(
     """
     from mtrain_cli.console import Console
     from mtrain_cli.profiling.pattern_quality import profile_sparsity
-    from mtrain_cli.sparsity.pattern import shown_name
+    from mtrain_cli.sparsity.pattern import display_name
 
     if out is not None and out.suffix != ".parquet":
         raise ConfigError(f"--out {out}: give a file that ends in .parquet")
@@ -126,7 +126,7 @@ def sparsity(
     records = profile_sparsity(config, patterns, measured, rows, progress)
     for name in dict.fromkeys(r.pattern for r in records):
         for step in (measured[0], measured[-1])[: len(measured)]:
-            title = f"{next(shown_name(p) for p in patterns if p.name == name)}, step {step}"
+            title = f"{next(display_name(p) for p in patterns if p.name == name)}, step {step}"
             console.print(
                 _layers([r for r in records if r.pattern == name and r.step == step], title)
             )

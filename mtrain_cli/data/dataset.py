@@ -11,13 +11,13 @@ import numpy as np
 from mtrain_cli.config.schema import Config, ConfigError, DataConfig
 from mtrain_cli.data.arrays import SUFFIXES, open_array
 from mtrain_cli.data.corpora import open_corpus
+from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.data.permutation import shuffled_order
 from mtrain_cli.data.sampler import Sampler
 from mtrain_cli.data.store import StoreMeta, Stretch, TokenStore
 from mtrain_cli.data.token_cache import cached_store
 from mtrain_cli.data.tokenizers import open_tokenizer
 
-IGNORED = -100
 # The end of the stream becomes a padded sequence if at least this share of it is real. Otherwise it
 # is left out.
 _MIN_FILLED = 0.05

@@ -23,7 +23,7 @@ from mtrain_cli.parallel.recording import BACKWARD, FORWARD, INDEX, Recorder
 from mtrain_cli.parallel.transport import naming
 from mtrain_cli.sparsity.pattern import MaskedPositions, Pattern
 
-_COUNTED_AT_ONCE = (
+_BITS_PER_PASS = (
     1 << 21
 )  # diagonals and columns of all heads, each of which takes some 15 numbers of 8 bytes while they are counted
 
@@ -144,7 +144,7 @@ class DynamicIndex:
         while waiting:
             # As many layers as the budget allows, with columns filled up to the widest.
             size = max(lines.slashes.numel() + lines.columns.numel() for _, lines in waiting)
-            at_once = max(1, _COUNTED_AT_ONCE // size)
+            at_once = max(1, _BITS_PER_PASS // size)
             these, waiting = waiting[:at_once], waiting[at_once:]
             counts = (
                 VerticalSlash.joined([lines for _, lines in these])

@@ -57,7 +57,7 @@ class ShardTiles:
             index = self.index.part(*part)
             if not columns and isinstance(index, VerticalSlash):
                 index = index.without_columns()
-            self._narrow[key] = tiles.under(index)
+            self._narrow[key] = tiles.with_index(index)
         return self._narrow[key]
 
 

@@ -179,7 +179,7 @@ def _measure(
         pairs, blocks, column_pairs = (
             int(t.sum()) for t in (counts.pairs, counts.blocks, counts.column_pairs)
         )
-        tiles = tiles.under(index.to(device))
+        tiles = tiles.with_index(index.to(device))
     generator = torch.Generator(device=device).manual_seed(0)
     shapes = (case.heads, case.kv_heads, case.kv_heads, case.heads)
     q, k, v, dout = (
@@ -188,7 +188,9 @@ def _measure(
     )
     scale = case.head_dim**-0.5
     out, lse = kernel.forward(q, k, v, tiles, scale)
-    forward = median_ms(lambda: kernel.forward(q, k, v, tiles.anew(), scale), device, repeats)
+    forward = median_ms(
+        lambda: kernel.forward(q, k, v, tiles.without_index_cache(), scale), device, repeats
+    )
     backward = median_ms(
         lambda: kernel.backward(dout, q, k, v, out, lse, None, tiles, scale), device, repeats
     )

@@ -133,7 +133,7 @@ def _of_worker(
                 kernel, case, share, tiles, tensors, device, repeats, dense_form, workers, name
             )
             continue
-        under = tiles.under(index.to(device))
+        under = tiles.with_index(index.to(device))
         if whole or not case.columns:
             yield _timed(
                 kernel,
@@ -148,7 +148,7 @@ def _of_worker(
                 name,
             )
             continue
-        alone = tiles.under(index.without_columns().to(device))
+        alone = tiles.with_index(index.without_columns().to(device))
         yield _timed(kernel, case, share, alone, tensors, device, repeats, DIAGONALS, workers, name)
     if index is not None and case.columns and workers > 1:
         yield _columns(kernel, case, layout, mask, index, workers, name, dtype, device, repeats)
@@ -224,7 +224,9 @@ def _timed(
     q, k, v, dout, scale = tensors.q, tensors.k, tensors.v, tensors.dout, tensors.scale
     out, lse = kernel.forward(q, k, v, tiles, scale)
     delta = None if kernel.needs_out or share.exchange == GATHER else row_delta(out, dout)
-    forward = median_ms(lambda: kernel.forward(q, k, v, tiles.anew(), scale), device, repeats)
+    forward = median_ms(
+        lambda: kernel.forward(q, k, v, tiles.without_index_cache(), scale), device, repeats
+    )
     backward = median_ms(
         lambda: kernel.backward(dout, q, k, v, out, lse, delta, tiles, scale), device, repeats
     )
@@ -269,7 +271,7 @@ def _columns(
 
     def between(keys: np.ndarray) -> Tiles:
         geometry = BlockGeometry.make([mask], own, keys, case.block, device)
-        return Tiles.make([mask.spans(own, keys)], device, geometry).under(moved)
+        return Tiles.make([mask.spans(own, keys)], device, geometry).with_index(moved)
 
     shared = SharedColumns.make(between(everything), between(own))
     assert shared is not None

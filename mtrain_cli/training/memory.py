@@ -621,7 +621,7 @@ class IndexShape:
         )
 
     def derived(self, kernel: str) -> int:
-        """Bytes of what a kernel makes of diagonals and columns and keeps until backward (`Tiles.of_index`): key slots of columns, how many
+        """Bytes of what a kernel makes of diagonals and columns and keeps until backward (`Tiles.index_cache`): key slots of columns, how many
         are below each block, and the list of diagonals. Where columns are gathered once, slots among a rank's own keys, too.
         """
         if self.bitmap or kernel not in ("flash4", "triton") or (self.rings and not self.gathered):

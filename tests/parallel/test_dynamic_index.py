@@ -65,7 +65,7 @@ def expected(
 ) -> list[torch.Tensor]:
     """Output and gradients by autograd through the definition, with the index that the call keeps."""
     (tiles,) = attend.work.tiles.values()
-    seen = tiles.under(attend.index.kept[layer]).seen()
+    seen = tiles.with_index(attend.index.kept[layer]).seen()
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) / 8**0.5
     out = torch.einsum(
         "bhqk,bkhd->bqhd",
@@ -94,10 +94,10 @@ def test_it_is_estimated_once_a_layer_and_dropped_after_backward(attend):
             lambda q, k, v, layer=layer: attend(q, k, v, layer), q, k, v, use_reentrant=False
         )
         kept, (work, _) = attend.index.kept[layer], attend.narrowed[layer]
-        (derived,) = (tiles.of_index for tiles in work._narrow.values())
+        (derived,) = (tiles.index_cache for tiles in work._narrow.values())
         derived["by a kernel"] = True
         attend(q, k, v, layer)
-        assert next(iter(attend.narrowed[layer][0]._narrow.values())).of_index is derived, (
+        assert next(iter(attend.narrowed[layer][0]._narrow.values())).index_cache is derived, (
             "recomputation derives nothing"
         )
         out.sum().backward()
@@ -128,7 +128,7 @@ def test_time_and_work_are_recorded_of_several_layers_at_once(attend, at_once, m
     lines = attend.index.kept[0]
     monkeypatch.setattr(
         context_attention,
-        "_COUNTED_AT_ONCE",
+        "_BITS_PER_PASS",
         at_once * (lines.slashes.numel() + lines.columns.numel()),
     )
     joined: list[int] = []
@@ -144,7 +144,7 @@ def test_time_and_work_are_recorded_of_several_layers_at_once(attend, at_once, m
         assert record.layer == layer
         assert (
             record.counts.pairs.tolist()
-            == tiles.under(attend.index.kept[layer]).seen().sum((-1, -2)).tolist()
+            == tiles.with_index(attend.index.kept[layer]).seen().sum((-1, -2)).tolist()
         )
     attend.index.count()
     assert sum(joined) == 3, "each is counted once"

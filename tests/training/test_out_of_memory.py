@@ -51,7 +51,7 @@ def full(rank: int, world: int, folder: str, where: str) -> tuple[str, dict]:
 
     def faulty(self, stop):
         if self.step == 1:
-            project, finish = decoders._parts(False)
+            project, finish = decoders._stages(False)
 
             def failing(layer, x_BNC, out_BNHD):
                 if layer.index != 1:
@@ -64,7 +64,7 @@ def full(rank: int, world: int, folder: str, where: str) -> tuple[str, dict]:
             if where == "recomputed":
                 patch.setattr(feed_forwards, "_GradientSums", no_sums)
             elif where != "loss":
-                patch.setattr(decoders, "_parts", lambda _compile: (project, failing))
+                patch.setattr(decoders, "_stages", lambda _compile: (project, failing))
         return step(self, stop)
 
     def no_sums(*_):
