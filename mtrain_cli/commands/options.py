@@ -71,14 +71,14 @@ def share(option: str, text: str | None) -> float | None:
     return found
 
 
-def whole_number(text: str) -> int:
+def parse_whole_number(text: str) -> int:
     """A whole number of at least 0 in digits. Raises ValueError for anything else; `int` alone takes signs, spaces and other digits."""
     if not (text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS):
         raise ValueError(text)
     return int(text)
 
 
-def warn_of_idle(
+def warn_of_unused_settings(
     words: Sequence[str],
     config: Config | None = None,
     config_dir: Path | None = None,
@@ -87,13 +87,13 @@ def warn_of_idle(
     device: str = "",
 ) -> None:
     """One line on stderr for each typed setting that changes nothing. config: None where a command uses few keys by design."""
-    from mtrain_cli.config.unused_settings import idle, repeated
+    from mtrain_cli.config.unused_settings import repeated_keys, unused_keys
     from mtrain_cli.launch.job import job_rank
 
     if job_rank():
         return
-    found = repeated(words, config_dir)
+    found = repeated_keys(words, config_dir)
     if config is not None:
-        found += idle(words, config, config_dir, exchange=exchange, device=device)
+        found += unused_keys(words, config, config_dir, exchange=exchange, device=device)
     for line in found:
         print(f"mtrain: warning: {line}", file=sys.stderr)

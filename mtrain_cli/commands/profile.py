@@ -23,8 +23,8 @@ from mtrain_cli.commands.options import (
     MOST_THREADS,
     MOST_TOKENS,
     MOST_WORKERS,
-    warn_of_idle,
-    whole_number,
+    parse_whole_number,
+    warn_of_unused_settings,
 )
 from mtrain_cli.config.schema import ConfigError
 
@@ -115,7 +115,7 @@ def sparsity(
         raise ConfigError(f"--out {out}: give a file that ends in .parquet")
     words = list(overrides or ())
     config, patterns = _patterns(words, pattern)
-    warn_of_idle(words)
+    warn_of_unused_settings(words)
     replaced = "" if out is None else check_out(out, _is_sparsity_file, "sparsity profile")
     measured = sorted({1, steps, *range(every, steps + 1, every)} if every else {1, steps})
     console = Console(highlight=False, soft_wrap=True)
@@ -481,7 +481,7 @@ def kernels(
         for s in lengths
         for d in densities
     ]
-    of_so_many = numbers("--workers", workers, whole_number) if workers else []
+    of_so_many = numbers("--workers", workers, parse_whole_number) if workers else []
     for n in of_so_many:
         if not 2 <= n <= MOST_WORKERS:
             raise ConfigError(
@@ -554,7 +554,7 @@ def kernels(
 
 def _heads(heads: str, query: str, kv: str) -> tuple[int, int]:
     try:
-        found = whole_number(query), whole_number(kv)
+        found = parse_whole_number(query), parse_whole_number(kv)
     except ValueError:
         found = 0, 0
     if not (0 < found[1] <= found[0] <= MOST_HEADS and found[0] % found[1] == 0):

@@ -16,7 +16,7 @@ from mtrain_cli.commands.options import (
     MOST_SAMPLES,
     MOST_STEPS,
     names,
-    warn_of_idle,
+    warn_of_unused_settings,
 )
 from mtrain_cli.commands.profile import app
 from mtrain_cli.config.schema import ConfigError
@@ -149,7 +149,7 @@ def imbalance(
     )
     config = in_own_folder(cases[0][1])
     environment = resolve_environment(config)
-    warn_of_idle(words)
+    warn_of_unused_settings(words)
     if limits and environment.launcher != "mtrain":
         raise ConfigError(
             f"--fail-above {fail_above}: exit codes are those of torchrun or srun here; read summary.json instead"

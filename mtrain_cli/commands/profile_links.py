@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mtrain_cli.commands.completion import complete_overrides
-from mtrain_cli.commands.options import MOST_SAMPLES, MOST_WORKERS, warn_of_idle
+from mtrain_cli.commands.options import MOST_SAMPLES, MOST_WORKERS, warn_of_unused_settings
 from mtrain_cli.commands.profile import app
 from mtrain_cli.commands.profile_imbalance import in_own_folder
 from mtrain_cli.config.schema import ConfigError
@@ -101,7 +101,7 @@ def links(
         _check_cluster(cluster_out)
     config = in_own_folder(compose(list(overrides or ())), "links")
     environment = resolve_environment(config)
-    warn_of_idle(list(overrides or ()))
+    warn_of_unused_settings(list(overrides or ()))
     wanted = _sizes(_SIZES[environment.device] if sizes == "auto" else sizes)
     if environment.workers < 2:
         raise ConfigError("topology.workers=1: there are no links to measure; give at least 2")

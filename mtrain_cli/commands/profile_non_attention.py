@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mtrain_cli.commands.completion import complete_overrides
-from mtrain_cli.commands.options import MOST_SAMPLES, MOST_THREADS, warn_of_idle
+from mtrain_cli.commands.options import MOST_SAMPLES, MOST_THREADS, warn_of_unused_settings
 from mtrain_cli.commands.profile import (
     app,
     check_out,
@@ -86,7 +86,7 @@ def non_attention(
 
     words = list(overrides or ())
     device = resolve_environment(_alone(words, 1024)).device
-    warn_of_idle(words)
+    warn_of_unused_settings(words)
     lengths = numbers(
         "--seq",
         ("1k,4k,16k,64k" if device == "cuda" else "256,1k,4k") if seq == "auto" else seq,

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mtrain_cli.commands.completion import complete_overrides
-from mtrain_cli.commands.options import MOST_STEPS, warn_of_idle
+from mtrain_cli.commands.options import MOST_STEPS, warn_of_unused_settings
 from mtrain_cli.commands.profile import app
 from mtrain_cli.commands.profile_imbalance import in_own_folder
 from mtrain_cli.config.schema import ConfigError
@@ -69,7 +69,7 @@ def step(
           the mean of three steps, for scripts
     """
     from mtrain_cli.config.compose import compose
-    from mtrain_cli.config.validate import require_listed
+    from mtrain_cli.config.validate import require_manifest
     from mtrain_cli.launch import run_dir
     from mtrain_cli.launch.environment import resolve_environment
     from mtrain_cli.launch.local import launch
@@ -90,9 +90,9 @@ def step(
             f"--warmup {warmup} --steps {steps}: are {warmup + steps} steps, and train.steps={config.train.steps} ends before; give fewer, "
             f"or train.steps={warmup + steps}"
         )
-    require_listed(config.data)
+    require_manifest(config.data)
     environment = resolve_environment(config)
-    warn_of_idle(words, config, device=environment.device)
+    warn_of_unused_settings(words, config, device=environment.device)
     # Only now: they take seconds to import, and a mistake is told at once.
     from mtrain_cli.profiling import records
     from mtrain_cli.profiling.step_profile import TARGET, StepProfilePlan

@@ -21,7 +21,13 @@ from mtrain_cli.commands.completion import (
     complete_layouts,
     complete_overrides,
 )
-from mtrain_cli.commands.options import MOST_TOKENS, MOST_WORKERS, names, share, warn_of_idle
+from mtrain_cli.commands.options import (
+    MOST_TOKENS,
+    MOST_WORKERS,
+    names,
+    share,
+    warn_of_unused_settings,
+)
 from mtrain_cli.commands.simulate_args import CLUSTERED, DENSE, SimulateRequest, count, dollars
 from mtrain_cli.config.schema import ConfigError
 
@@ -319,7 +325,7 @@ def simulate(
             f"mtrain: warning: --price {price}: has no effect without --tokens, which says how much to train",
             file=sys.stderr,
         )
-    warn_of_idle(asked.words)
+    warn_of_unused_settings(asked.words)
     if not sweep:  # which may say what the words lack
         asked.check(count_of)
     if recommend and attention_only:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mtrain_cli.commands.completion import complete_overrides, complete_runs
-from mtrain_cli.commands.options import warn_of_idle
+from mtrain_cli.commands.options import warn_of_unused_settings
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def train(
     run_path = _run_to_resume(resume, words, config_dir)
     config = _configuration(words, config_dir, run_path, plan=cfg or dry_run)
     if cfg:
-        warn_of_idle(words, config, config_dir)
+        warn_of_unused_settings(words, config, config_dir)
         _print_configuration(config)
         return
     if dry_run:
@@ -98,14 +98,14 @@ def _configuration(
 
     if run_path is None:
         return compose.compose(overrides, config_dir, plan=plan)
-    from mtrain_cli.config.resumed_schedule import with_its_schedule
+    from mtrain_cli.config.resumed_schedule import keep_schedule
     from mtrain_cli.launch.job import current_job
     from mtrain_cli.launch.run_dir import RunDir
 
     saved, job = compose.load(run_path / RESOLVED), current_job()
     step = RunDir(run_path).last_step() or 0
     config = compose.resume(saved, overrides, config_dir)
-    return with_its_schedule(
+    return keep_schedule(
         saved, config, overrides, step, again=job is not None and job.started_again
     )
 
@@ -177,7 +177,7 @@ def _print_plan(config: Config, words: list[str], config_dir: Path | None) -> No
     from mtrain_cli.training.run_plan import plan
 
     found = plan(config)
-    warn_of_idle(
+    warn_of_unused_settings(
         words, config, config_dir, exchange=found.exchange.name, device=found.environment.device
     )
     Console().print(render(found))
@@ -189,9 +189,9 @@ def _launch(
     config: Config, overrides: list[str], run_path: Path | None, config_dir: Path | None
 ) -> int:
     from mtrain_cli.config import compose
-    from mtrain_cli.config.validate import require_listed
+    from mtrain_cli.config.validate import require_manifest
 
-    require_listed(config.data)  # before anything heavy is imported
+    require_manifest(config.data)  # before anything heavy is imported
     from mtrain_cli.launch import run_dir
     from mtrain_cli.launch.environment import resolve_environment
     from mtrain_cli.launch.local import launch
@@ -199,7 +199,7 @@ def _launch(
     environment = resolve_environment(
         config
     )  # first: sizes that do not fit this machine leave no folder behind
-    warn_of_idle(overrides, config, config_dir, device=environment.device)
+    warn_of_unused_settings(overrides, config, config_dir, device=environment.device)
     if run_path is None:
         return launch(run_dir.create(config, overrides), environment, resume=False, config=config)
     run = run_dir.open(run_path)
