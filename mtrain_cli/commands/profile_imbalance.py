@@ -15,7 +15,7 @@ from mtrain_cli.commands.options import (
     LARGEST_DEGREE,
     MOST_SAMPLES,
     MOST_STEPS,
-    names,
+    parse_names,
     warn_of_unused_settings,
 )
 from mtrain_cli.commands.profile import app
@@ -138,7 +138,7 @@ def imbalance(
     cases = _cases(
         words,
         *(
-            names(o, t)
+            parse_names(o, t)
             for o, t in (
                 ("--layout", layout),
                 ("--exchange", exchange),

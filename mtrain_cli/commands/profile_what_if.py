@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mtrain_cli.commands.options import MOST_DIGITS, MOST_WORKERS, names
+from mtrain_cli.commands.options import MOST_DIGITS, MOST_WORKERS, parse_names
 from mtrain_cli.commands.profile import app
 from mtrain_cli.config.schema import ConfigError
 
@@ -95,8 +95,8 @@ def what_if(
     from mtrain_cli.simulation.what_if import setups_of
 
     layouts, exchanges = (
-        names("--layout", layout, LAYOUTS),
-        names("--exchange", exchange, EXCHANGES),
+        parse_names("--layout", layout, LAYOUTS),
+        parse_names("--exchange", exchange, EXCHANGES),
     )
     counts = _numbers("--workers", workers)
     for n in counts:
@@ -107,7 +107,7 @@ def what_if(
     wanted = _numbers("--layers", layers)
     recorded = load_indices(_index_file(run))
     patterns = (
-        names("--pattern", pattern, recorded.patterns) if pattern else list(recorded.patterns)
+        parse_names("--pattern", pattern, recorded.patterns) if pattern else list(recorded.patterns)
     )
     for name in patterns:
         for layer in wanted:

@@ -24,8 +24,7 @@ from mtrain_cli.commands.completion import (
 from mtrain_cli.commands.options import (
     MOST_TOKENS,
     MOST_WORKERS,
-    names,
-    share,
+    parse_names,
     warn_of_unused_settings,
 )
 from mtrain_cli.commands.simulate_args import CLUSTERED, DENSE, SimulateRequest, count, dollars
@@ -262,20 +261,20 @@ def simulate(
 
     overrides, cluster = _cluster_named(overrides or [], cluster)
     layout, exchange = _typed("layout", layout, overrides), _typed("exchange", exchange, overrides)
-    layouts = names("--layout", _LAYOUTS if layout is None else layout, LAYOUTS)
+    layouts = parse_names("--layout", _LAYOUTS if layout is None else layout, LAYOUTS)
     every = ",".join(name for name in EXCHANGES if name != "auto")
-    exchanges = names(
+    exchanges = parse_names(
         "--exchange",
         (every if recommend else _EXCHANGES) if exchange is None else exchange,
         EXCHANGES,
     )
-    if len(names("--kernel", kernel, KERNELS)) > 1:
+    if len(parse_names("--kernel", kernel, KERNELS)) > 1:
         raise ConfigError(f"--kernel {kernel}: give one of {', '.join(KERNELS)}")
     training, cost = count("--tokens", tokens), dollars("--price", price)
     asked = SimulateRequest(
         tuple(overrides or ()),
         index,
-        share("--density", density),
+        parse_share_option("--density", density),
         columns,
         layers,
         kernel,
