@@ -135,7 +135,7 @@ def test_verify_agrees_within_tolerance_and_fails_beyond_it(hf_folder, tmp_path)
         "checkpoint", "verify", tmp_path / "run", "--tokens", "32", "--tolerance", "1e-12", code=1
     )
     assert "DISAGREES at tolerance 1e-12" in output
-    assert "largest difference of a logit" in output
+    assert "largest logit difference" in output
     assert "mean KL divergence" in output
 
 

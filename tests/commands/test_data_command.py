@@ -77,7 +77,7 @@ def test_prepare_again_says_that_nothing_is_to_do(corpus: Path, tmp_path: Path) 
     again = _run("prepare", corpus, tmp_path / "out", "--text-key", "body")
     assert (again.exit_code, again.stdout.splitlines()[0]) == (
         0,
-        f"Already there, nothing to do: {tmp_path / 'out'}",
+        f"Already complete: {tmp_path / 'out'}",
     )
 
 
@@ -124,7 +124,7 @@ def test_mistakes_are_one_line_and_exit_code_2(corpus: Path, tmp_path: Path) -> 
     )
     assert f"holds no tokens; {allowed}" in _mistake("show", tmp_path)
     (tmp_path / "words.txt").write_text("words")
-    assert f"is no token array; {allowed}" in _mistake("show", tmp_path / "words.txt")
+    assert f"is not a token array; {allowed}" in _mistake("show", tmp_path / "words.txt")
     assert "no such folder" in _mistake("show", tmp_path / "none")
     _run("prepare", corpus, out, "--text-key", "body")
     assert "--document 50: the store has documents 0 to 49" in _mistake(

@@ -223,5 +223,5 @@ def test_the_same_line_with_resume_auto_begins_and_then_goes_on(launched):
         "the same words are not added again"
     )
     refused = run("--resume", "auto", "seq=256")
-    line = "mtrain: --resume auto: needs run.name=NAME or run.dir=FOLDER, so that the same line finds its run again\n"
+    line = "mtrain: --resume auto: needs run.name=NAME or run.dir=DIR, so that the same command line finds its run again\n"
     assert (refused.exit_code, refused.stderr) == (2, line)
